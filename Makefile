@@ -5,6 +5,9 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TORCHVISION ?= torchvision==0.28.0
 ARGS ?=
+# before an environment is made, as pip would refuse an older Python only after a while
+NEWER = @$(PYTHON) -c 'import sys; sys.version_info < (3, 10) and sys.exit("fedquilt needs Python 3.10 or newer, and \
+	$(PYTHON) is " + sys.version.split()[0] + ": name another, as in make PYTHON=python3.12")'
 
 .PHONY: demo test check docs tree wheels nightly rehearsal clean
 
@@ -12,10 +15,13 @@ demo: .venv-demo/ready
 	.venv-demo/bin/fedquilt demo $(ARGS)
 
 # two workers for each core, as many tests wait for processes; each file's tests in one worker, in the order of
-# tests/conftest.py. Bytecode is kept, as hundreds of processes import fedquilt. ARGS come last and win: ARGS="-n 0 -x"
-# for one process
+# tests/conftest.py. Bytecode is kept, as hundreds of processes import fedquilt. Files lie in memory where 8 GB are free
+# and programs may run from there, as stores wait for the disk at each event. ARGS come last and win: ARGS="-n 0 -x" for
+# one process
+MEMORY = $(shell grep -s ' /dev/shm ' /proc/mounts | grep -qvw noexec && \
+  [ "$$(df --output=avail -k /dev/shm | tail -1)" -gt 8000000 ] && echo /dev/shm)
 test: .venv/ready
-	PYTHONDONTWRITEBYTECODE= .venv/bin/python -m pytest -n $$((2 * $$(env -u OMP_NUM_THREADS nproc))) --dist loadfile --no-loadscope-reorder $(ARGS)
+	TMPDIR=$(MEMORY) PYTHONDONTWRITEBYTECODE= .venv/bin/python -m pytest -n $$((2 * $$(env -u OMP_NUM_THREADS nproc))) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: .venv/ready
 	.venv/bin/ruff format --check .
@@ -37,8 +43,8 @@ tree:
 
 # fedquilt and fedquilt-board in build/wheels
 wheels: .venv/ready
-	.venv/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheels .
-	.venv/bin/python -c 'import pathlib, fedquilt.tools.boards.flash.own_wheels as own; own.build_own_wheel(pathlib.Path("build/wheels"))'
+	mkdir -p build/wheels
+	.venv/bin/python -c 'import pathlib, fedquilt.tools.boards.flash.own_wheels as own; [own.build_own_wheel(pathlib.Path("build/wheels"), name) for name in ("fedquilt", "fedquilt-board")]'
 
 # what takes too long for `make test`: ARGS="--list" says what there is; the board rehearsal wants root
 nightly: .venv/ready
@@ -49,16 +55,19 @@ rehearsal: .venv/ready
 	.venv/bin/python -m tests.rehearsal $(ARGS)
 
 .venv-demo/ready: pyproject.toml
+	$(NEWER)
 	$(PYTHON) -m venv .venv-demo
 	.venv-demo/bin/python -m pip install --quiet --disable-pip-version-check -e '.[demo]'
 	touch $@
 
 .venv-docs/ready: pyproject.toml
+	$(NEWER)
 	$(PYTHON) -m venv .venv-docs
 	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
 	touch $@
 
 .venv/ready: pyproject.toml
+	$(NEWER)
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(TORCHVISION)

@@ -45,10 +45,8 @@ def resume_run(store: Store, run: str) -> StoredJob:
     if row.status == "done":
         export = f"fedquilt model export {row.id} --home {store.home} --out FILE"
         raise JobError(f"{row.id} is done; `{export}` writes its result")
-    if row.origin == "fleet":
-        raise JobError(f"{row.id} is a simulated fleet's: `fedquilt simulate JOB --home {store.home}` goes on with it")
-    if row.origin == "simulation":
-        raise JobError(f"{row.id} is a simulation's: `fedquilt.simulate` with this job and home goes on with it")
+    if row.origin != "run":
+        raise JobError(f"{row.id} is a simulation's: {store.describe_resume(row)}")
     store.set_status(row.id, ARMED if row.job.trigger is not None else "running")
     return row
 

@@ -16,6 +16,7 @@ from fedquilt.coordinator.fleet.device_status import DeviceStatus, TelemetrySamp
 from fedquilt.coordinator.fleet.telemetry_store import FRESH_S
 from fedquilt.coordinator.job_view import JobView
 from fedquilt.coordinator.rounds.events import (
+    ENDED,
     AnyEvent,
     CohortSelected,
     JobEnded,
@@ -114,7 +115,7 @@ class CoordinatorMetrics:
         declined = [(key, float(value)) for key, value in self._declined.copy().items()]
         about = "Tasks that boards declined, by the code of the reason."
         yield MetricFamily("fedquilt_declined", "counter", about, ("job", "code"), declined)
-        ended = [((status,), float(self._ended[status])) for status in ("done", "failed", "stopped")]
+        ended = [((status,), float(self._ended[status])) for status in ENDED]
         yield MetricFamily("fedquilt_jobs_ended", "counter", "Jobs that ended, by how.", ("status",), ended)
         # one sample for each label: that of the run whose boards were asked last
         running = {label: values for label, *values in sorted(self._rounds.values(), key=lambda each: each[3])}

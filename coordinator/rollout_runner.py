@@ -78,6 +78,7 @@ class RolloutRunner:
         self._told.append((device, message))
 
     def resend_releases(self, device: str, now_s: float) -> None:
+        """Send a device its latest release of each kind again, settled or not."""
         self._arrived = True
         for kind in KINDS:
             if (kind, device) in self._owners:

@@ -123,6 +123,7 @@ class Server:
         return state, serving.summed.wait_limit_s(now_s) + to_wall
 
     def jobs_by_leased_device(self, id: str) -> dict[str, str]:
+        """Return the job of each device that is leased to a job other than `id`."""
         others = (each for each in (*self._jobs, *self._opening.jobs) if each != id)
         return {device: other for other in others for device in self._desk.loans.leased_devices(other)}
 
@@ -139,7 +140,7 @@ class Server:
         with self._store.batch_events():
             for heard in self._executor.receive_inputs(now_s):
                 if heard is None:
-                    self._resend_tasks_and_releases(now_s)
+                    self._resend_after_new_session(now_s)
                 elif isinstance(heard, tuple):
                     self._handle_message(*heard, now_s)
                 else:
@@ -184,7 +185,7 @@ class Server:
 
     # -- messages --
 
-    def _resend_tasks_and_releases(self, now_s: float) -> None:
+    def _resend_after_new_session(self, now_s: float) -> None:
         # after a new session, the broker may have lost retained messages
         for serving in self._jobs.values():
             serving.send_all_tasks(now_s)

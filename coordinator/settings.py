@@ -297,10 +297,8 @@ def parse_params(job: JobSettings) -> Any:
     known = [field.name for field in dataclasses.fields(kind)]
     unknown = sorted(set(job.params) - set(known))
     if unknown:
-        hint = toml.suggest_nearest(unknown[0], known)
-        raise JobError(
-            f"[params] {', '.join(unknown)}: {job.method} has no such parameter; it has {', '.join(known)}{hint}"
-        )
+        listed = toml.describe_choices(unknown[0], known, "it has")
+        raise JobError(f"[params] {', '.join(unknown)}: {job.method} has no such parameter{listed}")
     given: Any = toml.convert_table(job.params, kind, f"[params] of {job.method}")
     return kind(**{name: getattr(given, name) for name in known})  # msgspec leaves defaults out of an object's own dict
 
@@ -319,6 +317,11 @@ def complete_table(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def make_paths_absolute(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a job's table with its relative paths made absolute.
+
+    A value of `weights` or `classes` is a path only if the folder contains the file.
+    """
+
     def anchor_paths(entry: Any) -> Any:
         if isinstance(entry, list):
             return [anchor_paths(one) for one in entry]

@@ -35,6 +35,7 @@ class RunnerReport(NamedTuple):
 
 
 def online_reports(fleet: Mapping[str, DeviceSnapshot]) -> Iterator[tuple[RunnerReport, tuple[str, ...]]]:
+    """Yield the report of each online device with telemetry, and the labels of the device."""
     for device, each in sorted(fleet.items()):
         if each.online and (news := each.telemetry) is not None:
             yield RunnerReport(device, news.drift, news.accuracy), each.profile.labels if each.profile else ()
@@ -71,7 +72,7 @@ def trigger_reason(job: JobSettings, boards: Sequence[RunnerReport], now: float,
     if trigger is None or (last is not None and abs(now - last) < trigger.pause_s):
         return ""
     found = reports_beyond_limit(trigger, boards)
-    if len(found) < devices_to_fire(trigger, len(boards)):
+    if len(found) < minimum_devices_to_fire(trigger, len(boards)):
         return ""
     some = ", ".join(_format_report(each) for each in found[:NAMED])
     more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
@@ -80,17 +81,21 @@ def trigger_reason(job: JobSettings, boards: Sequence[RunnerReport], now: float,
     )
 
 
-def devices_to_fire(trigger: DriftTrigger, count: int) -> int:
+def minimum_devices_to_fire(trigger: DriftTrigger, count: int) -> int:
     """Return how many of `count` reporting devices must be beyond a limit, at least one."""
     return max(1, math.ceil(trigger.share * count - 1e-9))
 
 
 def describe_trigger_wait(job: JobSettings, boards: Sequence[RunnerReport], now: float, last: float | None) -> str:
+    """Return what a job with a trigger waits for, to follow "waits for".
+
+    The text names the end of the pause, or the limits and how many devices are beyond them.
+    """
     trigger = job.trigger
     assert trigger is not None
     if last is not None and abs(now - last) < trigger.pause_s:
         return f"the end of its pause, in {units.format_duration(trigger.pause_s - abs(now - last))}"
-    least = devices_to_fire(trigger, len(boards))
+    least = minimum_devices_to_fire(trigger, len(boards))
     found = len(reports_beyond_limit(trigger, boards))
     return f"{_format_limits(trigger)}: {found} of {len(boards)} boards that tell are beyond, at least {least} needed"
 

@@ -18,7 +18,7 @@ from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.releases import models
 from fedquilt.edge_agent.releases.check import start
 from fedquilt.edge_agent.releases.release_kind import ReleaseKind
-from fedquilt.edge_agent.settings import AgentSettings
+from fedquilt.edge_agent.settings import AgentSettings, describe_missing_data
 from fedquilt.edge_agent.storage.agent_state import AgentState
 from fedquilt.edge_agent.task import memory_budget, sandbox
 from fedquilt.edge_agent.task.worker import ChildWorker
@@ -58,6 +58,8 @@ def run_agent(settings: AgentSettings) -> None:
     link = plain if own is None else AuthenticatedDeviceLink(plain, own, settings.fleet, settings.device)
     if own is None:
         log.info("%s", UNSIGNED)
+    if missing := describe_missing_data(settings):
+        log.warning("%s", missing)
     cage, home = memory_budget.MemoryLimit(), Path(settings.home).absolute()
     worker = ChildWorker(settings.warm_s, sandbox.task_command(home / "task"), cage, home / "task")
     checks = ChildWorker(0.0, start.check_command(home / sandbox.CHECK), cage, home / sandbox.CHECK)

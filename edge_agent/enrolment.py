@@ -248,6 +248,12 @@ def _read_certificate(
 def _validity_or_reason(
     pem: bytes, files: CredentialPaths, device: str, key: ec.EllipticCurvePrivateKey
 ) -> CertificateValidity | str:
+    """Return the validity of a certificate, or why the certificate cannot be used.
+
+    Raises:
+        JobError: If the CA file has no certificate.
+        StoreError: If the CA file cannot be read.
+    """
     with disk.disk_errors(f"read {files.ca}", when_full=""):
         authority = files.ca.read_bytes()
     try:
@@ -279,7 +285,13 @@ def _format_time(at: datetime.datetime) -> str:
 def _post_request(
     url: str, files: CredentialPaths, path: str, request: SigningRequest, certified: bool
 ) -> SigningResponse:
-    """Send a request. Raise EnrolmentRefusedError if refused, LinkError if unreachable or invalid."""
+    """Post a request to the enrolment endpoint, and return the response.
+
+    Raises:
+        EnrolmentRefusedError: If the endpoint refuses the request.
+        LinkError: If the endpoint is unreachable, not trusted, or responds with something invalid.
+        JobError: If the URL or a file of the identity cannot be used.
+    """
     host, port = _endpoint_address(url)
     try:
         context = ssl.create_default_context(cafile=str(files.ca))

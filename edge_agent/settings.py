@@ -195,6 +195,13 @@ def parse_settings(table: Mapping[str, Any]) -> AgentSettings:
     return settings
 
 
+def describe_missing_data(settings: AgentSettings) -> str:
+    """Return a warning if the file or folder of [data] does not exist, or ""."""
+    path = Path(settings.data.get("path") or ".")
+    # no error, because the file may be on a disk that is mounted later
+    return "" if path.exists() else f"no data at {path} ([data] path){toml.suggest_file(path)}"
+
+
 def _resolve_all_paths(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     profile = table.get("profile")
     named = isinstance(profile, str) and profiles.is_board_name(profile) and not (folder / profile).exists()

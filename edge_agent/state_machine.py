@@ -103,13 +103,16 @@ def advance(state: DeviceState, event: Event, now_s: float, reading: Reading = R
 
 
 def _handle_task(state: DeviceState, event: TaskReceived, now_s: float, reading: Reading) -> Step:
-    """Accept or decline a task, submit its existing update again, or repeat an earlier claim."""
+    """Respond to a received task: accept, decline, repeat a claim, or submit the stored update again.
+
+    A counted task is declined. A task older than the open one of the same job is ignored.
+    """
     task, open = event.task, state.open
     key = (task.job, task.round)
     if key in state.outbox and state.outbox[key].update.state == task.state:
         offer = state.outbox[key]
         update = replace(offer.update, attempt=task.attempt, epoch=max(task.epoch, offer.update.epoch))
-        again = _with_send(replace(offer, update=update, sends=0), now_s)
+        again = _with_submission_counted(replace(offer, update=update, sends=0), now_s)
         return replace(state, outbox={**state.outbox, key: again}), (SendUpdate(update),)
     last = state.counted.get(task.job)
     if last is not None and task.round <= last.round and task.epoch <= last.epoch:
@@ -193,6 +196,7 @@ def _accept_task(state: DeviceState, event: TaskReceived, now_s: float) -> Step:
 
 
 def _is_same_work(one: Task, other: Task) -> bool:
+    """Return whether two tasks differ at most in attempt, deadline and epoch."""
     return replace(one, attempt=other.attempt, deadline_s=other.deadline_s, epoch=other.epoch) == other
 
 
@@ -290,7 +294,7 @@ def _handle_completion(state: DeviceState, event: TaskCompleted, now_s: float) -
         )  # of a bare process: this one may have been warm
         seen = _memory_margin(state, state.open.task).with_peak(peak - base, event.planned_bytes)
         state = _with_memory_margin(state, state.open.task, seen)
-    offer = _with_send(OutboxUpdate(update, event.private, now_s, since_s=now_s), now_s)
+    offer = _with_submission_counted(OutboxUpdate(update, event.private, now_s, since_s=now_s), now_s)
     outbox = {**state.outbox, (update.job, update.round): offer}
     return replace(_without_task(state), outbox=outbox, base_bytes=bases), (SendUpdate(update), *noted)
 
@@ -334,7 +338,7 @@ def _handle_ack(state: DeviceState, event: UpdateAcked, now_s: float) -> Step:
     return _start_if_ready(state)
 
 
-def _with_send(offer: OutboxUpdate, now_s: float) -> OutboxUpdate:
+def _with_submission_counted(offer: OutboxUpdate, now_s: float) -> OutboxUpdate:
     return replace(offer, due_s=now_s + RESEND.delay_s(offer.sends), sends=offer.sends + 1)
 
 
@@ -345,7 +349,7 @@ def _repeat_due_actions(state: DeviceState, now_s: float) -> Step:
     outbox = dict(state.outbox)
     for key, offer in state.outbox.items():
         if offer.due_s <= now_s:
-            outbox[key] = _with_send(offer, now_s)
+            outbox[key] = _with_submission_counted(offer, now_s)
             actions.append(SendUpdate(offer.update))
     open = state.open
     if open is not None and open.again_s <= now_s:

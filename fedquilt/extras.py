@@ -31,9 +31,28 @@ EXTRAS: Final = {
 }
 
 
+BOARD_EXTRAS: Final = ("gpu", "identity", "images", "jetson", "metrics", "onnx", "parquet", "train")
+
+
 def missing_message(module: str) -> str:
-    extra = EXTRAS.get(module.split(".")[0], "")
-    return f"this needs {module}, which is not installed: pip install 'fedquilt{f'[{extra}]' if extra else ''}'"
+    return f"this needs {module}, which is not installed: {installation_command(EXTRAS.get(module.split('.')[0], ''))}"
+
+
+def installation_command(extra: str) -> str:
+    """Return the command that installs an extra, or for "" all of fedquilt."""
+    if not extra:
+        return "pip install 'fedquilt'"
+    name = "fedquilt-board" if extra in BOARD_EXTRAS and _is_board_distribution() else "fedquilt"
+    return f"pip install '{name}[{extra}]'"
+
+
+def _is_board_distribution() -> bool:
+    from importlib import metadata  # only errors need it
+
+    try:
+        return bool(metadata.version("fedquilt-board"))
+    except metadata.PackageNotFoundError:
+        return False
 
 
 def load_optional(module: str) -> ModuleType:

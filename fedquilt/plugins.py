@@ -142,8 +142,7 @@ def find_plugin(kind: Kind, name: str, ours: Collection[str] = ()) -> Plugin | N
     if shut:
         raise JobError(f"{shut[0]} is not allowed here: add {shut[0].package!r} to `plugins` in agent.toml")
     raise JobError(
-        f"{CALLED[kind]} {name!r} is unknown; there are: "
-        f"{', '.join(there) or 'none'}{toml.suggest_nearest(name, there)}; "
+        f"{CALLED[kind]} {name!r} is unknown{toml.describe_choices(name, there)}; "
         "your own is module:name, or an entry point of an installed package"
     )
 
@@ -185,7 +184,7 @@ def import_plugin(plugin: Plugin) -> Any:
 
 def wrong_kind_error(plugin: Plugin, wanted: str, found: Any) -> JobError:
     """Return the error for a plug-in with an object that is not of the kind `wanted`."""
-    return JobError(f"{plugin} is a {type(found).__name__}, and {wanted} is wanted: mend {plugin.target}")
+    return JobError(f"{plugin} is a {type(found).__name__}, and {wanted} is wanted: correct {plugin.target}")
 
 
 # -- what a board allows --------------------------------------------------------------------------

@@ -294,10 +294,8 @@ def load_board_profile(name: str) -> BoardProfile:
         JobError: If there is no such file, or the file is invalid. The error names the place.
     """
     if name not in board_names():
-        hint = toml.suggest_nearest(name, board_names())
-        raise JobError(
-            f"board {name!r} is unknown; there are: {', '.join(board_names())}, and auto for this host{hint}"
-        )
+        listed = toml.describe_choices(name, board_names())
+        raise JobError(f"board {name!r} is unknown{listed}, and auto for this host")
     path = Path(__file__).parent / f"{name}.toml"
     return parse_board_profile(path.read_text(encoding="utf-8"), str(path))
 
@@ -312,10 +310,8 @@ def find_board_profile(given: str) -> BoardProfile:
     if not path.exists() and is_board_name(given):
         if given in board_names():
             return load_board_profile(given)
-        hint = toml.suggest_nearest(given, board_names())
-        raise JobError(
-            f"profile {given!r} is no file, and none that ships; there are: {', '.join(board_names())}{hint}"
-        )
+        listed = toml.describe_choices(given, board_names())
+        raise JobError(f"profile {given!r} is no file, and none that ships{listed}")
     try:
         return parse_board_profile(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import selectors
@@ -141,8 +140,3 @@ class Tab:
     def text(self) -> str:
         """The text that is shown."""
         return str(self.value("document.body.innerText"))
-
-    def picture(self, path: Path, *, whole: bool = False) -> None:
-        """A picture of what is shown, as PNG."""
-        told = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(told["data"]))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -13,7 +14,7 @@ from fedquilt.arrays import tensors
 from fedquilt.blobs.storage.store import BlobStore
 from fedquilt.blobs.transfer.transfers import Transfers
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.background_worker import BackgroundWorker
+from fedquilt.coordinator.background_worker import BackgroundWorker, SynchronousWorker
 from fedquilt.coordinator.delivery.executor import LinkExecutor
 from fedquilt.coordinator.delivery.monitoring_executor import DeviceStatusTracker, MonitoringExecutor
 from fedquilt.coordinator.limits import CoordinatorLimits
@@ -87,7 +88,9 @@ class Hand:
 
 
 class Stage:
-    """A coordinator, hands, and time that the test moves on."""
+    """A coordinator, hands, and time that the test moves on; `made`, whose stores are closed after each test."""
+
+    made: ClassVar[list[Stage]] = []
 
     def __init__(
         self,
@@ -109,6 +112,7 @@ class Stage:
         self.store = Store(folder / "home")
         self.job = self.store.add_job(settings.parse_job({**TABLE, **table}), folder / "bundle")
         self.hands: list[Hand] = []
+        self.made.append(self)
         self.start()
 
     def start(self) -> None:
@@ -169,6 +173,37 @@ class Noted(Stage):
         self.noted = DeviceStatusTracker(self.store.home, lambda: 1_800_000_000.0 + self.broker.now_s)
         self.executor = MonitoringExecutor(self.link, "f", self.store.depot, self.store.begin_epoch(), self.noted)
         self.server = Server(self.executor, self.store, self.observe)
+
+
+class Killed(BaseException):
+    """The process ends."""
+
+
+class SlowWorker(SynchronousWorker):
+    """A worker that carries out pieces when the test says so, and stores a sum with each update.
+
+    Args:
+        at_once: whether `go_on` carries out all pieces that are there, not one.
+        large_bytes: as of its base.
+    """
+
+    def __init__(self, at_once: bool = False, large_bytes: int = 0) -> None:
+        super().__init__(large_bytes=large_bytes)
+        self.stored_at, self.at_once = 0.0, at_once
+        self.begun: deque[tuple[Any, Any]] = deque()
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.begun and super().is_idle
+
+    def submit(self, piece: Any, then: Any) -> None:
+        self.begun.append((piece, then))
+
+    def go_on(self) -> None:
+        while self.begun or not self.at_once:
+            super().submit(*self.begun.popleft())
+            if not self.at_once:
+                return
 
 
 def ones(factor: float = 1.0) -> dict[str, np.ndarray]:

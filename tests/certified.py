@@ -9,8 +9,9 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedquilt.core import SiteRight
-from fedquilt.tools.operations.identity.authority import DAY_S, CertificateAuthority, clock_s
-from fedquilt.tools.operations.identity.certificate_parts import key_to_pem
+from fedquilt.tools.identity import broker_config
+from fedquilt.tools.identity.authority import DAY_S, CertificateAuthority, clock_s
+from fedquilt.tools.identity.certificate_parts import key_to_pem
 from fedquilt.transport.mqtt.broker import Broker
 
 
@@ -25,17 +26,33 @@ class Certified:
     def ca(self) -> Path:
         return self.authority.folder / "ca.crt"
 
+    def configure_broker(self, folder: Path) -> list[str]:
+        """Write a Mosquitto's configuration as `fedquilt broker config` does; its lines but that of the port."""
+        broker_config.write_config(self.authority, "mosquitto", ["127.0.0.1"], folder, clock_s(), installed=str(folder))
+        first, listener, *lines = (folder / "fedquilt.conf").read_text().splitlines()
+        assert listener == "listener 8883", first
+        return lines
+
     def files(
-        self, name: str, kind: Any = "device", *, days_ago: float = 0.0, right: SiteRight | None = None
+        self,
+        name: str,
+        kind: Any = "device",
+        *,
+        days_ago: float = 0.0,
+        days: float | None = None,
+        right: SiteRight | None = None,
     ) -> dict[str, str]:
         """The files of a certificate that is made now, for a [broker] table."""
         key = ec.generate_private_key(ec.SECP256R1())
         with self.authority.register.transaction():
             at_s = clock_s() - days_ago * DAY_S
             hosts = ["127.0.0.1"] if kind == "server" else ()
-            issued = self.authority.sign_certificate(name, kind, key.public_key(), at_s, hosts=hosts, right=right)
+            issued = self.authority.sign_certificate(
+                name, kind, key.public_key(), at_s, hosts=hosts, days=days, right=right
+            )
         (self.folder / f"{name}.crt").write_text(issued.pem)
         (self.folder / f"{name}.key").write_bytes(key_to_pem(key))
+        (self.folder / f"{name}.key").chmod(0o600)
         return {"ca": str(self.ca), "cert": str(self.folder / f"{name}.crt"), "key": str(self.folder / f"{name}.key")}
 
     def broker(self, name: str, kind: Any = "device", *, url: str = "mqtts://localhost", days_ago: float = 0) -> Broker:

@@ -9,6 +9,8 @@ import os
 os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
 
 import datetime
+import functools
+import gc
 import ipaddress
 import time
 from collections import defaultdict
@@ -26,6 +28,7 @@ from hypothesis import HealthCheck, settings
 from mosquittos import MOSQUITTO, Mosquitto
 from waiting import LIMIT_S
 
+from fedquilt.tools.boards.flash import own_wheels
 from fedquilt.tools.broker import EmbeddedBroker
 from fedquilt.transport.link import Message
 from fedquilt.transport.mqtt.broker import Broker
@@ -38,9 +41,57 @@ settings.register_profile("unhurried", deadline=None, suppress_health_check=[Hea
 settings.load_profile("unhurried")
 
 
+def pytest_collection_finish() -> None:
+    """Leave out of each garbage collection what thousands of collected tests hold."""
+    gc.collect()
+    gc.freeze()
+
+
+# files that take a worker longest, as measured; then come these folders
+LONGEST = (
+    "methods/test_fedstitch.py",
+    "models/stitching/test_blocks.py",
+    "methods/test_conformance.py",
+    "tools/test_site.py",
+    "tools/demo/test_demo.py",
+    "tools/flash/test_wheels.py",
+    "tools/flash/test_fleet.py",
+    "fedquilt/cli/test_simulate.py",
+    "examples/test_kinds_of_data.py",
+    "tools/flash/test_flash.py",
+    "tools/experiments/papers/test_fedstitch.py",
+    "tools/test_site_clocks.py",
+    "tools/dash/test_browser.py",
+    "examples/test_drift.py",
+    "end_to_end/test_outside.py",
+    "tools/experiments/papers/test_papers.py",
+    "fedquilt/cli/test_init.py",
+    "end_to_end/test_upgrade.py",
+    "methods/test_fedstitch_joint.py",
+    "tools/report/test_front.py",
+    "tools/experiments/test_compare.py",
+    "simulation/test_golden.py",
+    "coordinator/test_absence.py",
+    "methods/test_fedsq.py",
+    "tools/experiments/papers/test_genefl.py",
+)
+LONG_FOLDERS = ("end_to_end", "faults", "simulation")
+ROOT = Path(__file__).parent
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take longest, so that no worker ends long after the others."""
-    items.sort(key=lambda item: item.path.parent.name not in ("end_to_end", "faults", "simulation"))
+    places = {ROOT / name: place for place, name in enumerate(LONGEST)}
+    later = len(LONGEST)
+    items.sort(key=lambda item: places.get(item.path, later + (item.path.parent.name not in LONG_FOLDERS)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def prose_stripped_once() -> Iterator[None]:
+    """Strip each module of its prose once for all wheels that tests build, which takes 3 s of a processor a wheel."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(own_wheels, "strip_prose", functools.cache(own_wheels.strip_prose))
+        yield
 
 
 @pytest.fixture

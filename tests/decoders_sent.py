@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 from certified import Certified
 from decoding import SHA, Decoder, numbered
+from signed_payloads import payload_without_check
 from wired import MESSAGES
 
 from fedquilt import compression, wire
@@ -136,16 +137,14 @@ def _sealed(folder: Path) -> dict[str, Decoder]:
     update = next(wire.encode(message) for message in MESSAGES if isinstance(message, Update))
 
     def opened(payload: bytes) -> object:
-        inner = message_signature.payload_without_check(payload)
+        inner = payload_without_check(payload)
         assert isinstance(inner, bytes)
         return wire.decode(
             message_signature.verify_message(Session(grant), route, Message(topic, payload)).payload, Update
         )
 
     def closed(payload: bytes) -> bytes:
-        return message_signature.make_signed_payload(
-            Session(grant), topic, numbered(message_signature.payload_without_check(payload))
-        )
+        return message_signature.make_signed_payload(Session(grant), topic, numbered(payload_without_check(payload)))
 
     def granted(payload: bytes) -> object:
         ours, theirs = board.start_as_device(), coordinator.start_as_coordinator()

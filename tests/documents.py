@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -15,6 +16,7 @@ from waiting import until
 
 ROOT = Path(__file__).parents[1]
 DIGITS = ROOT / "tools" / "lab" / "demo" / "digits.npz"
+_NUMBER = re.compile(r"\d+(\.\d+)?")
 LIMIT_S = 300.0  # for one command; a page's commands take seconds on an idle machine
 
 
@@ -42,15 +44,19 @@ def files(page: str) -> dict[str, str]:
     return {found[1]: block for block in blocks(page, "toml") if (found := re.match(r"# (\S+\.toml)\n", block))}
 
 
-def require_lines(shown: str, printed: str) -> None:
-    """Require that `printed` has each line that a page shows; numbers may differ."""
-    found = _without_numbers(printed)
+def require_lines(shown: str, printed: str, tolerance: float = 0.0) -> None:
+    """Require that `printed` has each line that a page shows, with numbers that differ by at most this share."""
+    found = [line.split() for line in printed.splitlines()]
     for line in shown.splitlines():
-        assert _without_numbers(line) in found, line
+        assert any(_is_same_line(line.split(), other, tolerance) for other in found), line
 
 
-def _without_numbers(text: str) -> str:
-    return " ".join(re.sub(r"\b\d[\w.,-]*", "N", text).split())
+def _is_same_line(one: list[str], other: list[str], tolerance: float) -> bool:
+    return len(one) == len(other) and all(
+        a == b
+        or (_NUMBER.fullmatch(a) and _NUMBER.fullmatch(b) and math.isclose(float(a), float(b), rel_tol=tolerance))
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 def run_python(page: str, folder: Path) -> str:
@@ -101,7 +107,7 @@ class Shell:
         """A command's words, with this machine's broker and without TLS where one is given."""
         self.ran.append(typed)
         if broker:
-            typed = re.sub(r" --(ca|cert|key) \S+", "", typed.replace("mqtts://broker.site:8883", broker))
+            typed = re.sub(r" --(ca|cert|key) \S+", "", re.sub(r"mqtts?://broker\.site:\d+", broker, typed))
         if port:
             typed = typed.replace("1883", port)
         words = shlex.split(typed)

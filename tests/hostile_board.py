@@ -49,8 +49,6 @@ from fedquilt.edge_agent.engines.numpy import engine
 from fedquilt.formats import job_bundle, toml
 from fedquilt.security.authenticated_link import AuthenticatedDeviceLink
 from fedquilt.security.handshake import LinkIdentity
-from fedquilt.tools.operations.identity import broker_config
-from fedquilt.tools.operations.identity.authority import clock_s
 from fedquilt.tools.simulation import agents as fleet
 from fedquilt.transport.mqtt.link import MqttLink
 
@@ -297,26 +295,16 @@ class Site:
         (folder / "job.toml").write_text(toml.format_toml(table))
         calm = {**table, "cohort": {"start_devices": 3}}
         self.plan = fleet.FleetPlan(settings.parse_job(calm), folder / "job.bundle", folder / "calm")
-        out = folder / "site"
-        broker_config.write_config(
-            self.certified.authority, "mosquitto", ["127.0.0.1"], out, clock_s(), installed=str(out)
-        )
         (folder / "mosquitto").mkdir()
-        given = (out / "fedquilt.conf").read_text().splitlines()[2:]
+        given = self.certified.configure_broker(folder / "site")
         self.mosquitto = Mosquitto(folder / "mosquitto", tuple(given)).start()
         self.url = self.mosquitto.url.replace("mqtt://", "mqtts://")
         self.home, self.log = folder / "runs", folder / "run.log"
 
     def boards(self) -> None:
         """Start the honest boards."""
-        for table in self.plan.make_agent_tables():
-            device = table["device"]
-            told = {"url": self.url, **self.certified.files(device)}
-            path = self.folder / f"{device}.toml"
-            path.write_text(
-                toml.format_toml({**table, "home": str(self.folder / device), "broker": told, "warm_s": 600.0})
-            )
-            self.processes.start(device, self.folder / "agents.log", "agent", str(path))
+        tables, own = self.plan.make_agent_tables(), self.certified.files
+        self.processes.start_agents(self.folder, tables, lambda name: {"url": self.url, **own(name)}, warm_s=600.0)
 
     def coordinate(self) -> None:
         """Start the coordinator."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from fedquilt.edge_agent.task import memory_budget
 
 DIGITS = Path(__file__).parents[1] / "tools/lab/demo/digits.npz"
 LABELS = tuple(map(str, range(10)))
@@ -16,6 +19,14 @@ INPUT = {"channels": 1, "size": 8}
 def board_data(**changes: Any) -> dict[str, Any]:
     """The [data] table of a board with a tenth of the digits, a fifth of them held out."""
     return {"path": str(DIGITS), "partition": "iid", "share": 0, "shares": 10, **changes}
+
+
+def fitting_budget_bytes() -> int:
+    """A budget of 512 MB beside what other tests have left in this process."""
+    process = os.getpid()
+    memory_budget.reset_peak(process)
+    peak, resident = memory_budget.read_peak_bytes(process), memory_budget.resident_bytes(process)
+    return 512_000_000 + 2 * (peak or 0) - (resident or 0)
 
 
 def centres() -> tuple[np.ndarray, np.ndarray]:

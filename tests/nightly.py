@@ -126,6 +126,11 @@ def stages(data: Path | None = None, *, python: str = sys.executable) -> list[St
             ((*tests, "-m", "nightly", f"--ignore={CONTAINERS}"),),
         ),
         Stage(
+            "core",
+            "the core's tests in a copy of the checkout without packs",
+            ((python, "-m", "tests.measures.packs", "--test"),),
+        ),
+        Stage(
             "envelope",
             "100,000 random boards, power modes, deadlines and faults: no hold beyond the owner's bounds",
             ((python, "-m", "tests.envelope_cases", "--cases", "0-99999"),),

@@ -225,10 +225,6 @@ def merged(network: str, backbone: Model, shared: Model) -> Model:
     return found
 
 
-def head_of(network: str) -> list[str]:
-    return [f"{HEAD.get(network, 'head')}.{leaf}" for leaf in ("weight", "bias")]
-
-
 def fedlora(network: str, model: Model, run: Played) -> Model:
     """A, B and the head by clipped gradients with FedProx's pull 0.1; A is drawn by the method, B begins as 0."""
     shared = dict(run.states[0].model)

@@ -6,12 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.rounds.events import AnyEvent, UpdateAccepted
+from fedquilt.coordinator.rounds.events import AnyEvent, RoundCommitted, UpdateAccepted
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.edge_agent.engines.numpy import engine
 from fedquilt.formats import job_bundle, toml
@@ -49,6 +50,29 @@ class Processes:
                 [sys.executable, *words], stdout=out, stderr=subprocess.STDOUT, env=env
             )
 
+    def start_agents(
+        self,
+        folder: Path,
+        tables: Iterable[Mapping[str, Any]],
+        broker: str | Callable[[str], Mapping[str, Any]],
+        log: str = "agents.log",
+        **more: Any,
+    ) -> dict[str, tuple[str, ...]]:
+        """Start the agents of a simulated fleet's tables, each with its files in `folder`, and return their commands.
+
+        Args:
+            broker: URL, or function of a device's name that returns its [broker] table.
+            more: Other lines of every agent.toml.
+        """
+        commands = {}
+        for table in tables:
+            name, path = str(table["device"]), folder / f"{table['device']}.toml"
+            own = {"url": broker} if isinstance(broker, str) else broker(name)
+            path.write_text(toml.format_toml({**table, "home": str(folder / name), **more, "broker": own}))
+            commands[name] = ("agent", str(path))
+            self.start(name, folder / log, *commands[name])
+        return commands
+
     def kill(self, name: str) -> None:
         self.running[name].send_signal(signal.SIGKILL)
         self.running[name].wait()
@@ -71,13 +95,18 @@ def answers(home: Path, round: int) -> int:
     return sum(isinstance(fact, UpdateAccepted) and fact.round == round for fact in facts(home))
 
 
+def calm_states(plan: fleet.FleetPlan) -> list[Any]:
+    """States of each round of the job on virtual time, where nobody dies."""
+    run, _ = fleet.run_fleet_virtually(plan)
+    with Store(plan.home) as store:
+        return [fact.state for _, _, fact in store.read_events(run) if isinstance(fact, RoundCommitted)]
+
+
 def make_job(folder: Path, hidden: int = 64, **cohort: Any) -> fleet.FleetPlan:
     """A job and its bundle; more than 900 `hidden` neurons make a model of several chunks. `cohort`: of the job."""
     network = {**NETWORK, "hidden": [hidden]}
     first = tensors.encode_tensors(engine.init_tensors(network, seed=0))
     job_bundle.write_bundle(folder / "job.bundle", {"network": network, "flops": 150 * hidden}, {"model": first})
     cohort = {**TABLE["cohort"], "start_devices": 3, **cohort}
-    rest = {key: value for key, value in TABLE.items() if not isinstance(value, dict)}
-    nested = {key: value for key, value in TABLE.items() if isinstance(value, dict)}
-    (folder / "job.toml").write_text(toml.format_toml({**rest, **nested, "cohort": cohort}))
+    (folder / "job.toml").write_text(toml.format_toml({**TABLE, "cohort": cohort}))
     return fleet.FleetPlan(settings.load_job(folder / "job.toml"), folder / "job.bundle", folder / "virtual")

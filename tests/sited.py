@@ -187,11 +187,6 @@ def federation(
         yield made
 
 
-def unpacked(payload: bytes, kind: type) -> Any:
-    """A state as its method knows it."""
-    return tensors.unpack_state(payload, kind)
-
-
 # -- the demo's digits ----------------------------------------------------------------------------
 
 NETWORK = {"name": "mlp", "inputs": 64, "hidden": [8], "classes": 10}

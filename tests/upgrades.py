@@ -44,8 +44,8 @@ def wheel(folder: Path, version: str = NEW, changes: Mapping[str, Callable[[str]
 
 
 def cannot_start(text: str) -> str:
-    """cli/agent.py of a version that passes its own check, and ends as soon as it is started."""
-    return text.replace("return daemon.run_agent(found)", "raise SystemExit('this version cannot start')")
+    """cli/agent_process.py of a version that passes its own check, and ends as soon as it is started."""
+    return text.replace("daemon.run_agent(found)", "raise SystemExit('this version cannot start')")
 
 
 def pack(

@@ -25,6 +25,7 @@ from fedquilt.coordinator.fleet.broker_outage import BrokerOutage
 from fedquilt.coordinator.fleet.silent_devices import SilenceDetector
 from fedquilt.coordinator.job_view import JobView
 from fedquilt.coordinator.rounds import claim_bounds
+from fedquilt.coordinator.rounds.events import ENDED
 from fedquilt.coordinator.rounds.message_handler import (
     DeviceOnline,
     DeviceRemoved,
@@ -336,7 +337,7 @@ class LinkExecutor:
     def publish_state(self, job: JobView) -> None:
         # the retained message is deleted at the job's end
         state, topic = job.rounds, self._topics.round_topic(job.id)
-        over = state.phase in ("done", "failed", "stopped")
+        over = state.phase in ENDED
         message = wire.RoundState(
             job=job.id,
             method=job.job.method,
@@ -372,7 +373,7 @@ class LinkExecutor:
             if route.leaf in ("presence", "profile") and not message.payload:
                 return None  # cleared retained message: the device was removed from the broker
             if self._transfers.handle_message(route, message.payload, now_s) or route.kind is None:
-                unasked = self._transfers.take_unrequested()
+                unasked = self._transfers.take_senders_of_unrequested_chunks()
                 for device in unasked:
                     self._gate.admit_message(device, 0)
                 if not unasked:  # else anybody may have sent it: a chunk is not signed

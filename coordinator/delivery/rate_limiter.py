@@ -51,7 +51,9 @@ class RateLimiter:
     _most: int = 1024  # number of buckets above which full ones are removed
 
     def admit_message(self, device: str, size: int, now_s: float, cost_s: float = MESSAGE_S) -> Verdict:
-        """Decide whether to process a message, and charge the message to the device's bucket.
+        """Decide whether to process a message. Only processed messages are charged to the device's bucket.
+
+        A device with too many dropped messages is blocked for ASIDE_S.
 
         Args:
             device: Id of the device.

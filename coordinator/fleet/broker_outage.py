@@ -38,7 +38,10 @@ class BrokerOutage:
         return not self.is_disconnected and now_s >= self._back_s
 
     def record_connection(self, reached: bool, now_s: float) -> None:
-        """Record whether the broker is connected. After an outage, add its time and the longest backoff to `lost_s`."""
+        """Record whether the broker is connected, and add an ended outage to `lost_s`.
+
+        The added time is the outage plus the longest backoff of devices after an outage of this length.
+        """
         if not reached and self._since_s is None:
             self._since_s = now_s
         elif reached and self._since_s is not None:

@@ -232,7 +232,7 @@ class JobController:
 
     @property
     def has_ended(self) -> bool:
-        return self.job.rounds.phase in ("done", "failed", "stopped")
+        return self.job.rounds.phase in events.ENDED
 
     @property
     def pending_devices(self) -> frozenset[str]:
@@ -285,7 +285,7 @@ class JobController:
     def _is_waiting_for_leases(self, now_s: float) -> bool:
         registry = self._desk.registry
         barred = registry.ineligible_devices(self.job.wants, now_s)
-        enough = len(registry.device_views(now_s)) - len(barred) >= next_event.devices_to_start(self.job.rounds)
+        enough = len(registry.device_views(now_s)) - len(barred) >= next_event.minimum_devices_to_start(self.job.rounds)
         return enough and any(device not in barred for device in self._desk.loans.devices_of_other_jobs(self.id))
 
     def _device_time_s(self, now_s: float) -> float:

@@ -17,12 +17,12 @@ from typing import Final, NamedTuple
 
 from fedquilt.coordinator.jobs.garbage_collection import GarbageCollector
 from fedquilt.coordinator.limits import RetentionSettings
+from fedquilt.coordinator.rounds.events import ENDED
 from fedquilt.coordinator.storage.log_index import IndexedLog
 from fedquilt.coordinator.storage.rows import UnreadableRow
 from fedquilt.coordinator.storage.store import Store, StoredJob
 from fedquilt.host.disk import REAL, disk_errors
 
-ENDED: Final = ("done", "failed", "stopped")
 # folders with files named after runs, and their endings
 _NAMED: Final = (("agents", ""), ("sites", ""), ("evaluations", ".json"), ("machines", ".json"))
 _RUN: Final = re.compile(r".+-\d{8}-\d{6}(-[0-9a-f]{6})?")  # an id: agents without a coordinator use others
@@ -49,7 +49,7 @@ def find_run(store: Store, run: str) -> StoredJob | UnreadableRow:
 
 
 def select_expired_runs(store: Store, now: float, keep: int | None, older_s: float | None) -> list[str]:
-    """Return the ids of ended runs that are not protected, oldest first.
+    """Return the ids of ended runs that are not protected, oldest first. Without limits, no run is protected.
 
     Args:
         store: Store of the home.
@@ -64,7 +64,11 @@ def select_expired_runs(store: Store, now: float, keep: int | None, older_s: flo
     if keep is not None:
         ended = ended[: max(0, len(ended) - keep)]
     logs = {} if older_s is None else store.read_logs()
-    return [row.id for row in ended if older_s is None or now - _end_time(row, logs.get(row.id)) > older_s]
+    return [
+        row.id
+        for row in ended
+        if older_s is None or now - _last_event_or_creation_time(row, logs.get(row.id)) > older_s
+    ]
 
 
 def exclusive_bytes(store: Store) -> dict[str, int]:
@@ -100,7 +104,7 @@ def remove_expired_runs(store: Store, retention: RetentionSettings, now: float) 
     return gone
 
 
-def _end_time(row: StoredJob | UnreadableRow, log: IndexedLog | None) -> float:
+def _last_event_or_creation_time(row: StoredJob | UnreadableRow, log: IndexedLog | None) -> float:
     return row.created if log is None or not log.whole or log.at is None else log.at
 
 

@@ -256,13 +256,13 @@ def _require_weight_within(update: Update, most: float, told: int | None) -> Non
     if not update.weight <= most:
         raise UpdateError(_weight_problem(update.device, update.weight, most))
     if told is not None and update.weight > max(told, 1):
-        raise UpdateError(f"{update.device} wants to count as {update.weight:g} examples and says that it has {told}")
+        raise UpdateError(f"{update.device} claims to count as {update.weight:g} examples and says that it has {told}")
 
 
 def _weight_problem(device: str, weight: float, most: float) -> str:
     return (
-        f"{device} wants to count as {weight:g} examples, and {most:g} are the most here: set [cohort] max_examples if "
-        "it really has so many"
+        f"{device} claims to count as {weight:g} examples, and {most:g} are the most here: set [cohort] max_examples "
+        "if it really has so many"
     )
 
 
@@ -276,6 +276,6 @@ def _require_plausible_speed(update: Update, bounds: ClaimBounds) -> None:
     most = FASTER * speed * limit_s / each
     if update.weight > most:
         raise UpdateError(
-            f"{update.device} wants to count as {update.weight:g} examples, and at {speed:.3g} FLOP/s it can "
+            f"{update.device} claims to count as {update.weight:g} examples, and at {speed:.3g} FLOP/s it can "
             f"have worked through {most / FASTER:.3g} in {limit_s:.4g} s"
         )

@@ -39,7 +39,7 @@ def select_cohort(
     Arguments are as for `rank_devices`.
     """
     count = max(count, 0)
-    if not costs and _overdue_rounds(turns, eligible, count) > round:  # the draws alone decide
+    if not costs and _rounds_until_overdue(turns, eligible, count) > round:  # the draws alone decide
         able = eligible if isinstance(eligible, AbstractSet) else frozenset(eligible)
         drawn = draw_numbers(seed, round, eligible)
         return tuple(sorted(islice((device for device in drawn if device in able), count)))
@@ -72,9 +72,10 @@ def rank_devices(
 
 
 def draw_numbers(seed: int, round: int, devices: Collection[str]) -> Mapping[str, int]:
-    """Return the numbers that devices draw in a round, in ascending order.
+    """Return the random number of each device in a round, the smallest first.
 
-    The result may include more devices, as numbers are cached. A call ahead of the selection saves time.
+    The result is the cache of the round, so that more devices may be included. A call ahead of the selection saves
+    time.
     """
     known = _number_cache(seed, round)
     if new := [device for device in devices if device not in known]:
@@ -98,8 +99,8 @@ def _selection_keys(
     since: Mapping[str, int],
     turns: float,
 ) -> list[tuple[int, float, str]]:
-    """Return a sort key by device: overdue devices first, then the draw, weighted by cost, then the id."""
-    late = _overdue_rounds(turns, eligible, count)
+    """Return the sort keys of the eligible devices: overdue ones first, then by draw, weighted by cost."""
+    late = _rounds_until_overdue(turns, eligible, count)
     middling = statistics.median(costs.values()) if costs else 1.0
     drawn = draw_numbers(seed, round, eligible)
     keys: list[tuple[int, float, str]] = [(0, drawn[device], device) for device in eligible]
@@ -114,7 +115,7 @@ def _selection_keys(
     return keys
 
 
-def _overdue_rounds(turns: float, eligible: Collection[str], count: int) -> float:
+def _rounds_until_overdue(turns: float, eligible: Collection[str], count: int) -> float:
     return turns * len(eligible) / count if count > 0 else math.inf
 
 

@@ -37,6 +37,7 @@ class JobConstants(msgspec.Struct, frozen=True):
 
 Phase: TypeAlias = Literal["new", "selecting", "open", "closing", "done", "failed", "stopped"]
 PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
+ENDED: Final = ("done", "failed", "stopped")  # phases, and statuses of runs, in which no round is under way
 _STAYS: Final[Mapping[Phase, tuple[Phase, ...]]] = {"open": ("open",)}
 # A job that was stopped or failed between two messages of one turn still records the second one: the work counts
 # when the job is resumed.

@@ -92,6 +92,8 @@ def restart_event(state: JobState, now_s: float) -> AttemptResumed | None:
 def capped_elapsed_s(passed_s: float, since_s: float, limit_s: float, restarts: int) -> float:
     """Return the seconds that count as elapsed at a restart: at most 90 % of the limit, then 95 %, and so on.
 
+    If `since_s` is not positive or reaches the limit, the wall clock was set, and 1 % of the limit counts instead.
+
     Args:
         passed_s: The seconds that had elapsed at the previous restart.
         since_s: The wall-clock seconds since then.
@@ -154,7 +156,7 @@ def devices_to_skip(
     }
     others = len(devices) - len(found)
     waits = not others and state.phase == "selecting"
-    if waits or not others < devices_to_start(state) <= len(devices):
+    if waits or not others < minimum_devices_to_start(state) <= len(devices):
         return found
     return {device: code for device, code in found.items() if state.refused[device].round == state.round}
 
@@ -244,7 +246,8 @@ def minimum_updates(state: JobState) -> int:
     return 1 if cohort.size else max(1, math.ceil(min(cohort.quorum, 0.5) * len(state.roll)))
 
 
-def devices_to_start(state: JobState) -> int:
+def minimum_devices_to_start(state: JobState) -> int:
+    """Return how many online devices a round needs to start."""
     cohort = state.plan.cohort
     return max(cohort.min_devices, cohort.start_devices if state.round == 0 else 0, minimum_updates(state))
 
@@ -268,7 +271,7 @@ def start_timeout_event(state: JobState, online: int) -> JobEnded | None:
     return JobEnded(
         "failed",
         f"no round could begin within {limit_s:g} s ([cohort] start_timeout_s): {online} "
-        f"{'device' if online == 1 else 'devices'} could be asked, {devices_to_start(state)} needed; "
+        f"{'device' if online == 1 else 'devices'} could be asked, {minimum_devices_to_start(state)} needed; "
         "`fedquilt why` says what "
         "keeps the others, `fedquilt resume` tries again",
     )
@@ -284,7 +287,7 @@ def _decide_selection_or_end(
             return JobEnded("done", job_limits.describe_unmetered_tasks(plan.stop, state.spent) or "")
         if (limit := job_limits.describe_reached_limit(plan.stop, state.spent)) is not None:
             return JobEnded("done", limit)
-    if len(online) < devices_to_start(state):
+    if len(online) < minimum_devices_to_start(state):
         return None
     free = set(online) - set(state.answered) - set(state.declined) - busy
     want = updates_to_close(state, online) - len(state.answered)
@@ -296,7 +299,7 @@ def _decide_selection_or_end(
     allowed = deadline.decide_deadline(plan.cohort, state.took, asks)
     asks.update({device: asks[device].with_epochs(epochs) for device, epochs in allowed.epochs.items()})
     return CohortSelected(
-        state.round, state.attempt, chosen, _work_amounts(asks), allowed.seconds, epochs=dict(allowed.epochs)
+        state.round, state.attempt, chosen, _positive_work_amounts(asks), allowed.seconds, epochs=dict(allowed.epochs)
     )
 
 
@@ -314,7 +317,7 @@ def _select_devices(state: JobState, free: set[str], most: float) -> tuple[str, 
     )
 
 
-def _work_amounts(asks: Mapping[str, DeviceWorkload]) -> dict[str, float]:
+def _positive_work_amounts(asks: Mapping[str, DeviceWorkload]) -> dict[str, float]:
     amounts = {device: deadline.work_amount(ask.work) for device, ask in asks.items()}
     return {device: amount for device, amount in amounts.items() if amount > 0}
 
@@ -364,7 +367,7 @@ def _decide_open_round(
         return RoundRetried(state.round, state.attempt + 1)
     if chosen:
         return CohortSelected(
-            state.round, state.attempt, chosen, _work_amounts({device: ask(device) for device in chosen})
+            state.round, state.attempt, chosen, _positive_work_amounts({device: ask(device) for device in chosen})
         )
     # a device that the method has no task for counts as answered once no other can be asked instead
     if state.asked <= gone and not waits and (enough or (state.idle and have + len(state.idle) >= quorum(state, want))):
@@ -382,6 +385,7 @@ def have_all_declined(state: JobState) -> bool:
 
 
 def _recurring_failures(state: JobState, online: Collection[str]) -> dict[str, LastingDecline]:
+    """Return the declines that would recur, of devices that are not online and have no update."""
     found = {device: kept for device, kept in state.refused.items() if REFUSALS[kept.code].recurs}
     return {device: kept for device, kept in found.items() if device not in online and device not in state.answered}
 

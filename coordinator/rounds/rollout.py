@@ -311,17 +311,19 @@ def incompatibility_reason(plan: RolloutPlan, profile: Profile) -> str:
 
 
 def incompatible_devices(plan: RolloutPlan, profiles: Mapping[str, Profile]) -> dict[str, str]:
+    """Return the reason of each selected device that cannot run the release."""
     chosen = {name: profile for name, profile in profiles.items() if labels.is_selected(plan.select, profile.labels)}
     reasons = {name: incompatibility_reason(plan, profile) for name, profile in sorted(chosen.items())}
     return {name: reason for name, reason in reasons.items() if reason}
 
 
-def format_incompatible_devices(without: Mapping[str, str], most: int) -> str:
+def format_incompatible_devices(reasons: Mapping[str, str], names_per_reason: int) -> str:
+    """Return devices by reason: "a, b and 6 more (reason)", with up to `names_per_reason` names for each reason."""
     said = []
-    for reason in dict.fromkeys(without.values()):
-        names = [name for name in without if without[name] == reason]
-        more = f" and {len(names) - most} more" if len(names) > most else ""
-        said.append(f"{', '.join(names[:most])}{more} ({reason})")
+    for reason in dict.fromkeys(reasons.values()):
+        names = [name for name in reasons if reasons[name] == reason]
+        more = f" and {len(names) - names_per_reason} more" if len(names) > names_per_reason else ""
+        said.append(f"{', '.join(names[:names_per_reason])}{more} ({reason})")
     return "; ".join(said)
 
 
@@ -380,7 +382,7 @@ def decide_rollout_event(
 
 
 def select_step_devices(state: Rollout, fleet: Mapping[str, RolloutDevice]) -> tuple[str, ...]:
-    """Return the devices that receive an offer in the next step.
+    """Return the devices that the next step of a rollout adds, sorted by id.
 
     Devices are drawn by the rollout's id, so that a restart does not change the selection. A step covers its share of
     the online devices, at least one more than the step before. The step for all devices includes offline devices.
@@ -417,8 +419,8 @@ def _delays_next_step(state: Rollout, device: str, seen: RolloutDevice | None, n
     return now_s < seen.since_s + _wait_limit_s(state, _is_reporting(state, device, seen.online))
 
 
-def _wait_limit_s(state: Rollout, talks: bool) -> float:
-    return LONGEST_S + state.plan.soak_s if talks else state.plan.patience_s
+def _wait_limit_s(state: Rollout, is_reporting: bool) -> float:
+    return LONGEST_S + state.plan.soak_s if is_reporting else state.plan.patience_s
 
 
 def _is_reporting(state: Rollout, device: str, online: bool) -> bool:
@@ -426,6 +428,7 @@ def _is_reporting(state: Rollout, device: str, online: bool) -> bool:
 
 
 def earlier_wait_s(state: Rollout, device: str, online: bool) -> float:
+    """Return the seconds that a step waited for a device before the restart of the coordinator."""
     return state.present_s if _is_reporting(state, device, online) else state.silent_s
 
 
@@ -445,6 +448,7 @@ def rollout_restart_event(state: Rollout, since_s: float) -> RolloutResumed | No
 
 
 def _find_late_devices(state: Rollout, fleet: Mapping[str, RolloutDevice]) -> tuple[str, ...]:
+    """Return the online devices without an offer, or none if the plan does not include later devices."""
     if not state.plan.includes_all_devices:
         return ()
     return tuple(sorted(each for each, seen in fleet.items() if seen.online and each not in state.offered))

@@ -71,11 +71,11 @@ def write_backup(store: Store, file: Path) -> BackupSummary:
         raise _file_exists_error(file)
     with disk_errors(f"write {file}", _WHEN_FULL), _open_part_file(file) as part, os.fdopen(os.dup(part), "wb") as raw:
         archive = _BackupArchive(raw)
-        boards = _lock_agent_files(store)
+        boards = _lock_home_and_list_agent_files(store)
         blobs = _add_database_and_blobs(store, archive, Path(f"{file}.part.db"))
         settings = [path for path in (store.home / limits.FILE,) if path.is_file()]
         of_runs = [path for name in ("evaluations", "machines") for path in sorted((store.home / name).glob("*.json"))]
-        bundles = _list_files(store.home / "sites" / row.id for row in store.all_jobs())
+        bundles = _list_regular_files(store.home / "sites" / row.id for row in store.all_jobs())
         for path in [*settings, *boards, *of_runs, *bundles]:
             archive.add_file(path.relative_to(store.home).as_posix(), path)
         archive.close_with_manifest()
@@ -110,7 +110,7 @@ def _add_database_and_blobs(store: Store, archive: _BackupArchive, snapshot: Pat
             if lost := gone & before:
                 raise StoreError(
                     f"blob {min(lost)[:12]} of {store.home} is missing or damaged: let a coordinator serve this home, "
-                    "which mends it or names the run; keep your earlier backups"
+                    "which repairs it or names the run; keep your earlier backups"
                 )
             if not gone:
                 archive.add_file(DATABASE, snapshot)
@@ -140,12 +140,12 @@ def _copy_database(store: Store, target: Path) -> set[str]:
             raise rows.damage_error(unsound[0], "its rows are not what was written")
         rollouts = RolloutLog(copy, rows, store.home, rows.open_transaction)
         for reason in rollouts.read_errors().values():
-            raise StoreError(reason)
+            raise StoreError(str(reason))
         return rollouts.referenced_blobs().union(*(log.needed_blobs for log in rows.read_logs().values()))
 
 
-def _lock_agent_files(store: Store) -> list[Path]:
-    """Lock the home if simulated devices have unfinished runs there, and return their files.
+def _lock_home_and_list_agent_files(store: Store) -> list[Path]:
+    """Return the files of simulated devices with unfinished runs, and lock the home if there are any.
 
     Raises:
         JobError: If the devices are active.
@@ -157,10 +157,10 @@ def _lock_agent_files(store: Store) -> list[Path]:
     if not store.acquire_lock():
         working = next((row.id for row in rows if row.status in UNENDED), rows[0].id)
         raise JobError(f"{working} is a simulated fleet at work in {store.home}: wait for its end, or stop it first")
-    return _list_files(folders)
+    return _list_regular_files(folders)
 
 
-def _list_files(folders: Iterable[Path]) -> list[Path]:
+def _list_regular_files(folders: Iterable[Path]) -> list[Path]:
     inside = (Path(at, name) for each in folders for at, _, names in os.walk(each) for name in names)
     return sorted(path for path in inside if path.is_file() and not path.is_symlink())
 
@@ -186,7 +186,7 @@ class _BackupArchive:
             size = os.fstat(file.fileno()).st_size
             digest = self._add_member(name, size, file)
         if sha256 and digest != sha256:
-            raise StoreError(f"{path} is damaged: it is not what its name says")
+            raise StoreError(f"{path} is damaged: its content does not match its name")
         self._files[name] = (size, digest)
         return True
 

@@ -42,8 +42,8 @@ class StoredRollout(NamedTuple):
 class RolloutLog:
     """Rollouts of one database.
 
-    Every method raises StoreError if the database cannot be read or written, and DamagedRunError if the rows of its
-    rollout are damaged. A request is the status of the rollout's row.
+    Every method raises StoreError if the database cannot be read or written, or its rollout is unknown, and
+    DamagedRunError if the rows of its rollout are damaged. A request is the status of the rollout's row.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class RolloutLog:
     ) -> None:
         self._wall_s, self._counters, self._home, self._writing = wall_s, counters, home, writing
         self._rows = RowStore(db, home, table="rollouts", facts="rollout_facts")
-        self._read: dict[str, tuple[int, bytes, Rollout, float]] = {}  # id -> last fact read, its sum, state and time
+        self._read: dict[str, tuple[int, JobRow, Rollout, float]] = {}  # id -> last fact read, row, state and time
 
     def add_rollout(self, plan: RolloutPlan, *, id: str = "") -> str:
         """Queue a rollout and return its id, `<kind>-<date>-<time>-<random>` unless given.
@@ -82,7 +82,7 @@ class RolloutLog:
         with self._read_transaction():
             return self._load_rollouts_and_errors()[0]
 
-    def read_errors(self) -> dict[str, str]:
+    def read_errors(self) -> dict[str, JobError]:
         with self._read_transaction():
             return self._load_rollouts_and_errors()[1]
 
@@ -94,7 +94,7 @@ class RolloutLog:
         """
         known = self.readable_rollouts()
         if rollout and (why := self.read_errors().get(rollout)):
-            raise StoreError(why)
+            raise StoreError(str(why))
         for kept in reversed(known):
             if rollout in ("", kept.state.id, kept.state.plan.name, kept.state.plan.name.rsplit("-", 3)[0]):
                 return kept
@@ -104,6 +104,7 @@ class RolloutLog:
     def read_events(self, id: str) -> list[tuple[int, float, AnyRolloutEvent]]:
         """Return the events of a rollout, oldest first, as (sequence number, wall-clock seconds, event)."""
         with self._read_transaction():
+            self._require_rollout(id)
             return list(self._load_events(id, 0))
 
     def append_events(self, facts: Sequence[tuple[str, AnyRolloutEvent]]) -> None:
@@ -115,6 +116,8 @@ class RolloutLog:
         now = self._wall_s()
         bodies = [(id, now, encode_lossless(id, fact, _decoded)) for id, fact in facts]
         with self._writing():
+            for id, _ in facts:
+                self._require_rollout(id)
             self._rows.append_events(bodies)
             if serials := [fact.serial for _, fact in facts if isinstance(fact, RolloutStarted | RolloutReverted)]:
                 self._counters.set_counter(_SERIAL, max(serials))
@@ -122,6 +125,7 @@ class RolloutLog:
     def request_revert(self, id: str, requested: bool = True) -> None:
         """Ask the coordinator to revert a rollout, or note that the request has been handled."""
         with self._writing():
+            self._require_rollout(id)
             self._rows.update_job(id, status="revert" if requested else "")
 
     def next_serial(self) -> int:
@@ -151,31 +155,40 @@ class RolloutLog:
 
     # -- within: nothing here turns SQLite's errors into a sentence --
 
-    def _load_rollouts_and_errors(self) -> tuple[list[StoredRollout], dict[str, str]]:
-        found, odd = list[StoredRollout](), dict[str, str]()
+    def _require_rollout(self, id: str) -> None:
+        if self._rows.find_job(id) is None:
+            raise StoreError(f"no rollout {id!r} in {self._home}: `fedquilt rollout status` lists them")
+
+    def _load_rollouts_and_errors(self) -> tuple[list[StoredRollout], dict[str, JobError]]:
+        found, odd = list[StoredRollout](), dict[str, JobError]()
         for row, intact in self._rows.read_jobs():
             try:
                 if not intact:
                     raise self._rows.damage_error(row.id, "its row in the list of rollouts is not what was written")
                 found.append(self._load_rollout(row))
             except JobError as error:
-                odd[ascii(row.id)[1:-1]] = str(error)
+                odd[ascii(row.id)[1:-1]] = error
         return found, odd
 
     def _load_rollout(self, row: JobRow) -> StoredRollout:
-        # events that were read before are not read again
-        id = row.id
-        seq, before, state, at = self._read.get(id) or (0, FIRST, None, row.created)
-        if state is None:
+        # events that were read before are not read again, unless a backup has replaced them
+        id, known = row.id, self._read.get(row.id)
+        if known is not None and self._is_continued(known[1], row, known[0]):
+            seq, before, state, at = known[0], known[1].head, *known[2:]
+        else:
             try:
-                state = Rollout(id, _plan(row.settings))
+                seq, before, state, at = 0, FIRST, Rollout(id, _plan(row.settings)), row.created
             except UNDECODABLE as error:
                 raise self._version_error(id, str(error)) from None
         if before != row.head:
             for last, when, fact in self._load_events(id, seq):
                 seq, at, state = last, when, apply_rollout_event(state, fact)
-        self._read[id] = (seq, row.head, state, at)
+        self._read[id] = (seq, row, state, at)
         return StoredRollout(state, row.created, row.submitter, row.status == "revert", at)
+
+    def _is_continued(self, before: JobRow, now: JobRow, seq: int) -> bool:
+        same = before.head == now.head or self._rows.checksum_at(now.id, seq) == before.head
+        return same and before.settings == now.settings
 
     def _load_events(self, id: str, after: int) -> Iterator[tuple[int, float, AnyRolloutEvent]]:
         for seq, at, body in self._rows.read_events(id, after):

@@ -21,7 +21,7 @@ from fedquilt.coordinator.rounds.events import AnyEvent
 from fedquilt.coordinator.storage.checksums import FIRST, chain_checksum, checksum
 from fedquilt.coordinator.storage.log_index import IndexedLog, LogIndex
 from fedquilt.core import JobError, StoreError, Update
-from fedquilt.host.disk import PRIVATE, Disk
+from fedquilt.host.disk import FIXES, PRIVATE, Disk
 
 T = TypeVar("T")
 
@@ -61,9 +61,8 @@ class database_errors:
             raise StoreError(f"{place} is damaged ({error}): put back a copy of the whole home") from None
         if isinstance(error, sqlite3.Error | OSError):
             said = getattr(error, "strerror", None) or error
-            raise StoreError(
-                f"cannot use the store {self._home}: {said}; is the disk full, or the folder not yours?"
-            ) from None
+            fix = FIXES.get(getattr(error, "errno", 0), "is the disk full, or the folder not yours?")
+            raise StoreError(f"cannot use the store {self._home}: {said}; {fix}") from None
 
 
 def is_served(home: Path, disk: Disk = PRIVATE) -> bool:
@@ -139,6 +138,7 @@ class UnreadableRow(NamedTuple):
     status: str
     created: float  # wall-clock seconds
     reason: str
+    damaged: bool  # otherwise another version has written it
 
 
 class JobRow(NamedTuple):
@@ -301,11 +301,7 @@ class RowStore:
         all.
         """
         with self.open_transaction("deferred"):  # the row and the facts of one moment
-            row, before = self.find_job(id), FIRST
-            if after:
-                query = f"select sum from {self._facts} where job = ? and seq <= ? order by seq desc limit 1"  # noqa: S608
-                found = self._db.execute(query, (id, after)).fetchone()
-                before = found[0] if found else FIRST
+            row, before = self.find_job(id), self.checksum_at(id, after) if after else FIRST
             query = f"select seq, at, body, sum from {self._facts} where job = ? and seq > ? order by seq limit ?"  # noqa: S608
             rows = self._db.execute(query, (id, after, most)).fetchall()
         for seq, at, body, sum in rows:
@@ -315,6 +311,12 @@ class RowStore:
         if row is not None and row.head != before and len(rows) != most:
             raise self.damage_error(id, "its last facts are missing")
         return [(seq, at, body) for seq, at, body, _ in rows]
+
+    def checksum_at(self, id: str, seq: int) -> bytes:
+        """Return the checksum of the last event of a job up to a sequence number."""
+        query = f"select sum from {self._facts} where job = ? and seq <= ? order by seq desc limit 1"  # noqa: S608
+        found = self._db.execute(query, (id, seq)).fetchone()
+        return bytes(found[0]) if found else FIRST
 
     def read_log(self, id: str) -> IndexedLog | None:
         """Return a job's current log, or None if the job is unknown or its row has another end of the log."""

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from fedquilt import __version__
 from fedquilt.coordinator.rounds.claim_bounds import DeviceWeights
-from fedquilt.coordinator.rounds.events import AnyEvent, JobConstants, JobState, UpdateAccepted
+from fedquilt.coordinator.rounds.events import ENDED, AnyEvent, JobConstants, JobState, UpdateAccepted
 from fedquilt.coordinator.rounds.round_bitmap import RoundBitmap
 from fedquilt.coordinator.storage.checksums import checksum
 from fedquilt.coordinator.storage.log_index import IndexedLog, has_event
@@ -144,7 +144,7 @@ class SnapshotStore:
         Nothing is stored while the log does not match the state, because events are unwritten or damaged.
         """
         rounds = standing.rounds
-        ended = rounds.phase in ("done", "failed", "stopped")
+        ended = rounds.phase in ENDED
         few = standing.facts - self._facts.get(job, 0) < self._every + len(rounds.since)
         if rounds.state is None or (few and not ended):
             return

@@ -41,6 +41,7 @@ from fedquilt.coordinator.storage.rows import (
 from fedquilt.coordinator.storage.snapshots import EVERY, SnapshotStore
 from fedquilt.coordinator.storage.suspended_jobs import SuspendedJobs
 from fedquilt.core import UNDECODABLE, JobError, StoreError, Update
+from fedquilt.formats import toml
 from fedquilt.host.disk import PRIVATE, Disk, Lock
 
 VERSION: Final = 5  # of the tables
@@ -102,8 +103,13 @@ ARMED: Final = "armed"  # it starts another run of its job when its [trigger] fi
 UNAPPROVED: Final = "waiting for approval"
 UNDER_WAY: Final = ("queued", "running")
 UNENDED: Final = (ARMED, UNAPPROVED, *UNDER_WAY, "stopping")  # a coordinator may be working on the run
-Origin = Literal["run", "fleet", "simulation"]
+AWAY_S: Final = 20.0  # longest time without a coordinator while a run is followed; systemd starts ours again after 10
+Origin = Literal["run", "fleet", "virtual", "simulation"]
 log = logging.getLogger("fedquilt.coordinator")
+
+
+class InactiveRunError(JobError):
+    exit_code = 130
 
 
 class StoredJob(NamedTuple):
@@ -117,9 +123,15 @@ class StoredJob(NamedTuple):
     bundle: Path
     status: str
     created: float  # wall-clock seconds, for people
-    origin: Origin = "run"  # command that began it: "fleet" is `fedquilt simulate`, "simulation" is `fedquilt.simulate`
+    origin: Origin = (
+        "run"  # "fleet" and "virtual" are `fedquilt simulate` with and without a broker, "simulation" without agents
+    )
     epoch: int = 0  # start of the coordinator that took it up last
     submitter: str = ""  # user of the system who queued it; "": not known
+
+    @property
+    def has_virtual_time(self) -> bool:
+        return self.origin in ("virtual", "simulation")
 
 
 class StartCause(NamedTuple):
@@ -269,12 +281,12 @@ class Store:
             damaged = self._rows.damage_error(row.id, "its row in the list of jobs is not what was written")
             created = row.created if isinstance(row.created, float) else 0.0
             id, status, reason = (ascii(each)[1:-1] for each in (row.id, row.status, str(damaged)))  # may be no text
-            return UnreadableRow(id, status, created, reason)
+            return UnreadableRow(id, status, created, reason, damaged=True)
         try:
             job = msgspec.json.decode(row.settings, type=JobSettings)
         except UNDECODABLE as error:
             reason = f"{self.home}: {row.id} was made by another version of fedquilt: {error}"
-            return UnreadableRow(row.id, row.status, row.created, reason)
+            return UnreadableRow(row.id, row.status, row.created, reason, damaged=False)
         at = Path(row.bundle), row.status, row.created
         return StoredJob(row.id, job, *at, cast("Origin", row.origin), row.epoch, row.submitter)
 
@@ -290,7 +302,9 @@ class Store:
                 raise StoreError(row.reason)
             if isinstance(row, StoredJob) and run in (row.id, row.job.name):
                 return row
-        raise StoreError(f"no run {run!r} in {self.home}; there are: {', '.join(row.id for row in rows) or 'none'}")
+        names = dict.fromkeys(row.job.name for row in rows if isinstance(row, StoredJob))
+        known = [*names, *(row.id for row in reversed(rows))]
+        raise StoreError(f"no run {run!r} in {self.home}{toml.describe_choices(run, known)}")
 
     def delete_runs(self, ids: Collection[str], only_ended: bool = False) -> list[str]:
         """Delete runs and their events in one transaction. Return the ids of the deleted runs.
@@ -338,6 +352,16 @@ class Store:
             return "interrupted"
         with database_errors(self.home):
             return row.status if row.epoch == self._read_epoch() else "waiting"
+
+    def describe_resume(self, row: StoredJob) -> str:
+        """Return the command or function that resumes an interrupted job, for errors."""
+        how = {
+            "run": f"`fedquilt serve --home {self.home}`",
+            "fleet": f"`fedquilt simulate JOB --home {self.home}`",
+            "virtual": f"`fedquilt simulate JOB --home {self.home}`",
+            "simulation": "`fedquilt.simulate` with this job and home",
+        }
+        return f"{how[row.origin]} goes on with {row.id}"
 
     def stored_status(self, id: str) -> str:
         """Return the stored status of a job, "" for an unknown job, or "damaged" for a damaged row."""

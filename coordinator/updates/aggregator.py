@@ -97,7 +97,7 @@ class Aggregator:
         if next_one:
             self._folding.include_update(update.device, partial_aggregate.fold_inputs(update), total)
         else:
-            self._cache_update(update, given)
+            self._cache_update_if_room(update, given)
         return update
 
     def can_fold_early(self, rounds: JobState, round: int, device: str) -> bool:
@@ -150,7 +150,7 @@ class Aggregator:
 
         self._folding.add_pending_sum(given, unpack_total)
 
-    def _cache_update(self, update: Update, given: DeviceUpdate) -> None:
+    def _cache_update_if_room(self, update: Update, given: DeviceUpdate) -> None:
         size = partial_aggregate.total_blob_bytes(update)
         if self._read_bytes + size <= READ_BYTES:
             self._read_bytes += size
@@ -266,7 +266,7 @@ class Aggregator:
         updates = self._foldable_updates(rounds)
         self._folding.merge_pending_sums(updates)
         if not self._folding.is_part_of(updates) or not len(self._folding):
-            self._folding = self._load_partial_aggregate(rounds)
+            self._folding = self._load_or_create_partial_aggregate(rounds)
         for device in self._folding.remaining_devices(updates)[:most]:
             known, given = self._read.get(device, (None, None))
             if given is None or known != updates[device]:
@@ -275,7 +275,7 @@ class Aggregator:
                 device, partial_aggregate.fold_inputs(updates[device]), self._fold_update(given)
             )
 
-    def _load_partial_aggregate(self, rounds: JobState) -> PartialAggregate:
+    def _load_or_create_partial_aggregate(self, rounds: JobState) -> PartialAggregate:
         begun, folded = self._new_folding(), rounds.folded
         if folded is None:
             return begun
@@ -329,7 +329,10 @@ class Aggregator:
         return msgspec.structs.replace(update, boards=tuple(part.device for part in parts))
 
     def _store_decoded(self, update: Update, given: DeviceUpdate) -> Update:
-        """Store decoded bundles and return the update with their blobs. Raw and site updates stay the same."""
+        """Store the decoded bundles of an update, and return the update with their references.
+
+        Updates in the raw encoding and updates of sites are returned unchanged.
+        """
         if self._job.wire.codec == "raw" or has_site_bundles(update.bundles):
             return update
         refs = {

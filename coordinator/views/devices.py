@@ -41,7 +41,9 @@ class DeviceRow(msgspec.Struct, frozen=True):
 
 
 def load_devices(home: Path, now: float | None = None) -> list[DeviceRow]:
-    """Return every known device of a home, sorted by name.
+    """Return the known devices of a home, sorted by name, with their readings that are fresh at `now`.
+
+    Devices whose stored status cannot be decoded are left out.
 
     Raises:
         StoreError: If the stored device data cannot be read.
@@ -52,7 +54,7 @@ def load_devices(home: Path, now: float | None = None) -> list[DeviceRow]:
 
 
 def describe_outage(home: Path, now: float) -> str:
-    """Return a text on the present outage of a coordinator's broker, or "" without an outage.
+    """Return the end of a sentence, "its broker, which it has not reached for 5 min", or "" without an outage.
 
     Raises:
         StoreError: If the stored device data cannot be read.
@@ -65,6 +67,7 @@ def describe_outage(home: Path, now: float) -> str:
 def filter_devices(
     devices: Iterable[DeviceRow], wanted: Sequence[str] = (), state: str | None = None
 ) -> list[DeviceRow]:
+    """Return the devices with labels that match `wanted` and, if given, one of the matching states."""
     return [
         each
         for each in devices

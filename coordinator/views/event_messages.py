@@ -62,7 +62,7 @@ def format_status(summary: RunSummary, state: JobState) -> list[str]:
 
 
 def is_evaluation_due(state: JobState) -> bool:
-    """Return whether the state after a round, which is that of the job, is evaluated in a later one."""
+    """Return whether devices must evaluate the present state: at every `check_every` rounds and at the end."""
     every = 0 if state.plan.check_beside else state.plan.check_every
     return bool(every) and (state.is_work_done or state.completed_rounds % every == 0)
 
@@ -117,12 +117,12 @@ def format_event(before: RunSummary, fact: AnyEvent, after: RunSummary) -> list[
     return format_single_event(fact, last)
 
 
-def format_single_event(fact: AnyEvent, closing: bool = False) -> list[str]:
-    """Return an event as text, without devices and costs. With `closing`, name the final evaluation."""
+def format_single_event(fact: AnyEvent, is_final_evaluation: bool = False) -> list[str]:
+    """Return an event as text, without devices and costs. With `is_final_evaluation`, name the final evaluation."""
     if isinstance(fact, RoundCommitted):
-        return _describe_commit(fact, closing, (), 0)
+        return _describe_commit(fact, is_final_evaluation, (), 0)
     first, *more = _describe_event(fact)
-    return [first.replace(f"round {getattr(fact, 'round', -1) + 1}", FINAL, 1) if closing else first, *more]
+    return [first.replace(f"round {getattr(fact, 'round', -1) + 1}", FINAL, 1) if is_final_evaluation else first, *more]
 
 
 def _format_metrics(metrics: Mapping[str, float]) -> str:
@@ -201,12 +201,18 @@ def _describe_retry(fact: RoundRetried, before: JobState) -> str:
     return f"no quorum{why} ({', '.join(parts)}); {again}"
 
 
-def _describe_commit(fact: RoundCommitted, closing: bool, updates: Sequence[Update], selected: int) -> list[str]:
+def _describe_commit(
+    fact: RoundCommitted, is_final_evaluation: bool, updates: Sequence[Update], selected: int
+) -> list[str]:
+    """Return the lines of a commit: updates, energy and metrics, then the notes of the method.
+
+    `is_final_evaluation` means that the final evaluation was committed.
+    """
     # devices evaluate the state that they receive, which is that of the round before
     counts = [f"{len(updates)} of {selected} devices"] if selected else []
     counts += filter(None, [_format_energy(costs.sum_costs(updates))])
     checked = describe_evaluation(fact.evaluation)
-    if closing:
+    if is_final_evaluation:
         told = [f"{FINAL}: {', '.join([*checked, *counts]) or 'done'}"]
     else:
         word = "statistics for the evaluation gathered" if fact.settled else "updates aggregated"
@@ -266,6 +272,7 @@ def format_usage(usage: Usage) -> str:
 
 
 def format_energy_summary(summary: RunSummary) -> list[str]:
+    """Return the energy of a run in two lines, or none if no task was metered."""
     whole = summary.total
     if whole.energy_j is None or whole.task_j is None:
         return []

@@ -106,7 +106,7 @@ def load_rollout_wait(kept: StoredRollout, log: RolloutLog, around: RolloutConte
 def describe_rollout_wait(
     state: Rollout, facts: Sequence[tuple[int, float, AnyRolloutEvent]], around: RolloutContext
 ) -> str:
-    """Return what a rollout waits for, as the end of a sentence, or "" if it does not wait."""
+    """Return what a rollout waits for, to follow "waits for", or "" if it does not wait."""
     if not state.is_under_way:
         return ""
     if not around.served:
@@ -143,7 +143,7 @@ def describe_rollout_wait(
 
 
 def describe_unmatched_labels(plan: RolloutPlan, around: RolloutContext) -> str:
-    """Return why no device has the rollout's labels, or "" if a device has them."""
+    """Return why no device has the labels of a rollout, to follow "waits for", or "" if a device has them."""
     if any(labels.is_selected(plan.select, board.labels) for board in around.boards.values()):
         return ""
     if not around.boards:

@@ -29,6 +29,7 @@ from fedquilt.coordinator.views import event_messages
 from fedquilt.coordinator.views.devices import load_devices
 from fedquilt.coordinator.views.run_summary import RunSummary
 from fedquilt.core import JobError
+from fedquilt.formats import toml
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +107,7 @@ def _mark_queued_uploads(
 
 
 def outcomes_by_round(facts: Iterable[AnyEvent], plan: JobConstants) -> dict[int, dict[str, DeviceOutcome]]:
+    """Return the outcome of each device in each round. Rounds are numbered from 0."""
     told = RoundOutcomes(plan)
     for fact in facts:
         told.apply_event(fact)
@@ -245,7 +247,11 @@ def _format_devices(devices: Mapping[str, DeviceOutcome], device: str | None) ->
 def filter_outcomes(
     found: Mapping[int, Mapping[str, DeviceOutcome]], round: int | None, device: str | None
 ) -> dict[int, dict[str, DeviceOutcome]]:
-    """Return the outcomes of a round and a device, where None means all. Raise JobError if unknown."""
+    """Return the outcomes by round number from 1, of one round and one device or, with None, of all.
+
+    Raises:
+        JobError: If the round or the device is unknown.
+    """
     by_number = {number + 1: dict(parts) for number, parts in sorted(found.items())}
     if round is not None and round not in by_number:
         raise JobError(f"there has been no round {round}; rounds so far: {_format_range(list(by_number))}")
@@ -254,9 +260,7 @@ def filter_outcomes(
         return chosen
     known = {name for parts in found.values() for name in parts}
     if device not in known:
-        raise JobError(
-            f"the run has not heard of a device {device!r}; it knows {_format_names(sorted(known)) or 'none'}"
-        )
+        raise JobError(f"the run has no device {device!r}{toml.describe_choices(device, sorted(known), 'it knows')}")
     unheard = DeviceOutcome("unknown", "not known by then")
     return {number: {device: parts.get(device, unheard)} for number, parts in chosen.items()}
 

@@ -29,6 +29,7 @@ from fedquilt.coordinator.metrics_exporter import CoordinatorMetrics
 from fedquilt.coordinator.rounds import next_event
 from fedquilt.coordinator.rounds import rollout as rounds_rollout
 from fedquilt.coordinator.rounds.events import (
+    ENDED,
     AnyEvent,
     CohortSelected,
     EligibilityRecorded,
@@ -45,7 +46,7 @@ from fedquilt.coordinator.rounds.events import (
 )
 from fedquilt.coordinator.rounds.rollout import Rollout
 from fedquilt.coordinator.server import Server
-from fedquilt.coordinator.storage.store import Store, StoredJob
+from fedquilt.coordinator.storage.store import AWAY_S, InactiveRunError, Store, StoredJob
 from fedquilt.coordinator.views import event_messages, round_outcomes, wait_reasons
 from fedquilt.coordinator.views import rollouts as rollout_view
 from fedquilt.coordinator.views.run_summary import RoundSummary, RunSummary
@@ -65,9 +66,7 @@ BRIEF: Final = (EligibilityRecorded, CohortSelected, UpdateAccepted, TaskDecline
 
 ELAPSED: Final = "[{:6.1f} s] "
 VIRTUAL: Final = "[{:6.1f} s virtual] "
-ENDED: Final = ("done", "failed", "stopped")
 MORE = "start more: `fedquilt agent agent.toml` on a board"
-AWAY_S = 20.0  # longest time without a coordinator while a run is followed; systemd starts ours again after 10
 AWAY = wait_reasons.WaitReason("its broker, which cannot be reached", "broker", "lost")
 BROKER = "`fedquilt doctor --home HOME --broker URL` says why"
 
@@ -92,10 +91,6 @@ class WaitReporter:
             return None
         self._said, self._said_s = wait.key, now_s
         return f"waiting for {wait.text}"
-
-
-class InactiveRunError(JobError):
-    exit_code = 130
 
 
 class ConnectionReporter:
@@ -444,9 +439,7 @@ def print_log(store: Store, id: str, *, follow: bool = False, json: bool = False
         if ended or not follow or gone:
             console.close()
         if not ended and follow and gone:
-            raise InactiveRunError(
-                f"no coordinator serves {store.home} any more: `fedquilt serve --home {store.home}` goes on with {id}"
-            )
+            raise InactiveRunError(f"no coordinator serves {store.home} any more: {store.describe_resume(row)}")
         if ended or not follow:
             for told in [] if json else event_messages.format_energy_summary(summary):
                 print("\n".join(table.fold_line(told)))

@@ -126,12 +126,11 @@ def find_wait(
     taken = f", {count} of them at other jobs' tasks" if (count := len(busy & set(able))) else ""
     there = f"devices that run {' or '.join(engines)}: {len(able)} online{taken}{alone}{declined}"
     if state.phase == "selecting":
-        least = next_event.devices_to_start(state) - len(able)
+        needed = next_event.minimum_devices_to_start(state)
+        least = needed - len(able)
         if least <= 0 and not barred and not taken:
             return None
-        text = (
-            f"{there}, at least {next_event.devices_to_start(state)} needed{_describe_missing_plugins(state, lacking)}"
-        )
+        text = f"{there}, at least {needed} needed{_describe_missing_plugins(state, lacking)}"
         return WaitReason(text, text, "plugins" if 0 < least <= len(lacking) else "boards")
     if next_event.have_all_declined(state):  # the round ends within seconds: nobody could start a device until then
         text = f"other devices: {format_names(sorted(state.declined))} declined"
@@ -234,7 +233,7 @@ def describe_busy_devices(state: JobState, able: Collection[str], busy: Mapping[
     else:
         passed = {device for device, code in state.passed.items() if code != eligibility.BUSY}
         fit = frozenset(able) - passed - state.declined.keys() - state.answered.keys()
-        least = next_event.devices_to_start(state)
+        least = next_event.minimum_devices_to_start(state)
         if state.phase == "open":
             least = next_event.quorum(state, next_event.updates_to_close(state, set(able) - passed)) - len(
                 state.answered

@@ -210,7 +210,7 @@ class ClockPin:
         wrong = self._apply_writes([*back, *writes], most)
         if wrong:
             raise ClockError("; ".join(wrong))
-        became = _reported_point(point, found)
+        became = _point_with_reported_clocks(point, found)
         owner_limits.require_within_limits(found, became, most, owner)  # a memory clock may have rounded up
         self.point = became
         return became
@@ -370,7 +370,7 @@ class ClockPin:
             log.warning("%s stays: %s", self._journal, error.strerror)
 
 
-def _reported_point(point: OperatingPoint, found: ClockControls) -> OperatingPoint:
+def _point_with_reported_clocks(point: OperatingPoint, found: ClockControls) -> OperatingPoint:
     hz = {}
     for kind, wanted in (("cpu", point.cpu_hz), ("gpu", point.gpu_hz), ("emc", point.emc_hz)):
         told = [

@@ -29,7 +29,7 @@ KINDS: tuple[tuple[Kind, str], ...] = (("cpu", "cpu_hz"), ("gpu", "gpu_hz"), ("e
 def control_limits(
     levers: ClockControls, mode: PowerMode | None, limits: Mapping[str, int | None] | None = None
 ) -> Bounds:
-    """Return the highest permitted value of each control, from the mode and earlier limits.
+    """Return the highest permitted value of each limited control, from the mode and earlier limits.
 
     A cap between two listed values means the lower one, or a value up to 1 % above it, because NVIDIA rounds its caps
     (850 MHz for 854.25). No clock can be below its lowest listed value.
@@ -77,7 +77,10 @@ def find_tighter_limit(levers: ClockControls, some: Bounds, other: Bounds) -> st
 
 
 def is_mode_within(outer: PowerMode | None, inner: PowerMode) -> bool:
-    """Return whether a mode is within the owner's. Nothing is within an unknown mode."""
+    """Return whether a mode turns on no core that `outer` has off, and has no cap above the caps of `outer`.
+
+    The result is False if `outer` is None, which means that the mode is unknown.
+    """
     if outer is None or not outer.off <= inner.off:
         return False
     caps = {cap.clock: cap.value for cap in outer.caps}
@@ -131,7 +134,7 @@ def permitted_points(
 
 
 def permitted_hz(levers: ClockControls, most: Bounds) -> dict[str, float]:
-    """Return the highest permitted clock by axis, the lowest limit of each kind."""
+    """Return the highest permitted clock in hertz by axis, such as "cpu_hz". Axes without a limit are left out."""
     return {
         axis: min(each)
         for kind, axis in KINDS

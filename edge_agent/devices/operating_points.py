@@ -31,6 +31,7 @@ class ClockFrequencies(Protocol):
 
 
 def common_frequencies(clocks: Iterable[ClockFrequencies]) -> Lists:
+    """Return the frequencies that all clocks of a kind list, by axis. Axes without any are left out."""
     found, clocks = {}, tuple(clocks)
     for axis in AXES:
         each = [set(clock.listed_hz) for clock in clocks if f"{clock.kind}_hz" == axis]
@@ -76,7 +77,10 @@ def create_power_lookup(profile: profiles.BoardProfile, root: Path) -> Callable[
 
 
 def _point_at_caps(point: OperatingPoint, own: Lists) -> OperatingPoint | None:
-    """Return the point at the highest listed clocks up to its caps, or None if there are none near a cap."""
+    """Return the point with each clock at its highest listed frequency up to the cap of the point.
+
+    The result is None if a clock lists no frequency near its cap. Clocks without a list are left out.
+    """
     clocks: dict[str, float | None] = dict.fromkeys(AXES)
     for axis in AXES:
         cap = getattr(point, axis)

@@ -10,14 +10,14 @@ import importlib
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
-from fedquilt import plugins
+from fedquilt import extras, plugins
 from fedquilt.core import JobError
 
 if TYPE_CHECKING:
     from fedquilt.core import Engine
 
 # engine -> (its library, the extra that installs it); tested before anything heavy is imported
-NEEDS: Final = {"numpy": ("numpy", ""), "onnx": ("onnxruntime", "[onnx]"), "torch": ("torch", "[train]")}
+NEEDS: Final = {"numpy": ("numpy", ""), "onnx": ("onnxruntime", "onnx"), "torch": ("torch", "train")}
 
 READ_BY_TASK: Final = frozenset({"numpy", "torch"})
 """Engines of which a task reads its bundles itself, and compares them with their hashes. ONNX Runtime opens graphs, and
@@ -47,6 +47,6 @@ def create_engine(name: str, budget_bytes: int) -> Engine:
         return made(budget_bytes)
     library, extra = NEEDS[name]
     if find_spec(library) is None:
-        raise JobError(f"engine {name!r} needs {library}, which is not installed: pip install 'fedquilt{extra}'")
+        raise JobError(f"engine {name!r} needs {library}, which is not installed: {extras.installation_command(extra)}")
     module = importlib.import_module(f"{__name__}.{name}.engine")
     return getattr(module, f"{name.capitalize()}Engine")(budget_bytes)

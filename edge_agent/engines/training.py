@@ -99,7 +99,7 @@ def require_shapes(start: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Non
         raise ModelError(f"the tensors do not fit the network: {len(odd)} names differ, they {side} {odd[0]!r}")
     for name, shape in shapes.items():
         if start[name].shape != shape:
-            raise ModelError(f"tensor {name!r} has shape {start[name].shape}, the network wants {shape}")
+            raise ModelError(f"tensor {name!r} has shape {start[name].shape}, the network expects {shape}")
 
 
 def require_anchors(anchors: Mapping[str, Tensors], shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -108,7 +108,7 @@ def require_anchors(anchors: Mapping[str, Tensors], shapes: Mapping[str, tuple[i
         for name, shape in shapes.items():
             if name not in held or held[name].shape != shape:
                 what = f"has shape {held[name].shape}" if name in held else "is missing"
-                raise ModelError(f"tensor {name!r} of anchor {anchor!r} {what}, the network wants {shape}")
+                raise ModelError(f"tensor {name!r} of anchor {anchor!r} {what}, the network expects {shape}")
 
 
 class TrainingProgress:

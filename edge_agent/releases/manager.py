@@ -302,7 +302,7 @@ class ReleaseManager:
             return None
 
     def _publish_progress(self, name: str) -> None:
-        told = state_machine.installed_message(self._states[name], self._kinds[name].current_sha256())
+        told = state_machine.release_status_message(self._states[name], self._kinds[name].current_sha256())
         if told is None or told == self._told.get(name):
             return
         before, self._told[name] = self._told.get(name), told

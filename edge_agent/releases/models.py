@@ -27,6 +27,7 @@ from typing import Final
 
 import msgspec
 
+from fedquilt import extras
 from fedquilt.core import UNDECODABLE, Count, Device, DeviceReport, Digest, Label, ModelError, StoreError
 from fedquilt.costs import peak_memory
 from fedquilt.edge_agent import engines
@@ -217,7 +218,9 @@ class ModelReleases(ReleaseKind):
 
     def start_check(self, release: DesiredRelease) -> None:
         if "onnx" not in engines.available_engines():
-            raise ModelError("models cannot be checked here: install onnxruntime (pip install 'fedquilt[onnx]')")
+            raise ModelError(
+                f"models cannot be checked here, without ONNX Runtime: {extras.installation_command('onnx')}"
+            )
         now_s = self._clock()
         building_s = self._settings.models.tensorrt_s if _find_trtexec() else 0.0
         self._check, self._killed = (release, now_s + CHECK_S + building_s), 0
@@ -322,7 +325,7 @@ class ModelReleases(ReleaseKind):
         name, now = release.blob.sha256[:16], self._disk.read_link(self.folder / CURRENT)
         if now != name:
             if not self._disk.is_file(self.folder / name / MODEL):
-                raise StoreError(f"the model is gone from {self.folder / name}: deploy it again")
+                raise StoreError(f"the model is gone from {self.folder / name}: roll it out again")
             told = self.runner.read_status()
             self._before = told if told is not None and told.model == self._served_sha256() else None
             with disk_errors(f"exchange the model in {self.folder}", "free some space"):

@@ -60,8 +60,8 @@ _WITHIN: Final[dict[str, Any]] = {
 # -- published status -----------------------------------------------------------------------------
 
 
-def installed_message(state: ReleaseState, current: str) -> ReleaseStatus | None:
-    """Return the progress of the device's release as a message, or None without a release."""
+def release_status_message(state: ReleaseState, current: str) -> ReleaseStatus | None:
+    """Return the progress of the latest release as a message, or None without a release."""
     noted = state.noted
     if noted is None:
         return None
@@ -133,7 +133,7 @@ def _handle_release(state: ReleaseState, event: ReleaseReceived, now_s: float) -
     """Start a later release, or store it as next during a swap or soak. Answer an old serial with the progress."""
     release, noted = event.release, state.noted
     if noted is None:
-        return _start_release(state, release, now_s)
+        return _start_or_end_release(state, release, now_s)
     latest = noted.next or noted.release
     if release.serial <= latest.serial:
         return state, ("publish",)
@@ -141,11 +141,11 @@ def _handle_release(state: ReleaseState, event: ReleaseReceived, now_s: float) -
         return _start_roll_back(replace(state, noted=replace(noted, release=release, next=None)), "")
     if noted.step in ("swapping", "soaking", "returning"):
         return replace(state, noted=replace(noted, next=release)), ()
-    after, actions = _start_release(state, release, now_s)
+    after, actions = _start_or_end_release(state, release, now_s)
     return after, (*_cancel_actions(state), *actions)
 
 
-def _start_release(state: ReleaseState, release: DesiredRelease, now_s: float) -> Step:
+def _start_or_end_release(state: ReleaseState, release: DesiredRelease, now_s: float) -> Step:
     known = state.noted
     if known is None:
         noted = ReleaseRecord(release=release)
@@ -170,6 +170,7 @@ def _cancel_actions(state: ReleaseState) -> tuple[Action, ...]:
 
 
 def _handle_cancellation(state: ReleaseState, noted: ReleaseRecord) -> Step:
+    """Refuse a release that is not in use yet. Otherwise drop only the release to start next."""
     if noted.step in ("soaking", "swapping", "returning"):
         return replace(state, noted=replace(noted, next=None)), ()
     if noted.step != "wanted":
@@ -180,7 +181,10 @@ def _handle_cancellation(state: ReleaseState, noted: ReleaseRecord) -> Step:
 
 
 def _resume_release(state: ReleaseState, noted: ReleaseRecord, event: ProcessStarted, now_s: float) -> Step:
-    """Continue the recorded step in a new process, or end a release that does not run as returned."""
+    """Continue the recorded step of a release after a restart of the process.
+
+    A release in use that the new process does not run, or whose start has failed, ends as "returned".
+    """
     blob = noted.release.blob
     runs = blob is None or event.current == blob.sha256
     match noted.step:
@@ -223,6 +227,7 @@ def _handle_activation(state: ReleaseState, noted: ReleaseRecord, now_s: float) 
 
 
 def _with_release_in_use(state: ReleaseState, noted: ReleaseRecord) -> ReleaseState:
+    """Record the release as the one in use if its swap was under way."""
     if noted.step != "swapping":
         return state
     release = noted.release
@@ -281,7 +286,7 @@ def _handle_poll(state: ReleaseState, noted: ReleaseRecord, seen: StatusPolled, 
             reason = "; ".join(filter(None, (noted.reason, seen.ill and f"after the return: {seen.ill}")))
             return _end_release(_with_previous_in_use(state, noted), "returned", reason, now_s)
         case _ if noted.next is not None:
-            return _start_release(state, noted.next, now_s)
+            return _start_or_end_release(state, noted.next, now_s)
         case _:
             return replace(state, again_s=inf), ()
 

@@ -110,6 +110,8 @@ class AgentState:
     def load_outbox(self) -> tuple[dict[Key, tuple[Update, bool]], dict[str, CountedRound]]:
         """Load the updates to submit and the last counted round of each job.
 
+        Damaged and counted entries are deleted, and so is the output of an interrupted task.
+
         Returns:
             Updates by job and round, each with whether it has private state, and counted rounds by job.
         """

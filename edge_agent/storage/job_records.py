@@ -185,12 +185,16 @@ class JobRecords:
         named = [_PRIVATE.fullmatch(entry.name) for entry in self._disk.entries(self._folder)]
         return [StoredPrivateState(each[1], int(each[2]), each[3]) for each in named if each is not None]
 
-    def _delete_unused_states(self, job: str, left: int, waiting: Collection[str]) -> None:
-        """Delete states of forgotten jobs, and of a job all but the last KEPT up to round `left`."""
+    def _delete_unused_states(self, job: str, last_round: int, jobs_in_outbox: Collection[str]) -> None:
+        """Delete the private states of unknown jobs, and those of `job` that no task can start from.
+
+        Tasks of `job` can start from the last KEPT states of rounds up to `last_round`. Jobs in `jobs_in_outbox` count
+        as known.
+        """
         kept = self._stored_states()
-        rounds = sorted(each.round for each in kept if each.job == job and each.round <= left)[-KEPT:]
+        rounds = sorted(each.round for each in kept if each.job == job and each.round <= last_round)[-KEPT:]
         for each in kept:
-            if each.job not in {*self._jobs, *waiting} or (each.job == job and each.round not in rounds):
+            if each.job not in {*self._jobs, *jobs_in_outbox} or (each.job == job and each.round not in rounds):
                 self._disk.unlink(f"{self._folder}/{each.file_name}")
 
     def _sync_folder(self) -> None:

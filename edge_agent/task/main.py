@@ -240,6 +240,7 @@ def _require_undamaged(file: str, sha256: str) -> None:
 
 
 def _expected_hash(order: WorkRequest, name: str) -> str:
+    """Return the sha256 of a bundle, or "" if the request does not ask for checks."""
     ref = order.task.bundles.get(name) if order.checked else None
     return "" if ref is None else ref.sha256
 
@@ -366,6 +367,7 @@ def _write_result(
 
 
 def main() -> None:
+    """Run the tasks that arrive on standard input, one after another, until the input ends."""
     exit_with_parent(int(sys.argv[-1]))
     with contextlib.suppress(OSError):  # short of memory, the kernel should take this process and not another
         Path("/proc/self/oom_score_adj").write_text("500")

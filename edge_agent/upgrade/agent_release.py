@@ -57,7 +57,7 @@ class LaunchInfo(msgspec.Struct, frozen=True):
 
 
 def read_launch_info(environ: Mapping[str, str] = os.environ) -> LaunchInfo | None:
-    """Return the information from the launcher, or None if this process has no launcher."""
+    """Return the launcher's information from the environment, or None if it is missing or malformed."""
     try:
         return msgspec.json.decode(environ[launcher.LAUNCHED], type=LaunchInfo)
     except (KeyError, *UNDECODABLE):
@@ -119,6 +119,7 @@ class AgentKind(ReleaseKind):
             self._disk.write_atomically(file, launcher.format_choice(choice).encode())
 
     def _highest_signed_number(self) -> int:
+        """Return the highest signed number of the recorded one and of the versions here that are not on trial."""
         file = self._versions_folder() / NEWEST
         with disk_errors(f"read {file}"):
             text = self._disk.read(file, 0, 32).decode(errors="replace").strip() if self._disk.is_file(file) else "0"
@@ -141,7 +142,7 @@ class AgentKind(ReleaseKind):
         except (OSError, *UNDECODABLE):
             return 0
 
-    def _record_number(self, name: str) -> None:
+    def _record_number_if_highest(self, name: str) -> None:
         if (number := self._version_number(name)) > self._highest_signed_number():
             file = self._versions_folder() / NEWEST
             with disk_errors(f"write {file}"):
@@ -257,7 +258,7 @@ class AgentKind(ReleaseKind):
         return ""
 
     def is_settled(self) -> bool:
-        """Return whether the version in use is the running one and has been online."""
+        """Return whether the chosen version runs and has been online, or cannot be started at all."""
         if self._started is None or self._started.unable:
             return True
         choice = self._read_choice()
@@ -288,7 +289,7 @@ class AgentKind(ReleaseKind):
             return
         choice = self._read_choice()
         if choice.trying and choice.online and self._started.running == choice.current:
-            self._record_number(choice.current)
+            self._record_number_if_highest(choice.current)
             self._write_choice(choice._replace(trying=False))
 
     def discard_unused(self) -> None:

@@ -54,6 +54,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def accepts_connections(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 def write_settings(board: str, index: int, broker: str) -> None:
     Path(board).mkdir()
     Path(board, "agent.toml").write_text(
@@ -124,7 +129,7 @@ def main() -> None:
         run("rollout", "model", "digits", *rollout)
         wait_until(Path(first, "models", "current").exists, "the model is in use")
         start(stack, "model", "serve", f"{first}/models", "--listen", f"127.0.0.1:{port}")
-        wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, "the runner starts")
+        wait_until(lambda: accepts_connections(port), "the runner starts")
         x, y, dark = digits["x_test"], digits["y_test"], darken(digits["x_test"], 1)
         print(f"\nright answers: {serve(x, y, port, 1000):.1%}")
         print(f"right answers in the dark: {serve(dark, y, port, 1000):.1%}")

@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 import msgspec
 
-from fedquilt import methods
+from fedquilt import extras, methods
 from fedquilt.api import method_factory
 from fedquilt.coordinator import settings as jobs
 from fedquilt.core import Encoding, JobError
 from fedquilt.data.spec import DataSpec
 from fedquilt.formats import toml
 from fedquilt.host import disk
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -102,9 +105,7 @@ def _wrap_init_with_checks(init: Callable[P, T]) -> Callable[P, T]:
         known = [each.name for each in dataclasses.fields(Job)]
         for key in keys:
             if key not in known:
-                raise JobError(
-                    f"a job has no key {key!r}; there are: {', '.join(known)}{toml.suggest_nearest(key, known)}"
-                )
+                raise JobError(f"a job has no key {key!r}{toml.describe_choices(key, known)}")
         if "method" not in keys:
             raise JobError(
                 "a job names its method, as in fq.Job(method='fedavg'): " + ", ".join(methods.builtin_names())
@@ -190,6 +191,21 @@ class Job:
             known = {each.name for each in dataclasses.fields(methods.load(changes["method"]).params)}
             changes["params"] = {key: value for key, value in self.params.items() if key in known}
         return Job(**{**now, **changes})
+
+    @extras.report_missing_extras()
+    def plot_fleet(self) -> Axes:
+        """Draw the examples of each simulated device by class: the size of a dot is their number.
+
+        Returns:
+            The axes of a new figure of matplotlib.
+
+        Raises:
+            JobError: If matplotlib is not installed, or the job has no data.
+            DataError: If the data cannot be read or divided.
+        """
+        from fedquilt.tools.report import partition, plots
+
+        return plots.draw_picture(partition.draw_counts(partition.count_examples(self.settings)))
 
     @classmethod
     def read(cls, path: str | Path) -> Job:

@@ -34,9 +34,7 @@ def method(base: Method | ModuleType, **parts: Any) -> Method:
     known = [each.name for each in dataclasses.fields(Method)]
     for name in parts:
         if name not in known:
-            raise JobError(
-                f"a method has no part {name!r}; there are: {', '.join(known)}{toml.suggest_nearest(name, known)}"
-            )
+            raise JobError(f"a method has no part {name!r}{toml.describe_choices(name, known)}")
     for name in ("params", "state"):
         if name in parts and not _is_frozen_dataclass(parts[name]):
             raise JobError(

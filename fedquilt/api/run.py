@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 from fedquilt import extras, metrics
 from fedquilt.api.job import Job
 from fedquilt.api.table import Table
-from fedquilt.coordinator.storage.store import Store, StoredJob
+from fedquilt.coordinator.rounds.events import ENDED
+from fedquilt.coordinator.storage.store import AWAY_S, InactiveRunError, Store, StoredJob
 from fedquilt.coordinator.views import event_messages, round_outcomes, scores
 from fedquilt.coordinator.views.run_summary import RunSummary, is_of_final_evaluation, summarise_events
 from fedquilt.core import StoreError
@@ -19,8 +21,8 @@ from fedquilt.tools.report import columns
 
 if TYPE_CHECKING:
     import numpy as np
+    from matplotlib.axes import Axes
 
-ENDED: Final = ("done", "failed", "stopped")
 POLL_S: Final = 0.5
 
 
@@ -64,7 +66,11 @@ class Run:
 
     @property
     def status(self) -> str:
-        """Status: "queued", "running", "interrupted", "waiting", "held", "done", "failed" or "stopped"."""
+        """Status of the run.
+
+        "armed" (its [trigger] starts further runs), "waiting for approval", "queued", "waiting" (behind other runs),
+        "running", "held" (the disk is full), "interrupted" (no coordinator), "stopping", "done", "failed" or "stopped".
+        """
         with self._open_store() as store:
             return store.current_status(store.find_job(self.id))
 
@@ -83,13 +89,23 @@ class Run:
         """Yield each finished round once, as a row of `rounds`, until the run has ended.
 
         A round that is evaluated during the next round is finished with that evaluation.
+
+        Raises:
+            JobError: If the run has not ended and no coordinator has run for AWAY_S.
         """
-        reader, ended = RoundReader(self.home, self.id), False
-        while not ended:
-            ended = self.status in ENDED  # read first, so that no last round is missed
+        reader, served_s = RoundReader(self.home, self.id), -math.inf
+        while True:
+            with self._open_store() as store:
+                served_s = time.monotonic() if store.is_served() else served_s
+                row = store.find_job(self.id)  # read before the rounds, so that no last round is missed
+                resume = store.describe_resume(row)
+            ended = row.status in ENDED
             yield from reader.read_new_rows(ended=ended)
-            if not ended:
-                time.sleep(POLL_S)
+            if ended:
+                return
+            if time.monotonic() >= served_s + AWAY_S:
+                raise InactiveRunError(f"no coordinator serves {self.home}: {resume}")
+            time.sleep(POLL_S)
 
     def devices(self) -> Table:
         """Return one row per device: tasks, their cost, and accuracy on the held-out share.
@@ -160,6 +176,26 @@ class Run:
         with self._open_store() as store:
             export.export_result(store, self.id, Path(path))
         return Path(path)
+
+    @extras.report_missing_extras()
+    def plot(self, x: str = "rounds", axes: Any = None) -> Axes:
+        """Draw accuracy, or the job's main metric, over a cost.
+
+        Args:
+            x: "rounds", "seconds" (virtual time in a simulation), "board seconds", "bytes" or "joules".
+            axes: Axes of matplotlib, or None for those of a new figure.
+
+        Returns:
+            The axes.
+
+        Raises:
+            JobError: If matplotlib is not installed, the run has fewer than two evaluations, or `x` is unknown.
+        """
+        from fedquilt.tools.report import plots, run_data, sections
+
+        with self._open_store() as store:
+            found = sections.make_accuracy_plots(run_data.load_run_data(store, self.id))
+        return plots.draw_on_axes(plots.choose_plot(found, x), axes)
 
     @extras.report_missing_extras()
     def report(self, path: str | Path) -> Path:

@@ -40,9 +40,7 @@ class Table:
             KeyError: If there is no such column.
         """
         if name not in self.columns:
-            raise KeyError(
-                f"no column {name!r}; there are: {', '.join(self.columns)}{toml.suggest_nearest(name, self.columns)}"
-            )
+            raise KeyError(f"no column {name!r}{toml.describe_choices(name, self.columns)}")
         return self.columns[name]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

@@ -118,7 +118,7 @@ def _store_limbs(limbs: tuple[np.ndarray, ...], before: ExactSum | None = None) 
 
 
 def merge_sums(one: ExactSum, other: ExactSum) -> ExactSum:
-    """Merge the sums of different devices, in place of the first."""
+    """Return the merged sums of different devices. The first must not be used afterwards."""
     for limb in other.limbs:
         if (values := np.asarray(limb)).any():  # as the second one seldom does
             one = add_to_sum(one, values)
@@ -191,7 +191,7 @@ def _require_valid_sum(name: str, total: ExactSum, like: np.ndarray, weight: flo
 
 
 def merge_accumulators(one: Any, other: Any) -> Any:
-    """Merge two accumulators of different devices, in place of the first.
+    """Return the merged accumulators of different devices. The first must not be used afterwards.
 
     Args:
         one: Dataclass or mapping of exact sums, integers and further such values. A value with a method

@@ -69,7 +69,7 @@ def _spec_from_text(name: str, told: str) -> TensorSpec:
     found = _LAYOUT.fullmatch(told)
     if found is None or found[2].count(",") >= AXES_MOST:
         raise UpdateError(
-            f"tensor {name[:80]!r} is told as {told[:80]!r}: a type and a shape are wanted, as in f4:10,64"
+            f"tensor {name[:80]!r} is described as {told[:80]!r}: a type and a shape are wanted, as in f4:10,64"
         )
     return TensorSpec(tuple(int(size) for size in found[2].split(",") if size), np.dtype(found[1]))
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    if sys.version_info < (3, 10):  # noqa: UP036  # a checkout, as pip installs fedquilt for no older one
+        sys.exit(f"fedquilt needs Python 3.10 or newer, and this is {sys.version.split()[0]}: start it with another")
     try:
         from fedquilt.cli import entry
 

@@ -15,18 +15,12 @@ from fedquilt.cli.commands import argument, option, verb
 @options.format_option
 def agent(settings: Path, check: bool, format: str) -> None:
     """Run the agent of this device with its agent.toml, or with --check only run a small task to test this version."""
-    from fedquilt.edge_agent import daemon
-    from fedquilt.edge_agent import settings as files
-    from fedquilt.edge_agent.settings import load_settings
+    if not check:
+        from fedquilt.cli import agent_process
 
-    logging.getLogger().setLevel(min(logging.INFO, logging.getLogger().level))  # a log that tells when all is well
-    found = files.apply_systemd_credentials(load_settings(settings))
-    if check:
-        from fedquilt.tools.boards.doctor.checks import version
+        return agent_process.run_agent(settings, json_logs=format == "json")
+    from fedquilt.edge_agent.settings import apply_systemd_credentials, load_settings
+    from fedquilt.tools.boards.doctor.checks import version
 
-        return version.check_version(found, settings)
-    if format == "json":
-        from fedquilt.host import logs
-
-        logs.use_json_logs(device=found.device)
-    return daemon.run_agent(found)
+    logging.getLogger().setLevel(min(logging.INFO, logging.getLogger().level))
+    return version.check_version(apply_systemd_credentials(load_settings(settings)), settings)

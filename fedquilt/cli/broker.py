@@ -47,6 +47,6 @@ def config(
     kind: str, hosts: tuple[str, ...], out: Path, installed: str | None, listen: str, fleet: str, ca: Path
 ) -> int:
     """Write the configuration of an MQTT broker: TLS, permissions and limits."""
-    from fedquilt.tools.operations.identity import commands
+    from fedquilt.tools.identity import commands
 
     return commands.configure_broker(ca, kind, list(hosts), out, fleet=fleet, listen=listen, installed=installed)

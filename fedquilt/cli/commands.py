@@ -189,6 +189,13 @@ class RootCommand(CommandGroup):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [name for names in self.sections(ctx).values() for name in names]
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in self.list_commands(ctx) and any(args[0] in names for names in SECTIONS.values()):
+            ctx.fail(f"the verb {args[0]!r} is not installed: install the package fedquilt, which has all verbs")
+        return super().resolve_command(ctx, args)
+
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in self.list_commands(ctx):
             return None
@@ -244,7 +251,7 @@ def explain_usage_error(error: click.UsageError) -> str:
     if isinstance(error, click.NoSuchOption) and context is not None:
         from fedquilt.formats import toml
 
-        known = [name for one in context.command.get_params(context) for name in one.opts]
+        known = [name for one in context.command.get_params(context) for name in one.opts if name != "--help"]
         said = f"no such option: {error.option_name}{toml.suggest_nearest(error.option_name, known)}"
     said = said[:1].lower() + said[1:].rstrip(".")
     return f"{said} (`{context.command_path} --help`)" if context is not None else said
@@ -274,5 +281,7 @@ def root_command(context: click.Context, verbose: int) -> None:
     """Run federated learning on edge devices."""
     import logging  # here, as `fedquilt --help` does not log
 
+    from fedquilt.host import logs
+
     context.obj = verbose
-    logging.basicConfig(level=_log_level(verbose), format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.basicConfig(level=_log_level(verbose), format=logs.PLAIN, stream=sys.stderr)

@@ -9,15 +9,15 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Final
-
-import click
 
 import fedquilt
 from fedquilt.host import threads
 
 COMPLETE = "_FEDQUILT_COMPLETE"  # click's variable: a shell that asks for completions sets it
 
+VERBOSE: Final = ("-v", "--verbose")
 ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -41,25 +41,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault(name, value)  # before a verb imports numpy
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")  # a terminal without some letter gets "?", not a traceback
-    from fedquilt.cli.commands import explain_usage_error, root_command
-
-    if instruction := os.environ.get(COMPLETE):
-        from click.shell_completion import shell_complete
-
-        return shell_complete(root_command, {}, "fedquilt", COMPLETE, instruction)
     words = sys.argv[1:] if argv is None else list(argv)
     try:
-        with _raise_on_signals(), root_command.make_context("fedquilt", words) as context:
-            code = int(root_command.invoke(context) or 0)
-            sys.stdout.flush()
-            return code
-    except click.exceptions.Exit as end:
-        raise SystemExit(end.exit_code) from None
-    except click.UsageError as error:
-        print(f"fedquilt: {explain_usage_error(error)}", file=sys.stderr)
-        raise SystemExit(error.exit_code) from None
-    except click.Abort:  # the end of the input, or Ctrl-C, at a question
-        return 130
+        with _raise_on_signals():
+            match [word for word in words if word not in VERBOSE]:
+                case ["agent", file] if not file.startswith("-") and COMPLETE not in os.environ:
+                    from fedquilt.cli import agent_process
+
+                    agent_process.run_agent(Path(file), verbose=len(words) > 3)
+                    return 0
+            return _run_command(words)
+    except SystemExit:  # first, as the next line imports fedquilt's errors, which --help does without
+        raise
     except fedquilt.FedquiltError as error:
         print(f"fedquilt: {error}", file=sys.stderr)
         return error.exit_code
@@ -73,8 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
     except OSError as error:
         where = f": {error.filename}" if error.filename else ""
-        mend = "; check its folder, its owner and the disk" if error.filename else ""
-        print(f"fedquilt: {error.strerror}{where}{mend}", file=sys.stderr)
+        from fedquilt.host import disk
+
+        fix = f"; {disk.describe_fix(error)}" if error.filename else ""
+        print(f"fedquilt: {error.strerror}{where}{fix}", file=sys.stderr)
         return fedquilt.StoreError.exit_code
     except MemoryError as error:
         print(f"fedquilt: this machine's memory is not enough{f': {error}' if str(error) else ''}", file=sys.stderr)
@@ -83,6 +78,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         os.kill(os.getpid(), ended.number)
         return 128 + ended.number
+
+
+def _run_command(words: list[str]) -> int:
+    import click  # here, as an agent does without
+
+    from fedquilt.cli.commands import explain_usage_error, root_command
+
+    if instruction := os.environ.get(COMPLETE):
+        from click.shell_completion import shell_complete
+
+        return shell_complete(root_command, {}, "fedquilt", COMPLETE, instruction)
+    try:
+        with root_command.make_context("fedquilt", words) as context:
+            code = int(root_command.invoke(context) or 0)
+            sys.stdout.flush()
+            return code
+    except click.exceptions.Exit as end:
+        raise SystemExit(end.exit_code) from None
+    except click.UsageError as error:
+        print(f"fedquilt: {explain_usage_error(error)}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+    except click.Abort:  # the end of the input, or Ctrl-C, at a question
+        return 130
 
 
 @contextlib.contextmanager

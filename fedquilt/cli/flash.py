@@ -49,7 +49,7 @@ def dry_run_option(function: F) -> F:
     "--image",
     type=options.PATH,
     metavar="FILE",
-    help="A copy of a disk image, .img or .img.xz, for the usual card writer.",
+    help="Disk image to copy and install into, .img or .img.xz.",
     group=WHERE,
 )
 @ssh_option

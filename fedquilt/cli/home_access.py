@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from fedquilt.cli.commands import verbosity
-from fedquilt.cli.options import BlobOptions, BrokerOptions
+from fedquilt.cli.options import HOME, BlobOptions, BrokerOptions
 from fedquilt.console import table
 from fedquilt.core import JobError, StoreError
 from fedquilt.host import disk
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fedquilt.security.handshake import LinkIdentity
     from fedquilt.transport.mqtt.link import MqttLink
 
-ENDED: Final = {"done": 0, "failed": 8, "stopped": 9}
+EXIT_CODES: Final = {"done": 0, "failed": 8, "stopped": 9}
 
 
 def open_existing_home(home: Path) -> Store:
@@ -97,11 +97,13 @@ def run_to_end(home: Path, broker: BrokerOptions, blobs: BlobOptions, store: Sto
     from fedquilt.coordinator.views import terminal
 
     where, limited = blobs.to_locations(broker.ca), limits.load_limits(home)
-    here, id = store.acquire_lock(), submit()
-    print_rows("text", [], [f"{id}; from elsewhere: `fedquilt logs {id} --follow --home {home.resolve()}`"])
+    here = store.acquire_lock()
     if here:
         console = terminal.Console(wordy=verbosity() > 0)
         link, identity = create_coordinator_link(broker, console.report)
+    id = submit()
+    print_rows("text", [], [f"{id}; from elsewhere: `fedquilt logs {id} --follow --home {home.resolve()}`"])
+    if here:
         link.wait_until_connected(timeout_s=5.0)
         terminal.run_coordinator(
             store, link, broker.fleet, console, only=id, identity=identity, limits=limited, where=where
@@ -122,11 +124,12 @@ def report_end(home: Path, id: str, status: str, again: str) -> int:
     if status == "done" and id:
         told = f"`{export_command(home, id)}` writes the result"
     print_rows("text", [], [told] if told else [])
-    return ENDED.get(status, 130)
+    return EXIT_CODES.get(status, 130)
 
 
 def export_command(home: Path, id: str) -> str:
-    return f"fedquilt model export {id} --home {home} --out FILE"
+    given = "" if home == HOME else f" --home {home}"
+    return f"fedquilt model export {id}{given} --out FILE"
 
 
 def confirm(question: str, yes: bool) -> bool:

@@ -24,7 +24,7 @@ def identity() -> None:
 @options.authority_option
 def init(crl_url: str | None, ca: Path) -> int:
     """Create a certificate authority: key, certificate and revocation list."""
-    from fedquilt.tools.operations.identity import commands
+    from fedquilt.tools.identity import commands
 
     return commands.create_authority(ca, crl_url)
 
@@ -58,7 +58,7 @@ def issue(
     ca: Path,
 ) -> int:
     """Issue a certificate and key for the coordinator, a server or another role."""
-    from fedquilt.tools.operations.identity import commands
+    from fedquilt.tools.identity import commands
 
     return commands.issue_and_write_certificate(ca, name, list(hosts), out, days, role, boards, most_boards)
 
@@ -68,7 +68,7 @@ def issue(
 @options.format_option
 def list_certificates(ca: Path, format: str) -> int:
     """List all certificates and the unused tokens."""
-    from fedquilt.tools.operations.identity import commands
+    from fedquilt.tools.identity import commands
 
     return commands.print_certificates(ca, format)
 
@@ -78,7 +78,7 @@ def list_certificates(ca: Path, format: str) -> int:
 @options.authority_option
 def revoke(device: str, ca: Path) -> int:
     """Revoke the certificates of a device or server, and update the revocation list."""
-    from fedquilt.tools.operations.identity import commands
+    from fedquilt.tools.identity import commands
 
     return commands.revoke_certificates(ca, device)
 
@@ -94,7 +94,7 @@ def revoke(device: str, ca: Path) -> int:
 @options.authority_option
 def token(device: str, out: Path | None, ca: Path) -> int:
     """Create a one-time token for a device, valid for 72 hours and shown once."""
-    from fedquilt.tools.operations.identity import commands
+    from fedquilt.tools.identity import commands
 
     return commands.create_token(ca, device, out)
 
@@ -111,7 +111,7 @@ def token(device: str, out: Path | None, ca: Path) -> int:
 @options.authority_option
 def serve(listen: str, hosts: tuple[str, ...], days: float | None, ca: Path) -> int:
     """Run the HTTPS server at which devices enrol and renew certificates."""
-    from fedquilt.tools.operations.identity import commands
+    from fedquilt.tools.identity import commands
 
     logging.getLogger("fedquilt.enrol").setLevel(min(logging.INFO, logging.getLogger().level))
     return commands.serve_enrolment(ca, listen, list(hosts), days)
@@ -125,7 +125,7 @@ def serve(listen: str, hosts: tuple[str, ...], days: float | None, ca: Path) -> 
 @options.authority_option
 def sign(csr: Path, device: str, out: Path | None, days: float | None, ca: Path) -> int:
     """Sign a certificate request that was copied from a device."""
-    from fedquilt.tools.operations.identity import commands
+    from fedquilt.tools.identity import commands
 
     return commands.sign_request(ca, csr, device, out, days)
 

@@ -57,7 +57,7 @@ class WordChoice(click.Choice):  # type: ignore[type-arg, unused-ignore]
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         known = [str(each) for each in self.choices]
         if value not in known:
-            self.fail(f"{value!r} is none of {', '.join(known)}{toml.suggest_nearest(str(value), known)}", param, ctx)
+            self.fail(f"{value!r} is unknown{toml.describe_choices(str(value), known)}", param, ctx)
         return value
 
 

@@ -163,7 +163,8 @@ def status(id: str | None, home: Path, format: str) -> None:
     with home_access.open_existing_home(home) as store:
         around = view.load_context(home, store.rollouts)
         if id is None:
-            known, odd = store.rollouts.readable_rollouts(), store.rollouts.read_errors()
+            known = store.rollouts.readable_rollouts()
+            odd = {each: str(why) for each, why in store.rollouts.read_errors().items()}
             none = f"no rollouts in {home}: `fedquilt rollout model RUN --home {home}` begins one"
             held = {each.state.id: view.load_rollout_wait(each, store.rollouts, around) for each in known}
             rows = [{**view.summarise_rollout(each), "waits": held[each.state.id]} for each in known]

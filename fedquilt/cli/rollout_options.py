@@ -103,7 +103,9 @@ class RolloutOptions:
 
 
 def rollout_options(*more: Callable[[Any], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that adds rollout options. The function gets a `RolloutOptions` as `phased`.
+    """Return a decorator that adds the options of a rollout to a command.
+
+    The command gets their values as one argument, `phased`.
 
     Args:
         more: Further options, listed between phases and times, which the function gets by name.

@@ -27,6 +27,7 @@ SHARE: Final = 0.25  # of the time passed so far, between two lines
 LIVE_S: Final = 0.1  # between two changes of a terminal's line
 TICK_S: Final = 1.0
 BAR: Final = 20  # columns
+BAR_LEAST: Final = 5  # likewise, of a bar that is shown
 EVIDENCE: Final = 2.0  # units of work, or this share of all, before a remaining time is shown
 EVIDENCE_SHARE: Final = 0.2
 MISJUDGED: Final = 1.5  # an estimate so many times the least one hides the remaining time, which must not climb
@@ -73,16 +74,18 @@ class ProgressLine:
             now_s, live = self._clock(), self.is_live
             if self._begun_s is None:
                 self._begun_s, self._due_s = now_s, now_s + (0.0 if live else QUIET_S)
-            left = self._format_remaining(done, total, now_s, live)
+            left = self._format_remaining(done, total, now_s)
             if now_s < self._due_s:
                 return
             first, *more = (what if isinstance(what, str) else what()).splitlines()
             if live:
                 self._due_s = now_s + LIVE_S
-                self._draw([first + left, *more])
+                room = _measure_width() - len(first) - len(left) - 1
+                bar = f" {format_bar((done or 0.0) / total, room)}" if left and total and room >= BAR_LEAST else ""
+                self._draw([first + bar + left, *more])
             else:
                 self._due_s = now_s + min(max(EVERY_S, SHARE * (now_s - self._begun_s)), RARELY_S)
-                print(first + left, file=self._out, flush=True)
+                print(f"{first}:{left}" if left else first, file=self._out, flush=True)
 
     def set_part(self, now: str, done: float, total: float) -> None:
         """Set the current part of the work, which `show_progress` displays.
@@ -130,7 +133,7 @@ class ProgressLine:
         return sys.stderr if self._given is None else self._given
 
     def _draw(self, lines: Sequence[str]) -> None:
-        wide = shutil.get_terminal_size().columns - 1  # a line that wraps cannot be rewritten
+        wide = _measure_width()
         shown = [line if len(line) <= wide else f"{line[: wide - 1]}…" for line in lines]
         if shown != self._drawn:
             print(self._to_start() + "\n".join(shown), end="", file=self._out, flush=True)
@@ -144,14 +147,13 @@ class ProgressLine:
     def _to_start(self) -> str:
         return f"\r\x1b[{len(self._drawn) - 1}A\x1b[J" if len(self._drawn) > 1 else "\r\x1b[K"
 
-    def _format_remaining(self, done: float | None, total: float | None, now_s: float, live: bool) -> str:
+    def _format_remaining(self, done: float | None, total: float | None, now_s: float) -> str:
         if done is None or not total:
             return ""
         if self._first is None or self._first[0] != total or done < self._first[1]:
             self._first, self._left_s = (total, done, now_s), math.inf
         _, first, first_s = self._first
-        told = f" {format_bar(done / total)}" if live else ":"
-        told += f" {100 * done / total:.0f} %"
+        told = f" {100 * done / total:.0f} %"
         if done - first >= min(EVIDENCE, EVIDENCE_SHARE * total):
             left_s = (now_s - first_s) / (done - first) * (total - done)
             self._left_s = min(self._left_s, left_s)
@@ -160,8 +162,13 @@ class ProgressLine:
         return told
 
 
-def format_bar(share: float) -> str:
-    return ("█" * round(BAR * share)).ljust(BAR, "░")
+def format_bar(share: float, room: int = BAR) -> str:
+    wide = min(BAR, room)
+    return ("█" * round(wide * share)).ljust(wide, "░")
+
+
+def _measure_width() -> int:
+    return shutil.get_terminal_size().columns - 1  # a line that wraps cannot be rewritten
 
 
 LINE: Final = ProgressLine()

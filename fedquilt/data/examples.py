@@ -215,6 +215,6 @@ def _read_examples(reader: ExampleReader, rows: np.ndarray, spec: DataSpec) -> E
             first, hold = rows[odd].min(), "hold" if len(odd) > 1 else "holds"
             raise DataError(
                 f"{spec.source_name}: {len(odd)} of {len(rows)} examples {hold} NaN or infinity, the first is example "
-                f"{first}: mend the file, leave such examples out, or set [data] fill to a number for NaN"
+                f"{first}: correct the file, leave such examples out, or set [data] fill to a number for NaN"
             )
     return Examples(x, reader.y[rows])

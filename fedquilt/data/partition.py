@@ -20,7 +20,7 @@ from fedquilt.data.spec import DataSpec
 
 DRAWS = 1000  # attempts at a Dirichlet partition before its minimum size counts as out of reach
 
-SHARDS = 2  # of a device with partition = "shards", as in the paper
+SHARDS = 2  # for each device with partition = "shards" (McMahan et al. 2017, section 3)
 
 
 def rows_of_share(y: np.ndarray, spec: DataSpec, origin: np.ndarray | None = None) -> np.ndarray:
@@ -169,7 +169,8 @@ def _assign_dirichlet(y: np.ndarray, spec: DataSpec) -> np.ndarray:
     """Split each class in proportions drawn from Dirichlet(alpha) (Hsu et al. 2019, arXiv 1909.06335)."""
     if spec.shares * spec.min_size > len(y):
         raise DataError(
-            f"{spec.source_name}: {spec.shares} shares of at least {spec.min_size} of only {len(y)} examples"
+            f"{spec.source_name}: {spec.shares} shares of at least {spec.min_size} of only {len(y)} examples: "
+            "lower the number of devices"
         )
     rng = tensors.seeded_rng("dirichlet", spec.seed)
     members = _shuffle_by_class(y, rng)
@@ -217,8 +218,8 @@ def _assign_shards(y: np.ndarray, spec: DataSpec) -> np.ndarray:
     count = spec.shares * SHARDS
     if count > len(y):
         raise DataError(
-            f"{spec.source_name}: {spec.shares} devices with {SHARDS} shards each are {count} shards, of only {len(y)} "
-            "examples: simulate fewer devices"
+            f"{spec.source_name}: {spec.shares} devices need {count} shards of at least one example, and there are "
+            f"{len(y)} examples: simulate at most {len(y) // SHARDS} devices"
         )
     rng = tensors.seeded_rng("shards", spec.seed)
     in_order = np.concatenate(_shuffle_by_class(y, rng))

@@ -72,7 +72,9 @@ def read_task(path: Path, disk: Disk = REAL) -> Task | None:
     try:
         return None if found is None else wire.decode(found.encode(), Task)
     except (WireError, UnicodeError) as error:
-        raise ModelError(f"the task in the result of a run with parts on boards: {error}; deploy it anew") from None
+        raise ModelError(
+            f"the task in the result of a run with parts on boards: {error}; roll out the run again"
+        ) from None
 
 
 def read_personal(path: Path) -> PersonalParts:
@@ -92,7 +94,7 @@ def read_personal(path: Path) -> PersonalParts:
         raise ModelError(f"the result of a run with parts on boards is damaged: {error}") from None
     graph = held.pop(GRAPH, None)
     if graph is None or graph.dtype != np.uint8 or graph.ndim != 1:
-        raise ModelError("the result of a run with parts on boards has no graph: deploy it anew")
+        raise ModelError("the result of a run with parts on boards has no graph: roll out the run again")
     bundles: dict[str, dict[str, np.ndarray]] = {}
     for key, array in held.items():
         bundle, _, name = key.partition("/")

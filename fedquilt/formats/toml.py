@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -35,7 +35,7 @@ _LENGTH: Final = re.compile(r" of length (>=|<=)? ?(.*)")
 _KINDS: Final = {
     "int": "a whole number",
     "float": "a number",
-    "str": "text",
+    "str": "text in quotes",
     "bool": "true or false",
     "object": "a table",
     "array": "a list",
@@ -48,9 +48,9 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return parse_toml(path.read_text(encoding="utf-8-sig"), str(path))  # Windows' editors begin a file with a mark
     except OSError as error:
-        raise JobError(f"cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise JobError(f"{path} is not TOML: {error}") from None
+        raise JobError(f"cannot read {path}: {error.strerror}{suggest_file(path) or ': name a TOML file'}") from None
+    except UnicodeDecodeError:
+        raise JobError(f"{path} is not TOML, as it is not text in UTF-8: name a TOML file") from None
 
 
 def absolute_path(path: str, folder: Path) -> str:
@@ -69,8 +69,13 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
     """Return the table in TOML text, or raise JobError with the source `where`."""
     try:
         return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except RecursionError as error:
         raise JobError(f"{where} is not TOML: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        place = re.search(r"line (\d+)", str(error))
+        line = text.splitlines()[int(place[1]) - 1].strip() if place else ""
+        fix = ": text is written in quotes" if re.fullmatch(r"[\w.-]+\s*=\s*[A-Za-z].*", line) else ""
+        raise JobError(f"{where} is not TOML: {error}{f', in {_quote_value(line)}' if line else ''}{fix}") from None
 
 
 def format_toml(table: Mapping[str, Any]) -> str:
@@ -131,6 +136,30 @@ def suggest_nearest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {words[found[0]]!r}?" if found else ""
 
 
+def describe_choices(word: str, known: Iterable[str], title: str = "there are:") -> str:
+    """Return a suffix with the known words, of which the nearest comes first. Long lists are cut."""
+    names = list(known)
+    near = suggest_nearest(word, names)
+    listed = _join_names(names, 60 if near else 150) or "none"
+    return f"{near} {title[0].upper()}{title[1:]} {listed}" if near else f"; {title} {listed}"
+
+
+def suggest_file(path: Path) -> str:
+    """Return a "did you mean ...?" suffix with the file of the same folder whose name is nearest, or ""."""
+    try:
+        there = [] if path.exists() else [each.name for each in path.parent.iterdir()]
+    except OSError:
+        return ""
+    return suggest_nearest(path.name, there)
+
+
+def _join_names(names: Sequence[str], room: int) -> str:
+    shown = list(names)
+    while len(", ".join(shown)) > room:
+        shown.pop()
+    return ", ".join(shown) + (f" and {len(names) - len(shown)} more" if len(shown) < len(names) else "")
+
+
 def _explain_conversion_error(said: str, table: Any, kind: type, where: str) -> str:
     """Return msgspec's message in plain words, with the key, its value and the known choices."""
     path = match[1] if (match := _PATH.search(said)) else ""
@@ -142,15 +171,15 @@ def _explain_conversion_error(said: str, table: Any, kind: type, where: str) -> 
         inner = path.lstrip(".")
         place = where if not inner else f"{where} {inner}" if where.startswith("[") else f"[{inner}]"
         what = f"there is no key {key[1]!r}" if unknown else f"key {key[1]!r} is missing"
-        return f"{what}; keys of {place}: {', '.join(keys)}{suggest_nearest(key[1], keys) if unknown else ''}"
+        return what + describe_choices(key[1] if unknown else "", keys, f"keys of {place}:")
     place = _format_key(path, where)
     value = _value_at_path(table, path)
     given = place if value is _NOWHERE else f"{place} = {_quote_value(value)}" if place else _quote_value(value)
     if (word := _CHOICE.fullmatch(said)) is not None:
         known = [str(each) for one in options for each in getattr(one, "values", ()) if each != ""]
         more = " or a list" if any(hasattr(one, "item_type") for one in options) else ""
-        near = suggest_nearest(word[1].strip("'"), known)
-        return f"{given if value is not _NOWHERE else f'{place}: {word[1]}'}: there are: {', '.join(known)}{more}{near}"
+        choices = describe_choices(word[1].strip("'"), known)
+        return f"{given if value is not _NOWHERE else f'{place}: {word[1]}'}{choices}{more}"
     if (wanted := _EXPECTED.fullmatch(said)) is not None:
         return f"{given}: {_describe_expected(wanted[1], wanted[2])}"
     return f"{place}: {said}" if place else said
@@ -161,7 +190,7 @@ def _describe_expected(kinds: str, limit: str) -> str:
     words = " or ".join(_KINDS.get(each, each) for each in kinds.split(" | ") if each != "null")
     if (pattern := _PATTERN.fullmatch(limit)) and (name := _NAMES.fullmatch(pattern[1])):
         made = f"small letters, digits, '.', '_' and '-', the first no mark, at most {int(name[1]) + 1}"
-        return f"{words} of {made}, is wanted"
+        return f"text of {made}, is wanted"
     if (length := _LENGTH.fullmatch(limit)) is not None:
         count = f"{_LIMITS[length[1]].removeprefix('of ')} " if length[1] else ""
         return f"{words} of {count}{length[2]} {'entry' if length[2] == '1' else 'entries'} is wanted"

@@ -109,6 +109,12 @@ def write_fully(file: int, payload: bytes | memoryview, offset: int) -> None:
         view, offset = view[written:], offset + written
 
 
+FIXES: Final = {
+    errno.EISDIR: "name a file in place of a folder",
+    errno.ENOTDIR: "name a folder in place of a file",
+    errno.EEXIST: "name a folder in place of a file",
+    errno.EROFS: "use a folder that is not mounted read-only",
+}
 FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # numbers of errors that free space cures
 ENTRY_BYTES: Final = 4096  # of a name in a folder, about, with its inode
 BUFFER_BYTES: Final = 256 * 1024
@@ -544,12 +550,12 @@ def _open_folder_with_rights(path: Place, above: int | None = None) -> int:
 
 def write_output(file: Path, text: str) -> None:
     make_output_folder(file)
-    with disk_errors(f"write {file}", "name another file"):
+    with disk_errors(f"write {file}", "free some space or name another file"):
         file.write_text(text, encoding="utf-8")
 
 
 def make_output_folder(file: Path) -> None:
-    with disk_errors(f"write {file}", "name another file"):
+    with disk_errors(f"write {file}", "free some space or name another file"):
         file.parent.mkdir(parents=True, exist_ok=True)
 
 
@@ -563,9 +569,10 @@ class disk_errors(AbstractContextManager[None]):
         if isinstance(error, OSError):
             if error.errno in FULL:
                 raise DiskFullError(f"cannot {self._what}: {error.strerror}; {self._when_full}") from None
-            hint = "check the folder, its owner and the disk"
-            if error.errno in DESCRIPTORS:
-                hint = "raise the limit on open files (LimitNOFILE, ulimit -n)"
-            elif error.errno == errno.EROFS:
-                hint = "it is mounted read-only: use another folder"
-            raise StoreError(f"cannot {self._what}: {error.strerror}; {hint}") from None
+            raise StoreError(f"cannot {self._what}: {error.strerror}; {describe_fix(error)}") from None
+
+
+def describe_fix(error: OSError) -> str:
+    if error.errno in DESCRIPTORS:
+        return "raise the limit on open files (LimitNOFILE, ulimit -n)"
+    return FIXES.get(error.errno or 0, "check the folder, its owner and the disk")

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
+PLAIN: Final = "%(levelname)s %(name)s: %(message)s"
 IDS: Final = ("run", "round", "device", "fact")
 
 

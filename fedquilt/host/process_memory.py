@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
+import sys
 from pathlib import Path
-from typing import Final
+from types import ModuleType
+from typing import Any, Final
 
 PROC: Final = Path("/proc")
 PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
@@ -27,6 +30,23 @@ def keep_freed_memory() -> None:
         library = ctypes.CDLL(None)
         library.mallopt(_MMAP_THRESHOLD, MAPPED_BYTES)
         library.mallopt(_TRIM_THRESHOLD, KEPT_BYTES)
+
+
+def import_on_use(name: str) -> None:
+    """Defer the import of a module until one of its names is used, unless the module is there."""
+    if name in sys.modules:
+        return
+    deferred = sys.modules[name] = ModuleType(name)
+
+    def load_name(wanted: str) -> Any:
+        if sys.modules.get(name) is deferred:
+            del sys.modules[name]
+        return getattr(importlib.import_module(name), wanted)
+
+    vars(deferred)["__getattr__"] = load_name
+    package, _, last = name.rpartition(".")
+    if package:
+        setattr(importlib.import_module(package), last, deferred)
 
 
 def resident_bytes(pid: int, proc: Path = PROC) -> int | None:

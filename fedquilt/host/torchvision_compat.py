@@ -14,11 +14,11 @@ from functools import cache
 from types import ModuleType
 from typing import Any, Final
 
+from fedquilt import extras
 from fedquilt.core import ModelError
 
 SYMPTOM: Final = "operator torchvision::nms does not exist"
 SCHEMA: Final = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-MEND: Final = "pip install 'fedquilt[train]'"
 
 Import = Callable[[str], ModuleType]
 
@@ -35,7 +35,8 @@ def import_torchvision(load: Import = importlib.import_module) -> ModuleType:
         try:
             return load("torchvision")
         except ModuleNotFoundError as error:
-            raise ModelError(f"this needs torchvision, and {error.name} is not installed: {MEND}") from None
+            command = extras.installation_command("train")
+            raise ModelError(f"this needs torchvision, and {error.name} is not installed: {command}") from None
         except RuntimeError as error:
             if SYMPTOM not in str(error):
                 raise

@@ -66,6 +66,6 @@ def load(name: str) -> Method:
         kind = getattr(method, part)
         if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
             raise JobError(
-                f"{plugin}: its `{part}` is {kind!r}, and a frozen dataclass is wanted: mend {plugin.target}"
+                f"{plugin}: its `{part}` is {kind!r}, and a frozen dataclass is wanted: correct {plugin.target}"
             )
     return method

@@ -57,7 +57,7 @@ class Params:
 
     def __post_init__(self) -> None:
         if self.nesterov and not self.momentum:
-            raise ValueError("nesterov = true wants a momentum above 0")
+            raise ValueError("nesterov = true requires a momentum above 0")
 
 
 def init(bundle: Bundle, params: Any, seed: int) -> NetworkState:

@@ -75,7 +75,7 @@ class Params(WarmupParams):
         super().__post_init__()
         if self.optimizer != "sgd" or self.momentum or self.weight_decay or self.clip:
             raise ValueError(
-                "mask scores are learnt by plain steps: FedPeWS wants sgd without momentum, weight_decay and clip"
+                "mask scores are learnt by plain steps: FedPeWS requires sgd without momentum, weight_decay and clip"
             )
 
 
@@ -226,7 +226,7 @@ def fold(state: State, so_far: MaskedSums | WeightedSums | None, update: DeviceU
     if state.params["publish"] == "bits":
         wanted = {"bits"}
     if told.keys() != wanted:
-        raise UpdateError(f"{update.device} told {sorted(told)} of its mask, this warm-up wants {sorted(wanted)}")
+        raise UpdateError(f"{update.device} told {sorted(told)} of its mask, this warm-up expects {sorted(wanted)}")
     count = state.plan.neurons
     neurons = masks.unpack_mask(told["bits"], count)
     value = told.get("theta", told["bits"])

@@ -126,7 +126,7 @@ def tensors_to_send(begun: NetworkState, trained: list[str], bn: str) -> dict[st
 
 
 def send(state: State, device: DeviceView) -> TaskSpec:
-    """Return the task spec to train w_QK's trained tensors. w_SK is sent once.
+    """Return the task spec to train the trained tensors of w_QK. The frozen w_SK is sent once.
 
     With a cache the frozen part runs only in a device's first round, once for each example. Without a cache w_SK runs
     in every epoch. The prediction ignores `cache_mb`, because only the device knows the size of its examples.

@@ -230,11 +230,15 @@ def _add_correct_counts(state: SearchState, total: CorrectCounts) -> SearchState
     return replace(state, candidates=known, examples=examples, log=(note,))
 
 
-def _is_phase_complete(state: SearchState, known: tuple[str, ...]) -> bool:
+def _is_phase_complete(state: SearchState, seen_before: tuple[str, ...]) -> bool:
+    """Return whether all seen_before devices have contributed, or the phase has used its rounds.
+
+    `seen_before` are the devices that were seen_before before the round.
+    """
     # The number of devices is unknown, so a phase can also end with a round that selects no new device.
     if state.subround >= state.params.head_rounds:
         return True
-    complete = bool(known) and set(state.seen) <= set(state.heard)
+    complete = bool(seen_before) and set(state.seen) <= set(state.heard)
     return complete and (state.phase == "validate" or state.saturated or state.subround == 1)
 
 

@@ -45,7 +45,7 @@ class Params(fedavg.Params):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.optimizer != "sgd" or self.momentum or self.clip:
-            raise ValueError("a step is taken back and another taken: Per-FedAvg wants sgd, no momentum and no clip")
+            raise ValueError("a step is taken back and another taken: Per-FedAvg requires sgd, no momentum and no clip")
 
 
 class MetaStep:

@@ -51,7 +51,7 @@ class Params(fedavg.Params):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.optimizer != "sgd" or self.momentum:
-            raise ValueError("theta is found by plain gradient steps: pFedMe wants sgd and no momentum")
+            raise ValueError("theta is found by plain gradient steps: pFedMe requires sgd and no momentum")
         if self.lr * self.pull >= 2 or self.outer_lr * self.pull >= 2:
             raise ValueError("lr and outer_lr times pull have to be below 2: theta or w would swing ever further")
 

@@ -61,8 +61,8 @@ class Params(fedavg.Params):
         if not self._tolerates(self.most):
             f, rows = assumed_attackers(self.attackers, self.most), "updates" if self.bucket == 1 else "buckets"
             raise ValueError(
-                f"most = {self.most}, bucket = {self.bucket}, attackers = {self.attackers:g}: {self.rule} wants more "
-                f"than {'2 f + 2' if 'krum' in self.rule else '2 f'} {rows}, and f is {f} here"
+                f"most = {self.most}, bucket = {self.bucket}, attackers = {self.attackers:g}: {self.rule} requires "
+                f"more than {'2 f + 2' if 'krum' in self.rule else '2 f'} {rows}, and f is {f} here"
             )
 
     def minimum_updates(self) -> int:

@@ -61,7 +61,9 @@ class Params(fedavg.Params):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.optimizer != "sgd" or self.momentum:
-            raise ValueError("control variates are differences of plain gradients: SCAFFOLD wants sgd and no momentum")
+            raise ValueError(
+                "control variates are differences of plain gradients: SCAFFOLD requires sgd and no momentum"
+            )
 
 
 @dataclass(frozen=True)

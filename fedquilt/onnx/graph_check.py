@@ -168,7 +168,7 @@ def map_file(path: Path) -> memoryview:
                 raise ModelError(f"it has {length} bytes, and an ONNX file has 1 to {FILE_MOST}")
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except OSError as error:
-        raise ModelError(f"it cannot be read: {error.strerror}") from None
+        raise ModelError(f"it cannot be read: {error.strerror}; name a file of `fedquilt model export`") from None
 
 
 def check_bytes(data: bytes | memoryview, size: FileSize | None = None) -> CheckedGraph:

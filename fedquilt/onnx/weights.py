@@ -84,7 +84,7 @@ def fill_graph(graph: bytes | memoryview, tensors: Tensors) -> list[bytes | memo
             raise ModelError(f"the network's tensor {name!r} is missing")
         if given.shape != lack.shape or given.dtype != lack.dtype:
             raise ModelError(
-                f"tensor {name!r} is {given.dtype} of shape {given.shape}, the network wants {lack.dtype} of shape "
+                f"tensor {name!r} is {given.dtype} of shape {given.shape}, the network expects {lack.dtype} of shape "
                 f"{lack.shape}"
             )
         raw = np.ascontiguousarray(given).reshape(-1).view(np.uint8).data

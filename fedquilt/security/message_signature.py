@@ -25,15 +25,6 @@ def is_signed(payload: bytes) -> bool:
     return _FORM.match(payload) is not None
 
 
-def payload_without_check(payload: bytes) -> bytes:
-    """Return the payload of a signed message without verification, and other payloads as they are."""
-    found = _FORM.match(payload)
-    if found is None:
-        return payload
-    said = payload[found.end() : -1]
-    return b"" if said == _NOTHING else said
-
-
 def make_signed_payload(session: Session, topic: str, payload: bytes) -> bytes:
     payload = payload or _NOTHING
     number, code = session.sign(topic, payload)

@@ -76,6 +76,7 @@ class TopicTree(Generic[T]):
         return found
 
     def items_matching_filter(self, pattern: str) -> list[T]:
+        """Return the items under topics that match a filter. A first wildcard also matches topics with "$"."""
         nodes = [self._root]
         for level in pattern.split("/"):
             if level == "#":

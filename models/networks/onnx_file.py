@@ -104,7 +104,7 @@ def export_without_weights(network: Mapping[str, Any], reading: Mapping[str, Any
     draws = torch.Generator().manual_seed(0)
     for value in held.values():  # no two alike: the exporter makes one of tensors that are equal
         value.copy_(torch.rand(value.shape, generator=draws) + 0.5)
-    name, mend = f"network {network.get('name')!r}", "deploy a run of a method whose result is whole"
+    name, mend = f"network {network.get('name')!r}", "roll out a run of a method whose result is whole"
     made = trace_to_onnx(model, registry.input_shape(network), name, mend, plain=True)
     graphs = {tensor.name: tensor for tensor in made.graph.initializer}
     if odd := sorted(held.keys() - graphs.keys()):

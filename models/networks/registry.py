@@ -76,7 +76,7 @@ def _initialise_lazy_tensors(model: nn.Module, network: Mapping[str, Any]) -> No
         except Exception as error:  # a module from outside may raise anything
             raise ModelError(
                 f"network {network.get('name')!r}: its lazy modules get no shapes, as it does not run on an example of "
-                f"shape {shape}: {first_line(error)}"
+                f"shape {shape} ({first_line(error)}): correct the sizes in [model]"
             ) from None
         model.train()
 

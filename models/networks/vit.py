@@ -59,7 +59,11 @@ class Attention(nn.Module):  # type: ignore[misc]
         is_causal: bool = False,
         **masks: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the self-attention of `x` and None, or raise ModelError for another key, value or mask."""
+        """Return the self-attention of `x`, and None for the weights even with `need_weights`.
+
+        Raises:
+            ModelError: If the key or value is another tensor, or a mask is given.
+        """
         # torch's layers pass the input again as key and value.
         if any(each is not x for each in same) or is_causal or any(mask is not None for mask in masks.values()):
             raise ModelError(

@@ -31,11 +31,13 @@ class LoraLinear(nn.Module):  # type: ignore[misc]
             self.register_parameter(b, nn.Parameter(torch.zeros(rank, out)))
 
     def with_bias_of(self, linear: nn.Linear) -> LoraLinear:
+        """Return a layer that shares all tensors of this one except the bias."""
         other = copy.copy(self)
         other._parameters = {**self._parameters, "bias": linear.bias}
         return other
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x W^T + b + s x A B and, if the block has a gate, the branch m s x A_p B_p on top."""
         y = F.linear(x, self.weight, self.bias) + self.scale * (x @ self.lora_a @ self.lora_b)
         if self.gated:
             m = torch.sigmoid(self.gated[0].gate)
@@ -79,6 +81,14 @@ def _add_gate(block: nn.Module, adapted: Iterable[LoraLinear]) -> None:
 
 
 def _replace_layers_sharing_weight(module: nn.Module, layer: str, made: LoraLinear) -> list[LoraLinear]:
+    """Replace a layer by `made`, and other layers with its weight by copies with their own bias.
+
+    Returns:
+        The new layers, `made` first.
+
+    Raises:
+        ModelError: If a module that is not linear shares the weight.
+    """
     placed = {id(module.get_submodule(layer)): made}
     for path, each in register_trace.modules_sharing_weight(module, layer):
         if not isinstance(each, nn.Linear):

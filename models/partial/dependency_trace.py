@@ -88,8 +88,8 @@ class _DependencyReader:
                 continue
             layer = self.layers[path]
             out, into = (
-                self._free_groups(layer.out, free),
-                self._free_groups(layer.into if self._is_weight(path, name) else (), free),
+                self._groups_unless_all_pinned(layer.out, free),
+                self._groups_unless_all_pinned(layer.into if self._is_weight(path, name) else (), free),
             )
             if out or into:
                 beside |= {each: self.widths[each] for each in (*out, *into) if each not in free}
@@ -159,6 +159,7 @@ class _DependencyReader:
         return (path,)
 
     def _tie_or_pin_neurons(self, first: Value, second: Value) -> Value:
+        """Tie the neurons of two values in order and return the first value, or pin both and return None."""
         if first is None or second is None or [*map(self._group_width, first)] != [*map(self._group_width, second)]:
             self._pin_neurons(first)
             self._pin_neurons(second)
@@ -183,11 +184,13 @@ class _DependencyReader:
     def _is_weight(self, path: str, name: str) -> bool:
         return getattr(self.modules[path], "weight", None) is self.held[name]
 
-    def _scaled_operand(self, node: fx.Node) -> fx.Node | None:
-        """Return the tensor operand of a product with a scalar, or None for other products."""
-        one = [isinstance(each, int | float) or self._is_scalar_tensor(each) for each in node.args]
+    def _scaled_operand(self, product: fx.Node) -> fx.Node | None:
+        """Return the tensor that a product scales by a number, or None if no operand is a number."""
+        one = [isinstance(each, int | float) or self._is_scalar_tensor(each) for each in product.args]
         return (
-            next((each for each, number in zip(node.args, one, strict=True) if not number), None) if any(one) else None
+            next((each for each, number in zip(product.args, one, strict=True) if not number), None)
+            if any(one)
+            else None
         )
 
     def _is_scalar_tensor(self, value: Any) -> bool:
@@ -224,7 +227,7 @@ class _DependencyReader:
     def _total_width(self, names: Sequence[str]) -> int:
         return sum(map(self._group_width, names))
 
-    def _free_groups(self, names: Sequence[str], free: Sequence[str]) -> tuple[str, ...]:
+    def _groups_unless_all_pinned(self, names: Sequence[str], free: Sequence[str]) -> tuple[str, ...]:
         found = tuple(map(self._group_of, names))
         return found if any(name in free for name in found) else ()
 

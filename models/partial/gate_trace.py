@@ -127,5 +127,5 @@ def trace_network(model: nn.Module, name: str) -> fx.GraphModule:
     traced.graph.eliminate_dead_code()
     end = next(node for node in traced.graph.nodes if node.op == "output").args[0]
     if not isinstance(end, fx.Node):
-        raise ModelError(f"network {name!r} gives more than scores: FedSQ wants one score per class")
+        raise ModelError(f"network {name!r} gives more than scores: FedSQ requires one score per class")
     return traced

@@ -62,6 +62,7 @@ def find_adapted_layers(register: TensorRegister) -> tuple[AdapterSite, ...]:
 
 
 def split_by_layer(places: Sequence[AdapterSite]) -> tuple[AdapterSite, ...]:
+    """Return one site for each adapted layer, as a block by itself."""
     return tuple(AdapterSite(layer, (layer,)) for spot in places for layer in spot.layers)
 
 

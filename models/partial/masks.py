@@ -126,7 +126,7 @@ def plan_from_array(given: np.ndarray) -> MaskPlan:
 
 
 def mask_of_equal_part(plan: MaskPlan, index: int, parts: int) -> np.ndarray:
-    """Return the mask (h,) of part `index` if every group is split into `parts` equal parts."""
+    """Return the mask (h,) of part `index` of `parts`. In each group, sizes of parts differ by at most 1."""
     marks = []
     for width in plan.widths.values():
         mark = np.zeros(width, bool)

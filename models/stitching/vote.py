@@ -64,6 +64,7 @@ class Winner:
 
 
 def rank_blocks(score: np.ndarray, level: np.ndarray, pool: Sequence[str]) -> list[int]:
+    """Return the positions in the pool, best first: by level, then score, then block id."""
     return sorted(range(len(pool)), key=lambda j: (-level[j], -score[j], pool[j]))
 
 
@@ -197,6 +198,7 @@ def update_weights(
 
 
 def add_devices(weights: Mapping[str, float], devices: Sequence[str]) -> dict[str, float]:
+    """Return the weights with new devices at the mean weight, normalised."""
     new = [device for device in devices if device not in weights]
     mean = sum(weights.values()) / len(weights) if weights else 1.0
     return _normalise_within_limits({**weights, **dict.fromkeys(new, mean)})
@@ -221,7 +223,7 @@ def _normalise_within_limits(weights: Mapping[str, float]) -> dict[str, float]:
 def tally_votes(
     ballots: Mapping[str, Ballot], weights: Mapping[str, float], pool: Sequence[str], k: int, spread: bool = False
 ) -> list[Winner]:
-    """Return the K blocks with the most votes. Each pick of a device has the device's weight.
+    """Return up to `k` winners, ordered by the total weight of the devices that picked the block.
 
     Ties go to the higher weighted mean of the first stage's scores, then to the smaller block id. With `spread`, the
     donors of the voted blocks alternate.

@@ -1,7 +1,5 @@
 """What several tests of the coordinator begin with: a job driven by hand, and homes that are closed at the end."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,26 +18,27 @@ from fedquilt.coordinator.rounds.events import CohortSelected, EligibilityRecord
 from fedquilt.coordinator.storage.store import Store
 
 
+@pytest.fixture(autouse=True)
+def close_stages() -> Iterator[None]:
+    yield
+    while Stage.made:
+        Stage.made.pop().store.close()
+
+
 @pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Stage]:
+def stage(tmp_path: Path) -> Stage:
     """A job of one round."""
-    made = Stage(tmp_path)
-    yield made
-    made.store.close()
+    return Stage(tmp_path)
 
 
 @pytest.fixture
-def staged(tmp_path: Path) -> Iterator[Staged]:
-    """Makes stages whose coordinators serve all jobs, each in a folder of its own; all are closed at the end."""
-    made: list[Stage] = []
+def staged(tmp_path: Path) -> Staged:
+    """Makes stages whose coordinators serve all jobs, each in a folder of its own."""
 
     def make(limits: CoordinatorLimits = CoordinatorLimits(), **table: Any) -> Stage:
-        made.append(Stage(tmp_path / str(len(made)), limits, **table))
-        return made[-1]
+        return Stage(tmp_path / str(len(Stage.made)), limits, **table)
 
-    yield make
-    for stage in made:
-        stage.store.close()
+    return make
 
 
 @pytest.fixture

@@ -1,12 +1,9 @@
 """A broker that is away for long: what the round loses by it, it gets back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 from by_hand import Hand, Stage, ones
-from rolled import Ground
 
 from fedquilt.coordinator.fleet.broker_outage import BrokerOutage
 from fedquilt.coordinator.rounds.events import JobEnded, RoundClosed, RoundRetried, UpdateAccepted
@@ -28,8 +25,7 @@ def _begun(folder: Path, **cohort: object) -> tuple[Stage, list[Hand]]:
     return stage, hands
 
 
-def test_a_broker_that_is_away_for_hours_costs_no_attempt(tmp_path: Path) -> None:
-    """Boards come back up to a back-off later than the coordinator, and answer in the first attempt still."""
+def test_a_broker_that_is_away_for_hours_costs_no_attempt(tmp_path):
     stage, hands = _begun(tmp_path)
     _away(stage, 2 * 3600.0)
     stage.play(RECONNECT.most_s + 15.0)  # of the 30 s, 20 were left
@@ -39,11 +35,9 @@ def test_a_broker_that_is_away_for_hours_costs_no_attempt(tmp_path: Path) -> Non
     stage.play()
     assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a", "b", "c"]
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
-    stage.store.close()
 
 
-def test_a_round_ends_at_its_later_deadline(tmp_path: Path) -> None:
-    """Two of three answer; after 5 s away the deadline is 10 s later: the absence, and as long for their return."""
+def test_a_round_ends_at_its_later_deadline(tmp_path):
     stage, hands = _begun(tmp_path, quorum=0.5)
     _away(stage, 5.0)
     for hand in hands[:2]:
@@ -52,33 +46,27 @@ def test_a_round_ends_at_its_later_deadline(tmp_path: Path) -> None:
     assert stage.told(RoundClosed) == []
     stage.play(1.5)
     assert len(stage.told(RoundClosed)) == 1
-    stage.store.close()
 
 
-def test_a_round_that_all_have_answered_closes_at_once_though_its_broker_was_away(tmp_path: Path) -> None:
-    """No time is waited out: past the deadline of the clock on the wall, the last answer ends it."""
+def test_a_round_that_all_have_answered_closes_at_once_though_its_broker_was_away(tmp_path):
     stage, hands = _begun(tmp_path)
     _away(stage, 40.0)
     for hand in hands:
         hand.answer(ones())
     stage.play(1.0)
     assert len(stage.told(RoundClosed)) == 1
-    stage.store.close()
 
 
-def test_an_attempt_that_begins_after_an_absence_has_its_own_deadline(tmp_path: Path) -> None:
-    """Earlier absences are not counted again."""
+def test_an_attempt_that_begins_after_an_absence_has_its_own_deadline(tmp_path):
     stage, _ = _begun(tmp_path)
     _away(stage, 10.0)
     stage.play(41.0)  # 20 were left, 20 are lost
     assert [fact.attempt for fact in stage.told(RoundRetried)] == [1]
     stage.play(31.0)
     assert [fact.attempt for fact in stage.told(RoundRetried)] == [1, 2]
-    stage.store.close()
 
 
-def test_a_coordinator_that_starts_before_its_broker_waits_with_the_round(tmp_path: Path) -> None:
-    """It goes on with an open round when the broker is there."""
+def test_a_coordinator_that_starts_before_its_broker_waits_with_the_round(tmp_path):
     stage, hands = _begun(tmp_path)
     stage.restart()
     stage.link.connected = False
@@ -90,12 +78,9 @@ def test_a_coordinator_that_starts_before_its_broker_waits_with_the_round(tmp_pa
         hand.answer(ones())
     stage.play()
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
-    stage.store.close()
 
 
-def test_a_coordinator_that_starts_shortly_before_its_broker_is_back_waits_for_boards_in_their_back_off(
-    tmp_path: Path,
-) -> None:
+def test_a_coordinator_that_starts_shortly_before_its_broker_is_back_waits_for_boards_in_their_back_off(tmp_path):
     """It was killed while the broker was away: boards may have their longest back-off before them."""
     stage, hands = _begun(tmp_path)
     stage.link.connected = False
@@ -108,11 +93,9 @@ def test_a_coordinator_that_starts_shortly_before_its_broker_is_back_waits_for_b
         hand.answer(ones())
     stage.play()
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
-    stage.store.close()
 
 
-def test_a_job_that_waits_for_its_first_round_is_not_too_late_by_a_broker_that_is_away(tmp_path: Path) -> None:
-    """Its boards are back within their back-off; without them it fails once its own time is over."""
+def test_a_job_that_waits_for_its_first_round_is_not_too_late_by_a_broker_that_is_away(tmp_path):
     for name, comes, status in (("back", True, "running"), ("gone", False, "failed")):
         stage = Stage(tmp_path / name, cohort={"start_timeout_s": 20.0, "deadline_s": 300.0})
         stage.play(1.0)
@@ -123,16 +106,12 @@ def test_a_job_that_waits_for_its_first_round_is_not_too_late_by_a_broker_that_i
             stage.hand("a")
         stage.play(25.0)
         assert stage.store.stored_status(stage.job) == status
-        stage.store.close()
 
 
 @pytest.mark.parametrize(
     ("took_s", "lost_s"), [(RECONNECT.first_s / 2, RECONNECT.first_s), (2.0, 2.0 + RECONNECT.most_s)]
 )
-def test_a_first_connection_is_no_absence_but_a_broker_that_is_away_at_the_start_is(
-    took_s: float, lost_s: float
-) -> None:
-    """No longer back-off follows a connection that takes its moment; an absence after that is as long as it is."""
+def test_a_first_connection_is_no_absence_but_a_broker_that_is_away_at_the_start_is(took_s, lost_s):
     absence = BrokerOutage()
     absence.record_connection(False, 5.0)
     absence.record_connection(True, 5.0 + took_s)
@@ -143,8 +122,7 @@ def test_a_first_connection_is_no_absence_but_a_broker_that_is_away_at_the_start
 
 
 @pytest.mark.parametrize(("gone_s", "lost_s"), [(4.0, 8.0), (3600.0, 3600.0 + RECONNECT.most_s)])
-def test_each_absence_counts_with_the_back_off_that_follows(gone_s: float, lost_s: float) -> None:
-    """Noted as often as one likes."""
+def test_each_absence_counts_with_the_back_off_that_follows(gone_s, lost_s):
     absence = BrokerOutage()
     for at_s, reached in ((0.0, True), (1.0, False), (1.5, False), (1.0 + gone_s, True), (9999.0, True)):
         absence.record_connection(reached, at_s)
@@ -155,8 +133,7 @@ def test_each_absence_counts_with_the_back_off_that_follows(gone_s: float, lost_
     assert absence.lost_s == lost_s + 2.0
 
 
-def test_a_rollout_goes_no_further_while_the_broker_is_away(ground: Ground) -> None:
-    """A board that the broker lost too has its patience again from the broker's return on, and holds up the phase."""
+def test_a_rollout_goes_no_further_while_the_broker_is_away(ground):
     boards = ground.fleet(4)
     id = ground.deploy(canary=0.5, phases=(1.0,), patience_s=60.0)
     while not ground.state(id).offered:

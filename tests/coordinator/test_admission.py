@@ -1,7 +1,5 @@
 """What a device says means for the running round what its situation says: every event in every situation."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any, get_args
 
@@ -137,13 +135,11 @@ def fetching(situation: str) -> Update | None:
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
-def test_what_follows_from_an_event_may_happen_and_touches_no_other_device(situation: str) -> None:
-    """Facts are legal and of the running round, only who is asked can cause one, and nobody is answered twice."""
+def test_what_follows_from_an_event_may_happen_and_touches_no_other_device(situation):
     state = SITUATIONS[situation]
     for event, arriving in itertools.product(EVENTS.values(), (None, fetching(situation))):
         step = hear(situation, event, arriving)
         for fact in step.facts:
-            assert state is not None
             assert "a" in state.asked
             assert "a" not in apply_event(state, fact, NOW_S).asked
             assert CancelTask("a") in step.actions
@@ -155,7 +151,7 @@ def test_what_follows_from_an_event_may_happen_and_touches_no_other_device(situa
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
-def test_a_device_that_appears_gets_its_task_where_it_is_asked(situation: str) -> None:
+def test_a_device_that_appears_gets_its_task_where_it_is_asked(situation):
     """And nothing otherwise; one that nobody knows gets nothing either."""
     state = SITUATIONS[situation]
     asked = state is not None and state.phase == "open" and "a" in state.asked
@@ -164,8 +160,7 @@ def test_a_device_that_appears_gets_its_task_where_it_is_asked(situation: str) -
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
-def test_a_device_that_floods_is_out_of_the_round_with_what_it_has_under_way(situation: str) -> None:
-    """Its task is taken back, and its update is fetched no further; of a round that did not ask it nothing changes."""
+def test_a_device_that_floods_is_out_of_the_round_with_what_it_has_under_way(situation):
     state, arriving = SITUATIONS[situation], fetching(situation)
     step = hear(situation, RateLimitExceeded("a"), arriving)
     if state is None or "a" not in state.asked:
@@ -179,8 +174,7 @@ def test_a_device_that_floods_is_out_of_the_round_with_what_it_has_under_way(sit
 
 @pytest.mark.parametrize("accepted", [True, False])
 @pytest.mark.parametrize("situation", SITUATIONS)
-def test_a_task_that_nobody_waits_for_is_taken_back(situation: str, accepted: bool) -> None:
-    """The broker had kept it; of a device that is asked this holds for no claim, and of a stranger for each."""
+def test_a_task_that_nobody_waits_for_is_taken_back(situation, accepted):
     state, code = SITUATIONS[situation], "ok" if accepted else "data"
     step = hear(situation, ClaimReceived("a", claim(accepted, job=OTHER, round=0, code=code)))
     assert step == Decision(None, (), () if state is not None and "a" in state.asked else (CancelTask("a"),))
@@ -189,15 +183,13 @@ def test_a_task_that_nobody_waits_for_is_taken_back(situation: str, accepted: bo
     )
 
 
-def test_who_takes_a_task_is_left_alone_with_it_whatever_the_attempt() -> None:
-    """A task of the attempt before is the same work."""
+def test_who_takes_a_task_is_left_alone_with_it_whatever_the_attempt():
     for situation, attempt in itertools.product(("asked", "asked again"), (0, 1)):
         assert hear(situation, ClaimReceived("a", claim(attempt=attempt))) == Decision(None, (), (SlowResends("a"),))
 
 
 @pytest.mark.parametrize("code", [code for code in CODES if code not in ("ok", "cleared", "counted")])
-def test_who_declines_is_asked_no_more_in_this_attempt(code: Any) -> None:
-    """With its words; what it had been asked for is noted where its memory was too small."""
+def test_who_declines_is_asked_no_more_in_this_attempt(code):
     ask = DeviceWorkload(WorkEstimate(flops=9.0, peak_bytes=5), PROFILE)
     step = hear("asked", ClaimReceived("a", claim(False, code=code, reason="too little"), ask), fetching("asked"))
     short = MemoryShortage(5, 9.0, 1) if code in ("budget", "memory") else None
@@ -206,16 +198,14 @@ def test_who_declines_is_asked_no_more_in_this_attempt(code: Any) -> None:
     assert step.arriving is None
 
 
-def test_who_has_counted_the_round_is_asked_again_as_by_a_later_coordinator() -> None:
-    """The log has lost the round; an old claim, or one of a device that is not asked, changes nothing."""
+def test_who_has_counted_the_round_is_asked_again_as_by_a_later_coordinator():
     told = claim(False, code="counted", counted=3, epoch=7)
     assert hear("asked", ClaimReceived("a", told)) == Decision(None, (), (RenewTask("a", 7),))
     old = claim(False, code="counted", counted=3, epoch=7, round=0)
     assert hear("asked", ClaimReceived("a", old)) == Decision(None)
 
 
-def test_an_update_of_another_state_is_refused() -> None:
-    """It was worked for when the log was another: a copy of this one, which went on without it."""
+def test_an_update_of_another_state_is_refused():
     same, other = update(state=STATE.sha256), update(state="f" * 64)
     assert hear("asked", UpdateAnnounced("a", same)).actions[-1] == FetchUpdate("a", same)
     (answer,) = hear("asked", UpdateAnnounced("a", other)).actions
@@ -224,15 +214,13 @@ def test_an_update_of_another_state_is_refused() -> None:
     assert "began with another" in answer.reason
 
 
-def test_a_refusal_of_another_attempt_or_round_or_job_is_old() -> None:
-    """The task that is out now gets an answer of its own."""
+def test_a_refusal_of_another_attempt_or_round_or_job_is_old():
     for changes in ({"attempt": 0}, {"attempt": 1, "round": 0}, {"attempt": 1, "job": OTHER}):
         assert hear("asked again", ClaimReceived("a", claim(False, code="data", **changes))) == Decision(None)
     assert hear("asked again", ClaimReceived("a", claim(False, code="data", attempt=1))).facts
 
 
-def test_a_task_that_was_cleared_by_somebody_else_is_sent_again() -> None:
-    """The device is still asked, whichever attempt it speaks of; of another round it is old."""
+def test_a_task_that_was_cleared_by_somebody_else_is_sent_again():
     for attempt in (0, 1):
         assert hear("asked again", ClaimReceived("a", claim(False, code="cleared", attempt=attempt))).actions == (
             SendTask("a"),
@@ -245,8 +233,7 @@ def test_a_task_that_was_cleared_by_somebody_else_is_sent_again() -> None:
 
 
 @pytest.mark.parametrize("situation", WAITED_FOR)
-def test_an_update_that_is_waited_for_is_fetched_then_examined_then_counted(situation: str) -> None:
-    """One without blobs is examined at once."""
+def test_an_update_that_is_waited_for_is_fetched_then_examined_then_counted(situation):
     given = update()
     offered = hear(situation, UpdateAnnounced("a", given))
     assert offered == Decision(given, (), (SlowResends("a"), FetchUpdate("a", given)))
@@ -262,15 +249,13 @@ def test_an_update_that_is_waited_for_is_fetched_then_examined_then_counted(situ
     )
 
 
-def test_an_update_of_the_attempt_before_counts() -> None:
-    """It is of this round, so it is the same work."""
+def test_an_update_of_the_attempt_before_counts():
     assert hear("asked again", UpdateAnnounced("a", update(attempt=0))).actions[-1] == FetchUpdate(
         "a", update(attempt=0)
     )
 
 
-def test_an_update_that_is_offered_again_takes_the_place_of_the_first() -> None:
-    """Also while that is fetched; what was examined of the first counts no more."""
+def test_an_update_that_is_offered_again_takes_the_place_of_the_first():
     first, second = update(), update(weight=2.0)
     step = hear("asked", UpdateAnnounced("a", second), first)
     assert step.arriving == second
@@ -279,7 +264,7 @@ def test_an_update_that_is_offered_again_takes_the_place_of_the_first() -> None:
 
 
 @pytest.mark.parametrize("situation", [name for name in SITUATIONS if name not in ("no job", "new")])
-def test_an_update_that_has_been_counted_is_acknowledged_as_often_as_it_is_offered(situation: str) -> None:
+def test_an_update_that_has_been_counted_is_acknowledged_as_often_as_it_is_offered(situation):
     """Of an earlier round, and of this one: its device may not have heard it."""
     assert hear(situation, UpdateAnnounced("a", update(round=0))) == Decision(
         None, (), (AckUpdate("a", update(round=0), True),)
@@ -289,24 +274,22 @@ def test_an_update_that_has_been_counted_is_acknowledged_as_often_as_it_is_offer
 
 
 @pytest.mark.parametrize("status", ["done", "failed", "stopped", "queued"])
-def test_an_update_that_another_jobs_log_has_counted_is_acknowledged(status: str) -> None:
+def test_an_update_that_another_jobs_log_has_counted_is_acknowledged(status):
     """Its answer was lost and its job has ended, or waits: refused, its board would drop the state of that round."""
     told = UpdateAnnounced("a", update(job=OTHER), status, counted=True)
     for situation in SITUATIONS:
         assert hear(situation, told) == Decision(None, (), (AckUpdate("a", update(job=OTHER), True),))
 
 
-def test_an_update_of_a_round_that_has_asked_nobody_yet_stays_with_its_device() -> None:
+def test_an_update_of_a_round_that_has_asked_nobody_yet_stays_with_its_device():
     """This log is an older copy: refused, its device would drop private state that the round is about to count."""
     assert hear("between rounds", UpdateAnnounced("a", update())) == Decision(None)
 
 
 @pytest.mark.parametrize(
-    "situation",
-    ["another was asked", "tried again without it", "declined", "rejected", "closed without it"],
+    "situation", ["another was asked", "tried again without it", "declined", "rejected", "closed without it"]
 )
-def test_an_update_that_nobody_asked_for_is_turned_down_and_its_task_taken_back(situation: str) -> None:
-    """Its round is closed, or it was not asked, or not any more."""
+def test_an_update_that_nobody_asked_for_is_turned_down_and_its_task_taken_back(situation):
     answer, idle = hear(situation, UpdateAnnounced("a", update())).actions
     assert isinstance(answer, AckUpdate)
     assert not answer.accepted
@@ -314,8 +297,7 @@ def test_an_update_that_nobody_asked_for_is_turned_down_and_its_task_taken_back(
     assert idle == CancelTask("a")
 
 
-def test_an_update_of_another_round_is_turned_down_and_the_task_stays_out() -> None:
-    """Round 2 has not begun; "b" has no part in a round before the first."""
+def test_an_update_of_another_round_is_turned_down_and_the_task_stays_out():
     for given in (update(round=2), update("b", round=3)):
         (answer,) = hear("asked", UpdateAnnounced(given.device, given)).actions
         assert isinstance(answer, AckUpdate)
@@ -323,8 +305,7 @@ def test_an_update_of_another_round_is_turned_down_and_the_task_stays_out() -> N
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
-def test_nobody_speaks_for_another(situation: str) -> None:
-    """Whatever is under way, and whoever is asked."""
+def test_nobody_speaks_for_another(situation):
     step = hear(situation, UpdateAnnounced("stranger", update("a")))
     assert step.actions == (
         AckUpdate("stranger", update("a"), False, "it names another device, a"),
@@ -335,8 +316,7 @@ def test_nobody_speaks_for_another(situation: str) -> None:
 
 @pytest.mark.parametrize("situation", ["no job", "asked", "closed"])
 @pytest.mark.parametrize("status", ["queued", "running", "stopping", "stopped", "done", "failed", ""])
-def test_an_update_of_another_job_is_kept_by_its_device_as_long_as_that_may_go_on(situation: str, status: str) -> None:
-    """Of one that is over, or that nobody here knows, it is refused."""
+def test_an_update_of_another_job_is_kept_by_its_device_as_long_as_that_may_go_on(situation, status):
     step = hear(situation, UpdateAnnounced("a", update(job=OTHER), status))
     if status in ("done", "failed", ""):
         assert isinstance(step.actions[0], AckUpdate)
@@ -345,8 +325,7 @@ def test_an_update_of_another_job_is_kept_by_its_device_as_long_as_that_may_go_o
         assert step == Decision(None)
 
 
-def test_an_update_whose_manifest_does_not_fit_is_rejected_before_it_is_fetched() -> None:
-    """Also in place of one that is being fetched; one that fits is fetched."""
+def test_an_update_whose_manifest_does_not_fit_is_rejected_before_it_is_fetched():
     both = update(bundles={"model": BLOB, "more": msgspec.structs.replace(BLOB, sha256="d" * 64)})
     assert FetchUpdate("a", both) in hear("asked", UpdateAnnounced("a", both)).actions
     step = hear("asked", UpdateAnnounced("a", both, unfit="a: too large"), update())
@@ -359,7 +338,7 @@ def test_an_update_whose_manifest_does_not_fit_is_rejected_before_it_is_fetched(
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
-def test_blobs_that_nobody_waits_for_mean_nothing(situation: str) -> None:
+def test_blobs_that_nobody_waits_for_mean_nothing(situation):
     """The round has been closed meanwhile, or the device has declined; so has what could not be fetched."""
     for event in (
         UpdateReceived("a"),
@@ -370,23 +349,21 @@ def test_blobs_that_nobody_waits_for_mean_nothing(situation: str) -> None:
         assert hear(situation, event) == Decision(None)
 
 
-def test_an_update_that_could_not_be_fetched_is_waited_for_again() -> None:
+def test_an_update_that_could_not_be_fetched_is_waited_for_again():
     """Nothing is answered, so that its device offers it again."""
     step = hear("asked", UpdateReceived("a", "it is not here any more"), fetching("asked"))
     assert step == Decision(None)
     assert hear("asked", UpdateAnnounced("a", update()), step.arriving).arriving == update()
 
 
-def test_an_update_that_may_not_be_folded_is_rejected_with_the_reason() -> None:
-    """Its blobs go."""
+def test_an_update_that_may_not_be_folded_is_rejected_with_the_reason():
     given = update()
     step = hear("asked", UpdateValidated("a", given, None, "not finite"), given)
     assert step.facts == (UpdateRejected(1, "a", "not finite"),)
     assert step.actions == (AckUpdate("a", given, False, "not finite"), CancelTask("a"), DiscardUpdate(given))
 
 
-def test_an_update_that_was_decoded_is_kept_as_that_and_acknowledged_as_it_came() -> None:
-    """What it came as is discarded; how long it took is counted from when it was asked for."""
+def test_an_update_that_was_decoded_is_kept_as_that_and_acknowledged_as_it_came():
     given = update(usage=Usage(wall_s=3.0))
     taken = msgspec.structs.replace(given, bundles={"model": DECODED})
     step = hear("asked", UpdateValidated("a", given, taken), given)

@@ -1,7 +1,5 @@
 """Backups of a coordinator's home: made while it is served, whole or not at all, and homes that go on from them."""
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil
@@ -17,7 +15,6 @@ from typing import Any
 import pytest
 from forks import CONTEXT
 from homes import Federation, committed
-from ordinary import User
 from saved_homes import contents, saved
 from waiting import until
 
@@ -46,14 +43,11 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.mark.parametrize("moment", [CohortSelected, UpdateAccepted, RoundCommitted])
-def test_a_home_that_is_restored_from_a_backup_of_its_live_run_gives_the_same_result(
-    tmp_path: Path, calm: list[str], moment: type[AnyEvent]
-) -> None:
-    """The backup is made by another store while the coordinator is between two of its facts, in round 3 of 6."""
+def test_a_home_that_is_restored_from_a_backup_of_its_live_run_gives_the_same_result(tmp_path, calm, moment):
     federation = Federation(tmp_path).make()
     home, file = federation.folder / "coordinator", tmp_path / "backup.tar"
 
-    def at(fact: AnyEvent) -> bool:
+    def at(fact):
         if isinstance(fact, moment) and fact.round == 3 and not file.exists():
             saved(home, file)
         return isinstance(fact, RoundCommitted) and fact.round == 3
@@ -79,7 +73,7 @@ def runs_beside(home: Path, backups: Path) -> None:
     Federation(home).run(at)
 
 
-def test_backups_made_all_the_time_while_another_process_runs_the_job_all_go_on_to_its_result(tmp_path: Path) -> None:
+def test_backups_made_all_the_time_while_another_process_runs_the_job_all_go_on_to_its_result(tmp_path):
     """Boards have counted later rounds than every backup but the last; a method without private state loses nothing.
 
     The job waits for one more backup after each of its rounds, so that the first is of the first round at the latest
@@ -88,7 +82,7 @@ def test_backups_made_all_the_time_while_another_process_runs_the_job_all_go_on_
     federation = Federation(tmp_path / "run", "fedavg", rounds=12).make()
     child = CONTEXT.Process(target=runs_beside, args=(federation.folder, tmp_path))
     child.start()
-    files: list[Path] = []
+    files = []
     while child.is_alive():
         files.append(saved(federation.folder / "coordinator", tmp_path / f"{len(files)}.tar"))
     states, last = federation.states(), federation.facts()[-1]
@@ -104,7 +98,7 @@ def test_backups_made_all_the_time_while_another_process_runs_the_job_all_go_on_
     assert len(rounds) > 1, "every backup is of the same round"
 
 
-def test_a_backup_writes_nothing_into_the_home(tmp_path: Path) -> None:
+def test_a_backup_writes_nothing_into_the_home(tmp_path):
     """Small blobs that share a file get none of their own: the disk of the home may be full, or another user's."""
     federation = Federation(tmp_path / "run", "fedavg").make()
     federation.run(lambda fact: isinstance(fact, RoundClosed) and fact.round == 1)
@@ -116,7 +110,7 @@ def test_a_backup_writes_nothing_into_the_home(tmp_path: Path) -> None:
     assert contents(home / "blobs") == before
 
 
-def test_both_are_for_their_owner_alone_and_hold_only_what_is_needed(home: Path, tmp_path: Path) -> None:
+def test_both_are_for_their_owner_alone_and_hold_only_what_is_needed(home, tmp_path):
     (home / "limits.toml").write_text("running = 2\n")
     file = saved(home, tmp_path / "backup.tar")
     assert main(["backup", "restore", str(file), str(tmp_path / "again")]) == 0
@@ -134,20 +128,17 @@ def test_both_are_for_their_owner_alone_and_hold_only_what_is_needed(home: Path,
     assert not [each for each in contents(tmp_path) if ".part" in each]
 
 
-def test_a_blob_that_is_dropped_while_it_is_saved_is_taken_from_a_later_moment(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The coordinator commits between our copy of the database and that of the state, and drops what is old."""
-    later: list[Callable[[], None]] = []
+def test_a_blob_that_is_dropped_while_it_is_saved_is_taken_from_a_later_moment(home, tmp_path, monkeypatch):
+    later = []
     real = backup._copy_database
 
-    def snapshot(store: Store, target: Path) -> set[str]:
+    def snapshot(store, target):
         needed = real(store, target)
         while later:
             later.pop()()
         return needed
 
-    def go_on() -> None:
+    def go_on():
         federation = Federation(home.parent, "fedavg")
         federation.run(committed(2))
 
@@ -163,7 +154,7 @@ def test_a_blob_that_is_dropped_while_it_is_saved_is_taken_from_a_later_moment(
         )
 
 
-def test_a_needed_blob_that_is_damaged_is_named_and_no_backup_is_left(home: Path, tmp_path: Path) -> None:
+def test_a_needed_blob_that_is_damaged_is_named_and_no_backup_is_left(home, tmp_path):
     with Store(home) as store:
         state = min(store.latest_state_hashes())
     path = home / "blobs" / state
@@ -173,20 +164,17 @@ def test_a_needed_blob_that_is_damaged_is_named_and_no_backup_is_left(home: Path
     assert [each.name for each in tmp_path.iterdir()] == ["run"]
 
 
-def test_a_blob_that_is_damaged_after_it_was_looked_at_is_not_saved(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is hashed is what is written into the backup."""
+def test_a_blob_that_is_damaged_after_it_was_looked_at_is_not_saved(home, tmp_path, monkeypatch):
     with Store(home) as store:
         state = min(store.latest_state_hashes())
     (home / "blobs" / state).write_bytes(b"x")
     monkeypatch.setattr(BlobStore, "blob_path", lambda depot, sha256: depot.folder / sha256)
-    with pytest.raises(StoreError, match=f"{state} is damaged: it is not what its name says"):
+    with pytest.raises(StoreError, match=f"{state} is damaged: its content does not match its name"):
         saved(home, tmp_path / "backup.tar")
     assert [each.name for each in tmp_path.iterdir()] == ["run"]
 
 
-def test_neither_overwrites_anything(home: Path, tmp_path: Path) -> None:
+def test_neither_overwrites_anything(home, tmp_path):
     file = saved(home, tmp_path / "backup.tar")
     before = file.read_bytes()
     with pytest.raises(JobError, match="there already: name a new file"):
@@ -206,7 +194,7 @@ def test_neither_overwrites_anything(home: Path, tmp_path: Path) -> None:
     assert (tmp_path / "empty" / "fedquilt.db").is_file()
 
 
-def test_no_two_write_to_one_name(home: Path, tmp_path: Path) -> None:
+def test_no_two_write_to_one_name(home, tmp_path):
     file = tmp_path / "backup.tar"
     with backup._open_part_file(file), pytest.raises(JobError, match="another backup to"):
         saved(home, file)
@@ -243,8 +231,7 @@ def dies(at: int, act: Callable[..., Any], given: Sequence[Any]) -> None:
     os._exit(0)  # the interpreter's own end takes steps too
 
 
-def test_a_kill_at_any_step_leaves_the_whole_or_nothing(home: Path, tmp_path: Path) -> None:
-    """And the next command for the same name does what the killed one was about to do."""
+def test_a_kill_at_any_step_leaves_the_whole_or_nothing(home, tmp_path):
     sound = contents_of(saved(home, tmp_path / "sound.tar"), tmp_path / "sound")
     for die_at in range(100):
         file, again = tmp_path / f"{die_at}.tar", tmp_path / f"home-{die_at}"
@@ -277,8 +264,7 @@ def files_of(limit_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_disk_that_takes_no_more_is_told_and_nothing_is_left(home: Path, tmp_path: Path) -> None:
-    """As a full disk: writing fails in the database's copy, in the archive, and in the restored files."""
+def test_a_disk_that_takes_no_more_is_told_and_nothing_is_left(home, tmp_path):
     file = saved(home, tmp_path / "backup.tar")
     for limit_bytes in (0, 5_000, file.stat().st_size - 1):
         with files_of(limit_bytes), pytest.raises(StoreError, match="cannot"):
@@ -289,9 +275,7 @@ def test_a_disk_that_takes_no_more_is_told_and_nothing_is_left(home: Path, tmp_p
 
 
 @pytest.mark.parametrize("status", ["running", "stopped"])
-def test_a_simulated_fleet_at_work_is_refused_and_its_boards_are_saved_when_it_rests(
-    home: Path, tmp_path: Path, status: str
-) -> None:
+def test_a_simulated_fleet_at_work_is_refused_and_its_boards_are_saved_when_it_rests(home, tmp_path, status):
     with Store(home) as store:
         run = store.readable_jobs()[0].id
         store.set_status(run, status)
@@ -305,7 +289,7 @@ def test_a_simulated_fleet_at_work_is_refused_and_its_boards_are_saved_when_it_r
     assert found[f"agents/{run}/board-0/state"] == b"its own"
 
 
-def test_a_damaged_home_is_not_saved(home: Path, tmp_path: Path) -> None:
+def test_a_damaged_home_is_not_saved(home, tmp_path):
     db = sqlite3.connect(home / "fedquilt.db")
     db.execute("update facts set body = replace(body, 'round', 'ruond') where seq = 2")
     db.commit()
@@ -324,6 +308,5 @@ def saves_and_restores(folder: Path) -> None:
     assert main(["backup", "save", str(home), "/proc/b.tar"]) == 6
 
 
-def test_an_ordinary_user_saves_and_restores(user: User) -> None:
-    """In folders of its own; another's home is refused by name."""
+def test_an_ordinary_user_saves_and_restores(user):
     user.does(saves_and_restores, user.home)

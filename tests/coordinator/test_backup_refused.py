@@ -1,7 +1,5 @@
 """Backups that are damaged, incomplete or none are refused, and leave no home."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import tarfile
@@ -24,8 +22,7 @@ def refusal(file: Path, home: Path) -> str | None:
     return None
 
 
-def test_every_flipped_bit_and_every_cut_is_named_and_leaves_no_home(home: Path, tmp_path: Path) -> None:
-    """Or it changes nothing that is restored, as in the archive's padding and dates."""
+def test_every_flipped_bit_and_every_cut_is_named_and_leaves_no_home(home, tmp_path):
     whole = saved(home, tmp_path / "backup.tar").read_bytes()
     backup.restore_backup(tmp_path / "backup.tar", tmp_path / "sound")
     sound = contents(tmp_path / "sound")
@@ -47,7 +44,7 @@ def test_every_flipped_bit_and_every_cut_is_named_and_leaves_no_home(home: Path,
     assert refused > len(cuts + flips) * 0.7
 
 
-def test_what_is_no_backup_is_refused(tmp_path: Path, home: Path) -> None:
+def test_what_is_no_backup_is_refused(tmp_path, home):
     """Another archive, one that would write elsewhere, one of a later format."""
     file = tmp_path / "some.tar"
     (tmp_path / "passwd").write_text("x")
@@ -75,7 +72,7 @@ def test_what_is_no_backup_is_refused(tmp_path: Path, home: Path) -> None:
     assert main(["backup", "save", str(tmp_path / "nowhere"), str(tmp_path / "b.tar")]) == 6
 
 
-def test_a_backup_that_lacks_a_file_of_its_manifest_is_refused(home: Path, tmp_path: Path) -> None:
+def test_a_backup_that_lacks_a_file_of_its_manifest_is_refused(home, tmp_path):
     """Though what it holds is whole: a tool for archives left one out."""
     file = saved(home, tmp_path / "backup.tar")
     with tarfile.open(file) as whole, tarfile.open(tmp_path / "less.tar", "w") as less:

@@ -1,7 +1,5 @@
 """The coordinator's HTTP server of blobs, asked by hand: who gets what, and what is refused unread."""
 
-from __future__ import annotations
-
 import os
 import socket
 import ssl
@@ -48,15 +46,13 @@ def site(tmp_path: Path) -> Iterator[Site]:
         ("\nRange: lines=1-2", 416, None),
     ],
 )
-def test_a_range_of_bytes_is_what_was_asked_for_or_refused(
-    site: Site, asked: str, status: int, body: bytes | None
-) -> None:
+def test_a_range_of_bytes_is_what_was_asked_for_or_refused(site, asked, status, body):
     found = site.get(more=asked)
     assert found[0] == status
     assert body is None or found[1] == body
 
 
-def test_a_token_opens_its_blob_for_its_device_and_its_way_alone(site: Site) -> None:
+def test_a_token_opens_its_blob_for_its_device_and_its_way_alone(site):
     other = site.depot.store_bytes(b"another's")
     _, upload = site.upload()
     site.server.issue_token("b", other)
@@ -68,7 +64,7 @@ def test_a_token_opens_its_blob_for_its_device_and_its_way_alone(site: Site) -> 
     assert site.get()[0] == 200
 
 
-def test_a_blob_whose_task_was_withdrawn_is_not_given_any_more(site: Site) -> None:
+def test_a_blob_whose_task_was_withdrawn_is_not_given_any_more(site):
     site.refused.add(("a", site.ref.sha256))
     assert site.get()[0] == 403
     site.refused.clear()
@@ -76,12 +72,12 @@ def test_a_blob_whose_task_was_withdrawn_is_not_given_any_more(site: Site) -> No
     assert site.get()[0] == 403
 
 
-def test_a_blob_goes_over_the_wire_a_few_times_for_one_token(site: Site) -> None:
+def test_a_blob_goes_over_the_wire_a_few_times_for_one_token(site):
     found = [site.get()[0] for _ in range(6)]
     assert found == [200] * server.AGAIN_MOST + [429] * 2
 
 
-def test_an_empty_blob_is_given_as_often_as_any(site: Site) -> None:
+def test_an_empty_blob_is_given_as_often_as_any(site):
     empty = site.depot.store_bytes(b"")
     token = site.server.issue_token("a", empty)
     found = [site.get(token, empty.sha256) for _ in range(6)]
@@ -103,7 +99,7 @@ def test_an_empty_blob_is_given_as_often_as_any(site: Site) -> None:
         "GET /blobs/{sha256} HTTP/1.1\nHost: x\nX: {long}",
     ],
 )
-def test_a_request_that_is_none_is_refused(site: Site, request_: str) -> None:
+def test_a_request_that_is_none_is_refused(site, request_):
     filled = request_.format(sha256=site.ref.sha256, long="x" * 10_000)
     assert site.ask(filled)[0] in (400, 403, 404, 431)
     assert site.get()[0] == 200
@@ -112,7 +108,7 @@ def test_a_request_that_is_none_is_refused(site: Site, request_: str) -> None:
 # -- putting --
 
 
-def test_an_upload_is_taken_and_gone_on_with_from_where_it_stands(site: Site) -> None:
+def test_an_upload_is_taken_and_gone_on_with_from_where_it_stands(site):
     payload = noise(4 * CHUNK, 7)
     intake, token = site.upload(payload)
     ref, size = intake.ref, len(payload)
@@ -143,8 +139,7 @@ def put_by_relay(site: Site, intake: BlobWriter, token: str, relay: Relay, folde
     return moved
 
 
-def test_an_upload_whose_reply_is_lost_has_ended_well(site: Site, tmp_path: Path) -> None:
-    """All bytes have arrived: none goes again."""
+def test_an_upload_whose_reply_is_lost_has_ended_well(site, tmp_path):
     payload, lost = noise(4 * CHUNK, 7), [1]
     intake, token = site.upload(payload)
     relay = Relay(site.server.port, change=lambda offset, data: b"" if lost and lost.pop() else data)
@@ -152,9 +147,7 @@ def test_an_upload_whose_reply_is_lost_has_ended_well(site: Site, tmp_path: Path
     assert lost == []
 
 
-def test_an_upload_that_was_left_after_its_last_byte_is_ended_by_who_asks_where_it_stands(
-    site: Site, tmp_path: Path
-) -> None:
+def test_an_upload_that_was_left_after_its_last_byte_is_ended_by_who_asks_where_it_stands(site, tmp_path):
     """The first connection's thread had its turn taken before it could make the part the blob."""
     payload = noise(4 * CHUNK, 7)
     intake, token = site.upload(payload)
@@ -173,9 +166,7 @@ def test_an_upload_that_was_left_after_its_last_byte_is_ended_by_who_asks_where_
         ("*/{size}", 3),
     ],
 )
-def test_an_upload_of_other_bytes_than_are_due_is_refused_before_any_is_written(
-    site: Site, range_: str, length: int | None
-) -> None:
+def test_an_upload_of_other_bytes_than_are_due_is_refused_before_any_is_written(site, range_, length):
     intake, token = site.upload()
     size = intake.ref.size
     named = range_.format(size=size, last=size - 1, more=size + 1)
@@ -184,7 +175,7 @@ def test_an_upload_of_other_bytes_than_are_due_is_refused_before_any_is_written(
     assert site.depot.disk.data_ranges(site.depot._part_path(intake.ref.sha256)) == []
 
 
-def test_an_upload_of_other_content_is_refused_and_what_is_right_of_it_stays(site: Site) -> None:
+def test_an_upload_of_other_content_is_refused_and_what_is_right_of_it_stays(site):
     payload = noise(4 * CHUNK, 7)
     intake, token = site.upload(payload)
     wrong = payload[: 2 * CHUNK] + bytes([payload[2 * CHUNK] ^ 1]) + payload[2 * CHUNK + 1 :]
@@ -196,7 +187,7 @@ def test_an_upload_of_other_content_is_refused_and_what_is_right_of_it_stays(sit
     assert site.ask(f"HEAD /blobs/{intake.ref.sha256} HTTP/1.1\nAuthorization: Bearer {token}")[0] == 409
 
 
-def test_an_upload_that_goes_another_way_meanwhile_is_not_written(site: Site) -> None:
+def test_an_upload_that_goes_another_way_meanwhile_is_not_written(site):
     intake, token = site.upload()
     intake.close()
     size = intake.ref.size
@@ -216,7 +207,7 @@ def identity(site: Certified, name: str, kind: str = "device") -> LinkIdentity:
     return LinkIdentity(site.broker(name, kind))
 
 
-def test_an_upload_stands_where_its_board_was_told_that_it_stands(site: Site) -> None:
+def test_an_upload_stands_where_its_board_was_told_that_it_stands(site):
     """A connection that the board has given up may still have bytes on their way."""
     intake, token = site.upload()
     turn = intake.replace_writer()
@@ -226,7 +217,7 @@ def test_an_upload_stands_where_its_board_was_told_that_it_stands(site: Site) ->
         intake.write(memoryview(b"late"), turn)
 
 
-def test_with_certificates_blobs_go_by_https(tmp_path: Path, fleet: Certified) -> None:
+def test_with_certificates_blobs_go_by_https(tmp_path, fleet):
     own = identity(fleet, "coordinator", "coordinator")
     pair = Pair(tmp_path, "a", own=own, boards=lambda device: identity(fleet, device))
     board = pair.boards["a"]
@@ -242,9 +233,7 @@ def test_with_certificates_blobs_go_by_https(tmp_path: Path, fleet: Certified) -
 
 
 @pytest.mark.parametrize("who", ["another board", "an observer", "a stranger", "no certificate"])
-def test_a_token_is_of_no_use_to_who_has_not_the_board_s_certificate(
-    tmp_path: Path, fleet: Certified, who: str
-) -> None:
+def test_a_token_is_of_no_use_to_who_has_not_the_board_s_certificate(tmp_path, fleet, who):
     if who == "a stranger":
         (tmp_path / "other").mkdir()
     theirs = {
@@ -262,7 +251,7 @@ def test_a_token_is_of_no_use_to_who_has_not_the_board_s_certificate(
     pair.close()
 
 
-def test_a_board_that_poses_as_the_coordinator_is_told_no_token(tmp_path: Path, fleet: Certified) -> None:
+def test_a_board_that_poses_as_the_coordinator_is_told_no_token(tmp_path, fleet):
     pair = Pair(tmp_path, "a", own=identity(fleet, "coordinator", "coordinator"), boards=lambda d: identity(fleet, d))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     files = fleet.files("broker", "server")
@@ -298,13 +287,13 @@ def test_a_board_that_poses_as_the_coordinator_is_told_no_token(tmp_path: Path, 
         ({"listen": "0.0.0.0:1", "url": "https://name@c.site"}, "http[s]://HOST"),
     ],
 )
-def test_an_address_that_boards_could_not_use_is_refused(given: dict[str, str], said: str) -> None:
+def test_an_address_that_boards_could_not_use_is_refused(given, said):
     with pytest.raises(JobError) as refused:
         BlobLocationSettings(**given)
     assert said in str(refused.value)
 
 
-def test_an_address_with_tls_needs_a_certificate_and_one_without_none(tmp_path: Path, fleet: Certified) -> None:
+def test_an_address_with_tls_needs_a_certificate_and_one_without_none(tmp_path, fleet):
     depot = BlobStore(tmp_path)
     for url, own in (("https://c.site", None), ("http://c.site", identity(fleet, "coordinator", "coordinator"))):
         with pytest.raises(JobError, match="certificate"):
@@ -313,12 +302,12 @@ def test_an_address_with_tls_needs_a_certificate_and_one_without_none(tmp_path: 
             )
 
 
-def test_a_port_that_is_taken_is_named(site: Site) -> None:
+def test_a_port_that_is_taken_is_named(site):
     with pytest.raises(JobError, match="choose another"):
         BlobServer("127.0.0.1", site.server.port, site.depot, lambda device, sha256: True, site.ended.append)
 
 
-def test_nothing_secret_is_logged(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_secret_is_logged(site, caplog):
     caplog.set_level(0)
     site.get()
     site.get(token="wrong-token")

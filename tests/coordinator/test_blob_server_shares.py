@@ -1,7 +1,5 @@
 """Connections of the coordinator's server of blobs: a board and an address have a share of the places each."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Iterator
@@ -39,8 +37,7 @@ def asking(site: Site, token: str, sha256: str) -> socket.socket:
     return sock
 
 
-def test_a_board_that_holds_all_its_connections_leaves_the_others_theirs(site: Site) -> None:
-    """Whatever tokens it shows: they are all of one board."""
+def test_a_board_that_holds_all_its_connections_leaves_the_others_theirs(site):
     large = [site.depot.store_bytes(noise(16_000_000, number)) for number in (1, 2)]
     tokens = [site.server.issue_token("greedy", ref) for ref in large]
     with ExitStack() as stack:
@@ -56,8 +53,7 @@ def test_a_board_that_holds_all_its_connections_leaves_the_others_theirs(site: S
         assert sock.recv(12) == b"TTP/1.1 200 "
 
 
-def test_boards_of_one_address_that_move_blobs_leave_places_for_other_addresses(tmp_path: Path) -> None:
-    """The address has no place for a fourth connection, and no transfer of its boards is ended for another one."""
+def test_boards_of_one_address_that_move_blobs_leave_places_for_other_addresses(tmp_path):
     site = Site(tmp_path, ConnectionLimiter(ConnectionLimits(per_address=3)))
     ref = site.depot.store_bytes(noise(16_000_000, 1))
     with ExitStack() as stack:
@@ -74,10 +70,7 @@ def test_boards_of_one_address_that_move_blobs_leave_places_for_other_addresses(
         assert [each.recv(3) for each in transfers] == [b"TTP"] * 3
 
 
-def test_a_connection_for_which_the_system_has_no_thread_is_closed_and_the_next_one_served(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where a unit's TasksMax is reached. The connection's place is free again."""
+def test_a_connection_for_which_the_system_has_no_thread_is_closed_and_the_next_one_served(site, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", lambda thread: (_ for _ in ()).throw(RuntimeError("no thread")))
         with socket.create_connection(("127.0.0.1", site.server.port), timeout=30) as sock:

@@ -1,7 +1,5 @@
 """What is noted of boards, and kept for whoever watches the fleet."""
 
-from __future__ import annotations
-
 import contextlib
 import sqlite3
 from pathlib import Path
@@ -51,7 +49,7 @@ class Watched:
         for message in messages:
             if not retained and (not isinstance(message, wire.Presence) or message.online):
                 self.noted.record_contact(device)
-            self.noted.record_message((device, message), self.now_s)  # type: ignore[arg-type]
+            self.noted.record_message((device, message), self.now_s)
 
     def wait(self, seconds: float) -> None:
         """Let time pass, as far as something is due in it."""
@@ -71,7 +69,7 @@ def watched(tmp_path: Path) -> Watched:
     return Watched(tmp_path)
 
 
-def test_a_board_is_known_soon_by_what_it_says(watched: Watched) -> None:
+def test_a_board_is_known_soon_by_what_it_says(watched):
     """Who it is, since when it is there, what it does and how far, and how its clock goes."""
     began = watched.now
     watched.say("a", wire.Presence(online=True, boot="1"), PROFILE)
@@ -92,15 +90,13 @@ def test_a_board_is_known_soon_by_what_it_says(watched: Watched) -> None:
     watched.say("a", update())
     watched.wait(SOON_S)
     sending = watched.stored().doing
-    assert sending is not None
     assert sending.step == "sending"
     watched.noted.record_ack("a", wire.Ack(job="j", round=3, attempt=0, accepted=True))
     watched.wait(SOON_S)
     assert watched.stored().doing is None
 
 
-def test_the_last_refusal_is_kept_with_its_reason_and_the_time_it_began(watched: Watched) -> None:
-    """Of the board, however often it is said again, or of the coordinator; giving up a task on request is none."""
+def test_the_last_refusal_is_kept_with_its_reason_and_the_time_it_began(watched):
     refused = wire.Claim(job="j", round=3, attempt=0, accepted=False, code="memory", reason="12 MB short")
     began = watched.now
     watched.noted.record_task("a", TASK)
@@ -115,16 +111,14 @@ def test_the_last_refusal_is_kept_with_its_reason_and_the_time_it_began(watched:
     watched.noted.record_ack("a", wire.Ack(job="j", round=4, attempt=0, accepted=False, reason="not finite"))
     watched.wait(SOON_S)
     found = watched.stored()
-    assert found.refusal is not None
     assert (found.refusal.code, found.refusal.reason, found.refusal.round) == ("update", "not finite", 4)
     watched.noted.record_message(RateLimitExceeded("a"), watched.now_s)
     watched.wait(SOON_S)
     assert watched.stored().refusal is not None
-    assert watched.stored().refusal.code == "flooding"  # type: ignore[union-attr]
+    assert watched.stored().refusal.code == "flooding"
 
 
-def test_a_late_message_makes_no_clock_slow(watched: Watched) -> None:
-    """The fastest of some minutes is believed; later than that, the latest."""
+def test_a_late_message_makes_no_clock_slow(watched):
     watched.say("a", Telemetry(clock_s=watched.now))
     watched.wait(30.0)
     watched.say("a", Telemetry(clock_s=watched.now - 20.0))
@@ -136,7 +130,7 @@ def test_a_late_message_makes_no_clock_slow(watched: Watched) -> None:
     assert watched.stored().skew_s == -20.0
 
 
-def test_a_restarted_coordinator_goes_on_with_what_is_known(watched: Watched) -> None:
+def test_a_restarted_coordinator_goes_on_with_what_is_known(watched):
     """Who was online and says so again has been so since then; who is not heard of is not online; no task is open."""
     began = watched.now
     for device in ("a", "b"):
@@ -156,15 +150,14 @@ def test_a_restarted_coordinator_goes_on_with_what_is_known(watched: Watched) ->
     assert watched.stored("a").since == watched.now - SOON_S
 
 
-def test_what_a_broker_keeps_of_boards_long_gone_is_no_news(watched: Watched) -> None:
+def test_what_a_broker_keeps_of_boards_long_gone_is_no_news(watched):
     """Nobody knows since when they have been away."""
     watched.say("a", wire.Presence(online=False, boot="1"), PROFILE, retained=True)
     watched.wait(SOON_S)
     assert (watched.stored().online, watched.stored().since, watched.stored().seen) == (False, None, None)
 
 
-def test_a_board_that_does_not_answer_is_silent_since_its_last_message(watched: Watched) -> None:
-    """And online again with its next one, even if the coordinator has begun anew in between."""
+def test_a_board_that_does_not_answer_is_silent_since_its_last_message(watched):
     watched.say("a", wire.Presence(online=True, boot="1"), PROFILE)
     heard = watched.now
     watched.wait(35.0)
@@ -189,8 +182,7 @@ def test_a_board_that_does_not_answer_is_silent_since_its_last_message(watched: 
     assert (found.online, found.silent, found.since, found.seen) == (True, False, back, back)
 
 
-def test_a_board_that_was_silent_is_online_to_the_next_coordinator_until_it_does_not_answer(watched: Watched) -> None:
-    """Its message to the new coordinator says that it is back."""
+def test_a_board_that_was_silent_is_online_to_the_next_coordinator_until_it_does_not_answer(watched):
     watched.say("a", wire.Presence(online=True, boot="1"))
     watched.noted.record_message(DeviceSilent("a"), watched.now_s)
     watched.noted.close()
@@ -201,8 +193,7 @@ def test_a_board_that_was_silent_is_online_to_the_next_coordinator_until_it_does
     assert (watched.stored().online, watched.stored().silent) == (True, False)
 
 
-def test_a_board_is_removed_by_request_until_its_next_message(watched: Watched) -> None:
-    """With its readings; the request is taken once."""
+def test_a_board_is_removed_by_request_until_its_next_message(watched):
     watched.say("a", wire.Presence(online=True, boot="1"), Telemetry(power_w=1.0))
     watched.wait(LATER_S)
     with TelemetryStore(watched.home, writes=True) as store:
@@ -217,8 +208,7 @@ def test_a_board_is_removed_by_request_until_its_next_message(watched: Watched) 
     assert watched.stored().online
 
 
-def test_readings_become_coarser_with_age_and_end(watched: Watched) -> None:
-    """Means of watts, the hottest, the least free memory; as many rows as there are steps, however long it goes on."""
+def test_readings_become_coarser_with_age_and_end(watched):
     watched.now = 1_800_000_000.0 // 3600 * 3600
     began = int(watched.now)
     for minute in range(180):
@@ -241,8 +231,7 @@ def test_readings_become_coarser_with_age_and_end(watched: Watched) -> None:
     assert finest[1] <= 240 + TIDY_S / 30
 
 
-def test_a_coarser_reading_is_made_of_all_finer_ones_of_its_time(tmp_path: Path) -> None:
-    """Means of watts and battery, the most, the hottest, the least free memory; and so it stays as finer ones go."""
+def test_a_coarser_reading_is_made_of_all_finer_ones_of_its_time(tmp_path):
     with TelemetryStore(tmp_path, writes=True) as store:
         store.write_telemetry([DeviceStatus("a")], [])
         for tenth in range(5 * 3600 // 30):
@@ -268,7 +257,7 @@ def test_a_coarser_reading_is_made_of_all_finer_ones_of_its_time(tmp_path: Path)
         assert {(each.power_w, each.power_most_w, each.available_bytes) for each in hours} == {(4.5, 10.0, 91)}
 
 
-def test_what_is_forgotten_of_a_board_is_nobody_elses(tmp_path: Path) -> None:
+def test_what_is_forgotten_of_a_board_is_nobody_elses(tmp_path):
     """Its readings go with it: a board that comes later may get its number."""
     with TelemetryStore(tmp_path, writes=True) as store:
         store.write_telemetry(
@@ -280,8 +269,7 @@ def test_what_is_forgotten_of_a_board_is_nobody_elses(tmp_path: Path) -> None:
         assert store.load_readings("a", 0, 60) == [TelemetrySample(30, 1.0)]
 
 
-def test_boards_that_have_long_been_away_are_forgotten(watched: Watched) -> None:
-    """With all their readings."""
+def test_boards_that_have_long_been_away_are_forgotten(watched):
     watched.say("a", wire.Presence(online=True, boot="1"), Telemetry(power_w=1.0))
     watched.say("b", wire.Presence(online=True, boot="1"))
     watched.wait(LATER_S)
@@ -294,17 +282,13 @@ def test_boards_that_have_long_been_away_are_forgotten(watched: Watched) -> None
         assert store.load_readings("a", 0, 1) == []
 
 
-def test_an_old_home_has_no_boards_and_is_not_changed_by_looking(tmp_path: Path) -> None:
-    """No board has come yet."""
+def test_an_old_home_has_no_boards_and_is_not_changed_by_looking(tmp_path):
     with TelemetryStore(tmp_path) as store:
         assert (store.load_statuses(), store.latest_readings(0.0), store.load_readings("a", 0, 100)) == ([], {}, [])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_database_of_another_version_is_refused_and_one_that_is_damaged_put_aside(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Neither keeps a coordinator from its rounds."""
+def test_a_database_of_another_version_is_refused_and_one_that_is_damaged_put_aside(tmp_path, caplog):
     (tmp_path / telemetry_store.NAME).write_bytes(b"no database" * 1000)
     with pytest.raises(StoreError, match="no run depends on it"):
         TelemetryStore(tmp_path)
@@ -323,12 +307,8 @@ def test_a_database_of_another_version_is_refused_and_one_that_is_damaged_put_as
     assert "use the fedquilt that wrote it, or remove the file" in caplog.text
 
 
-def test_a_full_disk_is_said_once_and_noting_goes_on_afterwards(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Rounds do not hear of it."""
-
-    def full(*given: object) -> None:
+def test_a_full_disk_is_said_once_and_noting_goes_on_afterwards(watched, monkeypatch, caplog):
+    def full(*given):
         raise StoreError("no space left")
 
     with monkeypatch.context() as patched:
@@ -342,8 +322,7 @@ def test_a_full_disk_is_said_once_and_noting_goes_on_afterwards(
     assert watched.stored().board == "Orin"
 
 
-def test_it_is_read_while_it_is_written(watched: Watched) -> None:
-    """By another connection, in the middle of a change."""
+def test_it_is_read_while_it_is_written(watched):
     watched.say("a", PROFILE)
     watched.wait(SOON_S)
     with TelemetryStore(watched.home) as reader:
@@ -356,7 +335,7 @@ def test_it_is_read_while_it_is_written(watched: Watched) -> None:
         assert reader.load_statuses() == []
 
 
-def test_a_row_that_cannot_be_read_hides_no_other(watched: Watched) -> None:
+def test_a_row_that_cannot_be_read_hides_no_other(watched):
     """It may be of another version."""
     watched.say("a", PROFILE)
     watched.say("b", msgspec.structs.replace(PROFILE, device="b"))
@@ -369,13 +348,11 @@ def test_a_row_that_cannot_be_read_hides_no_other(watched: Watched) -> None:
         assert [each.device for each in store.load_statuses()] == ["b"]
 
 
-def test_a_reading_of_one_message_is_that_message() -> None:
-    """And a value that is not told is none."""
+def test_a_reading_of_one_message_is_that_message():
     assert device_status.add_sample(None, 1, Telemetry(power_w=3.0), 30) == TelemetrySample(30, 3.0, 3.0)
 
 
-def test_a_fleet_that_is_looked_at_while_its_tables_are_made_is_empty(tmp_path: Path) -> None:
-    """The file of boards is there before its tables are, and one table before the other."""
+def test_a_fleet_that_is_looked_at_while_its_tables_are_made_is_empty(tmp_path):
     for words in ((), ("create table boards (id integer primary key, device text unique not null, body blob)",)):
         with contextlib.closing(sqlite3.connect(tmp_path / "boards.db")) as db:
             for word in words:

@@ -1,7 +1,5 @@
 """What a board can have done: never less than what an honest one does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import hostile_fields
@@ -59,13 +57,11 @@ def update(**usage: float) -> Update:
         (of(idle_w=50.0), 150.0),
     ],
 )
-def test_a_board_takes_no_more_than_three_times_what_its_profile_says(profile: Profile | None, watts: float) -> None:
-    """At least 100 W are believed, and never more than 3000."""
+def test_a_board_takes_no_more_than_three_times_what_its_profile_says(profile, watts):
     assert claim_bounds.highest_power_w(profile) == watts
 
 
-def test_what_an_honest_board_claims_stays_as_it_is() -> None:
-    """Each claim just within its bound; the same object comes back."""
+def test_what_an_honest_board_claims_stays_as_it_is():
     ask, limit_s = DeviceWorkload(WorkEstimate(), of(60.0), 1000), claim_bounds.longest_work_s(10.0, 30.0, 1)
     assert limit_s == 120.0
     assert claim_bounds.longest_work_s(10.0, 30.0, 3) == 240.0  # this process may have begun in the third attempt
@@ -75,8 +71,7 @@ def test_what_an_honest_board_claims_stays_as_it_is() -> None:
     assert claim_bounds.limit_claims(given, claim_bounds.ClaimBounds(ask, limit_s))[0] is given
 
 
-def test_what_cannot_be_is_left_out_or_taken_for_the_most_that_can() -> None:
-    """Joules that are wrong say nothing; bytes and seconds are bounded."""
+def test_what_cannot_be_is_left_out_or_taken_for_the_most_that_can():
     found, odd = claim_bounds.limit_claims(
         update(wall_s=1e9, energy_j=1e24, idle_j=1.0, energy_error_j=1.0, down_bytes=10**9, up_bytes=51),
         claim_bounds.ClaimBounds(limit_s=120.0),
@@ -88,14 +83,13 @@ def test_what_cannot_be_is_left_out_or_taken_for_the_most_that_can() -> None:
 
 
 @pytest.mark.parametrize("name", ["energy_j", "idle_j", "energy_error_j"])
-def test_no_joules_of_a_board_are_believed_where_one_number_cannot_be(name: str) -> None:
-    """Each is held to the same bound by itself."""
+def test_no_joules_of_a_board_are_believed_where_one_number_cannot_be(name):
     found, odd = claim_bounds.limit_claims(update(**{name: 1e24}), claim_bounds.ClaimBounds(limit_s=120.0))
     assert (found.usage.energy_j, found.usage.idle_j, found.usage.energy_error_j) == (None, None, None)
     assert "1e+24 J" in odd
 
 
-def test_a_board_is_taken_for_some_speed_whatever_its_profile_says() -> None:
+def test_a_board_is_taken_for_some_speed_whatever_its_profile_says():
     """A number so small that no example would fit is no board's: a million FLOPs a second at the least."""
     slow = msgspec.structs.replace(PROFILE, points=(OperatingPoint(name="p", flops_per_s=1e-320),))
     bounds = claim_bounds.ClaimBounds(DeviceWorkload(WorkEstimate(flops_per_example=1e6), slow), 120.0)
@@ -106,7 +100,7 @@ def test_a_board_is_taken_for_some_speed_whatever_its_profile_says() -> None:
 
 @pytest.mark.parametrize("name", ["accuracy", "macro_f1"])
 @pytest.mark.parametrize("value", [1e6, 1.01, -0.5])
-def test_a_share_beyond_0_to_1_does_not_count(name: str, value: float) -> None:
+def test_a_share_beyond_0_to_1_does_not_count(name, value):
     with pytest.raises(UpdateError, match="a share is from 0 to 1"):
         claim_bounds.require_plausible(
             msgspec.structs.replace(update(), metrics={name: value}), claim_bounds.ClaimBounds(), work=False
@@ -114,8 +108,7 @@ def test_a_share_beyond_0_to_1_does_not_count(name: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("name", profiles.board_names())
-def test_every_board_that_ships_is_believed_at_its_busiest(name: str) -> None:
-    """A task that takes all of the longest time at the highest watts of the board's own table."""
+def test_every_board_that_ships_is_believed_at_its_busiest(name):
     watts = [point.busy_w.value for point in profiles.load_board_profile(name).points if point.busy_w is not None]
     if watts:
         assert max(watts) <= claim_bounds.highest_power_w(of(*watts))
@@ -133,11 +126,11 @@ RIGHT = SiteRight(("cam-*", "door-7"), 2)
         (("cam-1", "door-7"), (10.0, 10.0), ""),
         (("cam-1", "door-8"), (10.0, 10.0), "site has no right to speak for door-8"),
         (("cam-1", "cam-2", "cam-3"), (1.0, 1.0, 1.0), "site speaks for 3 boards, and may speak for 2"),
-        (("cam-1", "cam-2"), (101.0, 0.0), "cam-1 wants to count as 101 examples, and 100 are the most"),
-        (("cam-1", "cam-2"), (0.0, 0.0), "site wants to count as 202 examples, and 200 are the most"),
+        (("cam-1", "cam-2"), (101.0, 0.0), "cam-1 claims to count as 101 examples, and 100 are the most"),
+        (("cam-1", "cam-2"), (0.0, 0.0), "site claims to count as 202 examples, and 200 are the most"),
     ],
 )
-def test_a_site_speaks_within_its_right(names: tuple[str, ...], weights: tuple[float, ...], said: str) -> None:
+def test_a_site_speaks_within_its_right(names, weights, said):
     parts = [site_updates.SiteUpdatePart(name, weight) for name, weight in zip(names, weights, strict=True)]
     given = msgspec.structs.replace(update(), device="site", weight=sum(weights) or 202.0)
     bounds = claim_bounds.ClaimBounds(examples=100.0, right=RIGHT)
@@ -147,7 +140,7 @@ def test_a_site_speaks_within_its_right(names: tuple[str, ...], weights: tuple[f
         claim_bounds.require_site_right(given, parts, bounds)
 
 
-def test_a_device_without_a_right_is_no_site_whatever_its_profile_says() -> None:
+def test_a_device_without_a_right_is_no_site_whatever_its_profile_says():
     said = msgspec.structs.replace(PROFILE, boards=5)
     assert claim_bounds.limit_profile(said, None).boards == 0
     assert claim_bounds.limit_profile(said, RIGHT).boards == 2
@@ -155,8 +148,7 @@ def test_a_device_without_a_right_is_no_site_whatever_its_profile_says() -> None
         claim_bounds.require_site_right(update(), [], claim_bounds.ClaimBounds())
 
 
-def test_a_site_that_answers_for_itself_counts_as_one_device() -> None:
-    """Its right makes no update of its own heavier."""
+def test_a_site_that_answers_for_itself_counts_as_one_device():
     heavy = msgspec.structs.replace(update(), weight=101.0)
     with pytest.raises(UpdateError, match="101 examples, and 100 are the most"):
         claim_bounds.require_plausible(heavy, claim_bounds.ClaimBounds(examples=100.0, right=RIGHT), work=True)
@@ -169,8 +161,7 @@ def weighed(**weights: float) -> claim_bounds.DeviceWeights:
     return found
 
 
-def test_a_device_counts_as_a_hundred_others_at_most() -> None:
-    """Of the median of at least three others; its own weights raise nothing."""
+def test_a_device_counts_as_a_hundred_others_at_most():
     assert weighed(a=10.0, b=20.0).largest_allowed("z", None) == claim_bounds.MOST_EXAMPLES
     assert weighed(a=10.0, b=20.0, c=3000.0).largest_allowed("z", None) == 2000.0
     assert weighed(a=10.0, b=20.0, c=30.0, z=1e6).largest_allowed("z", None) == 2000.0
@@ -182,8 +173,7 @@ def test_a_device_counts_as_a_hundred_others_at_most() -> None:
     assert again.ascending == [20.0, 30.0, 50.0]
 
 
-def test_a_device_reports_as_many_examples_as_others_report_where_each_weighs_the_same() -> None:
-    """SCAFFOLD and pFedMe give every device the weight 1, which says nothing about how many examples it has."""
+def test_a_device_reports_as_many_examples_as_others_report_where_each_weighs_the_same():
     honest = msgspec.structs.replace(update(examples=1200), evaluation=of_classes(0.5, 300))
     bounds = claim_bounds.ClaimBounds(examples=100.0, reported=120_000.0)
     claim_bounds.require_plausible(honest, bounds, work=True)
@@ -206,8 +196,7 @@ def test_a_device_reports_as_many_examples_as_others_report_where_each_weighs_th
         ({"loss": float("inf")}, "metric 'loss' is not a finite number"),
     ],
 )
-def test_metrics_have_few_and_plain_names(metrics: dict[str, float], said: str) -> None:
-    """Those of a device, and those of a board within the blob of its site."""
+def test_metrics_have_few_and_plain_names(metrics, said):
     with pytest.raises(UpdateError, match=said):
         claim_bounds.require_plausible(
             msgspec.structs.replace(update(), metrics=metrics), claim_bounds.ClaimBounds(), work=False
@@ -227,7 +216,7 @@ def of_twelve_classes() -> EvaluationSums:
     )
 
 
-def test_an_evaluation_of_twelve_classes_is_consistent() -> None:
+def test_an_evaluation_of_twelve_classes_is_consistent():
     assert evaluation.find_inconsistency(of_twelve_classes()) == ""
 
 
@@ -256,9 +245,7 @@ def test_an_evaluation_of_twelve_classes_is_consistent() -> None:
         (of_classes(0.5, 10, 1e300), None, "a sum that is not a number up to"),
     ],
 )
-def test_an_evaluation_is_of_the_jobs_network_and_of_devices_within_a_right(
-    sums: EvaluationSums, right: SiteRight | None, said: str
-) -> None:
+def test_an_evaluation_is_of_the_jobs_network_and_of_devices_within_a_right(sums, right, said):
     given = msgspec.structs.replace(update(), evaluation=sums)
     bounds = claim_bounds.ClaimBounds(right=right, outputs=2)
     if not said:
@@ -267,7 +254,7 @@ def test_an_evaluation_is_of_the_jobs_network_and_of_devices_within_a_right(
         claim_bounds.require_plausible(given, bounds, work=False)
 
 
-def test_an_evaluation_that_nobody_asked_for_does_not_count() -> None:
+def test_an_evaluation_that_nobody_asked_for_does_not_count():
     given = msgspec.structs.replace(update(), evaluation=of_classes(1.0))
     found, odd = claim_bounds.limit_claims(given, claim_bounds.ClaimBounds(checks=False))
     assert (found.evaluation, odd) == (None, "an evaluation that it was not asked for")
@@ -276,8 +263,7 @@ def test_an_evaluation_that_nobody_asked_for_does_not_count() -> None:
 # -- the table ------------------------------------------------------------------------------------
 
 
-def test_the_documented_table_has_each_field_that_a_device_sends() -> None:
-    """A new field needs a row that says whether it is verified, bounded or informational."""
+def test_the_documented_table_has_each_field_that_a_device_sends():
     text = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
     section = text.split("## What a device claims\n")[1].split("\n## ")[0]
     rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in section.splitlines() if "|" in line]

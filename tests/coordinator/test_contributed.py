@@ -1,7 +1,5 @@
 """Rounds that a device contributed to are a sequence of numbers, however they are kept."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -17,8 +15,7 @@ def contributed(*rounds: int) -> RoundBitmap:
 
 
 @pytest.mark.parametrize("rounds", [(), (0,), (3,), (0, 1, 2), (7, 8, 64, 1000)])
-def test_it_reads_as_the_tuple_of_its_rounds(rounds: tuple[int, ...]) -> None:
-    """Length, order, members, the first and the last; another round leaves it as it is."""
+def test_it_reads_as_the_tuple_of_its_rounds(rounds):
     found = contributed(*rounds)
     assert (len(found), tuple(found), bool(found)) == (len(rounds), rounds, bool(rounds))
     assert [round in found for round in range(1002)] == [round in rounds for round in range(1002)]
@@ -34,8 +31,7 @@ def test_it_reads_as_the_tuple_of_its_rounds(rounds: tuple[int, ...]) -> None:
     assert -1 not in found
 
 
-def test_it_comes_back_from_its_bytes() -> None:
-    """10,000 rounds of which a device took part in every tenth take 1,250 bytes."""
+def test_it_comes_back_from_its_bytes():
     roll = random.Random(1)
     found = contributed(9999, *roll.sample(range(10_000), 1000))
     assert RoundBitmap.from_bytes(found.to_bytes()) == found

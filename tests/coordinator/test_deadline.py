@@ -1,7 +1,5 @@
 """How long a round may take follows from how long earlier ones took; all numbers are by hand."""
 
-from __future__ import annotations
-
 import math
 
 import msgspec
@@ -40,14 +38,12 @@ ONE = {
 }  # 10, 20 and 15 s for a unit
 
 
-def test_a_devices_pace_is_its_slowest_of_late() -> None:
-    """20 s for a unit, 3 units, half as much again: 90 s."""
+def test_a_devices_pace_is_its_slowest_of_late():
     assert allowed_s(cohort(), ONE, asks({"a": 3.0})) == pytest.approx(90.0)
 
 
-def test_what_is_long_past_is_forgotten() -> None:
-    """A first round that brought all the blocks counts for five rounds."""
-    known: deadline.Known = {}
+def test_what_is_long_past_is_forgotten():
+    known = {}
     for round, seconds in enumerate([500.0, 20.0, 20.0, 20.0, 20.0]):
         known = add_duration(known, "a", TaskDuration(round, seconds, 1.0))
     assert allowed_s(cohort(), known, asks({"a": 1.0})) == 600.0
@@ -55,15 +51,13 @@ def test_what_is_long_past_is_forgotten() -> None:
     assert allowed_s(cohort(), known, asks({"a": 1.0})) == pytest.approx(30.0)
 
 
-def test_a_device_never_seen_is_as_slow_as_the_slowest() -> None:
-    """b takes 50 s for a unit; so does c, for all that is known."""
+def test_a_device_never_seen_is_as_slow_as_the_slowest():
     known = {**ONE, "b": (TaskDuration(0, 50.0, 1.0),)}
     assert allowed_s(cohort(), known, asks({"a": 1.0, "c": 1.0})) == pytest.approx(75.0)
     assert allowed_s(cohort(), known, asks({"a": 1.0})) == pytest.approx(30.0)
 
 
-def test_one_device_in_ten_may_be_late_unless_the_quorum_needs_it() -> None:
-    """Nine take 20 s, one 200 s: 30 s suffice for a quorum of 0.8, and all are waited for where all are needed."""
+def test_one_device_in_ten_may_be_late_unless_the_quorum_needs_it():
     known = {f"d{i}": (TaskDuration(0, 200.0 if i == 9 else 20.0, 1.0),) for i in range(10)}
     asked = asks(dict.fromkeys(known, 1.0))
     assert allowed_s(cohort(quorum=0.8), known, asked) == pytest.approx(30.0)
@@ -71,15 +65,13 @@ def test_one_device_in_ten_may_be_late_unless_the_quorum_needs_it() -> None:
     assert allowed_s(cohort(quorum=1.0, over_select=0.25), known, asked) == pytest.approx(30.0)
 
 
-def test_with_nothing_known_there_is_no_prediction() -> None:
-    """Nor ever with a fixed deadline."""
+def test_with_nothing_known_there_is_no_prediction():
     for policy in ("fixed", "predicted", "paper"):
         assert allowed_s(cohort(policy), {}, asks({"a": 1.0})) is None
     assert allowed_s(cohort("fixed"), ONE, asks({"a": 1.0})) is None
 
 
-def test_no_prediction_is_shorter_than_the_floor_or_longer_than_the_cohorts_deadline() -> None:
-    """10 s at least, unless the job wants less."""
+def test_no_prediction_is_shorter_than_the_floor_or_longer_than_the_cohorts_deadline():
     assert allowed_s(cohort(), ONE, asks({"a": 1e-6})) == 10.0
     assert allowed_s(cohort(), ONE, asks({"a": 1e9})) == 600.0
     assert allowed_s(cohort(deadline_s=4.0), ONE, asks({"a": 1e-6})) == 4.0
@@ -90,12 +82,12 @@ FAST = plain.profile(
         OperatingPoint(name="slow", flops_per_s=1.0),
         OperatingPoint(name="fast", flops_per_s=2.0),
         OperatingPoint(name="unknown"),
-    ),
+    )
 )
 SURE = {"slack": 0.0}
 
 
-def test_a_profile_tells_of_a_task_at_the_named_point_or_at_the_fastest() -> None:
+def test_a_profile_tells_of_a_task_at_the_named_point_or_at_the_fastest():
     """100 operations: 50 s at 2 a second, 100 s at 1, between them where both were held; else nothing."""
     work = WorkEstimate(flops=100.0)
     assert predict_duration_s(work, FAST) == 50.0
@@ -107,32 +99,30 @@ def test_a_profile_tells_of_a_task_at_the_named_point_or_at_the_fastest() -> Non
     assert predict_duration_s(work, None) is None
 
 
-def test_before_anybody_has_answered_the_profile_speaks_for_itself_with_a_wide_margin() -> None:
+def test_before_anybody_has_answered_the_profile_speaks_for_itself_with_a_wide_margin():
     """50 s at the fastest point, times exp(1.2816 * 0.5) = 1.898, and 20 s to fetch 20 MB."""
     ask = DeviceWorkload(WorkEstimate(flops=100.0), FAST, 20_000_000)
     assert allowed_s(cohort(**SURE), {}, {"a": ask}) == pytest.approx(20.0 + 50.0 * 1.898, rel=1e-3)
 
 
-def test_work_that_grows_with_a_devices_own_examples_is_not_guessed_from_a_profile_alone() -> None:
-    """Nobody but the device knows how many it has, until one has answered."""
+def test_work_that_grows_with_a_devices_own_examples_is_not_guessed_from_a_profile_alone():
     ask = DeviceWorkload(WorkEstimate(flops_per_example=100.0), FAST)
     assert allowed_s(cohort(**SURE), {}, {"a": ask}) is None
     known = {"b": (TaskDuration(0, 500.0, 100.0, 500.0, 50.0),)}  # 10 examples
     assert allowed_s(cohort(**SURE), known, {"a": ask}) is not None
 
 
-def test_a_board_that_is_slower_than_its_profile_is_given_so_much_longer() -> None:
+def test_a_board_that_is_slower_than_its_profile_is_given_so_much_longer():
     """Twice as long four times over: exp(1.2816 * sd), sd^2 = 2 * 0.2^2 / 5 * 5 / 4 = 0.02, is 1.1987 on top."""
     known = {"a": tuple(TaskDuration(n, 43.0, 40.0, 40.0, 20.0) for n in range(4))}
     ask = DeviceWorkload(WorkEstimate(flops=100.0), FAST)
     assert allowed_s(cohort(**SURE), known, {"a": ask}) == pytest.approx(3.0 + 2 * 50.0 * 1.1987, rel=1e-3)
 
 
-def test_a_board_whose_times_scatter_is_given_longer_than_one_that_is_steady() -> None:
-    """The same middle; 90 % of the time it should be in time."""
+def test_a_board_whose_times_scatter_is_given_longer_than_one_that_is_steady():
     ask = {"a": DeviceWorkload(WorkEstimate(flops=100.0), FAST)}
 
-    def after(*ratios: float) -> float | None:
+    def after(*ratios):
         return allowed_s(
             cohort(**SURE), {"a": tuple(TaskDuration(0, 20.0 * r, 40.0, 20.0 * r, 20.0) for r in ratios)}, ask
         )
@@ -140,8 +130,7 @@ def test_a_board_whose_times_scatter_is_given_longer_than_one_that_is_steady() -
     assert after(0.7, 0.8, 1.0, 1.3, 1.4) > after(1.0, 1.0, 1.0, 1.0, 1.0)
 
 
-def test_a_new_board_is_taken_for_the_middle_of_the_fleet() -> None:
-    """Of 1, 2 and 30 times the profile 2, with the spread between boards; the longest transfer seen is added."""
+def test_a_new_board_is_taken_for_the_middle_of_the_fleet():
     known = {
         name: (TaskDuration(0, 20.0 * ratio + rest, 40.0, 20.0 * ratio, 20.0),)
         for name, ratio, rest in (("x", 1.0, 1.0), ("y", 2.0, 7.0), ("z", 30.0, 2.0))
@@ -153,9 +142,8 @@ def test_a_new_board_is_taken_for_the_middle_of_the_fleet() -> None:
     assert given == pytest.approx(7.0 + 2 * 10.0 * math.exp(1.28155 * math.sqrt(2.771)), rel=1e-3)
 
 
-def test_boards_that_slow_down_to_meet_a_deadline_do_not_lengthen_the_next() -> None:
-    """Held at the slow point they took what it says: the next deadline is that of the fast point, round after round."""
-    known: deadline.Known = {}
+def test_boards_that_slow_down_to_meet_a_deadline_do_not_lengthen_the_next():
+    known = {}
     ask = {"a": DeviceWorkload(WorkEstimate(flops=100.0), FAST)}
     slow_s = predict_duration_s(WorkEstimate(flops=100.0), FAST, "slow")
     given = []
@@ -166,36 +154,33 @@ def test_boards_that_slow_down_to_meet_a_deadline_do_not_lengthen_the_next() -> 
     assert given[-1] < 65.0
 
 
-def test_a_device_whose_profile_says_nothing_is_told_by_its_pace_among_others_with_profiles() -> None:
-    """Its own 30 s for 2 units; one that is unseen besides is as slow as the slowest."""
+def test_a_device_whose_profile_says_nothing_is_told_by_its_pace_among_others_with_profiles():
     known = {"a": (TaskDuration(0, 40.0, 2.0, 40.0, 20.0),), "b": (TaskDuration(0, 30.0, 2.0),)}
     assert allowed_s(cohort(**SURE), known, asks({"b": 2.0})) == pytest.approx(30.0)
     assert allowed_s(cohort(**SURE), known, asks({"c": 2.0})) == pytest.approx(40.0)
 
 
-def test_the_papers_deadline_is_the_slowest_of_the_last_round_scaled_by_the_work() -> None:
-    """Round 2 took a 30 s and b 50 s for 2 units; 3 units are to be done: 75 s. What b did before does not count."""
+def test_the_papers_deadline_is_the_slowest_of_the_last_round_scaled_by_the_work():
     known = {**ONE, "b": (TaskDuration(1, 500.0, 2.0), TaskDuration(2, 50.0, 2.0)), "c": (TaskDuration(0, 900.0, 2.0),)}
     assert allowed_s(cohort("paper"), known, asks({"a": 3.0, "b": 1.0})) == pytest.approx(75.0)
 
 
-def test_the_papers_deadline_never_falls_once_devices_just_meet_it() -> None:
+def test_the_papers_deadline_never_falls_once_devices_just_meet_it():
     """Whoever slows down to 60 s is given 60 s for ever; this is why it is not the default."""
-    known: deadline.Known = {"a": (TaskDuration(0, 60.0, 1.0),)}
+    known = {"a": (TaskDuration(0, 60.0, 1.0),)}
     for round in range(1, 4):
         given = allowed_s(cohort("paper"), known, asks({"a": 1.0}))
         assert given == 60.0
         known = add_duration(known, "a", TaskDuration(round, given, 1.0))
 
 
-def test_work_is_one_number_also_where_only_the_device_knows_its_examples() -> None:
-    """5 operations, and 3 for each example: as for one."""
+def test_work_is_one_number_also_where_only_the_device_knows_its_examples():
     assert work_amount(WorkEstimate(flops=5.0, flops_per_example=3.0)) == 8.0
     assert work_amount(WorkEstimate()) == 0.0
     assert work_amount(WorkEstimate(flops=5.0, flops_per_example=3.0, examples=4)) == 17.0  # it uses no more than four
 
 
-def test_a_first_round_is_predicted_where_the_task_says_how_many_examples_it_uses() -> None:
+def test_a_first_round_is_predicted_where_the_task_says_how_many_examples_it_uses():
     """With 40 at most it can take no longer than 40 do; one for all of a device's examples cannot be predicted."""
     whole = DeviceWorkload(WorkEstimate(flops=400.0), FAST)
     assert allowed_s(
@@ -204,16 +189,14 @@ def test_a_first_round_is_predicted_where_the_task_says_how_many_examples_it_use
     assert allowed_s(cohort(**SURE), {}, {"a": DeviceWorkload(WorkEstimate(flops_per_example=10.0), FAST)}) is None
 
 
-def test_every_policy_that_a_job_may_name_exists() -> None:
-    """And no other."""
+def test_every_policy_that_a_job_may_name_exists():
     with pytest.raises(msgspec.ValidationError):
         cohort("guessed")
     for policy in deadline.POLICIES:
         assert cohort(policy).deadline == policy
 
 
-def test_a_profile_predicts_with_the_examples_that_a_device_has_told() -> None:
-    """100 examples in batches of 50: what does not grow with them, a task of 10 s, is not multiplied by its pace."""
+def test_a_profile_predicts_with_the_examples_that_a_device_has_told():
     point = msgspec.structs.replace(FAST.points[0], task_s=10.0)
     profile = msgspec.structs.replace(FAST, points=(point,))
     speed = point.flops_per_s
@@ -230,7 +213,7 @@ def test_a_profile_predicts_with_the_examples_that_a_device_has_told() -> None:
     assert twice / found == pytest.approx(210 / 110)
 
 
-def test_a_new_boards_transfers_are_predicted_by_what_those_of_others_took() -> None:
+def test_a_new_boards_transfers_are_predicted_by_what_those_of_others_took():
     """2 s for a task, and 1 s for 5 MB: 20 MB take 6 s, not the 20 s of an assumed link; the task is 50 s * 1.898."""
     known = {
         name: (TaskDuration(0, 10.0 + 2.0 + size / 5e6, 20.0, 10.0, 10.0, 1, size),)

@@ -1,7 +1,5 @@
 """Who can be asked, and for which reason somebody cannot."""
 
-from __future__ import annotations
-
 import msgspec
 import plain
 import pytest
@@ -41,23 +39,19 @@ WANTS = JobRequirements(("numpy", "torch"), CohortSettings(min_battery=0.2, max_
         (DeviceSnapshot(True, PROFILE, Telemetry(power_w=3.0)), None),
     ],
 )
-def test_each_reason_holds_when_it_should_and_what_is_unknown_excludes_nobody(
-    seen: DeviceSnapshot, code: str | None
-) -> None:
+def test_each_reason_holds_when_it_should_and_what_is_unknown_excludes_nobody(seen, code):
     """At the limits too; a board that charges may be empty."""
     assert ineligibility_reasons({"a": seen}, WANTS) == ({} if code is None else {"a": code})
     assert code is None or code in REASONS
 
 
-def test_a_device_without_an_engine_of_the_method_is_passed_over() -> None:
-    """It has torch, and onnx is needed."""
+def test_a_device_without_an_engine_of_the_method_is_passed_over():
     assert ineligibility_reasons(
         {"a": DeviceSnapshot(True, PROFILE)}, JobRequirements(("onnx",), CohortSettings())
     ) == {"a": "engine"}
 
 
-def test_boards_are_selected_by_their_labels_and_one_of_a_version_without_any_has_none() -> None:
-    """The reason names the table that a job's author can mend."""
+def test_boards_are_selected_by_their_labels_and_one_of_a_version_without_any_has_none():
     fleet = {
         "a": DeviceSnapshot(True, PROFILE),
         "b": DeviceSnapshot(True, msgspec.structs.replace(PROFILE, labels=("site=lab",))),
@@ -71,8 +65,7 @@ def test_boards_are_selected_by_their_labels_and_one_of_a_version_without_any_ha
     assert "[cohort] select" in reason_text("labels")
 
 
-def test_a_device_that_does_not_know_the_jobs_codec_is_passed_over_and_says_so() -> None:
-    """A profile that tells of no codecs is of a version that had none but raw."""
+def test_a_device_that_does_not_know_the_jobs_codec_is_passed_over_and_says_so():
     fleet = {
         "a": DeviceSnapshot(True, PROFILE),
         "b": DeviceSnapshot(True, msgspec.structs.replace(PROFILE, codecs=("raw", "int8"))),
@@ -82,8 +75,7 @@ def test_a_device_that_does_not_know_the_jobs_codec_is_passed_over_and_says_so()
     assert "[wire]" in REASONS["codec"]
 
 
-def test_by_default_battery_and_heat_exclude_nobody() -> None:
-    """A job has to say what it cares for."""
+def test_by_default_battery_and_heat_exclude_nobody():
     told = Telemetry(battery=0.0, temperature_c=120.0)
     assert (
         ineligibility_reasons({"a": DeviceSnapshot(True, PROFILE, told)}, JobRequirements(("torch",), CohortSettings()))
@@ -91,14 +83,12 @@ def test_by_default_battery_and_heat_exclude_nobody() -> None:
     )
 
 
-def test_another_check_can_be_added() -> None:
-    """The first that holds gives the reason."""
+def test_another_check_can_be_added():
     checks = (lambda seen, wants: None, lambda seen, wants: "tier")
     assert ineligibility_reasons({"a": DeviceSnapshot(True, PROFILE)}, WANTS, checks) == {"a": "tier"}
 
 
-def test_what_sensors_said_long_ago_says_nothing_of_now() -> None:
-    """And a device that drops out is gone after its grace."""
+def test_what_sensors_said_long_ago_says_nothing_of_now():
     registry = DeviceRegistry()
     registry.update_presence("a", Presence(online=True, boot="1"), 0.0)
     registry.update_telemetry("a", Telemetry(battery=0.1), 5.0)
@@ -110,8 +100,7 @@ def test_what_sensors_said_long_ago_says_nothing_of_now() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["on", "off", "profile", "cold", "hot", "wait"]))))
-def test_what_is_kept_from_one_decision_to_the_next_is_what_would_be_found_anew(heard: list[tuple[str, str]]) -> None:
-    """Whatever comes, and whatever only time changes."""
+def test_what_is_kept_from_one_decision_to_the_next_is_what_would_be_found_anew(heard):
     kept, now_s = DeviceRegistry(), 0.0
     for place, (device, what) in enumerate(heard):
         now_s += {"wait": GRACE_S - 1, "hot": FRESH_S / 2}.get(what, 1.0)
@@ -132,9 +121,8 @@ def test_what_is_kept_from_one_decision_to_the_next_is_what_would_be_found_anew(
         assert kept.ineligible_devices(WANTS, now_s) == ineligibility_reasons(anew.device_views(now_s), WANTS)
 
 
-def test_a_decision_costs_what_has_changed_since_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not what there is: a coordinator decides after each answer of thousands."""
-    looked: list[int] = []
+def test_a_decision_costs_what_has_changed_since_the_last(monkeypatch):
+    looked = []
     monkeypatch.setattr(eligibility, "CHECKS", (lambda seen, wants: looked.append(1),))
     registry = DeviceRegistry()
     for number in range(50):
@@ -157,21 +145,12 @@ def test_a_decision_costs_what_has_changed_since_the_last(monkeypatch: pytest.Mo
     ("versions", "said"),
     [
         ({}, "has no package mine-fl, of which the job needs 1.0 (aaaaaaaa): install it there"),
-        (
-            {"plugin mine": f"mine-fl 1.1 {'b' * 64}"},
-            "has package mine-fl 1.1 (bbbbbbbb), and the job needs 1.0 (aaaa",
-        ),
-        (
-            {"plugin mine": f"mine-fl 1.0 {'c' * 64}"},
-            "has package mine-fl 1.0 (cccccccc), and the job needs 1.0 (aaaa",
-        ),
+        ({"plugin mine": f"mine-fl 1.1 {'b' * 64}"}, "has package mine-fl 1.1 (bbbbbbbb), and the job needs 1.0 (aaaa"),
+        ({"plugin mine": f"mine-fl 1.0 {'c' * 64}"}, "has package mine-fl 1.0 (cccccccc), and the job needs 1.0 (aaaa"),
         ({"plugin mine": f"mine-fl 1.0 {'a' * 64}"}, None),
     ],
 )
-def test_a_board_without_the_very_package_is_not_asked_and_told_both_versions(
-    versions: dict[str, str], said: str | None
-) -> None:
-    """The code goes into the log; its sentence has package, versions and the beginnings of both contents' digests."""
+def test_a_board_without_the_very_package_is_not_asked_and_told_both_versions(versions, said):
     board = plain.profile(engines=("numpy",), versions=versions, codecs=("raw",))
     wants = JobRequirements(("numpy",), CohortSettings(), plugins=(("mine", f"mine-fl 1.0 {'a' * 64}"),))
     code = ineligibility_reasons({"a": DeviceSnapshot(True, board)}, wants).get("a")
@@ -183,15 +162,13 @@ def test_a_board_without_the_very_package_is_not_asked_and_told_both_versions(
     assert said in reason_text(code)
 
 
-def test_boards_of_a_kind_share_their_operating_points() -> None:
-    """200 points are 80 kB in memory, and a fleet has thousands of boards; kinds of long ago are forgotten."""
+def test_boards_of_a_kind_share_their_operating_points():
     registry = DeviceRegistry()
 
-    def said(device: str, hertz: float) -> object:
+    def said(device, hertz):
         points = (OperatingPoint(name="MAXN", cpu_hz=hertz),)
         registry.update_profile(device, msgspec.structs.replace(PROFILE, device=device, points=points))
         known = registry.latest_profile(device)
-        assert known is not None
         assert known.points == points
         return known.points
 

@@ -1,7 +1,5 @@
 """Rounds planned for energy, beside an oracle that tries everything, and the laws that any plan has to keep."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
@@ -53,8 +51,7 @@ def near(plan: EnergyPlan | None, seconds: float, joules: float) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_plan_is_what_trying_everything_finds(seed: int) -> None:
-    """Fewest joules with and without a bound on time, the shortest within joules, and the whole front."""
+def test_a_plan_is_what_trying_everything_finds(seed):
     boards, passes = drawn(seed)
     every = tried(boards, passes)
     cheapest = min((joules, seconds) for seconds, joules in every)
@@ -68,7 +65,6 @@ def test_a_plan_is_what_trying_everything_finds(seed: int) -> None:
         limit_j = cheapest[0] * spare + 1e-9
         seconds = min(seconds for seconds, joules in every if joules <= limit_j)
         found = plan_least_time(boards, passes, limit_j)
-        assert found is not None
         assert found.seconds == pytest.approx(seconds)
         assert found.joules <= limit_j
     told = pareto_front(boards, passes)
@@ -86,8 +82,7 @@ def test_a_plan_is_what_trying_everything_finds(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_plan_does_all_the_work_by_choices_that_there_are(seed: int) -> None:
-    """Its joules are those of its own epochs, each at the cheapest choice in time, and idle until the end."""
+def test_a_plan_does_all_the_work_by_choices_that_there_are(seed):
     boards, passes = drawn(seed)
     for plan in pareto_front(boards, passes):
         assert sum(boards[device].examples * epochs for device, epochs in plan.epochs.items()) >= passes
@@ -99,8 +94,7 @@ def test_a_plan_does_all_the_work_by_choices_that_there_are(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_more_time_never_costs_more_and_more_joules_never_take_longer(seed: int) -> None:
-    """The law of a bound: what was possible within it stays possible within a wider one."""
+def test_more_time_never_costs_more_and_more_joules_never_take_longer(seed):
     boards, passes = drawn(seed)
     limits = [2.0 * step for step in range(1, 60)]
     plans = [plan_least_energy(boards, passes, limit) for limit in limits]
@@ -113,16 +107,14 @@ def test_more_time_never_costs_more_and_more_joules_never_take_longer(seed: int)
     assert reached == sorted(reached, reverse=True)
 
 
-def test_waiting_is_paid_for() -> None:
-    """Slow is 20 J cheaper for one board, and keeps another one waiting for 10 s: that costs 10 J or 30 J."""
+def test_waiting_is_paid_for():
     worker = DeviceForecast((EpochChoice(10.0, 100.0), EpochChoice(20.0, 80.0)))
     for idle_w, seconds, joules in ((1.0, 20.0, 80.0 + 20.0 + 5.0), (3.0, 10.0, 100.0 + 30.0 + 5.0)):
         waiting = DeviceForecast((EpochChoice(1.0, 5.0),), idle_w=idle_w)
         assert near(plan_least_energy({"a": worker, "b": waiting}, 2), seconds, joules)
 
 
-def test_energy_adds() -> None:
-    """Two cohorts that last as long cost together what each costs, and twice the cohort twice as much."""
+def test_energy_adds():
     one = {"a": DeviceForecast((EpochChoice(10.0, 50.0),), idle_w=1.0)}
     other = {"b": DeviceForecast((EpochChoice(10.0, 30.0),), idle_w=2.0)}
     plans = [plan_least_energy(boards, len(boards)) for boards in (one, other, {**one, **other})]
@@ -130,7 +122,7 @@ def test_energy_adds() -> None:
     assert joules == [60.0, 50.0, 110.0]
 
 
-def test_work_moves_to_the_board_that_needs_less_for_it() -> None:
+def test_work_moves_to_the_board_that_needs_less_for_it():
     """Three epochs of one and one of the other cost 3 * 5 + 50 J, and not 2 * 5 + 2 * 50 J; nobody trains for none."""
     cheap = DeviceForecast(tuple(EpochChoice(1.0 * n, 5.0 * n, n) for n in (1, 2, 3)), 10)
     dear = DeviceForecast(tuple(EpochChoice(4.0 * n, 50.0 * n, n) for n in (1, 2, 3)), 10)
@@ -138,8 +130,7 @@ def test_work_moves_to_the_board_that_needs_less_for_it() -> None:
     assert plan == EnergyPlan(4.0, 65.0, {"cheap": 3, "dear": 1})
 
 
-def test_bounds_that_cannot_be_kept_give_the_nearest_plan() -> None:
-    """No time within 1 s: the shortest one; none within 1 J: the cheapest one; no work possible: none."""
+def test_bounds_that_cannot_be_kept_give_the_nearest_plan():
     boards = {"a": DeviceForecast((EpochChoice(5.0, 50.0), EpochChoice(9.0, 20.0)))}
     assert near(plan_least_energy(boards, 1, 1.0), 5.0, 50.0)
     assert near(plan_least_time(boards, 1, 1.0), 9.0, 20.0)
@@ -148,8 +139,7 @@ def test_bounds_that_cannot_be_kept_give_the_nearest_plan() -> None:
     assert pareto_front({}, 1) == []
 
 
-def test_a_large_cohort_is_planned_within_half_a_percent_of_a_bound_below() -> None:
-    """The bound is by Lagrange: each board alone does what is best for it at one price of an example."""
+def test_a_large_cohort_is_planned_within_half_a_percent_of_a_bound_below():
     roll = random.Random(5)
     boards = {}
     for index in range(200):
@@ -158,7 +148,6 @@ def test_a_large_cohort_is_planned_within_half_a_percent_of_a_bound_below() -> N
         boards[f"b{index:03d}"] = DeviceForecast(tuple(EpochChoice(s, watts * s, n) for n, s in times), examples)
     passes = sum(4 * board.examples for board in boards.values())
     plan = plan_least_energy(boards, passes)
-    assert plan is not None
     assert sum(boards[device].examples * epochs for device, epochs in plan.epochs.items()) >= passes
     bounds = []
     for price in (step / 1000 for step in range(200, 600)):
@@ -167,9 +156,7 @@ def test_a_large_cohort_is_planned_within_half_a_percent_of_a_bound_below() -> N
     assert max(bounds) <= plan.joules <= 1.005 * max(bounds)
 
 
-def test_a_limit_may_be_reached_to_the_second() -> None:
-    """A choice that takes exactly as long as is allowed is within it."""
+def test_a_limit_may_be_reached_to_the_second():
     board = DeviceForecast((EpochChoice(1.0, 3.0), EpochChoice(2.0, 1.0)))
     found = plan_least_energy({"a": board}, 1, limit_s=2.0)
-    assert found is not None
     assert found.seconds == 2.0

@@ -1,8 +1,5 @@
 """Updates over a link: what the coordinator hears when blobs come, fail, are offered again, or a session is lost."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -108,8 +105,7 @@ def site(tmp_path: Path) -> Site:
     return made
 
 
-def test_an_update_has_arrived_when_its_last_blob_has(site: Site) -> None:
-    """Once, and not with the first; each blob is what the device had."""
+def test_an_update_has_arrived_when_its_last_blob_has(site):
     both = [site.has(FIRST), site.has(SECOND)]
     site.executor.fetch_blobs("a", both)
     assert site.play() == [UpdateReceived("a")]
@@ -117,7 +113,7 @@ def test_an_update_has_arrived_when_its_last_blob_has(site: Site) -> None:
     assert site.play() == []
 
 
-def test_an_update_whose_blobs_are_all_here_has_arrived_without_asking(site: Site) -> None:
+def test_an_update_whose_blobs_are_all_here_has_arrived_without_asking(site):
     """A board that has started anew offers what it had offered before; two bundles may have the same content."""
     ref = site.depot.store_bytes(FIRST)
     site.executor.fetch_blobs("a", [ref, ref])
@@ -125,8 +121,7 @@ def test_an_update_whose_blobs_are_all_here_has_arrived_without_asking(site: Sit
     assert not site.asked
 
 
-def test_an_update_without_bundles_fetches_nothing_and_lets_go_of_the_one_before(site: Site) -> None:
-    """Admission examines it at once; that nothing arrives later is for the executor to keep."""
+def test_an_update_without_bundles_fetches_nothing_and_lets_go_of_the_one_before(site):
     ref = site.has(FIRST)
     site.executor.fetch_blobs("a", [ref])
     site.until_begun(ref)
@@ -135,7 +130,7 @@ def test_an_update_without_bundles_fetches_nothing_and_lets_go_of_the_one_before
     assert not site.depot.has_blob(ref)
 
 
-def test_one_blob_of_two_that_fails_ends_the_fetch_with_its_error_and_the_next_offer_brings_both(site: Site) -> None:
+def test_one_blob_of_two_that_fails_ends_the_fetch_with_its_error_and_the_next_offer_brings_both(site):
     """Once, though the other blob has been here or comes later."""
     good, bad = site.has(FIRST), site.has(SECOND)
     site.given.remove(bad.sha256)
@@ -150,8 +145,7 @@ def test_one_blob_of_two_that_fails_ends_the_fetch_with_its_error_and_the_next_o
     assert site.play() == [UpdateReceived("a")]
 
 
-def test_an_update_of_which_nothing_can_be_had_fails_once(site: Site) -> None:
-    """Not once for each blob."""
+def test_an_update_of_which_nothing_can_be_had_fails_once(site):
     both = [site.has(FIRST), site.has(SECOND)]
     site.given.clear()
     site.executor.fetch_blobs("a", both)
@@ -160,8 +154,7 @@ def test_an_update_of_which_nothing_can_be_had_fails_once(site: Site) -> None:
     assert told.error is not None
 
 
-def test_what_had_come_for_an_update_that_is_wanted_no_more_is_not_taken_for_the_next(site: Site) -> None:
-    """Between two turns: the first update's blob was here already, and its end had not been told yet."""
+def test_what_had_come_for_an_update_that_is_wanted_no_more_is_not_taken_for_the_next(site):
     here, other = site.depot.store_bytes(FIRST), site.has(SECOND)
     site.executor.fetch_blobs("a", [here])
     site.executor.fetch_blobs("a", [other])
@@ -169,7 +162,7 @@ def test_what_had_come_for_an_update_that_is_wanted_no_more_is_not_taken_for_the
     assert site.depot.has_blob(other)
 
 
-def test_the_same_update_offered_twice_while_it_is_fetched_arrives_once(site: Site) -> None:
+def test_the_same_update_offered_twice_while_it_is_fetched_arrives_once(site):
     """Its chunks are not asked for anew, and one blob may be here already."""
     both = [site.has(FIRST), site.has(SECOND)]
     site.executor.fetch_blobs("a", both)
@@ -182,8 +175,7 @@ def test_the_same_update_offered_twice_while_it_is_fetched_arrives_once(site: Si
     assert site.play() == [UpdateReceived("a")]
 
 
-def test_another_update_of_the_device_takes_the_place_of_the_one_that_is_fetched(site: Site) -> None:
-    """What only the first was made of is not waited for."""
+def test_another_update_of_the_device_takes_the_place_of_the_one_that_is_fetched(site):
     first, second, shared = site.has(FIRST), site.has(SECOND), site.has(b"both have it")
     site.given.remove(first.sha256)
     site.executor.fetch_blobs("a", [first, shared])
@@ -192,8 +184,7 @@ def test_another_update_of_the_device_takes_the_place_of_the_one_that_is_fetched
     assert site.play() == [UpdateReceived("a")]
 
 
-def test_a_session_that_is_lost_while_fetching_is_told_and_the_fetch_goes_on(site: Site) -> None:
-    """All is to be said again, and no chunk that is here is fetched again."""
+def test_a_session_that_is_lost_while_fetching_is_told_and_the_fetch_goes_on(site):
     ref = site.has(FIRST)
     site.executor.fetch_blobs("a", [ref])
     site.until_begun(ref)
@@ -206,8 +197,7 @@ def test_a_session_that_is_lost_while_fetching_is_told_and_the_fetch_goes_on(sit
     assert again_bytes < ref.size / 2
 
 
-def test_a_task_that_is_taken_back_while_its_update_is_fetched_is_not_heard_of_again(site: Site) -> None:
-    """And what another device is fetched from goes on."""
+def test_a_task_that_is_taken_back_while_its_update_is_fetched_is_not_heard_of_again(site):
     ref = site.has(FIRST)
     site.executor.fetch_blobs("a", [ref])
     site.until_begun(ref)
@@ -216,15 +206,12 @@ def test_a_task_that_is_taken_back_while_its_update_is_fetched_is_not_heard_of_a
     assert site.play() == [UpdateReceived("b")]
 
 
-def test_a_hundred_requests_do_not_have_a_blob_hashed_a_hundred_times(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each for chunks of another size: there are few sizes, and a manifest of each is made once for everybody."""
+def test_a_hundred_requests_do_not_have_a_blob_hashed_a_hundred_times(site, monkeypatch):
     cut = []
     ref = site.depot.store_bytes(bytes(range(256)) * 200)
 
     class Counted(chunks.ManifestBuilder):
-        def __init__(self, ref: BlobRef, chunk: int, read: Callable[[int, int], bytes]) -> None:
+        def __init__(self, ref, chunk, read):
             super().__init__(ref, chunk, read)
             cut.append(chunk)
 
@@ -241,10 +228,7 @@ def test_a_hundred_requests_do_not_have_a_blob_hashed_a_hundred_times(
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_a_large_blob_is_cut_a_piece_at_a_time_and_smaller_ones_are_sent_meanwhile(
-    site: Site, monkeypatch: pytest.MonkeyPatch, damaged: bool
-) -> None:
-    """Whoever has asked for it is answered at the end, also where it turns out to be damaged."""
+def test_a_large_blob_is_cut_a_piece_at_a_time_and_smaller_ones_are_sent_meanwhile(site, monkeypatch, damaged):
     monkeypatch.setattr(upload, "CUT_BYTES", 1)  # one chunk
     site.link._link.max_payload = 1 << 18
     monkeypatch.setattr(site.executor._transfers._sender, "_allowed", lambda device, sha256: True)
@@ -274,10 +258,7 @@ def test_a_large_blob_is_cut_a_piece_at_a_time_and_smaller_ones_are_sent_meanwhi
 
 
 @pytest.mark.parametrize(("hashed_s", "read"), [(0.0, True), (2.0, False)])
-def test_what_is_hashed_for_a_device_to_no_use_is_taken_off_what_is_read_of_it(
-    site: Site, monkeypatch: pytest.MonkeyPatch, hashed_s: float, read: bool
-) -> None:
-    """The strain that its transfers have counted, after a message about a blob."""
+def test_what_is_hashed_for_a_device_to_no_use_is_taken_off_what_is_read_of_it(site, monkeypatch, hashed_s, read):
     topics = wire.Topics("f")
     monkeypatch.setattr(site.executor._transfers, "take_charges", lambda: {"a": hashed_s})
     site._own.publish(
@@ -290,14 +271,13 @@ def test_what_is_hashed_for_a_device_to_no_use_is_taken_off_what_is_read_of_it(
 
 
 @pytest.mark.parametrize("end", ["done", "failed", "stopped"])
-def test_a_broker_keeps_nothing_of_a_run_that_has_ended(site: Site, end: str) -> None:
-    """Who watches it is told how it ended; who comes later finds no round of it."""
+def test_a_broker_keeps_nothing_of_a_run_that_has_ended(site, end):
     watcher, topic = site.broker.connect(), wire.Topics("f").round_topic("digits-1")
     watcher.subscribe([topic])
     plan = SimpleNamespace(method="fedavg", rounds=3)
     seen = []
     for phase in ("open", end):
-        rounds = JobState(JobConstants(0, 3, CohortSettings(), 0), phase=phase)  # type: ignore[arg-type]
+        rounds = JobState(JobConstants(0, 3, CohortSettings(), 0), phase=phase)
         site.executor.publish_state(cast("RunningJob", SimpleNamespace(id="digits-1", job=plan, rounds=rounds)))
         site.broker.now_s += 1.0
         site.broker.deliver_due()

@@ -1,7 +1,5 @@
 """Metrics of a coordinator and its fleet, served as OpenMetrics."""
 
-from __future__ import annotations
-
 import urllib.request
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -43,8 +41,7 @@ def play(counts: CoordinatorMetrics, name: str = "digits") -> None:
         counts.record_event(job(name), fact)
 
 
-def test_rounds_are_counted_by_job_and_boards_as_they_are() -> None:
-    """What a board does not measure has no sample, nor what it measured long ago."""
+def test_rounds_are_counted_by_job_and_boards_as_they_are():
     known = [
         (
             DeviceStatus("a", online=True, budget_bytes=8, doing=CurrentTask("j", 3, "working", NOW, 0.5)),
@@ -90,8 +87,7 @@ def test_rounds_are_counted_by_job_and_boards_as_they_are() -> None:
     assert ("fedquilt_round", "digits") not in found
 
 
-def test_the_end_of_a_run_leaves_the_gauges_of_another_run_of_its_job() -> None:
-    """The gauges are of the run that selected devices last: the second, and then the first alone."""
+def test_the_end_of_a_run_leaves_the_gauges_of_another_run_of_its_job():
     counts = CoordinatorMetrics(list, iter(range(100)).__next__)
     for run, number in (("digits-1", 3), ("digits-2", 7)):
         counts.record_event(job("digits", run), CohortSelected(number, 0, ("a",)))
@@ -102,8 +98,7 @@ def test_the_end_of_a_run_leaves_the_gauges_of_another_run_of_its_job() -> None:
     assert ("fedquilt_round", "digits") not in values(counts.metric_families())
 
 
-def test_labels_are_bounded() -> None:
-    """However many boards and jobs there are."""
+def test_labels_are_bounded():
     known = [(DeviceStatus(f"{index:05d}", online=True), None) for index in range(metrics_exporter.MOST_BOARDS + 7)]
     counts = CoordinatorMetrics(lambda: known, lambda: NOW)
     for index in range(metrics_exporter.MOST_JOBS + 20):
@@ -125,8 +120,7 @@ def read(place: str) -> str:
         return str(answer.read().decode())
 
 
-def test_they_are_served_as_open_metrics_and_every_name_is_one() -> None:
-    """A parser of the format reads them back; the process's own memory is among them."""
+def test_they_are_served_as_open_metrics_and_every_name_is_one():
     pytest.importorskip("prometheus_client", reason="metrics are an extra")
     from prometheus_client.openmetrics import parser
 
@@ -139,12 +133,11 @@ def test_they_are_served_as_open_metrics_and_every_name_is_one() -> None:
     assert found["process_resident_memory_bytes"].samples[0].value > 1e6
 
 
-def test_an_error_of_metrics_is_theirs_alone(caplog: pytest.LogCaptureFixture) -> None:
-    """The request gets none; the body goes on, and so does the next request."""
+def test_an_error_of_metrics_is_theirs_alone(caplog):
     pytest.importorskip("prometheus_client", reason="metrics are an extra")
     broken = [True]
 
-    def collect() -> Iterable[MetricFamily]:
+    def collect():
         if broken.pop():
             raise ZeroDivisionError
         return []
@@ -158,8 +151,7 @@ def test_an_error_of_metrics_is_theirs_alone(caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.parametrize("listen", ["9464", ":9464", "localhost:", "localhost:http", "localhost:70000", ""])
-def test_what_is_no_place_to_serve_at_is_refused(listen: str) -> None:
-    """With the form that is wanted."""
+def test_what_is_no_place_to_serve_at_is_refused(listen):
     with (
         pytest.raises(JobError, match=r"write HOST:PORT, such as 127\.0\.0\.1:9464"),
         open_metrics.serve_metrics(listen, list),
@@ -167,8 +159,7 @@ def test_what_is_no_place_to_serve_at_is_refused(listen: str) -> None:
         pass
 
 
-def test_a_place_that_is_taken_is_named() -> None:
-    """Two coordinators on one machine."""
+def test_a_place_that_is_taken_is_named():
     pytest.importorskip("prometheus_client", reason="metrics are an extra")
     with open_metrics.serve_metrics("127.0.0.1:0", list) as place:
         taken = place.removeprefix("http://").removesuffix("/metrics")

@@ -35,25 +35,25 @@ def left(made: PartialAggregate, *devices: str, **others: Update) -> tuple[objec
     return made.total, found
 
 
-def test_the_sum_of_the_first_is_gone_on_with() -> None:
+def test_the_sum_of_the_first_is_gone_on_with():
     assert left(folded("a", "b"), "c", "a", "b") == (("a", "b"), ["c"])
     assert left(folded("a", "b", "c"), "c", "a", "b") == (("a", "b", "c"), [])
     assert left(folded(), "c", "a", "b") == (None, ["a", "b", "c"])
 
 
-def test_all_are_folded_anew_when_one_is_missing_or_another_than_it_was_told() -> None:
+def test_all_are_folded_anew_when_one_is_missing_or_another_than_it_was_told():
     assert left(folded("a", "b"), "b", "c") == (None, ["b", "c"])
     assert left(folded("a", "c"), "a", "b", "c") == (None, ["a", "b", "c"])
     assert left(folded("a"), a=update("a", weight=2.0)) == (None, ["a"])
 
 
-def test_what_adds_up_in_any_order_is_folded_as_it_comes_and_anew_only_when_it_does_not_count() -> None:
+def test_what_adds_up_in_any_order_is_folded_as_it_comes_and_anew_only_when_it_does_not_count():
     assert left(folded("c", "a", any_order=True), "a", "b", "c") == (("c", "a"), ["b"])
     assert left(folded("c", "a", any_order=True), "a", "b") == (None, ["a", "b"])
     assert left(folded("c", any_order=True), "a", c=update("c", weight=2.0)) == (None, ["a", "c"])
 
 
-def test_what_does_not_come_after_all_others_cannot_be_added() -> None:
+def test_what_does_not_come_after_all_others_cannot_be_added():
     made = folded("b")
     assert not made.can_fold_in_order("a")
     assert not made.can_fold_in_order("b")
@@ -63,7 +63,7 @@ def test_what_does_not_come_after_all_others_cannot_be_added() -> None:
     assert not made.contains_update(update("c"))
 
 
-def test_an_update_is_folded_at_once_if_nobody_before_it_is_awaited_or_the_order_does_not_matter() -> None:
+def test_an_update_is_folded_at_once_if_nobody_before_it_is_awaited_or_the_order_does_not_matter():
     answered = {"b": update("b")}
     assert folded("b").can_fold_now("c", answered, {"c", "d"})
     assert not folded("b").can_fold_now("d", answered, {"c", "d"})
@@ -85,10 +85,10 @@ def gathered(made: PartialAggregate, *devices: str, **others: Update) -> tuple[f
     updates = {name: update(name) for name in devices} | others
     made.merge_pending_sums(updates)
     total, found = left(made, *devices, **others)
-    return None if total is None else float(total["w"].rounded_value()[0]), found  # type: ignore[index]
+    return None if total is None else float(total["w"].rounded_value()[0]), found
 
 
-def test_sums_that_others_have_made_are_merged_if_exactly_these_updates_count() -> None:
+def test_sums_that_others_have_made_are_merged_if_exactly_these_updates_count():
     assert gathered(apart("a", "b", of=apart("c")), "a", "b", "c", "d") == (3.0, ["d"])
     assert gathered(apart("a", "b", of=apart("c")), "a", "c") == (1.0, ["a"])
     assert gathered(apart("a", "b"), "b", a=update("a", weight=2.0)) == (None, ["a", "b"])
@@ -97,7 +97,7 @@ def test_sums_that_others_have_made_are_merged_if_exactly_these_updates_count() 
     assert gathered(made, "a") == (None, ["a"])
 
 
-def test_what_is_in_a_sum_that_others_have_made_is_not_folded_again_as_it_comes() -> None:
+def test_what_is_in_a_sum_that_others_have_made_is_not_folded_again_as_it_comes():
     made = apart("a", "b")
     assert made.contains_update(update("a"))
     assert not made.contains_update(update("a", weight=2.0))

@@ -1,10 +1,5 @@
 """Garbage collection of blobs, beside other processes and other runs."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 from by_hand import TABLE, Stage, ones
 
@@ -16,12 +11,11 @@ from fedquilt.coordinator.rounds.rollout import RolloutPlan
 from fedquilt.coordinator.storage.store import Store
 
 
-def test_a_blob_that_is_collected_before_its_rollout_is_queued_is_stored_again(tmp_path: Path) -> None:
-    """A coordinator collects between the two steps of `rollout model`, which is another process."""
+def test_a_blob_that_is_collected_before_its_rollout_is_queued_is_stored_again(tmp_path):
     with Store(tmp_path) as served, Store(tmp_path) as other:
         collector, put = GarbageCollector(served), other.depot.store_bytes
 
-        def overtaken(*given: Any) -> Any:
+        def overtaken(*given):
             ref = put(*given)
             if not other._db.in_transaction:
                 collector.add_all_blobs()
@@ -29,15 +23,15 @@ def test_a_blob_that_is_collected_before_its_rollout_is_queued_is_stored_again(t
                 assert not served.depot.has_blob(ref)
             return ref
 
-        other.depot.store_bytes = overtaken  # type: ignore[method-assign]
+        other.depot.store_bytes = overtaken
         control_requests.queue_rollout(other, RolloutPlan(kind="model", name="digits-1"), b"a model")
         collector.add_all_blobs()
         assert collector.collect()
         (rollout,) = served.rollouts.readable_rollouts()
-        assert served.depot.load(rollout.state.plan.blob.sha256) == b"a model"  # type: ignore[union-attr]
+        assert served.depot.load(rollout.state.plan.blob.sha256) == b"a model"
 
 
-def test_a_run_whose_update_is_also_another_runs_goes_on_when_that_one_is_deleted(tmp_path: Path) -> None:
+def test_a_run_whose_update_is_also_another_runs_goes_on_when_that_one_is_deleted(tmp_path):
     """Two runs of one job, to which a device has sent the same update; one is stopped and deleted by hand."""
     stage = Stage(tmp_path)
     a, b = stage.hand("a"), stage.hand("b")
@@ -62,11 +56,10 @@ def test_a_run_whose_update_is_also_another_runs_goes_on_when_that_one_is_delete
     assert [fact.status for fact in stage.told(JobEnded)] == ["stopped", "done"]
     (committed,) = stage.told(RoundCommitted)
     assert stage.store.depot.has_blob(committed.state)
-    stage.store.close()
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_nothing_is_deleted_while_a_damaged_log_may_name_it(tmp_path: Path, damaged: bool) -> None:
+def test_nothing_is_deleted_while_a_damaged_log_may_name_it(tmp_path, damaged):
     with Store(tmp_path) as store:
         run = store.add_job(settings.parse_job(TABLE), tmp_path)
         if damaged:

@@ -1,7 +1,5 @@
 """A device that floods is not subscribed to for a while; everybody else is heard, new devices too."""
 
-from __future__ import annotations
-
 import pytest
 
 from fedquilt import wire
@@ -68,8 +66,7 @@ def field() -> Field:
 
 
 @pytest.mark.parametrize("leaf", ["telemetry", "presence", "hello", "nonsense", "blob/get", f"blob/{'0' * 64}/7"])
-def test_of_a_device_that_is_set_aside_the_broker_delivers_nothing(field: Field, leaf: str) -> None:
-    """The broker delivers none of its messages of any kind, and still delivers other devices'."""
+def test_of_a_device_that_is_set_aside_the_broker_delivers_nothing(field, leaf):
     field.say("b", leaf, 1000)
     assert field.arrived() == 0
     field.say("a")
@@ -77,16 +74,14 @@ def test_of_a_device_that_is_set_aside_the_broker_delivers_nothing(field: Field,
 
 
 @pytest.mark.parametrize("leaf", ["telemetry", "hello", "nonsense", "blob/x/7"])
-def test_a_flood_of_any_kind_is_noticed(leaf: str) -> None:
-    """Messages are counted before they are checked, as those that are refused take time too."""
+def test_a_flood_of_any_kind_is_noticed(leaf):
     field = Field()
     field.say("b", leaf, FLOOD)
     field.heard()
     assert field.gate.take_blocked_devices() == ["b"]
 
 
-def test_it_is_heard_again_after_a_while(field: Field) -> None:
-    """When a flood's time is over, the coordinator hears all devices by one subscription again."""
+def test_it_is_heard_again_after_a_while(field):
     assert field.gate.next_s() < ASIDE_S + 1
     field.heard(ASIDE_S)
     field.say("b")
@@ -96,7 +91,7 @@ def test_it_is_heard_again_after_a_while(field: Field) -> None:
     assert field.gate.next_s() == float("inf")
 
 
-def test_a_second_one_is_set_aside_beside_it_and_each_comes_back_in_its_time(field: Field) -> None:
+def test_a_second_one_is_set_aside_beside_it_and_each_comes_back_in_its_time(field):
     field.heard(ASIDE_S / 2)
     field.say("a", times=FLOOD)
     field.heard()
@@ -110,8 +105,7 @@ def test_a_second_one_is_set_aside_beside_it_and_each_comes_back_in_its_time(fie
     assert field.heard() == {"b": 1}
 
 
-def test_a_new_device_is_found_by_the_presence_that_the_broker_keeps(field: Field) -> None:
-    """It is looked for now and then; between two looks a flood with presences is not read."""
+def test_a_new_device_is_found_by_the_presence_that_the_broker_keeps(field):
     field.say("c", "presence", retain=True)
     field.say("b", "presence", 100, retain=True)
     assert field.arrived() == 0
@@ -126,17 +120,14 @@ def test_a_new_device_is_found_by_the_presence_that_the_broker_keeps(field: Fiel
     assert field.heard() == {"c": 1}
 
 
-def test_a_broker_that_comes_back_is_not_asked_for_everything(field: Field) -> None:
+def test_a_broker_that_comes_back_is_not_asked_for_everything(field):
     """The broker may remember the subscription to all devices: it is undone again at each connection."""
     field.gate.subscribe(TOPICS.coordinator_filters())
     field.say("b", times=100)
     assert field.arrived() == 0
 
 
-def test_where_more_devices_come_than_are_subscribed_to_by_name_all_are_heard(
-    field: Field, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From the subscription to all devices; what the flood sends is read and dropped until its time is over."""
+def test_where_more_devices_come_than_are_subscribed_to_by_name_all_are_heard(field, monkeypatch):
     monkeypatch.setattr(rate_limiter, "KNOWN_MOST", 3)
     for device in "cdef":
         field.say(device, "presence", retain=True)

@@ -1,7 +1,5 @@
 """A device puts any value into any field of its messages: the others' result stays, and the coordinator goes on."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from collections.abc import Callable, Sequence
@@ -148,7 +146,6 @@ def require_right(stage: Stage, rounds: int, result: Callable[[float], list[floa
     assert payload is not None
     bias = tensors.unpack_state(payload, kind).model["1.bias"]
     assert any(np.allclose(bias, each) for each in result(weight)), (bias, weight)
-    stage.store.close()
 
 
 def mean(weight: float) -> list[float]:
@@ -162,7 +159,7 @@ def of_field(kind: type, name: str, most: int = 4) -> list[Change]:
         return lambda message: msgspec.structs.replace(message, **{name: value}) if type(message) is kind else message
 
     values = hostile_fields.extremes(kind, name)
-    values = values if len(values) <= most else random.Random(0).sample(values, most)
+    values = values if len(values) <= most else random.Random(name).sample(values, most)
     return [set_to(value) for value in values for _ in range(2)]
 
 
@@ -171,15 +168,14 @@ def of_field(kind: type, name: str, most: int = 4) -> list[Change]:
     [each for each in hostile_fields.fields() if each[0] is not EvaluationSums],
     ids=lambda each: getattr(each, "__name__", each),
 )
-def test_no_value_of_a_field_changes_more_than_the_update_of_its_device(tmp_path: Path, kind: type, name: str) -> None:
-    """Each value in two rounds: in one the device answers for itself, in the other for two others."""
-    changes = of_field(kind, name)
+@pytest.mark.parametrize("most", [1, pytest.param(4, marks=pytest.mark.nightly)])
+def test_no_value_of_a_field_changes_more_than_the_update_of_its_device(tmp_path, kind, name, most):
+    changes = of_field(kind, name, most)
     require_right(play(tmp_path, changes), len(changes), mean, NetworkState)
 
 
 @pytest.mark.parametrize("name", EvaluationSums.__struct_fields__)
-def test_no_sum_of_a_device_changes_more_than_its_own_part_of_an_evaluation(tmp_path: Path, name: str) -> None:
-    """Rounds of two honest devices, and of one that sets a field of its sums to its extremes."""
+def test_no_sum_of_a_device_changes_more_than_its_own_part_of_an_evaluation(tmp_path, name):
     values = hostile_fields.extremes(EvaluationSums, name)
     table = {"cohort": {**COHORT, "quorum": 0.6, "min_devices": 2, "start_devices": 3}, "check": {"every": 1}}
     stage = Stage(tmp_path, rounds=len(values), **table)
@@ -200,13 +196,11 @@ def test_no_sum_of_a_device_changes_more_than_its_own_part_of_an_evaluation(tmp_
     assert len(committed) == len(values)
     two, three = total(own, own), total(own, own, own)
     for sums in (fact.evaluation for fact in committed):
-        assert sums is not None
         assert evaluation.find_inconsistency(sums) == ""
         assert {**msgspec.structs.asdict(sums), "loss": None} in (
             {**msgspec.structs.asdict(each), "loss": None} for each in (two, three)
         )
         assert sums.loss in (two.loss, three.loss) or name == "loss"
-    stage.store.close()
 
 
 def at_random(seed: int, rounds: int) -> list[Change]:
@@ -214,20 +208,19 @@ def at_random(seed: int, rounds: int) -> list[Change]:
     return [lambda message: hostile_fields.changed(message, roll, roll.choice((0.05, 0.3)))] * rounds
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_no_values_of_many_fields_change_more_than_the_update_of_their_device(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("seed", [n if n < 3 else pytest.param(n, marks=pytest.mark.nightly) for n in range(10)])
+def test_no_values_of_many_fields_change_more_than_the_update_of_their_device(tmp_path, seed):
     require_right(play(tmp_path, at_random(seed, 6)), 6, mean, NetworkState)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_the_median_of_honest_devices_stays(tmp_path: Path, seed: int) -> None:
-    """That of five, or of these and the liar's one update."""
+@pytest.mark.parametrize("seed", [n if n < 2 else pytest.param(n, marks=pytest.mark.nightly) for n in range(5)])
+def test_the_median_of_honest_devices_stays(tmp_path, seed):
     robust_job = {"method": "robust", "params": {"rule": "median"}}
     changes = [*of_field(Profile, "boards"), *at_random(seed, 4)]
     require_right(play(tmp_path, changes, **robust_job), len(changes), lambda weight: [3.0, 3.5], robust.State)
 
 
-def test_control_characters_of_a_device_reach_no_log(tmp_path: Path) -> None:
+def test_control_characters_of_a_device_reach_no_log(tmp_path):
     """A reason that would clear a terminal and begin a line of its own; a metric of such a name is refused."""
     odd = "\x1b[2J\x1b]0;title\x07\nround 9: done \x9b2J\x7f"
     stage = Stage(tmp_path, rounds=1, cohort={"deadline_s": 5.0, "min_devices": 1, "quorum": 0.5})
@@ -243,4 +236,3 @@ def test_control_characters_of_a_device_reach_no_log(tmp_path: Path) -> None:
     (rejected,) = stage.told(UpdateRejected)
     assert declined.reason == "?[2J?]0;title? round 9: done ?2J?"
     assert rejected.reason.startswith(f"metric {declined.reason!r} has a name other than")
-    stage.store.close()

@@ -1,7 +1,5 @@
 """A running job by itself: what it keeps of a round in memory, and what it lets go of between rounds."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -27,7 +25,6 @@ from fedquilt.core import (
     Aggregation,
     BlobRef,
     DeviceUpdate,
-    DeviceView,
     Method,
     StoreError,
     TaskSpec,
@@ -109,11 +106,8 @@ def ordered(tmp_path: Path) -> Iterator[Round]:
     made.store.close()
 
 
-def test_an_update_that_adds_up_is_read_once_whoever_is_awaited_still(
-    stage: Round, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The last of the devices in order answers first; nothing is kept but the sum."""
-    read: list[str] = []
+def test_an_update_that_adds_up_is_read_once_whoever_is_awaited_still(stage, monkeypatch):
+    read = []
     plain = stage.store.depot.load
     monkeypatch.setattr(stage.store.depot, "load", lambda sha256: (read.append(sha256), plain(sha256))[1])
     stage.ask("dcba")
@@ -124,8 +118,7 @@ def test_an_update_that_adds_up_is_read_once_whoever_is_awaited_still(
     assert len(read) == 5  # the updates, and the state that the commit has stored
 
 
-def test_what_was_folded_before_a_commit_failed_counts_once(stage: Round, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three updates that a restart has left to fold, the last is gone from the disk; its device sends it again."""
+def test_what_was_folded_before_a_commit_failed_counts_once(stage, monkeypatch):
     stage.ask("abc")
     for device, value in zip("abc", (1.0, 2.0, 6.0), strict=True):
         stage.take(device, value)
@@ -142,14 +135,13 @@ def test_what_was_folded_before_a_commit_failed_counts_once(stage: Round, monkey
     assert stage.commit() == 3.0
 
 
-def test_an_update_that_could_not_be_stored_is_not_in_the_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk is full once, when what a codec has decoded is stored; its device offers it again."""
+def test_an_update_that_could_not_be_stored_is_not_in_the_sum(tmp_path, monkeypatch):
     made = Round(tmp_path, {"wire": {"codec": "fp16"}})
     made.ask("ab")
     made.take("a", 1.0)
     plain = made.store.depot.store_small
 
-    def full(payload: bytes) -> BlobRef:
+    def full(payload):
         raise StoreError("no space left")
 
     monkeypatch.setattr(made.store.depot, "store_small", full)
@@ -161,7 +153,7 @@ def test_an_update_that_could_not_be_stored_is_not_in_the_sum(tmp_path: Path, mo
     made.store.close()
 
 
-def test_updates_are_read_once_for_as_long_as_there_is_room(ordered: Round, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_updates_are_read_once_for_as_long_as_there_is_room(ordered, monkeypatch):
     """One that is folded at once is not kept; with room for two of the others, the commit reads two again.
 
     The sums depend on the order of devices, and the last of them answers first, so that nothing can be folded ahead;
@@ -170,7 +162,7 @@ def test_updates_are_read_once_for_as_long_as_there_is_room(ordered: Round, monk
     stage = ordered
     size = stage.update("a", 0.0).bundles["model"].size
     monkeypatch.setattr(aggregator, "READ_BYTES", 2 * size + size // 2)
-    read: list[str] = []
+    read = []
     plain = stage.store.depot.load
     monkeypatch.setattr(stage.store.depot, "load", lambda sha256: (read.append(sha256), plain(sha256))[1])
     for number, devices in enumerate(("dcba", "hgfe")):
@@ -182,8 +174,7 @@ def test_updates_are_read_once_for_as_long_as_there_is_room(ordered: Round, monk
         assert len(read) == 7 * (number + 1)  # six updates, and the state that the commit has stored
 
 
-def test_the_update_that_the_log_names_is_folded_whatever_was_read_last(stage: Round) -> None:
-    """A device has offered two contents for the same round, and the first of them counts."""
+def test_the_update_that_the_log_names_is_folded_whatever_was_read_last(stage):
     stage.ask("a")
     counted = stage.job.build_update_reader(update := stage.update("a", 1.0), None, ClaimBounds())(update)
     stage.job.build_update_reader(update := stage.update("a", 9.0), None, ClaimBounds())(update)
@@ -191,12 +182,8 @@ def test_the_update_that_the_log_names_is_folded_whatever_was_read_last(stage: R
     assert stage.commit() == 1.0
 
 
-def test_what_a_round_asks_of_a_device_is_reckoned_anew_in_the_next(
-    stage: Round, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A method whose work grows with the rounds that a device has taken part in: deadlines rest on it."""
-
-    def send(state: NetworkState, view: DeviceView) -> TaskSpec:
+def test_what_a_round_asks_of_a_device_is_reckoned_anew_in_the_next(stage, monkeypatch):
+    def send(state, view):
         return TaskSpec({}, {"model": state.model}, WorkEstimate(flops=1.0 + len(view.rounds)))
 
     monkeypatch.setattr(stage.job, "method", replace(stage.job.method, send=send, common_task=False))
@@ -210,13 +197,10 @@ def test_what_a_round_asks_of_a_device_is_reckoned_anew_in_the_next(
 
 
 @pytest.mark.parametrize(("own", "times"), [(False, 1), (True, 2)])
-def test_what_a_device_is_asked_is_worked_out_once_unless_its_tensors_are_its_own(
-    tmp_path: Path, own: bool, times: int
-) -> None:
-    """For the deadline and for the task; cut for it alone, they are not kept until its task is made."""
+def test_what_a_device_is_asked_is_worked_out_once_unless_its_tensors_are_its_own(tmp_path, own, times):
     made, sent = Round(tmp_path), []
 
-    def send(state: NetworkState, view: DeviceView) -> TaskSpec:
+    def send(state, view):
         sent.append(view.device)
         model = {name: array.copy() for name, array in state.model.items()} if own else state.model
         return TaskSpec({}, {"model": model}, WorkEstimate())
@@ -233,28 +217,22 @@ def test_what_a_device_is_asked_is_worked_out_once_unless_its_tensors_are_its_ow
     made.store.close()
 
 
-def test_tasks_of_one_moment_differ_in_what_is_the_devices_own_alone(stage: Round) -> None:
-    """Two devices' tasks are the same but for their seeds; at a later time less of the deadline is left."""
+def test_tasks_of_one_moment_differ_in_what_is_the_devices_own_alone(stage):
     stage.ask("ab")
     first, second = (stage.job.build_task(device, "numpy", None, 0.0) for device in "ab")
     later = stage.job.build_task("a", "numpy", None, 10.0)
-    assert first is not None
-    assert second is not None
     assert later is not None
     assert first.seed != second.seed
     assert msgspec.structs.replace(second, seed=first.seed) == first
     assert later == msgspec.structs.replace(first, deadline_s=first.deadline_s - 10.0)
 
 
-def test_a_blob_that_vanishes_within_a_round_is_stored_again_for_the_tasks_of_a_later_moment(stage: Round) -> None:
-    """The model that devices are sent is made from the state once more, with the same name."""
+def test_a_blob_that_vanishes_within_a_round_is_stored_again_for_the_tasks_of_a_later_moment(stage):
     stage.ask("ab")
     first = stage.job.build_task("a", "numpy", None, 0.0)
-    assert first is not None
     stage.store.depot.remove_blob(first.bundles["model"].sha256)
     assert not stage.store.depot.has_blob(first.bundles["model"])
     second = stage.job.build_task("b", "numpy", None, 1.0)
-    assert second is not None
     assert second.bundles == first.bundles
     assert stage.store.depot.has_blob(second.bundles["model"])
 
@@ -283,22 +261,16 @@ class Lives:
 @pytest.mark.parametrize(
     ("passed_s", "left_s"), [(400.0, 200.0), (590.0, 60.0), (601.0, 594.0), (-9e8, 594.0), (9e8, 594.0)]
 )
-def test_a_round_that_another_process_takes_up_has_what_is_left_of_its_deadline(
-    tmp_path: Path, passed_s: float, left_s: float
-) -> None:
-    """A tenth of the deadline at least, and nearly all of it where the wall clock does not show how long it took."""
+def test_a_round_that_another_process_takes_up_has_what_is_left_of_its_deadline(tmp_path, passed_s, left_s):
     assert Lives(tmp_path).next(passed_s) == pytest.approx(left_s)
 
 
-def test_on_virtual_time_a_round_that_is_taken_up_has_its_whole_deadline(tmp_path: Path) -> None:
+def test_on_virtual_time_a_round_that_is_taken_up_has_its_whole_deadline(tmp_path):
     assert Lives(tmp_path).next(400.0, by_wall=False) == 600
 
 
 @pytest.mark.parametrize("life_s", [12.0, 0.5, 0.0, -3600.0, 1e6])
-def test_a_round_ends_however_soon_its_coordinators_are_killed_and_whatever_their_clocks_show(
-    tmp_path: Path, life_s: float
-) -> None:
-    """Lives of a fiftieth of the deadline, shorter ones, and clocks that every boot sets back or on."""
+def test_a_round_ends_however_soon_its_coordinators_are_killed_and_whatever_their_clocks_show(tmp_path, life_s):
     lives = Lives(tmp_path)
     most = 600 / life_s if 0 < life_s < 600 else 100
     left = [lives.next(life_s) for _ in range(int(most) + 15)]
@@ -308,19 +280,18 @@ def test_a_round_ends_however_soon_its_coordinators_are_killed_and_whatever_thei
     assert min(left[: int(0.9 * most)]) >= 59.0
 
 
-def test_a_clock_that_was_wrong_once_costs_a_hundredth_of_the_deadline(tmp_path: Path) -> None:
+def test_a_clock_that_was_wrong_once_costs_a_hundredth_of_the_deadline(tmp_path):
     """The next restarts count the time since that one."""
     lives = Lives(tmp_path)
     assert [lives.next(each) for each in (100.0, -7200.0, 50.0, 7200.0)] == pytest.approx([500.0, 494.0, 444.0, 438.0])
 
 
-def test_the_time_for_devices_to_be_back_is_halved_at_each_restart(tmp_path: Path) -> None:
+def test_the_time_for_devices_to_be_back_is_halved_at_each_restart(tmp_path):
     lives = Lives(tmp_path)
     assert [lives.next(each) for each in (590.0, 55.0, 25.0, 20.0)] == pytest.approx([60.0, 30.0, 15.0, 7.5])
 
 
-def test_what_is_not_used_is_not_written_so_that_the_version_before_reads_it() -> None:
-    """A fact or a table with a field that it does not know is refused there."""
+def test_what_is_not_used_is_not_written_so_that_the_version_before_reads_it():
     started = msgspec.json.encode(JobStarted(BlobRef(sha256="a" * 64, size=1)))
     assert b"begins" not in started
     assert b"links" not in msgspec.json.encode(settings.FleetSettings())

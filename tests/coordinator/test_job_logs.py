@@ -1,9 +1,5 @@
 """Which blobs runs need is known from what has come since the last look."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 from job_facts import BLOB
 from stored_runs import Run, blob_of, of, state
@@ -20,12 +16,11 @@ from fedquilt.coordinator.storage.rows import encode_lossless
 from fedquilt.coordinator.storage.store import Store
 
 
-def test_the_blobs_of_runs_are_known_from_what_has_come_since_the_last_look(run: Run) -> None:
-    """The latest state, and the updates that it does not contain; another run's are known beside it."""
+def test_the_blobs_of_runs_are_known_from_what_has_come_since_the_last_look(run):
     other = Run(run.store)
     other.record(JobStarted(state(77)))
     assert run.store.referenced_blobs() == {state(2).sha256, *blob_of(run.id, "a", 3), state(77).sha256}
-    said: list[str] = []
+    said = []
     run.store._db.set_trace_callback(said.append)
     run.record(UpdateAccepted(3, of(run.id, "b", 3)))
     of_run = {state(2).sha256, *blob_of(run.id, "a", 3), *blob_of(run.id, "b", 3)}
@@ -39,10 +34,7 @@ def test_the_blobs_of_runs_are_known_from_what_has_come_since_the_last_look(run:
     assert run.store.referenced_blobs() == {state(3).sha256, state(77).sha256}
 
 
-def test_a_stored_sum_is_needed_in_place_of_the_updates_in_it_until_their_round_ends(
-    run: Run, often: Callable[[], Store]
-) -> None:
-    """By the process that writes the facts, and by one that reads them."""
+def test_a_stored_sum_is_needed_in_place_of_the_updates_in_it_until_their_round_ends(run, often):
     run.record(UpdateAccepted(3, of(run.id, "b", 3)), UpdatesAggregated(3, ("a",), state(88)))
     for store in (run.store, often()):
         assert store.referenced_blobs() == {state(2).sha256, state(88).sha256, *blob_of(run.id, "b", 3)}
@@ -51,9 +43,7 @@ def test_a_stored_sum_is_needed_in_place_of_the_updates_in_it_until_their_round_
         assert store.referenced_blobs() == {state(3).sha256}
 
 
-def test_what_another_process_has_written_between_two_facts_of_this_one_is_needed_too(
-    run: Run, often: Callable[[], Store]
-) -> None:
+def test_what_another_process_has_written_between_two_facts_of_this_one_is_needed_too(run, often):
     """Else the blobs of an update that counts would be taken for leftovers."""
     before = run.store.referenced_blobs()
     often().append_event(run.id, UpdateAccepted(3, of(run.id, "c", 3)))
@@ -70,8 +60,7 @@ def append_and_fail(made: Run) -> None:
         raise RuntimeError
 
 
-def test_a_fact_whose_transaction_fails_is_not_taken_for_written(run: Run) -> None:
-    """The next look begins anew where the log is."""
+def test_a_fact_whose_transaction_fails_is_not_taken_for_written(run):
     before = run.store.referenced_blobs()
     with pytest.raises(RuntimeError):
         append_and_fail(run)
@@ -79,8 +68,7 @@ def test_a_fact_whose_transaction_fails_is_not_taken_for_written(run: Run) -> No
     assert run.store.find_damaged_ids() == []
 
 
-def test_a_run_that_is_done_has_its_blobs_without_its_facts(often: Callable[[], Store]) -> None:
-    """What a start of the coordinator asks of it does not grow with its log."""
+def test_a_run_that_is_done_has_its_blobs_without_its_facts(often):
     made = Run(often())
     made.record(JobStarted(BLOB))
     made.round(0, "a")
@@ -92,8 +80,7 @@ def test_a_run_that_is_done_has_its_blobs_without_its_facts(often: Callable[[], 
     assert made.store._db.execute("select length(body) from snapshots").fetchall() == [(0,)]
 
 
-def test_a_removed_run_takes_its_snapshot_with_it(run: Run) -> None:
-    """Nothing needs its blobs any more."""
+def test_a_removed_run_takes_its_snapshot_with_it(run):
     run.store.delete_runs([run.id])
     assert run.store._db.execute("select count(*) from snapshots").fetchone() == (0,)
     assert run.store.referenced_blobs() == set()

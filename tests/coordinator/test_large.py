@@ -1,23 +1,19 @@
 """Large updates: examined, folded and committed by a worker; a stored sum takes the place of what is in it."""
 
-from __future__ import annotations
-
 import select
 import threading
-from collections import deque
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from by_hand import Stage, ones
+from by_hand import Killed, SlowWorker, Stage, ones
 
 from fedquilt import compression, wire
 from fedquilt.arrays import tensors
 from fedquilt.arrays.lazy_arrays import ScratchFile
 from fedquilt.coordinator.background_worker import SynchronousWorker, ThreadWorker
 from fedquilt.coordinator.rounds.events import (
-    AnyEvent,
     CohortSelected,
     JobEnded,
     RoundClosed,
@@ -31,7 +27,7 @@ from fedquilt.coordinator.rounds.events import (
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.updates import aggregator, blob_recovery
 from fedquilt.coordinator.updates.aggregator import Aggregator
-from fedquilt.core import Encoding, StoreError, Update
+from fedquilt.core import Encoding, StoreError
 
 
 @pytest.fixture(autouse=True)
@@ -84,8 +80,7 @@ def blobs(stage: Stage) -> set[str]:
 
 @pytest.mark.parametrize("order", ["abc", "cab"])
 @pytest.mark.parametrize("method", ["fedavg", "robust"])
-def test_a_worker_comes_to_the_bits_of_the_loop_whatever_the_order(tmp_path: Path, order: str, method: str) -> None:
-    """Also for a method whose sums are not exact, which are folded in the order of devices."""
+def test_a_worker_comes_to_the_bits_of_the_loop_whatever_the_order(tmp_path, order, method):
     calm = played(tmp_path / "calm", "abc", None, method=method)
     large = played(tmp_path / "large", order, eager(), method=method)
     assert len(states(calm)) == 1
@@ -93,8 +88,7 @@ def test_a_worker_comes_to_the_bits_of_the_loop_whatever_the_order(tmp_path: Pat
     assert bool(large.told(UpdatesAggregated)) == (method == "fedavg")
 
 
-def test_a_lossy_codec_is_decoded_by_the_worker(tmp_path: Path) -> None:
-    """Updates travel as 16-bit floats; what they come to is what the loop makes of them."""
+def test_a_lossy_codec_is_decoded_by_the_worker(tmp_path):
     coded = {"wire": {"codec": "fp16"}}
     found = []
     for name, worker in (("calm", None), ("large", eager())):
@@ -110,8 +104,7 @@ def test_a_lossy_codec_is_decoded_by_the_worker(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
-def test_what_is_in_a_stored_sum_is_dropped_and_a_restart_goes_on_from_it(tmp_path: Path) -> None:
-    """Two of three updates are folded when the coordinator is killed: their blobs are gone; nobody is asked again."""
+def test_what_is_in_a_stored_sum_is_dropped_and_a_restart_goes_on_from_it(tmp_path):
     calm = played(tmp_path / "calm", "abc", None)
     stage = played(tmp_path / "large", "ca", eager())
     assert [fact.devices for fact in stage.told(UpdatesAggregated)] == [("c",), ("a", "c")]
@@ -127,8 +120,7 @@ def test_what_is_in_a_stored_sum_is_dropped_and_a_restart_goes_on_from_it(tmp_pa
     assert not any((stage.store.depot.folder / sha256).exists() for sha256 in sums)
 
 
-def test_a_sum_is_stored_again_once_as_much_has_come_anew(tmp_path: Path) -> None:
-    """After every second update here, and not after each one that follows a first sum."""
+def test_a_sum_is_stored_again_once_as_much_has_come_anew(tmp_path):
     worker, model = eager(), ones(1.0)
     own_bytes = 16 * sum(array.size for array in model.values())
     worker.stored_at = 1.5 * len(tensors.encode_tensors(model)) / own_bytes
@@ -141,19 +133,12 @@ def test_a_sum_is_stored_again_once_as_much_has_come_anew(tmp_path: Path) -> Non
     assert [fact.devices for fact in stage.told(UpdatesAggregated)] == [("a", "b"), ("a", "b", "c", "d")]
 
 
-class Killed(BaseException):
-    """The process ends."""
-
-
-def test_a_coordinator_that_dies_between_a_sum_and_its_fact_folds_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The sum is on the disk and the log does not name it: the update is there still, and folded anew."""
+def test_a_coordinator_that_dies_between_a_sum_and_its_fact_folds_once(tmp_path, monkeypatch):
     calm = played(tmp_path / "calm", "abc", None)
     stage = played(tmp_path / "large", "c", None)
     append = Store.append_event
 
-    def dies(store: Store, id: str, fact: AnyEvent) -> None:
+    def dies(store, id, fact):
         if isinstance(fact, UpdatesAggregated):
             raise Killed
         append(store, id, fact)
@@ -173,7 +158,7 @@ def test_a_coordinator_that_dies_between_a_sum_and_its_fact_folds_once(
     assert states(stage) == states(calm)
 
 
-def test_a_damaged_sum_is_named_and_the_devices_in_it_are_asked_again(tmp_path: Path) -> None:
+def test_a_damaged_sum_is_named_and_the_devices_in_it_are_asked_again(tmp_path):
     """Nothing else has their updates."""
     stage = played(tmp_path, "ca", eager())
     path = stage.store.depot.folder / stage.told(UpdatesAggregated)[-1].sum.sha256
@@ -193,8 +178,7 @@ def test_a_damaged_sum_is_named_and_the_devices_in_it_are_asked_again(tmp_path: 
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
 
 
-def test_a_large_update_that_is_not_finite_is_refused_by_name_and_in_no_sum(tmp_path: Path) -> None:
-    """The others count."""
+def test_a_large_update_that_is_not_finite_is_refused_by_name_and_in_no_sum(tmp_path):
     stage = Stage(tmp_path, worker=eager(), cohort={**COHORT, "quorum": 0.5})
     hands = {name: stage.hand(name) for name in "abc"}
     stage.play()
@@ -208,7 +192,7 @@ def test_a_large_update_that_is_not_finite_is_refused_by_name_and_in_no_sum(tmp_
     assert all("b" not in fact.devices for fact in stage.told(UpdatesAggregated))
 
 
-def test_an_update_that_came_in_time_counts_though_it_is_read_past_the_deadline(tmp_path: Path) -> None:
+def test_an_update_that_came_in_time_counts_though_it_is_read_past_the_deadline(tmp_path):
     """Two of three would do at 20 s, and the worker is busy until then: the round waits for the third."""
     worker, gate = ThreadWorker(large_bytes=0), threading.Event()
     stage = Stage(tmp_path, worker=worker, rounds=2, cohort={**COHORT, "quorum": 0.5, "deadline_s": 20.0})
@@ -235,8 +219,7 @@ def test_an_update_that_came_in_time_counts_though_it_is_read_past_the_deadline(
     worker.close()
 
 
-def test_an_update_that_is_offered_again_while_it_waits_for_the_worker_is_examined_once(tmp_path: Path) -> None:
-    """Boards offer an update again until it is answered; with many before it that is before it was read."""
+def test_an_update_that_is_offered_again_while_it_waits_for_the_worker_is_examined_once(tmp_path):
     worker, gate = ThreadWorker(large_bytes=0), threading.Event()
     stage = Stage(tmp_path, worker=worker)
     hand = stage.hand("a")
@@ -259,9 +242,7 @@ def test_an_update_that_is_offered_again_while_it_waits_for_the_worker_is_examin
     worker.close()
 
 
-def test_an_update_that_is_given_up_while_it_is_read_ends_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_update_that_is_given_up_while_it_is_read_ends_nothing(tmp_path, monkeypatch):
     """Its blobs are dropped meanwhile, so that what the worker cannot read is no failure of the disk."""
     worker, gate = ThreadWorker(large_bytes=0), threading.Event()
     stage = Stage(tmp_path, worker=worker, cohort={**COHORT, "start_devices": 2})
@@ -275,7 +256,7 @@ def test_an_update_that_is_given_up_while_it_is_read_ends_nothing(
     hand.say("claim", wire.Claim(update.job, 0, 0, accepted=False, code="failed", reason="out of memory"))
     stage.play()
 
-    def gone(*given: object) -> Update:
+    def gone(*given):
         raise StoreError("the blob is gone")
 
     monkeypatch.setattr(Aggregator, "validate_large_update", gone)
@@ -288,8 +269,7 @@ def test_an_update_that_is_given_up_while_it_is_read_ends_nothing(
     worker.close()
 
 
-def test_an_update_that_is_the_model_itself_is_kept_for_those_who_fetch_that(tmp_path: Path) -> None:
-    """A board whose steps move nothing sends the bytes that it was sent."""
+def test_an_update_that_is_the_model_itself_is_kept_for_those_who_fetch_that(tmp_path):
     stage = played(tmp_path, "", eager(), rounds=2)
     for hand in [*stage.hands, stage.hands[0]]:
         hand.answer(ones(5.0))
@@ -300,9 +280,9 @@ def test_an_update_that_is_the_model_itself_is_kept_for_those_who_fetch_that(tmp
     assert stage.store.depot.has_blob(ref)
 
 
-def test_a_job_that_begins_is_read_made_and_stored_by_the_worker(tmp_path: Path) -> None:
+def test_a_job_that_begins_is_read_made_and_stored_by_the_worker(tmp_path):
     """Also after a restart in mid-round; what devices are sent is the blob that the loop would store."""
-    worker = Slow()
+    worker = SlowWorker()
     stage = played(tmp_path, "", worker)
     assert not stage.facts
     assert not list(stage.store.depot.folder.iterdir())
@@ -312,7 +292,7 @@ def test_a_job_that_begins_is_read_made_and_stored_by_the_worker(tmp_path: Path)
     calm = played(tmp_path / "calm", "", None)
     sent = {hand.tasks[-1].bundles["model"] for each in (stage, calm) for hand in each.hands if hand.tasks[-1]}
     assert len(sent) == 1
-    stage.worker = Slow()
+    stage.worker = SlowWorker()
     stage.restart()
     stage.play()
     assert len(stage.worker.begun) == 1
@@ -322,13 +302,11 @@ def test_a_job_that_begins_is_read_made_and_stored_by_the_worker(tmp_path: Path)
     assert stage.store.depot.has_blob(sent.pop())
 
 
-def test_an_error_in_what_a_method_sends_ends_its_job_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker meets it first."""
-
-    def fails(*given: object) -> None:
+def test_an_error_in_what_a_method_sends_ends_its_job_alone(tmp_path, monkeypatch):
+    def fails(*given):
         raise ValueError("no such layer")
 
-    worker = Slow()
+    worker = SlowWorker()
     stage = played(tmp_path, "", worker)
     monkeypatch.setattr(aggregator, "store_tensors", fails)
     worker.go_on()
@@ -336,28 +314,8 @@ def test_an_error_in_what_a_method_sends_ends_its_job_alone(tmp_path: Path, monk
     assert [fact.reason for fact in stage.told(JobEnded)] == ["ValueError: no such layer"]
 
 
-class Slow(SynchronousWorker):
-    """A worker that carries out a piece when the test says so."""
-
-    def __init__(self) -> None:
-        super().__init__(large_bytes=0)
-        self.stored_at = 0.0
-        self.begun: deque[tuple[Any, Any]] = deque()
-
-    @property
-    def is_idle(self) -> bool:
-        return not self.begun and super().is_idle
-
-    def submit(self, piece: Any, then: Any) -> None:
-        self.begun.append((piece, then))
-
-    def go_on(self) -> None:
-        super().submit(*self.begun.popleft())
-
-
-def test_two_boards_send_the_same_bytes_and_one_of_them_waits_when_the_other_is_in_the_sum(tmp_path: Path) -> None:
-    """What is dropped of the one is what the other has left to fold."""
-    worker = Slow()
+def test_two_boards_send_the_same_bytes_and_one_of_them_waits_when_the_other_is_in_the_sum(tmp_path):
+    worker = SlowWorker()
     stage = played(tmp_path, "", worker)
     worker.go_on()  # what they are sent is stored
     stage.play()
@@ -371,9 +329,8 @@ def test_two_boards_send_the_same_bytes_and_one_of_them_waits_when_the_other_is_
     assert not stage.told(UpdateLost)
 
 
-def test_no_more_is_folded_before_a_sum_is_stored_than_it_takes(tmp_path: Path) -> None:
-    """Updates that came while others were read are folded and dropped a few at a time, not all folded first."""
-    worker = Slow()
+def test_no_more_is_folded_before_a_sum_is_stored_than_it_takes(tmp_path):
+    worker = SlowWorker()
     stage = Stage(tmp_path, worker=worker, cohort={**COHORT, "start_devices": 4})
     hands = [stage.hand(name) for name in "abcd"]
     stage.play()

@@ -1,9 +1,5 @@
 """limits.toml: limits that are common to a coordinator's jobs."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from stored_job import JOB
 
@@ -14,14 +10,12 @@ from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import JobError
 
 
-def test_without_a_file_the_defaults_hold(tmp_path: Path) -> None:
-    """A coordinator without limits.toml deletes no run."""
+def test_without_a_file_the_defaults_hold(tmp_path):
     assert limits.load_limits(tmp_path) == CoordinatorLimits()
     assert RetentionSettings().older_than_s is None
 
 
-def test_what_the_file_says_holds(tmp_path: Path) -> None:
-    """An age such as "2d" is read as seconds."""
+def test_what_the_file_says_holds(tmp_path):
     text = 'running = 3\n[submitter]\nrunning = 2\nshare = 0.5\n[retention]\nkeep = 10\nolder_than = "2d"\n'
     (tmp_path / limits.FILE).write_text(text)
     found = limits.load_limits(tmp_path)
@@ -45,22 +39,20 @@ def test_what_the_file_says_holds(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_named_with_its_file(tmp_path: Path, text: str, said: str) -> None:
-    """Limits are refused as they are read, before a coordinator serves anything."""
+def test_what_is_wrong_is_named_with_its_file(tmp_path, text, said):
     (tmp_path / limits.FILE).write_text(text)
     with pytest.raises(JobError, match=said) as raised:
         limits.load_limits(tmp_path)
     assert limits.FILE in str(raised.value)
 
 
-def test_a_run_that_is_resumed_while_retention_looks_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process resumes the run between the look for old runs and their deletion."""
+def test_a_run_that_is_resumed_while_retention_looks_is_kept(tmp_path, monkeypatch):
     with Store(tmp_path) as store, Store(tmp_path) as other:
         ids = [store.add_job(JOB, tmp_path / "bundle") for _ in range(2)]
         for id in ids:
             store.set_status(id, "stopped")
 
-        def old(*args: object) -> list[str]:
+        def old(*args):
             control_requests.resume_run(other, ids[0])
             return ids
 

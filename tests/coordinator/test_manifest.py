@@ -1,7 +1,5 @@
 """What an update's manifest has to say: for every method, and in every codec."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any
@@ -32,8 +30,7 @@ def update(given: dict[str, Any], **changes: Any) -> Update:
 
 
 @pytest.mark.parametrize("name", methods.builtin_names())
-def test_what_a_methods_devices_send_fits_what_it_expects(name: str) -> None:
-    """In every round of its conformance run; a method of which nothing is known beforehand is named above."""
+def test_what_a_methods_devices_send_fits_what_it_expects(name):
     try:
         _, _, folded, _ = scenarios.record_run(name)
         mixed = scenarios.record_run(name + scenarios.MIXED)[2] if scenarios.depends_on_memory(name) else []
@@ -54,12 +51,11 @@ def test_what_a_methods_devices_send_fits_what_it_expects(name: str) -> None:
 
 @pytest.mark.parametrize("codec", ["raw", "fp16", "int8", "topk"])
 @pytest.mark.parametrize("based", [True, False])
-def test_a_manifest_is_checked_in_every_codec(codec: str, based: bool) -> None:
-    """Names, types and shapes as the codec sends them lead back to the model's."""
+def test_a_manifest_is_checked_in_every_codec(codec, based):
     wire = Encoding(codec=codec)
     base = {name: np.zeros_like(array) for name, array in MODEL.items()} if based else {}
 
-    def encoded(model: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def encoded(model):
         return model if codec == "raw" else compression.encode_bundle(wire, model, base, {})[0]
 
     given = update({"model": encoded(MODEL)})
@@ -80,13 +76,12 @@ def test_a_manifest_is_checked_in_every_codec(codec: str, based: bool) -> None:
         ({"layouts": {"model": {"w": "f4:100,60", "n": "i8:", "b": "f4:9"}}}, r"has shape \(100, 60\), expected"),
         ({"layouts": {"model": {"w": "f8:60,100", "n": "i8:", "b": "f4:9"}}}, "and its tensors 48044"),
         ({"layouts": {"model": {"w": "i4:60,100", "n": "i8:", "b": "f4:9"}}}, "'w' is int32, expected float32"),
-        ({"layouts": {"model": {"w": "O8:60,100", "n": "i8:", "b": "f4:9"}}}, "'w' is told as 'O8:60,100'"),
+        ({"layouts": {"model": {"w": "O8:60,100", "n": "i8:", "b": "f4:9"}}}, "'w' is described as 'O8:60,100'"),
         ({"layouts": {"model": {"w": "f4:" + ",".join("1" * 17)}}}, "'w' is told as"),
         ({"layouts": {"model": {"w": "f4:-1"}}}, "'w' is told as"),
     ],
 )
-def test_a_manifest_that_does_not_fit_says_what_differs(changes: dict[str, Any], said: str) -> None:
-    """Absent, another name, shape or type, more than its bytes, and nonsense; also after others that fit."""
+def test_a_manifest_that_does_not_fit_says_what_differs(changes, said):
     with pytest.raises(UpdateError, match=said):
         checks.require_manifest_fits(
             update({"model": MODEL}, **changes), UpdateSchema({"model": MODEL}), Encoding(), None
@@ -97,8 +92,7 @@ def test_a_manifest_that_does_not_fit_says_what_differs(changes: dict[str, Any],
     assert round.manifest_problem(update({"model": MODEL})) == ""
 
 
-def test_a_part_of_what_is_expected_is_taken_and_no_tensor_may_be_larger() -> None:
-    """Where a method takes any part: fewer tensors, smaller ones, but none of more entries, nor of another name."""
+def test_a_part_of_what_is_expected_is_taken_and_no_tensor_may_be_larger():
     expected = UpdateSchema({"model": MODEL}, whole=False)
     checks.require_manifest_fits(update({"model": {"w": MODEL["w"][:30]}}), expected, Encoding())
     with pytest.raises(UpdateError, match=r"'b' has shape \(10,\), expected \(9,\) or a part of it"):
@@ -107,8 +101,7 @@ def test_a_part_of_what_is_expected_is_taken_and_no_tensor_may_be_larger() -> No
         checks.require_manifest_fits(update({"model": {"z": MODEL["b"]}}), expected, Encoding())
 
 
-def test_without_types_and_shapes_the_bytes_alone_are_bounded_by_the_model() -> None:
-    """As of a large network; one of more bytes than the model's, or with a bundle more, is refused."""
+def test_without_types_and_shapes_the_bytes_alone_are_bounded_by_the_model():
     plain = update({"model": MODEL}, layouts={})
     checks.require_manifest_fits(plain, UpdateSchema({"model": MODEL}), Encoding())
     large = msgspec.structs.replace(plain, bundles={"model": BlobRef(sha256="0" * 64, size=40_000)})
@@ -119,14 +112,13 @@ def test_without_types_and_shapes_the_bytes_alone_are_bounded_by_the_model() -> 
         checks.require_manifest_fits(more, UpdateSchema({"model": MODEL}), Encoding())
 
 
-def test_where_nothing_is_known_beforehand_a_gibibyte_is_the_most() -> None:
+def test_where_nothing_is_known_beforehand_a_gibibyte_is_the_most():
     given = update({"x": {}}, bundles={"x": BlobRef(sha256="0" * 64, size=(1 << 30) + 1)}, layouts={})
     with pytest.raises(UpdateError, match="larger than 1024 MB"):
         checks.require_manifest_fits(given, None, Encoding())
 
 
-def test_a_layout_says_what_it_was_made_of() -> None:
-    """There and back, a tensor without axes and an empty one included."""
+def test_a_layout_says_what_it_was_made_of():
     given = {**MODEL, "e": np.zeros((0, 4), np.float16), "t": np.ones(3, bool)}
     found = tensors.specs_from_layout(tensors.layout_from_tensors(given))
     assert {name: (each.shape, each.dtype) for name, each in found.items()} == {

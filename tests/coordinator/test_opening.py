@@ -1,45 +1,21 @@
 """Jobs that are taken up: by the worker where they are large, beside the others, and announced if they cannot go on."""
 
-from __future__ import annotations
-
 import shutil
-from collections import deque
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from by_hand import MODEL, NETWORK, TABLE, Stage, ones
+from by_hand import MODEL, NETWORK, TABLE, Killed, SlowWorker, Stage, ones
 
 from fedquilt import wire
 from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.background_worker import SynchronousWorker
 from fedquilt.coordinator.limits import CoordinatorLimits
 from fedquilt.coordinator.rounds.events import AnyEvent, CohortSelected, JobEnded, JobStarted, RoundCommitted
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.formats import job_bundle
 
 SMALL_BYTES = 2048  # bundles of more are for the worker
-
-
-class Slow(SynchronousWorker):
-    """A worker that carries out a piece when the test says so."""
-
-    def __init__(self) -> None:
-        super().__init__(large_bytes=SMALL_BYTES)
-        self.begun: deque[tuple[Any, Any]] = deque()
-
-    @property
-    def is_idle(self) -> bool:
-        return not self.begun and super().is_idle
-
-    def submit(self, piece: Any, then: Any) -> None:
-        self.begun.append((piece, then))
-
-    def go_on(self) -> None:
-        while self.begun:
-            super().submit(*self.begun.popleft())
 
 
 def large(stage: Stage, name: str = "large", **table: Any) -> str:
@@ -58,13 +34,8 @@ def facts(stage: Stage, id: str) -> list[AnyEvent]:
     return [fact for _, _, fact in stage.store.read_events(id)]
 
 
-class Killed(BaseException):
-    """The process ends."""
-
-
-def test_other_jobs_go_on_while_a_large_one_is_taken_up(tmp_path: Path) -> None:
-    """Rounds are asked and committed meanwhile, and its log has nothing of it."""
-    worker = Slow()
+def test_other_jobs_go_on_while_a_large_one_is_taken_up(tmp_path):
+    worker = SlowWorker(at_once=True, large_bytes=SMALL_BYTES)
     stage = Stage(tmp_path, CoordinatorLimits(), worker)
     id = large(stage)
     a = stage.hand("a")
@@ -79,23 +50,19 @@ def test_other_jobs_go_on_while_a_large_one_is_taken_up(tmp_path: Path) -> None:
     a.answer(ones())
     stage.play()
     assert stage.store.stored_status(id) == "done"
-    stage.store.close()
 
 
-def test_a_coordinator_that_dies_between_the_first_state_and_its_fact_makes_it_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The blob is on the disk and no fact names it."""
+def test_a_coordinator_that_dies_between_the_first_state_and_its_fact_makes_it_again(tmp_path, monkeypatch):
     append = Store.append_event
 
-    def dies(store: Store, id: str, fact: AnyEvent) -> None:
+    def dies(store, id, fact):
         if isinstance(fact, JobStarted):
             raise Killed
         append(store, id, fact)
 
     found = []
     for name in ("calm", "killed"):
-        worker = Slow()
+        worker = SlowWorker(at_once=True, large_bytes=SMALL_BYTES)
         stage = Stage(tmp_path / name, CoordinatorLimits(running=1), worker)
         stage.store.set_status(stage.job, "done")
         id, a = large(stage), stage.hand("a")
@@ -106,7 +73,7 @@ def test_a_coordinator_that_dies_between_the_first_state_and_its_fact_makes_it_a
             with pytest.raises(Killed):
                 stage.play()
             monkeypatch.setattr(Store, "append_event", append)
-            stage.worker = worker = Slow()
+            stage.worker = worker = SlowWorker(at_once=True, large_bytes=SMALL_BYTES)
             stage.restart()
             stage.play()
             worker.go_on()
@@ -116,14 +83,12 @@ def test_a_coordinator_that_dies_between_the_first_state_and_its_fact_makes_it_a
         worker.go_on()
         stage.play()
         found.append([fact.state for fact in facts(stage, id) if isinstance(fact, JobStarted | RoundCommitted)])
-        stage.store.close()
     assert len(found[0]) == 2
     assert found[0] == found[1]
 
 
-def test_boards_of_a_job_that_is_taken_up_again_are_left_to_it_and_keep_their_tasks(tmp_path: Path) -> None:
-    """Another job finds them taken, and what they say of their task meanwhile takes it from nobody."""
-    worker = Slow()
+def test_boards_of_a_job_that_is_taken_up_again_are_left_to_it_and_keep_their_tasks(tmp_path):
+    worker = SlowWorker(at_once=True, large_bytes=SMALL_BYTES)
     stage = Stage(tmp_path, CoordinatorLimits(), worker)
     stage.store.set_status(stage.job, "done")
     id, a = large(stage, cohort={"deadline_s": 1000.0}), stage.hand("a")
@@ -141,17 +106,14 @@ def test_boards_of_a_job_that_is_taken_up_again_are_left_to_it_and_keep_their_ta
     worker.go_on()
     stage.play()
     assert all(a.tasks)
-    assert a.tasks[-1] is not None
     assert (a.tasks[-1].job, a.tasks[-1].round, a.tasks[-1].epoch > task.epoch) == (id, 0, True)
     a.answer(ones())
     stage.play()
     assert [type(fact) for fact in facts(stage, other)].count(CohortSelected) == 1
-    stage.store.close()
 
 
-def test_a_job_that_is_stopped_while_it_is_taken_up_stops_then(tmp_path: Path) -> None:
-    """At the coordinator's next look, as any job at work."""
-    worker = Slow()
+def test_a_job_that_is_stopped_while_it_is_taken_up_stops_then(tmp_path):
+    worker = SlowWorker(at_once=True, large_bytes=SMALL_BYTES)
     stage = Stage(tmp_path, worker=worker)
     stage.store.set_status(stage.job, "done")
     id = large(stage)
@@ -164,12 +126,10 @@ def test_a_job_that_is_stopped_while_it_is_taken_up_stops_then(tmp_path: Path) -
     stage.play()
     assert stage.store.stored_status(id) == "stopped"
     assert facts(stage, id)[-1] == JobEnded("stopped", "by request")
-    stage.store.close()
 
 
-def test_a_first_state_that_another_job_releases_meanwhile_is_kept(tmp_path: Path) -> None:
-    """Two jobs with one bundle begin with the same state, which the first of them releases at its end."""
-    worker = Slow()
+def test_a_first_state_that_another_job_releases_meanwhile_is_kept(tmp_path):
+    worker = SlowWorker(at_once=True, large_bytes=SMALL_BYTES)
     stage = Stage(tmp_path, worker=worker)
     stage.store.set_status(stage.job, "done")
     id, a = large(stage), stage.hand("a")
@@ -183,12 +143,10 @@ def test_a_first_state_that_another_job_releases_meanwhile_is_kept(tmp_path: Pat
     a.answer(ones())
     stage.play()
     assert stage.store.stored_status(id) == "done"
-    stage.store.close()
 
 
 @pytest.mark.parametrize("why", ["bundle", "engine", "method", "stopped"])
-def test_a_job_that_ends_before_it_is_taken_up_is_published_as_any_that_ends(tmp_path: Path, why: str) -> None:
-    """Who watches it over the broker learns how it ended; and nothing of it is kept there."""
+def test_a_job_that_ends_before_it_is_taken_up_is_published_as_any_that_ends(tmp_path, why):
     stage = Stage(tmp_path, **({"engine": "numpy"} if why == "engine" else {}))
     if why == "bundle":
         shutil.rmtree(tmp_path / "bundle")
@@ -198,7 +156,7 @@ def test_a_job_that_ends_before_it_is_taken_up_is_published_as_any_that_ends(tmp
             tmp_path / "bundle", {"network": network, "flops": 8}, {"model": tensors.encode_tensors(MODEL)}
         )
     elif why == "method":
-        stage.server._opening._load = lambda name: {}[name]  # type: ignore[index]
+        stage.server._opening._load = lambda name: {}[name]
     else:
         stage.store.set_status(stage.job, "stopping")
     watcher, topic = stage.broker.connect(), wire.Topics("f").round_topic(stage.job)
@@ -219,4 +177,3 @@ def test_a_job_that_ends_before_it_is_taken_up_is_published_as_any_that_ends(tmp
     late.subscribe([topic])
     stage.play()
     assert list(late.receive()) == []
-    stage.store.close()

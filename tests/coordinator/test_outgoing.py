@@ -1,7 +1,5 @@
 """Open tasks: when each is due again, whatever was sent, claimed and withdrawn meanwhile."""
 
-from __future__ import annotations
-
 import math
 import random
 
@@ -15,8 +13,7 @@ from fedquilt.transport.memory_link import MemoryBroker
 TASK = next(each for each in MESSAGES if isinstance(each, Task))
 
 
-def test_the_next_repetition_is_that_of_the_earliest_open_task() -> None:
-    """Compared with a look at all of them after each of 2,000 steps."""
+def test_the_next_repetition_is_that_of_the_earliest_open_task():
     issues, draw = TaskDispatcher(MemoryBroker().connect(), wire.Topics("f")), random.Random(0)
     for step in range(2000):
         now_s, device = float(step), f"d{draw.randrange(12)}"

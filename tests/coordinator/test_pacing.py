@@ -1,8 +1,5 @@
 """Large updates wait for their turn to be sent: what that keeps off the disk, and what it does not change."""
 
-from __future__ import annotations
-
-from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -10,12 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from by_hand import MODEL, Hand, Stage
+from by_hand import MODEL, Hand, SlowWorker, Stage
 from msgspec.structs import replace
 
 from fedquilt import wire
 from fedquilt.arrays.lazy_arrays import ScratchFile
-from fedquilt.coordinator.background_worker import SynchronousWorker
 from fedquilt.coordinator.delivery.monitoring_executor import DeviceStatusTracker, MonitoringExecutor
 from fedquilt.coordinator.limits import CoordinatorLimits
 from fedquilt.coordinator.rounds.events import (
@@ -50,32 +46,13 @@ def laid(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "WHOLE_BYTES", 0)
 
 
-class Slow(SynchronousWorker):
-    """A worker that carries out a piece when the test says so; a sum is stored with each update."""
-
-    def __init__(self) -> None:
-        super().__init__(large_bytes=0)
-        self.stored_at = 0.0
-        self.begun: deque[tuple[Any, Any]] = deque()
-
-    @property
-    def is_idle(self) -> bool:
-        return super().is_idle and not self.begun
-
-    def submit(self, piece: Any, then: Any) -> None:
-        self.begun.append((piece, then))
-
-    def go_on(self) -> None:
-        super().submit(*self.begun.popleft())
-
-
 class Paced(Stage):
     """Six boards, whose updates have to be folded by the test."""
 
-    worker: Slow
+    worker: SlowWorker
 
     def __init__(self, folder: Path, limits: CoordinatorLimits = TIGHT, names: str = "abcdef", **table: Any) -> None:
-        super().__init__(folder, limits, Slow(), NORMED, **{"cohort": COHORT, **table})
+        super().__init__(folder, limits, SlowWorker(), NORMED, **{"cohort": COHORT, **table})
         self.by_name = {name: self.hand(name) for name in names}
         self.play()
         self.worker.go_on()  # what they are sent is stored
@@ -142,8 +119,7 @@ def calm(folder: Path, names: Sequence[str]) -> list[str]:
     return [fact.state.sha256 for fact in stage.told(RoundCommitted)]
 
 
-def test_no_more_comes_than_may_be_here_and_who_offers_first_is_first(tmp_path: Path) -> None:
-    """All six are counted in the order of their offers, with the bits of a coordinator that fetches all at once."""
+def test_no_more_comes_than_may_be_here_and_who_offers_first_is_first(tmp_path):
     stage = Paced(tmp_path / "paced")
     stage.answer("fbdaec")
     stage.play(5.0)
@@ -153,8 +129,7 @@ def test_no_more_comes_than_may_be_here_and_who_offers_first_is_first(tmp_path: 
     assert stage.states == calm(tmp_path / "calm", "abcdef")
 
 
-def test_who_waits_is_asked_for_nothing_and_offers_again_without_losing_its_place(tmp_path: Path) -> None:
-    """Its repeated offers, and a claim or presence between them, change nothing."""
+def test_who_waits_is_asked_for_nothing_and_offers_again_without_losing_its_place(tmp_path):
     stage = Paced(tmp_path)
     stage.answer("abc")
     update = stage.by_name["d"].answer(moved("d"))
@@ -170,8 +145,7 @@ def test_who_waits_is_asked_for_nothing_and_offers_again_without_losing_its_plac
     assert stage.answered == list("abcd")
 
 
-def test_a_board_that_dies_in_its_turn_and_one_that_waits_hold_up_nobody(tmp_path: Path) -> None:
-    """Two of six die: one sends, one waits. The others are in before the deadline, which is kept."""
+def test_a_board_that_dies_in_its_turn_and_one_that_waits_hold_up_nobody(tmp_path):
     stage = Paced(tmp_path / "paced")
     stage.by_name["a"].answer(moved("a"))
     stage.die("a")
@@ -185,8 +159,7 @@ def test_a_board_that_dies_in_its_turn_and_one_that_waits_hold_up_nobody(tmp_pat
     assert stage.states == calm(tmp_path / "calm", "bcef")
 
 
-def test_a_board_that_is_held_back_at_the_deadline_is_not_late(tmp_path: Path) -> None:
-    """The worker does nothing until 6 s after it: all six count, in one attempt."""
+def test_a_board_that_is_held_back_at_the_deadline_is_not_late(tmp_path):
     stage = Paced(tmp_path / "paced")
     stage.answer("abcdef")
     stage.play(24.0)
@@ -198,8 +171,7 @@ def test_a_board_that_is_held_back_at_the_deadline_is_not_late(tmp_path: Path) -
     assert stage.states == calm(tmp_path / "calm", "abcdef")
 
 
-def test_a_sites_round_ends_in_time_for_the_round_above_whoever_is_held_back(tmp_path: Path) -> None:
-    """A twentieth of its deadline later it waits for nobody: neither for who waits nor for whose update is read."""
+def test_a_sites_round_ends_in_time_for_the_round_above_whoever_is_held_back(tmp_path):
     stage = Paced(tmp_path)
     (job,) = stage.server.active_jobs()
     assert job.rounds.state is not None
@@ -216,8 +188,7 @@ def test_a_sites_round_ends_in_time_for_the_round_above_whoever_is_held_back(tmp
     assert stage.answered == list("abc")
 
 
-def test_an_offer_after_the_deadline_does_not_keep_a_round_open(tmp_path: Path) -> None:
-    """It waits behind the others; once those are read the round closes, with a quorum."""
+def test_an_offer_after_the_deadline_does_not_keep_a_round_open(tmp_path):
     stage = Paced(tmp_path)
     stage.answer("abcd")
     stage.play(20.0)
@@ -230,8 +201,7 @@ def test_an_offer_after_the_deadline_does_not_keep_a_round_open(tmp_path: Path) 
     assert stage.answered == list("abcd")
 
 
-def test_a_board_that_dies_while_it_is_held_back_does_not_keep_a_round_open(tmp_path: Path) -> None:
-    """It offered 20 s before the deadline and its turn comes after that: the deadline is as much later for it."""
+def test_a_board_that_dies_while_it_is_held_back_does_not_keep_a_round_open(tmp_path):
     stage = Paced(tmp_path)
     stage.answer("abcde")
     stage.die("e")
@@ -246,8 +216,7 @@ def test_a_board_that_dies_while_it_is_held_back_does_not_keep_a_round_open(tmp_
     assert stage.dues[-1][1] > stage.dues[-1][0]
 
 
-def test_a_loop_that_waits_past_the_deadline_does_not_spin(tmp_path: Path) -> None:
-    """It sleeps until something comes, or the store is looked at."""
+def test_a_loop_that_waits_past_the_deadline_does_not_spin(tmp_path):
     stage = Paced(tmp_path)
     stage.answer("abcd")
     stage.play(24.0)
@@ -255,15 +224,14 @@ def test_a_loop_that_waits_past_the_deadline_does_not_spin(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("pieces", range(9))
-def test_a_coordinator_that_is_killed_while_boards_wait_comes_to_the_same_bits(tmp_path: Path, pieces: int) -> None:
-    """After any number of the worker's pieces; boards offer again to its next start, and nobody works twice."""
+def test_a_coordinator_that_is_killed_while_boards_wait_comes_to_the_same_bits(tmp_path, pieces):
     stage = Paced(tmp_path / "paced")
     stage.answer("fbdaec")
     for _ in range(pieces):
         stage.play(0.5)
         stage.worker.go_on()
     stage.play(0.3)
-    stage.worker = Slow()
+    stage.worker = SlowWorker()
     stage.restart()
     stage.play()
     if stage.worker.begun:  # it is stored again
@@ -278,7 +246,7 @@ def test_a_coordinator_that_is_killed_while_boards_wait_comes_to_the_same_bits(t
     assert {fact.status for fact in stage.told(JobEnded)} == {"done"}
 
 
-def test_each_update_that_is_folded_gives_its_place_to_the_next(tmp_path: Path) -> None:
+def test_each_update_that_is_folded_gives_its_place_to_the_next(tmp_path):
     """Though two wait to be folded, and no sum is stored: one is folded, and one more comes."""
     stage = Paced(tmp_path)
     stage.worker.stored_at = 1e9
@@ -293,13 +261,12 @@ def test_each_update_that_is_folded_gives_its_place_to_the_next(tmp_path: Path) 
     assert stage.here == {"a", "b", "c"}
 
 
-def test_what_is_in_a_stored_sum_takes_no_place_after_a_restart(tmp_path: Path) -> None:
-    """Its updates are gone from the disk; the worker has not read the sum yet."""
+def test_what_is_in_a_stored_sum_takes_no_place_after_a_restart(tmp_path):
     stage = Paced(tmp_path)
     stage.answer("abc")
     stage.work(10.0)
     assert stage.told(UpdatesAggregated)[-1].devices == ("a", "b", "c")
-    stage.worker = Slow()
+    stage.worker = SlowWorker()
     stage.restart()
     stage.play()
     stage.worker.go_on()
@@ -309,7 +276,7 @@ def test_what_is_in_a_stored_sum_takes_no_place_after_a_restart(tmp_path: Path) 
     assert stage.here == {"d", "e"}
 
 
-def test_a_method_that_needs_all_updates_until_the_end_is_not_stopped_by_them(tmp_path: Path) -> None:
+def test_a_method_that_needs_all_updates_until_the_end_is_not_stopped_by_them(tmp_path):
     """What the worker cannot fold before others have come takes no place of theirs."""
     stage = Paced(tmp_path, method="robust")
     stage.answer("fbdaec")
@@ -318,8 +285,7 @@ def test_a_method_that_needs_all_updates_until_the_end_is_not_stopped_by_them(tm
     assert len(stage.states) == 1
 
 
-def test_a_round_that_needs_no_more_lets_go_of_those_who_wait(tmp_path: Path) -> None:
-    """Two of six suffice: the four that wait or send are asked for nothing, and the next round begins anew."""
+def test_a_round_that_needs_no_more_lets_go_of_those_who_wait(tmp_path):
     stage = Paced(tmp_path, rounds=2, cohort={**COHORT, "size": 2, "over_select": 2.0})
     stage.answer("abcdef")
     stage.work(3.0)
@@ -329,8 +295,7 @@ def test_a_round_that_needs_no_more_lets_go_of_those_who_wait(tmp_path: Path) ->
     assert sum(hand.transfers.traffic_bytes(name, "up") for name, hand in stage.by_name.items() if name in "ef") == 0
 
 
-def test_a_round_that_needs_no_more_closes_at_once_though_its_deadline_has_passed(tmp_path: Path) -> None:
-    """Two of six suffice, and come after it: the four who wait for their turn are not waited for."""
+def test_a_round_that_needs_no_more_closes_at_once_though_its_deadline_has_passed(tmp_path):
     stage = Paced(tmp_path, cohort={**COHORT, "size": 2, "over_select": 2.0})
     stage.answer("abcdef")
     stage.play(22.0)
@@ -340,8 +305,7 @@ def test_a_round_that_needs_no_more_closes_at_once_though_its_deadline_has_passe
     assert len(stage.states) == 1
 
 
-def test_boards_that_send_for_too_long_make_way_for_those_who_wait_in_time(tmp_path: Path) -> None:
-    """Two say over and over how their update is cut: at the deadline, and not before, their turn goes to the others."""
+def test_boards_that_send_for_too_long_make_way_for_those_who_wait_in_time(tmp_path):
     stage = Paced(tmp_path / "paced")
     slow = {stage.by_name[name]: stage.by_name[name].answer(moved(name)).bundles["model"] for name in "ab"}
     for name in "ab":
@@ -373,10 +337,7 @@ class Noted(Paced):
         return round_outcomes.format_outcomes(round_outcomes.load_outcomes(self.store, self.job), 1, device)[0]
 
 
-def test_why_and_devices_say_who_waits_for_its_turn_and_for_how_many(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also when it offers again; not after its turn has come, and not in a home that no coordinator serves."""
+def test_why_and_devices_say_who_waits_for_its_turn_and_for_how_many(tmp_path, monkeypatch):
     stage = Noted(tmp_path)
     stage.answer("abcd")
     stage.by_name["c"].answer(moved("c"))

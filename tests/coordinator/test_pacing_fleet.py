@@ -1,7 +1,5 @@
 """Agents on virtual time that send their updates in turn: a network with batch norm, and the bits without turns."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +36,7 @@ class Watched(Server):
 
     def step(self, now_s: float) -> float:
         due_s = super().step(now_s)
-        queue = self._executor._transfers.queue  # type: ignore[attr-defined]
+        queue = self._executor._transfers.queue
         Watched.waited = Watched.waited or bool(queue)
         Watched.most_here = max(Watched.most_here, queue._here + len(queue._sends))
         return due_s
@@ -62,12 +60,10 @@ def played(folder: Path, bundle: Path, data: Path) -> tuple[list[str], Any]:
         found = [fact.state for fact in facts if isinstance(fact, RoundCommitted)]
         assert sum(isinstance(fact, UpdateAccepted) for fact in facts) == 6 * len(found)
         path = store.depot.blob_path(found[-1].sha256)
-        assert path is not None
         return [ref.sha256 for ref in found], tensors.unpack_state(path.read_bytes(), NetworkState).model
 
 
-def test_turns_change_no_bit_of_a_network_with_batch_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does the worker: the model has running means, and numbers without axes."""
+def test_turns_change_no_bit_of_a_network_with_batch_norm(tmp_path, monkeypatch):
     data = write_images(tmp_path / "data.npz", 8)
     prepare.prepare_bundle({"model": NETWORK, "input": {"channels": 1, "size": 8}}, tmp_path / "bundle")
     calm, model = played(tmp_path / "calm", tmp_path / "bundle", data)

@@ -1,7 +1,5 @@
 """What a site passes up: packed, cut into bundles, read back, and refused by name where it is not what it says."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -34,8 +32,7 @@ def of(given: list[DeviceUpdate], weight: float | None = None) -> DeviceUpdate:
     return DeviceUpdate("site", 4, sum(each.weight for each in given) if weight is None else weight, {}, bundles)
 
 
-def test_what_is_passed_up_is_what_the_boards_sent() -> None:
-    """Names, weights, metrics and bundles, also one without tensors and a tensor without axes."""
+def test_what_is_passed_up_is_what_the_boards_sent():
     given = [board("b", 1.0, loss=0.5), board("a", 2.0, 3.0)]
     update = of(given)
     assert list(update.bundles) == ["site.0"]
@@ -50,8 +47,7 @@ def test_what_is_passed_up_is_what_the_boards_sent() -> None:
             assert all(bundle[each].dtype == after.bundles[name][each].dtype for each in bundle)
 
 
-def test_many_boards_are_cut_into_several_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By their bytes or by their tensors, whichever is reached first."""
+def test_many_boards_are_cut_into_several_bundles(monkeypatch):
     given = [board(f"b{number}", float(number)) for number in range(5)]
     monkeypatch.setattr(site_updates, "BUNDLE_TENSORS", 4)
     assert [len(site_updates._decode_parts(bundle)) for bundle in of(given).bundles.values()] == [2, 2, 1]
@@ -62,7 +58,7 @@ def test_many_boards_are_cut_into_several_bundles(monkeypatch: pytest.MonkeyPatc
     assert [each.device for each in site_updates.split_site_update(update)] == [f"b{number}" for number in range(5)]
 
 
-def test_a_site_of_which_no_board_had_anything_to_send_says_so() -> None:
+def test_a_site_of_which_no_board_had_anything_to_send_says_so():
     assert site_updates.split_site_update(of([])) == []
     assert site_updates.parts_of_site(of([])) == []
 
@@ -91,13 +87,12 @@ def table(**given: Any) -> np.ndarray:
         ({"site.0": {"boards": table(device="a")}, "model": {}}, "stands beside|no table"),
     ],
 )
-def test_an_update_that_is_not_what_it_says_is_refused_by_name(spoilt: dict[str, Any], said: str) -> None:
+def test_an_update_that_is_not_what_it_says_is_refused_by_name(spoilt, said):
     with pytest.raises(UpdateError, match=said):
         read(DeviceUpdate("site", 0, 0.0, {}, spoilt))
 
 
-def test_a_board_that_is_in_it_twice_is_named() -> None:
-    """In one bundle, or in two."""
+def test_a_board_that_is_in_it_twice_is_named():
     with pytest.raises(UpdateError, match="it has a twice"):
         site_updates.parts_of_site(of([board("a", 1.0), board("a", 2.0)]))
     one, other = of([board("a", 1.0)]).bundles["site.0"], of([board("a", 2.0)]).bundles["site.0"]
@@ -105,8 +100,7 @@ def test_a_board_that_is_in_it_twice_is_named() -> None:
         site_updates.parts_of_site(DeviceUpdate("site", 4, 4.0, {}, {"site.0": one, "site.1": other}))
 
 
-def test_a_board_whose_update_does_not_fit_is_named_and_nothing_of_the_site_is_folded() -> None:
-    """As the method's own check says it."""
+def test_a_board_whose_update_does_not_fit_is_named_and_nothing_of_the_site_is_folded():
     method = methods.load("robust")
     above = sites.adapt_for_sites(
         method, settings.parse_job({"name": "j", "method": "robust", "cohort": {"min_devices": 3}}), {}
@@ -147,8 +141,7 @@ def examined(state: events.JobState, taken: Update) -> message_handler.Decision:
     )
 
 
-def test_a_board_that_counts_through_one_site_is_refused_from_another() -> None:
-    """The whole update, by name; the one that came first counts."""
+def test_a_board_that_counts_through_one_site_is_refused_from_another():
     state = running(update("one", "a", "b"))
     step = examined(state, update("other", "b", "c"))
     (fact,) = step.facts
@@ -158,8 +151,7 @@ def test_a_board_that_counts_through_one_site_is_refused_from_another() -> None:
     assert isinstance(fine, events.UpdateAccepted)
 
 
-def test_a_board_that_counts_through_a_site_is_refused_by_itself_and_the_other_way_round() -> None:
-    """A board that is a device of both coordinators."""
+def test_a_board_that_counts_through_a_site_is_refused_by_itself_and_the_other_way_round():
     own = update("alone")
     step = message_handler.decide_response(
         "j", running(update("one", "alone")), None, message_handler.UpdateAnnounced("alone", own), 0.0
@@ -172,22 +164,20 @@ def test_a_board_that_counts_through_a_site_is_refused_by_itself_and_the_other_w
     assert "alone counts in this round already, by itself" in fact.reason
 
 
-def test_a_site_does_not_speak_for_a_device_that_the_coordinator_knows() -> None:
-    """The device has not answered yet in this round."""
+def test_a_site_does_not_speak_for_a_device_that_the_coordinator_knows():
     (fact,) = examined(running(), update("one", "alone")).facts
     assert isinstance(fact, events.UpdateRejected)
     assert "alone is a device of this coordinator, and speaks for itself" in fact.reason
 
 
-def test_the_boards_of_a_lost_update_may_count_again() -> None:
+def test_the_boards_of_a_lost_update_may_count_again():
     state = events.apply_event(running(update("one", "a")), events.UpdateLost(0, "one", "gone"), 0.0)
     assert state.through == {}
     (fact,) = examined(state, update("other", "a")).facts
     assert isinstance(fact, events.UpdateAccepted)
 
 
-def test_a_sites_update_may_be_as_large_as_its_boards_could_send() -> None:
-    """A device without boards sends none; a site is limited by how many it says that it has, up to 10,000."""
+def test_a_sites_update_may_be_as_large_as_its_boards_could_send():
     known = UpdateSchema({"model": {"a": tensors.TensorSpec((1000,), np.dtype(np.float32))}})
     each = checks.max_bundle_bytes(known.bundles["model"], Encoding())
     with pytest.raises(UpdateError, match="has no right to be one"):

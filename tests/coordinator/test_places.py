@@ -1,7 +1,5 @@
 """Blobs by the coordinator's own HTTP server: both ways, and over the broker for the rest."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -45,31 +43,21 @@ def move(pair: Pair, way: str, size: int) -> None:
     assert target.depot.load(ref.sha256) == noise(size)
 
 
-def test_a_board_fetches_by_http_and_no_chunk_goes_over_the_broker(pair: Pair) -> None:
-    move(pair, "dn", 3 * MB)
+@pytest.mark.parametrize("way", ["dn", "up"])
+def test_a_blob_goes_by_http_and_no_chunk_goes_over_the_broker(pair, way):
+    move(pair, way, 3 * MB)
     assert pair.broker.chunks == 0
-    assert pair.boards["a"].transfers.traffic_bytes("a", "dn") == 3 * MB
+    taker = pair.boards["a"] if way == "dn" else pair.coordinator
+    assert taker.transfers.traffic_bytes("a", way) == 3 * MB
 
 
-def test_a_board_puts_by_http_and_no_chunk_goes_over_the_broker(pair: Pair) -> None:
-    move(pair, "up", 3 * MB)
-    assert pair.broker.chunks == 0
-    assert pair.coordinator.transfers.traffic_bytes("a", "up") == 3 * MB
-
-
-def test_a_board_that_knows_no_carrier_is_named_no_place(pair: Pair) -> None:
-    ref, board = pair.coordinator.depot.store_bytes(noise(MB)), pair.boards["a"]
-    pair.places.record_profile(profile("a", "pigeon"))
+@pytest.mark.parametrize(("size", "carrier", "chunks"), [(MB, "pigeon", 4), (1000, "http", 1)])
+def test_to_a_board_that_knows_no_carrier_and_for_a_small_blob_no_place_is_named(pair, size, carrier, chunks):
+    ref, board = pair.coordinator.depot.store_bytes(noise(size)), pair.boards["a"]
+    pair.places.record_profile(profile("a", carrier))
     board.transfers.request_blob("a", ref)
     pair.play(lambda: bool(board.errors))
-    assert pair.broker.chunks == 4
-
-
-def test_a_small_blob_comes_over_the_broker_at_once(pair: Pair) -> None:
-    ref, board = pair.coordinator.depot.store_bytes(noise(1000)), pair.boards["a"]
-    board.transfers.request_blob("a", ref)
-    pair.play(lambda: bool(board.errors))
-    assert pair.broker.chunks == 1
+    assert pair.broker.chunks == chunks
 
 
 # -- connections that break --
@@ -93,32 +81,19 @@ def cut_once(relay: Relay, most: int) -> None:
     relay.most = cut
 
 
-@pytest.mark.parametrize("chunk", range(12))
-def test_a_download_that_is_cut_in_any_chunk_goes_on_over_the_broker(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, chunk: int
-) -> None:
+@pytest.mark.parametrize("way", ["dn", "up"])
+@pytest.mark.parametrize("chunk", [pytest.param(n, marks=() if n % 5 == 0 else pytest.mark.nightly) for n in range(12)])
+def test_a_blob_that_is_cut_in_any_chunk_goes_on_over_the_broker(pair, monkeypatch, chunk, way):
     relay = relayed(pair, monkeypatch)
     cut_once(relay, chunk * CHUNK + CHUNK // 2)
-    move(pair, "dn", 12 * CHUNK)
+    move(pair, way, 12 * CHUNK)
     assert relay.connections == 1
-    assert pair.broker.chunks == 12 - chunk
-
-
-@pytest.mark.parametrize("chunk", range(12))
-def test_an_upload_that_is_cut_in_any_chunk_goes_on_over_the_broker(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, chunk: int
-) -> None:
-    relay = relayed(pair, monkeypatch)
-    cut_once(relay, chunk * CHUNK + CHUNK // 2)
-    move(pair, "up", 12 * CHUNK)
-    assert relay.connections == 1
-    assert 12 - chunk <= pair.broker.chunks <= 12  # what lay unread at the server is lost with the connection
+    most = 12 - chunk if way == "dn" else 12  # what lay unread at the server is lost with the connection
+    assert 12 - chunk <= pair.broker.chunks <= most
 
 
 @pytest.mark.parametrize("way", ["dn", "up"])
-def test_connections_that_break_again_and_again_are_gone_on_with(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
+def test_connections_that_break_again_and_again_are_gone_on_with(pair, monkeypatch, way):
     monkeypatch.setattr(http_client, "MISSES_MOST", 100)  # where the machine is busy, some bring nothing
     relay = relayed(pair, monkeypatch, most=lambda number: 2 * CHUNK + 100 * number)
     board, sides = pair.boards["a"], (pair.coordinator, pair.boards["a"])
@@ -133,9 +108,7 @@ def test_connections_that_break_again_and_again_are_gone_on_with(
     assert board.depot.has_blob(ref)
 
 
-def test_an_upload_of_which_more_has_come_than_was_told_is_gone_on_with(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_upload_of_which_more_has_come_than_was_told_is_gone_on_with(pair, monkeypatch):
     """Bytes of a connection that broke may arrive after the answer that told how far it came."""
     relayed(pair, monkeypatch, most=lambda number: 10**9 if number else 2 * CHUNK)
     told, early = http_client.HttpClient._request_upload_offset, [0]
@@ -150,7 +123,7 @@ def test_an_upload_of_which_more_has_come_than_was_told_is_gone_on_with(
     assert pair.broker.chunks == 0
 
 
-def test_a_connection_that_breaks_before_a_byte_is_tried_again(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_breaks_before_a_byte_is_tried_again(pair, monkeypatch):
     relayed(pair, monkeypatch, most=lambda number: 10 if number == 0 else None)
     ref, board = pair.coordinator.depot.store_bytes(noise(4 * CHUNK)), pair.boards["a"]
     board.transfers.request_blob("a", ref)
@@ -159,10 +132,8 @@ def test_a_connection_that_breaks_before_a_byte_is_tried_again(pair: Pair, monke
     assert pair.broker.chunks == 0
 
 
-def test_bytes_that_are_changed_on_their_way_are_asked_for_again_alone(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def change(offset: int, data: bytes) -> bytes:
+def test_bytes_that_are_changed_on_their_way_are_asked_for_again_alone(pair, monkeypatch):
+    def change(offset, data):
         return data[:-1] + bytes([data[-1] ^ 1]) if offset <= 5 * CHUNK < offset + len(data) else data
 
     relayed(pair, monkeypatch, change=change)
@@ -173,8 +144,7 @@ def test_bytes_that_are_changed_on_their_way_are_asked_for_again_alone(
     assert pair.broker.chunks == 1
 
 
-def test_a_blob_that_comes_over_the_broker_goes_on_by_http_once_a_place_is_named(pair: Pair) -> None:
-    """From what is here: the broker loses all after five chunks."""
+def test_a_blob_that_comes_over_the_broker_goes_on_by_http_once_a_place_is_named(pair):
     pair.places.record_profile(profile("a", "pigeon"))
     pair.broker.chunks_most = 5
     ref, board = pair.coordinator.depot.store_bytes(noise(12 * CHUNK)), pair.boards["a"]
@@ -187,15 +157,14 @@ def test_a_blob_that_comes_over_the_broker_goes_on_by_http_once_a_place_is_named
     assert board.transfers.traffic_bytes("a", "dn") == 12 * CHUNK
 
 
-def test_a_host_that_is_not_reached_rests(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second blob does not wait for it."""
+def test_a_host_that_is_not_reached_rests(pair, monkeypatch):
     relay = relayed(pair, monkeypatch)
     relay.close()
     board = pair.boards["a"]
     first, second = (pair.coordinator.depot.store_bytes(noise(2 * CHUNK, seed)) for seed in (1, 2))
     board.transfers.request_blob("a", first)
     pair.play(lambda: bool(board.errors))
-    fetched: list[object] = []
+    fetched = []
     monkeypatch.setattr(TransferBackend, "start_download", lambda *given: fetched.append(given))
     board.transfers.request_blob("a", second)
     pair.play(lambda: len(board.errors) == 2)
@@ -203,7 +172,7 @@ def test_a_host_that_is_not_reached_rests(pair: Pair, monkeypatch: pytest.Monkey
     assert fetched == []
 
 
-def test_a_cancelled_download_writes_nothing_more(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cancelled_download_writes_nothing_more(pair, monkeypatch):
     relay = relayed(pair, monkeypatch, most=lambda number: None)
     board, ref = pair.boards["a"], pair.coordinator.depot.store_bytes(noise(12 * CHUNK))
     board.transfers.request_blob("a", ref)
@@ -233,9 +202,7 @@ def test_a_cancelled_download_writes_nothing_more(pair: Pair, monkeypatch: pytes
         "403 \x1b[2JForbidden\r\nContent-Length: {size}",
     ],
 )
-def test_an_answer_that_is_not_the_range_is_not_written(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, head: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_answer_that_is_not_the_range_is_not_written(pair, monkeypatch, head, caplog):
     size = 4 * CHUNK
     lines = head.format(size=size, last=size - 1)
     server = Canned(f"HTTP/1.1 {lines}\r\n\r\n".encode() + b"evil" * CHUNK)
@@ -244,7 +211,7 @@ def test_an_answer_that_is_not_the_range_is_not_written(
         "download_locations",
         lambda device, ref: (BlobLocation(url=f"http://127.0.0.1:{server.port}/x?secret=1"),),
     )
-    written: list[int] = []
+    written = []
     monkeypatch.setattr(BlobWriter, "write", lambda self, piece, turn: written.append(len(piece)))
     board, ref = pair.boards["a"], pair.coordinator.depot.store_bytes(noise(size))
     board.transfers.request_blob("a", ref)
@@ -259,10 +226,7 @@ def test_an_answer_that_is_not_the_range_is_not_written(
     server.close()
 
 
-def test_a_board_that_lies_about_its_chunks_does_not_get_another_blob_stored(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its manifest fits what it puts, and that is not the blob it has announced."""
+def test_a_board_that_lies_about_its_chunks_does_not_get_another_blob_stored(pair, monkeypatch):
     board = pair.boards["a"]
     ref, other = board.depot.store_bytes(noise(2 * CHUNK, 1)), noise(2 * CHUNK, 2)
     (board.depot.folder / ref.sha256).write_bytes(other)
@@ -275,9 +239,7 @@ def test_a_board_that_lies_about_its_chunks_does_not_get_another_blob_stored(
     assert pair.coordinator.depot.find_ref(ref.sha256) is None
 
 
-def test_a_board_that_says_nothing_of_what_it_was_to_put_is_asked_for_chunks(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_board_that_says_nothing_of_what_it_was_to_put_is_asked_for_chunks(pair, monkeypatch):
     monkeypatch.setattr(backend, "QUIET_S", 0.2)
     monkeypatch.setattr(TransferBackend, "start_upload", lambda *given: None)
     board = pair.boards["a"]
@@ -302,7 +264,7 @@ class Both(TransferBackend):
         self.fetched = intake
 
 
-def test_an_update_that_lies_in_the_store_is_not_put_into_the_own_server_meanwhile(tmp_path: Path) -> None:
+def test_an_update_that_lies_in_the_store_is_not_put_into_the_own_server_meanwhile(tmp_path):
     """Two carriers that write one part would give it a name although neither has brought all of its bytes."""
     depot, ways, payload = BlobStore(tmp_path), Both(), noise(4 * CHUNK)
     ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
@@ -338,8 +300,7 @@ class Late(TransferBackend):
         return came
 
 
-def test_a_blob_that_has_come_into_the_store_is_offered_at_once_also_if_nothing_else_is_moved(tmp_path: Path) -> None:
-    """Once the broker is reached."""
+def test_a_blob_that_has_come_into_the_store_is_offered_at_once_also_if_nothing_else_is_moved(tmp_path):
     broker, ways = MemoryBroker(), Late()
     coordinator = Side(broker, tmp_path)
     coordinator.carry(ways)
@@ -357,9 +318,8 @@ def test_a_blob_that_has_come_into_the_store_is_offered_at_once_also_if_nothing_
     assert [message.topic for message in board.receive()] == [TOPICS.blob_topic("a", "dn", ref.sha256, "place")]
 
 
-def test_what_a_board_has_put_into_the_own_server_is_not_looked_for_in_the_store(pair: Pair) -> None:
-    """The board says which of the places it was."""
-    pair.places._backend = Store()  # type: ignore[assignment]
+def test_what_a_board_has_put_into_the_own_server_is_not_looked_for_in_the_store(pair):
+    pair.places._backend = Store()
     payload = noise(2 * CHUNK)
     ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
     manifest = chunks.ManifestBuilder(ref, CHUNK, lambda at, size: payload[at : at + size]).hash_chunks()
@@ -367,7 +327,6 @@ def test_what_a_board_has_put_into_the_own_server_is_not_looked_for_in_the_store
     assert [bool(source.token) for source in sources] == [False, True]
     assert pair.places.uploaded_locations("a", ref, 0) == sources[:1]
     assert pair.places.uploaded_locations("a", ref, 1) == ()
-    assert pair.places._server is not None
     assert len(pair.places._server._grants) == 1
     pair.places.close_locations(("a", ref.sha256))
     assert not pair.places._server._grants  # nobody puts anything any more, and nothing is kept of the upload
@@ -385,12 +344,11 @@ class Store:
     uploaded_locations = upload_locations
 
 
-def test_transfers_that_find_no_thread_free_wait_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store is asked to remove the updates of a thousand boards at once: not by a thousand threads."""
+def test_transfers_that_find_no_thread_free_wait_their_turn(monkeypatch):
     ways, begun = TransferBackend(most=2), list[Callable[[], None]]()
 
     class Thread:
-        def __init__(self, target: Callable[[], None], **named: object) -> None:
+        def __init__(self, target, **named):
             self.start = lambda: begun.append(target)
 
     monkeypatch.setattr(backend.threading, "Thread", Thread)

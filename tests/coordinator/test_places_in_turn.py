@@ -1,26 +1,17 @@
 """Large blobs that boards put in turn into the coordinator's own HTTP server."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
-import pytest
 from streamed import Pair
 from two_sides import noise
-
-from fedquilt.blobs.transfer.download import BlobWriter
-from fedquilt.core import BlobLocation
 
 MB = 1_000_000
 
 
-def test_a_board_that_waits_for_its_turn_is_named_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever places there are: two boards put by HTTP, and the third only once theirs is worked on."""
+def test_a_board_that_waits_for_its_turn_is_named_no_place(tmp_path, monkeypatch):
     pair = Pair(tmp_path, "x", "y", "z")
-    named: list[str] = []
+    named = []
     accepts = pair.places.upload_locations
 
-    def noted(device: str, intake: BlobWriter) -> tuple[BlobLocation, ...]:
+    def noted(device, intake):
         named.append(device)
         return accepts(device, intake)
 
@@ -40,10 +31,7 @@ def test_a_board_that_waits_for_its_turn_is_named_no_place(tmp_path: Path, monke
     pair.close()
 
 
-def test_a_board_that_puts_for_too_long_makes_way_for_one_that_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two put nothing where they were to: first the rest is to come over the broker, and then another goes first."""
+def test_a_board_that_puts_for_too_long_makes_way_for_one_that_waits(tmp_path, monkeypatch):
     pair = Pair(tmp_path, "x", "y", "z")
     refs = {
         name: board.depot.store_bytes(noise(MB, number)) for number, (name, board) in enumerate(pair.boards.items())

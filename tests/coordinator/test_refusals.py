@@ -1,9 +1,7 @@
 """Boards that refuse a task for what does not change by itself are not asked again, and the others make the rounds."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 import msgspec
 import plain
@@ -44,9 +42,8 @@ def alone(state: JobState, devices: str, starts: str = "") -> dict[str, str]:
 
 def refuse(stage: Stage, hand: Hand, code: str = "data") -> None:
     task = hand.tasks[-1]
-    assert task is not None
     named = {"job": stage.job, "round": task.round, "attempt": task.attempt}
-    hand.say("claim", wire.Claim(**named, accepted=False, code=code, reason="no data here"))  # type: ignore[arg-type]
+    hand.say("claim", wire.Claim(**named, accepted=False, code=code, reason="no data here"))
 
 
 def play(stage: Stage, without: str, seconds: float, code: str = "data") -> None:
@@ -63,8 +60,7 @@ def play(stage: Stage, without: str, seconds: float, code: str = "data") -> None
                 hand.answer(ones(2.0))
 
 
-def test_the_table_has_every_code_by_which_a_device_declines_and_the_page_of_jobs_describes_it() -> None:
-    """Each row says whether the failure recurs and how long the device is not selected."""
+def test_the_table_has_every_code_by_which_a_device_declines_and_the_page_of_jobs_describes_it():
     codes = set(get_args(wire.RefusalCode))
     assert codes == set(get_args(get_type_hints(wire.Claim)["code"])) - device_status.NO_REFUSAL
     assert codes == REFUSALS.keys() - {NOTHING, UPDATE, "flooding", "removed"}
@@ -83,10 +79,7 @@ def test_the_table_has_every_code_by_which_a_device_declines_and_the_page_of_job
 
 @pytest.mark.parametrize("size", [2, 0])
 @pytest.mark.parametrize("code", START)
-def test_boards_without_data_are_asked_once_and_the_others_make_every_round(
-    tmp_path: Path, code: str, size: int
-) -> None:
-    """Three of five refuse: each once in eight rounds, and no attempt is lost to them."""
+def test_boards_without_data_are_asked_once_and_the_others_make_every_round(tmp_path, code, size):
     stage = Stage(tmp_path, rounds=8, cohort={"deadline_s": 30.0, "attempts": 1, "size": size})
     for name in "abcde":
         stage.hand(name)
@@ -96,8 +89,7 @@ def test_boards_without_data_are_asked_once_and_the_others_make_every_round(
     assert sorted(fact.device for fact in stage.told(TaskDeclined)) == ["c", "d", "e"]
 
 
-def test_it_is_asked_again_once_its_agent_has_started_anew(tmp_path: Path) -> None:
-    """A restart of the coordinator is no start of the board; one of its agent is."""
+def test_it_is_asked_again_once_its_agent_has_started_anew(tmp_path):
     stage = Stage(tmp_path, rounds=99, cohort={"deadline_s": 30.0, "attempts": 1})
     for name in "abc":
         stage.hand(name)
@@ -113,8 +105,7 @@ def test_it_is_asked_again_once_its_agent_has_started_anew(tmp_path: Path) -> No
     assert len(stage.told(TaskDeclined)) == 1
 
 
-def test_where_all_refuse_the_job_ends_with_their_reasons(tmp_path: Path) -> None:
-    """It does not wait for ever for boards that nobody has."""
+def test_where_all_refuse_the_job_ends_with_their_reasons(tmp_path):
     stage = Stage(tmp_path, rounds=4, cohort={"deadline_s": 30.0, "attempts": 2})
     for name in "ab":
         stage.hand(name)
@@ -125,8 +116,7 @@ def test_where_all_refuse_the_job_ends_with_their_reasons(tmp_path: Path) -> Non
     assert not stage.told(RoundRetried)
 
 
-def test_a_board_that_refused_is_left_alone_until_it_starts_anew_or_less_is_asked_for() -> None:
-    """Also in another attempt at the same round; a check that it has no data for says nothing of the work."""
+def test_a_board_that_refused_is_left_alone_until_it_starts_anew_or_less_is_asked_for():
     state = after(begun(rounds=9, check_every=2, size=2), CohortSelected(0, 0, tuple("abc")))
     state = after(state, state.decline_event("a", "data", "none", DeviceWorkload(), "1"))
     assert alone(state, "abc") == {"a": "data"}
@@ -138,7 +128,7 @@ def test_a_board_that_refused_is_left_alone_until_it_starts_anew_or_less_is_aske
     assert alone(work, "abc") == {}
 
 
-def test_where_the_others_are_too_few_all_are_asked_once_in_each_round() -> None:
+def test_where_the_others_are_too_few_all_are_asked_once_in_each_round():
     """Two of three would do for no round of three: the third is asked again in the next round, not in this one."""
     state = after(begun(min_devices=2, rounds=9), CohortSelected(0, 0, tuple("abc")))
     state = after(state, state.decline_event("a", "data", "none", DeviceWorkload(), "1"))
@@ -148,8 +138,7 @@ def test_where_the_others_are_too_few_all_are_asked_once_in_each_round() -> None
     assert alone(state, "abc") == {"a": "data"}
 
 
-def test_late_refusals_cost_no_attempt_while_other_boards_can_be_asked() -> None:
-    """The time for which a round waits for boards to come has passed when the second refuses: c is there."""
+def test_late_refusals_cost_no_attempt_while_other_boards_can_be_asked():
     state = after(
         begun(size=2, deadline_s=600.0),
         CohortSelected(0, 0, ("a", "b")),
@@ -160,21 +149,19 @@ def test_late_refusals_cost_no_attempt_while_other_boards_can_be_asked() -> None
     assert decide_event(state, 600.0, set("abcd")) == RoundRetried(0, 1)
 
 
-def test_a_job_that_fails_names_those_that_an_earlier_attempt_refused() -> None:
-    """They are not told as silent."""
+def test_a_job_that_fails_names_those_that_an_earlier_attempt_refused():
     state = after(begun(size=3, attempts=2), CohortSelected(0, 0, tuple("abc")))
     state = after(
         state, state.decline_event("a", "data", "none", DeviceWorkload(), "1"), UpdateAccepted(0, update("b"))
     )
     state = after(state, RoundRetried(0, 1), CohortSelected(0, 1, ("c",)))
-    fact: Any = decide_event(state, 10.0, set("bc"))
+    fact = decide_event(state, 10.0, set("bc"))
     assert (
         "1 answered, 1 declined, 1 stayed silent, and 3 updates are needed; refused: a: none; silent: c" in fact.reason
     )
 
 
-def test_a_start_is_another_with_another_boot_or_profile() -> None:
-    """The same messages again are none; of a board that has not been heard there is no start."""
+def test_a_start_is_another_with_another_boot_or_profile():
     registry, profile = DeviceRegistry(), plain.profile()
     assert registry.agent_start_key("a") == ""
     registry.update_presence("a", wire.Presence(online=True, boot="1"), 0.0)
@@ -199,8 +186,7 @@ def asked(stage: Stage) -> list[tuple[int, int, tuple[str, ...]]]:
 
 
 @pytest.mark.parametrize("code", RECURS)
-def test_a_failure_that_would_recur_on_every_device_ends_the_job_in_one_attempt(tmp_path: Path, code: str) -> None:
-    """The reason has two lines: the cause with the number of devices, and the fix."""
+def test_a_failure_that_would_recur_on_every_device_ends_the_job_in_one_attempt(tmp_path, code):
     stage = Stage(tmp_path, rounds=4, cohort={"deadline_s": 30.0, "attempts": 3})
     for name in "abc":
         stage.hand(name)
@@ -215,10 +201,7 @@ def test_a_failure_that_would_recur_on_every_device_ends_the_job_in_one_attempt(
 
 
 @pytest.mark.parametrize("code", RECURS)
-def test_a_device_whose_failure_would_recur_is_asked_once_a_round_and_the_others_go_on(
-    tmp_path: Path, code: str
-) -> None:
-    """No attempt is lost to it, and it is not asked the same task twice."""
+def test_a_device_whose_failure_would_recur_is_asked_once_a_round_and_the_others_go_on(tmp_path, code):
     stage = Stage(tmp_path, rounds=3, cohort={"deadline_s": 30.0, "attempts": 1})
     for name in "abc":
         stage.hand(name)
@@ -231,8 +214,7 @@ def test_a_device_whose_failure_would_recur_is_asked_once_a_round_and_the_others
 
 
 @pytest.mark.parametrize("code", PASSING)
-def test_a_passing_failure_is_tried_again(tmp_path: Path, code: str) -> None:
-    """All three fail in the first attempt and answer in the second."""
+def test_a_passing_failure_is_tried_again(tmp_path, code):
     stage = Stage(tmp_path, rounds=1, cohort={"deadline_s": 30.0, "attempts": 3})
     for name in "abc":
         stage.hand(name)
@@ -243,8 +225,7 @@ def test_a_passing_failure_is_tried_again(tmp_path: Path, code: str) -> None:
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
 
 
-def test_one_device_that_reports_a_failure_ends_no_job_of_others(tmp_path: Path) -> None:
-    """What a device says is a claim: a slow device keeps its attempts, and the claimant is not asked again."""
+def test_one_device_that_reports_a_failure_ends_no_job_of_others(tmp_path):
     stage = Stage(tmp_path, rounds=1, cohort={"deadline_s": 30.0, "attempts": 2, "min_devices": 2})
     for name in "abc":
         stage.hand(name)
@@ -259,7 +240,7 @@ def test_one_device_that_reports_a_failure_ends_no_job_of_others(tmp_path: Path)
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
 
 
-def test_a_job_ends_at_once_where_only_failed_devices_keep_it_from_its_quorum(tmp_path: Path) -> None:
+def test_a_job_ends_at_once_where_only_failed_devices_keep_it_from_its_quorum(tmp_path):
     """Two of three are needed, and two report a failure: the third has answered, and no other attempt could help."""
     stage = Stage(tmp_path, rounds=1, cohort={"deadline_s": 30.0, "attempts": 3, "min_devices": 2})
     for name in "abc":
@@ -270,8 +251,7 @@ def test_a_job_ends_at_once_where_only_failed_devices_keep_it_from_its_quorum(tm
     assert len(asked(stage)) == 1
 
 
-def test_updates_that_are_rejected_are_not_asked_for_again(tmp_path: Path) -> None:
-    """Both devices send NaN: one attempt, with the cause and the fix."""
+def test_updates_that_are_rejected_are_not_asked_for_again(tmp_path):
     stage = Stage(tmp_path, rounds=1, cohort={"deadline_s": 30.0, "attempts": 3})
     for name in "ab":
         stage.hand(name)
@@ -286,8 +266,7 @@ def test_updates_that_are_rejected_are_not_asked_for_again(tmp_path: Path) -> No
     assert len(asked(stage)) == 1
 
 
-def test_a_device_with_a_full_disk_is_not_selected_until_it_reports_free_space(tmp_path: Path) -> None:
-    """It declines once, and takes part again after its telemetry."""
+def test_a_device_with_a_full_disk_is_not_selected_until_it_reports_free_space(tmp_path):
     stage = Stage(tmp_path, rounds=99, cohort={"deadline_s": 30.0, "attempts": 1})
     for name in "abc":
         stage.hand(name)

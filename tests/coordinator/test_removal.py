@@ -1,7 +1,5 @@
 """Devices that are removed from a fleet by `fedquilt devices --remove`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -42,10 +40,7 @@ def fleet(tmp_path: Path) -> tuple[Home, Hand, Hand]:
     return stage, a, b
 
 
-def test_a_removed_device_leaves_nothing_at_the_broker_and_in_the_home(
-    fleet: tuple[Home, Hand, Hand], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It went offline long ago; the others are as before, and so is the next coordinator's fleet."""
+def test_a_removed_device_leaves_nothing_at_the_broker_and_in_the_home(fleet, capsys):
     stage, a, b = fleet
     b.say("presence", wire.Presence(online=False, boot="1"), retain=True)
     a.answer(ones())
@@ -61,13 +56,9 @@ def test_a_removed_device_leaves_nothing_at_the_broker_and_in_the_home(
     stage.restart()
     stage.play()
     assert (stage.known(), stage.server.registry.devices.keys()) == (["a"], {"a"})
-    stage.store.close()
 
 
-def test_a_device_with_a_task_is_removed_only_by_force_and_its_round_goes_on(
-    fleet: tuple[Home, Hand, Hand], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The task is taken back, and the round does not wait for its update."""
+def test_a_device_with_a_task_is_removed_only_by_force_and_its_round_goes_on(fleet, capsys):
     stage, a, b = fleet
     assert f"b has a task of {stage.job}, round 1" in stage.said(capsys, "b", "--remove", code=2)
     stage.play()
@@ -81,13 +72,9 @@ def test_a_device_with_a_task_is_removed_only_by_force_and_its_round_goes_on(
     stage.play()
     assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a"]
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
-    stage.store.close()
 
 
-def test_a_removed_device_that_still_runs_is_back_with_its_next_message(
-    fleet: tuple[Home, Hand, Hand], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Removing is not revoking."""
+def test_a_removed_device_that_still_runs_is_back_with_its_next_message(fleet, capsys):
     stage, _, b = fleet
     stage.said(capsys, "b", "--remove", "--force")
     stage.play()
@@ -97,7 +84,6 @@ def test_a_removed_device_that_still_runs_is_back_with_its_next_message(
     stage.play()
     assert stage.known() == ["a", "b"]
     assert "b" in stage.server.registry.online_devices(stage.broker.now_s)
-    stage.store.close()
 
 
 @pytest.mark.parametrize(
@@ -109,12 +95,8 @@ def test_a_removed_device_that_still_runs_is_back_with_its_next_message(
         (["a", "--force"], "--force has a meaning only with --remove"),
     ],
 )
-def test_a_removal_of_nobody_is_refused(
-    fleet: tuple[Home, Hand, Hand], capsys: pytest.CaptureFixture[str], words: list[str], told: str
-) -> None:
-    """And nothing is removed."""
+def test_a_removal_of_nobody_is_refused(fleet, capsys, words, told):
     stage, _, _ = fleet
     assert told in stage.said(capsys, *words, code=2)
     stage.play()
     assert stage.known() == ["a", "b"]
-    stage.store.close()

@@ -1,7 +1,5 @@
 """Rollouts carried out by a coordinator: phases, abort, rollback, boards that are away."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rolled import MODEL, OTHER, TOPICS, Ground, good
@@ -20,8 +18,7 @@ def told(ground: Ground, *kinds: type) -> list[Any]:
 
 
 # -- phases ---------------------------------------------------------------------------------------
-def test_a_good_model_reaches_all_in_phases(ground: Ground) -> None:
-    """The next share of the fleet is offered the model only once all boards offered before have committed it."""
+def test_a_good_model_reaches_all_in_phases(ground):
     ground.fleet(20)
     id = ground.deploy(canary=0.05, phases=(0.25, 1.0))
     ground.play(30.0)
@@ -34,8 +31,7 @@ def test_a_good_model_reaches_all_in_phases(ground: Ground) -> None:
     assert steps == [1, PhasePassed, 4, PhasePassed, 15, PhasePassed, RolloutCompleted]
 
 
-def test_of_200_boards_a_bad_model_reaches_the_canary_alone(ground: Ground) -> None:
-    """The bad rollout ends by itself, and no board runs its model afterwards; the next rollout reaches all boards."""
+def test_of_200_boards_a_bad_model_reaches_the_canary_alone(ground):
     ground.fleet(200, lambda device, release: "returned" if release.name == "bad" else "committed")
     bad = ground.deploy(MODEL, name="bad")
     ground.play(40.0)
@@ -48,8 +44,7 @@ def test_of_200_boards_a_bad_model_reaches_the_canary_alone(ground: Ground) -> N
     assert len(ground.having(OTHER)) == 200
 
 
-def test_a_model_that_fails_on_other_boards_than_the_canary_goes_no_further(ground: Ground) -> None:
-    """Boards that had taken the model return to what they ran before."""
+def test_a_model_that_fails_on_other_boards_than_the_canary_goes_no_further(ground):
     boards = ground.fleet(40)
     id = ground.deploy(canary=0.05, phases=(0.5, 1.0))
     ground.play(0.2)
@@ -63,8 +58,7 @@ def test_a_model_that_fails_on_other_boards_than_the_canary_goes_no_further(grou
     assert len(ground.ever()) == 2
 
 
-def test_a_coordinator_that_has_just_started_first_hears_which_boards_there_are(ground: Ground) -> None:
-    """The canary is a share of all boards, not of those that came within the first second or two."""
+def test_a_coordinator_that_has_just_started_first_hears_which_boards_there_are(ground):
     ground.deploy(canary=0.25, phases=(1.0,))
     boards = ground.fleet(40, away=39)
     ground.play(SETTLE_S / 2)
@@ -74,21 +68,18 @@ def test_a_coordinator_that_has_just_started_first_hears_which_boards_there_are(
     assert len(told(ground, ReleaseOffered)[0].devices) == 10
 
 
-def test_what_a_board_asks_and_when_stands_in_its_release(ground: Ground) -> None:
-    """Limits, soak, window, force and name are those of the plan."""
+def test_what_a_board_asks_and_when_stands_in_its_release(ground):
     (board,) = ground.fleet(1)
     limits = wire.ReleaseLimits(min_gain=-0.005, max_latency_s=0.04)
     id = ground.deploy(limits=limits, soak_s=5.0, window="02:00-05:00", force=True, name="digits")
     ground.play()
     release = board.releases[0]
-    assert release is not None
     assert (release.rollout, release.limits, release.soak_s, release.window, release.force, release.name) == (
         *(id, limits, 5.0, "02:00-05:00", True, "digits"),
     )
 
 
-def test_only_boards_with_the_labels_get_it(ground: Ground) -> None:
-    """Boards with another label are not asked, now or later."""
+def test_only_boards_with_the_labels_get_it(ground):
     ground.fleet(3, labels=("site=lab",))
     ground.fleet(3, labels=("site=hall",))
     id = ground.deploy(select=("site=lab",))
@@ -98,8 +89,7 @@ def test_only_boards_with_the_labels_get_it(ground: Ground) -> None:
 
 
 # -- boards that are away -------------------------------------------------------------------------
-def test_boards_that_cannot_be_upgraded_are_left_out_by_name_and_do_not_count(ground: Ground) -> None:
-    """Two of four have no launcher: they are offered models, and no version of the agent."""
+def test_boards_that_cannot_be_upgraded_are_left_out_by_name_and_do_not_count(ground):
     never = {"versions": {UPGRADES: "none: no launcher started the agent"}}
     unable = ground.fleet(2, lambda device, release: "refused" if release.kind == "agent" else "committed", **never)
     ground.fleet(2)
@@ -120,7 +110,7 @@ def test_boards_that_cannot_be_upgraded_are_left_out_by_name_and_do_not_count(gr
     assert ground.state(model).count_outcomes() == {"committed": 5}
 
 
-def test_an_upgrade_of_boards_that_all_cannot_be_upgraded_ends_and_names_them(ground: Ground) -> None:
+def test_an_upgrade_of_boards_that_all_cannot_be_upgraded_ends_and_names_them(ground):
     """It would wait for ever."""
     ground.fleet(2, versions={UPGRADES: "none: no launcher started the agent"})
     id = ground.deploy(kind="agent")
@@ -134,8 +124,7 @@ def test_an_upgrade_of_boards_that_all_cannot_be_upgraded_ends_and_names_them(gr
 
 
 # -- models that a device's ONNX Runtime is too old for ------------------------------------------------
-def test_a_model_goes_to_no_device_whose_runtime_is_too_old_for_it(ground: Ground) -> None:
-    """One of three loads opset 21 at most: it is left out by name, with both numbers, and so is a later one like it."""
+def test_a_model_goes_to_no_device_whose_runtime_is_too_old_for_it(ground):
     old = ground.fleet(1, versions={"onnxruntime": "1.19.2"})
     ground.fleet(1, versions={"onnxruntime-gpu": "1.32.0"})
     ground.fleet(1)  # what a device without ONNX Runtime says, its own check decides
@@ -155,8 +144,7 @@ def test_a_model_goes_to_no_device_whose_runtime_is_too_old_for_it(ground: Groun
     assert ground.state(id).count_outcomes() == {"committed": 2}
 
 
-def test_a_model_that_no_device_can_load_ends_its_rollout_before_it_is_sent(ground: Ground) -> None:
-    """The IR version alone decides too."""
+def test_a_model_that_no_device_can_load_ends_its_rollout_before_it_is_sent(ground):
     boards = ground.fleet(2, versions={"onnxruntime": "1.32.0"})
     id = ground.deploy(versions=(17, 77))
     ground.play(10.0)
@@ -165,8 +153,7 @@ def test_a_model_that_no_device_can_load_ends_its_rollout_before_it_is_sent(grou
     assert "loads opset 28 and IR version 14 at most, and the model has opset 17 and IR version 77" in state.reason
 
 
-def test_a_board_that_is_off_for_the_whole_rollout_catches_up_when_it_returns(ground: Ground) -> None:
-    """Neither a board that was known before nor a new one holds the rollout up while it is off."""
+def test_a_board_that_is_off_for_the_whole_rollout_catches_up_when_it_returns(ground):
     boards = ground.fleet(8)
     ground.play(1.0)
     boards[3].go()
@@ -184,7 +171,7 @@ def test_a_board_that_is_off_for_the_whole_rollout_catches_up_when_it_returns(gr
     assert ground.state(id).device_phase("b-003") == ground.state(id).device_phase("b-008") == "committed"
 
 
-def test_a_board_that_has_just_gone_is_no_canary(ground: Ground) -> None:
+def test_a_board_that_has_just_gone_is_no_canary(ground):
     """A job would wait for the board for a moment; as a canary it would hold up the rollout."""
     boards = ground.fleet(30)
     ground.play(6.0)
@@ -196,7 +183,7 @@ def test_a_board_that_has_just_gone_is_no_canary(ground: Ground) -> None:
     assert ground.state(id).offered.get("b-000") == 0
 
 
-def test_without_a_retained_message_a_board_gets_it_all_the_same(ground: Ground) -> None:
+def test_without_a_retained_message_a_board_gets_it_all_the_same(ground):
     """A broker may lose the messages that it retains, and a signed message is valid in one session alone."""
     boards = ground.fleet(4)
     ground.play(1.0)
@@ -211,24 +198,23 @@ def test_without_a_retained_message_a_board_gets_it_all_the_same(ground: Ground)
     assert len(ground.having()) == 4
 
 
-def test_a_release_that_a_board_has_not_heard_is_sent_again(ground: Ground) -> None:
+def test_a_release_that_a_board_has_not_heard_is_sent_again(ground):
     """A board that stays connected and says nothing of a release may have lost it."""
     (board,) = ground.fleet(1)
     take, heard = board.take, list[wire.DesiredRelease | None]()
 
-    def half_deaf(release: wire.DesiredRelease | None) -> None:
+    def half_deaf(release):
         heard.append(release)
         if len(heard) > 1:
             take(release)
 
-    board.take = half_deaf  # type: ignore[method-assign]
+    board.take = half_deaf
     id = ground.deploy()
     ground.play(30.0)
     assert ground.state(id).status == "done"
 
 
-def test_a_board_whose_last_word_was_lost_is_asked_for_it_again(ground: Ground) -> None:
-    """The coordinator drops what a device sends too fast; what a board has said of a release it says but once."""
+def test_a_board_whose_last_word_was_lost_is_asked_for_it_again(ground):
     (board,) = ground.fleet(1)
     board.judge = lambda device, release: "soaking"
     id = ground.deploy()
@@ -240,35 +226,33 @@ def test_a_board_whose_last_word_was_lost_is_asked_for_it_again(ground: Ground) 
     assert ground.state(id).status == "done"
 
 
-def test_a_board_that_answers_nothing_holds_up_for_its_patience_alone(ground: Ground) -> None:
-    """An agent that knows no releases never answers; a step passes without it once at least one board has answered."""
+def test_a_board_that_answers_nothing_holds_up_for_its_patience_alone(ground):
     boards = ground.fleet(4)
     for board in boards:
-        board.take = lambda release: None  # type: ignore[method-assign]
+        board.take = lambda release: None
     id = ground.deploy(canary=0.5, phases=(1.0,), patience_s=60.0)
     ground.play(100.0)
     first = sorted(ground.state(id).offered)
     assert len(first) == 2
     assert ground.state(id).step == 0
     board = next(board for board in boards if board.name == first[0])
-    del board.take  # type: ignore[method-assign]
+    del board.take
     board.go()
     board.come()
     ground.play(10.0)
     assert told(ground, PhasePassed)[0] == PhasePassed(0, (first[1],))
 
 
-def test_a_board_that_says_nothing_is_waited_for_no_longer_because_coordinators_are_killed(ground: Ground) -> None:
-    """Each coordinator lives for 20 s, a third of the patience. The step passes without the board all the same."""
+def test_a_board_that_says_nothing_is_waited_for_no_longer_because_coordinators_are_killed(ground):
     ground.disk = PrivateDisk()
-    ground.disk.wall_clock_s = lambda: 1e9 + ground.broker.now_s  # type: ignore[method-assign]
+    ground.disk.wall_clock_s = lambda: 1e9 + ground.broker.now_s
     ground.restart()
     boards = ground.fleet(2)
     id = ground.deploy(canary=0.9, phases=(1.0,), patience_s=60.0)
     while not ground.state(id).offered:
         ground.play(0.1)
     (quiet,) = (board for board in boards if board.name not in ground.state(id).offered)
-    quiet.take = lambda release: None  # type: ignore[method-assign]
+    quiet.take = lambda release: None
     ground.play(10.0)
     assert quiet.name in ground.state(id).offered
     for _ in range(6):
@@ -278,7 +262,7 @@ def test_a_board_that_says_nothing_is_waited_for_no_longer_because_coordinators_
     assert ground.state(id).status == "done"
 
 
-def test_a_board_that_falls_silent_with_the_new_model_has_failed(ground: Ground) -> None:
+def test_a_board_that_falls_silent_with_the_new_model_has_failed(ground):
     """The new model may be why the board fell silent."""
     ground.fleet(4, lambda device, release: "soaking")
     id = ground.deploy(canary=0.5, phases=(1.0,), patience_s=60.0)
@@ -294,8 +278,7 @@ def test_a_board_that_falls_silent_with_the_new_model_has_failed(ground: Ground)
     assert len(ground.ever()) == 2
 
 
-def test_a_new_board_gets_the_latest_of_the_rollouts_that_are_done(ground: Ground) -> None:
-    """An earlier rollout does not offer a board what a later one will replace at once."""
+def test_a_new_board_gets_the_latest_of_the_rollouts_that_are_done(ground):
     ground.fleet(3)
     first = ground.deploy(MODEL, name="first")
     ground.play(30.0)
@@ -308,7 +291,7 @@ def test_a_new_board_gets_the_latest_of_the_rollouts_that_are_done(ground: Groun
     assert len(ground.having(OTHER)) == 4
 
 
-def test_a_board_that_has_refused_a_later_rollout_is_not_offered_an_earlier_one(ground: Ground) -> None:
+def test_a_board_that_has_refused_a_later_rollout_is_not_offered_an_earlier_one(ground):
     """Releases of the earlier rollout are older than what the board has heard, and would be waited for in vain."""
     boards = ground.fleet(2, lambda device, release: "refused" if release.name == "bad" else "committed")
     first = ground.deploy(MODEL, name="first")

@@ -1,23 +1,17 @@
 """Rollouts ended and taken back by request, and boards that say odd things."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
-from rolled import MODEL, OTHER, Ground
+from rolled import MODEL, OTHER
 
 from fedquilt import wire
 from fedquilt.coordinator import control_requests
 from fedquilt.coordinator.rounds.rollout import StatusReported
-from fedquilt.coordinator.storage.rollout_log import StoredRollout
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import JobError
 
 
 # -- people ---------------------------------------------------------------------------------------
-def test_a_rollout_is_ended_by_request(ground: Ground) -> None:
-    """Boards that run the model return to what they ran before, also one that was away when the rollout was ended."""
+def test_a_rollout_is_ended_by_request(ground):
     boards = ground.fleet(10, lambda device, release: "soaking")
     id = ground.deploy(canary=0.3, phases=(1.0,))
     ground.play()
@@ -38,8 +32,7 @@ def test_a_rollout_is_ended_by_request(ground: Ground) -> None:
         control_requests.revert_rollout(ground.store, id)
 
 
-def test_a_rollout_that_is_done_is_taken_back(ground: Ground) -> None:
-    """Boards return to the model before; a board that comes later gets that one, which is in force again."""
+def test_a_rollout_that_is_done_is_taken_back(ground):
     ground.fleet(6)
     first = ground.deploy(MODEL, name="first")
     ground.play(30.0)
@@ -59,8 +52,7 @@ def test_a_rollout_that_is_done_is_taken_back(ground: Ground) -> None:
 
 
 @pytest.mark.parametrize("ended", ["aborted", "rolled back"])
-def test_what_boards_have_had_a_later_one_of_is_not_taken_back(ground: Ground, ended: str) -> None:
-    """A board keeps one former model: once a later rollout was undone, none from before the earlier one is left."""
+def test_what_boards_have_had_a_later_one_of_is_not_taken_back(ground, ended):
     ground.fleet(4, lambda device, release: "returned" if release.name == "bad" else "committed")
     first = ground.deploy(MODEL, name="first")
     ground.play(30.0)
@@ -77,26 +69,24 @@ def test_what_boards_have_had_a_later_one_of_is_not_taken_back(ground: Ground, e
     assert len(ground.having(MODEL)) == 4
 
 
-def test_a_rollout_is_taken_back_though_a_board_reports_at_that_moment(ground: Ground) -> None:
-    """The coordinator writes a report between the two reads of the command."""
+def test_a_rollout_is_taken_back_though_a_board_reports_at_that_moment(ground):
     ground.fleet(2)
     id = ground.deploy()
     ground.play(30.0)
     with Store(ground.home) as store:
         find = store.rollouts.find_rollout
 
-        def find_slowly(rollout: str = "") -> StoredRollout:
+        def find_slowly(rollout=""):
             found = find(rollout)
             ground.store.rollouts.append_events([(id, StatusReported("b-000", found.state.serial, "returned"))])
             return found
 
-        store.rollouts.find_rollout = find_slowly  # type: ignore[method-assign]
+        store.rollouts.find_rollout = find_slowly
         assert control_requests.revert_rollout(store, id).startswith(f"{id} of digits is taken back")
     assert ground.store.rollouts.find_rollout(id).revert_requested
 
 
-def test_one_rollout_of_a_kind_at_a_time(ground: Ground) -> None:
-    """Whoever deploys a second model is told which rollout is under way, and how to end it."""
+def test_one_rollout_of_a_kind_at_a_time(ground):
     id = ground.deploy()
     with pytest.raises(JobError, match=rf"{id} of digits is queued: .*`fedquilt rollout back {id} --home"):
         ground.deploy(OTHER)
@@ -115,23 +105,19 @@ def test_one_rollout_of_a_kind_at_a_time(ground: Ground) -> None:
         ({"name": "\udcff"}, "Plan of model-.* cannot be kept: .*surrogates"),
     ],
 )
-def test_a_plan_that_cannot_be_carried_out_is_refused(ground: Ground, changes: dict[str, Any], said: str) -> None:
-    """A plan that is refused is not queued."""
+def test_a_plan_that_cannot_be_carried_out_is_refused(ground, changes, said):
     with pytest.raises(JobError, match=said):
         ground.deploy(**changes)
     assert ground.store.rollouts.readable_rollouts() == []
 
 
 # -- odd boards -----------------------------------------------------------------------------------
-def test_a_board_with_a_later_release_of_elsewhere_is_named(ground: Ground) -> None:
-    """A coordinator whose home was put back, or a second one, sends releases that are older than what the board has."""
+def test_a_board_with_a_later_release_of_elsewhere_is_named(ground):
     (board,) = ground.fleet(1)
     board.serial = 1 << 40
     board.take = lambda release: (
         release
-        and board.say(  # type: ignore[assignment, method-assign]
-            "installed", wire.ReleaseStatus(rollout="other", kind="model", serial=1 << 40, phase="committed")
-        )
+        and board.say("installed", wire.ReleaseStatus(rollout="other", kind="model", serial=1 << 40, phase="committed"))
     )
     id = ground.deploy()
     ground.play()
@@ -139,8 +125,7 @@ def test_a_board_with_a_later_release_of_elsewhere_is_named(ground: Ground) -> N
     assert f"it has release {1 << 40} of other" in ground.state(id).reason
 
 
-def test_a_board_that_says_ever_more_fills_no_log(ground: Ground) -> None:
-    """After a hundred facts of one board the log notes no more of that board."""
+def test_a_board_that_says_ever_more_fills_no_log(ground):
     (board,) = ground.fleet(1, lambda device, release: "soaking")
     id = ground.deploy()
     ground.play()
@@ -153,8 +138,7 @@ def test_a_board_that_says_ever_more_fills_no_log(ground: Ground) -> None:
     )
 
 
-def test_who_was_not_offered_it_says_nothing_of_it(ground: Ground) -> None:
-    """A board outside the canary can neither report on a release nor fetch its blob."""
+def test_who_was_not_offered_it_says_nothing_of_it(ground):
     boards = ground.fleet(10)
     id = ground.deploy(canary=0.1, phases=(1.0,), patience_s=1000.0)
     for board in boards:
@@ -163,7 +147,6 @@ def test_who_was_not_offered_it_says_nothing_of_it(ground: Ground) -> None:
     (canary,) = ground.state(id).offered
     release = next(board for board in boards if board.name == canary).releases[0]
     other = next(board for board in boards if board.name != canary)
-    assert release is not None
     assert release.blob is not None
     other.tell(release, "refused")
     other.transfers.request_blob(other.name, release.blob)

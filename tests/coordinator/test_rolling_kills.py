@@ -1,11 +1,8 @@
 """Rollouts whose coordinator is killed at a call to its disk or its broker, and is started again."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rolled import TOPICS, Ground, Judge, good
@@ -46,11 +43,11 @@ def rolled_out(folder: Path, at: int, power: bool, judge: Judge, steps: Callable
     ground.fleet(6, judge)
     ground.deploy(name="new", patience_s=60.0, phases=(0.5, 1.0))
     doomed.calls, doomed.at = 0, at
-    ground.calls = doomed  # type: ignore[attr-defined]
+    ground.calls = doomed
 
     def mortal() -> None:
         publish = ground.link.publish
-        ground.link.publish = lambda *args, **named: doomed("publish", "") or publish(*args, **named)  # type: ignore[method-assign, func-returns-value]
+        ground.link.publish = lambda *args, **named: doomed("publish", "") or publish(*args, **named)
 
     mortal()
     while True:
@@ -60,19 +57,19 @@ def rolled_out(folder: Path, at: int, power: bool, judge: Judge, steps: Callable
         except SimulatedCrash:
             ground.broker.lose_client(ground.link)
             doomed.dead = False
-            ground.disk.release_locks()  # type: ignore[attr-defined]
+            ground.disk.release_locks()
             doomed.platter.fail_power(random.Random(at)) if power else doomed.platter.end_processes()
             ground.disk = doomed.disk()
             ground.start()
             mortal()
 
 
+@pytest.mark.parametrize("step", [15, pytest.param(5, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("power", [False, True], ids=["process", "power"])
-def test_a_coordinator_that_is_killed_at_any_call_goes_on_with_a_good_model(tmp_path: Path, power: bool) -> None:
-    """In the end all boards run the model, and each was offered it once."""
-    calls = rolled_out(tmp_path / "count", -1, power, good, lambda ground: ground.play(25.0)).calls.calls  # type: ignore[attr-defined]
+def test_a_coordinator_that_is_killed_at_any_call_goes_on_with_a_good_model(tmp_path, power, step):
+    calls = rolled_out(tmp_path / "count", -1, power, good, lambda ground: ground.play(25.0)).calls.calls
     assert calls > 60
-    for at in range(1, calls, 5):
+    for at in range(1, calls, step):
         ground = rolled_out(tmp_path / str(at), at, power, good, lambda ground: ground.play(40.0))
         state = ground.state()
         assert state.status == "done", at
@@ -85,13 +82,11 @@ def test_a_coordinator_that_is_killed_at_any_call_goes_on_with_a_good_model(tmp_
         assert sorted(sum(offered, ())) == sorted(state.offered)
 
 
+@pytest.mark.parametrize("step", [12, pytest.param(3, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("power", [False, True], ids=["process", "power"])
-def test_a_coordinator_that_is_killed_at_any_call_lets_a_bad_model_reach_the_canary_alone(
-    tmp_path: Path, power: bool
-) -> None:
-    """The rollout is aborted once, only the canary ever ran the model, and no board runs it in the end."""
-    calls = rolled_out(tmp_path / "count", -1, power, BAD, lambda ground: ground.play(25.0)).calls.calls  # type: ignore[attr-defined]
-    for at in range(1, calls, 3):
+def test_a_coordinator_that_is_killed_at_any_call_lets_a_bad_model_reach_the_canary_alone(tmp_path, power, step):
+    calls = rolled_out(tmp_path / "count", -1, power, BAD, lambda ground: ground.play(25.0)).calls.calls
+    for at in range(1, calls, step):
         ground = rolled_out(tmp_path / str(at), at, power, BAD, lambda ground: ground.play(40.0))
         assert ground.state().status == "aborted", at
         assert len(ground.ever()) == 1
@@ -100,10 +95,7 @@ def test_a_coordinator_that_is_killed_at_any_call_lets_a_bad_model_reach_the_can
         assert sum(isinstance(fact, RolloutReverted) for _, _, fact in facts) == 1
 
 
-def test_a_coordinator_that_starts_replaces_releases_that_its_broker_kept_for_boards_that_are_away(
-    tmp_path: Path,
-) -> None:
-    """A coordinator that is killed between the facts of an abort and its releases leaves the broker with older ones."""
+def test_a_coordinator_that_starts_replaces_releases_that_its_broker_kept_for_boards_that_are_away(tmp_path):
     ground = Ground(tmp_path)
     (board,) = ground.fleet(1)
     id = ground.deploy()
@@ -119,12 +111,11 @@ def test_a_coordinator_that_starts_replaces_releases_that_its_broker_kept_for_bo
     assert wire.decode(message.payload, wire.DesiredRelease).back
 
 
-def test_every_release_that_is_sent_follows_from_facts_that_are_written(tmp_path: Path) -> None:
-    """A coordinator that is killed after sending a release knows it from its log."""
+def test_every_release_that_is_sent_follows_from_facts_that_are_written(tmp_path):
     ground = Ground(tmp_path)
     publish, sent = ground.link.publish, list[bool]()
 
-    def seen(topic: str, payload: bytes, **named: Any) -> None:
+    def seen(topic, payload, **named):
         route = wire.parse_topic(topic)
         if route.leaf == "model":
             with Store(ground.home) as written:
@@ -133,7 +124,7 @@ def test_every_release_that_is_sent_follows_from_facts_that_are_written(tmp_path
             sent.append(wanted is not None and wanted.back)
         publish(topic, payload, **named)
 
-    ground.link.publish = seen  # type: ignore[method-assign]
+    ground.link.publish = seen
     ground.fleet(4, lambda device, release: "returned" if release.name == "bad" else "committed")
     for name, ended in (("bad", "aborted"), ("good", "rolled back")):
         id = ground.deploy(name=name)

@@ -1,10 +1,7 @@
 """Rollouts in a home's database: what is kept, what is read back, and what is said of damage."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rolled import MODEL, OTHER, Ground
@@ -21,8 +18,7 @@ def ground(tmp_path: Path) -> Ground:
     return Ground(tmp_path)
 
 
-def test_blobs_are_kept_while_some_board_may_ask_for_them(ground: Ground) -> None:
-    """The blob of a done rollout is kept until all its boards have a later one; an undone rollout has none."""
+def test_blobs_are_kept_while_some_board_may_ask_for_them(ground):
     ground.fleet(2, lambda device, release: "refused" if release.name == "bad" else "committed")
     digests = [ground.store.depot.store_bytes(each).sha256 for each in (MODEL, OTHER, b"bad")]
     ground.deploy(MODEL, name="first")
@@ -38,7 +34,7 @@ def test_blobs_are_kept_while_some_board_may_ask_for_them(ground: Ground) -> Non
     assert ground.store.referenced_blobs() == {digests[1]}
 
 
-def test_who_reads_while_a_coordinator_writes_sees_one_moment(ground: Ground) -> None:
+def test_who_reads_while_a_coordinator_writes_sees_one_moment(ground):
     """A fact that is written between two reads of one rollout would otherwise look like damage."""
     id = ground.deploy()
     ground.play(8.0)
@@ -46,20 +42,19 @@ def test_who_reads_while_a_coordinator_writes_sees_one_moment(ground: Ground) ->
         line = reader.rollouts._rows.find_job
         number = itertools.count(100)
 
-        def slow(wanted: str) -> Any:
+        def slow(wanted):
             found = line(wanted)
             ground.store.rollouts.append_events([(id, ReleaseOffered(0, (f"x-{next(number)}",)))])
             return found
 
-        reader.rollouts._rows.find_job = slow  # type: ignore[method-assign]
+        reader.rollouts._rows.find_job = slow
         assert [kept.state.id for kept in reader.rollouts.readable_rollouts()] == [id]
         assert reader.rollouts.find_rollout().state.id == id
         assert reader.rollouts.read_events(id)
         assert reader.rollouts.read_errors() == {}
 
 
-def test_a_damaged_log_is_named_and_hides_no_other(ground: Ground, caplog: pytest.LogCaptureFixture) -> None:
-    """A later rollout is carried out; the damaged one is named in the log, in errors and to whoever clears up blobs."""
+def test_a_damaged_log_is_named_and_hides_no_other(ground, caplog):
     ground.fleet(2)
     first = ground.deploy(MODEL, name="first")
     ground.play(30.0)
@@ -74,18 +69,45 @@ def test_a_damaged_log_is_named_and_hides_no_other(ground: Ground, caplog: pytes
         ground.store.rollouts.find_rollout(first)
 
 
-def test_a_serial_is_later_than_any_before_and_than_any_of_a_home_that_was_put_back(
-    ground: Ground, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A home that was put back has forgotten serials, which are of seconds that have passed."""
+def test_a_rollout_that_there_is_not_is_named(ground):
+    """Nothing is written for it."""
+    log = ground.store.rollouts
+    for act in (
+        lambda: log.read_events("none"),
+        lambda: log.request_revert("none"),
+        lambda: log.append_events([(ground.deploy(), RolloutStarted(1)), ("none", RolloutStarted(2))]),
+    ):
+        with pytest.raises(StoreError, match=r"no rollout 'none' in .*: `fedquilt rollout status` lists them"):
+            act()
+    (kept,) = log.readable_rollouts()
+    assert (kept.state.status, log.read_events(kept.state.id)) == ("queued", [])
+    assert ground.store._db.execute("select count(*) from rollout_facts").fetchone() == (0,)
+
+
+@pytest.mark.parametrize("name", ["first", "second"])
+def test_a_rollout_that_was_replaced_is_read_anew(ground, name):
+    """By the same id with other events or another plan, as a backup that is put back may have."""
+    log = ground.store.rollouts
+    id = ground.deploy(name="first")
+    log.append_events([(id, RolloutStarted(1)), (id, ReleaseOffered(0, ("a", "b")))])
+    assert log.find_rollout(id).state.offered.keys() == {"a", "b"}
+    for table, key in (("rollout_facts", "job"), ("rollouts", "id")):
+        ground.store._db.execute(f"delete from {table} where {key} = ?", (id,))
+    log.add_rollout(RolloutPlan("model", name, blob=ground.store.depot.store_bytes(OTHER)), id=id)
+    log.append_events([(id, RolloutStarted(2)), (id, ReleaseOffered(0, ("c",))), (id, ReleaseOffered(1, ("d",)))])
+    with Store(ground.home) as fresh:
+        assert log.find_rollout(id) == fresh.rollouts.find_rollout(id)
+    assert log.find_rollout(id).state.offered.keys() == {"c", "d"}
+
+
+def test_a_serial_is_later_than_any_before_and_than_any_of_a_home_that_was_put_back(ground, monkeypatch):
     monkeypatch.setattr("time.time", lambda: 5e9)
     assert ground.store.rollouts.next_serial() == 5_000_000_000
     ground.store.rollouts.append_events([(ground.deploy(), RolloutStarted(6_000_000_000))])
     assert ground.store.rollouts.next_serial() == 6_000_000_001
 
 
-def test_a_plan_is_read_back_as_it_was(ground: Ground) -> None:
-    """Settings of any kind and limits survive a restart of the coordinator."""
+def test_a_plan_is_read_back_as_it_was(ground):
     plan = RolloutPlan(
         "settings", "s", settings={"budget": "1GB", "governor": {"max_w": 7.5}}, limits=wire.ReleaseLimits(min_gain=0.0)
     )

@@ -1,8 +1,5 @@
 """Rollouts as pure functions: which boards come next, whom they wait for, and what a board is to have."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -64,15 +61,13 @@ def message(phase: Any, serial: int = 7, rollout: str = "r", **changes: Any) -> 
 @pytest.mark.parametrize(
     ("count", "canary", "wanted"), [(200, 0.05, 10), (199, 0.05, 9), (8, 0.05, 1), (1, 0.05, 1), (10, 0.3, 3)]
 )
-def test_the_canary_is_no_more_than_its_share(count: int, canary: float, wanted: int) -> None:
-    """The canary is a share of the boards that are there, and at least one of them."""
+def test_the_canary_is_no_more_than_its_share(count, canary, wanted):
     fact = decide_rollout_event(state(canary=canary, phases=(1.0,)), there(names(count)), 0.0, 8)
     assert isinstance(fact, ReleaseOffered)
     assert len(fact.devices) == wanted
 
 
-def test_boards_are_drawn_by_the_rollouts_id() -> None:
-    """A restart draws the same boards, whatever order they are known in; another rollout draws others."""
+def test_boards_are_drawn_by_the_rollouts_id():
     fleet = there(names(100))
     once, other = state(), Rollout("other", state().plan, "running", 7)
     assert select_step_devices(once, fleet) == select_step_devices(once, dict(reversed(fleet.items())))
@@ -80,8 +75,7 @@ def test_boards_are_drawn_by_the_rollouts_id() -> None:
     assert select_step_devices(once, fleet) != tuple(names(5))
 
 
-def test_a_canary_waits_for_a_board_that_is_there() -> None:
-    """With all boards away nothing is offered; the first that comes is the canary."""
+def test_a_canary_waits_for_a_board_that_is_there():
     fleet = {name: RolloutDevice(False, 0.0) for name in names(10)}
     assert decide_rollout_event(state(), fleet, 1e9, 8) is None
     assert decide_rollout_event(state(), {**fleet, "b-003": RolloutDevice(True, 0.0)}, 0.0, 8) == ReleaseOffered(
@@ -89,8 +83,7 @@ def test_a_canary_waits_for_a_board_that_is_there() -> None:
     )
 
 
-def test_only_a_step_that_was_offered_passes() -> None:
-    """With one board the canary is the fleet, and no phase follows."""
+def test_only_a_step_that_was_offered_passes():
     alone = there(["a"])
     now = state(ReleaseOffered(0, ("a",)), StatusReported("a", 7, "committed"))
     for fact in (PhasePassed(0), RolloutCompleted()):
@@ -100,8 +93,7 @@ def test_only_a_step_that_was_offered_passes() -> None:
     assert decide_rollout_event(now, alone, 0.0, 8) is None
 
 
-def test_a_phase_without_devices_is_left_out() -> None:
-    """No board is online for 25 %; 100 % are offered to the one that is away, and pass after its report."""
+def test_a_phase_without_devices_is_left_out():
     fleet = {**there(["a"]), "away": RolloutDevice(False, 0.0)}
     now = state(ReleaseOffered(0, ("a",)), StatusReported("a", 7, "committed"), PhasePassed(0))
     offered = decide_rollout_event(now, fleet, 0.0, 8)
@@ -110,8 +102,7 @@ def test_a_phase_without_devices_is_left_out() -> None:
     assert decide_rollout_event(now, fleet, 0.0, 8) == PhasePassed(2)
 
 
-def test_the_last_step_takes_boards_that_are_away() -> None:
-    """A board that is away holds the last step up for no longer than the patience."""
+def test_the_last_step_takes_boards_that_are_away():
     fleet = {**there(["a", "b"]), "away": RolloutDevice(False, 0.0)}
     now = state(
         ReleaseOffered(0, ("a",)),
@@ -129,7 +120,7 @@ def test_the_last_step_takes_boards_that_are_away() -> None:
     assert decide_rollout_event(now, fleet, 61.0, 8) == PhasePassed(1, ("away",))
 
 
-def test_a_step_begins_with_no_time_waited_by_coordinators_before() -> None:
+def test_a_step_begins_with_no_time_waited_by_coordinators_before():
     restarts = [ReleaseOffered(0, ("a",)), StatusReported("a", 7, "committed"), RolloutResumed(50.0, 40.0)]
     now = state(*restarts)
     assert (earlier_wait_s(now, "b", False), now.restarts) == (50.0, 1)
@@ -138,7 +129,7 @@ def test_a_step_begins_with_no_time_waited_by_coordinators_before() -> None:
 
 
 @pytest.mark.parametrize("phase", ["waiting", "fetching", "checking", "soaking"])
-def test_a_board_that_is_there_and_talks_is_waited_for_a_day(phase: Any) -> None:
+def test_a_board_that_is_there_and_talks_is_waited_for_a_day(phase):
     """A board may wait for its window; the step does not pass before a day and the soak are over."""
     fleet = there(["a", "b", "c", "d"])
     both = ReleaseOffered(0, ("a", "b")), StatusReported("a", 7, "committed"), StatusReported("b", 7, phase)
@@ -149,8 +140,7 @@ def test_a_board_that_is_there_and_talks_is_waited_for_a_day(phase: Any) -> None
     assert decide_rollout_event(now, fleet, LONGEST_S + 61.0, 8) == PhasePassed(0, ("b",))
 
 
-def test_nothing_passes_before_anybody_has_answered() -> None:
-    """Without a single answer no patience is long enough: nothing is known of the release."""
+def test_nothing_passes_before_anybody_has_answered():
     fleet = {name: RolloutDevice(False, 0.0) for name in names(4)}
     now = state(ReleaseOffered(0, ("b-000",)), patience_s=1.0)
     assert decide_rollout_event(now, fleet, 1e9, 8) is None
@@ -158,8 +148,7 @@ def test_nothing_passes_before_anybody_has_answered() -> None:
 
 
 @pytest.mark.parametrize("failure", ["refused", "returned"])
-def test_more_failures_than_allowed_abort_it(failure: Any) -> None:
-    """With 20 in the canary two are a tenth, and three are more."""
+def test_more_failures_than_allowed_abort_it(failure):
     devices = names(400)
     now = state(ReleaseOffered(0, tuple(devices[:20])), canary=0.05, abort_above=0.1)
     for device in devices[:2]:
@@ -171,8 +160,7 @@ def test_more_failures_than_allowed_abort_it(failure: Any) -> None:
     assert fact == RolloutReverted(8, f"3 of 3 boards failed, more than 10 % (b-000 {failure}: worse)")
 
 
-def test_at_the_end_of_a_step_only_those_that_answered_count() -> None:
-    """Two of twenty boards failed and the others said nothing: all that answered have failed."""
+def test_at_the_end_of_a_step_only_those_that_answered_count():
     devices = names(200)
     now = state(ReleaseOffered(0, tuple(devices[:20])), patience_s=10.0, abort_above=0.1)
     for device in devices[:2]:
@@ -185,12 +173,11 @@ def test_at_the_end_of_a_step_only_those_that_answered_count() -> None:
 @given(
     st.lists(st.sampled_from(["committed", "refused", "returned", "soaking", "waiting", ""]), min_size=1, max_size=30)
 )
-def test_a_step_passes_only_if_few_enough_failed(phases: list[str]) -> None:
-    """Neither the order in which boards end nor who falls silent lets more failures pass than the plan allows."""
+def test_a_step_passes_only_if_few_enough_failed(phases):
     devices = names(len(phases))
     now = state(ReleaseOffered(0, tuple(devices)), canary=0.5, phases=(1.0,), abort_above=0.2, patience_s=10.0)
     for device, phase in zip(devices, phases, strict=True):
-        now = apply_rollout_event(now, StatusReported(device, 7, phase)) if phase else now  # type: ignore[arg-type]
+        now = apply_rollout_event(now, StatusReported(device, 7, phase)) if phase else now
     fact = decide_rollout_event(now, {name: RolloutDevice(False, 0.0) for name in devices}, 1e6, 8)
     failed = sum(phase in ("refused", "returned", "soaking") for phase in phases)
     ended = sum(phase not in ("waiting", "") for phase in phases)
@@ -204,8 +191,7 @@ def test_a_step_passes_only_if_few_enough_failed(phases: list[str]) -> None:
         assert failed > 0.2 * ended
 
 
-def test_a_board_that_died_in_its_check_is_shown_as_lost_until_it_is_heard_again() -> None:
-    """Once the step has passed without it; one that said nothing at all is silent, as before."""
+def test_a_board_that_died_in_its_check_is_shown_as_lost_until_it_is_heard_again():
     devices = names(12)
     now = state(ReleaseOffered(0, tuple(devices)), canary=0.5, phases=(1.0,), abort_above=0.2, patience_s=10.0)
     for device in devices[2:]:
@@ -227,9 +213,8 @@ def test_a_board_that_died_in_its_check_is_shown_as_lost_until_it_is_heard_again
     }
 
 
-def test_new_boards_get_what_is_done_unless_it_was_for_some_alone() -> None:
-    """A rollout whose last phase is 100 % reaches boards that come later; one of 25 % does not."""
-    rest: tuple[AnyRolloutEvent, ...] = (
+def test_new_boards_get_what_is_done_unless_it_was_for_some_alone():
+    rest = (
         ReleaseOffered(0, ("a",)),
         StatusReported("a", 7, "committed"),
         PhasePassed(0),
@@ -243,8 +228,7 @@ def test_new_boards_get_what_is_done_unless_it_was_for_some_alone() -> None:
 
 
 # -- what boards say, and are to have -------------------------------------------------------------
-def test_what_a_board_says_is_noted_once() -> None:
-    """A board repeats its message after each connecting; metrics that are unknown or not finite are dropped."""
+def test_what_a_board_says_is_noted_once():
     now = state(ReleaseOffered(0, ("a",)))
     said = message("soaking", metrics={"accuracy": 0.9, "latency_s": float("inf"), "mine": 1.0}, reason="r")
     fact = event_from_report(now, "a", said)
@@ -261,15 +245,13 @@ def test_what_a_board_says_is_noted_once() -> None:
         ("a", message("committed", serial=6, rollout="before")),
     ],
 )
-def test_what_is_of_something_else_is_no_fact(device: str, said: wire.ReleaseStatus) -> None:
-    """Messages of a board that was not offered the release, of another kind or of an earlier release are no facts."""
+def test_what_is_of_something_else_is_no_fact(device, said):
     assert event_from_report(state(ReleaseOffered(0, ("a",))), device, said) is None
 
 
-def test_a_later_release_of_elsewhere_is_a_refusal() -> None:
+def test_a_later_release_of_elsewhere_is_a_refusal():
     """A board ignores a release that is older than its own, and would be waited for in vain."""
     fact = event_from_report(state(ReleaseOffered(0, ("a",))), "a", message("committed", serial=9, rollout="other"))
-    assert fact is not None
     assert (fact.serial, fact.phase) == (7, "refused")
     assert "release 9 of other, and this is 7" in fact.reason
 
@@ -279,9 +261,8 @@ def test_a_later_release_of_elsewhere_is_a_refusal() -> None:
     [((), True), (("waiting",), True), (("soaking",), True), (("committed",), True), (("refused",), False)],
 )
 @pytest.mark.parametrize(("done", "status"), [(False, "aborted"), (True, "rolled back")])
-def test_every_board_that_may_have_it_is_to_return(heard: tuple[Any, ...], back: bool, done: bool, status: str) -> None:
-    """A board that has refused the release has nothing to return from."""
-    facts: list[AnyRolloutEvent] = [ReleaseOffered(0, ("a",)), *(StatusReported("a", 7, phase) for phase in heard)]
+def test_every_board_that_may_have_it_is_to_return(heard, back, done, status):
+    facts = [ReleaseOffered(0, ("a",)), *(StatusReported("a", 7, phase) for phase in heard)]
     facts += [PhasePassed(0), RolloutCompleted()] if done else []
     now = state(*facts, RolloutReverted(9, "why"))
     assert (now.status, now.reason) == (status, "why")
@@ -295,14 +276,12 @@ def test_every_board_that_may_have_it_is_to_return(heard: tuple[Any, ...], back:
     assert apply_rollout_event(now, StatusReported("a", 9, "returned")).device_phase("a") == "returned"
 
 
-def test_who_was_not_offered_it_is_sent_nothing() -> None:
-    """A board outside the step is sent no release."""
+def test_who_was_not_offered_it_is_sent_nothing():
     assert release_for_device(state(ReleaseOffered(0, ("a",))), "b") is None
 
 
-def test_facts_that_cannot_follow_are_refused() -> None:
-    """Every fact is refused in every status that ALLOWED does not list for it."""
-    facts: Mapping[type, AnyRolloutEvent] = {
+def test_facts_that_cannot_follow_are_refused():
+    facts = {
         RolloutStarted: RolloutStarted(8),
         ReleaseOffered: ReleaseOffered(0, ("a",)),
         StatusReported: StatusReported("a", 7, "waiting"),
@@ -314,7 +293,7 @@ def test_facts_that_cannot_follow_are_refused() -> None:
     assert facts.keys() == ALLOWED.keys()
     for kind, allowed in ALLOWED.items():
         for status in ("queued", "running", "done", "aborted", "rolled back"):
-            now = Rollout("r", RolloutPlan("model", "n"), status)  # type: ignore[arg-type]
+            now = Rollout("r", RolloutPlan("model", "n"), status)
             if status in allowed:
                 apply_rollout_event(now, facts[kind])
             else:

@@ -1,7 +1,5 @@
 """Rounds are decided by facts, time and who is online; every rule is one sentence."""
 
-from __future__ import annotations
-
 import math
 import random
 
@@ -16,7 +14,6 @@ from fedquilt.coordinator.rounds.events import (
     CohortSelected,
     JobEnded,
     JobResumed,
-    JobState,
     RoundClosed,
     RoundRetried,
     TaskDeclined,
@@ -28,13 +25,12 @@ from fedquilt.coordinator.rounds.next_event import can_skip_decision, decide_eve
 from fedquilt.core import JobError, WorkEstimate
 
 
-def test_a_round_asks_everybody_online_when_no_size_is_given() -> None:
+def test_a_round_asks_everybody_online_when_no_size_is_given():
     """cohort.size = 0 means all."""
     assert decide_event(begun(), 0.0, {"b", "a"}) == CohortSelected(0, 0, ("a", "b"))
 
 
-def test_a_round_waits_for_the_least_number_of_devices() -> None:
-    """start_devices holds back the first round only, min_devices every one."""
+def test_a_round_waits_for_the_least_number_of_devices():
     for key, waits in (("start_devices", [True, False]), ("min_devices", [True, True])):
         first = begun(size=1, **{key: 2})
         later = after(first, *whole_round("a"))
@@ -42,7 +38,7 @@ def test_a_round_waits_for_the_least_number_of_devices() -> None:
         assert isinstance(decide_event(later, 0.0, {"a", "b"}), CohortSelected)
 
 
-def test_no_round_commits_with_fewer_than_the_least_number_whatever_the_quorum() -> None:
+def test_no_round_commits_with_fewer_than_the_least_number_whatever_the_quorum():
     """Half of four would do, three have to be there; a fleet that has gone costs no attempt, one that is there does."""
     state = after(begun(size=4, quorum=0.5, min_devices=3, attempts=1), CohortSelected(0, 0, tuple("abcd")))
     state = after(state, UpdateAccepted(0, update("a")), UpdateAccepted(0, update("b")))
@@ -52,8 +48,7 @@ def test_no_round_commits_with_fewer_than_the_least_number_whatever_the_quorum()
 
 
 @pytest.mark.parametrize("answers", [0, 1, 2])
-def test_a_restart_that_finds_boards_offline_does_not_commit_with_those_it_sees(answers: int) -> None:
-    """All five were asked and their wills are published: the one that is back is not all there are, ever."""
+def test_a_restart_that_finds_boards_offline_does_not_commit_with_those_it_sees(answers):
     state = after(
         begun(), CohortSelected(0, 0, tuple("abcde")), *(UpdateAccepted(0, update(d)) for d in "ab"[:answers])
     )
@@ -76,7 +71,7 @@ def too_large(peak_bytes: int, budget_bytes: int = 100, flops: float = 0.0) -> D
     return DeviceWorkload(WorkEstimate(peak_bytes=peak_bytes, flops=flops), plain.profile(budget_bytes=budget_bytes))
 
 
-def test_a_board_that_declined_for_memory_is_left_alone_until_something_has_changed() -> None:
+def test_a_board_that_declined_for_memory_is_left_alone_until_something_has_changed():
     """Not in the same round, whose other attempts may find memory free; then for less work or with another budget."""
     state = after(begun(rounds=99), CohortSelected(0, 0, ("a", "b")))
     state = after(state, state.decline_event("a", "memory", "too big", too_large(50)), UpdateAccepted(0, update("b")))
@@ -85,7 +80,7 @@ def test_a_board_that_declined_for_memory_is_left_alone_until_something_has_chan
     assert devices_to_skip(state, {"a", "b"}, lambda device: too_large(50)) == {"a": "memory"}
     assert devices_to_skip(state, {"b"}, lambda device: too_large(50)) == {}
     for ask in (too_large(49), too_large(50, budget_bytes=101)):
-        assert devices_to_skip(state, {"a"}, lambda device, ask=ask: ask) == {}  # type: ignore[misc]
+        assert devices_to_skip(state, {"a"}, lambda device, ask=ask: ask) == {}
     for round, alone in ((AGAIN_ROUNDS - 1, {"a": "memory"}), (AGAIN_ROUNDS, {})):
         assert devices_to_skip(replace(state, round=round), {"a"}, lambda device: too_large(51)) == alone
     answered = after(
@@ -94,8 +89,7 @@ def test_a_board_that_declined_for_memory_is_left_alone_until_something_has_chan
     assert devices_to_skip(answered, {"a"}, lambda device: too_large(50)) == {}
 
 
-def test_a_board_that_declined_for_another_reason_is_asked_again() -> None:
-    """And of work whose memory nobody predicts, the operations tell whether it is less."""
+def test_a_board_that_declined_for_another_reason_is_asked_again():
     state = after(begun(rounds=99), CohortSelected(0, 0, ("a", "b")))
     state = after(state, state.decline_event("a", "disk", "full", too_large(0, flops=5.0)))
     state = after(state, state.decline_event("b", "memory", "too big", too_large(0, flops=5.0)))
@@ -104,8 +98,7 @@ def test_a_board_that_declined_for_another_reason_is_asked_again() -> None:
     assert devices_to_skip(state, {"a", "b"}, lambda device: too_large(0, flops=4.0)) == {}
 
 
-def test_the_next_round_of_all_begins_with_half_of_those_who_were_asked_last() -> None:
-    """Also after a restart between the rounds; a quorum below a half asks for less, declined boards are not counted."""
+def test_the_next_round_of_all_begins_with_half_of_those_who_were_asked_last():
     last = after(begun(rounds=9), *whole_round(*"abcde"))
     assert decide_event(last, 0.0, {"a", "b"}) is None
     assert decide_event(last, 0.0, {"a", "b", "c"}) == CohortSelected(1, 0, ("a", "b", "c"))
@@ -116,8 +109,7 @@ def test_the_next_round_of_all_begins_with_half_of_those_who_were_asked_last() -
     assert decide_event(after(begun(rounds=9), asked, *declined, *rest), 0.0, {"a"}) == CohortSelected(1, 0, ("a",))
 
 
-def test_updates_that_are_refused_do_not_make_one_board_a_fleet() -> None:
-    """Of five, four send what is not finite: they are broken, not absent, and the round is not the fifth's alone."""
+def test_updates_that_are_refused_do_not_make_one_board_a_fleet():
     bad = [UpdateRejected(0, device, "NaN") for device in "bcde"]
     state = after(begun(attempts=1), CohortSelected(0, 0, tuple("abcde")), *bad, UpdateAccepted(0, update("a")))
     assert decide_event(state, 1.0, set("abcde")) is None
@@ -126,36 +118,31 @@ def test_updates_that_are_refused_do_not_make_one_board_a_fleet() -> None:
     assert fact.reason.startswith("the update was rejected in round 1 on 4 of 5 devices (NaN).\nFix: ")
 
 
-def test_a_sized_round_asks_that_many_and_over_selects_by_the_share() -> None:
-    """2 wanted, half more asked: 3."""
+def test_a_sized_round_asks_that_many_and_over_selects_by_the_share():
     fact = decide_event(begun(size=2, over_select=0.5), 0.0, set("abcdef"))
     assert isinstance(fact, CohortSelected)
     assert len(fact.devices) == 3
 
 
-def test_a_round_closes_as_soon_as_enough_have_answered() -> None:
-    """One of the three asked is not waited for."""
+def test_a_round_closes_as_soon_as_enough_have_answered():
     state = after(begun(size=2, over_select=0.5), CohortSelected(0, 0, ("a", "b", "c")))
     state = after(state, UpdateAccepted(0, update("a")), UpdateAccepted(0, update("c")))
     assert decide_event(state, 1.0, set("abc")) == RoundClosed(0)
 
 
-def test_a_device_that_declines_is_replaced_at_once() -> None:
-    """And is not asked again in this attempt."""
+def test_a_device_that_declines_is_replaced_at_once():
     state = after(begun(size=2), CohortSelected(0, 0, ("a", "b")), TaskDeclined(0, "a", "memory", "too big"))
     assert decide_event(state, 1.0, set("abc")) == CohortSelected(0, 0, ("c",))
 
 
-def test_a_device_that_vanished_is_replaced_but_may_still_answer() -> None:
-    """Its answer counts when it comes before the replacement's."""
+def test_a_device_that_vanished_is_replaced_but_may_still_answer():
     state = after(begun(size=1), CohortSelected(0, 0, ("a",)))
     assert decide_event(state, 1.0, {"b"}) == CohortSelected(0, 0, ("b",))
     state = after(state, CohortSelected(0, 0, ("b",)), UpdateAccepted(0, update("a")))
     assert decide_event(state, 1.0, {"b"}) == RoundClosed(0)
 
 
-def test_the_deadline_closes_a_round_that_has_its_quorum() -> None:
-    """Half of 4 is 2."""
+def test_the_deadline_closes_a_round_that_has_its_quorum():
     state = after(begun(size=4, quorum=0.5), CohortSelected(0, 0, tuple("abcd")))
     state = after(state, UpdateAccepted(0, update("a")), UpdateAccepted(0, update("b")))
     assert decide_event(state, 9.9, set("abcd")) is None
@@ -163,16 +150,14 @@ def test_the_deadline_closes_a_round_that_has_its_quorum() -> None:
     assert decide_event(state, 10.0, set("abcd")) == RoundClosed(0)
 
 
-def test_a_round_without_quorum_is_tried_again_with_what_it_has() -> None:
-    """Answers are kept; those who have not answered are asked anew."""
+def test_a_round_without_quorum_is_tried_again_with_what_it_has():
     state = after(begun(size=2), CohortSelected(0, 0, ("a", "b")), UpdateAccepted(0, update("a")))
     assert decide_event(state, 10.0, set("ab")) == RoundRetried(0, 1)
     state = after(state, RoundRetried(0, 1), now_s=10.0)
     assert decide_event(state, 10.0, set("ab")) == CohortSelected(0, 1, ("b",))
 
 
-def test_a_job_fails_with_reasons_when_its_attempts_are_used_up() -> None:
-    """The reason names who refused, who was silent, and the mend."""
+def test_a_job_fails_with_reasons_when_its_attempts_are_used_up():
     state = after(
         begun(size=2, attempts=1), CohortSelected(0, 0, ("a", "b")), TaskDeclined(0, "a", "memory", "too big")
     )
@@ -183,10 +168,8 @@ def test_a_job_fails_with_reasons_when_its_attempts_are_used_up() -> None:
         assert part in fact.reason
 
 
-def test_a_job_that_fails_says_what_became_of_everybody_who_was_asked() -> None:
-    """Also of those whom only an earlier attempt has asked; boards that declined are no part of what is needed."""
-
-    def said(state: JobState, online: set[str], now_s: float = 10.0) -> str:
+def test_a_job_that_fails_says_what_became_of_everybody_who_was_asked():
+    def said(state, online, now_s=10.0):
         fact = decide_event(state, now_s, online)
         assert isinstance(fact, JobEnded)
         return fact.reason
@@ -209,8 +192,7 @@ def test_a_job_that_fails_says_what_became_of_everybody_who_was_asked() -> None:
     )
 
 
-def test_a_reason_that_many_devices_give_is_told_once() -> None:
-    """Nine refuse for one reason, one for another: two reasons, and of nine names five."""
+def test_a_reason_that_many_devices_give_is_told_once():
     names = tuple("abcdefghij")
     state = after(begun(size=10, attempts=1), CohortSelected(0, 0, names))
     state = after(state, *(TaskDeclined(0, device, "failed", "too big") for device in names[1:]))
@@ -219,16 +201,14 @@ def test_a_reason_that_many_devices_give_is_told_once() -> None:
     assert "; refused: a: broken; b, c, d, e, f and 4 more: too big.\nFix: see to" in fact.reason
 
 
-def test_a_round_in_which_the_method_has_nothing_for_anybody_closes_with_nobody() -> None:
-    """Sized or not: there is nothing to wait for, and nothing to try again."""
+def test_a_round_in_which_the_method_has_nothing_for_anybody_closes_with_nobody():
     for cohort in ({}, {"size": 2}):
         state = after(begun(**cohort), CohortSelected(0, 0, ("a", "b")))
         state = after(state, *(TaskDeclined(0, device, "none", "nothing for it now") for device in "ab"))
         assert decide_event(state, 1.0, set("ab")) == RoundClosed(0)
 
 
-def test_whom_the_method_has_nothing_for_is_replaced_and_counts_as_answered_only_then() -> None:
-    """Of two wanted one has answered and one has nothing to do: c is asked first; where it too is idle, that is all."""
+def test_whom_the_method_has_nothing_for_is_replaced_and_counts_as_answered_only_then():
     state = after(
         begun(size=2),
         CohortSelected(0, 0, ("a", "b")),
@@ -242,8 +222,7 @@ def test_whom_the_method_has_nothing_for_is_replaced_and_counts_as_answered_only
     assert decide_event(after(state, TaskDeclined(0, "c", "memory", "")), 1.0, set("abc")) == RoundClosed(0)
 
 
-def test_a_refusal_is_no_answer_with_nothing_to_do() -> None:
-    """Two refusals and one that is idle do not make the quorum of two; the round is tried again with all of them."""
+def test_a_refusal_is_no_answer_with_nothing_to_do():
     state = after(
         begun(size=2),
         CohortSelected(0, 0, ("a", "b")),
@@ -255,7 +234,7 @@ def test_a_refusal_is_no_answer_with_nothing_to_do() -> None:
     assert state.idle == frozenset()
 
 
-def test_without_a_size_a_board_that_is_gone_for_good_is_waited_for_until_the_deadline() -> None:
+def test_without_a_size_a_board_that_is_gone_for_good_is_waited_for_until_the_deadline():
     """It may be at its task, whatever it looks like; then the others close the round, and nothing stalls."""
     state = after(
         begun(), CohortSelected(0, 0, ("a", "b", "c")), UpdateAccepted(0, update("a")), UpdateAccepted(0, update("b"))
@@ -266,8 +245,7 @@ def test_without_a_size_a_board_that_is_gone_for_good_is_waited_for_until_the_de
     assert decide_event(after(state, RoundRetried(0, 1), now_s=10.0), 10.0, set("ab")) == RoundClosed(0)
 
 
-def test_a_reopened_round_whose_silent_board_is_gone_closes_or_fails_but_never_stalls() -> None:
-    """Of two wanted one answered and the other died: tried again, then failed with its name."""
+def test_a_reopened_round_whose_silent_board_is_gone_closes_or_fails_but_never_stalls():
     state = after(begun(size=2, attempts=2), CohortSelected(0, 0, ("a", "b")), UpdateAccepted(0, update("a")))
     state = after(state, RoundRetried(0, 1), now_s=10.0)
     assert decide_event(state, 11.0, {"a"}) is None
@@ -278,8 +256,7 @@ def test_a_reopened_round_whose_silent_board_is_gone_closes_or_fails_but_never_s
     assert decide_event(state, 12.0, {"a", "c"}) == CohortSelected(0, 1, ("c",))
 
 
-def test_a_fleet_that_is_gone_for_a_night_costs_no_attempt() -> None:
-    """Nobody online at the deadline, however often: the job waits, and goes on with whoever comes."""
+def test_a_fleet_that_is_gone_for_a_night_costs_no_attempt():
     state = after(begun(attempts=1), CohortSelected(0, 0, ("a", "b")))
     for hour in (1, 2, 3):
         now_s = 3600.0 * hour
@@ -288,8 +265,7 @@ def test_a_fleet_that_is_gone_for_a_night_costs_no_attempt() -> None:
     assert decide_event(state, now_s + 1, {"b"}) == CohortSelected(0, 0, ("b",))
 
 
-def test_when_everybody_has_declined_the_deadline_is_not_waited_out() -> None:
-    """Ten seconds for others to come, of six hundred."""
+def test_when_everybody_has_declined_the_deadline_is_not_waited_out():
     state = after(
         begun(size=1, deadline_s=600.0), CohortSelected(0, 0, ("a",)), TaskDeclined(0, "a", "data", "no data")
     )
@@ -298,14 +274,12 @@ def test_when_everybody_has_declined_the_deadline_is_not_waited_out() -> None:
     assert decide_event(state, 10.0, {"a"}) == RoundRetried(0, 1)
 
 
-def test_a_refused_update_frees_its_place() -> None:
-    """A rejected device counts like one that declined."""
+def test_a_refused_update_frees_its_place():
     state = after(begun(size=1), CohortSelected(0, 0, ("a",)), UpdateRejected(0, "a", "NaN"))
     assert decide_event(state, 1.0, set("ab")) == CohortSelected(0, 0, ("b",))
 
 
-def test_facts_of_another_round_are_refused() -> None:
-    """Late and early messages never become facts; a log that holds one is not to be trusted."""
+def test_facts_of_another_round_are_refused():
     state = after(begun(), CohortSelected(0, 0, ("a",)))
     for fact in (
         UpdateAccepted(1, update("a", 1)),
@@ -318,8 +292,7 @@ def test_facts_of_another_round_are_refused() -> None:
             apply_event(state, fact, 5.0)
 
 
-def test_the_job_ends_after_its_last_round() -> None:
-    """Two rounds, then done."""
+def test_the_job_ends_after_its_last_round():
     state = begun(rounds=2)
     for round in (0, 1):
         state = after(
@@ -331,8 +304,7 @@ def test_the_job_ends_after_its_last_round() -> None:
     assert list(state.history["a"]) == [0, 1]
 
 
-def test_a_method_that_is_finished_ends_the_job_early() -> None:
-    """FedStitch ends by itself."""
+def test_a_method_that_is_finished_ends_the_job_early():
     state = after(
         begun(rounds=9),
         CohortSelected(0, 0, ("a",)),
@@ -343,8 +315,7 @@ def test_a_method_that_is_finished_ends_the_job_early() -> None:
     assert decide_event(state, 0.0, {"a"}) == JobEnded("done")
 
 
-def test_evaluation_accompanies_every_so_many_rounds_and_closes_the_job() -> None:
-    """check every 2 of 3 rounds: rounds 0 and 2 check first, round 3 only checks."""
+def test_evaluation_accompanies_every_so_many_rounds_and_closes_the_job():
     state, seen = begun(rounds=3, check_every=2), []
     for round in range(4):
         seen.append(state.task_actions)
@@ -356,8 +327,7 @@ def test_evaluation_accompanies_every_so_many_rounds_and_closes_the_job() -> Non
     assert decide_event(state, 0.0, {"a"}) == JobEnded("done")
 
 
-def test_a_stopped_job_decides_nothing_until_it_is_resumed() -> None:
-    """It goes on in the round where it was, with a fresh deadline."""
+def test_a_stopped_job_decides_nothing_until_it_is_resumed():
     state = after(begun(size=2), CohortSelected(0, 0, ("a", "b")), UpdateAccepted(0, update("a")), JobEnded("stopped"))
     assert decide_event(state, 99.0, set("ab")) is None
     state = after(state, JobResumed(), now_s=100.0)
@@ -366,12 +336,11 @@ def test_a_stopped_job_decides_nothing_until_it_is_resumed() -> None:
     assert decide_event(after(state, UpdateAccepted(0, update("b"))), 102.0, set("ab")) == RoundClosed(0)
 
 
-def test_nothing_is_due_while_no_round_is_open() -> None:
-    """Time alone changes nothing before a task is out."""
+def test_nothing_is_due_while_no_round_is_open():
     assert next_decision_s(begun()) == math.inf
 
 
-def test_who_stayed_silent_in_one_attempt_is_asked_last_in_the_next() -> None:
+def test_who_stayed_silent_in_one_attempt_is_asked_last_in_the_next():
     """Else a board that is too slow for the round would be asked again and again, while another one waits."""
     first = decide_event(begun(size=2), 0.0, set("abcd"))
     assert isinstance(first, CohortSelected)
@@ -390,16 +359,13 @@ def test_who_stayed_silent_in_one_attempt_is_asked_last_in_the_next() -> None:
     assert state.silent == ()
 
 
-def test_answers_alone_lead_to_nothing_until_all_or_enough_have_answered() -> None:
-    """Wherever a decision is left out after an answer, there is none."""
+def test_answers_alone_lead_to_nothing_until_all_or_enough_have_answered():
     draw, left_out = random.Random(0), 0
     for _ in range(300):
         devices = [f"d{number}" for number in range(draw.randrange(2, 8))]
         online = draw.sample(devices, draw.randrange(1, len(devices) + 1))
         state = begun(
-            size=draw.choice([0, 0, 1, 2, 3]),
-            quorum=draw.choice([0.5, 1.0]),
-            over_select=draw.choice([0.0, 0.4, 1.0]),
+            size=draw.choice([0, 0, 1, 2, 3]), quorum=draw.choice([0.5, 1.0]), over_select=draw.choice([0.0, 0.4, 1.0])
         )
         while isinstance(fact := decide_event(state, 1.0, online), CohortSelected):
             state = apply_event(state, fact, 0.0)

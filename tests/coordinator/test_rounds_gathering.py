@@ -1,7 +1,5 @@
 """Rounds that train nothing and gather what an evaluation needs."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 from job_facts import BLOB, after, update
@@ -52,10 +50,7 @@ def played(state: JobState, online: set[str], most: int = 30) -> list[tuple[int,
         ),
     ],
 )
-def test_a_round_that_does_not_count_comes_before_each_evaluation_and_before_the_end(
-    check_every: int, wanted: list[tuple[int, bool, tuple[str, ...], int]]
-) -> None:
-    """Two rounds of two devices of five; all five are asked in the others. Without `settles` there is none."""
+def test_a_round_that_does_not_count_comes_before_each_evaluation_and_before_the_end(check_every, wanted):
     plan = JobConstants(0, 2, msgspec.convert({"size": 2}, CohortSettings), check_every)
     online = {f"dev-{index}" for index in range(5)}
     assert played(apply_event(JobState(plan), JobStarted(BLOB, settles=True), 0.0), online) == wanted
@@ -63,15 +58,13 @@ def test_a_round_that_does_not_count_comes_before_each_evaluation_and_before_the
     assert [each[1:] for each in plain] == [each[1:] for each in wanted if not each[1]]
 
 
-def test_a_job_that_has_taken_enough_gathers_what_an_evaluation_needs_before_it_ends() -> None:
-    """[stop] is reached after the first round of five."""
+def test_a_job_that_has_taken_enough_gathers_what_an_evaluation_needs_before_it_ends():
     plan = JobConstants(0, 5, CohortSettings(), 0, JobLimits(max_wall_s=0.5))
     found = played(apply_event(JobState(plan), JobStarted(BLOB, settles=True), 0.0), {"a"})
     assert [(number, settles) for number, settles, _, _ in found] == [(0, False), (1, True)]
 
 
-def test_at_its_deadline_such_a_round_wants_no_more_than_another() -> None:
-    """Ten devices, a size of two: five that are silent do not end the job."""
+def test_at_its_deadline_such_a_round_wants_no_more_than_another():
     plan = JobConstants(0, 1, msgspec.convert({"size": 2, "deadline_s": 10.0}, CohortSettings), 0)
     state = after(apply_event(JobState(plan), JobStarted(BLOB, settles=True), 0.0), CohortSelected(0, 0, ("a", "b")))
     state = after(

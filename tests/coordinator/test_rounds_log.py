@@ -1,7 +1,5 @@
 """The facts of a job: which may follow which, what a replay of them gives, what is written down of a round."""
 
-from __future__ import annotations
-
 import itertools
 from typing import get_args
 
@@ -26,7 +24,6 @@ from fedquilt.coordinator.rounds.events import (
     JobStarted,
     JobState,
     NoteRecorded,
-    Phase,
     RoundClosed,
     RoundCommitted,
     RoundRetried,
@@ -66,8 +63,7 @@ FACTS: tuple[AnyEvent, ...] = (
 
 @pytest.mark.parametrize("fact", FACTS, ids=lambda fact: getattr(fact, "status", type(fact).__name__))
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_fact_leads_where_the_table_says_or_is_refused(fact: AnyEvent, phase: Phase) -> None:
-    """Every fact in every phase: a Closed never brings a job that has ended back to life."""
+def test_a_fact_leads_where_the_table_says_or_is_refused(fact, phase):
     state = replace(begun(), phase=phase)
     to = [p for p in next_phases(type(fact).__name__, phase) if getattr(fact, "status", p) == p]
     if to:
@@ -77,7 +73,7 @@ def test_a_fact_leads_where_the_table_says_or_is_refused(fact: AnyEvent, phase: 
             apply_event(state, fact, 1.0)
 
 
-def test_the_table_knows_every_fact_and_nothing_leads_out_of_done() -> None:
+def test_the_table_knows_every_fact_and_nothing_leads_out_of_done():
     """A fact without its row would be refused everywhere."""
     assert (
         TRANSITIONS.keys() == {type(fact).__name__ for fact in FACTS} == {kind.__name__ for kind in get_args(AnyEvent)}
@@ -85,8 +81,7 @@ def test_the_table_knows_every_fact_and_nothing_leads_out_of_done() -> None:
     assert not any("done" in moves for moves in TRANSITIONS.values())
 
 
-def test_a_lost_update_opens_its_round_again_for_its_device_alone() -> None:
-    """A round that was closed already is open again, and has the answers of its other devices."""
+def test_a_lost_update_opens_its_round_again_for_its_device_alone():
     state = after(
         begun(size=2),
         CohortSelected(0, 0, ("a", "b")),
@@ -101,15 +96,14 @@ def test_a_lost_update_opens_its_round_again_for_its_device_alone() -> None:
     assert after(state, RoundClosed(0), committed(0)).lost == frozenset()
 
 
-def test_a_log_of_a_job_that_was_stopped_between_two_messages_is_still_replayed() -> None:
-    """Earlier coordinators took what came in the same turn as the stop; the work counts once the job is resumed."""
+def test_a_log_of_a_job_that_was_stopped_between_two_messages_is_still_replayed():
     state = after(begun(size=2), CohortSelected(0, 0, ("a", "b")), JobEnded("stopped"), UpdateAccepted(0, update("a")))
     assert state.phase == "stopped"
     state = after(state, JobResumed(), UpdateAccepted(0, update("b")))
     assert decide_event(state, 1.0, {"a", "b"}) == RoundClosed(0)
 
 
-def test_what_a_device_took_is_counted_from_when_it_was_asked_and_outlives_a_restart() -> None:
+def test_what_a_device_took_is_counted_from_when_it_was_asked_and_outlives_a_restart():
     """A coordinator that was away cannot tell, and takes the device's own time; the log keeps what was told."""
     state = after(begun(deadline="predicted"), CohortSelected(0, 0, ("a",), {"a": 2.0}), now_s=100.0)
     assert state.acceptance_event(update("a"), 130.0).took_s == 30.0
@@ -120,7 +114,7 @@ def test_what_a_device_took_is_counted_from_when_it_was_asked_and_outlives_a_res
     assert replayed.took == {"a": ((0, 30.0, 2.0, 28.0, None, 1, 1000),)}
 
 
-def test_a_survey_notes_what_has_changed_and_then_nothing() -> None:
+def test_a_survey_notes_what_has_changed_and_then_nothing():
     """Who can be asked, who cannot and why, and what joules cost; who is not heard of any more is offline."""
     state = begun()
     first = eligibility_event(state, {"a", "b"}, {"c": "hot"}, {"a": 2.0})
@@ -134,8 +128,7 @@ def test_a_survey_notes_what_has_changed_and_then_nothing() -> None:
     assert after(state, EligibilityRecorded(0, ("b",))).eligible == {"a", "b", "c"}
 
 
-def test_a_device_waits_from_when_it_was_first_seen_or_last_asked_whatever_comes_between() -> None:
-    """Being offline for a while does not send it to the back of the queue."""
+def test_a_device_waits_from_when_it_was_first_seen_or_last_asked_whatever_comes_between():
     state = replace(after(begun(), EligibilityRecorded(0, ("a",), {"hot": ("b",)})), round=5)
     state = replace(after(state, EligibilityRecorded(5, ("b",), {"offline": ("a",)})), round=7)
     state = after(state, EligibilityRecorded(7, ("a",)))
@@ -143,15 +136,13 @@ def test_a_device_waits_from_when_it_was_first_seen_or_last_asked_whatever_comes
     assert after(state, CohortSelected(7, 0, ("a",))).since == {"a": 7, "b": 0}
 
 
-def test_the_choice_rests_on_what_is_in_the_log() -> None:
-    """Of two, the one that has not been asked for three turns of two rounds is asked, however the draw falls."""
+def test_the_choice_rests_on_what_is_in_the_log():
     for round in range(20, 40):
         state = replace(begun(rounds=99, size=1), round=round, since={"a": round - 1, "b": round - 6})
         assert decide_event(state, 0.0, {"a", "b"}) == CohortSelected(round, 0, ("b",))
 
 
-def test_a_job_that_has_taken_enough_is_done_at_the_end_of_its_round() -> None:
-    """Not in the middle of one; the reason says which limit."""
+def test_a_job_that_has_taken_enough_is_done_at_the_end_of_its_round():
     plan = replace(begun(rounds=9, size=1, check_every=1).plan, stop=JobLimits(max_joules=5.0))
     state = after(JobState(plan), JobStarted(BLOB), CohortSelected(0, 0, ("a",)))
     answer = msgspec.structs.replace(update("a"), usage=Usage(energy_j=6.0))
@@ -161,10 +152,9 @@ def test_a_job_that_has_taken_enough_is_done_at_the_end_of_its_round() -> None:
     assert decide_event(state, 1.0, {"a"}) == JobEnded("done", "max_joules: 6 J of 5 J are used up")
 
 
-def test_the_time_of_a_job_is_that_of_its_rounds_in_the_log() -> None:
-    """Rounds of 30 s and 40 s are 70 s, also when the log is replayed at another time."""
+def test_the_time_of_a_job_is_that_of_its_rounds_in_the_log():
     plan = replace(begun(rounds=9, size=1).plan, stop=JobLimits(max_wall_s=70.0))
-    facts: list[AnyEvent] = [JobStarted(BLOB)]
+    facts = [JobStarted(BLOB)]
     for round, took_s in ((0, 30.0), (1, 40.0)):
         *before, _ = whole_round("a", round=round)
         facts += [*before, RoundCommitted(round, BLOB, False, {}, (), took_s)]
@@ -176,8 +166,7 @@ def test_the_time_of_a_job_is_that_of_its_rounds_in_the_log() -> None:
     )
 
 
-def test_an_answer_is_compared_with_its_profile_at_the_point_where_it_was_held() -> None:
-    """100 operations at 1 a second; the log keeps the seconds, not the profile."""
+def test_an_answer_is_compared_with_its_profile_at_the_point_where_it_was_held():
     points = (OperatingPoint(name="slow", flops_per_s=1.0), OperatingPoint(name="fast", flops_per_s=2.0))
     profile = Profile(device="a", board="b", memory_bytes=1, budget_bytes=1, engines=(), versions={}, points=points)
     state = after(begun(deadline="predicted"), CohortSelected(0, 0, ("a",)))
@@ -195,19 +184,16 @@ def test_an_answer_is_compared_with_its_profile_at_the_point_where_it_was_held()
     st.sampled_from([0.25, 0.5, 1.0]),
     st.sampled_from(["fixed", "predicted", "paper"]),
 )
-def test_replaying_the_facts_gives_the_same_state_and_rounds_only_go_forward(
-    seed: int, size: int, over: float, quorum: float, policy: str
-) -> None:
-    """Whatever happens: the log is the state, no round goes back, none is folded twice, no device counts twice."""
+def test_replaying_the_facts_gives_the_same_state_and_rounds_only_go_forward(seed, size, over, quorum, policy):
     import random
 
     roll = random.Random(seed)
     state = first = begun(
         rounds=5, size=size, over_select=over, quorum=quorum, attempts=100, deadline=policy, deadline_s=30.0
     )
-    facts: list[AnyEvent] = []
+    facts = []
     now = itertools.count()
-    closed: list[int] = []
+    closed = []
     for _ in range(400):
         now_s = float(next(now))
         online = {device for device in "abcdef" if roll.random() < 0.8}

@@ -1,7 +1,5 @@
 """Rounds whose deadline follows from what their devices have to do."""
 
-from __future__ import annotations
-
 import msgspec
 from job_facts import after, asking, begun, committed, update
 from msgspec.structs import replace
@@ -29,8 +27,7 @@ def paced(**cohort: float | str) -> JobState:
     return after(state, RoundClosed(0), committed(0), now_s=60.0)
 
 
-def test_a_round_opens_with_what_its_devices_have_to_do_and_how_long_that_takes_them() -> None:
-    """Half the work of the round before, whose slowest took 60 s, and half as much again: 45 s of 600."""
+def test_a_round_opens_with_what_its_devices_have_to_do_and_how_long_that_takes_them():
     fact = decide_event(paced(), 60.0, {"a", "b"}, lambda device: asking(1.0))
     assert fact == CohortSelected(1, 0, ("a", "b"), {"a": 1.0, "b": 1.0}, 45.0)
     state = after(paced(), fact, now_s=60.0)
@@ -38,8 +35,7 @@ def test_a_round_opens_with_what_its_devices_have_to_do_and_how_long_that_takes_
     assert state.remaining_s(70.0) == 35.0
 
 
-def test_the_first_round_has_the_cohorts_deadline() -> None:
-    """A deadline is predicted from earlier rounds, of which there is none yet; a fixed deadline never changes."""
+def test_the_first_round_has_the_cohorts_deadline():
     assert decide_event(begun(deadline="predicted"), 0.0, {"a"}, lambda device: asking(1.0)) == CohortSelected(
         0, 0, ("a",), {"a": 1.0}
     )
@@ -52,8 +48,7 @@ def test_the_first_round_has_the_cohorts_deadline() -> None:
     assert next_decision_s(after(state, fact, now_s=60.0)) == 660.0
 
 
-def test_a_prediction_with_a_quorum_ends_the_round() -> None:
-    """A quorum of half is there when one of two boards has answered after 45 s."""
+def test_a_prediction_with_a_quorum_ends_the_round():
     state = after(
         paced(quorum=0.5), CohortSelected(1, 0, ("a", "b"), {}, 45.0), UpdateAccepted(1, update("a", 1)), now_s=60.0
     )
@@ -61,8 +56,7 @@ def test_a_prediction_with_a_quorum_ends_the_round() -> None:
     assert decide_event(state, 105.0, {"a", "b"}) == RoundClosed(1)
 
 
-def test_a_prediction_that_was_too_short_costs_no_attempt_and_interrupts_nobody() -> None:
-    """The round goes on with those who are at it, and ends with the first quorum."""
+def test_a_prediction_that_was_too_short_costs_no_attempt_and_interrupts_nobody():
     state = after(paced(quorum=0.5, attempts=1), CohortSelected(1, 0, ("a", "b"), {}, 45.0), now_s=60.0)
     assert decide_event(state, 105.0, {"a", "b"}) == DeadlineExtended(1)
     state = after(state, DeadlineExtended(1), now_s=105.0)
@@ -79,8 +73,7 @@ def test_a_prediction_that_was_too_short_costs_no_attempt_and_interrupts_nobody(
     assert isinstance(fact, JobEnded)
 
 
-def test_devices_that_are_not_there_are_waited_for_as_long_as_with_a_fixed_deadline() -> None:
-    """All who were asked have answered, and one more is wanted: its absence says nothing of how long work takes."""
+def test_devices_that_are_not_there_are_waited_for_as_long_as_with_a_fixed_deadline():
     state = after(
         paced(attempts=1), CohortSelected(1, 0, ("a",), {}, 45.0), UpdateAccepted(1, update("a", 1)), now_s=60.0
     )
@@ -90,16 +83,14 @@ def test_devices_that_are_not_there_are_waited_for_as_long_as_with_a_fixed_deadl
     assert decide_event(state, 300.0, {"a", "c"}) == CohortSelected(1, 0, ("c",))
 
 
-def test_when_everybody_has_declined_a_prediction_changes_nothing() -> None:
-    """The round waits ten seconds for other boards to come, and then makes its next attempt."""
+def test_when_everybody_has_declined_a_prediction_changes_nothing():
     state = after(paced(), CohortSelected(1, 0, ("a", "b"), {}, 45.0), now_s=60.0)
     state = after(state, TaskDeclined(1, "a", "memory", "too big"), TaskDeclined(1, "b", "memory", "too big"))
     assert next_decision_s(state) == 70.0
     assert decide_event(state, 70.0, {"a", "b"}) == RoundRetried(1, 1)
 
 
-def test_a_round_that_is_tried_again_or_resumed_waits_for_all_anew() -> None:
-    """A round that was extended once does not end its next attempt with the first quorum."""
+def test_a_round_that_is_tried_again_or_resumed_waits_for_all_anew():
     state = after(paced(quorum=0.5), CohortSelected(1, 0, ("a", "b"), {}, 45.0), DeadlineExtended(1), now_s=60.0)
     again = after(
         state, RoundRetried(1, 1), CohortSelected(1, 1, ("a", "b")), UpdateAccepted(1, update("a", 1)), now_s=660.0
@@ -110,8 +101,7 @@ def test_a_round_that_is_tried_again_or_resumed_waits_for_all_anew() -> None:
     assert next_decision_s(resumed) == 1300.0
 
 
-def test_what_a_replacement_has_to_do_is_noted_too_and_only_for_its_round() -> None:
-    """Board c takes the place of a, with 4 units of work; the next round knows nothing of them."""
+def test_what_a_replacement_has_to_do_is_noted_too_and_only_for_its_round():
     state = after(paced(), CohortSelected(1, 0, ("a", "b"), {"a": 1.0, "b": 1.0}, 45.0), TaskDeclined(1, "a", "x", "y"))
     fact = decide_event(state, 0.0, {"a", "b", "c"}, lambda device: asking(4.0))
     assert fact == CohortSelected(1, 0, ("c",), {"c": 4.0})
@@ -123,8 +113,7 @@ def test_what_a_replacement_has_to_do_is_noted_too_and_only_for_its_round() -> N
     assert state.took["c"] == ((1, 20.0, 4.0, 0.0, None, 1, 0), (2, 30.0, 1.0, 0.0, None, 1, 0))
 
 
-def test_a_method_that_does_not_say_what_a_round_takes_has_rounds_that_take_the_same() -> None:
-    """A round that took 40 s gives the next one 60 s."""
+def test_a_method_that_does_not_say_what_a_round_takes_has_rounds_that_take_the_same():
     state = after(begun(deadline_s=600.0, deadline="predicted"), CohortSelected(0, 0, ("a",)))
     state = after(state, UpdateAccepted(0, update("a"), 40.0), RoundClosed(0), committed(0))
     assert decide_event(state, 0.0, {"a"}) == CohortSelected(1, 0, ("a",), {}, 60.0)

@@ -1,16 +1,10 @@
 """Rounds of the coordinator with devices driven by hand, over a MemoryBroker: counting, order, tasks."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pytest
 from by_hand import Stage, ones
 
 from fedquilt import wire
@@ -18,13 +12,12 @@ from fedquilt.arrays import tensors
 from fedquilt.coordinator.jobs.job import RunningJob
 from fedquilt.coordinator.rounds.events import CohortSelected, JobEnded, RoundCommitted, TaskDeclined, UpdateAccepted
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.coordinator.updates.model_states import CommitResult
 from fedquilt.coordinator.views import round_outcomes
-from fedquilt.core import DeviceView, Profile, TaskSpec
+from fedquilt.core import Profile, TaskSpec
 from fedquilt.models.local_training import NetworkState
 
 
-def test_updates_are_averaged_and_the_job_ends(stage: Stage) -> None:
+def test_updates_are_averaged_and_the_job_ends(stage):
     """Two devices, weights 1 and 3: (1 + 3 * 5) / 4 = 4."""
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
@@ -35,20 +28,16 @@ def test_updates_are_averaged_and_the_job_ends(stage: Stage) -> None:
     assert stage.server.finished
     state = stage.told(RoundCommitted)[0].state
     stored = stage.store.depot.blob_path(state.sha256)
-    assert stored is not None
     assert tensors.unpack_state(stored.read_bytes(), NetworkState).model["1.bias"].tolist() == [4.0, 4.0]
     assert [ack.accepted for ack in a.acks] == [True]
     assert a.tasks[-1] is None  # the retained task is taken back
 
 
-def test_a_round_that_follows_a_long_computation_has_its_whole_deadline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The method computes for 100 s; the next round's 30 s begin after that, not before."""
+def test_a_round_that_follows_a_long_computation_has_its_whole_deadline(tmp_path, monkeypatch):
     stage = Stage(tmp_path, rounds=2)
     commit = RunningJob._compute_commit
 
-    def slowly(job: RunningJob, *rest: Any) -> CommitResult:
+    def slowly(job, *rest):
         stage.broker.now_s += 100.0
         return commit(job, *rest)
 
@@ -61,11 +50,9 @@ def test_a_round_that_follows_a_long_computation_has_its_whole_deadline(
         stage.play()
     assert [fact.round for fact in stage.told(RoundCommitted)] == [0, 1]
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
-    stage.store.close()
 
 
-def test_a_step_that_commits_a_round_wants_the_next_step_at_once(tmp_path: Path) -> None:
-    """The next round begins in a step of its own, by the time that it is after the commit."""
+def test_a_step_that_commits_a_round_wants_the_next_step_at_once(tmp_path):
     stage = Stage(tmp_path, rounds=2)
     hand = stage.hand("a")
     stage.play()
@@ -73,22 +60,18 @@ def test_a_step_that_commits_a_round_wants_the_next_step_at_once(tmp_path: Path)
     stage.play()
     commits = [(now, due) for (*_, before), (now, due, after) in itertools.pairwise(stage.dues) if after > before]
     assert [due - now for now, due in commits] == [0.0]
-    stage.store.close()
 
 
-def test_the_executor_keeps_up_its_connection_while_a_method_computes(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And has its link back when something is to be sent."""
+def test_the_executor_keeps_up_its_connection_while_a_method_computes(stage, monkeypatch):
     told, commit = [], RunningJob._compute_commit
 
     @contextlib.contextmanager
-    def tended() -> Iterator[None]:
+    def tended():
         told.append("tended")
         yield
         told.append("back")
 
-    def noted(job: RunningJob, *rest: Any) -> CommitResult:
+    def noted(job, *rest):
         told.append("computes")
         return commit(job, *rest)
 
@@ -101,7 +84,7 @@ def test_the_executor_keeps_up_its_connection_while_a_method_computes(
     assert told == ["tended", "computes", "back"]
 
 
-def test_updates_are_folded_in_the_order_of_devices_not_of_arrival(stage: Stage) -> None:
+def test_updates_are_folded_in_the_order_of_devices_not_of_arrival(stage):
     """1e19 - 1e19 + 1 is 1, but 1e19 + 1 - 1e19 is 0 in float64: the mean of a, b, c is a third, as c came before b."""
     hands = {name: stage.hand(name) for name in "abc"}
     stage.play()
@@ -110,19 +93,15 @@ def test_updates_are_folded_in_the_order_of_devices_not_of_arrival(stage: Stage)
         stage.play()
     assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a", "c", "b"]
     stored = stage.store.depot.blob_path(stage.told(RoundCommitted)[0].state.sha256)
-    assert stored is not None
     folded = tensors.unpack_state(stored.read_bytes(), NetworkState).model["1.bias"]
     assert folded.tolist() == [np.float32(1 / 3)] * 2
 
 
-def test_a_device_is_answered_when_the_fact_of_its_update_is_written(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Facts of one step are written at once, and each answer comes after that: a kill in between loses neither."""
-    written: list[set[str]] = []
+def test_a_device_is_answered_when_the_fact_of_its_update_is_written(stage, monkeypatch):
+    written = []
     answer = stage.executor.send_ack
 
-    def answered(device: str, ack: wire.Ack) -> None:
+    def answered(device, ack):
         with Store(stage.folder / "home") as store:
             facts = [fact for _, _, fact in store.read_events(stage.job)]
         written.append({fact.update.device for fact in facts if isinstance(fact, UpdateAccepted)})
@@ -137,7 +116,7 @@ def test_a_device_is_answered_when_the_fact_of_its_update_is_written(
     assert written == [{"a", "b"}] * 2
 
 
-def test_an_update_said_twice_is_counted_once_and_acknowledged_twice(stage: Stage) -> None:
+def test_an_update_said_twice_is_counted_once_and_acknowledged_twice(stage):
     """The agent may have missed the first acknowledgement."""
     a, _ = stage.hand("a"), stage.hand("b")
     stage.play()
@@ -149,7 +128,7 @@ def test_an_update_said_twice_is_counted_once_and_acknowledged_twice(stage: Stag
     assert [ack.accepted for ack in a.acks] == [True, True]
 
 
-def test_a_board_that_declines_for_memory_is_not_asked_in_the_rounds_after(tmp_path: Path) -> None:
+def test_a_board_that_declines_for_memory_is_not_asked_in_the_rounds_after(tmp_path):
     """Also after a restart; the log says why, and with a larger budget it is asked again."""
     stage = Stage(tmp_path, rounds=4)
     a, b = stage.hand("a"), stage.hand("b")
@@ -169,16 +148,14 @@ def test_a_board_that_declines_for_memory_is_not_asked_in_the_rounds_after(tmp_p
     a.say("profile", profile, retain=True)
     stage.play()
     assert [fact.devices for fact in stage.told(CohortSelected)[3:]] == [("a",)]
-    stage.store.close()
 
 
-def test_what_is_held_for_sending_does_not_grow_with_devices(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A method that cuts each device its own part, as HeteroFL does: of a hundred parts the last few are held."""
+def test_what_is_held_for_sending_does_not_grow_with_devices(stage, monkeypatch):
     stage.hand("a")
     stage.play()
     job = stage.server.find_job(stage.job)
 
-    def send(state: NetworkState, view: DeviceView) -> TaskSpec:
+    def send(state, view):
         width = int(view.device) % 4 + 1
         return TaskSpec({}, {"model": {"w": np.ones(width, np.float32)}, "shared": state.model})
 
@@ -193,24 +170,21 @@ def test_what_is_held_for_sending_does_not_grow_with_devices(stage: Stage, monke
     assert not any(value is job.state.model for value in encoded)  # what all get is encoded once
 
 
-def test_an_unclaimed_task_is_sent_again_ever_more_rarely(stage: Stage) -> None:
-    """After 5 s, then 10 s later: two repeats in 20 s."""
+def test_an_unclaimed_task_is_sent_again_ever_more_rarely(stage):
     a = stage.hand("a")
     stage.play(20.0)
     assert len(a.tasks) == 3
     assert len({task and task.params["lr"] for task in a.tasks}) == 1
 
 
-def test_a_job_that_nobody_can_do_fails_at_its_deadline(stage: Stage) -> None:
-    """With who was silent."""
+def test_a_job_that_nobody_can_do_fails_at_its_deadline(stage):
     stage.hand("a")
     stage.play(40.0)
     assert "silent: a" in stage.told(JobEnded)[0].reason
     assert stage.store.stored_status(stage.job) == "failed"
 
 
-def test_an_attempt_that_is_over_takes_its_tasks_back(tmp_path: Path) -> None:
-    """Of two devices that were silent, one is gone by then and is not asked again: nothing waits for it any more."""
+def test_an_attempt_that_is_over_takes_its_tasks_back(tmp_path):
     stage = Stage(tmp_path, cohort={"deadline_s": 30.0, "attempts": 2, "min_devices": 1})
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
@@ -219,12 +193,10 @@ def test_an_attempt_that_is_over_takes_its_tasks_back(tmp_path: Path) -> None:
     assert [(fact.attempt, fact.devices) for fact in stage.told(CohortSelected)] == [(0, ("a", "b")), (1, ("b",))]
     assert a.tasks[-1] is None
     task = b.tasks[-1]
-    assert task is not None
     assert task.attempt == 1
-    stage.store.close()
 
 
-def test_a_device_that_is_asked_again_at_the_deadline_works_on(tmp_path: Path) -> None:
+def test_a_device_that_is_asked_again_at_the_deadline_works_on(tmp_path):
     """Its task is replaced and never emptied in between, which would end its work: a slow one would never answer."""
     stage = Stage(tmp_path, cohort={"deadline_s": 30.0, "attempts": 3})
     slow = stage.hand("slow")
@@ -236,10 +208,9 @@ def test_a_device_that_is_asked_again_at_the_deadline_works_on(tmp_path: Path) -
     stage.play()
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
     assert slow.tasks[-1] is None
-    stage.store.close()
 
 
-def test_an_attempt_that_nobody_was_asked_in_leaves_no_task_when_its_job_ends(tmp_path: Path) -> None:
+def test_an_attempt_that_nobody_was_asked_in_leaves_no_task_when_its_job_ends(tmp_path):
     stage = Stage(tmp_path, cohort={"deadline_s": 30.0, "attempts": 2})
     gone = stage.hand("gone")
     stage.play()
@@ -248,11 +219,9 @@ def test_an_attempt_that_nobody_was_asked_in_leaves_no_task_when_its_job_ends(tm
     stage.store.set_status(stage.job, "stopping")
     stage.play()
     assert gone.tasks[-1] is None
-    stage.store.close()
 
 
-def test_a_stale_task_that_the_broker_kept_is_taken_back_when_it_is_claimed(stage: Stage) -> None:
-    """Before the device works for nothing."""
+def test_a_stale_task_that_the_broker_kept_is_taken_back_when_it_is_claimed(stage):
     a, _ = stage.hand("a"), stage.hand("b")
     stage.play()
     a.answer(ones())
@@ -263,13 +232,10 @@ def test_a_stale_task_that_the_broker_kept_is_taken_back_when_it_is_claimed(stag
     assert a.tasks[heard:] == [None]
 
 
-def test_an_answer_that_counts_does_not_read_the_other_jobs_facts(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing of it can be left over; other jobs' blobs are looked up once, when the round's are dropped."""
+def test_an_answer_that_counts_does_not_read_the_other_jobs_facts(stage, monkeypatch):
     held, looked = Store.referenced_blobs, []
 
-    def counted(store: Store) -> set[str]:
+    def counted(store):
         looked.append(len(stage.told(RoundCommitted)))
         return held(store)
 
@@ -283,8 +249,7 @@ def test_an_answer_that_counts_does_not_read_the_other_jobs_facts(
     assert looked == [1]
 
 
-def test_a_task_that_somebody_emptied_at_the_broker_is_sent_again_at_once(stage: Stage) -> None:
-    """The agent says that it gave the task up; nobody is declined, and a withdrawn device is only told so again."""
+def test_a_task_that_somebody_emptied_at_the_broker_is_sent_again_at_once(stage):
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
     a.say("claim", wire.Claim(job=a.tasks[-1].job, round=0, attempt=0, accepted=False, code="cleared"))

@@ -1,9 +1,5 @@
 """Which devices the coordinator chooses and when a job has used up its bytes or joules, driven by hand."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 from by_hand import MODEL, Stage, ones
 
 from fedquilt import wire
@@ -12,8 +8,7 @@ from fedquilt.coordinator.views import event_messages, round_outcomes, wait_reas
 from fedquilt.core import Profile, Usage
 
 
-def test_blobs_of_past_rounds_are_let_go(tmp_path: Path) -> None:
-    """After two rounds only the bundle's and the last state are left."""
+def test_blobs_of_past_rounds_are_let_go(tmp_path):
     stage = Stage(tmp_path, rounds=2)
     a = stage.hand("a")
     for factor in (1.0, 2.0):
@@ -26,10 +21,9 @@ def test_blobs_of_past_rounds_are_let_go(tmp_path: Path) -> None:
         stage.told(RoundCommitted)[-1].state.sha256,
         *(p.name for p in (tmp_path / "bundle/blobs").iterdir()),
     }
-    stage.store.close()
 
 
-def test_a_board_that_is_low_or_hot_is_passed_over_until_it_is_not(tmp_path: Path) -> None:
+def test_a_board_that_is_low_or_hot_is_passed_over_until_it_is_not(tmp_path):
     """The log says why, and the round begins as soon as somebody can be asked."""
     stage = Stage(tmp_path, cohort={"min_battery": 0.2, "max_temperature_c": 70.0})
     stage.play(0.1)  # nobody keeps what sensors said before the coordinator came
@@ -41,9 +35,7 @@ def test_a_board_that_is_low_or_hot_is_passed_over_until_it_is_not(tmp_path: Pat
     found = round_outcomes.load_outcomes(stage.store, stage.job).found
     assert {device: part.code for device, part in found[0].items()} == {"a": "battery", "b": "hot"}
     active = stage.server.find_job(stage.job)
-    assert active is not None
     wait = wait_reasons.find_wait(active.rounds, active.engines, ["a", "b"])
-    assert wait is not None
     assert wait.text == (
         "devices that run torch or numpy: 2 online, 1 not eligible (battery), 1 not eligible (hot), at least 1 needed"
     )
@@ -57,11 +49,9 @@ def test_a_board_that_is_low_or_hot_is_passed_over_until_it_is_not(tmp_path: Pat
     assert stage.store.stored_status(stage.job) == "done"
     found = round_outcomes.load_outcomes(stage.store, stage.job).found
     assert {device: part.code for device, part in found[0].items()} == {"a": "battery", "b": "answered"}
-    stage.store.close()
 
 
-def test_a_job_stops_when_its_bytes_are_used_up_and_says_what_joules_it_cannot_count(tmp_path: Path) -> None:
-    """After the first of nine rounds; what it has can be exported as ever."""
+def test_a_job_stops_when_its_bytes_are_used_up_and_says_what_joules_it_cannot_count(tmp_path):
     stage = Stage(tmp_path, rounds=9, stop={"max_bytes": 10, "max_joules": 5.0})
     a = stage.hand("a")
     stage.play()
@@ -76,11 +66,9 @@ def test_a_job_stops_when_its_bytes_are_used_up_and_says_what_joules_it_cannot_c
     assert [(fact.status, fact.reason) for fact in stage.told(JobEnded)] == [
         ("done", "max_bytes: 12 bytes of 10 are used up")
     ]
-    stage.store.close()
 
 
-def test_a_limit_of_joules_that_no_board_counts_is_told_once_more_at_the_end(tmp_path: Path) -> None:
-    """The job runs to its rounds, and its last sentence says that the limit was none."""
+def test_a_limit_of_joules_that_no_board_counts_is_told_once_more_at_the_end(tmp_path):
     stage = Stage(tmp_path, rounds=1, stop={"max_joules": 5.0})
     a = stage.hand("a")
     stage.play()
@@ -89,26 +77,22 @@ def test_a_limit_of_joules_that_no_board_counts_is_told_once_more_at_the_end(tmp
     (ended,) = stage.told(JobEnded)
     assert ended.status == "done"
     assert "max_joules = 5 ends nothing here" in ended.reason
-    stage.store.close()
 
 
-def test_boards_that_take_fewer_joules_are_preferred_where_the_job_says_so(tmp_path: Path) -> None:
-    """What the choice rests on is in the log, to three digits."""
+def test_boards_that_take_fewer_joules_are_preferred_where_the_job_says_so(tmp_path):
     stage = Stage(tmp_path, cohort={"size": 1, "min_devices": 2, "prefer": "energy"})
     for name, watts in (("a", 1000.0), ("b", 1.23456)):
         stage.hand(name).measured(flops_per_s=1.0, busy_w=watts)
     stage.play()
     assert stage.told(EligibilityRecorded)[-1].costs == {"a": 1000.0, "b": 1.23}
     assert stage.told(CohortSelected)[0].devices == ("b",)
-    stage.store.close()
 
 
-def test_a_task_carries_its_devices_tier_and_the_log_says_who_could_take_part(tmp_path: Path) -> None:
+def test_a_task_carries_its_devices_tier_and_the_log_says_who_could_take_part(tmp_path):
     """Two devices with half a gigabyte for a task; one then has 10 bytes and cannot, and of examples one has told."""
     stage = Stage(tmp_path, rounds=3)
     one, two = stage.hand("one"), stage.hand("two")
     stage.play(2.0)
-    assert one.tasks[-1] is not None
     assert one.tasks[-1].tier == "under 1GB"
     assert stage.told(CohortSelected)[0].coverage[0].endswith("2 of 2 devices")
     one.answer(MODEL, usage=Usage(examples=30))
@@ -125,4 +109,3 @@ def test_a_task_carries_its_devices_tier_and_the_log_says_who_could_take_part(tm
     last = stage.told(CohortSelected)[2]
     assert last.coverage[0].endswith("1 of 2 devices, 30 of 30 examples (1 have not said how many)")
     assert last.coverage[0] in event_messages.format_single_event(last)[1]
-    stage.store.close()

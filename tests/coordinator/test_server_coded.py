@@ -1,8 +1,5 @@
 """Updates under a codec, from devices driven by hand."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +16,9 @@ from fedquilt.models.local_training import NetworkState
 
 
 @pytest.fixture
-def coded(tmp_path: Path) -> Iterator[Stage]:
+def coded(tmp_path: Path) -> Stage:
     """A job of one round whose updates go up by int8."""
-    made = Stage(tmp_path, wire={"codec": "int8"})
-    yield made
-    made.store.close()
+    return Stage(tmp_path, wire={"codec": "int8"})
 
 
 def by_int8(hand: Hand, value: float, **changes: Any) -> Update:
@@ -38,12 +33,10 @@ def by_int8(hand: Hand, value: float, **changes: Any) -> Update:
 
 def ended_at(stage: Stage) -> list[float]:
     stored = stage.store.depot.blob_path(stage.told(RoundCommitted)[0].state.sha256)
-    assert stored is not None
     return tensors.unpack_state(stored.read_bytes(), NetworkState).model["1.bias"].tolist()
 
 
-def test_a_coded_update_is_decoded_when_it_comes_and_kept_as_it_will_be_folded(coded: Stage) -> None:
-    """Its own blob goes, the log names the plain one, and the device's acknowledgement is the usual one."""
+def test_a_coded_update_is_decoded_when_it_comes_and_kept_as_it_will_be_folded(coded):
     a, b = coded.hand("a"), coded.hand("b")
     coded.play()
     update = by_int8(a, 1.0)
@@ -60,8 +53,7 @@ def test_a_coded_update_is_decoded_when_it_comes_and_kept_as_it_will_be_folded(c
     np.testing.assert_allclose(ended_at(coded), [2, 2], rtol=1e-6)
 
 
-def test_coded_updates_on_both_sides_of_a_restart_count_as_if_there_were_none(coded: Stage) -> None:
-    """What the first was decoded from is not asked for again; what the second has moved from is made anew."""
+def test_coded_updates_on_both_sides_of_a_restart_count_as_if_there_were_none(coded):
     a, b = coded.hand("a"), coded.hand("b")
     coded.play()
     by_int8(a, 1.0)
@@ -82,10 +74,7 @@ def test_coded_updates_on_both_sides_of_a_restart_count_as_if_there_were_none(co
         ({"value": -1.0}, "tensor '1.bias', part step: -0.00787402, wanted a number of at least 0"),
     ],
 )
-def test_a_coded_update_that_cannot_be_decoded_is_refused_with_its_reason(
-    coded: Stage, changes: dict[str, Any], said: str
-) -> None:
-    """Moved from what nobody sent, or by steps that are none; its blob goes, the other device's work counts."""
+def test_a_coded_update_that_cannot_be_decoded_is_refused_with_its_reason(coded, changes, said):
     a, b = coded.hand("a"), coded.hand("b")
     coded.play()
     bad = by_int8(a, **{"value": 1.0, **changes})
@@ -97,8 +86,7 @@ def test_a_coded_update_that_cannot_be_decoded_is_refused_with_its_reason(
     assert coded.told(RoundCommitted) == [] or ended_at(coded) == pytest.approx([3, 3])
 
 
-def test_a_device_of_an_older_version_is_not_asked_and_the_log_says_why(coded: Stage) -> None:
-    """It knows no int8; the others make the round."""
+def test_a_device_of_an_older_version_is_not_asked_and_the_log_says_why(coded):
     old, new = coded.hand("old", codecs=("raw",)), coded.hand("new")
     coded.play()
     by_int8(new, 2.0)
@@ -108,10 +96,7 @@ def test_a_device_of_an_older_version_is_not_asked_and_the_log_says_why(coded: S
     assert "[wire]" in round_outcomes.load_outcomes(coded.store, coded.job).found[0]["old"].text
 
 
-def test_blobs_that_a_large_round_replaces_are_looked_up_together_and_go_by_its_end(
-    coded: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Here two answers are a large round: the second one's own blob waits for the commit."""
+def test_blobs_that_a_large_round_replaces_are_looked_up_together_and_go_by_its_end(coded, monkeypatch):
     monkeypatch.setattr(garbage_collection, "TOGETHER", 1.5)
     hands = [coded.hand(name) for name in "abc"]
     coded.play()

@@ -1,7 +1,5 @@
 """Damaged files, numbers out of range and full disks under a coordinator with devices driven by hand."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
@@ -10,13 +8,11 @@ import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from by_hand import TABLE, Stage, ones
 from evaluations import of_classes
-from side_by_side import Staged
 
 from fedquilt import wire
 from fedquilt.arrays import tensors
@@ -38,10 +34,7 @@ def flip(path: Path) -> None:
     path.write_bytes(payload)
 
 
-def test_the_first_state_of_a_job_is_made_again_if_it_is_damaged(
-    stage: Stage, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It follows from the bundle."""
+def test_the_first_state_of_a_job_is_made_again_if_it_is_damaged(stage, caplog):
     hand = stage.hand("a")
     stage.play()
     (sha256,) = stage.store.latest_state_hashes()
@@ -61,8 +54,7 @@ class ReadOnly(Disk):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(target))
 
 
-def test_a_disk_that_takes_nothing_for_a_while_fails_no_job_for_its_bundle(stage: Stage) -> None:
-    """The depot's error is not the bundle's: the coordinator ends by it, and goes on where the disk is well again."""
+def test_a_disk_that_takes_nothing_for_a_while_fails_no_job_for_its_bundle(stage):
     folder = stage.store.readable_jobs()[0].bundle
     files = job_bundle.load_bundle(folder).files
     depot = BlobStore(stage.folder / "other", disk=ReadOnly())
@@ -74,20 +66,18 @@ def test_a_disk_that_takes_nothing_for_a_while_fails_no_job_for_its_bundle(stage
         blob_recovery.restore_bundle_files("j", BlobStore(stage.folder / "other"), folder, files)
 
 
-def test_a_blob_that_is_damaged_while_it_is_served_is_made_again(stage: Stage) -> None:
+def test_a_blob_that_is_damaged_while_it_is_served_is_made_again(stage):
     """The device says that it could not fetch it, by asking again; its task is sent again with a blob that is whole."""
     hand = stage.hand("a")
     stage.play()
     task = hand.tasks[-1]
-    assert task is not None
     blob = task.bundles["model"]
     stage.store.depot.discard_damaged(blob.sha256)
     stage.play(6.0)
     assert stage.store.depot.has_blob(blob)
 
 
-def test_a_counted_update_that_is_damaged_is_asked_for_again_and_the_result_is_the_same(tmp_path: Path) -> None:
-    """The coordinator restarts with one of two answers, which it has to read again; the device works again."""
+def test_a_counted_update_that_is_damaged_is_asked_for_again_and_the_result_is_the_same(tmp_path):
     found = []
     for name, damaged in (("calm", False), ("hit", True)):
         stage = Stage(tmp_path / name)
@@ -106,20 +96,15 @@ def test_a_counted_update_that_is_damaged_is_asked_for_again_and_the_result_is_t
             (lost,) = stage.told(UpdateLost)
             assert (lost.device, "or damaged" in lost.reason) == ("a", True)
             task = a.tasks[-1]
-            assert task is not None
             assert (task.round, task.epoch) == (0, 3)  # two starts, and another number for the device's sake
             a.answer(ones(1.0))
             stage.play()
         assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
         found.append(stage.told(RoundCommitted)[-1].state)
-        stage.store.close()
     assert found[0] == found[1]
 
 
-def test_a_device_that_knows_a_later_start_gets_its_task_from_a_still_later_one(
-    stage: Stage, caplog: pytest.LogCaptureFixture
-) -> None:
-    """This home is an older copy: its coordinator says so, once, and goes on."""
+def test_a_device_that_knows_a_later_start_gets_its_task_from_a_still_later_one(stage, caplog):
     hand = stage.hand("a")
     stage.play()
     claim = {"job": stage.job, "round": 0, "attempt": 0, "counted": 5, "epoch": 9}
@@ -127,17 +112,13 @@ def test_a_device_that_knows_a_later_start_gets_its_task_from_a_still_later_one(
         hand.say("claim", wire.Claim(**claim, accepted=False, code="counted"))
         stage.play()
     task = hand.tasks[-1]
-    assert task is not None
     assert task.epoch == 10
     assert stage.store.epoch == 10
     assert caplog.text.count("a has counted round 6") == 1
     assert "this home is an older copy" in caplog.text
 
 
-def test_a_job_whose_log_is_damaged_hides_no_other_and_keeps_its_blobs(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It fails, by name, with nothing added to its log; the next one is done."""
+def test_a_job_whose_log_is_damaged_hides_no_other_and_keeps_its_blobs(tmp_path, caplog):
     stage = Stage(tmp_path)
     hand = stage.hand("a")
     stage.play()
@@ -154,12 +135,10 @@ def test_a_job_whose_log_is_damaged_hides_no_other_and_keeps_its_blobs(
     assert "is damaged: fact 1" in caplog.text
     assert "unreferenced blobs are kept" in caplog.text
     assert all(stage.store.depot.find_ref(sha256) for sha256 in kept)
-    stage.store.close()
 
 
 @pytest.mark.parametrize("value", [1.7e308, -1.7e308, 3.0])
-def test_a_metric_that_is_huge_bricks_nothing(stage: Stage, value: float) -> None:
-    """Its weighted sum is beyond any number, its mean is not."""
+def test_a_metric_that_is_huge_bricks_nothing(stage, value):
     hands = [stage.hand("a"), stage.hand("b")]
     stage.play()
     for hand in hands:
@@ -170,7 +149,7 @@ def test_a_metric_that_is_huge_bricks_nothing(stage: Stage, value: float) -> Non
     assert stage.store.stored_status(stage.job) == "done"
 
 
-def test_a_number_of_held_out_examples_that_no_device_has_is_refused(staged: Staged) -> None:
+def test_a_number_of_held_out_examples_that_no_device_has_is_refused(staged):
     stage = staged(check={"every": 1})
     a, b, c = (stage.hand(name) for name in "abc")
     stage.play()
@@ -198,8 +177,7 @@ def test_a_number_of_held_out_examples_that_no_device_has_is_refused(staged: Sta
         ),
     ],
 )
-def test_what_no_device_has_an_example_of_is_said_in_words(staged: Staged, answer: dict[str, Any], said: str) -> None:
-    """Not as a list of the metrics' names."""
+def test_what_no_device_has_an_example_of_is_said_in_words(staged, answer, said):
     stage = staged(check={"every": 1})
     hands = [stage.hand("a"), stage.hand("b")]
     stage.play()
@@ -209,8 +187,7 @@ def test_what_no_device_has_an_example_of_is_said_in_words(staged: Staged, answe
     assert stage.told(RoundCommitted)[0].notes[-1] == said
 
 
-def test_a_profile_of_extremes_bricks_nothing(tmp_path: Path) -> None:
-    """Joules for a FLOP, and seconds for a task, that are beyond any number are not known."""
+def test_a_profile_of_extremes_bricks_nothing(tmp_path):
     stage = Stage(tmp_path, rounds=2, cohort={"prefer": "energy", "deadline": "predicted"})
     a = stage.hand("a")
     a.measured(flops_per_s=1e-320, busy_w=1e24)
@@ -220,13 +197,9 @@ def test_a_profile_of_extremes_bricks_nothing(tmp_path: Path) -> None:
         stage.play()
     assert stage.store.stored_status(stage.job) == "done"
     assert [fact.expected_s for fact in stage.told(UpdateAccepted)] == [None, None]
-    stage.store.close()
 
 
-def test_a_fact_that_cannot_be_kept_ends_its_job_and_not_the_coordinator(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A method whose notes are not Unicode; the sentence that says so is."""
+def test_a_fact_that_cannot_be_kept_ends_its_job_and_not_the_coordinator(stage, monkeypatch):
     a = stage.hand("a")
     stage.play()
     monkeypatch.setattr(
@@ -251,8 +224,7 @@ def full_disk() -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_an_update_that_finds_the_disk_full_is_taken_once_there_is_room(stage: Stage) -> None:
-    """The device keeps it and offers it again; what was accepted before is not lost."""
+def test_an_update_that_finds_the_disk_full_is_taken_once_there_is_room(stage):
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
     a.answer(ones())
@@ -268,10 +240,7 @@ def test_an_update_that_finds_the_disk_full_is_taken_once_there_is_room(stage: S
     assert stage.told(JobEnded)[0].status == "done"
 
 
-def test_a_log_that_cannot_be_written_ends_the_coordinator_with_a_sentence_and_a_restart_continues(
-    stage: Stage,
-) -> None:
-    """Nothing is acted on that is not on disk."""
+def test_a_log_that_cannot_be_written_ends_the_coordinator_with_a_sentence_and_a_restart_continues(stage):
     a = stage.hand("a")
     stage.play()
     claim = {"job": stage.job, "round": 0, "attempt": 0, "accepted": False, "code": "data", "reason": "none"}
@@ -286,8 +255,7 @@ def test_a_log_that_cannot_be_written_ends_the_coordinator_with_a_sentence_and_a
     assert stage.told(JobEnded)[0].status == "done"
 
 
-def test_a_device_that_changes_its_mind_about_an_update_fills_no_disk(stage: Stage) -> None:
-    """What it no longer offers is no longer fetched, and what is refused is dropped."""
+def test_a_device_that_changes_its_mind_about_an_update_fills_no_disk(stage):
     a = stage.hand("a")
     stage.play()
     for factor in range(5):

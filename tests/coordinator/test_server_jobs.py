@@ -1,10 +1,5 @@
 """Jobs that are stopped, resumed, broken, or wait for boards, with devices driven by hand."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
-import pytest
 from by_hand import MODEL, TABLE, Hand, Stage, ones
 
 from fedquilt import wire
@@ -25,8 +20,7 @@ def half_answered(stage: Stage) -> tuple[Hand, Hand]:
     return a, b
 
 
-def test_a_stopped_job_takes_its_tasks_back_and_resumes_where_it_was(stage: Stage) -> None:
-    """`fedquilt stop`, then `fedquilt resume`."""
+def test_a_stopped_job_takes_its_tasks_back_and_resumes_where_it_was(stage):
     _, b = half_answered(stage)
     stage.store.set_status(stage.job, "stopping")
     stage.play()
@@ -41,8 +35,7 @@ def test_a_stopped_job_takes_its_tasks_back_and_resumes_where_it_was(stage: Stag
     assert len(stage.told(UpdateAccepted)) == 2
 
 
-def test_work_that_comes_while_its_job_is_stopped_is_kept_for_when_it_goes_on(stage: Stage) -> None:
-    """It is neither taken nor refused: the device keeps it in its outbox."""
+def test_work_that_comes_while_its_job_is_stopped_is_kept_for_when_it_goes_on(stage):
     _, b = half_answered(stage)
     stage.store.set_status(stage.job, "stopping")
     stage.play()
@@ -58,7 +51,7 @@ def test_work_that_comes_while_its_job_is_stopped_is_kept_for_when_it_goes_on(st
     assert stage.store.stored_status(stage.job) == "done"
 
 
-def test_work_for_a_job_that_nobody_here_knows_is_refused(stage: Stage) -> None:
+def test_work_for_a_job_that_nobody_here_knows_is_refused(stage):
     """So that a device does not offer it for ever."""
     a = stage.hand("a")
     stage.play()
@@ -67,8 +60,7 @@ def test_work_for_a_job_that_nobody_here_knows_is_refused(stage: Stage) -> None:
     assert [(ack.accepted, ack.reason) for ack in a.acks] == [(False, "no job of-old is under way here")]
 
 
-def test_a_job_whose_bundle_is_gone_fails_with_the_mend(stage: Stage) -> None:
-    """And the coordinator goes on."""
+def test_a_job_whose_bundle_is_gone_fails_with_the_mend(stage):
     (stage.folder / "bundle" / "bundle.json").unlink()
     stage.play()
     assert stage.store.stored_status(stage.job) == "failed"
@@ -76,8 +68,7 @@ def test_a_job_whose_bundle_is_gone_fails_with_the_mend(stage: Stage) -> None:
     assert "fedquilt prepare" in ended.reason
 
 
-def test_a_job_whose_state_is_lost_or_whose_method_breaks_fails_alone(tmp_path: Path) -> None:
-    """A coordinator that serves other jobs goes on."""
+def test_a_job_whose_state_is_lost_or_whose_method_breaks_fails_alone(tmp_path):
     stage = Stage(tmp_path, rounds=2)
     hand = stage.hand("a")
     stage.play()
@@ -99,8 +90,7 @@ def test_a_job_whose_state_is_lost_or_whose_method_breaks_fails_alone(tmp_path: 
     assert stage.store.stored_status(broken) == "failed"
 
 
-def test_a_job_whose_boards_have_gone_lets_the_next_one_be_done(tmp_path: Path) -> None:
-    """It needs both; and goes on where it was when they come back: with the answer that it had."""
+def test_a_job_whose_boards_have_gone_lets_the_next_one_be_done(tmp_path):
     stage = Stage(tmp_path, cohort={"deadline_s": 600.0, "min_devices": 2})
     first, a, b = stage.job, stage.hand("a"), stage.hand("b")
     stage.play()
@@ -120,15 +110,10 @@ def test_a_job_whose_boards_have_gone_lets_the_next_one_be_done(tmp_path: Path) 
     assert stage.store.stored_status(first) == "done"
     assert [
         fact.update.device for _, _, fact in stage.store.read_events(first) if isinstance(fact, UpdateAccepted)
-    ] == [
-        "a",
-        "b",
-    ]
-    stage.store.close()
+    ] == ["a", "b"]
 
 
-def test_jobs_whose_boards_never_come_have_their_turns_in_order(tmp_path: Path) -> None:
-    """Of three with one place, the one that gave way last is the last to come again: none is passed over."""
+def test_jobs_whose_boards_never_come_have_their_turns_in_order(tmp_path):
     stage = Stage(tmp_path, limits=CoordinatorLimits(running=1))
     jobs = [stage.job, stage.add("k"), stage.add("l")]
     served = list[str]()
@@ -136,13 +121,9 @@ def test_jobs_whose_boards_never_come_have_their_turns_in_order(tmp_path: Path) 
         stage.play(0.05)
         served += [job.id for job in stage.server.active_jobs() if job.id not in served[-1:]]
     assert served[:4] == [*jobs, jobs[0]]
-    stage.store.close()
 
 
-def test_a_fleets_run_that_was_killed_does_not_keep_others_from_being_served(
-    stage: Stage, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its simulated boards are gone with it; that it is left alone is said once."""
+def test_a_fleets_run_that_was_killed_does_not_keep_others_from_being_served(stage, caplog):
     job = settings.parse_job({**TABLE, "name": "simulated"})
     left = stage.store.add_job(job, stage.folder / "bundle", "fleet")
     stage.store.set_status(left, "running")
@@ -156,8 +137,7 @@ def test_a_fleets_run_that_was_killed_does_not_keep_others_from_being_served(
     assert stage.store.stored_status(left) == "running"
 
 
-def test_a_job_that_was_stopped_before_it_began_can_be_resumed(stage: Stage) -> None:
-    """Its log holds nothing but the stop."""
+def test_a_job_that_was_stopped_before_it_began_can_be_resumed(stage):
     stage.store.append_event(stage.job, JobEnded("stopped", "by request"))
     stage.store.set_status(stage.job, "running")
     a = stage.hand("a")
@@ -167,13 +147,10 @@ def test_a_job_that_was_stopped_before_it_began_can_be_resumed(stage: Stage) -> 
     assert stage.store.stored_status(stage.job) == "done"
 
 
-def test_a_stop_that_is_asked_for_while_a_job_is_taken_up_is_not_lost(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The coordinator has read the job's row and not yet written that it runs."""
+def test_a_stop_that_is_asked_for_while_a_job_is_taken_up_is_not_lost(stage, monkeypatch):
     load = stage.server._opening._load
 
-    def stopped(method: str) -> object:
+    def stopped(method):
         stage.store.set_status(stage.job, "stopping")
         return load(method)
 
@@ -182,15 +159,12 @@ def test_a_stop_that_is_asked_for_while_a_job_is_taken_up_is_not_lost(
     assert stage.store.stored_status(stage.job) == "stopped"
 
 
-def test_a_stop_that_is_asked_for_while_a_job_gives_way_is_not_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The coordinator is about to write that it waits in the queue again."""
+def test_a_stop_that_is_asked_for_while_a_job_gives_way_is_not_lost(tmp_path, monkeypatch):
     stage = Stage(tmp_path, CoordinatorLimits())
     stage.hand("a")
     stage.play()
 
-    def nobody(*given: object) -> list[str]:
+    def nobody(*given):
         stage.store.set_status(stage.job, "stopping")
         monkeypatch.undo()
         return []
@@ -200,8 +174,7 @@ def test_a_stop_that_is_asked_for_while_a_job_gives_way_is_not_lost(
     assert stage.store.stored_status(stage.job) == "stopped"
 
 
-def test_what_a_round_needed_is_dropped_when_the_next_ones_tasks_are_sent(tmp_path: Path) -> None:
-    """Its first state and its updates; the state that it left is what the next round begins with."""
+def test_what_a_round_needed_is_dropped_when_the_next_ones_tasks_are_sent(tmp_path):
     stage = Stage(tmp_path, rounds=2)
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()

@@ -1,17 +1,12 @@
 """What the coordinator refuses of a device driven by hand: bad updates, floods, claims, garbage."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from by_hand import Stage, ones
 from evaluations import of_classes
-from side_by_side import Staged
 
 from fedquilt import methods, wire
 from fedquilt.arrays import tensors
@@ -42,10 +37,7 @@ from fedquilt.models.local_training import NetworkState
         ({**ones(), "1.bias": np.full(2, 3e38, np.float32)}, "a: tensor '1.bias' holds numbers from 3e+38 to 3e+38"),
     ],
 )
-def test_a_bad_update_is_refused_with_its_reason_and_costs_nothing(
-    stage: Stage, model: dict[str, np.ndarray], said: str
-) -> None:
-    """NaN, a wrong shape, a missing tensor, another type, too large; the other device's work is kept."""
+def test_a_bad_update_is_refused_with_its_reason_and_costs_nothing(stage, model, said):
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
     b.answer(ones(2.0))
@@ -59,13 +51,11 @@ def test_a_bad_update_is_refused_with_its_reason_and_costs_nothing(
 @pytest.mark.parametrize(
     ("weight", "examples", "said"),
     [
-        (1e24, None, "a wants to count as 1e+24 examples, and 1e+07 are the most here"),
-        (40.0, 30, "a wants to count as 40 examples and says that it has 30"),
+        (1e24, None, "a claims to count as 1e+24 examples, and 1e+07 are the most here"),
+        (40.0, 30, "a claims to count as 40 examples and says that it has 30"),
     ],
 )
-def test_a_device_counts_as_no_more_examples_than_it_has(
-    stage: Stage, weight: float, examples: int | None, said: str
-) -> None:
+def test_a_device_counts_as_no_more_examples_than_it_has(stage, weight, examples, said):
     """A weight of 1e24 would make the model the device's own; the round is committed without it."""
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
@@ -74,12 +64,10 @@ def test_a_device_counts_as_no_more_examples_than_it_has(
     stage.play()
     assert said in stage.told(UpdateRejected)[0].reason
     stored = stage.store.depot.blob_path(stage.told(RoundCommitted)[0].state.sha256)
-    assert stored is not None
     assert tensors.unpack_state(stored.read_bytes(), NetworkState).model["1.bias"].tolist() == [2.0, 2.0]
 
 
-def test_devices_of_equal_weight_count_with_all_their_examples(staged: Staged) -> None:
-    """SCAFFOLD's weight is 1: the fourth device is believed that it has 2,000 examples, and holds 400 out."""
+def test_devices_of_equal_weight_count_with_all_their_examples(staged):
     stage = staged(cohort={"min_devices": 4}, check={"every": 1})
     hands = [stage.hand(name) for name in "abcd"]
     stage.play()
@@ -90,8 +78,7 @@ def test_devices_of_equal_weight_count_with_all_their_examples(staged: Staged) -
     assert [fact.update.usage.examples for fact in stage.told(UpdateAccepted)] == [2000] * 4
 
 
-def test_a_state_that_is_not_finite_is_not_committed(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a method makes of finite updates: the job fails, and says which tensor came out so and of whom."""
+def test_a_state_that_is_not_finite_is_not_committed(stage, monkeypatch):
     a = stage.hand("a")
     stage.play()
     assert stage.server.find_job(stage.job) is not None
@@ -108,8 +95,7 @@ def test_a_state_that_is_not_finite_is_not_committed(stage: Stage, monkeypatch: 
     assert "model['1.bias'] came out as numbers that are not finite, from updates of a" in ended.reason
 
 
-def test_an_update_that_is_no_tensors_at_all_is_refused(stage: Stage) -> None:
-    """Bytes that are not safetensors."""
+def test_an_update_that_is_no_tensors_at_all_is_refused(stage):
     a = stage.hand("a")
     stage.play()
     a.answer(ones(), bundles={"model": a.depot.store_bytes(b"\x80\x04pickle!")})
@@ -117,7 +103,7 @@ def test_an_update_that_is_no_tensors_at_all_is_refused(stage: Stage) -> None:
     assert "not a safetensors blob" in stage.told(UpdateRejected)[0].reason
 
 
-def test_an_update_larger_than_the_job_allows_is_refused_before_it_is_fetched(stage: Stage) -> None:
+def test_an_update_larger_than_the_job_allows_is_refused_before_it_is_fetched(stage):
     """A device cannot fill the coordinator's disk."""
     a = stage.hand("a")
     stage.play()
@@ -135,10 +121,7 @@ def test_an_update_larger_than_the_job_allows_is_refused_before_it_is_fetched(st
         ({"2.bias": np.zeros(2, np.float32)}, "a: tensor names differ: 2.bias"),
     ],
 )
-def test_an_update_is_refused_for_its_manifest_before_a_byte_of_it_is_fetched(
-    stage: Stage, changed: dict[str, np.ndarray], said: str
-) -> None:
-    """Its message tells names, types and shapes; nothing is asked of the board and nothing is on the disk."""
+def test_an_update_is_refused_for_its_manifest_before_a_byte_of_it_is_fetched(stage, changed, said):
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
     model = {**ones(), **changed}
@@ -156,10 +139,7 @@ def test_an_update_is_refused_for_its_manifest_before_a_byte_of_it_is_fetched(
 
 
 @pytest.mark.parametrize("ends", ["withheld", "failed", "closed"])
-def test_of_all_that_a_device_begins_to_send_one_update_at_most_is_on_the_disk(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, ends: str
-) -> None:
-    """Twenty updates, of each the first bundle whole and half of the second; none at all once the round is closed."""
+def test_of_all_that_a_device_begins_to_send_one_update_at_most_is_on_the_disk(stage, monkeypatch, ends):
     unchecked = replace(fedavg.METHOD, aggregation=Aggregation(fedavg.fold))  # else none of them would be fetched
     monkeypatch.setattr(methods, "load", lambda name: unchecked)
     a, b = stage.hand("a"), stage.hand("b")
@@ -187,10 +167,7 @@ def test_of_all_that_a_device_begins_to_send_one_update_at_most_is_on_the_disk(
 
 
 @pytest.mark.parametrize("topic", ["progress", "nonsense"])
-def test_a_board_that_floods_is_set_aside_by_name_and_the_round_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, topic: str
-) -> None:
-    """With messages that are read, or under topics that are none; it is asked again after a while."""
+def test_a_board_that_floods_is_set_aside_by_name_and_the_round_goes_on(tmp_path, caplog, topic):
     stage = Stage(tmp_path, rounds=2, cohort={"deadline_s": 5000.0, "quorum": 0.5})
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
@@ -209,7 +186,6 @@ def test_a_board_that_floods_is_set_aside_by_name_and_the_round_goes_on(
     a.say("presence", wire.Presence(online=True, boot="2"), retain=True)
     stage.play(2.0)
     assert "a" in stage.told(EligibilityRecorded)[-1].eligible
-    stage.store.close()
 
 
 @pytest.mark.parametrize(
@@ -221,10 +197,7 @@ def test_a_board_that_floods_is_set_aside_by_name_and_the_round_goes_on(
         ({"up_bytes": 1 << 50}, "up_bytes of 1125899906842624"),
     ],
 )
-def test_a_claim_of_joules_or_bytes_that_cannot_be_ends_no_job(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, usage: dict[str, Any], said: str
-) -> None:
-    """What the board has worked out counts, what it claims to have taken does not; the log names it."""
+def test_a_claim_of_joules_or_bytes_that_cannot_be_ends_no_job(tmp_path, caplog, usage, said):
     stage = Stage(tmp_path, rounds=2, stop={"max_joules": 1e6, "max_bytes": 10_000_000})
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
@@ -237,11 +210,9 @@ def test_a_claim_of_joules_or_bytes_that_cannot_be_ends_no_job(
     assert "a claims what cannot be" in caplog.text
     assert said in caplog.text
     assert "b claims" not in caplog.text
-    stage.store.close()
 
 
-def test_a_device_counts_as_no_more_examples_than_it_can_have_worked_through(tmp_path: Path) -> None:
-    """24 FLOPs an example, 1e6 a second as its profile says, two deadlines of 30 s and a minute: 5e6, and ten times."""
+def test_a_device_counts_as_no_more_examples_than_it_can_have_worked_through(tmp_path):
     stage = Stage(tmp_path, cohort={"deadline_s": 30.0, "attempts": 1, "max_examples": 10**9})
     a, b = stage.hand("a"), stage.hand("b")
     a.measured(flops_per_s=1e6)
@@ -249,12 +220,10 @@ def test_a_device_counts_as_no_more_examples_than_it_can_have_worked_through(tmp
     a.answer(ones(5.0), weight=5.1e7, usage=Usage(examples=51_000_000))
     b.answer(ones(2.0), weight=30.0, usage=Usage(examples=30))
     stage.play()
-    assert "a wants to count as 5.1e+07 examples, and at 1e+06 FLOP/s" in stage.told(UpdateRejected)[0].reason
-    stage.store.close()
+    assert "a claims to count as 5.1e+07 examples, and at 1e+06 FLOP/s" in stage.told(UpdateRejected)[0].reason
 
 
-def test_a_device_cannot_speak_for_another(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
-    """The topic, which the broker's access list guards, says who it is; the log names it."""
+def test_a_device_cannot_speak_for_another(stage, caplog):
     a, _ = stage.hand("a"), stage.hand("b")
     stage.play()
     a.answer(ones(), device="b")
@@ -264,8 +233,7 @@ def test_a_device_cannot_speak_for_another(stage: Stage, caplog: pytest.LogCaptu
     assert "dev/a/up/update: it names another device, b" in caplog.text
 
 
-def test_garbage_from_the_network_is_counted_and_dropped(stage: Stage) -> None:
-    """And the round goes on."""
+def test_garbage_from_the_network_is_counted_and_dropped(stage):
     a = stage.hand("a")
     stage.play()
     for leaf in ("presence", "profile", "claim", "update", "blob/get", "nonsense"):
@@ -277,8 +245,7 @@ def test_garbage_from_the_network_is_counted_and_dropped(stage: Stage) -> None:
     assert stage.server.finished
 
 
-def test_garbage_floods_no_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Three messages of a device are told, then a number."""
+def test_garbage_floods_no_log(tmp_path, caplog):
     stage = Stage(tmp_path, cohort={"deadline_s": 2000.0})
     a = stage.hand("a")
     stage.play()
@@ -288,21 +255,17 @@ def test_garbage_floods_no_log(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     told = [record.message for record in caplog.records if "dropped" in record.message]
     assert len(told) == 4
     assert told[-1].startswith("dropped 197 more messages under fq/1/f/dev/a/up; the last: ")
-    stage.store.close()
 
 
-def test_a_refusal_is_noted_with_its_reason_and_another_device_is_asked(tmp_path: Path) -> None:
-    """One contribution wanted, two devices online."""
+def test_a_refusal_is_noted_with_its_reason_and_another_device_is_asked(tmp_path):
     stage = Stage(tmp_path, cohort={"size": 1, "min_devices": 2})
     hands = {hand.name: hand for hand in (stage.hand("a"), stage.hand("b"))}
     stage.play()
     first = next(hand for hand in hands.values() if hand.tasks)
     task = first.tasks[0]
-    assert task is not None
     claim = {"job": task.job, "round": 0, "attempt": 0, "accepted": False, "code": "memory", "reason": "too big"}
     first.say("claim", wire.Claim(**claim))
     stage.play()
     other = hands[({"a", "b"} - {first.name}).pop()]
     assert [(fact.device, fact.reason) for fact in stage.told(TaskDeclined)] == [(first.name, "too big")]
     assert other.tasks
-    stage.store.close()

@@ -1,7 +1,5 @@
 """A coordinator that dies and begins again, with devices driven by hand."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -27,8 +25,7 @@ from fedquilt.models.local_training import NetworkState
 from fedquilt.transport.memory_link import MemoryBroker
 
 
-def test_a_coordinator_that_dies_mid_round_continues_the_round(stage: Stage) -> None:
-    """What was accepted before is not asked again; the second device's update closes the round."""
+def test_a_coordinator_that_dies_mid_round_continues_the_round(stage):
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
     a.answer(ones(1.0))
@@ -42,8 +39,7 @@ def test_a_coordinator_that_dies_mid_round_continues_the_round(stage: Stage) -> 
     assert stage.told(JobEnded)[0].status == "done"
 
 
-def test_a_restart_whose_boards_wills_are_published_commits_with_all_of_them(stage: Stage) -> None:
-    """Five are at their tasks, four look offline to the new coordinator: the fifth's update is not the round."""
+def test_a_restart_whose_boards_wills_are_published_commits_with_all_of_them(stage):
     hands = [stage.hand(name) for name in "abcde"]
     stage.play()
     for hand in hands[1:]:
@@ -61,8 +57,7 @@ def test_a_restart_whose_boards_wills_are_published_commits_with_all_of_them(sta
     assert stage.told(JobEnded)[0].status == "done"
 
 
-def test_a_board_that_looks_offline_after_a_restart_has_its_grace_before_it_is_replaced(tmp_path: Path) -> None:
-    """As with a coordinator that has been there all along; of two, one is wanted."""
+def test_a_board_that_looks_offline_after_a_restart_has_its_grace_before_it_is_replaced(tmp_path):
     stage = Stage(tmp_path, cohort={"size": 1, "start_devices": 2, "deadline_s": 600.0})
     hands = {name: stage.hand(name) for name in "ab"}
     stage.play()
@@ -73,11 +68,9 @@ def test_a_board_that_looks_offline_after_a_restart_has_its_grace_before_it_is_r
     assert len(stage.told(CohortSelected)) == 1
     stage.play(1.0)
     assert [fact.devices for fact in stage.told(CohortSelected)[1:]] == [tuple({"a", "b"} - {first})]
-    stage.store.close()
 
 
-def test_a_predicted_deadline_outlives_the_coordinator(tmp_path: Path) -> None:
-    """a took 20 s; the next round gives it 30 s of 600, before and after a restart, and tells so."""
+def test_a_predicted_deadline_outlives_the_coordinator(tmp_path):
     stage = Stage(tmp_path, rounds=2, cohort={"deadline_s": 600.0, "deadline": "predicted"})
     a = stage.hand("a")
     stage.play(20.0)
@@ -88,7 +81,6 @@ def test_a_predicted_deadline_outlives_the_coordinator(tmp_path: Path) -> None:
     assert second.deadline_s == pytest.approx(30.0, abs=2.0)
     assert "deadline 30 s, chosen for it" in event_messages.format_single_event(second)[0]
     task = a.tasks[-1]
-    assert task is not None
     assert task.deadline_s == pytest.approx(second.deadline_s, abs=0.1)
     before = stage.server.find_job(stage.job).rounds
     stage.restart()
@@ -103,11 +95,9 @@ def test_a_predicted_deadline_outlives_the_coordinator(tmp_path: Path) -> None:
     a.answer(ones())
     stage.play()
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
-    stage.store.close()
 
 
-def test_who_there_was_to_choose_from_outlives_the_coordinator(tmp_path: Path) -> None:
-    """The choice after a restart rests on the same log, and who is not drawn can be told his place."""
+def test_who_there_was_to_choose_from_outlives_the_coordinator(tmp_path):
     stage = Stage(tmp_path, rounds=2, cohort={"size": 1, "min_devices": 3})
     hands = {name: stage.hand(name) for name in "abc"}
     stage.play()
@@ -126,11 +116,9 @@ def test_who_there_was_to_choose_from_outlives_the_coordinator(tmp_path: Path) -
         "not drawn: place 3 of 3, 1 selected",
         "update received",
     ]
-    stage.store.close()
 
 
-def test_a_run_leaves_alone_what_an_interrupted_one_still_needs(tmp_path: Path) -> None:
-    """Both begin with the same state, byte for byte, and one had an update already when it was stopped."""
+def test_a_run_leaves_alone_what_an_interrupted_one_still_needs(tmp_path):
     stage = Stage(tmp_path)
     a, _ = stage.hand("a"), stage.hand("b")
     stage.play()
@@ -157,19 +145,15 @@ def test_a_run_leaves_alone_what_an_interrupted_one_still_needs(tmp_path: Path) 
     stage.hands[1].answer(ones(5.0))
     stage.play()
     assert stage.store.stored_status(first) == "done"
-    stage.store.close()
 
 
 @pytest.mark.parametrize("served", [True, False])
-def test_a_job_that_was_done_when_its_coordinator_was_killed_stays_done(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, served: bool
-) -> None:
-    """Killed between the last fact and the status; then somebody stops what looks like a running job."""
+def test_a_job_that_was_done_when_its_coordinator_was_killed_stays_done(stage, monkeypatch, served):
     a = stage.hand("a")
     stage.play()
     a.answer(ones())
 
-    def killed(id: str, status: str, **given: str) -> None:
+    def killed(id, status, **given):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -187,7 +171,7 @@ def test_a_job_that_was_done_when_its_coordinator_was_killed_stays_done(
     assert RunningJob(row, stage.store, 0.0, methods.load("fedavg")).rounds.phase == "done"
 
 
-def test_after_a_restart_a_task_waits_for_what_its_device_says_it_is(stage: Stage) -> None:
+def test_after_a_restart_a_task_waits_for_what_its_device_says_it_is(stage):
     """A task sent before would name the method's first engine, which the device may not have: it would decline."""
     a = stage.hand("a")
     stage.play()
@@ -197,8 +181,7 @@ def test_after_a_restart_a_task_waits_for_what_its_device_says_it_is(stage: Stag
     assert sum(task is not None for task in a.tasks) > 1
 
 
-def test_boards_that_are_gone_are_waited_for_without_a_turn_of_the_loop(tmp_path: Path) -> None:
-    """A round that nobody answers is opened again, with tasks that are not sent a second time until they return."""
+def test_boards_that_are_gone_are_waited_for_without_a_turn_of_the_loop(tmp_path):
     stage = Stage(tmp_path, cohort={**TABLE["cohort"], "deadline_s": 15.0, "attempts": 3})
     hands = [stage.hand(name) for name in "ab"]
     stage.play()
@@ -233,8 +216,7 @@ def by_wall(folder: Path, **cohort: float) -> tuple[Stage, Wall]:
 
 
 @pytest.mark.parametrize("set_s", [0.0, 2.0, -3600.0, 7200.0])
-def test_a_round_ends_though_its_coordinators_live_for_a_fiftieth_of_its_deadline(tmp_path: Path, set_s: float) -> None:
-    """Also where each boot sets the wall clock on or back; the update that was here from the first life on counts."""
+def test_a_round_ends_though_its_coordinators_live_for_a_fiftieth_of_its_deadline(tmp_path, set_s):
     stage, wall = by_wall(tmp_path, deadline_s=50.0, quorum=0.5, attempts=1)
     a, _ = stage.hand("a"), stage.hand("b")
     stage.play(1.0)
@@ -251,10 +233,9 @@ def test_a_round_ends_though_its_coordinators_live_for_a_fiftieth_of_its_deadlin
     state = tensors.unpack_state(stage.store.depot.load(committed.state.sha256), NetworkState)
     assert state.model["1.bias"].tolist() == [3.0, 3.0]
     assert lives > 10
-    stage.store.close()
 
 
-def test_devices_that_answer_are_waited_for_though_a_restart_sets_the_clock(tmp_path: Path) -> None:
+def test_devices_that_answer_are_waited_for_though_a_restart_sets_the_clock(tmp_path):
     """By two hours, which is longer than the round may take."""
     for name, set_s in (("back", -7200.0), ("on", 7200.0)):
         stage, wall = by_wall(tmp_path / name, deadline_s=50.0, quorum=0.5, attempts=1)
@@ -269,11 +250,9 @@ def test_devices_that_answer_are_waited_for_though_a_restart_sets_the_clock(tmp_
         b.answer(ones(3.0))
         stage.play()
         assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a", "b"]
-        stage.store.close()
 
 
-def test_a_job_that_cannot_begin_fails_in_its_time_however_often_its_coordinator_is_killed(tmp_path: Path) -> None:
-    """`start_timeout_s` counts from life to life."""
+def test_a_job_that_cannot_begin_fails_in_its_time_however_often_its_coordinator_is_killed(tmp_path):
     stage, _ = by_wall(tmp_path, start_timeout_s=20.0)
     lives = 0
     while not stage.told(JobEnded):
@@ -283,4 +262,3 @@ def test_a_job_that_cannot_begin_fails_in_its_time_however_often_its_coordinator
     (ended,) = stage.told(JobEnded)
     assert (ended.status, "within 20 s ([cohort] start_timeout_s)" in ended.reason) == ("failed", True)
     assert lives >= 9
-    stage.store.close()

@@ -1,13 +1,10 @@
 """Several jobs at once on one fleet: each one's share of the boards, limits, retention, and what `ls` and `why` say."""
 
-from __future__ import annotations
-
 import time
-from typing import Any
 
 import pytest
 from by_hand import ones
-from side_by_side import LONG, Staged, TwoJobs, Worker, facts, work
+from side_by_side import LONG, Worker, facts, work
 
 from fedquilt.cli import main
 from fedquilt.coordinator.jobs import retention
@@ -17,8 +14,7 @@ from fedquilt.coordinator.views import event_messages, round_outcomes
 
 
 @pytest.mark.parametrize(("priority", "share"), [(1.0, 0.5), (3.0, 0.75)])
-def test_two_jobs_share_the_boards_time_fairly(staged: Staged, priority: float, share: float) -> None:
-    """Each job's time is within 10 % of its share by priority, also where one job's tasks take five times as long."""
+def test_two_jobs_share_the_boards_time_fairly(staged, priority, share):
     stage = staged(rounds=10_000, cohort=LONG, priority=priority)
     second = stage.add("k", rounds=10_000, cohort=LONG)
     work(stage, [Worker(stage.hand(name), {"j": 1.0, "k": 5.0}) for name in "abcd"], 400.0)
@@ -28,10 +24,9 @@ def test_two_jobs_share_the_boards_time_fairly(staged: Staged, priority: float, 
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_job_that_comes_later_starts_level_with_the_others(staged: Staged, waits: bool) -> None:
-    """A job that begins later has its part of the boards' time from then on, and makes up for nothing."""
+def test_a_job_that_comes_later_starts_level_with_the_others(staged, waits):
     stage = staged(rounds=10_000, cohort=LONG)
-    settings: dict[str, Any] = {"rounds": 10_000, "priority": 3.0, "cohort": {**LONG, "min_devices": 3}}
+    settings = {"rounds": 10_000, "priority": 3.0, "cohort": {**LONG, "min_devices": 3}}
     second = stage.add("k", **settings) if waits else ""
     workers = [Worker(stage.hand(name), {}) for name in "ab"]
     work(stage, workers, 60.0)
@@ -42,8 +37,7 @@ def test_a_job_that_comes_later_starts_level_with_the_others(staged: Staged, wai
     assert answers[0] / sum(answers) == pytest.approx(0.25, abs=0.1)
 
 
-def test_a_cohort_of_some_boards_is_drawn_from_the_free_ones_and_the_log_says_why(staged: Staged) -> None:
-    """A board that is at another job's task is noted as busy when the others are asked, and not before."""
+def test_a_cohort_of_some_boards_is_drawn_from_the_free_ones_and_the_log_says_why(staged):
     stage = staged(cohort={**LONG, "size": 1})
     for name in "abc":
         stage.hand(name)
@@ -58,8 +52,7 @@ def test_a_cohort_of_some_boards_is_drawn_from_the_free_ones_and_the_log_says_wh
     assert round_outcomes.load_outcomes(stage.store, second).found[0][had].code == "busy"
 
 
-def test_a_job_that_waits_for_boards_of_others_writes_nothing_meanwhile(staged: Staged) -> None:
-    """The log has no more than three such facts, while boards become free and busy many times."""
+def test_a_job_that_waits_for_boards_of_others_writes_nothing_meanwhile(staged):
     stage = staged(rounds=1000, cohort=LONG)
     workers = [Worker(stage.hand(name), {}) for name in "ab"]
     waits = stage.add("k", cohort={**LONG, "min_devices": 3})
@@ -68,8 +61,7 @@ def test_a_job_that_waits_for_boards_of_others_writes_nothing_meanwhile(staged: 
     assert len(list(stage.store.read_events(waits))) <= 3
 
 
-def test_a_submitters_jobs_have_no_more_boards_than_its_share(staged: Staged) -> None:
-    """Two of four boards are at work at any time, and in the end all four have answered."""
+def test_a_submitters_jobs_have_no_more_boards_than_its_share(staged):
     stage = staged(CoordinatorLimits(submitter=SubmitterLimits(share=0.5)), cohort=LONG)
     hands = [stage.hand(name) for name in "abcd"]
     stage.play()
@@ -86,7 +78,7 @@ def test_a_submitters_jobs_have_no_more_boards_than_its_share(staged: Staged) ->
     assert len(stage.told(UpdateAccepted)) == 4
 
 
-def test_why_says_that_a_job_waits_for_its_submitters_share(staged: Staged) -> None:
+def test_why_says_that_a_job_waits_for_its_submitters_share(staged):
     """Once, though its wait is long; a cohort that the share does not limit has devices that were not drawn."""
     stage = staged(CoordinatorLimits(submitter=SubmitterLimits(share=0.5)), cohort={**LONG, "size": 2})
     hands = [stage.hand(name) for name in "abcd"]
@@ -102,8 +94,7 @@ def test_why_says_that_a_job_waits_for_its_submitters_share(staged: Staged) -> N
     assert "share" not in {part.code for part in round_outcomes.load_outcomes(stage.store, second).found[0].values()}
 
 
-def test_ls_says_what_a_job_waits_for_and_what_each_alone_takes_on_the_disk(two_jobs: TwoJobs) -> None:
-    """Boards at another job's task are counted as such; blobs that two runs need are nobody's alone."""
+def test_ls_says_what_a_job_waits_for_and_what_each_alone_takes_on_the_disk(two_jobs):
     stage, first, second, a, b = two_jobs
     third = stage.add("l", cohort={**LONG, "min_devices": 3})
     stage.play()
@@ -130,8 +121,7 @@ def test_ls_says_what_a_job_waits_for_and_what_each_alone_takes_on_the_disk(two_
     assert b.tasks[-1] is not None
 
 
-def test_ended_runs_are_deleted_as_the_settings_say_while_others_run(staged: Staged) -> None:
-    """Retention keeps the latest run, and blobs that a running job needs stay."""
+def test_ended_runs_are_deleted_as_the_settings_say_while_others_run(staged):
     ended = []
     stage = staged(CoordinatorLimits(retention=RetentionSettings(keep=1)), cohort=LONG)
     a, second = stage.hand("a"), stage.job
@@ -152,10 +142,7 @@ def test_ended_runs_are_deleted_as_the_settings_say_while_others_run(staged: Sta
     assert stage.store.stored_status(second) == "done"
 
 
-def test_a_run_that_took_long_is_not_deleted_as_soon_as_it_has_ended(
-    staged: Staged, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The age of a run, by which it is deleted, counts from its end."""
+def test_a_run_that_took_long_is_not_deleted_as_soon_as_it_has_ended(staged, monkeypatch):
     stage = staged(CoordinatorLimits(retention=RetentionSettings(older_than="1h")), cohort=LONG)
     now, a = time.time(), stage.hand("a")
     for later_s, left in ((7200.0, [stage.job]), (10_000.0, [stage.job]), (11_000.0, [])):
@@ -170,8 +157,7 @@ def test_a_run_that_took_long_is_not_deleted_as_soon_as_it_has_ended(
         assert [row.id for row in stage.store.readable_jobs()] == left
 
 
-def test_why_ends_with_what_the_job_waits_for(staged: Staged, capsys: pytest.CaptureFixture[str]) -> None:
-    """A job waits for boards also before its first round, of which the log says nothing yet."""
+def test_why_ends_with_what_the_job_waits_for(staged, capsys):
     stage = staged(cohort={**LONG, "min_devices": 3})
     stage.hand("a")
     stage.play()

@@ -1,23 +1,17 @@
 """Several jobs at once on one fleet: what boards and jobs do side by side, with devices driven by hand."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from by_hand import ones
-from side_by_side import LONG, Staged, TwoJobs, begin_two_jobs, facts
+from side_by_side import LONG, begin_two_jobs, facts
 
 from fedquilt import wire
 from fedquilt.coordinator.fleet.registry import GRACE_S
 from fedquilt.coordinator.jobs.job import RunningJob
 from fedquilt.coordinator.limits import CoordinatorLimits
 from fedquilt.coordinator.rounds.events import CohortSelected, JobEnded, RoundCommitted, RoundRetried, UpdateAccepted
-from fedquilt.core import Task
 
 
-def test_two_jobs_have_each_board_by_turns(two_jobs: TwoJobs) -> None:
-    """A round of all boards asks the free ones at once and each of the others as soon as it is free."""
+def test_two_jobs_have_each_board_by_turns(two_jobs):
     stage, first, second, a, b = two_jobs
     stage.play()
     assert [job.id for job in stage.server.active_jobs()] == [first, second]
@@ -37,8 +31,7 @@ def test_two_jobs_have_each_board_by_turns(two_jobs: TwoJobs) -> None:
     assert {fact.update.device for fact in facts(stage, second, UpdateAccepted)} == {"a", "b"}
 
 
-def test_a_deadline_that_passes_while_boards_are_at_another_job_costs_no_attempt(staged: Staged) -> None:
-    """The job has one attempt, and its board is given to it after three deadlines."""
+def test_a_deadline_that_passes_while_boards_are_at_another_job_costs_no_attempt(staged):
     stage = staged(cohort=LONG)
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
@@ -55,8 +48,7 @@ def test_a_deadline_that_passes_while_boards_are_at_another_job_costs_no_attempt
     assert stage.store.stored_status(second) == "done"
 
 
-def test_a_deadline_of_a_board_that_another_job_got_meanwhile_costs_no_attempt(staged: Staged) -> None:
-    """The job gave its place away while its board was gone, and comes back when the board is at the other's task."""
+def test_a_deadline_of_a_board_that_another_job_got_meanwhile_costs_no_attempt(staged):
     stage = staged(CoordinatorLimits(running=1), cohort={"deadline_s": 300.0, "attempts": 1})
     first, a = stage.job, stage.hand("a")
     stage.play()
@@ -79,13 +71,10 @@ def test_a_deadline_of_a_board_that_another_job_got_meanwhile_costs_no_attempt(s
 
 
 @pytest.mark.parametrize("bad", ["a", "abcd"])
-def test_a_job_whose_method_fails_at_a_task_fails_once_and_leaves_no_task_behind(
-    staged: Staged, monkeypatch: pytest.MonkeyPatch, bad: str
-) -> None:
-    """Its other boards are sent nothing for a job that has ended, and are another job's at once."""
+def test_a_job_whose_method_fails_at_a_task_fails_once_and_leaves_no_task_behind(staged, monkeypatch, bad):
     plain = RunningJob.build_task
 
-    def task(self: RunningJob, device: str, *rest: Any) -> Task | None:
+    def task(self, device, *rest):
         if device in bad and self.job.name == "j":
             raise ValueError("no task")
         return plain(self, device, *rest)
@@ -97,12 +86,11 @@ def test_a_job_whose_method_fails_at_a_task_fails_once_and_leaves_no_task_behind
     second = stage.add("k", cohort=LONG)
     stage.play()
     assert [fact.status for fact in facts(stage, stage.job, JobEnded)] == ["failed"]
-    assert [hand.tasks[-1].job for hand in hands] == [second] * 4  # type: ignore[union-attr]
+    assert [hand.tasks[-1].job for hand in hands] == [second] * 4
     assert {task.job for hand in hands for task in hand.tasks if task} == {second}
 
 
-def test_a_job_that_can_never_start_delays_no_other(staged: Staged) -> None:
-    """Even with one place for jobs, the second job has its first board within a second."""
+def test_a_job_that_can_never_start_delays_no_other(staged):
     for places in (1, 8):
         stage = staged(CoordinatorLimits(running=places), cohort={**LONG, "min_devices": 100})
         stage.hand("a")
@@ -114,8 +102,7 @@ def test_a_job_that_can_never_start_delays_no_other(staged: Staged) -> None:
         assert stage.broker.now_s - before_s <= 0.65  # a poll of the store, and two steps of time
 
 
-def test_a_job_that_cannot_start_in_time_fails_with_the_reason(staged: Staged) -> None:
-    """Time that another job has its place counts towards the time-out of its start."""
+def test_a_job_that_cannot_start_in_time_fails_with_the_reason(staged):
     stage = staged(CoordinatorLimits(running=1), cohort={**LONG, "min_devices": 3, "start_timeout_s": 20.0})
     stage.hand("a")
     other = stage.add("k", cohort={**LONG, "min_devices": 4})
@@ -128,7 +115,7 @@ def test_a_job_that_cannot_start_in_time_fails_with_the_reason(staged: Staged) -
     assert stage.store.stored_status(other) in ("queued", "running")
 
 
-def test_a_job_that_cannot_start_in_time_fails_when_it_is_due(staged: Staged) -> None:
+def test_a_job_that_cannot_start_in_time_fails_when_it_is_due(staged):
     """Also where the clock's rounding makes it less than its time-out since the job was taken up."""
     stage = staged(CoordinatorLimits(running=1), cohort={**LONG, "min_devices": 3, "start_timeout_s": 0.6})
     assert 0.3 + 0.6 - 0.3 < 0.6
@@ -137,10 +124,7 @@ def test_a_job_that_cannot_start_in_time_fails_when_it_is_due(staged: Staged) ->
     assert [fact.status for fact in stage.told(JobEnded)] == ["failed"]
 
 
-def test_a_board_that_a_method_has_nothing_for_is_another_jobs_at_once(
-    staged: Staged, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The other job asks the board while the round goes on in which the method had nothing for it."""
+def test_a_board_that_a_method_has_nothing_for_is_another_jobs_at_once(staged, monkeypatch):
     plain = RunningJob.build_task
     nothing = ("j", "a")
     monkeypatch.setattr(
@@ -150,10 +134,10 @@ def test_a_board_that_a_method_has_nothing_for_is_another_jobs_at_once(
     )
     stage, first, second, a, b = begin_two_jobs(staged(cohort=LONG))
     stage.play()
-    assert [hand.tasks[-1].job for hand in (a, b)] == [second, first]  # type: ignore[union-attr]
+    assert [hand.tasks[-1].job for hand in (a, b)] == [second, first]
 
 
-def test_the_task_of_a_board_that_stayed_silent_is_withdrawn_with_its_job(staged: Staged) -> None:
+def test_the_task_of_a_board_that_stayed_silent_is_withdrawn_with_its_job(staged):
     """The task stays with the board though no attempt asks it any more, and is withdrawn when the job is stopped."""
     stage = staged(cohort={"deadline_s": 10.0, "attempts": 3})
     a = stage.hand("a")
@@ -168,20 +152,19 @@ def test_the_task_of_a_board_that_stayed_silent_is_withdrawn_with_its_job(staged
     assert a.tasks[-1] is None
 
 
-def test_one_job_is_stopped_while_the_other_runs(two_jobs: TwoJobs) -> None:
-    """The boards of a stopped job are the other's at once; resumed, it asks those of its cohort as they are free."""
+def test_one_job_is_stopped_while_the_other_runs(two_jobs):
     stage, first, second, a, b = two_jobs
     stage.play()
     stage.store.set_status(first, "stopping")
     stage.play()
     assert stage.store.stored_status(first) == "stopped"
-    assert [hand.tasks[-1].job for hand in (a, b)] == [second, second]  # type: ignore[union-attr]
+    assert [hand.tasks[-1].job for hand in (a, b)] == [second, second]
     stage.store.set_status(first, "running")
     stage.play()
-    assert [hand.tasks[-1].job for hand in (a, b)] == [second, second]  # type: ignore[union-attr]
+    assert [hand.tasks[-1].job for hand in (a, b)] == [second, second]
     a.answer(ones())
     stage.play()
-    assert [hand.tasks[-1].job for hand in (a, b)] == [first, second]  # type: ignore[union-attr]
+    assert [hand.tasks[-1].job for hand in (a, b)] == [first, second]
     b.answer(ones())
     stage.play()
     a.answer(ones())
@@ -190,14 +173,13 @@ def test_one_job_is_stopped_while_the_other_runs(two_jobs: TwoJobs) -> None:
     assert [stage.store.stored_status(id) for id in (first, second)] == ["done", "done"]
 
 
-def test_a_coordinator_that_dies_with_two_jobs_goes_on_with_both(two_jobs: TwoJobs) -> None:
-    """Each board is still the one's that has asked it, and nothing is worked for twice."""
+def test_a_coordinator_that_dies_with_two_jobs_goes_on_with_both(two_jobs):
     stage, first, second, a, b = two_jobs
     a.answer(ones())
     stage.play()
     stage.restart()
     stage.play()
-    assert [hand.tasks[-1].job for hand in (a, b)] == [second, first]  # type: ignore[union-attr]
+    assert [hand.tasks[-1].job for hand in (a, b)] == [second, first]
     assert len(facts(stage, second, CohortSelected)) == len(facts(stage, first, CohortSelected)) == 1
     a.answer(ones())
     b.answer(ones())
@@ -207,10 +189,7 @@ def test_a_coordinator_that_dies_with_two_jobs_goes_on_with_both(two_jobs: TwoJo
     assert [stage.store.stored_status(id) for id in (first, second)] == ["done", "done"]
 
 
-def test_a_restarted_coordinator_waits_for_the_boards_that_its_round_was_to_have_from_other_jobs(
-    two_jobs: TwoJobs,
-) -> None:
-    """A new coordinator knows no boards yet; the round of all boards waits for those that its log lists as due."""
+def test_a_restarted_coordinator_waits_for_the_boards_that_its_round_was_to_have_from_other_jobs(two_jobs):
     stage, first, second, a, b = two_jobs
     a.answer(ones())
     stage.play()
@@ -232,8 +211,7 @@ def test_a_restarted_coordinator_waits_for_the_boards_that_its_round_was_to_have
     assert {fact.update.device for fact in facts(stage, second, UpdateAccepted)} == {"a", "b"}
 
 
-def test_a_board_of_another_job_that_goes_offline_is_not_waited_for(staged: Staged) -> None:
-    """Not even a board that was never asked in the round; the one attempt of the round suffices for the others."""
+def test_a_board_of_another_job_that_goes_offline_is_not_waited_for(staged):
     stage = staged(cohort=LONG)
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
@@ -250,13 +228,11 @@ def test_a_board_of_another_job_that_goes_offline_is_not_waited_for(staged: Stag
     assert [fact.update.device for fact in facts(stage, second, UpdateAccepted)] == ["a"]
 
 
-def test_an_old_message_about_one_job_takes_nothing_from_another(two_jobs: TwoJobs) -> None:
-    """A claim or an update of a job that has closed its round, from a board that another has."""
+def test_an_old_message_about_one_job_takes_nothing_from_another(two_jobs):
     stage, first, second, a, b = two_jobs
     a.answer(ones())
     stage.play()
     task = a.tasks[-1]
-    assert task is not None
     assert task.job == second
     a.say("claim", wire.Claim(job=first, round=0, attempt=0, accepted=True))
     a.say("claim", wire.Claim(job="of-old", round=0, attempt=0, accepted=True))
@@ -268,22 +244,19 @@ def test_an_old_message_about_one_job_takes_nothing_from_another(two_jobs: TwoJo
     assert stage.store.stored_status(first) == "done"
 
 
-def test_blobs_that_two_jobs_have_in_common_outlive_the_first(two_jobs: TwoJobs) -> None:
-    """Both begin with the same bundle, and send the same bytes."""
+def test_blobs_that_two_jobs_have_in_common_outlive_the_first(two_jobs):
     stage, _, second, a, b = two_jobs
     a.answer(ones())
     b.answer(ones())
     stage.play()
     for hand in (a, b):
         task = hand.tasks[-1]
-        assert task is not None
         assert task.job == second
         assert all(stage.store.depot.has_blob(ref) for ref in task.bundles.values())
 
 
-def test_the_blobs_of_a_task_outlive_another_jobs_round_that_sent_the_same(staged: Staged) -> None:
-    """Two jobs have come to the same state; one commits the next round while the other's board is at work on it."""
-    settings: dict[str, Any] = {"rounds": 3, "cohort": {**LONG, "size": 1}}
+def test_the_blobs_of_a_task_outlive_another_jobs_round_that_sent_the_same(staged):
+    settings = {"rounds": 3, "cohort": {**LONG, "size": 1}}
     stage = staged(**settings)
     hands = [stage.hand(name) for name in "ab"]
     stage.add("k", **settings)
@@ -293,15 +266,14 @@ def test_the_blobs_of_a_task_outlive_another_jobs_round_that_sent_the_same(stage
     stage.play()
     tasks = [hand.tasks[-1] for hand in hands]
     assert [task.round for task in tasks if task] == [1, 1]
-    assert tasks[0].bundles == tasks[1].bundles  # type: ignore[union-attr]
+    assert tasks[0].bundles == tasks[1].bundles
     hands[0].answer(ones(5.0))
     stage.play()
     assert hands[1].tasks[-1] == tasks[1]
-    assert all(stage.store.depot.has_blob(ref) for ref in tasks[1].bundles.values())  # type: ignore[union-attr]
+    assert all(stage.store.depot.has_blob(ref) for ref in tasks[1].bundles.values())
 
 
-def test_a_later_epoch_is_that_of_all_jobs(two_jobs: TwoJobs) -> None:
-    """A board knows a later start of the coordinator: both jobs go on as of the new one."""
+def test_a_later_epoch_is_that_of_all_jobs(two_jobs):
     stage, first, second, a, b = two_jobs
     a.answer(ones())
     stage.play()
@@ -311,7 +283,6 @@ def test_a_later_epoch_is_that_of_all_jobs(two_jobs: TwoJobs) -> None:
     assert stage.store.epoch == 8
     stage.store.acquire_lock()  # as the coordinator's process does
     assert [stage.store.current_status(stage.store.find_job(id)) for id in (first, second)] == ["running", "running"]
-    assert a.tasks[-1] is not None
     assert (a.tasks[-1].job, a.tasks[-1].epoch) == (second, 8)
     b.answer(ones())
     stage.play()

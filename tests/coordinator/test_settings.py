@@ -1,7 +1,5 @@
 """A broken job file says what is wrong, where, and what would be right."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -17,21 +15,20 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def test_a_job_file_is_read_with_its_defaults(tmp_path: Path) -> None:
-    """Only name and method are needed."""
+def test_a_job_file_is_read_with_its_defaults(tmp_path):
     job = settings.load_job(write(tmp_path, 'name = "digits"\nmethod = "fedavg"\n[params]\nlr = 0.1\n'))
     assert (job.rounds, job.cohort.quorum) == (10, 1.0)
     assert settings.parse_params(job).lr == 0.1
 
 
 @pytest.mark.parametrize("name", methods.builtin_names())
-def test_a_methods_parameters_are_what_its_own_class_makes(name: str) -> None:
+def test_a_methods_parameters_are_what_its_own_class_makes(name):
     """With every default in the object itself: a method may look at it as at any other."""
     job = settings.parse_job({"name": "a", "method": name})
     assert vars(settings.parse_params(job)) == vars(methods.load(name).params())
 
 
-def test_paths_are_taken_from_the_job_files_folder(tmp_path: Path) -> None:
+def test_paths_are_taken_from_the_job_files_folder(tmp_path):
     """So that a job can be moved together with its data."""
     (tmp_path / "x.npz").touch()
     job = settings.load_job(write(tmp_path, 'name = "j"\nmethod = "fedavg"\n[data]\npath = "x.npz"\n'))
@@ -42,7 +39,7 @@ def test_paths_are_taken_from_the_job_files_folder(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("name = ", "not TOML"),
-        ('name = "j"\nmethod = "fedavgg"\n', "there are: afl, depthfl, ditto, fedavg"),
+        ('name = "j"\nmethod = "fedavgg"\n', "did you mean 'fedavg'? There are: afl, depthfl, ditto, fedavg"),
         ('name = "j"\nmethod = "fedavg"\nround = 3\n', "there is no key 'round'"),
         ('name = "j"\nmethod = "fedavg"\n[cohort]\nselect = ["Lab"]\n', "[cohort] select: 'Lab' selects no boards"),
         ('name = "j"\nmethod = "fedavg"\n[fleet]\nlabels = ["a", "b="]\n', "[fleet] labels: 'b=' is no label"),
@@ -62,8 +59,7 @@ def test_paths_are_taken_from_the_job_files_folder(tmp_path: Path) -> None:
         ('name = "j"\nmethod = "fedavg"\n[stop]\nmax_hours = 1\n', "max_hours"),
     ],
 )
-def test_a_broken_job_file_names_what_is_wrong(tmp_path: Path, text: str, said: str) -> None:
-    """The file, the key and what is expected."""
+def test_a_broken_job_file_names_what_is_wrong(tmp_path, text, said):
     path = write(tmp_path, text)
     with pytest.raises(JobError) as caught:
         settings.load_job(path)
@@ -71,8 +67,7 @@ def test_a_broken_job_file_names_what_is_wrong(tmp_path: Path, text: str, said: 
     assert str(path) in str(caught.value)
 
 
-def test_a_missing_job_file_is_named(tmp_path: Path) -> None:
-    """With the reason of the operating system."""
+def test_a_missing_job_file_is_named(tmp_path):
     with pytest.raises(JobError, match="No such file"):
         settings.load_job(tmp_path / "none.toml")
 
@@ -88,37 +83,33 @@ def test_a_missing_job_file_is_named(tmp_path: Path) -> None:
         ("fedstitch", {"depth": 1}, "depth = "),
     ],
 )
-def test_a_parameter_out_of_range_is_refused_before_anything_runs(method: str, params: dict, said: str) -> None:
-    """The range is the parameter's own."""
+def test_a_parameter_out_of_range_is_refused_before_anything_runs(method, params, said):
     with pytest.raises(JobError) as caught:
         settings.parse_job({"name": "j", "method": method, "params": params})
     assert said in str(caught.value)
 
 
-def test_updates_travel_as_they_are_unless_the_job_says_else() -> None:
-    """And an exact method's always."""
+def test_updates_travel_as_they_are_unless_the_job_says_else():
     assert settings.parse_job({"name": "j", "method": "fedstitch", "wire": {"codec": "raw"}}).wire == Encoding()
     chosen = settings.parse_job({"name": "j", "method": "fedavg", "wire": {"codec": "topk", "keep": 0.01}})
     assert chosen.wire == Encoding(codec="topk", keep=0.01)
 
 
-def test_a_boards_settings_in_place_of_a_job_are_told(tmp_path: Path) -> None:
-    """By what only they have."""
+def test_a_boards_settings_in_place_of_a_job_are_told(tmp_path):
     with pytest.raises(JobError, match="these are a board's settings, and a job is wanted"):
         settings.load_job(write(tmp_path, 'device = "a"\nhome = "h"\n'))
 
 
-def test_a_mistyped_method_or_parameter_is_answered_with_the_nearest(tmp_path: Path) -> None:
-    """After all that there are."""
-    with pytest.raises(JobError, match=r"there are: .*; did you mean 'fedavg'\?"):
+def test_a_mistyped_method_or_parameter_is_answered_with_the_nearest(tmp_path):
+    with pytest.raises(JobError, match=r"; did you mean 'fedavg'\? There are: afl, "):
         settings.load_job(write(tmp_path, 'name = "j"\nmethod = "fedvag"\n'))
     with pytest.raises(JobError, match=r"did you mean 'scaffold'\?"):
         settings.load_job(write(tmp_path, 'name = "j"\nmethod = "SCAFFOLD"\n'))
-    with pytest.raises(JobError, match=r"no such parameter; it has .*; did you mean 'epochs'\?"):
+    with pytest.raises(JobError, match=r"no such parameter; did you mean 'epochs'\? It has epochs, batch, "):
         settings.load_job(write(tmp_path, 'name = "j"\nmethod = "fedavg"\n[params]\nepoch = 1\n'))
 
 
-def test_scaffold_refuses_the_codec_that_its_variates_cannot_do_with() -> None:
+def test_scaffold_refuses_the_codec_that_its_variates_cannot_do_with():
     """At submission, with the reason and what to take instead; codecs that round every entry a little are taken."""
     with pytest.raises(JobError, match=r"codec = 'topk': SCAFFOLD .* take 'int8', 'fp16' or 'raw'"):
         settings.parse_job({"name": "j", "method": "scaffold", "wire": {"codec": "topk"}})

@@ -1,7 +1,5 @@
 """Which device is a site, and for whom it speaks, from its first message to the end of its right."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec
@@ -53,7 +51,7 @@ def speak(site: Hand, *names: str) -> None:
         (("plant",), "plant has no right to speak for plant"),
     ],
 )
-def test_a_site_speaks_for_the_boards_of_its_right_alone(tmp_path: Path, names: tuple[str, ...], said: str) -> None:
+def test_a_site_speaks_for_the_boards_of_its_right_alone(tmp_path, names, said):
     """Otherwise all of its update is refused, and the device that it named counts by its own."""
     made = stage(tmp_path)
     device, plant = made.hands
@@ -68,7 +66,7 @@ def test_a_site_speaks_for_the_boards_of_its_right_alone(tmp_path: Path, names: 
     assert len(made.told(RoundCommitted)) == 1
 
 
-def test_a_device_without_a_right_gets_the_task_of_a_device(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_device_without_a_right_gets_the_task_of_a_device(tmp_path, caplog):
     """Not the state, which the site gets; the log says what a site would have to do."""
     made = stage(tmp_path)
     device, plant = made.hands
@@ -80,8 +78,7 @@ def test_a_device_without_a_right_gets_the_task_of_a_device(tmp_path: Path, capl
     assert "z says that it is a site, and has no right to speak for other devices" in caplog.text
 
 
-def test_a_site_that_loses_its_right_in_a_round_is_a_device(tmp_path: Path) -> None:
-    """Its update of the boards is refused, even if it never sends another profile, and it gets no state again."""
+def test_a_site_that_loses_its_right_in_a_round_is_a_device(tmp_path):
     made = stage(tmp_path, rounds=2)
     device, plant = made.hands
     made.server._limits.sites.clear()
@@ -96,7 +93,7 @@ def test_a_site_that_loses_its_right_in_a_round_is_a_device(tmp_path: Path) -> N
     assert set(task_of(plant).bundles) == {"model"}
 
 
-def test_a_device_that_becomes_a_site_in_a_round_answers_once(tmp_path: Path) -> None:
+def test_a_device_that_becomes_a_site_in_a_round_answers_once(tmp_path):
     """It has answered for itself, and may speak for others from the next round on."""
     made = stage(tmp_path, rounds=2)
     device, plant = made.hands
@@ -114,8 +111,7 @@ def test_a_device_that_becomes_a_site_in_a_round_answers_once(tmp_path: Path) ->
     assert made.told(UpdateAccepted)[-1].update.boards == ("cam-1",)
 
 
-def test_a_right_holds_after_a_restart(tmp_path: Path) -> None:
-    """A device that the log alone knows, as it has not come back yet, is still no board of a site."""
+def test_a_right_holds_after_a_restart(tmp_path):
     made = stage(tmp_path)
     device, plant = made.hands
     made.broker.lose_client(device.link)
@@ -127,9 +123,7 @@ def test_a_right_holds_after_a_restart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("ahead", "follows"), [(3, True), (LATER_EPOCHS, True), (LATER_EPOCHS + 1, False)])
-def test_a_device_moves_the_start_of_the_coordinator_on_once_and_not_by_any_number(
-    tmp_path: Path, ahead: int, follows: bool
-) -> None:
+def test_a_device_moves_the_start_of_the_coordinator_on_once_and_not_by_any_number(tmp_path, ahead, follows):
     """A start that devices cannot read, or ever new ones, would cut all of them off."""
     made = stage(tmp_path)
     device, _ = made.hands

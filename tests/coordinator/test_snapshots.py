@@ -1,14 +1,11 @@
 """A snapshot saves reading a log from its first fact; whatever becomes of it, the log says what holds."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -43,7 +40,7 @@ def behind(made: Run) -> int:
 # -- what it holds --------------------------------------------------------------------------------
 
 
-def test_a_run_is_taken_up_from_its_snapshot_and_the_facts_behind_it(run: Run) -> None:
+def test_a_run_is_taken_up_from_its_snapshot_and_the_facts_behind_it(run):
     """Two facts are read instead of 31; the state is the same to the last field."""
     assert behind(run) == 2
     assert run.standing.facts == 31
@@ -51,10 +48,7 @@ def test_a_run_is_taken_up_from_its_snapshot_and_the_facts_behind_it(run: Run) -
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_snapshot_and_the_facts_behind_it_come_to_what_the_whole_log_comes_to(
-    often: Callable[[], Store], seed: int
-) -> None:
-    """Facts of every kind in any order that is allowed; it is compared after each fact, by another process's clock."""
+def test_a_snapshot_and_the_facts_behind_it_come_to_what_the_whole_log_comes_to(often, seed):
     roll, made = random.Random(seed), Run(often())
     kinds, used = set(), 0
     while len(made.standing.rounds.history) < 3 or made.standing.facts < 60:
@@ -68,7 +62,7 @@ def test_a_snapshot_and_the_facts_behind_it_come_to_what_the_whole_log_comes_to(
     assert {"UpdateAccepted", "RoundCommitted", "CohortSelected"} <= kinds
 
 
-def test_a_snapshot_is_kept_once_enough_facts_have_come_and_at_the_end(tmp_path: Path) -> None:
+def test_a_snapshot_is_kept_once_enough_facts_have_come_and_at_the_end(tmp_path):
     """A round of few boards leaves a dozen facts; to write them all anew each time would cost more than it saves."""
     with Store(tmp_path, every=20) as store:
         made = Run(store)
@@ -89,7 +83,7 @@ def test_a_snapshot_is_kept_once_enough_facts_have_come_and_at_the_end(tmp_path:
         assert store.snapshots.load_state(made.id, made.plan, 0.0)[1] == 57
 
 
-def test_a_restart_counts_on_from_the_snapshot_that_it_takes_up(tmp_path: Path) -> None:
+def test_a_restart_counts_on_from_the_snapshot_that_it_takes_up(tmp_path):
     """Else each start of a coordinator would be followed by another snapshot."""
     with Store(tmp_path, every=20) as store:
         made = Run(store)
@@ -102,7 +96,7 @@ def test_a_restart_counts_on_from_the_snapshot_that_it_takes_up(tmp_path: Path) 
         assert made.store.snapshots.load_state(made.id, made.plan, 0.0)[1] == 29
 
 
-def test_nothing_is_kept_of_facts_that_are_not_written_yet(often: Callable[[], Store]) -> None:
+def test_nothing_is_kept_of_facts_that_are_not_written_yet(often):
     """A snapshot that rests on them would outlive them where the process is killed."""
     made = Run(often())
     with made.store.batch_events():
@@ -113,8 +107,7 @@ def test_nothing_is_kept_of_facts_that_are_not_written_yet(often: Callable[[], S
     assert made.store.snapshots.load_state(made.id, made.plan, 0.0)[1] == 9
 
 
-def test_nothing_is_kept_of_a_log_to_which_another_process_has_written(often: Callable[[], Store]) -> None:
-    """The state of this process is not what that log comes to."""
+def test_nothing_is_kept_of_a_log_to_which_another_process_has_written(often):
     made, other = Run(often()), often()
     made.record(JobStarted(BLOB))
     other.append_event(made.id, EligibilityRecorded(0, ("z",)))
@@ -122,7 +115,7 @@ def test_nothing_is_kept_of_a_log_to_which_another_process_has_written(often: Ca
     assert made.store.snapshots.load_state(made.id, made.plan, 0.0)[1] == 0
 
 
-def test_nothing_is_kept_of_a_log_that_is_damaged(often: Callable[[], Store]) -> None:
+def test_nothing_is_kept_of_a_log_that_is_damaged(often):
     """The damage would be behind a snapshot that fits, where no start looks for it."""
     made = Run(often())
     made.record(JobStarted(BLOB), EligibilityRecorded(0, DEVICES))
@@ -131,7 +124,7 @@ def test_nothing_is_kept_of_a_log_that_is_damaged(often: Callable[[], Store]) ->
     assert made.store.snapshots.load_state(made.id, made.plan, 0.0)[1] == 0
 
 
-def test_a_run_that_is_stopped_with_a_stored_sum_is_taken_up_with_it(run: Run) -> None:
+def test_a_run_that_is_stopped_with_a_stored_sum_is_taken_up_with_it(run):
     """The updates in it are nowhere else."""
     run.record(UpdatesAggregated(3, ("a",), BLOB), JobEnded("stopped"))
     assert behind(run) == 0
@@ -153,10 +146,7 @@ def edited(home: Path, statement: str, *values: object) -> None:
     "change",
     ["body = substr(body, 1, length(body) / 2)", "body = x'00'", "log = x'00'", "sum = 'text'", "version = '9.9 1'"],
 )
-def test_a_damaged_snapshot_is_not_used_by_name_and_made_anew(
-    run: Run, change: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Cut short, or changed: the log is read from its first fact, and the next round has a snapshot that fits."""
+def test_a_damaged_snapshot_is_not_used_by_name_and_made_anew(run, change, caplog):
     edited(run.store.home, f"update snapshots set {change}")
     assert behind(run) == run.standing.facts
     assert [record.getMessage() for record in caplog.records] == [
@@ -167,7 +157,7 @@ def test_a_damaged_snapshot_is_not_used_by_name_and_made_anew(
     assert behind(run) == 0
 
 
-def test_a_snapshot_of_another_version_is_not_used(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_of_another_version_is_not_used(run, monkeypatch):
     """Its rules may come to another state; the version that wrote it still takes it."""
     monkeypatch.setattr(snapshots, "VERSION", "9.9.9 1")
     assert behind(run) == run.standing.facts
@@ -175,8 +165,7 @@ def test_a_snapshot_of_another_version_is_not_used(run: Run, monkeypatch: pytest
     assert behind(run) == 2
 
 
-def test_a_snapshot_beyond_its_log_is_not_used(run: Run, caplog: pytest.LogCaptureFixture) -> None:
-    """A log that was put back from an older copy: the run goes on from what that says."""
+def test_a_snapshot_beyond_its_log_is_not_used(run, caplog):
     keep = list(run.store.read_events(run.id))[12][0]
     head = run.store._db.execute("select sum from facts where seq = ?", (keep,)).fetchone()[0]
     with run.store._write_transaction():
@@ -190,14 +179,12 @@ def test_a_snapshot_beyond_its_log_is_not_used(run: Run, caplog: pytest.LogCaptu
     assert "the log has another fact, or none, where it ends" in caplog.text
 
 
-def test_a_snapshot_of_other_settings_is_not_used(run: Run, caplog: pytest.LogCaptureFixture) -> None:
-    """Whether a round was the last one is part of the state."""
+def test_a_snapshot_of_other_settings_is_not_used(run, caplog):
     assert run.store.snapshots.load_state(run.id, JobConstants(0, 99, run.plan.cohort, 0), 0.0)[1] == 0
     assert "settings have changed" in caplog.text
 
 
-def test_what_is_damaged_before_a_snapshot_keeps_nobody_from_going_on_and_is_found_by_who_reads_it(run: Run) -> None:
-    """The facts behind it are compared as ever."""
+def test_what_is_damaged_before_a_snapshot_keeps_nobody_from_going_on_and_is_found_by_who_reads_it(run):
     edited(run.store.home, "update facts set body = replace(body, '0.5', '0.6') where seq = 5")
     with Store(run.store.home) as store:
         assert taken_up(store, run.id, run.plan)[0] == run.standing
@@ -211,8 +198,7 @@ def test_what_is_damaged_before_a_snapshot_keeps_nobody_from_going_on_and_is_fou
             taken_up(store, run.id, run.plan)
 
 
-def test_a_snapshot_that_cannot_be_written_is_done_without(run: Run, caplog: pytest.LogCaptureFixture) -> None:
-    """The facts have been written; nothing needs the snapshot."""
+def test_a_snapshot_that_cannot_be_written_is_done_without(run, caplog):
     run.store._db.execute("create temp trigger full before insert on snapshots begin select raise(abort, 'full'); end")
     run.record(RoundClosed(3), RoundCommitted(3, state(3), False, {}))
     assert f"no snapshot of {run.id} is kept" in caplog.text
@@ -239,8 +225,7 @@ store.snapshots.save_if_due(row.id, standing)
 """
 
 
-def test_a_process_that_is_killed_over_a_snapshot_leaves_the_one_before(run: Run) -> None:
-    """Killed between its last row and the end of the transaction."""
+def test_a_process_that_is_killed_over_a_snapshot_leaves_the_one_before(run):
     killed = subprocess.run([sys.executable, "-c", KILLED, str(run.store.home)], check=False)
     assert killed.returncode == -signal.SIGKILL
     assert behind(run) == 2
@@ -249,7 +234,7 @@ def test_a_process_that_is_killed_over_a_snapshot_leaves_the_one_before(run: Run
 # -- the rules ------------------------------------------------------------------------------------
 
 
-def test_the_rules_of_the_facts_are_those_that_snapshots_name() -> None:
+def test_the_rules_of_the_facts_are_those_that_snapshots_name():
     """A state that another rule makes of the same facts would be taken for today's: raise `snapshots.RULES` then."""
     roll, now, seen = random.Random(5), JobState(JobConstants.from_job(JOB)), hashlib.sha256()
     sorts = msgspec.json.Encoder(enc_hook=list, order="deterministic")

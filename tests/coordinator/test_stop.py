@@ -1,7 +1,5 @@
 """When a job has taken enough."""
 
-from __future__ import annotations
-
 from fedquilt import methods
 from fedquilt.coordinator.rounds.job_limits import (
     ResourceUsage,
@@ -19,8 +17,7 @@ def update(usage: Usage, below: Usage | None = None) -> Update:
     return Update(job="j", round=0, attempt=0, device="a", weight=1.0, **told)
 
 
-def test_what_is_spent_is_the_sum_of_what_answers_took() -> None:
-    """Joules where they were measured, blobs both ways."""
+def test_what_is_spent_is_the_sum_of_what_answers_took():
     spent = (
         ResourceUsage()
         .add_update(update(Usage(energy_j=3.0, down_bytes=5, up_bytes=2)))
@@ -29,14 +26,12 @@ def test_what_is_spent_is_the_sum_of_what_answers_took() -> None:
     assert spent == ResourceUsage(joules=3.0, metered=1, unmetered=1, bytes=8)
 
 
-def test_bytes_of_a_sites_boards_are_spent_beside_its_own() -> None:
-    """Its joules are its boards' already."""
+def test_bytes_of_a_sites_boards_are_spent_beside_its_own():
     site = update(Usage(energy_j=3.0, down_bytes=5, up_bytes=2), Usage(energy_j=3.0, down_bytes=100, up_bytes=50))
     assert ResourceUsage().add_update(site) == ResourceUsage(joules=3.0, metered=1, bytes=157)
 
 
-def test_each_limit_ends_a_job_when_it_is_reached_and_says_so() -> None:
-    """Exactly at the limit; without limits nothing does."""
+def test_each_limit_ends_a_job_when_it_is_reached_and_says_so():
     spent = ResourceUsage(joules=30.0, bytes=700, wall_s=60.0)
     assert describe_reached_limit(JobLimits(), spent) is None
     assert describe_reached_limit(JobLimits(max_joules=30.1, max_bytes=701, max_wall_s=60.1), spent) is None
@@ -45,8 +40,7 @@ def test_each_limit_ends_a_job_when_it_is_reached_and_says_so() -> None:
     assert describe_reached_limit(JobLimits(max_wall_s=59.0), spent) == "max_wall_s: 60 s of 59 s are used up"
 
 
-def test_joules_that_nobody_measured_end_nothing_but_are_spoken_of() -> None:
-    """They are no zero: each round says how many tasks are not in the sum, or that the limit is none."""
+def test_joules_that_nobody_measured_end_nothing_but_are_spoken_of():
     spent = ResourceUsage(joules=0.0, unmetered=2)
     assert describe_reached_limit(JobLimits(max_joules=1.0), spent) is None
     assert describe_unmetered_tasks(JobLimits(max_joules=1.0), spent) == (
@@ -64,11 +58,9 @@ def test_joules_that_nobody_measured_end_nothing_but_are_spoken_of() -> None:
     )
 
 
-def test_a_method_that_ends_by_itself_and_has_not_is_told_in_the_last_round() -> None:
-    """Its result is then what it has so far; methods that end by the job's rounds have nothing to tell."""
+def test_a_method_that_ends_by_itself_and_has_not_is_told_in_the_last_round():
     stitching = methods.load("fedstitch")
     told = describe_early_end(stitching, "fedstitch", 3, 2)
-    assert told is not None
     assert told.startswith("the job's 3 rounds are over before fedstitch has ended")
     assert describe_early_end(stitching, "fedstitch", 3, 1) is None
     assert describe_early_end(methods.load("fedavg"), "fedavg", 3, 2) is None

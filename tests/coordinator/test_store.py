@@ -1,16 +1,11 @@
 """What the coordinator has written is there after any crash."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -23,10 +18,7 @@ from fedquilt.coordinator.views import scores
 from fedquilt.core import BlobRef, JobError, StoreError, Update, Usage
 
 
-def test_facts_come_back_in_order_from_another_process_of_the_same_folder(
-    tmp_path: Path, opened: Callable[[], Store]
-) -> None:
-    """A second store on the folder stands for the process after a kill -9."""
+def test_facts_come_back_in_order_from_another_process_of_the_same_folder(tmp_path, opened):
     store = opened()
     id = store.add_job(JOB, tmp_path / "bundle")
     facts = [JobStarted(BlobRef(sha256="a" * 64, size=3)), CohortSelected(0, 0, ("x", "y")), JobEnded("done")]
@@ -43,13 +35,11 @@ def append_and_fail(store: Store, id: str) -> None:
     store.append_event(id, RoundCommitted(0, BlobRef(sha256="c" * 64, size=3), False, {}, took_s=float("nan")))
 
 
-def test_facts_that_are_written_together_are_there_all_at_once_or_not_at_all(
-    tmp_path: Path, opened: Callable[[], Store]
-) -> None:
+def test_facts_that_are_written_together_are_there_all_at_once_or_not_at_all(tmp_path, opened):
     """One transaction; until then nobody else finds the database busy, and an error on the way leaves none of them."""
     store, other = opened(), opened()
     id = store.add_job(JOB, tmp_path / "bundle")
-    said: list[str] = []
+    said = []
     store._db.set_trace_callback(said.append)
     with store.batch_events():
         for round in range(3):
@@ -65,10 +55,7 @@ def test_facts_that_are_written_together_are_there_all_at_once_or_not_at_all(
     assert len(list(other.read_events(id))) == 4
 
 
-def test_every_run_has_an_id_of_its_own_and_the_name_means_the_latest(
-    tmp_path: Path, opened: Callable[[], Store]
-) -> None:
-    """Two runs in the same second, too."""
+def test_every_run_has_an_id_of_its_own_and_the_name_means_the_latest(tmp_path, opened):
     store = opened()
     first, second = store.add_job(JOB, tmp_path), store.add_job(JOB, tmp_path)
     assert first != second
@@ -78,7 +65,7 @@ def test_every_run_has_an_id_of_its_own_and_the_name_means_the_latest(
     assert [row.status for row in store.readable_jobs()] == ["queued", "queued"]
 
 
-def test_only_one_coordinator_holds_a_folder(opened: Callable[[], Store]) -> None:
+def test_only_one_coordinator_holds_a_folder(opened):
     """And the next may once it is gone."""
     first, second = opened(), opened()
     assert first.acquire_lock()
@@ -87,7 +74,7 @@ def test_only_one_coordinator_holds_a_folder(opened: Callable[[], Store]) -> Non
     assert second.acquire_lock()
 
 
-def test_the_latest_state_of_every_job_is_known(tmp_path: Path, opened: Callable[[], Store]) -> None:
+def test_the_latest_state_of_every_job_is_known(tmp_path, opened):
     """Older states may go."""
     store = opened()
     for letter in "ab":
@@ -98,27 +85,25 @@ def test_the_latest_state_of_every_job_is_known(tmp_path: Path, opened: Callable
     assert store.latest_state_hashes() == {"a" * 64, "c" * 64}
 
 
-def test_epochs_grow(opened: Callable[[], Store]) -> None:
-    """Each start of a coordinator is told apart."""
+def test_epochs_grow(opened):
     assert [opened().begin_epoch() for _ in range(3)] == [1, 2, 3]
 
 
-def test_an_unknown_run_names_those_there_are(tmp_path: Path, opened: Callable[[], Store]) -> None:
+def test_an_unknown_run_names_those_there_are(tmp_path, opened):
     """So that a typing error is seen."""
     store = opened()
     store.add_job(JOB, tmp_path)
-    with pytest.raises(StoreError, match=r"no run 'digit'.*there are: digits-20"):
+    with pytest.raises(StoreError, match=r"no run 'digit'.*; did you mean 'digits'\? There are: digits, digits-20"):
         store.find_job("digit")
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    """A file where the folder should be."""
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "home").write_text("")
     with pytest.raises(StoreError, match="cannot use the store"):
         Store(tmp_path / "home")
 
 
-def test_a_folder_knows_whether_a_coordinator_holds_it(opened: Callable[[], Store]) -> None:
+def test_a_folder_knows_whether_a_coordinator_holds_it(opened):
     """So that nobody waits for one that is gone."""
     holder, asker = opened(), opened()
     assert not asker.is_served()
@@ -129,20 +114,17 @@ def test_a_folder_knows_whether_a_coordinator_holds_it(opened: Callable[[], Stor
     assert not asker.is_served()
 
 
-def test_a_job_that_two_processes_submit_at_once_becomes_one_run(
-    tmp_path: Path, opened: Callable[[], Store], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second one submits between the look of the first one and what that writes: it waits for that."""
+def test_a_job_that_two_processes_submit_at_once_becomes_one_run(tmp_path, opened, monkeypatch):
     first, found = opened(), list[tuple[str, bool]]()
     add = first.add_job
 
-    def submit() -> None:
+    def submit():
         with Store(first.home) as second:
             found.append(second.find_or_add_job(JOB, tmp_path / "bundle"))
 
     other = threading.Thread(target=submit)
 
-    def add_late(*args: Any) -> str:
+    def add_late(*args):
         other.start()
         other.join(0.5)
         return add(*args)
@@ -155,8 +137,7 @@ def test_a_job_that_two_processes_submit_at_once_becomes_one_run(
     assert [row.id for row in first.readable_jobs()] == [run]
 
 
-def test_the_unfinished_run_of_the_very_same_job_is_found(tmp_path: Path, opened: Callable[[], Store]) -> None:
-    """Another bundle is another job; what has ended for good is not taken up again."""
+def test_the_unfinished_run_of_the_very_same_job_is_found(tmp_path, opened):
     store = opened()
     run = store.add_job(JOB, tmp_path / "bundle")
     assert store.find_unfinished(JOB, tmp_path / "bundle") == run
@@ -166,10 +147,7 @@ def test_the_unfinished_run_of_the_very_same_job_is_found(tmp_path: Path, opened
 
 
 @pytest.mark.parametrize("version", [0, VERSION - 1, VERSION + 1])
-def test_a_home_of_another_version_is_refused_with_the_mend(
-    tmp_path: Path, opened: Callable[[], Store], monkeypatch: pytest.MonkeyPatch, version: int
-) -> None:
-    """Nothing is written into tables that are not understood, and the database is closed again."""
+def test_a_home_of_another_version_is_refused_with_the_mend(tmp_path, opened, monkeypatch, version):
     opened()._db.execute(f"pragma user_version = {version}")
     connect, made = sqlite3.connect, []
     monkeypatch.setattr(sqlite3, "connect", lambda *given, **named: made.append(connect(*given, **named)) or made[-1])
@@ -179,9 +157,7 @@ def test_a_home_of_another_version_is_refused_with_the_mend(
         made[0].execute("select 1")
 
 
-def test_homes_that_begin_a_run_in_the_same_second_give_it_different_ids(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_homes_that_begin_a_run_in_the_same_second_give_it_different_ids(tmp_path, monkeypatch):
     """A board that serves two coordinators would take one's run for the other's; the longest name fits a topic."""
     monkeypatch.setattr(time, "time", lambda: 1.7e9)
     long = msgspec.structs.replace(JOB, name="n" * 40)
@@ -193,14 +169,13 @@ def test_homes_that_begin_a_run_in_the_same_second_give_it_different_ids(
     assert all(re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,63}", id) for id in ids)
 
 
-def test_a_run_is_running_only_while_somebody_is_at_it(tmp_path: Path, opened: Callable[[], Store]) -> None:
-    """Of two that are noted as running one is at work, and none once the coordinator has been killed."""
+def test_a_run_is_running_only_while_somebody_is_at_it(tmp_path, opened):
     store, asker = opened(), opened()
     runs = [store.add_job(JOB, tmp_path) for _ in range(3)]
     for run in runs[:2]:
         store.set_status(run, "running")
 
-    def told() -> list[str]:
+    def told():
         return [asker.current_status(row) for row in asker.readable_jobs()]
 
     assert told() == ["interrupted", "interrupted", "queued"]
@@ -213,16 +188,14 @@ def test_a_run_is_running_only_while_somebody_is_at_it(tmp_path: Path, opened: C
     assert told() == ["interrupted", "interrupted", "queued"]
 
 
-def test_facts_are_on_disk_before_they_are_acted_on(opened: Callable[[], Store]) -> None:
+def test_facts_are_on_disk_before_they_are_acted_on(opened):
     """SQLite's FULL (2): also a power cut loses none. A killed process alone would not show it."""
     store = opened()
     assert store._db.execute("pragma synchronous").fetchone() == (2,)
     assert store._db.execute("pragma journal_mode").fetchone() == ("wal",)
 
 
-def test_what_a_jobs_log_has_counted_is_known_when_the_job_is_not_under_way(
-    tmp_path: Path, opened: Callable[[], Store]
-) -> None:
+def test_what_a_jobs_log_has_counted_is_known_when_the_job_is_not_under_way(tmp_path, opened):
     """By job, round and device, and by nothing else."""
     store = opened()
     id, other = store.add_job(JOB, tmp_path / "bundle"), store.add_job(JOB, tmp_path / "bundle")
@@ -233,7 +206,7 @@ def test_what_a_jobs_log_has_counted_is_known_when_the_job_is_not_under_way(
         assert not store.is_update_counted(msgspec.structs.replace(update, **change))
 
 
-def test_a_new_home_is_for_its_owner_alone(tmp_path: Path) -> None:
+def test_a_new_home_is_for_its_owner_alone(tmp_path):
     """Folders 0700, files 0600, whatever the umask; what its owner has opened to others since stays open."""
     home = tmp_path / "home"
     before = os.umask(0o022)
@@ -254,10 +227,7 @@ def test_a_new_home_is_for_its_owner_alone(tmp_path: Path) -> None:
         os.umask(before)
 
 
-def test_the_list_of_runs_follows_every_change_and_no_change_that_was_undone(
-    tmp_path: Path, opened: Callable[[], Store]
-) -> None:
-    """The list of runs shows writes of this process and of another one, and none of a transaction that failed."""
+def test_the_list_of_runs_follows_every_change_and_no_change_that_was_undone(tmp_path, opened):
     store, other = opened(), opened()
     first = store.add_job(JOB, tmp_path / "bundle")
     assert [row.id for row in store.readable_jobs()] == [row.id for row in other.readable_jobs()] == [first]

@@ -1,19 +1,15 @@
 """What is damaged in a home is named, hides no more than itself, and is never written over."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import re
 import sqlite3
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from stored_job import JOB
 
 from fedquilt.coordinator.rounds.events import (
-    AnyEvent,
     CohortSelected,
     EligibilityRecorded,
     JobEnded,
@@ -26,14 +22,13 @@ from fedquilt.coordinator.views import event_messages
 from fedquilt.core import BlobRef, JobError, StoreError
 
 
-def test_a_damaged_database_is_an_error_not_a_crash(tmp_path: Path) -> None:
-    """Garbage in place of SQLite."""
+def test_a_damaged_database_is_an_error_not_a_crash(tmp_path):
     (tmp_path / "fedquilt.db").write_bytes(b"not a database" * 100)
     with pytest.raises(StoreError, match="is damaged"):
         Store(tmp_path)
 
 
-def test_a_row_of_another_version_is_named_and_hides_no_other(tmp_path: Path, opened: Callable[[], Store]) -> None:
+def test_a_row_of_another_version_is_named_and_hides_no_other(tmp_path, opened):
     """Whoever asks for the run of that row is told why it cannot be read; other runs are there as ever."""
     store = opened()
     run, other = store.add_job(JOB, tmp_path), store.add_job(JOB, tmp_path)
@@ -64,10 +59,7 @@ BLOB = BlobRef(sha256="a" * 64, size=3)
         (JobEnded("failed", "no file \udcff"), "cannot be kept: .*surrogates"),
     ],
 )
-def test_what_could_not_be_read_back_is_never_written(
-    tmp_path: Path, opened: Callable[[], Store], fact: AnyEvent, said: str
-) -> None:
-    """The job is told, and its log is as it was."""
+def test_what_could_not_be_read_back_is_never_written(tmp_path, opened, fact, said):
     store = opened()
     run = store.add_job(JOB, tmp_path)
     store.append_event(run, JobStarted(BLOB))
@@ -76,8 +68,7 @@ def test_what_could_not_be_read_back_is_never_written(
     assert [fact for _, _, fact in store.read_events(run)] == [JobStarted(BLOB)]
 
 
-def test_a_damaged_fact_hides_its_run_alone(tmp_path: Path, opened: Callable[[], Store]) -> None:
-    """The others list, and what they need is known."""
+def test_a_damaged_fact_hides_its_run_alone(tmp_path, opened):
     store = opened()
     runs = [store.add_job(JOB, tmp_path) for _ in range(3)]
     for run, letter in zip(runs, "abc", strict=True):
@@ -118,8 +109,7 @@ def three_runs(home: Path) -> list[str]:
     return runs
 
 
-def test_a_changed_fact_is_found_and_hides_its_run_alone(tmp_path: Path, opened: Callable[[], Store]) -> None:
-    """One bit of a text that can be read all the same; nothing is added to such a log, and its blobs are kept."""
+def test_a_changed_fact_is_found_and_hides_its_run_alone(tmp_path, opened):
     runs = three_runs(tmp_path)
     flipped(tmp_path, f"reason of {runs[1]}".encode())
     store = opened()
@@ -147,10 +137,7 @@ def test_a_changed_fact_is_found_and_hides_its_run_alone(tmp_path: Path, opened:
         ("update facts set job = (select job from facts where seq = 1) where seq = 4", "its last facts are missing"),
     ],
 )
-def test_a_lost_moved_or_added_fact_is_found(
-    tmp_path: Path, opened: Callable[[], Store], change: str, said: str
-) -> None:
-    """Each fact's checksum covers the one before it, and the run's row has that of the last one."""
+def test_a_lost_moved_or_added_fact_is_found(tmp_path, opened, change, said):
     runs = three_runs(tmp_path)
     store = opened()
     store._db.execute(change)
@@ -162,9 +149,7 @@ def test_a_lost_moved_or_added_fact_is_found(
 
 
 @pytest.mark.parametrize("text", ["/bundle", "stopped", "digits-"])
-def test_a_changed_row_of_a_run_is_named_and_hides_no_other(
-    tmp_path: Path, opened: Callable[[], Store], text: str
-) -> None:
+def test_a_changed_row_of_a_run_is_named_and_hides_no_other(tmp_path, opened, text):
     """Its bundle, its status or its id; nobody writes to it, as that would give it a checksum that fits."""
     runs = three_runs(tmp_path)
     store = opened()
@@ -172,15 +157,14 @@ def test_a_changed_row_of_a_run_is_named_and_hides_no_other(
     store._db.execute(f"update jobs set {column} = {column} || 'x' where id = ?", (runs[1],))
     found = store.all_jobs()
     assert [isinstance(row, StoredJob) for row in found] == [True, False, True]
-    assert "its row in the list of jobs is not what was written" in found[1].reason  # type: ignore[union-attr]
+    assert "its row in the list of jobs is not what was written" in found[1].reason
     if column != "id":
         with pytest.raises(StoreError, match="is damaged"):
             store.set_status(runs[1], "running")
         assert store.stored_status(runs[1]) == "damaged"
 
 
-def test_text_that_is_no_text_any_more_hides_its_run_alone(tmp_path: Path, opened: Callable[[], Store]) -> None:
-    """SQLite gives back bytes that are no UTF-8."""
+def test_text_that_is_no_text_any_more_hides_its_run_alone(tmp_path, opened):
     runs = three_runs(tmp_path)
     store = opened()
     store._db.execute("update jobs set settings = cast(x'7bff' as text) where id = ?", (runs[0],))
@@ -190,7 +174,7 @@ def test_text_that_is_no_text_any_more_hides_its_run_alone(tmp_path: Path, opene
     assert "is damaged" in event_messages.format_runs(rows)[2]
 
 
-def test_a_number_of_starts_that_is_damaged_is_made_of_the_runs(tmp_path: Path, opened: Callable[[], Store]) -> None:
+def test_a_number_of_starts_that_is_damaged_is_made_of_the_runs(tmp_path, opened):
     """It must not fall behind: devices would take the coordinator's tasks for old messages."""
     store = opened()
     run = store.add_job(JOB, tmp_path)
@@ -202,7 +186,7 @@ def test_a_number_of_starts_that_is_damaged_is_made_of_the_runs(tmp_path: Path, 
     assert store.begin_epoch(above=9) == 10
 
 
-def test_an_index_that_is_wrong_is_made_anew(tmp_path: Path, opened: Callable[[], Store]) -> None:
+def test_an_index_that_is_wrong_is_made_anew(tmp_path, opened):
     """By it, facts would seem to be missing."""
     (run, *_) = three_runs(tmp_path)
     with contextlib.closing(sqlite3.connect(tmp_path / "fedquilt.db", isolation_level=None)) as db:
@@ -218,10 +202,7 @@ def test_an_index_that_is_wrong_is_made_anew(tmp_path: Path, opened: Callable[[]
     assert len(list(store.read_events(run))) == 2
 
 
-def test_a_database_that_is_damaged_as_a_whole_is_read_and_never_written(
-    tmp_path: Path, opened: Callable[[], Store]
-) -> None:
-    """Runs that are sound can be read, and exported; a coordinator refuses the home, by name and with the mend."""
+def test_a_database_that_is_damaged_as_a_whole_is_read_and_never_written(tmp_path, opened):
     runs = three_runs(tmp_path)
     path = tmp_path / "fedquilt.db"
     with contextlib.closing(sqlite3.connect(path)) as db:
@@ -239,9 +220,7 @@ def test_a_database_that_is_damaged_as_a_whole_is_read_and_never_written(
 
 
 @pytest.mark.parametrize("damage", ["cut", "no database"])
-def test_a_database_that_cannot_be_opened_is_told_to_be_damaged(
-    tmp_path: Path, opened: Callable[[], Store], damage: str
-) -> None:
+def test_a_database_that_cannot_be_opened_is_told_to_be_damaged(tmp_path, opened, damage):
     """It is not taken for a full disk or a folder of somebody else's."""
     three_runs(tmp_path)
     path = tmp_path / "fedquilt.db"

@@ -1,7 +1,5 @@
 """A home that is opened for reading alone."""
 
-from __future__ import annotations
-
 import sqlite3
 import subprocess
 import sys
@@ -25,8 +23,7 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_it_reads_what_a_store_reads_and_writes_nothing(home: Path) -> None:
-    """Each thing that writes is refused, and so is a lock."""
+def test_it_reads_what_a_store_reads_and_writes_nothing(home):
     with StoreReader(home) as reader, Store(home) as store:
         (row,) = reader.all_jobs()
         assert row == store.find_job("digits")
@@ -42,8 +39,7 @@ def test_it_reads_what_a_store_reads_and_writes_nothing(home: Path) -> None:
         assert store.stored_status(row.id) == "running"
 
 
-def test_facts_come_piece_by_piece(home: Path) -> None:
-    """The pieces are the whole, and what is lost at the end is found with the last piece."""
+def test_facts_come_piece_by_piece(home):
     with StoreReader(home) as reader:
         id = reader.all_jobs()[0].id
         found, seq = [], 0
@@ -60,8 +56,7 @@ def test_facts_come_piece_by_piece(home: Path) -> None:
             list(reader.read_events(id, seq - 3, 4))
 
 
-def test_it_sees_who_serves_without_making_a_lock(home: Path) -> None:
-    """The file is made by who serves."""
+def test_it_sees_who_serves_without_making_a_lock(home):
     with StoreReader(home) as reader:
         assert not reader.is_served()
         assert not (home / "lock").exists()
@@ -71,8 +66,7 @@ def test_it_sees_who_serves_without_making_a_lock(home: Path) -> None:
         assert not reader.is_served()
 
 
-def test_a_home_of_another_version_is_not_read(home: Path) -> None:
-    """The mend is named."""
+def test_a_home_of_another_version_is_not_read(home):
     with sqlite3.connect(home / "fedquilt.db") as db:
         db.execute("pragma user_version = 1")
     db.close()
@@ -83,8 +77,7 @@ def test_a_home_of_another_version_is_not_read(home: Path) -> None:
         StoreReader(home)
 
 
-def test_what_a_killed_coordinator_left_in_its_log_is_read(home: Path) -> None:
-    """Facts that are in the write-ahead log alone."""
+def test_what_a_killed_coordinator_left_in_its_log_is_read(home):
     code = (
         "import os, signal, sys; from pathlib import Path; from fedquilt.coordinator.storage.store import Store; "
         "from fedquilt.coordinator.rounds.events import JobEnded; store = Store(Path(sys.argv[1])); "
@@ -99,8 +92,7 @@ def test_what_a_killed_coordinator_left_in_its_log_is_read(home: Path) -> None:
         ]
 
 
-def test_a_mark_differs_after_every_change_and_only_then(home: Path) -> None:
-    """Also when another database lies there, and when there is none."""
+def test_a_mark_differs_after_every_change_and_only_then(home):
     mark = ChangeDetector(home / "fedquilt.db")
     first = mark.read_version()
     assert first == mark.read_version()

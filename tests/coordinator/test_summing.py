@@ -1,11 +1,7 @@
 """The sum of a running round, asked by hand: what is in it is what counts, whatever went wrong before."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,15 +16,14 @@ from fedquilt.core import Update, Usage
 
 
 @pytest.fixture(params=["fedavg", "robust"])
-def running(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RunningJob]:
+def running(tmp_path: Path, request: pytest.FixtureRequest) -> RunningJob:
     """A round in which three devices are asked; of "robust" updates are folded in the order of devices."""
     cohort = {"start_devices": 3, "deadline_s": 1000.0}
     stage = Stage(tmp_path, method=request.param, cohort=cohort)
     for name in "abc":
         stage.hand(name)
     stage.play()
-    yield stage.server.active_jobs()[0]
-    stage.store.close()
+    return stage.server.active_jobs()[0]
 
 
 def update(running: RunningJob, device: str, factor: float) -> Update:
@@ -45,10 +40,7 @@ def closed(running: RunningJob, *updates: Update) -> dict[str, np.ndarray]:
     return dict(running.method.step(running.state, running._summing.take_aggregate(rounds)).model)
 
 
-def test_an_update_that_was_lost_and_came_anew_counts_as_it_came_last(
-    running: RunningJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where the first one is in memory, as it waited for others, and there is no room for the second."""
+def test_an_update_that_was_lost_and_came_anew_counts_as_it_came_last(running, monkeypatch):
     first, last = update(running, "c", 1.0), update(running, "c", 3.0)
     assert running.build_update_reader(first, None, ClaimBounds())(first) == first
     monkeypatch.setattr(aggregator, "READ_BYTES", 0)
@@ -59,13 +51,11 @@ def test_an_update_that_was_lost_and_came_anew_counts_as_it_came_last(
     }
 
 
-def test_an_error_in_the_middle_of_a_fold_leaves_nothing_of_the_update_in_the_sum(
-    running: RunningJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_the_middle_of_a_fold_leaves_nothing_of_the_update_in_the_sum(running, monkeypatch):
     """Folds add in place: a method's error may come when half of the tensors are added."""
     one, other, fold = update(running, "a", 1.0), update(running, "b", 7.0), running._summing._aggregation.fold
 
-    def fails(state: Any, so_far: Any, given: Any) -> Any:
+    def fails(state, so_far, given):
         found = fold(state, so_far, given)
         if given.device == "b":
             raise RuntimeError("halfway")

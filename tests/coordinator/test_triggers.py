@@ -1,7 +1,5 @@
 """Jobs that boards' drift starts: when one fires, what comes of it, and what a person sees and does."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any
@@ -35,8 +33,7 @@ def boards(*drifts: float | None, accuracy: float | None = None) -> list[RunnerR
 # -- the decision ---------------------------------------------------------------------------------
 
 
-def test_it_fires_once_enough_boards_have_drifted() -> None:
-    """A quarter of those that tell: two of eight are enough, one is not; the reason names them, the worst first."""
+def test_it_fires_once_enough_boards_have_drifted():
     calm = [0.0] * 6
     assert trigger_reason(job(), boards(*calm, 0.5, 0.1), 0.0) == ""
     assert trigger_reason(job(), boards(*calm, 0.5, 0.31), 0.0) == (
@@ -49,13 +46,12 @@ def test_it_fires_once_enough_boards_have_drifted() -> None:
     assert trigger_reason(job(), boards(*[0.9] * 100), 0.0).endswith("b12 (drift 0.90) and 95 more")
 
 
-def test_one_board_that_tells_is_enough_if_it_is_the_only_one_and_none_is_never() -> None:
-    """The share is of boards that tell, and at least one of them."""
+def test_one_board_that_tells_is_enough_if_it_is_the_only_one_and_none_is_never():
     assert trigger_reason(job(boards="1%"), boards(0.5), 0.0)
     assert trigger_reason(job(boards="1%"), [], 0.0) == ""
 
 
-def test_accuracy_counts_where_the_job_says_so() -> None:
+def test_accuracy_counts_where_the_job_says_so():
     """A board's answers may become wrong though its inputs look as before."""
     told = boards(0.0, None, accuracy=0.7)
     assert trigger_reason(job(), told, 0.0) == ""
@@ -64,7 +60,7 @@ def test_accuracy_counts_where_the_job_says_so() -> None:
     )
 
 
-def test_it_pauses_between_two_starts() -> None:
+def test_it_pauses_between_two_starts():
     """A trigger may fire again 12 hours after its last start, also if the clock was set back by years."""
     told = boards(0.9)
     assert trigger_reason(job(), told, 11.9 * HOUR, last=0.0) == ""
@@ -83,8 +79,7 @@ def test_it_pauses_between_two_starts() -> None:
         ({"drift": 0.3}, r"drift"),
     ],
 )
-def test_a_trigger_that_is_none_is_refused(table: dict[str, Any], said: str) -> None:
-    """Reading the job names the key that is wrong."""
+def test_a_trigger_that_is_none_is_refused(table, said):
     with pytest.raises(JobError, match=said):
         job(**table)
 
@@ -95,9 +90,7 @@ def test_a_trigger_that_is_none_is_refused(table: dict[str, Any], said: str) -> 
 @pytest.fixture
 def stage(tmp_path: Path) -> Any:
     """A coordinator whose first job is armed."""
-    made = Stage(tmp_path, CoordinatorLimits(), trigger={"pause": "12h", "boards": "50%"})
-    yield made
-    made.store.close()
+    return Stage(tmp_path, CoordinatorLimits(), trigger={"pause": "12h", "boards": "50%"})
 
 
 def tells(stage: Stage, hand: Hand, drift: float | None) -> None:
@@ -113,7 +106,7 @@ def reasons(stage: Stage, run: str) -> list[str]:
     return [fact.said for _, _, fact in stage.store.read_events(run) if isinstance(fact, NoteRecorded)]
 
 
-def test_a_job_is_started_by_drift_and_carried_out(stage: Stage) -> None:
+def test_a_job_is_started_by_drift_and_carried_out(stage):
     """Half of the boards tell of drift: a run starts, is carried out, and both logs say why."""
     a, b = stage.hand("a"), stage.hand("b")
     assert stage.store.stored_status(stage.job) == ARMED
@@ -147,19 +140,16 @@ def test_a_job_is_started_by_drift_and_carried_out(stage: Stage) -> None:
     assert len(others(stage)) == 1  # also a coordinator that is new knows when it started one last
 
 
-def test_boards_that_are_not_selected_or_not_there_do_not_count(tmp_path: Path) -> None:
-    """A board without the label of [cohort] select starts nothing, however much its inputs drift."""
+def test_boards_that_are_not_selected_or_not_there_do_not_count(tmp_path):
     stage = Stage(
         tmp_path, CoordinatorLimits(), trigger={}, cohort={"deadline_s": 30.0, "attempts": 1, "select": ["site=lab"]}
     )
     tells(stage, stage.hand("a"), 0.9)
     stage.play()
     assert others(stage) == []
-    stage.store.close()
 
 
-def test_an_owner_approves_what_a_trigger_has_started(tmp_path: Path) -> None:
-    """Before the approval no board is asked and no second run is started; `ls` says what the run waits for."""
+def test_an_owner_approves_what_a_trigger_has_started(tmp_path):
     stage = Stage(tmp_path, CoordinatorLimits(), trigger={"approve": True, "pause": "0m"})
     a = stage.hand("a")
     tells(stage, a, 0.9)
@@ -180,11 +170,9 @@ def test_an_owner_approves_what_a_trigger_has_started(tmp_path: Path) -> None:
     assert reasons(stage, started.id)[-1].startswith("approved by ")
     with pytest.raises(JobError, match="is running: only a run that is waiting for approval can be approved"):
         control_requests.approve_run(stage.store, started.id)
-    stage.store.close()
 
 
-def test_an_armed_job_is_stopped_and_armed_again(stage: Stage) -> None:
-    """`stop` ends the watch for drift, `resume` begins it anew."""
+def test_an_armed_job_is_stopped_and_armed_again(stage):
     assert "stopped" in control_requests.stop_run(stage.store, stage.job)
     stage.play()
     assert stage.store.stored_status(stage.job) == "stopped"
@@ -197,8 +185,7 @@ def test_an_armed_job_is_stopped_and_armed_again(stage: Stage) -> None:
     assert len(others(stage)) == 1
 
 
-def test_a_damaged_log_of_an_armed_job_starts_nothing_and_stops_nobody(stage: Stage) -> None:
-    """Without its log nobody knows when the armed run started another last; the run that it started goes on."""
+def test_a_damaged_log_of_an_armed_job_starts_nothing_and_stops_nobody(stage):
     a = stage.hand("a")
     tells(stage, a, 0.9)
     stage.play()
@@ -211,8 +198,7 @@ def test_a_damaged_log_of_an_armed_job_starts_nothing_and_stops_nobody(stage: St
     assert stage.store.stored_status(started.id) == "done"
 
 
-def test_ls_says_what_an_armed_job_waits_for(stage: Stage) -> None:
-    """`ls` is another process than the coordinator, and reads what is kept of boards."""
+def test_ls_says_what_an_armed_job_waits_for(stage):
     noted, now = DeviceStatusTracker(stage.store.home), time.time()
     for name, drift in (("a", 0.9), ("b", 0.1), ("c", 0.1)):
         noted.record_message((name, wire.Presence(online=True, boot="1")), 0.0)

@@ -1,7 +1,5 @@
 """Which jobs are served when, and how they share boards."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -45,34 +43,27 @@ def waits(**idle_s: float) -> Mapping[str, IdleTime]:
         (("done", "failed"), []),
     ],
 )
-def test_the_first_that_waits_is_served_and_before_it_one_that_was_interrupted(
-    statuses: tuple[str, ...], wanted: list[str]
-) -> None:
-    """By the order in which they were queued, where there is one place."""
+def test_the_first_that_waits_is_served_and_before_it_one_that_was_interrupted(statuses, wanted):
     assert select_jobs(rows(*statuses), {}, {}, ONE) == wanted
 
 
-def test_all_are_served_while_there_are_places() -> None:
-    """A job that waits takes nothing from the others, however long."""
+def test_all_are_served_while_there_are_places():
     assert select_jobs(rows("running", "queued", "queued"), waits(a=10 * PATIENCE_S), {}) == ["b", "c", "a"]
 
 
-def test_a_job_gives_way_once_nobody_has_been_at_it_for_a_while() -> None:
-    """Not sooner, and not if nobody is behind it."""
+def test_a_job_gives_way_once_nobody_has_been_at_it_for_a_while():
     assert select_jobs(rows("running", "queued"), waits(a=PATIENCE_S - 1), {}, ONE) == ["a"]
     assert select_jobs(rows("running", "queued"), waits(a=PATIENCE_S), {}, ONE) == ["b"]
     assert select_jobs(rows("running", "done"), waits(a=10 * PATIENCE_S), {}, ONE) == ["a"]
 
 
-def test_a_job_whose_round_has_not_begun_gives_way_at_once() -> None:
-    """It has nothing to lose, and the next in line waits for no more than a second."""
+def test_a_job_whose_round_has_not_begun_gives_way_at_once():
     assert START_S <= 1.0
     assert select_jobs(rows("running", "queued"), {"a": IdleTime(START_S, begun=False)}, {}, ONE) == ["b"]
 
 
-def test_jobs_that_all_wait_take_turns() -> None:
-    """None of three is passed over, and none is served twice before the others."""
-    gave_way: dict[str, float] = {}
+def test_jobs_that_all_wait_take_turns():
+    gave_way = {}
     seen, now = [], "a"
     for turn in range(7):
         seen.append(now)
@@ -82,15 +73,14 @@ def test_jobs_that_all_wait_take_turns() -> None:
     assert "".join(seen) == "abcabca"
 
 
-def test_more_places_serve_more_jobs() -> None:
+def test_more_places_serve_more_jobs():
     """Who is at work keeps his place, and an idle job has what nobody else wants."""
     waiting = rows("running", "running", "queued", "queued")
     assert select_jobs(waiting, waits(a=0.0, b=PATIENCE_S), {}, CoordinatorLimits(running=2)) == ["a", "c"]
     assert select_jobs(waiting, waits(a=0.0, b=PATIENCE_S), {}, CoordinatorLimits(running=4)) == ["a", "c", "d", "b"]
 
 
-def test_one_submitter_has_no_more_places_than_the_quota() -> None:
-    """Another's job that was queued later is served before his third."""
+def test_one_submitter_has_no_more_places_than_the_quota():
     waiting = rows("queued", "queued", "queued", "queued", submitters="aaab")
     assert select_jobs(waiting, {}, {}, CoordinatorLimits(running=3, submitter=SubmitterLimits(running=2))) == [
         "a",
@@ -99,7 +89,7 @@ def test_one_submitter_has_no_more_places_than_the_quota() -> None:
     ]
 
 
-def test_runs_of_simulated_fleets_are_left_to_who_brings_their_boards() -> None:
+def test_runs_of_simulated_fleets_are_left_to_who_brings_their_boards():
     """A coordinator that serves whatever is queued would wait for them for ever."""
     own, simulated = StoredJob("a", JOB, Path(), "running", 0.0), StoredJob("b", JOB, Path(), "running", 0.0, "fleet")
     assert [is_schedulable(row, None) for row in (own, simulated)] == [True, False]
@@ -107,8 +97,7 @@ def test_runs_of_simulated_fleets_are_left_to_who_brings_their_boards() -> None:
     assert not is_schedulable(StoredJob("c", JOB, Path(), "running", 0.0, "simulation"), None)
 
 
-def test_a_job_that_is_ahead_by_more_than_a_round_leaves_the_others_boards_alone() -> None:
-    """Only those of the other's running round, and only while that one is at work."""
+def test_a_job_that_is_ahead_by_more_than_a_round_leaves_the_others_boards_alone():
     ahead = JobUsage(had_s=300.0, round_s=100.0, roll={"x"}, working=True)
     behind = JobUsage(had_s=150.0, round_s=1.0, roll={"y", "z"}, working=True)
     assert devices_to_yield("a", {"a": ahead, "b": behind}) == {"y", "z"}
@@ -117,8 +106,7 @@ def test_a_job_that_is_ahead_by_more_than_a_round_leaves_the_others_boards_alone
     assert devices_to_yield("a", {"a": ahead, "b": behind._replace(had_s=200.0)}) == set()
 
 
-def test_who_was_not_there_starts_level_with_the_one_that_has_had_least() -> None:
-    """Of those at work."""
+def test_who_was_not_there_starts_level_with_the_one_that_has_had_least():
     jobs = [JobUsage(had_s, 0.0, set(), working) for had_s, working in ((5.0, False), (30.0, True), (20.0, True))]
     assert minimum_device_time(dict(zip("abc", jobs, strict=True))) == 20.0
     assert minimum_device_time({}) == 0.0

@@ -1,7 +1,5 @@
 """What a disk does not give back: the job that needs it waits, is mended or fails by name; the others go on."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path
@@ -22,7 +20,7 @@ from fedquilt.coordinator.rounds.events import (
     UpdatesAggregated,
 )
 from fedquilt.coordinator.storage.suspended_jobs import AGAIN_S, TRIES, Suspension, count_failure
-from fedquilt.core import Encoding, JobError, Method
+from fedquilt.core import Encoding, JobError
 from fedquilt.formats import job_bundle
 from fedquilt.host.disk import Place, PrivateDisk
 
@@ -64,10 +62,7 @@ def second_round(stage: Stage) -> str:
     return str(committed.state.sha256)
 
 
-def test_a_state_that_can_never_be_read_fails_its_job_by_name_and_no_other(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It is tried three times first; meanwhile, and afterwards, the other job's round goes on."""
+def test_a_state_that_can_never_be_read_fails_its_job_by_name_and_no_other(tmp_path, caplog):
     stage = Stage(tmp_path, rounds=2)
     sha256 = second_round(stage)
     other = stage.add("other")
@@ -90,28 +85,24 @@ def test_a_state_that_can_never_be_read_fails_its_job_by_name_and_no_other(
         assert said in ended.reason
     assert caplog.text.count("is taken up again in 30 s") == TRIES - 1
     assert (tmp_path / "home" / "blobs" / sha256).exists()
-    stage.store.close()
 
 
-def test_a_job_that_was_failed_for_its_state_goes_on_where_that_can_be_read_again(tmp_path: Path) -> None:
-    """As its log says, once somebody has moved the home and resumes it."""
+def test_a_job_that_was_failed_for_its_state_goes_on_where_that_can_be_read_again(tmp_path):
     stage = Stage(tmp_path, rounds=2)
     stage.disk = Bad(second_round(stage))
     stage.restart()
     wait(stage, TRIES)
     assert stage.store.stored_status(stage.job) == "failed"
-    stage.disk.left = 0  # type: ignore[attr-defined]
+    stage.disk.left = 0
     stage.store.set_status(stage.job, "queued")
     stage.restart()
     stage.play()
     stage.hands[0].answer(ones())
     stage.play()
     assert stage.store.stored_status(stage.job) == "done"
-    stage.store.close()
 
 
-def test_a_held_job_that_is_stopped_is_taken_up_at_once_when_it_is_resumed(tmp_path: Path) -> None:
-    """Nothing is left of what held it: neither the wait for the next try, nor what people are told of it."""
+def test_a_held_job_that_is_stopped_is_taken_up_at_once_when_it_is_resumed(tmp_path):
     stage = Stage(tmp_path, limits=CoordinatorLimits(), rounds=2)
     stage.disk = Bad(second_round(stage))
     stage.restart()
@@ -120,25 +111,21 @@ def test_a_held_job_that_is_stopped_is_taken_up_at_once_when_it_is_resumed(tmp_p
     stage.store.set_status(stage.job, "stopping")
     stage.play()
     assert (stage.store.stored_status(stage.job), stage.store.holds.current_suspension(stage.job)) == ("stopped", None)
-    stage.disk.left = 0  # type: ignore[attr-defined]
+    stage.disk.left = 0
     stage.store.set_status(stage.job, "queued")
     stage.play()
     assert stage.store.stored_status(stage.job) == "running"
-    stage.store.close()
 
 
-def test_a_job_that_is_given_up_for_the_disk_is_not_held_any_more(tmp_path: Path) -> None:
-    """Once it is resumed, it waits in line, and not for the disk."""
+def test_a_job_that_is_given_up_for_the_disk_is_not_held_any_more(tmp_path):
     stage = Stage(tmp_path, rounds=2)
     stage.disk = Bad(second_round(stage))
     stage.restart()
     wait(stage, TRIES)
     assert (stage.store.stored_status(stage.job), stage.store.holds.current_suspension(stage.job)) == ("failed", None)
-    stage.store.close()
 
 
-def test_a_disk_that_fails_for_a_moment_fails_no_job(tmp_path: Path) -> None:
-    """Not even where it fails twice; a coordinator of this job alone does not take it for ended meanwhile."""
+def test_a_disk_that_fails_for_a_moment_fails_no_job(tmp_path):
     stage = Stage(tmp_path, rounds=2)
     stage.disk = Bad(second_round(stage), left=2)
     stage.restart()
@@ -148,11 +135,9 @@ def test_a_disk_that_fails_for_a_moment_fails_no_job(tmp_path: Path) -> None:
     stage.hands[0].answer(ones())
     stage.play()
     assert stage.store.stored_status(stage.job) == "done"
-    stage.store.close()
 
 
-def test_a_first_state_that_can_never_be_read_is_made_again(tmp_path: Path) -> None:
-    """It follows from the bundle: it is put aside, and another file has it."""
+def test_a_first_state_that_can_never_be_read_is_made_again(tmp_path):
     stage = Stage(tmp_path)
     stage.hand("a")
     stage.play()
@@ -166,11 +151,9 @@ def test_a_first_state_that_can_never_be_read_is_made_again(tmp_path: Path) -> N
     stage.play()
     assert stage.store.stored_status(stage.job) == "done"
     assert (tmp_path / "home" / "blobs" / f"{sha256}.damaged").exists()
-    stage.store.close()
 
 
-def test_an_update_that_can_never_be_read_is_asked_for_again(tmp_path: Path) -> None:
-    """As one that is damaged is; no other device works again."""
+def test_an_update_that_can_never_be_read_is_asked_for_again(tmp_path):
     stage = Stage(tmp_path, cohort={"min_devices": 2})
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
@@ -190,14 +173,10 @@ def test_an_update_that_can_never_be_read_is_asked_for_again(tmp_path: Path) -> 
     a.answer(ones(1.0))
     stage.play()
     assert stage.store.stored_status(stage.job) == "done"
-    stage.store.close()
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_an_update_that_cannot_be_read_when_it_has_come_is_taken_when_it_is_offered_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, large: bool
-) -> None:
-    """It is put aside and fetched once more; the coordinator and the job go on, and its device is refused nothing."""
+def test_an_update_that_cannot_be_read_when_it_has_come_is_taken_when_it_is_offered_again(tmp_path, caplog, large):
     stage = Stage(tmp_path, worker=SynchronousWorker(large_bytes=0) if large else None)
     hand = stage.hand("a")
     ref = hand.depot.store_bytes(tensors.encode_tensors(ones()))
@@ -213,11 +192,9 @@ def test_an_update_that_cannot_be_read_when_it_has_come_is_taken_when_it_is_offe
     assert not stage.told(UpdateRejected)
     assert (tmp_path / "home" / "blobs" / f"{ref.sha256}.damaged").exists()
     assert stage.store.stored_status(stage.job) == "done"
-    stage.store.close()
 
 
-def test_a_stored_sum_that_a_disk_does_not_give_back_once_is_not_lost(tmp_path: Path) -> None:
-    """Its devices are not asked to work again: what they have sent is in it alone."""
+def test_a_stored_sum_that_a_disk_does_not_give_back_once_is_not_lost(tmp_path):
     states = []
     for name, left in (("calm", 0), ("fails", 1)):
         worker = SynchronousWorker(large_bytes=0)
@@ -236,7 +213,6 @@ def test_a_stored_sum_that_a_disk_does_not_give_back_once_is_not_lost(tmp_path: 
         assert not stage.told(UpdateLost)
         assert stage.store.stored_status(stage.job) == "done"
         states.append(stage.told(RoundCommitted)[-1].state)
-        stage.store.close()
     assert states[0] == states[1]
 
 
@@ -252,10 +228,7 @@ def apart(stage: Stage) -> str:
 
 @pytest.mark.parametrize("what", ["bundle.json", "model"])
 @pytest.mark.parametrize("large", [False, True])
-def test_a_bundle_that_can_never_be_read_fails_its_job_by_name_and_no_other(
-    tmp_path: Path, what: str, large: bool
-) -> None:
-    """At the third try; once it lies on another disk, the job can be resumed."""
+def test_a_bundle_that_can_never_be_read_fails_its_job_by_name_and_no_other(tmp_path, what, large):
     stage = Stage(tmp_path, worker=SynchronousWorker(large_bytes=0) if large else None)
     name = what if what == "bundle.json" else job_bundle.load_bundle(tmp_path / "bundle").files[what].sha256
     stage.disk = bad = Bad(name)
@@ -278,11 +251,9 @@ def test_a_bundle_that_can_never_be_read_fails_its_job_by_name_and_no_other(
     a.answer(ones())
     stage.play()
     assert stage.store.stored_status(stage.job) == "done"
-    stage.store.close()
 
 
-def test_a_bundle_that_cannot_be_read_for_a_moment_fails_no_job(tmp_path: Path) -> None:
-    """It is read when the job is tried again."""
+def test_a_bundle_that_cannot_be_read_for_a_moment_fails_no_job(tmp_path):
     stage = Stage(tmp_path)
     stage.disk = Bad(job_bundle.load_bundle(tmp_path / "bundle").files["model"].sha256, left=1)
     stage.restart()
@@ -293,13 +264,11 @@ def test_a_bundle_that_cannot_be_read_for_a_moment_fails_no_job(tmp_path: Path) 
     a.answer(ones())
     stage.play()
     assert stage.store.stored_status(stage.job) == "done"
-    stage.store.close()
 
 
 @pytest.mark.parametrize("left", [1, float("inf")])
 @pytest.mark.parametrize("large", [False, True])
-def test_what_a_packed_update_has_moved_from_holds_up_its_job_alone(tmp_path: Path, left: float, large: bool) -> None:
-    """The coordinator has sent it, and makes it again at the third failure; its device is refused nothing."""
+def test_what_a_packed_update_has_moved_from_holds_up_its_job_alone(tmp_path, left, large):
     cohort = {"deadline_s": 1000.0}
     stage = Stage(
         tmp_path, worker=SynchronousWorker(large_bytes=0) if large else None, wire={"codec": "fp16"}, cohort=cohort
@@ -335,10 +304,9 @@ def test_what_a_packed_update_has_moved_from_holds_up_its_job_alone(tmp_path: Pa
     stage.play()
     assert stage.store.stored_status(stage.job) == "done"
     assert not stage.told(UpdateRejected)
-    stage.store.close()
 
 
-def test_failures_of_different_days_do_not_add_up() -> None:
+def test_failures_of_different_days_do_not_add_up():
     day_s, known = 86_400.0, None
     for day in range(2 * TRIES):
         known = count_failure(known, "a state", "", day * day_s)
@@ -348,7 +316,7 @@ def test_failures_of_different_days_do_not_add_up() -> None:
     assert [each and (each.tries, each.since) for each in tried] == [(1, again), (2, again), None]
 
 
-def test_a_job_that_goes_on_is_not_held_and_its_tries_are_known_to_the_next_coordinator(tmp_path: Path) -> None:
+def test_a_job_that_goes_on_is_not_held_and_its_tries_are_known_to_the_next_coordinator(tmp_path):
     stage = Stage(tmp_path)
     hold = Suspension(1.0, 2.0, "a state", "a state", 2)
     stage.store.holds.record_suspension(stage.job, hold)
@@ -356,26 +324,23 @@ def test_a_job_that_goes_on_is_not_held_and_its_tries_are_known_to_the_next_coor
     stage.store.mark_running(stage.job)
     assert stage.store.holds.current_suspension(stage.job) is None
     assert stage.store.holds.latest_suspension(stage.job) == hold
-    stage.store.close()
 
 
 @pytest.mark.parametrize(("lives", "life_s", "status"), [(7, 12.0, "failed"), (7, 1.0, "running")])
 def test_tries_of_coordinators_that_are_killed_before_the_next_one_add_up_but_not_faster_than_30_s_each(
-    tmp_path: Path, lives: int, life_s: float, status: str
-) -> None:
+    tmp_path, lives, life_s, status
+):
     stage = Stage(tmp_path, rounds=2)
     stage.disk = Bad(second_round(stage))
-    stage.disk.wall_clock_s = lambda: 1e9 + stage.broker.now_s  # type: ignore[method-assign]
+    stage.disk.wall_clock_s = lambda: 1e9 + stage.broker.now_s
     for _ in range(lives):
         stage.restart()
         stage.play(life_s)
     assert stage.store.stored_status(stage.job) == status
-    stage.store.close()
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE])
-def test_a_job_for_which_no_descriptor_is_left_waits_until_there_is_one(tmp_path: Path, code: int) -> None:
-    """Ten tries, where a disk that fails gets three; the job then goes on from its log."""
+def test_a_job_for_which_no_descriptor_is_left_waits_until_there_is_one(tmp_path, code):
     stage = Stage(tmp_path, rounds=2)
     sha256 = second_round(stage)
     stage.disk = Bad(sha256, code=code)
@@ -388,17 +353,15 @@ def test_a_job_for_which_no_descriptor_is_left_waits_until_there_is_one(tmp_path
     stage.hands[0].answer(ones())
     stage.play()
     assert stage.store.stored_status(stage.job) == "done"
-    stage.store.close()
 
 
-def test_a_method_that_cannot_be_imported_for_lack_of_descriptors_is_imported_later(tmp_path: Path) -> None:
-    """Also where the import's own error hides the reason behind another one."""
+def test_a_method_that_cannot_be_imported_for_lack_of_descriptors_is_imported_later(tmp_path):
     stage = Stage(tmp_path, rounds=1)
     stage.restart()
     opening = stage.server._opening
     load, left = opening._load, [1] * 5
 
-    def lacking(name: str) -> Method:
+    def lacking(name):
         if left:
             left.pop()
             try:
@@ -414,4 +377,3 @@ def test_a_method_that_cannot_be_imported_for_lack_of_descriptors_is_imported_la
     wait(stage)
     assert stage.store.holds.current_suspension(stage.job) is None
     assert stage.store.stored_status(stage.job) == "running"
-    stage.store.close()

@@ -1,10 +1,7 @@
 """Work beside the coordinator's loop: pieces in order, and what follows from them."""
 
-from __future__ import annotations
-
 import select
 import threading
-from pathlib import Path
 
 import pytest
 from by_hand import Stage
@@ -15,13 +12,12 @@ from fedquilt.coordinator.background_worker import ThreadWorker
 from fedquilt.core import StoreError
 
 
-def test_a_thread_takes_pieces_in_order_and_the_loop_goes_on_meanwhile() -> None:
-    """Nothing follows from a piece before the loop asks; an error is raised where the result is used."""
+def test_a_thread_takes_pieces_in_order_and_the_loop_goes_on_meanwhile():
     worker, gate, told = ThreadWorker(large_bytes=1), threading.Event(), list[object]()
     assert worker.is_idle
     assert not worker.fds()
 
-    def fails() -> int:
+    def fails():
         raise StoreError("the disk is full")
 
     worker.submit(lambda: gate.wait(60), lambda result, now_s: told.append(result()))
@@ -34,12 +30,11 @@ def test_a_thread_takes_pieces_in_order_and_the_loop_goes_on_meanwhile() -> None
         worker.run_callbacks(0.0)
     assert told[0] is True
     with pytest.raises(StoreError, match="the disk is full"):
-        told[1]()  # type: ignore[operator]
+        told[1]()
     worker.close()
 
 
-def test_a_worker_that_is_closed_begins_no_further_piece() -> None:
-    """A coordinator that is to end waits for the piece under way, and not for all that are left."""
+def test_a_worker_that_is_closed_begins_no_further_piece():
     worker, gate, ran = ThreadWorker(large_bytes=1), threading.Event(), list[str]()
     worker.submit(lambda: gate.wait(60), lambda result, now_s: None)
     worker.submit(lambda: ran.append("next"), lambda result, now_s: None)
@@ -51,15 +46,14 @@ def test_a_worker_that_is_closed_begins_no_further_piece() -> None:
     assert ran == []
 
 
-def test_blobs_of_a_work_item_are_kept_until_its_result_is_recorded_and_others_are_deleted(tmp_path: Path) -> None:
-    """While the worker is busy, what it has stored or found is named by no event yet."""
+def test_blobs_of_a_work_item_are_kept_until_its_result_is_recorded_and_others_are_deleted(tmp_path):
     worker, gate = ThreadWorker(large_bytes=0), threading.Event()
     stage = Stage(tmp_path, worker=worker)
     depot = stage.store.depot
     left, found = depot.store_bytes(b"nobody's"), depot.store_bytes(b"found")
     stored = chunks.ref_from_bytes(b"stored")
 
-    def item() -> bool:
+    def item():
         return depot.has_blob(found) and depot.store_bytes(b"stored") == stored and gate.wait(60)
 
     stage.server._desk.start_work(item, lambda result, now_s: None)

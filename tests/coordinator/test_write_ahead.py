@@ -1,7 +1,5 @@
 """A damaged write-ahead log takes facts back; that is said, and what was in it is kept."""
 
-from __future__ import annotations
-
 import shutil
 import sqlite3
 import subprocess
@@ -30,8 +28,7 @@ def killed(folder: Path) -> tuple[Path, str]:
     return folder / "killed", run
 
 
-def test_a_log_that_is_whole_is_taken_up_without_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Also one whose last write was cut short by the kill."""
+def test_a_log_that_is_whole_is_taken_up_without_a_word(tmp_path, caplog):
     home, run = killed(tmp_path)
     log = home / "fedquilt.db-wal"
     log.write_bytes(log.read_bytes() + bytes(1000))
@@ -48,8 +45,7 @@ with open(sys.argv[1], "r+b") as index:
 """
 
 
-def test_nobody_can_make_the_index_anew_while_a_killed_home_is_open_again(tmp_path: Path) -> None:
-    """Whoever gets this lock of SQLite's empties the index, over which all other processes die by SIGBUS."""
+def test_nobody_can_make_the_index_anew_while_a_killed_home_is_open_again(tmp_path):
     home, _ = killed(tmp_path)
     with Store(home):
         tried = subprocess.run([sys.executable, "-c", ANEW, home / "fedquilt.db-shm"], capture_output=True, text=True)
@@ -57,7 +53,7 @@ def test_nobody_can_make_the_index_anew_while_a_killed_home_is_open_again(tmp_pa
 
 
 @pytest.mark.parametrize("where", [0.0, 0.5, 0.9])
-def test_a_damaged_log_is_named_and_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture, where: float) -> None:
+def test_a_damaged_log_is_named_and_kept(tmp_path, caplog, where):
     """In its head, in its middle, or near its end: SQLite would go on as if nothing had been."""
     home, _ = killed(tmp_path)
     log = home / "fedquilt.db-wal"
@@ -69,9 +65,7 @@ def test_a_damaged_log_is_named_and_kept(tmp_path: Path, caplog: pytest.LogCaptu
     assert f"{log} is damaged: its last" in caplog.text
 
 
-def test_a_log_that_another_process_is_writing_is_no_damaged_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_log_that_another_process_is_writing_is_no_damaged_one(tmp_path, caplog):
     """It has begun anew since it was looked at, or has more than it had."""
     with Store(tmp_path) as writer:
         run = writer.add_job(JOB, tmp_path)
@@ -101,14 +95,14 @@ class FullDisk(Disk):
         return sqlite3.connect(path, isolation_level=None, factory=Full)
 
 
-def test_runs_can_be_looked_at_on_a_full_disk(tmp_path: Path) -> None:
+def test_runs_can_be_looked_at_on_a_full_disk(tmp_path):
     """`ls`, `why`, `logs` and `backup` open the home, and need no room there."""
     home, run = killed(tmp_path)
     with Store(home, disk=FullDisk()) as store:
         assert len(list(store.read_events(run))) == 11
 
 
-def test_what_another_process_is_just_committing_is_not_lost(tmp_path: Path) -> None:
+def test_what_another_process_is_just_committing_is_not_lost(tmp_path):
     """It is in the log already, and SQLite does not take it up yet: waiting for the disk may take a while."""
     home, path = tmp_path / "home", tmp_path / "committing" / "fedquilt.db"
     with Store(home) as writer:
@@ -126,9 +120,7 @@ def test_what_another_process_is_just_committing_is_not_lost(tmp_path: Path) -> 
     assert found.count_lost_frames(REAL, taken) == found.committed - taken
 
 
-def test_a_log_that_has_a_new_head_and_no_frame_yet_has_lost_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_log_that_has_a_new_head_and_no_frame_yet_has_lost_nothing(tmp_path, caplog):
     """SQLite waits for the disk between the two, and may be killed meanwhile; what is behind lies in the database."""
     home, log = tmp_path / "home", tmp_path / "home" / "fedquilt.db-wal"
     with Store(tmp_path / "first") as writer:
@@ -149,7 +141,7 @@ def test_a_log_that_has_a_new_head_and_no_frame_yet_has_lost_nothing(
 
 
 @pytest.mark.parametrize("at", [16, 20])
-def test_a_first_frame_whose_salt_is_damaged_is_one_of_this_log(tmp_path: Path, at: int) -> None:
+def test_a_first_frame_whose_salt_is_damaged_is_one_of_this_log(tmp_path, at):
     """One bit of either word, where nothing else in the log has it right."""
     home, _ = killed(tmp_path)
     log = home / "fedquilt.db-wal"
@@ -163,11 +155,11 @@ def test_a_first_frame_whose_salt_is_damaged_is_one_of_this_log(tmp_path: Path, 
     assert found.count_lost_frames(REAL, 0) == 1
 
 
-def test_a_log_that_is_gone_once_it_was_seen_has_lost_nothing(tmp_path: Path) -> None:
+def test_a_log_that_is_gone_once_it_was_seen_has_lost_nothing(tmp_path):
     """Another process, the last that had the database open, may close it and remove the log at this moment."""
 
     class Closing(Disk):
-        def read(self, path: Place, offset: int = 0, size: int | None = None) -> bytes:
+        def read(self, path, offset=0, size=None):
             Path(path).unlink(missing_ok=True)
             return super().read(path, offset, size)
 

@@ -1,7 +1,5 @@
 """A folder in which a page's commands run."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,23 +1,19 @@
 """docs/api.md and examples/README.md name everything that there is."""
 
-from __future__ import annotations
-
 import re
 
 import documents
 import fedquilt
 
 
-def test_the_reference_has_every_public_name() -> None:
-    """And no other."""
+def test_the_reference_has_every_public_name():
     text = (documents.ROOT / "docs" / "api.md").read_text()
     named = set(re.findall(r"^::: fedquilt\.(\w+)$", text, re.MULTILINE)) | {"__version__"}
     assert "fedquilt.__version__" in text
     assert named == set(fedquilt.__all__)
 
 
-def test_every_example_is_listed() -> None:
-    """Each file or folder of examples/, by a link."""
+def test_every_example_is_listed():
     text = (documents.ROOT / "examples" / "README.md").read_text()
     linked = {path.split("/")[0] for path in re.findall(r"\]\(([\w./-]+)\)", text)}
     for path in (documents.ROOT / "examples").iterdir():

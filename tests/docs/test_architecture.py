@@ -1,7 +1,5 @@
 """docs/architecture.md: its files and functions exist, and its layers and diagram are those of the code."""
 
-from __future__ import annotations
-
 import ast
 import re
 
@@ -15,37 +13,35 @@ MOST_WORDS = 1500
 FOLDERS = ("coordinator", "edge_agent", "fedquilt", "models", "profiles", "tools")
 
 
-def test_a_newcomer_reads_it_in_ten_minutes() -> None:
+def test_a_newcomer_reads_it_in_ten_minutes():
     assert len(TEXT.split()) <= MOST_WORDS
 
 
-def test_the_diagram_of_a_job_is_the_tables() -> None:
-    """Paste `events.format_mermaid_diagram()` into the page when the table changes."""
+def test_the_diagram_of_a_job_is_the_tables():
     (found,) = documents.blocks(PAGE, "mermaid")
     assert found.strip() == events.format_mermaid_diagram()
 
 
-def test_the_layers_are_the_contracts() -> None:
+def test_the_layers_are_the_contracts():
     contracts = toml.read_toml(documents.ROOT / "pyproject.toml")["tool"]["importlinter"]["contracts"]
     layers = [each["layers"] for each in contracts if each["type"] == "layers"]
     found = [block.splitlines() for block in documents.blocks(PAGE, "layers")]
     assert found == [[re.sub(r"fedquilt\.(coordinator\.)?", "", row) for row in rows] for rows in layers]
 
 
-def test_every_path_that_it_names_is_there() -> None:
+def test_every_path_that_it_names_is_there():
     for name in re.findall(r"`([a-z_]+/[a-z_/]*(?:\.py)?)`", TEXT):
         assert (documents.ROOT / name).exists(), name
 
 
-def test_every_function_that_it_names_is_there() -> None:
-    """`Class.method` and `module.function`; a module by its file name, a package by its folder."""
+def test_every_function_that_it_names_is_there():
     members = known_members()
     named = re.findall(r"`(?!fedquilt\.)([A-Za-z_]+)\.(?!py`)([A-Za-z_]+)`", TEXT)
     assert len(named) > 30
     assert [f"{owner}.{name}" for owner, name in named if name not in members.get(owner, ())] == []
 
 
-def test_its_tree_has_every_folder() -> None:
+def test_its_tree_has_every_folder():
     (tree,) = (block for block in re.findall(r"^```\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL) if "core/" in block)
     top = [path for path in documents.ROOT.iterdir() if (path / "__init__.py").exists()]
     below = [path for path in (documents.ROOT / "fedquilt").iterdir() if (path / "__init__.py").exists()]

@@ -1,7 +1,5 @@
 """docs/boards.md: its settings and targets are ones that fedquilt takes."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -13,18 +11,15 @@ from fedquilt.tools.boards.flash import coordinator
 PAGE = (Path(__file__).parents[2] / "docs" / "boards.md").read_text()
 
 
-def test_its_settings_are_valid() -> None:
-    """As an agent reads them, and the coordinator's as `flash --role coordinator` does."""
+def test_its_settings_are_valid():
     agent, service = re.findall(r"```toml\n(.*?)```", PAGE, re.S)
     assert settings.parse_settings(toml.parse_toml(agent, "docs/boards.md")).device == "orin-07"
     known = toml.convert_table(
         toml.parse_toml(service, "docs/boards.md"), coordinator.CoordinatorSettings, "a coordinator's settings"
     )
-    assert known.enrol is not None
     assert known.enrol.hosts == ("hub.site",)
 
 
-def test_its_table_of_targets_is_complete() -> None:
-    """One that is added has to be told."""
+def test_its_table_of_targets_is_complete():
     rows = re.findall(r"^\| (`.*?`) \|", PAGE, re.M)
     assert {name for row in rows for name in re.findall(r"`([\w-]+)`", row)} >= set(targets.KNOWN)

@@ -1,7 +1,5 @@
 """docs/commands.md has every verb and option with what they do, and none that there is not."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path
@@ -31,13 +29,11 @@ def leaves() -> dict[str, click.Command]:
     return found
 
 
-def test_the_page_is_what_the_commands_say_now() -> None:
-    """`python -m fedquilt.cli.reference > docs/commands.md` writes it anew."""
+def test_the_page_is_what_the_commands_say_now():
     assert (DOCS / "commands.md").read_text() == reference.format_page()
 
 
-def test_every_verb_word_and_option_says_what_it_is_for() -> None:
-    """In the page, in a sentence; only what is a program's own is hidden."""
+def test_every_verb_word_and_option_says_what_it_is_for():
     text = (DOCS / "commands.md").read_text()
     parts = dict(re.findall(r"^###+ `fedquilt ([a-z -]+)`\n(.*?)(?=^##)", text, re.MULTILINE | re.DOTALL))
     verbs = leaves()
@@ -65,14 +61,12 @@ def unknown_words(said: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", ["README.md", *sorted(f"docs/{path.name}" for path in DOCS.glob("*.md"))])
-def test_no_page_names_an_option_that_is_not_there(page: str) -> None:
-    """In text between backquotes that begins with `fedquilt`."""
+def test_no_page_names_an_option_that_is_not_there(page):
     for said in re.findall(r"`fedquilt ([^`]+)`", (DOCS.parent / page).read_text()):
         assert not unknown_words(said), (page, said)
 
 
-def test_no_message_names_a_command_that_is_not_there() -> None:
-    """In strings of the product; a value put into a string counts as a word."""
+def test_no_message_names_a_command_that_is_not_there():
     folders = ("coordinator", "edge_agent", "fedquilt", "models", "tools")
     files = [file for folder in folders for file in sorted((DOCS.parent / folder).rglob("*.py"))]
     said = {}

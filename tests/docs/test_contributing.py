@@ -1,7 +1,5 @@
 """CONTRIBUTING.md: the targets that it names exist, and its commands run."""
 
-from __future__ import annotations
-
 import re
 
 import documents
@@ -10,8 +8,7 @@ PAGE = "CONTRIBUTING.md"
 REPLAY = "python -m tests.faults --seed 17"
 
 
-def test_every_command_is_one() -> None:
-    """Of make, a target; of pytest and the simulator, one that is run."""
+def test_every_command_is_one():
     targets = set(re.findall(r"^([a-z]+):", (documents.ROOT / "Makefile").read_text(), re.MULTILINE))
     others = []
     for command in documents.commands(PAGE):
@@ -24,12 +21,10 @@ def test_every_command_is_one() -> None:
     assert all(each.startswith((".venv/bin/", "python ")) for each in others)
 
 
-def test_every_folder_that_it_names_is_there() -> None:
-    """In the table of where things live, and elsewhere between backquotes with a slash at the end."""
+def test_every_folder_that_it_names_is_there():
     for name in re.findall(r"`([a-z_./]+/)`", (documents.ROOT / PAGE).read_text()):
         assert (documents.ROOT / name).is_dir(), name
 
 
-def test_a_seed_can_be_played_again() -> None:
-    """As a failing test's message says."""
+def test_a_seed_can_be_played_again():
     assert "it holds" in documents.Shell(documents.ROOT).run(REPLAY)

@@ -1,7 +1,5 @@
 """The page on data: its tables are read as a job reads them, and no key of a kind of data is left out."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -18,8 +16,7 @@ BLOCKS = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_a_table_on_the_page_is_one_that_a_job_takes(block: str) -> None:
-    """Its [data], and its network."""
+def test_a_table_on_the_page_is_one_that_a_job_takes(block):
     job = settings.parse_job({"name": "j", "method": "fedavg", **toml.parse_toml(block, "docs/data.md")})
     DataSpec.parse(job.data)
     if job.model:
@@ -29,8 +26,7 @@ def test_a_table_on_the_page_is_one_that_a_job_takes(block: str) -> None:
         registry.build_network(job.model)
 
 
-def test_every_key_of_a_kind_of_data_is_on_the_page() -> None:
-    """And every task, metric and network for it."""
+def test_every_key_of_a_kind_of_data_is_on_the_page():
     for key in HOW:
         assert f"`{key}`" in PAGE or f"[data.{key}]" in PAGE, key
     for kind in (Audio, Text, Windows):
@@ -42,16 +38,13 @@ def test_every_key_of_a_kind_of_data_is_on_the_page() -> None:
         assert metric.title.lower() in PAGE.lower(), metric.title
 
 
-def test_every_example_named_on_the_page_is_there() -> None:
-    """Links lead to files."""
+def test_every_example_named_on_the_page_is_there():
     for link in re.findall(r"\]\(\.\./(examples/[^)]+)\)", PAGE):
         assert (Path(__file__).parents[2] / link).exists(), link
 
 
-def test_the_methods_that_need_classes_are_those_on_the_page() -> None:
-    """All that refuse regression, and no other."""
+def test_the_methods_that_need_classes_are_those_on_the_page():
     found = re.search(r"Some methods need one class .*?\.", PAGE, re.DOTALL)
-    assert found is not None
     wanted = [
         name for name in methods.builtin_names() if "regression" not in methods.load(name).traits.prediction_tasks
     ]

@@ -1,11 +1,8 @@
 """The page on grids: its example is one, and it names every key that there is."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from fedquilt.coordinator import settings
@@ -14,10 +11,8 @@ from fedquilt.tools.lab.papers import grid
 PAGE = (Path(__file__).parents[2] / "docs" / "grids.md").read_text()
 
 
-def test_the_example_is_a_grid_whose_jobs_are_right(tmp_path: Path) -> None:
-    """Four jobs for each seed, and a claim for each column."""
+def test_the_example_is_a_grid_whose_jobs_are_right(tmp_path):
     text = re.search(r"```toml\n(.*?)```", PAGE, re.DOTALL)
-    assert text is not None
     (tmp_path / "momentum.toml").write_text(text[1])
     found = grid.read_tables(tmp_path / "momentum.toml")["momentum"].fill_marks(None)
     jobs = [
@@ -33,7 +28,6 @@ def test_the_example_is_a_grid_whose_jobs_are_right(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "kind", [grid.Grid, grid.GridRow, grid.AxisPoint, grid.PretrainSettings, grid.ClaimSpec, grid.GridColumn]
 )
-def test_every_key_is_named(kind: type[msgspec.Struct]) -> None:
-    """Of a grid, and of the tables in it."""
+def test_every_key_is_named(kind):
     missing = [name for name in kind.__struct_fields__ if not re.search(rf"\b{name}\b", PAGE)]
     assert not missing

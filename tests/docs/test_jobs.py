@@ -1,7 +1,5 @@
 """The page of what a job file holds names every key that there is, and no default that is not."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -42,8 +40,7 @@ def section(heading: str) -> str:
         (inputs.ValueInput, "[model]", ""),
     ],
 )
-def test_every_key_has_its_row(kind: type[msgspec.Struct], heading: str, prefix: str) -> None:
-    """With its default where that is a number or a word."""
+def test_every_key_has_its_row(kind, heading, prefix):
     text = section(heading)
     for field in msgspec.structs.fields(kind):
         assert f"`{prefix}{field.name}`" in text, field.name
@@ -52,22 +49,19 @@ def test_every_key_has_its_row(kind: type[msgspec.Struct], heading: str, prefix:
             assert f"| {field.default:g} |" in rows[0]
 
 
-def test_the_jobs_own_keys_and_tables_are_all_there() -> None:
-    """Scalars in the first table, tables as sections."""
+def test_the_jobs_own_keys_and_tables_are_all_there():
     for field in msgspec.structs.fields(settings.JobSettings):
         told = (f"| `{field.name}` |", f"`[{field.name}]`", f"`[[{field.name}]]`", f"`[{field.name}.")
         assert any(each in PAGE for each in told), field.name
 
 
-def test_the_networks_are_those_there_are() -> None:
-    """By their names."""
+def test_the_networks_are_those_there_are():
     zoo = pytest.importorskip("fedquilt.models.networks.registry", reason="networks are torch's")
     for name in (*zoo.SMALL, "resnet20-cifar", "torchvision/<architecture>"):
         assert f"`{name}`" in section("[model]"), name
 
 
-def test_no_key_is_told_that_is_not_there() -> None:
-    """Every row's first cell is a key of the job, of one of its tables, or a network's name."""
+def test_no_key_is_told_that_is_not_there():
     kinds = (
         settings.JobSettings,
         settings.CohortSettings,

@@ -1,7 +1,5 @@
 """Every command in the pages is one that fedquilt takes, every page is in the index, and every link leads somewhere."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path
@@ -29,8 +27,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(("page", "command"), COMMANDS)
-def test_every_command_is_one(page: str, command: str) -> None:
-    """With options that there are; a target that is named is known."""
+def test_every_command_is_one(page, command):
     if command.startswith(ELSEWHERE):
         return
     words = [word for word in shlex.split(command) if word != "sudo"]
@@ -40,8 +37,7 @@ def test_every_command_is_one(page: str, command: str) -> None:
         assert targets.find_target(options["target"], options["python"]).python
 
 
-def test_every_page_is_in_the_index() -> None:
-    """Of docs/; methods and decisions are in indexes of their own, to which the first one leads."""
+def test_every_page_is_in_the_index():
     for folder in (DOCS, DOCS / "methods", DOCS / "adr"):
         index = (folder / "index.md").read_text()
         below = DOCS.rglob("*.md") if folder == DOCS else folder.glob("*.md")
@@ -52,8 +48,7 @@ def test_every_page_is_in_the_index() -> None:
 
 
 @pytest.mark.parametrize("page", documents.pages(), ids=lambda page: page.relative_to(documents.ROOT).as_posix())
-def test_every_link_leads_somewhere(page: Path) -> None:
-    """To a file that is there and, with an anchor, to a heading in it."""
+def test_every_link_leads_somewhere(page):
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     for path, _, anchor in re.findall(r"\]\(([^)#\s]*)(#([^)\s]*))?\)", text):
         if "://" in path:
@@ -65,8 +60,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", documents.pages(), ids=lambda page: page.relative_to(documents.ROOT).as_posix())
-def test_every_row_belongs_to_a_table(page: Path) -> None:
-    """A row behind an empty line has no head, and a site shows it as text with bars."""
+def test_every_row_belongs_to_a_table(page):
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     for table in re.findall(r"(?:^\|.*\n?)+", text, flags=re.MULTILINE):
         head, *rows = table.splitlines()

@@ -1,7 +1,5 @@
 """`make docs` builds the site without a warning, and nothing on it comes from the network."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -35,8 +33,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_page_is_on_it(site: Path) -> None:
-    """Those of docs/, and those beside it."""
+def test_every_page_is_on_it(site):
     docs = documents.ROOT / "docs"
     for page in docs.rglob("*.md"):
         assert (site / page.relative_to(docs)).with_suffix(".html").exists(), page
@@ -44,7 +41,7 @@ def test_every_page_is_on_it(site: Path) -> None:
         assert (site / f"{name}.html").exists()
 
 
-def test_nothing_comes_from_the_network(site: Path) -> None:
+def test_nothing_comes_from_the_network(site):
     """No script, style, font or picture; links that a person follows may lead there."""
     for page in site.rglob("*.html"):
         text = page.read_text()
@@ -54,16 +51,14 @@ def test_nothing_comes_from_the_network(site: Path) -> None:
         assert not re.findall(r"url\([\"']?(?:https?:)?//", sheet.read_text()), sheet
 
 
-def test_the_reference_describes_every_public_name(site: Path) -> None:
-    """As `fedquilt.__all__` has them."""
+def test_the_reference_describes_every_public_name(site):
     text = (site / "api.html").read_text()
     for name in fedquilt.__all__:
         assert f'id="fedquilt.{name}"' in text or f"fedquilt.{name}" in text, name
     assert text.count("doc-heading") > len(fedquilt.__all__)
 
 
-def test_the_phases_of_a_job_are_a_table(site: Path) -> None:
-    """Each arrow of the diagram is a row."""
+def test_the_phases_of_a_job_are_a_table(site):
     text = (site / "architecture.html").read_text()
     assert "stateDiagram" not in text
     for line in events.format_mermaid_diagram().splitlines():
@@ -71,7 +66,6 @@ def test_the_phases_of_a_job_are_a_table(site: Path) -> None:
             assert f"<td>{found[1]}</td>\n<td>{found[3]}</td>\n<td>{found[2]}</td>" in text
 
 
-def test_links_to_source_files_are_plain_text(site: Path) -> None:
-    """The site does not have them."""
+def test_links_to_source_files_are_plain_text(site):
     for page in site.rglob("*.html"):
         assert not re.findall(r"href=[\"']?[^\"' >]*\.(?:py|toml|md)[\"' >#]", page.read_text()), page

@@ -1,7 +1,5 @@
 """Every command of the tutorials is run, in their folder, with the files that they show."""
 
-from __future__ import annotations
-
 import re
 import socket
 from pathlib import Path
@@ -65,8 +63,7 @@ def tutorial(name: str, folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     "page", [f"{TUTORIALS}/{name}.md" for name in ("simulate", "fleet", "stitch")] + ["docs/energy.md"]
 )
-def test_every_file_that_is_shown_is_valid(page: str, tmp_path: Path) -> None:
-    """Jobs and agents are parsed strictly."""
+def test_every_file_that_is_shown_is_valid(page, tmp_path):
     shown = documents.files(page)
     assert shown
     for name, text in shown.items():
@@ -75,8 +72,7 @@ def test_every_file_that_is_shown_is_valid(page: str, tmp_path: Path) -> None:
         assert agents.parse_settings(table) if name == "agent.toml" else settings.parse_job(table)
 
 
-def test_a_first_job_on_one_machine(shell: documents.Shell) -> None:
-    """Prepare, a fleet on virtual time, a fleet of processes, and what came of them."""
+def test_a_first_job_on_one_machine(shell):
     assert tutorial("simulate", shell.folder) == SIMULATE
     shown = dict(zip(SIMULATE, map(shell.run, SIMULATE), strict=True))
     assert shown["fedquilt ls"].count("done") == 2
@@ -87,11 +83,11 @@ def test_a_first_job_on_one_machine(shell: documents.Shell) -> None:
     assert all(method in shown[SIMULATE[9]] for method in ("fedavg", "fedprox"))
     assert "</html>" in (shell.folder / "train.html").read_text()
     assert "fedpews-table2" in shown["fedquilt lab reproduce"]
-    documents.require_lines("".join(documents.blocks(f"{TUTORIALS}/simulate.md", "text")), "".join(shown.values()))
+    table = "".join(documents.blocks(f"{TUTORIALS}/simulate.md", "text"))
+    documents.require_lines(table, "".join(shown.values()), tolerance=0.2)  # for other processors
 
 
-def test_a_fleet_of_real_boards(shell: documents.Shell) -> None:
-    """A job is stopped while it waits for a board, resumed, and done once the board is there."""
+def test_a_fleet_of_real_boards(shell):
     tutorial("simulate", shell.folder)
     shown = tutorial("fleet", shell.folder)
     with socket.socket() as probe:
@@ -102,7 +98,7 @@ def test_a_fleet_of_real_boards(shell: documents.Shell) -> None:
     agent.write_text(re.sub(r'\n(ca|cert|key) = ".*"', "", agent.read_text()).replace("mqtts://broker.site:8883", url))
     home = shell.folder / "runs"
 
-    def submitted() -> bool:
+    def submitted():
         with Store(home) as store:
             return bool(store.readable_jobs())
 
@@ -122,8 +118,7 @@ def test_a_fleet_of_real_boards(shell: documents.Shell) -> None:
     assert set(shown) == set(shell.ran[1:]) | PARSED
 
 
-def test_stitching_for_cifar_with_imagenet_donors(shell: documents.Shell) -> None:
-    """The same job on files in place of downloads, and on a smaller scale."""
+def test_stitching_for_cifar_with_imagenet_donors(shell):
     data = documents.data()
     if not (data / "weights").is_dir():
         pytest.skip(f"no pre-trained weights in {data / 'weights'} (FEDQUILT_TEST_DATA names another folder)")

@@ -1,7 +1,5 @@
 """The pages on methods and sensors: their code is taken from them, put into files as they say, and run."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -46,8 +44,7 @@ def prox(folder: Path) -> Method:
     return methods.load("prox:METHOD")
 
 
-def test_fedprox_from_the_page_is_about_25_lines_and_ours_to_the_bit(prox: Method, folder: Path) -> None:
-    """Without its docstring and empty lines; three rounds end in the same weights as methods/fedprox.py's."""
+def test_fedprox_from_the_page_is_about_25_lines_and_ours_to_the_bit(prox, folder):
     code = (folder / "prox.py").read_text().split('"""')[2]
     assert len([line for line in code.splitlines() if line.strip()]) <= 25
     runs = [
@@ -62,14 +59,12 @@ def test_fedprox_from_the_page_is_about_25_lines_and_ours_to_the_bit(prox: Metho
 
 
 @pytest.mark.parametrize("check", conformance.CHECKS, ids=lambda check: check.__name__)
-def test_fedprox_from_the_page_conforms(prox: Method, check: object) -> None:
-    """As the page's own test has it."""
+def test_fedprox_from_the_page_conforms(prox, check):
     assert "conformance.CHECKS" in blocks("write-a-method.md")[1]
-    check("prox:METHOD")  # type: ignore[operator]
+    check("prox:METHOD")
 
 
-def test_the_settings_on_the_pages_are_a_boards(folder: Path) -> None:
-    """Each stands in an agent.toml as it is."""
+def test_the_settings_on_the_pages_are_a_boards(folder):
     for page in ("write-a-method.md", "add-a-sensor.md"):
         lines = [text for text in blocks(page, "toml") if text.startswith("# agent.toml")]
         assert lines
@@ -77,8 +72,7 @@ def test_the_settings_on_the_pages_are_a_boards(folder: Path) -> None:
             settings.parse_settings({"device": "d", "home": "h", **toml.parse_toml(text, page)})
 
 
-def test_the_usb_meter_of_the_page_reads_its_file(folder: Path) -> None:
-    """5.1 V times 2 A; without the file it says nothing."""
+def test_the_usb_meter_of_the_page_reads_its_file(folder):
     (folder / "usb_meter.py").write_text(blocks("add-a-sensor.md")[0])
     meter = devices.create_meter({"name": "usb_meter:UsbMeter", "path": str(folder / "told")})
     assert meter.read(0.0).total_w is None
@@ -101,8 +95,7 @@ class Tasmota(BaseHTTPRequestHandler):
         pass
 
 
-def test_the_wall_plug_of_the_page_is_asked_beside_the_agents_loop(folder: Path) -> None:
-    """The first reading says nothing yet and does not wait; a later one has the plug's watts."""
+def test_the_wall_plug_of_the_page_is_asked_beside_the_agents_loop(folder):
     (folder / "wall_plug.py").write_text(blocks("add-a-sensor.md")[1])
     with HTTPServer(("127.0.0.1", 0), Tasmota) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

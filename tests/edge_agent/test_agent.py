@@ -173,7 +173,6 @@ def test_an_answer_too_large_to_be_sent_is_refused(site: Site) -> None:
 
 @pytest.mark.parametrize("leaf", ["task", "ack", "blob/get", f"blob/{'a' * 64}/manifest", "nonsense", "blob/x/1"])
 def test_bad_bytes_are_counted_and_dropped(site: Site, leaf: str) -> None:
-    """And the next good message is taken."""
     for payload in (b"\x80\x04K\x01.", b'{"v":1,"crc":"00000000","job":1}', b"{" * 70_000):
         site.say(leaf, payload)
     assert site.agent.garbage.dropped == 3

@@ -21,7 +21,6 @@ def told(**broker: str) -> settings.AgentSettings:
 
 
 def test_a_file_that_systemd_handed_over_is_taken_by_its_name(tmp_path: Path) -> None:
-    """The others stay where they are."""
     (tmp_path / "device.key").write_text("key")
     before = told(ca="/etc/fedquilt/ca.crt", cert="/etc/fedquilt/device.crt", key="/etc/fedquilt/device.key")
     after = settings.apply_systemd_credentials(before)
@@ -31,7 +30,6 @@ def test_a_file_that_systemd_handed_over_is_taken_by_its_name(tmp_path: Path) ->
 
 
 def test_a_password_too(tmp_path: Path) -> None:
-    """Of a broker that asks for one."""
     (tmp_path / "password").write_text("secret")
     after = settings.apply_systemd_credentials(told(password_file="/etc/fedquilt/password"))
     assert after.broker.password_file == str(tmp_path / "password")
@@ -49,7 +47,6 @@ def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
 
 
 def test_without_such_a_folder_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent started by hand."""
     monkeypatch.delenv("CREDENTIALS_DIRECTORY")
     before = told(key="/etc/fedquilt/device.key")
     assert settings.apply_systemd_credentials(before) is before

@@ -31,7 +31,6 @@ def test_a_budget_that_no_engine_fits_is_told_at_the_start(site: Site, caplog: p
 
 @pytest.mark.parametrize(("text", "said"), [(None, "mine.toml cannot be read"), ("board = 3", "board")])
 def test_a_recorded_profile_that_cannot_be_used_is_named(tmp_path: Path, text: str | None, said: str) -> None:
-    """Before anything is connected to."""
     path = tmp_path / "mine.toml"
     if text is not None:
         path.write_text(text)

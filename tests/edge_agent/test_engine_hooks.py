@@ -53,7 +53,7 @@ def test_a_correction_with_an_anchor_is_the_same_in_both_engines():
 def test_an_anchor_that_does_not_fit_is_refused(engine):
     """By its name and the tensor's."""
     short = {"1.weight": np.zeros((5, 6), np.float32)}
-    with pytest.raises(ModelError, match=r"'1.bias' of anchor 'by' is missing, the network wants \(5,\)"):
+    with pytest.raises(ModelError, match=r"'1.bias' of anchor 'by' is missing, the network expects \(5,\)"):
         changed(engine, Hooks(correct=lambda g, v, at: g, anchors={"by": short}))
     wide = {**numpy_engine.init_tensors(MLP, 0), "5.bias": np.zeros(7)}
     with pytest.raises(ModelError, match=r"'5.bias' of anchor 'by' has shape \(7,\)"):

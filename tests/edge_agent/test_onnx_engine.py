@@ -89,7 +89,6 @@ def test_the_least_recently_used_session_goes_first(tmp_path: Path, weights: np.
 
 
 def test_an_empty_batch_gives_an_empty_answer(tmp_path: Path, weights: np.ndarray) -> None:
-    """(0, 3) -> (0, 4)."""
     assert OnnxEngine(100 * MB, base_bytes=0).run(product(tmp_path, weights), np.ones((0, 3))).shape == (0, 4)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned import MEANS, A, B, after, claim, task, update
 
-from fedquilt.core import REFETCH
+from fedquilt.core import REFETCH, Task
 from fedquilt.edge_agent import state_machine
 from fedquilt.edge_agent.events import (
     BlobFetched,
@@ -28,6 +29,7 @@ from fedquilt.edge_agent.events import (
 )
 from fedquilt.edge_agent.state_machine import KILLED_MOST, advance, next_due_s
 from fedquilt.edge_agent.storage.job_records import CountedRound
+from fedquilt.wire import Claim
 
 
 # -- a process that is killed ----------------------------------------------------------------------
@@ -58,25 +60,17 @@ def test_the_kills_of_one_task_are_not_held_against_the_next() -> None:
 
 
 # -- taking a task --------------------------------------------------------------------------------
-def test_a_task_is_claimed_and_its_missing_blobs_are_fetched() -> None:
-    """Nothing is begun before they are here."""
-    _, actions = after(TaskReceived(task(), frozenset({B, A})))
-    assert actions == (claim(), FetchBlobs((A, B)))
-
-
-def test_a_task_begins_when_its_last_blob_is_here() -> None:
+def test_a_task_is_claimed_and_begins_when_its_last_blob_is_here() -> None:
     """What came is counted as downloaded."""
-    state, actions = after(TaskReceived(task(), frozenset({A, B})), BlobFetched(A.sha256))
+    state, actions = after(TaskReceived(task(), frozenset({B, A})))
+    assert actions == (claim(), FetchBlobs((A, B)))
+    state, actions = advance(state, BlobFetched(A.sha256), 0.0)
     assert actions == ()
     state, actions = advance(state, BlobFetched(B.sha256), 0.0)
     assert actions == (StartTask(task()),)
     assert state.open is not None
     assert state.open.down_bytes == 30
-
-
-def test_a_task_whose_blobs_are_all_here_begins_at_once() -> None:
-    """No transfer, no wait."""
-    assert after(TaskReceived(task()))[1] == (claim(), StartTask(task()))
+    assert after(TaskReceived(task()))[1] == (claim(), StartTask(task()))  # all are here at once
 
 
 def test_a_task_repeated_is_claimed_again_and_not_begun_again() -> None:
@@ -88,28 +82,21 @@ def test_a_task_repeated_is_claimed_again_and_not_begun_again() -> None:
     assert state.open.task.attempt == 1
 
 
-def test_the_same_round_with_other_work_starts_over() -> None:
+@pytest.mark.parametrize(
+    ("first", "then"), [(task(), task(params={"lr": 0.5})), (task(5), task(job="k-1")), (task(), task(1))]
+)
+def test_other_work_another_job_and_a_later_round_supersede_the_task_in_hand(first: Task, then: Task) -> None:
     """What is worked on would answer another question."""
-    other = task(params={"lr": 0.5})
-    assert after(TaskReceived(task()), TaskReceived(other))[1] == (StopTask(), claim(), StartTask(other))
+    claimed = PublishClaim(Claim(job=then.job, round=then.round, attempt=0, accepted=True))
+    assert after(TaskReceived(first), TaskReceived(then))[1] == (StopTask(), claimed, StartTask(then))
 
 
-def test_a_later_round_supersedes_the_task_in_hand() -> None:
-    """The old work is killed, the old blobs are let go of, what both need is fetched on."""
+def test_a_later_round_lets_go_of_blobs_and_fetches_on_what_both_need() -> None:
     state, _ = after(TaskReceived(task(), frozenset({A, B})))
     assert advance(state, TaskReceived(task(1), frozenset({B})), 0.0)[1] == (CancelFetch(A.sha256), claim(1))
-    state, _ = after(TaskReceived(task()))
-    assert advance(state, TaskReceived(task(1)), 0.0)[1] == (StopTask(), claim(1), StartTask(task(1)))
-
-
-def test_another_job_supersedes_the_task_in_hand_whatever_its_round() -> None:
-    """The coordinator runs one job at a time, and has gone on."""
-    other = task(job="k-1")
-    assert StartTask(other) in after(TaskReceived(task(5)), TaskReceived(other))[1]
 
 
 def test_an_earlier_round_that_comes_late_is_ignored() -> None:
-    """Messages overtake each other."""
     state, _ = after(TaskReceived(task(2)))
     assert advance(state, TaskReceived(task(1)), 0.0) == (state, ())
 

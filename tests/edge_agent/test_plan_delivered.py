@@ -43,7 +43,6 @@ def test_a_result_is_offered_at_once_and_then_ever_more_rarely() -> None:
 
 
 def test_time_that_is_not_due_brings_nothing() -> None:
-    """A tick is not an offer."""
     assert advance(done(), TimerFired(), RESEND.first_s / 2)[1] == ()
 
 
@@ -61,7 +60,6 @@ def test_a_task_whose_result_waits_in_the_outbox_is_answered_by_it_under_the_new
 
 
 def test_an_acknowledged_update_is_gone_and_its_task_ignored_for_ever() -> None:
-    """An old message must not have it worked for again."""
     state, actions = advance(done(), UpdateAcked(("j-1", 0), True), 1.0)
     assert actions == ()
     assert next_due_s(state) == math.inf

@@ -29,7 +29,6 @@ def write(folder: Path, text: str) -> Path:
 
 
 def test_paths_are_taken_from_the_files_own_folder(tmp_path: Path) -> None:
-    """So that a daemon may be started from anywhere."""
     loaded = settings.load_settings(write(tmp_path, GOOD))
     assert loaded.home == str(tmp_path / "state")
     assert loaded.broker.ca == str(tmp_path / "ca.crt")
@@ -55,7 +54,6 @@ def test_a_profile_is_a_name_or_a_file(tmp_path: Path) -> None:
 
 
 def test_a_job_in_place_of_settings_is_told(tmp_path: Path) -> None:
-    """By what only a job has."""
     with pytest.raises(JobError, match=r"agent\.toml: this is a job, and a board's settings"):
         settings.load_settings(write(tmp_path, "name = 'a'\nmethod = 'fedavg'\n"))
 
@@ -119,7 +117,7 @@ def test_a_size_of_hundreds_of_digits_is_none(text: str) -> None:
         ("device = 'Has Blanks'\nhome = 'h'", ("device = ",)),
         (
             "device = 'd'\nhome = 'h'\nbudgett = '1GB'",
-            ("budgett", "keys of an agent's settings: device, home", "did you mean 'budget'?"),
+            ("budgett'; did you mean 'budget'? Keys of an agent's settings: device, home",),
         ),
         ("device = 'd'\nhome = 'h'\nbudget = '0MB'", ("budget: '0MB' leaves a task no memory",)),
         (
@@ -149,13 +147,11 @@ def test_a_wrong_file_is_named_with_its_key_and_what_is_expected(
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    """With what it was to be."""
     with pytest.raises(JobError, match=r"cannot read .*none.toml: No such file"):
         settings.load_settings(tmp_path / "none.toml")
 
 
 def test_a_vocabularys_path_is_taken_from_the_settings_own_folder(tmp_path: Path) -> None:
-    """As the path of the examples is."""
     path = tmp_path / "agent.toml"
     text = '[data]\npath = "notes.csv"\n\n[data.text]\nvocabulary = "v.txt"\n'
     path.write_text(f'device = "a"\nhome = "home"\nbudget = "1GB"\n\n[broker]\nurl = "mqtt://b"\n\n{text}')
@@ -171,3 +167,17 @@ def test_the_folder_of_models_is_beside_the_file_and_its_hook_is_a_command(tmp_p
     file.write_text('device = "d"\nhome = "h"\n[models]\nhook = "systemctl reload triton"\n')
     with pytest.raises(JobError, match="hook"):
         settings.load_settings(file)
+
+
+def test_data_that_are_missing_are_told_with_the_nearest_file(tmp_path: Path) -> None:
+    """A warning, as the data may come later; settings without data have none."""
+    (tmp_path / "flowers.csv").touch()
+    file = tmp_path / "agent.toml"
+    for name, said in (
+        ("flowers.csv", ""),
+        ("flwers.csv", f"no data at {tmp_path}/flwers.csv ([data] path); did you mean 'flowers.csv'?"),
+    ):
+        file.write_text(f'device = "d"\nhome = "h"\n[data]\npath = "{name}"\n')
+        assert settings.describe_missing_data(settings.load_settings(file)) == said
+    file.write_text('device = "d"\nhome = "h"\n')
+    assert settings.describe_missing_data(settings.load_settings(file)) == ""

@@ -30,9 +30,8 @@ def job(folder: Path) -> fleet.FleetPlan:
         {"model": tensors.encode_tensors(engine.init_tensors(NETWORK, seed=0))},
     )
     table = {
-        **{key: value for key, value in TABLE.items() if not isinstance(value, dict)},
+        **TABLE,
         "rounds": ROUNDS,
-        **{key: value for key, value in TABLE.items() if isinstance(value, dict)},
         "params": {"lr": 0.1, "batch": 32, "epochs": 1},
         "cohort": {"deadline_s": 300.0, "start_devices": 2},
         "data": {**TABLE["data"], "classes": 5},
@@ -40,18 +39,6 @@ def job(folder: Path) -> fleet.FleetPlan:
     }
     (folder / "job.toml").write_text(toml.format_toml(table))
     return fleet.FleetPlan(settings.load_job(folder / "job.toml"), folder / "job.bundle", folder / "virtual")
-
-
-def agents(folder: Path, plan: fleet.FleetPlan, url: str) -> dict[str, tuple[str, ...]]:
-    """Words of each board's command, by its name."""
-    found = {}
-    for table in plan.make_agent_tables():
-        name = table["device"]
-        (folder / f"{name}.toml").write_text(
-            toml.format_toml({**table, "home": str(folder / name), "broker": {"url": url}})
-        )
-        found[name] = ("agent", str(folder / f"{name}.toml"))
-    return found
 
 
 def free_port() -> int:
@@ -66,8 +53,7 @@ def test_a_run_without_a_server_moves_its_blobs_by_http_too(
     """`run` is the coordinator here, with the options of `serve`; a second coordinator of the home is told of them."""
     broker, log, home, port = mosquitto(), tmp_path / "log", tmp_path / "runs", free_port()
     plan, relay = job(tmp_path), Relay(port)
-    for name, command in agents(tmp_path, plan, broker.url).items():
-        processes.start(name, log, *command)
+    processes.start_agents(tmp_path, plan.make_agent_tables(), broker.url, log.name)
     words = ("--home", str(home), "--broker", broker.url, "--blobs-http", f"127.0.0.1:{port}")
     words += ("--blobs-url", f"http://127.0.0.1:{relay.port}")
     processes.start("run", log, "run", str(tmp_path / "job.toml"), *words)
@@ -78,7 +64,9 @@ def test_a_run_without_a_server_moves_its_blobs_by_http_too(
     relay.close()
 
 
-@pytest.mark.parametrize("killed", ["coordinator", "broker", "agent"])
+@pytest.mark.parametrize(
+    "killed", ["coordinator", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("broker", "agent"))]
+)
 def test_a_job_whose_blobs_go_by_http_outlives_a_kill_in_the_middle_of_one(
     tmp_path: Path, processes: Processes, mosquitto: Callable[..., Any], killed: str
 ) -> None:
@@ -101,10 +89,9 @@ def test_a_job_whose_blobs_go_by_http_outlives_a_kill_in_the_middle_of_one(
 
     relay = Relay(port, most=most)
     commands["coordinator"] += ("--blobs-url", f"http://127.0.0.1:{relay.port}")
-    commands |= agents(tmp_path, plan, broker.url)
-    agent = next(name for name in commands if name != "coordinator")
-    for name, command in commands.items():
-        processes.start(name, log, *command)
+    agents = processes.start_agents(tmp_path, plan.make_agent_tables(), broker.url, log.name)
+    processes.start("coordinator", log, *commands["coordinator"])
+    agent, commands = next(iter(agents)), {**commands, **agents}
     until(lambda: (home / "fedquilt.db").exists(), "a home")
     processes.start("run", log, "run", str(tmp_path / "job.toml"), "--home", str(home))
     until(lambda: happened, "a transfer to break", told=log.read_text)

@@ -19,7 +19,6 @@ from waiting import LIMIT_S, until
 
 from fedquilt.coordinator.rounds.events import CohortSelected, JobEnded, RoundCommitted, UpdateAccepted
 from fedquilt.coordinator.views import devices
-from fedquilt.formats import toml
 
 DEVICES = 3
 IMPATIENT = """
@@ -41,11 +40,7 @@ class Fleet:
     def _begin(self, url: str, cohort: dict[str, Any]) -> list[dict[str, Any]]:
         keepalive_s = cohort.pop("keepalive_s", 10)
         tables = list(make_job(self.folder, deadline_s=2 * LIMIT_S, **cohort).make_agent_tables())
-        broker = {"url": url, "keepalive_s": keepalive_s}
-        for table in tables:
-            path = self.folder / f"{table['device']}.toml"
-            path.write_text(toml.format_toml({**table, "home": str(self.folder / table["device"]), "broker": broker}))
-            self.processes.start(table["device"], self.folder / "agents.log", "agent", str(path))
+        self.processes.start_agents(self.folder, tables, lambda name: {"url": url, "keepalive_s": keepalive_s})
         run = ("run", str(self.folder / "job.toml"), "--home", str(self.home), "--broker", url)
         self.processes.python("run", self.folder / "run.log", "-c", IMPATIENT, *run)
         return tables

@@ -22,14 +22,6 @@ from fedquilt.transport.mqtt.broker import Broker
 from fedquilt.transport.mqtt.link import MqttLink
 
 
-@pytest.fixture
-def processes() -> Iterator[Processes]:
-    """Nobody outlives the test."""
-    made = Processes()
-    yield made
-    made.end()
-
-
 class Fleet:
     """One board with digits of its own, and its coordinator."""
 

@@ -15,7 +15,6 @@ from processes import Processes, answers, facts, make_job
 from waiting import until
 
 from fedquilt.coordinator.rounds.events import CohortSelected, JobEnded
-from fedquilt.formats import toml
 
 FLOOD = 100  # connections at once
 
@@ -26,12 +25,7 @@ def test_a_job_is_done_after_connections_have_taken_every_descriptor_of_its_coor
     """The limit is lowered to what is open while a device computes. The flood takes whatever becomes free."""
     broker, home, log = mosquitto(), tmp_path / "runs", tmp_path / "run.log"
     tables = list(make_job(tmp_path).make_agent_tables())
-    for table in tables:
-        path = tmp_path / f"{table['device']}.toml"
-        path.write_text(
-            toml.format_toml({**table, "home": str(tmp_path / table["device"]), "broker": {"url": broker.url}})
-        )
-        processes.start(table["device"], tmp_path / "agents.log", "agent", str(path))
+    processes.start_agents(tmp_path, tables, broker.url)
     words = ("run", str(tmp_path / "job.toml"), "--home", str(home), "--broker", broker.url)
     processes.start("run", log, *words, "--blobs-http", "127.0.0.1:0")
     run = processes.running["run"]

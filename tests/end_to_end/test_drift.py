@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,6 @@ from fedquilt.formats import job_bundle, toml
 pytest.importorskip("onnxruntime")
 
 FEDQUILT = (sys.executable, "-m", "fedquilt.cli")
-
-
-@pytest.fixture
-def processes() -> Iterator[Processes]:
-    """Nobody outlives the test."""
-    made = Processes()
-    yield made
-    made.end()
 
 
 def armed(folder: Path) -> Path:

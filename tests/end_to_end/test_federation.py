@@ -10,13 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from processes import Processes, answers, facts, make_job
+from processes import Processes, answers, calm_states, facts, make_job
 from waiting import LIMIT_S, until
 
 from fedquilt.coordinator.rounds.events import CohortSelected, JobEnded, RoundCommitted, TaskDeclined, UpdateAccepted
-from fedquilt.coordinator.storage.store import Store
-from fedquilt.formats import toml
-from fedquilt.tools.simulation import agents as fleet
 
 
 def test_killing_each_side_and_the_broker_mid_round_changes_no_bit_of_the_result(
@@ -26,14 +23,7 @@ def test_killing_each_side_and_the_broker_mid_round_changes_no_bit_of_the_result
     plan = make_job(tmp_path, min_devices=3)  # else a round would go on without a device that is away for 5 s
     broker, home = mosquitto(), tmp_path / "runs"
     run = ("run", str(tmp_path / "job.toml"), "--home", str(home), "--broker", broker.url)
-    agents = {}
-    for table in plan.make_agent_tables():
-        path = tmp_path / f"{table['device']}.toml"
-        path.write_text(
-            toml.format_toml({**table, "home": str(tmp_path / table["device"]), "broker": {"url": broker.url}})
-        )
-        agents[table["device"]] = ("agent", str(path))
-        processes.start(table["device"], tmp_path / "agents.log", *agents[table["device"]])
+    agents = processes.start_agents(tmp_path, plan.make_agent_tables(), broker.url)
     processes.start("coordinator", tmp_path / "run.log", *run)
 
     until(lambda: any(isinstance(fact, CohortSelected) for fact in facts(home)), "the beginning of round 0")
@@ -60,10 +50,7 @@ def test_killing_each_side_and_the_broker_mid_round_changes_no_bit_of_the_result
     found = facts(home)
     counted = [(fact.round, fact.update.device) for fact in found if isinstance(fact, UpdateAccepted)]
     assert len(counted) == len(set(counted)) == 4 * 3  # three rounds and the closing evaluation
-    virtual, _ = fleet.run_fleet_virtually(plan)
-    with Store(plan.home) as store:
-        undisturbed = [fact for _, _, fact in store.read_events(virtual) if isinstance(fact, RoundCommitted)]
-    assert [f.state for f in found if isinstance(f, RoundCommitted)] == [fact.state for fact in undisturbed]
+    assert [fact.state for fact in found if isinstance(fact, RoundCommitted)] == calm_states(plan)
 
 
 def test_over_tls_with_certificates_and_access_rules_a_federation_runs(
@@ -93,14 +80,8 @@ def test_over_tls_with_certificates_and_access_rules_a_federation_runs(
         cert, key = authority.issue(name)
         return {"ca": str(authority.ca), "cert": str(cert), "key": str(key)}
 
-    for table in members:
-        device = table["device"]
-        if device == members[-1]["device"]:
-            table["data"] = {}
-        path = tmp_path / f"{device}.toml"
-        told = {**table, "home": str(tmp_path / device), "broker": {"url": url, **files(device)}}
-        path.write_text(toml.format_toml(told))
-        processes.start(device, tmp_path / "agents.log", "agent", str(path))
+    members[-1]["data"] = {}
+    processes.start_agents(tmp_path, members, lambda device: {"url": url, **files(device)})
     options = [part for key, value in files("coordinator").items() for part in (f"--{key}", value)]
     home = tmp_path / "runs"
     run = ("run", str(tmp_path / "job.toml"), "--home", str(home), "--broker", url, *options)

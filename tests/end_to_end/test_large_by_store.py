@@ -78,8 +78,7 @@ def job(folder: Path) -> fleet.FleetPlan:
         "data": {**TABLE["data"], "classes": 5},
         "fleet": {"devices": BOARDS, "boards": ["jetson-nano"], "budgets": ["512MB"]},
     }
-    plain = {key: value for key, value in table.items() if not isinstance(value, dict)}
-    (folder / "job.toml").write_text(toml.format_toml({**plain, **table}))
+    (folder / "job.toml").write_text(toml.format_toml(table))
     return fleet.FleetPlan(settings.load_job(folder / "job.toml"), folder / "job.bundle", folder / "virtual")
 
 
@@ -91,13 +90,7 @@ def test_boards_and_a_coordinator_that_die_in_mid_turn_cost_no_update_and_no_bit
     store, relay = object_stores.bucket(moto), Relay(int(moto.rpartition(":")[2]), sent=uploads.sent)
     home.mkdir()
     (home / "limits.toml").write_text("waiting_mb = 1\n")  # less than an update: two at a time
-    commands: dict[str, tuple[str, ...]] = {}
-    for table in plan.make_agent_tables():
-        name = table["device"]
-        told = {**table, "home": str(tmp_path / name), "broker": {"url": broker.url}}
-        (tmp_path / f"{name}.toml").write_text(toml.format_toml(told))
-        commands[name] = ("agent", str(tmp_path / f"{name}.toml"))
-        processes.start(name, log, *commands[name])
+    commands = processes.start_agents(tmp_path, plan.make_agent_tables(), broker.url, log.name)
     where = ("--blobs-backend", f"s3=http://127.0.0.1:{relay.port}/bucket/models")
     own = {**object_stores.KEYS, "PYTHONPATH": str(object_stores.install(tmp_path / "site"))}  # no board has the keys
     commands["run"] = ("run", str(tmp_path / "job.toml"), "--home", str(home), "--broker", broker.url, *where)

@@ -24,15 +24,15 @@ from fedquilt.coordinator.storage.store import Store
 from fedquilt.host.connection_limits import ConnectionLimiter, ConnectionLimits
 from fedquilt.open_metrics import MetricFamily
 from fedquilt.security import enrolment
-from fedquilt.tools.operations.identity.authority import CertificateAuthority, clock_s
-from fedquilt.tools.operations.identity.endpoint import EnrolmentServer
+from fedquilt.tools.identity.authority import CertificateAuthority, clock_s
+from fedquilt.tools.identity.endpoint import EnrolmentServer
 
 BODIES = (enrolment.ENROL, "/v1/classify", "/api/session")
 BODY = "POST {} HTTP/1.1\nHost: 127.0.0.1\nOrigin: http://127.0.0.1\nContent-Length: 1000\n\n{{"
 ROOT = Path(__file__).parents[2]
 FLOODER, OTHER = "127.0.0.1", "127.0.0.2"
 LIMITS = ConnectionLimits(connections=8, per_address=4)
-SHORT, LONG = (0.5, 3.0), (3600.0, 3600.0)  # seconds for a header, and for a request
+SHORT, LONG = (0.5, 1.5), (3600.0, 3600.0)  # seconds for a header, and for a request
 HEAVY = [MetricFamily("fq_large", "gauge", "large", ("n",), [((f"{n:0600}",), 1.0) for n in range(10_000)])]
 
 
@@ -44,12 +44,21 @@ class Listener:
         request: Header of a request that is answered with 200.
         large: Header of a request whose answer does not fit the buffers of a socket, or None if there is none.
         context: TLS of a client, or None.
+        log: File with the errors of a listener that is a process, or None.
+        renew: Function that lets the requests be made again, where they are limited.
     """
 
     def __init__(
-        self, port: int, request: str, large: str | None = None, context: ssl.SSLContext | None = None
+        self,
+        port: int,
+        request: str,
+        large: str | None = None,
+        context: ssl.SSLContext | None = None,
+        log: Path | None = None,
+        renew: Callable[[], object] = lambda: None,
     ) -> None:
         self.port, self.request, self.large, self.context = port, request, large, context
+        self.log, self.renew = log, renew
 
     def connect(self, address: str, sends: str = "", *, buffer: int | None = None) -> socket.socket:
         """Return a connection from `address` that has sent the bytes of `sends` after the TLS handshake, if any."""
@@ -86,11 +95,13 @@ def blobs(folder: Path, stack: ExitStack, connections: ConnectionLimiter) -> Lis
     stack.callback(site.server.close)
     head = "GET /blobs/{} HTTP/1.1\nHost: x\nAuthorization: Bearer {}\n\n"
     small, large = site.depot.store_bytes(b"small"), site.depot.store_bytes(noise(16_000_000, 1))
-    return Listener(
-        site.server.port,
-        head.format(small.sha256, site.server.issue_token("b", small)),
-        head.format(large.sha256, site.server.issue_token("a", large)),
-    )
+
+    def issue_tokens() -> tuple[str, str]:
+        return site.server.issue_token("b", small), site.server.issue_token("a", large)
+
+    own, others = issue_tokens()
+    requests = head.format(small.sha256, own), head.format(large.sha256, others)
+    return Listener(site.server.port, *requests, renew=issue_tokens)
 
 
 def enrolling(folder: Path, stack: ExitStack, connections: ConnectionLimiter) -> Listener:
@@ -130,13 +141,15 @@ def dashboard(folder: Path, stack: ExitStack, connections: ConnectionLimiter) ->
     dashes.add_boards(folder, dashes.names(15_000))
     deadlines = [str(connections._header_s), str(connections._request_s)]
     command = [sys.executable, "-c", DASH, str(folder), *deadlines]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    log = folder / "errors.log"
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stack.enter_context(log.open("w")), text=True)
     stack.callback(process.wait)
     stack.callback(process.terminate)
     assert process.stdout is not None
     stack.callback(process.stdout.close)
     port = int(re.findall(r":(\d+)/", process.stdout.readline())[0])
-    return Listener(port, "GET / HTTP/1.1\nHost: 127.0.0.1\n\n", "GET /api/events HTTP/1.1\nHost: 127.0.0.1\n\n")
+    root, events = (f"GET {path} HTTP/1.1\nHost: 127.0.0.1\n\n" for path in ("/", "/api/events"))
+    return Listener(port, root, events, log=log)
 
 
 LISTENERS: dict[str, Callable[[Path, ExitStack, ConnectionLimiter], Listener]] = {
@@ -159,16 +172,28 @@ def made(name: str, folder: Path, deadlines: tuple[float, float]) -> Iterator[Li
         yield LISTENERS[name](folder / "listener", stack, connections)
 
 
-@pytest.fixture(params=LISTENERS)
-def patient(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Listener]:
+@pytest.fixture(scope="module", params=LISTENERS)
+def lasting_patient(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Listener]:
+    yield from made(request.param, tmp_path_factory.mktemp("patient"), LONG)
+
+
+@pytest.fixture(scope="module", params=LISTENERS)
+def lasting_strict(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Listener]:
+    yield from made(request.param, tmp_path_factory.mktemp("strict"), SHORT)
+
+
+@pytest.fixture
+def patient(lasting_patient: Listener) -> Listener:
     """A listener that ends nothing by a deadline in the time of a test."""
-    yield from made(request.param, tmp_path, LONG)
+    lasting_patient.renew()
+    return lasting_patient
 
 
-@pytest.fixture(params=LISTENERS)
-def strict(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Listener]:
+@pytest.fixture
+def strict(lasting_strict: Listener) -> Listener:
     """A listener with short deadlines."""
-    yield from made(request.param, tmp_path, SHORT)
+    lasting_strict.renew()
+    return lasting_strict
 
 
 @contextmanager
@@ -215,7 +240,6 @@ def test_idle_connections_of_one_address_leave_others_served(patient: Listener) 
 
 
 def test_half_open_requests_of_one_address_leave_others_served(patient: Listener) -> None:
-    """After the TLS handshake, where there is one."""
     with flood(patient, 16, "GET / HTTP/1.1\nHost: 127.0.0.1\nX: "):
         assert patient.status(OTHER) == 200
         assert patient.status(FLOODER) == 200
@@ -250,7 +274,6 @@ def test_clients_of_many_addresses_that_never_read_leave_the_next_address_served
 
 
 def test_bodies_of_one_address_that_do_not_come_leave_others_served(patient: Listener) -> None:
-    """Whether the listener waits for them or not."""
     with ExitStack() as stack:
         for path in BODIES:
             stack.enter_context(flood(patient, 8, BODY.format(path)))
@@ -268,11 +291,10 @@ def test_a_huge_header_is_refused(patient: Listener) -> None:
 def test_connections_beyond_all_places_end_without_a_traceback(
     patient: Listener, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whatever the listener was doing for them."""
     with flood(patient, 40, BODY.format("/v1/classify")), flood(patient, 40, patient.large or "GET "):
         assert patient.status(OTHER) == 200
     until(lambda: patient.status(FLOODER) == 200, "a place")
-    said = "".join((caplog.text, *capfd.readouterr()))
+    said = "".join((caplog.text, *capfd.readouterr(), patient.log.read_text() if patient.log else ""))
     assert "Traceback" not in said
 
 
@@ -297,9 +319,9 @@ def test_half_open_requests_are_ended_by_a_deadline(strict: Listener) -> None:
 
 def test_a_body_that_does_not_come_is_not_waited_for(strict: Listener) -> None:
     """The listener answers at once or ends the connection by a deadline."""
-    for path in BODIES:
-        with strict.connect(FLOODER, BODY.format(path)) as sock:
-            assert ended(sock)
+    with ExitStack() as stack:
+        socks = [stack.enter_context(strict.connect(FLOODER, BODY.format(path))) for path in BODIES]
+        assert all(ended(sock) for sock in socks)
 
 
 def test_a_connection_serves_requests_and_does_not_wait_for_ever_for_the_next_one(strict: Listener) -> None:
@@ -309,9 +331,7 @@ def test_a_connection_serves_requests_and_does_not_wait_for_ever_for_the_next_on
         answer.begin()
         answer.read()
         assert answer.status == 200
-        assert answer.getheader("connection") == (
-            "close" if "/blobs/" in strict.request else answer.getheader("connection")
-        )
+        assert (answer.getheader("connection") == "close") == ("/blobs/" in strict.request)
         assert ended(sock)
 
 

@@ -33,8 +33,8 @@ from fedquilt.core import ModelError
 from fedquilt.tools import simulation
 
 EVERY = in_order(methods.builtin_names())
-# an average, control variates, private layers, a refusal, clusters, masks, parts by memory, a search
-QUICK = ("fedavg", "scaffold", "fedrep", "fedlora", "genefl", "fedpews", "depthfl", "fedstitch")
+# control variates, private layers, a refusal, masks, a search
+QUICK = ("scaffold", "fedrep", "fedlora", "fedpews", "fedstitch")
 NO_LINEAR = "adapts linear layers, and this network has none"
 UNFIT = {  # (method, network) -> what is said: adapters of linear layers that it lacks, no parts that could be left out
     **{(name, network): NO_LINEAR for name in ("fedlora", "fedsdg") for network in ("batch-norm", "recurrent")},
@@ -91,7 +91,6 @@ CELLS = [pytest.param(name, network, id=f"{name}-{network}") for name in EVERY f
 @pytest.mark.nightly
 @pytest.mark.parametrize(("method", "network"), CELLS)
 def test_every_method_trains_every_network(federation: Federation, method: str, network: str, tmp_path: Path) -> None:
-    """The whole matrix."""
     require_same_bits(federation, method, network, tmp_path)
 
 

@@ -72,7 +72,6 @@ def committed(home: Path, wire: bool = True) -> list[RoundCommitted]:
 
 
 def test_an_outside_method_network_and_data_set_take_at_most_60_lines() -> None:
-    """All three in one file."""
     assert len((sites.EXAMPLE / "outside_fl.py").read_text().splitlines()) <= 60
 
 
@@ -81,7 +80,7 @@ def test_an_outside_method_network_and_data_set_take_at_most_60_lines() -> None:
     [
         pytest.param(NAMES, id="entry points"),
         pytest.param(CODE, id="module:name", marks=pytest.mark.nightly),
-        pytest.param(NETWORK, id="network alone"),
+        pytest.param(NETWORK, id="network alone", marks=pytest.mark.nightly),
     ],
 )
 def test_they_run_under_fleet_and_compare(tmp_path: Path, names: Mapping[str, str]) -> None:
@@ -97,7 +96,7 @@ def test_they_run_under_fleet_and_compare(tmp_path: Path, names: Mapping[str, st
     rounds = committed(tmp_path / "runs")
     assert len(rounds) == 4  # the last one evaluates
     assert main_metric_value(rounds[-1].evaluation) > main_metric_value(rounds[0].evaluation)
-    words = ("compare", "job.toml", "--methods", names["method"], "fedprox", "--seeds", "0", "--workers", "1")
+    words = ("compare", "job.toml", "--methods", names["method"], "--seeds", "0", "--workers", "1")
     said = fedquilt(tmp_path, site, *words)
     assert names["method"] in said
     text = (site if names is NAMES else tmp_path).joinpath("outside_fl.py").read_text()

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-import ordinary
 import pytest
 from federation import LIMIT_S, Agents, Federation, digits, facts, job_of
 from ordinary import User
@@ -26,15 +25,8 @@ from fedquilt.transport import link as links
 from fedquilt.transport.mqtt.broker import Broker
 from fedquilt.transport.mqtt.link import MqttLink
 
-METHODS = ("fedbn", "genefl", "fedrep")
+METHODS = ("fedbn", "genefl")
 SHARES = {"canary": 0.4, "phases": (1.0,), "soak_s": 1.0}
-
-
-@pytest.fixture
-def user() -> Iterator[User]:
-    """Whose the agents are."""
-    with ordinary.made() as found:
-        yield found
 
 
 @pytest.fixture
@@ -80,9 +72,9 @@ def rolled_out(federation: Federation, home: Path, run: str, killed: str = "") -
 
 
 def test_boards_put_their_own_parts_into_what_they_run(federation: Federation, user: User, tmp_path: Path) -> None:
-    """After three jobs each is deployed: all boards run networks of their own, with the accuracy of its evaluation.
+    """After two jobs each is deployed: all boards run networks of their own, with the accuracy of its evaluation.
 
-    Batch normalisation, a head and a whole model stay on the boards. An agent is killed while it checks.
+    Batch normalisation and a whole model stay on the boards. An agent is killed while it checks.
     """
     onnx, home = pytest.importorskip("onnx"), tmp_path / "runs"
     runs = {}

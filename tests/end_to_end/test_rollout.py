@@ -1,4 +1,4 @@
-"""Rollouts to real agents: two hundred of them on virtual time, and a few as processes at a broker."""
+"""Rollouts to real agents: sixty of them on virtual time, and a few as processes at a broker."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from waiting import LIMIT_S, until
 
 from fedquilt import wire
 from fedquilt.coordinator import control_requests
-from fedquilt.coordinator.rounds.rollout import RolloutPlan
+from fedquilt.coordinator.rounds.rollout import Rollout, RolloutPlan
 from fedquilt.coordinator.storage.store import Store, is_served
 from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.settings import AgentSettings
-from fedquilt.formats import toml
 
-COUNT = 200
+COUNT = 60
 
 
 class Model(ToyKind):
@@ -93,7 +92,7 @@ def ground(tmp_path: Path) -> Ground:
     return Ground(tmp_path)
 
 
-def test_two_hundred_agents_get_a_model_and_a_bad_one_reaches_the_canary_alone(ground: Ground) -> None:
+def test_sixty_agents_get_a_model_and_a_bad_one_reaches_the_canary_alone(ground: Ground) -> None:
     """A board that is off meanwhile catches up when it returns; the last model is taken back from all boards."""
     put = ground.store.depot.store_bytes
     good, bad, other = (put(each).sha256 for each in (MODEL, b"bad" * 1000, OTHER))
@@ -149,10 +148,15 @@ def test_a_kind_that_a_board_does_not_know_is_refused_by_it(ground: Ground) -> N
 
 
 # -- processes ------------------------------------------------------------------------------------
+def rollout_state(home: Path) -> Rollout:
+    """The latest rollout."""
+    with Store(home) as store:
+        return store.rollouts.find_rollout().state
+
+
 def installed(home: Path, phase: str) -> list[str]:
     """Boards in a phase of the latest rollout."""
-    with Store(home) as store:
-        state = store.rollouts.find_rollout().state
+    state = rollout_state(home)
     return [device for device in state.offered if state.device_phase(device) == phase]
 
 
@@ -170,12 +174,7 @@ def test_a_run_is_deployed_to_the_boards_that_made_it_and_taken_back(
     """Agents and coordinator are processes; the coordinator is killed midway, and one board is off at first."""
     pytest.importorskip("torch", reason="a network is written as ONNX by torch")
     plan, broker, home = make_job(tmp_path), mosquitto(), tmp_path / "runs"
-    agents = {}
-    for table in plan.make_agent_tables():
-        name, path = str(table["device"]), tmp_path / f"{table['device']}.toml"
-        path.write_text(toml.format_toml({**table, "home": str(tmp_path / name), "broker": {"url": broker.url}}))
-        agents[name] = ("agent", str(path))
-        processes.start(name, tmp_path / "agents.log", *agents[name])
+    agents = processes.start_agents(tmp_path, plan.make_agent_tables(), broker.url)
     serve = ("serve", "--home", str(home), "--broker", broker.url)
     processes.start("coordinator", tmp_path / "serve.log", *serve)
     until(lambda: home.is_dir() and is_served(home), "the coordinator has its home")  # else `run` would be one itself
@@ -204,7 +203,7 @@ def test_a_run_is_deployed_to_the_boards_that_made_it_and_taken_back(
     listed = json.loads(fedquilt("rollout", "status", "--home", str(home), "--format", "json"))
     assert [(each["name"], each["counts"]) for each in listed] == [(name, {"committed": 3})]
 
-    until(lambda: "done" in fedquilt("rollout", "status", "--home", str(home)), "the end of the rollout")
+    until(lambda: rollout_state(home).status == "done", "the end of the rollout")
     fedquilt("rollout", "back", "model", "--home", str(home))
     until(lambda: len(installed(home, "returned")) == 3, "all boards have returned", told=said)
     assert "rolled back: boards return" in fedquilt("rollout", "status", listed[0]["rollout"], "--home", str(home))

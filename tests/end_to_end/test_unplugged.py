@@ -7,7 +7,7 @@ import re
 import signal
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +29,6 @@ LOOKS_S = 6.0  # Mosquitto looks for silent clients as rarely as that, as measur
 def test_the_usual_keepalive_is_short_enough() -> None:
     """A broker waits for one and a half times as long, then looks at its next turn."""
     assert 1.5 * BrokerSettings().keepalive_s + LOOKS_S < SEEN_S
-
-
-@pytest.fixture
-def processes() -> Iterator[Processes]:
-    """Nobody outlives the test."""
-    made = Processes()
-    yield made
-    for process in made.running.values():
-        process.kill()
-        process.wait()
 
 
 def test_a_board_that_says_nothing_any_more_is_offline_and_back_when_it_does(

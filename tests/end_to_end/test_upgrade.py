@@ -100,9 +100,7 @@ def test_agents_are_upgraded_and_taken_back_in_the_middle_of_a_job(
         "params": {**TABLE["params"], "epochs": 2},
         "cohort": {"deadline_s": 240.0, "start_devices": 3, "min_devices": 3},
     }
-    path.write_text(
-        toml.format_toml({key: long[key] for key in sorted(long, key=lambda key: isinstance(long[key], dict))})
-    )
+    path.write_text(toml.format_toml(long))
     members = [str(table["device"]) for table in plan.make_agent_tables()]
     for table in plan.make_agent_tables():
         units.start(table, broker.url)
@@ -158,7 +156,7 @@ def test_a_version_that_cannot_start_is_returned_from_and_the_rollout_ends(
         units.start(table, broker.url)
     processes.start("coordinator", tmp_path / "serve.log", "serve", "--home", str(home), "--broker", broker.url)
     until(lambda: len(versions(home)) == 2, "both boards are online", told=units.said)
-    broken = upgrades.wheel(tmp_path / "house", changes={"fedquilt/cli/agent.py": upgrades.cannot_start})
+    broken = upgrades.wheel(tmp_path / "house", changes={"fedquilt/cli/agent_process.py": upgrades.cannot_start})
     file = upgrades.pack(tmp_path / "agents.tar", [broken])
     order("rollout", "agent", str(file), "--home", str(home), "--phases", "50%", "100", "--soak", "1s")
     until(lambda: status(home) in ("done", "aborted"), "the upgrade is over", told=units.said)

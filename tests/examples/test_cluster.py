@@ -1,7 +1,5 @@
 """examples/cluster: the Slurm script with a Slurm and a Ray that are played, and the manifests of a RayJob."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -37,8 +35,7 @@ def environment(folder: Path, programs: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **SLURM, "TMPDIR": str(folder), "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
 
 
-def test_the_script_starts_ray_on_all_nodes_and_the_command_on_the_first(tmp_path: Path) -> None:
-    """By the first one's address, with all its processors and a token that no other job has; its end is the job's."""
+def test_the_script_starts_ray_on_all_nodes_and_the_command_on_the_first(tmp_path):
     env = environment(tmp_path, {**PROGRAMS, "fedquilt": 'echo "fedquilt $*" >> said; exit 8'})
     for _ in range(2):
         done = subprocess.run(["bash", str(SCRIPT), "job.toml", "/runs"], cwd=tmp_path, env=env, check=False)
@@ -61,8 +58,7 @@ def test_the_script_starts_ray_on_all_nodes_and_the_command_on_the_first(tmp_pat
     [("echo Failed to start Ray >&2", 0), (PROGRAMS["ray"].replace("$code", "0"), 130)],
     ids=["not started", "interrupted"],
 )
-def test_a_ray_that_does_not_start_or_is_interrupted_fails_the_job(tmp_path: Path, ray: str, code: int) -> None:
-    """`ray symmetric-run` itself ends with exit code 0 then."""
+def test_a_ray_that_does_not_start_or_is_interrupted_fails_the_job(tmp_path, ray, code):
     env = environment(tmp_path, {**PROGRAMS, "ray": ray, "fedquilt": f"exit {code}"})
     done = subprocess.run(
         ["bash", str(SCRIPT), "job.toml"], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
@@ -71,8 +67,7 @@ def test_a_ray_that_does_not_start_or_is_interrupted_fails_the_job(tmp_path: Pat
     assert "job.toml did not come to its end" in done.stderr
 
 
-def test_the_script_without_a_job_says_how_it_is_called(tmp_path: Path) -> None:
-    """And starts nothing."""
+def test_the_script_without_a_job_says_how_it_is_called(tmp_path):
     env = environment(tmp_path, PROGRAMS)
     done = subprocess.run(["bash", str(SCRIPT)], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert done.returncode
@@ -80,8 +75,7 @@ def test_the_script_without_a_job_says_how_it_is_called(tmp_path: Path) -> None:
     assert not (tmp_path / "said").exists()
 
 
-def test_slurms_warning_before_the_time_is_up_reaches_the_command(tmp_path: Path) -> None:
-    """The command ends well, Ray with it and the job after both; submitted again, the script goes on."""
+def test_slurms_warning_before_the_time_is_up_reaches_the_command(tmp_path):
     waits = "trap 'echo ended >> said; exit 0' TERM; echo began >> said; sleep infinity & wait"
     env = environment(tmp_path, {**PROGRAMS, "fedquilt": waits})
     process = subprocess.Popen(["bash", str(SCRIPT), "job.toml"], cwd=tmp_path, env=env)
@@ -103,8 +97,7 @@ def job() -> dict[str, Any]:
     return found["RayJob"]["spec"]
 
 
-def test_the_ray_jobs_commands_are_ours_and_its_files_are_mounted(job: dict[str, Any]) -> None:
-    """The run's home lies on the volume that outlives the cluster."""
+def test_the_ray_jobs_commands_are_ours_and_its_files_are_mounted(job):
     shell, option, script = shlex.split(job["entrypoint"])
     assert (shell, option) == ("sh", "-c")
     commands = [shlex.split(part)[1:] for part in script.split("&&") if part.split()[0] == "fedquilt"]
@@ -116,8 +109,7 @@ def test_the_ray_jobs_commands_are_ours_and_its_files_are_mounted(job: dict[str,
     assert f"cp {mounted['job']}/*" in script
 
 
-def test_the_ray_clusters_head_has_no_workers_and_asks_for_a_token(job: dict[str, Any]) -> None:
-    """Head and workers run one image, and none reports to Ray's makers."""
+def test_the_ray_clusters_head_has_no_workers_and_asks_for_a_token(job):
     cluster = job["rayClusterSpec"]
     assert cluster["authOptions"] == {"mode": "token"}
     assert f'"ray[default]=={cluster["rayVersion"]}"' in (FOLDER / "Containerfile").read_text()

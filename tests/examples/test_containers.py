@@ -4,8 +4,6 @@ The base is a Debian that debootstrap makes, or the archive of one with PACKAGES
 registry has to give it. An index of Python packages is needed. It takes minutes, and root: `make nightly`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -42,8 +40,7 @@ CMD ["/usr/sbin/mosquitto", "-c", "/mosquitto/config/mosquitto.conf"]
 """  # in the place of eclipse-mosquitto, whose broker runs as 1883, too
 
 
-def test_every_command_of_an_image_or_service_is_one() -> None:
-    """And what a service builds is a stage of the Containerfile."""
+def test_every_command_of_an_image_or_service_is_one():
     yaml = pytest.importorskip("yaml")
     text = (FOLDER / "Containerfile").read_text()
     commands = [json.loads(words) for words in re.findall(r"^CMD (\[.*\])$", text, re.MULTILINE)]
@@ -60,8 +57,7 @@ def test_every_command_of_an_image_or_service_is_one() -> None:
         command_lines.parsed(words)
 
 
-def test_the_services_get_files_that_are_there_or_that_the_readme_makes() -> None:
-    """A folder that compose makes itself is root's and empty, and data that is in no volume is lost."""
+def test_the_services_get_files_that_are_there_or_that_the_readme_makes():
     yaml = pytest.importorskip("yaml")
     services = yaml.safe_load((FOLDER / "compose.yaml").read_text())["services"]
     made = " ".join(said(FOLDER))
@@ -175,8 +171,7 @@ def said(folder: Path) -> list[str]:
 
 
 @pytest.mark.nightly
-def test_the_compose_file_serves_a_fleet_whose_board_is_a_container_too(podman: Podman, tmp_path: Path) -> None:
-    """As the README says: images, certificates, services; a board enrols and works; kills and a backup are survived."""
+def test_the_compose_file_serves_a_fleet_whose_board_is_a_container_too(podman, tmp_path):
     site = tmp_path / "site"
     shutil.copytree(FOLDER, site)
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -194,11 +189,11 @@ def test_the_compose_file_serves_a_fleet_whose_board_is_a_container_too(podman: 
     compose = ("podman-compose", "--project-name", "fleet")
     podman(*compose, "up", "-d", "--no-build", cwd=site)
 
-    def logs(name: str) -> str:
+    def logs(name):
         done = podman.try_("podman", "logs", name)
         return done.stdout + done.stderr
 
-    def logged(name: str, words: str, count: int = 1) -> None:
+    def logged(name, words, count=1):
         until(
             lambda: logs(name).count(words) >= count, f"{words!r} of {name}", LIMIT_S, told=lambda: logs(name)[-2000:]
         )

@@ -1,7 +1,5 @@
 """The example of drift is run as a user runs it: a broker, a coordinator, three agents and a model runner."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -16,8 +14,7 @@ from fedquilt.tools.lab import demo
 EXAMPLE = Path(__file__).parents[2] / "examples" / "drift" / "drift.py"
 
 
-def test_answers_are_wrong_in_the_dark_and_right_with_the_new_model(tmp_path: Path) -> None:
-    """The runner's drift is shown by `devices`, and both rollouts are done."""
+def test_answers_are_wrong_in_the_dark_and_right_with_the_new_model(tmp_path):
     pytest.importorskip("onnxruntime")
     for name in ("job.toml", "digits.npz"):
         shutil.copy(demo.HERE / name, tmp_path)

@@ -1,7 +1,5 @@
 """The examples in Python are run as a user runs them: as a script, cell by cell, and as a method from outside."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -27,8 +25,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_quickstart_runs_as_it_is_written(place: Path) -> None:
-    """Its accuracy is far above chance, its files are there, and the comparison has both methods."""
+def test_the_quickstart_runs_as_it_is_written(place):
     for library in ("pandas", "onnx", "matplotlib"):
         pytest.importorskip(library)
     done = subprocess.run(
@@ -47,11 +44,10 @@ def test_the_quickstart_runs_as_it_is_written(place: Path) -> None:
     assert all(float(row[2]) > 0.5 for row in last)
 
 
-def test_the_notebook_runs_cell_by_cell(place: Path) -> None:
-    """Without Jupyter; what a cell ends with can be shown."""
+def test_the_notebook_runs_cell_by_cell(place):
     pytest.importorskip("pandas")
     cells = json.loads((EXAMPLES / "quickstart.ipynb").read_text())["cells"]
-    names: dict[str, object] = {}
+    names = {}
     for cell in cells:
         if cell["cell_type"] == "code":
             assert cell["outputs"] == []  # none is kept in the repository
@@ -62,8 +58,7 @@ def test_the_notebook_runs_cell_by_cell(place: Path) -> None:
     assert "<table>" in run.rounds()._repr_html_()
 
 
-def test_a_method_from_outside_trains_as_ours_does(place: Path) -> None:
-    """FedProx written anew: the same states as the one that ships, in worker processes too."""
+def test_a_method_from_outside_trains_as_ours_does(place):
     shutil.copy(EXAMPLES / "own_method.py", place)
     job = fq.Job(
         method="fedprox",

@@ -1,7 +1,5 @@
 """Blobs by an S3-compatible store: a real one from a package, and signatures as AWS's own library makes them."""
 
-from __future__ import annotations
-
 import datetime
 import email.utils
 import time
@@ -42,16 +40,14 @@ NOW_S = 1_800_000_000.0
         ("HEAD", "https://store.site:443/bucket/prefix", "", None),
     ],
 )
-def test_an_address_is_signed_as_by_aws_s_own_library(
-    monkeypatch: pytest.MonkeyPatch, method: str, url: str, name: str, size: int | None, session: str
-) -> None:
+def test_an_address_is_signed_as_by_aws_s_own_library(monkeypatch, method, url, name, size, session):
     auth = pytest.importorskip("botocore.auth", reason="botocore is not installed: pip install botocore")
     from botocore.awsrequest import AWSRequest
     from botocore.credentials import Credentials
 
     bucket = Bucket.from_url(url, {**KEYS, "AWS_SESSION_TOKEN": session})
     bucket.clock = lambda: NOW_S
-    ours = bucket.sign_url(method, name, size)  # type: ignore[arg-type]
+    ours = bucket.sign_url(method, name, size)
     now = datetime.datetime.fromtimestamp(NOW_S, datetime.timezone.utc)
     for place in ("get_current_datetime", "datetime"):
         if hasattr(auth, place):
@@ -74,13 +70,13 @@ class _Module:
 @pytest.mark.parametrize(
     "url", ["bucket", "s3://bucket/prefix", "https://store.site", "https://u:p@store.site/b", "https://s.site/b?x=1"]
 )
-def test_an_address_of_no_bucket_is_refused_without_quoting_it(url: str) -> None:
+def test_an_address_of_no_bucket_is_refused_without_quoting_it(url):
     with pytest.raises(JobError, match="HOST") as refused:
         Bucket.from_url(url, KEYS)
     assert "u:p" not in str(refused.value)
 
 
-def test_keys_come_from_the_environment_and_are_shown_nowhere() -> None:
+def test_keys_come_from_the_environment_and_are_shown_nowhere():
     with pytest.raises(JobError, match="AWS_ACCESS_KEY_ID"):
         Bucket.from_url("https://store.site/bucket", {})
     bucket = Bucket.from_url("https://store.site/bucket", KEYS)
@@ -91,7 +87,7 @@ def test_keys_come_from_the_environment_and_are_shown_nowhere() -> None:
 # -- the entry point --
 
 
-def test_the_package_is_found_by_its_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_package_is_found_by_its_entry_point(tmp_path, monkeypatch):
     """As `serve --blobs-backend s3=ADDRESS` finds it; without keys it says what is missing."""
     monkeypatch.syspath_prepend(str(object_stores.install(tmp_path)))
     opens = plugins.load_plugin("blobs", "s3")
@@ -107,8 +103,7 @@ def test_the_package_is_found_by_its_entry_point(tmp_path: Path, monkeypatch: py
     assert table["project"]["entry-points"] == {"fedquilt.blobs": {"s3": "fedquilt_s3:open_bucket"}}
 
 
-def test_a_coordinator_gives_boards_signed_addresses_of_the_backend(tmp_path: Path) -> None:
-    """Uploads go there once the store has told its clock; a device without HTTP gets none."""
+def test_a_coordinator_gives_boards_signed_addresses_of_the_backend(tmp_path):
     store = Canned(b"HTTP/1.1 200 OK\r\nDate: Fri, 27 Nov 2026 12:00:00 GMT\r\nContent-Length: 0\r\n\r\n")
     bucket = Bucket.from_url(f"http://127.0.0.1:{store.port}/bucket/models", KEYS)
     pair = Pair(tmp_path, "a", where=BlobLocationSettings(open_backend=partial(fedquilt_s3.ObjectStoreBlobs, bucket)))
@@ -162,7 +157,7 @@ def site(tmp_path: Path, moto: str) -> Iterator[Site]:
     made.pair.close()
 
 
-def test_a_model_is_brought_to_the_store_once_and_fetched_there(site: Site) -> None:
+def test_a_model_is_brought_to_the_store_once_and_fetched_there(site):
     """The first board may have begun over the broker."""
     pair, ref = site.pair, site.pair.coordinator.depot.store_bytes(noise(12 * CHUNK))
     pair.boards["a"].transfers.request_blob("a", ref)
@@ -177,8 +172,7 @@ def test_a_model_is_brought_to_the_store_once_and_fetched_there(site: Site) -> N
     assert site.there(f"fleet/dn/{ref.sha256}")
 
 
-def test_a_model_that_the_store_may_have_dropped_since_is_brought_there_again(site: Site) -> None:
-    """As a bucket's own rules do after some days."""
+def test_a_model_that_the_store_may_have_dropped_since_is_brought_there_again(site):
     pair, ref = site.pair, site.pair.coordinator.depot.store_bytes(noise(12 * CHUNK))
     name, there = f"fleet/dn/{ref.sha256}", pair.places._backend._there
     pair.boards["a"].transfers.request_blob("a", ref)
@@ -189,7 +183,7 @@ def test_a_model_that_the_store_may_have_dropped_since_is_brought_there_again(si
     pair.play(lambda: site.there(name))
 
 
-def test_an_update_goes_by_the_store_and_is_removed_there(site: Site) -> None:
+def test_an_update_goes_by_the_store_and_is_removed_there(site):
     pair, board = site.pair, site.pair.boards["a"]
     ref = board.depot.store_bytes(noise(12 * CHUNK, 3))
     pair.coordinator.transfers.request_blob("a", ref)
@@ -201,7 +195,7 @@ def test_an_update_goes_by_the_store_and_is_removed_there(site: Site) -> None:
 
 
 @pytest.mark.parametrize("way", ["dn", "up"])
-def test_a_store_that_is_gone_in_the_middle_leaves_the_rest_to_the_broker(site: Site, way: str) -> None:
+def test_a_store_that_is_gone_in_the_middle_leaves_the_rest_to_the_broker(site, way):
     pair, board = site.pair, site.pair.boards["a"]
     giver, taker = (pair.coordinator, board) if way == "dn" else (board, pair.coordinator)
     ref = giver.depot.store_bytes(noise(12 * CHUNK, 4))
@@ -210,7 +204,7 @@ def test_a_store_that_is_gone_in_the_middle_leaves_the_rest_to_the_broker(site: 
         pair.play(lambda: bool(pair.boards["b"].errors) and bool(pair.places._backend._there))
     pair.broker.chunks = 0
 
-    def cut(number: int) -> int:
+    def cut(number):
         site.relay.closed = True
         return 5 * CHUNK + 1000
 
@@ -223,7 +217,7 @@ def test_a_store_that_is_gone_in_the_middle_leaves_the_rest_to_the_broker(site: 
     assert way == "up" or pair.broker.chunks < 12
 
 
-def test_with_a_server_too_a_store_that_is_gone_is_not_missed(tmp_path: Path, moto: str) -> None:
+def test_with_a_server_too_a_store_that_is_gone_is_not_missed(tmp_path, moto):
     site = Site(tmp_path, moto, "127.0.0.1:0")
     board = site.pair.boards["a"]
     ref = board.depot.store_bytes(noise(12 * CHUNK, 5))
@@ -235,10 +229,7 @@ def test_with_a_server_too_a_store_that_is_gone_is_not_missed(tmp_path: Path, mo
     site.pair.close()
 
 
-def test_an_address_that_has_expired_is_refused_and_named_and_the_blob_comes_all_the_same(
-    site: Site, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A store answers 403 to such an address."""
+def test_an_address_that_has_expired_is_refused_and_named_and_the_blob_comes_all_the_same(site, caplog):
     caplog.set_level(0, "fedquilt")
     pair, board = site.pair, site.pair.boards["a"]
     ref = pair.coordinator.depot.store_bytes(noise(4 * CHUNK, 6))
@@ -260,7 +251,7 @@ def test_an_address_that_has_expired_is_refused_and_named_and_the_blob_comes_all
     assert "verysecret" not in said
 
 
-def test_a_clock_that_is_years_off_signs_by_the_store_s(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_clock_that_is_years_off_signs_by_the_store_s(site, caplog):
     site.bucket.clock = lambda: 0.0
     site.pair.places._backend._clock_known = False
     site.pair.places._backend.request_clock()
@@ -271,15 +262,14 @@ def test_a_clock_that_is_years_off_signs_by_the_store_s(site: Site, caplog: pyte
     assert "clock" in caplog.text
 
 
-def test_a_date_that_is_none_changes_no_clock() -> None:
+def test_a_date_that_is_none_changes_no_clock():
     bucket = Bucket.from_url("https://store.site/bucket", KEYS)
     assert bucket.set_clock("yesterday") == 0.0
     assert bucket.set_clock(email.utils.formatdate(time.time() + 1e6)) > 9e5
     assert bucket.offset_s > 9e5
 
 
-def test_a_store_that_refuses_rests(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty bucket name: it is asked once, and boards use the broker."""
+def test_a_store_that_refuses_rests(site, monkeypatch):
     monkeypatch.setattr(fedquilt_s3, "REST_S", 1000.0)
     site.bucket.path = "/nobucket/models"
     pair, board = site.pair, site.pair.boards["a"]

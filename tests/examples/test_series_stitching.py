@@ -1,7 +1,5 @@
 """The example that stitches networks of time series: made, prepared, played, and its result as a file."""
 
-from __future__ import annotations
-
 import runpy
 import shutil
 from pathlib import Path
@@ -20,8 +18,7 @@ from fedquilt.tools.experiments.baselines import run_to_last_state
 EXAMPLE = Path(__file__).parents[2] / "examples" / "series_stitching"
 
 
-def test_donors_of_time_series_are_stitched_and_exported(tmp_path: Path) -> None:
-    """More than 90 % right for people whom no board has, where the most frequent class is a third; the file agrees."""
+def test_donors_of_time_series_are_stitched_and_exported(tmp_path):
     pytest.importorskip("torch", reason="donors are trained and cut by torch")
     onnx_engine = pytest.importorskip("fedquilt.edge_agent.engines.onnx.engine")
     from fedquilt.models.stitching.onnx import export
@@ -47,7 +44,7 @@ def test_donors_of_time_series_are_stitched_and_exported(tmp_path: Path) -> None
     assert right > 0.9
     x = inputs.prepare_inputs(test.x, found.meta["input"])
 
-    def run(block: stitched_network.Block, maps: np.ndarray) -> np.ndarray:
+    def run(block, maps):
         return stitched_network.run_block(block, lambda name, value: engine.run(files[name], value), maps)
 
     own = stitched_network.compute_label_scores(

@@ -1,7 +1,5 @@
 """The callbacks of examples/trackers.py, read back by the trackers' own libraries."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -38,12 +36,11 @@ def trackers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return trackers
 
 
-def test_unknown_values_are_not_reported(trackers: ModuleType) -> None:
-    """None is no number, and the round is the step."""
+def test_unknown_values_are_not_reported(trackers):
     assert trackers.known_values({"round": 3, "accuracy": 0.5, "joules": None}) == {"accuracy": 0.5}
 
 
-def test_tensorboard_holds_the_rounds(job: fq.Job, trackers: ModuleType, tmp_path: Path) -> None:
+def test_tensorboard_holds_the_rounds(job, trackers, tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -53,10 +50,7 @@ def test_tensorboard_holds_the_rounds(job: fq.Job, trackers: ModuleType, tmp_pat
     assert values == pytest.approx(dict(zip((1, 2), run.rounds()["accuracy"], strict=True)))
 
 
-def test_mlflow_holds_the_rounds(
-    job: fq.Job, trackers: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a store of files, which is what mlflow-skinny has without a server."""
+def test_mlflow_holds_the_rounds(job, trackers, tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri := (tmp_path / "mlruns").as_uri())
@@ -69,10 +63,7 @@ def test_mlflow_holds_the_rounds(
     assert [each.value for each in history] == run.rounds()["accuracy"]
 
 
-def test_weights_and_biases_work_offline(
-    job: fq.Job, trackers: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A folder for `wandb sync`; nothing is sent."""
+def test_weights_and_biases_work_offline(job, trackers, tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
     with trackers.wandb_run("digits", job, mode="offline", dir=str(tmp_path)) as report:

@@ -171,10 +171,6 @@ class FaultSchedule(msgspec.Struct, frozen=True):
     def requires_all_devices(self) -> bool:
         return self.size == 0
 
-    @property
-    def without_faults(self) -> FaultSchedule:
-        return msgspec.structs.replace(self, seed=0, faults=(), payload=1 << 20, beside_s=-1.0)
-
     def for_job(self, number: int) -> FaultSchedule:
         if not number or not self.also:
             return self

@@ -35,7 +35,6 @@ def test_an_interrupted_run_prints_what_was_played(
 
 
 def test_rounds_are_given_for_each_second_of_processor_time() -> None:
-    """Of all processes together."""
     played = search.SearchResult(10, 300, Counter(), Counter(), ())
     first, *_ = search.report_lines(played, 2.0)
     assert first == "10 seeds, 300 rounds, 150 rounds for each second of processor time"

@@ -34,7 +34,6 @@ def test_a_seed_always_gives_the_same_schedule_and_its_text_gives_it_too() -> No
 
 @pytest.mark.parametrize("text", ["devices=many", "colour=red", "crash:dev-1", "crash:dev-1,x,1,2.0", "flood:dev-1"])
 def test_a_text_that_is_none_is_refused(text: str) -> None:
-    """By its name, with what would be one."""
     with pytest.raises(ValueError, match="is no schedule"):
         parse_schedule(text)
 

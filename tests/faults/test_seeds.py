@@ -1,4 +1,4 @@
-"""150 seeds of failing disks, networks, clocks and processes; what they have found before; every kind of fault."""
+"""Seeds of failing disks, networks, clocks and processes; what they have found before; every kind of fault."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from tests.faults import search
 from tests.faults.federation import ScheduleEnvironment
 from tests.faults.schedule import KINDS, LATER, FaultSchedule, parse_schedule
 
-SEEDS = range(150)
-PART = 50  # seeds of one test
+# the first ones, and others for the kinds, methods and codecs that these lack; `make nightly` plays 100,000
+SEEDS = (*range(30), 30, 59, 67, 68, 80, 82, 90, 93, 98, 100, 111, 113, 120, 129, 137, 146, 147)
+PART = 16  # seeds of one test
 HERE = [name for name in search.supported_methods() if "numpy" in methods.load(name).engines]  # what runs without torch
 
 REPLAYS = (
@@ -81,12 +82,12 @@ def played() -> list[search.SearchResult]:
     return []
 
 
-@pytest.mark.parametrize("first", SEEDS[::PART])
+@pytest.mark.parametrize("first", range(0, len(SEEDS), PART))
 def test_whatever_goes_wrong_everything_is_as_it_would_have_been(
     environment: ScheduleEnvironment, played: list[search.SearchResult], first: int
 ) -> None:
     """States bit for bit those of the same cohorts in a calm run, nothing lost, private states of counted rounds."""
-    found = search.play_seeds(environment, range(first, first + PART), among=HERE)
+    found = search.play_seeds(environment, SEEDS[first : first + PART], among=HERE)
     played.append(found)
     assert not found.failures, "\n".join(line for failure in found.failures for line in failure.to_lines())
 
@@ -94,7 +95,7 @@ def test_whatever_goes_wrong_everything_is_as_it_would_have_been(
 def test_every_kind_of_fault_has_happened(played: list[search.SearchResult]) -> None:
     """Else what they hold would say little; those of LATER are drawn only where somebody asks for them."""
     covered = {name for part in played for name in part.covered}
-    if len(played) < len(SEEDS) // PART:
+    if sum(part.seeds for part in played) < len(SEEDS):
         pytest.skip("not all seeds were played")
     assert covered >= {"one job", "two jobs at once", "the same job twice"}
     assert covered >= KINDS.keys() - set(LATER)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,8 +22,7 @@ FUZZ = settings(
 MODEL = tensors.encode_tensors({"w": np.array([1.0, 2.0])})
 
 
-def test_a_bundle_is_read_back_as_it_was_written(tmp_path: Path) -> None:
-    """Facts, files by content, tensors by name."""
+def test_a_bundle_is_read_back_as_it_was_written(tmp_path):
     job_bundle.write_bundle(tmp_path, {"network": {"name": "mlp"}}, {"model": MODEL, "note": b"hello"})
     loaded = job_bundle.load_bundle(tmp_path)
     assert loaded.meta == {"network": {"name": "mlp"}}
@@ -36,8 +33,7 @@ def test_a_bundle_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     )
 
 
-def test_files_that_are_there_already_are_kept(tmp_path: Path) -> None:
-    """Preparing twice writes a donor of 100 MB once; what was cut short is written anew."""
+def test_files_that_are_there_already_are_kept(tmp_path):
     ref = job_bundle.write_bundle(tmp_path, {}, {"model": MODEL}).files["model"]
     path = tmp_path / "blobs" / ref.sha256
     before = path.stat().st_ino
@@ -47,14 +43,12 @@ def test_files_that_are_there_already_are_kept(tmp_path: Path) -> None:
     assert job_bundle.write_bundle(tmp_path, {}, {"model": MODEL}).load("model")["w"].tolist() == [1.0, 2.0]
 
 
-def test_an_absent_bundle_says_how_it_is_made(tmp_path: Path) -> None:
-    """The mend is a command."""
+def test_an_absent_bundle_says_how_it_is_made(tmp_path):
     with pytest.raises(JobError, match="make it with `fedquilt prepare`"):
         job_bundle.load_bundle(tmp_path)
 
 
-def test_a_missing_or_shortened_file_is_named(tmp_path: Path) -> None:
-    """By the name that the job knows."""
+def test_a_missing_or_shortened_file_is_named(tmp_path):
     ref = job_bundle.write_bundle(tmp_path, {}, {"donor/a": MODEL}).files["donor/a"]
     path = tmp_path / "blobs" / ref.sha256
     path.write_bytes(MODEL[:-1])
@@ -65,16 +59,14 @@ def test_a_missing_or_shortened_file_is_named(tmp_path: Path) -> None:
         job_bundle.load_bundle(tmp_path)
 
 
-def test_a_bundle_of_another_version_is_refused(tmp_path: Path) -> None:
-    """Its checksum is right."""
+def test_a_bundle_of_another_version_is_refused(tmp_path):
     other = msgspec.defstruct("Other", [("meta", dict[str, int]), ("version", int)])
     (tmp_path / "bundle.json").write_bytes(checksummed_json.encode_with_checksum(other({}, 2)))
     with pytest.raises(JobError, match="version"):
         job_bundle.load_bundle(tmp_path)
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    """A file stands where the folder should be."""
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "taken").write_text("")
     with pytest.raises(StoreError, match=r"cannot write the bundle .*taken"):
         job_bundle.write_bundle(tmp_path / "taken", {}, {})
@@ -88,10 +80,7 @@ def loads_or_refuses(folder: Path, index: bytes) -> None:
 
 @FUZZ
 @given(noise=st.binary(max_size=60), data=st.data())
-def test_arbitrary_and_mutated_indices_give_only_the_named_error(
-    tmp_path: Path, noise: bytes, data: st.DataObject
-) -> None:
-    """Noise, and a valid bundle.json with a few bytes replaced."""
+def test_arbitrary_and_mutated_indices_give_only_the_named_error(tmp_path, noise, data):
     job_bundle.write_bundle(tmp_path, {"n": 1}, {"model": MODEL})
     valid = (tmp_path / "bundle.json").read_bytes()
     loads_or_refuses(tmp_path, noise)
@@ -104,8 +93,7 @@ def test_arbitrary_and_mutated_indices_give_only_the_named_error(
     sha256=st.sampled_from(["../bundle.json", "a" * 64, "a" * 64 + "\n", "\x00" * 64]) | st.text(max_size=5),
     size=st.integers() | st.none(),
 )
-def test_digests_that_lead_elsewhere_give_only_the_named_error(tmp_path: Path, sha256: str, size: Any) -> None:
-    """A digest becomes a path."""
+def test_digests_that_lead_elsewhere_give_only_the_named_error(tmp_path, sha256, size):
     Index = msgspec.defstruct("Index", [("meta", dict[str, int]), ("files", dict[str, Any])])
     index = Index({}, {"model": {"sha256": sha256, "size": size}})
     try:
@@ -117,8 +105,7 @@ def test_digests_that_lead_elsewhere_give_only_the_named_error(tmp_path: Path, s
         job_bundle.load_bundle(tmp_path)
 
 
-def test_a_bottomless_index_gives_the_named_error(tmp_path: Path) -> None:
-    """Nesting deeper than the interpreter's stack."""
+def test_a_bottomless_index_gives_the_named_error(tmp_path):
     (tmp_path / "bundle.json").write_bytes(b'{"meta":' + b'{"a":' * 100_000)
     with pytest.raises(JobError, match="damaged"):
         job_bundle.load_bundle(tmp_path)

@@ -1,7 +1,5 @@
 """A bundle is out of date when its job file, or a file that this names, has changed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -23,8 +21,7 @@ def bundle(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_bundle_is_current_until_something_that_it_depends_on_changes(bundle: Path) -> None:
-    """Rounds and cohorts are of a run; the network and the examples are of the bundle."""
+def test_a_bundle_is_current_until_something_that_it_depends_on_changes(bundle):
     job, data = bundle.with_name("job.toml"), bundle.with_name("own.csv")
     assert job_bundle.is_current(job, bundle)
     job.write_text(JOB.replace("rounds = 3", "rounds = 4"))
@@ -36,8 +33,7 @@ def test_a_bundle_is_current_until_something_that_it_depends_on_changes(bundle: 
     assert not job_bundle.is_current(job, bundle)
 
 
-def test_a_bundle_that_was_carried_here_is_used_as_it_is(bundle: Path) -> None:
-    """Without its data, or without a record; one that is not there is not current."""
+def test_a_bundle_that_was_carried_here_is_used_as_it_is(bundle):
     job = bundle.with_name("job.toml")
     bundle.with_name("own.csv").unlink()
     assert job_bundle.is_current(job, bundle)
@@ -48,13 +44,12 @@ def test_a_bundle_that_was_carried_here_is_used_as_it_is(bundle: Path) -> None:
     assert not job_bundle.is_current(job, bundle)
 
 
-def test_a_bundle_with_a_damaged_record_is_not_current(bundle: Path) -> None:
+def test_a_bundle_with_a_damaged_record_is_not_current(bundle):
     (bundle / "inputs.json").write_bytes(b"{\x00")
     assert not job_bundle.is_current(bundle.with_name("job.toml"), bundle)
 
 
-def test_a_file_in_a_folder_of_examples_counts(bundle: Path) -> None:
-    """Sizes and times of all files in it."""
+def test_a_file_in_a_folder_of_examples_counts(bundle):
     job, folder = bundle.with_name("job.toml"), bundle.with_name("pictures")
     (folder / "a").mkdir(parents=True)
     (folder / "a" / "1.txt").write_text("1")

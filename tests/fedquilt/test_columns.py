@@ -1,10 +1,6 @@
 """Tables fit their width, and are coloured for people alone."""
 
-from __future__ import annotations
-
 import io
-
-import pytest
 
 from fedquilt.console import table
 
@@ -16,28 +12,24 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_columns_are_as_wide_as_their_widest_cell() -> None:
-    """To the left or to the right; nothing trails."""
+def test_columns_are_as_wide_as_their_widest_cell():
     rows = [["method", "n"], ["fedavg", "100"], ["scaffold", ""]]
     assert table.format_table(rows, "<>", 80) == ["method      n", "fedavg    100", "scaffold"]
 
 
-def test_the_last_text_is_wrapped_into_what_is_left() -> None:
-    """Under itself."""
+def test_the_last_text_is_wrapped_into_what_is_left():
     rows = [["a", "one two three four five six"], ["bcd", "short"]]
     assert table.format_table(rows, "<~", 25) == ["a    one two three four", "     five six", "bcd  short"]
 
 
-def test_a_table_that_is_too_wide_is_told_in_blocks_with_its_first_column() -> None:
-    """A single column wider than the width is told as it is."""
+def test_a_table_that_is_too_wide_is_told_in_blocks_with_its_first_column():
     rows = [["who", "aaaa", "bbbb", "cccc"], ["x", "1", "2", "3"]]
     assert table.format_table(rows, "<>", 16) == ["who  aaaa  bbbb", "x       1     2", "", "who  cccc", "x       3"]
     assert table.format_table([["w" * 30, "1"]], "<", 16) == ["w" * 30 + "  1"]
     assert table.format_table([], "<", 16) == []
 
 
-def test_colour_is_for_terminals_where_nobody_has_refused_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NO_COLOR, of any value but none, refuses it."""
+def test_colour_is_for_terminals_where_nobody_has_refused_it(monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert table.colour_text("done", "green", io.StringIO()) == "done"
     assert table.colour_text("done", "green", Terminal()) == "\x1b[32mdone\x1b[0m"
@@ -48,8 +40,7 @@ def test_colour_is_for_terminals_where_nobody_has_refused_it(monkeypatch: pytest
     assert table.format_table([["done", "1"]], "<", 80, {"done": "green"}) == ["done  1"]
 
 
-def test_what_is_no_terminal_has_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A terminal its own, between 80 and 120."""
+def test_what_is_no_terminal_has_80_columns(monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     assert table.line_width(io.StringIO()) == 80
     assert table.line_width(Terminal()) == 120
@@ -57,8 +48,7 @@ def test_what_is_no_terminal_has_80_columns(monkeypatch: pytest.MonkeyPatch) -> 
     assert table.line_width(Terminal()) == 80
 
 
-def test_a_long_sentence_is_folded_for_people_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Further lines stand below the first word; whoever searches a file finds each sentence in one line."""
+def test_a_long_sentence_is_folded_for_people_alone(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     line = "  update received: " + ", ".join(f"jetson-nano-{number:02}" for number in range(6))
     assert table.fold_line(line, out=io.StringIO()) == [line]
@@ -69,8 +59,7 @@ def test_a_long_sentence_is_folded_for_people_alone(monkeypatch: pytest.MonkeyPa
     assert table.fold_line(line, 9, Terminal())[1].startswith(" " * 9 + "j")
 
 
-def test_markdown_is_shown_without_its_signs() -> None:
-    """A heading, a paragraph, a list, and a table with its name first; a page that a link names is not here."""
+def test_markdown_is_shown_without_its_signs():
     page = [
         "# a",
         "",

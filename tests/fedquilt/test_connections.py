@@ -1,7 +1,5 @@
 """Places of one listener: who gets one, who loses one, and when."""
 
-from __future__ import annotations
-
 import resource
 
 import pytest
@@ -34,16 +32,14 @@ def places() -> Places:
     return Places()
 
 
-def test_an_address_without_a_free_place_loses_its_oldest_waiting_connection(places: Places) -> None:
-    """Other addresses keep theirs."""
+def test_an_address_without_a_free_place_loses_its_oldest_waiting_connection(places):
     for address, name in (("10.0.0.2", "b"), ("10.0.0.1", "a1"), ("10.0.0.1", "a2"), ("10.0.0.1", "a3")):
         assert places.enter(address, name) is not None
     assert places.closed == ["a1"]
     assert len(places.open) == 3
 
 
-def test_an_address_whose_requests_all_run_gets_no_further_place(places: Places) -> None:
-    """A request is not ended for another one of the same address."""
+def test_an_address_whose_requests_all_run_gets_no_further_place(places):
     for name in ("a1", "a2"):
         places.work("10.0.0.1", name)
     assert places.enter("10.0.0.1") is None
@@ -51,8 +47,7 @@ def test_an_address_whose_requests_all_run_gets_no_further_place(places: Places)
     assert places.closed == []
 
 
-def test_addresses_that_hold_all_places_with_requests_lose_one_to_an_address_that_has_none(places: Places) -> None:
-    """The oldest request of an address with most connections; an address with one gets none for a second one."""
+def test_addresses_that_hold_all_places_with_requests_lose_one_to_an_address_that_has_none(places):
     for address, name in (("10.0.0.1", "a1"), ("10.0.0.2", "b1"), ("10.0.0.1", "a2"), ("10.0.0.2", "b2")):
         places.work(address, name)
     assert places.enter("10.0.0.3", "c") is not None
@@ -64,8 +59,7 @@ def test_addresses_that_hold_all_places_with_requests_lose_one_to_an_address_tha
     assert places.enter("10.0.0.4") is None
 
 
-def test_a_verified_peer_keeps_its_connections_and_has_a_number_of_them(places: Places) -> None:
-    """Whatever addresses come."""
+def test_a_verified_peer_keeps_its_connections_and_has_a_number_of_them(places):
     for number in range(4):
         entry = places.work(f"10.0.{number // 2}.1")
         assert places.open.assign_owner(entry, "device", most=3) is (number < 3)
@@ -74,8 +68,7 @@ def test_a_verified_peer_keeps_its_connections_and_has_a_number_of_them(places: 
     assert places.closed == []
 
 
-def test_each_state_of_a_connection_has_a_deadline(places: Places) -> None:
-    """10 s for a header, 60 s for a request, 10 s until the next one; what has left is not closed."""
+def test_each_state_of_a_connection_has_a_deadline(places):
     late, works, waits, gone = (places.enter(f"10.0.0.{number}", name) for number, name in enumerate("abcd"))
     assert late
     assert works
@@ -97,8 +90,7 @@ def test_each_state_of_a_connection_has_a_deadline(places: Places) -> None:
     assert len(places.open) == 0
 
 
-def test_a_network_of_ipv6_counts_as_one_address_and_a_mapped_address_as_itself(places: Places) -> None:
-    """A subscriber has 2**64 addresses of such a network."""
+def test_a_network_of_ipv6_counts_as_one_address_and_a_mapped_address_as_itself(places):
     for name in ("1", "2", "3"):
         places.enter(f"2001:db8:0:1::{name}", name)
     places.enter("2001:db8:0:2::1", "other")
@@ -109,8 +101,7 @@ def test_a_network_of_ipv6_counts_as_one_address_and_a_mapped_address_as_itself(
     assert len(places.open) == 4
 
 
-def test_listeners_leave_the_upper_half_of_the_descriptors_alone(places: Places) -> None:
-    """A connection there takes the place of one that waits, and is refused where none does."""
+def test_listeners_leave_the_upper_half_of_the_descriptors_alone(places):
     half = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
     assert places.enter("10.0.0.1", descriptor=half) is None
     assert places.enter("10.0.0.1", "a", descriptor=half - 1) is not None
@@ -118,8 +109,7 @@ def test_listeners_leave_the_upper_half_of_the_descriptors_alone(places: Places)
     assert places.closed == ["a"]
 
 
-def test_the_limit_of_descriptors_is_raised_as_far_as_the_system_allows() -> None:
-    """Not beyond what the limit was set to by whoever started the process."""
+def test_the_limit_of_descriptors_is_raised_as_far_as_the_system_allows():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))

@@ -1,7 +1,5 @@
 """The cost model: four times that add up, and what holds for every work and point."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 from toy_profiles import HEAD
@@ -25,7 +23,6 @@ WORK = WorkEstimate(flops=200.0, read_bytes=40.0, launches=6.0)
 
 
 def test_arithmetic_traffic_launches_and_the_task_add_up():
-    """2 s of arithmetic, 4 s of traffic, 3 s of launches and 3 s of the task."""
     assert cost_model.work_seconds(WORK, POINT) == 2 + 4 + 3 + 3
     assert cost_model.overhead_seconds(WORK, POINT) == 6.0
     assert cost_model.work_joules(12.0, POINT) == 48.0
@@ -58,7 +55,6 @@ def test_work_that_nobody_predicted_has_no_time():
 
 
 def test_own_examples_count_by_example_and_by_started_batch():
-    """70 examples in batches of 32 are three batches."""
     work = WorkEstimate(
         flops=1, flops_per_example=2, read_bytes=3, bytes_per_example=4, bytes_per_batch=5,
         launches=6, launches_per_batch=7, batch=32,
@@ -71,7 +67,6 @@ def test_own_examples_count_by_example_and_by_started_batch():
 
 
 def test_a_task_that_uses_some_of_a_devices_examples_counts_those_that_are_there():
-    """At most 40: of 70 examples it counts 40, of 9 it counts 9."""
     work = WorkEstimate(flops_per_example=2, launches_per_batch=7, batch=32)
     some = msgspec.structs.replace(work, examples=40)
     for own, counted in ((70, 40), (40, 40), (9, 9)):
@@ -83,8 +78,7 @@ def test_a_task_that_uses_some_of_a_devices_examples_counts_those_that_are_there
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.9])
-def test_parts_of_work_take_as_long_as_the_whole(share: float):
-    """Energy adds over time, the task's own cost included: no part pays it twice."""
+def test_parts_of_work_take_as_long_as_the_whole(share):
     parts = [cost_model.work_seconds(WORK.scale(each), POINT) or 0.0 for each in (share, 1 - share)]
     assert sum(parts) == pytest.approx(cost_model.work_seconds(WORK, POINT))
 
@@ -129,7 +123,6 @@ def test_a_workload_names_only_clocks_that_the_board_lists():
 
 
 def test_faster_clocks_are_never_slower():
-    """Whatever the work: each of the four times falls with the clocks or stays."""
     points = profiles.parse_board_profile(BOARD, "toy").operating_points()
     for work in (WORK, msgspec.structs.replace(WORK, workload="torch-conv"), WorkEstimate(launches=3.0)):
         fast, slow = (cost_model.work_seconds(work, point) for point in points)
@@ -139,7 +132,6 @@ def test_faster_clocks_are_never_slower():
 
 
 def test_a_simulated_board_is_never_faster_than_its_launches():
-    """Noise and a fast host do not take a task below what its launches alone cost."""
     board = profiles.parse_board_profile(BOARD, "toy")
     work = WorkEstimate(flops=1.0, launches=1000.0)  # 2 s of launches, 5 ms of arithmetic
     for seed in range(20):
@@ -157,7 +149,6 @@ def test_the_energy_rests_on_what_its_workload_was_measured_by():
 
 
 def test_a_link_is_what_transfers_of_unlike_sizes_show():
-    """2 s for each task and 1 s for 5 MB; larger transfers never take less time."""
     told = [(size, 2.0 + size / 5e6) for size in (0, 1_000_000, 3_000_000, 9_000_000)]
     link = cost_model.LinkCost.fit_link(told)
     assert (link.transfer_s, link.bytes_per_s) == pytest.approx((2.0, 5e6))
@@ -167,7 +158,6 @@ def test_a_link_is_what_transfers_of_unlike_sizes_show():
 
 @pytest.mark.parametrize("times", [(3.0, 3.0, 3.0), (3.0, 2.0, 1.0), (0.1, 2.0, 9.0)])
 def test_a_link_that_cannot_be_told_apart_counts_all_time_as_the_bytes(times):
-    """Like sizes, times that fall with the size, and a line that begins below 0: no cost is negative."""
     sizes = (1_000_000,) * 3 if times[0] == times[2] else (1_000_000, 2_000_000, 3_000_000)
     link = cost_model.LinkCost.fit_link(list(zip(sizes, times, strict=True)))
     assert link == (0.0, pytest.approx(sum(sizes) / sum(times)))

@@ -1,9 +1,6 @@
 """What both sides of enrolment share."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 
 import pytest
 
@@ -25,14 +22,12 @@ from fedquilt.security.enrolment import SigningRequest, SigningResponse
         b"[" * 9999,
     ],
 )
-def test_a_body_that_is_no_request_is_one_named_error(body: bytes) -> None:
-    """Whatever the bytes."""
+def test_a_body_that_is_no_request_is_one_named_error(body):
     with pytest.raises(WireError, match="no enrolment message"):
         enrolment.decode_message(body, SigningRequest)
 
 
-def test_an_error_never_quotes_a_token() -> None:
-    """Not even where the token itself is what is wrong."""
+def test_an_error_never_quotes_a_token():
     with pytest.raises(WireError) as caught:
         enrolment.decode_message(b'{"device":"a","csr":"b","token":"' + b"secret" * 99 + b'"}', SigningRequest)
     assert "secret" not in str(caught.value)
@@ -40,14 +35,11 @@ def test_an_error_never_quotes_a_token() -> None:
         enrolment.decode_message(b" " * 16385, SigningResponse)
 
 
-def test_a_secret_is_never_readable_by_others_and_a_file_is_whole_or_the_old_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its mode is set before the first byte; a write that fails leaves nothing beside."""
+def test_a_secret_is_never_readable_by_others_and_a_file_is_whole_or_the_old_one(tmp_path, monkeypatch):
     path, modes = tmp_path / "key", []
     sync = os.fsync
 
-    def watched(number: int) -> None:
+    def watched(number):
         modes.append(os.fstat(number).st_mode & 0o777)
         sync(number)
 
@@ -59,7 +51,7 @@ def test_a_secret_is_never_readable_by_others_and_a_file_is_whole_or_the_old_one
         os.umask(before)
     assert modes[0] == path.stat().st_mode & 0o777 == 0o600
 
-    def full(number: int) -> None:
+    def full(number):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)

@@ -1,11 +1,8 @@
 """Wheels that are damaged, or packed as no wheel is: the one named error, and nothing outside the environment."""
 
-from __future__ import annotations
-
 import io
 import struct
 import zipfile
-from pathlib import Path
 
 import pytest
 
@@ -53,12 +50,12 @@ def nowhere() -> bytes:
     ],
     ids=["empty", "cut", "encrypted", "garbled", "nowhere", "lzma", "name"],
 )
-def test_what_is_no_wheel_is_told(wheel: bytes, tmp_path: Path) -> None:
+def test_what_is_no_wheel_is_told(wheel, tmp_path):
     with pytest.raises(virtual_environment.InvalidWheelError, match=r"^toy\.whl "):
         virtual_environment.unpack_wheels([("toy.whl", io.BytesIO(wheel))], tmp_path / "packages", 1 << 20)
     assert [*tmp_path.iterdir()] == [tmp_path / "packages"]
 
 
-def test_a_whole_wheel_is_unpacked(tmp_path: Path) -> None:
+def test_a_whole_wheel_is_unpacked(tmp_path):
     virtual_environment.unpack_wheels([("toy.whl", io.BytesIO(packed()))], tmp_path, 1 << 20)
     assert (tmp_path / "toy.py").read_bytes() == b"x = 1\n" * 200

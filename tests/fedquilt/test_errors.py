@@ -1,7 +1,5 @@
 """Long errors are shortened in the middle: a library names the cause at the end."""
 
-from __future__ import annotations
-
 import pytest
 
 from fedquilt.core import shorten_error
@@ -10,8 +8,7 @@ RUNTIME = "[ONNXRuntimeError] : Load model failed: " + "void frame(const std::st
 
 
 @pytest.mark.parametrize("most", [60, 300, 1000])
-def test_a_long_error_keeps_its_beginning_and_its_end(most: int) -> None:
-    """In one line of exactly the length allowed."""
+def test_a_long_error_keeps_its_beginning_and_its_end(most):
     said = shorten_error(RUNTIME, most)
     assert len(said) == most
     assert said.startswith("[ONNXRuntime")
@@ -20,7 +17,6 @@ def test_a_long_error_keeps_its_beginning_and_its_end(most: int) -> None:
     assert "\n" not in said
 
 
-def test_a_short_error_stays_as_it_is_in_one_line() -> None:
-    """Line breaks and indentation become one space."""
+def test_a_short_error_stays_as_it_is_in_one_line():
     assert shorten_error("a\n   b ") == "a b"
     assert shorten_error("x" * 1000) == "x" * 1000

@@ -1,7 +1,5 @@
 """Metrics of a fleet are those of all its examples, however these are grouped into devices and sites."""
 
-from __future__ import annotations
-
 import math
 import random
 import re
@@ -75,15 +73,14 @@ TASKS: list[tuple[TaskKind, int]] = [
 
 
 @pytest.mark.parametrize(("task", "outputs"), TASKS)
-def test_every_grouping_into_devices_and_sites_has_the_metrics_of_all_examples(task: TaskKind, outputs: int) -> None:
+def test_every_grouping_into_devices_and_sites_has_the_metrics_of_all_examples(task, outputs):
     data = drawn(task, outputs)
     whole = {**evaluation.compute_metrics(evaluated(task, data, batch=300)), "loss": None}
     for seed in range(10):
         assert {**evaluation.compute_metrics(grouped(task, data, seed)), "loss": None} == whole
 
 
-def test_the_order_and_grouping_of_devices_changes_no_bit_of_a_loss() -> None:
-    """Devices send sums rounded once each; these are added exactly."""
+def test_the_order_and_grouping_of_devices_changes_no_bit_of_a_loss():
     data = drawn("classes", 4)
     parts = [evaluated("classes", data, slice(start, start + 10)) for start in range(0, 300, 10)]
     flat = evaluation.add_evaluations(parts)
@@ -91,10 +88,10 @@ def test_the_order_and_grouping_of_devices_changes_no_bit_of_a_loss() -> None:
     random.Random(0).shuffle(parts)
     sites = [evaluation.add_evaluations(parts[start : start + 7]) for start in range(0, 30, 7)]
     assert evaluation.add_evaluations(each for each in sites if each) == flat
-    assert flat.devices == evaluation.add_evaluations(reversed(parts)).devices  # type: ignore[union-attr]
+    assert flat.devices == evaluation.add_evaluations(reversed(parts)).devices
 
 
-def test_exact_sums_do_not_depend_on_order() -> None:
+def test_exact_sums_do_not_depend_on_order():
     numbers = [1e90, 1.0, -1e90, 1e-300, 0.1, 0.2, -0.3]
     found = evaluation.exact_sum(numbers)
     assert math.fsum(found) == math.fsum(numbers)
@@ -140,7 +137,7 @@ def macro_auc(scores: np.ndarray, y: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("outputs", [2, 3, 10, 100])
-def test_metrics_of_classes_are_those_of_their_definitions(outputs: int) -> None:
+def test_metrics_of_classes_are_those_of_their_definitions(outputs):
     scores, y = drawn("classes", outputs, 1000)
     found, told = scores.argmax(axis=1), evaluation.compute_metrics(evaluated("classes", (scores, y)))
     one, true = np.eye(outputs, dtype=bool)[found], np.eye(outputs, dtype=bool)[y]
@@ -162,7 +159,7 @@ def test_metrics_of_classes_are_those_of_their_definitions(outputs: int) -> None
     assert evaluation.confusion_matrix(sums) == matrix.tolist()
 
 
-def test_metrics_of_more_than_a_hundred_classes_lack_the_matrix_and_the_auc_alone() -> None:
+def test_metrics_of_more_than_a_hundred_classes_lack_the_matrix_and_the_auc_alone():
     scores, y = drawn("classes", 120, 1000)
     sums = evaluated("classes", (scores, y))
     told = evaluation.compute_metrics(sums)
@@ -172,7 +169,7 @@ def test_metrics_of_more_than_a_hundred_classes_lack_the_matrix_and_the_auc_alon
     assert {name: told[name] for name in expected_rates(one, true)} == pytest.approx(expected_rates(one, true))
 
 
-def test_metrics_of_labels_are_those_of_their_definitions() -> None:
+def test_metrics_of_labels_are_those_of_their_definitions():
     scores, y = drawn("labels", 6, 1000)
     y[:, 5], scores[:, 5] = 0, -1.0  # a label that nobody has or predicts
     told = evaluation.compute_metrics(evaluated("labels", (scores, y)))
@@ -189,8 +186,7 @@ def test_metrics_of_labels_are_those_of_their_definitions() -> None:
 
 
 @pytest.mark.parametrize("mean", [0.0, 1e6, -1e4])
-def test_metrics_of_a_regression_are_those_of_their_definitions(mean: float) -> None:
-    """However far the targets are from 0: sums of squares around 0 are exact."""
+def test_metrics_of_a_regression_are_those_of_their_definitions(mean):
     scores, y = drawn("regression", 3, 1000)
     scores, y = scores + np.float32(mean), y + np.float32(mean)
     told = evaluation.compute_metrics(grouped("regression", (scores, y), 1))
@@ -205,8 +201,7 @@ def test_metrics_of_a_regression_are_those_of_their_definitions(mean: float) -> 
     }
 
 
-def test_a_device_whose_target_never_varies_counts_in_the_r2_of_the_fleet() -> None:
-    """Alone it has none."""
+def test_a_device_whose_target_never_varies_counts_in_the_r2_of_the_fleet():
     stuck = evaluated("regression", (np.full((5, 1), 0.5, np.float32), np.full((5, 1), 2.5, np.float32)))
     assert "r2" not in evaluation.compute_metrics(stuck)
     scores, y = drawn("regression", 1, 20)
@@ -219,8 +214,7 @@ def test_a_device_whose_target_never_varies_counts_in_the_r2_of_the_fleet() -> N
 # -- over devices ---------------------------------------------------------------------------------
 
 
-def test_worst_tenth_and_spread_are_over_devices_whichever_site_they_are_behind() -> None:
-    """Twenty devices of 0 to 19 right answers of 20."""
+def test_worst_tenth_and_spread_are_over_devices_whichever_site_they_are_behind():
     y = np.zeros(20, np.int64)
     parts = []
     for right in range(20):
@@ -238,26 +232,24 @@ def test_worst_tenth_and_spread_are_over_devices_whichever_site_they_are_behind(
 # -- what is sent ---------------------------------------------------------------------------------
 
 
-def test_each_device_counts_once_and_a_tenth_of_21_devices_is_three() -> None:
+def test_each_device_counts_once_and_a_tenth_of_21_devices_is_three():
     over = evaluation.summarise_over_devices(
         EvaluationSums(examples=21, outputs=2, devices=((0.2, 1), (0.8, 20))), higher=True
     )
-    assert over is not None
     assert (over.worst_decile, over.mean) == (pytest.approx(0.6), pytest.approx(16.2 / 21))
 
 
-def test_a_device_counts_with_its_metric_rounded_to_three_digits() -> None:
+def test_a_device_counts_with_its_metric_rounded_to_three_digits():
     total = evaluation.add_evaluations([evaluations.of_classes(1 / 3, 3)])
-    assert total is not None
     assert total.devices == ((0.333, 1),)
 
 
-def test_classes_that_are_only_predicted_do_not_lower_the_balanced_accuracy() -> None:
+def test_classes_that_are_only_predicted_do_not_lower_the_balanced_accuracy():
     sums = msgspec.structs.replace(evaluations.of_classes(1 / 3, 3), counts=evaluation.pack_counts([1, 2, 0, 0]))
     assert evaluation.compute_metrics(sums)["balanced_accuracy"] == pytest.approx(1 / 3)
 
 
-def test_an_auc_of_equal_scores_is_a_half_give_or_take_a_half() -> None:
+def test_an_auc_of_equal_scores_is_a_half_give_or_take_a_half():
     none = [0] * (evaluation.histogram_bins(2) - 1)
     sums = EvaluationSums(
         examples=5,
@@ -269,7 +261,7 @@ def test_an_auc_of_equal_scores_is_a_half_give_or_take_a_half() -> None:
     assert (found["auc"], found["auc_error"]) == (0.5, 0.5)
 
 
-def test_errors_and_their_squares_contradict_each_other_beyond_rounding() -> None:
+def test_errors_and_their_squares_contradict_each_other_beyond_rounding():
     sums = EvaluationSums(
         examples=2,
         task="regression",
@@ -283,7 +275,7 @@ def test_errors_and_their_squares_contradict_each_other_beyond_rounding() -> Non
     assert "contradict" in evaluation.find_inconsistency(msgspec.structs.replace(sums, absolute=(2.01,)))
 
 
-def test_packed_counts_are_as_they_were() -> None:
+def test_packed_counts_are_as_they_were():
     roll = random.Random(0)
     for _ in range(100):
         counts = [roll.choice([0, 0, 0, 1, 127, 128, roll.randrange(2**40)]) for _ in range(roll.randrange(50))]
@@ -293,14 +285,12 @@ def test_packed_counts_are_as_they_were() -> None:
 @pytest.mark.parametrize(
     "packed", [b"\x80", b"\x00", b"\x01\x01\x01", b"\x00\x02\x01", b"\xff" * 20, b"\xff" * 9 + b"\x01"]
 )
-def test_packed_counts_that_do_not_fit_are_refused(packed: bytes) -> None:
-    """A number or run that does not end, more than two numbers, and one beyond all bounds."""
+def test_packed_counts_that_do_not_fit_are_refused(packed):
     with pytest.raises(UpdateError, match="packed counts"):
         evaluation.unpack_counts(packed, 2)
 
 
-def test_a_site_of_ten_million_examples_of_a_hundred_classes_fits_into_a_message() -> None:
-    """Each cell of the matrix and of the histograms is filled."""
+def test_a_site_of_ten_million_examples_of_a_hundred_classes_fits_into_a_message():
     bins = evaluation.histogram_bins(100)
     sums = EvaluationSums(
         examples=10**7,
@@ -342,9 +332,7 @@ LIES: Sequence[tuple[TaskKind, Callable[[EvaluationSums], EvaluationSums], str]]
 
 
 @pytest.mark.parametrize(("task", "change", "said"), LIES)
-def test_sums_that_no_evaluation_comes_to_are_found(
-    task: TaskKind, change: Callable[[EvaluationSums], EvaluationSums], said: str
-) -> None:
+def test_sums_that_no_evaluation_comes_to_are_found(task, change, said):
     honest = evaluated(task, drawn(task, 3))
     assert evaluation.find_inconsistency(honest) == ""
     assert msgspec.json.decode(msgspec.json.encode(honest), type=EvaluationSums) == honest
@@ -352,7 +340,7 @@ def test_sums_that_no_evaluation_comes_to_are_found(
 
 
 @pytest.mark.parametrize(("task", "outputs"), TASKS)
-def test_totals_of_honest_devices_are_consistent(task: TaskKind, outputs: int) -> None:
+def test_totals_of_honest_devices_are_consistent(task, outputs):
     for seed in range(5):
         total = grouped(task, drawn(task, outputs, 100, seed), seed)
         assert evaluation.find_inconsistency(total) == ""

@@ -1,10 +1,7 @@
 """Exact sums: whatever the order and the grouping, the bits are those of the real sum, rounded once."""
 
-from __future__ import annotations
-
 import itertools
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -42,10 +39,7 @@ def real(arrays: list[np.ndarray], weights: list[float]) -> np.ndarray:
 @SIZES
 @pytest.mark.parametrize("spread", [4, 60, 120, 240])
 @pytest.mark.parametrize("weight", [lambda k: float(k + 1), lambda k: 1.0 / (k + 3)], ids=["whole", "broken"])
-def test_the_bits_are_those_of_the_real_sum_in_any_order(
-    size: int, spread: int, weight: Callable[[int], float]
-) -> None:
-    """Addends differ in magnitude by up to 2 ** spread; a plain float64 sum loses the small ones."""
+def test_the_bits_are_those_of_the_real_sum_in_any_order(size, spread, weight):
     arrays = addends(size, spread)
     weights = [weight(k) for k in range(len(arrays))]
     wanted = real(arrays, weights).tobytes()
@@ -55,8 +49,7 @@ def test_the_bits_are_those_of_the_real_sum_in_any_order(
 
 @SIZES
 @pytest.mark.parametrize("spread", [4, 240])
-def test_groups_merge_into_the_same_bits(size: int, spread: int) -> None:
-    """Two sites, one of a single board, and a site of sites."""
+def test_groups_merge_into_the_same_bits(size, spread):
     arrays, weights = addends(size, spread), [float(k % 7 + 1) for k in range(20)]
     wanted = total(arrays, weights).rounded_value().tobytes()
     for cuts in ([1], [7], [3, 4, 15]):
@@ -73,7 +66,7 @@ def parted(arrays: list[np.ndarray], cuts: list[int]) -> list[tuple[int, list[np
     return [(start, arrays[start:end]) for start, end in itertools.pairwise(bounds)]
 
 
-def test_numbers_that_cancel_leave_what_was_small() -> None:
+def test_numbers_that_cancel_leave_what_was_small():
     """1e19 - 1e19 + 1e-30 is 1e-30, which a plain sum gives in no order but one; and 0 has no sign."""
     arrays = [np.array([value, -0.0], np.float32) for value in (1e-30, 1e19, -1e19)]
     found = total(arrays, [1.0] * 3).rounded_value()
@@ -82,15 +75,13 @@ def test_numbers_that_cancel_leave_what_was_small() -> None:
     assert not np.signbit(total(arrays[:1], [1.0]).rounded_value()[1])
 
 
-def test_what_only_the_third_part_of_a_sum_holds_is_in_its_value() -> None:
-    """1e30, 1e10 and their opposites cancel, in whatever order they come."""
+def test_what_only_the_third_part_of_a_sum_holds_is_in_its_value():
     addends = (1e30, 1e10, 1e-10, -1e30, -1e10)
     for order in itertools.permutations(np.array([value]) for value in addends):
         assert total(list(order), [1.0] * 5).rounded_value().tolist() == [1e-10]
 
 
-def test_a_sum_takes_12_bytes_an_entry_and_at_most_16_where_no_magnitudes_are_far_apart() -> None:
-    """A hundred boards' models of whole weights, then of broken ones; its arrays stay where they are."""
+def test_a_sum_takes_12_bytes_an_entry_and_at_most_16_where_no_magnitudes_are_far_apart():
     boards = [each * np.float32(0.05) for each in addends(exact_sums.SHORT, 8, count=100)]
     begun = exact_sums.add_to_sum(None, boards[0], 20.0)
     found = begun
@@ -102,8 +93,7 @@ def test_a_sum_takes_12_bytes_an_entry_and_at_most_16_where_no_magnitudes_are_fa
     assert sum(limb.nbytes for limb in broken.limbs) == 16 * exact_sums.SHORT
 
 
-def test_shapes_stay_and_of_counters_the_largest() -> None:
-    """An array without axes, one without entries, one of two axes, and counters."""
+def test_shapes_stay_and_of_counters_the_largest():
     for shape in ((), (0,), (2, 3)):
         found = total([np.full(shape, 0.1, np.float32)] * 3, [1.0, 2.0, 3.0])
         assert found.shape == found.rounded_value().shape == shape
@@ -113,8 +103,7 @@ def test_shapes_stay_and_of_counters_the_largest() -> None:
     assert exact_sums.merge_sums(counted, exact_sums.add_to_sum(None, np.array(9))).rounded_value() == 9
 
 
-def test_what_was_added_and_what_was_asked_for_stay_as_they_are() -> None:
-    """A sum has its own arrays: neither an addend nor a value changes with what is added later."""
+def test_what_was_added_and_what_was_asked_for_stay_as_they_are():
     one, count = np.ones(3), np.array(1)
     found, counter = exact_sums.add_to_sum(None, one), exact_sums.add_to_sum(None, count)
     value, most = found.rounded_value(), counter.rounded_value()
@@ -123,8 +112,7 @@ def test_what_was_added_and_what_was_asked_for_stay_as_they_are() -> None:
     assert (one.tolist(), value.tolist(), int(count), int(most)) == ([1, 1, 1], [1, 1, 1], 1, 1)
 
 
-def test_numbers_add_up_exactly_in_any_order() -> None:
-    """A tenth ten times, and numbers that cancel."""
+def test_numbers_add_up_exactly_in_any_order():
     tenth = exact_sums.ExactScalar().add_numbers(*[0.1] * 10)
     assert float(tenth) == math.fsum([0.1] * 10) == 1.0
     assert float(exact_sums.ExactScalar().add_numbers(1e100, 1.0, -1e100)) == 1.0
@@ -135,16 +123,14 @@ def test_numbers_add_up_exactly_in_any_order() -> None:
     assert float(exact_sums.ExactScalar()) == 0.0
 
 
-def test_sums_of_the_same_names_merge_and_others_stay() -> None:
-    """A site whose boards sent other layers."""
+def test_sums_of_the_same_names_merge_and_others_stay():
     one = exact_sums.add_arrays({}, {"a": np.ones(2), "b": np.ones(1)}, 2.0)
     other = exact_sums.add_arrays({}, {"b": np.ones(1), "c": np.ones(1)}, 3.0)
     found = exact_sums.rounded_values(exact_sums.merge_accumulators(one, other))
     assert {name: value.tolist() for name, value in found.items()} == {"a": [2, 2], "b": [5], "c": [3]}
 
 
-def test_a_sum_is_stored_in_every_bit() -> None:
-    """Packed and unpacked as the states of methods are."""
+def test_a_sum_is_stored_in_every_bit():
     found = total(addends(9, 240), [1.0] * 20)
     again = tensors.unpack_state(tensors.pack_state(found), exact_sums.ExactSum)
     assert tensors.pack_state(again) == tensors.pack_state(found)
@@ -161,16 +147,14 @@ def test_a_sum_is_stored_in_every_bit() -> None:
         ((np.array([1, -2]),), "from -2 to 1"),
     ],
 )
-def test_a_sum_of_counters_that_came_from_elsewhere_has_one_part_of_their_type(
-    limbs: tuple[np.ndarray, ...], said: str
-) -> None:
+def test_a_sum_of_counters_that_came_from_elsewhere_has_one_part_of_their_type(limbs, said):
     """Parts that are added to whole numbers would change them to anything."""
     with pytest.raises(UpdateError, match=said):
         exact_sums.require_valid_sums({"steps": exact_sums.ExactSum(limbs)}, {"steps": np.array([0, 0])}, 1.0)
 
 
 @pytest.mark.parametrize(("kind", "most"), [("f2", 65504.0), ("f4", math.sqrt(np.finfo("f4").max))])
-def test_a_sum_from_elsewhere_is_as_large_as_boards_updates_may_be(kind: str, most: float) -> None:
+def test_a_sum_from_elsewhere_is_as_large_as_boards_updates_may_be(kind, most):
     """What `tensors.require_addable` takes of each of three boards, a site's sum of them may hold; and no more."""
     like = {"w": np.array([most], kind)}
     tensors.require_addable(like, like)
@@ -179,8 +163,7 @@ def test_a_sum_from_elsewhere_is_as_large_as_boards_updates_may_be(kind: str, mo
         exact_sums.require_valid_sums({"w": exact_sums.add_to_sum(None, np.array([6.1 * most]))}, like, 3.0)
 
 
-def test_a_sum_that_is_merged_stays_as_it_is() -> None:
-    """Also where it alone has a name: what is added afterwards is not in it."""
+def test_a_sum_that_is_merged_stays_as_it_is():
     ones = np.ones(3)
     one, other = (
         {"a": exact_sums.add_to_sum(None, ones)},

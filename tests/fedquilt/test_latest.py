@@ -4,12 +4,11 @@ from fedquilt.core import WorkEstimate
 from fedquilt.core.last_call_cache import cache_last_call
 
 
-def test_equal_arguments_are_computed_once_and_others_anew() -> None:
-    """Only the latest call is known; positions, names and values all count."""
-    calls: list[tuple[int, int]] = []
+def test_equal_arguments_are_computed_once_and_others_anew():
+    calls = []
 
     @cache_last_call
-    def added(one: int, other: int = 0) -> list[int]:
+    def added(one, other=0):
         calls.append((one, other))
         return [one + other]
 
@@ -17,12 +16,11 @@ def test_equal_arguments_are_computed_once_and_others_anew() -> None:
     assert calls == [(1, 2), (1, 2), (2, 2), (1, 2)]
 
 
-def test_an_error_is_no_result() -> None:
-    """What has failed is tried again."""
+def test_an_error_is_no_result():
     outcomes = iter([None, 5])
 
     @cache_last_call
-    def taken(key: str) -> int:
+    def taken(key):
         if (found := next(outcomes)) is None:
             raise ValueError(key)
         return found
@@ -34,8 +32,7 @@ def test_an_error_is_no_result() -> None:
             assert wanted == "failed"
 
 
-def test_work_of_other_examples_or_of_other_work_is_not_taken_for_the_last() -> None:
-    """Ten and twenty examples of two kinds, asked for in turn."""
+def test_work_of_other_examples_or_of_other_work_is_not_taken_for_the_last():
     one, other = WorkEstimate(flops_per_example=2.0), WorkEstimate(flops_per_example=3.0)
     asked = [work.total_for_examples(examples).flops for work in (one, other) for examples in (10, 20, 20)]
     assert asked == [20.0, 40.0, 40.0, 30.0, 60.0, 60.0]

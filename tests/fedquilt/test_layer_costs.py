@@ -1,7 +1,5 @@
 """Work that orders predict, against torch's own count of the same training."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -84,8 +82,7 @@ def counted(name: str, network: Mapping[str, Any], folder: Path, rounds: tuple[i
 
 
 @pytest.mark.parametrize("network", [MLP, PLAIN], ids=lambda network: network["name"])
-def test_layers_add_up_to_torchs_count_forward_and_in_training(network: dict[str, Any]) -> None:
-    """The first layer has no gradient of its inputs: training costs less than three forward passes."""
+def test_layers_add_up_to_torchs_count_forward_and_in_training(network):
     model, shape = registry.load_network(network, seed=0), registry.input_shape(network)
     layers = traced.trace_layer_costs(model, shape)
     assert layer_costs.forward_cost(layers).flops == registry.measure_cost(model, shape).flops
@@ -98,8 +95,7 @@ def test_layers_add_up_to_torchs_count_forward_and_in_training(network: dict[str
 
 
 @pytest.mark.parametrize("last", [1, 2, 3])
-def test_only_what_is_trained_and_behind_it_costs_a_backward_pass(last: int) -> None:
-    """The last layers of a network alone."""
+def test_only_what_is_trained_and_behind_it_costs_a_backward_pass(last):
     model = registry.load_network(PLAIN, seed=0)
     layers = traced.trace_layer_costs(model, (3, 8, 8))
     names = [name for name, value in model.named_parameters() if value.ndim > 1][-last:]
@@ -111,14 +107,13 @@ def test_only_what_is_trained_and_behind_it_costs_a_backward_pass(last: int) -> 
     assert 4 * layer_costs.training_cost(layers, names).flops == counter.get_total_flops()
 
 
-def test_launches_are_the_operations_that_torch_begins() -> None:
-    """Within a third of the operations of a step, views aside: forward, loss, backward."""
+def test_launches_are_the_operations_that_torch_begins():
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Operations(TorchDispatchMode):
         count = 0
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             self.count += not func.is_view
             return func(*args, **(kwargs or {}))
 
@@ -134,26 +129,24 @@ def test_launches_are_the_operations_that_torch_begins() -> None:
         assert seen.count / 1.33 < told < 1.33 * seen.count
 
 
-def test_a_perceptron_is_weighed_without_torch_as_with_it() -> None:
+def test_a_perceptron_is_weighed_without_torch_as_with_it():
     table = dict(MLP)
     assert numpy_init.mlp_costs_by_layer(table) == traced.trace_layer_costs(registry.load_network(table, seed=0), (48,))
 
 
-def test_attention_costs_its_products_between_activations_in_training_twice() -> None:
-    """Frozen weights or not: with adapters in front the products of queries and keys still have two gradients."""
+def test_attention_costs_its_products_between_activations_in_training_twice():
     layers = [Layer("a", 10.0, 6.0, 0.0, 1), Layer("b", 4.0, 0.0, 0.0, 1)]
     assert layer_costs.training_cost(layers, ["a.w", "b.w"]).flops == 10 + 6 + 4 + 10 + 12 + 8
     assert layer_costs.training_cost(layers, ["b.w"]).flops == 10 + 6 + 4 + 4
 
 
-def test_a_bundle_without_layers_costs_three_forward_passes_as_it_did() -> None:
+def test_a_bundle_without_layers_costs_three_forward_passes_as_it_did():
     layers = layer_costs.parse_layers({"flops": 100.0})
     assert layer_costs.training_cost(layers, ["any.weight"]).flops == 300.0
     assert layer_costs.forward_cost(layers).flops == 100.0
 
 
-def test_a_narrower_part_costs_its_share_of_every_layer() -> None:
-    """Half the units of the hidden layers: a half, a quarter and a half of the products."""
+def test_a_narrower_part_costs_its_share_of_every_layer():
     model = numpy_init.initial_mlp_weights(MLP, 0)
     part = {"1.weight": model["1.weight"][:16], "3.weight": model["3.weight"][:8, :16]}
     part["5.weight"] = model["5.weight"][:, :8]
@@ -186,17 +179,13 @@ def test_a_narrower_part_costs_its_share_of_every_layer() -> None:
     ],
     ids=str,
 )
-def test_an_order_predicts_what_torch_counts(
-    name: str, network: dict[str, Any], params: dict[str, Any], tmp_path: Path
-) -> None:
-    """Within 10 %, and what the engine's trial run of two examples costs."""
+def test_an_order_predicts_what_torch_counts(name, network, params, tmp_path):
     work, flops = counted(name, network, tmp_path, **params)
     trial = 2 * made(network).meta["flops"] * 2
     assert 0.9 * (flops - trial) <= work.flops <= 1.1 * flops
 
 
-def test_fedsqs_first_round_runs_the_frozen_part_once_and_later_ones_do_not() -> None:
-    """A cached round costs the trained part; without a cache the frozen part is run in every epoch."""
+def test_fedsqs_first_round_runs_the_frozen_part_once_and_later_ones_do_not():
     params = fedsq.Params(trained=("6",), batch=BATCH, epochs=3)
     state = fedsq.METHOD.init(made(PLAIN), params, 0)
     off = fedsq.METHOD.init(made(PLAIN), replace(params, cache="off"), 0)
@@ -210,8 +199,7 @@ def test_fedsqs_first_round_runs_the_frozen_part_once_and_later_ones_do_not() ->
     assert later < once
 
 
-def test_an_evaluation_costs_a_forward_pass_of_the_held_out_share() -> None:
-    """A quarter as many as are trained on; a task of both costs both."""
+def test_an_evaluation_costs_a_forward_pass_of_the_held_out_share():
     method = methods.load("fedavg")
     order = method.send(method.init(made(PLAIN), method.params(epochs=5, batch=BATCH), 0), DeviceView("a", None))
     check = tasks.predict_work(order, ("check",), "torch", held=0.2)

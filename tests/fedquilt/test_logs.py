@@ -1,7 +1,5 @@
 """Logs as JSON."""
 
-from __future__ import annotations
-
 import json
 import logging
 from types import SimpleNamespace
@@ -9,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fedquilt.coordinator.rounds.events import AnyEvent, CohortSelected, JobEnded, TaskDeclined
+from fedquilt.coordinator.rounds.events import CohortSelected, JobEnded, TaskDeclined
 from fedquilt.coordinator.views.json_console import JsonConsole
 from fedquilt.host import logs
 
@@ -28,8 +26,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return found
 
 
-def test_a_line_has_the_ids_that_its_call_names(lines: list[dict[str, Any]]) -> None:
-    """And the process's own where it names none; in one line, whatever stands in it."""
+def test_a_line_has_the_ids_that_its_call_names(lines):
     log = logging.getLogger("fedquilt.test")
     log.warning("%s,\nround %d", "j-1", 3, extra=logs.log_ids(run="j-1", round=3, device=None))
     assert [lines[0][key] for key in ("level", "message", "run", "round", "device")] == [
@@ -42,15 +39,14 @@ def test_a_line_has_the_ids_that_its_call_names(lines: list[dict[str, Any]]) -> 
     assert lines[0]["at"].endswith("+00:00")
 
 
-def test_text_that_is_no_utf_8_makes_a_line_too(lines: list[dict[str, Any]]) -> None:
+def test_text_that_is_no_utf_8_makes_a_line_too(lines):
     """Formatted, not logged: pytest's own record of the log could not be sent to another process."""
     record = logging.makeLogRecord({"msg": "odd \udcff", **logs.log_ids(device="pi-01", round=3)})
     told = json.loads(logging.getLogger().handlers[0].format(record))
     assert [told[key] for key in ("message", "device", "round")] == [r"odd \udcff", "pi-01", 4]
 
 
-def test_an_error_has_its_traceback(lines: list[dict[str, Any]]) -> None:
-    """In a field of its own."""
+def test_an_error_has_its_traceback(lines):
     try:
         raise ValueError("no number")
     except ValueError:
@@ -58,11 +54,10 @@ def test_an_error_has_its_traceback(lines: list[dict[str, Any]]) -> None:
     assert lines[0]["error"].endswith("ValueError: no number")
 
 
-def test_a_coordinators_facts_are_lines(lines: list[dict[str, Any]]) -> None:
-    """Each with its run, and its round and device where it has one."""
-    job: Any = SimpleNamespace(id="digits-1")
+def test_a_coordinators_facts_are_lines(lines):
+    job = SimpleNamespace(id="digits-1")
     console = JsonConsole()
-    facts: list[AnyEvent] = [
+    facts = [
         CohortSelected(3, 0, ("a",)),
         TaskDeclined(3, "a", "memory", "12 MB short"),
         JobEnded("failed", "why"),

@@ -1,7 +1,5 @@
 """The main metric of a task: which it is, which way is better, what a round's devices come to."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -32,34 +30,31 @@ def update(device: str, sums: EvaluationSums | None = None, **metrics: float) ->
     )
 
 
-def test_errors_of_devices_are_those_of_all_their_examples() -> None:
+def test_errors_of_devices_are_those_of_all_their_examples():
     """3 over one example and 1 over three: the root of (9 + 3) / 4, as over all four at once; MAE is 6 / 4."""
     updates = [update("a", of_numbers(3.0, 3.0, 1)), update("b", of_numbers(1.0, 1.0, 3))]
     sums = updates_metrics.aggregate_evaluations(updates)
     assert sums is not None
     assert evaluation.compute_metrics(sums) == {"rmse": math.sqrt(3.0), "mae": 1.5, "loss": 3.0}
     own = run_summary.summarise_round(sums, updates)
-    assert own is not None
     assert (own.metric, own.weighted, own.worst_decile, own.deviation) == ("rmse", math.sqrt(3.0), 3.0, 1.0)
 
 
-def test_a_metric_of_fewer_than_most_devices_is_none_of_the_round() -> None:
-    """A device that invents names has them in its own line alone."""
+def test_a_metric_of_fewer_than_most_devices_is_none_of_the_round():
     invented = {f"mine{number}": 1.0 for number in range(60)}
     updates = [update("a", loss=1.0), update("b", loss=3.0), update("c", loss=2.0, **invented)]
     assert updates_metrics.average_metrics(updates) == {"loss": 2.0}
     assert updates_metrics.explain_missing_metrics(updates, {"loss": 2.0}) == []
 
 
-def test_a_device_whose_loss_is_far_from_the_others_is_named() -> None:
+def test_a_device_whose_loss_is_far_from_the_others_is_named():
     updates = [update(name, of_classes(0.5, loss=loss)) for name, loss in (("a", 0.4), ("b", 0.5), ("c", 1e9))]
     assert updates_metrics.explain_evaluation(updates) == [
         "the evaluation's loss is 1e+09 on c, and 0.5 on half of the devices at most"
     ]
 
 
-def test_a_device_of_another_network_does_not_count_and_is_named() -> None:
-    """Where the job's network does not tell how many outputs it has."""
+def test_a_device_of_another_network_does_not_count_and_is_named():
     updates = [update("a", of_classes(0.5)), update("b", of_classes(0.7)), update("c", of_numbers(1.0, 1.0, 5))]
     sums = updates_metrics.aggregate_evaluations(updates)
     assert sums == total(of_classes(0.5), of_classes(0.7))
@@ -68,8 +63,7 @@ def test_a_device_of_another_network_does_not_count_and_is_named() -> None:
     ]
 
 
-def test_smaller_is_better_for_errors_and_larger_for_shares() -> None:
-    """For a target, and for the best of a run."""
+def test_smaller_is_better_for_errors_and_larger_for_shares():
     assert metrics.reaches_target(RMSE, 0.2, 0.3)
     assert not metrics.reaches_target(metrics.ACCURACY, 0.2, 0.3)
     assert metrics.best_value(RMSE, [3.0, 1.0, 2.0]) == 1.0
@@ -83,14 +77,13 @@ def run_of(values: list[float], metric: str) -> SeedRun:
     marks = [
         EvaluationPoint(
             rounds=n + 1, test=value, held=None, real_s=1.0, down_bytes=1, up_bytes=1, metric=metric, **none
-        )  # type: ignore[arg-type]
+        )
         for n, value in enumerate(values)
     ]
     return SeedRun(method="fedavg", seed=0, params={}, devices=1, tested=1, marks=tuple(marks))
 
 
-def test_a_comparison_of_errors_counts_down_to_its_target() -> None:
-    """The first at or below it; the best is the least; numbers are not per cent."""
+def test_a_comparison_of_errors_counts_down_to_its_target():
     found = tables.make_result("j", [run_of([5.0, 2.0, 3.0], "rmse")], 2.5)
     (row,) = found["table"]
     assert (found["metric"], row["best"], row["to_target"]["rounds"]) == ("rmse", 2.0, 2.0)
@@ -100,8 +93,7 @@ def test_a_comparison_of_errors_counts_down_to_its_target() -> None:
     assert any("at or below the target" in line for line in tables.make_table_notes(found))
 
 
-def test_a_line_of_the_log_names_the_metric() -> None:
-    """With its own unit, and how many examples it is of."""
+def test_a_line_of_the_log_names_the_metric():
     assert event_messages.describe_evaluation(of_numbers(0.25, 0.25, 8))[0] == "RMSE 0.25 on 8 held-out examples"
 
 
@@ -114,8 +106,7 @@ def job(**table: object) -> settings.JobSettings:
     return settings.parse_job({"name": "j", "method": "fedavg", **table})
 
 
-def test_a_task_in_one_table_holds_for_the_other() -> None:
-    """And `outputs` is another word for `classes`; a job for classes stays as it was written."""
+def test_a_task_in_one_table_holds_for_the_other():
     found = job(model={**MODEL, "task": "regression"}, data={"path": "a.csv"})
     assert found.model == {"name": "mlp", "inputs": 4, "classes": 1, "task": "regression"}
     assert found.data == {"path": "a.csv", "task": "regression"}
@@ -146,7 +137,6 @@ def test_a_task_in_one_table_holds_for_the_other() -> None:
         ),
     ],
 )
-def test_a_task_that_cannot_be_is_told_before_anything_runs(table: dict[str, object], said: str) -> None:
-    """When the job is read."""
+def test_a_task_that_cannot_be_is_told_before_anything_runs(table, said):
     with pytest.raises(JobError, match=said):
         job(**table)

@@ -1,9 +1,6 @@
 """Arrays on the disk: read when they are used, and refused by name when they are not what they were."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,19 +29,16 @@ class Sums:
     total: dict[str, exact_sums.ExactSum]
 
 
-def test_an_exact_sum_on_the_disk_has_the_bits_of_one_in_memory(tmp_path: Path) -> None:
-    """Also where the second limb grows from 32 to 64 bits, and a third one is added."""
+def test_an_exact_sum_on_the_disk_has_the_bits_of_one_in_memory(tmp_path):
     shape = (exact_sums.SHORT + 3,)
     roll = np.random.default_rng(0)
     given = [roll.standard_normal(shape) * 10.0**power for power in (0, 9, -12, 18, -25)]
-    here: exact_sums.ExactSum | None = None
-    there: exact_sums.ExactSum | None = None
+    here = None
+    there = None
     for array in given:
         here = exact_sums.add_to_sum(here, array, 3.0)
-        with exact_sums.sums_on_disk(ScratchFile(tmp_path) if there is None else there.limbs[0].source):  # type: ignore[attr-defined]
+        with exact_sums.sums_on_disk(ScratchFile(tmp_path) if there is None else there.limbs[0].source):
             there = exact_sums.add_to_sum(there, array, 3.0)
-    assert here is not None
-    assert there is not None
     assert all(isinstance(limb, DiskArray) for limb in there.limbs)
     assert len(here.limbs) == len(there.limbs) > 2
     assert [limb.dtype for limb in here.limbs] == [limb.dtype for limb in there.limbs]
@@ -53,8 +47,7 @@ def test_an_exact_sum_on_the_disk_has_the_bits_of_one_in_memory(tmp_path: Path) 
     assert not list(tmp_path.iterdir())  # the file has no name
 
 
-def test_a_sum_that_grows_takes_no_more_of_the_disk(tmp_path: Path) -> None:
-    """Two limbs of twelve bytes an entry, however often something is added."""
+def test_a_sum_that_grows_takes_no_more_of_the_disk(tmp_path):
     room, total = ScratchFile(tmp_path), None
     for _ in range(5):
         with exact_sums.sums_on_disk(room):
@@ -62,8 +55,7 @@ def test_a_sum_that_grows_takes_no_more_of_the_disk(tmp_path: Path) -> None:
     assert room.size() == 12 * exact_sums.SHORT
 
 
-def test_a_stored_sum_that_is_read_needs_its_file_no_more(tmp_path: Path) -> None:
-    """The coordinator drops it as soon as a later one is stored, and not every update has every tensor."""
+def test_a_stored_sum_that_is_read_needs_its_file_no_more(tmp_path):
     path, total = (
         tmp_path / "sum",
         Sums({"a": exact_sums.add_to_sum(None, ONES, 2.0), "b": exact_sums.add_to_sum(None, 3 * ONES)}),
@@ -77,13 +69,11 @@ def test_a_stored_sum_that_is_read_needs_its_file_no_more(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("shape", [(), (2,)])
-def test_a_sum_of_integers_goes_on_from_the_disk(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    """The largest is kept, also of a number without axes, in the type of the first."""
+def test_a_sum_of_integers_goes_on_from_the_disk(tmp_path, shape):
     total = None
     with exact_sums.sums_on_disk(ScratchFile(tmp_path, least=1)):
         for value in (3, 7, 5):
             total = exact_sums.add_to_sum(total, np.full(shape, value, np.int64))
-    assert total is not None
     assert isinstance(total.limbs[0], DiskArray)
     assert (total.rounded_value().dtype, total.rounded_value().tolist()) == (
         np.dtype(np.int64),
@@ -91,20 +81,18 @@ def test_a_sum_of_integers_goes_on_from_the_disk(tmp_path: Path, shape: tuple[in
     )
 
 
-def test_an_array_takes_the_place_of_one_of_as_many_bytes(tmp_path: Path) -> None:
-    """A sum that is added to a thousand times is as long as one."""
+def test_an_array_takes_the_place_of_one_of_as_many_bytes(tmp_path):
     room = ScratchFile(tmp_path, least=1)
     first = room.store_array(ONES)
     again = room.store_array(2 * ONES, first)
     assert isinstance(again, DiskArray)
     assert room.size() == ONES.nbytes
     assert np.array_equal(again.read(), 2 * ONES)
-    assert room.store_array(ONES.astype(np.float64), again).offset == ONES.nbytes  # type: ignore[union-attr]
+    assert room.store_array(ONES.astype(np.float64), again).offset == ONES.nbytes
 
 
 @pytest.mark.parametrize("at", [0, 37, 59])
-def test_a_bit_that_flips_in_a_state_is_found_when_its_tensor_is_read(tmp_path: Path, at: int) -> None:
-    """After the state was opened: the tensor is refused by the name of its file; others are read as before."""
+def test_a_bit_that_flips_in_a_state_is_found_when_its_tensor_is_read(tmp_path, at):
     path = tmp_path / "state"
     state = State({"a": ONES, "b": 7 * ONES}, 3, {"c": ONES[0]})
     safetensors_files.write_safetensors(path, *tensors.split_state(state))
@@ -123,8 +111,7 @@ def test_a_bit_that_flips_in_a_state_is_found_when_its_tensor_is_read(tmp_path: 
         found.model["a"]
 
 
-def test_a_state_on_the_disk_is_stored_anew_in_the_same_bytes(tmp_path: Path) -> None:
-    """A round that changes nothing leaves the same blob."""
+def test_a_state_on_the_disk_is_stored_anew_in_the_same_bytes(tmp_path):
     path, other = tmp_path / "state", tmp_path / "other"
     safetensors_files.write_safetensors(path, *tensors.split_state(State({"b": ONES, "a": 2 * ONES}, 3, {})))
     found = safetensors_files.read_state(path, State, lazy_bytes=1)
@@ -135,8 +122,7 @@ def test_a_state_on_the_disk_is_stored_anew_in_the_same_bytes(tmp_path: Path) ->
     assert tensors.layout_from_tensors(found.model) == {"a": "f4:3,5", "b": "f4:3,5"}
 
 
-def test_every_flipped_bit_changes_the_checksum() -> None:
-    """In whole words, and in the bytes behind them."""
+def test_every_flipped_bit_changes_the_checksum():
     array = np.arange(11, dtype=np.uint8)
     wanted = checksum(array)
     for bit in range(88):
@@ -161,13 +147,11 @@ class Searching:
     model: dict[str, np.ndarray] | None
 
 
-def test_a_part_of_a_state_that_holds_arrays_alone_is_no_mapping_of_arrays(tmp_path: Path) -> None:
-    """It is read with the state; a mapping stays on the disk, and one that is not there is not."""
+def test_a_part_of_a_state_that_holds_arrays_alone_is_no_mapping_of_arrays(tmp_path):
     for model in ({"a": ONES}, None):
         safetensors_files.write_safetensors(
             tmp_path / "state", *tensors.split_state(Searching(Gathered(ONES, ONES), model))
         )
         found = safetensors_files.read_state(tmp_path / "state", Searching, lazy_bytes=1)
-        assert found.gathered is not None
         assert np.array_equal(found.gathered.half, ONES)
         assert isinstance(found.model, LazyTensors) == (model is not None)

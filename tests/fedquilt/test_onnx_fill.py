@@ -1,7 +1,5 @@
 """Numbers put into an ONNX graph by the names of its tensors: the same answers as the network, and what is refused."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any
@@ -42,7 +40,7 @@ def lacking(name: str = "w", shape: tuple[int, ...] = (2, 3), kind: int = 1) -> 
 
 
 @pytest.mark.parametrize("network", NETWORKS, ids=lambda network: str(network["name"]))
-def test_a_filled_graph_answers_as_the_network_with_these_tensors(network: dict[str, Any]) -> None:
+def test_a_filled_graph_answers_as_the_network_with_these_tensors(network):
     """Batch normalisation, recurrence, attention and gains without axes; it may go to boards."""
     torch = pytest.importorskip("torch", reason="a network is written as ONNX by torch")
     runtime = pytest.importorskip("onnxruntime", reason="graphs are run by it")
@@ -64,7 +62,7 @@ def test_a_filled_graph_answers_as_the_network_with_these_tensors(network: dict[
         assert y == pytest.approx(model(x).numpy(), abs=1e-5)
 
 
-def test_what_has_its_numbers_keeps_them_and_what_is_not_named_is_left_out() -> None:
+def test_what_has_its_numbers_keeps_them_and_what_is_not_named_is_left_out():
     """Nothing else in the file changes."""
     other = onnx.numpy_helper.from_array(np.arange(4, dtype=np.int64), "other")
     w = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -77,7 +75,7 @@ def test_what_has_its_numbers_keeps_them_and_what_is_not_named_is_left_out() -> 
     ("payload", "given", "said"),
     [
         (graph(lacking()), {}, "'w' is missing"),
-        (graph(lacking()), {"w": np.zeros((3, 2), np.float32)}, r"of shape \(3, 2\), the network wants float32"),
+        (graph(lacking()), {"w": np.zeros((3, 2), np.float32)}, r"of shape \(3, 2\), the network expects float32"),
         (graph(lacking()), {"w": np.zeros((2, 3))}, "is float64 of shape"),
         (graph(lacking(kind=8)), {}, "'w' is of type 8"),
         (graph(lacking())[:-3], {}, "no ONNX file"),
@@ -85,14 +83,12 @@ def test_what_has_its_numbers_keeps_them_and_what_is_not_named_is_left_out() -> 
         (b"\x00\x01text", {}, "no ONNX file"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(payload: bytes, given: Any, said: str) -> None:
-    """As a board tells it."""
+def test_what_does_not_fit_is_refused_by_name(payload, given, said):
     with pytest.raises(ModelError, match=said):
         onnx_weights.fill_graph(payload, given)
 
 
-def test_a_result_with_parts_on_boards_says_whose_it_is(tmp_path: Path) -> None:
-    """Without its tensors being read; another file says nothing."""
+def test_a_result_with_parts_on_boards_says_whose_it_is(tmp_path):
     task = plain.task(job="digits-1", method="fedrep", params={"lr": 0.1}, actions=("check",))
     bundles = {"model": {"a.weight": np.ones((2, 2), np.float32)}, "own": {"b/c": np.array(3.0, np.float32)}}
     path = tmp_path / "shared"
@@ -109,17 +105,16 @@ def test_a_result_with_parts_on_boards_says_whose_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("written", ["{}", '{"job": "digits-1", "method": "fedrep", "params": {}}', "\u00e9"])
-def test_a_result_whose_task_cannot_be_read_is_refused_by_name(tmp_path: Path, written: str) -> None:
+def test_a_result_whose_task_cannot_be_read_is_refused_by_name(tmp_path, written):
     """A result that an earlier version has deployed is none for a file that boards could run as it is."""
     path = tmp_path / "shared"
     path.write_bytes(tensors.encode_tensors({"graph": np.zeros(2, np.uint8)}, {"personal": written}))
-    with pytest.raises(ModelError, match=r"parts on boards: not a fedquilt message: .*; deploy it anew"):
+    with pytest.raises(ModelError, match=r"parts on boards: not a fedquilt message: .*; roll out the run again"):
         personal_models.read_task(path)
 
 
 @pytest.mark.parametrize("payload", [b"no safetensors", tensors.encode_tensors({"model/a": np.ones(2, np.float32)})])
-def test_a_damaged_result_is_refused_by_name(tmp_path: Path, payload: bytes) -> None:
-    """Another file, and one without its graph."""
+def test_a_damaged_result_is_refused_by_name(tmp_path, payload):
     path = tmp_path / "shared"
     path.write_bytes(payload)
     with pytest.raises(ModelError, match="parts on boards"):
@@ -137,8 +132,7 @@ def answer(path: Path | bytes) -> Any:
     return session.run(None, {"x": np.arange(6, dtype=np.float32)[None]})[0].tolist()
 
 
-def test_two_files_become_one_that_answers_the_same(tmp_path: Path) -> None:
-    """As torch writes them. A file that is whole is not copied."""
+def test_two_files_become_one_that_answers_the_same(tmp_path):
     path = made_graphs.two_files(tmp_path)
     made = b"".join(onnx_weights.read_with_external_data(path))
     assert answer(made) == answer(path) == [[15.0] * 3]
@@ -147,7 +141,7 @@ def test_two_files_become_one_that_answers_the_same(tmp_path: Path) -> None:
     assert len(onnx_weights.read_with_external_data(tmp_path / "whole.onnx")) == 1
 
 
-def test_weights_in_constants_and_branches_are_taken_in_too(tmp_path: Path) -> None:
+def test_weights_in_constants_and_branches_are_taken_in_too(tmp_path):
     """Each tensor of a graph may be in another place of the file beside it."""
     made = made_graphs.product()
     weights = made.graph.initializer.pop()
@@ -187,7 +181,7 @@ def test_weights_in_constants_and_branches_are_taken_in_too(tmp_path: Path) -> N
     "location",
     ["../device.key", "/etc/hostname", "sub/device.key", "..", ".", "", "a\\b", "*/_ORT_MEM_ADDR_/*", "a\0b"],
 )
-def test_weights_are_read_from_the_folder_of_the_model_alone(tmp_path: Path, location: str) -> None:
+def test_weights_are_read_from_the_folder_of_the_model_alone(tmp_path, location):
     """A model from a stranger would take a key along to all devices."""
     (tmp_path / "device.key").write_bytes(bytes(100))
     (tmp_path / "m" / "sub").mkdir(parents=True)
@@ -209,7 +203,7 @@ def test_weights_are_read_from_the_folder_of_the_model_alone(tmp_path: Path, loc
         ("short", "takes 72 bytes of 'model.onnx.data', and 71 are there"),
     ],
 )
-def test_what_is_no_plain_file_beside_the_model_is_refused(tmp_path: Path, place: str, said: str) -> None:
+def test_what_is_no_plain_file_beside_the_model_is_refused(tmp_path, place, said):
     """A pipe would be waited for, and a link leads anywhere."""
     path = made_graphs.two_files(tmp_path)
     data = tmp_path / "model.onnx.data"
@@ -230,9 +224,7 @@ def test_what_is_no_plain_file_beside_the_model_is_refused(tmp_path: Path, place
     assert str(refused.value).startswith("model.onnx: ")
 
 
-def test_a_file_that_many_tensors_name_is_not_read_beyond_the_size_of_an_onnx_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_many_tensors_name_is_not_read_beyond_the_size_of_an_onnx_file(tmp_path, monkeypatch):
     """A few kilobytes that name one file again and again would fill the memory."""
     monkeypatch.setattr(onnx_weights, "FILE_MOST", 10_000)
     path = made_graphs.two_files(tmp_path)

@@ -1,7 +1,5 @@
 """Which graphs a device's ONNX Runtime loads, by its release."""
 
-from __future__ import annotations
-
 import re
 
 import made_graphs
@@ -29,9 +27,7 @@ runtime = pytest.importorskip("onnxruntime")
         ({}, 99, 99, True),
     ],
 )
-def test_a_release_loads_graphs_up_to_its_opset_and_ir_version(
-    libraries: dict[str, str], opset: int, ir_version: int, loads: bool
-) -> None:
+def test_a_release_loads_graphs_up_to_its_opset_and_ir_version(libraries, opset, ir_version, loads):
     said = explain_unsupported((opset, ir_version), libraries)
     assert (said == "") is loads
     if said:
@@ -47,8 +43,7 @@ def loads(opset: int, ir_version: int) -> bool:
     return True
 
 
-def test_the_table_is_what_the_installed_release_loads() -> None:
-    """A release that is newer than the table fails here: add its row."""
+def test_the_table_is_what_the_installed_release_loads():
     release = tuple(int(part) for part in runtime.__version__.split(".")[:2])
     assert release <= max(RUNTIMES), f"ONNX Runtime {runtime.__version__} is newer than the table"
     opset, ir_version = RUNTIMES[max(row for row in RUNTIMES if row <= release)]

@@ -1,7 +1,5 @@
 """Files that are opened while the process has no file descriptor left."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os
@@ -23,21 +21,18 @@ CALLS: dict[str, Callable[[Path], object]] = {
     "open": lambda path: REAL.open(path).close(),
     "sync": REAL.sync,
     "entries": lambda path: REAL.entries(path.parent),
-    "lock": lambda path: REAL.lock(path).release(),  # type: ignore[union-attr]
+    "lock": lambda path: REAL.lock(path).release(),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_the_disk_waits_for_a_descriptor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
-) -> None:
-    """The wait is logged once, and so is its end."""
+def test_the_disk_waits_for_a_descriptor(tmp_path, monkeypatch, caplog, name):
     path = tmp_path / "file"
     path.write_bytes(b"abc")
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    waits: list[float] = []
+    waits = []
 
-    def sleep(seconds: float) -> None:
+    def sleep(seconds):
         waits.append(seconds)
         if len(waits) == 3:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)

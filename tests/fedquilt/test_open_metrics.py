@@ -1,7 +1,5 @@
 """Metrics as whoever reads them gets them."""
 
-from __future__ import annotations
-
 import urllib.request
 
 import pytest
@@ -26,20 +24,17 @@ FAMILIES = [
         ("localhost:0", ("localhost", 0)),
     ],
 )
-def test_an_address_is_a_host_and_a_port(listen: str, place: tuple[str, int]) -> None:
-    """An IPv6 address is written in brackets, which are none of it."""
+def test_an_address_is_a_host_and_a_port(listen, place):
     assert open_metrics.parse_listen_address(listen) == place
 
 
 @pytest.mark.parametrize("listen", ["9464", ":9464", "host:", "host:65536", "host:-1", "host:1e3", "host:٣"])
-def test_what_is_no_address_is_refused_with_an_example(listen: str) -> None:
-    """Before anything is imported or opened."""
+def test_what_is_no_address_is_refused_with_an_example(listen):
     with pytest.raises(JobError, match=r"write HOST:PORT, such as 127\.0\.0\.1:9464"):
         open_metrics.parse_listen_address(listen)
 
 
-def test_each_kind_is_served_as_that_and_the_port_is_free_again_afterwards() -> None:
-    """A counter's name ends in _total; the same place can be taken at once by whoever comes next."""
+def test_each_kind_is_served_as_that_and_the_port_is_free_again_afterwards():
     pytest.importorskip("prometheus_client")
     listen = "127.0.0.1:0"
     for _ in range(2):
@@ -52,14 +47,12 @@ def test_each_kind_is_served_as_that_and_the_port_is_free_again_afterwards() -> 
         assert "# TYPE fq_watts gauge" in text
 
 
-def test_nothing_is_served_where_nobody_asked_for_it() -> None:
-    """Nor is anything collected."""
+def test_nothing_is_served_where_nobody_asked_for_it():
     with open_metrics.serve_metrics(None, lambda: pytest.fail("collected")) as where:
         assert where == ""
 
 
-def test_a_place_that_is_taken_is_named_with_the_mend() -> None:
-    """By another process, say."""
+def test_a_place_that_is_taken_is_named_with_the_mend():
     pytest.importorskip("prometheus_client")
     with open_metrics.serve_metrics("127.0.0.1:0", lambda: FAMILIES) as where:
         taken = where.removeprefix("http://").removesuffix("/metrics")

@@ -1,7 +1,5 @@
 """Progress on a terminal and elsewhere."""
 
-from __future__ import annotations
-
 import io
 import threading
 
@@ -30,8 +28,23 @@ def clock() -> Clock:
     return Clock()
 
 
-def test_elsewhere_a_line_comes_now_and_then(clock: Clock) -> None:
-    """None of what is soon over; then ever more rarely."""
+@pytest.mark.parametrize(("columns", "bar"), [(80, 20), (52, 10), (45, 0)])
+def test_a_bar_shrinks_until_the_line_fits(clock, monkeypatch, columns, bar):
+    """The remaining time is cut off by no bar."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    out = Terminal()
+    line, what = ProgressLine(out, clock=clock), "run 1 of 4: fedavg"
+    for done in range(4):
+        clock.now_s = 10.0 * done
+        line.show_status(what, done, 8)
+    (shown,) = out.getvalue().split("\r\x1b[K")[-1:]
+    assert shown.startswith(what)
+    assert shown.endswith(" 38 %, about 50 s left")
+    assert len(shown) < columns
+    assert shown.count("█") + shown.count("░") == bar
+
+
+def test_elsewhere_a_line_comes_now_and_then(clock):
     out = io.StringIO()
     line = ProgressLine(out, clock=clock)
     shown = []
@@ -48,8 +61,7 @@ def test_elsewhere_a_line_comes_now_and_then(clock: Clock) -> None:
     assert "\r" not in out.getvalue()
 
 
-def test_a_terminal_has_one_line_that_is_rewritten_in_its_width(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once, but not more often than the eye sees; lines that stay come above it."""
+def test_a_terminal_has_one_line_that_is_rewritten_in_its_width(clock, monkeypatch):
     monkeypatch.setenv("COLUMNS", "20")
     out = Terminal()
     line = ProgressLine(out, clock=clock)
@@ -66,7 +78,7 @@ def test_a_terminal_has_one_line_that_is_rewritten_in_its_width(clock: Clock, mo
 BAR = {4: "████████░░░░░░░░░░░░", 6: "████████████░░░░░░░░"}
 
 
-def test_how_long_the_rest_takes_is_told_by_what_has_been_done(clock: Clock) -> None:
+def test_how_long_the_rest_takes_is_told_by_what_has_been_done(clock):
     """Since the first call: what was done before took none of this time."""
     out = Terminal()
     line = ProgressLine(out, clock=clock)
@@ -77,12 +89,11 @@ def test_how_long_the_rest_takes_is_told_by_what_has_been_done(clock: Clock) -> 
     assert told == [f"runs {BAR[4]} 40 %", f"runs {BAR[6]} 60 %, about 2 min left"]
 
 
-def test_a_remaining_time_does_not_climb(clock: Clock) -> None:
-    """It stands still while work slows down a little, and is not shown while it is far from true."""
+def test_a_remaining_time_does_not_climb(clock):
     shown = []
     for slow, fast in ((1.4, 1.0), (9.0, 0.1)):
         line = ProgressLine(io.StringIO(), clock=clock)
-        told: list[str] = []
+        told = []
         for done in range(10):
             told.append(line._format_remaining(done, 10, clock.now_s, False).partition("about ")[2])
             clock.now_s += 60 * (slow if 2 <= done < 5 else fast)
@@ -94,8 +105,7 @@ def test_a_remaining_time_does_not_climb(clock: Clock) -> None:
     assert shown[1][3:6] == ["", "", ""]
 
 
-def test_what_begins_anew_is_told_by_its_own_time(clock: Clock) -> None:
-    """What came before says nothing of it: neither after the end nor where fewer are done than before."""
+def test_what_begins_anew_is_told_by_its_own_time(clock):
     out = io.StringIO()
     line = ProgressLine(out, live=True, clock=clock)
     line.show_status("runs", 4, 10)
@@ -110,8 +120,7 @@ def test_what_begins_anew_is_told_by_its_own_time(clock: Clock) -> None:
     assert told == ["40 %", "50 %", "10 %", "40 %, about 2 min left"]
 
 
-def test_further_lines_are_rewritten_in_place_and_only_on_a_terminal(clock: Clock) -> None:
-    """A block of three lines is removed whole before a line that stays."""
+def test_further_lines_are_rewritten_in_place_and_only_on_a_terminal(clock):
     out, file = Terminal(), io.StringIO()
     line = ProgressLine(out, clock=clock)
     line.show_status("one\ntwo\nthree")
@@ -124,8 +133,7 @@ def test_further_lines_are_rewritten_in_place_and_only_on_a_terminal(clock: Cloc
     assert file.getvalue() == "one: 25 %\n"
 
 
-def test_a_line_that_says_the_same_is_not_written_again(clock: Clock) -> None:
-    """A terminal far away gets no bytes for nothing."""
+def test_a_line_that_says_the_same_is_not_written_again(clock):
     out = Terminal()
     line = ProgressLine(out, clock=clock)
     for _ in range(3):
@@ -134,18 +142,17 @@ def test_a_line_that_says_the_same_is_not_written_again(clock: Clock) -> None:
     assert out.getvalue() == "\r\x1b[Kwork"
 
 
-def test_words_that_are_not_shown_are_not_made(clock: Clock) -> None:
+def test_words_that_are_not_shown_are_not_made(clock):
     """They may cost as much as there are boards."""
-    made: list[float] = []
+    made = []
     line = ProgressLine(io.StringIO(), clock=clock)
     for second in range(8):
         clock.now_s = float(second)
-        line.show_status(lambda: made.append(clock.now_s) or "words")  # type: ignore[func-returns-value]
+        line.show_status(lambda: made.append(clock.now_s) or "words")
     assert made == [QUIET_S]
 
 
-def test_what_says_nothing_itself_is_shown_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From another thread, until the body ends; then the line is gone, also if it ends by an error."""
+def test_what_says_nothing_itself_is_shown_to_go_on(monkeypatch):
     out, shown = Terminal(), threading.Event()
     write = out.write
     monkeypatch.setattr(out, "write", lambda text: (write(text), "so far" in text and shown.set())[0])
@@ -153,7 +160,7 @@ def test_what_says_nothing_itself_is_shown_to_go_on(monkeypatch: pytest.MonkeyPa
     line = ProgressLine(out)
     before = threading.active_count()
 
-    def fail() -> None:
+    def fail():
         with progress.call_periodically(lambda: line.show_status("bench: 1 s so far"), 0.001):
             assert shown.wait(120)
             raise ZeroDivisionError
@@ -166,8 +173,7 @@ def test_what_says_nothing_itself_is_shown_to_go_on(monkeypatch: pytest.MonkeyPa
     assert out.getvalue().endswith("\r\x1b[K")
 
 
-def test_work_in_parts_says_which_it_is_at_how_many_are_done_and_how_long_the_others_may_take() -> None:
-    """Nothing of that is left for the work that comes after it."""
+def test_work_in_parts_says_which_it_is_at_how_many_are_done_and_how_long_the_others_may_take():
     out = Terminal()
     line = ProgressLine(out, live=True, clock=(clock := Clock()))
     with progress.show_progress("preparing", line):
@@ -186,7 +192,7 @@ def test_work_in_parts_says_which_it_is_at_how_many_are_done_and_how_long_the_ot
     assert out.getvalue().endswith(" so far")
 
 
-def test_what_is_told_to_have_passed_is_of_the_clock_of_the_line(clock: Clock) -> None:
+def test_what_is_told_to_have_passed_is_of_the_clock_of_the_line(clock):
     """Not of the machine's, which may stand at any time when the line's begins."""
     out = Terminal()
     line = ProgressLine(out, live=True, clock=clock)

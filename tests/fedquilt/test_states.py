@@ -1,7 +1,5 @@
 """States of methods as bytes: packed, read back, and refused where damaged."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from contextlib import suppress
@@ -18,20 +16,17 @@ from fedquilt.arrays import tensors
 from fedquilt.core import StoreError
 
 
-def test_a_nested_state_comes_back_equal_in_every_bit() -> None:
-    """Arrays of all kinds in mappings in dataclasses in tuples; scalars; integer keys; a missing array."""
+def test_a_nested_state_comes_back_equal_in_every_bit():
     assert same_bits(tensors.unpack_state(tensors.pack_state(STATE), State), STATE)
 
 
-def test_packing_a_state_twice_gives_the_same_bytes() -> None:
-    """Also after it was stored and read: a resumed run continues under the same names."""
+def test_packing_a_state_twice_gives_the_same_bytes():
     packed = tensors.pack_state(STATE)
     assert tensors.pack_state(STATE) == packed
     assert tensors.pack_state(tensors.unpack_state(packed, State)) == packed
 
 
-def test_a_state_of_another_type_is_refused() -> None:
-    """After an update of the program, say."""
+def test_a_state_of_another_type_is_refused():
     with pytest.raises(StoreError, match="not a stored Inner"):
         tensors.unpack_state(tensors.pack_state(STATE), Inner)
 
@@ -62,7 +57,7 @@ class Chose:
     found: Mapping[int, tuple[Chosen, ...]]
 
 
-def test_a_state_with_a_field_that_is_not_known_is_refused() -> None:
+def test_a_state_with_a_field_that_is_not_known_is_refused():
     """An earlier version wrote it: without its head the network would be another one, and nobody would notice."""
     old = Chose({7: (Chosen("a", np.ones(2)),)})
     with pytest.raises(StoreError, match=r"Chooses\.found\['7'\]\[0\] holds head: .* another version of fedquilt"):
@@ -71,10 +66,9 @@ def test_a_state_with_a_field_that_is_not_known_is_refused() -> None:
     assert tensors.unpack_state(tensors.pack_state(own), Chooses) == own
 
 
-def test_a_state_may_not_hold_what_cannot_be_stored() -> None:
-    """The method's author is told at once, not at the first restart."""
+def test_a_state_may_not_hold_what_cannot_be_stored():
     with pytest.raises(TypeError, match="may not hold a range"):
-        tensors.pack_state(State({}, (), {}, range(3)))  # type: ignore[arg-type]
+        tensors.pack_state(State({}, (), {}, range(3)))
 
 
 @dataclass(frozen=True)
@@ -89,15 +83,14 @@ class Arithmetic:
     facts: dict[str, Any]
 
 
-def test_arrays_without_axes_stay_arrays_through_arithmetic_and_storage() -> None:
-    """`np.maximum` and `+` make scalars of them; what is annotated as an array is one again, in its own type."""
+def test_arrays_without_axes_stay_arrays_through_arithmetic_and_storage():
     counter, gain = np.array(7), np.array(0.1, np.float32)
     state = Arithmetic(
         {"seen": np.maximum(counter, counter), "gain": gain + gain, "w": np.ones(2, np.float16)},
         ({"double": gain.astype(np.float64) * 3},),
         gain * 2,
         np.float64(0.1),
-        np.int64(3),  # type: ignore[arg-type]
+        np.int64(3),
         {"lr": np.float32(0.5)},
     )
     assert not isinstance(state.model["seen"], np.ndarray)
@@ -112,19 +105,18 @@ def test_arrays_without_axes_stay_arrays_through_arithmetic_and_storage() -> Non
     assert (found.mean, found.count, found.facts) == (0.1, 3, {"lr": 0.5})
 
 
-def test_combined_arrays_without_axes_are_arrays() -> None:
-    """numpy returns a scalar for two arrays of shape (); `combine` makes an array of it again."""
+def test_combined_arrays_without_axes_are_arrays():
     one = {"seen": np.array(3), "gain": np.array(0.5, np.float32)}
     found = tensors.map_arrays(np.maximum, one, {"seen": np.array(4), "gain": np.array(0.25, np.float32)})
     assert same_bits(dict(found), {"seen": np.array(4), "gain": np.array(0.5, np.float32)})
 
 
-def test_a_number_where_an_array_is_annotated_is_told_where_it_stands() -> None:
+def test_a_number_where_an_array_is_annotated_is_told_where_it_stands():
     """It would be stored, and not be read back."""
     with pytest.raises(
         TypeError, match=r"State\.layers\[0\]\.weights\['a'\] is annotated as an array and holds a float"
     ):
-        tensors.pack_state(State({}, (Inner({"a": 1.0}, (1, 2)),), {}, ""))  # type: ignore[dict-item]
+        tensors.pack_state(State({}, (Inner({"a": 1.0}, (1, 2)),), {}, ""))
 
 
 STATE_JSON = st.recursive(
@@ -141,21 +133,18 @@ def unpacks_or_refuses(payload: bytes) -> None:
 
 @FUZZ
 @given(st.fixed_dictionaries(dict.fromkeys(("model", "layers", "by_round", "name", "best"), STATE_JSON)))
-def test_stored_states_that_are_damaged_give_only_the_named_error(fields: dict[str, Any]) -> None:
-    """Any JSON in any field; references to arrays that are not there."""
+def test_stored_states_that_are_damaged_give_only_the_named_error(fields):
     unpacks_or_refuses(tensors.encode_tensors({"0": np.zeros(1)}, {"state": json.dumps(fields)}))
 
 
 @FUZZ
 @given(st.binary(max_size=60), st.data())
-def test_arbitrary_and_mutated_states_give_only_the_named_error(noise: bytes, data: st.DataObject) -> None:
-    """Noise, and a valid state with a few bytes replaced."""
+def test_arbitrary_and_mutated_states_give_only_the_named_error(noise, data):
     unpacks_or_refuses(noise)
     valid = tensors.pack_state(STATE)
     place = data.draw(st.integers(0, len(valid)))
     unpacks_or_refuses(valid[:place] + noise[:8] + valid[place + len(noise[:8]) :])
 
 
-def test_bottomless_states_give_the_named_error() -> None:
-    """Nesting deeper than the interpreter's stack."""
+def test_bottomless_states_give_the_named_error():
     unpacks_or_refuses(tensors.encode_tensors({}, {"state": "[" * 100_000}))

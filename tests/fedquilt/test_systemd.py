@@ -1,7 +1,5 @@
 """What systemd hears of a service, and when."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -21,8 +19,7 @@ def heard(tmp_path: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
         yield str(tmp_path / "n"), lambda: line.recv(1000)
 
 
-def test_systemd_is_told(heard: tuple[str, Callable[[], bytes]], tmp_path: Path) -> None:
-    """One datagram; without systemd, or with one that is gone, nothing happens."""
+def test_systemd_is_told(heard, tmp_path):
     address, read = heard
     systemd.send_notification("READY=1", address)
     assert read() == b"READY=1"
@@ -30,8 +27,7 @@ def test_systemd_is_told(heard: tuple[str, Callable[[], bytes]], tmp_path: Path)
     systemd.send_notification("READY=1", "")
 
 
-def test_an_abstract_address_is_understood() -> None:
-    """systemd writes its first byte, which is 0, as "@"."""
+def test_an_abstract_address_is_understood():
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
         line.bind(b"\0fedquilt-test-of-notify")
         line.settimeout(5)
@@ -69,7 +65,7 @@ class Case:
         return list(self._told)
 
 
-def test_it_is_ready_after_its_first_step_without_any_broker() -> None:
+def test_it_is_ready_after_its_first_step_without_any_broker():
     """Otherwise a board without a network would be restarted for ever."""
     case = Case()
     assert case.at(100.0) == ["READY=1\nWATCHDOG=1\nSTATUS=asks for a broker"]
@@ -77,18 +73,16 @@ def test_it_is_ready_after_its_first_step_without_any_broker() -> None:
     assert case.watched.fds() == (7,)
 
 
-def test_a_step_that_fails_is_never_ready() -> None:
-    """systemd then says so, and starts it again."""
-    told: list[str] = []
+def test_a_step_that_fails_is_never_ready():
+    told = []
     steps = Steps()
-    steps.step = lambda now_s: 1 / 0  # type: ignore[method-assign]
+    steps.step = lambda now_s: 1 / 0
     with pytest.raises(ZeroDivisionError):
         systemd.WatchdogEndpoint(steps, lambda: "", told.append).step(0.0)
     assert told == []
 
 
-def test_the_watchdog_hears_of_it_once_a_second() -> None:
-    """However many steps there are; and of a clock that jumped back at once, not when it has caught up."""
+def test_the_watchdog_hears_of_it_once_a_second():
     case = Case()
     case.at(100.0)
     assert case.at(100.5) == []
@@ -98,8 +92,7 @@ def test_the_watchdog_hears_of_it_once_a_second() -> None:
     assert case.at(5.5) == []
 
 
-def test_a_new_status_is_told_at_once_and_an_old_one_never_again() -> None:
-    """On one line, as lines are words of their own there."""
+def test_a_new_status_is_told_at_once_and_an_old_one_never_again():
     case = Case()
     case.at(100.0)
     case.status = "online as orin-1\nREADY=1"
@@ -107,16 +100,14 @@ def test_a_new_status_is_told_at_once_and_an_old_one_never_again() -> None:
     assert case.at(100.2) == []
 
 
-def test_it_is_finished_when_what_it_watches_is() -> None:
-    """So the loop ends."""
+def test_it_is_finished_when_what_it_watches_is():
     case = Case()
     assert not case.watched.finished
     case.steps.finished = True
     assert case.watched.finished
 
 
-def test_what_leads_to_the_journal_is_known_by_the_file_that_systemd_names(tmp_path: Path) -> None:
-    """Another file, an empty word or none is no journal: a shell hands the word on to all that it starts."""
+def test_what_leads_to_the_journal_is_known_by_the_file_that_systemd_names(tmp_path):
     with (tmp_path / "journal").open("w") as journal, (tmp_path / "other").open("w") as other:
         found = os.fstat(journal.fileno())
         environ = {"JOURNAL_STREAM": f"{found.st_dev}:{found.st_ino}"}

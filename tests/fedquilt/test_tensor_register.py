@@ -1,7 +1,5 @@
 """The register says what a network's tensors are: by what the network does, not by names and shapes."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from typing import Any
 
@@ -35,8 +33,7 @@ def kinds(register: TensorRegister) -> dict[str, str]:
 # -- what depends on it ---------------------------------------------------------------------------
 
 
-def test_batch_norm_couples_examples_unless_all_its_tensors_are_held_still() -> None:
-    """Of any name, with statistics or without; a normalisation of other kind, or of another part, does not."""
+def test_batch_norm_couples_examples_unless_all_its_tensors_are_held_still():
     layers = {"a": nn.Conv1d(2, 2, 3), "b": nn.BatchNorm1d(2, track_running_stats=False), "c": nn.GroupNorm(1, 2)}
     register = register_trace.trace_register(nn.Sequential(OrderedDict(layers)), (2, 8))
     names = {entry.name for entry in register.tensors}
@@ -48,8 +45,7 @@ def test_batch_norm_couples_examples_unless_all_its_tensors_are_held_still() -> 
     assert bare.is_coupled({"0.running_mean"}, set())
 
 
-def test_convolutions_along_time_are_convolutions_and_learned_places_are_not() -> None:
-    """A class token and places of three axes belong to the network itself."""
+def test_convolutions_along_time_are_convolutions_and_learned_places_are_not():
     assert (
         traced(difficult_networks.network_table("tokens")).convolution_paths(
             kinds(traced(difficult_networks.network_table("tokens")))
@@ -62,12 +58,11 @@ def test_convolutions_along_time_are_convolutions_and_learned_places_are_not() -
     assert series.convolution_paths([]) == set()
 
 
-def test_a_running_variance_is_paired_with_the_mean_of_its_module() -> None:
-    """Not where a module of another kind has buffers of these names."""
+def test_a_running_variance_is_paired_with_the_mean_of_its_module():
     named = nn.Module()
     named.register_buffer("running_mean", torch.zeros(2))
     named.register_buffer("running_var", torch.ones(2))
-    named.forward = lambda x: x  # type: ignore[method-assign]
+    named.forward = lambda x: x
     register = register_trace.trace_register(nn.Sequential(nn.BatchNorm1d(2), named), (2, 8))
     assert register.running_means_by_variance() == {"0.running_var": "0.running_mean"}
 
@@ -75,30 +70,24 @@ def test_a_running_variance_is_paired_with_the_mean_of_its_module() -> None:
 # -- what a tensor is -----------------------------------------------------------------------------
 
 
-def test_a_normalisation_of_any_name_has_statistics_that_no_gradient_moves() -> None:
-    """Moving averages are buffers that training changes, and their module is a normalisation."""
+def test_a_normalisation_of_any_name_has_statistics_that_no_gradient_moves():
     register = traced(difficult_networks.network_table("moving_average"))
     entry = register.find_entry("2.mean_ema")
-    assert entry is not None
     assert (entry.kind, entry.module, entry.normalises, entry.trained) == ("buffer", "2", True, True)
-    assert register.parameter_names({"1.weight": 0, "2.mean_ema": 0}) == ["1.weight"]  # type: ignore[dict-item]
+    assert register.parameter_names({"1.weight": 0, "2.mean_ema": 0}) == ["1.weight"]
     assert register.is_running_statistic("2.var_ema")
 
 
-def test_a_constant_buffer_of_three_axes_is_no_weight_and_no_statistic() -> None:
-    """`waves` never changes; the class token and the places are parameters of the network itself."""
+def test_a_constant_buffer_of_three_axes_is_no_weight_and_no_statistic():
     register = traced(difficult_networks.network_table("tokens"))
     waves, token = register.find_entry("waves"), register.find_entry("class_token")
-    assert waves is not None
-    assert token is not None
     assert (waves.kind, waves.trained, waves.normalises) == ("buffer", False, False)
     assert (token.kind, token.module) == ("parameter", "")
-    assert register.find_entry("attention.in_proj_weight").type == "MultiheadAttention"  # type: ignore[union-attr]
-    assert register.find_entry("attention.out_proj.weight").type == "Linear"  # type: ignore[union-attr]
+    assert register.find_entry("attention.in_proj_weight").type == "MultiheadAttention"
+    assert register.find_entry("attention.out_proj.weight").type == "Linear"
 
 
-def test_whole_numbers_are_counters_whether_training_counts_in_them_or_not() -> None:
-    """An order of columns stays, `seen` grows; float16 is a buffer as float32 is."""
+def test_whole_numbers_are_counters_whether_training_counts_in_them_or_not():
     register = traced(difficult_networks.network_table("typed_buffers"))
     assert {name: kinds(register)[name] for name in ("order", "seen", "scale", "level")} == {
         "order": "counter",
@@ -109,19 +98,17 @@ def test_whole_numbers_are_counters_whether_training_counts_in_them_or_not() -> 
     assert [entry.name for entry in register.tensors if not entry.trained] == ["order", "scale"]
 
 
-def test_a_tensor_of_two_names_is_in_the_register_once() -> None:
-    """A weight that two layers share, and a module in two places with all that is in it."""
+def test_a_tensor_of_two_names_is_in_the_register_once():
     rows = {entry.name: entry.aliases for entry in traced(difficult_networks.network_table("tied")).tensors}
     assert rows["second.weight"] == ("third.weight",)
     assert "third.weight" not in rows
     shared = traced(difficult_networks.network_table("shared"))
-    assert shared.find_entry("2.1.running_var").aliases == ("3.1.running_var",)  # type: ignore[union-attr]
+    assert shared.find_entry("2.1.running_var").aliases == ("3.1.running_var",)
     model = {"2.0.weight": 1, "5.weight": 2}
-    assert shared.with_aliases(model) == {"2.0.weight": 1, "5.weight": 2, "3.0.weight": 1}  # type: ignore[arg-type]
+    assert shared.with_aliases(model) == {"2.0.weight": 1, "5.weight": 2, "3.0.weight": 1}
 
 
-def test_tracing_leaves_the_network_as_it_was() -> None:
-    """Its tensors, its mode, and torch's random numbers."""
+def test_tracing_leaves_the_network_as_it_was():
     model = registry.build_network(difficult_networks.network_table("root_parameter"))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     torch.manual_seed(3)
@@ -136,11 +123,10 @@ def test_tracing_leaves_the_network_as_it_was() -> None:
 # -- layers ---------------------------------------------------------------------------------------
 
 
-def test_a_batch_norm_goes_with_the_layer_called_before_it_if_that_gives_as_many_channels() -> None:
-    """By the order of calls: names do not matter, and one that stands before its layer is a layer of its own."""
+def test_a_batch_norm_goes_with_the_layer_called_before_it_if_that_gives_as_many_channels():
     found = traced({"name": "plain", "channels": 1, "classes": 3, "width": 2, "input": {"channels": 1, "size": 8}})
     assert found.parameters_by_layer()["0.0"] == ("0.0.weight", "0.1.bias", "0.1.weight")
-    assert found.find_entry("0.1.running_mean").layer == "0.0"  # type: ignore[union-attr]
+    assert found.find_entry("0.1.running_mean").layer == "0.0"
     before = register_trace.trace_register(nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3), nn.BatchNorm1d(3)), (6,))
     assert before.parameters_by_layer() == {
         "0": ("0.bias", "0.weight"),
@@ -148,17 +134,15 @@ def test_a_batch_norm_goes_with_the_layer_called_before_it_if_that_gives_as_many
     }
 
 
-def test_the_head_is_the_linear_layer_called_last() -> None:
-    """A network whose `classifier` comes before its `encoder` in the alphabet."""
-
-    class Net(nn.Module):  # type: ignore[misc]
-        def __init__(self) -> None:
+def test_the_head_is_the_linear_layer_called_last():
+    class Net(nn.Module):
+        def __init__(self):
             super().__init__()
             self.classifier = nn.Linear(8, 3)
             self.encoder = nn.Sequential(nn.Linear(8, 8), nn.MultiheadAttention(8, 2, batch_first=True))
             self.a_first = nn.Linear(6, 8)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             value = self.encoder[0](self.a_first(x))[:, None]
             return self.classifier(self.encoder[1](value, value, value)[0][:, 0])
 
@@ -173,16 +157,14 @@ def test_the_head_is_the_linear_layer_called_last() -> None:
     assert register.find_classifier() == "classifier"
 
 
-def test_a_head_with_the_weights_of_another_layer_is_refused_by_name() -> None:
-    """As in a language model whose embedding is its classifier."""
-
-    class Net(nn.Module):  # type: ignore[misc]
-        def __init__(self) -> None:
+def test_a_head_with_the_weights_of_another_layer_is_refused_by_name():
+    class Net(nn.Module):
+        def __init__(self):
             super().__init__()
             self.embed, self.mix, self.head = nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5, bias=False)
             self.head.weight = self.embed.weight
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return self.head(self.mix(self.embed(x.long()).mean(1)))
 
     with pytest.raises(ModelError, match=r"the last layer 'head' shares the tensor 'embed\.weight'"):
@@ -205,8 +187,7 @@ def head_of(name: str) -> tuple[str | None, list[str]]:
 
 
 @pytest.mark.parametrize("name", ["convnext_tiny", "squeezenet1_1", "mnasnet0_5"])
-def test_the_head_of_a_torchvision_classifier_is_the_layer_that_gives_its_classes(name: str) -> None:
-    """Names alone take ConvNeXt's `features.7.2.block.5`. SqueezeNet has none."""
+def test_the_head_of_a_torchvision_classifier_is_the_layer_that_gives_its_classes(name):
     pytest.importorskip("fedquilt.host.torchvision_compat")
     found, told = head_of(name)
     assert [found] == (told or [None])
@@ -214,14 +195,12 @@ def test_the_head_of_a_torchvision_classifier_is_the_layer_that_gives_its_classe
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["vit_b_32", "swin_t", "googlenet", "densenet121", "regnet_y_400mf", "inception_v3"])
-def test_so_are_the_heads_of_larger_ones(name: str) -> None:
-    """Those that take longer to run."""
+def test_so_are_the_heads_of_larger_ones(name):
     found, told = head_of(name)
     assert [found] == told
 
 
-def test_a_residual_net_s_batch_norms_go_with_their_convolutions() -> None:
-    """ResNet18: 20 convolutions each with its own batch norm, and the classifier, which is the head."""
+def test_a_residual_net_s_batch_norms_go_with_their_convolutions():
     found = traced({"name": "torchvision/resnet18", "classes": 10, "input": {"channels": 3, "size": 32}})
     layers = found.parameters_by_layer()
     assert len(layers) == 21
@@ -233,8 +212,7 @@ def test_a_residual_net_s_batch_norms_go_with_their_convolutions() -> None:
 # -- in a network's table -------------------------------------------------------------------------
 
 
-def test_a_table_without_a_register_is_refused_unless_it_says_the_tensors_itself() -> None:
-    """As that of an `mlp` does, which the numpy engine trains."""
+def test_a_table_without_a_register_is_refused_unless_it_says_the_tensors_itself():
     network = {"name": "mlp", "inputs": 6, "hidden": [5, 4], "classes": 3}
     assert register_from_table(network) == traced(network) == make_mlp_register(3)
     with pytest.raises(ModelError, match="no register of the tensors of 'gru'"):
@@ -243,8 +221,7 @@ def test_a_table_without_a_register_is_refused_unless_it_says_the_tensors_itself
         register_from_table({"name": "gru", "register": {"tensors": [1]}})
 
 
-def test_numbers_in_names_are_compared_as_numbers() -> None:
-    """So the last layer of a long sequence is its last, not its ninth."""
+def test_numbers_in_names_are_compared_as_numbers():
     rows = [RegisterEntry(f"{n}.weight", "parameter", f"{n}", f"{n}", "Linear", False, True) for n in (10, 2, 9)]
     register = TensorRegister(tuple(rows))
     assert list(register.parameters_by_layer()) == ["2", "9", "10"]
@@ -253,8 +230,7 @@ def test_numbers_in_names_are_compared_as_numbers() -> None:
 
 
 @pytest.mark.parametrize("normalised", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm])
-def test_tensors_that_a_weight_is_made_of_belong_to_its_layer(normalised: Any) -> None:
-    """So the classifier is found, and its buffers are no batch norm's."""
+def test_tensors_that_a_weight_is_made_of_belong_to_its_layer(normalised):
     register = register_trace.trace_register(
         nn.Sequential(nn.Linear(4, 5), nn.ReLU(), normalised(nn.Linear(5, 3))), (4,)
     )
@@ -270,8 +246,7 @@ def test_tensors_that_a_weight_is_made_of_belong_to_its_layer(normalised: Any) -
     register.require_plain_weight("0")
 
 
-def test_buffers_outside_the_state_are_not_in_the_register() -> None:
-    """As frequencies of rotary positions are, beside tensors that count."""
+def test_buffers_outside_the_state_are_not_in_the_register():
     layer = nn.Linear(4, 3)
     layer.register_buffer("frequencies", torch.ones(4), persistent=False)
     assert [entry.name for entry in register_trace.trace_register(layer, (4,)).tensors] == ["weight", "bias"]

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import re
 import struct
@@ -7,7 +5,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +21,7 @@ from fedquilt.models.local_training import NetworkState
 # -- arithmetic --
 
 
-def test_arithmetic_goes_name_by_name_and_gives_new_arrays() -> None:
+def test_arithmetic_goes_name_by_name_and_gives_new_arrays():
     """Small numbers, checked by hand; changing a result changes nobody's input."""
     a, b = {"w": np.array([1.0, 2.0])}, {"w": np.array([10.0, 20.0])}
     total = tensors.map_arrays(np.add, a, b)
@@ -34,8 +31,7 @@ def test_arithmetic_goes_name_by_name_and_gives_new_arrays() -> None:
     assert tensors.total_bytes([a, b]) == 32
 
 
-def test_unlike_tensors_are_told_apart_by_name() -> None:
-    """The error names which tensor, and how it differs."""
+def test_unlike_tensors_are_told_apart_by_name():
     wanted = {"w": np.zeros((2, 3)), "b": np.zeros(3)}
     tensors.require_matching(wanted, wanted)
     with pytest.raises(UpdateError, match="tensor names differ: b, c"):
@@ -46,12 +42,12 @@ def test_unlike_tensors_are_told_apart_by_name() -> None:
         tensors.require_matching({"w": np.zeros((2, 3)), "b": np.array([np.nan, 0, -np.inf])}, wanted)
 
 
-def test_what_a_device_sent_has_the_types_and_bounds_that_a_sum_can_take() -> None:
+def test_what_a_device_sent_has_the_types_and_bounds_that_a_sum_can_take():
     """A float's square has to fit its type, a counter runs from 0 to 2^53; at the bounds it passes."""
     wanted = {"w": tensors.TensorSpec((2,), np.dtype(np.float32)), "n": np.zeros((), np.int64)}
     good = {"w": np.array([-1.8e19, 1.8e19], np.float32), "n": np.array(2**53)}
     tensors.require_addable(good, wanted)
-    bad: list[tuple[str, np.ndarray, str]] = [
+    bad = [
         ("w", np.zeros(2), "tensor 'w' is float64, expected float32"),
         ("w", np.array([0, 1.9e19], np.float32), "tensor 'w' holds numbers from 0 to 1.9e"),
         ("w", np.array([0, np.nan], np.float32), "tensor 'w' holds 1 values that are not finite"),
@@ -64,13 +60,11 @@ def test_what_a_device_sent_has_the_types_and_bounds_that_a_sum_can_take() -> No
             tensors.require_addable({**good, name: array}, wanted)
 
 
-def test_integers_are_always_finite() -> None:
-    """Counters pass the check that looks for NaN."""
+def test_integers_are_always_finite():
     tensors.require_finite({"steps": np.array([2**62])})
 
 
-def test_a_generator_is_named_by_its_keys() -> None:
-    """Same keys, same numbers; another round, others. The first number is the same on every machine."""
+def test_a_generator_is_named_by_its_keys():
     assert tensors.seeded_rng(1, "job", 2).random() == tensors.seeded_rng(1, "job", 2).random()
     assert tensors.seeded_rng(1, "job", 2).random() != tensors.seeded_rng(1, "job", 3).random()
     assert tensors.seeded_rng("12", 3).integers(1000) != tensors.seeded_rng("1", 23).integers(1000)
@@ -79,7 +73,7 @@ def test_a_generator_is_named_by_its_keys() -> None:
 # -- bytes --
 
 
-def test_equal_tensors_have_equal_bytes_whatever_their_order() -> None:
+def test_equal_tensors_have_equal_bytes_whatever_their_order():
     """So that they have one sha256, and are sent and stored once."""
     a, b = np.arange(6.0).reshape(2, 3), np.array([1, 2], np.int32)
     one = tensors.encode_tensors({"a": a, "b": b})
@@ -97,8 +91,7 @@ def test_equal_tensors_have_equal_bytes_whatever_their_order() -> None:
         {},
     ],
 )
-def test_bytes_are_the_librarys_own_the_first_time_and_after_it(given_: dict[str, np.ndarray]) -> None:
-    """A header that is known is used again, with other numbers behind it; what is read back is the caller's own."""
+def test_bytes_are_the_librarys_own_the_first_time_and_after_it(given_):
     plain = {name: np.asarray(array, order="C") for name, array in given_.items()}
     for _ in range(3):
         plain = {name: np.asarray(array + array, array.dtype) for name, array in plain.items()}
@@ -111,7 +104,7 @@ def test_bytes_are_the_librarys_own_the_first_time_and_after_it(given_: dict[str
         assert same_bits(tensors.decode_tensors(payload), dict(sorted(safetensors.numpy.load(payload).items())))
 
 
-def test_a_blob_with_a_known_header_that_ends_too_early_or_too_late_is_refused() -> None:
+def test_a_blob_with_a_known_header_that_ends_too_early_or_too_late_is_refused():
     payload = tensors.encode_tensors({"w": np.ones(4, np.float32)})
     assert tensors.decode_tensors(payload)["w"].tolist() == [1, 1, 1, 1]
     for damaged in (payload[:-1], payload + b"x", payload[:-16]):
@@ -119,16 +112,14 @@ def test_a_blob_with_a_known_header_that_ends_too_early_or_too_late_is_refused()
             tensors.decode_tensors(damaged)
 
 
-def test_few_of_many_headers_are_kept() -> None:
-    """Blobs of any number of shapes come back, and what is known of them does not grow with their number."""
+def test_few_of_many_headers_are_kept():
     for size in range(3 * tensors.LAYOUTS_MOST):
         assert tensors.decode_tensors(tensors.encode_tensors({"w": np.ones(size)}))["w"].shape == (size,)
     assert len(tensors._heads) <= tensors.LAYOUTS_MOST
     assert len(tensors._layouts) <= tensors.LAYOUTS_MOST
 
 
-def test_tensors_come_back_with_their_type_and_shape() -> None:
-    """Also a single number, nothing at all, and big-endian input."""
+def test_tensors_come_back_with_their_type_and_shape():
     given_ = {**STATE.model, "big": np.array([1, 258], ">i4")}
     back = tensors.decode_tensors(tensors.encode_tensors(given_))
     assert back.keys() == given_.keys()
@@ -138,8 +129,7 @@ def test_tensors_come_back_with_their_type_and_shape() -> None:
     assert all(same_bits(back[name], np.asarray(array, order="C")) for name, array in STATE.model.items())
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    """Absent: the store's fault. Not safetensors: the update's."""
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(StoreError, match="gone"):
         tensors.read_tensors(tmp_path / "gone")
     (tmp_path / "odd").write_bytes(b"odd")
@@ -154,8 +144,7 @@ def decodes_or_refuses(payload: bytes) -> None:
 
 @FUZZ
 @given(st.binary(max_size=100), st.data())
-def test_arbitrary_and_mutated_blobs_give_only_the_named_error(noise: bytes, data: st.DataObject) -> None:
-    """Noise; and a valid blob with a few bytes replaced, or cut short."""
+def test_arbitrary_and_mutated_blobs_give_only_the_named_error(noise, data):
     decodes_or_refuses(noise)
     valid = tensors.encode_tensors(STATE.model)
     place = data.draw(st.integers(0, len(valid)))
@@ -178,8 +167,7 @@ def test_arbitrary_and_mutated_blobs_give_only_the_named_error(noise: bytes, dat
         | st.none(),
     )
 )
-def test_headers_that_promise_too_much_give_only_the_named_error(header: dict[str, Any]) -> None:
-    """Types numpy does not have, shapes beyond the data, offsets beyond the file."""
+def test_headers_that_promise_too_much_give_only_the_named_error(header):
     text = json.dumps(header).encode()
     decodes_or_refuses(len(text).to_bytes(8, "little") + text + bytes(8))
 
@@ -187,7 +175,7 @@ def test_headers_that_promise_too_much_give_only_the_named_error(header: dict[st
 # -- one at a time --------------------------------------------------------------------------------
 
 
-def test_floats_of_a_file_are_those_that_are_read_at_once(tmp_path: Path) -> None:
+def test_floats_of_a_file_are_those_that_are_read_at_once(tmp_path):
     """In every bit, by name; what is no float32 is not among them, and what is given may be written over."""
     given = {
         "b": np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32),
@@ -208,14 +196,13 @@ def test_floats_of_a_file_are_those_that_are_read_at_once(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("payload", [b"", b"PK\x03\x04" * 9, b"\x02" + bytes(7) + b"[]", b"\xff" * 40])
-def test_a_file_that_is_no_safetensors_has_no_floats(tmp_path: Path, payload: bytes) -> None:
-    """The one named error that `read` raises too."""
+def test_a_file_that_is_no_safetensors_has_no_floats(tmp_path, payload):
     (tmp_path / "file").write_bytes(payload)
     with pytest.raises(UpdateError, match="not a safetensors"):
         safetensors_files.FloatReader(tmp_path / "file")
 
 
-def test_an_empty_tensor_beyond_the_end_of_its_file_is_missed_by_name(tmp_path: Path) -> None:
+def test_an_empty_tensor_beyond_the_end_of_its_file_is_missed_by_name(tmp_path):
     """Its place is further than any file reaches, so that there is nothing to look up; fuzzing found it."""
     path, far = tmp_path / "file", 1 << 64
     header = json.dumps({"w": {"dtype": "F32", "shape": [0], "data_offsets": [far, far]}}).encode()
@@ -224,8 +211,7 @@ def test_an_empty_tensor_beyond_the_end_of_its_file_is_missed_by_name(tmp_path: 
         safetensors_files.FloatReader(path)["w"]
 
 
-def test_floats_that_a_file_has_lost_are_missed_by_name(tmp_path: Path) -> None:
-    """A file that ends early, and one that is gone."""
+def test_floats_that_a_file_has_lost_are_missed_by_name(tmp_path):
     path = tmp_path / "file"
     safetensors_files.write_safetensors(path, {"w": np.ones(9, np.float32)})
     path.write_bytes(path.read_bytes()[:-4])
@@ -243,10 +229,7 @@ KEPT = NetworkState({"lr": 0.1}, {"name": "mlp"}, {"w": np.ones((3, 2), np.float
 
 
 @pytest.mark.parametrize("metadata", [None, {"state": '{"a": "\u00e9"}'}])
-def test_a_file_that_is_written_piece_by_piece_has_the_bytes_of_the_whole(
-    tmp_path: Path, metadata: dict[str, str] | None
-) -> None:
-    """Of every type, an empty one and one without axes; each comes back in every bit, however often it is read."""
+def test_a_file_that_is_written_piece_by_piece_has_the_bytes_of_the_whole(tmp_path, metadata):
     types = ["f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "?"]
     given = {f"t.{kind}": np.arange(1, 7).reshape(2, 3).astype(kind) for kind in types}
     given |= {"none": np.zeros((0, 2), np.float32), '\u00e9 "\\\x01': np.array(7)}
@@ -259,8 +242,7 @@ def test_a_file_that_is_written_piece_by_piece_has_the_bytes_of_the_whole(
         assert found[name].tobytes() == given[name].tobytes()
 
 
-def test_a_state_in_a_file_has_the_bytes_of_a_packed_one(tmp_path: Path) -> None:
-    """And is read back piece by piece; another file is refused by name."""
+def test_a_state_in_a_file_has_the_bytes_of_a_packed_one(tmp_path):
     path = tmp_path / "state"
     safetensors_files.write_safetensors(path, *tensors.split_state(KEPT))
     assert path.read_bytes() == tensors.pack_state(KEPT)
@@ -274,14 +256,14 @@ def test_a_state_in_a_file_has_the_bytes_of_a_packed_one(tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="a file of Linux's that comes in pieces")
-def test_a_part_of_a_file_is_read_in_as_many_calls_as_it_takes() -> None:
+def test_a_part_of_a_file_is_read_in_as_many_calls_as_it_takes():
     """Linux reads 2 GiB at once at the most, and of this file a few kB: a tensor may be larger."""
     buffer = bytearray(16 * 1024)
     assert REAL.read_into("/proc/self/smaps", buffer, 0) == len(buffer)
     assert 0 not in buffer
 
 
-def test_threads_decode_blobs_of_more_layouts_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_decode_blobs_of_more_layouts_than_are_kept(monkeypatch):
     """The coordinator's worker decodes beside its loop; a blob that either could not read would be refused."""
     monkeypatch.setattr(tensors, "LAYOUTS_MOST", 1)
     blobs = [tensors.encode_tensors({f"w{number}": np.ones(number + 1, np.float32)}) for number in range(40)]

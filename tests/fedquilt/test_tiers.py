@@ -1,7 +1,5 @@
 """Tiers and coverage, on a fleet small enough to count by hand."""
 
-from __future__ import annotations
-
 import pytest
 from plain import budgeted
 
@@ -30,24 +28,21 @@ def device(budget_bytes: int, *engines: str) -> Profile:
         (64 * GB, "8GB"),
     ],
 )
-def test_a_tier_is_the_largest_that_the_budget_reaches(budget_bytes: int, name: str) -> None:
-    """The budget for a task counts, not the board's memory, which is twice that here."""
+def test_a_tier_is_the_largest_that_the_budget_reaches(budget_bytes, name):
     assert tiers.tier_from_profile(device(budget_bytes)) == name
 
 
-def test_a_device_that_has_not_said_what_it_is_has_no_tier() -> None:
-    """Unknown is not small."""
+def test_a_device_that_has_not_said_what_it_is_has_no_tier():
     assert tiers.tier_from_profile(None) == ""
 
 
-def test_work_fits_a_device_up_to_the_last_byte_beside_the_engine() -> None:
-    """1 GB less torch at work."""
+def test_work_fits_a_device_up_to_the_last_byte_beside_the_engine():
     room = GB - ASSUMED_BASE_BYTES["torch"] - FIRST_USE_BYTES["torch"]
     assert tiers.fits_budget(device(GB), "torch", WorkEstimate(peak_bytes=room))
     assert not tiers.fits_budget(device(GB), "torch", WorkEstimate(peak_bytes=room + 1))
 
 
-def test_coverage_counts_devices_and_examples_by_tier() -> None:
+def test_coverage_counts_devices_and_examples_by_tier():
     """1.5 GB of training: of ten devices in the paper's shares, those with 2 GB and more, 7 of 10."""
     fleet = [TierDevice(device(size * GB), examples=10 * size) for size in (1, 1, 1, 2, 2, 2, 4, 4, 4, 8)]
     found = tiers.tier_coverage(fleet, ["torch"], WorkEstimate(peak_bytes=1500 * MB))
@@ -63,7 +58,7 @@ def test_coverage_counts_devices_and_examples_by_tier() -> None:
     assert len(told) == 5
 
 
-def test_a_device_takes_part_with_any_engine_that_it_has_and_that_fits() -> None:
+def test_a_device_takes_part_with_any_engine_that_it_has_and_that_fits():
     """Torch with the work is too much for it, onnx is not; a device with neither cannot, whatever its budget."""
     work = WorkEstimate(peak_bytes=400 * MB)
     small = TierDevice(device(500 * MB))
@@ -72,8 +67,7 @@ def test_a_device_takes_part_with_any_engine_that_it_has_and_that_fits() -> None
     assert tiers.tier_coverage([TierDevice(device(8 * GB, "numpy"))], ["torch", "onnx"], work)["8GB"].able == 0
 
 
-def test_devices_that_have_not_said_how_many_examples_they_have_are_told_as_such() -> None:
-    """They count as devices, and not as 0 examples; where nobody has said, nothing is said of examples."""
+def test_devices_that_have_not_said_how_many_examples_they_have_are_told_as_such():
     known, unknown = TierDevice(device(GB), 7), TierDevice(device(GB))
     work = WorkEstimate(peak_bytes=MB)
     told = tiers.format_coverage(tiers.tier_coverage([known, unknown], ["onnx"], work), work)
@@ -85,7 +79,6 @@ def test_devices_that_have_not_said_how_many_examples_they_have_are_told_as_such
     ]
 
 
-def test_an_empty_fleet_covers_nothing() -> None:
-    """And says nothing."""
+def test_an_empty_fleet_covers_nothing():
     assert tiers.tier_coverage([], ["onnx"], WorkEstimate()) == {}
     assert tiers.format_coverage({}, WorkEstimate()) == []

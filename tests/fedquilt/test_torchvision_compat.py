@@ -1,7 +1,5 @@
 """torchvision imports beside any torch, and no other failure is hidden."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -21,15 +19,12 @@ assert models.squeezenet1_1(weights=None).eval()(torch.zeros(1, 3, 64, 64)).shap
 
 
 def test_networks_and_data_sets_import_without_a_warning():
-    """In a fresh interpreter with warnings as errors, as on a board whose operators do not load."""
     pytest.importorskip("torch")
     done = subprocess.run([sys.executable, "-W", "error", "-c", WHOLE_USE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
 def test_an_absent_torchvision_names_the_mend():
-    """The message holds the command that installs it."""
-
     def load(name):
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
@@ -38,8 +33,6 @@ def test_an_absent_torchvision_names_the_mend():
 
 
 def test_any_other_failure_comes_through():
-    """Only the one known mismatch is mended."""
-
     def load(name):
         raise RuntimeError("compiled with different CUDA major versions")
 

@@ -1,7 +1,5 @@
 """Numbers for people."""
 
-from __future__ import annotations
-
 import pytest
 
 from fedquilt.cli import options
@@ -22,13 +20,11 @@ from fedquilt.coordinator import limits, settings
         (5 * 10**12, "5 TB"),
     ],
 )
-def test_bytes_have_three_digits_and_their_unit(count: int, text: str) -> None:
-    """What is little is not 0.0 of something large."""
+def test_bytes_have_three_digits_and_their_unit(count, text):
     assert units.format_bytes(count) == text
 
 
-def test_units_are_those_of_the_largest() -> None:
-    """Bytes and joules of any size have labels of a few digits."""
+def test_units_are_those_of_the_largest():
     assert units.select_prefix(2_500_000) == (1e6, "M")
     assert units.select_prefix(0.004) == (1e-3, "m")
     assert units.select_prefix(0.0) == (1.0, "")
@@ -47,8 +43,7 @@ def test_units_are_those_of_the_largest() -> None:
         ("0s", 0.0),
     ],
 )
-def test_a_time_is_read_with_any_unit(text: str, seconds: float) -> None:
-    """An option of a command, [trigger] pause and [retention] older_than take the same ones."""
+def test_a_time_is_read_with_any_unit(text, seconds):
     assert units.parse_seconds(text) == seconds
     assert options.TIME.convert(text, None, None) == seconds
     assert settings.DriftTrigger(pause=text).pause_s == seconds
@@ -66,7 +61,6 @@ def test_a_time_is_read_with_any_unit(text: str, seconds: float) -> None:
         ("99999w", "99999w is less than 0, or too long"),
     ],
 )
-def test_what_is_no_time_says_what_is_one(text: str, said: str) -> None:
-    """With the units that there are."""
+def test_what_is_no_time_says_what_is_one(text, said):
     with pytest.raises(ValueError, match=said):
         units.parse_seconds(text)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import zlib
 from contextlib import suppress
@@ -34,17 +32,17 @@ def only_named_errors(payload: bytes, kind: type[WireMessage]) -> None:
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_every_message_comes_back_as_it_was_sent(message: WireMessage) -> None:
+def test_every_message_comes_back_as_it_was_sent(message):
     """decode(encode(m)) == m for each kind of message."""
     assert wire.decode(wire.encode(message), type(message)) == message
 
 
-def test_every_kind_of_message_is_among_those_tested() -> None:
+def test_every_kind_of_message_is_among_those_tested():
     """A new message must be added to the list above."""
     assert set(KINDS) == set(wire.Message.__args__)
 
 
-def test_a_message_is_one_json_object_that_any_dashboard_reads() -> None:
+def test_a_message_is_one_json_object_that_any_dashboard_reads():
     """The envelope adds a version and a checksum, nothing else."""
     fields = b',"online":true,"boot":"b1","seq":0}'
     payload = wire.encode(wire.Presence(online=True, boot="b1"))
@@ -52,8 +50,7 @@ def test_a_message_is_one_json_object_that_any_dashboard_reads() -> None:
     assert zlib.crc32(fields) == 0x3ADF1764
 
 
-def test_any_single_flipped_bit_is_seen() -> None:
-    """All bits of one message, one after the other."""
+def test_any_single_flipped_bit_is_seen():
     payload = wire.encode(wire.Ack(**NUMBERED, accepted=True))
     for place in range(len(payload)):
         for bit in range(8):
@@ -62,22 +59,19 @@ def test_any_single_flipped_bit_is_seen() -> None:
                 wire.decode(flipped, wire.Ack)
 
 
-def test_another_version_is_named_in_the_error() -> None:
-    """An operator with one old board reads which side to update."""
+def test_another_version_is_named_in_the_error():
     payload = wire.encode(wire.CoordState(online=True)).replace(b'"v":1', b'"v":2')
     with pytest.raises(WireError, match="protocol version 2, this side speaks 1"):
         wire.decode(payload, wire.CoordState)
 
 
-def test_one_kind_of_message_is_not_taken_for_another() -> None:
-    """Unknown fields are refused, not ignored."""
+def test_one_kind_of_message_is_not_taken_for_another():
     with pytest.raises(WireError, match="not a CoordState"):
         wire.decode(wire.encode(wire.Presence(online=True, boot="b")), wire.CoordState)
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_what_a_newer_device_tells_besides_is_skipped_and_what_asks_or_answers_is_refused(message: WireMessage) -> None:
-    """A neighbouring version's report is still read; a task with a part that is not understood is not carried out."""
+def test_what_a_newer_device_tells_besides_is_skipped_and_what_asks_or_answers_is_refused(message):
     payload = wire.encode(message)
     fields = b',"of_a_later_version":{"a":[1]}' + payload[payload.index(b",", payload.index(b"crc")) :]
     if type(message) in wire.UP.values():
@@ -87,12 +81,11 @@ def test_what_a_newer_device_tells_besides_is_skipped_and_what_asks_or_answers_i
             wire.decode(seal(fields), type(message))
 
 
-def test_what_a_newer_device_tells_inside_a_report_is_skipped_too() -> None:
-    """A task's cost and a board's operating points grow fields as meters do; a blob is named by two, and no others."""
+def test_what_a_newer_device_tells_inside_a_report_is_skipped_too():
     update = next(message for message in MESSAGES if isinstance(message, Update))
     payload = wire.encode(update)
 
-    def with_one_more(at: bytes) -> Update:
+    def with_one_more(at):
         assert at in payload
         grown = payload.replace(at, at + b'"of_a_later_version":1,')
         return wire.decode(seal(grown[grown.index(b",", grown.index(b"crc")) :]), Update)
@@ -102,7 +95,7 @@ def test_what_a_newer_device_tells_inside_a_report_is_skipped_too() -> None:
         with_one_more(b'"model":{')
 
 
-def test_an_update_without_layouts_does_not_name_them() -> None:
+def test_an_update_without_layouts_does_not_name_them():
     """Those of a large network alone would exceed a message."""
     (update,) = (message for message in MESSAGES if isinstance(message, Update))
     assert b"layouts" not in wire.encode(update)
@@ -110,7 +103,7 @@ def test_an_update_without_layouts_does_not_name_them() -> None:
     assert wire.decode(wire.encode(told), Update).layouts == told.layouts
 
 
-def test_a_message_too_large_is_refused_by_both_sides() -> None:
+def test_a_message_too_large_is_refused_by_both_sides():
     """64 KiB for control messages; a manifest may fill a chunk."""
     state = wire.RoundState(job="j", method="m", round=0, rounds=1, phase="open", asked=tuple(["d" * 60] * 1200))
     with pytest.raises(WireError, match="exceeds the 65536 allowed"):
@@ -123,15 +116,13 @@ def test_a_message_too_large_is_refused_by_both_sides() -> None:
         wire.encode(wire.BlobManifest(sha256=SHA, size=1 << 30, chunk=1024, digests=SHA * 5000))
 
 
-def test_text_that_is_not_unicode_is_refused_before_it_is_sent() -> None:
-    """A file name of undecodable bytes in a reason, say."""
+def test_text_that_is_not_unicode_is_refused_before_it_is_sent():
     with pytest.raises(WireError, match="not Unicode"):
         wire.encode(wire.MissingBlob(sha256=SHA, reason="\udcff"))
 
 
 @pytest.mark.parametrize("sha256", [SHA + "\n", SHA[:-1], SHA.upper(), "../" + SHA])
-def test_a_digest_is_64_hex_digits_and_nothing_more(sha256: str) -> None:
-    """A digest becomes a file name."""
+def test_a_digest_is_64_hex_digits_and_nothing_more(sha256):
     body = json.dumps({"sha256": sha256, "chunk": 1024})[1:].encode()
     with pytest.raises(WireError):
         wire.decode(seal(b"," + body), wire.ChunkRequest)
@@ -139,8 +130,7 @@ def test_a_digest_is_64_hex_digits_and_nothing_more(sha256: str) -> None:
 
 @FUZZ
 @given(st.sampled_from(KINDS), st.binary(max_size=200))
-def test_arbitrary_bytes_give_only_the_named_error(kind: type[WireMessage], payload: bytes) -> None:
-    """Bare, and inside an envelope whose checksum is right."""
+def test_arbitrary_bytes_give_only_the_named_error(kind, payload):
     only_named_errors(payload, kind)
     only_named_errors(seal(payload), kind)
     only_named_errors(seal(b"," + payload + b"}"), kind)
@@ -148,9 +138,7 @@ def test_arbitrary_bytes_give_only_the_named_error(kind: type[WireMessage], payl
 
 @FUZZ
 @given(st.sampled_from(KINDS), st.sampled_from(MESSAGES), st.data())
-def test_mutated_messages_with_a_right_checksum_give_only_the_named_error(
-    kind: type[WireMessage], message: WireMessage, data: st.DataObject
-) -> None:
+def test_mutated_messages_with_a_right_checksum_give_only_the_named_error(kind, message, data):
     """Valid fields, cut and spliced, so that the decoder behind the checksum is reached."""
     fields = wire.encode(message)[len(b'{"v":1,"crc":"00000000"') :]
     start = data.draw(st.integers(0, len(fields)))
@@ -160,18 +148,14 @@ def test_mutated_messages_with_a_right_checksum_give_only_the_named_error(
 
 @FUZZ
 @given(st.sampled_from(MESSAGES), JSON, st.data())
-def test_any_json_in_any_field_gives_only_the_named_error(
-    message: WireMessage, value: object, data: st.DataObject
-) -> None:
-    """One field of a valid message becomes any JSON at all."""
+def test_any_json_in_any_field_gives_only_the_named_error(message, value, data):
     fields = json.loads(wire.encode(message))
     del fields["v"], fields["crc"]
     fields[data.draw(st.sampled_from(sorted(fields)))] = value
     only_named_errors(seal(b"," + json.dumps(fields)[1:].encode()), type(message))
 
 
-def test_a_bottomless_message_gives_the_named_error() -> None:
-    """Nesting deeper than the interpreter's stack."""
+def test_a_bottomless_message_gives_the_named_error():
     body = b',"params":' + b"[" * 60000
     with pytest.raises(WireError):
         wire.decode(seal(body), Task)
@@ -194,14 +178,12 @@ BUILT = [
 
 
 @pytest.mark.parametrize(("topic", "leaf", "device", "direction"), BUILT)
-def test_every_topic_that_is_built_is_understood(topic: str, leaf: str, device: str, direction: str) -> None:
-    """route() undoes Topics."""
+def test_every_topic_that_is_built_is_understood(topic, leaf, device, direction):
     route = wire.parse_topic(topic)
     assert (route.leaf, route.device, route.direction) == (leaf, device, direction)
 
 
-def test_a_chunk_is_named_by_its_topic_alone() -> None:
-    """Its payload is raw bytes, so blob and index come from the topic."""
+def test_a_chunk_is_named_by_its_topic_alone():
     route = wire.parse_topic(TOPICS.chunk_topic("tx2-1", "dn", SHA, 12))
     assert (route.sha256, route.index, route.kind) == (SHA, 12, None)
 
@@ -222,7 +204,7 @@ def test_a_chunk_is_named_by_its_topic_alone() -> None:
         f"fq/1/lab/dev/tx2-1/up/blob/{SHA[:16]}/0",
     ],
 )
-def test_what_is_no_topic_of_ours_is_refused(topic: str) -> None:
+def test_what_is_no_topic_of_ours_is_refused(topic):
     """Other versions, wrong directions, names that no device may have."""
     with pytest.raises(WireError, match="not a topic"):
         wire.parse_topic(topic)
@@ -230,14 +212,13 @@ def test_what_is_no_topic_of_ours_is_refused(topic: str) -> None:
 
 @FUZZ
 @given(st.sampled_from([topic for topic, *_ in BUILT]), st.text(max_size=30), st.data())
-def test_arbitrary_and_mutated_topics_give_only_the_named_error(topic: str, text: str, data: st.DataObject) -> None:
-    """A route or WireError."""
+def test_arbitrary_and_mutated_topics_give_only_the_named_error(topic, text, data):
     place = data.draw(st.integers(0, len(topic)))
     for candidate in (text, topic[:place] + text + topic[place:], topic[:place] + text):
         with suppress(WireError):
             assert isinstance(wire.parse_topic(candidate), wire.Route)
 
 
-def test_a_device_subscribes_to_its_own_branch_only() -> None:
+def test_a_device_subscribes_to_its_own_branch_only():
     """What an access control list would allow it."""
     assert TOPICS.device_filters("tx2-1") == ("fq/1/lab/dev/tx2-1/dn/#", "fq/1/lab/coord/state")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from fedquilt.formats import toml
-from tests.measures import passed_modules, plain_english
+from tests.measures import packs, passed_modules, plain_english
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PACKAGES: Final = ("coordinator", "edge_agent", "fedquilt", "models", "profiles", "tools")
@@ -58,6 +58,7 @@ def count_all() -> dict[str, int]:
         for folder, files in folders.items():
             plugins = folder.relative_to(ROOT).as_posix() in PLUGIN_FOLDERS
             counts[f"folders of more than {MOST_FILES} files"] += files > MOST_FILES and not plugins
+    counts["lines of the core"] = packs.count_core_lines().total()
     counts["classes"] = classes.total()
     counts["classes whose name another class has"] = sum(
         number for name, number in classes.items() if number > 1 and name not in PAPER_NAMES

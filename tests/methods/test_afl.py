@@ -1,7 +1,5 @@
 """AFL over toy donors: one round, exact, whatever the split."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,12 +54,10 @@ def split(parts: list[np.ndarray]) -> list[DeviceData]:
 
 @pytest.mark.parametrize("ridge", [0.0, 1e-3, 1.0])
 @pytest.mark.parametrize("donor", ["ash", "elm"])
-def test_one_round_equals_the_central_solution(donor: str, ridge: float) -> None:
-    """To 1e-6 of the largest weight."""
+def test_one_round_equals_the_central_solution(donor, ridge):
     first, last = played(donor=donor, ridge=ridge)
     assert (METHOD.done(first), METHOD.done(last)) == (False, True)
     head = stitched_network.from_artefact(*(lambda a: (a.meta, a.tensors))(METHOD.result(last))).head
-    assert head is not None
     wanted = central(features(POOLED.x, PATHS[donor]), POOLED.y, ridge)
     np.testing.assert_allclose(head["weights"], wanted, rtol=0, atol=1e-6 * np.abs(wanted).max())
     assert not head["bias"].any()
@@ -75,10 +71,18 @@ SPLITS = {
 }
 
 
-@pytest.mark.parametrize("name", SPLITS)
-@pytest.mark.parametrize("params", [{"ridge": 1e-3}, {"gcv": True}, {"random_features": 20, "ridge": 1e-3}], ids=str)
-def test_the_split_and_the_order_of_devices_do_not_matter(name: str, params: dict[str, Any]) -> None:
-    """All examples on one device, one on each, one label on each, or a few here and most there: 1e-6 of each other."""
+PARAMS = ({"ridge": 1e-3}, {"gcv": True}, {"random_features": 20, "ridge": 1e-3})
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [  # by day each split and each head once
+        pytest.param(name, params, marks=() if row % 3 == column else pytest.mark.nightly, id=f"{name}-{params}")
+        for row, name in enumerate(SPLITS)
+        for column, params in enumerate(PARAMS)
+    ],
+)
+def test_the_split_and_the_order_of_devices_do_not_matter(name, params):
     parts = SPLITS[name]
     *_, wanted = played(**params)
     *_, found = played(split(parts), **params)
@@ -89,8 +93,7 @@ def test_the_split_and_the_order_of_devices_do_not_matter(name: str, params: dic
             np.testing.assert_allclose(other.head[part], array, rtol=0, atol=1e-6 * np.abs(array).max())
 
 
-def test_the_papers_aggregation_gives_the_same() -> None:
-    """Local solutions with gamma, merged pairwise, and gamma taken off again, in float64 by its formulas."""
+def test_the_papers_aggregation_gives_the_same():
     *_, last = played()
     gamma, solved, inner = 1.0, [], []
     for each in image_members():
@@ -107,8 +110,7 @@ def test_the_papers_aggregation_gives_the_same() -> None:
     np.testing.assert_allclose(last.head["weights"], cleaned.T, rtol=0, atol=1e-6 * np.abs(cleaned).max())
 
 
-def test_cross_validation_chooses_a_ridge_of_standardised_features() -> None:
-    """The head is the centred ridge solution of the strength that leaves the least criterion, computed row by row."""
+def test_cross_validation_chooses_a_ridge_of_standardised_features():
     *_, last = played(gcv=True)
     z = features(POOLED.x)
     varies = z.std(axis=0) > 1e-6
@@ -124,8 +126,7 @@ def test_cross_validation_chooses_a_ridge_of_standardised_features() -> None:
     np.testing.assert_allclose(z @ last.head["weights"].T + last.head["bias"], wanted, atol=1e-5)
 
 
-def test_random_features_are_in_the_result() -> None:
-    """Scores by the artefact alone are those of ridge on the drawn features, behind the ReLU."""
+def test_random_features_are_in_the_result():
     *_, last = played(random_features=20, ridge=1e-3)
     found = METHOD.result(last)
     bundle, runner = build_donors()
@@ -135,20 +136,18 @@ def test_random_features_are_in_the_result() -> None:
     scores = stitched_network.compute_label_scores(
         network, stitched_network.load_donor_pool(bundle.meta).blocks, run, x
     )
-    assert network.head is not None
     drawn = np.maximum(features(POOLED.x) @ network.head["hidden"].T, 0)
     np.testing.assert_allclose(scores, drawn @ central(drawn, POOLED.y, 1e-3).T, atol=1e-4)
     assert (scores.argmax(axis=1) == POOLED.y).mean() > 0.8
 
 
-def test_rounds_hear_each_device_once() -> None:
-    """One of four in a round: after four rounds the head is that of all; the default ends after the first."""
+def test_rounds_hear_each_device_once():
     *_, whole = played(ridge=1e-3)
     several = played(ridge=1e-3, rounds=100, cohort=1)
     assert len(several) == 2
     assert len(several[-1].heard) == 1
     bundle, runner = build_donors()
-    table: dict[str, Any] = {"cohort": {"size": 1}, "rounds": 100}
+    table = {"cohort": {"size": 1}, "rounds": 100}
     run = run_method(
         "afl", bundle, image_members(), {"ridge": 1e-3, "rounds": 9}, engine=runner, method=METHOD, seed=3, **table
     )
@@ -160,8 +159,7 @@ def test_rounds_hear_each_device_once() -> None:
     assert not np.allclose(early, whole.head["weights"], atol=1e-3)
 
 
-def test_a_class_that_nobody_has_is_never_predicted() -> None:
-    """The log names it, and its score is below every other's."""
+def test_a_class_that_nobody_has_is_never_predicted():
     some = [
         replace(each, train=Examples(each.train.x[each.train.y != 1], each.train.y[each.train.y != 1]))
         for each in image_members()
@@ -173,15 +171,13 @@ def test_a_class_that_nobody_has_is_never_predicted() -> None:
     assert np.isneginf(METHOD.result(last).tensors["head.bias"]).tolist() == [False, True, False]
 
 
-def test_a_sum_of_a_site_is_refused_that_cannot_be_one() -> None:
-    """Of another number of examples, of nobody, or of what no features come to; sums are looked at, and parts."""
+def test_a_sum_of_a_site_is_refused_that_cannot_be_one():
     bundle, _ = build_donors()
     state, sound = METHOD.init(bundle, Params(), 0), METHOD.aggregation.check_sums
     part = class_moments.pack_moments(class_moments.device_moments(features(POOLED.x), POOLED.y, 3), exact=True)
-    assert sound is not None
     held = ExactMomentSums(parts={"a": part}, devices={"a": 1})
     n = len(POOLED)
-    for total in (held, held.sum_parts()):
+    for total in (held, held.fold_parts_into_sums()):
         sound(state, total, n)
         with pytest.raises(UpdateError, match=f"of {n} examples, in an update that weighs 1$"):
             sound(state, total, 1.0)
@@ -192,27 +188,27 @@ def test_a_sum_of_a_site_is_refused_that_cannot_be_one() -> None:
     with pytest.raises(UpdateError, match="of other devices than are named beside them"):
         sound(state, replace(held, devices={"a": 1, "b": 1}), n)
     with pytest.raises(UpdateError, match="of other devices than are named beside them"):
-        sound(state, replace(held, sums=held.sum_parts().sums), n)
+        sound(state, replace(held, sums=held.fold_parts_into_sums().sums), n)
     with pytest.raises(UpdateError, match="positive semi-definite"):
         sound(state, replace(held, parts={"a": {**part, "factor": part["factor"] / 10}}), n)
-    large = held.sum_parts()
+    large = held.fold_parts_into_sums()
     large.sums["second.0"].limbs[0][0, 1] += 2 * np.abs(large.sums["second.0"].rounded_value()).max()
     with pytest.raises(UpdateError, match="a product of two features that is larger than their squares allow"):
         sound(state, large, n)
-    negative = held.sum_parts()
+    negative = held.fold_parts_into_sums()
     negative.sums["second.0"].limbs[0][0, 0] = -1.0
     with pytest.raises(UpdateError, match="a negative square"):
         sound(state, negative, n)
     few = {name: each for name, each in negative.sums.items() if name != "totals"}
     with pytest.raises(UpdateError, match="names of sums differ: totals"):
         sound(state, replace(negative, sums=few), n)
-    odd = held.sum_parts()
+    odd = held.fold_parts_into_sums()
     odd.sums["counts"].limbs[0][:2] += (0.5, -0.5)
     with pytest.raises(UpdateError, match="negative, or not whole"):
         sound(state, odd, n)
 
 
-def test_what_cannot_begin_or_be_folded_says_why() -> None:
+def test_what_cannot_begin_or_be_folded_says_why():
     """No such donor, two ways to a ridge, nobody heard; an update of another round, or with moments that cannot be."""
     bundle, _ = build_donors()
     with pytest.raises(JobError, match="no donor 'oak'; it has ash, elm, fir"):
@@ -234,6 +230,5 @@ def test_what_cannot_begin_or_be_folded_says_why() -> None:
     with pytest.raises(UpdateError, match=f"of {len(POOLED)} examples, in an update that weighs 1$"):
         METHOD.aggregation.fold(state, None, replace(good, weight=1.0))
     order = METHOD.send(state, DeviceView("a", None))
-    assert order is not None
     assert set(order.bundles) == {"ash.0.onnx", "ash.1.onnx", "ash.2.onnx"}
     assert (order.work.flops, order.work.flops_per_example) == (0, 3000)

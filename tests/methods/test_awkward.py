@@ -1,11 +1,8 @@
 """Awkward networks under every method: the trajectory of the method's rule in plain torch, or a refusal by tensor."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -132,8 +129,7 @@ PLAYED = [
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # of attention's gradients, example by example
 @pytest.mark.parametrize(("case", "network"), PLAYED)
-def test_a_method_does_to_an_awkward_network_what_its_rule_does_in_plain_torch(case: Case, network: str) -> None:
-    """All tensors of the result, buffers too, those of single widths and devices' own, to 2e-5; and they have moved."""
+def test_a_method_does_to_an_awkward_network_what_its_rule_does_in_plain_torch(case, network):
     begun = dict(bundle_of(network).load("model"))
     run = played(case.name, network, case.params, case.rounds, **case.table)
     last, wanted = run.states[-1], case.rule(network, begun, run)
@@ -145,13 +141,13 @@ def test_a_method_does_to_an_awkward_network_what_its_rule_does_in_plain_torch(c
     assert max(float(np.abs(found[key] - old[key]).max()) for key in found if found[key].shape == old[key].shape) > 1e-3
 
 
-def test_a_device_that_comes_later_is_among_those_of_fedsdg_s_trajectory() -> None:
+def test_a_device_that_comes_later_is_among_those_of_fedsdg_s_trajectory():
     case = next(case for case in CASES if case.name == "fedsdg")
     devices = played(case.name, "tied", case.params, case.rounds, **case.table).devices
     assert {*devices[1], *devices[2]} - {*devices[0]}
 
 
-def test_ft_part_trains_a_batch_norm_without_parameters_with_the_layer_before_it() -> None:
+def test_ft_part_trains_a_batch_norm_without_parameters_with_the_layer_before_it():
     method = methods.load("ft_part")
     state = method.init(bundle_of("weight_normalisation"), method.params(layers=4), 0)
     assert {"norm.running_mean", "norm.running_var"} <= state.model.keys()
@@ -175,10 +171,7 @@ PREPARED = [
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # of attention's gradients, example by example
 @pytest.mark.parametrize(("name", "network"), PREPARED)
-def test_a_method_trains_an_awkward_network_or_refuses_it_as_the_job_is_prepared(
-    name: str, network: str, tmp_path: Path
-) -> None:
-    """A dry run of its rounds, export and reload; or a refusal by a module, a tensor or an operation."""
+def test_a_method_trains_an_awkward_network_or_refuses_it_as_the_job_is_prepared(name, network, tmp_path):
     more = {"encoder": 0.0} if name == "fedlps" else {}
     job = settings.parse_job({"name": "awkward", "method": name, "model": table_of(network), "params": more})
     if reason := REFUSED.get(name, {}).get(network):

@@ -1,17 +1,19 @@
 """What every method has to keep to (`fedquilt.testing.conformance`): a new file in methods/ is tested as it is."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from fedquilt import methods
 from fedquilt.arrays import tensors
-from fedquilt.core import DeviceView
+from fedquilt.arrays.exact_sums import WeightedSums
+from fedquilt.coordinator import settings
+from fedquilt.core import DeviceView, JobError
 from fedquilt.edge_agent.settings import parse_size
+from fedquilt.methods import scaffold
 from fedquilt.testing import conformance
 from fedquilt.testing.scenarios import MIXED, NETWORKS, CheckSkipped, depends_on_memory, device_profile, make_scene
+from fedquilt.testing.toy_networks import toy_bundle
 
 # What `Traits.per_device_data` names takes so much here for each device: FedPeWS has two bytes for each of the toy
 # network's 5 neurons, and a header; GENE-FL up to four clusters; a whole model takes 212 bytes, FedSDG's adapters and
@@ -25,13 +27,18 @@ UNFIT = {  # method, and which of NETWORKS it refuses: no linear layers to adapt
     *((name, "gru") for name in CUT),
 }
 
+ODD_OF_FEDSQ = {"gates": "soft", "bn": "no", "pool": "avg", "mu": -1.0, "cache": "int8"}
+BEGIN_OTHERWISE = {"afl", "fedstitch", "depthfl", "fedepth"}  # with donors, or with stages
+WEIGHTED = ("fedavg", "fedprox", "fednova", "fedopt", "fedbn", "moon", "fedrep", "ditto", "pfedme", "perfedavg")
+SUMS_OF_NOTHING: dict[str, Any] = {**dict.fromkeys(WEIGHTED, WeightedSums), "scaffold": scaffold.ScaffoldSums}
+
 NAMES = [*methods.builtin_names(), *(f"{name}{MIXED}" for name in methods.builtin_names() if depends_on_memory(name))]
 GROWS = conformance.accumulator_does_not_grow
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("check", conformance.CHECKS, ids=lambda check: check.__name__)
-def test_a_method_keeps_to(check: Callable[..., None], name: str) -> None:
+def test_a_method_keeps_to(check, name):
     """Each check on each method; what a round adds up may grow by what FOR_EACH_BYTES says."""
     try:
         check(name, **({"each_bytes": FOR_EACH_BYTES.get(name, 0)} if check is GROWS else {}))
@@ -39,7 +46,7 @@ def test_a_method_keeps_to(check: Callable[..., None], name: str) -> None:
         pytest.skip(str(reason))
 
 
-def test_what_a_method_keeps_of_each_device_it_says_itself() -> None:
+def test_what_a_method_keeps_of_each_device_it_says_itself():
     """So that `lab conformance` does not hold it against the method; one that says nothing has to keep nothing."""
     assert {
         name for name in methods.builtin_names() if methods.load(name).traits.per_device_data
@@ -58,16 +65,14 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("name", "network"), RUNS)
-def test_a_run_on_any_network_goes_on_from_the_store(name: str, network: str) -> None:
-    """In type and shape; a method refuses a network if and only if UNFIT says so."""
+def test_a_run_on_any_network_goes_on_from_the_store(name, network):
     try:
         conformance.run_works_on_network(name, network, unfit=(name, network) in UNFIT)
     except CheckSkipped as reason:
         pytest.skip(str(reason))
 
 
-def test_devices_of_a_mixed_fleet_are_sent_parts_of_another_size() -> None:
-    """Of the network of three stages each tier gets another part, by width and by depth."""
+def test_devices_of_a_mixed_fleet_are_sent_parts_of_another_size():
     pytest.importorskip("torch")
     for name in ("heterofl", "fjord", "fedlps", "depthfl"):
         here = make_scene(f"{name}{MIXED}")
@@ -75,6 +80,59 @@ def test_devices_of_a_mixed_fleet_are_sent_parts_of_another_size() -> None:
         orders = [
             here.method.send(state, DeviceView("a", device_profile(parse_size(budget)))) for budget in here.budgets
         ]
-        sizes = [tensors.total_bytes([order.bundles["model"]]) for order in orders if order]  # type: ignore[list-item]
+        sizes = [tensors.total_bytes([order.bundles["model"]]) for order in orders if order]
         assert sizes == sorted(sizes), name
         assert sizes[0] < sizes[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "message"),
+    [
+        ("fedavg", {"nesterov": True}, "requires a momentum above 0"),
+        ("fedavg", {"optimizer": "rmsprop"}, r"optimizer = "),
+        ("scaffold", {"momentum": 0.9}, "SCAFFOLD requires sgd and no momentum"),
+        ("scaffold", {"nesterov": True}, "requires a momentum above 0"),
+        ("scaffold", {"optimizer": "adam"}, "SCAFFOLD requires sgd and no momentum"),
+        ("fednova", {"optimizer": "adam"}, "not how far adam does"),
+        ("fedopt", {"server": "lamb"}, r"server = "),
+        ("fedopt", {"tau": 0.0}, r"tau = "),
+        ("moon", {"temperature": 0.0}, r"temperature = "),
+        ("pfedme", {"momentum": 0.9}, "requires sgd and no momentum"),
+        ("pfedme", {"optimizer": "adam"}, "requires sgd and no momentum"),
+        ("pfedme", {"lr": 0.2}, "have to be below 2"),
+        ("pfedme", {"outer_lr": 1.0}, "have to be below 2"),
+        ("perfedavg", {"clip": 1.0}, "no momentum and no clip"),
+        ("perfedavg", {"momentum": 0.5}, "no momentum and no clip"),
+        ("perfedavg", {"alpha": -0.1}, r"alpha = "),
+        ("ditto", {"pull": -1.0}, r"pull = "),
+        ("fedrep", {"head": 3}, r"head = "),
+        *(("fedsq", {key: odd}, rf"{key} = ") for key, odd in ODD_OF_FEDSQ.items()),
+        ("fedpews", {"momentum": 0.9}, "FedPeWS requires sgd without momentum"),
+        ("fedpews", {"weight_decay": 0.1}, "FedPeWS requires sgd without momentum"),
+        ("fedpews", {"optimizer": "adam"}, "FedPeWS requires sgd without momentum"),
+        ("fedpews", {"clip": 1.0}, "FedPeWS requires sgd without momentum"),
+        ("fedpews", {"publish": "scores"}, r"publish = "),
+        ("fedpews", {"diversity": -1.0}, r"diversity = "),
+        ("fedpews", {"first_score": 1e9}, r"first_score = "),
+        ("fedpews_fixed", {"parts": 0}, r"parts = "),
+        ("fedpews_fixed", {"warmup": -1}, r"warmup = "),
+        ("fedpews_fixed", {"nesterov": True}, "requires a momentum above 0"),
+        ("robust", {"attackers": 0.5}, r"attackers = "),
+        ("robust", {"rule": "mean"}, r"rule = "),
+        ("robust", {"rule": "krum", "most": 2}, r"krum requires more than 2 f \+ 2 updates, and f is 0"),
+        ("robust", {"rule": "krum", "most": 10, "attackers": 0.4}, r"krum requires more than 2 f \+ 2 .*, and f is 4"),
+        ("robust", {"rule": "median", "bucket": 3}, "median requires more than 2 f buckets, and f is 6"),
+    ],
+)
+def test_parameters_that_make_no_sense_are_refused_in_the_job(name, params, message):
+    with pytest.raises(JobError, match=message):
+        settings.parse_job({"name": "j", "method": name, "params": params, "cohort": {"min_devices": 32}})
+
+
+@pytest.mark.parametrize("name", sorted({*methods.builtin_names()} - BEGIN_OTHERWISE))
+def test_a_round_nobody_answered_changes_nothing(name):
+    method = methods.load(name)
+    state = method.init(toy_bundle(), method.params(), 0)
+    assert method.step(state, None) is state
+    if sums := SUMS_OF_NOTHING.get(name):
+        assert method.step(state, sums()) is state

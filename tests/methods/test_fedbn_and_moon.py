@@ -1,16 +1,12 @@
 """FedBN and MOON: batch norm that stays on a device, and the contrast between models."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 from fedavg_runs import play, same_bits, torch_one
 
-from fedquilt.core import ClientResult, Examples, ModelError
+from fedquilt.core import Examples, ModelError
 from fedquilt.core.evaluation import compute_metrics
 from fedquilt.methods import fedavg, fedbn, moon
 from fedquilt.models.local_training import NetworkState
@@ -43,7 +39,7 @@ def begun() -> NetworkState:
     return fedavg.init(toy_bundle(BN, bn_start()), fedavg.Params(), 0)
 
 
-def test_batch_norm_is_told_by_type_and_not_by_name() -> None:
+def test_batch_norm_is_told_by_type_and_not_by_name():
     """Every tensor of a BatchNorm2d and no other, though names here are `1`, `shortcut.1`, `bn1`."""
     torch = pytest.importorskip("torch")
     from fedquilt.models.networks import registry
@@ -59,12 +55,11 @@ def test_batch_norm_is_told_by_type_and_not_by_name() -> None:
     assert any("bn" not in name for name in wanted)
 
 
-def test_batch_norm_stays_on_the_device_and_is_used_there() -> None:
-    """Two devices of other brightness keep other statistics; a check runs with them; the server never sees any."""
-    kept: dict[str, Mapping[str, np.ndarray]] = {}
-    checked: list[float] = []
+def test_batch_norm_stays_on_the_device_and_is_used_there():
+    kept = {}
+    checked = []
 
-    def work(task: Any, site: Any) -> ClientResult:
+    def work(task, site):
         answer = fedbn.work(task, site)
         assert answer.bundles["model"].keys().isdisjoint(answer.local)
         with_own = compute_metrics(fedbn.check(task, replace(site, local=answer.local)))
@@ -86,7 +81,7 @@ def test_batch_norm_stays_on_the_device_and_is_used_there() -> None:
     assert found.meta["private"] == sorted(kept["dev-0"])
 
 
-def test_moons_contrast_is_what_it_is_on_paper() -> None:
+def test_moons_contrast_is_what_it_is_on_paper():
     """z = (1, 0) as the received model's, the previous one's is (0, 1): s = 1 and 0, and T = 1/2.
 
     l_con = -log(e^2 / (e^2 + e^0)) = log(1 + e^-2), times mu = 3; the other way round log(1 + e^2).
@@ -108,8 +103,7 @@ def test_moons_contrast_is_what_it_is_on_paper() -> None:
     assert module.training
 
 
-def test_moons_other_models_only_look() -> None:
-    """In evaluation mode: no statistics move, the received and the previous model's included; modes are put back."""
+def test_moons_other_models_only_look():
     torch_one()
     torch = pytest.importorskip("torch")
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 2))
@@ -123,7 +117,7 @@ def test_moons_other_models_only_look() -> None:
     assert [each.training for each in module] == [False, True, True]
 
 
-def test_moon_looks_at_other_models_with_tied_weights() -> None:
+def test_moon_looks_at_other_models_with_tied_weights():
     """Which have one name: the second layer has the other model's weights too. z and the two others lie at 90 degrees.
 
     Both layers turn by a quarter with the received weights, which leaves half a turn; so z = (-1, 0), received.
@@ -143,8 +137,7 @@ def test_moon_looks_at_other_models_with_tied_weights() -> None:
     assert found == pytest.approx(np.log1p(np.exp(-4)), rel=1e-5)  # likenesses 1 and -1, over T = 1/2
 
 
-def test_moon_says_so_where_there_is_no_linear_layer() -> None:
-    """As the job is prepared."""
+def test_moon_says_so_where_there_is_no_linear_layer():
     pytest.importorskip("torch")
     table = {**BN, "name": "torchvision/squeezenet1_1", "input": {"channels": 3, "size": 32}}
     table = {key: table[key] for key in ("name", "classes", "input")}

@@ -1,9 +1,6 @@
 """FedPeWS with fixed masks: each device trains its part, and nothing else moves."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,15 +8,14 @@ from fedavg_runs import numpy_one, torch_one
 from fedpews_runs import PLAN, H, begun, play, play_on
 
 from fedquilt.arrays import tensors
-from fedquilt.core import Bundle, ClientResult, DeviceView
+from fedquilt.core import Bundle, DeviceView
 from fedquilt.core.evaluation import compute_metrics
 from fedquilt.methods import fedpews_fixed
 from fedquilt.models.partial import masks
 from fedquilt.testing.toy_networks import MLP, bundle_files, point_members
 
 
-def test_fixed_masks_of_all_devices_sum_to_one() -> None:
-    """Two named devices; a third begins again with the first part."""
+def test_fixed_masks_of_all_devices_sum_to_one():
     state = begun("fedpews_fixed", devices=("x", "y", "z"))
     held = [fedpews_fixed.device_mask(state, device).astype(int) for device in ("x", "y")]
     assert sum(held).tolist() == [1] * H
@@ -28,8 +24,7 @@ def test_fixed_masks_of_all_devices_sum_to_one() -> None:
 
 
 @pytest.mark.parametrize("engine", [numpy_one, torch_one])
-def test_a_fixed_part_is_trained_by_itself_and_nothing_else_moves(engine: Any) -> None:
-    """One device with neurons 0 and 1: the others' entries stay, its own move, as in a network that has no others."""
+def test_a_fixed_part_is_trained_by_itself_and_nothing_else_moves(engine):
     params = {"devices": ["dev-0"], "warmup": 3, "mu": 0.2}
     run = play("fedpews_fixed", engine(), point_members(1), **params)
     mark = masks.covered_entries(PLAN, np.array([1, 1, 0, 0, 0], bool))
@@ -49,7 +44,7 @@ def test_a_fixed_part_is_trained_by_itself_and_nothing_else_moves(engine: Any) -
     np.testing.assert_allclose(small.model["3.bias"], last["3.bias"], atol=1e-6)
 
 
-def test_of_a_fixed_part_only_its_entries_travel_both_ways() -> None:
+def test_of_a_fixed_part_only_its_entries_travel_both_ways():
     """Neurons 0 and 1 of 5: 2 (6 + 1 + 3) + 3 entries of 4 bytes; the plan goes once."""
     state = begun("fedpews_fixed", devices=("dev-0",))
     order = fedpews_fixed.send(state, DeviceView("dev-0", None))
@@ -57,9 +52,9 @@ def test_of_a_fixed_part_only_its_entries_travel_both_ways() -> None:
     assert isinstance(down, Mapping)
     assert tensors.total_bytes([down]) == 4 * 23
     assert "mask_scores" not in down
-    sent: list[int] = []
+    sent = []
 
-    def work(task: Any, site: Any) -> ClientResult:
+    def work(task, site):
         answer = fedpews_fixed.work(task, site)
         sent.append(tensors.total_bytes(answer.bundles.values()))
         return answer
@@ -68,11 +63,10 @@ def test_of_a_fixed_part_only_its_entries_travel_both_ways() -> None:
     assert sent == [4 * 23, 4 * 23, 4 * 53]
 
 
-def test_a_device_is_judged_by_what_it_has() -> None:
-    """In the warm-up by its own part, which is all that it was sent; then by the whole network."""
-    checked: list[float] = []
+def test_a_device_is_judged_by_what_it_has():
+    checked = []
 
-    def work(task: Any, site: Any) -> ClientResult:
+    def work(task, site):
         checked.append(compute_metrics(fedpews_fixed.check(task, site))["accuracy"])
         return fedpews_fixed.work(task, site)
 

@@ -1,10 +1,7 @@
 """FedSDG and FedLoRA: what is shared and what stays, what they are at zero, and the weights by hand."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +26,7 @@ HEAD = {"head.weight", "head.bias"}
 # -- what travels ---------------------------------------------------------------------------------
 
 
-def test_only_the_change_of_the_shared_part_is_in_the_bytes_that_are_sent() -> None:
+def test_only_the_change_of_the_shared_part_is_in_the_bytes_that_are_sent():
     """Adapters A (in, 2) and B (2, out) of four layers and the head: 160 + 27 values, and nothing else.
 
     Of the four layers two are 8 -> 8 and two 16 -> 8: 2 * 32 + 2 * 48 values. A public implementation uploads
@@ -51,7 +48,7 @@ def test_only_the_change_of_the_shared_part_is_in_the_bytes_that_are_sent() -> N
 
 
 @pytest.mark.parametrize("name", ["fedsdg", "fedlora"])
-def test_a_head_that_is_called_head_is_aggregated(name: str) -> None:
+def test_a_head_that_is_called_head_is_aggregated(name):
     """A public implementation forgets it among the aggregated keys: it would stay as it began."""
     played = Played(name, rounds=1)
     found = played.method.result(played.states[-1]).tensors
@@ -62,8 +59,7 @@ def test_a_head_that_is_called_head_is_aggregated(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["fedsdg", "fedlora"])
-def test_the_backbone_is_sent_once_and_never_changes(name: str) -> None:
-    """A second round costs a device the shared part alone; LayerNorm too is held still."""
+def test_the_backbone_is_sent_once_and_never_changes(name):
     two = Played(name, rounds=2)
     first, again = (round.down_bytes for round in two.rounds)
     assert 0 < again < first / 2
@@ -74,8 +70,7 @@ def test_the_backbone_is_sent_once_and_never_changes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["fedlora", "fedsdg"])
-def test_what_is_held_still_has_no_gradients_and_no_moments(name: str) -> None:
-    """Training everything by Adam takes a gradient and two moments of the backbone more, three times its bytes."""
+def test_what_is_held_still_has_no_gradients_and_no_moments(name):
     method = methods.load(name)
     state = method.init(bundle(), method.params(**QUICK), 0)
     order = method.send(state, DeviceView("a", None))
@@ -87,9 +82,7 @@ def test_what_is_held_still_has_no_gradients_and_no_moments(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["fedrep", "ditto"])
-def test_a_personal_method_on_adapters_sends_them_alone_and_leaves_the_backbone(name: str) -> None:
-    """FedRep sends the adapters and keeps the head, Ditto sends both and keeps its own of both; in the result, a plain
-    network, nothing has moved but what is adapted and the head, and FedRep's head is the first one."""
+def test_a_personal_method_on_adapters_sends_them_alone_and_leaves_the_backbone(name):
     played = Played(name, rank=2, lr=0.1)
     adapters = {f"{layer}.{leaf}" for layer in LAYERS for leaf in lora.SHARED}
     sent, kept = (adapters, HEAD) if name == "fedrep" else (adapters | HEAD, adapters | HEAD)
@@ -105,18 +98,16 @@ def test_a_personal_method_on_adapters_sends_them_alone_and_leaves_the_backbone(
 
 
 @pytest.mark.parametrize("name", ["fedrep", "ditto"])
-def test_a_personal_method_on_adapters_is_evaluated_with_its_own_part(name: str) -> None:
+def test_a_personal_method_on_adapters_is_evaluated_with_its_own_part(name):
     """What a device has kept counts: with another head or other adapters of its own it scores otherwise."""
     method, member = methods.load(name), image_members(1, 40)[0]
     state = method.init(bundle(), method.params(**QUICK, lr=0.1), 0)
-    assert method.check is not None
     task, site = deliver_task(method, method.send(state, DeviceView(member.device, None)), member, ENGINE)
     local = method.work(task, site).local
     assert method.check(task, replace(site, local=local)).loss != method.check(task, site).loss
 
 
-def test_ditto_on_adapters_without_pull_trains_its_own_as_fedlora_does() -> None:
-    """The same steps from the same start: what it keeps after a round is what it sends, and FedLoRA's by sgd."""
+def test_ditto_on_adapters_without_pull_trains_its_own_as_fedlora_does():
     settings = {"optimizer": "sgd", "lr": 0.1, "clip": 0.0}
     ((_, mine),) = Played("ditto", 1, 1, pull=0.0, **settings).worked
     ((_, plain),) = Played("fedlora", 1, 1, **settings).worked
@@ -124,15 +115,13 @@ def test_ditto_on_adapters_without_pull_trains_its_own_as_fedlora_does() -> None
         assert array.tobytes() == mine.local[key].tobytes() == mine.bundles["model"][key].tobytes()
 
 
-def test_adapters_and_a_named_head_are_refused() -> None:
-    """With adapters the device's own layer is the one that tells classes."""
+def test_adapters_and_a_named_head_are_refused():
     method = methods.load("fedrep")
     with pytest.raises(JobError, match="head and rank"):
         method.init(bundle(), method.params(rank=2, head=("head",)), 0)
 
 
-def test_a_private_head_stays_on_the_device() -> None:
-    """Neither sent nor aggregated: the device keeps its own, the result has the first one of the job and says so."""
+def test_a_private_head_stays_on_the_device():
     played = Played("fedsdg", rounds=1, head="private")
     for _, answer in played.worked:
         assert answer.bundles["delta"].keys().isdisjoint(HEAD)
@@ -142,8 +131,7 @@ def test_a_private_head_stays_on_the_device() -> None:
     assert all(np.array_equal(found.tensors[key], WEIGHTS[key]) for key in HEAD)
 
 
-def test_gates_are_told_when_the_job_asks_for_it() -> None:
-    """One for each block, to two decimals, near the 0.5 that they begin with."""
+def test_gates_are_told_when_the_job_asks_for_it():
     for _, answer in Played("fedsdg", rounds=1, tell_gates=True).worked:
         gates = {name: m for name, m in answer.metrics.items() if name.startswith("gate.")}
         assert gates.keys() == {"gate.00", "gate.01"}
@@ -153,7 +141,7 @@ def test_gates_are_told_when_the_job_asks_for_it() -> None:
 # -- what it is with its knobs at zero ------------------------------------------------------------
 
 
-def test_with_all_gates_shut_it_is_fedlora() -> None:
+def test_with_all_gates_shut_it_is_fedlora():
     """m = 0, no penalties, the plain mean, devices with as many examples: the same shared part after two rounds."""
     shut = Played("fedsdg", gate=-100.0, sparsity=0.0, own_decay=0.0, aggregation="mean").states[-1]
     plain = Played("fedlora").states[-1]
@@ -162,7 +150,7 @@ def test_with_all_gates_shut_it_is_fedlora() -> None:
         np.testing.assert_allclose(shut.model[name], array, rtol=1e-4, atol=1e-6)
 
 
-def test_the_result_is_the_model_with_all_gates_shut() -> None:
+def test_the_result_is_the_model_with_all_gates_shut():
     """The job's plain network with the result's tensors has the loss of the adapted one at m = 0."""
     played = Played("fedsdg", rounds=2, lr=0.02)
     state = played.states[-1]
@@ -179,8 +167,7 @@ def test_the_result_is_the_model_with_all_gates_shut() -> None:
 
 
 @pytest.mark.parametrize("preset", ["paper", "official"])
-def test_who_has_never_trained_is_evaluated_with_all_gates_shut(preset: str) -> None:
-    """Its own branch is noise: what it scores is what the result scores, the same for every such device."""
+def test_who_has_never_trained_is_evaluated_with_all_gates_shut(preset):
     played = Played("fedsdg", rounds=2, lr=0.02, preset=preset)
     state = played.states[-1]
     found = played.method.result(state)
@@ -192,48 +179,10 @@ def test_who_has_never_trained_is_evaluated_with_all_gates_shut(preset: str) -> 
         assert each["loss"] == pytest.approx(whole["loss"], rel=1e-5)
 
 
-def test_fedlora_with_mu_stays_nearer_to_what_it_received() -> None:
-    """FedProx's pull at 100 against 0: by plain gradient steps the adapters and the head move less."""
-    options = {"optimizer": "sgd", "lr": 0.005, "clip": 0.0, "rounds": 1, "epochs": 3}
-    ways = []
-    for mu in (0.0, 100.0):
-        first, last = Played("fedlora", mu=mu, **options).states
-        ways.append(sum(float(np.square(last.model[name] - first.model[name]).sum()) for name in first.model))
-    assert 0 < ways[1] < 0.5 * ways[0]
-
-
 # -- on the device --------------------------------------------------------------------------------
 
 
-def test_the_three_groups_move_at_their_own_rates() -> None:
-    """Adam's first step is its rate, whatever the gradient: 0.001 shared, 0.002 own, 0.03 gates, 0 the backbone."""
-    task, site = asked(began(lr=0.001, lr_own=0.002, lr_gates=0.03, batch=1000))
-    before = fedsdg.load_own_branch(task, site, site.load("backbone"))
-    answer = fedsdg.work(task, site)
-    steps = {"shared": list(answer.bundles["delta"].values())}
-    for name, leaves in (("own", lora.OWN), ("gate", (lora.GATE,))):
-        keys = [key for key in before if key.rpartition(".")[2] in leaves]
-        steps[name] = [answer.local[key] - before[key] for key in keys]
-    longest = {name: max(float(np.abs(step).max()) for step in some) for name, some in steps.items()}
-    assert longest == pytest.approx({"shared": 0.001, "own": 0.002, "gate": 0.03}, rel=1e-2)
-
-
-def test_penalties_shut_gates_and_shrink_the_own_branch() -> None:
-    """lambda_1 = 100 drives every gate down; lambda_2 = 100 makes the branch's norm smaller than without."""
-
-    def after(**params: Any) -> dict[str, np.ndarray]:
-        task, site = asked(began(epochs=5, lr_own=0.01, **params))
-        return dict(fedsdg.work(task, site).local)
-
-    shut = after(sparsity=100.0)
-    assert all(shut[name] < -0.05 for name in shut if name.endswith("gate"))
-    free, small = after(own_decay=0.0), after(own_decay=100.0)
-    norms = [sum(float(np.square(a).sum()) for k, a in some.items() if "own_" in k) for some in (free, small)]
-    assert norms[1] < 0.9 * norms[0]
-
-
-def test_a_device_goes_on_with_its_own_branch_and_is_evaluated_with_it() -> None:
-    """What it had before its second task is what it kept after its first; another branch gives another loss."""
+def test_a_device_goes_on_with_its_own_branch_and_is_evaluated_with_it():
     worked = Played("fedsdg", rounds=2, devices=1).worked
     assert tensors.encode_tensors(worked[1][0].local) == tensors.encode_tensors(worked[0][1].local)
     state = began()
@@ -242,7 +191,7 @@ def test_a_device_goes_on_with_its_own_branch_and_is_evaluated_with_it() -> None
     assert losses[0] != pytest.approx(losses[1], rel=1e-3)
 
 
-def test_a_device_that_never_trained_begins_with_noise_of_its_own() -> None:
+def test_a_device_that_never_trained_begins_with_noise_of_its_own():
     """The same whenever it is asked, another for another device; B_p small, so that gates have a gradient."""
     state = began()
     first, again, other = (fedsdg.load_own_branch(*asked(state, None, device), WEIGHTS) for device in (0, 0, 1))
@@ -252,17 +201,7 @@ def test_a_device_that_never_trained_begins_with_noise_of_its_own() -> None:
     assert all(first[f"blocks.{block}.gate"] == 0 for block in (0, 1))
 
 
-def test_a_branch_of_another_rank_is_refused() -> None:
-    """It was kept by a job of the same name with rank 2."""
+def test_a_branch_of_another_rank_is_refused():
     kept = dict(Played("fedsdg", rounds=1, devices=1).worked[0][1].local)
     with pytest.raises(ModelError, match="dev-0 keeps a branch of another network, rank or choice of gates"):
         fedsdg.work(*asked(began(rank=3), kept))
-
-
-def test_training_makes_the_devices_better() -> None:
-    """Three rounds at a quick rate: a lower loss on the devices' own held-out examples than before."""
-    played = Played("fedsdg", rounds=3, lr=0.02, lr_own=0.02)
-    first = compute_metrics(fedsdg.check(*asked(played.states[0])))
-    last = compute_metrics(fedsdg.check(*asked(played.states[-1], played.worked[-2][1].local)))
-    assert played.worked[-2][0].device == "dev-0"
-    assert last["loss"] < 0.9 * first["loss"]

@@ -1,7 +1,5 @@
 """FedSDG on the coordinator: weights of changes, the mean, and the presets."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -35,14 +33,14 @@ def changes(*rows: tuple[float, float]) -> list[dict[str, np.ndarray]]:
         ([(3, 4)], [1.0], True),
     ],
 )
-def test_a_change_counts_by_its_cosine_with_the_mean(rows: Any, expected: list[float], agreed: bool) -> None:
+def test_a_change_counts_by_its_cosine_with_the_mean(rows, expected, agreed):
     """Eq. 10 by hand, and its fall-backs."""
     found, said = fedsdg.aggregation_weights(changes(*rows), "aligned")
     np.testing.assert_allclose(found, expected, atol=1e-6)
     assert said is agreed
 
 
-def test_the_official_rule_compares_with_the_others() -> None:
+def test_the_official_rule_compares_with_the_others():
     """(1,0), (1,0), (-1,0): cosines 0, 0 and -1 with the mean of the others, softmax at 0.05: 1/2, 1/2, e^-20 / 2.
 
     The head does not count in it; a device alone counts fully.
@@ -66,7 +64,7 @@ def folded(state: Any, rows: dict[str, float], examples: float = 7.0) -> Any:
     return fedsdg.step(state, total)
 
 
-def test_a_round_moves_the_shared_part_by_the_weighted_changes() -> None:
+def test_a_round_moves_the_shared_part_by_the_weighted_changes():
     """Changes 1, 3 and -1: the last is against the mean and left aside, (1 + 3) / 2 = 2 is added."""
     state = began()
     after = folded(state, {"a": 1.0, "b": 3.0, "c": -1.0})
@@ -76,7 +74,7 @@ def test_a_round_moves_the_shared_part_by_the_weighted_changes() -> None:
     assert fedsdg.step(state, None) is state
 
 
-def test_changes_that_cancel_fall_back_to_the_plain_mean() -> None:
+def test_changes_that_cancel_fall_back_to_the_plain_mean():
     """1 and -1: nothing is added, and the round says why."""
     state = began()
     after = folded(state, {"a": 1.0, "b": -1.0})
@@ -84,7 +82,7 @@ def test_changes_that_cancel_fall_back_to_the_plain_mean() -> None:
     assert after.told == ("no change agreed with the mean change: the plain mean was taken",)
 
 
-def test_no_more_changes_are_held_than_asked_for_and_in_any_order() -> None:
+def test_no_more_changes_are_held_than_asked_for_and_in_any_order():
     """`most` = 2 of 4 devices: the same two whoever comes first."""
     state = began(most=2)
     rows = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}
@@ -96,7 +94,7 @@ def test_no_more_changes_are_held_than_asked_for_and_in_any_order() -> None:
 # -- settings -------------------------------------------------------------------------------------
 
 
-def test_the_presets_are_the_papers_and_the_official_codes_values() -> None:
+def test_the_presets_are_the_papers_and_the_official_codes_values():
     """What is given stands; all else is the preset's."""
     paper, official = fedsdg.Params(), fedsdg.Params(preset="official", epochs=2)
     assert (paper.gate, paper.gates, paper.lr_gates, paper.sparsity, paper.own_decay) == (
@@ -112,8 +110,7 @@ def test_the_presets_are_the_papers_and_the_official_codes_values() -> None:
     assert (paper.epochs, official.epochs) == (1, 2)
 
 
-def test_the_official_preset_has_a_gate_for_every_layer() -> None:
-    """Two for each block, at -2 first; the run goes through, and decays its shared part."""
+def test_the_official_preset_has_a_gate_for_every_layer():
     played = Played("fedsdg", rounds=1, preset="official", tell_gates=True)
     for _, answer in played.worked:
         gates = [name for name in answer.local if name.endswith(".gate")]
@@ -122,8 +119,7 @@ def test_the_official_preset_has_a_gate_for_every_layer() -> None:
         assert 0.05 < answer.metrics["gate.00"] < 0.25  # sigmoid(-2) is 0.12
 
 
-def test_the_trainers_settings_are_the_methods() -> None:
-    """Adam and the clip reach the engine; the shared part's decay does not, as it is not the other parts'."""
+def test_the_trainers_settings_are_the_methods():
     task, _ = asked(began(preset="official", lr=0.004))
 
     assert local_training.fit_from_task(task) == Fit(epochs=1, batch=16, lr=0.004, optimizer="adam", clip=1.0)

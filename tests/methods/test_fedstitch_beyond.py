@@ -1,7 +1,5 @@
 """What a search does beyond the paper: residuals of its junctions, paths that are given up, which path is next."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any
@@ -10,7 +8,7 @@ import numpy as np
 import pytest
 from searches import FULL, play, played
 
-from fedquilt.core import Aggregation, DeviceUpdate
+from fedquilt.core import Aggregation
 from fedquilt.methods.fedstitch import METHOD, SearchParams, SearchState
 from fedquilt.models.stitching import stitched_network, vote
 from fedquilt.models.stitching.algebra import class_moments, least_squares
@@ -20,11 +18,10 @@ from fedquilt.testing.toy_networks import SMALL, build_donors, image_members
 
 
 @pytest.mark.parametrize("mode", ["default", "paper"])
-def test_the_fit_tells_what_its_junctions_leave_of_a_device_left_out(mode: str) -> None:
-    """Solved from all sums in the devices' order, to the bit; the residual is that of leaving one device out."""
-    fits: dict[int, dict[str, DeviceUpdate]] = {}
+def test_the_fit_tells_what_its_junctions_leave_of_a_device_left_out(mode):
+    fits = {}
 
-    def fold(state: SearchState, total: Any, update: DeviceUpdate) -> Any:
+    def fold(state, total, update):
         if state.phase == "fit":
             fits.setdefault(state.turn, {})[update.device] = update
         return METHOD.aggregation.fold(state, total, update)
@@ -55,8 +52,7 @@ def test_the_fit_tells_what_its_junctions_leave_of_a_device_left_out(mode: str) 
     assert seen > 3
 
 
-def test_the_result_names_the_worst_junction_of_each_network() -> None:
-    """A donor's own succession has none; a head replaces the junction before the last block."""
+def test_the_result_names_the_worst_junction_of_each_network():
     last = FULL[-1]
     told = {tuple(map(tuple, each["taps"])): each["residual"] for each in METHOD.result(last).meta["search"]}
     blocks = last.stock.blocks
@@ -82,8 +78,7 @@ def test_the_result_names_the_worst_junction_of_each_network() -> None:
     assert (headed.kind, headed.residual) == ("stitched", 0.1)
 
 
-def test_of_a_single_device_nothing_can_be_left_out() -> None:
-    """The residual is unknown, not zero, and weighs nothing."""
+def test_of_a_single_device_nothing_can_be_left_out():
     run = play(image_members(1), residual="weigh")
     assert all(each is None for finalist in run[-1].finalists for each in finalist.residuals)
     assert any("is not known" in line for state in run for line in METHOD.explain(state))
@@ -97,12 +92,12 @@ def voted(*winners: vote.Winner, **changes: Any) -> SearchState:
     return replace(state, current=net, frontier=(), winners=winners)
 
 
-def test_a_weighed_residual_is_taken_off_the_paths_score() -> None:
+def test_a_weighed_residual_is_taken_off_the_paths_score():
     """0.9 * 0.5 * (1 - 0.2) = 0.36; a residual above 1 leaves 0; only told, it changes nothing."""
     winners = vote.Winner("elm.1", 1.0, 0.5, 1), vote.Winner("fir.1", 1.0, 0.5, 1)
     left = {"elm.1": 0.2, "fir.1": 1.4}
 
-    def scores(**changes: Any) -> dict[str, float]:
+    def scores(**changes):
         grown = steps.grow_paths(voted(*winners, **changes), {}, left)
         return {net.path[-1]: net.score for net in (*grown.frontier, grown.current) if net}
 
@@ -110,18 +105,16 @@ def test_a_weighed_residual_is_taken_off_the_paths_score() -> None:
     assert scores() == pytest.approx({"elm.1": 0.45, "fir.1": 0.45})
 
 
-def test_a_path_whose_product_of_scores_is_too_low_is_given_up() -> None:
+def test_a_path_whose_product_of_scores_is_too_low_is_given_up():
     """0.9 * 0.5 is below 0.6 and does not join the frontier; 0.9 * 0.8 does; the notes say so."""
     winners = vote.Winner("elm.1", 1.0, 0.5, 1), vote.Winner("fir.1", 1.0, 0.8, 1)
     grown = steps.grow_paths(voted(*winners, stop_below=0.6), {})
-    assert grown.current is not None
     assert grown.current.path == ("ash.0", "fir.1")
     assert grown.frontier == ()
     assert METHOD.explain(grown) == ("given up ash.0 > elm.1: score 0.450 is below 0.6",)
 
 
-def test_the_best_of_what_was_given_up_is_kept_rather_than_nothing() -> None:
-    """A finished network before a better-scoring partial one; among partial ones the best goes on."""
+def test_the_best_of_what_was_given_up_is_kept_rather_than_nothing():
     partial, end, poor = (
         vote.Winner("elm.1", 1.0, 0.5, 1),
         vote.Winner("fir.2", 1.0, 0.2, 1),
@@ -133,13 +126,11 @@ def test_the_best_of_what_was_given_up_is_kept_rather_than_nothing() -> None:
     taken = [line for line in METHOD.explain(ended) if line.startswith("taken back")]
     assert taken == ["taken back, as nothing else is left: ash.0 > fir.2"]
     going = steps.grow_paths(voted(poor, partial, stop_below=0.6), {})
-    assert going.current is not None
     assert going.current.path == ("ash.0", "elm.1")
     assert [net.path for net in going.given_up] == [("ash.0", "fir.1")]
 
 
-def test_once_a_network_is_finished_what_was_given_up_is_forgotten() -> None:
-    """With its junctions; and a finished network that scores too low does not count beside a good one."""
+def test_once_a_network_is_finished_what_was_given_up_is_forgotten():
     low, end, low_end = (
         vote.Winner("elm.1", 1.0, 0.5, 1),
         vote.Winner("fir.2", 1.0, 0.9, 1),
@@ -156,7 +147,7 @@ def test_once_a_network_is_finished_what_was_given_up_is_forgotten() -> None:
         assert set(grown.junctions) == {stitched_network.junction_name(("ash.0", "fir.2"))}
 
 
-def test_with_the_budget_spent_a_finished_network_that_was_given_up_ends_the_search() -> None:
+def test_with_the_budget_spent_a_finished_network_that_was_given_up_ends_the_search():
     """However many partial networks are left: they would be given up one by one."""
     before = voted(vote.Winner("fir.2", 1.0, 0.2, 1), stop_below=0.6)
     before = replace(before, frontier=steps.starting_networks(before.stock)[1:])
@@ -166,8 +157,7 @@ def test_with_the_budget_spent_a_finished_network_that_was_given_up_ends_the_sea
     assert [finalist.path for finalist in spent.finalists] == [("ash.0", "fir.2")]
 
 
-def test_stopping_early_costs_fewer_rounds_and_still_gives_a_network() -> None:
-    """Nothing but a donor's own succession reaches 1, and that is excluded: all is given up, one is taken back."""
+def test_stopping_early_costs_fewer_rounds_and_still_gives_a_network():
     hasty = play(stop_below=1.0, native_continuation="exclude", spread=False)
     patient = play(native_continuation="exclude", spread=False)
     assert len(hasty) < len(patient)
@@ -184,22 +174,19 @@ def picked(*nets: tuple[tuple[str, ...], float], **changes: Any) -> tuple[str, .
     return steps.pick_network(replace(FULL[0], params=params, frontier=frontier)).path
 
 
-def test_the_next_path_is_the_one_that_promises_most() -> None:
-    """0.6 half-way through a donor before 0.9 at a beginning; how many blocks a donor is cut into is no matter."""
+def test_the_next_path_is_the_one_that_promises_most():
     assert picked((("ash.0",), 0.9), (("elm.0", "elm.1"), 0.6)) == ("elm.0", "elm.1")
     assert picked((("ash.0",), 0.9), (("elm.0", "elm.1"), 0.5)) == ("ash.0",)
     assert picked((("ash.0",), 0.51), (("elm.0",), 0.5)) == ("ash.0",)  # of four blocks and of three
     assert picked((("ash.0",), 0.5), (("elm.0",), 0.51)) == ("elm.0",)
 
 
-def test_a_path_promises_no_more_for_blocks_that_it_left_out() -> None:
-    """The donor's own next block at score 1 before the one after it at 0.97: neither has run more than the other."""
+def test_a_path_promises_no_more_for_blocks_that_it_left_out():
     assert picked((("ash.0", "ash.2"), 0.97), (("ash.0", "ash.1"), 1.0)) == ("ash.0", "ash.1")
     assert picked((("ash.0", "elm.1"), 0.97), (("ash.0", "ash.1"), 1.0)) == ("ash.0", "elm.1")  # half a donor, a third
 
 
-def test_donors_are_left_at_their_middle_first_and_in_turns() -> None:
-    """Of equal scores; a better score comes before all of them."""
+def test_donors_are_left_at_their_middle_first_and_in_turns():
     whole = [("ash.0", "ash.1", "ash.2"), ("ash.0", "ash.1"), ("ash.0",), ("elm.0", "elm.1"), ("elm.0",)]
     left, found = [(path, 1.0) for path in whole], []
     while left:
@@ -209,8 +196,7 @@ def test_donors_are_left_at_their_middle_first_and_in_turns() -> None:
     assert picked(*((path, 1.0) for path in whole[1:]), (whole[0], 1.1), completion=True) == whole[0]
 
 
-def test_a_search_finds_ten_networks_of_several_donors_or_says_why_not() -> None:
-    """In eight votes, most of the networks with blocks of two donors; too few are told with the reason."""
+def test_a_search_finds_ten_networks_of_several_donors_or_says_why_not():
     last = FULL[-1]
     paths = {finalist.path[:-1] for finalist in last.finalists}
     assert len(paths) >= 10
@@ -224,8 +210,7 @@ def test_a_search_finds_ten_networks_of_several_donors_or_says_why_not() -> None
     assert any(line.startswith("only ") and " are validated" in line for line in narrow)
 
 
-def test_a_path_ends_as_its_last_donor_goes_on_with_no_vote_and_no_junction() -> None:
-    """ash.0 > elm.1 is finished by elm.2, which is its native end; its maps are offered what another donor has."""
+def test_a_path_ends_as_its_last_donor_goes_on_with_no_vote_and_no_junction():
     grown = steps.grow_paths(voted(vote.Winner("fir.1", 1.0, 0.5, 1), completion=True), {})
     assert ("ash.0", "fir.1", "fir.2") in [net.path for net in grown.finished]
     ended = next(net for net in grown.finished if net.path == ("ash.0", "fir.1", "fir.2"))
@@ -240,7 +225,7 @@ def test_a_path_ends_as_its_last_donor_goes_on_with_no_vote_and_no_junction() ->
             assert not any(blocks[name].kind == "end" for name in state.pool)
 
 
-def test_the_depth_follows_the_donors() -> None:
+def test_the_depth_follows_the_donors():
     """As many blocks as the longest donor has, so that each of them fits; a number in the job stands."""
     bundle, _ = build_donors()
     free = {name: value for name, value in SMALL.items() if name != "depth"}

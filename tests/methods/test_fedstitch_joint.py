@@ -1,7 +1,5 @@
 """What follows FedStitch's search: taps are gathered, joined, validated and chosen, over toy donors."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,8 +40,7 @@ def ends(state: SearchState, paths: Any, shares: list[Examples]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("cohort", [0, 1, 3])
-def test_every_head_is_that_of_the_pooled_images_of_all_devices(cohort: int) -> None:
-    """Each device is heard once, in as many rounds as it takes, and its split does not show in the head."""
+def test_every_head_is_that_of_the_pooled_images_of_all_devices(cohort):
     devices = image_members(8)
     last = played(devices, cohort=cohort)[-1]
     y = np.concatenate([member.train.y for member in devices])
@@ -60,11 +57,10 @@ def test_every_head_is_that_of_the_pooled_images_of_all_devices(cohort: int) -> 
         assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()  # sent and kept as float32
 
 
-def test_every_device_is_heard_once_in_each_phase_and_no_round_is_wasted() -> None:
-    """Three of eight in a round: three rounds each, of three, three and two devices."""
-    answered: dict[str, set[tuple[str, int]]] = {"gather": set(), "validate": set()}
+def test_every_device_is_heard_once_in_each_phase_and_no_round_is_wasted():
+    answered = {"gather": set(), "validate": set()}
 
-    def fold(state: SearchState, total: Any, update: DeviceUpdate) -> Any:
+    def fold(state, total, update):
         if state.phase in answered:
             answered[state.phase].add((update.device, state.turn))  # one update may be folded more than once
         return METHOD.aggregation.fold(state, total, update)
@@ -78,7 +74,7 @@ def test_every_device_is_heard_once_in_each_phase_and_no_round_is_wasted() -> No
     assert run[-1].examples == 8 * 15
 
 
-def test_a_device_that_was_heard_is_not_asked_again() -> None:
+def test_a_device_that_was_heard_is_not_asked_again():
     """Somebody else is, as it is told that there is nothing for it; what it might still send is not counted twice."""
     run = played(cohort=3)
     state = next(state for state in run if state.phase == "gather" and state.heard)
@@ -89,11 +85,10 @@ def test_a_device_that_was_heard_is_not_asked_again() -> None:
     assert METHOD.aggregation.fold(state, None, update) == ExactMomentSums()
 
 
-def test_where_the_number_of_devices_is_not_known_a_round_without_anybody_ends_the_phase() -> None:
-    """Without a search nobody is known: after three rounds one more finds nobody left, and costs no device anything."""
-    seen: list[tuple[str, int]] = []
+def test_where_the_number_of_devices_is_not_known_a_round_without_anybody_ends_the_phase():
+    seen = []
 
-    def step(state: SearchState, total: Any) -> SearchState:
+    def step(state, total):
         seen.append((state.phase, len(total.devices) if total else 0))
         return METHOD.step(state, total)
 
@@ -103,7 +98,7 @@ def test_where_the_number_of_devices_is_not_known_a_round_without_anybody_ends_t
     assert len(run[-1].seen) == 8
 
 
-def test_no_more_rounds_are_taken_than_asked_for() -> None:
+def test_no_more_rounds_are_taken_than_asked_for():
     """A fleet may be too large to hear all of it."""
     run = played(cohort=2, head_rounds=2)
     assert [state.phase for state in run].count("gather") == 2
@@ -111,7 +106,7 @@ def test_no_more_rounds_are_taken_than_asked_for() -> None:
     assert run[-1].examples == 4 * 15
 
 
-def test_a_job_without_a_search_joins_donors() -> None:
+def test_a_job_without_a_search_joins_donors():
     """expansions = 0: gather, validate, done; all taps are the donors' own."""
     run = played(expansions=0)
     last = run[-1]
@@ -122,15 +117,13 @@ def test_a_job_without_a_search_joins_donors() -> None:
     assert any(line == "stitching: nothing to compare with" for line in METHOD.explain(last))
 
 
-def test_a_single_device_gets_a_head() -> None:
-    """Of its own examples alone."""
+def test_a_single_device_gets_a_head():
     last = played(image_members(1), expansions=2)[-1]
     assert METHOD.done(last)
     assert last.examples == 15
 
 
-def test_a_class_that_nobody_has_is_named_and_never_wins() -> None:
-    """Its row is zero in every head, with a bias below all scores."""
+def test_a_class_that_nobody_has_is_named_and_never_wins():
     devices = []
     for member in image_members(4):
         shares = [Examples(share.x[share.y != 2], share.y[share.y != 2]) for share in (member.train, member.held)]
@@ -148,8 +141,7 @@ def test_a_class_that_nobody_has_is_named_and_never_wins() -> None:
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_a_single_example_gives_a_head(same: bool) -> None:
-    """Of its class, without a criterion: no state ever holds what is not finite."""
+def test_a_single_example_gives_a_head(same):
     member = image_members(1)[0]
     own = Examples(member.train.x[:1], member.train.y[:1])
     kin = (member.held.y == own.y[0]) == same
@@ -160,8 +152,7 @@ def test_a_single_example_gives_a_head(same: bool) -> None:
     assert all(each.right == same for each in last.candidates)
 
 
-def test_heads_of_random_features_take_the_taps_themselves() -> None:
-    """Devices send two numbers for each tap, the head that comes back has a column for each channel."""
+def test_heads_of_random_features_take_the_taps_themselves():
     last = played(expansions=2, random_features=2)[-1]
     for candidate in last.candidates:
         channels = sum(last.stock.blocks[path[-1]].out_shape[0] for path in candidate.paths)
@@ -172,8 +163,7 @@ def test_heads_of_random_features_take_the_taps_themselves() -> None:
 # -- candidates -----------------------------------------------------------------------------------
 
 
-def test_each_donor_is_a_candidate_at_its_best_depth_and_at_its_last() -> None:
-    """And every finished network alone: whatever wins is at least as good on held-out examples."""
+def test_each_donor_is_a_candidate_at_its_best_depth_and_at_its_last():
     last = FULL[-1]
     alone = {each.paths[0]: each for each in last.candidates if len(each.paths) == 1}
     for donor in last.stock.donors:
@@ -186,8 +176,7 @@ def test_each_donor_is_a_candidate_at_its_best_depth_and_at_its_last() -> None:
     assert chosen.right == max(each.right for each in last.candidates)
 
 
-def test_of_candidates_that_are_equally_right_the_smallest_is_chosen() -> None:
-    """Counts decide, then blocks; the criterion where nothing is held out."""
+def test_of_candidates_that_are_equally_right_the_smallest_is_chosen():
     state = replace(FULL[-1], examples=100)
     small = Candidate("donor", (("ash.0",),), right=90, criterion=0.5)
     large = Candidate("joined", (("ash.0",), ("elm.0",)), right=90, criterion=0.4)
@@ -197,8 +186,7 @@ def test_of_candidates_that_are_equally_right_the_smallest_is_chosen() -> None:
     assert ranking.best_candidate(replace(state, examples=0), [small, large]) == large
 
 
-def test_the_story_tells_what_joining_and_stitching_add() -> None:
-    """In points of held-out accuracy, beside the best that does without."""
+def test_the_story_tells_what_joining_and_stitching_add():
     blank = {"weights": np.zeros((3, 4), np.float32), "bias": np.zeros(3, np.float32)}
     own, other = ("ash.0",), ("ash.0", "elm.1")
     state = replace(
@@ -219,8 +207,7 @@ def test_the_story_tells_what_joining_and_stitching_add() -> None:
     assert ranking.accuracy_gains(state) == pytest.approx({"joined": 0.15, "stitched": -0.015})
 
 
-def test_there_are_always_joined_taps_with_and_without_a_stitched_one() -> None:
-    """So what stitching adds is told beside like networks, whether or not the criterion wants stitched taps."""
+def test_there_are_always_joined_taps_with_and_without_a_stitched_one():
     state = next(state for state in FULL if state.phase == "validate")
     native = [all(candidates.is_native_path(state.stock, path) for path in each.paths) for each in state.candidates]
     joined = {flag for flag, each in zip(native, state.candidates, strict=True) if each.kind == "joined"}
@@ -235,7 +222,7 @@ def test_there_are_always_joined_taps_with_and_without_a_stitched_one() -> None:
 SIGNS = np.arange(200) % LABELS
 
 
-def test_a_job_that_joins_nothing_has_each_finished_network_alone() -> None:
+def test_a_job_that_joins_nothing_has_each_finished_network_alone():
     """join = false: what joining adds can be told from two runs."""
     last = played(join=False)[-1]
     assert sorted(each.paths[0] for each in last.candidates) == sorted(
@@ -244,8 +231,7 @@ def test_a_job_that_joins_nothing_has_each_finished_network_alone() -> None:
     assert all(len(each.paths) == 1 for each in last.candidates)
 
 
-def test_a_job_that_is_cut_short_hands_out_what_it_can() -> None:
-    """While gathering: solved from what there is; while validating: what looks best so far."""
+def test_a_job_that_is_cut_short_hands_out_what_it_can():
     run = played(cohort=3)
     gathering = next(state for state in run if state.phase == "gather" and state.heard)
     found = METHOD.result(gathering)

@@ -1,7 +1,5 @@
 """How a search scores candidates: by variance, by output, by the labels; and what that costs a device."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ def score_answers(**changes: Any) -> tuple[SearchState, dict[str, np.ndarray], d
     bundle, _ = build_donors()
     state = METHOD.init(bundle, SearchParams(**{**SMALL, "completion": False, "spread": False, **changes}), 3)
     net = ScoredPath(("ash.0", "ash.1"), steps.starting_networks(state.stock)[0].pool, 1.0)
-    state = replace(state, current=net, pool=steps.offered_blocks(net, state.stock, state.params))
+    state = replace(state, current=net, pool=steps.eligible_blocks(net, state.stock, state.params))
     seen: list[DeviceUpdate] = []
     spy = replace(
         METHOD,
@@ -43,8 +41,7 @@ def score_answers(**changes: Any) -> tuple[SearchState, dict[str, np.ndarray], d
 @pytest.mark.parametrize("score_at", ["input", "output", "hybrid"])
 @pytest.mark.parametrize("estimator", ["unbiased", "biased"])
 @pytest.mark.parametrize("maps", ["flatten", "gap", "position"])
-def test_the_native_next_block_always_scores_one(score_at: str, estimator: str, maps: str) -> None:
-    """After ash.0 > ash.1 comes ash.2, exactly 1; every other block scores less."""
+def test_the_native_next_block_always_scores_one(score_at, estimator, maps):
     state, scores, _ = score_answers(score_at=score_at, estimator=estimator, maps=maps)
     native = state.pool.index("ash.2")
     assert scores["score"][native] == 1.0
@@ -52,14 +49,12 @@ def test_the_native_next_block_always_scores_one(score_at: str, estimator: str, 
     assert all(score < 1 for j, score in enumerate(scores["score"]) if j != native)
 
 
-def test_a_penalised_native_block_scores_less_by_the_penalty() -> None:
-    """With penalty 0.25 the donor's own next block scores 0.75."""
+def test_a_penalised_native_block_scores_less_by_the_penalty():
     state, scores, _ = score_answers(native_continuation="penalise", native_penalty=0.25)
     assert scores["score"][state.pool.index("ash.2")] == 0.75
 
 
-def test_hybrid_scores_the_best_few_by_their_output_and_ranks_them_first() -> None:
-    """Three of the pool reach level 1: the best by input; their output scores are those of mode output."""
+def test_hybrid_scores_the_best_few_by_their_output_and_ranks_them_first():
     _, hybrid, _ = score_answers(score_at="hybrid", k=3)
     _, coarse, _ = score_answers(score_at="input")
     _, fine, _ = score_answers(score_at="output")
@@ -72,8 +67,7 @@ def test_hybrid_scores_the_best_few_by_their_output_and_ranks_them_first() -> No
     assert np.allclose(coarse["screen"], hybrid["screen"], atol=1e-6)
 
 
-def test_references_are_computed_once_per_device() -> None:
-    """By input, a path that is a donor's own needs no run at all once the references are there."""
+def test_references_are_computed_once_per_device():
     bundle, runner = build_donors()
     changes = {"score_at": "input", "subrounds": 3}
     devices = image_members(1)
@@ -91,7 +85,7 @@ def score_twice(folder: Path, **changes: Any) -> tuple[list[dict[str, np.ndarray
     state = METHOD.init(bundle, SearchParams(**{**SMALL, "native_continuation": "exclude", **changes}), 3)
     path = ("ash.0", "elm.1")
     net = ScoredPath(path, steps.starting_networks(state.stock)[0].pool, 1.0)
-    state = replace(state, current=net, pool=steps.offered_blocks(net, state.stock, state.params))
+    state = replace(state, current=net, pool=steps.eligible_blocks(net, state.stock, state.params))
     weights = np.random.default_rng(2).normal(size=(5, 4)).astype(np.float32)
     junction = {"weights": weights, "bias": np.zeros(5, np.float32)}
     state = replace(state, junctions={stitched_network.junction_name(path): junction})
@@ -113,8 +107,7 @@ def score_twice(folder: Path, **changes: Any) -> tuple[list[dict[str, np.ndarray
     return scores, runs, again
 
 
-def test_the_naive_procedure_gives_the_same_scores(tmp_path: Path) -> None:
-    """What `lab bench stitch` measures against: everything run again for each candidate, in whole arrays."""
+def test_the_naive_procedure_gives_the_same_scores(tmp_path):
     bundle, runner = build_donors()
     state = METHOD.init(bundle, SearchParams(**SMALL), 3)
     blocks = state.stock.blocks
@@ -129,7 +122,7 @@ def test_the_naive_procedure_gives_the_same_scores(tmp_path: Path) -> None:
     rows = scoring.example_order(scoring.load_private_state(site))[:32]
     shown = images.prepare_images(member.train.x[rows], state.stock.input)
     net = ScoredPath(("ash.0", "elm.1"), steps.starting_networks(state.stock)[0].pool, 1.0)
-    pool = steps.offered_blocks(net, state.stock, replace(state.params, native_continuation="exclude"))
+    pool = steps.eligible_blocks(net, state.stock, replace(state.params, native_continuation="exclude"))
     run = lambda block, x: stitched_network.run_block(block, lambda graph, x: runner.run(Path(graph), x), x)  # noqa: E731
     for name, score in zip(pool, scores[0]["score"], strict=True):
         own = [blocks[f"{blocks[name].donor}.{i}"] for i in range(blocks[name].index + 1)]
@@ -141,8 +134,7 @@ def test_the_naive_procedure_gives_the_same_scores(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("score_at", ["input", "output", "hybrid"])
-def test_nothing_is_run_twice_that_could_be_kept(score_at: str, tmp_path: Path) -> None:
-    """The second time only the candidates run whose output is scored; the scores are the same bits."""
+def test_nothing_is_run_twice_that_could_be_kept(score_at, tmp_path):
     scores, runs, again = score_twice(tmp_path, score_at=score_at)
     offered = {"ash.2.onnx", "ash.3.onnx", "ash.1.onnx", "elm.2.onnx", "fir.1.onnx", "fir.2.onnx"}
     assert set(runs[0]) >= {"ash.0.onnx", "elm.1.onnx", "fir.0.onnx"}
@@ -156,8 +148,7 @@ def test_nothing_is_run_twice_that_could_be_kept(score_at: str, tmp_path: Path) 
     assert all(np.array_equal(scores[0][name], scores[2][name]) for name in scores[0])
 
 
-def test_a_hopeless_candidate_is_dropped_after_a_few_images(tmp_path: Path) -> None:
-    """Those far below the K-th best run on 6 images only, and rank below all that were scored on 16."""
+def test_a_hopeless_candidate_is_dropped_after_a_few_images(tmp_path):
     full, _, _ = score_twice(tmp_path / "full", score_at="output")
     scores, runs, _ = score_twice(tmp_path / "early", score_at="output", early=6, early_margin=0.0)
     level, kept = scores[1]["level"], full[1]["score"]
@@ -171,16 +162,13 @@ def test_a_hopeless_candidate_is_dropped_after_a_few_images(tmp_path: Path) -> N
     assert np.array_equal(generous[1]["score"], kept)
 
 
-def test_a_task_brings_only_the_files_it_needs() -> None:
-    """Scored by their input, terminating blocks are never run, hence not sent; references cost the first time only."""
+def test_a_task_brings_only_the_files_it_needs():
     bundle, _ = build_donors()
     state = METHOD.init(bundle, SearchParams(**{**SMALL, "score_at": "input", "completion": False}), 3)
     order = METHOD.send(state, DeviceView("dev-0", None))
-    assert order is not None
     assert order.work.flops_per_example > 0
     assert order.work.peak_bytes > 0
     repeat = METHOD.send(state, DeviceView("dev-0", None, (0,)))
-    assert repeat is not None
     assert repeat.work.flops_per_example < order.work.flops_per_example
     sent = {name for name, value in order.bundles.items() if isinstance(value, BlobRef)}
     assert sent == {name for name in bundle.files if bundle.meta["blocks"][name[:-5]]["kind"] != "end"}
@@ -188,8 +176,7 @@ def test_a_task_brings_only_the_files_it_needs() -> None:
 
 # -- label-aware scores ---------------------------------------------------------------------------
 @pytest.mark.parametrize("criterion", ["labels", "residual"])
-def test_outputs_can_be_judged_by_the_labels(criterion: str) -> None:
-    """A whole search ends in a network; the donor's own next block scores what its own output says of the labels."""
+def test_outputs_can_be_judged_by_the_labels(criterion):
     last = play(criterion=criterion)[-1]
     assert METHOD.done(last)
     assert max(each["accuracy"] for each in METHOD.result(last).meta["search"]) > 0.8
@@ -205,7 +192,7 @@ def test_outputs_can_be_judged_by_the_labels(criterion: str) -> None:
     assert less["score"][state.pool.index("ash.2")] == pytest.approx(0.75 * own)
 
 
-def test_labels_judge_no_inputs() -> None:
+def test_labels_judge_no_inputs():
     """All blocks would score the same: what the path puts out."""
     bundle, _ = build_donors()
     with pytest.raises(JobError, match="criterion = 'labels' judges outputs: let score_at be"):

@@ -1,9 +1,6 @@
 """Taps of a joint head: which are chosen, what devices give for them, and what is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,15 +21,14 @@ from fedquilt.testing.toy_networks import SMALL, build_donors, deliver_task, ima
 from fedquilt.tools.simulation import DeviceData
 
 
-def test_taps_step_down_shallow_first_and_say_so() -> None:
-    """Each donor's last one stays, whatever the limit."""
+def test_taps_step_down_shallow_first_and_say_so():
     stock = FULL[0].stock
     made = tuple(
         Finalist((*path, "elm.2"), 1.0) for path in (("ash.0", "elm.1"), ("fir.0", "ash.1"), ("elm.0", "fir.1"))
     )
     state = replace(FULL[0], finalists=made)
 
-    def kept(features: int) -> tuple[list[tuple[str, ...]], list[str]]:
+    def kept(features):
         taps, notes = candidates.choose_taps(replace(state, params=replace(state.params, features=features)))
         return list(taps), notes
 
@@ -50,8 +46,7 @@ def test_taps_step_down_shallow_first_and_say_so() -> None:
     ]
 
 
-def test_a_path_runs_once_for_all_that_begin_with_it() -> None:
-    """Three donors of three, two and two taps, and no block twice for one wave of images."""
+def test_a_path_runs_once_for_all_that_begin_with_it():
     _, runner = build_donors()
     played(image_members(1), runner=runner, expansions=0, rounds=1)
     assert {name: runs for name, runs in runner.runs.items() if runs} == {
@@ -59,8 +54,7 @@ def test_a_path_runs_once_for_all_that_begin_with_it() -> None:
     }
 
 
-def test_a_board_with_little_memory_gives_fewer_images() -> None:
-    """A device computes moments of as many images as fit into memory, 32 at least, and the log counts such devices."""
+def test_a_board_with_little_memory_gives_fewer_images():
     state, task, site = gathering()
     whole = METHOD.work(task, site)
     assert (whole.weight, whole.metrics["short"]) == (45.0, 0.0)
@@ -74,8 +68,7 @@ def test_a_board_with_little_memory_gives_fewer_images() -> None:
     assert "1 of 1 devices: memory for some of the wanted images only" in after.log
 
 
-def test_the_orders_memory_counts_the_moments() -> None:
-    """Matrices of many features are larger than the toy donors' maps."""
+def test_the_orders_memory_counts_the_moments():
     _, task, _ = gathering()
     width = 38
     assert task.work.peak_bytes >= class_moments.factor_bytes(taps.LEAST_ROWS, width)
@@ -84,12 +77,10 @@ def test_the_orders_memory_counts_the_moments() -> None:
     wide = replace(state.stock.blocks["ash.2"], out_shape=(1 << 20, 4, 4))
     state = replace(state, stock=replace(state.stock, blocks={**state.stock.blocks, "ash.2": wide}))
     order = METHOD.send(state, DeviceView("dev-0", None))
-    assert order is not None
     assert order.work.peak_bytes >= class_moments.factor_bytes(taps.LEAST_ROWS, 1 << 20)
 
 
-def test_a_device_is_charged_for_the_images_that_it_gives() -> None:
-    """For a head that takes 30 no more than 30, with 20 those 20; for the counts the held-out ones."""
+def test_a_device_is_charged_for_the_images_that_it_gives():
     _, task, _ = gathering(head_samples=30)
     each = task.work.total_for_examples(1).flops
     assert each > 0
@@ -109,8 +100,7 @@ def test_a_device_is_charged_for_the_images_that_it_gives() -> None:
     )
 
 
-def test_a_device_sends_a_factor_and_no_matrix_of_features_by_features() -> None:
-    """Its trapezoid is smaller than half of the matrix: 20 images of 38 features are 20 rows."""
+def test_a_device_sends_a_factor_and_no_matrix_of_features_by_features():
     _, task, site = gathering(head_samples=20)
     sent = METHOD.work(task, site).bundles["moments"]
     assert sent["rows"][0] == 20
@@ -118,16 +108,14 @@ def test_a_device_sends_a_factor_and_no_matrix_of_features_by_features() -> None
     assert sent["factor"].dtype == np.float32
 
 
-def test_a_task_brings_the_blocks_of_the_taps_and_no_others() -> None:
-    """Classifiers stay on the coordinator."""
+def test_a_task_brings_the_blocks_of_the_taps_and_no_others():
     state, _, _ = gathering()
     order = METHOD.send(state, DeviceView("dev-0", None))
-    assert order is not None
     sent = {name for name, value in order.bundles.items() if isinstance(value, BlobRef)}
     assert sent == {f"{path[-1]}.onnx" for path in state.taps}
 
 
-def test_moments_of_other_taps_are_refused() -> None:
+def test_moments_of_other_taps_are_refused():
     """A device that was asked for fewer taps cannot be counted for more."""
     state, task, site = gathering()
     answer = METHOD.work(task, site)
@@ -136,7 +124,7 @@ def test_moments_of_other_taps_are_refused() -> None:
         METHOD.aggregation.fold(narrow, None, DeviceUpdate("dev-0", 0, 45.0, answer.metrics, answer.bundles))
 
 
-def test_a_device_counts_no_more_than_its_update_weighs() -> None:
+def test_a_device_counts_no_more_than_its_update_weighs():
     """Only the weight is held against what a board can have worked through; the counts in the moments must equal it."""
     state, task, site = gathering()
     answer = METHOD.work(task, site)
@@ -150,8 +138,7 @@ def test_a_device_counts_no_more_than_its_update_weighs() -> None:
 
 
 @pytest.mark.parametrize(("own", "held", "counted"), [(20, 8, 8), (8, 20, 8), (20, 0, 0)])
-def test_a_device_validates_on_no_more_examples_than_it_says_it_has(own: int, held: int, counted: int) -> None:
-    """Its update weighs as many as it counted, and the coordinator takes a weight up to the device's own examples."""
+def test_a_device_validates_on_no_more_examples_than_it_says_it_has(own, held, counted):
     state = next(state for state in FULL if state.phase == "validate")
     shares = [Examples(np.full((count, 8, 8), 9, np.uint8), np.zeros(count, np.int64)) for count in (own, held)]
     order = METHOD.send(state, DeviceView("dev-0", None))
@@ -163,11 +150,9 @@ def test_a_device_validates_on_no_more_examples_than_it_says_it_has(own: int, he
         METHOD.aggregation.fold(state, None, replace(update, weight=counted + 1.0))
 
 
-def test_a_state_keeps_half_of_the_matrix_and_no_devices_moments() -> None:
-    """Only the sum over the round's devices is stored, and it is gone once heads are solved."""
+def test_a_state_keeps_half_of_the_matrix_and_no_devices_moments():
     run = played(cohort=3)
     state = next(state for state in run if state.phase == "gather" and state.heard)
-    assert state.gathered is not None
     width = sum(candidates.tap_layout(state).widths)
     assert state.gathered.half.shape == (width * (width + 1) // 2,)
     assert state.gathered.half.dtype == np.float32
@@ -187,14 +172,12 @@ def test_a_state_keeps_half_of_the_matrix_and_no_devices_moments() -> None:
         (lambda total: moved(total, -1000), "negative|beyond"),
     ],
 )
-def test_a_sites_counts_that_cannot_be_are_refused(spoil: Any, why: str) -> None:
-    """While validating; while scoring and fitting a site sends no sums, but its boards' answers."""
+def test_a_sites_counts_that_cannot_be_are_refused(spoil, why):
     kinds = {state.phase: METHOD.aggregation.accumulator(state) for state in FULL}
     assert kinds == {"score": None, "fit": None, "gather": ExactMomentSums, "validate": CorrectCounts, "done": None}
     state, sound = next(state for state in FULL if state.phase == "validate"), METHOD.aggregation.check_sums
     counts = {"examples": np.array([12]), "right": np.full(len(state.candidates), 7)}
     update = DeviceUpdate("dev-0", 0, 12.0, {"turn": float(state.turn)}, {"counts": counts})
-    assert sound is not None
     sound(state, METHOD.aggregation.fold(state, None, update), 12.0)
     with pytest.raises(UpdateError, match="counts: of 12 examples, in an update that weighs 13"):
         sound(state, METHOD.aggregation.fold(state, None, update), 13.0)

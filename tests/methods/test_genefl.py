@@ -1,7 +1,5 @@
 """GENE-FL: its steps by hand, its identities, and a device that turns up in the middle."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -54,8 +52,7 @@ def trained(worked: list[Any], device: str) -> list[Any]:
 # -- what is sent ---------------------------------------------------------------------------------
 
 
-def test_the_first_round_asks_for_fingerprints_and_nothing_else() -> None:
-    """No model goes down or up; after it every device has a cluster."""
+def test_the_first_round_asks_for_fingerprints_and_nothing_else():
     run, worked = play(rounds=1)
     assert all(answer.bundles.keys() == {"fingerprint"} for _, _, answer in worked)
     assert all(answer.bundles["fingerprint"]["u"].shape == (6, 5) for _, _, answer in worked)
@@ -64,8 +61,7 @@ def test_the_first_round_asks_for_fingerprints_and_nothing_else() -> None:
     assert sum(run[1].members) == 4
 
 
-def test_the_head_stays_and_layers_become_fewer() -> None:
-    """Two of three layers can be shared; with the schedule of one round there is one in the end."""
+def test_the_head_stays_and_layers_become_fewer():
     run, worked = play(rounds=4, shrink_every=1, tolerance=1.0)
     assert run[0].shared == ("1", "3")
     assert [state.size for state in run] == [2, 2, 1, 1, 1]
@@ -75,8 +71,7 @@ def test_the_head_stays_and_layers_become_fewer() -> None:
     assert play(rounds=1, share_head=True)[0][0].shared == ("1", "3", "5")
 
 
-def test_accuracy_that_falls_holds_the_schedule() -> None:
-    """Below its best by more than the tolerance: as many layers as before; near it: one less."""
+def test_accuracy_that_falls_holds_the_schedule():
     state = replace(play(rounds=1)[0][1], best=0.8, waited=4, recent=(0.7, 0.7, 0.7, 0.7))
     fell = genefl._shrink_gene_if_accurate(
         state,
@@ -90,13 +85,13 @@ def test_accuracy_that_falls_holds_the_schedule() -> None:
     assert silent.size == 1, "nobody has held-out examples: time alone counts"
 
 
-def test_the_least_turned_layers_are_chosen_weighed_by_their_size() -> None:
+def test_the_least_turned_layers_are_chosen_weighed_by_their_size():
     """Three layers by hand: 1 - cos of 0, 1 and 1, of 2, 2 and 8 values."""
     parts = {"a": ("a.w",), "b": ("b.w",), "c": ("c.w",)}
     before = {"a.w": np.array([1.0, 0]), "b.w": np.array([1.0, 0]), "c.w": np.array([1.0, 0] * 4)}
     after = {"a.w": np.array([2.0, 0]), "b.w": np.array([0, 3.0]), "c.w": np.array([0, 1.0] * 4)}
 
-    def chosen(count: int, order: str, norm: str) -> list[str]:
+    def chosen(count, order, norm):
         return learngene.choose_learngene_layers(parts, after, before, count, order, norm)
 
     assert chosen(2, "lowest", "mul") == ["a", "b"]
@@ -109,8 +104,7 @@ def test_the_least_turned_layers_are_chosen_weighed_by_their_size() -> None:
 # -- what is trained ------------------------------------------------------------------------------
 
 
-def test_a_device_goes_on_from_its_own_model_and_not_from_the_cluster_s() -> None:
-    """Without penalties it is local training to the last bit, whatever the others send."""
+def test_a_device_goes_on_from_its_own_model_and_not_from_the_cluster_s():
     _, worked = play(rounds=3, smooth=0.0, elastic=0.0)
     first, second = trained(worked, "dev-0")
     task, site, answer = second
@@ -120,14 +114,13 @@ def test_a_device_goes_on_from_its_own_model_and_not_from_the_cluster_s() -> Non
         np.testing.assert_array_equal(answer.local[name], array)
 
 
-def test_strong_penalties_draw_the_model_to_the_cluster_s() -> None:
-    """lambda_1 large: the device's layers end near Theta_k; the head, which the cluster never had, is free."""
+def test_strong_penalties_draw_the_model_to_the_cluster_s():
     far, near = (
         trained(play(rounds=3, smooth=value, elastic=0.0, strength="one", epochs=5)[1], "dev-0")[1]
         for value in (0.0, 4.0)
     )
 
-    def away(case: Any) -> float:
+    def away(case):
         return sum(float(np.abs(case[2].local[n] - case[1].load("layer.1")[n]).sum()) for n in ("1.weight", "1.bias"))
 
     assert near[0].params["bound"] == ["1", "3"]
@@ -136,27 +129,25 @@ def test_strong_penalties_draw_the_model_to_the_cluster_s() -> None:
     assert np.abs(near[2].local["5.weight"] - near[1].local["5.weight"]).sum() > 0
 
 
-def test_both_penalties_are_one_pull_to_one_aim() -> None:
+def test_both_penalties_are_one_pull_to_one_aim():
     """grad = 2 lambda1 a (v - Theta) + 2 lambda2 (v - el), against the two terms apart."""
     task = play(rounds=2, smooth=0.3, elastic=0.2)[1][-1][0]
     before, theta, elastic = ({"w": np.array([value], np.float32)} for value in (1.0, 5.0, 3.0))
     hooks = learngene.penalty_hooks(task.params["smooth"], task.params["elastic"], before, theta, elastic, {"w": 0.5})
     at = {key: anchor["w"] for key, anchor in hooks.anchors.items()}
     value = np.array([2.0], np.float32)
-    assert hooks.correct is not None
     found = hooks.correct(np.array([1.0], np.float32), value, at)
     np.testing.assert_allclose(found, 1 + 2 * 0.3 * 0.5 * (2 - 5) + 2 * 0.2 * (2 - 3), rtol=1e-6)
     free = learngene.penalty_hooks(task.params["smooth"], task.params["elastic"], before, theta, elastic, {})
     assert free.correct is None
 
 
-def test_fisher_values_are_scaled_for_each_tensor() -> None:
-    """From 0 to 1, and a tensor whose values are alike is the device's own."""
+def test_fisher_values_are_scaled_for_each_tensor():
     np.testing.assert_allclose(learngene.scale_fisher(np.array([2.0, 4.0, 3.0])), [0, 1, 0.5])
     np.testing.assert_array_equal(learngene.scale_fisher(np.full(3, 7.0)), np.zeros(3))
 
 
-def test_strengths_follow_the_size_of_a_layer() -> None:
+def test_strengths_follow_the_size_of_a_layer():
     """N_l / max N with weight and bias together."""
     model = {"a.w": np.zeros(6), "a.b": np.zeros(2), "b.w": np.zeros(4)}
     parts = {"a": ("a.b", "a.w"), "b": ("b.w",)}
@@ -187,8 +178,7 @@ def gave(state: Any, device: str, layer: str, value: float) -> DeviceUpdate:
     return DeviceUpdate(device, 3, 10.0, {"held_correct": 5.0, "held_examples": 10.0}, {"gene": part})
 
 
-def test_a_layer_is_the_mean_of_those_of_the_cluster_who_sent_it() -> None:
-    """Unweighted; a layer that nobody sent stays as it was, and no cluster hears of another's."""
+def test_a_layer_is_the_mean_of_those_of_the_cluster_who_sent_it():
     state, total = one_cluster(), None
     for device, layer, value in (("a", "1", 1.0), ("b", "1", 3.0), ("c", "3", 7.0)):
         total = genefl.fold(state, total, gave(state, device, layer, value))
@@ -212,8 +202,7 @@ def test_a_layer_is_the_mean_of_those_of_the_cluster_who_sent_it() -> None:
         (lambda state: {"fingerprint": {"u": np.zeros((6, 5), np.float32)}}, "sent 0 layers"),
     ],
 )
-def test_what_is_no_learngene_of_the_size_wanted_is_refused(change: Any, said: str) -> None:
-    """Too many layers, the head, half a layer, and a fingerprint in place of a gene."""
+def test_what_is_no_learngene_of_the_size_wanted_is_refused(change, said):
     state = one_cluster()
     with pytest.raises(UpdateError, match=said):
         genefl.fold(state, None, DeviceUpdate("a", 3, 1.0, {}, change(state)))
@@ -228,14 +217,13 @@ def test_what_is_no_learngene_of_the_size_wanted_is_refused(change: Any, said: s
         (np.full((6, 5), np.nan, np.float32), "not finite"),
     ],
 )
-def test_what_is_no_fingerprint_is_refused(u: np.ndarray, said: str) -> None:
+def test_what_is_no_fingerprint_is_refused(u, said):
     """Long vectors would move a cluster's centre as far as a device likes."""
     with pytest.raises(UpdateError, match=said):
         genefl.fold(one_cluster(), None, DeviceUpdate("new", 3, 1.0, {}, {"fingerprint": {"u": u}}))
 
 
-def test_accuracy_is_that_of_all_held_out_examples() -> None:
-    """9 of 10 right on one device and 10 of 90 on the other are 19 %, not the mean of the two, 50.6 %."""
+def test_accuracy_is_that_of_all_held_out_examples():
     state, total = one_cluster(), None
     for device, correct, held in (("a", 9.0, 10.0), ("b", 10.0, 90.0)):
         told = {"held_correct": correct, "held_examples": held}
@@ -245,8 +233,7 @@ def test_accuracy_is_that_of_all_held_out_examples() -> None:
 
 
 @pytest.mark.parametrize(("correct", "held"), [(7.0, 1.0), (-1.0, 5.0), (1.0, float("inf")), (float("nan"), 5.0)])
-def test_an_accuracy_that_is_none_is_refused(correct: float, held: float) -> None:
-    """What devices say of their accuracy leads the schedule."""
+def test_an_accuracy_that_is_none_is_refused(correct, held):
     state, told = one_cluster(), {"held_correct": correct, "held_examples": held}
     with pytest.raises(UpdateError, match=f"{correct:g} of {held:g} held-out examples"):
         genefl.fold(state, None, replace(gave(state, "a", "1", 1.0), metrics=told))
@@ -270,8 +257,7 @@ def take(state: Any, member: DeviceData, number: int, answer: ClientResult) -> A
     return genefl.METHOD.step(state, genefl.METHOD.aggregation.fold(state, None, update))
 
 
-def test_a_device_that_turns_up_in_the_middle_inherits_the_nearest_cluster_s_learngene() -> None:
-    """First its fingerprint, then the layers of the cluster's gene, the job's first weights elsewhere."""
+def test_a_device_that_turns_up_in_the_middle_inherits_the_nearest_cluster_s_learngene():
     run, _ = play(rounds=4, clusters=2, first_layers=1)
     newcomer = DeviceData("late", *(vars(point_members(4, 24)[2])[key] for key in ("train", "held")))
     state = run[-1]
@@ -293,8 +279,7 @@ def test_a_device_that_turns_up_in_the_middle_inherits_the_nearest_cluster_s_lea
     assert gene in task.params["bound"], "from now on it is one of them"
 
 
-def test_fingerprints_can_be_gathered_for_several_rounds() -> None:
-    """With two devices a round; nobody is asked twice, and those who wait are told nothing."""
+def test_fingerprints_can_be_gathered_for_several_rounds():
     cohort, params = {"size": 2}, {"gather": 3}
     run = run_of("genefl", bundle(), point_members(4), params, engine=ENGINE, seed=1, rounds=3, cohort=cohort)
     assert [state.phase for state in run[:3]] == ["fingerprint"] * 3
@@ -302,8 +287,7 @@ def test_fingerprints_can_be_gathered_for_several_rounds() -> None:
     assert genefl.METHOD.send(run[2], DeviceView(next(iter(known)), None, (0,))) is None
 
 
-def test_a_device_evaluates_its_own_model_and_nothing_before_it_has_one() -> None:
-    """Asked for a fingerprint there is no model yet; later it is the one it keeps."""
+def test_a_device_evaluates_its_own_model_and_nothing_before_it_has_one():
     run, worked = play(rounds=3)
     site = worked[0][1]
     assert genefl.check(worked[0][0], site).examples == 0
@@ -314,23 +298,20 @@ def test_a_device_evaluates_its_own_model_and_nothing_before_it_has_one() -> Non
     assert genefl.explain(run[-1])[0].endswith("2 of 2 layers are sent")
 
 
-def test_private_state_of_another_network_is_refused() -> None:
-    """With the names that differ."""
+def test_private_state_of_another_network_is_refused():
     run, _ = play(rounds=1)
     with pytest.raises(UpdateError, match="names differ"):
         ask(run[-1], point_members(4, 24)[0], (0,), {"x": np.zeros(2)})
 
 
-def test_without_held_out_examples_nobody_tells_an_accuracy() -> None:
-    """Unknown is not 0: the metric is absent, and the schedule goes by time."""
+def test_without_held_out_examples_nobody_tells_an_accuracy():
     alone = [DeviceData(m.device, m.train, Examples(m.held.x[:0], m.held.y[:0])) for m in point_members(3)]
     run, worked = play(alone, rounds=3, shrink_every=1)
     assert all("held_examples" not in answer.metrics for _, _, answer in worked)
     assert run[-1].size == 1
 
 
-def test_the_result_holds_every_cluster_s_layers() -> None:
-    """Named by cluster; which make its learnGene is in the facts."""
+def test_the_result_holds_every_cluster_s_layers():
     state = play(rounds=4, clusters=2)[0][-1]
     found = genefl.result(state)
     assert found.kind == "genes"

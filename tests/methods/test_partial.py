@@ -1,7 +1,5 @@
 """Methods that share a part of the network: which part, how many bytes, and what becomes of the rest."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,8 +17,6 @@ from fedquilt.methods import fedavg, fedfina, fedlg, fedlp, fedrep, parfed
 from fedquilt.testing.toy_networks import deliver_task, point_members, toy_bundle
 from fedquilt.testing.toy_networks import run_method as run_of
 from fedquilt.tools.simulation import DeviceData
-from fedquilt.tools.simulation.simulated_job import Simulation
-from fedquilt.tools.simulation.workers.backend import WorkBackend
 
 SMALL = {"epochs": 1, "batch": 4, "lr": 0.1}
 MIB = 1 << 20
@@ -79,8 +75,7 @@ def torch_one() -> Any:
 # -- how much travels -----------------------------------------------------------------------------
 
 
-def test_of_a_resnet18_the_papers_bytes_travel() -> None:
-    """GENE-FL's table: FedFina 31.50 MiB, and ParFed what is left of the 42.65 MiB that are learned: 11.15."""
+def test_of_a_resnet18_the_papers_bytes_travel():
     bundle = toy_bundle(RESNET18, resnet18())
     fina, par = fedfina.init(bundle, fedfina.Params(), 0), parfed.init(bundle, parfed.Params(), 0)
     learned = fedavg.init(bundle, fedavg.Params(), 0).trained_names()
@@ -91,8 +86,7 @@ def test_of_a_resnet18_the_papers_bytes_travel() -> None:
     assert fina.model.keys() == four == par.own.keys() & set(learned)
 
 
-def test_fedlgs_three_of_a_resnet18_are_18_28_mib_where_gradients_say_what_the_papers_did() -> None:
-    """Two of 512x512x3x3 and layer2.0.conv1 told to be the smallest."""
+def test_fedlgs_three_of_a_resnet18_are_18_28_mib_where_gradients_say_what_the_papers_did():
     bundle = toy_bundle(RESNET18, resnet18())
     state = fedlg.init(bundle, fedlg.Params(), 0)
     small = {"layer4.0.conv2.weight", "layer4.1.conv2.weight", "layer2.0.conv1.weight"}
@@ -106,11 +100,10 @@ def test_fedlgs_three_of_a_resnet18_are_18_28_mib_where_gradients_say_what_the_p
 
 
 @pytest.mark.parametrize("name", ["fedrep", "parfed", "fedfina", "fedlg", "local"])
-def test_what_is_not_shared_never_travels_up_and_down_once_only(name: str) -> None:
-    """A fourth round costs the shared part's bytes each way: less than the model's, where all of it is sent."""
-    taken: list[tuple[int, int]] = []
+def test_what_is_not_shared_never_travels_up_and_down_once_only(name):
+    taken = []
 
-    def observe(simulation: Simulation, hands: WorkBackend) -> None:
+    def observe(simulation, hands):
         taken[:] = [(round.down_bytes, round.up_bytes) for round in simulation.rounds]
 
     engine = NumpyEngine(1 << 40, base_bytes=0)
@@ -122,8 +115,7 @@ def test_what_is_not_shared_never_travels_up_and_down_once_only(name: str) -> No
 
 
 @pytest.mark.parametrize("name", ["fedrep", "parfed", "fedfina", "fedlg"])
-def test_a_networks_shared_part_and_the_rest_are_all_of_it(name: str) -> None:
-    """On every device after every round: nothing is lost, nothing is in both, and each device's rest is its own."""
+def test_a_networks_shared_part_and_the_rest_are_all_of_it(name):
     run, answers = play(name, engine=torch_one())
     shared = set(run[-1].model)
     assert 0 < len(shared) < len(tensors_of())
@@ -136,8 +128,7 @@ def test_a_networks_shared_part_and_the_rest_are_all_of_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["parfed", "fedfina", "fedlg"])
-def test_statistics_of_batch_norm_stay_on_the_device(name: str) -> None:
-    """Means, variances and counters; FedRep averages those of its representation, as FedAvg does."""
+def test_statistics_of_batch_norm_stay_on_the_device(name):
     run, _ = play(name, engine=torch_one())
     assert not any("running" in key or "num_batches" in key for key in run[-1].model)
     averaged = play("fedrep", engine=torch_one())[0][-1].model
@@ -149,16 +140,14 @@ def test_statistics_of_batch_norm_stay_on_the_device(name: str) -> None:
 # -- the identities -------------------------------------------------------------------------------
 
 
-def test_parfed_that_keeps_nothing_is_fedavg() -> None:
-    """In a network without statistics, bit for bit."""
+def test_parfed_that_keeps_nothing_is_fedavg():
     ours, theirs = play("parfed", layers=0)[0], play("fedavg")[0]
     assert [tensors.encode_tensors(state.model) for state in ours] == [
         tensors.encode_tensors(state.model) for state in theirs
     ]
 
 
-def test_parfed_and_fedfina_share_what_the_other_keeps() -> None:
-    """Of all that is learned."""
+def test_parfed_and_fedfina_share_what_the_other_keeps():
     bundle = toy_bundle(BN, tensors_of())
     par = parfed.init(bundle, parfed.Params(layers=2), 0).model.keys()
     fina = fedfina.init(bundle, fedfina.Params(layers=2), 0).model.keys()
@@ -166,8 +155,7 @@ def test_parfed_and_fedfina_share_what_the_other_keeps() -> None:
     assert par | fina == set(fedavg.init(bundle, fedavg.Params(), 0).trained_names())
 
 
-def test_a_network_that_cannot_be_parted_is_refused() -> None:
-    """A single linear layer."""
+def test_a_network_that_cannot_be_parted_is_refused():
     table = {"name": "mlp", "inputs": 3, "hidden": [], "classes": 2}
     bundle = toy_bundle(table, {"1.weight": np.zeros((2, 3), np.float32), "1.bias": np.zeros(2, np.float32)})
     for method in (parfed, fedfina, fedlg):
@@ -178,8 +166,7 @@ def test_a_network_that_cannot_be_parted_is_refused() -> None:
 # -- FedLG ----------------------------------------------------------------------------------------
 
 
-def test_fedlg_measures_for_so_many_rounds_and_sends_no_weights_in_them() -> None:
-    """Two rounds of sizes, one number for each candidate; then the smallest in the mean of both."""
+def test_fedlg_measures_for_so_many_rounds_and_sends_no_weights_in_them():
     run, answers = play("fedlg", rounds=4, engine=torch_one(), probe=2, layers=1)
     assert [state.phase for state in run] == ["probe", "probe", "share", "share", "share"]
     candidates = set(run[0].candidates)
@@ -194,8 +181,7 @@ def test_fedlg_measures_for_so_many_rounds_and_sends_no_weights_in_them() -> Non
     assert run[3].model.keys() == set(run[2].shared)
 
 
-def test_a_gradients_size_is_its_root_mean_square() -> None:
-    """By the engine's Fisher diagonal on the device's mini-batches, at the weights that the device came to."""
+def test_a_gradients_size_is_its_root_mean_square():
     state = fedlg.init(toy_bundle(), fedlg.Params(**SMALL), 0)
     engine = NumpyEngine(1 << 40, base_bytes=0)
     order = fedlg.send(state, DeviceView("dev-0", None))
@@ -205,8 +191,7 @@ def test_a_gradients_size_is_its_root_mean_square() -> None:
     assert answer.bundles["sizes"]["1.weight"][0] == pytest.approx(np.sqrt(squares["1.weight"].mean()), rel=1e-6)
 
 
-def test_what_a_device_has_trained_is_not_lost_when_sharing_begins() -> None:
-    """Nobody has sent the learnGene yet: a device goes on from its own; a newcomer from the job's."""
+def test_what_a_device_has_trained_is_not_lost_when_sharing_begins():
     run, answers = play("fedlg", rounds=2)
     own = answers[0].local
     order = fedlg.send(run[1], DeviceView("dev-0", None, (0,)))
@@ -219,7 +204,7 @@ def test_what_a_device_has_trained_is_not_lost_when_sharing_begins() -> None:
     )
 
 
-def test_a_size_below_nothing_is_refused() -> None:
+def test_a_size_below_nothing_is_refused():
     """It would make its layer everybody's first."""
     state = fedlg.init(toy_bundle(), fedlg.Params(), 0)
     sizes = {name: np.array([-1.0]) for name in state.candidates}
@@ -230,7 +215,7 @@ def test_a_size_below_nothing_is_refused() -> None:
 # -- FedLP ----------------------------------------------------------------------------------------
 
 
-def test_fedlp_averages_each_layer_over_those_who_sent_it() -> None:
+def test_fedlp_averages_each_layer_over_those_who_sent_it():
     """Two devices send layer 1 (3 and 7 with weights 1 and 3: 6), one sends layer 3 (5); else it is as it was."""
     start = {f"{layer}.{kind}": np.zeros((1, 1), np.float32) for layer in (1, 3, 5) for kind in ("weight",)}
     state = fedavg.init(toy_bundle({"name": "x"}, start, kinds={}), fedlp.Params(), 0)
@@ -243,15 +228,14 @@ def test_fedlp_averages_each_layer_over_those_who_sent_it() -> None:
     assert fedlp.step(state, None) is state
 
 
-def test_fedlp_leaves_layers_out_before_they_are_sent() -> None:
-    """By a draw of the device's own for each, as often as p says: of 3 x 40 x 2 layers about half."""
+def test_fedlp_leaves_layers_out_before_they_are_sent():
     _, answers = play("fedlp", rounds=40)
     kept = [len(answer.bundles["model"]) for answer in answers]
     assert set(kept) == {0, 2, 4}  # weight and bias go together
     assert 0.4 < sum(kept) / (len(kept) * 4) < 0.6
 
 
-def test_half_a_layer_is_refused() -> None:
+def test_half_a_layer_is_refused():
     """It would be told from a layer that was left out by nobody."""
     state = fedavg.init(toy_bundle(), fedlp.Params(), 0)
     half = {"1.weight": state.model["1.weight"]}
@@ -261,8 +245,7 @@ def test_half_a_layer_is_refused() -> None:
         fedlp.fold(state, None, DeviceUpdate("a", 0, 1.0, {}, {}))
 
 
-def test_fedlps_layers_are_all_of_the_network() -> None:
-    """Each tensor is in one; statistics go with the layer that they are of, counters as counters."""
+def test_fedlps_layers_are_all_of_the_network():
     model = tensors_of()
     found = fedlp.layer_units(fedavg.init(toy_bundle(BN, model), fedlp.Params(), 0))
     assert sorted(name for names in found for name in names) == sorted(model)

@@ -1,7 +1,5 @@
 """The network that a board of a personal method runs: what its evaluation takes, as the network's own tensors."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -56,13 +54,7 @@ class Played:
         self.first = toy_bundle(network, first)
         known = {"epochs": 1, "batch": 6, "lr": 0.1, **params}
         self.states = run_method(
-            name,
-            self.first,
-            self.members,
-            known,
-            engine=self.engine,
-            method=replace(self.method, work=work),
-            rounds=3,
+            name, self.first, self.members, known, engine=self.engine, method=replace(self.method, work=work), rounds=3
         )
 
     def given(self, device: int, view: DeviceView) -> tuple[Task, ClientContext]:
@@ -80,15 +72,14 @@ NUMBERS = [pytest.param(number, id=f"{case[0]}-{case[1]['name']}-{number}") for 
 
 
 @pytest.mark.parametrize("case", NUMBERS)
-def test_a_boards_own_network_is_the_one_that_it_evaluates(case: int) -> None:
-    """It is made of what any new device is sent, and of what this one has kept; each device has another."""
+def test_a_boards_own_network_is_the_one_that_it_evaluates(case):
     network, played, made = CASES[case][1], played_once(case), []
     for device, member in enumerate(played.members):
         local = played.kept[member.device]
         task, site = played.given(device, DeviceView(member.device, None, (0, 1, 2)))
-        wanted = compute_metrics(played.method.check(task, replace(site, local=local)))  # type: ignore[misc]
+        wanted = compute_metrics(played.method.check(task, replace(site, local=local)))
         task, site = played.given(device, DeviceView("", None))
-        own = played.method.personal(task, replace(site, device=member.device, local=local))  # type: ignore[misc]
+        own = played.method.personal(task, replace(site, device=member.device, local=local))
         found = compute_metrics(played.engine.evaluate(network, own, site.held))
         assert found["accuracy"] == wanted["accuracy"]
         assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
@@ -96,36 +87,33 @@ def test_a_boards_own_network_is_the_one_that_it_evaluates(case: int) -> None:
     assert made[0] != made[1]
 
 
-@pytest.mark.parametrize("case", [each for each in NUMBERS if CASES[each.values[0]][0] != "genefl"])  # type: ignore
-def test_a_newcomer_runs_what_it_would_evaluate(case: int) -> None:
-    """A device that has kept nothing."""
+@pytest.mark.parametrize("case", [each for each in NUMBERS if CASES[each.values[0]][0] != "genefl"])
+def test_a_newcomer_runs_what_it_would_evaluate(case):
     network, played = CASES[case][1], played_once(case)
     task, site = played.given(0, DeviceView("", None))
-    own = played.method.personal(task, site)  # type: ignore[misc]
+    own = played.method.personal(task, site)
     found = compute_metrics(played.engine.evaluate(network, own, site.held))
-    wanted = compute_metrics(played.method.check(task, site))  # type: ignore[misc]
+    wanted = compute_metrics(played.method.check(task, site))
     assert found["accuracy"] == wanted["accuracy"]
     assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
 
 
-def test_genefl_has_no_network_for_a_newcomer() -> None:
-    """Its evaluation has none either: a device is asked for its fingerprint first."""
+def test_genefl_has_no_network_for_a_newcomer():
     played = played_once([name for name, _, _ in CASES].index("genefl"))
     task, site = played.given(0, DeviceView("", None))
-    assert played.method.check(task, site).examples == 0  # type: ignore[misc]
+    assert played.method.check(task, site).examples == 0
     with pytest.raises(ModelError, match=r"dev-0 has no model of its own of .*: genefl gives a device one"):
-        played.method.personal(task, site)  # type: ignore[misc]
+        played.method.personal(task, site)
 
 
-def test_every_method_that_evaluates_what_a_board_keeps_says_what_it_is() -> None:
+def test_every_method_that_evaluates_what_a_board_keeps_says_what_it_is():
     """A method whose evaluation changes with the private state, and that has no `personal`, would deploy another."""
     tried = {name for name, _, _ in CASES}
     assert {name for name in methods.builtin_names() if methods.load(name).personal is not None} == tried
 
 
 @pytest.mark.parametrize("case", [number for number, case in enumerate(CASES) if case[0] == "fedsdg"])
-def test_fedsdg_names_what_each_board_has_for_itself(case: int) -> None:
-    """The layers that its own branch adds to, and the head if that is private."""
+def test_fedsdg_names_what_each_board_has_for_itself(case):
     found = played_once(case)
     meta = found.method.result(found.states[-1]).meta
     layers = {name for name in meta["private"] if not name.startswith("head")}
@@ -134,7 +122,7 @@ def test_fedsdg_names_what_each_board_has_for_itself(case: int) -> None:
     assert ("head.weight" in meta["private"]) == ("head" in CASES[case][2])
 
 
-def test_partial_fine_tuning_leaves_nothing_on_boards() -> None:
+def test_partial_fine_tuning_leaves_nothing_on_boards():
     """Its frozen layers are the same on all of them, so that its result is whole."""
     played = Played("ft_part", NORMED, {})
     found = played.method.result(played.states[-1])

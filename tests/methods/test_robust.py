@@ -1,7 +1,5 @@
 """Robust aggregation: planted attackers are left out, and with nobody to leave out it is a mean."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -48,7 +46,7 @@ HONEST = {"a": (1.0, 1.0), "b": (1.0, 1.2), "c": (1.2, 1.0), "d": (0.9, 1.0), "e
 
 @pytest.mark.parametrize("rule", ["krum", "multi_krum", "trimmed_mean", "median"])
 @pytest.mark.parametrize("planted", [(1e6, -1e6), (-30.0, -30.0), (1e19, 0.0)])
-def test_a_planted_attacker_is_dropped(rule: Any, planted: tuple[float, float]) -> None:
+def test_a_planted_attacker_is_dropped(rule, planted):
     """Seven devices, one of them anywhere: the result lies among the honest ones. FedAvg's mean would not."""
     state = begun(rule=rule, attackers=0.2)
     points = {"0-evil": planted, **HONEST}
@@ -60,7 +58,7 @@ def test_a_planted_attacker_is_dropped(rule: Any, planted: tuple[float, float]) 
 
 
 @pytest.mark.parametrize("rule", ["krum", "multi_krum", "median", "trimmed_mean"])
-def test_two_attackers_who_agree_are_dropped_too(rule: Any) -> None:
+def test_two_attackers_who_agree_are_dropped_too(rule):
     """Close to each other, so that each has a near neighbour: f = 2 of eight looks at four."""
     state = begun(rule=rule, attackers=0.25)
     points = {**HONEST, "y": (50.0, 50.0), "z": (50.0, 50.0)}
@@ -68,7 +66,7 @@ def test_two_attackers_who_agree_are_dropped_too(rule: Any) -> None:
     assert np.all((after.model["x"] >= 0.9) & (after.model["x"] <= 1.2))
 
 
-def test_krum_takes_one_update_and_multi_krum_the_mean_of_all_but_f() -> None:
+def test_krum_takes_one_update_and_multi_krum_the_mean_of_all_but_f():
     """On a line at 0, 1, 3, 7 and 20 with f = 1, scores are 10, 5, 13, 52 and 458."""
     points = {"a": [0.0], "b": [1.0], "c": [3.0], "d": [7.0], "e": [20.0]}
     state = begun(1, rule="krum", attackers=0.2)
@@ -81,8 +79,7 @@ def test_krum_takes_one_update_and_multi_krum_the_mean_of_all_but_f() -> None:
     assert merged.told == ("multi_krum took a, b, c, d",)
 
 
-def test_a_long_change_is_shortened_and_the_log_says_so() -> None:
-    """Changes of norm 1, 1 and 100: to the median norm, or to a radius of the job's."""
+def test_a_long_change_is_shortened_and_the_log_says_so():
     points = {"a": (1.0, 0.0), "b": (0.0, 1.0), "c": (100.0, 0.0)}
     state = begun(rule="clipped", attackers=0.3)
     after = robust.step(state, folded(state, points))
@@ -95,8 +92,7 @@ def test_a_long_change_is_shortened_and_the_log_says_so() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_running_statistics_take_the_median_and_do_not_hide_an_update_from_krum(rule: Any) -> None:
-    """An attacker with an honest model and a variance of -1e6 changes nothing; nor do variances that differ a lot."""
+def test_running_statistics_take_the_median_and_do_not_hide_an_update_from_krum(rule):
     state = begun(rule=rule, attackers=0.2)
     spread = {"a": -1e6, "b": 500.0, "c": 2.0, "d": 3.0, "e": 1e4, "f": 4.0, "g": 2.0}
     points = {**HONEST, "g": (1.05, 1.05)}
@@ -107,25 +103,24 @@ def test_running_statistics_take_the_median_and_do_not_hide_an_update_from_krum(
     assert after.model["x"].tobytes() == plain.model["x"].tobytes()
 
 
-def test_buckets_are_drawn_by_seed_and_round_and_named_in_the_log() -> None:
-    """Ten devices in buckets of two; Krum's choice names both devices of a bucket."""
+def test_buckets_are_drawn_by_seed_and_round_and_named_in_the_log():
     points = {f"dev-{i}": (1 + 0.01 * i, 1.0) for i in range(10)}
     state = begun(rule="krum", attackers=0.1, bucket=2)
     first = robust.step(state, folded(state, points))
     assert first.told[0].count("+") == 1
     assert robust.step(state, folded(state, dict(reversed(points.items())))).told == first.told
-    later = [robust.step(state, replace(folded(state, points), round=number)).told[0] for number in range(8)]  # type: ignore[type-var]
+    later = [robust.step(state, replace(folded(state, points), round=number)).told[0] for number in range(8)]
     assert len(set(later)) > 1
 
 
 @pytest.mark.parametrize(
     "params", [{"rule": "trimmed_mean"}, {"rule": "multi_krum"}, {"rule": "clipped", "radius": 1e9}]
 )
-def test_with_nobody_to_leave_out_it_is_the_mean(params: dict[str, Any]) -> None:
+def test_with_nobody_to_leave_out_it_is_the_mean(params):
     """f = 0, or nothing to shorten, over three rounds with as many examples on each device: FedAvg."""
     small = {"epochs": 2, "batch": 4, "lr": 0.1}
 
-    def model(name: str, **more: Any) -> Mapping[str, np.ndarray]:
+    def model(name, **more):
         engine, cohort = NumpyEngine(1 << 40, base_bytes=0), {"min_devices": 3}
         *_, last = run_method(
             name, toy_bundle(), point_members(3), {**small, **more}, engine=engine, rounds=3, cohort=cohort
@@ -138,12 +133,11 @@ def test_with_nobody_to_leave_out_it_is_the_mean(params: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_fleet_with_an_attacker_in_every_round_learns_all_the_same(rule: Any) -> None:
-    """One of seven sends -100 times its change: FedAvg explodes, here the loss is below a guess's (ln 3)."""
+def test_a_fleet_with_an_attacker_in_every_round_learns_all_the_same(rule):
     devices, engine = point_members(7, 40), NumpyEngine(1 << 40, base_bytes=0)
     fleet = {"adversaries": {"share": 0.14, "attack": "sign_flip", "factor": 100.0}}
 
-    def loss(name: str, rounds: int, **params: Any) -> float:
+    def loss(name, rounds, **params):
         chosen, cohort = {"epochs": 2, "batch": 8, "lr": 0.1, **params}, {"min_devices": 3}
         *_, last = run_method(
             name, toy_bundle(), devices, chosen, engine=engine, rounds=rounds, cohort=cohort, fleet=fleet
@@ -156,8 +150,7 @@ def test_a_fleet_with_an_attacker_in_every_round_learns_all_the_same(rule: Any) 
         assert loss("fedavg", 1) > 10  # devices soon refuse to go on from there
 
 
-def test_claiming_many_examples_gains_nothing() -> None:
-    """A weight of 1e9 counts as one of 1."""
+def test_claiming_many_examples_gains_nothing():
     for rule in RULES:
         state = begun(rule=rule)
         heavy = folded(state, {**HONEST}, weight=1e9)
@@ -167,7 +160,7 @@ def test_claiming_many_examples_gains_nothing() -> None:
         )
 
 
-def test_too_few_updates_for_krum_change_nothing_and_it_says_so() -> None:
+def test_too_few_updates_for_krum_change_nothing_and_it_says_so():
     """One of four may be an attacker: Krum wants five."""
     state = begun(rule="krum", attackers=0.3)
     after = robust.step(state, folded(state, {"a": (1.0, 1.0), "b": (2.0, 2.0), "c": (3.0, 3.0), "d": (3.0, 4.0)}))
@@ -177,40 +170,20 @@ def test_too_few_updates_for_krum_change_nothing_and_it_says_so() -> None:
     assert robust.step(state, None) is state
 
 
-def test_the_log_says_where_a_share_of_attackers_is_nobody() -> None:
-    """A fifth of four: none is left out."""
+def test_the_log_says_where_a_share_of_attackers_is_nobody():
     state = begun(attackers=0.2)
     few = robust.step(state, folded(state, dict(list(HONEST.items())[:4])))
     assert few.told == ("4 updates are too few for an attacker among them: trimmed_mean left none out",)
     assert robust.step(state, folded(state, HONEST)).told == ()
 
 
-def test_only_so_many_updates_are_held_whatever_the_order_they_come_in() -> None:
-    """Three of six, drawn by the seed and not by name; how many were left out is told."""
+def test_only_so_many_updates_are_held_whatever_the_order_they_come_in():
     state = begun(rule="median", most=3)
     total, other = folded(state, HONEST), folded(state, dict(reversed(HONEST.items())))
-    assert total is not None
-    assert other is not None
     assert len(total.sent) == 3
     assert total.left_out == 3
     assert total.sent.keys() == other.sent.keys() != {"a", "b", "c"}
     assert robust.step(state, total).told[0] == "3 updates beyond the 3 held at once were left out"
-
-
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"attackers": 0.5}, r"attackers = "),
-        ({"rule": "mean"}, r"rule = "),
-        ({"rule": "krum", "most": 2}, r"krum wants more than 2 f \+ 2 updates, and f is 0"),
-        ({"rule": "krum", "most": 10, "attackers": 0.4}, r"krum wants more than 2 f \+ 2 updates, and f is 4"),
-        ({"rule": "median", "bucket": 3}, "median wants more than 2 f buckets, and f is 6"),
-    ],
-)
-def test_parameters_that_make_no_sense_are_refused_in_the_job(params: dict[str, Any], message: str) -> None:
-    """Half of the updates wrong is beyond any rule."""
-    with pytest.raises(JobError, match=message):
-        settings.parse_job({"name": "j", "method": "robust", "params": params, "cohort": {"min_devices": 32}})
 
 
 @pytest.mark.parametrize(
@@ -224,7 +197,7 @@ def test_parameters_that_make_no_sense_are_refused_in_the_job(params: dict[str, 
         ({"min_devices": 7}, ""),
     ],
 )
-def test_a_cohort_too_small_for_the_rule_is_refused_in_the_job(cohort: dict[str, Any], message: str) -> None:
+def test_a_cohort_too_small_for_the_rule_is_refused_in_the_job(cohort, message):
     """Krum with a third of attackers: 6 updates are too few (f = 2), 7 are enough, and so are all more."""
     table = {"name": "j", "method": "robust", "params": {"rule": "krum", "attackers": 0.34}, "cohort": cohort}
     if not message:

@@ -1,11 +1,8 @@
 """Rounds that gather batch normalisation's statistics: what devices are asked, what comes of it, and that it is so in a
 federation on virtual time."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -66,8 +63,7 @@ def view(name: str, budget: int) -> DeviceView:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_small_device_measures_every_width_whose_forward_pass_it_has_room_for(name: str) -> None:
-    """All of a small network's on half a gigabyte; who has not said how much it has measures its own width alone."""
+def test_a_small_device_measures_every_width_whose_forward_pass_it_has_room_for(name):
     method, state = begun(name)
     order = method.settle.send(state, view("a", SMALL))
     unknown = method.settle.send(state, DeviceView("a", None))
@@ -78,8 +74,7 @@ def test_a_small_device_measures_every_width_whose_forward_pass_it_has_room_for(
     assert 0 < order.work.flops_per_example < len(order.params["asked"]) * state.flops  # forward passes alone
 
 
-def test_statistics_are_those_of_all_devices_examples_together() -> None:
-    """Two devices whose means lie apart, by 1 and 3 examples: the variance has what lies between them in it."""
+def test_statistics_are_those_of_all_devices_examples_together():
     method, state = begun("heterofl")
     names = [name for name in state.model if name.endswith(("running_mean", "running_var"))]
     total = None
@@ -107,18 +102,14 @@ def test_statistics_are_those_of_all_devices_examples_together() -> None:
         (lambda sent: {"statistics.1": dict(list(sent.items())[1:])}, "tensor names differ"),
     ],
 )
-def test_what_is_no_statistics_of_a_width_is_refused(spoil: Any, said: str) -> None:
-    """Nothing, another bundle, a variance below 0, another type, a missing tensor."""
+def test_what_is_no_statistics_of_a_width_is_refused(spoil, said):
     method, state = begun("heterofl")
     sent = {name: array for name, array in state.model.items() if name.endswith(("running_mean", "running_var"))}
     with pytest.raises(UpdateError, match=said):
         method.settle.aggregation.fold(state, None, DeviceUpdate("a", 0, 1.0, {}, spoil(sent)))
 
 
-def test_measured_statistics_are_exact_however_examples_are_cut_into_mini_batches(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of the first normalisation, which hears what no other has normalised: mean and variance over all pixels."""
+def test_measured_statistics_are_exact_however_examples_are_cut_into_mini_batches(monkeypatch):
     draws, model = np.random.default_rng(0), bundle().load("model")
     x = draws.integers(0, 255, (50, 8, 8)).astype(np.uint8)
     first = torch.nn.functional.conv2d(
@@ -136,8 +127,7 @@ def test_measured_statistics_are_exact_however_examples_are_cut_into_mini_batche
         np.testing.assert_allclose(found["0.1.running_var"], first.var(dim=(0, 2, 3), correction=0), rtol=1e-4)
 
 
-def test_what_is_held_still_keeps_its_statistics() -> None:
-    """FedLPS asks for none of its encoder's, and a step leaves them."""
+def test_what_is_held_still_keeps_its_statistics():
     method, state = begun("fedlps")
     from fedquilt.methods import fedlps
 
@@ -150,26 +140,19 @@ def test_what_is_held_still_keeps_its_statistics() -> None:
     assert seen.statistics()
 
 
-def test_a_network_without_batch_normalisation_needs_no_such_round() -> None:
-    """HeteroFL on a perceptron."""
+def test_a_network_without_batch_normalisation_needs_no_such_round():
     method = methods.load("heterofl")
     assert not method.settle.wanted(method.init(toy_bundle(), method.params(), 0))
     assert method.settle.wanted(begun("heterofl")[1])
 
 
-def test_the_learning_rate_does_not_fall_with_rounds_that_do_not_count() -> None:
-    """Round 5 after two such rounds has the rate of the third round of work."""
-
+def test_the_learning_rate_does_not_fall_with_rounds_that_do_not_count():
     method = methods.load("heterofl")
     state = replace(method.init(bundle(), method.params(lr=0.1, lr_decay=0.5), 0), settled=2)
     assert local_training.learning_rate(method.send(state, view("a", LARGE)).params, 5) == pytest.approx(0.1 * 0.5**3)
 
 
-def test_in_a_federation_the_whole_networks_statistics_are_those_of_all_devices(tmp_path: Path) -> None:
-    """Six boards, two a round, one of them with room for the whole width: before each evaluation all are asked.
-
-    Rounds: 0 with a check, 1, one that does not count, 2 with a check, one that does not count, and the closing check.
-    """
+def test_in_a_federation_the_whole_networks_statistics_are_those_of_all_devices(tmp_path):
     data = write_images(tmp_path / "data.npz", 8)
     prepare.prepare_bundle(
         {"model": {**TABLE, "classes": 10, "seed": 0}, "input": NETWORK["input"]}, tmp_path / "bundle"
@@ -192,7 +175,6 @@ def test_in_a_federation_the_whole_networks_statistics_are_those_of_all_devices(
         facts = [fact for _, _, fact in store.read_events(run)]
         committed = [fact for fact in facts if isinstance(fact, RoundCommitted)]
         path = store.depot.blob_path(committed[-1].state.sha256)
-        assert path is not None
         state = tensors.unpack_state(path.read_bytes(), _subnetworks.State)
     assert [fact.settled for fact in committed] == [False, False, True, False, True, False]
     assert [fact.round for fact in committed if fact.evaluation is not None] == [0, 3, 5]

@@ -1,14 +1,12 @@
 """Methods whose devices train as much of the network as their memory allows: identities, and who gets what."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
-from submodels import MIXED, SMALL, bundle, engine, pictures, run, view
+from submodels import SMALL, bundle, engine, pictures, run, view
 
 from fedquilt import methods
 from fedquilt.arrays import tensors
@@ -18,7 +16,6 @@ from fedquilt.methods import depthfl, fedavg, heterofl
 from fedquilt.models import partial
 from fedquilt.testing.toy_networks import deliver_task
 
-PLAIN = {"name": "cnn", "channels": 1, "size": 8, "classes": 3, "width": 4, "input": {"channels": 1, "size": 8}}
 ONES = (1.0,) * 5
 BUDGETS = (512 * 10**6, 2 * 10**9, 8 * 10**9)
 SUBMODELS = ("heterofl", "fjord", "fedlps", "depthfl", "fedepth")
@@ -42,12 +39,7 @@ def averaged() -> Any:
         ("ft_full", {}),
     ],
 )
-def test_with_nothing_left_out_it_is_fedavg_bit_for_bit(name: str, params: dict[str, Any]) -> None:
-    """Width 1, one exit, one group, nothing pruned, room for all: of a network with batch norm, in every tensor.
-
-    Every device has examples of every class. Methods that gather batch normalisation's statistics at the end have
-    others than FedAvg's means.
-    """
+def test_with_nothing_left_out_it_is_fedavg_bit_for_bit(name, params):
     made, plain, method = bundle(), averaged(), methods.load(name)
     mine = method.result(run(name, made, **params)[-1]).tensors
     assert mine.keys() == plain.keys()
@@ -57,11 +49,10 @@ def test_with_nothing_left_out_it_is_fedavg_bit_for_bit(name: str, params: dict[
 
 
 @pytest.mark.parametrize("exits", [2, 3])
-def test_depthfl_with_all_depths_equal_is_the_mean_of_everything(exits: int) -> None:
-    """Every entry, the classifiers' too, counts every device's examples."""
+def test_depthfl_with_all_depths_equal_is_the_mean_of_everything(exits):
     method, totals = methods.load("depthfl"), []
 
-    def step(state: Any, total: Any) -> Any:
+    def step(state, total):
         totals.append(total)
         return method.step(state, total)
 
@@ -74,8 +65,7 @@ def test_depthfl_with_all_depths_equal_is_the_mean_of_everything(exits: int) -> 
 
 # -- who gets what --------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", SUBMODELS)
-def test_a_device_gets_and_sends_no_more_than_its_memory_tiers_part(name: str) -> None:
-    """From 512 MB to 8 GB the part, its FLOPs and its memory grow; whoever has not told gets the smallest one."""
+def test_a_device_gets_and_sends_no_more_than_its_memory_tiers_part(name):
     method = methods.load(name)
     state = method.init(bundle(), method.params(**SMALL), 0)
     orders = [method.send(state, view(budget)) for budget in BUDGETS]
@@ -83,32 +73,18 @@ def test_a_device_gets_and_sends_no_more_than_its_memory_tiers_part(name: str) -
     peaks = [order.work.peak_bytes for order in orders if order]
     assert peaks == sorted(peaks)
     unknown = method.send(state, DeviceView("a", None))
-    assert unknown is not None
-    assert tensors.encode_tensors(unknown.bundles["model"]) == tensors.encode_tensors(orders[0].bundles["model"])  # type: ignore[union-attr,arg-type]
-    sizes = [tensors.total_bytes([order.bundles["model"]]) for order in orders if order]  # type: ignore[list-item]
+    assert tensors.encode_tensors(unknown.bundles["model"]) == tensors.encode_tensors(orders[0].bundles["model"])
+    sizes = [tensors.total_bytes([order.bundles["model"]]) for order in orders if order]
     if name == "fedepth":
         assert min(sizes) > 0  # all get all of the network, and their links
         assert peaks[0] < peaks[-1]
     else:
         assert sizes[0] < sizes[-1]
-        assert orders[0].work.flops_per_example < orders[-1].work.flops_per_example  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("name", SUBMODELS)
-def test_a_mixed_fleet_goes_on_and_every_tensor_stays_finite(name: str) -> None:
-    """Three tiers at once, three rounds; something is learned in each, and the result has the network's own tensors."""
-    method, made = methods.load(name), bundle()
-    found = run(name, made, rounds=3, budgets=MIXED)
-    result = method.result(found[-1]).tensors
-    assert {key for key in result if not key.startswith("exit.")} == made.load("model").keys()
-    assert all(np.isfinite(array).all() for array in result.values())
-    before = method.result(found[-2]).tensors
-    assert any(not np.array_equal(result[key], before[key]) for key in result)
+        assert orders[0].work.flops_per_example < orders[-1].work.flops_per_example
 
 
 @pytest.mark.parametrize("name", ["heterofl", "fjord", "depthfl"])
-def test_entries_that_nobody_sent_stay_as_they_were(name: str) -> None:
-    """A fleet of the smallest tier alone leaves the rest of the network untouched, and moves its own part."""
+def test_entries_that_nobody_sent_stay_as_they_were(name):
     first, last = run(name, bundle(), rounds=2)[::2]
     at = (
         depthfl.leading_stage_places(first, 1)
@@ -130,14 +106,12 @@ def test_entries_that_nobody_sent_stay_as_they_were(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SUBMODELS)
-def test_a_device_evaluates_its_own_part(name: str) -> None:
-    """Each tier's part tells an accuracy over the held-out examples."""
+def test_a_device_evaluates_its_own_part(name):
     method = methods.load(name)
     state = method.init(bundle(), method.params(**SMALL), 0)
     for budget in BUDGETS:
         order, member = method.send(state, view(budget)), pictures(1)[0]
         assert order is not None
-        assert method.check is not None
         task, site = deliver_task(method, order, member, engine())
         told = method.check(task, site)
         assert told.examples == 4
@@ -145,8 +119,7 @@ def test_a_device_evaluates_its_own_part(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["heterofl", "fjord", "fedlps"])
-def test_without_a_plan_of_units_the_job_says_what_to_do(name: str) -> None:
-    """A bundle that holds no masks."""
+def test_without_a_plan_of_units_the_job_says_what_to_do(name):
     whole = bundle()
     made = replace(whole, files={"model": whole.files["model"]})
     with pytest.raises(ModelError, match="fedquilt prepare"):

@@ -1,10 +1,6 @@
 """DepthFL, FeDepth, FT-Full and FT-Part: parts of a network that have fewer of its layers."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,17 +16,12 @@ torch = pytest.importorskip("torch")
 
 
 # -- DepthFL and FeDepth --------------------------------------------------------------------------
-def test_depthfls_loss_is_every_exits_cross_entropy_and_what_they_are_apart() -> None:
-    """The engine's cross entropy of the training scores plus the penalty, in value and in gradients.
-
-    An exit learns from each other exit's distribution, which is held still: KL(p_j || p_i), as the public
-    implementation has it. The divergence is not symmetric, so the other direction gives other figures.
-    """
+def test_depthfls_loss_is_every_exits_cross_entropy_and_what_they_are_apart():
     F = torch.nn.functional
     drawn = [torch.randn(4, 3, generator=torch.Generator().manual_seed(i)) for i in range(3)]
     y = torch.tensor([0, 2, 1, 1])
 
-    def losses(scores: list[Any]) -> tuple[Any, Any]:
+    def losses(scores):
         exits = depthfl.Exits((), 3, True, strength=0.5)
         exits.scores = scores
         said = torch.stack([F.log_softmax(each, 1) for each in scores]).sum(0)
@@ -52,15 +43,13 @@ def test_depthfls_loss_is_every_exits_cross_entropy_and_what_they_are_apart() ->
     assert torch.allclose(*gradients, atol=1e-6)
 
 
-def test_depthfls_result_says_the_mean_of_all_exits() -> None:
-    """The network "exits", built from its table and the tensors alone, scores as a device with every stage does."""
+def test_depthfls_result_says_the_mean_of_all_exits():
     from fedquilt.models.networks import registry
 
     method, member = methods.load("depthfl"), pictures(1)[0]
     state = run("depthfl", bundle(), budgets=MIXED)[-1]
     found, order = method.result(state), method.send(state, view(8 * 10**9))
     assert order is not None
-    assert method.check is not None
     task, site = deliver_task(method, order, member, engine())
     network = found.meta["network"]
     assert engine().evaluate(network, found.tensors, member.held) == method.check(task, site)
@@ -77,7 +66,7 @@ def test_depthfls_result_says_the_mean_of_all_exits() -> None:
     assert len(said) == 4
 
 
-def test_depthfls_mutual_term_grows_to_one() -> None:
+def test_depthfls_mutual_term_grows_to_one():
     """c(0) = exp(-5), c(ramp) = 1 and stays."""
     method = methods.load("depthfl")
     order = method.send(method.init(bundle(), method.params(ramp=10), 0), DeviceView("a", None))
@@ -89,8 +78,7 @@ def test_depthfls_mutual_term_grows_to_one() -> None:
     assert found == pytest.approx([np.exp(-5), 1, 1])
 
 
-def test_fedepths_groups_are_every_stage_once_and_only_its_own_moves() -> None:
-    """Three groups: a device trains the whole network, each group once; the largest group's memory counts."""
+def test_fedepths_groups_are_every_stage_once_and_only_its_own_moves():
     method, trained = methods.load("fedepth"), []
     state = method.init(bundle(), method.params(**SMALL), 0)
     body = depth.split_stages(fedepth.plain_network(state), 6, state.register)
@@ -100,13 +88,12 @@ def test_fedepths_groups_are_every_stage_once_and_only_its_own_moves() -> None:
     )
 
     class Watch:
-        def train(self, network: Any, start: Any, *rest: Any, **options: Any) -> Any:
+        def train(self, network, start, *rest, **options):
             after, told = engine().train(network, start, *rest, **options)
             trained.append({name for name in start if not np.array_equal(start[name], after[name])})
             return after, told
 
     order, member = method.send(state, view(2 * 10**9)), pictures(1)[0]
-    assert order is not None
     assert len(order.params["groups"]) == 3
     task, site = deliver_task(method, order, member, Watch())
     answer = method.work(task, site)
@@ -120,7 +107,7 @@ def test_fedepths_groups_are_every_stage_once_and_only_its_own_moves() -> None:
 
 
 # -- FT-Full and FT-Part --------------------------------------------------------------------------
-def test_ft_full_leaves_out_who_has_no_room_and_ft_part_less() -> None:
+def test_ft_full_leaves_out_who_has_no_room_and_ft_part_less():
     """Of boards with 0.1, 0.4 and 1 GB the middle one has room to train the head, but not the whole network.
 
     A board that has not said its budget is asked by both. One example at a time (`at_once = 1`) helps FT-Part alone:
@@ -139,8 +126,7 @@ def test_ft_full_leaves_out_who_has_no_room_and_ft_part_less() -> None:
     assert asked == {"ft_full": [False, False, True], "ft_part": [False, True, True]}
 
 
-def test_ft_part_moves_the_last_layers_alone() -> None:
-    """FT-Part trains the last layer, then the last two; every other tensor keeps its bits, also running means."""
+def test_ft_part_moves_the_last_layers_alone():
     for count in (1, 2):
         found = run("ft_part", bundle(), layers=count)
         first, last = found[0], found[-1]
@@ -158,15 +144,14 @@ def test_ft_part_moves_the_last_layers_alone() -> None:
         )  # the head's; with a convolution's and its normalisation's five
 
 
-def test_a_params_table_of_the_wrong_length_is_refused_at_the_job() -> None:
-    """Params of methods with one value for each of the five tiers: a list of another length, a value out of bounds."""
+def test_a_params_table_of_the_wrong_length_is_refused_at_the_job():
     import msgspec
 
-    bad: list[tuple[Callable[..., Any], dict[str, Any]]] = [
+    bad = [
         (heterofl.Params, {"rates": [1.0]}),
         (fedepth.Params, {"groups": [1, 2, 3, 4, 0]}),
         (ft_full.Params, {"at_once": 0}),
     ]
     for kind, table in bad:
         with pytest.raises(msgspec.ValidationError):
-            msgspec.convert(table, kind)  # type: ignore[arg-type]
+            msgspec.convert(table, kind)

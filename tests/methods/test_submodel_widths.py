@@ -1,7 +1,5 @@
 """HeteroFL, FjORD and FedLPS: parts of a network that are narrower than it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +8,7 @@ import pytest
 from submodels import MIXED, NETWORK, bundle, engine, pictures, run, view
 
 from fedquilt import methods
-from fedquilt.core import Bundle, ClientResult, DeviceUpdate, Examples, JobError, Method, ModelError, UpdateError
+from fedquilt.core import Bundle, DeviceUpdate, Examples, JobError, Method, ModelError, UpdateError
 from fedquilt.formats.tensor_register import register_from_kinds
 from fedquilt.methods import fedlps, fjord, heterofl
 from fedquilt.models.partial import masks
@@ -26,7 +24,7 @@ def folded(method: Method, state: Any, *sent: tuple[int, float, float, list[int]
     total = None
     for budget, weight, value, classes in sent:
         order = method.send(state, view(budget))
-        model = {key: np.full_like(array, value) for key, array in order.bundles["model"].items()}  # type: ignore[union-attr]
+        model = {key: np.full_like(array, value) for key, array in order.bundles["model"].items()}
         held = {"held": np.isin(np.arange(3), classes).astype(np.uint8)}
         total = method.aggregation.fold(
             state, total, DeviceUpdate("a", 0, weight, {}, {"model": model, "classes": held})
@@ -35,14 +33,12 @@ def folded(method: Method, state: Any, *sent: tuple[int, float, float, list[int]
 
 
 @pytest.mark.parametrize("name", ["heterofl", "fjord"])
-def test_each_width_has_statistics_of_its_own(name: str) -> None:
-    """Rates 0.5 and 1, full of ones and of fives: each width is sent its own mean and variance again, while the
-    leading channels' weights are the mean of both; a width that nobody has had has the first ones."""
+def test_each_width_has_statistics_of_its_own(name):
     method = methods.load(name)
     state = method.init(bundle(), method.params(rates=(0.25, 0.25, 0.5, 0.5, 1.0)), 0)
     everything = [0, 1, 2]
     after = folded(method, state, (2 * 10**9, 1.0, 1.0, everything), (8 * 10**9, 1.0, 5.0, everything))
-    parts = {size: method.send(after, view(size * 10**9)).bundles["model"] for size in (1, 2, 8)}  # type: ignore[union-attr]
+    parts = {size: method.send(after, view(size * 10**9)).bundles["model"] for size in (1, 2, 8)}
     assert parts[2]["0.1.running_var"].tolist() == [1, 1]
     assert parts[8]["0.1.running_var"].tolist() == [5, 5, 5, 5]
     assert parts[1]["0.1.running_mean"].tolist() == [0]
@@ -51,7 +47,7 @@ def test_each_width_has_statistics_of_its_own(name: str) -> None:
     assert method.result(after).tensors["0.1.running_mean"].tolist() == [5, 5, 5, 5]
 
 
-def test_the_fewer_steps_at_the_largest_width_count_the_more_in_its_statistics() -> None:
+def test_the_fewer_steps_at_the_largest_width_count_the_more_in_its_statistics():
     """Two widths by turns: a step at the larger moves the mean by 1 - 0.9^2 of the way, where all would by 0.1 each."""
     from fedquilt.models.networks import registry
 
@@ -65,13 +61,12 @@ def test_the_fewer_steps_at_the_largest_width_count_the_more_in_its_statistics()
     assert momenta == [{1 - 0.9**2}, {0.0}]
 
 
-def test_rates_that_cut_as_much_share_their_statistics() -> None:
-    """Of four, eight and sixteen channels 0.0625 and 0.05 leave one each, and 0.99 all: it is the whole network."""
+def test_rates_that_cut_as_much_share_their_statistics():
     rates = [0.05, 0.0625, 0.5, 0.99]
     assert [heterofl.canonical_rate([4, 8, 16], rates, rate) for rate in rates] == [0.0625, 0.0625, 0.5, 1.0]
 
 
-def test_rows_of_a_class_are_averaged_over_devices_that_have_it() -> None:
+def test_rows_of_a_class_are_averaged_over_devices_that_have_it():
     """Class 0 at both devices, class 1 at the second, class 2 at none, by weights 3 and 1; all else is of both."""
     method = methods.load("heterofl")
     state = method.init(toy_bundle(), method.params(), 0)
@@ -84,8 +79,7 @@ def test_rows_of_a_class_are_averaged_over_devices_that_have_it() -> None:
     assert folded(method, plain, first, second).model["3.bias"].tolist() == [2, 2, 2]
 
 
-def test_a_class_that_a_device_has_not_is_out_of_its_loss() -> None:
-    """Examples of classes 0 and 2: the row of class 1 does not move, in a task that does not mask it does."""
+def test_a_class_that_a_device_has_not_is_out_of_its_loss():
     method, x = methods.load("heterofl"), np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
     member = DeviceData("a", Examples(x, np.array([0, 2] * 4)), Examples(x, np.array([0, 2] * 4)))
     moved = []
@@ -101,8 +95,7 @@ def test_a_class_that_a_device_has_not_is_out_of_its_loss() -> None:
     assert moved == [False, True]
 
 
-def test_a_device_that_does_not_say_its_classes_is_refused_and_so_is_a_network_without_any() -> None:
-    """No bundle, another number of them; a network that ends in a convolution has no rows to average."""
+def test_a_device_that_does_not_say_its_classes_is_refused_and_so_is_a_network_without_any():
     method = methods.load("heterofl")
     state = method.init(toy_bundle(), method.params(), 0)
     for bundles in ({}, {"classes": {"held": np.ones(2, np.uint8)}}):
@@ -117,8 +110,7 @@ def test_a_device_that_does_not_say_its_classes_is_refused_and_so_is_a_network_w
         method.init(made, method.params(), 0)
 
 
-def test_a_step_at_a_smaller_width_leaves_the_statistics_alone() -> None:
-    """FjORD's draws at 0.5 alone: batch norm's mean and variance are as received; at 1 they move."""
+def test_a_step_at_a_smaller_width_leaves_the_statistics_alone():
     from fedquilt.core import Fit, Hooks, Step
 
     made, examples = bundle(), pictures(1)[0].train
@@ -132,16 +124,7 @@ def test_a_step_at_a_smaller_width_leaves_the_statistics_alone() -> None:
     assert moved == [0, 1]
 
 
-def test_heterofl_counts_an_entry_by_who_has_it() -> None:
-    """Toy network of five neurons, rates 0.2 and 1 with 3 and 1 examples: the first neuron's mean is of both."""
-    method = methods.load("heterofl")
-    state = method.init(toy_bundle(), method.params(rates=(0.2, 0.2, 1.0, 1.0, 1.0)), 0)
-    after = folded(method, state, (10**9, 3.0, 1.0, [0, 1, 2]), (8 * 10**9, 1.0, 5.0, [0, 1, 2]))
-    assert after.model["1.bias"].tolist() == [2, 5, 5, 5, 5]
-
-
-def test_ordered_dropout_hides_what_is_beyond_the_width_and_moves_none_of_it() -> None:
-    """A step at width 0.4 of five neurons: rows and columns of the last three stay, those of the first two move."""
+def test_ordered_dropout_hides_what_is_beyond_the_width_and_moves_none_of_it():
     from fedquilt.core import Fit, Hooks, Step
 
     model = toy_bundle().load("model")
@@ -160,8 +143,7 @@ def test_ordered_dropout_hides_what_is_beyond_the_width_and_moves_none_of_it() -
     assert not np.array_equal(after["3.weight"][:, :2], model["3.weight"][:, :2])
 
 
-def test_fjord_draws_every_width_up_to_the_devices_own() -> None:
-    """Of five widths the third is the most: three are drawn, about as often each."""
+def test_fjord_draws_every_width_up_to_the_devices_own():
     ordered = fjord.OrderedDropoutHooks(MLP_MASKS, 0.6, (0.2, 0.4, 0.6), np.random.default_rng(0))
     drawn = []
     for _ in range(300):
@@ -171,11 +153,10 @@ def test_fjord_draws_every_width_up_to_the_devices_own() -> None:
     assert min(drawn.count(width) for width in set(drawn)) > 70
 
 
-def test_fedlps_holds_its_encoder_still_and_sends_only_the_predictor() -> None:
-    """Encoder and its statistics stay in every bit over three rounds; the sent names are all others."""
+def test_fedlps_holds_its_encoder_still_and_sends_only_the_predictor():
     method, answers = methods.load("fedlps"), []
 
-    def work(task: Any, site: Any) -> ClientResult:
+    def work(task, site):
         answers.append(method.work(task, site))
         return answers[-1]
 
@@ -189,21 +170,20 @@ def test_fedlps_holds_its_encoder_still_and_sends_only_the_predictor() -> None:
     assert all(model.keys() == found[0].model.keys() - held for model in trained)
 
 
-def test_fedlps_prunes_the_predictor_alone_and_the_same_channels_in_every_round() -> None:
-    """What makes the encoder's channels stays whole in the narrowest part, and so do the choices after training."""
+def test_fedlps_prunes_the_predictor_alone_and_the_same_channels_in_every_round():
     method = methods.load("fedlps")
     found = run("fedlps", bundle(), rounds=2, budgets=MIXED)
     first, last = found[0], found[-1]
     held = fedlps.encoder_names(first)
-    narrow = method.send(last, view(512 * 10**6)).bundles["model"]  # type: ignore[union-attr]
-    assert all(narrow[name].shape == first.model[name].shape for name in held)  # type: ignore[index,union-attr]
-    smaller = [name for name in first.model if narrow[name].shape != first.model[name].shape]  # type: ignore[index,union-attr]
+    narrow = method.send(last, view(512 * 10**6)).bundles["model"]
+    assert all(narrow[name].shape == first.model[name].shape for name in held)
+    smaller = [name for name in first.model if narrow[name].shape != first.model[name].shape]
     assert len(smaller) > 3
     for left, groups in first.kept.items():
         assert all(np.array_equal(units, last.kept[left][group]) for group, units in groups.items())
 
 
-def test_fedlps_refuses_an_encoder_of_random_weights() -> None:
+def test_fedlps_refuses_an_encoder_of_random_weights():
     """The bundle says that they are; with encoder = 0 nothing is held still."""
     method, made = methods.load("fedlps"), bundle()
     random = replace(made, meta={**made.meta, "pretrained": False})

@@ -1,7 +1,5 @@
 """The Fisher diagonal: squares of single examples' gradients, the same in both engines."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -46,7 +44,7 @@ def engine(request: pytest.FixtureRequest) -> Any:
     return pytest.importorskip("fedquilt.edge_agent.engines.torch.engine").TorchEngine(AMPLE, base_bytes=0)
 
 
-def test_it_is_the_mean_of_squared_gradients_of_single_examples(engine: Any) -> None:
+def test_it_is_the_mean_of_squared_gradients_of_single_examples(engine):
     """Against the gradients of a small network written out by hand."""
     model, given = init_tensors(MLP, 3), examples()
     found = engine.fisher(MLP, model, given)
@@ -55,8 +53,7 @@ def test_it_is_the_mean_of_squared_gradients_of_single_examples(engine: Any) -> 
         np.testing.assert_allclose(found[name], wanted, rtol=1e-4, atol=1e-7)
 
 
-def test_a_group_s_gradients_are_averaged_before_the_square(engine: Any) -> None:
-    """All in one group is the square of the mean gradient, which is less; a smaller last group is a group."""
+def test_a_group_s_gradients_are_averaged_before_the_square(engine):
     model, given = init_tensors(MLP, 3), examples(7)
     single = engine.fisher(MLP, model, given)
     whole = engine.fisher(MLP, model, given, each=7)
@@ -68,8 +65,7 @@ def test_a_group_s_gradients_are_averaged_before_the_square(engine: Any) -> None
         np.testing.assert_allclose(found[name], (apart[0][name] + apart[1][name]) / 2, rtol=1e-4, atol=1e-8)
 
 
-def test_little_room_changes_nothing_but_how_many_go_at_once() -> None:
-    """With a budget for one gradient at a time the diagonal is the same."""
+def test_little_room_changes_nothing_but_how_many_go_at_once():
     module = pytest.importorskip("fedquilt.edge_agent.engines.torch.engine")
     model, given = init_tensors(MLP, 3), examples()
     wide, narrow = (module.TorchEngine(budget, base_bytes=0).fisher(MLP, model, given) for budget in (AMPLE, 1))
@@ -77,7 +73,7 @@ def test_little_room_changes_nothing_but_how_many_go_at_once() -> None:
         np.testing.assert_allclose(narrow[name], wide[name], rtol=1e-5, atol=1e-9)
 
 
-def test_batch_normalisation_takes_one_example_at_a_time_by_its_running_statistics() -> None:
+def test_batch_normalisation_takes_one_example_at_a_time_by_its_running_statistics():
     """In evaluation mode: with batches' own statistics one example's gradient would depend on the others."""
     torch = pytest.importorskip("torch")
     from fedquilt.edge_agent.engines.torch.engine import TorchEngine
@@ -97,8 +93,7 @@ def test_batch_normalisation_takes_one_example_at_a_time_by_its_running_statisti
         np.testing.assert_allclose(array, mean, rtol=1e-3, atol=1e-3 * float(mean.max()))
 
 
-def test_tied_weights_have_their_gradient_under_the_first_name() -> None:
-    """Under which they travel: the sum of what both layers have, as the other name does not exist for methods."""
+def test_tied_weights_have_their_gradient_under_the_first_name():
     torch = pytest.importorskip("torch")
     from fedquilt.models import fisher
 
@@ -109,8 +104,7 @@ def test_tied_weights_have_their_gradient_under_the_first_name() -> None:
     assert found["0.weight"].abs().max() > 0
 
 
-def test_nothing_to_take_gradients_of_is_said(engine: Any) -> None:
-    """No examples, and groups of none."""
+def test_nothing_to_take_gradients_of_is_said(engine):
     with pytest.raises(DataError, match="no examples"):
         engine.fisher(MLP, init_tensors(MLP, 3), examples(0))
     with pytest.raises(JobError, match="groups of 0"):

@@ -1,7 +1,5 @@
 """Robust means against their definitions, written down naively, and against what they promise."""
 
-from __future__ import annotations
-
 import itertools
 import tracemalloc
 from collections.abc import Mapping, Sequence
@@ -54,8 +52,7 @@ def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("count", [1, 2, 5, 8])
 @pytest.mark.parametrize("cut", [0, 1, 2])
-def test_trimmed_mean_and_median_are_their_definitions_value_by_value(count: int, cut: int) -> None:
-    """Sorted in plain Python, value by value."""
+def test_trimmed_mean_and_median_are_their_definitions_value_by_value(count, cut):
     if count <= 2 * cut:
         pytest.skip("nothing would be left")
     updates = drawn(count)
@@ -71,7 +68,7 @@ def test_trimmed_mean_and_median_are_their_definitions_value_by_value(count: int
     }
 
 
-def test_krums_scores_are_summed_up_by_hand() -> None:
+def test_krums_scores_are_summed_up_by_hand():
     """On a line at 0, 1, 3, 7 and 20 with f = 1: two nearest of each, squared.
 
     0: 1 + 9; 1: 1 + 4; 3: 4 + 9; 7: 16 + 36; 20: 169 + 289.
@@ -81,8 +78,7 @@ def test_krums_scores_are_summed_up_by_hand() -> None:
 
 
 @pytest.mark.parametrize("f", [0, 1, 2])
-def test_krums_scores_are_their_definition(f: int) -> None:
-    """Over all tensors together, in plain Python."""
+def test_krums_scores_are_their_definition(f):
     updates = drawn(8)
     points = [flat(update) for update in updates]
     naive = [
@@ -92,7 +88,7 @@ def test_krums_scores_are_their_definition(f: int) -> None:
     assert robust_aggregates.krum_scores(UpdateRows(updates), NAMES, f) == pytest.approx(naive, rel=1e-9)
 
 
-def test_clipping_is_its_definition_and_leaves_short_changes_alone() -> None:
+def test_clipping_is_its_definition_and_leaves_short_changes_alone():
     """Centre + mean of min(1, radius / norm) * change; with a radius beyond all norms it is the mean."""
     updates, centre = drawn(6), drawn(1, seed=9)[0]
     lengths = robust_aggregates.difference_norms(UpdateRows(updates), NAMES, centre)
@@ -109,8 +105,7 @@ def test_clipping_is_its_definition_and_leaves_short_changes_alone() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_the_order_of_updates_does_not_matter(rule: str) -> None:
-    """Every cyclic shift and the reverse of seven updates; Krum's scores are compared in sorted order by the caller."""
+def test_the_order_of_updates_does_not_matter(rule):
     updates = drawn(7)
     before = flat(everything(updates, 2)[rule])
     for shift in range(1, 7):
@@ -120,14 +115,7 @@ def test_the_order_of_updates_does_not_matter(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("size", [1e2, 1e6, 1e18])
-def test_below_the_breakdown_point_no_attacker_moves_the_result_further_than_honest_updates_lie(
-    rule: str, size: float
-) -> None:
-    """Three of nine send the same far point, points on both sides, or points each of its own.
-
-    Median and trimmed mean stay between the least and the largest honest value; Krum's choice is honest, or
-    closer to most of them than sqrt(n - f - 2) times their diameter; a clipped mean is no longer than the radius.
-    """
+def test_below_the_breakdown_point_no_attacker_moves_the_result_further_than_honest_updates_lie(rule, size):
     f, honest = 3, drawn(6, seed=3, spread=0.1)
     points = np.array([flat(update) for update in honest])
     diameter = max(np.linalg.norm(a - b) for a, b in itertools.combinations(points, 2))
@@ -145,15 +133,13 @@ def test_below_the_breakdown_point_no_attacker_moves_the_result_further_than_hon
 
 
 @pytest.mark.parametrize("rule", ["trimmed_mean", "median", "krum", "multi_krum"])
-def test_beyond_the_breakdown_point_attackers_who_agree_win(rule: str) -> None:
-    """Five of nine: no rule can know which half is right. With as many it is the attackers' point."""
+def test_beyond_the_breakdown_point_attackers_who_agree_win(rule):
     honest, far = drawn(4, spread=0.1), 1e4
     wrong = [{name: np.full_like(a, far) for name, a in honest[0].items()} for _ in range(5)]
     assert np.abs(flat(everything([*wrong, *honest], 3)[rule])).max() > far / 3
 
 
-def test_a_rule_holds_one_block_of_every_update_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of eight updates of 4 MB each: far less than the 64 MB that all of them take in float64."""
+def test_a_rule_holds_one_block_of_every_update_and_no_more(monkeypatch):
     monkeypatch.setattr(robust_aggregates, "BLOCK", 1 << 14)
     updates = [{"w": np.full(1 << 20, index, np.float32)} for index in range(8)]
     rows, centre = UpdateRows(updates), {"w": np.zeros(1 << 20, np.float32)}
@@ -173,8 +159,7 @@ def test_a_rule_holds_one_block_of_every_update_and_no_more(monkeypatch: pytest.
         assert peak < result + 4 * block
 
 
-def test_buckets_hold_everybody_once_and_differ_less() -> None:
-    """Seven in buckets of two: four rows, each the mean of its updates; a row of one is that update."""
+def test_buckets_hold_everybody_once_and_differ_less():
     updates = drawn(7)
     groups = robust_aggregates.draw_buckets(7, 2, np.random.default_rng(5))
     assert sorted(index for group in groups for index in group) == list(range(7))
@@ -187,14 +172,13 @@ def test_buckets_hold_everybody_once_and_differ_less() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_arrays_in_another_order_of_memory_give_the_same(rule: str) -> None:
-    """Transposed copies hold the same values."""
+def test_arrays_in_another_order_of_memory_give_the_same(rule):
     updates = drawn(7)
     other = [{name: np.asfortranarray(array) for name, array in update.items()} for update in updates]
     assert flat(everything(other, 2)[rule]) == pytest.approx(flat(everything(updates, 2)[rule]), rel=1e-6)
 
 
-def test_a_counter_is_nobodys_alone() -> None:
+def test_a_counter_is_nobodys_alone():
     """Of 3, 2^53 and 4 it is 4; an even number of them is rounded down."""
     counters = [{"n": np.array(value, np.int64)} for value in (3, 2**53, 4)]
     found = robust_aggregates.median(UpdateRows(counters), ["n"])["n"]
@@ -215,8 +199,6 @@ def test_a_counter_is_nobodys_alone() -> None:
         ("krum", 20, 4, 2, False),
     ],
 )
-def test_too_few_rows_for_the_attackers_are_known_beforehand(
-    rule: str, count: int, f: int, size: int, fine: bool
-) -> None:
+def test_too_few_rows_for_the_attackers_are_known_beforehand(rule, count, f, size, fine):
     """More than 2 f + 2 for Krum, more than 2 f for the others; buckets count as if each attacker spoiled one."""
     assert robust_aggregates.tolerates_attackers(rule, count, f, size) is fine

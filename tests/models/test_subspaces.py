@@ -1,14 +1,11 @@
 """Subspaces of examples, and K-means over them."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from fedquilt.models import subspaces
 
 
-def test_a_subspace_is_orthonormal_and_spans_what_the_examples_do() -> None:
-    """Examples in a plane: two vectors of length 1, the others zeros, and every example lies in them."""
+def test_a_subspace_is_orthonormal_and_spans_what_the_examples_do():
     draws = np.random.default_rng(0)
     plane = np.linalg.qr(draws.normal(size=(12, 2)))[0]
     x = (draws.normal(size=(20, 2)) @ plane.T).reshape(20, 3, 4)
@@ -20,22 +17,20 @@ def test_a_subspace_is_orthonormal_and_spans_what_the_examples_do() -> None:
     np.testing.assert_allclose(flat @ found @ found.T, flat, atol=1e-5)
 
 
-def test_signs_are_fixed_and_bytes_are_fractions() -> None:
-    """The same examples as bytes and as fractions, in another order, give the same vectors."""
+def test_signs_are_fixed_and_bytes_are_fractions():
     x = np.random.default_rng(1).integers(0, 256, (30, 4, 4)).astype(np.uint8)
     found = subspaces.compute_subspace(x, 3)
     np.testing.assert_allclose(subspaces.compute_subspace(x[::-1] / 255.0, 3), found, atol=1e-5)
     assert (found[np.abs(found).argmax(axis=0), np.arange(3)] > 0).all()
 
 
-def test_more_vectors_than_examples_have_values_are_zeros() -> None:
-    """Three values each: three vectors at most."""
+def test_more_vectors_than_examples_have_values_are_zeros():
     found = subspaces.compute_subspace(np.eye(3), 5)
     assert found.shape == (3, 5)
     assert not found[:, 3:].any()
 
 
-def test_the_first_vector_tells_the_mean_picture_and_a_single_example_itself() -> None:
+def test_the_first_vector_tells_the_mean_picture_and_a_single_example_itself():
     """The leak that the paper does not speak of: a cosine near 1 for pictures, 1 for one of them."""
     x = np.random.default_rng(2).integers(100, 200, (50, 8, 8)).astype(np.uint8)
     assert subspaces.mean_similarity(x, subspaces.compute_subspace(x, 5)) > 0.99
@@ -44,8 +39,7 @@ def test_the_first_vector_tells_the_mean_picture_and_a_single_example_itself() -
     assert subspaces.mean_similarity(centred, subspaces.compute_subspace(centred, 5)) < 0.9
 
 
-def test_clusters_are_found_and_numbered_by_their_first_member() -> None:
-    """Three clouds far apart, with any seed."""
+def test_clusters_are_found_and_numbered_by_their_first_member():
     truth = np.array([2, 0, 0, 1, 2, 1, 0, 2])
     points = np.array([[0, 0], [9, 0], [0, 9]])[truth] + np.random.default_rng(0).normal(0, 0.1, (8, 2))
     for seed in range(5):
@@ -54,8 +48,7 @@ def test_clusters_are_found_and_numbered_by_their_first_member() -> None:
         np.testing.assert_allclose(centres[1], points[truth == 0].mean(axis=0))
 
 
-def test_there_are_no_more_clusters_than_different_points() -> None:
-    """Five equal points are one cluster; one point among four is its own."""
+def test_there_are_no_more_clusters_than_different_points():
     owner, centres = subspaces.cluster_points(np.ones((5, 2)), 4, np.random.default_rng(0))
     assert owner.tolist() == [0] * 5
     assert centres.shape == (1, 2)
@@ -63,8 +56,7 @@ def test_there_are_no_more_clusters_than_different_points() -> None:
     assert owner.tolist() == [0, 0, 1]
 
 
-def test_nearest_is_by_the_distance_of_all_values() -> None:
-    """And of equals the first."""
+def test_nearest_is_by_the_distance_of_all_values():
     centres = np.array([[[0.0, 1.0]], [[1.0, 0.0]]])
     assert subspaces.nearest_cluster(np.array([[0.9, 0.2]]), centres) == 1
     assert subspaces.nearest_cluster(np.array([[0.5, 0.5]]), centres) == 0

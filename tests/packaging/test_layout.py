@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -99,7 +100,6 @@ def test_tools_are_packages_only() -> None:
 
 
 def test_shared_code_and_coordinator_import_nothing_heavy() -> None:
-    """numpy is the heaviest they may hold."""
     modules = (
         "cli",
         "transport.mqtt.link",
@@ -134,11 +134,17 @@ def copied(copy: Path) -> Path:
     return copy
 
 
+def run_pip(verb: str, *words: str) -> None:
+    """Run pip without dependencies, and without an environment of the build's own where setuptools is here."""
+    built_here = ["--no-build-isolation"] if importlib.util.find_spec("setuptools") else []
+    command = [sys.executable, "-m", "pip", verb, "-q", "--no-deps", "--disable-pip-version-check", *built_here]
+    subprocess.run([*command, *words], check=True, capture_output=True)
+
+
 def test_an_editable_installation_is_found_beside_a_clone_named_fedquilt(tmp_path: Path) -> None:
     """Agents and tasks are started by `python -c` and `-m`, which search the current folder first."""
     clone = copied(tmp_path / "fedquilt")
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--ignore-installed"]
-    subprocess.run([*pip, "--prefix", tmp_path / "there", "-e", clone], check=True, capture_output=True)
+    run_pip("install", "--ignore-installed", "--prefix", str(tmp_path / "there"), "-e", str(clone))
     (link,) = (tmp_path / "there").rglob("__editable__*.pth")
     code = f"import site; site.addsitedir({str(link.parent)!r}); from fedquilt import __file__; print(__file__)"
     shown = subprocess.run([sys.executable, "-S", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
@@ -148,9 +154,7 @@ def test_an_editable_installation_is_found_beside_a_clone_named_fedquilt(tmp_pat
 def test_a_wheel_installs_nothing_at_top_level_but_fedquilt(tmp_path: Path) -> None:
     """And carries the profiles, the demo's data and the type marker; built without touching the checkout."""
     copy = copied(tmp_path / "source")
-    subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", tmp_path, copy], check=True, capture_output=True
-    )
+    run_pip("wheel", "-w", str(tmp_path), str(copy))
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()

@@ -24,7 +24,6 @@ def python(code: str) -> tuple[str, ...]:
 
 
 def test_there_is_a_stage_for_each_bench_and_python() -> None:
-    """A new bench is in by existing."""
     found = {stage.name: stage for stage in nightly.stages()}
     assert {name for name in found if name.startswith("bench-")} == {f"bench-{name}" for name in bench.OPTIONS}
     assert {"faults", "matrix", "rehearsal", "containers"} <= found.keys()
@@ -103,7 +102,6 @@ def test_a_stage_none_of_whose_tests_has_run_has_not_passed(tmp_path: Path, last
 
 
 def test_a_stage_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """Before anything runs; all are named."""
     with pytest.raises(SystemExit):
         nightly.main(["--only", "simulate"])
     assert "no stage is called 'simulate'; there are: faults" in capsys.readouterr().err

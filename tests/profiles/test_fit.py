@@ -1,7 +1,5 @@
 """Fitting the model: what is known comes back, and what the fit is worth is said."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -21,7 +19,6 @@ def seen(value, noise: float = 0.0, count: int = 14) -> list[fit.MeasuredPoint]:
 
 
 def test_a_time_without_noise_comes_back_exactly():
-    """All four coefficients, and no error anywhere."""
     found, errors = fit.fit_time_law(seen(TIME.compute_seconds), TOP)
     assert found.fixed_s == pytest.approx(TIME.fixed_s)
     assert found.cycles == pytest.approx(dict(TIME.cycles))
@@ -29,7 +26,6 @@ def test_a_time_without_noise_comes_back_exactly():
 
 
 def test_a_power_without_noise_comes_back_with_its_exponent():
-    """One of those that are tried."""
     found, errors = fit.fit_power_model(seen(POWER.compute_watts), TOP)
     assert (found.base_w, found.exponent) == (pytest.approx(3.0), 2.5)
     assert found.axes_w == pytest.approx(dict(POWER.axes_w))
@@ -37,7 +33,6 @@ def test_a_power_without_noise_comes_back_with_its_exponent():
 
 
 def test_a_noisy_time_is_recovered_about_as_well_as_the_fit_says():
-    """With 3 % noise all points of the grid are within 6 %, and the error that is told is of that size."""
     found, errors = fit.fit_time_law(seen(TIME.compute_seconds, 0.03), TOP)
     off = [abs(found.compute_seconds(clocks, TOP) / TIME.compute_seconds(clocks, TOP) - 1) for clocks in GRID]
     assert max(off) < 0.06
@@ -55,14 +50,12 @@ def test_coefficients_are_never_negative():
 
 
 def test_what_does_not_vary_is_not_told_apart():
-    """One point: all of its time is fixed, and no error can be told."""
     found, errors = fit.fit_time_law([fit.MeasuredPoint(dict(TOP), 2.0)], TOP)
     assert (found.fixed_s, dict(found.cycles)) == (pytest.approx(2.0), {})
     assert (errors.median, errors.worst, errors.left_out) == (None, None, (None,))
 
 
 def test_a_point_that_alone_tells_of_a_clock_cannot_be_left_out():
-    """Two of three points differ in nothing but the third's clock."""
     points = [
         fit.MeasuredPoint({"cpu_hz": 1e9}, 2.0),
         fit.MeasuredPoint({"cpu_hz": 1e9}, 2.2),
@@ -74,20 +67,17 @@ def test_a_point_that_alone_tells_of_a_clock_cannot_be_left_out():
 
 
 def test_base_power_is_no_less_than_its_floor():
-    """A board at work draws no less than one at rest."""
     found, _ = fit.fit_power_model(seen(POWER.compute_watts), TOP, floor_w=5.0)
     assert found.base_w >= 5.0
 
 
 def test_nothing_seen_is_refused():
-    """There is no fit of nothing."""
     with pytest.raises(ValueError, match="nothing to fit"):
         fit.fit_time_law([], TOP)
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_measurement_that_is_not_above_0_is_named(value):
-    """Errors are relative to what was measured."""
     points = [fit.MeasuredPoint({"cpu_hz": 1e9}, 2.0), fit.MeasuredPoint({"cpu_hz": 2e9}, value)]
     said = f"measurement 1 is {value:g}, and has to be above 0"
     for act in (
@@ -111,6 +101,5 @@ def test_the_design_begins_with_the_fastest_and_the_middle_and_then_takes_corner
 
 
 def test_a_design_takes_no_more_than_there_is():
-    """All of two; nothing of nothing."""
     assert sorted(fit.select_points_to_measure(GRID[:2], 10, TOP)) == [0, 1]
     assert fit.select_points_to_measure([], 3, TOP) == []

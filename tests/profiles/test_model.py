@@ -1,7 +1,5 @@
 """The law from clocks to speed and power, by hand; and the grid, whose thinning is part of what a profile says."""
 
-from __future__ import annotations
-
 import pytest
 
 from fedquilt.profiles import clock_model
@@ -17,7 +15,6 @@ def test_time_falls_with_each_clock():
 
 
 def test_a_clock_that_is_not_said_is_the_highest():
-    """Both where it is absent and where it is None."""
     law = clock_model.InverseTimeLaw(0.0, {"gpu_hz": 5.0})
     assert law.compute_seconds({}, TOP) == law.compute_seconds({"gpu_hz": None}, TOP) == 0.5
 
@@ -30,7 +27,6 @@ def test_power_bends_with_a_core_s_clock_and_not_with_the_memory_s():
 
 
 def test_a_grid_is_every_combination_fastest_first():
-    """Two by two; an axis without a list is not in it."""
     points = clock_model.make_grid({"cpu_hz": [1e6, 2e6], "emc_hz": [3e6, 5e6]}, 10)
     assert [clock_model.format_point_name(point) for point in points] == [
         "cpu2-emc5",
@@ -41,7 +37,6 @@ def test_a_grid_is_every_combination_fastest_first():
 
 
 def test_a_grid_is_thinned_from_its_longest_list_and_keeps_the_ends():
-    """5 x 3 in room for 9: the list of five loses two, and 1 3 5 are left of it."""
     points = clock_model.make_grid({"cpu_hz": [1, 2, 3, 4, 5], "gpu_hz": [10, 20, 30]}, 9)
     assert sorted({point["cpu_hz"] for point in points}) == [1, 3, 5]
     assert sorted({point["gpu_hz"] for point in points}) == [10, 20, 30]
@@ -49,7 +44,6 @@ def test_a_grid_is_thinned_from_its_longest_list_and_keeps_the_ends():
 
 @pytest.mark.parametrize("room", range(1, 40))
 def test_a_grid_never_has_more_points_than_there_is_room(room):
-    """And always the fastest one, once each."""
     points = clock_model.make_grid({"cpu_hz": range(1, 13), "gpu_hz": range(1, 15), "emc_hz": range(1, 12)}, room)
     assert 1 <= len(points) <= room
     assert points[0] == {"cpu_hz": 12, "gpu_hz": 14, "emc_hz": 11}
@@ -57,7 +51,6 @@ def test_a_grid_never_has_more_points_than_there_is_room(room):
 
 
 def test_a_grid_of_nothing_is_empty():
-    """No lists, or no room beside the named modes."""
     assert (
         clock_model.make_grid({}, 100)
         == clock_model.make_grid({"cpu_hz": []}, 100)

@@ -1,9 +1,5 @@
 """A profile that is written is the one that is read."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import msgspec
 import pytest
 
@@ -14,7 +10,6 @@ from fedquilt.profiles import NumberSource, toml_writer
 
 @pytest.mark.parametrize("name", profiles.board_names())
 def test_every_profile_survives_being_written(name):
-    """All that ship: clocks, model, thermal, points and sources."""
     board = profiles.load_board_profile(name)
     assert profiles.parse_board_profile(toml_writer.format_board(board), "written") == board
 
@@ -28,7 +23,6 @@ def test_every_profile_survives_being_written(name):
     ],
 )
 def test_any_text_survives(text):
-    """Quotes, lines, controls and what is beyond the first plane."""
     board = profiles.load_board_profile("x86-host")
     sources = {**board.sources, "a key": NumberSource("table", text)}
     board = msgspec.structs.replace(board, title=text[:50], sources=sources)
@@ -36,7 +30,6 @@ def test_any_text_survives(text):
 
 
 def test_no_digit_is_lost():
-    """Tiny, huge and crooked numbers."""
     board = profiles.load_board_profile("jetson-tx2")
     odd = profiles.SourcedValue(0.1 + 0.2, "speed")
     model = msgspec.structs.replace(
@@ -46,8 +39,7 @@ def test_no_digit_is_lost():
     assert profiles.parse_board_profile(toml_writer.format_board(board), "written") == board
 
 
-def test_a_recorded_profile_that_is_damaged_is_refused(tmp_path: Path) -> None:
-    """A digit of a number that has become another; without its last line it is the user's own."""
+def test_a_recorded_profile_that_is_damaged_is_refused(tmp_path):
     text = toml_writer.format_board(profiles.load_board_profile("jetson-nano"))
     at = text.index("value = ") + len("value = ")
     damaged = text[:at] + chr(ord(text[at]) ^ 1) + text[at + 1 :]

@@ -16,10 +16,10 @@ from typing import Any, Final
 
 from fedquilt import wire
 from fedquilt.core import JobError, LinkError, Profile, WireError, shorten_error
-from fedquilt.security import message_signature
 from fedquilt.transport.link import Link, Message
 from fedquilt.transport.mqtt.broker import Broker
 from fedquilt.transport.mqtt.link import MqttLink
+from tests.signed_payloads import payload_without_check
 
 HOST: Final = "127.0.0.1"
 START_S: Final = 30.0
@@ -161,7 +161,7 @@ class ReceivedMessages:
             route = wire.parse_topic(message.topic)
             if route.device != device or route.direction != "up":
                 return self
-            payload = message_signature.payload_without_check(message.payload)
+            payload = payload_without_check(message.payload)
             if route.leaf == "presence":
                 said = wire.decode(payload, wire.Presence)
                 begun = self.begun | {said.boot} if said.online else self.begun

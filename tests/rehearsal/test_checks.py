@@ -62,7 +62,6 @@ def test_a_mistake_of_our_own_is_no_finding() -> None:
 
 
 def test_a_journal_tells_why_an_agent_ended_and_how_often_it_was_started_again() -> None:
-    """In its own words, not in systemd's."""
     assert rehearsal.last_message(JOURNAL) == "fedquilt: Permission denied: /sys/kernel/debug/bpmp/debug/clk/emc/rate"
     assert rehearsal.count_restarts(JOURNAL) == 2
     assert rehearsal.last_message("") == "(it said nothing)"

@@ -72,7 +72,6 @@ def test_the_broker_has_the_written_configuration_and_listens_on_loopback_alone(
 
 
 def test_a_command_that_fails_is_told_by_its_last_words(site: LoopbackFleet) -> None:
-    """They are in the log as well."""
     with pytest.raises(JobError, match=r"fedquilt identity init ended with \d+: fedquilt: .*fedquilt-ca"):
         site.run_fedquilt("identity", "init")
 
@@ -102,7 +101,6 @@ def _ended(pid: int) -> bool:
 
 
 def test_a_server_that_ends_is_told_by_its_last_words(tmp_path: Path) -> None:
-    """And where its log is."""
     (port,) = sites.find_free_ports(1)
     words = [sys.executable, "-c", "print('address in use'); raise SystemExit(1)"]
     with (

@@ -54,7 +54,6 @@ def test_only_one_runs_at_a_time(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_it_as_ctrl_c_does(number: signal.Signals) -> None:
-    """And what it did before, it does afterwards."""
     before = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt), host.interrupt_on_signals():
         os.kill(os.getpid(), number)

@@ -217,7 +217,6 @@ def test_a_rehearsed_board_is_flashed_with_a_runner_and_a_hook(tmp_path: Path) -
 
 
 def test_a_units_properties_are_read() -> None:
-    """A value may hold an equals sign."""
     shown = "MainPID=44\nNRestarts=1\nEnvironment=HOME=/var/lib/fedquilt\nbare\n"
     assert container.parse_properties(shown) == {
         "MainPID": "44",

@@ -3,10 +3,6 @@
 What moves on purpose is kept anew by `python -m tests.goldens --write`, and the commit says why it moved.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import goldens
 import msgspec
 import pytest
@@ -15,7 +11,6 @@ from goldens import Golden
 from fedquilt.coordinator.delivery.executor import LinkExecutor
 from fedquilt.coordinator.rounds.events import NOTHING, CohortSelected, TaskDeclined, UpdateAccepted
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.core import Task
 from fedquilt.tools.simulation import agents
 
 
@@ -25,7 +20,7 @@ def kept() -> goldens.File:
 
 
 @pytest.mark.parametrize("method", goldens.CHANGES)
-def test_a_golden_run_is_what_was_kept(method: str, kept: goldens.File, tmp_path: Path) -> None:
+def test_a_golden_run_is_what_was_kept(method, kept, tmp_path):
     """Bit for bit where this processor multiplies as the one that wrote the file; else to 1e-5."""
     if method == "fedstitch":
         pytest.importorskip("onnxruntime")
@@ -41,8 +36,7 @@ def changed(run: Golden, *, by: float) -> Golden:
     return msgspec.structs.replace(run, states=[*run.states[:-1], goldens.Content("f" * 64, values)])
 
 
-def test_what_moved_is_told(kept: goldens.File) -> None:
-    """Where only the last bits differ, values do not, unless they do; who was asked counts everywhere."""
+def test_what_moved_is_told(kept):
     run = kept.runs["fedavg"]
     assert goldens.differences(run, run, bits=True) == []
     assert goldens.differences(run, changed(run, by=1e-7), bits=False) == []
@@ -55,7 +49,7 @@ def test_what_moved_is_told(kept: goldens.File) -> None:
     assert "other devices are asked, from time 4 on" in told
 
 
-def test_golden_runs_ask_a_part_of_the_fleet_and_evaluate(kept: goldens.File) -> None:
+def test_golden_runs_ask_a_part_of_the_fleet_and_evaluate(kept):
     """Else a change of how devices are drawn would show in none of them."""
     for method, run in kept.runs.items():
         whole = 3 + (method == "fedstitch")
@@ -65,19 +59,17 @@ def test_golden_runs_ask_a_part_of_the_fleet_and_evaluate(kept: goldens.File) ->
         assert len(run.states) == len(first) + 1
 
 
-def test_a_stitching_round_asks_others_for_those_heard_and_sends_no_task_in_vain(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stitching_round_asks_others_for_those_heard_and_sends_no_task_in_vain(tmp_path, monkeypatch):
     """Four of six devices a round: who was heard in a phase is drawn again and gets no task; others are asked instead.
 
     So gather takes three rounds, of which the last finds that nobody is left: the search has met new devices until it
     ended, and does not know that six are all. Validate takes two, as those who gathered are all.
     """
     pytest.importorskip("onnxruntime")
-    sent: list[tuple[str, int]] = []
+    sent = []
     send = LinkExecutor.send_task
 
-    def watched(link: LinkExecutor, device: str, task: Task, now_s: float) -> None:
+    def watched(link, device, task, now_s):
         sent.append((device, task.round))
         send(link, device, task, now_s)
 

@@ -1,10 +1,7 @@
 """A coordinator's home that is an older copy, put back: the job goes on, and says what it does not know."""
 
-from __future__ import annotations
-
 import logging
 import shutil
-from pathlib import Path
 
 import pytest
 from homes import Federation, committed
@@ -40,10 +37,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     return found
 
 
-def test_a_home_that_is_put_back_three_rounds_later_gives_the_same_result(
-    tmp_path: Path, calm: dict[str, list[str]], caplog: pytest.LogCaptureFixture
-) -> None:
-    """A method without private state: boards work again for rounds 3 to 5, which they have counted."""
+def test_a_home_that_is_put_back_three_rounds_later_gives_the_same_result(tmp_path, calm, caplog):
     federation = Federation(tmp_path, "fedavg").make()
     put_back(federation, after=2, until=5)
     federation.run()
@@ -53,10 +47,7 @@ def test_a_home_that_is_put_back_three_rounds_later_gives_the_same_result(
     assert "whose log here is at round 4: this home is an older copy" in caplog.text
 
 
-def test_private_state_of_rounds_that_a_home_does_not_know_begins_anew_where_the_method_allows(
-    tmp_path: Path, calm: dict[str, list[str]]
-) -> None:
-    """SCAFFOLD counts such a device as a new one. The run's log says so of each device, once."""
+def test_private_state_of_rounds_that_a_home_does_not_know_begins_anew_where_the_method_allows(tmp_path, calm):
     federation = Federation(tmp_path, "scaffold").make()
     put_back(federation, after=1, until=5)  # of which devices have heard no answer
     federation.run()
@@ -67,8 +58,7 @@ def test_private_state_of_rounds_that_a_home_does_not_know_begins_anew_where_the
     assert federation.notes() == [said.format(federation.job)] * 3
 
 
-def test_private_state_of_the_round_before_is_still_there(tmp_path: Path, calm: dict[str, list[str]]) -> None:
-    """A copy that is a round older loses nothing, whatever the method."""
+def test_private_state_of_the_round_before_is_still_there(tmp_path, calm):
     for method in ("scaffold", "local"):
         federation = Federation(tmp_path / method, method).make()
         put_back(federation, after=2, until=3)
@@ -78,7 +68,7 @@ def test_private_state_of_the_round_before_is_still_there(tmp_path: Path, calm: 
         assert federation.notes() == []
 
 
-def test_an_update_of_a_later_round_than_the_homes_costs_nothing(tmp_path: Path, calm: dict[str, list[str]]) -> None:
+def test_an_update_of_a_later_round_than_the_homes_costs_nothing(tmp_path, calm):
     """A copy that is two rounds older: what boards offer of a round that its log has not come to is refused.
 
     Left without an answer, they would keep it and not work for the rounds before it.
@@ -92,18 +82,14 @@ def test_an_update_of_a_later_round_than_the_homes_costs_nothing(tmp_path: Path,
         assert federation.notes() == []
 
 
-def test_a_method_that_allows_no_new_beginning_declines_by_name(tmp_path: Path) -> None:
-    """The models of `local` are the devices' own: training them from the start again is another result."""
+def test_a_method_that_allows_no_new_beginning_declines_by_name(tmp_path):
     federation = Federation(tmp_path, "local").make()
     put_back(federation, after=1, until=5)
     federation.run()
     assert "after round 2 is not here, only that of round 5, and local does not allow" in ended(federation)
 
 
-def test_a_copy_from_before_several_starts_learns_the_epoch_from_its_devices(
-    tmp_path: Path, calm: dict[str, list[str]], caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its own number of starts is smaller than the one that devices know: at first they take its tasks for old ones."""
+def test_a_copy_from_before_several_starts_learns_the_epoch_from_its_devices(tmp_path, calm, caplog):
     caplog.set_level(logging.WARNING)
     federation = Federation(tmp_path, "fedavg").make()
     home, copy = tmp_path / "coordinator", tmp_path / "copy"

@@ -55,7 +55,7 @@ def test_a_site_whose_sum_is_of_another_count_is_refused_by_name(tmp_path: Path)
 def test_a_site_that_is_cut_off_for_an_hour_costs_its_share_alone_and_joins_again(tmp_path: Path) -> None:
     """The first of three sites loses the coordinator above; the others' rounds go on, and so does its own."""
     table = {"cohort": {"start_devices": 3, "quorum": 0.6, "deadline_s": 1500}}
-    with federation(plan(tmp_path, rounds=14, flops=1e11, **table), (2, 2, 2)) as made:
+    with federation(plan(tmp_path, rounds=8, flops=1e11, **table), (2, 2, 2)) as made:
         answered = lambda: [sorted(each) for each in made.answered.values()]  # noqa: E731
         assert made.play(lambda: len(made.states) == 2) == "running"
         made.cut("site-0")
@@ -113,7 +113,6 @@ def test_a_site_evaluates_and_its_boards_pack_what_they_send(tmp_path: Path, cod
 
 
 def test_a_job_of_a_sites_own_is_refused_with_the_place_where_it_belongs() -> None:
-    """No state has come for it from above."""
     job = settings.parse_job({"name": "own", "method": "fedavg"})
     below = sites.adapt_for_parent(methods.load("fedavg"), job, {})
     with pytest.raises(JobError, match="submit own to the coordinator above"):

@@ -78,24 +78,30 @@ def align_labels(
     return found
 
 
-def _read_class_names(given: str | None, classes: int) -> list[str]:
-    if given is None:
+def _read_class_names(source: str | None, classes: int) -> list[str]:
+    """Return the class names in a text file, one a line, or those of ImageNet for "imagenet".
+
+    Raises:
+        JobError: If `source` is None, or the number of names is not `classes`.
+        DataError: If the file cannot be read.
+    """
+    if source is None:
         raise JobError("align goes by class names: say where these are with `classes`, a file or 'imagenet'")
-    if given == "imagenet":
+    if source == "imagenet":
         from torchvision.models import ResNet18_Weights
 
         names = list(ResNet18_Weights.DEFAULT.meta["categories"])
     else:
         try:
-            names = Path(given).read_text(encoding="utf-8").splitlines()
+            names = Path(source).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"classes = {given!r} cannot be read: {error}: name a text file, or 'imagenet'") from None
+            raise DataError(f"classes = {source!r} cannot be read: {error}: name a text file, or 'imagenet'") from None
     while names and not names[-1].strip():
         names.pop()
     if len(names) != classes:
         raise JobError(
-            f"classes = {given!r} holds {len(names)} names, and the donor has {classes} classes: one line for each, in "
-            "their order, and nothing else"
+            f"classes = {source!r} holds {len(names)} names, and the donor has {classes} classes: one line for each, "
+            "in their order, and nothing else"
         )
     return [name.strip() for name in names]
 

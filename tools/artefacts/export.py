@@ -19,7 +19,6 @@ from fedquilt.coordinator.storage.store import Store, StoredJob
 from fedquilt.coordinator.updates.tasks import make_task
 from fedquilt.core import Artefact, BlobRef, DeviceView, JobError, Method, ModelError, StoreError
 from fedquilt.formats import job_bundle, personal_models
-from fedquilt.models.stitching import display_names, stitched_network
 from fedquilt.onnx import graph_check, weights
 from fedquilt.onnx.graph_check import CheckedGraph
 
@@ -111,7 +110,7 @@ def encode_for_devices(store: Store, run: str) -> tuple[bytes, str]:
     if private := found.meta.get("private"):
         raise JobError(
             f"{row.job.method} leaves {len(private)} tensors ({private[0]}, ...) on each board, and does not say how "
-            "a board puts its network together of them (`Method.personal`): deploy a run of another method, or a "
+            "a board puts its network together of them (`Method.personal`): roll out a run of another method, or a "
             "FILE.onnx"
         )
     payload, what = _encode_result(found, row, onnx=True)
@@ -182,6 +181,7 @@ def _encode_shared_parts(row: StoredJob, method: Method, state: Any, found: Arte
 def _encode_result(found: Artefact, row: StoredJob, *, onnx: bool) -> tuple[bytes, str]:
     """Return a result as the bytes of an ONNX file with `onnx`, else of safetensors, and a description."""
     if found.kind == "stitched":
+        from fedquilt.models.stitching import display_names, stitched_network
         from fedquilt.models.stitching.onnx import export  # needs onnx, which a coordinator does not
 
         index = job_bundle.load_bundle(row.bundle)

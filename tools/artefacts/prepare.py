@@ -76,7 +76,7 @@ def prepare_bundle(job: Mapping[str, Any], out: Path, say: Callable[[str], None]
     if isinstance(wanted, inputs.ValueInput) and wanted.standardise:
         wanted = _measure_feature_scales(job)
     for line in measured_settings.format_agent_settings(job.get("data") or {}):
-        say(f"for [data] of each device's agent.toml: {line}")
+        say(f"for [data] of each device's agent.toml:\n  {line}")
     if job.get("data"):
         meta["reading"] = reading_settings.reading_settings(DataSpec.parse(job["data"]))
     trial = _make_trial(job) if job.get("int8") else None
@@ -117,12 +117,21 @@ def _measure_feature_scales(job: Mapping[str, Any]) -> inputs.ValueInput:
 def prepare_and_check(job: JobSettings, out: Path, say: Callable[[str], None] = lambda line: None) -> Bundle:
     """Write the bundle of a job, and check that the job can run with its parameters, network and data.
 
-    A dry run carries out a few rounds of the method on synthetic examples (`fedquilt.tools.artefacts.dry_run`).
+    A dry run carries out a few rounds of the method on synthetic examples (`dry_run`, `dry_run_donors`).
 
     Raises:
         FedquiltError: If `prepare_bundle` raises, or the method or the data does not fit the network.
     """
     made = prepare_bundle(msgspec.to_builtins(job), out, say)
+    try:
+        _check_bundle(job, made, out, say)
+    except BaseException:
+        (out / "bundle.json").unlink(missing_ok=True)  # without inputs.json, the next command would use the bundle
+        raise
+    return made
+
+
+def _check_bundle(job: JobSettings, made: Bundle, out: Path, say: Callable[[str], None]) -> None:
     state = job_validation.create_initial_state(job, made)
     if isinstance(plan := getattr(state, "plan", None), masks.MaskPlan) and (
         why := masks.describe_unmaskable_layers(plan)
@@ -133,7 +142,6 @@ def prepare_and_check(job: JobSettings, out: Path, say: Callable[[str], None] = 
             f"{job.method} keeps {frozen} of the first weights, and these are random: give [model] weights = a file of "
             "a pre-trained network's"
         )
-    dry_run.dry_run_job(job, made, out)
     if job.data:
         spec = DataSpec.parse(job.data)
         if _is_here(spec):  # else boards have it
@@ -146,7 +154,12 @@ def prepare_and_check(job: JobSettings, out: Path, say: Callable[[str], None] = 
     if job.test and _is_here(spec := DataSpec.parse(scores.make_test_table(job), "[test]")):
         with scores.name_test_table():
             examples.open_split(spec)
-    return made
+    if "onnx" in methods.load(job.method).engines:
+        from fedquilt.tools.artefacts import dry_run_donors  # here, as it needs the stitching pack
+
+        dry_run_donors.dry_run_job(job, made, out)
+    else:
+        dry_run.dry_run_job(job, made, out)
 
 
 def _is_here(spec: DataSpec) -> bool:
@@ -248,7 +261,7 @@ def _count_validated_outputs(model: Any, network: Mapping[str, Any]) -> int:
     if network.get("classes", scores.shape[1]) != scores.shape[1]:
         raise ModelError(
             f"network {name!r} returns {scores.shape[1]} scores for an example, and its [model] table has classes = "
-            f"{network['classes']}: mend the network's last layer, or the table"
+            f"{network['classes']}: correct the network's last layer, or the table"
         )
     return int(scores.shape[1])
 

@@ -120,11 +120,11 @@ def _measure_activation_bytes(model: onnx.ModelProto, shape: Sequence[int]) -> i
     return most
 
 
-IMAGES_MOST = 64  # for the ranges, to compare and for junctions, each
-INT8_DELTA = 0.01  # a CKA that changes by as much is another one
-LENGTHS = (1, 2)  # of the donors' beginnings that candidates are scored after
+IMAGES_MOST = 64  # largest number of images for each of three uses: value ranges, comparison, junctions
+INT8_DELTA = 0.01  # smallest change of a CKA or score that excludes a block from int8
+LENGTHS = (1, 2)  # numbers of blocks of a donor after which candidates are scored
 ENGINE_BYTES = 2 << 30
-UNUSED = (  # no shares here
+UNUSED = (  # keys of [data] that are not in [int8]
     *("limit", "per_class", "held", "groups", "partition"),
     *("share", "shares", "alpha", "min_size", "classes"),
 )
@@ -262,7 +262,7 @@ def _parse_table(table: Mapping[str, Any]) -> DataSpec:
 
 def _load_shuffled_images(wanted: DataSpec) -> tuple[Examples, int]:
     """Return three times as many shuffled images as the second value, at least 3 * MIN_IMAGES."""
-    # as many for the ranges as to compare and for junctions
+    # a third for the value ranges, a third for the comparison, and a third for the junctions
     found = load_split(msgspec.structs.replace(wanted, limit=3 * IMAGES_MOST))
     images = len(found) // 3
     if images < cka.MIN_IMAGES:
@@ -427,7 +427,7 @@ def _score_original_and_quantized(
         own = before.stock.donors[before.stock.blocks[begun.path[0]].donor].blocks
         for length in LENGTHS:
             net = replace(begun, path=own[:length])
-            pool = steps.offered_blocks(net, before.stock, everywhere)
+            pool = steps.eligible_blocks(net, before.stock, everywhere)
             if pool and length < len(own):
                 yield QuantizationChoice(pool, score_pool(before, net, pool), score_pool(after, net, pool))
 

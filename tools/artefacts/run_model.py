@@ -15,7 +15,7 @@ from fedquilt.data.spec import TABLES
 from fedquilt.tools.artefacts.classifier import Classifier, StoredExamples
 
 BATCH = 64
-SCORE = "score: the largest output of the network for a label, which is no probability"
+SCORE = "score: the network's output for the predicted label, not a probability"
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ def print_predictions(model: Path, source: Path, format: str) -> int:
         print(json.dumps({"images": [asdict(row) for row in rows], "accuracy": share}, indent=1))
         return 0
     cells = [[row.image, row.label, f"{row.score:.3f}", *([row.truth or "-"] if known else [])] for row in rows]
-    right = [] if share is None else [f"{share:.1%} of {known} images right"]
-    head = ["image", "prediction", "score", *(["label"] if known else [])]
+    right = [] if share is None else [f"{share:.1%} of {known} examples are classified correctly"]
+    head = ["example", "prediction", "score", *(["label"] if known else [])]
     print("\n".join([*table.format_table([head, *cells], "<<><"), SCORE, *right]))
     return 0
 

@@ -4,15 +4,15 @@ Usage: `python -m fedquilt.tools.artefacts.train_donors --data FOLDER --out FOLD
 the four `*-ubyte` files of MNIST (fetched by torchvision.datasets.MNIST). On one machine the result is bit-identical:
 one thread, fixed seeds, deterministic algorithms.
 
-The three donors see MNIST through different AUGMENTATIONS, so that they become good at different things. None of them
-sees the digits of the demo.
+Each donor is trained on a few digits only (those that `align` in the job names) and through its own one of
+AUGMENTATIONS, so that the donors know different things. None of them sees the digits of the demo.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from fedquilt.tools.artefacts.prepare import prepare_bundle
 
 DEMO = Path(__file__).resolve().parents[1] / "lab" / "demo" / "job.toml"
 EPOCHS = 2
+IMAGES = 6000  # of MNIST that a donor is trained on, at most
 BATCH = 128
 LEARNING_RATE = 0.1  # of SGD with momentum, falling to 0 along a cosine
 MOMENTUM = 0.9
@@ -66,7 +67,7 @@ AUGMENTATIONS: Mapping[str, Augmentation] = {
 
 
 def train_donors(data: Path, out: Path, say: Callable[[str], None] = print) -> dict[str, float]:
-    """Train all donors of the demo's job, and return their accuracy on the test images of MNIST.
+    """Train all donors of the demo's job, and return their accuracy on test images of their own digits.
 
     Writes `out`/weights/<name>.safetensors and the bundle `out`/bundle.
 
@@ -74,17 +75,20 @@ def train_donors(data: Path, out: Path, say: Callable[[str], None] = print) -> d
         DataError: If `data` does not contain MNIST.
     """
     job = settings.load_job(DEMO)
-    x, y = _load_mnist(data, "train")
-    x_test, y_test = _load_mnist(data, "test")
+    train, test = _load_mnist(data, "train"), _load_mnist(data, "test")
     accuracies = {}
     tables = []
     for donor in job.donors:
         name = donor["name"]
+        x, y = _select_digits(*train, donor["align"])
+        x_test, y_test = _select_digits(*test, donor["align"])
         with _deterministic_single_thread():
-            model = _train_donor(donor["network"], x, y, AUGMENTATIONS[name], derive_seed("donor", name), say)
+            model = _train_donor(
+                donor["network"], x[:IMAGES], y[:IMAGES], AUGMENTATIONS[name], derive_seed("donor", name), say
+            )
         with torch.no_grad():
             accuracies[name] = float((model(x_test).argmax(1) == y_test).float().mean())
-        say(f"{name}: {accuracies[name]:.2%} of MNIST's test images")
+        say(f"{name}: {accuracies[name]:.2%} of MNIST's test images of its digits")
         weights = out / "weights" / f"{name}.safetensors"
         weights.parent.mkdir(parents=True, exist_ok=True)
         weights.write_bytes(tensors.encode_tensors({key: value.numpy() for key, value in model.state_dict().items()}))
@@ -146,6 +150,14 @@ def _scale_and_shift_randomly(
     theta[:, :, 2] = move
     grid = F.affine_grid(theta, list(x.shape), align_corners=False)
     return F.grid_sample(x, grid, align_corners=False)
+
+
+def _select_digits(
+    x: torch.Tensor, y: torch.Tensor, align: Sequence[Sequence[int]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the images of the digits that a donor is trained on, with the donor's numbers of their classes."""
+    classes = torch.tensor([own[0] if own else -1 for own in align])[y]
+    return x[classes >= 0], classes[classes >= 0]
 
 
 def _load_mnist(folder: Path, split: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from fedquilt.core import Bundle, Examples, Method, Runner
 from fedquilt.data import inputs
 from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.algebra import class_moments, joint_head
-from fedquilt.models.stitching.stitched_network import Block
+from fedquilt.models.stitching.stitched_network import Block, StitchedNetwork
 from fedquilt.tools.simulation import DeviceData
 from fedquilt.tools.simulation.run import iterate_states
 from fedquilt.tools.simulation.simulated_job import ROOM
@@ -27,7 +27,11 @@ MOST_ROUNDS = 1000  # of a search that is compared with: all end before by thems
 @dataclass(frozen=True)
 class BaselineResult:
     name: str
-    accuracy: float
+    correct: np.ndarray  # bool, for each test example
+
+    @property
+    def accuracy(self) -> float:
+        return float(self.correct.mean())
 
 
 class BaselineSetup:
@@ -51,63 +55,51 @@ class BaselineSetup:
     def _run_block(self, block: Block, x: np.ndarray) -> np.ndarray:
         return stitched_network.run_block(block, lambda graph, x: self.engine.run(self.path(graph), x), x)
 
-    def _run_path(self, path: list[Block], x: np.ndarray) -> np.ndarray:
-        return stitched_network.run_path(path, [None] * len(path), self._run_block, x)
-
     def _run_in_batches(self, examples: Examples, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         starts = range(0, len(examples), BATCH)
         return np.concatenate(
             [function(inputs.prepare_inputs(examples.x[s : s + BATCH], self.stock.input)) for s in starts]
         )
 
-    def _score_accuracy(self, scores: np.ndarray) -> float:
-        return float((scores.argmax(axis=1) == self.test.y).mean())
+    def mark_correct(self, network: StitchedNetwork) -> np.ndarray:
+        """Return for each test example whether a network predicts its label, with the forward pass of the agents."""
+
+        def scores(x: np.ndarray) -> np.ndarray:
+            return stitched_network.compute_label_scores(network, self.stock.blocks, self._run_block, x)
+
+        return np.asarray(self._run_in_batches(self.test, scores).argmax(axis=1) == self.test.y)
+
+    def fit_new_head(self, network: StitchedNetwork) -> StitchedNetwork:
+        """Return a network with a new head on its taps, solved by FedStitch from the pooled examples."""
+
+        def features(x: np.ndarray) -> np.ndarray:
+            outputs = stitched_network.run_taps(network, self.stock.blocks, self._run_block, x)
+            return np.concatenate([stitched_network.global_average_pool(each) for each in outputs], axis=1)
+
+        own = class_moments.device_moments(
+            self._run_in_batches(self.train, features), self.train.y, len(self.stock.labels)
+        )
+        given = joint_head.standardise_sums(own.to_sums())
+        head = joint_head.fit_discriminant(given, joint_head.best_penalty(given).ridge)
+        return replace(network, head={"weights": head.weights, "bias": head.bias})
 
     def evaluate_unmodified(self) -> list[BaselineResult]:
         """Evaluate all unmodified donors whose classes are aligned with the labels."""
-        found = []
-        for name, donor in self.stock.donors.items():
-            if donor.align is None:
-                continue
-            path = [self.stock.blocks[block] for block in donor.blocks]
-
-            def logits_of(x: np.ndarray, path: list[Block] = path) -> np.ndarray:
-                return self._run_path(path, x)
-
-            logits = self._run_in_batches(self.test, logits_of)
-            found.append(BaselineResult(name, self._score_accuracy(stitched_network.align_logits(logits, donor.align))))
-        return found
+        return [
+            BaselineResult(name, self.mark_correct(StitchedNetwork((donor.blocks,), {}, align=donor.align)))
+            for name, donor in self.stock.donors.items()
+            if donor.align is not None
+        ]
 
     def evaluate_new_heads(self) -> list[BaselineResult]:
-        """Evaluate each donor's body with a new head, solved by FedStitch from the pooled examples."""
-        found = []
-        for name, donor in self.stock.donors.items():
-            path = [self.stock.blocks[block] for block in donor.blocks[:-1]]
-
-            def features(x: np.ndarray, path: list[Block] = path) -> np.ndarray:
-                return stitched_network.global_average_pool(self._run_path(path, x))
-
-            own = class_moments.device_moments(
-                self._run_in_batches(self.train, features), self.train.y, len(self.stock.labels)
-            )
-            given = joint_head.standardise_sums(own.to_sums())
-            head = joint_head.fit_discriminant(given, joint_head.best_penalty(given).ridge)
-            found.append(
-                BaselineResult(
-                    name, self._score_accuracy(self._run_in_batches(self.test, features) @ head.weights.T + head.bias)
-                )
-            )
-        return found
+        return [
+            BaselineResult(name, self.mark_correct(self.fit_new_head(StitchedNetwork((donor.blocks[:-1],), {}))))
+            for name, donor in self.stock.donors.items()
+        ]
 
     def compute_accuracy(self, artefact: Any) -> float:
-        """Return the accuracy of a stitched network, with the forward pass of the agents."""
         network = stitched_network.from_artefact(artefact.meta, artefact.tensors)
-        return self._score_accuracy(
-            self._run_in_batches(
-                self.test,
-                lambda x: stitched_network.compute_label_scores(network, self.stock.blocks, self._run_block, x),
-            )
-        )
+        return float(self.mark_correct(network).mean())
 
 
 def run_to_last_state(

@@ -237,6 +237,11 @@ def _run_case_or_describe_error(player: Player, case: ComparisonCase, tell: Tell
         return str(error)
 
 
+def find_personal_methods(runs: Iterable[SeedRun]) -> list[str]:
+    """Return the methods whose networks differ by device, so that a common test set cannot measure them."""
+    return [name for name in dict.fromkeys(run.method for run in runs) if methods.load(name).personal is not None]
+
+
 # -- the command ----------------------------------------------------------------------------------
 
 
@@ -268,7 +273,9 @@ def compare_and_print(
 
     found, failed = run_cases(todo, out, run_case, progress.LINE.print_lines)
     runs = list(found.values())
-    if not all(run.tested for run in runs):  # a method that leaves each device its own network has no test scores
+    personal = find_personal_methods(runs)
+    if personal and any(run.tested for run in runs):
+        progress.LINE.print_lines(f"on held-out shares, because the networks of {', '.join(personal)} differ by device")
         runs = tables.drop_test_scores(runs)
     result = tables.make_result(job.name, runs, target, failed)
     files = tables.write_files(result, runs, out)

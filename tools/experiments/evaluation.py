@@ -12,7 +12,6 @@ network is run as it would be exported.
 from __future__ import annotations
 
 import math
-import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,7 +23,7 @@ import msgspec
 from fedquilt import methods, metrics
 from fedquilt.arrays import tensors
 from fedquilt.console import table
-from fedquilt.coordinator.rounds.events import JobConstants, JobStarted, JobState, RoundCommitted, apply_event
+from fedquilt.coordinator.rounds.events import ENDED, JobConstants, JobStarted, JobState, RoundCommitted, apply_event
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.coordinator.storage.store import Store, StoredJob
 from fedquilt.coordinator.views import scores
@@ -50,7 +49,6 @@ from fedquilt.tools.simulation.workers.local_backend import make_task_and_contex
 BUDGET_BYTES = 1 << 40  # nothing is refused here
 LOOK_S = 1.0  # between looks at a store that has nothing new
 NOBODY = "evaluator"
-ENDED = ("done", "failed", "stopped")
 
 
 # -- what it is tested on -------------------------------------------------------------------------
@@ -78,11 +76,11 @@ class Evaluator:
         DataError: If the test set cannot be read.
     """
 
-    def __init__(self, job: JobSettings, folder: Path, *, test: Examples | None = None, engine: Any = None) -> None:
+    def __init__(self, job: JobSettings, folder: Path, *, test: Examples | None = None) -> None:
         self.job, self.method, self._folder = job, methods.load(job.method), folder
         self._test = load_test_set(job) if test is None else test
         self._bundle = job_bundle.load_bundle(folder)
-        self._engine = engine
+        self._engine: Any = None
         self._cache = ScratchFolder()
 
     def __enter__(self) -> Evaluator:
@@ -174,7 +172,6 @@ def evaluate_run(
     follow: bool = False,
     say: Callable[[EvaluationScore], None] = lambda score: None,
     sleep: Callable[[float], None] = time.sleep,
-    make: Callable[[JobSettings, Path], Evaluator] = Evaluator,
 ) -> RunScores:
     """Score the latest stored state of a run unless it has a score, store the score, and return all scores.
 
@@ -186,7 +183,7 @@ def evaluate_run(
     """
     row = store.find_job(run)
     found, states = scores.read_scores(store.home, row), _StateReader(store, row)
-    with make(row.job, row.bundle) as evaluator:
+    with Evaluator(row.job, row.bundle) as evaluator:
         while True:
             ended = store.stored_status(row.id) in ENDED  # before its states are looked at
             score = _score_latest_if_new(states, evaluator, {score.state for score in found.scores}, ended)
@@ -254,7 +251,7 @@ def format_score(score: EvaluationScore, matrix: bool = False) -> list[str]:
         return said
     head = ["true, predicted", *map(str, range(len(rows)))]
     lines = table.format_table([head, *([str(at), *map(str, row)] for at, row in enumerate(rows))], "<>", 10**6)
-    if max(map(len, lines)) > shutil.get_terminal_size().columns:
+    if max(map(len, lines)) > table.line_width():
         lines = [f"--format json has the confusion matrix of {len(rows)} classes"]
     return [*said, *lines]
 

@@ -158,6 +158,7 @@ def load_devices(job: JobSettings, folder: Path) -> tuple[list[DeviceData], Exam
 
     Raises:
         DataError: If the data cannot be read.
+        JobError: If a setting of the fleet or of the data is invalid.
     """
     agents = FleetPlan(job, folder, Path()).make_agent_tables()
     split = examples.load_all_shares(DataSpec.parse(agents[0]["data"]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +18,8 @@ from fedquilt.tools.experiments.single_run import EvaluationPoint, SeedRun
 from fedquilt.tools.report import page, plots
 
 COSTS: Final = ("rounds", "bytes", "energy_j", "seconds", "real_s")
-FILES: Final = {"energy_j": "energy", "seconds": "board-time", "real_s": "real-time"}
+NAMES: Final = {"energy_j": "joules", "real_s": "real_seconds"}
+FILES: Final = {"joules": "energy", "seconds": "board-time", "real_seconds": "real-time"}
 
 
 def make_result(job: str, runs: Sequence[SeedRun], target: float | None, failed: Sequence[str] = ()) -> dict[str, Any]:
@@ -155,7 +156,8 @@ def format_table(result: dict[str, Any]) -> list[str]:
     if not result["table"]:
         return ["no run has come to an end"]
     body = [make_table_head(result), *format_table_cells(result)]
-    return [*table.format_table(body, "<>"), "", *make_table_notes(result)]
+    notes = (part for line in make_table_notes(result) for part in table.fold_line(line))
+    return [*table.format_table(body, "<>"), "", *notes]
 
 
 def make_table_notes(result: dict[str, Any]) -> list[str]:
@@ -167,18 +169,9 @@ def make_table_notes(result: dict[str, Any]) -> list[str]:
         else f"costs: to the first evaluation at or {'above' if metric.higher else 'below'} the target, means over the "
         "seeds that reached it"
     )
-    personal = (
-        [
-            "a test set is classified by what all devices share: methods that leave each device its own network are "
-            "for the devices' own examples, column held-out %"
-        ]
-        if result["accuracy_on"] == "test set"
-        else []
-    )
     return [
         f"{metric.title}: on the {result['accuracy_on']} after the last round, mean and sd over seeds; "
         "best: of any round",
-        *personal,
         counted,
         "J: of the simulated boards' tasks, at their governors' points; board s: of whole rounds; real s: this machine",
     ]
@@ -200,12 +193,32 @@ def make_plots(runs: Sequence[SeedRun], target: float | None) -> dict[str, plots
 
     Lines are means over seeds with a band of one standard deviation.
     """
-    kind = "test" if any(run.tested for run in runs) else "held-out"
+    by_method = {name: [run for run in runs if run.method == name] for name in dict.fromkeys(r.method for r in runs)}
+    found = {f"accuracy-{FILES.get(x, x)}.svg": plot for x, plot in make_cost_plots(by_method, target).items()}
+    metric = find_main_metric(runs)
+    factor, label = metrics.display_factor(metric), _axis_label(runs)
+    ends = [
+        plots.DotRow(name, [factor * value for run in of if (value := _get_last_value(run)) is not None])
+        for name, of in by_method.items()
+    ]
+    most = 100.0 if metric.share else math.inf
+    title = f"{_format_heading(metric)} at the end, a dot for each seed"
+    found["accuracy-end.svg"] = plots.plot_dots(ends, title, label, most=most)
+    return found
+
+
+def make_cost_plots(by_name: Mapping[str, Sequence[SeedRun]], target: float | None = None) -> dict[str, plots.Plot]:
+    """Return plots of the main metric over rounds, bytes, joules, seconds and real seconds.
+
+    Args:
+        by_name: Runs of each line, which differ in their seeds.
+        target: Value of the metric at which a line is drawn, or None.
+    """
+    runs = [run for of in by_name.values() for run in of]
     metric = find_main_metric(runs)
     factor, most = metrics.display_factor(metric), 100.0 if metric.share else math.inf
-    label = f"{kind} {metric.title}{', %' * metric.share}"
     level = None if target is None else factor * target
-    heading, found = metric.title[0].upper() + metric.title[1:], {}
+    heading, found = _format_heading(metric), {}
     for cost, title, unit in (
         ("rounds", "by round", "rounds"),
         ("bytes", "by bytes", "B, down and up"),
@@ -214,8 +227,8 @@ def make_plots(runs: Sequence[SeedRun], target: float | None) -> dict[str, plots
         ("real_s", "by this machine's time", "s"),
     ):
         lines, largest = [], 0.0
-        for name in dict.fromkeys(run.method for run in runs):
-            line = _make_mean_line(name, [run for run in runs if run.method == name], cost)
+        for name, of in by_name.items():
+            line = _make_mean_line(name, of, cost)
             if line is not None:
                 lines.append(line)
                 largest = max([largest, *line.x])
@@ -224,18 +237,19 @@ def make_plots(runs: Sequence[SeedRun], target: float | None) -> dict[str, plots
         whole = cost == "rounds" or (cost in ("seconds", "real_s") and largest >= 1)
         scale, prefix = (1.0, "") if whole else units.select_prefix(largest)
         scaled = [plots.PlotLine(each.name, [x / scale for x in each.x], each.y, each.low, each.high) for each in lines]
-        name = FILES.get(cost, cost)
-        found[f"accuracy-{name}.svg"] = plots.plot_lines(
-            scaled, f"{heading} {title}", prefix + unit, label, level=level, most=most
+        found[NAMES.get(cost, cost)] = plots.plot_lines(
+            scaled, f"{heading} {title}", prefix + unit, _axis_label(runs), level=level, most=most
         )
-    ends = [
-        plots.DotRow(
-            name, [factor * value for run in runs if run.method == name and (value := _get_last_value(run)) is not None]
-        )
-        for name in dict.fromkeys(run.method for run in runs)
-    ]
-    found["accuracy-end.svg"] = plots.plot_dots(ends, f"{heading} at the end, a dot for each seed", label, most=most)
     return found
+
+
+def _axis_label(runs: Sequence[SeedRun]) -> str:
+    kind, metric = "test" if any(run.tested for run in runs) else "held-out", find_main_metric(runs)
+    return f"{kind} {metric.title}{', %' * metric.share}"
+
+
+def _format_heading(metric: metrics.Metric) -> str:
+    return metric.title[0].upper() + metric.title[1:]
 
 
 def _get_last_value(run: SeedRun) -> float | None:

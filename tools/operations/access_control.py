@@ -54,7 +54,7 @@ def refusal_reason(headers: Mapping[str, str], names: Collection[str] = (), *, a
 
 
 def _is_permitted_host(host: str, names: Collection[str]) -> bool:
-    """Return whether a Host header is localhost, one of `names`, or any IP address."""
+    """Return whether a Host header is localhost, one of `names` in lower case, or any IP address."""
     # addresses are permitted, because no name server can redirect them
     name = host.lower()
     if not name.endswith("]"):

@@ -30,7 +30,7 @@ def write_run_page(store: Store, run: str, out: Path | None) -> Path:
     return file
 
 
-def render_run_page(found: RunData) -> str:
+def render_run_page(found: RunData, donors: page.PageSection | None = None) -> str:
     row = found.row
     return page.render_page(
         "run.html",
@@ -39,9 +39,12 @@ def render_run_page(found: RunData) -> str:
         version=fedquilt.__version__,
         tiles=sections.make_tiles(found),
         accuracy=sections.make_accuracy_section(found),
+        confusion=sections.make_confusion_section(found),
         time=sections.make_time_section(found),
+        timeline=sections.make_timeline_section(found),
         devices=sections.make_device_section(found),
         bytes=sections.make_bytes_section(found),
+        donors=donors,
         front=candidate_costs.make_candidate_section(found.candidates, row.job),
         matrix=matrix.make_device_matrix(found.parts) if found.parts else None,
         reasons=sections.make_reason_table(found),

@@ -10,8 +10,6 @@ from fedquilt.console import table
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import FedquiltError
-from fedquilt.models.stitching import display_names
-from fedquilt.models.stitching.search import pareto_front
 from fedquilt.tools.report import plots
 from fedquilt.tools.report.page import HtmlTable, PageSection, render_plots
 
@@ -55,6 +53,8 @@ def make_candidate_section(found: Candidates, job: JobSettings) -> PageSection |
 
 
 def make_candidate_table(found: Candidates, job: JobSettings) -> tuple[list[str], list[list[str]]]:
+    from fedquilt.models.stitching.search import pareto_front  # here, as it is in a pack
+
     named = list_boards(job)
     head = ["candidate", "kind", "accuracy", "front", "MFLOP", "weights, MB", *(f"ms, {board}" for board in named)]
     rows = []
@@ -117,6 +117,8 @@ def _plot_accuracy_by_cost(found: Candidates) -> plots.Plot:
 
 
 def _format_full_name(candidate: Mapping[str, Any]) -> str:
+    from fedquilt.models.stitching import display_names
+
     return display_names.network_name(candidate["taps"], candidate["kind"] != "aligned")
 
 

@@ -27,6 +27,7 @@ class PageSection:
     plots: Sequence[Any] = ()  # of `render_plots`
     notes: Sequence[str] = ()
     table: HtmlTable | None = None
+    switch: Sequence[tuple[str, Any]] = ()  # plots of which one is shown, by the name that selects it
 
 
 def render_plots(*plots: Plot) -> list[Any]:

@@ -63,7 +63,7 @@ def print_counts(job: JobSettings, devices: int | None, out: Path | None, format
     """Print the example counts of a job's devices, and draw them into `out` if given. Return 0."""
     counts = count_examples(job, devices)
     if out is not None:
-        disk.write_output(out, plots.add_background(draw_counts(counts, job.name)))
+        disk.write_output(out, plots.add_background(plots.render_picture(draw_counts(counts, job.name))))
     if format == "json":
         progress.LINE.print_to_stdout(msgspec.json.encode(counts_to_dict(counts)).decode())
     else:
@@ -80,6 +80,10 @@ def counts_to_dict(counts: ClassCounts) -> dict[str, Any]:
 
 
 def format_counts(counts: ClassCounts) -> list[str]:
+    """Return a table of the examples of each device, and a last line with totals.
+
+    More than FEW classes are summarised in two columns.
+    """
     every = counts.train + counts.held
     few = len(counts.classes) <= FEW
     head = ["device", "examples", "held out", *(counts.classes if few else ["classes", "largest class"])]
@@ -99,8 +103,8 @@ def format_counts(counts: ClassCounts) -> list[str]:
 # -- the picture ----------------------------------------------------------------------------------
 
 
-def draw_counts(counts: ClassCounts, title: str = "") -> str:
-    """Return an SVG with a dot per device and class, and a bar per device.
+def draw_counts(counts: ClassCounts, title: str = "") -> plots.Picture:
+    """Return a picture with a dot per device and class, and a bar per device.
 
     The area of a dot is the number of examples. The dark part is for training, the pale rim is held out. Dots have
     tooltips with their numbers.
@@ -136,7 +140,7 @@ def draw_counts(counts: ClassCounts, title: str = "") -> str:
                 axis.text(x, floor + 6, name, rotation=90, ha="center", va="top")
 
     words = f"{title or 'examples by device and class'}: {format_counts(counts)[-1]}"
-    return plots.render_picture(width, height, words, draw)
+    return plots.Picture(width, height, words, draw)
 
 
 def _draw_legend(axis: Any, largest: int, radius: Radius) -> None:

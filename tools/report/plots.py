@@ -11,18 +11,23 @@ import io
 import logging
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import accumulate
 from typing import Any, Final, TypeAlias
 
-COLOURS: Final = ("#2f7fc8", "#e07b2e", "#2f9e6e", "#b05fb5", "#b89400", "#d64f5e", "#3fa3b5", "#8a8a8a")
+from fedquilt.core import JobError
+from fedquilt.formats import toml
+
+# of Okabe and Ito, which colour-blind people can tell apart, and a grey in place of black
+COLOURS: Final = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#8a8a8a", "#f0e442")
 DASHES: Final = ("-", (0, (6, 3)), (0, (2, 3)), (0, (8, 3, 2, 3)))  # once all colours are used
 INK: Final = "#010203"  # stands for the colour of the text around the picture
 WIDTH, BODY = 390.0, 215.0  # pixels: a plot, and the inside of one with two axes
 LEFT, RIGHT, BOTTOM, TITLE = 52.0, 14.0, 44.0, 28.0
 LETTER, LINE = 6.2, 17.0  # pixels: an average letter's width, a line's height
+MOST_NUMBERS = 12  # classes of a confusion matrix whose cells hold numbers
 MOST_DOTS = 40  # points of a line that get a dot and a tooltip
 FONTS: Final = "system-ui, sans-serif"
 
@@ -64,10 +69,11 @@ class Plot:
     left: float = LEFT  # pixels to the left of the axis
     right: float = RIGHT
     keys: tuple[str, ...] = ()  # the legend's entries, in the order of the colours
+    below: float = 0.0  # pixels below the axis for long names, besides BOTTOM
 
     @property
     def height(self) -> float:
-        return TITLE + LINE * len(_wrap_legend(self.keys)) + 6 + self.body + (BOTTOM if self.body else 0)
+        return TITLE + LINE * len(_wrap_legend(self.keys)) + 6 + self.body + (BOTTOM if self.body else 0) + self.below
 
 
 # -- kinds of plots -------------------------------------------------------------------------------
@@ -94,12 +100,13 @@ def plot_lines(
 
     def draw(axis: Any, tip: Tip) -> None:
         for number, line in enumerate(found):
-            ink, dash = COLOURS[number % len(COLOURS)], DASHES[number // len(COLOURS) % len(DASHES)]
+            style = _line_style(number)
+            ink = style["color"]
             if line.low and line.high:
                 edge = [*line.x, *reversed(line.x)], [*line.low, *reversed(line.high)]
                 axis.fill(*edge, facecolor=ink, alpha=0.16)
             if len(line.x) > 1:
-                axis.plot(line.x, line.y, color=ink, linewidth=1.8, linestyle=dash)
+                axis.plot(line.x, line.y, linewidth=1.8, **style)
             for a, b in zip(line.x, line.y, strict=True) if len(line.x) <= MOST_DOTS else ():
                 (dot,) = axis.plot([a], [b], "o", color=ink, markersize=4.5 if len(line.x) > 1 else 9, clip_on=False)
                 tip(dot, f"{line.name + ': ' if line.name else ''}{format_number(b)} at {format_number(a)}")
@@ -120,10 +127,6 @@ def plot_bars(
     title: str,
     x: str,
     parts: Sequence[str] = ("",),
-    *,
-    most: float = math.inf,
-    level: float | None = None,
-    colours: Sequence[str] = (),
 ) -> Plot:
     """Return a plot of horizontal bars, divided into parts and labelled with their sums.
 
@@ -132,9 +135,6 @@ def plot_bars(
         title: Title of the plot.
         x: Label of the x axis.
         parts: Names of the parts.
-        most: End of the x axis, unless a value is larger.
-        level: Place of a dotted vertical line, or None.
-        colours: A colour for each bar of a single part, or () for the same colour.
     """
     sums = [sum(part or 0.0 for part in bar.parts) for bar in found]
     if not found or not any(math.isfinite(total) and total > 0 for total in sums):
@@ -145,16 +145,13 @@ def plot_bars(
         for row, (bar, words) in enumerate(zip(found, told, strict=True)):
             at = 0.0
             for number, part in enumerate(bar.parts):
-                ink = colours[row] if colours else COLOURS[number % len(COLOURS)]
-                (rect,) = axis.barh(row, part or 0.0, left=at, height=0.76, color=ink)
+                (rect,) = axis.barh(row, part or 0.0, left=at, height=0.76, color=COLOURS[number % len(COLOURS)])
                 of = f", {parts[number]}" if parts[number] else ""
                 tip(rect, f"{bar.name}{of}: {'not known' if part is None else format_number(part)}")
                 at += part or 0.0
             axis.annotate(words, (at, row), (4, 0), textcoords="offset points", va="center", annotation_clip=False)
-        if level is not None:
-            axis.axvline(level, color=INK, alpha=0.6, linewidth=1, linestyle=":")
         _label_rows(axis, [bar.name for bar in found])
-        _set_ticks(axis.xaxis, _choose_axis_ticks([0.0, *sums, *([] if level is None else [level])], most))
+        _set_ticks(axis.xaxis, _choose_axis_ticks([0.0, *sums], math.inf))
         axis.set_xlabel(x)
 
     listed = ", ".join(f"{bar.name} {words}" for bar, words in zip(found, told, strict=True))
@@ -198,6 +195,35 @@ def plot_dots(found: Sequence[DotRow], title: str, x: str, *, most: float = math
     )
 
 
+def plot_matrix(counts: Sequence[Sequence[int]], names: Sequence[str], title: str) -> Plot:
+    """Return a confusion matrix: a row of cells per true class, darker the larger the part of the row."""
+    count, side = len(names), WIDTH - _compute_label_width([PlotBar(name, ()) for name in names]) - RIGHT
+
+    def draw(axis: Any, tip: Tip) -> None:
+        from matplotlib.patches import Rectangle
+
+        for row, values in enumerate(counts):
+            whole = sum(values) or 1
+            for column, value in enumerate(values):
+                cell = Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor=COLOURS[0], alpha=0.9 * value / whole)
+                axis.add_patch(cell)
+                tip(cell, f"{names[row]}, predicted {names[column]}: {value} of {sum(values)}")
+                if value and count <= MOST_NUMBERS:
+                    ink = "#ffffff" if value > whole / 2 else INK
+                    axis.text(column, row, str(value), ha="center", va="center", color=ink)
+        axis.set_xlim(-0.5, count - 0.5)
+        _label_rows(axis, names)
+        axis.set_xticks(range(count), [_shorten_name(name) for name in names], rotation=90 if count > 4 else 0)
+        axis.grid(False)
+        axis.set_xlabel("predicted")
+
+    right = sum(values[row] for row, values in enumerate(counts))
+    summary = f"{title}: {right} of {sum(map(sum, counts))} examples are classified correctly"
+    body = min(side, LINE * 1.5 * count)
+    below = LETTER * max(len(_shorten_name(name)) for name in names) if count > 4 else 0.0
+    return Plot(title, summary, draw, body, WIDTH - RIGHT - side, below=below)
+
+
 def make_empty_plot(title: str) -> Plot:
     def draw(axis: Any, tip: Tip) -> None:
         axis.set_axis_off()
@@ -219,23 +245,77 @@ def render_svg(*found: Plot) -> str:
     return _render_svg_element(WIDTH, sum(heights), "; ".join(plot.summary for plot in found), draw)
 
 
-def render_picture(width: float, height: float, summary: str, draw: Callable[[Any, Tip], None]) -> str:
-    """Render a picture without axes as an SVG element.
+def draw_on_axes(plot: Plot, axes: Any = None) -> Any:
+    """Draw a plot on matplotlib's axes, by default those of a new figure, and return the axes."""
+    from matplotlib import pyplot
+    from matplotlib.lines import Line2D
 
-    Args:
-        width: Width in pixels.
-        height: Height in pixels.
-        summary: Description for readers who cannot see the picture.
-        draw: Function called with an axis in pixels from the upper left, and a function that adds tooltips.
+    with make_plot_style(plot.title):
+        if axes is None:
+            axes = pyplot.subplots(layout="constrained")[1]
+        plot.draw(axes, lambda artist, text: None)
+        axes.set_title(plot.title)
+        keys = [Line2D([], [], label=name, **_line_style(number)) for number, name in enumerate(plot.keys)]
+        if keys:
+            axes.legend(handles=keys, frameon=False)
+    return axes
+
+
+def choose_plot(found: Mapping[str, Plot], x: str) -> Plot:
+    """Return the plot over `x`.
+
+    Raises:
+        JobError: If there are no plots, or none over `x`.
     """
+    if not found:
+        raise JobError("there are fewer than two evaluations to draw: set [check] every = 1")
+    if x not in found:
+        raise JobError(f"nothing is drawn over {x!r}{toml.describe_choices(x, found)}")
+    return found[x]
 
-    def fill(figure: Any, tip: Tip) -> None:
-        axis = figure.add_axes((0, 0, 1, 1))
-        axis.set(xlim=(0, width), ylim=(height, 0))
-        axis.set_axis_off()
-        draw(axis, tip)
 
-    return _render_svg_element(width, height, summary, fill)
+def _line_style(number: int) -> dict[str, Any]:
+    return {
+        "color": COLOURS[number % len(COLOURS)],
+        "linestyle": DASHES[number // len(COLOURS) % len(DASHES)],
+    }
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Picture without axes that is not rendered yet, in pixels from the upper left."""
+
+    width: float
+    height: float
+    summary: str  # for readers who cannot see the picture
+    draw: Callable[[Any, Tip], None]
+
+
+def draw_picture(picture: Picture) -> Any:
+    """Draw a picture on the axes of a new figure of matplotlib, and return the axes."""
+    from matplotlib import pyplot
+
+    with make_plot_style(picture.summary):
+        figure = pyplot.figure(figsize=(picture.width / 72, picture.height / 72))
+        return _fill_with_picture(figure, picture, lambda artist, text: None)
+
+
+def _fill_with_picture(figure: Any, picture: Picture, tip: Tip) -> Any:
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, picture.width), ylim=(picture.height, 0))
+    axes.set_axis_off()
+    picture.draw(axes, tip)
+    return axes
+
+
+def render_picture(picture: Picture) -> str:
+    """Render a picture as an SVG element."""
+    return _render_svg_element(
+        picture.width,
+        picture.height,
+        picture.summary,
+        lambda figure, tip: _fill_with_picture(figure, picture, tip),
+    )
 
 
 def render_file(*found: Plot) -> str:
@@ -319,8 +399,8 @@ def _draw_plot(figure: Any, plot: Plot, offset: float, height: float, tip: Tip) 
     for row, numbers in enumerate(rows):
         at = 12.0
         for number in numbers:
-            y, ink, dash = down(TITLE + LINE * row + 5), COLOURS[number % len(COLOURS)], DASHES[number // 8 % 4]
-            figure.add_artist(Line2D([at / WIDTH, (at + 18) / WIDTH], [y, y], color=ink, linewidth=3, linestyle=dash))
+            y = down(TITLE + LINE * row + 5)
+            figure.add_artist(Line2D([at / WIDTH, (at + 18) / WIDTH], [y, y], linewidth=3, **_line_style(number)))
             figure.text((at + 22) / WIDTH, y, plot.keys[number], va="center")
             at += 36 + LETTER * len(plot.keys[number])
     top = TITLE + LINE * len(rows) + 6

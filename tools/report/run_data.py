@@ -65,11 +65,12 @@ def _draw_partition(row: StoredJob, devices: Set[str]) -> str:
         return ""
     try:
         from fedquilt.tools.report.partition import count_examples, draw_counts
+        from fedquilt.tools.report.plots import render_picture
 
         for count in (len(devices), row.job.fleet.devices):  # all were heard of; or some never came
             counts = count_examples(row.job, count)
             if devices <= set(counts.devices):
-                return draw_counts(counts)
+                return render_picture(draw_counts(counts))
     except (FedquiltError, ModuleNotFoundError):
         pass
     return ""

@@ -16,11 +16,13 @@ from fedquilt.coordinator.rounds.events import (
     CohortSelected,
     EligibilityRecorded,
     RoundClosed,
+    RoundCommitted,
     UpdateAccepted,
 )
 from fedquilt.coordinator.views import costs, event_messages
 from fedquilt.coordinator.views.costs import CostLedger
 from fedquilt.coordinator.views.run_summary import RunSummary
+from fedquilt.core import evaluation
 from fedquilt.tools.report import matrix, plots
 from fedquilt.tools.report.page import HtmlTable, PageSection, render_plots
 from fedquilt.tools.report.run_data import RunData
@@ -29,6 +31,9 @@ T = TypeVar("T")
 
 MOST_DEVICES = 40  # bars in one plot
 MOST_ROUNDS = 40  # likewise
+MOST_CLASSES = 30  # of a confusion matrix
+TIME_PARTS = ("task", "down, start and up", "waiting")
+SWITCHED = 5  # rounds of which the timeline is drawn
 MOST_LINES = 1000  # of the log
 
 
@@ -48,12 +53,13 @@ def make_tiles(found: RunData) -> list[tuple[str, str]]:
     tiles.append((str(done.rounds if done else 0), "rounds"))
     tiles.append((str(len(found.summary.device_costs())), "devices"))
     if done is not None:
-        tiles.append((format_duration(done.clock_s), "by the coordinator's clock"))
+        virtual = found.row.has_virtual_time
+        tiles.append((format_duration(done.clock_s), "virtual time" if virtual else "by the coordinator's clock"))
         tiles.append((format_duration(done.real_s), "by this machine's clock"))
     tiles.append((units.format_bytes(whole.down_bytes + whole.up_bytes), "down and up"))
     if whole.energy_j is not None:
         some = "" if whole.metered == whole.tasks else f", {whole.metered} of {whole.tasks} tasks"
-        tiles.append((f"{costs.format_number(whole.energy_j)} J", f"of the boards{some}"))
+        tiles.append((f"{costs.format_number(whole.energy_j)} J", f"of the boards{some}{_say_predicted(found)}"))
     return tiles
 
 
@@ -61,34 +67,103 @@ def make_accuracy_section(found: RunData) -> PageSection:
     if not found.evaluated_points and not found.scores:
         how = f"fedquilt model evaluate {found.row.id} --home {found.home}"
         return PageSection([f"Not measured: the job has [check] every = 0. `{how}` measures it on the test set."])
+    notes, table = _summarise_held_out(found)
+    over = make_accuracy_plots(found)
+    if not over:
+        return PageSection(_describe_scores(found), (), notes, table)
+    return PageSection((), (), notes, table, _render_switch(over))
+
+
+def make_accuracy_plots(found: RunData) -> dict[str, plots.Plot]:
+    """Return plots of the main metric over rounds, seconds, bytes and joules, or none of fewer than two evaluations."""
     if len({*(point.rounds for point in found.evaluated_points), *(score.rounds for score in found.scores)}) < 2:
-        return PageSection(_describe_scores(found), (), *_summarise_held_out(found))
+        return {}
     at = {point.rounds: point for point in found.points}
-    axes = [("rounds", "by round", {point.rounds: float(point.rounds) for point in found.points})]
-    for title, label, taken in (
-        ("by time", "coordinator's clock", {r: point.clock_s for r, point in at.items()}),
-        ("by the boards' time", "slowest board of each round", _drop_unknown({r: p.boards_s for r, p in at.items()})),
+    axes = {"rounds": ("rounds", "by round", {point.rounds: float(point.rounds) for point in found.points})}
+    clock = "virtual time" if found.row.has_virtual_time else "coordinator's clock"
+    for key, title, label, taken in (
+        ("seconds", "by time", clock, {r: point.clock_s for r, point in at.items()}),
+        (
+            "board seconds",
+            "by the boards' time",
+            "slowest board of each round",
+            _drop_unknown({r: p.boards_s for r, p in at.items()}),
+        ),
     ):
-        scale, name = _choose_time_unit(max(taken.values(), default=0.0))
         if any(taken.values()):
-            axes.append((f"{label}, {name}", title, {r: value / scale for r, value in taken.items()}))
+            scale, name = _choose_time_unit(max(taken.values()))
+            axes[key] = (f"{label}, {name}", title, {r: value / scale for r, value in taken.items()})
     moved = {r: float(p.down_bytes + p.up_bytes) for r, p in at.items()}
     scale, prefix = units.select_prefix(max(moved.values(), default=0.0))
-    axes.append((f"{prefix}B, down and up", "by bytes", {r: value / scale for r, value in moved.items()}))
+    axes["bytes"] = (f"{prefix}B, down and up", "by bytes", {r: value / scale for r, value in moved.items()})
     joules = _drop_unknown({r: p.energy_j for r, p in at.items()})
     if any(joules.values()):
         scale, prefix = units.select_prefix(max(joules.values()))
-        axes.append((f"{prefix}J of the boards, gross", "by energy", {r: v / scale for r, v in joules.items()}))
+        label = f"{prefix}J of the boards, gross{_say_predicted(found)}"
+        axes["joules"] = (label, "by energy", {r: v / scale for r, v in joules.items()})
     metric = _find_main_metric(found)
-    heading = metric.title[0].upper() + metric.title[1:]
+    heading = _format_metric_heading(metric)
     unit, most = (", %", 100.0) if metric.share else ("", math.inf)
-    over = (
-        plots.plot_lines(
+    return {
+        name: plots.plot_lines(
             _make_accuracy_lines(found, places), f"{heading} {title}", label, metric.title + unit, most=most
         )
-        for label, title, places in axes
-    )
-    return PageSection((), render_plots(*over), *_summarise_held_out(found))
+        for name, (label, title, places) in axes.items()
+    }
+
+
+def _render_switch(found: Mapping[str, plots.Plot]) -> list[tuple[str, Any]]:
+    return list(zip(found, render_plots(*found.values()), strict=True))
+
+
+def _say_predicted(found: RunData) -> str:
+    word = found.summary.total.energy_word.strip()
+    return f", {word} by profile" if word else ""
+
+
+def make_confusion_section(found: RunData) -> PageSection | None:
+    """Return the confusion matrix of the last score on the test set, or else on the held-out shares."""
+    sums, where = found.scores[-1].evaluation if found.scores else None, "the test set"
+    if sums is None:
+        held = (fact.evaluation for _, fact in reversed(found.facts) if isinstance(fact, RoundCommitted))
+        sums, where = next((each for each in held if each is not None), None), "the held-out shares"
+    rows = None if sums is None else evaluation.confusion_matrix(sums)
+    if rows is None or not any(map(any, rows)):
+        return None
+    given = found.row.job.labels or found.row.job.data.get("labels") or ()
+    names = list(given) if len(given) == len(rows) else [str(number) for number in range(len(rows))]
+    note = f"Examples of {where} in the last evaluation: a row for each true class, a column for each predicted class."
+    if len(rows) > MOST_CLASSES:
+        return PageSection([f"{note} `fedquilt model evaluate --format json` has the {len(rows)} classes."])
+    return PageSection([note], render_plots(plots.plot_matrix(rows, names, "Confusion matrix")))
+
+
+def make_timeline_section(found: RunData) -> PageSection | None:
+    """Return bars of what each device did in a round, for a few rounds."""
+    took = {fact.round: fact.took_s for _, fact in found.facts if isinstance(fact, RoundCommitted)}
+    timed: dict[int, dict[str, tuple[float, float]]] = {}
+    for _, fact in found.facts:
+        if isinstance(fact, UpdateAccepted) and fact.took_s is not None and fact.round in took:
+            timed.setdefault(fact.round, {})[fact.update.device] = fact.took_s, fact.update.usage.wall_s
+    if not timed:
+        return None
+    over: dict[str, plots.Plot] = {}
+    for number in _select_evenly_spaced(sorted(timed), SWITCHED):
+        ends = sorted(timed[number].items(), key=lambda each: each[1][0])[:MOST_DEVICES]
+        lasted_s = max(took[number], *(answered_s for _, (answered_s, _) in ends))
+        scale, prefix = units.select_prefix(lasted_s) if lasted_s < 1 else (1.0, "")
+        bars = [
+            plots.PlotBar(
+                name,
+                [each / scale for each in (wall_s, max(answered_s - wall_s, 0.0), max(lasted_s - answered_s, 0.0))],
+            )
+            for name, (answered_s, wall_s) in ends
+        ]
+        name = _format_round_name(found, number)
+        clock = "virtual time" if found.row.has_virtual_time else "since the round began"
+        title = f"Devices in {'the ' * (name == 'evaluation')}{name}"
+        over[name] = plots.plot_bars(bars, title, f"{prefix}s, {clock}", TIME_PARTS)
+    return PageSection(["The fastest device comes first."], switch=_render_switch(over))
 
 
 def _describe_scores(found: RunData) -> list[str]:
@@ -143,7 +218,7 @@ def make_time_section(found: RunData) -> PageSection | None:
     splits = [each.times for each in found.summary.committed_rounds() if each.times is not None]
     if not splits:
         return None
-    chosen = _thin_out(splits, MOST_ROUNDS)
+    chosen = _select_evenly_spaced(splits, MOST_ROUNDS)
     lasted_s = sum(split.lasted_s for split in splits)
     scale, prefix = units.select_prefix(max(split.lasted_s for split in splits)) if lasted_s < 100 else (1.0, "")
     bars = [
@@ -167,18 +242,18 @@ def make_time_section(found: RunData) -> PageSection | None:
     clocks = []
     if points:
         last = points[-1]
+        virtual = found.row.has_virtual_time
         told = (
-            f"The coordinator's clock counted {format_duration(last.clock_s)}, this machine's "
-            f"{format_duration(last.real_s)}"
+            f"{'Virtual time was' if virtual else 'The coordinator counted'} {format_duration(last.clock_s)}, by this "
+            f"machine's clock the run took {format_duration(last.real_s)}"
         )
         if last.boards_s is not None:
             told += f"; the slowest boards of all rounds report {format_duration(last.boards_s)} together"
         clocks.append(
             f"{told}. Simulated boards report what their profiles predict; what their tasks really took here counts as "
-            "fetching and sending. On virtual time (`--link memory`) the coordinator's clock is virtual."
+            "fetching and sending."
         )
-    names = ("task", "down, start and up", "waiting")
-    plot = plots.plot_bars(bars, "Time per round, mean over its devices", f"{prefix}s", names)
+    plot = plots.plot_bars(bars, "Time per round, mean over its devices", f"{prefix}s", TIME_PARTS)
     return PageSection([note], render_plots(plot), clocks)
 
 
@@ -199,6 +274,12 @@ def make_device_section(found: RunData) -> PageSection | None:
     head += [f"last {_format_metric_title(found)}"] if own else []
     shown = dict(sorted(known.items(), key=lambda each: -(each[1].energy_j or 0.0))[:MOST_DEVICES])
     figures = []
+    if own:
+        metric, scores = _find_main_metric(found), {name: own[name] for name in known if name in own}
+        factor, least = metrics.display_factor(metric), dict(sorted(scores.items(), key=lambda each: each[1]))
+        rows_of = [plots.PlotBar(name, [factor * value]) for name, value in list(least.items())[:MOST_DEVICES]]
+        label = f"{metric.title}{', %' * metric.share}, last held-out share"
+        figures.append(plots.plot_bars(rows_of, f"{_format_metric_heading(metric)} of each device", label))
     if any(of.energy_j is not None for of in shown.values()):
         scale, prefix = units.select_prefix(max(of.energy_j or 0.0 for of in shown.values()))
         joules = [
@@ -207,13 +288,16 @@ def make_device_section(found: RunData) -> PageSection | None:
         kinds = ("idle", "above idle", "idle part unknown")
         used = 3 if any(bar.parts[2] is not None for bar in joules) else 2
         joules = [plots.PlotBar(bar.name, bar.parts[:used]) for bar in joules]
-        figures.append(plots.plot_bars(joules, "Energy of each device", f"{prefix}J", kinds[:used]))
+        figures.append(
+            plots.plot_bars(joules, "Energy of each device", f"{prefix}J{_say_predicted(found)}", kinds[:used])
+        )
     if any(of.peak_bytes is not None for of in shown.values()):
         peaks = [plots.PlotBar(name, _split_memory_mb(of)) for name, of in shown.items()]
         figures.append(plots.plot_bars(peaks, "Highest memory of a task", "MB", ("runtime", "task")))
     notes = [] if len(shown) == len(known) else [f"Drawn: {len(shown)} of {len(known)} devices."]
     sources = sorted({of.energy_source for of in known.values() if of.energy_source})
-    notes += [f"Energy measured by: {'; '.join(sources)}."] if sources else []
+    word = found.summary.total.energy_word.strip() or "measured"
+    notes += [f"Energy {word} by: {'; '.join(sources)}."] if sources else []
     return PageSection((), render_plots(*figures), notes, HtmlTable(head, rows))
 
 
@@ -249,7 +333,7 @@ def make_bytes_section(found: RunData) -> PageSection | None:
     if not per_round:
         return None
     scale, prefix = units.select_prefix(max(of.down_bytes + of.up_bytes for of in per_round.values()))
-    chosen = _thin_out(list(per_round.items()), MOST_ROUNDS)
+    chosen = _select_evenly_spaced(list(per_round.items()), MOST_ROUNDS)
     bars = [
         plots.PlotBar(_format_round_name(found, n), (of.down_bytes / scale, of.up_bytes / scale)) for n, of in chosen
     ]
@@ -262,6 +346,7 @@ def make_bytes_section(found: RunData) -> PageSection | None:
 
 
 def make_reason_table(found: RunData) -> HtmlTable:
+    """Return the most frequent reasons why devices contributed nothing, at most 20."""
     counted = Counter(
         (name, matrix.format_reason(part))
         for devices in found.parts.values()
@@ -331,7 +416,7 @@ def _drop_none(value: Any) -> Any:
 # -- figures --------------------------------------------------------------------------------------
 
 
-def _thin_out(items: Sequence[T], most: int) -> list[T]:
+def _select_evenly_spaced(items: Sequence[T], most: int) -> list[T]:
     if len(items) <= most:
         return list(items)
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
@@ -344,9 +429,14 @@ def _format_round_name(found: RunData, number: int) -> str:
 
 
 def _find_main_metric(found: RunData) -> metrics.Metric:
+    """Return the metric of the first score of a run, or accuracy without scores."""
     told = [score.metric for score in found.scores]
     told += [point.personal.metric for point in found.evaluated_points if point.personal is not None]
     return metrics.KNOWN[told[0] if told else "accuracy"]
+
+
+def _format_metric_heading(metric: metrics.Metric) -> str:
+    return metric.title[0].upper() + metric.title[1:]
 
 
 def _format_metric_title(found: RunData) -> str:

@@ -22,7 +22,7 @@ from fedquilt.blobs.storage.shared_store import SharedBlobStore
 from fedquilt.coordinator.delivery.executor import LinkExecutor
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import JobSettings, require_no_adversaries
-from fedquilt.coordinator.storage.store import Store
+from fedquilt.coordinator.storage.store import Origin, Store
 from fedquilt.coordinator.updates.job_validation import create_initial_state, require_matching_bundle
 from fedquilt.coordinator.views.terminal import VIRTUAL, Console, run_coordinator
 from fedquilt.core import Bundle, Device, Examples, JobError
@@ -135,7 +135,9 @@ class FleetPlan:
                 make(board)
         return made
 
-    def queue_or_resume(self, store: Store, make: Callable[[str], Device] = make_board) -> str:
+    def queue_or_resume(
+        self, store: Store, make: Callable[[str], Device] = make_board, origin: Origin = "fleet"
+    ) -> str:
         """Queue the job, or resume its unfinished run, and return the id of the run.
 
         The first round waits for all selected devices of the fleet.
@@ -148,10 +150,10 @@ class FleetPlan:
         there = self.job.fleet.count_selected_devices(self.job.cohort, self.size)
         cohort = msgspec.structs.replace(self.job.cohort, start_devices=there)
         job, folder = msgspec.structs.replace(self.job, cohort=cohort), self.bundle.resolve()
-        run = store.find_unfinished(job, folder, "fleet")
+        run = store.find_unfinished(job, folder, origin)
         if run is None:
             create_initial_state(job, made)
-            return store.add_job(job, folder, "fleet")
+            return store.add_job(job, folder, origin)
         store.set_status(run, "running")
         return run
 
@@ -180,8 +182,8 @@ def run_fleet_on_broker(
         )
     if broker is not None and broker.get("cert"):
         raise JobError(
-            "simulated boards cannot share one certificate, which is one board's: leave --cert and --key out, with a "
-            "broker that does not ask for them, or start `fedquilt agent` for each"
+            "simulated boards cannot share the certificate of one board: leave --cert and --key out and use a "
+            "broker that needs no certificates, or start `fedquilt agent` for each"
         )
     with contextlib.ExitStack() as stack:
         if broker is None:
@@ -227,7 +229,7 @@ def run_fleet_virtually(
     with Store(plan.home, durable=False) as store:
         if not store.acquire_lock():
             raise JobError(f"another coordinator serves {plan.home.resolve()} already: give another --home")
-        run = plan.queue_or_resume(store, make)
+        run = plan.queue_or_resume(store, make, "virtual")
         console = Console(wordy=wordy, clock=lambda: broker.now_s, stamp=VIRTUAL.format)
         console.report(f"{run}: making {plan.size} devices")
         link = broker.connect()
@@ -285,7 +287,7 @@ class _StallDetector:
         elif now_s > self._busy_s + WAITS_S:
             raise JobError(
                 f"{self._run} has waited for boards since its round {job.rounds.round + 1}, and no others will come: "
-                "see `fedquilt why`, and mend [cohort] (min_devices, min_battery, max_temperature_c) or [fleet]"
+                "see `fedquilt why`, and correct [cohort] (min_devices, min_battery, max_temperature_c) or [fleet]"
             )
 
 

@@ -91,6 +91,7 @@ def remove_stale_folders() -> None:
 
 
 def _remove_unless_locked(folder: Path) -> None:
+    """Remove a folder of this user, or raise OSError if a process has locked the folder."""
     if folder.stat(follow_symlinks=False).st_uid != os.getuid():
         return
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

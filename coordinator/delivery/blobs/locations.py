@@ -90,7 +90,7 @@ class BlobLocationSettings:
             _require_server_url(self.url, self.listen is not None)
 
     def server_url(self, port: int, *, sealed: bool) -> str:
-        """Return the URL of the server that listens at `port`, without a trailing slash.
+        """Return `url` or, without one, the listen address with `port`. The result has no trailing slash.
 
         Raises:
             JobError: If the scheme of `url` contradicts whether the fleet uses certificates.
@@ -178,6 +178,7 @@ class BlobLocationProvider(TransferBackend):
         return [] if self._backend is None else self._backend.take_ready_blobs()
 
     def take_results(self) -> list[TransferResult]:
+        """Return the results of transfers that the backend has not started."""
         found = super().take_results()
         return found if self._backend is None else [each for each in found if not self._backend.handle_result(each)]
 

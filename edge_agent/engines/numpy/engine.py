@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from fedquilt import metrics
+from fedquilt import extras, metrics
 from fedquilt.arrays import tensors
 from fedquilt.core import DataError, EvaluationSums, Examples, Fit, Hooks, JobError, ModelError, TaskKind, Tensors
 from fedquilt.edge_agent.engines import objectives, training
@@ -203,7 +203,8 @@ def _require_supported_hooks(hooks: Hooks) -> None:
     }
     if odd := [name for name, value in wanted.items() if value]:
         raise ModelError(
-            f"the numpy engine cannot train with {' and '.join(odd)} as this method asks: install fedquilt[train]"
+            f"the numpy engine cannot train with {' and '.join(odd)} as this method asks: "
+            f"{extras.installation_command('train')}"
         )
 
 
@@ -218,7 +219,8 @@ def parse_network(network: Mapping[str, Any]) -> MlpTable:
     """
     if network.get("name") != "mlp":
         raise ModelError(
-            f"the numpy engine trains 'mlp' networks, not {network.get('name')!r}: torch trains it (fedquilt[train])"
+            f"the numpy engine trains 'mlp' networks, not {network.get('name')!r}: torch trains it: "
+            f"{extras.installation_command('train')}"
         )
     try:
         mlp = toml.convert_table(network, MlpTable, "a network")

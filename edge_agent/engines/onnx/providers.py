@@ -123,6 +123,7 @@ class ExecutionProviders:
         }
 
     def _delete_oldest_engines(self) -> None:
+        """Delete the engines that were built first, until the others fit the configured bytes."""
         if self._engines is None:
             return
         folder, most_bytes = self._engines

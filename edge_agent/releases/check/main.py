@@ -80,7 +80,7 @@ class LoadedModel(NamedTuple):
         if found.ndim != 2:
             raise ModelError(
                 f"it answers with an array of shape {found.shape[1:]} to each example, not with scores of classes: "
-                "deploy a network whose output has the axes (examples, classes)"
+                "roll out a network whose output has the axes (examples, classes)"
             )
         exported_model.require_scores(found)
         return found
@@ -211,7 +211,7 @@ def _choose_example(
         return one
     raise ModelError(
         f"it was not run: its graph takes examples of shape {format_shape(model.shape)} and ran on none that was "
-        f"guessed{failed}: deploy it with --input-shape, such as --input-shape 3,224,224"
+        f"guessed{failed}: roll it out with --input-shape, such as --input-shape 3,224,224"
     )
 
 

@@ -33,7 +33,7 @@ def assemble_network(order: SplitModelFiles, model: Path, budget_bytes: int) -> 
     """
     task = personal_models.read_task(Path(order.shared))
     if task is None:
-        raise ModelError("what was sent does not say of which run it is: deploy it anew")
+        raise ModelError("what was sent does not say of which run it is: roll out the run again")
     method = methods.load(task.method)
     if method.personal is None:
         raise JobError(f"method {task.method!r} does not say how a board puts its network together")

@@ -92,7 +92,9 @@ class HttpClient:
         try:
             parts = split_http_url(source.url)
         except ValueError:
-            raise BlobLocationError(f"{source.origin} is no host and port", later=False) from None
+            raise BlobLocationError(
+                f"{source.origin} is no host and port: write http://HOST:PORT", later=False
+            ) from None
         host, port = parts.hostname or "", parts.port
         connection: http.client.HTTPConnection
         if parts.scheme == "https":
@@ -124,7 +126,7 @@ class HttpClient:
             if source.token and self._identity is not None:
                 return self._identity.tls_context(server=False)
             if source.token:
-                raise BlobLocationError(f"{source.origin} wants a certificate, and this board has none", later=False)
+                raise BlobLocationError(f"{source.origin} requires a certificate, and this board has none", later=False)
             context = ssl.create_default_context()
             if self._ca is not None:
                 context.load_verify_locations(self._ca)
@@ -191,6 +193,12 @@ class HttpClient:
     def _upload_to(
         self, source: BlobLocation, file: int, ref: BlobRef, start: int, moved: Callable[[int], None]
     ) -> None:
+        """Upload the bytes of a blob from `start` on by one request.
+
+        Raises:
+            OSError: If the connection breaks, or the location has received more than `start` bytes.
+            BlobLocationError: If the location refuses.
+        """
         headers = {"Content-Length": str(ref.size - start)}
         if source.token:
             headers["Content-Range"] = f"bytes {start}-{ref.size - 1}/{ref.size}"
@@ -260,6 +268,7 @@ class HttpClient:
         attempt: Callable[[BlobLocation], None],
         gained: Callable[[BlobLocation], int],
     ) -> None:
+        """Call `attempt` until it succeeds, or raise BlobLocationError after failures without progress."""
         misses, begun = 0, gained(source)
         while True:
             before = gained(source)
@@ -344,6 +353,7 @@ def _describe_failure(error: Exception) -> str:
 
 
 def _require_status(source: BlobLocation, answer: http.client.HTTPResponse, statuses: Sequence[int]) -> None:
+    """Raise BlobLocationError for another status, with `later` if the location is only busy."""
     if answer.status not in statuses:
         busy = answer.status in _BUSY
         said = f"{source.origin} refuses ({answer.status} {http.client.responses.get(answer.status, '')})"

@@ -105,7 +105,7 @@ class Transfers:
             self._waiting[key] = None
 
     def cancel(self, device: str, sha256: str) -> None:
-        """Stop fetching a blob. Chunks on disk are kept for the next attempt."""
+        """Stop fetching a blob. Chunks on disk are kept, and `take_finished` does not report the transfer."""
         self._forget_transfer((device, sha256))
 
     def yield_turn(self, device: str, now_s: float) -> None:
@@ -136,7 +136,8 @@ class Transfers:
         strain, self._strain_s = self._strain_s, {}
         return strain
 
-    def take_unrequested(self) -> list[str]:
+    def take_senders_of_unrequested_chunks(self) -> list[str]:
+        """Return the sender of each unrequested chunk since the last call."""
         unasked, self._unasked = self._unasked, []
         return unasked
 
@@ -231,7 +232,7 @@ class Transfers:
                 self._end_transfer(key, None)
 
     def _end_transfer(self, key: Key, error: str | None) -> None:
-        """End a transfer, and record the end for every device that waits for a blob which is here now."""
+        """End a transfer. If the blob is stored, end all transfers of the blob as successful."""
         # A blob that arrived from one device has arrived for all devices that were to send it.
         ref = self._wanted[key]
         if self._depot.has_blob(ref):
@@ -338,6 +339,10 @@ class Transfers:
         return sum(pull.outstanding_bytes for pull in self._open.values())
 
     def _blobs_to_park(self, key: Key) -> list[Key]:
+        """Return the blobs to suspend with a stalled one, or none if no other blob waits.
+
+        A device in the upload queue suspends all its blobs, unless a transfer outside the link is active.
+        """
         if not self._waiting and not self.queue:
             return []
         if not self.queue.contains(*key):

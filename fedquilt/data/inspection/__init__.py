@@ -17,6 +17,7 @@ from fedquilt.data import examples, images, inputs, measured_settings, readers
 from fedquilt.data.inspection import labels, tables
 from fedquilt.data.readers import ExampleReader, files, npz, pixels, plugin
 from fedquilt.data.spec import SKLEARN, DataSpec
+from fedquilt.formats import toml
 
 TORCHVISION: Final = "torchvision/"  # before the name of a data set of torchvision's
 SAMPLE: Final = 256  # images of which sizes, colours and scales are measured
@@ -69,6 +70,11 @@ def inspect_data(source: str, label: str = "") -> DataInspection:
     elif kind == "folder":
         data |= _inspect_folder(Path(source), notes)
     reader = examples.open_split(DataSpec.parse(measured_settings.complete_data_table(data)))
+    if (reader.y == reader.y[:1]).all():
+        raise DataError(
+            f"{source}: all {len(reader.y)} examples have the same label, so there is nothing to learn: "
+            "add examples with others, or name another --label"
+        )
     given = _inspect_inputs(reader, data, notes)
     notes.append(labels.describe_labels(reader.y, data))
     outputs = reader.y.shape[1] if reader.y.ndim > 1 else max(2, len(data.get("labels", ())) or int(reader.y.max()) + 1)
@@ -85,8 +91,12 @@ def _locate_data(source: str) -> dict[str, Any]:
         return {"dataset": name, "path": "torchvision", "download": True}
     if not Path(source).exists():
         raise DataError(
-            f"no data at {source}: name a CSV, Parquet or .npz file, a folder of images by class or of IDX files, "
-            f"{SKLEARN}iris or {TORCHVISION}MNIST"
+            f"no data at {source}"
+            + (
+                toml.suggest_file(Path(source))
+                or f": name a CSV, Parquet or .npz file, a folder of images by class or of IDX files, {SKLEARN}iris or "
+                f"{TORCHVISION}MNIST"
+            )
         )
     return {"path": source}
 

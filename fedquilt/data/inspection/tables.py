@@ -91,13 +91,17 @@ def inspect_table(path: Path, label: str, notes: list[str]) -> dict[str, Any]:
     for chunk in table.read_chunks(file):
         for name, values in chunk.columns.items():
             found.setdefault(name, Column(name)).add_values(values)
+    if not any(column.rows for column in found.values()):
+        raise DataError(f"{file} has a head and no rows: write a line for each example")
     label = label or _require_default_label(file, list(found))
     table.require_columns(file, tuple(found), "y", [label])
     settings = _label_settings(file, found.pop(label))
     left = {name: why for name, column in found.items() if (why := column.describe_unusable_values())}
     used = [column for name, column in found.items() if name not in left]
     if not used:
-        raise DataError(f"{file} has no column that is an input: {_join_reasons(left)}")
+        raise DataError(
+            f"{file} has no column that is an input: {_join_reasons(left) or f'it has {label} only, add others'}"
+        )
     numeric = [column for column in used if column.numbers is not None]
     worded = [column for column in used if column.numbers is None]
     if numeric:

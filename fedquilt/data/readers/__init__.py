@@ -18,6 +18,7 @@ from fedquilt.data.readers import audio, files, images, npz, pixels, plugin, tab
 from fedquilt.data.readers.base import ExampleReader, convert_read_errors
 from fedquilt.data.readers.table import category_words
 from fedquilt.data.spec import SKLEARN, DataSpec
+from fedquilt.formats import toml
 
 __all__ = [
     "ExampleReader",
@@ -63,9 +64,10 @@ def _open_stored(spec: DataSpec) -> ExampleReader:
     with convert_read_errors(path):  # in a folder closed to this user, no file can even be looked for
         kind = detect_format(path, spec)
         if kind != "torchvision" and not path.exists():
-            raise DataError(
-                f"no data at {path}: set [data] path to a .npz or IDX file, a table, or a folder of images by class"
+            fix = toml.suggest_file(path) or (
+                ": set [data] path to a .npz or IDX file, a table, or a folder of images by class"
             )
+            raise DataError(f"no data at {path}{fix}")
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise DataError(f"{path} is a device or a pipe, which has no end: set [data] path to a file or a folder")
         if kind in BY_CLASS and spec.task != "classes":

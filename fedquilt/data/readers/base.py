@@ -94,7 +94,7 @@ def number_labels(y: np.ndarray, path: Path | str, names: Sequence[str]) -> np.n
     kinds, places = np.unique(y, return_inverse=True)
     known = {name: place for place, name in enumerate(names)}
     if odd := [str(kind) for kind in kinds if str(kind) not in known]:
-        raise DataError(f"{path}: label {odd[0]!r} is none of [data] labels ({', '.join(names)}): add or mend it")
+        raise DataError(f"{path}: label {odd[0]!r} is none of [data] labels ({', '.join(names)}): add or correct it")
     return np.array([known[str(kind)] for kind in kinds], np.int64)[places]
 
 

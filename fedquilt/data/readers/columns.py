@@ -116,9 +116,9 @@ class ColumnDecoder:
             return "with task = 'regression' labels are numbers"
         kinds = sorted({str(value) for value in chunk.columns[name] if not is_missing(value)})
         if len(kinds) > 20:
-            return "leave the column out of [data] x, or mend the value"
+            return "leave the column out of [data] x, or correct the value"
         words = f"{toml.key_text(name)} = {json.dumps(kinds, ensure_ascii=False)}"
-        return f"mend it, or list the column's words: categories = {{ {words} }}"
+        return f"correct it, or list the column's words: categories = {{ {words} }}"
 
     def _encode_one_hot(self, chunk: TableChunk, name: str, kinds: Sequence[str]) -> np.ndarray:
         places = {kind: place for place, kind in enumerate(kinds)}
@@ -150,7 +150,7 @@ class ColumnDecoder:
                         row,
                         name,
                         f"{_quote(value)} is none of [data] labels ({', '.join(known)})",
-                        "add or mend it",
+                        "add or correct it",
                     )
                 found[row] = known[said]
             elif said.isascii() and said.isdigit() and len(said) < 10:
@@ -183,7 +183,7 @@ class ColumnDecoder:
                     int(row),
                     name,
                     f"{_quote(chunk.columns[name][row])} is neither 0 nor 1",
-                    "task = 'labels' wants these",
+                    "task = 'labels' requires these",
                 )
             return found.astype(np.uint8)
         (name,) = self._y
@@ -199,7 +199,7 @@ class ColumnDecoder:
                         row,
                         name,
                         f"{_quote(word)} is none of [data] labels ({', '.join(known)})",
-                        "add or mend it",
+                        "add or correct it",
                     )
                 held[row, known[word]] = 1
         return held

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +21,24 @@ from fedquilt.data.readers.base import (
 )
 from fedquilt.data.spec import DataSpec
 
+OTHERS = "save it again with numpy.savez, or name a CSV, Parquet or IDX file, or a folder of images by class"
+
 
 def open_npz(path: Path, spec: DataSpec) -> ExampleReader:
-    with convert_read_errors(path), zipfile.ZipFile(path) as archive:
+    with _open_archive(path) as archive:
         names = _list_arrays(archive)
         x, y = (_choose_array_name(path, spec, letter, names) for letter in "xy")
         labels = read_labels(path, spec)
         with archive.open(f"{x}.npy") as stream:
             shape, dtype = _read_npy_header(stream, path, x)
-        owner = _read_owners(archive, path, spec, names, len(labels))
+        owner = _read_owner_column(archive, path, spec, names, len(labels))
     if spec.labels and labels.ndim == 1 and spec.task == "classes":
         labels = number_labels(labels, path, spec.labels)
     if len(labels) != shape[0]:
         raise DataError(f"{path}: {x} has {shape[0]} examples and {y} {len(labels)} labels: give one label for each")
 
     def take(rows: np.ndarray) -> np.ndarray:
-        with convert_read_errors(path), zipfile.ZipFile(path) as archive, archive.open(f"{x}.npy") as stream:
+        with _open_archive(path) as archive, archive.open(f"{x}.npy") as stream:
             return read_rows(stream, *_read_npy_header(stream, path, x), rows)
 
     return ExampleReader(convert_labels(labels, path, spec.task), take, shape[1:], dtype, owner=owner)
@@ -43,7 +46,7 @@ def open_npz(path: Path, spec: DataSpec) -> ExampleReader:
 
 def read_labels(path: Path, spec: DataSpec) -> np.ndarray:
     """Return the labels as they are stored: numbers, or words."""
-    with convert_read_errors(path), zipfile.ZipFile(path) as archive:
+    with _open_archive(path) as archive:
         y = _choose_array_name(path, spec, "y", _list_arrays(archive))
         with archive.open(f"{y}.npy") as stream:
             shape, dtype = _read_npy_header(stream, path, y, "uifbU")
@@ -51,22 +54,40 @@ def read_labels(path: Path, spec: DataSpec) -> np.ndarray:
 
 
 def list_arrays(path: Path) -> list[str]:
-    with convert_read_errors(path), zipfile.ZipFile(path) as archive:
+    with _open_archive(path) as archive:
         return _list_arrays(archive)
+
+
+@contextmanager
+def _open_archive(path: Path) -> Iterator[zipfile.ZipFile]:
+    with convert_read_errors(path):
+        try:
+            archive = zipfile.ZipFile(path)
+        except zipfile.BadZipFile:
+            raise DataError(f"cannot read {path}, which is no .npz file: {OTHERS}") from None
+        with archive:
+            if "[Content_Types].xml" in archive.namelist():
+                raise DataError(f"{path} is a workbook of Excel: save the sheet as CSV (UTF-8)")
+            yield archive
 
 
 def _list_arrays(archive: zipfile.ZipFile) -> list[str]:
     return [Path(name).stem for name in archive.namelist() if name.endswith(".npy")]
 
 
-def _read_owners(
-    archive: zipfile.ZipFile, path: Path, spec: DataSpec, names: Sequence[str], count: int
+def _read_owner_column(
+    archive: zipfile.ZipFile, path: Path, spec: DataSpec, array_names: Sequence[str], count: int
 ) -> np.ndarray | None:
+    """Return the owner of each example as text, or None if [data] column is not set.
+
+    Raises:
+        DataError: If the archive has no array of that name, or not one value for each example.
+    """
     if not spec.column:
         return None
-    name = next((each for each in (f"{spec.column}_{spec.split}", spec.column) if each in names), "")
+    name = next((each for each in (f"{spec.column}_{spec.split}", spec.column) if each in array_names), "")
     if not name:
-        raise DataError(f"{path} holds {', '.join(names)}, not {spec.column}: set [data] column to one of these")
+        raise DataError(f"{path} holds {', '.join(array_names)}, not {spec.column}: set [data] column to one of these")
     with archive.open(f"{name}.npy") as stream:
         shape, dtype = _read_npy_header(stream, path, name, "uiU")
         if shape != (count,):
@@ -74,15 +95,17 @@ def _read_owners(
         return read_rows(stream, shape, dtype, np.arange(count)).astype(str)
 
 
-def _choose_array_name(path: Path, spec: DataSpec, letter: str, names: Sequence[str]) -> str:
+def _choose_array_name(path: Path, spec: DataSpec, letter: str, array_names: Sequence[str]) -> str:
     given = spec.x if letter == "x" else spec.y
     if not isinstance(given, str):
         raise DataError(f"{path}: [data] {letter} is the name of one array of an .npz, not a list")
     tried = [given] if given else [f"{letter}_{spec.split}", *([letter] if spec.split == "train" else [])]
     for name in tried:
-        if name in names:
+        if name in array_names:
             return name
-    raise DataError(f"{path} holds {', '.join(names) or 'no arrays'}, not {' or '.join(tried)}: set [data] {letter}")
+    raise DataError(
+        f"{path} holds {', '.join(array_names) or 'no arrays'}, not {' or '.join(tried)}: set [data] {letter}"
+    )
 
 
 def _read_npy_header(

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from fedquilt import extras
 from fedquilt.core import DataError
 from fedquilt.data import images
 
@@ -33,7 +34,8 @@ def import_pillow() -> Any:
 
         return Image
     except ImportError:
-        raise DataError("image files need Pillow, which is not installed: pip install 'fedquilt[images]'") from None
+        command = extras.installation_command("images")
+        raise DataError(f"image files need Pillow, which is not installed: {command}") from None
 
 
 def read_image(source: Path | bytes, size: int = 0, depth: int = 0) -> np.ndarray:
@@ -108,7 +110,9 @@ def measure_sizes(files: Sequence[Path]) -> list[tuple[int, int]]:
             with _open_image(import_pillow(), file) as image:
                 found.append(image.size)
         except OSError as error:
-            raise DataError(f"cannot read the image {file}: {error.strerror or error}") from None
+            raise DataError(
+                f"cannot read the image {file}: {error.strerror or error}; remove or replace the file"
+            ) from None
     return found
 
 
@@ -118,7 +122,9 @@ def require_supported_files(files: Sequence[Path]) -> None:
             with _open_image(import_pillow(), file) as image:
                 _require_supported_mode(image, f"the image {file}")
         except OSError as error:
-            raise DataError(f"cannot read the image {file}: {error.strerror or error}") from None
+            raise DataError(
+                f"cannot read the image {file}: {error.strerror or error}; remove or replace the file"
+            ) from None
 
 
 def measure_grey_depth(files: Sequence[Path], sample: int = 64) -> int:
@@ -137,7 +143,9 @@ def measure_grey_depth(files: Sequence[Path], sample: int = 64) -> int:
                     bits = int(np.asarray(image).max(initial=0)).bit_length()
                     depth = max(depth, DEPTHS[0], min(bits, DEPTHS[-1]))
         except OSError as error:
-            raise DataError(f"cannot read the image {file}: {error.strerror or error}") from None
+            raise DataError(
+                f"cannot read the image {file}: {error.strerror or error}; remove or replace the file"
+            ) from None
     return depth
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedquilt import extras
 from fedquilt.core import DataError
 from fedquilt.core.errors import first_line
 from fedquilt.data.readers import columns
@@ -24,6 +25,8 @@ from fedquilt.formats import toml
 
 AT_ONCE = 4096  # rows of a chunk
 SUFFIXES = (".csv", ".tsv", ".parquet")
+ARCHIVE = b"PK\x03\x04"  # first bytes of a .zip and an .xlsx
+AS_CSV = "save the sheet as CSV (UTF-8)"
 
 
 class InputColumns(NamedTuple):
@@ -178,14 +181,20 @@ def label_columns(spec: DataSpec) -> tuple[str, ...]:
 
 def require_columns(file: Path, there: Sequence[str], key: str, names: Iterable[str]) -> None:
     if missing := [name for name in names if name not in there]:
-        hint = toml.suggest_nearest(missing[0], there)
-        if missing[0] == "y" and key == "y" and not hint:
-            hint = f": name the column of labels, as [data] y = {there[-1]!r}" if there else ""
-        raise DataError(f"{file} has no column {missing[0]!r} ([data] {key}): it has {_format_names(there)}{hint}")
+        hint = toml.describe_choices(missing[0], there, "it has")
+        if missing[0] == "y" and key == "y" and there and not hint.startswith("; did"):
+            hint += f": name the column of labels, as [data] y = {there[-1]!r}"
+        if any(map(_is_number, there)):
+            hint += ". If the first line is an example, write a line with the names of the columns before it"
+        raise DataError(f"{file} has no column {missing[0]!r} ([data] {key}){hint}")
 
 
-def _format_names(names: Sequence[str], most: int = 12) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 # -- rows -----------------------------------------------------------------------------------------
@@ -223,9 +232,9 @@ def _read_csv(file: Path) -> Iterator[TableChunk]:
     except UnicodeDecodeError:
         raise DataError(f"{file} is not text in UTF-8{encoding_hint(file)}") from None
     except csv.Error as error:
-        raise DataError(f"{file}, line {begun[0] + 1}: {error}: mend this line's quotes or separators") from None
+        raise DataError(f"{file}, line {begun[0] + 1}: {error}: correct this line's quotes or separators") from None
     except OSError as error:
-        raise DataError(f"cannot read {file}: {error.strerror}") from None
+        raise DataError(f"cannot read {file}: {error.strerror}{toml.suggest_file(file)}") from None
 
 
 def _chunk_rows(file: Path, head: Sequence[str], rows: Iterator[list[str]], ended: list[int]) -> Iterator[TableChunk]:
@@ -240,7 +249,7 @@ def _chunk_rows(file: Path, head: Sequence[str], rows: Iterator[list[str]], ende
             continue  # an empty line
         if len(row) != len(head):
             raise DataError(
-                f"{file}, line {line}: {len(row)} values, and the head names {len(head)} columns: mend the line"
+                f"{file}, line {line}: {len(row)} values, and the head names {len(head)} columns: correct the line"
             )
         lines.append(line)
         held.append(row)
@@ -261,6 +270,8 @@ def _chunk_from_rows(head: Sequence[str], rows: Sequence[Sequence[str]], lines: 
 def encoding_hint(file: Path) -> str:
     with file.open("rb") as stream:
         start = stream.read(4)
+    if start == ARCHIVE:
+        return f" but an archive, perhaps a workbook of Excel: {AS_CSV}"
     wide = start[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in start
     name = "UTF-16" if wide else "LATIN1"
     seems = " but, it seems, in UTF-16" if wide else " (perhaps Latin-1)"
@@ -271,9 +282,8 @@ def _read_parquet(file: Path) -> Iterator[TableChunk]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
-        raise DataError(
-            f"{file}: Parquet files need pyarrow, which is not installed: pip install 'fedquilt[parquet]'"
-        ) from None
+        command = extras.installation_command("parquet")
+        raise DataError(f"{file}: Parquet files need pyarrow, which is not installed: {command}") from None
     try:
         with parquet.ParquetFile(file) as opened:
             names, at = opened.schema_arrow.names, 1
@@ -282,7 +292,7 @@ def _read_parquet(file: Path) -> Iterator[TableChunk]:
                 yield TableChunk(batch.to_pydict(), range(at, at + len(batch)), "row")
                 at += len(batch)
     except (ArrowException, OSError, ValueError) as error:
-        raise DataError(f"cannot read {file}: {first_line(error)}") from None
+        raise DataError(f"cannot read {file}: {first_line(error)}: write the file again, or as CSV") from None
 
 
 # -- windows --------------------------------------------------------------------------------------

@@ -159,4 +159,4 @@ def _is_readable(path: Path) -> bool:
 
 
 def _refuse_passphrase() -> str:
-    raise JobError("the key is encrypted, and a daemon has nobody to ask: give a key without a passphrase, mode 0600")
+    raise JobError("the key is encrypted, and a daemon cannot ask for its passphrase: use a key without one, mode 0600")

@@ -90,7 +90,7 @@ def tls_error(broker: Broker, said: str) -> ConnectionFailedError:
     if "alert" not in said:
         return ConnectionFailedError(f"TLS with {broker} failed ({said}): check that it is an MQTT broker's TLS port")
     if broker.cert is None:
-        return ConnectionFailedError(f"{broker} wants a certificate of ours ({said}): give cert and key", True)
+        return ConnectionFailedError(f"{broker} requires a certificate of ours ({said}): give cert and key", True)
     mend = next((mend for word, mend in _REFUSED.items() if word in said), "have one signed by the broker's CA")
     return ConnectionFailedError(f"{broker} refuses {broker.cert} ({said}): {mend}", True)
 

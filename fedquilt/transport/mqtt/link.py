@@ -106,7 +106,8 @@ class MqttLink:
             while not self.connected:
                 left = until - time.monotonic()
                 if left <= 0 or self._final:
-                    raise LinkError(self.problem or f"no answer from {self.broker} within {timeout_s:g} s")
+                    silent = f"no answer from {self.broker} within {timeout_s:g} s"
+                    raise LinkError(self.problem or f"{silent}: check that an MQTT broker listens there")
                 self.wait(left)
         finally:
             self._asked = False

@@ -206,6 +206,7 @@ class ExactMomentSums:
     short: int = 0
 
     def add_update(self, update: DeviceUpdate) -> ExactMomentSums:
+        """Return the moments with those of a device's update. `self` must not be used afterwards."""
         given = {name: np.asarray(update.bundles["moments"][name]) for name in WANTED}
         return self.merge_with(
             ExactMomentSums(
@@ -216,7 +217,10 @@ class ExactMomentSums:
         )
 
     def merge_with(self, other: ExactMomentSums) -> ExactMomentSums:
-        """Merge the moments of other devices, in place. Called by `fedquilt.arrays.exact_sums.join`."""
+        """Return the moments merged with those of other devices. `self` must not be used afterwards.
+
+        `fedquilt.arrays.exact_sums.merge_accumulators` calls this method.
+        """
         found = ExactMomentSums(
             exact_sums.merge_accumulators(self.sums, other.sums),
             exact_sums.merge_accumulators(self.parts, other.parts),
@@ -225,7 +229,7 @@ class ExactMomentSums:
         )
         held = sum(tensors.total_bytes([part]) for part in found.parts.values())
         width = max((len(part["mean"]) for part in found.parts.values()), default=0)
-        return found.sum_parts() if found.sums or held > sum_bytes(width) else found
+        return found.fold_parts_into_sums() if found.sums or held > sum_bytes(width) else found
 
     def total_sums(self, before: ClassMoments | None = None) -> ClassMoments:
         """Return the sums of all devices, one at least, about the mean of all examples.
@@ -236,7 +240,7 @@ class ExactMomentSums:
             before: Sums of earlier devices to merge with, or None.
         """
         parts = [unpack_without_validation(part) for part in self.parts.values()]
-        small = _add_counts(dict(self.sums), parts)
+        small = _add_counts_and_totals(dict(self.sums), parts)
         counts, totals = small["counts"].rounded_value(), small["totals"].rounded_value()
         n, features, width = counts.sum(), totals.sum(axis=0), totals.shape[1]
         scatter, factors = np.empty((width, width)), [_rows_about_zero(part) for part in parts]
@@ -245,7 +249,7 @@ class ExactMomentSums:
             counts, totals = counts + before.counts, totals + before.totals
         for start in range(0, width, PANEL):
             rows = slice(start, start + PANEL)
-            panel = _add_panel(self.sums.get(f"second.{start}"), factors, start).rounded_value()
+            panel = _add_second_moment_panel(self.sums.get(f"second.{start}"), factors, start).rounded_value()
             panel -= np.outer(features[rows], features[start:] / n)
             if before is not None:
                 panel += before.scatter[rows, start:]
@@ -255,13 +259,13 @@ class ExactMomentSums:
             scatter[rows, start:], scatter[start:, rows] = panel, panel.T
         return ClassMoments(counts, totals, scatter)
 
-    def sum_parts(self) -> ExactMomentSums:
+    def fold_parts_into_sums(self) -> ExactMomentSums:
         sums, parts = dict(self.sums), list(self.parts.values())
         for first in range(0, len(parts), TOGETHER):
             some = [unpack_without_validation(part) for part in parts[first : first + TOGETHER]]
-            factors, sums = [_rows_about_zero(part) for part in some], _add_counts(sums, some)
+            factors, sums = [_rows_about_zero(part) for part in some], _add_counts_and_totals(sums, some)
             for start in range(0, factors[0].shape[1], PANEL):
-                sums[f"second.{start}"] = _add_panel(sums.get(f"second.{start}"), factors, start)
+                sums[f"second.{start}"] = _add_second_moment_panel(sums.get(f"second.{start}"), factors, start)
         return replace(self, sums=sums, parts={})
 
 
@@ -300,11 +304,12 @@ def validate_site_moments(total: ExactMomentSums, labels: int, width: int, weigh
     parts = [read_sent_moments(part, labels, width, exact) for part in total.parts.values()]
     n = sum(part.n for part in parts)
     if total.sums:
-        n = _validate_sums(total.sums, labels, width, weight)
+        n = _validate_and_count_examples(total.sums, labels, width, weight)
     least_squares.require_weight(n, weight)
 
 
-def _add_counts(sums: dict[str, ExactSum], parts: Sequence[DeviceMoments]) -> dict[str, ExactSum]:
+def _add_counts_and_totals(sums: dict[str, ExactSum], parts: Sequence[DeviceMoments]) -> dict[str, ExactSum]:
+    """Add counts and feature totals of devices to `sums`, in place, and return `sums`."""
     for part in parts:
         counts = part.counts.astype(np.float64)
         sums |= exact_sums.add_arrays(sums, {"counts": counts, "totals": counts[:, None] * part.means})
@@ -316,14 +321,14 @@ def _rows_about_zero(part: DeviceMoments) -> np.ndarray:
     return np.concatenate([part.factor, np.sqrt(part.n) * part.mean[None]])
 
 
-def _add_panel(total: ExactSum | None, factors: Sequence[np.ndarray], start: int) -> ExactSum:
+def _add_second_moment_panel(total: ExactSum | None, factors: Sequence[np.ndarray], start: int) -> ExactSum:
     for factor in factors:
         total = exact_sums.add_to_sum(total, factor[:, start : start + PANEL].T @ factor[:, start:])
     assert total is not None
     return total
 
 
-def _validate_sums(sums: Mapping[str, ExactSum], labels: int, width: int, weight: float) -> float:
+def _validate_and_count_examples(sums: Mapping[str, ExactSum], labels: int, width: int, weight: float) -> float:
     shapes: dict[str, tuple[int, ...]] = {"counts": (labels,), "totals": (labels, width)}
     starts = range(0, width, PANEL)
     shapes |= {f"second.{start}": (min(PANEL, width - start), width - start) for start in starts}

@@ -99,7 +99,7 @@ def standardise_sums(sums: ClassMoments) -> StandardisedSums:
 
 
 def best_penalty(given: StandardisedSums, tried: Sequence[float] = STRENGTHS) -> RidgePenalty:
-    """Return the ridge penalty with the least generalised cross-validation criterion.
+    """Return the ridge penalty with the least generalised cross-validation criterion. Ties go to the strongest.
 
     The criterion is (rss / n) / (1 - df / n)^2, infinite if no degrees of freedom are left.
     """

@@ -154,6 +154,7 @@ class OutputCache:
         return self._flow.shelf.find(cache_key(path, self._rows, "path"), shape)
 
     def store(self, path: Sequence[Block], maps: ActivationStack) -> None:
+        """Cache the output of a path of the configured length. Outputs of other paths are not stored."""
         if len(path) == self._length:
             self._flow.shelf.store(cache_key(path, self._rows, "path"), maps, spare=True)
 
@@ -194,6 +195,7 @@ def apply_junction_lazily(maps: ActivationSource, junction: Tensors | None, bloc
 
 
 def resize_maps(maps: ActivationSource, *sizes: int) -> ActivationSource:
+    """Return maps that are resized on reading, or the same maps if they have these sizes."""
     return maps if maps.shape[2:] == sizes else ResizedMaps(maps, sizes)
 
 

@@ -63,7 +63,7 @@ class ScoreRequest(StitchingRequest):
 
 
 def score_pool(ask: ScoreRequest, site: ClientContext) -> ClientResult:
-    """Score a pool of blocks as the next block of a path.
+    """Score a pool of blocks as the next block of a path, and choose the device's picks.
 
     The input score compares the path's maps with the donor's own input to the candidate, without a junction and without
     running the candidate. The output score fits a junction on other images than are scored (on the same images every
@@ -224,7 +224,7 @@ class _BlockScorer:
                 if feeds:
                     positions = self._draw_positions(block.out_shape)
                     self._flow.reserve_memory(8 * len(positions) * block.out_shape[0])
-                    target = block_runner.sample_vectors(self._fit_images(maps), positions)
+                    target = block_runner.sample_vectors(self._select_junction_images(maps), positions)
                     self._flow.shelf.store(self._target_name(block), MemoryStack.from_array(target), spare=False)
 
     def _is_cached(self, block: Block, feeds: bool) -> bool:
@@ -242,7 +242,7 @@ class _BlockScorer:
     def _draw_positions(self, shape: Sequence[int]) -> np.ndarray:
         return block_runner.draw_positions(self.count, shape, self._ask.positions)
 
-    def _fit_images(self, maps: ActivationSource) -> ActivationSource:
+    def _select_junction_images(self, maps: ActivationSource) -> ActivationSource:
         return SourceSlice(maps, self.count, 2 * self.count)
 
     def _compute_path_output_once(self) -> ActivationStack:
@@ -258,7 +258,7 @@ class _BlockScorer:
         for size in sorted({block.in_shape[1:] for block in strange}):
             self._flow.reserve_memory(self._fit_bytes)
             x = block_runner.sample_vectors(
-                block_runner.resize_maps(self._fit_images(self._compute_path_output_once()), *size),
+                block_runner.resize_maps(self._select_junction_images(self._compute_path_output_once()), *size),
                 self._draw_positions((0, *size)),
             )
             fit = least_squares.RidgeFit(x, self._ask.ridge, self._ask.bias)

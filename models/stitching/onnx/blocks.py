@@ -157,7 +157,7 @@ def _build_block_graph(model: onnx.ModelProto) -> BlockGraph:
     if activation_bytes is not None:  # else engines run one example at a time
         facts["activation_bytes"] = str(activation_bytes)
     onnx.helper.set_model_props(model, facts)
-    data = _extract_external_data(model) if weight_bytes >= INLINE_BYTES else None
+    data = _move_weights_to_external_data(model) if weight_bytes >= INLINE_BYTES else None
     return BlockGraph(model.SerializeToString(deterministic=True), data, weight_bytes, activation_bytes or 0)
 
 
@@ -225,7 +225,7 @@ def _build_block(
 # -- weights --------------------------------------------------------------------------------------
 
 
-def _extract_external_data(model: onnx.ModelProto) -> bytes:
+def _move_weights_to_external_data(model: onnx.ModelProto) -> bytes:
     data = io.BytesIO()
     moved = []
     for tensor in model.graph.initializer:

@@ -142,6 +142,7 @@ def owner_module(node: fx.Node) -> str:
 
 
 def _part_name(owner: str, trunk: str) -> str:
+    """Return the child of the trunk, or else of the network, that contains a module."""
     inside = not trunk or owner == trunk or owner.startswith(trunk + ".")
     depth = (trunk.count(".") + 2 if trunk else 1) if inside else 1
     return ".".join(owner.split(".")[:depth])

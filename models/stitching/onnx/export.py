@@ -169,6 +169,7 @@ class _GraphBuilder:
         return self.add_node("Conv", [value, weights, bias], f"{name}/projected")
 
     def add_head(self, taps: Sequence[tuple[str, Sequence[int]]], head: Tensors) -> str:
+        """Add the head: pooled and joined taps, a hidden ReLU layer if `head` has one, and a linear layer."""
         features = [""] * len(taps)
         # ONNX Runtime computes the last of a node's inputs in the file first. In this order the first tap is pooled,
         # and its maps are freed, before the second is computed.
@@ -187,6 +188,7 @@ class _GraphBuilder:
         return self.add_node("Gemm", [joined, weights, bias], "head/scores", transB=1)
 
     def add_alignment(self, logits: str, groups: Sequence[Sequence[int]] | None) -> str:
+        """Add the score of each label: log-sum-exp of its classes' logits, or -inf without classes."""
         assert groups  # `require_labels`
         parts = []
         for label, group in enumerate(groups):

@@ -28,6 +28,7 @@ WANTED = 10  # distinct finalists; with fewer, or of one donor only, the log say
 
 
 def starting_networks(stock: DonorPool) -> tuple[ScoredPath, ...]:
+    """Return a partial network for each starting block, with all blocks of other kinds as its pool."""
     pool = tuple(sorted(name for name, block in stock.blocks.items() if block.kind != "start"))
     starts = sorted(name for name, block in stock.blocks.items() if block.kind == "start")
     return tuple(ScoredPath((name,), pool, 1.0) for name in starts)
@@ -57,8 +58,12 @@ def completes_paths(params: SearchParams) -> bool:
     return params.completion and params.native_continuation == "allow"
 
 
-def offered_blocks(net: ScoredPath, stock: DonorPool, params: SearchParams, ends_only: bool = False) -> tuple[str, ...]:
-    """Return the blocks of a partial network's pool that may be next, sorted.
+def eligible_blocks(
+    net: ScoredPath, stock: DonorPool, params: SearchParams, ends_only: bool = False
+) -> tuple[str, ...]:
+    """Return the blocks of a pool that may follow a partial network, in the order of the pool.
+
+    With `ends_only`, only terminating blocks may follow.
 
     No block is used twice, the block must accept the maps within the limit of upsampling, and the last place of a path
     is for terminating blocks. With aligned heads, a terminating block needs classes that are aligned with the labels.
@@ -148,7 +153,7 @@ def advance_search(state: SearchState) -> SearchState:
     while state.frontier and not (spent and state.finished):
         net = pick_network(state, spent)
         state = replace(state, frontier=tuple(other for other in state.frontier if other != net))
-        pool = offered_blocks(net, state.stock, params, ends_only=spent)
+        pool = eligible_blocks(net, state.stock, params, ends_only=spent)
         if pool:
             return replace(state, phase="score", current=net, pool=pool, ballots={}, subround=0)
         state = _restore_best_given_up(state, spent)
@@ -191,7 +196,7 @@ def distinct_finalists(state: SearchState) -> list[Finalist]:
 
 
 def choose_finalists(state: SearchState, left: int) -> tuple[tuple[Finalist, ...], tuple[str, ...]]:
-    """Choose the finished networks to validate, and explain in the log if they are few.
+    """Choose the finished networks to validate. Return them and log notes if they are few.
 
     Sets of donors alternate, each with its best network first: by scores alone a donor with a skipped block would rank
     above every network stitched from several donors.
@@ -351,26 +356,27 @@ def _residual_factor(params: SearchParams, residual: float | None) -> float:
     return max(1 - residual, 0.0) if params.residual == "weigh" and residual is not None else 1.0
 
 
-def path_junctions(path: tuple[str, ...]) -> list[str]:
+def path_junction_names(path: tuple[str, ...]) -> list[str]:
     return [stitched_network.junction_name(path[: i + 1]) for i in range(1, len(path))]
 
 
 def _filter_used_junctions(
     junctions: Mapping[str, dict[str, np.ndarray]], nets: Collection[ScoredPath | Finalist]
 ) -> dict[str, dict[str, np.ndarray]]:
-    wanted = {name for net in nets for name in path_junctions(net.path)}
+    wanted = {name for net in nets for name in path_junction_names(net.path)}
     return {name: junction for name, junction in junctions.items() if name in wanted}
 
 
 def _describe_vote(
     state: SearchState,
     winners: list[Winner],
-    dropped: set[str],
-    ranks: Mapping[str, float],
-    weights: Mapping[str, float],
+    dropped_blocks: set[str],
+    device_ranks: Mapping[str, float],
+    device_weights: Mapping[str, float],
 ) -> list[str]:
+    """Return the log lines of a vote. `dropped_blocks` are ids."""
     assert state.current is not None
-    total = sum(weights[device] for device in state.ballots)
+    total = sum(device_weights[device] for device in state.ballots)
     notes = [
         f"{display_names.path_name(state.current.path)}: {len(state.ballots)} devices scored {len(state.pool)} blocks"
     ]
@@ -379,15 +385,18 @@ def _describe_vote(
             f"picked {winner.block}: score {winner.score:.3f}, {winner.voters} of {len(state.ballots)} devices, "
             f"{100 * winner.votes / total:.0f} % of the weight"
         )
-    if ranks:
-        best, worst = max(ranks, key=lambda d: (ranks[d], d)), min(ranks, key=lambda d: (ranks[d], d))
+    if device_ranks:
+        best, worst = (
+            max(device_ranks, key=lambda d: (device_ranks[d], d)),
+            min(device_ranks, key=lambda d: (device_ranks[d], d)),
+        )
         notes.append(
-            f"others agree most with {best} (rank {ranks[best]:.2f}, weight now {weights[best]:.3f}), "
-            f"least with {worst} (rank {ranks[worst]:.2f}, weight now {weights[worst]:.3f})"
+            f"others agree most with {best} (rank {device_ranks[best]:.2f}, weight now {device_weights[best]:.3f}), "
+            f"least with {worst} (rank {device_ranks[worst]:.2f}, weight now {device_weights[worst]:.3f})"
         )
     explorers = sorted(device for device, ballot in state.ballots.items() if ballot.explored)
     if explorers:
         notes.append(f"picked at random: {', '.join(explorers)}")
-    if dropped:
-        notes.append(f"dropped as too shallow: {', '.join(sorted(dropped))}")
+    if dropped_blocks:
+        notes.append(f"dropped_blocks as too shallow: {', '.join(sorted(dropped_blocks))}")
     return notes

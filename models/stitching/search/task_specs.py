@@ -156,7 +156,7 @@ def _task_spec(
         if block.id in scored:
             bundles |= {name: state.files[name] for name in block.scoring_variant.files}
     for path in paths:
-        bundles |= {name: state.junctions[name] for name in steps.path_junctions(path) if name in state.junctions}
+        bundles |= {name: state.junctions[name] for name in steps.path_junction_names(path) if name in state.junctions}
     return TaskSpec({"phase": state.phase, **msgspec.to_builtins(ask)}, bundles, work)
 
 

@@ -1,7 +1,5 @@
 """What onlookers are told while the coordinator does not reach its broker."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -29,10 +27,7 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-def test_a_coordinator_without_its_broker_is_what_runs_wait_for(
-    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From its start on, until it reaches the broker, and again once that is lost; for how long, in words."""
+def test_a_coordinator_without_its_broker_is_what_runs_wait_for(home, capsys, monkeypatch):
     now = [1000.0]
     monkeypatch.setattr("time.time", lambda: now[0])
     link = MemoryBroker().connect()
@@ -52,9 +47,7 @@ def test_a_coordinator_without_its_broker_is_what_runs_wait_for(
     noted.close()
 
 
-def test_nobody_is_said_to_wait_for_a_broker_where_no_coordinator_runs(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nobody_is_said_to_wait_for_a_broker_where_no_coordinator_runs(home, capsys):
     """The last one may have ended without it."""
     noted = DeviceStatusTracker(home)
     noted.step(0.0)

@@ -1,7 +1,5 @@
 """What a job took, split up; all numbers are by hand."""
 
-from __future__ import annotations
-
 import pytest
 from evaluations import of_classes, total
 from job_facts import summarised
@@ -26,7 +24,7 @@ def checked(round: int, accuracy: float) -> RoundCommitted:
     return RoundCommitted(round, BLOB, False, {}, evaluation=total(of_classes(accuracy, 100)))
 
 
-def test_joules_are_gross_and_net_with_their_error_by_task_round_device_and_example() -> None:
+def test_joules_are_gross_and_net_with_their_error_by_task_round_device_and_example():
     """a: 8 + 4 J of which 3 idle, b: 12 J of which 5 idle; errors add up."""
     found = summarised(
         [
@@ -52,8 +50,7 @@ def test_joules_are_gross_and_net_with_their_error_by_task_round_device_and_exam
     )
 
 
-def test_what_was_not_measured_is_none_and_never_nothing() -> None:
-    """No meter at all; one board of two; a meter whose idle part or error nobody knows."""
+def test_what_was_not_measured_is_none_and_never_nothing():
     assert summarised([answered("a", 0)]).total.energy_j is None
     assert format_energy_summary(summarised([answered("a", 0)])) == []
     assert format_energy_summary(summarised([])) == []
@@ -66,8 +63,7 @@ def test_what_was_not_measured_is_none_and_never_nothing() -> None:
     assert (partly.energy_j, partly.net_j, partly.energy_error_j) == (12.0, None, None)
 
 
-def test_joules_for_a_point_of_accuracy_are_counted_from_the_first_check_to_the_best() -> None:
-    """A check is of the state before its round: 50 % after 0 J, 60 % after 30 J, 55 % after 40 J: 3 J a point."""
+def test_joules_for_a_point_of_accuracy_are_counted_from_the_first_check_to_the_best():
     found = summarised(
         [
             *(answered("a", 0, energy_j=30.0), checked(0, 0.5)),
@@ -80,8 +76,7 @@ def test_joules_for_a_point_of_accuracy_are_counted_from_the_first_check_to_the_
     assert "3.00 J per point of accuracy" in format_energy_summary(found)[0]
 
 
-def test_without_a_gain_or_with_an_unmetered_task_a_point_has_no_price() -> None:
-    """Dividing by what was not gained, or what was not measured, tells nothing."""
+def test_without_a_gain_or_with_an_unmetered_task_a_point_has_no_price():
     fell = [answered("a", 0, energy_j=30.0), checked(0, 0.5), answered("a", 1, energy_j=1.0), checked(1, 0.4)]
     assert energy_per_point_j(progress_points(summarised(fell))) is None
     blind = [answered("a", 0), checked(0, 0.5), answered("a", 1, energy_j=1.0), checked(1, 0.9)]
@@ -89,8 +84,7 @@ def test_without_a_gain_or_with_an_unmetered_task_a_point_has_no_price() -> None
     assert energy_per_point_j(progress_points(summarised(blind))) is None
 
 
-def test_the_peak_is_the_highest_with_the_base_of_the_same_task() -> None:
-    """And bytes are summed; what was refused is counted, not what it took."""
+def test_the_peak_is_the_highest_with_the_base_of_the_same_task():
     found = summarised(
         [
             answered("a", 0, peak_bytes=300, base_bytes=100, down_bytes=7),

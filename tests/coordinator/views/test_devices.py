@@ -1,7 +1,5 @@
 """Boards as a table for people, and as rows for programs."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -12,7 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 from msgspec.structs import replace
-from ordinary import User
 
 from fedquilt import cli
 from fedquilt.coordinator.fleet.device_status import CurrentTask, DeviceStatus, LatestDecline, TelemetrySample
@@ -63,8 +60,7 @@ def home(tmp_path: Path) -> Path:
     return written(tmp_path)
 
 
-def test_the_table_fits_eighty_columns_and_has_everything(home: Path) -> None:
-    """Sorted by name; what a board sends moves no cursor."""
+def test_the_table_fits_eighty_columns_and_has_everything(home):
     assert devices.format_devices(devices.load_devices(home, NOW), NOW, wide=80) == [
         "3 boards: 2 online, 1 of them at work; 1 offline",
         "",
@@ -79,8 +75,7 @@ def test_the_table_fits_eighty_columns_and_has_everything(home: Path) -> None:
     ]
 
 
-def test_a_silent_board_says_since_when_and_is_a_state_of_its_own(home: Path) -> None:
-    """Neither online nor offline; a board that was asked just now says when it was last heard. 80 columns hold it."""
+def test_a_silent_board_says_since_when_and_is_a_state_of_its_own(home):
     silent = replace(WORKING, online=False, silent=True, since=NOW - 700.0, seen=NOW - 700.0, doing=None)
     quiet = replace(IDLE, quiet=True, seen=NOW - 40.0)
     with TelemetryStore(home, writes=True) as store:
@@ -94,14 +89,10 @@ def test_a_silent_board_says_since_when_and_is_a_state_of_its_own(home: Path) ->
     assert told[6] == "  Raspberry Pi 5, clock right, last heard 40 s ago; site=hall"
     assert [
         [each.board.device for each in devices.filter_devices(found, (), state)] for state in ("silent", "offline")
-    ] == [
-        ["orin-07"],
-        ["pi-02"],
-    ]
+    ] == [["orin-07"], ["pi-02"]]
 
 
-def test_a_board_that_serves_a_model_has_a_line_of_it(tmp_path: Path) -> None:
-    """A board's lines and its JSON have answers, drift, and accuracy where labels arrive."""
+def test_a_board_that_serves_a_model_has_a_line_of_it(tmp_path):
     with TelemetryStore(tmp_path, writes=True) as store:
         known = {
             "a": TelemetrySample(int(NOW), served=1200, drift=0.414, accuracy=0.9),
@@ -129,23 +120,20 @@ def test_a_board_that_serves_a_model_has_a_line_of_it(tmp_path: Path) -> None:
         (1_100_000_000, 999_900_000, "1100/1000 MB"),
     ],
 )
-def test_memory_is_in_the_budgets_unit_and_no_power_of_ten(task: int, budget: int, told: str) -> None:
-    """Hundreds of MB are written in full, not with an exponent."""
+def test_memory_is_in_the_budgets_unit_and_no_power_of_ten(task, budget, told):
     board = msgspec.structs.replace(WORKING, budget_bytes=budget)
     reading = TelemetrySample(int(NOW), task_bytes=task)
     assert told in devices.format_devices([devices.DeviceRow(board, reading)], NOW, wide=80)[3]
 
 
-def test_without_a_coordinator_that_is_said(home: Path) -> None:
-    """Who is online is then not known."""
+def test_without_a_coordinator_that_is_said(home):
     assert (
         "no coordinator serves this home"
         in devices.format_devices(devices.load_devices(home, NOW), NOW, served=False)[1]
     )
 
 
-def test_a_reading_that_is_old_is_not_shown(home: Path) -> None:
-    """The watts of an hour ago are none of now."""
+def test_a_reading_that_is_old_is_not_shown(home):
     assert devices.load_devices(home, NOW + 3600)[0].reading == TelemetrySample(0)
 
 
@@ -162,12 +150,9 @@ def test_a_reading_that_is_old_is_not_shown(home: Path) -> None:
         (["--state", "idle", "--label", "window"], []),
     ],
 )
-def test_boards_are_chosen_by_name_label_and_state(
-    home: Path, words: list[str], found: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As JSON with everything that is known."""
+def test_boards_are_chosen_by_name_label_and_state(home, words, found, capsys):
     assert cli.main(["devices", *words, "--home", str(home), "--format", "json"]) == 0
-    rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    rows = json.loads(capsys.readouterr().out)
     assert [row["device"] for row in rows] == found
     if "orin-07" in found:
         known = {"state": "working", "mode": "25W", "skew_s": -7.04, "labels": ["site=lab", "window"]}
@@ -183,10 +168,7 @@ def test_boards_are_chosen_by_name_label_and_state(
         (["--state", "asleep"], "'asleep' is none of online"),
     ],
 )
-def test_what_is_no_board_label_or_state_is_refused(
-    home: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With what there is."""
+def test_what_is_no_board_label_or_state_is_refused(home, words, says, capsys):
     try:
         code = cli.main(["devices", *words, "--home", str(home)])
     except SystemExit as end:
@@ -195,23 +177,21 @@ def test_what_is_no_board_label_or_state_is_refused(
     assert says in capsys.readouterr().err
 
 
-def test_a_home_without_a_coordinator_has_no_boards_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And looking at it makes none."""
+def test_a_home_without_a_coordinator_has_no_boards_yet(tmp_path, capsys):
     Store(tmp_path).close()
     assert cli.main(["devices", "--home", str(tmp_path)]) == 0
     assert capsys.readouterr().out.startswith("0 boards")
     assert not (tmp_path / "boards.db").exists()
 
 
-def test_watching_shows_each_change_once() -> None:
-    """And nothing while nothing changes."""
+def test_watching_shows_each_change_once():
     looks = [[], [], [devices.DeviceRow(IDLE, TelemetrySample(0))], [devices.DeviceRow(IDLE, TelemetrySample(0))], []]
-    shown: list[list[devices.DeviceRow]] = []
+    shown = []
 
     class EndError(Exception):
         pass
 
-    def look() -> list[devices.DeviceRow]:
+    def look():
         if not looks:
             raise EndError
         return looks.pop(0)
@@ -229,8 +209,7 @@ def printed(home: Path) -> Any:
 
 
 @pytest.mark.parametrize("alive", [True, False])
-def test_who_may_only_read_a_home_sees_its_boards(user: User, alive: bool) -> None:
-    """A viewer needs no right to write, whether a coordinator writes meanwhile or has ended; nothing is made there."""
+def test_who_may_only_read_a_home_sees_its_boards(user, alive):
     home = written(user.folder / "coordinator")
     writer = TelemetryStore(home, writes=True) if alive else None
     if writer is not None:
@@ -249,8 +228,7 @@ def test_who_may_only_read_a_home_sees_its_boards(user: User, alive: bool) -> No
             writer.close()
 
 
-def test_a_home_that_is_shut_to_its_viewer_is_named(user: User) -> None:
-    """Not taken for an empty one."""
+def test_a_home_that_is_shut_to_its_viewer_is_named(user):
     home = written(user.folder / "coordinator")
     user.shut(home)
     try:

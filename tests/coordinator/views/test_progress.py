@@ -1,7 +1,5 @@
 """How far a run has come and at what cost; all numbers are by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest
@@ -45,25 +43,21 @@ def committed(
     return RoundCommitted(round, BLOB, finished, {}, (), took_s, evaluation=None if sums is None else total(sums))
 
 
-def test_personal_accuracy_is_weighted_plain_and_of_the_worst_tenth() -> None:
-    """Eleven devices: the worst tenth is two of them, as a part of a device counts as one."""
+def test_personal_accuracy_is_weighted_plain_and_of_the_worst_tenth():
     told = {f"dev-{i:02d}": of_classes(i / 10, 10 if i else 90) for i in range(11)}
     found = run_summary.summarise_evaluation(total(*told.values()), told)
-    assert found is not None
     assert found.mean == pytest.approx(0.5)
     assert found.worst_decile == pytest.approx(0.05)
     assert found.weighted == pytest.approx(10 * 5.5 / 190)
     assert found.devices["dev-10"] == 1.0
 
 
-def test_a_device_without_held_out_examples_tells_nothing() -> None:
-    """And where nobody has any, nothing is known: not 0."""
+def test_a_device_without_held_out_examples_tells_nothing():
     nothing = EvaluationSums(examples=0)
     assert run_summary.summarise_evaluation(nothing, {"a": nothing}) is None
     found = run_summary.summarise_evaluation(
         total(nothing, of_classes(0.5, 4)), {"a": nothing, "b": of_classes(0.5, 4)}
     )
-    assert found is not None
     assert (found.mean, found.worst_decile, found.devices) == (0.5, 0.5, {"b": 0.5})
     assert run_summary.summarise_round(None, [answered("a", 0).update]) is None
 
@@ -82,8 +76,7 @@ FACTS: list[tuple[float, AnyEvent]] = [
 ]
 
 
-def test_what_stands_beside_an_evaluation_is_what_all_rounds_before_it_took() -> None:
-    """Two rounds and the closing evaluation, whose own cost belongs to no point; the pause counts on no clock."""
+def test_what_stands_beside_an_evaluation_is_what_all_rounds_before_it_took():
     found = run_summary.progress_points(summarised(FACTS, 2))
     assert [point.rounds for point in found] == [0, 1, 2]
     assert [point.clock_s for point in found] == [0.0, 7.0, 12.0]
@@ -94,8 +87,7 @@ def test_what_stands_beside_an_evaluation_is_what_all_rounds_before_it_took() ->
     assert [point.personal and point.personal.weighted for point in found] == [0.5, None, 0.9]
 
 
-def test_a_run_that_goes_on_has_a_last_point_without_an_evaluation() -> None:
-    """After three of ten rounds; also where no round was committed yet."""
+def test_a_run_that_goes_on_has_a_last_point_without_an_evaluation():
     found = run_summary.progress_points(summarised(FACTS, 10))
     assert [point.rounds for point in found] == [0, 1, 2, 3]
     assert (found[-1].clock_s, found[-1].energy_j, found[-1].personal) == (14.0, 15.0, None)
@@ -103,17 +95,15 @@ def test_a_run_that_goes_on_has_a_last_point_without_an_evaluation() -> None:
     assert run_summary.progress_points(summarised([], 10)) == []
 
 
-def test_a_method_that_ends_by_itself_has_its_closing_evaluation_too() -> None:
-    """The round after the finished one is no round of work."""
+def test_a_method_that_ends_by_itself_has_its_closing_evaluation_too():
     facts = [(0.0, committed(0, 1.0, finished=True)), (1.0, answered("a", 1, 1.0, of_classes(0.5, 2)))]
     found = run_summary.progress_points(summarised([*facts, (2.0, committed(1, 9.0, sums=of_classes(0.5, 2)))], 10))
     assert [(point.rounds, point.clock_s) for point in found] == [(0, 0.0), (1, 1.0)]
     assert found[-1].personal is not None
 
 
-def test_joules_of_which_one_task_was_not_metered_are_not_known_from_then_on() -> None:
-    """Before it they are."""
-    facts: list[tuple[float, AnyEvent]] = [
+def test_joules_of_which_one_task_was_not_metered_are_not_known_from_then_on():
+    facts = [
         (1.0, answered("a", 0, energy_j=3.0)),
         (1.0, committed(0)),
         (2.0, answered("a", 1)),
@@ -128,8 +118,7 @@ def times(facts: Sequence[tuple[float, AnyEvent]]) -> list[run_summary.TimeBreak
     return [each.times for each in summarised(facts).committed_rounds() if each.times is not None]
 
 
-def test_the_parts_of_a_round_add_up_to_it() -> None:
-    """Round 0 lasted 7 s: a computed 3 and moved 1, b computed 4 and moved 2; the rest is waiting."""
+def test_the_parts_of_a_round_add_up_to_it():
     first, second, third = times(FACTS)
     assert (first.compute_s, first.transfer_s, first.wait_s) == (3.5, 1.5, 2.0)
     assert first.compute_s + first.transfer_s + first.wait_s == first.lasted_s == 7.0
@@ -137,20 +126,17 @@ def test_the_parts_of_a_round_add_up_to_it() -> None:
     assert third.lasted_s == 2.0
 
 
-def test_a_round_without_a_timed_answer_has_no_split() -> None:
-    """Nobody answered, or the answers tell no time."""
+def test_a_round_without_a_timed_answer_has_no_split():
     facts = [(1.0, answered("a", 0)), (1.0, committed(0, 3.0)), (2.0, committed(1, 3.0))]
     assert times(facts) == []
 
 
-def test_an_answer_that_took_longer_than_its_round_leaves_no_negative_waiting() -> None:
-    """A coordinator that was restarted has seen less of the round than the device."""
+def test_an_answer_that_took_longer_than_its_round_leaves_no_negative_waiting():
     (found,) = times([(1.0, answered("a", 0, 9.0, wall_s=8.0)), (1.0, committed(0, 2.0))])
     assert (found.lasted_s, found.compute_s, found.transfer_s, found.wait_s) == (9.0, 8.0, 1.0, 0.0)
 
 
-def test_the_closing_evaluation_is_no_round() -> None:
-    """Rounds are over by the job's number or by the method's own end; what comes after only looks."""
+def test_the_closing_evaluation_is_no_round():
     facts = [committed(0), committed(1), committed(2)]
     assert summarised(facts, 9).completed_rounds == 3
     assert summarised(facts, 2).completed_rounds == 2

@@ -1,11 +1,8 @@
 """What a terminal is told while nothing can be done."""
 
-from __future__ import annotations
-
 import io
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 import pytest
@@ -73,8 +70,7 @@ def answer(device: str, round: int = 0) -> UpdateAccepted:
     return UpdateAccepted(round, update)
 
 
-def test_a_wait_is_told_when_it_begins_or_changes_and_else_rarely() -> None:
-    """And a wait that is over and begins again is a new one."""
+def test_a_wait_is_told_when_it_begins_or_changes_and_else_rarely():
     waiting, a, b = WaitReporter(), WaitReason("a", "a", "lost"), WaitReason("b", "b", "boards")
     assert waiting.line_due(a, 0.0) is None
     assert waiting.line_due(a, WAIT_SAID_S) == "waiting for a"
@@ -87,22 +83,17 @@ def test_a_wait_is_told_when_it_begins_or_changes_and_else_rarely() -> None:
     assert waiting.line_due(b, 2001.0 + WAIT_SAID_S) == "waiting for b"
 
 
-def test_a_wait_for_devices_at_work_is_told_later() -> None:
-    """Every round has one: the slowest device is named once the others have waited for half a minute."""
+def test_a_wait_for_devices_at_work_is_told_later():
     waiting, slow = WaitReporter(), WaitReason("c, at work", "c", "working")
     assert waiting.line_due(slow, 0.0) is None
     assert waiting.line_due(slow, WORK_SAID_S - 1) is None
     assert waiting.line_due(slow, WORK_SAID_S) == "waiting for c, at work"
 
 
-def test_the_loss_of_the_broker_and_its_return_are_told_once() -> None:
-    """Also a loss so short that only the new session shows it; a link that is up from the start is no news."""
+def test_the_loss_of_the_broker_and_its_return_are_told_once():
     contact = ConnectionReporter()
     told = [contact.line_due(*now) for now in ((True, 1), (True, 1), (False, 1), (False, 1), (True, 2), (True, 3))]
-    lost, again = (
-        "lost the connection to the broker; trying to connect until it is back",
-        "reconnected to the broker",
-    )
+    lost, again = ("lost the connection to the broker; trying to connect until it is back", "reconnected to the broker")
     assert told == [None, None, lost, None, again, again]
     daemon = ConnectionReporter()
     assert [daemon.line_due(*now) for now in ((False, 0), (True, 1), (True, 1))] == [
@@ -112,14 +103,14 @@ def test_the_loss_of_the_broker_and_its_return_are_told_once() -> None:
     ]
 
 
-def test_a_wait_while_the_broker_is_away_is_not_told_as_a_lack_of_boards(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wait_while_the_broker_is_away_is_not_told_as_a_lack_of_boards(capsys):
     """Who is online is not known then; the command that finds out why is named."""
 
     class Link:
         connected, session = False, 0
 
     class Registry:
-        def usable_engines(self, engines: Sequence[str], now_s: float) -> dict[str, float]:
+        def usable_engines(self, engines, now_s):
             return {}
 
     class Job:
@@ -128,41 +119,37 @@ def test_a_wait_while_the_broker_is_away_is_not_told_as_a_lack_of_boards(capsys:
     class Server:
         registry = Registry()
 
-        def active_jobs(self) -> list[Job]:
+        def active_jobs(self):
             return [Job()]
 
-        def devices_of_other_jobs(self, job: str) -> frozenset[str]:
+        def devices_of_other_jobs(self, job):
             return frozenset()
 
-        def wall_clock_state(self, job: str, now_s: float, now: float) -> tuple[JobState, float]:
+        def wall_clock_state(self, job, now_s, now):
             return Job.rounds, now
 
     now_s = iter((0.0, 0.0, WAIT_SAID_S, WAIT_SAID_S, 100.0, 100.0, 100.0))
     console = Console(clock=lambda: next(now_s))
     for link in (Link(), Link()):
-        console.report_connection(link)  # type: ignore[arg-type]
-        console.report_waits(Server())  # type: ignore[arg-type]
+        console.report_connection(link)
+        console.report_waits(Server())
     told = capsys.readouterr().out
     assert "waiting for its broker, which cannot be reached" in told
     assert "fedquilt doctor" in told
     assert "start more" not in told
 
 
-def test_too_few_devices_for_a_first_round_are_told_with_how_many_are_wanted() -> None:
-    """How many are there, of which kind, and how many it takes."""
+def test_too_few_devices_for_a_first_round_are_told_with_how_many_are_wanted():
     state = begun(CohortSettings(size=3, min_devices=3))
     wait = wait_reasons.find_wait(state, ["torch", "numpy"], ["a"])
-    assert wait is not None
     assert (wait.text, wait.kind) == ("devices that run torch or numpy: 1 online, at least 3 needed", "boards")
 
 
-def test_devices_without_a_plug_in_are_named_with_the_fix_and_nobody_is_told_to_start_more() -> None:
-    """Two of three online devices lack the package or have another content of it, and two are needed."""
+def test_devices_without_a_plug_in_are_named_with_the_fix_and_nobody_is_told_to_start_more():
     codes = {"plugin mine-fl|1.0 aaaa|": ("b",), "plugin mine-fl|1.0 aaaa|1.1 bbbb": ("c",)}
     state = apply_event(begun(CohortSettings(size=2, min_devices=2)), EligibilityRecorded(0, ("a",), codes), 1.0)
     for online in (["a", "b", "c"], ["a"]):  # the coordinator knows those online, the log those that can run the job
         wait = wait_reasons.find_wait(state, ["torch"], online)
-        assert wait is not None
         assert wait.kind == "plugins"
         assert wait.text == (
             "devices that run torch: 1 online, at least 2 needed; not b, which has no package mine-fl, of which the "
@@ -173,26 +160,24 @@ def test_devices_without_a_plug_in_are_named_with_the_fix_and_nobody_is_told_to_
     assert wait_reasons.find_wait(few, ["torch"], ["a"]).kind == "boards"  # a fourth device is needed as well
 
 
-def test_too_few_devices_for_a_quorum_are_told_with_what_is_there() -> None:
+def test_too_few_devices_for_a_quorum_are_told_with_what_is_there():
     """Everybody has answered who could, and it is not enough before the deadline."""
     state = apply_event(begun(CohortSettings(size=4, quorum=0.75)), CohortSelected(0, 0, ("a", "b")), 1.0)
     assert wait_reasons.find_wait(state, ["torch"], ["a", "b"]) is None  # they are at it
     for device in "ab":
         state = apply_event(state, answer(device), 2.0)
     wait = wait_reasons.find_wait(state, ["torch"], ["a", "b"], now=NOW, until=NOW + 512.0)
-    assert wait is not None
     assert wait.text == (
         "devices that run torch: 2 online, 2 of 4 updates received, a quorum is 3, "
         f"until {time.strftime('%H:%M', time.localtime(NOW + 512.0))} (512 s)"
     )
 
 
-def test_a_device_that_was_asked_and_has_gone_is_named() -> None:
-    """Of many the first few; those at work are not named before another has answered."""
+def test_a_device_that_was_asked_and_has_gone_is_named():
     names = tuple("abcdefg")
     state = apply_event(begun(CohortSettings()), CohortSelected(0, 0, names), 1.0)
 
-    def told(able: str, busy: str = "") -> str | None:
+    def told(able, busy=""):
         wait = wait_reasons.find_wait(state, ["torch"], able, frozenset(busy))
         return None if wait is None else wait.text
 
@@ -202,17 +187,15 @@ def test_a_device_that_was_asked_and_has_gone_is_named() -> None:
     assert told("abcdefg") is None
 
 
-def test_a_device_that_a_round_waits_for_is_named_with_since_when_and_until_when() -> None:
-    """Offline, silent, not heard for a while, or at work while the others have answered; 80 columns hold one."""
+def test_a_device_that_a_round_waits_for_is_named_with_since_when_and_until_when():
     state = apply_event(begun(CohortSettings()), CohortSelected(0, 0, ("d1", "d2", "d3")), NOW - 88.0)
     state = apply_event(apply_event(state, answer("d1"), NOW - 60.0), answer("d2"), NOW - 50.0)
     at = time.strftime("%H:%M", time.localtime(NOW - 45.0))
     until = time.strftime("%H:%M", time.localtime(NOW + 512.0))
 
-    def told(**board: Any) -> tuple[str, str]:
+    def told(**board):
         known = {"d3": DeviceStatus("d3", **board)}
         wait = wait_reasons.find_wait(state, ["torch"], ["d1", "d2", "d3"], frozenset(), known.get, NOW, NOW + 512.0)
-        assert wait is not None
         return wait.text, wait.kind
 
     assert told(online=False, since=NOW - 45.0) == (f"d3, offline since {at}, until {until} (512 s)", "lost")
@@ -223,8 +206,7 @@ def test_a_device_that_a_round_waits_for_is_named_with_since_when_and_until_when
 
 
 @pytest.mark.parametrize("finished", [True, False])
-def test_the_evaluation_after_the_last_round_is_not_told_as_a_round(finished: bool) -> None:
-    """Whether the job's rounds are over or the method has ended by itself."""
+def test_the_evaluation_after_the_last_round_is_not_told_as_a_round(finished):
     state = begun(CohortSettings(), rounds=5 if finished else 1, check_every=1)
     facts = [CohortSelected(0, 0, ("a",)), answer("a"), RoundClosed(0), RoundCommitted(0, REF, finished, {})]
     facts += [
@@ -244,8 +226,7 @@ def test_the_evaluation_after_the_last_round_is_not_told_as_a_round(finished: bo
     assert told[7].endswith(", loss 0.5, 1 of 1 devices")
 
 
-def test_a_round_that_gathers_statistics_for_the_last_evaluation_is_told_as_a_round() -> None:
-    """It is not the evaluation, which follows it."""
+def test_a_round_that_gathers_statistics_for_the_last_evaluation_is_told_as_a_round():
     plan = JobConstants(0, 1, CohortSettings(), 1)
     state, facts = apply_event(JobState(plan), JobStarted(REF, settles=True), 0.0), []
     for round, settled in enumerate((True, False, True, False)):
@@ -257,8 +238,7 @@ def test_a_round_that_gathers_statistics_for_the_last_evaluation_is_told_as_a_ro
     assert told[12] == "final evaluation: cohort a"
 
 
-def test_progress_counts_rounds_of_work_alone() -> None:
-    """Rounds that gather statistics, and the final evaluation, have numbers and are none of the job's two."""
+def test_progress_counts_rounds_of_work_alone():
     state, told = (
         apply_event(JobState(JobConstants(0, 2, CohortSettings(), 1)), JobStarted(REF, settles=True), 0.0),
         list[list[str]](),
@@ -300,24 +280,21 @@ def test_progress_counts_rounds_of_work_alone() -> None:
         ),
     ],
 )
-def test_an_attempt_without_a_quorum_says_what_became_of_it(facts: list[AnyEvent], attempt: int, said: str) -> None:
-    """A deadline is named only where boards were waited for until it."""
+def test_an_attempt_without_a_quorum_says_what_became_of_it(facts, attempt, said):
     facts = [CohortSelected(0, 0, ("a", "b", "c")), *facts, RoundRetried(0, attempt)]
     told = formatted(begun(CohortSettings(size=4)), facts)[-1]
     assert told == [f"round 1: {said}"]
     assert event_messages.format_single_event(RoundRetried(0, 1)) == ["round 1: no quorum; starting another attempt"]
 
 
-def test_a_count_is_told_to_the_last_one() -> None:
-    """And a measure with four digits."""
+def test_a_count_is_told_to_the_last_one():
     told = event_messages.format_single_event(
         RoundCommitted(0, REF, False, {"examples": 12001.0, "loss": 0.123456}), False
     )
     assert told == ["round 1: updates aggregated; examples 12001, loss 0.1235"]
 
 
-def test_an_evaluation_is_told_with_the_round_that_made_what_was_evaluated() -> None:
-    """Devices evaluate what they get, before they train it: the state that the round before has left."""
+def test_an_evaluation_is_told_with_the_round_that_made_what_was_evaluated():
     for round, of in ((0, "at the start"), (3, "after round 3")):
         evaluated = "accuracy 50.0 % on 4 held-out examples, balanced accuracy 50.0 %, macro F1 33.3 %, loss 0.5"
         (told,) = event_messages.format_single_event(
@@ -330,8 +307,7 @@ def test_an_evaluation_is_told_with_the_round_that_made_what_was_evaluated() -> 
     assert noted == [f"round 4: updates aggregated; after round 3: {evaluated}", "a note"]
 
 
-def test_a_round_ends_with_its_accuracy_devices_and_joules() -> None:
-    """Three of four devices, of which two have a meter: 12 J; the accuracy is of what the round before has left."""
+def test_a_round_ends_with_its_accuracy_devices_and_joules():
     state = begun(CohortSettings(size=4), check_every=1)
     metered = [msgspec.structs.replace(answer(name).update, usage=Usage(wall_s=1.0, energy_j=6.0)) for name in "ab"]
     facts = [
@@ -353,8 +329,7 @@ def test_a_round_ends_with_its_accuracy_devices_and_joules() -> None:
     assert told[-1] == ["round 2: statistics for the evaluation gathered (0 of 1 devices)"]
 
 
-def test_a_round_that_another_process_began_is_told_whole() -> None:
-    """A coordinator that was killed and began again has seen one of three answers, and one of them again."""
+def test_a_round_that_another_process_began_is_told_whole():
     facts = [
         CohortSelected(0, 0, tuple("abc")),
         answer("a"),
@@ -367,17 +342,14 @@ def test_a_round_that_another_process_began_is_told_whole() -> None:
     assert told[-1] == ["round 1: updates aggregated (3 of 3 devices)"]
 
 
-def test_an_evaluation_has_its_own_metrics() -> None:
-    """Shares in per cent, others as they are; the main one comes first."""
+def test_an_evaluation_has_its_own_metrics():
     (told,) = event_messages.format_single_event(
         RoundCommitted(1, REF, False, {}, evaluation=of_numbers(1.5, 1.25, 40))
     )
     assert told.endswith("after round 1: RMSE 1.5 on 40 held-out examples, MAE 1.25, loss 2.25")
 
 
-def test_many_that_decline_for_one_reason_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    """Five are named with each reason when the round goes on."""
-
+def test_many_that_decline_for_one_reason_are_counted(capsys):
     class Job:
         id = "j"
         job = JOB
@@ -386,8 +358,8 @@ def test_many_that_decline_for_one_reason_are_counted(capsys: pytest.CaptureFixt
     console = Console(clock=lambda: 0.0)
     for number in (0, 1):
         for device in range(1000 if number == 0 else 2):
-            console.observe(Job(), TaskDeclined(number, f"dev-{device}", "memory", "too small"))  # type: ignore[arg-type]
-        console.observe(Job(), RoundRetried(number, 1))  # type: ignore[arg-type]
+            console.observe(Job(), TaskDeclined(number, f"dev-{device}", "memory", "too small"))
+        console.observe(Job(), RoundRetried(number, 1))
     told = [line for line in capsys.readouterr().out.splitlines() if "declined" in line]
     assert told == [
         "[   0.0 s] round 1: dev-0, dev-1, dev-10, dev-100, dev-101 and 995 more: declined (memory): too small",
@@ -411,8 +383,7 @@ def round_facts(number: int, score: float | None, devices: str = "ab", energy_j:
     return [CohortSelected(number, 0, ("a", "b")), *told, RoundClosed(number), committed]
 
 
-def test_the_line_of_a_round_has_its_own_accuracy_and_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    """The next round evaluates what the round before has left; the final evaluation what the last one has left."""
+def test_the_line_of_a_round_has_its_own_accuracy_and_fits_80_columns(capsys):
     console = Console(clock=lambda: 0.0, stamp=VIRTUAL.format)
     state = begun(CohortSettings(), check_every=1)
     state = observe_round(console, state, round_facts(0, 0.1))
@@ -432,8 +403,7 @@ def test_the_line_of_a_round_has_its_own_accuracy_and_fits_80_columns(capsys: py
     assert line == "round 100 of 100: balanced accuracy 50.0 %, 10 MJ, 1 GB"
 
 
-def test_a_round_without_an_evaluation_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """With its loss; an evaluation beside the rounds is in none."""
+def test_a_round_without_an_evaluation_is_told_at_once(capsys):
     console = Console(clock=lambda: 0.0)
     observe_round(console, begun(CohortSettings()), round_facts(0, None, "ab", 600.0))
     assert capsys.readouterr().out == "[   0.0 s] round 1 of 2: loss 0.25, 1.2 kJ predicted, 2 kB, 2 devices\n"
@@ -443,11 +413,11 @@ def test_a_round_without_an_evaluation_is_told_at_once(capsys: pytest.CaptureFix
     assert "round 1 of 2: loss 0.25, 12 J" in capsys.readouterr().out
 
 
-def test_a_terminal_shows_the_running_round_in_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_the_running_round_in_one_block(monkeypatch):
     """Its bar, accuracy so far, costs, and devices with why they decline; a dumb terminal gets lines only."""
 
     class Terminal(io.StringIO):
-        def isatty(self) -> bool:
+        def isatty(self):
             return True
 
     facts = [*round_facts(0, 0.1), *round_facts(1, 0.5)[:2], TaskDeclined(1, "b", "memory", "too big")]

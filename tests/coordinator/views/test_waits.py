@@ -1,7 +1,5 @@
 """What a run waits for: the disk, or boards that other runs have."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re
@@ -10,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from by_hand import Noted, Stage, ones
-from side_by_side import TwoJobs
 
 from fedquilt import wire
 from fedquilt.cli import main
@@ -61,9 +58,7 @@ def held(tmp_path: Path) -> Stage:
     return stage
 
 
-def test_a_job_that_is_held_for_the_disk_says_so_since_when_and_when_it_is_tried_again(
-    held: Stage, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_that_is_held_for_the_disk_says_so_since_when_and_when_it_is_tried_again(held, capsys):
     """In `ls`, in `why` and on the dashboard; and no more once it has gone on."""
     home = str(held.store.home)
     for words in (["ls"], ["why", held.job]):
@@ -74,7 +69,6 @@ def test_a_job_that_is_held_for_the_disk_says_so_since_when_and_when_it_is_tried
         assert f"the bundle of {held.job} cannot be read" in told
         assert ("held 0/" in told) == (words == ["ls"])
     hold = held.store.holds.current_suspension(held.job)
-    assert hold is not None
     assert 0 < hold.again - hold.since <= suspended_jobs.AGAIN_S
     assert hold.since - 10 < time.time() < hold.again + 10
     with StoreReader(held.store.home) as reader:
@@ -83,18 +77,16 @@ def test_a_job_that_is_held_for_the_disk_says_so_since_when_and_when_it_is_tried
         assert RunFollower(row).describe_current_round(str(reader.holds.current_suspension(row.id)))["waits"] == str(
             hold
         )
-    held.store.depot.disk.name = ""  # type: ignore[attr-defined]
+    held.store.depot.disk.name = ""
     held.play(suspended_jobs.AGAIN_S + 1.0)
     assert event_messages.summarise_run(held.store.find_job(held.job), held.store)["status"] == "running"
     assert wait_reasons.describe_wait(held.store.find_job(held.job), held.store) is None
     held.hands[0].answer(ones())
     held.play()
     assert held.store.stored_status(held.job) == "done"
-    held.store.close()
 
 
-def test_a_second_try_does_not_change_since_when_a_job_is_held(held: Stage) -> None:
-    """It is tried again later than before; at the third failure the job has failed, and is held no more."""
+def test_a_second_try_does_not_change_since_when_a_job_is_held(held):
     first = held.store.holds.current_suspension(held.job)
     held.play(suspended_jobs.AGAIN_S + 1.0)
     second = held.store.holds.current_suspension(held.job)
@@ -105,20 +97,16 @@ def test_a_second_try_does_not_change_since_when_a_job_is_held(held: Stage) -> N
     held.play(suspended_jobs.AGAIN_S + 1.0)
     assert [fact.status for fact in held.told(JobEnded)] == ["failed"]
     assert event_messages.summarise_run(held.store.find_job(held.job), held.store)["status"] == "failed"
-    held.store.close()
 
 
-def test_why_tells_of_a_run_that_could_not_be_taken_up(held: Stage, capsys: pytest.CaptureFixture[str]) -> None:
-    """No device has been asked: the run's own reason is all that there is."""
+def test_why_tells_of_a_run_that_could_not_be_taken_up(held, capsys):
     held.play(suspended_jobs.TRIES * (suspended_jobs.AGAIN_S + 1.0))
     assert main(["why", held.job, "--home", str(held.store.home)]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert f"job failed: the bundle of {held.job} cannot be read" in told
-    held.store.close()
 
 
-def test_what_a_coordinator_held_is_not_held_by_the_next_one_before_it_has_tried(held: Stage) -> None:
-    """Nor by nobody, where none is here; and a run that is removed leaves nothing behind."""
+def test_what_a_coordinator_held_is_not_held_by_the_next_one_before_it_has_tried(held):
     held.restart()
     assert held.store.holds.current_suspension(held.job) is None
     assert held.store.acquire_lock()
@@ -126,7 +114,6 @@ def test_what_a_coordinator_held_is_not_held_by_the_next_one_before_it_has_tried
     assert held.store.current_status(held.store.find_job(held.job)) == "held"
     held.store.delete_runs([held.job])
     assert held.store.holds.current_suspension(held.job) is None
-    held.store.close()
 
 
 # -- boards that other runs have ----------------------------------------------------------------------------------
@@ -136,7 +123,7 @@ def begun(cohort: CohortSettings) -> JobState:
     return apply_event(JobState(JobConstants(0, 2, cohort, 0)), JobStarted(REF), 0.0)
 
 
-def test_a_round_that_could_begin_without_other_runs_says_what_its_boards_are_busy_with() -> None:
+def test_a_round_that_could_begin_without_other_runs_says_what_its_boards_are_busy_with():
     """Where there would still be too few, or one that would do cannot be asked, more boards are what it lacks."""
     state, busy = begun(CohortSettings(min_devices=2)), {"a": "digits-2", "b": "digits-3", "c": "digits-2"}
     told = "it goes on when they are free: a, c at a task of digits-2; b at a task of digits-3"
@@ -148,8 +135,7 @@ def test_a_round_that_could_begin_without_other_runs_says_what_its_boards_are_bu
     assert wait_reasons.describe_busy_devices(hot, "abc", busy) is None
 
 
-def test_a_round_whose_boards_have_all_gone_to_other_runs_says_to_which() -> None:
-    """One that is offline is another reason, and one that has declined is no board to wait for."""
+def test_a_round_whose_boards_have_all_gone_to_other_runs_says_to_which():
     state = apply_event(begun(CohortSettings()), CohortSelected(0, 0, ("a", "b")), 1.0)
     assert (
         wait_reasons.describe_busy_devices(state, "ab", dict.fromkeys("ab", "k-1"))
@@ -161,10 +147,7 @@ def test_a_round_whose_boards_have_all_gone_to_other_runs_says_to_which() -> Non
     assert wait_reasons.describe_busy_devices(state, "ab", dict.fromkeys("ab", "k-1")) is None
 
 
-def test_a_round_whose_devices_have_all_declined_waits_for_others_for_seconds(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The job fails 10 s after the round's begin, not at its deadline, and nobody is told to start more."""
+def test_a_round_whose_devices_have_all_declined_waits_for_others_for_seconds(tmp_path, capsys):
     stage = Noted(tmp_path, cohort={"deadline_s": 600.0})
     hands = [stage.hand(name) for name in "abc"]
     console = terminal.Console(clock=lambda: stage.broker.now_s)
@@ -179,13 +162,9 @@ def test_a_round_whose_devices_have_all_declined_waits_for_others_for_seconds(
         told += " ".join(capsys.readouterr().out.split())
         stage.play(1.0)
     assert re.search(r"waiting for other devices: a, b, c declined, until .*\d\d:\d\d \([1-5] s\)$", told), told
-    stage.store.close()
 
 
-def test_a_coordinator_whose_boards_are_all_busy_does_not_ask_for_more(
-    two_jobs: TwoJobs, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Until they are free, it says which job has them."""
+def test_a_coordinator_whose_boards_are_all_busy_does_not_ask_for_more(two_jobs, capsys):
     stage, first, second, a, b = two_jobs
     stage.play()
     now_s = iter([0.0, *[stage.broker.now_s + after_s for after_s in (0.0, 6.0, 6.0)]])
@@ -198,8 +177,7 @@ def test_a_coordinator_whose_boards_are_all_busy_does_not_ask_for_more(
     assert "start more" not in told
 
 
-def test_a_device_that_goes_offline_is_named_within_10_s(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """5 s after its broker has reported it, at the next look of a second; nobody is told to start more."""
+def test_a_device_that_goes_offline_is_named_within_10_s(tmp_path, capsys):
     stage = Noted(tmp_path, cohort={"deadline_s": 600.0, "min_devices": 3})
     hands = [stage.hand(name) for name in "abc"]
     console = terminal.Console(clock=lambda: stage.broker.now_s)
@@ -213,13 +191,9 @@ def test_a_device_that_goes_offline_is_named_within_10_s(tmp_path: Path, capsys:
         told += " ".join(capsys.readouterr().out.split())
     assert stage.broker.now_s - begin_s >= terminal.WAIT_SAID_S
     assert re.search(r"waiting for c, offline since .*\d\d:\d\d, until .*\d\d:\d\d \(58\d s\)$", told), told
-    stage.store.close()
 
 
-def test_a_round_that_goes_on_without_a_lost_device_does_not_say_that_it_waits_for_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It closes as soon as the two others have answered; without `min_devices` that is long before its deadline."""
+def test_a_round_that_goes_on_without_a_lost_device_does_not_say_that_it_waits_for_it(tmp_path, capsys):
     stage = Noted(tmp_path, cohort={"deadline_s": 600.0})
     hands = [stage.hand(name) for name in "abc"]
     console, told = terminal.Console(clock=lambda: stage.broker.now_s), ""
@@ -234,11 +208,9 @@ def test_a_round_that_goes_on_without_a_lost_device_does_not_say_that_it_waits_f
     hands[1].answer(ones())
     stage.play(3.0)
     assert stage.told(RoundCommitted)
-    stage.store.close()
 
 
-def test_the_dashboard_names_the_device_that_a_round_waits_for(tmp_path: Path) -> None:
-    """As `ls` does, from the log and from what the coordinator has noted of devices."""
+def test_the_dashboard_names_the_device_that_a_round_waits_for(tmp_path):
     stage = Noted(tmp_path, cohort={"deadline_s": 600.0, "min_devices": 3})
     assert stage.store.acquire_lock()
     hands = [stage.hand(name) for name in "abc"]
@@ -252,9 +224,7 @@ def test_the_dashboard_names_the_device_that_a_round_waits_for(tmp_path: Path) -
     shown = follower.describe_current_round(None, wait_reasons.load_device_statuses(stage.store.home))["waits"]
     assert re.match(r"c, offline since .*\d\d:\d\d, until .*\d\d:\d\d \(\d+ s\)$", shown), shown
     found = wait_reasons.find_round_wait(row, follower.state, wait_reasons.load_device_statuses(stage.store.home))
-    assert found is not None
     assert (found.kind, found.key) == ("lost", (("offline", "c"),))
     hands[2].say("presence", hands[2].presence, retain=True)
     stage.play()
     assert follower.describe_current_round(None, wait_reasons.load_device_statuses(stage.store.home))["waits"] is None
-    stage.store.close()

@@ -1,9 +1,5 @@
 """Why a device was not chosen is told from the log alone."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import msgspec
 import pytest
 from job_facts import BLOB, update
@@ -54,15 +50,8 @@ OUTWEIGHS = (
     ],
 )
 def test_a_fleet_too_small_for_a_median_of_weights_is_warned_of_where_devices_are_not_all_trusted(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    signed: bool,
-    limited: bool,
-    count: int,
-    weight: float,
-    changes: dict[str, object],
-    said: bool,
-) -> None:
+    tmp_path, capsys, signed, limited, count, weight, changes, said
+):
     devices = tuple("abcd"[:count])
     with Store(tmp_path) as store:
         store.record_authentication(signed)
@@ -101,8 +90,7 @@ def played(plan: JobConstants, fleet: dict[str, str], rounds: int) -> list[AnyEv
     return facts
 
 
-def test_every_device_has_its_reason_and_who_was_not_drawn_its_place() -> None:
-    """Two of four are drawn; one is hot, one offline."""
+def test_every_device_has_its_reason_and_who_was_not_drawn_its_place():
     fleet = {"a": "", "b": "", "c": "", "d": "", "e": "hot", "f": "offline"}
     told = round_outcomes.outcomes_by_round(played(PLAN, fleet, 1), PLAN)[0]
     codes = [told[device].code for device in "abcdef"]
@@ -112,8 +100,7 @@ def test_every_device_has_its_reason_and_who_was_not_drawn_its_place() -> None:
     assert places == [(3, 4, 2), (4, 4, 2)]
 
 
-def test_the_places_told_afterwards_are_those_of_the_draw_in_every_round() -> None:
-    """Whoever is told to have had place 1 or 2 of a round was asked; with waiting counted in."""
+def test_the_places_told_afterwards_are_those_of_the_draw_in_every_round():
     plan = msgspec.structs.replace(PLAN.cohort, turns=1.0)
     plan = JobConstants(7, 100, plan, 0)
     facts = played(plan, dict.fromkeys("abcdefg", ""), 40)
@@ -122,9 +109,8 @@ def test_the_places_told_afterwards_are_those_of_the_draw_in_every_round() -> No
         assert places == [3, 4, 5, 6, 7], number
 
 
-def test_who_was_silent_in_an_attempt_is_behind_all_others_in_the_next_one() -> None:
-    """Nobody answers the first attempt: the second one draws among the others, and says their places among them."""
-    facts: list[AnyEvent] = [JobStarted(BLOB), EligibilityRecorded(0, tuple("abcdef"))]
+def test_who_was_silent_in_an_attempt_is_behind_all_others_in_the_next_one():
+    facts = [JobStarted(BLOB), EligibilityRecorded(0, tuple("abcdef"))]
     state = JobState(PLAN)
     for fact in facts:
         state = apply_event(state, fact, 0.0)
@@ -146,8 +132,7 @@ def test_who_was_silent_in_an_attempt_is_behind_all_others_in_the_next_one() -> 
     assert sorted((told[device].place, told[device].of) for device in rest) == [(3, 6), (4, 6)]
 
 
-def test_what_became_of_those_who_were_asked_is_told() -> None:
-    """Declined with its reason, refused, silent at the close; and a replacement that was not drawn at first."""
+def test_what_became_of_those_who_were_asked_is_told():
     facts = [
         JobStarted(BLOB),
         EligibilityRecorded(0, ("a", "b", "c", "d")),
@@ -169,8 +154,7 @@ def test_what_became_of_those_who_were_asked_is_told() -> None:
     ]
 
 
-def test_a_device_that_was_silent_through_an_attempt_says_so() -> None:
-    """Before the next attempt asks anew."""
+def test_a_device_that_was_silent_through_an_attempt_says_so():
     facts = [JobStarted(BLOB), EligibilityRecorded(0, ("a",)), CohortSelected(0, 0, ("a",)), RoundRetried(0, 1)]
     assert (
         round_outcomes.outcomes_by_round(facts, PLAN)[0]["a"].text
@@ -180,9 +164,8 @@ def test_a_device_that_was_silent_through_an_attempt_says_so() -> None:
     assert round_outcomes.outcomes_by_round(again, PLAN)[0]["a"].code == "answered"
 
 
-def test_a_run_that_was_stopped_and_fails_as_it_is_taken_up_again_was_stopped_with_its_round() -> None:
-    """Nobody had a task when it failed, for a bundle that is gone."""
-    facts: list[AnyEvent] = [
+def test_a_run_that_was_stopped_and_fails_as_it_is_taken_up_again_was_stopped_with_its_round():
+    facts = [
         JobStarted(BLOB),
         CohortSelected(0, 0, ("a",)),
         JobEnded("stopped", "by request"),
@@ -197,9 +180,8 @@ def test_a_run_that_was_stopped_and_fails_as_it_is_taken_up_again_was_stopped_wi
     ("status", "silence"),
     [("failed", "no update by the deadline"), ("stopped", "no update before the run was stopped")],
 )
-def test_a_round_that_fails_for_quorum_tells_of_everybody_who_was_asked(status: str, silence: str) -> None:
-    """In whichever attempt: what became of a device is not lost when the next attempt asks others."""
-    facts: list[AnyEvent] = [
+def test_a_round_that_fails_for_quorum_tells_of_everybody_who_was_asked(status, silence):
+    facts = [
         JobStarted(BLOB),
         EligibilityRecorded(0, tuple("abcde")),
         CohortSelected(0, 0, ("a", "b", "c")),
@@ -220,9 +202,8 @@ def test_a_round_that_fails_for_quorum_tells_of_everybody_who_was_asked(status: 
     ]
 
 
-def test_what_became_of_a_round_outlives_a_resumption() -> None:
-    """Whom the survey after it finds offline was asked, and was silent."""
-    facts: list[AnyEvent] = [
+def test_what_became_of_a_round_outlives_a_resumption():
+    facts = [
         JobStarted(BLOB),
         EligibilityRecorded(0, ("a", "b")),
         CohortSelected(0, 0, ("a", "b")),
@@ -239,22 +220,19 @@ def test_what_became_of_a_round_outlives_a_resumption() -> None:
     ]
 
 
-def test_a_round_that_cannot_begin_tells_why_too() -> None:
-    """All are hot."""
+def test_a_round_that_cannot_begin_tells_why_too():
     facts = [JobStarted(BLOB), EligibilityRecorded(0, (), {"hot": ("a", "b")})]
     assert round_outcomes.format_outcomes(told(facts)) == ["round 1:", "  hotter than [cohort] max_temperature_c: a, b"]
 
 
-def test_a_log_from_before_there_were_surveys_tells_what_it_can() -> None:
-    """Who was asked, and what came of it."""
+def test_a_log_from_before_there_were_surveys_tells_what_it_can():
     told = round_outcomes.outcomes_by_round(
         [JobStarted(BLOB), CohortSelected(0, 0, ("a",)), UpdateAccepted(0, update("a"))], PLAN
     )
     assert {device: part.code for device, part in told[0].items()} == {"a": "answered"}
 
 
-def test_a_fleet_of_a_thousand_is_noted_once_and_then_by_its_changes() -> None:
-    """Fifty rounds are one survey; when ten boards are hot, only they are noted."""
+def test_a_fleet_of_a_thousand_is_noted_once_and_then_by_its_changes():
     fleet = {f"dev-{i:04d}": "offline" if i % 3 == 0 else "" for i in range(1000)}
     facts = played(PLAN, fleet, 50)
     surveys = [fact for fact in facts if isinstance(fact, EligibilityRecorded)]
@@ -264,7 +242,6 @@ def test_a_fleet_of_a_thousand_is_noted_once_and_then_by_its_changes() -> None:
         state = apply_event(state, fact, 0.0)
     hot = {**{d: code for d, code in fleet.items() if code}, **{f"dev-{i:04d}": "hot" for i in range(1, 31, 3)}}
     change = eligibility_event(state, fleet.keys() - hot.keys(), hot, {})
-    assert change is not None
     assert {code: len(devices) for code, devices in change.passed.items()} == {"hot": 10}
     assert len(msgspec.json.encode(change)) < 300
     assert eligibility_event(apply_event(state, change, 0.0), fleet.keys() - hot.keys(), hot, {}) is None
@@ -278,8 +255,7 @@ def told(facts: list[AnyEvent], plan: JobConstants = PLAN) -> round_outcomes.Rou
     return made
 
 
-def test_lines_are_for_people_and_ask_for_what_there_is() -> None:
-    """Grouped by reason; one device's way; an error names what there is."""
+def test_lines_are_for_people_and_ask_for_what_there_is():
     found = told(played(PLAN, {"a": "", "b": "", "c": "battery"}, 2))
     assert round_outcomes.format_outcomes(found, round=2) == [
         "round 2:",
@@ -293,8 +269,7 @@ def test_lines_are_for_people_and_ask_for_what_there_is() -> None:
         round_outcomes.format_outcomes(found, device="z")
 
 
-def test_the_evaluation_after_the_last_round_has_the_name_that_the_log_gives_it() -> None:
-    """Not that of a round which the job did not have."""
+def test_the_evaluation_after_the_last_round_has_the_name_that_the_log_gives_it():
     plan = msgspec.structs.replace(PLAN, rounds=1, check_every=1)
     evaluated = [*played(plan, {"a": "", "b": ""}, 1), CohortSelected(1, 0, ("a", "b"))]
     assert [line for line in round_outcomes.format_outcomes(told(evaluated, plan)) if not line.startswith(" ")] == [
@@ -304,8 +279,7 @@ def test_the_evaluation_after_the_last_round_has_the_name_that_the_log_gives_it(
     assert round_outcomes.format_outcomes(told(evaluated, plan), device="a")[-1] == f"{event_messages.FINAL}: selected"
 
 
-def test_boards_that_flood_are_online_in_what_a_run_waits_for(tmp_path: Path) -> None:
-    """They are set aside for ten minutes, and `devices` shows them as online too."""
+def test_boards_that_flood_are_online_in_what_a_run_waits_for(tmp_path):
     with Store(tmp_path) as store:
         id = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), tmp_path)
         assert store.acquire_lock()
@@ -325,10 +299,7 @@ def test_boards_that_flood_are_online_in_what_a_run_waits_for(tmp_path: Path) ->
         (("waiting", "sending", "sending"), "2 others are being sent or read, and more do not fit"),
     ],
 )
-def test_a_board_that_waits_for_its_turn_says_whose_update_goes_before(
-    tmp_path: Path, steps: tuple[str, ...], said: str
-) -> None:
-    """Where nobody sends, those that have come are read still."""
+def test_a_board_that_waits_for_its_turn_says_whose_update_goes_before(tmp_path, steps, said):
     with Store(tmp_path) as store, TelemetryStore(tmp_path, writes=True) as noted:
         id = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), tmp_path)
         assert store.acquire_lock()
@@ -339,7 +310,7 @@ def test_a_board_that_waits_for_its_turn_says_whose_update_goes_before(
             CohortSelected(0, 0, ("a", "b", "c")),
         ):
             store.append_event(id, fact)
-        doing = {device: CurrentTask(id, 0, step, 0.0) for device, step in zip("abc", steps, strict=True)}  # type: ignore[arg-type]
+        doing = {device: CurrentTask(id, 0, step, 0.0) for device, step in zip("abc", steps, strict=True)}
         noted.write_telemetry([DeviceStatus(device, online=True, doing=each) for device, each in doing.items()], [])
         parts = round_outcomes.load_outcomes(store, id).found[0]
     waiting = [device for device, step in zip("abc", steps, strict=True) if step == "waiting"]

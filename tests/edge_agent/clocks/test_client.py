@@ -119,7 +119,6 @@ def test_a_point_is_held_kept_and_given_back(served: Served):
 
 
 def test_a_refusal_is_the_helpers_own_sentence(served: Served):
-    """And nothing is held."""
     clocks = served.connect()
     with pytest.raises(ClockError, match="has no 1 MHz: it lists"):
         clocks.pin(OperatingPoint(name="x", cpu_hz=1e6))
@@ -185,7 +184,6 @@ def test_an_answer_that_makes_no_sense_is_an_error_and_the_end(tmp_path: Path, s
 
 
 def test_a_helper_that_hangs_up_is_told(tmp_path: Path):
-    """As when it was killed."""
     fake = Fake(tmp_path / "s", b'{"point":', hang_up=True)
     clocks = ClockClient.connect(tmp_path / "s")
     assert clocks is not None
@@ -257,7 +255,6 @@ def test_a_point_is_written_as_a_mode_or_clocks_or_both(text: str, point: Operat
 
 @pytest.mark.parametrize("text", ["", " ", "cpu=", "cpu=fast", "cpu=1,cpu=2", "npu=1GHz", "cpu=-1", "A,B", "x" * 201])
 def test_what_is_no_point_is_told(text: str):
-    """With how to write one."""
     with pytest.raises(JobError, match=r"cpu=1\.2GHz"):
         tool.parse_point(text)
 
@@ -323,7 +320,6 @@ def test_hold_holds_until_it_is_interrupted(
 
 
 def test_a_dry_hold_says_what_it_would_write_and_needs_no_helper(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """And no root."""
     write_fake_board(tmp_path, "jetson-tx2", 4)
     before = controls.discover_controls(tmp_path).read_state(None)
     where = ["--root", str(tmp_path)]

@@ -76,7 +76,6 @@ def test_undoing_leaves_every_file_as_it_was(tmp_path: Path):
 
 
 def test_a_governor_that_changed_meanwhile_is_put_back(tmp_path: Path):
-    """A mode may bring another one."""
     write_fake_board(tmp_path, "jetson-tx2", 4)
     found = controls.discover_controls(tmp_path)
     saved = found.read_state(None)
@@ -129,7 +128,6 @@ def test_a_board_that_lists_no_frequencies_is_not_held(tmp_path: Path):
 
 
 def test_a_machine_without_clocks_has_no_levers(tmp_path: Path):
-    """An empty tree is no error."""
     found = controls.discover_controls(tmp_path)
     assert (found.found, found.modes) == ((), ())
     assert controls.hottest_zone_c(tmp_path) is None
@@ -173,7 +171,6 @@ def test_a_memory_clock_may_round_up_to_one_it_has(value: str, took: bool):
 
 
 def test_a_cpu_or_gpu_that_takes_another_frequency_has_not_taken_it():
-    """Not even a listed one."""
     lever = ClockControl("gpu", "gpu", (100, 200), high=Path("max_freq"))
     assert ControlWrite(lever, Path("max_freq"), 100).is_applied("100")
     for said in ("200", "", None):
@@ -206,7 +203,6 @@ def test_a_point_has_to_say_something(tmp_path: Path):
 
 
 def test_a_dry_run_is_told_in_sentences(tmp_path: Path):
-    """Which value, which file."""
     write_fake_board(tmp_path, "jetson-tx2", 4)
     first = str(controls.pin_writes(controls.discover_controls(tmp_path), OperatingPoint(name="x", gpu_hz=1.3005e9))[1])
     assert first == (f"write 1300500000 to {tmp_path}/sys/class/devfreq/17000000.gp10b/max_freq (17000000.gp10b)")

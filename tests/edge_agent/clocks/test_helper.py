@@ -123,7 +123,6 @@ def test_a_board_that_gets_too_hot_is_let_go_and_the_client_reads_why(helper: Cl
 
 
 def test_stopping_the_helper_gives_the_clocks_back(place: Place):
-    """And takes its socket away."""
     helper = place.helper()
     Talk(helper, place).ask(PinRequest(point=SLOW))
     helper.close()
@@ -290,6 +289,5 @@ def test_a_second_helper_does_not_start(helper: ClockHelper, place: Place):
 
 
 def test_a_helper_that_cannot_have_its_socket_says_so(place: Place):
-    """A folder that is a file."""
     with pytest.raises(StoreError, match=r"no socket at .*"):
         ClockHelper(ClockPin(place.root, place.state), place.root / "proc/meminfo/s", place.state)

@@ -165,7 +165,6 @@ def test_a_journal_of_an_earlier_start_of_the_board_sets_no_clock(board: Board):
 
 @pytest.mark.parametrize("rubbish", [b"", b"\xff\0", b"[1,2", b'{"boot":1,"settings":{}}', b'{"settings":{"x":1}}'])
 def test_a_journal_that_cannot_be_read_is_put_aside_and_told(board: Board, rubbish: bytes):
-    """Rather than stop the helper for ever."""
     clamp = board.clamp()
     (board.state / "clocks.json").write_bytes(rubbish)
     (sentence,) = clamp.restore_after_crash()
@@ -267,7 +266,6 @@ def test_a_memory_clock_that_was_locked_is_locked_again(board: Board):
 
 
 def test_an_unlisted_frequency_changes_nothing(board: Board):
-    """Not even the clocks that are listed."""
     with pytest.raises(ClockError, match="has no 777 MHz"):
         board.clamp().pin(msgspec.structs.replace(SLOW, gpu_hz=777e6))
     assert (board.settings(), list(board.state.iterdir())) == (board.before, [])

@@ -102,7 +102,6 @@ def test_every_board_finds_its_profile_and_mode(tmp_path: Path, board: str, jetp
 
 @pytest.mark.parametrize(("board", "jetpack"), [pair for pair in EVERY if pair[0] in profiles.board_names()])
 def test_with_a_helper_a_board_has_points_of_clocks_it_lists(tmp_path: Path, board: str, jetpack: int):
-    """No clock of any point is one that the board's own files do not have; the mode it is in is not the only one."""
     device = planted(tmp_path, board, jetpack, clocks=FakeClocks())
     layout = BOARDS[board]
     assert device.adjustable
@@ -164,32 +163,54 @@ def test_the_input_that_an_ina238_measures_is_the_total(tmp_path: Path):
     assert (power.total_w, power.source) == (None, None)
 
 
-def test_one_silent_rail_makes_a_sum_unknown_but_not_an_input_rail(tmp_path: Path):
-    """A part would pass for the whole; where the input itself is measured, the parts are beside the point."""
-    silent = {f"{ORIN}/curr2_input": "Resource temporarily unavailable"}
-    reading = planted(tmp_path / "agx", "jetson-agx-orin", 5, files=silent).read_sensors(0.0)
-    assert (reading.power_w, reading.energy_source) == (None, None)
-    assert set(reading.rails_w) == {"VDD_GPU_SOC", "VIN_SYS_5V0", "VDDQ_VDD2_1V8AO"}
-    reading = planted(tmp_path / "nano", "jetson-orin-nano", 5, files={f"{ORIN}/curr3_input": "?"}).read_sensors(0.0)
-    assert reading.power_w == pytest.approx(6.0)
+NO_LABELS: dict[str, str | None] = {f"{ORIN}/in{channel}_label": None for channel in (1, 2, 3)}
+UNKNOWN = {"proc/device-tree/compatible": "nvidia,p9999-0000\0nvidia,tegra999\0"}
+OTHERS: dict[str, str | None] = {
+    f"{ORIN}/in2_label": "NC",
+    f"{ORIN}/in3_enable": "0",
+    f"{ORIN}/curr4_input": "900",
+    f"{ORIN}/curr7_input": "900",
+}
+SECOND = "sys/bus/i2c/drivers/ina3221/1-0041/hwmon/hwmon2/in2_label"
+GPU, CPU, SUMMED = "POM_5V_GPU", "POM_5V_CPU", {"VDD_GPU_SOC", "VIN_SYS_5V0", "VDDQ_VDD2_1V8AO"}
 
 
-def test_a_silent_input_rail_makes_the_power_unknown(tmp_path: Path):
-    """The parts are not put in its place: the rest of the board is in none of them."""
-    device = planted(tmp_path, "jetson-nano", 4)
-    (tmp_path / NANO / "in_power0_input").unlink()
-    reading = device.read_sensors(0.0)
-    assert (reading.power_w, set(reading.rails_w)) == (None, {"POM_5V_GPU", "POM_5V_CPU"})
-
-
-def test_a_part_a_little_below_zero_has_an_offset_and_reads_zero(tmp_path: Path):
-    """No rail feeds power back, in either layout; further below, the part is left out rather than told as 0."""
-    reading = planted(tmp_path / "5", "jetson-orin-nx", 5, files={f"{ORIN}/curr2_input": "-8"}).read_sensors(0.0)
-    assert reading.rails_w["VDD_CPU_GPU_CV"] == 0.0
-    reading = planted(tmp_path / "4", "jetson-nano", 4, files={f"{NANO}/in_power1_input": "-40"}).read_sensors(0.0)
-    assert reading.rails_w["POM_5V_GPU"] == 0.0
-    reading = planted(tmp_path / "far", "jetson-nano", 4, files={f"{NANO}/in_power1_input": "-4000"}).read_sensors(0.0)
-    assert "POM_5V_GPU" not in reading.rails_w
+@pytest.mark.parametrize(
+    ("board", "jetpack", "files", "power_w", "names", "rails"),
+    [
+        # a silent rail of a sum makes it unknown: the others would pass for the whole
+        ("jetson-agx-orin", 5, {f"{ORIN}/curr2_input": "try again"}, None, SUMMED, {}),
+        # where the input itself is measured, its parts are beside the point, and they do not stand in for it
+        ("jetson-orin-nano", 5, {f"{ORIN}/curr3_input": "?"}, 6.0, None, {}),
+        ("jetson-nano", 4, {f"{NANO}/in_power0_input": None}, None, {GPU, CPU}, {}),
+        # a part a little below zero has an offset and reads zero; one further below is left out
+        ("jetson-orin-nx", 5, {f"{ORIN}/curr2_input": "-8"}, 6.0, None, {"VDD_CPU_GPU_CV": 0.0}),
+        ("jetson-nano", 4, {f"{NANO}/in_power1_input": "-40"}, 2.9, None, {GPU: 0.0}),
+        ("jetson-nano", 4, {f"{NANO}/in_power1_input": "-4000"}, 2.9, {"POM_5V_IN", CPU}, {}),
+        # of an unknown board nobody knows which rail is part of which
+        ("jetson-orin-nx", 6, UNKNOWN | {path: f"RAIL_{path}" for path in NO_LABELS}, None, set(NO_LABELS), {}),
+        # in4 to in6 are for shunts, in7 for their sum; in<k>_enable is 0 when off; what has no label is no rail
+        ("jetson-orin-nano", 6, OTHERS, 6.0, {"VDD_IN"}, {"VDD_IN": 6.0}),
+        ("jetson-orin-nano", 6, NO_LABELS, None, set(), {}),
+        # a label on two monitors is two rails: one would hide the other and the sum would miss it
+        ("jetson-agx-orin", 5, {SECOND: "VDD_CPU_CV"}, 6.92, None, {"VDD_CPU_CV (2)": 0.5}),
+    ],
+)  # fmt: skip
+def test_rails_that_are_silent_odd_or_none_make_no_wrong_total(
+    tmp_path: Path,
+    board: str,
+    jetpack: int,
+    files: dict[str, str | None],
+    power_w: float | None,
+    names: set[str] | None,
+    rails: dict[str, float],
+):
+    """`names`: of all rails there are, where it matters."""
+    reading = planted(tmp_path, board, jetpack, files=files).read_sensors(0.0)
+    assert reading.power_w == (None if power_w is None else pytest.approx(power_w))
+    assert (reading.energy_source is None) == (power_w is None)
+    assert names is None or {name.removeprefix("RAIL_") for name in reading.rails_w} == names
+    assert {name: reading.rails_w[name] for name in rails} == pytest.approx(rails)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +256,6 @@ def test_a_total_that_stands_still_while_its_parts_move_is_stuck(tmp_path: Path)
 
 
 def test_a_quiet_board_is_not_called_stuck(tmp_path: Path):
-    """At rest everything stands still."""
     write_fake_board(tmp_path, "jetson-orin-nx", 6)
     meter = Ina3221(tmp_path)
     assert all(meter.read(float(count)).total_w == pytest.approx(6.0) for count in range(200))
@@ -251,38 +271,6 @@ def test_what_a_usb_c_supply_has_agreed_to_is_no_power(tmp_path: Path):
     device = detect(tmp_path)
     assert device is not None
     assert device.read_sensors(0.0).power_w == pytest.approx(6.0)
-
-
-def test_rails_of_an_unknown_board_are_not_added_up(tmp_path: Path):
-    """Which of them is part of which cannot be said."""
-    compatible = "nvidia,p9999-0000\0nvidia,tegra999\0"
-    labels = {f"{ORIN}/in{channel}_label": f"RAIL_{channel}" for channel in (1, 2, 3)}
-    device = planted(tmp_path, "jetson-orin-nx", 6, files={"proc/device-tree/compatible": compatible, **labels})
-    reading = device.read_sensors(0.0)
-    assert (reading.power_w, len(reading.rails_w)) == (None, 3)
-
-
-def test_unconnected_unlabelled_and_disabled_channels_and_the_shunts_sum_are_no_rails(tmp_path: Path):
-    """Linux's driver has in4 to in6 for the shunts and a labelled in7 for their sum; in<k>_enable is 0 when off."""
-    changes: dict[str, str | None] = {
-        f"{ORIN}/in2_label": "NC",
-        f"{ORIN}/in3_enable": "0",
-        f"{ORIN}/curr4_input": "900",
-        f"{ORIN}/curr7_input": "900",
-    }
-    reading = planted(tmp_path / "one", "jetson-orin-nano", 6, files=changes).read_sensors(0.0)
-    assert reading.rails_w == {"VDD_IN": pytest.approx(6.0)}
-    changes = {f"{ORIN}/in{channel}_label": None for channel in (1, 2, 3)}
-    reading = planted(tmp_path / "two", "jetson-orin-nano", 6, files=changes).read_sensors(0.0)
-    assert (reading.rails_w, reading.power_w) == ({}, None)
-
-
-def test_a_label_on_two_monitors_is_two_rails(tmp_path: Path):
-    """One would hide the other and the sum would miss it."""
-    second = {"sys/bus/i2c/drivers/ina3221/1-0041/hwmon/hwmon2/in2_label": "VDD_CPU_CV"}
-    reading = planted(tmp_path, "jetson-agx-orin", 5, files=second).read_sensors(0.0)
-    assert reading.rails_w["VDD_CPU_CV (2)"] == pytest.approx(0.5)
-    assert reading.power_w == pytest.approx(6.92)
 
 
 def test_rails_are_found_by_class_where_the_bus_is_not_shown(tmp_path: Path):

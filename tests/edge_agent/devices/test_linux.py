@@ -71,18 +71,22 @@ def test_what_a_host_cannot_measure_is_none(tree: Tree):
 # -- temperature and memory -----------------------------------------------------------------------
 
 
-def test_temperature_is_the_hottest_sensor_that_is_on(tree: Tree):
-    """A sensor that is off says -256; one that does not answer is left out."""
-    for number, text in enumerate(("41500", "-256000", "not ready", "38000")):
-        tree.write(f"sys/class/thermal/thermal_zone{number}/temp", text)
-    assert LinuxDevice(tree.root).read_sensors(0.0).temperature_c == 41.5
-
-
-def test_sensors_that_are_all_off_tell_no_temperature(tree: Tree):
-    """Not -256, and not the 200 that no processor lives to tell."""
-    tree.write("sys/class/thermal/thermal_zone0/temp", "-256000")
-    tree.write("sys/class/thermal/thermal_zone1/temp", "200000")
-    assert LinuxDevice(tree.root).read_sensors(0.0).temperature_c is None
+@pytest.mark.parametrize(
+    ("zones", "celsius"),
+    [
+        (("41500", "-256000", "not ready", "38000"), 41.5),  # one that is off says -256, one does not answer
+        (("-256000", "200000"), None),  # nor does a processor live to tell 200
+        ((None, "30000"), 30.0),  # a folder where a file should be
+    ],
+)
+def test_temperature_is_the_hottest_sensor_that_is_on(tree: Tree, zones: tuple[str | None, ...], celsius: float | None):
+    for number, text in enumerate(zones):
+        file = f"sys/class/thermal/thermal_zone{number}/temp"
+        if text is None:
+            (tree.root / file).mkdir(parents=True)
+        else:
+            tree.write(file, text)
+    assert LinuxDevice(tree.root).read_sensors(0.0).temperature_c == celsius
 
 
 def test_the_processors_own_sensor_counts_and_a_disks_does_not(tree: Tree):
@@ -140,13 +144,6 @@ def test_a_file_without_the_right_to_read_it_is_unknown(tree: Tree):
     assert LinuxDevice(tree.root).read_sensors(1.0).energy_j is None
 
 
-def test_a_folder_where_a_file_should_be_is_unknown(tree: Tree):
-    """It opens, and reading it fails: so do sensors that are switched off."""
-    (tree.root / "sys/class/thermal/thermal_zone0/temp").mkdir(parents=True)
-    tree.write("sys/class/thermal/thermal_zone1/temp", "30000")
-    assert LinuxDevice(tree.root).read_sensors(0.0).temperature_c == 30.0
-
-
 def test_the_board_is_called_what_its_firmware_calls_it(tree: Tree):
     """The device tree first, as on ARM boards, then DMI, as on PCs, then the architecture."""
     assert LinuxDevice(tree.root).board.startswith("linux-")
@@ -192,19 +189,6 @@ def test_without_a_helper_no_clock_is_set(tree: Tree):
     device.unpin_clocks()
 
 
-def test_the_helper_holds_and_is_told_that_we_live(tree: Tree):
-    """Only the board's own points are asked for; every reading is a sign of life, with the reading's own time."""
-    clocks = FakeClocks()
-    device = LinuxDevice(tree.root, profile=profiles.parse_board_profile(OWN, "own"), clocks=clocks)
-    assert device.adjustable
-    assert device.pin_clocks(device.points[1]).name == "slow"
-    with pytest.raises(ClockError, match="no operating point 'warp'"):
-        device.pin_clocks(OperatingPoint(name="warp"))
-    device.read_sensors(7.0)
-    device.unpin_clocks()
-    assert (clocks.held, clocks.kept_s) == (["slow", "released"], [7.0])
-
-
 def test_a_helper_that_let_go_does_not_stop_the_sensors(tree: Tree, caplog: pytest.LogCaptureFixture):
     """The reading comes, and the log says why the clocks are the board's own."""
     clocks = FakeClocks()
@@ -214,19 +198,22 @@ def test_a_helper_that_let_go_does_not_stop_the_sensors(tree: Tree, caplog: pyte
     assert "let go: too hot" in caplog.text
 
 
-def test_the_device_tells_whether_it_is_still_held(tree: Tree):
-    """From a hold until it is given back, or until a sign of life is answered that the helper has let go."""
+def test_the_helper_holds_and_is_told_that_we_live(tree: Tree):
+    """Only the board's own points are asked for; every reading is a sign of life, with the reading's own time."""
     clocks = FakeClocks()
     device = LinuxDevice(tree.root, profile=profiles.parse_board_profile(OWN, "own"), clocks=clocks)
-    assert not device.holds
-    device.pin_clocks(device.points[0])
-    device.read_sensors(1.0)
+    assert (device.adjustable, device.holds) == (True, False)
+    assert device.pin_clocks(device.points[1]).name == "slow"
+    with pytest.raises(ClockError, match="no operating point 'warp'"):
+        device.pin_clocks(OperatingPoint(name="warp"))
+    device.read_sensors(7.0)
     assert device.holds
     device.unpin_clocks()
     assert not device.holds
+    assert (clocks.held, clocks.kept_s) == (["slow", "released"], [7.0])
     device.pin_clocks(device.points[0])
     clocks.gone = True
-    device.read_sensors(2.0)
+    device.read_sensors(8.0)  # it is told then that the helper has let go
     assert not device.holds
 
 

@@ -11,6 +11,8 @@ from fedquilt.edge_agent.devices.sensors.meters import PATIENCE_S
 from fedquilt.edge_agent.power.energy import EnergyAccount
 
 BATTERY = "sys/class/power_supply/BAT0"
+FULL = {"energy_now": 30_000_000, "energy_full": 40_000_000}
+CHARGE = {"charge_now": 1_000_000, "charge_full": 4_000_000}
 
 
 # -- RAPL -----------------------------------------------------------------------------------------
@@ -41,18 +43,15 @@ def test_packages_and_memory_are_summed_and_nothing_twice(tree: Tree):
     assert device.read_sensors(1.0).energy_j == pytest.approx(31e-6)
 
 
-def test_one_unreadable_package_makes_energy_unknown(tree: Tree):
-    """Half of a host's energy would pass for all of it."""
-    tree.rapl("0", "package-0", 0)
-    tree.rapl("1", "package-1", 0)
-    (tree.root / "sys/class/powercap/intel-rapl:1/energy_uj").unlink()
+def test_one_unreadable_package_or_a_wrap_without_a_range_makes_energy_unknown(tree: Tree):
+    """Half of a host's energy would pass for all of it; where it wrapped is not told, so how much is not known."""
+    for number in "01":
+        tree.rapl(number, f"package-{number}", 900)
+    zones = tree.root / "sys/class/powercap"
+    (zones / "intel-rapl:1/energy_uj").rename(tree.root / "kept")
     assert LinuxDevice(tree.root).read_sensors(1.0).energy_j is None
-
-
-def test_a_wrap_without_a_range_makes_energy_unknown(tree: Tree):
-    """Where it wrapped is not told, so how much is not known."""
-    tree.rapl("0", "package-0", 900)
-    (tree.root / "sys/class/powercap/intel-rapl:0/max_energy_range_uj").unlink()
+    (tree.root / "kept").rename(zones / "intel-rapl:1/energy_uj")
+    (zones / "intel-rapl:0/max_energy_range_uj").unlink()
     device = LinuxDevice(tree.root)
     tree.write("sys/class/powercap/intel-rapl:0/energy_uj", 40)
     assert device.read_sensors(1.0).energy_j is None
@@ -110,33 +109,28 @@ def test_a_meter_of_the_whole_machine_is_its_power(tree: Tree):
     assert (reading.power_w, reading.energy_source) == (120.0, "hwmon power_meter power1")
 
 
-def test_a_laptop_on_its_battery_tells_what_it_takes(tree: Tree):
-    """9 W flow out, written with or without a minus; 30 of 40 Wh are left."""
-    tree.files(BATTERY, type="Battery", status="Discharging", power_now=9_000_000)
-    tree.files(BATTERY, energy_now=30_000_000, energy_full=40_000_000)
-    reading = LinuxDevice(tree.root).read_sensors(0.0)
-    assert (reading.power_w, reading.energy_source) == (9.0, "battery")
-    assert (reading.battery, reading.charging) == (0.75, False)
-    tree.write(f"{BATTERY}/power_now", -9_000_000)
-    assert LinuxDevice(tree.root).read_sensors(0.0).power_w == 9.0
-
-
-def test_volts_and_amperes_do_where_no_power_is_told(tree: Tree):
-    """12 V times 0.5 A is 6 W; charge in ampere-hours gives the same share as energy would."""
-    tree.files(BATTERY, type="Battery", status="Discharging", voltage_now=12_000_000, current_now=-500_000)
-    tree.files(BATTERY, charge_now=1_000_000, charge_full=4_000_000)
-    reading = LinuxDevice(tree.root).read_sensors(0.0)
-    assert (reading.power_w, reading.battery) == (6.0, 0.25)
-
-
 @pytest.mark.parametrize(
-    ("status", "charging"), [("Charging", True), ("Full", True), ("Not charging", True), ("Unknown", None)]
+    ("files", "power_w", "battery", "charging"),
+    [
+        # 9 W flow out, written with or without a minus; 30 of 40 Wh are left
+        ({"status": "Discharging", "power_now": 9_000_000, **FULL}, 9.0, 0.75, False),
+        ({"status": "Discharging", "power_now": -9_000_000, **FULL}, 9.0, 0.75, False),
+        # 12 V times 0.5 A; charge in ampere-hours gives the same share as energy would
+        ({"status": "Discharging", "voltage_now": 12_000_000, "current_now": -500_000, **CHARGE}, 6.0, 0.25, False),
+        # on the mains: what flows into a battery is not what the host takes
+        ({"status": "Charging", "power_now": 20_000_000, "capacity": 80}, None, 0.8, True),
+        ({"status": "Full", "power_now": 20_000_000, "capacity": 80}, None, 0.8, True),
+        ({"status": "Not charging", "power_now": 20_000_000, "capacity": 80}, None, 0.8, True),
+        ({"status": "Unknown", "power_now": 20_000_000, "capacity": 80}, None, 0.8, None),
+    ],
 )
-def test_on_the_mains_a_battery_does_not_tell_the_power(tree: Tree, status: str, charging: bool | None):
-    """What flows into a battery is not what the host takes."""
-    tree.files(BATTERY, type="Battery", status=status, power_now=20_000_000, capacity=80)
+def test_a_battery_tells_the_power_while_the_host_lives_on_it(
+    tree: Tree, files: dict[str, object], power_w: float | None, battery: float, charging: bool | None
+):
+    tree.files(BATTERY, type="Battery", **files)
     reading = LinuxDevice(tree.root).read_sensors(0.0)
-    assert (reading.power_w, reading.battery, reading.charging) == (None, 0.8, charging)
+    assert (reading.power_w, reading.battery, reading.charging) == (power_w, battery, charging)
+    assert reading.energy_source == (None if power_w is None else "battery")
 
 
 def test_a_mouse_is_not_the_hosts_battery(tree: Tree):

@@ -57,7 +57,6 @@ def test_undeclared_work_takes_the_measured_time_and_no_known_energy(host_s: flo
 
 
 def test_a_profile_without_power_predicts_no_energy():
-    """None, never 0."""
     cost = SimulatedDevice(profiles.parse_board_profile(TOY, "toy"), "unknown").task_cost(
         WorkEstimate(flops=300), Cost(duration_s=2.0)
     )
@@ -194,6 +193,5 @@ def test_traits_are_told_with_the_board_s_name():
     ],
 )
 def test_a_trait_that_is_none_is_refused(text, message):
-    """With what there is."""
     with pytest.raises(JobError, match=message):
         devices.create_device(f"jetson-tx2?{text}")

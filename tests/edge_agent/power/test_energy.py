@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from fedquilt.core import Cost, Reading
 from fedquilt.edge_agent.power.energy import EnergyAccount, total_cost
 
+RAIL = "ina3221 VDD_IN"
+
 
 def powers(*samples: tuple[float, float | None]) -> EnergyAccount:
     ledger = EnergyAccount(0.0)
     for at_s, watts in samples:
-        ledger = ledger.with_reading(at_s, Reading(power_w=watts, energy_source="ina3221 VDD_IN"))
+        ledger = ledger.with_reading(at_s, Reading(power_w=watts, energy_source=RAIL))
     return ledger
 
 
@@ -30,90 +34,59 @@ def test_powers_are_integrated_by_trapezoids() -> None:
         energy_j=1.5 + 2.0,
         idle_j=1.0,
         energy_error_j=0.5,
-        energy_source="ina3221 VDD_IN, 2 Hz, trapezoids",
+        energy_source=f"{RAIL}, 2 Hz, trapezoids",
         point="MAXN",
     )
 
 
-def test_a_constant_power_has_no_error() -> None:
-    """5 W for a second."""
-    cost = powers(*((i / 10, 5.0) for i in range(11))).cost_until(1.0, None)
-    assert cost.energy_j == pytest.approx(5.0)
-    assert cost.energy_error_j == pytest.approx(0.0)
-    assert cost.energy_source == "ina3221 VDD_IN, 10 Hz, trapezoids"
+@pytest.mark.parametrize(
+    ("account", "until_s", "energy_j", "error_j", "source"),
+    [
+        (powers(*((i / 10, 5.0) for i in range(11))), 1.0, 5.0, 0.0, f"{RAIL}, 10 Hz, trapezoids"),
+        # t squared to 2 s, whose integral is 8/3: within the bound, as of any power that only rises
+        (powers(*((t / 2, t * t / 4) for t in range(5))), 2.0, 2.75, 1.0, f"{RAIL}, 2 Hz, trapezoids"),
+        # 0.2 s at 3 W and 0.3 s at 5 W were not watched, and count in full into the bound
+        (powers((0.2, 3.0), (1.0, 5.0)), 1.3, 0.6 + 3.2 + 1.5, 2.1 + 0.8, None),
+        # so does a gap of 3 s between two readings of 4 W
+        (powers((0.0, 4.0), (3.0, 4.0)), 3.0, 12.0, 12.0, None),
+        # None and not-a-number say nothing: the trapezoid is from 0 to 0.3 s
+        (powers((0.0, 2.0), (0.1, None), (0.2, math.nan), (0.3, 4.0)), 0.3, 0.9, 0.3, None),
+        # a reading of the past, or a second one of the same moment, adds nothing
+        (powers((0.0, 2.0), (1.0, 2.0), (0.5, 100.0), (1.0, 100.0), (2.0, 2.0)), 2.0, 4.0, None, None),
+        # a task shorter than the time between two readings: one power is its own bound
+        (powers((0.0, 3.0)), 0.05, 0.15, 0.15, f"{RAIL}, one reading, trapezoids"),
+        # the most that came at once, 4 J, is how far behind a counter may be
+        (counters((0.0, 100.0), (1.0, 103.0), (2.0, 107.0)), 2.0, 7.0, 4.0, "rapl, counter"),
+        # 5 J, then nonsense, then 8 J: what came from the last good reading on is not lost
+        (counters((0.0, 5.0), (1.0, 0.0), (2.0, 8.0)), 2.0, 3.0, None, None),
+        # 2 J in the last second, so 1 J in the half second after it
+        (counters((0.0, 0.0), (1.0, 2.0)), 1.5, 3.0, 2.0 + 1.0, None),
+    ],
+)
+def test_joules_and_their_bound_are_those_done_by_hand(
+    account: EnergyAccount, until_s: float, energy_j: float, error_j: float | None, source: str | None
+) -> None:
+    cost = account.cost_until(until_s, None)
+    assert cost.energy_j == pytest.approx(energy_j)
+    assert cost.energy_error_j == pytest.approx(cost.energy_error_j if error_j is None else error_j)
+    assert cost.energy_source == (source or cost.energy_source)
     assert cost.idle_j is None
 
 
-def test_the_bound_holds_for_any_power_that_only_rises() -> None:
-    """t squared from 0 to 2 s, sampled each half second: the integral is 8/3, the trapezoids say 2.75."""
-    cost = powers(*((t, t * t) for t in (0.0, 0.5, 1.0, 1.5, 2.0))).cost_until(2.0, None)
-    assert cost.energy_j == pytest.approx(2.75)
-    assert cost.energy_error_j == pytest.approx(1.0)
-    assert cost.energy_error_j is not None
-    assert abs(cost.energy_j - 8 / 3) <= cost.energy_error_j
-
-
-def test_what_is_before_the_first_and_after_the_last_reading_is_held_and_counts_in_full_into_the_bound() -> None:
-    """0.2 s at 3 W and 0.3 s at 5 W were not watched: 2.1 J of 0.8 * 4 + 2.1."""
-    cost = powers((0.2, 3.0), (1.0, 5.0)).cost_until(1.3, None)
-    assert cost.energy_j == pytest.approx(0.6 + 3.2 + 1.5)
-    assert cost.energy_error_j == pytest.approx(2.1 + 0.8)
-
-
-def test_a_gap_counts_in_full_into_the_bound() -> None:
-    """3 s between two readings of 4 W: anything may have been in between."""
-    cost = powers((0.0, 4.0), (3.0, 4.0)).cost_until(3.0, None)
-    assert (cost.energy_j, cost.energy_error_j) == (12.0, 12.0)
-
-
-def test_missing_and_unreadable_readings_are_bridged() -> None:
-    """None and not-a-number say nothing: the trapezoid is from 0 to 0.3 s."""
-    cost = powers((0.0, 2.0), (0.1, None), (0.2, float("nan")), (0.3, 4.0)).cost_until(0.3, None)
-    assert cost.energy_j == pytest.approx(0.9)
-    assert cost.energy_error_j == pytest.approx(0.3)
-
-
-def test_time_that_goes_backwards_is_ignored() -> None:
-    """A reading of the past, or a second one of the same moment, adds nothing."""
-    cost = powers((0.0, 2.0), (1.0, 2.0), (0.5, 100.0), (1.0, 100.0), (2.0, 2.0)).cost_until(2.0, None)
-    assert cost.energy_j == 4.0
+def test_no_time_passes_before_a_task_begins() -> None:
     assert powers((5.0, 2.0)).cost_until(-1.0, idle_w=1.0).duration_s == 0.0
 
 
-def test_counters_are_differenced_and_may_lag_by_one_interval() -> None:
-    """7 J from 100 to 107; the most that came at once, 4 J, is how far behind it may be."""
-    cost = counters((0.0, 100.0), (1.0, 103.0), (2.0, 107.0)).cost_until(2.0, None)
-    assert (cost.energy_j, cost.energy_error_j, cost.energy_source) == (7.0, 4.0, "rapl, counter")
-
-
-def test_a_counter_is_preferred_to_a_power() -> None:
-    """It misses nothing between two readings."""
-    ledger = EnergyAccount(0.0)
+def test_a_counter_is_preferred_to_a_power_and_one_meter_to_a_mixture() -> None:
+    """60 W of the board, then the processor's 15 W, then 60 W again: 120 J in two seconds."""
+    both, two = EnergyAccount(0.0), EnergyAccount(0.0)
     for at_s, joules in ((0.0, 0.0), (1.0, 9.0)):
-        ledger = ledger.with_reading(at_s, Reading(energy_j=joules, power_w=1.0, energy_source="rapl"))
-    assert ledger.cost_until(1.0, None).energy_j == 9.0
-
-
-def test_a_counter_that_falls_is_waited_for() -> None:
-    """5 J, then nonsense, then 8 J: what came from the last good reading on is not lost."""
-    cost = counters((0.0, 5.0), (1.0, 0.0), (2.0, 8.0)).cost_until(2.0, None)
-    assert cost.energy_j == 3.0
-
-
-def test_readings_of_another_meter_are_passed_over() -> None:
-    """60 W of the board, then the processor's 15 W, then 60 W again: 120 J in two seconds, and no mixture."""
-    ledger = EnergyAccount(0.0)
+        both = both.with_reading(at_s, Reading(energy_j=joules, power_w=1.0, energy_source="rapl"))
     for at_s, watts, source in ((0.0, 60.0, "plug"), (1.0, 15.0, "rapl"), (2.0, 60.0, "plug")):
-        ledger = ledger.with_reading(at_s, Reading(power_w=watts, energy_source=source))
-    cost = ledger.cost_until(2.0, None)
+        two = two.with_reading(at_s, Reading(power_w=watts, energy_source=source))
+    assert both.cost_until(1.0, None).energy_j == 9.0
+    cost = two.cost_until(2.0, None)
     assert (cost.energy_j, cost.energy_source) == (120.0, "plug, 0.5 Hz, trapezoids")
-
-
-def test_after_a_counters_last_reading_its_last_power_is_held() -> None:
-    """2 J in the last second, so 1 J in the half second after it."""
-    cost = counters((0.0, 0.0), (1.0, 2.0)).cost_until(1.5, None)
-    assert cost.energy_j == pytest.approx(3.0)
-    assert cost.energy_error_j == pytest.approx(2.0 + 1.0)
 
 
 @pytest.mark.parametrize("ledger", [powers(), powers((0.0, None)), counters((0.0, 7.0))], ids=["", "none", "one"])
@@ -122,13 +95,6 @@ def test_without_a_meter_joules_are_unknown_and_not_zero(ledger: EnergyAccount) 
     cost = ledger.cost_until(10.0, idle_w=2.0)
     assert (cost.energy_j, cost.energy_error_j, cost.energy_source) == (None, None, None)
     assert cost.idle_j == 20.0
-
-
-def test_one_power_is_held_throughout_and_is_its_own_bound() -> None:
-    """A task shorter than the time between two readings."""
-    cost = powers((0.0, 3.0)).cost_until(0.05, None)
-    assert cost.energy_j == cost.energy_error_j == pytest.approx(0.15)
-    assert cost.energy_source == "ina3221 VDD_IN, one reading, trapezoids"
 
 
 def test_a_new_stretch_begins_with_the_last_reading() -> None:
@@ -191,7 +157,7 @@ def test_what_no_board_can_draw_is_passed_over() -> None:
     """Of 5 W boards: 900 W for a moment, and a counter that leaps by 4 kJ and does not come back."""
     ledger = EnergyAccount(0.0, most_w=40.0)
     for at_s, watts in ((0.0, 5.0), (0.5, 900.0), (1.0, -3.0), (1.5, 5.0)):
-        ledger = ledger.with_reading(at_s, Reading(power_w=watts, energy_source="ina3221 VDD_IN"))
+        ledger = ledger.with_reading(at_s, Reading(power_w=watts, energy_source=RAIL))
     assert ledger.cost_until(1.5, None).energy_j == pytest.approx(7.5)
     leap = EnergyAccount(0.0, most_w=40.0)
     for index in range(20):
@@ -203,8 +169,8 @@ def test_a_new_stretch_remembers_how_a_meter_moves() -> None:
     """It froze in the first stretch: the second one is unknown as well."""
     ledger = powers(*((i / 2, 5.0 + i % 2) for i in range(21)))
     for index in range(1, 21):
-        ledger = ledger.with_reading(10.0 + index / 2, Reading(power_w=6.0, energy_source="ina3221 VDD_IN"))
+        ledger = ledger.with_reading(10.0 + index / 2, Reading(power_w=6.0, energy_source=RAIL))
     second = ledger.next_segment(20.0)
     for index in range(1, 11):
-        second = second.with_reading(20.0 + index / 2, Reading(power_w=6.0, energy_source="ina3221 VDD_IN"))
+        second = second.with_reading(20.0 + index / 2, Reading(power_w=6.0, energy_source=RAIL))
     assert second.cost_until(25.0, None).energy_j is None

@@ -71,30 +71,31 @@ def test_each_policy_has_its_own_point(policy: str, left_s: float, expected: str
     assert chosen(policy, left_s) == expected
 
 
-def test_racing_to_idle_wins_where_the_fast_point_takes_little_more() -> None:
-    """FedStitch's Table II, from the second to the third row: 12 % less time and less power."""
-    rows = (point("1.12 GHz", 1.21, 1.25), point("1.30 GHz", 1.38, 1.14))
-    assert chosen("energy", 1000.0, rows, idle_w=0.2) == "1.30 GHz"
-    assert chosen("paper", 1000.0, rows, idle_w=0.2) == "1.12 GHz"
+@pytest.mark.parametrize(
+    ("rows", "left_s", "idle_w", "expected"),
+    [
+        # FedStitch's Table II, from the second to the third row: 12 % less time and less power
+        ((("1.12 GHz", 1.21, 1.25), ("1.30 GHz", 1.38, 1.14)), 1000.0, 0.2, "1.30 GHz"),
+        # 4 W for 10 s is less than 2.2 W for 20 s; with 2 W of idle for the 10 s left over it is more
+        ((("fast", 10.0, 4.0), ("slow", 5.0, 2.2)), 30.0, 0.0, "fast"),
+        ((("fast", 10.0, 4.0), ("slow", 5.0, 2.2)), 30.0, 2.0, "slow"),
+        # idle unknown: at 0 W slow takes 44 J and fast 40, at 2.2 W, the least at work, 66 and 84
+        ((("fast", 10.0, 4.0), ("slow", 5.0, 2.2)), 30.0, None, "slow"),
+        # idle unknown: at 0 W 56 and 40 J, at 2.8 W 84 and 96: slow would lose 16 J, and fast 12
+        ((("fast", 10.0, 4.0), ("slow", 5.0, 2.8)), 30.0, None, "fast"),
+    ],
+)
+def test_idle_is_counted_and_where_it_is_unknown_the_least_is_lost(
+    rows: tuple[tuple[str, float, float], ...], left_s: float, idle_w: float | None, expected: str
+) -> None:
+    points = tuple(point(*row) for row in rows)
+    assert name(choose_operating_point(GovernorPolicy("energy", 0.1), points, WORK, left_s, idle_w)) == expected
 
 
-def test_without_counting_idle_racing_looks_better_than_it_is() -> None:
-    """4 W for 10 s is less than 2.2 W for 20 s; with 2 W of idle for the 10 s left over it is more."""
-    rows = (point("fast", 10.0, 4.0), point("slow", 5.0, 2.2))
-    assert chosen("energy", 30.0, rows, idle_w=2.0) == "slow"
-    assert chosen("energy", 30.0, rows, idle_w=0.0) == "fast"
-
-
-def test_an_unknown_idle_power_is_not_taken_for_none() -> None:
-    """Idle at 0 W, slow takes 44 J and fast 40; at 2.2 W, the least at work, 66 and 84: slow loses 4 J, or fast 18."""
-    rows = (point("fast", 10.0, 4.0), point("slow", 5.0, 2.2))
-    assert name(choose_operating_point(GovernorPolicy(), rows, WORK, 30.0, None)) == "slow"
-
-
-def test_an_unknown_idle_power_leaves_racing_where_that_loses_least() -> None:
-    """Idle at 0 W, slow takes 56 J and fast 40; at 2.8 W, 84 and 96: slow would lose 16 J, and fast 12."""
-    rows = (point("fast", 10.0, 4.0), point("slow", 5.0, 2.8))
-    assert name(choose_operating_point(GovernorPolicy(), rows, WORK, 30.0, None)) == "fast"
+def test_the_papers_policy_takes_the_slowest_point_in_time_whatever_it_costs() -> None:
+    assert chosen("paper", 1000.0, (point("1.12 GHz", 1.21, 1.25), point("1.30 GHz", 1.38, 1.14)), idle_w=0.2) == (
+        "1.12 GHz"
+    )
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -128,25 +129,11 @@ def test_points_that_lack_numbers_are_left_out() -> None:
 
 @pytest.mark.parametrize("policy", ["energy", "paper", "max", "board"])
 def test_without_numbers_the_board_is_left_alone(policy: str) -> None:
-    """No points, points without speed, and work of which nothing is known."""
+    """No points, points without speed or, for "energy", without power, and work of which nothing is known."""
+    assert chosen("energy", 100.0, (point("a", 5.0, None), point("b", 10.0, None))) is None
     assert chosen(policy, 100.0, ()) is None
     assert chosen(policy, 100.0, (point("unknown", None, 5.0),)) is None
     assert choose_operating_point(GovernorPolicy(policy), BOARD, WorkEstimate(), 100.0, 1.0) is None  # type: ignore[arg-type]
-
-
-def test_energy_without_any_power_leaves_the_board_alone() -> None:
-    """There is nothing to choose by."""
-    assert chosen("energy", 100.0, (point("a", 5.0, None), point("b", 10.0, None))) is None
-
-
-def test_a_task_in_time_is_left_alone() -> None:
-    """Half of it is done, the rest takes 20 s of the 20 that are left."""
-    assert (
-        choose_faster_point(
-            GovernorPolicy(), BOARD, TaskSegment(SLOW, WORK.scale(0.5), 20.0, None), WORK.scale(0.5), 20.0, 1.0
-        )
-        is None
-    )
 
 
 @pytest.mark.parametrize(
@@ -168,30 +155,20 @@ def test_a_late_task_is_stepped_up(policy: str, left_s: float, factor: float, ex
     assert name(choose_faster_point(rule, BOARD, seen, WORK.scale(0.5), left_s, 1.0)) == expected
 
 
-def test_there_is_nothing_above_the_fastest_point() -> None:
-    """Late as it may be."""
-    assert (
-        choose_faster_point(
-            GovernorPolicy(), (FAST, SLOW), TaskSegment(FAST, WORK.scale(0.5), 5.0, None), WORK.scale(0.5), 1.0, 1.0
-        )
-        is None
-    )
-
-
-@pytest.mark.parametrize(("share", "seconds"), [(0.01, 16.0), (0.2, 0.0)])
-def test_too_little_of_a_task_says_nothing_of_its_pace(share: float, seconds: float) -> None:
-    """A hundredth of the work, and a clock that stands still."""
-    assert (
-        choose_faster_point(
-            GovernorPolicy(),
-            BOARD,
-            TaskSegment(SLOW, WORK.scale(share), seconds, None),
-            WORK.scale(1 - share),
-            1.0,
-            1.0,
-        )
-        is None
-    )
+@pytest.mark.parametrize(
+    ("points", "held", "share", "seconds", "left_s"),
+    [
+        (BOARD, SLOW, 0.5, 20.0, 20.0),  # in time
+        ((FAST, SLOW), FAST, 0.5, 5.0, 1.0),  # late, at the fastest point
+        (BOARD, SLOW, 0.01, 16.0, 1.0),  # a hundredth of the work says nothing of its pace
+        (BOARD, SLOW, 0.2, 0.0, 1.0),  # nor does a clock that stands still
+    ],
+)
+def test_a_task_is_left_alone_where_no_point_is_known_to_help(
+    points: tuple[OperatingPoint, ...], held: OperatingPoint, share: float, seconds: float, left_s: float
+) -> None:
+    seen = TaskSegment(held, WORK.scale(share), seconds, None)
+    assert choose_faster_point(GovernorPolicy(), points, seen, WORK.scale(1 - share), left_s, 1.0) is None
 
 
 def test_the_cheapest_is_the_cheapest_of_all_points() -> None:

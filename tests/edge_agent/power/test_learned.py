@@ -109,7 +109,6 @@ def test_impossible_times_teach_nothing(seconds: float) -> None:
 
 @pytest.mark.parametrize("watts", [None, 0.0, -1.0, float("nan"), float("inf")])
 def test_impossible_powers_teach_the_time_alone(watts: float | None) -> None:
-    """As does a meter that has failed on the way."""
     known = learn_segment(LearnedModel(), TaskSegment(TOP, WORK, 20.0, watts))
     assert known.time is not None
     assert known.power is None

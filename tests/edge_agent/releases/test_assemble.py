@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import plain
 import pytest
-from linear_models import board_data
+from linear_models import board_data, fitting_budget_bytes
 from one_agent import Board
 from toy_kinds import release
 
@@ -67,7 +67,7 @@ class Place:
         return SplitModelFiles(str(self.shared), "d", str(self.private), sha256)
 
     def checked(self, parted: SplitModelFiles, **changes: Any) -> WorkResult:
-        given = {"budget_bytes": 4_000_000_000, "data": board_data(), "timed_s": 0.01, **changes}
+        given = {"budget_bytes": fitting_budget_bytes(), "data": board_data(), "timed_s": 0.01, **changes}
         order = CheckRequest(model=str(self.model), out=str(self.folder), before=None, parted=parted, **given)
         return main.run_check(order)
 
@@ -115,7 +115,6 @@ def test_without_data_it_is_put_together_as_well(place: Place) -> None:
 def test_a_private_state_that_is_lost_is_told_or_refused_as_the_method_has_it(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a task does: FedRep begins its head anew; a method that does not allow that declines."""
     parted = place.keep(HEAD)
     place.private.write_bytes(place.private.read_bytes()[:-1] + b"x")
     found = place.checked(parted)

@@ -10,7 +10,7 @@ from typing import Any
 import made_graphs
 import numpy as np
 import pytest
-from linear_models import board_data, network
+from linear_models import board_data, fitting_budget_bytes, network
 
 from fedquilt.edge_agent.releases.acceptance import judge_check
 from fedquilt.edge_agent.releases.check import main
@@ -35,7 +35,7 @@ def laid(tmp_path: Path) -> Laid:
 
 
 def order(model: str, before: str | None = None, **changes: object) -> CheckRequest:
-    given = {"budget_bytes": 4_000_000_000, "data": board_data(), "timed_s": 0.01, **changes}
+    given = {"budget_bytes": fitting_budget_bytes(), "data": board_data(), "timed_s": 0.01, **changes}
     return CheckRequest(model=model, out=str(Path(model).parent), before=before, **given)
 
 
@@ -160,7 +160,7 @@ def test_a_model_that_was_not_run_is_refused(laid: Laid, shape: list[str] | None
     found = main.run_check(order(model, data={}))
     assert (found.code, found.metrics) == ("model", {})
     assert judge_check(ReleaseLimits(), found, None).refused.startswith("its check failed: it was not run")
-    assert "deploy it with --input-shape" in found.reason
+    assert "roll it out with --input-shape" in found.reason
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_answers_that_are_no_scores_are_refused_with_a_fix(
     found = main.run_check(order(laid("new", made.SerializeToString()), data={}))
     assert found.code == "model"
     assert said in found.reason
-    assert ": deploy a network" in found.reason or ": export it" in found.reason
+    assert ": roll out a network" in found.reason or ": export it" in found.reason
 
 
 def centred(into: str) -> list[Any]:
@@ -230,7 +230,7 @@ def test_without_room_for_a_second_example_a_batch_is_not_compared(laid: Laid, m
     made = made_graphs.product(["n", 6], nodes=centred).SerializeToString()
     monkeypatch.setattr(main.memory_budget, "resident_bytes", lambda pid: 0)
     monkeypatch.setattr(main.memory_budget, "read_peak_bytes", lambda pid: 3_000_000_000)
-    found = main.run_check(order(laid("new", made), data={}))
+    found = main.run_check(order(laid("new", made), data={}, budget_bytes=4_000_000_000))
     assert found.code == "ok"
     assert "answers of a batch were not compared" in found.note
 

@@ -89,7 +89,6 @@ def test_a_check_measures_the_board_and_the_process_ends(place: Place) -> None:
 
 
 def test_a_check_that_somebody_kills_is_made_again(place: Place) -> None:
-    """SIGKILL, from outside."""
     place.begin()
     (pid,) = until(lambda: pids(place), "the process")
     os.kill(pid, signal.SIGKILL)

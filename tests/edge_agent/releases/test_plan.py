@@ -100,7 +100,7 @@ class Board:
         state, actions = state_machine.advance(self.state, event, self.now_s)
         self.disk = state.noted or self.disk
         self.state = state
-        if (told := state_machine.installed_message(state, self.running)) is not None:
+        if (told := state_machine.release_status_message(state, self.running)) is not None:
             self.told.append(wire.decode(wire.encode(told), wire.ReleaseStatus))
         for action in actions:
             wish, before = state.noted.release, state.noted.before

@@ -84,7 +84,6 @@ def test_what_cannot_be_staged_or_checked_is_refused_by_name(site: Site, toy: To
 
 
 def test_a_check_that_refuses_ends_the_release(site: Site, toy: ToyKind) -> None:
-    """The end is told with what was measured."""
     toy.verdict = CheckResult("its accuracy is 40.0%", {"accuracy": 0.4})
     deploy(site)
     site.run(5.0)
@@ -94,7 +93,6 @@ def test_a_check_that_refuses_ends_the_release(site: Site, toy: ToyKind) -> None
 
 
 def test_a_swap_that_fails_leaves_what_ran(site: Site, toy: ToyKind) -> None:
-    """A full disk lets nothing be exchanged."""
     first = deploy(site)
     site.run(20.0)
     toy.fails["swap"] = StoreError("cannot exchange the model: No space left on device; free some space")

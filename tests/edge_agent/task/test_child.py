@@ -83,7 +83,6 @@ def test_an_idle_child_that_writes_lines_without_end_is_killed(place: Place) -> 
 
 
 def test_a_child_that_ends_by_itself_is_quoted(place: Place) -> None:
-    """Its code, and the last thing it said."""
     with child(script("import sys; print('no such library', file=sys.stderr); sys.exit(3)")) as worker:
         outcome = carried_out(worker, place.order())
     assert outcome.code == "failed"

@@ -117,7 +117,6 @@ def test_a_task_of_an_agent_that_connects_and_writes_is_refused_both(
 
 
 def test_where_the_kernel_has_neither_a_task_runs_without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An older kernel, or another architecture: nothing is given up, and nothing is raised."""
     monkeypatch.setattr(sandbox, "_prctl", lambda *given: -1)
     assert sandbox.apply_restrictions([tmp_path]) == ()
     monkeypatch.setattr(sandbox, "_prctl", lambda *given: 0)

@@ -32,8 +32,6 @@ def test_an_error_in_a_method_from_outside_names_its_file_and_line() -> None:
 
 
 def test_an_error_without_words_is_named_by_its_kind() -> None:
-    """No "ValueError: " with nothing behind it."""
-
     def fail() -> None:
         raise ValueError
 

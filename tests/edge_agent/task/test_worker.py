@@ -208,7 +208,6 @@ def test_a_child_killed_in_the_middle_is_told_from_one_out_of_memory(place: Plac
 
 
 def test_a_child_that_crashes_is_quoted(place: Place) -> None:
-    """The signal by name, and its last words."""
     with child(place.command()) as worker:
         outcome = carried_out(worker, place.order("abort"))
     assert outcome.code == "failed"
@@ -217,7 +216,6 @@ def test_a_child_that_crashes_is_quoted(place: Place) -> None:
 
 
 def test_a_task_given_up_is_killed_and_never_heard_of(place: Place) -> None:
-    """And the worker takes the next."""
     with child(place.command()) as worker:
         worker.start(place.order("sleepy"), 0.0)
         until(worker, ProgressReport)

@@ -97,7 +97,6 @@ def test_there_is_nothing_before_the_flashed_version(board: Board) -> None:
 
 
 def test_why_the_launcher_returned_is_told(board: Board, bundle: Callable[..., Path]) -> None:
-    """The version that runs again tells it; the next release begins without that reason."""
     board.take(bundle())
     choice = launcher.read_choice(board.versions)
     assert choice is not None
@@ -122,7 +121,6 @@ def test_a_version_that_could_not_be_tried_is_given_up(board: Board, bundle: Cal
 
 
 def test_environments_of_no_use_are_deleted(board: Board, bundle: Callable[..., Path]) -> None:
-    """What runs and what ran before stay."""
     versions = []
     for number in range(3):
         versions.append(board.take(bundle(f"number = {number}")))
@@ -217,7 +215,6 @@ def test_without_a_launcher_nothing_is_taken(tmp_path: Path, bundle: Callable[..
 
 
 def test_with_a_launcher_the_profile_says_nothing_of_upgrades(tmp_path: Path) -> None:
-    """Then versions can come, and may be refused for other reasons."""
     board = SimulatedDevice.from_name("jetson-tx2")
     kind = Board(tmp_path).kind
     assert (

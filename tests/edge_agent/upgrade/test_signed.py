@@ -17,7 +17,7 @@ from fedquilt.edge_agent.releases.release_kind import CheckResult
 from fedquilt.edge_agent.upgrade import archive, environment_build, launcher
 from fedquilt.edge_agent.upgrade.agent_release import AgentKind, read_launch_info
 from fedquilt.edge_agent.upgrade.launcher import VersionChoice
-from fedquilt.tools.operations.identity.authority import CertificateAuthority
+from fedquilt.tools.identity.authority import CertificateAuthority
 
 
 def test_only_the_fleets_authority_is_believed(tmp_path: Path, bundle: Callable[..., Path]) -> None:

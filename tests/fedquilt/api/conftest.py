@@ -1,7 +1,5 @@
 """A small job on the demo's digits; what prepares a network needs torch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

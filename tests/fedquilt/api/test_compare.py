@@ -1,10 +1,5 @@
 """fq.compare: the command's runs and its folder of finished ones, and what its table says."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 import fedquilt as fq
@@ -34,18 +29,14 @@ def made(method: str, seed: int, *accuracies: float) -> SeedRun:
 
 
 def comparison(*jobs: fq.Job) -> fq.Comparison:
-    runs = (
-        (made("a", 0, 0.5, 0.6), made("a", 1, 0.4, 0.7)),
-        (made("b", 0, 0.6, 0.7), made("b", 1, 0.6, 0.9)),
-    )
+    runs = ((made("a", 0, 0.5, 0.6), made("a", 1, 0.4, 0.7)), (made("b", 0, 0.6, 0.7), made("b", 1, 0.6, 0.9)))
     return fq.Comparison(jobs, runs, ())
 
 
 PROX = fq.Job(method="fedprox", params={"mu": 0.1})
 
 
-def test_a_row_says_how_far_a_job_came_and_at_what_cost() -> None:
-    """Differences are of the same seeds: 0.1 and 0.2, mean 0.15, sd 0.0707; t of one degree of freedom is 12.706."""
+def test_a_row_says_how_far_a_job_came_and_at_what_cost():
     first, second = comparison(PROX, PROX.replace(method="scaffold")).table()
     assert first["job"] == "fedprox"
     assert (first["accuracy"], first["held_accuracy"]) == pytest.approx((0.65, 0.325))
@@ -56,33 +47,43 @@ def test_a_row_says_how_far_a_job_came_and_at_what_cost() -> None:
     assert (second["rounds"], second["bytes"], second["joules"], second["seconds"]) == (2, 200, 10.0, 4.0)
 
 
-def test_costs_are_counted_to_the_target() -> None:
-    """To the first evaluation that reached it, of the seeds that did."""
+def test_costs_are_counted_to_the_target():
     first, second = comparison(PROX, PROX.replace(method="scaffold")).table(target=0.6)
     assert (first["reached"], first["rounds"], first["joules"]) == (2, 2, 10.0)
     assert (second["reached"], second["rounds"], second["joules"]) == (2, 1, 5.0)
     assert comparison(PROX, PROX.replace(method="scaffold")).table(target=0.99)["rounds"] == [None, None]
 
 
-def test_jobs_of_one_method_are_called_by_what_differs() -> None:
+def test_jobs_of_one_method_are_called_by_what_differs():
     """Else their rows could not be told apart."""
     stronger = PROX.replace(params={"mu": 1.0})
     assert comparison(PROX, stronger).labels == ["fedprox params.mu=0.1", "fedprox params.mu=1.0"]
     assert comparison(PROX, PROX.replace(method="scaffold")).labels == ["fedprox", "scaffold"]
 
 
-def test_every_evaluation_is_a_row_of_the_curves() -> None:
-    """For plots; pandas takes them."""
+def test_every_evaluation_is_a_row_of_the_curves():
     found = comparison(PROX, PROX.replace(method="scaffold"))
     assert len(found.curves()) == 8
     pytest.importorskip("pandas")
     assert found.to_pandas().groupby("job")["accuracy"].max().to_dict() == {"fedprox": 0.7, "scaffold": 0.9}
 
 
-def test_runs_are_the_commands_and_are_made_once(
-    job: fq.Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The same folder serves both: what Python has run, the command finds; and a failed run is told, not raised."""
+def test_a_comparison_draws_the_mean_of_each_job_with_its_spread():
+    """A line and a band for each job, and a name for each line."""
+    pytest.importorskip("matplotlib")
+    found = comparison(PROX, PROX.replace(method="scaffold"))
+    axes = found.plot()
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["fedprox", "scaffold"]
+    assert len(axes.patches) == 2
+    lines = axes.lines[:: len(axes.lines) // 2]  # the others are dots
+    for of, line in zip(found.runs, lines, strict=True):
+        values = [[100 * (each.value or 0.0) for each in run.marks] for run in of]
+        assert list(line.get_ydata()) == pytest.approx([sum(each) / len(of) for each in zip(*values, strict=True)])
+    with pytest.raises(fq.JobError, match="nothing is drawn over 'hours'; there are: rounds, bytes, joules"):
+        found.plot("hours")
+
+
+def test_runs_are_the_commands_and_are_made_once(job, tmp_path, monkeypatch, capsys):
     job = job.replace(method="fedavg", rounds=1)
     found = fq.compare([job, job.replace(method="scaffold")], seeds=range(2), out=tmp_path / "out", workers=1)
     assert [len(of) for of in found.runs] == [2, 2]
@@ -96,8 +97,17 @@ def test_runs_are_the_commands_and_are_made_once(
     assert "4 of 4 runs are in" in capsys.readouterr().err
 
 
+def test_networks_that_differ_by_device_are_compared_on_held_out_shares(job, tmp_path):
+    """A test set measures what devices share; FedAvg alone is tested."""
+    jobs = [job.replace(method=method, rounds=1) for method in ("fedavg", "local")]
+    both = fq.compare(jobs, seeds=[0], out=tmp_path, workers=1).table()
+    assert both["accuracy"] == both["held_accuracy"]
+    alone = fq.compare(jobs[:1], seeds=[0], out=tmp_path, workers=1).table()
+    assert alone["held_accuracy"] == both["held_accuracy"][:1]
+    assert alone["accuracy"] != alone["held_accuracy"]
+
+
 @pytest.mark.parametrize(("jobs", "seeds"), [([], range(3)), ([PROX], [])])
-def test_nothing_to_compare_is_an_error(jobs: list[fq.Job], seeds: Any) -> None:
-    """It shows a call."""
+def test_nothing_to_compare_is_an_error(jobs, seeds):
     with pytest.raises(fq.JobError, match=r"as in fq\.compare\(\[job, other\]"):
         fq.compare(jobs, seeds=seeds)

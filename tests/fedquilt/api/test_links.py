@@ -1,7 +1,5 @@
 """Links of simulated boards: what transfers take, on virtual time, with and without messages."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -18,8 +16,7 @@ def rounds_of(job: fq.Job, links: list[str], home: Path) -> list[float]:
     return list(fq.simulate(job.replace(fleet=fleet), evaluate=False, home=home).rounds()["seconds"])
 
 
-def test_a_round_is_longer_by_the_slowest_boards_way_down_and_up(job: fq.Job, tmp_path: Path) -> None:
-    """Both of two boards at 2 kB/s and 100 ms, each way: what one of them moves in a round, and 200 ms."""
+def test_a_round_is_longer_by_the_slowest_boards_way_down_and_up(job, tmp_path):
     plain = rounds_of(job, [], tmp_path / "plain")
     slow = rounds_of(job, ["2kB/s 100ms"], tmp_path / "slow")
     moved = fq.Run.open(tmp_path / "slow", "job").rounds()
@@ -28,8 +25,7 @@ def test_a_round_is_longer_by_the_slowest_boards_way_down_and_up(job: fq.Job, tm
         assert slow[number] - plain[number] == pytest.approx(0.2 + bytes_of_one / 2e3, rel=1e-6)
 
 
-def test_links_change_no_bit_where_nobody_is_late(job: fq.Job, tmp_path: Path) -> None:
-    """The same states, and the same joules: a board idles while it waits."""
+def test_links_change_no_bit_where_nobody_is_late(job, tmp_path):
     fleet = fq.Fleet(4, boards=["jetson-tx2"], links=["1MB/s", "3kB/s 1s"])
     with_links = fq.simulate(job.replace(fleet=fleet), evaluate=False, home=tmp_path / "with")
     without = fq.simulate(
@@ -40,8 +36,7 @@ def test_links_change_no_bit_where_nobody_is_late(job: fq.Job, tmp_path: Path) -
     ]
 
 
-def test_with_messages_a_round_takes_about_as_long(job: fq.Job, tmp_path: Path) -> None:
-    """Of `simulate`, after boards have told their profiles: messages lengthen it by less than a tenth."""
+def test_with_messages_a_round_takes_about_as_long(job, tmp_path):
     job = job.replace(model=fq.models.mlp(64, [512], 10))
     table = job.replace(fleet=fq.Fleet(4, boards=["jetson-tx2"], links=["100kB/s"]))
     file = str(table.write(tmp_path / "job.toml"))
@@ -53,14 +48,13 @@ def test_with_messages_a_round_takes_about_as_long(job: fq.Job, tmp_path: Path) 
     assert all(mine < theirs < 1.1 * mine for mine, theirs in zip(ours[1:], told[1:], strict=True))
 
 
-def test_messages_of_a_slow_client_follow_one_another_both_ways() -> None:
-    """Two of 100 bytes at 100 bytes a second, and half a second each: there after 1.5 and 2.5 s."""
+def test_messages_of_a_slow_client_follow_one_another_both_ways():
     broker = MemoryBroker()
     slow, fast = broker.connect(pace=LinkCost(0.5, 100.0)), broker.connect()
     fast.subscribe(["up"])
     slow.subscribe(["down"])
 
-    def times(link: object) -> list[float]:
+    def times(link):
         found = []
         while (due_s := broker.next_delivery_s()) is not None:
             broker.now_s = due_s
@@ -78,16 +72,12 @@ def test_messages_of_a_slow_client_follow_one_another_both_ways() -> None:
 
 
 @pytest.mark.parametrize("link", ["2MB", "fast", "0MB/s", "2MB/s soon", "-1kB/s"])
-def test_a_text_that_is_no_link_is_refused_with_its_key(job: fq.Job, link: str) -> None:
-    """Before anything runs."""
+def test_a_text_that_is_no_link_is_refused_with_its_key(job, link):
     with pytest.raises(JobError, match=r"\[fleet\] links: "):
         fq.simulate(job.replace(fleet=fq.Fleet(4, links=[link])))
 
 
-def test_a_broker_of_its_own_has_no_simulated_links(
-    job: fq.Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Real messages take the time that they take."""
+def test_a_broker_of_its_own_has_no_simulated_links(job, tmp_path, capsys):
     file = str(job.replace(fleet=fq.Fleet(4, links=["2kB/s"])).write(tmp_path / "job.toml"))
     assert main(["prepare", file]) == 0
     assert main(["simulate", file, "--link", "embedded", "--home", str(tmp_path / "fleet")]) == 2

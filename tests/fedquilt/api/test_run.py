@@ -1,9 +1,6 @@
 """A run's views: columns that add up, sentences, weights and files; and runs of any coordinator's home."""
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,8 +42,7 @@ def summarised(store: Store, run: str) -> RunSummary:
     return summarise_events(store.find_job(run).job, store.read_events(run))
 
 
-def test_rounds_and_devices_add_up_to_the_whole_run(run: fq.Run) -> None:
-    """Bytes and joules are split by round and by device, and none is lost; so says the log's own account."""
+def test_rounds_and_devices_add_up_to_the_whole_run(run):
     with Store(run.home) as store:
         whole = summarised(store, run.id).total
     rounds, devices = run.rounds(), run.devices()
@@ -59,21 +55,19 @@ def test_rounds_and_devices_add_up_to_the_whole_run(run: fq.Run) -> None:
     assert devices["device"] == ["jetson-tx2-00", "jetson-tx2-02", "raspberry-pi-5-01", "raspberry-pi-5-03"]
 
 
-def test_checks_in_rounds_are_of_the_round_before(run: fq.Run) -> None:
-    """A check is of the state that its round begins with; the closing one is the last round's."""
+def test_checks_in_rounds_are_of_the_round_before(run):
     with Store(run.home) as store:
         points = {
             point.rounds: point for point in progress_points(summarised(store, run.id)) if point.personal is not None
         }
     assert sorted(points) == [0, 1, 2, 3]
-    held = [points[number].personal.weighted for number in (1, 2, 3)]  # type: ignore[union-attr]
+    held = [points[number].personal.weighted for number in (1, 2, 3)]
     assert run.rounds()["held_accuracy"] == held
-    assert run.rounds()["loss"] != [points[number].personal.loss for number in (1, 2, 3)]  # type: ignore[union-attr] # it is the test set's
+    assert run.rounds()["loss"] != [points[number].personal.loss for number in (1, 2, 3)]  # it is the test set's
     assert {value for value in run.devices()["accuracy"] if value is not None}
 
 
-def test_a_table_goes_into_data_frames(run: fq.Run) -> None:
-    """By its methods, and as plain columns."""
+def test_a_table_goes_into_data_frames(run):
     pandas, polars = pytest.importorskip("pandas"), pytest.importorskip("polars")
     table = run.rounds()
     assert table.to_pandas().equals(pandas.DataFrame(table.columns))
@@ -83,17 +77,13 @@ def test_a_table_goes_into_data_frames(run: fq.Run) -> None:
     assert len(table) == 3
 
 
-def test_a_missing_library_is_named_with_its_extra(run: fq.Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one sentence."""
+def test_a_missing_library_is_named_with_its_extra(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(fq.JobError, match=r"needs pandas, which is not installed: pip install 'fedquilt\[frames\]'"):
         run.rounds().to_pandas()
 
 
-def test_what_a_report_or_a_network_needs_is_named_with_its_extra(
-    run: fq.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As the commands say it."""
+def test_what_a_report_or_a_network_needs_is_named_with_its_extra(run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(fq.JobError, match=r"needs matplotlib, .*: pip install 'fedquilt\[report\]'"):
         run.report(tmp_path / "run.html")
@@ -102,8 +92,7 @@ def test_what_a_report_or_a_network_needs_is_named_with_its_extra(
         fq.simulate(run.job.replace(model=fq.models.rezero(64, 10)))
 
 
-def test_a_table_is_readable_as_text_and_in_a_notebook(run: fq.Run) -> None:
-    """Long ones are shown by their ends; names are escaped."""
+def test_a_table_is_readable_as_text_and_in_a_notebook(run):
     assert repr(run.rounds()).splitlines()[0].split()[:2] == ["round", "accuracy"]
     table = fq.Table({"<name>": list(range(100)), "value": [None] * 100})
     assert len(repr(table).splitlines()) == 42
@@ -111,25 +100,23 @@ def test_a_table_is_readable_as_text_and_in_a_notebook(run: fq.Run) -> None:
     assert repr(fq.Table({"a": [], "b": []})) == "a  b"
 
 
-def test_why_says_what_became_of_a_device(run: fq.Run) -> None:
+def test_why_says_what_became_of_a_device(run):
     """As `fedquilt why` does; an unknown device is an error that names those there are."""
     said = run.why("jetson-tx2-00")
-    assert said[0].startswith("round")
+    assert [line.partition(":")[0] for line in said] == ["round 1", "round 2", "round 3", "final evaluation"]
     assert any("answered" in line or "not drawn" in line for line in said)
     assert run.why(round=1)[0] == "round 1:"
-    with pytest.raises(fq.JobError, match=r"'jetson-nano-03'; it knows jetson-tx2-00"):
+    with pytest.raises(fq.JobError, match=r"'jetson-nano-03'; did you mean 'jetson-tx2-02'\? It knows jetson-tx2-00"):
         run.why("jetson-nano-03")
 
 
-def test_the_log_is_told_in_sentences(run: fq.Run) -> None:
-    """It begins with the start and ends with what was taken."""
+def test_the_log_is_told_in_sentences(run):
     said = run.log()
     assert said[0] == "started"
     assert any(line.startswith("energy: ") for line in said[-2:])
 
 
-def test_weights_are_those_of_the_export(run: fq.Run, tmp_path: Path) -> None:
-    """And the ONNX file computes what the network does: x as float32 in, scores out."""
+def test_weights_are_those_of_the_export(run, tmp_path):
     weights = run.weights()
     assert {name: array.shape for name, array in weights.items()} == {
         "1.weight": (8, 64),
@@ -148,16 +135,14 @@ def test_weights_are_those_of_the_export(run: fq.Run, tmp_path: Path) -> None:
     np.testing.assert_allclose(session.run(None, {"x": x})[0], wanted, atol=1e-5)
 
 
-def test_a_report_is_one_page(run: fq.Run, tmp_path: Path) -> None:
-    """The command's."""
+def test_a_report_is_one_page(run, tmp_path):
     pytest.importorskip("matplotlib")
     page = run.report(tmp_path / "run.html").read_text()
     assert run.id in page
     assert page.lstrip().startswith("<!")
 
 
-def test_a_run_of_any_home_is_opened(run: fq.Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By its id, or the name of its job; the command lists it too."""
+def test_a_run_of_any_home_is_opened(run, tmp_path, capsys):
     for name in (run.id, "viewed"):
         assert fq.Run.open(run.home, name).rounds() == run.rounds()
     assert run.job == small(check={"every": 1})
@@ -171,16 +156,47 @@ def test_a_run_of_any_home_is_opened(run: fq.Run, tmp_path: Path, capsys: pytest
         fq.Run.open(tmp_path, "viewed")
 
 
-def test_a_column_that_there_is_not_is_told_with_those_there_are(run: fq.Run) -> None:
-    """A typo in a notebook."""
-    with pytest.raises(KeyError, match=r"no column 'acuracy'; there are: round, accuracy, .*did you mean 'accuracy'"):
+def test_a_column_that_there_is_not_is_told_with_those_there_are(run):
+    with pytest.raises(KeyError, match=r"no column 'acuracy'; did you mean 'accuracy'\? There are: round, accuracy, "):
         run.rounds()["acuracy"]
 
 
-def test_an_export_of_another_ending_is_refused(run: fq.Run, tmp_path: Path) -> None:
+def test_an_export_of_another_ending_is_refused(run, tmp_path):
     """No safetensors in a file called .pt, which no program would read."""
     with pytest.raises(
         fq.JobError, match=r"net\.pt: weights are safetensors or ONNX: name a file that ends with \.onnx"
     ):
         run.export(tmp_path / "net.pt")
     assert not (tmp_path / "net.pt").exists()
+
+
+def test_a_run_draws_its_accuracy_over_each_cost(run: fq.Run) -> None:
+    """The last point is the last row of `rounds`; energy of simulated devices is predicted."""
+    pytest.importorskip("matplotlib")
+    table = run.rounds()
+    drawn = run.plot().lines[0]
+    assert (drawn.get_xdata()[-1], drawn.get_ydata()[-1]) == (3, pytest.approx(100 * table["accuracy"][-1]))
+    axes = run.plot("joules")
+    assert axes.get_xlabel() == "J of the boards, gross, predicted by profile"
+    with Store(run.home) as store:
+        assert axes.lines[0].get_xdata()[-1] == pytest.approx(progress_points(summarised(store, run.id))[-1].energy_j)
+    assert run.plot("seconds").get_xlabel().startswith("virtual time, ")
+    assert run.plot("bytes", axes) is axes
+    with pytest.raises(fq.JobError, match="nothing is drawn over 'joule'; did you mean 'joules'"):
+        run.plot("joule")
+
+
+def test_a_fleet_is_drawn_by_its_examples(run: fq.Run) -> None:
+    """A name for each device and class, and a circle for each class that a device has."""
+    pytest.importorskip("matplotlib")
+    axes = run.job.plot_fleet()
+    shown = {text.get_text() for text in axes.texts}
+    assert {"jetson-tx2-00", "raspberry-pi-5-01", "jetson-tx2-02", "raspberry-pi-5-03", "0", "9"} <= shown
+
+
+def test_a_missing_library_of_plots_is_named_with_its_extra(run: fq.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(fq.JobError, match=r"matplotlib.*pip install 'fedquilt\[report\]'"):
+        run.plot()

@@ -1,7 +1,5 @@
 """fq.simulate: the command's own rounds, bit for bit, and what is shown and told meanwhile."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import types
@@ -16,7 +14,8 @@ from fedquilt.api import progress_display
 from fedquilt.api import run as runs
 from fedquilt.cli import main
 from fedquilt.coordinator.rounds.events import CohortSelected, RoundCommitted, UpdateAccepted
-from fedquilt.coordinator.storage.store import Store
+from fedquilt.coordinator.storage.store import AWAY_S, Store
+from fedquilt.core import JobError
 
 
 def outcome(run: fq.Run) -> tuple[list[Any], list[Any], list[str]]:
@@ -40,8 +39,7 @@ def commanded(job: fq.Job, folder: Path) -> fq.Run:
 
 
 @pytest.mark.parametrize("changes", [{}, {"wire": {"codec": "int8"}}, {"method": "scaffold"}, {"check": {"every": 1}}])
-def test_values_are_the_commands_to_the_bit(job: fq.Job, changes: dict[str, Any], tmp_path: Path) -> None:
-    """Devices asked, bytes and states of `fedquilt simulate --link memory`, also where evaluations are made beside."""
+def test_values_are_the_commands_to_the_bit(job, changes, tmp_path):
     job = job.replace(**changes)
     wanted = commanded(job, tmp_path)
     assert len(outcome(wanted)[2]) >= job.rounds
@@ -53,8 +51,7 @@ def test_values_are_the_commands_to_the_bit(job: fq.Job, changes: dict[str, Any]
             assert plain.rounds()[column] == wanted.rounds()[column], column
 
 
-def test_the_global_model_is_evaluated_beside_every_round(job: fq.Job) -> None:
-    """At no cost to the devices, on the test set and on their held-out shares; without it nothing is known."""
+def test_the_global_model_is_evaluated_beside_every_round(job):
     run, blind = fq.simulate(job), fq.simulate(job, evaluate=False)
     assert all(0 < value < 1 for value in run.rounds()["accuracy"])
     assert run.rounds()["accuracy"] != run.rounds()["held_accuracy"]
@@ -64,16 +61,14 @@ def test_the_global_model_is_evaluated_beside_every_round(job: fq.Job) -> None:
     assert blind.rounds()["held_accuracy"] == [None] * 3
 
 
-def test_a_seed_is_that_of_the_job(job: fq.Job) -> None:
-    """It draws cohorts, examples and the partition; given, it counts in place of the job's."""
+def test_a_seed_is_that_of_the_job(job):
     one, other = fq.simulate(job, seed=1), fq.simulate(job.replace(seed=1))
     assert outcome(one) == outcome(other)
     assert outcome(one) != outcome(fq.simulate(job))
     assert one.job.seed == 1
 
 
-def test_a_temporary_home_lasts_as_long_as_its_run(job: fq.Job) -> None:
-    """Nothing is left on the disk."""
+def test_a_temporary_home_lasts_as_long_as_its_run(job):
     run = fq.simulate(job.replace(rounds=1))
     home = run.home
     assert run.status == "done"
@@ -88,8 +83,7 @@ def break_off(row: Mapping[str, Any]) -> None:
         raise KeyboardInterrupt
 
 
-def test_an_interrupted_run_goes_on_in_its_home(job: fq.Job, home: Path, tmp_path: Path) -> None:
-    """The same run, and in the end the same states as without an interruption, private ones too."""
+def test_an_interrupted_run_goes_on_in_its_home(job, home, tmp_path):
     job = job.replace(method="scaffold")
     with pytest.raises(KeyboardInterrupt):
         fq.simulate(job, home=home, on_round=break_off)
@@ -104,19 +98,16 @@ def test_an_interrupted_run_goes_on_in_its_home(job: fq.Job, home: Path, tmp_pat
 
 
 @pytest.mark.parametrize("check", [{}, {"every": 1}])
-def test_a_callback_receives_every_round_once(job: fq.Job, check: dict[str, Any]) -> None:
-    """The very rows of `Run.rounds`, also where a round's accuracy comes with the next one's checks."""
-    rows: list[Mapping[str, Any]] = []
+def test_a_callback_receives_every_round_once(job, check):
+    rows = []
     run = fq.simulate(job.replace(check=check), on_round=rows.append)
     assert rows == [*run.rounds()]
     assert rows == list(run.follow())
     assert None not in run.rounds()["accuracy"]
 
 
-def test_a_callback_that_fails_is_logged_and_the_run_goes_on(job: fq.Job, caplog: pytest.LogCaptureFixture) -> None:
-    """With the error and its place."""
-
-    def fail(row: Mapping[str, Any]) -> None:
+def test_a_callback_that_fails_is_logged_and_the_run_goes_on(job, caplog):
+    def fail(row):
         raise ConnectionError("no answer")
 
     assert fq.simulate(job.replace(rounds=1), on_round=fail).status == "done"
@@ -125,21 +116,18 @@ def test_a_callback_that_fails_is_logged_and_the_run_goes_on(job: fq.Job, caplog
     assert isinstance(warning.exc_info and warning.exc_info[1], ConnectionError)
 
 
-def test_the_rounds_of_a_run_under_way_are_followed_to_its_end(
-    job: fq.Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Round by round, as events come into the log of a coordinator that serves the home."""
+def test_the_rounds_of_a_run_under_way_are_followed_to_its_end(job, tmp_path, monkeypatch):
     whole = fq.simulate(job.replace(rounds=2), home=tmp_path / "whole")
     with Store(whole.home) as store:
         row, facts = store.find_job(whole.id), [fact for _, _, fact in store.read_events(whole.id)]
-    seen: list[int] = []  # rounds that were received when the coordinator went on
-    rows: list[Mapping[str, Any]] = []
+    seen = []  # rounds that were received when the coordinator went on
+    rows = []
     with Store(tmp_path / "runs") as served:
         assert served.acquire_lock()
         run = served.add_job(row.job, row.bundle)
         served.set_status(run, "running")
 
-        def go_on(seconds: float) -> None:
+        def go_on(seconds):
             seen.append(len(rows))
             for fact in facts[:4]:
                 served.append_event(run, fact)
@@ -154,14 +142,36 @@ def test_the_rounds_of_a_run_under_way_are_followed_to_its_end(
     assert [each["round"] for each in rows] == [1, 2]
 
 
-def test_the_command_does_not_resume_what_python_began(
-    job: fq.Job, home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It says who does."""
+def test_a_run_without_a_coordinator_is_not_followed_for_ever(job, tmp_path, monkeypatch):
+    """Its rounds so far come first. A coordinator that has ended is waited for, as one that is started again."""
+    with pytest.raises(KeyboardInterrupt):
+        fq.simulate(job, home=tmp_path, on_round=break_off)
+    run, rows, slept = fq.Run.open(tmp_path, "job"), list[Mapping[str, Any]](), list[float]()
+    monkeypatch.setattr(runs.time, "sleep", slept.append)
+    with pytest.raises(JobError, match=r"no coordinator serves .*: `fedquilt\.simulate` with this job and home"):
+        rows.extend(run.follow())
+    assert (rows, slept) == ([*run.rounds()], [])
+    clock = [0.0]
+    serving = Store(tmp_path)
+    assert serving.acquire_lock()
+
+    def advance(seconds: float) -> None:
+        slept.append(seconds)
+        clock[0] += 4.0
+        serving.close()
+
+    monkeypatch.setattr(runs.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(runs.time, "sleep", advance)
+    with pytest.raises(JobError, match="no coordinator serves"):
+        list(run.follow())
+    assert 4 * len(slept) == AWAY_S
+
+
+def test_the_command_does_not_resume_what_python_began(job, home, capsys):
     with pytest.raises(KeyboardInterrupt):
         fq.simulate(job, home=home, on_round=break_off)
     assert main(["resume", "job", "--home", str(home)]) == 2
-    assert "`fedquilt.simulate` with this job and home goes on with it" in capsys.readouterr().err
+    assert "`fedquilt.simulate` with this job and home goes on with job" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -177,10 +187,7 @@ def test_the_command_does_not_resume_what_python_began(
         ({"method": "fedstitch"}, fq.FedquiltError, "donors"),
     ],
 )
-def test_what_cannot_be_run_is_said_before_a_run_is_begun(
-    job: fq.Job, home: Path, changes: dict[str, Any], kind: type[Exception], said: str
-) -> None:
-    """With the kind of error that the command has an exit code for."""
+def test_what_cannot_be_run_is_said_before_a_run_is_begun(job, home, changes, kind, said):
     with pytest.raises(kind, match=said):
         fq.simulate(job.replace(engine=None, **changes), home=home)
     assert not (home / "fedquilt.db").exists()
@@ -189,8 +196,7 @@ def test_what_cannot_be_run_is_said_before_a_run_is_begun(
 # -- progress -------------------------------------------------------------------------------------
 
 
-def test_a_line_is_shown_only_where_somebody_looks(job: fq.Job, capsys: pytest.CaptureFixture[str]) -> None:
-    """Standard error is no terminal here; asked for, it is rewritten after every round, with the accuracy."""
+def test_a_line_is_shown_only_where_somebody_looks(job, capsys):
     job = job.replace(rounds=1)
     fq.simulate(job)
     fq.simulate(job, progress=False)
@@ -221,19 +227,18 @@ def notebook(shown: list[str]) -> dict[str, types.ModuleType]:
         return Handle(shown)
 
     ipython, inner = types.ModuleType("IPython"), types.ModuleType("IPython.display")
-    ipython.get_ipython = lambda: types.SimpleNamespace(kernel=object())  # type: ignore[attr-defined]
-    inner.HTML, inner.display = str, show  # type: ignore[attr-defined]
-    ipython.display = inner  # type: ignore[attr-defined]
+    ipython.get_ipython = lambda: types.SimpleNamespace(kernel=object())
+    inner.HTML, inner.display = str, show
+    ipython.display = inner
     return {"IPython": ipython, "IPython.display": inner}
 
 
-def test_a_notebook_updates_one_output(job: fq.Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """IPython is looked up among what is loaded, never imported; a plain IPython shell is a terminal."""
-    shown: list[str] = []
+def test_a_notebook_updates_one_output(job, monkeypatch):
+    shown = []
     for name, module in notebook(shown).items():
         monkeypatch.setitem(sys.modules, name, module)
     fq.simulate(job.replace(rounds=1))
     assert len(shown) == 2
     assert "round 1 of 1, accuracy" in shown[-1]
-    sys.modules["IPython"].get_ipython = lambda: object()  # type: ignore[attr-defined]
+    sys.modules["IPython"].get_ipython = lambda: object()
     assert type(progress_display.make_display(None)) is progress_display.Display

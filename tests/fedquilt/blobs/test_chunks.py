@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import hashlib
 
 import pytest
@@ -28,8 +26,7 @@ BLOB = b"".join(hashlib.sha256(bytes([number])).digest() * 64 for number in rang
 # -- cutting --
 
 
-def test_the_chunk_size_leaves_room_for_the_rest_of_a_packet() -> None:
-    """256 KiB, or the broker's limit less 1 KiB."""
+def test_the_chunk_size_leaves_room_for_the_rest_of_a_packet():
     assert blobs.chunks.chunk_size_for(2_000_000) == 256 * KIB
     assert blobs.chunks.chunk_size_for(128 * KIB) == 127 * KIB
     assert blobs.chunks.chunk_size_for(2 * KIB) == KIB
@@ -37,8 +34,7 @@ def test_the_chunk_size_leaves_room_for_the_rest_of_a_packet() -> None:
         blobs.chunks.chunk_size_for(2 * KIB - 1)
 
 
-def test_a_blob_is_cut_into_chunks_the_last_of_them_shorter() -> None:
-    """20,500 bytes in chunks of 2048: ten of them, and 20 bytes."""
+def test_a_blob_is_cut_into_chunks_the_last_of_them_shorter():
     manifest = cut(bytes(20500), 2 * KIB)
     assert blobs.chunks.chunk_count(manifest) == 11
     assert blobs.chunks.chunk_extent(manifest, 0) == (0, 2048)
@@ -47,11 +43,10 @@ def test_a_blob_is_cut_into_chunks_the_last_of_them_shorter() -> None:
     assert manifest.digests[:64] == hashlib.sha256(bytes(2048)).hexdigest()
 
 
-def test_cutting_reads_one_chunk_at_a_time() -> None:
-    """2 GB on a board of 4 GB."""
-    asked: list[tuple[int, int]] = []
+def test_cutting_reads_one_chunk_at_a_time():
+    asked = []
 
-    def read(offset: int, size: int) -> bytes:
+    def read(offset, size):
         asked.append((offset, size))
         return BLOB[offset : offset + size]
 
@@ -59,8 +54,7 @@ def test_cutting_reads_one_chunk_at_a_time() -> None:
     assert asked == [(3072 * number, 3072) for number in range(13)] + [(39936, 1024)]
 
 
-def test_a_blob_whose_manifest_does_not_fit_a_message_is_refused_with_the_mend() -> None:
-    """A manifest has 64 characters per chunk: 1 KiB carries 12, 256 KiB carries 4092."""
+def test_a_blob_whose_manifest_does_not_fit_a_message_is_refused_with_the_mend():
     with pytest.raises(LinkError, match="raise the broker's packet limit"):
         blobs.chunks.ManifestBuilder(
             BlobRef(sha256="0" * 64, size=13 * KIB), KIB, lambda offset, size: bytes(size)
@@ -72,15 +66,13 @@ def test_a_blob_whose_manifest_does_not_fit_a_message_is_refused_with_the_mend()
 
 
 @pytest.mark.parametrize("chunk", [KIB, 2 * KIB, 127 * KIB, 256 * KIB])
-def test_the_largest_manifest_that_is_cut_fits_one_message(chunk: int) -> None:
-    """The estimate in `cut` is not below what encoding needs."""
+def test_the_largest_manifest_that_is_cut_fits_one_message(chunk):
     chunks = (chunk - 256) // 64
     manifest = wire.BlobManifest(sha256="f" * 64, size=chunks * chunk, chunk=chunk, digests="0" * 64 * chunks)
     assert len(wire.encode(manifest)) <= chunk
 
 
-def test_bytes_that_are_not_the_blob_any_more_are_seen_while_cutting() -> None:
-    """A disk that lost a bit."""
+def test_bytes_that_are_not_the_blob_any_more_are_seen_while_cutting():
     with pytest.raises(DamagedBlobError, match="damaged on disk"):
         blobs.chunks.ManifestBuilder(ref_of(BLOB), 2 * KIB, lambda offset, size: bytes(size)).hash_chunks()
 
@@ -95,8 +87,7 @@ def taken(serve: OutgoingChunkQueue, backlog_bytes: int = 0) -> list[tuple[str, 
     return found
 
 
-def test_each_device_is_served_in_its_turn() -> None:
-    """Who asked for much does not keep the others waiting."""
+def test_each_device_is_served_in_its_turn():
     serve = OutgoingChunkQueue()
     for index in range(3):
         serve.add(OutgoingChunk("a", "s", KIB, index))
@@ -106,8 +97,7 @@ def test_each_device_is_served_in_its_turn() -> None:
     assert len(serve) == 0
 
 
-def test_asking_twice_before_it_was_sent_sends_it_once() -> None:
-    """An impatient device does not make a slow line slower."""
+def test_asking_twice_before_it_was_sent_sends_it_once():
     serve = OutgoingChunkQueue()
     for _ in range(5):
         serve.add(OutgoingChunk("a", "s", KIB, 7))
@@ -116,8 +106,7 @@ def test_asking_twice_before_it_was_sent_sends_it_once() -> None:
     assert taken(serve) == [("a", 7)]
 
 
-def test_nothing_is_sent_beyond_the_budget() -> None:
-    """A budget of 4 chunks with 3 queued has room for one; an idle link takes a chunk of any size."""
+def test_nothing_is_sent_beyond_the_budget():
     serve = OutgoingChunkQueue(budget_bytes=4 * KIB)
     for index in range(3):
         serve.add(OutgoingChunk("a", "s", KIB, index))
@@ -129,8 +118,7 @@ def test_nothing_is_sent_beyond_the_budget() -> None:
     assert narrow.take_next(0) == OutgoingChunk("a", "s", KIB, 0)
 
 
-def test_a_device_that_asks_for_everything_at_once_is_heard_in_part() -> None:
-    """What is queued for one device is bounded; it will ask for the rest again."""
+def test_a_device_that_asks_for_everything_at_once_is_heard_in_part():
     serve = OutgoingChunkQueue()
     for index in range(10_000):
         serve.add(OutgoingChunk("a", "s", KIB, index))

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import hashlib
 import math
 
@@ -47,8 +45,7 @@ def indices(requests: list[wire.ChunkRequest]) -> list[int]:
     return [index for request in requests for index in request.indices]
 
 
-def test_an_empty_blob_is_complete_with_its_manifest() -> None:
-    """It has no chunks."""
+def test_an_empty_blob_is_complete_with_its_manifest():
     manifest = cut(b"", KIB)
     pull = Download(ref_of(b""), KIB, 0.0)
     assert (chunks.chunk_count(manifest), manifest.digests) == (0, "")
@@ -57,16 +54,14 @@ def test_an_empty_blob_is_complete_with_its_manifest() -> None:
     assert pull.is_complete
 
 
-def test_the_manifest_is_asked_for_first_and_once() -> None:
-    """A request without indices."""
+def test_the_manifest_is_asked_for_first_and_once():
     pull = Download(ref_of(BLOB), CHUNK, 0.0)
     assert pull.next_requests(0.0) == [wire.ChunkRequest(sha256=ref_of(BLOB).sha256, chunk=CHUNK)]
     assert pull.next_requests(0.5) == []
     assert pull.due_s == 2.0
 
 
-def test_the_window_opens_by_one_for_each_chunk_up_to_eight() -> None:
-    """Two at first; eight outstanding once six have come, asked for in fours."""
+def test_the_window_opens_by_one_for_each_chunk_up_to_eight():
     pull = begun()
     assert indices(pull.next_requests(0.0)) == [0, 1]
     most, got = 0, [0, 1]
@@ -80,8 +75,7 @@ def test_the_window_opens_by_one_for_each_chunk_up_to_eight() -> None:
     assert pull.is_complete
 
 
-def test_requests_are_batched_once_the_window_is_open() -> None:
-    """With eight on their way, the next is asked for when four have come."""
+def test_requests_are_batched_once_the_window_is_open():
     pull = begun()
     on_the_way = indices(pull.next_requests(0.0))
     for _ in range(6):
@@ -98,16 +92,14 @@ def test_requests_are_batched_once_the_window_is_open() -> None:
     assert set(sizes) == {4}
 
 
-def test_no_more_is_asked_for_than_there_is_room() -> None:
-    """Room for one chunk and a half is room for one."""
+def test_no_more_is_asked_for_than_there_is_room():
     pull = begun()
     assert pull.next_requests(0.0, room_bytes=2047) == []
     assert indices(pull.next_requests(0.0, room_bytes=3000)) == [0]
     assert pull.outstanding_bytes == CHUNK
 
 
-def test_a_chunk_that_came_twice_is_written_once() -> None:
-    """Duplicates are counted and harmless."""
+def test_a_chunk_that_came_twice_is_written_once():
     pull = begun()
     pull.next_requests(0.0)
     assert pull.handle_chunk(0, chunk_of(0), 0.1)
@@ -115,8 +107,7 @@ def test_a_chunk_that_came_twice_is_written_once() -> None:
     assert pull.duplicates == 1
 
 
-def test_a_damaged_chunk_is_counted_and_asked_for_again() -> None:
-    """Of the wrong content, or the wrong length."""
+def test_a_damaged_chunk_is_counted_and_asked_for_again():
     pull = begun()
     assert indices(pull.next_requests(0.0)) == [0, 1]
     assert not pull.handle_chunk(0, chunk_of(1), 0.1)
@@ -126,8 +117,7 @@ def test_a_damaged_chunk_is_counted_and_asked_for_again() -> None:
     assert pull.handle_chunk(0, chunk_of(0), 0.2)
 
 
-def test_nothing_but_damage_ends_the_pull_with_its_reason() -> None:
-    """Twenty in a row; one good chunk in between starts the count anew."""
+def test_nothing_but_damage_ends_the_pull_with_its_reason():
     pull = begun()
     for _ in range(19):
         pull.handle_chunk(0, b"bad", 0.0)
@@ -140,8 +130,7 @@ def test_nothing_but_damage_ends_the_pull_with_its_reason() -> None:
     assert pull.next_requests(0.0) == []
 
 
-def test_silence_doubles_the_time_out_up_to_half_a_minute() -> None:
-    """2, 4, 8, 16, 30, 30 s; each time one chunk alone is asked for, until something is heard."""
+def test_silence_doubles_the_time_out_up_to_half_a_minute():
     pull = begun()
     pull.next_requests(0.0)
     now_s, waits = 0.0, []
@@ -154,8 +143,7 @@ def test_silence_doubles_the_time_out_up_to_half_a_minute() -> None:
     assert pull.backoff == 0
 
 
-def test_one_lost_chunk_among_others_is_asked_for_again_without_backing_off() -> None:
-    """Chunk 0 never comes, the others do: it is asked for again when three that were requested later are here."""
+def test_one_lost_chunk_among_others_is_asked_for_again_without_backing_off():
     pull = begun()
     assert indices(pull.next_requests(0.0)) == [0, 1]
     for tick in range(1, 25):
@@ -170,7 +158,7 @@ def test_one_lost_chunk_among_others_is_asked_for_again_without_backing_off() ->
     assert pull.backoff == 0
 
 
-def test_a_lost_last_chunk_is_asked_for_again_after_half_a_second_on_a_fast_line() -> None:
+def test_a_lost_last_chunk_is_asked_for_again_after_half_a_second_on_a_fast_line():
     """Nothing overtakes it, so that only time can show its loss; the same holds for a request that nobody received."""
     pull = begun()
     now_s = 0.0
@@ -187,7 +175,7 @@ def test_a_lost_last_chunk_is_asked_for_again_after_half_a_second_on_a_fast_line
     assert pull.due_s == 5.5
 
 
-def test_the_time_out_follows_the_line() -> None:
+def test_the_time_out_follows_the_line():
     """A first answer after 3 s: 4 * 3 = 12 s; the next after 1 s: srtt = 3 + (1 - 3) / 8 = 2.75, so 11 s."""
     pull = begun(patience_s=1e6)
     pull.next_requests(0.0)
@@ -199,8 +187,7 @@ def test_the_time_out_follows_the_line() -> None:
     assert pull.timeout_s == 11.0
 
 
-def test_patience_ends_after_no_progress_and_not_before() -> None:
-    """Time-outs alone do not end a pull."""
+def test_patience_ends_after_no_progress_and_not_before():
     pull = begun(patience_s=300.0)
     now_s = 0.0
     while pull.failed is None:
@@ -210,7 +197,7 @@ def test_patience_ends_after_no_progress_and_not_before() -> None:
     assert pull.failed == "no answer for 300 s"
 
 
-def test_time_does_not_pass_for_a_parked_pull() -> None:
+def test_time_does_not_pass_for_a_parked_pull():
     """It is silent because it may not ask."""
     pull = begun(patience_s=300.0)
     pull.suspend(10.0)
@@ -219,8 +206,7 @@ def test_time_does_not_pass_for_a_parked_pull() -> None:
     assert pull.failed is None
 
 
-def test_a_new_session_asks_again_at_once_for_what_was_on_its_way() -> None:
-    """What has come stays."""
+def test_a_new_session_asks_again_at_once_for_what_was_on_its_way():
     pull = begun()
     pull.next_requests(0.0)
     pull.handle_chunk(0, chunk_of(0), 0.1)
@@ -229,8 +215,7 @@ def test_a_new_session_asks_again_at_once_for_what_was_on_its_way() -> None:
     assert indices(pull.next_requests(60.0)) == [1, 2]
 
 
-def test_a_broker_with_smaller_packets_has_the_blob_cut_anew() -> None:
-    """After a reconnection, or when the serving side answers with a finer manifest."""
+def test_a_broker_with_smaller_packets_has_the_blob_cut_anew():
     payload = BLOB[: 6 * CHUNK]
     coarse, fine = cut(payload, 2 * CHUNK), cut(payload, CHUNK)
     pull = Download(ref_of(payload), 2 * CHUNK, 0.0)
@@ -244,24 +229,22 @@ def test_a_broker_with_smaller_packets_has_the_blob_cut_anew() -> None:
     assert other.next_requests(1.0) == [wire.ChunkRequest(sha256=ref_of(payload).sha256, chunk=CHUNK)]
 
 
-def test_a_manifest_of_another_blob_or_cut_too_coarsely_is_not_taken() -> None:
-    """Wrong name, size, chunk, or number of digests."""
+def test_a_manifest_of_another_blob_or_cut_too_coarsely_is_not_taken():
     pull = Download(ref_of(BLOB), CHUNK, 0.0)
     good = {"sha256": MANIFEST.sha256, "size": MANIFEST.size, "chunk": CHUNK, "digests": MANIFEST.digests}
     for change in ({"sha256": "0" * 64}, {"size": 7}, {"chunk": 4 * KIB}, {"digests": ""}):
-        assert not pull.handle_manifest(wire.BlobManifest(**(good | change)), 0.0)  # type: ignore[arg-type]
+        assert not pull.handle_manifest(wire.BlobManifest(**(good | change)), 0.0)
     assert pull.bad == 4
     assert pull.handle_manifest(MANIFEST, 0.0)
 
 
-def test_a_pull_goes_on_from_what_is_on_disk() -> None:
-    """Chunks 0 to 17 are there: only 18 and 19 are asked for."""
+def test_a_pull_goes_on_from_what_is_on_disk():
     pull = begun()
     pull.set_stored_chunks(bytes([1] * 18 + [0] * 2))
     assert indices(pull.next_requests(0.0)) == [18, 19]
 
 
-def test_missing_is_believed_when_it_is_said_again() -> None:
+def test_missing_is_believed_when_it_is_said_again():
     """The first may be a late answer to a request of an earlier round."""
     pull = Download(ref_of(BLOB), CHUNK, 0.0)
     pull.next_requests(0.0)
@@ -286,8 +269,7 @@ def test_missing_is_believed_when_it_is_said_again() -> None:
         max_size=40,
     )
 )
-def test_no_order_of_messages_makes_a_pull_raise_or_write_what_is_wrong(events: list[tuple]) -> None:
-    """Arbitrary manifests (one in a while the right one), chunks, refusals, reconnections."""
+def test_no_order_of_messages_makes_a_pull_raise_or_write_what_is_wrong(events):
     pull, now_s = Download(ref_of(BLOB), CHUNK, 0.0, patience_s=50.0), 0.0
     for event in events:
         now_s += 0.7
@@ -312,16 +294,14 @@ def test_no_order_of_messages_makes_a_pull_raise_or_write_what_is_wrong(events: 
 
 @FUZZ
 @given(st.data())
-def test_any_damaged_copy_of_a_chunk_is_refused(data: st.DataObject) -> None:
-    """One byte replaced by another."""
+def test_any_damaged_copy_of_a_chunk_is_refused(data):
     index, place = data.draw(st.integers(0, 19)), data.draw(st.integers(0, CHUNK - 1))
     chunk = bytearray(chunk_of(index))
     chunk[place] ^= data.draw(st.integers(1, 255))
     assert not begun().handle_chunk(index, bytes(chunk), 0.0)
 
 
-def test_a_peer_that_cuts_a_blob_anew_again_and_again_is_given_up() -> None:
-    """For each smaller cut all that is here is hashed, and a manifest costs its sender nothing."""
+def test_a_peer_that_cuts_a_blob_anew_again_and_again_is_given_up():
     size = 1_000_000
     ref = BlobRef(sha256="a" * 64, size=size)
     pull = Download(ref, 200_000, 0.0)
@@ -337,8 +317,7 @@ def test_a_peer_that_cuts_a_blob_anew_again_and_again_is_given_up() -> None:
     assert "cut it anew more than 8 times" in pull.failed
 
 
-def test_a_blob_of_one_chunk_is_asked_for_without_its_manifest() -> None:
-    """Its digest is the chunk's: one request, one answer."""
+def test_a_blob_of_one_chunk_is_asked_for_without_its_manifest():
     payload = BLOB[:CHUNK]
     pull = Download(ref_of(payload), CHUNK, 0.0)
     assert pull.next_requests(0.0) == [wire.ChunkRequest(sha256=ref_of(payload).sha256, chunk=CHUNK, indices=(0,))]
@@ -347,8 +326,7 @@ def test_a_blob_of_one_chunk_is_asked_for_without_its_manifest() -> None:
     assert pull.is_complete
 
 
-def test_a_blob_of_one_chunk_for_this_side_may_be_several_for_the_other() -> None:
-    """A broker's smaller packets: the other side answers with its manifest, and chunks are asked for by that."""
+def test_a_blob_of_one_chunk_for_this_side_may_be_several_for_the_other():
     payload = BLOB[:CHUNK]
     pull = Download(ref_of(payload), CHUNK, 0.0)
     pull.next_requests(0.0)

@@ -1,7 +1,5 @@
 """Large blobs that are dropped: they are gone at once, and their blocks are freed by another thread."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Iterator
@@ -37,8 +35,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
     made.may.set()  # a thread that waits would keep the process from ending
 
 
-def test_a_large_blob_is_gone_while_its_blocks_are_still_to_be_freed(tmp_path: Path, held: Held) -> None:
-    """The caller does not wait; what is stored meanwhile under the same name stays."""
+def test_a_large_blob_is_gone_while_its_blocks_are_still_to_be_freed(tmp_path, held):
     depot = BlobStore(tmp_path)
     ref = depot.store_bytes(bytes(1000))
     depot.remove_blob(ref.sha256)
@@ -51,10 +48,7 @@ def test_a_large_blob_is_gone_while_its_blocks_are_still_to_be_freed(tmp_path: P
     assert depot.load(ref.sha256) == bytes(1000)
 
 
-def test_small_blobs_and_more_large_ones_than_may_be_open_are_freed_at_once(
-    tmp_path: Path, held: Held, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Descriptors do not run out, however many are dropped together."""
+def test_small_blobs_and_more_large_ones_than_may_be_open_are_freed_at_once(tmp_path, held, monkeypatch):
     monkeypatch.setattr(store, "OPEN_MOST", 2)
     depot = BlobStore(tmp_path)
     refs = [depot.store_bytes(bytes([number]) * size) for number, size in enumerate((999, 1000, 1000, 1000))]
@@ -67,8 +61,7 @@ def test_small_blobs_and_more_large_ones_than_may_be_open_are_freed_at_once(
     )
 
 
-def test_leftovers_are_freed_there_too(tmp_path: Path, held: Held) -> None:
-    """A sweep of the depot after a crash finds large blobs of no use."""
+def test_leftovers_are_freed_there_too(tmp_path, held):
     depot = BlobStore(tmp_path)
     ref = depot.store_bytes(bytes(1000))
     depot.remove_all_but(set())

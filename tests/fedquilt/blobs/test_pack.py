@@ -11,7 +11,7 @@ from fedquilt.blobs.storage.pack_file import PackFile
 from fedquilt.blobs.storage.shared_store import SharedBlobStore, SharedBlobView
 from fedquilt.blobs.storage.store import SMALL_BYTES, BlobStore
 from fedquilt.core import BlobRef
-from fedquilt.host.disk import REAL, Disk, OpenFile, Place
+from fedquilt.host.disk import REAL, Disk, OpenFile
 
 
 def sha256(payload: bytes) -> str:
@@ -25,7 +25,7 @@ def filled(path: Path, *payloads: bytes) -> PackFile:
     return pack
 
 
-def test_the_place_of_a_dropped_blob_is_taken_by_the_next_of_its_size(tmp_path: Path) -> None:
+def test_the_place_of_a_dropped_blob_is_taken_by_the_next_of_its_size(tmp_path):
     pack = filled(tmp_path / "pack", b"one", b"two", b"three")
     size = (tmp_path / "pack").stat().st_size
     pack.remove_blob(sha256(b"one"))
@@ -38,7 +38,7 @@ def test_the_place_of_a_dropped_blob_is_taken_by_the_next_of_its_size(tmp_path: 
     assert (tmp_path / "pack").stat().st_size == size
 
 
-def test_what_a_killed_process_left_is_found_and_a_torn_slot_is_not(tmp_path: Path) -> None:
+def test_what_a_killed_process_left_is_found_and_a_torn_slot_is_not(tmp_path):
     filled(tmp_path / "pack", b"one", b"torn", b"three")
     content = (tmp_path / "pack").read_bytes()
     (tmp_path / "pack").write_bytes(content.replace(b"torn", b"to\0\0")[:-2])  # the last was cut off
@@ -52,8 +52,7 @@ def test_what_a_killed_process_left_is_found_and_a_torn_slot_is_not(tmp_path: Pa
 
 
 @pytest.mark.parametrize("byte", range(52))
-def test_a_flipped_bit_in_the_head_of_a_slot_costs_this_slot_alone(tmp_path: Path, byte: int) -> None:
-    """The slots behind it are found, and the pack goes on to take blobs."""
+def test_a_flipped_bit_in_the_head_of_a_slot_costs_this_slot_alone(tmp_path, byte):
     blobs = [b"first", b"second", b"third", b"fourth"]
     filled(tmp_path / "pack", *blobs)
     written = (tmp_path / "pack").read_bytes()
@@ -72,7 +71,7 @@ def test_a_flipped_bit_in_the_head_of_a_slot_costs_this_slot_alone(tmp_path: Pat
         assert {name: again.read_range(name) for name in again.blob_names()} == {sha256(each): each for each in kept}
 
 
-def test_what_looks_like_a_head_in_a_blob_frees_no_place(tmp_path: Path) -> None:
+def test_what_looks_like_a_head_in_a_blob_frees_no_place(tmp_path):
     """Behind a damaged head slots are searched for, and a blob may hold anything."""
     filled(tmp_path / "other", b"x" * 200)
     faked = (tmp_path / "other").read_bytes()[:52]  # of a slot that would reach far into the next one
@@ -86,7 +85,7 @@ def test_what_looks_like_a_head_in_a_blob_frees_no_place(tmp_path: Path) -> None
     assert {name: pack.read_range(name) for name in pack.blob_names()} == {sha256(each): each for each in kept}
 
 
-def test_a_stowed_blob_is_a_blob_like_any_other_and_has_a_file_when_one_is_asked_for(tmp_path: Path) -> None:
+def test_a_stowed_blob_is_a_blob_like_any_other_and_has_a_file_when_one_is_asked_for(tmp_path):
     depot = BlobStore(tmp_path, durable=False)
     ref = depot.store_small(b"small")
     assert depot.has_blob(ref)
@@ -94,16 +93,13 @@ def test_a_stowed_blob_is_a_blob_like_any_other_and_has_a_file_when_one_is_asked
     assert depot.read_range(ref.sha256, 1, 3) == b"mal"
     assert not (tmp_path / ref.sha256).exists()
     path = BlobStore(tmp_path, durable=False).blob_path(ref.sha256)
-    assert path is not None
     assert path.read_bytes() == b"small"
     depot.remove_blob(ref.sha256)
     assert not depot.has_blob(ref)
     assert depot.blob_path(ref.sha256) is None
 
 
-def test_what_is_put_stays_when_the_same_content_was_stowed_and_is_collected_when_nobody_needs_it(
-    tmp_path: Path,
-) -> None:
+def test_what_is_put_stays_when_the_same_content_was_stowed_and_is_collected_when_nobody_needs_it(tmp_path):
     depot = BlobStore(tmp_path, durable=False)
     ref = depot.store_small(b"same")
     depot.store_bytes(b"same")
@@ -115,14 +111,14 @@ def test_what_is_put_stays_when_the_same_content_was_stowed_and_is_collected_whe
 
 
 @pytest.mark.parametrize("size", [0, 1, 128 * 1024 + 1])
-def test_blobs_of_any_size_can_be_stowed(tmp_path: Path, size: int) -> None:
+def test_blobs_of_any_size_can_be_stowed(tmp_path, size):
     depot = BlobStore(tmp_path, durable=False)
     payload = bytes(size)
     assert depot.store_small(payload) == BlobRef(sha256=sha256(payload), size=size)
     assert depot.load(sha256(payload)) == payload
 
 
-def test_a_durable_depot_has_a_file_for_each(tmp_path: Path) -> None:
+def test_a_durable_depot_has_a_file_for_each(tmp_path):
     ref = BlobStore(tmp_path).store_small(b"small")
     assert [path.name for path in tmp_path.iterdir()] == [ref.sha256]
 
@@ -130,7 +126,7 @@ def test_a_durable_depot_has_a_file_for_each(tmp_path: Path) -> None:
 # -- a depot that shares --------------------------------------------------------------------------
 
 
-def test_devices_of_one_process_share_their_small_blobs_and_each_has_its_own(tmp_path: Path) -> None:
+def test_devices_of_one_process_share_their_small_blobs_and_each_has_its_own(tmp_path):
     shared = SharedBlobStore(tmp_path / "shared")
     one, two = (SharedBlobView(tmp_path / name / "blobs", shared) for name in ("one", "two"))
     ref = one.store_bytes(b"model")
@@ -141,14 +137,13 @@ def test_devices_of_one_process_share_their_small_blobs_and_each_has_its_own(tmp
     one.remove_blob(ref.sha256)
     assert not one.has_blob(ref)
     path = two.blob_path(ref.sha256)
-    assert path is not None
     assert path.read_bytes() == two.load(ref.sha256) == b"model"
     two.remove_blob(ref.sha256)
     assert not shared.depot.has_blob(ref)
     assert not (tmp_path / "one").exists()
 
 
-def test_a_blob_that_came_in_parts_is_shared_as_well(tmp_path: Path) -> None:
+def test_a_blob_that_came_in_parts_is_shared_as_well(tmp_path):
     shared, payload = SharedBlobStore(tmp_path / "shared"), bytes(range(256)) * 16
     ref = BlobRef(sha256=sha256(payload), size=len(payload))
     cut = chunks.ManifestBuilder(ref, 1024, lambda offset, size: payload[offset : offset + size]).hash_chunks()
@@ -162,7 +157,7 @@ def test_a_blob_that_came_in_parts_is_shared_as_well(tmp_path: Path) -> None:
         assert not list((tmp_path / name).iterdir())
 
 
-def test_a_damaged_blob_is_not_taken_by_a_depot_that_shares(tmp_path: Path) -> None:
+def test_a_damaged_blob_is_not_taken_by_a_depot_that_shares(tmp_path):
     lodger = SharedBlobView(tmp_path / "one", SharedBlobStore(tmp_path / "shared"))
     wanted = BlobRef(sha256=sha256(b"right"), size=5)
     with pytest.raises(DamagedBlobError):
@@ -170,8 +165,7 @@ def test_a_damaged_blob_is_not_taken_by_a_depot_that_shares(tmp_path: Path) -> N
     assert lodger.files_by_last_use() == []
 
 
-def test_what_is_put_lies_side_by_side_and_the_longest_unused_is_first(tmp_path: Path) -> None:
-    """An ONNX graph names the blobs of its weights, which are looked for beside it."""
+def test_what_is_put_lies_side_by_side_and_the_longest_unused_is_first(tmp_path):
     shared = SharedBlobStore(tmp_path / "shared")
     lodger = SharedBlobView(tmp_path / "one", shared)
     large = lodger.store_bytes(bytes(SMALL_BYTES + 1))
@@ -187,8 +181,7 @@ def test_what_is_put_lies_side_by_side_and_the_longest_unused_is_first(tmp_path:
     assert SharedBlobView(tmp_path / "one", SharedBlobStore(tmp_path / "shared")).files_by_last_use() == []
 
 
-def test_a_durable_depot_that_is_alone_shares_a_file_and_another_process_reads_it(tmp_path: Path) -> None:
-    """Nothing but the pack is written; a copy that a backup asks for is a file."""
+def test_a_durable_depot_that_is_alone_shares_a_file_and_another_process_reads_it(tmp_path):
     alone, other = BlobStore(tmp_path), BlobStore(tmp_path)
     alone.open_as_owner()
     ref = alone.store_small(b"update")
@@ -196,14 +189,13 @@ def test_a_durable_depot_that_is_alone_shares_a_file_and_another_process_reads_i
     assert [path.name for path in tmp_path.iterdir()] == ["small.pack"]
     assert alone.load(ref.sha256) == other.load(ref.sha256) == b"update"
     path = other.blob_path(ref.sha256)
-    assert path is not None
     assert path.read_bytes() == b"update"
     alone.remove_blob(ref.sha256)
     assert not path.exists()
     assert (other.load(ref.sha256), (tmp_path / "small.pack").stat().st_size) == (None, 0)
 
 
-def test_a_damaged_blob_of_a_shared_file_counts_as_absent(tmp_path: Path) -> None:
+def test_a_damaged_blob_of_a_shared_file_counts_as_absent(tmp_path):
     depot = BlobStore(tmp_path)
     depot.open_as_owner()
     ref = depot.store_small(b"update")
@@ -214,19 +206,18 @@ def test_a_damaged_blob_of_a_shared_file_counts_as_absent(tmp_path: Path) -> Non
     assert not depot.has_blob(ref)
 
 
-def test_stowed_blobs_are_on_the_disk_after_one_wait_for_all(tmp_path: Path) -> None:
-    """The file once, and its name with the first blobs."""
-    synced: list[str] = []
+def test_stowed_blobs_are_on_the_disk_after_one_wait_for_all(tmp_path):
+    synced = []
 
     class File(OpenFile):
-        def sync(self) -> None:
+        def sync(self):
             synced.append("small.pack")
 
     class Counting(Disk):
-        def open(self, path: Place) -> OpenFile:
+        def open(self, path):
             return File(path, 0o600)
 
-        def sync(self, path: Place) -> None:
+        def sync(self, path):
             synced.append(str(path))
 
     depot = BlobStore(tmp_path / "blobs", disk=Counting())

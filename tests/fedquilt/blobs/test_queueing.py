@@ -1,9 +1,6 @@
 """Turns of devices whose blobs take room: first come, first served, within a number of bytes."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
 
 import pytest
 from two_sides import Side, noise, play, ref_of
@@ -31,21 +28,19 @@ class Paced(Side):
         return self.transfers.step(now_s)
 
 
-def test_as_many_send_as_their_bytes_allow_and_two_at_least() -> None:
-    """Of 10 bytes each: 35 bytes are room for three, and none at all for two."""
+def test_as_many_send_as_their_bytes_allow_and_two_at_least():
     assert queue(35.0, *"abcd").start_turns(0.0) == ["a", "b", "c"]
     assert queue(0.0, *"abcd").start_turns(0.0) == ["a", "b"]
 
 
 @pytest.mark.parametrize(("here", "begun"), [(0, "ab"), (1, "a"), (2, "")])
-def test_what_is_here_and_waits_takes_the_place_of_what_is_sent(here: int, begun: str) -> None:
+def test_what_is_here_and_waits_takes_the_place_of_what_is_sent(here, begun):
     made = queue(0.0, *"abc")
     made.set_unprocessed(here, 10 * here, 0.0)
     assert made.start_turns(0.0) == list(begun)
 
 
-def test_a_turn_lasts_until_all_has_come_and_that_is_counted_elsewhere() -> None:
-    """Two blobs are one turn; who has sent them keeps the place until the next look at what is here."""
+def test_a_turn_lasts_until_all_has_come_and_that_is_counted_elsewhere():
     made = queue(0.0, *"abc")
     made.add_blob("a", "another of a's", 10)
     assert made.start_turns(0.0) == ["a", "b"]
@@ -60,7 +55,7 @@ def test_a_turn_lasts_until_all_has_come_and_that_is_counted_elsewhere() -> None
     assert made.start_turns(4.0) == ["c"]
 
 
-def test_a_device_that_has_its_turn_sends_a_further_blob_in_it() -> None:
+def test_a_device_that_has_its_turn_sends_a_further_blob_in_it():
     made = queue(25.0, *"ab")
     assert made.start_turns(0.0) == ["a", "b"]
     assert made.add_blob("a", "another of a's", 10)
@@ -68,8 +63,7 @@ def test_a_device_that_has_its_turn_sends_a_further_blob_in_it() -> None:
     assert made.start_turns(0.0) == []
 
 
-def test_a_device_that_begins_another_blob_in_its_turn_takes_no_more_room_than_that() -> None:
-    """What it does not send any more is dropped."""
+def test_a_device_that_begins_another_blob_in_its_turn_takes_no_more_room_than_that():
     made = queue(20.0, "a")
     assert made.start_turns(0.0) == ["a"]
     for name in "xyz":
@@ -81,8 +75,7 @@ def test_a_device_that_begins_another_blob_in_its_turn_takes_no_more_room_than_t
     assert made.start_turns(0.0) == ["b", "c"]
 
 
-def test_who_stalls_waits_behind_all_others_and_has_waited_once() -> None:
-    """Time for which it waits again is its own."""
+def test_who_stalls_waits_behind_all_others_and_has_waited_once():
     made = queue(0.0, *"abcd")
     made.start_turns(10.0)
     made.move_to_end("a", 12.0)
@@ -95,7 +88,7 @@ def test_who_stalls_waits_behind_all_others_and_has_waited_once() -> None:
     assert (made.waiting_s("a"), made.waiting_s("d")) == (0.0, 10.0)
 
 
-def test_how_long_a_device_is_held_back_is_known_until_what_it_sent_is_looked_at() -> None:
+def test_how_long_a_device_is_held_back_is_known_until_what_it_sent_is_looked_at():
     made = queue(0.0, *"abc")
     made.start_turns(5.0)
     assert (made.waiting_s("a"), made.waiting_s("c"), made.waiting_s("nobody")) == (0.0, math.inf, 0.0)
@@ -108,8 +101,7 @@ def test_how_long_a_device_is_held_back_is_known_until_what_it_sent_is_looked_at
     assert made.waiting_s("c") == 0.0
 
 
-def test_what_has_changed_for_a_device_is_news_once() -> None:
-    """One that need not wait makes none; neither does one that is given up."""
+def test_what_has_changed_for_a_device_is_news_once():
     made = queue(0.0, *"abcd")
     made.start_turns(0.0)
     made.remove_blob("d", "d's")
@@ -120,8 +112,7 @@ def test_what_has_changed_for_a_device_is_news_once() -> None:
     assert made.take_changes() == {"a": True, "c": False}
 
 
-def test_devices_send_in_the_order_in_which_they_came_and_no_chunk_of_another_is_asked_for(tmp_path: Path) -> None:
-    """Two of five devices send at a time. Those that wait are asked for no manifest either, but for a small blob."""
+def test_devices_send_in_the_order_in_which_they_came_and_no_chunk_of_another_is_asked_for(tmp_path):
     broker, names = MemoryBroker(), "abcde"
     coordinator = Paced(broker, tmp_path / "here")
     sides = {name: Side(broker, tmp_path / name, name) for name in names}
@@ -129,9 +120,9 @@ def test_devices_send_in_the_order_in_which_they_came_and_no_chunk_of_another_is
         coordinator.transfers.request_blob(name, sides[name].depot.store_bytes(noise(SIZE, number)), in_turn=True)
     small = sides["e"].depot.store_bytes(noise(100))
     coordinator.transfers.request_blob("e", small)
-    seen: list[set[str]] = []
+    seen = []
 
-    def over() -> bool:
+    def over():
         begun = {name for name in names if coordinator.transfers.traffic_bytes(name, "up") > 100}
         if not seen or begun != seen[-1]:
             seen.append(begun)
@@ -146,8 +137,7 @@ def test_devices_send_in_the_order_in_which_they_came_and_no_chunk_of_another_is
     assert seen[-1] == set(names)
 
 
-def test_those_who_are_gone_do_not_keep_others_waiting_for_their_turn(tmp_path: Path) -> None:
-    """Four dead devices of two blobs each are before one that lives: they lose their turns within a few time-outs."""
+def test_those_who_are_gone_do_not_keep_others_waiting_for_their_turn(tmp_path):
     broker = MemoryBroker()
     coordinator, agent = Paced(broker, tmp_path / "here"), Side(broker, tmp_path / "a", "alive")
     for number in range(8):
@@ -161,8 +151,7 @@ def test_those_who_are_gone_do_not_keep_others_waiting_for_their_turn(tmp_path: 
     assert coordinator.errors["dead3", ref_of(bytes([7])).sha256] == "no answer for 300 s"
 
 
-def test_a_device_that_is_not_wanted_any_more_leaves_the_queue(tmp_path: Path) -> None:
-    """Whether it waits or sends."""
+def test_a_device_that_is_not_wanted_any_more_leaves_the_queue(tmp_path):
     broker = MemoryBroker()
     coordinator = Paced(broker, tmp_path / "here")
     refs = [ref_of(bytes([number])) for number in range(4)]

@@ -1,7 +1,5 @@
 """A depot on disks that are full, damaged or killed."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os
@@ -18,13 +16,12 @@ from forks import CONTEXT
 
 from fedquilt.blobs.storage.store import BlobStore
 from fedquilt.core import BlobRef, StoreError
-from fedquilt.host.disk import Disk, Place
+from fedquilt.host.disk import Disk
 from tests.faults.disk import SimDisk, SimulatedFileSystem
 from tests.faults.promises import DurableDisk, lost_blobs
 
 
-def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
-    """A file stands where the folder should be; a folder has gone."""
+def test_a_folder_that_cannot_be_used_is_named(tmp_path):
     (tmp_path / "taken").write_text("")
     with pytest.raises(StoreError, match=r"cannot make the folder in .*taken"):
         BlobStore(tmp_path / "taken")
@@ -46,9 +43,9 @@ def _store_on_a_disk_of(limit_bytes: int, folder: Path, results: SimpleQueue[str
             results.put(str(error))
 
 
-def test_a_write_that_fails_half_way_leaves_no_half_blob(tmp_path: Path) -> None:
+def test_a_write_that_fails_half_way_leaves_no_half_blob(tmp_path):
     """The kernel refuses to write beyond 10,000 bytes, as a full disk would."""
-    results: SimpleQueue[str] = CONTEXT.SimpleQueue()
+    results = CONTEXT.SimpleQueue()
     child = CONTEXT.Process(target=_store_on_a_disk_of, args=(10_000, tmp_path, results))
     child.start()
     child.join()
@@ -66,11 +63,10 @@ def _store_for_ever(folder: Path, ready: SimpleQueue[int]) -> None:
             ready.put(number)
 
 
-def test_whatever_has_its_name_after_a_kill_is_whole(tmp_path: Path) -> None:
-    """A process that stores without end is killed at some moment, several times."""
+def test_whatever_has_its_name_after_a_kill_is_whole(tmp_path):
     for attempt in range(4):
         folder = tmp_path / str(attempt)
-        ready: SimpleQueue[int] = CONTEXT.SimpleQueue()
+        ready = CONTEXT.SimpleQueue()
         child = CONTEXT.Process(target=_store_for_ever, args=(folder, ready))
         child.start()
         ready.get()
@@ -81,10 +77,7 @@ def test_whatever_has_its_name_after_a_kill_is_whole(tmp_path: Path) -> None:
         assert all(hashlib.sha256((folder / name).read_bytes()).hexdigest() == name for name in whole)
 
 
-def test_a_damaged_blob_counts_as_absent_and_can_be_stored_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """By whatever it is asked for; the damaged file is kept aside for a day."""
+def test_a_damaged_blob_counts_as_absent_and_can_be_stored_again(tmp_path, caplog):
     payload = bytes(1000)
     for ask in (
         lambda depot, ref: depot.load(ref.sha256),
@@ -103,8 +96,7 @@ def test_a_damaged_blob_counts_as_absent_and_can_be_stored_again(
     assert [path.name for path in tmp_path.iterdir()] == [ref.sha256]
 
 
-def test_a_blob_is_stored_over_a_damaged_one(tmp_path: Path) -> None:
-    """Whoever has its bytes mends it."""
+def test_a_blob_is_stored_over_a_damaged_one(tmp_path):
     payload = b"x" * 100
     ref = BlobStore(tmp_path).store_bytes(payload)
     (tmp_path / ref.sha256).write_bytes(b"y" * 100)
@@ -112,11 +104,8 @@ def test_a_blob_is_stored_over_a_damaged_one(tmp_path: Path) -> None:
     assert BlobStore(tmp_path).load(ref.sha256) == payload
 
 
-def test_whether_a_blob_is_here_is_asked_without_reading_it_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A use of it changes nothing; after an hour, a change or a doubt it is hashed again."""
-    hashed: list[str] = []
+def test_whether_a_blob_is_here_is_asked_without_reading_it_again(tmp_path, monkeypatch):
+    hashed = []
     digest = Disk.hash_file
     monkeypatch.setattr(Disk, "hash_file", lambda disk, path: (hashed.append(str(path)), digest(disk, path))[1])
     ref = BlobStore(tmp_path).store_bytes(b"x" * 100)
@@ -136,9 +125,7 @@ def test_whether_a_blob_is_here_is_asked_without_reading_it_again(
 
 
 @pytest.mark.parametrize("opens", [BlobStore.load, BlobStore.verified_path, BlobStore.blob_path])
-def test_a_bit_that_flips_after_a_blob_was_read_is_found_when_it_is_opened_again(
-    tmp_path: Path, opens: Callable[[BlobStore, str], object]
-) -> None:
+def test_a_bit_that_flips_after_a_blob_was_read_is_found_when_it_is_opened_again(tmp_path, opens):
     """By the same process, though the file has kept its time, its size and its inode."""
     depot = BlobStore(tmp_path)
     ref = depot.store_bytes(b"x" * 100)
@@ -155,8 +142,8 @@ def test_a_bit_that_flips_after_a_blob_was_read_is_found_when_it_is_opened_again
 
 @pytest.mark.parametrize("opens", [BlobStore.load, BlobStore.verified_path, BlobStore.blob_path])
 def test_a_blob_that_the_disk_does_not_read_is_named_and_one_that_is_gone_meanwhile_is_not_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opens: Callable[[BlobStore, str], object]
-) -> None:
+    tmp_path, monkeypatch, opens
+):
     """The file is there when it is looked at, and cannot be read a moment later."""
     depot = BlobStore(tmp_path)
     ref = depot.store_bytes(b"x" * 100)
@@ -178,11 +165,10 @@ def raising(error: Exception) -> Callable[..., None]:
     return called
 
 
-def test_a_blob_counts_as_stored_only_once_its_name_is_synced(tmp_path: Path) -> None:
-    """A sync of the folder fails when the blob has just got its name; the next call that finds the blob syncs."""
+def test_a_blob_counts_as_stored_only_once_its_name_is_synced(tmp_path):
     failing = [False]
 
-    def gate(what: str, where: Place) -> OSError | None:
+    def gate(what, where):
         return OSError(errno.EIO, "Input/output error") if failing[0] and where == Path("/home/blobs") else None
 
     platter = SimulatedFileSystem("/home", tmp_path)

@@ -1,12 +1,9 @@
 """One blob from one side to the other: in packets that fit, in bounded memory, and checked."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import tracemalloc
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -22,8 +19,7 @@ from fedquilt.transport.memory_link import MemoryBroker
 
 # -- one blob --
 @pytest.mark.parametrize("size", [0, 1, 256 * KIB, 256 * KIB + 1, 3_000_000])
-def test_an_agent_pulls_what_the_coordinator_offers(tmp_path: Path, size: int) -> None:
-    """Downwards; from nothing to several chunks."""
+def test_an_agent_pulls_what_the_coordinator_offers(tmp_path, size):
     broker, payload = MemoryBroker(), noise(size)
     coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "tx2")
     ref = coordinator.depot.store_bytes(payload)
@@ -31,15 +27,13 @@ def test_an_agent_pulls_what_the_coordinator_offers(tmp_path: Path, size: int) -
     play(broker, coordinator, agent, until=lambda: bool(agent.errors))
     assert agent.errors == {("tx2", ref.sha256): None}
     path = agent.depot.blob_path(ref.sha256)
-    assert path is not None
     assert path.read_bytes() == payload
     assert agent.transfers.traffic_bytes("tx2", "dn") == size
     assert coordinator.transfers.traffic_bytes("tx2", "dn") == size
     assert coordinator.transfers.traffic_bytes("tx2", "up") == 0
 
 
-def test_the_coordinator_pulls_what_an_agent_offers(tmp_path: Path) -> None:
-    """Upwards: the same, mirrored."""
+def test_the_coordinator_pulls_what_an_agent_offers(tmp_path):
     broker, payload = MemoryBroker(), noise(1_000_000)
     coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "tx2")
     ref = agent.depot.store_bytes(payload)
@@ -50,8 +44,7 @@ def test_the_coordinator_pulls_what_an_agent_offers(tmp_path: Path) -> None:
     assert agent.transfers.traffic_bytes("tx2", "up") == 1_000_000
 
 
-def test_what_is_here_already_is_done_at_once(tmp_path: Path) -> None:
-    """Nothing is published."""
+def test_what_is_here_already_is_done_at_once(tmp_path):
     broker = MemoryBroker()
     agent = Side(broker, tmp_path, "tx2")
     ref = agent.depot.store_bytes(b"here")
@@ -62,8 +55,7 @@ def test_what_is_here_already_is_done_at_once(tmp_path: Path) -> None:
     assert broker.published == 0
 
 
-def test_wanting_twice_pulls_once_and_cancelling_ends_it(tmp_path: Path) -> None:
-    """A cancelled pull is not reported."""
+def test_wanting_twice_pulls_once_and_cancelling_ends_it(tmp_path):
     broker = MemoryBroker()
     agent = Side(broker, tmp_path, "tx2")
     ref = ref_of(b"there")
@@ -77,8 +69,7 @@ def test_wanting_twice_pulls_once_and_cancelling_ends_it(tmp_path: Path) -> None
     assert agent.transfers.take_finished() == []
 
 
-def test_a_blob_the_other_side_does_not_have_ends_with_its_reason(tmp_path: Path) -> None:
-    """Not here, or not for this device; wanting it again asks again."""
+def test_a_blob_the_other_side_does_not_have_ends_with_its_reason(tmp_path):
     broker = MemoryBroker()
     coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "tx2")
     absent, secret = ref_of(b"absent"), coordinator.depot.store_bytes(b"secret")
@@ -96,8 +87,7 @@ def test_a_blob_the_other_side_does_not_have_ends_with_its_reason(tmp_path: Path
     assert agent.errors == {("tx2", secret.sha256): None}
 
 
-def test_a_silent_peer_ends_the_pull_after_patience(tmp_path: Path) -> None:
-    """Nobody answers: 60 s, not sooner."""
+def test_a_silent_peer_ends_the_pull_after_patience(tmp_path):
     broker = MemoryBroker()
     agent = Side(broker, tmp_path, "tx2", patience_s=60.0)
     ref = ref_of(b"there")
@@ -107,8 +97,7 @@ def test_a_silent_peer_ends_the_pull_after_patience(tmp_path: Path) -> None:
     assert broker.now_s == 60.0
 
 
-def test_a_blob_damaged_on_the_sender_s_disk_is_not_sent_and_can_be_stored_again(tmp_path: Path) -> None:
-    """The puller is told, and the damaged file is gone."""
+def test_a_blob_damaged_on_the_sender_s_disk_is_not_sent_and_can_be_stored_again(tmp_path):
     broker = MemoryBroker()
     coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "tx2")
     ref = coordinator.depot.store_bytes(b"0123456789")
@@ -119,8 +108,7 @@ def test_a_blob_damaged_on_the_sender_s_disk_is_not_sent_and_can_be_stored_again
     assert not coordinator.depot.has_blob(ref)
 
 
-def test_a_full_disk_ends_the_pull_with_the_mend(tmp_path: Path) -> None:
-    """The folder has gone from under the agent."""
+def test_a_full_disk_ends_the_pull_with_the_mend(tmp_path):
     broker = MemoryBroker()
     coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "tx2")
     ref = coordinator.depot.store_bytes(noise(1_000_000))
@@ -142,8 +130,7 @@ class Meter(MemoryBroker):
         super()._receive_message(topic, payload, retain)
 
 
-def test_chunks_fit_a_broker_that_takes_128_kib(tmp_path: Path) -> None:
-    """20 MB; each side sees only the broker's limit."""
+def test_chunks_fit_a_broker_that_takes_128_kib(tmp_path):
     broker = Meter(max_payload=128 * KIB)
     coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "tx2")
     ref = coordinator.depot.store_bytes(noise(20_000_000))
@@ -153,8 +140,7 @@ def test_chunks_fit_a_broker_that_takes_128_kib(tmp_path: Path) -> None:
     assert broker.largest == 127 * KIB
 
 
-def test_the_smaller_limit_of_the_two_sides_counts(tmp_path: Path) -> None:
-    """Only one of them has been told a limit by the broker (MQTT 3.1.1 says none)."""
+def test_the_smaller_limit_of_the_two_sides_counts(tmp_path):
     for side in ("c", "a"):
         broker = Meter(max_payload=256 * KIB)
         coordinator = Side(broker, tmp_path / side / "c")
@@ -167,7 +153,7 @@ def test_the_smaller_limit_of_the_two_sides_counts(tmp_path: Path) -> None:
         assert broker.largest == 15 * KIB
 
 
-def test_a_limit_that_shrinks_in_the_middle_only_costs_what_was_on_its_way(tmp_path: Path) -> None:
+def test_a_limit_that_shrinks_in_the_middle_only_costs_what_was_on_its_way(tmp_path):
     """Moved to another broker: the chunks that are here stay, though the blob is cut anew."""
     broker = MemoryBroker()
     coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "tx2")
@@ -182,8 +168,7 @@ def test_a_limit_that_shrinks_in_the_middle_only_costs_what_was_on_its_way(tmp_p
     assert agent.transfers.traffic_bytes("tx2", "dn") < 4_000_000 + 9 * 256 * KIB
 
 
-def test_a_blob_too_large_for_the_broker_s_packets_says_so(tmp_path: Path) -> None:
-    """A manifest of 1 MB in 2 KiB packets does not fit; packets of 1 KiB fit nothing."""
+def test_a_blob_too_large_for_the_broker_s_packets_says_so(tmp_path):
     broker = MemoryBroker(max_payload=3 * KIB)
     coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "tx2")
     ref = coordinator.depot.store_bytes(noise(1_000_000))
@@ -197,8 +182,7 @@ def test_a_blob_too_large_for_the_broker_s_packets_says_so(tmp_path: Path) -> No
     assert "raise its packet limit" in str(agent.errors["tx2", ref.sha256])
 
 
-def test_a_blob_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
-    """32 MB between two sides in one process, the broker's queue included: less than 12 MB at any time."""
+def test_a_blob_is_never_in_memory_as_a_whole(tmp_path):
     source = tmp_path / "source"
     with open(source, "wb") as file:
         for number in range(32):
@@ -218,8 +202,7 @@ def test_a_blob_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
 
 
 # -- what comes from outside --
-def test_other_messages_are_left_to_the_owner(tmp_path: Path) -> None:
-    """And our own, come back, are nobody's."""
+def test_other_messages_are_left_to_the_owner(tmp_path):
     agent = Side(MemoryBroker(), tmp_path, "tx2")
     ack = wire.parse_topic(TOPICS.device_topic("tx2", "dn", "ack"))
     assert not agent.transfers.handle_message(ack, b"anything", 0.0)
@@ -227,8 +210,7 @@ def test_other_messages_are_left_to_the_owner(tmp_path: Path) -> None:
     assert agent.transfers.handle_message(echo, b"anything", 0.0)
 
 
-def test_chunks_nobody_asked_for_are_dropped(tmp_path: Path) -> None:
-    """They are not written, not counted, not kept."""
+def test_chunks_nobody_asked_for_are_dropped(tmp_path):
     agent = Side(MemoryBroker(), tmp_path, "tx2")
     route = wire.parse_topic(TOPICS.chunk_topic("tx2", "dn", "0" * 64, 3))
     assert agent.transfers.handle_message(route, b"x" * 1000, 0.0)
@@ -244,10 +226,7 @@ def test_chunks_nobody_asked_for_are_dropped(tmp_path: Path) -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(messages=st.lists(st.tuples(st.integers(0, 5), st.binary(max_size=40), st.integers(0, 200)), max_size=12))
-def test_arbitrary_and_mutated_blob_messages_give_only_the_named_error(
-    tmp_path: Path, messages: list[tuple[int, bytes, int]]
-) -> None:
-    """To a side that both pulls and serves; afterwards it still steps."""
+def test_arbitrary_and_mutated_blob_messages_give_only_the_named_error(tmp_path, messages):
     payload = noise(10_000)
     depot = BlobStore(tmp_path)
     here = depot.store_bytes(payload)
@@ -256,7 +235,7 @@ def test_arbitrary_and_mutated_blob_messages_give_only_the_named_error(
     transfers = Transfers(broker.connect(), depot, TOPICS, "up", lambda device, sha256: True)
     transfers.request_blob("tx2", coming)
     digests = "".join(hashlib.sha256(noise(10_000, 1)[at : at + 4096]).hexdigest() for at in range(0, 10_000, 4096))
-    valid: list[tuple[str, bytes]] = [
+    valid = [
         ("blob/get", wire.encode(wire.ChunkRequest(sha256=here.sha256, chunk=4096))),
         ("blob/get", wire.encode(wire.ChunkRequest(sha256=here.sha256, chunk=4096, indices=(0, 2, 2**53)))),
         (

@@ -1,9 +1,6 @@
 """Many devices and blobs side by side, and the budgets that they share."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
 
 from two_sides import KIB, TOPICS, Side, noise, play, ref_of
 
@@ -13,8 +10,7 @@ from fedquilt.blobs.transfer.transfers import Transfers
 from fedquilt.transport.memory_link import MemoryBroker, MemoryLink
 
 
-def test_devices_are_served_side_by_side(tmp_path: Path) -> None:
-    """Four start together and none has half of its blob before every other has a quarter."""
+def test_devices_are_served_side_by_side(tmp_path):
     broker, size = MemoryBroker(max_payload=17 * KIB), 64 * 16 * KIB
     coordinator = Side(broker, tmp_path / "c")
     agents = [Side(broker, tmp_path / name, name) for name in ("a", "b", "c1", "d")]
@@ -22,7 +18,7 @@ def test_devices_are_served_side_by_side(tmp_path: Path) -> None:
     for agent, name in zip(agents, ("a", "b", "c1", "d"), strict=True):
         agent.transfers.request_blob(name, ref)
 
-    def moved() -> list[int]:
+    def moved():
         return [coordinator.transfers.traffic_bytes(name, "dn") for name in ("a", "b", "c1", "d")]
 
     play(broker, coordinator, *agents, until=lambda: max(moved()) >= size // 2)
@@ -31,8 +27,7 @@ def test_devices_are_served_side_by_side(tmp_path: Path) -> None:
     assert all(agent.depot.has_blob(ref) for agent in agents)
 
 
-def test_devices_that_are_gone_do_not_keep_others_waiting(tmp_path: Path) -> None:
-    """Two places, four dead devices before one that lives: it is served within a few time-outs."""
+def test_devices_that_are_gone_do_not_keep_others_waiting(tmp_path):
     broker = MemoryBroker()
     coordinator, agent = Side(broker, tmp_path / "c", max_pulls=2), Side(broker, tmp_path / "a", "alive")
     ref = agent.depot.store_bytes(noise(2_000_000))
@@ -46,8 +41,7 @@ def test_devices_that_are_gone_do_not_keep_others_waiting(tmp_path: Path) -> Non
     assert coordinator.errors["dead3", ref_of(bytes([3])).sha256] == "no answer for 300 s"
 
 
-def test_one_blob_from_two_devices_is_pulled_once_and_finished_for_both(tmp_path: Path) -> None:
-    """Also when the first of them is gone."""
+def test_one_blob_from_two_devices_is_pulled_once_and_finished_for_both(tmp_path):
     broker = MemoryBroker()
     coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "alive")
     ref = agent.depot.store_bytes(noise(600_000))
@@ -58,8 +52,7 @@ def test_one_blob_from_two_devices_is_pulled_once_and_finished_for_both(tmp_path
     assert coordinator.transfers.traffic_bytes("alive", "up") == 600_000
 
 
-def test_many_small_blobs_arrive_side_by_side(tmp_path: Path) -> None:
-    """100 of them, 16 at a time: two round trips of 2 ms each for every 16, not for every one."""
+def test_many_small_blobs_arrive_side_by_side(tmp_path):
     broker = MemoryBroker()
     coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "tx2")
     for number in range(100):
@@ -76,7 +69,7 @@ class SlowLink(MemoryLink):
     most = 0
 
     @property
-    def backlog(self) -> int:  # type: ignore[override]
+    def backlog(self) -> int:
         return self.queued
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
@@ -86,8 +79,7 @@ class SlowLink(MemoryLink):
         super().publish(topic, payload, retain=retain, reliable=reliable)
 
 
-def test_the_send_budget_is_kept_and_used(tmp_path: Path) -> None:
-    """Ten devices ask for 20 chunks of 15 KiB; never more than 64 KiB, four chunks, are queued."""
+def test_the_send_budget_is_kept_and_used(tmp_path):
     broker = MemoryBroker(max_payload=16 * KIB)
     link = SlowLink(broker, None)
     depot = BlobStore(tmp_path)
@@ -106,7 +98,7 @@ def test_the_send_budget_is_kept_and_used(tmp_path: Path) -> None:
     assert all(transfers.traffic_bytes(f"d{number}", "dn") == ref.size for number in range(10))
 
 
-def test_no_more_is_asked_for_than_the_budget(tmp_path: Path) -> None:
+def test_no_more_is_asked_for_than_the_budget(tmp_path):
     """Twelve devices are pulled from at once, but only 64 KiB may be on their way."""
     broker = MemoryBroker(max_payload=16 * KIB)
     coordinator = Side(broker, tmp_path / "c", budget_bytes=64 * KIB)
@@ -115,7 +107,7 @@ def test_no_more_is_asked_for_than_the_budget(tmp_path: Path) -> None:
         coordinator.transfers.request_blob(f"d{number}", agent.depot.store_bytes(noise(200_000, number)))
     most = 0
 
-    def over() -> bool:
+    def over():
         nonlocal most
         inbox = sum(len(m.payload) for m in coordinator.link.inbox)
         flying = sum(len(m.payload) for _, _, link, m in broker._heap if link is coordinator.link)

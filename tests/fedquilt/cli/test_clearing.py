@@ -1,7 +1,5 @@
 """`prune`: what goes, what stays, who is asked, and a kill at any moment."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal
@@ -16,7 +14,14 @@ import pytest
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.jobs import retention
-from fedquilt.coordinator.rounds.events import CohortSelected, JobEnded, JobStarted, RoundCommitted, UpdateAccepted
+from fedquilt.coordinator.rounds.events import (
+    ENDED,
+    CohortSelected,
+    JobEnded,
+    JobStarted,
+    RoundCommitted,
+    UpdateAccepted,
+)
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import BlobRef, Update, Usage
 
@@ -36,7 +41,7 @@ def begun(home: Path, name: str, status: str = "done", state: bytes = b"") -> st
             RoundCommitted(0, ref, True, {}),
         ):
             store.append_event(run, fact)
-        if status in retention.ENDED:
+        if status in ENDED:
             store.append_event(run, JobEnded(status, ""))
         store.set_status(run, status)
     agent = home / "agents" / run / "a"
@@ -47,12 +52,11 @@ def begun(home: Path, name: str, status: str = "done", state: bytes = b"") -> st
     return run
 
 
-def test_runs_are_measured_while_their_boards_write_and_remove_files(tmp_path: Path) -> None:
-    """As `fedquilt ls` does beside a simulated fleet."""
+def test_runs_are_measured_while_their_boards_write_and_remove_files(tmp_path):
     run = begun(tmp_path, "job")
     measured = threading.Event()
 
-    def work() -> None:
+    def work():
         while not measured.is_set():
             folder = tmp_path / "agents" / run / "a" / "task"
             folder.mkdir()
@@ -85,8 +89,7 @@ def files(home: Path) -> set[str]:
     }
 
 
-def test_a_home_without_runs_is_said_to_have_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In a sentence, and not in an empty line; for programs an empty list."""
+def test_a_home_without_runs_is_said_to_have_none(tmp_path, capsys):
     run = begun(tmp_path, "only")
     assert main(["prune", run, "--yes", "--home", str(tmp_path)]) == 0
     capsys.readouterr()
@@ -96,8 +99,7 @@ def test_a_home_without_runs_is_said_to_have_none(tmp_path: Path, capsys: pytest
     assert json.loads(capsys.readouterr().out) == []
 
 
-def test_a_deleted_run_is_gone_with_all_that_only_it_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The other run keeps every file; a blob that both have stays."""
+def test_a_deleted_run_is_gone_with_all_that_only_it_needed(tmp_path, capsys):
     other = begun(tmp_path, "other", state=b"shared")
     before = files(tmp_path)
     doomed, same = begun(tmp_path, "doomed"), begun(tmp_path, "same", state=b"shared")
@@ -114,15 +116,14 @@ def test_a_deleted_run_is_gone_with_all_that_only_it_needed(tmp_path: Path, caps
         assert not list(store.read_events(doomed))
 
 
-def test_a_run_that_a_coordinator_may_be_at_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing of any run is removed; an ended one goes, and the coordinator drops blobs itself."""
+def test_a_run_that_a_coordinator_may_be_at_is_refused(tmp_path, capsys):
     busy, ended = begun(tmp_path, "busy", "running"), begun(tmp_path, "ended")
     before = files(tmp_path)
     with Store(tmp_path) as coordinator:
         assert coordinator.acquire_lock()
         serve = "from fedquilt.cli import main; import sys; sys.exit(main(sys.argv[1:]))"
 
-        def delete(*runs: str) -> subprocess.CompletedProcess[str]:
+        def delete(*runs):
             words = [sys.executable, "-c", serve, "prune", *runs, "--yes", "--home", str(tmp_path)]
             return subprocess.run(words, capture_output=True, text=True)
 
@@ -142,8 +143,7 @@ def test_a_run_that_a_coordinator_may_be_at_is_refused(tmp_path: Path, capsys: p
     assert not files(tmp_path)
 
 
-def test_whoever_is_not_asked_says_yes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a terminal nothing is deleted by accident."""
+def test_whoever_is_not_asked_says_yes(tmp_path, capsys):
     run = begun(tmp_path, "one")
     assert main(["prune", run, "--home", str(tmp_path)]) == 2
     assert "--yes" in capsys.readouterr().err
@@ -151,8 +151,7 @@ def test_whoever_is_not_asked_says_yes(tmp_path: Path, capsys: pytest.CaptureFix
     assert ids(tmp_path) == [run]
 
 
-def test_a_run_that_cannot_be_read_can_be_deleted(tmp_path: Path) -> None:
-    """By its id, as `ls` shows it."""
+def test_a_run_that_cannot_be_read_can_be_deleted(tmp_path):
     run = begun(tmp_path, "odd")
     with Store(tmp_path) as store:
         store._db.execute("update jobs set settings = '{}'")
@@ -160,15 +159,13 @@ def test_a_run_that_cannot_be_read_can_be_deleted(tmp_path: Path) -> None:
     assert not ids(tmp_path)
 
 
-def test_deleting_what_is_not_there_names_what_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the exit code of the store, as for every verb that takes a run."""
+def test_deleting_what_is_not_there_names_what_is(tmp_path, capsys):
     run = begun(tmp_path, "one")
     assert main(["prune", "two", "--yes", "--home", str(tmp_path)]) == 6
-    assert f"there are: {run}" in capsys.readouterr().err
+    assert f"there are: one, {run}" in capsys.readouterr().err
 
 
-def test_old_runs_are_those_that_both_options_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four that ended 1, 2, 3 and 4 days ago, the last of them after a week's work, and one that was interrupted."""
+def test_old_runs_are_those_that_both_options_name(tmp_path, monkeypatch):
     day, now = 86400.0, time.time()
     runs = {}
     with Store(tmp_path) as store:
@@ -182,7 +179,7 @@ def test_old_runs_are_those_that_both_options_name(tmp_path: Path, monkeypatch: 
             store.set_status(id, "running" if name == "waits" else "done")
             runs[id] = name
 
-        def old(keep: int | None, older_s: float | None) -> list[str]:
+        def old(keep, older_s):
             return [runs[id] for id in retention.select_expired_runs(store, now, keep, older_s)]
 
         assert old(1, None) == ["4", "3", "2"]
@@ -192,10 +189,7 @@ def test_old_runs_are_those_that_both_options_name(tmp_path: Path, monkeypatch: 
         assert old(0, None) == ["4", "3", "2", "1"]
 
 
-def test_pruning_keeps_the_latest_and_whatever_has_not_ended(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """--dry-run says which, and deletes nothing."""
+def test_pruning_keeps_the_latest_and_whatever_has_not_ended(tmp_path, capsys):
     waits, *ended = (begun(tmp_path, f"r{n}", "running" if not n else "done") for n in range(4))
     home = ["--home", str(tmp_path)]
     assert main(["prune", "--keep", "1", "--dry-run", *home]) == 0
@@ -207,8 +201,7 @@ def test_pruning_keeps_the_latest_and_whatever_has_not_ended(
     assert ids(tmp_path) == [waits, ended[2]]
 
 
-def test_a_folder_of_no_run_stays(tmp_path: Path) -> None:
-    """Nobody knows whose it is."""
+def test_a_folder_of_no_run_stays(tmp_path):
     begun(tmp_path, "one")
     (tmp_path / "agents" / "device-3").mkdir()
     assert main(["prune", "--keep", "0", "--yes", "--home", str(tmp_path)]) == 0
@@ -252,14 +245,13 @@ print("whole")
 """
 
 
-def test_a_kill_at_any_moment_leaves_a_home_that_lists_and_can_be_pruned_again(tmp_path: Path) -> None:
-    """At each step of a removal: the run is whole or gone, the other run whole, and the next `prune` finds the rest."""
+def test_a_kill_at_any_moment_leaves_a_home_that_lists_and_can_be_pruned_again(tmp_path):
     home = tmp_path / "home"
     other = begun(home, "other")
     kept = files(home)
     doomed = begun(home, "doomed")
     whole = files(home)
-    ends: set[bool] = set()
+    ends = set()
     for step in range(50):
         copy = tmp_path / str(step)
         shutil.copytree(home, copy)
@@ -281,7 +273,7 @@ def test_a_kill_at_any_moment_leaves_a_home_that_lists_and_can_be_pruned_again(t
 
 
 @pytest.mark.parametrize("age", ["30", "d", "1y", "-3d", "3d 2h"])
-def test_an_age_has_a_unit(age: str, tmp_path: Path) -> None:
+def test_an_age_has_a_unit(age, tmp_path):
     """A number alone could be days or seconds."""
     with pytest.raises(SystemExit):
         main(["prune", "--older-than", age, "--home", str(tmp_path)])

@@ -1,7 +1,5 @@
 """How command lines are read: verbs from files, words and options, near words, help, and what is imported for it."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import os
@@ -24,6 +22,7 @@ from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import JobError
 
 HELPERS = {
+    "agent_process",
     *(
         "__init__",
         "__main__",
@@ -48,23 +47,20 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return line
 
 
-def test_every_file_of_a_verb_has_its_place_in_the_help() -> None:
-    """And every verb of the help has its file."""
+def test_every_file_of_a_verb_has_its_place_in_the_help():
     files = {path.stem for path in Path(fedquilt.cli.__file__).parent.glob("*.py")} - HELPERS
     named = [name.replace("-", "_") for names in commands.SECTIONS.values() for name in names]
     assert sorted(named) == sorted(files)
 
 
-def test_a_verb_of_another_spelling_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    """So are an option, a word of a fixed set, and a verb of a family."""
+def test_a_verb_of_another_spelling_is_answered_with_the_nearest(capsys):
     assert "no verb 'bord'; did you mean 'board'?" in said(capsys, "bord")
     assert "no verb 'isue'; did you mean 'issue'?" in said(capsys, "identity", "isue")
     assert "no such option: --hom; did you mean '--home'? (`fedquilt ls --help`)" in said(capsys, "ls", "--hom", "x")
     assert "did you mean 'memory'?" in said(capsys, "simulate", "job.toml", "--link", "memry")
 
 
-def test_an_option_of_many_words_takes_all_up_to_the_next() -> None:
-    """Numbers below 0 are words; given twice, it has the words of both."""
+def test_an_option_of_many_words_takes_all_up_to_the_next():
     given = parsed(["compare", "job.toml", "--methods", "fedavg", "fedprox", "--seeds", "0", "-1", "--target", "0.8"])
     assert (given["methods"], given["seeds"], given["target"]) == (("fedavg", "fedprox"), (0, -1), 0.8)
     assert parsed(["compare", "job.toml"])["seeds"] == (0, 1, 2)
@@ -75,7 +71,7 @@ def test_an_option_of_many_words_takes_all_up_to_the_next() -> None:
         parsed(["compare", "job.toml", "--methods"])
 
 
-def test_words_of_one_option_may_be_separated_by_commas() -> None:
+def test_words_of_one_option_may_be_separated_by_commas():
     """With or without spaces; not where a word itself may hold a comma: a value of --set."""
     assert parsed(["compare", "job.toml", "--seeds", "0,1"])["seeds"] == (0, 1)
     assert parsed(["compare", "job.toml", "--seeds=0,1,-2"])["seeds"] == (0, 1, -2)
@@ -86,15 +82,13 @@ def test_words_of_one_option_may_be_separated_by_commas() -> None:
         parsed(["compare", "job.toml", "--seeds", "0,x"])
 
 
-def test_options_that_exclude_each_other_are_refused_together(capsys: pytest.CaptureFixture[str]) -> None:
-    """Named, both."""
+def test_options_that_exclude_each_other_are_refused_together(capsys):
     assert "--rootfs and --ssh: one of them" in said(
         capsys, "board", "flash", "a.toml", "--rootfs", "r", "--ssh", "me@orin"
     )
 
 
-def test_a_verb_of_a_family_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    """With the help of the family, on standard error."""
+def test_a_verb_of_a_family_is_asked_for(capsys):
     for words in ((), ("identity",)):
         with pytest.raises(SystemExit) as caught:
             main(words)
@@ -102,8 +96,7 @@ def test_a_verb_of_a_family_is_asked_for(capsys: pytest.CaptureFixture[str]) -> 
         assert "Usage: fedquilt" in capsys.readouterr().err
 
 
-def test_more_is_logged_with_v_before_a_verb_or_after_it() -> None:
-    """Twice for everything."""
+def test_more_is_logged_with_v_before_a_verb_or_after_it():
     show = "import logging; logging.lastResort = None; from fedquilt.cli import commands, main; "
     code = show + "main([*{words!r}, 'ls', '--home', '/none', *{more!r}]); print(logging.getLogger().level)"
     for words, more, level in (((), (), 30), (("-v",), (), 20), ((), ("-v",), 20), (("-v",), ("-v",), 10)):
@@ -113,8 +106,7 @@ def test_more_is_logged_with_v_before_a_verb_or_after_it() -> None:
         assert done.stdout == f"{level}\n", (words, more)
 
 
-def test_help_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of every verb, and of every verb of a family."""
+def test_help_fits_80_columns(capsys):
     context = click.Context(commands.root_command, info_name="fedquilt")
     lines = [["--help"]]
     for name in commands.root_command.list_commands(context):
@@ -128,27 +120,26 @@ def test_help_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
         assert max(map(len, shown)) <= 80, (words, max(shown, key=len))
 
 
-def test_the_help_of_all_verbs_has_the_first_sentence_of_each() -> None:
+def test_the_help_of_all_verbs_has_the_first_sentence_of_each():
     """As click shortens its docstring, though its file is not imported."""
     context = click.Context(commands.root_command, info_name="fedquilt")
     shown = commands.root_command.get_help(context)
     for name in commands.root_command.list_commands(context):
         found = commands.root_command.get_command(context, name)
-        assert f"{name} {found.get_short_help_str(400)}" in " ".join(shown.split())  # type: ignore[union-attr]
+        assert f"{name} {found.get_short_help_str(400)}" in " ".join(shown.split())
 
 
 @pytest.mark.parametrize(
     ("words", "forbidden"),
     [
         (["--help"], {"numpy", "torch", "sqlite3", "asyncio", "msgspec", "fedquilt.core", "fedquilt.cli.agent"}),
-        (["agent", "/none.toml"], {"numpy", "torch", "onnxruntime"}),
+        (["-v", "agent", "/none.toml"], {"numpy", "torch", "onnxruntime", "click", "email", "http", "lzma"}),
         (["ls"], {"numpy", "torch", "onnxruntime", "email"}),
         (["why", "small"], {"numpy", "torch", "onnxruntime", "email"}),
         (["devices"], {"numpy", "torch", "onnxruntime", "email"}),
     ],
 )
-def test_what_is_light_stays_light(words: list[str], forbidden: set[str], tmp_path: Path) -> None:
-    """`--help` imports no verb, the agent of a board stays up for months, and scripts call `ls` all day."""
+def test_what_is_light_stays_light(words, forbidden, tmp_path):
     with Store(tmp_path / options.HOME) as store:
         store.add_job(settings.JobSettings("small", "fedavg", rounds=1), Path("b.bundle"))
     code = f"""
@@ -164,8 +155,7 @@ print(*sys.modules, file=sys.stderr)"""
     assert not forbidden & set(done.stderr.splitlines()[-1].split())
 
 
-def test_an_idle_agent_has_imported_nothing_of_a_release_a_task_or_prometheus() -> None:
-    """Each megabyte is held for months; a board has no plug-in, and the versions of its libraries are in file names."""
+def test_an_idle_agent_has_imported_nothing_of_a_release_a_task_or_prometheus():
     code = """
 import sys
 from fedquilt.cli import entry, agent
@@ -182,8 +172,7 @@ print(*sys.modules)"""
 
 
 @pytest.mark.parametrize("module", ["click", "fedquilt.cli.commands", "fedquilt.cli.demo", "numpy"])
-def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_traceback(module: str, tmp_path: Path) -> None:
-    """As it does later: an import of a command takes most of its first second."""
+def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_traceback(module, tmp_path):
     code = f"""
 import sys
 class Interrupts:
@@ -198,14 +187,13 @@ sys.exit(main(["demo"]))"""
 
 
 @pytest.mark.parametrize("words", [["methods"], ["lab", "reproduce"], ["ls"], ["lab", "partition"]])
-def test_tables_fit_80_columns(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where the output is no terminal, whatever the names in them."""
+def test_tables_fit_80_columns(words, tmp_path, capsys):
     import numpy as np
 
     from fedquilt.coordinator import settings
     from fedquilt.coordinator.storage.store import Store
 
-    given: list[str] = []
+    given = []
     if words == ["ls"]:
         with Store(tmp_path) as store:
             for name in ("a", "long" * 9):
@@ -231,14 +219,12 @@ def completed(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     return [each.partition(",")[2] for each in capsys.readouterr().out.split()]
 
 
-def test_a_shell_completes_verbs_options_methods_and_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_shell_completes_verbs_options_methods_and_runs(tmp_path, monkeypatch, capsys):
     """And says nothing where a home cannot be read."""
     from fedquilt.coordinator import settings
     from fedquilt.coordinator.storage.store import Store
 
-    def ask(line: str) -> list[str]:
+    def ask(line):
         return completed(line, monkeypatch, capsys)
 
     assert ask("fedquilt lab par") == ["partition"]
@@ -256,10 +242,7 @@ def test_a_shell_completes_verbs_options_methods_and_runs(
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_each_shell_gets_its_script(
-    shell: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As docs/commands.md says to ask for it."""
+def test_each_shell_gets_its_script(shell, monkeypatch, capsys):
     monkeypatch.setenv("_FEDQUILT_COMPLETE", f"{shell}_source")
     assert main([]) == 0
     assert "_FEDQUILT_COMPLETE" in capsys.readouterr().out
@@ -274,21 +257,13 @@ def test_each_shell_gets_its_script(
         ("tools.report.partition", "main", ("lab", "partition", "job.toml")),
     ],
 )
-def test_what_may_take_long_says_that_it_goes_on(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    module: str,
-    function: str,
-    words: tuple[str, ...],
-) -> None:
-    """The work goes on until a line has said so, and then breaks off."""
+def test_what_may_take_long_says_that_it_goes_on(tmp_path, monkeypatch, capsys, module, function, words):
     monkeypatch.chdir(tmp_path)
     Store(tmp_path / "runs").close()
     Path("job.toml").write_text("name = 'job'\nmethod = 'fedavg'\n")
     monkeypatch.setattr(progress, "QUIET_S", 0.0)
 
-    def work(*args: object) -> None:
+    def work(*args):
         until(lambda: "so far" in capsys.readouterr().err, "a line")
         raise JobError("that is enough")
 
@@ -304,7 +279,6 @@ UNKNOWN = frozenset({"model", "record", "report"})
 def _sources(tool: str) -> str:
     """A tool's module and those of its folder that it imports, or all modules of its package."""
     found = importlib.util.find_spec(tool)
-    assert found is not None
     assert found.origin is not None
     places = [Path(place) for place in found.submodule_search_locations or ()]
     if files := [file for place in places for file in place.glob("*.py")]:
@@ -330,8 +304,7 @@ def _showing() -> dict[str, str]:
     return found
 
 
-def test_every_command_that_shows_itself_says_how_far_it_is() -> None:
-    """The list is that of the commands' own files; what is unknown is named, and leaves the list once it is known."""
+def test_every_command_that_shows_itself_says_how_far_it_is():
     showing = _showing()
     assert len(showing) > 7
     assert all(showing.values())

@@ -1,13 +1,10 @@
 """`fedquilt rollout model` and `rollout status`: what they take, queue, refuse and show."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 import made_graphs
 import pytest
@@ -75,8 +72,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().err
 
 
-def test_a_file_is_queued_with_what_boards_are_asked(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every option has its place in the plan; nobody serves the home, which is said."""
+def test_a_file_is_queued_with_what_boards_are_asked(home, capsys):
     file = home.with_name("net.onnx")
     file.write_bytes(graph())
     words = (
@@ -100,7 +96,7 @@ def test_a_file_is_queued_with_what_boards_are_asked(home: Path, capsys: pytest.
     out = capsys.readouterr().out
     with Store(home) as store:
         (kept,) = store.rollouts.readable_rollouts()
-        assert store.depot.load(kept.state.plan.blob.sha256) == graph()  # type: ignore[union-attr]
+        assert store.depot.load(kept.state.plan.blob.sha256) == graph()
     plan = kept.state.plan
     assert (plan.kind, plan.name, plan.select, plan.cumulative_shares) == (
         "model",
@@ -116,33 +112,28 @@ def test_a_file_is_queued_with_what_boards_are_asked(home: Path, capsys: pytest.
     assert f"`fedquilt serve --home {home}` carries it out" in out
 
 
-def test_a_run_is_deployed_as_export_writes_it(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A deployed run brings the file that `export` makes."""
+def test_a_run_is_deployed_as_export_writes_it(home, capsys):
     pytest.importorskip("torch", reason="a network is written as ONNX by torch")
     run, file = ran(home), home.with_name("out.onnx")
     assert main(["rollout", "model", "digits", "--home", str(home)]) == 0
     assert main(["model", "export", "digits", "--home", str(home), "--out", str(file)]) == 0
     with Store(home) as store:
         plan = store.rollouts.find_rollout(run).state.plan
-        assert store.depot.load(plan.blob.sha256) == file.read_bytes()  # type: ignore[union-attr]
+        assert store.depot.load(plan.blob.sha256) == file.read_bytes()
     assert plan.name == run
 
 
 @pytest.mark.parametrize("method", ["fedrep", "local", "ditto"])
-def test_a_run_with_parts_on_boards_is_deployed_without_them(
-    home: Path, capsys: pytest.CaptureFixture[str], method: str
-) -> None:
-    """The blob says whose parts belong to it, and has the network's graph without its numbers."""
+def test_a_run_with_parts_on_boards_is_deployed_without_them(home, capsys, method):
     pytest.importorskip("torch", reason="a network is written as ONNX by torch")
     run = ran(home, method, seed=7)
     assert main(["rollout", "model", "digits", "--home", str(home)]) == 0
     assert f"network mlp, in which each board puts what it has kept of {run}" in capsys.readouterr().out
     with Store(home) as store:
         plan = store.rollouts.find_rollout(run).state.plan
-        path = store.depot.blob_path(plan.blob.sha256)  # type: ignore[union-attr]
+        path = store.depot.blob_path(plan.blob.sha256)
     assert path is not None
     task, parts = personal_models.read_task(path), personal_models.read_personal(path)
-    assert task is not None
     assert (task.job, task.method, task.params["network"]["name"]) == (run, method, "mlp")
     assert (task.actions, task.seed) == (("check",), 7)
     assert task.bundles == {
@@ -151,9 +142,7 @@ def test_a_run_with_parts_on_boards_is_deployed_without_them(
     assert weights.missing_tensors(parts.graph.data).keys() == engine.init_tensors(NETWORK, seed=0).keys()
 
 
-def test_a_method_that_leaves_parts_and_does_not_say_how_they_go_together_is_refused_by_name(
-    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_method_that_leaves_parts_and_does_not_say_how_they_go_together_is_refused_by_name(home, capsys, monkeypatch):
     """As one of another package may be: with the mend, and nothing is queued."""
     ran(home, "fedrep")
     method = dataclasses.replace(methods.load("fedrep"), personal=None)
@@ -169,9 +158,7 @@ def test_a_method_that_leaves_parts_and_does_not_say_how_they_go_together_is_ref
     ("payload", "said"),
     [(b"no graph", "net.onnx: it is no ONNX file"), (b"", "net.onnx"), ("RandomNormalLike", "'RandomNormalLike'")],
 )
-def test_a_file_that_no_board_would_load_is_refused(
-    home: Path, capsys: pytest.CaptureFixture[str], payload: bytes | str, said: str
-) -> None:
+def test_a_file_that_no_board_would_load_is_refused(home, capsys, payload, said):
     """A file that a board would refuse is refused before anything is sent."""
     file = home.with_name("net.onnx")
     file.write_bytes(graph(payload) if isinstance(payload, str) else payload)
@@ -180,21 +167,18 @@ def test_a_file_that_no_board_would_load_is_refused(
         assert store.rollouts.readable_rollouts() == []
 
 
-def test_a_model_in_two_files_is_queued_as_one(home: Path, tmp_path: Path) -> None:
-    """Devices are sent one blob, which has the weights, and the versions that their runtime has to load."""
+def test_a_model_in_two_files_is_queued_as_one(home, tmp_path):
     assert main(["rollout", "model", str(made_graphs.two_files(tmp_path)), "--home", str(home)]) == 0
     with Store(home) as store:
         (kept,) = store.rollouts.readable_rollouts()
         plan = kept.state.plan
-        assert plan.blob is not None
         payload = store.depot.blob_path(plan.blob.sha256)
         assert payload is not None
         assert graph_check.check_file(payload).weight_bytes == 72
     assert (plan.versions, plan.input_shape) == ((17, 8), None)
 
 
-def test_the_shape_of_an_example_goes_with_the_release(home: Path, tmp_path: Path) -> None:
-    """One that the graph contradicts is refused at once, and so is none where the graph has no number of axes."""
+def test_the_shape_of_an_example_goes_with_the_release(home, tmp_path):
     for name, shape in (("images", [-1, 3, -1, -1]), ("any", None)):
         made = made_graphs.product(shape, nodes=made_graphs.pooled, size=3)
         (tmp_path / f"{name}.onnx").write_bytes(made.SerializeToString())
@@ -216,9 +200,7 @@ def test_the_shape_of_an_example_goes_with_the_release(home: Path, tmp_path: Pat
         (None, (), "input 'x' declares no number of axes: add --input-shape, such as 3,224,224"),
     ],
 )
-def test_a_shape_that_does_not_fit_is_refused_before_the_release(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], shape: Any, words: tuple[str, ...], said: str
-) -> None:
+def test_a_shape_that_does_not_fit_is_refused_before_the_release(home, tmp_path, capsys, shape, words, said):
     path = tmp_path / "m.onnx"
     path.write_bytes(made_graphs.product(shape, nodes=made_graphs.pooled, size=3).SerializeToString())
     assert said in refused(capsys, "rollout", "model", str(path), *words, "--home", str(home))
@@ -226,10 +208,7 @@ def test_a_shape_that_does_not_fit_is_refused_before_the_release(
         assert not store.rollouts.readable_rollouts()
 
 
-def test_a_graph_that_cannot_be_fed_is_refused_before_the_release(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Several inputs, and an output that is no scores."""
+def test_a_graph_that_cannot_be_fed_is_refused_before_the_release(home, tmp_path, capsys):
     many = made_graphs.product(inputs=[made_graphs.value("state")])
     boxes = made_graphs.product(output=made_graphs.value("y", ("n", 4, 3)))
     for made, said in ((many, "m.onnx: the graph has 2 inputs ('x', 'state')"), (boxes, "shape (any, 4, 3)")):
@@ -237,8 +216,7 @@ def test_a_graph_that_cannot_be_fed_is_refused_before_the_release(
         assert said in refused(capsys, "rollout", "model", str(tmp_path / "m.onnx"), "--home", str(home))
 
 
-def test_what_cannot_be_deployed_is_said(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A rollout of a model takes a run or a file, which has to be there."""
+def test_what_cannot_be_deployed_is_said(home, capsys):
     ran(home, status="stopped")
     at = ("--home", str(home))
     assert "--input-shape goes with a FILE.onnx" in refused(
@@ -266,24 +244,19 @@ def test_what_cannot_be_deployed_is_said(home: Path, capsys: pytest.CaptureFixtu
         (("--label", "Site Lab"), "selects no boards"),
     ],
 )
-def test_a_number_that_is_none_is_named(
-    home: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
-) -> None:
-    """The refusal of a number says how to write one."""
+def test_a_number_that_is_none_is_named(home, capsys, words, said):
     file = home.with_name("net.onnx")
     file.write_bytes(graph())
     assert said in refused(capsys, "rollout", "model", str(file), *words, "--home", str(home))
 
 
-def test_shares_points_and_sizes_are_read() -> None:
-    """Signs and units are those that --help shows; sizes are written as in agent.toml."""
+def test_shares_points_and_sizes_are_read():
     assert [rollout_options.parse_size(each) for each in ("500MB", "1.5GiB")] == [500_000_000, 3 << 29]
     assert [rollout_options.parse_share(each) for each in ("5%", "5", "0.5%", "100%")] == [0.05, 0.05, 0.005, 1.0]
     assert [rollout_options.parse_points(each) for each in ("-0.5pt", "1pt", "-2%")] == [-0.005, 0.01, -0.02]
 
 
-def test_rollouts_are_listed_and_told(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`rollout status` prints a table, one rollout with the boards that have not committed it, and JSON."""
+def test_rollouts_are_listed_and_told(home, capsys):
     assert main(["rollout", "status", "--home", str(home)]) == 0
     assert f"no rollouts in {home}: `fedquilt rollout model RUN --home {home}` begins one" in capsys.readouterr().out
     with Store(home) as store:
@@ -312,8 +285,7 @@ def test_rollouts_are_listed_and_told(home: Path, capsys: pytest.CaptureFixture[
     assert "no rollout 'none'" in refused(capsys, "rollout", "status", "none", "--home", str(home))
 
 
-def test_a_request_to_revert_is_stored_for_the_coordinator(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A rollout is named by its id, by what it brings, or by its kind."""
+def test_a_request_to_revert_is_stored_for_the_coordinator(home, capsys):
     with Store(home) as store:
         id = store.rollouts.add_rollout(RolloutPlan("model", "digits"))
     assert main(["rollout", "back", "digits", "--home", str(home)]) == 0
@@ -322,8 +294,7 @@ def test_a_request_to_revert_is_stored_for_the_coordinator(home: Path, capsys: p
         assert store.rollouts.find_rollout("digits").revert_requested
 
 
-def test_a_request_to_revert_a_kind_is_for_its_latest_rollout(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Later rollouts of other kinds are left alone, unless they are named."""
+def test_a_request_to_revert_a_kind_is_for_its_latest_rollout(home, capsys):
     with Store(home) as store:
         model, agent, budget = (
             store.rollouts.add_rollout(RolloutPlan(kind, kind)) for kind in ("model", "agent", "settings")
@@ -361,13 +332,12 @@ def waits(home: Path, capsys: pytest.CaptureFixture[str]) -> str:
     return str(said)
 
 
-def test_rollouts_say_for_whom_they_wait(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """From a home without a coordinator to a canary of which one has answered, and those that are away."""
+def test_rollouts_say_for_whom_they_wait(home, capsys):
     there, lab = DeviceStatus("", online=True), DeviceStatus("", online=True, labels=("site=lab",))
     with Store(home) as store:
         id = store.rollouts.add_rollout(RolloutPlan("model", "digits", select=("site=lab",), canary=0.5, phases=(1.0,)))
 
-    def told(*facts: Any) -> None:
+    def told(*facts):
         with Store(home) as store:
             store.rollouts.append_events([(id, fact) for fact in facts])
 
@@ -397,7 +367,7 @@ def test_rollouts_say_for_whom_they_wait(home: Path, capsys: pytest.CaptureFixtu
         assert waits(home, capsys) == ""
 
 
-def test_deploy_says_that_its_selection_names_no_board(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_deploy_says_that_its_selection_names_no_board(home, capsys):
     """It is queued all the same: one with that label may come."""
     file = home.with_name("net.onnx")
     file.write_bytes(graph())
@@ -410,8 +380,7 @@ def test_deploy_says_that_its_selection_names_no_board(home: Path, capsys: pytes
         assert len(store.rollouts.readable_rollouts()) == 1
 
 
-def test_deploy_to_a_board_that_is_known_waits_for_none(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing is said of boards."""
+def test_deploy_to_a_board_that_is_known_waits_for_none(home, capsys):
     file = home.with_name("net.onnx")
     file.write_bytes(graph())
     known(home, a=DeviceStatus("", online=True, labels=("site=lab",)))

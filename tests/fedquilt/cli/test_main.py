@@ -1,7 +1,5 @@
 """The command: every error is one clear line and a documented exit code."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -48,8 +46,7 @@ def failed(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
     return code, capsys.readouterr().err
 
 
-def test_a_broken_job_file_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It names the file and the key."""
+def test_a_broken_job_file_ends_with_2(tmp_path, capsys):
     path = tmp_path / "job.toml"
     path.write_text(JOB + "round = 1\n")
     code, said = failed(capsys, "run", str(path), "--home", str(tmp_path / "runs"))
@@ -59,10 +56,7 @@ def test_a_broken_job_file_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("verb", ["run", "simulate"])
-def test_a_method_that_cannot_train_the_bundles_network_is_refused_before_it_is_queued(
-    job: Path, capsys: pytest.CaptureFixture[str], verb: str
-) -> None:
-    """With the exit code of a network; no run is left behind, and no broker is asked for."""
+def test_a_method_that_cannot_train_the_bundles_network_is_refused_before_it_is_queued(job, capsys, verb):
     data = job.with_name("data.npz")
     np.savez(data, x_train=np.zeros((8, 2), np.float32), y_train=np.arange(8) % 2)
     job.write_text(f'name = "digits"\nmethod = "fedlora"\n[data]\npath = "{data}"\n')
@@ -74,10 +68,7 @@ def test_a_method_that_cannot_train_the_bundles_network_is_refused_before_it_is_
         assert not store.all_jobs()
 
 
-def test_prepare_refuses_a_network_that_the_jobs_method_cannot_train(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """On the operator's machine, long before a board is asked."""
+def test_prepare_refuses_a_network_that_the_jobs_method_cannot_train(tmp_path, capsys):
     pytest.importorskip("torch")
     path = tmp_path / "job.toml"
     network = 'name = "mlp"\ninputs = 2\nhidden = []\nclasses = 2\n'
@@ -97,9 +88,7 @@ def test_prepare_refuses_a_network_that_the_jobs_method_cannot_train(
         ('[data]\npath = "x.npz"\n[test]\nspilt = "all"\n', "[test]: there is no key 'spilt'"),
     ],
 )
-def test_a_wrong_table_of_a_job_names_the_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str, more: str, said: str
-) -> None:
+def test_a_wrong_table_of_a_job_names_the_file(tmp_path, capsys, verb, more, said):
     """Also what only simulated boards, or an evaluation, would read of it."""
     path = tmp_path / "job.toml"
     path.write_text(JOB + more)
@@ -109,34 +98,24 @@ def test_a_wrong_table_of_a_job_names_the_file(
     assert "; did you mean" in told
 
 
-def test_what_cannot_be_prepared_names_the_job_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Once."""
+@pytest.mark.parametrize("verb", ["prepare", "run"])
+def test_what_cannot_be_prepared_names_the_job_file(tmp_path, capsys, monkeypatch, verb):
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "job.toml"
     path.write_text(JOB)
-    code, told = failed(capsys, "prepare", str(path))
+    code, told = failed(capsys, verb, str(path))
     assert (code, told.count(str(path))) == (2, 1)
-    assert "neither [model] nor [[donors]]" in told
+    assert f"{path}: the job has neither [model] nor [[donors]]: there is nothing to prepare" in told
 
 
-def test_a_job_that_cannot_be_prepared_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the file, and without a run."""
-    path = tmp_path / "job.toml"
-    path.write_text(JOB)
-    code, said = failed(capsys, "run", str(path), "--home", str(tmp_path / "runs"))
-    assert code == 2
-    assert f"{path}: the job has neither [model] nor [[donors]]: there is nothing to prepare" in said
-
-
-def test_a_broker_that_is_not_there_ends_with_5(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Port 1 of this machine refuses."""
+def test_a_broker_that_is_not_there_ends_with_5(job, capsys):
     home = str(job.parent / "runs")
     code, said = failed(capsys, "run", str(job), "--home", home, "--broker", "mqtt://127.0.0.1:1")
     assert code == 5
     assert "127.0.0.1:1" in said
 
 
-def test_an_unknown_run_ends_with_6(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It lists those there are; a folder without runs is not made by looking for one."""
+def test_an_unknown_run_ends_with_6(tmp_path, capsys):
     Store(tmp_path / "runs").close()
     code, said = failed(capsys, "logs", "nothing", "--home", str(tmp_path / "runs"))
     assert (code, "there are: none" in said) == (6, True)
@@ -145,15 +124,10 @@ def test_an_unknown_run_ends_with_6(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert not (tmp_path / "none").exists()
 
 
-def test_runs_are_listed_and_told_for_people_and_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """ls and logs, as text and as JSON."""
+def test_runs_are_listed_and_told_for_people_and_programs(tmp_path, capsys):
     with Store(tmp_path) as store:
         run = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), tmp_path)
-        for fact in (
-            JobStarted(BLOB),
-            CohortSelected(0, 0, ("dev-1",)),
-            JobEnded("failed", "nobody came"),
-        ):
+        for fact in (JobStarted(BLOB), CohortSelected(0, 0, ("dev-1",)), JobEnded("failed", "nobody came")):
             store.append_event(run, fact)
         store.set_status(run, "failed")
     assert main(["ls", "--home", str(tmp_path), "--format", "json"]) == 0
@@ -167,10 +141,7 @@ def test_runs_are_listed_and_told_for_people_and_programs(tmp_path: Path, capsys
     assert kinds == ["JobStarted", "CohortSelected", "JobEnded"]
 
 
-def test_why_tells_of_all_or_of_one_round_or_device_for_people_and_programs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """And an unknown device is an error that names those there are."""
+def test_why_tells_of_all_or_of_one_round_or_device_for_people_and_programs(tmp_path, capsys):
     with Store(tmp_path) as store:
         run = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), tmp_path)
         for fact in (JobStarted(BLOB), EligibilityRecorded(0, ("a",), {"hot": ("b",)}), CohortSelected(0, 0, ("a",))):
@@ -184,10 +155,7 @@ def test_why_tells_of_all_or_of_one_round_or_device_for_people_and_programs(
     assert "it knows a, b" in capsys.readouterr().err
 
 
-def test_energy_is_told_with_what_is_above_idle_and_its_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In logs for each task and in all; in ls for each run."""
+def test_energy_is_told_with_what_is_above_idle_and_its_error(tmp_path, capsys):
     usage = Usage(energy_j=8.0, idle_j=3.0, energy_error_j=0.5, energy_source="rapl", wall_s=1.0)
     update = Update(job="j", round=0, attempt=0, device="a", weight=4.0, bundles={}, metrics={}, usage=usage)
     with Store(tmp_path) as store:
@@ -204,9 +172,7 @@ def test_energy_is_told_with_what_is_above_idle_and_its_error(
     assert (row["energy_j"], row["net_j"], row["example_j"], row["round_j"]) == (8.0, 5.0, 2.0, [8.0])
 
 
-def test_stopping_a_run_that_no_coordinator_runs_stops_it_here(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stopping_a_run_that_no_coordinator_runs_stops_it_here(tmp_path, capsys):
     """Nobody else would; and whoever follows it hears that nobody serves."""
     with Store(tmp_path) as store:
         run = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), tmp_path)
@@ -217,21 +183,14 @@ def test_stopping_a_run_that_no_coordinator_runs_stops_it_here(
     assert "no coordinator was running it" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["simulate", "j.toml", "--devices", "-3"],
-        ["serve", "--fleet", "My Fleet"],
-    ],
-)
-def test_words_that_cannot_be_are_refused_by_the_command_line(words: list[str]) -> None:
-    """With the exit code of a wrong command line, 2."""
+@pytest.mark.parametrize("words", [["simulate", "j.toml", "--devices", "-3"], ["serve", "--fleet", "My Fleet"]])
+def test_words_that_cannot_be_are_refused_by_the_command_line(words):
     with pytest.raises(SystemExit) as caught:
         main(words)
     assert caught.value.code == 2
 
 
-def test_a_bundle_of_another_model_is_refused(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bundle_of_another_model_is_refused(job, capsys):
     """An edited job file with an old bundle would train the old network."""
     from fedquilt.coordinator.updates.job_validation import require_matching_bundle
     from fedquilt.formats import job_bundle as bundles
@@ -243,8 +202,7 @@ def test_a_bundle_of_another_model_is_refused(job: Path, capsys: pytest.CaptureF
     require_matching_bundle(settings.parse_job(table), bundles.load_bundle(job.with_name("job.bundle")))
 
 
-def test_a_result_written_to_a_device_is_written_through(tmp_path: Path, job: Path) -> None:
-    """A pipe stands for /dev/stdout; it is a pipe afterwards."""
+def test_a_result_written_to_a_device_is_written_through(tmp_path, job):
     import os
     import threading
 
@@ -253,7 +211,7 @@ def test_a_result_written_to_a_device_is_written_through(tmp_path: Path, job: Pa
     with Store(tmp_path / "runs") as store:
         run = store.add_job(settings.load_job(job), job.with_name("job.bundle"))
         opened(store, run)
-        read: list[bytes] = []
+        read = []
         reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
         reader.start()
         assert main(["model", "export", run, "--home", str(tmp_path / "runs"), "--out", str(pipe)]) == 0
@@ -262,10 +220,7 @@ def test_a_result_written_to_a_device_is_written_through(tmp_path: Path, job: Pa
     assert tensors.decode_tensors(read[0]).keys() == {"1.weight", "1.bias"}
 
 
-def test_an_export_of_an_unfinished_run_says_that_it_is_none_of_its_results(
-    tmp_path: Path, job: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """And after how many rounds of how many; that of a run that is done says nothing of it."""
+def test_an_export_of_an_unfinished_run_says_that_it_is_none_of_its_results(tmp_path, job, capsys):
     words = ["--home", str(tmp_path / "runs"), "--out", str(tmp_path / "w.safetensors")]
     with Store(tmp_path / "runs") as store:
         run = store.add_job(settings.load_job(job), job.with_name("job.bundle"))
@@ -280,8 +235,7 @@ def test_an_export_of_an_unfinished_run_says_that_it_is_none_of_its_results(
         assert "final" not in capsys.readouterr().out
 
 
-def test_stopping_what_has_ended_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And resuming it."""
+def test_stopping_what_has_ended_is_an_error(tmp_path, capsys):
     with Store(tmp_path) as store:
         run = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), tmp_path)
         store.set_status(run, "done")
@@ -290,8 +244,7 @@ def test_stopping_what_has_ended_is_an_error(tmp_path: Path, capsys: pytest.Capt
     assert "is done" in capsys.readouterr().err
 
 
-def test_help_documents_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
-    """Those that errors carry are in the text."""
+def test_help_documents_every_exit_code(capsys):
     from fedquilt import core
 
     with pytest.raises(SystemExit):
@@ -302,9 +255,7 @@ def test_help_documents_every_exit_code(capsys: pytest.CaptureFixture[str]) -> N
         assert f"{code} " in shown
 
 
-def test_a_run_that_cannot_be_read_is_listed_as_such_and_hides_no_other(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_cannot_be_read_is_listed_as_such_and_hides_no_other(tmp_path, capsys):
     """It has a metric that is no number; whoever asks for it is told why."""
     null = (
         '{"type":"RoundCommitted","round":0,"state":{"sha256":"%s","size":1},"finished":false,"metrics":{"loss":null}}'
@@ -333,8 +284,7 @@ def test_a_run_that_cannot_be_read_is_listed_as_such_and_hides_no_other(
         assert "cannot be read by this version" in said
 
 
-def test_a_reader_that_goes_away_is_no_matter_for_words(tmp_path: Path) -> None:
-    """A command whose output is cut off, as by `fedquilt logs RUN | head`, ends with 141 and writes no error."""
+def test_a_reader_that_goes_away_is_no_matter_for_words(tmp_path):
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     for words in (["methods"], ["init", "--out", str(tmp_path / "job.toml")]):
         read, write = os.pipe()
@@ -352,16 +302,12 @@ def test_a_reader_that_goes_away_is_no_matter_for_words(tmp_path: Path) -> None:
         (
             PermissionError(13, "Permission denied", "x.toml"),
             6,
-            "Permission denied: x.toml; check its folder, its owner",
+            "Permission denied: x.toml; check the folder, its owner",
         ),
     ],
 )
-def test_what_the_machine_refuses_ends_with_a_sentence_and_its_code(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, raised: Exception, code: int, said: str
-) -> None:
-    """No traceback, wherever it is raised."""
-
-    def fail(path: Path) -> None:
+def test_what_the_machine_refuses_ends_with_a_sentence_and_its_code(capsys, monkeypatch, raised, code, said):
+    def fail(path):
         raise raised
 
     monkeypatch.setattr(toml, "read_toml", fail)
@@ -371,8 +317,7 @@ def test_what_the_machine_refuses_ends_with_a_sentence_and_its_code(
     assert len(told.splitlines()) == 1
 
 
-def test_a_letter_that_the_output_lacks_is_replaced(tmp_path: Path) -> None:
-    """A terminal of ASCII alone, and a reason in the words of another system."""
+def test_a_letter_that_the_output_lacks_is_replaced(tmp_path):
     with Store(tmp_path) as store:
         run = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), tmp_path)
         for fact in (JobStarted(BLOB), JobEnded("failed", "Größe")):

@@ -1,7 +1,5 @@
 """`fedquilt resume`, and so `run`, as a coordinator with places of blobs beside the broker."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +10,8 @@ import pytest
 from fedquilt.cli import home_access, main, options
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.limits import CoordinatorLimits
-from fedquilt.coordinator.storage.store import Store
+from fedquilt.coordinator.storage.store import AWAY_S, InactiveRunError, Store
 from fedquilt.coordinator.views import terminal
-from fedquilt.coordinator.views.terminal import InactiveRunError
-from fedquilt.tools.broker import EmbeddedBroker
-from fedquilt.transport.link import Link
 
 
 @pytest.fixture
@@ -36,25 +31,15 @@ def run(tmp_path: Path) -> str:
         (("--blobs-backend", "s3=https://store.site/bucket"), "blob backend 's3' is unknown"),
     ],
 )
-def test_a_wrong_place_of_blobs_is_refused_by_name(
-    tmp_path: Path,
-    run: str,
-    capsys: pytest.CaptureFixture[str],
-    given: tuple[str, ...],
-    said: str,
-) -> None:
-    """No broker is asked for."""
+def test_a_wrong_place_of_blobs_is_refused_by_name(tmp_path, run, capsys, given, said):
     assert main(["resume", run, "--home", str(tmp_path), *given]) == 2
     assert said in capsys.readouterr().err
 
 
-def test_limits_of_the_home_hold_for_a_run_without_a_server_too(
-    tmp_path: Path, run: str, embedded_broker: EmbeddedBroker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Above all how much of large updates lies on the disk; a file with an error is named before the run goes on."""
-    found: list[CoordinatorLimits] = []
+def test_limits_of_the_home_hold_for_a_run_without_a_server_too(tmp_path, run, embedded_broker, monkeypatch):
+    found = []
 
-    def coordinate(store: Store, link: Link, *given: object, limits: CoordinatorLimits, **more: object) -> None:
+    def coordinate(store, link, *given, limits, **more):
         found.append(limits)
         link.close()
 
@@ -69,15 +54,13 @@ def test_limits_of_the_home_hold_for_a_run_without_a_server_too(
     assert found == [CoordinatorLimits(waiting_mb=7)]
 
 
-def test_places_given_beside_a_coordinator_are_said_to_have_no_effect(tmp_path: Path, run: str) -> None:
-    """The run is followed all the same: the coordinator that serves the home carries it out."""
+def test_places_given_beside_a_coordinator_are_said_to_have_no_effect(tmp_path, run):
     program = "from fedquilt.cli import main; import sys; sys.exit(main(sys.argv[1:]))"
     words = ["resume", run, "--home", str(tmp_path), "--blobs-http", "127.0.0.1:8443"]
     with Store(tmp_path) as serving:
         assert serving.acquire_lock()
         follower = subprocess.Popen([sys.executable, "-uc", program, *words], stdout=subprocess.PIPE, text=True)
         try:
-            assert follower.stdout is not None
             said = [follower.stdout.readline() for _ in range(2)]
         finally:
             follower.kill()
@@ -87,13 +70,13 @@ def test_places_given_beside_a_coordinator_are_said_to_have_no_effect(tmp_path: 
         assert serving.stored_status(run) == "running"
 
 
-def test_a_coordinator_that_ends_over_a_job_is_not_replaced_by_the_command_that_submitted_it(tmp_path: Path) -> None:
+def test_a_coordinator_that_ends_over_a_job_is_not_replaced_by_the_command_that_submitted_it(tmp_path):
     """The job would go to the default broker, which nobody named, and without certificates."""
     nowhere = options.BrokerOptions("mqtt://127.0.0.1:1", None, None, None, None, "fleet")
     with Store(tmp_path) as serving, Store(tmp_path) as store:
         assert serving.acquire_lock()
 
-        def submit() -> str:
+        def submit():
             id = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), tmp_path)
             serving.close()
             return id
@@ -103,26 +86,19 @@ def test_a_coordinator_that_ends_over_a_job_is_not_replaced_by_the_command_that_
             home_access.run_to_end(tmp_path, nowhere, options.BlobOptions(None, None, None), store, submit)
 
 
-def test_a_run_that_nobody_serves_is_carried_out_by_the_command_itself(
-    tmp_path: Path, run: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """At the broker that its options name."""
+def test_a_run_that_nobody_serves_is_carried_out_by_the_command_itself(tmp_path, run, capsys):
     assert main(["resume", run, "--home", str(tmp_path), "--broker", "mqtt://127.0.0.1:1"]) == 5
     assert "nothing listens at mqtt://127.0.0.1:1" in capsys.readouterr().err
 
 
-def test_whoever_follows_a_run_outlives_a_coordinator_that_is_started_again(
-    tmp_path: Path, run: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As systemd does after a crash. One that does not return is waited for no longer than AWAY_S."""
+def test_whoever_follows_a_run_outlives_a_coordinator_that_is_started_again(tmp_path, run, monkeypatch, capsys):
     clock = [0.0]
     monkeypatch.setattr(terminal.time, "monotonic", lambda: clock[0])
-    serving: list[Store | None] = [Store(tmp_path)]
-    assert serving[0] is not None
+    serving = [Store(tmp_path)]
     assert serving[0].acquire_lock()
     serving[0].set_status(run, "running")
 
-    def turn(seconds: float) -> None:
+    def turn(seconds):
         """Each look at the store takes 2 s; the coordinator is away from 4 to 10 s, and for good after 20 s."""
         clock[0] += 2.0
         up = clock[0] < 4 or 10 <= clock[0] < 20
@@ -136,5 +112,5 @@ def test_whoever_follows_a_run_outlives_a_coordinator_that_is_started_again(
     monkeypatch.setattr(terminal.time, "sleep", turn)
     with Store(tmp_path) as store, pytest.raises(InactiveRunError, match="no coordinator serves"):
         terminal.print_log(store, run, follow=True)
-    assert 18 + terminal.AWAY_S <= clock[0] <= 20 + terminal.AWAY_S
+    assert 18 + AWAY_S <= clock[0] <= 20 + AWAY_S
     assert capsys.readouterr().err.count("another one is waited for 20 s") == 2

@@ -1,7 +1,5 @@
 """`fedquilt simulate`: from a file to a job, a run, a report and predictions, in one command each."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -33,8 +31,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
     return told.out + told.err
 
 
-def test_one_command_from_a_table_to_a_report(capsys: pytest.CaptureFixture[str], here: Path) -> None:
-    """It says what it found and chose, and ten devices learn the three classes."""
+def test_one_command_from_a_table_to_a_report(capsys, here):
     pytest.importorskip("jinja2")
     said = run(capsys, "simulate", "flowers.csv", "--label", "kind")
     assert "predicted: 3 classes (iris 40, lily 40, rose 40)" in said
@@ -44,8 +41,7 @@ def test_one_command_from_a_table_to_a_report(capsys: pytest.CaptureFixture[str]
     assert fq.Run.open(here / "fedquilt-runs", "job").rounds()["accuracy"][-1] > 0.95
 
 
-def test_the_exported_network_reads_the_same_file(capsys: pytest.CaptureFixture[str]) -> None:
-    """Columns, categories and the names of the classes are in it."""
+def test_the_exported_network_reads_the_same_file(capsys):
     pytest.importorskip("torch")
     pytest.importorskip("onnxruntime")
     run(capsys, "simulate", "flowers.csv", "--label", "kind")
@@ -53,7 +49,7 @@ def test_the_exported_network_reads_the_same_file(capsys: pytest.CaptureFixture[
     assert "rose" in run(capsys, "model", "run", "flowers.onnx", "flowers.csv")
 
 
-def test_a_second_time_changes_no_job_and_another_label_needs_force(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_time_changes_no_job_and_another_label_needs_force(capsys):
     run(capsys, "simulate", "flowers.csv", "--label", "kind")
     written = Path("job.toml").read_bytes()
     assert "job.bundle: " not in run(capsys, "simulate", "flowers.csv", "--label", "kind")
@@ -63,10 +59,7 @@ def test_a_second_time_changes_no_job_and_another_label_needs_force(capsys: pyte
 
 
 @pytest.mark.parametrize("verb", ["simulate", "run"])
-def test_a_job_is_prepared_when_it_has_changed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str
-) -> None:
-    """And not again; a run needs no word about it."""
+def test_a_job_is_prepared_when_it_has_changed(capsys, monkeypatch, verb):
     from fedquilt.cli import home_access
     from fedquilt.tools.simulation import agents
 
@@ -82,6 +75,6 @@ def test_a_job_is_prepared_when_it_has_changed(
     assert job_bundle.load_bundle(Path("job.bundle")).meta["network"]["hidden"] == [5]
 
 
-def test_options_of_data_are_refused_with_a_job(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_data_are_refused_with_a_job(capsys):
     Path("job.toml").write_text('name = "a"\nmethod = "fedavg"\n')
     assert "--label and --force go with data" in run(capsys, "simulate", "job.toml", "--label", "kind", code=2)

@@ -1,7 +1,5 @@
 """`fedquilt rollout agent` and `rollout settings` as typed: what is queued, and what is refused before that."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -35,9 +33,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().err
 
 
-def test_an_upgrade_is_queued_with_its_version_and_phases(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_upgrade_is_queued_with_its_version_and_phases(home, tmp_path, capsys):
     file = upgrades.pack(tmp_path / "agents.tar", [upgrades.toy(tmp_path / "house")])
     words = ("--phases", "10%", "50,100", "--label", "site=lab", "--soak", "5min", "--window", "02:00-05:00")
     assert cli.main(["rollout", "agent", str(file), "--home", str(home), *words]) == 0
@@ -50,9 +46,7 @@ def test_an_upgrade_is_queued_with_its_version_and_phases(
     )
     assert (plan.soak_s, plan.window, plan.force) == (300.0, "02:00-05:00", False)
     with Store(home) as store:
-        assert plan.blob is not None
         kept = store.depot.blob_path(plan.blob.sha256)
-        assert kept is not None
         assert kept.read_bytes() == file.read_bytes()
     assert "not signed: only boards whose agent.toml says unsigned = true" in capsys.readouterr().out
     assert "is queued: wait for its end" in refused(capsys, "rollout", "agent", str(file), "--home", str(home))
@@ -60,7 +54,7 @@ def test_an_upgrade_is_queued_with_its_version_and_phases(
     assert "is ended" in capsys.readouterr().out
 
 
-def test_what_is_no_bundle_is_not_sent(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_bundle_is_not_sent(home, tmp_path, capsys):
     """A bundle that no board would take, such as one with a changed wheel, is refused."""
     (tmp_path / "x").write_bytes(b"x" * 1000)
     assert "is no bundle of an upgrade" in refused(capsys, "rollout", "agent", str(tmp_path / "x"), "--home", str(home))
@@ -74,7 +68,7 @@ def test_what_is_no_bundle_is_not_sent(home: Path, tmp_path: Path, capsys: pytes
         assert store.rollouts.readable_rollouts() == []
 
 
-def test_settings_are_queued_as_boards_take_them(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_are_queued_as_boards_take_them(home, capsys):
     words = ("budget=1GB", "labels=+canary,-old", "policy=energy", "max_w=10", "telemetry_s=60")
     assert cli.main(["rollout", "settings", *words, "--label", "site=lab", "--home", str(home)]) == 0
     plan = queued(home)
@@ -102,7 +96,5 @@ def test_settings_are_queued_as_boards_take_them(home: Path, capsys: pytest.Capt
         ([], "missing argument"),
     ],
 )
-def test_settings_that_no_board_would_take_are_not_sent(
-    home: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
-) -> None:
+def test_settings_that_no_board_would_take_are_not_sent(home, capsys, words, said):
     assert said in refused(capsys, "rollout", "settings", *words, "--home", str(home))

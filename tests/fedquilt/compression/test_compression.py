@@ -1,7 +1,5 @@
 """What a codec makes of an update: identities, bytes by the formula, and bytes that no codec makes."""
 
-from __future__ import annotations
-
 import tracemalloc
 from typing import Any
 
@@ -13,7 +11,7 @@ from fedquilt import compression
 from fedquilt.arrays import tensors
 from fedquilt.compression import lossy_codecs
 from fedquilt.core import CODECS, ClientResult, Encoding, ModelError, Tensors, UpdateError
-from fedquilt.formats.tensor_register import Kind, register_from_kinds
+from fedquilt.formats.tensor_register import register_from_kinds
 
 FP16, INT8 = Encoding(codec="fp16"), Encoding(codec="int8")
 LOSSY = [FP16, INT8, Encoding(codec="topk", keep=0.1)]
@@ -52,10 +50,8 @@ def row(*values: float) -> dict[str, np.ndarray]:
 # -- identities -----------------------------------------------------------------------------------
 
 
-def test_raw_is_the_answer_itself() -> None:
-    """Nothing is read, copied or kept, and there is nothing to decode."""
-
-    def never(*given: Any) -> Any:
+def test_raw_is_the_answer_itself():
+    def never(*given):
         raise AssertionError
 
     answer = ClientResult({"model": model(0)}, 1.0)
@@ -63,8 +59,7 @@ def test_raw_is_the_answer_itself() -> None:
     assert compression.decode_update(Encoding(), answer.bundles, never) is answer.bundles
 
 
-def test_fp16_is_exact_where_16_bits_hold_the_difference() -> None:
-    """Steps of 1/1024 up to 2 away from a start in steps of 1/256: ten bits, of eleven."""
+def test_fp16_is_exact_where_16_bits_hold_the_difference():
     draws = np.random.default_rng(1)
     base = {"w": (draws.integers(-512, 512, (6, 5)) / 256).astype(np.float32)}
     given = {"w": base["w"] + (draws.integers(-2047, 2048, (6, 5)) / 1024).astype(np.float32)}
@@ -73,8 +68,7 @@ def test_fp16_is_exact_where_16_bits_hold_the_difference() -> None:
     assert left == {}
 
 
-def test_fp16_rounds_a_difference_by_less_than_its_2048th_part() -> None:
-    """Half a unit in the last of eleven bits, and the float32 rounding of the sum."""
+def test_fp16_rounds_a_difference_by_less_than_its_2048th_part():
     base, given = model(0), model(1, 0.1)
     decoded, _ = there_and_back(FP16, given, base)
     for name, array in given.items():
@@ -82,16 +76,14 @@ def test_fp16_rounds_a_difference_by_less_than_its_2048th_part() -> None:
         assert (np.abs(decoded[name] - array) <= bound).all()
 
 
-def test_int8_takes_steps_of_the_127th_part_of_the_largest() -> None:
-    """Moved by 127, -63.6 and 0.4: 127, -64 and 0 steps of 1; 0.4 each are left out."""
+def test_int8_takes_steps_of_the_127th_part_of_the_largest():
     sent, left = compression.encode_bundle(INT8, row(128, -62.6, 1.4), row(1, 1, 1), {})
     assert sent["w#int8"].tolist() == [127, -64, 0]
     assert sent["w#step"].tolist() == [1.0]
     np.testing.assert_allclose(left["w"], [0, 0.4, 0.4], atol=1e-5)
 
 
-def test_what_has_not_moved_costs_int8_no_division() -> None:
-    """A step of 0; nor does what has moved by less than float32 can divide by 127."""
+def test_what_has_not_moved_costs_int8_no_division():
     assert there_and_back(INT8, row(3, 4), row(3, 4))[0]["w"].tolist() == [3, 4]
     tiny = np.float32(1e-45)
     decoded, left = there_and_back(INT8, {"w": np.full(2, tiny)}, row(0, 0))
@@ -99,8 +91,7 @@ def test_what_has_not_moved_costs_int8_no_division() -> None:
     assert left["w"].tolist() == [tiny, tiny]
 
 
-def test_topk_tells_the_entries_that_moved_most_and_remembers_the_others() -> None:
-    """Half of (1, -5, 3, 0) is -5 and 3; the next time the 1 that was left out is added to a 2.5, and told."""
+def test_topk_tells_the_entries_that_moved_most_and_remembers_the_others():
     zero = row(0, 0, 0, 0)
     sent, left = compression.encode_bundle(topk(0.5), row(1, -5, 3, 0), zero, {})
     assert (sent["w#at"].tolist(), sent["w#value"].tolist()) == ([1, 2], [-5, 3])
@@ -111,15 +102,14 @@ def test_topk_tells_the_entries_that_moved_most_and_remembers_the_others() -> No
     assert left["w"].tolist() == [0, 0, 2, 0]
 
 
-def test_of_equals_topk_takes_the_first() -> None:
+def test_of_equals_topk_takes_the_first():
     """So that every machine takes the same ones, however its numpy sorts."""
     sent, _ = compression.encode_bundle(topk(0.5), row(1, -2, 1, 1, -1, 1), row(0, 0, 0, 0, 0, 0), {})
     assert sent["w#at"].tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_topk_takes_what_sorting_would_in_tensors_of_many_blocks(seed: int) -> None:
-    """Normal moves, small whole numbers with many equals, mostly zeros, and magnitudes of all sizes."""
+def test_topk_takes_what_sorting_would_in_tensors_of_many_blocks(seed):
     draws = np.random.default_rng(seed)
     size, moved = 200_000, np.empty(0)
     match seed:
@@ -140,9 +130,8 @@ def test_topk_takes_what_sorting_would_in_tensors_of_many_blocks(seed: int) -> N
     assert rest == np.count_nonzero(given["w"]) - np.count_nonzero(sent["w#value"])
 
 
-def test_topk_that_keeps_all_is_the_model_bit_for_bit_in_every_round() -> None:
-    """Entries are set and not added, so no rounding of start and difference comes in; nothing is left out."""
-    left: dict[str, np.ndarray] = {}
+def test_topk_that_keeps_all_is_the_model_bit_for_bit_in_every_round():
+    left = {}
     for number in range(3):
         given = model(number, 1e-3)
         decoded, left = there_and_back(topk(1.0), given, model(10 + number), left)
@@ -151,8 +140,7 @@ def test_topk_that_keeps_all_is_the_model_bit_for_bit_in_every_round() -> None:
 
 
 @pytest.mark.parametrize("wire", [INT8, topk(0.05), topk(0.3)], ids=["int8", "topk 0.05", "topk 0.3"])
-def test_over_the_rounds_nothing_is_lost(wire: Encoding) -> None:
-    """The sum of what was told and what is left out is the sum of all moves, to float32 tolerance: 100 rounds."""
+def test_over_the_rounds_nothing_is_lost(wire):
     told = {name: np.zeros(array.shape) for name, array in model(0).items()}
     meant = {name: np.zeros(array.shape) for name, array in model(0).items()}
     base, left = model(0), {}
@@ -169,8 +157,7 @@ def test_over_the_rounds_nothing_is_lost(wire: Encoding) -> None:
 
 
 @every
-def test_a_model_that_has_not_moved_comes_back_in_every_bit(wire: Encoding) -> None:
-    """Whatever the codec leaves out, of nothing it is nothing."""
+def test_a_model_that_has_not_moved_comes_back_in_every_bit(wire):
     decoded, left = there_and_back(wire, model(0), model(0))
     assert tensors.encode_tensors(decoded) == tensors.encode_tensors(model(0))
     assert left == {}
@@ -180,13 +167,13 @@ def test_a_model_that_has_not_moved_comes_back_in_every_bit(wire: Encoding) -> N
 
 
 @pytest.mark.parametrize("shape", [(1,), (256,), (257,), (300, 300), (65536,), (40, 41, 42)])
-def test_bytes_are_those_of_the_table(shape: tuple[int, ...]) -> None:
+def test_bytes_are_those_of_the_table(shape):
     """2 n; n + 4; k (4 + 1, 2 or 4), k the part that is kept, rounded up."""
     size = int(np.prod(shape))
     given = {"w": np.random.default_rng(0).normal(size=shape).astype(np.float32)}
     base = {"w": np.zeros(shape, np.float32)}
 
-    def counted(wire: Encoding) -> int:
+    def counted(wire):
         return tensors.total_bytes([compression.encode_bundle(wire, given, base, {})[0]])
 
     place = 1 if size <= 256 else 2 if size <= 65536 else 4
@@ -199,8 +186,7 @@ def test_bytes_are_those_of_the_table(shape: tuple[int, ...]) -> None:
 
 
 @every
-def test_only_float32_arrays_that_gradients_move_are_touched(wire: Encoding) -> None:
-    """Counters, bits, a scalar, float64 sums, float16, an empty array, and buffers: a variance stays above 0."""
+def test_only_float32_arrays_that_gradients_move_are_touched(wire):
     wire = msgspec.structs.replace(wire, unchanged=("bn.running_mean", "spread"))
     given = frozen(
         {
@@ -222,9 +208,8 @@ def test_only_float32_arrays_that_gradients_move_are_touched(wire: Encoding) -> 
 
 
 @every
-def test_names_do_not_decide_what_is_rounded_but_the_register_does(wire: Encoding) -> None:
-    """A parameter called running_mean is rounded, and a buffer called weight is not; an mlp has no buffers."""
-    kinds: dict[str, Kind] = {"a.running_mean": "parameter", "a.weight": "buffer", "b.count": "counter"}
+def test_names_do_not_decide_what_is_rounded_but_the_register_does(wire):
+    kinds = {"a.running_mean": "parameter", "a.weight": "buffer", "b.count": "counter"}
     meta = {"network": {"name": "own"}, "register": register_from_kinds(kinds, kinds)}
     found = compression.exclude_buffers(wire, meta)
     assert found == msgspec.structs.replace(wire, unchanged=("a.weight", "b.count"))
@@ -239,7 +224,7 @@ def test_names_do_not_decide_what_is_rounded_but_the_register_does(wire: Encodin
 
 
 @every
-def test_a_buffer_that_was_rounded_all_the_same_is_refused(wire: Encoding) -> None:
+def test_a_buffer_that_was_rounded_all_the_same_is_refused(wire):
     """The device's claim that it may be rounded does not count."""
     base = {"v": np.zeros(4, np.float32)}
     sent, _ = compression.encode_bundle(wire, {"v": np.ones(4, np.float32)}, base, {})
@@ -248,7 +233,7 @@ def test_a_buffer_that_was_rounded_all_the_same_is_refused(wire: Encoding) -> No
 
 
 @pytest.mark.parametrize("base", [{}, row(0, 0), {"w": np.zeros(3)}, {"v": np.zeros(3, np.float32)}])
-def test_what_has_moved_from_nothing_is_rounded_by_itself_without_memory(base: Tensors) -> None:
+def test_what_has_moved_from_nothing_is_rounded_by_itself_without_memory(base):
     """No bundle, another shape, another type, another name: values; entries that differ by round may not be mixed."""
     given, unsent = row(127, 0.4, -1), row(9, 9, 9)
     decoded, left = there_and_back(INT8, given, base, unsent)
@@ -261,7 +246,7 @@ def test_what_has_moved_from_nothing_is_rounded_by_itself_without_memory(base: T
 
 
 @every
-def test_nothing_that_is_given_changes(wire: Encoding) -> None:
+def test_nothing_that_is_given_changes(wire):
     """Arrays that cannot be written to serve: workers share them."""
     given, base = frozen(model(1)), frozen(model(0))
     _, left = there_and_back(wire, given, base)
@@ -272,8 +257,7 @@ def test_nothing_that_is_given_changes(wire: Encoding) -> None:
 # -- private state --------------------------------------------------------------------------------
 
 
-def test_what_is_left_out_goes_with_the_private_state_and_is_not_the_methods() -> None:
-    """By bundle and tensor; the method sees its own alone, and nothing of it is in what is sent."""
+def test_what_is_left_out_goes_with_the_private_state_and_is_not_the_methods():
     base, answer = {"model": model(0)}, ClientResult({"model": model(1)}, 1.0, local={"scores": np.ones(3)})
     told = compression.encode_update(INT8, answer, base.get, dict)
     assert set(told.local) == {"scores", *(f"unsent/model/{name}" for name in model(0))}
@@ -282,8 +266,7 @@ def test_what_is_left_out_goes_with_the_private_state_and_is_not_the_methods() -
     assert not any(array.tobytes() in sent for name, array in told.local.items() if name != "scores")
 
 
-def test_of_what_is_not_sent_this_time_nothing_is_forgotten() -> None:
-    """A layer that is left out of an answer, and a bundle that is: what they have not told waits."""
+def test_of_what_is_not_sent_this_time_nothing_is_forgotten():
     before = {"unsent/model/w": np.ones(2, np.float32), "unsent/gene/w": np.ones(3, np.float32)}
     told = compression.encode_update(
         INT8, ClientResult({"model": {"v": np.ones(2, np.float32)}}, 1.0), {}.get, lambda: before
@@ -294,8 +277,7 @@ def test_of_what_is_not_sent_this_time_nothing_is_forgotten() -> None:
     }
 
 
-def test_what_is_left_of_another_shape_counts_for_nothing() -> None:
-    """A device that moved to another tier has another part of the network."""
+def test_what_is_left_of_another_shape_counts_for_nothing():
     unsent = {"w": np.full(5, 100, np.float32)}
     assert there_and_back(topk(0.5), row(1, 0), row(0, 0), unsent)[0]["w"].tolist() == [1, 0]
 
@@ -305,14 +287,13 @@ def test_what_is_left_of_another_shape_counts_for_nothing() -> None:
 
 @pytest.mark.parametrize("wire", LOSSY, ids=lambda wire: wire.codec)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_value_that_is_not_finite_is_never_encoded(wire: Encoding, value: float) -> None:
+def test_a_value_that_is_not_finite_is_never_encoded(wire, value):
     """int8 would make it a number like any other."""
     with pytest.raises(UpdateError, match="'w' holds 1 values that are not finite"):
         compression.encode_update(wire, ClientResult({"model": row(1, value)}, 1.0), {}.get, dict)
 
 
-def test_what_16_bits_cannot_hold_is_refused_with_the_mend() -> None:
-    """Rather than sent as infinity; int8 takes it. What leaves float32 altogether nobody takes."""
+def test_what_16_bits_cannot_hold_is_refused_with_the_mend():
     with pytest.raises(UpdateError, match=r"tensor 'w', .*65504; \[wire\] codec = 'int8'"):
         compression.encode_bundle(FP16, row(1e5), row(0), {})
     assert there_and_back(INT8, row(1e5), row(0))[0]["w"].tolist() == [1e5]
@@ -320,7 +301,7 @@ def test_what_16_bits_cannot_hold_is_refused_with_the_mend() -> None:
         compression.encode_bundle(INT8, row(3e38), row(-3e38), {})
 
 
-def test_a_name_that_looks_like_a_part_is_refused() -> None:
+def test_a_name_that_looks_like_a_part_is_refused():
     """The coordinator could not tell."""
     with pytest.raises(ModelError, match="'w#int8'"):
         compression.encode_bundle(INT8, {"w#int8": np.ones(2, np.float32)}, {}, {})
@@ -355,10 +336,7 @@ GOOD_INT8 = {"w#int8": np.ones(4, np.int8), "w#step": np.ones(1, np.float32)}
         (topk(0.5), {f"v#{part[2:]}": array for part, array in GOOD_TOPK.items()}, "'v' was sent by topk, but"),
     ],
 )
-def test_bytes_that_no_codec_makes_are_refused_by_the_tensors_name(
-    wire: Encoding, change: dict[str, Any], said: str
-) -> None:
-    """Wrong types, shapes, counts, places; a step that is none; a part that is missing or too many."""
+def test_bytes_that_no_codec_makes_are_refused_by_the_tensors_name(wire, change, said):
     good = {"fp16": {"w#fp16": np.ones(4, np.float16)}, "int8": GOOD_INT8, "topk": GOOD_TOPK}[wire.codec]
     assert compression.decode_bundle(wire, good, row(0, 0, 0, 0)).keys() == {"w"}
     given = {name: array for name, array in {**good, **change}.items() if array is not None}
@@ -367,13 +345,11 @@ def test_bytes_that_no_codec_makes_are_refused_by_the_tensors_name(
     assert said in str(caught.value)
 
 
-def test_every_codec_that_is_named_is_there() -> None:
-    """What devices say that they know is what there is."""
+def test_every_codec_that_is_named_is_there():
     assert ("raw", *lossy_codecs.CODERS) == CODECS
 
 
-def test_a_tensor_without_a_start_is_decoded_in_the_memory_of_one() -> None:
-    """No zeros of its size are made for what it moved from: 40 MB of float32, and little beside them."""
+def test_a_tensor_without_a_start_is_decoded_in_the_memory_of_one():
     wire, counts = Encoding(codec="int8"), np.ones(10_000_000, np.int8)
     tracemalloc.start()
     found = compression.decode_bundle(wire, {"w#int8": counts, "w#step": np.full(1, 0.5, np.float32)}, {})

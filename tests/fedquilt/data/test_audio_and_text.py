@@ -1,7 +1,5 @@
 """Recordings as spectrograms and texts as tokens: values that can be checked by hand, and what is said of bad files."""
 
-from __future__ import annotations
-
 import struct
 import wave
 from pathlib import Path
@@ -47,8 +45,7 @@ def recorded(path: Path, sound: np.ndarray, *, rate: int = RATE, width: int = 2,
 # -- recordings -----------------------------------------------------------------------------------
 
 
-def test_a_tone_is_loudest_in_its_own_band() -> None:
-    """Of every tone at the middle of a band, in all frames; silence is the logarithm of the least power."""
+def test_a_tone_is_loudest_in_its_own_band():
     points = 256
     weights = spectrogram.mel_filters(RATE, points, 8)
     for band in range(2, 8):
@@ -60,15 +57,13 @@ def test_a_tone_is_loudest_in_its_own_band() -> None:
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
-def test_samples_of_any_width_and_channels_are_the_same_sound(width: int, tmp_path: Path) -> None:
-    """To the precision of their bits."""
+def test_samples_of_any_width_and_channels_are_the_same_sound(width, tmp_path):
     path = recorded(tmp_path / "a.wav", tone(440), width=width, channels=2)
     np.testing.assert_allclose(audio.read_samples(path, SPEC), tone(440), atol=2.0 ** (2 - 8 * width))
 
 
 @pytest.mark.parametrize(("number", "bits"), [(1, 24), (1, 16), (3, 32)])
-def test_an_extensible_format_is_read_if_it_names_plain_samples(number: int, bits: int, tmp_path: Path) -> None:
-    """On every version of Python. Programs write it for 24 bits, and notes before the samples; number 3 is floats."""
+def test_an_extensible_format_is_read_if_it_names_plain_samples(number, bits, tmp_path):
     plain = recorded(tmp_path / "a.wav", tone(440), width=bits // 8)
     head, samples = plain.read_bytes()[:44], plain.read_bytes()[44:]
     named = struct.pack("<HHIH", 22, bits, 4, number) + bytes.fromhex("000000001000800000aa00389b71")
@@ -85,8 +80,7 @@ def test_an_extensible_format_is_read_if_it_names_plain_samples(number: int, bit
             audio.read_samples(path, SPEC)
 
 
-def test_recordings_are_read_by_folder_or_by_table(tmp_path: Path) -> None:
-    """The same spectrograms either way; the table also says whose they are."""
+def test_recordings_are_read_by_folder_or_by_table(tmp_path):
     for kind, hz in (("high", 2000), ("low", 200)):
         for number in range(2):
             recorded(tmp_path / "a" / kind / f"{number}.wav", tone(hz + number))
@@ -98,13 +92,11 @@ def test_recordings_are_read_by_folder_or_by_table(tmp_path: Path) -> None:
     table = {"x": "file", "y": "kind", "labels": ["high", "low"], "column": "who", "audio": keys}
     by_table = readers.open_reader(spec(tmp_path / "list.csv", **table))
     assert by_table.y.tolist() == [1, 0]
-    assert by_table.owner is not None
     assert by_table.owner.tolist() == ["ann", "bob"]
     np.testing.assert_array_equal(by_table.take(np.arange(2)), by_folder.take(np.array([3, 0])))
 
 
-def test_a_bad_recording_is_named(tmp_path: Path) -> None:
-    """Another rate, no WAV at all, one that is cut short, one that is not there."""
+def test_a_bad_recording_is_named(tmp_path):
     recorded(tmp_path / "a" / "k" / "1.wav", tone(200), rate=16000)
     with pytest.raises(DataError, match=r"1\.wav has 16000 samples a second, and 8000 are wanted: .*ffmpeg -i 1\.wav"):
         readers.open_reader(spec(tmp_path / "a", audio={"rate": RATE}))
@@ -132,8 +124,7 @@ def vocabulary(folder: Path, words: list[str] = WORDS) -> Path:
     return path
 
 
-def test_the_longest_token_that_fits_is_taken_first(tmp_path: Path) -> None:
-    """Case and form of letters do not count; a word with a part that is no token is unknown as a whole."""
+def test_the_longest_token_that_fits_is_taken_first(tmp_path):
     tokenizer = Tokenizer.load(str(vocabulary(tmp_path)))
     assert tokenizer.encode("Sensors, PUMP 3.", 10).tolist() == [2, 3, 4, 1, 5, 6, 7, 0, 0, 0]
     assert tokenizer.encode("pumping pumped", 3).tolist() == [5, 8, 1]
@@ -142,8 +133,7 @@ def test_the_longest_token_that_fits_is_taken_first(tmp_path: Path) -> None:
     assert tokenizer.encode("", 2).tolist() == [0, 0]
 
 
-def test_texts_are_read_from_a_table_or_by_folder(tmp_path: Path) -> None:
-    """The same tokens either way."""
+def test_texts_are_read_from_a_table_or_by_folder(tmp_path):
     text = {"vocabulary": str(vocabulary(tmp_path)), "length": 4}
     (tmp_path / "notes.csv").write_text('note,y\n"pump 3, sensor",1\nsensors,0\n')
     reader = readers.open_reader(spec(tmp_path / "notes.csv", text=text))
@@ -169,15 +159,13 @@ def test_texts_are_read_from_a_table_or_by_folder(tmp_path: Path) -> None:
         (["[PAD]", "[UNK]", "", "a"], r"line 3: no token"),
     ],
 )
-def test_a_bad_vocabulary_is_told_with_its_line(words: list[str], said: str, tmp_path: Path) -> None:
-    """When the data are opened."""
+def test_a_bad_vocabulary_is_told_with_its_line(words, said, tmp_path):
     (tmp_path / "notes.csv").write_text("note,y\npump,1\n")
     with pytest.raises(DataError, match=said):
         readers.open_reader(spec(tmp_path / "notes.csv", text={"vocabulary": str(vocabulary(tmp_path, words))}))
 
 
-def test_a_text_among_several_columns_has_to_be_named(tmp_path: Path) -> None:
-    """And without a vocabulary no text can be read."""
+def test_a_text_among_several_columns_has_to_be_named(tmp_path):
     (tmp_path / "notes.csv").write_text("note,title,y\npump,a,1\n")
     with pytest.raises(DataError, match=r"columns note, title could all be the text: name it, as \[data\] x = 'note'"):
         readers.open_reader(spec(tmp_path / "notes.csv", text={"vocabulary": str(vocabulary(tmp_path))}))

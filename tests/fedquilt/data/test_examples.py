@@ -1,7 +1,5 @@
 """A board's examples: exact partitions, every reader on small files, and on real data where it is at hand."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import subprocess
@@ -49,14 +47,12 @@ def with_options(spec: DataSpec, **options) -> DataSpec:
 
 @every_partition
 def test_shares_are_disjoint_and_cover_everything(kind):
-    """All shares together are all rows, each once."""
     together = np.concatenate(shares(LABELS, PARTITIONS[kind]))
     assert sorted(together.tolist()) == list(range(100))
 
 
 @every_partition
 def test_the_seed_decides_the_partition(kind):
-    """The same seed, the same shares; another seed, others."""
     first, again, other = (shares(LABELS, with_options(PARTITIONS[kind], seed=seed)) for seed in (1, 1, 2))
     assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
     assert not all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
@@ -79,12 +75,10 @@ def test_every_python_and_numpy_draws_the_same_partition(kind, digest):
 
 
 def test_iid_shares_differ_by_one_at_most():
-    """100 among 7: two of 15, five of 14."""
     assert sorted(map(len, shares(LABELS, PARTITIONS["iid"]))) == [14] * 5 + [15] * 2
 
 
 def test_a_small_alpha_makes_devices_unlike_a_large_one_alike():
-    """The spread of a class over ten shares: near nothing at alpha 1000, most of it in one place at 0.05."""
     y = np.zeros(1000, int)
     largest = {}
     for alpha in (0.05, 1000.0):
@@ -107,7 +101,6 @@ def test_no_dirichlet_share_is_below_the_minimum():
 
 
 def test_each_device_has_so_many_classes_and_each_class_a_device():
-    """7 devices of 2 classes are 14 places: every class has 2 or 3 of them, dealt out evenly."""
     owned = shares(LABELS, PARTITIONS["classes"])
     having = {kind: [share for share in owned if kind in LABELS[share]] for kind in range(5)}
     assert all(len(np.unique(LABELS[share])) <= 2 for share in owned)
@@ -136,7 +129,6 @@ def test_a_fifth_of_each_class_is_held_out():
 
 @pytest.mark.parametrize(("count", "share", "wanted"), [(1, 0.2, 0), (2, 0.2, 1), (3, 0.9, 2), (10, 0.0, 0)])
 def test_both_parts_have_something_where_they_can(count, share, wanted):
-    """One example is for training; of two one is held out; never all, never any unless wanted."""
     train, held = partition.split_held_out(np.zeros(count, int), DataSpec("-", held=share))
     assert (len(train), len(held)) == (count - wanted, wanted)
 
@@ -154,8 +146,7 @@ def small(path: Path, save=np.savez_compressed, **arrays) -> Path:
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_an_npz_gives_each_device_its_own(tmp_path: Path, save):
-    """Four devices of five examples, one of each held out; inputs and labels stay together."""
+def test_an_npz_gives_each_device_its_own(tmp_path, save):
     spec = DataSpec(str(small(tmp_path / "a.npz", save)), partition="iid", shares=4)
     seen = []
     for share in range(4):
@@ -167,8 +158,7 @@ def test_an_npz_gives_each_device_its_own(tmp_path: Path, save):
     assert sorted(seen) == list(range(20))
 
 
-def test_all_shares_at_once_are_those_of_each_device(tmp_path: Path):
-    """With a limit drawn from the whole set; for a fleet in one process."""
+def test_all_shares_at_once_are_those_of_each_device(tmp_path):
     x, y = np.arange(200, dtype=np.uint8).reshape(100, 2), LABELS
     np.savez(tmp_path / "data.npz", x=x, y=y)
     spec = DataSpec(str(tmp_path / "data.npz"), partition="dirichlet", shares=4, limit=60, seed=5)
@@ -180,10 +170,7 @@ def test_all_shares_at_once_are_those_of_each_device(tmp_path: Path):
             assert np.array_equal(part.y, own.y)
 
 
-def test_one_empty_share_does_not_make_every_device_read_the_data_by_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """A fleet larger than its data: those that have examples get them from one reading, the others are told."""
+def test_one_empty_share_does_not_make_every_device_read_the_data_by_itself(tmp_path, monkeypatch):
     spec = DataSpec(str(small(tmp_path / "a.npz", np.savez)), partition="iid", shares=25)
     opened, open_ = [], data.open_split
     monkeypatch.setattr(data, "open_split", lambda spec: opened.append(spec) or open_(spec))
@@ -199,8 +186,7 @@ def test_one_empty_share_does_not_make_every_device_read_the_data_by_itself(
     assert len(opened) == 1
 
 
-def test_large_arrays_are_read_in_blocks(tmp_path: Path):
-    """Rows on either side of every block border, in any order and one of them twice, in a file of several blocks."""
+def test_large_arrays_are_read_in_blocks(tmp_path):
     wide = np.arange(40, dtype=np.float32)[:, None] * np.ones((1, 30_000), np.float32)  # 120 kB a row, 8 a block
     path = small(tmp_path / "wide.npz", np.savez, x_train=wide, y_train=np.arange(40))
     rows = np.array([23, 24, 39, 7, 8, 0, 9, 8])
@@ -209,8 +195,7 @@ def test_large_arrays_are_read_in_blocks(tmp_path: Path):
     assert np.array_equal(taken, wide[rows])
 
 
-def test_a_share_is_read_without_the_rest(tmp_path: Path):
-    """A hundredth of 200 MB, in a fresh process: its peak grows by less than a tenth of the file."""
+def test_a_share_is_read_without_the_rest(tmp_path):
     path = tmp_path / "large.npz"
     np.savez_compressed(path, x=np.zeros((2000, 100_000), np.uint8), y=np.arange(2000) % 10)
     check = """
@@ -233,16 +218,14 @@ assert peak() - before < 20_000_000, peak() - before
     assert done.returncode == 0, done.stderr
 
 
-def test_the_test_split_is_read_whole(tmp_path: Path):
-    """load_all neither partitions nor holds out."""
+def test_the_test_split_is_read_whole(tmp_path):
     spec = DataSpec(str(small(tmp_path / "a.npz")), split="test", partition="iid", shares=4)
     examples = data.load_split(spec)
     assert rows_of(examples) == [100, 101, 102, 103, 104]
     assert examples.y.dtype == np.int64
 
 
-def test_a_limit_is_drawn_over_the_whole_set(tmp_path: Path):
-    """8 of 20 by the seed, the same for all devices, not the first 8."""
+def test_a_limit_is_drawn_over_the_whole_set(tmp_path):
     spec = DataSpec(str(small(tmp_path / "a.npz")), limit=8, partition="iid", shares=2)
     halves = [data.load_share(with_options(spec, share=share, held=0)) for share in (0, 1)]
     drawn = sorted(rows_of(halves[0][0]) + rows_of(halves[1][0]))
@@ -251,8 +234,7 @@ def test_a_limit_is_drawn_over_the_whole_set(tmp_path: Path):
     assert len(data.load_split(with_options(spec, limit=50))) == 20
 
 
-def test_arrays_may_be_called_otherwise(tmp_path: Path):
-    """By name; x and y alone are the training split."""
+def test_arrays_may_be_called_otherwise(tmp_path):
     path = tmp_path / "a.npz"
     np.savez(path, x=np.ones((2, 3)), y=[0, 1], pixels=np.zeros((2, 3)))
     assert data.load_split(DataSpec(str(path))).x.sum() == 6
@@ -275,15 +257,13 @@ def test_arrays_may_be_called_otherwise(tmp_path: Path):
         ({"x_train": np.asfortranarray(np.ones((20, 3)))}, r"save np\.ascontiguousarray\(x_train\)"),
     ],
 )
-def test_arrays_that_are_no_examples_are_refused(tmp_path: Path, arrays, message):
-    """Each with the file's name; objects are never unpickled."""
+def test_arrays_that_are_no_examples_are_refused(tmp_path, arrays, message):
     path = small(tmp_path / "odd.npz", **arrays)
     with pytest.raises(DataError, match=rf"odd\.npz.*({message})"):
         data.load_share(DataSpec(str(path)))
 
 
-def test_a_damaged_npz_is_refused(tmp_path: Path):
-    """Cut short, overwritten, no zip at all, a flipped byte in the pixels."""
+def test_a_damaged_npz_is_refused(tmp_path):
     whole = small(tmp_path / "a.npz", np.savez).read_bytes()
     flipped = bytearray(whole)
     flipped[whole.index(b"\x05" * 9) + 3] ^= 1
@@ -297,8 +277,7 @@ def test_a_damaged_npz_is_refused(tmp_path: Path):
 # -- the table, and what is not there -------------------------------------------------------------
 
 
-def test_a_device_without_data_is_told_what_to_set(tmp_path: Path):
-    """Nothing at the path; nothing in the share."""
+def test_a_device_without_data_is_told_what_to_set(tmp_path):
     with pytest.raises(DataError, match=r"no data at .*nowhere: set \[data\] path"):
         data.load_share(DataSpec(str(tmp_path / "nowhere")))
     with pytest.raises(DataError, match="/dev/zero is a device or a pipe, which has no end: set"):
@@ -308,7 +287,7 @@ def test_a_device_without_data_is_told_what_to_set(tmp_path: Path):
         data.load_share(DataSpec(path, partition="iid", share=20, shares=21))
 
 
-def test_a_share_that_does_not_exist_is_refused_when_the_table_is_read() -> None:
+def test_a_share_that_does_not_exist_is_refused_when_the_table_is_read():
     """A board whose last share is counted from 1 would decline every task."""
     with pytest.raises(JobError, match=r"\[data\]: share 4 of 4: shares are counted from 0 to 3"):
         DataSpec.parse({"path": "-", "partition": "iid", "share": 4, "shares": 4})
@@ -317,13 +296,11 @@ def test_a_share_that_does_not_exist_is_refused_when_the_table_is_read() -> None
 
 @pytest.mark.parametrize("wrong", [{"held": 1.0}, {"partition": "even"}, {"shares": 0}, {"alpha": 0}, {"sead": 1}])
 def test_the_table_is_strict(wrong):
-    """Unknown keys and values out of range do not pass."""
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({"path": "-", **wrong}, DataSpec)
 
 
 def test_the_table_is_checked_without_numpy():
-    """The daemon reads it, and stays small."""
     check = "import sys; from fedquilt.data.spec import DataSpec; DataSpec('-'); sys.exit('numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 
@@ -334,7 +311,6 @@ def test_the_table_is_checked_without_numpy():
 @needs_real
 @needs_torchvision
 def test_mnist_reads_the_same_through_idx_and_torchvision():
-    """The official first labels, and every pixel of a hundred images by either way."""
     by_idx = data.load_split(DataSpec(str(REAL / "MNIST"), split="test"))
     assert by_idx.x.shape == (10000, 28, 28)
     assert by_idx.y[:10].tolist() == [7, 2, 1, 0, 4, 1, 4, 9, 5, 9]
@@ -347,7 +323,6 @@ def test_mnist_reads_the_same_through_idx_and_torchvision():
 
 @needs_real
 def test_cifar_is_shared_out_exactly():
-    """20 devices by Dirichlet(0.5): 10,000 in all, and one share's pixels are the file's own."""
     path = REAL / "cifar10-10k.npz"
     spec = DataSpec(str(path), partition="dirichlet", shares=20, seed=1)
     y = readers.open_reader(spec).y
@@ -361,15 +336,13 @@ def test_cifar_is_shared_out_exactly():
     assert (train.x.dtype, train.x.shape[1:]) == (np.uint8, (32, 32, 3))
 
 
-def test_nothing_held_out_of_floats_is_no_error(tmp_path: Path):
-    """An empty part has nothing that is not finite."""
+def test_nothing_held_out_of_floats_is_no_error(tmp_path):
     np.savez(tmp_path / "x.npz", x=np.zeros((10, 2, 2), np.float32), y=np.arange(10) % 2)
     train, held = data.load_share(DataSpec(str(tmp_path / "x.npz"), held=0))
     assert (len(train), held.x.shape) == (10, (0, 2, 2))
 
 
-def test_examples_that_are_not_finite_are_named(tmp_path: Path):
-    """By file and row, before anything is computed from them."""
+def test_examples_that_are_not_finite_are_named(tmp_path):
     x = np.zeros((10, 2, 2), np.float32)
     x[3, 1, 1], x[7, 0, 0] = np.nan, np.inf
     np.savez(tmp_path / "x.npz", x=x, y=np.arange(10) % 2)

@@ -1,7 +1,5 @@
 """Data that a network cannot take are told before anything runs, not by every board."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -56,9 +54,7 @@ def stored(path: Path, *shape: int, most: int = 2) -> DataSpec:
         (SERIES, (24, 3), 2, r"shape \(24, 3\), donor 'wide' takes \(20, 3\)"),
     ],
 )
-def test_what_headers_and_labels_tell_is_told(
-    tmp_path: Path, meta: dict[str, Any], shape: tuple[int, ...], most: int, said: str
-) -> None:
+def test_what_headers_and_labels_tell_is_told(tmp_path, meta, shape, most, said):
     """With the file, what it holds and what is taken; a network of a user's own may take anything."""
     spec = stored(tmp_path / "own.npz", *shape, most=most)
     if not said:
@@ -76,7 +72,7 @@ def test_what_headers_and_labels_tell_is_told(
         ("labels", np.tile([1, 0, 1], (12, 1)), "all 12 training examples have label 1, 0, 1"),
     ],
 )
-def test_one_label_for_all_training_examples_is_refused(tmp_path: Path, task: str, y: np.ndarray, said: str) -> None:
+def test_one_label_for_all_training_examples_is_refused(tmp_path, task, y, said):
     """A constant would score 100 %. A test set may have one label alone; so may a device's share."""
     np.savez(tmp_path / "own.npz", x=np.zeros((12, 16)), y=y, x_test=np.zeros((12, 16)), y_test=y)
     table = {"path": str(tmp_path / "own.npz"), "task": task}
@@ -87,10 +83,7 @@ def test_one_label_for_all_training_examples_is_refused(tmp_path: Path, task: st
 
 
 @pytest.mark.parametrize("words", [["simulate", "--link", "embedded"], ["simulate"], ["compare", "--seeds", "0"]])
-def test_commands_refuse_data_that_do_not_fit_and_leave_no_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
-) -> None:
-    """Once, in a line."""
+def test_commands_refuse_data_that_do_not_fit_and_leave_no_run(tmp_path, capsys, words):
     first = tensors.encode_tensors(engine.init_tensors(MLP, seed=0))
     job_bundle.write_bundle(tmp_path / "job.bundle", {"network": MLP, "flops": 100}, {"model": first})
     stored(tmp_path / "own.npz", 4, 5)
@@ -106,7 +99,7 @@ def test_commands_refuse_data_that_do_not_fit_and_leave_no_run(
             assert store.readable_jobs() == []
 
 
-def test_prepare_says_it_where_the_data_are_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prepare_says_it_where_the_data_are_here(tmp_path, capsys):
     """Where they lie on the boards alone, it cannot be said."""
     pytest.importorskip("torch", reason="preparing builds the network")
     stored(tmp_path / "own.npz", 4, 5)
@@ -130,7 +123,7 @@ LABELS = {
 
 
 @pytest.mark.parametrize("case", LABELS)
-def test_labels_that_no_network_of_three_classes_takes_are_named_with_the_fix(case: str) -> None:
+def test_labels_that_no_network_of_three_classes_takes_are_named_with_the_fix(case):
     """A table can name its classes in the job instead."""
     labels, said = LABELS[case]
     y = np.repeat(np.array(labels), 4)
@@ -139,8 +132,7 @@ def test_labels_that_no_network_of_three_classes_takes_are_named_with_the_fix(ca
     assert ("set [data] labels = " in in_table) == bool(said) * (case != "more classes")
 
 
-def test_labels_of_a_table_work_once_the_job_names_them_as_the_error_says(tmp_path: Path) -> None:
-    """Of 1 to 3 and of -1 and 1: what the message gives is copied into [data]."""
+def test_labels_of_a_table_work_once_the_job_names_them_as_the_error_says(tmp_path):
     for numbers, classes in (([1, 2, 3], 3), ([-1, 1], 2)):
         (tmp_path / "t.csv").write_text("p,y\n" + "\n".join(f"0.{n},{numbers[n % len(numbers)]}" for n in range(12)))
         spec, meta = (
@@ -161,8 +153,7 @@ def scaled(path: Path, factor: float) -> tuple[ExampleReader, DataSpec]:
     return compatibility.open_compatible_data({"network": {**MLP, "inputs": 3}}, spec), spec
 
 
-def test_features_of_unequal_scales_are_warned_of_unless_the_network_standardises(tmp_path: Path) -> None:
-    """Above a factor of 100; a feature that never varies has no scale."""
+def test_features_of_unequal_scales_are_warned_of_unless_the_network_standardises(tmp_path):
     large, small = scaled(tmp_path / "large.npz", 500.0), scaled(tmp_path / "small.npz", 50.0)
     (said,) = compatibility.data_warnings({"network": MLP}, *large)
     assert "features differ in scale by a factor of 374 (number 1 by 410, number 0 by 1.1)" in said
@@ -171,8 +162,7 @@ def test_features_of_unequal_scales_are_warned_of_unless_the_network_standardise
     assert compatibility.data_warnings({"network": {**MLP, "input": {"mean": [0.0], "std": [1.0]}}}, *large) == []
 
 
-def test_a_class_0_that_never_occurs_is_warned_of(tmp_path: Path) -> None:
-    """Four classes for labels 1 to 3 fit, and are probably a mistake."""
+def test_a_class_0_that_never_occurs_is_warned_of(tmp_path):
     np.savez(tmp_path / "one.npz", x=np.zeros((12, 3)), y=1 + np.arange(12) % 3)
     spec, meta = DataSpec(path=str(tmp_path / "one.npz")), {"network": {**MLP, "inputs": 3, "classes": 4}}
     (said,) = compatibility.data_warnings(meta, compatibility.open_compatible_data(meta, spec), spec)

@@ -1,7 +1,5 @@
 """Examples in IDX files, folders of images and torchvision's data sets."""
 
-from __future__ import annotations
-
 import gzip
 import struct
 from pathlib import Path
@@ -31,8 +29,7 @@ def idx(folder: Path, prefix: str, count: int, *, packed: bool = False, labels: 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("inside", ["", "raw"])
-def test_idx_files_are_found_in_their_folder(tmp_path: Path, packed, inside):
-    """Packed or not, beside each other or in raw/, the two splits apart."""
+def test_idx_files_are_found_in_their_folder(tmp_path, packed, inside):
     idx(tmp_path / inside, "train", 6, packed=packed)
     idx(tmp_path / inside, "t10k", 3, packed=packed)
     train, held = data.load_share(DataSpec(str(tmp_path)))
@@ -42,8 +39,7 @@ def test_idx_files_are_found_in_their_folder(tmp_path: Path, packed, inside):
     assert (rows_of(test), test.y.tolist()) == ([0, 1, 2], [0, 1, 2])
 
 
-def test_one_idx_file_brings_its_labels(tmp_path: Path):
-    """By its name; without them there is nothing to learn."""
+def test_one_idx_file_brings_its_labels(tmp_path):
     idx(tmp_path, "train", 6)
     images = tmp_path / "train-images-idx3-ubyte"
     assert len(data.load_split(DataSpec(str(images)))) == 6
@@ -52,8 +48,7 @@ def test_one_idx_file_brings_its_labels(tmp_path: Path):
         data.load_split(DataSpec(str(images)))
 
 
-def test_damaged_idx_files_are_refused(tmp_path: Path):
-    """Other counts, a cut, another format, a missing split: each names the file."""
+def test_damaged_idx_files_are_refused(tmp_path):
     idx(tmp_path / "counts", "train", 6, labels=5)
     with pytest.raises(DataError, match="holds 6 images, train-labels-idx1-ubyte 5 labels"):
         data.load_share(DataSpec(str(tmp_path / "counts")))
@@ -83,8 +78,7 @@ def picture(path: Path, value: int, size: tuple[int, int] = (4, 4), mode: str = 
     image.new(mode, size, value if mode == "L" else (value,) * 3).save(path)
 
 
-def test_a_folder_of_images_is_read_by_class(tmp_path: Path):
-    """Classes by name, the same numbers in every split; grey and colour alike become colour."""
+def test_a_folder_of_images_is_read_by_class(tmp_path):
     for name, value, mode in (("cat/b.png", 2, "RGB"), ("cat/a.png", 1, "L"), ("dog/c.PNG", 3, "L")):
         picture(tmp_path / "train" / name, value, mode=mode)
     picture(tmp_path / "test/dog/z.png", 9)
@@ -98,8 +92,7 @@ def test_a_folder_of_images_is_read_by_class(tmp_path: Path):
     assert np.array_equal(alone.x, train.x)
 
 
-def test_images_of_several_sizes_need_one(tmp_path: Path):
-    """The message says what to set; set, every image has it."""
+def test_images_of_several_sizes_need_one(tmp_path):
     picture(tmp_path / "cat/a.png", 1)
     picture(tmp_path / "dog/b.png", 2, (6, 5))
     with pytest.raises(DataError, match=r"images of \(5, 6\) and \(4, 4\) pixels: set \[data\] size"):
@@ -109,8 +102,7 @@ def test_images_of_several_sizes_need_one(tmp_path: Path):
     assert rows_of(sized) == [1, 2]
 
 
-def test_folders_that_are_no_data_are_refused(tmp_path: Path):
-    """Empty, another split, a class never trained on, a broken image: each names the place."""
+def test_folders_that_are_no_data_are_refused(tmp_path):
     with pytest.raises(DataError, match="holds no images: put them in"):
         data.load_share(DataSpec(str(tmp_path)))
     picture(tmp_path / "train/cat/a.png", 1)
@@ -126,8 +118,7 @@ def test_folders_that_are_no_data_are_refused(tmp_path: Path):
 
 
 @needs_torchvision
-def test_a_torchvision_data_set_that_is_not_there_says_how_to_fetch_it(tmp_path: Path):
-    """It is never downloaded unasked."""
+def test_a_torchvision_data_set_that_is_not_there_says_how_to_fetch_it(tmp_path):
     with pytest.raises(DataError, match=r"CIFAR10 in .*set \[data\] download = true"):
         data.load_share(DataSpec(str(tmp_path), dataset="CIFAR10"))
     with pytest.raises(DataError, match="torchvision has no data set 'CIFAR11'"):

@@ -1,7 +1,5 @@
 """Standardised inputs: by numbers given, or by those that `prepare` finds; and data that do not fit a network."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,7 @@ from fedquilt.data.spec import DataSpec
 from fedquilt.tools.artefacts import prepare
 
 
-def test_features_are_brought_to_mean_0_and_deviation_1() -> None:
-    """Along the last axis, whatever is before it; a feature that never varies is only shifted."""
+def test_features_are_brought_to_mean_0_and_deviation_1():
     x = np.array([[[1, 5], [3, 5]], [[5, 5], [7, 5]]], np.int16)  # (n, steps, features)
     found = inputs.measure_scales(x)
     assert found.mean == (4.0, 5.0)
@@ -40,8 +37,7 @@ def test_features_are_brought_to_mean_0_and_deviation_1() -> None:
         ({"standardize": True}, "there is no key 'standardize'"),
     ],
 )
-def test_a_bad_table_of_inputs_says_what_is_wanted(table: dict[str, Any], said: str) -> None:
-    """Before anything is prepared."""
+def test_a_bad_table_of_inputs_says_what_is_wanted(table, said):
     with pytest.raises(JobError, match=said):
         inputs.parse_input_table(table)
 
@@ -54,8 +50,7 @@ def made(folder: Path, **tables: Any) -> tuple[settings.JobSettings, Any]:
     return job, prepare.prepare_bundle(msgspec.to_builtins(job), folder / "bundle")
 
 
-def test_prepare_keeps_the_samples_statistics_in_the_bundle(tmp_path: Path) -> None:
-    """Of the training split alone; the bundle is known as this job's, and without [data] there is no sample."""
+def test_prepare_keeps_the_samples_statistics_in_the_bundle(tmp_path):
     (tmp_path / "train.csv").write_text("a,b,y\n1,10,0\n3,30,1\n")
     (tmp_path / "test.csv").write_text("a,b,y\n100,100,0\n")
     model = {"name": "mlp", "inputs": 2, "classes": 2}
@@ -94,10 +89,7 @@ TABLE = "a,b,y\n1,10,0\n3,30,1\n"
         ({"name": "conv1d", "channels": 2, "steps": 1, "classes": 2}, {"windows": {"steps": 2}}, "takes 1 steps of 2"),
     ],
 )
-def test_data_that_do_not_fit_a_network_are_told_with_both_sides(
-    model: dict[str, Any], data: dict[str, Any], said: str, tmp_path: Path
-) -> None:
-    """Before a device trains."""
+def test_data_that_do_not_fit_a_network_are_told_with_both_sides(model, data, said, tmp_path):
     text = TABLE.replace("3,30,1", "1,30,1") if data.get("task") == "labels" else TABLE
     (tmp_path / "a.csv").write_text(text)
     job, bundle = made(tmp_path, model=model, data={"path": str(tmp_path / "a.csv"), **data})
@@ -105,8 +97,7 @@ def test_data_that_do_not_fit_a_network_are_told_with_both_sides(
         compatibility.open_compatible_data(bundle.meta, DataSpec.parse(job.data))
 
 
-def test_a_vocabulary_that_is_larger_than_the_networks_is_told(tmp_path: Path) -> None:
-    """And texts of another length, and a bundle of another task."""
+def test_a_vocabulary_that_is_larger_than_the_networks_is_told(tmp_path):
     (tmp_path / "v.txt").write_text("[PAD]\n[UNK]\na\nb\n")
     (tmp_path / "a.csv").write_text("note,y\na,0\nb,1\n")
     text = {"vocabulary": str(tmp_path / "v.txt"), "length": 4}

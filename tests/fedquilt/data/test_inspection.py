@@ -1,7 +1,5 @@
 """What inspection finds in data, and the tables that it writes for a job."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 
@@ -32,8 +30,7 @@ def customers(tmp_path: Path) -> str:
     return str(tmp_path / "own.csv")
 
 
-def test_a_table_with_words_gaps_ids_and_addresses(customers: str) -> None:
-    """The median of 31, 45, 39, 52 and 28 is 39; columns that say nothing, or who somebody is, are no inputs."""
+def test_a_table_with_words_gaps_ids_and_addresses(customers):
     found = inspect_data(customers, "stays")
     assert found.data == {
         "path": customers,
@@ -57,15 +54,13 @@ def test_a_table_with_words_gaps_ids_and_addresses(customers: str) -> None:
     )
 
 
-def test_its_tables_read_the_file(customers: str) -> None:
-    """The gap in age is 39, that in plan sets neither basic nor pro."""
+def test_its_tables_read_the_file(customers):
     read = examples.load_split(DataSpec.parse(complete_data_table(inspect_data(customers, "stays").data)))
     assert read.x[1:3].tolist() == [[39, 1, 0, 2500], [45, 0, 0, 1500]]
     assert read.y.tolist() == [1, 0, 1, 0, 1, 0]
 
 
-def test_numbers_to_predict_are_scaled(tmp_path: Path) -> None:
-    """Of 0, 10, ... 240 the mean is 120; errors are then in standard deviations."""
+def test_numbers_to_predict_are_scaled(tmp_path):
     lines = [f"{number % 3 / 2},{number * 10}" for number in range(25)]
     (tmp_path / "own.csv").write_text("\n".join(["a,price", *lines]) + "\n")
     found = inspect_data(str(tmp_path / "own.csv"), "price")
@@ -83,10 +78,7 @@ def test_numbers_to_predict_are_scaled(tmp_path: Path) -> None:
     ("words", "labels"),
     [(["0", "1", "2"], None), (["1", "2", "3"], ["1", "2", "3"]), (["0.0", "10.0", "9.0"], ["0.0", "9.0", "10.0"])],
 )
-def test_classes_that_are_numbers_are_named_unless_they_are_counted_from_0(
-    tmp_path: Path, words: list[str], labels: list[str] | None
-) -> None:
-    """In the order of the numbers."""
+def test_classes_that_are_numbers_are_named_unless_they_are_counted_from_0(tmp_path, words, labels):
     lines = [f"{row % 4},{words[row % 3]}" for row in range(12)]
     (tmp_path / "own.csv").write_text("\n".join(["a,y", *lines]) + "\n")
     found = inspect_data(str(tmp_path / "own.csv"))
@@ -102,7 +94,7 @@ def test_classes_that_are_numbers_are_named_unless_they_are_counted_from_0(
         ([f"{number},5" for number in range(12)], "holds numbers with a comma: write them with a point"),
     ],
 )
-def test_a_column_that_no_network_learns_from_is_left_out(tmp_path: Path, numbers: list[object], why: str) -> None:
+def test_a_column_that_no_network_learns_from_is_left_out(tmp_path, numbers, why):
     lines = [f"{row % 4};{value};{row % 2}" for row, value in enumerate(numbers)]
     (tmp_path / "own.csv").write_text("\n".join(["a;b;y", *lines]) + "\n")
     found = inspect_data(str(tmp_path / "own.csv"))
@@ -110,8 +102,7 @@ def test_a_column_that_no_network_learns_from_is_left_out(tmp_path: Path, number
     assert f"left out: b ({why})" in found.notes
 
 
-def test_arrays_with_words_for_labels(tmp_path: Path) -> None:
-    """Sorted, as a table's; the median of 0 to 23 without 1 is 12."""
+def test_arrays_with_words_for_labels(tmp_path):
     y = np.array(["rose", "iris", "lily"] * 4)
     x = np.arange(24, dtype=np.float32).reshape(12, 2)
     x[0, 1] = np.nan
@@ -131,8 +122,7 @@ def test_arrays_with_words_for_labels(tmp_path: Path) -> None:
         examples.load_split(DataSpec.parse({**found.data, "path": str(tmp_path / "test.npz")}))
 
 
-def test_pictures_of_several_sizes_in_grey(tmp_path: Path) -> None:
-    """Scaled to the smallest side; 51 of 255 levels and 204 have the mean 0.5 and the deviation 0.3."""
+def test_pictures_of_several_sizes_in_grey(tmp_path):
     image = pytest.importorskip("PIL.Image")
     for name, level, size in (("day", 204, (24, 20)), ("night", 51, (30, 40))):
         (tmp_path / "train" / name).mkdir(parents=True)
@@ -144,7 +134,7 @@ def test_pictures_of_several_sizes_in_grey(tmp_path: Path) -> None:
     assert "grey images, 20 x 20 pixels, levels standardised" in found.notes
 
 
-def test_a_data_set_of_scikit_learn_by_name() -> None:
+def test_a_data_set_of_scikit_learn_by_name():
     pytest.importorskip("sklearn")
     found = inspect_data("sklearn/iris")
     assert (found.data, found.shape, found.outputs) == ({"dataset": "sklearn/iris"}, (4,), 3)
@@ -154,8 +144,7 @@ def test_a_data_set_of_scikit_learn_by_name() -> None:
 
 
 @needs_torchvision
-def test_a_data_set_of_torchvision_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it has been downloaded already; its files can be named as well."""
+def test_a_data_set_of_torchvision_by_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     raw = Path("torchvision/MNIST/raw")
     raw.mkdir(parents=True)
@@ -174,17 +163,17 @@ def test_a_data_set_of_torchvision_by_name(tmp_path: Path, monkeypatch: pytest.M
     ("label", "said"),
     [
         ("", "name the column to predict, as --label stays: it has customer_id"),
-        ("stay", r"has no column 'stay' .*; did you mean 'stays'\?"),
+        ("stay", r"has no column 'stay' .*; did you mean 'stays'\? It has "),
         ("age", "column 'age' is missing in 1 of 6 rows: leave these rows out"),
         ("email", "6 different labels in 6 examples are no classes"),
     ],
 )
-def test_a_label_that_cannot_be_predicted_is_named_with_the_fix(customers: str, label: str, said: str) -> None:
+def test_a_label_that_cannot_be_predicted_is_named_with_the_fix(customers, label, said):
     with pytest.raises(DataError, match=said):
         inspect_data(customers, label)
 
 
-def test_data_that_are_not_there_or_have_no_columns(tmp_path: Path) -> None:
+def test_data_that_are_not_there_or_have_no_columns(tmp_path):
     with pytest.raises(DataError, match=r"no data at none\.csv: name a CSV"):
         inspect_data("none.csv")
     with pytest.raises(DataError, match="has no columns, and its classes are known: leave --label out"):

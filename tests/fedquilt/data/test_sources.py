@@ -1,7 +1,5 @@
 """Several sources as one set: labels, shapes and types brought together, each source read only if needed."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -27,8 +25,7 @@ def mixed(*sources: tuple[str, int], **options) -> DataSpec:
     return DataSpec(sources=tuple(ExampleSource(path, first) for path, first in sources), **options)
 
 
-def test_two_sources_are_one_set_of_classes_side_by_side(tmp_path: Path):
-    """Small grey images beside colour ones: all 4x4 in colour, classes 0 and 1 of one, 2 to 4 of the other."""
+def test_two_sources_are_one_set_of_classes_side_by_side(tmp_path):
     spec = mixed(
         (saved(tmp_path / "colour.npz", 200, (4, 4, 3)), 0),
         (saved(tmp_path / "grey.npz", 7, (2, 2), kinds=3), 2),
@@ -42,8 +39,7 @@ def test_two_sources_are_one_set_of_classes_side_by_side(tmp_path: Path):
     assert test.y.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_by_source_each_device_has_one_kind_of_image(tmp_path: Path):
-    """FedPeWS' CIFAR-MNIST with two devices; with four, each source is shared out among two."""
+def test_by_source_each_device_has_one_kind_of_image(tmp_path):
     spec = mixed(
         (saved(tmp_path / "a.npz", 1, (2, 2)), 0),
         (saved(tmp_path / "b.npz", 2, (2, 2), count=10), 2),
@@ -58,8 +54,7 @@ def test_by_source_each_device_has_one_kind_of_image(tmp_path: Path):
     assert [len(train) + len(held) for train, held in four] == [3, 3, 5, 5]
 
 
-def test_inputs_stay_with_their_labels(tmp_path: Path):
-    """However rows of two sources are drawn, shared out and held out: here every input is its label."""
+def test_inputs_stay_with_their_labels(tmp_path):
     for name, first in (("a", 0), ("b", 10)):
         y = np.arange(50) % 10
         np.savez(tmp_path / f"{name}.npz", x=(first + y)[:, None].astype(np.uint8), y=y)
@@ -73,8 +68,7 @@ def test_inputs_stay_with_their_labels(tmp_path: Path):
     assert all(np.array_equal(one.x, other.x) for one, other in zip(alone, parts[2:4], strict=True))
 
 
-def test_by_source_counts_rows_that_a_limit_leaves(tmp_path: Path):
-    """Which source a row is from is known after rows have been drawn, too."""
+def test_by_source_counts_rows_that_a_limit_leaves(tmp_path):
     spec = mixed(
         (saved(tmp_path / "a.npz", 1, (2,), count=40), 0),
         (saved(tmp_path / "b.npz", 2, (2,), count=40), 2),
@@ -87,8 +81,7 @@ def test_by_source_counts_rows_that_a_limit_leaves(tmp_path: Path):
         assert len(train) + len(held) == 10
 
 
-def test_a_device_of_one_source_reads_no_inputs_of_the_other(tmp_path: Path):
-    """The other's pixels are damaged, its labels and headers are not: nobody notices but who needs them."""
+def test_a_device_of_one_source_reads_no_inputs_of_the_other(tmp_path):
     a, b = saved(tmp_path / "a.npz", 1, (99, 99)), saved(tmp_path / "b.npz", 2, (99, 99))
     payload = bytearray(Path(b).read_bytes())
     payload[payload.index(b"\x02" * 64) + 50_000] ^= 1
@@ -100,29 +93,25 @@ def test_a_device_of_one_source_reads_no_inputs_of_the_other(tmp_path: Path):
         examples.load_share(msgspec.structs.replace(spec, share=1))
 
 
-def test_sources_may_share_their_classes(tmp_path: Path):
-    """With equal numbers: other pictures of the same ten things."""
+def test_sources_may_share_their_classes(tmp_path):
     spec = mixed((saved(tmp_path / "a.npz", 1, (2,)), 3), (saved(tmp_path / "b.npz", 2, (2,)), 3))
     assert examples.load_split(spec).y.tolist() == [3, 4] * 6
 
 
-def test_a_board_with_one_source_of_a_mixture_numbers_its_classes_alike(tmp_path: Path):
-    """A mixture of one."""
+def test_a_board_with_one_source_of_a_mixture_numbers_its_classes_alike(tmp_path):
     path = saved(tmp_path / "b.npz", 2, (2, 2))
     alone = examples.load_split(mixed((path, 10)))
     assert alone.y.tolist() == [10, 11] * 3
 
 
-def test_floats_and_bytes_become_floats_from_0_to_1(tmp_path: Path):
-    """255 is 1, as networks take it."""
+def test_floats_and_bytes_become_floats_from_0_to_1(tmp_path):
     bytes_, floats = saved(tmp_path / "a.npz", 255, (2, 2)), saved(tmp_path / "b.npz", 0.5, (2, 2), dtype=np.float64)
     x = examples.load_split(mixed((bytes_, 0), (floats, 2))).x
     assert x.dtype == np.float32
     assert set(np.unique(x)) == {0.5, 1.0}
 
 
-def test_images_are_scaled_by_the_table(tmp_path: Path):
-    """Halved by the mean of four, 2.5 to the even 2; doubled between 0 and 100 by half-pixel bilinear weights."""
+def test_images_are_scaled_by_the_table(tmp_path):
     x = np.array([[[1, 2], [3, 4]]] * 300, np.uint8)
     np.savez(tmp_path / "a.npz", x=x, y=np.zeros(300, int))
     halved = examples.load_split(DataSpec(str(tmp_path / "a.npz"), size=1))
@@ -133,8 +122,7 @@ def test_images_are_scaled_by_the_table(tmp_path: Path):
     assert doubled.x.tolist() == [[[0, 25, 75, 100]] * 4]
 
 
-def test_sources_that_do_not_go_together_are_refused(tmp_path: Path):
-    """Sizes without one to scale to, images beside points, types, classes that overlap by mistake."""
+def test_sources_that_do_not_go_together_are_refused(tmp_path):
     small, large = saved(tmp_path / "small.npz", 1, (2, 2)), saved(tmp_path / "large.npz", 1, (4, 4, 3))
     with pytest.raises(DataError, match=r"small\.npz \(2, 2\), .*large\.npz \(4, 4, 3\): set \[data\] size"):
         examples.load_split(mixed((small, 0), (large, 2)))
@@ -157,7 +145,6 @@ def test_sources_that_do_not_go_together_are_refused(tmp_path: Path):
     reason=f"no real data in {REAL}: set FEDQUILT_TEST_DATA to a folder with MNIST/raw and cifar10-10k.npz",
 )
 def test_cifar_and_mnist_are_mixed_as_in_the_paper():
-    """FedPeWS, section 5.1: 20 classes, 400 of each to train on and 200 to test on, 32x32 in colour."""
     spec = mixed(
         (str(REAL / "cifar10-10k.npz"), 0),
         (str(REAL / "MNIST"), 10),

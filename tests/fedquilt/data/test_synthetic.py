@@ -1,7 +1,5 @@
 """FedPeWS' synthetic sets: the clusters, classes and features the specification says, the same everywhere."""
 
-from __future__ import annotations
-
 import hashlib
 
 import msgspec
@@ -17,7 +15,6 @@ LARGE = DataSpec(synthetic="fedpews-32k")
 
 @pytest.mark.parametrize(("name", "count"), [("fedpews-32k", 32000), ("fedpews-3.2k", 3200)])
 def test_the_sets_are_as_large_as_they_are_called(name, count):
-    """Four classes alike in both splits, five features, 400 test points of each of 16 clusters."""
     spec = DataSpec(synthetic=name)
     train, test = examples.load_split(spec), examples.load_split(msgspec.structs.replace(spec, split="test"))
     assert (train.x.shape, train.x.dtype) == ((count, 5), np.float32)
@@ -40,14 +37,12 @@ def test_clusters_lie_where_they_should_and_are_as_wide():
 
 
 def test_classes_interleave_within_a_side():
-    """Offsets in turn are classes 0 and 1 around the upper centres, 2 and 3 around the lower ones."""
     y = examples.open_split(LARGE).y.reshape(4, 4, 2000)
     assert np.array_equal(y[:, :, 0], [[0, 1, 0, 1]] * 2 + [[2, 3, 2, 3]] * 2)
     assert np.array_equal(y.min(axis=2), y.max(axis=2))
 
 
 def test_features_are_standardised_by_the_training_set():
-    """Mean 0 and spread 1 of each there, near that in the test set; the third and fifth follow from the first two."""
     train = examples.load_split(LARGE).x.astype(np.float64)
     assert np.allclose(train.mean(axis=0), 0, atol=1e-5)
     assert np.allclose(train.std(axis=0), 1, atol=1e-5)
@@ -60,7 +55,6 @@ def test_features_are_standardised_by_the_training_set():
 
 
 def test_every_machine_draws_the_same():
-    """To five digits, pinned by hash; other points by another seed, in the test set and in the smaller set."""
     drawn = synthetic.draw_points("fedpews-3.2k", "train", 0)
     digits = np.rint(drawn * 1e5).astype("<i8").tobytes()
     assert hashlib.sha256(digits).hexdigest()[:16] == "0e0bf965124502ff"
@@ -81,6 +75,5 @@ def test_each_device_makes_its_own_share():
 
 
 def test_there_are_two_splits():
-    """Another one is refused by name."""
     with pytest.raises(DataError, match="fedpews-32k has the splits train and test, not 'validation'"):
         examples.load_split(msgspec.structs.replace(LARGE, split="validation"))

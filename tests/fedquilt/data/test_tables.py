@@ -1,7 +1,5 @@
 """Rows of CSV and Parquet files: what is read, how users are kept apart, and what is said of a bad file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +35,7 @@ def written(folder: Path, text: str | bytes, name: str = "pumps.csv") -> Path:
     return path
 
 
-def test_numbers_words_and_missing_values_become_inputs(tmp_path: Path) -> None:
-    """A category is an input of 0 or 1 for each of its words; a missing number is the column's fill."""
+def test_numbers_words_and_missing_values_become_inputs(tmp_path):
     categories = {"material": ["steel", "bronze"]}
     reader = readers.open_reader(
         spec(written(tmp_path, PUMPS), y="failed", column="user", categories=categories, fill={"age": 9})
@@ -46,7 +43,6 @@ def test_numbers_words_and_missing_values_become_inputs(tmp_path: Path) -> None:
     assert reader.features == ("age", "material=steel", "material=bronze")
     np.testing.assert_array_equal(reader.take(np.arange(4)), [[1.5, 1, 0], [2, 0, 1], [9, 1, 0], [4, 1, 0]])
     assert reader.y.tolist() == [0, 1, 1, 0]
-    assert reader.owner is not None
     assert reader.owner.tolist() == ["a", "b", "b", "c"]
 
 
@@ -59,23 +55,21 @@ def test_numbers_words_and_missing_values_become_inputs(tmp_path: Path) -> None:
         ({"categories": {"colour": ["red", "red"]}}, r"categories\.colour: 'red'"),
     ],
 )
-def test_what_is_named_twice_is_refused(keys: dict[str, Any], where: str) -> None:
+def test_what_is_named_twice_is_refused(keys, where):
     """A column would be taken twice, and of a word's two classes or inputs one would never occur."""
     with pytest.raises(JobError, match=rf"\[data\]: {where} is named twice; name it once"):
         spec(Path("pumps.csv"), **keys)
 
 
 @pytest.mark.parametrize("mark", [";", "\t"])
-def test_other_separators_and_a_byte_order_mark_are_understood(mark: str, tmp_path: Path) -> None:
-    """As spreadsheets write them."""
+def test_other_separators_and_a_byte_order_mark_are_understood(mark, tmp_path):
     path = written(tmp_path, b"\xef\xbb\xbf" + "x,y\r\n1,0\r\n\r\n2,1\r\n".replace(",", mark).encode())
     reader = readers.open_reader(spec(path))
     assert reader.y.tolist() == [0, 1]
     assert reader.take(np.array([1])).tolist() == [[2.0]]
 
 
-def test_a_parquet_file_is_read_as_a_csv_file_is(tmp_path: Path) -> None:
-    """The same values, typed; a null is a missing value."""
+def test_a_parquet_file_is_read_as_a_csv_file_is(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -90,8 +84,7 @@ def test_a_parquet_file_is_read_as_a_csv_file_is(tmp_path: Path) -> None:
         readers.open_reader(spec(written(tmp_path, "no", "bad.parquet")))
 
 
-def test_labels_are_words_numbers_or_several(tmp_path: Path) -> None:
-    """By the task: the place of a word, float32 of one or more columns, 0 and 1 of columns or of words in one."""
+def test_labels_are_words_numbers_or_several(tmp_path):
     path = written(tmp_path, "x,kind,a,b,faults\n1,on,0,1,hot;loose\n2,off,1,0,\n")
     of = {"x": "x"}
     assert readers.open_reader(spec(path, **of, y="kind", labels=["off", "on"])).y.tolist() == [1, 0]
@@ -103,8 +96,7 @@ def test_labels_are_words_numbers_or_several(tmp_path: Path) -> None:
     assert words.tolist() == [[1, 0, 1], [0, 0, 0]]
 
 
-def test_windows_lie_within_one_users_rows(tmp_path: Path) -> None:
-    """Three rows each, two apart; a class by majority, a number from the last row."""
+def test_windows_lie_within_one_users_rows(tmp_path):
     rows = "\n".join(f"{'a' if i < 5 else 'b'},{i},{int(i >= 3)}" for i in range(9))
     path = written(tmp_path, f"user,x,y\n{rows}\n")
     windows = {"steps": 3, "stride": 2}
@@ -112,7 +104,6 @@ def test_windows_lie_within_one_users_rows(tmp_path: Path) -> None:
     assert reader.shape == (3, 1)
     assert reader.take(np.arange(len(reader.y)))[:, :, 0].tolist() == [[0, 1, 2], [2, 3, 4], [5, 6, 7]]
     assert reader.y.tolist() == [0, 1, 1]
-    assert reader.owner is not None
     assert reader.owner.tolist() == ["a", "a", "b"]
     numbers = readers.open_reader(spec(path, x="x", task="regression", windows={"steps": 9}))
     assert numbers.y.tolist() == [[1.0]]
@@ -123,8 +114,7 @@ def test_windows_lie_within_one_users_rows(tmp_path: Path) -> None:
 # -- splits by a user's column --------------------------------------------------------------------
 
 
-def test_each_device_has_all_rows_of_its_own_users(tmp_path: Path) -> None:
-    """Users in order of size or name, in runs as even as can be; the same whatever the order of rows."""
+def test_each_device_has_all_rows_of_its_own_users(tmp_path):
     users = ["10", "9", "2", "10", "2", "9", "1", "1"]
     path = written(tmp_path, "u,x,y\n" + "".join(f"{user},{row},0\n" for row, user in enumerate(users)))
     found = examples.load_all_shares(spec(path, x="x", column="u", partition="column", shares=2, held=0.5))
@@ -136,14 +126,14 @@ def test_each_device_has_all_rows_of_its_own_users(tmp_path: Path) -> None:
     assert [sorted([*train.x.tolist(), *held.x.tolist()]) for train, held in again] == rows
 
 
-def test_fewer_users_than_devices_are_an_error(tmp_path: Path) -> None:
+def test_fewer_users_than_devices_are_an_error(tmp_path):
     """As a device without examples would be; so is a table of users that there is not."""
     path = written(tmp_path, "u,x,y\na,1,0\nb,2,1\n")
     with pytest.raises(DataError, match=r"column 'u' names 2 users, and there are 3 devices: have fewer"):
         examples.load_all_shares(spec(path, column="u", partition="column", shares=3))
     with pytest.raises(JobError, match='partition = "column" needs column'):
         spec(path, partition="column")
-    with pytest.raises(DataError, match=r"has no column 'who' \(\[data\] column\): it has u, x, y"):
+    with pytest.raises(DataError, match=r"has no column 'who' \(\[data\] column\); it has u, x, y"):
         readers.open_reader(spec(path, column="who"))
 
 
@@ -162,13 +152,13 @@ def test_fewer_users_than_devices_are_an_error(tmp_path: Path) -> None:
         ("x,y\n1,0\ninf,1\n", {}, r"line 3, column 'x': 'inf' is not a finite number"),
         ("x,y\n1,0\n2\n", {}, r"a\.csv, line 3: 1 values, and the head names 2 columns"),
         ("x,x,y\n1,0,1\n", {}, r"line 1: two columns are called 'x'"),
-        ("x,label\n1,0\n", {}, r"a\.csv has no column 'y' \(\[data\] y\): it has x, label"),
-        ("temp,y\n1,0\n", {"x": ["tmp"]}, r"has no column 'tmp' \(\[data\] x\): it has temp, y; did you mean 'temp'"),
+        ("x,label\n1,0\n", {}, r"a\.csv has no column 'y' \(\[data\] y\); it has x, label"),
+        ("temp,y\n1,0\n", {"x": ["tmp"]}, r"has no column 'tmp' \(\[data\] x\); did you mean 'temp'\? It has temp, y"),
         ("x,y\n", {}, r"a\.csv has a head and no rows"),
         ("", {}, r"a\.csv is empty"),
-        ('x,y\n1,0\n"2,1\n3,1\n', {}, r"a\.csv, line 3: unexpected end of data: mend this line's quotes"),
+        ('x,y\n1,0\n"2,1\n3,1\n', {}, r"a\.csv, line 3: unexpected end of data: correct this line's quotes"),
         ("x;y\n0,5;1\n", {}, r"a\.csv, line 2, column 'x': '0,5' is not a number: write it with a point, 0\.5$"),
-        ('x,y\n"1,0\n', {}, r"a\.csv, line 2: unexpected end of data: mend this line's quotes"),
+        ('x,y\n"1,0\n', {}, r"a\.csv, line 2: unexpected end of data: correct this line's quotes"),
         (
             "x,y\n1,hot\n2,cold\n",
             {},
@@ -194,15 +184,12 @@ def test_fewer_users_than_devices_are_an_error(tmp_path: Path) -> None:
         (b"x,y\n" + b"1,0\n" * 9000 + "ä,1\n".encode("latin-1"), {}, r"a\.csv is not text in UTF-8"),
     ],
 )
-def test_a_bad_table_is_told_with_line_column_and_mend(
-    text: str | bytes, keys: dict[str, Any], said: str, tmp_path: Path
-) -> None:
-    """When it is opened, before any device trains."""
+def test_a_bad_table_is_told_with_line_column_and_mend(text, keys, said, tmp_path):
     with pytest.raises(DataError, match=said):
         readers.open_reader(spec(written(tmp_path, text, "a.csv"), **keys))
 
 
-def test_a_table_of_one_split_has_no_test_set(tmp_path: Path) -> None:
+def test_a_table_of_one_split_has_no_test_set(tmp_path):
     """So that nobody is tested on what devices train on; a folder has a table for each split."""
     path = written(tmp_path, "x,y\n1,0\n", "train.csv")
     with pytest.raises(DataError, match=r"is one table, of the training split: put test\.csv beside"):
@@ -211,13 +198,12 @@ def test_a_table_of_one_split_has_no_test_set(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keys", [{"partition": "dirichlet"}, {"per_class": 3}, {"groups": [[0], [1]]}])
-def test_what_goes_by_classes_is_refused_for_other_tasks(keys: dict[str, Any]) -> None:
-    """In the table, before a file is opened."""
+def test_what_goes_by_classes_is_refused_for_other_tasks(keys):
     with pytest.raises(JobError, match=r"task = 'regression': .* goes by classes, which there are none of"):
         spec(Path("a.csv"), task="regression", **keys)
 
 
-def test_numbers_and_labels_come_from_arrays_too(tmp_path: Path) -> None:
+def test_numbers_and_labels_come_from_arrays_too(tmp_path):
     """An .npz has labels of the same shapes; NaN among inputs may be filled."""
     x = np.array([[1.0, np.nan], [2.0, 3.0]], np.float32)
     np.savez(tmp_path / "a.npz", x=x, y=np.array([0.5, 1.5]))
@@ -235,8 +221,7 @@ def test_numbers_and_labels_come_from_arrays_too(tmp_path: Path) -> None:
 # -- test sets ------------------------------------------------------------------------------------
 
 
-def test_a_test_table_of_its_own_is_read_as_the_devices_is(tmp_path: Path) -> None:
-    """By the same columns, words and fills; what says who has which is not for it."""
+def test_a_test_table_of_its_own_is_read_as_the_devices_is(tmp_path):
     written(tmp_path, "a,kind\n1,on\n2,off\n", "all.csv")
     written(tmp_path, "a,kind\nNA,off\n", "other.csv")
     how = {"y": "kind", "labels": ["on", "off"], "fill": 5.0}
@@ -250,8 +235,7 @@ def test_a_test_table_of_its_own_is_read_as_the_devices_is(tmp_path: Path) -> No
     assert (found.x.tolist(), found.y.tolist()) == ([[5.0]], [1])
 
 
-def test_the_test_split_of_a_folder_of_tables_keeps_its_columns(tmp_path: Path) -> None:
-    """x and y name columns, which each split has; of an .npz they name arrays of one split."""
+def test_the_test_split_of_a_folder_of_tables_keeps_its_columns(tmp_path):
     table = {"name": "j", "method": "fedavg", "data": {"path": str(tmp_path), "y": "kind", "labels": ["on"]}}
     found = scores.make_test_table(settings.parse_job(table))
     assert (found["split"], found["y"], found["labels"]) == ("test", "kind", ["on"])
@@ -292,8 +276,7 @@ def left_to_the_data(folder: Path) -> Path:
     return written(folder, JOB, "job.toml")
 
 
-def test_words_that_are_left_to_the_data_are_those_of_the_training_split(tmp_path: Path) -> None:
-    """In the job once it is read: every device and the test set have them all in one order, whichever they hold."""
+def test_words_that_are_left_to_the_data_are_those_of_the_training_split(tmp_path):
     job = settings.load_job(left_to_the_data(tmp_path))
     assert job.data["categories"] == {"material": ["bronze", "iron", "steel"]}
     tables = FleetPlan(job, tmp_path / "bundle", tmp_path / "runs").make_agent_tables()
@@ -307,29 +290,24 @@ def test_words_that_are_left_to_the_data_are_those_of_the_training_split(tmp_pat
         examples.load_split(DataSpec.parse(scores.make_test_table(job)))
 
 
-def test_the_bundle_and_a_job_in_python_have_the_words_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And prepare prints the line that boards need, which read tables of their own."""
+def test_the_bundle_and_a_job_in_python_have_the_words_too(tmp_path, capsys, monkeypatch):
     file = left_to_the_data(tmp_path)
     assert main(["prepare", str(file)]) == 0
     line = 'categories = { material = ["bronze", "iron", "steel"] }'
-    assert f"for [data] of each device's agent.toml: {line}\n" in capsys.readouterr().out
+    assert f"for [data] of each device's agent.toml:\n  {line}\n" in capsys.readouterr().out
     monkeypatch.chdir(tmp_path)
     keys = {"y": "failed", "x": ["age", "material"], "categories": {"material": "auto"}}
     job = fq.Job(method="fedavg", data=fq.Data("pumps", **keys))
     assert job.data["categories"] == {"material": ["bronze", "iron", "steel"]}
 
 
-def test_the_line_for_agent_toml_quotes_columns_and_words_as_toml_does() -> None:
-    """Spaces, marks and letters beyond ASCII stand in heads of tables."""
+def test_the_line_for_agent_toml_quotes_columns_and_words_as_toml_does():
     categories = {"Größe": ["S", 'the "L"'], "a.b; c": ["1\n2"], "plain-1": ["ä"]}
     (line,) = measured_settings.format_agent_settings({"categories": categories})
     assert toml.parse_toml(line, "agent.toml") == {"categories": categories}
 
 
-def test_a_board_has_to_list_its_words() -> None:
-    """It sees its own rows alone."""
+def test_a_board_has_to_list_its_words():
     table = {"device": "a", "home": "a", "data": {"path": "own.csv", "categories": {"material": "auto"}}}
     with pytest.raises(JobError, match=r'categories\.material = "auto" is for the \[data\] of a job: list the words'):
         agent.parse_settings(table)
@@ -346,8 +324,7 @@ def test_a_board_has_to_list_its_words() -> None:
         ),
     ],
 )
-def test_what_makes_no_category_is_said(rows: str, said: str, tmp_path: Path) -> None:
-    """When the job is read."""
+def test_what_makes_no_category_is_said(rows, said, tmp_path):
     file = left_to_the_data(tmp_path)
     written(tmp_path / "pumps", rows, "train.csv")
     with pytest.raises(DataError, match=said):

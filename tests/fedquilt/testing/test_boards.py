@@ -1,10 +1,7 @@
 """Boards made of files, which tests read in place of real ones."""
 
-from __future__ import annotations
-
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -18,8 +15,7 @@ EVERY = [(board, jetpack) for board, layout in BOARDS.items() for jetpack in lay
 
 
 @pytest.mark.parametrize(("board", "jetpack"), EVERY)
-def test_a_planted_board_hangs_together(tmp_path: Path, board: str, jetpack: int):
-    """Every file that the catalogue of modes names is there, and all the clocks can be found and are listed."""
+def test_a_planted_board_hangs_together(tmp_path, board, jetpack):
     write_fake_board(tmp_path, board, jetpack)
     named = re.findall(r"^[A-Z_0-9]+ (/sys/\S+)$", (tmp_path / "etc/nvpmodel.conf").read_text(), re.MULTILINE)
     assert len(named) > 8
@@ -30,15 +26,13 @@ def test_a_planted_board_hangs_together(tmp_path: Path, board: str, jetpack: int
     assert [mode.name for mode in found.modes] == [mode.name for mode in BOARDS[board].modes]
 
 
-def test_a_planted_board_may_be_moved(tmp_path: Path):
-    """Its links are relative, as those of sysfs are."""
+def test_a_planted_board_may_be_moved(tmp_path):
     write_fake_board(tmp_path / "here", "jetson-tx2", 4)
     shutil.move(tmp_path / "here", tmp_path / "there")
     assert devices.create_device("auto", tmp_path / "there").read_sensors(0.0).power_w == pytest.approx(3.8)
 
 
 @pytest.mark.parametrize(("board", "jetpack"), [("jetson-tx3", 4), ("jetson-tx2", 6)])
-def test_a_board_that_never_was_is_refused(tmp_path: Path, board: str, jetpack: int):
-    """TX2 stopped at JetPack 4; the message lists what there is."""
+def test_a_board_that_never_was_is_refused(tmp_path, board, jetpack):
     with pytest.raises(JobError, match="jetson-tx2 4, jetson-xavier-nx 4/5"):
         write_fake_board(tmp_path, board, jetpack)

@@ -1,7 +1,5 @@
 """Both brokers that the link is tried with."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,11 +1,7 @@
 """Broker settings: what is typed is checked at once, and no secret is ever shown."""
 
-from __future__ import annotations
-
 import select
 import socket
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,12 +10,8 @@ from fedquilt.transport.mqtt.broker import Broker
 from fedquilt.transport.mqtt.connection import dial
 from fedquilt.transport.mqtt.errors import ConnectionFailedError
 
-if TYPE_CHECKING:
-    from tests.conftest import Authority
 
-
-def test_a_url_gives_host_port_user_and_encryption() -> None:
-    """1883 and 8883 are the ports where none is named."""
+def test_a_url_gives_host_port_user_and_encryption():
     assert Broker.from_url("mqtt://broker.local") == Broker("broker.local", 1883)
     assert Broker.from_url("mqtts://broker.local") == Broker("broker.local", 8883, tls=True)
     assert Broker.from_url("mqtt://dev%2D1@[::1]:1999/") == Broker("::1", 1999, user="dev-1")
@@ -40,7 +32,7 @@ def test_a_url_gives_host_port_user_and_encryption() -> None:
         ("mqtt://host?x=1", "goes on after the port"),
     ],
 )
-def test_a_url_that_names_no_broker_is_refused_with_the_form_it_must_have(url: str, says: str) -> None:
+def test_a_url_that_names_no_broker_is_refused_with_the_form_it_must_have(url, says):
     """Each says what to write instead."""
     with pytest.raises(JobError, match=says) as caught:
         Broker.from_url(url)
@@ -48,15 +40,13 @@ def test_a_url_that_names_no_broker_is_refused_with_the_form_it_must_have(url: s
 
 
 @pytest.mark.parametrize("url", ["mqtt://me:hunter2@host", "http://me:hunter2@host", "mqtt://me:hunter2@host:x"])
-def test_a_password_in_a_url_is_refused_and_not_repeated(url: str) -> None:
-    """Others can read command lines and logs."""
+def test_a_password_in_a_url_is_refused_and_not_repeated(url):
     with pytest.raises(JobError, match=r"\*\*\*") as caught:
         Broker.from_url(url)
     assert "hunter2" not in str(caught.value)
 
 
-def test_the_password_is_read_from_its_file_and_never_shown(tmp_path: Path) -> None:
-    """The first line, as it is when asked for; the settings hold only the file's name."""
+def test_the_password_is_read_from_its_file_and_never_shown(tmp_path):
     file = tmp_path / "password"
     file.write_text("hunter2\nsecond line\n")
     broker = Broker.from_url("mqtt://me@host", password_file=file)
@@ -80,32 +70,26 @@ def test_the_password_is_read_from_its_file_and_never_shown(tmp_path: Path) -> N
         ("mqtt://me@host", {"password_file": "empty"}, "is empty"),
     ],
 )
-def test_files_that_cannot_be_used_are_refused_before_anything_is_dialled(
-    tmp_path: Path, url: str, files: dict[str, str], says: str
-) -> None:
-    """One sentence, with the file's name and the mend."""
+def test_files_that_cannot_be_used_are_refused_before_anything_is_dialled(tmp_path, url, files, says):
     (tmp_path / "text").write_text("just text\n")
     (tmp_path / "empty").write_text("\n")
     with pytest.raises(JobError, match=says):
         Broker.from_url(url, **{name: tmp_path / file for name, file in files.items()})
 
 
-def test_a_key_that_is_not_the_certificates_is_refused(authority: Authority) -> None:
-    """Mixed-up files are found before the broker finds them."""
+def test_a_key_that_is_not_the_certificates_is_refused(authority):
     (cert, _), (_, key) = authority.issue("one"), authority.issue("two")
     with pytest.raises(JobError, match="of one pair"):
         Broker.from_url("mqtts://host", cert=cert, key=key)
 
 
 @pytest.mark.parametrize("wrong", [{"keepalive_s": 1}, {"session_expiry_s": -1}, {"max_payload": 10}])
-def test_numbers_out_of_range_are_refused(wrong: dict[str, int]) -> None:
-    """MQTT's own ranges."""
+def test_numbers_out_of_range_are_refused(wrong):
     with pytest.raises(JobError, match="it must be"):
         Broker.from_url("mqtt://host", **wrong)
 
 
-def test_a_dial_that_gets_no_answer_waits_without_blocking_and_ends_by_the_callers_clock() -> None:
-    """A listener that never answers a TLS handshake; the caller throws in TimeoutError when it has had enough."""
+def test_a_dial_that_gets_no_answer_waits_without_blocking_and_ends_by_the_callers_clock():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         dialling = dial(Broker("127.0.0.1", listener.getsockname()[1], tls=True))
         waiting = next(dialling)
@@ -117,8 +101,7 @@ def test_a_dial_that_gets_no_answer_waits_without_blocking_and_ends_by_the_calle
         assert waiting.socket.fileno() == -1, "its socket is closed"
 
 
-def test_a_dial_that_is_given_up_closes_its_socket() -> None:
-    """No file descriptor is left behind."""
+def test_a_dial_that_is_given_up_closes_its_socket():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         dialling = dial(Broker("127.0.0.1", listener.getsockname()[1], tls=True))
         waiting = next(dialling)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import gc
 import math
 import sys
@@ -8,7 +6,7 @@ from types import FrameType
 
 import pytest
 
-from fedquilt.transport.link import Endpoint, Link, Message, filter_matches, run_endpoint
+from fedquilt.transport.link import Link, Message, filter_matches, run_endpoint
 from fedquilt.transport.memory_link import LinkFaults, MemoryBroker, MemoryLink, run_on_virtual_time
 
 
@@ -38,13 +36,11 @@ def arrived(broker: MemoryBroker, link: MemoryLink) -> list[Message]:
         ("+", "a/b", False),
     ],
 )
-def test_topic_filters_match_as_the_mqtt_standard_says(pattern: str, topic: str, taken: bool) -> None:
-    """MQTT 5.0, section 4.7."""
+def test_topic_filters_match_as_the_mqtt_standard_says(pattern, topic, taken):
     assert filter_matches(pattern, topic) is taken
 
 
-def test_a_message_comes_once_though_two_filters_take_it() -> None:
-    """As brokers do for overlapping subscriptions, mostly."""
+def test_a_message_comes_once_though_two_filters_take_it():
     broker = MemoryBroker()
     link = broker.connect()
     link.subscribe(["a/#", "a/+"])
@@ -52,8 +48,7 @@ def test_a_message_comes_once_though_two_filters_take_it() -> None:
     assert arrived(broker, link) == [Message("a/b", b"x")]
 
 
-def test_the_latest_retained_message_meets_a_new_subscriber() -> None:
-    """And says that it is retained; an empty one clears it."""
+def test_the_latest_retained_message_meets_a_new_subscriber():
     broker = MemoryBroker()
     author = broker.connect()
     author.publish("state", b"old", retain=True)
@@ -68,8 +63,7 @@ def test_the_latest_retained_message_meets_a_new_subscriber() -> None:
     assert arrived(broker, late) == []
 
 
-def test_a_lost_client_leaves_its_will_and_one_that_says_goodbye_does_not() -> None:
-    """Presence is built on this."""
+def test_a_lost_client_leaves_its_will_and_one_that_says_goodbye_does_not():
     broker = MemoryBroker()
     reader = broker.connect()
     reader.subscribe(["will/+"])
@@ -81,8 +75,7 @@ def test_a_lost_client_leaves_its_will_and_one_that_says_goodbye_does_not() -> N
     assert arrived(broker, reader) == [Message("will/lost", b"offline")]
 
 
-def test_a_lost_client_neither_sends_nor_receives() -> None:
-    """What was on its way to it is gone with its queue."""
+def test_a_lost_client_neither_sends_nor_receives():
     broker = MemoryBroker()
     a, b = broker.connect(), broker.connect()
     a.subscribe(["t"])
@@ -105,19 +98,17 @@ def play(seed: int, faults: LinkFaults, count: int = 300) -> list[bytes]:
     return [message.payload for message in arrived(broker, reader)]
 
 
-def test_faults_are_drawn_from_the_seed() -> None:
-    """The same seed plays the same; another seed does not."""
+def test_faults_are_drawn_from_the_seed():
     faults = LinkFaults(drop=0.2, duplicate=0.2, corrupt=0.2, delay_s=1.0)
     assert play(5, faults) == play(5, faults)
     assert play(5, faults) != play(6, faults)
 
 
-def test_without_faults_everything_comes_once_and_in_order() -> None:
-    """The undisturbed run."""
+def test_without_faults_everything_comes_once_and_in_order():
     assert play(0, LinkFaults()) == [number.to_bytes(2, "big") for number in range(300)]
 
 
-def test_each_fault_does_what_it_says() -> None:
+def test_each_fault_does_what_it_says():
     """One at a time. A message passes two hops, so of 300 about 0.8 * 0.8 * 300 = 192 survive a drop of 0.2."""
     sent = [number.to_bytes(2, "big") for number in range(300)]
     dropped = play(1, LinkFaults(drop=0.2))
@@ -131,8 +122,7 @@ def test_each_fault_does_what_it_says() -> None:
     assert sorted(late) == sent
 
 
-def test_a_corrupted_message_differs_in_one_bit_a_hop() -> None:
-    """Two hops, so one or two bits."""
+def test_a_corrupted_message_differs_in_one_bit_a_hop():
     broker = MemoryBroker(3, LinkFaults(corrupt=1.0))
     reader = broker.connect()
     reader.subscribe(["t"])
@@ -167,8 +157,7 @@ class Echo:
         return self._due_s
 
 
-def test_simulated_time_jumps_from_event_to_event() -> None:
-    """Each hop takes a millisecond and each answer a second: the third is heard after 2.003 s."""
+def test_simulated_time_jumps_from_event_to_event():
     broker = MemoryBroker()
     here, there = broker.connect(), broker.connect()
     a, b = Echo(here, "a", "b", begins=True), Echo(there, "b", "a")
@@ -208,13 +197,13 @@ def crowd(count: int) -> tuple[MemoryBroker, list[MemoryLink]]:
 
 
 @pytest.mark.parametrize("what", ["publish", "retain", "subscribe", "lose"])
-def test_what_one_client_does_costs_no_more_among_many(what: str) -> None:
+def test_what_one_client_does_costs_no_more_among_many(what):
     """Else a fleet is quadratic in its devices."""
 
-    def cost(count: int) -> int:
+    def cost(count):
         broker, links = crowd(count)
         arrived(broker, links[0])
-        act: dict[str, Callable[[], object]] = {
+        act = {
             "publish": lambda: links[0].publish("dev/1/dn/ack", b"x"),
             "retain": lambda: links[0].publish("dev/1/dn/task", b"x", retain=True),
             "subscribe": lambda: broker.connect().subscribe(["dev/1/up/#"]),
@@ -242,15 +231,13 @@ class Sleeper:
         return math.inf
 
 
-def test_only_who_has_something_to_do_is_woken() -> None:
-    """Two talk to each other beside a crowd that sleeps: it costs the run no more than its first steps."""
-
-    def cost(count: int) -> int:
+def test_only_who_has_something_to_do_is_woken():
+    def cost(count):
         broker = MemoryBroker()
         here, there = broker.connect(), broker.connect()
         a, b = Echo(here, "a", "b", begins=True), Echo(there, "b", "a")
         crowd = [broker.connect() for _ in range(count)]
-        sides: list[tuple[MemoryLink, Endpoint]] = [(here, a), (there, b), *((link, Sleeper(link)) for link in crowd)]
+        sides = [(here, a), (there, b), *((link, Sleeper(link)) for link in crowd)]
         run_on_virtual_time(broker, lambda: sides, until=lambda: broker.now_s > 0)
         spent = calls(lambda: run_on_virtual_time(broker, lambda: sides, until=lambda: len(b.heard_s) == 20))
         assert all(side.steps == 2 for _, side in sides if isinstance(side, Sleeper))  # once for each `simulate`
@@ -259,13 +246,12 @@ def test_only_who_has_something_to_do_is_woken() -> None:
     assert cost(40) - cost(20) == cost(20) - cost(0) < 20 * 20
 
 
-def test_an_endpoint_may_come_on_a_link_of_its_own_while_others_run() -> None:
-    """As a process that died and is started again."""
+def test_an_endpoint_may_come_on_a_link_of_its_own_while_others_run():
     broker = MemoryBroker()
     here = broker.connect()
-    sides: list[tuple[MemoryLink, Echo]] = [(here, Echo(here, "a", "b", begins=True))]
+    sides = [(here, Echo(here, "a", "b", begins=True))]
 
-    def until() -> bool:
+    def until():
         if broker.now_s >= 0 and len(sides) == 1:
             there = broker.connect()
             sides.append((there, Echo(there, "b", "a")))
@@ -275,23 +261,19 @@ def test_an_endpoint_may_come_on_a_link_of_its_own_while_others_run() -> None:
     assert sides[0][1].heard_s == [pytest.approx(1.002), pytest.approx(3.004), pytest.approx(5.006)]
 
 
-def test_whoever_watches_a_simulation_is_called_after_each_step() -> None:
+def test_whoever_watches_a_simulation_is_called_after_each_step():
     """So that a round of thousands of devices can be told while it is on."""
     broker = MemoryBroker()
     here, there = broker.connect(), broker.connect()
     a, b = Echo(here, "a", "b", begins=True), Echo(there, "b", "a")
-    seen: list[float] = []
+    seen = []
     run_on_virtual_time(
-        broker,
-        lambda: [(here, a), (there, b)],
-        until=lambda: bool(b.heard_s),
-        watch=lambda: seen.append(broker.now_s),
+        broker, lambda: [(here, a), (there, b)], until=lambda: bool(b.heard_s), watch=lambda: seen.append(broker.now_s)
     )
     assert seen == [0.0, 0.0, pytest.approx(0.001)]
 
 
-def test_a_lost_clients_messages_do_not_keep_time_from_passing() -> None:
-    """Its queue is gone with it; its owner is not woken for what nobody will read."""
+def test_a_lost_clients_messages_do_not_keep_time_from_passing():
     broker = MemoryBroker()
     link = broker.connect()
     link.subscribe(["t"])
@@ -302,8 +284,7 @@ def test_a_lost_clients_messages_do_not_keep_time_from_passing() -> None:
     assert link.inbox == []
 
 
-def test_a_simulation_in_which_nothing_can_happen_any_more_ends() -> None:
-    """A deadlock is an error at once, not a hang."""
+def test_a_simulation_in_which_nothing_can_happen_any_more_ends():
     broker = MemoryBroker()
     link = broker.connect()
     silent = Echo(link, "a", "b")
@@ -311,8 +292,7 @@ def test_a_simulation_in_which_nothing_can_happen_any_more_ends() -> None:
         run_on_virtual_time(broker, lambda: [(link, silent)], until=lambda: False)
 
 
-def test_virtual_time_cannot_be_waited_for() -> None:
-    """Who drives a MemoryLink in real time is told how to do it right."""
+def test_virtual_time_cannot_be_waited_for():
     with pytest.raises(RuntimeError, match="simulate"):
         MemoryBroker().connect().wait(1.0)
 
@@ -342,7 +322,7 @@ class Counter:
         return now_s + 0.25 if self.steps == 1 else math.inf
 
 
-def test_real_time_waits_until_due_and_a_second_at_most() -> None:
+def test_real_time_waits_until_due_and_a_second_at_most():
     """So that a request to stop is seen within a second."""
     link, endpoint = PatientLink(MemoryBroker(), None), Counter()
     run_endpoint(endpoint, link, clock=lambda: 100.0)
@@ -350,8 +330,7 @@ def test_real_time_waits_until_due_and_a_second_at_most() -> None:
     assert endpoint.steps == 3
 
 
-def test_a_request_to_stop_ends_the_loop() -> None:
-    """Before the next step."""
+def test_a_request_to_stop_ends_the_loop():
     link, endpoint = PatientLink(MemoryBroker(), None), Counter()
     run_endpoint(endpoint, link, stop=lambda: endpoint.steps == 1, clock=lambda: 100.0)
     assert endpoint.steps == 1

@@ -1,15 +1,12 @@
 """Messages that are none: told at first, then counted."""
 
-from __future__ import annotations
-
 from fedquilt.core import WireError
 from fedquilt.transport.malformed_messages import EVERY_S, FIRST, MOST_BRANCHES, OTHERS, MalformedMessages
 
 ERROR = WireError("not a fedquilt message")
 
 
-def test_the_first_are_told_and_the_rest_is_a_number() -> None:
-    """Each branch of the tree by itself; the summary comes once in a while, and names the last."""
+def test_the_first_are_told_and_the_rest_is_a_number():
     found = MalformedMessages()
     told = [found.count_message(f"fq/1/f/dev/a/up/{n}", ERROR, False, 0.0) for n in range(100)]
     assert [line is not None for line in told] == [n < FIRST for n in range(100)]
@@ -24,8 +21,7 @@ def test_the_first_are_told_and_the_rest_is_a_number() -> None:
     assert found.dropped == 101
 
 
-def test_a_branch_that_has_been_quiet_is_told_anew() -> None:
-    """A fault of another day is another fault."""
+def test_a_branch_that_has_been_quiet_is_told_anew():
     found = MalformedMessages()
     for _ in range(FIRST + 1):
         found.count_message("fq/1/f/dev/a/up/x", ERROR, False, 0.0)
@@ -36,14 +32,13 @@ def test_a_branch_that_has_been_quiet_is_told_anew() -> None:
     assert found.count_message("fq/1/f/dev/a/up/x", ERROR, False, 3 * EVERY_S + 2) is not None
 
 
-def test_what_the_broker_keeps_is_told_with_the_command_that_clears_it() -> None:
+def test_what_the_broker_keeps_is_told_with_the_command_that_clears_it():
     """It would come back at every start."""
     said = MalformedMessages().count_message("fq/1/f/coord/state", ERROR, True, 0.0)
     assert str(said).endswith("the broker keeps it until it is cleared: mosquitto_pub -r -n -t 'fq/1/f/coord/state'")
 
 
-def test_names_that_somebody_invents_fill_neither_log_nor_memory() -> None:
-    """Beyond some branches all others are one."""
+def test_names_that_somebody_invents_fill_neither_log_nor_memory():
     found = MalformedMessages()
     told = [found.count_message(f"fq/1/f/dev/d{n}/up/x", ERROR, False, 0.0) for n in range(10_000)]
     assert sum(line is not None for line in told) == MOST_BRANCHES + FIRST

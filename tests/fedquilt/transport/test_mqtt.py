@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,15 +20,14 @@ from fedquilt import wire
 from fedquilt.blobs.storage.store import BlobStore
 from fedquilt.blobs.transfer.transfers import Transfers
 from fedquilt.core import LinkError
-from fedquilt.transport.link import Link, Message
+from fedquilt.transport.link import Message
 from fedquilt.transport.mqtt.broker import Broker
 from fedquilt.transport.mqtt.client import payload_limit
 from fedquilt.transport.mqtt.connection import RetryDelay
 from fedquilt.transport.mqtt.link import MqttLink
 
 if TYPE_CHECKING:
-    from fedquilt.tools.broker import EmbeddedBroker
-    from tests.conftest import Mosquitto, Stage
+    from tests.conftest import Stage
 
 
 KIB = 1024
@@ -48,9 +46,8 @@ link.wait(60)
 
 
 # -- what both brokers do -------------------------------------------------------------------------
-def test_messages_go_round_reliably_and_unreliably_and_retained_ones_stay(url: str, stage: Stage) -> None:
-    """A later subscriber gets the retained one alone, marked as such."""
-    first: Link = stage.join(url, "first", "room/#")
+def test_messages_go_round_reliably_and_unreliably_and_retained_ones_stay(url, stage):
+    first = stage.join(url, "first", "room/#")
     stage.until(lambda: first.connected)
     first.publish("room/a", b"reliable", retain=True)
     first.publish("room/b", b"unreliable", reliable=False)
@@ -64,13 +61,11 @@ def test_messages_go_round_reliably_and_unreliably_and_retained_ones_stay(url: s
     stage.until(lambda: first.backlog == 0)
 
 
-def test_the_last_will_tells_that_a_client_was_lost_and_a_goodbye_does_not(url: str, stage: Stage) -> None:
-    """A killed process is announced and stays announced; `close` announces nothing."""
+def test_the_last_will_tells_that_a_client_was_lost_and_a_goodbye_does_not(url, stage):
     watch = stage.join(url, "watch", "presence/+")
     polite = stage.join(url, "polite", will=("presence/polite", b"lost"))
     stage.until(lambda: watch.connected and polite.connected)
     with subprocess.Popen([sys.executable, "-c", DIES, url], stdout=subprocess.PIPE) as doomed:
-        assert doomed.stdout is not None
         assert doomed.stdout.readline() == b"ready\n"
         polite.publish("presence/polite", b"leaving")
         stage.links.remove(polite)
@@ -83,8 +78,7 @@ def test_the_last_will_tells_that_a_client_was_lost_and_a_goodbye_does_not(url: 
     assert stage.heard["later"] == [Message("presence/doomed", b"lost", True)]
 
 
-def test_a_goodbye_in_the_middle_of_a_flood_leaves_no_will(mosquitto: Callable[..., Mosquitto], stage: Stage) -> None:
-    """Closed with input unread, one connection in five was reset before the goodbye was read: ten tries."""
+def test_a_goodbye_in_the_middle_of_a_flood_leaves_no_will(mosquitto, stage):
     url = mosquitto().url
     feed = stage.join(url, "feed", "will/+", "end")
     for n in range(10):
@@ -100,9 +94,7 @@ def test_a_goodbye_in_the_middle_of_a_flood_leaves_no_will(mosquitto: Callable[.
     assert stage.payloads("feed") == [b"end"]
 
 
-def test_mqtt_5_is_used_where_it_is_spoken_and_3_1_1_elsewhere(
-    mosquitto: Callable[..., Mosquitto], embedded_broker: EmbeddedBroker, stage: Stage
-) -> None:
+def test_mqtt_5_is_used_where_it_is_spoken_and_3_1_1_elsewhere(mosquitto, embedded_broker, stage):
     """The packet limit, which 3.1.1 cannot announce, is guessed low there."""
     modern = stage.join(mosquitto().url, "modern")
     old = stage.join(embedded_broker.url, "old")
@@ -112,10 +104,7 @@ def test_mqtt_5_is_used_where_it_is_spoken_and_3_1_1_elsewhere(
 
 
 @pytest.mark.parametrize("tended", [True, False])
-def test_a_client_that_computes_for_long_is_kept_only_if_it_is_tended(
-    mosquitto: Callable[..., Mosquitto], stage: Stage, tended: bool
-) -> None:
-    """The broker itself says when that was long: it has given up another client that came later and was neglected."""
+def test_a_client_that_computes_for_long_is_kept_only_if_it_is_tended(mosquitto, stage, tended):
     broker = Broker.from_url(mosquitto().url)
     watch = stage.join(broker, "watch", "will/+")
     short = dataclasses.replace(broker, keepalive_s=1)
@@ -136,10 +125,7 @@ def test_a_client_that_computes_for_long_is_kept_only_if_it_is_tended(
 
 
 # -- losing the connection ------------------------------------------------------------------------
-def test_after_a_broker_restart_subscriptions_and_queued_messages_are_there_again(
-    mosquitto: Callable[..., Mosquitto], stage: Stage
-) -> None:
-    """Mosquitto without persistence forgets everything; reliable messages wait here, others are dropped."""
+def test_after_a_broker_restart_subscriptions_and_queued_messages_are_there_again(mosquitto, stage):
     broker = mosquitto()
     link = stage.join(broker.url, "agent", "room/#")
     stage.until(lambda: link.connected)
@@ -159,10 +145,7 @@ def test_after_a_broker_restart_subscriptions_and_queued_messages_are_there_agai
     assert stage.payloads("agent") == [b"kept", b"last"]
 
 
-def test_reliable_messages_under_way_when_the_broker_dies_arrive_in_order(
-    mosquitto: Callable[..., Mosquitto], stage: Stage
-) -> None:
-    """More than a window of them: none is lost, and the first delivery of each is in order."""
+def test_reliable_messages_under_way_when_the_broker_dies_arrive_in_order(mosquitto, stage):
     broker = mosquitto("max_queued_messages 0")
     sender = stage.join(broker.url, "sender")
     reader = stage.join(broker.url, "reader", "n/+")
@@ -181,8 +164,7 @@ def test_reliable_messages_under_way_when_the_broker_dies_arrive_in_order(
     assert sender.dropped == 0
 
 
-def test_an_absent_broker_makes_no_caller_wait_longer_than_asked() -> None:
-    """A listener that accepts and never says a word: neither TLS nor CONNACK comes."""
+def test_an_absent_broker_makes_no_caller_wait_longer_than_asked():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         for scheme in ("mqtt", "mqtts"):
             link = MqttLink(Broker.from_url(f"{scheme}://127.0.0.1:{listener.getsockname()[1]}"), "patient")
@@ -207,8 +189,7 @@ def eventually(stage: Stage, call: Callable[[], Any]) -> Any:
     return results[0]
 
 
-def test_a_broker_that_hangs_up_at_mqtt_5_is_asked_in_3_1_1(stage: Stage) -> None:
-    """Its CONNECT says level 5, then level 4, which a CONNACK of four bytes accepts."""
+def test_a_broker_that_hangs_up_at_mqtt_5_is_asked_in_3_1_1(stage):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         link = stage.join(f"mqtt://127.0.0.1:{listener.getsockname()[1]}", "agent")
@@ -232,7 +213,7 @@ def test_a_broker_that_hangs_up_at_mqtt_5_is_asked_in_3_1_1(stage: Stage) -> Non
         (b"\x20\x02\x00", "is it an MQTT port"),
     ],
 )
-def test_bytes_that_are_not_mqtt_cost_the_connection_and_nothing_else(stage: Stage, sent: bytes, says: str) -> None:
+def test_bytes_that_are_not_mqtt_cost_the_connection_and_nothing_else(stage, sent, says):
     """From a broker's port that something else listens on, or a broker gone mad."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
@@ -245,8 +226,7 @@ def test_bytes_that_are_not_mqtt_cost_the_connection_and_nothing_else(stage: Sta
         assert says in str(link.problem) or "sent what is not MQTT" in str(link.problem)
 
 
-def test_two_clients_of_one_name_are_told_so(mosquitto: Callable[..., Mosquitto], stage: Stage) -> None:
-    """The usual cause: an SD card that was copied."""
+def test_two_clients_of_one_name_are_told_so(mosquitto, stage):
     url = mosquitto().url
     first = stage.join(url, "twin")
     stage.until(lambda: first.connected)
@@ -254,8 +234,7 @@ def test_two_clients_of_one_name_are_told_so(mosquitto: Callable[..., Mosquitto]
     stage.until(lambda: "check that no other client uses the id 'twin'" in str(first.problem))
 
 
-def test_what_waits_for_a_connection_is_bounded_and_the_oldest_go_first(caplog: pytest.LogCaptureFixture) -> None:
-    """16 MiB are kept: of 200 times 100 kB the last 167; one line says so."""
+def test_what_waits_for_a_connection_is_bounded_and_the_oldest_go_first(caplog):
     link = MqttLink(Broker.from_url("mqtt://127.0.0.1:1"), "offline")
     for _ in range(200):
         link.publish("t", bytes(100_000))
@@ -265,8 +244,7 @@ def test_what_waits_for_a_connection_is_bounded_and_the_oldest_go_first(caplog: 
 
 
 # -- sizes ----------------------------------------------------------------------------------------
-def test_payloads_are_limited_by_what_the_broker_announces(mosquitto: Callable[..., Mosquitto], stage: Stage) -> None:
-    """128 KiB packets leave 127 KiB of payload: that much arrives, one byte more is refused here."""
+def test_payloads_are_limited_by_what_the_broker_announces(mosquitto, stage):
     link = stage.join(mosquitto("max_packet_size 131072").url, "agent", "t")
     stage.until(lambda: link.connected)
     assert link.max_payload == 127 * KIB
@@ -277,10 +255,7 @@ def test_payloads_are_limited_by_what_the_broker_announces(mosquitto: Callable[.
     assert stage.payloads("agent") == [bytes(127 * KIB)]
 
 
-def test_what_makes_a_broker_hang_up_is_dropped_and_what_is_behind_it_arrives(
-    mosquitto: Callable[..., Mosquitto], stage: Stage
-) -> None:
-    """message_size_limit is not announced: it is refused, half the size is next, and the rest of the queue goes on."""
+def test_what_makes_a_broker_hang_up_is_dropped_and_what_is_behind_it_arrives(mosquitto, stage):
     link = stage.join(mosquitto("message_size_limit 200000").url, "agent", "t")
     stage.until(lambda: link.connected)
     link.publish("t", b"before")
@@ -291,8 +266,7 @@ def test_what_makes_a_broker_hang_up_is_dropped_and_what_is_behind_it_arrives(
     assert "takes no message of 262144 bytes to t: it was dropped" in str(link.problem)
 
 
-def test_limits_by_protocol_announcement_and_setting() -> None:
-    """1 KiB is left for the topic; a setting overrides everything."""
+def test_limits_by_protocol_announcement_and_setting():
     assert payload_limit(5, 128 * KIB, None) == 127 * KIB
     assert payload_limit(5, None, None) == 1024 * KIB
     assert payload_limit(4, None, None) == 121 * KIB
@@ -302,8 +276,7 @@ def test_limits_by_protocol_announcement_and_setting() -> None:
 
 @pytest.mark.parametrize("away_s", [0.2, 1.0, 5.0, 20.0])
 @pytest.mark.parametrize("quick", range(16))
-def test_a_client_is_back_before_the_broker_was_away_twice_as_long(quick: int, away_s: float) -> None:
-    """Attempts are refused until `away_s`. The worst draws: some as short as can be, and then as long."""
+def test_a_client_is_back_before_the_broker_was_away_twice_as_long(quick, away_s):
     tries = iter(range(1000))
     retry, now_s = RetryDelay(lambda: 0.999 if next(tries) < quick else 0.0), 0.0
     retry.record_connection(-60.0)
@@ -314,10 +287,7 @@ def test_a_client_is_back_before_the_broker_was_away_twice_as_long(quick: int, a
 
 
 # -- waiting --------------------------------------------------------------------------------------
-def test_wait_ends_for_a_ready_descriptor_a_message_and_a_drained_backlog(
-    mosquitto: Callable[..., Mosquitto], stage: Stage
-) -> None:
-    """Each well before its thirty seconds."""
+def test_wait_ends_for_a_ready_descriptor_a_message_and_a_drained_backlog(mosquitto, stage):
     link = stage.join(mosquitto().url, "agent", "t")
     stage.until(lambda: link.connected)
     began_s = time.monotonic()
@@ -339,14 +309,11 @@ def test_wait_ends_for_a_ready_descriptor_a_message_and_a_drained_backlog(
 
 
 # -- blobs ----------------------------------------------------------------------------------------
-def test_blobs_of_20_mb_go_both_ways_through_128_kib_packets_and_a_broker_restart(
-    mosquitto: Callable[..., Mosquitto], stage: Stage, tmp_path: Path
-) -> None:
-    """The device pulls one while the coordinator pulls another; the broker is killed when half of one has come."""
+def test_blobs_of_20_mb_go_both_ways_through_128_kib_packets_and_a_broker_restart(mosquitto, stage, tmp_path):
     broker = mosquitto("max_packet_size 131072")
     topics = wire.Topics("f")
     down, up = (random.Random(seed).randbytes(20_000_000) for seed in (1, 2))
-    sides: dict[str, Transfers] = {}
+    sides = {}
     depots = {name: BlobStore(tmp_path / name) for name in ("coordinator", "dev-a")}
     refs = {"dev-a": depots["coordinator"].store_bytes(down), "coordinator": depots["dev-a"].store_bytes(up)}
     filters = {"coordinator": topics.coordinator_filters(), "dev-a": topics.device_filters("dev-a")}
@@ -354,20 +321,20 @@ def test_blobs_of_20_mb_go_both_ways_through_128_kib_packets_and_a_broker_restar
         link = stage.join(broker.url, name, *filters[name])
         sides[name] = Transfers(link, depots[name], topics, direction, lambda device, sha256: True)
         sides[name].request_blob("dev-a", refs[name])
-    done: dict[str, list[tuple[str, str, str | None]]] = {name: [] for name in sides}
+    done = {name: [] for name in sides}
 
-    def step() -> None:
+    def step():
         for name, side in sides.items():
             for message in stage.heard.pop(name, []):
                 side.handle_message(wire.parse_topic(message.topic), message.payload, time.monotonic())
             side.step(time.monotonic())
             done[name] += side.take_finished()
 
-    def half() -> bool:
+    def half():
         step()
         return max(sides["dev-a"].traffic_bytes("dev-a", way) for way in ("up", "dn")) > 10_000_000
 
-    def finished() -> bool:
+    def finished():
         step()
         return all(done.values())
 
@@ -380,6 +347,5 @@ def test_blobs_of_20_mb_go_both_ways_through_128_kib_packets_and_a_broker_restar
     assert done == {name: [("dev-a", refs[name].sha256, None)] for name in sides}
     for name, blob in (("dev-a", down), ("coordinator", up)):
         path = depots[name].blob_path(refs[name].sha256)
-        assert path is not None
         assert path.read_bytes() == blob
     assert [link.session for link in stage.links] == [2, 2]

@@ -1,7 +1,5 @@
 """The client that handles messages beside paho: what it rests on in paho, and what it tells paho's keep-alive."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import socket
@@ -35,8 +33,7 @@ def private_names() -> set[str]:
     return of_self(found, stored=False) - of_self(begin, stored=True) - methods
 
 
-def test_what_the_client_rests_on_is_in_this_version_of_paho() -> None:
-    """Private names of another package: one that is gone is named here, and not by a connection that never comes."""
+def test_what_the_client_rests_on_is_in_this_version_of_paho():
     there = set(dir(paho.Client(paho.CallbackAPIVersion.VERSION2)))
     used = private_names()
     assert used >= {"_in_packet", "_packet_handle", "_sock", *CLOCKS}  # the search finds something
@@ -46,8 +43,7 @@ def test_what_the_client_rests_on_is_in_this_version_of_paho() -> None:
 
 
 @pytest.mark.parametrize("way", ["out", "in"])
-def test_a_busy_connection_is_alive_without_a_ping(way: str) -> None:
-    """What this client reads and writes past paho counts for paho's keep-alive."""
+def test_a_busy_connection_is_alive_without_a_ping(way):
     here, there = socket.socketpair()
     with here, there:
         here.setblocking(False)
@@ -64,8 +60,7 @@ def test_a_busy_connection_is_alive_without_a_ping(way: str) -> None:
             assert client._last_bytes_received == client._last_msg_in
 
 
-def test_a_broker_that_takes_no_byte_is_lost_by_the_keep_alive() -> None:
-    """One and a half times its length after the first write without effect; any byte that goes begins anew."""
+def test_a_broker_that_takes_no_byte_is_lost_by_the_keep_alive():
     here, there = socket.socketpair()
     with here, there:
         here.setblocking(False)
@@ -87,13 +82,13 @@ def test_a_broker_that_takes_no_byte_is_lost_by_the_keep_alive() -> None:
         assert client.socket() is None
 
 
-def test_a_link_to_a_broker_that_sends_and_does_not_read_is_lost_and_says_so() -> None:
+def test_a_link_to_a_broker_that_sends_and_does_not_read_is_lost_and_says_so():
     """Messages keep coming meanwhile, so that paho's own keep-alive finds nothing."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         link = MqttLink(Broker.from_url(f"mqtt://127.0.0.1:{server.getsockname()[1]}"), "a")
-        taken: list[socket.socket] = []
+        taken = []
 
-        def welcome() -> None:
+        def welcome():
             taken.append(server.accept()[0])
             taken[0].recv(4096)
             taken[0].sendall(b"\x20\x03\x00\x00\x00")
@@ -108,7 +103,6 @@ def test_a_link_to_a_broker_that_sends_and_does_not_read_is_lost_and_says_so() -
                 link.publish("a", bytes(1 << 19), reliable=False)
             while link._client is not None and link._client._blocked_s is None:
                 link.wait(0.1)
-            assert link._client is not None
             assert link._client._blocked_s is not None
             taken[0].sendall(packets.publish_packet(5, 1, "t", b"payload", 0, False))
             link.wait(60.0)

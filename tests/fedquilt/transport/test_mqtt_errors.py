@@ -1,7 +1,5 @@
 """Every failure of a broker is one sentence with the place and the mend."""
 
-from __future__ import annotations
-
 import socket
 import ssl
 from pathlib import Path
@@ -10,7 +8,6 @@ import pytest
 
 from fedquilt.transport.mqtt.broker import Broker
 from fedquilt.transport.mqtt.errors import (
-    ConnectionFailedError,
     connection_lost_error,
     no_answer_error,
     not_mqtt_error,
@@ -81,10 +78,7 @@ def out_of_date(code: int, message: str) -> ssl.SSLCertVerificationError:
         ),
     ],
 )
-def test_a_failure_is_one_sentence_and_final_if_waiting_cannot_mend_it(
-    error: ConnectionFailedError, says: str, final: bool
-) -> None:
-    """A daemon tries again in any case; a command gives up at once when it is final."""
+def test_a_failure_is_one_sentence_and_final_if_waiting_cannot_mend_it(error, says, final):
     assert says in str(error)
     assert "host" in str(error)
     assert error.final is final

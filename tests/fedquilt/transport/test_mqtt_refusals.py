@@ -40,11 +40,10 @@ def secured(mosquitto: Callable[..., Mosquitto], authority: Authority, tmp_path:
     )
 
 
-def test_a_device_reaches_its_own_branch_only(secured: Mosquitto, authority: Authority, stage: Stage) -> None:
-    """What it writes or asks for elsewhere arrives nowhere, although its subscription is granted."""
+def test_a_device_reaches_its_own_branch_only(secured, authority, stage):
     secure_url = secured.url.replace("mqtt:", "mqtts:")
 
-    def settings(name: str) -> Broker:
+    def settings(name):
         cert, key = authority.issue(name)
         return Broker.from_url(secure_url, ca=authority.ca, cert=cert, key=key)
 
@@ -92,10 +91,7 @@ def told_in_vain(broker: Broker) -> str:
         link.close()
 
 
-def test_tls_refusals_name_the_certificate_and_the_mend(
-    secured: Mosquitto, authority: Authority, stranger: Authority, stage: Stage
-) -> None:
-    """A broker we do not know, no certificate of ours, one the broker does not know, another name, no TLS."""
+def test_tls_refusals_name_the_certificate_and_the_mend(secured, authority, stranger, stage):
     url = secured.url.replace("mqtt:", "mqtts:")
     cert, key = authority.issue("dev-a")
     odd, odd_key = stranger.issue("dev-a")
@@ -109,26 +105,20 @@ def test_tls_refusals_name_the_certificate_and_the_mend(
     assert "is mqtts:// needed" in told_in_vain(Broker.from_url(secured.url))
 
 
-def test_a_port_without_tls_says_so(mosquitto: Callable[..., Mosquitto]) -> None:
-    """mqtts:// to a plain listener; a broker that restarts looks the same, so a command goes on trying."""
+def test_a_port_without_tls_says_so(mosquitto):
     assert "use its TLS port" in told_in_vain(Broker.from_url(mosquitto().url.replace("mqtt:", "mqtts:")))
 
 
-def test_a_refused_connection_names_where_and_what_to_start() -> None:
-    """A command waits as long as it was told to, in case the broker is just starting."""
+def test_a_refused_connection_names_where_and_what_to_start():
     said = told_in_vain(Broker.from_url("mqtt://127.0.0.1:1"))
     assert re.search(r"nothing listens at mqtt://127\.0\.0\.1:1 .*start the broker", said)
 
 
-def test_a_name_that_does_not_exist_is_said_at_once(stage: Stage) -> None:
-    """`.invalid` never exists; a machine without a network has no resolver to say so."""
+def test_a_name_that_does_not_exist_is_said_at_once(stage):
     assert "no address is known for 'broker.invalid'" in told_in_vain(Broker.from_url("mqtt://broker.invalid"))
 
 
-def test_a_wrong_password_is_said_and_never_shown(
-    mosquitto: Callable[..., Mosquitto], stage: Stage, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Right, wrong and none; at the most talkative log level there is."""
+def test_a_wrong_password_is_said_and_never_shown(mosquitto, stage, tmp_path, caplog):
     caplog.set_level(logging.DEBUG)
     passwords = tmp_path / "passwords"
     passwords.write_text("me:s3cret-right\n")

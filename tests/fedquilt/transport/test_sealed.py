@@ -1,20 +1,18 @@
 """What a broker can do to a signed fleet: on a broker in memory that the test reads, changes and repeats at will."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 
 import pytest
 from sealed_fleets import CLAIM, TOPICS, Fleet, down, up
+from signed_payloads import payload_without_check
 
 from fedquilt import wire
 from fedquilt.security import authenticated_link, message_signature
 from fedquilt.transport.link import Message
 
 
-def test_what_is_said_arrives_as_it_was_said(fleet: Fleet) -> None:
-    """Both ways, also nothing at all, which takes a task back; and in few bytes more."""
+def test_what_is_said_arrives_as_it_was_said(fleet):
     fleet.boards["a"].publish(up("a"), CLAIM)
     fleet.link.publish(down("a"), CLAIM, retain=True)
     fleet.run()
@@ -23,12 +21,11 @@ def test_what_is_said_arrives_as_it_was_said(fleet: Fleet) -> None:
     assert fleet.heard["coordinator"] == [Message(up("a"), CLAIM)]
     assert fleet.payloads("a") == [CLAIM, b""]
     assert fleet.heard["b"] == []
-    assert [message_signature.payload_without_check(payload) for payload in fleet.broker.of(up("a"))] == [CLAIM]
+    assert [payload_without_check(payload) for payload in fleet.broker.of(up("a"))] == [CLAIM]
     assert len(fleet.broker.of(up("a"))[0]) <= len(CLAIM) + message_signature.ENVELOPE_BYTES
 
 
-def test_chunks_and_what_is_for_everybody_are_in_no_envelope(fleet: Fleet) -> None:
-    """A chunk is checked by its manifest."""
+def test_chunks_and_what_is_for_everybody_are_in_no_envelope(fleet):
     chunk, round = TOPICS.chunk_topic("a", "dn", "0" * 64, 0), TOPICS.round_topic("j")
     fleet.link.publish(chunk, b"bytes")
     fleet.link.publish(round, b"state")
@@ -95,10 +92,7 @@ def sent_back(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("attack", [forged, altered, renumbered, to_another, as_another_kind, sent_back])
-def test_what_the_other_side_has_not_said_here_is_refused_by_name(
-    fleet: Fleet, attack: Attack, caplog: pytest.LogCaptureFixture
-) -> None:
-    """On both sides, with a line for each; and what is said afterwards still arrives."""
+def test_what_the_other_side_has_not_said_here_is_refused_by_name(fleet, attack, caplog):
     attack(fleet)
     fleet.run()
     assert fleet.heard == {"coordinator": [], "a": [], "b": []}
@@ -114,10 +108,7 @@ def test_what_the_other_side_has_not_said_here_is_refused_by_name(
     assert fleet.payloads("a") == [b"2"]
 
 
-def test_an_older_message_of_a_kind_is_refused_and_the_latest_may_come_again(
-    fleet: Fleet, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As MQTT repeats what it is not sure of."""
+def test_an_older_message_of_a_kind_is_refused_and_the_latest_may_come_again(fleet, caplog):
     for text in (b"1", b"2"):
         fleet.boards["a"].publish(up("a"), text)
         fleet.link.publish(down("a"), text)
@@ -131,8 +122,7 @@ def test_an_older_message_of_a_kind_is_refused_and_the_latest_may_come_again(
     assert caplog.text.count("replayed: ") == 2
 
 
-def test_nothing_of_an_earlier_coordinator_counts_for_the_next(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
-    """Boards shake hands with it by themselves; what was said to and by the one before is refused on both sides."""
+def test_nothing_of_an_earlier_coordinator_counts_for_the_next(fleet, caplog):
     fleet.boards["a"].publish(up("a", "update"), CLAIM)
     fleet.link.publish(down("a"), CLAIM)
     fleet.run()
@@ -148,8 +138,7 @@ def test_nothing_of_an_earlier_coordinator_counts_for_the_next(fleet: Fleet, cap
     assert caplog.text.count("stale: it is sealed under another session") == 2
 
 
-def test_nothing_of_an_earlier_start_of_a_board_counts_for_the_next(fleet: Fleet) -> None:
-    """Also if the coordinator is the same all along."""
+def test_nothing_of_an_earlier_start_of_a_board_counts_for_the_next(fleet):
     fleet.boards["a"].publish(up("a", "profile"), b"old", retain=True)
     fleet.link.publish(down("a"), CLAIM)
     fleet.run()
@@ -163,8 +152,7 @@ def test_nothing_of_an_earlier_start_of_a_board_counts_for_the_next(fleet: Fleet
     assert fleet.heard == {"coordinator": [], "a": [], "b": []}
 
 
-def test_handshakes_that_are_replayed_or_changed_delay_and_change_nothing(fleet: Fleet) -> None:
-    """The session in use stays until a new one is agreed on; then it goes on by itself."""
+def test_handshakes_that_are_replayed_or_changed_delay_and_change_nothing(fleet):
     hellos = [(topic, payload) for topic, payload in fleet.broker.carried if topic.endswith("/hello")]
     assert len(hellos) == 8  # four flights with each board
     for topic, payload in hellos:
@@ -177,8 +165,7 @@ def test_handshakes_that_are_replayed_or_changed_delay_and_change_nothing(fleet:
     assert fleet.payloads("coordinator") == fleet.payloads("a") == [CLAIM]
 
 
-def test_a_board_that_is_alone_tells_observers_that_it_is_there(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
-    """In no envelope, once it has waited for an answer; a later coordinator neither takes nor mentions it."""
+def test_a_board_that_is_alone_tells_observers_that_it_is_there(fleet, caplog):
     fleet.broker.change = lambda topic, payload: None if topic.endswith("/hello") else payload
     board = fleet.join("c")
     fleet.run(1.0)
@@ -203,11 +190,10 @@ def test_a_board_that_is_alone_tells_observers_that_it_is_there(fleet: Fleet, ca
 
 
 @pytest.mark.parametrize("flight", range(4))
-def test_a_lost_flight_of_a_handshake_is_made_up_for(fleet: Fleet, flight: int) -> None:
-    """By another attempt, whichever it was."""
-    lost: list[str] = []
+def test_a_lost_flight_of_a_handshake_is_made_up_for(fleet, flight):
+    lost = []
 
-    def drop_once(topic: str, payload: bytes) -> bytes | None:
+    def drop_once(topic, payload):
         if topic.endswith("/hello") and b'"flight":%d' % flight in payload and not lost:
             lost.append(topic)
             return None
@@ -222,8 +208,7 @@ def test_a_lost_flight_of_a_handshake_is_made_up_for(fleet: Fleet, flight: int) 
     assert board.connected
 
 
-def test_a_forged_announcement_costs_a_handshake_every_few_seconds_at_most(fleet: Fleet) -> None:
-    """Whatever is announced, and how often; sessions stay in use."""
+def test_a_forged_announcement_costs_a_handshake_every_few_seconds_at_most(fleet):
     fleet.run(6.0)
     before = len(fleet.broker.of(up("a", "hello")))
     for epoch in range(200):
@@ -233,8 +218,7 @@ def test_a_forged_announcement_costs_a_handshake_every_few_seconds_at_most(fleet
     assert len(fleet.broker.of(up("a", "hello"))) - before <= 2 * (10.0 / authenticated_link.HINT_S + 1)
 
 
-def test_a_forged_announcement_that_the_broker_keeps_costs_one_handshake(fleet: Fleet) -> None:
-    """It comes again with every subscription; a coordinator that has truly begun anew asks for a handshake itself."""
+def test_a_forged_announcement_that_the_broker_keeps_costs_one_handshake(fleet):
     fleet.run(6.0)
     before = len(fleet.broker.of(up("a", "hello")))
     fleet.mallory.publish(TOPICS.coord, wire.encode(wire.CoordState(online=True, epoch=99)), retain=True)
@@ -249,7 +233,7 @@ def test_a_forged_announcement_that_the_broker_keeps_costs_one_handshake(fleet: 
     assert fleet.boards["a"].session == session + 1
 
 
-def test_what_comes_late_from_the_session_before_begins_no_other_one(fleet: Fleet) -> None:
+def test_what_comes_late_from_the_session_before_begins_no_other_one(fleet):
     """On a slow network there is always something on its way; each new session would make more of it late."""
     board = fleet.boards["a"]
     fleet.run(6.0)

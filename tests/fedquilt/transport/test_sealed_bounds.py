@@ -1,9 +1,6 @@
 """Bounds of a signed link: floods, late packets and made-up names cost it little time and memory."""
 
-from __future__ import annotations
-
-import pytest
-from sealed_fleets import CLAIM, Fleet, down, up
+from sealed_fleets import CLAIM, down, up
 
 from fedquilt import wire
 from fedquilt.security import authenticated_link, message_signature
@@ -11,12 +8,8 @@ from fedquilt.security.authenticated_link import BURST
 from fedquilt.security.handshake import Session
 
 
-def test_what_comes_late_after_a_change_is_no_warning_and_later_it_is_one(
-    fleet: Fleet, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It is one of a board that has another session, as after a restart of either side, and before there is any."""
-
-    def told(topic: str, payload: bytes) -> str:
+def test_what_comes_late_after_a_change_is_no_warning_and_later_it_is_one(fleet, caplog):
+    def told(topic, payload):
         caplog.clear()
         fleet.mallory.publish(topic, payload)
         fleet.run(0.1)
@@ -47,9 +40,7 @@ def test_what_comes_late_after_a_change_is_no_warning_and_later_it_is_one(
     assert fleet.payloads("coordinator")[1:] == []
 
 
-def test_what_is_larger_than_any_message_is_not_even_hashed(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_larger_than_any_message_is_not_even_hashed(fleet, monkeypatch, caplog):
     """A broker may carry a megabyte; a manifest has a quarter of one at most."""
     fleet.boards["a"].publish(up("a"), CLAIM)
     fleet.run()
@@ -62,9 +53,7 @@ def test_what_is_larger_than_any_message_is_not_even_hashed(
     assert "unsigned" not in caplog.text
 
 
-def test_a_signed_message_whose_end_is_lost_is_not_called_unsigned(
-    fleet: Fleet, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_signed_message_whose_end_is_lost_is_not_called_unsigned(fleet, caplog):
     fleet.broker.change = lambda topic, payload: payload[:-2] if topic == up("a") else payload
     fleet.boards["a"].publish(up("a"), CLAIM)
     fleet.run()
@@ -73,8 +62,7 @@ def test_a_signed_message_whose_end_is_lost_is_not_called_unsigned(
     assert "unsigned" not in caplog.text
 
 
-def test_a_flood_of_handshakes_takes_a_hundredth_of_the_coordinators_time(fleet: Fleet) -> None:
-    """Of one board it answers one in a while; of all together so many at once and so many a second."""
+def test_a_flood_of_handshakes_takes_a_hundredth_of_the_coordinators_time(fleet):
     first = next(payload for payload in fleet.broker.of(up("a", "hello")) if b'"flight":0' in payload)
     before = len(fleet.broker.of(down("a", "hello")))
     for _ in range(100):
@@ -92,8 +80,7 @@ def test_a_flood_of_handshakes_takes_a_hundredth_of_the_coordinators_time(fleet:
     assert fleet.payloads("coordinator") == [CLAIM]
 
 
-def test_a_last_will_counts_for_the_start_that_it_names(fleet: Fleet) -> None:
-    """It is the only thing of a board in no envelope: the broker has it from before there was a session."""
+def test_a_last_will_counts_for_the_start_that_it_names(fleet):
     will = wire.encode(wire.Presence(online=False, boot="1"))
     fleet.mallory.publish(up("a", "presence"), will)
     fleet.mallory.publish(up("a", "presence"), wire.encode(wire.Presence(online=True, boot="1")))
@@ -108,7 +95,7 @@ def test_a_last_will_counts_for_the_start_that_it_names(fleet: Fleet) -> None:
     assert [(one.online, one.boot) for one in told] == [(True, "1"), (False, "1")]
 
 
-def test_nobody_says_in_no_envelope_that_a_board_is_there(fleet: Fleet) -> None:
+def test_nobody_says_in_no_envelope_that_a_board_is_there(fleet):
     """Only that a known start has ended: of that very start the broker could say the opposite."""
     online = wire.encode(wire.Presence(online=True, boot="1"))
     fleet.boards["a"].publish(up("a", "presence"), online)
@@ -119,20 +106,18 @@ def test_nobody_says_in_no_envelope_that_a_board_is_there(fleet: Fleet) -> None:
     assert fleet.payloads("coordinator") == [online]
 
 
-def test_the_envelope_takes_its_part_of_the_largest_payload(fleet: Fleet) -> None:
-    """What is as large as a link says goes through."""
+def test_the_envelope_takes_its_part_of_the_largest_payload(fleet):
     assert fleet.link.max_payload == fleet.raw.max_payload - message_signature.ENVELOPE_BYTES
 
 
-def test_a_board_that_nobody_answers_asks_ever_more_rarely(fleet: Fleet) -> None:
-    """After 2 s, as somebody has announced a coordinator, then after 5, 10, 20 and 40 more."""
+def test_a_board_that_nobody_answers_asks_ever_more_rarely(fleet):
     fleet.broker.change = lambda topic, payload: None if topic == down("c", "hello") else payload
     fleet.join("c")
     fleet.run(80.0)
     assert 5 <= len(fleet.broker.of(up("c", "hello"))) <= 7
 
 
-def test_what_the_broker_keeps_of_an_earlier_session_makes_nobody_begin_another(fleet: Fleet) -> None:
+def test_what_the_broker_keeps_of_an_earlier_session_makes_nobody_begin_another(fleet):
     """The board that sent it may be gone, and one that is there hears of the new coordinator anyhow."""
     fleet.boards["a"].publish(up("a", "profile"), CLAIM, retain=True)
     fleet.run()
@@ -144,8 +129,7 @@ def test_what_the_broker_keeps_of_an_earlier_session_makes_nobody_begin_another(
     assert len(fleet.broker.of(down("a", "hello"))) == before
 
 
-def test_handshakes_that_are_begun_and_left_fill_no_memory(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oldest one goes; of a device only the latest is kept; a board that answers in time gets its session."""
+def test_handshakes_that_are_begun_and_left_fill_no_memory(fleet, monkeypatch):
     monkeypatch.setattr(authenticated_link, "ATTEMPTS_MOST", 3)
     for number in range(10):
         begun = authenticated_link.handshake_probe(fleet.identities["a"])
@@ -157,10 +141,9 @@ def test_handshakes_that_are_begun_and_left_fill_no_memory(fleet: Fleet, monkeyp
     assert fleet.boards["c"].connected
 
 
-def test_names_that_a_broker_makes_up_fill_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is remembered of when something was last done is bounded, and begins anew."""
+def test_names_that_a_broker_makes_up_fill_no_memory(monkeypatch):
     monkeypatch.setattr(authenticated_link, "DEVICES_MOST", 3)
-    last_s: dict[str, float] = {}
+    last_s = {}
     for number in range(10):
         assert authenticated_link._admit_unless_too_early(last_s, f"d{number}", 0.0, 5.0)
         assert not authenticated_link._admit_unless_too_early(last_s, f"d{number}", 4.9, 5.0)

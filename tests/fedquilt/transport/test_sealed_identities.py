@@ -1,13 +1,8 @@
 """Certificates of a signed link: who gets a session, renewal and daily checks."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
-from certified import Certified
 from sealed_fleets import CLAIM, Fleet, Tampered, up
 
 from fedquilt.core import JobError, SiteRight, WireError
@@ -19,11 +14,8 @@ from fedquilt.transport.memory_link import MemoryBroker
 from fedquilt.transport.mqtt.broker import Broker
 
 
-def test_who_has_not_the_right_certificate_gets_no_session_and_the_log_says_why(
-    fleet: Fleet, site: Certified, stranger: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Another board's, an observer's, an expired one, a stranger's."""
-    cases: dict[str, tuple[LinkIdentity, str]] = {
+def test_who_has_not_the_right_certificate_gets_no_session_and_the_log_says_why(fleet, site, stranger, caplog):
+    cases = {
         "c1": (LinkIdentity(site.broker("other")), "the certificate is of 'other'"),
         "c2": (LinkIdentity(site.broker("c2", "observer")), "the certificate is of 'an observer'"),
         "c3": (LinkIdentity(site.broker("c3", days_ago=400)), "expired"),
@@ -41,13 +33,12 @@ def test_who_has_not_the_right_certificate_gets_no_session_and_the_log_says_why(
         assert any(f"dev/{name}/up" in line and said in line for line in caplog.messages), (name, caplog.messages)
 
 
-def test_a_board_takes_nobody_but_the_coordinator_for_it(site: Certified, caplog: pytest.LogCaptureFixture) -> None:
-    """Not another board, and not the broker, whose certificate is a server's."""
+def test_a_board_takes_nobody_but_the_coordinator_for_it(site, caplog):
     for name, kind, said in (("a", "device", "unsuitable certificate purpose"), ("hub", "server", "'hub' poses as")):
         posing = LinkIdentity(site.broker(name, kind))
         with pytest.raises(JobError, match="identity issue coordinator"):
             AuthenticatedFleetLink(MemoryBroker().connect(), posing, "f")
-        posing.require_coordinator_certificate = lambda: math.inf  # type: ignore[method-assign]
+        posing.require_coordinator_certificate = lambda: math.inf
         fleet = Fleet.__new__(Fleet)
         fleet.site, fleet.broker, fleet.boards, fleet.heard, fleet.epoch = site, Tampered(), {}, {}, 0
         fleet.identities = {"coordinator": posing}
@@ -59,8 +50,7 @@ def test_a_board_takes_nobody_but_the_coordinator_for_it(site: Certified, caplog
         assert said in str(board.problem)
 
 
-def test_a_certificate_that_no_board_takes_for_the_coordinators_is_refused_with_the_mend(site: Certified) -> None:
-    """It is a client's alone."""
+def test_a_certificate_that_no_board_takes_for_the_coordinators_is_refused_with_the_mend(site):
     unfit = LinkIdentity(site.broker("coordinator", "device"))
     with pytest.raises(
         JobError, match=r"unsuitable certificate purpose.*`fedquilt identity issue coordinator` makes one"
@@ -68,7 +58,7 @@ def test_a_certificate_that_no_board_takes_for_the_coordinators_is_refused_with_
         unfit.require_coordinator_certificate()
 
 
-def test_without_an_authority_there_is_no_signing_and_no_silence(site: Certified) -> None:
+def test_without_an_authority_there_is_no_signing_and_no_silence(site):
     """A certificate without ca could prove who we are, but not check who others are."""
     files = site.files("d")
     with pytest.raises(JobError, match="give the certificate of the fleet's authority as ca"):
@@ -78,8 +68,7 @@ def test_without_an_authority_there_is_no_signing_and_no_silence(site: Certified
     assert authenticated_link.load_identity(type(site.broker("d")).from_url("mqtt://host")) is None
 
 
-def test_certificates_are_checked_anew_every_day(fleet: Fleet, site: Certified) -> None:
-    """A board asks for another session in time; without a good certificate it is shut out after two days."""
+def test_certificates_are_checked_anew_every_day(fleet, site):
     first = fleet.boards["a"].session
     site.files("b", days_ago=400)
     fleet.broker.now_s += authenticated_link.RENEW_S + 1.0
@@ -96,8 +85,7 @@ def test_certificates_are_checked_anew_every_day(fleet: Fleet, site: Certified) 
     assert fleet.heard["coordinator"][1:] == [Message(up("a"), b"2")]
 
 
-def test_a_renewed_certificate_is_used_without_a_restart(fleet: Fleet, site: Certified, tmp_path: Path) -> None:
-    """The same files with another key; the session in use stays until the next one."""
+def test_a_renewed_certificate_is_used_without_a_restart(fleet, site, tmp_path):
     site.files("a")
     fleet.coordinate()
     fleet.run(6.0)
@@ -107,10 +95,7 @@ def test_a_renewed_certificate_is_used_without_a_restart(fleet: Fleet, site: Cer
     assert fleet.payloads("coordinator") == [CLAIM]
 
 
-def test_a_coordinator_says_in_time_that_its_certificate_ends(
-    site: Certified, caplog: pytest.LogCaptureFixture
-) -> None:
-    """At its start and once a day: nothing renews it by itself, and without it every board is shut out."""
+def test_a_coordinator_says_in_time_that_its_certificate_ends(site, caplog):
     fleet = Fleet(site)
     assert "no board takes" not in caplog.text
     site.files("coordinator", "coordinator", days_ago=705)
@@ -125,10 +110,7 @@ def test_a_coordinator_says_in_time_that_its_certificate_ends(
     assert "certificate has expired by the clock here, which says 20" in caplog.messages[-1]
 
 
-def test_a_site_has_the_right_of_its_certificate_and_loses_it_with_another_certificate(
-    fleet: Fleet, site: Certified
-) -> None:
-    """The name stays; a session by a certificate without the right ends the right."""
+def test_a_site_has_the_right_of_its_certificate_and_loses_it_with_another_certificate(fleet, site):
     right = SiteRight(("cam-*", "door-7"), 40)
     fleet.join("plant", LinkIdentity(Broker.from_url("mqtts://localhost", **site.files("plant", "site", right=right))))
     fleet.join("other")
@@ -143,6 +125,6 @@ def test_a_site_has_the_right_of_its_certificate_and_loses_it_with_another_certi
 
 
 @pytest.mark.parametrize("uri", ["fedquilt:site:", "fedquilt:site:x:cam-*", "fedquilt:site:0:a", "fedquilt:site:3:*a"])
-def test_a_right_that_cannot_be_read_is_none(uri: str) -> None:
+def test_a_right_that_cannot_be_read_is_none(uri):
     with pytest.raises(WireError, match="cannot be read"):
         handshake.right_from_uri(uri)

@@ -1,7 +1,5 @@
 """What goes out when, and who is blamed when the broker hangs up."""
 
-from __future__ import annotations
-
 from fedquilt.transport.mqtt.send_queue import (
     OFFLINE_BYTES,
     OFFLINE_MESSAGES,
@@ -34,8 +32,7 @@ def take_all(made: SendQueue, window: int = 20) -> list[str]:
     return topics
 
 
-def test_backlog_falls_when_a_message_is_done_not_when_it_is_taken() -> None:
-    """Three of 10 bytes: 30, and 20 after one is done; an unknown packet id changes nothing."""
+def test_backlog_falls_when_a_message_is_done_not_when_it_is_taken():
     made = queue(*map(reliable, "abc"))
     assert take_all(made) == ["a", "b", "c"]
     assert made.backlog == 30
@@ -44,7 +41,7 @@ def test_backlog_falls_when_a_message_is_done_not_when_it_is_taken() -> None:
     assert made.backlog == 20
 
 
-def test_a_window_of_reliable_messages_and_a_mebibyte_are_under_way_at_once() -> None:
+def test_a_window_of_reliable_messages_and_a_mebibyte_are_under_way_at_once():
     """The next goes when one is done; a single message may be larger than all bounds."""
     made = queue(*map(reliable, "abc"))
     assert take_all(made, window=2) == ["a", "b"]
@@ -56,8 +53,7 @@ def test_a_window_of_reliable_messages_and_a_mebibyte_are_under_way_at_once() ->
     assert len(take_all(tiny)) == UNDER_WAY_MESSAGES
 
 
-def test_when_a_connection_breaks_reliable_messages_are_sent_again_first_and_one_by_one() -> None:
-    """What is unreliable is lost, under way or not; what never was under way follows as usual."""
+def test_when_a_connection_breaks_reliable_messages_are_sent_again_first_and_one_by_one():
     made = queue(reliable("a"), reliable("b"), QueuedMessage("lost", bytes(10), False, reliable=False))
     assert take_all(made) == ["a", "b", "lost"]
     made.add(QueuedMessage("lost too", bytes(10), False, reliable=False))
@@ -72,8 +68,7 @@ def test_when_a_connection_breaks_reliable_messages_are_sent_again_first_and_one
     assert take_all(made) == ["c", "d"]
 
 
-def test_the_message_alone_under_way_at_the_third_break_is_blamed() -> None:
-    """First with others, then twice alone; the others are kept."""
+def test_the_message_alone_under_way_at_the_third_break_is_blamed():
     made = queue(reliable("guilty", 1000), reliable("innocent"))
     assert take_all(made) == ["guilty", "innocent"]
     assert made.handle_disconnect() is None
@@ -81,13 +76,11 @@ def test_the_message_alone_under_way_at_the_third_break_is_blamed() -> None:
     assert made.handle_disconnect() is None
     assert take_all(made) == ["guilty"]
     culprit = made.handle_disconnect()
-    assert culprit is not None
     assert culprit.topic == "guilty"
     assert (take_all(made), made.backlog) == (["innocent"], 10)
 
 
-def test_a_network_that_fails_blames_nobody_and_a_broker_that_says_too_large_blames_at_once() -> None:
-    """Ten time-outs are not the message's fault; one plain word from the broker is enough."""
+def test_a_network_that_fails_blames_nobody_and_a_broker_that_says_too_large_blames_at_once():
     made = queue(reliable("a"))
     for _ in range(10):
         take_all(made)
@@ -97,8 +90,7 @@ def test_a_network_that_fails_blames_nobody_and_a_broker_that_says_too_large_bla
     assert made.backlog == 0
 
 
-def test_without_a_connection_the_oldest_are_given_up_beyond_the_bounds() -> None:
-    """By bytes, and by number."""
+def test_without_a_connection_the_oldest_are_given_up_beyond_the_bounds():
     made = queue(reliable("old", OFFLINE_BYTES), reliable("new"))
     assert made.drop_oldest() == 1
     assert take_all(made) == ["new"]

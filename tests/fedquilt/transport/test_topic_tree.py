@@ -1,7 +1,5 @@
 """The index says what `fedquilt.transport.link.filter_matches` says, whatever is held."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,8 +14,8 @@ PATTERN = st.tuples(st.lists(LEVEL | st.just("+"), min_size=1, max_size=4), st.b
 
 
 @given(st.lists(PATTERN | st.just("#"), unique=True), TOPIC)
-def test_filters_that_take_a_topic_are_found(patterns: list[str], topic: str) -> None:
-    tree: TopicTree[str] = TopicTree()
+def test_filters_that_take_a_topic_are_found(patterns, topic):
+    tree = TopicTree()
     for pattern in patterns:
         tree.add(pattern, pattern)
     assert sorted(tree.items_matching_topic(topic)) == sorted(
@@ -26,8 +24,8 @@ def test_filters_that_take_a_topic_are_found(patterns: list[str], topic: str) ->
 
 
 @given(st.lists(TOPIC, unique=True), PATTERN | st.just("#"))
-def test_topics_that_a_filter_takes_are_found(topics: list[str], pattern: str) -> None:
-    tree: TopicTree[str] = TopicTree()
+def test_topics_that_a_filter_takes_are_found(topics, pattern):
+    tree = TopicTree()
     for topic in topics:
         tree.add(topic, topic)
     assert sorted(tree.items_matching_filter(pattern)) == sorted(
@@ -36,8 +34,8 @@ def test_topics_that_a_filter_takes_are_found(topics: list[str], pattern: str) -
 
 
 @given(st.lists(PATTERN, unique=True, min_size=1), st.data())
-def test_what_is_removed_is_found_no_more_and_the_rest_still_is(patterns: list[str], data: st.DataObject) -> None:
-    tree: TopicTree[str] = TopicTree()
+def test_what_is_removed_is_found_no_more_and_the_rest_still_is(patterns, data):
+    tree = TopicTree()
     for pattern in patterns:
         tree.add(pattern, pattern)
     gone = data.draw(st.sets(st.sampled_from(patterns)))
@@ -47,9 +45,8 @@ def test_what_is_removed_is_found_no_more_and_the_rest_still_is(patterns: list[s
     assert set(tree.items_matching_topic(topic)) == {p for p in patterns if p not in gone and filter_matches(p, topic)}
 
 
-def test_an_empty_tree_keeps_no_levels() -> None:
-    """A task's topic comes and goes for every device of a fleet."""
-    tree: TopicTree[int] = TopicTree()
+def test_an_empty_tree_keeps_no_levels():
+    tree = TopicTree()
     tree.add("a/b/c", 1)
     tree.add("a/b", 2)
     tree.remove("a/b/c", 1)

@@ -1,11 +1,8 @@
 """A fully connected network by numpy alone is torch's to the last bit, and a job of one is prepared without torch."""
 
-from __future__ import annotations
-
 import filecmp
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -29,8 +26,7 @@ NETWORKS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("seed", [0, 1, 12345, 2**31, 2**32 + 5])
 @pytest.mark.parametrize("network", NETWORKS, ids=lambda network: str(network.get("hidden")))
-def test_first_weights_are_torchs(network: dict[str, Any], seed: int) -> None:
-    """Names, shapes, order and every bit."""
+def test_first_weights_are_torchs(network, seed):
     pytest.importorskip("torch")
     theirs = {name: value.numpy() for name, value in registry.load_network(network, seed=seed).state_dict().items()}
     ours = numpy_init.initial_mlp_weights(network, seed)
@@ -40,8 +36,7 @@ def test_first_weights_are_torchs(network: dict[str, Any], seed: int) -> None:
 
 
 @pytest.mark.parametrize("network", NETWORKS, ids=lambda network: str(network.get("hidden")))
-def test_facts_are_what_torch_measures(network: dict[str, Any]) -> None:
-    """FLOPs, memory, the order of modules and the plan of masks."""
+def test_facts_are_what_torch_measures(network):
     torch = pytest.importorskip("torch")
     from fedquilt.models.networks import register_trace
     from fedquilt.models.partial import dependency_trace, masks
@@ -56,8 +51,7 @@ def test_facts_are_what_torch_measures(network: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"input": {"channels": 1, "size": 8, "mean": [0.1], "std": [0.3]}}])
-def test_the_bundle_is_the_same_with_torch_and_without(tmp_path: Path, more: dict[str, Any]) -> None:
-    """Every file of it."""
+def test_the_bundle_is_the_same_with_torch_and_without(tmp_path, more):
     pytest.importorskip("torch")
     job = {"name": "j", "method": "fedavg", "model": {**NETWORKS[0], "seed": 3}, **more}
     prepare.prepare_bundle(job, tmp_path / "ours")
@@ -71,8 +65,7 @@ def test_the_bundle_is_the_same_with_torch_and_without(tmp_path: Path, more: dic
     assert all(filecmp.cmp(tmp_path / "ours" / name, tmp_path / "theirs" / name, shallow=False) for name in ours)
 
 
-def test_a_job_of_one_is_written_prepared_and_run_where_torch_cannot_be_imported(tmp_path: Path) -> None:
-    """`init`, `prepare`, `simulate`, with torch, torchvision and onnx blocked."""
+def test_a_job_of_one_is_written_prepared_and_run_where_torch_cannot_be_imported(tmp_path):
     code = """
 import sys
 for name in ("torch", "torchvision", "onnx", "onnxruntime"):
@@ -95,7 +88,6 @@ except ImportError:
     [{"hidden": 3}, {"hidden": ["a"]}, {"inputs": 0}, {"classes": True}, {"width": 4}, {"classes": None}],
     ids=str,
 )
-def test_a_setting_that_cannot_be_is_an_error_of_the_network(change: dict[str, Any]) -> None:
-    """As it is with torch."""
+def test_a_setting_that_cannot_be_is_an_error_of_the_network(change):
     with pytest.raises(ModelError, match="mlp"):
         numpy_init.initial_mlp_weights({**NETWORKS[0], **change}, 0)

@@ -1,9 +1,5 @@
 """Networks by name and their weights."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from fedquilt import plugins
@@ -17,26 +13,24 @@ from fedquilt.models.networks import registry  # noqa: E402
 MLP = {"name": "mlp", "inputs": 4, "hidden": [3], "classes": 2}
 
 
-def test_a_multilayer_perceptron_costs_two_flops_per_weight() -> None:
+def test_a_multilayer_perceptron_costs_two_flops_per_weight():
     """4 x 3 and 3 x 2 weights are 18, 36 FLOPs; with 3 + 2 biases there are 23 parameters."""
     assert registry.measure_cost(registry.build_network(MLP), (4,)) == (36.0, 23)
 
 
-def test_a_convolution_is_counted_at_every_position() -> None:
+def test_a_convolution_is_counted_at_every_position():
     """conv 1 -> 16, 5 x 5 on 28 x 28: 2 * 16 * 25 * 784 FLOPs, and 400 + 16 parameters."""
     first = registry.build_network({"name": "cnn", "channels": 1, "size": 28, "classes": 10})[0]
     assert registry.measure_cost(first, (1, 28, 28)) == (2 * 16 * 25 * 784, 416)
 
 
-def test_a_network_whose_module_is_given_a_parameter_is_counted_and_asks_for_gradients_afterwards() -> None:
-    """A recurrent cell begins with a parameter: 4 x 4 weights are 32 FLOPs."""
-
+def test_a_network_whose_module_is_given_a_parameter_is_counted_and_asks_for_gradients_afterwards():
     class Begun(torch.nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.begin, self.cell = torch.nn.Parameter(torch.zeros(4)), torch.nn.Linear(4, 4)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return self.cell(self.begin.expand(len(x), -1)) + x
 
     model = Begun()
@@ -44,7 +38,7 @@ def test_a_network_whose_module_is_given_a_parameter_is_counted_and_asks_for_gra
     assert all(value.requires_grad for value in model.parameters())
 
 
-def test_lazy_modules_are_built_whole_with_weights_of_the_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lazy_modules_are_built_whole_with_weights_of_the_seed(tmp_path, monkeypatch):
     (tmp_path / "late.py").write_text(
         "from torch import nn\n"
         "def network(inputs, classes):\n"
@@ -64,14 +58,12 @@ def test_lazy_modules_are_built_whole_with_weights_of_the_seed(tmp_path: Path, m
     assert not torch.equal(model[1].weight, other[1].weight)
 
 
-def test_a_network_whose_lazy_modules_cannot_run_is_refused_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_network_whose_lazy_modules_cannot_run_is_refused_with_the_reason(tmp_path, monkeypatch):
     (tmp_path / "unfit.py").write_text(
         "from torch import nn\ndef network(inputs):\n    return nn.Sequential(nn.LazyLinear(4), nn.Linear(7, 3))\n"
     )
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelError, match=r"'unfit:network': its lazy modules .* of shape \(5,\): mat1 and mat2"):
+    with pytest.raises(ModelError, match=r"'unfit:network': its lazy modules .* of shape \(5,\) \(mat1 and mat2"):
         registry.build_network({"name": "unfit:network", "inputs": 5})
 
 
@@ -92,14 +84,13 @@ def test_a_network_whose_lazy_modules_cannot_run_is_refused_with_the_reason(
     ],
     ids=lambda network: network["name"],
 )
-def test_every_network_takes_its_input_shape_and_yields_one_score_per_class(network: dict) -> None:
-    """(2, *input_shape) -> (2, classes)."""
+def test_every_network_takes_its_input_shape_and_yields_one_score_per_class(network):
     model = registry.load_network(network)
     shape = registry.input_shape(network)
     assert model(torch.zeros(2, *shape)).shape == (2, network["classes"])
 
 
-def test_series_of_a_single_step_are_convolved_without_pooling() -> None:
+def test_series_of_a_single_step_are_convolved_without_pooling():
     """Nothing is left to pool; an even kernel would shift a series by half a step."""
     model = registry.build_network({"name": "conv1d", "channels": 2, "steps": 1, "classes": 3})
     assert model(torch.zeros(2, 1, 2)).shape == (2, 3)
@@ -107,8 +98,7 @@ def test_series_of_a_single_step_are_convolved_without_pooling() -> None:
         registry.build_network({"name": "conv1d", "channels": 2, "steps": 8, "classes": 3, "kernel": 4})
 
 
-def test_a_transformer_reads_the_order_of_tokens_and_no_padding() -> None:
-    """Another order gives other scores; an empty text gives finite ones; the mean is of what is said."""
+def test_a_transformer_reads_the_order_of_tokens_and_no_padding():
     model = registry.load_network({"name": "transformer", "vocabulary": 9, "length": 4, "classes": 3, "width": 8})
     one, other, empty = model(torch.tensor([[1.0, 2, 0, 0], [2, 1, 0, 0], [0, 0, 0, 0]]))
     assert not torch.allclose(one, other)
@@ -119,14 +109,12 @@ def test_a_transformer_reads_the_order_of_tokens_and_no_padding() -> None:
         )
 
 
-def test_a_table_that_does_not_say_its_input_is_refused() -> None:
-    """A residual net takes any size: which one is not to be guessed."""
+def test_a_table_that_does_not_say_its_input_is_refused():
     with pytest.raises(ModelError, match=r"'residual': give it an \[input\] with"):
         registry.input_shape({"name": "residual", "channels": 1, "classes": 2})
 
 
-def test_the_same_seed_gives_the_same_weights_and_leaves_torchs_own_seed_alone() -> None:
-    """Equal bytes for one seed, others for another, and the global generator untouched."""
+def test_the_same_seed_gives_the_same_weights_and_leaves_torchs_own_seed_alone():
     before = torch.get_rng_state()
     one, same, other = (tensors.encode_tensors(_numpy(registry.load_network(MLP, seed=seed))) for seed in (1, 1, 2))
     assert one == same != other
@@ -134,8 +122,7 @@ def test_the_same_seed_gives_the_same_weights_and_leaves_torchs_own_seed_alone()
 
 
 @pytest.mark.parametrize("kind", ["pt", "th", "safetensors"])
-def test_weights_come_from_every_kind_of_file(tmp_path: Path, kind: str) -> None:
-    """A state dict, the dict of a training script (with `module.` of DataParallel), and safetensors."""
+def test_weights_come_from_every_kind_of_file(tmp_path, kind):
     source = registry.load_network(MLP, seed=5)
     path = tmp_path / f"weights.{kind}"
     if kind == "safetensors":
@@ -147,15 +134,13 @@ def test_weights_come_from_every_kind_of_file(tmp_path: Path, kind: str) -> None
     assert tensors.encode_tensors(_numpy(registry.load_network(MLP, path))) == tensors.encode_tensors(_numpy(source))
 
 
-def test_weights_of_another_network_are_refused_by_the_first_tensor_that_differs(tmp_path: Path) -> None:
-    """The file holds a wider hidden layer."""
+def test_weights_of_another_network_are_refused_by_the_first_tensor_that_differs(tmp_path):
     torch.save(registry.build_network({**MLP, "hidden": [9]}).state_dict(), tmp_path / "w.pt")
     with pytest.raises(ModelError, match=r"w\.pt does not hold the weights of 'mlp'.*'1\.bias'"):
         registry.load_network(MLP, tmp_path / "w.pt")
 
 
-def test_a_file_that_would_run_code_is_not_read(tmp_path: Path) -> None:
-    """torch.save of a whole module needs pickle to load."""
+def test_a_file_that_would_run_code_is_not_read(tmp_path):
     torch.save(registry.build_network(MLP), tmp_path / "w.pt")
     with pytest.raises(ModelError, match="save a plain state dict"):
         registry.load_network(MLP, tmp_path / "w.pt")
@@ -164,7 +149,7 @@ def test_a_file_that_would_run_code_is_not_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("network", "weights", "message"),
     [
-        ({"name": "mpl"}, None, "'mpl' is unknown; there are: cnn, "),
+        ({"name": "mpl"}, None, "'mpl' is unknown; did you mean 'mlp'? There are: cnn, "),
         ({"name": "mlp", "inputs": 4}, None, "'classes'"),
         ({"name": "mlp", "inputs": 4, "classes": 2, "width": 3}, None, "'width'"),
         ({"name": "torchvision/resnet51"}, None, "no architecture 'resnet51'"),
@@ -173,14 +158,12 @@ def test_a_file_that_would_run_code_is_not_read(tmp_path: Path) -> None:
         ({"name": "torchvision/resnet18"}, "IMAGENET9", "no weights 'IMAGENET9'"),
     ],
 )
-def test_what_cannot_be_built_is_one_clear_error(network: dict, weights: str | None, message: str) -> None:
-    """The message names the network or file, and what to do."""
+def test_what_cannot_be_built_is_one_clear_error(network, weights, message):
     with pytest.raises(ModelError, match=message):
         registry.load_network(network, weights)
 
 
-def test_a_users_own_code_runs_where_it_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`module:function` is imported from the working folder on an operator's machine, and on a board if it lists it."""
+def test_a_users_own_code_runs_where_it_is_allowed(tmp_path, monkeypatch):
     (tmp_path / "my_own_net.py").write_text(
         "from torch import nn\ndef tiny(classes):\n    return nn.Linear(3, classes)\n"
     )

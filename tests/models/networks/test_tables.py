@@ -1,7 +1,5 @@
 """Tables made in Python are those that the registry builds networks of."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -28,30 +26,26 @@ MADE: dict[str, dict[str, Any]] = {
 }
 
 
-def test_every_small_network_has_a_function() -> None:
-    """One that is added to the registry has to be added here too."""
+def test_every_small_network_has_a_function():
     assert set(MADE) - {"resnet20-cifar"} == set(registry.SMALL)
     assert {table["name"] for table in MADE.values()} == set(MADE)
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_a_table_is_built_and_says_what_an_example_is(name: str) -> None:
-    """Its output has a value for each class."""
+def test_a_table_is_built_and_says_what_an_example_is(name):
     table = MADE[name]
     shape = registry.input_shape(table)
     x = torch.zeros((2, *shape), dtype=torch.int64 if name == "transformer" else torch.float32)
     assert registry.build(table).eval()(x).shape == (2, table["classes"])
 
 
-def test_a_network_of_torchvision_gets_a_new_head_where_classes_differ() -> None:
-    """Its own weights are for ImageNet's 1000 classes."""
+def test_a_network_of_torchvision_gets_a_new_head_where_classes_differ():
     assert models.torchvision("resnet18", 10, weights="DEFAULT")["weights_classes"] == 1000
     assert "weights_classes" not in models.torchvision("resnet18", weights="DEFAULT")
     assert models.torchvision("resnet18", 10)["input"]["size"] == 224
 
 
-def test_a_network_of_ones_own_is_named_with_what_its_function_takes() -> None:
-    """The registry imports it when it is built."""
+def test_a_network_of_ones_own_is_named_with_what_its_function_takes():
     table = models.module("nosuch:network", inputs=8, classes=2)
     assert table == {"name": "nosuch:network", "inputs": 8, "classes": 2}
     with pytest.raises(ModelError, match="nosuch"):

@@ -1,9 +1,6 @@
 """Networks in two copies: identities that hold for every architecture, and rows of bytes that hold what was seen."""
 
-from __future__ import annotations
-
 import copy
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -70,8 +67,7 @@ def seen_by(dual: DualCopy, network: dict[str, Any], model: Any, x: Any) -> Batc
 
 
 @pytest.mark.parametrize(("network", "trained", "size"), NETWORKS, ids=[n["name"] for n, _, _ in NETWORKS])
-def test_two_equal_copies_are_the_network_bit_for_bit(network: dict[str, Any], trained: list[str], size: int) -> None:
-    """At its start, whatever is trained; examples 10 times as large as usual reach the upper border of ReLU6."""
+def test_two_equal_copies_are_the_network_bit_for_bit(network, trained, size):
     model, x = built(network, size, spread=10.0)
     with torch.no_grad():
         wanted = model(x)
@@ -82,10 +78,7 @@ def test_two_equal_copies_are_the_network_bit_for_bit(network: dict[str, Any], t
 
 @pytest.mark.parametrize("pool", ["own", "sk"])
 @pytest.mark.parametrize(("network", "trained", "size"), NETWORKS[:5], ids=[n["name"] for n, _, _ in NETWORKS[:5]])
-def test_rows_that_were_kept_give_what_the_two_copies_give(
-    network: dict[str, Any], trained: list[str], size: int, pool: Any
-) -> None:
-    """Bit for bit on the same batch, also when the trained copy has moved away from the frozen one."""
+def test_rows_that_were_kept_give_what_the_two_copies_give(network, trained, size, pool):
     model, x = built(network, size)
     dual = DualCopy(network, trained, pool=pool)
     seen = seen_by(dual, network, model, x)
@@ -102,8 +95,7 @@ def test_rows_that_were_kept_give_what_the_two_copies_give(
         assert not torch.allclose(pair(x), model(x))
 
 
-def test_averaging_the_weights_of_one_trained_layer_averages_its_scores() -> None:
-    """Frozen gates (and pools, which choose too) make the scores linear in it, to float tolerance; ReLU does not."""
+def test_averaging_the_weights_of_one_trained_layer_averages_its_scores():
     model, x = built(CNN, 8)
     for options, linear in (({"pool": "sk"}, True), ({"gates": "own"}, False)):
         scores = []
@@ -116,8 +108,7 @@ def test_averaging_the_weights_of_one_trained_layer_averages_its_scores() -> Non
         assert torch.allclose((scores[0] + scores[1]) / 2, scores[2], rtol=1e-5, atol=1e-5) == linear
 
 
-def test_no_gradient_reaches_the_frozen_copy() -> None:
-    """And every trained tensor has one."""
+def test_no_gradient_reaches_the_frozen_copy():
     model, x = built(RESIDUAL, 16)
     dual = DualCopy(RESIDUAL, ["3", "6"])
     module = filled(dual.build_copy_pair(registry.build_network(RESIDUAL)), model).train()
@@ -127,8 +118,7 @@ def test_no_gradient_reaches_the_frozen_copy() -> None:
     assert all(name.startswith(("3.", "6.", "4.", "5.")) for name in dual.names)
 
 
-def test_gates_are_the_frozen_copys_however_the_other_one_moves() -> None:
-    """Weights of the trained copy turned round: the same units are on, so its scores turn round too."""
+def test_gates_are_the_frozen_copys_however_the_other_one_moves():
     network = {"name": "mlp", "inputs": 4, "hidden": [8], "classes": 3}
     model = registry.load_network(network, seed=0)
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
@@ -141,7 +131,7 @@ def test_gates_are_the_frozen_copys_however_the_other_one_moves() -> None:
 
 
 @pytest.mark.parametrize(("activation", "replaced"), [(nn.GELU(), True), (nn.SiLU(), True), (nn.LeakyReLU(0.2), False)])
-def test_other_nonlinearities_become_gates(activation: Any, replaced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_nonlinearities_become_gates(activation, replaced, monkeypatch):
     """GELU and SiLU become binary gates, as the paper says; leaky ReLU keeps its slope, so nothing changes."""
     model = nn.Sequential(nn.Linear(4, 8), activation, nn.Linear(8, 3)).eval()
     monkeypatch.setattr(registry, "build_network", lambda network, **more: copy.deepcopy(model))
@@ -152,8 +142,7 @@ def test_other_nonlinearities_become_gates(activation: Any, replaced: bool, monk
     torch.testing.assert_close(pair(x), wanted)
 
 
-def test_batch_norm_keeps_its_statistics_or_has_its_own() -> None:
-    """By the switch; the frozen copy never moves its own."""
+def test_batch_norm_keeps_its_statistics_or_has_its_own():
     model, x = built(RESIDUAL, 16)
     for bn, moves in (("frozen_stats", False), ("train", True)):
         module = filled(
@@ -166,8 +155,7 @@ def test_batch_norm_keeps_its_statistics_or_has_its_own() -> None:
         assert not any(name.startswith("frozen.") for name in changed)
 
 
-def test_gates_of_its_own_make_it_the_network_with_a_frozen_part() -> None:
-    """What FedAvg trains on the same part: equal to the network also when it has moved."""
+def test_gates_of_its_own_make_it_the_network_with_a_frozen_part():
     model, x = built(RESIDUAL, 16)
     pair = filled(DualCopy(RESIDUAL, ["3", "6"], gates="own").build_copy_pair(registry.build_network(RESIDUAL)), model)
     with torch.no_grad():
@@ -180,15 +168,15 @@ def test_gates_of_its_own_make_it_the_network_with_a_frozen_part() -> None:
 # -- refusals -------------------------------------------------------------------------------------
 
 
-def test_a_network_that_branches_on_values_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_network_that_branches_on_values_is_refused_by_name(monkeypatch):
     """It cannot be taken apart."""
 
     class Branching(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.one = nn.Linear(2, 2)
 
-        def forward(self, x: Any) -> Any:
+        def forward(self, x):
             return self.one(x) if x.sum() > 0 else x
 
     monkeypatch.setattr(registry, "build_network", lambda network, **more: Branching())
@@ -196,8 +184,7 @@ def test_a_network_that_branches_on_values_is_refused_by_name(monkeypatch: pytes
         DualCopy({"name": "mine"}, ["one"])
 
 
-def test_a_schedule_that_trains_nothing_is_refused() -> None:
-    """No operation uses such a tensor."""
+def test_a_schedule_that_trains_nothing_is_refused():
     with pytest.raises(ModelError, match="uses no tensor of nowhere"):
         DualCopy(CNN, ["nowhere"])
 
@@ -215,7 +202,7 @@ def seen() -> BatchOutputs:
 
 
 @pytest.mark.parametrize("half", [False, True])
-def test_rows_hold_what_was_seen(half: bool) -> None:
+def test_rows_hold_what_was_seen(half):
     """10 values, 4 indices, 11 and 6 bits: 40 + 16 + 2 + 1 bytes filled up to 60; with 16-bit values 20 less."""
     wanted = seen()
     layout = output_cache.row_layout(wanted, half=half)
@@ -228,21 +215,19 @@ def test_rows_hold_what_was_seen(half: bool) -> None:
     assert all(torch.equal(one, other) for one, other in zip(masks, wanted.masks, strict=True))
 
 
-def test_values_too_large_for_16_bits_are_refused() -> None:
+def test_values_too_large_for_16_bits_are_refused():
     """Infinity would be kept otherwise."""
     large = seen()._replace(values=[torch.full((3, 1), 1e6)])
     with pytest.raises(ModelError, match="do not fit 16 bits"):
         output_cache.pack_rows(large, output_cache.row_layout(large, half=True))
 
 
-def test_what_is_no_batch_cannot_be_kept() -> None:
-    """A number that goes from the frozen part into the trained one."""
+def test_what_is_no_batch_cannot_be_kept():
     with pytest.raises(ModelError, match='set cache = "off"'):
         output_cache.row_layout(seen()._replace(values=[torch.zeros(2, 1)]), half=False)
 
 
-def test_a_file_gives_rows_in_any_order_and_is_found_by_its_key(tmp_path: Path) -> None:
-    """Two batches of three; another key, another count, a cut file or a damaged note are not it."""
+def test_a_file_gives_rows_in_any_order_and_is_found_by_its_key(tmp_path):
     writer = RowWriter(tmp_path / "cache", "train", 6, half=False, most_bytes=360)
     writer.write_batch(seen())
     writer.write_batch(seen())
@@ -273,22 +258,19 @@ def test_a_file_gives_rows_in_any_order_and_is_found_by_its_key(tmp_path: Path) 
     assert output_cache.find_complete_rows(folder, "train", "k", 6) is None
 
 
-def test_a_file_is_not_begun_where_it_would_be_too_large(tmp_path: Path) -> None:
-    """6 rows of 60 bytes do not go into 359; what was there of an older key is gone."""
+def test_a_file_is_not_begun_where_it_would_be_too_large(tmp_path):
     (tmp_path / "train.rows").write_bytes(b"old")
     with pytest.raises(NoRoomError, match="360 bytes"):
         RowWriter(tmp_path, "train", 6, half=False, most_bytes=359).write_batch(seen())
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_cache_that_cannot_be_written_is_no_room(tmp_path: Path) -> None:
-    """A file lies where the folder should be."""
+def test_a_cache_that_cannot_be_written_is_no_room(tmp_path):
     (tmp_path / "cache").write_text("")
     with pytest.raises(NoRoomError):
         RowWriter(tmp_path / "cache", "train", 6, half=False, most_bytes=10**6).write_batch(seen())
 
 
-def test_a_layout_survives_json() -> None:
-    """As it is kept beside the rows."""
+def test_a_layout_survives_json():
     layout = output_cache.row_layout(seen(), half=True)
     assert msgspec.json.decode(msgspec.json.encode(layout), type=RowLayout) == layout

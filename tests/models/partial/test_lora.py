@@ -1,7 +1,5 @@
 """Low-rank adapters: where they go, that they change nothing at first, and that they melt into the weights."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Any
 
@@ -74,7 +72,7 @@ def adapted(name: str, *, own: bool = False, trained: bool = False) -> tuple[Any
 
 
 @each
-def test_with_b_zero_the_adapted_network_is_the_backbone(name: str) -> None:
+def test_with_b_zero_the_adapted_network_is_the_backbone(name):
     """B = 0 at first: the same scores, whatever A is."""
     plain, copy, values, x = adapted(name)
     assert any(np.any(value) for key, value in values.items() if key.endswith("lora_a"))
@@ -82,8 +80,7 @@ def test_with_b_zero_the_adapted_network_is_the_backbone(name: str) -> None:
 
 
 @each
-def test_adapters_melt_into_the_weights(name: str) -> None:
-    """Trained ones change the scores, and the merged plain network gives the changed ones."""
+def test_adapters_melt_into_the_weights(name):
     plain, copy, values, x = adapted(name, trained=True)
     model = held(plain)
     wanted = copy(x)
@@ -94,7 +91,7 @@ def test_adapters_melt_into_the_weights(name: str) -> None:
 
 
 @each
-def test_a_shut_gate_leaves_the_shared_branch_alone(name: str) -> None:
+def test_a_shut_gate_leaves_the_shared_branch_alone(name):
     """a = -100: a trained branch of the device's own counts for nothing; at 0 it counts."""
     _, copy, values, x = adapted(name, own=True, trained=True)
     make, shape = NETWORKS[name]
@@ -107,7 +104,7 @@ def test_a_shut_gate_leaves_the_shared_branch_alone(name: str) -> None:
         assert torch.allclose(found, shared(x), rtol=0, atol=1e-6) is same
 
 
-def test_both_branches_add_up_as_eq_4_on_outputs() -> None:
+def test_both_branches_add_up_as_eq_4_on_outputs():
     """x = [1, 2], W = 0, A_g = A_p = [[1], [1]], B_g = [[1]], B_p = [[10]], s = 2: 2*3 + 0.5*2*30 = 36."""
     layer = nn.Linear(2, 1, bias=False)
     nn.init.zeros_(layer.weight)
@@ -118,7 +115,7 @@ def test_both_branches_add_up_as_eq_4_on_outputs() -> None:
     assert network(torch.tensor([[1.0, 2.0]])).item() == 36.0
 
 
-def test_every_gate_has_a_gradient_from_the_first_step() -> None:
+def test_every_gate_has_a_gradient_from_the_first_step():
     """B_p begins as noise: with B_p = 0 it would be 0, and the gate would never move."""
     _, copy, _, x = adapted("vit", own=True)
     copy(x).square().sum().backward()
@@ -127,8 +124,7 @@ def test_every_gate_has_a_gradient_from_the_first_step() -> None:
     assert all(float(value.grad.abs()) > 0 for value in gates)
 
 
-def test_a_transformers_attention_and_feed_forward_outputs_are_adapted() -> None:
-    """In ours and in torchvision's, in the order of the blocks ("10" after "2")."""
+def test_a_transformers_attention_and_feed_forward_outputs_are_adapted():
     spots = spots_of(registry.load_network({**VIT, "depth": 11}), (1, 8, 8))
     assert spots[10] == lora.AdapterSite("blocks.10", ("blocks.10.attention.out_proj", "blocks.10.mlp.2"))
     last = "encoder.layers.encoder_layer_1"
@@ -137,25 +133,22 @@ def test_a_transformers_attention_and_feed_forward_outputs_are_adapted() -> None
     )
 
 
-def test_without_attention_every_linear_layer_but_the_head_is_a_block() -> None:
-    """6 -> 5 -> 4 -> 3: the layers "1" and "3", not the head "5"."""
+def test_without_attention_every_linear_layer_but_the_head_is_a_block():
     assert spots_of(registry.load_network(MLP), (6,)) == (lora.AdapterSite("1", ("1",)), lora.AdapterSite("3", ("3",)))
 
 
-def test_a_network_without_linear_layers_before_its_head_is_refused() -> None:
-    """A convolutional net with one linear layer has nothing for LoRA."""
+def test_a_network_without_linear_layers_before_its_head_is_refused():
     with pytest.raises(ModelError, match="take a transformer"):
         spots_of(registry.load_network({"name": "plain", "channels": 1, "classes": 3}), (1, 8, 8))
 
 
 @pytest.mark.parametrize("layer", ["nowhere", "blocks.0.norm1"])
-def test_a_place_that_is_no_linear_layer_is_refused_by_name(layer: str) -> None:
-    """Absent, or of another kind."""
+def test_a_place_that_is_no_linear_layer_is_refused_by_name(layer):
     with pytest.raises(ModelError, match=f"'{layer}' is no linear layer"):
         adapter_layers.insert_adapters(registry.load_network(VIT), [lora.AdapterSite("blocks.0", (layer,))], 2, 1.0)
 
 
-def test_sizes_of_the_shared_part_are_the_papers() -> None:
+def test_sizes_of_the_shared_part_are_the_papers():
     """r = 8, 100 classes: 148,324 values for ViT-Tiny/16, 592,996 for ViT-Base/16 (heads of 19,300 and 76,900)."""
     for width, hidden, values in ((192, 768, 148_324), (768, 3072, 592_996)):
         table = {"name": "vit", "channels": 3, "size": 224, "patch": 16, "classes": 100, "depth": 12}
@@ -168,8 +161,7 @@ def test_sizes_of_the_shared_part_are_the_papers() -> None:
         assert sum(a.size for a in adapters.values()) + model["head.weight"].size + model["head.bias"].size == values
 
 
-def test_our_attention_gives_what_torchs_gives() -> None:
-    """Of the same tensors, on 3 examples of 5 patches."""
+def test_our_attention_gives_what_torchs_gives():
     torch.manual_seed(0)
     theirs = nn.MultiheadAttention(8, 2, batch_first=True).eval()
     nn.init.normal_(theirs.in_proj_bias)
@@ -177,7 +169,7 @@ def test_our_attention_gives_what_torchs_gives() -> None:
     torch.testing.assert_close(Attention.from_torch(theirs)(x)[0], theirs(x, x, x, need_weights=False)[0])
 
 
-def test_torchs_own_encoder_is_adapted_and_calls_its_adapters_also_when_it_evaluates() -> None:
+def test_torchs_own_encoder_is_adapted_and_calls_its_adapters_also_when_it_evaluates():
     """Its fused kernel, which it takes in evaluation mode, would read the weights and pass the adapters over."""
     torch.manual_seed(0)
     network = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 1).eval()
@@ -194,8 +186,7 @@ def test_torchs_own_encoder_is_adapted_and_calls_its_adapters_also_when_it_evalu
         torch.testing.assert_close(network.train()(x), moved)
 
 
-def test_attention_with_a_mask_or_to_another_input_is_refused() -> None:
-    """Rather than left out without a word, as in a decoder."""
+def test_attention_with_a_mask_or_to_another_input_is_refused():
     ours = Attention.from_torch(nn.MultiheadAttention(8, 2, batch_first=True))
     x, other = torch.randn(1, 5, 8), torch.randn(1, 5, 8)
     for ask in (lambda: ours(x, other, other), lambda: ours(x, x, x, attn_mask=torch.ones(5, 5))):
@@ -203,22 +194,19 @@ def test_attention_with_a_mask_or_to_another_input_is_refused() -> None:
             ask()
 
 
-def test_attention_of_another_kind_is_refused() -> None:
-    """With keys of another width than queries there is no single input projection."""
+def test_attention_of_another_kind_is_refused():
     network = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2, kdim=4, batch_first=True)})
     with pytest.raises(ModelError, match="attention: only self-attention"):
         adapter_layers.insert_adapters(network, [], 2, 1.0)
 
 
 @pytest.mark.parametrize("odd", [{"patch": 3}, {"heads": 3}])
-def test_a_transformer_whose_sizes_do_not_divide_is_refused(odd: dict[str, int]) -> None:
-    """8 pixels in patches of 3, 8 values for 3 heads."""
+def test_a_transformer_whose_sizes_do_not_divide_is_refused(odd):
     with pytest.raises(ModelError, match="is not a multiple of"):
         registry.build_network({**VIT, **odd})
 
 
-def test_the_small_transformer_takes_its_input_and_costs_less_than_a_resnet() -> None:
-    """(n, 1, 28, 28) -> (n, 10) at its defaults: under 40 MFLOP (ResNet-20 takes 82), and the same bits by seed."""
+def test_the_small_transformer_takes_its_input_and_costs_less_than_a_resnet():
     table = {"name": "vit", "channels": 1, "size": 28, "classes": 10}
     one, two = registry.load_network(table, seed=3), registry.load_network(table, seed=3)
     assert one(torch.zeros(2, *registry.input_shape(table))).shape == (2, 10)

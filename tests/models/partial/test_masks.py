@@ -1,7 +1,5 @@
 """Neuron masks: what they cover, how they travel, and that masking activations is masking weights."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -49,8 +47,7 @@ def a_mask(*neurons: int) -> np.ndarray:
     return np.array(neurons, bool)
 
 
-def test_an_entry_is_covered_where_both_its_ends_are() -> None:
-    """Neurons 1 and 4 of a, 2 of b: rows of a, and of b's second row the entries 0, 1, 6, 7."""
+def test_an_entry_is_covered_where_both_its_ends_are():
     marks = masks.covered_entries(PLAN, a_mask(1, 0, 0, 1, 0, 1))
     assert marks["a.weight"].tolist() == [[True] * 3, [False] * 3, [False] * 3, [True] * 3]
     assert marks["a.bias"].tolist() == [True, False, False, True]
@@ -58,8 +55,7 @@ def test_an_entry_is_covered_where_both_its_ends_are() -> None:
     assert marks["c.weight"].tolist() == [[False, True], [False, True]]
 
 
-def test_what_is_taken_is_put_back_where_it_was() -> None:
-    """Uncovered entries are 0, tensors that nothing masks go whole; so many entries travel as are covered."""
+def test_what_is_taken_is_put_back_where_it_was():
     model = {
         "a.weight": np.arange(12.0).reshape(4, 3) + 1,
         "a.bias": np.ones(4),
@@ -84,8 +80,7 @@ def test_what_is_taken_is_put_back_where_it_was() -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 7])
-def test_parts_of_all_devices_sum_to_one(parts: int) -> None:
-    """Also where layers are narrower than there are parts, or do not divide."""
+def test_parts_of_all_devices_sum_to_one(parts):
     total = sum(masks.mask_of_equal_part(PLAN, index, parts).astype(int) for index in range(parts))
     assert total.tolist() == [1] * 6
     for index in range(parts):
@@ -93,8 +88,7 @@ def test_parts_of_all_devices_sum_to_one(parts: int) -> None:
             assert abs(int(mark.sum()) - PLAN.widths[name] / parts) < 1
 
 
-def test_a_mask_is_a_bit_for_each_neuron() -> None:
-    """13 neurons are 2 bytes; another number of bytes is refused."""
+def test_a_mask_is_a_bit_for_each_neuron():
     mask = np.random.default_rng(0).random(13) < 0.5
     bits = masks.pack_mask(mask)
     assert (bits.nbytes, masks.unpack_mask(bits, 13).tolist()) == (2, mask.tolist())
@@ -103,15 +97,14 @@ def test_a_mask_is_a_bit_for_each_neuron() -> None:
             masks.unpack_mask(odd, 13)
 
 
-def test_a_plan_travels_as_a_tensor() -> None:
-    """And what is none is refused."""
+def test_a_plan_travels_as_a_tensor():
     assert masks.plan_from_array(masks.plan_to_array(PLAN)) == PLAN
     for odd in (b"", b"{}", b"\xff", b'{"widths":{"a":"b"},"pinned":{},"follows":{}}'):
         with pytest.raises(ModelError, match="plan of masks"):
             masks.plan_from_array(np.frombuffer(odd, np.uint8))
 
 
-def test_a_plan_of_another_network_is_refused() -> None:
+def test_a_plan_of_another_network_is_refused():
     """A tensor that is absent or shaped otherwise; groups that do not make up a shape, or do not exist."""
     model = {name: np.zeros(follow.shape) for name, follow in PLAN.follows.items()}
     masks.validate_plan(PLAN, model)
@@ -144,8 +137,7 @@ def network(name: str) -> tuple[Any, Any, MaskPlan]:
 
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("training", [False, True])
-def test_masking_activations_is_masking_weights(name: str, training: bool) -> None:
-    """Gates before the layers that hear give what the network gives with uncovered entries at 0, in either mode."""
+def test_masking_activations_is_masking_weights(name, training):
     torch, module, plan = network(name)
     from fedquilt.models.partial.torch_masks import SCORES, MaskHooks
 
@@ -171,8 +163,7 @@ def test_masking_activations_is_masking_weights(name: str, training: bool) -> No
     assert float(wanted.std()) > 0
 
 
-def test_the_toy_networks_plan_is_the_traced_one() -> None:
-    """What the conformance tests of methods play with."""
+def test_the_toy_networks_plan_is_the_traced_one():
     pytest.importorskip("torch")
     from fedquilt.models.networks import registry
     from fedquilt.models.partial import dependency_trace
@@ -180,8 +171,7 @@ def test_the_toy_networks_plan_is_the_traced_one() -> None:
     assert dependency_trace.trace_mask_plan(registry.build_network(MLP)) == MLP_MASKS
 
 
-def test_channels_that_are_added_share_a_mask() -> None:
-    """The second convolution of a block and its projected shortcut; the first one has its own."""
+def test_channels_that_are_added_share_a_mask():
     _, _, plan = network("residual")
     assert plan.follows["2.conv2.weight"].out == plan.follows["2.shortcut.0.weight"].out
     assert plan.follows["2.conv1.weight"].out == ("2.conv1",)
@@ -189,7 +179,7 @@ def test_channels_that_are_added_share_a_mask() -> None:
     assert plan.follows["2.conv1.weight"].into == plan.follows["2.shortcut.0.weight"].into
 
 
-def test_what_is_padded_is_not_masked() -> None:
+def test_what_is_padded_is_not_masked():
     """ResNet-20's shortcuts pad channels, so its residual streams are left alone: 3 x (16 + 32 + 64) inner ones."""
     _, _, plan = network("resnet20-cifar")
     assert plan.neurons == 336
@@ -197,7 +187,7 @@ def test_what_is_padded_is_not_masked() -> None:
     assert "linear.weight" not in plan.follows
 
 
-def test_the_papers_networks_have_the_neurons_it_counts() -> None:
+def test_the_papers_networks_have_the_neurons_it_counts():
     """Table 4: h = 32 + 64 + 128 + 32 = 256, a mask of 32 bytes, of 14,884 weights."""
     pytest.importorskip("torch")
     from fedquilt.models.networks import registry
@@ -210,21 +200,19 @@ def test_the_papers_networks_have_the_neurons_it_counts() -> None:
     assert masks.pack_mask(np.ones(256, bool)).nbytes == 32
 
 
-def test_scores_are_never_masked() -> None:
-    """Nor is a network that ends in a convolution and a pooling: SqueezeNet."""
+def test_scores_are_never_masked():
     _, _, plan = network("torchvision/squeezenet1_1")
     assert plan.follows["classifier.1.weight"].out == ()
     assert "classifier.1.bias" not in plan.follows
     assert len(plan.follows["features.4.squeeze.weight"].into) == 2  # two that are put side by side
 
 
-def test_a_network_that_cannot_be_traced_says_so() -> None:
-    """Its way depends on values."""
+def test_a_network_that_cannot_be_traced_says_so():
     torch = pytest.importorskip("torch")
     from fedquilt.models.partial import dependency_trace
 
-    class Odd(torch.nn.Module):  # type: ignore[misc,name-defined]
-        def forward(self, x: Any) -> Any:
+    class Odd(torch.nn.Module):
+        def forward(self, x):
             return x if x.sum() > 0 else -x
 
     line = Odd.forward.__code__.co_firstlineno + 1
@@ -237,8 +225,7 @@ def test_a_network_that_cannot_be_traced_says_so() -> None:
         dependency_trace.trace_mask_plan(inner)
 
 
-def test_units_that_a_weight_made_of_other_tensors_reads_stay_whole() -> None:
-    """Nothing cuts those tensors, nor the bias beside them."""
+def test_units_that_a_weight_made_of_other_tensors_reads_stay_whole():
     torch = pytest.importorskip("torch")
     from fedquilt.models.partial import dependency_trace
 
@@ -268,7 +255,7 @@ def one_neuron() -> tuple[Any, Any, MaskPlan]:
     )
 
 
-def test_the_gradient_goes_through_the_draw_as_if_it_were_the_probability() -> None:
+def test_the_gradient_goes_through_the_draw_as_if_it_were_the_probability():
     """f = 3 * 3 * m * x at x = 2: df/dm = 18, and by s 18 theta (1 - theta), whether m is drawn 0 or 1."""
     torch, module, plan = one_neuron()
     from fedquilt.models.partial.torch_masks import SCORES, MaskHooks
@@ -290,7 +277,7 @@ def test_the_gradient_goes_through_the_draw_as_if_it_were_the_probability() -> N
     assert seen == {0.0, 18.0}
 
 
-def test_being_unlike_the_others_is_worth_lambda() -> None:
+def test_being_unlike_the_others_is_worth_lambda():
     """theta = 1/2, others 0.2 and 0.9, lambda = 3: -3 (0.09 + 0.16)."""
     torch = pytest.importorskip("torch")
     from fedquilt.models.partial.torch_masks import MaskHooks
@@ -299,13 +286,11 @@ def test_being_unlike_the_others_is_worth_lambda() -> None:
     gates = MaskHooks(plan, torch.tensor([0.2, 0.9]), 3.0, 0.0)
     module = gates.prepare(torch.nn.Linear(1, 1))
     penalty = gates.training_steps(1.0)[0].penalty
-    assert penalty is not None
     assert float(penalty(module, None, None, {}).detach()) == pytest.approx(-0.75)
     assert MaskHooks(plan, None, 3.0, 0.0).training_steps(1.0)[0].penalty is None
 
 
-def test_a_step_on_scores_leaves_batch_norms_statistics() -> None:
-    """What it does to them is undone before the step on the weights."""
+def test_a_step_on_scores_leaves_batch_norms_statistics():
     torch, module, plan = network("plain")
     from fedquilt.models.partial.torch_masks import MaskHooks
 
@@ -318,7 +303,7 @@ def test_a_step_on_scores_leaves_batch_norms_statistics() -> None:
     assert int(module.state_dict()["0.1.num_batches_tracked"]) == 1
 
 
-def test_a_plan_that_names_a_layer_the_network_lacks_is_refused() -> None:
+def test_a_plan_that_names_a_layer_the_network_lacks_is_refused():
     """Where the device would otherwise mask nothing."""
     torch, module, plan = one_neuron()
     from fedquilt.models.partial.torch_masks import MaskHooks

@@ -1,7 +1,5 @@
 """Cutting a network by width and by depth, and putting parts back: entry by entry, on numbers small enough to check."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -17,10 +15,7 @@ from fedquilt.testing.toy_networks import MLP_MASKS
 FLATTENED = masks.MaskPlan(
     {"0": 4},
     {"9": 2},
-    {
-        "0.weight": masks.TensorGroups((4, 1, 3, 3), ("0",)),
-        "2.weight": masks.TensorGroups((3, 12), (), ("0", "9"), 2),
-    },
+    {"0.weight": masks.TensorGroups((4, 1, 3, 3), ("0",)), "2.weight": masks.TensorGroups((3, 12), (), ("0", "9"), 2)},
 )
 
 
@@ -34,8 +29,7 @@ def at_rate(model: dict[str, np.ndarray], rate: float) -> width.Places:
     return width.unit_indices_by_tensor(MLP_MASKS, model, width.leading_units(MLP_MASKS, rate))
 
 
-def test_the_leading_units_are_cut_out_of_every_tensor_that_follows_them() -> None:
-    """Two of five neurons: the first two rows of what makes them, the first two columns of what hears them."""
+def test_the_leading_units_are_cut_out_of_every_tensor_that_follows_them():
     model = mlp()
     part = width.cut_tensors(model, at_rate(model, 0.4))
     assert {name: array.shape for name, array in part.items()} == {
@@ -50,28 +44,25 @@ def test_the_leading_units_are_cut_out_of_every_tensor_that_follows_them() -> No
 
 
 @pytest.mark.parametrize(("rate", "units"), [(0.2, 1), (0.21, 2), (0.4, 2), (0.6, 3), (1.0, 5), (0.001, 1)])
-def test_a_rate_keeps_the_ceiling_of_its_share_and_one_unit_at_least(rate: float, units: int) -> None:
+def test_a_rate_keeps_the_ceiling_of_its_share_and_one_unit_at_least(rate, units):
     """0.6 * 5 is 3.0000000000000004 in no machine's favour."""
     assert width.unit_count(5, rate) == units
 
 
-def test_columns_after_a_flattening_go_with_their_unit_and_pinned_groups_stay() -> None:
-    """Units 0 and 1 of four with two columns each, then both pinned units' columns."""
+def test_columns_after_a_flattening_go_with_their_unit_and_pinned_groups_stay():
     model = {"0.weight": np.zeros((4, 1, 3, 3), np.float32), "2.weight": np.arange(36).reshape(3, 12)}
     part = width.cut_tensors(model, width.unit_indices_by_tensor(FLATTENED, model, width.leading_units(FLATTENED, 0.5)))
     assert part["0.weight"].shape == (2, 1, 3, 3)
     assert part["2.weight"][0].tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
 
 
-def test_the_strongest_units_are_those_with_the_largest_weights_in_their_own_order() -> None:
-    """Rows 1 and 3 are made large."""
+def test_the_strongest_units_are_those_with_the_largest_weights_in_their_own_order():
     model = mlp()
     model["1.weight"][[3, 1]] *= 100
     assert width.strongest_units(MLP_MASKS, model, 0.4)["1"].tolist() == [1, 3]
 
 
-def test_an_entry_is_the_mean_over_who_sent_it_and_stays_where_nobody_did() -> None:
-    """A whole model of threes by weight 1 and two leading neurons of ones by weight 3: 1.5, 3, and of none the old."""
+def test_an_entry_is_the_mean_over_who_sent_it_and_stays_where_nobody_did():
     model = mlp()
     threes = {name: np.full_like(array, 3) for name, array in model.items()}
     small = at_rate(model, 0.4)
@@ -87,13 +78,11 @@ def test_an_entry_is_the_mean_over_who_sent_it_and_stays_where_nobody_did() -> N
     assert width.average_entries(model, None).keys() == model.keys()
 
 
-def test_how_many_have_an_entry_is_counted_by_the_formula() -> None:
-    """Rates 0.2, 0.4 and 1 of five neurons: weights 3, 2, 1, 1, 1 along them, and all 3 on what is never cut."""
+def test_how_many_have_an_entry_is_counted_by_the_formula():
     model, total = mlp(), None
     for rate in (0.2, 0.4, 1.0):
         at = at_rate(model, rate)
         total = width.add_entries(model, total, width.cut_tensors(model, at), at, 1.0)
-    assert total is not None
     assert total.weight["1.bias"].rounded_value().tolist() == [3, 2, 1, 1, 1]
     assert total.weight["3.weight"].rounded_value().tolist() == [[3, 2, 1, 1, 1]] * 3
     assert total.weight["3.bias"].rounded_value().tolist() == [3, 3, 3]
@@ -101,10 +90,9 @@ def test_how_many_have_an_entry_is_counted_by_the_formula() -> None:
     assert all(np.allclose(kept[name], model[name]) for name in model)
 
 
-def test_counters_are_not_averaged_and_no_weight_moves_nothing() -> None:
-    """The larger of two counts; a device without examples changes nothing."""
+def test_counters_are_not_averaged_and_no_weight_moves_nothing():
     model = {"n": np.array(3), "w": np.ones(2, np.float32)}
-    at: width.Places = {"n": (None, None), "w": (None, None)}
+    at = {"n": (None, None), "w": (None, None)}
     total = width.add_entries(model, None, {"n": np.array(9), "w": np.zeros(2, np.float32)}, at, 2.0)
     total = width.add_entries(model, total, {"n": np.array(4), "w": np.zeros(2, np.float32)}, at, 2.0)
     assert width.average_entries(model, total)["n"] == 9
@@ -115,8 +103,7 @@ def test_counters_are_not_averaged_and_no_weight_moves_nothing() -> None:
     assert idle["n"] == 3
 
 
-def test_a_part_that_nobody_was_sent_is_refused() -> None:
-    """Another width, a missing tensor, and a value that is not finite."""
+def test_a_part_that_nobody_was_sent_is_refused():
     model = mlp()
     cuts = [at_rate(model, rate) for rate in (0.2, 1.0)]
     odd = width.cut_tensors(model, at_rate(model, 0.6))
@@ -130,8 +117,7 @@ def test_a_part_that_nobody_was_sent_is_refused() -> None:
         width.add_entries(model, None, bad, width.recognise_cut(model, bad, cuts), 1.0)
 
 
-def test_a_tiers_value_is_the_largest_that_the_budget_reaches_and_the_first_where_it_is_not_known() -> None:
-    """512 MB, 1, 3 and 8 GB, and nothing said."""
+def test_a_tiers_value_is_the_largest_that_the_budget_reaches_and_the_first_where_it_is_not_known():
     values = ("a", "b", "c", "d", "e")
     budgets = (512 * 10**6, 10**9, 3 * 10**9, 8 * 10**9)
     assert [width.select_by_tier(budgeted(budget), values) for budget in budgets] == ["a", "b", "c", "e"]
@@ -162,7 +148,7 @@ def body_of(table: dict[str, Any], count: int) -> depth.StagedNetwork:
     )
 
 
-def test_stages_hold_every_tensor_but_the_classifiers_once() -> None:
+def test_stages_hold_every_tensor_but_the_classifiers_once():
     """Of a small residual network, and of ResNet-20 whose three stages begin where the paper's do."""
     for table, count in ((RESIDUAL, 3), ({"name": "resnet20-cifar", "classes": 10}, 3)):
         model = tensors_of(table)
@@ -175,8 +161,7 @@ def test_stages_hold_every_tensor_but_the_classifiers_once() -> None:
     assert [stage.entrance for stage in deep.stages] == ["conv1", "layer2.0.conv1", "layer3.0.conv1"]
 
 
-def test_what_has_no_weights_to_hear_with_goes_with_its_neighbour() -> None:
-    """A transformer's embedding of places with the first block, its last normalisation with the last one."""
+def test_what_has_no_weights_to_hear_with_goes_with_its_neighbour():
     pytest.importorskip("torch")
     model = tensors_of(VIT)
     found = body_of(VIT, 9)
@@ -189,8 +174,7 @@ def test_what_has_no_weights_to_hear_with_goes_with_its_neighbour() -> None:
     assert sorted([*names, *found.head_names]) == sorted(model)
 
 
-def test_what_a_transformers_stage_hears_is_the_mean_over_its_patches() -> None:
-    """Channels are last there; also where there are as many patches as channels."""
+def test_what_a_transformers_stage_hears_is_the_mean_over_its_patches():
     torch = pytest.importorskip("torch")
     from fedquilt.models.networks import registry
 
@@ -209,8 +193,7 @@ def test_what_a_transformers_stage_hears_is_the_mean_over_its_patches() -> None:
     assert torch.equal(part(x), patches.mean(dim=1))
 
 
-def test_a_network_of_one_layer_has_no_depth_to_cut() -> None:
-    """Linear alone, and convolutions without a linear layer."""
+def test_a_network_of_one_layer_has_no_depth_to_cut():
     for kind, shape in (("Linear", (3, 4)), ("Conv2d", (3, 4, 1, 1))):
         row = RegisterEntry("0.weight", "parameter", "0", "0", kind, normalises=False, trained=True)
         with pytest.raises(ModelError, match="by depth"):
@@ -218,13 +201,12 @@ def test_a_network_of_one_layer_has_no_depth_to_cut() -> None:
 
 
 @pytest.mark.parametrize("name", ["residual", "plain", "separable", "resnet20-cifar", "cnn"])
-def test_the_first_stages_alone_say_what_they_say_within_the_network(name: str) -> None:
-    """What the stage behind them hears, with everything behind gone; in evaluation, to the last bit."""
+def test_the_first_stages_alone_say_what_they_say_within_the_network(name):
     torch = pytest.importorskip("torch")
     from fedquilt.models.networks import registry
 
     channels = 3 if name == "resnet20-cifar" else 1
-    table: dict[str, Any] = {"name": name, "classes": 3}
+    table = {"name": name, "classes": 3}
     table |= {} if name == "resnet20-cifar" else {"channels": 1, "width": 2}
     table |= {"size": 8} if name == "cnn" else {}
     whole = registry.build_network(table).eval()
@@ -243,16 +225,15 @@ def test_the_first_stages_alone_say_what_they_say_within_the_network(name: str) 
     assert torch.equal(part(x), wanted)
 
 
-def test_an_order_of_calls_that_is_not_the_networks_is_found_out() -> None:
-    """A network that uses its layer "b" before its layer "a", which the register has first."""
+def test_an_order_of_calls_that_is_not_the_networks_is_found_out():
     torch = pytest.importorskip("torch")
 
-    class Odd(torch.nn.Module):  # type: ignore[misc,name-defined]
-        def __init__(self) -> None:
+    class Odd(torch.nn.Module):
+        def __init__(self):
             super().__init__()
             self.a, self.b, self.z = (torch.nn.Linear(4, 4) for _ in range(3))
 
-        def forward(self, x: Any) -> Any:
+        def forward(self, x):
             return self.z(self.a(self.b(x)))
 
     model = {key: value.numpy() for key, value in Odd().state_dict().items()}
@@ -270,14 +251,13 @@ def test_an_order_of_calls_that_is_not_the_networks_is_found_out() -> None:
 
 
 @pytest.mark.parametrize("name", ["residual", "plain", "separable", "cnn", "resnet20-cifar"])
-def test_a_shrunk_network_says_what_the_whole_one_says_with_the_other_units_silenced(name: str) -> None:
-    """Whole, with 0 in all entries of units that are left out: their biases and normalisations too."""
+def test_a_shrunk_network_says_what_the_whole_one_says_with_the_other_units_silenced(name):
     torch = pytest.importorskip("torch")
     from fedquilt.models.networks import registry
     from fedquilt.models.partial import dependency_trace
 
     channels = 3 if name == "resnet20-cifar" else 1
-    table: dict[str, Any] = {"name": name, "classes": 3}
+    table = {"name": name, "classes": 3}
     table |= {} if name == "resnet20-cifar" else {"channels": 1, "width": 4}
     table |= {"size": 8} if name == "cnn" else {}
     whole = registry.build_network(table).eval()
@@ -304,8 +284,7 @@ def test_a_shrunk_network_says_what_the_whole_one_says_with_the_other_units_sile
     assert torch.allclose(narrow(x), whole(x), atol=1e-5)
 
 
-def test_a_scaled_layer_says_its_full_width_through_its_own_times_as_much() -> None:
-    """Half of the neurons' outputs doubled; the layer that tells classes as it is."""
+def test_a_scaled_layer_says_its_full_width_through_its_own_times_as_much():
     torch = pytest.importorskip("torch")
     from fedquilt.models.networks import registry
     from fedquilt.models.partial import dependency_trace
@@ -323,14 +302,14 @@ def test_a_scaled_layer_says_its_full_width_through_its_own_times_as_much() -> N
     assert torch.allclose(outcomes[0], 2 * outcomes[1])
 
 
-def test_a_normalisation_without_weights_is_narrowed_by_its_statistics() -> None:
+def test_a_normalisation_without_weights_is_narrowed_by_its_statistics():
     """`affine = False` leaves it two buffers alone."""
     torch = pytest.importorskip("torch")
     from torch import nn
 
     from fedquilt.models.partial import dependency_trace
 
-    def network() -> Any:
+    def network():
         return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6, affine=False), nn.ReLU(), nn.Linear(6, 3))
 
     whole = network()
@@ -344,8 +323,7 @@ def test_a_normalisation_without_weights_is_narrowed_by_its_statistics() -> None
     assert narrow(torch.ones(2, 4)).shape == (2, 3)
 
 
-def test_tensors_of_another_network_are_told_by_name() -> None:
-    """A sub-model that lacks a tensor."""
+def test_tensors_of_another_network_are_told_by_name():
     pytest.importorskip("torch")
     from fedquilt.models.networks import registry
 

@@ -1,7 +1,5 @@
 """Stacks hand out what was put in, wherever they lie; what is kept is whole or absent."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import os
@@ -33,8 +31,7 @@ def stack(where: str, folder: Path) -> ActivationStack:
 
 @pytest.mark.parametrize("where", ["memory", "file"])
 @pytest.mark.parametrize(("first", "last"), [(0, 7), (0, 3), (1, 2), (2, 6), (3, 4), (6, 7)])
-def test_rows_and_columns_are_those_that_were_put(where: str, first: int, last: int, tmp_path: Path) -> None:
-    """Across the pieces that it was put in, bit for bit."""
+def test_rows_and_columns_are_those_that_were_put(where, first, last, tmp_path):
     made = stack(where, tmp_path)
     assert np.array_equal(made.read_examples(first, last), X[first:last])
     assert np.array_equal(made.read_features(first, last, 5), X.reshape(7, -1)[:5, first:last])
@@ -42,13 +39,10 @@ def test_rows_and_columns_are_those_that_were_put(where: str, first: int, last: 
 
 
 @pytest.mark.parametrize(("last", "reads"), [(18, 1), (17, 5)])
-def test_whole_examples_are_one_read_of_the_file(
-    last: int, reads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Some features of five examples take a read for each; all features lie side by side."""
+def test_whole_examples_are_one_read_of_the_file(last, reads, tmp_path, monkeypatch):
     made, read, sizes = stack("file", tmp_path), os.preadv, []
 
-    def preadv(file: int, into: list[memoryview], offset: int) -> int:
+    def preadv(file, into, offset):
         sizes.append(len(into[0]))
         return read(file, into, offset)
 
@@ -58,15 +52,13 @@ def test_whole_examples_are_one_read_of_the_file(
 
 
 @pytest.mark.parametrize("where", ["memory", "file"])
-def test_a_saved_stack_is_found_again_and_only_in_its_shape(where: str, tmp_path: Path) -> None:
-    """The file stays when the stack goes; one cut short is none."""
+def test_a_saved_stack_is_found_again_and_only_in_its_shape(where, tmp_path):
     made = stack(where, tmp_path)
     made.save(tmp_path / "kept")
     del made
     gc.collect()
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
     found = FileStack.open(tmp_path / "kept", X.shape)
-    assert found is not None
     assert np.array_equal(found.read_examples(0, 7), X)
     assert FileStack.open(tmp_path / "kept", (8, 2, 3, 3)) is None
     assert FileStack.open(tmp_path / "absent", X.shape) is None
@@ -85,7 +77,7 @@ def open_in(folder: Path) -> list[str]:
     return [path for path in found if path.startswith(f"{folder.resolve()}/")]
 
 
-def test_a_stack_that_is_not_saved_leaves_nothing(tmp_path: Path) -> None:
+def test_a_stack_that_is_not_saved_leaves_nothing(tmp_path):
     """Its file goes with it, and its descriptor. Descriptors of earlier tests may be closed meanwhile."""
     made = stack("file", tmp_path)
     assert len(list(tmp_path.iterdir())) == len(open_in(tmp_path)) == 1
@@ -95,10 +87,10 @@ def test_a_stack_that_is_not_saved_leaves_nothing(tmp_path: Path) -> None:
     assert not open_in(tmp_path)
 
 
-def test_a_full_disk_is_told_with_a_mend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_told_with_a_mend(tmp_path, monkeypatch):
     """What cannot be written raises; what can be spared is just not kept."""
 
-    def full(*arguments: object) -> int:
+    def full(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     shelf = ActivationCache(tmp_path, 10**6, 10**6)
@@ -111,8 +103,7 @@ def test_a_full_disk_is_told_with_a_mend(tmp_path: Path, monkeypatch: pytest.Mon
     assert shelf.find("needed", X.shape) is shelf.find("spared", X.shape) is None
 
 
-def test_stacks_are_in_memory_while_there_is_room(tmp_path: Path) -> None:
-    """Two fit; the third goes to a file until one of them is gone. What a killed task left is swept."""
+def test_stacks_are_in_memory_while_there_is_room(tmp_path):
     (tmp_path / "part-left").write_bytes(b"x")
     shelf = ActivationCache(tmp_path, 2 * X.nbytes, 0)
     assert not list(tmp_path.iterdir())
@@ -123,8 +114,7 @@ def test_stacks_are_in_memory_while_there_is_room(tmp_path: Path) -> None:
     assert isinstance(shelf.make_stack(X.shape), MemoryStack)
 
 
-def test_a_kept_stack_that_is_damaged_is_not_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever wanted it computes it anew; it is named."""
+def test_a_kept_stack_that_is_damaged_is_not_found(tmp_path, caplog):
     shelf = ActivationCache(tmp_path, 10**6, 10**6)
     for at in (0, -1, -5):  # the first example, the checksum and the last example
         shelf.store("target", MemoryStack.from_array(X), spare=False)
@@ -136,7 +126,7 @@ def test_a_kept_stack_that_is_damaged_is_not_found(tmp_path: Path, caplog: pytes
     assert caplog.text.count("target is damaged") == 3
 
 
-def test_what_is_kept_makes_room_for_newer_and_the_longest_unused_goes_first(tmp_path: Path) -> None:
+def test_what_is_kept_makes_room_for_newer_and_the_longest_unused_goes_first(tmp_path):
     """Room for two: reading the older one saves it. What cannot be spared stays, whatever comes."""
     shelf = ActivationCache(tmp_path, 10**6, 2 * X.nbytes)
     shelf.store("target", MemoryStack.from_array(X), spare=False)
@@ -153,8 +143,7 @@ def test_what_is_kept_makes_room_for_newer_and_the_longest_unused_goes_first(tmp
     assert [shelf.find(name, X.shape) is not None for name in ("a", "c", "target")] == [True, True, True]
 
 
-def test_views_change_values_or_places_and_nothing_else(tmp_path: Path) -> None:
-    """Mapped through a function as asked for; Part counts from its first example."""
+def test_views_change_values_or_places_and_nothing_else(tmp_path):
     doubled = MappedSource(stack("file", tmp_path), lambda x: 2 * x[:, :1], (1, 3, 3), 5)
     assert doubled.shape == (7, 1, 3, 3)
     part = SourceSlice(doubled, 2, 6)

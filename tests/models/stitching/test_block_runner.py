@@ -1,7 +1,5 @@
 """A block gives what it gives, however its examples and its weights are taken apart."""
 
-from __future__ import annotations
-
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +10,10 @@ import pytest
 from fedquilt.arrays import tensors
 from fedquilt.core import ClientContext, Examples
 from fedquilt.costs import peak_memory
-from fedquilt.data import images, inputs
+from fedquilt.data import images
 from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.device import block_runner
-from fedquilt.models.stitching.device.activations import ActivationStack, FileStack, MemoryStack, SourceSlice
+from fedquilt.models.stitching.device.activations import FileStack, MemoryStack, SourceSlice
 from fedquilt.models.stitching.device.block_runner import BlockRunner
 from fedquilt.models.stitching.stitched_network import Block
 
@@ -71,8 +69,7 @@ def flowing(folder: Path, size: int = 4, room_bytes: int = 1 << 20) -> tuple[Blo
 
 @pytest.mark.parametrize("size", [1, 4, 64])
 @pytest.mark.parametrize("room_bytes", [0, 8 << 20])
-def test_tiles_and_micro_batches_change_no_value(size: int, room_bytes: int, tmp_path: Path) -> None:
-    """A layer in three tiles, any number of examples at a time, in memory or in a file; no tile is loaded twice."""
+def test_tiles_and_micro_batches_change_no_value(size, room_bytes, tmp_path):
     run, runner, seen = flowing(tmp_path, size, room_bytes)
     made = run.run_block(TILED, MemoryStack.from_array(X))
     assert isinstance(made, MemoryStack if room_bytes else FileStack)
@@ -83,14 +80,11 @@ def test_tiles_and_micro_batches_change_no_value(size: int, room_bytes: int, tmp
     assert seen[-1] < 1.0
 
 
-def test_what_goes_from_one_stage_to_the_next_lies_in_a_file_where_memory_is_short(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ten pooled maps between two stages count as the stacks do that a block leaves."""
+def test_what_goes_from_one_stage_to_the_next_lies_in_a_file_where_memory_is_short(tmp_path, monkeypatch):
     run, _, _ = flowing(tmp_path, 4, 0)
     shapes, make = [], run.shelf.make_stack
 
-    def seen(shape: tuple[int, ...]) -> ActivationStack:
+    def seen(shape):
         found = make(shape)
         shapes.append((shape, type(found)))
         return found
@@ -101,8 +95,7 @@ def test_what_goes_from_one_stage_to_the_next_lies_in_a_file_where_memory_is_sho
 
 
 @pytest.mark.parametrize(("matrices_bytes", "kind"), [(0, MemoryStack), (1 << 20, FileStack)])
-def test_stacks_leave_room_for_the_matrices_of_their_task(matrices_bytes: int, kind: type, tmp_path: Path) -> None:
-    """A megabyte of room beside a session: stacks get a sixth of it, or nothing where a task's matrices want it all."""
+def test_stacks_leave_room_for_the_matrices_of_their_task(matrices_bytes, kind, tmp_path):
     _, runner, _ = flowing(tmp_path, 4, peak_memory.SESSION_BYTES + (1 << 20))
     nobody = Examples(X[:0], np.zeros(0, np.int64))
     site = ClientContext(
@@ -112,8 +105,7 @@ def test_stacks_leave_room_for_the_matrices_of_their_task(matrices_bytes: int, k
     assert isinstance(run.shelf.make_stack((10, 12)), kind)
 
 
-def test_a_block_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    """First three examples, then the rest, into the same stack."""
+def test_a_block_goes_on_where_it_stopped(tmp_path):
     run, runner, _ = flowing(tmp_path)
     made = run.shelf.make_stack((10, 12))
     run.run_block(TILED, MemoryStack.from_array(X), 0, 3, made)
@@ -122,8 +114,7 @@ def test_a_block_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert sum(n for name, n in runner.runs if name == "pool") == 10
 
 
-def test_a_path_begins_where_it_is_known_and_is_kept_for_later(tmp_path: Path) -> None:
-    """The second task runs one block, the third none; other images begin anew, and so does a longer path's rest."""
+def test_a_path_begins_where_it_is_known_and_is_kept_for_later(tmp_path):
     path, rows = [block(i, (f"plus{i}",)) for i in range(3)], np.arange(10)
     for length, ran in ((2, ["plus0", "plus1"]), (3, ["plus2"]), (3, [])):
         run, runner, _ = flowing(tmp_path, 64)
@@ -138,8 +129,7 @@ def test_a_path_begins_where_it_is_known_and_is_kept_for_later(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("size", [3, 6, 12])
-def test_maps_are_joined_and_resized_as_they_are_asked_for(size: int) -> None:
-    """Any few of them are those of the whole, whether maps shrink, stay or grow."""
+def test_maps_are_joined_and_resized_as_they_are_asked_for(size):
     after = replace(block(1, ("plus",)), in_shape=(5, size, size))
     junction = {
         "weights": DRAWS.normal(size=(5, 3)).astype(np.float32),
@@ -159,8 +149,7 @@ def test_maps_are_joined_and_resized_as_they_are_asked_for(size: int) -> None:
 
 
 @pytest.mark.parametrize("wanted", [1, 17, 360, 999])
-def test_positions_are_spread_over_all_images_and_taken_in_order(wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None twice, the same at every call; their channels are those of the maps, a few images at a time."""
+def test_positions_are_spread_over_all_images_and_taken_in_order(wanted, monkeypatch):
     found = block_runner.draw_positions(10, (3, 6, 6), wanted)
     assert len(found) == min(wanted, 360)
     assert (np.diff(found) > 0).all()
@@ -172,18 +161,16 @@ def test_positions_are_spread_over_all_images_and_taken_in_order(wanted: int, mo
     assert np.array_equal(block_runner.sample_vectors(MemoryStack.from_array(X), found), rows[found])
 
 
-def test_stored_images_are_prepared_as_they_are_asked_for() -> None:
-    """The same values as all at once."""
+def test_stored_images_are_prepared_as_they_are_asked_for():
     stored = DRAWS.integers(0, 256, size=(5, 8, 8), dtype=np.uint8)
-    wanted: inputs.Table = {"channels": 3, "size": 6, "mean": (0.5,), "std": (0.2,)}
+    wanted = {"channels": 3, "size": 6, "mean": (0.5,), "std": (0.2,)}
     source = block_runner.PreparedExamples(stored, wanted)
     assert source.shape == (5, 3, 6, 6)
     assert np.array_equal(source.read_examples(1, 4), images.prepare_images(stored, wanted)[1:4])
 
 
 @pytest.mark.parametrize("size", [8, 32, 64])
-def test_a_join_takes_no_more_memory_than_it_is_planned_with(tmp_path: Path, size: int) -> None:
-    """Maps are resized one axis after the other: what lies between counts too."""
+def test_a_join_takes_no_more_memory_than_it_is_planned_with(tmp_path, size):
     maps = FileStack((1, 16, 32, 32), tmp_path)
     maps.append(DRAWS.normal(size=maps.shape))
     junction = {"weights": DRAWS.normal(size=(8, 16)).astype(np.float32), "bias": np.zeros(8, np.float32)}
@@ -197,10 +184,7 @@ def test_a_join_takes_no_more_memory_than_it_is_planned_with(tmp_path: Path, siz
 
 
 @pytest.mark.parametrize("size", [7, 12, 40])
-def test_large_maps_are_resized_a_few_channels_at_a_time(
-    tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bit by bit what all channels at once give, also of a part of the examples; a whole map is never in memory."""
+def test_large_maps_are_resized_a_few_channels_at_a_time(tmp_path, size, monkeypatch):
     values = DRAWS.normal(size=(3, 64, 32, 32)).astype(np.float32)
     maps = FileStack(values.shape, tmp_path)
     maps.append(values)
@@ -217,8 +201,7 @@ def test_large_maps_are_resized_a_few_channels_at_a_time(
     assert peak_bytes <= made.nbytes + min(source.example_bytes, values[0].nbytes / 4) + OBJECTS_BYTES
 
 
-def test_positions_of_series_are_sampled_and_resized_as_those_of_maps_of_one_row() -> None:
-    """Maps (n, c, l) and (n, c, 1, l) give the same channels at the same positions, whatever the pieces."""
+def test_positions_of_series_are_sampled_and_resized_as_those_of_maps_of_one_row():
     series = DRAWS.normal(size=(10, 3, 9)).astype(np.float32)
     chosen = block_runner.draw_positions(10, (3, 9), 40)
     assert np.array_equal(chosen, block_runner.draw_positions(10, (3, 1, 9), 40))

@@ -1,10 +1,6 @@
 """Donors cut into blocks that run in ONNX Runtime."""
 
-from __future__ import annotations
-
 import hashlib
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -37,9 +33,7 @@ PAPER = {"alexnet": 6, "densenet121": 6, "mobilenet_v2": 20, "resnet50": 6, "vgg
         ("resnet20-cifar", 32, 5),
     ],
 )
-def test_running_the_blocks_in_order_is_running_the_network(
-    name: str, size: int, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_running_the_blocks_in_order_is_running_the_network(name, size, count, tmp_path, monkeypatch):
     """At another batch size than exported, to 1e-4 of the largest output; counts are the paper's where it has one.
 
     Narrowed to 16, the first linear layers of AlexNet (590 kB) and VGG-16 (1.6 MB) are tiled nonetheless.
@@ -84,10 +78,7 @@ def _swin(version: int) -> nn.Module:
     [(_convnext, 32, 5), (lambda: _swin(1), 64, 2), (lambda: _swin(2), 64, 2)],
     ids=["convnext", "swin", "swin_v2"],
 )
-def test_networks_of_attention_and_layer_norm_are_cut_into_graphs_that_boards_run(
-    make: Callable[[], nn.Module], size: int, count: int, tmp_path: Path
-) -> None:
-    """Small ones of torchvision's own code: shifted windows are written as slices, ranges and scatters of sizes."""
+def test_networks_of_attention_and_layer_norm_are_cut_into_graphs_that_boards_run(make, size, count, tmp_path):
     donor = _lively(make())
     parts = blocks.split_donor(donor, "donor", (3, size, size))
     assert len(parts) == count
@@ -99,8 +90,7 @@ def test_networks_of_attention_and_layer_norm_are_cut_into_graphs_that_boards_ru
     np.testing.assert_allclose(x, wanted, atol=1e-4 * np.abs(wanted).max(), rtol=0)
 
 
-def test_a_vision_transformer_is_written_whole_too(tmp_path: Path) -> None:
-    """As one graph it is permitted, and does the same."""
+def test_a_vision_transformer_is_written_whole_too(tmp_path):
     sizes = {"image_size": 32, "patch_size": 8, "num_layers": 2, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 32}
     donor = import_torchvision().models.VisionTransformer(**sizes, num_classes=10).eval()
     assert len(blocks.split_donor(donor, "d", (3, 32, 32))) == 4
@@ -115,15 +105,14 @@ def test_a_vision_transformer_is_written_whole_too(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, wanted, atol=1e-4 * np.abs(wanted).max(), rtol=0)
 
 
-def test_the_average_pool_is_at_the_head_of_the_terminating_block() -> None:
-    """Of squares that are 2 x 2 before the pool, none is pooled away in a middle block."""
+def test_the_average_pool_is_at_the_head_of_the_terminating_block():
     for name in ("resnet18", "mobilenet_v2", "shufflenet_v2_x0_5", "densenet121"):
         donor = registry.build_network({"name": f"torchvision/{name}"})
         last = blocks.split_donor(donor, name, (3, 64, 64), architecture=name)[-1]
         assert last.in_shape[1:] == (2, 2)
 
 
-def test_costs_of_a_block_are_those_of_its_operations() -> None:
+def test_costs_of_a_block_are_those_of_its_operations():
     """conv 1 -> 2, 3 x 3 on 4 x 4: 2*2*9*16 FLOPs; input 16 + output 32 values alive together, the ReLU in place."""
     start, end = blocks.split_donor(_two_blocks(), "d", (1, 4, 4))
     ((graph,),) = blocks.export_block(start)
@@ -131,8 +120,7 @@ def test_costs_of_a_block_are_those_of_its_operations() -> None:
     assert (end.in_shape, end.out_shape, end.flops) == ((2, 4, 4), (3,), 12.0)
 
 
-def test_a_users_own_network_is_cut_after_the_modules_named(tmp_path: Path) -> None:
-    """What runs between the named modules and the next belongs to the next block."""
+def test_a_users_own_network_is_cut_after_the_modules_named(tmp_path):
     donor = _lively(registry.build_network({"name": "resnet20-cifar"}))
     parts = blocks.split_donor(donor, "own", (3, 32, 32), cuts=["layer1.0", "layer2"])
     assert [part.out_shape for part in parts] == [(16, 32, 32), (32, 16, 16), (10,)]
@@ -153,14 +141,12 @@ def test_a_users_own_network_is_cut_after_the_modules_named(tmp_path: Path) -> N
         (["layer2", "layer1"], "'layer1' does not come after the one before it"),
     ],
 )
-def test_a_cut_that_cannot_be_made_is_named(cuts: list[str], message: str) -> None:
-    """Unknown, inside a branch, past the maps, out of order."""
+def test_a_cut_that_cannot_be_made_is_named(cuts, message):
     with pytest.raises(ModelError, match=message):
         blocks.split_donor(registry.build_network({"name": "resnet20-cifar"}), "own", (3, 32, 32), cuts=cuts)
 
 
-def test_a_network_of_time_series_is_cut_between_its_convolutions(tmp_path: Path) -> None:
-    """Maps (channels, steps) between blocks; before the transposition that follows the input nothing can be cut."""
+def test_a_network_of_time_series_is_cut_between_its_convolutions(tmp_path):
     donor = _lively(registry.build_network({"name": "conv1d", "channels": 3, "steps": 20, "classes": 4}))
     parts = blocks.split_donor(donor, "donor", (20, 3))
     assert [part.in_shape for part in parts] == [(20, 3), (16, 10), (32, 5), (32, 2)]
@@ -191,7 +177,7 @@ class Swapped(nn.Module):
 
 
 @pytest.mark.parametrize("cut", ["one", "norm"])
-def test_values_that_are_channels_last_are_handed_on_transposed(cut: str) -> None:
+def test_values_that_are_channels_last_are_handed_on_transposed(cut):
     """After the normalisation they are (n, steps, channels): as they are, they would be noise to another donor."""
     donor = Swapped().eval()
     parts = blocks.split_donor(donor, "donor", (20, 3), cuts=[cut])
@@ -230,14 +216,12 @@ class Branching(nn.Module):
     ],
     ids=["no maps", "branches", "no classifier", "wrong input"],
 )
-def test_a_donor_that_cannot_be_split_says_why(donor: nn.Module, shape: tuple, message: str) -> None:
-    """One error that names the donor and the mend."""
+def test_a_donor_that_cannot_be_split_says_why(donor, shape, message):
     with pytest.raises(ModelError, match=message):
         blocks.split_donor(donor, "own", shape)
 
 
-def test_weights_lie_in_one_file_named_by_its_content() -> None:
-    """The graph holds no large tensor, and calls the file by its sha256; a small block is all in the graph."""
+def test_weights_lie_in_one_file_named_by_its_content():
     donors = (
         registry.load_network({"name": "plain", "channels": 1, "classes": 2, "width": width}) for width in (16, 4)
     )
@@ -253,10 +237,7 @@ def test_weights_lie_in_one_file_named_by_its_content() -> None:
 
 
 @pytest.mark.parametrize("tile_bytes", [blocks.TILE_BYTES, 300])
-def test_exporting_twice_gives_the_same_bytes_that_old_runtimes_read(
-    tile_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Opset 17 and IR version 8, of tiles too: onnxruntime 1.19 loads both."""
+def test_exporting_twice_gives_the_same_bytes_that_old_runtimes_read(tile_bytes, monkeypatch):
     monkeypatch.setattr(blocks, "TILE_BYTES", tile_bytes)
     first, again = (
         [
@@ -303,10 +284,7 @@ def _lively(model: nn.Module) -> nn.Module:
         ({"name": "vit", "channels": 3, "size": 16, "classes": 10, "depth": 3, "width": 32}, (3, 16, 16), 32),
     ],
 )
-def test_a_transformer_splits_before_each_of_its_layers(
-    network: dict[str, object], shape: tuple[int, int, int], width: int, tmp_path: Path
-) -> None:
-    """Its tokens are maps (channels, tokens) between blocks, which together are the network, in torch and in ONNX."""
+def test_a_transformer_splits_before_each_of_its_layers(network, shape, width, tmp_path):
     if str(network["name"]).startswith("torchvision/"):
         import_torchvision()
     torch.manual_seed(0)

@@ -1,9 +1,5 @@
 """Blocks of many weights, cut into tiles of linear layers and into pieces of chains."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 from block_graphs import graphs_of, run
@@ -53,10 +49,7 @@ class Around(nn.Module):
     ],
     ids=["linear", "no bias", "product", "two", "large then small", "too much together", "small enough"],
 )
-def test_a_large_linear_layer_becomes_tiles_that_hold_no_more_than_allowed(
-    layers: list[nn.Module], tiles: list[int], most: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At most 38 numbers of weights: 2 rows of 12 with their biases or 3 without, 5 of 4. `most`: a stage's largest."""
+def test_a_large_linear_layer_becomes_tiles_that_hold_no_more_than_allowed(layers, tiles, most, tmp_path, monkeypatch):
     monkeypatch.setattr(blocks, "TILE_BYTES", 4 * 38)
     end = _end(*layers)
     made = blocks.export_block(end)
@@ -79,10 +72,7 @@ def test_a_large_linear_layer_becomes_tiles_that_hold_no_more_than_allowed(
     [[Around(), nn.Linear(12, 2)], [nn.Unflatten(1, (3, 4)), nn.Linear(4, 7), nn.Flatten(), nn.Linear(21, 1)]],
     ids=["something goes past", "several vectors per example"],
 )
-def test_a_layer_around_which_the_graph_cannot_be_cut_stays_in_it(
-    layers: list[nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A sum with the layer's own input needs both; tiles of maps (n, positions, channels) are no neighbours."""
+def test_a_layer_around_which_the_graph_cannot_be_cut_stays_in_it(layers, tmp_path, monkeypatch):
     monkeypatch.setattr(blocks, "TILE_BYTES", 4 * 27)
     end = _end(*layers)
     made = blocks.export_block(end)
@@ -96,10 +86,7 @@ def test_a_layer_around_which_the_graph_cannot_be_cut_stays_in_it(
 @pytest.mark.parametrize(
     ("most", "held"), [(468, [468]), (320, [312, 156]), (160, [156, 156, 156]), (100, [156, 156, 156])]
 )
-def test_a_chain_of_layers_is_cut_where_one_value_goes_on(
-    most: int, held: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Three layers of 156 numbers, each with its input added to its output: as many together as are allowed."""
+def test_a_chain_of_layers_is_cut_where_one_value_goes_on(most, held, tmp_path, monkeypatch):
     monkeypatch.setattr(blocks, "TILE_BYTES", 4 * most)
     end = _end(*(Around() for _ in range(3)))
     made = blocks.export_block(end)
@@ -109,11 +96,7 @@ def test_a_chain_of_layers_is_cut_where_one_value_goes_on(
         np.testing.assert_allclose(run(made, x, tmp_path), end.module(torch.from_numpy(x)), rtol=1e-5, atol=1e-5)
 
 
-def test_every_graph_says_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """12 pooled maps flattened, two tiles 12 -> 2, then ReLU and 4 -> 2; float32, weights with biases.
-
-    Alive at once: the maps and as many numbers flattened; 12 and 2; 4, 4 and 2 (the input is the caller's).
-    """
+def test_every_graph_says_what_it_takes(monkeypatch):
     monkeypatch.setattr(blocks, "TILE_BYTES", 4 * 26)
     made = blocks.export_block(_end(nn.Linear(12, 4), nn.ReLU(), nn.Linear(4, 2)))
     assert [_facts(graph) for graph in graphs_of([made])] == [
@@ -124,8 +107,7 @@ def test_every_graph_says_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None
     ]
 
 
-def test_a_row_is_never_divided(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two tiles of a row of 12 and its bias, although 5 numbers are allowed."""
+def test_a_row_is_never_divided(monkeypatch):
     monkeypatch.setattr(blocks, "TILE_BYTES", 4 * 5)
     assert [[graph.weight_bytes for graph in stage] for stage in blocks.export_block(_end(nn.Linear(12, 2)))] == [
         [0],
@@ -133,8 +115,7 @@ def test_a_row_is_never_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_layers_whose_biases_are_equal_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch writes equal tensors once, and biases often begin as zeros: that binds no graph to another."""
+def test_layers_whose_biases_are_equal_are_told_apart(tmp_path, monkeypatch):
     monkeypatch.setattr(blocks, "TILE_BYTES", 4 * 26)
     large, small = nn.Linear(12, 4), nn.Linear(4, 4)
     for layer in (large, small):
@@ -147,8 +128,7 @@ def test_layers_whose_biases_are_equal_are_told_apart(tmp_path: Path, monkeypatc
         np.testing.assert_allclose(run(made, x, tmp_path), end.module(torch.from_numpy(x)), rtol=1e-5, atol=1e-5)
 
 
-def test_alexnets_terminating_block_is_tiled_and_fits_where_its_layers_do_not() -> None:
-    """Pool and flatten, 9216 -> 4096 (151 MB), ReLU, 4096 -> 4096 (67 MB), then ReLU and 4096 -> 1000 (16 MB)."""
+def test_alexnets_terminating_block_is_tiled_and_fits_where_its_layers_do_not():
     made = blocks.export_block(
         blocks.split_donor(registry.build_network({"name": "torchvision/alexnet"}), "a", (3, 64, 64))[-1]
     )

@@ -1,7 +1,5 @@
 """CKA against closed forms, and the invariances that make it a similarity."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -18,26 +16,26 @@ def score(x: np.ndarray, y: np.ndarray, estimator: cka.Estimator = "unbiased") -
 
 
 @BOTH
-def test_equal_features_score_exactly_one(estimator: cka.Estimator) -> None:
+def test_equal_features_score_exactly_one(estimator):
     """CKA(x, x) = 1, to the last bit."""
     assert score(X, X, estimator) == 1.0
 
 
-def test_a_hand_computed_case_comes_out() -> None:
+def test_a_hand_computed_case_comes_out():
     """x = (1, -1, 0, 0), y = (1, 1, -1, -1) are orthogonal: 0; x with (1, 0, 0, -1): (1/2)^2 = 1/4."""
     x, y = np.array([[1.0], [-1], [0], [0]]), np.array([[1.0], [1], [-1], [-1]])
     assert score(x, y, "biased") == 0.0
     assert score(x, np.array([[1.0], [0], [0], [-1]]), "biased") == pytest.approx(0.25, abs=1e-15)
 
 
-def test_the_gram_form_is_the_feature_form() -> None:
+def test_the_gram_form_is_the_feature_form():
     """||Yc'Xc||^2 / (||Xc'Xc|| ||Yc'Yc||) to 1e-10."""
     x, y = X - X.mean(axis=0), Y - Y.mean(axis=0)
     feature = np.linalg.norm(y.T @ x) ** 2 / (np.linalg.norm(x.T @ x) * np.linalg.norm(y.T @ y))
     assert score(X, Y, "biased") == pytest.approx(feature, abs=1e-10)
 
 
-def test_the_unbiased_hsic_is_songs_estimator() -> None:
+def test_the_unbiased_hsic_is_songs_estimator():
     """(tr KL + 1'K1 1'L1 / ((n-1)(n-2)) - 2/(n-2) 1'KL1), diagonals zero: Song et al., Eq. 5."""
     k, l = X @ X.T, Y @ Y.T  # noqa: E741
     np.fill_diagonal(k, 0)
@@ -48,16 +46,14 @@ def test_the_unbiased_hsic_is_songs_estimator() -> None:
 
 
 @BOTH
-def test_rotation_scale_and_shift_change_nothing(estimator: cka.Estimator) -> None:
-    """CKA sees neither an orthogonal map, nor isotropic scale, nor an offset."""
+def test_rotation_scale_and_shift_change_nothing(estimator):
     rotation, _ = np.linalg.qr(RNG.normal(size=(10, 10)))
     want = score(X, Y, estimator)
     assert score(7.0 * X @ rotation + RNG.normal(size=10), Y, estimator) == pytest.approx(want, abs=1e-10)
 
 
 @BOTH
-def test_a_large_offset_in_float32_costs_only_the_inputs_rounding(estimator: cka.Estimator) -> None:
-    """At offset 1000 float32 keeps four decimals of the features; the score keeps them too."""
+def test_a_large_offset_in_float32_costs_only_the_inputs_rounding(estimator):
     shifted = (X + 1000.0).astype(np.float32)
     assert score(shifted, Y, estimator) == pytest.approx(score(X, Y, estimator), abs=1e-4)
     late = shifted @ shifted.T  # the Gram matrix first, in float32, has lost them
@@ -65,8 +61,7 @@ def test_a_large_offset_in_float32_costs_only_the_inputs_rounding(estimator: cka
 
 
 @BOTH
-def test_dead_features_change_nothing_and_duplicates_count_twice(estimator: cka.Estimator) -> None:
-    """A constant column adds nothing to a Gram matrix; a duplicate is a column times sqrt 2."""
+def test_dead_features_change_nothing_and_duplicates_count_twice(estimator):
     dead = np.hstack([X, np.full((32, 3), 0.1)])
     assert score(dead, Y, estimator) == score(X, Y, estimator)
     twice, scaled = np.hstack([X, X[:, :1]]), X.copy()
@@ -76,21 +71,19 @@ def test_dead_features_change_nothing_and_duplicates_count_twice(estimator: cka.
 
 @BOTH
 @pytest.mark.parametrize("constant", [np.full((32, 5), 0.1), np.full((32, 5), np.float32(1e6)), np.zeros((32, 1))])
-def test_features_that_do_not_vary_score_zero_and_are_flagged(constant: np.ndarray, estimator: cka.Estimator) -> None:
-    """Never NaN, never the rounding's own CKA."""
+def test_features_that_do_not_vary_score_zero_and_are_flagged(constant, estimator):
     assert cka.cka(cka.gram_matrix(constant), cka.gram_matrix(X), estimator) == (0.0, False)
     assert cka.cka(cka.gram_matrix(X), cka.gram_matrix(constant), estimator) == (0.0, False)
 
 
-def test_one_odd_image_is_no_variation_to_the_unbiased_estimator() -> None:
-    """Its Gram matrix off the diagonal is constant: U-centring leaves nothing but rounding."""
+def test_one_odd_image_is_no_variation_to_the_unbiased_estimator():
     odd = np.zeros((16, 3))
     odd[0] = 1.0
     assert cka.cka(cka.gram_matrix(odd), cka.gram_matrix(X[:16])) == (0.0, False)
 
 
 @pytest.mark.parametrize(("features", "biased"), [(64, 0.50), (512, 0.89), (4096, 0.985)])
-def test_noise_scores_nothing_unbiased_and_nearly_all_biased(features: int, biased: float) -> None:
+def test_noise_scores_nothing_unbiased_and_nearly_all_biased(features, biased):
     """Independent noise at 64 images: p/(p + n) or so biased, about 0 unbiased."""
     draws = np.random.default_rng(1)
     x, y = draws.normal(size=(64, features)), draws.normal(size=(64, features))
@@ -98,8 +91,7 @@ def test_noise_scores_nothing_unbiased_and_nearly_all_biased(features: int, bias
     assert abs(score(x, y, "unbiased")) < 0.06
 
 
-def test_four_images_suffice_and_three_do_not() -> None:
-    """The unbiased estimator divides by n - 3."""
+def test_four_images_suffice_and_three_do_not():
     assert -1 <= score(X[:4], Y[:4]) <= 1
     with pytest.raises(ValueError, match="at least 4"):
         score(X[:3], Y[:3])
@@ -107,8 +99,7 @@ def test_four_images_suffice_and_three_do_not() -> None:
         cka.cka(cka.gram_matrix(X), cka.gram_matrix(Y[:8]))
 
 
-def test_maps_become_rows_in_three_ways() -> None:
-    """flatten: an image is a row of c*h*w; gap: of c means; position: four rows of c cell means."""
+def test_maps_become_rows_in_three_ways():
     maps = RNG.normal(size=(5, 3, 4, 6)).astype(np.float32)
     means = maps.mean(axis=(2, 3), dtype=np.float64)
     cells = maps.reshape(5, 3, 2, 2, 2, 3).mean(axis=(3, 5), dtype=np.float64).transpose(0, 2, 3, 1).reshape(20, 3)
@@ -118,7 +109,7 @@ def test_maps_become_rows_in_three_ways() -> None:
     assert cka.gram_matrix(maps, "position").shape == (20, 20)
 
 
-def test_maps_of_a_series_become_rows_in_three_ways() -> None:
+def test_maps_of_a_series_become_rows_in_three_ways():
     """Each series is one row of c * l values, one row of c channel means, or two rows of the means of a half."""
     maps = RNG.normal(size=(5, 3, 6)).astype(np.float32)
     halves = maps.reshape(5, 3, 2, 3).mean(axis=3, dtype=np.float64).transpose(0, 2, 1).reshape(10, 3)
@@ -127,8 +118,7 @@ def test_maps_of_a_series_become_rows_in_three_ways() -> None:
     assert np.allclose(cka.gram_matrix(maps, "position"), cka.gram_matrix(halves))
 
 
-def test_chunks_of_features_add_up() -> None:
-    """More features than one chunk give the Gram matrix of all of them."""
+def test_chunks_of_features_add_up():
     wide = RNG.normal(size=(6, cka.CHUNK + 100))
     centred = wide - wide.mean(axis=0)
     assert np.allclose(cka.gram_matrix(wide), centred @ centred.T, rtol=1e-12)

@@ -1,7 +1,5 @@
 """Stitched networks as one ONNX file, against the agents' own forward pass."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -102,10 +100,7 @@ def by_the_agents(
         "a vector and maps",
     ],
 )
-def test_the_file_gives_what_the_agents_compute(
-    tmp_path: Path, taps: list[list[str]], align: Any, head: bool | str
-) -> None:
-    """To 1e-4 of the largest score, for 1 image and for 7, alone in its folder; a label without classes scores -inf."""
+def test_the_file_gives_what_the_agents_compute(tmp_path, taps, align, head):
     meta, arrays = artefact(taps, align, head)
     file = tmp_path / "net.onnx"
     file.write_bytes(export_stitched(meta, arrays, STOCK.blocks, FILES))
@@ -121,8 +116,7 @@ def test_the_file_gives_what_the_agents_compute(
         np.testing.assert_allclose(scores, wanted, rtol=0, atol=1e-4 * largest)
 
 
-def test_tiles_lie_side_by_side_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A terminating block whose layer 288 -> 50 is 4 tiles, behind another donor's block of larger maps."""
+def test_tiles_lie_side_by_side_in_the_file(tmp_path, monkeypatch):
     pytest.importorskip("torch", reason="preparing cuts torch networks")
     from fedquilt.models.stitching.onnx import blocks
     from fedquilt.tools.artefacts.prepare import prepare_bundle
@@ -153,9 +147,7 @@ def test_tiles_lie_side_by_side_in_the_file(tmp_path: Path, monkeypatch: pytest.
     np.testing.assert_allclose(session.run(["scores"], {"x": x})[0], wanted, atol=1e-4 * np.abs(wanted).max())
 
 
-def test_networks_of_time_series_are_exported(tmp_path: Path) -> None:
-    """Two donors of different widths and kernels; taps at two depths, one behind a junction that shrinks and one that
-    grows."""
+def test_networks_of_time_series_are_exported(tmp_path):
     pytest.importorskip("torch", reason="preparing cuts torch networks")
     from fedquilt.tools.artefacts.prepare import prepare_bundle
 
@@ -181,8 +173,7 @@ def test_networks_of_time_series_are_exported(tmp_path: Path) -> None:
     np.testing.assert_allclose(session.run(["scores"], {"x": x})[0], wanted, atol=1e-4 * np.abs(wanted).max())
 
 
-def test_what_is_projected_is_the_smaller_map() -> None:
-    """As the agents do it: before it grows, after it has shrunk."""
+def test_what_is_projected_is_the_smaller_map():
     model = onnx.load_from_string(export_stitched(*artefact([ACROSS], None, True), STOCK.blocks, FILES))
     order = [node.name.split("/") for node in model.graph.node if node.name.startswith("junction")]
     resize = ["resized_rows", "resized"]
@@ -190,8 +181,7 @@ def test_what_is_projected_is_the_smaller_map() -> None:
     assert [step for junction, step in order if junction == "junction2"] == ["projected", *resize]
 
 
-def test_shared_beginnings_and_repeated_blocks_are_in_the_file_once(tmp_path: Path) -> None:
-    """Five paths: one stem node of its donor, and weights of plain.2, which stands in two paths, counted once."""
+def test_shared_beginnings_and_repeated_blocks_are_in_the_file_once(tmp_path):
     meta, arrays = artefact(JOINED, None, True)
     model = onnx.load_from_string(export_stitched(meta, arrays, STOCK.blocks, FILES))
     separable = onnx.load(FILES["separable.0.onnx"]).graph.node
@@ -209,8 +199,7 @@ def test_shared_beginnings_and_repeated_blocks_are_in_the_file_once(tmp_path: Pa
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_block_behind_a_folded_junction_keeps_its_own_weights(tmp_path: Path, order: int) -> None:
-    """The same block native in one path and behind a junction folded into its first layer in another."""
+def test_a_block_behind_a_folded_junction_keeps_its_own_weights(tmp_path, order):
     draw = np.random.default_rng(1)
     blocks, files = {}, {}
     for name, q, p in (("few.0", 3, 1), ("many.0", 8, 1), ("many.1", 2, 8)):
@@ -225,7 +214,7 @@ def test_a_block_behind_a_folded_junction_keeps_its_own_weights(tmp_path: Path, 
         onnx.save(helper.make_model(graph, opset_imports=[opset], ir_version=8), files[f"{name}.onnx"])
         stages, shapes = ((f"{name}.onnx",),), ((p, 28, 28), (q, 28, 28))
         kind = "start" if name.endswith("0") else "middle"
-        blocks[name] = stitch.Block(donor, int(name[-1]), kind, stages, (), *shapes, 1, 4, 4, 4)  # type: ignore[arg-type]
+        blocks[name] = stitch.Block(donor, int(name[-1]), kind, stages, (), *shapes, 1, 4, 4, 4)
     stock = stitch.DonorPool(STOCK.input, STOCK.labels, {}, blocks)
     made = artefact([["many.0", "many.1"], ["few.0", "many.1"]][::order], None, True, stock)
     (tmp_path / "net.onnx").write_bytes(export_stitched(*made, blocks, files))
@@ -238,8 +227,7 @@ def test_a_block_behind_a_folded_junction_keeps_its_own_weights(tmp_path: Path, 
     np.testing.assert_allclose(session.run(None, {"x": x})[0], wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
 
 
-def test_the_runtime_pools_a_tap_before_it_computes_the_next_and_memory_covers_that(tmp_path: Path) -> None:
-    """By the runtime's own record of a run; values alive together in that order are no more than the file says."""
+def test_the_runtime_pools_a_tap_before_it_computes_the_next_and_memory_covers_that(tmp_path):
     model = onnx.load_from_string(export_stitched(*artefact(JOINED, None, True), STOCK.blocks, FILES))
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -271,7 +259,7 @@ def test_the_runtime_pools_a_tap_before_it_computes_the_next_and_memory_covers_t
     assert max(STOCK.blocks[name].activation_bytes for name in ACROSS) <= alive <= int(facts["activation_bytes"])
 
 
-def test_a_class_that_nobody_has_never_wins(tmp_path: Path) -> None:
+def test_a_class_that_nobody_has_never_wins(tmp_path):
     """Its score is -inf in the file too, though every other score is far below zero; none is NaN."""
     meta, arrays = artefact([["plain.0"]], None, True)
     bias = np.where(np.arange(10) == 3, joint_head.NEVER, -1e6)
@@ -287,8 +275,7 @@ def test_a_class_that_nobody_has_never_wins(tmp_path: Path) -> None:
     np.testing.assert_array_equal(scores.argmax(axis=1), by_the_agents(meta, arrays, x).argmax(axis=1))
 
 
-def test_what_running_it_takes_is_in_the_file() -> None:
-    """Labels, input, path and memory as metadata; opset and IR version that old runtimes read."""
+def test_what_running_it_takes_is_in_the_file():
     model = onnx.load_from_string(export_stitched(*artefact([ACROSS], None, True), STOCK.blocks, FILES))
     facts = {prop.key: prop.value for prop in model.metadata_props}
     assert facts["labels"] == '["0", "1", "2", "3", "4", "5", "6", "7", "8", "9"]'
@@ -300,15 +287,14 @@ def test_what_running_it_takes_is_in_the_file() -> None:
     assert (model.ir_version, [opset.version for opset in model.opset_import]) == (8, [17])
 
 
-def test_the_same_network_is_the_same_file() -> None:
+def test_the_same_network_is_the_same_file():
     """Equal bytes, so that its sha256 names it."""
     assert export_stitched(*artefact([ACROSS], None, True), STOCK.blocks, FILES) == export_stitched(
         *artefact([ACROSS], None, True), STOCK.blocks, FILES
     )
 
 
-def test_blocks_that_a_store_has_linked_in_are_read(tmp_path: Path) -> None:
-    """The same bytes from hard links, which onnx's own loader takes for an attack."""
+def test_blocks_that_a_store_has_linked_in_are_read(tmp_path):
     for folder in ("bundle", "depot"):
         (tmp_path / folder).mkdir()
     for path in FILES.values():
@@ -320,8 +306,7 @@ def test_blocks_that_a_store_has_linked_in_are_read(tmp_path: Path) -> None:
     )
 
 
-def test_a_network_that_cannot_be_written_says_why(tmp_path: Path) -> None:
-    """No labels, another bundle, a damaged block, weights cut short or outside, a graph from elsewhere."""
+def test_a_network_that_cannot_be_written_says_why(tmp_path):
     with pytest.raises(ModelError, match="neither a head nor an alignment"):
         export_stitched(*artefact([["plain.0"]], None, False), STOCK.blocks, FILES)
     with pytest.raises(ModelError, match=r"no block 'plain\.0'"):

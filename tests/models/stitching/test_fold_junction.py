@@ -1,7 +1,5 @@
 """What is folded gives what the explicit projection gives; what cannot be folded is left alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -44,11 +42,9 @@ def run(made: GraphProto, x: np.ndarray) -> np.ndarray:
     [{}, {"with_bias": False}, {"strides": [2, 2]}, {"kernel": 2}, {"kernel": 3, "strides": [2, 2], "outputs": 2}],
     ids=str,
 )
-def test_folded_equals_explicit(changes: dict[str, Any]) -> None:
-    """Without padding, at any stride and with any kernel, the borders included."""
+def test_folded_equals_explicit(changes):
     explicit = graph(**changes)
     folded = junction_folding.fold_projection(explicit, A, BIAS)
-    assert folded is not None
     projected = np.einsum("qp,nphw->nqhw", A, X) + BIAS[:, None, None]
     np.testing.assert_allclose(run(folded, X), run(explicit, projected), atol=1e-5)
     assert {tensor.name for tensor in folded.initializer} == {"c/folded_weight", "c/folded_bias"}
@@ -65,13 +61,11 @@ def test_folded_equals_explicit(changes: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_folded_is_left_alone(changes: dict[str, Any]) -> None:
-    """Padded, grouped, or with another taker."""
+def test_what_cannot_be_folded_is_left_alone(changes):
     assert junction_folding.fold_projection(graph(**changes), A, BIAS) is None
 
 
-def test_along_time_it_folds_as_well() -> None:
-    """A convolution of kernel 3 and stride 2 over (n, c, l)."""
+def test_along_time_it_folds_as_well():
     w, b = (DRAWS.normal(size=size).astype(np.float32) for size in ((4, 5, 3), 4))
     nodes = [helper.make_node("Conv", ["x", "w", "b"], ["y"], strides=[2])]
     info = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", c, None]) for name, c in (("x", 5), ("y", 4))]
@@ -83,7 +77,7 @@ def test_along_time_it_folds_as_well() -> None:
     np.testing.assert_allclose(run(folded, series), run(explicit, projected), atol=1e-5)
 
 
-def test_what_would_cost_more_is_left_alone() -> None:
+def test_what_would_cost_more_is_left_alone():
     """From 50 channels to 5: behind the projection a convolution to 100 channels takes 5, folded it would take 50."""
     wide = DRAWS.normal(size=(5, 50)).astype(np.float32)
     assert junction_folding.fold_projection(graph(outputs=100), wide, BIAS) is None

@@ -1,7 +1,5 @@
 """What a network costs, and which candidates no other beats."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -18,15 +16,11 @@ def block(donor: str, index: int, before: tuple[int, ...], after: tuple[int, ...
     return Block(donor, index, "middle", (("g",),), (), before, after, 1000.0, 400, 400, 1)
 
 
-BLOCKS = [
-    block("a", 0, (1, 8, 8), (3, 8, 8)),
-    block("a", 1, (3, 8, 8), (4, 4, 4)),
-    block("b", 1, (5, 4, 4), (5, 4, 4)),
-]
+BLOCKS = [block("a", 0, (1, 8, 8), (3, 8, 8)), block("a", 1, (3, 8, 8), (4, 4, 4)), block("b", 1, (5, 4, 4), (5, 4, 4))]
 STOCK = DonorPool({"channels": 1, "size": 8}, ("x", "y"), {}, {each.id: each for each in BLOCKS})
 
 
-def test_what_taps_share_costs_once_and_a_junction_costs_where_maps_are_smaller() -> None:
+def test_what_taps_share_costs_once_and_a_junction_costs_where_maps_are_smaller():
     """By hand: three blocks, a junction 3 -> 5 at 4 x 4 positions, a head of 2 labels on 4 + 5 features."""
     found = pareto_front.inference_cost(STOCK, [("a.0", "a.1"), ("a.0", "b.1")], 2)
     assert found.flops == 3 * 1000 + 2 * 3 * 5 * 16 + 2 * 9 * 2
@@ -36,8 +30,7 @@ def test_what_taps_share_costs_once_and_a_junction_costs_where_maps_are_smaller(
     assert pareto_front.inference_cost(STOCK, [("a.0",)], 0) == pareto_front.InferenceCost(1000.0, 4 * 256 + 400, 400)
 
 
-def test_the_weights_of_a_block_in_two_paths_count_once() -> None:
-    """b.1 behind a.0 and behind a.1: run twice, stored once, each with a junction of its own."""
+def test_the_weights_of_a_block_in_two_paths_count_once():
     one, both = (
         pareto_front.inference_cost(STOCK, paths, 0)
         for paths in ([("a.0", "b.1")], [("a.0", "b.1"), ("a.0", "a.1", "b.1")])
@@ -46,8 +39,7 @@ def test_the_weights_of_a_block_in_two_paths_count_once() -> None:
     assert both.weight_bytes - one.weight_bytes == 400 + 4 * (20 + 5)
 
 
-def test_milliseconds_are_those_of_the_boards_profile() -> None:
-    """At its first operating point, without a task around it; a board that there is not is refused."""
+def test_milliseconds_are_those_of_the_boards_profile():
     [point, *_] = profiles.load_board_profile("jetson-tx2").operating_points()
     seconds = cost_model.work_seconds(WorkEstimate(flops=1e9, read_bytes=1e7, tasks=0.0), point)
     assert seconds is not None
@@ -56,15 +48,13 @@ def test_milliseconds_are_those_of_the_boards_profile() -> None:
         pareto_front.inference_ms(1e9, 1e7, "jetson-tx9")
 
 
-def test_on_the_front_is_who_nobody_beats() -> None:
-    """Dearer and no better is beaten; equal ones both stay; what is not known is never on it."""
+def test_on_the_front_is_who_nobody_beats():
     gain = [0.8, 0.7, 0.7, 0.8, 0.6, None]
     prices = [(9.0, 5.0), (2.0, 6.0), (3.0, 6.0), (9.0, 5.0), (1.0, 1.0), (0.0, 0.0)]
     assert pareto_front.pareto_front(gain, prices) == [True, True, False, True, True, False]
 
 
-def test_stock_without_a_junction_needs_none() -> None:
-    """A donor's own succession costs its blocks alone."""
+def test_stock_without_a_junction_needs_none():
     native = pareto_front.inference_cost(STOCK, [("a.0", "a.1")], 0)
     assert (native.flops, native.weight_bytes) == (2000, 800)
     assert stitched_network.is_continuation(BLOCKS[0], replace(BLOCKS[1]))

@@ -1,9 +1,5 @@
 """Heads over several taps from sums of devices: closed forms beside central solutions in float64."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 from feature_moments import CLASSES, data, merged
@@ -35,8 +31,7 @@ def near(one: np.ndarray, other: np.ndarray, share: float = 1e-8) -> bool:
 
 
 @pytest.mark.parametrize("devices", [1, 2, 7, 60])
-def test_merged_parts_are_the_sums_of_all_examples(devices: int) -> None:
-    """Counts, class sums and second moments are those of the pooled examples, however these are split."""
+def test_merged_parts_are_the_sums_of_all_examples(devices):
     z, y = data()
     found, wanted = merged(shares(z, y, devices)), central(z, y)
     assert np.array_equal(found.counts, wanted.counts)
@@ -44,8 +39,7 @@ def test_merged_parts_are_the_sums_of_all_examples(devices: int) -> None:
     assert near(found.scatter, wanted.scatter)
 
 
-def test_merging_in_steps_and_in_another_order_gives_the_same_sums() -> None:
-    """Means 1,000 standard deviations from 0 cancel nothing."""
+def test_merging_in_steps_and_in_another_order_gives_the_same_sums():
     z, y = data()
     parts = shares(z, y, 9)
     at_once = merged(parts)
@@ -57,8 +51,7 @@ def test_merging_in_steps_and_in_another_order_gives_the_same_sums() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 5, 12, 40])
-def test_the_factor_is_exact_and_has_no_more_rows_than_it_needs(n: int) -> None:
-    """R'R equals the centred second moments; R has min(n, d) rows and nothing under its diagonal."""
+def test_the_factor_is_exact_and_has_no_more_rows_than_it_needs(n):
     z, y = data(n)
     found = class_moments.device_moments(z, y, CLASSES).factor
     assert found.shape == (min(n, 12), 12)
@@ -67,8 +60,7 @@ def test_the_factor_is_exact_and_has_no_more_rows_than_it_needs(n: int) -> None:
     assert np.abs(found.T @ found - wanted).max() <= 1e-8 * max(np.abs(wanted).max(), 1e-6)
 
 
-def test_what_is_sent_is_what_is_read() -> None:
-    """A part as float32: classes that are not there have no row, and the factor comes as a trapezoid."""
+def test_what_is_sent_is_what_is_read():
     z, y = data(9)
     y[:] = y % 2
     sent = class_moments.device_moments(z, y, CLASSES)
@@ -81,8 +73,7 @@ def test_what_is_sent_is_what_is_read() -> None:
     assert np.allclose(found.factor, sent.factor, rtol=1e-6, atol=1e-12)
 
 
-def test_half_of_a_symmetric_matrix_is_enough() -> None:
-    """Taken apart and put together again."""
+def test_half_of_a_symmetric_matrix_is_enough():
     matrix = central(*data()).scatter
     assert np.array_equal(
         least_squares.unpack_symmetric(least_squares.pack_upper(matrix, np.float64), 12),
@@ -107,15 +98,13 @@ def criterion_by_hat(z: np.ndarray, y: np.ndarray, ridge: float) -> float:
 
 
 @pytest.mark.parametrize("ridge", [1e-3, 0.1, 2.0])
-def test_the_criterion_is_that_of_the_explicit_hat_matrix(ridge: float) -> None:
-    """From sums alone, to 1e-8 of what n x n matrices give."""
+def test_the_criterion_is_that_of_the_explicit_hat_matrix(ridge):
     z, y = data()
     found = joint_head.best_penalty(standard(z, y), [ridge])
     assert found.criterion == pytest.approx(criterion_by_hat(z, y, ridge), rel=1e-8)
 
 
-def test_the_criterion_is_leave_one_out_where_all_examples_bear_alike() -> None:
-    """With sines and cosines every example has the same leverage: solving n times without one gives the same number."""
+def test_the_criterion_is_leave_one_out_where_all_examples_bear_alike():
     n, ridge = 24, 0.3
     angle = 2 * np.pi * np.outer(np.arange(n), [1, 2, 5]) / n
     z, y = np.hstack([np.cos(angle), np.sin(angle)]), np.random.default_rng(5).integers(0, CLASSES, n)
@@ -130,8 +119,7 @@ def test_the_criterion_is_leave_one_out_where_all_examples_bear_alike() -> None:
     assert joint_head.best_penalty(standard(z, y), [ridge]).criterion == pytest.approx(missed / n, rel=1e-8)
 
 
-def test_the_strength_is_the_best_of_those_tried() -> None:
-    """Few examples of many features want a strong ridge, many of few a weak one."""
+def test_the_strength_is_the_best_of_those_tried():
     z, y = data()
     given = standard(z, y)
     every = [joint_head.best_penalty(given, [ridge]) for ridge in joint_head.STRENGTHS]
@@ -141,8 +129,7 @@ def test_the_strength_is_the_best_of_those_tried() -> None:
 
 
 @pytest.mark.parametrize("start", [0.0001, 0.1, 1000.0])
-def test_a_strength_found_downhill_is_the_best_of_those_tried(start: float) -> None:
-    """From below, from near it and from above; few examples want a strong ridge, many a weak one."""
+def test_a_strength_found_downhill_is_the_best_of_those_tried(start):
     for z, y in (data(), data(30, 60), data(300, 200)):
         given = standard(z, y)
         found = joint_head.search_penalty(given, joint_head.evaluate_penalty(given, start))
@@ -151,20 +138,18 @@ def test_a_strength_found_downhill_is_the_best_of_those_tried(start: float) -> N
         assert found.criterion == pytest.approx(wanted.criterion, rel=1e-8)
 
 
-def test_one_ridge_is_solved_as_by_eigenvectors() -> None:
-    """By Cholesky's factor, which is inverted by halves: 300 features are halved twice."""
+def test_one_ridge_is_solved_as_by_eigenvectors():
     given = standard(*data(900, 300))
     for ridge in (1e-4, 0.1, 10.0):
         found = joint_head.evaluate_penalty(given, ridge)
         assert found.criterion == pytest.approx(joint_head.best_penalty(given, [ridge]).criterion, rel=1e-8)
 
 
-def test_a_joined_set_is_not_taken_apart_into_eigenvectors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eigenvectors of several thousand features take many times as long as a ridge: only single taps have theirs."""
-    sizes: list[int] = []
+def test_a_joined_set_is_not_taken_apart_into_eigenvectors(monkeypatch):
+    sizes = []
     eigh = np.linalg.eigh
 
-    def counted(matrix: np.ndarray) -> Any:
+    def counted(matrix):
         sizes.append(len(matrix))
         return eigh(matrix)
 
@@ -183,8 +168,7 @@ def scores(head: joint_head.LinearHead, z: np.ndarray) -> np.ndarray:
     return np.asarray(z @ head.weights.T + head.bias)
 
 
-def test_the_head_is_the_discriminant_by_its_definition() -> None:
-    """From examples: class means, covariance within classes, equal priors, and scaling folded in; to 1e-8."""
+def test_the_head_is_the_discriminant_by_its_definition():
     z, y = data()
     deviation = z.std(axis=0)
     x = (z - z.mean(axis=0)) / deviation
@@ -199,8 +183,7 @@ def test_the_head_is_the_discriminant_by_its_definition() -> None:
     assert np.abs(found - wanted).max() <= 1e-8 * np.abs(wanted).max()
 
 
-def test_the_head_is_a_librarys_discriminant() -> None:
-    """scikit-learn's with shrinkage, of classes with 60 examples each: differences between classes' scores to 1e-8."""
+def test_the_head_is_a_librarys_discriminant():
     library = pytest.importorskip("sklearn.discriminant_analysis", reason="scikit-learn is for this comparison only")
     z, y = data(400)
     rows = np.concatenate([np.flatnonzero(y == label)[:60] for label in range(CLASSES)])
@@ -214,8 +197,7 @@ def test_the_head_is_a_librarys_discriminant() -> None:
     assert near(found - found[:, :1], wanted - wanted[:, :1])
 
 
-def test_classes_count_alike_however_many_examples_they_have() -> None:
-    """Between two round classes the boundary lies in the middle, with 10 examples of one and 990 of the other."""
+def test_classes_count_alike_however_many_examples_they_have():
     draws = np.random.default_rng(1)
     y = np.repeat([0, 1], [10, 990])
     z = draws.normal(size=(1000, 2)) + np.array([[0.0, 0.0], [6.0, 0.0]])[y]
@@ -226,8 +208,7 @@ def test_classes_count_alike_however_many_examples_they_have() -> None:
 
 
 @pytest.mark.parametrize("devices", [2, 17])
-def test_order_and_split_of_devices_do_not_change_the_head(devices: int) -> None:
-    """As it is sent, and as it is reckoned: scores agree to 1e-6 of the largest, with means far from 0."""
+def test_order_and_split_of_devices_do_not_change_the_head(devices):
     z, y = data(400, 30)
     alone = scores(joint_head.fit_discriminant(standard(z, y), 0.1), z)
     parts = [
@@ -239,8 +220,7 @@ def test_order_and_split_of_devices_do_not_change_the_head(devices: int) -> None
         assert np.abs(found - alone).max() <= 1e-6 * np.abs(alone).max()
 
 
-def test_a_class_without_examples_never_wins() -> None:
-    """Its row is zero and its bias below every score, and the others are as if it were not there."""
+def test_a_class_without_examples_never_wins():
     z, y = data(classes=3)
     head = joint_head.fit_discriminant(standard(z, y), 0.1)
     assert not head.weights[3].any()
@@ -252,8 +232,7 @@ def test_a_class_without_examples_never_wins() -> None:
     assert near(joint_head.fit_discriminant(three, 0.1).weights, head.weights[:3])
 
 
-def test_constant_and_duplicate_features_do_no_harm() -> None:
-    """A constant one gets no weight, of duplicates each half of it; the scores are those without them."""
+def test_constant_and_duplicate_features_do_no_harm():
     z, y = data()
     more = np.hstack([z, z[:, :1], np.full((len(z), 1), 1234.5678), np.zeros((len(z), 1))])
     found = joint_head.fit_discriminant(standard(more, y), 1e-4)
@@ -265,8 +244,7 @@ def test_constant_and_duplicate_features_do_no_harm() -> None:
     assert np.isfinite(chosen.criterion)
 
 
-def test_more_features_than_examples_still_give_a_head() -> None:
-    """20 examples of 200 features: finite, and right on those it was solved from."""
+def test_more_features_than_examples_still_give_a_head():
     z, y = data(20, 200)
     given = standard(z, y)
     chosen = joint_head.best_penalty(given)
@@ -276,8 +254,7 @@ def test_more_features_than_examples_still_give_a_head() -> None:
 
 
 @pytest.mark.parametrize("y", [[2], [2, 2, 2], [1, 2]])
-def test_a_handful_of_examples_gives_a_head(y: list[int]) -> None:
-    """One example, one class, one example of each of two classes."""
+def test_a_handful_of_examples_gives_a_head(y):
     z, _ = data(len(y), 6)
     given = standard(z, np.array(y))
     head = joint_head.fit_discriminant(given, joint_head.best_penalty(given).ridge)
@@ -288,8 +265,7 @@ def test_a_handful_of_examples_gives_a_head(y: list[int]) -> None:
 # -- which taps -----------------------------------------------------------------------------------
 
 
-def test_joining_taps_step_by_step_gives_the_criterion_of_solving_each_set() -> None:
-    """The first of several that hold most of what there is to know; noise is left out."""
+def test_joining_taps_step_by_step_gives_the_criterion_of_solving_each_set():
     z, y = data(400, 12)
     noise = np.random.default_rng(3).normal(size=(400, 8))
     z = np.hstack([z[:, :4], noise[:, :4], z[:, 4:8], z[:, 8:], noise[:, 4:]])
@@ -307,8 +283,7 @@ def test_joining_taps_step_by_step_gives_the_criterion_of_solving_each_set() -> 
     assert found.taps[1] == best[1]
 
 
-def test_taps_are_chosen_again_with_the_strength_of_the_set() -> None:
-    """A single tap's strength suits a set of six badly here: the second choice has less than half the criterion."""
+def test_taps_are_chosen_again_with_the_strength_of_the_set():
     given, places = standard(*data(40, 24, 63)), TapLayout((4,) * 6)
     made = candidates._RidgeSolver(given, places)
     near = sorted(range(6), key=lambda tap: made.find_best_penalty(tap).criterion)
@@ -317,14 +292,13 @@ def test_taps_are_chosen_again_with_the_strength_of_the_set() -> None:
     assert made.find_best_penalty(*chosen).criterion < made.find_best_penalty(*first.taps).criterion / 2
 
 
-def test_no_more_features_are_joined_than_asked_for() -> None:
-    """Of three taps that help, the one that fits is taken."""
+def test_no_more_features_are_joined_than_asked_for():
     z, y = data(400, 12)
     found = joint_head.select_taps(standard(z, y), TapLayout((4, 6, 2)), 0, range(3), 0.1, widest=8)
     assert found.taps == (0, 2)
 
 
-def test_a_single_tap_is_a_set() -> None:
+def test_a_single_tap_is_a_set():
     """Nothing else to choose from."""
     z, y = data()
     found = joint_head.select_taps(standard(z, y), TapLayout((12,)), 0, [0], 0.1)

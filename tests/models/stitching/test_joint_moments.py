@@ -1,7 +1,5 @@
 """Moments of features that devices send: which are refused, and that honest ones never are."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -33,8 +31,7 @@ from fedquilt.models.stitching.algebra import class_moments
         ({"factor": lambda a: a / 10}, "not\\s+positive semi-definite"),
     ],
 )
-def test_moments_that_no_examples_have_are_refused(changes: dict, why: str) -> None:
-    """Not finite, huge, negative, of other shapes, or class means further apart than the second moments allow."""
+def test_moments_that_no_examples_have_are_refused(changes, why):
     given = sent()
     spoilt = {**given, **{name: change(given[name]) for name, change in changes.items()}}
     with pytest.raises(UpdateError, match=why):
@@ -42,8 +39,7 @@ def test_moments_that_no_examples_have_are_refused(changes: dict, why: str) -> N
     class_moments.read_sent_moments(given, CLASSES, 12)
 
 
-def test_moments_without_a_part_are_refused() -> None:
-    """Named, whichever is missing."""
+def test_moments_without_a_part_are_refused():
     given = sent()
     for name in given:
         with pytest.raises(UpdateError, match=f"{name} missing"):
@@ -51,8 +47,7 @@ def test_moments_without_a_part_are_refused() -> None:
 
 
 @pytest.mark.parametrize("n", [2, 3, 40, 300])
-def test_honest_moments_are_never_refused(n: int) -> None:
-    """Float32, classes of one example, features that all but repeat each other, and means far from 0."""
+def test_honest_moments_are_never_refused(n):
     for seed in range(5):
         z, y = data(n, 12, seed)
         z = np.hstack([z, z[:, :3] + 1e-4, np.full((n, 1), 7.7)]).astype(np.float32)
@@ -61,8 +56,7 @@ def test_honest_moments_are_never_refused(n: int) -> None:
         )
 
 
-def test_a_part_is_not_changed_by_being_merged() -> None:
-    """Values are folded more than once where updates are read ahead."""
+def test_a_part_is_not_changed_by_being_merged():
     part = class_moments.device_moments(*data(20), CLASSES)
     before = replace(part, means=part.means.copy(), factor=part.factor.copy(), counts=part.counts.copy())
     sums = merged([part])

@@ -1,7 +1,5 @@
 """What features say of labels, against explicit forms."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np
@@ -22,8 +20,7 @@ def drawn(n: int = 64, d: int = 200, apart: float = 0.0, seed: int = 0) -> tuple
 
 
 @pytest.mark.parametrize("judge", JUDGES)
-def test_features_score_what_they_say_of_the_labels(judge: Judge) -> None:
-    """About 0 of noise however wide, near 1 of classes far apart, and more the farther they are."""
+def test_features_score_what_they_say_of_the_labels(judge):
     noise = [judge(*drawn(d=2000, seed=seed)).value for seed in range(20)]
     assert abs(np.mean(noise)) < 0.02
     scores = [judge(*drawn(apart=apart)).value for apart in (0.2, 0.5, 3.0)]
@@ -31,16 +28,14 @@ def test_features_score_what_they_say_of_the_labels(judge: Judge) -> None:
     assert 0.9 < scores[-1] <= 1
 
 
-def test_the_alignment_is_the_unbiased_cka_with_one_hot_labels() -> None:
-    """The Gram matrix of labels is 1 where they are equal; numbers and order of classes are no matter."""
+def test_the_alignment_is_the_unbiased_cka_with_one_hot_labels():
     x, y = drawn(apart=0.5)
     wanted = cka.cka(cka.gram_matrix(x), np.equal.outer(y, y).astype(float)).value
     assert cka.label_alignment(x, y).value == pytest.approx(wanted, abs=1e-12)
     assert cka.label_alignment(x, 40 - 7 * y).value == pytest.approx(wanted, abs=1e-12)
 
 
-def test_the_share_explained_is_by_the_generalised_cross_validation_of_a_ridge() -> None:
-    """Against the ridge's own hat matrix, for each strength of the grid."""
+def test_the_share_explained_is_by_the_generalised_cross_validation_of_a_ridge():
     x, y = drawn(n=24, d=10, apart=0.5)
     labels = np.eye(4)[y] - np.eye(4)[y].mean(axis=0)
     z = (x - x.mean(axis=0)) / x.std(axis=0)
@@ -55,8 +50,7 @@ def test_the_share_explained_is_by_the_generalised_cross_validation_of_a_ridge()
 
 
 @pytest.mark.parametrize("judge", JUDGES)
-def test_what_does_not_vary_says_nothing_and_is_flagged(judge: Judge) -> None:
-    """One class, or one and the same map for all images; a dead feature beside good ones does no harm."""
+def test_what_does_not_vary_says_nothing_and_is_flagged(judge):
     x, y = drawn(apart=0.5)
     assert judge(x, np.zeros(64, int)) == CkaScore(0.0, False)
     assert judge(np.ones((64, 5), np.float32), y) == CkaScore(0.0, False)

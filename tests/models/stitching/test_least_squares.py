@@ -1,7 +1,5 @@
 """Junctions and heads: what devices' sums give is what their pooled rows give."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -18,18 +16,15 @@ SHARES = (slice(0, 3), slice(3, 40), slice(40, 90))  # one device with fewer row
 @pytest.mark.parametrize("ridge", [1e-4, 0.0])
 @pytest.mark.parametrize("centred", [True, False])
 @pytest.mark.parametrize("x", [X, DEFICIENT], ids=["full rank", "rank deficient"])
-def test_federated_equals_pooled(x: np.ndarray, centred: bool, ridge: float) -> None:
-    """Sums of three devices, merged, give the pooled solution to 1e-10."""
+def test_federated_equals_pooled(x, centred, ridge):
     parts = [p.add_rows(None, x[share], Y[share], centred) for share in SHARES]
     for one, other in zip(
-        p.solve_ridge(p.merge_moments(parts), ridge),
-        p.solve_ridge(p.add_rows(None, x, Y, centred), ridge),
-        strict=True,
+        p.solve_ridge(p.merge_moments(parts), ridge), p.solve_ridge(p.add_rows(None, x, Y, centred), ridge), strict=True
     ):
         assert np.abs(one - other).max() < 1e-10
 
 
-def test_a_line_is_found_with_its_bias() -> None:
+def test_a_line_is_found_with_its_bias():
     """y = 2x + 1 on x = 0, 1, 2 without a ridge: weight 2, bias 1."""
     x = np.array([[0.0], [1], [2]])
     weights, bias = p.solve_ridge(p.add_rows(None, x, 2 * x + 1), 0.0)
@@ -37,7 +32,7 @@ def test_a_line_is_found_with_its_bias() -> None:
     assert np.allclose(bias, [1.0])
 
 
-def test_the_ridge_is_relative_to_the_mean_variance() -> None:
+def test_the_ridge_is_relative_to_the_mean_variance():
     """One channel with sum of squares 2 and ridge 1: lam = 2, so half the slope."""
     x = np.array([[-1.0], [1.0]])
     weights, bias = p.solve_ridge(p.add_rows(None, x, 3 * x), 1.0)
@@ -48,8 +43,7 @@ def test_the_ridge_is_relative_to_the_mean_variance() -> None:
 @pytest.mark.parametrize("ridge", [1e-4, 0.0])
 @pytest.mark.parametrize("centred", [True, False])
 @pytest.mark.parametrize("rows", [8, 50])
-def test_fits_at_hand_equal_those_from_sums(rows: int, centred: bool, ridge: float) -> None:
-    """With fewer rows than the 20 channels and with more, and for each of several targets."""
+def test_fits_at_hand_equal_those_from_sums(rows, centred, ridge):
     x, ys = RNG.normal(size=(rows, 20)), [RNG.normal(size=(rows, 3)), RNG.normal(size=(rows, 5)) + 4.0]
     fit = p.RidgeFit(x, ridge, centred)
     for y in ys:
@@ -57,8 +51,7 @@ def test_fits_at_hand_equal_those_from_sums(rows: int, centred: bool, ridge: flo
             assert np.abs(one - other).max() < 1e-9
 
 
-def test_dead_and_duplicate_channels_do_not_explode() -> None:
-    """Least norm splits a slope over duplicates and gives dead channels nothing."""
+def test_dead_and_duplicate_channels_do_not_explode():
     weights, _ = p.solve_ridge(p.add_rows(None, DEFICIENT, Y), 0.0)
     plain, _ = p.solve_ridge(p.add_rows(None, X, Y), 0.0)
     assert np.allclose(weights[:, 8:], 0.0)
@@ -67,8 +60,7 @@ def test_dead_and_duplicate_channels_do_not_explode() -> None:
 
 
 @pytest.mark.parametrize("ridge", [1e-4, 0.0])
-def test_features_that_do_not_vary_predict_the_mean(ridge: float) -> None:
-    """Nothing to regress on: weights 0, bias the mean of y."""
+def test_features_that_do_not_vary_predict_the_mean(ridge):
     for weights, bias in (
         p.solve_ridge(p.add_rows(None, np.full((5, 2), 7.0), Y[:5]), ridge),
         p.RidgeFit(np.full((1, 9), 7.0), ridge).solve_weights(Y[:1]),
@@ -77,15 +69,13 @@ def test_features_that_do_not_vary_predict_the_mean(ridge: float) -> None:
         assert np.allclose(bias, Y[: 5 if len(weights[0]) == 2 else 1].mean(axis=0))
 
 
-def test_a_large_offset_costs_nothing() -> None:
-    """Moments are centred before they are multiplied: offset 1e6 changes the bias only."""
+def test_a_large_offset_costs_nothing():
     weights, _ = p.solve_ridge(p.add_rows(None, X, Y), 1e-4)
     shifted, _ = p.solve_ridge(p.add_rows(None, X + 1e6, Y), 1e-4)
     assert np.abs(weights - shifted).max() < 1e-7
 
 
-def test_maps_are_rows_of_positions_in_chunks() -> None:
-    """Each image and position is one row, however many are taken at a time."""
+def test_maps_are_rows_of_positions_in_chunks():
     x, y = RNG.normal(size=(7, 3, 2, 2)), RNG.normal(size=(7, 2, 2, 2))
     rows = [maps.transpose(0, 2, 3, 1).reshape(28, -1) for maps in (x, y)]
     whole = p.add_rows(None, *rows)
@@ -96,8 +86,7 @@ def test_maps_are_rows_of_positions_in_chunks() -> None:
 
 
 @pytest.mark.parametrize("centred", [True, False])
-def test_rows_are_added_in_place_as_if_merged(centred: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few rows of the matrix at a time, and a few rows of data: the moments of all of them."""
+def test_rows_are_added_in_place_as_if_merged(centred, monkeypatch):
     monkeypatch.setattr(p, "BLOCK", 3)
     x, y = RNG.normal(size=(30, 8)) + 5, RNG.normal(size=(30, 4)) - 2
     sums = None
@@ -106,7 +95,6 @@ def test_rows_are_added_in_place_as_if_merged(centred: bool, monkeypatch: pytest
             sums, x[start : {0: 1, 1: 17, 17: 30}[start]], y[start : {0: 1, 1: 17, 17: 30}[start]], centred
         )
     whole = p.add_rows(None, x, y, centred)
-    assert sums is not None
     assert sums.n == 30
     for one, other in ((sums.xx, whole.xx), (sums.xy, whole.xy), (sums.mean_x, whole.mean_x), (sums.yy, whole.yy)):
         assert np.allclose(one, other, rtol=1e-12)
@@ -120,7 +108,7 @@ def explicit(w: np.ndarray, b: np.ndarray, x: np.ndarray, y: np.ndarray, centred
 @pytest.mark.parametrize("ridge", [1e-4, 0.0])
 @pytest.mark.parametrize("centred", [True, False])
 @pytest.mark.parametrize("x", [X, DEFICIENT], ids=["full rank", "rank deficient"])
-def test_what_a_solution_leaves_is_known_from_sums_alone(x: np.ndarray, centred: bool, ridge: float) -> None:
+def test_what_a_solution_leaves_is_known_from_sums_alone(x, centred, ridge):
     """Other rows, other means: 1 - R^2 of a device that was left out equals the one computed on its rows."""
     parts = [p.add_rows(None, x[share], Y[share], centred) for share in SHARES]
     found = p.leave_one_out_residuals(parts, ridge)
@@ -131,7 +119,7 @@ def test_what_a_solution_leaves_is_known_from_sums_alone(x: np.ndarray, centred:
         assert found[i] == pytest.approx(explicit(w, b, x[share], Y[share], centred), abs=1e-8)
 
 
-def test_a_bias_that_is_off_is_counted() -> None:
+def test_a_bias_that_is_off_is_counted():
     """y = x on -1 and 1, predicted as x + 1: two errors of 1 on a variance of 2."""
     x = np.array([[-1.0], [1.0]])
     assert p.unexplained_variance(np.eye(1), np.ones(1), p.add_rows(None, x, x)) == pytest.approx(1.0)
@@ -141,8 +129,7 @@ def test_a_bias_that_is_off_is_counted() -> None:
     )  # y does not vary
 
 
-def test_a_device_of_another_distribution_stands_out() -> None:
-    """Equal devices leave about what the pooled fit leaves in sample; one whose y follows another rule leaves more."""
+def test_a_device_of_another_distribution_stands_out():
     draws = np.random.default_rng(5)
     rule = draws.normal(size=(8, 3))
     xs = [draws.normal(size=(400, 8)) for _ in range(6)]
@@ -156,15 +143,13 @@ def test_a_device_of_another_distribution_stands_out() -> None:
     assert p.leave_one_out_residuals([odd]) == []
 
 
-def test_gathered_groups_are_few_and_their_total_is_the_merged_one() -> None:
-    """Five devices in at most three groups; the total has the bits of merging one after the other."""
+def test_gathered_groups_are_few_and_their_total_is_the_merged_one():
     parts = [p.add_rows(None, X[i : i + 18 + i], Y[i : i + 18 + i]) for i in range(5)]
     for most, groups in ((9, 5), (3, 3), (1, 0), (0, 0)):
         gathered, total = None, parts[0]
         for i, part in enumerate(parts):
             gathered = p.add_device_moments(gathered, part, most)
             total = p.merge_moments([total, part]) if i else part
-        assert gathered is not None
         assert len(gathered.groups) == groups
         assert np.array_equal(gathered.total.xx, total.xx)
         assert gathered.total.yy == total.yy
@@ -174,8 +159,7 @@ def test_gathered_groups_are_few_and_their_total_is_the_merged_one() -> None:
             assert np.allclose(p.merge_moments(gathered.groups).xx, total.xx, rtol=1e-12)
 
 
-def test_a_merge_is_symmetric_and_changes_none_of_its_parts() -> None:
-    """More channels than are added at a time."""
+def test_a_merge_is_symmetric_and_changes_none_of_its_parts():
     draws = np.random.default_rng(2)
     parts = [p.add_rows(None, draws.normal(size=(50, 150)) + i, draws.normal(size=(50, 3))) for i in range(3)]
     before = [part.xx.copy() for part in parts]
@@ -187,8 +171,7 @@ def test_a_merge_is_symmetric_and_changes_none_of_its_parts() -> None:
     )
 
 
-def test_moments_travel_exactly_or_in_half_the_bytes() -> None:
-    """Half of the symmetric matrix; float64 returns every bit, float32 seven digits."""
+def test_moments_travel_exactly_or_in_half_the_bytes():
     sums = p.add_rows(None, X, Y)
     exact = p.read_sent_moments(p.pack_moments(sums, exact=True), 6, 4)
     assert np.array_equal(exact.xx, (sums.xx + sums.xx.T) / 2)
@@ -212,8 +195,7 @@ def test_moments_travel_exactly_or_in_half_the_bytes() -> None:
         ("mean_x", None),
     ],
 )
-def test_what_is_no_moments_is_refused(name: str, value: np.ndarray | None) -> None:
-    """Wrong counts, shapes, types, NaN, negative variances and missing tensors."""
+def test_what_is_no_moments_is_refused(name, value):
     sent = p.pack_moments(p.add_rows(None, X, Y), exact=True)
     if value is None:
         del sent[name]
@@ -223,7 +205,7 @@ def test_what_is_no_moments_is_refused(name: str, value: np.ndarray | None) -> N
         p.read_sent_moments(sent, 6, 4)
 
 
-def test_positions_of_series_are_rows() -> None:
+def test_positions_of_series_are_rows():
     """Moments of maps (n, c, l) are those of n * l rows."""
     draws = np.random.default_rng(0)
     x, y = draws.normal(size=(6, 3, 5)), draws.normal(size=(6, 2, 5))

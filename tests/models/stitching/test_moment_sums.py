@@ -1,7 +1,5 @@
 """Sums of devices' moments: the bits of any order and grouping, and close to the definition."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import reduce
 
@@ -46,8 +44,7 @@ def stored(total: ExactMomentSums) -> ExactMomentSums:
 
 
 @pytest.mark.parametrize("n", [9, 200])
-def test_any_order_and_any_grouping_has_the_same_bits(n: int) -> None:
-    """Backwards, by two sites of which each has sums, parts or one of both, and by sites of one board."""
+def test_any_order_and_any_grouping_has_the_same_bits(n):
     all_of_them = updates(40 if n == 9 else 6, n)
     wanted = bits(gathered(all_of_them))
     assert bits(gathered(all_of_them[::-1])) == wanted
@@ -57,8 +54,7 @@ def test_any_order_and_any_grouping_has_the_same_bits(n: int) -> None:
     assert bits(reduce(exact_sums.merge_accumulators, (stored(gathered([each])) for each in all_of_them))) == wanted
 
 
-def test_parts_are_kept_until_they_are_larger_than_their_sum() -> None:
-    """So what a site sends is never larger than its boards' updates, or than their sum."""
+def test_parts_are_kept_until_they_are_larger_than_their_sum():
     all_of_them, before = updates(60), 0
     for count in range(1, 61):
         total = gathered(all_of_them[:count])
@@ -74,8 +70,7 @@ def test_parts_are_kept_until_they_are_larger_than_their_sum() -> None:
 
 
 @pytest.mark.parametrize("far", [0.0, 1.0])
-def test_sums_are_those_of_all_examples(far: float) -> None:
-    """Also of a feature whose mean is 10,000 standard deviations from 0, and merged with those of an earlier round."""
+def test_sums_are_those_of_all_examples(far):
     all_of_them = updates(30, far=far)
     z, y = (np.concatenate(each) for each in zip(*(data(9, WIDE, seed) for seed in range(30)), strict=True))
     z[:, 0] += 1e4 * far
@@ -90,8 +85,7 @@ def test_sums_are_those_of_all_examples(far: float) -> None:
         assert np.array_equal(found.scatter, found.scatter.T)
 
 
-def test_a_sum_is_not_changed_by_being_looked_at() -> None:
-    """A value is asked for more than once where a step is taken again."""
+def test_a_sum_is_not_changed_by_being_looked_at():
     for count in (3, 40):
         total = gathered(updates(count))
         assert bits(total) == bits(total)

@@ -1,7 +1,5 @@
 """Names of networks: short, and different for different networks."""
 
-from __future__ import annotations
-
 import pytest
 
 from fedquilt.models.stitching import display_names
@@ -22,11 +20,9 @@ ACROSS = (*(f"a.{i}" for i in range(4)), "b.2", "b.3", "c.9")
         ([["net.v2.9", "net.v2.10", "net.v2.11"]], False, "net.v2.9-11"),
     ],
 )
-def test_a_network_is_named_by_its_taps(taps: list[list[str]], headed: bool, name: str) -> None:
-    """A donor's own tap by its last block, another one by its path, with runs of one donor's blocks shortened."""
+def test_a_network_is_named_by_its_taps(taps, headed, name):
     assert display_names.network_name(taps, headed) == name
 
 
-def test_a_path_of_two_neighbours_is_written_out() -> None:
-    """Runs begin at three blocks."""
+def test_a_path_of_two_neighbours_is_written_out():
     assert display_names.path_name(("a.0", "a.1", "b.2", "b.3")) == "a.0 > a.1 > b.2 > b.3"

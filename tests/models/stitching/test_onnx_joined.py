@@ -1,7 +1,5 @@
 """Operations that ONNX Runtime joins into one, and those beside them that it leaves alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,13 +12,7 @@ from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 
 from fedquilt.models.stitching.onnx.fusion import fuse_operations  # noqa: E402
 
-GELU = (
-    ("Div", "v root", "c"),
-    ("Erf", "c", "d"),
-    ("Add", "d one", "e"),
-    ("Mul", "v half", "f"),
-    ("Mul", "f e", "g"),
-)
+GELU = (("Div", "v root", "c"), ("Erf", "c", "d"), ("Add", "d one", "e"), ("Mul", "v half", "f"), ("Mul", "f e", "g"))
 PARTS = [kind for kind, _, _ in GELU]
 CONSTANTS = {"root": np.sqrt(2), "one": 1.0, "half": 0.5, "bias": np.ones(8), "wide": np.ones((8, 8))}
 
@@ -34,41 +26,33 @@ def kinds(*nodes: tuple[str, str, str], output: str = "y", perm: Sequence[int] =
     return [node.op_type for node in fuse_operations(helper.make_graph(made, "g", [x], [y], kept))]
 
 
-def test_a_scaled_factor_is_part_of_its_product_unless_it_is_used_elsewhere() -> None:
-    """Scaled values are kept in memory where an operation beside the product takes them."""
+def test_a_scaled_factor_is_part_of_its_product_unless_it_is_used_elsewhere():
     assert kinds(("Mul", "x half", "a"), ("MatMul", "a wide", "y")) == ["MatMul"]
     used_twice = ("Mul", "x half", "a"), ("MatMul", "a wide", "b"), ("Add", "a b", "y")
     assert kinds(*used_twice) == ["Mul", "MatMul", "Add"]
 
 
-def test_a_scale_between_two_products_belongs_to_the_first() -> None:
-    """A scale is joined once: as part of the first product it is no factor of the second."""
+def test_a_scale_between_two_products_belongs_to_the_first():
     assert kinds(("MatMul", "x wide", "a"), ("Mul", "a half", "b"), ("MatMul", "b wide", "y")) == ["MatMul", "MatMul"]
 
 
-def test_one_number_divided_by_values_is_no_scale() -> None:
-    """Values divided by one number are scaled; the other way round each has an inverse of its own."""
+def test_one_number_divided_by_values_is_no_scale():
     assert kinds(("Div", "x half", "a"), ("MatMul", "a wide", "y")) == ["MatMul"]
     assert kinds(("Div", "half x", "a"), ("MatMul", "a wide", "y")) == ["Div", "MatMul"]
 
 
 @pytest.mark.parametrize(("perm", "one"), [((0, 2, 1), True), ((1, 0, 2), False), ((2, 1, 0), False)])
-def test_only_a_factor_whose_last_two_dimensions_are_swapped_is_part_of_its_product(
-    perm: tuple[int, ...], one: bool
-) -> None:
-    """A product reads rows as columns at no cost; any other order of dimensions is copied first."""
+def test_only_a_factor_whose_last_two_dimensions_are_swapped_is_part_of_its_product(perm, one):
     found = kinds(("Transpose", "x", "a"), ("MatMul", "x a", "y"), perm=perm)
     assert found == (["MatMul"] if one else ["Transpose", "MatMul"])
 
 
-def test_what_the_graph_puts_out_is_not_joined_with_what_follows() -> None:
-    """The output of the graph needs a buffer, also where one operation more uses it."""
+def test_what_the_graph_puts_out_is_not_joined_with_what_follows():
     assert kinds(("Gemm", "x wide", "a"), ("Relu", "a", "y")) == ["Gemm"]
     assert kinds(("Gemm", "x wide", "a"), ("Relu", "a", "b"), output="a") == ["Gemm", "Relu"]
 
 
-def test_a_gelu_takes_its_bias_in_only_where_nothing_else_uses_the_sum() -> None:
-    """A shortcut around the GELU needs the sum of x and bias in memory."""
+def test_a_gelu_takes_its_bias_in_only_where_nothing_else_uses_the_sum():
     sums = ("Add", "x bias", "v")
     assert kinds(sums, *GELU, ("Relu", "g", "y")) == ["BiasGelu", "Relu"]
     assert kinds(sums, *GELU, ("Add", "g v", "y")) == ["Add", "Gelu", "Add"]
@@ -79,12 +63,11 @@ def used_beside(value: str) -> list[str]:
     return kinds(("Relu", "x", "v"), *GELU, ("Add", f"g {value}", "y"))
 
 
-def test_a_gelu_whose_half_is_used_elsewhere_stays_in_its_parts() -> None:
-    """Half of a GELU's input is kept in memory where another operation takes it."""
+def test_a_gelu_whose_half_is_used_elsewhere_stays_in_its_parts():
     assert used_beside("g") == ["Relu", "Gelu", "Add"]
     assert used_beside("f") == ["Relu", *PARTS, "Add"]
 
 
-def test_an_error_function_whose_input_is_used_elsewhere_stays_five_operations() -> None:
+def test_an_error_function_whose_input_is_used_elsewhere_stays_five_operations():
     """The runtime keeps x / sqrt(2) where another operation than the error function takes it."""
     assert used_beside("c") == ["Relu", *PARTS, "Add"]

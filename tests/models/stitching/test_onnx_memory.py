@@ -1,7 +1,5 @@
 """Bytes that ONNX Runtime holds for a graph's values, against graphs small enough to count by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -35,54 +33,42 @@ def axis(kind: str) -> dict[str, Any]:
     return {"Concat": {"axis": 1}, "ReduceMax": {"axes": [1]}}.get(kind, {})
 
 
-def test_an_activation_after_a_convolution_takes_nothing() -> None:
-    """Input and output; with a value between them, the three of them, as the input stays."""
+def test_an_activation_after_a_convolution_takes_nothing():
     assert held(("Conv", "x", "a"), ("Relu", "a", "y")) == 2 * MAP
     assert held(("Conv", "x", "a"), ("Relu", "a", "b"), ("Conv", "b", "y")) == 3 * MAP
 
 
-def test_an_activation_by_itself_writes_into_its_input_unless_that_is_still_used() -> None:
-    """Not the caller's input, and not into the output, which has a place of its own."""
+def test_an_activation_by_itself_writes_into_its_input_unless_that_is_still_used():
     assert held(("Relu", "x", "y")) == 2 * MAP
     assert held(("Conv", "x", "a"), ("Softmax", "a", "b"), ("Conv", "b", "y")) == 3 * MAP
     assert held(("Conv", "x", "a"), ("Softmax", "a", "b"), ("Add", "a b", "c"), ("Conv", "c", "y")) == 4 * MAP
 
 
-def test_arithmetic_never_writes_into_its_input() -> None:
-    """Sums, roots and the like have buffers of their own in the runtime, where a softmax has none."""
+def test_arithmetic_never_writes_into_its_input():
     wide = ("Concat", "x x x x", "w")
     for kind, count in {"Softmax": 1 + 4 + 0.5, "Elu": 1 + 4 + 0.5, "Neg": 1 + 4 + 4, "Erf": 1 + 4 + 4}.items():
         assert held(wide, (kind, "w", "b"), ("ReduceMax", "b", "y"), channels=1) == count * MAP, kind
     assert held(wide, ("Add", "w w", "b"), ("ReduceMax", "b", "y"), channels=1) == (1 + 4 + 4) * MAP
 
 
-def test_x_times_its_sigmoid_is_one_operation() -> None:
-    """EfficientNet's activation: its scoring was predicted 1.35 to 1.62 times too large with three values alive."""
+def test_x_times_its_sigmoid_is_one_operation():
     swish = ("Sigmoid", "a", "s"), ("Mul", "a s", "b")
     assert held(("Conv", "x", "a"), *swish, ("Conv", "b", "y")) == 3 * MAP
 
 
-def test_hard_swish_computes_its_gate_beside() -> None:
-    """MobileNetV3's activation: input, x of it, gate and result."""
+def test_hard_swish_computes_its_gate_beside():
     assert held(("Conv", "x", "a"), ("HardSwish", "a", "y")) == 4 * MAP
 
 
-def test_a_buffer_is_held_for_a_later_value_of_its_size() -> None:
-    """DenseNet's layers: the runtime keeps the first layer's wide value for the second's, through all between them."""
-    nodes = (
-        ("Conv", "x", "a"),
-        ("Conv", "a", "c"),
-        ("Concat", "c c c c c c c c", "wide"),
-        ("ReduceMax", "wide", "r"),
-    )
+def test_a_buffer_is_held_for_a_later_value_of_its_size():
+    nodes = (("Conv", "x", "a"), ("Conv", "a", "c"), ("Concat", "c c c c c c c c", "wide"), ("ReduceMax", "wide", "r"))
     end = ("Concat", "c r", "y")
     assert held(*nodes, end, channels=3) == (1 + 1 + 8 + 0.5) * MAP  # input, c, wide, r
     later = ("Conv", "c", "b"), ("Concat", "b r", "y")  # b takes the buffer of a, which is held until then
     assert held(*nodes, *later, channels=3) == (1 + 1 + 1 + 8 + 0.5) * MAP
 
 
-def test_of_several_free_buffers_the_latest_is_taken() -> None:
-    """c takes the buffer of b and not that of a, which the runtime has returned before the wide value is made."""
+def test_of_several_free_buffers_the_latest_is_taken():
     nodes = (
         ("Conv", "x", "a"),
         ("Conv", "a", "b"),
@@ -95,7 +81,7 @@ def test_of_several_free_buffers_the_latest_is_taken() -> None:
     assert held(*nodes, channels=4) == (1 + 1 + 8 + 0.5) * MAP  # input, b, wide, r
 
 
-def test_recurrent_layers_compute_all_gates_first() -> None:
+def test_recurrent_layers_compute_all_gates_first():
     """A GRU of 5 steps, 2 inputs and 3 hidden: input (5 * 2), answers (5 * 3) and three gates of them."""
     w, r = (np.ones((1, 9, width), np.float32) for width in (2, 3))
     graph = helper.make_graph(
@@ -109,8 +95,7 @@ def test_recurrent_layers_compute_all_gates_first() -> None:
     assert memory.peak_buffer_bytes(graph, sizes) == 4 * (5 * 2 + 5 * 3 + 3 * 5 * 3)
 
 
-def test_a_recurrent_layer_of_which_only_the_last_answer_is_used_is_counted() -> None:
-    """The first output, the answers of all steps, has no name where only the last answer is used."""
+def test_a_recurrent_layer_of_which_only_the_last_answer_is_used_is_counted():
     graph = helper.make_graph(
         [helper.make_node("GRU", ["x", "w", "r"], ["", "last"], hidden_size=3)],
         "g",
@@ -152,16 +137,14 @@ def attention(way: str) -> int | None:
     return memory.peak_activation_bytes(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]))
 
 
-def test_of_attention_only_one_square_is_held_where_the_runtime_knows_its_shape() -> None:
-    """A small vision transformer was predicted 1.32 times too large: its scale and transposes are part of products."""
+def test_of_attention_only_one_square_is_held_where_the_runtime_knows_its_shape():
     few = 64  # bytes of shapes that are held beside
     assert 0 <= (attention("gather") or 0) - 4 * (64 + 64 + 256 + 64) <= few  # input, v, square, next v
     for way in ("slice", "slice and gather"):
         assert 0 <= (attention(way) or 0) - 4 * (64 + 64 + 256 + 256) <= few, way  # softmax beside its input
 
 
-def test_a_buffer_is_held_only_for_a_value_of_the_very_same_shape() -> None:
-    """As many numbers in another shape take a buffer of their own, as heads of attention beside its rows."""
+def test_a_buffer_is_held_only_for_a_value_of_the_very_same_shape():
     nodes = [
         helper.make_node("Conv", ["x", "k"], ["a"]),
         helper.make_node("Transpose", ["a"], ["b"], perm=[0, 2, 3, 1]),
@@ -177,8 +160,7 @@ def test_a_buffer_is_held_only_for_a_value_of_the_very_same_shape() -> None:
 
 
 @pytest.mark.parametrize(("half_first", "bias"), [(False, False), (True, False), (False, True), (True, True)])
-def test_x_times_its_error_function_is_one_operation(half_first: bool, bias: bool) -> None:
-    """GELU in both orders of its factors; a bias before it is added by the runtime into a buffer of its own."""
+def test_x_times_its_error_function_is_one_operation(half_first, bias):
     numbers = {"root": np.sqrt(2), "one": 1.0, "half": 0.5, "k8": np.ones(8)}
     kept = [KERNEL, *(numpy_helper.from_array(np.array(value, np.float32), name) for name, value in numbers.items())]
     nodes = [helper.make_node("Conv", ["x", "k"], ["a"])]
@@ -198,8 +180,7 @@ def test_x_times_its_error_function_is_one_operation(half_first: bool, bias: boo
     assert memory.peak_activation_bytes(model) == (4 if bias else 3) * MAP
 
 
-def test_shapes_that_depend_on_the_batch_are_inferred() -> None:
-    """Attention reshapes by the size of the batch: such graphs told no activations, and ran one example at a time."""
+def test_shapes_that_depend_on_the_batch_are_inferred():
     shape = helper.make_node("Shape", ["x"], ["s"], start=0, end=1)
     rest = numpy_helper.from_array(np.array([128], np.int64), "rest")
     whole = helper.make_node("Concat", ["s", "rest"], ["to"], axis=0)
@@ -211,8 +192,7 @@ def test_shapes_that_depend_on_the_batch_are_inferred() -> None:
     assert MAP * 2 <= (memory.peak_activation_bytes(model) or 0) <= MAP * 3 + 64
 
 
-def test_padding_whose_widths_are_turned_is_inferred() -> None:
-    """A residual network's shortcut pads channels so: its graphs told no activations, and ran one example at a time."""
+def test_padding_whose_widths_are_turned_is_inferred():
     numbers = {"length": [2], "befores": [0, 0, 0, 0, 0, 1], "square": [4, 2], "flat": [-1]}
     kept = [KERNEL, *(numpy_helper.from_array(np.array(value, np.int64), name) for name, value in numbers.items())]
     nodes = [

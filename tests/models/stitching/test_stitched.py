@@ -1,7 +1,5 @@
 """What may follow what, and what comes out."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +15,7 @@ RNG = np.random.default_rng(0)
 
 
 def block(donor: str, index: int, before: tuple[int, ...], after: tuple[int, ...], kind: str = "middle") -> Block:
-    return Block(donor, index, kind, ((f"{donor}.{index}.onnx",),), (), before, after, 1, 1, 1, 1)  # type: ignore[arg-type]
+    return Block(donor, index, kind, ((f"{donor}.{index}.onnx",),), (), before, after, 1, 1, 1, 1)
 
 
 A0 = block("a", 0, (1, 8, 8), (3, 8, 8), "start")
@@ -26,8 +24,7 @@ A2 = block("a", 2, (4, 4, 4), (10,), "end")
 B1 = block("b", 1, (5, 4, 4), (5, 4, 4))
 
 
-def test_only_the_next_block_of_the_same_donor_continues() -> None:
-    """a.1 continues a.0; a.2 does not, nor does b.1."""
+def test_only_the_next_block_of_the_same_donor_continues():
     assert stitched_network.is_continuation(A0, A1)
     assert not stitched_network.is_continuation(A0, A2)
     assert not stitched_network.is_continuation(A0, B1)
@@ -36,8 +33,7 @@ def test_only_the_next_block_of_the_same_donor_continues() -> None:
     assert not stitched_network.is_native_path([A1, A2])
 
 
-def test_maps_go_to_maps_within_twofold_enlargement() -> None:
-    """4x4 to 8x8 is allowed, 4x4 to 9x9 only by the switch, vectors to maps never, and no start in the middle."""
+def test_maps_go_to_maps_within_twofold_enlargement():
     assert stitched_network.can_connect(A1, A1)
     wide = block("b", 3, (5, 9, 9), (5, 9, 9))
     assert not stitched_network.can_connect(A1, wide)
@@ -46,7 +42,7 @@ def test_maps_go_to_maps_within_twofold_enlargement() -> None:
     assert not stitched_network.can_connect(A1, A0)
 
 
-def test_a_junction_resizes_and_then_projects() -> None:
+def test_a_junction_resizes_and_then_projects():
     """By hand: averaged 2x2 cells, then weights times channels plus bias."""
     maps = RNG.normal(size=(2, 3, 8, 8)).astype(np.float32)
     junction = {"weights": RNG.normal(size=(5, 3)).astype(np.float32), "bias": np.arange(5, dtype=np.float32)}
@@ -56,8 +52,7 @@ def test_a_junction_resizes_and_then_projects() -> None:
 
 
 @pytest.mark.parametrize("wanted", [4, 12])
-def test_a_junction_of_series_resizes_and_projects(wanted: int) -> None:
-    """Of 8 steps, to cells of 2 or between neighbours; the same as of maps of one row."""
+def test_a_junction_of_series_resizes_and_projects(wanted):
     series = RNG.normal(size=(2, 3, 8)).astype(np.float32)
     junction = {"weights": RNG.normal(size=(5, 3)).astype(np.float32), "bias": np.arange(5, dtype=np.float32)}
     made = stitched_network.apply_junction(series, junction, block("s", 1, (5, wanted), (5, wanted)))
@@ -71,8 +66,7 @@ def test_a_junction_of_series_resizes_and_projects(wanted: int) -> None:
     np.testing.assert_allclose(stitched_network.global_average_pool(made), made.mean(axis=2), atol=1e-6)
 
 
-def test_series_go_to_series_only() -> None:
-    """Within the limit of enlargement; neither to maps of images nor from them."""
+def test_series_go_to_series_only():
     before, after = block("s", 1, (3, 8), (3, 8)), block("t", 1, (5, 16), (5, 16))
     assert stitched_network.can_connect(before, after)
     assert not stitched_network.can_connect(before, block("t", 1, (5, 17), (5, 17)))
@@ -80,8 +74,7 @@ def test_series_go_to_series_only() -> None:
     assert not stitched_network.can_connect(B1, before)
 
 
-def test_a_fitted_junction_recovers_a_linear_map() -> None:
-    """Where the donor's own input is a projection of what comes in, the junction is that projection."""
+def test_a_fitted_junction_recovers_a_linear_map():
     maps = RNG.normal(size=(20, 3, 8, 8)).astype(np.float32)
     true = {"weights": RNG.normal(size=(5, 3)).astype(np.float32), "bias": np.arange(5, dtype=np.float32)}
     target = stitched_network.apply_junction(maps, true, B1)
@@ -91,11 +84,10 @@ def test_a_fitted_junction_recovers_a_linear_map() -> None:
     assert np.allclose(bias, true["bias"], atol=1e-4)
 
 
-def test_every_prefix_has_junctions_of_its_own() -> None:
-    """A junction is asked for by its path's name, and not at all between neighbours."""
-    asked: list[str] = []
+def test_every_prefix_has_junctions_of_its_own():
+    asked = []
 
-    def load(name: str) -> dict[str, np.ndarray]:
+    def load(name):
         asked.append(name)
         return {}
 
@@ -104,8 +96,7 @@ def test_every_prefix_has_junctions_of_its_own() -> None:
     assert stitched_network.junction_name(("a.0", "b.1")) != asked[0]
 
 
-def test_alignment_is_logsumexp_within_a_group_and_argmax_over_groups() -> None:
-    """Two classes at log 2 beat one at log 3: 4 > 3; a label without classes never wins."""
+def test_alignment_is_logsumexp_within_a_group_and_argmax_over_groups():
     logits = np.log(np.array([[2.0, 2.0, 3.0]]))
     scores = stitched_network.align_logits(logits, [(2,), (0, 1), ()])
     assert np.allclose(np.exp(scores), [[3.0, 4.0, 0.0]])
@@ -113,8 +104,7 @@ def test_alignment_is_logsumexp_within_a_group_and_argmax_over_groups() -> None:
     assert stitched_network.align_logits(np.array([[1e4, 0.0]]), [(0,), (1,)]).tolist() == [[1e4, 0.0]]
 
 
-def test_random_features_keep_lengths_on_average() -> None:
-    """A vector of length 1 has length about 1 afterwards; the same seed gives the same projection."""
+def test_random_features_keep_lengths_on_average():
     draw = stitched_network.random_projection(50, 4000, seed=3)
     z = RNG.normal(size=50)
     assert np.linalg.norm(z @ draw) == pytest.approx(np.linalg.norm(z), rel=0.1)
@@ -151,9 +141,8 @@ def made(ran: list[str]) -> stitched_network.Run:
     return run
 
 
-def test_taps_are_pooled_side_by_side_and_what_they_share_runs_once() -> None:
-    """Three taps behind one stem: three block runs, and the head's columns in the order of the taps."""
-    ran: list[str] = []
+def test_taps_are_pooled_side_by_side_and_what_they_share_runs_once():
+    ran = []
     x = RNG.normal(size=(4, 1, 8, 8)).astype(np.float32)
     scores = stitched_network.compute_label_scores(JOINED, STOCK.blocks, made(ran), x)
     assert ran == ["a.0", "a.1", "b.1"]
@@ -164,8 +153,7 @@ def test_taps_are_pooled_side_by_side_and_what_they_share_runs_once() -> None:
     np.testing.assert_allclose(scores, features @ HEAD["weights"].T + HEAD["bias"], rtol=1e-6)
 
 
-def test_an_artefact_holds_the_network_and_no_junction_besides() -> None:
-    """What is read back classifies the same; the junction of a path that is no tap is gone."""
+def test_an_artefact_holds_the_network_and_no_junction_besides():
     meta, arrays = stitched_network.to_artefact(JOINED, STOCK)
     name = stitched_network.junction_name(("a.0", "b.1"))
     assert meta["taps"] == [["a.0", "a.1"], ["a.0", "b.1"], ["a.0"]]
@@ -191,8 +179,7 @@ def test_an_artefact_holds_the_network_and_no_junction_besides() -> None:
         (stitched_network.StitchedNetwork(((),), {}, HEAD), "without blocks"),
     ],
 )
-def test_a_network_whose_outputs_mean_nothing_is_refused(network: stitched_network.StitchedNetwork, why: str) -> None:
-    """When it is run, and when it is read."""
+def test_a_network_whose_outputs_mean_nothing_is_refused(network, why):
     with pytest.raises(ModelError, match=why):
         stitched_network.compute_label_scores(network, STOCK.blocks, lambda block, x: x, np.zeros((1, 1, 8, 8)))
     meta = {"taps": network.taps, "junctions": {}, "head": None, "align": network.align}
@@ -202,8 +189,7 @@ def test_a_network_whose_outputs_mean_nothing_is_refused(network: stitched_netwo
         stitched_network.from_artefact(meta, {"w": HEAD["weights"], "b": HEAD["bias"]})
 
 
-def test_features_may_be_drawn_before_the_head() -> None:
-    """hidden: (3, 12); what is negative behind it counts as 0."""
+def test_features_may_be_drawn_before_the_head():
     hidden, head = RNG.normal(size=(3, 12)), {"weights": RNG.normal(size=(2, 3)), "bias": np.zeros(2)}
     x = RNG.normal(size=(4, 1, 8, 8)).astype(np.float32)
     maps = stitched_network.run_taps(JOINED, STOCK.blocks, made([]), x)
@@ -217,8 +203,7 @@ def test_features_may_be_drawn_before_the_head() -> None:
     np.testing.assert_allclose(scores, features @ head["weights"].T, rtol=1e-6)
 
 
-def test_a_class_that_nobody_has_scores_less_than_any_other() -> None:
-    """Its bias NEVER becomes -inf and its weights 0; a bias just above NEVER stays as it is."""
+def test_a_class_that_nobody_has_scores_less_than_any_other():
     stored = {"weights": np.array([[1.0, 2], [5, 5], [3, 4]]), "bias": np.array([-1e29, joint_head.NEVER, 6])}
     head = joint_head.export_head(stored)
     assert head["weights"].tolist() == [[1, 2], [0, 0], [3, 4]]
@@ -237,8 +222,7 @@ def test_a_class_that_nobody_has_scores_less_than_any_other() -> None:
         (lambda meta: meta["blocks"]["a.0"].update(in_shape="big"), "holds no donor blocks"),
     ],
 )
-def test_a_bundle_that_contradicts_itself_is_refused(change: object, why: str) -> None:
-    """What is wrong and how to mend it, before any device is asked."""
+def test_a_bundle_that_contradicts_itself_is_refused(change, why):
     meta = {
         "input": {"channels": 1, "size": 8},
         "labels": ["x", "y"],
@@ -246,6 +230,6 @@ def test_a_bundle_that_contradicts_itself_is_refused(change: object, why: str) -
         "blocks": {b.id: {name: getattr(b, name) for name in Block.__dataclass_fields__} for b in (A0, A1, A2)},
     }
     assert stitched_network.load_donor_pool(meta).donors["a"].align is None
-    change(meta)  # type: ignore[operator]
+    change(meta)
     with pytest.raises(ModelError, match=why):
         stitched_network.load_donor_pool(meta)

@@ -1,7 +1,5 @@
 """Graphs that torch would not write, cut into tiles or left alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -28,8 +26,7 @@ def product(bias: tuple[int, ...] = (6,), **attributes: Any) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
 
 
-def test_rows_are_taken_from_weights_that_lie_either_way() -> None:
-    """Without transB the rows of W are columns of the tensor: 6 in tiles of 2."""
+def test_rows_are_taken_from_weights_that_lie_either_way():
     ((first, *others),) = tiled_linear.split_into_stages(product(), 4 * 10)
     weights = {tensor.name: numpy_helper.to_array(tensor).shape for tensor in first.graph.initializer}
     assert (weights, len(others)) == ({"weights": (2, 4), "bias": (2,)}, 2)
@@ -40,13 +37,11 @@ def test_rows_are_taken_from_weights_that_lie_either_way() -> None:
     [product(alpha=2.0), product(beta=0.5), product(transA=1), product(bias=(1, 6)), product(bias=(1,))],
     ids=["alpha", "beta", "transposed input", "bias as a row", "one bias for all"],
 )
-def test_a_product_that_is_no_linear_layer_stays_whole(model: onnx.ModelProto) -> None:
-    """Scaled, or with another bias than one number per output."""
+def test_a_product_that_is_no_linear_layer_stays_whole(model):
     assert tiled_linear.split_into_stages(model, 4 * 10) == [[model]]
 
 
-def test_a_graph_with_branches_stays_whole() -> None:
-    """What a branch reads of the values around it is not among the node's inputs."""
+def test_a_graph_with_branches_stays_whole():
     branch = helper.make_graph(
         [helper.make_node("Identity", ["x"], ["taken"])],
         "branch",
@@ -62,8 +57,7 @@ def test_a_graph_with_branches_stays_whole() -> None:
     assert tiled_linear.split_into_stages(model, 4 * 10) == [[model]]
 
 
-def test_what_is_alive_is_not_told_where_a_shape_is_not_known() -> None:
-    """An operation of another domain: nothing says what it makes."""
+def test_what_is_alive_is_not_told_where_a_shape_is_not_known():
     model = product()
     model.graph.node[0].output[0] = "made"
     model.graph.node.append(helper.make_node("Other", ["made"], ["between"], domain="elsewhere"))

@@ -1,7 +1,5 @@
 """The coordinator's arithmetic, by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -27,20 +25,17 @@ def sent(*scores: float, seed: int = 1, epsilon: float = 0.0, k: int = 2) -> dic
     return {"screen": score, "score": score, "level": level, "picks": np.array(picks)}
 
 
-def test_the_best_come_first_and_equal_scores_by_name() -> None:
-    """0.9, then the two 0.5 in the order of their names, then 0.1; level 1 before level 0."""
+def test_the_best_come_first_and_equal_scores_by_name():
     assert vote.rank_blocks(np.array([0.5, 0.9, 0.5, 0.1]), np.zeros(4), POOL) == [1, 0, 2, 3]
     assert vote.rank_blocks(np.array([0.5, 0.9, 0.5, 0.1]), np.array([0, 0, 0, 1]), POOL)[0] == 3
 
 
-def test_a_percentile_is_the_share_that_scores_no_better() -> None:
-    """Of 0.1, 0.2, 0.2, 0.4: 1/4, 3/4, 3/4, 1; in a second level the worst beats the first's best."""
+def test_a_percentile_is_the_share_that_scores_no_better():
     assert vote.block_percentiles(ballot(0.1, 0.2, 0.2, 0.4)).tolist() == [0.25, 0.75, 0.75, 1.0]
     assert vote.block_percentiles(ballot(0.9, 0.2, 0.3, -0.4, level=(0, 0, 0, 1))).tolist() == [0.75, 0.25, 0.5, 1.0]
 
 
-def test_a_device_is_ranked_by_its_greedy_picks_on_the_others() -> None:
-    """Three agree that a.1, a.2 are best (percentiles 1 and 3/4); the fourth picks b.1, b.2 (1/2, 1/4)."""
+def test_a_device_is_ranked_by_its_greedy_picks_on_the_others():
     same = ballot(0.9, 0.8, 0.2, 0.1)
     odd = ballot(0.1, 0.2, 0.8, 0.9)
     ranks = vote.cross_ranks({"d1": same, "d2": same, "d3": same, "d4": odd}, POOL, 2)
@@ -48,29 +43,26 @@ def test_a_device_is_ranked_by_its_greedy_picks_on_the_others() -> None:
     assert ranks["d1"] == pytest.approx((2 * (1 + 0.75) / 2 + (0.25 + 0.5) / 2) / 3)
 
 
-def test_exploring_is_not_punished() -> None:
-    """The random picks of a device that explored do not enter its rank."""
+def test_exploring_is_not_punished():
     same = ballot(0.9, 0.8, 0.2, 0.1)
     explorer = ballot(0.9, 0.8, 0.2, 0.1, picks=(2, 3), explored=True)
     ranks = vote.cross_ranks({"d1": same, "d2": same, "d3": same, "d4": explorer}, POOL, 2)
     assert ranks["d4"] == ranks["d1"]
 
 
-def test_fewer_than_three_others_judge_nobody() -> None:
-    """Three devices are two others for each: no ranks, hence no change of weights."""
+def test_fewer_than_three_others_judge_nobody():
     three = {f"d{i}": ballot(0.9, 0.8, 0.2, 0.1) for i in range(3)}
     assert vote.cross_ranks(three, POOL, 2) == {}
     weights = {"d0": 0.5, "d1": 0.3, "d2": 0.2}
     assert vote.update_weights(weights, {}, 0.6, 0.1, 0.1) == pytest.approx(weights)
 
 
-def test_weights_rise_and_fall_and_sum_to_one() -> None:
-    """Equal thirds times 1.1, 1.1 and 0.9, over their sum 3.1; at theta itself the device is rewarded."""
+def test_weights_rise_and_fall_and_sum_to_one():
     weights = vote.update_weights({"a": 1 / 3, "b": 1 / 3, "c": 1 / 3}, {"a": 0.9, "b": 0.6, "c": 0.5}, 0.6, 0.1, 0.1)
     assert weights == pytest.approx({"a": 1.1 / 3.1, "b": 1.1 / 3.1, "c": 0.9 / 3.1})
 
 
-def test_weights_stay_within_a_fifth_and_five_times_an_equal_share() -> None:
+def test_weights_stay_within_a_fifth_and_five_times_an_equal_share():
     """After a hundred punishments: 0.2 / N each, and the rest for those rewarded; the sum stays 1."""
     weights = dict.fromkeys("abcdefghij", 0.1)
     for _ in range(100):
@@ -80,8 +72,7 @@ def test_weights_stay_within_a_fifth_and_five_times_an_equal_share() -> None:
     assert sum(weights.values()) == pytest.approx(1.0, abs=1e-9)
 
 
-def test_the_median_moves_weights_where_all_ranks_are_high() -> None:
-    """Ranks of 0.7 to 0.9 are all above 0.6, which moves nobody beside another; half of them are above the median."""
+def test_the_median_moves_weights_where_all_ranks_are_high():
     weights, ranks = dict.fromkeys("abcd", 0.25), dict(zip("abcd", (0.7, 0.75, 0.85, 0.9), strict=True))
     assert vote.update_weights(weights, ranks, 0.6, 0.1, 0.1) == pytest.approx(weights)
     moved = vote.update_weights(weights, ranks, "median", 0.1, 0.1)
@@ -90,11 +81,11 @@ def test_the_median_moves_weights_where_all_ranks_are_high() -> None:
     assert vote.update_weights(weights, alike, "median", 0.1, 0.1) == pytest.approx(weights)
 
 
-def test_being_asked_is_not_merit() -> None:
+def test_being_asked_is_not_merit():
     """The devices of a vote weigh together what they did; the paper's letter takes it off all the others."""
     weights, ranks = dict.fromkeys("abcdefghij", 0.1), {"a": 0.9, "b": 0.8, "c": 0.9, "d": 0.7}
     for theta in ("median", 0.6, 0.85):
-        after = vote.update_weights(weights, ranks, theta, 0.1, 0.1)  # type: ignore[arg-type]
+        after = vote.update_weights(weights, ranks, theta, 0.1, 0.1)
         assert sum(after[name] for name in "abcd") == pytest.approx(0.4)
         assert all(after[name] == pytest.approx(0.1) for name in "efghij")
     for _ in range(20):
@@ -104,8 +95,7 @@ def test_being_asked_is_not_merit() -> None:
     assert letter["a"] > 0.1 > letter["e"]
 
 
-def test_the_papers_letter_judges_the_random_picks_of_those_that_explored() -> None:
-    """b.1 and b.2 are what the others score 1/2 and 1/4."""
+def test_the_papers_letter_judges_the_random_picks_of_those_that_explored():
     same = ballot(0.9, 0.8, 0.2, 0.1)
     explorer = ballot(0.9, 0.8, 0.2, 0.1, picks=(2, 3), explored=True)
     ranks = vote.cross_ranks({"d1": same, "d2": same, "d3": same, "d4": explorer}, POOL, 2, judged="picks")
@@ -113,8 +103,7 @@ def test_the_papers_letter_judges_the_random_picks_of_those_that_explored() -> N
     assert ranks["d1"] == pytest.approx((1 + 0.75) / 2)
 
 
-def test_spread_picks_and_winners_take_each_donors_best_first() -> None:
-    """a.1 and a.2 lead; the second pick and the second winner are of donor b."""
+def test_spread_picks_and_winners_take_each_donors_best_first():
     score, level = np.array([0.9, 0.8, 0.1, 0.2]), np.zeros(4, np.int64)
     assert vote.greedy_picks(score, level, POOL, 2) == [0, 1]
     assert vote.greedy_picks(score, level, POOL, 2, spread=True) == [0, 3]
@@ -126,14 +115,12 @@ def test_spread_picks_and_winners_take_each_donors_best_first() -> None:
     assert [winner.block for winner in winners] == ["a.1", "b.2"]
 
 
-def test_newcomers_get_an_equal_share() -> None:
-    """Two of weight 1/2 and one newcomer are three of 1/3."""
+def test_newcomers_get_an_equal_share():
     assert vote.add_devices({"a": 0.5, "b": 0.5}, ["b", "c"]) == pytest.approx(dict.fromkeys("abc", 1 / 3))
     assert vote.add_devices({}, ["a", "b"]) == pytest.approx({"a": 0.5, "b": 0.5})
 
 
-def test_the_heavier_votes_win() -> None:
-    """One device of weight 0.6 against two of 0.2 each."""
+def test_the_heavier_votes_win():
     ballots = {"x": ballot(0.9, 0.1, 0.1, 0.1, picks=(0,)), "y": ballot(0.1, 0.9, 0.1, 0.1, picks=(1,))}
     ballots["z"] = ballots["y"]
     winners = vote.tally_votes(ballots, {"x": 0.6, "y": 0.2, "z": 0.2}, POOL, 1)
@@ -141,8 +128,7 @@ def test_the_heavier_votes_win() -> None:
     assert [winner.block for winner in vote.tally_votes(ballots, dict.fromkeys("xyz", 1.0), POOL, 1)] == ["a.2"]
 
 
-def test_a_tie_goes_to_the_mean_score_and_then_to_the_name() -> None:
-    """One vote each for b.2 and a.2: b.2 has the better mean; with equal means a.2 comes first."""
+def test_a_tie_goes_to_the_mean_score_and_then_to_the_name():
     weights = {"x": 0.5, "y": 0.5}
     uneven = {"x": ballot(0.0, 0.2, 0.0, 0.9, picks=(3,)), "y": ballot(0.0, 0.3, 0.0, 0.1, picks=(1,))}
     assert [winner.block for winner in vote.tally_votes(uneven, weights, POOL, 2)] == ["b.2", "a.2"]
@@ -150,16 +136,14 @@ def test_a_tie_goes_to_the_mean_score_and_then_to_the_name() -> None:
     assert [winner.block for winner in vote.tally_votes(even, weights, POOL, 2)] == ["a.2", "b.2"]
 
 
-def test_a_winners_score_is_of_one_level() -> None:
-    """The output score of the one device that has it, not its mean with another's input score."""
+def test_a_winners_score_is_of_one_level():
     fine = ballot(0.1, 0.2, 0.3, 0.7, level=(0, 0, 0, 1), picks=(3,))
     rough = ballot(0.1, 0.2, 0.3, 0.9, picks=(3,))
     (winner,) = vote.tally_votes({"x": fine, "y": rough}, {"x": 0.5, "y": 0.5}, POOL, 1)
     assert (winner.score, winner.votes) == (0.7, 1.0)
 
 
-def test_a_ballot_is_what_was_sent() -> None:
-    """Greedy and explored picks are accepted when they follow from the scores and the coin."""
+def test_a_ballot_is_what_was_sent():
     assert vote.read_ballot(sent(0.1, 0.4, 0.3, 0.2), POOL, 2, 0.0, 1).picks.tolist() == [1, 2]
     explored = vote.read_ballot(sent(0.1, 0.4, 0.3, 0.2, epsilon=1.0), POOL, 2, 1.0, 1)
     assert explored.explored
@@ -178,15 +162,14 @@ def test_a_ballot_is_what_was_sent() -> None:
         ({"picks": None}, "no usable 'picks'"),
     ],
 )
-def test_a_ballot_that_contradicts_itself_is_refused(change: dict[str, np.ndarray | None], why: str) -> None:
+def test_a_ballot_that_contradicts_itself_is_refused(change, why):
     """A device cannot vote for what its scores do not say."""
     given = {**sent(0.1, 0.4, 0.3, 0.2), **change}
     with pytest.raises(UpdateError, match=why):
         vote.read_ballot({k: v for k, v in given.items() if v is not None}, POOL, 2, 0.0, 1)
 
 
-def test_the_coin_explores_as_often_as_epsilon_says() -> None:
-    """Over 1000 seeds with epsilon 0.3; fewer blocks than K are all picked."""
+def test_the_coin_explores_as_often_as_epsilon_says():
     tossed = [vote.choose_picks(np.zeros(4), np.zeros(4), POOL, 9, 0.3, seed) for seed in range(1000)]
     assert sum(explored for _, explored in tossed) == pytest.approx(300, abs=45)
     assert all(sorted(picks) == [0, 1, 2, 3] for picks, _ in tossed)
@@ -195,25 +178,22 @@ def test_the_coin_explores_as_often_as_epsilon_says() -> None:
 def blocks() -> list[Block]:
     shape = (1, 1, 1)
     kinds = [("a", 1, "middle"), ("a", 2, "middle"), ("b", 1, "middle"), ("b", 2, "end")]
-    return [Block(donor, i, kind, (("g",),), (), shape, shape, 1, 1, 1, 1) for donor, i, kind in kinds]  # type: ignore[arg-type]
+    return [Block(donor, i, kind, (("g",),), (), shape, shape, 1, 1, 1, 1) for donor, i, kind in kinds]
 
 
-def test_blocks_clearly_shallower_than_their_donors_best_are_dropped() -> None:
-    """a.1 trails a.2 by 0.4 on every device; b.1 leads b.2, and an end is never dropped."""
+def test_blocks_clearly_shallower_than_their_donors_best_are_dropped():
     ballots = {f"d{i}": ballot(0.1 + i / 100, 0.5, 0.9, 0.2) for i in range(3)}
     assert vote.shallow_blocks(ballots, blocks(), margin=2.0) == {"a.1"}
 
 
-def test_what_devices_disagree_on_is_kept_unless_by_the_papers_letter() -> None:
-    """Gaps -0.3, 0.0, 0.5 have mean 0.07 and standard error 0.23: within two of them."""
+def test_what_devices_disagree_on_is_kept_unless_by_the_papers_letter():
     ballots = {f"d{i}": ballot(0.5, 0.5 + gap, 0.9, 0.2) for i, gap in enumerate((-0.3, 0.0, 0.5))}
     assert vote.shallow_blocks(ballots, blocks(), margin=2.0) == set()
     assert vote.shallow_blocks(ballots, blocks(), margin=0.0) == {"a.1"}
     assert vote.shallow_blocks({"d0": ballots["d2"]}, blocks(), margin=2.0) == set()
 
 
-def test_ballots_survive_storage() -> None:
-    """A ballot is part of the state: packed and unpacked it is the same."""
+def test_ballots_survive_storage():
     given = ballot(0.1, 0.4, 0.3, 0.2)
     again = tensors.unpack_state(tensors.pack_state(given), Ballot)
     assert all(np.array_equal(getattr(again, name), getattr(given, name)) for name in Ballot.__dataclass_fields__)

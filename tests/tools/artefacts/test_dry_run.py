@@ -20,7 +20,7 @@ import torch
 
 from fedquilt.models.networks import registry
 from fedquilt.models.stitching.onnx import export as onnx_export
-from fedquilt.tools.artefacts import dry_run
+from fedquilt.tools.artefacts import dry_run, dry_run_donors
 from fedquilt.tools.artefacts.prepare import prepare_and_check, prepare_bundle
 
 PLAIN = {"name": "plain", "channels": 1, "classes": 3}
@@ -45,7 +45,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def rehearse(folder: Path, params: dict[str, Any], made: Bundle | None = None) -> None:
     table = {"name": "s", "method": "fedstitch", "params": params}
-    dry_run.dry_run_job(settings.parse_job(table), made or job_bundle.load_bundle(folder), folder)
+    dry_run_donors.dry_run_job(settings.parse_job(table), made or job_bundle.load_bundle(folder), folder)
 
 
 @pytest.mark.parametrize(
@@ -168,13 +168,13 @@ def test_a_dry_run_trains_with_one_thread_and_gives_the_others_back(
 ) -> None:
     """On a busy machine two threads took ten times as long."""
     before, seen = torch.get_num_threads(), set()
-    played = dry_run._run_to_last_state
+    played = dry_run.run_to_last_state
 
     def noted(*given: Any) -> Any:
         seen.add(torch.get_num_threads())
         return played(*given)
 
-    monkeypatch.setattr(dry_run, "_run_to_last_state", noted)
+    monkeypatch.setattr(dry_run, "run_to_last_state", noted)
     torch.set_num_threads(2)
     try:
         model = {**RESIDUAL, "input": {"channels": 1, "size": 8}}

@@ -61,7 +61,6 @@ def test_it_stops_at_the_first_candidate_that_does_no_better() -> None:
 
 
 def test_it_ends_with_the_whole_network() -> None:
-    """Nothing is left to unfreeze."""
     assert searched(Oracle(0.1, 0.2, 0.3, 0.4))[-1].trained == ("0", "3", "7", "9")
 
 
@@ -122,7 +121,6 @@ def test_prepare_finds_the_schedule_of_a_real_network(tmp_path: Path) -> None:
 
 
 def test_a_wrong_key_of_the_table_is_refused(tmp_path: Path) -> None:
-    """Those there are are named."""
     with pytest.raises(JobError, match=r"\[schedule\].*blocks"):
         prepare_bundle({"model": CNN, "schedule": {"path": "x", "rate": 1}}, tmp_path)
 

@@ -241,7 +241,6 @@ def test_classes_are_aligned_by_their_names_or_by_a_table(tmp_path: Path, align:
     ],
 )  # fmt: skip
 def test_an_alignment_that_cannot_be_is_refused_by_name(tmp_path: Path, donor: dict[str, Any], message: str) -> None:
-    """The donor, the label or class, and what would do."""
     (tmp_path / "names.txt").write_text(NAMES)
     network = {"name": "plain", "channels": 1, "classes": 8}
     donor = {"name": "p", "network": network, **donor}
@@ -315,7 +314,6 @@ def test_a_network_that_comes_frozen_is_refused(
 
 
 def test_a_network_of_another_type_than_float32_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its first such parameter, with what mends it."""
     (tmp_path / "halved.py").write_text("from torch import nn\ndef net():\n    return nn.Linear(4, 3).half()\n")
     monkeypatch.syspath_prepend(tmp_path)
     table = {"model": {"name": "halved:net", "input": {"mean": [0.0] * 4}}}

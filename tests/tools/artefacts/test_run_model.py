@@ -105,11 +105,11 @@ def test_what_is_printed_tells_wrong_answers_and_the_share_of_right_ones(
     source = npz(tmp_path / "a.npz", x=np.broadcast_to(LEVELS[:2, None, None], (2, 4, 4)), y=np.array([0, 1]))
     assert print_predictions(model, source, "text") == 0
     assert capsys.readouterr().out.splitlines() == [
-        "image  prediction  score  label",
-        "0      night       0.461  night",
-        "1      night       0.382  day",
-        "score: the largest output of the network for a label, which is no probability",
-        "50.0% of 2 images right",
+        "example  prediction  score  label",
+        "0        night       0.461  night",
+        "1        night       0.382  day",
+        "score: the network's output for the predicted label, not a probability",
+        "50.0% of 2 examples are classified correctly",
     ]
     print_predictions(model, source, "json")
     told = json.loads(capsys.readouterr().out)

@@ -84,7 +84,6 @@ def test_genefl_uploads_a_layer_or_all_but_the_head_and_nothing_of_a_fingerprint
 
 
 def test_a_method_that_uploads_no_layers_cannot_be_audited(attack) -> None:  # type: ignore[no-untyped-def]
-    """Says so instead of telling a figure."""
     start = attack.draw_weights(NETWORK, 0)
     with pytest.raises(JobError, match="uploads no tensors"):
         extract_gradient(UploadVariant("x", "genefl", {"gather": 9}), NETWORK, start, one(), engine())
@@ -143,7 +142,6 @@ def test_the_command_writes_the_pictures_and_tells_every_row(
 
 
 def test_what_are_no_square_pictures_is_said(tmp_path: Path) -> None:
-    """And how to scale them."""
     pytest.importorskip("torch")
     np.savez(tmp_path / "data.npz", x_train=np.zeros((3, 8, 6), np.uint8), y_train=np.zeros(3, int))
     with pytest.raises(DataError, match="square images are wanted, --size"):

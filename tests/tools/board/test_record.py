@@ -173,7 +173,6 @@ def test_a_point_too_slow_for_its_time_is_skipped():
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, SystemExit])
 def test_clocks_are_given_back_whatever_happens(error):
-    """An interrupt, a fault of the workload, an exit: at a held point in the middle of it all."""
     board = FakeBoard()
 
     def fault(point: OperatingPoint) -> None:
@@ -223,7 +222,6 @@ def test_without_a_meter_power_is_left_out_and_that_is_said():
 
 
 def test_a_recording_of_nothing_is_an_error_with_the_reasons():
-    """And the mend."""
     found = measurement.measure_points(FakeBoard().rig(), POINTS, 0.1)
     with pytest.raises(ClockError, match=r"no time was left.*more --minutes"):
         profile_recording.build_profile(found, FACTS, LISTS)
@@ -268,7 +266,6 @@ def test_a_board_is_looked_for_below_the_root_that_is_given(tmp_path):
 
 
 def test_what_cannot_be_done_is_said_before_minutes_are_spent(tmp_path):
-    """A folder that cannot be made."""
     (tmp_path / "no").write_text("a file is in the folder's place")
     with pytest.raises(StoreError, match=r"cannot write .*board\.toml: File exists"):
         profile_recording.record_profile(tmp_path / "no" / "board.toml", 1.0)

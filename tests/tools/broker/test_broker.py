@@ -41,7 +41,6 @@ def test_a_password_file_without_hashes_is_refused(tmp_path: Path, text: str) ->
 
 
 def test_only_the_right_password_gets_in(tmp_path: Path, stage: Stage) -> None:
-    """Not a wrong one, and not nobody."""
     file, right, wrong = tmp_path / "passwords", tmp_path / "right", tmp_path / "wrong"
     file.write_text(format_password_line("me", "open sesame") + "\n")
     right.write_text("open sesame\n")
@@ -63,7 +62,6 @@ def test_a_user_or_password_that_no_file_could_hold_is_refused(user: str, passwo
 
 
 def test_a_port_in_use_is_said(embedded_broker: EmbeddedBroker) -> None:
-    """With the port and the mend; the first broker goes on."""
     with pytest.raises(LinkError, match=rf"cannot listen on 127\.0\.0\.1:{embedded_broker.port} .*choose another port"):
         EmbeddedBroker(port=embedded_broker.port).start()
 

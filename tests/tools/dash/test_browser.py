@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import dashes
@@ -40,15 +42,26 @@ def browser(chromium: Browser) -> Iterator[Browser]:
     chromium.close_tabs()
 
 
-@pytest.fixture
-def home(tmp_path: Path) -> Path:
+def planted(folder: Path) -> Path:
     """Forty boards, and a run whose third round runs."""
-    home, names = tmp_path / "runs", dashes.names(40)
+    home, names = folder / "runs", dashes.names(40)
     run = dashes.add_run(home, dashes.facts(names))
     dashes.add_boards(home, names, run)
     dashes.add_rollout(home, names, bad=True)
     dashes.add_rollout(home, names, ROLLED)
     return home
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return planted(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
+    """A dashboard of a home that does not change."""
+    with Dashboard(planted(tmp_path_factory.mktemp("shown"))) as dash:
+        yield dash
 
 
 def opened(browser: Browser, dash: Dashboard, path: str, size: tuple[int, int] = WIDE) -> Tab:
@@ -65,8 +78,14 @@ def fine(tab: Tab) -> bool:
     return bool(wide)
 
 
-@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
-@pytest.mark.parametrize("count", [10, 1000, 10_000])
+@pytest.mark.parametrize(
+    ("count", "size"),
+    [
+        (10, NARROW),
+        (10_000, WIDE),
+        *(pytest.param(*each, marks=pytest.mark.nightly) for each in product((10, 1000, 10_000), (WIDE, NARROW))),
+    ],
+)
 def test_a_fleet_of_any_size_is_shown(browser: Browser, tmp_path: Path, count: int, size: tuple[int, int]) -> None:
     """As a table and as a grid, a page at a time; a board is found by its name."""
     home, names = tmp_path / "runs", dashes.names(count)
@@ -91,20 +110,19 @@ def test_a_fleet_of_any_size_is_shown(browser: Browser, tmp_path: Path, count: i
 @pytest.mark.parametrize(
     "path", ["/", "/?view=grid", "/boards/board-00001", "/runs", "/runs/digits", "/rollouts", "/log"]
 )
-def test_every_page_is_whole(browser: Browser, home: Path, path: str, size: tuple[int, int]) -> None:
+def test_every_page_is_whole(browser: Browser, shown: Dashboard, path: str, size: tuple[int, int]) -> None:
     """One heading, landmarks, named tables and fields, a place that speaks, and no complaint of the console."""
-    with Dashboard(home) as dash:
-        tab = opened(browser, dash, path, size)
-        tab.until("document.querySelector('#link').textContent === 'live'")
-        assert fine(tab)
-        for selector, count in (("h1", 1), ("main", 1), ("header nav", 1), ("[aria-current=page]", 1), ("a.skip", 1)):
-            assert tab.value(f"document.querySelectorAll({selector!r}).length") == count
-        assert tab.value("[...document.querySelectorAll('table')].every((each) => each.caption && each.tHead)")
-        assert tab.value("[...document.querySelectorAll('th')].every((each) => each.scope)")
-        named = "each.labels?.length || each.getAttribute('aria-label')"
-        assert tab.value(f"[...document.querySelectorAll('input, select, meter')].every((each) => {named})")
-        assert tab.value("[...document.querySelectorAll('svg')].every((each) => each.getAttribute('aria-label'))")
-        assert tab.value("[...document.querySelectorAll('[aria-live]')].length") == 2
+    tab = opened(browser, shown, path, size)
+    tab.until("document.querySelector('#link').textContent === 'live'")
+    assert fine(tab)
+    for selector, count in (("h1", 1), ("main", 1), ("header nav", 1), ("[aria-current=page]", 1), ("a.skip", 1)):
+        assert tab.value(f"document.querySelectorAll({selector!r}).length") == count
+    assert tab.value("[...document.querySelectorAll('table')].every((each) => each.caption && each.tHead)")
+    assert tab.value("[...document.querySelectorAll('th')].every((each) => each.scope)")
+    named = "each.labels?.length || each.getAttribute('aria-label')"
+    assert tab.value(f"[...document.querySelectorAll('input, select, meter')].every((each) => {named})")
+    assert tab.value("[...document.querySelectorAll('svg')].every((each) => each.getAttribute('aria-label'))")
+    assert tab.value("[...document.querySelectorAll('[aria-live]')].length") == 2
 
 
 def test_a_change_comes_to_the_screen_by_itself(browser: Browser, home: Path) -> None:
@@ -123,21 +141,20 @@ def test_a_change_comes_to_the_screen_by_itself(browser: Browser, home: Path) ->
         assert tab.value("document.querySelector('[data-key=board-00003]').mine")
 
 
-def test_from_the_page_alone_a_stranger_finds_why(browser: Browser, home: Path) -> None:
+def test_from_the_page_alone_a_stranger_finds_why(browser: Browser, shown: Dashboard) -> None:
     """From the fleet to the board, to the round, to the sentence."""
-    with Dashboard(home) as dash:
-        tab = opened(browser, dash, "/boards/board-00005")
-        tab.until("document.querySelectorAll('.turns tbody tr').length === 3")
-        assert "offline" in tab.value("document.querySelector('.turns tbody tr').textContent")
-        link = tab.value("document.querySelectorAll('.turns tbody tr')[1].querySelector('a').getAttribute('href')")
-        tab = opened(browser, dash, link)
-        assert tab.value("document.querySelector('input[type=number]').value") == "2"
-        search = "document.querySelector('#why input[type=search]')"
-        tab.value(f"{search}.value = 'board-00030'; {search}.dispatchEvent(new Event('input'))")
-        tab.until("document.querySelectorAll('table.why tbody tr').length === 1")
-        assert "offline" in tab.value("document.querySelector('table.why tbody').textContent")
-        tab.value(f"{search}.value = 'board-00039'; {search}.dispatchEvent(new Event('input'))")
-        tab.until("document.querySelector('table.why tbody').textContent.includes('not drawn: place')")
+    tab = opened(browser, shown, "/boards/board-00005")
+    tab.until("document.querySelectorAll('.turns tbody tr').length === 3")
+    assert "offline" in tab.value("document.querySelector('.turns tbody tr').textContent")
+    link = tab.value("document.querySelectorAll('.turns tbody tr')[1].querySelector('a').getAttribute('href')")
+    tab = opened(browser, shown, link)
+    assert tab.value("document.querySelector('input[type=number]').value") == "2"
+    search = "document.querySelector('#why input[type=search]')"
+    tab.value(f"{search}.value = 'board-00030'; {search}.dispatchEvent(new Event('input'))")
+    tab.until("document.querySelectorAll('table.why tbody tr').length === 1")
+    assert "offline" in tab.value("document.querySelector('table.why tbody').textContent")
+    tab.value(f"{search}.value = 'board-00039'; {search}.dispatchEvent(new Event('input'))")
+    tab.until("document.querySelector('table.why tbody').textContent.includes('not drawn: place')")
 
 
 def test_markup_is_text(browser: Browser, home: Path) -> None:
@@ -174,22 +191,27 @@ def test_a_run_is_stopped_by_whoever_opens_the_address_with_the_token(browser: B
 
 
 @pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
-def test_rollouts_show_who_has_them_and_why_some_have_not(browser: Browser, home: Path, size: tuple[int, int]) -> None:
+def test_rollouts_show_who_has_them_and_why_some_have_not(
+    browser: Browser, shown: Dashboard, size: tuple[int, int]
+) -> None:
     """The list leads to the aborted rollout, with the reasons and numbers that boards gave."""
-    with Dashboard(home) as dash:
-        tab = opened(browser, dash, "/rollouts", size)
-        assert "2 have it" in tab.value("document.querySelector('.rollouts tbody tr').textContent")
-        assert "4 have said nothing" in tab.value("document.querySelector('.rollouts tbody tr').textContent")
-        assert "waits for a coordinator" in tab.value("document.querySelector('.rollouts tbody tr').textContent")
-        link = "document.querySelectorAll('.rollouts tbody tr')[1].querySelector('a')"
-        tab = opened(browser, dash, tab.value(f"{link}.getAttribute('href')"), size)
-        assert tab.value("document.querySelector('.notice.bad').textContent") == "2 of 2 boards failed"
-        row = tab.value("document.querySelector('[data-key=board-00000]').innerText")
-        assert "3 points less" in row
-        assert "91.0 % (before 94.0 %)" in row
-        assert "12.3 ms" in row
-        assert "aborted: 2 of 2 boards failed" in tab.text
-        assert fine(tab)
+    tab = opened(browser, shown, "/rollouts", size)
+    assert "2 have it" in tab.value("document.querySelector('.rollouts tbody tr').textContent")
+    assert "4 have said nothing" in tab.value("document.querySelector('.rollouts tbody tr').textContent")
+    assert "waits for a coordinator" in tab.value("document.querySelector('.rollouts tbody tr').textContent")
+    link = "document.querySelectorAll('.rollouts tbody tr')[1].querySelector('a')"
+    tab = opened(browser, shown, tab.value(f"{link}.getAttribute('href')"), size)
+    assert tab.value("document.querySelector('.notice.bad').textContent") == "2 of 2 boards failed"
+    row = tab.value("document.querySelector('[data-key=board-00000]').innerText")
+    assert "3 points less" in row
+    assert "91.0 % (before 94.0 %)" in row
+    assert "12.3 ms" in row
+    tile = "[...document.querySelectorAll('.tiles div')].find((each) => each.firstChild.textContent === '{}')"
+    begun, lasted = (tab.value(f"{tile.format(name)}.lastChild.textContent") for name in ("begun", "lasted"))
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", begun)  # an ended rollout has no age
+    assert re.fullmatch(r"\d+ s", lasted)
+    assert "aborted: 2 of 2 boards failed" in tab.text
+    assert fine(tab)
 
 
 def test_a_rollout_is_ended_by_whoever_opens_the_address_with_the_token(browser: Browser, home: Path) -> None:
@@ -236,3 +258,16 @@ def test_the_keyboard_reaches_everything(browser: Browser, home: Path) -> None:
         assert seen[:6] == ["Skip to the content", "Fleet", "Runs", "Rollouts", "Log", "all boards40"]
         assert "name, board, job" in seen
         assert "grid" in seen
+
+
+def test_ages_count_every_second_and_show_seconds(browser: Browser, home: Path) -> None:
+    """Of a rollout that goes on, without any change from the server."""
+    with Dashboard(home) as dash:
+        tab = opened(browser, dash, "/rollouts")
+        age = "document.querySelector('.rollouts tbody tr time').textContent"
+        first = tab.value(age)
+        assert re.fullmatch(r"(\d+ min )?\d+ s ago", first)
+        tab.until(f"{age} !== {first!r}")
+        path = tab.value("document.querySelector('link[href$=\"dom.js\"]').getAttribute('href')")
+        durations = f"import('{path}').then((dom) => [59, 60, 3725, 90000].map(dom.duration).join())"
+        assert tab.value(durations) == "59 s,1 min 0 s,1 h 2 min,1 d 1 h"

@@ -21,6 +21,7 @@ from waiting import until
 from fedquilt import cli
 from fedquilt.coordinator.fleet.device_status import DeviceStatus
 from fedquilt.coordinator.fleet.telemetry_store import TelemetryStore
+from fedquilt.coordinator.rounds.rollout import RolloutCompleted
 from fedquilt.coordinator.storage.store import Store
 
 pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install 'fedquilt[web]'")
@@ -134,13 +135,11 @@ def test_a_long_list_comes_page_by_page(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_not_there_is_refused_by_name(dash: Dashboard, path: str, status: int, says: str) -> None:
-    """In a sentence."""
     found, said = dash.problem(path)
     assert (found, says in said) == (status, True), said
 
 
 def test_a_stranger_finds_why_a_board_was_not_asked_in_a_round(dash: Dashboard) -> None:
-    """On the run's page, and on the board's."""
     told = dash.values("/api/runs/digits/why?round=2&text=board-00005")
     assert [(each["device"], each["text"]) for each in told["devices"]] == [("board-00005", "offline")]
     told = dash.values("/api/runs/digits/why?round=2&code=drawn")
@@ -212,8 +211,11 @@ def test_a_link_from_another_site_opens_a_page_and_posts_nothing(dash: Dashboard
 
 
 def test_ending_a_rollout_needs_the_token_the_page_and_the_proof(tmp_path: Path) -> None:
-    """With all three a rollout is ended; one that has ended already is a conflict, an unknown one is not found."""
+    """With all three a rollout is ended. One that has ended, or was replaced, is a conflict."""
     home = tmp_path / "runs"
+    replaced = dashes.add_rollout(home, DEVICES)
+    with Store(home) as store:
+        store.rollouts.append_events([(replaced, RolloutCompleted())])
     ended = dashes.add_rollout(home, DEVICES, TABLES, bad=True)
     id = dashes.add_rollout(home, DEVICES, MARKUP)
     with Dashboard(home, "--actions") as dash:
@@ -227,13 +229,17 @@ def test_ending_a_rollout_needs_the_token_the_page_and_the_proof(tmp_path: Path)
         assert dash.ask(ask, "POST", **own, **proof)[0] == 200
         with Store(home) as store:
             assert store.rollouts.find_rollout(id).revert_requested
-        for of, what, status in ((ended, "back", 409), ("no", "back", 404), (id, "x", 404)):
+        conflicts = ((ended, "back", 409), (replaced, "back", 409))
+        for of, what, status in (*conflicts, ("no", "back", 404), (id, "x", 404)):
             assert dash.ask(f"/api/rollouts/{of}/{what}", "POST", **own, **proof)[0] == status
+        with Store(home) as store:
+            assert not store.rollouts.find_rollout(replaced).revert_requested
         assert dash.problem("/api/rollouts/nothing")[0] == 404
         listed = dash.values("/api/rollouts")["rollouts"]
-        assert [each["name"] for each in listed] == [MARKUP, TABLES]
+        assert [each["rollout"] for each in listed] == [id, ended, replaced]
+        assert [each["name"] for each in listed[:2]] == [MARKUP, TABLES]
         nobody = f"a coordinator: nobody serves {home}, `fedquilt serve --home {home}` does"
-        assert [each["waits"] for each in listed] == [nobody, ""]
+        assert [each["waits"] for each in listed] == [nobody, "", ""]
         assert [dash.values(f"/api/rollouts/{each}")["waits"] for each in (id, ended)] == [nobody, ""]
         assert dash.values(f"/api/rollouts/{ended}")["steps"][-1]["text"].startswith("aborted: 2 of 2 boards failed")
     with Dashboard(home) as only:

@@ -52,8 +52,8 @@ def test_the_donors_are_small_differ_and_are_those_of_the_job() -> None:
 
 @pytest.fixture
 def little_mnist(tmp_path: Path) -> Path:
-    """256 images to train on and 16 to test on, in MNIST's own files: bars whose height is the digit."""
-    for part, count in (("train", 256), ("t10k", 16)):
+    """512 images to train on and 16 to test on, in MNIST's own files: bars whose height is the digit."""
+    for part, count in (("train", 512), ("t10k", 16)):
         y = np.arange(count, dtype=np.uint8) % 10
         x = np.zeros((count, 28, 28), np.uint8)
         for image, digit in zip(x, y, strict=True):
@@ -64,11 +64,15 @@ def little_mnist(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_training_the_donors_twice_gives_the_same_bytes(little_mnist: Path, tmp_path: Path) -> None:
+def test_training_the_donors_twice_gives_the_same_bytes(
+    little_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Weights and bundle; what is written is what the demo's job names."""
     pytest.importorskip("torch", reason="training donors takes torch")
+    from fedquilt.tools.artefacts import train_donors as command
     from fedquilt.tools.artefacts.train_donors import train_donors
 
+    monkeypatch.setattr(command, "EPOCHS", 1)
     for out in ("one", "two"):
         said: list[str] = []
         accuracies = train_donors(little_mnist, tmp_path / out, said.append)
@@ -99,7 +103,6 @@ def test_each_donor_sees_the_images_its_own_way_and_none_leaves_the_range() -> N
 
 
 def test_a_folder_without_mnist_is_refused(tmp_path: Path) -> None:
-    """Before anything is trained or written."""
     pytest.importorskip("torch", reason="training donors takes torch")
     from fedquilt.tools.artefacts.train_donors import train_donors
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,13 @@ class Board:
         found = self.examine(*(names or ("machine",)))
         assert len(found) == 1, found
         return found[0]
+
+    def require(self, number: str, severity: str | None = None, *said: str, fix: str = "") -> None:
+        """Check the one finding that there is: its number and severity, parts of its sentence, a pattern of its fix."""
+        found = self.only()
+        assert (found.number, found.severity) == (number, severity or found.severity)
+        assert [part for part in said if part not in found.sentence] == []
+        assert re.search(fix, found.fix or ""), found.fix
 
 
 @pytest.fixture

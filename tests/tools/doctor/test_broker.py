@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric import ec
+from certified import Certified
 
 from fedquilt import wire
 from fedquilt.cli import main
 from fedquilt.coordinator.delivery.executor import LinkExecutor
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.storage.store import Store
+from fedquilt.edge_agent.storage.agent_state import AgentState
 from fedquilt.security import authenticated_link
 from fedquilt.tools.boards import doctor
 from fedquilt.tools.boards.doctor import ExaminationTarget
@@ -28,40 +29,23 @@ from fedquilt.tools.boards.doctor.checks import broker as checks_broker
 from fedquilt.tools.boards.doctor.checks import permissions
 from fedquilt.tools.boards.doctor.checks.permissions import ExaminationDeadline
 from fedquilt.tools.boards.doctor.findings import Finding, Numbered, to_finding
-from fedquilt.tools.operations.identity import broker_config
-from fedquilt.tools.operations.identity.authority import DAY_S, CertificateAuthority, clock_s
-from fedquilt.tools.operations.identity.certificate_parts import key_to_pem
+from fedquilt.tools.identity.authority import DAY_S, clock_s
 from fedquilt.transport.mqtt.broker import Broker
 from fedquilt.transport.mqtt.link import MqttLink
 
 
-class Site:
-    """A fleet's own Mosquitto, as `fedquilt broker config` sets it up, and a device's settings."""
+class Site(Certified):
+    """A fleet's own Mosquitto, as `fedquilt broker config` sets it up."""
 
     def __init__(self, folder: Path, start: Callable[..., Any]) -> None:
-        self.folder = folder
-        self.authority = CertificateAuthority.create(folder / "ca", "site", clock_s())
-        self.out = folder / "etc"
-        broker_config.write_config(
-            self.authority, "mosquitto", ["127.0.0.1"], self.out, clock_s(), installed=str(self.out)
-        )
-        self.lines = (self.out / "fedquilt.conf").read_text().splitlines()[2:]
-        self.start = start
+        super().__init__(folder)
+        self.out, self.start = folder / "etc", start
+        self.lines = self.configure_broker(self.out)
 
     def serve(self, **changed: str) -> str:
         """Start it with some lines changed; its URL."""
         lines = [f"{key} {changed.get(key, value)}" for key, _, value in (line.partition(" ") for line in self.lines)]
         return self.start(*lines).url.replace("mqtt://", "mqtts://")
-
-    def certified(self, name: str, kind: Any = "device", days: float | None = None) -> dict[str, str]:
-        key = ec.generate_private_key(ec.SECP256R1())
-        with self.authority.register.transaction():
-            issued = self.authority.sign_certificate(name, kind, key.public_key(), clock_s(), days=days)
-        (self.folder / f"{name}.crt").write_text(issued.pem)
-        (self.folder / f"{name}.key").write_bytes(key_to_pem(key))
-        (self.folder / f"{name}.key").chmod(0o600)
-        files = {"cert": str(self.folder / f"{name}.crt"), "key": str(self.folder / f"{name}.key")}
-        return {"ca": str(self.authority.folder / "ca.crt"), **files}
 
 
 @pytest.fixture
@@ -103,6 +87,12 @@ def serving(tmp_path: Path) -> Iterator[Callable[[Broker], None]]:
         thread.join()
 
 
+def examined(folder: Path, **broker: Any) -> list[Finding]:
+    """All that is found about a broker without settings of an agent."""
+    groups = doctor.select_groups(ExaminationTarget(broker=broker, root=folder))
+    return doctor.run_groups({"broker": groups["broker"]}, limit_s=20.0)
+
+
 def asked(board: Any, **broker: Any) -> list[Finding]:
     """All that is found about the device's broker, in the order of the numbers."""
     board.table |= {"broker": broker, "home": str(board.root / "var/lib/fedquilt")}
@@ -133,7 +123,6 @@ def test_a_name_that_nobody_knows_is_found(board: Any) -> None:
 
 
 def test_a_port_where_nobody_listens_is_found(board: Any) -> None:
-    """The name was all right, and that is said."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         found = asked(board, url=f"mqtt://127.0.0.1:{probe.getsockname()[1]}")
@@ -142,34 +131,27 @@ def test_a_port_where_nobody_listens_is_found(board: Any) -> None:
 
 
 def test_a_port_without_tls_is_found(board: Any, mosquitto: Callable[..., Any], authority: Any) -> None:
-    """mqtts:// to a plain port."""
     url = mosquitto().url.replace("mqtt://", "mqtts://")
     found = last(asked(board, url=url, ca=str(authority.ca)))
     assert (found.number, found.severity) == ("FQ403", "error")
 
 
-def test_a_broker_of_another_authority_is_found(board: Any, site: Site, stranger: Any) -> None:
-    """The fix shows who signed it."""
-    found = last(asked(board, url=site.serve(), ca=str(stranger.ca)))
+def test_a_brokers_certificate_of_another_authority_name_or_time_is_found(
+    board: Any, site: Site, stranger: Any
+) -> None:
+    """The broker's was made for the address, and is called by a name; this machine's clock may be what is wrong."""
+    url, ca = site.serve(), str(site.ca)
+    found = last(asked(board, url=url, ca=str(stranger.ca)))
     assert (found.number, found.severity) == ("FQ405", "error")
     assert "openssl" in (found.fix or "")
-
-
-def test_a_broker_whose_certificate_has_ended_is_found(board: Any, site: Site) -> None:
-    """By this machine's clock, which may be what is wrong."""
+    found = last(asked(board, url=url.replace("127.0.0.1", "localhost"), ca=ca))
+    assert (found.number, found.severity) == ("FQ406", "error")
     issued, key = site.authority.issue_with_new_key("broker", "server", clock_s() - 900 * DAY_S, hosts=["127.0.0.1"])
     (site.out / "broker.crt").write_text(issued.pem)
     (site.out / "broker.key").write_bytes(key)
-    found = last(asked(board, url=site.serve(), ca=str(site.authority.folder / "ca.crt")))
+    found = last(asked(board, url=site.serve(), ca=ca))
     assert (found.number, found.severity) == ("FQ404", "error")
     assert "set the clock" in found.sentence
-
-
-def test_a_broker_whose_certificate_is_for_another_name_is_found(board: Any, site: Site) -> None:
-    """It was made for the address, and is called by a name."""
-    url = site.serve().replace("127.0.0.1", "localhost")
-    found = last(asked(board, url=url, ca=str(site.authority.folder / "ca.crt")))
-    assert (found.number, found.severity) == ("FQ406", "error")
 
 
 def test_a_brokers_certificate_that_ends_soon_is_found(authority: Any) -> None:
@@ -220,8 +202,8 @@ def test_a_fleets_own_broker_with_its_coordinator_has_no_finding(
 ) -> None:
     """The coordinator's answer to a device's question is the proof; nothing on another's branch passes."""
     url = site.serve()
-    serving(Broker.from_url(url, **site.certified("coordinator", "coordinator")))
-    found = asked(board, url=url, **site.certified("orin-07"))
+    serving(Broker.from_url(url, **site.files("coordinator", "coordinator")))
+    found = asked(board, url=url, **site.files("orin-07"))
     assert bad(found) == []
     assert [one.number for one in found] == ["FQ401", "FQ402", "FQ403", "FQ408", "FQ409", "FQ411", "FQ412", "FQ414"]
     assert "so does the answer" in found[-3].sentence
@@ -230,7 +212,7 @@ def test_a_fleets_own_broker_with_its_coordinator_has_no_finding(
 
 def test_without_a_coordinator_the_brokers_word_has_to_do(board: Any, site: Site) -> None:
     """And the finding says that it is no more than that."""
-    found = asked(board, url=site.serve(), **site.certified("orin-07"))
+    found = asked(board, url=site.serve(), **site.files("orin-07"))
     assert bad(found) == []
     assert "while a coordinator is online" in found[-3].sentence
 
@@ -238,7 +220,7 @@ def test_without_a_coordinator_the_brokers_word_has_to_do(board: Any, site: Site
 def test_rules_that_shut_a_device_out_of_its_own_branch_are_found(board: Any, site: Site, tmp_path: Path) -> None:
     """It may read but not write."""
     (tmp_path / "acl").write_text("pattern read fq/1/fleet/dev/%u/dn/#\n")
-    found = asked(board, url=site.serve(acl_file=str(tmp_path / "acl")), **site.certified("orin-07"))
+    found = asked(board, url=site.serve(acl_file=str(tmp_path / "acl")), **site.files("orin-07"))
     assert bad(found) == [("FQ411", "error")]
     assert "refuses" in last(found).sentence
 
@@ -250,8 +232,8 @@ def test_rules_that_keep_a_devices_answers_from_it_are_found(
     rules = (site.out / "acl").read_text().replace("pattern read fq/1/fleet/dev/%u/dn/#", "")
     (tmp_path / "acl").write_text(rules)
     url = site.serve(acl_file=str(tmp_path / "acl"))
-    serving(Broker.from_url(url, **site.certified("coordinator", "coordinator")))
-    found = asked(board, url=url, **site.certified("orin-07"))
+    serving(Broker.from_url(url, **site.files("coordinator", "coordinator")))
+    found = asked(board, url=url, **site.files("orin-07"))
     assert bad(found) == [("FQ411", "error"), ("FQ414", "error")]
     assert "does not arrive" in found[-3].sentence
 
@@ -264,7 +246,7 @@ def test_rules_that_let_a_device_into_anothers_branch_are_found(
 ) -> None:
     """What arrives is proof; what is only acknowledged is a warning."""
     (tmp_path / "acl").write_text(f"user orin-07\n{rule}\npattern read fq/1/fleet/dev/%u/dn/#\n")
-    found = asked(board, url=site.serve(acl_file=str(tmp_path / "acl")), **site.certified("orin-07"))
+    found = asked(board, url=site.serve(acl_file=str(tmp_path / "acl")), **site.files("orin-07"))
     assert bad(found) == [("FQ412", severity)]
 
 
@@ -295,8 +277,6 @@ def test_an_open_broker_on_a_network_is_found() -> None:
 
 def test_a_running_agent_is_not_disturbed(board: Any, mosquitto: Callable[..., Any]) -> None:
     """While its home is held, nobody connects with its identity."""
-    from fedquilt.edge_agent.storage.agent_state import AgentState
-
     broker = mosquitto()
     lock = AgentState(board.root / "var/lib/fedquilt").lock_home()
     found = asked(board, url=broker.url)
@@ -310,57 +290,40 @@ def test_a_certificate_that_the_broker_refuses_is_found_beside_a_running_agent(
     board: Any, site: Site, stranger: Any
 ) -> None:
     """As a revoked one is; no message is sent, and the agent stays connected."""
-    from fedquilt.edge_agent.storage.agent_state import AgentState
-
     url = site.serve()
     lock = AgentState(board.root / "var/lib/fedquilt").lock_home()
-    assert bad(asked(board, url=url, **site.certified("orin-07"))) == []
+    assert bad(asked(board, url=url, **site.files("orin-07"))) == []
     cert, key = map(str, stranger.issue("orin-07"))
-    found = asked(board, url=url, ca=str(site.authority.folder / "ca.crt"), cert=cert, key=key)
+    found = asked(board, url=url, ca=str(site.ca), cert=cert, key=key)
     lock.release()
     assert bad(found) == [("FQ408", "error")]
     assert "refuses" in last(found).sentence
 
 
-def test_a_coordinators_certificate_that_ends_soon_is_found(site: Site, tmp_path: Path) -> None:
-    """Nothing renews it by itself."""
-    wanted = ExaminationTarget(
-        broker={"url": site.serve(), **site.certified("coordinator", "coordinator", 20)}, root=tmp_path
-    )
-    found = doctor.run_groups({"broker": doctor.select_groups(wanted)["broker"]}, limit_s=20.0)
-    assert bad(found) == [("FQ414", "warning")]
-
-
-def test_a_coordinators_rights_are_tried_as_well(site: Site, tmp_path: Path) -> None:
-    """As the coordinator's certificate has them; and as a device's has not."""
+def test_a_coordinators_rights_and_certificate_are_examined(site: Site, tmp_path: Path) -> None:
+    """As the coordinator's certificate has them, and as a device's has not; nothing renews one that ends soon."""
     url = site.serve()
-
-    def found(name: str, kind: str) -> list[tuple[str, str]]:
-        wanted = ExaminationTarget(broker={"url": url, **site.certified(name, kind)}, root=tmp_path)
-        return bad(doctor.run_groups({"broker": doctor.select_groups(wanted)["broker"]}, limit_s=20.0))
-
-    assert found("coordinator", "coordinator") == []
-    assert found("orin-07", "device") == [("FQ413", "error"), ("FQ414", "error")]
+    for name, kind, days, found in (
+        ("coordinator", "coordinator", None, []),
+        ("orin-07", "device", None, [("FQ413", "error"), ("FQ414", "error")]),
+        ("coordinator", "coordinator", 20, [("FQ414", "warning")]),
+    ):
+        assert bad(examined(tmp_path, url=url, **site.files(name, kind, days=days))) == found
 
 
 def test_an_observer_examines_a_fleet_and_throws_nobody_off(
     site: Site, serving: Callable[[Broker], None], tmp_path: Path
 ) -> None:
     """While the coordinator serves; rules that do not name it are found."""
-    watcher = site.certified("tower", "observer")
-    broker_config.write_config(site.authority, "mosquitto", ["127.0.0.1"], site.out, clock_s(), installed=str(site.out))
+    watcher = site.files("tower", "observer")
+    site.lines = site.configure_broker(site.out)
     url = site.serve()
-    broker = Broker.from_url(url, **site.certified("coordinator", "coordinator"))
+    broker = Broker.from_url(url, **site.files("coordinator", "coordinator"))
     serving(broker)
-
-    def found(files: dict[str, str]) -> list[Finding]:
-        wanted = ExaminationTarget(broker={"url": url, **files}, root=tmp_path)
-        return doctor.run_groups({"broker": doctor.select_groups(wanted)["broker"]}, limit_s=20.0)
-
-    told = found(watcher)
+    told = examined(tmp_path, url=url, **watcher)
     assert bad(told) == []
     assert "hears 0 devices, and writes nothing; the coordinator is online" in told[-1].sentence
-    unknown = found(site.certified("unknown", "observer"))
+    unknown = examined(tmp_path, url=url, **site.files("unknown", "observer"))
     assert bad(unknown) == [("FQ415", "error")]
     (fix,) = [one.fix for one in unknown if one.number == "FQ415"]
     command = fix.partition(",")[0].replace("BROKER", "127.0.0.1").replace("FOLDER", str(site.out / "again"))
@@ -375,15 +338,14 @@ def test_a_device_whose_certificate_is_of_another_authority_is_refused_by_the_co
     """A broker that lets everybody in does not make a fleet of it."""
     crt, key = site.out / "broker.crt", site.out / "broker.key"
     url = mosquitto(f"certfile {crt}", f"keyfile {key}").url.replace("mqtt://", "mqtts://")
-    serving(Broker.from_url(url, **site.certified("coordinator", "coordinator")))
+    serving(Broker.from_url(url, **site.files("coordinator", "coordinator")))
     cert, own = stranger.issue("orin-07")
-    found = asked(board, url=url, ca=str(site.authority.folder / "ca.crt"), cert=str(cert), key=str(own))
+    found = asked(board, url=url, ca=str(site.ca), cert=str(cert), key=str(own))
     assert ("FQ414", "error") in bad(found)
     assert "unknown ca" in found[-1].sentence
 
 
 def test_a_fleet_without_certificates_on_a_network_is_told_that_it_is_unsigned() -> None:
-    """On this machine alone that is all right."""
     told = told_by(("FQ414", checks_broker.load_identity(Broker(host, 1883))[1]) for host in ("10.0.0.9", "127.0.0.1"))
     assert [each.severity for each in told] == ["warning", "ok"]
     assert all("unsigned" in each.sentence for each in told)

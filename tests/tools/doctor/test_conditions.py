@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,7 @@ def pin(root: Path, top: bool = True) -> None:
 def test_clocks_that_are_pinned_are_found(board: Any) -> None:
     """At the top, as by jetson_clocks, or elsewhere; not where the clock helper holds them for a task."""
     pin(board.root)
-    found = board.only()
-    assert (found.number, found.severity) == ("FQ161", "warning")
-    assert "policy0 at 1510 MHz" in found.sentence
-    assert "jetson_clocks --restore" in (found.fix or "")
+    board.require("FQ161", "warning", "policy0 at 1510 MHz", fix="jetson_clocks --restore")
     seen = machine_facts.read_machine(board.root, board.clock_s, 0.0)
     point = OperatingPoint(name="15W")
     held = dataclasses.replace(seen, helper=HelperStatus(clocks=(), point=point))
@@ -61,10 +59,8 @@ def test_a_board_that_is_slowed_for_heat_is_found(board: Any, kind: str) -> None
         board.write(f"sys/class/thermal/cooling_device{number}/cur_state", state)
     assert board.examine("machine") == []
     board.write("sys/class/thermal/cooling_device1/cur_state", 1)
-    found = board.only()
-    assert found.number == "FQ154"
-    assert kind in found.sentence
-    assert "pwm-fan" not in found.sentence
+    board.require("FQ154", None, kind)
+    assert "pwm-fan" not in board.only().sentence
 
 
 def test_over_current_is_found_by_its_counters(board: Any) -> None:
@@ -73,9 +69,7 @@ def test_over_current_is_found_by_its_counters(board: Any) -> None:
         board.write(f"{OC}/oc{number}_event_cnt", 0)
     assert board.examine("machine") == []
     board.write(f"{OC}/oc3_event_cnt", 7)
-    found = board.only()
-    assert found.number == "FQ155"
-    assert "oc3 7 times" in found.sentence
+    board.require("FQ155", None, "oc3 7 times")
 
 
 def test_a_gpu_that_is_gone_from_devfreq_is_found(board: Any) -> None:
@@ -160,12 +154,27 @@ def test_mends_of_a_flashed_board_ask_for_no_pip(board: Any) -> None:
         assert not [one for one in check(seen, held) if one.number[2] == "2" and "pip install" in (one.fix or "")]
 
 
+def test_a_board_with_numpys_engine_alone_is_told_how_it_gets_another(board: Any) -> None:
+    """By pip, or on a flashed board by flashing it; FQ311 where not even numpy is there."""
+    site = board.root / "usr/lib/python3/dist-packages"
+    for folder in [*site.glob("onnxruntime*"), *site.glob("torch*")]:
+        shutil.rmtree(folder)
+    warning = board.only()
+    assert warning.number == "FQ312"
+    assert (warning.fix or "").startswith("pip install onnxruntime-gpu --index-url ")
+    (board.root / "opt/fedquilt/current").mkdir(parents=True)
+    assert "fedquilt board flash agent.toml" in (board.only().fix or "")
+    for folder in site.glob("numpy*"):
+        shutil.rmtree(folder)
+    fault = board.only()
+    assert (fault.number, fault.severity) == ("FQ311", "error")
+    assert "fedquilt board flash agent.toml" in (fault.fix or "")
+
+
 def test_a_board_without_a_profile_and_with_anothers_are_found(board: Any) -> None:
     """FQ317 for settings that name the profile of another board; FQ316 for a module that no shipped profile lists."""
     board.table["profile"] = "jetson-tx2"
-    found = board.only()
-    assert found.number == "FQ317"
-    assert "jetson-orin-nano" in (found.fix or "")
+    board.require("FQ317", fix="jetson-orin-nano")
     del board.table["profile"]
     (board.root / "sys/firmware/devicetree/base/compatible").write_bytes(b"acme,carrier\0nvidia,tegra234\0")
     found = next(one for one in board.examine("machine") if one.number == "FQ316")
@@ -173,11 +182,8 @@ def test_a_board_without_a_profile_and_with_anothers_are_found(board: Any) -> No
 
 
 def test_a_folder_of_examples_that_is_empty_is_found(board: Any) -> None:
-    """As a mount point whose disk is missing."""
     (board.root / "srv/images/data.npz").unlink()
-    found = board.only()
-    assert (found.number, found.severity) == ("FQ309", "error")
-    assert "is empty" in found.sentence
+    board.require("FQ309", "error", "is empty")
     board.table["data"] = {"path": "/srv/none.npz"}
     (board.root / "srv/none.npz").touch()
-    assert board.only().number == "FQ309"
+    board.require("FQ309")

@@ -12,6 +12,7 @@ import pytest
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds.events import CohortSelected, EligibilityRecorded, JobStarted
+from fedquilt.coordinator.rounds.rollout import RolloutPlan, RolloutStarted
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import BlobRef
 from fedquilt.formats import job_bundle
@@ -52,7 +53,6 @@ def found(home: Path, free: Callable[[Path], int] = free) -> list[Finding]:
 
 
 def test_a_healthy_folder_has_no_finding(home: Path) -> None:
-    """Served or not."""
     assert bad(home) == []
     with Store(home) as store:
         assert store.acquire_lock()
@@ -60,13 +60,11 @@ def test_a_healthy_folder_has_no_finding(home: Path) -> None:
 
 
 def test_a_folder_that_is_none_is_found_and_not_made(tmp_path: Path) -> None:
-    """Looking changes nothing."""
     assert bad(tmp_path / "none") == [("FQ502", "warning")]
     assert not (tmp_path / "none").exists()
 
 
 def test_a_folder_that_everybody_can_read_is_found(home: Path) -> None:
-    """A group may read."""
     home.chmod(0o750)
     assert bad(home) == []
     home.chmod(0o755)
@@ -74,14 +72,12 @@ def test_a_folder_that_everybody_can_read_is_found(home: Path) -> None:
 
 
 def test_a_full_disk_is_found(home: Path) -> None:
-    """500 MB is little, 5 MB too little."""
     assert bad(home, lambda folder: 5 * 10**8) == [("FQ505", "warning")]
     assert bad(home, lambda folder: 5 * 10**6) == [("FQ505", "error")]
 
 
 @pytest.mark.parametrize("at", [0, 30])
 def test_a_damaged_database_is_found(home: Path, at: int) -> None:
-    """Its head, or pages in the middle."""
     database = home / "fedquilt.db"
     whole = database.read_bytes()
     begin = at * len(whole) // 100
@@ -102,8 +98,19 @@ def test_a_job_of_another_version_is_found(home: Path) -> None:
     assert bad(home) == [("FQ504", "error"), ("FQ504", "error"), ("FQ507", "warning")]
 
 
+def test_damaged_logs_are_told_from_those_of_another_version(home: Path) -> None:
+    """Of jobs and of rollouts: a copy mends them, another version does not."""
+    with Store(home) as store:
+        id = store.rollouts.add_rollout(RolloutPlan("settings", "s", settings={"budget": "1GB"}))
+        store.rollouts.append_events([(id, RolloutStarted(1))])
+        store._db.execute("update jobs set status = 'done'")
+        store._db.execute("update rollout_facts set at = at + 1")
+    damaged = [one for one in found(home) if one.number == "FQ504"]
+    assert [one.fix for one in damaged] == ["put back a copy of the whole folder, or begin it anew"] * 2
+    assert f"the log of {id} in" in damaged[1].sentence
+
+
 def test_jobs_that_nobody_runs_are_found(home: Path, tmp_path: Path) -> None:
-    """Queued, and no coordinator."""
     with Store(home) as store:
         id = add(store, tmp_path)
     (waits,) = [one for one in found(home) if one.severity != "ok"]

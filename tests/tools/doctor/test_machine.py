@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,31 +42,63 @@ def test_other_healthy_boards_have_none_either(tmp_path: Path, name: str, jetpac
     assert seen.jetpack == jetpack
 
 
-def test_a_clock_that_says_1970_is_found(board: Any) -> None:
-    """An error: TLS would call every certificate not yet valid."""
-    board.clock_s = 3600.0
-    found = board.only()
-    assert (found.number, found.severity) == ("FQ110", "error")
-    assert "1970-01-01 01:00" in found.sentence
-    assert found.fix == "sudo timedatectl set-ntp true"
+def overwrite(board: Any, files: str, text: str) -> None:
+    for file in board.root.glob(files):
+        file.write_text(text)
+
+
+def package_torch(board: Any, version: str, cuda: str | None) -> None:
+    board.package("torch", version, **{"version.py": f"cuda: Optional[str] = {cuda!r}"})
+
+
+SENSORS, ZONES = "sys/bus/i2c/drivers/ina3221/*/hwmon/hwmon*/curr*_input", "sys/class/thermal/thermal_zone*/temp"
+CUDA = "usr/lib/python3/dist-packages/onnxruntime/capi/libonnxruntime_providers_cuda.so"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "fix", "plant"),
+    [
+        (
+            ("FQ110", "error", "1970-01-01 01:00"),
+            "^sudo timedatectl set-ntp true$",
+            lambda b: setattr(b, "clock_s", 3600.0),
+        ),
+        # JetPack 6's wheels are for cp310, those of PyPI for CUDA 13 and JetPack 6's driver for 12
+        (("FQ101", "warning", "Python 3.10"), "", lambda b: b.write("usr/bin/python3.11", "")),
+        (("FQ202",), "jp6", lambda b: (b.root / CUDA).unlink()),
+        (("FQ201",), "", lambda b: b.package("onnxruntime", "1.23.2")),  # beside the one with the GPU
+        (("FQ203",), "", lambda b: package_torch(b, "2.9.0+cpu", None)),
+        (("FQ204", None, "CUDA 13.0", "CUDA 12"), "", lambda b: package_torch(b, "2.14.1", "13.0")),
+        # as Raspberry Pi OS comes
+        (("FQ140",), "cgroup_enable=memory", lambda b: b.write("sys/fs/cgroup/cgroup.controllers", "cpuset cpu io")),
+        (("FQ150",), "jetson-stats", lambda b: overwrite(b, SENSORS, "")),
+        (("FQ152",), "", lambda b: overwrite(b, ZONES, "92000")),
+        (("FQ151",), "", lambda b: [file.unlink() for file in b.root.glob(ZONES)]),
+        (("FQ160", None, "15W"), "", lambda b: b.write("var/lib/nvpmodel/status", "pmode:0009")),  # names the others
+        (
+            ("FQ315",),
+            "^sudo systemctl enable --now fedquilt-clocks$",
+            lambda b: b.table.update(governor={"policy": "energy"}),
+        ),
+    ],
+)
+def test_one_planted_condition_is_the_one_finding(
+    board: Any, wanted: tuple[str, ...], fix: str, plant: Callable[[Any], object]
+) -> None:
+    plant(board)
+    board.require(*wanted, fix=fix)
 
 
 def test_a_python_that_is_too_old_is_found_with_what_to_do(board: Any) -> None:
-    """JetPack 5's."""
     (board.root / "usr/bin/python3.10").rename(board.root / "usr/bin/python3.8")
     board.write("etc/nv_tegra_release", "# R35 (release), REVISION: 4.1")
-    found = board.only()
-    assert (found.number, found.severity) == ("FQ101", "error")
-    assert "Python 3.8" in found.sentence
-    assert "--target jetpack5 --python /opt" in (found.fix or "")
+    board.require("FQ101", "error", "Python 3.8", fix="--target jetpack5 --python /opt")
 
 
-def test_a_python_that_nvidias_wheels_are_not_for_is_found(board: Any) -> None:
-    """3.11 on JetPack 6, whose wheels are cp310."""
-    board.write("usr/bin/python3.11", "")
-    found = board.only()
-    assert (found.number, found.severity) == ("FQ101", "warning")
-    assert "Python 3.10" in found.sentence
+def test_a_swap_that_is_full_is_found(board: Any) -> None:
+    text = (board.root / "proc/meminfo").read_text()
+    board.write("proc/meminfo", f"{text}SwapTotal: 4000000 kB\nSwapFree: 100000 kB")
+    board.require("FQ130", None, "98%")
 
 
 def test_a_32_bit_python_is_found() -> None:
@@ -75,69 +107,12 @@ def test_a_32_bit_python_is_found() -> None:
     assert [one.number for one in found] == ["FQ102"]
 
 
-def test_an_onnxruntime_without_the_gpu_is_found_on_a_board_with_one(board: Any) -> None:
-    """The fix is NVIDIA's index for JetPack 6, which PyPI does not replace."""
-    (board.root / "usr/lib/python3/dist-packages/onnxruntime/capi/libonnxruntime_providers_cuda.so").unlink()
-    found = board.only()
-    assert found.number == "FQ202"
-    assert "jp6" in (found.fix or "")
-
-
-def test_two_onnxruntimes_at_once_are_found(board: Any) -> None:
-    """Each has overwritten some of the other's files."""
-    board.package("onnxruntime", "1.23.2")
-    assert board.only().number == "FQ201"
-
-
-def test_a_torch_for_the_cpu_alone_is_found_on_a_board_with_a_gpu(board: Any) -> None:
-    """By torch/version.py, which is not run."""
-    board.package("torch", "2.9.0+cpu", **{"version.py": "cuda: Optional[str] = None"})
-    assert board.only().number == "FQ203"
-
-
-def test_a_torch_for_a_cuda_that_the_jetpack_has_not_is_found(board: Any) -> None:
-    """PyPI's wheels are for CUDA 13, JetPack 6's driver for 12."""
-    board.package("torch", "2.14.1", **{"version.py": "cuda: Optional[str] = '13.0'"})
-    found = board.only()
-    assert found.number == "FQ204"
-    assert "CUDA 13.0" in found.sentence
-    assert "CUDA 12" in found.sentence
-
-
-def test_a_swap_that_is_full_is_found(board: Any) -> None:
-    """With the share that is in use."""
-    text = (board.root / "proc/meminfo").read_text()
-    board.write("proc/meminfo", f"{text}SwapTotal: 4000000 kB\nSwapFree: 100000 kB")
-    found = board.only()
-    assert found.number == "FQ130"
-    assert "98%" in found.sentence
-
-
-def test_a_kernel_without_the_memory_controller_is_found(board: Any) -> None:
-    """As Raspberry Pi OS comes."""
-    board.write("sys/fs/cgroup/cgroup.controllers", "cpuset cpu io pids")
-    found = board.only()
-    assert found.number == "FQ140"
-    assert "cgroup_enable=memory" in (found.fix or "")
-
-
 def test_a_unit_that_does_not_hand_its_memory_down_is_found(board: Any) -> None:
     """Without Delegate= a task's process has no limit of its own; a drop-in mends it."""
     board.write("etc/systemd/system/fedquilt-agent.service", "[Service]\n# Delegate=memory\nMemoryMax=75%")
-    found = board.only()
-    assert found.number == "FQ141"
-    assert "fedquilt-agent.service.d/memory.conf" in (found.fix or "")
+    board.require("FQ141", fix="fedquilt-agent.service.d/memory.conf")
     board.write("etc/systemd/system/fedquilt-agent.service.d/memory.conf", "[Service]\nDelegate=memory")
     assert board.examine("machine") == []
-
-
-def test_power_sensors_that_do_not_answer_are_found(board: Any) -> None:
-    """An INA3221 whose files cannot be read: energy would be unknown."""
-    for file in board.root.glob("sys/bus/i2c/drivers/ina3221/*/hwmon/hwmon*/curr*_input"):
-        file.write_text("")
-    found = board.only()
-    assert found.number == "FQ150"
-    assert "jetson-stats" in (found.fix or "")
 
 
 @pytest.mark.parametrize(
@@ -152,22 +127,8 @@ def test_power_sensors_that_do_not_answer_are_found(board: Any) -> None:
 )
 def test_rails_whose_total_cannot_be_right_are_found(board: Any, file: str, value: str, said: str) -> None:
     """Negative, stuck at 0, silent, missing, less than its parts: a finding, and no power."""
-    for path in board.root.glob(f"sys/bus/i2c/drivers/ina3221/*/hwmon/hwmon*/{file}"):
-        path.write_text(value)
-    found = board.only()
-    assert found.number == "FQ156"
-    assert said in found.sentence
-    assert "wall" in (found.fix or "")
-
-
-def test_a_board_that_is_too_hot_or_does_not_say_is_found(board: Any) -> None:
-    """92 C; then no zone at all."""
-    for zone in board.root.glob("sys/class/thermal/thermal_zone*/temp"):
-        zone.write_text("92000")
-    assert board.only().number == "FQ152"
-    for zone in board.root.glob("sys/class/thermal/thermal_zone*/temp"):
-        zone.unlink()
-    assert board.only().number == "FQ151"
+    overwrite(board, f"sys/bus/i2c/drivers/ina3221/*/hwmon/hwmon*/{file}", value)
+    board.require("FQ156", None, said, fix="wall")
 
 
 def test_a_supply_that_is_too_weak_is_found(tmp_path: Path) -> None:
@@ -181,25 +142,13 @@ def test_a_supply_that_is_too_weak_is_found(tmp_path: Path) -> None:
     assert "FQ120" in [one.number for one in check(seen) if one.severity == "error"]  # no /proc there
 
 
-def test_a_power_mode_that_the_catalogue_has_not_is_found(board: Any) -> None:
-    """The modes there are, are named."""
-    board.write("var/lib/nvpmodel/status", "pmode:0009")
-    found = board.only()
-    assert found.number == "FQ160"
-    assert "15W" in found.sentence
-
-
-def test_a_clock_helper_that_is_wanted_and_absent_is_found(board: Any) -> None:
-    """It is, unless the board's own governor is to decide."""
-    board.table["governor"] = {"policy": "energy"}
-    found = board.only()
-    assert found.number == "FQ315"
-    assert found.fix == "sudo systemctl enable --now fedquilt-clocks"
-
-
 def test_a_clock_helper_is_asked_what_it_owes(tmp_path: Path) -> None:
     """A live one with debts, one that is dead, and one that is well."""
     place = tmp_path / "s"
+
+    def seen(helper: Any) -> list[Finding]:
+        facts = MachineFacts(1.8e9, memory_bytes=10**9, helper=helper)
+        return [one for one in check(facts) if one.severity != "ok"]
 
     def told(status: HelperStatus) -> list[str]:
         with socket.socket(socket.AF_UNIX) as server:
@@ -215,24 +164,21 @@ def test_a_clock_helper_is_asked_what_it_owes(tmp_path: Path) -> None:
 
             thread = threading.Thread(target=serve)
             thread.start()
-            seen = MachineFacts(1.8e9, memory_bytes=10**9, helper=machine_facts._read_helper_status(place))
+            found = seen(machine_facts._read_helper_status(place))
             thread.join()
-        return [one.number for one in check(seen) if one.severity != "ok"]
+        return [one.number for one in found]
 
     assert told(HelperStatus(clocks=())) == []
     assert told(HelperStatus(clocks=(), owes=("the GPU's limit",))) == ["FQ171"]
-    dead = MachineFacts(
-        1.8e9, memory_bytes=10**9, helper=machine_facts._read_helper_status(place)
-    )  # its socket is left, nobody listens
-    assert [one.number for one in check(dead) if one.severity != "ok"] == ["FQ170"]
-    assert "systemctl restart" in str([one.fix for one in check(dead) if one.number == "FQ170"])
-    refused = MachineFacts(1.8e9, memory_bytes=10**9, helper=machine_facts.HelperFault("not permitted", "no"))
-    assert "usermod" in str([one.fix for one in check(refused) if one.number == "FQ170"])
+    (dead,) = seen(machine_facts._read_helper_status(place))  # its socket is left, nobody listens
+    assert dead.number == "FQ170"
+    assert "systemctl restart" in str(dead.fix)
+    (refused,) = (one for one in seen(machine_facts.HelperFault("not permitted", "no")) if one.number == "FQ170")
+    assert "usermod" in str(refused.fix)
 
 
 @pytest.mark.parametrize("there", [True, False])
 def test_what_flash_and_the_authority_need_is_looked_for(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three packages and one program."""
     monkeypatch.setattr(machine, "find_spec", lambda name: there or None)
     monkeypatch.setattr(machine.shutil, "which", lambda name: there or None)
     told = [(one.number, one.severity) for one in run_checks(machine.OPERATOR, None)]
@@ -241,11 +187,5 @@ def test_what_flash_and_the_authority_need_is_looked_for(there: bool, monkeypatc
 
 def test_sizes_are_read_as_systemd_writes_them() -> None:
     """Powers of 1024; per cent and infinity are no sizes."""
-    assert [machine_facts.parse_systemd_size(text) for text in ("512", "2K", "3M", "75%", "infinity", "")] == [
-        512,
-        2048,
-        3 * 2**20,
-        None,
-        None,
-        None,
-    ]
+    sizes = {"512": 512, "2K": 2048, "3M": 3 * 2**20, "75%": None, "infinity": None, "": None}
+    assert {text: machine_facts.parse_systemd_size(text) for text in sizes} == sizes

@@ -23,8 +23,6 @@ from fedquilt.tools.experiments.baselines import BaselineSetup
 from fedquilt.tools.simulation.simulated_job import SimulatedRound, Simulation
 from fedquilt.tools.simulation.workers.backend import WorkBackend
 
-PARAMS = SearchParams(**SMALL)
-
 
 def bench(place: Path) -> BaselineSetup:
     """Three donors, written into a folder; tested on what the devices hold out."""

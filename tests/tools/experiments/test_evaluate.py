@@ -190,8 +190,8 @@ def test_arrays_that_are_named_for_training_are_no_test_set() -> None:
         scores.make_test_table(settings.parse_job(TABLE))
 
 
-def test_an_engine_and_a_test_set_can_be_given(tmp_path: Path, store: Store) -> None:
-    """As a comparison does, which has both; a model of the method's first state."""
+def test_a_test_set_can_be_given(tmp_path: Path, store: Store) -> None:
+    """As a comparison does, which has it; a model of the method's first state."""
     run = begun(store)
     row = store.find_job(run)
     method = methods.load("fedavg")
@@ -204,7 +204,6 @@ def test_an_engine_and_a_test_set_can_be_given(tmp_path: Path, store: Store) -> 
 
 
 def test_the_verb_tells_people_and_programs(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    """And a run that is not there is an error with its own exit code."""
     run = begun(store)
     store.append_event(run, JobStarted(put(store, run, RIGHT)))
     store.set_status(run, "done")

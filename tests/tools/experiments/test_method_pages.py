@@ -51,13 +51,11 @@ def test_a_card_names_the_tables_that_run_the_method() -> None:
 
 
 def test_an_unknown_method_is_told_with_the_known_ones() -> None:
-    """As everywhere."""
     with pytest.raises(JobError, match=r"'fedfoo' is unknown; there are: .*fedavg"):
         method_pages.make_card("fedfoo")
 
 
 def test_the_pages_in_the_repository_are_those_that_would_be_written(tmp_path: Path) -> None:
-    """`fedquilt methods --out docs/methods` after a change."""
     (tmp_path / "gone.md").write_text("of a method that is no more")
     fresh = {path.name: path.read_text() for path in method_pages.write_pages(tmp_path, papers.find_tables_of_method)}
     assert not (tmp_path / "gone.md").exists()

@@ -22,7 +22,6 @@ def test_each_result_comes_with_the_number_of_its_run() -> None:
 
 
 def test_what_a_run_raises_is_raised_here() -> None:
-    """With its own type."""
     with pytest.raises(ZeroDivisionError):
         dict(parallel_runs.run_in_processes(operator.floordiv, [(1, 0)]))
 

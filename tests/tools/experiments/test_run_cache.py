@@ -126,7 +126,6 @@ def test_a_key_changes_with_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
-    """Here a file is in its place."""
     (tmp_path / "out").write_text("")
     with pytest.raises(StoreError, match=r"cannot write .*out/runs"):
         run_cache.RunCache(tmp_path / "out", list[int])

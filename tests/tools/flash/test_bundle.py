@@ -37,7 +37,6 @@ def test_files_go_with_the_settings_that_name_them(site: Path) -> None:
 
 
 def test_one_file_does_for_many_boards(site: Path) -> None:
-    """Each under its own name."""
     made = told(site, "", "orin-2")
     assert made.device == toml.parse_toml(made.files["agent.toml"].decode(), "")["device"] == "orin-2"
 
@@ -87,7 +86,6 @@ def test_a_password_is_a_secret_of_its_own(site: Path) -> None:
 
 
 def test_a_profile_that_was_recorded_goes_along(site: Path) -> None:
-    """Whole, or not at all."""
     ours = Path(bundle.__file__).parents[3] / "profiles" / "jetson-orin-nano.toml"
     shutil.copy(ours, site / "mine.toml")
     made = told(site, 'profile = "mine.toml"\n')
@@ -124,13 +122,11 @@ def test_a_profile_that_ships_is_named_and_not_copied(site: Path) -> None:
     ],
 )
 def test_what_would_not_work_on_the_board_is_said_here(site: Path, text: str, says: str) -> None:
-    """Before anything is built."""
     with pytest.raises(JobError, match=says):
         told(site, text)
 
 
 def test_a_token_needs_to_know_where_it_is_taken(site: Path) -> None:
-    """The mend is a table in agent.toml."""
     (site / "token").write_text("t")
     with pytest.raises(JobError, match=r"under \[enrol\]"):
         told(site, URL, None, site / "token")
@@ -234,10 +230,11 @@ def test_an_archive_is_the_same_for_the_same_board_and_its_readers_are_few(tmp_p
 
 
 def test_the_software_has_one_name_whatever_the_settings(tmp_path: Path) -> None:
-    """So that a new agent.toml does not unpack everything again."""
+    """So that a new agent.toml does not unpack everything again. Other software has another name."""
     house = [wheel(tmp_path, "toy")]
 
-    def id(board: BoardFiles) -> str:
-        return json.loads(bundle.collect_files(board, JETSON, house, "")["bundle.json"])["id"]
+    def id(board: BoardFiles, *more: Path) -> str:
+        return json.loads(bundle.collect_files(board, JETSON, [*house, *more], "")["bundle.json"])["id"]
 
     assert id(BoardFiles("a", {}, None)) == id(BoardFiles("b", {"agent.toml": b"x"}, 5))
+    assert id(BoardFiles("a", {}, None)) != id(BoardFiles("a", {}, None), wheel(tmp_path, "other"))

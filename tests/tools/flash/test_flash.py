@@ -11,7 +11,7 @@ import pytest
 from boards import AARCH64, ELF, INTERPRETER, TARGET, X86_64, plant, snapshot, wheel
 
 from fedquilt import cli
-from fedquilt.tools.operations.identity.authority import CertificateAuthority, clock_s
+from fedquilt.tools.identity.authority import CertificateAuthority, clock_s
 
 pytestmark = pytest.mark.skipif(not TARGET, reason=f"no target is a {platform.machine()}")
 
@@ -66,7 +66,6 @@ def test_a_running_board(place: Path, capfd: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_dry_run_on_a_running_board_leaves_it_as_it_is(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Not even the copy stays."""
     before = snapshot(place / "board")
     assert flash("--ssh", "orin", "--dry-run") == 0
     assert "would write /etc/fedquilt/agent.toml" in capfd.readouterr().out
@@ -88,7 +87,6 @@ def test_a_running_board_of_another_kind_is_refused_before_anything_is_copied(
 def test_a_running_board_without_that_python_is_refused(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before wheels are fetched."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(place / "cache"))
     code = cli.main(
         [
@@ -109,7 +107,6 @@ def test_a_running_board_without_that_python_is_refused(
 
 
 def test_a_board_that_does_not_answer(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """ssh's own reason, and what to try."""
     (place / "down").touch()
     assert flash("--ssh", "orin") == 5
     error = capsys.readouterr().err
@@ -150,14 +147,12 @@ def test_an_archive_and_its_one_command(place: Path, capsys: pytest.CaptureFixtu
 
 
 def test_a_dry_archive_is_none(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """But its contents are told."""
     assert flash("--out", "out.tar", "--dry-run") == 0
     assert "would pack units/fedquilt-agent.service" in capsys.readouterr().out
     assert not (place / "out.tar").exists()
 
 
 def test_versions_can_be_pinned(place: Path, shop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a constraints file, as pip takes it."""
     wheel(shop / "index", "psutil", "98.0")
     (place / "only.txt").write_text("psutil==98.0\n")
     monkeypatch.setenv("PIP_CONSTRAINT", "only.txt")
@@ -167,7 +162,6 @@ def test_versions_can_be_pinned(place: Path, shop: Path, monkeypatch: pytest.Mon
 
 
 def test_taking_it_out_again(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """From a root, and over SSH with what it has brought there itself."""
     before = snapshot(place / "board")
     flash("--rootfs", "board")
     assert cli.main(["board", "uninstall", "--purge", "--rootfs", "board", "--dry-run"]) == 0
@@ -194,7 +188,6 @@ def test_this_machines_own_root_is_no_target(place: Path, capsys: pytest.Capture
 def test_a_wrong_root_is_refused_before_wheels_are_fetched(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes no network to see that."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(place / "cache"))
     plant(place / "other", AARCH64 if ELF == X86_64 else X86_64, INTERPRETER)
     assert flash("--rootfs", "other") == 2
@@ -203,7 +196,6 @@ def test_a_wrong_root_is_refused_before_wheels_are_fetched(
 
 
 def test_what_is_missing_on_the_command_line_is_said(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A target, or the settings."""
     assert cli.main(["board", "flash", "agent.toml"]) == 2
     assert "needs a --target" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):

@@ -16,7 +16,7 @@ from fedquilt.core import JobError
 from fedquilt.formats import toml
 from fedquilt.tools.boards.flash import fleet
 from fedquilt.tools.boards.flash.fleet import BoardRow, EnrolmentState, FlashState
-from fedquilt.tools.operations.identity.register import CertificateRegister, EnrolmentToken, IssuedCertificate
+from fedquilt.tools.identity.register import CertificateRegister, EnrolmentToken, IssuedCertificate
 
 pytestmark = pytest.mark.skipif(not TARGET, reason="no target is a machine like this one")
 
@@ -171,7 +171,6 @@ def test_a_dry_run_makes_no_token(site: Path, capfd: pytest.CaptureFixture[str])
     ],
 )
 def test_a_table_with_a_fault_is_refused_with_its_line(tmp_path: Path, text: str, says: str) -> None:
-    """Before anything is made."""
     (tmp_path / "t.csv").write_text(text)
     with pytest.raises(JobError, match=says):
         fleet.read_table(tmp_path / "t.csv")

@@ -10,9 +10,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from processes import make_job
 
 import fedquilt
+from fedquilt import profiles
 from fedquilt.cli import commands
 from fedquilt.formats import toml
 from fedquilt.tools.boards.flash import own_wheels
@@ -20,7 +22,7 @@ from fedquilt.tools.boards.flash.own_wheels import OwnWheel
 from fedquilt.tools.boards.flash.wheels import Wheel
 from fedquilt.tools.broker import EmbeddedBroker
 
-BOARD_MOST = 660_000  # bytes of the wheel for boards, which each upgrade sends to each board
+BOARD_MOST = 620_000  # bytes of the wheel for boards, which each upgrade sends to each board
 VERBS = ["model", "doctor", "agent", "board", "identity"]
 ELSEWHERE = {  # commands of operators, which say on a board that they need the whole package
     "fedquilt.cli.board": {"fedquilt.cli.flash"},
@@ -33,7 +35,7 @@ ELSEWHERE = {  # commands of operators, which say on a board that they need the 
         "fedquilt.coordinator.views.scores",
         "fedquilt.coordinator.views.terminal",
     },
-    "fedquilt.cli.identity": {"fedquilt.tools.operations.identity", "fedquilt.tools.operations.identity.commands"},
+    "fedquilt.cli.identity": {"fedquilt.tools.identity", "fedquilt.tools.identity.commands"},
     "fedquilt.cli.model": {
         "fedquilt.coordinator.views",
         "fedquilt.coordinator.views.scores",
@@ -50,8 +52,11 @@ ELSEWHERE = {  # commands of operators, which say on a board that they need the 
 
 
 @pytest.mark.parametrize("name", ["fedquilt", "fedquilt-board"])
-def test_an_own_wheel_is_whole_and_always_the_same(tmp_path: Path, name: OwnWheel) -> None:
+def test_an_own_wheel_is_whole_and_always_the_same(
+    tmp_path: Path, name: OwnWheel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It imports from where it is unpacked, with nothing compiled."""
+    monkeypatch.setattr(own_wheels, "strip_prose", own_wheels.strip_prose.__wrapped__)  # anew for each wheel
     (tmp_path / "again").mkdir()
     path = own_wheels.build_own_wheel(tmp_path, name)
     assert own_wheels.build_own_wheel(tmp_path / "again", name).read_bytes() == path.read_bytes()
@@ -137,8 +142,26 @@ def test_each_file_for_boards_exists() -> None:
         assert (package / file).exists(), file
 
 
+def without_annotations(function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+    """Remove the annotations of a function and of the variables in it, but not those of classes in it."""
+    function.returns = None
+    nodes: list[ast.AST] = [function]
+    while nodes:
+        node = nodes.pop()
+        for field, value in ast.iter_fields(node):
+            children = value if isinstance(value, list) else [value]
+            for place, child in enumerate(children):
+                if isinstance(child, ast.AnnAssign) and child.value is not None and child.simple:
+                    children[place] = ast.Assign([child.target], child.value, lineno=child.lineno)
+                if isinstance(child, ast.arg):
+                    child.annotation = None
+                if isinstance(child, ast.AST) and not isinstance(child, ast.ClassDef):
+                    nodes.append(children[place])
+            assert isinstance(value, list) or children == [value], field
+
+
 def statements(tree: ast.AST) -> list[object]:
-    """Return the code of a syntax tree without docstrings, and where each of its nodes begins."""
+    """Return the code of a syntax tree without docstrings and annotations of functions, and each node's line."""
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
@@ -147,7 +170,9 @@ def statements(tree: ast.AST) -> list[object]:
             first = node.body.pop(0)
             if not node.body and not isinstance(node, ast.Module):
                 node.body = [ast.Pass(lineno=first.lineno, col_offset=first.col_offset)]
-    places = [(node.lineno, node.col_offset) for node in ast.walk(tree) if isinstance(node, ast.expr | ast.stmt)]
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            without_annotations(node)
+    places = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.expr | ast.stmt)]
     return [ast.dump(tree), *places]
 
 
@@ -161,6 +186,29 @@ def test_files_on_boards_have_the_code_of_the_clone_on_the_same_lines(board_whee
             assert source == original
         else:
             assert statements(ast.parse(source)) == statements(ast.parse(original)), name
+
+
+def test_profiles_on_boards_have_the_numbers_of_the_clone(board_wheel: Path) -> None:
+    """Without the texts on where the numbers come from."""
+    with zipfile.ZipFile(board_wheel) as archive:
+        found = {
+            Path(name).stem: profiles.parse_board_profile(archive.read(name).decode(), name)
+            for name in archive.namelist()
+            if name.endswith(".toml")
+        }
+    assert sorted(found) == profiles.board_names()
+    for name, profile in found.items():
+        assert {source.text for source in profile.sources.values()} == {"described in the package fedquilt"}
+        own = profiles.load_board_profile(name)
+        sources = {key: structs.replace(each, text=own.sources[key].text) for key, each in profile.sources.items()}
+        assert structs.replace(profile, sources=sources) == own
+
+
+def test_annotations_of_classes_stay() -> None:
+    """They are read at run time, those of functions are not."""
+    source = "def f(a: int, *b: str) -> list[int]:\n    c: int = a\n    class D:\n        e: int = 1\n    return c\n"
+    stripped = "def f(a, *b):\n    c = a\n    class D:\n        e: int = 1\n    return c\n"
+    assert own_wheels.strip_prose(source) == stripped
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from fedquilt.edge_agent.upgrade import archive, environment_build, launcher
 from fedquilt.edge_agent.upgrade.launcher import VersionChoice
 from fedquilt.tools.boards.flash import bundle
 from fedquilt.tools.boards.flash.install import RootFileSystem, install_bundle
-from fedquilt.tools.operations.identity.authority import CertificateAuthority
+from fedquilt.tools.identity.authority import CertificateAuthority
 
 Make = Callable[..., Path]
 SHOWS = "import os, sys; print({name!r}, *sys.argv[1:], os.environ['FEDQUILT_LAUNCHED'])\ndef main(): pass\n"

@@ -15,7 +15,7 @@ from cryptography.x509.oid import NameOID
 
 from fedquilt.core import JobError, SiteRight, StoreError
 from fedquilt.edge_agent.enrolment import create_signing_request
-from fedquilt.tools.operations.identity.authority import DAY_S, CertificateAuthority, parse_signing_request
+from fedquilt.tools.identity.authority import DAY_S, CertificateAuthority, parse_signing_request
 
 NOW_S = 1_800_000_000.0
 
@@ -40,7 +40,6 @@ def verify(authority: CertificateAuthority, cert: Path, purpose: str, at_s: floa
 
 
 def test_secrets_are_readable_by_their_owner_alone(authority: CertificateAuthority) -> None:
-    """The key, the register and the folder."""
     modes = {path.name: path.stat().st_mode & 0o777 for path in [authority.folder, *authority.folder.iterdir()]}
     assert modes == {"ca": 0o700, "ca.key": 0o600, "register.db": 0o600, "ca.crt": 0o644, "crl.pem": 0o644}
 
@@ -54,19 +53,17 @@ def test_an_authority_is_never_made_over_another(authority: CertificateAuthority
 
 @pytest.mark.parametrize(("name", "url"), [("", None), ("x" * 65, None), ("a\nb", None), ("site", "file:///crl")])
 def test_a_name_or_address_that_cannot_be_used_is_refused(tmp_path: Path, name: str, url: str | None) -> None:
-    """Before anything is written."""
     with pytest.raises(JobError):
         CertificateAuthority.create(tmp_path / "ca", name, NOW_S, url)
     assert not (tmp_path / "ca").exists()
 
 
 def test_a_missing_damaged_or_mixed_up_authority_says_so(authority: CertificateAuthority, tmp_path: Path) -> None:
-    """Which folder, and the mend."""
     with pytest.raises(StoreError, match="identity init"):
         CertificateAuthority(tmp_path)
     other = CertificateAuthority.create(tmp_path / "other", "other", NOW_S)
     shutil.copy(other.folder / "ca.crt", authority.folder / "ca.crt")
-    with pytest.raises(StoreError, match="not of one pair"):
+    with pytest.raises(StoreError, match="do not belong together"):
         CertificateAuthority(authority.folder)
     (authority.folder / "ca.key").write_text("nothing")
     with pytest.raises(StoreError, match="damaged"):
@@ -118,7 +115,6 @@ def request(name: str, key: ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey) -> s
 
 
 def test_requests_that_are_broken_for_others_or_of_other_kinds_are_refused(authority: CertificateAuthority) -> None:
-    """Each with its own sentence; nothing is ever signed of them."""
     good = create_signing_request(new_key(), "orin-7")
     lines = good.splitlines()
     swapped = create_signing_request(new_key(), "orin-7").splitlines()
@@ -153,7 +149,6 @@ def test_a_name_is_a_devices_or_a_servers_never_both(authority: CertificateAutho
 
 @pytest.mark.parametrize("host", ["", "a b", "-x", "x/y", "*"])
 def test_a_host_that_is_none_is_refused(authority: CertificateAuthority, host: str) -> None:
-    """Also a star: no server of the fleet is any server."""
     with pytest.raises(JobError, match="neither a host's name"):
         authority.issue_with_new_key("broker", "server", NOW_S, hosts=[host])
     assert authority.register.list_certificates() == []

@@ -13,8 +13,8 @@ from certified import Certified
 from waiting import LIMIT_S
 
 from fedquilt.core import JobError, LinkError
-from fedquilt.tools.operations.identity import broker_config
-from fedquilt.tools.operations.identity.authority import DAY_S, CertificateAuthority, clock_s
+from fedquilt.tools.identity import broker_config
+from fedquilt.tools.identity.authority import DAY_S, CertificateAuthority, clock_s
 from fedquilt.transport.mqtt.broker import Broker
 from fedquilt.transport.mqtt.link import MqttLink
 
@@ -28,16 +28,8 @@ class Site(Certified):
         self.authority.issue_with_new_key(
             "tower", "observer", clock_s()
         )  # the rules name it, whatever certificate it has then
-        self.configure()
-        lines = (self.out / "fedquilt.conf").read_text().splitlines()
-        assert lines[1] == "listener 8883"  # the fixture's own takes a free port instead
-        self.mosquitto = start(*lines[2:])
+        self.mosquitto = start(*self.configure_broker(self.out))
         self.url = self.mosquitto.url.replace("mqtt://", "mqtts://")
-
-    def configure(self) -> None:
-        broker_config.write_config(
-            self.authority, "mosquitto", ["127.0.0.1"], self.out, clock_s(), installed=str(self.out)
-        )
 
     def broker(self, name: str, kind: Any = "device", *, days_ago: float = 0.0, url: str | None = None) -> Broker:
         return super().broker(name, kind, url=url or self.url, days_ago=days_ago)
@@ -116,7 +108,7 @@ def test_an_observer_reads_what_is_said_but_no_blob_and_writes_nothing(site: Sit
     assert (coordinator.session, coordinator.connected) == (1, True)
     assert stage.payloads("coordinator") == [b"a part of a model", b"claim"]
     site.authority.revoke_name("tower", clock_s())
-    site.configure()
+    site.configure_broker(site.out)
     assert "tower" not in (site.out / "acl").read_text()
 
 
@@ -234,7 +226,6 @@ def test_the_rules_that_the_pages_show_are_those_that_are_written() -> None:
 
 
 def test_hosts_and_folders_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
-    """Before anything is written."""
     authority = CertificateAuthority.create(tmp_path / "ca", "site", clock_s())
     for hosts, installed, match in ((["b"], "etc", "full path"), (["b"], '/a"b', "full path"), ([], None, "--host")):
         with pytest.raises(JobError, match=match):

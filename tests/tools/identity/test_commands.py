@@ -89,7 +89,6 @@ def test_a_port_that_there_is_not_is_refused(folder: Path, capsys: pytest.Captur
 
 
 def test_no_token_is_made_for_the_coordinators_name(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The authority would never sign it for a board."""
     assert main(["identity", "token", "coordinator"]) == 2
     assert "`fedquilt identity issue coordinator`" in capsys.readouterr().err
 

@@ -15,9 +15,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from fedquilt.core import JobError, SiteRight
 from fedquilt.edge_agent.enrolment import create_signing_request
 from fedquilt.security.enrolment import SigningRequest
-from fedquilt.tools.operations.identity.authority import DAY_S, CertificateAuthority
-from fedquilt.tools.operations.identity.enrolment_service import EnrolmentService, make_enrolment_response
-from fedquilt.tools.operations.identity.register import CertificateRegister, IssuedCertificate
+from fedquilt.tools.identity.authority import DAY_S, CertificateAuthority
+from fedquilt.tools.identity.enrolment_service import EnrolmentService, make_enrolment_response
+from fedquilt.tools.identity.register import CertificateRegister, IssuedCertificate
 
 NOW_S = 1_800_000_000.0
 
@@ -116,7 +116,6 @@ def test_a_pattern_that_matches_no_id_makes_no_token(office: Office, pattern: st
 
 
 def test_tokens_are_nowhere_on_disk(office: Office) -> None:
-    """Their digests are."""
     token = office.token("orin-7")
     office.enrol("orin-7", token)
     for path in office.authority.folder.iterdir():
@@ -153,7 +152,6 @@ def test_renewal_takes_a_valid_certificate_and_is_only_done_when_due(office: Off
 
 
 def test_renewal_is_refused_without_a_certificate_for_others_and_when_revoked(office: Office) -> None:
-    """Each with its own sentence."""
     key = new_key()
     held = office.enrol("orin-7", office.token("orin-7"), key)
     server, _ = office.authority.issue_with_new_key("broker", "server", NOW_S, hosts=["site"])

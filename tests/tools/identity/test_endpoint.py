@@ -19,8 +19,8 @@ from fedquilt.core import JobError, LinkError
 from fedquilt.edge_agent import enrolment as edge_agent_enrolment
 from fedquilt.edge_agent import settings
 from fedquilt.security import enrolment
-from fedquilt.tools.operations.identity.authority import DAY_S, CertificateAuthority, clock_s
-from fedquilt.tools.operations.identity.endpoint import EnrolmentServer
+from fedquilt.tools.identity.authority import DAY_S, CertificateAuthority, clock_s
+from fedquilt.tools.identity.endpoint import EnrolmentServer
 
 
 class Site:
@@ -230,7 +230,6 @@ def test_a_revocation_list_that_cannot_be_read_is_answered_and_logged(
 
 
 def test_a_port_in_use_says_so(site: Site) -> None:
-    """And names it."""
     with pytest.raises(LinkError, match=f"cannot listen on 127.0.0.1:{site.endpoint.port}"):
         EnrolmentServer(site.authority, "127.0.0.1", site.endpoint.port, ["localhost"])
 

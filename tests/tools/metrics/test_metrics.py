@@ -53,7 +53,6 @@ def test_the_rules_ask_for_metrics_that_there_are() -> None:
 
 
 def test_files_are_written_for_a_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One that is none is refused before anything is written."""
     assert cli.main(["dash", "grafana", "--out", str(tmp_path / "m"), "--target", "hub:9464"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 3
     assert '"hub:9464"' in (tmp_path / "m/prometheus.yml").read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,20 @@ from fedquilt.tools.report import candidate_costs
 from fedquilt.tools.simulation import agents
 
 
-def candidates(**params: Any) -> list[dict[str, Any]]:
+@cache
+def result(**params: Any) -> dict[str, Any]:
+    """What a search with these parameters comes to."""
     bundle, runner = build_donors()
     last = run_method("fedstitch", bundle, image_members(), {**SMALL, **params}, engine=runner, seed=3, rounds=1000)[-1]
-    return list(METHOD.result(last).meta["search"])
+    return dict(METHOD.result(last).meta)
+
+
+def candidates() -> list[dict[str, Any]]:
+    return list(result()["search"])
 
 
 def chosen(**params: Any) -> dict[str, Any]:
-    bundle, runner = build_donors()
-    last = run_method("fedstitch", bundle, image_members(), {**SMALL, **params}, engine=runner, seed=3, rounds=1000)[-1]
-    found = METHOD.result(last).meta
+    found = result(**params)
     return next(each for each in found["search"] if each["taps"] == found["taps"])
 
 

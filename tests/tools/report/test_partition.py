@@ -16,7 +16,7 @@ from fedquilt.cli import main
 from fedquilt.coordinator import settings
 from fedquilt.core import DataError, JobError
 from fedquilt.data.spec import DataSpec
-from fedquilt.tools.report import partition
+from fedquilt.tools.report import partition, plots
 from fedquilt.tools.report.partition import ClassCounts
 from fedquilt.tools.simulation import agents
 
@@ -50,7 +50,7 @@ def test_counts_are_those_of_what_devices_load(tmp_path: Path) -> None:
 
 def test_a_dot_has_the_area_of_its_count() -> None:
     """9 of the largest dot, so 1 has a third of its radius; nothing is drawn where there is nothing."""
-    drawn = ElementTree.fromstring(partition.draw_counts(hand(), "two <devices>"))
+    drawn = ElementTree.fromstring(plots.render_picture(partition.draw_counts(hand(), "two <devices>")))
     dots: dict[str, list[float]] = {}
     for group in drawn.iter(f"{SVG}g"):
         told = group.findtext(f"{SVG}title", "")
@@ -82,7 +82,7 @@ def test_everything_drawn_lies_in_the_picture(devices: int, classes: int) -> Non
     held = rng.integers(1, 5, (devices, classes))
     names = tuple(f"jetson-orin-nano-super-{number}" for number in range(devices))
     counts = ClassCounts(names, tuple(map(str, range(classes))), held * 4, held)
-    drawn = ElementTree.fromstring(partition.draw_counts(counts))
+    drawn = ElementTree.fromstring(plots.render_picture(partition.draw_counts(counts)))
     width, height = float(drawn.get("width", "")), float(drawn.get("height", ""))
     paths = [path for path in drawn.iter(f"{SVG}path") if "fill: none" not in path.get("style", "")]
     assert len(paths) >= 2 * devices
@@ -140,7 +140,6 @@ def test_a_job_names_its_classes(tmp_path: Path) -> None:
 
 
 def test_paths_of_sources_are_taken_from_the_jobs_folder(tmp_path: Path) -> None:
-    """As a plain path is."""
     for name in ("a", "b"):
         np.savez(tmp_path / f"{name}.npz", x=np.zeros((8, 2)), y=np.arange(8) % 2)
     listed = 'sources = [{ path = "a.npz", labels_from = 0 }, { path = "b.npz", labels_from = 2 }]'
@@ -172,7 +171,6 @@ def test_what_cannot_be_shared_out_ends_with_its_exit_code(
 
 
 def test_a_job_without_data_is_told(tmp_path: Path) -> None:
-    """There is nothing to share out."""
     file = tmp_path / "job.toml"
     file.write_text('name = "none"\nmethod = "fedavg"\n')
     with pytest.raises(JobError, match=r"\[data\] table"):

@@ -74,7 +74,6 @@ def test_one_point_is_a_dot_and_no_line() -> None:
 
 
 def test_nothing_to_show_says_so() -> None:
-    """No lines, bars that are all unknown, no dots."""
     for plot in (
         plots.plot_lines([], "t", "x", "y"),
         plots.plot_bars([PlotBar("a", [None])], "t", "x"),
@@ -98,7 +97,6 @@ def test_bars_are_as_long_as_their_parts_and_the_unknown_has_none() -> None:
 
 
 def test_dots_have_a_figure_and_a_stroke_at_their_mean() -> None:
-    """A dot for each value, each with its tooltip."""
     drawn = render_svg(plots.plot_dots([DotRow("a", [1.0, 2.0, 6.0])], "t", "x"))
     assert tips(drawn) == ["a: 1", "a: 2", "a: 6"]
     assert len(shapes(drawn, f"stroke: {FIRST}; stroke-width: 2")) == 1
@@ -153,14 +151,12 @@ def test_a_picture_takes_its_ink_from_the_page_and_tells_what_it_shows() -> None
 
 
 def test_a_picture_alone_is_a_file_with_a_background_of_its_own() -> None:
-    """Well-formed, light or dark."""
     file = plots.render_file(plots.plot_lines([PlotLine("a", [0, 1], [0, 1])], "t", "x", "y"))
     assert "prefers-color-scheme" in file
     assert ElementTree.fromstring(file).tag == f"{SVG}svg"
 
 
 def test_plots_are_stacked_below_each_other() -> None:
-    """As high as all together, the second below the first."""
     found = [plots.plot_lines([PlotLine("a", [1], [2])], "one", "x", "y"), plots.make_empty_plot("two")]
     root = ElementTree.fromstring(render_svg(*found))
     assert float(root.get("height", "")) == pytest.approx(sum(plot.height for plot in found), abs=1)
@@ -185,7 +181,6 @@ def test_ticks_are_round_and_enclose_the_values(low: float, high: float, expecte
 
 
 def test_rounds_are_counted_in_whole_numbers() -> None:
-    """No tick at half a round."""
     assert (
         "0.5"
         not in texts(render_svg(plots.plot_lines([PlotLine("a", [0, 1, 2], [0, 1, 2.5])], "t", "rounds", "y")))[:5]
@@ -193,5 +188,4 @@ def test_rounds_are_counted_in_whole_numbers() -> None:
 
 
 def test_numbers_have_no_more_digits_than_a_label_needs() -> None:
-    """Four at most."""
     assert (plots.format_number(1234.5), plots.format_number(0.123456)) == ("1234", "0.1235")

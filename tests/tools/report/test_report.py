@@ -194,6 +194,64 @@ def test_the_page_holds_the_runs_numbers(tmp_path: Path) -> None:
         assert wanted in shown, wanted
 
 
+def test_one_of_the_costs_is_shown_and_a_switch_selects_another(tmp_path: Path) -> None:
+    """A radio button for each plot, in the order of the plots; style.css has a rule for each."""
+    text, _ = page_of(tmp_path, FACTS)
+    (switch,) = re.findall(r'<div class="switch">(?:(?!</div>).)*name="Accuracy".*?</div>', text, re.S)
+    names = re.findall(r"<label[^>]*>([^<]*)</label>", switch)
+    assert names == ["rounds", "seconds", "board seconds", "bytes", "joules"]
+    titles = re.findall(r'<svg[^>]*aria-label="Accuracy ([^;]*);', html.unescape(switch))
+    assert titles == ["by round", "by time", "by the boards' time", "by bytes", "by energy"]
+    assert switch.count(" checked>") == 1
+    rules = [f"input:nth-of-type({n}):checked~svg:nth-of-type({n})" for n in range(1, len(names) + 1)]
+    assert all(rule in text for rule in rules)
+
+
+def test_the_confusion_matrix_counts_the_last_evaluation(tmp_path: Path) -> None:
+    """Seven of eight examples are right; each cell says so when pointed at."""
+    text, _ = page_of(tmp_path, FACTS, labels=["cat", "dog"])
+    assert "Confusion matrix: 7 of 8 examples are classified correctly" in text
+    assert "cat, predicted dog: " in text
+
+
+def test_the_timeline_shows_what_each_device_did_in_a_round(tmp_path: Path) -> None:
+    """2 s at the task, 1 s down, start and up, and 1 s of waiting for the end of the round."""
+    text, _ = page_of(tmp_path, FACTS)
+    labels = re.findall(r'aria-label="(Devices in [^"]*)"', text)
+    assert labels == [
+        "Devices in round 1; s, since the round began; a 4",
+        "Devices in the evaluation; s, since the round began; a 4",
+    ]
+    for part in ("a, task: 2", "a, down, start and up: 1", "a, waiting: 1"):
+        assert text.count(f"<title>{part}</title>") == 2, part
+
+
+def test_virtual_time_and_predicted_energy_are_called_so(tmp_path: Path) -> None:
+    usage = {**METERED, "energy_source": "profile jetson-nano"}
+    facts = [
+        JobStarted(BLOB),
+        CohortSelected(0, 0, ("a",)),
+        UpdateAccepted(0, update("a", 0, 0.25, **usage), 3.0),
+        RoundClosed(0),
+        RoundCommitted(0, BLOB, False, {}, (), 4.0, evaluation=total(of_classes(0.25, 8))),
+        CohortSelected(1, 0, ("a",)),
+        UpdateAccepted(1, update("a", 1, 0.875, **usage), 3.0),
+        RoundClosed(1),
+        RoundCommitted(1, BLOB, False, {}, (), 4.0, evaluation=total(of_classes(0.875, 8))),
+    ]
+    with Store(tmp_path) as store:
+        job = settings.parse_job({"name": "leaves", "method": "fedavg", "rounds": 1})
+        run = store.add_job(job, store.home, "virtual")
+        for fact in facts:
+            store.append_event(run, fact)
+        text = report.write_run_page(store, run, tmp_path / "page.html").read_text()
+    assert "Energy predicted by: profile jetson-nano." in text
+    assert "of the boards, predicted by profile" in text
+    assert "<dt>virtual time</dt>" in text
+    assert "virtual time, s" in text
+    assert "coordinator" not in text[text.index("<dl") : text.index("What happened")]
+
+
 def test_where_the_time_went_adds_up(tmp_path: Path) -> None:
     """Both rounds: 2 s at the task, 1 s moving, 1 s waiting, of 4 s."""
     _, page = page_of(tmp_path, FACTS)
@@ -225,6 +283,7 @@ def test_boards_without_meters_have_no_joules(tmp_path: Path) -> None:
     ]
     text, _ = page_of(tmp_path, facts)
     assert "Energy of each device" not in text
+    assert "Accuracy of each device" not in text
     assert "Accuracy by energy" not in text
     assert "of the boards" not in text
 
@@ -321,7 +380,6 @@ def test_the_partition_is_drawn_for_the_devices_that_took_part_and_for_no_others
 
 
 def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As is a run that is not there; both with the exit code of folders."""
     (tmp_path / "file").write_text("")
     with Store(tmp_path / "runs") as store:
         run_of(store, FACTS)

@@ -8,10 +8,8 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import ordinary
 import pytest
 from ordinary import User
 from waiting import until
@@ -24,12 +22,6 @@ import classifiers
 from fedquilt.cli import main
 
 FEDQUILT = (sys.executable, "-m", "fedquilt.cli")
-
-
-@pytest.fixture
-def user() -> Iterator[User]:
-    with ordinary.made() as found:
-        yield found
 
 
 @pytest.fixture

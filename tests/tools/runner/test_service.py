@@ -198,8 +198,6 @@ def test_an_npz_is_answered_example_by_example(running: Running) -> None:
 
 
 def test_a_folder_that_cannot_be_written_stops_no_answer(running: Running, models: Path, monkeypatch: Any) -> None:
-    """`health` tells the error of the disk."""
-
     def full(*given: Any, **named: Any) -> None:
         raise OSError(28, "No space left on device")
 

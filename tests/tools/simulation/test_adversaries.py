@@ -216,7 +216,6 @@ def test_inner_product_manipulation_wants_updates_as_they_are() -> None:
 
 
 def test_an_attack_that_there_is_not_is_named() -> None:
-    """With those there are."""
     with pytest.raises(JobError, match="sign_flip"):
         digits(fleet=lying("backdoor"))
 

@@ -115,7 +115,6 @@ def test_processes_on_a_real_broker_end_with_the_same_bits_as_virtual_time(tmp_p
 def test_a_fleet_whose_agents_all_fail_says_what_one_of_them_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At once, not at a deadline."""
     monkeypatch.setattr(fleet.child_processes, "RUN", "raise SystemExit('the port is taken')")
     with pytest.raises(JobError, match="every agent has ended; jetson-nano-00 said: the port is taken"):
         fleet.run_fleet_on_broker(plan(tmp_path), None)
@@ -213,14 +212,12 @@ def test_an_evaluation_costs_simulated_boards_a_forward_pass(tmp_path: Path) -> 
 
 
 def test_a_fleet_needs_data(tmp_path: Path) -> None:
-    """The job says what is shared out."""
     with pytest.raises(JobError, match=r"\[data\]"):
         fleet.run_fleet_virtually(plan(tmp_path, data={}))
 
 
 @pytest.mark.parametrize("wrong", [{"partition": "dirichelt"}, {"alpha": 0.0}, {"path": "/nowhere/digits.npz"}])
 def test_data_that_cannot_be_is_told_before_anything_is_queued(tmp_path: Path, wrong: dict[str, object]) -> None:
-    """A typo leaves no run behind that a coordinator would take up later."""
     given = plan(tmp_path, data={"path": str(DIGITS), "partition": "dirichlet", "alpha": 1.0, **wrong})
     with Store(given.home) as store:
         with pytest.raises((JobError, DataError)):

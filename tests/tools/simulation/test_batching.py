@@ -80,8 +80,6 @@ def test_a_call_that_takes_the_loop_is_made_at_once() -> None:
 
 
 def test_what_a_training_raises_is_raised_in_its_half_alone() -> None:
-    """A half may catch it; one that does not ends by it."""
-
     def careful(engine: Any) -> str:
         with pytest.raises(ValueError, match="thirteens"):
             engine.train(None, 13, None, None, np.random.default_rng(0))

@@ -304,7 +304,6 @@ def test_what_a_worker_said_last_or_died_of_is_told(words: str, ends: signal.Sig
 
 
 def test_an_engine_that_cannot_be_imported_is_told_with_the_last_words() -> None:
-    """Python's own."""
     with (
         WorkerPool(ProcessWorkers("abacus", 1), point_members(2, 13)) as pool,
         pytest.raises(PoolError, match=r"engines\.abacus"),

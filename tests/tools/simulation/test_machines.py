@@ -16,6 +16,7 @@ from fedquilt.testing.toy_networks import point_members, toy_bundle
 from fedquilt.tools.simulation import machines
 from fedquilt.tools.simulation.machines import Machine
 from fedquilt.tools.simulation.run import simulate
+from fedquilt.tools.simulation.workers import protocol
 from fedquilt.tools.simulation.workers.ray import cluster
 
 ONE = Machine("EPYC (x86_64)", ("A100",), "1", {"Python": "3.11.7", "numpy": "2.1.0"}, {"fedquilt": "0.1.0 (aa)"})
@@ -62,7 +63,6 @@ def test_a_run_keeps_what_computed_it_and_goes_on_elsewhere_only_where_it_may(tm
 
 
 def test_machines_of_one_kind_are_told_in_one_line() -> None:
-    """With all that counts."""
     found = machines.format_machines({"a": ONE, "b": changed(gpus=()), "c": ONE})
     assert found == [
         "a, c: EPYC (x86_64), A100, Python 3.11.7, numpy 2.1.0, fedquilt 0.1.0 (aa)",
@@ -87,21 +87,19 @@ def test_a_simulated_run_in_a_home_keeps_this_machine(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("word", ["pool", "ray", "ray://head:10001", "ray://[::1]:10001"])
 def test_an_engine_is_taken_at_its_word(word: str) -> None:
-    """Whatever the environment says."""
-    assert cluster.choose_engine(word, {"RAY_ADDRESS": "10.0.0.1:6379"}) == word
+    assert protocol.choose_engine(word, {"RAY_ADDRESS": "10.0.0.1:6379"}) == word
 
 
 def test_auto_is_a_pool_except_within_a_ray_cluster() -> None:
     """Ray's own launchers say so by RAY_ADDRESS."""
-    assert cluster.choose_engine("auto", {}) == "pool"
-    assert cluster.choose_engine("auto", {"RAY_ADDRESS": "10.0.0.1:6379"}) == "ray"
+    assert protocol.choose_engine("auto", {}) == "pool"
+    assert protocol.choose_engine("auto", {"RAY_ADDRESS": "10.0.0.1:6379"}) == "ray"
 
 
 @pytest.mark.parametrize("word", ["dask", "ray://", "ray://head", "ray://:10001", "ray://head:port", ""])
 def test_an_unknown_engine_is_refused_with_those_there_are(word: str) -> None:
-    """Before anything starts."""
     with pytest.raises(JobError, match="is none of auto, pool, ray and ray://HOST:PORT"):
-        cluster.choose_engine(word, {})
+        protocol.choose_engine(word, {})
 
 
 def test_the_ray_of_this_machine_is_the_one_that_ray_start_has_noted(tmp_path: Path) -> None:

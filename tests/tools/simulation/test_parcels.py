@@ -139,7 +139,6 @@ def test_a_full_folder_loses_what_was_used_longest_ago_and_nobody_loses_what_is_
 
 
 def test_a_content_that_comes_damaged_is_refused(tmp_path: Path) -> None:
-    """By its digest; nothing of it is kept."""
     made = files(tmp_path, "one", {"ref": b"weighty"}, [])
     with pytest.raises(StoreError, match="came damaged from the object store"):
         made.ensure_file(sha256(b"weights"), "ref")

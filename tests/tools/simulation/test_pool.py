@@ -153,7 +153,6 @@ def test_a_device_whose_training_diverges_is_told_by_its_name_and_the_others_go_
 
 @pytest.mark.parametrize("workers", [-1, 257])
 def test_too_few_and_too_many_workers_are_refused(folder: Path, workers: int) -> None:
-    """Before anything starts; none at all means this process."""
     with pytest.raises(JobError, match=f"{workers} workers: 1 to 256 can be had"):
         play(folder, workers=workers)
 

@@ -97,7 +97,6 @@ def test_a_node_that_is_lost_amid_a_round_takes_nothing_with_it(tmp_path: Path, 
 def test_a_node_with_another_fedquilt_is_refused_by_name(
     tmp_path: Path, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even where machines may be mixed."""
     monkeypatch.chdir(tmp_path)  # Ray's workers look there first
     other = tmp_path / "other"
     shutil.copytree(ROOT / "fedquilt", other / "fedquilt", ignore=shutil.ignore_patterns("__pycache__"))
@@ -118,7 +117,6 @@ def test_a_node_with_another_fedquilt_is_refused_by_name(
 def test_a_node_whose_libraries_differ_is_refused_by_name_unless_nodes_may_be_mixed(
     tmp_path: Path, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here by a numpy that says it is another version."""
     monkeypatch.chdir(tmp_path)
     told = tmp_path / "other" / "numpy-1.26.4.dist-info"
     told.mkdir(parents=True)
@@ -138,14 +136,12 @@ def test_a_node_whose_libraries_differ_is_refused_by_name_unless_nodes_may_be_mi
 
 
 def test_more_workers_than_processors_are_refused(tmp_path: Path, nodes: Nodes) -> None:
-    """With how many there are."""
     workers = RayWorkers("numpy", "ray", count=40, mixed=False)
     with pytest.raises(JobError, match=r"40 workers: the Ray cluster has \d+ processors"), WorkerPool(workers, []):
         pass
 
 
 def test_a_cluster_that_does_not_answer_is_told_with_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And with what it needs."""
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
     workers = RayWorkers("numpy", "ray", count=None, mixed=False)
     with (

@@ -31,7 +31,7 @@ from fedquilt.security import enrolment
 from fedquilt.tools.boards import flash as tool
 from fedquilt.tools.boards import targets
 from fedquilt.tools.boards.flash import image
-from fedquilt.tools.operations.identity.register import (
+from fedquilt.tools.identity.register import (
     TOKEN_S,
     CertificateRegister,
     EnrolmentToken,

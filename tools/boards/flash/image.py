@@ -25,7 +25,7 @@ from fedquilt.tools.boards.flash.install import InstallRefusedError
 
 PIECE: Final = 4 << 20
 ZEROS: Final = bytes(PIECE)
-PATHS: Final = ("/usr/sbin", "/sbin", "/opt/homebrew/opt/e2fsprogs/sbin")  # often not on an ordinary user's PATH
+PATHS: Final = ("/usr/sbin", "/sbin")  # often not on an ordinary user's PATH
 LOOKED_AT: Final = ("usr/bin/env", "bin/sh", "sbin/init")  # files that show a board's architecture, as Python does
 TAKEN: Final = ("opt/fedquilt", "etc/fedquilt")
 SECTOR: Final = 512

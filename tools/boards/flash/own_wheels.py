@@ -19,19 +19,19 @@ from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
 import fedquilt
+from fedquilt.extras import BOARD_EXTRAS
 from fedquilt.formats import toml
 from fedquilt.host.disk import disk_errors
 
 OwnWheel: TypeAlias = Literal["fedquilt", "fedquilt-board"]
 
-BOARD_EXTRAS: Final = ("gpu", "identity", "images", "jetson", "metrics", "onnx", "parquet", "train")
 # folders and files of the package on boards; `fedquilt --help` lists the verbs that are there
 BOARD_FILES: Final = (
     *("__init__.py", "py.typed", "extras.py", "metrics.py", "open_metrics.py", "plugins.py", "systemd.py", "wire.py"),
     *("arrays/", "blobs/", "compression/", "console/", "core/", "costs/", "data/", "edge_agent/", "formats/", "host/"),
     *("methods/", "models/", "onnx/", "profiles/", "security/", "transport/"),
     *("cli/__init__.py", "cli/__main__.py", "cli/commands.py", "cli/entry.py", "cli/home_access.py"),
-    *("cli/options.py", "cli/agent.py", "cli/board.py", "cli/clocks.py", "cli/record.py"),
+    *("cli/options.py", "cli/agent.py", "cli/agent_process.py", "cli/board.py", "cli/clocks.py", "cli/record.py"),
     *(
         "cli/doctor.py",
         "cli/identity.py",
@@ -52,6 +52,8 @@ NOT_ON_BOARDS: Final = (
     *("models/stitching/onnx/", "profiles/board_layouts.py", "profiles/fake_trees.py"),
     *("tools/boards/doctor/checks/coordinator.py", "transport/memory_link.py", "transport/scheduler.py"),
 )
+SOURCE_TEXT: Final = 'text = "described in the package fedquilt"'  # of a number of a profile on boards
+_SOURCE_TEXT: Final = re.compile(rb'^text = ".*"$', re.MULTILINE)
 STAMP: Final = (2020, 1, 1, 0, 0, 0)  # of every file
 
 
@@ -124,6 +126,9 @@ def _iterate_board_files(package: Path) -> Iterator[tuple[str, bytes]]:
         file = name.removeprefix("fedquilt/")
         if not _is_below(file, BOARD_FILES) or _is_below(file, NOT_ON_BOARDS):
             continue
+        if file.startswith("profiles/") and file.endswith(".toml"):
+            yield name, _SOURCE_TEXT.sub(SOURCE_TEXT.encode(), data)
+            continue
         is_help = file.startswith("cli/")  # a verb's docstring is its help
         yield name, data if is_help or not file.endswith(".py") else strip_prose(data.decode()).encode()
 
@@ -133,9 +138,10 @@ def _is_below(file: str, places: Sequence[str]) -> bool:
 
 
 def strip_prose(source: str) -> str:
-    """Return a module without docstrings and comments. Each statement keeps its line."""
-    lines = source.splitlines()
-    for node in ast.walk(ast.parse(source)):
+    """Return a module without docstrings, comments and annotations in functions. Each statement keeps its line."""
+    tree = ast.parse(source)
+    lines = _cut_annotations(source.splitlines(), tree)
+    for node in ast.walk(tree):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         first = node.body[0] if node.body and ast.get_docstring(node, clean=False) is not None else None
@@ -149,6 +155,29 @@ def strip_prose(source: str) -> str:
         if token.type == tokenize.COMMENT:
             lines[token.start[0] - 1] = lines[token.start[0] - 1][: token.start[1]].rstrip()
     return "\n".join(lines) + "\n"
+
+
+def _cut_annotations(lines: Sequence[str], tree: ast.AST) -> list[str]:
+    left = [line.encode() for line in lines]  # positions in a tree count bytes
+    for line, start, end in sorted(_find_annotations(tree), reverse=True):
+        left[line - 1] = left[line - 1][:start].rstrip(b"->: ") + left[line - 1][end:]
+    return [line.decode() for line in left]
+
+
+def _find_annotations(node: ast.AST, *, in_function: bool = False) -> Iterator[tuple[int, int, int]]:
+    """Yield line, start and end of annotations in functions. Those of classes are read at run time."""
+    for child in ast.iter_child_nodes(node):
+        annotation: ast.expr | None = None
+        if isinstance(child, ast.arg):
+            annotation = child.annotation
+        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            annotation = child.returns
+        elif isinstance(child, ast.AnnAssign) and in_function and child.value is not None and child.simple:
+            annotation = child.annotation
+        if annotation is not None and annotation.lineno == annotation.end_lineno:
+            yield annotation.lineno, annotation.col_offset, annotation.end_col_offset or 0
+        inside = not isinstance(child, ast.ClassDef) and (in_function or isinstance(child, ast.FunctionDef))
+        yield from _find_annotations(child, in_function=inside)
 
 
 def _urlsafe_sha256(data: bytes) -> str:

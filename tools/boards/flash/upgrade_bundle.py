@@ -76,7 +76,7 @@ def sign_and_write_bundle(
     made = build_manifest(house, target, whole=whole)
     sign = None
     if (authority / "ca.key").is_file():
-        from fedquilt.tools.operations.identity.authority import CertificateAuthority
+        from fedquilt.tools.identity.authority import CertificateAuthority
 
         signs = CertificateAuthority(authority)
         sign, made = signs.sign_upgrade, msgspec.structs.replace(made, number=signs.next_upgrade_number(time.time()))

@@ -95,17 +95,17 @@ def collect_wheels(
     with disk_errors(f"use {cache}", "free some space or name another folder with XDG_CACHE_HOME"):
         folder = cache / what
         folder.mkdir(parents=True, exist_ok=True)
-        mine = own_wheels.build_own_wheel(folder, name)
-        question = (Wheel.from_file(mine).requires, target, sorted(extras), index, allowed)
+        own_wheel = own_wheels.build_own_wheel(folder, name)
+        question = (Wheel.from_file(own_wheel).requires, target, sorted(extras), index, allowed)
         asked = hashlib.sha256(repr(question).encode()).hexdigest()
         found = _load_cached_wheels(folder, asked)
         if found is None:
-            found = _resolve_wheels(mine, target, extras, folder, index, constraint)
+            found = _download_dependencies(own_wheel, target, extras, folder, index, constraint)
             _save_cached_wheels(folder, found, asked)
         for other in folder.glob("*.whl"):
-            if other != mine and other not in found:
+            if other != own_wheel and other not in found:
                 other.unlink()
-        return [mine, *found], format_lock([mine, *found])
+        return [own_wheel, *found], format_lock([own_wheel, *found])
 
 
 def _read_constraints(constraint: Path | None) -> bytes:
@@ -148,24 +148,30 @@ def _save_cached_wheels(folder: Path, wheels: Sequence[Path], asked: str) -> Non
     (folder / "kept.json").write_bytes(msgspec.json.encode(kept))
 
 
-def _resolve_wheels(
-    mine: Path, target: BundleTarget, extras: Sequence[str], folder: Path, index: str | None, constraint: Path | None
+def _download_dependencies(
+    own_wheel: Path,
+    target: BundleTarget,
+    extras: Sequence[str],
+    folder: Path,
+    index: str | None,
+    constraint: Path | None,
 ) -> list[Path]:
-    own = Wheel.from_file(mine).name
+    """Download all wheels that the own wheel needs on the target. Return them without the own wheel."""
+    own = Wheel.from_file(own_wheel).name
     root = f"{own}[{','.join(extras)}]" if extras else own
     with tempfile.TemporaryDirectory(dir=folder) as built:
-        more = [] if index is None else _download_gpu_builds(root, mine, target, Path(built), index, constraint)
-        return _download_until_complete(root, mine, target, folder, index, constraint, more)
+        more = [] if index is None else _download_gpu_builds(root, own_wheel, target, Path(built), index, constraint)
+        return _download_until_complete(root, own_wheel, target, folder, index, constraint, more)
 
 
 def _download_gpu_builds(
-    root: str, mine: Path, target: BundleTarget, folder: Path, index: str, constraint: Path | None
+    root: str, own_wheel: Path, target: BundleTarget, folder: Path, index: str, constraint: Path | None
 ) -> list[str]:
     """Download packages with GPU builds from `index`, and return requirements that pin them."""
     # PyPI has newer builds for another CUDA. A wheel compiled with NumPy 1 does not run with NumPy 2.
     from packaging.requirements import Requirement
 
-    own = Wheel.from_file(mine)
+    own = Wheel.from_file(own_wheel)
     _, missing = dependency_closure(root, {own.name: own}, target)
     alone = ["--no-deps", "--index-url", index]
     for wanted in missing:
@@ -187,21 +193,23 @@ def _is_built_for_numpy_2(torch: Path) -> bool:
 
 def _download_until_complete(
     root: str,
-    mine: Path,
+    own_wheel: Path,
     target: BundleTarget,
     folder: Path,
     index: str | None,
     constraint: Path | None,
     more: list[str],
 ) -> list[Path]:
-    """Download wheels until all dependencies are there, and return those needed, copied to `folder`."""
+    """Download wheels until no dependency is missing. Return copies in `folder`, without the own wheel."""
     for _ in range(ROUNDS_MOST):
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            _download_wheels([f"{root} @ {mine.resolve().as_uri()}", *more], Path(scratch), target, index, constraint)
+            _download_wheels(
+                [f"{root} @ {own_wheel.resolve().as_uri()}", *more], Path(scratch), target, index, constraint
+            )
             got = {wheel.name: wheel for wheel in map(Wheel.from_file, sorted(Path(scratch).glob("*.whl")))}
             needed, missing = dependency_closure(root, got, target)
             if not missing:
-                kept = [got[name].path for name in sorted(needed - {Wheel.from_file(mine).name})]
+                kept = [got[name].path for name in sorted(needed - {Wheel.from_file(own_wheel).name})]
                 return [Path(shutil.copy(path, folder / path.name)) for path in kept]
             more += missing
     raise JobError(f"wheels for {target.name} cannot be resolved: {', '.join(more)} asks for more each time")

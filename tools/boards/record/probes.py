@@ -62,7 +62,10 @@ def build_probes_by_workload() -> dict[str, list[TaskProbe]]:
 
 
 def fit_rates(probes: Sequence[TaskProbe], seconds: Sequence[float]) -> Rates:
-    """Fit four non-negative rates to the times of the probes. A rate without effect is None."""
+    """Fit FLOPs and bytes per second, and seconds per launch and per task, to the times of the probes.
+
+    Negative values cannot occur, and a rate without effect is None.
+    """
     counts = [(each.work.tasks, each.work.launches, each.work.flops, each.work.read_bytes) for each in probes]
     task, launch, flop, byte = fit.fit_unit_costs(counts, seconds)
     return Rates(
@@ -124,6 +127,7 @@ def build_training_probe(
 
 
 def build_scoring_probes() -> list[TaskProbe]:
+    """Return the probes of block scoring. Each has run once, because sessions are kept between tasks."""
     from fedquilt.models.stitching.device import block_runner, scoring
     from fedquilt.models.stitching.device.activations import MemoryStack
     from fedquilt.models.stitching.search import task_specs

@@ -37,7 +37,7 @@ def render_grid(titles: Sequence[str], rows: Sequence[Sequence[np.ndarray]], not
 
     size = GAP + step * len(titles), TOP + (step + 14) * len(rows)
     words = f"{len(rows)} images and what was reconstructed of them: {', '.join(titles)}"
-    return plots.add_background(plots.render_picture(*size, words, draw))
+    return plots.add_background(plots.render_picture(plots.Picture(*size, words, draw)))
 
 
 def _wrap_title(title: str) -> str:

@@ -35,9 +35,9 @@ from fedquilt.core import BlobRef, DeviceUpdate, JobError, LinkError, Update, Us
 from fedquilt.edge_agent.engines.numpy import engine
 from fedquilt.formats import job_bundle
 from fedquilt.host.disk import REAL
+from fedquilt.tools.identity import broker_config
 from fedquilt.tools.lab.bench.mosquitto import find_free_port, start_mosquitto
 from fedquilt.tools.lab.bench.protocol_devices import EXAMPLES, FLEET
-from fedquilt.tools.operations.identity import broker_config
 from fedquilt.tools.report.thresholds import compare_at_most, format_figures
 from fedquilt.transport.mqtt.broker import Broker
 from fedquilt.transport.mqtt.link import MqttLink

@@ -76,7 +76,7 @@ def _build_result(processes: dict[str, psutil.Process]) -> dict[str, Any]:
         "resident_mb": {name: round(mb, 1) for name, mb in resident.items()},
         "ratio_to_bare_python": {n: round(mb / resident["python"], 2) for n, mb in resident.items() if n != "python"},
         "figures": {
-            "idle_agent_resident": compare_at_most(resident["agent"], 40, "MB"),
+            "idle_agent_resident": compare_at_most(resident["agent"], 32, "MB"),
             "idle_coordinator_resident": compare_at_most(resident["coordinator"], 60, "MB"),
             "heavy_libraries_mapped": compare_at_most(heavy, 0, "libraries"),
             "idle_agent_processor": compare_at_most(cpu, 1.0, "% of a core"),

@@ -70,7 +70,7 @@ def _iterate_search_states(made: Bundle) -> Iterator[tuple[str, SearchState]]:
     for path in (("vgg16.0",), ("vgg16.0", "densenet121.2", "resnet50.4")):
         net = ScoredPath(path, tuple(name for name in pool if name not in path), 1.0)
         here = replace(state, current=net, junctions=_draw_random_junctions(state, path))
-        offered = steps.offered_blocks(net, state.stock, state.params)
+        offered = steps.eligible_blocks(net, state.stock, state.params)
         yield f"output scores of {len(offered)} blocks after {path[-1]}", replace(here, pool=offered)
         strange = [name for name in offered if not name.startswith("vgg16")][:: len(offered) // 3][:3]
         winners = tuple(Winner(name, 1.0, 1.0, 1) for name in strange)

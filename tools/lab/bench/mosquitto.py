@@ -33,7 +33,7 @@ def start_mosquitto(folder: Path, port: int, settings: str = "") -> subprocess.P
 
     Raises:
         JobError: If Mosquitto is not installed.
-        LinkError: If it does not start.
+        LinkError: If it does not start, with the end of its log.
     """
     program = shutil.which("mosquitto", path=os.environ.get("PATH", "") + ":/usr/sbin")
     if program is None:
@@ -41,13 +41,17 @@ def start_mosquitto(folder: Path, port: int, settings: str = "") -> subprocess.P
     config = folder / "mosquitto.conf"
     user = psutil.Process().username()  # a broker started by root would change to the user "mosquitto"
     config.write_text(f"listener {port} 127.0.0.1\nallow_anonymous true\nset_tcp_nodelay true\nuser {user}\n{settings}")
-    process = subprocess.Popen([program, "-c", str(config)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    file = folder / "mosquitto.log"
+    with file.open("wb") as log:
+        process = subprocess.Popen([program, "-c", str(config)], stdout=subprocess.DEVNULL, stderr=log)
     limit_s = time.monotonic() + START_S
-    while time.monotonic() < limit_s:
+    while process.poll() is None and time.monotonic() < limit_s:
         try:
             socket.create_connection(("127.0.0.1", port), timeout=1).close()
             return process
         except OSError:
             time.sleep(0.05)
     process.kill()
-    raise LinkError(f"mosquitto does not accept connections on port {port} within {START_S:g} s: see {config}")
+    process.wait()
+    said = " ".join(file.read_text(errors="replace").split())[-300:] or "no message"
+    raise LinkError(f"mosquitto accepts no connections on port {port} ({said}): start the bench again")

@@ -74,13 +74,13 @@ def measure(size: int = SMALL, images: int = IMAGES) -> dict[str, Any]:
         made = prepare_donors(folder, size)
         find = create_finder(folder, made)
         rounds = walk_path(made, find, Path(scratch), max(depths), images)
-        whole, own = measure_forward_pass(made, find, Path(scratch), images), measure_references(rounds[0])
+        whole, own = measure_forward_pass(made, find, Path(scratch), images), measure_reference_costs(rounds[0])
         compared = [compare_scoring(rounds[max(depth - 2, 0)], rounds[depth - 1], find) for depth in depths]
     return _build_result(size, whole, own, compared)
 
 
 def prepare_donors(folder: Path, size: int) -> Bundle:
-    """Prepare the paper's five architectures with seeded random weights, cut into blocks."""
+    """Write a bundle with the paper's five networks, cut into blocks, with seeded random weights."""
     _print_progress(f"preparing {', '.join(DONORS)} at {size} pixels")
     prepare_bundle(
         {
@@ -143,7 +143,7 @@ def walk_path(
     local: Tensors = _initial_state(shown)
     rounds: list[ScoringRound] = []
     while True:
-        state = replace(state, current=net, pool=steps.offered_blocks(net, state.stock, params))
+        state = replace(state, current=net, pool=steps.eligible_blocks(net, state.stock, params))
         order = METHOD.send(state, DeviceView("bench", None, tuple(range(len(rounds)))))
         assert order is not None
         task, site = deliver(order, number=len(rounds), local=local)
@@ -212,8 +212,11 @@ def compare_scoring(before: ScoringRound, each: ScoringRound, find: Callable[[st
     return ScoringComparison(each.ask, seconds, scores)
 
 
-def measure_references(first: ScoringRound) -> dict[str, np.ndarray]:
-    """Measure the extra seconds of a first round, for unknown donors, with and without loading."""
+def measure_reference_costs(first: ScoringRound) -> dict[str, np.ndarray]:
+    """Measure the extra processor and wall seconds (2,) of a round in which the donors are not cached.
+
+    "cold_s" includes the loading of graphs, "warm_s" does not.
+    """
     engine = OnnxEngine(BUDGET_BYTES)
     with tempfile.TemporaryDirectory() as folder:
         caches = [Path(folder) / str(i) for i in range(1 + REPEATS)]
@@ -250,7 +253,11 @@ def _read_clocks() -> np.ndarray:
 
 
 def measure_naive(each: ScoringRound, find: Callable[[str], Path], engine: OnnxEngine) -> tuple[np.ndarray, np.ndarray]:
-    """Score one round naively. Return the seconds and the scores."""
+    """Score one round by the naive procedure.
+
+    Returns:
+        Processor and wall seconds (2,) of the whole round, and the scores of the pool.
+    """
     ask, site = each.ask, each.site
     count = ask.samples
 
@@ -275,7 +282,10 @@ def measure_naive(each: ScoringRound, find: Callable[[str], Path], engine: OnnxE
 def measure_forward_pass(
     made: Bundle, find: Callable[[str], Path], folder: Path, count: int = IMAGES
 ) -> dict[str, np.ndarray]:
-    """Measure a forward pass of all donors on twice the images, with and without loading."""
+    """Measure the processor and wall seconds (2,) of all donors on twice the images.
+
+    "cold_s" includes the loading of graphs, "warm_s" does not.
+    """
     shown = images.prepare_images(draw_examples(2 * count).x, made.meta["input"])
     cold, warm = np.zeros(2), np.zeros(2)
     for donor in made.meta["donors"].values():

@@ -77,21 +77,24 @@ def _create_unreliable_send(loss: float, lost: list[int]) -> Callable[..., None]
 # -- one process ----------------------------------------------------------------------------------
 
 
-def serve_blob(url: str, folder: str, sha256: str, way: str, loss: str) -> None:
-    """Serve the blob until SIGTERM, then print memory and processor time as JSON."""
+def serve_blob(url: str, folder: str, sha256: str, transport: str, loss: str) -> None:
+    """Print the port, serve the blob until SIGTERM, then print memory and processor time as JSON.
+
+    The `transport` is "tcp", "http" or "mqtt".
+    """
     import fedquilt.coordinator.server  # noqa: F401 - its imports are part of the base
     from fedquilt.coordinator.delivery.blobs import server
     from fedquilt.coordinator.delivery.blobs.locations import BlobLocationProvider, BlobLocationSettings
 
     depot, lost = BlobStore(Path(folder)), [0]
-    if way == "tcp":
+    if transport == "tcp":
         return _serve_tcp(depot.verified_path(sha256) or "", float(loss))
     link = MqttLink(Broker.from_url(url), "bench-coordinator")
     lossy = LossyLink(link, float(loss), seed=1)
     if float(loss):
         server.send_file = _create_unreliable_send(float(loss), lost)  # type: ignore[attr-defined]
     places = BlobLocationProvider(
-        BlobLocationSettings("127.0.0.1:0" if way == "http" else None), depot, lambda device, sha: sha == sha256
+        BlobLocationSettings("127.0.0.1:0" if transport == "http" else None), depot, lambda device, sha: sha == sha256
     )
     transfers = Transfers(lossy, depot, wire.Topics("bench"), "dn", lambda device, sha: sha == sha256, carriers=places)
     for number in range(AGENTS):
@@ -158,11 +161,14 @@ def _send_rest(sock: socket.socket, file: int, offset: int, size: int) -> None:
         sock.sendfile(opened, offset)
 
 
-def pull_blob(url: str, folder: str, sha256: str, device: str, way: str, port: str) -> None:
-    """Pull the blob after a line on standard input, then print memory and processor time as JSON."""
+def pull_blob(url: str, folder: str, sha256: str, device: str, transport: str, port: str) -> None:
+    """Pull the blob after a line on standard input, then print memory, processor time and error as JSON.
+
+    The `transport` "tcp" is a plain connection to `port`. Other transports request the blob over the broker at `url`.
+    """
     import fedquilt.edge_agent.agent  # noqa: F401 - its imports are part of the base
 
-    if way == "tcp":
+    if transport == "tcp":
         return _pull_tcp(int(port), Path(folder), sha256)
     link = MqttLink(Broker.from_url(url), f"bench-{device}")
     depot = BlobStore(Path(folder))
@@ -214,6 +220,7 @@ def _create_profile(device: str) -> Profile:
 
 
 def _wait_for_start() -> float:
+    """Print "ready", wait for a line on standard input, and return the processor seconds so far."""
     print("ready", flush=True)
     sys.stdin.readline()
     return time.process_time()

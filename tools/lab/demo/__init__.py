@@ -1,6 +1,7 @@
 """Demo federation on handwritten digits, compared with its baselines (`fedquilt demo`).
 
-Six simulated boards hold uneven shares of the UCI optical digits; three donors have seen MNIST only.
+Six simulated boards hold uneven shares of the UCI optical digits. Each of three donors was trained on a few digits of
+MNIST only, by `fedquilt.tools.artefacts.train_donors`, so that their blocks do together what none of them does alone.
 The boards are simulated (times and joules follow their profiles), everything else is real: processes,
 memory budgets, broker, bytes, accuracy.
 """
@@ -20,7 +21,6 @@ from fedquilt.console import progress, table, units
 from fedquilt.coordinator import settings as jobs
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.views import costs
-from fedquilt.coordinator.views.run_summary import RunSummary
 from fedquilt.core import Examples
 from fedquilt.formats import job_bundle
 from fedquilt.host import disk
@@ -29,18 +29,21 @@ from fedquilt.tools.artefacts import export
 from fedquilt.tools.experiments import evaluation
 from fedquilt.tools.lab.demo.comparison import (
     DemoComparison,
-    DeviceAccuracy,
+    DonorContribution,
     NetworkResult,
     compare_networks,
     count_parts,
     mean_accuracy_alone,
 )
 from fedquilt.tools.report import render_run_page
+from fedquilt.tools.report.page import HtmlTable, PageSection
 from fedquilt.tools.report.run_data import load_run_data
 from fedquilt.tools.simulation import DeviceData, agents
 
 HERE = Path(__file__).parent
 STITCHED, ALONE = "stitched by all boards", "stitched by one (mean)"
+DEPTHS = "all depths: the donor with a new head on all its depths"
+WITHOUT = "without it: the boards' network without the donor's blocks; gain: 95 % interval"
 
 
 def run_demo(out: Path, format: str = "text", wordy: bool = False, show: bool = False) -> int:
@@ -76,7 +79,7 @@ def run_demo(out: Path, format: str = "text", wordy: bool = False, show: bool = 
         evaluation.evaluate_run(store, run)
         found = load_run_data(store, run)
         artefact = export.load_result(store, run)
-        others = compare_networks(plan, members, test, found.points[-1].rounds, far)
+        others = compare_networks(plan, members, test, found.points[-1].rounds, artefact, far)
         written = export.export_result(store, run, out / "stitched.onnx")
     whole = found.summary.total
     moved = whole.down_bytes + whole.up_bytes
@@ -86,10 +89,12 @@ def run_demo(out: Path, format: str = "text", wordy: bool = False, show: bool = 
     networks = _list_networks(stitched, others)
     np.savez_compressed(out / "held-out.npz", x=test.x, y=test.y)
     report = out / "report.html"
-    disk.write_output(report, render_run_page(found))
+    disk.write_output(report, render_run_page(found, make_donor_section(others)))
     result = {
         "run": run,
         "accuracy": msgspec.to_builtins(networks),
+        "donors": msgspec.to_builtins(others.donors),
+        "lead": others.lead,
         "alone": msgspec.to_builtins(others.devices),
         "devices": {name: cost.to_table() for name, cost in found.summary.device_costs().items()},
         "report": str(report),
@@ -97,7 +102,7 @@ def run_demo(out: Path, format: str = "text", wordy: bool = False, show: bool = 
     if not text:
         print(msgspec.json.encode(result).decode())
         return 0
-    print("\n".join(_format_results(networks, describe_network(taps, headed), others.devices, found.summary, plan)))
+    print("\n".join(_format_results(networks, others)))
     print("\n".join(["", *_wrap_text(written)]))
     print(f"classify with it: fedquilt model run {out / 'stitched.onnx'} {out / 'held-out.npz'}")
     print(f"{time.monotonic() - began_s:.0f} s in all; report of the run, with plots (--open shows it): {report}")
@@ -114,7 +119,7 @@ def _format_introduction(plan: agents.FleetPlan, members: Sequence[DeviceData], 
     rows = [
         (
             "  donors",
-            f"{len(donors)} small networks ({', '.join(donors)}), trained elsewhere on MNIST, whose digits look "
+            f"{len(donors)} small networks ({', '.join(donors)}), each trained on a few digits of MNIST, which look "
             f"different; cut into {blocks} blocks",
         ),
         (
@@ -140,23 +145,10 @@ def _wrap_text(text: str) -> list[str]:
 def _list_networks(stitched: NetworkResult, others: DemoComparison) -> list[NetworkResult]:
     return [
         stitched,
-        *(NetworkResult(f"donor {row.name} + new head", row.accuracy) for row in others.heads),
-        *(NetworkResult(f"donor {row.name} as it is", row.accuracy) for row in others.donors),
+        *(NetworkResult(f"donor {donor.name} + new head", donor.head) for donor in others.donors),
         others.scratch,
         NetworkResult(ALONE, mean_accuracy_alone(others.devices)),
     ]
-
-
-def describe_network(taps: Sequence[Sequence[str]], headed: bool) -> str:
-    """Return a sentence on the federation's network, and on its donor if all blocks share one.
-
-    Args:
-        taps: the network's paths, of block ids.
-        headed: whether it has a new head.
-    """
-    donors = {block.rpartition(".")[0] for path in taps for block in path}
-    of_one = f" (blocks of {donors.pop()} only)" if len(donors) == 1 else ""
-    return f"Their network, as donor.block: {display_names.network_name(taps, headed)}{of_one}"
 
 
 def format_verdict(networks: Sequence[NetworkResult]) -> str:
@@ -168,33 +160,47 @@ def format_verdict(networks: Sequence[NetworkResult]) -> str:
     return f"The boards' network is not the best here: {best.name} is {-gap:.1f} points better."
 
 
-def _format_results(
-    networks: Sequence[NetworkResult],
-    theirs: str,
-    devices: Sequence[DeviceAccuracy],
-    summary: RunSummary,
-    plan: agents.FleetPlan,
-) -> list[str]:
+def _format_results(networks: Sequence[NetworkResult], others: DemoComparison) -> list[str]:
     head = f"{'accuracy on the test digits':29} {'%':>6} {'energy':>8} {'sent':>8}"
     lines = [table.colour_text(head, "bold")]
     for network in networks:
         energy, moved = _format_energy_and_bytes(network)
         lines.append(f"{network.name:29} {100 * network.accuracy:6.1f} {energy:>8} {moved:>8}")
-    lines += [*_wrap_text(format_verdict(networks)), *_wrap_text(theirs)]
-    lines += ["+ new head: last layer solved from all images in one place, as no board would", ""]
-    head = f"{'board':20} {'memory':>7} {'images':>7} {'alone, %':>9} {'time':>8} {'energy':>8} {'sent':>8}"
-    lines.append(table.colour_text(head, "bold"))
-    budgets = {table["device"]: table["budget"] for table in plan.make_agent_tables()}
-    by_device = summary.device_costs()
-    for device in devices:
-        took = by_device[device.name]
-        energy = "-" if took.energy_j is None else f"{took.energy_j:.1f} J"
-        lines.append(
-            f"{device.name:20} {budgets[device.name]:>7} {device.examples:7} {100 * device.alone:9.1f} "
-            f"{took.wall_s:6.2f} s {energy:>8} {units.format_bytes(took.down_bytes + took.up_bytes):>8}"
-        )
-    lines.append("alone: what the board stitches from its own images only, on the test digits")
-    return [*lines, "time and energy: as the boards' profiles predict; accuracy and bytes: measured"]
+    lead = f"Over {others.best_donor.name} + new head, the 95 % interval is {_format_points(others.lead)} points."
+    lines += [*_wrap_text(format_verdict(networks)), *_wrap_text(lead)]
+    lines += [
+        "+ new head: last layer solved from all images in one place, as no board would",
+        f"FedAvg: {others.scratch.note}; the boards' network has about as many weights",
+        "energy: as the boards' profiles predict; accuracy and bytes: measured",
+        "",
+    ]
+    columns, *rows = make_donor_table(others.donors)
+    first, *rest = table.format_table([columns, *rows], "<<>>>>")
+    return [*lines, table.colour_text(first, "bold"), *rest, *_wrap_text(DEPTHS), *_wrap_text(WITHOUT)]
+
+
+def make_donor_table(donors: Sequence[DonorContribution]) -> list[list[str]]:
+    rows = [
+        [
+            donor.name,
+            " ".join(donor.labels),
+            f"{100 * donor.unmodified:.1f}",
+            f"{100 * donor.depths:.1f}",
+            "-" if donor.without is None else f"{100 * donor.without:.1f}",
+            "-" if donor.gain is None else _format_points(donor.gain),
+        ]
+        for donor in donors
+    ]
+    return [["donor", "trained on", "as it is, %", "all depths, %", "without it, %", "gain, points"], *rows]
+
+
+def make_donor_section(others: DemoComparison) -> PageSection:
+    head, *rows = make_donor_table(others.donors)
+    return PageSection(table=HtmlTable(head, rows), notes=[DEPTHS, WITHOUT])
+
+
+def _format_points(interval: tuple[float, float]) -> str:
+    return f"[{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]"
 
 
 def _format_energy_and_bytes(network: NetworkResult) -> tuple[str, str]:

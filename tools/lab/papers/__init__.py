@@ -12,6 +12,7 @@ import msgspec
 from fedquilt.console import progress
 from fedquilt.console import table as layout
 from fedquilt.core import JobError
+from fedquilt.formats import toml
 from fedquilt.host import disk
 from fedquilt.tools.lab.papers import cells, grid, results
 from fedquilt.tools.lab.papers.grid import GridTable
@@ -115,7 +116,8 @@ def run_table(
     chosen, wanted = tuple(seeds or found.seeds), [name for name in there if name in (columns or there)]
     todo = cells.make_cells(found, str(table.file), chosen, rounds, wanted, out)
     runs = cells.run_all_cases([cell.case for cell in todo], out, say, may_fail=found.may_fail)
-    return {**results.make_result(table.name, found, todo, runs, chosen, rounds), "about": found.about}
+    with toml.prefix_errors(f"{table.file}, table {table.name}"):
+        return {**results.make_result(table.name, found, todo, runs, chosen, rounds), "about": found.about}
 
 
 def list_or_run_tables(

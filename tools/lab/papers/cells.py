@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from fedquilt import methods
+from fedquilt import methods, metrics
 from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds import cohort_selection
@@ -45,7 +46,12 @@ class ExecutionOptions(msgspec.Struct, frozen=True):
     def select_devices(self, members: list[DeviceData]) -> list[DeviceData]:
         if self.device:
             members = [DeviceData(f"{self.device}-{i:02}", each.train, each.held) for i, each in enumerate(members)]
-        return members[slice(*self.row.members)] if self.row.members else members
+        chosen = members[slice(*self.row.members)] if self.row.members else members
+        if not chosen:
+            raise JobError(
+                f"members = {list(self.row.members)}: the job has {len(members)} devices: write a smaller first one"
+            )
+        return chosen
 
 
 class GridCell(NamedTuple):
@@ -139,7 +145,7 @@ def pretrain_weights(job: Mapping[str, Any], wanted: PretrainSettings) -> Tensor
 
     known = [field.name for field in dataclasses.fields(Fit)]
     for odd in wanted.fit.keys() - set(known):
-        raise JobError(f"[pretrain.fit] {odd}: there are {', '.join(known)}{toml.suggest_nearest(odd, known)}")
+        raise JobError(f"[pretrain.fit] {odd} is unknown{toml.describe_choices(odd, known)}")
     fit, given = Fit(**wanted.fit), examples.load_split(DataSpec.parse(wanted.data, "[pretrain.data]"))
     if wanted.by:
         return dict(find_function(wanted.by)(job, given))
@@ -220,13 +226,16 @@ def _run_single_devices(job: JobSettings, folder: Path, how: ExecutionOptions) -
 
     runs = [run_device(member.device) for member in chosen]
     last = [run.marks[-1] for run in runs]
-    figures: dict[str, Any] = {}
+    figures: dict[str, Any] = {"held": None, "worst_decile": None, "up_bytes": 0}
     for name in ("rounds", "test", "mean", "seconds", "real_s", "energy_j", "down_bytes"):
         values = [getattr(mark, name) for mark in last]
         figures[name] = None if None in values else statistics.fmean(values)
-    sizes = [len(member.held) for member in chosen]
-    right = sum((mark.held or 0.0) * size for mark, size in zip(last, sizes, strict=True))
-    figures |= {"held": right / sum(sizes) if sum(sizes) else None, "up_bytes": 0}
+    sized = [(mark.held, len(member.held)) for mark, member in zip(last, chosen, strict=True) if len(member.held)]
+    shares = [(value, size) for value, size in sized if value is not None]
+    if shares and len(shares) == len(sized):
+        figures["held"] = sum(value * size for value, size in shares) / sum(size for _, size in shares)
+        ordered = sorted((value for value, _ in shares), reverse=not metrics.KNOWN[last[0].metric].higher)
+        figures["worst_decile"] = statistics.fmean(ordered[: math.ceil(len(ordered) / 10)])
     return msgspec.structs.replace(runs[-1], devices=len(runs), marks=(), figures=figures)
 
 
@@ -245,7 +254,7 @@ def read_value(run: SeedRun, name: str, target: float | None = None) -> Any:
     if name in run.figures:
         return run.figures[name]
     if name == "rounds_to":
-        assert target is not None
+        assert target is not None  # as `GridTable.grid` requires
         return next((mark.rounds for mark in run.marks if mark.test is not None and mark.test >= target), None)
     key, _, at = name.partition("@")
     marks = [mark for mark in run.marks if not at or mark.rounds == int(at)]

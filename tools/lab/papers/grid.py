@@ -26,7 +26,7 @@ from fedquilt.tools.experiments.single_run import EvaluationPoint
 HERE: Final = Path(__file__).parent
 DIGITS: Final = Path(__file__).resolve().parents[1] / "demo" / "digits.npz"
 MARKED: Final = re.compile(r"\A\$(\w+)(?:/(.+))?\Z")
-VALUES: Final = ("rounds_to", *EvaluationPoint.__struct_fields__)  # values that any run has; see `cells.read_value`
+VALUES: Final = ("rounds_to", *(name for name in EvaluationPoint.__struct_fields__ if name != "metric"))
 NETWORK: Final = ("model", "input", "labels", "donors", "schedule", "int8")  # keys of a job that make its bundle
 
 
@@ -157,14 +157,17 @@ class Grid(GridStruct, frozen=True):
             row: Row, applied after the points.
             seed: Seed of the job and its data.
             rounds: Number of rounds unless the row is `fixed`, or None for the grid's own.
+
+        Raises:
+            JobError: If the number of rounds is no whole number.
         """
         found = self.job
         for point in points:
             found = merge_tables(found, point.job)
-            least = rounds or found.get("rounds", 1)
+            least = rounds or _get_rounds(found)
             found = merge_tables(found, {"params": {key: round(share * least) for key, share in point.shares.items()}})
         found = merge_tables(found, row.job)
-        count = found.get("rounds", 1) if rounds is None or row.fixed else rounds
+        count = _get_rounds(found) if rounds is None or row.fixed else rounds
         return merge_tables(found, {"rounds": count + row.more, "seed": seed, "data": {"seed": seed}})
 
 
@@ -220,22 +223,43 @@ class GridTable:
             for value in found.value_names:
                 if "@" in value and not value.partition("@")[2].isdigit():
                     raise JobError(f"value {value!r}: a number of rounds is wanted after @")
+            for name, row in found.rows.items():
+                _require_device_counts(name, row)
+            for name, points in found.columns.items():
+                if "rounds_to" in found.value_names and all(point.target is None for point in points):
+                    place = f"column {name!r}" if name else "a table without axes"
+                    raise JobError(f"value 'rounds_to': {place} has no target: write target = 0.9 in [axes.AXIS.POINT]")
             for claim in found.claims:
                 _require_known(f"row of the claim {claim.name!r}", claim.list_rows(found.rows), found.rows)
                 _require_known(f"column of the claim {claim.name!r}", claim.columns, found.columns)
                 if not claim.told and (claim.at_least is None) == (claim.at_most is None):
-                    raise JobError(f"the claim {claim.name!r} wants one of at_least and at_most")
+                    raise JobError(f"the claim {claim.name!r} requires one of at_least and at_most")
             for name, points in found.columns.items():
                 for point in points:
                     _require_known(f"row of the paper's numbers in {name!r}", point.paper, found.rows)
             return found
 
 
+def _get_rounds(job: Mapping[str, Any]) -> int:
+    count = job.get("rounds", 1)
+    if not isinstance(count, int):
+        raise JobError(f"job.rounds = {count!r}: write a whole number")
+    return count
+
+
+def _require_device_counts(name: str, row: GridRow) -> None:
+    for key, count in (("alone", row.alone), ("away", row.away)):
+        if count < 0:
+            raise JobError(f"rows.{name}.{key} = {count}: write a number of devices, at least 0")
+    if row.members and not (len(row.members) == 2 and 0 <= row.members[0] < row.members[1]):
+        raise JobError(
+            f"rows.{name}.members = {list(row.members)}: write the first device and one past the last, as [0, 5]"
+        )
+
+
 def _require_known(what: str, wanted: Iterable[str], known: Iterable[str]) -> None:
     for word in sorted(set(wanted) - set(known)):
-        raise JobError(
-            f"{what}: there is no {word!r}; there are: {', '.join(known)}{toml.suggest_nearest(word, known)}"
-        )
+        raise JobError(f"{what}: there is no {word!r}{toml.describe_choices(word, known)}")
 
 
 def read_tables(file: Path) -> dict[str, GridTable]:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from fedquilt.console import table as layout
+from fedquilt.core import JobError
 from fedquilt.tools.experiments.comparison import ComparisonCase
 from fedquilt.tools.experiments.single_run import SeedRun
 from fedquilt.tools.experiments.tables import confidence_interval
@@ -88,7 +89,7 @@ def judge_claims(grid: Grid, found: Mapping[str, Mapping[str, Any]]) -> dict[str
                 by_column = {"": [max(each) for each in zip(*by_column.values(), strict=True)]}
             limits = {"at_most": claim.at_most, "at_least": 0.0 if claim.told else claim.at_least}
             for column, values in by_column.items():
-                name = claim.name.format(column=column, row=row)
+                name = claim.name.replace("{column}", column).replace("{row}", row)
                 judged[name] = (claim, judge_claim(values, claim.unit, **limits))
     return judged
 
@@ -97,6 +98,9 @@ def compute_claim_values(claim: ClaimSpec, row: Mapping[str, Any], other: Mappin
     """Return a claim's value for each seed in one column, or [] if a run lacks the value.
 
     A target that was never reached counts as one round more than were run.
+
+    Raises:
+        JobError: If the value is compared with 0 as a percentage.
     """
 
     def get_values(row: Mapping[str, Any]) -> list[float | None]:
@@ -108,6 +112,11 @@ def compute_claim_values(claim: ClaimSpec, row: Mapping[str, Any], other: Mappin
     pairs = [(a, b) for a, b in zip(mine, theirs, strict=True) if a is not None and b is not None]
     if len(pairs) < len(mine):
         return []
+    if claim.of and any(b == 0 for _, b in pairs):
+        raise JobError(
+            f"claim {claim.name!r}: of = {claim.of!r}: its {claim.value} is 0, and has no percentages: "
+            f"write over = {claim.of!r}"
+        )
     return [100 * a / b if claim.of else claim.scale * (a - b) for a, b in pairs]
 
 
@@ -217,7 +226,7 @@ def format_spread(values: Sequence[Any], scale: float, digits: int, each: bool) 
 def draw_picture(grid: Grid, result: Mapping[str, Any]) -> str:
     """Return an SVG with a plot for each shown value: a line for each row and column, a dot for each seed."""
     drawn = []
-    for show in {show.title: show for show in grid.show if show.value != "rounds_to"}.values():
+    for show in [show for show in grid.show if show.value != "rounds_to"]:
         lines = [
             plots.DotRow(", ".join(filter(None, [row, column])), [show.scale * value for value in known])
             for column, rows in result["columns"].items()

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
 from fedquilt.coordinator.fleet import telemetry_store
-from fedquilt.coordinator.jobs.retention import ENDED
-from fedquilt.coordinator.rounds.events import JobConstants
+from fedquilt.coordinator.rounds.events import ENDED, JobConstants
 from fedquilt.coordinator.storage import reader
 from fedquilt.coordinator.storage.reader import ChangeDetector, StoreReader
 from fedquilt.coordinator.storage.rollout_log import RolloutLog

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from fedquilt.coordinator.jobs.retention import ENDED
+from fedquilt.coordinator.rounds.events import ENDED
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.coordinator.storage.rows import UnreadableRow
 from fedquilt.coordinator.storage.store import StoredJob

@@ -26,9 +26,9 @@ async def load_rollouts(watch: HomeWatcher) -> dict[str, Any]:
     def read() -> tuple[list[dict[str, Any]], dict[str, str]]:
         log = watch.open_rollout_log()
         around, latest = view.load_context(watch.home, log), log.readable_rollouts()[::-1][:LATEST]
-        return [
-            {**_format_row(kept), "waits": view.load_rollout_wait(kept, log, around)} for kept in latest
-        ], log.read_errors()
+        return [{**_format_row(kept), "waits": view.load_rollout_wait(kept, log, around)} for kept in latest], {
+            id: str(why) for id, why in log.read_errors().items()
+        }
 
     rows, odd = await watch.run_in_reader_thread(read)
     rows += [{"rollout": id, "problem": why} for id, why in odd.items()]

@@ -195,7 +195,7 @@ class SiteWorker:
         if isinstance(fact, events.RoundCommitted):
             self._request_stop_if_active(job.id)
             if self._is_ordered(job.id) and self._order is not None and fact.round == self._order.task.round:
-                self._outcome = self._make_outcome(job.id, fact)
+                self._outcome = self._write_bundles_and_make_outcome(job.id, fact)
         elif isinstance(fact, events.JobEnded) and fact.status == "stopped":
             self._halting |= {job.id} - self._stopping
             self._stopping.discard(job.id)
@@ -239,6 +239,7 @@ class SiteWorker:
                 self._asked, self._outcome = True, WorkResult(code="failed", reason=HALTED)
 
     def _adopt_running_round(self, order: WorkRequest) -> bool:
+        """Adopt the running round if the order is for this round. Return whether the round was adopted."""
         job = self.server.find_job(order.task.job)
         if job is None or job.id in self._stopping or job.rounds.state is None or sites.STATE not in order.bundles:
             return False
@@ -277,7 +278,7 @@ class SiteWorker:
             return WorkResult(code="failed", reason=HALTED)
         if known.last is not None and self._has_parent_state(known.last.state, given):
             if isinstance(known.last, events.RoundCommitted) and known.last.round == task.round:
-                return self._make_outcome(id, known.last)
+                return self._write_bundles_and_make_outcome(id, known.last)
             if isinstance(known.last, events.JobStarted) and known.last.begins == task.round:
                 self._resume_job(id)
                 return None
@@ -321,6 +322,7 @@ class SiteWorker:
         )
 
     def _make_site_job(self, table: Mapping[str, Any]) -> JobSettings:
+        """Return the site's own job, without the evaluations, limits and trigger of the parent's job."""
         told = settings.parse_job(table)
         spared = {name: getattr(told.cohort, name) for name in ("min_battery", "max_temperature_c", "max_examples")}
         return msgspec.structs.replace(
@@ -335,7 +337,7 @@ class SiteWorker:
             donors=(),
         )
 
-    def _make_outcome(self, id: str, fact: events.RoundCommitted) -> WorkResult:
+    def _write_bundles_and_make_outcome(self, id: str, fact: events.RoundCommitted) -> WorkResult:
         order, brought, known = self._order, self._read_state(fact.state), self._read_log(id)
         assert order is not None
         if brought is None:

@@ -23,9 +23,7 @@ from fedquilt.tools.simulation.simulated_job import NEWCOMER, Prefetcher, Simula
 from fedquilt.tools.simulation.workers import local_backend
 from fedquilt.tools.simulation.workers.pool import WorkerPool
 from fedquilt.tools.simulation.workers.processes import ProcessWorkers
-from fedquilt.tools.simulation.workers.protocol import WorkerGroup
-from fedquilt.tools.simulation.workers.ray.cluster import choose_engine
-from fedquilt.tools.simulation.workers.ray.workers import RayWorkers
+from fedquilt.tools.simulation.workers.protocol import WorkerGroup, choose_engine
 
 Carry = Callable[[Sequence[tuple[Simulation, WorkRequest]]], Iterable[WorkResult]]
 """Carries orders out, of one simulation or several: outcomes in the same order."""
@@ -98,7 +96,7 @@ def open_pool_backend(
         job: The job.
         members: Devices with their examples, iterated once.
         workers: Number of workers, or None for one per core of this machine or of the Ray cluster.
-        engine: "auto", "pool", "ray" or "ray://HOST:PORT" (`cluster.choose_engine`).
+        engine: "auto", "pool", "ray" or "ray://HOST:PORT" (`protocol.choose_engine`).
         mixed: Permit nodes of a Ray cluster that differ in processor, GPU or libraries.
         modules: Top-level modules of the job's plug-ins.
         together: Train several devices in one graph.
@@ -114,6 +112,8 @@ def open_pool_backend(
     if where == "pool":
         made = ProcessWorkers(library, len(os.sched_getaffinity(0)) if workers is None else workers, modules)
     else:
+        from fedquilt.tools.simulation.workers.ray.workers import RayWorkers  # here, as it is a pack
+
         made = RayWorkers(library, where, count=workers, mixed=mixed, modules=modules)
     with WorkerPool(made, itertools.chain(members, nothing), together=together) as pool:
         held = {name: count for name, count in pool.held.items() if name != NEWCOMER}

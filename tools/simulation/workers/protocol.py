@@ -12,7 +12,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from fedquilt.core import FedquiltError
+from fedquilt.core import FedquiltError, JobError
 from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
 from fedquilt.host import threads
 from fedquilt.tools.simulation.machines import Machine
@@ -21,6 +21,7 @@ from fedquilt.tools.simulation.machines import Machine
 SINGLE: Final = {**threads.QUIET, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 # Keep freed arrays of some MB in the heap: returned to the kernel, their pages are cleared again at every step.
 KEPT: Final = {"MALLOC_MMAP_THRESHOLD_": str(4 << 20), "MALLOC_TRIM_THRESHOLD_": str(32 << 20)}
+SCHEME: Final = "ray://"
 
 
 class ArrayLocation(msgspec.Struct, frozen=True, array_like=True):
@@ -119,3 +120,19 @@ class WorkerGroup(Protocol):
     def stop(self, *, now: bool) -> None:
         """Stop the workers, with `now` also during their work."""
         ...
+
+
+def choose_engine(engine: str, environ: Mapping[str, str]) -> str:
+    """Return "pool", "ray" or the address of a cluster for an engine name.
+
+    "auto" is "ray" if RAY_ADDRESS is set, and "pool" otherwise.
+
+    Raises:
+        JobError: If the name is none of auto, pool, ray and ray://HOST:PORT.
+    """
+    if engine == "auto":
+        return "ray" if environ.get("RAY_ADDRESS") else "pool"
+    host, _, port = engine.removeprefix(SCHEME).rpartition(":")
+    if engine in ("pool", "ray") or (engine.startswith(SCHEME) and host and port.isdigit()):
+        return engine
+    raise JobError(f"engine {engine!r} is none of auto, pool, ray and {SCHEME}HOST:PORT")

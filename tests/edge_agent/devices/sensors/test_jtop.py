@@ -52,7 +52,6 @@ def test_rails_and_total_are_watts_by_label():
 
 
 def test_a_total_without_a_rail_of_its_own_is_called_a_sum():
-    """As on AGX Orin."""
     power = {"rail": {"A": {"power": 1000}, "B": {"power": 500}}, "tot": {"power": 1500}}
     assert meter(FakeClient(power)).read(0.0) == Power(1.5, "jtop sum of A, B", {"A": 1.0, "B": 0.5})
 
@@ -73,8 +72,6 @@ def test_a_service_that_is_gone_or_tells_nothing_gives_no_power(client: FakeClie
 
 
 def test_not_installed_is_no_meter():
-    """Nothing else of fedquilt depends on it."""
-
     def absent(name: str) -> Any:
         raise ModuleNotFoundError(name)
 

@@ -55,7 +55,6 @@ def test_each_rail_with_a_current_counts_and_none_else() -> None:
     "answer", [None, "", 'error=1 error_msg="Command not registered"', "VDD_CORE_V volt(15)=0.75V"]
 )
 def test_a_firmware_without_that_answer_tells_no_power(answer: str | None) -> None:
-    """Nor does a voltage alone."""
     found = pmic.Pmic(lambda: answer).read(1.0)
     assert (found.total_w, dict(found.rails_w)) == (None, {})
 

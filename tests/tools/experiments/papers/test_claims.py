@@ -33,7 +33,6 @@ def test_one_seed_has_no_interval_and_shows_nothing() -> None:
 
 
 def test_claims_are_told_with_their_intervals() -> None:
-    """Mean, interval, verdict, and what is claimed."""
     figures = {"ahead": results.judge_claim([1.9, 2.0, 2.1], "points", at_least=0.0)}
     (ahead,) = results.format_judged_claims({"figures": figures})
     assert " ".join(ahead.split()) == "ok ahead +2.00 [+1.75, +2.25] points: holds (claimed: above 0)"

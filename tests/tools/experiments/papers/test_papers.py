@@ -109,11 +109,11 @@ def test_without_a_table_they_are_listed(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["table-99"], 2, "'table-99' is unknown; there are: fedpews-table2"),
+        (["table-99"], 2, "'table-99' is unknown; there are: codecs, fedpews-table2"),
         (["none.toml"], 2, "cannot read none.toml"),
         (["genefl", "--data", ".", "--columns", "a"], 2, "genefl is run as a whole: leave --columns out"),
         (["fedpews-table2", "--columns", "64k"], 2, "has no column '64k'; it has: 32k-1.0"),
-        (["fedpews-table2", "--rows", "FedPros"], 2, "there is no 'FedPros'; there are: "),
+        (["fedpews-table2", "--rows", "FedPros"], 2, "there is no 'FedPros'; did you mean 'FedProx'? There are: "),
         (["fedpews-table2", "--data", "."], 2, "fedpews-table2 makes its own data: leave --data out"),
         (["fedsdg"], 3, "fedsdg needs --data: a folder with MNIST's files"),
         (["fedstitch"], 3, "fedstitch needs --data"),
@@ -163,14 +163,15 @@ def test_a_grid_of_ones_own_is_run_shown_and_judged(
     assert again == first
 
 
+@pytest.mark.usefixtures("runs_here")
 def test_fewer_rounds_or_columns_are_run_and_nothing_is_claimed(own: Path, tmp_path: Path) -> None:
-    """Seeds are those that are given, too."""
     table = grid.read_tables(own)["own"]
     result = papers.run_table(table, seeds=[1], rounds=1, columns=["none"], out=tmp_path / "kept")
     assert (result["seeds"], list(result["columns"]), result["figures"]) == ([1], ["none"], {})
     assert {row["rounds"] for row in result["columns"]["none"].values()} == {1}
 
 
+@pytest.mark.usefixtures("runs_here")
 def test_chosen_rows_are_run_and_claims_that_compare_others_are_left_out(own: Path, tmp_path: Path) -> None:
     """The claims of `own` compare both rows; with both chosen, none is left out."""
     table = grid.read_tables(own)["own"]
@@ -179,8 +180,22 @@ def test_chosen_rows_are_run_and_claims_that_compare_others_are_left_out(own: Pa
     assert table.grid.select_rows(["moves", "still"]) == table.grid
 
 
+@pytest.mark.usefixtures("runs_here")
+def test_devices_that_train_alone_have_the_mean_of_the_worst_tenth(own: Path, tmp_path: Path) -> None:
+    """Of two devices the worse one; devices that there are not are named with their number."""
+    own.write_text(OWN + "each = { alone = 2 }\nfar = { members = [2, 4] }\n")
+    table = grid.read_tables(own)["own"]
+    options: dict[str, Any] = {"seeds": [4], "columns": ["all"], "out": tmp_path / "kept"}
+    (run,) = papers.run_table(table, rows=["each"], **options)["columns"]["all"]["each"]["runs"]
+    found = run["figures"]
+    assert 0 <= found["worst_decile"] < found["mean"] < 1
+    assert found["worst_decile"] <= found["held"] <= 2 * found["mean"] - found["worst_decile"]
+    with pytest.raises(JobError, match=r"members = \[2, 4\]: the job has 2 devices"):
+        papers.run_table(table, rows=["far"], **options)
+
+
+@pytest.mark.usefixtures("runs_here")
 def test_a_run_that_fails_is_named_and_the_others_are_kept(own: Path, tmp_path: Path) -> None:
-    """A fleet that nobody of has the room."""
     own.write_text(OWN + '[rows.large]\njob.fleet.budgets = ["1MB"]\n')
     table = grid.read_tables(own)["own"]
     with pytest.raises(JobError, match=r"1 of 3 runs failed, the others are kept in .*runs: all large, seed 4: "):
@@ -188,6 +203,7 @@ def test_a_run_that_fails_is_named_and_the_others_are_kept(own: Path, tmp_path: 
     assert len(list((tmp_path / "kept" / "runs").glob("*.json"))) == 2
 
 
+@pytest.mark.usefixtures("runs_here")
 def test_a_table_whose_runs_may_fail_has_no_value_for_those_that_did(
     own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,7 +6,9 @@ from typing import Any
 from xml.etree import ElementTree
 
 import msgspec
+import pytest
 
+from fedquilt.core import JobError
 from fedquilt.tools.lab import papers
 from fedquilt.tools.lab.papers import results
 from fedquilt.tools.lab.papers.grid import ClaimSpec, Grid, GridColumn, GridRow
@@ -68,6 +70,20 @@ def test_a_claim_may_be_of_every_row_of_a_ratio_and_of_the_worst_column() -> Non
         "share": 250.0,
     }
     assert [told["at_least"] for claim, told in found.values() if claim.told] == [0.0, 0.0]
+
+
+def test_nothing_is_a_percentage_of_nothing() -> None:
+    """The error names the claim and the key that works; braces of other words in a name stay."""
+    spec = ClaimSpec("{share} of {row}", "up_bytes", row="a", of="b", unit="%", at_most=90.0)
+    grid = Grid(about="x", rows={"a": GridRow(), "b": GridRow()}, claims=(spec,))
+
+    def column(b: float) -> dict[str, Any]:
+        each = {"a": [5.0], "b": [b]}
+        return {"": {name: {"rounds": 1, "values": {"up_bytes": known}, "paper": {}} for name, known in each.items()}}
+
+    assert list(results.judge_claims(grid, column(10.0))) == ["{share} of a"]
+    with pytest.raises(JobError, match=r"of = 'b': its up_bytes is 0, and has no percentages: write over = 'b'"):
+        results.judge_claims(grid, column(0.0))
 
 
 def test_the_text_has_the_papers_numbers_beside_ours() -> None:
@@ -133,18 +149,18 @@ def test_a_spread_is_that_of_several_seeds() -> None:
 
 
 def test_a_claim_is_told_as_before() -> None:
-    """Its name, mean, interval and verdict."""
     told = results.judge_claim([1.0, 2.0], "points", at_least=0.0)
     assert msgspec.json.decode(msgspec.json.encode(told)) == told
 
 
 def test_a_picture_has_a_dot_for_each_seed_of_each_row() -> None:
-    """A plot for each shown value; a row without values is in none."""
-    made = Grid(about="x", rows={"a": GridRow(), "b": GridRow()}, show=(GridColumn("test", "accuracy %", 100.0),))
+    """A plot for each shown value, also of the same title; a row without values is in none."""
+    shown = (GridColumn("test", "accuracy %", 100.0), GridColumn("held", "accuracy %"))
+    made = Grid(about="x", rows={"a": GridRow(), "b": GridRow()}, show=shown)
     values = {"a": [0.25, 0.5], "b": [None, None]}
-    rows = {name: {"rounds": 1, "values": {"test": each}, "paper": {}} for name, each in values.items()}
+    rows = {name: {"rounds": 1, "values": {"test": each, "held": each}, "paper": {}} for name, each in values.items()}
     drawn = results.draw_picture(made, {"table": "made", "columns": {"even": rows}})
     words = [each.text for each in ElementTree.fromstring(drawn).iter("{http://www.w3.org/2000/svg}text")]
     assert "a, even" in words
     assert "b, even" not in words
-    assert drawn.count("a, even: ") == 2
+    assert drawn.count("a, even: ") == 4

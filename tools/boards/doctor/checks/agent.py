@@ -23,7 +23,7 @@ from fedquilt.host import sysfs
 from fedquilt.tools.boards.doctor import machine_facts
 from fedquilt.tools.boards.doctor.checks import identity, power_mode
 from fedquilt.tools.boards.doctor.checks.machine import FREE_MEMORY
-from fedquilt.tools.boards.doctor.checks.packages import InstalledPackages, read_packages
+from fedquilt.tools.boards.doctor.checks.packages import InstalledPackages, onnx_installation_command, read_packages
 from fedquilt.tools.boards.doctor.findings import Check, Problem, Verdict, error
 from fedquilt.tools.boards.doctor.machine_facts import Free, HelperFault, MachineFacts, free_bytes, nearest_existing
 
@@ -154,7 +154,7 @@ def check_free_space(settings: AgentSettings, free: Free) -> Verdict:
     return f"{left / 1e9:.1f} GB are free where {home} is"
 
 
-def _check_board(settings: AgentSettings, path: Path) -> Verdict:
+def _check_board_and_profile_exist(settings: AgentSettings, path: Path) -> Verdict:
     if settings.board == "auto" and settings.profile is None:
         return None
     try:
@@ -166,7 +166,8 @@ def _check_board(settings: AgentSettings, path: Path) -> Verdict:
     return f"board {settings.board}, profile {settings.profile or 'of its kind'}"
 
 
-def _check_profile(settings: AgentSettings, path: Path, machine: MachineFacts) -> Verdict:
+def _check_shipped_profile(settings: AgentSettings, path: Path, machine: MachineFacts) -> Verdict:
+    """Check that a profile for this Jetson ships, unless the settings name a profile or a board."""
     if settings.board != "auto" or not machine.tegra or settings.profile is not None:
         return None
     if (fits := jetson.find_profile(machine.root)) is not None:
@@ -231,27 +232,29 @@ def _check_memory_budget(budget_bytes: int, memory_bytes: int, path: Path) -> Ve
     return said
 
 
-def _usable_engines(packages: InstalledPackages) -> list[str]:
+def _installed_engines(packages: InstalledPackages) -> list[str]:
     needs = {"numpy": ("numpy",), "torch": ("torch",), "onnx": ("onnxruntime", "onnxruntime-gpu")}
     return [name for name in NEEDS if any(each in packages.versions for each in needs.get(name, ()))]
 
 
-def _check_engines_fit_budget(budget_bytes: int, path: Path, packages: InstalledPackages) -> Verdict:
-    known = _usable_engines(packages)
+def _check_engines_fit_budget(
+    budget_bytes: int, path: Path, packages: InstalledPackages, machine: MachineFacts
+) -> Verdict:
+    known = _installed_engines(packages)
     if short := memory_budget.describe_engine_shortage(budget_bytes, known):
-        return error(short, f'budget = "512MB" in {path}' if known else "pip install 'fedquilt[onnx]'")
+        return error(short, f'budget = "512MB" in {path}' if known else onnx_installation_command(machine))
     fit = [name for name in known if memory_budget.minimum_task_bytes(name, {}) < budget_bytes]
     return f"engines that fit the budget: {', '.join(fit)}"
 
 
-def _check_other_engines(budget_bytes: int, path: Path, packages: InstalledPackages) -> Verdict:
+def _check_other_engines(budget_bytes: int, path: Path, packages: InstalledPackages, machine: MachineFacts) -> Verdict:
     """Check that an engine other than numpy's is installed and fits the budget."""
-    known = _usable_engines(packages)
+    known = _installed_engines(packages)
     if [name for name in known if memory_budget.minimum_task_bytes(name, {}) < budget_bytes] != ["numpy"]:
         return None
     return Problem(
         "of the engines only numpy's can be used here: no stitching, no training of more than small networks",
-        "pip install 'fedquilt[onnx]'" if known == ["numpy"] else f'budget = "512MB" in {path}',
+        onnx_installation_command(machine) if known == ["numpy"] else f'budget = "512MB" in {path}',
     )
 
 
@@ -289,11 +292,11 @@ AGENT: Final = (
     HOME,
     Check("FQ303", ("settings", "free"), check_free_space),
     *identity.IDENTITY,
-    Check("FQ308", ("settings", "path"), _check_board),
+    Check("FQ308", ("settings", "path"), _check_board_and_profile_exist),
     Check("FQ309", ("settings", "path"), check_examples),
     Check("FQ310", ("budget_bytes", "memory_bytes", "path"), _check_memory_budget),
-    Check("FQ311", ("budget_bytes", "path", "packages"), _check_engines_fit_budget),
-    Check("FQ312", ("budget_bytes", "path", "packages"), _check_other_engines),
+    Check("FQ311", ("budget_bytes", "path", "packages", "machine"), _check_engines_fit_budget),
+    Check("FQ312", ("budget_bytes", "path", "packages", "machine"), _check_other_engines),
     Check("FQ313", ("settings", "budget_bytes", "machine"), _check_available_memory, FREE_MEMORY),
     Check(
         "FQ314",
@@ -302,7 +305,7 @@ AGENT: Final = (
         "fedquilt board flash again, which writes it by the budget",
     ),
     Check("FQ315", ("settings", "machine"), _check_clock_helper, "sudo systemctl enable --now fedquilt-clocks"),
-    Check("FQ316", ("settings", "path", "machine"), _check_profile),
+    Check("FQ316", ("settings", "path", "machine"), _check_shipped_profile),
     Check("FQ317", ("settings", "path", "machine"), _check_profile_fits_board),
     Check("FQ162", ("settings", "machine"), power_mode.check_deadlines),
 )

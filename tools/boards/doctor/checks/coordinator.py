@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from fedquilt.coordinator.rounds.events import CohortSelected, EligibilityRecorded
-from fedquilt.coordinator.storage.rows import UnreadableRow
+from fedquilt.coordinator.storage.rows import DamagedRunError, UnreadableRow
 from fedquilt.coordinator.storage.store import UNDER_WAY, Store, StoredJob
 from fedquilt.coordinator.views.event_messages import format_single_event
 from fedquilt.core import FedquiltError, JobError
@@ -24,6 +24,7 @@ LEAST_BYTES: Final = 100 * 10**6
 CHECK_S: Final = 4.0  # for the database; a larger one is looked at in part
 SHOWN: Final = 3
 OTHER_VERSION: Final = "use the fedquilt that made it, or another --home"
+DAMAGED: Final = "put back a copy of the whole folder, or begin it anew"
 
 
 def check_coordinator(home: Path, free: Free = free_bytes) -> Iterator[Numbered]:
@@ -50,24 +51,27 @@ def check_coordinator(home: Path, free: Free = free_bytes) -> Iterator[Numbered]
         return
     try:
         with Store(home) as store:
-            for reason in _unreadable_jobs(store):
-                yield "FQ504", error(reason, OTHER_VERSION)
+            for reason, damaged in _unreadable_logs(store):
+                yield "FQ504", error(reason, DAMAGED if damaged else OTHER_VERSION)
             yield from _check_waiting_jobs(home, store)
             yield from _check_blobs(store)
     except FedquiltError as problem:
         yield "FQ504", error(str(problem), OTHER_VERSION)
 
 
-def _unreadable_jobs(store: Store) -> list[str]:
-    """Return the reason of each job that this version cannot read."""
-    said = [row.reason for row in store.all_jobs() if isinstance(row, UnreadableRow)]
-    for row in store.readable_jobs():
+def _unreadable_logs(store: Store) -> Iterator[tuple[str, bool]]:
+    """Yield errors of unreadable jobs and rollouts, with True for damaged ones."""
+    for row in store.all_jobs():
+        if isinstance(row, UnreadableRow):
+            yield row.reason, row.damaged
+            continue
         try:
             for _ in store.read_events(row.id):
                 pass
         except JobError as problem:
-            said.append(str(problem))
-    return said
+            yield str(problem), isinstance(problem, DamagedRunError)
+    for why in store.rollouts.read_errors().values():
+        yield str(why), isinstance(why, DamagedRunError)
 
 
 def _check_free_space(place: Path, free: Free) -> str | Problem:

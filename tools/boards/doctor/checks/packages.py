@@ -14,7 +14,7 @@ from fedquilt.tools.boards.doctor.findings import Check, Problem, Verdict, error
 from fedquilt.tools.boards.doctor.machine_facts import MachineFacts
 from fedquilt.tools.boards.targets import KNOWN, NUMPY_2, NVIDIA_JP6
 
-CUDA: Final = {4: 10, 5: 11, 6: 12, 7: 13}  # JetPack -> major version of the CUDA that its driver runs
+CUDA: Final = {5: 11, 6: 12, 7: 13}  # JetPack -> major version of the CUDA that its driver runs
 FLASH: Final = "on the operator's machine: fedquilt board flash agent.toml --ssh USER@BOARD --target TARGET"
 
 
@@ -119,6 +119,10 @@ PACKAGES: Final = tuple(
         ("FQ206", _check_numpy),
     )
 )
+
+
+def onnx_installation_command(machine: MachineFacts) -> str:
+    return _installation_command(machine, "gpu" if is_gpu_expected(machine) else "onnx")
 
 
 def _installation_command(machine: MachineFacts, extra: str, drop: str = "") -> str:

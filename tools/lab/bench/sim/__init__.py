@@ -95,7 +95,6 @@ def measure(
     beside: Sequence[str] = (),
     only: Sequence[str] = (),
     repeats: int = 3,
-    workloads: Sequence[FederationWorkload] = (),
     processes: int | None = None,
     show: Callable[[str, float, float], None] = progress.LINE.show_status,
 ) -> dict[str, Any]:
@@ -106,7 +105,6 @@ def measure(
         beside: Names of other simulators among `environments.OTHERS`, which run once each.
         only: Names of the workloads to run, or () for all.
         repeats: Number of runs of fedquilt and of the plain loops.
-        workloads: Workloads to run instead of those named by `only`.
         processes: Number of workers, or None for one per available core.
         show: Function called repeatedly with the name of the current run, the finished and the total number.
 
@@ -116,7 +114,7 @@ def measure(
     """
     for name in beside:
         environments.find_simulator(name)
-    workloads = workloads or select_workloads(only)
+    workloads = select_workloads(only)
     processes = processes or len(os.sched_getaffinity(0))
     contestants, absent = _prepare_contestants(beside, processes)
     found: dict[str, Any] = {

@@ -45,7 +45,7 @@ def find_simulator(name: str) -> OtherSimulator:
     return OTHERS[name]
 
 
-def prepare_environment(name: str, folder: Path | None = None) -> tuple[Path, str]:
+def prepare_environment(name: str) -> tuple[Path, str]:
     """Return a simulator's Python and version, and install the environment if missing.
 
     The environment gets the torch version of this Python.
@@ -54,7 +54,7 @@ def prepare_environment(name: str, folder: Path | None = None) -> tuple[Path, st
         SimulatorMissingError: If the installation failed.
     """
     other = find_simulator(name)
-    home = (folder or cache_folder()) / name
+    home = cache_folder() / name
     python = home / "bin" / "python"
     ready = home / "ready"
     if not ready.exists():

@@ -61,7 +61,7 @@ export function page(place, { name, again, ask }) {
 function draw(plots, told, span) {
   const [min, max] = told.span, step = (max - min) / 4;
   const ticks = [0, 1, 2, 3, 4].map((each) => min + each * step);
-  const across = { min, max, gap: GAP[span], ticks, tick: (at) => (at === max ? "now" : `−${duration(max - at)}`), tell: (at) => day(at) };
+  const across = { min, max, gap: GAP[span], ticks, tick: (at) => (at === max ? "now" : `−${duration(max - at).replace(/ 0 \w+$/, "")}`), tell: (at) => day(at) };
   const line = (name, place, scale = 1, className = "c0") => ({ name, class: className, points: told.readings.map((each) => [each[0], each[place] === null ? null : each[place] / scale]) });
   plots.replaceChildren(
     plot("Power, W", [line("mean", 1), line("highest", 2, 1, "c1")], across, { zero: true, unit: "W", nothing: "no meter has told anything in this time" }),

@@ -29,13 +29,13 @@ export const now = () => Date.now() / 1000 + ahead;
 
 export function duration(seconds) {
   seconds = Math.max(0, seconds);
-  for (const [size, name] of [[86400, "d"], [3600, "h"], [60, "min"]]) {
-    if (seconds >= 2 * size) return `${Math.floor(seconds / size)} ${name}`;
+  for (const [size, name, part, smaller] of [[86400, "d", 3600, "h"], [3600, "h", 60, "min"], [60, "min", 1, "s"]]) {
+    if (seconds >= size) return `${Math.floor(seconds / size)} ${name} ${Math.floor(seconds % size / part)} ${smaller}`;
   }
   return `${Math.floor(seconds)} s`;
 }
 
-export const timeOfDay = (at) => new Date(at * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
+export const timeOfDay = (at) => new Date(at * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit" });
 
 // A time that counts on its own.
 export function since(at, before = "", after = "") {
@@ -58,7 +58,7 @@ export const clock = (at) => h("time", { datetime: new Date(at * 1000).toISOStri
 export function day(at) {
   const told = new Date(at * 1000);
   const two = (value) => String(value).padStart(2, "0");
-  return `${told.getFullYear()}-${two(told.getMonth() + 1)}-${two(told.getDate())} ${two(told.getHours())}:${two(told.getMinutes())}`;
+  return `${told.getFullYear()}-${two(told.getMonth() + 1)}-${two(told.getDate())} ${two(told.getHours())}:${two(told.getMinutes())}:${two(told.getSeconds())}`;
 }
 
 export function number(value, digits = 3) {

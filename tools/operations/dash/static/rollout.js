@@ -1,5 +1,5 @@
 // One rollout: how far its boards are, why some do not have it, and what happened; the owner may take it back.
-import { boardLink, day, h, metric, percent, since, sync, table, tile } from "./dom.js";
+import { boardLink, day, duration, h, metric, percent, since, sync, table, tile } from "./dom.js";
 import { boards } from "./rollouts.js";
 import { actions, status } from "./runs.js";
 
@@ -25,7 +25,7 @@ export function page(place, { name, again, ask, session, say }) {
     why.textContent = told.reason;
     waits.hidden = !told.waits;
     waits.textContent = `It waits for ${told.waits}`;
-    tiles.replaceChildren(tile("step", told.now), tile("boards that were offered it", String(told.offered)), tile("begun", since(told.created, "", " ago")),
+    tiles.replaceChildren(tile("step", told.now), tile("boards that were offered it", String(told.offered)), ...begun(told),
       ...Object.entries(told.limits).map(([what, limit]) => tile(what, limit)));
     acts.offer({ back: ["queued", "running", "done"].includes(told.status) });
     counts.replaceChildren(told.offered ? boards(told.counts) : "No board has been offered it yet.");
@@ -34,6 +34,13 @@ export function page(place, { name, again, ask, session, say }) {
     more.hidden = !told.more;
     more.textContent = `and ${told.more} more; \`fedquilt rollout status ${name} --format json\` has them all`;
     sync(lines, told.steps, (each) => `${each.at} ${each.text}`, (each) => h("tr", {}, h("th", { scope: "row" }, day(each.at)), h("td", { class: "words" }, each.text)));
+  }
+
+  // A rollout that goes on has an age, and one that has ended lasted so long.
+  function begun({ created, status: stands, steps }) {
+    const ended = steps.at(-1)?.at;
+    if (["queued", "running"].includes(stands) || ended === undefined) return [tile("begun", since(created, "", " ago"))];
+    return [tile("begun", day(created)), tile("lasted", duration(ended - created))];
   }
 
   function row(each) {

@@ -1,5 +1,5 @@
 // All rollouts, the latest first: what each brings, how far it is, and how many boards have it.
-import { h, since, sync, table } from "./dom.js";
+import { day, h, since, sync, table } from "./dom.js";
 import { status } from "./runs.js";
 
 const WORDS = { committed: "have it", soaking: "try it", checking: "check it", fetching: "fetch it", waiting: "wait", refused: "refused it", returned: "went back", lost: "fell silent", silent: "have said nothing" };
@@ -30,5 +30,5 @@ function row(each) {
   return h("tr", {}, h("th", { scope: "row" }, link, h("small", {}, `${each.kind} ${each.name}`)),
     td("Status", status(each.status), each.waits ? h("small", {}, `waits for ${each.waits}`) : ""), td("Step", each.now),
     h("td", { "data-head": "Boards", class: "words" }, each.offered ? boards(each.counts) : "none yet"),
-    td("Begun", since(each.created, "", " ago")));
+    td("Begun", ["queued", "running"].includes(each.status) ? since(each.created, "", " ago") : day(each.created)));
 }

@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from fedquilt import extras
-from fedquilt.core import JobError
-from fedquilt.tools.simulation.workers.protocol import KEPT, SINGLE, PoolError
+from fedquilt.tools.simulation.workers.protocol import KEPT, SCHEME, SINGLE, PoolError
 
 log = logging.getLogger("fedquilt.simulation")
 
-SCHEME: Final = "ray://"
 STORE_BYTES: Final = 256 << 20  # of the object store of a Ray that is started here; what is more goes to its disk
 KNOCK_S: Final = 10.0
 ATTEMPTS: Final = 3  # at a client server
@@ -35,22 +33,6 @@ class RayConnection(NamedTuple):
     ray: Any  # the module
     ours: bool  # whether it is to be closed at the end: the program was not connected before
     own: bool  # whether this Ray was started for the run, with the workers' environment
-
-
-def choose_engine(engine: str, environ: Mapping[str, str]) -> str:
-    """Return "pool", "ray" or the address of a cluster for an engine name.
-
-    "auto" is "ray" if RAY_ADDRESS is set, and "pool" otherwise.
-
-    Raises:
-        JobError: If the name is none of auto, pool, ray and ray://HOST:PORT.
-    """
-    if engine == "auto":
-        return "ray" if environ.get("RAY_ADDRESS") else "pool"
-    host, _, port = engine.removeprefix(SCHEME).rpartition(":")
-    if engine in ("pool", "ray") or (engine.startswith(SCHEME) and host and port.isdigit()):
-        return engine
-    raise JobError(f"engine {engine!r} is none of auto, pool, ray and {SCHEME}HOST:PORT")
 
 
 def find_ray_address(environ: Mapping[str, str]) -> str | None:

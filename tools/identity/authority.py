@@ -1,0 +1,371 @@
+"""Certificate authority of a fleet: a folder with key, certificate, revocation list and register.
+
+All keys are ECDSA keys on P-256. Certificates restrict their use: certificates of devices and observers to clients, a
+server's to servers, so that a device cannot impersonate the broker or the coordinator. Certificates of the authority,
+servers and the coordinator are valid from 1970, so that a board whose clock shows 1970 can verify them. All other parts
+of the verification (chain, name, use) are always required.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID
+
+from fedquilt.core import JobError, SiteRight, StoreError, WireError
+from fedquilt.edge_agent.upgrade import archive
+from fedquilt.host import disk
+from fedquilt.security import authenticated_link, enrolment, handshake
+from fedquilt.tools.identity import certificate_parts
+from fedquilt.tools.identity.register import CertificateRegister, IssuedCertificate, Kind, format_time
+
+DAY_S: Final = 86400.0
+EPOCH: Final = datetime.datetime(1970, 1, 1, tzinfo=datetime.timezone.utc)
+AUTHORITY_DAYS: Final = 3650
+DAYS: dict[Kind, int] = {"device": 365, "coordinator": 730, "server": 730, "observer": 365, "site": 365}
+RESERVED: Final = frozenset({authenticated_link.COORDINATOR})  # the user that the broker gives the coordinator's rights
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}\Z")
+_CLIENT, _SERVER = ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH
+_USE = {
+    "device": [_CLIENT],
+    "coordinator": [_CLIENT, _SERVER],  # it is the broker's client, and the side that boards shake hands with
+    "server": [_SERVER],
+    "observer": [_CLIENT],
+    "site": [_CLIENT],
+}
+
+
+def parse_signing_request(pem: str, device: str) -> ec.EllipticCurvePublicKey:
+    """Return the public key of a device's signing request.
+
+    Raises:
+        JobError: If the request, its signature, key or name is invalid.
+    """
+    try:
+        csr = x509.load_pem_x509_csr(pem.encode())
+        sound, key, name = csr.is_signature_valid, csr.public_key(), enrolment.common_name(csr)
+    except (ValueError, TypeError, UnsupportedAlgorithm, InvalidSignature, x509.InvalidVersion):
+        raise JobError("this is no signing request (PKCS#10, PEM): `fedquilt identity request` makes one") from None
+    if not sound:
+        raise JobError("the signing request was changed on its way: its signature does not fit it")
+    if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
+        raise JobError("the signing request has another key than ECDSA P-256: let `fedquilt identity request` make it")
+    if name != device:
+        raise JobError(f"the signing request is for {name!r}, not for {device}: each device asks for itself")
+    return key
+
+
+class CertificateAuthority:
+    """Certificate authority in an existing folder (made by `create`).
+
+    Raises:
+        StoreError: If the folder does not contain an authority, or files are damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        if not (folder / "ca.key").is_file() or not (folder / "ca.crt").is_file():
+            raise StoreError(f"no authority in {folder}: `fedquilt identity init --ca {folder}` makes one")
+        with disk.disk_errors(f"read {folder}"):
+            key, cert = (folder / "ca.key").read_bytes(), (folder / "ca.crt").read_bytes()
+        try:
+            self.cert = x509.load_pem_x509_certificate(cert)
+            loaded = serialization.load_pem_private_key(key, None)
+        except (ValueError, TypeError, UnsupportedAlgorithm):
+            raise StoreError(f"ca.key or ca.crt in {folder} is damaged: restore the folder from a copy") from None
+        if not isinstance(loaded, ec.EllipticCurvePrivateKey) or loaded.public_key() != self.cert.public_key():
+            raise StoreError(f"ca.key and ca.crt in {folder} do not belong together: restore the folder from a copy")
+        self._key = loaded
+        self.register = CertificateRegister(folder / "register.db")
+
+    @classmethod
+    def create(cls, folder: Path, name: str, now_s: float, crl_url: str | None = None) -> CertificateAuthority:
+        """Create an authority, with its key readable only by the current user.
+
+        Args:
+            folder: Folder of the authority.
+            name: Common name of the authority.
+            now_s: Current time.
+            crl_url: URL of the revocation list (for EMQX), which is part of each certificate.
+
+        Raises:
+            JobError: If an authority exists already, or the name or URL is invalid.
+            StoreError: If the folder cannot be written.
+        """
+        if (folder / "ca.key").exists():
+            raise JobError(f"{folder} holds an authority already: every certificate of the fleet hangs on it")
+        if not 0 < len(name) <= 64 or not name.isprintable():
+            raise JobError(f"{name!r} is no name for an authority: up to 64 printable characters")
+        if crl_url is not None and not re.match(r"https?://[!-~]{1,200}\Z", crl_url):
+            raise JobError(f"{crl_url!r} is no address of a revocation list: write http://HOST/crl.pem")
+        with disk.disk_errors(f"make {folder}"):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.chmod(0o700)
+        key, subject = ec.generate_private_key(ec.SECP256R1()), certificate_parts.subject_name(name)
+        builder = (
+            x509.CertificateBuilder(subject, subject, key.public_key(), x509.random_serial_number())
+            .not_valid_before(EPOCH)
+            .not_valid_after(certificate_parts.to_datetime(now_s + AUTHORITY_DAYS * DAY_S))
+            .add_extension(x509.BasicConstraints(True, 0), critical=True)
+            .add_extension(certificate_parts.key_usage(signs_certificates=True), critical=True)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        )
+        if crl_url is not None:
+            builder = builder.add_extension(certificate_parts.crl_distribution_points(crl_url), critical=False)
+        enrolment.write_file_with_mode(
+            folder / "ca.crt", certificate_parts.certificate_to_pem(builder.sign(key, hashes.SHA256())), 0o644
+        )
+        enrolment.write_file_with_mode(folder / "ca.key", certificate_parts.key_to_pem(key), 0o600)
+        made = cls(folder)
+        made.write_crl(now_s)
+        return made
+
+    @property
+    def crl_url(self) -> str | None:
+        """URL of the revocation list from the authority's certificate, or None."""
+        try:
+            points = self.cert.extensions.get_extension_for_class(x509.CRLDistributionPoints).value
+        except x509.ExtensionNotFound:
+            return None
+        return str(next(iter(points)).full_name[0].value)  # as `create` wrote it
+
+    # -- signing ----------------------------------------------------------------------------------
+
+    def require_enrollable(self, device: str, key: ec.EllipticCurvePublicKey, now_s: float) -> None:
+        """Raise an error if a device may not have a certificate for a key.
+
+        Raises:
+            JobError: If the name belongs to a server or to a board of a site, or the key was revoked.
+        """
+        known = self.register.list_certificates(device)
+        if device in RESERVED or any(one.kind != "device" for one in known):
+            raise JobError(
+                f"{device!r} is no device's name here, but the coordinator's or a server's: rename the device"
+            )
+        if (
+            site := next((site for site, right in self.valid_sites(now_s) if right.authorizes(device)), None)
+        ) is not None:
+            raise JobError(f"{device!r} is a name of a board of site {site}: rename the device, or enrol it there")
+        if any(one.key_id == enrolment.key_fingerprint(key) and one.revoked_s is not None for one in known):
+            raise JobError(
+                f"this key of {device} was revoked: remove device.key on the board, which then makes another"
+            )
+
+    def sign_certificate(
+        self,
+        name: str,
+        kind: Kind,
+        key: ec.EllipticCurvePublicKey,
+        now_s: float,
+        *,
+        hosts: Sequence[str] = (),
+        days: float | None = None,
+        right: SiteRight | None = None,
+    ) -> IssuedCertificate:
+        """Sign a certificate for a key and add it to the register, within `register.transaction`.
+
+        Raises:
+            JobError: If the name or a host is invalid.
+        """
+        if not _NAME.match(name):
+            raise JobError(f"{name!r} is no name: up to 64 of a-z, 0-9, '.', '_' and '-', beginning with a-z or 0-9")
+        checked_by_boards = kind in ("server", "coordinator")
+        begins = (
+            EPOCH if checked_by_boards else certificate_parts.to_datetime(now_s - DAY_S)
+        )  # a broker's clock may be somewhat behind
+        ends = min(
+            certificate_parts.to_datetime(now_s + (DAYS[kind] if days is None else days) * DAY_S),
+            self.cert.not_valid_after_utc,
+        )
+        builder = (
+            x509.CertificateBuilder(
+                self.cert.subject,
+                certificate_parts.subject_name(name, authenticated_link.OBSERVER if kind == "observer" else None),
+                key,
+                x509.random_serial_number(),
+            )
+            .not_valid_before(begins)
+            .not_valid_after(ends)
+            .add_extension(x509.BasicConstraints(False, None), critical=True)
+            .add_extension(certificate_parts.key_usage(), critical=True)
+            .add_extension(x509.ExtendedKeyUsage(_USE[kind]), critical=False)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+            .add_extension(certificate_parts.authority_key_id(self.cert), critical=False)
+        )
+        names = [certificate_parts.to_general_name(one) for one in hosts]
+        if right is not None:
+            names.append(x509.UniformResourceIdentifier(handshake.uri_from_right(right)))
+        if names:
+            builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+        if self.crl_url is not None:
+            builder = builder.add_extension(certificate_parts.crl_distribution_points(self.crl_url), critical=False)
+        cert = builder.sign(self._key, hashes.SHA256())
+        made = IssuedCertificate(
+            serial=f"{cert.serial_number:x}",
+            name=name,
+            kind=kind,
+            key_id=enrolment.key_fingerprint(key),
+            issued_s=now_s,
+            ends_s=ends.timestamp(),
+            revoked_s=None,
+            pem=certificate_parts.certificate_to_pem(cert).decode(),
+        )
+        self.register.add_certificate(made)
+        return made
+
+    def next_upgrade_number(self, now_s: float) -> int:
+        """Reserve the number of the next signed upgrade, greater than all earlier numbers.
+
+        The number is at least the seconds since 1970, so that it also grows in a folder restored from a backup.
+
+        Raises:
+            StoreError: If the folder cannot be read or written.
+        """
+        file = self.folder / "upgrades"
+        with self.register.transaction():  # one at a time
+            with disk.disk_errors(f"read {file}"):
+                text = file.read_text(encoding="ascii", errors="replace").strip() if file.is_file() else "0"
+            last = int(text) if re.fullmatch(r"[0-9]{1,15}", text) else 0
+            number = max(last + 1, int(now_s))
+            enrolment.write_file_with_mode(file, f"{number}\n".encode(), 0o600)
+        return number
+
+    def sign_upgrade(self, manifest: bytes) -> bytes:
+        """Return the signature (DER) of an upgrade's manifest."""
+        return self._key.sign(archive.SIGNED + manifest, ec.ECDSA(hashes.SHA256()))
+
+    def issue_with_new_key(
+        self,
+        name: str,
+        kind: Kind,
+        now_s: float,
+        *,
+        hosts: Sequence[str] = (),
+        days: float | None = None,
+        right: SiteRight | None = None,
+    ) -> tuple[IssuedCertificate, bytes]:
+        """Return a new certificate and its new private key in PEM, for all kinds except devices.
+
+        Raises:
+            JobError: If the name or a host is invalid, the name is in use, or a site's boards belong to another.
+        """
+        key = ec.generate_private_key(ec.SECP256R1())
+        with self.register.transaction():
+            other = next((one.kind for one in self.register.list_certificates(name) if one.kind != kind), kind)
+            if "device" in (other, kind) or other != kind:
+                one = "an observer" if other == "observer" else f"a {other}"
+                raise JobError(f"{name!r} is {one}'s name: take another, whose rights nobody else has")
+            if (name in RESERVED) != (kind == "coordinator"):
+                raise JobError(
+                    f"the name {authenticated_link.COORDINATOR!r} and the coordinator's rights belong together"
+                )
+            if right is not None:
+                self._require_free_boards(name, right, now_s)
+            made = self.sign_certificate(name, kind, key.public_key(), now_s, hosts=hosts, days=days, right=right)
+            return made, certificate_parts.key_to_pem(key)
+
+    def _require_free_boards(self, name: str, right: SiteRight, now_s: float) -> None:
+        """Raise JobError if boards of a site are enrolled devices, or boards of another site."""
+        known = (one for one in self.register.list_certificates() if one.revoked_s is None and one.ends_s > now_s)
+        if (taken := next((one for one in known if right.authorizes(one.name)), None)) is not None:
+            raise JobError(f"{name} cannot speak for {taken.name}, which is a {taken.kind} here: narrow --boards")
+        for site, other in self.valid_sites(now_s):
+            if site != name and right.overlaps(other):
+                raise JobError(
+                    f"{name} and {site} could both speak for one board: give each board to one site (--boards), or "
+                    f"`fedquilt identity revoke {site}`"
+                )
+
+    def valid_sites(self, now_s: float) -> list[tuple[str, SiteRight]]:
+        known = [one for one in self.register.list_certificates() if one.kind == "site"]
+        return [(one.name, _read_site_right(one.pem)) for one in known if one.revoked_s is None and one.ends_s > now_s]
+
+    def valid_observers(self, now_s: float) -> list[str]:
+        known = [one for one in self.register.list_certificates() if one.kind == "observer"]
+        return sorted({one.name for one in known if one.revoked_s is None and one.ends_s > now_s})
+
+    # -- revoking ---------------------------------------------------------------------------------
+
+    def revoke_name(self, name: str, now_s: float) -> list[IssuedCertificate]:
+        """Revoke the valid certificates of a name, delete its tokens and write the revocation list.
+
+        Returns:
+            The revoked certificates.
+
+        Raises:
+            JobError: If the name never had a certificate or token.
+        """
+        with self.register.transaction():
+            known = self.register.list_certificates(name)
+            cancelled = self.register.cancel_tokens(name)
+            if not known and not cancelled:
+                raise JobError(f"nothing was issued to {name!r}: `fedquilt identity list` shows all")
+            ended = [one for one in known if one.revoked_s is None and one.ends_s > now_s]
+            for one in ended:
+                self.register.revoke_certificate(one.serial, now_s)
+        self.write_crl(now_s)
+        return ended
+
+    def write_crl(self, now_s: float) -> Path:
+        """Write crl.pem, the list of revoked certificates that have not expired. Return its path.
+
+        The list is valid as long as the authority, so that no broker refuses all devices because of an old copy.
+        """
+        builder = (
+            x509.CertificateRevocationListBuilder()
+            .issuer_name(self.cert.subject)
+            .last_update(certificate_parts.to_datetime(now_s - DAY_S))  # for a broker whose clock is somewhat behind
+            .next_update(self.cert.not_valid_after_utc)
+            .add_extension(x509.CRLNumber(int(now_s * 1000)), critical=False)
+            .add_extension(certificate_parts.authority_key_id(self.cert), critical=False)
+        )
+        if self.crl_url is not None:  # EMQX uses only a revocation list whose address is in the certificate
+            point = x509.IssuingDistributionPoint(
+                full_name=[x509.UniformResourceIdentifier(self.crl_url)],
+                relative_name=None,
+                only_contains_user_certs=False,
+                only_contains_ca_certs=False,
+                only_some_reasons=None,
+                indirect_crl=False,
+                only_contains_attribute_certs=False,
+            )
+            builder = builder.add_extension(point, critical=True)
+        for one in self.register.list_certificates():
+            if one.revoked_s is not None and one.ends_s > now_s:
+                entry = x509.RevokedCertificateBuilder(
+                    int(one.serial, 16), certificate_parts.to_datetime(one.revoked_s)
+                ).build()
+                builder = builder.add_revoked_certificate(entry)
+        path = self.folder / "crl.pem"
+        pem = builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+        enrolment.write_file_with_mode(path, pem, 0o644)
+        return path
+
+
+def _read_site_right(pem: str) -> SiteRight:
+    """Return the site right in a certificate. Raise StoreError if it cannot be read."""
+    names = x509.load_pem_x509_certificate(pem.encode()).extensions.get_extension_for_class(x509.SubjectAlternativeName)
+    uris: list[str] = names.value.get_values_for_type(x509.UniformResourceIdentifier)
+    try:
+        return handshake.right_from_uri(uris[0])
+    except (IndexError, WireError) as error:
+        raise StoreError(f"a site's certificate in the register cannot be read ({error}): restore a copy") from None
+
+
+def describe_state(issued: IssuedCertificate, now_s: float) -> str:
+    if issued.revoked_s is not None:
+        return f"revoked {format_time(issued.revoked_s)}"
+    return f"{'expired' if issued.ends_s <= now_s else 'valid until'} {format_time(issued.ends_s)}"
+
+
+def clock_s() -> float:
+    return time.time()

@@ -1,0 +1,235 @@
+"""Configuration files of Mosquitto and EMQX for a fleet: TLS, access rules and limits.
+
+A device's certificate contains its name, and the broker lets the device write `dev/<name>/up/#` and read
+`dev/<name>/dn/#` and the coordinator's state, nothing else. Observers are listed in the rules by name, because
+Mosquitto's rules cannot distinguish observers from devices. The client id is also set to the certificate's name.
+Otherwise a device could take over another device's session.
+
+The options are tested with Mosquitto 2.0.11 (tests/tools/identity). EMQX 5 is configured after its documentation
+(docs.emqx.com: listener, acl.conf, CRL check) and was not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, Literal
+
+from cryptography import x509
+
+from fedquilt.core import JobError
+from fedquilt.host import disk
+from fedquilt.security import enrolment
+from fedquilt.tools.identity.authority import CertificateAuthority
+from fedquilt.wire import VERSION
+
+Broker = Literal["mosquitto", "emqx"]
+
+ANYWHERE: Final = "0.0.0.0"  # noqa: S104
+PORT: Final = 8883
+MAX_PACKET: Final = 1024 * 1024  # bytes; a chunk is at most 256 KiB, a message or manifest less
+MAX_QUEUED: Final = 50_000  # messages for one client: 10,000 boards that all speak at once, some of them twice
+MAX_QUEUED_BYTES: Final = (
+    512 * 1024 * 1024
+)  # for one client: profiles of 10,000 Jetsons, 40 kB each, when it subscribes
+MAX_INFLIGHT: Final = 100  # messages without an acknowledgement: each wait for one is a turn of a busy coordinator
+ABSENT_DAYS: Final = 1  # how long a session outlives its client
+INSTALLED: dict[Broker, str] = {"mosquitto": "/etc/mosquitto/fedquilt", "emqx": "/etc/emqx/fedquilt"}
+
+
+def mosquitto_config(host: str, port: int, folder: str) -> str:
+    """Return a mosquitto.conf. `folder` is the installation folder on the broker's machine."""
+    return f"""# made by `fedquilt broker config mosquitto`
+listener {port}{"" if host == ANYWHERE else f" {host}"}
+cafile {folder}/ca.crt
+certfile {folder}/broker.crt
+keyfile {folder}/broker.key
+crlfile {folder}/crl.pem
+require_certificate true
+use_identity_as_username true
+use_username_as_clientid true
+allow_anonymous false
+acl_file {folder}/acl
+set_tcp_nodelay true
+max_packet_size {MAX_PACKET}
+max_inflight_messages {MAX_INFLIGHT}
+max_queued_messages {MAX_QUEUED}
+max_queued_bytes {MAX_QUEUED_BYTES}
+persistent_client_expiration {ABSENT_DAYS}d
+persistence true
+"""
+
+
+def mosquitto_acl(fleet: str, observers: Sequence[str] = ()) -> str:
+    """Return Mosquitto's acl_file, in which a client's user is its certificate's name.
+
+    An observer may read everything except blobs and may not write.
+    """
+    root = f"fq/{VERSION}/{fleet}"
+    watching = "".join(
+        f"""
+user {name}
+topic deny {root}/dev/{name}/up/#
+topic read {root}/dev/+/up/+
+topic read {root}/dev/+/dn/+
+topic read {root}/job/#
+"""
+        for name in observers
+    )
+    return f"""# made by `fedquilt broker config mosquitto`
+user coordinator
+topic read {root}/dev/+/up/#
+topic write {root}/dev/+/dn/#
+topic write {root}/dev/+/up/presence
+topic write {root}/dev/+/up/profile
+topic write {root}/job/#
+topic write {root}/coord/state
+{watching}
+pattern write {root}/dev/%u/up/#
+pattern read {root}/dev/%u/dn/#
+pattern read {root}/coord/state
+"""
+
+
+def emqx_config(host: str, port: int, folder: str, crl: bool) -> str:
+    """Return text for emqx.conf. `crl` enables the check of the revocation list."""
+    at = f"[{host}]" if ":" in host else host
+    return f"""# made by `fedquilt broker config emqx`
+listeners.ssl.default {{
+  bind = "{at}:{port}"
+  ssl_options {{
+    cacertfile = "{folder}/ca.crt"
+    certfile = "{folder}/broker.crt"
+    keyfile = "{folder}/broker.key"
+    verify = verify_peer
+    fail_if_no_peer_cert = true
+    enable_crl_check = {str(crl).lower()}
+  }}
+}}
+listeners.tcp.default.enable = false
+listeners.ws.default.enable = false
+listeners.wss.default.enable = false
+mqtt {{
+  peer_cert_as_username = cn
+  peer_cert_as_clientid = cn
+  max_packet_size = {MAX_PACKET // 2**20}MB
+  max_inflight = {MAX_INFLIGHT}
+  max_mqueue_len = {MAX_QUEUED}
+  session_expiry_interval = {ABSENT_DAYS * 24}h
+}}
+authorization {{
+  no_match = deny
+  deny_action = ignore
+  sources = [{{ type = file, enable = true, path = "{folder}/acl.conf" }}]
+}}
+"""
+
+
+def emqx_acl(fleet: str, observers: Sequence[str] = ()) -> str:
+    """Return EMQX's acl.conf, in which the first rule that matches decides."""
+    root = f"fq/{VERSION}/{fleet}"
+    watching = "".join(
+        f"""{{deny, {{username, "{name}"}}, publish, ["#"]}}.
+{{allow, {{username, "{name}"}}, subscribe, ["{root}/dev/+/up/+", "{root}/dev/+/dn/+", "{root}/job/#"]}}.
+"""
+        for name in observers
+    )
+    return f"""%% made by `fedquilt broker config emqx`
+{watching}{{allow, {{username, "coordinator"}}, subscribe, ["{root}/dev/+/up/#"]}}.
+{{allow, {{username, "coordinator"}}, publish, ["{root}/dev/+/dn/#", "{root}/job/#", "{root}/coord/state"]}}.
+{{allow, {{username, "coordinator"}}, publish, ["{root}/dev/+/up/presence", "{root}/dev/+/up/profile"]}}.
+{{allow, all, publish, ["{root}/dev/${{username}}/up/#"]}}.
+{{allow, all, subscribe, ["{root}/dev/${{username}}/dn/#", "{root}/coord/state"]}}.
+{{deny, all}}.
+"""
+
+
+def write_config(
+    authority: CertificateAuthority,
+    broker: Broker,
+    hosts: Sequence[str],
+    out: Path,
+    now_s: float,
+    *,
+    fleet: str = "fleet",
+    listen: tuple[str, int] = (ANYWHERE, PORT),
+    installed: str | None = None,
+) -> list[str]:
+    """Write the configuration, certificates and key of a broker into a folder.
+
+    An existing certificate stays if it is valid for these hosts. `installed` is the folder's later path on the broker's
+    machine.
+
+    Returns:
+        Lines on the written files and the next steps.
+
+    Raises:
+        JobError: If a host is invalid or none is given.
+        StoreError: If the folder cannot be written.
+    """
+    if not hosts:
+        raise JobError("a broker's certificate says by which names it is reached: give --host NAME or ADDRESS")
+    at = (installed or INSTALLED[broker]).rstrip("/")
+    if not at.startswith("/") or not at.isprintable() or '"' in at or " " in at:
+        raise JobError(f"--installed {installed!r} is no folder's full path without white space")
+    with disk.disk_errors(f"make {out}"):
+        out.mkdir(mode=0o700, parents=True, exist_ok=True)
+    observers = authority.valid_observers(now_s)
+    files = {
+        "ca.crt": (authority.folder / "ca.crt").read_bytes(),
+        "crl.pem": authority.write_crl(now_s).read_bytes(),
+    }
+    if broker == "mosquitto":
+        files |= {
+            "fedquilt.conf": mosquitto_config(*listen, at).encode(),
+            "acl": mosquitto_acl(fleet, observers).encode(),
+        }
+        begin = f"link {at}/fedquilt.conf into /etc/mosquitto/conf.d"
+    else:
+        crl = authority.crl_url is not None
+        files |= {
+            "fedquilt.conf": emqx_config(*listen, at, crl).encode(),
+            "acl.conf": emqx_acl(fleet, observers).encode(),
+        }
+        begin = f"append {at}/fedquilt.conf to /etc/emqx/emqx.conf"
+    said = []
+    if not _is_certificate_current(authority, out, hosts, now_s):
+        issued, key = authority.issue_with_new_key("broker", "server", now_s, hosts=hosts)
+        files |= {"broker.crt": issued.pem.encode()}
+        enrolment.write_file_with_mode(out / "broker.key", key, 0o600)
+        said.append(f"a new certificate of the broker, for {', '.join(hosts)}")
+    for name, data in files.items():
+        enrolment.write_file_with_mode(out / name, data, 0o644)
+    said += [
+        f"{out}: {', '.join(sorted([*files, 'broker.key']))}",
+        f"copy it to {at} on the broker's machine, its files owned by the broker's user ({broker}), broker.key 0600",
+        f"{begin}; then restart the broker",
+    ]
+    if broker == "emqx" and authority.crl_url is None:
+        said.append(
+            "EMQX will know no revocation: it fetches the list from where `fedquilt identity init --crl-url` says"
+        )
+    return said
+
+
+def _is_certificate_current(authority: CertificateAuthority, out: Path, hosts: Sequence[str], now_s: float) -> bool:
+    try:
+        cert = x509.load_pem_x509_certificate((out / "broker.crt").read_bytes())
+        names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (OSError, ValueError, x509.ExtensionNotFound):
+        return False
+    known = authority.register.find_by_serial(f"{cert.serial_number:x}")
+    if known is None or known.revoked_s is not None or not (out / "broker.key").is_file():
+        return False
+    has = {str(one.value) for one in names}
+    fresh = now_s < known.ends_s - (known.ends_s - known.issued_s) * enrolment.DUE_SHARE
+    return has == set(hosts) and fresh
+
+
+def reload_advice() -> list[str]:
+    """Return instructions for loading a new revocation list into a broker."""
+    return [
+        "Mosquitto: copy crl.pem to its folder and `systemctl reload mosquitto`: new connections are refused at once;",
+        "what is connected stays until it hangs up: `systemctl restart mosquitto` cuts it off now",
+        "EMQX: publish crl.pem at the address of --crl-url; it fetches the list every 15 minutes",
+    ]

@@ -1,0 +1,156 @@
+"""Commands `fedquilt identity` and `fedquilt broker config`."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from fedquilt import open_metrics
+from fedquilt.core import JobError, SiteRight
+from fedquilt.host import connection_limits, disk
+from fedquilt.security import enrolment
+from fedquilt.tools.identity import broker_config
+from fedquilt.tools.identity.authority import RESERVED, CertificateAuthority, clock_s, describe_state
+from fedquilt.tools.identity.endpoint import EnrolmentServer, serve_until_signal
+from fedquilt.tools.identity.enrolment_service import EnrolmentService
+from fedquilt.tools.identity.register import TOKEN_S, Kind, format_time
+
+
+def create_authority(folder: Path, crl_url: str | None) -> int:
+    made = CertificateAuthority.create(folder, "fedquilt", clock_s(), crl_url)
+    print(f"{folder}: a new authority, until {made.cert.not_valid_after_utc:%Y-%m-%d}")
+    print(f"fingerprint of its key: {enrolment.key_fingerprint(made.cert.public_key())}")
+    print(
+        f"boards get {folder}/ca.crt; {folder}/ca.key is the fleet: keep a copy of the folder where nobody else reads"
+    )
+    return 0
+
+
+def issue_and_write_certificate(
+    folder: Path,
+    name: str,
+    hosts: Sequence[str],
+    out: Path,
+    days: float | None,
+    role: Literal["observer", "site"] | None = None,
+    boards: Sequence[str] = (),
+    most: int | None = None,
+) -> int:
+    """Write a certificate and key for a server (with hosts), an observer, a site or the coordinator."""
+    kind: Kind = role or ("server" if hosts else "coordinator")
+    if role is not None and hosts:
+        raise JobError(f"{name}: --role {role} is for no server: leave --host out")
+    if (role == "site") != bool(boards and most):
+        raise JobError(
+            f"{name}: a site's certificate, and no other, says which devices the site may speak for: --role site "
+            "--boards 'cam-*' --most-boards 40"
+        )
+    right = _parse_right(boards, most) if boards and most else None
+    if kind == "coordinator" and name not in RESERVED:
+        raise JobError(
+            f"{name}: a server's certificate needs --host, an observer's or a site's --role; a device enrols "
+            f"(`fedquilt identity token {name}`)"
+        )
+    authority = CertificateAuthority(folder)
+    issued, key = authority.issue_with_new_key(name, kind, clock_s(), hosts=hosts, days=days, right=right)
+    with disk.disk_errors(f"make {out}"):
+        out.mkdir(parents=True, exist_ok=True)
+    enrolment.write_file_with_mode(out / f"{name}.key", key, 0o600)
+    enrolment.write_file_with_mode(out / f"{name}.crt", issued.pem.encode(), 0o644)
+    print(f"{out / name}.crt and .key, until {format_time(issued.ends_s)}")
+    if role == "observer":
+        print("the broker's rules name each observer: `fedquilt broker config` again, copy them, reload the broker")
+    return 0
+
+
+def _parse_right(boards: Sequence[str], most: int) -> SiteRight:
+    """Return a site right, or raise JobError if a pattern or the number is not valid."""
+    try:
+        return msgspec.convert({"boards": boards, "most": most}, SiteRight)
+    except msgspec.ValidationError as error:
+        raise JobError(
+            f"--boards {', '.join(boards)} --most-boards {most}: {error}. A pattern is a name, or its beginning and *"
+        ) from None
+
+
+def print_certificates(folder: Path, format: str) -> int:
+    register, now_s = CertificateAuthority(folder).register, clock_s()
+    issued, tokens = register.list_certificates(), register.list_tokens()
+    if format == "json":
+        rows: Any = {
+            "certificates": [{k: v for k, v in one._asdict().items() if k != "pem"} for one in issued],
+            "tokens": [one._asdict() for one in tokens],
+        }
+        print(msgspec.json.encode(rows).decode())
+        return 0
+    for one in issued:
+        print(f"{one.name:24} {one.kind:12} {describe_state(one, now_s):34} key {one.key_id[:16]}")
+    for token in tokens:
+        if token.used_s is None:
+            until = f"{'expired' if token.ends_s <= now_s else 'until'} {format_time(token.ends_s)}"
+            print(f"{token.pattern:24} {'token':12} {until}")
+    return 0
+
+
+def revoke_certificates(folder: Path, name: str) -> int:
+    ended = CertificateAuthority(folder).revoke_name(name, clock_s())
+    print(f"{name}: {len(ended)} certificate{'' if len(ended) == 1 else 's'} revoked, its tokens forgotten")
+    print(f"{folder / 'crl.pem'} is written; brokers refuse {name} once they have it:")
+    for line in broker_config.reload_advice():
+        print(f"  {line}")
+    return 0
+
+
+def create_token(folder: Path, pattern: str, out: Path | None) -> int:
+    """Create a one-time token. Print the token, or write a file that only its owner can read."""
+    if pattern in RESERVED:
+        raise JobError(f"no board can be named {pattern!r}: `fedquilt identity issue {pattern}` makes that certificate")
+    now_s = clock_s()
+    text = CertificateAuthority(folder).register.create_token(pattern, TOKEN_S, now_s)
+    said = f"for one board named {pattern}, until {format_time(now_s + TOKEN_S)}; it is not shown again"
+    if out is None:
+        print(text)
+        print(said, file=sys.stderr)
+    else:
+        disk.make_output_folder(out)
+        enrolment.write_file_with_mode(out, f"{text}\n".encode(), 0o600)
+        print(f"{out}: {said}")
+    return 0
+
+
+def serve_enrolment(folder: Path, listen: str, hosts: Sequence[str], days: float | None) -> int:
+    """Serve enrolment requests until SIGTERM or SIGINT. Return 0."""
+    names = tuple(hosts) or tuple(dict.fromkeys((socket.gethostname(), socket.getfqdn())))
+    connection_limits.raise_descriptor_limit()
+    host, port = open_metrics.parse_listen_address(listen)
+    endpoint = EnrolmentServer(CertificateAuthority(folder), host, port, names, days=days)
+    serve_until_signal(endpoint, lambda line: print(line, flush=True))
+    return 0
+
+
+def sign_request(folder: Path, csr: Path, device: str, out: Path | None, days: float | None) -> int:
+    """Sign a request from a file and write the certificate."""
+    with disk.disk_errors(f"read {csr}"):
+        data = csr.read_bytes()[: enrolment.MAX_BODY]
+    issued = EnrolmentService(CertificateAuthority(folder), days).sign_request(data.decode("ascii", "replace"), device)
+    out = out or csr.with_suffix(".crt")
+    disk.make_output_folder(out)
+    enrolment.write_file_with_mode(out, issued.pem.encode(), 0o644)
+    print(f"{out}: for {device}, until {format_time(issued.ends_s)}; its key's fingerprint is {issued.key_id}")
+    print("compare it with what the board said, then there: fedquilt identity accept AGENT.toml FILE")
+    return 0
+
+
+def configure_broker(
+    folder: Path, broker: Any, hosts: Sequence[str], out: Path, *, fleet: str, listen: str, installed: str | None
+) -> int:
+    authority, now_s = CertificateAuthority(folder), clock_s()
+    at = open_metrics.parse_listen_address(listen)
+    made = broker_config.write_config(authority, broker, hosts, out, now_s, fleet=fleet, listen=at, installed=installed)
+    print("\n".join(made))
+    return 0
