@@ -21,7 +21,7 @@ def check_gpu(out: Path | None, minutes: float, format: str) -> int:
     from fedquilt.tools.boards.gpu_check import check, report
 
     with progress.show_progress("checking the GPU"):
-        found = check.GpuCheck(progress.LINE.set_part).run(60 * minutes)
+        found = check.GpuCheck().run(60 * minutes)
     text = msgspec.json.format(msgspec.json.encode(found)).decode()
     if out is not None:
         disk.write_output(out, text + "\n")

@@ -229,7 +229,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> check.GpuCheck:
 
     monkeypatch.setattr(check, "_find_cuda", lambda: (FakeCuda(), ""))
     monkeypatch.setattr(check.subprocess, "run", run)
-    return check.GpuCheck(lambda name, done, total: None)
+    return check.GpuCheck()
 
 
 def test_what_a_gpu_tells_is_in_units_of_si_and_the_rest_is_left_out(fake_gpu: check.GpuCheck) -> None:

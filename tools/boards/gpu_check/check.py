@@ -22,6 +22,7 @@ import numpy as np
 import psutil
 
 import fedquilt
+from fedquilt.console import progress
 from fedquilt.core import Cost, Device, Examples, FedquiltError, Fit, Reading, shorten_error
 from fedquilt.edge_agent import devices, engines
 from fedquilt.edge_agent.clocks import controls
@@ -60,14 +61,7 @@ class SkippedPartError(FedquiltError):
 
 
 class GpuCheck:
-    """Check of the GPU.
-
-    Args:
-        say: Function that shows a part, how many are done, and how many there are.
-    """
-
-    def __init__(self, say: Callable[[str, float, float], None]) -> None:
-        self._say = say
+    def __init__(self) -> None:
         self._helper = ClockClient.connect(devices.ROOT / SOCKET)
         self._device: Device = devices.create_device("auto", devices.ROOT, connect=lambda: self._helper)
         self._cuda, self._why_no_cuda = _find_cuda()
@@ -88,7 +82,7 @@ class GpuCheck:
                 "clocks": self._check_clocks,
             }
             for place, (name, part) in enumerate(parts.items()):
-                self._say(name, place, len(parts))
+                progress.LINE.set_part(name, place, len(parts))
                 late = time.monotonic() - began_s > LATE * limit_s
                 found[name] = judge_part(_skip_late_part if late else partial(part, Path(scratch)))
                 if tf32 is None:  # the ONNX engine switches TF32 off for its process, and tasks have their own
