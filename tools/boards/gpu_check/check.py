@@ -282,7 +282,7 @@ def _skip_late_part() -> Outcome:
 
 
 def judge_memory(rows: list[Row]) -> Outcome:
-    """Judge the peaks: within the plan where there is a limit on the GPU, and near the prediction elsewhere."""
+    """Judge peaks against predictions, on a GPU only those of a limited budget."""
     if failed := [row for row in rows if row["ended"] != "ok"]:
         row = failed[0]
         return "warning", f"{row['work']} ended with {row['ended']!r}, budget {row['budget']}: {row['reason']}", rows
@@ -391,7 +391,7 @@ def _relative_difference(found: np.ndarray, wanted: np.ndarray) -> float:
 
 
 def measure_energy(meters: dict[str, Callable[[float], Reading]], load: Callable[[], object]) -> dict[str, Cost]:
-    """Read the meters in a thread while `load` runs. Return the costs by those that work."""
+    """Read the meters in a thread while `load` runs. Return costs by working meter."""
     began_s = time.monotonic()
     accounts = {name: EnergyAccount(began_s) for name in meters}
     ended = threading.Event()
@@ -420,7 +420,7 @@ def _mean_power_w(cost: Cost) -> float | None:
 
 
 def query_nvidia_smi(cuda: Any, names: Collection[str] = tuple(QUERY)) -> dict[str, Any]:
-    """Return what nvidia-smi tells of torch's GPU by `names` of QUERY, without what is unknown."""
+    """Return the known values of torch's GPU by nvidia-smi. `names` are keys of QUERY."""
     uuid = None if cuda is None else getattr(cuda.get_device_properties(0), "uuid", None)
     which = "0" if uuid is None else f"GPU-{str(uuid).removeprefix('GPU-')}"
     asked = ",".join(QUERY[name][0] for name in names)

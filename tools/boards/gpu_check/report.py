@@ -15,7 +15,7 @@ COLOURS: Final = {"ok": "green", "error": "red", "warning": "yellow", "refused":
 
 
 class PartResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Verdict of one part, and its measurements. `sentence` has the reason. Tables show the keys of the first row."""
+    """Verdict of one part with its reason. Tables show the keys of the first row."""
 
     verdict: Verdict
     sentence: str
