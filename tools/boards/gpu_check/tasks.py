@@ -137,10 +137,10 @@ def _await_result(worker: ChildWorker, request: WorkRequest) -> WorkResult:
 
 
 def measure_memory(bench: TaskBench) -> Iterator[Row]:
-    """Yield the peaks of training and then inference in a fresh process, by batch size.
+    """Yield the peaks of training and inference at both batch sizes, each in a fresh process without a GPU.
 
-    On a GPU another process repeats both within budgets of their predictions with the margin of plans, as cuDNN takes
-    more if there is more.
+    On a GPU one process trains and then evaluates. Another process repeats both within budgets of their predictions
+    with the margin of plans, as cuDNN takes more if there is more.
 
     Raises:
         ModelError: If a task without a limit fails.
@@ -160,6 +160,8 @@ def measure_memory(bench: TaskBench) -> Iterator[Row]:
                 yield memory_row(work, batch, "ample", found, predicted)
                 if found.runs_on == "CUDA":
                     budgets[work] = found.base_bytes + int(peak_memory.MARGIN * predicted), predicted
+                else:
+                    worker.kill()  # freed memory of the training would serve the inference
         with bench.worker() as worker:
             for work, (budget_bytes, predicted) in budgets.items():
                 found = _run_measured(bench, worker, work, batch, budget_bytes)
