@@ -31,6 +31,7 @@ from fedquilt.core import (
     DataError,
     DivergedError,
     Examples,
+    MemoryBudgetError,
     Method,
     ModelError,
     StoreError,
@@ -134,6 +135,12 @@ def run_task(
             gpu = getattr(engine, "gpu", None)
         if gpu is not None and base is not None:
             base += gpu.begin(order.budget_bytes - base)
+            if base > order.budget_bytes:
+                held, most = (memory_budget.format_megabytes(size) for size in (base, order.budget_bytes))
+                raise MemoryBudgetError(
+                    f"torch and its GPU's libraries hold {held} before any work, the budget is {most}: raise budget, "
+                    "or hide the GPU from the agent (CUDA_VISIBLE_DEVICES=-1)"
+                )
         site = build_site(order, bench, progress, loaded, engine=engine)
         outcome = run_method(order, bench.load_method(order), site)
     except DivergedError as error:

@@ -19,6 +19,8 @@ ASSUMED_BASE_BYTES: Mapping[str, int] = {"numpy": 38 * 10**6, "onnx": 57 * 10**6
 """What a task's process holds once its engine is imported: measured on x86-64, until a board's own is known."""
 FIRST_USE_BYTES: Mapping[str, int] = {"onnx": 12 * 10**6, "torch": 18 * 10**6}
 """What an engine loads and compiles when it is first used, whatever the work."""
+GPU_KERNELS_BYTES = 100 * 10**6
+"""What torch loads on a GPU for the shapes of a task, beside the kernels that every process loads: 68 MB on an H100."""
 FREED_BYTES: Mapping[str, int] = {"onnx": 20 * 10**6}
 """What glibc holds of freed pieces, at most, where a task runs one graph after another: `fedquilt lab bench memory`."""
 
@@ -204,6 +206,12 @@ def fixed_training_bytes(
     compiled = FIRST_KERNEL_BYTES * min(convolutions, 1) + KERNEL_BYTES * convolutions
     used = compiled + KIND_BYTES * kinds
     return LIBRARY_BYTES.get(library, 0) + used + int((copies + FREED) * weights_bytes) + moving_bytes
+
+
+def evaluation_bytes(network: TrainingProperties, examples: int, *, library: str = "") -> int:
+    """Return the peak memory of an evaluation above active torch. Arguments as in `training_bytes`."""
+    fixed = fixed_training_bytes(network.weights_bytes, network.convolutions, library=library, kinds=network.kinds)
+    return fixed + examples * bytes_per_example(network)
 
 
 def bytes_per_example(network: TrainingProperties) -> int:

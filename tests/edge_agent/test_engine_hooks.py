@@ -136,7 +136,7 @@ def masked(module):
         if module.drawn is None:
             return output
         theta = torch.sigmoid(scores)
-        kept = (module.drawn < theta).float()
+        kept = (module.drawn.to(theta.device) < theta).float()
         return output * (kept + theta - theta.detach())  # forward the bits, backward straight through
 
     module[2].register_forward_hook(mask)

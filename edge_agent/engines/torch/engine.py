@@ -13,8 +13,11 @@ gradients overflow. `Fit.mixed` has no effect on a CPU.
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -32,10 +35,10 @@ from fedquilt import metrics
 from fedquilt.core import DataError, EvaluationSums, Examples, Fit, Hooks, ModelError, Tensors
 from fedquilt.core.errors import first_line
 from fedquilt.costs import peak_memory
-from fedquilt.edge_agent.engines import objectives, training
+from fedquilt.edge_agent.engines import objectives, out_of_memory, training
 from fedquilt.edge_agent.engines.torch import recomputation, training_step
 from fedquilt.models import fisher
-from fedquilt.models.networks import register_trace, registry
+from fedquilt.models.networks import register_trace, registry, tables
 
 EVALUATED_AT_ONCE = {"cpu": 64, "cuda": 256}  # by device: more is no faster on a processor, and holds more memory
 # Weights of one convolution from which on a processor is slower with channels last. Convolutions of 3x3 weights take
@@ -43,33 +46,41 @@ EVALUATED_AT_ONCE = {"cpu": 64, "cuda": 256}  # by device: more is no faster on 
 # half the time, and max pooling a ninth (x86-64, one core, forward and backward). Grouped ones are a tenth faster, and
 # take 10 MB more in MobileNetV3-small.
 WIDE = 1 << 19
-READ_AT_ONCE = {"cpu": 1, "cuda": 32}  # steps whose losses are read together: on a GPU, each reading waits for its work
+READ_AT_ONCE = {"cpu": 1, "cuda": 32}  # results that are read together: on a GPU, each reading waits for its work
+PREPARED = {"cpu": 0, "cuda": 2}  # batches that a thread prepares ahead, while the processor launches a GPU's work
 # Resident after the import, on x86-64: torch 2.13 for the CPU, 2.15 with its CUDA libraries.
 BASE_BYTES = 230_000_000 if torch.version.cuda is None else 525_000_000
-CONTEXT_BYTES = 200 * 10**6  # of the driver's context, assumed in plans, which follow from constants
-LEAST_SHARE = 0.01  # of a GPU's memory, as a limit
+# Of the driver's context and of libraries at work, assumed in plans, which follow from constants. On an H100 (torch
+# 2.11 for CUDA 13) a process's first training took 575 to 640 MB more than its second, GPU_KERNELS_BYTES included.
+GPU_BYTES = (200 + 640) * 10**6
+# A training on a GPU for its libraries: convolutions of several widths, strides and kernels, forward and backward.
+WARM_UP, WARM_UP_EXAMPLES = tables.residual(3, 32, 10, mean=(0.5,), std=(0.25,)), 32
 
 
 class TorchMemory:
-    """Memory of this process on torch's first GPU. The constructor creates the driver's context.
+    """Memory of this process on torch's first GPU. The constructor creates the driver's context and loads libraries.
 
     The kernel does not count GPU memory as resident, not even the memory that a Jetson's GPU shares with the processor.
-    A task's budget is for the sum. torch's limit applies to its own allocator only. The driver's context comes on top,
-    and can be measured only with shared memory, as the decrease of the available memory.
+    A task's budget is for the sum. torch's limit applies to its own allocator only, where cuDNN takes a slower
+    algorithm if the fastest one's workspace does not fit. The context and the libraries' own memory come on top, and
+    can be measured only with shared memory, as the decrease of the memory that is available or this process's own.
+    Kernels that only a task's shapes need are loaded as resident memory: `peak_memory.GPU_KERNELS_BYTES` is for them.
 
     Args:
         cuda: The module `torch.cuda`.
-        available_bytes: Function that returns the available memory of the board.
+        load_libraries: Function that loads the libraries of trainings, which then are no part of the first task's peak.
+        available_bytes: Function that returns the memory of the board that is available or this process's own.
     """
 
     def __init__(
-        self, cuda: Any, available_bytes: Callable[[], int] = lambda: int(psutil.virtual_memory().available)
+        self, cuda: Any, load_libraries: Callable[[], None], available_bytes: Callable[[], int] | None = None
     ) -> None:
-        self._cuda = cuda
+        self._cuda, available_bytes = cuda, available_bytes or _available_or_own_bytes
         before = available_bytes()
         cuda.init()
+        load_libraries()
         cuda.synchronize()
-        taken = max(before - available_bytes(), 0)
+        taken = max(before - available_bytes() - int(cuda.memory_reserved(0)), 0)
         device = cuda.get_device_properties(0)
         self._total_bytes = int(device.total_memory)
         self._context_bytes = taken if device.is_integrated else 0
@@ -85,8 +96,8 @@ class TorchMemory:
         """
         self._cuda.empty_cache()
         self._cuda.reset_peak_memory_stats(0)
-        share = (most_bytes - self._context_bytes) / self._total_bytes
-        self._cuda.set_per_process_memory_fraction(min(max(share, LEAST_SHARE), 1.0), 0)
+        share = (most_bytes - self._context_bytes - peak_memory.GPU_KERNELS_BYTES) / self._total_bytes
+        self._cuda.set_per_process_memory_fraction(min(max(share, 0.0), 1.0), 0)
         return self._context_bytes + int(self._cuda.memory_reserved(0))
 
     def peak_bytes(self) -> int:
@@ -104,20 +115,33 @@ class TorchEngine:
     """
 
     name = "torch"
+    gpu: TorchMemory | None = None  # of this process, once an engine has found a GPU
 
     def __init__(self, budget_bytes: int, *, base_bytes: int = BASE_BYTES, half: torch.dtype | None = None) -> None:
         self.planned_bytes: int | None = None
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.gpu = TorchMemory(torch.cuda) if self._device.type == "cuda" else None
+        on_gpu = self._device.type == "cuda"
         self.note = ""  # what its owner should know, once
-        if self.gpu is None and torch.version.cuda is not None:
+        if not on_gpu and torch.version.cuda is not None:
             self.note = f"torch is made for CUDA {torch.version.cuda} and finds no GPU here: it runs on the processor"
-        self.runs_on = "CUDA" if self.gpu else "processor" if torch.version.cuda is not None else ""
-        base_bytes += CONTEXT_BYTES if self.gpu else 0
+        self.runs_on = "CUDA" if on_gpu else "processor" if torch.version.cuda is not None else ""
+        base_bytes += GPU_BYTES if on_gpu else 0
         self._room_bytes = int((budget_bytes - base_bytes) / peak_memory.MARGIN) - peak_memory.FIRST_USE_BYTES["torch"]
+        self._first_use_bytes = peak_memory.FIRST_USE_BYTES["torch"] + (peak_memory.GPU_KERNELS_BYTES if on_gpu else 0)
         self._half = half or _fast_half_type(self._device)
         # a process limited to some cores must not start a thread for each of the board's
         torch.set_num_threads(min(torch.get_num_threads(), len(os.sched_getaffinity(0))))
+        if on_gpu and TorchEngine.gpu is None:
+            TorchEngine.gpu = TorchMemory(torch.cuda, self._load_libraries)
+
+    def _load_libraries(self) -> None:
+        """Train and evaluate a network of the usual layers, as the tasks do. cuBLAS keeps its first workspace."""
+        examples = Examples(np.zeros((WARM_UP_EXAMPLES, 32, 32, 3), np.uint8), np.arange(WARM_UP_EXAMPLES) % 10)
+        start = _arrays_from_model(registry.load_network(WARM_UP))
+        fit = Fit(batch=WARM_UP_EXAMPLES, lr=1e-3)
+        self.train(WARM_UP, start, examples, fit, np.random.default_rng(0))
+        self.evaluate(WARM_UP, start, examples)
+        self.planned_bytes = None
 
     def close(self) -> None:
         """Release cached GPU memory. Nothing else is held between calls."""
@@ -138,7 +162,7 @@ class TorchEngine:
         steps = training.TrainingProgress(len(examples), fit, progress)
         orders = training.draw_orders(len(examples), fit.epochs, rng)
         half = self._half if fit.mixed else None
-        with _deterministic_torch(int(rng.integers(2**53))):
+        with deterministic_torch(int(rng.integers(2**53))):
             model, trained = self._build_model(network, start, examples, hooks, half)
             model.train()
             training_step.freeze_statistics(model, hooks)
@@ -157,19 +181,20 @@ class TorchEngine:
             if piece_bytes is not None:
                 recomputation.return_freed_memory()
             planned = peak_memory.training_bytes(trained, at_once, **kept, piece_bytes=piece_bytes)
-            self.planned_bytes = peak_memory.FIRST_USE_BYTES["torch"] + planned
+            self.planned_bytes = self._first_use_bytes + planned
             task = metrics.task_from_network(network)
             steppers = [training_step.Stepper(model, step, fit, hooks, anchors, half, task) for step in hooks.steps]
             told: list[tuple[list[torch.Tensor], int]] = []  # losses of steps that are not read yet
-            for order in orders:
-                for batch in training.mini_batches(order, fit.batch):
-                    for stepper in steppers:
-                        parts = training.micro_batches(batch, at_once)
-                        given = (self._load_batch(network, examples, part, hooks) for part in parts)
-                        losses = stepper.step(given, len(batch), piece_bytes)
-                    told.append((losses, len(batch)))
-                    if len(told) >= READ_AT_ONCE[self._device.type]:
-                        _record_steps(told, steps)
+            batches = [batch for order in orders for batch in training.mini_batches(order, fit.batch)]
+            parts = (part for batch in batches for _ in steppers for part in training.micro_batches(batch, at_once))
+            loaded = self._load_batches(network, examples, parts, hooks)
+            for batch in batches:
+                for stepper in steppers:
+                    given = itertools.islice(loaded, len(training.micro_batches(batch, at_once)))
+                    losses = stepper.step(given, len(batch), piece_bytes)
+                told.append((losses, len(batch)))
+                if len(told) >= READ_AT_ONCE[self._device.type]:
+                    _record_steps(told, steps)
             _record_steps(told, steps)
             return _arrays_from_model(model), steps.metrics()
 
@@ -180,28 +205,29 @@ class TorchEngine:
         if not len(examples):
             return EvaluationSums(examples=0, task=task)
         found = objectives.EvaluationAccumulator(task)
-        with _deterministic_torch(0):
+        with deterministic_torch(0):
             module, trained = self._build_model(network, model, examples, hooks)
             module.eval()
-            fixed = peak_memory.fixed_training_bytes(
-                trained.weights_bytes, trained.convolutions, library=_library(network), kinds=trained.kinds
-            )
+            fixed = peak_memory.evaluation_bytes(trained, 0, library=_library(network))
             at_once = training.fitting_batch_size(
                 self._room_bytes - fixed, peak_memory.bytes_per_example(trained), EVALUATED_AT_ONCE[self._device.type]
             )
+            batches = list(training.mini_batches(np.arange(len(examples)), at_once))
+            told: list[tuple[np.ndarray, torch.Tensor, torch.Tensor]] = []
             with torch.inference_mode():
-                for rows in training.mini_batches(np.arange(len(examples)), at_once):
-                    x, y = self._load_batch(network, examples, rows, hooks)
+                for rows, (x, y) in zip(batches, self._load_batches(network, examples, batches, hooks), strict=True):
                     scores = module(x)
-                    loss = float(training_step.total_loss(task, scores, y))
-                    found.add_batch(scores.cpu().numpy(), examples.y[rows], loss)
+                    told.append((examples.y[rows], scores, training_step.total_loss(task, scores, y)))
+                    if len(told) >= READ_AT_ONCE[self._device.type]:
+                        _record_scores(told, found)
+                _record_scores(told, found)
         return found.sums()
 
     def fisher(
         self, network: Mapping[str, Any], model: Tensors, examples: Examples, *, each: int = 1, hooks: Hooks = Hooks()
     ) -> Tensors:
         training.require_examples(examples, each)
-        with _deterministic_torch(0):
+        with deterministic_torch(0):
             module, trained = self._build_model(network, model, examples, hooks)
             module = module.eval().to(memory_format=torch.contiguous_format)  # as `vmap` wants batch normalisation
             room = self._room_bytes - peak_memory.training_bytes(trained, 0, library=_library(network))
@@ -209,7 +235,7 @@ class TorchEngine:
             group = trained.weights_bytes + each * peak_memory.bytes_per_example(trained)
             groups = training.fitting_batch_size(room, group, fisher.TOGETHER)
             rows = training.mini_batches(np.arange(len(examples)), groups * each)
-            parts = (self._load_batch(network, examples, some, hooks) for some in rows)
+            parts = self._load_batches(network, examples, rows, hooks)
             loss = partial(training_step.total_loss, metrics.task_from_network(network))
             found = fisher.fisher_diagonal(module, parts, each, lambda scores, y: loss(scores, y) / len(y))
         return {name: value.cpu().numpy() for name, value in found.items()}
@@ -255,6 +281,8 @@ class TorchEngine:
         try:
             trained, scores = peak_memory.measure_training(model, x)
         except RuntimeError as error:
+            if out_of_memory.is_out_of_memory_error(error) or out_of_memory.is_gpu_failure_text(str(error)):
+                raise
             raise DataError(
                 f"network {network.get('name')!r} takes no examples of shape {tuple(x.shape[1:])} "
                 f'({first_line(error)}): give it an "input" table'
@@ -266,6 +294,23 @@ class TorchEngine:
                 "linear layer with `classes` outputs"
             )
         return trained, scores.shape[1]
+
+    def _load_batches(
+        self, network: Mapping[str, Any], examples: Examples, parts: Iterable[np.ndarray], hooks: Hooks
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield inputs and targets of each part. For a GPU, a thread prepares parts ahead."""
+        ahead = PREPARED[self._device.type]
+        if not ahead:
+            yield from (self._load_batch(network, examples, part, hooks) for part in parts)
+            return
+        waiting: deque[Future[tuple[torch.Tensor, torch.Tensor]]] = deque()
+        with ThreadPoolExecutor(1) as pool:
+            for part in parts:
+                waiting.append(pool.submit(self._load_batch, network, examples, part, hooks))
+                if len(waiting) > ahead:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
 
     def _load_batch(
         self, network: Mapping[str, Any], examples: Examples, rows: np.ndarray, hooks: Hooks
@@ -283,9 +328,23 @@ def _library(network: Mapping[str, Any]) -> str:
 
 
 def _record_steps(told: list[tuple[list[torch.Tensor], int]], steps: training.TrainingProgress) -> None:
+    values = iter(torch.stack([loss for losses, _ in told for loss in losses]).tolist() if told else [])
     for losses, examples in told:
-        steps.add_step(sum(map(float, losses)), examples)
+        steps.add_step(sum(itertools.islice(values, len(losses))), examples)
     told.clear()
+
+
+def _record_scores(
+    told: list[tuple[np.ndarray, torch.Tensor, torch.Tensor]], found: objectives.EvaluationAccumulator
+) -> None:
+    for y, scores, loss in told:
+        found.add_batch(scores.cpu().numpy(), y, float(loss))
+    told.clear()
+
+
+def _available_or_own_bytes() -> int:
+    own = psutil.Process().memory_info()
+    return int(psutil.virtual_memory().available + own.rss - own.shared)
 
 
 def _fast_half_type(device: torch.device) -> torch.dtype | None:
@@ -303,7 +362,7 @@ def _arrays_from_model(model: nn.Module) -> dict[str, np.ndarray]:
 
 
 @contextmanager
-def _deterministic_torch(seed: int) -> Iterator[None]:
+def deterministic_torch(seed: int) -> Iterator[None]:
     before = torch.get_deterministic_debug_mode()  # `use_deterministic_algorithms` imports torch's compiler, 70 MB
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this
     with torch.random.fork_rng():

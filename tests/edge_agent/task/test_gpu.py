@@ -11,7 +11,8 @@ import pytest
 from children import Place, carried_out, child
 
 from fedquilt.arrays import tensors
-from fedquilt.core import Examples, Fit, UpdateError
+from fedquilt.core import DataError, Examples, Fit, Hooks, UpdateError
+from fedquilt.costs import peak_memory
 from fedquilt.edge_agent.engines.numpy import engine
 from fedquilt.edge_agent.task import main
 
@@ -51,21 +52,72 @@ class Cuda:
 
 @pytest.mark.parametrize(("shared", "context"), [(True, 150 * MB), (False, 0)])
 def test_what_the_context_took_is_known_where_both_share_one_memory(shared: bool, context: int) -> None:
-    """The board had 1000 MB before and 850 MB after; a GPU with memory of its own takes none of the board's."""
-    left = iter([1000 * MB, 850 * MB])
+    """The board had 1000 MB before and 830 MB after, of which the allocator reserved 20 MB.
+
+    A GPU with memory of its own takes none of the board's. What libraries take is part of the context.
+    """
+    left, order = iter([1000 * MB, 830 * MB]), []
     cuda = Cuda(shared, reserved=20 * MB)
-    held = torch_engine.TorchMemory(cuda, lambda: next(left))
+    held = torch_engine.TorchMemory(
+        cuda, lambda: order.append("libraries"), lambda: (order.append("reading"), next(left))[1]
+    )
+    assert order == ["reading", "libraries", "reading"]
     assert held.begin(2000 * MB) == context + 20 * MB
-    assert cuda.share == pytest.approx((2000 * MB - context) / (8000 * MB))
+    # resident memory of kernels that a task's shapes need
+    assert cuda.share == pytest.approx((2000 * MB - context - peak_memory.GPU_KERNELS_BYTES) / (8000 * MB))
     cuda.most = 300 * MB
     assert held.peak_bytes() == context + 300 * MB
 
 
-def test_a_budget_below_the_processs_own_size_leaves_a_hundredth_of_the_gpu() -> None:
-    """A limit of 0 or less would be refused by torch, and the task fail with another error than that of memory."""
+def test_a_budget_below_the_processs_own_size_leaves_nothing_of_the_gpu() -> None:
+    """A limit below 0 would be refused by torch, and the task fail with another error than that of memory."""
     cuda = Cuda(shared=False)
-    torch_engine.TorchMemory(cuda, lambda: 0).begin(-5 * MB)
-    assert cuda.share == pytest.approx(0.01)
+    torch_engine.TorchMemory(cuda, lambda: None, lambda: 0).begin(-5 * MB)
+    assert cuda.share == 0.0
+
+
+def test_a_gpu_whose_libraries_exceed_the_budget_is_named(place: Place) -> None:
+    """The process with its GPU's libraries holds more than the budget before the task begins."""
+    cuda = Cuda(shared=False, reserved=9000 * MB)
+
+    class Bench(main.TaskExecutor):
+        def load_engine(self, name: str, budget_bytes: int) -> Any:
+            made = super().load_engine(name, budget_bytes)
+            made.gpu = torch_engine.TorchMemory(cuda, lambda: None, lambda: 0)
+            return made
+
+    found = main.run_task(place.order(), Bench(), own_process=True)
+    assert found.code == "budget"
+    assert "GPU's libraries hold" in found.reason
+    assert "CUDA_VISIBLE_DEVICES" in found.reason
+
+
+def test_the_libraries_of_a_gpu_are_those_of_a_training_and_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which change no later result and leave no plan."""
+    done = []
+    one = torch_engine.TorchEngine(1 << 40)
+    for name in ("train", "evaluate"):
+        real = getattr(one, name)
+        monkeypatch.setattr(one, name, lambda *given, _name=name, _real=real: (done.append(_name), _real(*given))[1])
+    one._load_libraries()
+    assert done == ["train", "evaluate"]
+    assert one.planned_bytes is None
+
+
+@pytest.mark.parametrize("said", ["CUDA out of memory. Tried to allocate 2 GiB", "CUDA error: no kernel image"])
+def test_a_gpu_that_fails_is_no_fault_of_the_data(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    """The first pass of a network, too, may find no memory or no kernels."""
+
+    def fail(*given: Any) -> Any:
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(torch_engine.peak_memory, "measure_training", fail)
+    network = {"name": "mlp", "inputs": 4, "hidden": [3], "classes": 2}
+    examples = Examples(np.zeros((4, 4), np.float32), np.arange(4) % 2)
+    with pytest.raises(RuntimeError, match=said[:10]):
+        torch_engine.TorchEngine(1 << 40).train(
+            network, engine.init_tensors(network, 0), examples, Fit(batch=4), tensors.seeded_rng(1)
+        )
 
 
 def test_a_tasks_peak_is_what_it_held_resident_and_on_the_gpu(place: Place) -> None:
@@ -75,7 +127,7 @@ def test_a_tasks_peak_is_what_it_held_resident_and_on_the_gpu(place: Place) -> N
     class Bench(main.TaskExecutor):
         def load_engine(self, name: str, budget_bytes: int) -> Any:
             made = super().load_engine(name, budget_bytes)
-            made.gpu = torch_engine.TorchMemory(cuda, lambda: 0)
+            made.gpu = torch_engine.TorchMemory(cuda, lambda: None, lambda: 0)
             cuda.reserved = 40 * MB
             made.train, train = (
                 lambda *given, **more: (setattr(cuda, "most", 300 * MB), train(*given, **more))[1],
@@ -83,8 +135,8 @@ def test_a_tasks_peak_is_what_it_held_resident_and_on_the_gpu(place: Place) -> N
             )
             return made
 
-    plain = main.run_task(place.order(), main.TaskExecutor(), own_process=True)
-    beside = main.run_task(place.order(), Bench(), own_process=True)
+    plain = main.run_task(place.order(budget_bytes=16 << 30), main.TaskExecutor(), own_process=True)
+    beside = main.run_task(place.order(budget_bytes=16 << 30), Bench(), own_process=True)
     assert (plain.code, beside.code) == ("ok", "ok")
     assert plain.base_bytes is not None and plain.peak_bytes is not None  # noqa: PT018
     assert beside.base_bytes is not None and beside.peak_bytes is not None  # noqa: PT018
@@ -134,3 +186,49 @@ def test_an_engine_that_falls_back_is_told_of_with_the_first_update_alone(place:
 
     bench = Bench()
     assert [main.run_task(place.order(), bench).note for _ in range(2)] == ["it runs on the processor", ""]
+
+
+def test_what_is_prepared_and_read_together_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread prepares two batches ahead, and scores of five are read together: as one by one."""
+    network = {"name": "cnn", "channels": 1, "size": 16, "classes": 2, "input": {"channels": 1, "size": 16}}
+    draws = np.random.default_rng(0)
+    examples = Examples(draws.integers(0, 256, (200, 16, 16), np.uint8), np.arange(200) % 2)
+    registry = pytest.importorskip("fedquilt.models.networks.registry")
+    start = {name: value.numpy() for name, value in registry.load_network(network).state_dict().items()}
+
+    def worked() -> tuple[Any, Any, Any]:
+        one = torch_engine.TorchEngine(1 << 40)
+        model, told = one.train(network, start, examples, Fit(epochs=2, batch=16), tensors.seeded_rng(1))
+        return (model, one.fisher(network, start, examples, each=7)), told, one.evaluate(network, model, examples)
+
+    monkeypatch.setitem(torch_engine.EVALUATED_AT_ONCE, "cpu", 16)
+    singly = worked()
+    monkeypatch.setitem(torch_engine.READ_AT_ONCE, "cpu", 5)
+    monkeypatch.setitem(torch_engine.PREPARED, "cpu", 2)
+    together = worked()
+    assert singly[1:] == together[1:]
+    for one, other in zip(singly[0], together[0], strict=True):
+        assert all(np.array_equal(one[name], other[name]) for name in start if name in one)
+
+
+def test_examples_that_cannot_be_prepared_fail_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of the thread is the training's."""
+    network = {"name": "mlp", "inputs": 4, "hidden": [3], "classes": 2}
+    seen = []
+
+    def inputs(x: np.ndarray) -> np.ndarray:
+        seen.append(len(x))
+        if len(seen) > 3:
+            raise DataError("the file is damaged")
+        return x
+
+    monkeypatch.setitem(torch_engine.PREPARED, "cpu", 2)
+    with pytest.raises(DataError, match="the file is damaged"):
+        torch_engine.TorchEngine(1 << 40).train(
+            network,
+            engine.init_tensors(network, 0),
+            Examples(np.zeros((20, 4), np.float32), np.arange(20) % 2),
+            Fit(batch=4),
+            tensors.seeded_rng(1),
+            hooks=Hooks(inputs=inputs),
+        )

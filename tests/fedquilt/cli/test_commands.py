@@ -34,7 +34,7 @@ HELPERS = {
         "reference",
         "rollout_options",
     ),
-    *("clocks", "flash", "record", "bench", "reproduce"),  # of `board` and `lab`
+    *("check_gpu", "clocks", "flash", "record", "bench", "reproduce"),  # of `board` and `lab`
 }
 
 

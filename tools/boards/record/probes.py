@@ -136,7 +136,7 @@ def build_scoring_probes() -> list[TaskProbe]:
     site = _BlockContext(make_engine("onnx"), folder)
     found = []
     for channels, pixels, count in SCORED:
-        block = _write_probe_block(channels, pixels, folder)
+        block = write_probe_block(channels, pixels, folder)
         x = MemoryStack.from_array(
             np.random.default_rng(SEED).standard_normal((count, channels, pixels, pixels), np.float32)
         )
@@ -168,7 +168,7 @@ def make_engine(name: str) -> Any:
     return engines.create_engine(name, 1 << 40)
 
 
-def _write_probe_block(channels: int, pixels: int, folder: Path) -> Any:
+def write_probe_block(channels: int, pixels: int, folder: Path) -> Any:
     from onnx import TensorProto, helper, numpy_helper
 
     from fedquilt.models.stitching.stitched_network import Block

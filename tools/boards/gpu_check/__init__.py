@@ -1,0 +1,1 @@
+"""Check of a GPU through the agent's own code, within 10 minutes (`fedquilt board check-gpu`)."""
