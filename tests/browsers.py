@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import selectors
@@ -140,3 +141,7 @@ class Tab:
     def text(self) -> str:
         """The text that is shown."""
         return str(self.value("document.body.innerText"))
+
+    def picture(self, path: Path) -> None:
+        """A picture of what is shown, as PNG."""
+        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))

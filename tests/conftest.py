@@ -9,7 +9,6 @@ import os
 os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
 
 import datetime
-import functools
 import gc
 import ipaddress
 import time
@@ -28,7 +27,6 @@ from hypothesis import HealthCheck, settings
 from mosquittos import MOSQUITTO, Mosquitto
 from waiting import LIMIT_S
 
-from fedquilt.tools.boards.flash import own_wheels
 from fedquilt.tools.broker import EmbeddedBroker
 from fedquilt.transport.link import Message
 from fedquilt.transport.mqtt.broker import Broker
@@ -84,14 +82,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {ROOT / name: place for place, name in enumerate(LONGEST)}
     later = len(LONGEST)
     items.sort(key=lambda item: places.get(item.path, later + (item.path.parent.name not in LONG_FOLDERS)))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def prose_stripped_once() -> Iterator[None]:
-    """Strip each module of its prose once for all wheels that tests build, which takes 3 s of a processor a wheel."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(own_wheels, "strip_prose", functools.cache(own_wheels.strip_prose))
-        yield
 
 
 @pytest.fixture

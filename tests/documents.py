@@ -16,7 +16,7 @@ from waiting import until
 
 ROOT = Path(__file__).parents[1]
 DIGITS = ROOT / "tools" / "lab" / "demo" / "digits.npz"
-_NUMBER = re.compile(r"\d+(\.\d+)?")
+_NUMBER = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)(?![\w.]*\w)")
 LIMIT_S = 300.0  # for one command; a page's commands take seconds on an idle machine
 
 
@@ -44,19 +44,26 @@ def files(page: str) -> dict[str, str]:
     return {found[1]: block for block in blocks(page, "toml") if (found := re.match(r"# (\S+\.toml)\n", block))}
 
 
-def require_lines(shown: str, printed: str, tolerance: float = 0.0) -> None:
-    """Require that `printed` has each line that a page shows, with numbers that differ by at most this share."""
-    found = [line.split() for line in printed.splitlines()]
+def require_lines(shown: str, printed: str, tolerance: float) -> None:
+    """Require that `printed` has each line that a page shows.
+
+    Numbers that stand alone, with brackets or with a unit differ by at most the share `tolerance`: with `math.inf`,
+    only the text between them counts. Several spaces count as one.
+    """
+    found = [_split_numbers(line) for line in printed.splitlines()]
     for line in shown.splitlines():
-        assert any(_is_same_line(line.split(), other, tolerance) for other in found), line
+        assert any(_is_same_line(_split_numbers(line), other, tolerance) for other in found), line
+
+
+def _split_numbers(line: str) -> list[str]:
+    return _NUMBER.split(" ".join(line.split()))
 
 
 def _is_same_line(one: list[str], other: list[str], tolerance: float) -> bool:
-    return len(one) == len(other) and all(
-        a == b
-        or (_NUMBER.fullmatch(a) and _NUMBER.fullmatch(b) and math.isclose(float(a), float(b), rel_tol=tolerance))
-        for a, b in zip(one, other, strict=True)
-    )
+    if one[::2] != other[::2]:  # the text between numbers
+        return False
+    numbers = zip(one[1::2], other[1::2], strict=True)
+    return all(math.isclose(float(a), float(b), rel_tol=tolerance) for a, b in numbers)
 
 
 def run_python(page: str, folder: Path) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import io
 import platform
 import sys
+import tempfile
 import zipfile
 from collections.abc import Callable, Mapping
 from importlib import metadata
@@ -25,9 +28,8 @@ LAUNCHER = Path(upgrade_launcher.__file__)
 def wheel(folder: Path, version: str = NEW, changes: Mapping[str, Callable[[str], str]] = {}) -> Path:
     """The wheel for boards as it is here, with another version number, and files changed by name."""
     folder.mkdir(parents=True, exist_ok=True)
-    own = own_wheels.build_own_wheel(folder)
     made = folder / f"fedquilt_board-{version}-py3-none-any.whl"
-    with zipfile.ZipFile(own) as source, zipfile.ZipFile(made, "w") as target:
+    with zipfile.ZipFile(io.BytesIO(_build_own_wheel())) as source, zipfile.ZipFile(made, "w") as target:
         for name in source.namelist():
             text = source.read(name)
             if name == "fedquilt/__init__.py":
@@ -39,8 +41,13 @@ def wheel(folder: Path, version: str = NEW, changes: Mapping[str, Callable[[str]
                 assert changed != text.decode(), f"{name} has nothing to change"
                 text = changed.encode()
             target.writestr(name.replace(f"-{fedquilt.__version__}.dist-info", f"-{version}.dist-info"), text)
-    own.unlink()
     return made
+
+
+@functools.cache
+def _build_own_wheel() -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        return own_wheels.build_own_wheel(Path(folder)).read_bytes()
 
 
 def cannot_start(text: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 def main(argv: Sequence[str] | None = None) -> int:
     if sys.version_info < (3, 10):  # noqa: UP036  # a checkout, as pip installs fedquilt for no older one
-        sys.exit(f"fedquilt needs Python 3.10 or newer, and this is {sys.version.split()[0]}: start it with another")
+        sys.exit(f"Python {sys.version.split()[0]} is too old for fedquilt: start it with Python 3.10 or newer")
     try:
         from fedquilt.cli import entry
 

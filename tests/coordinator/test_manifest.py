@@ -77,8 +77,8 @@ def test_a_manifest_is_checked_in_every_codec(codec, based):
         ({"layouts": {"model": {"w": "f8:60,100", "n": "i8:", "b": "f4:9"}}}, "and its tensors 48044"),
         ({"layouts": {"model": {"w": "i4:60,100", "n": "i8:", "b": "f4:9"}}}, "'w' is int32, expected float32"),
         ({"layouts": {"model": {"w": "O8:60,100", "n": "i8:", "b": "f4:9"}}}, "'w' is described as 'O8:60,100'"),
-        ({"layouts": {"model": {"w": "f4:" + ",".join("1" * 17)}}}, "'w' is told as"),
-        ({"layouts": {"model": {"w": "f4:-1"}}}, "'w' is told as"),
+        ({"layouts": {"model": {"w": "f4:" + ",".join("1" * 17)}}}, "'w' is described as 'f4:"),
+        ({"layouts": {"model": {"w": "f4:-1"}}}, "'w' is described as 'f4:"),
     ],
 )
 def test_a_manifest_that_does_not_fit_says_what_differs(changes, said):

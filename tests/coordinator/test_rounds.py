@@ -110,6 +110,7 @@ def test_the_next_round_of_all_begins_with_half_of_those_who_were_asked_last():
 
 
 def test_updates_that_are_refused_do_not_make_one_board_a_fleet():
+    """Of five, four send what is not finite. They are broken, not absent: the round is not that of the fifth alone."""
     bad = [UpdateRejected(0, device, "NaN") for device in "bcde"]
     state = after(begun(attempts=1), CohortSelected(0, 0, tuple("abcde")), *bad, UpdateAccepted(0, update("a")))
     assert decide_event(state, 1.0, set("abcde")) is None
@@ -280,6 +281,7 @@ def test_a_refused_update_frees_its_place():
 
 
 def test_facts_of_another_round_are_refused():
+    """Late and early messages never become facts, so a log that holds one is not to be trusted."""
     state = after(begun(), CohortSelected(0, 0, ("a",)))
     for fact in (
         UpdateAccepted(1, update("a", 1)),

@@ -98,7 +98,9 @@ def test_the_numpy_engine_refuses_what_wants_a_module():
         "penalty and begin": Hooks(steps=(Step(penalty=lambda *_: 0.0, begin=lambda module: None),)),
     }
     for name, hooks in refused.items():
-        with pytest.raises(ModelError, match=rf"cannot train with {name} as this method asks: install fedquilt\[train"):
+        with pytest.raises(
+            ModelError, match=rf"cannot train with {name} as this method asks: pip install 'fedquilt\[train\]'"
+        ):
             changed(numpy_one, hooks)
 
 

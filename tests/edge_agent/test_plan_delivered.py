@@ -60,6 +60,7 @@ def test_a_task_whose_result_waits_in_the_outbox_is_answered_by_it_under_the_new
 
 
 def test_an_acknowledged_update_is_gone_and_its_task_ignored_for_ever() -> None:
+    """An old message must not have its task run again."""
     state, actions = advance(done(), UpdateAcked(("j-1", 0), True), 1.0)
     assert actions == ()
     assert next_due_s(state) == math.inf

@@ -26,7 +26,7 @@ KINDS = {  # and whether it needs torch to train
     "regression": False,
     "multilabel": False,
 }
-BY_DAY = ("timeseries", "tabular", "multilabel")  # with torch and without; classes, and several labels
+BY_DAY = ("timeseries", "regression", "multilabel")  # with torch and without; classes, a number, several labels
 
 
 def constant(train: Examples, test: Examples, task: str) -> float:

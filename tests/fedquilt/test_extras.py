@@ -12,10 +12,8 @@ from fedquilt import extras
 def test_a_board_is_told_its_own_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless it is without the extra, or a whole part is missing, which the other distribution has."""
     assert extras.installation_command("onnx") == "pip install 'fedquilt[onnx]'"
-    folder = tmp_path / "fedquilt_board-1.0.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: fedquilt-board\nVersion: 1.0\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "fedquilt_board-1.0.dist-info").mkdir()
+    monkeypatch.setattr(extras, "__file__", str(tmp_path / "fedquilt" / "extras.py"))
     assert extras.installation_command("onnx") == "pip install 'fedquilt-board[onnx]'"
     assert extras.missing_message("torch.nn").endswith(
         "torch.nn, which is not installed: pip install 'fedquilt-board[train]'"

@@ -125,6 +125,7 @@ def needs_packs(path: Path) -> bool:
 
 def run_core_tests(tests: list[str]) -> int:
     """Run test files in a copy of the checkout without packs, and return the exit code of pytest."""
+    assert tests, "no test of the core is found: a conftest.py around them imports a pack"
     with tempfile.TemporaryDirectory() as folder:
         copy_core(Path(folder))
         env = {**os.environ, "PYTHONPATH": folder}

@@ -127,6 +127,7 @@ def test_scaffold_survives_a_resume_at_every_round():
 
 
 def test_scaffold_without_its_devices_variates_does_not_get_there():
+    """What a lost c_i costs, which shows that the test above tests something."""
     bundle, members = quadratics(*TWO)
 
     def forgets(task, site):

@@ -45,6 +45,8 @@ def test_a_search_ends_with_a_validated_network():
         {"head": "aligned"},
         {"random_features": 3},
         {"stop_below": 1.0, "native_continuation": "exclude", "expansions": 2, "depth": 4},
+        {"space_optimizer": False, "max_upsampling": 1.0},
+        {"depth": 2},
         *(
             pytest.param(changes, marks=pytest.mark.nightly)
             for changes in (
@@ -52,8 +54,6 @@ def test_a_search_ends_with_a_validated_network():
                 {"maps": "position", "estimator": "biased"},
                 {"native_continuation": "exclude"},
                 {"order": "random", "space_margin": 0.0},
-                {"space_optimizer": False, "max_upsampling": 1.0},
-                {"depth": 2},
                 {"residual": "weigh"},
                 {"stop_below": 0.8},
                 {"stop_below": 1.0, "native_continuation": "exclude"},

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from submodels import SMALL, bundle, engine, pictures, run, view
+from submodels import MIXED, SMALL, bundle, engine, pictures, run, view
 
 from fedquilt import methods
 from fedquilt.arrays import tensors
@@ -40,6 +40,7 @@ def averaged() -> Any:
     ],
 )
 def test_with_nothing_left_out_it_is_fedavg_bit_for_bit(name, params):
+    """Width 1, one exit, one group, nothing pruned. Batch norm's statistics from a method's end are not FedAvg's."""
     made, plain, method = bundle(), averaged(), methods.load(name)
     mine = method.result(run(name, made, **params)[-1]).tensors
     assert mine.keys() == plain.keys()
@@ -81,6 +82,18 @@ def test_a_device_gets_and_sends_no_more_than_its_memory_tiers_part(name):
     else:
         assert sizes[0] < sizes[-1]
         assert orders[0].work.flops_per_example < orders[-1].work.flops_per_example
+
+
+@pytest.mark.parametrize("name", ["depthfl", "fedepth"])
+def test_a_mixed_fleet_goes_on_and_every_tensor_stays_finite(name):
+    """Three tiers at once. Something is learned in each round, and the result has the network's own tensors."""
+    method, made = methods.load(name), bundle()
+    found = run(name, made, rounds=3, budgets=MIXED)
+    result = method.result(found[-1]).tensors
+    assert {key for key in result if not key.startswith("exit.")} == made.load("model").keys()
+    assert all(np.isfinite(array).all() for array in result.values())
+    before = method.result(found[-2]).tensors
+    assert any(not np.array_equal(result[key], before[key]) for key in result)
 
 
 @pytest.mark.parametrize("name", ["heterofl", "fjord", "depthfl"])

@@ -165,7 +165,7 @@ def test_boards_are_chosen_by_name_label_and_state(home, words, found, capsys):
     [
         (["nobody"], "has heard of a board 'nobody'"),
         (["--label", "Lab 1"], "'Lab 1' selects no boards"),
-        (["--state", "asleep"], "'asleep' is none of online"),
+        (["--state", "asleep"], "'asleep' is unknown; there are: online, "),
     ],
 )
 def test_what_is_no_board_label_or_state_is_refused(home, words, says, capsys):

@@ -29,6 +29,7 @@ def job(**changes: Any) -> fq.Job:
 
 
 def test_its_keys_and_defaults_are_those_of_a_job_file():
+    """A key that a job file gains or loses is gained or lost here too. Only the name has a default."""
     plain = settings.JobSettings(name="job", method="fedavg")
     assert {each.name for each in dataclasses.fields(fq.Job)} == set(settings.JobSettings.__struct_fields__)
     assert fq.Job(method="fedavg").settings == plain

@@ -34,6 +34,7 @@ def private_names() -> set[str]:
 
 
 def test_what_the_client_rests_on_is_in_this_version_of_paho():
+    """The client uses private names of paho. A name that is gone fails here, not as a connection that never comes."""
     there = set(dir(paho.Client(paho.CallbackAPIVersion.VERSION2)))
     used = private_names()
     assert used >= {"_in_packet", "_packet_handle", "_sock", *CLOCKS}  # the search finds something

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 from boards import ELF, INTERPRETER, JETSON, plant, required, wheel
 
-from fedquilt.tools.boards.flash import bundle
+from fedquilt.tools.boards.flash import bundle, own_wheels
 from fedquilt.tools.boards.flash.install import RootFileSystem
 from fedquilt.tools.boards.targets import BundleTarget
 
@@ -32,6 +33,14 @@ for word; do
 done
 exec "$@" --root "$FAKE/board"
 """
+
+
+@pytest.fixture(scope="session", autouse=True)
+def prose_stripped_once() -> Iterator[None]:
+    """Strip each module of its prose once for all wheels that tests build, which takes 3 s of a processor a wheel."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(own_wheels, "strip_prose", functools.cache(own_wheels.strip_prose))
+        yield
 
 
 @pytest.fixture

@@ -113,7 +113,7 @@ def test_without_a_table_they_are_listed(capsys: pytest.CaptureFixture[str]) -> 
         (["none.toml"], 2, "cannot read none.toml"),
         (["genefl", "--data", ".", "--columns", "a"], 2, "genefl is run as a whole: leave --columns out"),
         (["fedpews-table2", "--columns", "64k"], 2, "has no column '64k'; it has: 32k-1.0"),
-        (["fedpews-table2", "--rows", "FedPros"], 2, "there is no 'FedPros'; did you mean 'FedProx'? There are: "),
+        (["fedpews-table6", "--rows", "FedPros"], 2, "there is no 'FedPros'; did you mean 'FedProx'? There are: "),
         (["fedpews-table2", "--data", "."], 2, "fedpews-table2 makes its own data: leave --data out"),
         (["fedsdg"], 3, "fedsdg needs --data: a folder with MNIST's files"),
         (["fedstitch"], 3, "fedstitch needs --data"),
