@@ -200,8 +200,8 @@ def compare(
             return run_seed(case.settings, Path(case.folder), tell, workers, engine=engine, mixed=mixed)
 
         found, failed = runs.run_cases(order, Path(out), play_case, shown.show, shown.show)
-    if runs.find_personal_methods(found.values()):
-        found = dict(zip(found, tables.drop_test_scores(list(found.values())), strict=True))
+    selected, _ = tables.select_scores(list(found.values()))
+    found = dict(zip(found, selected, strict=True))
     return Comparison(
         tuple(jobs),
         tuple(tuple(found[case] for case in todo[index] if case in found) for index in todo),

@@ -237,11 +237,6 @@ def _run_case_or_describe_error(player: Player, case: ComparisonCase, tell: Tell
         return str(error)
 
 
-def find_personal_methods(runs: Iterable[SeedRun]) -> list[str]:
-    """Return the methods whose networks differ by device, so that a common test set cannot measure them."""
-    return [name for name in dict.fromkeys(run.method for run in runs) if methods.load(name).personal is not None]
-
-
 # -- the command ----------------------------------------------------------------------------------
 
 
@@ -272,11 +267,9 @@ def compare_and_print(
         return run_seed(case.settings, Path(case.folder), tell, workers, engine=engine, mixed=mixed)
 
     found, failed = run_cases(todo, out, run_case, progress.LINE.print_lines)
-    runs = list(found.values())
-    personal = find_personal_methods(runs)
-    if personal and any(run.tested for run in runs):
-        progress.LINE.print_lines(f"on held-out shares, because the networks of {', '.join(personal)} differ by device")
-        runs = tables.drop_test_scores(runs)
+    runs, note = tables.select_scores(list(found.values()))
+    if note:
+        progress.LINE.print_lines(note)
     result = tables.make_result(job.name, runs, target, failed)
     files = tables.write_files(result, runs, out)
     if format == "json":

@@ -137,7 +137,7 @@ def plot_bars(
         parts: Names of the parts.
     """
     sums = [sum(part or 0.0 for part in bar.parts) for bar in found]
-    if not found or not any(math.isfinite(total) and total > 0 for total in sums):
+    if not any(part is not None and math.isfinite(part) for bar in found for part in bar.parts):
         return make_empty_plot(title)
     told = [_format_total(bar, total) for bar, total in zip(found, sums, strict=True)]
 

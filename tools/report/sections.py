@@ -141,28 +141,33 @@ def make_confusion_section(found: RunData) -> PageSection | None:
 def make_timeline_section(found: RunData) -> PageSection | None:
     """Return bars of what each device did in a round, for a few rounds."""
     took = {fact.round: fact.took_s for _, fact in found.facts if isinstance(fact, RoundCommitted)}
-    timed: dict[int, dict[str, tuple[float, float]]] = {}
-    for _, fact in found.facts:
-        if isinstance(fact, UpdateAccepted) and fact.took_s is not None and fact.round in took:
-            timed.setdefault(fact.round, {})[fact.update.device] = fact.took_s, fact.update.usage.wall_s
+    began: dict[int, float] = {}
+    asked: dict[tuple[int, str], float] = {}
+    timed: dict[int, dict[str, tuple[float, float, float]]] = {}  # round -> device -> before, answered after, task
+    for at, fact in found.facts:
+        if isinstance(fact, CohortSelected) and not found.row.has_virtual_time:  # events have this machine's clock
+            began.setdefault(fact.round, at)
+            asked |= {(fact.round, device): at for device in fact.devices}
+        elif isinstance(fact, UpdateAccepted) and fact.took_s is not None and fact.round in took:
+            device = fact.update.device
+            before_s = asked.get((fact.round, device), at) - began.get(fact.round, at)
+            before_s = min(max(before_s, 0.0), max(took[fact.round] - fact.took_s, 0.0))
+            timed.setdefault(fact.round, {})[device] = before_s, fact.took_s, fact.update.usage.wall_s
     if not timed:
         return None
     over: dict[str, plots.Plot] = {}
     for number in _select_evenly_spaced(sorted(timed), SWITCHED):
-        ends = sorted(timed[number].items(), key=lambda each: each[1][0])[:MOST_DEVICES]
-        lasted_s = max(took[number], *(answered_s for _, (answered_s, _) in ends))
+        ends = sorted(timed[number].items(), key=lambda each: each[1][1])[:MOST_DEVICES]
+        lasted_s = max(took[number], *(answered_s for _, (_, answered_s, _) in ends))
         scale, prefix = units.select_prefix(lasted_s) if lasted_s < 1 else (1.0, "")
-        bars = [
-            plots.PlotBar(
-                name,
-                [each / scale for each in (wall_s, max(answered_s - wall_s, 0.0), max(lasted_s - answered_s, 0.0))],
-            )
-            for name, (answered_s, wall_s) in ends
-        ]
+        bars = []
+        for name, (before_s, answered_s, wall_s) in ends:
+            rest_s = max(answered_s - wall_s, 0.0), max(lasted_s - before_s - answered_s, 0.0)
+            bars.append(plots.PlotBar(name, [each / scale for each in (before_s, wall_s, *rest_s)]))
         name = _format_round_name(found, number)
         clock = "virtual time" if found.row.has_virtual_time else "since the round began"
         title = f"Devices in {'the ' * (number == found.summary.final)}{name}"
-        over[name] = plots.plot_bars(bars, title, f"{prefix}s, {clock}", TIME_PARTS)
+        over[name] = plots.plot_bars(bars, title, f"{prefix}s, {clock}", ("before it was asked", *TIME_PARTS))
     return PageSection(["The fastest device comes first."], switch=_render_switch(over))
 
 
@@ -273,11 +278,17 @@ def make_device_section(found: RunData) -> PageSection | None:
     head = ["device", "tasks", "refused", "s per task", "J", "J above idle", "peak memory", "down", "up"]
     head += [f"last {_format_metric_title(found)}"] if own else []
     shown = dict(sorted(known.items(), key=lambda each: -(each[1].energy_j or 0.0))[:MOST_DEVICES])
+    notes = [] if len(shown) == len(known) else [f"Drawn: {len(shown)} of {len(known)} devices."]
     figures = []
     if own:
         metric, scores = _find_main_metric(found), {name: own[name] for name in known if name in own}
-        factor, least = metrics.display_factor(metric), dict(sorted(scores.items(), key=lambda each: each[1]))
-        rows_of = [plots.PlotBar(name, [factor * value]) for name, value in list(least.items())[:MOST_DEVICES]]
+        factor = metrics.display_factor(metric)
+        worst = sorted(scores, key=scores.__getitem__, reverse=not metric.higher)[:MOST_DEVICES]
+        rows_of = [plots.PlotBar(name, [factor * scores[name]]) for name in worst]
+        if len(worst) < len(scores):
+            notes.append(
+                f"{_format_metric_heading(metric)}: the worst {len(worst)} of {len(scores)} devices are drawn."
+            )
         label = f"{metric.title}{', %' * metric.share}, last held-out share"
         figures.append(plots.plot_bars(rows_of, f"{_format_metric_heading(metric)} of each device", label))
     if any(of.energy_j is not None for of in shown.values()):
@@ -294,7 +305,6 @@ def make_device_section(found: RunData) -> PageSection | None:
     if any(of.peak_bytes is not None for of in shown.values()):
         peaks = [plots.PlotBar(name, _split_memory_mb(of)) for name, of in shown.items()]
         figures.append(plots.plot_bars(peaks, "Highest memory of a task", "MB", ("runtime", "task")))
-    notes = [] if len(shown) == len(known) else [f"Drawn: {len(shown)} of {len(known)} devices."]
     sources = sorted({of.energy_source for of in known.values() if of.energy_source})
     word = found.summary.total.energy_word.strip() or "measured"
     notes += [f"Energy {word} by: {'; '.join(sources)}."] if sources else []

@@ -264,8 +264,17 @@ def test_without_a_test_set_accuracy_is_on_held_out_shares() -> None:
 
 def test_on_held_out_shares_a_test_set_does_not_count() -> None:
     """What is compared of methods that leave each device a network of its own: here 0.5 of 0.9."""
-    (row,) = tables.make_rows(tables.drop_test_scores([made("local", 0, 0.9)]), 0.8)
-    assert (row["accuracy"], row["reached"]) == (0.5, 0)
+    runs, note = tables.select_scores([made("fedavg", 0, 0.9), made("local", 0, 0.9)])
+    assert [(row["accuracy"], row["reached"]) for row in tables.make_rows(runs, 0.8)] == [(0.5, 0)] * 2
+    assert note == "on held-out shares, because the networks of local differ by device"
+
+
+def test_a_method_without_scores_on_held_out_shares_keeps_the_test_set() -> None:
+    """The table has no empty cell for it, and the note says what is tested of the other methods."""
+    blind = msgspec.structs.replace(made("afl", 0, 0.7), marks=(mark(1, 0.7, held=None),))
+    runs, note = tables.select_scores([blind, made("local", 0, 0.9)])
+    assert [row["accuracy"] for row in tables.make_rows(runs, None)] == [0.7, 0.9]
+    assert "on the test set, because afl has no scores on held-out shares" in note
 
 
 def test_nothing_that_ended_is_a_table_of_nothing(tmp_path: Path) -> None:

@@ -211,6 +211,19 @@ def test_annotations_of_classes_stay() -> None:
     assert own_wheels.strip_prose(source) == stripped
 
 
+@pytest.mark.parametrize(
+    ("source", "stripped"),
+    [
+        ("async def f(a: int) -> int:\n    b: int = a\n    return b\n", "async def f(a):\n    b = a\n    return b\n"),
+        ("def f(a: (int | None)) -> (int):\n    b: ((int)) = a\n", "def f(a):\n    b = a\n"),
+        ("def f() -> (\n    int\n):\n    pass\n", "def f() -> (\n    int\n):\n    pass\n"),
+    ],
+)
+def test_annotations_of_functions_are_cut_with_their_parentheses(source: str, stripped: str) -> None:
+    """Of asynchronous functions too. Those over several lines stay."""
+    assert own_wheels.strip_prose(source) == stripped
+
+
 @pytest.fixture(scope="module")
 def program(board_wheel: Path) -> Path:
     """`fedquilt` of a fresh environment with the wheel for boards, and the other packages of this one."""

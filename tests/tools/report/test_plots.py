@@ -82,6 +82,13 @@ def test_nothing_to_show_says_so() -> None:
         assert "not known of this run" in texts(render_svg(plot))
 
 
+def test_a_sum_of_zero_is_known() -> None:
+    """As the accuracy of devices that are always wrong."""
+    drawn = render_svg(plots.plot_bars([PlotBar("a", [0.0]), PlotBar("b", [0.0])], "t", "%"))
+    assert texts(drawn).count("0") >= 2
+    assert "not known of this run" not in texts(drawn)
+
+
 def test_bars_are_as_long_as_their_parts_and_the_unknown_has_none() -> None:
     """Three to one; a device without a meter has words in place of a bar."""
     drawn = render_svg(

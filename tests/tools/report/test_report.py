@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import re
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 from evaluations import of_classes, total
+from msgspec import structs
 
 from fedquilt.arrays import tensors
 from fedquilt.cli import main
@@ -29,11 +31,12 @@ from fedquilt.coordinator.rounds.events import (
 )
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.views import scores
+from fedquilt.coordinator.views.run_summary import DeviceScore
 from fedquilt.core import BlobRef, Update, Usage
 from fedquilt.edge_agent.engines.numpy import engine
 from fedquilt.formats import job_bundle
 from fedquilt.tools import report
-from fedquilt.tools.report import matrix
+from fedquilt.tools.report import matrix, sections
 from fedquilt.tools.simulation import agents
 
 if sys.version_info >= (3, 11):
@@ -224,6 +227,41 @@ def test_the_timeline_shows_what_each_device_did_in_a_round(tmp_path: Path) -> N
     ]
     for part in ("a, task: 2", "a, down, start and up: 1", "a, waiting: 1"):
         assert text.count(f"<title>{part}</title>") == 2, part
+
+
+def test_a_device_that_is_asked_again_begins_later_in_the_timeline(tmp_path: Path) -> None:
+    """After 5 s of 10. Both devices answer 3 s after they were asked."""
+    with Store(tmp_path) as store:
+        found = report.load_run_data(store, run_of(store, FACTS))
+    dated: list[tuple[float, AnyEvent]] = [
+        (100.0, CohortSelected(0, 0, ("a", "b"))),
+        (103.0, UpdateAccepted(0, update("a", 0), 3.0)),
+        (105.0, CohortSelected(0, 1, ("b",))),
+        (108.0, UpdateAccepted(0, update("b", 0), 3.0)),
+        (110.0, RoundCommitted(0, BLOB, False, {}, (), 10.0)),
+    ]
+    section = sections.make_timeline_section(replace(found, facts=tuple(dated)))
+    assert section is not None
+    ((_, drawn),) = section.switch
+    assert {"a, before it was asked: 0", "a, task: 2", "a, waiting: 7"} <= set(re.findall("<title>(.*?)<", str(drawn)))
+    assert {"b, before it was asked: 5", "b, task: 2", "b, waiting: 2"} <= set(re.findall("<title>(.*?)<", str(drawn)))
+
+
+def test_of_many_devices_the_worst_errors_are_drawn(tmp_path: Path) -> None:
+    """A low error is better, so the 40 highest ones are drawn, and the page says so."""
+    with Store(tmp_path) as store:
+        facts: list[AnyEvent] = [JobStarted(BLOB), CohortSelected(0, 0, tuple(f"dev-{i:02d}" for i in range(50)))]
+        facts += [UpdateAccepted(0, update(f"dev-{i:02d}", 0), 2.0) for i in range(50)]
+        run = run_of(store, [*facts, RoundClosed(0), RoundCommitted(0, BLOB, False, {}, (), 2.0)])
+        found = report.load_run_data(store, run)
+    errors = {f"dev-{i:02d}": DeviceScore(0, i / 10) for i in range(50)}
+    summary = structs.replace(found.summary, scores=errors)
+    measured = scores.EvaluationScore(1, 1.0, 1, metric="rmse")
+    section = sections.make_device_section(replace(found, summary=summary, scores=(measured,)))
+    assert section is not None
+    assert "RMSE: the worst 40 of 50 devices are drawn." in section.notes
+    assert "dev-49 4.9" in str(section)
+    assert "dev-09 0.9" not in str(section)
 
 
 def test_virtual_time_and_predicted_energy_are_called_so(tmp_path: Path) -> None:

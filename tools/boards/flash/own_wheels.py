@@ -160,7 +160,11 @@ def strip_prose(source: str) -> str:
 def _cut_annotations(lines: Sequence[str], tree: ast.AST) -> list[str]:
     left = [line.encode() for line in lines]  # positions in a tree count bytes
     for line, start, end in sorted(_find_annotations(tree), reverse=True):
-        left[line - 1] = left[line - 1][:start].rstrip(b"->: ") + left[line - 1][end:]
+        before, after = left[line - 1][:start].rstrip(), left[line - 1][end:]
+        while before.endswith(b"(") and after.lstrip().startswith(b")"):  # no part of the annotation in the tree
+            before, after = before[:-1].rstrip(), after.lstrip()[1:]
+        if before.endswith((b":", b"->")):  # or a parenthesis begins on an earlier line
+            left[line - 1] = before.rstrip(b"->: ") + after
     return [line.decode() for line in left]
 
 
@@ -176,7 +180,9 @@ def _find_annotations(node: ast.AST, *, in_function: bool = False) -> Iterator[t
             annotation = child.annotation
         if annotation is not None and annotation.lineno == annotation.end_lineno:
             yield annotation.lineno, annotation.col_offset, annotation.end_col_offset or 0
-        inside = not isinstance(child, ast.ClassDef) and (in_function or isinstance(child, ast.FunctionDef))
+        inside = not isinstance(child, ast.ClassDef) and (
+            in_function or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+        )
         yield from _find_annotations(child, in_function=inside)
 
 

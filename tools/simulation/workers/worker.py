@@ -145,7 +145,7 @@ def serve_requests(orders: Connection, blobs: int) -> None:
 
 
 def _receive_messages(orders: Connection) -> Iterator[bytes]:
-    with contextlib.suppress(EOFError):
+    with contextlib.suppress(EOFError, OSError):  # an OSError where the coordinator ends within a message
         while True:
             yield orders.recv_bytes()
 
