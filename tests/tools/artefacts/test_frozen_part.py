@@ -121,8 +121,8 @@ def test_prepare_finds_the_schedule_of_a_real_network(tmp_path: Path) -> None:
 
 
 def test_a_wrong_key_of_the_table_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match=r"\[schedule\].*blocks"):
-        prepare_bundle({"model": CNN, "schedule": {"path": "x", "rate": 1}}, tmp_path)
+    with pytest.raises(JobError, match=r"\[schedule\]: there is no key 'block'; did you mean 'blocks'\?"):
+        prepare_bundle({"model": CNN, "schedule": {"path": "x", "block": 1}}, tmp_path)
 
 
 # -- a new head -----------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def test_a_card_names_the_tables_that_run_the_method() -> None:
 
 
 def test_an_unknown_method_is_told_with_the_known_ones() -> None:
-    with pytest.raises(JobError, match=r"'fedfoo' is unknown; there are: .*fedavg"):
+    with pytest.raises(JobError, match=r"'fedfoo' is unknown; did you mean 'fedopt'\? There are: .*fedavg"):
         method_pages.make_card("fedfoo")
 
 

@@ -117,7 +117,7 @@ def test_who_has_no_certificate_or_one_that_is_not_good_stays_out_and_is_told_wh
 ) -> None:
     """None, expired, a server's, a stranger's: each in a plain sentence that names the file."""
     none = Broker.from_url(site.url, ca=site.authority.folder / "ca.crt")
-    assert "wants a certificate of ours" in refusal(none, stage)
+    assert "requires a certificate of ours" in refusal(none, stage)
     expired = refusal(site.broker("dev-a", days_ago=400), stage)
     assert "dev-a.crt" in expired
     assert "certificate expired" in expired

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import struct
 import subprocess
 import sys
 import weakref
@@ -26,6 +28,7 @@ from fedquilt.testing.toy_networks import point_members, toy_bundle
 from fedquilt.tools.simulation import DeviceData
 from fedquilt.tools.simulation.run import RunOutcomes, simulate
 from fedquilt.tools.simulation.simulated_job import Simulation
+from fedquilt.tools.simulation.workers import worker
 from fedquilt.tools.simulation.workers.backend import WorkBackend
 from fedquilt.tools.simulation.workers.protocol import SINGLE
 
@@ -166,3 +169,12 @@ def test_a_process_that_forks_the_workers_has_one_thread(engine: str) -> None:
         [sys.executable, "-c", code, engine], env={**os.environ, **SINGLE}, capture_output=True, text=True, check=True
     )
     assert told.stdout == "1\n"
+
+
+def test_a_worker_ends_without_a_traceback_where_its_coordinator_ends_within_a_message() -> None:
+    """The message before is received, and of the last one only a beginning."""
+    received, sent = multiprocessing.Pipe(duplex=False)
+    sent.send_bytes(b"whole")
+    os.write(sent.fileno(), struct.pack("!i", 100) + b"a beginning")
+    sent.close()
+    assert list(worker._receive_messages(received)) == [b"whole"]
