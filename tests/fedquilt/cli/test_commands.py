@@ -253,8 +253,8 @@ def test_each_shell_gets_its_script(shell, monkeypatch, capsys):
     [
         ("coordinator.storage.backup", "write_backup", ("backup", "save", "runs", "runs.tar")),
         ("coordinator.storage.backup", "restore_backup", ("backup", "restore", "runs.tar", "new")),
-        ("tools.experiments.energy_front", "main", ("lab", "front", "job.toml")),
-        ("tools.report.partition", "main", ("lab", "partition", "job.toml")),
+        ("tools.experiments.energy_front", "print_fronts", ("lab", "front", "job.toml")),
+        ("tools.report.partition", "print_counts", ("lab", "partition", "job.toml")),
     ],
 )
 def test_what_may_take_long_says_that_it_goes_on(tmp_path, monkeypatch, capsys, module, function, words):
