@@ -121,7 +121,7 @@ def test_prepare_finds_the_schedule_of_a_real_network(tmp_path: Path) -> None:
 
 
 def test_a_wrong_key_of_the_table_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match=r"\[schedule\].*blocks"):
+    with pytest.raises(JobError, match=r"\[schedule\]: there is no key 'rate'; keys of \[schedule\]: path, "):
         prepare_bundle({"model": CNN, "schedule": {"path": "x", "rate": 1}}, tmp_path)
 
 
