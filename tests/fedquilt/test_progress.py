@@ -95,7 +95,7 @@ def test_a_remaining_time_does_not_climb(clock):
         line = ProgressLine(io.StringIO(), clock=clock)
         told = []
         for done in range(10):
-            told.append(line._format_remaining(done, 10, clock.now_s, False).partition("about ")[2])
+            told.append(line._format_remaining(done, 10, clock.now_s).partition("about ")[2])
             clock.now_s += 60 * (slow if 2 <= done < 5 else fast)
         shown.append(told)
     minutes = [int(each.split()[0]) for each in shown[0] if "min" in each]

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from model_places import Place
 from one_agent import Site
 from toy_kinds import ToyKind
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """Folder outside of /dev, where `make test` has the others and a confined process may write."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

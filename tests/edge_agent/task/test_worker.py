@@ -236,7 +236,7 @@ from fedquilt.edge_agent.task.worker import ChildWorker
 from fedquilt.edge_agent.task.protocol import WorkRequest
 worker = ChildWorker(60.0, {place.command()!r})
 worker.start(msgspec.json.decode(open({str(order)!r}, "rb").read(), type=WorkRequest), 0.0)
-while not worker.poll(0.0):
+while not worker.poll_events(0.0):
     select.select(worker.fds(), [], [], 1.0)
 print(worker._child.pid, flush=True)
 select.select([], [], [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from pathlib import Path
@@ -98,7 +99,7 @@ def answer(capsys: pytest.CaptureFixture[str], words: list[str]) -> tuple[int, s
 
 def assert_helpful(answered: tuple[int, str], code: int, *named: str) -> None:
     assert answered[0] == code, answered
-    error = answered[1].strip()
+    error = answered[1].strip().replace(f"{os.getcwd()}/", "")
     assert error.startswith("fedquilt: ")
     assert "Traceback" not in error
     assert sum(-(-len(line) // WIDTH) for line in error.splitlines()) <= LINES, error

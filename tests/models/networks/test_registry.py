@@ -149,7 +149,7 @@ def test_a_file_that_would_run_code_is_not_read(tmp_path):
 @pytest.mark.parametrize(
     ("network", "weights", "message"),
     [
-        ({"name": "mpl"}, None, "'mpl' is unknown; did you mean 'mlp'? There are: cnn, "),
+        ({"name": "mpl"}, None, r"'mpl' is unknown; did you mean 'mlp'\? There are: cnn, "),
         ({"name": "mlp", "inputs": 4}, None, "'classes'"),
         ({"name": "mlp", "inputs": 4, "classes": 2, "width": 3}, None, "'width'"),
         ({"name": "torchvision/resnet51"}, None, "no architecture 'resnet51'"),

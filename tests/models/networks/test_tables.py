@@ -36,7 +36,7 @@ def test_a_table_is_built_and_says_what_an_example_is(name):
     table = MADE[name]
     shape = registry.input_shape(table)
     x = torch.zeros((2, *shape), dtype=torch.int64 if name == "transformer" else torch.float32)
-    assert registry.build(table).eval()(x).shape == (2, table["classes"])
+    assert registry.build_network(table).eval()(x).shape == (2, table["classes"])
 
 
 def test_a_network_of_torchvision_gets_a_new_head_where_classes_differ():
@@ -49,4 +49,4 @@ def test_a_network_of_ones_own_is_named_with_what_its_function_takes():
     table = models.module("nosuch:network", inputs=8, classes=2)
     assert table == {"name": "nosuch:network", "inputs": 8, "classes": 2}
     with pytest.raises(ModelError, match="nosuch"):
-        registry.build(table)
+        registry.build_network(table)

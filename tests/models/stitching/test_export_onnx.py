@@ -79,9 +79,9 @@ def by_the_agents(
     ("taps", "align", "head"),
     [
         ([ACROSS], None, True),
-        ([[*ACROSS, "plain.4"]], [[i] for i in range(10)], False),
-        ([[*ACROSS, "plain.4"]], [[0, 2, 4, 6, 8], [], [1, 3, 5]], False),
-        ([[f"residual.{i}" for i in range(5)]], [[i] for i in range(10)], False),
+        ([[*ACROSS, "plain.4"]], [[i] for i in range(4)], False),
+        ([[*ACROSS, "plain.4"]], [[0, 2], [], [1, 3]], False),
+        ([[f"residual.{i}" for i in range(5)]], [[i] for i in range(3)], False),
         ([["plain.0"]], None, True),
         (JOINED, None, True),
         (JOINED[::-1], None, True),
@@ -316,11 +316,12 @@ def test_a_network_that_cannot_be_written_says_why(tmp_path):
     (tmp_path / "noise").write_bytes(b"noise")
     with pytest.raises(ModelError, match=r"block 'plain\.0' cannot be read from .*noise"):
         export_stitched(*artefact([["plain.0"]], None, True), STOCK.blocks, {"plain.0.onnx": tmp_path / "noise"})
-    large = onnx.load(FILES["residual.3.onnx"], load_external_data=False)
-    (tmp_path / "graph").write_bytes(FILES["residual.3.onnx"].read_bytes())
-    location = large.graph.initializer[0].external_data[0].value
+    location = "0" * 64
+    large = onnx.load(FILES["residual.3.onnx"])
+    onnx.save(large, tmp_path / "graph", save_as_external_data=True, location=location, size_threshold=0)
+    large = onnx.load(tmp_path / "graph", load_external_data=False)
     (tmp_path / location).write_bytes(b"short")
-    with pytest.raises(ModelError, match=rf"'residual\.3' .* takes 73728 bytes, and {location[:12]} has 5 from there"):
+    with pytest.raises(ModelError, match=rf"'residual\.3' .* takes 4608 bytes, and {location[:12]} has 5 from there"):
         export_stitched(*artefact([["residual.3"]], None, True), STOCK.blocks, {"residual.3.onnx": tmp_path / "graph"})
     large.graph.initializer[0].external_data[0].value = "../secret"
     onnx.save(large, tmp_path / "graph")
