@@ -41,10 +41,10 @@ from fedquilt.coordinator.storage.rows import (
 from fedquilt.coordinator.storage.snapshots import EVERY, SnapshotStore
 from fedquilt.coordinator.storage.suspended_jobs import SuspendedJobs
 from fedquilt.core import UNDECODABLE, JobError, StoreError, Update
-from fedquilt.formats import toml
+from fedquilt.formats import job_bundle, toml
 from fedquilt.host.disk import PRIVATE, Disk, Lock
 
-VERSION: Final = 5  # of the tables
+VERSION: Final = 6  # of the tables
 CHECK_S: Final = 0.5  # that a look at the whole database may take when it is opened
 JOBS: Final = rows.SCHEMA.format(table="jobs", facts="facts")
 _SCHEMA: Final = """
@@ -128,6 +128,7 @@ class StoredJob(NamedTuple):
     )
     epoch: int = 0  # start of the coordinator that took it up last
     submitter: str = ""  # user of the system who queued it; "": not known
+    content: str = ""  # `job_bundle.hash_content` of the bundle when the job was queued
 
     @property
     def has_virtual_time(self) -> bool:
@@ -237,7 +238,9 @@ class Store:
     # -- jobs --
 
     def find_unfinished(self, job: JobSettings, bundle: Path, origin: Origin = "run") -> str | None:
-        rows = [row for row in self.readable_jobs() if (row.job, row.bundle, row.origin) == (job, bundle, origin)]
+        """Return the latest unfinished run of exactly this job, with the bundle and the data that it began with."""
+        wanted = job, bundle, origin, job_bundle.hash_content(bundle)
+        rows = [row for row in self.readable_jobs() if (row.job, row.bundle, row.origin, row.content) == wanted]
         return next((row.id for row in reversed(rows) if row.status not in ("done", "failed")), None)
 
     def add_job(
@@ -253,8 +256,9 @@ class Store:
         status = ARMED if origin == "run" and job.trigger is not None else UNAPPROVED if by and by.asks else "queued"
         settings, submitter = msgspec.json.encode(job).decode(), by.row.submitter if by else current_user()
         notes = {id: by.why, by.row.id: f"{id} is started: {by.why}"} if by else {}
+        row = JobRow(id, settings, str(bundle), status, now, origin, submitter=submitter)
         with self._write_transaction():
-            self._rows.insert_job(JobRow(id, settings, str(bundle), status, now, origin, submitter=submitter))
+            self._rows.insert_job(row._replace(content=job_bundle.hash_content(bundle)))
             self._rows.append_events(
                 [(run, now, encode_lossless(run, NoteRecorded(said))) for run, said in notes.items()]
             )
@@ -288,7 +292,7 @@ class Store:
             reason = f"{self.home}: {row.id} was made by another version of fedquilt: {error}"
             return UnreadableRow(row.id, row.status, row.created, reason, damaged=False)
         at = Path(row.bundle), row.status, row.created
-        return StoredJob(row.id, job, *at, cast("Origin", row.origin), row.epoch, row.submitter)
+        return StoredJob(row.id, job, *at, cast("Origin", row.origin), row.epoch, row.submitter, row.content)
 
     def find_job(self, run: str) -> StoredJob:
         """Return the job with this id, or the latest job with this name.
