@@ -359,11 +359,12 @@ class Store:
 
     def describe_resume(self, row: StoredJob) -> str:
         """Return the command or function that resumes an interrupted job, for errors."""
+        begin, own = "`fedquilt simulate JOB", f"--home {self.home}`"
         how = {
             "run": f"`fedquilt serve --home {self.home}`",
-            "fleet": f"`fedquilt simulate JOB --link embedded --home {self.home}` (or --link broker)",
-            "virtual": f"`fedquilt simulate JOB --home {self.home}`",
-            "simulation": "`fedquilt.simulate`, or `fedquilt simulate JOB --engine ENGINE`, with this job and home",
+            "fleet": f"{begin} --link embedded {own} (or --link broker), with its --devices,",
+            "virtual": f"{begin} {own}, with its --devices,",
+            "simulation": f"`fedquilt.simulate`, or {begin} --engine ENGINE`, with this job and home",
         }
         return f"{how[row.origin]} goes on with {row.id}"
 

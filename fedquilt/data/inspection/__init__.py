@@ -96,9 +96,9 @@ def _locate_data(source: str) -> dict[str, Any]:
     name = source.removeprefix(TORCHVISION)
     if name != source and "/" not in name:
         return {"dataset": name, "path": "torchvision", "download": True}
-    if not Path(source).exists():
+    if not source or not Path(source).exists():
         raise DataError(
-            f"no data at {source}"
+            f"no data at {source or repr(source)}"
             + (
                 toml.suggest_file(Path(source))
                 or f": name a CSV, Parquet or .npz file, a folder of images by class or of IDX files, {SKLEARN}iris or "

@@ -95,6 +95,14 @@ def test_nothing_is_written_over(capsys):
     assert "job.toml exists already" in capsys.readouterr().err
     assert Path("job.toml").read_text() == "mine"
     assert not Path("digits.npz").exists()
+    Path("job.toml").write_bytes(b"\xff")
+    assert main(["init"]) == 6
+    assert "job.toml exists already" in capsys.readouterr().err
+    Path("job.toml").unlink()
+    Path("digits.npz").write_text("mine")
+    assert main(["init"]) == 6
+    assert "digits.npz exists already" in capsys.readouterr().err
+    assert (Path("digits.npz").read_text(), Path("job.toml").exists()) == ("mine", False)
     assert main(["init", "--force"]) == 0
     assert settings.load_job(Path("job.toml"))
 
