@@ -41,7 +41,7 @@ from fedquilt.coordinator.storage.rows import (
 from fedquilt.coordinator.storage.snapshots import EVERY, SnapshotStore
 from fedquilt.coordinator.storage.suspended_jobs import SuspendedJobs
 from fedquilt.core import UNDECODABLE, JobError, StoreError, Update
-from fedquilt.formats import job_bundle, toml
+from fedquilt.formats import toml
 from fedquilt.host.disk import PRIVATE, Disk, Lock
 
 VERSION: Final = 6  # of the tables
@@ -238,9 +238,13 @@ class Store:
     # -- jobs --
 
     def find_unfinished(self, job: JobSettings, bundle: Path, origin: Origin = "run") -> str | None:
-        """Return the latest unfinished run of exactly this job, with the bundle and the data that it began with."""
-        wanted = job, bundle, origin, job_bundle.hash_content(bundle)
-        rows = [row for row in self.readable_jobs() if (row.job, row.bundle, row.origin, row.content) == wanted]
+        """Return the latest unfinished run of exactly this job, if bundle and data are those that it began with.
+
+        An armed job has not begun.
+        """
+        content = _hash_bundle(bundle)
+        rows = [row for row in self.readable_jobs() if (row.job, row.bundle, row.origin) == (job, bundle, origin)]
+        rows = [row for row in rows if row.content == content or row.status == ARMED]
         return next((row.id for row in reversed(rows) if row.status not in ("done", "failed")), None)
 
     def add_job(
@@ -258,7 +262,7 @@ class Store:
         notes = {id: by.why, by.row.id: f"{id} is started: {by.why}"} if by else {}
         row = JobRow(id, settings, str(bundle), status, now, origin, submitter=submitter)
         with self._write_transaction():
-            self._rows.insert_job(row._replace(content=job_bundle.hash_content(bundle)))
+            self._rows.insert_job(row._replace(content=_hash_bundle(bundle)))
             self._rows.append_events(
                 [(run, now, encode_lossless(run, NoteRecorded(said))) for run, said in notes.items()]
             )
@@ -359,12 +363,12 @@ class Store:
 
     def describe_resume(self, row: StoredJob) -> str:
         """Return the command or function that resumes an interrupted job, for errors."""
-        begin, own = "`fedquilt simulate JOB", f"--home {self.home}`"
+        own = f"--home {self.home}"
         how = {
-            "run": f"`fedquilt serve --home {self.home}`",
-            "fleet": f"{begin} --link embedded {own} (or --link broker), with its --devices,",
-            "virtual": f"{begin} {own}, with its --devices,",
-            "simulation": f"`fedquilt.simulate`, or {begin} --engine ENGINE`, with this job and home",
+            "run": f"`fedquilt serve {own}`",
+            "fleet": f"`fedquilt simulate JOB --link embedded {own}` (or --link broker), with its --devices,",
+            "virtual": f"`fedquilt simulate JOB {own}`, with its --devices,",
+            "simulation": "`fedquilt.simulate`, or `fedquilt simulate JOB --engine ENGINE`, with this job and home",
         }
         return f"{how[row.origin]} goes on with {row.id}"
 
@@ -493,3 +497,9 @@ class Store:
                     f"fact {seq} of {id} in {self.home} cannot be read by this version ({error}): go on with the "
                     "version that wrote it, or run the job anew"
                 ) from None
+
+
+def _hash_bundle(bundle: Path) -> str:
+    from fedquilt.formats import job_bundle  # imports numpy, which verbs that only look can do without
+
+    return job_bundle.hash_content(bundle)

@@ -1,5 +1,6 @@
 """`fedquilt init`: what it writes is prepared and run as it is, whatever the method; questions are for terminals."""
 
+import importlib.util
 import os
 import pty
 import subprocess
@@ -113,6 +114,9 @@ def test_what_cannot_be_is_refused_before_anything_is_written(capsys):
     assert "did you mean 'fedprox'?" in capsys.readouterr().err
     assert main(["init", "--method", "fedstitch", "--data", "vectors.npz"]) == 2
     assert "examples of vectors.npz have shape (5,): write a job with [[donors]] of your own" in capsys.readouterr().err
+    if importlib.util.find_spec("sklearn"):
+        assert main(["init", "--method", "fedstitch", "--data", "sklearn/iris"]) == 2
+        assert "examples of sklearn/iris have shape (4,)" in capsys.readouterr().err
     assert main(["init", "--data", "none.npz"]) == 3
     assert list(Path().iterdir()) == [Path("vectors.npz")]
 
