@@ -27,11 +27,12 @@ T = TypeVar("T")
 
 BUSY_S: Final = 5.0  # that a reader waits for a writer
 KNOWN: Final = 100  # rows of jobs of which it is remembered that they were whole
-_COLUMNS: Final = "id, settings, bundle, status, created, origin, epoch, head, submitter"
+_COLUMNS: Final = "id, settings, bundle, status, created, origin, epoch, head, submitter, content"
 SCHEMA: Final = """
 create table if not exists {table} (
     id text primary key, settings text not null, bundle text not null, status text not null, created real not null,
-    origin text not null, epoch integer not null, head blob not null, submitter text not null, sum blob not null);
+    origin text not null, epoch integer not null, head blob not null, submitter text not null,
+    content text not null, sum blob not null);
 create table if not exists {facts} (
     seq integer primary key, job text not null references {table}(id), at real not null, body text not null,
     sum blob not null);
@@ -153,6 +154,7 @@ class JobRow(NamedTuple):
     epoch: int = 0
     head: bytes = FIRST  # checksum of the job's last fact
     submitter: str = ""  # user of the system; "" where a test or a tool has none
+    content: str = ""  # digest of the bundle and the data that it was prepared from
 
     @property
     def row_checksum(self) -> bytes:

@@ -44,7 +44,7 @@ from fedquilt.core import UNDECODABLE, JobError, StoreError, Update
 from fedquilt.formats import toml
 from fedquilt.host.disk import PRIVATE, Disk, Lock
 
-VERSION: Final = 5  # of the tables
+VERSION: Final = 6  # of the tables
 CHECK_S: Final = 0.5  # that a look at the whole database may take when it is opened
 JOBS: Final = rows.SCHEMA.format(table="jobs", facts="facts")
 _SCHEMA: Final = """
@@ -128,6 +128,7 @@ class StoredJob(NamedTuple):
     )
     epoch: int = 0  # start of the coordinator that took it up last
     submitter: str = ""  # user of the system who queued it; "": not known
+    content: str = ""  # `job_bundle.hash_content` of the bundle when the job was queued
 
     @property
     def has_virtual_time(self) -> bool:
@@ -237,7 +238,10 @@ class Store:
     # -- jobs --
 
     def find_unfinished(self, job: JobSettings, bundle: Path, origin: Origin = "run") -> str | None:
+        """Return the latest run of this job that is armed, or unfinished and of the same bundle and data."""
+        content = _hash_bundle(bundle)
         rows = [row for row in self.readable_jobs() if (row.job, row.bundle, row.origin) == (job, bundle, origin)]
+        rows = [row for row in rows if row.content == content or row.status == ARMED]
         return next((row.id for row in reversed(rows) if row.status not in ("done", "failed")), None)
 
     def add_job(
@@ -253,8 +257,9 @@ class Store:
         status = ARMED if origin == "run" and job.trigger is not None else UNAPPROVED if by and by.asks else "queued"
         settings, submitter = msgspec.json.encode(job).decode(), by.row.submitter if by else current_user()
         notes = {id: by.why, by.row.id: f"{id} is started: {by.why}"} if by else {}
+        row = JobRow(id, settings, str(bundle), status, now, origin, submitter=submitter)
         with self._write_transaction():
-            self._rows.insert_job(JobRow(id, settings, str(bundle), status, now, origin, submitter=submitter))
+            self._rows.insert_job(row._replace(content=_hash_bundle(bundle)))
             self._rows.append_events(
                 [(run, now, encode_lossless(run, NoteRecorded(said))) for run, said in notes.items()]
             )
@@ -288,7 +293,7 @@ class Store:
             reason = f"{self.home}: {row.id} was made by another version of fedquilt: {error}"
             return UnreadableRow(row.id, row.status, row.created, reason, damaged=False)
         at = Path(row.bundle), row.status, row.created
-        return StoredJob(row.id, job, *at, cast("Origin", row.origin), row.epoch, row.submitter)
+        return StoredJob(row.id, job, *at, cast("Origin", row.origin), row.epoch, row.submitter, row.content)
 
     def find_job(self, run: str) -> StoredJob:
         """Return the job with this id, or the latest job with this name.
@@ -355,10 +360,11 @@ class Store:
 
     def describe_resume(self, row: StoredJob) -> str:
         """Return the command or function that resumes an interrupted job, for errors."""
+        own = f"--home {self.home}"
         how = {
-            "run": f"`fedquilt serve --home {self.home}`",
-            "fleet": f"`fedquilt simulate JOB --link embedded --home {self.home}` (or --link broker)",
-            "virtual": f"`fedquilt simulate JOB --home {self.home}`",
+            "run": f"`fedquilt serve {own}`",
+            "fleet": f"`fedquilt simulate JOB --link embedded {own}` (or --link broker), with its --devices,",
+            "virtual": f"`fedquilt simulate JOB {own}`, with its --devices,",
             "simulation": "`fedquilt.simulate`, or `fedquilt simulate JOB --engine ENGINE`, with this job and home",
         }
         return f"{how[row.origin]} goes on with {row.id}"
@@ -488,3 +494,9 @@ class Store:
                     f"fact {seq} of {id} in {self.home} cannot be read by this version ({error}): go on with the "
                     "version that wrote it, or run the job anew"
                 ) from None
+
+
+def _hash_bundle(bundle: Path) -> str:
+    from fedquilt.formats import job_bundle  # imports numpy, which verbs that only look can do without
+
+    return job_bundle.hash_content(bundle)

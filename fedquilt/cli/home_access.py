@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -120,7 +121,7 @@ def run_to_end(home: Path, broker: BrokerOptions, blobs: BlobOptions, store: Sto
 
 def report_end(home: Path, id: str, status: str, again: str) -> int:
     """Print the next step after a run, and return the exit code. `again` is the resuming command."""
-    told = f"interrupted; `{again} --home {home}` continues it" if status == "running" else ""
+    told = f"interrupted; `{again} --home {shlex.quote(str(home))}` continues it" if status == "running" else ""
     if status == "done" and id:
         told = f"`{export_command(home, id)}` writes the result"
     print_rows("text", [], [told] if told else [])

@@ -51,8 +51,9 @@ def prepare_bundle(path: Path, job: settings.JobSettings) -> Path:
 
     folder = home_access.bundle_folder(path)
     with toml.prefix_errors(str(path)), progress.show_progress(f"preparing {folder}"):
+        given = job_bundle.stamp_inputs(path, msgspec.to_builtins(job))
         made = prepare.prepare_and_check(job, folder, progress.LINE.print_to_stdout)
-        job_bundle.record_inputs(path, msgspec.to_builtins(job), folder)
+        job_bundle.record_inputs(given, folder)
     size = sum(ref.size for ref in made.files.values())
     print(f"{folder}: {len(made.files)} files, {units.format_bytes(size)}", flush=True)
     return folder

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fedquilt.coordinator.delivery.blobs.locations import BlobLocationSettings
 
 HOME: Final = Path("fedquilt-runs")
+FLEET: Final = "fleet"
 BROKER: Final = "mqtt://127.0.0.1:1883"
 
 
@@ -210,6 +211,14 @@ class BrokerOptions:
         named = {"ca": self.ca, "cert": self.cert, "key": self.key, "password_file": self.password_file}
         return {name: path for name, path in named.items() if path is not None}
 
+    @property
+    def arguments(self) -> list[str]:
+        """Words of the command line that give these options, without those that are the defaults."""
+        words = [] if self.url in (None, BROKER) else ["--broker", str(self.url)]
+        for name, path in self.files.items():
+            words += [f"--{name.replace('_', '-')}", str(path)]
+        return words + ([] if self.fleet == FLEET else ["--fleet", self.fleet])
+
     def to_table(self) -> dict[str, Any]:
         return {"url": self.url, **{name: str(path.resolve()) for name, path in self.files.items()}}
 
@@ -239,7 +248,7 @@ def broker_options(default: str | None = BROKER) -> Callable[[Callable[..., Any]
                     help="File with the user's password on its first line.",
                     group="Broker",
                 ),
-                option("--fleet", type=NAME, default="fleet", help="Name of the fleet in MQTT topics.", group="Broker"),
+                option("--fleet", type=NAME, default=FLEET, help="Name of the fleet in MQTT topics.", group="Broker"),
             )
         ):
             wrapper = add(wrapper)

@@ -23,7 +23,7 @@ from fedquilt.core import JobError
     metavar="COLUMN",
     help="Column or array to predict, with data (default: y).",
 )
-@option("--out", type=options.PATH, default=Path("job.toml"), help="The job file to write, with data.")
+@option("--out", type=options.PATH, help="The job file to write, with data (default: job.toml).")
 @option("--force", is_flag=True, help="Overwrite the job file.")
 @option("--devices", type=options.POSITIVE, help="Number of devices (default: the job's fleet.devices).")
 @option(
@@ -39,7 +39,7 @@ from fedquilt.core import JobError
 def simulate(
     source: str,
     label: str,
-    out: Path,
+    out: Path | None,
     force: bool,
     devices: int | None,
     link: str,
@@ -53,19 +53,19 @@ def simulate(
     on this machine.
     """
     is_job = source.endswith(".toml")
-    job = Path(source) if is_job else out
+    job = Path(source) if is_job else out or Path("job.toml")
     if is_job:
-        if label or force:
-            raise JobError(f"--label and --force go with data: {source} is a job file, which says what it predicts")
+        if label or force or out:
+            raise JobError(f"--label, --out and --force go with data: {source} is a job file, which is run as it is")
     else:
         from fedquilt.tools.lab import new_job
 
         found = new_job.inspect_source(source, label)
         count = devices or new_job.choose_devices(found)
-        job_files.write_job(new_job.NewJob(out, found, "fedavg", count, new_job.ROUNDS), force=force)
+        job_files.write_job(new_job.NewJob(job, found, "fedavg", count, new_job.ROUNDS), force=force)
     run, status = _run_job(job, devices, link, home, workers, broker)
     chosen = [*(["--devices", str(devices)] if devices else []), *(["--link", link] if link != "memory" else [])]
-    again = shlex.join(["fedquilt", "simulate", str(job), *chosen, *workers.arguments])
+    again = shlex.join(["fedquilt", "simulate", str(job), *chosen, *broker.arguments, *workers.arguments])
     if status == "done" and not is_job:
         _write_report(home, run, job.with_suffix(".html"))
     return home_access.report_end(home, run, status, again)

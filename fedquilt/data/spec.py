@@ -75,7 +75,7 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     y: Columns = ""  # npz: name of the array of labels; default y_<split>, else y. Tables: columns; default "y"
     task: TaskKind = "classes"  # kind of label: a class, real numbers, or several labels that apply or not
     target: Target | None = None  # regression: scale of the labels; None: as they are
-    labels: tuple[str, ...] = ()  # names of classes or labels, in order; of an .npz: the values of y
+    labels: tuple[str, ...] = ()  # names of classes or labels, in order; of an .npz: values of y, or names of 0, 1, ...
     categories: dict[str, tuple[str, ...] | Literal["auto"]] = {}
     """Tables: column of words -> the words, each an input of 0 or 1; in a job "auto" for those of the training data."""
     fill: float | dict[str, float] | None = None  # for missing numbers, or by column; None: they are an error

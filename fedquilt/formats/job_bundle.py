@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -21,6 +22,8 @@ from fedquilt.host.disk import REAL, Disk, disk_errors
 
 RUNNING: Final = ("name", "rounds", "priority", "cohort", "wire", "stop", "check", "trigger", "fleet", "compare")
 """Keys of a job that its bundle does not depend on."""
+PATHS: Final = ("path", "vocabulary", "weights", "classes")
+"""Keys of a job, in any table, whose text may be the path of a file or folder."""
 
 
 class BundleIndex(WireMessage, frozen=True):
@@ -134,16 +137,36 @@ def is_current(path: Path, bundle: Path) -> bool:
     return unchanged and known.job == _hash_job(path)
 
 
-def record_inputs(path: Path, job: Mapping[str, Any], bundle: Path) -> None:
-    """Record the sources of a bundle: the job file and the files that the job names by absolute path.
+def stamp_inputs(path: Path, job: Mapping[str, Any]) -> BundleInputs:
+    """Return the sources of a bundle: the job file and the files that the job names by absolute path.
+
+    They are stamped before the preparation reads them, so that a later change is noticed.
+
+    Raises:
+        StoreError: If a file cannot be looked at.
+    """
+    files = {file: _stamp_input(Path(file)) for file in sorted(set(_list_paths(job)))}
+    return BundleInputs(_hash_job(path), {file: stamp for file, stamp in files.items() if stamp})
+
+
+def record_inputs(found: BundleInputs, bundle: Path) -> None:
+    """Record the sources of a bundle in its folder.
 
     Raises:
         StoreError: If the record cannot be written.
     """
-    files = {file: _stamp_input(Path(file)) for file in sorted(set(_list_paths(job)))}
     with disk_errors(f"write {bundle / 'inputs.json'}"):
-        found = BundleInputs(_hash_job(path), {file: stamp for file, stamp in files.items() if stamp})
         REAL.write_atomically(bundle / "inputs.json", msgspec.json.encode(found), durable=False)
+
+
+def hash_content(bundle: Path) -> str:
+    """Return a digest of a bundle's index and of its record of input files, or "" if there is no bundle."""
+    found = ""
+    with suppress(OSError, msgspec.DecodeError):
+        found = hashlib.sha256((bundle / "bundle.json").read_bytes()).hexdigest()
+        known = msgspec.json.decode((bundle / "inputs.json").read_bytes(), type=BundleInputs)
+        found = hashlib.sha256(msgspec.json.encode((found, known.files), order="sorted")).hexdigest()
+    return found
 
 
 def _hash_job(path: Path) -> str:
@@ -151,22 +174,28 @@ def _hash_job(path: Path) -> str:
     return hashlib.sha256(msgspec.json.encode(table, order="sorted")).hexdigest()
 
 
-def _list_paths(value: Any) -> Iterator[str]:
-    if isinstance(value, Mapping | list | tuple):
-        for each in value.values() if isinstance(value, Mapping) else value:
+def _list_paths(value: Any, key: str = "") -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from _list_paths(each, name)
+    elif isinstance(value, list | tuple):
+        for each in value:
             yield from _list_paths(each)
-    elif isinstance(value, str) and value.startswith("/"):
+    elif isinstance(value, str) and key in PATHS and value.startswith("/"):
         yield value
 
 
 def _stamp_input(path: Path) -> str:
     """Return the sizes and times of a file, or of all files in a folder; "" if it is not here."""
-    if path.is_dir():
-        every = sorted(file for file in path.rglob("*") if file.is_file())
-    else:
-        every = [path] if path.is_file() else []
     found = hashlib.sha256()
-    for file in every:
-        about = file.stat()
-        found.update(f"{file.relative_to(path)} {about.st_size} {about.st_mtime_ns}\n".encode())
+    with disk_errors(f"look into {path}"):
+        if path.is_dir():
+            every = sorted(file for file in path.rglob("*") if file.is_file())
+        else:
+            every = [path] if path.is_file() else []
+        for file in every:
+            about = file.stat()
+            found.update(
+                f"{file.relative_to(path)} {about.st_size} {about.st_mtime_ns}\n".encode("utf-8", "surrogateescape")
+            )
     return found.hexdigest() if every else ""

@@ -72,9 +72,12 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
     except RecursionError as error:
         raise JobError(f"{where} is not TOML: {error}") from None
     except tomllib.TOMLDecodeError as error:
-        place = re.search(r"line (\d+)", str(error))
-        line = text.splitlines()[int(place[1]) - 1].strip() if place else ""
-        fix = ": text is written in quotes" if re.fullmatch(r"[\w.-]+\s*=\s*[A-Za-z].*", line) else ""
+        place = re.search(r"\(at line (\d+)", str(error))
+        line = text.split("\n")[int(place[1]) - 1].strip() if place else ""
+        word = re.fullmatch(r"[\w.-]+\s*=\s*([A-Za-z].*)", line)
+        is_truth_value = word is not None and re.match(r"(?i)(true|false)\b", word[1]) is not None
+        what = "true and false are written in small letters" if is_truth_value else "text is written in quotes"
+        fix = f": {what}" if word else ""
         raise JobError(f"{where} is not TOML: {error}{f', in {_quote_value(line)}' if line else ''}{fix}") from None
 
 

@@ -109,10 +109,13 @@ def write_fully(file: int, payload: bytes | memoryview, offset: int) -> None:
         view, offset = view[written:], offset + written
 
 
+NOT_ALLOWED: Final = "change the owner or the rights, or use another folder"
 FIXES: Final = {
     errno.EISDIR: "name a file in place of a folder",
     errno.ENOTDIR: "name a folder in place of a file",
     errno.EEXIST: "name a folder in place of a file",
+    errno.EACCES: NOT_ALLOWED,
+    errno.EPERM: NOT_ALLOWED,
     errno.EROFS: "use a folder that is not mounted read-only",
 }
 FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # numbers of errors that free space cures

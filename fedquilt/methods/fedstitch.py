@@ -231,9 +231,9 @@ def _add_correct_counts(state: SearchState, total: CorrectCounts) -> SearchState
 
 
 def _is_phase_complete(state: SearchState, seen_before: tuple[str, ...]) -> bool:
-    """Return whether all seen_before devices have contributed, or the phase has used its rounds.
+    """Return whether all devices seen so far have contributed, or the phase has used its rounds.
 
-    `seen_before` are the devices that were seen_before before the round.
+    `seen_before` are the devices seen before the round.
     """
     # The number of devices is unknown, so a phase can also end with a round that selects no new device.
     if state.subround >= state.params.head_rounds:

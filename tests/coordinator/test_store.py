@@ -142,6 +142,12 @@ def test_the_unfinished_run_of_the_very_same_job_is_found(tmp_path, opened):
     run = store.add_job(JOB, tmp_path / "bundle")
     assert store.find_unfinished(JOB, tmp_path / "bundle") == run
     assert store.find_unfinished(JOB, tmp_path / "other") is None
+    (tmp_path / "bundle").mkdir()
+    (tmp_path / "bundle" / "bundle.json").write_text("prepared from other data")
+    assert store.find_unfinished(JOB, tmp_path / "bundle") is None
+    later = store.add_job(JOB, tmp_path / "bundle")
+    assert store.find_unfinished(JOB, tmp_path / "bundle") == later
+    (tmp_path / "bundle" / "bundle.json").unlink()
     store.set_status(run, "done")
     assert store.find_unfinished(JOB, tmp_path / "bundle") is None
 

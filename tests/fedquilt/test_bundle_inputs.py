@@ -17,7 +17,8 @@ def bundle(tmp_path: Path) -> Path:
     (tmp_path / "own.csv").write_text("a,y\n1,0\n")
     (tmp_path / "job.toml").write_text(JOB)
     (folder / "bundle.json").write_text("{}")
-    job_bundle.record_inputs(tmp_path / "job.toml", {"data": {"path": str(tmp_path / "own.csv")}}, folder)
+    table = {"data": {"path": str(tmp_path / "own.csv"), "labels": [str(tmp_path)]}}
+    job_bundle.record_inputs(job_bundle.stamp_inputs(tmp_path / "job.toml", table), folder)
     return folder
 
 
@@ -54,7 +55,14 @@ def test_a_file_in_a_folder_of_examples_counts(bundle):
     (folder / "a").mkdir(parents=True)
     (folder / "a" / "1.txt").write_text("1")
     job.write_text(JOB.replace("own.csv", "pictures"))
-    job_bundle.record_inputs(job, {"data": {"path": str(folder)}}, bundle)
+    job_bundle.record_inputs(job_bundle.stamp_inputs(job, {"data": {"path": str(folder)}}), bundle)
     assert job_bundle.is_current(job, bundle)
     (folder / "a" / "2.txt").write_text("2")
     assert not job_bundle.is_current(job, bundle)
+
+
+def test_only_keys_of_paths_name_files(bundle):
+    """A class or a category may be "/", too."""
+    job = bundle.with_name("job.toml")
+    table = {"labels": ["/", str(job)], "data": {"categories": {"path": ["/"]}, "sources": [{"path": str(job)}]}}
+    assert list(job_bundle.stamp_inputs(job, table).files) == [str(job)]

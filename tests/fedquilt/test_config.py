@@ -39,6 +39,19 @@ def test_what_cannot_be_read_is_named(tmp_path):
             toml.read_toml(path)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('x = { "line 99" = 1, "line 99" = 2 }', "here is not TOML"),
+        ("mixed = True", "true and false are written in small letters"),
+        ("name = Truest", "text is written in quotes"),
+    ],
+)
+def test_what_is_no_toml_is_shown_with_its_fix(text, said):
+    with pytest.raises(JobError, match=said):
+        toml.parse_toml(text, "here")
+
+
 class Inner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     size: Annotated[int, Meta(ge=0)] = 0
     prefer: Literal["random", "energy"] = "random"

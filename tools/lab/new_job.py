@@ -87,18 +87,23 @@ class NewJob:
             JobError: If the method begins with donors, and the data are no images.
             StoreError: If the file exists with another content, or cannot be written.
         """
+        path = self.found.data.get("path")
         if self.is_search and "channels" not in self.found.input:
             raise JobError(
                 f"{self.method} begins with donors, init knows donors of images only, and examples of "
-                f"{self.found.data.get('path')} have shape {self.found.shape}: write a job with [[donors]] of your own "
-                "(docs/jobs.md), as examples/series_stitching has for time series"
+                f"{path or self.found.data['dataset']} have shape {self.found.shape}: write a job with [[donors]] of "
+                "your own (docs/jobs.md), as examples/series_stitching has for time series"
             )
-        text = "\n".join(self._format_lines()) + "\n"
-        if self.out.exists() and not force and self.out.read_text(encoding="utf-8") != text:
-            raise StoreError(f"{self.out} exists already: --force overwrites it, --out names another file")
+        text, beside = "\n".join(self._format_lines()) + "\n", self.out.with_name(find_digits().name)
+        has_digits = path == str(find_digits())
+        if not force:
+            _require_same_or_absent(self.out, text.encode())
+            if has_digits:
+                _require_same_or_absent(beside, find_digits().read_bytes())
         disk.write_output(self.out, text)
-        if self.found.data.get("path") == str(find_digits()):
-            shutil.copyfile(find_digits(), self.out.parent / find_digits().name)
+        if has_digits:
+            with disk.disk_errors(f"write {beside}"):
+                shutil.copyfile(find_digits(), beside)
 
     def _format_lines(self) -> Iterator[str]:
         found, card, method = self.found, method_pages.make_card(self.method), methods.load(self.method)
@@ -169,6 +174,12 @@ class NewJob:
         else:
             yield 'partition = "iid"     # devices have equal shares, drawn at random'
         yield "# held = 0.2          # share of a device's examples that it does not train on"
+
+
+def _require_same_or_absent(file: Path, payload: bytes) -> None:
+    with disk.disk_errors(f"read {file}"):
+        if file.exists() and file.read_bytes() != payload:
+            raise StoreError(f"{file} exists already: --force overwrites it, --out names another file or folder")
 
 
 def inspect_source(source: str, label: str) -> DataInspection:

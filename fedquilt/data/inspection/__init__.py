@@ -6,6 +6,7 @@ predictions read files alike. Inspection reads files on this machine, and sends 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +21,8 @@ from fedquilt.data.spec import SKLEARN, DataSpec
 from fedquilt.formats import toml
 
 TORCHVISION: Final = "torchvision/"  # before the name of a data set of torchvision's
-SAMPLE: Final = 256  # images of which sizes, colours and scales are measured
+SAMPLE: Final = 256  # images of which colours and scales are measured
+AT_ONCE: Final = 2**26  # numbers of an array that are looked through at once
 SIDE: Final = 32  # pixels to which large images, and those of several sizes, are scaled
 
 
@@ -70,11 +72,16 @@ def inspect_data(source: str, label: str = "") -> DataInspection:
     elif kind == "folder":
         data |= _inspect_folder(Path(source), notes)
     reader = examples.open_split(DataSpec.parse(measured_settings.complete_data_table(data)))
+    if not len(reader.y):
+        raise DataError(f"{source} holds no examples: add some")
+    if not reader.shape:
+        raise DataError(f"{source}: examples have shape ({len(reader.y)},): save x.reshape(-1, 1)")
     if (reader.y == reader.y[:1]).all():
         raise DataError(
             f"{source}: all {len(reader.y)} examples have the same label, so there is nothing to learn: "
             "add examples with others, or name another --label"
         )
+    _fill_gaps(reader, data, source, notes)
     given = _inspect_inputs(reader, data, notes)
     notes.append(labels.describe_labels(reader.y, data))
     outputs = reader.y.shape[1] if reader.y.ndim > 1 else max(2, len(data.get("labels", ())) or int(reader.y.max()) + 1)
@@ -89,9 +96,9 @@ def _locate_data(source: str) -> dict[str, Any]:
     name = source.removeprefix(TORCHVISION)
     if name != source and "/" not in name:
         return {"dataset": name, "path": "torchvision", "download": True}
-    if not Path(source).exists():
+    if not source or not Path(source).exists():
         raise DataError(
-            f"no data at {source}"
+            f"no data at {source or repr(source)}"
             + (
                 toml.suggest_file(Path(source))
                 or f": name a CSV, Parquet or .npz file, a folder of images by class or of IDX files, {SKLEARN}iris or "
@@ -113,42 +120,66 @@ def _inspect_folder(path: Path, notes: list[str]) -> dict[str, Any]:
     found, _ = files.find_files_by_class(path, spec, pixels.SUFFIXES, "images")
     root = path / "train" if (path / "train").is_dir() else path
     table: dict[str, Any] = {"labels": files.list_subfolders(root)}
-    sizes = pixels.measure_sizes(found[:: max(1, len(found) // SAMPLE)])
-    low, high = min(map(min, sizes)), max(map(max, sizes))
-    if len(set(sizes)) > 1 or low != high or high > 2 * SIDE:
-        table["size"] = min(SIDE, low)
+    sizes = pixels.measure_sizes(found)
+    sides = sorted(map(min, sizes))
+    low, high = sides[0], max(map(max, sizes))
+    if low != high or high > 2 * SIDE:
+        table["size"] = min(SIDE, sides[(len(sides) - 1) // 2])
         span = f"{low} pixels" if low == high else f"{low} to {high} pixels a side"
         notes.append(f"images of {span} are scaled to {table['size']} x {table['size']}")
     return table
 
 
+def _fill_gaps(reader: ExampleReader, data: dict[str, Any], source: str, notes: list[str]) -> None:
+    """Add a fill to [data] if arrays of numbers have gaps.
+
+    Raises:
+        DataError: If all numbers are missing.
+    """
+    if reader.dtype.kind != "f" or reader.features:
+        return
+    count, each = len(reader.y), max(1, math.prod(reader.shape))
+    step = max(1, AT_ONCE // each)
+    gaps = sum(
+        int(np.isnan(reader.take(np.arange(first, min(first + step, count)))).sum()) for first in range(0, count, step)
+    )
+    if not gaps:
+        return
+    x = reader.take(_choose_rows(reader, step))
+    if np.isnan(x).all():
+        raise DataError(f"{source}: the inputs are NaN in all of {len(x)} examples: save the numbers, or other arrays")
+    data["fill"] = float(f"{np.nanmedian(x):.6g}")
+    notes.append(f"missing: {gaps} of {count * each} numbers, filled with the median of all, {data['fill']:g}")
+
+
+def _choose_rows(reader: ExampleReader, most: int) -> np.ndarray:
+    """Return rows at equal distances, at most `most` of them."""
+    return np.unique(np.linspace(0, len(reader.y) - 1, min(len(reader.y), most)).astype(np.int64))
+
+
 def _inspect_inputs(reader: ExampleReader, data: dict[str, Any], notes: list[str]) -> dict[str, Any]:
-    """Return the [input] table of examples, and add a fill to [data] where arrays have gaps."""
-    if reader.dtype.kind == "f" and not reader.features:
-        x = reader.take(np.arange(len(reader.y)))
-        if gaps := int(np.isnan(x).sum()):
-            data["fill"] = float(f"{np.nanmedian(x):.6g}")
-            notes.append(f"missing: {gaps} of {x.size} numbers, filled with the median of all, {data['fill']:g}")
+    """Return the [input] table of examples."""
     if not _is_image(reader):
         if len(reader.shape) == 1 and not reader.features:
             notes.append(f"{reader.shape[0]} numbers each")
         notes.append("numbers are standardised: mean 0, standard deviation 1")
         return {"standardise": True}
-    rows = np.unique(np.linspace(0, len(reader.y) - 1, min(len(reader.y), SAMPLE)).astype(np.int64))
-    x = reader.take(rows)
+    x = inputs.fill_missing(reader.take(_choose_rows(reader, SAMPLE)), data.get("fill"))
     grey = x.ndim == 3 or x.shape[3] == 1 or bool((x == x[..., :1]).all())
     high = max(reader.shape[:2])
     side = high if high <= 2 * SIDE else SIDE
     table: dict[str, Any] = {"channels": 1 if grey else 3, "size": side}
     maps = images.prepare_images(x, table).transpose(0, 2, 3, 1)
     scales = inputs.measure_scales(maps)
-    table |= {"mean": [round(value, 4) for value in scales.mean], "std": [round(value, 4) for value in scales.std]}
+    table |= {key: [float(f"{value:.4g}") for value in getattr(scales, key)] for key in ("mean", "std")}
     notes.append(f"{'grey' if grey else 'colour'} images, {side} x {side} pixels, levels standardised")
     return table
 
 
 def _is_image(reader: ExampleReader) -> bool:
     shape = reader.shape
+    if reader.dtype.kind not in "uf":
+        return False
     if len(shape) == 3:
         return shape[2] in (1, 3)
     return len(shape) == 2 and (reader.dtype.kind == "u" or shape[0] == shape[1])

@@ -23,20 +23,38 @@ def choose_settings(y: np.ndarray, where: str) -> dict[str, Any]:
         where: Name of the data in errors.
 
     Raises:
-        DataError: If words differ too much to be classes.
+        DataError: If there is no label, one is NaN or infinity, words differ too much to be classes, or the shape fits
+            no task.
     """
+    if not y.size:
+        raise DataError(f"{where} has no labels (shape {y.shape}): add an example with a label")
+    if y.dtype.kind == "f" and (gaps := len(y) - int(np.isfinite(y.reshape(len(y), -1)).all(axis=1).sum())):
+        raise DataError(f"{where}: {gaps} of {len(y)} labels are NaN or infinity: leave these examples out")
+    if y.ndim > 2:
+        raise DataError(f"{where}: labels have shape {y.shape}: save one label, or a row of them, for each example")
     if y.ndim == 2:
-        if y.shape[1] > 1 and np.isin(y, (0, 1)).all():
-            return {"task": "labels"}
-        return _regression_settings(y)
+        return _choose_row_settings(y, where)
     kinds = np.unique(y)
-    if y.dtype.kind in "US":
-        return {"labels": require_classes(kinds.tolist(), len(y), where)}
+    if y.dtype.kind in "USb":
+        return {"labels": require_classes([str(kind) for kind in kinds], len(y), where)}
     if not are_classes(kinds, len(y)):
         return _regression_settings(y.reshape(-1, 1))
     if y.dtype.kind != "f" and list(kinds) == list(range(len(kinds))):
         return {}
     return {"labels": [str(kind) for kind in kinds]}
+
+
+def _choose_row_settings(y: np.ndarray, where: str) -> dict[str, Any]:
+    """Return the settings of several numbers for each example."""
+    said = f"{where}: labels have shape {y.shape}"
+    if y.dtype.kind in "US" or (y.shape[1] == 1 and are_classes(np.unique(y), len(y))):
+        fix = "y.reshape(-1)" if y.shape[1] == 1 else "one column of them"
+        raise DataError(f"{said}, and classes are one label for each example: save {fix}")
+    if y.shape[1] == 1 or not np.isin(y, (0, 1)).all():
+        return _regression_settings(y)
+    if (y.sum(axis=1) == 1).all():
+        raise DataError(f"{said} with exactly one 1 in each row, which are classes: save y.argmax(axis=1)")
+    return {"task": "labels"}
 
 
 def require_classes(words: Sequence[str], count: int, where: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,10 +18,14 @@ from fedquilt.data.readers.columns import DECIMAL_COMMA, class_word, is_missing
 from fedquilt.data.spec import AUTO, DataSpec
 from fedquilt.formats import toml
 
+COMMA: Final = "holds numbers with a comma: write them with a point"
 NUMBERED: Final = re.compile(r"(?i:(?:^|[_ .-])(?:id|uuid|guid|index|row|nr|key)$|^unnamed)|[a-z]I[dD]$")
 PERSONAL: Final = re.compile(
     r"(?i)(?:^|[_ .-])(?:e-?mail|phone|mobile|address|ssn|passport|iban|(?:first|last|family|full|user)[_ -]?name)s?$"
 )
+
+
+WITH_COMMA: Final = re.compile(r"[+-]?\d+(?:[.,]\d+)?")
 
 
 class Column:
@@ -54,6 +59,11 @@ class Column:
         """Value for missing ones: the median, or 0 for words, which sets no category."""
         return 0.0 if (values := self.numbers) is None else float(f"{np.median(values):.6g}")
 
+    @property
+    def has_decimal_commas(self) -> bool:
+        words = self.words
+        return any(map(DECIMAL_COMMA.fullmatch, words)) and all(map(WITH_COMMA.fullmatch, words))
+
     def describe_unusable_values(self) -> str:
         """Return why the column is no input, or "" if it is one."""
         present = self.rows - self.missing
@@ -65,8 +75,8 @@ class Column:
             return "looks like data on persons"
         values = self.numbers
         if values is None:
-            if all(map(DECIMAL_COMMA.fullmatch, self.words)):
-                return "holds numbers with a comma: write them with a point"
+            if self.has_decimal_commas:
+                return COMMA
             if len(self.words) > min(MOST, max(2, present // 2)):
                 return "looks like ids, names, dates or texts"
             return ""
@@ -138,14 +148,20 @@ def _label_settings(file: Path, column: Column) -> dict[str, Any]:
         raise DataError(
             f"{file}: column {column.name!r} is missing in {column.missing} of {column.rows} rows: leave these rows out"
         )
-    values = column.numbers
+    values, where = column.numbers, f"{file}, column {column.name!r}"
     if values is None:
-        where = f"{file}, column {column.name!r}"
+        if column.has_decimal_commas:
+            raise DataError(f"{where} {COMMA}")
         return {"labels": labels.require_classes(list(column.words), column.rows, where)}
-    if not labels.are_classes(np.unique(values), len(values)):
-        return labels.choose_settings(values, str(file))
-    words = sorted(column.words, key=float)
-    return {} if words == [str(place) for place in range(len(words))] else {"labels": words}
+    if not (np.isfinite(values).all() and labels.are_classes(np.unique(values), len(values))):
+        return labels.choose_settings(values, where)
+    words = sorted(column.words, key=lambda word: (float(word), word))
+    if len(words) > MOST or words == [str(place) for place in range(len(words))]:  # more words than that are not kept
+        return {}
+    for word, other in itertools.pairwise(words):
+        if float(word) == float(other):
+            raise DataError(f"{where}: {word} and {other} are the same number: write each class in one way")
+    return {"labels": words}
 
 
 def _shorten(names: Sequence[str], most: int = 8) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from fedquilt.core import DataError, TaskKind
 
 Bytes: TypeAlias = "IO[bytes] | gzip.GzipFile"
 BLOCK_BYTES = 2**20
+WHOLE = re.compile(r"-?\d+")
 NAMED_MOST = 50  # classes that an error lists
 BROKEN = (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error)  # raised by damaged files
 
@@ -88,11 +90,15 @@ def describe_class_problem(y: np.ndarray, classes: int | None = None, *, is_tabl
 def number_labels(y: np.ndarray, path: Path | str, names: Sequence[str]) -> np.ndarray:
     """Return the place of each label (n,), a number or a word, among the names of the classes.
 
+    Whole numbers from 0 are places already if no name is a number.
+
     Raises:
         DataError: If a label is not among the names.
     """
     kinds, places = np.unique(y, return_inverse=True)
     known = {name: place for place, name in enumerate(names)}
+    if y.dtype.kind in "ui" and not any(map(WHOLE.fullmatch, names)):
+        known = {str(place): place for place in range(len(names))}
     if odd := [str(kind) for kind in kinds if str(kind) not in known]:
         raise DataError(f"{path}: label {odd[0]!r} is none of [data] labels ({', '.join(names)}): add or correct it")
     return np.array([known[str(kind)] for kind in kinds], np.int64)[places]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -106,25 +107,15 @@ def measure_sizes(files: Sequence[Path]) -> list[tuple[int, int]]:
     """
     found = []
     for file in files:
-        try:
-            with _open_image(import_pillow(), file) as image:
-                found.append(image.size)
-        except OSError as error:
-            raise DataError(
-                f"cannot read the image {file}: {error.strerror or error}; remove or replace the file"
-            ) from None
+        with _open_file(file) as image:
+            found.append(image.size)
     return found
 
 
 def require_supported_files(files: Sequence[Path]) -> None:
     for file in files:
-        try:
-            with _open_image(import_pillow(), file) as image:
-                _require_supported_mode(image, f"the image {file}")
-        except OSError as error:
-            raise DataError(
-                f"cannot read the image {file}: {error.strerror or error}; remove or replace the file"
-            ) from None
+        with _open_file(file) as image:
+            _require_supported_mode(image, f"the image {file}")
 
 
 def measure_grey_depth(files: Sequence[Path], sample: int = 64) -> int:
@@ -137,15 +128,10 @@ def measure_grey_depth(files: Sequence[Path], sample: int = 64) -> int:
     """
     depth = 0
     for file in files[:: max(1, len(files) // sample)]:
-        try:
-            with _open_image(import_pillow(), file) as image:
-                if image.mode in DEEP_MODES:
-                    bits = int(np.asarray(image).max(initial=0)).bit_length()
-                    depth = max(depth, DEPTHS[0], min(bits, DEPTHS[-1]))
-        except OSError as error:
-            raise DataError(
-                f"cannot read the image {file}: {error.strerror or error}; remove or replace the file"
-            ) from None
+        with _open_file(file) as image:
+            if image.mode in DEEP_MODES:
+                bits = int(np.asarray(image).max(initial=0)).bit_length()
+                depth = max(depth, DEPTHS[0], min(bits, DEPTHS[-1]))
     return depth
 
 
@@ -153,6 +139,18 @@ def _open_image(Image: Any, source: Path | bytes) -> Any:
     if isinstance(source, Path):
         return Image.open(source)
     return Image.open(io.BytesIO(source), formats=("PNG", "JPEG", "WEBP", "TIFF"))
+
+
+@contextmanager
+def _open_file(file: Path) -> Iterator[Any]:
+    """Open an image file, and convert errors of opening and reading to a DataError that names the file."""
+    Image = import_pillow()
+    try:
+        with _open_image(Image, file) as image:
+            yield image
+    except (OSError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"cannot read the image {file}: {reason}; remove or replace the file") from None
 
 
 def _require_supported_mode(image: Any, name: str) -> None:

@@ -10,6 +10,7 @@ from fedquilt import plugins
 from fedquilt.core import DataError, Examples, JobError
 from fedquilt.data.readers.base import ExampleReader, convert_labels, number_labels
 from fedquilt.data.spec import SKLEARN, DataSpec
+from fedquilt.formats import toml
 
 NO_SETS: Final = ("load_files", "load_sample_image", "load_sample_images", "load_svmlight_file", "load_svmlight_files")
 
@@ -64,10 +65,10 @@ def load_sklearn_data(spec: DataSpec) -> tuple[np.ndarray, np.ndarray]:
         ) from None
     there = [name.removeprefix("load_") for name in dir(datasets) if name.startswith("load_") and name not in NO_SETS]
     name = spec.dataset.removeprefix(SKLEARN)
-    if name not in there or spec.split != "train":
-        raise DataError(
-            f"no split {spec.split!r} of {spec.dataset}: there are {', '.join(there)}, with the split 'train'"
-        )
+    if name not in there:
+        raise DataError(f"scikit-learn has no data set {name!r}{toml.describe_choices(name, there)}")
+    if spec.split != "train":
+        raise DataError(f"{spec.dataset} has no split {spec.split!r}, only 'train': set [test] path to other examples")
     x, y = getattr(datasets, f"load_{name}")(return_X_y=True)
     return x, y
 

@@ -1,5 +1,6 @@
 """`fedquilt init`: what it writes is prepared and run as it is, whatever the method; questions are for terminals."""
 
+import importlib.util
 import os
 import pty
 import subprocess
@@ -95,6 +96,14 @@ def test_nothing_is_written_over(capsys):
     assert "job.toml exists already" in capsys.readouterr().err
     assert Path("job.toml").read_text() == "mine"
     assert not Path("digits.npz").exists()
+    Path("job.toml").write_bytes(b"\xff")
+    assert main(["init"]) == 6
+    assert "job.toml exists already" in capsys.readouterr().err
+    Path("job.toml").unlink()
+    Path("digits.npz").write_text("mine")
+    assert main(["init"]) == 6
+    assert "digits.npz exists already" in capsys.readouterr().err
+    assert (Path("digits.npz").read_text(), Path("job.toml").exists()) == ("mine", False)
     assert main(["init", "--force"]) == 0
     assert settings.load_job(Path("job.toml"))
 
@@ -105,6 +114,9 @@ def test_what_cannot_be_is_refused_before_anything_is_written(capsys):
     assert "did you mean 'fedprox'?" in capsys.readouterr().err
     assert main(["init", "--method", "fedstitch", "--data", "vectors.npz"]) == 2
     assert "examples of vectors.npz have shape (5,): write a job with [[donors]] of your own" in capsys.readouterr().err
+    if importlib.util.find_spec("sklearn"):
+        assert main(["init", "--method", "fedstitch", "--data", "sklearn/iris"]) == 2
+        assert "examples of sklearn/iris have shape (4,)" in capsys.readouterr().err
     assert main(["init", "--data", "none.npz"]) == 3
     assert list(Path().iterdir()) == [Path("vectors.npz")]
 

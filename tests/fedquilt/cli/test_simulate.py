@@ -7,6 +7,7 @@ import pytest
 
 import fedquilt as fq
 from fedquilt.cli import main
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.formats import job_bundle, toml
 
 
@@ -77,4 +78,24 @@ def test_a_job_is_prepared_when_it_has_changed(capsys, monkeypatch, verb):
 
 def test_options_of_data_are_refused_with_a_job(capsys):
     Path("job.toml").write_text('name = "a"\nmethod = "fedavg"\n')
-    assert "--label and --force go with data" in run(capsys, "simulate", "job.toml", "--label", "kind", code=2)
+    for words in (("--label", "kind"), ("--out", "other.toml"), ("--force",)):
+        assert "--label, --out and --force go with data" in run(capsys, "simulate", "job.toml", *words, code=2)
+
+
+def test_other_data_begin_another_run(capsys, here, monkeypatch):
+    """A run that resumed on other data would be of two data sets."""
+    from fedquilt.tools.simulation import agents
+
+    monkeypatch.setattr(agents, "run_on_virtual_time", lambda *given, **options: None)
+    run(capsys, "init", "--data", "flowers.csv", "--label", "kind")
+    for count in (1, 1, 2):
+        if count == 2:
+            lines = Path("flowers.csv").read_text().splitlines()
+            Path("flowers.csv").write_text("\n".join([*lines, lines[-1]]) + "\n")
+        main(["simulate", "job.toml"])
+        with Store(here / "fedquilt-runs") as store:
+            assert len(store.readable_jobs()) == count
+
+
+def test_no_name_is_no_data(capsys):
+    assert "no data at '': name a CSV" in run(capsys, "simulate", "", code=3)

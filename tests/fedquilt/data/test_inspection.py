@@ -1,6 +1,7 @@
 """What inspection finds in data, and the tables that it writes for a job."""
 
 import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from fedquilt.core import DataError
 from fedquilt.data import examples
 from fedquilt.data.inspection import inspect_data
 from fedquilt.data.measured_settings import complete_data_table
+from fedquilt.data.readers import pixels
 from fedquilt.data.spec import DataSpec
 
 HEAD = "customer_id,email,country,empty,age,plan,income,stays"
@@ -92,6 +94,7 @@ def test_classes_that_are_numbers_are_named_unless_they_are_counted_from_0(tmp_p
         (range(40, 52), "looks like ids"),
         ([f"2024-01-{day:02d}" for day in range(1, 13)], "looks like ids, names, dates or texts"),
         ([f"{number},5" for number in range(12)], "holds numbers with a comma: write them with a point"),
+        (["1,5", "2", "2,5"] * 4, "holds numbers with a comma: write them with a point"),
     ],
 )
 def test_a_column_that_no_network_learns_from_is_left_out(tmp_path, numbers, why):
@@ -100,6 +103,77 @@ def test_a_column_that_no_network_learns_from_is_left_out(tmp_path, numbers, why
     found = inspect_data(str(tmp_path / "own.csv"))
     assert found.data["x"] == ["a"]
     assert f"left out: b ({why})" in found.notes
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["1,5", "2", "2,5"], "column 'y' holds numbers with a comma"),
+        (["0", "1", "1.0"], "1 and 1.0 are the same number: write each class in one way"),
+        (["0", "1", "inf"], "4 of 12 labels are NaN or infinity: leave these examples out"),
+    ],
+)
+def test_labels_of_a_table_that_are_written_in_two_ways_are_refused(tmp_path, words, said):
+    lines = [f"{row % 4};{words[row % 3]}" for row in range(12)]
+    (tmp_path / "own.csv").write_text("\n".join(["a;y", *lines]) + "\n")
+    with pytest.raises(DataError, match=said):
+        inspect_data(str(tmp_path / "own.csv"))
+
+
+def test_many_classes_that_count_from_0_need_no_names(tmp_path):
+    lines = [f"{row % 7},{row % 300}" for row in range(6000)]
+    (tmp_path / "own.csv").write_text("\n".join(["a,y", *lines]) + "\n")
+    found = inspect_data(str(tmp_path / "own.csv"))
+    assert ("labels" in found.data, found.outputs) == (False, 300)
+
+
+@pytest.mark.parametrize(
+    ("y", "said"),
+    [
+        (np.arange(12).reshape(-1, 1) % 3, r"shape \(12, 1\), and classes are one label .*: save y\.reshape\(-1\)"),
+        (np.array([["cat"], ["dog"]] * 6), r"shape \(12, 1\), and classes are one label .*: save y\.reshape\(-1\)"),
+        (np.eye(3)[np.arange(12) % 3], r"shape \(12, 3\) with exactly one 1 in each row.*: save y\.argmax\(axis=1\)"),
+        (np.array([0.5, np.nan] * 6), "6 of 12 labels are NaN or infinity: leave these examples out"),
+        (np.zeros((12, 2, 2)), r"labels have shape \(12, 2, 2\): save one label, or a row of them, for each"),
+        (np.zeros(0), r"has no labels \(shape \(0,\)\): add an example with a label"),
+    ],
+)
+def test_labels_of_an_array_that_fit_no_task_are_refused(tmp_path, y, said):
+    np.savez(tmp_path / "own.npz", x=np.zeros((len(y), 2), np.float32), y=y)
+    with pytest.raises(DataError, match=said):
+        inspect_data(str(tmp_path / "own.npz"))
+
+
+def test_truth_values_are_classes_and_names_may_stand_for_whole_numbers(tmp_path):
+    np.savez(tmp_path / "own.npz", x=np.zeros((12, 2), np.float32), y=np.arange(12) % 3 == 0)
+    found = inspect_data(str(tmp_path / "own.npz"))
+    assert found.data["labels"] == ["False", "True"]
+    assert examples.load_split(DataSpec.parse(found.data)).y.tolist() == [1, 0, 0] * 4
+    np.savez(tmp_path / "own.npz", x=np.zeros((12, 2), np.float32), y=np.arange(12) % 2)
+    assert examples.load_split(DataSpec.parse(found.data)).y.tolist() == [0, 1] * 6
+    with pytest.raises(DataError, match=r"label '0' is none of \[data\] labels \(1, 2\)"):
+        examples.load_split(DataSpec.parse({**found.data, "labels": ["1", "2"]}))
+
+
+def test_images_with_gaps_are_measured_without_them(tmp_path):
+    x = np.full((12, 8, 8), 0.5, np.float32)
+    x[::2, 0, 0] = 0.50001
+    x[3, 1, 1] = np.nan
+    np.savez(tmp_path / "own.npz", x=x, y=np.arange(12) % 2)
+    found = inspect_data(str(tmp_path / "own.npz"))
+    assert (found.data["fill"], found.input["mean"]) == (0.5, [0.5])
+    assert 0 < found.input["std"][0] < 1e-5
+    np.savez(tmp_path / "own.npz", x=np.full_like(x, np.nan), y=np.arange(12) % 2)
+    with pytest.raises(DataError, match="the inputs are NaN in all of 12 examples"):
+        inspect_data(str(tmp_path / "own.npz"))
+
+
+def test_whole_numbers_with_a_sign_are_no_images_and_a_number_alone_is_no_example(tmp_path):
+    np.savez(tmp_path / "own.npz", x=np.arange(12 * 64).reshape(12, 8, 8), y=np.arange(12) % 2)
+    assert inspect_data(str(tmp_path / "own.npz")).input == {"standardise": True}
+    np.savez(tmp_path / "own.npz", x=np.arange(12.0), y=np.arange(12) % 2)
+    with pytest.raises(DataError, match=r"examples have shape \(12,\): save x\.reshape\(-1, 1\)"):
+        inspect_data(str(tmp_path / "own.npz"))
 
 
 def test_arrays_with_words_for_labels(tmp_path):
@@ -134,12 +208,34 @@ def test_pictures_of_several_sizes_in_grey(tmp_path):
     assert "grey images, 20 x 20 pixels, levels standardised" in found.notes
 
 
+def test_one_picture_of_another_size_is_found_and_does_not_shrink_the_others(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    for number in range(300):
+        (tmp_path / "ab"[number % 2]).mkdir(exist_ok=True)
+        side = 2 if number == 299 else 24
+        image.new("L", (side, side), number % 250).save(tmp_path / "ab"[number % 2] / f"{number}.png")
+    assert inspect_data(str(tmp_path)).data["size"] == 24
+
+
+def test_a_picture_whose_header_claims_too_many_pixels_is_refused(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    (tmp_path / "a").mkdir()
+    image.new("L", (8, 8)).save(tmp_path / "a" / "1.png")
+    head = bytearray((tmp_path / "a" / "1.png").read_bytes())
+    head[16:24] = struct.pack(">II", 20000, 20000)
+    head[29:33] = struct.pack(">I", zlib.crc32(head[12:29]))
+    (tmp_path / "a" / "1.png").write_bytes(head)
+    for look in (pixels.measure_sizes, pixels.require_supported_files, pixels.measure_grey_depth):
+        with pytest.raises(DataError, match=r"cannot read the image .*1\.png: .*400000000 pixels"):
+            look([tmp_path / "a" / "1.png"])
+
+
 def test_a_data_set_of_scikit_learn_by_name():
     pytest.importorskip("sklearn")
     found = inspect_data("sklearn/iris")
     assert (found.data, found.shape, found.outputs) == ({"dataset": "sklearn/iris"}, (4,), 3)
     assert inspect_data("sklearn/diabetes").data["task"] == "regression"
-    with pytest.raises(DataError, match="no split 'train' of sklearn/irs: there are breast_cancer, diabetes"):
+    with pytest.raises(DataError, match="scikit-learn has no data set 'irs'; did you mean 'iris'"):
         inspect_data("sklearn/irs")
 
 

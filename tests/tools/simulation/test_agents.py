@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +28,7 @@ from fedquilt.edge_agent.engines.numpy import engine
 from fedquilt.formats import job_bundle, toml
 from fedquilt.tools.artefacts import export
 from fedquilt.tools.simulation import agents as fleet
+from fedquilt.transport.mqtt.link import MqttLink
 
 DIGITS = Path(fleet.__file__).parents[1] / "lab" / "demo" / "digits.npz"
 NETWORK = {"name": "mlp", "inputs": 64, "hidden": [16], "classes": 10}
@@ -286,6 +289,48 @@ def test_ctrl_c_on_virtual_time_says_how_to_go_on(
     (tmp_path / "job.bundle" / "bundle.json").write_text("{}")
     assert main(["simulate", str(job), "--link", "memory", "--home", str(tmp_path / "runs")]) == 130
     assert f"interrupted; `fedquilt simulate {job} --home {tmp_path / 'runs'}` continues it" in capsys.readouterr().out
+
+
+def test_the_command_that_an_interrupted_fleet_prints_resumes_the_same_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(store: Store, link: MqttLink, fleet: str, *given: object, only: str, **options: object) -> None:
+        assert fleet == "own"
+        link.close()
+        store.set_status(only, "running")
+
+    monkeypatch.setattr(fleet, "run_coordinator", interrupted)
+    monkeypatch.setattr(fleet, "start_agents", lambda *given: contextlib.nullcontext({}))
+    given, job = plan(tmp_path), tmp_path / "job.toml"
+    table = msgspec.to_builtins(given.job)
+    job.write_text(toml.format_toml({key: table[key] for key in ("name", "method", "engine", "params", "data")}))
+    job.with_suffix(".bundle").symlink_to(given.bundle)
+    words = ["simulate", str(job), "--link", "embedded", "--devices", "2", "--fleet", "own"]
+    words += ["--home", str(tmp_path / "my runs")]
+    for _ in range(2):
+        assert main(words) == 130
+        words = shlex.split(
+            capsys.readouterr().out.rpartition("interrupted; `fedquilt ")[2].rpartition("` continues")[0]
+        )
+    with Store(tmp_path / "my runs") as store:
+        (row,) = store.readable_jobs()
+    assert row.job.cohort.start_devices == 2
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["--broker", "mqtts://lab", "--ca", "ca.pem", "--password-file", "key.txt", "--fleet", "own"]]
+)
+def test_the_command_to_go_on_has_the_options_of_the_broker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    monkeypatch.setattr(fleet, "run_fleet_on_broker", lambda *given, **options: ("", "running"))
+    job = tmp_path / "job.toml"
+    job.write_text('name = "a"\nmethod = "fedavg"\n')
+    (tmp_path / "job.bundle").mkdir()
+    (tmp_path / "job.bundle" / "bundle.json").write_text("{}")
+    assert main(["simulate", str(job), "--link", "broker", *words]) == 130
+    again = " ".join(["fedquilt simulate", str(job), "--link broker", *words])
+    assert f"interrupted; `{again} --home fedquilt-runs` continues it" in capsys.readouterr().out
 
 
 def test_virtual_time_waits_for_no_disk_and_processes_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
