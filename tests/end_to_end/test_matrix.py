@@ -38,8 +38,11 @@ QUICK = ("scaffold", "fedrep", "fedlora", "fedpews", "fedstitch")
 NO_LINEAR = "adapts linear layers, and this network has none"
 UNFIT = {  # (method, network) -> what is said: adapters of linear layers that it lacks, no parts that could be left out
     **{(name, network): NO_LINEAR for name in ("fedlora", "fedsdg") for network in ("batch-norm", "recurrent")},
-    **{(name, "recurrent"): "cannot be cut by" for name in ("depthfl", "fedepth", "fedlps", "fjord", "heterofl")},
-    **{(name, "recurrent"): "no hidden neuron of this network" for name in ("fedpews", "fedpews_fixed")},
+    **{(name, "recurrent"): "cannot be cut by" for name in ("depthfl", "fedepth")},
+    **{
+        (name, "recurrent"): "no hidden neuron of this network"
+        for name in ("fedlps", "fedpews", "fedpews_fixed", "fjord", "heterofl")
+    },
 }
 
 
