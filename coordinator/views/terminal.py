@@ -183,8 +183,6 @@ class Console:
                 )
             if not event_messages.is_evaluation_due(job.rounds):
                 self._print_round(run, "")
-            if fact.notes:
-                self._report_for(job.id, *fact.notes)
         if isinstance(fact, JobEnded):
             del self._runs[job.id]
             self.close()
