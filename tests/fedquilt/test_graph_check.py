@@ -348,7 +348,7 @@ def test_a_damaged_graph_gives_the_named_error_or_passes(at, byte, cut):
 
 
 def test_sessions_are_made_in_one_place():
-    """No other product file calls `InferenceSession`: what it is given would not have been checked."""
+    """Other graphs would not have been checked. The bare loop of check-gpu runs a network of its own."""
     root = Path(fedquilt.__file__).parent
     places = [root, *(each for each in root.iterdir() if each.is_symlink())]  # rglob does not follow links
     found = {
@@ -360,4 +360,4 @@ def test_sessions_are_made_in_one_place():
             for each in ast.walk(ast.parse(path.read_text()))
         )
     }
-    assert found == {"session.py"}
+    assert found == {"session.py", "rates.py"}
