@@ -397,17 +397,18 @@ class RunningJob:
         means = average_metrics(updates)
         if "work" in rounds.task_actions and not rounds.settling and "loss" in means:
             self._losses[rounds.completed_rounds] = means["loss"]
-        told = caveat, short, explain_unchanged_loss(self._losses, self.job.params.get("lr"))
-        explained = (*explain_missing_metrics(updates, means), *explain_evaluation(updates))
+        unchanged = explain_unchanged_loss(self._losses, self.job.params.get("lr"))
+        told = caveat, short, unchanged, *explain_missing_metrics(updates, means), *explain_evaluation(updates)
         fact = RoundCommitted(
             round=rounds.round,
             state=aggregator.store_tensors(self._store.depot, *tensors.split_state(state)),
             finished=finished,
             metrics=means,
-            notes=(*self.method.explain(state), *filter(None, told), *explained),
+            notes=tuple(self.method.explain(state)),
             took_s=now_s - rounds.began_s,
             settled=rounds.settling,
             evaluation=aggregate_evaluations(updates),
+            warnings=tuple(filter(None, told)),
         )
         del state  # what is stored is loaded instead
         state = self._states.load_state(fact.state, rounds.round, again=True)

@@ -207,10 +207,11 @@ class RoundCommitted(Event, frozen=True):
     state: BlobRef
     finished: bool
     metrics: dict[str, float]  # of training
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # of the method
     took_s: float = 0.0  # seconds since the round before, as far as the running coordinator has seen
     settled: bool = False  # it trained nobody, gathered statistics for an evaluation, and does not count
     evaluation: EvaluationSums | None = None  # of the state that the round began with
+    warnings: tuple[str, ...] = ()  # of the coordinator
 
 
 class JobEnded(Event, frozen=True, omit_defaults=True):

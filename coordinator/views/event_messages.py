@@ -211,7 +211,7 @@ def _describe_retry(fact: RoundRetried, before: JobState) -> str:
 def _describe_commit(
     fact: RoundCommitted, is_final_evaluation: bool, updates: Sequence[Update], selected: int
 ) -> list[str]:
-    """Return the lines of a commit: updates, energy and metrics, then the notes of the method.
+    """Return the lines of a commit: updates, energy, metrics, the method's notes, the coordinator's warnings.
 
     `is_final_evaluation` means that the final evaluation was committed.
     """
@@ -229,7 +229,7 @@ def _describe_commit(
             when = "at the start" if not fact.round else f"after round {fact.round}"
             parts.append(f"{when}: {', '.join(checked)}")
         told = [f"round {fact.round + 1}: {'; '.join(parts)}"]
-    return [*told, *fact.notes]
+    return [*told, *fact.notes, *fact.warnings]
 
 
 def describe_evaluation(sums: EvaluationSums | None) -> list[str]:

@@ -131,6 +131,7 @@ class _WatchedRun:
     wait: wait_reasons.WaitReason | None = None
     committed: RoundSummary | None = None  # the last round of work, until its line is printed
     score: str = ""  # the last one
+    warnings: set[str] = field(default_factory=set)  # that were printed
 
 
 class Console:
@@ -183,6 +184,11 @@ class Console:
                 )
             if not event_messages.is_evaluation_due(job.rounds):
                 self._print_round(run, "")
+        if isinstance(fact, RoundCommitted) and not self._wordy:
+            for warning in fact.warnings:
+                if warning not in run.warnings:
+                    self._report_for(job.id, warning)
+            run.warnings.update(fact.warnings)
         if isinstance(fact, JobEnded):
             del self._runs[job.id]
             self.close()

@@ -58,7 +58,7 @@ def test_a_job_stops_when_its_bytes_are_used_up_and_says_what_joules_it_cannot_c
     a.answer(ones(), usage=Usage(up_bytes=12))
     stage.play()
     assert [fact.round for fact in stage.told(RoundCommitted)] == [0]
-    assert stage.told(RoundCommitted)[0].notes == (
+    assert stage.told(RoundCommitted)[0].warnings == (
         "max_joules = 5 ends nothing here: no board that has answered has a meter for its joules; the job runs to its "
         "rounds, or to another limit of [stop]",
     )

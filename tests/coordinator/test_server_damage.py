@@ -184,7 +184,7 @@ def test_what_no_device_has_an_example_of_is_said_in_words(staged, answer, said)
     for hand in hands:
         hand.answer(ones(), **answer)
     stage.play()
-    assert stage.told(RoundCommitted)[0].notes[-1] == said
+    assert stage.told(RoundCommitted)[0].warnings[-1] == said
 
 
 def test_a_profile_of_extremes_bricks_nothing(tmp_path):

@@ -417,6 +417,21 @@ def test_a_round_without_an_evaluation_is_told_at_once(capsys):
     assert "round 1 of 2: loss 0.25, 12 J" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("wordy", [False, True])
+def test_warnings_are_printed_once_and_notes_of_a_method_only_among_all_events(wordy, capsys):
+    console, state = Console(wordy, clock=lambda: 0.0), begun(CohortSettings())
+    for number in (0, 1):
+        *before, committed = round_facts(number, None)
+        told = msgspec.structs.replace(
+            committed, notes=("a note",), warnings=("no meter", "too few rounds")[: number + 1]
+        )
+        state = observe_round(console, state, [*before, told])
+    lines = [line.removeprefix("[   0.0 s] ").strip() for line in capsys.readouterr().out.splitlines()]
+    told = [line for line in lines if line in ("a note", "no meter", "too few rounds")]
+    repeated = ["a note", "no meter", "a note", "no meter", "too few rounds"]
+    assert told == (repeated if wordy else ["no meter", "too few rounds"])
+
+
 def test_a_terminal_shows_the_running_round_in_one_block(monkeypatch):
     """Its bar, accuracy so far, costs, and devices with why they decline; a dumb terminal gets lines only."""
 

@@ -148,8 +148,8 @@ def test_a_loss_that_never_changes_is_noted_with_its_likely_cause(fleet: Fleet) 
     """Once, after five rounds; a training that learns has no such note."""
     params = {"lr": 1e-12, "epochs": 1, "batch": 4}
     still, learns = (fleet.played(rounds=7, params=given) for given in (params, {**params, "lr": 0.05}))
-    notes = [(fact.round, note) for fact in facts(still, RoundCommitted) for note in fact.notes]
+    notes = [(fact.round, note) for fact in facts(still, RoundCommitted) for note in fact.warnings]
     assert [round for round, _ in notes] == [4]
     assert "the loss has stayed at " in notes[0][1]
     assert notes[0][1].endswith("for 5 rounds: the learning rate is probably too low (1e-12): raise [params] lr")
-    assert not [note for fact in facts(learns, RoundCommitted) for note in fact.notes]
+    assert not [note for fact in facts(learns, RoundCommitted) for note in fact.warnings]
