@@ -287,10 +287,6 @@ class Console:
         if self._block.is_live:
             self._block.show_status(lambda: f"{self._format_time()}{line()}")
 
-    def clear(self) -> None:
-        """Remove the block until the next `refresh`."""
-        self._block.clear()
-
     def close(self) -> None:
         """Remove the block."""
         self._block.end_operation()
@@ -456,8 +452,7 @@ def print_log(store: Store, id: str, *, follow: bool = False, json: bool = False
             served_s = now_s if served else served_s
             gone = not served and now_s >= served_s + AWAY_S
             if not (served or gone or away or ended) and follow:
-                console.clear()
-                print(f"no coordinator serves {store.home}: another one is waited for {AWAY_S:g} s", file=sys.stderr)
+                progress.LINE.print_lines(f"no coordinator serves {store.home}: another one is waited for {AWAY_S:g} s")
             away = not served
             if ended or not follow or gone:
                 console.close()

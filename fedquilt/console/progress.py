@@ -35,15 +35,15 @@ MISJUDGED: Final = 1.5  # an estimate so many times the least one hides the rema
 
 
 class LogHandler(logging.StreamHandler[TextIO]):
-    """Log handler on standard error that removes a live line before each record."""
+    """Log handler on standard error that removes live lines before each record."""
 
     def __init__(self) -> None:
         super().__init__(sys.stderr)
 
-    def emit(self, record: logging.LogRecord) -> None:
-        for line in list(_LIVE):
-            line.clear()
-        super().emit(record)
+    def handle(self, record: logging.LogRecord) -> bool:
+        with _LOCK:  # before the handler's own lock, as a function that makes the text of a line may log
+            _wipe_lines()
+            return super().handle(record)
 
 
 class ProgressLine:
@@ -62,7 +62,7 @@ class ProgressLine:
         live: bool | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._given, self._live, self._clock, self._lock = out, live, clock, threading.RLock()
+        self._given, self._live, self._clock = out, live, clock
         self._begun_s: float | None = None  # of what goes on now
         self._due_s = 0.0
         self._drawn: list[str] = []
@@ -83,7 +83,7 @@ class ProgressLine:
             done: Completed part of `total`. With both, the first line has a bar and the remaining time too.
             total: Amount of all work.
         """
-        with self._lock:
+        with _LOCK:
             now_s, live = self._clock(), self.is_live
             if self._begun_s is None:
                 self._begun_s, self._due_s = now_s, now_s + (0.0 if live else QUIET_S)
@@ -119,31 +119,28 @@ class ProgressLine:
 
     def clear(self) -> None:
         """Remove the live line until the next `show_status`."""
-        with self._lock:
+        with _LOCK:
             self._wipe()
-            self._out.flush()
 
     def print_lines(self, *lines: str) -> None:
-        """Print permanent lines. A live line disappears until the next `show_status`."""
-        with self._lock:
-            self._wipe()
+        """Print permanent lines. Live lines disappear until the next `show_status`."""
+        with _LOCK:
+            _wipe_lines()
             for line in lines:
                 print(line, file=self._out)
             self._out.flush()
 
     def print_to_stdout(self, *lines: str) -> None:
         """Print permanent lines to standard output, which may be the same terminal."""
-        with self._lock:
-            self._wipe()
-            self._out.flush()
+        with _LOCK:
+            _wipe_lines()
             for line in lines:
                 print(line, flush=True)
 
     def end_operation(self) -> None:
         """Remove the live line and reset the elapsed time."""
-        with self._lock:
+        with _LOCK:
             self._wipe()
-            self._out.flush()
             self._begun_s = self._first = self._part = None
             self._left_s = math.inf
 
@@ -161,7 +158,7 @@ class ProgressLine:
 
     def _wipe(self) -> None:
         if self._drawn:
-            print(self._to_start(), end="", file=self._out)
+            print(self._to_start(), end="", file=self._out, flush=True)
             self._drawn, self._due_s = [], 0.0
             _LIVE.discard(self)
 
@@ -192,6 +189,12 @@ def _measure_width() -> int:
     return shutil.get_terminal_size().columns - 1  # a line that wraps cannot be rewritten
 
 
+def _wipe_lines() -> None:
+    for line in list(_LIVE):
+        line._wipe()
+
+
+_LOCK: Final = threading.RLock()  # of all lines, which may be on one terminal
 _LIVE: Final = set[ProgressLine]()  # lines on a terminal
 LINE: Final = ProgressLine()
 """The line of this process on standard error."""

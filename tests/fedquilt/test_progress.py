@@ -1,6 +1,8 @@
 """Progress on a terminal and elsewhere."""
 
 import io
+import logging
+import sys
 import threading
 
 import pytest
@@ -131,6 +133,47 @@ def test_further_lines_are_rewritten_in_place_and_only_on_a_terminal(clock):
     clock.now_s += QUIET_S
     line.show_status("one\ntwo", 1, 4)
     assert file.getvalue() == "one: 25 %\n"
+
+
+def open_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """Return a terminal that shows standard output and standard error, and a logger with its root handler."""
+    shown = Terminal()
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, shown)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [progress.LogHandler()])
+    return shown
+
+
+def test_records_and_lines_beside_a_block_stay_readable(clock, monkeypatch):
+    terminal = open_terminal(monkeypatch)
+    block = ProgressLine(sys.stdout, clock=clock)
+    for tell in (logging.warning, ProgressLine(clock=clock).print_lines, ProgressLine(clock=clock).print_to_stdout):
+        block.show_status("one\ntwo")
+        tell("said")
+    assert terminal.getvalue() == 3 * "\r\x1b[Kone\ntwo\r\x1b[1A\x1b[Jsaid\n"
+
+
+def test_a_record_of_a_function_that_makes_a_line_waits_for_no_other_thread(clock, monkeypatch):
+    """Another thread logs at that time, and waits for the line."""
+    terminal = open_terminal(monkeypatch)
+    line, begun = ProgressLine(sys.stdout, clock=clock), threading.Event()
+    other = threading.Thread(target=lambda: (begun.set(), logging.warning("other")), daemon=True)
+
+    def make_text():
+        other.start()
+        assert begun.wait(120)
+        other.join(0.2)
+        logging.warning("own")
+        return "text"
+
+    line.show_status("before")
+    clock.now_s += LIVE_S
+    shower = threading.Thread(target=lambda: line.show_status(make_text), daemon=True)
+    shower.start()
+    for thread in (shower, other):
+        thread.join(120)
+        assert not thread.is_alive()
+    assert "own\n\r\x1b[Ktext\r\x1b[Kother\n" in terminal.getvalue()
 
 
 def test_a_line_that_says_the_same_is_not_written_again(clock):
