@@ -167,7 +167,7 @@ def _files_named_after_runs(home: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _measure_files(place: Path) -> tuple[int, int]:
-    """Return the number of files at a path and their size in bytes. Files that vanish meanwhile do not count."""
+    """Return the number of files at a path and their size in bytes. Files deleted during the call do not count."""
     sizes = []
     inside = [os.path.join(folder, name) for folder, _, names in os.walk(place) for name in names]
     for path in inside or [str(place)]:

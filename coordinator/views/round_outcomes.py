@@ -123,9 +123,8 @@ class RoundOutcomes:
 
     def __init__(self, plan: JobConstants) -> None:
         self.summary = RunSummary(JobState(plan))  # after the last event
-        self.found: dict[
-            int, dict[str, DeviceOutcome]
-        ] = {}  # as of `outcomes_by_round`; whoever follows a run may drop earlier rounds
+        # The result of `outcomes_by_round`. A caller that follows a run may delete earlier rounds.
+        self.found = dict[int, dict[str, DeviceOutcome]]()
 
     def apply_event(self, fact: AnyEvent, at_s: float = 0.0) -> None:
         state, found = self.summary.state, self.found

@@ -51,13 +51,11 @@ class ProgressPoint:
     rounds: int
     clock_s: float  # on the coordinator's clock: virtual in a simulation
     real_s: float  # from the log's dates, without pauses between a stop and the next fact
-    boards_s: (
-        float | None
-    )  # the sum of the slowest task of each round, as its board tells: by its profile if it is simulated
+    boards_s: float | None  # sum of the slowest task of each round, as its board reports or its profile predicts
     down_bytes: int
     up_bytes: int
     energy_j: float | None  # gross, of all boards
-    personal: PersonalScores | None = None  # None: no check
+    personal: PersonalScores | None = None  # None without an evaluation
 
 
 @dataclass(frozen=True)
@@ -111,8 +109,8 @@ class RoundSummary(msgspec.Struct, frozen=True):
     took_s: float = 0.0  # on the coordinator's clock
     real_s: float = 0.0  # from the log's dates, without pauses between a stop and the next event
     train_loss: float | None = None
-    scores: PersonalScores | None = None  # without single devices; None: no evaluation
-    times: TimeBreakdown | None = None  # None: no update was timed
+    scores: PersonalScores | None = None  # without single devices, or None without an evaluation
+    times: TimeBreakdown | None = None  # None if no update was timed
 
 
 class DeviceScore(NamedTuple):

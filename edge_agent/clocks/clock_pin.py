@@ -195,7 +195,8 @@ class ClockPin:
             self._write_journal(saved)
             self._saved = saved
         wanted = mode.name if mode else self._saved.mode
-        again = self.point is not None and wanted != self._saved.mode  # settings of the previous point go with it
+        # Setting a mode again replaces the settings of the previous point.
+        again = self.point is not None and wanted != self._saved.mode
         changed = self._set_mode(found, wanted, again)
         if changed:
             found = controls.discover_controls(self.root)  # the new mode has other cores, hence other policies
@@ -204,9 +205,8 @@ class ClockPin:
         self._require_restorable({write.lever for write in writes})
         held = {write.lever.kind for write in writes}
         others = [lever.kind for lever in found.found if lever.kind not in held]
-        back = (
-            [] if changed and mode else controls.restore_writes(found, self._saved, others)
-        )  # a mode has limits of its own
+        # a mode has limits of its own
+        back = [] if changed and mode else controls.restore_writes(found, self._saved, others)
         wrong = self._apply_writes([*back, *writes], most)
         if wrong:
             raise ClockError("; ".join(wrong))
@@ -216,9 +216,10 @@ class ClockPin:
         return became
 
     def _adopt_owner_mode(self) -> str | None:
-        """Adopt a power mode set by the owner since the last call. Return a text on the change, or None."""
-        # The limits of the new mode are restored then: the old ones might exceed its caps. Returns a sentence after a
-        # change by the owner, otherwise None.
+        """Adopt a power mode set by the owner since the last call. Return a text on the change, or None.
+
+        The limits of the new mode are restored then, as the old ones might exceed its caps.
+        """
         if self._saved is None:
             return None
         mark, ours = power_modes.status_fingerprint(self.root), self._mode_put or self._saved.mode

@@ -47,7 +47,7 @@ from fedquilt.systemd import send_notification
 log = logging.getLogger("fedquilt.clocks")
 
 STATE: Final = "var/lib/fedquilt-clocks"
-GROUP: Final = "fedquilt"  # whose members may use the helper, beside root
+GROUP: Final = "fedquilt"  # its members and root may use the helper
 WATCHDOG_S: Final = 10.0
 HOTTEST_C: Final = 85.0
 LOOK_S: Final = 1.0  # interval between looks at the thermal zones, and between attempts to restore

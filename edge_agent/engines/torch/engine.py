@@ -50,8 +50,9 @@ READ_AT_ONCE = {"cpu": 1, "cuda": 32}  # results that are read together: on a GP
 PREPARED = {"cpu": 0, "cuda": 2}  # batches that a thread prepares ahead, while the processor launches a GPU's work
 # Resident after the import, on x86-64: torch 2.13 for the CPU, 2.15 with its CUDA libraries.
 BASE_BYTES = 230_000_000 if torch.version.cuda is None else 525_000_000
-# Of the driver's context and of libraries at work, assumed in plans, which follow from constants. On an H100 (torch
-# 2.11 for CUDA 13) a process's first training took 575 to 640 MB more than its second, GPU_KERNELS_BYTES included.
+# Of the driver's context and of loaded libraries, assumed in plans, which follow from constants. The context's part is
+# not measured. On an H100 (torch 2.11 for CUDA 13), a first training took 575 to 640 MB more than a second one in the
+# same process. These include the task's own kernels (GPU_KERNELS_BYTES).
 GPU_BYTES = (200 + 640) * 10**6
 # A training on a GPU for its libraries: convolutions of several widths, strides and kernels, forward and backward.
 WARM_UP, WARM_UP_EXAMPLES = tables.residual(3, 32, 10, mean=(0.5,), std=(0.25,)), 32
@@ -61,9 +62,10 @@ class TorchMemory:
     """Memory of this process on torch's first GPU. The constructor creates the driver's context and loads libraries.
 
     The kernel does not count GPU memory as resident, not even the memory that a Jetson's GPU shares with the processor.
-    A task's budget is for the sum. torch's limit applies to its own allocator only, where cuDNN takes a slower
-    algorithm if the fastest one's workspace does not fit. The context and the libraries' own memory come on top, and
-    can be measured only with shared memory, as the decrease of the memory that is available or this process's own.
+    A task's budget is for the sum. torch's limit applies to its own allocator only. Under a lower limit the
+    same training can take less, as cuDNN has algorithms with less workspace. The context and the libraries' own memory
+    come on top, and can be measured only with shared memory, as the decrease of the memory that is available or this
+    process's own.
     Kernels that only a task's shapes need are loaded as resident memory: `peak_memory.GPU_KERNELS_BYTES` is for them.
 
     Args:
