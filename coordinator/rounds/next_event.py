@@ -429,7 +429,8 @@ def format_by_reason(declined: Mapping[str, str], most: int = 5) -> str:
     more = {reason: f" and {len(names) - most} more" for reason, names in devices.items() if len(names) > most}
     told = list(devices.items())[:most]
     said = [f"{', '.join(names[:most])}{more.get(reason, '')}: {reason}" for reason, names in told]
-    return "; ".join([*said, *([f"{len(devices) - most} more reasons"] if len(devices) > most else [])])
+    others = len(devices) - most
+    return "; ".join([*said, *([f"{others} more reason{'s' * (others > 1)}"] if others > 0 else [])])
 
 
 def _describe_failed_round(state: JobState, want: int, reasons: Mapping[str, tuple[str, str]]) -> str:

@@ -12,6 +12,7 @@ from stored_job import JOB
 from fedquilt.console import progress
 from fedquilt.coordinator.fleet.device_status import DeviceStatus
 from fedquilt.coordinator.job_view import EndedJob
+from fedquilt.coordinator.rounds import next_event
 from fedquilt.coordinator.rounds.events import (
     AnyEvent,
     CohortSelected,
@@ -369,6 +370,13 @@ def test_many_that_decline_for_one_reason_are_counted(capsys):
         "[   0.0 s] round 1: dev-0, dev-1, dev-10, dev-100, dev-101 and 995 more: declined (memory): too small",
         "[   0.0 s] round 2: dev-0, dev-1: declined (memory): too small",
     ]
+
+
+def test_reasons_without_room_are_counted():
+    declined = {"a": "too big", "b": "too big", "c": "too hot", "d": "no data"}
+    assert next_event.format_by_reason(declined) == "a, b: too big; c: too hot; d: no data"
+    assert next_event.format_by_reason(declined, 2) == "a, b: too big; c: too hot; 1 more reason"
+    assert next_event.format_by_reason(declined, 1) == "a and 1 more: too big; 2 more reasons"
 
 
 def observe_round(console: Console, state: JobState, facts: Sequence[AnyEvent]) -> JobState:
