@@ -80,7 +80,7 @@ def load_bundle(folder: Path, disk: Disk = REAL, content: str = "") -> Bundle:
         if content not in ("", hashlib.sha256(packed).hexdigest()):
             raise JobError(
                 f"{folder} has been prepared with other content since the run began: prepare it from the former job "
-                "file and data to go on with the run, or begin a new one with `fedquilt run`"
+                "file and data and `fedquilt resume` the run, or begin a new one with `fedquilt run`"
             )
         for name, ref in index.files.items():
             found = disk.stat(folder / "blobs" / ref.sha256)
