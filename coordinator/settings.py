@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -97,16 +97,22 @@ class DriftTrigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise JobError(f"[trigger] pause = {error}") from None
 
 
+if TYPE_CHECKING:
+    Texts: TypeAlias = Sequence[str]  # `fedquilt.Fleet` takes a list, too
+else:
+    Texts = tuple[str, ...]
+
+
 class FleetSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Simulated fleet of `fedquilt simulate` and `fedquilt demo`. Lists repeat over the devices."""
 
     devices: Annotated[int, Meta(ge=1, le=1_000_000)] = 4
-    boards: Annotated[tuple[str, ...], Meta(min_length=1)] = ("x86-host",)
-    budgets: Annotated[tuple[str, ...], Meta(min_length=1)] = ("512MB",)
+    boards: Annotated[Texts, Meta(min_length=1)] = ("x86-host",)
+    budgets: Annotated[Texts, Meta(min_length=1)] = ("512MB",)
     policy: Literal["energy", "paper", "max", "board"] = "energy"  # edge_agent/power/governor.py
     adversaries: AdversarySettings | None = None  # of `compare`, `lab reproduce` and `fedquilt.simulate` alone
-    labels: tuple[str, ...] = ()  # of one board each, separated by spaces, taken in turn; (): none has any
-    links: tuple[str, ...] = ()  # of boards on virtual time, taken in turn: "2MB/s 50ms"; (): transfers take no time
+    labels: Texts = ()  # of one board each, separated by spaces, taken in turn; (): none has any
+    links: Texts = ()  # of boards on virtual time, taken in turn: "2MB/s 50ms"; (): transfers take no time
 
     def device_link(self, index: int) -> LinkCost:
         """Return the simulated link of the device with this index, from 0.

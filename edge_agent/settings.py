@@ -89,7 +89,7 @@ class LimitSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     folder: str | None = None  # whose group may read it, for a runner of another user; None: "models" in `home`
-    hook: tuple[str, ...] = ()  # command that is run after each exchange: a failure undoes it
+    hook: tuple[str, ...] = ()  # command after each replacement of a model: its failure rolls back
     timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 60.0  # a hook that takes longer has failed
     tensorrt_s: Annotated[float, Meta(ge=0, le=86400)] = 1200.0  # most for a TensorRT engine, where trtexec is; 0: none
     serve: str | None = None  # HOST:PORT at which a flashed board's model runner answers; None: flash installs none

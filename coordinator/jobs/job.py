@@ -88,7 +88,7 @@ class RunningJob:
     ) -> None:
         self.id, self.job, self._store, self.method, self._large_bytes = row.id, row.job, store, method, large_bytes
         self.engines = (row.job.engine,) if row.job.engine else tuple(self.method.engines)  # preferred first
-        self.bundle = blob_recovery.open_bundle(row.id, row.bundle, store.depot)
+        self.bundle = blob_recovery.open_bundle(row.id, row.bundle, row.content, store.depot)
         require_matching_bundle(row.job, self.bundle)
         self._states = ModelStates(row.id, row.job, method, self.bundle, row.bundle, store.depot, large_bytes)
         self.wants = JobRequirements(

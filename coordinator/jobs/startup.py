@@ -83,7 +83,7 @@ class JobLoader:
         )
 
     def _rebuild_job(self, row: StoredJob, now_s: float) -> RunningJob:
-        made = blob_recovery.open_bundle(row.id, row.bundle, self._desk.store.depot)
+        made = blob_recovery.open_bundle(row.id, row.bundle, row.content, self._desk.store.depot)
         wire = compression.exclude_buffers(row.job.wire, made.meta)
         row = row._replace(job=msgspec.structs.replace(row.job, wire=wire))
         method = self._around(self._load(row.job.method), row.job, made.files)

@@ -154,7 +154,7 @@ class JobRow(NamedTuple):
     epoch: int = 0
     head: bytes = FIRST  # checksum of the job's last fact
     submitter: str = ""  # user of the system; "" where a test or a tool has none
-    content: str = ""  # digest of the bundle and the data that it was prepared from
+    content: str = ""  # `StoredJob.content`
 
     @property
     def row_checksum(self) -> bytes:

@@ -238,7 +238,7 @@ class Store:
     # -- jobs --
 
     def find_unfinished(self, job: JobSettings, bundle: Path, origin: Origin = "run") -> str | None:
-        """Return the latest run of this job that is armed, or unfinished and of the same bundle and data."""
+        """Return the latest run of this job that is armed, or unfinished and of the same bundle."""
         content = _hash_bundle(bundle)
         rows = [row for row in self.readable_jobs() if (row.job, row.bundle, row.origin) == (job, bundle, origin)]
         rows = [row for row in rows if row.content == content or row.status == ARMED]

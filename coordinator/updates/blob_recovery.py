@@ -244,15 +244,15 @@ def convert_bundle_read_errors(run: str, folder: Path) -> AbstractContextManager
     return convert_read_errors(f"the bundle of {run}", place=f"the bundle {folder}")
 
 
-def open_bundle(run: str, folder: Path, depot: BlobStore) -> Bundle:
+def open_bundle(run: str, folder: Path, content: str, depot: BlobStore) -> Bundle:
     """Return the bundle of a run. Files are read on first use.
 
     Raises:
-        JobError: If the bundle is missing or damaged.
+        JobError: If the bundle is missing or damaged, or its content differs from `content`.
         UnreadableError: If the disk fails.
     """
     with convert_bundle_read_errors(run, folder):
-        return job_bundle.load_bundle(folder, depot.disk)
+        return job_bundle.load_bundle(folder, depot.disk, content)
 
 
 def restore_bundle_files(run: str, depot: BlobStore, folder: Path, files: Mapping[str, BlobRef]) -> None:

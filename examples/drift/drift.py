@@ -1,6 +1,6 @@
 """From drift to a new model, with three boards on this machine. Every step is a `fedquilt` command.
 
-Run it beside a copy of tools/lab/demo/job.toml, digits.npz and bundle/ with the extra `onnx`; it takes about a minute:
+Run it beside a copy of tools/lab/demo/job.toml, digits.npz and bundle/ with the extra `onnx`:
 
 1. Boards make a network for digits. `rollout model` brings it to all of them, and `model serve` answers with it.
 2. The inputs get darker and noisier. The runner reports drift, and `fedquilt devices` shows it.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import msgspec
 
@@ -52,23 +52,7 @@ class ValidatedMeta(type):
 
 
 if TYPE_CHECKING:
-    Cohort = jobs.CohortSettings
-    Data = DataSpec
-
-    class Fleet(jobs.FleetSettings, frozen=True):
-        """Signature of the [fleet] table for type checkers."""
-
-        def __init__(
-            self,
-            devices: int = ...,
-            boards: Sequence[str] = ...,
-            budgets: Sequence[str] = ...,
-            policy: Literal["energy", "paper", "max", "board"] = ...,
-            adversaries: jobs.AdversarySettings | None = ...,
-            labels: Sequence[str] = ...,
-            links: Sequence[str] = ...,
-        ) -> None: ...
-
+    Cohort, Data, Fleet = jobs.CohortSettings, DataSpec, jobs.FleetSettings
 else:
 
     class Data(metaclass=ValidatedMeta):

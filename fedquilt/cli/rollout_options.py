@@ -86,7 +86,7 @@ TIMES: Final = (
         help="Only within this time of the boards' day: 02:00-05:00.",
         group=WHEN,
     ),
-    option("--force", is_flag=True, help="Exchange it also while a board carries out a task.", group=WHEN),
+    option("--force", is_flag=True, help="Replace the running version also during a task.", group=WHEN),
 )
 
 

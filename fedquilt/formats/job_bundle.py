@@ -54,7 +54,7 @@ def write_bundle(folder: Path, meta: Mapping[str, Any], files: Mapping[str, byte
     return load_bundle(folder)
 
 
-def load_bundle(folder: Path, disk: Disk = REAL) -> Bundle:
+def load_bundle(folder: Path, disk: Disk = REAL, content: str = "") -> Bundle:
     """Open a bundle and check that its files are present with the right sizes.
 
     The content of a file is checked on reading, which may raise the same errors.
@@ -62,19 +62,26 @@ def load_bundle(folder: Path, disk: Disk = REAL) -> Bundle:
     Args:
         folder: Folder of the bundle.
         disk: Disk of the folder.
+        content: `hash_content` of the bundle that a run began with, or "" for any bundle.
 
     Raises:
-        JobError: If there is no bundle, or it is damaged.
+        JobError: If there is no bundle, or it is damaged or has other content.
         StoreError: If the bundle cannot be read.
     """
     index_at = folder / "bundle.json"
     with disk_errors(f"read the bundle {folder}"):
         try:
-            index = checksummed_json.decode_with_checksum(disk.read(index_at), BundleIndex)
+            packed = disk.read(index_at)
+            index = checksummed_json.decode_with_checksum(packed, BundleIndex)
         except (FileNotFoundError, NotADirectoryError):
             raise JobError(f"no bundle in {folder}: make it with `fedquilt prepare`") from None
         except (IsADirectoryError, checksummed_json.DamagedFileError) as error:
             raise JobError(f"{index_at} is damaged ({error}): make it anew with `fedquilt prepare`") from None
+        if content not in ("", hashlib.sha256(packed).hexdigest()):
+            raise JobError(
+                f"{folder} has been prepared with other content since the run began: prepare it from the former job "
+                "file and data and `fedquilt resume` the run, or begin a new one with `fedquilt run`"
+            )
         for name, ref in index.files.items():
             found = disk.stat(folder / "blobs" / ref.sha256)
             if found is None or found.is_dir or found.size != ref.size:
@@ -145,28 +152,28 @@ def stamp_inputs(path: Path, job: Mapping[str, Any]) -> BundleInputs:
     Raises:
         StoreError: If a file cannot be looked at.
     """
-    files = {file: _stamp_input(Path(file)) for file in sorted(set(_list_paths(job)))}
-    return BundleInputs(_hash_job(path), {file: stamp for file, stamp in files.items() if stamp})
+    return BundleInputs(_hash_job(path), {file: _stamp_input(Path(file)) for file in sorted(set(_list_paths(job)))})
 
 
 def record_inputs(found: BundleInputs, bundle: Path) -> None:
     """Record the sources of a bundle in its folder.
 
+    Files that the preparation has created, such as a downloaded data set, are stamped now.
+
     Raises:
         StoreError: If the record cannot be written.
     """
+    files = {file: stamp or _stamp_input(Path(file)) for file, stamp in found.files.items()}
+    found = BundleInputs(found.job, {file: stamp for file, stamp in files.items() if stamp})
     with disk_errors(f"write {bundle / 'inputs.json'}"):
         REAL.write_atomically(bundle / "inputs.json", msgspec.json.encode(found), durable=False)
 
 
 def hash_content(bundle: Path) -> str:
-    """Return a digest of a bundle's index and of its record of input files, or "" if there is no bundle."""
-    found = ""
-    with suppress(OSError, msgspec.DecodeError):
-        found = hashlib.sha256((bundle / "bundle.json").read_bytes()).hexdigest()
-        known = msgspec.json.decode((bundle / "inputs.json").read_bytes(), type=BundleInputs)
-        found = hashlib.sha256(msgspec.json.encode((found, known.files), order="sorted")).hexdigest()
-    return found
+    """Return a digest of a bundle's metadata and files, or "" if there is no bundle."""
+    with suppress(OSError):
+        return hashlib.sha256((bundle / "bundle.json").read_bytes()).hexdigest()
+    return ""
 
 
 def _hash_job(path: Path) -> str:

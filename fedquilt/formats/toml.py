@@ -214,8 +214,7 @@ _NOWHERE: Final = object()
 
 
 def _value_at_path(table: Any, path: str) -> Any:
-    """Return the value at a path of msgspec, or `_NOWHERE` if the path leads to none."""
-    # `_NOWHERE` stands for an inexact path of msgspec, such as "[...]".
+    """Return the value at a path of msgspec, or `_NOWHERE` for an inexact path such as "[...]"."""
     for step in _STEP.finditer(path):
         try:
             table = table[step[1]] if step[1] is not None else table[int(step[2])]

@@ -64,8 +64,7 @@ def unpack_wheels(wheels: Sequence[tuple[str, Path | IO[bytes]]], packages: Path
 
 
 def _installed_path(wheel: str, filename: str) -> PurePosixPath | None:
-    """Return the path of a wheel's file in the packages folder, or None for files that are not installed."""
-    # None stands for files that are not installed, such as scripts and headers.
+    """Return the path of a wheel's file in the packages folder, or None if not installed, such as a script."""
     inside = PurePosixPath(filename)
     if inside.is_absolute() or ".." in inside.parts or not inside.parts:
         raise InvalidWheelError(f"{wheel} would write to {filename}")

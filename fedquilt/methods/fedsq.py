@@ -216,7 +216,6 @@ class _Copies:
 
     def _find_or_cache_rows(self, examples: Examples, what: str) -> output_cache.CacheMetadata | None:
         """Return the metadata of the cached rows, which are computed if missing, or None if they do not fit."""
-        # Returns None if the cache has no room.
         folder, params = self._site.cache, self._task.params
         key = self._make_cache_key(examples)
         if (found := output_cache.find_complete_rows(folder, what, key, len(examples))) is not None:

@@ -260,8 +260,7 @@ def _load_received_layers(task: Task, site: ClientContext) -> tuple[dict[str, np
 
 
 def _load_previous_model(site: ClientContext, received: Tensors) -> Tensors:
-    """Return the device's stored model, or the received model before the first training."""
-    # theta~: before the first training, the received model.
+    """Return theta~: the device's stored model, or the received model before the first training."""
     if not site.local:
         return received
     tensors.require_matching(site.local, received)
@@ -376,8 +375,7 @@ def _average_layers_by_cluster(state: State, total: GeneFLSums) -> State:
 
 
 def _shrink_gene_if_accurate(state: State, total: GeneFLSums) -> State:
-    """Every `shrink_every` rounds, shrink the learnGene by one layer unless the accuracy has fallen."""
-    # L_t falls by one every `shrink_every` rounds, unless the accuracy has fallen below its best.
+    """Every `shrink_every` rounds, shrink the learnGene by one layer (L_t), unless the accuracy is below its best."""
     if not total.counts:
         return state  # nobody trained
     held = float(total.held_examples)

@@ -47,6 +47,25 @@ def test_the_first_state_of_a_job_is_made_again_if_it_is_damaged(stage, caplog):
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
 
 
+def test_a_run_goes_on_with_the_bundle_that_it_began_with_alone(stage):
+    hand, index = stage.hand("a"), stage.store.readable_jobs()[0].bundle / "bundle.json"
+    stage.play()
+    before = index.read_bytes()
+    job_bundle.write_bundle(index.parent, {**job_bundle.load_bundle(index.parent).meta, "flops": 16}, {})
+    stage.restart()
+    stage.play()
+    (ended,) = stage.told(JobEnded)
+    assert ended.status == "failed"
+    assert ended.reason.startswith(f"{index.parent} has been prepared with other content since the run began: prepare")
+    index.write_bytes(before)
+    stage.store.set_status(stage.job, "queued")
+    stage.restart()
+    stage.play()
+    hand.answer(ones())
+    stage.play()
+    assert stage.store.stored_status(stage.job) == "done"
+
+
 class ReadOnly(Disk):
     """A disk on which nothing new gets a name."""
 

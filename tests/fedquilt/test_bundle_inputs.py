@@ -1,5 +1,6 @@
 """A bundle is out of date when its job file, or a file that this names, has changed."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,15 @@ def test_a_bundle_is_current_until_something_that_it_depends_on_changes(bundle):
     assert not job_bundle.is_current(job, bundle)
 
 
+def test_a_file_with_a_new_date_does_not_change_the_content_of_a_bundle(bundle):
+    job, data = bundle.with_name("job.toml"), bundle.with_name("own.csv")
+    before = job_bundle.hash_content(bundle)
+    os.utime(data, (1, 1))
+    assert not job_bundle.is_current(job, bundle)
+    job_bundle.record_inputs(job_bundle.stamp_inputs(job, {"data": {"path": str(data)}}), bundle)
+    assert job_bundle.hash_content(bundle) == before
+
+
 def test_a_bundle_that_was_carried_here_is_used_as_it_is(bundle):
     job = bundle.with_name("job.toml")
     bundle.with_name("own.csv").unlink()
@@ -58,6 +68,16 @@ def test_a_file_in_a_folder_of_examples_counts(bundle):
     job_bundle.record_inputs(job_bundle.stamp_inputs(job, {"data": {"path": str(folder)}}), bundle)
     assert job_bundle.is_current(job, bundle)
     (folder / "a" / "2.txt").write_text("2")
+    assert not job_bundle.is_current(job, bundle)
+
+
+def test_data_that_appear_during_preparation_count(bundle):
+    job, data = bundle.with_name("job.toml"), bundle.with_name("downloaded.csv")
+    given = job_bundle.stamp_inputs(job, {"data": {"path": str(data)}, "test": {"path": str(data.with_name("none"))}})
+    data.write_text("a,y\n1,0\n")
+    job_bundle.record_inputs(given, bundle)
+    assert job_bundle.is_current(job, bundle)
+    data.write_text("a,y\n1,0\n2,1\n")
     assert not job_bundle.is_current(job, bundle)
 
 

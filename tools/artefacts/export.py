@@ -184,7 +184,7 @@ def _encode_result(found: Artefact, row: StoredJob, *, onnx: bool) -> tuple[byte
         from fedquilt.models.stitching import display_names, stitched_network
         from fedquilt.models.stitching.onnx import export  # needs onnx, which a coordinator does not
 
-        index = job_bundle.load_bundle(row.bundle)
+        index = job_bundle.load_bundle(row.bundle, content=row.content)
         files = {name: job_bundle.verify_file(row.bundle, ref) for name, ref in index.files.items()}
         payload = export.export_stitched(
             found.meta,

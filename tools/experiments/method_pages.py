@@ -69,7 +69,8 @@ def make_card(name: str, covering: Covering = lambda name: ()) -> MethodCard:
     )
 
 
-def format_card(one: MethodCard) -> list[str]:
+def format_card(one: MethodCard, elsewhere: Sequence[MethodParameter] = ()) -> list[str]:
+    """Return the page of a method as lines of Markdown. FedAvg's page explains the parameters `elsewhere`."""
     found = [f"# {one.name}", "", one.title, "", one.about, ""]
     found += [f'Runs on: {" or ".join(one.engines)}. In a job: `method = "{one.name}"`.']
     if not one.evaluates:
@@ -77,9 +78,12 @@ def format_card(one: MethodCard) -> list[str]:
     if one.tables:
         told = ", ".join(f"`{command}` ([figures](../{page}))" for command, page in one.tables)
         found += ["", f"Compared in: {told}."]
-    if one.parameters:
+    if rows := [each for each in one.parameters if each not in elsewhere]:
         found += ["", "| `[params]` | type | default | |", "|---|---|---|---|"]
-        found += [f"| `{p.name}` | {p.kind} | `{_format_default(p.default)}` | {p.about} |" for p in one.parameters]
+        found += [f"| `{p.name}` | {p.kind} | `{_format_default(p.default)}` | {p.about} |" for p in rows]
+    if names := [f"`{each.name}`" for each in one.parameters if each in elsewhere]:
+        which = "The other" if rows else "Its"
+        found += ["", f"{which} `[params]` are explained on [FedAvg's page](fedavg.md): {', '.join(names)}."]
     return found
 
 
@@ -112,8 +116,10 @@ def write_pages(folder: Path, covering: Covering) -> list[Path]:
     """
     with disk.disk_errors(f"write {folder}", "name another folder"):
         folder.mkdir(parents=True, exist_ok=True)
+        common = make_card("fedavg").parameters
         pages = {
-            folder / f"{name}.md": "\n".join(format_card(make_card(name, covering))) + "\n"
+            folder / f"{name}.md": "\n".join(format_card(make_card(name, covering), () if name == "fedavg" else common))
+            + "\n"
             for name in methods.builtin_names()
         }
         pages[folder / "index.md"] = "\n".join(format_index()) + "\n"

@@ -233,7 +233,6 @@ class Transfers:
 
     def _end_transfer(self, key: Key, error: str | None) -> None:
         """End a transfer. If the blob is stored, end all transfers of the blob as successful."""
-        # A blob that arrived from one device has arrived for all devices that were to send it.
         ref = self._wanted[key]
         if self._depot.has_blob(ref):
             error = None
@@ -311,7 +310,6 @@ class Transfers:
 
     def _send_requests(self, now_s: float) -> bool:
         """Send due requests. Return whether a download has ended or was suspended, so that others can start."""
-        # Returns whether a transfer has ended or was parked.
         outstanding_bytes, left = self._outstanding_bytes, False
         for key, pull in list(self._open.items()):
             if key not in self._open:
@@ -322,7 +320,7 @@ class Transfers:
             if pull.failed is not None:
                 self._end_transfer(key, pull.failed)
                 left = True
-            elif pull.backoff > backoff and (stalled := self._blobs_to_park(key)):
+            elif pull.backoff > backoff and (stalled := self._blobs_to_suspend(key)):
                 self._park_blobs(stalled, now_s)
                 outstanding_bytes, left = self._outstanding_bytes, True
                 continue
@@ -338,7 +336,7 @@ class Transfers:
     def _outstanding_bytes(self) -> int:
         return sum(pull.outstanding_bytes for pull in self._open.values())
 
-    def _blobs_to_park(self, key: Key) -> list[Key]:
+    def _blobs_to_suspend(self, key: Key) -> list[Key]:
         """Return the blobs to suspend with a stalled one, or none if no other blob waits.
 
         A device in the upload queue suspends all its blobs, unless a transfer outside the link is active.

@@ -248,7 +248,6 @@ class ChunkSender:
 
     def _find_or_build_manifest(self, device: str, sha256: str, asked: int) -> wire.BlobManifest | None:
         """Return the manifest, or None while it is built. Raise StoreError for a missing or forbidden blob."""
-        # Returns None while the manifest is built.
         if not self._allowed(device, sha256):
             raise StoreError(f"blob {sha256[:12]} is not offered to {device} now")
         ref = self._depot.find_ref(sha256)

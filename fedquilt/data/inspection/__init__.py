@@ -116,11 +116,12 @@ def _name_arrays(path: Path, label: str) -> dict[str, Any]:
 
 def _inspect_folder(path: Path, notes: list[str]) -> dict[str, Any]:
     """Return the [data] keys of a folder of images by class."""
-    spec = DataSpec(path=str(path))
-    found, _ = files.find_files_by_class(path, spec, pixels.SUFFIXES, "images")
-    root = path / "train" if (path / "train").is_dir() else path
-    table: dict[str, Any] = {"labels": files.list_subfolders(root)}
-    sizes = pixels.measure_sizes(found)
+    splits = [split for split in ("train", "test") if (path / "train").is_dir() and (path / split).is_dir()]
+    table: dict[str, Any] = {"labels": files.list_subfolders(path / "train" if splits else path)}
+    sizes: list[tuple[int, int]] = []
+    for split in splits or ["train"]:
+        spec = DataSpec(path=str(path), split=split)
+        sizes += pixels.measure_sizes(files.find_files_by_class(path, spec, pixels.SUFFIXES, "images")[0])
     sides = sorted(map(min, sizes))
     low, high = sides[0], max(map(max, sizes))
     if low != high or high > 2 * SIDE:

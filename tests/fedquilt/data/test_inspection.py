@@ -208,6 +208,17 @@ def test_pictures_of_several_sizes_in_grey(tmp_path):
     assert "grey images, 20 x 20 pixels, levels standardised" in found.notes
 
 
+def test_test_pictures_of_another_size_are_scaled_as_the_others(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    for split, side in (("train", 20), ("test", 24)):
+        for name in "ab":
+            (tmp_path / split / name).mkdir(parents=True)
+            image.new("L", (side, side), 3 * ord(name) - 200).save(tmp_path / split / name / "1.png")
+    found = inspect_data(str(tmp_path))
+    assert (found.data["labels"], found.data["size"]) == (["a", "b"], 20)
+    assert examples.load_split(DataSpec.parse({**found.data, "split": "test"})).x.shape[1:3] == (20, 20)
+
+
 def test_one_picture_of_another_size_is_found_and_does_not_shrink_the_others(tmp_path):
     image = pytest.importorskip("PIL.Image")
     for number in range(300):
