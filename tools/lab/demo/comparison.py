@@ -71,12 +71,13 @@ class DonorContribution(msgspec.Struct, frozen=True):
 @dataclass(frozen=True)
 class DemoComparison:
     donors: Sequence[DonorContribution]
-    lead: tuple[float, float]  # 95 % interval over the best donor with a new head, paired by test digits
+    lead: tuple[float, float]  # 95 % interval over `best_donor`, paired by test digits
     devices: Sequence[DeviceAccuracy]
     scratch: NetworkResult
 
     @property
     def best_donor(self) -> DonorContribution:
+        """Donor whose new head is the best on the test digits, which favours the donor."""
         return max(self.donors, key=lambda donor: donor.head)
 
 
