@@ -204,12 +204,8 @@ def compare(
         found, failed = runs.run_cases(order, Path(out), play_case, shown.show, shown.show)
     selected, note = tables.select_scores(list(found.values()))
     found = dict(zip(found, selected, strict=True))
-    return Comparison(
-        tuple(jobs),
-        tuple(tuple(found[case] for case in todo[index] if case in found) for index in todo),
-        tuple(failed),
-        note,
-    )
+    done = tuple(tuple(found[case] for case in todo[index] if case in found) for index in todo)
+    return Comparison(tuple(jobs), done, tuple(failed), note)
 
 
 def _prepare_cases(job: Job, out: Path, seeds: Sequence[int]) -> list[runs.ComparisonCase]:

@@ -102,7 +102,6 @@ class GpuCheck:
         )
 
     def _read_environment(self) -> tuple[Row, dict[str, str]]:
-        """Return the environment, and the reason for each value that is unknown."""
         limits = {name: self._smi.get(name) for name in ("driver", "power_limit_w", "power_limit_default_w")}
         groups: tuple[tuple[Row, str], ...] = (
             ({"board": self._device.board, "memory_mb": self._device.memory_bytes / 1e6}, ""),
@@ -223,7 +222,6 @@ class GpuCheck:
         return judge_rates(rows, (_busy_by_others_s() - busy_s) / cpu_s, self._smi.get("busy_share") or 0.0)
 
     def _check_clocks(self, folder: Path) -> Outcome:
-        """Read clocks and count operating points. `fedquilt board record` pins them."""
         told, has_helper = clocks.read_status(devices.ROOT)
         rows: list[Row] = [
             {
@@ -314,8 +312,7 @@ def write_graph(folder: Path) -> Path:
 
 
 def compare_devices(runs: Mapping[str, Callable[[], DeviceRun]]) -> Iterator[Row]:
-    """Yield the difference of each device's output from the first one's, or why the device did not run."""
-    wanted: np.ndarray | None = None
+    wanted: np.ndarray | None = None  # output of the first device
     for device, run in runs.items():
         try:
             found, nodes, reason = run()

@@ -77,8 +77,7 @@ class DemoComparison:
 
     @property
     def best_donor(self) -> DonorContribution:
-        """Donor whose new head is the best on the test digits, which favours the donor."""
-        return max(self.donors, key=lambda donor: donor.head)
+        return max(self.donors, key=lambda donor: donor.head)  # chosen on the test digits, which favours the donor
 
 
 def count_parts(members: Sequence[DeviceData]) -> int:
