@@ -32,11 +32,13 @@ class Comparison:
         jobs: The compared jobs.
         runs: Completed runs of each job, in the order of seeds.
         failed: A sentence for each failed run.
+        note: Which scores are compared and why, if not those on the test set alone.
     """
 
     jobs: tuple[Job, ...]
-    runs: tuple[tuple[SeedRun, ...], ...]  # of each job, in the order of seeds; without those that failed
-    failed: tuple[str, ...]  # a sentence for each run that failed
+    runs: tuple[tuple[SeedRun, ...], ...]
+    failed: tuple[str, ...]
+    note: str = ""
 
     @property
     def labels(self) -> list[str]:
@@ -138,7 +140,7 @@ class Comparison:
         return self.curves().to_pandas()
 
     def __repr__(self) -> str:
-        return "\n".join([repr(self.table()), *(f"failed: {each}" for each in self.failed)])
+        return "\n".join([repr(self.table()), *filter(None, [self.note]), *(f"failed: {each}" for each in self.failed)])
 
     def _repr_html_(self) -> str:
         return self.table()._repr_html_()
@@ -200,13 +202,10 @@ def compare(
             return run_seed(case.settings, Path(case.folder), tell, workers, engine=engine, mixed=mixed)
 
         found, failed = runs.run_cases(order, Path(out), play_case, shown.show, shown.show)
-    selected, _ = tables.select_scores(list(found.values()))
+    selected, note = tables.select_scores(list(found.values()))
     found = dict(zip(found, selected, strict=True))
-    return Comparison(
-        tuple(jobs),
-        tuple(tuple(found[case] for case in todo[index] if case in found) for index in todo),
-        tuple(failed),
-    )
+    done = tuple(tuple(found[case] for case in todo[index] if case in found) for index in todo)
+    return Comparison(tuple(jobs), done, tuple(failed), note)
 
 
 def _prepare_cases(job: Job, out: Path, seeds: Sequence[int]) -> list[runs.ComparisonCase]:

@@ -36,26 +36,28 @@ def parse_point(text: str) -> OperatingPoint:
     return msgspec.convert({"name": first.strip() if named else text.strip()[:200], **hz}, OperatingPoint)
 
 
+def read_status(root: Path) -> tuple[HelperStatus, bool]:
+    """Return the clocks of this machine, and whether the clock helper reports them or this process reads them."""
+    clocks = ClockClient.connect(root / SOCKET)
+    if clocks is not None:
+        with contextlib.closing(clocks):
+            return clocks.request_status(), True
+    found = controls.discover_controls(root)
+    told = HelperStatus(
+        clocks=tuple(read_clock_state(lever) for lever in found.found),
+        modes=tuple(mode.name for mode in found.modes),
+        temperature_c=controls.hottest_zone_c(root),
+    )
+    return told, False
+
+
 def print_status(root: Path, format: str) -> int:
     """Print the clocks of this machine, their settings and their holder. Return 0."""
-    socket = root / SOCKET
-    clocks = ClockClient.connect(socket)
-    if clocks is not None:
-        try:
-            told = clocks.request_status()
-        finally:
-            clocks.close()
-    else:
-        found = controls.discover_controls(root)
-        told = HelperStatus(
-            clocks=tuple(read_clock_state(lever) for lever in found.found),
-            modes=tuple(mode.name for mode in found.modes),
-            temperature_c=controls.hottest_zone_c(root),
-        )
+    told, has_helper = read_status(root)
     if format == "json":
-        print(msgspec.json.encode({"helper": clocks is not None, **msgspec.to_builtins(told)}).decode())
+        print(msgspec.json.encode({"helper": has_helper, **msgspec.to_builtins(told)}).decode())
     else:
-        print("\n".join(_format_status(told, socket if clocks is None else None)))
+        print("\n".join(_format_status(told, None if has_helper else root / SOCKET)))
     return 0
 
 

@@ -268,9 +268,7 @@ def compare_and_print(
 
     found, failed = run_cases(todo, out, run_case, progress.LINE.print_lines)
     runs, note = tables.select_scores(list(found.values()))
-    if note:
-        progress.LINE.print_lines(note)
-    result = tables.make_result(job.name, runs, target, failed)
+    result = tables.make_result(job.name, runs, target, failed, note)
     files = tables.write_files(result, runs, out)
     if format == "json":
         print(msgspec.json.format(msgspec.json.encode(result)).decode())

@@ -22,7 +22,9 @@ NAMES: Final = {"energy_j": "joules", "real_s": "real_seconds"}
 FILES: Final = {"joules": "energy", "seconds": "board-time", "real_seconds": "real-time"}
 
 
-def make_result(job: str, runs: Sequence[SeedRun], target: float | None, failed: Sequence[str] = ()) -> dict[str, Any]:
+def make_result(
+    job: str, runs: Sequence[SeedRun], target: float | None, failed: Sequence[str] = (), note: str = ""
+) -> dict[str, Any]:
     """Return a comparison for JSON: its table and all runs.
 
     Args:
@@ -30,10 +32,12 @@ def make_result(job: str, runs: Sequence[SeedRun], target: float | None, failed:
         runs: Runs that succeeded.
         target: Value of the main metric up to which costs are counted, or None. Accuracy is 0 to 1.
         failed: A sentence for each failure.
+        note: Note of `select_scores`.
     """
     return {
         "job": job,
         "accuracy_on": "test set" if any(run.tested for run in runs) else "held-out shares",
+        "note": note,
         "metric": find_main_metric(runs).name,
         "target": target,
         "table": make_rows(runs, target),
@@ -185,6 +189,7 @@ def make_table_notes(result: dict[str, Any]) -> list[str]:
         "seeds that reached it"
     )
     return [
+        *([result["note"]] if result["note"] else []),
         f"{metric.title}: on the {result['accuracy_on']} after the last round, mean and sd over seeds; "
         "best: of any round",
         counted,

@@ -100,7 +100,9 @@ def test_runs_are_the_commands_and_are_made_once(job, tmp_path, monkeypatch, cap
 def test_networks_that_differ_by_device_are_compared_on_held_out_shares(job, tmp_path):
     """A test set measures what devices share; FedAvg alone is tested."""
     jobs = [job.replace(method=method, rounds=1) for method in ("fedavg", "local")]
-    both = fq.compare(jobs, seeds=[0], out=tmp_path, workers=1).table()
+    found = fq.compare(jobs, seeds=[0], out=tmp_path, workers=1)
+    assert "on held-out shares, because the networks of local differ by device" in repr(found)
+    both = found.table()
     assert both["accuracy"] == both["held_accuracy"]
     alone = fq.compare(jobs[:1], seeds=[0], out=tmp_path, workers=1).table()
     assert alone["held_accuracy"] == both["held_accuracy"][:1]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fedquilt.cli import main
-from fedquilt.core import Examples, FedquiltError, Fit, Reading
+from fedquilt.core import FedquiltError, Fit, Reading
 from fedquilt.tools.boards.gpu_check import check, rates, report, tasks
 from fedquilt.tools.boards.gpu_check.report import GpuReport, PartResult
 
@@ -78,7 +78,7 @@ def test_rates_are_compared_in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
         now_s[0] += seconds * slow
         order.append(name)
 
-    found = rates._compare(("x", "", "steps/s"), 4, lambda: take("ours", 2.0), lambda: take("bare", 1.0), 3)
+    found = rates.compare_rates(("x", "", "steps/s"), 4, lambda: take("ours", 2.0), lambda: take("bare", 1.0), 3)
     assert order == ["ours", "bare", "ours", "ours", "bare", "bare", "ours"]
     assert (found["ratio"], found["engine"], found["bare_loop"], found["on"]) == (0.5, 2.0, 4.0, "processor")
 
@@ -133,15 +133,29 @@ def test_peaks_are_measured_beside_the_engines_own_prediction(bench: tasks.TaskB
         assert row["ratio"] > 0
 
 
+def test_a_board_without_torch_measures_the_memory_of_onnx_runtime(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As most boards are installed. Without any engine the part is skipped."""
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnx")
+    found = check.importlib.util.find_spec
+    monkeypatch.setattr(check.importlib.util, "find_spec", lambda name: None if name == "torch" else found(name))
+    rows = check.GpuCheck()._check_memory(tmp_path)[2]
+    assert [row["work"] for row in rows] == ["ONNX inference, 4", "ONNX inference, 64"]
+    with pytest.raises(check.SkippedPartError, match="neither torch nor onnxruntime"):
+        check.judge_memory([])
+
+
 def test_the_bare_loop_does_the_same_work_as_the_engine() -> None:
     """One mini-batch of all examples, twice: the same model to float tolerance."""
     torch = pytest.importorskip("torch")
     from fedquilt.edge_agent.engines.torch.engine import TorchEngine
 
     work, device = tasks.WITHOUT_GPU, "cuda" if torch.cuda.is_available() else "cpu"
-    examples, start, fit = Examples(*work.draw(16)), work.start(), Fit(epochs=2, batch=16, lr=0.01)
+    examples, start, fit = work.draw(16), work.start(), Fit(epochs=2, batch=16, lr=0.01)
     ours, _ = TorchEngine(1 << 40).train(work.network, start, examples, fit, np.random.default_rng(0))
-    bare = rates._bare_training(work.network, start, examples, fit, device)
+    bare = rates.train_bare(work.network, start, examples, fit, device)
     assert tasks.largest_difference(ours, bare, start) < 1e-2
 
 
@@ -150,9 +164,23 @@ def test_providers_are_counted_by_the_nodes_that_they_ran(tmp_path: Path) -> Non
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnx")
     graph = check.write_graph(tmp_path)
-    found = next(iter(check.run_onnx_providers(graph, tmp_path)))
+    found = next(check.compare_devices(check.list_onnx_runs(graph, tmp_path)))
     assert (found["device"], found["nodes"], found["difference"]) == ("CPUExecutionProvider", "6 of 6", 0.0)
     assert rates.measure_onnx_rates(graph, (check.CHANNELS, check.PIXELS, check.PIXELS), 1, 0.01)["ratio"] > 0
+
+
+def test_onnx_runtime_has_as_many_threads_in_the_bare_loop_as_in_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One per core in both."""
+    ort = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnx")
+    sessions, create = [], ort.InferenceSession
+    monkeypatch.setattr(
+        ort, "InferenceSession", lambda *given, **more: sessions.append(create(*given, **more)) or sessions[-1]
+    )
+    rates.measure_onnx_rates(check.write_graph(tmp_path), (check.CHANNELS, check.PIXELS, check.PIXELS), 1, 0.0)
+    assert [each.get_session_options().intra_op_num_threads for each in sessions] == [0, 0]
 
 
 # -- verdicts -------------------------------------------------------------------------------------

@@ -350,10 +350,11 @@ def test_a_method_with_a_network_for_each_device_moves_the_comparison_to_held_ou
     (tmp_path / "job.toml").write_text(toml.format_toml({**TABLE, "compare": {}, "rounds": 1}))
     words = ["compare", str(tmp_path / "job.toml"), "--seeds", "0", "--out", str(tmp_path / "out"), "--workers", "1"]
     assert main([*words, "--methods", "fedavg", "local", "--format", "json"]) == 0
-    shown = capsys.readouterr()
-    result = json.loads(shown.out)
+    result = json.loads(capsys.readouterr().out)
     assert result["accuracy_on"] == "held-out shares"
-    assert "the networks of local differ by device" in shown.err
+    assert "the networks of local differ by device" in result["note"]
+    assert result["note"] in tables.format_table(result)
+    assert result["note"] in (tmp_path / "out" / "compare.html").read_text()
     assert [row["accuracy"] for row in result["table"]] == [row["held"] for row in result["table"]]
     assert main([*words, "--methods", "fedavg", "--format", "json"]) == 0
     alone = json.loads(capsys.readouterr().out)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
 import subprocess
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -23,22 +21,27 @@ import psutil
 
 import fedquilt
 from fedquilt.console import progress
-from fedquilt.core import Cost, Device, Examples, FedquiltError, Fit, Reading, shorten_error
+from fedquilt.core import Cost, Device, FedquiltError, Fit, Reading, shorten_error
+from fedquilt.costs import peak_memory
 from fedquilt.edge_agent import devices, engines
-from fedquilt.edge_agent.clocks import controls
-from fedquilt.edge_agent.clocks.client import SOCKET, ClockClient
 from fedquilt.edge_agent.power.energy import SAMPLE_S, EnergyAccount
 from fedquilt.edge_agent.task import failures, memory_budget
+from fedquilt.edge_agent.task.protocol import WorkResult
+from fedquilt.host import threads
+from fedquilt.tools.boards import clocks
+from fedquilt.tools.boards.gpu_check import rates, tasks
 from fedquilt.tools.boards.gpu_check.report import GpuReport, PartResult, Row, Verdict
+from fedquilt.tools.boards.record import measurement, probes
 
 TOLERANCE: Final = 5e-3  # largest relative difference of one network's outputs from the CPU's: TF32 has 10 bits
 UPDATE_TOLERANCE: Final = 0.05  # largest relative difference of an update
-MEMORY_RATIO: Final = 1.1  # measured over predicted, the margin of plans (`fedquilt.costs.peak_memory.MARGIN`)
 NO_TF32: Final = "NVIDIA_TF32_OVERRIDE"
 LEAST_RATIO: Final = 0.9  # of the engine's rate to the bare loop's
 BUSY_CPU, BUSY_GPU = 0.2, 0.1  # shares of other processes at most, for a verdict on rates
 IDLE_S, LOAD_S = 5.0, 5.0
+NO_ENGINE: Final = "neither torch nor onnxruntime with onnx is installed"
 LATE: Final = 0.8  # of the time, after which no part begins
+LATE_PART: Final = PartResult(verdict="skipped", sentence="no time was left: give the check more --minutes")
 CHANNELS, PIXELS = 32, 32  # of the graph that ONNX Runtime runs
 QUERY: Final[dict[str, tuple[str, float | None]]] = {  # what nvidia-smi calls it, and the factor to the name's unit
     "driver": ("driver_version", None),
@@ -54,6 +57,7 @@ QUERY: Final[dict[str, tuple[str, float | None]]] = {  # what nvidia-smi calls i
 }
 
 Outcome = tuple[Verdict, str, list[Row]]
+DeviceRun = tuple[np.ndarray, str, str]  # output, share of the nodes, and why the device took none
 
 
 class SkippedPartError(FedquiltError):
@@ -62,10 +66,10 @@ class SkippedPartError(FedquiltError):
 
 class GpuCheck:
     def __init__(self) -> None:
-        self._helper = ClockClient.connect(devices.ROOT / SOCKET)
-        self._device: Device = devices.create_device("auto", devices.ROOT, connect=lambda: self._helper)
+        self._device: Device = devices.create_device("auto", devices.ROOT)
         self._cuda, self._why_no_cuda = _find_cuda()
         self._smi = query_nvidia_smi(self._cuda)
+        self._work = tasks.WITHOUT_GPU if self._cuda is None else tasks.ON_GPU
 
     def run(self, limit_s: float) -> GpuReport:
         """Run all parts. Those that have not begun after most of `limit_s` are skipped."""
@@ -83,8 +87,9 @@ class GpuCheck:
             }
             for place, (name, part) in enumerate(parts.items()):
                 progress.LINE.set_part(name, place, len(parts))
-                late = time.monotonic() - began_s > LATE * limit_s
-                found[name] = judge_part(_skip_late_part if late else partial(part, Path(scratch)))
+                found[name] = LATE_PART
+                if time.monotonic() - began_s <= LATE * limit_s:
+                    found[name] = judge_part(partial(part, Path(scratch)))
                 if tf32 is None:  # the ONNX engine switches TF32 off for its process, and tasks have their own
                     os.environ.pop(NO_TF32, None)
         return GpuReport(
@@ -97,50 +102,37 @@ class GpuCheck:
         )
 
     def _read_environment(self) -> tuple[Row, dict[str, str]]:
-        known: Row = {"board": self._device.board, "memory_mb": self._device.memory_bytes / 1e6}
-        gpu = dict.fromkeys(("gpu", "gpu_memory_mb", "gpu_memory_is", "compute_capability", "cuda", "cudnn"))
-        if self._cuda is not None:
-            import torch
-
-            of = self._cuda.get_device_properties(0)
-            gpu |= {"gpu": of.name, "gpu_memory_mb": of.total_memory / 1e6, "cuda": torch.version.cuda}
-            gpu |= {"compute_capability": f"{of.major}.{of.minor}", "cudnn": str(torch.backends.cudnn.version())}
-            gpu["gpu_memory_is"] = "the board's" if of.is_integrated else "its own"
         limits = {name: self._smi.get(name) for name in ("driver", "power_limit_w", "power_limit_default_w")}
-        versions = {name: _version(name) for name in ("torch", "onnxruntime")}
-        mode = {"power_mode": self._device.read_sensors(time.monotonic()).mode}
-        reasons = (
-            (gpu, self._why_no_cuda),
+        groups: tuple[tuple[Row, str], ...] = (
+            ({"board": self._device.board, "memory_mb": self._device.memory_bytes / 1e6}, ""),
+            (_describe_gpu(self._cuda), self._why_no_cuda),
             (limits, "nvidia-smi does not tell"),
-            (versions, "not installed"),
-            (mode, "no nvpmodel"),
+            ({name: _read_version(name) for name in ("torch", "onnxruntime")}, "not installed"),
+            ({"power_mode": self._device.read_sensors(time.monotonic()).mode}, "no nvpmodel"),
+            ({"python": platform.python_version(), "kernel": platform.release()}, ""),
         )
-        unknown = {name: why for some, why in reasons for name, value in some.items() if value is None}
-        system = {"python": platform.python_version(), "kernel": platform.release()}
-        return {**known, **gpu, **limits, **versions, **mode, **system}, unknown
+        known = {name: value for some, _ in groups for name, value in some.items()}
+        return known, {name: why for some, why in groups for name, value in some.items() if value is None}
 
     def _measure_energy(self, folder: Path) -> Outcome:
         """Measure the power without and with load, by the board's meter and by nvidia-smi."""
         _require_torch()
-        from fedquilt.tools.boards.gpu_check import tasks
-
-        work = tasks.ON_GPU if self._cuda is not None else tasks.WITHOUT_GPU
         idle = measure_energy(self._meters(), lambda: time.sleep(IDLE_S))
         engine: Any = engines.create_engine("torch", tasks.AMPLE_BYTES)
-        examples, start = Examples(*work.draw(work.batches[1])), work.start()
-        fit = Fit(epochs=8, batch=work.batches[1])
+        size = self._work.batches[1]
+        given = self._work.network, self._work.start(), self._work.draw(size), Fit(epochs=8, batch=size)
 
         def load() -> None:
             end_s = time.monotonic() + LOAD_S
             while time.monotonic() < end_s:
-                engine.train(work.network, start, examples, fit, np.random.default_rng(0))
+                engine.train(*given, np.random.default_rng(0))
 
         loaded = measure_energy(self._meters(), load)
         rows = [
             {
                 "meter": f"{name}, {cost.energy_source}",
-                "idle_w": _mean_power_w(idle[name]),
-                "load_w": _mean_power_w(cost),
+                "idle_w": measurement.mean_power_w(idle[name]),
+                "load_w": measurement.mean_power_w(cost),
                 "load_j": cost.energy_j,
                 "error_j": cost.energy_error_j,
             }
@@ -165,9 +157,9 @@ class GpuCheck:
         rows: list[Row] = []
         reasons = [] if self._cuda is not None else [self._why_no_cuda]
         if importlib.util.find_spec("torch"):
-            rows += _run_torch_devices(self._cuda is not None)
+            rows += compare_devices(_list_torch_runs(("cpu",) if self._cuda is None else ("cpu", "cuda")))
         if has_onnx():
-            rows += run_onnx_providers(write_graph(folder), folder)
+            rows += compare_devices(list_onnx_runs(write_graph(folder), folder))
         else:
             reasons.append("onnxruntime and onnx are not both installed")
         ran = [row for row in rows if row["difference"] is not None]
@@ -181,27 +173,21 @@ class GpuCheck:
         told = f"{', '.join(gpus)}; outputs as the CPU's within {TOLERANCE:g}"
         return ("warning" if reasons else "ok"), "; ".join([told, *reasons]), rows
 
-    def _bench(self, folder: Path) -> Any:
+    def _bench(self, folder: Path) -> tasks.TaskBench:
         _require_torch()
-        from fedquilt.tools.boards.gpu_check import tasks
-
-        own = Path(tempfile.mkdtemp(dir=folder))
-        return tasks.TaskBench(own, tasks.ON_GPU if self._cuda is not None else tasks.WITHOUT_GPU)
+        return tasks.TaskBench(Path(tempfile.mkdtemp(dir=folder)), self._work)
 
     def _check_memory(self, folder: Path) -> Outcome:
-        from fedquilt.tools.boards.gpu_check import tasks
-
-        rows = list(tasks.measure_memory(self._bench(folder)))
+        rows: list[Row] = []
+        if importlib.util.find_spec("torch"):
+            rows += tasks.measure_memory(self._bench(folder))
         if has_onnx():
             rows += [self._measure_graph(write_graph(folder), batch) for batch in (4, 64)]
         return judge_memory(rows)
 
     def _measure_graph(self, graph: Path, batch: int) -> Row:
         """Measure the peak of a graph in this process, with the increase of the GPU's used memory."""
-        from fedquilt.costs import peak_memory
         from fedquilt.edge_agent.engines.onnx.engine import OnnxEngine
-        from fedquilt.edge_agent.task.protocol import WorkResult
-        from fedquilt.tools.boards.gpu_check import tasks
 
         me = os.getpid()
         engine = OnnxEngine(tasks.AMPLE_BYTES, micro_batch=batch)
@@ -219,8 +205,6 @@ class GpuCheck:
         return tasks.memory_row("ONNX inference", batch, "ample", found, predicted)
 
     def _check_results(self, folder: Path) -> Outcome:
-        from fedquilt.tools.boards.gpu_check import tasks
-
         bench, free = self._bench(folder), None
         if self._cuda is not None and not self._cuda.get_device_properties(0).is_integrated:
             free = self._cuda.mem_get_info(0)[0]
@@ -228,40 +212,36 @@ class GpuCheck:
             return judge_results(tasks.check_results(bench, worker, free), self._why_no_cuda)
 
     def _check_rates(self, folder: Path) -> Outcome:
-        from fedquilt.tools.boards.gpu_check import rates, tasks
-
         rows: list[Row] = []
         busy_s, began_s = _busy_by_others_s(), time.monotonic()
         if importlib.util.find_spec("torch"):
-            rows += rates.measure_torch_rates(tasks.ON_GPU if self._cuda is not None else tasks.WITHOUT_GPU)
+            rows += rates.measure_torch_rates(self._work)
         if has_onnx():
             rows.append(rates.measure_onnx_rates(write_graph(folder), (CHANNELS, PIXELS, PIXELS)))
         cpu_s = (time.monotonic() - began_s) * (psutil.cpu_count() or 1)
         return judge_rates(rows, (_busy_by_others_s() - busy_s) / cpu_s, self._smi.get("busy_share") or 0.0)
 
     def _check_clocks(self, folder: Path) -> Outcome:
-        """Read clocks and count operating points. `fedquilt board record` pins them."""
-        told = () if self._helper is None else self._helper.request_status().clocks
-        settable = {one.name: len(one.listed_hz) for one in told}
+        told, has_helper = clocks.read_status(devices.ROOT)
         rows: list[Row] = [
             {
                 "clock": one.name,
-                "now_mhz": _mhz(one, one.now),
-                "high_mhz": _mhz(one, one.high),
-                "settings": settable.get(one.name, 0),
+                "now_mhz": _to_mhz(one.now_hz),
+                "high_mhz": _to_mhz(one.high_hz),
+                "settings": len(one.listed_hz) if has_helper else 0,
             }
-            for one in controls.discover_controls(devices.ROOT).found
+            for one in told.clocks
         ]
         for name in ("graphics", "memory"):
             now, high = self._smi.get(f"{name}_hz"), self._smi.get(f"{name}_high_hz")
             if now is not None:
-                row = {"now_mhz": now / 1e6, "high_mhz": None if high is None else high / 1e6, "settings": 0}
-                rows.append({"clock": f"GPU {name}", **row})
+                named = {"clock": f"GPU {name}", "now_mhz": _to_mhz(now), "high_mhz": _to_mhz(high), "settings": 0}
+                rows.append(named)
         if not rows:
             raise SkippedPartError("this machine shows no clocks, as a container or a virtual machine")
         can = sum(1 for row in rows if row["settings"])
-        told_points = f"{len(self._device.points)} operating points in the board's profile"
-        return "ok", f"{len(rows)} clocks can be read, the clock helper can set {can}; {told_points}", rows
+        points = f"{len(self._device.points)} operating points in the board's profile"
+        return "ok", f"{len(rows)} clocks can be read, the clock helper can set {can}; {points}", rows
 
 
 # -- verdicts -------------------------------------------------------------------------------------
@@ -277,12 +257,10 @@ def judge_part(part: Callable[[], Outcome]) -> PartResult:
     return PartResult(verdict=verdict, sentence=sentence, rows=tuple(rows))
 
 
-def _skip_late_part() -> Outcome:
-    raise SkippedPartError("no time was left: give the check more --minutes")
-
-
 def judge_memory(rows: list[Row]) -> Outcome:
     """Judge peaks against predictions, on a GPU only those of a limited budget."""
+    if not rows:
+        raise SkippedPartError(NO_ENGINE)
     if failed := [row for row in rows if row["ended"] != "ok"]:
         row = failed[0]
         return "warning", f"{row['work']} ended with {row['ended']!r}, budget {row['budget']}: {row['reason']}", rows
@@ -291,7 +269,7 @@ def judge_memory(rows: list[Row]) -> Outcome:
         raise SkippedPartError("this kernel reports no peak")
     worst = max(judged, key=lambda row: row["ratio"])
     told = f"at most {worst['ratio']:.2f} times the prediction ({worst['work']}, budget {worst['budget']})"
-    return ("ok" if worst["ratio"] <= MEMORY_RATIO else "warning"), told, rows
+    return ("ok" if worst["ratio"] <= peak_memory.MARGIN else "warning"), told, rows
 
 
 def judge_results(row: Row, why_no_cuda: str) -> Outcome:
@@ -308,7 +286,7 @@ def judge_results(row: Row, why_no_cuda: str) -> Outcome:
 
 def judge_rates(rows: list[Row], cpu_share: float, gpu_share: float) -> Outcome:
     if not rows:
-        raise SkippedPartError("neither torch nor onnxruntime with onnx is installed")
+        raise SkippedPartError(NO_ENGINE)
     worst = min(rows, key=lambda row: row["ratio"])
     told = f"at least {worst['ratio']:.2f} of a bare loop's rate ({worst['work']})"
     if cpu_share > BUSY_CPU or gpu_share > BUSY_GPU:
@@ -324,8 +302,6 @@ def write_graph(folder: Path) -> Path:
     """Write the graph of an inverted residual block, with the metadata that fedquilt's graphs have."""
     import onnx
 
-    from fedquilt.tools.boards.record import probes
-
     block = probes.write_probe_block(CHANNELS, PIXELS, folder)
     path = folder / block.stages[0][0]
     model = onnx.load(path)
@@ -335,88 +311,73 @@ def write_graph(folder: Path) -> Path:
     return path
 
 
-def _run_torch_devices(cuda: bool) -> Iterator[Row]:
+def compare_devices(runs: Mapping[str, Callable[[], DeviceRun]]) -> Iterator[Row]:
+    wanted: np.ndarray | None = None  # output of the first device
+    for device, run in runs.items():
+        try:
+            found, nodes, reason = run()
+        except Exception as error:  # errors of ONNX Runtime have no common base
+            yield {"device": device, "nodes": "", "difference": None, "reason": shorten_error(str(error))}
+            continue
+        wanted = found if wanted is None else wanted
+        difference = float(np.max(np.abs(found - wanted)) / np.max(np.abs(wanted)))
+        yield {"device": device, "nodes": nodes, "difference": difference, "reason": reason}
+
+
+def _list_torch_runs(names: Collection[str]) -> dict[str, Callable[[], DeviceRun]]:
     import torch
 
     from fedquilt.models.networks import registry
-    from fedquilt.tools.boards.gpu_check import tasks
 
     model = registry.load_network(tasks.WITHOUT_GPU.network)
     x = torch.rand(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    wanted = model(x).detach().numpy()
-    for device in ("cpu", *(("cuda",) if cuda else ())):
-        try:
-            found = model.to(device)(x.to(device)).detach().cpu().numpy()
-        except RuntimeError as error:
-            yield _provider_row(f"torch on {device}", None, "", shorten_error(str(error)))
-            continue
-        yield _provider_row(f"torch on {device}", _relative_difference(found, wanted))
+
+    def run(device: str) -> DeviceRun:
+        return model.to(device)(x.to(device)).detach().cpu().numpy(), "", ""
+
+    return {f"torch on {name}": partial(run, name) for name in names}
 
 
-def run_onnx_providers(graph: Path, folder: Path) -> Iterator[Row]:
+def list_onnx_runs(graph: Path, folder: Path) -> dict[str, Callable[[], DeviceRun]]:
     import onnxruntime as ort
 
     from fedquilt.edge_agent.engines.onnx import session as onnx_session
     from fedquilt.edge_agent.engines.onnx.providers import NAMES, TENSORRT, ExecutionProviders
 
     x = np.random.default_rng(0).standard_normal((4, CHANNELS, PIXELS, PIXELS), np.float32)
-    wanted: np.ndarray | None = None
-    for name in (name for name in (*onnx_session.CPU, *NAMES) if name in ort.get_available_providers()):
+
+    def run(name: str) -> DeviceRun:
         places = ExecutionProviders([name], 1 << 30)
         if name == TENSORRT:
             places.use_tensorrt(folder, 1 << 30)
         options = ort.SessionOptions()
         options.enable_profiling, options.profile_file_prefix = True, str(folder / name)
         options.log_severity_level = 4
-        try:
-            session = places.create_session(partial(onnx_session.create_session, graph, options))
-            found = session.run(None, {"x": x})[0]
-        except Exception as error:  # errors of ONNX Runtime have no common base
-            yield _provider_row(name, None, "", shorten_error(str(error)))
-            continue
-        wanted = found if wanted is None else wanted
+        session = places.create_session(partial(onnx_session.create_session, graph, options))
+        found = session.run(None, {"x": x})[0]
         events = json.loads(Path(session.end_profiling()).read_text())
         ran = [event.get("args", {}).get("provider") for event in events if event.get("cat") == "Node"]
-        nodes = f"{ran.count(name)} of {len(ran)}"
         reason = "" if name in ran else places.note or "it took none of the graph's nodes"
-        yield _provider_row(name, _relative_difference(found, wanted), nodes, reason)
+        return found, f"{ran.count(name)} of {len(ran)}", reason
 
-
-def _provider_row(device: str, difference: float | None, nodes: str = "", reason: str = "") -> Row:
-    return {"device": device, "nodes": nodes, "difference": difference, "reason": reason}
-
-
-def _relative_difference(found: np.ndarray, wanted: np.ndarray) -> float:
-    return float(np.max(np.abs(found - wanted)) / np.max(np.abs(wanted)))
+    names = (*onnx_session.CPU, *NAMES)
+    return {name: partial(run, name) for name in names if name in ort.get_available_providers()}
 
 
 def measure_energy(meters: dict[str, Callable[[float], Reading]], load: Callable[[], object]) -> dict[str, Cost]:
     """Read the meters in a thread while `load` runs. Return costs by working meter."""
-    began_s = time.monotonic()
-    accounts = {name: EnergyAccount(began_s) for name in meters}
-    ended = threading.Event()
+    accounts = dict.fromkeys(meters, EnergyAccount(time.monotonic()))
 
-    def watch() -> None:
-        last = False
-        while not last:
-            last = ended.wait(SAMPLE_S)
-            for name, read in meters.items():
-                reading = read(time.monotonic())
-                accounts[name] = accounts[name].with_reading(time.monotonic(), reading)
+    def read_meters() -> None:
+        for name, read in meters.items():
+            reading = read(time.monotonic())
+            accounts[name] = accounts[name].with_reading(time.monotonic(), reading)
 
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
+    with threads.call_in_background(read_meters, SAMPLE_S, "meters"):
         load()
-    finally:
-        ended.set()
-        thread.join()
+    read_meters()
     costs = {name: one.cost_until(one.at_s or time.monotonic(), None) for name, one in accounts.items()}
-    return {name: cost for name, cost in costs.items() if cost.energy_j is not None}
-
-
-def _mean_power_w(cost: Cost) -> float | None:
-    return None if cost.energy_j is None else cost.energy_j / cost.duration_s
+    return {name: cost for name, cost in costs.items() if cost.energy_j}
 
 
 def query_nvidia_smi(cuda: Any, names: Collection[str] = tuple(QUERY)) -> dict[str, Any]:
@@ -445,6 +406,7 @@ def _find_cuda() -> tuple[Any, str]:
     """Return the module `torch.cuda`, or None and the reason."""
     if not importlib.util.find_spec("torch"):
         return None, "torch is not installed"
+    importlib.import_module("fedquilt.edge_agent.engines.torch.engine")  # before torch, for the threads of tasks
     import torch
 
     if torch.version.cuda is None:
@@ -452,6 +414,18 @@ def _find_cuda() -> tuple[Any, str]:
     if not torch.cuda.is_available():
         return None, f"torch {torch.__version__} is made for CUDA {torch.version.cuda} and finds no GPU"
     return torch.cuda, ""
+
+
+def _describe_gpu(cuda: Any) -> Row:
+    names = ("gpu", "gpu_memory_mb", "gpu_memory_is", "compute_capability", "cuda", "cudnn")
+    if cuda is None:
+        return dict.fromkeys(names)
+    import torch
+
+    of = cuda.get_device_properties(0)
+    memory = of.total_memory / 1e6, "the board's" if of.is_integrated else "its own"
+    version = f"{of.major}.{of.minor}", torch.version.cuda, str(torch.backends.cudnn.version())
+    return dict(zip(names, (of.name, *memory, *version), strict=True))
 
 
 def _require_torch() -> None:
@@ -463,18 +437,12 @@ def has_onnx() -> bool:
     return bool(importlib.util.find_spec("onnxruntime") and importlib.util.find_spec("onnx"))
 
 
-def _version(package: str) -> str | None:
-    for name in (package, f"{package}-gpu"):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
+def _read_version(package: str) -> str | None:
+    return str(importlib.import_module(package).__version__) if importlib.util.find_spec(package) else None
 
 
-def _mhz(clock: controls.ClockControl, file: Path | None) -> float | None:
-    value = controls.read_number(file)
-    return None if value is None else value * clock.unit_hz / 1e6
+def _to_mhz(hz: float | None) -> float | None:
+    return None if hz is None else hz / 1e6
 
 
 def _busy_by_others_s() -> float:

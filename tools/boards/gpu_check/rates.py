@@ -1,4 +1,9 @@
-"""Rates of the engines and of bare loops that do the same work, in turn in one process."""
+"""Rates of the engines and of bare loops that do the same work, in turn in one process.
+
+Engines and bare loops use one thread per core. The bare loops have the default settings of their libraries and batches
+that a plain script would choose. The ONNX engine protects the board: its batches are smaller, its threads do not wait
+by spinning, and freed memory returns to the system.
+"""
 
 from __future__ import annotations
 
@@ -6,59 +11,42 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from fedquilt.core import Examples, Fit
+from fedquilt.core import Examples, Fit, Tensors
 from fedquilt.edge_agent import engines
 from fedquilt.tools.boards.gpu_check.report import Row
 from fedquilt.tools.boards.gpu_check.tasks import AMPLE_BYTES, SEED, Workload
 
 PAIRS: Final = 5
-LEAST_S: Final = 1.0  # of one run, reached by more epochs or repetitions
+LEAST_S: Final = 1.0  # of one run, reached by more epochs, images or repetitions
 MOST_TIMES: Final = 500
 MOST_COPIES: Final = 50  # of the images of inference
-BARE_BATCH: Final = {"cpu": 64, "cuda": 256}  # of inference, as a plain script would choose
+BARE_BATCH: Final = {"cpu": 64, "cuda": 256}  # of inference
+
+Work = Callable[[], object]
 
 
-def measure_torch_rates(work: Workload, pairs: int = PAIRS, least_s: float = LEAST_S) -> Iterator[Row]:
+def measure_torch_rates(work: Workload) -> Iterator[Row]:
     """Yield the rates of torch in training at both batch sizes and in inference."""
     engine: Any = engines.create_engine("torch", AMPLE_BYTES)
     start, device = work.start(), "cpu" if engine.gpu is None else "cuda"
     for batch in work.batches:
-        yield _compare_training(engine, work, start, Examples(*work.draw(4 * batch)), batch, device, pairs, least_s)
-    given = Examples(*work.draw(16 * work.batches[1]))
-    times = min(_repetitions(lambda: _bare_inference(work.network, start, given, device), least_s), MOST_COPIES)
-    whole = Examples(np.concatenate([given.x] * times), np.concatenate([given.y] * times))
-    yield _compare(
-        ("inference", engine.runs_on, "images/s"),
-        len(whole),
-        lambda: engine.evaluate(work.network, start, whole),
-        lambda: _bare_inference(work.network, start, whole, device),
-        pairs,
-    )
-
-
-def _compare_training(
-    engine: Any,
-    work: Workload,
-    start: Mapping[str, np.ndarray],
-    examples: Examples,
-    batch: int,
-    device: str,
-    pairs: int,
-    least_s: float,
-) -> Row:
-    epochs = _repetitions(lambda: _bare_training(work.network, start, examples, Fit(batch=batch), device), least_s)
-    fit = Fit(epochs=epochs, batch=batch, lr=1e-3)
-    return _compare(
-        (f"training, {batch}", engine.runs_on, "steps/s"),
-        4 * epochs,
-        lambda: engine.train(work.network, start, examples, fit, np.random.default_rng(SEED)),
-        lambda: _bare_training(work.network, start, examples, fit, device),
-        pairs,
+        given = work.network, start, work.draw(4 * batch)
+        fit = Fit(epochs=count_repetitions(partial(train_bare, *given, Fit(batch=batch), device)), batch=batch, lr=1e-3)
+        ours = partial(engine.train, *given, fit, np.random.default_rng(SEED))
+        what = f"training, {batch}", engine.runs_on, "steps/s"
+        yield compare_rates(what, 4 * fit.epochs, ours, partial(train_bare, *given, fit, device))
+    once = work.draw(16 * work.batches[1])
+    copies = min(count_repetitions(partial(_classify_bare, work.network, start, once, device)), MOST_COPIES)
+    given = work.network, start, work.draw(copies * len(once))
+    bare = partial(_classify_bare, *given, device)
+    yield compare_rates(
+        ("inference", engine.runs_on, "images/s"), len(given[2]), partial(engine.evaluate, *given), bare
     )
 
 
@@ -74,99 +62,95 @@ def measure_onnx_rates(graph: Path, shape: tuple[int, ...], pairs: int = PAIRS, 
     session = ort.InferenceSession(str(graph), providers=providers)
     size = BARE_BATCH["cuda" if on_gpu else "cpu"]
 
-    def bare_run(times: int) -> None:
-        for _ in range(times):
-            for first in range(0, len(x), size):
-                session.run(None, {"x": x[first : first + size]})
+    def run_bare() -> None:
+        for first in range(0, len(x), size):
+            session.run(None, {"x": x[first : first + size]})
 
-    def engine_run(times: int) -> None:
-        for _ in range(times):
-            engine.run(graph, x)
-
-    times = _repetitions(lambda: bare_run(1), least_s)
-    what = ("ONNX inference", engine.runs_on, "images/s")
-    return _compare(what, times * len(x), lambda: engine_run(times), lambda: bare_run(times), pairs)
+    times = count_repetitions(run_bare, least_s)
+    what = "ONNX inference", engine.runs_on, "images/s"
+    ours, bare = (partial(_repeat, run, times) for run in (partial(engine.run, graph, x), run_bare))
+    return compare_rates(what, times * len(x), ours, bare, pairs)
 
 
-def _repetitions(once: Callable[[], object], least_s: float) -> int:
+def _repeat(run: Work, times: int) -> None:
+    for _ in range(times):
+        run()
+
+
+def count_repetitions(once: Work, least_s: float = LEAST_S) -> int:
     once()  # the first one loads libraries
     began_s = time.perf_counter()
     once()
     return min(max(math.ceil(least_s / max(time.perf_counter() - began_s, 1e-6)), 1), MOST_TIMES)
 
 
-def _compare(
-    what: tuple[str, str, str],  # work, where, and unit
-    items: int,
-    engine_run: Callable[[], object],
-    bare_run: Callable[[], object],
-    pairs: int,
-) -> Row:
-    """Time both functions in pairs, in alternating order. The ratio is the median of the pairs."""
-    rates: dict[Callable[[], object], list[float]] = {engine_run: [], bare_run: []}
-    engine_run()
+def compare_rates(what: tuple[str, str, str], items: int, ours: Work, bare: Work, pairs: int = PAIRS) -> Row:
+    """Time both functions in pairs, in alternating order. The ratio is the median of the pairs.
+
+    Args:
+        what: Work, device of the engine, and unit of the rates.
+        items: Number of items that one call works on.
+        ours: Function that runs the engine.
+        bare: Function that runs the bare loop.
+        pairs: Number of pairs.
+    """
+    rates: dict[Work, list[float]] = {ours: [], bare: []}
+    ours()
     for pair in range(pairs):
-        for one in (engine_run, bare_run) if pair % 2 else (bare_run, engine_run):
+        for one in (ours, bare) if pair % 2 else (bare, ours):
             began_s = time.perf_counter()
             one()
             rates[one].append(items / (time.perf_counter() - began_s))
-    ratios = [mine / other for mine, other in zip(rates[engine_run], rates[bare_run], strict=True)]
+    ratios = [mine / other for mine, other in zip(rates[ours], rates[bare], strict=True)]
     return {
         "work": what[0],
         "on": what[1] or "processor",
         "unit": what[2],
-        "engine": statistics.median(rates[engine_run]),
-        "bare_loop": statistics.median(rates[bare_run]),
+        "engine": statistics.median(rates[ours]),
+        "bare_loop": statistics.median(rates[bare]),
         "ratio": statistics.median(ratios),
         "least": min(ratios),
         "most": max(ratios),
     }
 
 
-def _bare_model(network: Mapping[str, Any], start: Mapping[str, np.ndarray], device: str) -> Any:
+def _load_bare(network: Mapping[str, Any], start: Tensors, examples: Examples, device: str) -> tuple[Any, Any, Any]:
     import torch
 
     from fedquilt.models.networks import registry
 
-    model = registry.build_network(network)
+    model = registry.load_network(network)
     model.load_state_dict({name: torch.from_numpy(value) for name, value in start.items()})
-    return model.to(device)
+    return model.to(device), torch.from_numpy(examples.x), torch.from_numpy(examples.y)
 
 
-def _bare_training(
-    network: Mapping[str, Any], start: Mapping[str, np.ndarray], examples: Examples, fit: Fit, device: str
-) -> dict[str, np.ndarray]:
+def train_bare(network: Mapping[str, Any], start: Tensors, examples: Examples, fit: Fit, device: str) -> Tensors:
     import torch
-    from torch.nn import functional
 
-    from fedquilt.edge_agent.engines.torch import engine as torch_engine  # before torch
+    from fedquilt.edge_agent.engines.torch.engine import deterministic_torch
 
-    model = _bare_model(network, start, device).train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=fit.lr)
-    x, y = torch.from_numpy(examples.x), torch.from_numpy(examples.y)
-    with torch_engine.deterministic_torch(SEED):  # as the engine's algorithms are
+    model, x, y = _load_bare(network, start, examples, device)
+    optimizer = torch.optim.SGD(model.train().parameters(), lr=fit.lr)
+    with deterministic_torch(SEED):  # as the engine's algorithms are
         for rows in [rows for _ in range(fit.epochs) for rows in torch.randperm(len(x)).split(fit.batch)]:
             optimizer.zero_grad()
-            functional.cross_entropy(model(_normalise(x[rows].to(device))), y[rows].to(device)).backward()
+            scores = model(_normalise(x[rows].to(device)))
+            torch.nn.functional.cross_entropy(scores, y[rows].to(device)).backward()
             optimizer.step()
     return {name: value.cpu().numpy() for name, value in model.state_dict().items()}
 
 
-def _bare_inference(
-    network: Mapping[str, Any], start: Mapping[str, np.ndarray], examples: Examples, device: str
-) -> float:
+def _classify_bare(network: Mapping[str, Any], start: Tensors, examples: Examples, device: str) -> float:
     import torch
-    from torch.nn import functional
 
-    from fedquilt.edge_agent.engines.torch import engine as torch_engine  # before torch
+    from fedquilt.edge_agent.engines.torch.engine import deterministic_torch
 
-    model = _bare_model(network, start, device).eval()
-    x, y = torch.from_numpy(examples.x), torch.from_numpy(examples.y)
+    model, x, y = _load_bare(network, start, examples, device)
     loss, right = torch.zeros((), device=device), torch.zeros((), device=device)
-    with torch_engine.deterministic_torch(SEED), torch.inference_mode():
+    with deterministic_torch(SEED), torch.inference_mode():
         for rows in torch.arange(len(x)).split(BARE_BATCH[device]):
-            scores, targets = model(_normalise(x[rows].to(device))), y[rows].to(device)
-            loss += functional.cross_entropy(scores, targets, reduction="sum")
+            scores, targets = model.eval()(_normalise(x[rows].to(device))), y[rows].to(device)
+            loss += torch.nn.functional.cross_entropy(scores, targets, reduction="sum")
             right += (scores.argmax(dim=1) == targets).sum()
     return float(loss) + float(right)
 

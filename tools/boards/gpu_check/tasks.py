@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 
 from fedquilt.arrays import tensors
-from fedquilt.core import ModelError, Task, Tensors, WorkEstimate
+from fedquilt.core import Examples, ModelError, Task, Tensors, WorkEstimate
 from fedquilt.costs import peak_memory
 from fedquilt.edge_agent.task import memory_budget
 from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
@@ -38,10 +38,10 @@ class Workload(NamedTuple):
     batches: tuple[int, int]
     examples: int  # of the compared tasks
 
-    def draw(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+    def draw(self, count: int) -> Examples:
         draws = np.random.default_rng(SEED)
         x = draws.integers(0, 256, (count, self.pixels, self.pixels, 3), np.uint8)
-        return x, draws.integers(0, 10, count)
+        return Examples(x, draws.integers(0, 10, count))
 
     def start(self) -> dict[str, np.ndarray]:
         return {name: value.numpy() for name, value in registry.load_network(self.network).state_dict().items()}
@@ -49,18 +49,17 @@ class Workload(NamedTuple):
     def properties(self) -> peak_memory.TrainingProperties:
         import torch
 
-        model = registry.load_network(self.network)
-        return peak_memory.measure_training(model, torch.zeros(2, 3, self.pixels, self.pixels))[0]
+        example = torch.zeros(2, 3, self.pixels, self.pixels)
+        return peak_memory.measure_training(registry.load_network(self.network), example)[0]
 
 
-ON_GPU: Final = Workload(
-    {"name": "resnet20-cifar", "classes": 10, "input": {"channels": 3, "size": 32, "mean": [0.5], "std": [0.25]}},
-    32,
-    (32, 256),
-    128,
-)
-# smaller, as a processor is slower
-WITHOUT_GPU: Final = Workload(tables.residual(3, 16, 10, width=16, mean=(0.5,), std=(0.25,)), 16, (16, 64), 64)
+RESNET: Final = {
+    "name": "resnet20-cifar",
+    "classes": 10,
+    "input": {"channels": 3, "size": 32, "mean": [0.5], "std": [0.25]},
+}
+SMALL: Final = tables.residual(3, 16, 10, width=16, mean=(0.5,), std=(0.25,))  # as a processor is slower
+ON_GPU, WITHOUT_GPU = Workload(RESNET, 32, (32, 256), 128), Workload(SMALL, 16, (16, 64), 64)
 
 
 class TaskBench:
@@ -71,14 +70,9 @@ class TaskBench:
         self.start = work.start()
         (folder / "model").write_bytes(tensors.encode_tensors(self.start))
 
-    @contextlib.contextmanager
-    def worker(self, command: tuple[str, ...] = COMMAND) -> Iterator[ChildWorker]:
+    def worker(self, command: tuple[str, ...] = COMMAND) -> contextlib.closing[ChildWorker]:
         nowhere = memory_budget.MemoryLimit(self._folder)  # control groups are the agent's, not those of this check
-        made = ChildWorker(math.inf, command, nowhere)
-        try:
-            yield made
-        finally:
-            made.close()
+        return contextlib.closing(ChildWorker(math.inf, command, nowhere))
 
     def run(
         self,
@@ -94,8 +88,8 @@ class TaskBench:
         data, out = self._folder / f"{examples}.npz", self._folder / f"out{self._count}"
         self._count += 1
         if not data.exists():
-            x, y = self.work.draw(examples)
-            np.savez(data, x=x, y=y)
+            drawn = self.work.draw(examples)
+            np.savez(data, x=drawn.x, y=drawn.y)
         out.mkdir()
         task = Task(
             job="check-gpu",
@@ -121,19 +115,15 @@ class TaskBench:
             cache=str(self._folder / "cache"),
             out=str(out),
         )
-        return _await_result(worker, request), out
-
-
-def _await_result(worker: ChildWorker, request: WorkRequest) -> WorkResult:
-    end_s = time.monotonic() + TASK_S
-    worker.start(request, time.monotonic())
-    while (now_s := time.monotonic()) < end_s:
-        for event in worker.poll_events(now_s):
-            if isinstance(event, WorkResult):
-                return event
-        select.select(worker.fds(), [], [], WATCH_S)
-    worker.kill()
-    return WorkResult(code="failed", reason=f"the task had not ended after {TASK_S:g} s")
+        worker.start(request, time.monotonic())
+        end_s = time.monotonic() + TASK_S
+        while (now_s := time.monotonic()) < end_s:
+            for event in worker.poll_events(now_s):
+                if isinstance(event, WorkResult):
+                    return event, out
+            select.select(worker.fds(), [], [], WATCH_S)
+        worker.kill()
+        return WorkResult(code="failed", reason=f"the task had not ended after {TASK_S:g} s"), out
 
 
 def measure_memory(bench: TaskBench) -> Iterator[Row]:

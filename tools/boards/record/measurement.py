@@ -16,7 +16,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from fedquilt.core import ClockError, OperatingPoint, Rates, Reading
+from fedquilt.core import ClockError, Cost, OperatingPoint, Rates, Reading
 from fedquilt.edge_agent.power.energy import EnergyAccount
 from fedquilt.profiles import MOST_POINTS, fit
 from fedquilt.profiles import clock_model as laws
@@ -157,7 +157,7 @@ def _measure_idle_power(rig: MeasurementSetup, seconds: float) -> tuple[float | 
         rig.sleep(min(IDLE_STEP_S, end_s - rig.now()))
         ledger = ledger.with_reading(rig.now(), rig.read(rig.now()))
     cost = ledger.cost_until(rig.now(), None)
-    return _mean_power_w(cost.energy_j, cost.duration_s), cost.energy_source
+    return mean_power_w(cost), cost.energy_source
 
 
 def _measure_point(rig: MeasurementSetup, point: OperatingPoint, end_s: float) -> PointMeasurement:
@@ -226,7 +226,7 @@ def _time_units(
         times.append(now_s - before_s)
         ledger = ledger.with_reading(now_s, rig.read(now_s))
     cost = ledger.cost_until(now_s, None)
-    return times, _mean_power_w(cost.energy_j, cost.duration_s)
+    return times, mean_power_w(cost)
 
 
 def _keep_pin_and_require_time(rig: MeasurementSetup, end_s: float) -> None:
@@ -237,8 +237,8 @@ def _keep_pin_and_require_time(rig: MeasurementSetup, end_s: float) -> None:
         raise _PointSkipped(f"its time did not suffice for {LEAST_UNITS} units of work")
 
 
-def _mean_power_w(energy_j: float | None, duration_s: float) -> float | None:
-    return None if not energy_j or duration_s <= 0 else energy_j / duration_s
+def mean_power_w(cost: Cost) -> float | None:
+    return None if not cost.energy_j or cost.duration_s <= 0 else cost.energy_j / cost.duration_s
 
 
 def _format_measurement(found: PointMeasurement) -> str:

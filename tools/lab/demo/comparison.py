@@ -71,13 +71,13 @@ class DonorContribution(msgspec.Struct, frozen=True):
 @dataclass(frozen=True)
 class DemoComparison:
     donors: Sequence[DonorContribution]
-    lead: tuple[float, float]  # 95 % interval over the best donor with a new head, paired by test digits
+    lead: tuple[float, float]  # 95 % interval over `best_donor`, paired by test digits
     devices: Sequence[DeviceAccuracy]
     scratch: NetworkResult
 
     @property
     def best_donor(self) -> DonorContribution:
-        return max(self.donors, key=lambda donor: donor.head)
+        return max(self.donors, key=lambda donor: donor.head)  # chosen on the test digits, which favours the donor
 
 
 def count_parts(members: Sequence[DeviceData]) -> int:
