@@ -181,3 +181,13 @@ def test_data_that_are_missing_are_told_with_the_nearest_file(tmp_path: Path) ->
         assert settings.describe_missing_data(settings.load_settings(file)) == said
     file.write_text('device = "d"\nhome = "h"\n')
     assert settings.describe_missing_data(settings.load_settings(file)) == ""
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "closed/flowers.csv"])
+def test_data_that_cannot_be_looked_for_are_told_as_missing(tmp_path: Path, name: str) -> None:
+    """The name is too long for a file, or another user's folder does not show what is in it."""
+    (tmp_path / "closed").mkdir(0)
+    file = tmp_path / "agent.toml"
+    file.write_text(f'device = "d"\nhome = "h"\n[data]\npath = "{name}"\n')
+    told = settings.describe_missing_data(settings.load_settings(file))
+    assert told == f"no data at {tmp_path}/{name} ([data] path)"

@@ -1,14 +1,18 @@
 """Logs as JSON."""
 
+import io
 import json
 import logging
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from stored_job import JOB
 
-from fedquilt.coordinator.rounds.events import CohortSelected, JobEnded, TaskDeclined
+from fedquilt.coordinator.job_view import EndedJob
+from fedquilt.coordinator.rounds.events import CohortSelected, JobConstants, JobEnded, JobState, TaskDeclined
 from fedquilt.coordinator.views.json_console import JsonConsole
+from fedquilt.coordinator.views.wait_reasons import WaitReason
 from fedquilt.host import logs
 
 
@@ -73,3 +77,19 @@ def test_a_coordinators_facts_are_lines(lines):
         ("INFO", None, None, None),
     ]
     assert (lines[1]["device"], lines[1]["message"]) == ("a", "round 4: a declined (memory): 12 MB short")
+
+
+def test_a_coordinator_with_logs_as_json_draws_nothing_on_a_terminal(lines, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stdout", shown := Terminal())
+    console = JsonConsole()
+    job = EndedJob("digits-1", JOB, JobState(JobConstants.from_job(JOB)))
+    for now_s in (0.0, 60.0):
+        console.report_wait(job, WaitReason("more boards", "", "boards"), now_s)
+        console.refresh()
+    assert (shown.getvalue(), len(lines)) == ("", 1)
+    assert lines[0]["message"].startswith("digits-1: waiting for more boards")

@@ -440,6 +440,32 @@ def test_warnings_are_printed_once_and_notes_of_a_method_only_among_all_events(w
     assert told == (repeated if wordy else ["no meter", "too few rounds"])
 
 
+@pytest.mark.parametrize(
+    ("seen", "said"),
+    [
+        (0, ["round 1 of 2: loss 0.25, 12 J predicted, 2 kB, 2 devices"]),
+        (7, []),  # from the second update on
+        (9, ["round 2 of 2: loss 0.25"]),  # from the commit on, before which nothing is known
+    ],
+)
+def test_the_line_of_a_round_that_began_before_the_console_has_its_number_and_devices(capsys, seen, said):
+    console, state = Console(clock=lambda: 0.0), begun(CohortSettings())
+    for number, fact in enumerate([*round_facts(0, None), *round_facts(1, None)]):
+        state = apply_event(state, fact, 1.0)
+        if number >= seen:
+            console.observe(EndedJob("j", JOB, state), fact)
+    if seen < 9:
+        said = [*said, "round 2 of 2: loss 0.25, 12 J predicted, 2 kB, 2 devices"]
+    assert capsys.readouterr().out.splitlines() == [f"[   0.0 s] {line}" for line in said]
+
+
+def test_reasons_beyond_the_fifth_are_counted():
+    told = next_event.format_by_reason({f"dev-{number}": f"reason {number}" for number in range(7)})
+    assert told.startswith("dev-0: reason 0; dev-1: reason 1; ")
+    assert told.endswith("; dev-4: reason 4; 2 more reasons")
+    assert next_event.format_by_reason({"a": "too big", "b": "too big"}) == "a, b: too big"
+
+
 def test_a_terminal_shows_the_running_round_in_one_block(monkeypatch):
     """Its bar, accuracy so far, costs, and devices with why they decline; a dumb terminal gets lines only."""
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from by_hand import Noted, Stage, ones
+from stored_job import JOB
 
 from fedquilt import wire
 from fedquilt.cli import main
@@ -175,6 +176,27 @@ def test_a_coordinator_whose_boards_are_all_busy_does_not_ask_for_more(two_jobs,
     assert f"{second}: waiting for devices that run torch or numpy: 2 online, 2 of them at other jobs' tasks" in told
     assert f"it goes on when they are free: {a.name}, {b.name} at a task of {first}" in told
     assert "start more" not in told
+
+
+def test_a_followed_run_whose_devices_are_all_at_other_jobs_does_not_ask_for_more(opened, capsys, monkeypatch):
+    store, clock_s = opened(), [0.0]
+    assert store.acquire_lock()
+    run = store.add_job(JOB, store.home)
+    store.append_event(run, JobStarted(REF))
+    store.append_event(run, EligibilityRecorded(0, (), {"busy": ("a", "b")}))
+    store.set_status(run, "running")
+
+    def wait(seconds: float) -> None:
+        clock_s[0] += terminal.WAIT_SAID_S
+        if clock_s[0] > 2 * terminal.WAIT_SAID_S:
+            store.append_event(run, JobEnded("stopped"))
+            store.set_status(run, "stopped")
+
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: clock_s[0])
+    monkeypatch.setattr(terminal.time, "sleep", wait)
+    terminal.print_log(store, run, follow=True)
+    told = " ".join(capsys.readouterr().out.split())
+    assert "waiting for devices that run torch or numpy: 2 online, 2 of them at other jobs' tasks" in told
 
 
 def test_a_device_that_goes_offline_is_named_within_10_s(tmp_path, capsys):

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import dashes
 import pytest
-from job_facts import summarised
+from job_facts import BLOB, summarised, whole_round
 
+from fedquilt.coordinator import settings
 from fedquilt.coordinator.fleet.device_status import DeviceStatus
-from fedquilt.coordinator.rounds.events import JobConstants
+from fedquilt.coordinator.rounds.events import CohortSelected, JobConstants, JobStarted
 from fedquilt.coordinator.storage.reader import StoreReader
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.views import round_outcomes
 from fedquilt.tools.operations.dash.run_follower import LEAST, RunFollower, find_round_outcomes
 
@@ -31,6 +33,22 @@ def home(tmp_path: Path) -> Path:
     """A coordinator's folder with one run whose third round runs."""
     dashes.add_run(tmp_path, dashes.facts(DEVICES))
     return tmp_path
+
+
+def test_the_evaluation_after_the_last_round_has_its_name(tmp_path: Path) -> None:
+    with Store(tmp_path) as store:
+        job = settings.parse_job({"name": "j", "method": "fedavg", "rounds": 1, "check": {"every": 1}})
+        found = RunFollower(store.find_job(store.add_job(job, tmp_path)))
+    names = []
+    facts = [
+        JobStarted(BLOB),
+        *whole_round("a"),
+        CohortSelected(1, 0, ("a",)),
+    ]
+    for seq, fact in enumerate(facts):
+        found.add_event(seq, 1.0, fact)
+        names.append(found.describe_current_round()["name"])
+    assert (names[1], names[-1]) == ("round 1", "final evaluation")
 
 
 def test_it_comes_to_what_the_views_say(home: Path) -> None:

@@ -154,6 +154,18 @@ def test_scores_on_another_test_set_are_not_mixed_with_these(store: Store) -> No
     assert scores.read_scores(store.home, row).scores == ()
 
 
+def test_a_run_without_a_test_set_has_no_scores(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its data name arrays of any split, and no [test] does. `fedquilt ls` lists it beside the others."""
+    data = {"path": "own.npz", "x": "inputs", "y": "kinds"}
+    run = store.add_job(settings.parse_job({**TABLE, "data": data}), store.home)
+    assert scores.read_scores(store.home, store.find_job(run)) == scores.RunScores({})
+    other = begun(store)
+    assert main(["ls", "--home", str(store.home)]) == 0
+    told = capsys.readouterr().out
+    assert run in told
+    assert other in told
+
+
 def test_the_test_set_is_the_jobs_own_or_the_data_s_test_split() -> None:
     """[test] alone where it says where from, else over [data]; a device's share is no part of it."""
     data = {"path": "a.npz", "partition": "iid", "held": 0.5, "share": 1, "shares": 2}
