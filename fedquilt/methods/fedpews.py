@@ -139,7 +139,7 @@ def full_task_spec(state: State) -> TaskSpec:
 
 
 def _mean_mask_of_others(state: State, device: str) -> np.ndarray | None:
-    """Return theta_{g without i}, the mean of other devices' masks: 0.5 in the first round, or None without masks."""
+    """Return theta_{g without i} (0.5 in the first round), or None if no other device published a mask."""
     if not state.published:
         return np.full(state.plan.neurons, 0.5, np.float32)
     given = [value for name, value in sorted(state.published.items()) if name != device]

@@ -375,7 +375,7 @@ def _average_layers_by_cluster(state: State, total: GeneFLSums) -> State:
 
 
 def _shrink_gene_if_accurate(state: State, total: GeneFLSums) -> State:
-    """Every `shrink_every` rounds, shrink the learnGene by one layer (L_t), unless the accuracy is below its best."""
+    """Every `shrink_every` rounds, decrease L_t by one unless the accuracy has fallen."""
     if not total.counts:
         return state  # nobody trained
     held = float(total.held_examples)

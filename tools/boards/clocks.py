@@ -37,7 +37,7 @@ def parse_point(text: str) -> OperatingPoint:
 
 
 def read_status(root: Path) -> tuple[HelperStatus, bool]:
-    """Return the clocks of this machine, and whether the clock helper reports them or this process reads them."""
+    """Return the clocks of this machine, and whether the clock helper was asked."""
     clocks = ClockClient.connect(root / SOCKET)
     if clocks is not None:
         with contextlib.closing(clocks):

@@ -109,7 +109,7 @@ def _locate_data(source: str) -> dict[str, Any]:
 
 
 def _name_arrays(path: Path, label: str) -> dict[str, Any]:
-    """Return the [data] keys of an .npz: its labels, and its inputs if only one other array is in the file."""
+    """Return the [data] keys of an .npz file. `x` is left out if several arrays could be the inputs."""
     others = [name for name in npz.list_arrays(path) if name != label]
     return {"y": label, **({"x": others[0]} if len(others) == 1 else {})}
 

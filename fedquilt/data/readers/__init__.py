@@ -96,7 +96,7 @@ def require_supported_images(spec: DataSpec) -> None:
 
 
 def _list_image_files(spec: DataSpec) -> list[Path]:
-    """Return the images of a folder by class, or [] for other data and without Pillow, which the reader reports."""
+    """Return the images of a folder by class, or [] for other data or without Pillow."""
     path = Path(spec.path)
     with convert_read_errors(path):
         if not pixels.has_pillow() or detect_format(path, spec) != "folder":
