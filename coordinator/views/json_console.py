@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import sys
 
-from fedquilt.console import progress
 from fedquilt.coordinator.job_view import JobView
 from fedquilt.coordinator.rounds.events import AnyEvent
 from fedquilt.coordinator.views import event_messages as sentences
@@ -17,8 +15,7 @@ log = logging.getLogger("fedquilt.rounds")
 
 class JsonConsole(Console):
     def __init__(self) -> None:
-        super().__init__(wordy=True, named=True)
-        self._block = progress.ProgressLine(sys.stdout, live=False)
+        super().__init__(wordy=True, named=True, live=False)
         log.setLevel(min(logging.INFO, logging.getLogger().level))  # they are what it is for
 
     def observe(self, job: JobView, fact: AnyEvent) -> None:

@@ -147,8 +147,9 @@ class Console:
         clock: Callable[[], float] = time.monotonic,
         stamp: Callable[[float], str] | None = None,
         mend: str = MORE,
+        live: bool | None = None,
     ) -> None:
-        self._block, self._named, self._wordy = progress.ProgressLine(sys.stdout), named, wordy
+        self._block, self._named, self._wordy = progress.ProgressLine(sys.stdout, live=live), named, wordy
         began_s = clock()
         self._clock, self._stamp = clock, stamp or (lambda now_s: ELAPSED.format(now_s - began_s))
         self._contact, self._mend = ConnectionReporter(), mend
@@ -433,6 +434,7 @@ def print_log(store: Store, id: str, *, follow: bool = False, json: bool = False
         wordy or not follow,
         clock=lambda: at_s,
         stamp=(lambda now_s: ELAPSED.format(now_s - row.created)) if follow else format_date,
+        live=None if follow else False,
     )
     with contextlib.closing(console):
         while True:

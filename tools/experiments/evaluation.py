@@ -246,7 +246,8 @@ def format_score(score: EvaluationScore, matrix: bool = False) -> list[str]:
     metric, sums = metrics.KNOWN[score.metric], score.evaluation
     over = "of" if metric.share else "on"
     value = f"{metric.title} {metrics.format_value(metric, score.value)} {over} {score.examples} examples"
-    said = [f"after {score.rounds} rounds: {', '.join([value, *(metrics.describe_metrics(sums)[1:] if sums else ())])}"]
+    parts = [value, *(metrics.describe_metrics(sums)[1:] if sums else ())]
+    said = table.fold_line(f"after {score.rounds} rounds: {', '.join(parts)}")
     if not matrix or sums is None or (rows := evaluation.confusion_matrix(sums)) is None:
         return said
     head = ["true, predicted", *map(str, range(len(rows)))]

@@ -1,6 +1,7 @@
 """What a run waits for: the disk, or boards that other runs have."""
 
 import errno
+import io
 import os
 import re
 import time
@@ -197,6 +198,23 @@ def test_a_followed_run_whose_devices_are_all_at_other_jobs_does_not_ask_for_mor
     terminal.print_log(store, run, follow=True)
     told = " ".join(capsys.readouterr().out.split())
     assert "waiting for devices that run torch or numpy: 2 online, 2 of them at other jobs' tasks" in told
+
+
+def test_a_log_that_is_not_followed_has_no_live_block(opened, monkeypatch):
+    store = opened()
+    assert store.acquire_lock()
+    run = store.add_job(JOB, store.home)
+    store.append_event(run, JobStarted(REF))
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stdout", shown := Terminal())
+    terminal.print_log(store, run)
+    assert shown.getvalue().endswith("started\n")
+    assert "\x1b" not in shown.getvalue()
 
 
 def test_a_device_that_goes_offline_is_named_within_10_s(tmp_path, capsys):

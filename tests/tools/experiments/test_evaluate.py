@@ -217,11 +217,14 @@ def test_a_test_set_can_be_given(tmp_path: Path, store: Store) -> None:
 
 def test_the_verb_tells_people_and_programs(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     run = begun(store)
-    store.append_event(run, JobStarted(put(store, run, RIGHT)))
-    store.set_status(run, "done")
     home = ["--home", str(store.home)]
     assert main(["model", "evaluate", run, *home]) == 0
-    assert "after 0 rounds: accuracy 75.00 % of 4 examples" in capsys.readouterr().out
+    assert capsys.readouterr().out == f"{run} has no model to evaluate yet\n"
+    store.append_event(run, JobStarted(put(store, run, RIGHT)))
+    store.set_status(run, "done")
+    for _ in ("computed", "stored"):
+        assert main(["model", "evaluate", run, *home]) == 0
+        assert "after 0 rounds: accuracy 75.00 % of 4 examples" in capsys.readouterr().out
     assert main(["model", "evaluate", run, *home, "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["scores"][0]["value"] == 0.75
     assert main(["model", "evaluate", "nothing", *home]) == 6
