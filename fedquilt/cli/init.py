@@ -28,7 +28,7 @@ from fedquilt.core import StoreError
     type=options.POSITIVE,
     help="Number of rounds (default: ask, or 30; at most 200 for a method that ends by itself).",
 )
-@option("--out", type=options.PATH, default=Path("job.toml"), help="The job file to write.")
+@option("--out", type=options.NEW_JOB, default=Path("job.toml"), help="The job file to write.")
 @option("--force", is_flag=True, help="Overwrite the job file.")
 def init(
     method: str | None,

@@ -69,6 +69,13 @@ def _parse_number(text: str, kind: type[int] | type[float]) -> Any:
         raise ValueError(f"{text!r} is not a {'whole number' if kind is int else 'number'}") from None
 
 
+def _parse_new_job(text: str) -> Path:
+    path = Path(text)
+    if path.suffix != ".toml":
+        raise ValueError(f"{text!r} is no name of a job file: its ending is .toml, as in {path.stem or 'job'}.toml")
+    return path
+
+
 def _parse_positive(text: str) -> int:
     value: int = _parse_number(text, int)
     if value < 1:
@@ -105,6 +112,7 @@ def _parse_name(text: str) -> str:
 
 PATH: Final = FilePath()
 FOLDER: Final = FilePath(file_okay=False)
+NEW_JOB: Final = ParsedType("path", _parse_new_job)
 POSITIVE: Final = ParsedType("n", _parse_positive)
 ABOVE_0: Final = ParsedType("x", _parse_above_0)
 SECONDS: Final = ParsedType("s", _parse_seconds)

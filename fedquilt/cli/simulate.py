@@ -23,7 +23,7 @@ from fedquilt.core import JobError
     metavar="COLUMN",
     help="Column or array to predict, with data (default: y).",
 )
-@option("--out", type=options.PATH, help="The job file to write, with data (default: job.toml).")
+@option("--out", type=options.NEW_JOB, help="The job file to write, with data (default: job.toml).")
 @option("--force", is_flag=True, help="Overwrite the job file.")
 @option("--devices", type=options.POSITIVE, help="Number of devices (default: the job's fleet.devices).")
 @option(

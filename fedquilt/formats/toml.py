@@ -130,12 +130,12 @@ def convert_table(table: Any, kind: type[T], where: str) -> T:
 def suggest_nearest(word: str, known: Iterable[str]) -> str:
     """Return a "did you mean ...?" suffix with the nearest known word, or "" if none is near.
 
-    Upper and lower case are equal.
+    Upper and lower case are equal, and the dashes of an option do not count.
     """
     import difflib
 
-    words = {each.casefold(): each for each in known}
-    found = difflib.get_close_matches(word.casefold(), list(words), 1)
+    words = {each.casefold().lstrip("-"): each for each in known}
+    found = difflib.get_close_matches(word.casefold().lstrip("-"), list(words), 1)
     return f"; did you mean {words[found[0]]!r}?" if found else ""
 
 
