@@ -202,7 +202,7 @@ def compare(
             return run_seed(case.settings, Path(case.folder), tell, workers, engine=engine, mixed=mixed)
 
         found, failed = runs.run_cases(order, Path(out), play_case, shown.show, shown.show)
-    selected, note = tables.select_scores(list(found.values()))
+    selected, note = runs.select_scores(list(found.values()))
     found = dict(zip(found, selected, strict=True))
     done = tuple(tuple(found[case] for case in todo[index] if case in found) for index in todo)
     return Comparison(tuple(jobs), done, tuple(failed), note)

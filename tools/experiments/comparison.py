@@ -191,7 +191,8 @@ def run_cases(
             continue
         found[case] = outcome
         store.store(keys[case], outcome)
-        last = outcome.marks[-1] if outcome.marks else None
+        (shown,), _ = select_scores([outcome], [each.settings.method for each in todo])
+        last = shown.marks[-1] if shown.marks else None
         told = (
             "" if last is None or last.value is None else f", {event_messages.format_metric(last.metric, last.value)}"
         )
@@ -240,6 +241,35 @@ def _run_case_or_describe_error(player: Player, case: ComparisonCase, tell: Tell
 # -- the command ----------------------------------------------------------------------------------
 
 
+def select_scores(runs: Sequence[SeedRun], compared: Iterable[str] = ()) -> tuple[list[SeedRun], str]:
+    """Return the runs with scores that all of them have, and a note where these are not on the test set alone.
+
+    A test set cannot measure networks that differ by device. Such methods are compared on held-out shares, unless
+    another method has no scores on them.
+
+    Args:
+        runs: Runs of some or all compared methods.
+        compared: All compared methods, if `runs` lacks some.
+    """
+    names = list(dict.fromkeys([*(run.method for run in runs), *compared]))
+    personal = ", ".join(name for name in names if methods.load(name).personal is not None)
+    if not personal or not any(run.tested for run in runs):
+        return list(runs), ""
+    blind = ", ".join(name for name in names if methods.load(name).check is None)
+    if blind:
+        return list(runs), (
+            f"on the test set, because {blind} has no scores on held-out shares: the networks of {personal} differ by "
+            "device, and the one of a new device is tested"
+        )
+    dropped = [
+        msgspec.structs.replace(
+            run, tested=0, marks=tuple(msgspec.structs.replace(mark, test=None) for mark in run.marks)
+        )
+        for run in runs
+    ]
+    return dropped, f"on held-out shares, because the networks of {personal} differ by device"
+
+
 def compare_and_print(
     job: JobSettings,
     folder: Path,
@@ -267,7 +297,7 @@ def compare_and_print(
         return run_seed(case.settings, Path(case.folder), tell, workers, engine=engine, mixed=mixed)
 
     found, failed = run_cases(todo, out, run_case, progress.LINE.print_lines)
-    runs, note = tables.select_scores(list(found.values()))
+    runs, note = select_scores(list(found.values()))
     result = tables.make_result(job.name, runs, target, failed, note)
     files = tables.write_files(result, runs, out)
     if format == "json":

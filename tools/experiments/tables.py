@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from fedquilt import methods, metrics
+from fedquilt import metrics
 from fedquilt.console import table, units
 from fedquilt.core import StoreError
 from fedquilt.tools.experiments.single_run import EvaluationPoint, SeedRun
@@ -32,7 +32,7 @@ def make_result(
         runs: Runs that succeeded.
         target: Value of the main metric up to which costs are counted, or None. Accuracy is 0 to 1.
         failed: A sentence for each failure.
-        note: Note of `select_scores`.
+        note: Note of `comparison.select_scores`.
     """
     return {
         "job": job,
@@ -44,31 +44,6 @@ def make_result(
         "failed": list(failed),
         "runs": [msgspec.to_builtins(run) for run in runs],
     }
-
-
-def select_scores(runs: Sequence[SeedRun]) -> tuple[list[SeedRun], str]:
-    """Return the runs with scores that all of them have, and a note where these are not on the test set alone.
-
-    A test set cannot measure networks that differ by device. Such methods are compared on held-out shares, unless
-    another method has no scores on them.
-    """
-    names = list(dict.fromkeys(run.method for run in runs))
-    personal = ", ".join(name for name in names if methods.load(name).personal is not None)
-    if not personal or not any(run.tested for run in runs):
-        return list(runs), ""
-    blind = ", ".join(name for name in names if methods.load(name).check is None)
-    if blind:
-        return list(runs), (
-            f"on the test set, because {blind} has no scores on held-out shares: the networks of {personal} differ by "
-            "device, and the one of a new device is tested"
-        )
-    dropped = [
-        msgspec.structs.replace(
-            run, tested=0, marks=tuple(msgspec.structs.replace(mark, test=None) for mark in run.marks)
-        )
-        for run in runs
-    ]
-    return dropped, f"on held-out shares, because the networks of {personal} differ by device"
 
 
 def make_rows(runs: Sequence[SeedRun], target: float | None) -> list[dict[str, Any]]:

@@ -186,6 +186,16 @@ def test_a_finished_run_is_not_made_again(folder: Path, tmp_path: Path) -> None:
     assert last == todo[:1]
 
 
+def test_the_line_of_a_run_has_the_score_of_the_table(folder: Path, tmp_path: Path) -> None:
+    """On the test set, or on held-out shares where a compared method leaves each device its own network."""
+    said: list[str] = []
+    for others, told in (([], "90.0 %"), (["local"], "50.0 %")):
+        todo = comparison.make_cases(JOB, folder, ["fedavg", *others], [0])
+        comparison.run_cases(todo, tmp_path / told, lambda case, tell: made(case.settings.method, 0, 0.9), said.append)
+        assert {line.partition(", accuracy ")[2] for line in said} == {told}
+        said.clear()
+
+
 def test_runs_on_other_labels_are_made_anew(folder: Path, tmp_path: Path) -> None:
     """The file's name and shape are the same, and what was learned from it is not; the user is told."""
     import numpy as np
@@ -264,7 +274,7 @@ def test_without_a_test_set_accuracy_is_on_held_out_shares() -> None:
 
 def test_on_held_out_shares_a_test_set_does_not_count() -> None:
     """What is compared of methods that leave each device a network of its own: here 0.5 of 0.9."""
-    runs, note = tables.select_scores([made("fedavg", 0, 0.9), made("local", 0, 0.9)])
+    runs, note = comparison.select_scores([made("fedavg", 0, 0.9), made("local", 0, 0.9)])
     assert [(row["accuracy"], row["reached"]) for row in tables.make_rows(runs, 0.8)] == [(0.5, 0)] * 2
     assert note == "on held-out shares, because the networks of local differ by device"
 
@@ -272,7 +282,7 @@ def test_on_held_out_shares_a_test_set_does_not_count() -> None:
 def test_a_method_without_scores_on_held_out_shares_keeps_the_test_set() -> None:
     """The table has no empty cell for it, and the note says what is tested of the other methods."""
     blind = msgspec.structs.replace(made("afl", 0, 0.7), marks=(mark(1, 0.7, held=None),))
-    runs, note = tables.select_scores([blind, made("local", 0, 0.9)])
+    runs, note = comparison.select_scores([blind, made("local", 0, 0.9)])
     assert [row["accuracy"] for row in tables.make_rows(runs, None)] == [0.7, 0.9]
     assert "on the test set, because afl has no scores on held-out shares" in note
 
