@@ -201,6 +201,7 @@ def parse_job(table: Mapping[str, Any]) -> JobSettings:
     Raises:
         JobError: If a key is wrong. The error names the key and the expected value.
     """
+    _require_params_in_table(table)
     job = _unify_task_and_classes(toml.convert_table(table, JobSettings, "a job"))
     given = parse_params(job)
     if job.wire.codec not in CODECS:
@@ -285,6 +286,15 @@ def _unify_task_and_classes(job: JobSettings) -> JobSettings:
         model = {**model, "task": task} if model else model
         data = {**data, "task": task} if data else data
     return msgspec.structs.replace(job, model=model, data=data)
+
+
+def _require_params_in_table(table: Mapping[str, Any]) -> None:
+    """Raise JobError if a parameter of the method stands outside of [params]."""
+    known = {field.encode_name for field in msgspec.structs.fields(JobSettings)}
+    for key in table.keys() - known:
+        kind = methods.load(str(table.get("method"))).params
+        if key in (field.name for field in dataclasses.fields(kind)):
+            raise JobError(f"{key} = {table[key]!r}: the method's parameters stand below a line [params]")
 
 
 def parse_params(job: JobSettings) -> Any:

@@ -11,7 +11,6 @@ both sides. `decode` and `parse_topic` return a value or raise `WireError`, noth
 
 from __future__ import annotations
 
-import binascii
 import re
 import zlib
 from functools import lru_cache
@@ -318,8 +317,7 @@ def decode(payload: bytes, kind: type[M]) -> M:
 
 
 def _describe_payload(payload: bytes) -> str:
-    shown = binascii.b2a_qp(bytes(payload[:40])).decode("ascii", "replace").replace("\n", " ")
-    return f"{shown!r} ({len(payload)} bytes)"
+    return f"{bytes(payload[:40])!r} ({len(payload)} bytes)"
 
 
 # -- topics ---------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a terminal without some letter gets "?", not a traceback
     words = sys.argv[1:] if argv is None else list(argv)
     try:
+        _require_unicode(words)
         with _raise_on_signals():
             match [word for word in words if word not in VERBOSE]:
                 case ["agent", file] if not file.startswith("-") and COMPLETE not in os.environ:
@@ -72,12 +73,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"fedquilt: {error.strerror}{where}{fix}", file=sys.stderr)
         return fedquilt.StoreError.exit_code
     except MemoryError as error:
-        print(f"fedquilt: this machine's memory is not enough{f': {error}' if str(error) else ''}", file=sys.stderr)
+        told = f": {error}" if str(error) else ""
+        print(
+            f"fedquilt: this machine's memory is not enough{told}: use a smaller network or less data", file=sys.stderr
+        )
         return fedquilt.MemoryBudgetError.exit_code
     except TerminatedError as ended:  # in good order by now; whoever sent the signal sees that it was followed
         sys.stdout.flush()
         os.kill(os.getpid(), ended.number)
         return 128 + ended.number
+
+
+def _require_unicode(words: Sequence[str]) -> None:
+    """Raise JobError if an argument or the current folder cannot be stored as UTF-8."""
+    for text in (*words, os.getcwd()):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise fedquilt.JobError(
+                f"{text!a} is no UTF-8 text: rename the file or folder, and set LC_ALL=C.UTF-8 if its name is UTF-8"
+            ) from None
 
 
 def _run_command(words: list[str]) -> int:

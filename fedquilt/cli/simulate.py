@@ -79,11 +79,15 @@ def _run_job(
     workers: options.WorkerOptions,
     broker: options.BrokerOptions,
 ) -> tuple[str, str]:
+    from fedquilt.formats import toml
     from fedquilt.tools.simulation import agents as tool
 
     read = home_access.load_job(job)
-    folder = job_files.prepare_if_changed(job, read)
+    folder = home_access.bundle_folder(job)
     plan = tool.FleetPlan(job=read, bundle=folder, home=home, devices=devices, fleet=broker.fleet)
+    with toml.prefix_errors(str(job)):
+        plan.validate_fleet()
+    job_files.prepare_if_changed(job, read)
     wordy = verbosity() > 0
     try:
         if workers.is_given:

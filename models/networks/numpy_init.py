@@ -101,8 +101,8 @@ def _validated_layer_widths(network: Mapping[str, Any]) -> Sequence[int]:
     given = [own.pop("inputs", None), *between, own.pop("classes", None)]
     if own or not all(isinstance(each, int) and not isinstance(each, bool) and each > 0 for each in given):
         raise ModelError(
-            f"network 'mlp' cannot be built from {dict(network)}: it has inputs, classes and hidden (a list), whole "
-            "numbers above 0"
+            f"network 'mlp' cannot be built from {registry.describe_settings(network)}: it has inputs, classes and "
+            "hidden (a list), whole numbers above 0"
         )
     if math.prod(registry.input_shape(network)) != given[0]:
         raise ModelError(

@@ -56,7 +56,7 @@ def build_network(network: Mapping[str, Any]) -> nn.Module:
         inspect.signature(factory).bind(**table)
         model = factory(**table)
     except (TypeError, ValueError) as error:
-        raise ModelError(f"network {name!r} cannot be built from {dict(network)}: {error}") from None
+        raise ModelError(f"network {name!r} cannot be built from {describe_settings(network)}: {error}") from None
     if not hasattr(model, "state_dict"):
         raise ModelError(f"network {name!r}: the function returned a {type(model).__name__}, not a torch.nn.Module")
     _initialise_lazy_tensors(model, network)
@@ -234,6 +234,12 @@ def require_callable(name: str, factory: Any) -> None:
         raise ModelError(f"network {name!r} is a {kind}, and a function that makes a torch.nn.Module is wanted")
 
 
+def describe_settings(network: Mapping[str, Any]) -> str:
+    """Return the settings of a network's table as in a job file, without its name and measured tables."""
+    own = {key: value for key, value in network.items() if key not in ("name", "input", "register", "task")}
+    return ", ".join(f"{key} = {value!r}" for key, value in own.items()) or "no settings"
+
+
 def _wrap_plugin_factory(name: str, factory: Any) -> Callable[..., nn.Module]:
     require_callable(name, factory)
     signature = inspect.signature(factory)
@@ -243,7 +249,7 @@ def _wrap_plugin_factory(name: str, factory: Any) -> Callable[..., nn.Module]:
             return factory(**table)
         except Exception as error:  # code from outside may raise anything
             raise ModelError(
-                f"network {name!r} cannot be built from {table}: {type(error).__name__}: {error}"
+                f"network {name!r} cannot be built from {describe_settings(table)}: {type(error).__name__}: {error}"
             ) from None
 
     build_plugin.__signature__ = signature  # type: ignore[attr-defined]

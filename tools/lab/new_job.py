@@ -192,7 +192,7 @@ def inspect_source(source: str, label: str) -> DataInspection:
 
 
 def choose_devices(found: DataInspection) -> int:
-    return max(2, min(DEVICES, found.examples // 4))
+    return max(1, min(DEVICES, found.examples // 4))
 
 
 def choose_rounds(method: str) -> int:

@@ -11,7 +11,9 @@ import io
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
 from itertools import accumulate
@@ -371,8 +373,9 @@ def _clean_tag(tag: str, used: set[str]) -> str:
     return tag.replace(INK, "currentColor")
 
 
-def make_plot_style(salt: str) -> Any:
-    """Return the matplotlib style of all plots as a context manager.
+@contextmanager
+def make_plot_style(salt: str) -> Iterator[None]:
+    """Set the matplotlib style of all plots in the body.
 
     The same `salt` and content give the same bytes of SVG.
     """
@@ -385,7 +388,9 @@ def make_plot_style(salt: str) -> Any:
     spines = {f"axes.spines.{side}": False for side in ("left", "right", "top", "bottom")}
     marks = {f"{name}.{key}": 0 for name in ("xtick", "ytick") for key in ("major.size", "minor.size")}
     text = {"axes.facecolor": "none", "svg.fonttype": "none", "svg.hashsalt": salt, "text.parse_math": False}
-    return matplotlib.rc_context(inked | sizes | more | spines | marks | text)
+    with matplotlib.rc_context(inked | sizes | more | spines | marks | text), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # the browser has the letters of an SVG
+        yield
 
 
 def _draw_plot(figure: Any, plot: Plot, offset: float, height: float, tip: Tip) -> None:

@@ -120,6 +120,7 @@ class FleetPlan:
             JobError, ModelError: If the bundle or a key of [data] or [fleet] is wrong.
             DataError: If the data is missing, unreadable or too small, or does not fit the network.
         """
+        self.validate_fleet(make)
         made = load_bundle(self.bundle)
         require_matching_bundle(self.job, made)
         agents = self.make_agent_tables()
@@ -127,13 +128,16 @@ class FleetPlan:
         examples.require_nonempty_shares(
             compatibility.open_compatible_data(made.meta, spec), spec
         )  # else every board would find out for itself
+        return made
+
+    def validate_fleet(self, make: Callable[[str], Device] = make_board) -> None:
+        """Raise JobError or ModelError if a key of [fleet] is wrong. Needs no bundle."""
         self.job.fleet.require_enough_devices(self.job.cohort, self.size)
         with toml.prefix_errors("[fleet]"):
             for budget in dict.fromkeys(self.job.fleet.budgets):
                 settings.parse_size(budget)
-            for board in dict.fromkeys(agent["board"] for agent in agents):
+            for board in dict.fromkeys(self.job.fleet.boards):
                 make(board)
-        return made
 
     def queue_or_resume(
         self, store: Store, make: Callable[[str], Device] = make_board, origin: Origin = "fleet"

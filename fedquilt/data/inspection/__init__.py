@@ -59,8 +59,6 @@ def inspect_data(source: str, label: str = "") -> DataInspection:
     """
     data = _locate_data(source)
     kind = readers.detect_format(Path(data.get("path", "")), DataSpec(**data)) if "path" in data else "sklearn"
-    if label and kind not in ("csv", "parquet", "npz"):
-        raise DataError(f"{source} has no columns, and its classes are known: leave --label out")
     notes: list[str] = []
     if kind in ("csv", "parquet"):
         data |= tables.inspect_table(Path(source), label, notes)
@@ -71,6 +69,8 @@ def inspect_data(source: str, label: str = "") -> DataInspection:
         data |= labels.choose_settings(plugin.load_sklearn_data(DataSpec(**data))[1], source)
     elif kind == "folder":
         data |= _inspect_folder(Path(source), notes)
+    if label and kind not in ("csv", "parquet", "npz"):
+        raise DataError(f"{source} has no columns, and its classes are known: leave --label out")
     reader = examples.open_split(DataSpec.parse(measured_settings.complete_data_table(data)))
     if not len(reader.y):
         raise DataError(f"{source} holds no examples: add some")

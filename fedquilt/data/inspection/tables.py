@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Final
 
@@ -160,7 +161,9 @@ def _label_settings(file: Path, column: Column) -> dict[str, Any]:
         return {}
     for word, other in itertools.pairwise(words):
         if float(word) == float(other):
-            raise DataError(f"{where}: {word} and {other} are the same number: write each class in one way")
+            is_equal = Decimal(word) == Decimal(other)
+            fix = "write each class in one way" if is_equal else "write large classes as words"
+            raise DataError(f"{where}: {word} and {other} are the same {'' if is_equal else '64-bit '}number: {fix}")
     return {"labels": words}
 
 

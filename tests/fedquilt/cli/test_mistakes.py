@@ -60,6 +60,7 @@ FILES: dict[str, str | bytes] = {
     "nohead.csv": "\n".join(ROWS),
     "twice.csv": "a,a,y\n1,2,x\n2,1,z\n",
     "labels.csv": "y\nx\nz\n",
+    "huge.csv": numbered("1000000000000000000", "1000000000000000001"),
     "comma.csv": "\n".join(["a;y", *(f"{n},5;{'xz'[n % 2]}" for n in range(50))]),
     "latin.csv": "\n".join([HEAD, *ROWS]).replace("red", "gr\xfcn").encode("latin-1"),
     "wide.csv": "\n".join([HEAD, *ROWS]).encode("utf-16"),
@@ -84,6 +85,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file = made / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    (made / "lost.csv").symlink_to("nowhere.csv")
     dashes.add_run(made / "runs", dashes.facts(dashes.names(5), ended=True), status="stopped")
     return made
 
@@ -128,6 +130,9 @@ def assert_helpful(answered: tuple[int, str], code: int, *named: str) -> None:
         ("simulate latin.csv --label kind", 3, ("latin.csv", "iconv -f LATIN1 -t UTF-8")),
         ("simulate wide.csv --label kind", 3, ("wide.csv", "iconv -f UTF-16 -t UTF-8")),
         ("simulate sheet.csv --label kind", 3, ("sheet.csv", "Excel", "save the sheet as CSV")),
+        ("simulate huge.csv", 3, ("1000000000000000000 and 1000000000000000001", "write large classes as words")),
+        ("simulate lost.csv", 3, ("lost.csv is a link to nowhere.csv", "not there")),
+        ("simulate x\udce9.csv --label kind", 2, ("'x\\udce9.csv' is no UTF-8 text", "rename")),
         ("simulate broken.npz", 3, ("broken.npz", "numpy.savez")),
         ("simulate note.txt", 3, ("note.txt", "name a CSV")),
         ("simulate nothing", 3, ("nothing holds no images", "nothing/<class>/")),
@@ -232,7 +237,9 @@ def test_a_mistake_at_the_command_line_is_answered_with_its_fix(
         ("alpha = 0.5", "alpha = -1", 2, ("alpha = -1", "above 0")),
         ("devices = 3", "devices = 500", 3, ("500 shares", "60 examples", "lower the number of devices")),
         ('"jetson-nano"', '"jetson-nno"', 2, ("'jetson-nno'", "did you mean 'jetson-nano'?")),
-        ('"256MB"', '"256"', 2, ("'256' has no unit", '"256MB"')),
+        ('"256MB"', '"256"', 2, ("job.toml: [fleet]", "'256' has no unit", '"256MB"')),
+        ("rounds = 2", "rounds = 2\nlr = 0.1", 2, ("lr = 0.1", "below a line [params]")),
+        ("hidden = [4]", "hidden = [0]", 4, ("from inputs = 2, hidden = [0], classes = 3:", "above 0")),
     ],
 )
 def test_a_mistake_in_a_job_file_is_answered_with_its_fix(
@@ -249,6 +256,7 @@ def test_a_mistake_in_a_job_file_is_answered_with_its_fix(
     Path("flowers.csv").write_text(str(FILES["flowers.csv"]))
     Path("job.toml").write_text(JOB.replace(old, new))
     assert_helpful(answer(capsys, ["simulate", "job.toml"]), code, *named)
+    assert not (old in JOB[JOB.index("[fleet]") :] and new != "devices = 500" and Path("job.bundle").exists())
 
 
 @pytest.mark.parametrize(

@@ -283,5 +283,11 @@ def test_a_label_that_cannot_be_predicted_is_named_with_the_fix(customers, label
 def test_data_that_are_not_there_or_have_no_columns(tmp_path):
     with pytest.raises(DataError, match=r"no data at none\.csv: name a CSV"):
         inspect_data("none.csv")
+    with pytest.raises(DataError, match="holds no images"):
+        inspect_data(str(tmp_path), "kind")
+    image = pytest.importorskip("PIL.Image")
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        image.new("L", (8, 8)).save(tmp_path / name / "1.png")
     with pytest.raises(DataError, match="has no columns, and its classes are known: leave --label out"):
         inspect_data(str(tmp_path), "kind")
