@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +69,12 @@ class Comparison:
 
         Returns:
             The table, with the main metric's name in place of "accuracy".
+
+        Raises:
+            JobError: If `target` is not a finite number.
         """
+        if target is not None and not (isinstance(target, int | float) and math.isfinite(target)):
+            raise JobError(f"target = {target!r}: wanted a number, as in table(target=0.9)")
         rows = []
         for name, of in zip(self.labels, self.runs, strict=True):
             made = [run for run in of if run.marks]
@@ -186,7 +192,7 @@ def compare(
         The comparison. Errors of runs are in `Comparison.failed`.
 
     Raises:
-        JobError: If there are no jobs or seeds, or a key is wrong.
+        JobError: If there are no jobs or seeds, a job is repeated, or a key is wrong.
         DataError: If the data cannot be read, or do not fit the network.
         ModelError: If the network cannot be loaded or trained.
         StoreError: If `out` cannot be written.
@@ -194,6 +200,9 @@ def compare(
     chosen = sorted(set(seeds)) if isinstance(seeds, Iterable) else []
     if isinstance(jobs, Job | str) or not jobs or not chosen or not all(isinstance(each, Job) for each in jobs):
         raise JobError("compare takes a list of jobs and seeds, as in fq.compare([job, other], seeds=range(3))")
+    first = next((job for place, job in enumerate(jobs) if job in jobs[:place]), None)
+    if first is not None:
+        raise JobError(f"the same job ({first.method}) is in the list twice: leave one of them out")
     todo = {index: _prepare_cases(job, Path(out), chosen) for index, job in enumerate(jobs)}
     order = [todo[index][place] for place in range(len(chosen)) for index in todo]  # seed by seed: whole rows first
     with contextlib.closing(progress_display.make_display(progress)) as shown:

@@ -113,3 +113,11 @@ def test_networks_that_differ_by_device_are_compared_on_held_out_shares(job, tmp
 def test_nothing_to_compare_is_an_error(jobs, seeds):
     with pytest.raises(fq.JobError, match=r"as in fq\.compare\(\[job, other\]"):
         fq.compare(jobs, seeds=seeds)
+
+
+def test_a_job_that_is_repeated_and_a_target_that_is_no_number_are_refused():
+    with pytest.raises(fq.JobError, match=r"the same job \(fedprox\) is in the list twice"):
+        fq.compare([PROX, PROX.replace(rounds=9), PROX.replace()], seeds=[0])
+    for target in ("x", float("nan")):
+        with pytest.raises(fq.JobError, match=r"wanted a number, as in table\(target=0\.9\)"):
+            comparison(PROX).table(target=target)
