@@ -40,9 +40,12 @@ class ExportedModel(NamedTuple):
         """
         if self.input is not None:
             return inputs.prepare_inputs(x, self.input)
-        made = training.network_inputs(x, self.network or {})
+        network = self.network or {}
+        made = training.network_inputs(x, network)
+        if "channels" in network.get("input", {}):
+            return made  # the graph takes images, whatever its first layer
         flat = made.reshape(len(made), -1)  # as its first layer makes it of whatever shape
-        return flat if flat.shape[1] == (self.network or {}).get("inputs") else made
+        return flat if flat.shape[1] == network.get("inputs") else made
 
 
 def read_metadata(facts: Mapping[str, str]) -> ExportedModel:
