@@ -50,6 +50,7 @@ STITCH = [
     "fedquilt prepare cifar.toml",
     "fedquilt simulate cifar.toml --link memory",
     "fedquilt logs cifar",
+    "fedquilt model evaluate cifar",
     "fedquilt model export cifar --out cifar.onnx",
 ]
 
