@@ -48,7 +48,7 @@ SERVERS = (
 STATUS = "fedquilt rollout status --home runs"
 STITCH = [
     "fedquilt prepare cifar.toml",
-    "fedquilt simulate cifar.toml --link memory",
+    "fedquilt simulate cifar.toml",
     "fedquilt logs cifar",
     "fedquilt model evaluate cifar",
     "fedquilt model export cifar --out cifar.onnx",
