@@ -89,7 +89,9 @@ def head_names(network: Mapping[str, Any]) -> tuple[str, ...]:
     register = tensor_register.register_from_table(network)
     last = register.find_classifier()
     if last is None:
-        raise ModelError("this network has no last linear layer that tells the classes: LoRA trains it too")
+        raise ModelError(
+            "this network has no last linear layer for the classes, which LoRA trains too: choose another network"
+        )
     return register.parameters_by_layer()[last]
 
 

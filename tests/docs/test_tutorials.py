@@ -12,6 +12,7 @@ from mosquittos import MOSQUITTO
 
 import documents
 from fedquilt.coordinator import settings
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.edge_agent import settings as agents
 from fedquilt.formats import toml
 
@@ -166,6 +167,11 @@ def is_listening(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
+def count_runs(home: Path) -> int:
+    with Store(home) as store:
+        return len(store.readable_jobs())
+
+
 def test_three_devices_with_tls_and_a_rollout(shell):
     if MOSQUITTO is None:
         pytest.skip("Mosquitto is not installed: apt install mosquitto")
@@ -189,7 +195,7 @@ def test_three_devices_with_tls_and_a_rollout(shell):
     starts = [typed for typed in begin if typed.startswith("fedquilt agent ")]
     fleet.stop_agents()  # so that the run cannot end before it is stopped
     following = shell.start(again)
-    fleet.until_printed("fedquilt ls --home runs", "active")
+    shell.until(lambda: count_runs(shell.folder / "runs") == 2, "the second run in the store")
     fleet.run(stop)
     assert following.wait(timeout=documents.LIMIT_S) == 9, shell.log()
     for typed in starts:
