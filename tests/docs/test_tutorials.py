@@ -212,7 +212,7 @@ def test_three_devices_with_tls_and_a_rollout(shell):
     fleet.until_printed(STATUS, "rolled back", "3 returned")
     fleet.run(change)
     fleet.until_printed(STATUS, "done", "3 committed")
-    assert fleet.run(devices).count("0/300 MB") == 3
+    shell.until(lambda: shell.run(devices).count("0/300 MB") == 3, "the new budget on every device")
     fleet.stop_agents()
     fleet.run(doctor)
 
