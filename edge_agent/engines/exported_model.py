@@ -42,10 +42,8 @@ class ExportedModel(NamedTuple):
             return inputs.prepare_inputs(x, self.input)
         network = self.network or {}
         made = training.network_inputs(x, network)
-        if "channels" in network.get("input", {}):
-            return made  # the graph takes images, whatever its first layer
-        flat = made.reshape(len(made), -1)  # as its first layer makes it of whatever shape
-        return flat if flat.shape[1] == network.get("inputs") else made
+        flat = made.reshape(len(made), -1)  # the graph takes images if the table declares them
+        return flat if flat.shape[1] == network.get("inputs") and "channels" not in network.get("input", {}) else made
 
 
 def read_metadata(facts: Mapping[str, str]) -> ExportedModel:

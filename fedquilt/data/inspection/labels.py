@@ -64,9 +64,7 @@ def require_classes(words: Sequence[str], count: int, where: str) -> list[str]:
         DataError: If words differ too much to be classes of `count` examples.
     """
     if len(words) > min(MOST, max(2, count // 2)):
-        raise DataError(
-            f"{where}: {len(words)} different labels in {count} examples are no classes: name another column"
-        )
+        raise DataError(f"{where}: {len(words)} different labels in {count} examples are no classes: name another")
     return sorted(words)
 
 
