@@ -117,9 +117,9 @@ class Shell:
             typed = re.sub(r" --(ca|cert|key) \S+", "", re.sub(r"mqtts?://broker\.site:\d+", broker, typed))
         if port:
             typed = typed.replace("1883", port)
-        words = shlex.split(typed)
-        module = {"fedquilt": ["-m", "fedquilt.cli"], "python": []}[words[0]]
-        return [sys.executable, *module, *words[1:]]
+        words = shlex.split(typed.replace("$PWD", str(self.folder)))
+        program = {"fedquilt": [sys.executable, "-m", "fedquilt.cli"], "python": [sys.executable]}
+        return [*program.get(words[0], words[:1]), *words[1:]]
 
     def __enter__(self) -> Shell:
         return self

@@ -48,10 +48,10 @@ def create_device(
     if board != "auto":
         if profile is not None:
             raise JobError(
-                f"board {board!r} is simulated from its own profile: leave `profile` out, or say board = 'auto'"
+                f"board {board!r} is simulated from its own profile: leave `profile` out, or set board = 'auto'"
             )
         if meter is not None:
-            raise JobError(f"board {board!r} is simulated and has no meter: leave `meter` out, or say board = 'auto'")
+            raise JobError(f"board {board!r} is simulated and has no meter: leave `meter` out, or set board = 'auto'")
         from fedquilt.edge_agent.devices.simulated_device import SimulatedDevice
 
         return SimulatedDevice.from_name(board)

@@ -40,9 +40,10 @@ class ExportedModel(NamedTuple):
         """
         if self.input is not None:
             return inputs.prepare_inputs(x, self.input)
-        made = training.network_inputs(x, self.network or {})
-        flat = made.reshape(len(made), -1)  # as its first layer makes it of whatever shape
-        return flat if flat.shape[1] == (self.network or {}).get("inputs") else made
+        network = self.network or {}
+        made = training.network_inputs(x, network)
+        flat = made.reshape(len(made), -1)  # the graph takes images if the table declares them
+        return flat if flat.shape[1] == network.get("inputs") and "channels" not in network.get("input", {}) else made
 
 
 def read_metadata(facts: Mapping[str, str]) -> ExportedModel:

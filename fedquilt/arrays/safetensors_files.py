@@ -63,9 +63,9 @@ class SafetensorsReader(LazyTensors):
         shape = tuple(map(int, entry["shape"]))
         place = DiskArray(shape, np.dtype(TYPES[entry["dtype"]]), self._file, begin + first)
         if min((place.offset, *place.shape)) < 0:
-            raise ValueError("a place or a shape below 0")
+            raise ValueError("an offset or a size is below 0")
         if end - first != place.nbytes:
-            raise ValueError("a place of another size than its tensor's")
+            raise ValueError("the data have another size than the tensor")
         return place
 
     def __getitem__(self, name: str) -> np.ndarray:

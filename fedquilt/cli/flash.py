@@ -67,7 +67,7 @@ def dry_run_option(function: F) -> F:
     "--boards",
     type=options.PATH,
     metavar="FILE",
-    help="Table (CSV) of boards: name,target,budget,labels,address; each gets its own token, image, archive or visit.",
+    help="Table (CSV) of boards: name,target,budget,labels,address; each gets a token of its own.",
     group=MANY,
 )
 @options.authority_option

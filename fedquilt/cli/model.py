@@ -32,7 +32,7 @@ def export(run: str, out: Path, home: Path) -> None:
 @options.home_option
 @options.format_option
 def evaluate(run: str, follow: bool, home: Path, format: str) -> None:
-    """Evaluate a run's global model on the job's test set, with a confusion matrix unless it follows the run."""
+    """Evaluate a run's global model on the job's test set, with all metrics of the task."""
     from fedquilt.console import progress
     from fedquilt.coordinator.views import scores
     from fedquilt.tools.experiments import evaluation as evaluator

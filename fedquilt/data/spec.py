@@ -130,7 +130,7 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         elif self.groups:
             named = [kind for group in self.groups for kind in group]
             if not all(self.groups) or len(set(named)) < len(named):
-                raise ValueError("groups: each lists a class or more, and no class is in two")
+                raise ValueError("groups: give each group one class or more, and no class in two groups")
 
         if self.target is not None and self.task != "regression":
             raise ValueError('target scales numbers to predict: it goes with task = "regression"')

@@ -89,7 +89,7 @@ def head_names(network: Mapping[str, Any]) -> tuple[str, ...]:
     register = tensor_register.register_from_table(network)
     last = register.find_classifier()
     if last is None:
-        raise ModelError("this network has no last linear layer that tells the classes: LoRA trains it too")
+        raise ModelError("this network has no last linear layer for classes, which LoRA trains too")
     return register.parameters_by_layer()[last]
 
 

@@ -230,7 +230,7 @@ def fold(state: State, so_far: MaskedSums | WeightedSums | None, update: DeviceU
     neurons = masks.unpack_mask(told["bits"], count)
     value = told.get("theta", told["bits"])
     if "theta" in told and not (value.dtype == np.float16 and value.shape == (count,) and _are_probabilities(value)):
-        raise UpdateError(f"{update.device} told as theta what are not {count} float16 probabilities")
+        raise UpdateError(f"{update.device}: theta is not {count} float16 probabilities")
     return add_covered(state, so_far, update, neurons, {update.device: value})
 
 

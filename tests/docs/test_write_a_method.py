@@ -40,7 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def prox(folder: Path) -> Method:
     """FedProx as the page has it."""
-    (folder / "prox.py").write_text(blocks("write-a-method.md")[0])
+    (folder / "prox.py").write_text(blocks("tutorials/method.md")[0])
     return methods.load("prox:METHOD")
 
 
@@ -60,12 +60,12 @@ def test_fedprox_from_the_page_is_about_25_lines_and_ours_to_the_bit(prox, folde
 
 @pytest.mark.parametrize("check", conformance.CHECKS, ids=lambda check: check.__name__)
 def test_fedprox_from_the_page_conforms(prox, check):
-    assert "conformance.CHECKS" in blocks("write-a-method.md")[1]
+    assert "conformance.CHECKS" in blocks("tutorials/method.md")[1]
     check("prox:METHOD")
 
 
 def test_the_settings_on_the_pages_are_a_boards(folder):
-    for page in ("write-a-method.md", "add-a-sensor.md"):
+    for page in ("tutorials/method.md", "write-a-method.md", "add-a-sensor.md"):
         lines = [text for text in blocks(page, "toml") if text.startswith("# agent.toml")]
         assert lines
         for text in lines:

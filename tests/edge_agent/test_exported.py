@@ -20,6 +20,16 @@ def test_what_export_writes_is_read() -> None:
 
 
 @pytest.mark.parametrize(
+    ("own", "shape"),
+    [({}, (2, 16)), ({"input": {"mean": [0.5]}}, (2, 16)), ({"input": {"channels": 1, "size": 4}}, (2, 1, 4, 4))],
+)
+def test_a_layered_network_gets_images_if_its_table_declares_them(own: dict[str, Any], shape: tuple[int, ...]) -> None:
+    """As the exported graph has them: `fedquilt simulate digits`, then `fedquilt model run`."""
+    found = exported_model.read_metadata({"network": json.dumps({"name": "mlp", "inputs": 16, **own})})
+    assert found.prepare_inputs(np.zeros((2, 4, 4), np.uint8)).shape == shape
+
+
+@pytest.mark.parametrize(
     ("name", "table"),
     [
         ("input", []),

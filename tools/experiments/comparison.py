@@ -86,7 +86,7 @@ def make_cases(
     made = job_bundle.load_bundle(folder)
     require_matching_bundle(job, made)
     if not job.data:
-        raise JobError(f"job {job.name!r} has no [data] table: what is shared out among its devices")
+        raise JobError(f"job {job.name!r} has no [data] table: add one with the data of its devices")
     chosen = list(dict.fromkeys(names or (job.method, *job.compare)))
     changes = changes or {}
     for name in (*chosen, *job.compare, *changes):

@@ -43,7 +43,7 @@ class EnrolmentService:
             if token.used_s is not None and (again := [one for one in valid if one.key_id == own]):
                 return again[-1]  # the answer to the first time was lost
             if token.used_s is not None:
-                raise JobError("what this token gave has ended: ask the operator for another")
+                raise JobError("the certificate of this token has ended: ask the operator for another token")
             if not token.is_exact and any(one.key_id != own for one in valid):
                 raise JobError(
                     f"{request.device} is enrolled with another key: if that board is gone, revoke it (`fedquilt "

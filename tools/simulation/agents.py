@@ -72,7 +72,7 @@ class FleetPlan:
             JobError: If the job has no [data].
         """
         if not self.job.data:
-            raise JobError("a simulated fleet needs the job's [data] table: what is shared out among its devices")
+            raise JobError("the job has no [data] table: add one with the data of the simulated devices")
         spec, allowed = self.job.fleet, self._list_allowed_plugins()
         agents = []
         for index in range(self.size):

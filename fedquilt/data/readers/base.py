@@ -114,7 +114,7 @@ def convert_labels(y: np.ndarray, path: Path | str, task: TaskKind = "classes") 
                 mend = describe_class_problem(y)
             if y.ndim == 1 and y.dtype.kind == "U" and len(kinds := np.unique(y)) <= NAMED_MOST:
                 mend = f"set [data] labels = {json.dumps(kinds.tolist(), ensure_ascii=False)}"
-            raise DataError(f"{said}: one whole number from 0 each is wanted{f' ({mend})' if mend else ''}")
+            raise DataError(f"{said}: each example needs one whole number from 0{f' ({mend})' if mend else ''}")
         return y.astype(np.int64)
     if y.ndim not in (1, 2) or (not len(y[:1].reshape(-1)) and len(y)):
         raise DataError(f"{said}: with task = {task!r} a number or a row of numbers for each example is wanted")

@@ -43,7 +43,7 @@ def open_idx(path: Path, spec: DataSpec) -> ExampleReader:
     with convert_read_errors(path), _open_stream(path) as stream:
         shape = _read_idx_header(stream, path, 3)
     if shape[0] != count:
-        raise DataError(f"{path} holds {shape[0]} images, {beside.name} {count} labels: they are not of one set")
+        raise DataError(f"{path} holds {shape[0]} images, {beside.name} {count} labels: they do not match")
 
     def take(rows: np.ndarray) -> np.ndarray:
         with convert_read_errors(path), _open_stream(path) as stream:

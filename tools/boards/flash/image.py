@@ -167,7 +167,7 @@ class DiskImage:
         self._scratch, self._say = scratch, say
         for taken in TAKEN:
             if self._system.file_type(taken):
-                raise InstallRefusedError(f"the image has /{taken} already: take one as its maker ships it")
+                raise InstallRefusedError(f"the image has /{taken} already: use an image as its maker ships it")
         staged = scratch / "root"
         self._brought = {*self._copy_files_for_checks(interpreter, staged)}
         self.root = install.RootFileSystem(staged, say=say)

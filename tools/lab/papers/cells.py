@@ -49,7 +49,7 @@ class ExecutionOptions(msgspec.Struct, frozen=True):
         chosen = members[slice(*self.row.members)] if self.row.members else members
         if not chosen:
             raise JobError(
-                f"members = {list(self.row.members)}: the job has {len(members)} devices: write a smaller first one"
+                f"members = {list(self.row.members)}: the job has {len(members)} devices: give a smaller first number"
             )
         return chosen
 

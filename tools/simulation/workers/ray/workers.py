@@ -1,7 +1,7 @@
 """Workers of a pool on the nodes of a Ray cluster, one actor per processor.
 
 Ray starts processes, moves bytes and detects lost nodes. It receives bytes in our own encoding and references to such
-bytes (docs/adr/0014-ray-for-simulated-fleets.md).
+bytes (docs/decisions.md).
 """
 
 from __future__ import annotations
