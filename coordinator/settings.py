@@ -57,6 +57,12 @@ class EvaluationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     beside: bool = False  # evaluated beside the rounds by the process that runs the job: no device is asked
 
 
+class PersonalSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Personalisation of any classification method on the devices: [personal]."""
+
+    prior: Literal["auto", "off"] = "off"  # "auto": scores with the device's class prior, where its evaluation gains
+
+
 class AdversarySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     share: Annotated[float, Meta(gt=0, lt=1)]  # of the fleet's boards, rounded up; drawn by the job's seed
     attack: Literal["scaled", "sign_flip", "label_flip", "inner_product"]
@@ -165,6 +171,7 @@ class JobSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wire: Encoding = Encoding()
     stop: JobLimits = JobLimits()
     check: EvaluationSettings = EvaluationSettings()
+    personal: PersonalSettings = PersonalSettings()
     trigger: DriftTrigger | None = None  # with `run`: the job starts by itself, whenever it fires
     fleet: FleetSettings = FleetSettings()
     data: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.data.spec.DataSpec
@@ -214,6 +221,7 @@ def parse_job(table: Mapping[str, Any]) -> JobSettings:
             f"[wire] codec = {job.wire.codec!r}: what {job.method}'s devices send may not be rounded; leave it 'raw'"
         )
     require_minimum_updates(job, method.minimum_updates(given))
+    require_classes_for_priors(job)
     require_energy_deadline(job.cohort)
     if job.trigger is not None:
         _ = job.trigger.share, job.trigger.pause_s
@@ -252,6 +260,16 @@ def require_minimum_updates(job: JobSettings, least: int) -> None:
 def require_energy_deadline(cohort: CohortSettings) -> None:
     if cohort.joules_per_round is not None and cohort.deadline != "energy":
         raise JobError('[cohort] joules_per_round: only deadline = "energy" heeds it; set that, or leave it out')
+
+
+def require_classes_for_priors(job: JobSettings) -> None:
+    """Raise JobError if class priors are wanted and there are no classes, or no evaluation that chooses them."""
+    if job.personal.prior == "off":
+        return
+    if (task := metrics.task_from_network(job.model)) != "classes":
+        raise JobError(f'[personal] prior = "auto": task = {task!r} has no class priors; leave it "off"')
+    if not job.check.every:
+        raise JobError('[personal] prior = "auto": devices choose it in evaluations; set [check] every')
 
 
 def require_no_adversaries(job: JobSettings) -> None:

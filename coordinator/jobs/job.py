@@ -47,6 +47,7 @@ from fedquilt.core import (
     BlobRef,
     DeviceView,
     EvaluationRound,
+    EvaluationSums,
     Method,
     Profile,
     SiteRight,
@@ -58,6 +59,7 @@ from fedquilt.core import (
     UpdateError,
     UpdateSchema,
     WorkEstimate,
+    evaluation,
     seed_deriver,
 )
 from fedquilt.costs import tiers
@@ -158,7 +160,13 @@ class RunningJob:
         return {ref.sha256 for ref in (self.rounds.state, sum, *self.bundle.files.values()) if ref is not None}
 
     def build_task(
-        self, device: str, engine: str, profile: Profile | None, now_s: float, actions: tuple[Action, ...] | None = None
+        self,
+        device: str,
+        engine: str,
+        profile: Profile | None,
+        now_s: float,
+        actions: tuple[Action, ...] | None = None,
+        evaluated: EvaluationSums | None = None,
     ) -> Task | None:
         """Return a device's task in the running round, or None if the method has no work for the device.
 
@@ -168,6 +176,7 @@ class RunningJob:
             profile: Profile of the device, or None if unknown.
             now_s: Time of the coordinator's clock in seconds.
             actions: Actions of the task, or None for the actions of the round.
+            evaluated: Last evaluation outside of the rounds, if any.
         """
         known = self._asks.get(device)
         kept = self._orders.get(device) if known is not None and known.profile == profile else None
@@ -192,6 +201,7 @@ class RunningJob:
                 deadline_s=self.rounds.remaining_s(now_s),
                 wire=self.job.wire,
                 state=self.rounds.state.sha256 if self.rounds.state else "",
+                class_shares=self._class_shares(evaluated) if "check" in asked else None,
             ),
             seed=self._seeded(device),
             tier=tiers.tier_from_profile(profile),
@@ -200,6 +210,17 @@ class RunningJob:
         while len(self._encoded) > HELD * len(made.bundles):  # drop the parts that were cut for each device alone
             del self._encoded[next(iter(self._encoded))]
         return made
+
+    def _class_shares(self, evaluated: EvaluationSums | None) -> tuple[float, ...] | None:
+        """Return the shares that a task tells for class priors, () for equal ones, or None for a job without priors."""
+        if self.job.personal.prior == "off":
+            return None
+        if self.rounds.ordered is not None:
+            return self.rounds.ordered.class_shares
+        if self.method.traits.equal_classes:
+            return ()
+        counts = self.rounds.class_counts if evaluated is None else evaluation.count_classes(evaluated)
+        return evaluation.class_shares(counts)
 
     def device_workload(self, device: str, profile: Profile | None) -> DeviceWorkload:
         """Return the device's estimated work in the running round, empty if the method has none for the device."""
@@ -307,7 +328,9 @@ class RunningJob:
             standing.reported.largest_allowed(device, limit),
         )
         work, checks = "work" in self.rounds.task_actions, "check" in self.rounds.task_actions
-        bounds = claim_bounds.ClaimBounds(ask, limit_s, weight, examples, right, checks, *self._predicts)
+        bounds = claim_bounds.ClaimBounds(
+            ask, limit_s, weight, examples, right, checks, *self._predicts, self.job.personal.prior == "auto"
+        )
         take = self.build_update_reader(update, profile, bounds, large=large)
 
         def validate() -> UpdateValidated:

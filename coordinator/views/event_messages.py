@@ -242,6 +242,9 @@ def describe_evaluation(sums: EvaluationSums | None) -> list[str]:
         main = metrics.MAIN[sums.task]
         worst, spread = (metrics.format_value(main, value, 1) for value in (over.worst_decile, over.deviation))
         others.insert(0, f"worst tenth of {over.devices} devices {worst}, spread {spread}")
+    if sums.right_with_priors is not None:
+        told = metrics.format_value(metrics.ACCURACY, sums.right_with_priors / sums.examples, 1)
+        others.insert(0, f"with the devices' class priors {told}")
     return [f"{first} on {sums.examples} held-out examples", *others]
 
 

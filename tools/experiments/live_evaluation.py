@@ -58,7 +58,9 @@ class LiveEvaluator:
             FedquiltError: If an evaluation failed.
         """
         told = hands.evaluate(simulation) if self.checks and shares else {}
-        own = run_summary.summarise_evaluation(evaluation.add_evaluations(told.values()), told)
+        total = evaluation.add_evaluations(told.values())
+        simulation.evaluated = total or simulation.evaluated
+        own = run_summary.summarise_evaluation(total, told)
         held = None if own is None else HeldOutScore.from_summary(simulation.completed_rounds, own)
         return EvaluationResult(self._score_test_set(simulation, hands), held, {} if own is None else own.devices)
 

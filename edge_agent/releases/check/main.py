@@ -163,13 +163,11 @@ def _measure_accuracy(model: LoadedModel, held: Examples, notes: list[str]) -> d
     if task == "regression":
         notes.append("accuracy was not measured: it predicts numbers, of which none is right or wrong")
         return {}
-    sums = objectives.EvaluationAccumulator(task)
-    for first in range(0, len(held), AT_ONCE):
-        y = held.y[first : first + AT_ONCE]
-        scores = model.compute_scores(held.x[first : first + AT_ONCE])
-        loss, _ = objectives.losses_and_gradients(task, scores, y)
-        sums.add_batch(scores, y, float(loss.sum()))
-    found = metrics.main_metric(sums.sums())
+    batches = (
+        (model.compute_scores(held.x[first : first + AT_ONCE]), held.y[first : first + AT_ONCE])
+        for first in range(0, len(held), AT_ONCE)
+    )
+    found = metrics.main_metric(objectives.evaluate_scores(task, batches).sums())
     assert found is not None
     return {"accuracy": found[1], "examples": float(len(held))}
 

@@ -1,0 +1,67 @@
+"""Correction of class scores by a device's own class frequencies, chosen on its held-out examples.
+
+Source: Saerens et al., Adjusting the Outputs of a Classifier to New a Priori Probabilities, Neural Computation 2002,
+equation 2.4. To the score of each class is added `strength` times the log of its share among the device's examples over
+its share among the model's. A strength of 1 is the equation. Scores that are no calibrated log-probabilities need
+another one, which is the inverse of their temperature.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from fedquilt.core import ClassPrior
+
+STRENGTHS: Final = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+FOLDS: Final = 5  # of the held-out examples: those of one are counted with the strength that the others choose
+LEAST_GAIN: Final = 1.0  # standard errors by which the correction has to win
+
+
+def compute_log_ratios(prior: ClassPrior, outputs: int) -> np.ndarray:
+    """Return the log of each class's share on the device over its share among the model's examples, (outputs,).
+
+    The device's counts are smoothed by as many examples as there are classes, in the model's shares.
+    """
+    shares = np.asarray(prior.shares or np.full(outputs, 1 / outputs), np.float64)
+    counts = np.bincount(prior.labels.astype(np.int64), minlength=outputs)[:outputs]
+    found: np.ndarray = np.log((counts / shares + outputs) / (counts.sum() + outputs))
+    return found
+
+
+class StrengthChoice:
+    """Counts of held-out examples from which the strength of a device's correction follows, added batch by batch."""
+
+    def __init__(self, log_ratios: np.ndarray) -> None:
+        self.log_ratios, self._examples = log_ratios, 0
+        self._right = np.zeros((FOLDS, 1 + len(STRENGTHS)), np.int64)  # without correction, then by strength
+        self._changed = np.zeros((FOLDS, 1 + len(STRENGTHS)), np.int64)  # of these: right or wrong with it alone
+
+    def add_batch(self, scores: np.ndarray, y: np.ndarray) -> None:
+        """Add the scores, (n, outputs), and classes, (n,), of the next held-out examples."""
+        folds = (self._examples + np.arange(len(y))) % FOLDS
+        self._examples += len(y)
+        plain = scores.argmax(axis=1) == y
+        for place, strength in enumerate((0.0, *STRENGTHS)):
+            right = (scores + strength * self.log_ratios).argmax(axis=1) == y
+            self._right[:, place] += np.bincount(folds[right], minlength=FOLDS)
+            self._changed[:, place] += np.bincount(folds[right != plain], minlength=FOLDS)
+
+    def choose_strength(self) -> float:
+        """Return the strength that helps most on all examples, or 0 if none helps."""
+        return (0.0, *STRENGTHS)[_find_best_place(self._right.sum(axis=0), self._changed.sum(axis=0))]
+
+    def count_right(self) -> int:
+        """Return the number of correct predictions, in each fold with the strength that the other folds choose."""
+        right, changed = self._right.sum(axis=0), self._changed.sum(axis=0)
+        return sum(
+            int(own[_find_best_place(right - own, changed - own_changed)])
+            for own, own_changed in zip(self._right, self._changed, strict=True)
+        )
+
+
+def _find_best_place(right: np.ndarray, changed: np.ndarray) -> int:
+    gains = right - right[0]
+    gains[gains <= LEAST_GAIN * np.sqrt(changed)] = 0  # of n changed examples by chance half win: deviation root of n
+    return int(gains.argmax())
