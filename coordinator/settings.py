@@ -58,8 +58,6 @@ class EvaluationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 class PersonalSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Personalisation of any classification method on the devices: [personal]."""
-
     prior: Literal["auto", "off"] = "off"  # "auto": scores with the device's class prior, where its evaluation gains
 
 
@@ -221,7 +219,8 @@ def parse_job(table: Mapping[str, Any]) -> JobSettings:
             f"[wire] codec = {job.wire.codec!r}: what {job.method}'s devices send may not be rounded; leave it 'raw'"
         )
     require_minimum_updates(job, method.minimum_updates(given))
-    require_classes_for_priors(job)
+    if job.personal.prior == "auto" and (task := metrics.task_from_network(job.model)) != "classes":
+        raise JobError(f'[personal] prior = "auto": task = {task!r} has no classes; leave it "off"')
     require_energy_deadline(job.cohort)
     if job.trigger is not None:
         _ = job.trigger.share, job.trigger.pause_s
@@ -260,16 +259,6 @@ def require_minimum_updates(job: JobSettings, least: int) -> None:
 def require_energy_deadline(cohort: CohortSettings) -> None:
     if cohort.joules_per_round is not None and cohort.deadline != "energy":
         raise JobError('[cohort] joules_per_round: only deadline = "energy" heeds it; set that, or leave it out')
-
-
-def require_classes_for_priors(job: JobSettings) -> None:
-    """Raise JobError if class priors are wanted and there are no classes, or no evaluation that chooses them."""
-    if job.personal.prior == "off":
-        return
-    if (task := metrics.task_from_network(job.model)) != "classes":
-        raise JobError(f'[personal] prior = "auto": task = {task!r} has no class priors; leave it "off"')
-    if not job.check.every:
-        raise JobError('[personal] prior = "auto": devices choose it in evaluations; set [check] every')
 
 
 def require_no_adversaries(job: JobSettings) -> None:

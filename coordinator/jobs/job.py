@@ -47,7 +47,6 @@ from fedquilt.core import (
     BlobRef,
     DeviceView,
     EvaluationRound,
-    EvaluationSums,
     Method,
     Profile,
     SiteRight,
@@ -97,6 +96,7 @@ class RunningJob:
             self.engines, row.job.cohort, row.job.wire.codec, tuple(required_packages(row.job, self.bundle).items())
         )
         self.state: Any = None
+        self.class_counts: tuple[int, ...] = ()  # in the last evaluation outside of the rounds
         self._all_able: tuple[object, WorkEstimate] | None = (
             None  # fleet at the last look, if the task fitted every device
         )
@@ -160,13 +160,7 @@ class RunningJob:
         return {ref.sha256 for ref in (self.rounds.state, sum, *self.bundle.files.values()) if ref is not None}
 
     def build_task(
-        self,
-        device: str,
-        engine: str,
-        profile: Profile | None,
-        now_s: float,
-        actions: tuple[Action, ...] | None = None,
-        evaluated: EvaluationSums | None = None,
+        self, device: str, engine: str, profile: Profile | None, now_s: float, actions: tuple[Action, ...] | None = None
     ) -> Task | None:
         """Return a device's task in the running round, or None if the method has no work for the device.
 
@@ -176,7 +170,6 @@ class RunningJob:
             profile: Profile of the device, or None if unknown.
             now_s: Time of the coordinator's clock in seconds.
             actions: Actions of the task, or None for the actions of the round.
-            evaluated: Last evaluation outside of the rounds, if any.
         """
         known = self._asks.get(device)
         kept = self._orders.get(device) if known is not None and known.profile == profile else None
@@ -201,7 +194,7 @@ class RunningJob:
                 deadline_s=self.rounds.remaining_s(now_s),
                 wire=self.job.wire,
                 state=self.rounds.state.sha256 if self.rounds.state else "",
-                class_shares=self._class_shares(evaluated) if "check" in asked else None,
+                class_shares=self._class_shares() if "check" in asked else None,
             ),
             seed=self._seeded(device),
             tier=tiers.tier_from_profile(profile),
@@ -211,16 +204,15 @@ class RunningJob:
             del self._encoded[next(iter(self._encoded))]
         return made
 
-    def _class_shares(self, evaluated: EvaluationSums | None) -> tuple[float, ...] | None:
-        """Return the shares that a task tells for class priors, () for equal ones, or None for a job without priors."""
-        if self.job.personal.prior == "off":
+    def _class_shares(self) -> tuple[float, ...] | None:
+        """Return `Task.class_shares` of an evaluation."""
+        if not self.rounds.plan.class_priors:
             return None
         if self.rounds.ordered is not None:
             return self.rounds.ordered.class_shares
         if self.method.traits.equal_classes:
             return ()
-        counts = self.rounds.class_counts if evaluated is None else evaluation.count_classes(evaluated)
-        return evaluation.class_shares(counts)
+        return evaluation.class_shares(self.class_counts or self.rounds.class_counts)
 
     def device_workload(self, device: str, profile: Profile | None) -> DeviceWorkload:
         """Return the device's estimated work in the running round, empty if the method has none for the device."""
@@ -328,9 +320,8 @@ class RunningJob:
             standing.reported.largest_allowed(device, limit),
         )
         work, checks = "work" in self.rounds.task_actions, "check" in self.rounds.task_actions
-        bounds = claim_bounds.ClaimBounds(
-            ask, limit_s, weight, examples, right, checks, *self._predicts, self.job.personal.prior == "auto"
-        )
+        priors = self.rounds.plan.class_priors
+        bounds = claim_bounds.ClaimBounds(ask, limit_s, weight, examples, right, checks, *self._predicts, priors)
         take = self.build_update_reader(update, profile, bounds, large=large)
 
         def validate() -> UpdateValidated:

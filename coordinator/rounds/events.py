@@ -29,10 +29,12 @@ class JobConstants(msgspec.Struct, frozen=True):
     check_every: int  # rounds between evaluations, or 0 for none
     stop: JobLimits = JobLimits()
     check_beside: bool = False  # evaluation rounds take place, and no device evaluates
+    class_priors: bool = False  # evaluations count with them too
 
     @staticmethod
     def from_job(job: JobSettings) -> JobConstants:
-        return JobConstants(job.seed, job.rounds, job.cohort, job.check.every, job.stop, job.check.beside)
+        priors = job.personal.prior == "auto"
+        return JobConstants(job.seed, job.rounds, job.cohort, job.check.every, job.stop, job.check.beside, priors)
 
 
 Phase: TypeAlias = Literal["new", "selecting", "open", "closing", "done", "failed", "stopped"]
@@ -503,7 +505,7 @@ def _apply_round_committed(state: JobState, fact: RoundCommitted, now_s: float) 
     after = replace(after, phase="selecting", began_s=now_s, state=fact.state)
     after = replace(after, history=history, finished=state.finished or fact.finished, checked=checked, settling=False)
     after = replace(after, extra=state.extra + fact.settled, spent=spent)
-    if fact.evaluation is not None and fact.evaluation.task == "classes":
+    if state.plan.class_priors and fact.evaluation is not None:
         after = replace(after, class_counts=evaluation.count_classes(fact.evaluation))
     return replace(after, settling=state.settles and not fact.settled and _is_evaluation_round_next(after))
 

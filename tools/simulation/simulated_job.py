@@ -116,7 +116,6 @@ class Simulation:
         self.rounds: list[SimulatedRound] = []
         self.status, self.reason = "running", ""
         self.running: RunningJob | None = None
-        self.evaluated: EvaluationSums | None = None  # by the last evaluation outside of the rounds
         self.refusals: dict[str, str] = {}  # device -> the last reason for which it did not take part
         self._answers: list[UpdateAccepted] = []
         self._ahead: Prefetcher | None = None
@@ -309,7 +308,7 @@ class Simulation:
         assert job is not None
         if job.method.check is None:
             raise JobError(f"{self.job.method} has no evaluation of its own")
-        task = job.build_task(device, self.engine, self.fleet.profile(device), self.now_s, ("check",), self.evaluated)
+        task = job.build_task(device, self.engine, self.fleet.profile(device), self.now_s, ("check",))
         return None if task is None else self.fleet.make_extra_request(device, task)
 
     def _make_specs(self, make: Callable[[str], Device]) -> Iterator[DeviceSpec]:
