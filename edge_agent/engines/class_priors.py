@@ -16,18 +16,22 @@ from fedquilt.core import ClassPrior
 
 STRENGTHS: Final = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 FOLDS: Final = 5  # of the held-out examples: those of one are counted with the strength that the others choose
+LEAST_DEVIATIONS: Final = 3.0  # by which the G statistic has to exceed its mean without a difference
 LEAST_GAIN: Final = 1.0  # standard errors by which the correction has to win
 
 
 def compute_log_ratios(prior: ClassPrior, outputs: int) -> np.ndarray:
     """Return the log of each class's share on the device over its share among the model's examples, (outputs,).
 
-    The device's counts are smoothed by as many examples as there are classes, in the model's shares.
+    The device's counts are smoothed by as many examples as there are classes, in the model's shares. All logs are 0 if
+    chance explains the device's counts (G-test), as on IID shares.
     """
     shares = np.asarray(prior.shares or np.full(outputs, 1 / outputs), np.float64)
     counts = np.bincount(prior.labels.astype(np.int64), minlength=outputs)[:outputs]
-    found: np.ndarray = np.log((counts / shares + outputs) / (counts.sum() + outputs))
-    return found
+    total, known, freedom = counts.sum(), counts > 0, outputs - 1
+    g = 2 * (counts[known] * np.log(counts[known] / total / shares[known])).sum()
+    found: np.ndarray = np.log((counts / shares + outputs) / (total + outputs))
+    return found if g > freedom + LEAST_DEVIATIONS * np.sqrt(2 * freedom) else np.zeros(outputs)
 
 
 class StrengthChoice:

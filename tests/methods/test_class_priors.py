@@ -72,12 +72,15 @@ def reference_right(scores: np.ndarray, y: np.ndarray, ratios: np.ndarray) -> in
 
 
 def test_log_ratios_are_smoothed_counts_over_the_fleets_shares_by_hand():
-    """Of 6, 2 and 0 labels with 3 more in shares 1/2, 1/4, 1/4: 7.5, 2.75 and 0.75 of 11, over these shares."""
-    prior = ClassPrior(np.array([0] * 6 + [1] * 2), (0.5, 0.25, 0.25))
-    wanted = np.log([7.5 / 5.5, 2.75 / 2.75, 0.75 / 2.75])
-    assert class_priors.compute_log_ratios(prior, 3) == pytest.approx(wanted, abs=1e-12)
-    alike = ClassPrior(np.repeat([0, 1, 2], [50, 25, 25]), (0.5, 0.25, 0.25))
-    assert class_priors.compute_log_ratios(alike, 3) == pytest.approx(np.zeros(3), abs=1e-12)
+    """Of 60, 20 and 0 labels and 3 in the fleet's shares 1/2, 1/4, 1/4: 61.5, 20.75 and 0.75 of 83, over these shares.
+
+    G is 2 * 60 ln 1.5 = 48.7. That of a tenth of the labels does not exceed 2 + 3 * 2.
+    """
+    shares = (0.5, 0.25, 0.25)
+    found = class_priors.compute_log_ratios(ClassPrior(np.repeat([0, 1], [60, 20]), shares), 3)
+    assert found == pytest.approx(np.log([61.5 / 41.5, 20.75 / 20.75, 0.75 / 20.75]), abs=1e-12)
+    for labels in (np.repeat([0, 1], [6, 2]), np.repeat([0, 1, 2], [50, 25, 25]), np.array([], np.uint8)):
+        assert class_priors.compute_log_ratios(ClassPrior(labels, shares), 3).tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("batch", [1, 7, 200])
@@ -223,8 +226,11 @@ def test_a_model_on_a_board_adds_the_boards_own_class_priors(tmp_path):
         x = held.x.reshape(len(held), -1).astype(np.float32) / 255
         plain, own = runner.run(tmp_path / "global.onnx", x), runner.run(model, x)
         runner.close()
-        ratios = class_priors.compute_log_ratios(ClassPrior(train.y, task.class_shares), 10)
-        strength = (own - plain)[0, 0] / ratios[0]
+        prior = ClassPrior(train.y, task.class_shares)
+        strengths = objectives.evaluate_scores("classes", [(plain, held.y)], prior).strengths
+        assert strengths is not None
+        strength = strengths.choose_strength()
+        ratios = class_priors.compute_log_ratios(prior, 10)
         assert own - plain == pytest.approx(np.tile(strength * ratios, (len(x), 1)), abs=1e-4)
         assert (strength > 0) is helps
         assert found.metrics["accuracy"] == (own.argmax(axis=1) == held.y).mean()
