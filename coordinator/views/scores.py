@@ -43,16 +43,8 @@ class HeldOutScore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @staticmethod
     def from_summary(rounds: int, found: PersonalScores) -> HeldOutScore:
-        own = (
-            found.weighted,
-            found.mean,
-            found.worst_decile,
-            found.loss,
-            found.metric,
-            found.deviation,
-            found.with_priors,
-        )
-        return HeldOutScore(rounds, *own)
+        own = found.weighted, found.mean, found.worst_decile, found.loss, found.metric, found.deviation
+        return HeldOutScore(rounds, *own, found.with_priors)
 
 
 class RunScores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -14,7 +14,7 @@ import numpy as np
 
 from fedquilt.core import ClassPrior
 
-STRENGTHS: Final = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+STRENGTHS: Final = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 FOLDS: Final = 5  # of the held-out examples: those of one are counted with the strength that the others choose
 LEAST_DEVIATIONS: Final = 3.0  # by which the G statistic has to exceed its mean without a difference
 LEAST_GAIN: Final = 1.0  # standard errors by which the correction has to win
@@ -39,30 +39,27 @@ class StrengthChoice:
 
     def __init__(self, log_ratios: np.ndarray) -> None:
         self.log_ratios, self._examples = log_ratios, 0
-        self._right = np.zeros((FOLDS, 1 + len(STRENGTHS)), np.int64)  # without correction, then by strength
-        self._changed = np.zeros((FOLDS, 1 + len(STRENGTHS)), np.int64)  # of these: right or wrong with it alone
+        self._right = np.zeros((FOLDS, len(STRENGTHS)), np.int64)
+        self._changed = np.zeros((FOLDS, len(STRENGTHS)), np.int64)  # examples right or wrong with this strength alone
 
     def add_batch(self, scores: np.ndarray, y: np.ndarray) -> None:
         """Add the scores, (n, outputs), and classes, (n,), of the next held-out examples."""
         folds = (self._examples + np.arange(len(y))) % FOLDS
         self._examples += len(y)
         plain = scores.argmax(axis=1) == y
-        for place, strength in enumerate((0.0, *STRENGTHS)):
+        for place, strength in enumerate(STRENGTHS):
             right = (scores + strength * self.log_ratios).argmax(axis=1) == y
             self._right[:, place] += np.bincount(folds[right], minlength=FOLDS)
             self._changed[:, place] += np.bincount(folds[right != plain], minlength=FOLDS)
 
     def choose_strength(self) -> float:
         """Return the strength that helps most on all examples, or 0 if none helps."""
-        return (0.0, *STRENGTHS)[_find_best_place(self._right.sum(axis=0), self._changed.sum(axis=0))]
+        return STRENGTHS[_find_best_place(self._right.sum(axis=0), self._changed.sum(axis=0))]
 
     def count_right(self) -> int:
         """Return the number of correct predictions, in each fold with the strength that the other folds choose."""
-        right, changed = self._right.sum(axis=0), self._changed.sum(axis=0)
-        return sum(
-            int(own[_find_best_place(right - own, changed - own_changed)])
-            for own, own_changed in zip(self._right, self._changed, strict=True)
-        )
+        right, changed = self._right.sum(axis=0) - self._right, self._changed.sum(axis=0) - self._changed
+        return sum(int(self._right[fold, _find_best_place(right[fold], changed[fold])]) for fold in range(FOLDS))
 
 
 def _find_best_place(right: np.ndarray, changed: np.ndarray) -> int:

@@ -165,12 +165,13 @@ def add_evaluations(given: Iterable[EvaluationSums]) -> EvaluationSums | None:
 
 
 def _add_right_with_priors(parts: Sequence[EvaluationSums]) -> int | None:
-    # Devices whose agents count without priors have none that helps.
-    if all(part.right_with_priors is None for part in parts):
-        return None
-    return sum(
-        _sum_outcomes(count_outcomes(part))[0] if part.right_with_priors is None else part.right_with_priors
-        for part in parts
+    # Devices whose engines count without priors have none that helps.
+    known = [part.right_with_priors for part in parts]
+    plain = (_sum_outcomes(count_outcomes(part))[0] for part in parts)
+    return (
+        sum(b if a is None else a for a, b in zip(known, plain, strict=True))
+        if any(a is not None for a in known)
+        else None
     )
 
 

@@ -128,15 +128,12 @@ def send(state: SearchState, device: DeviceView) -> TaskSpec | None:
         case "fit":
             return task_specs.fit_task_spec(state)
         case "done":
-            chosen = state.candidates[state.chosen : state.chosen + 1]
-            return task_specs.validation_task_spec(state, chosen) if chosen else None
+            return task_specs.validation_task_spec(state, state.candidates[state.chosen : state.chosen + 1])
     if device.device in state.heard:
         return None  # the coordinator asks another device instead
-    return (
-        task_specs.gather_task_spec(state)
-        if state.phase == "gather"
-        else task_specs.validation_task_spec(state, state.candidates)
-    )
+    if state.phase == "gather":
+        return task_specs.gather_task_spec(state)
+    return task_specs.validation_task_spec(state, state.candidates)
 
 
 def step(state: SearchState, total: Sum | None) -> SearchState:

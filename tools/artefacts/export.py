@@ -161,10 +161,8 @@ def _add_class_priors(graph: bytes) -> bytes:
 def _last_class_shares(store: Store, row: StoredJob, method: Method) -> tuple[float, ...]:
     """Return the class shares of the run's last evaluation, or () for equal ones."""
     found = [fact.evaluation for _, _, fact in store.read_events(row.id) if isinstance(fact, RoundCommitted)]
-    known = [sums for sums in found if sums is not None]
-    if method.traits.equal_classes or not known:
-        return ()
-    return evaluation.class_shares(evaluation.count_classes(known[-1]))
+    known = [] if method.traits.equal_classes else [sums for sums in found if sums is not None]
+    return evaluation.class_shares(evaluation.count_classes(known[-1])) if known else ()
 
 
 def require_loadable(payload: bytes | memoryview, what: str, input_shape: Sequence[int] | None = None) -> CheckedGraph:

@@ -46,6 +46,10 @@ class EvaluationPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         """Main metric on the test set, or else on the held-out shares."""
         return self.held if self.test is None else self.test
 
+    @property
+    def prior_gain(self) -> float | None:
+        return None if self.with_priors is None or self.held is None else self.with_priors - self.held
+
 
 class SeedRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     method: str

@@ -150,11 +150,10 @@ def _add_class_priors(model: LoadedModel, shares: tuple[Examples, Examples] | No
     if order.parted is None or task is None or task.class_shares is None or shares is None:
         return []
     train, held = shares
-    sums = _evaluate_scores(model, held, ClassPrior(train.y, task.class_shares))
-    strength = sums.strengths.choose_strength() if sums.strengths is not None else 0.0
-    if not strength or sums.strengths is None:
-        return [f"class priors do not help on {len(held)} held-out examples: the network is the global one"]
-    assemble_network(order.parted, model.path, order.budget_bytes, strength * sums.strengths.log_ratios)
+    choice = _evaluate_scores(model, held, ClassPrior(train.y, task.class_shares)).strengths
+    if choice is None or not (strength := choice.choose_strength()):
+        return [f"class priors do not help on {len(held)} held-out examples"]
+    assemble_network(order.parted, model.path, order.budget_bytes, strength * choice.log_ratios)
     model.engine.close()  # it has the graph without them
     return [f"class priors of this device count {strength:g} times"]
 

@@ -123,8 +123,9 @@ def minimum_moments_bytes(ask: taps.GatherRequest) -> int:
     return class_moments.factor_bytes(rows, sum(ask.widths))
 
 
-def validation_task_spec(state: SearchState, among: Sequence[Candidate]) -> TaskSpec:
-    """Return the task spec to run candidates on held-out examples."""
+def validation_task_spec(state: SearchState, among: Sequence[Candidate]) -> TaskSpec | None:
+    if not among:
+        return None
     paths = tuple(dict.fromkeys(path for candidate in among for path in candidate.paths))
     blocks = {name: state.stock.blocks[name] for path in paths for name in path}
     ask = taps.CountRequest(
