@@ -18,6 +18,7 @@ from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds import claim_bounds
 from fedquilt.coordinator.rounds.events import RoundCommitted
 from fedquilt.coordinator.storage.store import Store
+from fedquilt.coordinator.updates import tasks
 from fedquilt.coordinator.views import event_messages, run_summary
 from fedquilt.core import ClassPrior, EvaluationSums, JobError, Update, Usage, evaluation
 from fedquilt.data import examples
@@ -190,6 +191,22 @@ def test_through_the_rounds_the_personal_score_is_beside_the_global_one_and_noth
     assert last.right_with_priors > evaluation.main_metric_value(last) * last.examples  # of skewed devices
     told = ", ".join(event_messages.describe_evaluation(last))
     assert f"with the devices' class priors {100 * last.right_with_priors / last.examples:.1f} %" in told
+
+
+def test_a_task_tells_the_class_shares_of_the_evaluation_before_and_no_more(tmp_path, monkeypatch):
+    told = {}
+    make = tasks.make_task
+
+    def recorded(*given: Any, **named: Any) -> Any:
+        made = make(*given, **named)
+        told[made.round] = made.class_shares
+        return made
+
+    monkeypatch.setattr(tasks, "make_task", recorded)
+    run, home = played(tmp_path)
+    sums = [fact.evaluation for fact in evaluations_of(home, run)]
+    assert told == {0: (), **{i: evaluation.class_shares(evaluation.count_classes(sums[i - 1])) for i in (1, 2)}}
+    assert sum(told[2]) == pytest.approx(1, abs=0.01)
 
 
 def test_a_model_on_a_board_adds_the_boards_own_class_priors(tmp_path):
