@@ -58,7 +58,7 @@ class EvaluationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 class PersonalSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    prior: Literal["auto", "off"] = "off"  # "auto": scores with the device's class prior, where its evaluation gains
+    prior: Literal["auto", "off"] = "off"  # "auto" adds class priors where they help on held-out examples
 
 
 class AdversarySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

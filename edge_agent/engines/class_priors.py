@@ -57,7 +57,7 @@ class StrengthChoice:
         return STRENGTHS[_find_best_place(self._right.sum(axis=0), self._changed.sum(axis=0))]
 
     def count_right(self) -> int:
-        """Return the number of correct predictions, in each fold with the strength that the other folds choose."""
+        """Return the correct predictions, each fold's with the best strength on the other folds."""
         right, changed = self._right.sum(axis=0) - self._right, self._changed.sum(axis=0) - self._changed
         return sum(int(self._right[fold, _find_best_place(right[fold], changed[fold])]) for fold in range(FOLDS))
 

@@ -145,7 +145,7 @@ def _choose_evaluated(shares: tuple[Examples, Examples] | None) -> Examples | No
 
 
 def _add_class_priors(model: LoadedModel, shares: tuple[Examples, Examples] | None, order: CheckRequest) -> list[str]:
-    """Write the class priors that help on held-out examples into a model with room for them. Return a note on them."""
+    """Add class priors to an assembled model if they help on held-out examples. Return notes."""
     task = None if order.parted is None else personal_models.read_task(Path(order.parted.shared))
     if order.parted is None or task is None or task.class_shares is None or shares is None:
         return []

@@ -118,7 +118,7 @@ def evaluate_candidate(ask: CountRequest, site: ClientContext) -> EvaluationSums
 def _score_candidates(
     ask: CountRequest, site: ClientContext, rows: np.ndarray
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Yield the index of a candidate, its class scores and the classes of some of these held-out examples."""
+    """Yield candidate, class scores and classes for each batch of the held-out examples `rows`."""
     run = BlockRunner(site, ask.blocks.values(), len(rows) * _paths_flops(ask))
     for first in range(0, len(rows), junction_moments.WAVE):
         wave = rows[first : first + junction_moments.WAVE]
