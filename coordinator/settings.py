@@ -57,6 +57,10 @@ class EvaluationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     beside: bool = False  # evaluated beside the rounds by the process that runs the job: no device is asked
 
 
+class PersonalSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    prior: Literal["auto", "off"] = "off"  # "auto" adds class priors where they help on held-out examples
+
+
 class AdversarySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     share: Annotated[float, Meta(gt=0, lt=1)]  # of the fleet's boards, rounded up; drawn by the job's seed
     attack: Literal["scaled", "sign_flip", "label_flip", "inner_product"]
@@ -165,6 +169,7 @@ class JobSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wire: Encoding = Encoding()
     stop: JobLimits = JobLimits()
     check: EvaluationSettings = EvaluationSettings()
+    personal: PersonalSettings = PersonalSettings()
     trigger: DriftTrigger | None = None  # with `run`: the job starts by itself, whenever it fires
     fleet: FleetSettings = FleetSettings()
     data: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.data.spec.DataSpec
@@ -215,6 +220,8 @@ def parse_job(table: Mapping[str, Any]) -> JobSettings:
             f"[wire] codec = {job.wire.codec!r}: what {job.method}'s devices send may not be rounded; leave it 'raw'"
         )
     require_minimum_updates(job, method.minimum_updates(given))
+    if job.personal.prior == "auto" and (task := metrics.task_from_network(job.model)) != "classes":
+        raise JobError(f'[personal] prior = "auto": task = {task!r} has no classes; leave it "off"')
     require_energy_deadline(job.cohort)
     if job.trigger is not None:
         _ = job.trigger.share, job.trigger.pause_s

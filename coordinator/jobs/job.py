@@ -58,6 +58,7 @@ from fedquilt.core import (
     UpdateError,
     UpdateSchema,
     WorkEstimate,
+    evaluation,
     seed_deriver,
 )
 from fedquilt.costs import tiers
@@ -95,6 +96,7 @@ class RunningJob:
             self.engines, row.job.cohort, row.job.wire.codec, tuple(required_packages(row.job, self.bundle).items())
         )
         self.state: Any = None
+        self.class_counts: tuple[int, ...] = ()  # in the last evaluation outside of the rounds
         self._all_able: tuple[object, WorkEstimate] | None = (
             None  # fleet at the last look, if the task fitted every device
         )
@@ -192,6 +194,7 @@ class RunningJob:
                 deadline_s=self.rounds.remaining_s(now_s),
                 wire=self.job.wire,
                 state=self.rounds.state.sha256 if self.rounds.state else "",
+                class_shares=self._class_shares() if "check" in asked else None,
             ),
             seed=self._seeded(device),
             tier=tiers.tier_from_profile(profile),
@@ -200,6 +203,16 @@ class RunningJob:
         while len(self._encoded) > HELD * len(made.bundles):  # drop the parts that were cut for each device alone
             del self._encoded[next(iter(self._encoded))]
         return made
+
+    def _class_shares(self) -> tuple[float, ...] | None:
+        """Return `Task.class_shares` of an evaluation."""
+        if not self.rounds.plan.class_priors:
+            return None
+        if self.rounds.ordered is not None:
+            return self.rounds.ordered.class_shares
+        if self.method.traits.equal_classes:
+            return ()
+        return evaluation.class_shares(self.class_counts or self.rounds.class_counts)
 
     def device_workload(self, device: str, profile: Profile | None) -> DeviceWorkload:
         """Return the device's estimated work in the running round, empty if the method has none for the device."""
@@ -307,7 +320,8 @@ class RunningJob:
             standing.reported.largest_allowed(device, limit),
         )
         work, checks = "work" in self.rounds.task_actions, "check" in self.rounds.task_actions
-        bounds = claim_bounds.ClaimBounds(ask, limit_s, weight, examples, right, checks, *self._predicts)
+        priors = self.rounds.plan.class_priors
+        bounds = claim_bounds.ClaimBounds(ask, limit_s, weight, examples, right, checks, *self._predicts, priors)
         take = self.build_update_reader(update, profile, bounds, large=large)
 
         def validate() -> UpdateValidated:

@@ -61,6 +61,7 @@ class ClaimBounds(NamedTuple):
     checks: bool = True  # whether its task is to evaluate
     task: TaskKind = "classes"  # of the job's network
     outputs: int | None = None  # of the job's network, or None if its table does not declare outputs
+    priors: bool = False  # whether its job wants class priors
 
 
 class DeviceWeights(Struct):
@@ -165,6 +166,9 @@ def limit_claims(update: Update, bounds: ClaimBounds) -> tuple[Update, str]:
     if sums is not None and not bounds.checks:
         odd.append("an evaluation that it was not asked for")
         sums = None
+    if sums is not None and sums.right_with_priors is not None and not bounds.priors:
+        odd.append("predictions with class priors that it was not asked for")
+        sums = replace(sums, right_with_priors=None)
     if (usage.examples or 0) > (most_examples := bounds.reported * (bounds.right.most if bounds.right else 1)):
         odd.append(f"{usage.examples} examples, and {most_examples:g} are the most: not counted")
         usage = replace(usage, examples=None)

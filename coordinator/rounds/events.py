@@ -19,7 +19,7 @@ from fedquilt.coordinator.rounds.deadline import DeviceWorkload, MemoryShortage
 from fedquilt.coordinator.rounds.eligibility import BUSY, NOTHING, REFUSALS, SHARE, UNKNOWN, UPDATE, LastingDecline
 from fedquilt.coordinator.rounds.round_bitmap import NEVER, RoundBitmap
 from fedquilt.coordinator.settings import CohortSettings, JobLimits, JobSettings
-from fedquilt.core import Action, BlobRef, EvaluationSums, FedquiltError, JobError, Update
+from fedquilt.core import Action, BlobRef, EvaluationSums, FedquiltError, JobError, Update, evaluation
 
 
 class JobConstants(msgspec.Struct, frozen=True):
@@ -29,10 +29,12 @@ class JobConstants(msgspec.Struct, frozen=True):
     check_every: int  # rounds between evaluations, or 0 for none
     stop: JobLimits = JobLimits()
     check_beside: bool = False  # evaluation rounds take place, and no device evaluates
+    class_priors: bool = False  # evaluations count with them too
 
     @staticmethod
     def from_job(job: JobSettings) -> JobConstants:
-        return JobConstants(job.seed, job.rounds, job.cohort, job.check.every, job.stop, job.check.beside)
+        priors = job.personal.prior == "auto"
+        return JobConstants(job.seed, job.rounds, job.cohort, job.check.every, job.stop, job.check.beside, priors)
 
 
 Phase: TypeAlias = Literal["new", "selecting", "open", "closing", "done", "failed", "stopped"]
@@ -105,6 +107,7 @@ class JobStarted(Event, frozen=True, omit_defaults=True):
     actions: tuple[Action, ...] = ()  # of that round's tasks, as ordered from above; (): by the job's settings
     settling: bool = False  # whether that round is a settling one
     deadline_s: float | None = None  # of that round's attempt; None: the cohort's
+    class_shares: tuple[float, ...] = ()  # of the whole fleet, as ordered from above
 
 
 class EligibilityRecorded(Event, frozen=True):
@@ -299,6 +302,7 @@ class JobState(msgspec.Struct, frozen=True):
     ordered: JobStarted | None = None  # of a site: what the coordinator above has ordered of the running round
     through: Mapping[str, str] = field(default_factory=dict)  # a site's board -> the site, whose update of now has it
     extra: int = 0  # number of evaluation rounds so far
+    class_counts: tuple[int, ...] = ()  # held-out examples of each class in the last evaluation
     reason: str = ""
 
     @property
@@ -501,6 +505,8 @@ def _apply_round_committed(state: JobState, fact: RoundCommitted, now_s: float) 
     after = replace(after, phase="selecting", began_s=now_s, state=fact.state)
     after = replace(after, history=history, finished=state.finished or fact.finished, checked=checked, settling=False)
     after = replace(after, extra=state.extra + fact.settled, spent=spent)
+    if state.plan.class_priors and fact.evaluation is not None:
+        after = replace(after, class_counts=evaluation.count_classes(fact.evaluation))
     return replace(after, settling=state.settles and not fact.settled and _is_evaluation_round_next(after))
 
 

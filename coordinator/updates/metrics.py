@@ -30,7 +30,7 @@ def explain_evaluation(updates: Collection[Update]) -> list[str]:
     counted = dict(_select_consistent_evaluations(updates))
     given = {update.device: update.evaluation for update in updates if update.evaluation is not None}
     if given and not counted:
-        return ["no evaluation: none of the devices holds out an example ([data] held)"]
+        return ["no evaluation: none of the devices holds out an example ([data] held), or there is no model yet"]
     notes = [
         f"the evaluation of {device} does not count: its network has {sums.outputs} outputs, those of most have others"
         for device, sums in sorted(given.items())

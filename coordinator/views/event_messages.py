@@ -70,7 +70,10 @@ def is_evaluation_due(state: JobState) -> bool:
 
 
 def format_score(found: PersonalScores | None) -> str:
-    return "" if found is None else format_metric(found.metric, found.weighted)
+    if found is None:
+        return ""
+    priors = "" if found.with_priors is None else f", with class priors {100 * found.with_priors:.1f} %"
+    return format_metric(found.metric, found.weighted) + priors
 
 
 def format_metric(name: str, value: float) -> str:
@@ -242,6 +245,8 @@ def describe_evaluation(sums: EvaluationSums | None) -> list[str]:
         main = metrics.MAIN[sums.task]
         worst, spread = (metrics.format_value(main, value, 1) for value in (over.worst_decile, over.deviation))
         others.insert(0, f"worst tenth of {over.devices} devices {worst}, spread {spread}")
+    if sums.right_with_priors is not None:
+        others.insert(0, f"with the devices' class priors {100 * sums.right_with_priors / sums.examples:.1f} %")
     return [f"{first} on {sums.examples} held-out examples", *others]
 
 

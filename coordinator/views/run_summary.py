@@ -42,6 +42,7 @@ class PersonalScores:
     loss: float  # over all their examples
     devices: dict[str, float]  # of devices and sites
     metric: str = "accuracy"  # a key of `fedquilt.metrics.KNOWN`
+    with_priors: float | None = None  # likewise over all examples, with the devices' class priors where these help
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ def summarise_evaluation(
         loss=math.fsum(total.loss) / total.examples,
         devices=known,
         metric=main[0].name,
+        with_priors=None if total.right_with_priors is None else total.right_with_priors / total.examples,
     )
 
 

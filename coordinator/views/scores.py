@@ -39,11 +39,12 @@ class HeldOutScore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     loss: float | None = None  # over all held-out examples; None: the method does not report it
     metric: str = "accuracy"  # as of `EvaluationScore`
     deviation: float | None = None  # standard deviation over devices
+    with_priors: float | None = None  # over all held-out examples, with the devices' class priors
 
     @staticmethod
     def from_summary(rounds: int, found: PersonalScores) -> HeldOutScore:
         own = found.weighted, found.mean, found.worst_decile, found.loss, found.metric, found.deviation
-        return HeldOutScore(rounds, *own)
+        return HeldOutScore(rounds, *own, found.with_priors)
 
 
 class RunScores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -13,15 +13,18 @@ The torch engines compute the same losses (`torch.training_step`). All engines u
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fedquilt.core import DETAILED, DataError, DivergedError, EvaluationSums, evaluation
 from fedquilt.data.readers.base import describe_class_problem
+from fedquilt.edge_agent.engines import class_priors
+from fedquilt.edge_agent.engines.class_priors import StrengthChoice
 
 if TYPE_CHECKING:
-    from fedquilt.core import Examples, TaskKind
+    from fedquilt.core import ClassPrior, Examples, TaskKind
 
 ADVICE = "set `task` in [data] and [model] alike"
 
@@ -81,10 +84,12 @@ class EvaluationAccumulator:
 
     Args:
         task: Kind of prediction.
+        prior: Class frequencies with which correct predictions are counted too, or None.
     """
 
-    def __init__(self, task: TaskKind) -> None:
-        self._task, self._examples, self._whole = task, 0, 0
+    def __init__(self, task: TaskKind, prior: ClassPrior | None = None) -> None:
+        self._task, self._examples, self._whole, self._prior = task, 0, 0, prior
+        self.strengths: StrengthChoice | None = None  # once examples were added, with a prior
         self._losses: list[float] = []
 
     def _allocate_sums(self, outputs: int) -> None:
@@ -96,6 +101,8 @@ class EvaluationAccumulator:
         self._squares: list[Parts] = [()] * (detailed or 1)
         self._targets: list[Parts] = [()] * detailed
         self._target_squares: list[Parts] = [()] * detailed
+        if self._prior is not None:
+            self.strengths = StrengthChoice(class_priors.compute_log_ratios(self._prior, outputs))
 
     def add_batch(self, scores: np.ndarray, y: np.ndarray, loss: float) -> None:
         """Add a batch: scores (n, outputs), targets of the task, and the sum of the examples' losses."""
@@ -111,6 +118,8 @@ class EvaluationAccumulator:
             self._add_labels(scores, y > 0)
         else:
             self._add_classification(scores, y.astype(np.int64))
+            if self.strengths is not None:
+                self.strengths.add_batch(scores, y)
 
     def _add_classification(self, scores: np.ndarray, y: np.ndarray) -> None:
         found, outputs = scores.argmax(axis=1), self._outputs
@@ -177,7 +186,18 @@ class EvaluationAccumulator:
             squares=tuple(self._squares) if regression else (),
             targets=tuple(self._targets) if regression else (),
             target_squares=tuple(self._target_squares) if regression else (),
+            right_with_priors=None if self.strengths is None else self.strengths.count_right(),
         )
+
+
+def evaluate_scores(
+    task: TaskKind, batches: Iterable[tuple[np.ndarray, np.ndarray]], prior: ClassPrior | None = None
+) -> EvaluationAccumulator:
+    """Return the sums over batches of scores, (n, outputs), and targets."""
+    found = EvaluationAccumulator(task, prior)
+    for scores, y in batches:
+        found.add_batch(scores, y, float(losses_and_gradients(task, scores, y)[0].sum()))
+    return found
 
 
 Parts = tuple[float, ...]  # of an exact sum

@@ -281,7 +281,11 @@ def run_method(order: WorkRequest, method: Method, site: ClientContext) -> WorkR
     if "check" in task.actions:
         if method.check is None:
             raise core.JobError(f"method {task.method!r} has no evaluation of its own")
-        evaluation = method.check(task, dataclasses.replace(site, rng=tensors.seeded_rng(task.seed, "check")))
+        prior = None if task.class_shares is None else core.ClassPrior(site.train.y, task.class_shares)
+        held = dataclasses.replace(site.held, prior=prior)
+        evaluation = method.check(
+            task, dataclasses.replace(site, rng=tensors.seeded_rng(task.seed, "check"), held=held)
+        )
         if not isinstance(evaluation, core.EvaluationSums):
             raise core.JobError(
                 f"`check` of method {task.method!r} returned {type(evaluation).__name__}, and the sums of "

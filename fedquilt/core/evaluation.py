@@ -19,6 +19,7 @@ LOGIT_MOST: Final = 10.0  # the first and the last bin of a histogram hold every
 SUM_MOST: Final = 1e90  # largest float of a sum: squares of float32 numbers, added up 10^12 times
 SLACK: Final = Fraction(1.000001)  # by which rounded squares may be less than they are
 ROUNDING: Final = 1.01  # by which a value rounded to three digits may differ
+SHARES_MOST: Final = 1000  # largest number of classes with shares in a task
 DIGITS: Final = 3  # to which a device's own main metric is rounded among those of other devices
 
 
@@ -159,6 +160,18 @@ def add_evaluations(given: Iterable[EvaluationSums]) -> EvaluationSums | None:
         targets=tuple(map(_combine_sums, zip(*(part.targets for part in parts), strict=True))),
         target_squares=tuple(map(_combine_sums, zip(*(part.target_squares for part in parts), strict=True))),
         devices=tuple(sorted(devices.items())),
+        right_with_priors=_add_right_with_priors(parts),
+    )
+
+
+def _add_right_with_priors(parts: Sequence[EvaluationSums]) -> int | None:
+    # Devices whose engines count without priors have none that helps.
+    known = [part.right_with_priors for part in parts]
+    plain = (_sum_outcomes(count_outcomes(part))[0] for part in parts)
+    return (
+        sum(b if a is None else a for a, b in zip(known, plain, strict=True))
+        if any(a is not None for a in known)
+        else None
     )
 
 
@@ -194,6 +207,8 @@ def find_inconsistency(sums: EvaluationSums) -> str:
     every = [sums.loss, sums.absolute, *sums.squares, *sums.targets, *sums.target_squares]
     if not all(abs(each) <= SUM_MOST for part in every for each in part):
         return f"a sum that is not a number up to {SUM_MOST:g}"
+    if sums.right_with_priors is not None and (sums.task != "classes" or sums.right_with_priors > sums.examples):
+        return f"{sums.right_with_priors} correct predictions with class priors of {sums.examples} examples"
     if sums.task == "regression":
         return _find_error_inconsistency(sums)
     if sums.absolute or sums.squares or sums.targets or sums.target_squares:
@@ -319,6 +334,17 @@ def count_outcomes(sums: EvaluationSums) -> list[tuple[int, int, int]]:
         return [(right, wrong, missed) for right, wrong, missed in _split_rows(counts, 3)]
     predicted = [sum(column) for column in zip(*rows, strict=True)]
     return [(row[at], predicted[at] - row[at], sum(row) - row[at]) for at, row in enumerate(rows)]
+
+
+def count_classes(sums: EvaluationSums) -> tuple[int, ...]:
+    """Return the number of examples of each class."""
+    return tuple(right + missed for right, _, missed in count_outcomes(sums))
+
+
+def class_shares(counts: Sequence[int]) -> tuple[float, ...]:
+    """Return the share of each class for a task, each counted once more, or () for unknown or too many classes."""
+    total = sum(counts) + len(counts)
+    return tuple(_round_digits((count + 1) / total) for count in counts) if len(counts) <= SHARES_MOST else ()
 
 
 def _sum_outcomes(outcomes: Sequence[tuple[int, int, int]]) -> tuple[int, int, int]:

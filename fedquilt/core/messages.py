@@ -158,6 +158,8 @@ class Task(WireMessage, frozen=True):
     wire: Encoding = Encoding()
     state: AnyDigest = ""  # the round's state (sha256): an update of another state is not this round's
     counted: Count | None = None  # last round of this job that the coordinator counted of this device; None: none
+    class_shares: Shares | None = None
+    """Share of each class among the fleet's examples, for an evaluation with class priors. (): equal. None: without."""
     epoch: Count = 0  # start of the coordinator that sends it
 
 
@@ -188,6 +190,7 @@ Sum = Annotated[tuple[float, ...], Meta(max_length=40)]
 """Floats whose exact sum is meant, as of `evaluation.exact_sum`."""
 
 Sums = Annotated[tuple[Sum, ...], Meta(max_length=DETAILED)]
+Shares = Annotated[tuple[Annotated[float, Meta(gt=0, le=1)], ...], Meta(max_length=1000)]
 Packed = Annotated[bytes, Meta(max_length=100_000)]
 """Counts as of `evaluation.pack_counts`."""
 
@@ -211,6 +214,8 @@ class EvaluationSums(DeviceReport, frozen=True, omit_defaults=True):
         target_squares: Likewise, of their squares.
         devices: Of a total of several devices: values of their main metric in ascending order, rounded to three
             digits, each with the number of devices that have it.
+        right_with_priors: Of classes: correct predictions with the devices' class priors, where these help. None: the
+            task did not ask for them.
     """
 
     examples: Count
@@ -225,6 +230,7 @@ class EvaluationSums(DeviceReport, frozen=True, omit_defaults=True):
     targets: Sums = ()
     target_squares: Sums = ()
     devices: Annotated[tuple[tuple[float, Count], ...], Meta(max_length=20_000)] = ()
+    right_with_priors: Count | None = None
 
 
 class Update(DeviceReport, frozen=True, omit_defaults=True):

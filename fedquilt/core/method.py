@@ -49,6 +49,14 @@ class Bundle:
 
 
 @dataclass(frozen=True)
+class ClassPrior:
+    """Class frequencies of a device, and those of the examples that a model was trained on."""
+
+    labels: np.ndarray  # (n,) of the device's training examples
+    shares: Sequence[float]  # of each class among the model's examples; (): equal
+
+
+@dataclass(frozen=True)
 class Examples:
     """Labelled examples: inputs `x` and targets `y`.
 
@@ -58,6 +66,7 @@ class Examples:
 
     x: np.ndarray
     y: np.ndarray
+    prior: ClassPrior | None = None  # with which an evaluation counts correct predictions too
 
     def __len__(self) -> int:
         return len(self.y)
@@ -176,6 +185,7 @@ class Traits:
     replaces_private_state: bool = False  # a device whose private state is lost starts without; else it declines
     prediction_tasks: Sequence[str] = ("classes", "regression", "labels")  # `fedquilt.metrics`
     per_device_data: str = ""  # what a round keeps of each device's update beside its sums; "": nothing
+    equal_classes: bool = False  # models treat all classes as equally frequent, whatever the devices' examples
     frozen_weights: str = ""  # first weights that are never trained, in words; `prepare` warns if they are random
 
 

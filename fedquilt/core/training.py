@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from fedquilt.core.messages import EvaluationSums
-from fedquilt.core.method import Examples, Tensors
+from fedquilt.core.method import ClassPrior, Examples, Tensors
 
 if TYPE_CHECKING:
     import numpy as np
@@ -145,4 +145,10 @@ class Runner(Engine, Protocol):
 
         Examples are run in micro-batches along axis 0.
         """
+        ...
+
+    def evaluate_scores(
+        self, batches: Iterable[tuple[np.ndarray, np.ndarray]], prior: ClassPrior | None = None
+    ) -> EvaluationSums:
+        """Return the sums over batches of class scores, (n, classes), and classes, which the caller computes."""
         ...

@@ -2,7 +2,8 @@
 
 The blob is a safetensors file. It contains the network's ONNX graph without tensor data (`fedquilt.onnx.weights`) as
 "graph", and the bundles of an evaluation task as "<bundle>/<tensor>". Its metadata contain the encoded task. A device
-builds its network from these and from its private state.
+builds its network from these and from its private state. With class priors, the graph ends in their addition, and the
+device chooses them by its own labels.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from fedquilt.core import Tensors
 
 GRAPH: Final = "graph"
+CLASS_PRIORS: Final = "class_priors"  # initializer of the graph that each device fills with numbers added to the scores
 HEADER_MOST: Final = 16 << 20  # bytes of a file's header
 _KEY: Final = "personal"
 

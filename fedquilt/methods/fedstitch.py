@@ -72,6 +72,7 @@ from fedquilt.core import (
     ClientContext,
     ClientResult,
     DeviceView,
+    EvaluationSums,
     JobError,
     Method,
     ModelError,
@@ -127,10 +128,12 @@ def send(state: SearchState, device: DeviceView) -> TaskSpec | None:
         case "fit":
             return task_specs.fit_task_spec(state)
         case "done":
-            return None
+            return task_specs.validation_task_spec(state, state.candidates[state.chosen : state.chosen + 1])
     if device.device in state.heard:
         return None  # the coordinator asks another device instead
-    return task_specs.gather_task_spec(state) if state.phase == "gather" else task_specs.validation_task_spec(state)
+    if state.phase == "gather":
+        return task_specs.gather_task_spec(state)
+    return task_specs.validation_task_spec(state, state.candidates)
 
 
 def step(state: SearchState, total: Sum | None) -> SearchState:
@@ -291,6 +294,13 @@ def work(task: Task, site: ClientContext) -> ClientResult:
             raise ModelError(f"this agent knows no phase {phase!r} of a stitching job: update it")
 
 
+def check(task: Task, site: ClientContext) -> EvaluationSums:
+    """Evaluate the chosen network on the held-out examples, or none before there is one."""
+    if task.params["phase"] != "done":
+        return EvaluationSums(examples=0)
+    return taps.evaluate_candidate(msgspec.convert(task.params, taps.CountRequest), site)
+
+
 METHOD = Method(
     paper="arXiv 2409.07202",
     params=SearchParams,
@@ -299,7 +309,7 @@ METHOD = Method(
     init=init,
     send=send,
     work=work,
-    check=None,
+    check=check,
     aggregation=Aggregation(
         accumulators.fold_update,
         accumulator=accumulators.accumulator_type,
@@ -312,6 +322,7 @@ METHOD = Method(
     explain=lambda state: state.log,
     traits=Traits(
         prediction_tasks=("classes",),  # donors are classifiers
+        equal_classes=True,  # heads are linear discriminants with equal priors
         exact_updates=True,  # linear systems are solved from the moments, and votes are counted
         per_device_data="every device's ballot, and sums and moments of devices apart from each other, up to a bound",
     ),

@@ -188,7 +188,7 @@ def test_a_number_of_held_out_examples_that_no_device_has_is_refused(staged):
     [
         (
             {"evaluation": EvaluationSums(examples=0)},
-            "no evaluation: none of the devices holds out an example ([data] held)",
+            "no evaluation: none of the devices holds out an example ([data] held), or there is no model yet",
         ),
         (
             {"weight": 0.0, "metrics": {"loss": 1.0, "steps": 0.0}},

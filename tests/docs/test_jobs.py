@@ -29,6 +29,7 @@ def section(heading: str) -> str:
         (Encoding, "[wire]", "wire."),
         (settings.JobLimits, "[stop]", "stop."),
         (settings.EvaluationSettings, "[check]", "check."),
+        (settings.PersonalSettings, "[personal]", "personal."),
         (limits.CoordinatorLimits, "How a round goes", ""),
         (limits.SubmitterLimits, "How a round goes", "submitter."),
         (limits.RetentionSettings, "How a round goes", "retention."),
@@ -83,6 +84,7 @@ def test_no_key_is_told_that_is_not_there():
         "wire": Encoding,
         "stop": settings.JobLimits,
         "check": settings.EvaluationSettings,
+        "personal": settings.PersonalSettings,
         "trigger": settings.DriftTrigger,
     }.items():
         known |= {f"{table}.{field.name}" for field in msgspec.structs.fields(kind)}

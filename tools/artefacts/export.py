@@ -17,7 +17,17 @@ from fedquilt.console import units
 from fedquilt.coordinator.rounds.events import JobStarted, RoundCommitted
 from fedquilt.coordinator.storage.store import Store, StoredJob
 from fedquilt.coordinator.updates.tasks import make_task
-from fedquilt.core import Artefact, BlobRef, DeviceView, JobError, Method, ModelError, StoreError
+from fedquilt.core import (
+    Artefact,
+    BlobRef,
+    DeviceView,
+    JobError,
+    Method,
+    ModelError,
+    StoreError,
+    TaskSpec,
+    evaluation,
+)
 from fedquilt.formats import job_bundle, personal_models
 from fedquilt.onnx import graph_check, weights
 from fedquilt.onnx.graph_check import CheckedGraph
@@ -105,17 +115,54 @@ def encode_for_devices(store: Store, run: str) -> tuple[bytes, str]:
             f"{row.id} is {status}, so that it has no result yet: `fedquilt resume {row.id}` goes on with it"
         )
     found = method.result(state)
-    if method.personal is not None and found.meta.get("private") != []:
-        return _encode_shared_parts(row, method, state, found)
-    if private := found.meta.get("private"):
+    split = method.personal is not None and found.meta.get("private") != []
+    if (private := found.meta.get("private")) and not split:
         raise JobError(
             f"{row.job.method} leaves {len(private)} tensors ({private[0]}, ...) on each board, and does not say how "
             "a board puts its network together of them (`Method.personal`): roll out a run of another method, or a "
             "FILE.onnx"
         )
-    payload, what = _encode_result(found, row, onnx=True)
-    require_loadable(payload, what)
-    return payload, what
+    if split:
+        from fedquilt.models.networks import onnx_file  # needs torch
+
+        graph = onnx_file.export_without_weights(found.meta["network"], _reading_settings(row))
+        order = method.send(state, DeviceView("", None))
+        assert order is not None, f"{row.job.method} orders nothing of a new device"
+        kept = f"what it has kept of {row.id}"
+        what = f"network {found.meta['network'].get('name')}, in which each board puts {kept}"
+    else:
+        graph, what = _encode_result(found, row, onnx=True)
+        order = TaskSpec({}, {})
+    shares = None
+    if row.job.personal.prior == "auto":
+        graph, shares = _add_class_priors(graph), _last_class_shares(store, row, method)
+        what = f"{what}, to whose scores each board adds its class priors"
+    zeros = {name: np.zeros(lack.shape, lack.dtype) for name, lack in weights.missing_tensors(graph).items()}
+    require_loadable(b"".join(weights.fill_graph(graph, zeros)) if zeros else graph, what)
+    return (_encode_shared_parts(row, method, order, graph, shares) if zeros else graph), what
+
+
+def _add_class_priors(graph: bytes) -> bytes:
+    """Return a graph that adds numbers to its scores, which each device fills in."""
+    import onnx  # which a coordinator does not need
+
+    model = onnx.load_from_string(graph)
+    (output,) = model.graph.output
+    added = onnx.TensorProto(name=personal_models.CLASS_PRIORS, data_type=onnx.TensorProto.FLOAT)
+    added.dims.append(output.type.tensor_type.shape.dim[1].dim_value)
+    model.graph.initializer.append(added)
+    node = onnx.helper.make_node("Add", [output.name, added.name], [f"{output.name}_with_{added.name}"])
+    model.graph.node.append(node)
+    output.name = node.output[0]
+    found: bytes = model.SerializeToString(deterministic=True)
+    return found
+
+
+def _last_class_shares(store: Store, row: StoredJob, method: Method) -> tuple[float, ...]:
+    """Return the class shares of the run's last evaluation, or () for equal ones."""
+    found = [fact.evaluation for _, _, fact in store.read_events(row.id) if isinstance(fact, RoundCommitted)]
+    known = [] if method.traits.equal_classes else [sums for sums in found if sums is not None]
+    return evaluation.class_shares(evaluation.count_classes(known[-1])) if known else ()
 
 
 def require_loadable(payload: bytes | memoryview, what: str, input_shape: Sequence[int] | None = None) -> CheckedGraph:
@@ -151,16 +198,10 @@ def require_loadable(payload: bytes | memoryview, what: str, input_shape: Sequen
     return found
 
 
-def _encode_shared_parts(row: StoredJob, method: Method, state: Any, found: Artefact) -> tuple[bytes, str]:
-    """Return the bytes from which each device assembles its own network, and a description."""
-    from fedquilt.models.networks import onnx_file  # needs torch
-
-    network = found.meta["network"]
-    graph = onnx_file.export_without_weights(network, _reading_settings(row))
-    zeros = {name: np.zeros(lack.shape, lack.dtype) for name, lack in weights.missing_tensors(graph).items()}
-    require_loadable(b"".join(weights.fill_graph(graph, zeros)), f"network {network.get('name')!r}")
-    order = method.send(state, DeviceView("", None))
-    assert order is not None, f"{row.job.method} orders nothing of a new device"
+def _encode_shared_parts(
+    row: StoredJob, method: Method, order: TaskSpec, graph: bytes, class_shares: tuple[float, ...] | None
+) -> bytes:
+    """Return the bytes from which each device assembles its own network."""
     sent = {name: value for name, value in order.bundles.items() if not isinstance(value, BlobRef)}
     task = make_task(
         order,
@@ -173,9 +214,9 @@ def _encode_shared_parts(row: StoredJob, method: Method, state: Any, found: Arte
         method=row.job.method,
         seed=row.job.seed,
         deadline_s=0.0,
+        class_shares=class_shares,
     )
-    what = f"network {network.get('name')}, in which each board puts what it has kept of {row.id}"
-    return personal_models.encode_personal(task, graph, sent), what
+    return personal_models.encode_personal(task, graph, sent)
 
 
 def _encode_result(found: Artefact, row: StoredJob, *, onnx: bool) -> tuple[bytes, str]:

@@ -58,7 +58,10 @@ class LiveEvaluator:
             FedquiltError: If an evaluation failed.
         """
         told = hands.evaluate(simulation) if self.checks and shares else {}
-        own = run_summary.summarise_evaluation(evaluation.add_evaluations(told.values()), told)
+        total = evaluation.add_evaluations(told.values())
+        if total is not None and simulation.running is not None and total.right_with_priors is not None:
+            simulation.running.class_counts = evaluation.count_classes(total)
+        own = run_summary.summarise_evaluation(total, told)
         held = None if own is None else HeldOutScore.from_summary(simulation.completed_rounds, own)
         return EvaluationResult(self._score_test_set(simulation, hands), held, {} if own is None else own.devices)
 

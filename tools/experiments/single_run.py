@@ -33,6 +33,7 @@ class EvaluationPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     held: float | None  # on all held-out shares together
     mean: float | None  # likewise, of devices
     worst_decile: float | None
+    with_priors: float | None = None  # like `held`, with the devices' class priors
     seconds: float | None  # on the simulated boards, from each round's opening to its end
     real_s: float  # on this machine, evaluation aside
     down_bytes: int
@@ -44,6 +45,10 @@ class EvaluationPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def value(self) -> float | None:
         """Main metric on the test set, or else on the held-out shares."""
         return self.held if self.test is None else self.test
+
+    @property
+    def prior_gain(self) -> float | None:
+        return None if self.with_priors is None or self.held is None else self.with_priors - self.held
 
 
 class SeedRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -198,6 +203,7 @@ class _CostSoFar:
             held=None if own is None else own.weighted,
             mean=None if own is None else own.mean,
             worst_decile=None if own is None else own.worst_decile,
+            with_priors=None if own is None else own.with_priors,
             **{**vars(self), "rounds": done},
         )
 

@@ -107,17 +107,13 @@ class NumpyEngine:
         _require_supported_hooks(hooks)
         mlp, model = _load_network(network, model)
         objectives.require_targets(examples, mlp.classes, mlp.task)
-        found = objectives.EvaluationAccumulator(mlp.task)
-        for rows in training.mini_batches(
+        parts = training.mini_batches(
             np.arange(len(examples)), self._micro_batch_size(mlp, EVALUATED_AT_ONCE, copies=1)
-        ):
-            scores = forward(model, _prepare_inputs(network, examples.x[rows], hooks))[-1]
-            found.add_batch(
-                scores,
-                examples.y[rows],
-                float(objectives.losses_and_gradients(mlp.task, scores, examples.y[rows])[0].sum()),
-            )
-        return found.sums()
+        )
+        batches = (
+            (forward(model, _prepare_inputs(network, examples.x[rows], hooks))[-1], examples.y[rows]) for rows in parts
+        )
+        return objectives.evaluate_scores(mlp.task, batches, examples.prior).sums()
 
     @np.errstate(invalid="ignore", over="ignore")
     def fisher(

@@ -23,7 +23,7 @@ import ctypes
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,8 +31,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnxruntime as ort
 
-from fedquilt.core import DataError, MemoryBudgetError, ModelError, shorten_error
+from fedquilt.core import ClassPrior, DataError, EvaluationSums, MemoryBudgetError, ModelError, shorten_error
 from fedquilt.costs import peak_memory
+from fedquilt.edge_agent.engines import objectives
 from fedquilt.edge_agent.engines.onnx import session as onnx_session
 from fedquilt.edge_agent.engines.onnx.providers import ExecutionProviders
 from fedquilt.host import process_memory
@@ -141,6 +142,12 @@ class OnnxEngine:
             for first in range(0, len(x), size):
                 self._run_batch(graph, _cast_examples(loaded.session, x[first : first + size]), y[first : first + size])
         return y
+
+    def evaluate_scores(
+        self, batches: Iterable[tuple[np.ndarray, np.ndarray]], prior: ClassPrior | None = None
+    ) -> EvaluationSums:
+        """Return the sums over batches of class scores, (n, classes), and classes. The caller runs the graphs."""
+        return objectives.evaluate_scores("classes", batches, prior).sums()
 
     def run_together(self, graph: Path, x: np.ndarray) -> np.ndarray | None:
         """Return the output for all examples in one batch, or None if the graph takes only one example at a time.

@@ -206,7 +206,7 @@ class TorchEngine:
         task = metrics.task_from_network(network)
         if not len(examples):
             return EvaluationSums(examples=0, task=task)
-        found = objectives.EvaluationAccumulator(task)
+        found = objectives.EvaluationAccumulator(task, examples.prior)
         with deterministic_torch(0):
             module, trained = self._build_model(network, model, examples, hooks)
             module.eval()

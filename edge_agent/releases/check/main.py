@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from fedquilt import metrics, plugins
-from fedquilt.core import Examples, FedquiltError, MemoryBudgetError, ModelError, shorten_error
+from fedquilt.core import ClassPrior, Examples, FedquiltError, MemoryBudgetError, ModelError, shorten_error
 from fedquilt.data import examples, reading_settings
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import engines
@@ -36,6 +36,7 @@ from fedquilt.edge_agent.task import main as task
 from fedquilt.edge_agent.task import memory_budget
 from fedquilt.edge_agent.task.process import exit_with_parent
 from fedquilt.edge_agent.task.protocol import Event, ProgressReport, WorkResult
+from fedquilt.formats import personal_models
 from fedquilt.onnx.graph_check import Shape, format_shape
 
 AT_ONCE: Final = 64  # examples prepared at once: limits the memory of their float32 copies
@@ -97,11 +98,13 @@ def run_check(order: CheckRequest, say: Say = lambda event: None, load: Any = ex
         memory_budget.reset_peak(os.getpid())
         bare = memory_budget.resident_bytes(os.getpid())
         model = _load_model(engine, Path(order.model))
-        held = _load_held_out(order, model.about, load)
+        shares = _load_examples(order, model.about, load)
+        held = _choose_evaluated(shares)
         if held is None:
             notes.append("accuracy was not measured: this device has no [data]")
         else:
             _require_matching_data(model, held, order)
+            notes += _add_class_priors(model, shares, order)
             told |= _measure_accuracy(model, held, notes)
         one = _choose_example(model, held, order.input_shape, notes)
         say(ProgressReport(TIMED))
@@ -128,12 +131,31 @@ def run_check(order: CheckRequest, say: Say = lambda event: None, load: Any = ex
         return task.failure_outcome(error)
 
 
-def _load_held_out(order: CheckRequest, about: ExportedModel, load: Any) -> Examples | None:
-    """Return the held-out examples, or the training ones without any, or None if the device has no data."""
+def _load_examples(order: CheckRequest, about: ExportedModel, load: Any) -> tuple[Examples, Examples] | None:
+    """Return the training and the held-out examples, or None if the device has no data."""
     if not order.data:
         return None
-    train, held = load(reading_settings.spec_with_settings(about.reading, order.data))
-    return held if len(held) else train
+    found: tuple[Examples, Examples] = load(reading_settings.spec_with_settings(about.reading, order.data))
+    return found
+
+
+def _choose_evaluated(shares: tuple[Examples, Examples] | None) -> Examples | None:
+    """Return the held-out examples, or the training ones without any, or None without data."""
+    return None if shares is None else shares[1] if len(shares[1]) else shares[0]
+
+
+def _add_class_priors(model: LoadedModel, shares: tuple[Examples, Examples] | None, order: CheckRequest) -> list[str]:
+    """Add class priors to an assembled model if they help on held-out examples. Return notes."""
+    task = None if order.parted is None else personal_models.read_task(Path(order.parted.shared))
+    if order.parted is None or task is None or task.class_shares is None or shares is None:
+        return []
+    train, held = shares
+    choice = _evaluate_scores(model, held, ClassPrior(train.y, task.class_shares)).strengths
+    if choice is None or not (strength := choice.choose_strength()):
+        return [f"class priors do not help on {len(held)} held-out examples"]
+    assemble_network(order.parted, model.path, order.budget_bytes, strength * choice.log_ratios)
+    model.engine.close()  # it has the graph without them
+    return [f"class priors of this device count {strength:g} times"]
 
 
 def _load_model(engine: Any, path: Path) -> LoadedModel:
@@ -163,15 +185,19 @@ def _measure_accuracy(model: LoadedModel, held: Examples, notes: list[str]) -> d
     if task == "regression":
         notes.append("accuracy was not measured: it predicts numbers, of which none is right or wrong")
         return {}
-    sums = objectives.EvaluationAccumulator(task)
-    for first in range(0, len(held), AT_ONCE):
-        y = held.y[first : first + AT_ONCE]
-        scores = model.compute_scores(held.x[first : first + AT_ONCE])
-        loss, _ = objectives.losses_and_gradients(task, scores, y)
-        sums.add_batch(scores, y, float(loss.sum()))
-    found = metrics.main_metric(sums.sums())
+    found = metrics.main_metric(_evaluate_scores(model, held).sums())
     assert found is not None
     return {"accuracy": found[1], "examples": float(len(held))}
+
+
+def _evaluate_scores(
+    model: LoadedModel, held: Examples, prior: ClassPrior | None = None
+) -> objectives.EvaluationAccumulator:
+    batches = (
+        (model.compute_scores(held.x[first : first + AT_ONCE]), held.y[first : first + AT_ONCE])
+        for first in range(0, len(held), AT_ONCE)
+    )
+    return objectives.evaluate_scores(model.about.task or "classes", batches, prior)
 
 
 def _measure_accuracy_before(
@@ -180,7 +206,7 @@ def _measure_accuracy_before(
     """Return the accuracy of the model in use, or {} with a note if the measurement fails."""
     try:
         model = _load_model(engine, path)
-        held = _load_held_out(order, model.about, load)
+        held = _choose_evaluated(_load_examples(order, model.about, load))
         assert held is not None
         found = _measure_accuracy(model, held, notes)
     except (FedquiltError, OSError) as error:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedquilt.core import ClientContext, ClientResult
+from fedquilt.core import ClientContext, ClientResult, EvaluationSums
 from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.algebra import class_moments
 from fedquilt.models.stitching.device import block_runner, junction_moments, scoring
@@ -100,8 +100,26 @@ def count_correct(ask: CountRequest, site: ClientContext) -> ClientResult:
     rows = np.arange(len(site.held))
     if len(rows) > max(len(site.train), 1):
         rows = np.sort(site.rng.permutation(rows)[: max(len(site.train), 1)])
-    run = BlockRunner(site, ask.blocks.values(), len(rows) * _paths_flops(ask))
     right = np.zeros(len(ask.candidates), np.int64)
+    for i, scores, y in _score_candidates(ask, site, rows):
+        right[i] += int((scores.argmax(axis=1) == y).sum())
+    counts = {"examples": np.array([len(rows)], np.int64), "right": right}
+    return ClientResult({"counts": counts}, float(len(rows)), {"turn": float(ask.turn)}, site.local)
+
+
+def evaluate_candidate(ask: CountRequest, site: ClientContext) -> EvaluationSums:
+    """Evaluate the only candidate of a request on the device's held-out examples."""
+    junction_moments.require_labels(site.held.y, ask.labels, site.device)
+    batches = ((scores, y) for _, scores, y in _score_candidates(ask, site, np.arange(len(site.held))))
+    found: EvaluationSums = site.engine.evaluate_scores(batches, site.held.prior)
+    return found
+
+
+def _score_candidates(
+    ask: CountRequest, site: ClientContext, rows: np.ndarray
+) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Yield candidate, class scores and classes for each batch of the held-out examples `rows`."""
+    run = BlockRunner(site, ask.blocks.values(), len(rows) * _paths_flops(ask))
     for first in range(0, len(rows), junction_moments.WAVE):
         wave = rows[first : first + junction_moments.WAVE]
         x, y = site.held.x[wave], site.held.y[wave]
@@ -110,12 +128,9 @@ def count_correct(ask: CountRequest, site: ClientContext) -> ClientResult:
             z = np.concatenate([ends[tap] for tap in taps], axis=1)
             if groups is None:
                 head = site.load(f"head.{i}")
-                scores = z @ head["weights"].T + head["bias"]
+                yield i, z @ head["weights"].T + head["bias"], y
             else:
-                scores = stitched_network.align_logits(z, groups)
-            right[i] += int((scores.argmax(axis=1) == y).sum())
-    counts = {"examples": np.array([len(rows)], np.int64), "right": right}
-    return ClientResult({"counts": counts}, float(len(rows)), {"turn": float(ask.turn)}, site.local)
+                yield i, stitched_network.align_logits(z, groups), y
 
 
 def _affordable_rows(site: ClientContext, width: int) -> int:

@@ -19,7 +19,7 @@ from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.algebra import class_moments, least_squares
 from fedquilt.models.stitching.device import junction_moments, scoring, taps
 from fedquilt.models.stitching.search import candidates, steps
-from fedquilt.models.stitching.search.state import SearchState
+from fedquilt.models.stitching.search.state import Candidate, SearchState
 from fedquilt.models.stitching.stitched_network import Block, DonorPool
 
 RUN_AT_ONCE: Final = 16  # images that an engine runs at once, where memory allows
@@ -123,21 +123,23 @@ def minimum_moments_bytes(ask: taps.GatherRequest) -> int:
     return class_moments.factor_bytes(rows, sum(ask.widths))
 
 
-def validation_task_spec(state: SearchState) -> TaskSpec:
-    paths = tuple(dict.fromkeys(path for candidate in state.candidates for path in candidate.paths))
+def validation_task_spec(state: SearchState, among: Sequence[Candidate]) -> TaskSpec | None:
+    if not among:
+        return None
+    paths = tuple(dict.fromkeys(path for candidate in among for path in candidate.paths))
     blocks = {name: state.stock.blocks[name] for path in paths for name in path}
     ask = taps.CountRequest(
         **_shared_fields(state, blocks),
         paths=paths,
-        candidates=tuple(tuple(paths.index(path) for path in each.paths) for each in state.candidates),
-        align=tuple(None if each.head else label_classes(state, each.paths[0]) for each in state.candidates),
+        candidates=tuple(tuple(paths.index(path) for path in each.paths) for each in among),
+        align=tuple(None if each.head else label_classes(state, each.paths[0]) for each in among),
         labels=len(state.stock.labels),
     )
     order = _task_spec(
         state, ask, paths, blocks_work([(blocks[ids[-1]], 1.0) for ids in stitched_network.path_prefixes(paths)], 0)
     )
-    heads = {f"head.{i}": each.head for i, each in enumerate(state.candidates) if each.head}
-    return replace(order, bundles={**order.bundles, **heads}, held_out=True)
+    heads = {f"head.{i}": each.head for i, each in enumerate(among) if each.head}
+    return replace(order, bundles={**order.bundles, **heads}, held_out=True, check=order.work)
 
 
 def _shared_fields(state: SearchState, blocks: Mapping[str, Block]) -> dict[str, Any]:

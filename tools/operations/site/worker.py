@@ -294,6 +294,7 @@ class SiteWorker:
             actions=task.actions,
             settling=bool(task.params.get("settling")),
             deadline_s=max(WITHIN * task.deadline_s, 1.0),
+            class_shares=task.class_shares or (),
         )
         store.append_event(id, started)
         self._resume_job(id)

@@ -101,7 +101,8 @@ class PoolWorker(WorkExecutor):
 
     def _read_examples(self, places: tuple[ArrayLocation, ArrayLocation]) -> Examples:
         # read, not mapped: mapped pages would count as memory of this process
-        return Examples(*(self._read_array(place) for place in places))
+        x, y = (self._read_array(place) for place in places)
+        return Examples(x, y)
 
     def _read_array(self, place: ArrayLocation) -> np.ndarray:
         found = np.empty(place.shape, place.dtype)
