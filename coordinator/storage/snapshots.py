@@ -27,7 +27,7 @@ from fedquilt.coordinator.storage.rows import DamagedRunError, database_errors
 from fedquilt.core import UNDECODABLE, StoreError, Update
 from fedquilt.host.logs import log_ids
 
-RULES: Final = 10  # raise it whenever the same facts come to another state, or a state is another type
+RULES: Final = 11  # raise it whenever the same facts come to another state, or a state is another type
 VERSION: Final = f"{__version__} {RULES}"
 EVERY: Final = 1000  # facts, and one for each device, from one snapshot of a job to the next
 

@@ -28,12 +28,8 @@ def load_share(spec: DataSpec) -> tuple[Examples, Examples]:
     """
     reader = open_split(spec)
     used = _select_rows(reader, spec)
-    return _read_parts(
-        reader,
-        used,
-        _require_nonempty(_split_shares(reader, used, spec, [spec.share]), len(used), spec, [spec.share]),
-        spec,
-    )[0]
+    parts = _require_nonempty(_split_shares(reader, used, spec, [spec.share]), len(used), spec, [spec.share])
+    return _read_parts(reader, used, parts, spec, [spec.share])[0]
 
 
 def load_all_shares(spec: DataSpec) -> list[tuple[Examples, Examples]]:
@@ -44,9 +40,8 @@ def load_all_shares(spec: DataSpec) -> list[tuple[Examples, Examples]]:
     """
     reader = open_split(spec)
     used, shares = _select_rows(reader, spec), range(spec.shares)
-    return _read_parts(
-        reader, used, _require_nonempty(_split_shares(reader, used, spec, shares), len(used), spec, shares), spec
-    )
+    parts = _require_nonempty(_split_shares(reader, used, spec, shares), len(used), spec, shares)
+    return _read_parts(reader, used, parts, spec, shares)
 
 
 class SharedLoader:
@@ -71,17 +66,16 @@ class SharedLoader:
             try:
                 reader = open_split(whole)
                 used = _select_rows(reader, whole)
-                self._shares[key] = (
-                    _read_parts(reader, used, _split_shares(reader, used, whole, range(spec.shares)), whole),
-                    len(used),
-                )
+                shares = range(spec.shares)
+                parts = _split_shares(reader, used, whole, shares)
+                self._shares[key] = _read_parts(reader, used, parts, whole, shares), len(used)
             except DataError:
                 self._shares[key] = None
         known = self._shares[key]
         if known is None or spec.share >= len(known[0]):
             return load_share(spec)
-        shares, count = known
-        train, held = shares[spec.share]
+        loaded, count = known
+        train, held = loaded[spec.share]
         if not len(train) + len(held):
             raise _empty_share_error(spec, spec.share, count)
         return train, held
@@ -129,11 +123,13 @@ def require_nonempty_shares(reader: ExampleReader, spec: DataSpec) -> None:
 
 
 def open_split(spec: DataSpec) -> ExampleReader:
-    from fedquilt.data import sources, synthetic
+    from fedquilt.data import domains, sources, synthetic
 
     if spec.synthetic:
         return synthetic.open_synthetic(spec)
-    return sources.open_sources(spec)
+    reader = sources.open_sources(spec)
+    domains.require_images(reader, spec)
+    return reader
 
 
 def _split_shares(
@@ -188,10 +184,16 @@ def _select_rows(reader: ExampleReader, spec: DataSpec) -> np.ndarray:
 
 
 def _read_parts(
-    reader: ExampleReader, used: np.ndarray, parts: Sequence[tuple[np.ndarray, np.ndarray]], spec: DataSpec
+    reader: ExampleReader,
+    used: np.ndarray,
+    parts: Sequence[tuple[np.ndarray, np.ndarray]],
+    spec: DataSpec,
+    shares: Sequence[int],
 ) -> list[tuple[Examples, Examples]]:
-    # One pass over the file. All results are views of one array.
+    # One pass over the file. All results are views of one array, if no domain changes them.
     import numpy as np
+
+    from fedquilt.data import domains
 
     flat = [part for pair in parts for part in pair]
     every = _read_examples(reader, used[np.concatenate(flat)], spec)
@@ -200,7 +202,11 @@ def _read_parts(
         Examples(every.x[end - len(part) : end], every.y[end - len(part) : end])
         for part, end in zip(flat, ends, strict=True)
     ]
-    return list(zip(cut[::2], cut[1::2], strict=True))
+    pairs = zip(shares, cut[::2], cut[1::2], strict=True)
+    return [
+        (domains.change_examples(train, spec, share, "train"), domains.change_examples(held, spec, share, "held"))
+        for share, train, held in pairs
+    ]
 
 
 def _read_examples(reader: ExampleReader, rows: np.ndarray, spec: DataSpec) -> Examples:

@@ -29,6 +29,10 @@ class ImageInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     std: tuple[float, ...] = (1.0,)
 
 
+def is_image_shape(shape: tuple[int, ...]) -> bool:
+    return len(shape) == 2 or (len(shape) == 3 and shape[2] in (1, 3))
+
+
 @lru_cache(maxsize=256)
 def resize_matrix(size: int, wanted: int) -> np.ndarray:
     """Return the read-only float32 matrix (wanted, size) that resizes one axis.
