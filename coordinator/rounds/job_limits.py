@@ -49,7 +49,7 @@ class BestEvaluation(msgspec.Struct, frozen=True):
 
     def describe(self) -> str:
         value = metrics.format_value(metrics.KNOWN[self.metric], self.value)
-        return f"{metrics.KNOWN[self.metric].title} {value} after {self.rounds} rounds"
+        return f"{metrics.KNOWN[self.metric].title} {value} after {self.rounds} round{'s' * (self.rounds != 1)}"
 
 
 def add_evaluation(
@@ -81,7 +81,8 @@ def add_evaluation(
 def describe_reached_limit(limits: JobLimits, spent: ResourceUsage, best: BestEvaluation | None = None) -> str | None:
     if limits.patience is not None and best is not None and best.without_gain >= limits.patience:
         least = f" of {limits.min_gain:g}" if limits.min_gain else ""
-        return f"patience: {best.without_gain} evaluations without a gain{least}; the best is {best.describe()}"
+        some = f"{best.without_gain} evaluation{'s' * (best.without_gain > 1)}"
+        return f"patience: no gain{least} in {some}; the best is {best.describe()}"
     if limits.max_joules is not None and spent.joules >= limits.max_joules:
         return f"max_joules: {spent.joules:.4g} J of {limits.max_joules:.4g} J are used up{_unmetered_suffix(spent)}"
     if limits.max_bytes is not None and spent.bytes >= limits.max_bytes:
