@@ -194,10 +194,10 @@ def test_the_best_state_is_the_one_that_devices_evaluated_best(calm: Federation)
 
 
 def test_a_coordinator_that_is_killed_again_and_again_ends_at_the_same_round(calm: Federation, tmp_path: Path) -> None:
-    """SIGKILL after every fourth fact: the same states, the same reason, and the same best state to export."""
+    """SIGKILL after every ninth fact: the same states, the same reason, and the same best state to export."""
     federation, kills = made(tmp_path), 0
     while not (facts := federation.facts()) or not isinstance(facts[-1], JobEnded):
-        child = CONTEXT.Process(target=run_and_die, args=(tmp_path, 4))
+        child = CONTEXT.Process(target=run_and_die, args=(tmp_path, 9))
         child.start()
         child.join()
         assert child.exitcode in (0, -signal.SIGKILL)
