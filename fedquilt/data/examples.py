@@ -123,12 +123,16 @@ def require_nonempty_shares(reader: ExampleReader, spec: DataSpec) -> None:
 
 
 def open_split(spec: DataSpec) -> ExampleReader:
-    from fedquilt.data import domains, sources, synthetic
+    from fedquilt.data import images, sources, synthetic
 
     if spec.synthetic:
         return synthetic.open_synthetic(spec)
     reader = sources.open_sources(spec)
-    domains.require_images(reader, spec)
+    if spec.domains is not None and not (images.is_image_shape(reader.shape) and reader.dtype.kind in "uf"):
+        raise DataError(
+            f"{spec.source_name}: [data] domains changes images, (height, width) or (height, width, 1 or 3), and "
+            f"examples are {reader.dtype} of shape {reader.shape}: leave domains out"
+        )
     return reader
 
 
@@ -193,8 +197,6 @@ def _read_parts(
     # One pass over the file. All results are views of one array, if no domain changes them.
     import numpy as np
 
-    from fedquilt.data import domains
-
     flat = [part for pair in parts for part in pair]
     every = _read_examples(reader, used[np.concatenate(flat)], spec)
     ends = np.cumsum([len(part) for part in flat])
@@ -204,9 +206,20 @@ def _read_parts(
     ]
     pairs = zip(shares, cut[::2], cut[1::2], strict=True)
     return [
-        (domains.change_examples(train, spec, share, "train"), domains.change_examples(held, spec, share, "held"))
+        (_apply_domain(train, spec, share, "train"), _apply_domain(held, spec, share, "held"))
         for share, train, held in pairs
     ]
+
+
+def _apply_domain(given: Examples, spec: DataSpec, share: int, part: str) -> Examples:
+    # The noise depends on the seed and the share alone, so a device and a simulation have the same images.
+    from fedquilt.arrays import tensors
+    from fedquilt.data import images
+
+    if spec.domains is None:
+        return given
+    rng = tensors.seeded_rng("domain", spec.seed, share, part)
+    return Examples(images.change_images(given.x, rng, **spec.domains.values_of_share(share)), given.y)
 
 
 def _read_examples(reader: ExampleReader, rows: np.ndarray, spec: DataSpec) -> Examples:
