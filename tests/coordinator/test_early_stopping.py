@@ -194,15 +194,15 @@ def test_the_best_state_is_the_one_that_devices_evaluated_best(calm: Federation)
 
 
 def test_a_coordinator_that_is_killed_again_and_again_ends_at_the_same_round(calm: Federation, tmp_path: Path) -> None:
-    """SIGKILL after every ninth fact: the same states, the same reason, and the same best state to export."""
+    """SIGKILL after every twelfth fact: the same states, the same reason, and the same best state to export."""
     federation, kills = made(tmp_path), 0
     while not (facts := federation.facts()) or not isinstance(facts[-1], JobEnded):
-        child = CONTEXT.Process(target=run_and_die, args=(tmp_path, 9))
+        child = CONTEXT.Process(target=run_and_die, args=(tmp_path, 12))
         child.start()
         child.join()
         assert child.exitcode in (0, -signal.SIGKILL)
         kills += child.exitcode != 0
-    assert kills > 5
+    assert kills >= 5
     assert outcome(federation) == outcome(calm)
     wanted = best_state(home(calm), calm.job)
     found = best_state(home(federation), federation.job)
