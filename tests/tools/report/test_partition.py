@@ -136,7 +136,7 @@ def test_domains_are_printed_drawn_and_read_by_programs(tmp_path: Path, capsys: 
     file, picture = job(tmp_path, more), tmp_path / "shares.svg"
     assert main(["lab", "partition", str(file), "--out", str(picture)]) == 0
     told = capsys.readouterr().out
-    assert ["x86-host-01", *"rotation 30, noise 0, brightness 1".split()] in map(str.split, told.splitlines())
+    assert ["x86-host-01", *["rotation", "30,", "noise", "0,", "brightness", "1"]] in map(str.split, told.splitlines())
     texts = [text.text for text in ElementTree.parse(picture).iter(f"{SVG}text")]
     assert "x86-host-02, rotation 0, noise 0, brightness 0.5" in texts
     assert main(["lab", "partition", str(file), "--format", "json"]) == 0
