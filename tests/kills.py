@@ -11,7 +11,7 @@ until there were enough kills. Afterwards, for each:
 
 - the job is done, and no board that was asked in a round is without an update that was counted there, once;
 - each round's state has the bits that it has in one process on virtual time, with the same boards in each round;
-- each board's private state likewise.
+- each board's private state and the state with the best evaluation likewise.
 """
 
 from __future__ import annotations
