@@ -6,6 +6,7 @@ import os
 import signal
 from pathlib import Path
 
+import hypothesis
 import msgspec
 import numpy as np
 import pytest
@@ -64,8 +65,9 @@ def stopped_after(values: list[float], patience: int, least: float, *, higher: b
     return None, values.index(max(values) if higher else min(values))
 
 
+@hypothesis.settings(max_examples=60, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 @given(
-    st.lists(st.integers(0, 50), min_size=1, max_size=30),
+    st.lists(st.integers(0, 50), min_size=1, max_size=16),
     st.integers(1, 4),
     st.sampled_from([0.0, 0.02, 0.1]),
     st.booleans(),
