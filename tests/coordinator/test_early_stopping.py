@@ -65,7 +65,7 @@ def stopped_after(values: list[float], patience: int, least: float, *, higher: b
     return None, values.index(max(values) if higher else min(values))
 
 
-@hypothesis.settings(max_examples=60, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+@hypothesis.settings(max_examples=60)
 @given(
     st.lists(st.integers(0, 50), min_size=1, max_size=16),
     st.integers(1, 4),
