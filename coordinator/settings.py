@@ -47,6 +47,9 @@ class CohortSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class JobLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Limits of a job, checked between rounds, each None for no limit: [stop]."""
 
+    patience: Annotated[int, Meta(ge=1)] | None = None  # evaluations in a row without a gain
+    min_gain: Annotated[float, Meta(ge=0, le=1e9)] = 0.0  # least gain of the main metric that counts
+
     max_joules: Annotated[float, Meta(gt=0)] | None = None  # gross, of all devices that have a meter
     max_bytes: Annotated[int, Meta(gt=0)] | None = None  # blobs, down and up
     max_wall_s: Annotated[float, Meta(gt=0)] | None = None  # while a coordinator serves it
@@ -223,6 +226,7 @@ def parse_job(table: Mapping[str, Any]) -> JobSettings:
     if job.personal.prior == "auto" and (task := metrics.task_from_network(job.model)) != "classes":
         raise JobError(f'[personal] prior = "auto": task = {task!r} has no classes; leave it "off"')
     require_energy_deadline(job.cohort)
+    require_evaluations(job)
     if job.trigger is not None:
         _ = job.trigger.share, job.trigger.pause_s
     with toml.prefix_errors("[cohort] select"):
@@ -260,6 +264,14 @@ def require_minimum_updates(job: JobSettings, least: int) -> None:
 def require_energy_deadline(cohort: CohortSettings) -> None:
     if cohort.joules_per_round is not None and cohort.deadline != "energy":
         raise JobError('[cohort] joules_per_round: only deadline = "energy" heeds it; set that, or leave it out')
+
+
+def require_evaluations(job: JobSettings) -> None:
+    if job.stop.patience is None and job.stop.min_gain:
+        raise JobError(f"[stop] min_gain = {job.stop.min_gain:g}: only patience heeds it; set that, or leave it out")
+    if job.stop.patience is not None and (not job.check.every or job.check.beside):
+        fix = "leave [check] beside out" if job.check.every else "set [check] every = 1"
+        raise JobError(f"[stop] patience = {job.stop.patience}: it counts evaluations by devices; {fix}")
 
 
 def require_no_adversaries(job: JobSettings) -> None:

@@ -36,7 +36,9 @@ class Killed(Exception):
 class Federation:
     """A coordinator and its devices in one folder: `coordinator/`, `bundle/`, and a folder for each device."""
 
-    def __init__(self, folder: Path, method: str = "scaffold", rounds: int = 6, codec: str = "raw") -> None:
+    def __init__(
+        self, folder: Path, method: str = "scaffold", rounds: int = 6, codec: str = "raw", **tables: dict[str, Any]
+    ) -> None:
         self.folder = folder
         self._job = {
             "name": "sim",
@@ -47,6 +49,7 @@ class Federation:
             "cohort": {"size": DEVICES, "min_devices": DEVICES, "deadline_s": 600.0},
             "check": {"every": 2},
             "wire": {"codec": codec},
+            **tables,
         }
 
     def make(self) -> Federation:

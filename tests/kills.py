@@ -11,7 +11,7 @@ until there were enough kills. Afterwards, for each:
 
 - the job is done, and no board that was asked in a round is without an update that was counted there, once;
 - each round's state has the bits that it has in one process on virtual time, with the same boards in each round;
-- each board's private state likewise.
+- each board's private state and the state with the best evaluation likewise.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from federation import bundle_of, digits
 from mosquittos import Mosquitto
 from processes import Processes, facts
 
+from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds import next_event
 from fedquilt.coordinator.rounds.events import (
@@ -53,6 +54,7 @@ from fedquilt.coordinator.rounds.events import (
 from fedquilt.coordinator.storage.rows import is_served
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.formats import toml
+from fedquilt.tools.artefacts import export
 from fedquilt.tools.simulation import agents as fleet
 
 DEVICES = 3
@@ -279,6 +281,12 @@ class Campaign:
         wanted = [fact.state.sha256[:12] for fact in undisturbed if isinstance(fact, RoundCommitted)]
         if states != wanted:
             raise LostError(f"states are {states}, and without kills {wanted}; boards: {[*map(sorted, cohorts)]}")
+        with Store(self._home) as store:
+            best = tensors.split_state(export.load_state(store, store.find_job("kills"), best=True))
+        with Store(self.plan.home) as store:
+            right = tensors.split_state(export.load_state(store, store.find_job(run), best=True))
+        if tensors.encode_tensors(*best) != tensors.encode_tensors(*right):
+            raise LostError("the best state is another one than without kills")
         for device in sorted(frozenset().union(*cohorts)):
             kept, right = private(self.folder / device), private(self.plan.get_agent_folder(run, device))
             if kept != right:

@@ -408,7 +408,8 @@ class RunningJob:
             if finished
             else job_limits.describe_early_end(self.method, self.job.method, self.job.rounds, rounds.round)
         )
-        means = average_metrics(updates)
+        means, evaluation = average_metrics(updates), aggregate_evaluations(updates)
+        best = rounds.best_after(evaluation) if evaluation is not None else None
         if "work" in rounds.task_actions and not rounds.settling and "loss" in means:
             self._losses[rounds.completed_rounds] = means["loss"]
         unchanged = explain_unchanged_loss(self._losses, self.job.params.get("lr"))
@@ -421,7 +422,8 @@ class RunningJob:
             notes=tuple(self.method.explain(state)),
             took_s=now_s - rounds.began_s,
             settled=rounds.settling,
-            evaluation=aggregate_evaluations(updates),
+            evaluation=evaluation,
+            best=best is not None and best.state == rounds.state,
             warnings=tuple(filter(None, told)),
         )
         del state  # what is stored is loaded instead
@@ -435,8 +437,9 @@ class RunningJob:
         self._sent.update(ref.sha256 for _, ref in found.values())
 
     def blobs_released_by_commit(self, before: JobState) -> set[str]:
-        """Return the blobs that only the committed round needed: updates, aggregate, bundles, old state."""
-        refs = [before.state, before.folded.sum if before.folded else None]
+        """Return the blobs that only earlier rounds needed: updates, aggregate, bundles, old and best state."""
+        best = before.best.state if before.best else None  # a later event may name another one
+        refs = [before.state, before.folded.sum if before.folded else None, best]
         return (
             blob_hashes(before.answered.values()) | self.sent_blobs() | {ref.sha256 for ref in refs if ref is not None}
         )

@@ -214,6 +214,7 @@ class RoundCommitted(Event, frozen=True):
     took_s: float = 0.0  # seconds since the round before, as far as the running coordinator has seen
     settled: bool = False  # it trained nobody, gathered statistics for an evaluation, and does not count
     evaluation: EvaluationSums | None = None  # of the state that the round began with
+    best: bool = False  # whether that evaluation is the best so far
     warnings: tuple[str, ...] = ()  # of the coordinator
 
 
@@ -287,6 +288,7 @@ class JobState(msgspec.Struct, frozen=True):
     costs: Mapping[str, float] = field(default_factory=dict)
     since: Mapping[str, int] = field(default_factory=dict)  # device -> round it was last asked in, or first seen
     spent: job_limits.ResourceUsage = job_limits.ResourceUsage()
+    best: job_limits.BestEvaluation | None = None
     began_s: float = 0.0  # start of the running round, or when this process took up the job
     declined: Mapping[str, str] = field(default_factory=dict)  # device -> reason; not asked again in this attempt
     refused: Mapping[str, LastingDecline] = field(
@@ -324,6 +326,16 @@ class JobState(msgspec.Struct, frozen=True):
         if self.is_work_done and not self.settling:
             return ("check",)
         return ("check", "work") if not self.settling and every and self.completed_rounds % every == 0 else ("work",)
+
+    @property
+    def reached_limit(self) -> str | None:
+        return job_limits.describe_reached_limit(self.plan.stop, self.spent, self.best)
+
+    def best_after(self, sums: EvaluationSums | None) -> job_limits.BestEvaluation | None:
+        """Return the best evaluation after one of the state that the running round began with."""
+        if not self.plan.check_every:  # a site evaluates for the coordinator above
+            return self.best
+        return job_limits.add_evaluation(self.best, sums, self.state, self.completed_rounds, self.plan.stop.min_gain)
 
     @property
     def deadline_s(self) -> float:
@@ -504,7 +516,7 @@ def _apply_round_committed(state: JobState, fact: RoundCommitted, now_s: float) 
     after = _restart_attempt_time(_clear_round(state, state.round + 1), now_s)
     after = replace(after, phase="selecting", began_s=now_s, state=fact.state)
     after = replace(after, history=history, finished=state.finished or fact.finished, checked=checked, settling=False)
-    after = replace(after, extra=state.extra + fact.settled, spent=spent)
+    after = replace(after, extra=state.extra + fact.settled, spent=spent, best=state.best_after(fact.evaluation))
     if state.plan.class_priors and fact.evaluation is not None:
         after = replace(after, class_counts=evaluation.count_classes(fact.evaluation))
     return replace(after, settling=state.settles and not fact.settled and _is_evaluation_round_next(after))
@@ -512,6 +524,4 @@ def _apply_round_committed(state: JobState, fact: RoundCommitted, now_s: float) 
 
 def _is_evaluation_round_next(state: JobState) -> bool:
     due = bool(every := state.plan.check_every) and state.completed_rounds % every == 0
-    return not state.checked and (
-        state.is_work_done or due or job_limits.describe_reached_limit(state.plan.stop, state.spent) is not None
-    )
+    return not state.checked and (state.is_work_done or due or state.reached_limit is not None)

@@ -1,17 +1,22 @@
 """Limits of a job: [stop].
 
-Limits are compared with the totals of the log between rounds. So a job can exceed a limit by one round, and its result
-is that of a whole round. Joules do not include tasks without a meter: a job with `max_joules` on devices without meters
-continues, and reports after each round how many tasks were not counted.
+Limits are compared with the totals and evaluations of the log between rounds. So a job can exceed a limit by one round,
+and its result is that of a whole round. Joules do not include tasks without a meter: a job with `max_joules` on devices
+without meters continues, and reports after each round how many tasks were not counted.
 """
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 from msgspec.structs import replace
 
+from fedquilt import metrics
 from fedquilt.coordinator.settings import JobLimits
-from fedquilt.core import Method, Update
+from fedquilt.core import BlobRef, EvaluationSums, Method, Update
+
+ROUNDING: Final = 1e-9  # by which a gain may be below `min_gain`
 
 
 class ResourceUsage(msgspec.Struct, frozen=True):
@@ -32,7 +37,52 @@ class ResourceUsage(msgspec.Struct, frozen=True):
         )
 
 
-def describe_reached_limit(limits: JobLimits, spent: ResourceUsage) -> str | None:
+class BestEvaluation(msgspec.Struct, frozen=True):
+    """Best of the evaluations so far by the main metric, and the number of evaluations without a gain since."""
+
+    metric: str  # a key of `metrics.KNOWN`
+    value: float
+    rounds: int  # completed before it
+    state: BlobRef  # that was evaluated
+    reference: float  # value from which the next gain is measured
+    without_gain: int = 0
+
+    def describe(self) -> str:
+        value = metrics.format_value(metrics.KNOWN[self.metric], self.value)
+        return f"{metrics.KNOWN[self.metric].title} {value} after {self.rounds} round{'s' * (self.rounds != 1)}"
+
+
+def add_evaluation(
+    best: BestEvaluation | None, sums: EvaluationSums | None, state: BlobRef | None, rounds: int, min_gain: float
+) -> BestEvaluation | None:
+    """Return the best evaluation after one more.
+
+    Args:
+        best: The best evaluation so far, or None.
+        sums: The evaluation, or None if no device has evaluated.
+        state: The evaluated state.
+        rounds: The number of rounds completed before it.
+        min_gain: The least change of the main metric for the better that counts as a gain.
+    """
+    if (main := metrics.main_metric(sums)) is None or state is None:
+        return best
+    metric, value = main
+    if best is None or best.metric != metric.name:
+        return BestEvaluation(metric.name, value, rounds, state, value)
+    sign = 1 if metric.higher else -1
+    gain = sign * (value - best.reference)
+    gained = gain > 0 and gain >= min_gain - ROUNDING
+    best = (
+        replace(best, reference=value, without_gain=0) if gained else replace(best, without_gain=best.without_gain + 1)
+    )
+    return replace(best, value=value, rounds=rounds, state=state) if sign * (value - best.value) > 0 else best
+
+
+def describe_reached_limit(limits: JobLimits, spent: ResourceUsage, best: BestEvaluation | None = None) -> str | None:
+    if limits.patience is not None and best is not None and best.without_gain >= limits.patience:
+        least = f" of {limits.min_gain:g}" if limits.min_gain else ""
+        some = f"{best.without_gain} evaluation{'s' * (best.without_gain > 1)}"
+        return f"patience: no gain{least} in {some}; the best is {best.describe()}"
     if limits.max_joules is not None and spent.joules >= limits.max_joules:
         return f"max_joules: {spent.joules:.4g} J of {limits.max_joules:.4g} J are used up{_unmetered_suffix(spent)}"
     if limits.max_bytes is not None and spent.bytes >= limits.max_bytes:

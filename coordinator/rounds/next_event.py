@@ -285,8 +285,8 @@ def _decide_selection_or_end(
     if not state.settling:
         if state.is_work_done and (state.checked or not plan.check_every or plan.check_beside):
             return JobEnded("done", job_limits.describe_unmetered_tasks(plan.stop, state.spent) or "")
-        if (limit := job_limits.describe_reached_limit(plan.stop, state.spent)) is not None:
-            return JobEnded("done", limit)
+        if state.reached_limit is not None:
+            return JobEnded("done", state.reached_limit)
     if len(online) < minimum_devices_to_start(state):
         return None
     free = set(online) - set(state.answered) - set(state.declined) - busy

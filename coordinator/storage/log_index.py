@@ -28,6 +28,7 @@ class IndexedLog(msgspec.Struct):
     size: int = 0  # bytes of their bodies
     at: float | None = None  # wall-clock seconds of that fact
     state: str = ""  # sha256 of the latest state; "": there is none
+    best: str = ""  # likewise, of the state with the best evaluation
     updates: dict[
         str, tuple[str, ...]
     ] = {}  # device -> sha256 of blobs of its update that no state or sum contains yet
@@ -38,7 +39,7 @@ class IndexedLog(msgspec.Struct):
     def needed_blobs(self) -> set[str]:
         """SHA-256 of the blobs that the job needs in addition to its bundle."""
         found = {sha256 for blobs in self.updates.values() for sha256 in blobs}
-        return found.union(each for each in (self.state, self.sum) if each)
+        return found.union(each for each in (self.state, self.best, self.sum) if each)
 
     def add_rows(self, job: str, rows: Iterable[tuple[int, Any, Any, bytes, int]]) -> None:
         """Add rows of later events: sequence, wall-clock seconds, JSON, checksum and bytes of each."""
@@ -55,6 +56,7 @@ class IndexedLog(msgspec.Struct):
         except (*UNDECODABLE, TypeError):
             return
         if named.state is not None:
+            self.best = self.state if named.best else self.best
             self.state, self.updates, self.sum = named.state.sha256, {}, ""
         if named.update is not None:
             self.updates[named.update.device] = tuple(ref.sha256 for ref in named.update.bundles.values())
@@ -125,6 +127,7 @@ class _ReferencedBlobs(msgspec.Struct):
     """Blobs named in an event. The other fields of the event are not decoded."""
 
     state: _BlobField | None = None
+    best: bool = False  # whether the state before is the best so far
     update: _UpdateField | None = None
     sum: _BlobField | None = None  # of the updates of these devices
     devices: tuple[str, ...] = ()

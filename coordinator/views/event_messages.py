@@ -243,8 +243,9 @@ def describe_evaluation(sums: EvaluationSums | None) -> list[str]:
     over = metrics.summarise_over_devices(sums)
     if over is not None and over.devices > 1:
         main = metrics.MAIN[sums.task]
-        worst, spread = (metrics.format_value(main, value, 1) for value in (over.worst_decile, over.deviation))
-        others.insert(0, f"worst tenth of {over.devices} devices {worst}, spread {spread}")
+        told = (metrics.format_value(main, value, 1) for value in (over.worst_decile, over.gap, over.deviation))
+        words = f"worst tenth of {over.devices} devices", "gap to the best tenth", "spread"
+        others.insert(0, ", ".join(map(" ".join, zip(words, told, strict=True))))
     if sums.right_with_priors is not None:
         others.insert(0, f"with the devices' class priors {100 * sums.right_with_priors / sums.examples:.1f} %")
     return [f"{first} on {sums.examples} held-out examples", *others]

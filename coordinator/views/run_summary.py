@@ -37,6 +37,7 @@ class PersonalScores:
     weighted: float  # over all their examples
     mean: float  # over devices, however many examples each has
     worst_decile: float  # mean of the tenth of the devices, at least one, for which it is worst
+    gap: float  # between the means of the best and the worst tenth of the devices
     deviation: float  # standard deviation over devices
     count: int  # number of devices, those of sites among them
     loss: float  # over all their examples
@@ -87,6 +88,7 @@ def summarise_evaluation(
         weighted=main[1],
         mean=over.mean,
         worst_decile=over.worst_decile,
+        gap=over.gap,
         deviation=over.deviation,
         count=over.devices,
         loss=math.fsum(total.loss) / total.examples,

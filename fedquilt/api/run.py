@@ -143,38 +143,45 @@ class Run:
                 said += event_messages.format_single_event(fact, is_of_final_evaluation(summary.state, fact))
         return said + event_messages.format_energy_summary(summary)
 
-    def weights(self) -> dict[str, np.ndarray]:
+    def weights(self, *, best: bool = False) -> dict[str, np.ndarray]:
         """Return the tensors of the last committed state, by name.
 
+        Args:
+            best: Whether to return those of the state with the best evaluation by devices instead.
+
+        Returns:
+            The tensors.
+
         Raises:
-            JobError: If the run has no state yet.
+            JobError: If the run has no state yet, or no evaluation.
         """
         from fedquilt.tools.artefacts import export
 
         with self._open_store() as store:
-            return dict(export.load_result(store, self.id).tensors)
+            return dict(export.load_result(store, self.id, best=best).tensors)
 
     @extras.report_missing_extras()
-    def export(self, path: str | Path) -> Path:
+    def export(self, path: str | Path, *, best: bool = False) -> Path:
         """Write the result to a file, in the format of the suffix: .onnx or .safetensors.
 
         A stitched network is always ONNX. Writing trained weights as ONNX requires torch.
 
         Args:
             path: Path of the file.
+            best: Whether to write the state with the best evaluation by devices, not the last one.
 
         Returns:
             The path.
 
         Raises:
-            JobError: If the suffix is unknown, or a library is not installed.
+            JobError: If the suffix is unknown, a library is not installed, or there is no evaluation.
             StoreError: If the file cannot be written.
             ModelError: If the network cannot be written as ONNX.
         """
         from fedquilt.tools.artefacts import export
 
         with self._open_store() as store:
-            export.export_result(store, self.id, Path(path))
+            export.export_result(store, self.id, Path(path), best=best)
         return Path(path)
 
     @extras.report_missing_extras()

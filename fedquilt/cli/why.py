@@ -26,6 +26,8 @@ def why(run: str, number: int | None, device: str | None, home: Path, format: st
     whole = number is None and device is None
     told = [f"{row.id} waits for {held_up}"] if held_up and whole else []
     told += [warning] if warning and whole else []
+    if whole and (best := parts.summary.state.best) is not None:
+        told.append(f"best evaluation: {best.describe()}, {best.without_gain} later without a gain")
     if whole and parts.summary.state.phase == row.status == "failed":
         told += event_messages.format_end("failed", parts.summary.state.reason)
     home_access.print_rows(

@@ -27,7 +27,12 @@ class MetricOverDevices(NamedTuple):
     devices: int
     mean: float
     worst_decile: float  # mean of the worst tenth of the devices, at least one
+    best_decile: float  # mean of the best tenth, likewise
     deviation: float  # standard deviation
+
+    @property
+    def gap(self) -> float:
+        return abs(self.best_decile - self.worst_decile)
 
 
 # -- exact sums and packed counts -----------------------------------------------------------------
@@ -318,12 +323,19 @@ def summarise_over_devices(sums: EvaluationSums, *, higher: bool) -> MetricOverD
     count = sum(number for _, number in sums.devices)
     mean = math.fsum(value * number for value, number in sums.devices) / count
     squares = math.fsum((value - mean) ** 2 * number for value, number in sums.devices)
+    lowest, highest = _tenth_mean(sums.devices, count), _tenth_mean(sums.devices[::-1], count)
+    worst, best = (lowest, highest) if higher else (highest, lowest)
+    return MetricOverDevices(count, mean, worst, best, math.sqrt(squares / count))
+
+
+def _tenth_mean(values: Sequence[tuple[float, int]], count: int) -> float:
+    """Return the mean of the first tenth, at least one, of `count` devices with these values and numbers."""
     left = tenth = math.ceil(count / 10)
-    worst = list[float]()
-    for value, number in sums.devices if higher else reversed(sums.devices):
-        worst.append(value * min(number, left))
+    first = list[float]()
+    for value, number in values:
+        first.append(value * min(number, left))
         left -= min(number, left)
-    return MetricOverDevices(count, mean, math.fsum(worst) / tenth, math.sqrt(squares / count))
+    return math.fsum(first) / tenth
 
 
 def count_outcomes(sums: EvaluationSums) -> list[tuple[int, int, int]]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from fedquilt import metrics, plugins
 from fedquilt.core import DataError
-from fedquilt.data import examples, inputs
+from fedquilt.data import examples, images, inputs
 from fedquilt.data.readers import ExampleReader
 from fedquilt.data.readers.base import describe_class_problem
 from fedquilt.data.spec import DataSpec
@@ -59,7 +59,7 @@ def open_compatible_data(meta: Mapping[str, Any], spec: DataSpec) -> ExampleRead
             _require_label_width(reader, spec, outputs, name)
     wanted = network.get("input") or meta.get("input") or {}
     if "channels" in wanted:
-        if not _is_image(reader.shape):
+        if not images.is_image_shape(reader.shape):
             raise DataError(
                 f"{spec.source_name}: examples have shape {reader.shape}, and the job's input are images: "
                 "(height, width) or "
@@ -168,7 +168,3 @@ def _require_label_range(reader: ExampleReader, spec: DataSpec, classes: int, wh
             f"{spec.source_name}: labels run from {reader.y.min()} to {reader.y.max()}, {who} {classes} classes "
             f"(0 to {classes - 1}); {problem}"
         )
-
-
-def _is_image(shape: tuple[int, ...]) -> bool:
-    return len(shape) == 2 or (len(shape) == 3 and shape[2] in (1, 3))

@@ -28,12 +28,8 @@ def load_share(spec: DataSpec) -> tuple[Examples, Examples]:
     """
     reader = open_split(spec)
     used = _select_rows(reader, spec)
-    return _read_parts(
-        reader,
-        used,
-        _require_nonempty(_split_shares(reader, used, spec, [spec.share]), len(used), spec, [spec.share]),
-        spec,
-    )[0]
+    parts = _require_nonempty(_split_shares(reader, used, spec, [spec.share]), len(used), spec, [spec.share])
+    return _read_parts(reader, used, parts, spec, [spec.share])[0]
 
 
 def load_all_shares(spec: DataSpec) -> list[tuple[Examples, Examples]]:
@@ -44,9 +40,8 @@ def load_all_shares(spec: DataSpec) -> list[tuple[Examples, Examples]]:
     """
     reader = open_split(spec)
     used, shares = _select_rows(reader, spec), range(spec.shares)
-    return _read_parts(
-        reader, used, _require_nonempty(_split_shares(reader, used, spec, shares), len(used), spec, shares), spec
-    )
+    parts = _require_nonempty(_split_shares(reader, used, spec, shares), len(used), spec, shares)
+    return _read_parts(reader, used, parts, spec, shares)
 
 
 class SharedLoader:
@@ -71,17 +66,16 @@ class SharedLoader:
             try:
                 reader = open_split(whole)
                 used = _select_rows(reader, whole)
-                self._shares[key] = (
-                    _read_parts(reader, used, _split_shares(reader, used, whole, range(spec.shares)), whole),
-                    len(used),
-                )
+                shares = range(spec.shares)
+                parts = _split_shares(reader, used, whole, shares)
+                self._shares[key] = _read_parts(reader, used, parts, whole, shares), len(used)
             except DataError:
                 self._shares[key] = None
         known = self._shares[key]
         if known is None or spec.share >= len(known[0]):
             return load_share(spec)
-        shares, count = known
-        train, held = shares[spec.share]
+        loaded, count = known
+        train, held = loaded[spec.share]
         if not len(train) + len(held):
             raise _empty_share_error(spec, spec.share, count)
         return train, held
@@ -129,11 +123,17 @@ def require_nonempty_shares(reader: ExampleReader, spec: DataSpec) -> None:
 
 
 def open_split(spec: DataSpec) -> ExampleReader:
-    from fedquilt.data import sources, synthetic
+    from fedquilt.data import images, sources, synthetic
 
     if spec.synthetic:
         return synthetic.open_synthetic(spec)
-    return sources.open_sources(spec)
+    reader = sources.open_sources(spec)
+    if spec.domains is not None and not (images.is_image_shape(reader.shape) and reader.dtype.kind in "uf"):
+        raise DataError(
+            f"{spec.source_name}: [data] domains changes images, (height, width) or (height, width, 1 or 3), and "
+            f"examples are {reader.dtype} of shape {reader.shape}: leave domains out"
+        )
+    return reader
 
 
 def _split_shares(
@@ -188,9 +188,13 @@ def _select_rows(reader: ExampleReader, spec: DataSpec) -> np.ndarray:
 
 
 def _read_parts(
-    reader: ExampleReader, used: np.ndarray, parts: Sequence[tuple[np.ndarray, np.ndarray]], spec: DataSpec
+    reader: ExampleReader,
+    used: np.ndarray,
+    parts: Sequence[tuple[np.ndarray, np.ndarray]],
+    spec: DataSpec,
+    shares: Sequence[int],
 ) -> list[tuple[Examples, Examples]]:
-    # One pass over the file. All results are views of one array.
+    # One pass over the file. All results are views of one array, if no domain changes them.
     import numpy as np
 
     flat = [part for pair in parts for part in pair]
@@ -200,7 +204,22 @@ def _read_parts(
         Examples(every.x[end - len(part) : end], every.y[end - len(part) : end])
         for part, end in zip(flat, ends, strict=True)
     ]
-    return list(zip(cut[::2], cut[1::2], strict=True))
+    pairs = zip(shares, cut[::2], cut[1::2], strict=True)
+    return [
+        (_apply_domain(train, spec, share, "train"), _apply_domain(held, spec, share, "held"))
+        for share, train, held in pairs
+    ]
+
+
+def _apply_domain(given: Examples, spec: DataSpec, share: int, part: str) -> Examples:
+    # The noise depends on the seed and the share alone, so a device and a simulation have the same images.
+    from fedquilt.arrays import tensors
+    from fedquilt.data import images
+
+    if spec.domains is None:
+        return given
+    rng = tensors.seeded_rng("domain", spec.seed, share, part)
+    return Examples(images.change_images(given.x, rng, **spec.domains.values_of_share(share)), given.y)
 
 
 def _read_examples(reader: ExampleReader, rows: np.ndarray, spec: DataSpec) -> Examples:

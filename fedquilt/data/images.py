@@ -1,4 +1,4 @@
-"""Images as network inputs, and linear resizing in numpy, with one definition for all engines.
+"""Images as network inputs, linear resizing and changes by device in numpy, with one definition for all engines.
 
 Resizing is separable and linear: along one axis it is a matrix whose rows sum to one. So the same
 two matrix products resize here, in an exported ONNX graph and in a fit, with equal results.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
+from math import cos, prod, radians, sin
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -17,7 +18,8 @@ from msgspec import Meta
 from fedquilt.core import DataError
 
 SIZE_MOST: Final = 16384  # pixels of a side: no board could hold more
-AT_ONCE_PIXELS: Final = 2**18  # resized at once, so that float32 copies stay small
+AT_ONCE_PIXELS: Final = 2**18  # resized or changed at once, so that copies of floats stay small
+GRID: Final = 2.0**24  # coordinates are rounded to its inverse: the last bit of a sine depends on the machine
 
 
 class ImageInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -27,6 +29,10 @@ class ImageInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     size: Annotated[int, Meta(ge=1, le=SIZE_MOST)]
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
+
+
+def is_image_shape(shape: tuple[int, ...]) -> bool:
+    return len(shape) == 2 or (len(shape) == 3 and shape[2] in (1, 3))
 
 
 @lru_cache(maxsize=256)
@@ -105,3 +111,45 @@ def prepare_images(x: np.ndarray, wanted: ImageInput | Mapping[str, Any]) -> np.
     mean = np.array(spec.mean, np.float32).reshape(1, -1, 1, 1)
     std = np.array(spec.std, np.float32).reshape(1, -1, 1, 1)
     return np.ascontiguousarray((maps - mean) / std)
+
+
+def change_images(
+    x: np.ndarray, rng: np.random.Generator, *, rotation: float, brightness: float, noise: float
+) -> np.ndarray:
+    """Return stored images (n, h, w[, c]) rotated, multiplied by `brightness`, and with Gaussian noise.
+
+    Args:
+        x: Images, unsigned integers or floats.
+        rng: Generator of the noise.
+        rotation: Degrees, counter-clockwise.
+        brightness: Factor.
+        noise: Standard deviation as a share of the largest level, which is 1 for floats.
+    """
+    result, at_once = np.empty_like(x), max(1, AT_ONCE_PIXELS // prod(x.shape[1:3]))
+    highest = np.iinfo(x.dtype).max if x.dtype.kind == "u" else 1.0
+    for first in range(0, len(x), at_once):
+        levels = rotate_images(x[first : first + at_once].astype(np.float64), rotation) * brightness
+        if noise:
+            levels += noise * highest * rng.standard_normal(levels.shape)
+        result[first : first + at_once] = np.clip(np.rint(levels), 0, highest) if x.dtype.kind == "u" else levels
+    return result
+
+
+def rotate_images(x: np.ndarray, degrees: float) -> np.ndarray:
+    """Rotate images (n, h, w[, c]) of floats counter-clockwise about their centre, bilinearly and with 0 outside."""
+    if not degrees:
+        return x
+    height, width = x.shape[1:3]
+    sine, cosine = sin(radians(degrees)), cos(radians(degrees))
+    down, right = np.mgrid[:height, :width] - np.array([(height - 1) / 2, (width - 1) / 2])[:, None, None]
+    # the place in the image that each pixel (h, w) is taken from
+    row = np.rint((sine * right + cosine * down + (height - 1) / 2) * GRID) / GRID
+    column = np.rint((cosine * right - sine * down + (width - 1) / 2) * GRID) / GRID
+    result = np.zeros_like(x)
+    for i in (np.floor(row).astype(int), np.floor(row).astype(int) + 1):
+        for j in (np.floor(column).astype(int), np.floor(column).astype(int) + 1):
+            inside = (i >= 0) & (i < height) & (j >= 0) & (j < width)
+            weight = inside * (1 - abs(row - i)) * (1 - abs(column - j))  # (h, w)
+            taken = x[:, np.clip(i, 0, height - 1), np.clip(j, 0, width - 1)]
+            result += weight.reshape(weight.shape + (1,) * (x.ndim - 3)) * taken
+    return result

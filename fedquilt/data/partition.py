@@ -55,6 +55,7 @@ def rows_of_shares(
         "dirichlet": _assign_dirichlet,
         "classes": _assign_classes,
         "shards": _assign_shards,
+        "quantity": _assign_quantity,
     }
     wanted = range(spec.shares) if wanted is None else wanted
     found: dict[int, np.ndarray] = {}
@@ -146,7 +147,8 @@ def _assign_users(owner: np.ndarray | None, spec: DataSpec) -> np.ndarray:
     # Numeric users sort by value, others alphabetically. With as many users as devices, device i gets user i.
     if owner is None:
         raise DataError(
-            f"{spec.source_name}: partition = 'column' is for tables and .npz files, which say whose examples are"
+            f"{spec.source_name}: partition = 'column' is for tables, .npz files and folders, which name "
+            "the users of their examples"
         )
     users = np.unique(owner)
     if all(re.fullmatch(r"-?\d{1,18}", user) for user in users):
@@ -167,11 +169,7 @@ def _assign_iid(y: np.ndarray, spec: DataSpec) -> np.ndarray:
 
 def _assign_dirichlet(y: np.ndarray, spec: DataSpec) -> np.ndarray:
     """Split each class in proportions drawn from Dirichlet(alpha) (Hsu et al. 2019, arXiv 1909.06335)."""
-    if spec.shares * spec.min_size > len(y):
-        raise DataError(
-            f"{spec.source_name}: {spec.shares} shares of at least {spec.min_size} of only {len(y)} examples: "
-            "lower the number of devices"
-        )
+    _require_enough_examples(len(y), spec)
     rng = tensors.seeded_rng("dirichlet", spec.seed)
     members = _shuffle_by_class(y, rng)
     owner = np.zeros(len(y), int)
@@ -189,6 +187,27 @@ def _assign_dirichlet(y: np.ndarray, spec: DataSpec) -> np.ndarray:
         f"{spec.source_name}: none of {DRAWS} Dirichlet({spec.alpha}) partitions gives each of {spec.shares} devices "
         f"{spec.min_size} examples: raise alpha, or lower shares or min_size"
     )
+
+
+def _assign_quantity(y: np.ndarray, spec: DataSpec) -> np.ndarray:
+    """Assign random rows. Sizes above `min_size` follow a power law: P(size > s) falls as s ** -alpha."""
+    _require_enough_examples(len(y), spec)
+    rng = tensors.seeded_rng("quantity", spec.seed)
+    logs = -np.log(1.0 - rng.random(spec.shares)) / spec.alpha
+    weights = np.exp(logs - logs.max())  # the largest is 1, however small alpha is
+    spare, whole = len(y) - spec.shares * spec.min_size, np.cumsum(weights)
+    ends = np.rint(whole / whole[-1] * spare).astype(int) + spec.min_size * np.arange(1, spec.shares + 1)
+    owner = np.zeros(len(y), int)
+    owner[_random_order(len(y), rng)] = np.searchsorted(ends[:-1], np.arange(len(y)), side="right")
+    return owner
+
+
+def _require_enough_examples(count: int, spec: DataSpec) -> None:
+    if spec.shares * spec.min_size > count:
+        raise DataError(
+            f"{spec.source_name}: {spec.shares} shares of at least {spec.min_size} of only {count} examples: "
+            "lower the number of devices"
+        )
 
 
 def _assign_classes(y: np.ndarray, spec: DataSpec) -> np.ndarray:

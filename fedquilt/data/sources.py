@@ -52,7 +52,7 @@ def _resize_images(reader: ExampleReader, spec: DataSpec) -> ExampleReader:
     """Return the reader with images scaled to the spec's size, unless they have it already."""
     if not spec.size or reader.shape[:2] == (spec.size, spec.size):
         return reader
-    if not _is_image(reader.shape):
+    if not images.is_image_shape(reader.shape):
         raise DataError(f"{spec.source_name}: [data] size is for images, not for inputs of shape {reader.shape}")
 
     return replace(
@@ -60,10 +60,6 @@ def _resize_images(reader: ExampleReader, spec: DataSpec) -> ExampleReader:
         take=lambda rows: images.resize_images(reader.take(rows), spec.size),
         shape=(spec.size, spec.size, *reader.shape[2:]),
     )
-
-
-def _is_image(shape: tuple[int, ...]) -> bool:
-    return len(shape) == 2 or (len(shape) == 3 and shape[2] in (1, 3))
 
 
 def _combine_readers(found: Sequence[ExampleReader], spec: DataSpec) -> ExampleReader:
@@ -90,11 +86,11 @@ def _common_shape(found: Sequence[ExampleReader], spec: DataSpec) -> tuple[int, 
     shapes = {reader.shape for reader in found}
     if len(shapes) == 1:
         return shapes.pop()
-    if all(map(_is_image, shapes)) and len({shape[:2] for shape in shapes}) == 1:
+    if all(map(images.is_image_shape, shapes)) and len({shape[:2] for shape in shapes}) == 1:
         height, width = found[0].shape[:2]
         return (height, width, max(shape[2] if len(shape) == 3 else 1 for shape in shapes))
     each = ", ".join(f"{source.path} {reader.shape}" for source, reader in zip(spec.sources, found, strict=True))
-    mend = "set [data] size" if all(map(_is_image, shapes)) else "they cannot be mixed"
+    mend = "set [data] size" if all(map(images.is_image_shape, shapes)) else "they cannot be mixed"
     raise DataError(f"sources of several shapes: {each}: {mend}")
 
 

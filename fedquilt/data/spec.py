@@ -53,6 +53,21 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     std: tuple[Above0, ...]
 
 
+class Domains(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Changes of images by device. A list repeats over the shares."""
+
+    rotation: Annotated[tuple[Annotated[float, Meta(ge=-360, le=360)], ...], Meta(min_length=1)] = (0.0,)
+    """Degrees, counter-clockwise."""
+    noise: Annotated[tuple[Annotated[float, Meta(ge=0, le=1)], ...], Meta(min_length=1)] = (0.0,)
+    """Standard deviation, as a share of the largest level."""
+    brightness: Annotated[tuple[Annotated[float, Meta(ge=0, le=10)], ...], Meta(min_length=1)] = (1.0,)
+    """Factor."""
+
+    def values_of_share(self, share: int) -> dict[str, float]:
+        values = msgspec.structs.asdict(self)
+        return {name: each[share % len(each)] for name, each in values.items()}
+
+
 class ExampleSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: str
     labels_from: Natural  # its class 0 is this class of the whole; sources with the same number share their classes
@@ -79,7 +94,7 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     categories: dict[str, tuple[str, ...] | Literal["auto"]] = {}
     """Tables: column of words -> the words, each an input of 0 or 1; in a job "auto" for those of the training data."""
     fill: float | dict[str, float] | None = None  # for missing numbers, or by column; None: they are an error
-    column: str = ""  # tables: user of each example; npz: the array of users
+    column: str = ""  # tables: user of each example; npz: the array of users; folders by class: a name for their users
     audio: Audio | None = None
     text: Text | None = None
     windows: Windows | None = None
@@ -95,12 +110,14 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     groups: Literal["source"] | tuple[tuple[Natural, ...], ...] = ()
     """Classes, or sources, that no two devices of different groups have in common: devices are split among the
     groups in blocks as even as can be, and `partition` is then among the devices of each group."""
-    partition: Literal["all", "iid", "dirichlet", "classes", "shards", "column"] = "all"
+    partition: Literal["all", "iid", "dirichlet", "classes", "shards", "quantity", "column"] = "all"
     share: Natural = 0  # of this device, from 0
     shares: Positive = 1
-    alpha: Annotated[float, Meta(gt=0)] = 0.5  # dirichlet: concentration; small values differ, large ones approach iid
-    min_size: Positive = 2  # dirichlet: draw again until the smallest share has this many
+    alpha: Annotated[float, Meta(gt=0)] = 0.5
+    """dirichlet: concentration; quantity: exponent of sizes. Small values differ, large ones approach iid."""
+    min_size: Positive = 2  # dirichlet, quantity: smallest share
     classes: Positive = 2  # classes: number for each device
+    domains: Domains | None = None  # images
     seed: Natural = 0
 
     def __post_init__(self) -> None:
@@ -138,6 +155,8 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         self._require_classes()
         if sum(each is not None for each in (self.audio, self.text, self.windows)) > 1:
             raise ValueError("audio, text and windows: one of them, as an example is one of these")
+        if self.domains is not None and (self.audio or self.text or self.windows or self.synthetic):
+            raise ValueError("domains changes images: leave it out")
         if self.partition == "column" and (not self.column or self.groups):
             raise ValueError('partition = "column" needs column = "..." and no groups')
 
@@ -158,7 +177,7 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if by_class:
             raise ValueError(
                 f"task = {self.task!r}: {by_class[0]} goes by classes, which there are none of; partition may be "
-                '"all", "iid" or "column"'
+                '"all", "iid", "quantity" or "column"'
             )
 
     @property

@@ -85,6 +85,7 @@ class JobPromises:
         self.asked: set[str] = set()
         self.counted: set[tuple[int, str]] = set()
         self._state: BlobRef | None = None
+        self._best: BlobRef | None = None
         self._sum: UpdatesAggregated | None = None
         self._updates: dict[str, set[str]] = {}  # device -> digests of its update's blobs
 
@@ -92,7 +93,7 @@ class JobPromises:
     def blobs(self) -> set[str]:
         folded = self._sum.devices if self._sum else ()
         updates = [blobs for device, blobs in self._updates.items() if device not in folded]
-        refs = (self._state, self._sum.sum if self._sum else None)
+        refs = (self._state, self._best, self._sum.sum if self._sum else None)
         return {ref.sha256 for ref in refs if ref is not None}.union(*updates)
 
     def add_event(self, event: AnyEvent) -> None:
@@ -118,6 +119,7 @@ class JobPromises:
             case RoundClosed() | RoundRetried():
                 self.asked.clear()
             case RoundCommitted():
+                self._best = self._state if event.best else self._best
                 self._state, self._sum, self.round = event.state, None, event.round + 1
                 self._updates.clear()
             case _:

@@ -225,8 +225,12 @@ def test_worst_tenth_and_spread_are_over_devices_whichever_site_they_are_behind(
     sites = [evaluation.add_evaluations(parts[:3]), evaluation.add_evaluations(parts[3:])]
     assert flat == evaluation.add_evaluations(each for each in sites if each)
     assert flat is not None
-    assert evaluation.summarise_over_devices(flat, higher=True) == pytest.approx((20, 0.475, 0.025, np.std(values)))
-    assert evaluation.summarise_over_devices(flat, higher=False) == pytest.approx((20, 0.475, 0.925, np.std(values)))
+    assert evaluation.summarise_over_devices(flat, higher=True) == pytest.approx(
+        (20, 0.475, 0.025, 0.925, np.std(values))
+    )
+    assert evaluation.summarise_over_devices(flat, higher=False) == pytest.approx(
+        (20, 0.475, 0.925, 0.025, np.std(values))
+    )
 
 
 # -- what is sent ---------------------------------------------------------------------------------
@@ -237,6 +241,7 @@ def test_each_device_counts_once_and_a_tenth_of_21_devices_is_three():
         EvaluationSums(examples=21, outputs=2, devices=((0.2, 1), (0.8, 20))), higher=True
     )
     assert (over.worst_decile, over.mean) == (pytest.approx(0.6), pytest.approx(16.2 / 21))
+    assert (over.best_decile, over.gap) == (pytest.approx(0.8), pytest.approx(0.2))
 
 
 def test_a_device_counts_with_its_metric_rounded_to_three_digits():

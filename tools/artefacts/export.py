@@ -33,29 +33,35 @@ from fedquilt.onnx import graph_check, weights
 from fedquilt.onnx.graph_check import CheckedGraph
 
 
-def load_result(store: Store, run: str) -> Artefact:
-    """Return the result of a run after its last committed round.
+def load_result(store: Store, run: str, *, best: bool = False) -> Artefact:
+    """Return the result of a run after its last committed round, or after the round with the best evaluation.
 
     Raises:
         StoreError, JobError: As `load_state`.
     """
     row = store.find_job(run)
-    return methods.load(row.job.method).result(load_state(store, row))
+    return methods.load(row.job.method).result(load_state(store, row, best=best))
 
 
-def load_state(store: Store, row: StoredJob) -> Any:
-    """Return the method state of a run after its last committed round.
+def load_state(store: Store, row: StoredJob, *, best: bool = False) -> Any:
+    """Return the method state of a run after its last committed round, or after the round with the best evaluation.
 
     Raises:
         StoreError: If the state is missing, or of another version.
-        JobError: If the run has no state yet.
+        JobError: If the run has no state yet, or no evaluation.
     """
-    states = [fact.state for _, _, fact in store.read_events(row.id) if isinstance(fact, JobStarted | RoundCommitted)]
-    if not states:
+    latest, evaluated, _ = _find_states(store, row)
+    ref = evaluated if best else latest
+    if latest is None:
         raise JobError(f"{row.id} is {row.status} and has no state yet")
-    path = store.depot.blob_path(states[-1].sha256)
+    if ref is None:
+        raise JobError(
+            f"{row.id} has no evaluation by devices yet, and thus no best state: leave --best out, and set [check] "
+            "every = 1 in later jobs"
+        )
+    path = store.depot.blob_path(ref.sha256)
     if path is None:
-        raise StoreError(f"the state of {row.id} ({states[-1].sha256[:12]}) is gone from {store.home}, or damaged")
+        raise StoreError(f"the state of {row.id} ({ref.sha256[:12]}) is gone from {store.home}, or damaged")
     try:
         return tensors.unpack_state(path.read_bytes(), methods.load(row.job.method).state)
     except StoreError as error:
@@ -67,18 +73,32 @@ def load_state(store: Store, row: StoredJob) -> Any:
         ) from None
 
 
-def export_result(store: Store, run: str, out: Path) -> str:
+def _find_states(store: Store, row: StoredJob) -> tuple[BlobRef | None, BlobRef | None, int]:
+    """Return the latest state, the one with the best evaluation, and the number of rounds before the latter."""
+    latest: BlobRef | None = None
+    best, before, rounds = latest, 0, 0
+    for _, _, fact in store.read_events(row.id):
+        if isinstance(fact, RoundCommitted):
+            best, before = (latest, rounds) if fact.best else (best, before)
+            rounds += not fact.settled
+        if isinstance(fact, JobStarted | RoundCommitted):
+            latest = fact.state
+    return latest, best, before
+
+
+def export_result(store: Store, run: str, out: Path, *, best: bool = False) -> str:
     """Write the result of a run to a file, and return a sentence that describes the file.
 
     A stitched network becomes one ONNX file. Trained weights become a safetensors file with the network's table in
-    the header, or an ONNX file if `out` ends with .onnx. The sentence states if the run has not ended.
+    the header, or an ONNX file if `out` ends with .onnx. With `best` the result is that after the round with the best
+    evaluation. The sentence states if the run has not ended.
 
     Raises:
         JobError: If `out` has a wrong suffix.
         ModelError: If the result cannot be written as ONNX.
         StoreError: If the file cannot be written.
     """
-    found, row = load_result(store, run), store.find_job(run)
+    found, row = load_result(store, run, best=best), store.find_job(run)
     endings = (".onnx",) if found.kind == "stitched" else (".onnx", ".safetensors")
     if out.suffix and out.suffix not in endings:
         what = "a stitched network is one ONNX file" if found.kind == "stitched" else "weights are safetensors or ONNX"
@@ -94,6 +114,8 @@ def export_result(store: Store, run: str, out: Path) -> str:
             os.replace(part, out)
     except OSError as error:
         raise StoreError(f"cannot write {out}: {error.strerror}") from None
+    if best:
+        what = f"{what}, after {_find_states(store, row)[2]} rounds, the best that devices evaluated"
     return f"{out}: {units.format_bytes(len(payload))}, {what}{_describe_unfinished(store, row)}"
 
 

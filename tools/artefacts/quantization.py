@@ -126,7 +126,7 @@ LENGTHS = (1, 2)  # numbers of blocks of a donor after which candidates are scor
 ENGINE_BYTES = 2 << 30
 UNUSED = (  # keys of [data] that are not in [int8]
     *("limit", "per_class", "held", "groups", "partition"),
-    *("share", "shares", "alpha", "min_size", "classes"),
+    *("share", "shares", "alpha", "min_size", "classes", "domains"),
 )
 
 

@@ -120,10 +120,12 @@ def run_seed(
             figures.update(look(simulation, hands))
             tell(done)
 
-        beside = msgspec.structs.replace(job, check=EvaluationSettings(every=every, beside=True))
+        # [stop] patience counts evaluations by devices, and those beside are not in the log
+        stops = job.stop.patience is not None
+        checked = job if stops else msgspec.structs.replace(job, check=EvaluationSettings(every=every, beside=True))
         absent = [member.device for member in members[len(members) - away :]]
         simulate(
-            beside,
+            checked,
             folder,
             members,
             workers=workers,

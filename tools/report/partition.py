@@ -6,7 +6,7 @@ The picture is one SVG element: a file by itself, or a part of an HTML page.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -39,6 +39,7 @@ class ClassCounts:
     classes: tuple[str, ...]
     train: np.ndarray  # (devices, classes)
     held: np.ndarray  # likewise
+    domains: tuple[str, ...] = ()  # of each device; (): none has any
 
 
 def count_examples(job: JobSettings, devices: int | None = None) -> ClassCounts:
@@ -56,7 +57,14 @@ def count_examples(job: JobSettings, devices: int | None = None) -> ClassCounts:
     classes = tuple(known) if len(known) >= kinds else tuple(map(str, range(kinds)))
     if spec.task != "classes":
         classes = ("all",)
-    return ClassCounts(tuple(table["device"] for table in tables), classes[:kinds], train, held)
+    domains = tuple(map(_describe_domain, tables)) if spec.domains else ()
+    return ClassCounts(tuple(table["device"] for table in tables), classes[:kinds], train, held, domains)
+
+
+def _describe_domain(table: Mapping[str, Any]) -> str:
+    spec = DataSpec.parse(table["data"])
+    values = spec.domains.values_of_share(spec.share) if spec.domains else {}
+    return ", ".join(f"{name} {value:g}" for name, value in values.items())
 
 
 def print_counts(job: JobSettings, devices: int | None, out: Path | None, format: str) -> int:
@@ -72,11 +80,10 @@ def print_counts(job: JobSettings, devices: int | None, out: Path | None, format
 
 
 def counts_to_dict(counts: ClassCounts) -> dict[str, Any]:
-    rows = zip(counts.devices, counts.train.tolist(), counts.held.tolist(), strict=True)
-    return {
-        "classes": list(counts.classes),
-        "devices": [{"device": device, "train": train, "held": held} for device, train, held in rows],
-    }
+    domains = counts.domains or (None,) * len(counts.devices)
+    rows = zip(counts.devices, counts.train.tolist(), counts.held.tolist(), domains, strict=True)
+    names = "device", "train", "held", "domain"
+    return {"classes": list(counts.classes), "devices": [dict(zip(names, row, strict=True)) for row in rows]}
 
 
 def format_counts(counts: ClassCounts) -> list[str]:
@@ -93,6 +100,8 @@ def format_counts(counts: ClassCounts) -> list[str]:
         shape = [f"{np.count_nonzero(own)}", f"{counts.classes[most]} ({own[most] / own.sum():.0%})"]
         rows.append([name, f"{own.sum()}", f"{held.sum()}", *([f"{n or '.'}" for n in own] if few else shape)])
     sizes = every.sum(axis=1)
+    for row, domain in zip(rows, ("domain", *counts.domains), strict=False):
+        row += [domain] if counts.domains else []
     return [
         *table.format_table(rows, "<>"),
         f"{len(counts.devices)} devices with {sizes.min()} to {sizes.max()} examples, {sizes.sum()} in all, of "
@@ -114,7 +123,9 @@ def draw_counts(counts: ClassCounts, title: str = "") -> plots.Picture:
     left = 12 + LETTER * max(map(len, ("class", *counts.classes)), default=0)
     top, tall = 3.5 * LINE + WIDE, max(cell, LINE - 2)
     floor = top + tall * len(counts.classes) + 12 + BARS  # where the bars stand
-    below = 12 + LETTER * max(map(len, counts.devices), default=0)
+    pairs = zip(counts.devices, counts.domains or ("",) * len(counts.devices), strict=True)
+    names = [", ".join(filter(None, pair)) for pair in pairs]
+    below = 12 + LETTER * max(map(len, names), default=0)
     width, height = max(left + cell * len(counts.devices) + 12, 24 + LETTER * len(NOTE)), floor + below
     largest = int(every.max(initial=1))
 
@@ -133,7 +144,7 @@ def draw_counts(counts: ClassCounts, title: str = "") -> plots.Picture:
         _draw_dots(
             axis, tip, counts, lambda row, column: (left + cell * (column + 0.5), top + tall * (row + 0.5)), radius
         )
-        for column, name in enumerate(counts.devices):
+        for column, name in enumerate(names):
             x = left + cell * (column + 0.5)
             _draw_bar(axis, tip, counts, column, x, floor, 0.7 * cell)
             if column % step == 0:

@@ -208,15 +208,26 @@ def _summarise_held_out(found: RunData) -> tuple[list[str], HtmlTable | None]:
     rows = [
         [
             str(point.rounds),
-            *(_format_value(own.metric, value) for value in (own.weighted, own.mean, own.worst_decile, own.deviation)),
+            *(
+                _format_value(own.metric, value)
+                for value in (own.weighted, own.mean, own.worst_decile, own.gap, own.deviation)
+            ),
             str(own.count),
             *([] if own.with_priors is None else [_format_value(own.metric, own.with_priors)]),
         ]
         for point in (checks if len(checks) <= 6 else [*checks[:2], *checks[-4:]])
         if (own := point.personal) is not None
     ]
-    head = ["after rounds", "weighted by examples", "mean of devices", "worst tenth", "spread", "devices"]
-    head += [] if last.with_priors is None else ["with class priors"]
+    head = [
+        "after rounds",
+        "weighted by examples",
+        "mean of devices",
+        "worst tenth",
+        "gap to the best tenth",
+        "spread",
+        "devices",
+        *([] if last.with_priors is None else ["with class priors"]),
+    ]
     note = f"Held-out shares: the devices' own examples that are not trained on; {last.count} devices reported."
     return [note], HtmlTable(head, rows)
 

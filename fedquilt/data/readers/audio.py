@@ -43,14 +43,13 @@ def open_recordings(path: Path, spec: DataSpec, *, labelled: bool = True) -> Exa
         DataError: If there is no recording, or a file is not a WAV file at the configured rate.
     """
     audio = spec.audio or Audio()
-    owner = None
     if path.is_dir() and not table.find_split_tables(path, spec.split):
         if spec.task != "classes":
             raise DataError(
                 f"{path}: in a folder by class each recording has a class: leave task = {spec.task!r} out, or give a "
                 "table"
             )
-        found, labels = files.find_files_by_class(path, spec, (".wav",), "recordings")
+        found, labels, owner = files.find_files_by_class(path, spec, (".wav",), "recordings")
     else:
         found, labels, owner = _read_listing(table.find_table(path, spec), spec, labelled)
     for file in found:

@@ -13,11 +13,11 @@ from fedquilt.data.spec import DataSpec
 
 def find_files_by_class(
     path: Path, spec: DataSpec, suffixes: Collection[str], what: str
-) -> tuple[list[Path], np.ndarray]:
-    """Find the files of <path>/<split>/<class>/, and return them with their classes (n,).
+) -> tuple[list[Path], np.ndarray, np.ndarray | None]:
+    """Find the files of <path>/<split>/<class>/, and return them with their classes and users, each (n,).
 
-    The training split may also be in <path>/<class>/. Classes are numbered by [data] labels, or by the sorted folder
-    names of the training split.
+    The training split may also be in <path>/<class>/. With [data] column, each class has a folder for each user.
+    Classes are numbered by [data] labels, or by the sorted folder names of the training split.
 
     Args:
         path: Folder of the data set.
@@ -37,12 +37,14 @@ def find_files_by_class(
     files = [
         (file, label)
         for label, name in enumerate(numbered)
-        for file in sorted((root / name).glob("*"))
+        for file in sorted((root / name).glob("*/*" if spec.column else "*"))
         if file.suffix.lower() in suffixes
     ]
     if not files:
-        raise DataError(f"{root} holds no {what}: put them in {root}/<class>/, as {', '.join(sorted(suffixes))}")
-    return [file for file, _ in files], np.array([label for _, label in files], np.int64)
+        place = f"{root}/<class>/" + (f"<{spec.column}>/" if spec.column else "")
+        raise DataError(f"{root} holds no {what}: put them in {place}, as {', '.join(sorted(suffixes))}")
+    owner = np.array([file.parent.name for file, _ in files]) if spec.column else None
+    return [file for file, _ in files], np.array([label for _, label in files], np.int64), owner
 
 
 def list_subfolders(path: Path) -> list[str]:

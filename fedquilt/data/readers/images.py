@@ -6,6 +6,7 @@ import gzip
 import inspect
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,9 @@ def _open_stream(path: Path) -> Bytes:
 
 
 def open_folder(path: Path, spec: DataSpec) -> ExampleReader:
-    found, labels = files.find_files_by_class(path, spec, readers_pixels.SUFFIXES, "images")
-    return _make_image_reader(labels, lambda row: readers_pixels.read_image(found[row], spec.size, spec.depth), path)
+    found, labels, owner = files.find_files_by_class(path, spec, readers_pixels.SUFFIXES, "images")
+    reader = _make_image_reader(labels, lambda row: readers_pixels.read_image(found[row], spec.size, spec.depth), path)
+    return replace(reader, owner=owner)
 
 
 def open_torchvision(path: Path, spec: DataSpec) -> ExampleReader:

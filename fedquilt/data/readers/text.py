@@ -41,9 +41,9 @@ def _open_folder(path: Path, spec: DataSpec, text: Text, tokenizer: Tokenizer) -
         raise DataError(
             f"{path}: a folder by class has a class for each text: leave task = {spec.task!r} out, or give a table"
         )
-    found, labels = files.find_files_by_class(path, spec, (".txt",), "texts")
+    found, labels, owner = files.find_files_by_class(path, spec, (".txt",), "texts")
     values = _encode_texts([_read_text(file) for file in found], text, tokenizer)
-    return ExampleReader(labels, values.__getitem__, values.shape[1:], values.dtype, tokens=len(tokenizer))
+    return ExampleReader(labels, values.__getitem__, values.shape[1:], values.dtype, owner=owner, tokens=len(tokenizer))
 
 
 def _encode_texts(texts: list[str], text: Text, tokenizer: Tokenizer) -> np.ndarray:

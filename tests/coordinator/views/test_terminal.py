@@ -327,7 +327,8 @@ def test_a_round_ends_with_its_accuracy_devices_and_joules():
     told = formatted(state, facts)
     assert told[5] == [
         "round 1: updates aggregated (3 of 4 devices, 12 J of 2 with a meter); loss 0.25; "
-        "at the start: accuracy 70.0 % on 40 held-out examples, worst tenth of 3 devices 60.0 %, spread 8.2 %, "
+        "at the start: accuracy 70.0 % on 40 held-out examples, worst tenth of 3 devices 60.0 %, "
+        "gap to the best tenth 20.0 %, spread 8.2 %, "
         "balanced accuracy 70.0 %, macro F1 41.2 %, loss 0.5"
     ]
     # nothing of the round before is in it

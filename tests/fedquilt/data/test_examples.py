@@ -29,6 +29,7 @@ PARTITIONS = {
     "dirichlet": DataSpec("-", partition="dirichlet", shares=7, alpha=0.3),
     "classes": DataSpec("-", partition="classes", shares=7, classes=2),
     "shards": DataSpec("-", partition="shards", shares=7),
+    "quantity": DataSpec("-", partition="quantity", shares=7, alpha=0.7),
     "groups": DataSpec("-", partition="dirichlet", shares=7, groups=((0, 3), (1, 2, 4))),
 }
 every_partition = pytest.mark.parametrize("kind", PARTITIONS)
@@ -65,6 +66,7 @@ def test_the_seed_decides_the_partition(kind):
         ("dirichlet", "8b4e030b3c067170"),
         ("classes", "cf5c3de1cb002293"),
         ("shards", "b077bd4aef7bf98f"),
+        ("quantity", "113d23762156724c"),
         ("groups", "742f144c649bde77"),
     ],
 )
@@ -98,6 +100,21 @@ def test_no_dirichlet_share_is_below_the_minimum():
         partition.rows_of_share(LABELS, with_options(spec, min_size=14, alpha=0.01))
     with pytest.raises(DataError, match="7 shares of at least 15 of only 100"):
         partition.rows_of_share(LABELS, with_options(spec, min_size=15))
+
+
+def test_sizes_follow_a_power_law_above_the_minimum():
+    """Of sizes s above it, P(size > s) falls as s ** -alpha: in logarithms, deciles lie log(10) / alpha apart."""
+    spec = DataSpec("-", partition="quantity", shares=1000, alpha=2.0, min_size=5, seed=1)
+    sizes = np.sort([len(own) for own in partition.rows_of_shares(np.zeros(10**6, int), spec)])[::-1] - 5
+    assert sizes.sum() == 10**6 - 5000
+    assert np.log(sizes[9] / sizes[99]) == pytest.approx(np.log(10) / 2, rel=0.2)
+    assert np.log(sizes[99] / sizes[999]) == pytest.approx(np.log(10) / 2, rel=0.1)
+    even = shares(LABELS, with_options(PARTITIONS["quantity"], alpha=1e6))
+    assert sorted(map(len, even)) == [14] * 5 + [15] * 2
+    one = shares(LABELS, with_options(PARTITIONS["quantity"], alpha=1e-6))
+    assert sorted(map(len, one)) == [2] * 6 + [88]
+    with pytest.raises(DataError, match="7 shares of at least 15 of only 100 examples: lower the number of devices"):
+        partition.rows_of_share(LABELS, with_options(PARTITIONS["quantity"], min_size=15))
 
 
 def test_each_device_has_so_many_classes_and_each_class_a_device():

@@ -123,7 +123,7 @@ MIXED = [{"path": "a.npz", "labels_from": 0}, {"path": "b.npz", "labels_from": 1
         ({"path": "a.npz", "per_class": {"train": -1}}, "per_class"),
         (
             {"path": "a.npz", "partition": "shard"},
-            r"did you mean 'shards'\? There are: all, classes, column, dirichlet, iid, shards",
+            r"did you mean 'shards'\? There are: all, classes, column, dirichlet, iid, quantity, shards",
         ),
     ],
 )

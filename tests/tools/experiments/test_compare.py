@@ -217,6 +217,15 @@ def test_runs_on_other_labels_are_made_anew(folder: Path, tmp_path: Path) -> Non
     assert "1 other runs in" in said[0]
 
 
+def test_a_compared_job_stops_early(folder: Path) -> None:
+    """Weights that hardly change: after the evaluation at the start two have no gain."""
+    table = {**TABLE, "rounds": 9, "params": {"lr": 1e-9}, "stop": {"patience": 2}, "check": {"every": 1}}
+    (case,) = comparison.make_cases(settings.parse_job(table), folder, ["fedavg"], [0])
+    run = single_run.run_seed(case.settings, folder, lambda done: None)
+    assert [mark.rounds for mark in run.marks] == [1, 2, 3]
+    assert run.marks[-1].held is not None
+
+
 def test_an_interrupted_comparison_keeps_what_was_finished(folder: Path, tmp_path: Path) -> None:
     todo = comparison.make_cases(JOB, folder, ["fedavg", "fedprox"], [0])
     played: list[ComparisonCase] = []

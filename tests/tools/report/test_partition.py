@@ -131,6 +131,21 @@ def test_the_command_draws_prints_and_is_read_by_programs(tmp_path: Path, capsys
     assert every.sum(axis=(0, 1)).tolist() == whole.tolist()
 
 
+def test_domains_are_printed_drawn_and_read_by_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = 'partition = "quantity"\nalpha = 1.0\n[data.domains]\nrotation = [0, 30]\nbrightness = [1, 1, 0.5]\n'
+    file, picture = job(tmp_path, more), tmp_path / "shares.svg"
+    assert main(["lab", "partition", str(file), "--out", str(picture)]) == 0
+    told = capsys.readouterr().out
+    assert ["x86-host-01", *["rotation", "30,", "noise", "0,", "brightness", "1"]] in map(str.split, told.splitlines())
+    texts = [text.text for text in ElementTree.parse(picture).iter(f"{SVG}text")]
+    assert "x86-host-02, rotation 0, noise 0, brightness 0.5" in texts
+    assert main(["lab", "partition", str(file), "--format", "json"]) == 0
+    devices = json.loads(capsys.readouterr().out)["devices"]
+    assert [device["domain"].partition(",")[0] for device in devices] == ["rotation 0", "rotation 30"] * 2
+    sizes = sorted(sum(device["train"]) + sum(device["held"]) for device in devices)
+    assert sizes[-1] > 2 * sizes[0]
+
+
 def test_a_job_names_its_classes(tmp_path: Path) -> None:
     """Where it lists labels, enough of them."""
     parsed = msgspec.structs.replace(settings.load_job(job(tmp_path)), labels=tuple("abcdefghij"))
