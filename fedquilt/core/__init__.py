@@ -85,6 +85,7 @@ from fedquilt.core.seeds import (
 )
 from fedquilt.core.site_rights import SiteRight
 from fedquilt.core.training import (
+    Choice,
     Engine,
     Fit,
     Hooks,
@@ -108,6 +109,7 @@ __all__ = [
     "BlobLocation",
     "BlobRef",
     "Bundle",
+    "Choice",
     "ClientContext",
     "ClientResult",
     "ClockError",

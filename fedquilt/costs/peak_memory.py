@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -144,6 +144,11 @@ WIDEST_AGAIN = 9
 PASSING = 4
 """Times the largest activation is at work where nothing is kept of it: before the first tensor that is trained."""
 
+OPTIMIZER_COPIES: Mapping[str, int] = {"sgd": 0, "adam": 2, "adamw": 2}
+"""Of the trained tensors, in the optimizer's state, beside a momentum of sgd."""
+TORCH_OPTIMIZER_COPIES, TORCH_OPTIMIZER_BYTES = 3, 76_000_000
+"""Likewise of any class of `torch.optim`, and what torch's compiler holds, which these classes import."""
+
 PIECES = 8
 """Into how many parts at most what is kept for the backward pass is divided, where it does not fit."""
 
@@ -182,6 +187,24 @@ def training_bytes(
     kept_bytes = examples * network.kept_bytes
     held_bytes = kept_bytes if piece_bytes is None else min(piece_bytes, kept_bytes)
     return fixed + examples * _working_bytes(network, again=piece_bytes is not None) + held_bytes
+
+
+def optimizer_name(params: Mapping[str, Any]) -> str:
+    """Return the name of the optimizer in parameters of a method."""
+    choice = params.get("optimizer", "sgd")
+    return str(choice["name"] if isinstance(choice, Mapping) else choice)
+
+
+def optimizer_copies(params: Mapping[str, Any]) -> int:
+    """Return how many copies of the trained tensors an optimizer keeps."""
+    found = OPTIMIZER_COPIES.get(optimizer_name(params), TORCH_OPTIMIZER_COPIES)
+    return found or int(params.get("momentum", 0) > 0)
+
+
+def optimizer_library_bytes(params: Mapping[str, Any], library: str = "") -> int:
+    """Return what a class of `torch.optim` imports, beside what the network's `library` has imported."""
+    imported = optimizer_name(params) not in OPTIMIZER_COPIES
+    return max(TORCH_OPTIMIZER_BYTES - LIBRARY_BYTES.get(library, 0), 0) if imported else 0
 
 
 def fixed_training_bytes(

@@ -12,7 +12,7 @@ tensors have other types than the model's, or are too large to be summed. The su
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from msgspec import Meta
 
@@ -22,6 +22,7 @@ from fedquilt.core import (
     Aggregation,
     Artefact,
     Bundle,
+    Choice,
     ClientContext,
     ClientResult,
     DeviceUpdate,
@@ -34,6 +35,7 @@ from fedquilt.core import (
     Traits,
     UpdateError,
 )
+from fedquilt.formats import training_choices
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
 
@@ -41,21 +43,22 @@ Batch: TypeAlias = Annotated[int, Meta(ge=1, le=10**9)]  # a greater one is a sl
 
 
 @dataclass(frozen=True)
-class Params:
+class Params(local_training.TrainingParams):
     """Hyper-parameters of the client's training."""
 
     epochs: Annotated[int, Meta(ge=1)] = 1  # E: passes over the device's own examples in a round
     batch: Batch = 32  # B: mini-batch size; a device with fewer examples takes all of them in one step
     lr: Annotated[float, Meta(gt=0)] = 0.05  # eta: learning rate
-    lr_decay: Annotated[float, Meta(gt=0, le=1)] = 1.0  # factor on eta after every round
-    optimizer: Literal["sgd", "adam"] = "sgd"
-    momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # of sgd, begun anew in every round
+    optimizer: Choice = "sgd"  # begun anew in every round
+    momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # of sgd, and of optimizers of torch that have it
     nesterov: bool = False
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
     clip: Annotated[float, Meta(ge=0)] = 0.0  # largest gradient norm; 0: no clipping
     mixed: bool = False  # 16-bit arithmetic where a device's GPU has it; weights and what travels stay 32-bit
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        training_choices.parse_optimizer(self.optimizer)
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov = true requires a momentum above 0")
 

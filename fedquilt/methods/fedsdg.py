@@ -88,7 +88,7 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
 
 
 @dataclass(frozen=True)
-class Params:
+class Params(local_training.TrainingParams):
     """FedSDG's parameters. Parameters without a value are those of the preset.
 
     `aggregation` is "aligned" for Eq. 10, "others" for the softmax of the cosines between a device's adapters and the
@@ -99,7 +99,6 @@ class Params:
     epochs: Annotated[int, Meta(ge=1)] | None = None  # E: 1; official 5
     batch: fedavg.Batch | None = None  # 32; official 128
     lr: Annotated[float, Meta(gt=0)] = 1e-3  # eta_g, of adapters and head, by Adam
-    lr_decay: Annotated[float, Meta(gt=0, le=1)] = 1.0  # times all three rates after every round
     lr_own: Annotated[float, Meta(gt=0)] = 1e-3  # eta_p, of the device's own branch
     lr_gates: Annotated[float, Meta(gt=0)] | None = None  # eta_m: 0.01; official 0.1
     clip: Annotated[float, Meta(ge=0)] = 1.0  # largest gradient norm, over all that is trained; 0: no clipping
@@ -118,6 +117,7 @@ class Params:
     tell_gates: bool = False  # report every gate, to two decimals
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, value in PRESETS[self.preset].items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)

@@ -64,7 +64,7 @@ def dry_run_job(job: JobSettings, made: Bundle, folder: Path) -> None:
     count = max(3 if by_memory else 2, method.minimum_updates(given))
     held = draw_examples(network, int(made.meta.get("outputs") or network.get("classes", 2)))
     table = {
-        "params": {**job.params, **shorten_params(given, SHORT), **phases},
+        "params": {**job.params, **keep_schedule(given), **shorten_params(given, SHORT), **phases},
         "rounds": min(job.rounds, 4 if phases else 3),
         "wire": msgspec.to_builtins(job.wire),
         "check": {"every": 0 if method.check is None else 1},
@@ -75,6 +75,11 @@ def dry_run_job(job: JobSettings, made: Bundle, folder: Path) -> None:
         members = [DeviceData(f"dry-{number}", held, held) for number in range(count)]
         last = run_to_last_state(job, table, folder, members, wrap_to_record_errors(method, seen), engine)
         _require_exportable(method, last, network, held, engine)
+
+
+def keep_schedule(given: Any) -> dict[str, Any]:
+    """Return the schedule of a job with its number of rounds, for a run of fewer rounds."""
+    return {"schedule": given.schedule} if hasattr(given, "schedule") else {}
 
 
 def shorten_params(given: Any, most: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,7 +132,9 @@ def _make_engine(job: JobSettings, method: Method) -> Any:
             return TorchEngine(AMPLE, base_bytes=0)
     from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine
 
-    return NumpyEngine(AMPLE, base_bytes=0) if "numpy" in method.engines else None
+    if "numpy" not in settings.list_engines(job, method):
+        return None
+    return NumpyEngine(AMPLE, base_bytes=0)
 
 
 def draw_examples(

@@ -1,0 +1,252 @@
+"""Losses, optimizers, schedules and augmentations of [params], against plain torch over three rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+from torch.optim import lr_scheduler  # noqa: E402
+
+from fedquilt.arrays import tensors  # noqa: E402
+from fedquilt.core import DivergedError, Examples, Fit, JobError  # noqa: E402
+from fedquilt.edge_agent.engines import training  # noqa: E402
+from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine  # noqa: E402
+from fedquilt.edge_agent.engines.torch.engine import TorchEngine  # noqa: E402
+from fedquilt.models import local_training  # noqa: E402
+from fedquilt.models.networks import registry  # noqa: E402
+
+INPUT = {"channels": 1, "size": 8, "mean": [0.5], "std": [0.25]}
+NETWORKS: dict[str, dict[str, Any]] = {
+    "mlp": {"name": "mlp", "inputs": 6, "hidden": [5], "classes": 3},
+    "batch norm": {"name": "residual", "channels": 1, "classes": 3, "width": 4, "input": INPUT},
+    "recurrent": {"name": "gru", "channels": 3, "steps": 5, "classes": 3, "width": 4},
+}
+SHAPES = {"mlp": (6,), "batch norm": (8, 8), "recurrent": (5, 3)}
+ROUNDS, COUNT, BATCH, RATE, W = 3, 22, 6, 0.05, (1.0, 2.0, 0.5)
+
+
+def examples(network: str, task: str = "classes", count: int = COUNT) -> Examples:
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(count, *SHAPES[network])).astype(np.float32)
+    if network == "batch norm":
+        x = rng.integers(0, 256, x.shape).astype(np.uint8)
+    if task == "regression":
+        return Examples(x, rng.normal(size=(count, 3)).astype(np.float32))
+    if task == "labels":
+        return Examples(x, rng.integers(0, 2, (count, 3)).astype(np.uint8))
+    return Examples(x, rng.integers(0, 3, count))
+
+
+def fit_of_round(round: int, **params: Any) -> Fit:
+    task: Any = SimpleNamespace(params={"epochs": 2, "batch": BATCH, "lr": RATE, **params}, round=round)
+    return local_training.fit_from_task(task)
+
+
+def first_tensors(network: dict[str, Any]) -> dict[str, np.ndarray]:
+    return {name: value.numpy().copy() for name, value in registry.load_network(network, seed=3).state_dict().items()}
+
+
+def play_rounds(network: dict[str, Any], data: Examples, **params: Any) -> dict[str, np.ndarray]:
+    engine, model = TorchEngine(1 << 40, base_bytes=0), first_tensors(network)
+    for round in range(ROUNDS):
+        fit = fit_of_round(round, **params)
+        model = dict(engine.train(network, model, data, fit, tensors.seeded_rng(round))[0])
+    return model
+
+
+Loss = Callable[[Any, Any], Any]  # (scores, y) -> mean
+
+
+def plain_rounds(
+    network: dict[str, Any],
+    data: Examples,
+    loss: Loss = F.cross_entropy,
+    optimizer: Callable[..., Any] = torch.optim.SGD,
+    rates: Iterator[float] | None = None,
+    parts: int = 1,
+    ema: float = 0.0,
+    view: Callable[[np.ndarray, np.ndarray, int, int], list[tuple[float, Any, Any]]] | None = None,
+) -> dict[str, np.ndarray]:
+    """The same rounds by torch alone. `view` returns shares, inputs and targets of a mini-batch's losses."""
+    module = registry.load_network(network, seed=3).to(memory_format=torch.channels_last)  # as the engine has it
+    task = network.get("task", "classes")
+    y = torch.from_numpy(data.y.astype(np.int64 if task == "classes" else np.float32))
+    for round in range(ROUNDS):
+        module.train()
+        moves = optimizer(module.parameters(), lr=RATE)
+        average = torch.optim.swa_utils.AveragedModel(module, avg_fn=torch.optim.swa_utils.get_ema_avg_fn(ema))
+        average.update_parameters(module)
+        rng = tensors.seeded_rng(round)
+        orders = training.draw_orders(len(data), 2, rng)
+        seed, number = int(rng.integers(2**53)), 0
+        for order in orders:
+            for batch in np.split(order, range(BATCH, len(order), BATCH)):
+                if rates is not None:
+                    moves.param_groups[0]["lr"] = next(rates)
+                moves.zero_grad()
+                for rows in np.array_split(batch, min(parts, len(batch))):
+                    if view is None:
+                        x = torch.from_numpy(training.network_inputs(data.x[rows], network))
+                        seen = [(1.0, x, y[rows])]
+                    else:
+                        seen = view(rows, data.y, seed, number)
+                    scores = module(seen[0][1])
+                    whole = sum(share * loss(scores, target) for share, _, target in seen)
+                    (whole * len(rows) / len(batch)).backward()
+                moves.step()
+                average.update_parameters(module)
+                number += 1
+        if ema:
+            for value, mean in zip(module.parameters(), average.module.parameters(), strict=True):
+                value.data.copy_(mean.data)
+    return {name: value.detach().numpy() for name, value in module.state_dict().items()}
+
+
+def assert_equal_models(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-6, err_msg=name)
+
+
+def focal(scores: Any, y: Any) -> Any:
+    shares = torch.softmax(scores, dim=1)[torch.arange(len(y)), y]
+    return (torch.tensor(W)[y] * (1 - shares) ** 1.5 * -torch.log(shares)).mean()
+
+
+def pinball(scores: Any, y: Any) -> Any:
+    levels, error = torch.tensor([0.1, 0.5, 0.9]), y - scores
+    return torch.where(error > 0, levels * error, (levels - 1) * error).mean()
+
+
+LOSSES: tuple[tuple[str, Any, Loss], ...] = (
+    ("classes", "cross_entropy", F.cross_entropy),
+    (
+        "classes",
+        {"name": "cross_entropy", "smoothing": 0.1, "weights": list(W)},
+        lambda scores, y: F.cross_entropy(scores, y, weight=torch.tensor(W), label_smoothing=0.1),
+    ),
+    ("classes", {"name": "focal", "gamma": 1.5, "weights": list(W)}, focal),
+    ("labels", "bce", F.binary_cross_entropy_with_logits),
+    (
+        "labels",
+        {"name": "bce", "weights": list(W)},
+        lambda scores, y: F.binary_cross_entropy_with_logits(scores, y, pos_weight=torch.tensor(W)),
+    ),
+    ("regression", "mse", F.mse_loss),
+    ("regression", {"name": "huber", "delta": 0.3}, lambda scores, y: F.huber_loss(scores, y, delta=0.3)),
+    ("regression", {"name": "quantile", "quantiles": [0.1, 0.5, 0.9]}, pinball),
+    ("regression", "training_choices_own:absolute", F.l1_loss),
+)
+
+
+@pytest.fixture(autouse=True)
+def own_code(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module of the user's, in the folder in which commands are started."""
+    (tmp_path / "training_choices_own.py").write_text(
+        "import random\n"
+        "import torch\n"
+        "def absolute(scores, y): return (scores - y).abs().mean(dim=1)\n"
+        "def scaled(scores, y, scale): return scale * (scores - y).abs().mean(dim=1)\n"
+        "def mean(scores, y): return (scores - y).abs().mean()\n"
+        "def nothing(scores, y): return absolute(scores, y) * float('nan')\n"
+        "def still(scores, y): return absolute(scores.detach(), y)\n"
+        "def brighter(x, by): return (x.int() + by).clamp(max=255).to(x.dtype)\n"
+        "def pair(x): return x, 1\n"
+        "def cut(x): return x[..., 1:]\n"
+        "def floats(x): return x / 255\n"
+        "def unseeded(x): return x.flip(-1) if random.random() < 0.5 else (x + int(random.random() * 99)).to(x.dtype)\n"
+        "number = 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize(("task", "choice", "loss"), LOSSES, ids=[str(choice) for _, choice, _ in LOSSES])
+def test_losses_equal_those_of_plain_torch(network: str, task: str, choice: Any, loss: Loss) -> None:
+    table, data = {**NETWORKS[network], "task": task}, examples(network, task)
+    assert_equal_models(play_rounds(table, data, loss=choice), plain_rounds(table, data, loss))
+
+
+OPTIMIZERS: tuple[tuple[dict[str, Any], Callable[..., Any]], ...] = (
+    ({"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}, lambda values, lr: torch.optim.SGD(
+        values, lr=lr, momentum=0.9, nesterov=True, weight_decay=0.01
+    )),
+    ({"optimizer": {"name": "adam", "betas": [0.8, 0.95], "eps": 1e-6}}, lambda values, lr: torch.optim.Adam(
+        values, lr=lr, betas=(0.8, 0.95), eps=1e-6
+    )),
+    ({"optimizer": "adamw", "weight_decay": 0.1}, lambda values, lr: torch.optim.AdamW(
+        values, lr=lr, weight_decay=0.1
+    )),
+    ({"optimizer": {"name": "RMSprop", "alpha": 0.9}, "momentum": 0.5}, lambda values, lr: torch.optim.RMSprop(
+        values, lr=lr, alpha=0.9, momentum=0.5
+    )),
+    ({"optimizer": "Adagrad"}, torch.optim.Adagrad),
+    ({"optimizer": {"name": "Adafactor"}}, lambda values, lr: torch.optim.Adafactor(values, lr=lr, weight_decay=0.0)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize(("params", "optimizer"), OPTIMIZERS, ids=[str(params) for params, _ in OPTIMIZERS])
+def test_optimizers_equal_those_of_plain_torch(network: str, params: dict[str, Any], optimizer: Any) -> None:
+    if not hasattr(torch.optim, "Adafactor") and "Adafactor" in str(params):
+        pytest.skip("this torch has no Adafactor")
+    data = examples(network)
+    found = play_rounds(NETWORKS[network], data, **params)
+    assert_equal_models(found, plain_rounds(NETWORKS[network], data, optimizer=optimizer))
+
+
+STEPS = 2 * -(-COUNT // BATCH)  # of a round
+
+
+def scheduled(make: Callable[[Any], Any], each: int) -> Iterator[float]:
+    """Rates of torch's scheduler, each for so many steps."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=RATE)
+    scheduler = make(optimizer)
+    while True:
+        yield from [float(optimizer.param_groups[0]["lr"])] * each
+        optimizer.step()
+        scheduler.step()
+
+
+def warm_up(rounds: int, then: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def make(optimizer: Any) -> Any:
+        rise = lr_scheduler.LinearLR(optimizer, start_factor=1 / (rounds + 1), total_iters=rounds)
+        return lr_scheduler.SequentialLR(optimizer, [rise, then(optimizer)], milestones=[rounds])
+
+    return make
+
+
+SCHEDULES: tuple[tuple[Any, Callable[[Any], Any], bool], ...] = (
+    ({"name": "step", "factor": 0.5, "every": 2}, lambda moves: lr_scheduler.StepLR(moves, 2, 0.5), False),
+    ({"name": "step", "over": "steps"}, lambda moves: lr_scheduler.StepLR(moves, STEPS, 0.1), True),
+    ({"name": "cosine", "least": 0.1}, lambda moves: lr_scheduler.CosineAnnealingLR(moves, 3, 0.1 * RATE), False),
+    ({"name": "cosine", "over": "steps"}, lambda moves: lr_scheduler.CosineAnnealingLR(moves, 3 * STEPS), True),
+    (
+        {"name": "cosine", "over": "steps", "warm_up": 1},
+        warm_up(STEPS, lambda moves: lr_scheduler.CosineAnnealingLR(moves, 2 * STEPS)),
+        True,
+    ),
+    ({"name": "constant", "warm_up": 2}, warm_up(2, lambda moves: lr_scheduler.ConstantLR(moves, 1.0)), False),
+    (
+        {"name": "one_cycle", "over": "steps"},
+        lambda moves: lr_scheduler.OneCycleLR(moves, RATE, 3 * STEPS, cycle_momentum=False),
+        True,
+    ),
+)
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize(("choice", "make", "by_step"), SCHEDULES, ids=[str(choice) for choice, _, _ in SCHEDULES])
+def test_schedules_equal_those_of_plain_torch(network: str, choice: Any, make: Any, by_step: bool) -> None:
+    data, params = examples(network), {"schedule": {**choice, "rounds": ROUNDS}}
+    rates = scheduled(make, 1 if by_step else STEPS)
+    assert_equal_models(
+        play_rounds(NETWORKS[network], data, **params), plain_rounds(NETWORKS[network], data, rates=rates)
+    )
