@@ -19,7 +19,7 @@ from fedquilt import plugins
 from fedquilt.core import Choice, JobError
 from fedquilt.core.errors import first_line
 from fedquilt.edge_agent.engines import training
-from fedquilt.formats import training_choices
+from fedquilt.formats import toml, training_choices
 from fedquilt.host import torchvision_compat
 
 Transform = Callable[[torch.Tensor], Any]
@@ -140,7 +140,8 @@ def load_transform(name: str, arguments: Mapping[str, Any]) -> Transform:
     v2 = importlib.import_module("torchvision.transforms.v2")
     kind = getattr(v2, name, None)
     if not (isinstance(kind, type) and issubclass(kind, v2.Transform)):
-        raise JobError(f"{where}: torchvision.transforms.v2 has no such transform; your own is module:name")
+        near = toml.suggest_nearest(name, [each for each in dir(v2) if each[:1].isupper()])
+        raise JobError(f"{where}: torchvision.transforms.v2 has no such transform{near}; your own is module:name")
     _require_arguments(where, kind, (), arguments)
     try:
         made: Transform = kind(**arguments)
@@ -154,7 +155,7 @@ def _require_arguments(where: str, function: Any, before: tuple[Any, ...], argum
     try:
         signature.bind(*before, **arguments)
     except TypeError as error:
-        raise JobError(f"{where}: {error}; it takes {signature}") from None
+        raise JobError(f"{where}: {error}; the transform takes {', '.join(signature.parameters)}") from None
 
 
 @contextmanager
