@@ -1,0 +1,136 @@
+"""Choices of [params] with every method: each is used in a dry run, or refused by name in the job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedquilt import methods
+from fedquilt.coordinator import settings
+from fedquilt.core import JobError, ModelError
+from fedquilt.tools.artefacts import prepare
+
+pytest.importorskip("torch")
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "loss": {"loss": {"name": "cross_entropy", "smoothing": 0.1, "weights": [1, 2, 0.5]}},
+    "adamw": {"optimizer": "adamw"},
+    "torch": {"optimizer": {"name": "RMSprop", "alpha": 0.9}},
+    "rounds": {"schedule": {"name": "cosine", "warm_up": 1}},
+    "steps": {"schedule": {"name": "one_cycle", "over": "steps"}},
+    "augment": {"augment": ["mixup"]},
+    "accumulate": {"accumulate": 2},
+    "ema": {"ema": 0.9},
+}
+NONE = "has no such parameter"
+PLAIN = {"adamw": "sgd", "torch": "sgd", "steps": 'schedule over "steps": ', "ema": "ema = 0.9: "}
+REFUSED: dict[str, dict[str, str]] = {
+    **{name: dict.fromkeys(OPTIONS, NONE) for name in ("afl", "fedstitch")},  # which train no network
+    **dict.fromkeys(("fednova", "fedpews", "perfedavg", "pfedme", "scaffold"), PLAIN),
+    "depthfl": {"loss": "DepthFL's loss is the cross-entropy of all exits; leave it out"},
+    "fedsdg": {"adamw": NONE, "torch": NONE},  # whose optimizer is Adam
+    "fedsq": {"augment": 'FedSQ caches features of examples that never change; set cache = "off"'},
+}
+MORE: dict[str, dict[str, Any]] = {"fedlps": {"encoder": 0.0}}
+QUICK = ("fedavg", "scaffold", "depthfl", "fedsdg", "fedpews_fixed", "heterofl", "fedrep")  # in `make test`
+REZERO = {"name": "rezero", "inputs": 6, "classes": 3, "width": 8, "blocks": 3}
+
+
+def job_of(name: str, model: dict[str, Any] = REZERO, **params: Any) -> settings.JobSettings:
+    given = {**MORE.get(name, {}), **params}
+    return settings.parse_job(
+        {"name": "j", "method": name, "params": given, "model": model, "cohort": {"min_devices": 32}}
+    )
+
+
+@pytest.mark.parametrize("name", methods.builtin_names())
+def test_every_choice_is_read_or_refused_in_the_job_of_every_method(name: str) -> None:
+    for option, params in OPTIONS.items():
+        if (reason := REFUSED.get(name, {}).get(option)) is None:
+            job_of(name, **params)
+        else:
+            with pytest.raises(JobError) as refused:
+                job_of(name, **params)
+            assert reason in str(refused.value), (name, option)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param(name, options, marks=() if name in QUICK and len(options) > 1 else pytest.mark.nightly)
+        for name in methods.builtin_names()
+        if NONE not in REFUSED.get(name, {}).get("ema", "")
+        for open in [[option for option in OPTIONS if option not in REFUSED.get(name, {})]]
+        for options in [open, *([option] for option in open)]
+    ],
+    ids=lambda value: value if isinstance(value, str) else "+".join(value),
+)
+def test_every_choice_is_used_in_a_dry_run(name: str, options: list[str], tmp_path: Path) -> None:
+    """All that a method takes together, the later of two optimizers or schedules, and each alone."""
+    params = {key: value for option in options for key, value in OPTIONS[option].items()}
+    prepare.prepare_and_check(job_of(name, **params), tmp_path / "bundle")
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"loss": "crossentropy"}, "loss 'crossentropy' is unknown; did you mean 'cross_entropy'"),
+        ({"loss": {"gamma": 1.0}}, "the table has no name"),
+        ({"loss": {"name": "focal", "gama": 1.0}}, "there is no key 'gama'; did you mean 'gamma'?"),
+        ({"loss": {"name": "cross_entropy", "smoothing": 1.5}}, "smoothing = 1.5: a number below 1 is wanted"),
+        ({"loss": {"name": "cross_entropy", "weights": [1, 0, 1]}}, "weights[1] = 0: a number above 0 is wanted"),
+        ({"loss": "absent_module:loss"}, "absent_module"),
+        ({"optimizer": "rmsprop"}, "optimizer = 'rmsprop'; there are: sgd, adam, adamw, or a class of torch.optim"),
+        ({"optimizer": "AdamW"}, "optimizer = 'AdamW': write 'adamw'"),
+        ({"optimizer": {"name": "adam", "lr": 0.1}}, "lr = 0.1 has a key of its own: set [params] lr"),
+        ({"optimizer": {"name": "adam", "beta": 0.1}}, "there is no key 'beta'; did you mean 'betas'?"),
+        ({"schedule": "cosin"}, "schedule = 'cosin'; did you mean 'cosine'?"),
+        ({"schedule": {"name": "step", "every": 0}}, "every = 0: a whole number of at least 1 is wanted"),
+        ({"schedule": {"name": "cosine", "warm_up": 10}}, "rounds = 10 and warm_up = 10: set the job's rounds above"),
+        ({"schedule": {"name": "one_cycle", "rise": 0.1}}, "one_cycle has 10 steps, of which less than 2 rise"),
+        ({"augment": ["mixup", "RandomHorizontalFlip"]}, "mixup mixes what the other transforms made; write it last"),
+        ({"augment": [{"name": "mixup", "alpha": 0}]}, "alpha = 0: a number above 0 is wanted"),
+        ({"augment": ["flip"]}, "transform 'flip' is unknown"),
+        ({"accumulate": 0}, "accumulate = 0: a whole number of at least 1 is wanted"),
+        ({"ema": 1.0}, "ema = 1.0: a number below 1 is wanted"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_a_choice_that_is_none_is_refused_in_the_job(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(JobError) as refused:
+        job_of("fedavg", **params)
+    assert message in str(refused.value)
+    assert "[params]" in str(refused.value)
+
+
+def test_a_choice_that_does_not_fit_the_network_is_refused_as_the_job_is_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "odd_losses.py").write_text(
+        "def mean(scores, y): return scores.mean()\n"
+        "def nothing(scores, y): return scores.sum(dim=1) * float('nan')\n"
+        "def broken(scores, y): return scores.absent\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    for params, message in (
+        ({"loss": {"name": "focal", "weights": [1.0]}}, "weights has 1 numbers, and the network has 3 outputs"),
+        ({"loss": "odd_losses:mean"}, "returned () for 2 examples: return one loss for each"),
+        ({"loss": "odd_losses:nothing"}, "the loss became NaN at step 1 of 2"),
+        ({"loss": "odd_losses:broken"}, "(odd_losses.py, line 3)"),
+        ({"optimizer": "Rmsprop"}, "optimizer = 'Rmsprop' is no class of torch.optim"),
+    ):
+        with pytest.raises(ModelError) as refused:
+            prepare.prepare_and_check(job_of("fedavg", **params), tmp_path / "bundle")
+        assert message in str(refused.value)
+
+
+def test_only_torch_does_the_tasks_of_such_a_job() -> None:
+    method = methods.load("fedavg")
+    assert settings.list_engines(job_of("fedavg"), method) == ("torch", "numpy")
+    assert settings.list_engines(job_of("fedavg", schedule="cosine", optimizer="adam"), method) == ("torch", "numpy")
+    for option in ("loss", "adamw", "torch", "steps", "augment", "accumulate", "ema"):
+        assert settings.list_engines(job_of("fedavg", **OPTIONS[option]), method) == ("torch",), option
+    with pytest.raises(JobError, match=r'engine = "numpy": it cannot train with ema = 0\.9; leave the line out'):
+        settings.parse_job({"name": "j", "method": "fedavg", "engine": "numpy", "params": {"ema": 0.9}})
