@@ -312,7 +312,8 @@ def parse_params(job: JobSettings) -> Any:
     if job.engine == "numpy" and (needs := training_choices.describe_torch_choices(found)):
         raise JobError(f'engine = "numpy": it cannot train with {needs}; leave the line out, so that devices use torch')
     for kind_of_plugin, name in training_choices.list_plugins(found):
-        plugins.find_plugin(kind_of_plugin, name, training_choices.OURS[kind_of_plugin])
+        with toml.prefix_errors("[params]"):
+            plugins.find_plugin(kind_of_plugin, name, training_choices.OURS[kind_of_plugin])
     return kind(**found)
 
 

@@ -39,8 +39,8 @@ FIT = tuple(each.name for each in fields(Fit) if each.name != "round")
 class TrainingParams:
     """Parameters of what devices minimise and how, common to all methods that train."""
 
-    loss: Choice = ""  # not given: of the network's task
-    schedule: Choice = "constant"  # factor on the learning rate over the job
+    loss: Choice = ""  # a name or a table (docs/training.md); not given: of the network's task
+    schedule: Choice = "constant"  # of the learning rate over the job
     augment: tuple[Choice, ...] = ()  # random changes of training examples, in order
     accumulate: Annotated[int, Meta(ge=1)] = 1  # parts of a mini-batch whose gradients are added up, to save memory
     ema: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # share that the weights' moving average keeps at a step; 0: none

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from fedquilt import methods
 from fedquilt.coordinator import settings
 from fedquilt.core import JobError, ModelError
+from fedquilt.formats import training_choices
 from fedquilt.tools.artefacts import prepare
 
 pytest.importorskip("torch")
@@ -81,7 +85,6 @@ def test_every_choice_is_used_in_a_dry_run(name: str, options: list[str], tmp_pa
         ({"loss": {"name": "focal", "gama": 1.0}}, "there is no key 'gama'; did you mean 'gamma'?"),
         ({"loss": {"name": "cross_entropy", "smoothing": 1.5}}, "smoothing = 1.5: a number below 1 is wanted"),
         ({"loss": {"name": "cross_entropy", "weights": [1, 0, 1]}}, "weights[1] = 0: a number above 0 is wanted"),
-        ({"loss": "absent_module:loss"}, "absent_module"),
         ({"optimizer": "rmsprop"}, "optimizer = 'rmsprop'; there are: sgd, adam, adamw, or a class of torch.optim"),
         ({"optimizer": "AdamW"}, "optimizer = 'AdamW': write 'adamw'"),
         ({"optimizer": {"name": "adam", "lr": 0.1}}, "lr = 0.1 has a key of its own: set [params] lr"),
@@ -118,6 +121,7 @@ def test_a_choice_that_does_not_fit_the_network_is_refused_as_the_job_is_prepare
         ({"loss": {"name": "focal", "weights": [1.0]}}, "weights has 1 numbers, and the network has 3 outputs"),
         ({"loss": "odd_losses:mean"}, "returned () for 2 examples: return one loss for each"),
         ({"loss": "odd_losses:nothing"}, "the loss became NaN at step 1 of 2"),
+        ({"loss": "absent_losses:mean"}, "there is no module 'absent_losses'; start the command in the folder of"),
         ({"loss": "odd_losses:broken"}, "(odd_losses.py, line 3)"),
         ({"optimizer": "Rmsprop"}, "optimizer = 'Rmsprop' is no class of torch.optim"),
     ):
@@ -134,3 +138,25 @@ def test_only_torch_does_the_tasks_of_such_a_job() -> None:
         assert settings.list_engines(job_of("fedavg", **OPTIONS[option]), method) == ("torch",), option
     with pytest.raises(JobError, match=r'engine = "numpy": it cannot train with ema = 0\.9; leave the line out'):
         settings.parse_job({"name": "j", "method": "fedavg", "engine": "numpy", "params": {"ema": 0.9}})
+
+
+def test_the_documentation_names_every_choice_with_its_arguments_and_defaults() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text().partition("## Loss, optimizer")[2]
+    rows = {row.split("`")[1]: row for row in page.splitlines() if row.startswith("| `")}
+    losses = {name: kind for name, (kind, _) in training_choices.LOSSES.items()}
+    tables: dict[str, Mapping[str, type]] = {
+        "loss": losses,
+        "optimizer": training_choices.OPTIMIZERS,
+        "schedule": training_choices.SCHEDULES,
+        "augment": {"mixup": training_choices.Mixup},
+    }
+    assert rows.keys() == {*tables, "accumulate", "ema"}
+    for key, table in tables.items():
+        for name, kind in table.items():
+            assert f"`{name}`" in rows[key]
+            for field in msgspec.structs.fields(kind):
+                if field.name == "rounds":  # the job's
+                    continue
+                default = json.dumps(field.default).replace("1e-08", "1e-8").replace("4e-06", "4e-6")
+                told = f"`{field.name}`" if default == "[]" else f"`{field.name}` = {default.removesuffix('.0')}"
+                assert told in rows[key], (name, told)
