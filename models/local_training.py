@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
-from msgspec import Meta
 
 from fedquilt.arrays import tensors
 from fedquilt.core import (
     Artefact,
     Bundle,
-    Choice,
     ClientContext,
     ClientResult,
     DeviceUpdate,
@@ -33,29 +31,6 @@ from fedquilt.costs import layer_costs, peak_memory
 from fedquilt.formats import tensor_register, training_choices
 
 FIT = tuple(each.name for each in fields(Fit) if each.name != "round")
-
-
-@dataclass(frozen=True)
-class TrainingParams:
-    """Parameters of what devices minimise and how, common to all methods that train."""
-
-    loss: Choice = ""  # a name or a table (docs/training.md); not given: of the network's task
-    schedule: Choice = "constant"  # of the learning rate over the job
-    augment: tuple[Choice, ...] = ()  # random changes of training examples, in order
-    accumulate: Annotated[int, Meta(ge=1)] = 1  # parts of a mini-batch whose gradients are added up, to save memory
-    ema: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # share that the weights' moving average keeps at a step; 0: none
-
-    def __post_init__(self) -> None:
-        training_choices.parse_loss(self.loss)
-        training_choices.parse_schedule(self.schedule)
-        training_choices.parse_augmentations(self.augment)
-
-    def require_plain_steps(self, why: str) -> None:
-        """Raise ValueError if the learning rate changes within a round, or an average of the weights is sent."""
-        if training_choices.parse_schedule(self.schedule).over == "steps":
-            raise ValueError(f'schedule over "steps": {why}; take over = "rounds"')
-        if self.ema:
-            raise ValueError(f"ema = {self.ema:g}: {why}; take ema = 0")
 
 
 @dataclass(frozen=True)

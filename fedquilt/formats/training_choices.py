@@ -292,6 +292,14 @@ def is_own_transform(name: str) -> bool:
     return name != MIXUP and (":" in name or not name[:1].isupper())
 
 
+def require_valid_choices(params: Any) -> None:
+    """Raise JobError unless the choices in the parameters of a method can be read."""
+    parse_loss(params.loss)
+    parse_optimizer(getattr(params, "optimizer", "adam"))
+    parse_schedule(params.schedule)
+    parse_augmentations(params.augment)
+
+
 def list_plugins(params: Mapping[str, Any]) -> list[tuple[Literal["loss", "transform"], str]]:
     """Return kind and name of the plug-ins that parameters of a method name."""
     loss, _ = split_choice(params.get("loss", ""), "loss")

@@ -43,7 +43,7 @@ Batch: TypeAlias = Annotated[int, Meta(ge=1, le=10**9)]  # a greater one is a sl
 
 
 @dataclass(frozen=True)
-class Params(local_training.TrainingParams):
+class Params:
     """Hyper-parameters of the client's training."""
 
     epochs: Annotated[int, Meta(ge=1)] = 1  # E: passes over the device's own examples in a round
@@ -55,12 +55,23 @@ class Params(local_training.TrainingParams):
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
     clip: Annotated[float, Meta(ge=0)] = 0.0  # largest gradient norm; 0: no clipping
     mixed: bool = False  # 16-bit arithmetic where a device's GPU has it; weights and what travels stay 32-bit
+    loss: Choice = ""  # a name or a table (docs/training.md); not given: of the network's task
+    schedule: Choice = "constant"  # of the learning rate over the job
+    augment: tuple[Choice, ...] = ()  # random changes of training examples, in order
+    accumulate: Annotated[int, Meta(ge=1)] = 1  # parts of a mini-batch whose gradients are added up, to save memory
+    ema: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # share that the weights' moving average keeps at a step; 0: none
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        training_choices.parse_optimizer(self.optimizer)
+        training_choices.require_valid_choices(self)
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov = true requires a momentum above 0")
+
+    def require_plain_steps(self, why: str) -> None:
+        """Raise ValueError if the learning rate changes within a round, or an average of the weights is sent."""
+        if training_choices.parse_schedule(self.schedule).over == "steps":
+            raise ValueError(f'schedule over "steps": {why}; take over = "rounds"')
+        if self.ema:
+            raise ValueError(f"ema = {self.ema:g}: {why}; take ema = 0")
 
 
 def init(bundle: Bundle, params: Any, seed: int) -> NetworkState:

@@ -37,6 +37,7 @@ from fedquilt.core import (
     Aggregation,
     Artefact,
     Bundle,
+    Choice,
     ClientContext,
     ClientResult,
     DeviceUpdate,
@@ -51,6 +52,7 @@ from fedquilt.core import (
     UpdateSchema,
     derive_seed,
 )
+from fedquilt.formats import training_choices
 from fedquilt.methods import fedavg, fedlora
 from fedquilt.methods.robust import CollectedUpdates, collect_update
 from fedquilt.models import local_training
@@ -88,7 +90,7 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
 
 
 @dataclass(frozen=True)
-class Params(local_training.TrainingParams):
+class Params:
     """FedSDG's parameters. Parameters without a value are those of the preset.
 
     `aggregation` is "aligned" for Eq. 10, "others" for the softmax of the cosines between a device's adapters and the
@@ -115,9 +117,14 @@ class Params(local_training.TrainingParams):
     )
     most: Annotated[int, Meta(ge=1)] = 64  # changes of a round that are held at once
     tell_gates: bool = False  # report every gate, to two decimals
+    loss: Choice = ""
+    schedule: Choice = "constant"  # of all three rates
+    augment: tuple[Choice, ...] = ()
+    accumulate: Annotated[int, Meta(ge=1)] = 1
+    ema: Annotated[float, Meta(ge=0, lt=1)] = 0.0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        training_choices.require_valid_choices(self)
         for name, value in PRESETS[self.preset].items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)

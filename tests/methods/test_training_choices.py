@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from fedquilt import methods
@@ -160,3 +161,17 @@ def test_the_documentation_names_every_choice_with_its_arguments_and_defaults() 
                 default = json.dumps(field.default).replace("1e-08", "1e-8").replace("4e-06", "4e-6")
                 told = f"`{field.name}`" if default == "[]" else f"`{field.name}` = {default.removesuffix('.0')}"
                 assert told in rows[key], (name, told)
+
+
+def test_transforms_are_tried_on_examples_of_the_jobs_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An `mlp` without [input] takes any numbers, and these are stored as bytes."""
+    (tmp_path / "odd_transforms.py").write_text("import torch\ndef noisy(x): return x + torch.rand_like(x)\n")
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / "data.npz", x=rng.integers(0, 256, (9, 2, 3)).astype(np.uint8), y=np.arange(9) % 3)
+    table = {"name": "j", "method": "fedavg", "model": {"name": "mlp", "inputs": 6, "classes": 3}}
+    data = {"data": {"path": str(tmp_path / "data.npz")}}
+    params = {"params": {"augment": ["odd_transforms:noisy"]}}
+    prepare.prepare_and_check(settings.parse_job({**table, **params}), tmp_path / "bundle")
+    with pytest.raises(ModelError, match=r"'odd_transforms:noisy' fails with an example of shape \(1, 2, 3\) and type"):
+        prepare.prepare_and_check(settings.parse_job({**table, **data, **params}), tmp_path / "bundle")

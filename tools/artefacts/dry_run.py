@@ -42,13 +42,14 @@ BUDGETS: Final = ("512MB", "2GB", "64GB")  # for methods that send parts: a smal
 EXAMPLES: Final = 3  # of a device: with mini-batches of two the last has one
 
 
-def dry_run_job(job: JobSettings, made: Bundle, folder: Path) -> None:
+def dry_run_job(job: JobSettings, made: Bundle, folder: Path, stored: np.ndarray | None = None) -> None:
     """Run a few rounds of a job that trains a network on synthetic examples, and evaluate the result.
 
     Args:
         job: Job whose method and parameters are tried. Passes over examples and phases are shortened.
         made: Bundle of the job.
         folder: Folder of the bundle.
+        stored: Examples as the job's data has them, for its transforms, or None for synthetic ones.
 
     Raises:
         ModelError: If the method cannot train the network. Gives the reason.
@@ -63,6 +64,8 @@ def dry_run_job(job: JobSettings, made: Bundle, folder: Path) -> None:
     budgets = BUDGETS if by_memory else BUDGETS[-1:]
     count = max(3 if by_memory else 2, method.minimum_updates(given))
     held = draw_examples(network, int(made.meta.get("outputs") or network.get("classes", 2)))
+    if stored is not None:
+        held = replace(held, x=np.resize(stored, (len(held), *stored.shape[1:])))
     table = {
         "params": {**job.params, **keep_schedule(given), **shorten_params(given, SHORT), **phases},
         "rounds": min(job.rounds, 4 if phases else 3),
