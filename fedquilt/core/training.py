@@ -40,7 +40,7 @@ class Fit:
     weight_decay: float = 0.0  # added to the gradient: times the weight
     clip: float = 0.0  # largest gradient norm; 0: no clipping
     mixed: bool = False  # 16-bit arithmetic where a GPU has it; weights stay 32-bit
-    loss: Choice = field(default="", hash=False)  # "": of the network's task
+    loss: Choice = field(default="", hash=False)  # the empty text is the loss of the network's task
     schedule: Choice = field(default="constant", hash=False)  # of steps; `lr` is that of the round
     round: int = 0  # of the job, for the schedule
     augment: Sequence[Choice] = field(default=(), hash=False)

@@ -202,7 +202,7 @@ def optimizer_copies(params: Mapping[str, Any]) -> int:
 
 
 def optimizer_library_bytes(params: Mapping[str, Any], library: str = "") -> int:
-    """Return what a class of `torch.optim` imports, beside what the network's `library` has imported."""
+    """Return the memory of the imports of a class of `torch.optim`, without those of the network's library."""
     imported = optimizer_name(params) not in OPTIMIZER_COPIES
     return max(TORCH_OPTIMIZER_BYTES - LIBRARY_BYTES.get(library, 0), 0) if imported else 0
 

@@ -257,7 +257,7 @@ def parse_schedule(choice: Choice) -> Schedule:
 
 
 def schedule_with_rounds(choice: Choice, rounds: int) -> Choice:
-    """Return a schedule that knows the number of rounds, checked over all of them.
+    """Return a schedule with its number of rounds.
 
     Raises:
         JobError: If the schedule is impossible with so many rounds.

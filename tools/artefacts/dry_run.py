@@ -81,7 +81,7 @@ def dry_run_job(job: JobSettings, made: Bundle, folder: Path, stored: np.ndarray
 
 
 def keep_schedule(given: Any) -> dict[str, Any]:
-    """Return the schedule of a job with its number of rounds, for a run of fewer rounds."""
+    """Return the schedule with the job's number of rounds."""
     return {"schedule": given.schedule} if hasattr(given, "schedule") else {}
 
 

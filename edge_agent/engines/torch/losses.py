@@ -77,7 +77,7 @@ class TrainingLoss:
         return self._sum(scores, y)
 
     def divisor(self, y: np.ndarray) -> float:
-        """Return what the sum over a mini-batch is divided by: its examples, or the sum of their classes' weights."""
+        """Return the divisor of a mini-batch's sum for the mean in torch."""
         return float(len(y) if self._weights is None else self._weights[y].sum())
 
 
