@@ -7,7 +7,6 @@ micro-batches into which a budget divides it.
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -15,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from fedquilt import plugins
 from fedquilt.core import Choice, JobError
 from fedquilt.core.errors import first_line
 from fedquilt.edge_agent.engines import training
+from fedquilt.edge_agent.engines.torch import own_functions
 from fedquilt.formats import toml, training_choices
 from fedquilt.host import torchvision_compat
 
@@ -127,35 +126,22 @@ def load_transform(name: str, arguments: Mapping[str, Any]) -> Transform:
     Raises:
         JobError: If there is none, or it does not take the arguments.
     """
-    where = f"[params] augment {name!r}"
     if training_choices.is_own_transform(name):
-        plugin = plugins.find_plugin("transform", name, training_choices.OURS["transform"])
-        assert plugin is not None
-        function = plugins.import_plugin(plugin)
-        if not callable(function):
-            raise plugins.wrong_kind_error(plugin, "a function of an example", function)
-        _require_arguments(where, function, (None,), arguments)
+        function = own_functions.load_function("transform", name, arguments, values=1)
         return lambda value: function(value, **arguments)
+    where = f"[params] augment {name!r}"
     torchvision_compat.import_torchvision()
     v2 = importlib.import_module("torchvision.transforms.v2")
     kind = getattr(v2, name, None)
     if not (isinstance(kind, type) and issubclass(kind, v2.Transform)):
         near = toml.suggest_nearest(name, [each for each in dir(v2) if each[:1].isupper()])
         raise JobError(f"{where}: torchvision.transforms.v2 has no such transform{near}; your own is module:name")
-    _require_arguments(where, kind, (), arguments)
+    own_functions.require_arguments(where, kind, 0, arguments)
     try:
         made: Transform = kind(**arguments)
     except (TypeError, ValueError) as error:
         raise JobError(f"{where}: {arguments}: {first_line(error)}") from None
     return made
-
-
-def _require_arguments(where: str, function: Any, before: tuple[Any, ...], arguments: Mapping[str, Any]) -> None:
-    signature = inspect.signature(function)
-    try:
-        signature.bind(*before, **arguments)
-    except TypeError as error:
-        raise JobError(f"{where}: {error}; the transform takes {', '.join(signature.parameters)}") from None
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +10,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fedquilt import plugins
 from fedquilt.core import Choice, JobError, TaskKind
-from fedquilt.edge_agent.engines.torch import training_step
+from fedquilt.edge_agent.engines.torch import own_functions, training_step
 from fedquilt.formats import training_choices
 
 Sum = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (scores, targets) -> sum of the examples' losses
@@ -113,17 +111,7 @@ def load_own_loss(name: str, arguments: Mapping[str, Any]) -> Sum:
     Raises:
         JobError: If there is no such function, it does not take the arguments, or its result is of no use.
     """
-    plugin = plugins.find_plugin("loss", name, training_choices.OURS["loss"])
-    assert plugin is not None
-    function = plugins.import_plugin(plugin)
-    if not callable(function):
-        raise plugins.wrong_kind_error(plugin, "a function of scores and targets", function)
-    try:
-        inspect.signature(function).bind(None, None, **arguments)
-    except TypeError as error:
-        raise JobError(
-            f"[params] loss {name!r}: the function does not take scores, targets and these keys: {error}"
-        ) from None
+    function = own_functions.load_function("loss", name, arguments, values=2)
 
     def own(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         found = function(scores, y, **arguments)
