@@ -66,8 +66,9 @@ def dry_run_job(job: JobSettings, made: Bundle, folder: Path, stored: np.ndarray
     held = draw_examples(network, int(made.meta.get("outputs") or network.get("classes", 2)))
     if stored is not None:
         held = replace(held, x=np.resize(stored, (len(held), *stored.shape[1:])))
+    schedule = {"schedule": given.schedule} if hasattr(given, "schedule") else {}  # of all rounds of the job
     table = {
-        "params": {**job.params, **keep_schedule(given), **shorten_params(given, SHORT), **phases},
+        "params": {**job.params, **schedule, **shorten_params(given, SHORT), **phases},
         "rounds": min(job.rounds, 4 if phases else 3),
         "wire": msgspec.to_builtins(job.wire),
         "check": {"every": 0 if method.check is None else 1},
@@ -78,11 +79,6 @@ def dry_run_job(job: JobSettings, made: Bundle, folder: Path, stored: np.ndarray
         members = [DeviceData(f"dry-{number}", held, held) for number in range(count)]
         last = run_to_last_state(job, table, folder, members, wrap_to_record_errors(method, seen), engine)
         _require_exportable(method, last, network, held, engine)
-
-
-def keep_schedule(given: Any) -> dict[str, Any]:
-    """Return the schedule with the job's number of rounds."""
-    return {"schedule": given.schedule} if hasattr(given, "schedule") else {}
 
 
 def shorten_params(given: Any, most: Mapping[str, Any]) -> dict[str, Any]:
