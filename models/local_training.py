@@ -130,7 +130,7 @@ def training_work(
     fixed = peak_memory.fixed_training_bytes(
         size, len(convolutions), moving, copies=peak_memory.COPIES + anchors, library=library
     )
-    fixed += peak_memory.optimizer_library_bytes(state.params, library)
+    fixed += peak_memory.imported_bytes(state.params, library)
     peak_bytes = fixed + minimum_batch(state, moved) * state.example_bytes
     costs, names = state.costs_by_layer(), state.model if moved is None else moved
     each = layer_costs.PassCost().add_scaled(layer_costs.training_cost(costs, names), trainings)

@@ -14,7 +14,7 @@ import msgspec
 
 from fedquilt.core import Tensors, WorkEstimate, tensor_shapes
 from fedquilt.core.messages import ADDED
-from fedquilt.costs.peak_memory import optimizer_name
+from fedquilt.costs.peak_memory import choice_name
 
 EVALUATED: Final = 64  # examples that an engine evaluates at once
 STEP_LAUNCHES: Final = 12  # of a mini-batch beside its layers: taking its examples, loss, and their backward pass
@@ -171,7 +171,7 @@ def training_work(
         moved_bytes: Size of each trained tensor.
         weights_bytes: Size of the whole network, read in the forward and the backward pass.
     """
-    epochs, optimizer = int(params.get("epochs", 1)), optimizer_name(params)
+    epochs, optimizer = int(params.get("epochs", 1)), choice_name(params.get("optimizer", "sgd"))
     optimizer = optimizer if optimizer in MOVE_LAUNCHES else "adam"
     more = sum(bool(params.get(key)) for key in ("momentum", "weight_decay", "ema")) + 2 * bool(params.get("clip"))
     launches = each.launches + STEP_LAUNCHES + (MOVE_LAUNCHES[optimizer] + more) * len(moved_bytes)

@@ -314,7 +314,9 @@ def test_the_plan_knows_what_an_optimizer_keeps() -> None:
     plain = planned_bytes()
     assert planned_bytes(optimizer="adamw") - plain == 2 * size
     assert planned_bytes(ema=0.9) - plain == size
-    assert planned_bytes(optimizer="RMSprop") - plain == 3 * size + 76_000_000
+    assert planned_bytes(optimizer="RMSprop") - plain == 3 * size + 80_000_000
+    assert planned_bytes(augment=["RandomHorizontalFlip"]) - plain == 92_000_000
+    assert planned_bytes(augment=["RandomHorizontalFlip"], optimizer="RMSprop") - plain == 3 * size + 92_000_000
     for name in ("RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop"):
         value = torch.zeros(1000, requires_grad=True)
         made = getattr(torch.optim, name)([value], **({"momentum": 0.9, "centered": True} if name == "RMSprop" else {}))

@@ -182,7 +182,7 @@ class TorchEngine:
                 "moments": peak_memory.optimizer_copies(vars(fit)) + bool(fit.ema),
                 "library": _library(network),
             }
-            imported_bytes = peak_memory.optimizer_library_bytes(vars(fit), _library(network))
+            imported_bytes = peak_memory.imported_bytes(vars(fit), _library(network))
             room_bytes = self._room_bytes - imported_bytes - peak_memory.training_bytes(trained, 0, **kept)
             at_once = training.fitting_batch_size(room_bytes, peak_memory.bytes_per_example(trained), fit.batch)
             if recomputation.has_coupled_examples(model):
