@@ -16,7 +16,7 @@ from fedquilt.console import units
 from fedquilt.core import CODECS, Encoding, JobError, Method
 from fedquilt.costs.cost_model import LinkCost
 from fedquilt.data import measured_settings
-from fedquilt.formats import labels, toml
+from fedquilt.formats import labels, toml, training_choices
 
 NOT_NETWORK: Final = ("weights", "weights_classes", "seed")  # keys of [model] for first weights, not architecture
 
@@ -335,7 +335,23 @@ def parse_params(job: JobSettings) -> Any:
         listed = toml.describe_choices(unknown[0], known, "it has")
         raise JobError(f"[params] {', '.join(unknown)}: {job.method} has no such parameter{listed}")
     given: Any = toml.convert_table(job.params, kind, f"[params] of {job.method}")
-    return kind(**{name: getattr(given, name) for name in known})  # msgspec leaves defaults out of an object's own dict
+    found = {name: getattr(given, name) for name in known}  # msgspec leaves defaults out of an object's own dict
+    if "schedule" in found:
+        found["schedule"] = training_choices.schedule_with_rounds(found["schedule"], job.rounds)
+    if job.engine == "numpy" and (needs := training_choices.describe_torch_choices(found)):
+        raise JobError(f'engine = "numpy": it cannot train with {needs}; leave the line out, so that devices use torch')
+    for kind_of_plugin, name in training_choices.list_plugins(found):
+        with toml.prefix_errors("[params]"):
+            plugins.find_plugin(kind_of_plugin, name, training_choices.OURS[kind_of_plugin])
+    return kind(**found)
+
+
+def list_engines(job: JobSettings, method: Method) -> tuple[str, ...]:
+    """Return the engines that can do a job's tasks, preferred first."""
+    if job.engine:
+        return (job.engine,)
+    torch_only = bool(training_choices.describe_torch_choices(job.params))
+    return tuple(name for name in method.engines if name != "numpy" or not torch_only)
 
 
 def complete_table(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:

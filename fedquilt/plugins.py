@@ -1,4 +1,4 @@
-"""Plug-ins: external methods, networks, data sets, meters, engines and blob backends.
+"""Plug-ins: external methods, networks, data sets, losses, transforms, meters, engines and blob backends.
 
 A plug-in is named by an entry point or as `module:name`. A package declares entry points in its `pyproject.toml`:
 `mine = "mine:METHOD"` below `[project.entry-points."fedquilt.methods"]`. Entry points are read at each lookup, and a
@@ -29,11 +29,13 @@ from typing import Any, Final, Literal, TypeAlias
 from fedquilt.core import JobError, shorten_error
 from fedquilt.formats import toml
 
-Kind: TypeAlias = Literal["method", "network", "data", "meter", "engine", "blobs"]
+Kind: TypeAlias = Literal["method", "network", "data", "loss", "transform", "meter", "engine", "blobs"]
 GROUPS: Final[dict[Kind, str]] = {
     "method": "fedquilt.methods",
     "network": "fedquilt.networks",
     "data": "fedquilt.data",
+    "loss": "fedquilt.losses",
+    "transform": "fedquilt.transforms",
     "meter": "fedquilt.meters",
     "engine": "fedquilt.engines",
     "blobs": "fedquilt.blobs",
@@ -42,6 +44,8 @@ CALLED: Final[dict[Kind, str]] = {
     "method": "method",
     "network": "network",
     "data": "data set",
+    "loss": "loss",
+    "transform": "transform",
     "meter": "meter",
     "engine": "engine",
     "blobs": "blob backend",
@@ -84,7 +88,9 @@ def plugin_names(kind: Kind) -> list[str]:
     return sorted({plugin.name for plugin in _list_allowed_plugins(kind)})
 
 
-def plugin_fingerprints(kinds: Collection[Kind] = ("method", "network", "engine")) -> dict[str, str]:
+def plugin_fingerprints(
+    kinds: Collection[Kind] = ("method", "network", "loss", "transform", "engine"),
+) -> dict[str, str]:
     """Return the plug-ins of a device's profile: "plugin <module>" -> `fingerprint`."""
     found = [plugin for kind in kinds for plugin in _list_allowed_plugins(kind)]
     found += [_plugin_from_target("network", name) for name in sorted(_allowed or ()) if TARGET.fullmatch(name)]

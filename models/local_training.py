@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -27,9 +28,9 @@ from fedquilt.core import (
     WorkEstimate,
 )
 from fedquilt.costs import layer_costs, peak_memory
-from fedquilt.formats import tensor_register
+from fedquilt.formats import tensor_register, training_choices
 
-FIT = tuple(each.name for each in fields(Fit))
+FIT = tuple(each.name for each in fields(Fit) if each.name != "round")
 
 
 @dataclass(frozen=True)
@@ -122,13 +123,14 @@ def training_work(
         moved: Trained tensors, or None if all are. The other tensors have no gradients and no moments.
     """
     size = tensors.total_bytes([state.model])
-    moments = 2 if state.params.get("optimizer") == "adam" else int(state.params.get("momentum", 0) > 0)
+    moments = peak_memory.optimizer_copies(state.params) + bool(state.params.get("ema"))
     library = str(state.network.get("name", "")).partition("/")[0]
     convolutions = state.register.convolution_paths(state.model)
     moving = (1 + moments) * (size if moved is None else tensors.total_bytes([moved]))
     fixed = peak_memory.fixed_training_bytes(
         size, len(convolutions), moving, copies=peak_memory.COPIES + anchors, library=library
     )
+    fixed += peak_memory.imported_bytes(state.params, library)
     peak_bytes = fixed + minimum_batch(state, moved) * state.example_bytes
     costs, names = state.costs_by_layer(), state.model if moved is None else moved
     each = layer_costs.PassCost().add_scaled(layer_costs.training_cost(costs, names), trainings)
@@ -158,7 +160,8 @@ def minimum_batch(state: NetworkState, moved: Tensors | None = None) -> int:
         moved: Trained tensors, or None if all are.
     """
     names = None if moved is None else moved.keys()
-    return int(state.params.get("batch", 1)) if state.register.is_coupled(state.model, names) else 1
+    batch = math.ceil(state.params.get("batch", 1) / state.params.get("accumulate", 1))
+    return batch if state.register.is_coupled(state.model, names) else 1
 
 
 # -- on the device --------------------------------------------------------------------------------
@@ -167,12 +170,20 @@ def minimum_batch(state: NetworkState, moved: Tensors | None = None) -> int:
 def fit_from_task(task: Task) -> Fit:
     """Return the training settings of a task, at the learning rate of its round."""
     given = {name: task.params[name] for name in FIT if name in task.params}
-    return Fit(**{**given, "lr": learning_rate(task.params, task.round)})
+    round = training_round(task.params, task.round)
+    return Fit(**{**given, "lr": learning_rate(task.params, task.round), "round": round})
+
+
+def training_round(params: Mapping[str, Any], round: int) -> int:
+    """Return the number of a round without the evaluation rounds (`settled`) before it."""
+    return round - int(params.get("settled", 0))
 
 
 def learning_rate(params: Mapping[str, Any], round: int) -> float:
-    """Return the client's learning rate in a round: eta * decay^round."""
-    return float(params["lr"]) * float(params.get("lr_decay", 1.0)) ** round
+    """Return the client's learning rate in a round. A schedule over steps is the engine's."""
+    schedule = training_choices.parse_schedule(params.get("schedule", "constant"))
+    factor = 1.0 if schedule.over == "steps" else schedule.rate_factor(training_round(params, round))
+    return float(params["lr"]) * factor
 
 
 def train_from(task: Task, site: ClientContext, start: Tensors, hooks: Hooks = Hooks()) -> ClientResult:

@@ -212,7 +212,7 @@ def plan(
             "method": method,
             "rounds": rounds,
             "engine": "numpy",
-            "params": {"lr": 0.2, "batch": 16, "lr_decay": 0.9, **METHODS.get(method, {})},
+            "params": {"lr": 0.2, "batch": 16, "schedule": {"name": "cosine", "least": 0.1}, **METHODS.get(method, {})},
             "data": {"path": str(Path(demo.__file__).parent / "digits.npz"), "partition": "dirichlet", "alpha": 1.0},
             "fleet": {"devices": devices, "boards": ["jetson-nano", "jetson-tx2"], "budgets": ["512MB"]},
             **table,

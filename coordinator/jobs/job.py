@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from fedquilt import metrics
 from fedquilt.arrays import tensors
+from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds import claim_bounds, job_limits
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload
 from fedquilt.coordinator.rounds.eligibility import DeviceSnapshot, JobRequirements
@@ -88,7 +89,7 @@ class RunningJob:
         by_wall: bool = False,
     ) -> None:
         self.id, self.job, self._store, self.method, self._large_bytes = row.id, row.job, store, method, large_bytes
-        self.engines = (row.job.engine,) if row.job.engine else tuple(self.method.engines)  # preferred first
+        self.engines = settings.list_engines(row.job, method)
         self.bundle = blob_recovery.open_bundle(row.id, row.bundle, row.content, store.depot)
         require_matching_bundle(row.job, self.bundle)
         self._states = ModelStates(row.id, row.job, method, self.bundle, row.bundle, store.depot, large_bytes)

@@ -9,6 +9,7 @@ from typing import Any, Final
 from fedquilt import methods, plugins
 from fedquilt.coordinator import settings
 from fedquilt.core import Bundle, JobError, Method
+from fedquilt.formats import training_choices
 
 ENGINES: Final = ("numpy", "onnx", "torch")  # fedquilt's own: edge_agent/engines
 NUMPY_TRAINS: Final = "mlp"  # the only network of edge_agent/engines/numpy/engine.py
@@ -45,11 +46,13 @@ def required_packages(job: settings.JobSettings, made: Bundle) -> dict[str, str]
     Keys are modules, and values name the package, its version and the sha256 of its files.
 
     Raises:
-        JobError: If the method or the engine is not installed here.
+        JobError: If the method, the engine, a loss or a transform is not installed here.
     """
     found = methods.required_plugins(job.method)
     if job.engine is not None and job.engine not in ENGINES:
         found |= plugins.required_modules("engine", job.engine)
+    for kind, name in training_choices.list_plugins(job.params):
+        found |= plugins.required_modules(kind, name, training_choices.OURS[kind])
     told = made.meta.get("plugins")
     return dict(sorted({**found, **(told if isinstance(told, Mapping) else {})}.items()))
 

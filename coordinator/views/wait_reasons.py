@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from fedquilt import methods
 from fedquilt.console import units
-from fedquilt.coordinator import triggers
+from fedquilt.coordinator import settings, triggers
 from fedquilt.coordinator.fleet.device_status import DeviceStatus, TelemetrySample
 from fedquilt.coordinator.fleet.telemetry_store import TelemetryStore
 from fedquilt.coordinator.rounds import eligibility, next_event
@@ -72,7 +72,7 @@ def find_round_wait(
     row: StoredJob, state: JobState, boards: Mapping[str, DeviceStatus], busy: AbstractSet[str] = frozenset()
 ) -> WaitReason | None:
     try:
-        engines = (row.job.engine,) if row.job.engine else methods.load(row.job.method).engines
+        engines = settings.list_engines(row.job, methods.load(row.job.method))
     except FedquiltError:  # a method of a package that is not installed here
         engines = (f"what {row.job.method} needs",)
     return find_wait(

@@ -86,6 +86,7 @@ from fedquilt.core.seeds import (
 )
 from fedquilt.core.site_rights import SiteRight
 from fedquilt.core.training import (
+    Choice,
     Engine,
     Fit,
     Hooks,
@@ -109,6 +110,7 @@ __all__ = [
     "BlobLocation",
     "BlobRef",
     "Bundle",
+    "Choice",
     "ClassPrior",
     "ClientContext",
     "ClientResult",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from fedquilt.core.messages import EvaluationSums
 from fedquilt.core.method import ClassPrior, Examples, Tensors
@@ -24,6 +24,9 @@ class Engine(Protocol):
         ...
 
 
+Choice: TypeAlias = str | Mapping[str, Any]  # `fedquilt.formats.training_choices`
+
+
 @dataclass(frozen=True)
 class Fit:
     """Settings of mini-batch training."""
@@ -31,12 +34,18 @@ class Fit:
     epochs: int = 1
     batch: int = 32
     lr: float = 0.05
-    optimizer: Literal["sgd", "adam"] = "sgd"  # Adam with betas 0.9 and 0.999, reset at every task
-    momentum: float = 0.0  # of "sgd"
+    optimizer: Choice = field(default="sgd", hash=False)  # reset at every task
+    momentum: float = 0.0  # of "sgd", and of optimizers of torch that have it
     nesterov: bool = False  # of "sgd" with momentum
     weight_decay: float = 0.0  # added to the gradient: times the weight
     clip: float = 0.0  # largest gradient norm; 0: no clipping
     mixed: bool = False  # 16-bit arithmetic where a GPU has it; weights stay 32-bit
+    loss: Choice = field(default="", hash=False)  # the empty text is the loss of the network's task
+    schedule: Choice = field(default="constant", hash=False)  # of steps; `lr` is that of the round
+    round: int = 0  # of the job, for the schedule
+    augment: Sequence[Choice] = field(default=(), hash=False)
+    accumulate: int = 1  # parts of a mini-batch whose gradients are added up
+    ema: float = 0.0  # share kept by the moving average of the weights, which is returned; 0: the last weights
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,11 @@ import msgspec
 
 from fedquilt.core import Tensors, WorkEstimate, tensor_shapes
 from fedquilt.core.messages import ADDED
+from fedquilt.costs.peak_memory import choice_name
 
 EVALUATED: Final = 64  # examples that an engine evaluates at once
 STEP_LAUNCHES: Final = 12  # of a mini-batch beside its layers: taking its examples, loss, and their backward pass
-MOVE_LAUNCHES: Final = {"sgd": 2, "adam": 9}  # of an optimizer's step for one tensor
+MOVE_LAUNCHES: Final = {"sgd": 2, "adam": 9}  # of an optimizer's step for one tensor; others as Adam
 MOVE_PASSES: Final = {"sgd": 3, "adam": 8}  # times a tensor's bytes that an optimizer reads and writes in a step
 ADAPTER_LAUNCHES: Final = 2  # of one matrix of an adapter: the product, and scaling or adding it
 
@@ -166,12 +167,13 @@ def training_work(
 
     Args:
         each: Training cost of one example.
-        params: Parameters of the method: epochs, batch, optimizer, momentum, weight_decay, clip.
+        params: Parameters of the method: epochs, batch, optimizer, momentum, weight_decay, clip, ema.
         moved_bytes: Size of each trained tensor.
         weights_bytes: Size of the whole network, read in the forward and the backward pass.
     """
-    epochs, optimizer = int(params.get("epochs", 1)), str(params.get("optimizer", "sgd"))
-    more = sum(bool(params.get(key)) for key in ("momentum", "weight_decay")) + 2 * bool(params.get("clip"))
+    epochs, optimizer = int(params.get("epochs", 1)), choice_name(params.get("optimizer", "sgd"))
+    optimizer = optimizer if optimizer in MOVE_LAUNCHES else "adam"
+    more = sum(bool(params.get(key)) for key in ("momentum", "weight_decay", "ema")) + 2 * bool(params.get("clip"))
     launches = each.launches + STEP_LAUNCHES + (MOVE_LAUNCHES[optimizer] + more) * len(moved_bytes)
     traffic = 2 * weights_bytes + (MOVE_PASSES[optimizer] + more + 1) * sum(moved_bytes.values())
     return WorkEstimate(

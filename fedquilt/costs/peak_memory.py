@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -144,6 +144,13 @@ WIDEST_AGAIN = 9
 PASSING = 4
 """Times the largest activation is at work where nothing is kept of it: before the first tensor that is trained."""
 
+OPTIMIZER_COPIES: Mapping[str, int] = {"sgd": 0, "adam": 2, "adamw": 2}
+"""Of the trained tensors, in the optimizer's state, beside a momentum of sgd."""
+TORCH_OPTIMIZER_COPIES = 3
+"""Likewise of any class of `torch.optim`, at most."""
+TORCH_OPTIMIZER_BYTES, TRANSFORMS_BYTES = 80_000_000, 92_000_000
+"""What classes of `torch.optim` and of `torchvision.transforms` import: torch's compiler, and torchvision with it."""
+
 PIECES = 8
 """Into how many parts at most what is kept for the backward pass is divided, where it does not fit."""
 
@@ -182,6 +189,25 @@ def training_bytes(
     kept_bytes = examples * network.kept_bytes
     held_bytes = kept_bytes if piece_bytes is None else min(piece_bytes, kept_bytes)
     return fixed + examples * _working_bytes(network, again=piece_bytes is not None) + held_bytes
+
+
+def choice_name(choice: str | Mapping[str, Any]) -> str:
+    """Return the name of a choice in parameters of a method."""
+    return str(choice["name"] if isinstance(choice, Mapping) else choice)
+
+
+def optimizer_copies(params: Mapping[str, Any]) -> int:
+    """Return how many copies of the trained tensors an optimizer keeps."""
+    found = OPTIMIZER_COPIES.get(choice_name(params.get("optimizer", "sgd")), TORCH_OPTIMIZER_COPIES)
+    return found or int(params.get("momentum", 0) > 0)
+
+
+def imported_bytes(params: Mapping[str, Any], library: str = "") -> int:
+    """Return the memory of the imports of optimizer and transforms, without those of the network's library."""
+    names = [choice_name(choice) for choice in (params.get("optimizer", "sgd"), *params.get("augment", ()))]
+    classes = [name[:1].isupper() and ":" not in name for name in names]  # of torch and torchvision
+    most = max(classes[0] * TORCH_OPTIMIZER_BYTES, any(classes[1:]) * TRANSFORMS_BYTES)
+    return max(most - LIBRARY_BYTES.get(library, 0), 0)
 
 
 def fixed_training_bytes(

@@ -62,6 +62,11 @@ class Params(fedavg.Params):
     depths: tuple[Depth, Depth, Depth, Depth, Depth] = (1, 1, 2, 3, 4)  # d: under 1 GB, from 1, 2, 4 and 8 GB
     ramp: Depth = 300  # rounds until c is 1
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.loss:
+            raise ValueError(f"loss = {self.loss!r}: DepthFL's loss is the cross-entropy of all exits; leave it out")
+
 
 def init(bundle: Bundle, params: Params, seed: int) -> NetworkState:
     """Return the first state, with a random linear classifier after each stage but the last."""

@@ -12,7 +12,7 @@ tensors have other types than the model's, or are too large to be summed. The su
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from msgspec import Meta
 
@@ -22,6 +22,7 @@ from fedquilt.core import (
     Aggregation,
     Artefact,
     Bundle,
+    Choice,
     ClientContext,
     ClientResult,
     DeviceUpdate,
@@ -34,6 +35,7 @@ from fedquilt.core import (
     Traits,
     UpdateError,
 )
+from fedquilt.formats import training_choices
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
 
@@ -47,17 +49,29 @@ class Params:
     epochs: Annotated[int, Meta(ge=1)] = 1  # E: passes over the device's own examples in a round
     batch: Batch = 32  # B: mini-batch size; a device with fewer examples takes all of them in one step
     lr: Annotated[float, Meta(gt=0)] = 0.05  # eta: learning rate
-    lr_decay: Annotated[float, Meta(gt=0, le=1)] = 1.0  # factor on eta after every round
-    optimizer: Literal["sgd", "adam"] = "sgd"
-    momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # of sgd, begun anew in every round
+    optimizer: Choice = "sgd"  # begun anew in every round
+    momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # of sgd, and of optimizers of torch that have it
     nesterov: bool = False
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
     clip: Annotated[float, Meta(ge=0)] = 0.0  # largest gradient norm; 0: no clipping
     mixed: bool = False  # 16-bit arithmetic where a device's GPU has it; weights and what travels stay 32-bit
+    loss: Choice = ""  # a name or a table (docs/training.md); not given: of the network's task
+    schedule: Choice = "constant"  # of the learning rate over the job
+    augment: tuple[Choice, ...] = ()  # random changes of training examples, in order
+    accumulate: Annotated[int, Meta(ge=1)] = 1  # parts of a mini-batch whose gradients are added up, to save memory
+    ema: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # share that the weights' moving average keeps at a step; 0: none
 
     def __post_init__(self) -> None:
+        training_choices.require_valid_choices(self)
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov = true requires a momentum above 0")
+
+    def require_plain_steps(self, why: str) -> None:
+        """Raise ValueError if the learning rate changes within a round, or an average of the weights is sent."""
+        if training_choices.parse_schedule(self.schedule).over == "steps":
+            raise ValueError(f'schedule over "steps": {why}; take over = "rounds"')
+        if self.ema:
+            raise ValueError(f"ema = {self.ema:g}: {why}; take ema = 0")
 
 
 def init(bundle: Bundle, params: Any, seed: int) -> NetworkState:

@@ -11,7 +11,7 @@ frozen normalisation keeps its statistics. The mean is weighted by examples. One
 Groups have nearly equal numbers of stages, whatever their memory (the paper fills each group up to the budget). No
 device skips a group for lack of memory (the paper's partial training): a device that cannot hold its largest group
 declines. Every group is trained for `epochs` passes in its own order, with a new optimizer. The reported loss is the
-last group's. The learning rate falls by `lr_decay` from round to round, not by a cosine. Evaluation uses the whole
+last group's. The learning rate is constant by default; `schedule = "cosine"` is the paper's. Evaluation uses the whole
 network, without links.
 """
 

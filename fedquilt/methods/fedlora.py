@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 from msgspec import Meta
@@ -22,6 +22,7 @@ from fedquilt.arrays import tensors
 from fedquilt.core import (
     Artefact,
     Bundle,
+    Choice,
     ClientContext,
     ClientResult,
     DeviceView,
@@ -46,7 +47,7 @@ class Params(fedavg.Params):
     """FedAvg's parameters with Adam, and the adapters' parameters."""
 
     lr: Annotated[float, Meta(gt=0)] = 1e-3
-    optimizer: Literal["sgd", "adam"] = "adam"
+    optimizer: Choice = "adam"
     clip: Annotated[float, Meta(ge=0)] = 1.0  # largest gradient norm, over all that is trained; 0: no clipping
     rank: Annotated[int, Meta(ge=1)] = 8  # r
     alpha: Annotated[float, Meta(gt=0)] = 16.0  # adapters count alpha / r

@@ -127,7 +127,7 @@ def device_share(state: State, device: DeviceView) -> float:
 def send(state: State, device: DeviceView) -> TaskSpec:
     """Return the task spec to train the device's part with the encoder frozen."""
     left = device_share(state, device)
-    order = heterofl.with_learning_rate(
+    order = heterofl.with_training_round(
         state, heterofl.part_task_spec(state, places_by_share(state)[left], left, state.widths.get(f"{left:g}"))
     )
     return replace(order, params={**order.params, "still": sorted(encoder_names(state))})

@@ -35,6 +35,7 @@ class Params(fedavg.Params):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.require_plain_steps("FedNova reckons how far equal steps go")
         if self.optimizer != "sgd":
             raise ValueError("FedNova knows how far sgd goes in a number of steps, not how far adam does")
 

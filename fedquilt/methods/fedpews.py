@@ -73,6 +73,7 @@ class Params(WarmupParams):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.require_plain_steps("FedPeWS alternates plain steps on scores and weights")
         if self.optimizer != "sgd" or self.momentum or self.weight_decay or self.clip:
             raise ValueError(
                 "mask scores are learnt by plain steps: FedPeWS requires sgd without momentum, weight_decay and clip"

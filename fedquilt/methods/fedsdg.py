@@ -37,6 +37,7 @@ from fedquilt.core import (
     Aggregation,
     Artefact,
     Bundle,
+    Choice,
     ClientContext,
     ClientResult,
     DeviceUpdate,
@@ -51,6 +52,7 @@ from fedquilt.core import (
     UpdateSchema,
     derive_seed,
 )
+from fedquilt.formats import training_choices
 from fedquilt.methods import fedavg, fedlora
 from fedquilt.methods.robust import CollectedUpdates, collect_update
 from fedquilt.models import local_training
@@ -99,7 +101,6 @@ class Params:
     epochs: Annotated[int, Meta(ge=1)] | None = None  # E: 1; official 5
     batch: fedavg.Batch | None = None  # 32; official 128
     lr: Annotated[float, Meta(gt=0)] = 1e-3  # eta_g, of adapters and head, by Adam
-    lr_decay: Annotated[float, Meta(gt=0, le=1)] = 1.0  # times all three rates after every round
     lr_own: Annotated[float, Meta(gt=0)] = 1e-3  # eta_p, of the device's own branch
     lr_gates: Annotated[float, Meta(gt=0)] | None = None  # eta_m: 0.01; official 0.1
     clip: Annotated[float, Meta(ge=0)] = 1.0  # largest gradient norm, over all that is trained; 0: no clipping
@@ -116,8 +117,14 @@ class Params:
     )
     most: Annotated[int, Meta(ge=1)] = 64  # changes of a round that are held at once
     tell_gates: bool = False  # report every gate, to two decimals
+    loss: Choice = ""
+    schedule: Choice = "constant"  # of all three rates
+    augment: tuple[Choice, ...] = ()
+    accumulate: Annotated[int, Meta(ge=1)] = 1
+    ema: Annotated[float, Meta(ge=0, lt=1)] = 0.0
 
     def __post_init__(self) -> None:
+        training_choices.require_valid_choices(self)
         for name, value in PRESETS[self.preset].items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)

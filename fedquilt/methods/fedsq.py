@@ -69,6 +69,11 @@ class Params(fedavg.Params):
     cache: Literal["float32", "float16", "off"] = "float32"  # precision of cached features
     cache_mb: Annotated[int, Meta(ge=0)] = 1024  # most that a device keeps of one job, its own examples and held-out
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.augment and self.cache != "off":
+            raise ValueError('augment: FedSQ caches features of examples that never change; set cache = "off"')
+
 
 @dataclass(frozen=True)
 class State(NetworkState):

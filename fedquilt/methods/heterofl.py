@@ -167,16 +167,15 @@ def places_by_rate(state: State) -> dict[float, Places]:
 def send(state: State, device: DeviceView) -> TaskSpec:
     """Return the task spec to train the leading channels that the device's memory tier allows."""
     rate = device_rate(state, device)
-    found = with_learning_rate(
+    found = with_training_round(
         state, part_task_spec(state, leading_places(state, rate), rate, state.widths.get(f"{rate:g}"))
     )
     return replace(found, params={**found.params, "head": state.register.find_classifier()})
 
 
-def with_learning_rate(state: State, given: TaskSpec) -> TaskSpec:
-    """Return the task spec with a learning rate that statistics rounds do not decay."""
-    decay = state.params.get("lr_decay", 1.0)
-    return replace(given, params={**given.params, "lr": state.params["lr"] / decay**state.settled})
+def with_training_round(state: State, given: TaskSpec) -> TaskSpec:
+    """Return the task spec with the number of statistics rounds, which a schedule does not count."""
+    return replace(given, params={**given.params, "settled": state.settled})
 
 
 def make_width_hooks(task: Task, site: ClientContext, *, scaled: bool = True) -> Hooks:

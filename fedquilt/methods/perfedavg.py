@@ -44,6 +44,7 @@ class Params(fedavg.Params):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.require_plain_steps("Per-FedAvg takes a step back by its length")
         if self.optimizer != "sgd" or self.momentum or self.clip:
             raise ValueError("a step is taken back and another taken: Per-FedAvg requires sgd, no momentum and no clip")
 

@@ -50,6 +50,7 @@ class Params(fedavg.Params):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.require_plain_steps("pFedMe moves w by steps of theta of one length")
         if self.optimizer != "sgd" or self.momentum:
             raise ValueError("theta is found by plain gradient steps: pFedMe requires sgd and no momentum")
         if self.lr * self.pull >= 2 or self.outer_lr * self.pull >= 2:

@@ -60,6 +60,7 @@ class Params(fedavg.Params):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.require_plain_steps("SCAFFOLD divides how far a device went by K eta_l")
         if self.optimizer != "sgd" or self.momentum:
             raise ValueError(
                 "control variates are differences of plain gradients: SCAFFOLD requires sgd and no momentum"

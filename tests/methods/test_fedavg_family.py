@@ -50,7 +50,7 @@ def update(model: Mapping[str, np.ndarray], weight: float = 1.0, device: str = "
 @pytest.mark.parametrize(
     ("name", "params", "fit"),
     [
-        ("fedprox", {"mu": 0.0}, {"momentum": 0.9, "lr_decay": 0.5}),
+        ("fedprox", {"mu": 0.0}, {"momentum": 0.9, "schedule": {"name": "step", "factor": 0.5}}),
         ("fedopt", {"server": "sgd", "server_lr": 1.0, "beta1": 0.0}, {"momentum": 0.9, "nesterov": True}),
         ("fedbn", {}, {"optimizer": "adam", "lr": 0.01}),
     ],
@@ -88,7 +88,8 @@ def test_fednova_with_equal_steps_is_fedavg():
 
 
 def test_the_learning_rate_decays_by_round():
-    assert [local_training.learning_rate({"lr": 0.1, "lr_decay": 0.5}, r) for r in range(3)] == [0.1, 0.05, 0.025]
+    params = {"lr": 0.1, "schedule": {"name": "step", "factor": 0.5}}
+    assert [local_training.learning_rate(params, r) for r in range(3)] == [0.1, 0.05, 0.025]
 
 
 # -- SCAFFOLD -------------------------------------------------------------------------------------

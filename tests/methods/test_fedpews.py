@@ -287,7 +287,7 @@ def test_the_mask_learning_rate_does_not_decay():
             return dict(start), {"loss": 0.0, "steps": 1.0}
 
     pytest.importorskip("torch")
-    play("fedpews", Listens(), point_members(1), warmup=3, lr_decay=0.5)
+    play("fedpews", Listens(), point_members(1), warmup=3, schedule={"name": "step", "factor": 0.5})
     np.testing.assert_allclose(rates, [[0.1, 0, 0, 0.1 * 0.5**r] for r in range(3)])
 
 

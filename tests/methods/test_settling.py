@@ -148,7 +148,9 @@ def test_a_network_without_batch_normalisation_needs_no_such_round():
 
 def test_the_learning_rate_does_not_fall_with_rounds_that_do_not_count():
     method = methods.load("heterofl")
-    state = replace(method.init(bundle(), method.params(lr=0.1, lr_decay=0.5), 0), settled=2)
+    state = replace(
+        method.init(bundle(), method.params(lr=0.1, schedule={"name": "step", "factor": 0.5}), 0), settled=2
+    )
     assert local_training.learning_rate(method.send(state, view("a", LARGE)).params, 5) == pytest.approx(0.1 * 0.5**3)
 
 

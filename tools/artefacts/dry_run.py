@@ -42,13 +42,14 @@ BUDGETS: Final = ("512MB", "2GB", "64GB")  # for methods that send parts: a smal
 EXAMPLES: Final = 3  # of a device: with mini-batches of two the last has one
 
 
-def dry_run_job(job: JobSettings, made: Bundle, folder: Path) -> None:
+def dry_run_job(job: JobSettings, made: Bundle, folder: Path, stored: np.ndarray | None = None) -> None:
     """Run a few rounds of a job that trains a network on synthetic examples, and evaluate the result.
 
     Args:
         job: Job whose method and parameters are tried. Passes over examples and phases are shortened.
         made: Bundle of the job.
         folder: Folder of the bundle.
+        stored: Examples as the job's data has them, for its transforms, or None for synthetic ones.
 
     Raises:
         ModelError: If the method cannot train the network. Gives the reason.
@@ -63,8 +64,11 @@ def dry_run_job(job: JobSettings, made: Bundle, folder: Path) -> None:
     budgets = BUDGETS if by_memory else BUDGETS[-1:]
     count = max(3 if by_memory else 2, method.minimum_updates(given))
     held = draw_examples(network, int(made.meta.get("outputs") or network.get("classes", 2)))
+    if stored is not None:
+        held = replace(held, x=np.resize(stored, (len(held), *stored.shape[1:])))
+    schedule = {"schedule": given.schedule} if hasattr(given, "schedule") else {}  # of all rounds of the job
     table = {
-        "params": {**job.params, **shorten_params(given, SHORT), **phases},
+        "params": {**job.params, **schedule, **shorten_params(given, SHORT), **phases},
         "rounds": min(job.rounds, 4 if phases else 3),
         "wire": msgspec.to_builtins(job.wire),
         "check": {"every": 0 if method.check is None else 1},
@@ -127,7 +131,9 @@ def _make_engine(job: JobSettings, method: Method) -> Any:
             return TorchEngine(AMPLE, base_bytes=0)
     from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine
 
-    return NumpyEngine(AMPLE, base_bytes=0) if "numpy" in method.engines else None
+    if "numpy" not in settings.list_engines(job, method):
+        return None
+    return NumpyEngine(AMPLE, base_bytes=0)
 
 
 def draw_examples(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from fedquilt import methods
 from fedquilt.arrays import tensors
@@ -142,12 +143,13 @@ def _check_bundle(job: JobSettings, made: Bundle, out: Path, say: Callable[[str]
             f"{job.method} keeps {frozen} of the first weights, and these are random: give [model] weights = a file of "
             "a pre-trained network's"
         )
+    stored = None
     if job.data:
         spec = DataSpec.parse(job.data)
         if _is_here(spec):  # else boards have it
-            for warning in compatibility.data_warnings(
-                made.meta, compatibility.open_compatible_data(made.meta, spec), spec
-            ):
+            reader = compatibility.open_compatible_data(made.meta, spec)
+            stored = reader.take(np.arange(min(len(reader.y), dry_run.EXAMPLES))) if job.params.get("augment") else None
+            for warning in compatibility.data_warnings(made.meta, reader, spec):
                 say(f"warning: {warning}")
             if spec.path:
                 readers.require_supported_images(spec)
@@ -159,7 +161,7 @@ def _check_bundle(job: JobSettings, made: Bundle, out: Path, say: Callable[[str]
 
         dry_run_donors.dry_run_job(job, made, out)
     else:
-        dry_run.dry_run_job(job, made, out)
+        dry_run.dry_run_job(job, made, out, stored)
 
 
 def _is_here(spec: DataSpec) -> bool:

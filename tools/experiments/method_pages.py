@@ -12,7 +12,7 @@ import sys
 import tokenize
 import types
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -199,6 +199,8 @@ def _format_type(hint: Any) -> str:
         return f"list of {_format_type(typing.get_args(hint)[0])}"
     if hint is float:
         return "number"
+    if typing.get_origin(hint) is Mapping:
+        return "table"
     return {int: "integer", bool: "true or false", str: "text"}.get(hint, str(getattr(hint, "__name__", hint)))
 
 

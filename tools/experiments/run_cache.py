@@ -22,6 +22,7 @@ from fedquilt import methods, plugins
 from fedquilt.core import StoreError
 from fedquilt.edge_agent import engines
 from fedquilt.formats import job_bundle as bundles
+from fedquilt.formats import training_choices
 from fedquilt.models.networks import registry
 
 T = TypeVar("T")
@@ -103,6 +104,8 @@ def list_plugin_versions(job: bytes) -> bytes:
             found |= plugins.required_modules("data", data["dataset"])
     if table.get("engine"):
         found |= plugins.required_modules("engine", table["engine"], tuple(engines.NEEDS))
+    for kind, name in training_choices.list_plugins(table.get("params") or {}):
+        found |= plugins.required_modules(kind, name, training_choices.OURS[kind])
     return msgspec.json.encode(found, order="sorted") if found else b""
 
 

@@ -32,7 +32,7 @@ from fedquilt.edge_agent import engines, settings
 from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.devices import create_device as make_board
 from fedquilt.edge_agent.task.worker import InlineWorker
-from fedquilt.formats import toml
+from fedquilt.formats import toml, training_choices
 from fedquilt.formats.job_bundle import load_bundle
 from fedquilt.models.networks import registry
 from fedquilt.tools.broker import EmbeddedBroker
@@ -100,6 +100,8 @@ class FleetPlan:
                 found += plugins.allowlist_entries("network", name, registry.OURS)
         if self.job.engine is not None:
             found += plugins.allowlist_entries("engine", self.job.engine, tuple(engines.NEEDS))
+        for kind, name in training_choices.list_plugins(self.job.params):
+            found += plugins.allowlist_entries(kind, name, training_choices.OURS[kind])
         return sorted(set(found))
 
     def load_devices(self) -> tuple[list[DeviceData], Examples]:

@@ -19,12 +19,13 @@ from fedquilt.edge_agent.engines import objectives, training
 from fedquilt.edge_agent.engines.batch_training import BatchTrainer, TrainCall, Trained
 from fedquilt.edge_agent.engines.numpy import engine
 from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine, NumpyOptimizer
+from fedquilt.formats import training_choices
 
 
 class BatchedNumpyEngine(BatchTrainer, NumpyEngine):
     def _batch_key(self, call: TrainCall) -> Hashable | None:
         x, y = call.examples.x, call.examples.y
-        if call.hooks.correct or call.fit.clip > 0:
+        if call.hooks.correct or call.fit.clip > 0 or training_choices.describe_torch_choices(vars(call.fit)):
             return None
         return call.table, call.fit, x.shape, x.dtype.str, y.shape[1:], y.dtype.str
 

@@ -20,7 +20,7 @@ from fedquilt import extras, metrics
 from fedquilt.arrays import tensors
 from fedquilt.core import DataError, EvaluationSums, Examples, Fit, Hooks, JobError, ModelError, TaskKind, Tensors
 from fedquilt.edge_agent.engines import objectives, training
-from fedquilt.formats import toml
+from fedquilt.formats import toml, training_choices
 
 BASE_BYTES = 44_000_000  # resident with numpy and this package, and a share read (x86-64, numpy 2.4)
 EVALUATED_AT_ONCE = 1024
@@ -88,6 +88,8 @@ class NumpyEngine:
         progress: Callable[[float], None] = lambda fraction: None,
     ) -> tuple[Tensors, dict[str, float]]:
         _require_supported_hooks(hooks)
+        if odd := training_choices.describe_torch_choices(vars(fit)):
+            raise JobError(f"the numpy engine cannot train with {odd}: {extras.installation_command('train')}")
         mlp, model = _load_network(network, start)
         objectives.require_targets(examples, mlp.classes, mlp.task)
         steps = training.TrainingProgress(len(examples), fit, progress)

@@ -26,6 +26,7 @@ from fedquilt.edge_agent.engines import objectives, training
 from fedquilt.edge_agent.engines.batch_training import BatchTrainer, TrainCall, Trained
 from fedquilt.edge_agent.engines.torch import training_step
 from fedquilt.edge_agent.engines.torch.engine import TorchEngine
+from fedquilt.formats import training_choices
 from fedquilt.models.networks import registry
 
 PLAIN = (
@@ -51,7 +52,11 @@ class BatchedTorchEngine(BatchTrainer, TorchEngine):
         self._plain: dict[bytes, nn.Module | None] = {}  # by table: the network, if it can be batched
 
     def _batch_key(self, call: TrainCall) -> Hashable | None:
-        if call.fit.mixed or self._batchable_network(call.table, call.network) is None:
+        if (
+            call.fit.mixed
+            or training_choices.describe_torch_choices(vars(call.fit))
+            or self._batchable_network(call.table, call.network) is None
+        ):
             return None
         x, y, each = call.examples.x, call.examples.y, math.ceil(len(call.examples) / call.fit.batch)
         return call.table, call.fit, x.shape[1:], x.dtype.str, y.shape[1:], each

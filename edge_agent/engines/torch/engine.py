@@ -14,13 +14,14 @@ gradients overflow. `Fit.mixed` has no effect on a CPU.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 # OpenMP reads this once, when torch loads. By default its threads wait by spinning, which on a board with
 # other work starves both: 250 steps of a small network took 6 s with it, over 60 s without.
@@ -36,9 +37,13 @@ from fedquilt.core import DataError, EvaluationSums, Examples, Fit, Hooks, Model
 from fedquilt.core.errors import first_line
 from fedquilt.costs import peak_memory
 from fedquilt.edge_agent.engines import objectives, out_of_memory, training
-from fedquilt.edge_agent.engines.torch import recomputation, training_step
+from fedquilt.edge_agent.engines.torch import augmentation, losses, recomputation, training_step
+from fedquilt.formats import training_choices
 from fedquilt.models import fisher
 from fedquilt.models.networks import register_trace, registry, tables
+
+P = TypeVar("P")
+T = TypeVar("T")
 
 EVALUATED_AT_ONCE = {"cpu": 64, "cuda": 256}  # by device: more is no faster on a processor, and holds more memory
 # Weights of one convolution from which on a processor is slower with channels last. Convolutions of 3x3 weights take
@@ -162,42 +167,57 @@ class TorchEngine:
         progress: Callable[[float], None] = lambda fraction: None,
     ) -> tuple[Tensors, dict[str, float]]:
         steps = training.TrainingProgress(len(examples), fit, progress)
+        schedule = training_choices.parse_schedule(fit.schedule)
         orders = training.draw_orders(len(examples), fit.epochs, rng)
         half = self._half if fit.mixed else None
-        with deterministic_torch(int(rng.integers(2**53))):
-            model, trained = self._build_model(network, start, examples, hooks, half)
+        seed = int(rng.integers(2**53))
+        with deterministic_torch(seed):
+            model, trained, outputs = self._build_model(network, start, examples, hooks, half)
             model.train()
             training_step.freeze_statistics(model, hooks)
             recomputation.handle_single_values(model)
             anchors = training_step.anchor_tensors(model, hooks)
             kept: dict[str, Any] = {
                 "anchors": len(anchors),
-                "moments": 2 if fit.optimizer == "adam" else int(fit.momentum > 0),
+                "moments": peak_memory.optimizer_copies(vars(fit)) + bool(fit.ema),
                 "library": _library(network),
             }
-            room_bytes = self._room_bytes - peak_memory.training_bytes(trained, 0, **kept)
+            imported_bytes = peak_memory.imported_bytes(vars(fit), _library(network))
+            room_bytes = self._room_bytes - imported_bytes - peak_memory.training_bytes(trained, 0, **kept)
             at_once = training.fitting_batch_size(room_bytes, peak_memory.bytes_per_example(trained), fit.batch)
             if recomputation.has_coupled_examples(model):
                 at_once = min(fit.batch, len(examples))
+            at_once = min(at_once, math.ceil(fit.batch / fit.accumulate))
             piece_bytes = peak_memory.checkpoint_bytes(trained, at_once, room_bytes)
             if piece_bytes is not None:
                 recomputation.return_freed_memory()
             planned = peak_memory.training_bytes(trained, at_once, **kept, piece_bytes=piece_bytes)
-            self.planned_bytes = self._first_use_bytes + planned
-            task = metrics.task_from_network(network)
-            steppers = [training_step.Stepper(model, step, fit, hooks, anchors, half, task) for step in hooks.steps]
+            self.planned_bytes = self._first_use_bytes + imported_bytes + planned
+            loss = losses.TrainingLoss(fit.loss, metrics.task_from_network(network), outputs, self._device)
+            average = training_step.WeightAverage(model, fit.ema)
+            steppers = [
+                training_step.Stepper(model, step, fit, hooks, anchors, half, loss.total) for step in hooks.steps
+            ]
             told: list[tuple[list[torch.Tensor], int]] = []  # losses of steps that are not read yet
             batches = [batch for order in orders for batch in training.mini_batches(order, fit.batch)]
-            parts = (part for batch in batches for _ in steppers for part in training.micro_batches(batch, at_once))
-            loaded = self._load_batches(network, examples, parts, hooks)
-            for batch in batches:
+            passes = enumerate(batch for batch in batches for _ in steppers)
+            parts = (part for number, batch in passes for part in augmentation.divide_batch(batch, at_once, number))
+            augmented = augmentation.Augmentation(fit.augment, seed)
+            load = partial(self._load_part, network, examples, hooks, augmented)
+            # torch's generator belongs to one thread: transforms draw from it
+            loaded = _map_ahead(load, parts, 0 if fit.augment else PREPARED[self._device.type])
+            for number, batch in enumerate(batches):
+                factor = schedule.step_factor(fit.round, number, len(batches))
+                divisor = loss.divisor(examples.y[batch])
                 for stepper in steppers:
                     given = itertools.islice(loaded, len(training.micro_batches(batch, at_once)))
-                    losses = stepper.step(given, len(batch), piece_bytes)
-                told.append((losses, len(batch)))
+                    found = stepper.step(given, len(batch), piece_bytes, divisor=divisor, factor=factor)
+                average.add_step()
+                told.append((found, len(batch)))
                 if len(told) >= READ_AT_ONCE[self._device.type]:
                     _record_steps(told, steps)
             _record_steps(told, steps)
+            average.load_into_model()
             return _arrays_from_model(model), steps.metrics()
 
     def evaluate(
@@ -208,7 +228,7 @@ class TorchEngine:
             return EvaluationSums(examples=0, task=task)
         found = objectives.EvaluationAccumulator(task, examples.prior)
         with deterministic_torch(0):
-            module, trained = self._build_model(network, model, examples, hooks)
+            module, trained, _ = self._build_model(network, model, examples, hooks)
             module.eval()
             fixed = peak_memory.evaluation_bytes(trained, 0, library=_library(network))
             at_once = training.fitting_batch_size(
@@ -230,7 +250,7 @@ class TorchEngine:
     ) -> Tensors:
         training.require_examples(examples, each)
         with deterministic_torch(0):
-            module, trained = self._build_model(network, model, examples, hooks)
+            module, trained, _ = self._build_model(network, model, examples, hooks)
             module = module.eval().to(memory_format=torch.contiguous_format)  # as `vmap` wants batch normalisation
             room = self._room_bytes - peak_memory.training_bytes(trained, 0, library=_library(network))
             # a group needs one gradient of all weights, and its examples' activations
@@ -249,8 +269,11 @@ class TorchEngine:
         examples: Examples,
         hooks: Hooks,
         half: torch.dtype | None = None,
-    ) -> tuple[nn.Module, peak_memory.TrainingProperties]:
-        """Build and probe the network, then load the tensors. Raise an error if tensors or examples do not fit."""
+    ) -> tuple[nn.Module, peak_memory.TrainingProperties, int]:
+        """Build and probe the network, then load the tensors. Return the number of outputs, too.
+
+        Raises an error if tensors or examples do not fit.
+        """
         model = registry.build_network(network)
         model = hooks.prepare(model) if hooks.prepare else model
         model = model.to(
@@ -265,7 +288,7 @@ class TorchEngine:
         with torch.no_grad():  # after the probe, which changes the statistics of batch normalisation
             for name, value in held.items():
                 value.copy_(torch.tensor(start[name]))
-        return model, trained
+        return model, trained, outputs
 
     def _memory_format(self, model: nn.Module, half: torch.dtype | None) -> torch.memory_format:
         pictured = [each for each in model.modules() if isinstance(each, nn.Conv2d | nn.ConvTranspose2d)]
@@ -301,18 +324,30 @@ class TorchEngine:
         self, network: Mapping[str, Any], examples: Examples, parts: Iterable[np.ndarray], hooks: Hooks
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield inputs and targets of each part. For a GPU, a thread prepares parts ahead."""
-        ahead = PREPARED[self._device.type]
-        if not ahead:
-            yield from (self._load_batch(network, examples, part, hooks) for part in parts)
-            return
-        waiting: deque[Future[tuple[torch.Tensor, torch.Tensor]]] = deque()
-        with ThreadPoolExecutor(1) as pool:
-            for part in parts:
-                waiting.append(pool.submit(self._load_batch, network, examples, part, hooks))
-                if len(waiting) > ahead:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
+        load = partial(self._load_batch, network, examples, hooks=hooks)
+        return _map_ahead(load, parts, PREPARED[self._device.type])
+
+    def _load_part(
+        self,
+        network: Mapping[str, Any],
+        examples: Examples,
+        hooks: Hooks,
+        augmented: augmentation.Augmentation,
+        part: augmentation.Part,
+    ) -> tuple[torch.Tensor, torch.Tensor | losses.MixedTargets]:
+        def load(places: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+            rows = part.batch[places]
+            x = augmented.transform_examples(examples.x[rows], part, places)
+            return self._load_batch(network, Examples(x, examples.y[rows]), np.arange(len(rows)), hooks)
+
+        if not augmented.is_used:
+            return self._load_batch(network, examples, part.batch[part.places], hooks)
+        x, y = load(part.places)
+        if (mixture := augmented.draw_mixture(part)) is None:
+            return x, y
+        share, others = mixture
+        other_x, other_y = load(others[part.places])
+        return share * x + (1 - share) * other_x, losses.MixedTargets(y, other_y, share)
 
     def _load_batch(
         self, network: Mapping[str, Any], examples: Examples, rows: np.ndarray, hooks: Hooks
@@ -325,14 +360,29 @@ class TorchEngine:
         return x, y
 
 
+def _map_ahead(load: Callable[[P], T], parts: Iterable[P], ahead: int) -> Iterator[T]:
+    """Yield `load` of each part. A thread prepares up to `ahead` parts before they are used."""
+    if not ahead:
+        yield from map(load, parts)
+        return
+    waiting: deque[Future[T]] = deque()
+    with ThreadPoolExecutor(1) as pool:
+        for part in parts:
+            waiting.append(pool.submit(load, part))
+            if len(waiting) > ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
 def _library(network: Mapping[str, Any]) -> str:
     return str(network.get("name", "")).partition("/")[0]
 
 
 def _record_steps(told: list[tuple[list[torch.Tensor], int]], steps: training.TrainingProgress) -> None:
-    values = iter(torch.stack([loss for losses, _ in told for loss in losses]).tolist() if told else [])
-    for losses, examples in told:
-        steps.add_step(sum(itertools.islice(values, len(losses))), examples)
+    values = iter(torch.stack([loss for found, _ in told for loss in found]).tolist() if told else [])
+    for found, examples in told:
+        steps.add_step(sum(itertools.islice(values, len(found))), examples)
     told.clear()
 
 

@@ -8,7 +8,8 @@ The functions give bit-identical results without these imports.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,14 +18,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim.adam import adam
+from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from fedquilt.core import Fit, Hooks, ModelError, Step, TaskKind, Tensors
+from fedquilt.core import Fit, Hooks, JobError, ModelError, Step, TaskKind, Tensors
+from fedquilt.core.errors import first_line
 from fedquilt.edge_agent.engines import training
 from fedquilt.edge_agent.engines.torch import recomputation
+from fedquilt.formats import toml, training_choices
 from fedquilt.models.networks import register_trace
 
-BETAS, EPSILON = (0.9, 0.999), 1e-8
+UNUSABLE = ("LBFGS", "SparseAdam")  # one evaluates the loss several times in a step, one needs sparse gradients
 FIRST_SCALE = 2.0**10  # of float16's loss: torch's 2**16 overflows in, and skips, the first steps of short tasks
 
 Anchors = Mapping[str, Mapping[str, torch.Tensor]]
@@ -39,7 +43,7 @@ class OptimizerStep:
     """
 
     def __init__(self, groups: Mapping[float, Sequence[torch.Tensor]], fit: Fit) -> None:
-        self._fit = fit
+        self._fit, (self._name, self._given) = fit, training_choices.parse_optimizer(fit.optimizer)
         self.param_groups: list[dict[str, Any]] = [{"lr": rate, "params": some} for rate, some in groups.items()]
         self._momenta: dict[torch.Tensor, torch.Tensor | None] = {}
         self._moments: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}  # Adam's, and its steps
@@ -50,7 +54,7 @@ class OptimizerStep:
                 value.grad = None
 
     def step(self) -> None:
-        move = self._adam if self._fit.optimizer == "adam" else self._sgd
+        move = self._sgd if self._name == "sgd" else self._adam
         with torch.no_grad():
             for group in self.param_groups:
                 moved = [value for value in group["params"] if value.grad is not None]
@@ -76,7 +80,7 @@ class OptimizerStep:
             if value not in self._moments:
                 self._moments[value] = torch.zeros_like(value), torch.zeros_like(value), torch.tensor(0.0)
         held = [self._moments[value] for value in moved]
-        adam(
+        (adam if self._name == "adam" else adamw)(
             moved,
             gradients,
             [first for first, _, _ in held],
@@ -84,13 +88,40 @@ class OptimizerStep:
             [],
             [steps for _, _, steps in held],
             amsgrad=False,
-            beta1=BETAS[0],
-            beta2=BETAS[1],
+            beta1=self._given.betas[0],
+            beta2=self._given.betas[1],
             lr=rate,
             weight_decay=self._fit.weight_decay,
-            eps=EPSILON,
+            eps=self._given.eps,
             maximize=False,
         )
+
+
+def make_optimizer(groups: Mapping[float, Sequence[torch.Tensor]], fit: Fit) -> Any:
+    """Return the optimizer of a training: an `OptimizerStep`, or a class of `torch.optim`.
+
+    Raises:
+        JobError: If torch has no such optimizer, or it does not take its arguments.
+    """
+    name, arguments = training_choices.parse_optimizer(fit.optimizer)
+    if name in training_choices.OPTIMIZERS:
+        return OptimizerStep(groups, fit)
+    kind = getattr(torch.optim, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)) or name in UNUSABLE:
+        why = "cannot be used here" if name in UNUSABLE else "is no class of torch.optim"
+        raise JobError(f"[params] optimizer = {name!r} {why}: take 'sgd', 'adam', 'adamw' or 'RMSprop', for instance")
+    known = inspect.signature(kind).parameters
+    if odd := sorted(set(arguments) - known.keys()):
+        listed = toml.describe_choices(odd[0], [each for each in known if each not in ("params", "lr")], "it takes")
+        raise JobError(f"[params] optimizer {name!r}: there is no key {odd[0]!r}{listed}")
+    own = {key: getattr(fit, key) for key in ("weight_decay", "momentum", "nesterov")}
+    if odd := sorted(key for key, value in own.items() if value and key not in known):
+        raise JobError(f"[params] {odd[0]} = {own[odd[0]]!r}: optimizer {name!r} has no {odd[0]}; leave the line out")
+    given = {**{key: value for key, value in own.items() if key in known}, **arguments}
+    try:
+        return kind([{"lr": rate, "params": some} for rate, some in groups.items()], **given)
+    except (TypeError, ValueError) as error:
+        raise JobError(f"[params] optimizer {name!r}: {arguments}: {first_line(error)}") from None
 
 
 class Stepper:
@@ -98,9 +129,10 @@ class Stepper:
 
     Args:
         half: 16-bit type to compute in, or None for 32 bits.
-        task: Kind of prediction, which decides the loss.
+        total: Function from scores and targets to the sum of the examples' losses.
 
     Raises:
+        JobError: If the optimizer or its arguments are wrong.
         ModelError: If the step would update no tensor.
     """
 
@@ -112,9 +144,9 @@ class Stepper:
         hooks: Hooks,
         anchors: Anchors,
         half: torch.dtype | None,
-        task: TaskKind = "classes",
+        total: Callable[[torch.Tensor, Any], torch.Tensor],
     ) -> None:
-        self._model, self._step, self._fit, self._half, self._task = model, step, fit, half, task
+        self._model, self._step, self._fit, self._half, self._total = model, step, fit, half, total
         self._correct, self._anchors, self._alone = hooks.correct, anchors, len(hooks.steps) == 1
         rates = {name: step.rate(name) for name, _ in model.named_parameters()}
         self._moved = {name: value for name, value in model.named_parameters() if rates[name] > 0}
@@ -124,14 +156,21 @@ class Stepper:
         groups: dict[float, list[torch.Tensor]] = {}
         for name, value in self._moved.items():
             groups.setdefault(rates[name], []).append(value)
-        self._moves: Any = OptimizerStep({fit.lr * rate: some for rate, some in groups.items()}, fit)
+        self._moves = make_optimizer({fit.lr * rate: some for rate, some in groups.items()}, fit)
+        self._rates = [group["lr"] for group in self._moves.param_groups]
         place = next(iter(self._moved.values())).device.type
         self._scaler = torch.amp.GradScaler(place, init_scale=FIRST_SCALE, enabled=half is torch.float16)
         self._autocast = torch.autocast(place, dtype=half) if half else contextlib.nullcontext()
         self._enable_gradients()
 
     def step(
-        self, parts: Iterable[tuple[torch.Tensor, torch.Tensor]], count: int, piece_bytes: int | None = None
+        self,
+        parts: Iterable[tuple[torch.Tensor, Any]],
+        count: int,
+        piece_bytes: int | None = None,
+        *,
+        divisor: float,
+        factor: float = 1.0,
     ) -> list[torch.Tensor]:
         """Take a step on a mini-batch of `count` examples given in parts.
 
@@ -139,6 +178,8 @@ class Stepper:
             parts: Inputs and targets of each micro-batch.
             count: Number of examples in all parts.
             piece_bytes: Most bytes of recomputed tensors held at once, or None to save all tensors.
+            divisor: Number by which the sum of the losses is divided.
+            factor: Factor on the learning rates.
 
         Returns:
             Share of each part in the mean loss before the step, without penalty, as scalars on the device. Reading a
@@ -149,13 +190,16 @@ class Stepper:
         if self._step.begin:
             self._step.begin(self._model)
         self._moves.zero_grad()
+        for group, rate in zip(self._moves.param_groups, self._rates, strict=True):
+            group["lr"] = factor * rate
         losses = []
         for x, y in parts:
-            passed = partial(self._training_and_task_loss, x, y, count)
+            passed = partial(self._training_and_task_loss, x, y, count, divisor)
             if piece_bytes is None:
                 loss, told = passed()
             else:
-                loss, told = recomputation.run_with_recomputation(self._model, passed, (x, y), piece_bytes)
+                lasting = (x, y) if isinstance(y, torch.Tensor) else (x, y.first, y.second)
+                loss, told = recomputation.run_with_recomputation(self._model, passed, lasting, piece_bytes)
             losses.append(told)
             self._scaler.scale(loss).backward()
         self._scaler.unscale_(self._moves)
@@ -170,20 +214,45 @@ class Stepper:
         return losses
 
     def _training_and_task_loss(
-        self, x: torch.Tensor, y: torch.Tensor, divisor: int
+        self, x: torch.Tensor, y: Any, count: int, divisor: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss with penalty, for the gradient, and the loss to report."""
         with self._autocast:
             scores = self._model(x)
-            loss = total_loss(self._task, scores, y) / divisor
+            loss = self._total(scores, y) / divisor
             if not self._step.penalty:
                 return loss, loss.detach()
-            extra = self._step.penalty(self._model, x, scores, self._anchors) * (len(y) / divisor)
+            extra = self._step.penalty(self._model, x, scores, self._anchors) * (len(y) / count)
             return loss + extra, loss.detach() + 0.0 * extra.detach()
 
     def _enable_gradients(self) -> None:
         for name, value in self._model.named_parameters():
             value.requires_grad_(name in self._moved)
+
+
+class WeightAverage:
+    """Exponential moving average of a model's trained parameters, which begins at their first values.
+
+    Args:
+        model: Model that is trained.
+        kept: Share of the average that a step keeps, or 0 for no average.
+    """
+
+    def __init__(self, model: nn.Module, kept: float) -> None:
+        self._kept = kept
+        trained = [value for value in model.parameters() if value.requires_grad] if kept else []
+        self._averages = {value: value.detach().clone() for value in trained}
+
+    def add_step(self) -> None:
+        """Add the parameters after a step."""
+        for value, average in self._averages.items():
+            average.lerp_(value.detach(), 1 - self._kept)
+
+    def load_into_model(self) -> None:
+        """Replace the parameters by their averages."""
+        with torch.no_grad():
+            for value, average in self._averages.items():
+                value.copy_(average)
 
 
 def enable_gradients(model: nn.Module, hooks: Hooks) -> None:

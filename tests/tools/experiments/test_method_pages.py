@@ -22,8 +22,10 @@ def test_a_parameter_has_its_range_default_and_what_its_line_says() -> None:
     assert next(iter(found)) == "epochs"
     assert (found["epochs"].kind, found["epochs"].default) == ("integer >= 1", 1)
     assert "passes" in found["epochs"].about
-    assert found["optimizer"].kind == '"sgd" or "adam"'
+    assert found["optimizer"].kind == "text or table"
     assert found["mixed"].kind == "true or false"
+    rules = {each.name: each for each in method_pages.make_card("fedopt").parameters}["server"]
+    assert rules.kind == '"sgd" or "adagrad" or "adam" or "yogi"'
     assert {each.name: each for each in method_pages.make_card("fedstitch").parameters}["maps"].about == ""
 
 

@@ -1,0 +1,322 @@
+"""Choices in [params] of how devices train: loss, optimizer, schedule and augmentation. Imports no torch.
+
+A choice is a name, or a table with a name and its arguments: `"focal"`, `{ name = "focal", gamma = 1.5 }`. Losses and
+augmentations of other packages are plug-ins (`fedquilt.plugins`), and other optimizers are classes of `torch.optim`.
+Their arguments are checked on the device, and in the dry run of `fedquilt prepare`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from fedquilt.core import Choice, JobError
+from fedquilt.formats import toml
+
+Positive: TypeAlias = Annotated[float, Meta(gt=0)]
+Share: TypeAlias = Annotated[float, Meta(ge=0, lt=1)]
+
+
+class Arguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Arguments of a choice, without its name."""
+
+
+# -- losses ---------------------------------------------------------------------------------------
+
+
+class CrossEntropy(Arguments, frozen=True):
+    smoothing: Share = 0.0  # of labels
+    weights: tuple[Positive, ...] = ()  # of each class, as in torch
+
+
+class Focal(Arguments, frozen=True):
+    gamma: Annotated[float, Meta(ge=0)] = 2.0
+    weights: tuple[Positive, ...] = ()  # alpha of each class
+
+
+class BinaryCrossEntropy(Arguments, frozen=True):
+    weights: tuple[Positive, ...] = ()  # of each label where it is 1
+
+
+class SquaredError(Arguments, frozen=True):
+    pass
+
+
+class Huber(Arguments, frozen=True):
+    delta: Positive = 1.0
+
+
+class Quantile(Arguments, frozen=True):
+    quantiles: Annotated[tuple[Annotated[float, Meta(gt=0, lt=1)], ...], Meta(min_length=1)] = (0.5,)  # of each output
+
+
+LOSSES: Final[Mapping[str, tuple[type[Arguments], str]]] = {
+    "cross_entropy": (CrossEntropy, "classes"),
+    "focal": (Focal, "classes"),
+    "bce": (BinaryCrossEntropy, "labels"),
+    "mse": (SquaredError, "regression"),
+    "huber": (Huber, "regression"),
+    "quantile": (Quantile, "regression"),
+}
+"""Arguments of each loss, and the task of the network that it is for."""
+
+
+# -- optimizers -----------------------------------------------------------------------------------
+
+
+class Sgd(Arguments, frozen=True):
+    pass  # [params] momentum, nesterov and weight_decay
+
+
+class Adam(Arguments, frozen=True):
+    betas: tuple[Share, Share] = (0.9, 0.999)
+    eps: Positive = 1e-8
+
+
+OPTIMIZERS: Final[Mapping[str, type[Arguments]]] = {"sgd": Sgd, "adam": Adam, "adamw": Adam}
+IN_PARAMS: Final = ("lr", "weight_decay", "momentum", "nesterov")  # arguments of optimizers that [params] has
+
+
+# -- schedules ------------------------------------------------------------------------------------
+
+
+class Schedule(Arguments, frozen=True):
+    """Learning rate over a job, as a factor on `lr`. Lengths are in rounds."""
+
+    over: Literal["rounds", "steps"] = "rounds"  # constant in a round, or new at every step
+    warm_up: Annotated[int, Meta(ge=0)] = 0  # rounds in which the rate rises linearly, before the schedule begins
+    rounds: Annotated[int, Meta(ge=0)] = 0  # length of the job; 0: unknown
+
+    def rate_factor(self, round: int, step: int = 0, steps: int = 1) -> float:
+        """Return the factor of a step.
+
+        Args:
+            round: Round of the job, from 0.
+            step: Step within the round, from 0.
+            steps: Steps of the device in a round.
+
+        Raises:
+            JobError: If the schedule needs the number of rounds, and it is unknown.
+        """
+        scale = steps if self.over == "steps" else 1
+        now = round * scale + (step if self.over == "steps" else 0)
+        rise = self.warm_up * scale
+        if now < rise:
+            return (now + 1) / (rise + 1)
+        return self._main_factor(now - rise, scale)
+
+    def step_factor(self, round: int, step: int, steps: int) -> float:
+        """Return the factor of a step on the learning rate of its round."""
+        return self.rate_factor(round, step, steps) if self.over == "steps" else 1.0
+
+    def _main_factor(self, now: int, scale: int) -> float:
+        return 1.0
+
+    def _length(self, scale: int) -> int:
+        """Return the number of steps after the warm-up, at least 1."""
+        self.require_rounds()
+        return (self.rounds - self.warm_up) * scale
+
+    def require_rounds(self) -> None:
+        """Raise JobError unless the warm-up ends before the job."""
+        if self.rounds <= self.warm_up:
+            raise JobError(
+                f"[params] schedule: rounds = {self.rounds} and warm_up = {self.warm_up}: set the job's rounds above "
+                "warm_up"
+            )
+
+
+class Constant(Schedule, frozen=True):
+    pass
+
+
+class StepDecay(Schedule, frozen=True):
+    every: Annotated[int, Meta(ge=1)] = 1  # rounds between two falls
+    factor: Annotated[float, Meta(gt=0, le=1)] = 0.1
+
+    def _main_factor(self, now: int, scale: int) -> float:
+        return float(self.factor) ** (now // (self.every * scale))
+
+
+class Cosine(Schedule, frozen=True):
+    least: Share = 0.0  # factor at the end
+
+    def _main_factor(self, now: int, scale: int) -> float:
+        length = self._length(scale)
+        return self.least + (1 - self.least) * (1 + math.cos(math.pi * min(now, length - 1) / length)) / 2
+
+
+class OneCycle(Schedule, frozen=True):
+    """Leslie Smith's 1cycle policy (arXiv 1708.07120), as in torch with cosines. `lr` is the highest rate."""
+
+    rise: Annotated[float, Meta(gt=0, lt=1)] = 0.3  # share of the steps that rise
+    first: Annotated[float, Meta(gt=0, le=1)] = 0.04  # factor at first
+    last: Annotated[float, Meta(gt=0, le=1)] = 4e-6  # factor at the end
+
+    def _main_factor(self, now: int, scale: int) -> float:
+        length = self._length(scale)
+        top, end = self.rise * length - 1, length - 1
+        if top <= 0:
+            raise JobError(
+                f"[params] schedule: one_cycle has {length} steps, of which less than 2 rise (rise = {self.rise:g}): "
+                'raise the job\'s rounds or rise, or set over = "steps"'
+            )
+        now = min(now, end)
+        if now <= top:
+            return 1 + (self.first - 1) * (1 + math.cos(math.pi * now / top)) / 2
+        return self.last + (1 - self.last) * (1 + math.cos(math.pi * (now - top) / (end - top))) / 2
+
+
+SCHEDULES: Final[Mapping[str, type[Schedule]]] = {
+    "constant": Constant,
+    "step": StepDecay,
+    "cosine": Cosine,
+    "one_cycle": OneCycle,
+}
+
+
+# -- augmentations --------------------------------------------------------------------------------
+
+
+class Mixup(Arguments, frozen=True):
+    alpha: Positive = 0.2  # of the Beta distribution of shares
+
+
+MIXUP: Final = "mixup"
+OURS: Final[Mapping[Literal["loss", "transform"], Sequence[str]]] = {"loss": tuple(LOSSES), "transform": (MIXUP,)}
+
+
+# -- reading --------------------------------------------------------------------------------------
+
+
+def split_choice(choice: Choice, key: str) -> tuple[str, dict[str, Any]]:
+    """Return the name and the arguments of a choice.
+
+    Raises:
+        JobError: If the table has no name.
+    """
+    if isinstance(choice, str):
+        return choice, {}
+    name, arguments = choice.get("name"), {each: value for each, value in choice.items() if each != "name"}
+    if not isinstance(name, str):
+        raise JobError(f'[params] {key} = {dict(choice)}: the table has no name; write {{ name = "...", ... }}')
+    return name, arguments
+
+
+def parse_arguments(name: str, arguments: Mapping[str, Any], kind: type[Any], key: str) -> Any:
+    """Return the arguments as a struct of `kind`, or raise JobError with key and name."""
+    return toml.convert_table(dict(arguments), kind, f"[params] {key} {name!r}")
+
+
+def parse_loss(choice: Choice) -> tuple[str, Any]:
+    """Return name and arguments of a loss. "" is the loss of the network's task. Plug-ins have a table.
+
+    Raises:
+        JobError: If an argument is wrong.
+    """
+    name, arguments = split_choice(choice, "loss")
+    return name, parse_arguments(name, arguments, LOSSES[name][0], "loss") if name in LOSSES else arguments
+
+
+def parse_optimizer(choice: Choice) -> tuple[str, Any]:
+    """Return name and arguments of an optimizer. Those of `torch.optim` have a table.
+
+    Raises:
+        JobError: If an argument is wrong.
+    """
+    name, arguments = split_choice(choice, "optimizer")
+    for key in IN_PARAMS:
+        if key in arguments:
+            raise JobError(
+                f"[params] optimizer {name!r}: {key} = {arguments[key]!r} has a key of its own: set [params] {key}"
+            )
+    known = OPTIMIZERS.get(name)
+    if known is None and not name[:1].isupper():
+        listed = toml.describe_choices(name, OPTIMIZERS)
+        raise JobError(f"[params] optimizer = {name!r}{listed}, or a class of torch.optim, such as 'RMSprop'")
+    if known is None and name.lower() in OPTIMIZERS:
+        raise JobError(f"[params] optimizer = {name!r}: write {name.lower()!r}")
+    return name, arguments if known is None else parse_arguments(name, arguments, known, "optimizer")
+
+
+def parse_schedule(choice: Choice) -> Schedule:
+    """Return the schedule of a choice.
+
+    Raises:
+        JobError: If the name is unknown, or an argument is wrong.
+    """
+    name, arguments = split_choice(choice, "schedule")
+    if name not in SCHEDULES:
+        raise JobError(f"[params] schedule = {name!r}{toml.describe_choices(name, SCHEDULES)}")
+    found: Schedule = parse_arguments(name, arguments, SCHEDULES[name], "schedule")
+    return found
+
+
+def schedule_with_rounds(choice: Choice, rounds: int) -> Choice:
+    """Return a schedule with its number of rounds.
+
+    Raises:
+        JobError: If the schedule is impossible with so many rounds.
+    """
+    name, arguments = split_choice(choice, "schedule")
+    if set(arguments) <= {"rounds"} and name == "constant":
+        return choice
+    whole = {"name": name, "rounds": rounds, **arguments}
+    schedule = parse_schedule(whole)
+    schedule.require_rounds()
+    schedule.rate_factor(schedule.rounds - 1, 0, 1_000 if schedule.over == "steps" else 1)
+    return whole
+
+
+def parse_augmentations(choices: Sequence[Choice]) -> list[tuple[str, Any]]:
+    """Return name and arguments of each augmentation. "mixup" comes last.
+
+    Raises:
+        JobError: If an argument of mixup is wrong, or an augmentation follows it.
+    """
+    found = [split_choice(choice, "augment") for choice in choices]
+    if MIXUP in [name for name, _ in found[:-1]]:
+        raise JobError("[params] augment: mixup mixes what the other transforms made; write it last, once")
+    return [
+        (name, parse_arguments(name, arguments, Mixup, "augment") if name == MIXUP else arguments)
+        for name, arguments in found
+    ]
+
+
+def is_own_transform(name: str) -> bool:
+    """Return whether a transform is a plug-in, and no class of torchvision."""
+    return name != MIXUP and (":" in name or not name[:1].isupper())
+
+
+def require_valid_choices(params: Any) -> None:
+    """Raise JobError unless the choices in the parameters of a method can be read."""
+    parse_loss(params.loss)
+    parse_optimizer(getattr(params, "optimizer", "adam"))
+    parse_schedule(params.schedule)
+    parse_augmentations(params.augment)
+
+
+def list_plugins(params: Mapping[str, Any]) -> list[tuple[Literal["loss", "transform"], str]]:
+    """Return kind and name of the plug-ins that parameters of a method name."""
+    loss, _ = split_choice(params.get("loss", ""), "loss")
+    found: list[tuple[Literal["loss", "transform"], str]] = [("loss", loss)] if loss and loss not in LOSSES else []
+    names = [split_choice(choice, "augment")[0] for choice in params.get("augment", ())]
+    return found + [("transform", name) for name in names if is_own_transform(name)]
+
+
+def describe_torch_choices(params: Mapping[str, Any]) -> str:
+    """Return the parameters that only the torch engine can train with, as text, or ""."""
+    optimizer, arguments = parse_optimizer(params.get("optimizer", "sgd"))
+    needs = {
+        "loss": params.get("loss"),
+        "optimizer": optimizer not in ("sgd", "adam") or arguments not in (Sgd(), Adam()),
+        "schedule": parse_schedule(params.get("schedule", "constant")).over == "steps",
+        "augment": params.get("augment"),
+        "accumulate": params.get("accumulate", 1) > 1,
+        "ema": params.get("ema"),
+    }
+    return " and ".join(f"{key} = {params[key]!r}" for key, value in needs.items() if value)
