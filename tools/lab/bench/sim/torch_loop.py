@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from workload import ContestantWorkload, print_result, read_arguments, seconds_since_start
+from workload import ContestantWorkload, print_result, processor_seconds, read_arguments, seconds_since_start
 
 
 class TrainingLoop:
@@ -60,7 +60,7 @@ def main() -> None:
         pipes.append(ours)
     for pipe in pipes:
         pipe.recv()
-    start_s, rounds_s = seconds_since_start(), []
+    start_s, rounds_s, rounds_cpu_s = seconds_since_start(), [], []
     for cohort in work.cohorts:
         began_s = time.perf_counter()
         for rank, pipe in enumerate(pipes, 1):
@@ -73,12 +73,13 @@ def main() -> None:
         for value, *sums in zip(start, *totals, strict=True):
             value.copy_(sum(sums) / len(cohort))
         rounds_s.append(time.perf_counter() - began_s)
+        rounds_cpu_s.append(processor_seconds())
     for pipe in pipes:
         pipe.send(None)
     with torch.no_grad():
         for value, end in zip(loop.parameters, start, strict=True):
             value.copy_(end)
-    print_result(start_s, rounds_s, work.accuracy(loop.model))
+    print_result(start_s, rounds_s, work.accuracy(loop.model), steady_cpu_s=rounds_cpu_s[-1] - rounds_cpu_s[0])
 
 
 if __name__ == "__main__":
