@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from fedquilt import __version__
 from fedquilt.coordinator.rounds.claim_bounds import DeviceWeights
+from fedquilt.coordinator.rounds.device_columns import DeviceColumn
 from fedquilt.coordinator.rounds.events import ENDED, AnyEvent, JobConstants, JobState, UpdateAccepted
 from fedquilt.coordinator.rounds.round_bitmap import RoundBitmap
 from fedquilt.coordinator.storage.checksums import checksum
@@ -27,7 +28,7 @@ from fedquilt.coordinator.storage.rows import DamagedRunError, database_errors
 from fedquilt.core import UNDECODABLE, StoreError, Update
 from fedquilt.host.logs import log_ids
 
-RULES: Final = 10  # raise it whenever the same facts come to another state, or a state is another type
+RULES: Final = 11  # raise it whenever the same facts come to another state, or a state is another type
 VERSION: Final = f"{__version__} {RULES}"
 EVERY: Final = 1000  # facts, and one for each device, from one snapshot of a job to the next
 
@@ -168,17 +169,21 @@ def _row_checksum(job: str, version: str, log: bytes, body: bytes) -> bytes:
     return checksum(job, version, log, hashlib.sha256(body).digest())
 
 
-def _encode_bitmap(value: Any) -> Any:
+def _encode_custom_type(value: Any) -> Any:
     if isinstance(value, RoundBitmap):
         return value.to_bytes()
+    if isinstance(value, DeviceColumn):
+        return dict(value)
     raise NotImplementedError(type(value))
 
 
-def _decode_bitmap(kind: type, value: Any) -> Any:
+def _decode_custom_type(kind: type, value: Any) -> Any:
     if kind is RoundBitmap:
         return RoundBitmap.from_bytes(value)
+    if issubclass(kind, DeviceColumn):
+        return kind(value)
     raise NotImplementedError(kind)
 
 
-encode: Final = msgspec.msgpack.Encoder(enc_hook=_encode_bitmap).encode
-decode: Final = msgspec.msgpack.Decoder(Snapshot, dec_hook=_decode_bitmap).decode
+encode: Final = msgspec.msgpack.Encoder(enc_hook=_encode_custom_type).encode
+decode: Final = msgspec.msgpack.Decoder(Snapshot, dec_hook=_decode_custom_type).decode

@@ -17,7 +17,6 @@ from fedquilt import methods
 from fedquilt.arrays import tensors
 from fedquilt.coordinator.job_view import JobView
 from fedquilt.coordinator.jobs.job import RunningJob
-from fedquilt.coordinator.rounds import cohort_selection
 from fedquilt.coordinator.rounds.events import (
     AnyEvent,
     CohortSelected,
@@ -194,7 +193,6 @@ class Simulation:
             due_s = self._server.step(self.now_s)
             if self.fleet.has_waiting_requests:
                 self._server.step(self.now_s)  # devices have said that they begin: it is heard while they are at work
-                self._draw_next_cohort()
             if orders := self._select_requests(self.fleet.waiting_requests):
                 return orders
             job = self._server.find_job(self.run)
@@ -207,11 +205,6 @@ class Simulation:
                 break
             self.now_s = max(self.now_s, due_s)
         return []
-
-    def _draw_next_cohort(self) -> None:
-        # the draw is cached, so it overlaps with the work of the devices
-        if (job := self._server.find_job(self.run)) is not None:
-            cohort_selection.draw_numbers(job.job.seed, job.rounds.round + 1, job.rounds.eligible)
 
     def set_prefetcher(self, ahead: Prefetcher | None) -> None:
         """Announce work requests to `ahead` as soon as devices start them.

@@ -59,4 +59,6 @@ def test_large_images_are_held_to_more() -> None:
         for found in [stitch._build_result(size, WHOLE, OWN, compared)]
     }
     assert reached == {64: ["output", "hybrid"], 224: ["output"]}
-    assert not stitch._build_result(224, WHOLE, OWN, compared)["figures"]["references_to_plain_forward_by_cpu"]["reached"]
+    assert not stitch._build_result(224, WHOLE, OWN, compared)["figures"]["references_to_plain_forward_by_cpu"][
+        "reached"
+    ]
