@@ -23,14 +23,13 @@ FRESH_S = 600.0  # older sensor readings are ignored
 KINDS_MOST = 256  # kinds of boards whose operating points are shared
 
 
-@dataclass
+@dataclass(slots=True)
 class DeviceRecord:
     profile: Profile | None = None
     right: SiteRight | None = None  # None unless the device is a site
     announced: bool = False  # online, by the latest presence
     silent: bool = False  # and yet it does not answer
     boot: str = ""
-    about: str = ""  # digest of its profile
     freed: int = 0  # times that disk space was freed
     gone_s: float = -GRACE_S  # when it went offline
     telemetry: Telemetry | None = None  # the last one received
@@ -100,7 +99,7 @@ class DeviceRegistry:
         while len(self._points) > KINDS_MOST:
             self._points.popitem(last=False)
         if profile != known.profile:
-            known.profile, known.about = profile, hashlib.sha256(wire.encode(profile)).hexdigest()[:16]
+            known.profile = profile
 
     def set_site_right(self, device: str, right: SiteRight | None) -> None:
         """Set the site right of a device. If the right has changed, delete the device's profile."""
@@ -108,7 +107,7 @@ class DeviceRegistry:
         if right == (known.right if known else None):
             return
         known = self._record_for_update(device)
-        known.right, known.profile, known.about = right, None, ""
+        known.right, known.profile = right, None
 
     def site_right(self, device: str) -> SiteRight | None:
         known = self.devices.get(device)
@@ -129,7 +128,10 @@ class DeviceRegistry:
     def agent_start_key(self, device: str) -> str:
         """Return a text that changes when the device's agent restarts, changes its profile or frees disk space."""
         known = self.devices.get(device)
-        return f"{known.boot} {known.about} {known.freed}" if known is not None and known.boot else ""
+        if known is None or not known.boot:
+            return ""
+        about = "" if known.profile is None else hashlib.sha256(wire.encode(known.profile)).hexdigest()[:16]
+        return f"{known.boot} {about} {known.freed}"
 
     def device_views(self, now_s: float) -> dict[str, DeviceSnapshot]:
         """Return the present view of every known device. The result must not be changed or kept.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -138,7 +139,7 @@ class Simulation:
         }
         spare = self._make_capabilities(ROOM_BYTES)
         self.devices = home / "agents" / self.run  # of this run alone: what a board keeps of another would count here
-        newcomer = DeviceSpec(NEWCOMER, lambda: boards.create_device("x86-host"), spare, {"share": NEWCOMER})
+        newcomer = DeviceSpec(NEWCOMER, lambda: boards.create_device("x86-host"), spare)
         self.fleet = SimulatedFleet(self._make_specs(make), self._store.depot, self.devices, {NEWCOMER: newcomer}, away)
         self._server = Server(self.fleet, self._store, self._observe_event, self.run, load, poll_s=POLL_S)
         self._began_s, self._opened_s = time.perf_counter(), 0.0
@@ -306,18 +307,20 @@ class Simulation:
 
     def _make_specs(self, make: Callable[[str], Device]) -> Iterator[DeviceSpec]:
         fleet = self.job.fleet
+        rule, honest = GovernorPolicy(fleet.policy), dict[str, object]()
+        lies = adversaries.make_attack_data(fleet.adversaries) if fleet.adversaries else honest
+        factories = [partial(make, board) for board in fleet.boards]
         budgets = [parse_size(budget) for budget in fleet.budgets]
+
+        @cache  # devices of a kind share all that is not their own
+        def make_kind(board: int, budget: int, labels: int, link: int) -> tuple[Any, ...]:
+            means = self._make_capabilities(budgets[budget], fleet.device_labels(labels))
+            return factories[board], means, rule, fleet.device_link(link)
+
+        periods = [max(len(each), 1) for each in (factories, budgets, fleet.labels, fleet.links)]
         for index, name in enumerate(self.members):
-            board = fleet.boards[index % len(fleet.boards)]
-            means = self._make_capabilities(budgets[index % len(budgets)], fleet.device_labels(index))
-            lies = (
-                adversaries.make_attack_data(fleet.adversaries)
-                if fleet.adversaries and name in self.adversaries
-                else {}
-            )
-            data = {"share": name, **lies}
-            rule, link = GovernorPolicy(fleet.policy), fleet.device_link(index)
-            yield DeviceSpec(name, lambda board=board: make(board), means, data, rule, link)  # type: ignore[misc]
+            board, means, rule, link = make_kind(*(index % period for period in periods))
+            yield DeviceSpec(name, board, means, lies if name in self.adversaries else honest, rule, link)
 
     def _make_capabilities(self, budget_bytes: int, labels: tuple[str, ...] = ()) -> events.Capabilities:
         # simulated devices have the plug-ins of this process, because they share its code
