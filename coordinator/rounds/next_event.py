@@ -325,13 +325,16 @@ def _decide_open_round(
         return RoundClosed(state.round)
     enough = have >= quorum(state, want)
     at_work = state.asked - busy  # after a restart or a pause, another job may have a device that was asked
-    left = online - (state.answered.keys() | state.declined.keys() | at_work)
     missing = math.ceil((want - have) * (1 + cohort.over_select)) - sum(device in online for device in at_work)
-    chosen = _select_devices(state, left - busy, min(missing, most)) if missing > 0 else ()
     apart = (
         frozenset() if state.cohort_size else state.due.difference(online, state.answered, state.declined, state.asked)
     )
-    waits = missing > 0 and (most < 1 or bool(apart) or not left.isdisjoint(busy))  # others have boards that it needs
+    chosen: tuple[str, ...] = ()
+    waits = False
+    if missing > 0:
+        left = online - (state.answered.keys() | state.declined.keys() | at_work)
+        chosen = _select_devices(state, left - busy, min(missing, most))
+        waits = most < 1 or bool(apart) or not left.isdisjoint(busy)  # others have boards that it needs
     if enough and state.extended:
         return RoundClosed(state.round)
     if now_s >= next_decision_s(state) and not (

@@ -50,7 +50,7 @@ def main() -> None:
     rounds_cpu_s: list[float] = []
 
     def observe(simulation: Simulation, hands: WorkBackend) -> None:
-        if simulation.rounds:
+        if len(simulation.rounds) in (1, job.rounds):
             rounds_cpu_s.append(processor_seconds())
         if simulation.is_finished:
             told.update(evaluation.compute_metrics(found) if (found := hands.evaluate_test_set(simulation)) else {})
