@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import msgspec
 
 from fedquilt import wire
+from fedquilt.coordinator.device_columns import ELIGIBLE, CostColumn, LabelColumn
 from fedquilt.coordinator.rounds import cohort_selection
-from fedquilt.coordinator.rounds.device_columns import ELIGIBLE, CostColumn, LabelColumn
 from fedquilt.coordinator.rounds.eligibility import DeviceSnapshot, JobRequirements, ineligibility_reasons
 from fedquilt.core import OperatingPoint, Profile, SiteRight
 from fedquilt.wire import Presence, Telemetry

@@ -17,6 +17,7 @@ import msgspec
 from fedquilt import wire
 from fedquilt.coordinator.background_worker import BackgroundWorker, Then
 from fedquilt.coordinator.delivery.executor import Executor
+from fedquilt.coordinator.device_columns import ELIGIBLE, CostColumn, DeviceSet
 from fedquilt.coordinator.fleet import fair_share
 from fedquilt.coordinator.fleet.leases import DeviceLeases
 from fedquilt.coordinator.fleet.registry import DeviceRegistry
@@ -26,7 +27,6 @@ from fedquilt.coordinator.jobs.job import RunningJob
 from fedquilt.coordinator.jobs.update_pipeline import UpdatePipeline
 from fedquilt.coordinator.rounds import claim_bounds, events, message_handler, next_event
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload
-from fedquilt.coordinator.rounds.device_columns import ELIGIBLE, CostColumn, DeviceSet
 from fedquilt.coordinator.rounds.eligibility import BUSY, NOTHING, SHARE
 from fedquilt.coordinator.rounds.events import AnyEvent, CohortSelected
 from fedquilt.coordinator.storage.store import Store

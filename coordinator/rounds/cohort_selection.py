@@ -18,7 +18,7 @@ import statistics
 from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
-from fedquilt.coordinator.rounds.device_columns import (
+from fedquilt.coordinator.device_columns import (
     CostColumn,
     DeviceSet,
     RoundColumn,
@@ -48,16 +48,16 @@ def select_cohort(
     """
     import numpy as np
 
-    pool = DeviceSet.of(eligible)
+    pool = DeviceSet.from_devices(eligible)
     if not 0 < count < len(pool):
         return tuple(sorted(pool)) if count > 0 else ()
     rows, late = np.flatnonzero(pool.mask), turns * len(pool) / count
     first, median = rows[:0], 1.0
     if costs:
-        known = CostColumn.of(costs).to_array(len(pool.mask))
+        known = CostColumn.from_values(costs).to_array(len(pool.mask))
         median = float(np.median(paid)) if len(paid := known[rows][known[rows] >= 0]) else 1.0
     if late <= round:  # else nobody can have waited for so long
-        waits = round - np.maximum(RoundColumn.of(since).to_array(len(pool.mask))[rows], 0)
+        waits = round - np.maximum(RoundColumn.from_values(since).to_array(len(pool.mask))[rows], 0)
         waits = np.where(waits >= late, waits, 0)
         least = np.partition(waits, -count)[-count]
         first, rows = rows[waits > least], rows[waits == least]

@@ -14,9 +14,9 @@ import msgspec
 from msgspec import field
 from msgspec.structs import replace
 
+from fedquilt.coordinator.device_columns import ELIGIBLE, CostColumn, LabelColumn, RoundColumn
 from fedquilt.coordinator.rounds import deadline, job_limits
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload, MemoryShortage
-from fedquilt.coordinator.rounds.device_columns import ELIGIBLE, CostColumn, LabelColumn, RoundColumn
 from fedquilt.coordinator.rounds.eligibility import BUSY, NOTHING, REFUSALS, SHARE, UNKNOWN, UPDATE, LastingDecline
 from fedquilt.coordinator.rounds.round_bitmap import NEVER, RoundBitmap
 from fedquilt.coordinator.settings import CohortSettings, JobLimits, JobSettings

@@ -15,10 +15,10 @@ from collections.abc import Set as AbstractSet
 
 from msgspec.structs import replace
 
+from fedquilt.coordinator.device_columns import ELIGIBLE, CostColumn, DeviceSet, LabelColumn
 from fedquilt.coordinator.rounds import deadline, job_limits
 from fedquilt.coordinator.rounds.cohort_selection import select_cohort
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload, MemoryShortage
-from fedquilt.coordinator.rounds.device_columns import ELIGIBLE, CostColumn, DeviceSet, LabelColumn
 from fedquilt.coordinator.rounds.eligibility import FULL, REFUSALS, UPDATE, LastingDecline
 from fedquilt.coordinator.rounds.events import (
     AnyEvent,
@@ -60,7 +60,7 @@ def decide_event(
         most: The number of devices that may be selected now.
         gone: The devices of the round that are offline or silent, so that the round does not wait for them.
     """
-    online = DeviceSet.of(online)
+    online = DeviceSet.from_devices(online)
     if state.phase == "selecting":
         return _decide_selection_or_end(state, online, ask, busy, most)
     if state.phase == "open":

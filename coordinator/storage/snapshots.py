@@ -18,8 +18,8 @@ import msgspec
 from msgspec.structs import replace
 
 from fedquilt import __version__
+from fedquilt.coordinator.device_columns import DeviceColumn
 from fedquilt.coordinator.rounds.claim_bounds import DeviceWeights
-from fedquilt.coordinator.rounds.device_columns import DeviceColumn
 from fedquilt.coordinator.rounds.events import ENDED, AnyEvent, JobConstants, JobState, UpdateAccepted
 from fedquilt.coordinator.rounds.round_bitmap import RoundBitmap
 from fedquilt.coordinator.storage.checksums import checksum

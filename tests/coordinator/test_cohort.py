@@ -8,8 +8,8 @@ import plain
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedquilt.coordinator.device_columns import DeviceSet, RoundColumn
 from fedquilt.coordinator.rounds.cohort_selection import joules_per_flop, rank_devices, select_cohort
-from fedquilt.coordinator.rounds.device_columns import DeviceSet, RoundColumn
 from fedquilt.core import OperatingPoint, derive_seed
 
 FLEET = [f"dev-{i}" for i in range(20)]
@@ -122,7 +122,7 @@ def test_who_is_selected_comes_first_in_the_order_of_selection(fleet, round, cou
 
 def test_a_cohort_of_a_large_fleet_costs_no_python_object_per_device():
     """Neither the draw nor what a round changes in the columns of a fleet of 100,000."""
-    fleet = DeviceSet.of(f"many-{i}" for i in range(100_000))
+    fleet = DeviceSet.from_devices(f"many-{i}" for i in range(100_000))
     since = RoundColumn(dict.fromkeys(fleet, 0))
     select_cohort(1, 0, fleet, 10)  # the hashes of the names are computed once
     calls = 0

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedquilt.coordinator.device_columns import ELIGIBLE
 from fedquilt.coordinator.fleet.registry import FRESH_S, GRACE_S, KINDS_MOST, DeviceRegistry
 from fedquilt.coordinator.rounds import eligibility
-from fedquilt.coordinator.rounds.device_columns import ELIGIBLE
 from fedquilt.coordinator.rounds.eligibility import (
     REASONS,
     DeviceSnapshot,

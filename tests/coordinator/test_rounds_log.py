@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from job_facts import BLOB, after, asking, begun, committed, update, whole_round
 from msgspec.structs import replace
 
+from fedquilt.coordinator.device_columns import ELIGIBLE, CostColumn, LabelColumn, RoundColumn
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload
-from fedquilt.coordinator.rounds.device_columns import ELIGIBLE, CostColumn, LabelColumn, RoundColumn
 from fedquilt.coordinator.rounds.events import (
     PHASES,
     TRANSITIONS,

@@ -6,9 +6,9 @@ from job_facts import BLOB, update
 
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
+from fedquilt.coordinator.device_columns import LabelColumn
 from fedquilt.coordinator.fleet.device_status import CurrentTask, DeviceStatus
 from fedquilt.coordinator.fleet.telemetry_store import TelemetryStore
-from fedquilt.coordinator.rounds.device_columns import LabelColumn
 from fedquilt.coordinator.rounds.events import (
     AnyEvent,
     CohortSelected,

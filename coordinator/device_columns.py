@@ -71,7 +71,7 @@ class DeviceColumn(Mapping[str, V], Generic[V]):
             self._array[row] = self._encode(value)
 
     @classmethod
-    def of(cls: type[C], values: Mapping[str, Any]) -> C:
+    def from_values(cls: type[C], values: Mapping[str, Any]) -> C:
         return values if isinstance(values, cls) else cls(values)
 
     def with_values(self: C, values: Mapping[str, Any]) -> C:
@@ -161,7 +161,7 @@ class DeviceSet(Set[str]):
         self.mask, self._count = mask, int(np.count_nonzero(mask))
 
     @classmethod
-    def of(cls, devices: Iterable[str]) -> DeviceSet:
+    def from_devices(cls, devices: Iterable[str]) -> DeviceSet:
         import numpy as np
 
         return devices if isinstance(devices, DeviceSet) else cls(np.zeros(0, bool)) | devices
