@@ -101,7 +101,10 @@ class DeviceColumn(Mapping[str, V], Generic[V]):
         if lost is not None:
             now = np.where((now < 0) & (old >= 0), self._encode(lost), now)
         changed = (now != old) & (now >= 0)
-        rows = np.flatnonzero(changed if among is None else changed[: len(among.mask)] & among.mask)
+        if among is not None:
+            common = min(size, len(among.mask))
+            changed = changed[:common] & among.mask[:common]
+        rows = np.flatnonzero(changed)
         return dict(zip(device_names(rows.tolist()), map(self._decode, now[rows].tolist()), strict=True))
 
     def __getitem__(self, device: str) -> V:
@@ -132,7 +135,7 @@ class CostColumn(DeviceColumn[float]):
 
 
 class LabelColumn(DeviceColumn[str]):
-    """Whether each device is eligible, or the code of the reason why not."""
+    """Mapping from devices to ELIGIBLE or the code of a reason against selection."""
 
     typecode = "i"
 
