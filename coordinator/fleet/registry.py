@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -53,6 +53,7 @@ class DeviceRegistry:
         self.devices: dict[str, DeviceRecord] = {}
         self._points: OrderedDict[bytes, tuple[OperatingPoint, ...]] = OrderedDict()  # by their digest
         self._views: dict[str, DeviceSnapshot] = {}  # as of the last query
+        self.kinds: Counter[tuple[int, tuple[str, ...]]] = Counter()  # online devices by budget and engines
         self._stale: set[str] = set()  # devices with messages since then
         self._expiring: list[tuple[float, str]] = []  # when time alone changes a device's view
         self._changed: list[str] = []  # every device whose view has changed, once per change
@@ -203,7 +204,12 @@ class DeviceRegistry:
                 heapq.heappush(self._expiring, (back_s, device))
             if told is not None:
                 heapq.heappush(self._expiring, (fresh_s, device))
-            if view != self._views.get(device):
+            if view != (before := self._views.get(device)):
+                for seen, change in ((before, -1), (view, 1)):
+                    if seen is not None and seen.online and seen.profile is not None:
+                        self.kinds[kind := (seen.profile.budget_bytes, seen.profile.engines)] += change
+                        if not self.kinds[kind]:
+                            del self.kinds[kind]
                 self._views[device] = view
                 self._changed.append(device)
         self._stale.clear()

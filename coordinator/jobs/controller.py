@@ -89,7 +89,7 @@ def decide_next_event(
     noted = next_event.eligibility_event(job.rounds, labels, costs)
     if noted is not None or not isinstance(fact, CohortSelected):
         return noted or fact
-    coverage = job.describe_coverage(fact, registry.device_views(now_s), registry.refresh_views(now_s))
+    coverage = job.describe_coverage(fact, registry.device_views(now_s), registry.kinds)
     return msgspec.structs.replace(fact, coverage=coverage)
 
 

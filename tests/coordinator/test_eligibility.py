@@ -118,6 +118,7 @@ def test_what_is_kept_from_one_decision_to_the_next_is_what_would_be_found_anew(
         anew.devices.update(kept.devices)
         anew._stale.update(kept.devices)
         assert kept.device_views(now_s) == anew.device_views(now_s)
+        assert kept.kinds == anew.kinds
         assert kept.usable_engines(WANTS.engines, now_s) == anew.usable_engines(WANTS.engines, now_s)
         labels = kept.eligibility(WANTS, now_s)
         barred = {device: label for device, label in labels.items() if label != ELIGIBLE}
