@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import heapq
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
 
 from fedquilt import wire
+from fedquilt.coordinator.device_columns import ELIGIBLE, CostColumn, LabelColumn
+from fedquilt.coordinator.rounds import cohort_selection
 from fedquilt.coordinator.rounds.eligibility import DeviceSnapshot, JobRequirements, ineligibility_reasons
 from fedquilt.core import OperatingPoint, Profile, SiteRight
 from fedquilt.wire import Presence, Telemetry
@@ -21,14 +23,13 @@ FRESH_S = 600.0  # older sensor readings are ignored
 KINDS_MOST = 256  # kinds of boards whose operating points are shared
 
 
-@dataclass
+@dataclass(slots=True)
 class DeviceRecord:
     profile: Profile | None = None
     right: SiteRight | None = None  # None unless the device is a site
     announced: bool = False  # online, by the latest presence
     silent: bool = False  # and yet it does not answer
     boot: str = ""
-    about: str = ""  # digest of its profile
     freed: int = 0  # times that disk space was freed
     gone_s: float = -GRACE_S  # when it went offline
     telemetry: Telemetry | None = None  # the last one received
@@ -44,19 +45,21 @@ class DeviceRegistry:
     """Devices by id, with cached views.
 
     A view is replaced only when a message or the passing of time changes it. So a query takes time in proportion to
-    the changes since the previous query, not to the number of devices. Times must be given in ascending order.
+    the changes since the previous query, not to the number of devices. A changed column is copied as one block. Times
+    must be given in ascending order.
     """
 
     def __init__(self) -> None:
         self.devices: dict[str, DeviceRecord] = {}
         self._points: OrderedDict[bytes, tuple[OperatingPoint, ...]] = OrderedDict()  # by their digest
         self._views: dict[str, DeviceSnapshot] = {}  # as of the last query
+        self.kinds: Counter[tuple[int, tuple[str, ...]]] = Counter()  # online devices by budget and engines
         self._stale: set[str] = set()  # devices with messages since then
         self._expiring: list[tuple[float, str]] = []  # when time alone changes a device's view
         self._changed: list[str] = []  # every device whose view has changed, once per change
-        self._seen: tuple[int, dict[str, DeviceSnapshot]] = (0, {})
         self._able: dict[tuple[str, ...], tuple[int, dict[str, str]]] = {}
-        self._barred: dict[JobRequirements, tuple[int, dict[str, str]]] = {}
+        self._labels: dict[JobRequirements, tuple[int, LabelColumn]] = {}
+        self._costs: tuple[int, CostColumn] = (0, CostColumn())
 
     def update_presence(self, device: str, message: Presence, now_s: float) -> bool:
         """Store a presence message. Return whether the device has just appeared or restarted."""
@@ -97,7 +100,7 @@ class DeviceRegistry:
         while len(self._points) > KINDS_MOST:
             self._points.popitem(last=False)
         if profile != known.profile:
-            known.profile, known.about = profile, hashlib.sha256(wire.encode(profile)).hexdigest()[:16]
+            known.profile = profile
 
     def set_site_right(self, device: str, right: SiteRight | None) -> None:
         """Set the site right of a device. If the right has changed, delete the device's profile."""
@@ -105,7 +108,7 @@ class DeviceRegistry:
         if right == (known.right if known else None):
             return
         known = self._record_for_update(device)
-        known.right, known.profile, known.about = right, None, ""
+        known.right, known.profile = right, None
 
     def site_right(self, device: str) -> SiteRight | None:
         known = self.devices.get(device)
@@ -126,18 +129,18 @@ class DeviceRegistry:
     def agent_start_key(self, device: str) -> str:
         """Return a text that changes when the device's agent restarts, changes its profile or frees disk space."""
         known = self.devices.get(device)
-        return f"{known.boot} {known.about} {known.freed}" if known is not None and known.boot else ""
+        if known is None or not known.boot:
+            return ""
+        about = "" if known.profile is None else hashlib.sha256(wire.encode(known.profile)).hexdigest()[:16]
+        return f"{known.boot} {about} {known.freed}"
 
     def device_views(self, now_s: float) -> dict[str, DeviceSnapshot]:
-        """Return the view of every known device. The result must not be changed.
+        """Return the present view of every known device. The result must not be changed or kept.
 
-        Devices that went offline less than GRACE_S ago count as online. The same dictionary is returned until a view
-        changes.
+        Devices that went offline less than GRACE_S ago count as online.
         """
-        version = self._refresh_views(now_s)
-        if self._seen[0] != version:
-            self._seen = (version, dict(self._views))
-        return self._seen[1]
+        self.refresh_views(now_s)
+        return self._views
 
     def online_devices(self, now_s: float) -> set[str]:
         """Return the devices with a profile that are online, or were less than GRACE_S ago."""
@@ -146,12 +149,11 @@ class DeviceRegistry:
     def usable_engines(self, engines: tuple[str, ...], now_s: float) -> dict[str, str]:
         """Return, for each online device, the first of `engines` that the device has.
 
-        Devices without such an engine are left out. The result must not be changed.
+        Devices without such an engine are left out. The result must not be changed or kept.
         """
-        version = self._refresh_views(now_s)
+        version = self.refresh_views(now_s)
         upto, found = self._able.get(engines, (0, {}))
         if upto != version:
-            found = dict(found)
             for device in self._devices_changed_since(upto):
                 seen = self._views[device]
                 usable = [engine for engine in engines if seen.profile and engine in seen.profile.engines]
@@ -161,18 +163,23 @@ class DeviceRegistry:
             self._able[engines] = (version, found)
         return found
 
-    def ineligible_devices(self, wants: JobRequirements, now_s: float) -> dict[str, str]:
-        """Return the ineligible devices of a job, with the code of the reason.
-
-        The result must not be changed.
-        """
-        version = self._refresh_views(now_s)
-        upto, found = self._barred.get(wants, (0, {}))
+    def eligibility(self, wants: JobRequirements, now_s: float) -> LabelColumn:
+        """Return for each known device whether a job may select the device, or the code of the reason why not."""
+        version = self.refresh_views(now_s)
+        upto, found = self._labels.get(wants, (0, LabelColumn()))
         if upto != version:
             again = {device: self._views[device] for device in self._devices_changed_since(upto)}
-            found = {device: code for device, code in found.items() if device not in again}
-            found.update(ineligibility_reasons(again, wants))
-            self._barred[wants] = (version, found)
+            found = found.with_values({**dict.fromkeys(again, ELIGIBLE), **ineligibility_reasons(again, wants)})
+            self._labels[wants] = (version, found)
+        return found
+
+    def energy_costs(self, now_s: float) -> CostColumn:
+        """Return the joules per operation of the devices that report them (`cohort_selection.energy_costs`)."""
+        version = self.refresh_views(now_s)
+        upto, found = self._costs
+        if upto != version:
+            profiles = {device: self._views[device].profile for device in self._devices_changed_since(upto)}
+            self._costs = (version, found := found.with_values(cohort_selection.energy_costs(profiles)))
         return found
 
     # -- within --
@@ -181,11 +188,11 @@ class DeviceRegistry:
         self._stale.add(device)
         return self.devices.setdefault(device, DeviceRecord())
 
-    def _refresh_views(self, now_s: float) -> int:
+    def refresh_views(self, now_s: float) -> int:
         """Bring all views up to date. Return a number that changes whenever a view does."""
         while self._expiring and self._expiring[0][0] <= now_s:
             self._stale.add(heapq.heappop(self._expiring)[1])
-        for device in [device for device in self.devices if device in self._stale] if self._stale else ():
+        for device in sorted(self._stale):
             known = self.devices[device]
             back_s, fresh_s = known.gone_s + GRACE_S, known.told_s + FRESH_S
             told = known.telemetry if now_s < fresh_s else None
@@ -197,15 +204,20 @@ class DeviceRegistry:
                 heapq.heappush(self._expiring, (back_s, device))
             if told is not None:
                 heapq.heappush(self._expiring, (fresh_s, device))
-            if view != self._views.get(device):
+            if view != (before := self._views.get(device)):
+                for seen, change in ((before, -1), (view, 1)):
+                    if seen is not None and seen.online and seen.profile is not None:
+                        self.kinds[kind := (seen.profile.budget_bytes, seen.profile.engines)] += change
+                        if not self.kinds[kind]:
+                            del self.kinds[kind]
                 self._views[device] = view
                 self._changed.append(device)
         self._stale.clear()
         if len(self._changed) > 1000 + 4 * len(self._views):  # boards send telemetry for years
             self._changed = list(self._views)
-            self._seen = (-1, {})
             self._able.clear()
-            self._barred.clear()
+            self._labels.clear()
+            self._costs = (0, CostColumn())
         return len(self._changed)
 
     def _devices_changed_since(self, version: int) -> Iterable[str]:

@@ -17,6 +17,7 @@ import msgspec
 from fedquilt import wire
 from fedquilt.coordinator.background_worker import BackgroundWorker, Then
 from fedquilt.coordinator.delivery.executor import Executor
+from fedquilt.coordinator.device_columns import ELIGIBLE, CostColumn, DeviceSet
 from fedquilt.coordinator.fleet import fair_share
 from fedquilt.coordinator.fleet.leases import DeviceLeases
 from fedquilt.coordinator.fleet.registry import DeviceRegistry
@@ -24,7 +25,7 @@ from fedquilt.coordinator.job_view import JobView
 from fedquilt.coordinator.jobs.garbage_collection import GarbageCollector
 from fedquilt.coordinator.jobs.job import RunningJob
 from fedquilt.coordinator.jobs.update_pipeline import UpdatePipeline
-from fedquilt.coordinator.rounds import claim_bounds, cohort_selection, events, message_handler, next_event
+from fedquilt.coordinator.rounds import claim_bounds, events, message_handler, next_event
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload
 from fedquilt.coordinator.rounds.eligibility import BUSY, NOTHING, SHARE
 from fedquilt.coordinator.rounds.events import AnyEvent, CohortSelected
@@ -62,18 +63,17 @@ def decide_next_event(
         lost_s: Seconds of the running attempt in which no device was reachable, by which its deadline moves.
         gone: Selected devices that are known to be offline or silent.
     """
-    fleet = registry.device_views(now_s)
 
     def workload_of(device: str) -> DeviceWorkload:
         return job.device_workload(device, registry.latest_profile(device))
 
-    passed = registry.ineligible_devices(job.wants, now_s)
-    free = fleet.keys() - passed.keys()
+    labels = registry.eligibility(job.wants, now_s)
+    free = labels.devices_with(ELIGIBLE)
     if short := next_event.devices_to_skip(job.rounds, free, workload_of, registry.agent_start_key):
-        passed, free = {**passed, **short}, free - short.keys()
-    taken = (busy & free) - set(at_work)
+        labels, free = labels.with_values(short), free - short
+    taken = {device for device in busy if device in free}.difference(at_work)
     state = next_event.delay_attempt(job.rounds, lost_s)
-    following = partial(next_event.decide_event, state, now_s, free | set(at_work), workload_of, taken, gone=gone)
+    following = partial(next_event.decide_event, state, now_s, free | at_work, workload_of, taken, gone=gone)
     fact = following(most)
     if fact is None and late and (ended := next_event.start_timeout_event(job.rounds, len(free))) is not None:
         return ended
@@ -83,25 +83,22 @@ def decide_next_event(
     if taken and not isinstance(
         fact, CohortSelected
     ):  # a job that waits does not log each coming and going of other jobs
-        taken = {device for device in taken if job.rounds.passed.get(device) == BUSY}
-    if taken:
-        passed, free = {**passed, **dict.fromkeys(taken, BUSY)}, free - taken
-    if spared:
-        passed, free = {**passed, **dict.fromkeys(spared, SHARE)}, free - spared
-    thrifty = job.job.cohort.prefer == "energy"
-    costs = cohort_selection.energy_costs({device: fleet[device].profile for device in free}) if thrifty else {}
-    noted = next_event.eligibility_event(job.rounds, free, passed, costs)
+        taken = {device for device in taken if job.rounds.labels.get(device) == BUSY}
+    labels = labels.with_values({**dict.fromkeys(taken, BUSY), **dict.fromkeys(spared, SHARE)})
+    costs = registry.energy_costs(now_s) if job.job.cohort.prefer == "energy" else CostColumn()
+    noted = next_event.eligibility_event(job.rounds, labels, costs)
     if noted is not None or not isinstance(fact, CohortSelected):
         return noted or fact
-    return msgspec.structs.replace(fact, coverage=job.describe_coverage(fact, fleet))
+    coverage = job.describe_coverage(fact, registry.device_views(now_s), registry.kinds)
+    return msgspec.structs.replace(fact, coverage=coverage)
 
 
 def _devices_over_share(
-    job: RunningJob, fact: CohortSelected | None, free: set[str], most: float, unlimited: Callable[[], AnyEvent | None]
+    job: RunningJob, fact: CohortSelected | None, free: DeviceSet, most: float, unlimited: Callable[[], AnyEvent | None]
 ) -> set[str]:
     """Return the eligible devices that only the submitter's share limit excludes from the cohort."""
     if fact is None:
-        noted = {device for device in free if job.rounds.passed.get(device) == SHARE}
+        noted = {device for device in job.rounds.labels.devices_with(SHARE) if device in free}
         if noted or most >= 1:
             return noted
     elif len(fact.devices) < most:
@@ -222,8 +219,8 @@ class JobController:
         self.garbage = desk.garbage
         self._begun: dict[str, Update] = {}  # device -> the last update of it that began to be fetched
         self._opened_s = self._busy_s = now_s  # when it was taken up; when a device was last seen working on it
-        # fleet, `most` and devices that were gone when there was nothing to decide
-        self._undecided: tuple[object, float, AbstractSet[str]] | None = None
+        # version of the fleet, `most` and devices that were gone when there was nothing to decide
+        self._undecided: tuple[int, float, AbstractSet[str]] | None = None
         self.summed = UpdatePipeline(
             self, desk.worker, desk.start_work, desk.executor, lambda: desk.jobs.get(job.id) is not self
         )
@@ -284,9 +281,9 @@ class JobController:
 
     def _is_waiting_for_leases(self, now_s: float) -> bool:
         registry = self._desk.registry
-        barred = registry.ineligible_devices(self.job.wants, now_s)
-        enough = len(registry.device_views(now_s)) - len(barred) >= next_event.minimum_devices_to_start(self.job.rounds)
-        return enough and any(device not in barred for device in self._desk.loans.devices_of_other_jobs(self.id))
+        free = registry.eligibility(self.job.wants, now_s).devices_with(ELIGIBLE)
+        enough = len(free) >= next_event.minimum_devices_to_start(self.job.rounds)
+        return enough and not free.isdisjoint(self._desk.loans.devices_of_other_jobs(self.id))
 
     def _device_time_s(self, now_s: float) -> float:
         return self._desk.loans.device_seconds(self.id, now_s) / self.job.job.priority
@@ -431,7 +428,7 @@ class JobController:
                 and now_s >= self._opened_s + START_S
                 and self._desk.executor.absence.can_reach_devices(now_s)
             ):
-                self._undecided = registry.device_views(now_s), most, gone
+                self._undecided = registry.refresh_views(now_s), most, gone
         except Exception as error:
             self.handle_failure(error, now_s)
             return True
@@ -446,7 +443,7 @@ class JobController:
         if self._undecided is None or busy:
             return False
         fleet, before, gone = self._undecided
-        same = fleet is self._desk.registry.device_views(now_s) and before == most
+        same = fleet == self._desk.registry.refresh_views(now_s) and before == most
         return same and next_event.can_skip_decision(self.job.rounds, now_s, gone)
 
     def _able_devices(self, now_s: float) -> Collection[str]:

@@ -98,9 +98,6 @@ class RunningJob:
         )
         self.state: Any = None
         self.class_counts: tuple[int, ...] = ()  # in the last evaluation outside of the rounds
-        self._all_able: tuple[object, WorkEstimate] | None = (
-            None  # fleet at the last look, if the task fitted every device
-        )
         self._sent: set[str] = set()  # sha256 of blobs made for the running round's tasks
         self._encoded: Encoded = {}  # the last of them
         self._losses: dict[int, float] = {}  # round of work -> its loss, since this process took up the job
@@ -243,20 +240,27 @@ class RunningJob:
         if all(value is self._common.get(name) for name, value in order.bundles.items()):
             self._orders[device] = order
 
-    def describe_coverage(self, fact: CohortSelected, seen: Mapping[str, DeviceSnapshot]) -> tuple[str, ...]:
+    def describe_coverage(
+        self, fact: CohortSelected, seen: Mapping[str, DeviceSnapshot], kinds: Mapping[tuple[int, tuple[str, ...]], int]
+    ) -> tuple[str, ...]:
         """Return sentences on the devices that can take part in the round.
 
-        The result is empty if all devices can, except in the first round, and if nothing has changed.
+        The result is empty if all devices can, except in the first round.
 
         Args:
             fact: Selection of the cohort.
-            seen: Views of the fleet. The same object as before means an unchanged fleet.
+            seen: Views of the fleet.
+            kinds: Numbers of online devices by budget in bytes and engines.
         """
         asked = fact.devices[0] if fact.devices else ""
         order = self._task_spec_for_device(asked, seen[asked].profile if asked in seen else None)
         if order is None or fact.attempt or self.rounds.phase != "selecting":
             return ()
-        if fact.round and self._all_able is not None and self._all_able[0] is seen and self._all_able[1] == order.work:
+        needs = order.work
+        if fact.round and all(
+            tiers.fits_budget(budget, [name for name in self.engines if name in engines], needs)
+            for budget, engines in kinds
+        ):
             return ()
         fleet = {device: each.profile for device, each in seen.items() if each.online and each.profile is not None}
         if not fleet:
@@ -264,10 +268,8 @@ class RunningJob:
         members = [
             tiers.TierDevice(profile, self.standing.examples.get(device)) for device, profile in sorted(fleet.items())
         ]
-        found = tiers.tier_coverage(members, self.engines, order.work)
-        everybody = all(share.able == share.devices for share in found.values())
-        self._all_able = (seen, order.work) if everybody else None
-        return () if everybody and fact.round else tuple(tiers.format_coverage(found, order.work))
+        found = tiers.tier_coverage(members, self.engines, needs)
+        return tuple(tiers.format_coverage(found, needs))
 
     def manifest_problem(self, update: Update, profile: Profile | None = None) -> str:
         """Return why an update's manifest is invalid, or "" if valid or not of the running round."""

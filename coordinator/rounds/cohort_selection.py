@@ -13,15 +13,23 @@ turns precede all other devices, the longest waiting first. So no device that is
 
 from __future__ import annotations
 
-import heapq
 import math
 import statistics
-from collections.abc import Collection, Mapping
-from collections.abc import Set as AbstractSet
-from functools import lru_cache
-from itertools import islice
+from collections.abc import Callable, Collection, Mapping
+from typing import Final
 
-from fedquilt.core import Profile, derive_seeds
+from fedquilt.coordinator.device_columns import (
+    CostColumn,
+    DeviceSet,
+    RoundColumn,
+    device_names,
+    hash_name,
+    name_hashes,
+)
+from fedquilt.core import Profile, derive_seed
+
+_SHIFTS: Final = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))  # of SplitMix64, with its factors
+_ROUNDING: Final = 1e-9  # relative difference of a vectorised key from the exact one, at most
 
 
 def select_cohort(
@@ -36,15 +44,39 @@ def select_cohort(
 ) -> tuple[str, ...]:
     """Select up to `count` of the eligible devices, sorted by id.
 
-    Arguments are as for `rank_devices`.
+    Arguments are as for `rank_devices`, whose first devices are selected. Vectorised operations exclude most others.
     """
-    count = max(count, 0)
-    if not costs and _rounds_until_overdue(turns, eligible, count) > round:  # the draws alone decide
-        able = eligible if isinstance(eligible, AbstractSet) else frozenset(eligible)
-        drawn = draw_numbers(seed, round, eligible)
-        return tuple(sorted(islice((device for device in drawn if device in able), count)))
-    keys = _selection_keys(seed, round, eligible, count, costs, since, turns)
-    return tuple(sorted(device for _, _, device in heapq.nsmallest(count, keys)))
+    import numpy as np
+
+    pool = DeviceSet.from_devices(eligible)
+    if not 0 < count < len(pool):
+        return tuple(sorted(pool)) if count > 0 else ()
+    rows, late = np.flatnonzero(pool.mask), turns * len(pool) / count
+    first, median = rows[:0], 1.0
+    if costs:
+        known = CostColumn.from_values(costs).to_array(len(pool.mask))
+        median = float(np.median(paid)) if len(paid := known[rows][known[rows] >= 0]) else 1.0
+    if late <= round:  # else nobody can have waited for so long
+        waits = round - np.maximum(RoundColumn.from_values(since).to_array(len(pool.mask))[rows], 0)
+        waits = np.where(waits >= late, waits, 0)
+        least = np.partition(waits, -count)[-count]
+        first, rows = rows[waits > least], rows[waits == least]
+    numbers, left = name_hashes(rows), count - len(first)
+    numbers ^= np.uint64(derive_seed("cohort", seed, round))
+    for shift, factor in _SHIFTS:
+        numbers ^= numbers >> np.uint64(shift)
+        numbers *= np.uint64(factor)
+    numbers >>= np.uint64(11)
+    if costs:
+        keys = -np.log1p(-numbers.astype(float) / 2**53) * np.where(known[rows] >= 0, known[rows], median)
+    else:  # a limit that some more numbers are below than needed saves a partition of them all
+        near = numbers < 2**53 * (2 * left + 20) // len(rows)
+        if np.count_nonzero(near) >= left:
+            rows, numbers = rows[near], numbers[near]
+        keys = numbers.astype(float)
+    best = rows[keys <= np.partition(keys, left - 1)[left - 1] * (1 + _ROUNDING)]
+    drawn = sorted(device_names(best.tolist()), key=_create_key(seed, round, costs, median))
+    return tuple(sorted([*device_names(first.tolist()), *drawn[:left]]))
 
 
 def rank_devices(
@@ -65,58 +97,28 @@ def rank_devices(
         eligible: Devices to rank.
         count: Size of the cohort.
         costs: Joules per operation of each device, or empty to ignore energy. Missing values count as the median.
-        since: Round in which a device was last selected, or first eligible.
+        since: Round in which a device was last selected, or first eligible. Missing values count as 0.
         turns: Limit on a wait, in turns. Devices that were not selected for so long precede all others.
     """
-    return [device for _, _, device in sorted(_selection_keys(seed, round, eligible, count, costs, since, turns))]
+    late = turns * len(eligible) / count if count > 0 else math.inf
+    waited = {device: round - since.get(device, 0) for device in eligible}
+    median = statistics.median([costs[device] for device in eligible if device in costs] or [1.0])
+    key = _create_key(seed, round, costs, median)
+    return sorted(eligible, key=lambda device: (-waited[device] if waited[device] >= late else 0, *key(device)))
 
 
-def draw_numbers(seed: int, round: int, devices: Collection[str]) -> Mapping[str, int]:
-    """Return the random number of each device in a round, the smallest first.
+def _create_key(seed: int, round: int, costs: Mapping[str, float], median: float) -> Callable[[str], tuple[float, str]]:
+    salt = derive_seed("cohort", seed, round)
 
-    The result is the cache of the round, so that more devices may be included. A call ahead of the selection saves
-    time.
-    """
-    known = _number_cache(seed, round)
-    if new := [device for device in devices if device not in known]:
-        numbers = [*known.items(), *zip(new, derive_seeds(("cohort", seed, round), new), strict=True)]
-        known.clear()
-        known.update(sorted(numbers, key=lambda each: (each[1], each[0])))
-    return known
+    def key(device: str) -> tuple[float, str]:
+        number = hash_name(device) ^ salt
+        for shift, factor in _SHIFTS:
+            number = (number ^ (number >> shift)) * factor % 2**64
+        if not costs:  # the numbers have the order of exponential keys of equal costs
+            return number >> 11, device
+        return -math.log1p(-(number >> 11) / 2**53) * costs.get(device, median), device
 
-
-@lru_cache(maxsize=8)  # of each job the running round, and the next one
-def _number_cache(seed: int, round: int) -> dict[str, int]:
-    return {}
-
-
-def _selection_keys(
-    seed: int,
-    round: int,
-    eligible: Collection[str],
-    count: int,
-    costs: Mapping[str, float],
-    since: Mapping[str, int],
-    turns: float,
-) -> list[tuple[int, float, str]]:
-    """Return the sort keys of the eligible devices: overdue ones first, then by draw, weighted by cost."""
-    late = _rounds_until_overdue(turns, eligible, count)
-    middling = statistics.median(costs.values()) if costs else 1.0
-    drawn = draw_numbers(seed, round, eligible)
-    keys: list[tuple[int, float, str]] = [(0, drawn[device], device) for device in eligible]
-    if costs:  # else the draws themselves have the order of the exponential keys
-        keys = [
-            (rank, -math.log1p(-key / 2**53) * costs.get(device, middling) / middling, device)
-            for rank, key, device in keys
-        ]
-    if late <= round:  # else nobody can have waited for so long
-        waited = {device: round - since.get(device, round) for device in eligible}
-        keys = [(-waited[device] if waited[device] >= late else 0, key, device) for _, key, device in keys]
-    return keys
-
-
-def _rounds_until_overdue(turns: float, eligible: Collection[str], count: int) -> float:
-    return turns * len(eligible) / count if count > 0 else math.inf
+    return key
 
 
 def joules_per_flop(profile: Profile | None) -> float | None:

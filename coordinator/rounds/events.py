@@ -14,6 +14,7 @@ import msgspec
 from msgspec import field
 from msgspec.structs import replace
 
+from fedquilt.coordinator.device_columns import ELIGIBLE, CostColumn, LabelColumn, RoundColumn
 from fedquilt.coordinator.rounds import deadline, job_limits
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload, MemoryShortage
 from fedquilt.coordinator.rounds.eligibility import BUSY, NOTHING, REFUSALS, SHARE, UNKNOWN, UPDATE, LastingDecline
@@ -275,7 +276,9 @@ class JobState(msgspec.Struct, frozen=True):
     state: BlobRef | None = None
     asked: frozenset[str] = frozenset()  # asked in this attempt, and not answered, declined or rejected
     roll: frozenset[str] = frozenset()  # asked in this or else the last round, and not declined
-    due: frozenset[str] = frozenset()  # who took part when devices were last asked in this attempt, asked or not
+    due: frozenset[str] = (
+        frozenset()
+    )  # where all are wanted: who took part when devices were last asked in this attempt
     silent: tuple[str, ...] = ()  # asked in earlier attempts at this round and not heard, the latest asked last
     answered: Mapping[str, Update] = field(default_factory=dict)  # device -> its update of this round
     folded: UpdatesAggregated | None = None  # stored partial aggregate, whose updates are deleted
@@ -283,10 +286,9 @@ class JobState(msgspec.Struct, frozen=True):
     work: Mapping[str, float] = field(default_factory=dict)  # device -> amount of work of its task in this round
     epochs: Mapping[str, int] = field(default_factory=dict)  # device -> epochs in this round, where not the job's
     took: deadline.Known = field(default_factory=dict)
-    eligible: frozenset[str] = frozenset()  # by the latest `EligibilityRecorded`
-    passed: Mapping[str, str] = field(default_factory=dict)  # device -> code of the reason why it cannot be asked
-    costs: Mapping[str, float] = field(default_factory=dict)
-    since: Mapping[str, int] = field(default_factory=dict)  # device -> round it was last asked in, or first seen
+    labels: LabelColumn = field(default_factory=LabelColumn)  # who can be asked, by the latest `EligibilityRecorded`
+    costs: CostColumn = field(default_factory=CostColumn)
+    since: RoundColumn = field(default_factory=RoundColumn)  # round in which it was last asked, or first seen
     spent: job_limits.ResourceUsage = job_limits.ResourceUsage()
     best: job_limits.BestEvaluation | None = None
     began_s: float = 0.0  # start of the running round, or when this process took up the job
@@ -306,6 +308,20 @@ class JobState(msgspec.Struct, frozen=True):
     extra: int = 0  # number of evaluation rounds so far
     class_counts: tuple[int, ...] = ()  # held-out examples of each class in the last evaluation
     reason: str = ""
+
+    @property
+    def eligible(self) -> frozenset[str]:
+        return frozenset(device for device, label in self.labels.items() if label == ELIGIBLE)
+
+    @property
+    def passed(self) -> dict[str, str]:
+        """Code of the reason why a device cannot be asked."""
+        return {device: label for device, label in self.labels.items() if label != ELIGIBLE}
+
+    @property
+    def cohort_size(self) -> int:
+        """Number of wanted updates, or 0 for all devices, as in every evaluation round."""
+        return 0 if self.settling else self.plan.cohort.size
 
     @property
     def completed_rounds(self) -> int:
@@ -457,15 +473,17 @@ def _apply_cohort_selected(state: JobState, fact: CohortSelected, now_s: float) 
     if state.phase == "selecting":
         state = replace(_restart_attempt_time(state, now_s), phase="open", allowed_s=fact.deadline_s, extended=False)
         state = replace(state, asked_s={}, work={}, roll=frozenset())
+    if not state.cohort_size:  # else no round waits for more devices than are asked
+        due = frozenset(device for device, label in state.labels.items() if label in (ELIGIBLE, BUSY, SHARE))
+        state = replace(state, due=due)
     return replace(
         state,
-        due=state.eligible.union(device for device, code in state.passed.items() if code in (BUSY, SHARE)),
         asked=state.asked | set(fact.devices),
         roll=state.roll | set(fact.devices),
         asked_s={**state.asked_s, **dict.fromkeys(fact.devices, now_s)},
         work={**state.work, **fact.work},
         epochs={**state.epochs, **fact.epochs},
-        since={**state.since, **dict.fromkeys(fact.devices, fact.round)},
+        since=state.since.with_values(dict.fromkeys(fact.devices, fact.round)),
     )
 
 
@@ -483,13 +501,12 @@ def _apply_update_lost(state: JobState, fact: UpdateLost, now_s: float) -> JobSt
 
 def _apply_eligibility(state: JobState, fact: EligibilityRecorded) -> JobState:
     barred = {device: code for code, devices in fact.passed.items() for device in devices}
-    passed = {device: code for device, code in state.passed.items() if device not in fact.eligible}
+    labels = {**dict.fromkeys(fact.eligible, ELIGIBLE), **barred}
     return replace(
         state,
-        eligible=(state.eligible | set(fact.eligible)) - barred.keys(),
-        passed={**passed, **barred},
-        costs={**state.costs, **fact.costs},
-        since={**dict.fromkeys((*fact.eligible, *barred), fact.round), **state.since},
+        labels=state.labels.with_values(labels),
+        costs=state.costs.with_values(fact.costs),
+        since=state.since.with_values({device: fact.round for device in labels if device not in state.since}),
     )
 
 
@@ -505,7 +522,7 @@ def _rewind_to_round(state: JobState, round: int) -> JobState:
     """Return the state before a round that the parent repeats, without later contributions."""
     # the coordinator above runs from an older copy, and repeats a round that the site has worked for
     history = {device: rounds.rounds_before(round) for device, rounds in state.history.items()}
-    since = {device: min(last, round) for device, last in state.since.items()}
+    since = RoundColumn({device: min(last, round) for device, last in state.since.items()})
     return replace(_clear_round(state, round), history=history, since=since)
 
 

@@ -15,6 +15,7 @@ from collections.abc import Set as AbstractSet
 
 from msgspec.structs import replace
 
+from fedquilt.coordinator.device_columns import ELIGIBLE, CostColumn, DeviceSet, LabelColumn
 from fedquilt.coordinator.rounds import deadline, job_limits
 from fedquilt.coordinator.rounds.cohort_selection import select_cohort
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload, MemoryShortage
@@ -59,6 +60,7 @@ def decide_event(
         most: The number of devices that may be selected now.
         gone: The devices of the round that are offline or silent, so that the round does not wait for them.
     """
+    online = DeviceSet.from_devices(online)
     if state.phase == "selecting":
         return _decide_selection_or_end(state, online, ask, busy, most)
     if state.phase == "open":
@@ -105,26 +107,20 @@ def capped_elapsed_s(passed_s: float, since_s: float, limit_s: float, restarts: 
 
 
 def eligibility_event(
-    state: JobState, eligible: Collection[str], passed: Mapping[str, str], costs: Mapping[str, float]
+    state: JobState, labels: LabelColumn, costs: CostColumn = CostColumn()
 ) -> EligibilityRecorded | None:
     """Return the event that records changes of eligibility, or None without changes.
 
-    A device that only the log contains is recorded as offline.
+    A device that only the log contains is recorded as offline. Costs are recorded of eligible devices.
     """
-    if not passed and not state.passed and state.eligible == eligible and not costs:
-        return None
-    lost = dict.fromkeys((state.eligible | state.passed.keys()) - set(eligible) - passed.keys(), "offline")
     changed: dict[str, list[str]] = {}
-    for device, code in sorted({**passed, **lost}.items()):
-        if state.passed.get(device) != code:
-            changed.setdefault(code, []).append(device)
-    fact = EligibilityRecorded(
-        state.round,
-        tuple(sorted(set(eligible) - state.eligible)),
-        {code: tuple(devices) for code, devices in sorted(changed.items())},
-        {device: cost for device, cost in sorted(costs.items()) if state.costs.get(device) != cost},
-    )
-    return fact if fact.eligible or fact.passed or fact.costs else None
+    for device, label in sorted(labels.changed_values(state.labels, lost="offline").items()):
+        changed.setdefault(label, []).append(device)
+    eligible = tuple(changed.pop(ELIGIBLE, ()))
+    passed = {code: tuple(devices) for code, devices in sorted(changed.items())}
+    paid = costs.changed_values(state.costs, among=labels.devices_with(ELIGIBLE)) if costs else {}
+    fact = EligibilityRecorded(state.round, eligible, passed, dict(sorted(paid.items())))
+    return fact if eligible or passed or paid else None
 
 
 def devices_to_skip(
@@ -192,8 +188,7 @@ def can_skip_decision(state: JobState, now_s: float, gone: AbstractSet[str] = fr
 
 def has_full_cohort(state: JobState) -> bool:
     """Return whether the configured cohort size is reached, so that the round closes at once."""
-    size = _cohort_size(state)
-    return bool(size) and len(state.answered) >= size
+    return bool(state.cohort_size) and len(state.answered) >= state.cohort_size
 
 
 def is_round_idle(state: JobState, able: Collection[str], busy: AbstractSet[str] = frozenset()) -> bool:
@@ -215,15 +210,10 @@ def updates_to_close(state: JobState, online: Collection[str], gone: AbstractSet
     Counted are devices that are online, selected or due in this attempt, without those that have declined or are gone,
     but at least `minimum_updates`. The round waits until its deadline for devices that are at work or leased elsewhere.
     """
-    if size := _cohort_size(state):
+    if size := state.cohort_size:
         return size
     present = {*online, *state.answered, *state.asked, *state.due} - set(state.declined)
     return max(len(present - (gone - state.answered.keys())), minimum_updates(state))
-
-
-def _cohort_size(state: JobState) -> int:
-    """Return the number of wanted updates, or 0 for all devices, as in every evaluation round."""
-    return 0 if state.settling else state.plan.cohort.size
 
 
 def quorum(state: JobState, want: int) -> int:
@@ -278,7 +268,7 @@ def start_timeout_event(state: JobState, online: int) -> JobEnded | None:
 
 
 def _decide_selection_or_end(
-    state: JobState, online: Collection[str], ask: Callable[[str], DeviceWorkload], busy: AbstractSet[str], most: float
+    state: JobState, online: DeviceSet, ask: Callable[[str], DeviceWorkload], busy: AbstractSet[str], most: float
 ) -> AnyEvent | None:
     """Return the end of a completed job, the next cohort, or None while too few devices are online."""
     plan = state.plan
@@ -289,7 +279,7 @@ def _decide_selection_or_end(
             return JobEnded("done", state.reached_limit)
     if len(online) < minimum_devices_to_start(state):
         return None
-    free = set(online) - set(state.answered) - set(state.declined) - busy
+    free = online - (state.answered.keys() | state.declined.keys() | busy)
     want = updates_to_close(state, online) - len(state.answered)
     count = math.ceil(want * (1 + plan.cohort.over_select))
     chosen = _select_devices(state, free, min(count, most))
@@ -303,17 +293,14 @@ def _decide_selection_or_end(
     )
 
 
-def _select_devices(state: JobState, free: set[str], most: float) -> tuple[str, ...]:
+def _select_devices(state: JobState, free: DeviceSet, most: float) -> tuple[str, ...]:
     """Select up to `most` free devices, with those silent in earlier attempts last."""
     count = int(min(most, len(free)))
     if tried := [device for device in state.silent if device in free]:
-        fresh = _select_devices(replace(state, silent=()), free.difference(tried), count)
+        fresh = _select_devices(replace(state, silent=()), free - tried, count)
         return tuple(sorted((*fresh, *tried[: max(count - len(fresh), 0)])))
-    costs = {device: state.costs[device] for device in free if device in state.costs} if state.costs else {}
-    known = free <= state.since.keys()
-    since = state.since if known else {device: state.since.get(device, 0) for device in free}
     return select_cohort(
-        state.plan.seed, state.round, free, count, costs=costs, since=since, turns=state.plan.cohort.turns
+        state.plan.seed, state.round, free, count, costs=state.costs, since=state.since, turns=state.plan.cohort.turns
     )
 
 
@@ -325,7 +312,7 @@ def _positive_work_amounts(asks: Mapping[str, DeviceWorkload]) -> dict[str, floa
 def _decide_open_round(
     state: JobState,
     now_s: float,
-    online: Collection[str],
+    online: DeviceSet,
     ask: Callable[[str], DeviceWorkload],
     busy: AbstractSet[str],
     most: float,
@@ -338,15 +325,16 @@ def _decide_open_round(
         return RoundClosed(state.round)
     enough = have >= quorum(state, want)
     at_work = state.asked - busy  # after a restart or a pause, another job may have a device that was asked
-    left = set(online) - set(state.answered) - set(state.declined) - at_work
-    missing = math.ceil((want - have) * (1 + cohort.over_select)) - len(at_work & set(online))
-    chosen = _select_devices(state, left - busy, min(missing, most)) if missing > 0 else ()
+    missing = math.ceil((want - have) * (1 + cohort.over_select)) - sum(device in online for device in at_work)
     apart = (
-        frozenset()
-        if _cohort_size(state)
-        else state.due.difference(online, state.answered, state.declined, state.asked)
+        frozenset() if state.cohort_size else state.due.difference(online, state.answered, state.declined, state.asked)
     )
-    waits = missing > 0 and (most < 1 or bool(apart) or not left.isdisjoint(busy))  # others have boards that it needs
+    chosen: tuple[str, ...] = ()
+    waits = False
+    if missing > 0:
+        left = online - (state.answered.keys() | state.declined.keys() | at_work)
+        chosen = _select_devices(state, left - busy, min(missing, most))
+        waits = most < 1 or bool(apart) or not left.isdisjoint(busy)  # others have boards that it needs
     if enough and state.extended:
         return RoundClosed(state.round)
     if now_s >= next_decision_s(state) and not (

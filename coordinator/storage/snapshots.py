@@ -18,6 +18,7 @@ import msgspec
 from msgspec.structs import replace
 
 from fedquilt import __version__
+from fedquilt.coordinator.device_columns import DeviceColumn
 from fedquilt.coordinator.rounds.claim_bounds import DeviceWeights
 from fedquilt.coordinator.rounds.events import ENDED, AnyEvent, JobConstants, JobState, UpdateAccepted
 from fedquilt.coordinator.rounds.round_bitmap import RoundBitmap
@@ -168,17 +169,21 @@ def _row_checksum(job: str, version: str, log: bytes, body: bytes) -> bytes:
     return checksum(job, version, log, hashlib.sha256(body).digest())
 
 
-def _encode_bitmap(value: Any) -> Any:
+def _encode_custom_type(value: Any) -> Any:
     if isinstance(value, RoundBitmap):
         return value.to_bytes()
+    if isinstance(value, DeviceColumn):
+        return dict(value)
     raise NotImplementedError(type(value))
 
 
-def _decode_bitmap(kind: type, value: Any) -> Any:
+def _decode_custom_type(kind: type, value: Any) -> Any:
     if kind is RoundBitmap:
         return RoundBitmap.from_bytes(value)
+    if issubclass(kind, DeviceColumn):
+        return kind(value)
     raise NotImplementedError(kind)
 
 
-encode: Final = msgspec.msgpack.Encoder(enc_hook=_encode_bitmap).encode
-decode: Final = msgspec.msgpack.Decoder(Snapshot, dec_hook=_decode_bitmap).decode
+encode: Final = msgspec.msgpack.Encoder(enc_hook=_encode_custom_type).encode
+decode: Final = msgspec.msgpack.Decoder(Snapshot, dec_hook=_decode_custom_type).decode

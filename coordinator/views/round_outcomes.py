@@ -189,13 +189,11 @@ def _set_outcomes(
 def _selection_outcomes(state: JobState, fact: CohortSelected) -> Mapping[str, DeviceOutcome]:
     settled = {*state.asked, *state.answered, *state.declined}
     free = state.eligible - settled
-    since = {device: state.since.get(device, 0) for device in free}
-    costs = {device: state.costs[device] for device in free if device in state.costs}
     wanted = len(fact.devices)
     silent = [device for device in state.silent if device in free]
     fresh = free.difference(silent)
     drawn = cohort_selection.rank_devices(
-        state.plan.seed, fact.round, fresh, wanted, costs=costs, since=since, turns=state.plan.cohort.turns
+        state.plan.seed, fact.round, fresh, wanted, costs=state.costs, since=state.since, turns=state.plan.cohort.turns
     )
     order = [*drawn, *silent]
     told = {

@@ -65,6 +65,7 @@ class SimulatedDevice:
 
     Args:
         points: Operating points of the profile, if computed already.
+        provenance: Least certain provenance of the profile's numbers, if computed already.
 
     Raises:
         JobError: If the profile has no such point.
@@ -78,6 +79,7 @@ class SimulatedDevice:
         point: str | None = None,
         traits: SimulationTraits = SimulationTraits(),
         points: tuple[OperatingPoint, ...] | None = None,
+        provenance: str = "",
     ) -> None:
         self.points = profile.operating_points() if points is None else points
         self._known = {held.name: held for held in self.points}
@@ -89,7 +91,7 @@ class SimulatedDevice:
         self.board = profile.board
         self.memory_bytes = int(profile.memory_bytes.value)
         self.idle_w = None if profile.idle_w is None else profile.idle_w.value
-        self.provenance: str = profile.provenance()
+        self.provenance: str = provenance or profile.provenance()
         self.factor = _lognormal(traits.spread, traits.seed, "board")  # of its profile's times, the whole board
         self._rests_on: dict[tuple[str, str], str] = {}  # (point, workload) -> provenance of its numbers
         self._told: tuple[WorkEstimate, OperatingPoint, int, Cost] | None = None  # last prediction, and of which task
@@ -107,9 +109,7 @@ class SimulatedDevice:
         Raises:
             JobError: If the profile, point or a trait is unknown.
         """
-        place, _, traits = board.partition("?")
-        name, _, point = place.partition(":")
-        return cls(_load_profile(name), point or None, SimulationTraits.parse(traits), _load_points(name))
+        return cls(*_parse_board(board))
 
     def read_sensors(self, now_s: float) -> Reading:
         """Return battery and temperature, if simulated. Sensors of this host are not read."""
@@ -210,6 +210,16 @@ def _load_profile(name: str) -> profiles.BoardProfile:
 @lru_cache(maxsize=64)
 def _load_points(name: str) -> tuple[OperatingPoint, ...]:
     return _load_profile(name).operating_points()
+
+
+@lru_cache(maxsize=64)  # a fleet has many devices of few kinds
+def _parse_board(
+    board: str,
+) -> tuple[profiles.BoardProfile, str | None, SimulationTraits, tuple[OperatingPoint, ...], str]:
+    place, _, traits = board.partition("?")
+    name, _, point = place.partition(":")
+    profile = _load_profile(name)
+    return profile, point or None, SimulationTraits.parse(traits), _load_points(name), profile.provenance()
 
 
 def _lognormal(sigma: float, *keys: object) -> float:

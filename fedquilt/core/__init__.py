@@ -81,7 +81,6 @@ from fedquilt.core.method import (
 from fedquilt.core.retry import ATTEMPTS_MOST, REFETCH, RESEND, Retry
 from fedquilt.core.seeds import (
     derive_seed,
-    derive_seeds,
     seed_deriver,
 )
 from fedquilt.core.site_rights import SiteRight
@@ -174,7 +173,6 @@ __all__ = [
     "Word",
     "WorkEstimate",
     "derive_seed",
-    "derive_seeds",
     "seed_deriver",
     "shorten_error",
     "tensor_shapes",

@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 
 def derive_seed(*keys: object) -> int:
     """Return a 53-bit seed from any keys, equal on every machine and Python version."""
     return seed_deriver(*keys[:-1])(keys[-1])
-
-
-def derive_seeds(keys: tuple[object, ...], last: Iterable[str]) -> list[int]:
-    """Return a list of seeds, `derive_seed(*keys, each)` for each element of `last`.
-
-    The common keys are hashed only once.
-    """
-    copied, number = hashlib.sha256("".join([f"{key}\x1f" for key in keys]).encode()).copy, int.from_bytes
-    found = []
-    for each in last:
-        whole = copied()
-        whole.update(each.encode())
-        found.append(number(whole.digest()[:8], "big") >> 11)
-    return found
 
 
 def seed_deriver(*keys: object) -> Callable[[object], int]:

@@ -54,8 +54,9 @@ def tier_from_budget(budget_bytes: int) -> str:
     return next((name for name, size in reversed(SIZES.items()) if budget_bytes >= size), BELOW)
 
 
-def fits_budget(profile: Profile, engine: str, work: WorkEstimate) -> bool:
-    return profile.budget_bytes >= peak_memory.task_process_bytes(engine, work.peak_bytes)
+def fits_budget(budget_bytes: int, engines: Iterable[str], work: WorkEstimate) -> bool:
+    """Return whether the budget suffices for the work on one of the engines."""
+    return any(budget_bytes >= peak_memory.task_process_bytes(engine, work.peak_bytes) for engine in engines)
 
 
 def tier_coverage(fleet: Iterable[TierDevice], engines: Iterable[str], work: WorkEstimate) -> dict[str, TierCoverage]:
@@ -70,7 +71,7 @@ def tier_coverage(fleet: Iterable[TierDevice], engines: Iterable[str], work: Wor
     found: dict[str, TierCoverage] = {}
     for member in fleet:
         own = [engine for engine in wanted if engine in member.profile.engines]
-        able = any(fits_budget(member.profile, engine, work) for engine in own)
+        able = fits_budget(member.profile.budget_bytes, own, work)
         name = tier_from_profile(member.profile)
         found[name] = found.get(name, TierCoverage()).add_device(member, able)
     return {name: found[name] for name in (BELOW, *SIZES) if name in found}

@@ -161,7 +161,7 @@ def make_statistics_round(
 
 
 def _fits_device(device: DeviceView, work: WorkEstimate) -> bool:
-    return device.profile is not None and tiers.fits_budget(device.profile, "torch", work)
+    return device.profile is not None and tiers.fits_budget(device.profile.budget_bytes, ("torch",), work)
 
 
 def _convert_variances_to_moments(sent: Tensors, means: Mapping[str, str], device: str) -> dict[str, np.ndarray]:

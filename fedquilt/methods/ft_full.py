@@ -47,7 +47,7 @@ def limit_by_memory(
     work = msgspec.structs.replace(order.work, peak_bytes=order.work.peak_bytes + more * state.example_bytes)
     profile = device.profile
     known = [name for name in engines if profile and name in profile.engines]
-    if profile and not any(tiers.fits_budget(profile, name, work) for name in known):
+    if profile and not tiers.fits_budget(profile.budget_bytes, known, work):
         return None
     return replace(order, work=work)
 

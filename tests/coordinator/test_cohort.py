@@ -1,10 +1,16 @@
 """Sampling depends on the seed, the round and the device, and on what is given of costs and waiting."""
 
+import math
+import sys
+
 import msgspec
 import plain
+from hypothesis import given
+from hypothesis import strategies as st
 
-from fedquilt.coordinator.rounds.cohort_selection import draw_numbers, joules_per_flop, rank_devices, select_cohort
-from fedquilt.core import OperatingPoint, derive_seed, derive_seeds
+from fedquilt.coordinator.device_columns import DeviceSet, RoundColumn
+from fedquilt.coordinator.rounds.cohort_selection import joules_per_flop, rank_devices, select_cohort
+from fedquilt.core import OperatingPoint, derive_seed
 
 FLEET = [f"dev-{i}" for i in range(20)]
 
@@ -78,21 +84,58 @@ def test_a_boards_joules_for_a_flop_are_its_thriftiest_points():
     assert joules_per_flop(None) is None
 
 
-def test_the_draws_of_a_round_are_each_devices_own_seed():
-    """Made in one loop, they are those of `derive_seed`, so that both give the same cohort."""
-    names = ["dev-1", "dev-10", "gerät", ""]
-    assert derive_seeds(("cohort", 7, 3), names) == [derive_seed("cohort", 7, 3, name) for name in names]
+def exact_number(seed: int, round: int, device: str) -> int:
+    """The draw as it is documented: SplitMix64's mix of the hashes of the name, and of seed and round."""
+    mixed = derive_seed("device", device) ^ derive_seed("cohort", seed, round)
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) % 2**64
+    return (mixed ^ (mixed >> 31)) >> 11
 
 
-def test_lots_that_are_drawn_before_they_are_needed_are_the_same():
-    assert set(draw_numbers(11, 4, FLEET[:3])) == set(FLEET[:3])
-    drawn = draw_numbers(11, 4, FLEET)
-    assert drawn == {device: derive_seed("cohort", 11, 4, device) for device in FLEET}
-    assert select_cohort(11, 4, FLEET, 5) == tuple(sorted(sorted(FLEET, key=drawn.__getitem__)[:5]))
+def test_the_devices_with_the_smallest_numbers_are_drawn():
+    """Of many, and whoever else this process has met."""
+    names = [f"late-{i}" for i in range(3000)] + ["gerät", ""]
+    for round in range(5):
+        order = sorted(names, key=lambda device: exact_number(11, round, device))
+        assert rank_devices(11, round, names, 7) == order
+        assert select_cohort(11, round, set(names), 7) == tuple(sorted(order[:7]))
 
 
-def test_who_is_sampled_comes_first_in_the_order_of_selection():
-    few = [f"late-{i}" for i in range(0, 30, 2)]
-    for fleet in (few, [*few, *(f"late-{i}" for i in range(1, 30, 2))], few):
-        assert select_cohort(11, 3, set(fleet), 7) == tuple(sorted(rank_devices(11, 3, fleet, 7)[:7]))
-        assert sorted(draw_numbers(11, 3, fleet).values()) == list(draw_numbers(11, 3, fleet).values())
+@given(
+    st.dictionaries(
+        st.sampled_from([f"few-{i}" for i in range(40)]),
+        st.tuples(st.none() | st.sampled_from([1.0, 2.0, 5.5]), st.none() | st.integers(0, 60)),
+    ),
+    st.integers(0, 60),
+    st.integers(-1, 45),
+    st.sampled_from([0.5, 1.0, 3.0, math.inf]),
+)
+def test_who_is_selected_comes_first_in_the_order_of_selection(fleet, round, count, turns):
+    """By vectorised operations as device by device, with any costs and waits."""
+    costs = {device: cost for device, (cost, _) in fleet.items() if cost is not None}
+    since = {device: last for device, (_, last) in fleet.items() if last is not None}
+    ranked = rank_devices(5, round, fleet, count, costs=costs, since=since, turns=turns)
+    found = select_cohort(5, round, set(fleet), count, costs=costs, since=since, turns=turns)
+    assert found == tuple(sorted(ranked[: max(count, 0)]))
+    assert sorted(ranked) == sorted(fleet)
+
+
+def test_a_cohort_of_a_large_fleet_costs_no_python_object_per_device():
+    """Neither the draw nor what a round changes in the columns of a fleet of 100,000."""
+    fleet = DeviceSet.from_devices(f"many-{i}" for i in range(100_000))
+    since = RoundColumn(dict.fromkeys(fleet, 0))
+    select_cohort(1, 0, fleet, 10)  # the hashes of the names are computed once
+    calls = 0
+
+    def count_call(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    sys.setprofile(count_call)
+    try:
+        drawn = select_cohort(1, 1, fleet - ["many-1"], 10, since=since, turns=1e-9)
+        since.with_values(dict.fromkeys(drawn, 1))
+    finally:
+        sys.setprofile(None)
+    assert len(drawn) == 10
+    assert calls < 2000

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedquilt.coordinator.device_columns import ELIGIBLE
 from fedquilt.coordinator.fleet.registry import FRESH_S, GRACE_S, KINDS_MOST, DeviceRegistry
 from fedquilt.coordinator.rounds import eligibility
 from fedquilt.coordinator.rounds.eligibility import (
@@ -117,8 +118,13 @@ def test_what_is_kept_from_one_decision_to_the_next_is_what_would_be_found_anew(
         anew.devices.update(kept.devices)
         anew._stale.update(kept.devices)
         assert kept.device_views(now_s) == anew.device_views(now_s)
+        assert kept.kinds == anew.kinds
         assert kept.usable_engines(WANTS.engines, now_s) == anew.usable_engines(WANTS.engines, now_s)
-        assert kept.ineligible_devices(WANTS, now_s) == ineligibility_reasons(anew.device_views(now_s), WANTS)
+        labels = kept.eligibility(WANTS, now_s)
+        barred = {device: label for device, label in labels.items() if label != ELIGIBLE}
+        assert barred == ineligibility_reasons(anew.device_views(now_s), WANTS)
+        assert labels.keys() == anew.device_views(now_s).keys()
+        assert set(labels.devices_with(ELIGIBLE)) == labels.keys() - barred.keys()
 
 
 def test_a_decision_costs_what_has_changed_since_the_last(monkeypatch):
@@ -128,15 +134,14 @@ def test_a_decision_costs_what_has_changed_since_the_last(monkeypatch):
     for number in range(50):
         registry.update_presence(f"d-{number}", Presence(online=True, boot="1"), 0.0)
         registry.update_profile(f"d-{number}", PROFILE)
-    first, able = registry.device_views(1.0), registry.usable_engines(("torch",), 1.0)
-    registry.ineligible_devices(WANTS, 1.0)
+    first, version = registry.eligibility(WANTS, 1.0), registry.refresh_views(1.0)
     assert len(looked) == 50
-    assert registry.device_views(2.0) is first
-    assert registry.usable_engines(("torch",), 2.0) is able
+    assert registry.refresh_views(2.0) == version
+    assert registry.eligibility(WANTS, 2.0) is first
     registry.update_presence("d-7", Presence(online=False, boot="1"), 2.0)
-    registry.ineligible_devices(WANTS, 2.0)  # within the grace it is still there
+    registry.eligibility(WANTS, 2.0)  # within the grace it is still there
     assert len(looked) == 50
-    registry.ineligible_devices(WANTS, 2.0 + GRACE_S)
+    registry.eligibility(WANTS, 2.0 + GRACE_S)
     assert len(looked) == 51
     assert len(registry.usable_engines(("torch",), 2.0 + GRACE_S)) == 49
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from job_facts import BLOB, after, asking, begun, committed, update, whole_round
 from msgspec.structs import replace
 
+from fedquilt.coordinator.device_columns import ELIGIBLE, CostColumn, LabelColumn, RoundColumn
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload
 from fedquilt.coordinator.rounds.events import (
     PHASES,
@@ -117,11 +118,12 @@ def test_what_a_device_took_is_counted_from_when_it_was_asked_and_outlives_a_res
 def test_a_survey_notes_what_has_changed_and_then_nothing():
     """Who can be asked, who cannot and why, and what joules cost; who is not heard of any more is offline."""
     state = begun()
-    first = eligibility_event(state, {"a", "b"}, {"c": "hot"}, {"a": 2.0})
+    there = LabelColumn({"a": ELIGIBLE, "b": ELIGIBLE, "c": "hot"})
+    first = eligibility_event(state, there, CostColumn({"a": 2.0, "c": 5.0}))
     assert first == EligibilityRecorded(0, ("a", "b"), {"hot": ("c",)}, {"a": 2.0})
     state = after(state, first)
-    assert eligibility_event(state, {"a", "b"}, {"c": "hot"}, {"a": 2.0}) is None
-    second = eligibility_event(state, {"a", "c"}, {}, {"a": 3.0})
+    assert eligibility_event(state, there, CostColumn({"a": 2.0, "c": 5.0})) is None
+    second = eligibility_event(state, LabelColumn({"a": ELIGIBLE, "c": ELIGIBLE}), CostColumn({"a": 3.0}))
     assert second == EligibilityRecorded(0, ("c",), {"offline": ("b",)}, {"a": 3.0})
     state = after(state, second)
     assert (state.eligible, state.passed, state.costs) == ({"a", "c"}, {"b": "offline"}, {"a": 3.0})
@@ -138,7 +140,7 @@ def test_a_device_waits_from_when_it_was_first_seen_or_last_asked_whatever_comes
 
 def test_the_choice_rests_on_what_is_in_the_log():
     for round in range(20, 40):
-        state = replace(begun(rounds=99, size=1), round=round, since={"a": round - 1, "b": round - 6})
+        state = replace(begun(rounds=99, size=1), round=round, since=RoundColumn({"a": round - 1, "b": round - 6}))
         assert decide_event(state, 0.0, {"a", "b"}) == CohortSelected(round, 0, ("b",))
 
 
@@ -199,8 +201,8 @@ def test_replaying_the_facts_gives_the_same_state_and_rounds_only_go_forward(see
         online = {device for device in "abcdef" if roll.random() < 0.8}
         fact = decide_event(state, now_s, online, lambda device: asking(1.0 + ord(device)))
         if isinstance(fact, CohortSelected):
-            passed = dict.fromkeys(set("abcdef") - online, "offline")
-            seen = eligibility_event(state, online, passed, {"a": 2.0, "b": roll.choice([1.0, 9.0])})
+            labels = LabelColumn({device: ELIGIBLE if device in online else "offline" for device in "abcdef"})
+            seen = eligibility_event(state, labels, CostColumn({"a": 2.0, "b": roll.choice([1.0, 9.0])}))
             if seen is not None:
                 state = apply_event(state, seen, now_s)
                 facts.append(seen)

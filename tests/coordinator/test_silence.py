@@ -7,6 +7,7 @@ import pytest
 from by_hand import Hand, Stage, ones
 
 from fedquilt import wire
+from fedquilt.coordinator.device_columns import ELIGIBLE
 from fedquilt.coordinator.fleet.broker_outage import RETURN_S
 from fedquilt.coordinator.fleet.registry import GRACE_S
 from fedquilt.coordinator.fleet.silent_devices import AGAIN_S, QUIET_S, RATE, REQUESTS, SilenceDetector
@@ -204,9 +205,8 @@ def test_a_silent_device_is_not_waited_for_and_not_selected_until_its_next_messa
     stage.play()
     assert stage.told(CohortSelected)[-1].devices == ("a", "b")
     assert stage.server.registry.online_devices(stage.broker.now_s) == {"a", "b"}
-    assert stage.server.registry.ineligible_devices(stage.server.active_jobs()[0].wants, stage.broker.now_s) == {
-        "c": "silent"
-    }
+    labels = stage.server.registry.eligibility(stage.server.active_jobs()[0].wants, stage.broker.now_s)
+    assert labels == {"a": ELIGIBLE, "b": ELIGIBLE, "c": "silent"}
     c.say("telemetry", wire.Telemetry(power_w=1.0))
     stage.play()
     assert stage.told(CohortSelected)[-1].devices == ("c",)

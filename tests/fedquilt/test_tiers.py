@@ -38,8 +38,8 @@ def test_a_device_that_has_not_said_what_it_is_has_no_tier():
 
 def test_work_fits_a_device_up_to_the_last_byte_beside_the_engine():
     room = GB - ASSUMED_BASE_BYTES["torch"] - FIRST_USE_BYTES["torch"]
-    assert tiers.fits_budget(device(GB), "torch", WorkEstimate(peak_bytes=room))
-    assert not tiers.fits_budget(device(GB), "torch", WorkEstimate(peak_bytes=room + 1))
+    assert tiers.fits_budget(device(GB).budget_bytes, ("torch",), WorkEstimate(peak_bytes=room))
+    assert not tiers.fits_budget(device(GB).budget_bytes, ("torch",), WorkEstimate(peak_bytes=room + 1))
 
 
 def test_coverage_counts_devices_and_examples_by_tier():

@@ -1,8 +1,36 @@
-"""Measured values compared with limits."""
+"""Measured values compared with limits, and the load by other processes in which no value counts."""
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import time
+from typing import Any, Final
+
+import psutil
+
+VERDICTS: Final = {True: "ok ", False: "NOT", None: "?  "}  # None: of a machine that was busy
+MOST_OTHERS: Final = 0.1  # share of the machine that other processes may use during a measurement
+
+
+class LoadMeter:
+    """Meter of the share of the processors that other processes use.
+
+    The time of a child counts as of another process until the child has ended and was waited for.
+    """
+
+    def __init__(self) -> None:
+        self._others_s, self._began_s = _others_processor_s(), time.monotonic()
+
+    def measure_share(self) -> float:
+        """Return the share since the last call, or since the meter was created."""
+        before_s, began_s = self._others_s, self._began_s
+        self._others_s, self._began_s = _others_processor_s(), time.monotonic()
+        return max(self._others_s - before_s, 0.0) / (self._began_s - began_s) / (psutil.cpu_count() or 1)
+
+
+def _others_processor_s() -> float:
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice - sum(os.times()[:4]))
 
 
 def compare_at_most(value: float, limit: float, unit: str) -> dict[str, Any]:
@@ -15,7 +43,7 @@ def compare_at_least(value: float, limit: float, unit: str) -> dict[str, Any]:
 
 def format_figures(result: dict[str, Any]) -> list[str]:
     return [
-        f"{'ok ' if f['reached'] else 'NOT'} {name.replace('_', ' '):44} {f['value']:10.2f} {f['unit']}"
+        f"{VERDICTS[f['reached']]} {name.replace('_', ' '):44} {f['value']:10.2f} {f['unit']}"
         f"   ({'at most' if 'at_most' in f else 'at least'} {f.get('at_most', f.get('at_least')):g})"
         for name, f in result["figures"].items()
     ]

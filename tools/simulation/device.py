@@ -6,7 +6,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from msgspec import structs
@@ -31,20 +31,20 @@ UNANSWERED: Final = ".update"  # ending of the file with an update whose private
 FOLLOWING: Final = ".next"  # ending of the file with that private state
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class DeviceSpec:
     """Configuration of a simulated device.
 
     Args:
         board: Factory of the board, called when the device is first needed.
-        data: Content of `WorkRequest.data` in the device's work requests.
+        data: Content of `WorkRequest.data` in the device's work requests, beside the name of its share.
         link: Speed of the device's transfers.
     """
 
     device: str
     board: Callable[[], Device]
     means: events.Capabilities
-    data: Mapping[str, object]
+    data: Mapping[str, object] = field(default_factory=dict)
     rule: GovernorPolicy = GovernorPolicy()
     link: LinkCost = LinkCost()
 
@@ -147,7 +147,7 @@ class FleetDevice:
             task=task,
             device=self.name,
             budget_bytes=budget_bytes,
-            data=dict(self._spec.data),
+            data={"share": self.name, **self._spec.data},
             bundles={name: self._fleet.find_bundle(name, ref) for name, ref in task.bundles.items()},
             private=f"{self._folder}{self._private}" if self._private in self._fleet.private else None,
             cache=f"{self._fleet.folder}/caches/{self.name}",

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from sys import intern
 from typing import Final
 
 from msgspec import structs
@@ -107,6 +108,9 @@ class SimulatedFleet(NoReleaseExecutor):
                 self.unanswered[name, (update.job, update.round)] = update
         self._held: dict[str, set[str]] = {}  # device -> sha256 of what it was sent, also while it is away
         self._wire = EncodedTasks()
+        self._kinds: dict[
+            tuple[object, int], tuple[Profile, bool]
+        ] = {}  # profile by board and means, and if it has sensors
         self._boots: dict[str, int] = {}  # device -> how often it has come online
         self._away = set(self.specs)
         self.bring_online(name for name in self.specs if name not in away)
@@ -172,7 +176,17 @@ class SimulatedFleet(NoReleaseExecutor):
         )
 
     def profile(self, device: str) -> Profile:
-        return messages.profile_message(device, self._get_or_create_device(device).board, self.specs[device].means)
+        """Return the profile of a device. A device that is never selected and has no sensors need not exist."""
+        spec = self.specs[device]
+        kind = spec.board, id(spec.means)
+        if kind not in self._kinds:
+            board = spec.board()
+            has_sensors = messages.telemetry_message(board.read_sensors(self.now_s)) is not None
+            self._kinds[kind] = messages.profile_message(device, board, spec.means), has_sensors
+        profile, has_sensors = self._kinds[kind]
+        if has_sensors or f"{device}{FOLLOWING}" in self.private:
+            self._get_or_create_device(device)
+        return structs.replace(profile, device=device)
 
     # -- the executor --
 
@@ -256,7 +270,7 @@ class SimulatedFleet(NoReleaseExecutor):
         self._heard.append((device, message))
 
     def _make_presence(self, name: str, online: bool) -> wire.Presence:
-        return wire.Presence(online=online, boot=f"simulated-{self._boots[name]}", seq=1 if online else 2)
+        return wire.Presence(online=online, boot=intern(f"simulated-{self._boots[name]}"), seq=1 if online else 2)
 
     def find_bundle(self, name: str, ref: BlobRef) -> str:
         """Return the path of a bundle that a task needs.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +18,6 @@ from fedquilt import methods
 from fedquilt.arrays import tensors
 from fedquilt.coordinator.job_view import JobView
 from fedquilt.coordinator.jobs.job import RunningJob
-from fedquilt.coordinator.rounds import cohort_selection
 from fedquilt.coordinator.rounds.events import (
     AnyEvent,
     CohortSelected,
@@ -139,7 +139,7 @@ class Simulation:
         }
         spare = self._make_capabilities(ROOM_BYTES)
         self.devices = home / "agents" / self.run  # of this run alone: what a board keeps of another would count here
-        newcomer = DeviceSpec(NEWCOMER, lambda: boards.create_device("x86-host"), spare, {"share": NEWCOMER})
+        newcomer = DeviceSpec(NEWCOMER, lambda: boards.create_device("x86-host"), spare)
         self.fleet = SimulatedFleet(self._make_specs(make), self._store.depot, self.devices, {NEWCOMER: newcomer}, away)
         self._server = Server(self.fleet, self._store, self._observe_event, self.run, load, poll_s=POLL_S)
         self._began_s, self._opened_s = time.perf_counter(), 0.0
@@ -194,7 +194,6 @@ class Simulation:
             due_s = self._server.step(self.now_s)
             if self.fleet.has_waiting_requests:
                 self._server.step(self.now_s)  # devices have said that they begin: it is heard while they are at work
-                self._draw_next_cohort()
             if orders := self._select_requests(self.fleet.waiting_requests):
                 return orders
             job = self._server.find_job(self.run)
@@ -207,11 +206,6 @@ class Simulation:
                 break
             self.now_s = max(self.now_s, due_s)
         return []
-
-    def _draw_next_cohort(self) -> None:
-        # the draw is cached, so it overlaps with the work of the devices
-        if (job := self._server.find_job(self.run)) is not None:
-            cohort_selection.draw_numbers(job.job.seed, job.rounds.round + 1, job.rounds.eligible)
 
     def set_prefetcher(self, ahead: Prefetcher | None) -> None:
         """Announce work requests to `ahead` as soon as devices start them.
@@ -313,18 +307,20 @@ class Simulation:
 
     def _make_specs(self, make: Callable[[str], Device]) -> Iterator[DeviceSpec]:
         fleet = self.job.fleet
+        rule, honest = GovernorPolicy(fleet.policy), dict[str, object]()
+        lies = adversaries.make_attack_data(fleet.adversaries) if fleet.adversaries else honest
+        factories = [partial(make, board) for board in fleet.boards]
         budgets = [parse_size(budget) for budget in fleet.budgets]
+
+        @cache  # devices of a kind share all that is not their own
+        def make_kind(board: int, budget: int, labels: int, link: int) -> tuple[Any, ...]:
+            means = self._make_capabilities(budgets[budget], fleet.device_labels(labels))
+            return factories[board], means, rule, fleet.device_link(link)
+
+        periods = [max(len(each), 1) for each in (factories, budgets, fleet.labels, fleet.links)]
         for index, name in enumerate(self.members):
-            board = fleet.boards[index % len(fleet.boards)]
-            means = self._make_capabilities(budgets[index % len(budgets)], fleet.device_labels(index))
-            lies = (
-                adversaries.make_attack_data(fleet.adversaries)
-                if fleet.adversaries and name in self.adversaries
-                else {}
-            )
-            data = {"share": name, **lies}
-            rule, link = GovernorPolicy(fleet.policy), fleet.device_link(index)
-            yield DeviceSpec(name, lambda board=board: make(board), means, data, rule, link)  # type: ignore[misc]
+            board, means, rule, link = make_kind(*(index % period for period in periods))
+            yield DeviceSpec(name, board, means, lies if name in self.adversaries else honest, rule, link)
 
     def _make_capabilities(self, budget_bytes: int, labels: tuple[str, ...] = ()) -> events.Capabilities:
         # simulated devices have the plug-ins of this process, because they share its code

@@ -6,6 +6,7 @@ from job_facts import BLOB, update
 
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
+from fedquilt.coordinator.device_columns import LabelColumn
 from fedquilt.coordinator.fleet.device_status import CurrentTask, DeviceStatus
 from fedquilt.coordinator.fleet.telemetry_store import TelemetryStore
 from fedquilt.coordinator.rounds.events import (
@@ -78,11 +79,10 @@ def played(plan: JobConstants, fleet: dict[str, str], rounds: int) -> list[AnyEv
     facts: list[AnyEvent] = [JobStarted(BLOB)]
     state = apply_event(JobState(plan), facts[0], 0.0)
     free = [device for device, code in fleet.items() if not code]
-    passed = {device: code for device, code in fleet.items() if code}
     while state.round < rounds:
         fact = decide_event(state, 0.0, free)
         if isinstance(fact, CohortSelected):
-            fact = eligibility_event(state, free, passed, {}) or fact
+            fact = eligibility_event(state, LabelColumn(fleet)) or fact
         if fact is None and state.asked:
             fact = UpdateAccepted(state.round, update(min(state.asked), state.round))
         facts.append(fact or RoundCommitted(state.round, BLOB, False, {}))
@@ -240,11 +240,11 @@ def test_a_fleet_of_a_thousand_is_noted_once_and_then_by_its_changes():
     state = JobState(PLAN)
     for fact in facts:
         state = apply_event(state, fact, 0.0)
-    hot = {**{d: code for d, code in fleet.items() if code}, **{f"dev-{i:04d}": "hot" for i in range(1, 31, 3)}}
-    change = eligibility_event(state, fleet.keys() - hot.keys(), hot, {})
+    hot = LabelColumn({**fleet, **{f"dev-{i:04d}": "hot" for i in range(1, 31, 3)}})
+    change = eligibility_event(state, hot)
     assert {code: len(devices) for code, devices in change.passed.items()} == {"hot": 10}
     assert len(msgspec.json.encode(change)) < 300
-    assert eligibility_event(apply_event(state, change, 0.0), fleet.keys() - hot.keys(), hot, {}) is None
+    assert eligibility_event(apply_event(state, change, 0.0), hot) is None
 
 
 def told(facts: list[AnyEvent], plan: JobConstants = PLAN) -> round_outcomes.RoundOutcomes:

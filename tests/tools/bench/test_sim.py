@@ -38,10 +38,14 @@ def test_ours_and_the_bare_loop_take_the_same_steps(images: Path, monkeypatch: p
     """They end as good as each other, far above chance; the figures are of this run."""
     pytest.importorskip("torch")
     said: dict[tuple[str, float, float], None] = {}
+    rows: list[str] = []
     monkeypatch.setattr(sim, "NAMES", {"W2": TINY})
-    result = sim.measure(images, repeats=1, processes=2, show=lambda *told: said.setdefault(told))
+    result = sim.measure(images, repeats=1, processes=2, show=lambda *told: said.setdefault(told), report=rows.append)
     names = ("fedquilt", "fedquilt, torch engine", "bare loop, 2 processes", "bare loop, 1 process")
     assert list(said) == [(f"overhead, turn 1 of 1: {name}", done, 4) for done, name in enumerate(names)]
+    assert [row.partition(": ")[0] + row.partition(": ")[2].partition(": ")[0] for row in rows] == [
+        f"overhead, turn 1 of 1{name}" for name in names
+    ]
     told = result["workloads"]["overhead"]
     assert set(told) == {"ours", "ours_torch", "bare_n", "bare_1"}
     for name, each in told.items():
@@ -54,7 +58,9 @@ def test_ours_and_the_bare_loop_take_the_same_steps(images: Path, monkeypatch: p
         )  # ours needs no torch for this network
     figures = result["figures"]
     ratio = told["ours"]["rate"] / told["bare_n"]["rate"]
-    assert figures["overhead_of_bare_loop"]["value"] == pytest.approx(ratio, abs=0.001)
+    assert figures["overhead_of_bare_loop_by_wall"]["value"] == pytest.approx(ratio, abs=0.001)
+    by_cpu = told["ours"]["cpu_rates"][0] / told["bare_n"]["cpu_rates"][0]
+    assert figures["overhead_of_bare_loop_by_cpu"]["value"] == pytest.approx(by_cpu, abs=0.001)
     assert "overhead_of_flower" not in figures
     assert sim.lines(result)[-len(figures) :] == format_figures(result)
 

@@ -34,10 +34,10 @@ class Asked(msgspec.Struct):
 def test_the_rounds_compared_are_taken_together() -> None:
     """The ratio is that of the sums, so that a short round weighs little."""
     found = stitch._build_result(64, WHOLE, OWN, [round_of(1, 90.0, 2.0), round_of(9, 10.0, 3.0)])
-    assert found["figures"]["output_score_to_naive"]["value"] == 20.0
-    assert found["figures"]["references_to_plain_forward"]["value"] == 1.25
-    assert found["by_wall_time"]["output_score_to_naive"] == 30.0
-    assert found["by_wall_time"]["references_to_plain_forward"] == 2.0
+    assert found["figures"]["output_score_to_naive_by_cpu"]["value"] == 20.0
+    assert found["figures"]["references_to_plain_forward_by_cpu"]["value"] == 1.25
+    assert found["figures"]["output_score_to_naive_by_wall"]["value"] == 30.0
+    assert found["figures"]["references_to_plain_forward_by_wall"]["value"] == 2.0
     assert [row["candidates"] for row in found["rounds"]] == [2, 2]
     assert {"path", "blocks", "naive", "output", "hybrid", "input"} <= set(" ".join(stitch.lines(found)).split())
     assert msgspec.json.decode(msgspec.json.encode(found)) == found  # the command's other form
@@ -54,9 +54,11 @@ def test_large_images_are_held_to_more() -> None:
     """25 times faster is enough for output scores at both sizes, and for hybrid ones at the small size only."""
     compared = [round_of(5, 100.0, 4.0)]
     reached = {
-        size: [way for way in stitch.FASTER if found["figures"][f"{way}_score_to_naive"]["reached"]]
+        size: [way for way in stitch.FASTER if found["figures"][f"{way}_score_to_naive_by_cpu"]["reached"]]
         for size in (64, 224)
         for found in [stitch._build_result(size, WHOLE, OWN, compared)]
     }
     assert reached == {64: ["output", "hybrid"], 224: ["output"]}
-    assert not stitch._build_result(224, WHOLE, OWN, compared)["figures"]["references_to_plain_forward"]["reached"]
+    assert not stitch._build_result(224, WHOLE, OWN, compared)["figures"]["references_to_plain_forward_by_cpu"][
+        "reached"
+    ]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -101,6 +103,37 @@ def test_runs_abreast_are_what_each_is_alone(begin: Any, engine: NumpyEngine) ->
             pass
         assert tensors.pack_state(alone.state) == tensors.pack_state(together.state)
         assert [each.devices for each in alone.rounds] == [each.devices for each in together.rounds]
+
+
+def count_lines_of_rounds(states: Iterator[Any], rounds: int) -> int:
+    """The lines of Python that these rounds execute, each turn of a loop counted."""
+    lines = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        for _ in range(rounds):
+            next(states)
+    finally:
+        sys.settrace(before)
+    return lines
+
+
+def test_a_round_costs_what_its_cohort_costs_whatever_the_fleet(tmp_path: Path, engine: NumpyEngine) -> None:
+    """From the selection to the commit: nothing is done device by device for those that are not selected."""
+    bundle, lines = write_bundle(tmp_path / "bundle", toy_bundle()), {}
+    for size in (200, 1500):
+        job = make_job("fedavg", SMALL, rounds=8, cohort={"size": 4})
+        states = run.iterate_states(job, bundle, point_members(size, 13), engine=engine)
+        for _ in range(3):  # which fill caches
+            next(states)
+        lines[size] = count_lines_of_rounds(states, 4)
+    assert lines[1500] < 1.02 * lines[200]
 
 
 def test_devices_of_one_name_in_two_runs_have_a_cache_each(begin: Any, engine: NumpyEngine) -> None:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import psutil
 
 import fedquilt
 from fedquilt.console import progress
@@ -32,12 +31,12 @@ from fedquilt.tools.boards import clocks
 from fedquilt.tools.boards.gpu_check import rates, tasks
 from fedquilt.tools.boards.gpu_check.report import GpuReport, PartResult, Row, Verdict
 from fedquilt.tools.boards.record import measurement, probes
+from fedquilt.tools.report.thresholds import MOST_OTHERS, LoadMeter
 
 TOLERANCE: Final = 5e-3  # largest relative difference of one network's outputs from the CPU's: TF32 has 10 bits
 UPDATE_TOLERANCE: Final = 0.05  # largest relative difference of an update
 NO_TF32: Final = "NVIDIA_TF32_OVERRIDE"
 LEAST_RATIO: Final = 0.9  # of the engine's rate to the bare loop's
-BUSY_CPU, BUSY_GPU = 0.2, 0.1  # shares of other processes at most, for a verdict on rates
 IDLE_S, LOAD_S = 5.0, 5.0
 NO_ENGINE: Final = "neither torch nor onnxruntime with onnx is installed"
 LATE: Final = 0.8  # of the time, after which no part begins
@@ -213,13 +212,12 @@ class GpuCheck:
 
     def _check_rates(self, folder: Path) -> Outcome:
         rows: list[Row] = []
-        busy_s, began_s = _busy_by_others_s(), time.monotonic()
+        load = LoadMeter()
         if importlib.util.find_spec("torch"):
             rows += rates.measure_torch_rates(self._work)
         if has_onnx():
             rows.append(rates.measure_onnx_rates(write_graph(folder), (CHANNELS, PIXELS, PIXELS)))
-        cpu_s = (time.monotonic() - began_s) * (psutil.cpu_count() or 1)
-        return judge_rates(rows, (_busy_by_others_s() - busy_s) / cpu_s, self._smi.get("busy_share") or 0.0)
+        return judge_rates(rows, load.measure_share(), self._smi.get("busy_share") or 0.0)
 
     def _check_clocks(self, folder: Path) -> Outcome:
         told, has_helper = clocks.read_status(devices.ROOT)
@@ -289,7 +287,7 @@ def judge_rates(rows: list[Row], cpu_share: float, gpu_share: float) -> Outcome:
         raise SkippedPartError(NO_ENGINE)
     worst = min(rows, key=lambda row: row["ratio"])
     told = f"at least {worst['ratio']:.2f} of a bare loop's rate ({worst['work']})"
-    if cpu_share > BUSY_CPU or gpu_share > BUSY_GPU:
+    if max(cpu_share, gpu_share) > MOST_OTHERS:
         others = f"other processes use {cpu_share:.0%} of the CPUs and {gpu_share:.0%} of the GPU"
         return "refused", f"{others}: stop them and repeat; measured nevertheless: {told}", rows
     return ("ok" if worst["ratio"] >= LEAST_RATIO else "warning"), told, rows
@@ -443,8 +441,3 @@ def _read_version(package: str) -> str | None:
 
 def _to_mhz(hz: float | None) -> float | None:
     return None if hz is None else hz / 1e6
-
-
-def _busy_by_others_s() -> float:
-    times = psutil.cpu_times()
-    return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice - sum(os.times()[:4]))

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
@@ -57,8 +58,11 @@ RUNS: Final = {  # all runs are compared with the first, whose duration determin
 }
 
 
-def measure() -> dict[str, Any]:
+def measure(report: Callable[[str], None]) -> dict[str, Any]:
     """Run all transfer methods, TURNS times.
+
+    Args:
+        report: Function called with the text of each measurement.
 
     Raises:
         JobError: If Mosquitto is not installed.
@@ -70,7 +74,8 @@ def measure() -> dict[str, Any]:
         for _ in range(TURNS):
             for name, run in RUNS.items():
                 dies_s = DIES * ran["tcp"][-1]["seconds"] if run.outage else None
-                ran.setdefault(name, []).append(_measure_run(home, sha256, run, dies_s))
+                ran.setdefault(name, []).append(found := _measure_run(home, sha256, run, dies_s))
+                report(f"{name.replace('_', ' ')}: {found['seconds']:.2f} s, {found['cpu_s']:.2f} s of processors")
         return _build_result(ran)
 
 
@@ -136,10 +141,8 @@ def _read_line(process: subprocess.Popen[str]) -> str:
 
 
 def _build_result(ran: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    def speed_ratio(name: str, tcp: str = "tcp") -> float:
-        return statistics.median(
-            bare["seconds"] / each["seconds"] for bare, each in zip(ran[tcp], ran[name], strict=True)
-        )
+    def speed_ratio(name: str, tcp: str = "tcp", by: str = "seconds") -> float:
+        return statistics.median(bare[by] / each[by] for bare, each in zip(ran[tcp], ran[name], strict=True))
 
     runs = [each for several in ran.values() for each in several]
     agents = [agent for each in runs for agent in each["agents"]]
@@ -160,7 +163,9 @@ def _build_result(ran: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         "figures": {
             "agents_that_did_not_finish": compare_at_most(len(errors), 0, "agents"),
             "http_beside_tcp": compare_at_least(speed_ratio("http"), 0.8, "of its speed"),
+            "http_beside_tcp_by_cpu": compare_at_least(speed_ratio("http", by="cpu_s"), 0.8, "of its rate"),
             "mqtt_beside_tcp": compare_at_least(speed_ratio("mqtt"), 0.3, "of its speed"),
+            "mqtt_beside_tcp_by_cpu": compare_at_least(speed_ratio("mqtt", by="cpu_s"), 0.3, "of its rate"),
             "http_with_faults_beside_tcp_with_breaks": compare_at_least(
                 speed_ratio("http_with_faults", "tcp_with_breaks"), 0.8, "of its speed"
             ),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from workload import print_result, processor_seconds
 
 from fedquilt.coordinator import settings
 from fedquilt.core import Examples, evaluation
@@ -46,8 +47,11 @@ def main() -> None:
     job = settings.parse_job({**spec["job"], **({"engine": sys.argv[3]} if sys.argv[3:] else {})})
     before_s = time.time() - float(os.environ["BENCH_BEGAN"])
     told: dict[str, float] = {}
+    rounds_cpu_s: list[float] = []
 
     def observe(simulation: Simulation, hands: WorkBackend) -> None:
+        if len(simulation.rounds) in (1, job.rounds):
+            rounds_cpu_s.append(processor_seconds())
         if simulation.is_finished:
             told.update(evaluation.compute_metrics(found) if (found := hands.evaluate_test_set(simulation)) else {})
 
@@ -61,14 +65,11 @@ def main() -> None:
         test=test,
         observe=observe,
     )
-    print(
-        json.dumps(
-            {
-                "start_s": before_s + outcome.start_s,
-                "rounds_s": [round.wall_s for round in outcome.rounds],
-                "accuracy": told["accuracy"],
-            }
-        )
+    print_result(
+        before_s + outcome.start_s,
+        [round.wall_s for round in outcome.rounds],
+        told["accuracy"],
+        steady_cpu_s=rounds_cpu_s[-1] - rounds_cpu_s[0],
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from workload import ContestantWorkload, print_result, read_arguments, seconds_since_start
+from workload import ContestantWorkload, print_result, processor_seconds, read_arguments, seconds_since_start
 
 
 class TrainingLoop:
@@ -60,7 +60,7 @@ def main() -> None:
         pipes.append(ours)
     for pipe in pipes:
         pipe.recv()
-    start_s, rounds_s = seconds_since_start(), []
+    start_s, rounds_s, began_cpu_s = seconds_since_start(), [], 0.0
     for cohort in work.cohorts:
         began_s = time.perf_counter()
         for rank, pipe in enumerate(pipes, 1):
@@ -73,12 +73,14 @@ def main() -> None:
         for value, *sums in zip(start, *totals, strict=True):
             value.copy_(sum(sums) / len(cohort))
         rounds_s.append(time.perf_counter() - began_s)
+        began_cpu_s = began_cpu_s or processor_seconds()
+    steady_cpu_s = processor_seconds() - began_cpu_s
     for pipe in pipes:
         pipe.send(None)
     with torch.no_grad():
         for value, end in zip(loop.parameters, start, strict=True):
             value.copy_(end)
-    print_result(start_s, rounds_s, work.accuracy(loop.model))
+    print_result(start_s, rounds_s, work.accuracy(loop.model), steady_cpu_s=steady_cpu_s)
 
 
 if __name__ == "__main__":

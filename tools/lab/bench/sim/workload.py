@@ -76,14 +76,25 @@ class ContestantWorkload:
         return x, torch.from_numpy(np.array(self.y[rows], dtype=np.int64))
 
 
-def print_result(start_s: float, rounds_s: list[float], accuracy: float) -> None:
-    """Print the timings and the accuracy as one line of JSON."""
-    print(json.dumps({"start_s": start_s, "rounds_s": rounds_s, "accuracy": accuracy}), flush=True)
+def print_result(start_s: float, rounds_s: list[float], accuracy: float, **more: float) -> None:
+    """Print the timings and the accuracy as one line of JSON.
+
+    `steady_cpu_s` is `processor_seconds` between the ends of the first and the last round.
+    """
+    print(json.dumps({"start_s": start_s, "rounds_s": rounds_s, "accuracy": accuracy, **more}), flush=True)
 
 
 def seconds_since_start() -> float:
     """Return the seconds since the start time in the environment variable BENCH_BEGAN."""
     return time.time() - float(os.environ["BENCH_BEGAN"])
+
+
+def processor_seconds() -> float:
+    """Return the processor seconds of this process and its descendants."""
+    import psutil  # the environments of other simulators may lack it
+
+    me = psutil.Process()
+    return sum(sum(each.cpu_times()[:4]) for each in (me, *me.children(recursive=True)))
 
 
 def read_arguments() -> tuple[ContestantWorkload, int]:

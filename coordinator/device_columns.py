@@ -1,0 +1,201 @@
+"""Columns of values by device, whose copies, comparisons and draws are vectorised.
+
+Each device has a row, in the order in which this process has met the devices. A column is an array in this order, so an
+immutable column is copied as one block of memory. Only comparisons and sets import numpy, because commands that read a
+log import this module.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Set
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeVar
+
+from fedquilt.core import seed_deriver
+
+if TYPE_CHECKING:
+    import numpy as np
+
+V = TypeVar("V")
+C = TypeVar("C", bound="DeviceColumn[Any]")
+ELIGIBLE: Final = ""  # label of a device that can be selected. Other labels are codes of `eligibility.REASONS`
+
+hash_name: Final = seed_deriver("device")
+
+_rows: Final[dict[str, int]] = {}
+_names: Final[list[str]] = []
+_labels: Final[list[str]] = [ELIGIBLE]
+_numbers: Final[dict[str, int]] = {ELIGIBLE: 0}  # of the labels
+_hashes: Final = array("Q")  # of the names, as far as a draw has needed them
+_LOCK: Final = threading.Lock()
+
+
+def _number_of(name: str, numbers: dict[str, int], names: list[str]) -> int:
+    if (number := numbers.get(name)) is None:
+        with _LOCK:
+            number = numbers.setdefault(name, len(names))
+            if number == len(names):
+                names.append(name)
+    return number
+
+
+def find_rows(devices: Iterable[str]) -> list[int]:
+    return [_number_of(device, _rows, _names) for device in devices]
+
+
+def device_names(rows: Iterable[int]) -> list[str]:
+    return [_names[row] for row in rows]
+
+
+def name_hashes(rows: np.ndarray) -> np.ndarray:
+    """Return the hash of the device in each of these rows, as `hash_name` does."""
+    import numpy as np
+
+    _hashes.extend(map(hash_name, _names[len(_hashes) :]))
+    return np.frombuffer(_hashes, np.uint64)[rows]
+
+
+class DeviceColumn(Mapping[str, V], Generic[V]):
+    """Immutable mapping from devices to numbers that are not negative."""
+
+    typecode: ClassVar[str]
+
+    def __init__(self, values: Mapping[str, V] = {}, _array: array[Any] | None = None, _count: int = 0) -> None:
+        self._array, self._count = array(self.typecode) if _array is None else _array, _count
+        self._sets: dict[V, DeviceSet] = {}  # by value, as far as computed
+        for row, value in zip(find_rows(values), values.values(), strict=True):
+            if row >= len(self._array):
+                self._array.extend([-1] * (row + 1 - len(self._array)))
+            self._count += self._array[row] < 0
+            self._array[row] = self._encode(value)
+
+    @classmethod
+    def from_values(cls: type[C], values: Mapping[str, Any]) -> C:
+        return values if isinstance(values, cls) else cls(values)
+
+    def with_values(self: C, values: Mapping[str, Any]) -> C:
+        return type(self)(values, self._array[:], self._count) if values else self
+
+    def to_array(self, size: int) -> np.ndarray:
+        """Return the values of the first `size` rows, with -1 for missing ones."""
+        import numpy as np
+
+        found = np.frombuffer(self._array, self.typecode)[:size]
+        return found if len(found) == size else np.concatenate((found, np.full(size - len(found), -1, self.typecode)))
+
+    def changed_values(self: C, before: C, *, lost: V | None = None, among: DeviceSet | None = None) -> dict[str, V]:
+        """Return the values that differ from those in another column.
+
+        Args:
+            before: The other column.
+            among: Devices to compare, or None for all.
+            lost: Value of a device that only `before` has, or None to leave the device out.
+        """
+        import numpy as np
+
+        size = max(len(self._array), len(before._array))
+        now, old = self.to_array(size), before.to_array(size)
+        if np.array_equal(now, old):
+            return {}
+        if lost is not None:
+            now = np.where((now < 0) & (old >= 0), self._encode(lost), now)
+        changed = (now != old) & (now >= 0)
+        if among is not None:
+            common = min(size, len(among.mask))
+            changed = changed[:common] & among.mask[:common]
+        rows = np.flatnonzero(changed)
+        return dict(zip(device_names(rows.tolist()), map(self._decode, now[rows].tolist()), strict=True))
+
+    def __getitem__(self, device: str) -> V:
+        row = _rows[device]
+        if row >= len(self._array) or self._array[row] < 0:
+            raise KeyError(device)
+        return self._decode(self._array[row])
+
+    def __iter__(self) -> Iterator[str]:
+        return (_names[row] for row, value in enumerate(self._array) if value >= 0)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def _encode(self, value: V) -> Any:
+        return value
+
+    def _decode(self, value: Any) -> V:
+        return value
+
+
+class RoundColumn(DeviceColumn[int]):
+    typecode = "i"
+
+
+class CostColumn(DeviceColumn[float]):
+    typecode = "d"
+
+
+class LabelColumn(DeviceColumn[str]):
+    """Mapping from devices to ELIGIBLE or the code of a reason against selection."""
+
+    typecode = "i"
+
+    def devices_with(self, label: str) -> DeviceSet:
+        if label not in self._sets:
+            self._sets[label] = DeviceSet(self.to_array(len(self._array)) == self._encode(label))
+        return self._sets[label]
+
+    def _encode(self, value: str) -> int:
+        return _number_of(value, _numbers, _labels)
+
+    def _decode(self, value: int) -> str:
+        return _labels[value]
+
+
+class DeviceSet(Set[str]):
+    """Immutable set of devices, with vectorised differences and unions.
+
+    Args:
+        mask: Whether the set has the device of each row (rows,).
+    """
+
+    def __init__(self, mask: np.ndarray) -> None:
+        import numpy as np
+
+        self.mask, self._count = mask, int(np.count_nonzero(mask))
+
+    @classmethod
+    def from_devices(cls, devices: Iterable[str]) -> DeviceSet:
+        import numpy as np
+
+        return devices if isinstance(devices, DeviceSet) else cls(np.zeros(0, bool)) | devices
+
+    def __or__(self, other: Iterable[str]) -> DeviceSet:  # type: ignore[override]
+        return self._with(other, True)
+
+    def __sub__(self, other: Iterable[str]) -> DeviceSet:
+        return self._with(other, False)
+
+    def _with(self, other: Iterable[str], included: bool) -> DeviceSet:
+        import numpy as np
+
+        rows = [row for row in find_rows(other) if (row < len(self.mask) and self.mask[row]) != included]
+        if not rows:
+            return self
+        mask = np.zeros(max(len(self.mask), max(rows) + 1), bool)
+        mask[: len(self.mask)] = self.mask
+        mask[rows] = included
+        return DeviceSet(mask)
+
+    def __contains__(self, device: object) -> bool:
+        row = _rows.get(device, len(self.mask))  # type: ignore[call-overload]
+        return row < len(self.mask) and bool(self.mask[row])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(device_names(self.mask.nonzero()[0].tolist()))
+
+    def __len__(self) -> int:
+        return self._count
+
+    @classmethod
+    def _from_iterable(cls, devices: Iterable[str]) -> set[str]:  # type: ignore[override]
+        return set(devices)
