@@ -105,7 +105,7 @@ class Agent:
             settings.governor.to_policy(),
             self,
         )
-        self.releases = ReleaseManager(self.local, kinds, self.duty, self, settings.releases, clock)
+        self.releases = ReleaseManager(self.local, kinds, self.duty, self, clock)
         if durable and (short := memory_budget.describe_engine_shortage(means.budget_bytes, means.engines)):
             log.warning("%s: %s", self.device, short)
         self._tell_s, self._published = math.inf, 0  # next time of presence and profile, times in this session

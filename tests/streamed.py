@@ -12,7 +12,6 @@ from waiting import LIMIT_S
 
 from fedquilt.blobs.transfer.backend import TransferBackend
 from fedquilt.coordinator.delivery.blobs.locations import BlobLocationProvider, BlobLocationSettings
-from fedquilt.core import Profile
 from fedquilt.security.handshake import LinkIdentity
 from fedquilt.transport.memory_link import MemoryBroker
 
@@ -51,7 +50,6 @@ class Pair:
         self.boards = {device: Side(self.broker, folder / device, device, **settings) for device in devices}
         for device, side in self.boards.items():
             side.carry(TransferBackend(boards(device)))
-            self.places.record_profile(profile(device))
 
     def allowed(self, device: str, sha256: str) -> bool:
         return (device, sha256) not in self.coordinator.refused
@@ -73,15 +71,3 @@ class Pair:
     def close(self) -> None:
         for close in (self.places.close, *self.others):
             close()
-
-
-def profile(device: str, *carriers: str) -> Profile:
-    return Profile(
-        device=device,
-        board="x86-host",
-        memory_bytes=1,
-        budget_bytes=1,
-        engines=(),
-        versions={},
-        carriers=carriers or ("http",),
-    )

@@ -34,7 +34,7 @@ from fedquilt.coordinator.rounds.message_handler import (
     RateLimitExceeded,
     UpdateReceived,
 )
-from fedquilt.core import BlobRef, JobError, Profile, SiteRight, Task, WireError, WireMessage, shorten_error
+from fedquilt.core import BlobRef, JobError, SiteRight, Task, WireError, WireMessage, shorten_error
 from fedquilt.host.logs import log_ids
 from fedquilt.security.authenticated_link import AuthenticatedFleetLink
 from fedquilt.security.handshake import LinkIdentity
@@ -381,8 +381,6 @@ class LinkExecutor:
             told = claim_bounds.replace_unprintable(wire.decode(message.payload, route.kind), message.payload)
             if (named := getattr(told, "device", route.device)) != route.device:
                 raise WireError(f"it names another device, {named}")
-            if isinstance(told, Profile):
-                self.places.record_profile(told)
             if isinstance(told, wire.Presence) and not told.online:
                 self._silence.forget(route.device)
             elif not message.retained:

@@ -19,7 +19,7 @@ Middleware 2022).
 Policies:
     energy   the cheapest of the points that meet the deadline with `margin` to spare
     paper    FedStitch, section IV-D: the frequency goes down while the task is early and up while it is late. This ends
-             at the slowest point that meets the deadline with `margin`, which is found directly. The paper gives
+             at the slowest point that meets the deadline with `MARGIN`, which is found directly. The paper gives
              neither step nor margin
     max      the fastest
     board    none: the board's own governor stays in charge
@@ -46,6 +46,7 @@ from fedquilt.core.last_call_cache import cache_last_call
 from fedquilt.edge_agent.power.learned_model import LearnedModel, TaskSegment, estimate_points, learn_segment
 
 STEP_S: Final = 3.0  # shortest interval between changes of clocks: each takes time, and its effect has to be seen first
+MARGIN: Final = 0.05  # share of the predicted time that is kept as reserve
 LEAST_DONE: Final = 0.02  # share of the work to be done at a point before its pace is meaningful
 CAUTION: Final = 1.645  # spreads by which a point may be slower than estimated: one in twenty is
 CURIOSITY: Final = 0.6  # spreads by which it is taken for cheaper than estimated
@@ -55,7 +56,6 @@ Policy: TypeAlias = Literal["energy", "paper", "max", "board"]
 
 class GovernorPolicy(NamedTuple):
     policy: Policy = "energy"
-    margin: float = 0.05  # share of the predicted time that is kept as reserve
     max_w: float | None = None  # most that a point may draw; None: no limit
     max_c: float | None = None  # hottest that the board may be at a held point; None: the clock helper's limit alone
 
@@ -135,7 +135,7 @@ def choose_operating_point(
         return _fastest_point(found)
     if rule.policy == "energy" and all(each.watts is None for each in found):
         return None
-    in_time = [each for each in found if max(each.seconds * (1 + rule.margin), each.most_s) <= left_s]
+    in_time = [each for each in found if max(each.seconds * (1 + MARGIN), each.most_s) <= left_s]
     if rule.policy == "paper" and in_time:
         return in_time[-1].point
     priced = [each for each in in_time if each.watts is not None]

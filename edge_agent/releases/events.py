@@ -92,8 +92,6 @@ class StatusPolled(msgspec.Struct, frozen=True):
     local: time.struct_time | None = None
     settled: bool = True  # no hook runs
     ill: str = ""  # verdict on the release in use: asked while it soaks, and after a return
-    min_battery: float = 0.0  # least charge at which a release begins, unless the battery is being charged
-    max_c: float | None = None  # highest temperature at which a release begins; None: no limit
 
 
 Event = (

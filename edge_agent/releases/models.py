@@ -49,6 +49,7 @@ from fedquilt.wire import DesiredRelease
 MODEL, SHARED, RELEASE = "model.onnx", "shared.safetensors", "release.json"
 CURRENT, PREVIOUS, NOTHING = "current", "previous", "none"
 CHECK_S: Final = 900.0  # most that a check may take, without the building of a TensorRT engine
+TENSORRT_S: Final = 1200.0  # most for the building of a TensorRT engine
 METERED_S: Final = 3.0  # length of the timed answers on a board with a meter, for joules; else TIMED_S
 TIMED_S: Final = 1.0
 KILLED_MOST: Final = 2  # most restarts of a check whose process was killed from outside
@@ -105,7 +106,7 @@ class ModelReleases(ReleaseKind):
         self._kept, self._examine, self._clock = kept, examine, clock
         self._budget_bytes = budget_bytes or (lambda: settings.task_budget_bytes(board.memory_bytes))
         self._shared = settings.models.folder is not None
-        self._hook = ReleaseHook(settings.models.hook, settings.models.timeout_s, clock)
+        self._hook = ReleaseHook(settings.models.hook, clock)
         self._out = Path(settings.home).absolute() / sandbox.CHECK / sandbox.OUT
         self._known: dict[str, str] = {}  # folder -> the blob (sha256) that its model is made of
         self._made: dict[str, str] = {}  # folder -> the model's file (sha256), if it was put together here
@@ -222,7 +223,7 @@ class ModelReleases(ReleaseKind):
                 f"models cannot be checked here, without ONNX Runtime: {extras.installation_command('onnx')}"
             )
         now_s = self._clock()
-        building_s = self._settings.models.tensorrt_s if _find_trtexec() else 0.0
+        building_s = TENSORRT_S if _find_trtexec() else 0.0
         self._check, self._killed = (release, now_s + CHECK_S + building_s), 0
         self._start_check_process(release, now_s)
 
@@ -242,8 +243,8 @@ class ModelReleases(ReleaseKind):
             data=self._settings.data,
             plugins=self._settings.plugins,
             timed_s=METERED_S if _has_meter(self._board, now_s) else TIMED_S,
-            trtexec=_find_trtexec() if self._settings.models.tensorrt_s else None,
-            trtexec_s=self._settings.models.tensorrt_s,
+            trtexec=_find_trtexec(),
+            trtexec_s=TENSORRT_S,
             parted=parted,
             input_shape=release.input_shape,
         )

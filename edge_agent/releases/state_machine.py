@@ -47,6 +47,8 @@ from fedquilt.edge_agent.task.memory_budget import format_megabytes
 from fedquilt.wire import DesiredRelease, ReleaseStatus
 
 LOOK_S: Final = 5.0  # interval of polls while a release waits
+LEAST_BATTERY: Final = 0.2  # charge below which no release begins, unless the battery is being charged
+HOTTEST_C: Final = 85.0  # temperature above which no release begins
 SOAK_LOOK_S: Final = 1.0  # interval of polls while a release soaks
 
 _WITHIN: Final[dict[str, Any]] = {
@@ -328,10 +330,10 @@ def waiting_reason(release: DesiredRelease, state: ReleaseState, seen: StatusPol
     if waits := window.outside_window_reason(release.window, seen.local):
         return waits
     reading = seen.reading
-    if reading.battery is not None and reading.battery < seen.min_battery and not reading.charging:
-        return f"its battery is below {seen.min_battery:.0%}, and does not charge"
-    if seen.max_c is not None and reading.temperature_c is not None and reading.temperature_c > seen.max_c:
-        return f"it is hotter than {seen.max_c:g} °C"
+    if reading.battery is not None and reading.battery < LEAST_BATTERY and not reading.charging:
+        return f"its battery is below {LEAST_BATTERY:.0%}, and does not charge"
+    if reading.temperature_c is not None and reading.temperature_c > HOTTEST_C:
+        return f"it is hotter than {HOTTEST_C:g} °C"
     if state.stage == "gate":
         return ""
     if not idle:

@@ -239,8 +239,7 @@ class AgentKind(ReleaseKind):
                 raise ModelError(
                     f"the environment {new[:12]} is gone from {self._versions_folder()}: send the release again"
                 )
-            online_s = self._settings.upgrade.online_s
-            self._write_choice(VersionChoice(started.flashed, new, choice.current, trying=True, online_s=online_s))
+            self._write_choice(VersionChoice(started.flashed, new, choice.current, trying=True))
         if started.running != new:
             log.warning("ends, to be started as version %s (%s)", release.name or new[:12], new[:12])
             self._restart()

@@ -131,7 +131,7 @@ def require_nonempty_shares(reader: ExampleReader, spec: DataSpec) -> None:
 def open_split(spec: DataSpec) -> ExampleReader:
     from fedquilt.data import sources, synthetic
 
-    if spec.synthetic:
+    if spec.is_synthetic:
         return synthetic.open_synthetic(spec)
     return sources.open_sources(spec)
 

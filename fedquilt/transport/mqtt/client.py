@@ -39,21 +39,14 @@ UNREAD: Final = (
 )
 
 
-def payload_limit(level: int, announced: int | None, override: int | None) -> int:
+def payload_limit(level: int, announced: int | None) -> int:
     """Return the largest payload in bytes. `level` is 5, or 4 for MQTT 3.1.1.
 
-    `announced` is the packet limit in CONNACK, and `override` the configured limit.
+    `announced` is the packet limit in CONNACK.
     """
-    if override is not None:
-        return override
     if level < 5:
         return UNANNOUNCED_311
     return UNANNOUNCED_5 if announced is None else max(announced - HEADER, 0)
-
-
-def packet_limit(override: int | None) -> int:
-    """Return the size in bytes of the largest packet that this side accepts."""
-    return max(override or 0, UNANNOUNCED_5) + HEADER
 
 
 def describe_reason(code: int) -> str:
@@ -83,7 +76,7 @@ class MqttClient(paho.Client):
         client_id: str,
         heard: Callable[[str, bytes, bool], None] = lambda topic, payload, retained: None,
         settled: Callable[[int, int], None] = lambda mid, code: None,
-        most: int = packets.LONGEST,
+        most: int = UNANNOUNCED_5 + HEADER,
     ) -> None:
         self._given, self._level, self._most = sock, level, most
         self._heard, self._settled = heard, settled

@@ -39,7 +39,7 @@ def wanted(**changes: object) -> ReleaseState:
     ],
 )
 def test_a_low_battery_and_heat_are_waited_for_before_anything_begins(reading: Reading, said: str) -> None:
-    seen = StatusPolled(reading=reading, min_battery=0.2, max_c=85.0)
+    seen = StatusPolled(reading=reading)
     state, actions = state_machine.advance(wanted(), seen, 1.0)
     assert state.waits == said
     assert bool(actions) is (said == "")
