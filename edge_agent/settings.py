@@ -49,10 +49,9 @@ class BrokerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class GovernorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     policy: Policy = "energy"
     max_w: Annotated[float, Meta(gt=0)] | None = None  # no operating point that draws more is held
-    max_c: Annotated[float, Meta(gt=0, le=150)] | None = None  # hotter, and nothing is held
 
     def to_policy(self) -> GovernorPolicy:
-        return GovernorPolicy(self.policy, self.max_w, self.max_c)
+        return GovernorPolicy(self.policy, self.max_w)
 
 
 class EnrolSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -29,7 +29,7 @@ Without any point the policy is `board`. An unknown idle_w is between 0 and the 
 is the point with the fewest joules above the cheapest in the worse of these two cases. Energy is linear in idle_w, so
 that no value between them is worse.
 
-The owner's bounds have priority: a point above `max_w` is never chosen, and above `max_c` nothing is pinned. The
+The owner's bound has priority: a point above `max_w` is never chosen. The
 board's own governor obeys its power mode only.
 
 A late task is stepped up, never down, and at most once every STEP_S.
@@ -57,17 +57,12 @@ Policy: TypeAlias = Literal["energy", "paper", "max", "board"]
 class GovernorPolicy(NamedTuple):
     policy: Policy = "energy"
     max_w: float | None = None  # most that a point may draw; None: no limit
-    max_c: float | None = None  # hottest that the board may be at a held point; None: the clock helper's limit alone
 
     def points_within_max_w(self, points: Sequence[OperatingPoint]) -> Sequence[OperatingPoint]:
         """Return the points within `max_w`. A point of unknown power is left out if a limit is set."""
         if self.max_w is None:
             return points
         return [point for point in points if point.busy_w is not None and point.busy_w <= self.max_w]
-
-    def is_too_hot(self, temperature_c: float | None) -> bool:
-        """Return whether no point may be pinned. An unknown temperature is too hot if a limit is set."""
-        return self.max_c is not None and (temperature_c is None or temperature_c > self.max_c)
 
 
 class PointForecast(NamedTuple):

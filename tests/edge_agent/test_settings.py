@@ -131,7 +131,7 @@ def test_a_size_of_hundreds_of_digits_is_none(text: str) -> None:
             "device = 'd'\nhome = 'h'\n[governor]\npolicy = 'fast'",
             ("[governor] policy = ", "there are: board, energy, max, paper"),
         ),
-        ("device = 'd'\nhome = 'h'\n[governor]\nmargin = -0.1", ("[governor] margin = ",)),
+        ("device = 'd'\nhome = 'h'\n[governor]\nmax_w = -0.1", ("[governor] max_w = ",)),
         ("device = 'd'\nhome = 'h'\n[data]\nshare = 1", ("[data]", "path")),
         ("device = ", ("agent.toml is not TOML",)),
     ],
