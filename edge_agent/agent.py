@@ -20,14 +20,14 @@ from fedquilt.core import BlobRef, Device, LinkError, Retry, StoreError, Task, U
 from fedquilt.edge_agent import capabilities as means_of
 from fedquilt.edge_agent import events, messages, state_machine
 from fedquilt.edge_agent.engines import READ_BY_TASK
-from fedquilt.edge_agent.events import BlobFetched, SessionStarted, TaskCancelled, TaskFailed, TaskReceived, UpdateAcked
+from fedquilt.edge_agent.events import BlobFetched, SessionStarted, TaskCancelled, TaskReceived, UpdateAcked
 from fedquilt.edge_agent.power.learned_model import LearnedModel
 from fedquilt.edge_agent.releases.manager import ReleaseManager
 from fedquilt.edge_agent.releases.release_kind import ReleaseKind
 from fedquilt.edge_agent.runner_status import RunnerStatusReader
 from fedquilt.edge_agent.settings import AgentSettings, parse_size
 from fedquilt.edge_agent.storage.agent_state import SPARE_BYTES, AgentState
-from fedquilt.edge_agent.task import failures, memory_budget
+from fedquilt.edge_agent.task import memory_budget
 from fedquilt.edge_agent.task.protocol import WorkRequest
 from fedquilt.edge_agent.task.worker import TaskWorker
 from fedquilt.edge_agent.task_runner import TaskRunner
@@ -205,9 +205,7 @@ class Agent:
             if said := self.garbage.count_message(message.topic, error, message.retained, now_s):
                 log.warning("%s", said)
         except StoreError as error:
-            self.duty.handle_event(
-                TaskFailed(failures.claim_code_from_error(error), failures.describe_error(error)), now_s
-            )
+            self.duty.fail_task(error, now_s)
 
     def _start_or_cancel_task(self, payload: bytes, now_s: float) -> None:
         if not payload:
@@ -296,9 +294,7 @@ class Agent:
             try:
                 self.local.require_room(size)
             except StoreError as full:
-                return self.duty.handle_event(
-                    TaskFailed(failures.claim_code_from_error(full), failures.describe_error(full)), now_s
-                )
+                return self.duty.fail_task(full, now_s)
         return self.duty.handle_event(BlobFetched(sha256, error), now_s)
 
     def cancel_fetch(self, sha256: str) -> None:

@@ -267,7 +267,7 @@ def _kept(folder: Path) -> dict[str, Decoder]:
         "settings.json": Decoder(where, held, (), (wire.encode(kept),), numbered, share=0.3),
         "settings of a release": Decoder(where, set_by, (JobError,), (msgspec.json.encode(values),)),
         "order to check": Decoder(
-            "edge_agent/releases/check/main.py",
+            "edge_agent/task/process.py",
             lambda payload: msgspec.json.decode(payload, type=CheckRequest),
             OWN_ERRORS,
             (msgspec.json.encode(order),),

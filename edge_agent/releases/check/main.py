@@ -8,10 +8,8 @@ moment. Its output is in the request's folder `out` and counts once the agent ha
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -23,7 +21,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import numpy as np
 
-from fedquilt import metrics, plugins
+from fedquilt import metrics
 from fedquilt.core import Examples, FedquiltError, MemoryBudgetError, ModelError, shorten_error
 from fedquilt.data import examples, reading_settings
 from fedquilt.data.spec import DataSpec
@@ -34,7 +32,7 @@ from fedquilt.edge_agent.releases.check.personal_network import assemble_network
 from fedquilt.edge_agent.releases.check.protocol import DONE, TENSORRT, TIMED, CheckRequest
 from fedquilt.edge_agent.task import main as task
 from fedquilt.edge_agent.task import memory_budget
-from fedquilt.edge_agent.task.process import exit_with_parent
+from fedquilt.edge_agent.task.process import serve_requests
 from fedquilt.edge_agent.task.protocol import Event, ProgressReport, WorkResult
 from fedquilt.onnx.graph_check import Shape, format_shape
 
@@ -314,22 +312,7 @@ def _build_tensorrt_engine(order: CheckRequest, model: LoadedModel, one: np.ndar
 
 
 def main() -> None:
-    exit_with_parent(int(sys.argv[-1]))
-    with contextlib.suppress(OSError):  # short of memory, the kernel should end this process first
-        Path("/proc/self/oom_score_adj").write_text("500")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-
-    def send_event(event: Event) -> None:
-        answers.write(msgspec.json.encode(event) + b"\n")
-        answers.flush()
-
-    with contextlib.suppress(BrokenPipeError):  # the agent is gone
-        for line in sys.stdin.buffer:
-            order = msgspec.json.decode(line, type=CheckRequest)
-            plugins.restrict_plugins(order.plugins)
-            send_event(run_check(order, send_event))
+    serve_requests(CheckRequest, run_check)
 
 
 if __name__ == "__main__":
