@@ -102,7 +102,7 @@ class Agent:
             events.DeviceState(means, outbox=offers, counted=counted, learned=self.local.load_learned_costs()),
             board,
             worker,
-            settings.governor.to_policy(),
+            settings.governor,
             self,
         )
         self.releases = ReleaseManager(self.local, kinds, self.duty, self, clock)
@@ -153,7 +153,7 @@ class Agent:
 
     def apply_capabilities(self, means: events.Capabilities) -> None:
         """Replace the device's capabilities and publish its profile."""
-        self.duty.apply_capabilities(means, self.settings.governor.to_policy())
+        self.duty.apply_capabilities(means, self.settings.governor)
         self._means = self.duty.state.means
         self._profile = messages.profile_message(self.device, self._board, self._means, self._unable)
         if self._link.connected:  # else it is told with the next session

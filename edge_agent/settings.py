@@ -28,7 +28,7 @@ from msgspec import Meta
 from fedquilt import profiles
 from fedquilt.core import JobError, Name
 from fedquilt.data.spec import DataSpec
-from fedquilt.edge_agent.power.governor import GovernorPolicy, Policy
+from fedquilt.edge_agent.power.governor import GovernorPolicy
 from fedquilt.formats import labels, toml
 
 UNITS = {
@@ -44,14 +44,6 @@ class BrokerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key: str | None = None
     password_file: str | None = None
     keepalive_s: Annotated[int, Meta(ge=1, le=65535)] = 10  # silent for half as long again: the board counts as gone
-
-
-class GovernorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    policy: Policy = "energy"
-    max_w: Annotated[float, Meta(gt=0)] | None = None  # no operating point that draws more is held
-
-    def to_policy(self) -> GovernorPolicy:
-        return GovernorPolicy(self.policy, self.max_w)
 
 
 class EnrolSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -90,7 +82,7 @@ class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     labels: tuple[str, ...] = ()  # words by which jobs select boards: fedquilt.formats.labels
     broker: BrokerSettings = BrokerSettings()
     enrol: EnrolSettings = EnrolSettings()
-    governor: GovernorSettings = GovernorSettings()
+    governor: GovernorPolicy = GovernorPolicy()
     metrics: MetricsSettings = MetricsSettings()
     upgrade: UpgradeSettings = UpgradeSettings()
     models: ModelSettings = ModelSettings()

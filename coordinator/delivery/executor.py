@@ -158,35 +158,6 @@ class Executor(Protocol):
         ...
 
 
-class NoReleaseExecutor:
-    """Base of executors for simulated devices, which install no releases and store blobs directly."""
-
-    absence = BrokerOutage()  # none: they are always within reach
-
-    def fds(self) -> Sequence[int]:
-        # all events are known in advance
-        return ()
-
-    def set_backlog(self, updates: int, waiting_bytes: int, most_bytes: float) -> None:
-        # an update is on the coordinator's disk as soon as it is made
-        ...
-
-    def site_right(self, device: str) -> SiteRight | None:
-        return None
-
-    def transfer_wait_s(self, device: str) -> float:
-        return 0.0
-
-    def yield_transfer_turn(self, device: str, now_s: float) -> None:
-        # no device waits for a turn
-        ...
-
-    def send_release(self, device: str, kind: wire.Kind, release: wire.DesiredRelease | None) -> None:
-        raise JobError(
-            "devices that are simulated in this process run no releases: `fedquilt agent` starts one that does"
-        )
-
-
 class LinkExecutor:
     """Executor for devices that are connected through a broker.
 

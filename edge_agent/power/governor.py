@@ -29,8 +29,8 @@ Without any point the policy is `board`. An unknown idle_w is between 0 and the 
 is the point with the fewest joules above the cheapest in the worse of these two cases. Energy is linear in idle_w, so
 that no value between them is worse.
 
-The owner's bound has priority: a point above `max_w` is never chosen. The
-board's own governor obeys its power mode only.
+The owner's bound has priority: a point above `max_w` is never chosen. The board's own governor obeys its power mode
+only.
 
 A late task is stepped up, never down, and at most once every STEP_S.
 """
@@ -39,7 +39,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Final, Literal, NamedTuple, TypeAlias
+
+import msgspec
+from msgspec import Meta
 
 from fedquilt.core import OperatingPoint, WorkEstimate
 from fedquilt.core.last_call_cache import cache_last_call
@@ -54,9 +57,11 @@ CURIOSITY: Final = 0.6  # spreads by which it is taken for cheaper than estimate
 Policy: TypeAlias = Literal["energy", "paper", "max", "board"]
 
 
-class GovernorPolicy(NamedTuple):
+class GovernorPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Table [governor] of agent.toml."""
+
     policy: Policy = "energy"
-    max_w: float | None = None  # most that a point may draw; None: no limit
+    max_w: Annotated[float, Meta(gt=0)] | None = None  # most that a point may draw; None: no limit
 
     def points_within_max_w(self, points: Sequence[OperatingPoint]) -> Sequence[OperatingPoint]:
         """Return the points within `max_w`. A point of unknown power is left out if a limit is set."""

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Final, Protocol, TypeVar
+from typing import IO, Final, TypeVar
 
 import msgspec
 
@@ -19,7 +19,7 @@ from fedquilt import plugins
 from fedquilt.core import UNDECODABLE, shorten_error
 from fedquilt.edge_agent.engines import out_of_memory
 from fedquilt.edge_agent.task import memory_budget
-from fedquilt.edge_agent.task.protocol import Event, WorkResult
+from fedquilt.edge_agent.task.protocol import Event, ProcessRequest, WorkResult
 from fedquilt.host import threads
 from fedquilt.host.process_memory import PROC
 
@@ -35,12 +35,7 @@ PR_SET_PDEATHSIG: Final = 1
 _decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 
 
-class _RequestWithPlugins(Protocol):
-    @property
-    def plugins(self) -> tuple[str, ...] | None: ...
-
-
-R = TypeVar("R", bound=_RequestWithPlugins)
+R = TypeVar("R", bound=ProcessRequest)
 
 
 class ChildProcess:

@@ -37,11 +37,11 @@ def test_paths_are_taken_from_the_files_own_folder(tmp_path: Path) -> None:
 
 def test_the_governor_saves_energy_unless_told_otherwise(tmp_path: Path) -> None:
     """A recorded profile lies beside the file."""
-    assert settings.load_settings(write(tmp_path, GOOD)).governor.to_policy() == GovernorPolicy("energy")
+    assert settings.load_settings(write(tmp_path, GOOD)).governor == GovernorPolicy("energy")
     told = settings.load_settings(
         write(tmp_path, f"profile = 'mine.toml'\n{GOOD}[governor]\npolicy = 'max'\nmax_w = 9\n")
     )
-    assert told.governor.to_policy() == GovernorPolicy("max", 9.0)
+    assert told.governor == GovernorPolicy("max", 9.0)
     assert told.profile == str(tmp_path / "mine.toml")
 
 
