@@ -38,7 +38,7 @@ class ReleaseState(msgspec.Struct, frozen=True):
     waits: str = ""  # condition that the release waits for
     again_s: float = math.inf  # when to look again
     until_s: float = math.inf  # end of the soak
-    failures: int = 0  # to fetch the blob
+    failures: int = 0  # to fetch the blob, then kills of the check's process
 
 
 # -- events and actions ---------------------------------------------------------------------------

@@ -114,6 +114,8 @@ class ReleaseManager:
     def _advance_release(self, name: str, now_s: float) -> None:
         """Process the end of a check, and poll the release until nothing is due."""
         if self._is_checking_kind(name) and (verdict := self._kinds[name].poll_check()) is not None:
+            if verdict.killed:
+                log.warning("the check of a release of kind %s was killed: %s", name, verdict.refused)
             self._handle_event(name, verdict, now_s)
         for _ in range(LOOKS_MOST):
             if self._states[name].again_s > now_s:

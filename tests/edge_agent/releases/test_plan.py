@@ -85,6 +85,17 @@ def test_the_swap_is_noted_with_what_runs_before_it_is_made() -> None:
     assert wire.decode(wire.encode(state.noted), ReleaseRecord) == state.noted
 
 
+def test_a_check_that_somebody_kills_is_made_again_twice() -> None:
+    """As the kernel does where memory runs out; the third kill refuses the release."""
+    state, killed = replace(wanted(), stage="checking"), CheckResult("killed", {}, killed=True)
+    for _ in range(2):
+        state, actions = state_machine.advance(state, killed, 1.0)
+        assert actions == ("check",)
+    state, actions = state_machine.advance(state, killed, 1.0)
+    assert state.noted is not None
+    assert (state.noted.step, state.noted.reason, actions) == ("refused", "killed", ("delete",))
+
+
 class Board:
     """Carries actions out as a board does that may fail, be killed and find things out in any order."""
 
