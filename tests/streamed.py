@@ -40,14 +40,13 @@ class Pair:
         where: BlobLocationSettings = BlobLocationSettings("127.0.0.1:0"),
         own: LinkIdentity | None = None,
         boards: Callable[[str], LinkIdentity | None] = lambda device: None,
-        **settings: object,
     ) -> None:
         self.broker = Counted()
         self.others: list[Callable[[], None]] = []  # called by `close`
-        self.coordinator = Side(self.broker, folder / "c", **settings)
+        self.coordinator = Side(self.broker, folder / "c")
         self.places = BlobLocationProvider(where, self.coordinator.depot, self.allowed, own)
         self.coordinator.carry(self.places)
-        self.boards = {device: Side(self.broker, folder / device, device, **settings) for device in devices}
+        self.boards = {device: Side(self.broker, folder / device, device) for device in devices}
         for device, side in self.boards.items():
             side.carry(TransferBackend(boards(device)))
 
