@@ -148,10 +148,6 @@ class OpenTask(msgspec.Struct, frozen=True):
     failures: int = 0  # to fetch a blob, since one last arrived
     killed: int = 0  # times its process was killed from outside
 
-    @property
-    def key(self) -> Key:
-        return (self.task.job, self.task.round)
-
 
 class OutboxUpdate(msgspec.Struct, frozen=True):
     update: Update
