@@ -12,6 +12,7 @@ from fedquilt.edge_agent.devices.sensors.meters import WIDTH
 
 if TYPE_CHECKING:
     from fedquilt import profiles
+    from fedquilt.edge_agent.clocks.client import ClockClient
 
 ROOT = Path("/")
 
@@ -21,7 +22,7 @@ def create_device(
     root: Path = ROOT,
     *,
     profile: profiles.BoardProfile | None = None,
-    connect: Callable[[], Any] | None = None,
+    connect: Callable[[], ClockClient | None] | None = None,
     meter: Meter | None = None,
 ) -> Device:
     """Create the device of this agent.
@@ -49,13 +50,13 @@ def create_device(
         from fedquilt.edge_agent.devices.simulated_device import SimulatedDevice
 
         return SimulatedDevice.from_name(board)
+    from fedquilt.edge_agent.devices import linux
+
     if connect is None and root == ROOT:
         from fedquilt.edge_agent.clocks.client import ClockClient
 
         connect = ClockClient.connect
     clocks = connect() if connect is not None else None
-    from fedquilt.edge_agent.devices import linux
-
     device = linux.detect(root, profile=profile, clocks=clocks, own=meter)
     if device is None:
         raise JobError("board 'auto' needs a Linux host with /proc/meminfo; name a profile to simulate one instead")

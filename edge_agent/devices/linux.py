@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import platform
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from fedquilt import profiles
 from fedquilt.core import ClockError, Cost, Meter, OperatingPoint, Reading, WorkEstimate
 from fedquilt.edge_agent.clocks import controls, owner_limits, power_modes
-from fedquilt.edge_agent.clocks.client import HelperStatus
+from fedquilt.edge_agent.clocks.client import ClockClient, HelperStatus
 from fedquilt.edge_agent.devices import operating_points
 from fedquilt.edge_agent.devices.sensors import jtop, pmic
 from fedquilt.edge_agent.devices.sensors.battery import Batteries
@@ -55,23 +55,11 @@ FITS: Final = {  # name of module or board in its device tree, without "nvidia,"
 }
 
 
-class ClockClientProtocol(Protocol):
-    def pin(self, point: OperatingPoint) -> OperatingPoint: ...
-
-    def unpin(self) -> None: ...
-
-    def send_keepalive(self, now_s: float) -> None:
-        """Send a keepalive. Raise ClockError if the clocks have been unpinned."""
-        ...
-
-    def request_status(self) -> HelperStatus: ...
-
-
 def detect(
     root: Path,
     *,
     profile: profiles.BoardProfile | None = None,
-    clocks: ClockClientProtocol | None = None,
+    clocks: ClockClient | None = None,
     own: Meter | None = None,
 ) -> LinuxDevice | None:
     """Return a Linux device, or None if `proc/meminfo` does not exist. Arguments as in `LinuxDevice`."""
@@ -113,7 +101,7 @@ class LinuxDevice:
         root: Path = Path("/"),
         *,
         profile: profiles.BoardProfile | None = None,
-        clocks: ClockClientProtocol | None = None,
+        clocks: ClockClient | None = None,
         meter: Meter | None = None,
         own: Meter | None = None,
     ) -> None:
@@ -238,7 +226,7 @@ class LinuxDevice:
                 log.warning("the clocks of this board are its own again: %s", error)
 
 
-def _request_status(clocks: ClockClientProtocol) -> HelperStatus | None:
+def _request_status(clocks: ClockClient) -> HelperStatus | None:
     try:
         return clocks.request_status()
     except ClockError as error:
