@@ -61,10 +61,8 @@ def detect(
     profile: profiles.BoardProfile | None = None,
     clocks: ClockClient | None = None,
     own: Meter | None = None,
-) -> LinuxDevice | None:
-    """Return a Linux device, or None if `proc/meminfo` does not exist. Arguments as in `LinuxDevice`."""
-    if not sysfs.is_visible(root / "proc/meminfo"):
-        return None
+) -> LinuxDevice:
+    """Return the device with its files under `root`. Arguments and errors as in `LinuxDevice`."""
     known = find_profile(root)
     meter = _detect_rail_meter(root, known)
     return LinuxDevice(root, profile=profile or known, clocks=clocks, meter=meter, own=own)
