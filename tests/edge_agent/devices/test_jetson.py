@@ -60,8 +60,7 @@ def planted(root: Path, board: str, jetpack: int, **changes: Any) -> LinuxDevice
             (root / path).unlink()
         else:
             (root / path).write_text(text)
-    device = detect(root, **changes)
-    return device
+    return detect(root, **changes)
 
 
 @pytest.mark.parametrize(("board", "jetpack"), EVERY)
