@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 KIB: Final = 1024
 HEADER: Final = KIB  # bytes left for the topic and the packet's own header
 UNANNOUNCED_5: Final = 1024 * KIB  # for an MQTT 5 broker that announces no limit
+PACKET_MOST: Final = UNANNOUNCED_5 + HEADER  # bytes of a packet that the broker may send
 FILTERS: Final = 100  # in a packet: a thousand may be more than a broker takes at once
 UNANNOUNCED_311: Final = 121 * KIB  # 3.1.1 cannot announce one: safe where packets end at 128 KiB
 AT_ONCE: Final = 64 * KIB  # bytes of a read or a write of the socket
@@ -66,7 +67,6 @@ class MqttClient(paho.Client):
         heard: A function that is called with each message.
         settled: A function that is called with the id of each message that is acknowledged (QoS 1) or written (QoS 0),
             and a reason code.
-        most: The size in bytes of the largest packet that the broker may send.
     """
 
     def __init__(
@@ -76,9 +76,8 @@ class MqttClient(paho.Client):
         client_id: str,
         heard: Callable[[str, bytes, bool], None] = lambda topic, payload, retained: None,
         settled: Callable[[int, int], None] = lambda mid, code: None,
-        most: int = UNANNOUNCED_5 + HEADER,
     ) -> None:
-        self._given, self._level, self._most = sock, level, most
+        self._given, self._level = sock, level
         self._heard, self._settled = heard, settled
         self._input, self._output = bytearray(), bytearray()
         self._queued = self._written = 0  # bytes so far, of all packets
@@ -130,7 +129,9 @@ class MqttClient(paho.Client):
         self._input += came
         taken = 0
         try:
-            while self._sock is not None and (found := packets.find_packet(self._input, taken, self._most)) is not None:
+            while (
+                self._sock is not None and (found := packets.find_packet(self._input, taken, PACKET_MOST)) is not None
+            ):
                 head, begin, taken = found
                 self._handle_broker_packet(head, self._input[begin:taken])
         finally:
@@ -197,7 +198,7 @@ class MqttClient(paho.Client):
         if self.protocol == MQTTProtocolVersion.MQTTv5:
             properties = Properties(PacketTypes.CONNECT)  # type: ignore[no-untyped-call]
             properties.SessionExpiryInterval = broker.session_expiry_s
-            properties.MaximumPacketSize = self._most
+            properties.MaximumPacketSize = PACKET_MOST
         self.connect_async(broker.host, broker.port, broker.keepalive_s, clean_start=False, properties=properties)
         self.reconnect()
 
