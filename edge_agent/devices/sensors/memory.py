@@ -22,7 +22,7 @@ class MemorySensor:
         total = _meminfo_bytes(self._meminfo, "MemTotal")
         if total is None:
             raise JobError(
-                f"{self._meminfo} does not tell the memory of this host: is it a Linux? Name a board to simulate one"
+                f"{self._meminfo} does not tell the memory of this host: is it a Linux? Else name a profile to simulate"
             )
         groups = {group: sysfs.read_int(group / "memory.max") for group in _control_groups(root)}
         self._limits = {group: limit for group, limit in groups.items() if limit is not None}
