@@ -28,7 +28,7 @@ from fedquilt.coordinator.jobs.job import RunningJob
 from fedquilt.coordinator.jobs.startup import JobLoader
 from fedquilt.coordinator.limits import CoordinatorLimits
 from fedquilt.coordinator.rollout_runner import RolloutRunner, Tell
-from fedquilt.coordinator.rounds import claim_bounds, events, message_handler, next_event
+from fedquilt.coordinator.rounds import claim_bounds, events, message_handler
 from fedquilt.coordinator.rounds.events import JobState
 from fedquilt.coordinator.storage.store import UNDER_WAY, Store, StoredJob
 from fedquilt.core import Method, Profile, Update, WireMessage
@@ -91,7 +91,6 @@ class Server:
         self._jobs = self._desk.jobs
         self._every_s, self._poll_s, self._tidy_s = poll_s, -math.inf, -math.inf
         self._gave_way_s: dict[str, float] = {}  # job -> when it last gave way to another
-        self._first_s: dict[str, float] = {}  # unfinished job -> when it was first taken up
         self._rollouts = RolloutRunner(executor, store, self.registry, poll_s, tell) if only is None else None
         self._told: dict[str, tuple[object, float]] = {}  # job -> phase, round and attempt published last, and when
         self._left: set[str] = set()  # runs already reported as not taken up here
@@ -157,7 +156,7 @@ class Server:
             self._desk.collect_garbage()
         if committed or self._worker.has_results:
             return now_s  # that may have taken long: what follows is decided by the time that it is then
-        deadline_s = min((serving.next_decision_s(now_s) for serving in self._jobs.values()), default=math.inf)
+        deadline_s = min((serving.summed.wait_limit_s(now_s) for serving in self._jobs.values()), default=math.inf)
         return min(self._executor.send_pending(now_s), self._poll_s + self._every_s, deadline_s, rollouts_s, tell_s)
 
     def shut_down(self) -> None:
@@ -335,9 +334,7 @@ class Server:
         opened, least_s = [], fair_share.minimum_device_time(self._usage_by_job(now_s))
         for row, job in found:
             self._desk.loans.raise_usage(row.id, least_s * row.job.priority, now_s)
-            waits_s = job.rounds.opened_s if next_event.is_before_first_selection(job.rounds) else now_s
-            since_s = self._first_s.setdefault(row.id, waits_s)
-            opened.append(JobController(self._desk, job, row.submitter, since_s, now_s))
+            opened.append(JobController(self._desk, job, row.submitter, now_s))
             self._jobs[row.id] = opened[-1]
         self._desk.garbage.add_all_blobs()  # a killed process may have left some
         for serving in opened:
@@ -391,7 +388,6 @@ class Server:
 
     def _remove_ended_job(self, serving: JobController, now_s: float) -> None:
         self._deactivate_job(serving, serving.job.rounds.phase, now_s)
-        self._first_s.pop(serving.id, None)
         self.finished = self.finished or self._only == serving.id
         self._poll_s = -math.inf
 

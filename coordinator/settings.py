@@ -27,14 +27,11 @@ class CohortSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         0  # no round begins or commits with fewer; 0: as rounds.minimum_updates computes
     )
     start_devices: Annotated[int, Meta(ge=0)] = 0  # wait for this many before the first round
-    start_timeout_s: Annotated[float, Meta(gt=0)] | None = None  # then the job fails; None: it waits for ever
     over_select: Annotated[float, Meta(ge=0, le=4)] = 0.0  # devices asked beyond `size`, as a share of it
     quorum: Annotated[float, Meta(gt=0, le=1)] = 1.0  # share of `size` that suffices at the deadline
     deadline_s: Annotated[float, Meta(gt=0)] = 600.0  # longest wait for a round
     deadline: Literal["fixed", "predicted", "paper", "energy"] = "fixed"  # rule for a shorter one: deadline.py
-    slack: Annotated[float, Meta(ge=0)] = 0.5  # share added with "predicted"
     joules_per_round: Annotated[float, Meta(gt=0)] | None = None  # with "energy": the shortest round within these
-    most_work: Annotated[float, Meta(ge=1)] = 2.0  # with "energy": most epochs of a device, by those of the job
     attempts: Annotated[int, Meta(ge=1)] = 3  # attempts at a round without quorum before the job fails
     prefer: Literal["random", "energy"] = "random"  # "energy" prefers devices that need fewer joules for the same work
     turns: Annotated[float, Meta(gt=0)] = 3.0  # a device that waits so many turns goes first: cohort_selection.py

@@ -20,14 +20,14 @@ from fedquilt.core import BlobRef, Device, LinkError, Retry, StoreError, Task, U
 from fedquilt.edge_agent import capabilities as means_of
 from fedquilt.edge_agent import events, messages, state_machine
 from fedquilt.edge_agent.engines import READ_BY_TASK
-from fedquilt.edge_agent.events import BlobFetched, SessionStarted, TaskCancelled, TaskFailed, TaskReceived, UpdateAcked
+from fedquilt.edge_agent.events import BlobFetched, SessionStarted, TaskCancelled, TaskReceived, UpdateAcked
 from fedquilt.edge_agent.power.learned_model import LearnedModel
 from fedquilt.edge_agent.releases.manager import ReleaseManager
 from fedquilt.edge_agent.releases.release_kind import ReleaseKind
 from fedquilt.edge_agent.runner_status import RunnerStatusReader
 from fedquilt.edge_agent.settings import AgentSettings, parse_size
 from fedquilt.edge_agent.storage.agent_state import SPARE_BYTES, AgentState
-from fedquilt.edge_agent.task import failures, memory_budget
+from fedquilt.edge_agent.task import memory_budget
 from fedquilt.edge_agent.task.protocol import WorkRequest
 from fedquilt.edge_agent.task.worker import TaskWorker
 from fedquilt.edge_agent.task_runner import TaskRunner
@@ -102,10 +102,10 @@ class Agent:
             events.DeviceState(means, outbox=offers, counted=counted, learned=self.local.load_learned_costs()),
             board,
             worker,
-            settings.governor.to_policy(),
+            settings.governor,
             self,
         )
-        self.releases = ReleaseManager(self.local, kinds, self.duty, self, settings.releases, clock)
+        self.releases = ReleaseManager(self.local, kinds, self.duty, self, clock)
         if durable and (short := memory_budget.describe_engine_shortage(means.budget_bytes, means.engines)):
             log.warning("%s: %s", self.device, short)
         self._tell_s, self._published = math.inf, 0  # next time of presence and profile, times in this session
@@ -153,7 +153,7 @@ class Agent:
 
     def apply_capabilities(self, means: events.Capabilities) -> None:
         """Replace the device's capabilities and publish its profile."""
-        self.duty.apply_capabilities(means, self.settings.governor.to_policy())
+        self.duty.apply_capabilities(means, self.settings.governor)
         self._means = self.duty.state.means
         self._profile = messages.profile_message(self.device, self._board, self._means, self._unable)
         if self._link.connected:  # else it is told with the next session
@@ -205,9 +205,7 @@ class Agent:
             if said := self.garbage.count_message(message.topic, error, message.retained, now_s):
                 log.warning("%s", said)
         except StoreError as error:
-            self.duty.handle_event(
-                TaskFailed(failures.claim_code_from_error(error), failures.describe_error(error)), now_s
-            )
+            self.duty.fail_task(error, now_s)
 
     def _start_or_cancel_task(self, payload: bytes, now_s: float) -> None:
         if not payload:
@@ -296,9 +294,7 @@ class Agent:
             try:
                 self.local.require_room(size)
             except StoreError as full:
-                return self.duty.handle_event(
-                    TaskFailed(failures.claim_code_from_error(full), failures.describe_error(full)), now_s
-                )
+                return self.duty.fail_task(full, now_s)
         return self.duty.handle_event(BlobFetched(sha256, error), now_s)
 
     def cancel_fetch(self, sha256: str) -> None:

@@ -15,13 +15,13 @@ from fedquilt.formats import labels
 
 
 def capabilities_from_settings(settings: AgentSettings, memory_bytes: int) -> Capabilities:
-    """Return the capabilities, labels and transfer backends of a device with this much memory.
+    """Return the capabilities and labels of a device with this much memory.
 
     Raises:
         JobError: If a size or a label in the settings is invalid.
     """
     installed = _installed_capabilities(settings.task_budget_bytes(memory_bytes), settings.plugins)
-    return replace(installed, labels=labels.parse_labels(settings.labels), carriers=settings.carriers)
+    return replace(installed, labels=labels.parse_labels(settings.labels))
 
 
 @cache  # looked up on disk, and constant while a process runs

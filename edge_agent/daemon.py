@@ -16,7 +16,6 @@ from fedquilt.blobs.transfer.backend import TransferBackend
 from fedquilt.edge_agent import devices
 from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.releases import models
-from fedquilt.edge_agent.releases.check import start
 from fedquilt.edge_agent.releases.release_kind import ReleaseKind
 from fedquilt.edge_agent.settings import AgentSettings, describe_missing_data
 from fedquilt.edge_agent.storage.agent_state import AgentState
@@ -62,7 +61,8 @@ def run_agent(settings: AgentSettings) -> None:
         log.warning("%s", missing)
     cage, home = memory_budget.MemoryLimit(), Path(settings.home).absolute()
     worker = ChildWorker(settings.warm_s, sandbox.task_command(home / "task"), cage, home / "task")
-    checks = ChildWorker(0.0, start.check_command(home / sandbox.CHECK), cage, home / sandbox.CHECK)
+    check_home = home / sandbox.CHECK
+    checks = ChildWorker(0.0, sandbox.task_command(check_home, sandbox.CHECK_PROGRAM), cage, check_home)
     stopped: list[int] = []
     central = SettingsKind(settings, board.memory_bytes, Path(settings.home), lambda given: agent.apply_settings(given))
     deployed = models.ModelReleases(

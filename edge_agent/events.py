@@ -133,7 +133,6 @@ class Capabilities(msgspec.Struct, frozen=True):
     )  # of other packages: `fedquilt.plugins.plugin_fingerprints`
     confined: tuple[str, ...] | None = None  # by `task.sandbox`, or None without a process
     labels: tuple[str, ...] = ()  # labels given by the owner: `fedquilt.formats.labels`
-    carriers: tuple[str, ...] = ()  # of blobs, beside the broker
     boards: int = 0  # of a site
     runs_on: Mapping[str, str] = field(default_factory=dict)  # engine that may use a GPU -> what its latest task used
 
@@ -148,10 +147,6 @@ class OpenTask(msgspec.Struct, frozen=True):
     again_s: float = math.inf
     failures: int = 0  # to fetch a blob, since one last arrived
     killed: int = 0  # times its process was killed from outside
-
-    @property
-    def key(self) -> Key:
-        return (self.task.job, self.task.round)
 
 
 class OutboxUpdate(msgspec.Struct, frozen=True):

@@ -40,7 +40,6 @@ def profile_message(device: str, board: Device, means: Capabilities, unable: str
         provenance=board.provenance,
         codecs=means.codecs,
         labels=means.labels,
-        carriers=means.carriers,
         boards=means.boards,
     )
 

@@ -20,7 +20,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -28,7 +28,7 @@ from msgspec import Meta
 from fedquilt import profiles
 from fedquilt.core import JobError, Name
 from fedquilt.data.spec import DataSpec
-from fedquilt.edge_agent.power.governor import GovernorPolicy, Policy
+from fedquilt.edge_agent.power.governor import GovernorPolicy
 from fedquilt.formats import labels, toml
 
 UNITS = {
@@ -44,54 +44,23 @@ class BrokerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key: str | None = None
     password_file: str | None = None
     keepalive_s: Annotated[int, Meta(ge=1, le=65535)] = 10  # silent for half as long again: the board counts as gone
-    session_expiry_s: Annotated[int, Meta(ge=0)] = 3600
-    max_payload: Annotated[int, Meta(ge=2048)] | None = None
-
-
-class GovernorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    policy: Policy = "energy"
-    margin: Annotated[float, Meta(ge=0, le=10)] = (
-        0.05  # share of the predicted time kept as reserve before the deadline
-    )
-    max_w: Annotated[float, Meta(gt=0)] | None = None  # no operating point that draws more is held
-    max_c: Annotated[float, Meta(gt=0, le=150)] | None = None  # hotter, and nothing is held
-
-    def to_policy(self) -> GovernorPolicy:
-        return GovernorPolicy(self.policy, self.margin, self.max_w, self.max_c)
 
 
 class EnrolSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     url: str | None = None  # of `fedquilt identity serve`
-    token: str | None = None  # file with the one-time token; None: "token" beside broker.key
 
 
 class MetricsSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     listen: str | None = None  # HOST:PORT; None: nowhere
 
 
-class ReleaseSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    min_battery: Annotated[float, Meta(ge=0, le=1)] = 0.2  # charge below which none is begun, unless it charges
-    max_temperature_c: Annotated[float, Meta(gt=0, le=150)] | None = 85.0  # likewise above; None: no limit
-
-
 class UpgradeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     unsigned: bool = False  # take bundles that no authority has signed
-    online_s: Annotated[float, Meta(ge=10, le=86400)] = 300.0  # for a new version to reach the broker
-
-
-class LimitSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Limits on remote settings. None means the value in agent.toml."""
-
-    budget: str | None = None
-    max_w: Annotated[float, Meta(gt=0)] | None = None
-    telemetry_s: Annotated[float, Meta(gt=0)] = 1.0  # shortest interval
 
 
 class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     folder: str | None = None  # whose group may read it, for a runner of another user; None: "models" in `home`
     hook: tuple[str, ...] = ()  # command after each replacement of a model: its failure rolls back
-    timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 60.0  # a hook that takes longer has failed
-    tensorrt_s: Annotated[float, Meta(ge=0, le=86400)] = 1200.0  # most for a TensorRT engine, where trtexec is; 0: none
     serve: str | None = None  # HOST:PORT at which a flashed board's model runner answers; None: flash installs none
 
 
@@ -110,17 +79,12 @@ class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     meter: str | dict[str, Any] | None = None  # one beside its own: entry point or module:name, or a table with `name`
     warm_s: Annotated[float, Meta(ge=0)] = 60.0  # time for which a task's process waits for the next one
     telemetry_s: Annotated[float, Meta(gt=0)] = 30.0
-    carriers: tuple[Literal["http"], ...] = (
-        "http",
-    )  # of blobs, beside the broker, where the coordinator names a place
     labels: tuple[str, ...] = ()  # words by which jobs select boards: fedquilt.formats.labels
     broker: BrokerSettings = BrokerSettings()
     enrol: EnrolSettings = EnrolSettings()
-    governor: GovernorSettings = GovernorSettings()
+    governor: GovernorPolicy = GovernorPolicy()
     metrics: MetricsSettings = MetricsSettings()
-    releases: ReleaseSettings = ReleaseSettings()
     upgrade: UpgradeSettings = UpgradeSettings()
-    limits: LimitSettings = LimitSettings()
     models: ModelSettings = ModelSettings()
     data: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.data.spec.DataSpec
 
@@ -184,7 +148,6 @@ def parse_settings(table: Mapping[str, Any]) -> AgentSettings:
         ("budget", settings.budget),
         ("cache", settings.cache),
         ("tensorrt", settings.tensorrt),
-        ("[limits] budget", settings.limits.budget),
     ):
         if size is not None:
             try:
@@ -208,7 +171,6 @@ def _resolve_all_paths(table: Mapping[str, Any], folder: Path) -> dict[str, Any]
     result = _resolve_paths(table, ("home", *(() if named else ("profile",))), folder)
     for key, paths in (
         ("broker", ("ca", "cert", "key", "password_file")),
-        ("enrol", ("token",)),
         ("data", ("path",)),
         ("models", ("folder",)),
     ):

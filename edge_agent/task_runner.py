@@ -109,6 +109,9 @@ class TaskRunner:
         self.state, actions = state_machine.advance(self.state, event, now_s, reading)
         self.carry_out_actions(actions, now_s)
 
+    def fail_task(self, error: StoreError, now_s: float) -> None:
+        self.handle_event(TaskFailed(failures.claim_code_from_error(error), failures.describe_error(error)), now_s)
+
     def carry_out_actions(self, actions: Sequence[events.Action], now_s: float) -> None:
         """Carry out actions in order. A disk error skips the remaining actions and fails the task."""
         for action in actions:
@@ -132,9 +135,7 @@ class TaskRunner:
                     case events.DeleteUpdate(update):
                         self._around.discard_update(update)
             except StoreError as error:
-                return self.handle_event(
-                    TaskFailed(failures.claim_code_from_error(error), failures.describe_error(error)), now_s
-                )
+                return self.fail_task(error, now_s)
 
     def apply_capabilities(self, means: events.Capabilities, rule: GovernorPolicy) -> None:
         """Replace the capabilities for later tasks. The new governor policy applies at once."""
@@ -200,7 +201,5 @@ class TaskRunner:
         except WireError as error:
             return self.handle_event(TaskFailed("exception", f"the method's answer cannot be sent: {error}"), now_s)
         except StoreError as error:
-            return self.handle_event(
-                TaskFailed(failures.claim_code_from_error(error), failures.describe_error(error)), now_s
-            )
+            return self.fail_task(error, now_s)
         return self.handle_event(TaskCompleted(update, private, spent.learned, outcome.planned_bytes), now_s)

@@ -127,7 +127,7 @@ def _upgrades(folder: Path) -> dict[str, Decoder]:
             into.rmdir()
 
     packages.mkdir()
-    found = VersionChoice("f", "a" * 64, "b" * 64, trying=True, starts=1, boot="boot", began_s=100, online_s=300)
+    found = VersionChoice("f", "a" * 64, "b" * 64, trying=True, starts=1, boot="boot", began_s=100)
     told = msgspec.json.encode(launcher.launch_info(folder, "f", SHA, ["agent", "agent.toml"]))
     return {
         "bundle of an upgrade": Decoder(
@@ -188,7 +188,7 @@ def headed(payload: bytes) -> bytes:
 
 
 def _begun(folder: Path) -> Any:
-    """What the launcher makes of its file: a choice that it can write, with an alarm that can be set."""
+    """What the launcher makes of its file: a choice that it can write."""
     program = launcher.python_path(folder, "a" * 64)
     program.parent.mkdir(parents=True)
     program.touch()
@@ -198,7 +198,6 @@ def _begun(folder: Path) -> Any:
         choice, said = launcher.choose_version(launcher.read_choice(folder), "f", "boot", 500.0, folder)
         said.encode("utf-8", "backslashreplace")
         assert launcher.parse_choice(launcher.format_choice(choice)) == choice
-        assert 0 < min(max(choice.online_s, 1.0), launcher.LONGEST_S) <= launcher.LONGEST_S  # as an alarm has it
         return choice
 
     return read
@@ -268,7 +267,7 @@ def _kept(folder: Path) -> dict[str, Decoder]:
         "settings.json": Decoder(where, held, (), (wire.encode(kept),), numbered, share=0.3),
         "settings of a release": Decoder(where, set_by, (JobError,), (msgspec.json.encode(values),)),
         "order to check": Decoder(
-            "edge_agent/releases/check/main.py",
+            "edge_agent/task/process.py",
             lambda payload: msgspec.json.decode(payload, type=CheckRequest),
             OWN_ERRORS,
             (msgspec.json.encode(order),),

@@ -46,7 +46,7 @@ def every(folder: Path) -> dict[str, Decoder]:
 
     return {
         "order": Decoder(
-            "edge_agent/task/main.py",
+            "edge_agent/task/process.py",
             lambda payload: msgspec.json.decode(payload, type=protocol.WorkRequest),
             (msgspec.MsgspecError, UnicodeDecodeError, RecursionError),  # its own daemon's, which it trusts
             (msgspec.json.encode(order),),

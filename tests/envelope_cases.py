@@ -25,7 +25,7 @@ from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.clocks.client import HelperStatus
 from fedquilt.edge_agent.clocks.clock_pin import ClockPin
 from fedquilt.edge_agent.clocks.helper import read_clock_state
-from fedquilt.edge_agent.devices import jetson
+from fedquilt.edge_agent.devices import linux
 from fedquilt.edge_agent.power import governor
 from fedquilt.profiles import board_layouts
 from fedquilt.testing.boards import write_fake_board
@@ -76,7 +76,7 @@ class World:
         self.clamp: ClockPin | None = None
         self.tick = 0
         self.set(self.layout.default)
-        self.device = jetson.detect(self.root, clocks=self)
+        self.device = linux.detect(self.root, clocks=self)
         self.widest: set[str] = set()
 
     # -- the owner and the kernel --

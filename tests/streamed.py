@@ -12,7 +12,6 @@ from waiting import LIMIT_S
 
 from fedquilt.blobs.transfer.backend import TransferBackend
 from fedquilt.coordinator.delivery.blobs.locations import BlobLocationProvider, BlobLocationSettings
-from fedquilt.core import Profile
 from fedquilt.security.handshake import LinkIdentity
 from fedquilt.transport.memory_link import MemoryBroker
 
@@ -41,17 +40,15 @@ class Pair:
         where: BlobLocationSettings = BlobLocationSettings("127.0.0.1:0"),
         own: LinkIdentity | None = None,
         boards: Callable[[str], LinkIdentity | None] = lambda device: None,
-        **settings: object,
     ) -> None:
         self.broker = Counted()
         self.others: list[Callable[[], None]] = []  # called by `close`
-        self.coordinator = Side(self.broker, folder / "c", **settings)
+        self.coordinator = Side(self.broker, folder / "c")
         self.places = BlobLocationProvider(where, self.coordinator.depot, self.allowed, own)
         self.coordinator.carry(self.places)
-        self.boards = {device: Side(self.broker, folder / device, device, **settings) for device in devices}
+        self.boards = {device: Side(self.broker, folder / device, device) for device in devices}
         for device, side in self.boards.items():
             side.carry(TransferBackend(boards(device)))
-            self.places.record_profile(profile(device))
 
     def allowed(self, device: str, sha256: str) -> bool:
         return (device, sha256) not in self.coordinator.refused
@@ -73,15 +70,3 @@ class Pair:
     def close(self) -> None:
         for close in (self.places.close, *self.others):
             close()
-
-
-def profile(device: str, *carriers: str) -> Profile:
-    return Profile(
-        device=device,
-        board="x86-host",
-        memory_bytes=1,
-        budget_bytes=1,
-        engines=(),
-        versions={},
-        carriers=carriers or ("http",),
-    )

@@ -29,7 +29,7 @@ def ref_of(payload: bytes) -> BlobRef:
 class Side:
     """One process that moves blobs: an agent (a device's name) or the coordinator (no name)."""
 
-    def __init__(self, broker: MemoryBroker, folder: Path, device: str = "", **settings: object) -> None:
+    def __init__(self, broker: MemoryBroker, folder: Path, device: str = "") -> None:
         self.finished = False
         self.link = broker.connect()
         self.depot = BlobStore(folder)
@@ -37,7 +37,6 @@ class Side:
         self.undecodable = 0
         self.errors: dict[tuple[str, str], str | None] = {}
         self._way: wire.Direction = "up" if device else "dn"
-        self._settings = settings
         self.carry(None)
         self.link.subscribe(TOPICS.device_filters(device) if device else TOPICS.coordinator_filters())
 
@@ -50,7 +49,6 @@ class Side:
             self._way,
             lambda device, sha256: (device, sha256) not in self.refused,
             carriers=carriers,
-            **self._settings,  # type: ignore[arg-type]
         )
 
     def fds(self) -> Sequence[int]:

@@ -34,7 +34,7 @@ from fedquilt.coordinator.rounds.message_handler import (
     RateLimitExceeded,
     UpdateReceived,
 )
-from fedquilt.core import BlobRef, JobError, Profile, SiteRight, Task, WireError, WireMessage, shorten_error
+from fedquilt.core import BlobRef, JobError, SiteRight, Task, WireError, WireMessage, shorten_error
 from fedquilt.host.logs import log_ids
 from fedquilt.security.authenticated_link import AuthenticatedFleetLink
 from fedquilt.security.handshake import LinkIdentity
@@ -156,35 +156,6 @@ class Executor(Protocol):
     def close(self) -> None:
         """Announce that the coordinator ends, and close the connection. Tasks of devices continue."""
         ...
-
-
-class NoReleaseExecutor:
-    """Base of executors for simulated devices, which install no releases and store blobs directly."""
-
-    absence = BrokerOutage()  # none: they are always within reach
-
-    def fds(self) -> Sequence[int]:
-        # all events are known in advance
-        return ()
-
-    def set_backlog(self, updates: int, waiting_bytes: int, most_bytes: float) -> None:
-        # an update is on the coordinator's disk as soon as it is made
-        ...
-
-    def site_right(self, device: str) -> SiteRight | None:
-        return None
-
-    def transfer_wait_s(self, device: str) -> float:
-        return 0.0
-
-    def yield_transfer_turn(self, device: str, now_s: float) -> None:
-        # no device waits for a turn
-        ...
-
-    def send_release(self, device: str, kind: wire.Kind, release: wire.DesiredRelease | None) -> None:
-        raise JobError(
-            "devices that are simulated in this process run no releases: `fedquilt agent` starts one that does"
-        )
 
 
 class LinkExecutor:
@@ -381,8 +352,6 @@ class LinkExecutor:
             told = claim_bounds.replace_unprintable(wire.decode(message.payload, route.kind), message.payload)
             if (named := getattr(told, "device", route.device)) != route.device:
                 raise WireError(f"it names another device, {named}")
-            if isinstance(told, Profile):
-                self.places.record_profile(told)
             if isinstance(told, wire.Presence) and not told.online:
                 self._silence.forget(route.device)
             elif not message.retained:

@@ -44,7 +44,6 @@ def decide_next_event(
     now_s: float,
     busy: AbstractSet[str] = frozenset(),
     most: float = math.inf,
-    late: bool = False,
     lost_s: float = 0.0,
     gone: AbstractSet[str] = frozenset(),
 ) -> AnyEvent | None:
@@ -59,7 +58,6 @@ def decide_next_event(
         now_s: Time of the coordinator's clock in seconds.
         busy: Devices that the job must leave to other jobs now.
         most: Number of devices that may be selected now.
-        late: Whether the time for starting the first round has passed.
         lost_s: Seconds of the running attempt in which no device was reachable, by which its deadline moves.
         gone: Selected devices that are known to be offline or silent.
     """
@@ -75,8 +73,6 @@ def decide_next_event(
     state = next_event.delay_attempt(job.rounds, lost_s)
     following = partial(next_event.decide_event, state, now_s, free | at_work, workload_of, taken, gone=gone)
     fact = following(most)
-    if fact is None and late and (ended := next_event.start_timeout_event(job.rounds, len(free))) is not None:
-        return ended
     if not isinstance(fact, CohortSelected) and (fact is not None or job.rounds.phase != "selecting"):
         return fact
     spared = _devices_over_share(job, fact, free - taken, most, following)
@@ -208,11 +204,8 @@ class JobController:
     Every method with an argument `now_s` raises StoreError if the store cannot be written.
     """
 
-    def __init__(self, desk: CoordinatorContext, job: RunningJob, submitter: str, since_s: float, now_s: float) -> None:
+    def __init__(self, desk: CoordinatorContext, job: RunningJob, submitter: str, now_s: float) -> None:
         self.job, self.id, self.submitter, self._desk = job, job.id, submitter, desk
-        timeout_s = job.job.cohort.start_timeout_s
-        self._begins_s = math.inf if timeout_s is None else since_s + timeout_s  # when its first round is to have begun
-        self._lost_s = desk.executor.absence.lost_s  # of the time until now
         self._rounds_s = (0.0, self._device_time_s(now_s))  # boards' time of the latest round, and of all up to its end
         self.unsent: set[str] = set()  # devices with a task to come: no profile of them yet, or another job has them
         self.arriving: dict[str, Update] = {}  # device -> its update while its blobs are fetched
@@ -234,15 +227,6 @@ class JobController:
     @property
     def pending_devices(self) -> frozenset[str]:
         return self.job.rounds.asked
-
-    @property
-    def _start_deadline_s(self) -> float:
-        # while no device can be reached, the deadline moves
-        return self._begins_s + self._desk.executor.absence.lost_since(self._lost_s)
-
-    def next_decision_s(self, now_s: float) -> float:
-        late_s = self._start_deadline_s if next_event.is_before_first_selection(self.job.rounds) else math.inf
-        return min(self.summed.wait_limit_s(now_s), late_s)
 
     def activate(self, now_s: float) -> None:
         """Continue the job where its log ends, and send all open tasks again."""
@@ -419,10 +403,9 @@ class JobController:
             busy = self._desk.loans.devices_of_other_jobs(self.id) | left
             if self._has_nothing_to_decide(busy, most, now_s):
                 return False
-            late, lost_s = now_s >= self._start_deadline_s, self.summed.lost_s
             registry, gone = self._desk.registry, self._unreachable_devices(now_s)
             at_work = self._devices_at_work(now_s) - gone
-            fact = decide_next_event(job, registry, at_work, now_s, busy, most, late, lost_s, gone)
+            fact = decide_next_event(job, registry, at_work, now_s, busy, most, self.summed.lost_s, gone)
             if (
                 fact is None
                 and now_s >= self._opened_s + START_S

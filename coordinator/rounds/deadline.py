@@ -37,6 +37,8 @@ from fedquilt.core import OperatingPoint, Profile, Update, WorkEstimate
 from fedquilt.core.messages import ADDED
 from fedquilt.costs import cost_model
 
+SLACK = 0.5  # share added with "predicted"
+MOST_WORK = 2.0  # most epochs of a device with "energy", as a multiple of the job's
 RECENT = 5  # rounds remembered of each device
 PERCENTILE = 0.9  # share of the devices asked that is expected in time, or the quorum if that is more
 FLOOR_S = 10.0  # messages, claims and small blobs take some time even without computation
@@ -206,7 +208,7 @@ def decide_by_prediction(cohort: CohortSettings, known: Known, asked: Asks) -> D
     if not times or len(times) < len(found):
         return DeadlineDecision()
     needed = max(PERCENTILE, cohort.quorum / (1 + cohort.over_select))
-    return DeadlineDecision((1 + cohort.slack) * times[math.ceil(needed * len(times)) - 1])
+    return DeadlineDecision((1 + SLACK) * times[math.ceil(needed * len(times)) - 1])
 
 
 class FleetDurations(NamedTuple):
@@ -360,7 +362,7 @@ def _forecast_epoch_choices(
     examples, idle_w = fleet.assumed_examples(took, ask), ask.profile.idle_w or 0.0
     points: list[OperatingPoint] = list(ask.profile.points)
     found: list[energy_scheduling.EpochChoice] = []
-    most = int(ask.epochs * cohort.most_work) if own else ask.epochs
+    most = int(ask.epochs * MOST_WORK) if own else ask.epochs
     numbers = [ask.epochs, *(each for each in range(1, most + 1) if each != ask.epochs)] if ask.epochs else [0]
     for epochs in numbers:
         work = (ask.with_epochs(epochs) if epochs else ask).work.total_for_examples(examples)

@@ -61,7 +61,7 @@ TRANSITIONS: Final[Mapping[str, Mapping[Phase, tuple[Phase, ...]]]] = {
     "UpdatesAggregated": {**_STAYS, "closing": ("closing",)},
     "DeadlineExtended": _STAYS,
     "RoundRetried": _STAYS,
-    "AttemptResumed": {"selecting": ("selecting",), **_STAYS},
+    "AttemptResumed": _STAYS,
     "RoundClosed": {"open": ("closing",)},
     "RoundCommitted": {"closing": ("selecting",)},
     "JobEnded": {

@@ -78,17 +78,16 @@ def to_process_clock(state: JobState, now_s: float, by_wall: bool) -> JobState:
 
 
 def restart_event(state: JobState, now_s: float) -> AttemptResumed | None:
-    """Return the event of a coordinator restart, or None if no time limit is running.
+    """Return the event of a coordinator restart, or None if no attempt is running.
 
     The wall-clock time since the previous restart counts as elapsed. If that time is negative or exceeds the limit, a
     hundredth of the limit counts instead. At least a tenth of the limit remains at the first restart, a twentieth at
     the second, and so on, so that an attempt ends even if coordinators are killed again and again.
     """
-    limit_s = state.plan.cohort.start_timeout_s if is_before_first_selection(state) else state.deadline_s
-    if not limit_s or not (is_before_first_selection(state) or state.phase == "open"):
+    if state.phase != "open":
         return None
     since_s = now_s - (state.opened_s + state.passed_s)
-    return AttemptResumed(state.round, capped_elapsed_s(state.passed_s, since_s, limit_s, state.restarts))
+    return AttemptResumed(state.round, capped_elapsed_s(state.passed_s, since_s, state.deadline_s, state.restarts))
 
 
 def capped_elapsed_s(passed_s: float, since_s: float, limit_s: float, restarts: int) -> float:
@@ -240,31 +239,6 @@ def minimum_devices_to_start(state: JobState) -> int:
     """Return how many online devices a round needs to start."""
     cohort = state.plan.cohort
     return max(cohort.min_devices, cohort.start_devices if state.round == 0 else 0, minimum_updates(state))
-
-
-def is_before_first_selection(state: JobState) -> bool:
-    return state.phase == "selecting" and not state.round and not state.asked_s
-
-
-def start_timeout_event(state: JobState, online: int) -> JobEnded | None:
-    """Return the failure of a job at its start timeout, or None if the job has started.
-
-    A job without `start_timeout_s` never times out. The caller checks the time.
-
-    Args:
-        state: The job state.
-        online: The number of devices that could be selected, including busy ones.
-    """
-    limit_s = state.plan.cohort.start_timeout_s
-    if limit_s is None or not is_before_first_selection(state):
-        return None
-    return JobEnded(
-        "failed",
-        f"no round could begin within {limit_s:g} s ([cohort] start_timeout_s): {online} "
-        f"{'device' if online == 1 else 'devices'} could be asked, {minimum_devices_to_start(state)} needed; "
-        "`fedquilt why` says what "
-        "keeps the others, `fedquilt resume` tries again",
-    )
 
 
 def _decide_selection_or_end(

@@ -64,7 +64,7 @@ def make_test_table(job: JobSettings) -> dict[str, Any]:
     """
     if not job.data and not job.test:
         raise JobError(f"job {job.name!r} has neither [test] nor [data]: there is nothing to test on")
-    alone = {"path", "sources", "synthetic"} & job.test.keys()
+    alone = {"path", "sources"} & job.test.keys() or job.test.get("dataset") in spec.SYNTHETIC
     arrays = _has_arrays_of_one_split(job.data)
     how = () if "path" not in job.test else spec.HOW if arrays else (*spec.HOW, "x", "y")
     odd = [] if alone or not arrays else sorted({"x", "y"} & job.data.keys() - job.test.keys())
@@ -73,7 +73,7 @@ def make_test_table(job: JobSettings) -> dict[str, Any]:
     shared = {key: value for key, value in job.data.items() if not alone or key in how}
     one_table = str(job.test.get("path", "")).endswith(spec.TABLES)  # all its rows belong to one split
     found = {**shared, "split": "train" if one_table else "test", **job.test}
-    if found.get("synthetic"):
+    if found.get("dataset") in spec.SYNTHETIC:
         found.setdefault("seed", job.seed)  # the devices' points are drawn by it too
     return {key: value for key, value in found.items() if key not in ("share", "shares", "held")}
 

@@ -1,7 +1,7 @@
 """Clock helper, the only part of fedquilt that runs as root.
 
 The helper sets clocks for one client at a time, and accepts only frequencies that the board lists and its owner
-permits: the power mode, [governor] max_w and max_c (`fedquilt.edge_agent.clocks.owner_limits`). The helper restores the
+permits: the power mode, and [governor] max_w (`fedquilt.edge_agent.clocks.owner_limits`). The helper restores the
 board's settings when the client unpins, disconnects, ends or is silent beyond the watchdog's time, when the board is
 too hot or its power mode changes, when the helper stops, and at its next start after a kill
 (`fedquilt.edge_agent.clocks.clock_pin`). There are no threads: one `step` runs at a time.
@@ -49,7 +49,6 @@ log = logging.getLogger("fedquilt.clocks")
 STATE: Final = "var/lib/fedquilt-clocks"
 GROUP: Final = "fedquilt"  # its members and root may use the helper
 WATCHDOG_S: Final = 10.0
-HOTTEST_C: Final = 85.0
 LOOK_S: Final = 1.0  # interval between looks at the thermal zones, and between attempts to restore
 TICK_S: Final = 0.5  # a signal is noticed within this time
 CLIENTS_MOST: Final = 8
@@ -299,7 +298,6 @@ def read_clock_state(lever: ClockControl, ceiling: int | None = None) -> ClockSt
 def run_helper(
     root: Path,
     *,
-    hottest_c: float = HOTTEST_C,
     max_w: float | None = None,
     watts: Callable[[OperatingPoint], float | None] | None = None,
 ) -> None:
@@ -318,7 +316,7 @@ def run_helper(
     for kind in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(kind, lambda kind, _: ended.append(kind))
     path, state = root / SOCKET, root / STATE
-    clamp = ClockPin(root, state, hottest_c=hottest_c, max_w=max_w, watts=watts)
+    clamp = ClockPin(root, state, max_w=max_w, watts=watts)
     helper = ClockHelper(clamp, path, state, group=group)
     try:
         print(

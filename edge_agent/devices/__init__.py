@@ -1,13 +1,7 @@
-"""Devices: meters, clocks and memory, real or simulated.
-
-A module with `detect(root, *, profile, clocks, own) -> Device | None` is one kind of real device and is found by its
-name. The other modules are common parts.
-"""
+"""Devices: meters, clocks and memory, real or simulated."""
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +12,7 @@ from fedquilt.edge_agent.devices.sensors.meters import WIDTH
 
 if TYPE_CHECKING:
     from fedquilt import profiles
+    from fedquilt.edge_agent.clocks.client import ClockClient
 
 ROOT = Path("/")
 
@@ -27,7 +22,7 @@ def create_device(
     root: Path = ROOT,
     *,
     profile: profiles.BoardProfile | None = None,
-    connect: Callable[[], Any] | None = None,
+    connect: Callable[[], ClockClient | None] | None = None,
     meter: Meter | None = None,
 ) -> Device:
     """Create the device of this agent.
@@ -55,24 +50,14 @@ def create_device(
         from fedquilt.edge_agent.devices.simulated_device import SimulatedDevice
 
         return SimulatedDevice.from_name(board)
+    from fedquilt.edge_agent.devices import linux
+
     if connect is None and root == ROOT:
         from fedquilt.edge_agent.clocks.client import ClockClient
 
         connect = ClockClient.connect
     clocks = connect() if connect is not None else None
-    for kind in sorted(_device_modules(), key=lambda kind: (kind == "linux", kind)):  # any Linux is the last resort
-        detect = getattr(importlib.import_module(f"{__name__}.{kind}"), "detect", None)
-        device = None if detect is None else detect(root, profile=profile, clocks=clocks, own=meter)
-        if device is not None:
-            return device
-    raise JobError("board 'auto' needs a Linux host with /proc/meminfo; name a profile to simulate one instead")
-
-
-def find_shipped_profile(root: Path) -> profiles.BoardProfile | None:
-    """Return the shipped profile of the board with its files under `root`, or None."""
-    from fedquilt.edge_agent.devices import jetson, linux
-
-    return jetson.find_profile(root) or linux.find_profile(root, linux.FITS)
+    return linux.detect(root, profile=profile, clocks=clocks, own=meter)
 
 
 def create_meter(wanted: str | Mapping[str, Any]) -> Meter:
@@ -104,7 +89,3 @@ def create_meter(wanted: str | Mapping[str, Any]) -> Meter:
         there = ", ".join(WIDTH)
         raise JobError(f"{plugin} is no meter: it needs `read(now_s)`, and `covers` one of {there}, not {covers!r}")
     return made
-
-
-def _device_modules() -> set[str]:
-    return {module.name for module in pkgutil.iter_modules(__path__)} - {"simulated"}

@@ -1,20 +1,21 @@
-"""Linux hosts, with memory, pressure, power, batteries, temperatures and maybe clocks."""
+"""Linux hosts and boards, with memory, pressure, power, batteries, temperatures and maybe clocks."""
 
 from __future__ import annotations
 
 import logging
 import platform
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from fedquilt import profiles
 from fedquilt.core import ClockError, Cost, Meter, OperatingPoint, Reading, WorkEstimate
 from fedquilt.edge_agent.clocks import controls, owner_limits, power_modes
-from fedquilt.edge_agent.clocks.client import HelperStatus
+from fedquilt.edge_agent.clocks.client import ClockClient, HelperStatus
 from fedquilt.edge_agent.devices import operating_points
-from fedquilt.edge_agent.devices.sensors import pmic
+from fedquilt.edge_agent.devices.sensors import jtop, pmic
 from fedquilt.edge_agent.devices.sensors.battery import Batteries
 from fedquilt.edge_agent.devices.sensors.hwmon import Hwmon
+from fedquilt.edge_agent.devices.sensors.ina3221 import Ina3221
 from fedquilt.edge_agent.devices.sensors.memory import MemorySensor
 from fedquilt.edge_agent.devices.sensors.meters import WidestRangeMeter
 from fedquilt.edge_agent.devices.sensors.rapl import Rapl
@@ -24,34 +25,58 @@ log = logging.getLogger("fedquilt.devices")
 
 PROCESSOR_CHIPS: Final = frozenset({"coretemp", "k10temp", "k8temp", "zenpower", "cpu_thermal"})
 ASK_S: Final = 5.0  # interval between questions to the clock helper about the mode, where its status is hidden
-FITS: Final = {"raspberrypi,5-model-b": "raspberry-pi-5"}  # device tree -> profile
-
-
-class ClockClientProtocol(Protocol):
-    def pin(self, point: OperatingPoint) -> OperatingPoint: ...
-
-    def unpin(self) -> None: ...
-
-    def send_keepalive(self, now_s: float) -> None:
-        """Send a keepalive. Raise ClockError if the clocks have been unpinned."""
-        ...
-
-    def request_status(self) -> HelperStatus: ...
+ROOT: Final = Path("/")
+NONE: Final = ""  # for a board known to differ from every profile
+FITS: Final = {  # name of module or board in its device tree, without "nvidia," -> profile
+    "p3541-0000": NONE,  # Nano 2 GB, which calls itself a 4 GB one too
+    "p3450-0000": "jetson-nano",
+    "p3450-0002": "jetson-nano",
+    "p3310-1000": "jetson-tx2",
+    "p2771-0000": "jetson-tx2",
+    "p3668-0000": "jetson-xavier-nx",
+    "p3668-0001": "jetson-xavier-nx",
+    "p3668-0003": "jetson-xavier-nx",  # 16 GB
+    "p2972-0000": "jetson-agx-xavier",
+    "p3767-0003": "jetson-orin-nano",
+    "p3767-0005": "jetson-orin-nano",
+    "p3767-0003-super": "jetson-orin-nano-super",
+    "p3767-0005-super": "jetson-orin-nano-super",
+    "p3767-0000-super": "jetson-orin-nx-super",
+    "p3767-0000": "jetson-orin-nx",
+    "p3767-0001": "jetson-orin-nx-8gb",
+    "p3767-0004-super": "jetson-orin-nano-4gb-super",
+    "p3767-0004": "jetson-orin-nano-4gb",
+    "p3701-0000": "jetson-agx-orin",
+    "p3701-0005": "jetson-agx-orin",
+    "p3701-0004": "jetson-agx-orin-32gb",
+    "p3701-0008": "jetson-agx-orin-industrial",
+    "p3834-0008": "jetson-agx-thor",
+    "raspberrypi,5-model-b": "raspberry-pi-5",
+}
 
 
 def detect(
     root: Path,
     *,
     profile: profiles.BoardProfile | None = None,
-    clocks: ClockClientProtocol | None = None,
+    clocks: ClockClient | None = None,
     own: Meter | None = None,
-) -> LinuxDevice | None:
-    """Return a Linux device, or None if `proc/meminfo` does not exist. Arguments as in `LinuxDevice`."""
-    if not sysfs.is_visible(root / "proc/meminfo"):
-        return None
-    known = find_profile(root, FITS)
-    meter = None if known is None else pmic.detect_pmic(root)
+) -> LinuxDevice:
+    """Return the device with its files under `root`. Arguments and errors as in `LinuxDevice`."""
+    known = find_profile(root)
+    meter = _detect_rail_meter(root, known)
     return LinuxDevice(root, profile=profile or known, clocks=clocks, meter=meter, own=own)
+
+
+def _detect_rail_meter(root: Path, known: profiles.BoardProfile | None) -> Meter | None:
+    compatible = sysfs.read_strings(sysfs.device_tree_folder(root) / "compatible")
+    tegra = any(board.startswith("nvidia,tegra") for board in compatible)
+    if not tegra and not sysfs.is_visible(root / "etc/nv_tegra_release"):
+        return None if known is None else pmic.detect_pmic(root)
+    rails = Ina3221(root)
+    if root != ROOT or rails.read(0.0).rails_w:
+        return rails
+    return jtop.connect_jtop() or rails  # no rails, or none that this user may read
 
 
 class LinuxDevice:
@@ -74,7 +99,7 @@ class LinuxDevice:
         root: Path = Path("/"),
         *,
         profile: profiles.BoardProfile | None = None,
-        clocks: ClockClientProtocol | None = None,
+        clocks: ClockClient | None = None,
         meter: Meter | None = None,
         own: Meter | None = None,
     ) -> None:
@@ -149,7 +174,10 @@ class LinuxDevice:
         return measured
 
     def _read_permitted_points(self) -> tuple[OperatingPoint, ...]:
-        """Read the present power mode, and return the points that may be pinned in the mode."""
+        """Read the present power mode, and return the permitted points.
+
+        Without control of the clocks, that is the point of the present mode, if the profile has it.
+        """
         found = controls.discover_controls(self._root)
         told = self._status
         self.mode = (None if told is None else told.mode) or power_modes.read_mode_name(self._root)
@@ -162,7 +190,10 @@ class LinuxDevice:
             if clock.ceiling_hz is not None:
                 axis = f"{clock.kind}_hz"
                 most[axis] = min(clock.ceiling_hz, most.get(axis, clock.ceiling_hz))
-        return owner_limits.permitted_points(self._all, found, mode, most)
+        points = owner_limits.permitted_points(self._all, found, mode, most)
+        if self.adjustable:
+            return points
+        return tuple(point for point in points if power_modes.is_same_mode(point.name, self.mode)) or points
 
     def _update_points_after_mode_change(self, now_s: float) -> None:
         if not self._all:
@@ -193,7 +224,7 @@ class LinuxDevice:
                 log.warning("the clocks of this board are its own again: %s", error)
 
 
-def _request_status(clocks: ClockClientProtocol) -> HelperStatus | None:
+def _request_status(clocks: ClockClient) -> HelperStatus | None:
     try:
         return clocks.request_status()
     except ClockError as error:
@@ -217,11 +248,15 @@ def _listed_frequencies(root: Path, told: HelperStatus | None) -> operating_poin
     return lists
 
 
-def find_profile(root: Path, fits: dict[str, str]) -> profiles.BoardProfile | None:
-    """Return the profile of the first compatible name in the device tree that has one, or None."""
+def find_profile(root: Path) -> profiles.BoardProfile | None:
+    """Return the shipped profile of the board with its files under `root`, or None."""
     for board in sysfs.read_strings(sysfs.device_tree_folder(root) / "compatible"):
-        if fits.get(board) in profiles.board_names():
-            return profiles.load_board_profile(fits[board])
+        for part in board.removeprefix("nvidia,").split("+"):
+            name = FITS.get(part)
+            if name == NONE:
+                return None
+            if name in profiles.board_names():
+                return profiles.load_board_profile(str(name))
     return None
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
 from fedquilt import profiles
 from fedquilt.core import OperatingPoint
 from fedquilt.edge_agent.clocks import controls
+from fedquilt.edge_agent.clocks.client import ClockState
 from fedquilt.profiles.clock_model import AXES, format_point_name
 
 SLACK: Final = 0.01  # 1421 is accepted for 1420.8 MHz
@@ -20,17 +21,7 @@ SAME_TOP: Final = 0.02
 Lists = Mapping[str, tuple[float, ...]]  # axis -> hertz, rising; axes without listed frequencies are left out
 
 
-class ClockFrequencies(Protocol):
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def listed_hz(self) -> tuple[float, ...]:
-        """Listed frequencies in hertz, ascending, or () if none are listed."""
-        ...
-
-
-def common_frequencies(clocks: Iterable[ClockFrequencies]) -> Lists:
+def common_frequencies(clocks: Iterable[controls.ClockControl | ClockState]) -> Lists:
     """Return the frequencies that all clocks of a kind list, by axis. Axes without any are left out."""
     found, clocks = {}, tuple(clocks)
     for axis in AXES:

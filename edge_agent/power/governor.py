@@ -19,7 +19,7 @@ Middleware 2022).
 Policies:
     energy   the cheapest of the points that meet the deadline with `margin` to spare
     paper    FedStitch, section IV-D: the frequency goes down while the task is early and up while it is late. This ends
-             at the slowest point that meets the deadline with `margin`, which is found directly. The paper gives
+             at the slowest point that meets the deadline with `MARGIN`, which is found directly. The paper gives
              neither step nor margin
     max      the fastest
     board    none: the board's own governor stays in charge
@@ -29,8 +29,8 @@ Without any point the policy is `board`. An unknown idle_w is between 0 and the 
 is the point with the fewest joules above the cheapest in the worse of these two cases. Energy is linear in idle_w, so
 that no value between them is worse.
 
-The owner's bounds have priority: a point above `max_w` is never chosen, and above `max_c` nothing is pinned. The
-board's own governor obeys its power mode only.
+The owner's bound has priority: a point above `max_w` is never chosen. The board's own governor obeys its power mode
+only.
 
 A late task is stepped up, never down, and at most once every STEP_S.
 """
@@ -39,13 +39,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Final, Literal, NamedTuple, TypeAlias
+
+import msgspec
+from msgspec import Meta
 
 from fedquilt.core import OperatingPoint, WorkEstimate
 from fedquilt.core.last_call_cache import cache_last_call
 from fedquilt.edge_agent.power.learned_model import LearnedModel, TaskSegment, estimate_points, learn_segment
 
 STEP_S: Final = 3.0  # shortest interval between changes of clocks: each takes time, and its effect has to be seen first
+MARGIN: Final = 0.05  # share of the predicted time that is kept as reserve
 LEAST_DONE: Final = 0.02  # share of the work to be done at a point before its pace is meaningful
 CAUTION: Final = 1.645  # spreads by which a point may be slower than estimated: one in twenty is
 CURIOSITY: Final = 0.6  # spreads by which it is taken for cheaper than estimated
@@ -53,21 +57,17 @@ CURIOSITY: Final = 0.6  # spreads by which it is taken for cheaper than estimate
 Policy: TypeAlias = Literal["energy", "paper", "max", "board"]
 
 
-class GovernorPolicy(NamedTuple):
+class GovernorPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Table [governor] of agent.toml."""
+
     policy: Policy = "energy"
-    margin: float = 0.05  # share of the predicted time that is kept as reserve
-    max_w: float | None = None  # most that a point may draw; None: no limit
-    max_c: float | None = None  # hottest that the board may be at a held point; None: the clock helper's limit alone
+    max_w: Annotated[float, Meta(gt=0)] | None = None  # most that a point may draw; None: no limit
 
     def points_within_max_w(self, points: Sequence[OperatingPoint]) -> Sequence[OperatingPoint]:
         """Return the points within `max_w`. A point of unknown power is left out if a limit is set."""
         if self.max_w is None:
             return points
         return [point for point in points if point.busy_w is not None and point.busy_w <= self.max_w]
-
-    def is_too_hot(self, temperature_c: float | None) -> bool:
-        """Return whether no point may be pinned. An unknown temperature is too hot if a limit is set."""
-        return self.max_c is not None and (temperature_c is None or temperature_c > self.max_c)
 
 
 class PointForecast(NamedTuple):
@@ -135,7 +135,7 @@ def choose_operating_point(
         return _fastest_point(found)
     if rule.policy == "energy" and all(each.watts is None for each in found):
         return None
-    in_time = [each for each in found if max(each.seconds * (1 + rule.margin), each.most_s) <= left_s]
+    in_time = [each for each in found if max(each.seconds * (1 + MARGIN), each.most_s) <= left_s]
     if rule.policy == "paper" and in_time:
         return in_time[-1].point
     priced = [each for each in in_time if each.watts is not None]

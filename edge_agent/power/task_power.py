@@ -54,7 +54,6 @@ class TaskPowerManager:
         self._top: Mapping[str, float] = {}  # highest clocks of the board when the point in hand was held
         self._held: OperatingPoint | None = None
         self._refused = False  # the board did not take the latest point
-        self._celsius: float | None = None
         self._label: str | None = None
         self._costs: list[Cost] = []
         self._spent_s = 0.0  # sum over finished stretches with a held point
@@ -65,7 +64,6 @@ class TaskPowerManager:
         """Start measuring a task before its process starts. Loading runs at the board's own clocks."""
         self.stop()
         reading = self._board.read_sensors(now_s)
-        self._celsius = reading.temperature_c
         self._ledger = energy.EnergyAccount(now_s, most_w=_max_plausible_w(self._board.points)).with_reading(
             now_s, reading
         )
@@ -103,18 +101,15 @@ class TaskPowerManager:
         left_s = self._left_s - self._spent_s - seen.seconds
         rest, board = self._work.scale(1 - self._done), self._board
         faster = governor.choose_faster_point(self.rule, board.points, seen, rest, left_s, board.idle_w, self._learned)
-        if faster is not None and not self.rule.is_too_hot(self._celsius):
+        if faster is not None:
             self._close_segment(self._done, now_s, now_s - self._began_s - self._told_s)
             self._pin_point(faster, now_s)
 
     def read_due_sensors(self, now_s: float) -> None:
-        """Read the sensors if due, and unpin the clocks if the board is too hot."""
+        """Read the sensors if due."""
         if self._ledger is not None and now_s >= self._sample_s:
-            self._celsius = self._read_sensors(now_s).temperature_c
+            self._read_sensors(now_s)
             self._sample_s = now_s + self._every_s
-            if self._held is not None and self.rule.is_too_hot(self._celsius):
-                log.warning("clocks are released: the board is hotter than [governor] max_c, or tells no temperature")
-                self._call_board(self._board.unpin_clocks)
             self._close_if_unpinned(now_s, now_s - self._began_s - self._told_s)
 
     def next_sample_s(self) -> float:
@@ -205,7 +200,7 @@ class TaskPowerManager:
         point = governor.choose_operating_point(
             self.rule, board.points, self._work, self._left_s, board.idle_w, self._learned
         )
-        self._pin_point(None if self.rule.is_too_hot(self._celsius) else point, now_s)
+        self._pin_point(point, now_s)
 
     def _pin_point(self, point: OperatingPoint | None, now_s: float) -> None:
         """Pin a point, or unpin the clocks if the board refuses the point. None changes nothing."""

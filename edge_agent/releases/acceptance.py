@@ -23,7 +23,7 @@ def judge_check(limits: ReleaseLimits, outcome: WorkResult, answers_j: float | N
         answers_j: Energy of the board during the timed answers, or None without a meter.
     """
     if outcome.code != "ok":
-        return CheckResult(f"its check failed: {outcome.reason}", {})
+        return CheckResult(f"its check failed: {outcome.reason}", {}, killed=outcome.killed)
     told = dict(outcome.metrics)
     if answers_j is not None and outcome.examples:
         told["energy_j"] = answers_j / outcome.examples

@@ -38,7 +38,7 @@ class ReleaseState(msgspec.Struct, frozen=True):
     waits: str = ""  # condition that the release waits for
     again_s: float = math.inf  # when to look again
     until_s: float = math.inf  # end of the soak
-    failures: int = 0  # to fetch the blob
+    failures: int = 0  # to fetch the blob, then kills of the check's process
 
 
 # -- events and actions ---------------------------------------------------------------------------
@@ -92,8 +92,6 @@ class StatusPolled(msgspec.Struct, frozen=True):
     local: time.struct_time | None = None
     settled: bool = True  # no hook runs
     ill: str = ""  # verdict on the release in use: asked while it soaks, and after a return
-    min_battery: float = 0.0  # least charge at which a release begins, unless the battery is being charged
-    max_c: float | None = None  # highest temperature at which a release begins; None: no limit
 
 
 Event = (

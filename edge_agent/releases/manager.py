@@ -20,7 +20,6 @@ from fedquilt import wire
 from fedquilt.core import BlobRef, FedquiltError, StoreError, WireError, WireMessage
 from fedquilt.edge_agent.releases import events, state_machine
 from fedquilt.edge_agent.releases.release_kind import ReleaseKind
-from fedquilt.edge_agent.settings import ReleaseSettings
 from fedquilt.edge_agent.storage.agent_state import AgentState
 from fedquilt.edge_agent.task_runner import TaskRunner
 from fedquilt.wire import DesiredRelease, ReleaseStatus
@@ -63,11 +62,10 @@ class ReleaseManager:
         kinds: Mapping[str, ReleaseKind],
         duty: TaskRunner,
         around: ReleaseServices,
-        settings: ReleaseSettings = ReleaseSettings(),
         clock: Callable[[], float | None] = time.time,
     ) -> None:
         self._local, self._kinds, self._duty, self._around = local, kinds, duty, around
-        self._settings, self._clock = settings, clock
+        self._clock = clock
         self._states = {kind: events.ReleaseState(noted=self._load_record(kind)) for kind in kinds}
         self._told: dict[str, ReleaseStatus] = {}
         self._begun = self._rests = self._worked = False
@@ -116,6 +114,8 @@ class ReleaseManager:
     def _advance_release(self, name: str, now_s: float) -> None:
         """Process the end of a check, and poll the release until nothing is due."""
         if self._is_checking_kind(name) and (verdict := self._kinds[name].poll_check()) is not None:
+            if verdict.killed:
+                log.warning("the check of a release of kind %s was killed: %s", name, verdict.refused)
             self._handle_event(name, verdict, now_s)
         for _ in range(LOOKS_MOST):
             if self._states[name].again_s > now_s:
@@ -222,8 +222,6 @@ class ReleaseManager:
             need_bytes=kind.check_memory_bytes(release),
             reading=self._duty.read_sensors(now_s),
             local=None if clock_s is None else time.localtime(clock_s),
-            min_battery=self._settings.min_battery,
-            max_c=self._settings.max_temperature_c,
         )
 
     def _handle_event(self, name: str, event: events.Event, now_s: float) -> None:

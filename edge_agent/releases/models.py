@@ -33,7 +33,7 @@ from fedquilt.costs import peak_memory
 from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.power.energy import EnergyAccount
 from fedquilt.edge_agent.releases.acceptance import accuracy_loss_reason, judge_check, needs_more_labels
-from fedquilt.edge_agent.releases.check.protocol import DONE, TENSORRT, TIMED, CheckRequest, SplitModelFiles
+from fedquilt.edge_agent.releases.check.protocol import DONE, TENSORRT, TENSORRT_S, TIMED, CheckRequest, SplitModelFiles
 from fedquilt.edge_agent.releases.process import ReleaseHook
 from fedquilt.edge_agent.releases.release_kind import CheckResult, ReleaseKind
 from fedquilt.edge_agent.runner_status import RunnerStatus, RunnerStatusReader
@@ -51,7 +51,6 @@ CURRENT, PREVIOUS, NOTHING = "current", "previous", "none"
 CHECK_S: Final = 900.0  # most that a check may take, without the building of a TensorRT engine
 METERED_S: Final = 3.0  # length of the timed answers on a board with a meter, for joules; else TIMED_S
 TIMED_S: Final = 1.0
-KILLED_MOST: Final = 2  # most restarts of a check whose process was killed from outside
 FAILED_LEAST: Final = 5  # failures of the runner with a model, and by how much more often than before, of its answers:
 FAILED_SHARE: Final = (
     0.1  # with more the model does not hold up. Requests that are wrong themselves fail with any model
@@ -105,13 +104,11 @@ class ModelReleases(ReleaseKind):
         self._kept, self._examine, self._clock = kept, examine, clock
         self._budget_bytes = budget_bytes or (lambda: settings.task_budget_bytes(board.memory_bytes))
         self._shared = settings.models.folder is not None
-        self._hook = ReleaseHook(settings.models.hook, settings.models.timeout_s, clock)
+        self._hook = ReleaseHook(settings.models.hook, clock)
         self._out = Path(settings.home).absolute() / sandbox.CHECK / sandbox.OUT
         self._known: dict[str, str] = {}  # folder -> the blob (sha256) that its model is made of
         self._made: dict[str, str] = {}  # folder -> the model's file (sha256), if it was put together here
         self._check: tuple[DesiredRelease, float] | None = None  # the release under check, and the check's time limit
-        self._killed = 0
-        self._outcome: WorkResult | None = None
         self._ledger: EnergyAccount | None = None  # energy of the timed answers
         self._answers_j: float | None = None
         self._first: RunnerStatus | None = None  # the runner's first report on the model in use
@@ -222,14 +219,11 @@ class ModelReleases(ReleaseKind):
                 f"models cannot be checked here, without ONNX Runtime: {extras.installation_command('onnx')}"
             )
         now_s = self._clock()
-        building_s = self._settings.models.tensorrt_s if _find_trtexec() else 0.0
-        self._check, self._killed = (release, now_s + CHECK_S + building_s), 0
-        self._start_check_process(release, now_s)
-
-    def _start_check_process(self, release: DesiredRelease, now_s: float) -> None:
+        building_s = TENSORRT_S if _find_trtexec() else 0.0
+        self._check = release, now_s + CHECK_S + building_s
         assert release.blob is not None
         before = self._disk.read_link(self.folder / CURRENT)
-        self._outcome = self._ledger = self._answers_j = None
+        self._ledger = self._answers_j = None
         with disk_errors(f"empty {self._out}"):
             self._disk.clear_folder(self._out)
         model = self.folder / release.blob.sha256[:16] / MODEL
@@ -242,8 +236,7 @@ class ModelReleases(ReleaseKind):
             data=self._settings.data,
             plugins=self._settings.plugins,
             timed_s=METERED_S if _has_meter(self._board, now_s) else TIMED_S,
-            trtexec=_find_trtexec() if self._settings.models.tensorrt_s else None,
-            trtexec_s=self._settings.models.tensorrt_s,
+            trtexec=_find_trtexec(),
             parted=parted,
             input_shape=release.input_shape,
         )
@@ -260,7 +253,7 @@ class ModelReleases(ReleaseKind):
         return SplitModelFiles(str(shared), self._settings.device, kept.path, kept.sha256, kept.lost)
 
     def poll_check(self) -> CheckResult | None:
-        """Return the result of the check, or None. Measure the answers' energy, and restart a killed check."""
+        """Return the result of the check, or None. Measure the answers' energy."""
         if self._check is None:
             return CheckResult("its check was not begun", {})
         (release, end_s), now_s = self._check, self._clock()
@@ -273,9 +266,6 @@ class ModelReleases(ReleaseKind):
                 case ProgressReport(fraction) if fraction == DONE and self._ledger is not None:
                     ledger = self._ledger.with_reading(now_s, self._board.read_sensors(now_s))
                     self._answers_j, self._ledger = ledger.cost_until(now_s, None).energy_j, None
-                case WorkResult(killed=True) if self._killed < KILLED_MOST:
-                    self._killed += 1
-                    self._start_check_process(release, now_s)
                 case WorkResult():
                     self._end_check()  # also of processes that it has started: nobody writes its folders any more
                     verdict = judge_check(release.limits, event, self._answers_j)

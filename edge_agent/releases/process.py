@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Final, NamedTuple
 
 TAIL_BYTES: Final = 4096
+HOOK_S: Final = 60.0  # a hook that takes longer has failed
 WORDS_MOST: Final = 300  # characters of a hook's last words
 
 
@@ -94,8 +95,8 @@ class ReleaseProcess:
 class ReleaseHook:
     """Command of the device's owner."""
 
-    def __init__(self, command: Sequence[str], timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._command, self._timeout_s, self._process = list(command), timeout_s, ReleaseProcess(clock)
+    def __init__(self, command: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._command, self._process = list(command), ReleaseProcess(clock)
         self._failed = ""
 
     def start(self, environment: Mapping[str, str]) -> None:
@@ -104,7 +105,7 @@ class ReleaseHook:
         self._failed = ""
         try:
             if self._command:
-                self._process.start(self._command, self._timeout_s, {**os.environ, **environment})
+                self._process.start(self._command, HOOK_S, {**os.environ, **environment})
         except OSError as error:
             self._failed = f"the hook {self._command[0]} cannot be started: {error.strerror}"
 
@@ -113,7 +114,7 @@ class ReleaseHook:
         """Whether the command still runs. A run beyond its time limit is killed by this check."""
         if (end := self._process.poll()) is not None and end.code != 0:
             if end.code is None:
-                how = f"hung: it was ended after {self._timeout_s:g} s"
+                how = f"hung: it was ended after {HOOK_S:g} s"
             else:
                 how = f"died of {signal.Signals(-end.code).name}" if end.code < 0 else f"ended with code {end.code}"
                 how += f": {end.words[-WORDS_MOST:]}" if end.words else ""

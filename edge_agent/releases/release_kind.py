@@ -15,6 +15,7 @@ class CheckResult(NamedTuple):
     refused: str
     metrics: Mapping[str, float]
     note: str = ""  # remark on a release that is accepted: its accuracy was not measured
+    killed: bool = False  # the process of the check was killed from outside
 
 
 class ReleaseKind(Protocol):
@@ -58,7 +59,7 @@ class ReleaseKind(Protocol):
         return
 
     def poll_check(self) -> CheckResult | None:
-        """Return the result of the check, or None while it runs. A killed check is started again."""
+        """Return the result of the check, or None while it runs."""
         return CheckResult("", {})
 
     def unhealthy_reason(self) -> str:

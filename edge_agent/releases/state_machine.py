@@ -43,10 +43,13 @@ from fedquilt.edge_agent.releases.events import (
     Step,
 )
 from fedquilt.edge_agent.releases.release_kind import CheckResult
+from fedquilt.edge_agent.state_machine import KILLED_MOST
 from fedquilt.edge_agent.task.memory_budget import format_megabytes
 from fedquilt.wire import DesiredRelease, ReleaseStatus
 
 LOOK_S: Final = 5.0  # interval of polls while a release waits
+LEAST_BATTERY: Final = 0.2  # charge below which no release begins, unless the battery is being charged
+HOTTEST_C: Final = 85.0  # temperature above which no release begins
 SOAK_LOOK_S: Final = 1.0  # interval of polls while a release soaks
 
 _WITHIN: Final[dict[str, Any]] = {
@@ -105,6 +108,8 @@ def advance(state: ReleaseState, event: Event, now_s: float) -> Step:
                 return replace(state, stage="fetched", waits="", again_s=now_s, failures=0), ()
             later_s, failures = now_s + REFETCH.delay_s(state.failures), state.failures + 1
             return replace(state, waits=shorten_error(event.error), again_s=later_s, failures=failures), ()
+        case CheckResult(killed=True) if state.stage == "checking" and state.failures < KILLED_MOST:
+            return replace(state, failures=state.failures + 1), ("check",)
         case CheckResult() if noted.step == "wanted" and state.stage == "checking":
             noted = replace(noted, metrics=dict(event.metrics))
             if event.refused:
@@ -328,10 +333,10 @@ def waiting_reason(release: DesiredRelease, state: ReleaseState, seen: StatusPol
     if waits := window.outside_window_reason(release.window, seen.local):
         return waits
     reading = seen.reading
-    if reading.battery is not None and reading.battery < seen.min_battery and not reading.charging:
-        return f"its battery is below {seen.min_battery:.0%}, and does not charge"
-    if seen.max_c is not None and reading.temperature_c is not None and reading.temperature_c > seen.max_c:
-        return f"it is hotter than {seen.max_c:g} °C"
+    if reading.battery is not None and reading.battery < LEAST_BATTERY and not reading.charging:
+        return f"its battery is below {LEAST_BATTERY:.0%}, and does not charge"
+    if reading.temperature_c is not None and reading.temperature_c > HOTTEST_C:
+        return f"it is hotter than {HOTTEST_C:g} °C"
     if state.stage == "gate":
         return ""
     if not idle:

@@ -8,13 +8,10 @@ process ends with the daemon. Nothing in it is lost when it is killed: output co
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import math
 import os
-import signal
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,7 +20,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from fedquilt import compression, core, methods, plugins
+from fedquilt import compression, core, methods
 from fedquilt.arrays import safetensors_files, tensors
 from fedquilt.core import (
     ClientContext,
@@ -43,7 +40,7 @@ from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.engines import out_of_memory
 from fedquilt.edge_agent.task import failures, memory_budget, outputs
-from fedquilt.edge_agent.task.process import exit_with_parent
+from fedquilt.edge_agent.task.process import serve_requests
 from fedquilt.edge_agent.task.protocol import DataLoaded, Event, ProgressReport, WorkRequest, WorkResult
 from fedquilt.host.disk import REAL, disk_errors
 
@@ -371,41 +368,25 @@ def _write_result(
 
 
 def main() -> None:
-    """Run the tasks that arrive on standard input, one after another, until the input ends."""
-    exit_with_parent(int(sys.argv[-1]))
-    with contextlib.suppress(OSError):  # short of memory, the kernel should take this process and not another
-        Path("/proc/self/oom_score_adj").write_text("500")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the daemon
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    bench = TaskExecutor()
+    bench, last_s = TaskExecutor(), -math.inf
 
-    def send_event(event: Event) -> None:
-        answers.write(msgspec.json.encode(event) + b"\n")
-        answers.flush()
+    def run(order: WorkRequest, send_event: Callable[[Event], None]) -> WorkResult:
+        def report_progress(fraction: float) -> None:
+            nonlocal last_s
+            now_s = time.monotonic()
+            if now_s >= last_s + PROGRESS_S:
+                last_s = now_s
+                send_event(ProgressReport(min(max(float(fraction), 0.0), 1.0)))
 
-    last_s = -math.inf
+        return run_task(
+            order,
+            bench,
+            report_progress,
+            own_process=True,
+            loaded=lambda examples: send_event(DataLoaded(examples)),
+        )
 
-    def report_progress(fraction: float) -> None:
-        nonlocal last_s
-        now_s = time.monotonic()
-        if now_s >= last_s + PROGRESS_S:
-            last_s = now_s
-            send_event(ProgressReport(min(max(float(fraction), 0.0), 1.0)))
-
-    with contextlib.suppress(BrokenPipeError):  # the daemon is gone
-        for line in sys.stdin.buffer:
-            order = msgspec.json.decode(line, type=WorkRequest)
-            plugins.restrict_plugins(order.plugins)
-            send_event(
-                run_task(
-                    order,
-                    bench,
-                    report_progress,
-                    own_process=True,
-                    loaded=lambda examples: send_event(DataLoaded(examples)),
-                )
-            )
+    serve_requests(WorkRequest, run)
 
 
 if __name__ == "__main__":

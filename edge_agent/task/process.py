@@ -1,4 +1,4 @@
-"""Child process of the daemon, with non-blocking pipes, a known size and an explained end."""
+"""Child process of the daemon, with non-blocking pipes, a known size and an explained end, and the child's own loop."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import IO, Final
+from pathlib import Path
+from typing import IO, Final, TypeVar
 
 import msgspec
 
+from fedquilt import plugins
 from fedquilt.core import UNDECODABLE, shorten_error
 from fedquilt.edge_agent.engines import out_of_memory
 from fedquilt.edge_agent.task import memory_budget
-from fedquilt.edge_agent.task.protocol import Event, WorkResult
+from fedquilt.edge_agent.task.protocol import Event, ProcessRequest, WorkResult
 from fedquilt.host import threads
 from fedquilt.host.process_memory import PROC
 
@@ -31,6 +33,9 @@ FROM_OUTSIDE: Final = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, 
 PR_SET_PDEATHSIG: Final = 1
 
 _decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
+
+
+R = TypeVar("R", bound=ProcessRequest)
 
 
 class ChildProcess:
@@ -224,6 +229,29 @@ def _processes_in_group(leader: int) -> Iterator[int]:
                 status = (PROC / name / "stat").read_text(errors="replace").rpartition(")")[2].split()
                 if int(status[2]) == leader and status[0] not in "ZX":
                     yield int(name)
+
+
+def serve_requests(kind: type[R], answer: Callable[[R, Callable[[Event], None]], WorkResult]) -> None:
+    """Answer the requests on standard input, one after another, until the input or the parent process ends.
+
+    The parent's id is the last argument of this process. `answer` gets a request and a function that sends an event.
+    """
+    exit_with_parent(int(sys.argv[-1]))
+    with contextlib.suppress(OSError):  # short of memory, the kernel should take this process and not another
+        Path("/proc/self/oom_score_adj").write_text("500")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the daemon
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+
+    def send_event(event: Event) -> None:
+        answers.write(msgspec.json.encode(event) + b"\n")
+        answers.flush()
+
+    with contextlib.suppress(BrokenPipeError):  # the daemon is gone
+        for line in sys.stdin.buffer:
+            order = msgspec.json.decode(line, type=kind)
+            plugins.restrict_plugins(order.plugins)
+            send_event(answer(order, send_event))
 
 
 def exit_with_parent(parent: int) -> None:

@@ -17,6 +17,9 @@ class ProcessRequest(Protocol):
     @property
     def budget_bytes(self) -> int: ...
 
+    @property
+    def plugins(self) -> tuple[str, ...] | None: ...
+
 
 class WorkRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     task: Task

@@ -47,9 +47,13 @@ CALLS: Final = {
 }
 
 
-def task_command(private: Path) -> tuple[str, ...]:
-    """Return the command of a task's process, which may write only its private folders below `private`."""
-    return (sys.executable, "-m", "fedquilt.edge_agent.task.start", str(private))
+TASK_PROGRAM: Final = "fedquilt.edge_agent.task.main"
+CHECK_PROGRAM: Final = "fedquilt.edge_agent.releases.check.main"
+
+
+def task_command(private: Path, program: str = TASK_PROGRAM) -> tuple[str, ...]:
+    """Return the command of a task's or a check's process, which may write only its folders below `private`."""
+    return (sys.executable, "-m", "fedquilt.edge_agent.task.start", program, str(private))
 
 
 def protect_memory() -> None:

@@ -37,7 +37,6 @@ log = logging.getLogger("fedquilt.agent")
 COMMAND: Final = (sys.executable, "-m", "fedquilt.edge_agent.upgrade.environment_build")
 CHECK_S: Final = 1800.0  # for unpacking, compiling and the new version's own check, on a slow card
 CHECK_BYTES: Final = 300 << 20  # memory of that: an agent, and the process of one small task
-KILLED_MOST: Final = 2  # most restarts of a check that was killed from outside, such as for memory
 NEWEST: Final = "newest"  # file in the folder of versions: the greatest number of a signed one that was kept
 NO_LAUNCHER: Final = (
     "this agent was not started by its launcher, which returns from a version that does not start: flash the board "
@@ -90,7 +89,7 @@ class AgentKind(ReleaseKind):
     ) -> None:
         self._started, self._settings = started, settings
         self._connected, self._restart, self._quiet = connected, restart, quiet
-        self._disk, self._command, self._check, self._killed = disk, command, ReleaseProcess(clock), 0
+        self._disk, self._command, self._check = disk, command, ReleaseProcess(clock)
         self._staged: BuildRequest | None = None
 
     # -- choice.json --
@@ -189,10 +188,6 @@ class AgentKind(ReleaseKind):
         )
 
     def start_check(self, release: DesiredRelease) -> None:
-        self._killed = 0
-        self._start_check_process()
-
-    def _start_check_process(self) -> None:
         assert self._staged is not None, "a release is staged before it is checked"
         environ = {
             name: value for name, value in os.environ.items() if name not in (launcher.LAUNCHED, "NOTIFY_SOCKET")
@@ -212,17 +207,10 @@ class AgentKind(ReleaseKind):
             return CheckResult(f"its check has not ended within {CHECK_S:g} s", {})
         if end.code == 0:
             return CheckResult("", {})
-        if end.code == -signal.SIGKILL and self._killed < KILLED_MOST:
-            log.warning("the check of the new version was killed: it is made again")
-            self._killed += 1
-            try:
-                self._start_check_process()
-            except ModelError as error:
-                return CheckResult(str(error), {})
-            return None
         words = shorten_error(end.words.removeprefix("fedquilt: "), 900) or "it said nothing"
         if end.code < 0:
-            return CheckResult(f"its check was ended by {signal.Signals(-end.code).name}; {words}", {})
+            said = f"its check was ended by {signal.Signals(-end.code).name}; {words}"
+            return CheckResult(said, {}, killed=end.code == -signal.SIGKILL)
         return CheckResult(words, {})
 
     def activate(self, release: DesiredRelease) -> None:
@@ -239,8 +227,7 @@ class AgentKind(ReleaseKind):
                 raise ModelError(
                     f"the environment {new[:12]} is gone from {self._versions_folder()}: send the release again"
                 )
-            online_s = self._settings.upgrade.online_s
-            self._write_choice(VersionChoice(started.flashed, new, choice.current, trying=True, online_s=online_s))
+            self._write_choice(VersionChoice(started.flashed, new, choice.current, trying=True))
         if started.running != new:
             log.warning("ends, to be started as version %s (%s)", release.name or new[:12], new[:12])
             self._restart()

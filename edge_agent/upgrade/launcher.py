@@ -12,7 +12,7 @@ contains the remote upgrades:
 If FOLDER is empty or unusable, the launcher starts the version that it was installed with ("flashed"). The launcher
 becomes the agent by exec, so that the service manager watches the same process.
 
-A version on trial gets `STARTS_MOST` starts, and in each of them `online_s` seconds to reach its broker: an alarm that
+A version on trial gets `STARTS_MOST` starts, and in each of them `ONLINE_S` seconds to reach its broker: an alarm that
 survives the exec ends the process unless the agent cancels it. After that, the launcher chooses the previous version.
 """
 
@@ -34,7 +34,6 @@ SAFE: Final = "PYTHONSAFEPATH"  # from Python 3.11 on: nothing is imported from 
 START: Final = "import sys; sys.path[:] = filter(None, sys.path); from fedquilt.cli import main; sys.exit(main())"
 STARTS_MOST: Final = 3  # of a version on trial that has not held yet
 ONLINE_S: Final = 300.0
-LONGEST_S: Final = 86400.0
 NUMBER_MOST: Final = 1e12  # starts or seconds in choice.json: with greater ones the file is damaged
 _ENVIRONMENT: Final = re.compile(r"[0-9a-f]{64}\Z")
 
@@ -50,7 +49,6 @@ class VersionChoice(NamedTuple):
     online: bool = False  # whether it has reached its broker since
     began_s: float = 0.0  # of its last start, in seconds since this boot of the machine
     boot: str = ""  # that boot
-    online_s: float = ONLINE_S
     returned: str = ""  # why `current` is in use again instead of a version that did not hold
     failed: str = ""  # that version
 
@@ -67,7 +65,7 @@ def parse_choice(text: str) -> VersionChoice | None:
     if not all(isinstance(name, str) and (name == "" or _ENVIRONMENT.match(name)) for name in names):
         return None
     words = (choice.flashed, choice.boot, choice.returned)
-    numbers = (choice.starts, choice.began_s, choice.online_s)
+    numbers = (choice.starts, choice.began_s)
     if not all(isinstance(word, str) for word in words):
         return None
     if not all(isinstance(each, int | float) and 0 <= each <= NUMBER_MOST for each in numbers):
@@ -117,9 +115,7 @@ def fedquilt_command(program: str, words: Sequence[str]) -> list[str]:
 
 def roll_back(choice: VersionChoice, why: str) -> VersionChoice:
     """Return the choice of the previous version. `why` is the reason, without a full stop."""
-    return VersionChoice(
-        choice.flashed, choice.previous or "", online_s=choice.online_s, returned=why, failed=choice.current
-    )
+    return VersionChoice(choice.flashed, choice.previous or "", returned=why, failed=choice.current)
 
 
 def describe_roll_back(choice: VersionChoice) -> str:
@@ -146,8 +142,8 @@ def choose_version(
         return VersionChoice(flashed), said
     if choice.current and not python_path(folder, choice.current).exists():
         choice = roll_back(choice, "its environment or the Python that it was made for is gone")
-    elif choice.trying and not choice.online and choice.boot == boot and now_s - choice.began_s >= choice.online_s:
-        choice = roll_back(choice, f"it was not online within {choice.online_s:g} s")
+    elif choice.trying and not choice.online and choice.boot == boot and now_s - choice.began_s >= ONLINE_S:
+        choice = roll_back(choice, f"it was not online within {ONLINE_S:g} s")
     elif choice.trying and choice.starts >= STARTS_MOST:
         choice = roll_back(choice, f"it ended {choice.starts} times without having held")
     elif choice.trying:
@@ -213,7 +209,7 @@ def main(arguments: list[str]) -> None:
         os.environ[LAUNCHED] = json.dumps(launch_info(folder, flashed, choice.current, words, unable))
         if choice.trying and not choice.online:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.setitimer(signal.ITIMER_REAL, min(max(choice.online_s, 1.0), LONGEST_S))
+            signal.setitimer(signal.ITIMER_REAL, ONLINE_S)
         try:
             os.execv(program, fedquilt_command(program, words))  # noqa: S606 (no shell is wanted)
         except OSError as error:

@@ -37,7 +37,7 @@ class RemoteSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     labels: tuple[str, ...] | None = None  # all of them; or each with + or -: added to agent.toml's, or taken away
     policy: Policy | None = None  # of the governor
     max_w: Annotated[float, Meta(gt=0)] | None = None  # of the governor
-    telemetry_s: Annotated[float, Meta(gt=0)] | None = None
+    telemetry_s: Annotated[float, Meta(ge=1)] | None = None
 
 
 class StoredSettings(WireMessage, frozen=True):
@@ -69,32 +69,26 @@ def apply_remote_settings(own: AgentSettings, table: Mapping[str, Any], memory_b
     Raises:
         JobError: If a key or value is invalid, or beyond the limits in agent.toml.
     """
-    central, limits = parse_remote_settings(table), own.limits
-    made = own
+    central, made = parse_remote_settings(table), own
     if central.budget is not None:
-        most = own.task_budget_bytes(memory_bytes) if limits.budget is None else parse_size(limits.budget)
+        most = own.task_budget_bytes(memory_bytes)
         if parse_size(central.budget) > most:
             raise JobError(
                 f"budget = {central.budget!r} is above the {most / 1e6:.0f} MB that this board's agent.toml allows: "
-                "ask for less, or let its owner raise budget under [limits]"
+                "ask for less, or let its owner raise budget"
             )
         made = replace(made, budget=central.budget)
     if central.max_w is not None:
-        watts = limits.max_w if limits.max_w is not None else own.governor.max_w
+        watts = own.governor.max_w
         if watts is not None and central.max_w > watts:
             raise JobError(
                 f"max_w = {central.max_w:g} is above the {watts:g} W that this board's agent.toml allows: "
-                "ask for less, or let its owner raise max_w under [limits]"
+                "ask for less, or let its owner raise [governor] max_w"
             )
         made = replace(made, governor=replace(made.governor, max_w=central.max_w))
     if central.policy is not None:
         made = replace(made, governor=replace(made.governor, policy=central.policy))
     if central.telemetry_s is not None:
-        if central.telemetry_s < limits.telemetry_s:
-            raise JobError(
-                f"telemetry_s = {central.telemetry_s:g} is below the {limits.telemetry_s:g} s that this board's "
-                "agent.toml allows: ask for more, or let its owner lower telemetry_s under [limits]"
-            )
         made = replace(made, telemetry_s=central.telemetry_s)
     if central.labels is not None:
         made = replace(made, labels=_apply_label_changes(own.labels, central.labels))

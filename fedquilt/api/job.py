@@ -138,7 +138,7 @@ class Job:
         made = jobs.parse_job(jobs.complete_table(given, Path.cwd()))
         if made.data:
             DataSpec.parse(made.data)
-        if {"path", "sources", "synthetic"} & made.test.keys():
+        if {"path", "sources"} & made.test.keys():
             DataSpec.parse(made.test, "[test]")
         for each in dataclasses.fields(self):
             object.__setattr__(self, each.name, getattr(made, each.name))

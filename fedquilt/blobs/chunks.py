@@ -19,6 +19,8 @@ from fedquilt.core import BlobRef, LinkError, StoreError
 HEADROOM_BYTES: Final = 1024  # of a packet, for its topic and MQTT's own header
 MANIFEST: Final = -1  # index under which the manifest itself is requested and queued
 
+BUDGET_BYTES: Final = 4 << 20  # of chunks queued for sending, and of chunks requested and not written yet
+
 _MANIFEST_BYTES: Final = 256  # most bytes of an encoded manifest without its digests
 
 

@@ -30,21 +30,18 @@ def clocks() -> None:
 def serve(settings: Path | None, root: Path) -> None:
     """Run the helper that sets clocks for root and the group fedquilt (requires root)."""
     from fedquilt import profiles
-    from fedquilt.edge_agent import devices
     from fedquilt.edge_agent.clocks import helper
-    from fedquilt.edge_agent.devices import operating_points
+    from fedquilt.edge_agent.devices import linux, operating_points
     from fedquilt.edge_agent.settings import load_settings
 
     limits = None if settings is None else load_settings(settings)
     max_w = None if limits is None else limits.governor.max_w
-    max_c = None if limits is None else limits.governor.max_c
     watts = None
     if limits is not None and max_w is not None:
         named = limits.profile
-        board = devices.find_shipped_profile(root) if named is None else profiles.find_board_profile(named)
+        board = linux.find_profile(root) if named is None else profiles.find_board_profile(named)
         watts = None if board is None else operating_points.create_power_lookup(board, root)
-    hottest_c = helper.HOTTEST_C if max_c is None else min(helper.HOTTEST_C, max_c)
-    helper.run_helper(root, hottest_c=hottest_c, max_w=max_w, watts=watts)
+    helper.run_helper(root, max_w=max_w, watts=watts)
 
 
 @clocks.command()

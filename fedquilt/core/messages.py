@@ -310,5 +310,4 @@ class Profile(DeviceReport, frozen=True):
     labels: Annotated[
         tuple[Word, ...], Meta(max_length=32)
     ] = ()  # what its owner calls it by: `fedquilt.formats.labels`
-    carriers: Annotated[tuple[Name, ...], Meta(max_length=8)] = ()  # of blobs, beside the broker: "http"
     boards: Count = 0  # of a site; the coordinator believes it only of a device with a `SiteRight`

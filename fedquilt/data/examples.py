@@ -125,7 +125,7 @@ def require_nonempty_shares(reader: ExampleReader, spec: DataSpec) -> None:
 def open_split(spec: DataSpec) -> ExampleReader:
     from fedquilt.data import images, sources, synthetic
 
-    if spec.synthetic:
+    if spec.is_synthetic:
         return synthetic.open_synthetic(spec)
     reader = sources.open_sources(spec)
     if spec.domains is not None and not (images.is_image_shape(reader.shape) and reader.dtype.kind in "uf"):

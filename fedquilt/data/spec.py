@@ -18,6 +18,7 @@ TABLES = (".csv", ".tsv", ".parquet")
 Columns = str | tuple[str, ...]
 AUTO: Final = "auto"  # in place of a column's words: the words in the data (fedquilt.data.measured_settings)
 SKLEARN: Final = "sklearn/"  # before the name of a data set that scikit-learn brings: "sklearn/iris"
+SYNTHETIC: Final = ("fedpews-32k", "fedpews-3.2k")  # data sets that are drawn by the seed (fedquilt.data.synthetic)
 HOW = ("task", "target", "labels", "categories", "fill", "column", "audio", "text", "windows", "size", "depth")
 """Keys on how a file is read rather than where it is: a [test] with a path of its own takes those of [data]."""
 
@@ -80,7 +81,7 @@ class ExampleSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Source of the examples, and this device's share.
 
-    The source is exactly one of `path`, `sources`, `synthetic` and `dataset`. Devices of a simulated fleet of n get the
+    The source is exactly one of `path`, `sources` and `dataset`. Devices of a simulated fleet of n get the
     same table, with `share = i` and `shares = n` for device i.
     """
 
@@ -98,10 +99,11 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     audio: Audio | None = None
     text: Text | None = None
     windows: Windows | None = None
-    dataset: str = ""  # torchvision: name of its class, "CIFAR10"; without a path "sklearn/iris", or a plug-in's
+    dataset: str = (
+        ""  # torchvision: name of its class, "CIFAR10"; without a path "sklearn/iris", a plug-in's or SYNTHETIC
+    )
     download: bool = False  # torchvision: fetch it if it is not there
     sources: tuple[ExampleSource, ...] = ()  # a mixture, in this order
-    synthetic: Literal["", "fedpews-32k", "fedpews-3.2k"] = ""  # drawn by the seed, without a file
     size: Natural = 0  # scale images to size x size; 0: unchanged, all alike
     depth: Annotated[int, Meta(ge=0, le=16)] = 0  # bits of a grey level in image files, 9 to 16; 0: 8-bit images
     limit: Natural = 0  # number of examples to use, drawn by the seed; 0: all
@@ -121,13 +123,11 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: Natural = 0
 
     def __post_init__(self) -> None:
-        given = [name for name in ("path", "sources", "synthetic") if getattr(self, name)]
+        given = [name for name in ("path", "sources") if getattr(self, name)]
         if not given and self.dataset:
             given = ["dataset"]
         if len(given) != 1:
-            raise ValueError(
-                f"one of path, sources, synthetic and dataset is wanted, not {' and '.join(given) or 'none'}"
-            )
+            raise ValueError(f"one of path, sources and dataset is wanted, not {' and '.join(given) or 'none'}")
         for name in ("x", "y", "dataset", "download", "column"):
             if given == ["dataset"] and name == "dataset":
                 continue
@@ -137,7 +137,7 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"share {self.share} of {self.shares}: shares are counted from 0 to {self.shares - 1}")
         if 0 < self.depth < 9:
             raise ValueError(f"depth {self.depth}: images of up to 8 bits need no depth, deeper ones 9 to 16")
-        if self.synthetic and self.size:
+        if self.is_synthetic and self.size:
             raise ValueError("size is for images, not for synthetic points")
         if self.limit and self.per_class:
             raise ValueError("limit and per_class: one of the two")
@@ -171,7 +171,7 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def _require_classes(self) -> None:
         if self.task == "classes":
             return
-        by_class = [name for name in ("per_class", "groups", "sources", "synthetic") if getattr(self, name)]
+        by_class = [name for name in ("per_class", "groups", "sources", "is_synthetic") if getattr(self, name)]
         if self.partition in ("dirichlet", "classes", "shards"):
             by_class.append(f"partition = {self.partition!r}")
         if by_class:
@@ -181,10 +181,13 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
     @property
+    def is_synthetic(self) -> bool:
+        return not self.path and self.dataset in SYNTHETIC
+
+    @property
     def source_name(self) -> str:
         return (
             self.path
-            or self.synthetic
             or (f"data set {self.dataset!r}" if self.dataset else "")
             or " + ".join(source.path for source in self.sources)
         )

@@ -51,14 +51,14 @@ def open_synthetic(spec: DataSpec) -> ExampleReader:
     Raises:
         DataError: If the split is neither train nor test.
     """
-    sizes = {"train": TRAIN[spec.synthetic], "test": TEST}
+    sizes = {"train": TRAIN[spec.dataset], "test": TEST}
     if spec.split not in sizes:
-        raise DataError(f"{spec.synthetic} has the splits train and test, not {spec.split!r}")
+        raise DataError(f"{spec.dataset} has the splits train and test, not {spec.split!r}")
     y = np.repeat([_class_of_cluster(*place) for place in _list_clusters()], sizes[spec.split])
 
     def take(rows: np.ndarray) -> np.ndarray:
-        trained = _expand_features(draw_points(spec.synthetic, "train", spec.seed))
-        wanted = trained if spec.split == "train" else _expand_features(draw_points(spec.synthetic, "test", spec.seed))
+        trained = _expand_features(draw_points(spec.dataset, "train", spec.seed))
+        wanted = trained if spec.split == "train" else _expand_features(draw_points(spec.dataset, "test", spec.seed))
         mean = np.array([math.fsum(column) for column in trained.T]) / len(trained)
         spread = np.sqrt(np.array([math.fsum(column) for column in ((trained - mean) ** 2).T]) / len(trained))
         return ((wanted[rows] - mean) / spread).astype(np.float32)

@@ -52,7 +52,7 @@ Deviations, where the paper's procedure cannot run or measures something else:
 - Unpublished constants are ours (theta 0.6, alpha and beta 0.1, epsilon 0.3 falling), and so is the choice among the
   22 networks by held-out examples.
 
-The deadline and the energy coordinator are part of coordinator and agent: [cohort] deadline = "paper", slack.
+The deadline and the energy coordinator are part of coordinator and agent: [cohort] deadline = "paper".
 """
 
 from __future__ import annotations

@@ -95,19 +95,6 @@ def test_a_coordinator_that_starts_shortly_before_its_broker_is_back_waits_for_b
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
 
 
-def test_a_job_that_waits_for_its_first_round_is_not_too_late_by_a_broker_that_is_away(tmp_path):
-    for name, comes, status in (("back", True, "running"), ("gone", False, "failed")):
-        stage = Stage(tmp_path / name, cohort={"start_timeout_s": 20.0, "deadline_s": 300.0})
-        stage.play(1.0)
-        _away(stage, 3600.0)
-        stage.play(RECONNECT.most_s)
-        assert stage.told(JobEnded) == []
-        if comes:
-            stage.hand("a")
-        stage.play(25.0)
-        assert stage.store.stored_status(stage.job) == status
-
-
 @pytest.mark.parametrize(
     ("took_s", "lost_s"), [(RECONNECT.first_s / 2, RECONNECT.first_s), (2.0, 2.0 + RECONNECT.most_s)]
 )

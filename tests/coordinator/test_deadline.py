@@ -20,12 +20,17 @@ from fedquilt.core import OperatingPoint, WorkEstimate
 
 
 def cohort(policy: str = "predicted", **changes: float) -> CohortSettings:
-    return msgspec.convert({"deadline": policy, "slack": 0.5, **changes}, CohortSettings)
+    return msgspec.convert({"deadline": policy, **changes}, CohortSettings)
 
 
 def allowed_s(cohort: CohortSettings, known: deadline.Known, asked: deadline.Asks) -> float | None:
     """Seconds that the cohort's rule allows."""
     return deadline.decide_deadline(cohort, known, asked).seconds
+
+
+def without_slack_s(known: deadline.Known, asked: deadline.Asks) -> float | None:
+    found_s = allowed_s(cohort(), known, asked)
+    return None if found_s is None else found_s / (1 + deadline.SLACK)
 
 
 def asks(amounts: dict[str, float]) -> dict[str, DeviceWorkload]:
@@ -84,7 +89,6 @@ FAST = plain.profile(
         OperatingPoint(name="unknown"),
     )
 )
-SURE = {"slack": 0.0}
 
 
 def test_a_profile_tells_of_a_task_at_the_named_point_or_at_the_fastest():
@@ -102,30 +106,28 @@ def test_a_profile_tells_of_a_task_at_the_named_point_or_at_the_fastest():
 def test_before_anybody_has_answered_the_profile_speaks_for_itself_with_a_wide_margin():
     """50 s at the fastest point, times exp(1.2816 * 0.5) = 1.898, and 20 s to fetch 20 MB."""
     ask = DeviceWorkload(WorkEstimate(flops=100.0), FAST, 20_000_000)
-    assert allowed_s(cohort(**SURE), {}, {"a": ask}) == pytest.approx(20.0 + 50.0 * 1.898, rel=1e-3)
+    assert without_slack_s({}, {"a": ask}) == pytest.approx(20.0 + 50.0 * 1.898, rel=1e-3)
 
 
 def test_work_that_grows_with_a_devices_own_examples_is_not_guessed_from_a_profile_alone():
     ask = DeviceWorkload(WorkEstimate(flops_per_example=100.0), FAST)
-    assert allowed_s(cohort(**SURE), {}, {"a": ask}) is None
+    assert without_slack_s({}, {"a": ask}) is None
     known = {"b": (TaskDuration(0, 500.0, 100.0, 500.0, 50.0),)}  # 10 examples
-    assert allowed_s(cohort(**SURE), known, {"a": ask}) is not None
+    assert without_slack_s(known, {"a": ask}) is not None
 
 
 def test_a_board_that_is_slower_than_its_profile_is_given_so_much_longer():
     """Twice as long four times over: exp(1.2816 * sd), sd^2 = 2 * 0.2^2 / 5 * 5 / 4 = 0.02, is 1.1987 on top."""
     known = {"a": tuple(TaskDuration(n, 43.0, 40.0, 40.0, 20.0) for n in range(4))}
     ask = DeviceWorkload(WorkEstimate(flops=100.0), FAST)
-    assert allowed_s(cohort(**SURE), known, {"a": ask}) == pytest.approx(3.0 + 2 * 50.0 * 1.1987, rel=1e-3)
+    assert without_slack_s(known, {"a": ask}) == pytest.approx(3.0 + 2 * 50.0 * 1.1987, rel=1e-3)
 
 
 def test_a_board_whose_times_scatter_is_given_longer_than_one_that_is_steady():
     ask = {"a": DeviceWorkload(WorkEstimate(flops=100.0), FAST)}
 
     def after(*ratios):
-        return allowed_s(
-            cohort(**SURE), {"a": tuple(TaskDuration(0, 20.0 * r, 40.0, 20.0 * r, 20.0) for r in ratios)}, ask
-        )
+        return without_slack_s({"a": tuple(TaskDuration(0, 20.0 * r, 40.0, 20.0 * r, 20.0) for r in ratios)}, ask)
 
     assert after(0.7, 0.8, 1.0, 1.3, 1.4) > after(1.0, 1.0, 1.0, 1.0, 1.0)
 
@@ -137,7 +139,7 @@ def test_a_new_board_is_taken_for_the_middle_of_the_fleet():
     }
     fleet = FleetDurations.from_durations(known)
     assert fleet.logs == pytest.approx((0.0, 0.6931, 3.4012), abs=1e-4)
-    given = allowed_s(cohort(**SURE), known, {"a": DeviceWorkload(WorkEstimate(flops=20.0), FAST)})
+    given = without_slack_s(known, {"a": DeviceWorkload(WorkEstimate(flops=20.0), FAST)})
     # sd^2 = (0.6931^2 + 2.7081^2 + 2 * 0.5^2) / 4 * 4 / 3 = 2.771
     assert given == pytest.approx(7.0 + 2 * 10.0 * math.exp(1.28155 * math.sqrt(2.771)), rel=1e-3)
 
@@ -149,15 +151,15 @@ def test_boards_that_slow_down_to_meet_a_deadline_do_not_lengthen_the_next():
     given = []
     for round in range(6):
         known = add_duration(known, "a", TaskDuration(round, 100.0, 100.0, 100.0, slow_s))
-        given.append(allowed_s(cohort(**SURE), known, ask))
+        given.append(without_slack_s(known, ask))
     assert given == sorted(given, reverse=True)
     assert given[-1] < 65.0
 
 
 def test_a_device_whose_profile_says_nothing_is_told_by_its_pace_among_others_with_profiles():
     known = {"a": (TaskDuration(0, 40.0, 2.0, 40.0, 20.0),), "b": (TaskDuration(0, 30.0, 2.0),)}
-    assert allowed_s(cohort(**SURE), known, asks({"b": 2.0})) == pytest.approx(30.0)
-    assert allowed_s(cohort(**SURE), known, asks({"c": 2.0})) == pytest.approx(40.0)
+    assert without_slack_s(known, asks({"b": 2.0})) == pytest.approx(30.0)
+    assert without_slack_s(known, asks({"c": 2.0})) == pytest.approx(40.0)
 
 
 def test_the_papers_deadline_is_the_slowest_of_the_last_round_scaled_by_the_work():
@@ -183,10 +185,10 @@ def test_work_is_one_number_also_where_only_the_device_knows_its_examples():
 def test_a_first_round_is_predicted_where_the_task_says_how_many_examples_it_uses():
     """With 40 at most it can take no longer than 40 do; one for all of a device's examples cannot be predicted."""
     whole = DeviceWorkload(WorkEstimate(flops=400.0), FAST)
-    assert allowed_s(
-        cohort(**SURE), {}, {"a": DeviceWorkload(WorkEstimate(flops_per_example=10.0, examples=40), FAST)}
-    ) == allowed_s(cohort(**SURE), {}, {"a": whole})
-    assert allowed_s(cohort(**SURE), {}, {"a": DeviceWorkload(WorkEstimate(flops_per_example=10.0), FAST)}) is None
+    assert without_slack_s(
+        {}, {"a": DeviceWorkload(WorkEstimate(flops_per_example=10.0, examples=40), FAST)}
+    ) == without_slack_s({}, {"a": whole})
+    assert without_slack_s({}, {"a": DeviceWorkload(WorkEstimate(flops_per_example=10.0), FAST)}) is None
 
 
 def test_every_policy_that_a_job_may_name_exists():
@@ -204,10 +206,8 @@ def test_a_profile_predicts_with_the_examples_that_a_device_has_told():
     ask = DeviceWorkload(WorkEstimate(flops_per_example=speed), profile)
     took = TaskDuration(0, 110.0, 1.0, 110.0, ask.predict_duration_s(100), 100)
     assert ask.predict_duration_s(100) == 110.0
-    found = allowed_s(cohort(**SURE), {"a": (took,)}, {"a": ask})
-    twice = allowed_s(
-        cohort(**SURE), {"a": (took,)}, {"a": DeviceWorkload(WorkEstimate(flops_per_example=2 * speed), profile)}
-    )
+    found = without_slack_s({"a": (took,)}, {"a": ask})
+    twice = without_slack_s({"a": (took,)}, {"a": DeviceWorkload(WorkEstimate(flops_per_example=2 * speed), profile)})
     assert found is not None
     assert twice is not None
     assert twice / found == pytest.approx(210 / 110)
@@ -221,6 +221,6 @@ def test_a_new_boards_transfers_are_predicted_by_what_those_of_others_took():
     }
     ask = {"a": DeviceWorkload(WorkEstimate(flops=100.0), FAST, 20_000_000)}
     without = {"a": DeviceWorkload(WorkEstimate(flops=100.0), FAST)}
-    more_s = (allowed_s(cohort(**SURE), known, ask) or 0.0) - (allowed_s(cohort(**SURE), known, without) or 0.0)
+    more_s = (without_slack_s(known, ask) or 0.0) - (without_slack_s(known, without) or 0.0)
     assert more_s == pytest.approx(6.0 - 2.8)  # the longest of the others is what any board is given
-    assert allowed_s(cohort(**SURE), {}, ask) == pytest.approx(20.0 + 50.0 * 1.898, rel=1e-3)
+    assert without_slack_s({}, ask) == pytest.approx(20.0 + 50.0 * 1.898, rel=1e-3)

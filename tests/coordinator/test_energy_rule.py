@@ -77,19 +77,20 @@ def test_work_moves_to_the_cheaper_board_as_far_as_the_job_allows():
 
 
 def test_without_work_to_move_only_the_time_is_chosen():
-    """Neither `most_work = 1` nor a method that has all boards train alike moves work: 20 s at the fast point."""
+    """A method that has all boards train alike moves no work: 20 s at the fast point."""
     unmovable = {device: ask._replace(epochs=0) for device, ask in BOTH.items()}
-    for found in (decide_deadline(cohort(most_work=1.0), KNOWN, BOTH), decide_deadline(cohort(), KNOWN, unmovable)):
-        assert found.epochs == {}
-        assert found.seconds == pytest.approx(20.0 * P90, rel=1e-3)
+    found = decide_deadline(cohort(), KNOWN, unmovable)
+    assert found.epochs == {}
+    assert found.seconds == pytest.approx(20.0 * P90, rel=1e-3)
 
 
-def test_where_idling_costs_nothing_a_round_is_as_long_as_the_calm_point_takes_unless_it_is_bounded():
+def test_where_idling_costs_nothing_a_round_is_as_long_as_the_calm_point_takes_unless_it_is_bounded(monkeypatch):
+    monkeypatch.setattr(deadline, "MOST_WORK", 1.0)
     resting = {
         device: ask._replace(profile=msgspec.structs.replace(ask.profile, idle_w=0.0)) for device, ask in BOTH.items()
     }
     for keys, seconds in (({}, 40.0), ({"deadline_s": 30.0}, 20.0), ({"joules_per_round": 1e6}, 20.0)):
-        found = decide_deadline(cohort(most_work=1.0, **keys), KNOWN, resting)
+        found = decide_deadline(cohort(**keys), KNOWN, resting)
         assert found.seconds == pytest.approx(seconds * P90, rel=1e-3)
 
 
@@ -183,7 +184,6 @@ def test_the_log_tells_the_planned_epochs():
     [
         ({"joules_per_round": 30}, 'only deadline = "energy" heeds it'),
         ({"deadline": "predicted", "joules_per_round": 30}, "joules_per_round: only"),
-        ({"deadline": "energy", "most_work": 0.5}, "most_work"),
     ],
 )
 def test_a_bound_that_nothing_heeds_is_refused(keys, told):

@@ -250,15 +250,3 @@ def test_devices_that_answer_are_waited_for_though_a_restart_sets_the_clock(tmp_
         b.answer(ones(3.0))
         stage.play()
         assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a", "b"]
-
-
-def test_a_job_that_cannot_begin_fails_in_its_time_however_often_its_coordinator_is_killed(tmp_path):
-    stage, _ = by_wall(tmp_path, start_timeout_s=20.0)
-    lives = 0
-    while not stage.told(JobEnded):
-        assert (lives := lives + 1) < 30
-        stage.play(2.0)
-        stage.restart()
-    (ended,) = stage.told(JobEnded)
-    assert (ended.status, "within 20 s ([cohort] start_timeout_s)" in ended.reason) == ("failed", True)
-    assert lives >= 9

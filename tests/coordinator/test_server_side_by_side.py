@@ -102,28 +102,6 @@ def test_a_job_that_can_never_start_delays_no_other(staged):
         assert stage.broker.now_s - before_s <= 0.65  # a poll of the store, and two steps of time
 
 
-def test_a_job_that_cannot_start_in_time_fails_with_the_reason(staged):
-    stage = staged(CoordinatorLimits(running=1), cohort={**LONG, "min_devices": 3, "start_timeout_s": 20.0})
-    stage.hand("a")
-    other = stage.add("k", cohort={**LONG, "min_devices": 4})
-    stage.play(18.0)
-    assert stage.told(JobEnded) == []
-    stage.play(6.0)
-    (ended,) = stage.told(JobEnded)
-    assert ended.status == "failed"
-    assert "within 20 s ([cohort] start_timeout_s): 1 device could be asked, 3 needed" in ended.reason
-    assert stage.store.stored_status(other) in ("queued", "running")
-
-
-def test_a_job_that_cannot_start_in_time_fails_when_it_is_due(staged):
-    """Also where the clock's rounding makes it less than its time-out since the job was taken up."""
-    stage = staged(CoordinatorLimits(running=1), cohort={**LONG, "min_devices": 3, "start_timeout_s": 0.6})
-    assert 0.3 + 0.6 - 0.3 < 0.6
-    stage.server.step(0.3)
-    stage.server.step(0.3 + 0.6)
-    assert [fact.status for fact in stage.told(JobEnded)] == ["failed"]
-
-
 def test_a_board_that_a_method_has_nothing_for_is_another_jobs_at_once(staged, monkeypatch):
     plain = RunningJob.build_task
     nothing = ("j", "a")

@@ -15,8 +15,7 @@ from fedquilt.arrays import tensors
 from fedquilt.core import WorkEstimate
 from fedquilt.edge_agent.devices.simulated_device import SimulatedDevice
 from fedquilt.edge_agent.events import TaskFailed, UpdateAcked
-from fedquilt.edge_agent.power.governor import Policy
-from fedquilt.edge_agent.settings import GovernorSettings
+from fedquilt.edge_agent.power.governor import GovernorPolicy, Policy
 from fedquilt.edge_agent.task.protocol import DataLoaded, ProgressReport, WorkResult
 from fedquilt.edge_agent.task.worker import InlineWorker
 
@@ -201,7 +200,7 @@ def test_a_board_that_may_not_or_cannot_be_held_is_only_measured(
 ) -> None:
     """Joules are counted all the same."""
     site.board.adjustable = adjustable
-    site.start(governor=GovernorSettings(**changes))
+    site.start(governor=GovernorPolicy(**changes))
     working(site)
     site.bench.finish()
     site.run()
@@ -251,7 +250,7 @@ def test_a_simulated_board_takes_the_time_and_joules_of_its_point(
     board = SimulatedDevice(profiles.parse_board_profile(SIMULATED, "here"))
     site.board = board  # type: ignore[assignment]
     data = {"path": str(site.folder / "own.npz")}
-    site.start(InlineWorker(board), data=data, governor=GovernorSettings(policy))
+    site.start(InlineWorker(board), data=data, governor=GovernorPolicy(policy))
     site.ask(
         params=SGD,
         bundles={"model": site.depot.store_bytes(tensors.encode_tensors(LINEAR))},

@@ -36,12 +36,12 @@ def test_paths_are_taken_from_the_files_own_folder(tmp_path: Path) -> None:
 
 
 def test_the_governor_saves_energy_unless_told_otherwise(tmp_path: Path) -> None:
-    """A twentieth of the time to spare; a recorded profile lies beside the file."""
-    assert settings.load_settings(write(tmp_path, GOOD)).governor.to_policy() == GovernorPolicy("energy", 0.05)
+    """A recorded profile lies beside the file."""
+    assert settings.load_settings(write(tmp_path, GOOD)).governor == GovernorPolicy("energy")
     told = settings.load_settings(
-        write(tmp_path, f"profile = 'mine.toml'\n{GOOD}[governor]\npolicy = 'max'\nmargin = 0\n")
+        write(tmp_path, f"profile = 'mine.toml'\n{GOOD}[governor]\npolicy = 'max'\nmax_w = 9\n")
     )
-    assert told.governor.to_policy() == GovernorPolicy("max", 0)
+    assert told.governor == GovernorPolicy("max", 9.0)
     assert told.profile == str(tmp_path / "mine.toml")
 
 
@@ -131,7 +131,7 @@ def test_a_size_of_hundreds_of_digits_is_none(text: str) -> None:
             "device = 'd'\nhome = 'h'\n[governor]\npolicy = 'fast'",
             ("[governor] policy = ", "there are: board, energy, max, paper"),
         ),
-        ("device = 'd'\nhome = 'h'\n[governor]\nmargin = -0.1", ("[governor] margin = ",)),
+        ("device = 'd'\nhome = 'h'\n[governor]\nmax_w = -0.1", ("[governor] max_w = ",)),
         ("device = 'd'\nhome = 'h'\n[data]\nshare = 1", ("[data]", "path")),
         ("device = ", ("agent.toml is not TOML",)),
     ],

@@ -127,7 +127,7 @@ class CoordinatorHost:
     # -- enrolment --
 
     def _check_enrolment(self) -> str:
-        self.site.run_fedquilt("identity", "token", NEWCOMER, "--out", f"{NEWCOMER}.token")
+        self.site.run_fedquilt("identity", "token", NEWCOMER, "--out", f"{NEWCOMER}/token")
         shutil.copytree(self.site.folder / "fedquilt-ca", self.root / "srv/fedquilt-ca")
         self.machine.run(
             *("sh", "-ec"),
@@ -136,13 +136,13 @@ class CoordinatorHost:
         self.machine.run("systemctl", "start", ENROL)
         self._wait_until_active(ENROL)
         folder = self.site.folder / NEWCOMER
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         own = {name: str(folder / file) for name, file in (("cert", "device.crt"), ("key", "device.key"))}
         table = {
             "device": NEWCOMER,
             "home": str(folder / "home"),
             "broker": {"url": self.site.url, "ca": str(self.site.folder / FILES["ca"]), **own},
-            "enrol": {"url": f"https://{HOST}:{self._enrolment}", "token": str(self.site.folder / f"{NEWCOMER}.token")},
+            "enrol": {"url": f"https://{HOST}:{self._enrolment}"},
         }
         (folder / "agent.toml").write_text(toml.format_toml(table))
         self.site.run_fedquilt("identity", "enrol", str(folder / "agent.toml"))

@@ -165,7 +165,7 @@ def _check_bundle(job: JobSettings, made: Bundle, out: Path, say: Callable[[str]
 
 
 def _is_here(spec: DataSpec) -> bool:
-    return bool(spec.synthetic) or all(Path(each.path).exists() for each in spec.sources or (spec,))
+    return spec.is_synthetic or all(Path(each.path).exists() for each in spec.sources or (spec,))
 
 
 def _prepare_model(

@@ -16,7 +16,7 @@ import math
 import operator
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from sys import intern
@@ -26,11 +26,12 @@ from msgspec import structs
 
 from fedquilt import wire
 from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.coordinator.delivery.executor import Heard, NoReleaseExecutor
+from fedquilt.coordinator.delivery.executor import Heard
+from fedquilt.coordinator.fleet.broker_outage import BrokerOutage
 from fedquilt.coordinator.job_view import JobView
 from fedquilt.coordinator.rounds.message_handler import UpdateReceived
 from fedquilt.coordinator.updates.partial_aggregate import blob_hashes
-from fedquilt.core import BlobRef, JobError, Profile, StoreError, Task, Update
+from fedquilt.core import BlobRef, JobError, Profile, SiteRight, StoreError, Task, Update
 from fedquilt.edge_agent import events, messages
 from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
 from fedquilt.tools.simulation.device import FOLLOWING, UNANSWERED, DeviceSpec, FleetDevice
@@ -66,7 +67,7 @@ _own = operator.attrgetter(*OWN)
 _shared = operator.attrgetter(*(name for name in Task.__struct_fields__ if name not in OWN))
 
 
-class SimulatedFleet(NoReleaseExecutor):
+class SimulatedFleet:
     """Executor of simulated devices, which can be brought online and switched off.
 
     Args:
@@ -75,6 +76,8 @@ class SimulatedFleet(NoReleaseExecutor):
         apart: Devices outside of the fleet, for `make_extra_request` alone.
         away: Devices of the fleet that are offline at first.
     """
+
+    absence = BrokerOutage()  # none: they are always within reach
 
     def __init__(
         self,
@@ -230,6 +233,29 @@ class SimulatedFleet(NoReleaseExecutor):
     @property
     def unacknowledged_update_blobs(self) -> set[str]:
         return blob_hashes(self.unanswered.values())
+
+    def fds(self) -> Sequence[int]:
+        # all events are known in advance
+        return ()
+
+    def set_backlog(self, updates: int, waiting_bytes: int, most_bytes: float) -> None:
+        # an update is on the coordinator's disk as soon as it is made
+        ...
+
+    def site_right(self, device: str) -> SiteRight | None:
+        return None
+
+    def transfer_wait_s(self, device: str) -> float:
+        return 0.0
+
+    def yield_transfer_turn(self, device: str, now_s: float) -> None:
+        # no device waits for a turn
+        ...
+
+    def send_release(self, device: str, kind: wire.Kind, release: wire.DesiredRelease | None) -> None:
+        raise JobError(
+            "devices that are simulated in this process run no releases: `fedquilt agent` starts one that does"
+        )
 
     def keep_alive(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -10,10 +10,10 @@ from typing import Final, Protocol
 
 from fedquilt import open_metrics
 from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.blobs.transfer.backend import HTTP, Key, TransferBackend, TransferResult
+from fedquilt.blobs.transfer.backend import Key, TransferBackend, TransferResult
 from fedquilt.blobs.transfer.download import BlobWriter
 from fedquilt.coordinator.delivery.blobs.server import BlobServer
-from fedquilt.core import BlobLocation, BlobRef, JobError, Profile
+from fedquilt.core import BlobLocation, BlobRef, JobError
 from fedquilt.host.connection_limits import ConnectionLimiter, ConnectionLimits
 from fedquilt.host.http_url import split_http_url
 from fedquilt.security.handshake import LinkIdentity
@@ -130,7 +130,6 @@ class BlobLocationProvider(TransferBackend):
         super().__init__(identity, where.ca, most=JOBS_MOST)
         self._backend = None if where.open_backend is None else where.open_backend(fleet, depot, self)
         self._first_own: dict[Key, int] = {}  # uploads -> index of the first place that is the own server
-        self._able: set[str] = set()  # devices whose profile lists the carrier "http"
         self._server: BlobServer | None = None
         self._base = ""
         if where.listen is not None:
@@ -144,26 +143,19 @@ class BlobLocationProvider(TransferBackend):
                 self._server.close()
                 raise
 
-    def record_profile(self, profile: Profile) -> None:
-        (self._able.add if HTTP in profile.carriers else self._able.discard)(profile.device)
-
     @property
     def server_address(self) -> str:
         return self._base
 
     def download_locations(self, device: str, ref: BlobRef) -> tuple[BlobLocation, ...]:
-        """Return the backend's locations, then the own server's, or none if the device has no HTTP."""
-        if device not in self._able:
-            return ()
+        """Return the backend's locations, then the own server's."""
         return (
             *(self._backend.download_locations(device, ref) if self._backend else ()),
             *self._own_locations(device, ref, None),
         )
 
     def upload_locations(self, device: str, intake: BlobWriter) -> tuple[BlobLocation, ...]:
-        """Return the backend's locations, then the own server's, or none if the device has no HTTP."""
-        if device not in self._able:
-            return ()
+        """Return the backend's locations, then the own server's."""
         stored = self._backend.upload_locations(device, intake.ref) if self._backend else ()
         self._first_own[device, intake.ref.sha256] = len(stored)
         return (*stored, *self._own_locations(device, intake.ref, intake))

@@ -21,7 +21,9 @@ class MemorySensor:
         self._meminfo, self._pressure = root / "proc/meminfo", root / "proc/pressure/memory"
         total = _meminfo_bytes(self._meminfo, "MemTotal")
         if total is None:
-            raise JobError(f"{self._meminfo} does not tell the memory of this host: is it a Linux?")
+            raise JobError(
+                f"{self._meminfo} does not tell the memory of this host: is it a Linux? Else name a profile to simulate"
+            )
         groups = {group: sysfs.read_int(group / "memory.max") for group in _control_groups(root)}
         self._limits = {group: limit for group, limit in groups.items() if limit is not None}
         self.total_bytes = min([total, *self._limits.values()])

@@ -8,10 +8,8 @@ moment. Its output is in the request's folder `out` and counts once the agent ha
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -23,7 +21,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import numpy as np
 
-from fedquilt import metrics, plugins
+from fedquilt import metrics
 from fedquilt.core import ClassPrior, Examples, FedquiltError, MemoryBudgetError, ModelError, shorten_error
 from fedquilt.data import examples, reading_settings
 from fedquilt.data.spec import DataSpec
@@ -31,10 +29,10 @@ from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.engines import exported_model, objectives
 from fedquilt.edge_agent.engines.exported_model import ExportedModel
 from fedquilt.edge_agent.releases.check.personal_network import assemble_network
-from fedquilt.edge_agent.releases.check.protocol import DONE, TENSORRT, TIMED, CheckRequest
+from fedquilt.edge_agent.releases.check.protocol import DONE, TENSORRT, TENSORRT_S, TIMED, CheckRequest
 from fedquilt.edge_agent.task import main as task
 from fedquilt.edge_agent.task import memory_budget
-from fedquilt.edge_agent.task.process import exit_with_parent
+from fedquilt.edge_agent.task.process import serve_requests
 from fedquilt.edge_agent.task.protocol import Event, ProgressReport, WorkResult
 from fedquilt.formats import personal_models
 from fedquilt.onnx.graph_check import Shape, format_shape
@@ -320,7 +318,7 @@ def _build_tensorrt_engine(order: CheckRequest, model: LoadedModel, one: np.ndar
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=order.trtexec_s,
+            timeout=TENSORRT_S,
         )
         if done.returncode:
             words = done.stdout.decode(errors="replace").strip().splitlines()
@@ -328,7 +326,7 @@ def _build_tensorrt_engine(order: CheckRequest, model: LoadedModel, one: np.ndar
             return [f"trtexec ended with code {done.returncode}: {said}"]
         os.replace(part, part.with_name(TENSORRT))
     except subprocess.TimeoutExpired:
-        return [f"trtexec was ended after {order.trtexec_s:g} s, without an engine"]
+        return [f"trtexec was ended after {TENSORRT_S:g} s, without an engine"]
     except OSError as error:
         return [f"trtexec built no engine: {error.strerror}"]
     finally:
@@ -340,22 +338,7 @@ def _build_tensorrt_engine(order: CheckRequest, model: LoadedModel, one: np.ndar
 
 
 def main() -> None:
-    exit_with_parent(int(sys.argv[-1]))
-    with contextlib.suppress(OSError):  # short of memory, the kernel should end this process first
-        Path("/proc/self/oom_score_adj").write_text("500")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-
-    def send_event(event: Event) -> None:
-        answers.write(msgspec.json.encode(event) + b"\n")
-        answers.flush()
-
-    with contextlib.suppress(BrokenPipeError):  # the agent is gone
-        for line in sys.stdin.buffer:
-            order = msgspec.json.decode(line, type=CheckRequest)
-            plugins.restrict_plugins(order.plugins)
-            send_event(run_check(order, send_event))
+    serve_requests(CheckRequest, run_check)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import msgspec
 
 TIMED: Final = 0.5  # progress at which the timed answers begin
 TENSORRT: Final = "model.engine"  # file in `CheckRequest.out`
+TENSORRT_S: Final = 1200.0  # most for the building of a TensorRT engine
 DONE: Final = 0.75  # progress at which the timed answers have ended; `WorkResult.examples` is their number
 
 
@@ -30,7 +31,6 @@ class CheckRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     plugins: tuple[str, ...] | None = None  # packages that this board allows: `fedquilt.plugins.restrict_plugins`
     timed_s: float = 1.0  # seconds of answers one after the other, of which the median is the latency
     trtexec: str | None = None  # program that builds a TensorRT engine; None: there is none
-    trtexec_s: float = 0.0  # most that it may take
     parted: SplitModelFiles | None = None  # files to make the model of first; None: the model was sent whole
     engine: str = "onnx"
     input_shape: tuple[int, ...] | None = None  # of one example; None: as the graph declares it

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("fedquilt.blobs.carriers")
 
 JOBS_MOST: Final = 2  # at once, on a board
-HTTP: Final = "http"
 QUIET_S: Final = 30.0  # longest pause of a device's upload, before its chunks are asked for over the link
 TELL_S: Final = 5.0  # between two messages on the progress of putting a blob
 _OFFERED_MOST: Final = 4096

@@ -24,7 +24,7 @@ from fedquilt.core import BlobRef, LinkError, Retry
 WINDOW: Final = 8  # chunks in flight at once, for one blob
 BATCH: Final = 4  # chunks requested in one message
 OVERTAKEN: Final = 3  # arrivals of chunks requested later, after which one counts as lost
-PATIENCE_S: Final = 300.0
+PATIENCE_S: Final = 300.0  # without progress, after which a download fails
 
 _START_WINDOW: Final = 2
 _TIMEOUT_FIRST_S: Final = 2.0  # before the line's round-trip time is known
@@ -43,10 +43,9 @@ class Download:
 
     Args:
         chunk: The largest chunk that this side accepts, in bytes.
-        patience_s: The time without progress after which the download fails.
     """
 
-    def __init__(self, ref: BlobRef, chunk: int, now_s: float, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, ref: BlobRef, chunk: int, now_s: float) -> None:
         self.ref = ref
         self.chunk = chunk
         self.had = bytearray()  # one byte per chunk: 1 if it is written
@@ -54,7 +53,6 @@ class Download:
         self.duplicates = 0
         self.bad = 0
         self.backoff = 0  # time-outs since the last arrival
-        self._patience_s = patience_s
         self._missing_chunks = 0
         self._cuts = 0
         self._window = _START_WINDOW
@@ -98,7 +96,7 @@ class Download:
             return math.inf
         if not self._asked:
             return self._hold_s
-        return min(min(self._asked.values()) + self.timeout_s, self._progress_s + self._patience_s)
+        return min(min(self._asked.values()) + self.timeout_s, self._progress_s + PATIENCE_S)
 
     # -- asking --
 
@@ -140,8 +138,8 @@ class Download:
         return tuple(found)
 
     def _drop_overdue_requests(self, now_s: float) -> bool:
-        if now_s >= self._progress_s + self._patience_s:
-            self.failed = f"no answer for {self._patience_s:.0f} s"
+        if now_s >= self._progress_s + PATIENCE_S:
+            self.failed = f"no answer for {PATIENCE_S:.0f} s"
         timeout_s = self.timeout_s
         # sums are compared, as in due_s: a difference may round to below the time-out, and nothing would ever be due
         overdue = [index for index, asked_s in self._asked.items() if now_s >= asked_s + timeout_s]

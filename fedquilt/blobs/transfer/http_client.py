@@ -42,9 +42,8 @@ _BUSY: Final = frozenset({408, 425, 500, 502, 503, 504})
 class MinimumThroughput:
     """Minimum throughput of a transfer, so that a slow peer does not occupy a thread for long."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._since_s, self._bytes = clock(), 0
+    def __init__(self) -> None:
+        self._since_s, self._bytes = time.monotonic(), 0
 
     def count_bytes(self, size: int) -> None:
         """Count transferred bytes.
@@ -53,7 +52,7 @@ class MinimumThroughput:
             TimeoutError: If fewer than PACE_BYTES were transferred in PACE_S.
         """
         self._bytes += size
-        now_s = self._clock()
+        now_s = time.monotonic()
         if now_s >= self._since_s + PACE_S:
             if self._bytes < PACE_BYTES:
                 raise TimeoutError(f"fewer than {PACE_BYTES} bytes in {PACE_S:g} s")
@@ -299,13 +298,13 @@ def _require_range(source: BlobLocation, answer: http.client.HTTPResponse, due: 
         )
 
 
-def read_pieces(file: Any, size: int, take: Callable[[memoryview], None], *, piece: int = PIECE) -> None:
+def read_pieces(file: Any, size: int, take: Callable[[memoryview], None]) -> None:
     """Read `size` bytes from a socket's buffered file and pass them on in large pieces.
 
     Raises:
         OSError: If the bytes do not arrive or arrive too slowly. Bytes that have arrived are passed on first.
     """
-    buffer, pace = memoryview(bytearray(min(piece, size))), MinimumThroughput()
+    buffer, pace = memoryview(bytearray(min(PIECE, size))), MinimumThroughput()
     filled = 0
     try:
         while size:

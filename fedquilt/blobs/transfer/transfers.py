@@ -5,7 +5,7 @@
 An agent publishes "up" and a coordinator "dn". Each requests on `.../<own direction>/blob/get` and gets the response
 under the peer's `.../blob/<sha256>/`. Chunks are sent unreliably, because lost chunks are requested again. Requests
 and refusals are sent reliably. Uploads in turn wait in an `UploadQueue`, for every transfer
-backend. Only chunks are in memory, never a whole blob: at most `budget_bytes` queued for sending, and as much requested
+backend. Only chunks are in memory, never a whole blob: at most `BUDGET_BYTES` queued for sending, and as much requested
 and not written yet.
 """
 
@@ -21,7 +21,7 @@ from fedquilt import wire
 from fedquilt.blobs import chunks
 from fedquilt.blobs.storage.store import BlobStore
 from fedquilt.blobs.transfer.backend import DirectTransfers, Key, TransferBackend
-from fedquilt.blobs.transfer.download import PATIENCE_S, Download
+from fedquilt.blobs.transfer.download import Download
 from fedquilt.blobs.transfer.upload import HASHED_BYTE_S, ChunkSender, UploadQueue
 from fedquilt.core import BlobRef, LinkError, LocationOffer, StoreError, UploadProgress, WireMessage
 from fedquilt.transport.link import Link
@@ -29,7 +29,8 @@ from fedquilt.transport.link import Link
 _LEAVES: Final = frozenset({"get", "manifest", "missing", "chunk", "place", "placed"})
 _DRAIN_POLL_S: Final = 0.01  # interval between looks at a link with a full queue
 _OFFLINE_POLL_S: Final = 1.0
-_MANY: Final = 128  # pulls at once of blobs that are small together
+DOWNLOADS_MOST: Final = 16  # at once
+_MANY: Final = 128  # at once, of blobs that are small together
 
 
 class Transfers:
@@ -38,7 +39,6 @@ class Transfers:
     Args:
         direction: The direction in which this side publishes.
         allowed: A function `allowed(device, sha256)` that returns whether the blob may be sent to (or by) the device.
-        max_pulls: The number of active downloads. Of small blobs more may be active.
         carriers: The transfer backend outside the link.
         apart_bytes: The size from which a complete blob is hashed in a thread.
     """
@@ -50,9 +50,6 @@ class Transfers:
         topics: wire.Topics,
         direction: wire.Direction,
         allowed: Callable[[str, str], bool],
-        budget_bytes: int = 4 << 20,
-        max_pulls: int = 16,
-        patience_s: float = PATIENCE_S,
         carriers: TransferBackend | None = None,
         apart_bytes: float = math.inf,
     ) -> None:
@@ -61,9 +58,7 @@ class Transfers:
         # graphs on a device read their weights from files in the same folder, so a device needs one file for each blob
         self._store = depot.store_small if direction == "dn" else depot.store_bytes
         self._allowed = allowed
-        self._budget_bytes = budget_bytes
-        self._max_pulls = max_pulls
-        self._patience_s, self._apart_bytes = patience_s, apart_bytes
+        self._apart_bytes = apart_bytes
         self._wanted: dict[Key, BlobRef] = {}
         self._askers: dict[str, dict[Key, None]] = {}  # sha256 -> the keys of `_wanted` with it, in order
         self._waiting: dict[Key, None] = {}  # in order
@@ -74,9 +69,7 @@ class Transfers:
         self._done: list[tuple[str, str, str | None]] = []
         self._carriers = carriers or TransferBackend()
         self._streaming = DirectTransfers(self._carriers, depot, self._publish)
-        self._sender = ChunkSender(
-            link, depot, topics, direction, allowed, budget_bytes, self._streaming, strain=self._charge
-        )
+        self._sender = ChunkSender(link, depot, topics, direction, allowed, self._streaming, strain=self._charge)
         self._came_bytes: Counter[str] = Counter()  # device -> bytes of chunks, repetitions included
         self._strain_s: dict[str, float] = {}
         self._unasked: list[str] = []
@@ -297,14 +290,14 @@ class Transfers:
         under_way = {sha256 for _, sha256 in self._open}
         wanted_bytes = sum(pull.ref.size for pull in self._open.values())
         for key in list(itertools.islice(self._waiting, 4 * _MANY)):
-            small = len(self._open) < _MANY and wanted_bytes + self._wanted[key].size <= self._budget_bytes
-            if len(self._open) >= self._max_pulls and not small:
+            small = len(self._open) < _MANY and wanted_bytes + self._wanted[key].size <= chunks.BUDGET_BYTES
+            if len(self._open) >= DOWNLOADS_MOST and not small:
                 return
             if key[1] not in under_way:
                 wanted_bytes += self._wanted[key].size
                 under_way.add(key[1])
                 del self._waiting[key]
-                pull = self._pulls.get(key) or Download(self._wanted[key], chunk, now_s, self._patience_s)
+                pull = self._pulls.get(key) or Download(self._wanted[key], chunk, now_s)
                 pull.resume(now_s)
                 self._pulls[key] = self._open[key] = pull
 
@@ -315,7 +308,7 @@ class Transfers:
             if key not in self._open:
                 continue  # another blob of its device has stalled
             before_bytes, backoff = pull.outstanding_bytes, pull.backoff
-            room_bytes = max(self._budget_bytes - outstanding_bytes, 0 if outstanding_bytes else pull.chunk)
+            room_bytes = max(chunks.BUDGET_BYTES - outstanding_bytes, 0 if outstanding_bytes else pull.chunk)
             requests = pull.next_requests(now_s, room_bytes)
             if pull.failed is not None:
                 self._end_transfer(key, pull.failed)

@@ -150,8 +150,7 @@ class OutgoingChunk:
 class OutgoingChunkQueue:
     """Queue of outgoing chunks. Devices take turns, and the backlog of the link is limited."""
 
-    def __init__(self, budget_bytes: int = 4 << 20) -> None:
-        self._budget_bytes = budget_bytes
+    def __init__(self) -> None:
         self._queues: dict[str, dict[OutgoingChunk, None]] = {}  # device -> items, both in order
 
     def __len__(self) -> int:
@@ -174,7 +173,7 @@ class OutgoingChunkQueue:
             return None
         device, queue = next(iter(self._queues.items()))
         item = next(iter(queue))
-        if backlog_bytes > 0 and backlog_bytes + item.chunk > self._budget_bytes:
+        if backlog_bytes > 0 and backlog_bytes + item.chunk > chunks.BUDGET_BYTES:
             return None
         del self._queues[device], queue[item]
         if queue:
@@ -191,7 +190,6 @@ class ChunkSender:
         topics: The topics of the fleet.
         direction: The direction in which this side publishes.
         allowed: A function `allowed(device, sha256)` that returns whether the blob may be sent to (or by) the device.
-        budget_bytes: The limit on chunks that wait in the link.
         streaming: The transfers outside the link, offered for each blob of several chunks.
         strain: A function `strain(device, seconds)` that charges processing time to a device.
     """
@@ -203,7 +201,6 @@ class ChunkSender:
         topics: wire.Topics,
         direction: wire.Direction,
         allowed: Callable[[str, str], bool],
-        budget_bytes: int,
         streaming: DirectTransfers,
         strain: Callable[[str, float], None],
     ) -> None:
@@ -211,7 +208,7 @@ class ChunkSender:
         self._direction: wire.Direction = direction
         self._allowed, self._strain = allowed, strain
         self.sent_bytes: Counter[str] = Counter()  # device -> bytes of chunks, repetitions included
-        self._serve = OutgoingChunkQueue(budget_bytes)
+        self._serve = OutgoingChunkQueue()
         self._manifests: dict[tuple[str, int], wire.BlobManifest] = {}  # the latest ones
         self._sent: set[OutgoingChunk] = set()
         self._latest: tuple[tuple[str, int, int], bytes] = ("", 0, 0), b""  # chunk sent last, by blob, cut and index

@@ -31,7 +31,6 @@ class Broker:
     key: Path | None = None
     keepalive_s: int = 60
     session_expiry_s: int = 3600  # time for which the broker keeps subscriptions and messages for an absent client
-    max_payload: int | None = None  # bytes; None: as the broker announces, or a safe guess
 
     @classmethod
     def from_url(
@@ -43,8 +42,6 @@ class Broker:
         key: str | Path | None = None,
         password_file: str | Path | None = None,
         keepalive_s: int = 60,
-        session_expiry_s: int = 3600,
-        max_payload: int | None = None,
     ) -> Broker:
         """Return a broker from a URL `mqtt[s]://[user@]host[:port]` and files, after validation.
 
@@ -62,8 +59,6 @@ class Broker:
             cert=_path_or_none(cert),
             key=_path_or_none(key),
             keepalive_s=keepalive_s,
-            session_expiry_s=session_expiry_s,
-            max_payload=max_payload,
         )
         broker._validate()
         return broker
@@ -124,10 +119,6 @@ class Broker:
             raise JobError("a password file needs a user: write mqtt[s]://USER@host")
         if not 5 <= self.keepalive_s <= 65535:
             raise JobError(f"keepalive_s is {self.keepalive_s}: it must be 5 to 65535 seconds")
-        if not 0 <= self.session_expiry_s < 2**32:
-            raise JobError(f"session_expiry_s is {self.session_expiry_s}: it must be 0 to 4294967295 seconds")
-        if self.max_payload is not None and not 2048 <= self.max_payload < 2**28:
-            raise JobError(f"max_payload is {self.max_payload}: it must be 2048 to 268435455 bytes")
         self.read_password()
         if self.tls:
             self.tls_context()

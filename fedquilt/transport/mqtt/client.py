@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 KIB: Final = 1024
 HEADER: Final = KIB  # bytes left for the topic and the packet's own header
 UNANNOUNCED_5: Final = 1024 * KIB  # for an MQTT 5 broker that announces no limit
+PACKET_MOST: Final = UNANNOUNCED_5 + HEADER  # bytes of a packet that the broker may send
 FILTERS: Final = 100  # in a packet: a thousand may be more than a broker takes at once
 UNANNOUNCED_311: Final = 121 * KIB  # 3.1.1 cannot announce one: safe where packets end at 128 KiB
 AT_ONCE: Final = 64 * KIB  # bytes of a read or a write of the socket
@@ -39,21 +40,14 @@ UNREAD: Final = (
 )
 
 
-def payload_limit(level: int, announced: int | None, override: int | None) -> int:
+def payload_limit(level: int, announced: int | None) -> int:
     """Return the largest payload in bytes. `level` is 5, or 4 for MQTT 3.1.1.
 
-    `announced` is the packet limit in CONNACK, and `override` the configured limit.
+    `announced` is the packet limit in CONNACK.
     """
-    if override is not None:
-        return override
     if level < 5:
         return UNANNOUNCED_311
     return UNANNOUNCED_5 if announced is None else max(announced - HEADER, 0)
-
-
-def packet_limit(override: int | None) -> int:
-    """Return the size in bytes of the largest packet that this side accepts."""
-    return max(override or 0, UNANNOUNCED_5) + HEADER
 
 
 def describe_reason(code: int) -> str:
@@ -73,7 +67,6 @@ class MqttClient(paho.Client):
         heard: A function that is called with each message.
         settled: A function that is called with the id of each message that is acknowledged (QoS 1) or written (QoS 0),
             and a reason code.
-        most: The size in bytes of the largest packet that the broker may send.
     """
 
     def __init__(
@@ -83,9 +76,8 @@ class MqttClient(paho.Client):
         client_id: str,
         heard: Callable[[str, bytes, bool], None] = lambda topic, payload, retained: None,
         settled: Callable[[int, int], None] = lambda mid, code: None,
-        most: int = packets.LONGEST,
     ) -> None:
-        self._given, self._level, self._most = sock, level, most
+        self._given, self._level = sock, level
         self._heard, self._settled = heard, settled
         self._input, self._output = bytearray(), bytearray()
         self._queued = self._written = 0  # bytes so far, of all packets
@@ -137,7 +129,9 @@ class MqttClient(paho.Client):
         self._input += came
         taken = 0
         try:
-            while self._sock is not None and (found := packets.find_packet(self._input, taken, self._most)) is not None:
+            while (
+                self._sock is not None and (found := packets.find_packet(self._input, taken, PACKET_MOST)) is not None
+            ):
                 head, begin, taken = found
                 self._handle_broker_packet(head, self._input[begin:taken])
         finally:
@@ -204,7 +198,7 @@ class MqttClient(paho.Client):
         if self.protocol == MQTTProtocolVersion.MQTTv5:
             properties = Properties(PacketTypes.CONNECT)  # type: ignore[no-untyped-call]
             properties.SessionExpiryInterval = broker.session_expiry_s
-            properties.MaximumPacketSize = self._most
+            properties.MaximumPacketSize = PACKET_MOST
         self.connect_async(broker.host, broker.port, broker.keepalive_s, clean_start=False, properties=properties)
         self.reconnect()
 

@@ -162,7 +162,4 @@ def describe_refused_message(broker: Broker, topic: str, code: int, reason: str)
 
 
 def describe_oversized_message(broker: Broker, topic: str, size: int) -> str:
-    return (
-        f"{broker} takes no message of {size} bytes to {topic}: it was dropped; "
-        "raise the broker's packet limit, or set max_payload to what it takes"
-    )
+    return f"{broker} takes no message of {size} bytes to {topic}: it was dropped; raise the broker's packet limit"

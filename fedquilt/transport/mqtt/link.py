@@ -28,7 +28,7 @@ from fedquilt.host import threads
 from fedquilt.transport.link import Message
 from fedquilt.transport.mqtt import errors
 from fedquilt.transport.mqtt.broker import Broker
-from fedquilt.transport.mqtt.client import KIB, MqttClient, describe_reason, packet_limit, payload_limit
+from fedquilt.transport.mqtt.client import KIB, MqttClient, describe_reason, payload_limit
 from fedquilt.transport.mqtt.connection import ANSWER_S, RetryDelay, SocketWait, dial, has_buffered_input
 from fedquilt.transport.mqtt.send_queue import BREAKS, QueuedMessage, SendQueue
 from fedquilt.transport.subscriptions import Subscriptions
@@ -63,7 +63,7 @@ class MqttLink:
         self.session = 0
         self.connected = False
         self.level = 5  # of MQTT; becomes 4 (3.1.1) if a broker refuses 5
-        self.max_payload = payload_limit(4, None, broker.max_payload)
+        self.max_payload = payload_limit(4, None)
         self.dropped = 0  # messages given up: refused, too large, or too many while offline
         self._retry = RetryDelay(roll)
         self._subscribed = Subscriptions()
@@ -131,7 +131,7 @@ class MqttLink:
         if len(payload) > self.max_payload:
             raise LinkError(
                 f"a message of {len(payload)} bytes to {topic} exceeds the {self.max_payload} of {self.broker}: "
-                "send smaller ones, or raise the broker's packet limit (and max_payload, if it is set)"
+                "send smaller ones, or raise the broker's packet limit"
             )
         if not self.connected and not reliable:
             return
@@ -243,8 +243,7 @@ class MqttLink:
             password = self.broker.read_password()
         except FedquiltError as error:
             return self._end_connection(error)
-        most = packet_limit(self.broker.max_payload)
-        client = self._client = MqttClient(sock, self.level, self.client_id, self._on_message, self._on_publish, most)
+        client = self._client = MqttClient(sock, self.level, self.client_id, self._on_message, self._on_publish)
         client.on_connect, client.on_disconnect = self._on_connect, self._on_disconnect
         client.on_subscribe, client.on_log = self._on_subscribe, self._on_log
         self._farewell, self._said = None, ""
@@ -257,7 +256,7 @@ class MqttLink:
             return
         self.connected = True
         self.session += 1
-        limit = payload_limit(self.level, getattr(properties, "MaximumPacketSize", None), self.broker.max_payload)
+        limit = payload_limit(self.level, getattr(properties, "MaximumPacketSize", None))
         self.max_payload = limit if self._ceiling is None else min(limit, self._ceiling)
         self._window = min(RELIABLE_WINDOW, getattr(properties, "ReceiveMaximum", RELIABLE_WINDOW))
         self._retry.record_connection(time.monotonic())

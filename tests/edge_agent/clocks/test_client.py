@@ -293,9 +293,8 @@ def test_the_helper_keeps_the_bounds_in_the_boards_settings(tmp_path: Path, monk
         (tmp_path / "agent.toml").write_text(f'device = "d"\nhome = "/h"\n{text}')
         return str(tmp_path / "agent.toml")
 
-    plain = {"hottest_c": 85.0, "max_w": None, "watts": None}
-    assert bounds() == bounds(settings("[governor]\nmax_c = 95")) == plain
-    assert bounds(settings("[governor]\nmax_c = 70")) == {**plain, "hottest_c": 70.0}
+    plain = {"max_w": None, "watts": None}
+    assert bounds() == bounds(settings("")) == plain
     monkeypatch.setattr(operating_points, "create_power_lookup", lambda profile, root: profile.board)
     named = settings('profile = "jetson-orin-nx"\n[governor]\nmax_w = 15')
     assert bounds(named) == {**plain, "max_w": 15.0, "watts": "jetson-orin-nx"}

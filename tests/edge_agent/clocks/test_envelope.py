@@ -13,7 +13,7 @@ from fedquilt import profiles
 from fedquilt.core import ClockError, OperatingPoint
 from fedquilt.edge_agent.clocks import controls, owner_limits, power_modes
 from fedquilt.edge_agent.clocks.clock_pin import ClockPin
-from fedquilt.edge_agent.devices import jetson, operating_points
+from fedquilt.edge_agent.devices import linux, operating_points
 from fedquilt.testing.boards import write_fake_board
 
 FAST = OperatingPoint(name="fast", cpu_hz=1984e6, gpu_hz=918e6, busy_w=25.0)
@@ -193,7 +193,7 @@ def test_caps_are_read_from_the_file_that_the_catalogue_names(tmp_path: Path):
 def test_without_a_helper_no_point_is_beyond_the_mode(tmp_path: Path, board: str, jetpack: int):
     """What an agent offers where nothing can be set is the present mode's own point, or points within it."""
     write_fake_board(tmp_path, board, jetpack)
-    device = jetson.detect(tmp_path)
+    device = linux.detect(tmp_path)
     assert device is not None
     found = controls.discover_controls(tmp_path)
     most = owner_limits.permitted_hz(found, owner_limits.control_limits(found, found.find_mode(device.mode)))

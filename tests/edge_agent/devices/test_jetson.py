@@ -12,8 +12,9 @@ from fedquilt import profiles
 from fedquilt.core import Covers, OperatingPoint, Power
 from fedquilt.edge_agent.clocks.client import HelperStatus
 from fedquilt.edge_agent.clocks.power_modes import read_mode_name
-from fedquilt.edge_agent.devices import jetson
-from fedquilt.edge_agent.devices.jetson import JetsonDevice, detect
+from fedquilt.edge_agent.devices import linux
+from fedquilt.edge_agent.devices.linux import LinuxDevice, detect
+from fedquilt.edge_agent.devices.sensors import jtop
 from fedquilt.edge_agent.devices.sensors.ina3221 import Ina3221
 from fedquilt.profiles.board_layouts import BOARDS
 from fedquilt.testing.boards import write_fake_board
@@ -51,7 +52,7 @@ class FakeClocks:
         return self.told
 
 
-def planted(root: Path, board: str, jetpack: int, **changes: Any) -> JetsonDevice:
+def planted(root: Path, board: str, jetpack: int, **changes: Any) -> LinuxDevice:
     """The board, with files changed after their names (path -> text, or None: gone)."""
     write_fake_board(root, board, jetpack)
     for path, text in changes.pop("files", {}).items():
@@ -59,9 +60,7 @@ def planted(root: Path, board: str, jetpack: int, **changes: Any) -> JetsonDevic
             (root / path).unlink()
         else:
             (root / path).write_text(text)
-    device = detect(root, **changes)
-    assert device is not None
-    return device
+    return detect(root, **changes)
 
 
 @pytest.mark.parametrize(("board", "jetpack"), EVERY)
@@ -89,7 +88,7 @@ def test_every_board_finds_its_profile_and_mode(tmp_path: Path, board: str, jetp
     device = planted(tmp_path, board, jetpack)
     layout = BOARDS[board]
     assert device.mode == layout.modes[layout.default].name
-    found = jetson.find_profile(tmp_path)
+    found = linux.find_profile(tmp_path)
     if board in profiles.board_names():
         assert found is not None
         assert found.board == board
@@ -269,7 +268,6 @@ def test_what_a_usb_c_supply_has_agreed_to_is_no_power(tmp_path: Path):
     for name, text in (("type", "USB"), ("voltage_now", "20000000"), ("current_now", "3000000"), ("online", "1")):
         (supply / name).write_text(f"{text}\n")
     device = detect(tmp_path)
-    assert device is not None
     assert device.read_sensors(0.0).power_w == pytest.approx(6.0)
 
 
@@ -284,7 +282,6 @@ def test_rails_are_found_by_class_where_the_bus_is_not_shown(tmp_path: Path):
     for name, text in (("name", "pwmfan"), ("in1_label", "VDD_IN"), ("in1_input", "1"), ("curr1_input", "1")):
         (tmp_path / "sys/class/hwmon/hwmon9" / name).write_text(text)
     device = detect(tmp_path)
-    assert device is not None
     assert device.read_sensors(0.0).power_w == pytest.approx(6.0)
 
 
@@ -294,7 +291,6 @@ def test_an_alias_of_a_monitor_is_not_counted_twice(tmp_path: Path):
     chip = tmp_path / "sys/bus/i2c/drivers/ina3221x/1-0040"
     (chip / "iio_device").symlink_to("iio:device0")
     device = detect(tmp_path)
-    assert device is not None
     assert device.read_sensors(0.0).power_w == pytest.approx(8.36)
 
 
@@ -327,7 +323,7 @@ def test_a_jetson_without_a_device_tree_is_known_by_its_release_file(tmp_path: P
     device = planted(tmp_path, "jetson-tx2", 4, files={"proc/device-tree/compatible": None})
     assert device.read_sensors(0.0).power_w == pytest.approx(3.8)
     (tmp_path / "etc/nv_tegra_release").unlink()
-    assert detect(tmp_path) is None
+    assert not detect(tmp_path).read_sensors(0.0).rails_w
 
 
 def test_the_mode_is_known_by_name_whatever_its_number(tmp_path: Path):
@@ -367,7 +363,9 @@ class FakeMeter:
         return Power(9.0, "another", {"VDD_IN": 9.0})
 
 
-def test_another_meter_is_asked_only_where_the_boards_own_files_tell_no_rails(tmp_path: Path):
+def test_another_meter_is_asked_only_where_the_boards_own_files_tell_no_rails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Our own reader first, always; and a tree that is not this machine's is never given this machine's power."""
     asked = []
 
@@ -375,11 +373,15 @@ def test_another_meter_is_asked_only_where_the_boards_own_files_tell_no_rails(tm
         asked.append(1)
         return FakeMeter()
 
-    assert planted(tmp_path / "one", "jetson-nano", 4, other=other).read_sensors(0.0).power_w == pytest.approx(2.9)
-    assert not asked
+    monkeypatch.setattr(jtop, "connect_jtop", other)
+    monkeypatch.setattr(linux, "ROOT", tmp_path / "one")
+    assert planted(tmp_path / "one", "jetson-nano", 4).read_sensors(0.0).power_w == pytest.approx(2.9)
     bare = planted(tmp_path / "two", "jetson-nano", 4, files={f"{NANO}/rail_name_{k}": None for k in range(3)})
     assert bare.read_sensors(0.0).power_w is None
-    again = detect(tmp_path / "two", other=other)
+    assert not asked
+    monkeypatch.setattr(linux, "ROOT", tmp_path / "two")
+    again = detect(tmp_path / "two")
     assert again is not None
     assert (again.read_sensors(0.0).power_w, again.read_sensors(0.0).energy_source) == (9.0, "another")
-    assert detect(tmp_path / "two", other=lambda: None) is not None
+    monkeypatch.setattr(jtop, "connect_jtop", lambda: None)
+    assert detect(tmp_path / "two") is not None

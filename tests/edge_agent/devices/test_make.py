@@ -13,8 +13,6 @@ from fedquilt import profiles
 from fedquilt.core import JobError
 from fedquilt.edge_agent import devices
 from fedquilt.edge_agent.clocks.client import HelperStatus
-from fedquilt.edge_agent.devices.jetson import JetsonDevice
-from fedquilt.edge_agent.devices.linux import LinuxDevice
 from fedquilt.testing.boards import write_fake_board
 
 
@@ -36,12 +34,11 @@ def test_auto_is_this_host():
     assert 0 < available <= device.memory_bytes
 
 
-def test_a_jetson_is_a_jetson_before_it_is_a_linux(tree: Tree, tmp_path_factory: pytest.TempPathFactory):
-    """Any Linux is the last resort."""
-    assert type(devices.create_device("auto", tree.root)) is LinuxDevice
+def test_only_a_jetson_has_the_rails_of_its_own_chips(tree: Tree, tmp_path_factory: pytest.TempPathFactory):
+    assert "VDD_IN" not in devices.create_device("auto", tree.root).read_sensors(0.0).rails_w
     board = tmp_path_factory.mktemp("board")
     write_fake_board(board, "jetson-tx2", jetpack=4)
-    assert type(devices.create_device("auto", board)) is JetsonDevice
+    assert "VDD_IN" in devices.create_device("auto", board).read_sensors(0.0).rails_w
 
 
 class Helper:

@@ -16,7 +16,7 @@ from fedquilt.core import ClockError, Device, JobError, OperatingPoint
 from fedquilt.edge_agent import devices
 from fedquilt.edge_agent.clocks import controls, power_modes
 from fedquilt.edge_agent.clocks.client import ClockClient, HelperStatus
-from fedquilt.edge_agent.devices.jetson import JetsonDevice
+from fedquilt.edge_agent.devices.linux import LinuxDevice
 from fedquilt.profiles.board_layouts import BOARDS
 from fedquilt.testing.boards import write_fake_board
 from fedquilt.tools.boards import doctor
@@ -81,7 +81,7 @@ def shown(points: tuple[OperatingPoint, ...]) -> list[Any]:
 def reads_all(seen: Path) -> Any:
     assert not os.access(seen / DEBUG, os.R_OK)
     device = board_of(seen)
-    assert isinstance(device, JetsonDevice)
+    assert isinstance(device, LinuxDevice)
     return [device.mode, device.memory_bytes, [point.name for point in device.points], device.read_sensors(0.0)]
 
 
@@ -91,7 +91,7 @@ def test_a_board_is_read_with_debugfs_shut(user: User, planted: Any, board: str,
     seen, whole = planted(board, jetpack)
     device = board_of(whole)
     reading = device.read_sensors(0.0)
-    assert isinstance(device, JetsonDevice)
+    assert isinstance(device, LinuxDevice)
     mode, memory_bytes, points, told = user.does(reads_all, seen)
     assert (mode, memory_bytes) == (device.mode, device.memory_bytes)
     assert points == [point.name for point in device.points]
@@ -278,7 +278,7 @@ def asks_for_the_mode(root: Path) -> Any:
     device = board_of(root)
     seen = Facts(machine_facts.read_machine(root, 1.8e9, 0.0))
     told = {one.number: one.sentence for one in run_checks(doctor.TABLE, seen)}
-    assert isinstance(device, JetsonDevice)
+    assert isinstance(device, LinuxDevice)
     return [device.mode, len(device.points) > 1, told["FQ160"]]
 
 

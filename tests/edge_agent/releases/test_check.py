@@ -289,7 +289,7 @@ def test_an_engine_is_built_beside_the_model(laid: Laid, tmp_path: Path) -> None
     """trtexec is told the sizes of the first axis; an engine has its name once it is whole."""
     body = 'for a in "$@"; do case $a in --saveEngine=*) echo "$@" > "${a#--saveEngine=}";; esac; done'
     model = laid("new", network())
-    found = main.run_check(order(model, trtexec=trtexec(tmp_path, body), trtexec_s=60.0))
+    found = main.run_check(order(model, trtexec=trtexec(tmp_path, body)))
     assert (found.code, found.note) == ("ok", "")
     built = Path(model).with_name("model.engine").read_text()
     assert f"--onnx={model}" in built
@@ -306,10 +306,11 @@ def test_an_engine_is_built_beside_the_model(laid: Laid, tmp_path: Path) -> None
     ],
 )
 def test_a_failure_of_tensorrt_is_told_and_harmless(
-    laid: Laid, tmp_path: Path, body: str, limit_s: float, note: str
+    laid: Laid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, limit_s: float, note: str
 ) -> None:
     """A model without an engine of TensorRT is served by ONNX Runtime."""
+    monkeypatch.setattr(main, "TENSORRT_S", limit_s)
     model = laid("new", network())
-    found = main.run_check(order(model, trtexec=trtexec(tmp_path, body), trtexec_s=limit_s))
+    found = main.run_check(order(model, trtexec=trtexec(tmp_path, body)))
     assert (found.code, found.note) == ("ok", note)
     assert [path.name for path in Path(model).parent.iterdir()] == ["model.onnx"]

@@ -8,7 +8,7 @@ import pytest
 from model_places import Place, short, told
 from waiting import alive, until
 
-from fedquilt.edge_agent.releases.process import ReleaseHook
+from fedquilt.edge_agent.releases.process import HOOK_S, ReleaseHook
 
 
 def test_the_hook_is_run_after_each_exchange_with_the_models_place(tmp_path: Path) -> None:
@@ -44,17 +44,17 @@ def test_a_hook_that_hangs_is_ended_with_what_it_has_started(tmp_path: Path) -> 
     """The agent asks whether the hook runs, and waits for nothing."""
     pid = tmp_path / "pid"
     command = ("sh", "-c", f"sleep 1000 & echo $! > {pid}.part; mv {pid}.part {pid}; wait")
-    place = Place(tmp_path, hook=command, timeout_s=30.0)
+    place = Place(tmp_path, hook=command)
     place.put(1)
     assert not place.models.is_settled()
     assert place.models.unhealthy_reason() == ""
     sleeper = int(until(lambda: pid.exists() and pid.read_text(), "the hook's child"))
-    place.now_s += 31.0
-    assert told(place) == "the hook sh hung: it was ended after 30 s"
+    place.now_s += HOOK_S + 1
+    assert told(place) == "the hook sh hung: it was ended after 60 s"
     until(lambda: not alive(sleeper), "the end of what it has started")
 
 
 def test_no_hook_is_no_matter() -> None:
-    none = ReleaseHook((), 1.0)
+    none = ReleaseHook(())
     none.start({})
     assert (none.is_running, none.failure) == (False, "")

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from fedquilt.core import ModelError
 from fedquilt.edge_agent.releases.models import ModelReleases
+from fedquilt.edge_agent.releases.release_kind import CheckResult
 from fedquilt.edge_agent.task.protocol import ProgressReport, WorkResult
 from fedquilt.wire import DesiredRelease, ReleaseLimits
 
@@ -139,27 +140,17 @@ def test_joules_of_an_answer_are_the_boards_while_answers_were_timed(place: Plac
 
 
 def test_the_shape_of_a_release_is_the_one_that_its_check_runs(place: Place) -> None:
-    """A check that was killed is made again with it."""
     wanted, blob = place.release(1)
     wanted = replace(wanted, input_shape=(3, 48, 192))
     place.models.stage(wanted, blob)
     place.models.start_check(wanted)
-    place.checks.events = [WorkResult(killed=True)]
-    assert place.models.poll_check() is None
-    assert [order.input_shape for order in place.checks.orders] == [(3, 48, 192)] * 2
+    assert [order.input_shape for order in place.checks.orders] == [(3, 48, 192)]
 
 
-def test_a_check_whose_process_somebody_killed_is_made_again(place: Place) -> None:
-    """A check is made again twice; the third kill refuses the release."""
+def test_a_check_whose_process_somebody_killed_is_reported(place: Place) -> None:
     begun(place)
-    for times in (2, 3):
-        place.checks.events = [WorkResult(code="failed", reason="killed by somebody", killed=True)]
-        assert place.models.poll_check() is None
-        assert len(place.checks.orders) == times
     place.checks.events = [WorkResult(code="failed", reason="killed by somebody", killed=True)]
-    verdict = place.models.poll_check()
-    assert verdict is not None
-    assert verdict.refused == "its check failed: killed by somebody"
+    assert place.models.poll_check() == CheckResult("its check failed: killed by somebody", {}, killed=True)
 
 
 def test_a_check_that_never_ends_is_ended(place: Place) -> None:

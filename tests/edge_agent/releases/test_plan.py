@@ -39,7 +39,7 @@ def wanted(**changes: object) -> ReleaseState:
     ],
 )
 def test_a_low_battery_and_heat_are_waited_for_before_anything_begins(reading: Reading, said: str) -> None:
-    seen = StatusPolled(reading=reading, min_battery=0.2, max_c=85.0)
+    seen = StatusPolled(reading=reading)
     state, actions = state_machine.advance(wanted(), seen, 1.0)
     assert state.waits == said
     assert bool(actions) is (said == "")
@@ -83,6 +83,17 @@ def test_the_swap_is_noted_with_what_runs_before_it_is_made() -> None:
     assert (state.noted.step, state.noted.origin) == ("swapping", "c" * 64)
     assert actions == ("activate",)
     assert wire.decode(wire.encode(state.noted), ReleaseRecord) == state.noted
+
+
+def test_a_check_that_somebody_kills_is_made_again_twice() -> None:
+    """As the kernel does where memory runs out; the third kill refuses the release."""
+    state, killed = replace(wanted(), stage="checking"), CheckResult("killed", {}, killed=True)
+    for _ in range(2):
+        state, actions = state_machine.advance(state, killed, 1.0)
+        assert actions == ("check",)
+    state, actions = state_machine.advance(state, killed, 1.0)
+    assert state.noted is not None
+    assert (state.noted.step, state.noted.reason, actions) == ("refused", "killed", ("delete",))
 
 
 class Board:

@@ -69,6 +69,18 @@ def test_a_soak_goes_on_though_what_is_in_use_could_not_be_read_when_it_was_told
     assert last(site).phase == "committed"
 
 
+def test_a_killed_check_is_made_again(site: Site, toy: ToyKind) -> None:
+    toy.verdict = None
+    deploy(site)
+    site.run(5.0)
+    toy.verdict = CheckResult("killed", {}, killed=True)
+    site.agent.releases.step(site.broker.now_s)
+    assert toy.calls.count("check") == 2
+    toy.verdict = CheckResult("", {})
+    site.run(20.0)
+    assert last(site).phase == "committed"
+
+
 @pytest.mark.parametrize("method", ["stage", "check"])
 def test_what_cannot_be_staged_or_checked_is_refused_by_name(site: Site, toy: ToyKind, method: str) -> None:
     """Nothing has been exchanged, and the next release is taken."""

@@ -48,7 +48,7 @@ def test_labels_are_added_and_taken_away() -> None:
     [
         ({"budget": "2.1GB"}, "budget = '2.1GB' is above the 2000 MB that this board's agent.toml allows"),
         ({"max_w": 15.5}, "max_w = 15.5 is above the 15 W"),
-        ({"telemetry_s": 0.5}, "telemetry_s = 0.5 is below the 1 s"),
+        ({"telemetry_s": 0.5}, "telemetry_s = 0.5"),
         ({"budget": "much"}, "budget: 'much' is no size"),
         ({"home": "/"}, "home"),
         ({"policy": "fast"}, "policy"),
@@ -60,15 +60,10 @@ def test_more_than_agent_toml_allows_is_refused_by_name(given: dict[str, Any], s
         applied(given)
 
 
-def test_an_owner_may_allow_more_than_his_own_values() -> None:
-    limits = {"budget": "4GB", "max_w": 30.0, "telemetry_s": 0.1}
-    made = applied({"budget": "3GB", "max_w": 20.0, "telemetry_s": 0.5}, limits=limits)
-    assert (made.budget, made.governor.max_w, made.telemetry_s) == ("3GB", 20.0, 0.5)
+def test_without_a_budget_half_of_the_memory_is_the_limit() -> None:
     assert applied({"budget": "4GB"}, budget=None).budget == "4GB"  # half of the board's memory
     with pytest.raises(JobError, match="above the 4000 MB"):
         applied({"budget": "4.1GB"}, budget=None)
-    with pytest.raises(JobError, match=r"\[limits\] budget: 'lots' is no size"):
-        agents.parse_settings({**OWN, "limits": {"budget": "lots"}})
 
 
 def test_words_are_checked_before_anything_is_sent() -> None:

@@ -90,7 +90,7 @@ def test_a_job_is_frozen():
         ),
         (lambda: fq.Fleet(4, devices=5), r"\[fleet\]: devices is given twice: 4 by its place and 5 by its name"),
         (lambda: fq.Data("x.npz", partition="dirichlett"), r"\[data\]: .*did you mean 'dirichlet'\?"),
-        (lambda: fq.Data(), r"\[data\]: one of path, sources, synthetic and dataset is wanted, not none"),
+        (lambda: fq.Data(), r"\[data\]: one of path, sources and dataset is wanted, not none"),
         (lambda: job(data={"path": "x", "alpa": 1}), r"\[data\]: there is no key 'alpa'.*did you mean 'alpha'\?"),
         (lambda: job(wire={"codec": "zip"}), r"\[wire\] codec = 'zip': there are raw"),
         (lambda: job(test={"path": "x", "splitt": "y"}), r"\[test\]: there is no key 'splitt'"),

@@ -106,13 +106,15 @@ def test_asking_twice_before_it_was_sent_sends_it_once():
     assert taken(serve) == [("a", 7)]
 
 
-def test_nothing_is_sent_beyond_the_budget():
-    serve = OutgoingChunkQueue(budget_bytes=4 * KIB)
+def test_nothing_is_sent_beyond_the_budget(monkeypatch):
+    monkeypatch.setattr(blobs.chunks, "BUDGET_BYTES", 4 * KIB)
+    serve = OutgoingChunkQueue()
     for index in range(3):
         serve.add(OutgoingChunk("a", "s", KIB, index))
     assert serve.take_next(3 * KIB + 1) is None
     assert serve.take_next(3 * KIB) == OutgoingChunk("a", "s", KIB, 0)
-    narrow = OutgoingChunkQueue(budget_bytes=1)
+    monkeypatch.setattr(blobs.chunks, "BUDGET_BYTES", 1)
+    narrow = OutgoingChunkQueue()
     narrow.add(OutgoingChunk("a", "s", KIB, 0))
     assert narrow.take_next(1) is None
     assert narrow.take_next(0) == OutgoingChunk("a", "s", KIB, 0)

@@ -33,9 +33,9 @@ def chunk_of(index: int) -> bytes:
     return BLOB[offset : offset + size]
 
 
-def begun(now_s: float = 0.0, patience_s: float = 300.0) -> Download:
+def begun(now_s: float = 0.0) -> Download:
     """A pull of BLOB that has its manifest."""
-    pull = Download(ref_of(BLOB), CHUNK, now_s, patience_s)
+    pull = Download(ref_of(BLOB), CHUNK, now_s)
     pull.next_requests(now_s)
     assert pull.handle_manifest(MANIFEST, now_s)
     return pull
@@ -177,7 +177,7 @@ def test_a_lost_last_chunk_is_asked_for_again_after_half_a_second_on_a_fast_line
 
 def test_the_time_out_follows_the_line():
     """A first answer after 3 s: 4 * 3 = 12 s; the next after 1 s: srtt = 3 + (1 - 3) / 8 = 2.75, so 11 s."""
-    pull = begun(patience_s=1e6)
+    pull = begun()
     pull.next_requests(0.0)
     pull.next_requests(2.0)
     assert pull.handle_chunk(0, chunk_of(0), 3.0)
@@ -188,7 +188,7 @@ def test_the_time_out_follows_the_line():
 
 
 def test_patience_ends_after_no_progress_and_not_before():
-    pull = begun(patience_s=300.0)
+    pull = begun()
     now_s = 0.0
     while pull.failed is None:
         pull.next_requests(now_s)
@@ -199,7 +199,7 @@ def test_patience_ends_after_no_progress_and_not_before():
 
 def test_time_does_not_pass_for_a_parked_pull():
     """It is silent because it may not ask."""
-    pull = begun(patience_s=300.0)
+    pull = begun()
     pull.suspend(10.0)
     pull.resume(1000.0)
     assert indices(pull.next_requests(1000.0)) == [0, 1]
@@ -270,7 +270,7 @@ def test_missing_is_believed_when_it_is_said_again():
     )
 )
 def test_no_order_of_messages_makes_a_pull_raise_or_write_what_is_wrong(events):
-    pull, now_s = Download(ref_of(BLOB), CHUNK, 0.0, patience_s=50.0), 0.0
+    pull, now_s = Download(ref_of(BLOB), CHUNK, 0.0), 0.0
     for event in events:
         now_s += 0.7
         match event:

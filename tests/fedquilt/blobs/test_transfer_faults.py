@@ -8,13 +8,15 @@ import pytest
 from two_sides import KIB, Side, noise, play
 
 from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.transfer import download
 from fedquilt.transport.memory_link import LinkFaults, MemoryBroker
 
 ROUGH = LinkFaults(drop=0.1, duplicate=0.1, corrupt=0.1, delay_s=0.5)
 
 
 @pytest.mark.parametrize("seed", [n if n < 15 else pytest.param(n, marks=pytest.mark.nightly) for n in range(60)])
-def test_every_blob_arrives_through_loss_duplicates_delay_and_damage(tmp_path, seed):
+def test_every_blob_arrives_through_loss_duplicates_delay_and_damage(tmp_path, monkeypatch, seed):
+    monkeypatch.setattr(download, "PATIENCE_S", 1e6)
     roll = random.Random(seed)
     faults = LinkFaults(
         drop=roll.choice([0.0, 0.05, 0.3]),
@@ -23,8 +25,8 @@ def test_every_blob_arrives_through_loss_duplicates_delay_and_damage(tmp_path, s
         delay_s=roll.choice([0.0, 0.5, 5.0]),
     )
     broker = MemoryBroker(seed, faults, max_payload=5 * KIB)
-    coordinator = Side(broker, tmp_path / "c", patience_s=1e6)
-    agents = {name: Side(broker, tmp_path / name, name, patience_s=1e6) for name in ("nano", "tx2", "xavier")}
+    coordinator = Side(broker, tmp_path / "c")
+    agents = {name: Side(broker, tmp_path / name, name) for name in ("nano", "tx2", "xavier")}
     shared = coordinator.depot.store_bytes(roll.randbytes(roll.randrange(160_000)))
     wanted = []
     for name, agent in agents.items():

@@ -5,7 +5,9 @@ import math
 from two_sides import KIB, TOPICS, Side, noise, play, ref_of
 
 from fedquilt import wire
+from fedquilt.blobs import chunks
 from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.transfer import transfers as blob_transfers
 from fedquilt.blobs.transfer.transfers import Transfers
 from fedquilt.transport.memory_link import MemoryBroker, MemoryLink
 
@@ -27,9 +29,10 @@ def test_devices_are_served_side_by_side(tmp_path):
     assert all(agent.depot.has_blob(ref) for agent in agents)
 
 
-def test_devices_that_are_gone_do_not_keep_others_waiting(tmp_path):
+def test_devices_that_are_gone_do_not_keep_others_waiting(tmp_path, monkeypatch):
+    monkeypatch.setattr(blob_transfers, "DOWNLOADS_MOST", 2)
     broker = MemoryBroker()
-    coordinator, agent = Side(broker, tmp_path / "c", max_pulls=2), Side(broker, tmp_path / "a", "alive")
+    coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "alive")
     ref = agent.depot.store_bytes(noise(2_000_000))
     for number in range(4):
         coordinator.transfers.request_blob(f"dead{number}", ref_of(bytes([number])))
@@ -79,12 +82,13 @@ class SlowLink(MemoryLink):
         super().publish(topic, payload, retain=retain, reliable=reliable)
 
 
-def test_the_send_budget_is_kept_and_used(tmp_path):
+def test_the_send_budget_is_kept_and_used(tmp_path, monkeypatch):
+    monkeypatch.setattr(chunks, "BUDGET_BYTES", 64 * KIB)
     broker = MemoryBroker(max_payload=16 * KIB)
     link = SlowLink(broker, None)
     depot = BlobStore(tmp_path)
     ref = depot.store_bytes(noise(20 * 15 * KIB))
-    transfers = Transfers(link, depot, TOPICS, "dn", lambda device, sha256: True, budget_bytes=64 * KIB)
+    transfers = Transfers(link, depot, TOPICS, "dn", lambda device, sha256: True)
     get = wire.encode(wire.ChunkRequest(sha256=ref.sha256, chunk=15 * KIB, indices=tuple(range(20))))
     for number in range(10):
         transfers.handle_message(wire.parse_topic(TOPICS.device_topic(f"d{number}", "up", "blob/get")), get, 0.0)
@@ -98,10 +102,11 @@ def test_the_send_budget_is_kept_and_used(tmp_path):
     assert all(transfers.traffic_bytes(f"d{number}", "dn") == ref.size for number in range(10))
 
 
-def test_no_more_is_asked_for_than_the_budget(tmp_path):
+def test_no_more_is_asked_for_than_the_budget(tmp_path, monkeypatch):
     """Twelve devices are pulled from at once, but only 64 KiB may be on their way."""
+    monkeypatch.setattr(chunks, "BUDGET_BYTES", 64 * KIB)
     broker = MemoryBroker(max_payload=16 * KIB)
-    coordinator = Side(broker, tmp_path / "c", budget_bytes=64 * KIB)
+    coordinator = Side(broker, tmp_path / "c")
     agents = [Side(broker, tmp_path / f"d{number}", f"d{number}") for number in range(12)]
     for number, agent in enumerate(agents):
         coordinator.transfers.request_blob(f"d{number}", agent.depot.store_bytes(noise(200_000, number)))

@@ -108,11 +108,9 @@ MIXED = [{"path": "a.npz", "labels_from": 0}, {"path": "b.npz", "labels_from": 1
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({}, "one of path, sources, synthetic and dataset is wanted, not none"),
-        ({"path": "a.npz", "synthetic": "fedpews-32k"}, "not path and synthetic"),
-        ({"synthetic": "fedpews-64k"}, "synthetic"),
-        ({"synthetic": "fedpews-32k", "dataset": "MNIST"}, "dataset goes with path"),
-        ({"synthetic": "fedpews-32k", "size": 32}, "size is for images"),
+        ({}, "one of path, sources and dataset is wanted, not none"),
+        ({"sources": [{"path": "a", "labels_from": 0}], "dataset": "MNIST"}, "dataset goes with path"),
+        ({"dataset": "fedpews-32k", "size": 32}, "size is for images"),
         ({"sources": MIXED, "column": "x"}, "column goes with path, or into each source"),
         ({"sources": [{"path": "a.npz"}]}, r"labels_from.*keys of \[data\] sources\[0\]: path, labels_from"),
         ({"path": "a.npz", "limit": 5, "per_class": 2}, "limit and per_class"),

@@ -10,12 +10,12 @@ from fedquilt.core import DataError
 from fedquilt.data import examples, synthetic
 from fedquilt.data.spec import DataSpec
 
-LARGE = DataSpec(synthetic="fedpews-32k")
+LARGE = DataSpec(dataset="fedpews-32k")
 
 
 @pytest.mark.parametrize(("name", "count"), [("fedpews-32k", 32000), ("fedpews-3.2k", 3200)])
 def test_the_sets_are_as_large_as_they_are_called(name, count):
-    spec = DataSpec(synthetic=name)
+    spec = DataSpec(dataset=name)
     train, test = examples.load_split(spec), examples.load_split(msgspec.structs.replace(spec, split="test"))
     assert (train.x.shape, train.x.dtype) == ((count, 5), np.float32)
     assert np.bincount(train.y).tolist() == [count // 4] * 4

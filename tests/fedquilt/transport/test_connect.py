@@ -83,10 +83,9 @@ def test_a_key_that_is_not_the_certificates_is_refused(authority):
         Broker.from_url("mqtts://host", cert=cert, key=key)
 
 
-@pytest.mark.parametrize("wrong", [{"keepalive_s": 1}, {"session_expiry_s": -1}, {"max_payload": 10}])
-def test_numbers_out_of_range_are_refused(wrong):
+def test_a_keepalive_out_of_range_is_refused():
     with pytest.raises(JobError, match="it must be"):
-        Broker.from_url("mqtt://host", **wrong)
+        Broker.from_url("mqtt://host", keepalive_s=1)
 
 
 def test_a_dial_that_gets_no_answer_waits_without_blocking_and_ends_by_the_callers_clock():

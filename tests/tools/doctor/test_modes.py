@@ -9,7 +9,7 @@ import pytest
 from fedquilt import profiles
 from fedquilt.core import WorkEstimate
 from fedquilt.edge_agent.clocks import controls
-from fedquilt.edge_agent.devices import jetson
+from fedquilt.edge_agent.devices import linux
 from fedquilt.edge_agent.power.learned_model import LatestTask, LearnedModel, TaskSegment, learn_segment
 from fedquilt.edge_agent.storage.agent_state import AgentState
 from fedquilt.tools.boards.doctor.checks import power_mode
@@ -33,7 +33,7 @@ def remembered(board: Any, left_s: float) -> None:
 
 
 def profile(board: Any) -> profiles.BoardProfile:
-    found = jetson.find_profile(board.root)
+    found = linux.find_profile(board.root)
     assert found is not None
     return found
 

@@ -100,7 +100,7 @@ def test_a_jobs_data_are_in_two_tables_and_in_each_of_several_sources() -> None:
         "test": {"path": "/t"},
     }
     assert run_cache.list_data_paths(msgspec.json.encode(table)) == [Path("/a"), Path("/b"), Path("/t")]
-    assert run_cache.list_data_paths(msgspec.json.encode({"data": {"synthetic": "fedpews-32k"}})) == []
+    assert run_cache.list_data_paths(msgspec.json.encode({"data": {"dataset": "fedpews-32k"}})) == []
 
 
 def test_a_key_changes_with_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,9 +171,9 @@ def test_paths_of_sources_are_taken_from_the_jobs_folder(tmp_path: Path) -> None
         ('partition = "dirichlet"\nmin_size = 9999\n', 3, "4 shares of at least 9999 of only"),
         ("alpha = -1\n", 2, "job.toml: [data]: alpha = -1: a number above 0 is wanted"),
         (
-            'synthetic = "fedpews-32k"\n',
+            'sources = [{ path = "a", labels_from = 0 }]\n',
             2,
-            "one of path, sources, synthetic and dataset is wanted, not path and synthetic",
+            "one of path, sources and dataset is wanted, not path and sources",
         ),
     ],
 )

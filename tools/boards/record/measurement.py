@@ -12,11 +12,12 @@ import logging
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
 from fedquilt.core import ClockError, Cost, OperatingPoint, Rates, Reading
+from fedquilt.edge_agent.clocks.client import ClockClient
 from fedquilt.edge_agent.power.energy import EnergyAccount
 from fedquilt.profiles import MOST_POINTS, fit
 from fedquilt.profiles import clock_model as laws
@@ -36,21 +37,13 @@ IDLE_SHARE, IDLE_MOST_S = 0.05, 20.0  # of the whole time for idle power
 IDLE_STEP_S: Final = 0.5  # between its readings
 
 
-class ClockSetter(Protocol):
-    def pin(self, point: OperatingPoint) -> OperatingPoint: ...
-
-    def send_keepalive(self, now_s: float) -> None: ...
-
-    def unpin(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class MeasurementSetup:
     """Workload, sensors, clocks and time functions of a measurement."""
 
     work: TimedWorkload
     read: Callable[[float], Reading]
-    clocks: ClockSetter | None  # None to keep the board's clocks
+    clocks: ClockClient | None  # None to keep the board's clocks
     now: Callable[[], float]
     sleep: Callable[[float], None]
     probes: Mapping[str, Sequence[TaskProbe]] = field(
@@ -135,7 +128,7 @@ class _PointSkipped(Exception):
 
 
 @contextlib.contextmanager
-def _unpin_on_exit(clocks: ClockSetter | None) -> Iterator[None]:
+def _unpin_on_exit(clocks: ClockClient | None) -> Iterator[None]:
     try:
         yield
     finally:

@@ -28,7 +28,7 @@ FLEET: Final = "bench"
 EXAMPLES: Final = 32
 LOOK_S: Final = 1.0  # pause between looks for requests to repeat
 AGAIN_S: Final = 30.0  # time after which an update without an answer is offered again
-CHUNK: Final = chunks.chunk_size_for(payload_limit(5, None, None))
+CHUNK: Final = chunks.chunk_size_for(payload_limit(5, None))
 PROFILE: Final[dict[str, Any]] = {
     "board": "bench",
     "memory_bytes": 4 << 30,

@@ -25,7 +25,7 @@ from fedquilt.blobs.storage.store import BlobStore
 from fedquilt.blobs.transfer import http_client
 from fedquilt.blobs.transfer.backend import TransferBackend
 from fedquilt.blobs.transfer.transfers import Transfers
-from fedquilt.core import BlobRef, Profile
+from fedquilt.core import BlobRef
 from fedquilt.edge_agent.task import memory_budget
 from fedquilt.host import process_memory
 from fedquilt.transport.link import Message
@@ -97,8 +97,6 @@ def serve_blob(url: str, folder: str, sha256: str, transport: str, loss: str) ->
         BlobLocationSettings("127.0.0.1:0" if transport == "http" else None), depot, lambda device, sha: sha == sha256
     )
     transfers = Transfers(lossy, depot, wire.Topics("bench"), "dn", lambda device, sha: sha == sha256, carriers=places)
-    for number in range(AGENTS):
-        places.record_profile(_create_profile(f"agent-{number}"))
     running = [True]
     signal.signal(signal.SIGTERM, lambda number, frame: running.clear())
     base = _connect_and_measure_base(link, wire.Topics("bench").coordinator_filters())
@@ -211,12 +209,6 @@ def _pull_tcp(port: int, folder: Path, sha256: str) -> None:
     ended, cpu_s = time.monotonic(), time.process_time() - idle_s
     error = None if digest.hexdigest() == sha256 else "damaged"
     print(json.dumps({"base": 0, "peak": 0, "error": error, "cpu_s": cpu_s, "ended": ended}), flush=True)
-
-
-def _create_profile(device: str) -> Profile:
-    return Profile(
-        device=device, board="b", memory_bytes=0, budget_bytes=0, engines=(), versions={}, carriers=("http",)
-    )
 
 
 def _wait_for_start() -> float:

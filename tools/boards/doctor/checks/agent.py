@@ -15,7 +15,7 @@ from fedquilt.core import FedquiltError
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import devices
 from fedquilt.edge_agent.clocks.client import HelperStatus
-from fedquilt.edge_agent.devices import jetson
+from fedquilt.edge_agent.devices import linux
 from fedquilt.edge_agent.engines import NEEDS
 from fedquilt.edge_agent.settings import AgentSettings, parse_size
 from fedquilt.edge_agent.task import memory_budget
@@ -170,7 +170,7 @@ def _check_shipped_profile(settings: AgentSettings, path: Path, machine: Machine
     """Check that a profile for this Jetson ships, unless the settings name a profile or a board."""
     if settings.board != "auto" or not machine.tegra or settings.profile is not None:
         return None
-    if (fits := jetson.find_profile(machine.root)) is not None:
+    if (fits := linux.find_profile(machine.root)) is not None:
         return f"its profile is {fits.board}, which ships"
     named = ", ".join(sysfs.read_strings(sysfs.device_tree_folder(machine.root) / "compatible"))
     return Problem(
@@ -183,7 +183,7 @@ def _check_shipped_profile(settings: AgentSettings, path: Path, machine: Machine
 def _check_profile_fits_board(settings: AgentSettings, path: Path, machine: MachineFacts) -> Verdict:
     if settings.board != "auto" or not machine.tegra or settings.profile is None:
         return None
-    fits = jetson.find_profile(machine.root)
+    fits = linux.find_profile(machine.root)
     try:
         given = profiles.find_board_profile(settings.profile)
     except FedquiltError:

@@ -190,7 +190,7 @@ def open_link(broker: Broker, client: str, timer: ExaminationDeadline) -> Iterat
     log = logging.getLogger("fedquilt.transport.mqtt")
     level = log.level
     log.setLevel(logging.CRITICAL)  # what is refused here is a finding, no warning
-    link = MqttLink(dataclasses.replace(broker, session_expiry_s=0, max_payload=None), client)
+    link = MqttLink(dataclasses.replace(broker, session_expiry_s=0), client)
     try:
         try:
             link.wait_until_connected(timer.remaining_s(WORD_S))
@@ -212,7 +212,7 @@ def _login_fix(broker: Broker) -> str:
 
 
 def check_packet_limit(broker: Broker, link: MqttLink) -> Iterator[Numbered]:
-    """Yield findings on the login, the broker's packet limit and the configured `max_payload`."""
+    """Yield findings on the login and the broker's packet limit."""
     yield "FQ408", f"{broker} lets us in, by MQTT {'5' if link.level == 5 else '3.1.1'}"
     most, raise_it = link.max_payload, "max_packet_size 1048576 in mosquitto.conf, or what your broker calls it"
     takes = f"{broker} takes no more than {most} bytes"
@@ -223,9 +223,6 @@ def check_packet_limit(broker: Broker, link: MqttLink) -> Iterator[Numbered]:
     else:
         said = "announces no limit" if link.level < 5 else f"takes {most} bytes in a message"
         yield "FQ409", f"{broker} {said}"
-    if broker.max_payload is not None and link.level == 5 and broker.max_payload > most:
-        said = f"max_payload is {broker.max_payload}, and {broker} takes {most} bytes: it would hang up at larger ones"
-        yield "FQ410", error(said, "leave max_payload out of [broker]")
 
 
 # -- signatures -----------------------------------------------------------------------------------

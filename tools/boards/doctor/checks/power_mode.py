@@ -9,7 +9,7 @@ from fedquilt.core import FedquiltError
 from fedquilt.edge_agent.clocks import controls, owner_limits
 from fedquilt.edge_agent.clocks.controls import ClockControls
 from fedquilt.edge_agent.clocks.power_modes import PowerMode, is_same_mode
-from fedquilt.edge_agent.devices import jetson
+from fedquilt.edge_agent.devices import linux
 from fedquilt.edge_agent.power.learned_model import LatestTask, LearnedModel, estimate_points
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.edge_agent.storage import agent_state
@@ -28,7 +28,7 @@ def check_deadlines(settings: AgentSettings, machine: MachineFacts) -> Verdict:
         return None
     try:
         board = (
-            jetson.find_profile(machine.root)
+            linux.find_profile(machine.root)
             if settings.profile is None
             else profiles.find_board_profile(settings.profile)
         )

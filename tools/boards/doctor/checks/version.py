@@ -27,7 +27,7 @@ from fedquilt.tools.simulation.task_process import TaskProcess
 TASK_S: Final = 300.0  # a slow card takes a while to read numpy
 BUDGET_BYTES: Final = 1 << 30
 NETWORK: Final = {"name": "mlp", "inputs": 5, "hidden": [], "classes": 4}
-DATA: Final = {"synthetic": "fedpews-3.2k", "limit": 32}
+DATA: Final = {"dataset": "fedpews-3.2k", "limit": 32}
 PARTS: Final = (
     "edge_agent.daemon",
     "transport.mqtt.link",
