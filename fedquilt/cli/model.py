@@ -16,14 +16,15 @@ def model() -> None:
 @model.command()
 @options.run_argument
 @option("--out", type=options.PATH, required=True, help="The file to write.")
+@option("--candidate", type=int, metavar="N", help="Write candidate N of a stitching job instead of the chosen one.")
 @options.home_option
-def export(run: str, out: Path, home: Path) -> None:
+def export(run: str, out: Path, candidate: int | None, home: Path) -> None:
     """Write a run's result: a stitched network as ONNX, or weights as safetensors."""
     from fedquilt.console import progress
     from fedquilt.tools.artefacts import export as tool
 
     with home_access.open_existing_home(home) as store, progress.show_progress(f"exporting {run}"):
-        progress.LINE.print_to_stdout(tool.export_result(store, run, out))
+        progress.LINE.print_to_stdout(tool.export_result(store, run, out, candidate))
 
 
 @model.command()

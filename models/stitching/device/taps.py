@@ -91,7 +91,8 @@ def count_correct(ask: CountRequest, site: ClientContext) -> ClientResult:
     At most as many held-out examples are counted as the device has examples, because that number bounds its weight.
 
     Returns:
-        Result with bundle "counts": "examples" (1,), the number of examples counted, and "right" (candidates,), int64.
+        Result with bundle "counts", int64: "examples" (1,), the number of examples counted, and "right" (candidates,
+        candidates), the number that both of two candidates predict correctly.
 
     Raises:
         DataError: If there are labels that the job lacks.
@@ -101,11 +102,12 @@ def count_correct(ask: CountRequest, site: ClientContext) -> ClientResult:
     if len(rows) > max(len(site.train), 1):
         rows = np.sort(site.rng.permutation(rows)[: max(len(site.train), 1)])
     run = BlockRunner(site, ask.blocks.values(), len(rows) * _paths_flops(ask))
-    right = np.zeros(len(ask.candidates), np.int64)
+    right = np.zeros((len(ask.candidates), len(ask.candidates)), np.int64)
     for first in range(0, len(rows), junction_moments.WAVE):
         wave = rows[first : first + junction_moments.WAVE]
         x, y = site.held.x[wave], site.held.y[wave]
         ends = dict(_run_and_pool_paths(run, ask, ask.paths, block_runner.PreparedExamples(x, ask.input), site))
+        correct = np.empty((len(right), len(wave)), np.int64)
         for i, (taps, groups) in enumerate(zip(ask.candidates, ask.align, strict=True)):
             z = np.concatenate([ends[tap] for tap in taps], axis=1)
             if groups is None:
@@ -113,7 +115,8 @@ def count_correct(ask: CountRequest, site: ClientContext) -> ClientResult:
                 scores = z @ head["weights"].T + head["bias"]
             else:
                 scores = stitched_network.align_logits(z, groups)
-            right[i] += int((scores.argmax(axis=1) == y).sum())
+            correct[i] = scores.argmax(axis=1) == y
+        right += correct @ correct.T
     counts = {"examples": np.array([len(rows)], np.int64), "right": right}
     return ClientResult({"counts": counts}, float(len(rows)), {"turn": float(ask.turn)}, site.local)
 
