@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fedquilt.core import DeviceView
-from fedquilt.methods.fedstitch import METHOD, SearchParams, SearchState
+from fedquilt.core import DeviceView, Method
+from fedquilt.methods.fedstitch import METHOD, SearchState
 from fedquilt.models.stitching import stitched_network
-from fedquilt.testing.toy_networks import SMALL, FakeRunner, build_donors, deliver_task, image_members, run_method
+from fedquilt.models.stitching.search.state import PAPER, SearchSettings
+from fedquilt.testing import toy_networks
+from fedquilt.testing.toy_networks import FakeRunner, build_donors, deliver_task, image_members, run_method
 from fedquilt.tools.simulation import DeviceData
+
+SMALL = {**toy_networks.SMALL, "screen": 3}
 
 
 def played(
@@ -26,13 +31,18 @@ def played(
         "fedstitch",
         bundle,
         image_members(8) if devices is None else devices,
-        {**SMALL, **changes},
         engine=runner or own,
-        method=method,
+        method=with_settings(method, {**SMALL, **changes}),
         seed=3,
         rounds=rounds,
         cohort={"size": cohort},
     )
+
+
+def with_settings(method: Method, changes: Mapping[str, Any]) -> Method:
+    """The method with these settings, also with those that only the mode of a job determines."""
+    settings = SearchSettings(**{**changes, **(PAPER if changes.get("mode") == "paper" else {})})
+    return replace(method, init=lambda bundle, params, seed: method.init(bundle, settings, seed))
 
 
 FULL = played()
@@ -46,7 +56,7 @@ def narrow(state: SearchState, name: str, channels: int) -> stitched_network.Blo
 def gathering(**changes: Any) -> tuple[SearchState, Any, Any]:
     """A state that gathers, and one device's task and site."""
     bundle, runner = build_donors()
-    state = METHOD.init(bundle, SearchParams(**{**SMALL, "expansions": 0, **changes}), 3)
+    state = METHOD.init(bundle, SearchSettings(**{**SMALL, "expansions": 0, **changes}), 3)
     return (
         state,
         *deliver_task(METHOD, METHOD.send(state, DeviceView("dev-0", None)), image_members(1)[0], runner, seed=3),

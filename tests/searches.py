@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from joint_runs import SMALL, with_settings
+
 from fedquilt.core import Method
 from fedquilt.methods.fedstitch import METHOD, SearchState
-from fedquilt.testing.toy_networks import SMALL, FakeRunner, build_donors, image_members
+from fedquilt.testing.toy_networks import FakeRunner, build_donors, image_members
 from fedquilt.testing.toy_networks import run_method as run_of
 from fedquilt.tools.simulation import DeviceData
 
@@ -31,9 +33,8 @@ def played(
         "fedstitch",
         bundle,
         image_members() if devices is None else devices,
-        {**SMALL, **changes},
         engine=runner or own,
-        method=method,
+        method=with_settings(method, {**SMALL, **changes}),
         seed=seed,
         rounds=rounds,
         cohort={"size": cohort},

@@ -161,7 +161,7 @@ class Run:
             return dict(export.load_result(store, self.id, best=best).tensors)
 
     @extras.report_missing_extras()
-    def export(self, path: str | Path, *, best: bool = False) -> Path:
+    def export(self, path: str | Path, *, best: bool = False, candidate: int | None = None) -> Path:
         """Write the result to a file, in the format of the suffix: .onnx or .safetensors.
 
         A stitched network is always ONNX. Writing trained weights as ONNX requires torch.
@@ -169,20 +169,38 @@ class Run:
         Args:
             path: Path of the file.
             best: Whether to write the state with the best evaluation by devices, not the last one.
+            candidate: Number of a row of `candidates` to write instead of the result, from 1, or None.
 
         Returns:
             The path.
 
         Raises:
-            JobError: If the suffix is unknown, a library is not installed, or there is no evaluation.
+            JobError: If the suffix or the candidate is unknown, a library is not installed, or there is no evaluation.
             StoreError: If the file cannot be written.
             ModelError: If the network cannot be written as ONNX.
         """
         from fedquilt.tools.artefacts import export
 
         with self._open_store() as store:
-            export.export_result(store, self.id, Path(path), best=best)
+            export.export_result(store, self.id, Path(path), best=best, candidate=candidate)
         return Path(path)
+
+    def candidates(self) -> list[dict[str, Any]]:
+        """Return the networks that a stitching job could have resulted in, the cheapest first.
+
+        Each has its "accuracy" on held-out examples with a 95 % "interval", its costs, and whether it is on the "front"
+        of accuracy and costs.
+
+        Returns:
+            The candidates, or [] for other jobs.
+
+        Raises:
+            JobError: If the run has no state yet.
+        """
+        from fedquilt.tools.artefacts import export
+
+        with self._open_store() as store:
+            return list(export.load_result(store, self.id).meta.get("search", ()))
 
     @extras.report_missing_extras()
     def plot(self, x: str = "rounds", axes: Any = None) -> Axes:

@@ -17,14 +17,15 @@ def model() -> None:
 @options.run_argument
 @option("--out", type=options.PATH, required=True, help="The file to write.")
 @option("--best", is_flag=True, help="Export the state with the best evaluation by devices.")
+@option("--candidate", type=int, metavar="N", help="Write candidate N of a stitching job instead of the chosen one.")
 @options.home_option
-def export(run: str, out: Path, best: bool, home: Path) -> None:
+def export(run: str, out: Path, best: bool, candidate: int | None, home: Path) -> None:
     """Write a run's result: a stitched network as ONNX, or weights as safetensors."""
     from fedquilt.console import progress
     from fedquilt.tools.artefacts import export as tool
 
     with home_access.open_existing_home(home) as store, progress.show_progress(f"exporting {run}"):
-        progress.LINE.print_to_stdout(tool.export_result(store, run, out, best=best))
+        progress.LINE.print_to_stdout(tool.export_result(store, run, out, best=best, candidate=candidate))
 
 
 @model.command()

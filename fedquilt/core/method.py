@@ -234,6 +234,11 @@ class Method:
     aggregation: Aggregation  # of a round's updates in an accumulator A
     step: Callable[[Any, Any], Any]  # (S, A | None) -> S; closes the round; neither A is used by anybody afterwards
     result: Callable[[Any], Artefact]
+    candidate: Callable[[Any, int], Artefact] | None = None
+    """Another network that the job could have resulted in, by its number from 1; None: there are no others.
+
+    Raises JobError where the number is unknown.
+    """
     traits: Traits = Traits()
     common_task: bool = False  # `send` returns the same task for all devices of a round, and is called once
     done: Callable[[Any], bool] = lambda state: False  # most methods end by the job's rounds

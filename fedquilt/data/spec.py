@@ -155,7 +155,7 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         self._require_classes()
         if sum(each is not None for each in (self.audio, self.text, self.windows)) > 1:
             raise ValueError("audio, text and windows: one of them, as an example is one of these")
-        if self.domains is not None and (self.audio or self.text or self.windows or self.synthetic):
+        if self.domains is not None and (self.audio or self.text or self.windows or self.is_synthetic):
             raise ValueError("domains changes images: leave it out")
         if self.partition == "column" and (not self.column or self.groups):
             raise ValueError('partition = "column" needs column = "..." and no groups')

@@ -9,7 +9,7 @@ A job has these phases, which are part of its state:
 - score: devices score the candidate blocks of one partial network, and vote, for some sub-rounds.
 - fit: devices send the sums from which the winners' junctions are solved. Then the next network is scored.
 - gather: devices send moments of their images' features at every tap of donors and finished networks.
-- validate: devices count each candidate's correct predictions on their held-out examples, and the best is chosen.
+- validate: devices count each candidate's correct predictions on their held-out examples, and one is chosen.
 
 Gather and validate take as many rounds as are needed to reach every device once.
 
@@ -28,18 +28,19 @@ Deviations, where the paper's procedure cannot run or measures something else:
 - Outputs can also be scored by the labels at the end of the path (`criterion`).
 - A device is rewarded if its rank reaches the median of the devices in the same vote, which together keep their
   weight. The paper publishes no threshold. A fixed threshold rewards nearly all devices, so that only selection counts.
-- The result is a linear head over several taps: pooled maps at some depths of some donors and at the ends of finished
-  networks, selected and solved in closed form from the devices' sums (`fedquilt.models.stitching.algebra.joint_head`,
-  cf. Fed3R, arXiv 2406.01116). Every donor with a new head and every finished network alone are candidates too, and the
-  log reports the gains of joining and of stitching. With `expansions = 0` nothing is stitched, and the job takes few
-  rounds.
+- The result is a linear head over several taps: pooled maps at all depths of truncated donors and at the ends of
+  finished networks, solved in closed form from the devices' sums (`fedquilt.models.stitching.algebra.joint_head`, cf.
+  Fed3R, arXiv 2406.01116). Every donor with a new head and every finished network alone are candidates too, and the
+  log reports the gains of joining and of stitching. With `expansions = 0`, the default, nothing is stitched, and the
+  job takes few rounds.
+- No candidate exceeds the job's budget of MFLOP, MB, milliseconds or joules for an example.
 - A device that explores is judged by its greedy picks. Its second vote on a network replaces its first.
 - The search-space optimizer drops a block only if the gap of the scores exceeds the spread between devices.
-- The network is chosen on the devices' held-out examples, never on a test set.
-- Not in the paper: the log reports a junction's error on devices that the junction was not solved from. With
-  `residual = "weigh"` this error lowers the path's score. Paths with a score below `stop_below` are given up.
+- The network is chosen on the devices' held-out examples, never on a test set: the cheapest one within one paired
+  standard error of the most accurate one.
+- Not in the paper: the log reports a junction's error on devices that the junction was not solved from.
 
-`mode = "paper"` removes these deviations where possible, and overrides other [params] (PAPER). Remaining deviations:
+`mode = "paper"` removes these deviations where possible, and overrides other [params]. Remaining deviations:
 
 - Scores use other images than the junction's fit, because on the same images all wide blocks would score 1.
 - Eq. 3, whose inverse does not exist with fewer rows than channels, is solved for the least norm. The paper does not
@@ -63,7 +64,6 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from fedquilt import profiles
 from fedquilt.arrays import exact_sums
 from fedquilt.core import (
     Aggregation,
@@ -85,9 +85,9 @@ from fedquilt.models.stitching.algebra import least_squares
 from fedquilt.models.stitching.algebra.class_moments import ExactMomentSums
 from fedquilt.models.stitching.algebra.least_squares import MergedMoments
 from fedquilt.models.stitching.device import junction_moments, scoring, taps
-from fedquilt.models.stitching.search import accumulators, candidates, ranking, steps, task_specs
+from fedquilt.models.stitching.search import accumulators, candidates, pareto_front, ranking, steps, task_specs
 from fedquilt.models.stitching.search.accumulators import CorrectCounts, JunctionSums, Sum, VoteSums
-from fedquilt.models.stitching.search.state import PAPER, Candidate, SearchParams, SearchState
+from fedquilt.models.stitching.search.state import Candidate, SearchParams, SearchState, resolve_settings
 
 # -- server ---------------------------------------------------------------------------------------
 
@@ -99,23 +99,20 @@ def init(bundle: Bundle, params: SearchParams, seed: int) -> SearchState:
         ModelError: If the bundle has no donor blocks, or none that can be stitched.
         JobError: If the parameters do not fit the donors.
     """
-    if params.mode == "paper":
-        params = replace(params, **PAPER)
+    settings = resolve_settings(params)
     stock = stitched_network.load_donor_pool(bundle.meta)
     wanted = [name for block in stock.blocks.values() for name in (*block.files, *block.scoring_variant.files)]
     missing = [name for name in wanted if name not in bundle.files]
     if missing:
         raise ModelError(f"the bundle lacks {', '.join(missing[:3])}: prepare it anew")
-    if params.head == "aligned" and not any(donor.align for donor in stock.donors.values()):
+    if settings.head == "aligned" and not any(donor.align for donor in stock.donors.values()):
         raise JobError("head = 'aligned', but no donor says which classes are which label: give a donor `align`")
-    if params.criterion != "cka" and params.score_at == "input":
-        raise JobError(f"criterion = '{params.criterion}' judges outputs: let score_at be 'hybrid' or 'output'")
-    if params.price_ms and not params.board:
-        raise JobError("[params] price_ms weighs milliseconds: say of which board, by a profile's name in `board`")
-    if params.board:
-        profiles.load_board_profile(params.board)
-    state = steps.initial_state(params, seed, stock, dict(bundle.files))
-    if state.current is None and params.expansions:
+    if settings.criterion != "cka" and settings.score_at == "input":
+        raise JobError(f"criterion = '{settings.criterion}' judges outputs: let score_at be 'hybrid' or 'output'")
+    pareto_front.require_usable_budgets(settings)
+    state = steps.initial_state(settings, seed, stock, dict(bundle.files))
+    candidates.require_networks_within_budget(state)
+    if state.current is None and settings.expansions:
         raise ModelError("no block may follow any starting block: raise max_upsampling, or take other donors")
     return state
 
@@ -128,7 +125,12 @@ def send(state: SearchState, device: DeviceView) -> TaskSpec | None:
         case "fit":
             return task_specs.fit_task_spec(state)
         case "done":
-            return task_specs.validation_task_spec(state, state.candidates[state.chosen : state.chosen + 1])
+            chosen = ranking.choose_candidate(state)
+            return (
+                None
+                if chosen is None
+                else task_specs.validation_task_spec(state, state.candidates[chosen : chosen + 1])
+            )
     if device.device in state.heard:
         return None  # the coordinator asks another device instead
     if state.phase == "gather":
@@ -163,25 +165,34 @@ def step(state: SearchState, total: Sum | None) -> SearchState:
     return replace(after, turn=state.turn + 1)
 
 
-def result(state: SearchState) -> Artefact:
-    """Return the chosen network as an artefact (`stitched_network.to_artefact`).
+def result(state: SearchState, candidate: int | None = None) -> Artefact:
+    """Return a network as an artefact (`stitched_network.to_artefact`).
 
     The artefact's meta also contains "search", a summary of all candidates, and "gains", the accuracy gained by joining
     and by stitching. A job that ends while gathering returns the candidate with the least cross-validation criterion. A
     job that ends earlier returns the finished network with the best score and its donor's classifier.
 
+    Args:
+        state: State of the search.
+        candidate: Number of the candidate from 1, as in the log, or None for the chosen one.
+
     Raises:
+        JobError: If there is no such candidate.
         ModelError: If no moments were gathered and no network is finished.
     """
     if state.phase == "gather" and state.gathered is not None:
         state = replace(state, candidates=_solve_candidates(state))
     if not state.candidates:
-        ends = state.finalists or tuple(steps.distinct_finalists(state))
-        state = replace(state, candidates=tuple(candidates.aligned_candidate(finalist) for finalist in ends))
-    best = ranking.best_candidate(state, state.candidates)
-    if best is None:
+        ends = state.finalists or steps.distinct_finalists(state)
+        state = replace(state, candidates=candidates.aligned_candidates(state, ends))
+    index = ranking.choose_candidate(state)
+    if index is None:
         raise ModelError("no network is finished: raise the job's rounds, or [params] expansions or max_upsampling")
-    meta, arrays = stitched_network.to_artefact(ranking.to_network(state, best), state.stock)
+    if candidate is not None:
+        if not 1 <= candidate <= len(state.candidates):
+            raise JobError(f"candidate {candidate} does not exist: the run has candidates 1 to {len(state.candidates)}")
+        index = candidate - 1
+    meta, arrays = stitched_network.to_artefact(ranking.to_network(state, state.candidates[index]), state.stock)
     told = ranking.summarise_all(state)
     return Artefact("stitched", {**meta, "search": told, "gains": ranking.accuracy_gains(state)}, arrays)
 
@@ -226,11 +237,9 @@ def _add_class_moments(state: SearchState, total: ExactMomentSums) -> SearchStat
 
 def _add_correct_counts(state: SearchState, total: CorrectCounts) -> SearchState:
     counts = exact_sums.rounded_values(total.sums)
-    pairs = zip(state.candidates, counts["right"], strict=True)
-    known = tuple(replace(candidate, right=candidate.right + int(right)) for candidate, right in pairs)
-    examples = state.examples + int(counts["examples"][0])
-    note = f"{len(known)} candidates on {examples} held-out examples of {len(state.heard)} devices"
-    return replace(state, candidates=known, examples=examples, log=(note,))
+    right, examples = counts["right"].astype(np.int64), state.examples + int(counts["examples"][0])
+    note = f"{len(right)} candidates on {examples} held-out examples of {len(state.heard)} devices"
+    return replace(state, right=state.right + right if state.right.size else right, examples=examples, log=(note,))
 
 
 def _is_phase_complete(state: SearchState, seen_before: tuple[str, ...]) -> bool:
@@ -248,8 +257,7 @@ def _is_phase_complete(state: SearchState, seen_before: tuple[str, ...]) -> bool
 def _close_gather_or_validation(state: SearchState) -> SearchState:
     """Solve the candidates after the moments are gathered, or choose the best one after the validation."""
     if state.phase == "validate":
-        best = max(range(len(state.candidates)), key=lambda i: ranking.ranking_key(state, state.candidates[i]))
-        return replace(state, phase="done", chosen=best, log=tuple(ranking.describe_validation(state)))
+        return replace(state, phase="done", log=tuple(ranking.describe_validation(state)))
     assert state.gathered is not None
     found, counts = _solve_candidates(state), state.gathered.counts
     notes = [f"{len(found)} candidates solved from {counts.sum():.0f} images of {len(state.heard)} devices"]
@@ -318,6 +326,7 @@ METHOD = Method(
     ),
     step=step,
     result=result,
+    candidate=result,
     done=lambda state: state.phase == "done",
     explain=lambda state: state.log,
     traits=Traits(

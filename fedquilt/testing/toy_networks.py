@@ -27,7 +27,7 @@ from fedquilt.tools.simulation.simulated_job import Simulation
 from fedquilt.tools.simulation.workers import local_backend
 from fedquilt.tools.simulation.workers.backend import WorkBackend
 
-SMALL = {"subrounds": 1, "expansions": 8, "samples": 16, "fit_samples": 24, "screen": 3, "k": 2, "depth": 5}
+SMALL = {"subrounds": 1, "expansions": 8, "samples": 16, "fit_samples": 24, "k": 2, "depth": 5}
 
 
 # -- runs -----------------------------------------------------------------------------------------

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 
 def network_name(taps: Sequence[Sequence[str]], headed: bool) -> str:
-    """Return a network's name, for instance "head on a.3 + (a.0-2 > b.1)".
+    """Return a network's name, for instance "head on a.0-3 + (a.0-2 > b.1)" with the taps a.0, a.1, a.2 and a.3.
 
     Args:
         taps: Paths of the network, as block ids.
         headed: Whether a head reads the ends of the paths. Otherwise the only path ends in a donor's classifier.
     """
-    return f"head on {' + '.join(map(tap_name, taps))}" if headed else path_name(taps[0])
+    if not headed:
+        return path_name(taps[0])
+    parts = list[str]()
+    for stitched, group in itertools.groupby(map(tap_name, taps), key=lambda name: name.startswith("(")):
+        names = list(group)
+        parts += names if stitched else _abbreviate_donor_runs(names)
+    return f"head on {' + '.join(parts)}"
 
 
 def tap_name(ids: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""What a search does beyond the paper: residuals of its junctions, paths that are given up, which path is next."""
+"""What a search does beyond the paper: residuals of its junctions, which path is next."""
 
 import itertools
 from dataclasses import replace
@@ -6,15 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from joint_runs import SMALL
 from searches import FULL, play, played
 
 from fedquilt.core import Aggregation
-from fedquilt.methods.fedstitch import METHOD, SearchParams, SearchState
+from fedquilt.methods.fedstitch import METHOD, SearchState
 from fedquilt.models.stitching import stitched_network, vote
 from fedquilt.models.stitching.algebra import class_moments, least_squares
 from fedquilt.models.stitching.search import candidates, steps
-from fedquilt.models.stitching.search.state import ScoredPath
-from fedquilt.testing.toy_networks import SMALL, build_donors, image_members
+from fedquilt.models.stitching.search.state import ScoredPath, SearchSettings
+from fedquilt.testing.toy_networks import build_donors, image_members
 
 
 @pytest.mark.parametrize("mode", ["default", "paper"])
@@ -79,7 +80,7 @@ def test_the_result_names_the_worst_junction_of_each_network():
 
 
 def test_of_a_single_device_nothing_can_be_left_out():
-    run = play(image_members(1), residual="weigh")
+    run = play(image_members(1))
     assert all(each is None for finalist in run[-1].finalists for each in finalist.residuals)
     assert any("is not known" in line for state in run for line in METHOD.explain(state))
 
@@ -87,84 +88,9 @@ def test_of_a_single_device_nothing_can_be_left_out():
 def voted(*winners: vote.Winner, **changes: Any) -> SearchState:
     """The path ash.0, score 0.9, after a vote on every block, with nothing else on the frontier."""
     bundle, _ = build_donors()
-    state = METHOD.init(bundle, SearchParams(**{**SMALL, "completion": False, **changes}), 3)
+    state = METHOD.init(bundle, SearchSettings(**{**SMALL, "completion": False, **changes}), 3)
     net = ScoredPath(("ash.0",), steps.starting_networks(state.stock)[0].pool, 0.9)
     return replace(state, current=net, frontier=(), winners=winners)
-
-
-def test_a_weighed_residual_is_taken_off_the_paths_score():
-    """0.9 * 0.5 * (1 - 0.2) = 0.36; a residual above 1 leaves 0; only told, it changes nothing."""
-    winners = vote.Winner("elm.1", 1.0, 0.5, 1), vote.Winner("fir.1", 1.0, 0.5, 1)
-    left = {"elm.1": 0.2, "fir.1": 1.4}
-
-    def scores(**changes):
-        grown = steps.grow_paths(voted(*winners, **changes), {}, left)
-        return {net.path[-1]: net.score for net in (*grown.frontier, grown.current) if net}
-
-    assert scores(residual="weigh") == pytest.approx({"elm.1": 0.36, "fir.1": 0.0})
-    assert scores() == pytest.approx({"elm.1": 0.45, "fir.1": 0.45})
-
-
-def test_a_path_whose_product_of_scores_is_too_low_is_given_up():
-    """0.9 * 0.5 is below 0.6 and does not join the frontier; 0.9 * 0.8 does; the notes say so."""
-    winners = vote.Winner("elm.1", 1.0, 0.5, 1), vote.Winner("fir.1", 1.0, 0.8, 1)
-    grown = steps.grow_paths(voted(*winners, stop_below=0.6), {})
-    assert grown.current.path == ("ash.0", "fir.1")
-    assert grown.frontier == ()
-    assert METHOD.explain(grown) == ("given up ash.0 > elm.1: score 0.450 is below 0.6",)
-
-
-def test_the_best_of_what_was_given_up_is_kept_rather_than_nothing():
-    partial, end, poor = (
-        vote.Winner("elm.1", 1.0, 0.5, 1),
-        vote.Winner("fir.2", 1.0, 0.2, 1),
-        vote.Winner("fir.1", 1.0, 0.1, 1),
-    )
-    ended = steps.grow_paths(voted(partial, end, stop_below=0.6), {})
-    assert [net.path for net in ended.finished] == [("ash.0", "fir.2")]
-    assert ended.phase == "gather"
-    taken = [line for line in METHOD.explain(ended) if line.startswith("taken back")]
-    assert taken == ["taken back, as nothing else is left: ash.0 > fir.2"]
-    going = steps.grow_paths(voted(poor, partial, stop_below=0.6), {})
-    assert going.current.path == ("ash.0", "elm.1")
-    assert [net.path for net in going.given_up] == [("ash.0", "fir.1")]
-
-
-def test_once_a_network_is_finished_what_was_given_up_is_forgotten():
-    low, end, low_end = (
-        vote.Winner("elm.1", 1.0, 0.5, 1),
-        vote.Winner("fir.2", 1.0, 0.9, 1),
-        vote.Winner("elm.2", 1.0, 0.1, 1),
-    )
-    blank = {"weights": np.zeros((1, 1), np.float32), "bias": np.zeros(1, np.float32)}
-    fitted = {stitched_network.junction_name(("ash.0", name)): blank for name in ("elm.1", "fir.2")}
-    before = voted(low, end, low_end, stop_below=0.6)
-    going_on = replace(before, frontier=steps.starting_networks(before.stock)[1:])
-    for state in (before, going_on):
-        grown = steps.grow_paths(state, fitted)
-        assert [net.path for net in grown.finished] == [("ash.0", "fir.2")]
-        assert grown.given_up == ()
-        assert set(grown.junctions) == {stitched_network.junction_name(("ash.0", "fir.2"))}
-
-
-def test_with_the_budget_spent_a_finished_network_that_was_given_up_ends_the_search():
-    """However many partial networks are left: they would be given up one by one."""
-    before = voted(vote.Winner("fir.2", 1.0, 0.2, 1), stop_below=0.6)
-    before = replace(before, frontier=steps.starting_networks(before.stock)[1:])
-    assert steps.grow_paths(before, {}).phase == "score"
-    spent = steps.grow_paths(replace(before, expansions=before.params.expansions), {})
-    assert spent.phase == "gather"
-    assert [finalist.path for finalist in spent.finalists] == [("ash.0", "fir.2")]
-
-
-def test_stopping_early_costs_fewer_rounds_and_still_gives_a_network():
-    hasty = play(stop_below=1.0, native_continuation="exclude", spread=False)
-    patient = play(native_continuation="exclude", spread=False)
-    assert len(hasty) < len(patient)
-    assert METHOD.result(hasty[-1]).meta["taps"]
-    lines = [line for state in hasty for line in METHOD.explain(state)]
-    assert any(line.startswith("given up ") for line in lines)
-    assert any(line.startswith("taken back") for line in lines)
 
 
 def picked(*nets: tuple[tuple[str, ...], float], **changes: Any) -> tuple[str, ...]:
@@ -229,7 +155,7 @@ def test_the_depth_follows_the_donors():
     """As many blocks as the longest donor has, so that each of them fits; a number in the job stands."""
     bundle, _ = build_donors()
     free = {name: value for name, value in SMALL.items() if name != "depth"}
-    assert METHOD.init(bundle, SearchParams(**free), 3).params.depth == 4
-    assert METHOD.init(bundle, SearchParams(**free, depth=7), 3).params.depth == 7
-    shallow = METHOD.init(bundle, SearchParams(**free, depth=3), 3)
+    assert METHOD.init(bundle, SearchSettings(**free), 3).params.depth == 4
+    assert METHOD.init(bundle, SearchSettings(**free, depth=7), 3).params.depth == 7
+    shallow = METHOD.init(bundle, SearchSettings(**free, depth=3), 3)
     assert {net.path[0] for net in shallow.finished} == {"elm.0", "fir.0"}

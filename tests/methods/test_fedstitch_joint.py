@@ -1,5 +1,6 @@
 """What follows FedStitch's search: taps are gathered, joined, validated and chosen, over toy donors."""
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from fedquilt.testing.toy_networks import build_donors, image_members
 from fedquilt.tools.simulation import DeviceData
 
 LABELS = 3
+BLANK = {"weights": np.zeros((3, 4), np.float32), "bias": np.zeros(3, np.float32)}
 
 
 def ends(state: SearchState, paths: Any, shares: list[Examples]) -> np.ndarray:
@@ -149,7 +151,7 @@ def test_a_single_example_gives_a_head(same):
     assert METHOD.done(last)
     assert {each.criterion for each in last.candidates} == {None}
     assert last.examples == 1  # of several held-out ones: no device counts as more than it has of its own
-    assert all(each.right == same for each in last.candidates)
+    assert (last.right == same).all()
 
 
 def test_heads_of_random_features_take_the_taps_themselves():
@@ -157,7 +159,7 @@ def test_heads_of_random_features_take_the_taps_themselves():
     for candidate in last.candidates:
         channels = sum(last.stock.blocks[path[-1]].out_shape[0] for path in candidate.paths)
         assert candidate.head["weights"].shape == (LABELS, channels)
-    assert max(each.right for each in last.candidates) > 0.7 * last.examples
+    assert last.right.max() > 0.7 * last.examples
 
 
 # -- candidates -----------------------------------------------------------------------------------
@@ -172,36 +174,60 @@ def test_each_donor_is_a_candidate_at_its_best_depth_and_at_its_last():
         assert set(own) & alone.keys()
     for finalist in last.finalists:
         assert finalist.path[:-1] in alone
-    chosen = last.candidates[last.chosen]
-    assert chosen.right == max(each.right for each in last.candidates)
+    prices = [candidates.candidate_price(last, each) for each in last.candidates]
+    assert prices == sorted(prices)
 
 
-def test_of_candidates_that_are_equally_right_the_smallest_is_chosen():
-    state = replace(FULL[-1], examples=100)
-    small = Candidate("donor", (("ash.0",),), right=90, criterion=0.5)
-    large = Candidate("joined", (("ash.0",), ("elm.0",)), right=90, criterion=0.4)
-    better = replace(large, right=91)
-    assert ranking.best_candidate(state, [large, small]) == small
-    assert ranking.best_candidate(state, [small, better]) == better
-    assert ranking.best_candidate(replace(state, examples=0), [small, large]) == large
+@pytest.mark.parametrize(
+    ("only_small", "only_large", "both", "chosen"),
+    [
+        (5, 5, 85, 0),  # equally good: the cheapest
+        (5, 8, 85, 0),  # 3 are lacking, the standard error is (13 - 9 / 100) ** 0.5 = 3.6
+        (0, 3, 90, 1),  # 3 are lacking, the standard error is (3 - 9 / 100) ** 0.5 = 1.7
+        (0, 1, 90, 1),  # (1 - 1 / 100) ** 0.5 < 1
+        (3, 0, 90, 0),
+    ],
+)
+def test_the_cheapest_candidate_within_one_paired_standard_error_of_the_best_is_chosen(
+    only_small, only_large, both, chosen
+):
+    pair = (
+        Candidate("donor", (("ash.0",),), criterion=0.5),
+        Candidate("joined", (("ash.0",), ("elm.0",)), criterion=0.4),
+    )
+    right = np.array([[both + only_small, both], [both, both + only_large]])
+    state = replace(FULL[-1], examples=100, right=right, candidates=pair)
+    assert ranking.choose_candidate(state) == chosen
+    assert ranking.choose_candidate(replace(state, examples=0)) == 1
+    assert ranking.choose_candidate(replace(state, candidates=())) is None
+
+
+def test_an_interval_of_an_accuracy_is_wilsons():
+    """By hand for 8 of 10: (0.8 + 0.19208 -/+ 1.96 * (0.016 + 0.009604) ** 0.5) / 1.38416."""
+    assert ranking.accuracy_interval(8, 10) == pytest.approx((0.49016, 0.94332), abs=1e-5)
+    assert ranking.accuracy_interval(0, 0) == (0.0, 1.0)
+    assert ranking.accuracy_interval(10, 10)[1] == 1.0
 
 
 def test_the_story_tells_what_joining_and_stitching_add():
-    blank = {"weights": np.zeros((3, 4), np.float32), "bias": np.zeros(3, np.float32)}
     own, other = ("ash.0",), ("ash.0", "elm.1")
     state = replace(
         FULL[-1],
         examples=200,
         candidates=(
-            Candidate("donor", (own,), blank, right=120),
-            Candidate("stitched", (other,), blank, right=110),
-            Candidate("joined", (own, ("elm.0",)), blank, right=150),
-            Candidate("joined", (own, other), blank, right=147),
+            Candidate("donor", (own,), BLANK),
+            Candidate("stitched", (other,), BLANK),
+            Candidate("joined", (own, ("elm.0",)), BLANK),
+            Candidate("joined", (own, other), BLANK),
         ),
+        right=np.minimum.outer([120, 110, 150, 147], [120, 110, 150, 147]),
     )
     lines = ranking.describe_validation(state)
-    assert lines[0] == "head on ash.0 + elm.0: 75.0 % on 200 held-out, 0.00205 MFLOP, 0.00032 MB"
-    assert any(line.startswith("joining taps adds 15.0 points on 200 held-out examples") for line in lines)
+    assert (
+        lines[2]
+        == "3: head on ash.0 + elm.0: 75.0 % [68.6, 80.5] on 200 held-out, 0.00205 MFLOP, 0.00032 MB, on the front"
+    )
+    assert "joining taps adds 15.0 points on 200 held-out examples (standard error 2.5): " in "".join(lines)
     assert any(line.startswith("stitching does not pay: -1.5 points") for line in lines)
     assert lines[-1].endswith("head on ash.0 + (ash.0 > elm.1) beside head on ash.0 + elm.0")
     assert ranking.accuracy_gains(state) == pytest.approx({"joined": 0.15, "stitched": -0.015})
@@ -241,3 +267,32 @@ def test_a_job_that_is_cut_short_hands_out_what_it_can():
     assert METHOD.result(validating).meta["head"]
     bare = METHOD.result(played(cohort=3, expansions=0)[0])
     assert bare.meta["head"] is None  # nothing is gathered: a donor as it is
+
+
+def test_each_set_on_the_front_is_the_best_of_all_truncations_that_cost_no_more():
+    """By solving every combination of depths."""
+    solved = []
+
+    def step(state, total):
+        if state.phase == "gather":
+            solved.append(state)
+        return METHOD.step(state, total)
+
+    last = played(expansions=0, method=replace(METHOD, step=step))[-1]
+    state, devices = solved[0], image_members(8)
+    z = ends(state, state.taps, [member.train for member in devices])
+    y = np.concatenate([member.train.y for member in devices])
+    given = joint_head.standardise_sums(class_moments.device_moments(z, y, LABELS).to_sums())
+    depths = [candidates.native_taps(state.stock, donor) for donor in state.stock.donors]
+    every = []
+    for counts in itertools.product(*(range(len(paths) + 1) for paths in depths)):
+        paths = tuple(path for own, count in zip(depths, counts, strict=True) for path in own[:count])
+        if len(paths) > 1:
+            columns = candidates.tap_layout(state).feature_columns([state.taps.index(path) for path in paths])
+            criterion = joint_head.best_penalty(given.restrict_to(columns)).criterion
+            every.append((criterion, candidates.candidate_price(state, Candidate("joined", paths, BLANK)), set(paths)))
+    joined = [each for each in last.candidates if each.kind == "joined"]
+    assert len(joined) > 3
+    for each in joined:
+        price = candidates.candidate_price(state, each)
+        assert set(each.paths) == min(other for other in every if other[1] <= price)[2]

@@ -6,16 +6,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from joint_runs import SMALL
 from searches import play, played
 
 from fedquilt.core import Aggregation, BlobRef, DeviceUpdate, DeviceView, JobError
 from fedquilt.data import images
-from fedquilt.methods.fedstitch import METHOD, SearchParams, SearchState
+from fedquilt.methods.fedstitch import METHOD, SearchState
 from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.device import block_runner, scoring
 from fedquilt.models.stitching.search import steps
-from fedquilt.models.stitching.search.state import ScoredPath
-from fedquilt.testing.toy_networks import SMALL, build_donors, deliver_task, image_members
+from fedquilt.models.stitching.search.state import ScoredPath, SearchSettings
+from fedquilt.testing.toy_networks import build_donors, deliver_task, image_members
 from fedquilt.tools.lab.bench import reference_scoring
 
 
@@ -23,7 +24,7 @@ from fedquilt.tools.lab.bench import reference_scoring
 def score_answers(**changes: Any) -> tuple[SearchState, dict[str, np.ndarray], dict[str, float]]:
     """What one device answers when the path is ash.0 > ash.1."""
     bundle, _ = build_donors()
-    state = METHOD.init(bundle, SearchParams(**{**SMALL, "completion": False, "spread": False, **changes}), 3)
+    state = METHOD.init(bundle, SearchSettings(**{**SMALL, "completion": False, "spread": False, **changes}), 3)
     net = ScoredPath(("ash.0", "ash.1"), steps.starting_networks(state.stock)[0].pool, 1.0)
     state = replace(state, current=net, pool=steps.eligible_blocks(net, state.stock, state.params))
     seen: list[DeviceUpdate] = []
@@ -47,11 +48,6 @@ def test_the_native_next_block_always_scores_one(score_at, estimator, maps):
     assert scores["score"][native] == 1.0
     assert scores["screen"][native] == 1.0
     assert all(score < 1 for j, score in enumerate(scores["score"]) if j != native)
-
-
-def test_a_penalised_native_block_scores_less_by_the_penalty():
-    state, scores, _ = score_answers(native_continuation="penalise", native_penalty=0.25)
-    assert scores["score"][state.pool.index("ash.2")] == 0.75
 
 
 def test_hybrid_scores_the_best_few_by_their_output_and_ranks_them_first():
@@ -82,7 +78,7 @@ def test_references_are_computed_once_per_device():
 def score_twice(folder: Path, **changes: Any) -> tuple[list[dict[str, np.ndarray]], list[dict[str, int]], Any]:
     """Scores and runs of a stitched path's task on one device, now and again, and a way to go on."""
     bundle, runner = build_donors()
-    state = METHOD.init(bundle, SearchParams(**{**SMALL, "native_continuation": "exclude", **changes}), 3)
+    state = METHOD.init(bundle, SearchSettings(**{**SMALL, "native_continuation": "exclude", **changes}), 3)
     path = ("ash.0", "elm.1")
     net = ScoredPath(path, steps.starting_networks(state.stock)[0].pool, 1.0)
     state = replace(state, current=net, pool=steps.eligible_blocks(net, state.stock, state.params))
@@ -109,7 +105,7 @@ def score_twice(folder: Path, **changes: Any) -> tuple[list[dict[str, np.ndarray
 
 def test_the_naive_procedure_gives_the_same_scores(tmp_path):
     bundle, runner = build_donors()
-    state = METHOD.init(bundle, SearchParams(**SMALL), 3)
+    state = METHOD.init(bundle, SearchSettings(**SMALL), 3)
     blocks = state.stock.blocks
     path = [blocks["ash.0"], blocks["elm.1"]]
     weights = np.random.default_rng(2).normal(size=(5, 4)).astype(np.float32)
@@ -164,7 +160,7 @@ def test_a_hopeless_candidate_is_dropped_after_a_few_images(tmp_path):
 
 def test_a_task_brings_only_the_files_it_needs():
     bundle, _ = build_donors()
-    state = METHOD.init(bundle, SearchParams(**{**SMALL, "score_at": "input", "completion": False}), 3)
+    state = METHOD.init(bundle, SearchSettings(**{**SMALL, "score_at": "input", "completion": False}), 3)
     order = METHOD.send(state, DeviceView("dev-0", None))
     assert order.work.flops_per_example > 0
     assert order.work.peak_bytes > 0
@@ -186,14 +182,10 @@ def test_outputs_can_be_judged_by_the_labels(criterion):
     _, again, _ = score_answers(criterion=criterion, score_at="hybrid")
     assert again["score"][state.pool.index("ash.2")] == own
     assert (again["screen"] == score_answers(score_at="hybrid")[1]["screen"]).all()
-    _, less, _ = score_answers(
-        criterion=criterion, score_at="output", native_continuation="penalise", native_penalty=0.25
-    )
-    assert less["score"][state.pool.index("ash.2")] == pytest.approx(0.75 * own)
 
 
 def test_labels_judge_no_inputs():
     """All blocks would score the same: what the path puts out."""
     bundle, _ = build_donors()
     with pytest.raises(JobError, match="criterion = 'labels' judges outputs: let score_at be"):
-        METHOD.init(bundle, SearchParams(criterion="labels", score_at="input"), 0)
+        METHOD.init(bundle, SearchSettings(criterion="labels", score_at="input"), 0)

@@ -4,20 +4,20 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from joint_runs import FULL, gathering, played
+from joint_runs import FULL, SMALL, gathering, played
 
 from fedquilt.arrays import tensors
 from fedquilt.coordinator.updates import tasks
 from fedquilt.core import BlobRef, DeviceUpdate, DeviceView, Examples, UpdateError
-from fedquilt.methods.fedstitch import METHOD, SearchParams, SearchState
+from fedquilt.methods.fedstitch import METHOD, SearchState
 from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.algebra import class_moments
 from fedquilt.models.stitching.algebra.class_moments import ExactMomentSums
 from fedquilt.models.stitching.device import taps
 from fedquilt.models.stitching.search import candidates
 from fedquilt.models.stitching.search.accumulators import CorrectCounts
-from fedquilt.models.stitching.search.state import Finalist
-from fedquilt.testing.toy_networks import SMALL, build_donors, deliver_task, image_members
+from fedquilt.models.stitching.search.state import Finalist, SearchSettings
+from fedquilt.testing.toy_networks import build_donors, deliver_task, image_members
 from fedquilt.tools.simulation import DeviceData
 
 
@@ -73,7 +73,7 @@ def test_the_orders_memory_counts_the_moments():
     width = 38
     assert task.work.peak_bytes >= class_moments.factor_bytes(taps.LEAST_ROWS, width)
     bundle, _ = build_donors()
-    state = METHOD.init(bundle, SearchParams(**{**SMALL, "expansions": 0}), 3)
+    state = METHOD.init(bundle, SearchSettings(**{**SMALL, "expansions": 0}), 3)
     wide = replace(state.stock.blocks["ash.2"], out_shape=(1 << 20, 4, 4))
     state = replace(state, stock=replace(state.stock, blocks={**state.stock.blocks, "ash.2": wide}))
     order = METHOD.send(state, DeviceView("dev-0", None))
@@ -176,7 +176,7 @@ def test_a_sites_counts_that_cannot_be_are_refused(spoil, why):
     kinds = {state.phase: METHOD.aggregation.accumulator(state) for state in FULL}
     assert kinds == {"score": None, "fit": None, "gather": ExactMomentSums, "validate": CorrectCounts, "done": None}
     state, sound = next(state for state in FULL if state.phase == "validate"), METHOD.aggregation.check_sums
-    counts = {"examples": np.array([12]), "right": np.full(len(state.candidates), 7)}
+    counts = {"examples": np.array([12]), "right": np.full(2 * [len(state.candidates)], 7)}
     update = DeviceUpdate("dev-0", 0, 12.0, {"turn": float(state.turn)}, {"counts": counts})
     sound(state, METHOD.aggregation.fold(state, None, update), 12.0)
     with pytest.raises(UpdateError, match="counts: of 12 examples, in an update that weighs 13"):

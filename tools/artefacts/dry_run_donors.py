@@ -19,7 +19,7 @@ from fedquilt.formats import job_bundle
 from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.algebra import cka
 from fedquilt.models.stitching.search import ranking
-from fedquilt.models.stitching.search.state import PAPER, Candidate, SearchState
+from fedquilt.models.stitching.search.state import Candidate, SearchParams, SearchState, resolve_settings
 from fedquilt.models.stitching.stitched_network import DonorPool, StitchedNetwork
 from fedquilt.tools.artefacts import dry_run
 from fedquilt.tools.simulation import DeviceData
@@ -37,7 +37,6 @@ SHORT_SEARCH: Final[Mapping[str, Any]] = {
     "finalists": 2,
     "head_samples": 4,
     "head_rounds": 1,
-    "stop_below": 0.0,
 }
 SCORED: Final = 2 * cka.MIN_IMAGES  # examples of a device that scores blocks: junctions are fitted on half of them
 DONORS_BYTES: Final = 1 << 32  # budget of the engine that runs donors: half of it holds loaded blocks
@@ -64,15 +63,16 @@ def dry_run_job(job: JobSettings, made: Bundle, folder: Path) -> None:
 
 
 def _dry_run_donors(job: JobSettings, made: Bundle, folder: Path, engine: Any) -> None:
-    method = methods.load(job.method)
+    whole = methods.load(job.method)
     stock, given = stitched_network.load_donor_pool(made.meta), parse_params(job)
-    if getattr(given, "mode", "") == "paper":
-        given = replace(given, **PAPER, mode="default")  # its values replace all others, also shorter ones
+    if isinstance(given, SearchParams):
+        given = resolve_settings(given)
     shorter = dry_run.shorten_params(given, SHORT_SEARCH)
     shorter |= {n: v for n, v in {"completion": True, "random_features": PROJECTED}.items() if hasattr(given, n)}
+    method = replace(whole, init=lambda bundle, params, seed: whole.init(bundle, replace(given, **shorter), seed))
     shape = stock.blocks[next(iter(stock.donors.values())).blocks[0]].in_shape
     held = dry_run.draw_examples({"input": stock.input}, len(stock.labels), SCORED, shape)
-    table = {"params": {**vars(given), **shorter}, "rounds": 8, "fleet": {"devices": 2, "budgets": ["64GB"]}}
+    table = {"params": job.params, "rounds": 8, "fleet": {"devices": 2, "budgets": ["64GB"]}}
     graphs = {name: job_bundle.verify_file(folder, ref) for name, ref in made.files.items()}
     with dry_run.convert_to_model_error(f"{job.method} cannot stitch these donors", "change the donors") as seen:
         _require_donors_run(stock, held.x[: dry_run.EXAMPLES], lambda name, x: engine.run(graphs[name], x))
@@ -108,13 +108,11 @@ def _require_donors_run(stock: DonorPool, x: np.ndarray, run: Callable[[str, np.
 
 
 def _build_joint_network(state: SearchState) -> StitchedNetwork:
-    """Return the best network with several taps, or else a network that joins the taps of all heads."""
+    """Return a network with several taps, or else a network that joins the taps of all heads."""
     heads = [each for each in state.candidates if each.head]
     joint = [each for each in heads if len(each.paths) > 1]
     if joint or not heads:
-        best = ranking.best_candidate(state, joint or state.candidates)
-        assert best is not None, "the result is a candidate"
-        return ranking.to_network(state, best)
+        return ranking.to_network(state, (joint or state.candidates)[-1])
     weights, bias = (np.concatenate([each.head[part] for each in heads], axis=-1) for part in ("weights", "bias"))
     head = {"weights": weights, "bias": bias.reshape(len(heads), -1).mean(axis=0)}
     return ranking.to_network(state, Candidate("joined", tuple(path for each in heads for path in each.paths), head))

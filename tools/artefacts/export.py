@@ -33,14 +33,22 @@ from fedquilt.onnx import graph_check, weights
 from fedquilt.onnx.graph_check import CheckedGraph
 
 
-def load_result(store: Store, run: str, *, best: bool = False) -> Artefact:
+def load_result(store: Store, run: str, *, best: bool = False, candidate: int | None = None) -> Artefact:
     """Return the result of a run after its last committed round, or after the round with the best evaluation.
+
+    With `candidate`, return the candidate with this number instead of the chosen one.
 
     Raises:
         StoreError, JobError: As `load_state`.
+        JobError: If the run has no such candidate.
     """
     row = store.find_job(run)
-    return methods.load(row.job.method).result(load_state(store, row, best=best))
+    state, method = load_state(store, row, best=best), methods.load(row.job.method)
+    if candidate is None:
+        return method.result(state)
+    if method.candidate is None:
+        raise JobError(f"candidate {candidate}: a run of {row.job.method} has one result: leave out the number")
+    return method.candidate(state, candidate)
 
 
 def load_state(store: Store, row: StoredJob, *, best: bool = False) -> Any:
@@ -86,19 +94,26 @@ def _find_states(store: Store, row: StoredJob) -> tuple[BlobRef | None, BlobRef 
     return latest, best, before
 
 
-def export_result(store: Store, run: str, out: Path, *, best: bool = False) -> str:
+def export_result(store: Store, run: str, out: Path, *, best: bool = False, candidate: int | None = None) -> str:
     """Write the result of a run to a file, and return a sentence that describes the file.
 
     A stitched network becomes one ONNX file. Trained weights become a safetensors file with the network's table in
     the header, or an ONNX file if `out` ends with .onnx. With `best` the result is that after the round with the best
     evaluation. The sentence states if the run has not ended.
 
+    Args:
+        store: Store of the run.
+        run: Id of the run.
+        out: File to write.
+        best: Whether to write the state with the best evaluation.
+        candidate: Number of another candidate to write, or None for the result.
+
     Raises:
-        JobError: If `out` has a wrong suffix.
+        JobError: If `out` has a wrong suffix, or the run has no such candidate.
         ModelError: If the result cannot be written as ONNX.
         StoreError: If the file cannot be written.
     """
-    found, row = load_result(store, run, best=best), store.find_job(run)
+    found, row = load_result(store, run, best=best, candidate=candidate), store.find_job(run)
     endings = (".onnx",) if found.kind == "stitched" else (".onnx", ".safetensors")
     if out.suffix and out.suffix not in endings:
         what = "a stitched network is one ONNX file" if found.kind == "stitched" else "weights are safetensors or ONNX"

@@ -51,7 +51,13 @@ from fedquilt.models.stitching.device.activations import ActivationSource, Activ
 from fedquilt.models.stitching.device.block_runner import BlockRunner
 from fedquilt.models.stitching.onnx import export, memory
 from fedquilt.models.stitching.search import steps
-from fedquilt.models.stitching.search.state import PAPER, ScoredPath, SearchParams, SearchState
+from fedquilt.models.stitching.search.state import (
+    ScoredPath,
+    SearchParams,
+    SearchSettings,
+    SearchState,
+    resolve_settings,
+)
 from fedquilt.models.stitching.stitched_network import Block, DonorPool
 from fedquilt.tools.simulation import DeviceData
 from fedquilt.tools.simulation.workers import local_backend
@@ -167,7 +173,7 @@ class QuantizationResult:
 class QuantizationTrial:
     """Scoring parameters and shuffled images of a quantisation, three times `images` in number."""
 
-    params: SearchParams
+    params: SearchSettings
     examples: Examples
     images: int
 
@@ -244,12 +250,11 @@ def _open_temporary_folder(out: Path) -> Iterator[Path]:
 # -- what is asked --------------------------------------------------------------------------------
 
 
-def _parse_scoring_params(job: Mapping[str, Any]) -> SearchParams:
-    params = toml.convert_table(job.get("params") or {}, SearchParams, "[params]")
-    if params.mode == "paper":
-        params = replace(params, **PAPER)
-    if params.score_at == "input":
-        raise JobError("[params] score_at = 'input' runs no candidate: leave out [int8], which would do nothing")
+def _parse_scoring_params(job: Mapping[str, Any]) -> SearchSettings:
+    params = resolve_settings(toml.convert_table(job.get("params") or {}, SearchParams, "[params]"))
+    for name, value in (("score_at", "input"), ("expansions", 0)):
+        if getattr(params, name) == value:
+            raise JobError(f"[params] {name} = {value!r} scores no outputs: leave out [int8], which would do nothing")
     return params
 
 
@@ -304,7 +309,9 @@ class _ScoringDevice:
         return BlockRunner(site, stock.blocks.values(), 1.0)
 
 
-def _quantize_suitable_blocks(bench: _ScoringDevice, plain: Bundle, params: SearchParams) -> dict[str, QuantizedBlock]:
+def _quantize_suitable_blocks(
+    bench: _ScoringDevice, plain: Bundle, params: SearchSettings
+) -> dict[str, QuantizedBlock]:
     """Return the 8-bit blocks by name, with the largest change of a score and the times of both variants."""
     stock, paths, n = stitched_network.load_donor_pool(plain.meta), bench.blob_paths(plain), bench.images
     run = bench.make_block_runner(paths, stock)
@@ -366,7 +373,7 @@ def _run_first_blocks(
 
 
 def _yield_calibration_inputs(
-    own: ActivationSource, begun: Iterable[tuple[Block, ActivationSource]], block: Block, params: SearchParams
+    own: ActivationSource, begun: Iterable[tuple[Block, ActivationSource]], block: Block, params: SearchSettings
 ) -> Iterator[np.ndarray]:
     """Yield a block's inputs from its own donor, and from junctions to its input after other first blocks."""
     # from the block's own donor, and from junctions fitted to that donor
@@ -397,7 +404,7 @@ class QuantizationChoice(NamedTuple):
 
 
 def _score_original_and_quantized(
-    bench: _ScoringDevice, plain: Bundle, quick: Bundle, params: SearchParams
+    bench: _ScoringDevice, plain: Bundle, quick: Bundle, params: SearchSettings
 ) -> Iterator[QuantizationChoice]:
     """Yield the scores of offered blocks after short paths of each donor, in float32 and with 8-bit blocks."""
     before, after = (METHOD.init(made, params, 0) for made in (plain, quick))

@@ -28,7 +28,7 @@ def load_candidates(store: Store, run: str) -> Candidates:
         found = export.load_result(store, run).meta.get("search", ())
     except FedquiltError:
         return ()
-    return [each for each in found if each.get("flops") and each.get("accuracy") is not None]
+    return found if all(each.get("flops") and each.get("accuracy") is not None for each in found) else ()
 
 
 def list_boards(job: JobSettings) -> list[str]:
@@ -41,9 +41,10 @@ def make_candidate_section(found: Candidates, job: JobSettings) -> PageSection |
     if not found:
         return None
     note = (
-        "Costs are of one example, milliseconds those of the board's first operating point, from its profile. On the "
-        "front are candidates that no other beats: none is as accurate on held-out examples and as cheap, and better "
-        "in one of the two. "
+        "Costs are of one example, milliseconds and joules those of the board's first operating point, from its "
+        "profile. Accuracies are on held-out examples, with 95 % intervals. On the front are candidates that no other "
+        "beats: none is as accurate and as cheap, and better in one of the two. "
+        "`fedquilt model export RUN --candidate N` writes any candidate. "
         'A "joined" candidate has one head on several taps, a "donor" a new head on one tap of an unmodified donor, a '
         '"stitched" one a new head on one stitched path, and an "aligned" one its last donor\'s own classes.'
     )
@@ -56,36 +57,36 @@ def make_candidate_table(found: Candidates, job: JobSettings) -> tuple[list[str]
     from fedquilt.models.stitching.search import pareto_front  # here, as it is in a pack
 
     named = list_boards(job)
-    head = ["candidate", "kind", "accuracy", "front", "MFLOP", "weights, MB", *(f"ms, {board}" for board in named)]
+    on_boards = [title for board in named for title in (f"ms, {board}", "mJ")]
+    head = ["", "candidate", "kind", "accuracy", "interval", "front", "MFLOP", "MB", *on_boards]
     rows = []
-    for each in _sort_candidates(found):
-        took = [pareto_front.inference_ms(each["flops"], each["read_bytes"], board) for board in named]
+    for number, each in enumerate(found, 1):
+        costs = [pareto_front.board_cost(each["flops"], each["read_bytes"], board) for board in named]
+        took = [amount for ms, joules in costs for amount in (ms, None if joules is None else 1e3 * joules)]
         rows.append(
             [
+                str(number),
                 _format_short_name(each),
                 str(each["kind"]),
                 f"{100 * each['accuracy']:.1f} %",
-                "front" if each["front"] else "",
+                "-".join(f"{100 * end:.1f}" for end in each["interval"]),
+                "chosen" if each["chosen"] else "front" if each["front"] else "",
                 f"{each['flops'] / 1e6:.3g}",
                 f"{each['weight_bytes'] / 1e6:.3g}",
-                *("" if ms is None else f"{ms:.3g}" for ms in took),
+                *("" if amount is None else f"{amount:.3g}" for amount in took),
             ]
         )
     return head, rows
 
 
 def format_candidate_table(found: Candidates, job: JobSettings) -> list[str]:
-    """Return the candidate table as text with numbered rows and full names, or [] without candidates."""
+    """Return the candidate table as text with full names below the numbered rows, or [] without candidates."""
     if not found:
         return []
     head, rows = make_candidate_table(found, job)
-    numbered = [["", *head[1:]], *([str(number), *row[1:]] for number, row in enumerate(rows, 1))]
-    whole = [f"{number}: {_format_full_name(each)}" for number, each in enumerate(_sort_candidates(found), 1)]
-    return [*table.format_table(numbered, "><><" + ">" * (len(head) - 4)), "", *whole]
-
-
-def _sort_candidates(found: Candidates) -> Candidates:
-    return sorted(found, key=lambda each: (-each["accuracy"], each["flops"]))
+    short = [[row[0], *row[3:]] for row in (head, *rows)]
+    whole = [f"{number}: {_format_full_name(each)}" for number, each in enumerate(found, 1)]
+    return [*table.format_table(short, ">>><" + ">" * (len(head) - 6)), "", *whole]
 
 
 def _plot_accuracy_by_cost(found: Candidates) -> plots.Plot:

@@ -5,7 +5,7 @@ numbers for each example. The sums of all devices (`fedquilt.models.stitching.al
 subset of taps, without another task for a device:
 
 - the ridge penalty, by generalised cross-validation (Golub, Heath and Wahba, Technometrics 1979),
-- the criterion of that penalty, which selects taps (`select_taps`),
+- the criterion of that penalty, also of all leading taps at once (`prefix_criteria`),
 - the head: a linear discriminant that gives every class the same weight, whatever its number of examples.
 
 Features are standardised with the pooled variance of all examples. A penalty of 1 adds as much variance to each feature
@@ -23,9 +23,6 @@ from fedquilt.core import Tensors
 from fedquilt.models.stitching.algebra.class_moments import ClassMoments
 
 STRENGTHS = tuple(float(each) for each in np.round(10.0 ** np.arange(-4, 3.01, 0.25), 8))  # tried for a head
-GAIN = 1e-3  # a further tap has to lower the criterion by this share
-FROM = 14  # best single taps that are joined
-WIDEST = 3072  # features that are joined at most: the time that solving takes grows with their cube
 NEVER = -1e30  # bias of a class without examples: finite, and below every score
 HALVED = 128  # a triangular matrix is inverted by halves down to this size
 CONSTANT = 1e-5  # a standard deviation below this share of the mean is rounding
@@ -129,7 +126,8 @@ def search_penalty(given: StandardisedSums, start: RidgePenalty, tried: Sequence
     best, place = start, tried.index(start.ridge)
     for step in (1, -1):
         while 0 <= place + step < len(tried):
-            found = RidgePenalty(tried[place + step], _penalty_criterion(given, tried[place + step]))
+            ridge = tried[place + step]
+            found = RidgePenalty(ridge, prefix_criteria(given, ridge, [len(given.mean)])[0])
             if not found.criterion < best.criterion:
                 break
             best, place = found, place + step
@@ -138,18 +136,24 @@ def search_penalty(given: StandardisedSums, start: RidgePenalty, tried: Sequence
     return best
 
 
-def evaluate_penalty(given: StandardisedSums, ridge: float) -> RidgePenalty:
-    return RidgePenalty(ridge, _penalty_criterion(given, ridge))
+def prefix_criteria(given: StandardisedSums, ridge: float, ends: Sequence[int]) -> list[float]:
+    """Return the criterion of the first `end` features, for each of `ends`.
 
-
-def _penalty_criterion(given: StandardisedSums, ridge: float) -> float:
+    Leading blocks of a Cholesky factor and of its inverse belong to leading blocks of the matrix. So one factor
+    determines all criteria.
+    """
     both = given.correlation.copy()
     both[np.diag_indices(len(both))] += ridge
     inverse = _invert_triangular(np.linalg.cholesky(both))
     half = inverse @ given.cross
-    weights = inverse.T @ half
-    explained, squares = float(np.vdot(half, half)), float(np.vdot(weights, weights))
-    return _criterion_from_sums(given, len(both), explained, squares, float(np.vdot(inverse, inverse)), ridge)
+    traces = np.cumsum(np.einsum("ij,ij->i", inverse, inverse))
+    explained = np.cumsum(np.einsum("ij,ij->i", half, half))
+    found = []
+    for end in ends:
+        weights = inverse[:end, :end].T @ half[:end]
+        rss = given.spread - float(explained[end - 1]) - ridge * float(np.vdot(weights, weights))
+        found.append(_gcv(rss, end - ridge * float(traces[end - 1]) + 1, given.n))
+    return found
 
 
 def _invert_triangular(lower: np.ndarray) -> np.ndarray:
@@ -163,6 +167,11 @@ def _invert_triangular(lower: np.ndarray) -> np.ndarray:
     found[cut:, cut:] = _invert_triangular(lower[cut:, cut:])
     found[cut:, :cut] = -found[cut:, cut:] @ (lower[cut:, :cut] @ found[:cut, :cut])
     return found
+
+
+def _gcv(rss: float, freedom: float, n: float) -> float:
+    left = 1 - freedom / n
+    return max(rss, 0.0) / left**2 if left > 1e-9 else np.inf
 
 
 def fit_discriminant(given: StandardisedSums, ridge: float) -> LinearHead:
@@ -196,7 +205,7 @@ def export_head(head: Tensors) -> dict[str, np.ndarray]:
     return {**head, "weights": weights, "bias": bias}
 
 
-# -- which taps -----------------------------------------------------------------------------------
+# -- taps -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -208,126 +217,3 @@ class TapLayout:
     def feature_columns(self, taps: Sequence[int]) -> np.ndarray:
         starts = np.concatenate([[0], np.cumsum(self.widths)])
         return np.concatenate([np.arange(starts[tap], starts[tap + 1]) for tap in taps])
-
-    def total_width(self, taps: Sequence[int]) -> int:
-        return sum(self.widths[tap] for tap in taps)
-
-
-@dataclass(frozen=True)
-class SelectedTaps:
-    """Selected taps in order of selection, with the criterion after each step."""
-
-    ridge: float
-    taps: tuple[int, ...]
-    criteria: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class _SolvedTaps:
-    """A set of taps whose ridge is solved."""
-
-    columns: np.ndarray  # (d,)
-    weights: np.ndarray  # (d, labels)
-    trace: float  # of the inverse of the set's block of the correlation, with the ridge on its diagonal
-    explained: float  # sum over features and labels of cross * weights
-
-
-@dataclass(frozen=True)
-class _OpenTap:
-    """Candidate tap with its regression on the selected taps."""
-
-    tap: int
-    columns: np.ndarray  # (c,)
-    solved: np.ndarray  # (d, c) its features regressed on those taken
-    left: np.ndarray  # (c, c) what that leaves of its block of the correlation, with the ridge on the diagonal
-    square: np.ndarray  # (c, c) solved' solved
-    cross: np.ndarray  # (c, labels) what the set leaves of its covariance with the labels
-
-
-def select_taps(
-    given: StandardisedSums, layout: TapLayout, start: int, among: Sequence[int], ridge: float, widest: int = WIDEST
-) -> SelectedTaps:
-    """Select taps greedily, from `start`, until no tap lowers the criterion by the share GAIN.
-
-    The gain of a tap follows from the block of the matrix that it shares with the selected taps (a Schur complement).
-    The block is updated whenever a tap is selected, so that each pair of taps is visited once.
-
-    Args:
-        given: Sums of all taps.
-        layout: Columns of each tap's features.
-        start: First tap.
-        among: Taps to select from.
-        ridge: Penalty, the same for all sets.
-        widest: Limit on the number of features of the set.
-    """
-    nothing, labels = np.empty(0, np.int64), given.cross.shape[1]
-    so_far = _SolvedTaps(nothing, np.empty((0, labels)), 0.0, 0.0)
-    first, *others = (_build_candidate_tap(given, layout, tap, ridge) for tap in dict.fromkeys([start, *among]))
-    taken, criteria, best = [first.tap], [_criterion_with_tap(given, so_far, first, ridge)], first
-    while True:
-        so_far, others = _select_tap_and_update(given, so_far, best, others, layout.total_width(taken), widest)
-        known = [
-            (_criterion_with_tap(given, so_far, each, ridge), each.tap, place) for place, each in enumerate(others)
-        ]
-        if not known or not min(known)[0] < criteria[-1] * (1 - GAIN):
-            return SelectedTaps(ridge, tuple(taken), tuple(criteria))
-        criterion, tap, place = min(known)
-        best = others.pop(place)
-        taken.append(tap)
-        criteria.append(criterion)
-
-
-def _build_candidate_tap(given: StandardisedSums, layout: TapLayout, tap: int, ridge: float) -> _OpenTap:
-    columns = layout.feature_columns([tap])
-    block = given.correlation[np.ix_(columns, columns)]
-    block[np.diag_indices(len(block))] += ridge
-    return _OpenTap(tap, columns, np.empty((0, len(columns))), block, np.zeros_like(block), given.cross[columns])
-
-
-def _criterion_with_tap(given: StandardisedSums, so_far: _SolvedTaps, tap: _OpenTap, ridge: float) -> float:
-    inverse = np.linalg.inv(tap.left)
-    step = inverse @ tap.cross
-    weights = so_far.weights - tap.solved @ step
-    trace = so_far.trace + float(np.trace(inverse)) + float(np.vdot(inverse, tap.square))
-    explained = so_far.explained + float(np.vdot(tap.cross, step))
-    squares = float(np.vdot(weights, weights)) + float(np.vdot(step, step))
-    return _criterion_from_sums(given, len(so_far.columns) + len(step), explained, squares, trace, ridge)
-
-
-def _select_tap_and_update(
-    given: StandardisedSums, so_far: _SolvedTaps, tap: _OpenTap, others: Sequence[_OpenTap], width: int, widest: int
-) -> tuple[_SolvedTaps, list[_OpenTap]]:
-    """Return the set with the selected tap, and the other taps that still fit, regressed on this set."""
-    inverse = np.linalg.inv(tap.left)
-    step = inverse @ tap.cross
-    after = _SolvedTaps(
-        np.concatenate([so_far.columns, tap.columns]),
-        np.concatenate([so_far.weights - tap.solved @ step, step]),
-        so_far.trace + float(np.trace(inverse)) + float(np.vdot(inverse, tap.square)),
-        so_far.explained + float(np.vdot(tap.cross, step)),
-    )
-    found = []
-    for each in others:
-        if width + len(each.columns) > widest:
-            continue
-        between = given.correlation[np.ix_(tap.columns, each.columns)]
-        between -= tap.solved.T @ given.correlation[np.ix_(so_far.columns, each.columns)]
-        share = inverse @ between
-        both = share.T @ (tap.solved.T @ each.solved)
-        square = each.square - both - both.T + share.T @ (tap.square @ share + share)
-        solved = np.concatenate([each.solved - tap.solved @ share, share])
-        left, cross = each.left - between.T @ share, each.cross - between.T @ step
-        found.append(_OpenTap(each.tap, each.columns, solved, left, square, cross))
-    return after, found
-
-
-def _criterion_from_sums(
-    given: StandardisedSums, width: int, explained: float, squares: float, trace: float, ridge: float
-) -> float:
-    rss = given.spread - explained - ridge * squares
-    return _gcv(rss, width - ridge * trace + 1, given.n)
-
-
-def _gcv(rss: float, freedom: float, n: float) -> float:
-    left = 1 - freedom / n
-    return max(rss, 0.0) / left**2 if left > 1e-9 else np.inf

@@ -55,7 +55,6 @@ class ScoreRequest(StitchingRequest):
     positions: int  # positions of maps that a junction is fitted on
     ridge: float
     bias: bool
-    native_factor: float  # factor of the score of the donor's own next block
     k: int
     spread: bool
     epsilon: float
@@ -133,7 +132,7 @@ class _BlockScorer:
         known = _gram_name(self._path[-1])
         native = stitched_network.is_native_path(self._path) and known in self.local
         here = self.local[known] if native else self._compute_gram(self._compute_path_output_once(), self.count)
-        return [self._compare_with_cached_gram(block, here, _gram_name(block, -1)) for block in self._pool]
+        return [self._compare_with_cached_gram(here, _gram_name(block, -1)) for block in self._pool]
 
     def score_early_and_full(self, candidates: Iterable[int]) -> Iterator[tuple[cka.CkaScore, cka.CkaScore | None]]:
         """Yield the scores of each candidate on the first and on all images, the latter None if stopped early."""
@@ -157,7 +156,7 @@ class _BlockScorer:
         """Return a candidate's scores on the first and on all images, the latter None if the first is below `floor`."""
         if junction is None and stitched_network.is_native_path(self._path):
             exact = self.local[_label_score_name(block, self._ask.criterion)][0] if self._by_labels else 1.0
-            own = cka.CkaScore(exact * self._ask.native_factor, True)  # CKA of equal matrices is 1
+            own = cka.CkaScore(exact, True)  # CKA of equal matrices is 1
             return own, own
         source = block_runner.apply_junction_lazily(self._compute_path_output_once(), junction, block)
         outputs = self._flow.shelf.make_stack((self.count, *block.out_shape))
@@ -174,13 +173,11 @@ class _BlockScorer:
     def _score_first_outputs(self, block: Block, outputs: ActivationStack, examples: int) -> cka.CkaScore:
         """Return the score of the outputs against the donor's or, after its remaining blocks, the labels."""
         if not self._by_labels:
-            return self._compare_with_cached_gram(block, self._compute_gram(outputs, examples), _gram_name(block))
+            return self._compare_with_cached_gram(self._compute_gram(outputs, examples), _gram_name(block))
         maps: ActivationSource = outputs
         for following in self._remaining_blocks(block):
             maps = self._flow.run_block(following, maps, 0, examples)
-        found = self._score_against_labels(maps, examples)
-        own = stitched_network.is_continuation(self._path[-1], block)
-        return found._replace(value=found.value * self._ask.native_factor) if own else found
+        return self._score_against_labels(maps, examples)
 
     def _remaining_blocks(self, block: Block) -> list[Block]:
         own = [each for each in self._ask.blocks.values() if each.donor == block.donor and each.kind != "end"]
@@ -194,12 +191,9 @@ class _BlockScorer:
         judge = cka.label_alignment if self._ask.criterion == "labels" else cka.explained_variance
         return judge(np.concatenate(list(parts)), self._site.train.y[self._rows[:examples]])
 
-    def _compare_with_cached_gram(self, block: Block, here: np.ndarray, reference: str) -> cka.CkaScore:
-        """Return the CKA with a cached Gram matrix, times `native_factor` if the block continues its own donor."""
+    def _compare_with_cached_gram(self, here: np.ndarray, reference: str) -> cka.CkaScore:
         there = self.local[reference][: len(here), : len(here)]
-        found = cka.cka(here, there, self._ask.estimator)
-        own = stitched_network.is_continuation(self._path[-1], block)
-        return found._replace(value=found.value * self._ask.native_factor) if own else found
+        return cka.cka(here, there, self._ask.estimator)
 
     def _compute_gram(self, maps: ActivationStack, examples: int) -> np.ndarray:
         return stack_gram(maps, examples, self._ask.maps).astype(np.float32)

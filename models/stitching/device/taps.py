@@ -91,7 +91,8 @@ def count_correct(ask: CountRequest, site: ClientContext) -> ClientResult:
     At most as many held-out examples are counted as the device has examples, because that number bounds its weight.
 
     Returns:
-        Result with bundle "counts": "examples" (1,), the number of examples counted, and "right" (candidates,), int64.
+        Result with bundle "counts", int64: "examples" (1,), the number of examples counted, and "right" (candidates,
+        candidates), the number that both of two candidates predict correctly.
 
     Raises:
         DataError: If there are labels that the job lacks.
@@ -100,9 +101,10 @@ def count_correct(ask: CountRequest, site: ClientContext) -> ClientResult:
     rows = np.arange(len(site.held))
     if len(rows) > max(len(site.train), 1):
         rows = np.sort(site.rng.permutation(rows)[: max(len(site.train), 1)])
-    right = np.zeros(len(ask.candidates), np.int64)
-    for i, scores, y in _score_candidates(ask, site, rows):
-        right[i] += int((scores.argmax(axis=1) == y).sum())
+    right = np.zeros((len(ask.candidates), len(ask.candidates)), np.int64)
+    for scores, y in _score_candidates(ask, site, rows):
+        correct = np.array([each.argmax(axis=1) == y for each in scores], np.int64)
+        right += correct @ correct.T
     counts = {"examples": np.array([len(rows)], np.int64), "right": right}
     return ClientResult({"counts": counts}, float(len(rows)), {"turn": float(ask.turn)}, site.local)
 
@@ -110,27 +112,29 @@ def count_correct(ask: CountRequest, site: ClientContext) -> ClientResult:
 def evaluate_candidate(ask: CountRequest, site: ClientContext) -> EvaluationSums:
     """Evaluate the only candidate of a request on the device's held-out examples."""
     junction_moments.require_labels(site.held.y, ask.labels, site.device)
-    batches = ((scores, y) for _, scores, y in _score_candidates(ask, site, np.arange(len(site.held))))
+    batches = ((scores, y) for (scores,), y in _score_candidates(ask, site, np.arange(len(site.held))))
     found: EvaluationSums = site.engine.evaluate_scores(batches, site.held.prior)
     return found
 
 
 def _score_candidates(
     ask: CountRequest, site: ClientContext, rows: np.ndarray
-) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Yield candidate, class scores and classes for each batch of the held-out examples `rows`."""
+) -> Iterator[tuple[list[np.ndarray], np.ndarray]]:
+    """Yield the class scores of each candidate, and the classes, for each batch of the held-out examples `rows`."""
     run = BlockRunner(site, ask.blocks.values(), len(rows) * _paths_flops(ask))
     for first in range(0, len(rows), junction_moments.WAVE):
         wave = rows[first : first + junction_moments.WAVE]
         x, y = site.held.x[wave], site.held.y[wave]
         ends = dict(_run_and_pool_paths(run, ask, ask.paths, block_runner.PreparedExamples(x, ask.input), site))
+        found = []
         for i, (taps, groups) in enumerate(zip(ask.candidates, ask.align, strict=True)):
             z = np.concatenate([ends[tap] for tap in taps], axis=1)
             if groups is None:
                 head = site.load(f"head.{i}")
-                yield i, z @ head["weights"].T + head["bias"], y
+                found.append(z @ head["weights"].T + head["bias"])
             else:
-                yield i, stitched_network.align_logits(z, groups), y
+                found.append(stitched_network.align_logits(z, groups))
+        yield found, y
 
 
 def _affordable_rows(site: ClientContext, width: int) -> int:

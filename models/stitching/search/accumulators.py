@@ -42,7 +42,7 @@ class JunctionSums:
 
 @dataclass(frozen=True)
 class CorrectCounts:
-    sums: Mapping[str, ExactSum] = field(default_factory=dict)  # "examples" (1,), "right" (candidates,)
+    sums: Mapping[str, ExactSum] = field(default_factory=dict)  # "examples" (1,), "right" (candidates, candidates)
     devices: Mapping[str, int] = field(default_factory=dict)  # device -> 1
 
 
@@ -80,8 +80,8 @@ def validate_site_sums(state: SearchState, total: Sum, weight: float) -> None:
     assert isinstance(total, CorrectCounts)
     if set(total.devices.values()) != {1}:
         raise UpdateError("counts: of no devices, or of one twice")
-    sizes = {"examples": 1, "right": len(state.candidates)}
-    exact_sums.require_valid_sums(total.sums, {name: np.zeros(size) for name, size in sizes.items()}, weight)
+    shapes = _count_shapes(len(state.candidates))
+    exact_sums.require_valid_sums(total.sums, {name: np.zeros(shape) for name, shape in shapes.items()}, weight)
     found = {name: array.astype(np.int64) for name, array in exact_sums.rounded_values(total.sums).items()}
     if any((each.rounded_value() != found[name]).any() for name, each in total.sums.items()):
         raise UpdateError("counts: of parts of an example")
@@ -165,14 +165,18 @@ def junction_shapes(state: SearchState) -> list[tuple[int, int, int]]:
     return [(channels, shape[0], prod(shape[1:])) for shape in shapes]
 
 
+def _count_shapes(nets: int) -> dict[str, tuple[int, ...]]:
+    return {"examples": (1,), "right": (nets, nets)}
+
+
 def _read_valid_counts(update: DeviceUpdate, nets: int) -> dict[str, np.ndarray]:
     given = update.bundles.get("counts", {})
-    sizes, kind = {"examples": 1, "right": nets}, np.dtype(np.int64)
-    if missing := sorted(sizes.keys() - given.keys()):
+    shapes, kind = _count_shapes(nets), np.dtype(np.int64)
+    if missing := sorted(shapes.keys() - given.keys()):
         raise UpdateError(f"counts: no usable {', '.join(missing)}")
-    counts = {name: given[name] for name in sizes}
+    counts = {name: given[name] for name in shapes}
     try:
-        tensors.require_addable(counts, {name: tensors.TensorSpec((size,), kind) for name, size in sizes.items()})
+        tensors.require_addable(counts, {name: tensors.TensorSpec(shape, kind) for name, shape in shapes.items()})
     except UpdateError as error:
         raise UpdateError(f"counts: {error}") from None
     _validate_counts(counts, update.weight)
@@ -180,9 +184,13 @@ def _read_valid_counts(update: DeviceUpdate, nets: int) -> dict[str, np.ndarray]
 
 
 def _validate_counts(counts: Mapping[str, np.ndarray], weight: float) -> None:
-    if (counts["right"] < 0).any():
+    right, own = counts["right"], counts["right"].diagonal()
+    if (right < 0).any():
         raise UpdateError("counts: negative numbers of right answers")
-    if (counts["right"] > counts["examples"][0]).any():
+    if (right > counts["examples"][0]).any():
         raise UpdateError("counts: more right answers than examples")
+    least = own + own[:, None] - counts["examples"][0]
+    if (right != right.T).any() or (right > np.minimum(own, own[:, None])).any() or (right < least).any():
+        raise UpdateError("counts: right answers of two candidates that do not fit those of each")
     if (said := counts["examples"][0]) != weight:  # the weight is the only count that the coordinator can verify
         raise UpdateError(f"counts: of {said} examples, in an update that weighs {weight:g}")

@@ -1,7 +1,7 @@
-"""Costs of inference, and the Pareto front of accuracy and cost.
+"""Costs of inference, budgets, and the Pareto front of accuracy and cost.
 
-Costs are those of one example. They follow from the blocks, so that no device measures them. Milliseconds follow from a
-board's profile (`fedquilt.costs.cost_model`).
+Costs are those of one example. They follow from the blocks, so that no device measures them. Milliseconds and joules
+follow from a board's profile (`fedquilt.costs.cost_model`).
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from math import prod
 
 from fedquilt import profiles
-from fedquilt.core import WorkEstimate
+from fedquilt.core import JobError, WorkEstimate
 from fedquilt.costs import cost_model
 from fedquilt.models.stitching import stitched_network
+from fedquilt.models.stitching.search.state import SearchParams
 from fedquilt.models.stitching.stitched_network import DonorPool
 
 Path = tuple[str, ...]
@@ -51,19 +52,55 @@ def inference_cost(stock: DonorPool, paths: Sequence[Path], labels: int) -> Infe
     return InferenceCost(flops, maps + weights, weights)
 
 
-def inference_ms(flops: float, read_bytes: float, board: str) -> float | None:
-    """Return the milliseconds of one example on a board, or None if the board's speed is unknown.
+def board_cost(flops: float, read_bytes: float, board: str) -> tuple[float | None, float | None]:
+    """Return the milliseconds and joules of one example on a board, None where its speed or power is unknown.
 
     Raises:
         JobError: If there is no such profile.
     """
     points = profiles.load_board_profile(board).operating_points()
-    seconds = (
-        cost_model.work_seconds(WorkEstimate(flops=flops, read_bytes=read_bytes, tasks=0.0), points[0])
-        if points
-        else None
-    )
-    return None if seconds is None else 1e3 * seconds
+    work = WorkEstimate(flops=flops, read_bytes=read_bytes, tasks=0.0)
+    seconds = cost_model.work_seconds(work, points[0]) if points else None
+    return (None, None) if seconds is None else (1e3 * seconds, cost_model.work_joules(seconds, points[0]))
+
+
+# -- budgets --------------------------------------------------------------------------------------
+
+
+def measure_cost(params: SearchParams, cost: InferenceCost) -> dict[str, float | None]:
+    """Return the amounts that budgets limit, those of time and energy only if the job names a board."""
+    ms, joules = board_cost(cost.flops, cost.read_bytes, params.board) if params.board else (None, None)
+    return {"mflop": cost.flops / 1e6, "ms": ms, "mb": cost.weight_bytes / 1e6, "joules": joules}
+
+
+def is_within_budget(params: SearchParams, cost: InferenceCost) -> bool:
+    amounts = measure_cost(params, cost)
+    return all((amounts[name] or 0.0) <= limit for name, limit in budgets(params).items())
+
+
+def budgets(params: SearchParams) -> dict[str, float]:
+    limits = {name: getattr(params, f"budget_{name}") for name in ("mflop", "ms", "mb", "joules")}
+    return {name: limit for name, limit in limits.items() if limit is not None}
+
+
+def ordering_cost(params: SearchParams, cost: InferenceCost) -> float:
+    """Return the amount that the first budget limits, or MFLOP without a budget."""
+    return measure_cost(params, cost)[next(iter(budgets(params)), "mflop")] or 0.0
+
+
+def require_usable_budgets(params: SearchParams) -> None:
+    """Raise an error if a budget needs a board, or a board whose speed or power is known.
+
+    Raises:
+        JobError: If so, or if there is no such profile.
+    """
+    if not params.board and (named := budgets(params).keys() & {"ms", "joules"}):
+        raise JobError(f"[params] budget_{min(named)} has no board: name a profile, as in board = 'jetson-tx2'")
+    amounts = measure_cost(params, InferenceCost(1.0, 1.0, 1.0))
+    for name in budgets(params):
+        if amounts[name] is None:
+            what = "speed" if name == "ms" else "speed and power"
+            raise JobError(f"[params] budget_{name}: the {what} of {params.board!r} is unknown: name another board")
 
 
 def pareto_front(gain: Sequence[float | None], prices: Sequence[Sequence[float]]) -> list[bool]:

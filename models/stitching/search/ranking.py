@@ -1,60 +1,69 @@
-"""Comparison of candidates: accuracy, costs, and gains from joining and stitching."""
+"""Comparison of candidates: accuracy, costs, the choice, and gains from joining and stitching."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from math import sqrt
 from typing import Any
 
 from fedquilt.models.stitching import display_names, stitched_network
 from fedquilt.models.stitching.algebra import joint_head
-from fedquilt.models.stitching.search import pareto_front
-from fedquilt.models.stitching.search.candidates import candidate_criterion, is_native_path
-from fedquilt.models.stitching.search.pareto_front import InferenceCost
+from fedquilt.models.stitching.search import candidates, pareto_front
 from fedquilt.models.stitching.search.state import Candidate, SearchState
 
-
-def heldout_accuracy(state: SearchState, candidate: Candidate) -> float | None:
-    """Return the share of correct predictions on held-out examples, or None if there are none."""
-    return candidate.right / state.examples if state.examples else None
+NORMAL_95 = 1.96  # standard errors of a 95 % interval
 
 
-def ranking_key(state: SearchState, candidate: Candidate) -> tuple[float, ...]:
-    """Return a sort key, larger is better: correct predictions less the price, then fewer blocks.
+def count_correct(state: SearchState, index: int) -> int:
+    """Return the number of held-out examples that a candidate predicts correctly."""
+    return int(state.right[index, index]) if state.examples else 0
 
-    Without held-out examples the criterion of generalised cross-validation decides, then the score.
+
+def heldout_accuracy(state: SearchState, index: int) -> float | None:
+    """Return a candidate's share of correct predictions on held-out examples, or None if there are none."""
+    return count_correct(state, index) / state.examples if state.examples else None
+
+
+def accuracy_interval(right: int, examples: int) -> tuple[float, float]:
+    """Return the 95 % interval of an accuracy (E. B. Wilson, JASA 22, 1927), or (0, 1) without examples."""
+    if not examples:
+        return 0.0, 1.0
+    share, odd = right / examples, NORMAL_95**2 / examples
+    half = NORMAL_95 * sqrt(share * (1 - share) / examples + odd / (4 * examples))
+    return max((share + odd / 2 - half) / (1 + odd), 0.0), min((share + odd / 2 + half) / (1 + odd), 1.0)
+
+
+def paired_error(state: SearchState, one: int, other: int) -> float:
+    """Return the standard error of the difference of two candidates' numbers of correct predictions."""
+    right = state.right
+    only = float(right[one, one] - right[one, other]), float(right[other, other] - right[one, other])
+    return sqrt(sum(only) - (only[0] - only[1]) ** 2 / state.examples)
+
+
+def choose_candidate(state: SearchState, among: Iterable[int] | None = None) -> int | None:
+    """Return the index of the cheapest candidate within one paired standard error of the best, or None without any.
+
+    Without held-out examples the least criterion of generalised cross-validation decides, then the score.
+
+    Args:
+        state: State with candidates, the cheapest first.
+        among: Indices of the candidates to choose from, or None for all.
     """
-    size, criterion = len(stitched_network.path_prefixes(candidate.paths)), candidate_criterion(candidate)
-    by_examples = (
-        (candidate.right - compute_cost_penalty(state, candidate) * state.examples / 100, -size)
-        if state.examples
-        else ()
-    )
-    return (*by_examples, -criterion, candidate.score or 0.0, -size)
-
-
-def candidate_cost(state: SearchState, candidate: Candidate) -> InferenceCost:
-    return pareto_front.inference_cost(state.stock, candidate.paths, len(state.stock.labels) if candidate.head else 0)
-
-
-def compute_cost_penalty(state: SearchState, candidate: Candidate) -> float:
-    """Return the penalty for a candidate's FLOPs, weight bytes and latency, in percentage points of accuracy."""
-    params, own = state.params, candidate_cost(state, candidate)
-    points = params.price_mflop * own.flops / 1e6 + params.price_mb * own.weight_bytes / 1e6
-    if params.price_ms:
-        points += params.price_ms * (pareto_front.inference_ms(own.flops, own.read_bytes, params.board) or 0.0)
-    return points
+    indices = list(range(len(state.candidates)) if among is None else among)
+    if not indices:
+        return None
+    if not state.examples:
+        found = state.candidates
+        return min(indices, key=lambda i: (candidates.candidate_criterion(found[i]), -(found[i].score or 0.0), i))
+    best = max(indices, key=lambda i: (count_correct(state, i), -i))
+    lacking = {i: count_correct(state, best) - count_correct(state, i) for i in indices}
+    return next(i for i in sorted(indices) if lacking[i] <= paired_error(state, i, best))
 
 
 def candidates_on_front(state: SearchState) -> list[bool]:
-    costs = [candidate_cost(state, each) for each in state.candidates]
+    costs = [candidates.candidate_cost(state, each) for each in state.candidates]
     prices = [(own.flops, own.read_bytes, own.weight_bytes) for own in costs]
-    return pareto_front.pareto_front([heldout_accuracy(state, each) for each in state.candidates], prices)
-
-
-def best_candidate(state: SearchState, among: Sequence[Candidate]) -> Candidate | None:
-    """Return the candidate with the highest `ranking_key`, or None if there are none."""
-    return max(among, key=lambda each: ranking_key(state, each), default=None)
+    return pareto_front.pareto_front([heldout_accuracy(state, i) for i in range(len(costs))], prices)
 
 
 def accuracy_gains(state: SearchState) -> dict[str, float | None]:
@@ -65,30 +74,43 @@ def accuracy_gains(state: SearchState) -> dict[str, float | None]:
     """
     found: dict[str, float | None] = {}
     for name, (one, other) in _best_candidates_to_compare(state).items():
-        both = [heldout_accuracy(state, each) if each else None for each in (one, other)]
-        found[name] = None if both[0] is None or both[1] is None else both[0] - both[1]
+        if one is None or other is None or not state.examples:
+            found[name] = None
+        else:
+            found[name] = (count_correct(state, one) - count_correct(state, other)) / state.examples
     return found
 
 
-def _best_candidates_to_compare(state: SearchState) -> dict[str, tuple[Candidate | None, Candidate | None]]:
-    known = [each for each in state.candidates if each.kind != "aligned"]
+def _best_candidates_to_compare(state: SearchState) -> dict[str, tuple[int | None, int | None]]:
+    known = [i for i, each in enumerate(state.candidates) if each.kind != "aligned"]
 
-    def best_pair(does: Callable[[Candidate], bool]) -> tuple[Candidate | None, Candidate | None]:
-        return best_candidate(state, [c for c in known if does(c)]), best_candidate(
-            state, [c for c in known if not does(c)]
-        )
+    def best_of(wanted: Callable[[Candidate], bool], does: bool) -> int | None:
+        found = [i for i in known if wanted(state.candidates[i]) == does]
+        return max(found, key=lambda i: (count_correct(state, i), -i), default=None)
 
     def is_stitched(candidate: Candidate) -> bool:
-        return not all(is_native_path(state.stock, path) for path in candidate.paths)
+        return not all(candidates.is_native_path(state.stock, path) for path in candidate.paths)
 
-    return {"joined": best_pair(lambda each: each.kind == "joined"), "stitched": best_pair(is_stitched)}
+    kinds: dict[str, Callable[[Candidate], bool]] = {
+        "joined": lambda each: each.kind == "joined",
+        "stitched": is_stitched,
+    }
+    return {name: (best_of(wanted, True), best_of(wanted, False)) for name, wanted in kinds.items()}
 
 
 def describe_validation(state: SearchState) -> list[str]:
-    """Return lines on accuracy and costs of each candidate, best first, and on the choice and its gain."""
-    ordered = sorted(state.candidates, key=lambda each: ranking_key(state, each), reverse=True)
-    lines = [f"{candidate_name(each)}: {_format_accuracy(state, each)}{_format_costs(state, each)}" for each in ordered]
-    lines.append(f"chosen: {candidate_name(ordered[0])}")
+    """Return lines on accuracy and costs of each candidate, the cheapest first, and on the choice and its gain."""
+    rows = list(enumerate(state.candidates, 1))
+    front = candidates_on_front(state)
+    lines = [
+        f"{number}: {candidate_name(each)}: {_format_accuracy(state, number - 1)}{_format_costs(state, each)}"
+        f"{', on the front' if front[number - 1] else ''}"
+        for number, each in rows
+    ]
+    chosen = choose_candidate(state)
+    if chosen is None:
+        return ["no candidate"]
+    lines.append(f"chosen: {candidate_name(state.candidates[chosen])}")
     if not state.examples:
         return lines
     for what, (one, other) in _best_candidates_to_compare(state).items():
@@ -96,12 +118,12 @@ def describe_validation(state: SearchState) -> list[str]:
         if one is None or other is None:
             lines.append(f"{doing}: nothing to compare with")
             continue
-        by = 100 * (one.right - other.right) / state.examples
-        share = (one.right + other.right) / 2 / state.examples
-        noise = 100 * sqrt(share * (1 - share) / state.examples)
+        by = 100 * (count_correct(state, one) - count_correct(state, other)) / state.examples
+        noise = 100 * paired_error(state, one, other) / state.examples
         verdict = f"adds {by:.1f} points" if by > 0 else f"does not pay: {by:.1f} points"
-        where = f"on {state.examples} held-out examples (an accuracy's standard error there: {noise:.1f})"
-        lines.append(f"{doing} {verdict} {where}: {candidate_name(one)} beside {candidate_name(other)}")
+        where = f"on {state.examples} held-out examples (standard error {noise:.1f})"
+        names = (candidate_name(state.candidates[each]) for each in (one, other))
+        lines.append(f"{doing} {verdict} {where}: {' beside '.join(names)}")
     return lines
 
 
@@ -116,23 +138,25 @@ def to_network(state: SearchState, candidate: Candidate) -> stitched_network.Sti
 
 
 def _format_costs(state: SearchState, candidate: Candidate) -> str:
-    own, board = candidate_cost(state, candidate), state.params.board
-    took = pareto_front.inference_ms(own.flops, own.read_bytes, board) if board else None
-    there = "" if took is None else f", {took:.3g} ms on {board}"
-    return f", {own.flops / 1e6:.3g} MFLOP, {own.weight_bytes / 1e6:.3g} MB{there}"
+    amounts = pareto_front.measure_cost(state.params, candidates.candidate_cost(state, candidate))
+    units = {"mflop": "MFLOP", "ms": "ms", "mb": "MB", "joules": "J"}
+    told = "".join(f", {amount:.3g} {units[name]}" for name, amount in amounts.items() if amount is not None)
+    return f"{told} on {state.params.board}" if state.params.board else told
 
 
 def summarise_all(state: SearchState) -> list[dict[str, Any]]:
-    pairs = zip(state.candidates, candidates_on_front(state), strict=True)
-    return [{**summarise_candidate(state, each), "front": best} for each, best in pairs]
+    front, chosen = candidates_on_front(state), choose_candidate(state)
+    return [{**_summarise_candidate(state, i), "front": best, "chosen": i == chosen} for i, best in enumerate(front)]
 
 
-def summarise_candidate(state: SearchState, candidate: Candidate) -> dict[str, Any]:
-    own = candidate_cost(state, candidate)
+def _summarise_candidate(state: SearchState, index: int) -> dict[str, Any]:
+    candidate, share = state.candidates[index], heldout_accuracy(state, index)
+    own = candidates.candidate_cost(state, candidate)
     return {
         "kind": candidate.kind,
         "taps": [list(path) for path in candidate.paths],
-        "accuracy": heldout_accuracy(state, candidate),
+        "accuracy": share,
+        "interval": accuracy_interval(count_correct(state, index), state.examples),
         "examples": state.examples,
         "criterion": candidate.criterion,
         "ridge": candidate.ridge,
@@ -148,6 +172,9 @@ def candidate_name(candidate: Candidate) -> str:
     return display_names.network_name(candidate.paths, bool(candidate.head))
 
 
-def _format_accuracy(state: SearchState, candidate: Candidate) -> str:
-    share = heldout_accuracy(state, candidate)
-    return "not validated" if share is None else f"{100 * share:.1f} % on {state.examples} held-out"
+def _format_accuracy(state: SearchState, index: int) -> str:
+    share = heldout_accuracy(state, index)
+    if share is None:
+        return "not validated"
+    low, high = accuracy_interval(count_correct(state, index), state.examples)
+    return f"{100 * share:.1f} % [{100 * low:.1f}, {100 * high:.1f}] on {state.examples} held-out"

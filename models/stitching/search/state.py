@@ -21,32 +21,46 @@ from fedquilt.models.stitching.vote import Ballot, Winner
 Count = Annotated[int, Meta(ge=1)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Positive = Annotated[float, Meta(ge=0)]
+Limit = Annotated[float, Meta(gt=0)]
 
 
 @dataclass(frozen=True)
 class SearchParams:
     """Hyper-parameters of FedStitch, with the paper's symbols."""
 
-    mode: Literal["default", "paper"] = "default"  # with "paper" the values of PAPER replace the parameters below
-    # the search
+    mode: Literal["default", "paper"] = "default"  # with "paper" the search follows the paper to the letter
+    expansions: Annotated[int, Meta(ge=0)] = 0  # most partial networks expanded; 0: donors are joined, not stitched
     k: Count = 3  # K: blocks that each device picks, and winners of a vote
     depth: Annotated[int, Meta(ge=2)] | None = None  # D_max: most blocks of a path; none: as many as the longest donor
     subrounds: Count = 5  # rounds whose votes are summed, at most
-    close_early: bool = True  # a vote closes before the last sub-round once no new device turns up
-    expansions: Annotated[int, Meta(ge=0)] = 24  # most partial networks expanded; 0: donors are joined, not stitched
     finished: Count = 22  # most networks finished, beside the donors
+    finalists: Count = 12  # finished networks that become candidates, the best-scoring first
+    max_upsampling: Annotated[float, Meta(ge=1)] = 2.0  # blocks that need maps enlarged by more are not offered
+    criterion: scoring.Criterion = "cka"  # similarity to the donor's output, or prediction of the labels
+    score_at: scoring.ScoreAt = "hybrid"  # CKA of inputs, of outputs, or of the outputs of the best inputs
+    samples: Annotated[int, Meta(ge=4)] = 64  # images scored on, and as many for the junctions of output scores
+    fit_samples: Count = 128  # images on which each device fits junctions
+    head_samples: Count = 1000  # images that each device gives to the head
+    head_rounds: Count = 100  # most rounds to gather, and again to validate; fewer once every device was heard
+    features: Count = 6144  # most features of all taps together; beyond it the shallowest taps are left out first
+    budget_mflop: Limit | None = None  # most MFLOP of an example, two per multiply-add; none: no limit
+    budget_ms: Limit | None = None  # most milliseconds of an example on `board`
+    budget_mb: Limit | None = None  # most MB of weights
+    budget_joules: Limit | None = None  # most joules of an example on `board`
+    board: str = ""  # profile of the board whose milliseconds and joules are reported
+
+
+@dataclass(frozen=True)
+class SearchSettings(SearchParams):
+    """Hyper-parameters, and the settings that `mode` determines."""
+
+    # the search
+    close_early: bool = True  # a vote closes before the last sub-round once no new device turns up
     completion: bool = True  # the last donor's blocks complete a path, only junctions are voted on; False: all are
     order: Literal["best", "random"] = "best"  # the partial network expanded next
-    native_continuation: Literal["allow", "penalise", "exclude"] = "allow"  # treatment of a donor's own next block
-    native_penalty: Share = 0.1  # with "penalise": the share of its score that is taken off
-    max_upsampling: Annotated[float, Meta(ge=1)] = 2.0  # blocks that need maps enlarged by more are not offered
-    space_optimizer: bool = True
+    native_continuation: Literal["allow", "exclude"] = "allow"  # treatment of a donor's own next block
     space_margin: Positive = 2.0  # standard errors beyond which a shallower block is dropped; 0: as in the paper
-    stop_below: Share = 0.0  # paths with a lower product of scores are given up; 0: none. Not in the paper
     # scores
-    criterion: scoring.Criterion = "cka"  # similarity to the donor's output, or prediction of the labels
-    samples: Annotated[int, Meta(ge=4)] = 64  # images scored on, and as many for the junctions of output scores
-    score_at: scoring.ScoreAt = "hybrid"
     screen: Count = 8  # with "hybrid": number of blocks that are scored by their output
     early: Annotated[int, Meta(ge=0)] = 16  # images after which a hopeless output is scored no further; 0: never
     early_margin: Share = 0.2  # an output is hopeless this far below the K-th best
@@ -54,7 +68,6 @@ class SearchParams:
     estimator: cka.Estimator = "unbiased"
     maps: cka.Maps = "flatten"
     # votes
-    weighted: bool = True  # False: plain voting
     spread: bool = True  # picks and winners take the best block of each donor before the second of any
     theta: Share | Literal["median"] = "median"  # theta: rank (mean percentile of picks on others) that is rewarded
     normalise: Literal["cohort", "all"] = "cohort"  # weights rescaled after a vote; "all": being asked adds weight
@@ -67,19 +80,9 @@ class SearchParams:
     # junctions and heads
     ridge: Positive = least_squares.RIDGE  # lambda of junctions, as a share of the mean variance; 0: least norm
     bias: bool = True  # False: junctions without bias and centring
-    fit_samples: Count = 128  # images on which each device fits junctions
-    residual: Literal["report", "weigh"] = "report"  # with "weigh" a junction's error on other devices lowers the score
     head: Literal["ridge", "aligned"] = "ridge"  # with "aligned" the donors' own classes
     join: bool = True  # one head over several depths of all donors; False: a head for each finished network alone
-    features: Count = 6144  # most features of all taps together; beyond it the shallowest taps are left out first
-    head_samples: Count = 1000  # images that each device gives to the head
-    head_rounds: Count = 100  # most rounds to gather, and again to validate; fewer once every device was heard
     random_features: Annotated[int, Meta(ge=0)] = 0  # random features that each tap is projected onto; 0: no projection
-    finalists: Count = 12  # finished networks that become candidates, the best-scoring first
-    price_mflop: Positive = 0.0  # points of accuracy that a candidate must bring for each MFLOP of an example
-    price_mb: Positive = 0.0  # points for each MB of weights
-    price_ms: Positive = 0.0  # points for each millisecond of an example on `board`
-    board: str = ""  # profile of the board whose milliseconds count
 
 
 PAPER: Mapping[str, Any] = {
@@ -91,25 +94,29 @@ PAPER: Mapping[str, Any] = {
     "completion": False,
     "order": "random",
     "native_continuation": "allow",
-    "space_optimizer": True,
     "space_margin": 0.0,
-    "stop_below": 0.0,
     "criterion": "cka",
     "samples": 64,
     "score_at": "output",
     "early": 0,
     "estimator": "biased",
-    "weighted": True,
     "spread": False,
     "theta": 0.6,
     "normalise": "all",
     "judged": "picks",
     "ridge": 0.0,
     "bias": False,
-    "residual": "report",
     "head": "aligned",
     "finalists": 22,
 }
+
+
+def resolve_settings(params: SearchParams) -> SearchSettings:
+    """Return all settings of a search. The paper's mode overrides other parameters."""
+    if isinstance(params, SearchSettings):
+        return params
+    return SearchSettings(**{**vars(params), **(PAPER if params.mode == "paper" else {})})
+
 
 Phase = Literal["score", "fit", "gather", "validate", "done"]
 
@@ -145,7 +152,6 @@ class Candidate:
         criterion: Generalised cross-validation criterion of the head, less is better, or None with too few examples.
         score: Product of the blocks' scores of a finished network.
         residual: Worst known residual of its junctions.
-        right: Number of correct predictions on the held-out examples (`SearchState.examples`).
     """
 
     kind: Literal["joined", "donor", "stitched", "aligned"]
@@ -155,7 +161,6 @@ class Candidate:
     criterion: float | None = None
     score: float | None = None
     residual: float | None = None
-    right: int = 0
 
 
 @dataclass(frozen=True)
@@ -167,7 +172,7 @@ class PackedSums:
 
 @dataclass(frozen=True)
 class SearchState:
-    params: SearchParams
+    params: SearchSettings
     seed: int
     stock: DonorPool
     files: dict[str, BlobRef]
@@ -189,9 +194,9 @@ class SearchState:
     heard: tuple[str, ...] = ()  # devices that answered in this phase, sorted; only in gather and validate
     taps: tuple[tuple[str, ...], ...] = ()  # paths whose pooled ends are gathered
     gathered: PackedSums | None = None  # moments of the devices heard so far
-    given_up: tuple[ScoredPath, ...] = ()  # networks that scored too low, kept until one is finished
     finalists: tuple[Finalist, ...] = ()
-    candidates: tuple[Candidate, ...] = ()
+    candidates: tuple[Candidate, ...] = ()  # the cheapest first
     examples: int = 0  # held-out examples that the candidates were validated on
-    chosen: int = 0  # index of the chosen candidate, after the validation
+    right: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))
+    """(candidates, candidates) numbers of held-out examples that both of two candidates predict correctly."""
     log: tuple[str, ...] = ()  # the last step in sentences

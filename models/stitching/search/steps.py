@@ -17,7 +17,7 @@ from fedquilt.arrays import tensors
 from fedquilt.core import BlobRef, derive_seed
 from fedquilt.models.stitching import display_names, stitched_network, vote
 from fedquilt.models.stitching.search import candidates
-from fedquilt.models.stitching.search.state import Finalist, ScoredPath, SearchParams, SearchState
+from fedquilt.models.stitching.search.state import Finalist, ScoredPath, SearchSettings, SearchState
 from fedquilt.models.stitching.stitched_network import Block, DonorPool
 from fedquilt.models.stitching.vote import Ballot, Winner
 
@@ -34,7 +34,7 @@ def starting_networks(stock: DonorPool) -> tuple[ScoredPath, ...]:
     return tuple(ScoredPath((name,), pool, 1.0) for name in starts)
 
 
-def initial_state(params: SearchParams, seed: int, stock: DonorPool, files: dict[str, BlobRef]) -> SearchState:
+def initial_state(params: SearchSettings, seed: int, stock: DonorPool, files: dict[str, BlobRef]) -> SearchState:
     """Return the state before the first vote.
 
     With `completion`, the donors are finished networks without any vote.
@@ -47,19 +47,19 @@ def initial_state(params: SearchParams, seed: int, stock: DonorPool, files: dict
     return advance_search(state)
 
 
-def max_depth(params: SearchParams) -> int:
+def max_depth(params: SearchSettings) -> int:
     """Return D_max, the largest number of blocks of a path."""
     assert params.depth is not None, "the state before the first vote knows it"
     return params.depth
 
 
-def completes_paths(params: SearchParams) -> bool:
+def completes_paths(params: SearchSettings) -> bool:
     """Return whether the last donor's remaining blocks complete every path."""
     return params.completion and params.native_continuation == "allow"
 
 
 def eligible_blocks(
-    net: ScoredPath, stock: DonorPool, params: SearchParams, ends_only: bool = False
+    net: ScoredPath, stock: DonorPool, params: SearchSettings, ends_only: bool = False
 ) -> tuple[str, ...]:
     """Return the blocks of a pool that may follow a partial network, in the order of the pool.
 
@@ -148,33 +148,18 @@ def advance_search(state: SearchState) -> SearchState:
     spent = state.expansions >= params.expansions or made >= params.finished
     if not params.expansions and params.head == "ridge":
         state = replace(state, frontier=())  # without a search only donors are joined
-    state = _restore_best_given_up(state, spent)
     while state.frontier and not (spent and state.finished):
         net = pick_network(state, spent)
         state = replace(state, frontier=tuple(other for other in state.frontier if other != net))
         pool = eligible_blocks(net, state.stock, params, ends_only=spent)
         if pool:
             return replace(state, phase="score", current=net, pool=pool, ballots={}, subround=0)
-        state = _restore_best_given_up(state, spent)
     left = len(state.frontier)
-    state = replace(state, current=None, pool=(), frontier=(), given_up=(), ballots={})
+    state = replace(state, current=None, pool=(), frontier=(), ballots={})
     chosen, notes = choose_finalists(state, left)
     junctions = _filter_used_junctions(state.junctions, chosen)
     state = replace(state, finalists=chosen, junctions=junctions, subround=0, log=(*state.log, *notes))
     return candidates.end_search(state)
-
-
-def _restore_best_given_up(state: SearchState, spent: bool) -> SearchState:
-    """Restore the best given-up network if none is finished and none can be expanded."""
-    # Without this network the search would end without a result.
-    ended = [net for net in state.given_up if is_finished(state, net)]
-    if state.finished or not state.given_up or (state.frontier and not (spent and ended)):
-        return state
-    best = min(ended or state.given_up, key=lambda net: (-net.score, len(net.path), net.path))
-    log = (*state.log, f"taken back, as nothing else is left: {display_names.path_name(best.path)}")
-    if ended:
-        return replace(state, finished=(best,), given_up=(), log=log)
-    return replace(state, frontier=(best,), given_up=tuple(net for net in state.given_up if net != best), log=log)
 
 
 def _path_blocks(state: SearchState, net: ScoredPath) -> list[Block]:
@@ -260,24 +245,19 @@ def close_vote(state: SearchState) -> SearchState:
     params, net = state.params, state.current
     assert net is not None
     rise = 1 + len(net.path) / max_depth(params)
-    ranks: dict[str, float] = {}
-    if params.weighted:
-        ranks = vote.cross_ranks(state.ballots, state.pool, params.k, params.spread, params.judged)
+    ranks = vote.cross_ranks(state.ballots, state.pool, params.k, params.spread, params.judged)
     reward, penalty = params.alpha * rise, min(params.beta * rise, 1.0)
     weights = vote.update_weights(state.weights, ranks, params.theta, reward, penalty, params.normalise)
-    counted = weights if params.weighted else dict.fromkeys(weights, 1.0)
-    winners = vote.tally_votes(state.ballots, counted, state.pool, params.k, params.spread)
-    dropped: set[str] = set()
-    if params.space_optimizer:
-        blocks = [state.stock.blocks[name] for name in state.pool]
-        dropped = vote.shallow_blocks(state.ballots, blocks, params.space_margin) - {winner.block for winner in winners}
+    winners = vote.tally_votes(state.ballots, weights, state.pool, params.k, params.spread)
+    blocks = [state.stock.blocks[name] for name in state.pool]
+    dropped = vote.shallow_blocks(state.ballots, blocks, params.space_margin) - {winner.block for winner in winners}
     state = replace(
         state,
         expansions=state.expansions + 1,
         weights=weights,
         winners=tuple(winners),
         dropped=tuple(sorted(dropped)),
-        log=tuple(_describe_vote(state, winners, dropped, ranks, counted)),
+        log=tuple(_describe_vote(state, winners, dropped, ranks, weights)),
     )
     return replace(state, phase="fit") if winners_needing_junction(state) else grow_paths(state, {})
 
@@ -296,8 +276,6 @@ def grow_paths(
 ) -> SearchState:
     """Append the winners to the current path, as new partial or finished networks.
 
-    A path with a score below `stop_below` is given up.
-
     Args:
         state: State after a vote.
         fitted: New junctions by their names.
@@ -311,24 +289,15 @@ def grow_paths(
     for winner in winners:
         left = residuals.get(winner.block)
         before = net.score if state.params.criterion == "cka" else 1.0  # labels judge the whole path already
-        score = before * max(winner.score, 0.0) * _residual_factor(state.params, left)
+        score = before * max(winner.score, 0.0)
         pool = tuple(name for name in kept if name != winner.block)
         child = ScoredPath((*net.path, winner.block), pool, score, (*net.residuals, left))
-        if score < state.params.stop_below:
-            state = replace(state, given_up=(*state.given_up, child))
-            notes.append(
-                f"given up {display_names.path_name(child.path)}: score {score:.3f} is below "
-                f"{state.params.stop_below:g}"
-            )
-            continue
         before_it = len(state.finished)
         state = _add_path_and_completions(state, child)
         notes += [
             f"finished {display_names.path_name(each.path)}, score {score:.3f}" for each in state.finished[before_it:]
         ]
-    if state.finished:
-        state = replace(state, given_up=())
-    nets = [*state.frontier, *state.finished, *state.given_up]
+    nets = [*state.frontier, *state.finished]
     return advance_search(
         replace(state, junctions=_filter_used_junctions({**state.junctions, **fitted}, nets), log=(*state.log, *notes))
     )
@@ -349,10 +318,6 @@ def _add_path_and_completions(state: SearchState, net: ScoredPath) -> SearchStat
         made.append(ScoredPath((*made[-1].path, name), pool, net.score, (*made[-1].residuals, None)))
     ended = (made.pop(),) if params.head == "ridge" or donor.align is not None else (made.pop(),)[:0]
     return replace(state, frontier=(*state.frontier, *made), finished=(*state.finished, *ended))
-
-
-def _residual_factor(params: SearchParams, residual: float | None) -> float:
-    return max(1 - residual, 0.0) if params.residual == "weigh" and residual is not None else 1.0
 
 
 def path_junction_names(path: tuple[str, ...]) -> list[str]:

@@ -50,7 +50,6 @@ def score_task_spec(state: SearchState, device: DeviceView) -> TaskSpec:
         positions=params.positions,
         ridge=params.ridge,
         bias=params.bias,
-        native_factor=1 - params.native_penalty if params.native_continuation == "penalise" else 1.0,
         k=params.k,
         spread=params.spread,
         epsilon=steps.exploration_rate(state),

@@ -9,6 +9,7 @@ from fedquilt.core import JobError, WorkEstimate
 from fedquilt.costs import cost_model
 from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.search import pareto_front
+from fedquilt.models.stitching.search.state import SearchParams
 from fedquilt.models.stitching.stitched_network import Block, DonorPool
 
 
@@ -39,13 +40,34 @@ def test_the_weights_of_a_block_in_two_paths_count_once():
     assert both.weight_bytes - one.weight_bytes == 400 + 4 * (20 + 5)
 
 
-def test_milliseconds_are_those_of_the_boards_profile():
+def test_milliseconds_and_joules_are_those_of_the_boards_profile():
     [point, *_] = profiles.load_board_profile("jetson-tx2").operating_points()
     seconds = cost_model.work_seconds(WorkEstimate(flops=1e9, read_bytes=1e7, tasks=0.0), point)
     assert seconds is not None
-    assert pareto_front.inference_ms(1e9, 1e7, "jetson-tx2") == pytest.approx(1e3 * seconds)
+    assert pareto_front.board_cost(1e9, 1e7, "jetson-tx2") == pytest.approx((1e3 * seconds, point.busy_w * seconds))
     with pytest.raises(JobError, match="jetson-tx9"):
-        pareto_front.inference_ms(1e9, 1e7, "jetson-tx9")
+        pareto_front.board_cost(1e9, 1e7, "jetson-tx9")
+
+
+@pytest.mark.parametrize(
+    ("budget", "fits"),
+    [
+        ({}, True),
+        ({"budget_mflop": 2.0, "budget_mb": 0.5}, True),
+        ({"budget_mflop": 1.999}, False),
+        ({"budget_mflop": 2.0, "budget_mb": 0.499}, False),
+        ({"budget_ms": 1e3, "budget_joules": 1e3, "board": "jetson-tx2"}, True),
+        ({"budget_ms": 1e-9, "board": "jetson-tx2"}, False),
+        ({"budget_joules": 1e-9, "board": "jetson-tx2"}, False),
+    ],
+    ids=str,
+)
+def test_a_network_is_within_a_budget_if_no_amount_exceeds_its_limit(budget, fits):
+    params, cost = SearchParams(**budget), pareto_front.InferenceCost(2e6, 3e6, 5e5)
+    pareto_front.require_usable_budgets(params)
+    assert pareto_front.is_within_budget(params, cost) == fits
+    first = next(iter(budget), "budget_mflop").removeprefix("budget_")
+    assert pareto_front.ordering_cost(params, cost) == pareto_front.measure_cost(params, cost)[first]
 
 
 def test_on_the_front_is_who_nobody_beats():

@@ -6,8 +6,7 @@ from feature_moments import CLASSES, data, merged
 
 from fedquilt.models.stitching.algebra import class_moments, joint_head, least_squares
 from fedquilt.models.stitching.algebra.class_moments import ClassMoments, DeviceMoments
-from fedquilt.models.stitching.algebra.joint_head import NEVER, StandardisedSums, TapLayout
-from fedquilt.models.stitching.search import candidates
+from fedquilt.models.stitching.algebra.joint_head import NEVER, StandardisedSums
 
 
 def central(z: np.ndarray, y: np.ndarray, classes: int = CLASSES) -> ClassMoments:
@@ -132,33 +131,17 @@ def test_the_strength_is_the_best_of_those_tried():
 def test_a_strength_found_downhill_is_the_best_of_those_tried(start):
     for z, y in (data(), data(30, 60), data(300, 200)):
         given = standard(z, y)
-        found = joint_head.search_penalty(given, joint_head.evaluate_penalty(given, start))
+        found = joint_head.search_penalty(given, joint_head.best_penalty(given, [start]))
         wanted = joint_head.best_penalty(given)
         assert found.ridge == wanted.ridge
         assert found.criterion == pytest.approx(wanted.criterion, rel=1e-8)
 
 
-def test_one_ridge_is_solved_as_by_eigenvectors():
-    given = standard(*data(900, 300))
+def test_the_criteria_of_leading_features_are_those_of_eigenvectors():
+    given, ends = standard(*data(900, 300)), [1, 40, 300]
     for ridge in (1e-4, 0.1, 10.0):
-        found = joint_head.evaluate_penalty(given, ridge)
-        assert found.criterion == pytest.approx(joint_head.best_penalty(given, [ridge]).criterion, rel=1e-8)
-
-
-def test_a_joined_set_is_not_taken_apart_into_eigenvectors(monkeypatch):
-    sizes = []
-    eigh = np.linalg.eigh
-
-    def counted(matrix):
-        sizes.append(len(matrix))
-        return eigh(matrix)
-
-    monkeypatch.setattr(np.linalg, "eigh", counted)
-    made = candidates._RidgeSolver(standard(*data(400, 12)), TapLayout((4, 4, 4)))
-    taps = made.select_taps(range(3))
-    assert len(taps) == 3
-    assert made.find_best_penalty(*taps).ridge > 0
-    assert sizes == [4, 4, 4]
+        wanted = [joint_head.best_penalty(given.restrict_to(np.arange(end)), [ridge]).criterion for end in ends]
+        assert joint_head.prefix_criteria(given, ridge, ends) == pytest.approx(wanted, rel=1e-8)
 
 
 # -- heads ----------------------------------------------------------------------------------------
@@ -260,46 +243,3 @@ def test_a_handful_of_examples_gives_a_head(y):
     head = joint_head.fit_discriminant(given, joint_head.best_penalty(given).ridge)
     assert np.isfinite(head.weights).all()
     assert scores(head, z).argmax(axis=1).tolist() == y
-
-
-# -- which taps -----------------------------------------------------------------------------------
-
-
-def test_joining_taps_step_by_step_gives_the_criterion_of_solving_each_set():
-    z, y = data(400, 12)
-    noise = np.random.default_rng(3).normal(size=(400, 8))
-    z = np.hstack([z[:, :4], noise[:, :4], z[:, 4:8], z[:, 8:], noise[:, 4:]])
-    layout, given = TapLayout((4, 4, 4, 4, 4)), standard(z, y)
-    found = joint_head.select_taps(given, layout, 3, range(5), 0.1)
-    assert set(found.taps) == {0, 2, 3}
-    assert found.taps[0] == 3
-    for count, criterion in enumerate(found.criteria, 1):
-        alone = joint_head.best_penalty(given.restrict_to(layout.feature_columns(found.taps[:count])), [0.1])
-        assert criterion == pytest.approx(alone.criterion, rel=1e-9)
-    best = min(
-        (joint_head.best_penalty(given.restrict_to(layout.feature_columns([3, tap])), [0.1]).criterion, tap)
-        for tap in (0, 1, 2, 4)
-    )
-    assert found.taps[1] == best[1]
-
-
-def test_taps_are_chosen_again_with_the_strength_of_the_set():
-    given, places = standard(*data(40, 24, 63)), TapLayout((4,) * 6)
-    made = candidates._RidgeSolver(given, places)
-    near = sorted(range(6), key=lambda tap: made.find_best_penalty(tap).criterion)
-    first = joint_head.select_taps(given, places, near[0], near, made.find_best_penalty(near[0]).ridge)
-    chosen = made.select_taps(range(6))
-    assert made.find_best_penalty(*chosen).criterion < made.find_best_penalty(*first.taps).criterion / 2
-
-
-def test_no_more_features_are_joined_than_asked_for():
-    z, y = data(400, 12)
-    found = joint_head.select_taps(standard(z, y), TapLayout((4, 6, 2)), 0, range(3), 0.1, widest=8)
-    assert found.taps == (0, 2)
-
-
-def test_a_single_tap_is_a_set():
-    """Nothing else to choose from."""
-    z, y = data()
-    found = joint_head.select_taps(standard(z, y), TapLayout((12,)), 0, [0], 0.1)
-    assert found.taps == (0,)

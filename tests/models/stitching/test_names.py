@@ -13,6 +13,11 @@ ACROSS = (*(f"a.{i}" for i in range(4)), "b.2", "b.3", "c.9")
         ([["a.0"]], True, "head on a.0"),
         ([["a.0", "a.1", "a.2"], ["b.0", "b.1"]], True, "head on a.2 + b.1"),
         ([ACROSS, ["b.0"]], True, "head on (a.0-3 > b.2 > b.3 > c.9) + b.0"),
+        (
+            [["a.0"], ["a.0", "a.1"], ["a.0", "a.1", "a.2"], ["a.0", "b.3"], ["b.0"]],
+            True,
+            "head on a.0-2 + (a.0 > b.3) + b.0",
+        ),
         ([["a.0", "a.2"]], True, "head on (a.0 > a.2)"),
         ([["a.0", "a.2", "a.3", "a.4"]], True, "head on (a.0 > a.2-4)"),
         ([["a.0", "a.1", "a.2"]], False, "a.0-2"),

@@ -52,12 +52,11 @@ def rehearse(folder: Path, params: dict[str, Any], made: Bundle | None = None) -
     ("params", "joins"),
     [
         ({}, True),
-        ({"expansions": 0}, True),
-        ({"head": "aligned"}, False),
+        ({"expansions": 2}, True),
         ({"mode": "paper"}, False),
-        ({"criterion": "labels"}, True),
+        ({"expansions": 1, "criterion": "labels"}, True),
     ],
-    ids=["default", "joining", "aligned", "paper", "labels"],
+    ids=["default", "searching", "paper", "labels"],
 )
 def test_a_stitched_network_and_a_joint_head_are_exported_and_run_before_a_device_is_asked(
     prepared: Path, monkeypatch: pytest.MonkeyPatch, params: dict[str, Any], joins: bool

@@ -21,10 +21,11 @@ pytest.importorskip("onnxruntime")
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.edge_agent.engines.onnx.engine import OnnxEngine
-from fedquilt.methods.fedstitch import METHOD, SearchParams
+from fedquilt.methods.fedstitch import METHOD
 from fedquilt.models.networks import registry
 from fedquilt.models.stitching.onnx import blocks
 from fedquilt.models.stitching.search import steps
+from fedquilt.models.stitching.search.state import SearchSettings
 from fedquilt.tools.artefacts.prepare import prepare_bundle
 from fedquilt.tools.artefacts.quantization import INT8_DELTA, QuantizationChoice, find_rejected
 from fedquilt.tools.simulation import DeviceData
@@ -62,7 +63,8 @@ def job(images: str | None, *, weights: str | None = None, **more: Any) -> dict[
         {"name": "p", "network": PLAIN, "seed": 1},
         {"name": "r", "network": RESIDUAL, "seed": 2, **({} if weights is None else {"weights": weights})},
     ]
-    table = {"input": {"channels": 1, "size": 28}, "labels": ["a", "b", "c"], "donors": donors, **more}
+    table = {"input": {"channels": 1, "size": 28}, "labels": ["a", "b", "c"], "donors": donors}
+    table |= {"params": {"expansions": 6}, **more}
     return table if images is None else {**table, "int8": {"path": images}}
 
 
@@ -94,7 +96,7 @@ class Watched(OnnxEngine):
 def scored(folder: Path, engine: OnnxEngine, length: int, cache: Path) -> tuple[Any, dict[str, Any], tuple[str, ...]]:
     """A device's answer on pictures of its own after the beginning of donor "p", the order's files, and the pool."""
     made = job_bundle.load_bundle(folder)
-    state = METHOD.init(made, SearchParams(score_at="output", early=0, samples=20), 0)
+    state = METHOD.init(made, SearchSettings(expansions=1, score_at="output", early=0, samples=20), 0)
     net = replace(steps.starting_networks(state.stock)[0], path=state.stock.donors["p"].blocks[:length])
     pool = steps.eligible_blocks(net, state.stock, state.params)
     order = METHOD.send(replace(state, current=net, pool=pool), DeviceView("d", None, ()))
@@ -163,7 +165,7 @@ def test_a_block_that_8_bits_destroy_stays_in_float32(images: str, tmp_path: Pat
     state["2.shortcut.0.weight"][:] = 0
     (tmp_path / "r.safetensors").write_bytes(tensors.encode_tensors(state))
     said: list[str] = []
-    table = job(images, weights=str(tmp_path / "r.safetensors"), params={"depth": depth})
+    table = job(images, weights=str(tmp_path / "r.safetensors"), params={"expansions": 6, "depth": depth})
     made = prepare_bundle(table, tmp_path / "out", said.append)
     assert not {"r.2", "r.2.int8.onnx"} & {*in_int8(made), *made.files}
     assert {"r.1", "r.3"} & in_int8(made)
@@ -223,7 +225,7 @@ def test_the_bundle_without_an_accepted_graph_is_refused(both: tuple[Path, Path]
     name = f"{min(in_int8(made))}.int8.onnx"
     left = {file: ref for file, ref in made.files.items() if file != name}
     with pytest.raises(FedquiltError, match=f"lacks {name}"):
-        METHOD.init(replace(made, files=left), SearchParams(), 0)
+        METHOD.init(replace(made, files=left), SearchSettings(), 0)
 
 
 # -- which are taken back -------------------------------------------------------------------------
@@ -264,7 +266,8 @@ def test_what_is_taken_back_may_take_back_another() -> None:
         ({"int8": {"path": PATH, "siz": 8}}, JobError, r"no key 'siz'; did you mean 'size'\? Keys of \[int8\]: "),
         ({"int8": {"path": PATH, "share": 1}}, JobError, "share: images are drawn from all"),
         ({"int8": {"path": "no.npz"}}, DataError, "no.npz"),
-        ({"params": {"score_at": "input"}}, JobError, r"leave out \[int8\]"),
+        ({"params": {"expansions": 6, "score_at": "input"}}, JobError, r"score_at = 'input' .* leave out \[int8\]"),
+        ({"params": {}}, JobError, r"expansions = 0 scores no outputs: leave out \[int8\]"),
         ({"params": {"score_at": "all"}}, JobError, r"\[params\]: .*score_at"),
         ({"donors": [], "model": PLAIN}, JobError, "the job has none: leave it out"),
     ],

@@ -16,7 +16,7 @@ from fedquilt.core import Aggregation, Bundle, ClientContext, ClientResult, Devi
 from fedquilt.methods.fedstitch import METHOD, SearchParams
 from fedquilt.models import stitching
 from fedquilt.models.stitching.search import steps
-from fedquilt.models.stitching.search.state import ScoredPath, SearchState
+from fedquilt.models.stitching.search.state import ScoredPath, SearchState, resolve_settings
 from fedquilt.models.stitching.vote import Winner
 from fedquilt.testing.toy_networks import SMALL, build_donors, image_members, run_method, write_bundle
 from fedquilt.tools.experiments.baselines import BaselineSetup
@@ -47,7 +47,9 @@ def path_method(path: Sequence[str]) -> Method:
 
     def init(bundle: Bundle, params: SearchParams, seed: int) -> SearchState:
         start = ScoredPath(tuple(path[:1]), tuple(path[1:]), 1.0)
-        alone = replace(params, join=False, completion=False)  # else the donors would be finished beside it
+        alone = replace(
+            resolve_settings(params), join=False, completion=False
+        )  # else the donors would be finished beside it
         return force_path(replace(METHOD.init(bundle, alone, seed), frontier=(), current=start))
 
     return replace(METHOD, init=init, step=lambda state, total: force_path(METHOD.step(state, total)))

@@ -26,7 +26,7 @@ def test_a_parameter_has_its_range_default_and_what_its_line_says() -> None:
     assert found["mixed"].kind == "true or false"
     rules = {each.name: each for each in method_pages.make_card("fedopt").parameters}["server"]
     assert rules.kind == '"sgd" or "adagrad" or "adam" or "yogi"'
-    assert {each.name: each for each in method_pages.make_card("fedstitch").parameters}["maps"].about == ""
+    assert {each.name: each for each in method_pages.make_card("fedsdg").parameters}["preset"].about == ""
 
 
 def test_methods_are_listed_with_their_first_sentence(capsys: pytest.CaptureFixture[str]) -> None:

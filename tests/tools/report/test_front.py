@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
+from fedquilt.api.run import Run
+from fedquilt.cli import main
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import JobError
 from fedquilt.methods.fedstitch import METHOD, SearchParams
+from fedquilt.models.stitching.search import pareto_front
 from fedquilt.testing.toy_networks import SMALL, build_donors, image_members, run_method
 from fedquilt.tools import report
 from fedquilt.tools.lab import demo
@@ -27,13 +32,8 @@ def result(**params: Any) -> dict[str, Any]:
     return dict(METHOD.result(last).meta)
 
 
-def candidates() -> list[dict[str, Any]]:
-    return list(result()["search"])
-
-
-def chosen(**params: Any) -> dict[str, Any]:
-    found = result(**params)
-    return next(each for each in found["search"] if each["taps"] == found["taps"])
+def candidates(**params: Any) -> list[dict[str, Any]]:
+    return list(result(**params)["search"])
 
 
 def test_every_candidate_has_its_costs_and_the_most_accurate_is_on_the_front() -> None:
@@ -46,22 +46,51 @@ def test_every_candidate_has_its_costs_and_the_most_accurate_is_on_the_front() -
     assert [each["kind"] for each in found].count("joined") >= 1
 
 
-def test_a_price_makes_the_job_choose_a_cheaper_network() -> None:
-    """Free: the most accurate. At 1,000 points for each FLOP: the cheapest. A board is needed for milliseconds."""
-    dear, cheap = chosen(), chosen(price_mflop=1e9)
-    every = candidates()
-    assert dear["accuracy"] == max(each["accuracy"] for each in every)
-    assert cheap["flops"] == min(each["flops"] for each in every) < dear["flops"]
-    assert chosen(price_ms=1e9, board="jetson-tx2")["read_bytes"] <= dear["read_bytes"]
+def test_no_candidate_exceeds_a_budget() -> None:
+    """Half of the cost of the best network, in each unit; a budget that everything is within changes nothing."""
+    free, board = candidates(), "jetson-tx2"
+    assert candidates(budget_mflop=1e9) == free
+
+    def ms(each: dict[str, Any]) -> float:
+        return pareto_front.board_cost(each["flops"], each["read_bytes"], board)[0] or 0.0
+
+    amounts: dict[str, Callable[[dict[str, Any]], float]] = {
+        "budget_mflop": lambda each: each["flops"] / 1e6,
+        "budget_mb": lambda each: each["weight_bytes"] / 1e6,
+        "budget_ms": ms,
+    }
+    for name, amount in amounts.items():
+        limit = max(map(amount, free)) / 2
+        found = result(**{name: limit, "board": board})
+        assert max(map(amount, found["search"])) <= limit
+        assert [each["taps"] for each in found["search"] if each["chosen"]] == [found["taps"]]
+
+
+@pytest.mark.parametrize(
+    ("params", "why"),
+    [
+        ({"budget_ms": 1.0}, "budget_ms has no board: name a profile"),
+        ({"budget_joules": 1.0}, "budget_joules has no board"),
+        ({"board": "jetson-tx9"}, "jetson-tx9"),
+        ({"budget_mflop": 1e-9}, "budget_mflop = 1e-09 .least .*: no donor has a block within the budget"),
+        ({"budget_mb": 1e-9}, "budget_mb = 1e-09 .least .*: no donor has a block within the budget"),
+    ],
+)
+def test_a_budget_that_cannot_be_kept_is_refused(params: dict[str, Any], why: str) -> None:
     bundle, _ = build_donors()
-    with pytest.raises(JobError, match="say of which board"):
-        METHOD.init(bundle, SearchParams(price_ms=1.0), 0)
-    with pytest.raises(JobError, match="jetson-tx9"):
-        METHOD.init(bundle, SearchParams(board="jetson-tx9"), 0)
+    with pytest.raises(JobError, match=why):
+        METHOD.init(bundle, SearchParams(**params), 0)
 
 
-def test_the_report_prints_and_draws_the_front(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run of the demo's job: a line for each candidate with the fleet's boards, and a plot with tooltips."""
+class Finished(NamedTuple):
+    plan: agents.FleetPlan
+    run: str
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """A short run of the demo's job."""
     pytest.importorskip("onnxruntime")
     from fedquilt.coordinator import settings
 
@@ -75,21 +104,52 @@ def test_the_report_prints_and_draws_the_front(tmp_path: Path, capsys: pytest.Ca
             "data": {"path": str(demo.HERE / "digits.npz"), "partition": "iid", "limit": 240},
         }
     )
-    run, status = agents.run_fleet_virtually(agents.FleetPlan(job, demo.HERE / "bundle", tmp_path / "home"))
+    folder = tmp_path_factory.mktemp("finished")
+    plan = agents.FleetPlan(job, demo.HERE / "bundle", folder / "home")
+    run, status = agents.run_fleet_virtually(plan)
     assert status == "done"
+    return Finished(plan, run, folder)
+
+
+def test_the_report_prints_and_draws_the_front(finished: Finished, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line for each candidate with the fleet's boards, and a plot with tooltips."""
+    plan, run, folder = finished
     capsys.readouterr()
-    with Store(tmp_path / "home") as store:
+    with Store(plan.home) as store:
         found = candidate_costs.load_candidates(store, run)
-        page = report.write_run_page(store, run, tmp_path / "page.html").read_text()
+        page = report.write_run_page(store, run, folder / "page.html").read_text()
     printed = capsys.readouterr().out
     assert "ms, jetson-nano" in printed
-    assert len(re.findall(r" % +front ", printed)) == sum(each["front"] for each in found) > 0
+    assert (
+        len(re.findall(r"\d  (?:front|chosen) ", printed)) == sum(each["front"] or each["chosen"] for each in found) > 0
+    )
     for text in ("What the candidates cost", "MFLOP of one example", "ms, jetson-nano"):
         assert text in page
     assert page.count(" MFLOP</title>") == len(found)
     kinds = {each["kind"] for each in found}
     assert len(kinds) > 1
     assert all(f">{key}</text>" in page for key in (*kinds, "front (filled dots)"))  # the plot's legend
+
+
+def test_every_candidate_is_exported_as_a_file_that_is_as_right_as_the_devices_counted(finished: Finished) -> None:
+    """By the ONNX files alone, on the pooled held-out examples."""
+    from fedquilt.tools.artefacts.classifier import Classifier
+
+    plan, run, folder = finished
+    members, _ = plan.load_devices()
+    held = [member.held for member in members]
+    x, y = (np.concatenate(parts) for parts in zip(*((share.x, share.y) for share in held), strict=True))
+    made = Run(plan.home, run)
+    for number, told in enumerate(made.candidates(), 1):
+        network = Classifier(made.export(folder / f"{number}.onnx", candidate=number))
+        correct = network.compute_scores(network.prepare_inputs(x)).argmax(axis=1) == y
+        assert (correct.sum(), len(y)) == (round(told["accuracy"] * len(y)), told["examples"])
+    with pytest.raises(JobError, match="candidate 99 does not exist: the run has candidates 1 to"):
+        made.export(folder / "none.onnx", candidate=99)
+    assert (
+        main(["model", "export", run, "--candidate", "0", "--out", str(folder / "0.onnx"), "--home", str(plan.home)])
+        != 0
+    )
 
 
 def test_a_narrow_terminal_shows_a_row_of_numbers_for_each_candidate(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from fedquilt.edge_agent.task import memory_budget
 from fedquilt.methods.fedstitch import METHOD
 from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.search import candidates, steps
-from fedquilt.models.stitching.search.state import Finalist, ScoredPath, SearchParams, SearchState
+from fedquilt.models.stitching.search.state import Finalist, ScoredPath, SearchSettings, SearchState
 from fedquilt.models.stitching.vote import Winner
 from fedquilt.tools.lab.bench.stitch import IMAGES, create_finder, draw_examples, prepare_donors
 from fedquilt.tools.report.thresholds import compare_at_most, format_figures
@@ -65,7 +65,9 @@ def _peaks(tasks: Sequence[Mapping[str, Any]], what: str) -> list[float]:
 
 
 def _iterate_search_states(made: Bundle) -> Iterator[tuple[str, SearchState]]:
-    state = METHOD.init(made, SearchParams(score_at="output", completion=False, samples=IMAGES, fit_samples=IMAGES), 0)
+    state = METHOD.init(
+        made, SearchSettings(score_at="output", completion=False, samples=IMAGES, fit_samples=IMAGES), 0
+    )
     pool = steps.starting_networks(state.stock)[0].pool
     for path in (("vgg16.0",), ("vgg16.0", "densenet121.2", "resnet50.4")):
         net = ScoredPath(path, tuple(name for name in pool if name not in path), 1.0)

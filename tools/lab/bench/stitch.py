@@ -32,7 +32,7 @@ from fedquilt.models.stitching.device.activations import SPARE
 from fedquilt.models.stitching.device.scoring import ScoreAt, ScoreRequest
 from fedquilt.models.stitching.onnx import export
 from fedquilt.models.stitching.search import steps
-from fedquilt.models.stitching.search.state import ScoredPath, SearchParams
+from fedquilt.models.stitching.search.state import ScoredPath, SearchSettings
 from fedquilt.models.stitching.stitched_network import Block
 from fedquilt.tools.artefacts.prepare import prepare_bundle
 from fedquilt.tools.lab.bench import reference_scoring
@@ -120,7 +120,8 @@ def walk_path(
     Each step adds the best-scored block of another donor whose maps are large enough for DEPTH blocks. The pool shrinks
     by the paper's rule.
     """
-    params = SearchParams(
+    params = SearchSettings(
+        expansions=DEPTH,
         native_continuation="exclude",
         depth=DEPTH,
         spread=False,
