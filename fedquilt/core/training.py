@@ -56,6 +56,7 @@ class Step:
     penalty: Callable[[Any, Any, Any, Mapping[str, Any]], Any] | None = None
     """(module, x, scores, anchors) -> term added to the mean loss of these examples, a scalar of the engine."""
     begin: Callable[[Any], None] | None = None  # (module): called once before the step, for all its micro-batches
+    exits: Callable[[], Sequence[Any]] | None = None  # scores of all exits on these examples: their losses are summed
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Hooks:
     """Changes of a method to training. The defaults change nothing.
 
     An engine rejects hooks that it does not support, by name. The numpy engine has no module, so it supports neither
-    `prepare` nor `penalty` nor `begin`, and exactly one step.
+    `prepare` nor `penalty`, `begin` or `exits`, and exactly one step.
     """
 
     correct: Callable[[Any, Any, Mapping[str, Any]], Any] | None = None

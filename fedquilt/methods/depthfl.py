@@ -62,11 +62,6 @@ class Params(fedavg.Params):
     depths: tuple[Depth, Depth, Depth, Depth, Depth] = (1, 1, 2, 3, 4)  # d: under 1 GB, from 1, 2, 4 and 8 GB
     ramp: Depth = 300  # rounds until c is 1
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.loss:
-            raise ValueError(f"loss = {self.loss!r}: DepthFL's loss is the cross-entropy of all exits; leave it out")
-
 
 def init(bundle: Bundle, params: Params, seed: int) -> NetworkState:
     """Return the first state, with a random linear classifier after each stage but the last."""
@@ -138,33 +133,25 @@ class Exits:
         return add_exits
 
     def _combine_scores(self, module: Any, told: list[Any], last: Any) -> Any:
-        """Return the sum of the exits' log-probabilities in training, else their mean scores, and keep the scores."""
-        # In training the network returns z = sum_i log p_i. `penalty` corrects its cross entropy to sum_i CE_i.
+        """Return the mean of the exits' scores, and keep the scores."""
         import torch
 
         self.scores = [linear(x) for linear, x in zip(module.exit, told, strict=True)]
         self.scores += [] if last is None else [last]
-        if len(self.scores) == 1:
-            return self.scores[0]
-        if module.training:
-            return torch.stack([torch.log_softmax(each, dim=1) for each in self.scores]).sum(dim=0)
-        return torch.stack(self.scores).mean(dim=0)
+        return torch.stack(self.scores).mean(dim=0) if len(self.scores) > 1 else self.scores[0]
 
-    def penalty(self, module: Any, x: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
-        """Return the rest of the loss: minus log sum exp of z = sum_i log p_i, and the KL terms."""
+    def divergence(self, module: Any, x: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
+        """Return c(t)/(d - 1) * sum_i sum_{j != i} KL(p_j || p_i)."""
         import torch
 
-        count = len(self.scores)
-        if count == 1:
-            return scores.new_zeros(())
-        extra, said = -torch.logsumexp(scores, dim=1).mean(), [torch.log_softmax(each, dim=1) for each in self.scores]
+        said = [torch.log_softmax(each, dim=1) for each in self.scores]
+        total = scores.new_zeros(())
         for i, mine in enumerate(said):
             for j, other in enumerate(said):
                 if i != j:
                     still = other.detach()
-                    apart = (still.exp() * (still - mine)).sum(dim=1).mean()
-                    extra = extra + self.strength / (count - 1) * apart
-        return extra
+                    total = total + (still.exp() * (still - mine)).sum(dim=1).mean()
+        return self.strength / max(len(said) - 1, 1) * total
 
 
 def exits_from_task(task: Task) -> Exits:
@@ -180,7 +167,7 @@ def work(task: Task, site: ClientContext) -> ClientResult:
     exits = exits_from_task(task)
     if not exits.looks:
         return fedavg.work(task, site)
-    steps = (Step(penalty=exits.penalty),)
+    steps = (Step(exits=lambda: exits.scores, penalty=exits.divergence),)
     return fedavg.work(task, site, Hooks(prepare=exits.make_prepare_hook(site.load("model")), steps=steps))
 
 

@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from submodels import MIXED, SMALL, bundle, engine, pictures, run, view
 
 from fedquilt import methods
 from fedquilt.core import DeviceView
+from fedquilt.edge_agent.engines.training import network_inputs
 from fedquilt.methods import depthfl, fedepth, ft_full, ft_part, heterofl
 from fedquilt.models.partial import depth
 from fedquilt.testing.toy_networks import deliver_task
@@ -17,30 +19,37 @@ torch = pytest.importorskip("torch")
 
 # -- DepthFL and FeDepth --------------------------------------------------------------------------
 def test_depthfls_loss_is_every_exits_cross_entropy_and_what_they_are_apart():
+    """One step of the engine equals a step of plain torch on the loss of the paper."""
+    from fedquilt.models.networks import registry
+
     F = torch.nn.functional
-    drawn = [torch.randn(4, 3, generator=torch.Generator().manual_seed(i)) for i in range(3)]
-    y = torch.tensor([0, 2, 1, 1])
-
-    def losses(scores):
-        exits = depthfl.Exits((), 3, True, strength=0.5)
-        exits.scores = scores
-        said = torch.stack([F.log_softmax(each, 1) for each in scores]).sum(0)
-        wanted = sum(F.cross_entropy(each, y) for each in scores)
-        for i in range(3):
-            for j in range(3):
-                if i != j:
-                    still = F.softmax(scores[j].detach(), 1)
-                    wanted = wanted + 0.5 / 2 * F.kl_div(F.log_softmax(scores[i], 1), still, reduction="batchmean")
-        return F.cross_entropy(said, y) + exits.penalty(None, None, said, {}), wanted
-
-    gradients = []
-    for which in (0, 1):
-        scores = [each.clone().requires_grad_() for each in drawn]
-        both = losses(scores)
-        assert torch.allclose(*both, atol=1e-5)
-        both[which].backward()
-        gradients.append(torch.stack([each.grad for each in scores]))
-    assert torch.allclose(*gradients, atol=1e-6)
+    method, member = methods.load("depthfl"), pictures(1)[0]
+    state = method.init(bundle(), method.params(exits=3, lr=0.5, batch=len(member.train), ramp=1), 0)
+    order = method.send(state, view(8 * 10**9))
+    assert order is not None
+    task, site = deliver_task(method, order, member, engine())
+    task = msgspec.structs.replace(task, round=1)  # from which on c is 1
+    start = {name: np.array(value) for name, value in site.load("model").items()}
+    answer = method.work(task, site)
+    exits = depthfl.exits_from_task(task)
+    assert exits.strength == 1.0
+    module = exits.make_prepare_hook(start)(registry.build_network(task.params["network"]))
+    module.load_state_dict({name: torch.tensor(value) for name, value in start.items()}, strict=False)
+    module.train()
+    x, y = torch.tensor(network_inputs(member.train.x, task.params["network"])), torch.tensor(member.train.y)
+    module(x)
+    scores = exits.scores
+    wanted = sum(F.cross_entropy(each, y) for each in scores)
+    for i in range(len(scores)):
+        for j in range(len(scores)):
+            if i != j:
+                still = F.softmax(scores[j].detach(), 1)
+                apart = F.kl_div(F.log_softmax(scores[i], 1), still, reduction="batchmean")
+                wanted = wanted + apart / (len(scores) - 1)
+    wanted.backward()
+    for name, value in module.named_parameters():
+        moved = value.detach() - 0.5 * value.grad
+        assert np.allclose(answer.bundles["model"][name], moved.numpy(), atol=1e-6), name
 
 
 def test_depthfls_result_says_the_mean_of_all_exits():

@@ -34,7 +34,6 @@ PLAIN = {"adamw": "sgd", "torch": "sgd", "steps": 'schedule over "steps": ', "em
 REFUSED: dict[str, dict[str, str]] = {
     **{name: dict.fromkeys(OPTIONS, NONE) for name in ("afl", "fedstitch")},  # which train no network
     **dict.fromkeys(("fednova", "fedpews", "perfedavg", "pfedme", "scaffold"), PLAIN),
-    "depthfl": {"loss": "DepthFL's loss is the cross-entropy of all exits; leave it out"},
     "fedsdg": {"adamw": NONE, "torch": NONE},  # whose optimizer is Adam
     "fedsq": {"augment": 'FedSQ caches features of examples that never change; set cache = "off"'},
 }

@@ -198,6 +198,7 @@ def _require_supported_hooks(hooks: Hooks) -> None:
         "a second step": hooks.steps[1:],
         "penalty": hooks.steps[0].penalty,
         "begin": hooks.steps[0].begin,
+        "exits": hooks.steps[0].exits,
     }
     if odd := [name for name, value in wanted.items() if value]:
         raise ModelError(

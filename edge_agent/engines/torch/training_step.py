@@ -219,7 +219,8 @@ class Stepper:
         """Return the loss with penalty, for the gradient, and the loss to report."""
         with self._autocast:
             scores = self._model(x)
-            loss = self._total(scores, y) / divisor
+            first, *others = self._step.exits() if self._step.exits else (scores,)
+            loss = sum((self._total(each, y) for each in others), self._total(first, y)) / divisor
             if not self._step.penalty:
                 return loss, loss.detach()
             extra = self._step.penalty(self._model, x, scores, self._anchors) * (len(y) / count)
