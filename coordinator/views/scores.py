@@ -36,13 +36,14 @@ class HeldOutScore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weighted: float  # over all held-out examples
     mean: float  # over devices, however many examples each has
     worst_decile: float  # mean of the tenth of the devices, at least one, for which it is lowest
-    loss: float | None = None  # over all held-out examples; None: the method does not report it
+    deviation: float  # standard deviation over devices
+    count: int  # number of devices
+    loss: float  # over all held-out examples
     metric: str = "accuracy"  # as of `EvaluationScore`
-    deviation: float | None = None  # standard deviation over devices
 
     @staticmethod
     def from_summary(rounds: int, found: PersonalScores) -> HeldOutScore:
-        own = found.weighted, found.mean, found.worst_decile, found.loss, found.metric, found.deviation
+        own = found.weighted, found.mean, found.worst_decile, found.deviation, found.count, found.loss, found.metric
         return HeldOutScore(rounds, *own)
 
 
