@@ -77,7 +77,7 @@ def make_accuracy_section(found: RunData) -> PageSection:
 
 def make_accuracy_plots(found: RunData) -> dict[str, plots.Plot]:
     """Return plots of the main metric over rounds, seconds, bytes and joules, or none of fewer than two evaluations."""
-    if len({score.rounds for score in (*found.held, *found.scores)}) < 2:
+    if len({*(score.rounds for score in found.held), *(score.rounds for score in found.scores)}) < 2:
         return {}
     at = {point.rounds: point for point in found.points}
     axes = {"rounds": ("rounds", "by round", {point.rounds: float(point.rounds) for point in found.points})}
@@ -208,7 +208,9 @@ def _summarise_held_out(found: RunData) -> tuple[list[str], HtmlTable | None]:
         for own in (found.held if len(found.held) <= 6 else (*found.held[:2], *found.held[-4:]))
     ]
     head = ["after rounds", "weighted by examples", "mean of devices", "worst tenth", "spread", "devices"]
-    note = f"Held-out shares: the devices' own examples that are not trained on; {found.held[-1].count} devices reported."
+    note = (
+        f"Held-out shares: the devices' own examples that are not trained on; {found.held[-1].count} devices reported."
+    )
     return [note], HtmlTable(head, rows)
 
 
@@ -431,7 +433,8 @@ def _format_round_name(found: RunData, number: int) -> str:
 
 def _find_main_metric(found: RunData) -> metrics.Metric:
     """Return the metric of the first score of a run, or accuracy without scores."""
-    return metrics.KNOWN[next((score.metric for score in (*found.scores, *found.held)), "accuracy")]
+    told = [*(score.metric for score in found.scores), *(score.metric for score in found.held)]
+    return metrics.KNOWN[told[0] if told else "accuracy"]
 
 
 def _format_metric_heading(metric: metrics.Metric) -> str:
