@@ -190,7 +190,12 @@ def test_a_run_draws_its_accuracy_over_each_cost(run: fq.Run) -> None:
 def test_evaluations_beside_the_rounds_are_drawn(tmp_path: Path) -> None:
     """Without [check] and without a test set, the held-out shares are what `rounds` has."""
     pytest.importorskip("matplotlib")
-    run = fq.simulate(small(test={}), home=tmp_path / "runs")
+    from fedquilt.tools.lab import demo
+
+    with np.load(demo.HERE / "digits.npz") as digits:
+        np.savez(tmp_path / "train.npz", x_train=digits["x_train"][:240], y_train=digits["y_train"][:240])
+    job = small(test={}, data={"path": str(tmp_path / "train.npz"), "split": "train"})
+    run = fq.simulate(job, home=tmp_path / "runs")
     held = run.rounds()["held_accuracy"]
     assert run.rounds()["accuracy"] == held
     for x in ("rounds", "seconds", "joules", "bytes"):
