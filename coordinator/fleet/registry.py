@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import logging
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
@@ -19,7 +20,9 @@ from fedquilt.core import OperatingPoint, Profile, SiteRight
 from fedquilt.wire import Presence, Telemetry
 
 GRACE_S = 5.0  # a device that returns within this time counts as never gone: no round closes without it
+log = logging.getLogger("fedquilt.coordinator")
 FRESH_S = 600.0  # older sensor readings are ignored
+RETURNS = 2  # of an agent, after which two are certain: a broker that lost its latest state causes one
 KINDS_MOST = 256  # kinds of boards whose operating points are shared
 
 
@@ -30,6 +33,8 @@ class DeviceRecord:
     announced: bool = False  # online, by the latest presence
     silent: bool = False  # and yet it does not answer
     boot: str = ""
+    agents: tuple[tuple[str, int], ...] = ()  # boot and `seq` of the last two online, the latest last
+    returns: int = 0  # times that an agent was online again after another one
     freed: int = 0  # times that disk space was freed
     gone_s: float = -GRACE_S  # when it went offline
     telemetry: Telemetry | None = None  # the last one received
@@ -69,9 +74,24 @@ class DeviceRegistry:
             known.gone_s = now_s
         if known.boot != message.boot:
             known.telemetry = None  # an earlier process sent it: a full disk, for one, is not known any more
+        if message.online:
+            self._compare_agents(device, known, message)
         known.announced, known.boot = message.online, message.boot
         known.silent = known.silent and message.online
         return appeared
+
+    @staticmethod
+    def _compare_agents(device: str, known: DeviceRecord, message: Presence) -> None:
+        """Log a warning if two agents of this device are online in turn. A retained old message counts for nothing."""
+        seqs = dict(known.agents)
+        if message.seq <= seqs.get(message.boot, -1):
+            return
+        if message.boot in seqs and known.agents[-1][0] != message.boot:
+            known.returns += 1
+            if known.returns == RETURNS:
+                log.warning("two agents use the id %s in turn: give each its own `device`", device)
+        others = [each for each in known.agents if each[0] != message.boot]
+        known.agents = (*others[-1:], (message.boot, message.seq))
 
     def mark_silent(self, device: str, now_s: float) -> None:
         known = self._record_for_update(device)

@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from fedquilt.coordinator.fleet.device_status import DeviceStatus, TelemetrySample
-from fedquilt.coordinator.storage.rows import open_read_only, transaction
+from fedquilt.coordinator.storage.rows import describe_database_error, open_read_only, transaction
 from fedquilt.core import StoreError
 from fedquilt.host.disk import PRIVATE
 
@@ -234,6 +234,6 @@ def _convert_database_errors(home: Path) -> Iterator[None]:
         yield
     except (sqlite3.Error, OSError) as error:
         raise StoreError(
-            f"cannot use {home / NAME}: {error}; is the disk full, or the folder not yours? If it is damaged it may be "
-            "removed: no run depends on it"
+            f"cannot use {home / NAME}: {describe_database_error(home, error)}. If it is damaged it may be removed: no "
+            "run depends on it"
         ) from None

@@ -6,6 +6,7 @@ detected.
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from pathlib import Path
 from typing import Final
@@ -63,3 +64,9 @@ class StoreReader(Store):
         self.holds = SuspendedJobs(self._db, home, self._write_transaction, self._read_epoch)
         self.depot = BlobStore(home / "blobs", make=False)
         self._lock, self._waiting = None, None
+
+
+def open_store(home: Path, *, durable: bool = True) -> Store:
+    """Open a home, only for reading if this user cannot write there. Every method is as in `Store`."""
+    writable = os.access(home, os.W_OK) and os.access(home / NAME, os.W_OK)
+    return Store(home, durable=durable) if writable else StoreReader(home)

@@ -21,7 +21,7 @@ from fedquilt.coordinator.rounds.events import AnyEvent
 from fedquilt.coordinator.storage.checksums import FIRST, chain_checksum, checksum
 from fedquilt.coordinator.storage.log_index import IndexedLog, LogIndex
 from fedquilt.core import JobError, StoreError, Update
-from fedquilt.host.disk import FIXES, PRIVATE, Disk
+from fedquilt.host.disk import FIXES, NOT_ALLOWED, PRIVATE, Disk
 
 T = TypeVar("T")
 
@@ -61,9 +61,19 @@ class database_errors:
             place = self._home / "fedquilt.db"
             raise StoreError(f"{place} is damaged ({error}): put back a copy of the whole home") from None
         if isinstance(error, sqlite3.Error | OSError):
-            said = getattr(error, "strerror", None) or error
-            fix = FIXES.get(getattr(error, "errno", 0), "is the disk full, or the folder not yours?")
-            raise StoreError(f"cannot use the store {self._home}: {said}; {fix}") from None
+            raise StoreError(
+                f"cannot use the store {self._home}: {describe_database_error(self._home, error)}"
+            ) from None
+
+
+def describe_database_error(home: Path, error: Exception) -> str:
+    """Return an error of SQLite or of the OS in a home with its cause, as far as known, and the fix."""
+    said = getattr(error, "strerror", None) or str(error)
+    if not isinstance(error, sqlite3.Error) or not home.exists() or os.access(home, os.W_OK):
+        return f"{said}; {FIXES.get(getattr(error, 'errno', 0), 'is the disk full, or the folder not yours?')}"
+    if os.statvfs(home).f_flag & os.ST_RDONLY:
+        return f"{said} (read-only file system); use a copy of the folder where you can write"
+    return f"{said} (no permission to write); {NOT_ALLOWED}"
 
 
 def is_served(home: Path, disk: Disk = PRIVATE) -> bool:
@@ -112,8 +122,12 @@ def open_read_only(path: Path, *, check_same_thread: bool = True) -> sqlite3.Con
 
 
 def _is_immutable(path: Path) -> bool:
-    # without a write-ahead log, SQLite opens a database in a read-only folder only as immutable
-    return not path.with_name(f"{path.name}-wal").exists() and not os.access(path.parent, os.W_OK)
+    # In a folder without write permission, SQLite reads a write-ahead log only if its index (-shm) exists. A database
+    # without a log, or with an empty log that no process has open, is complete and must be opened as immutable.
+    if os.access(path.parent, os.W_OK):
+        return False
+    log, index = (path.with_name(f"{path.name}-{end}") for end in ("wal", "shm"))
+    return not log.exists() or not (log.stat().st_size or index.exists())
 
 
 class DatabaseIdentity(NamedTuple):

@@ -36,15 +36,17 @@ class HeldOutScore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weighted: float  # over all held-out examples
     mean: float  # over devices, however many examples each has
     worst_decile: float  # mean of the tenth of the devices, at least one, for which it is lowest
-    loss: float | None = None  # over all held-out examples; None: the method does not report it
+    gap: float  # between the means of the best and the worst tenth of the devices
+    deviation: float  # standard deviation over devices
+    count: int  # number of devices
+    loss: float  # over all held-out examples
     metric: str = "accuracy"  # as of `EvaluationScore`
-    deviation: float | None = None  # standard deviation over devices
     with_priors: float | None = None  # over all held-out examples, with the devices' class priors
 
     @staticmethod
     def from_summary(rounds: int, found: PersonalScores) -> HeldOutScore:
-        own = found.weighted, found.mean, found.worst_decile, found.loss, found.metric, found.deviation
-        return HeldOutScore(rounds, *own, found.with_priors)
+        spread = found.worst_decile, found.gap, found.deviation, found.count
+        return HeldOutScore(rounds, found.weighted, found.mean, *spread, found.loss, found.metric, found.with_priors)
 
 
 class RunScores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

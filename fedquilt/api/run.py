@@ -13,6 +13,7 @@ from fedquilt import extras, metrics
 from fedquilt.api.job import Job
 from fedquilt.api.table import Table
 from fedquilt.coordinator.rounds.events import ENDED
+from fedquilt.coordinator.storage.reader import open_store
 from fedquilt.coordinator.storage.store import AWAY_S, InactiveRunError, Store, StoredJob
 from fedquilt.coordinator.views import event_messages, round_outcomes, scores
 from fedquilt.coordinator.views.run_summary import RunSummary, is_of_final_evaluation, summarise_events
@@ -56,7 +57,7 @@ class Run:
         """
         if not (Path(home) / "fedquilt.db").is_file():
             raise StoreError(f"no runs in {home}: give the home of a coordinator, where fedquilt.db lies")
-        with Store(Path(home)) as store:
+        with open_store(Path(home)) as store:
             return cls(Path(home), store.find_job(id).id)
 
     @property
@@ -255,7 +256,7 @@ class Run:
 
     @contextmanager
     def _open_store(self) -> Iterator[Store]:
-        with Store(self.home, durable=False) as store:
+        with open_store(self.home, durable=False) as store:
             yield store
 
     def _read_row(self) -> StoredJob:
@@ -276,7 +277,7 @@ class RoundReader:
 
     def read_new_rows(self, *, ended: bool) -> list[dict[str, Any]]:
         """Return the rows finished since the last call. With `ended`, all remaining rows are finished."""
-        with Store(self._home, durable=False) as store:
+        with open_store(self._home, durable=False) as store:
             row = store.find_job(self._id)
             summary = self._summary or RunSummary.from_job(row.job)
             for number, at_s, fact in store.read_events(self._id, after=self._seen):

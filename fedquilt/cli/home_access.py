@@ -25,10 +25,10 @@ EXIT_CODES: Final = {"done": 0, "failed": 8, "stopped": 9}
 
 
 def open_existing_home(home: Path) -> Store:
-    from fedquilt.coordinator.storage.store import Store
+    from fedquilt.coordinator.storage.reader import open_store
 
     require_home(home)
-    return Store(home)
+    return open_store(home)
 
 
 def require_home(home: Path) -> None:

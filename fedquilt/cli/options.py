@@ -132,9 +132,9 @@ def complete_runs(context: click.Context, parameter: click.Parameter, incomplete
     if not (home / "fedquilt.db").is_file():
         return []
     try:
-        from fedquilt.coordinator.storage.store import Store
+        from fedquilt.coordinator.storage.reader import open_store
 
-        with Store(home) as store:
+        with open_store(home) as store:
             found = [row.id for row in reversed(store.all_jobs())]
     except (FedquiltError, OSError):
         return []

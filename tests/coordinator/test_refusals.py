@@ -176,6 +176,24 @@ def test_a_start_is_another_with_another_boot_or_profile():
     assert len({first, other, registry.agent_start_key("a")}) == 3
 
 
+@pytest.mark.parametrize(
+    ("came", "warned"),
+    [
+        ([("A", 1), ("B", 1), ("A", 2), ("B", 2)], True),
+        ([("A", 1), ("B", 1), ("B", 2), ("C", 1), ("D", 1)], False),  # restarts
+        ([("B", 5), ("A", 3), ("B", 6), ("B", 7)], False),  # a broker that was killed has a message of an earlier agent
+        ([("A", 1), ("B", 1), ("A", 1), ("B", 2), ("A", 1), ("B", 3)], False),  # and sends it repeatedly
+    ],
+)
+def test_two_agents_of_one_device_are_named(
+    came: list[tuple[str, int]], warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry = DeviceRegistry()
+    for at_s, (boot, seq) in enumerate(came):
+        registry.update_presence("a", wire.Presence(online=True, boot=boot, seq=seq), float(at_s))
+    assert ("two agents use the id a in turn: give each its own `device`" in caplog.text) is warned
+
+
 RECURS = sorted(code for code in get_args(wire.RefusalCode) if REFUSALS[code].recurs)
 PASSING = sorted(code for code in get_args(wire.RefusalCode) if not REFUSALS[code].recurs)
 

@@ -1,13 +1,20 @@
 """A home that is opened for reading alone."""
 
+import contextlib
+import io
+import os
+import shutil
 import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import dashes
 import pytest
+from ordinary import User
 
+from fedquilt import cli
 from fedquilt.coordinator.rounds.events import JobEnded
 from fedquilt.coordinator.storage.reader import ChangeDetector, StoreReader
 from fedquilt.coordinator.storage.store import Store
@@ -106,3 +113,86 @@ def test_a_mark_differs_after_every_change_and_only_then(home):
     (home / "fedquilt.db").write_bytes((home / "aside").read_bytes())
     assert mark.read_version() not in (None, first, second)
     mark.close()
+
+
+def command(*words: str) -> Any:
+    """Exit code, output and error of a command."""
+    out, error = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        code = cli.main([*words])
+    return [code, out.getvalue(), error.getvalue()]
+
+
+def lend(home: Path, to: Path) -> Path:
+    """A copy of a home, which everybody can read and only its owner can write."""
+    shutil.copytree(home, to)
+    for path in (to, *to.rglob("*")):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    return to
+
+
+@pytest.mark.parametrize("state", ["closed", "open"])
+def test_who_may_only_read_a_home_sees_its_runs(home: Path, user: User, state: str) -> None:
+    """Also what is in the write-ahead log alone, as in the home of a coordinator that runs."""
+    with Store(home) as store:
+        store.set_status(store.all_jobs()[0].id, "failed")
+        if state == "open":
+            lent = lend(home, user.folder / "lent")
+    if state == "closed":
+        lent = lend(home, user.folder / "lent")
+    assert (lent / "fedquilt.db-wal").exists() is (state == "open")
+    names = sorted(path.name for path in lent.iterdir())
+    try:
+        for words in (["ls"], ["why", "digits"], ["logs", "digits"]):
+            code, out, error = user.does(command, *words, "--home", str(lent))
+            assert (code, error) == (0, ""), words
+            assert words != ["ls"] or " failed " in out
+        assert sorted(path.name for path in lent.iterdir()) == names
+        for words, says in (
+            (["prune", "digits", "--yes"], "Permission denied"),
+            (["serve"], "(no permission to write)"),
+        ):
+            code, _, error = user.does(command, *words, "--home", str(lent))
+            assert (code, f"{says}; change the owner or the rights" in error) == (6, True), error
+    finally:
+        lent.chmod(0o755)
+
+
+def test_a_log_without_an_index_is_read_in_a_copy(home: Path, user: User) -> None:
+    with Store(home) as store:
+        store.set_status(store.all_jobs()[0].id, "failed")
+        lent = lend(home, user.folder / "lent")
+    lent.chmod(0o755)
+    (lent / "fedquilt.db-shm").unlink()
+    lent.chmod(0o555)
+    try:
+        code, _, error = user.does(command, "ls", "--home", str(lent))
+        assert code == 6
+        assert "unable to open database file (no permission to write)" in error
+    finally:
+        lent.chmod(0o755)
+    shutil.copytree(lent, home / "copy")
+    for path in (home / "copy").glob("fedquilt.db*"):
+        path.chmod(0o600)
+    assert " failed " in command("ls", "--home", str(home / "copy"))[1]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root mounts")
+def test_a_home_on_a_read_only_file_system_is_read(home: Path) -> None:
+    mount = f"mount --bind {home} {home} && mount -o remount,bind,ro {home}"
+    verbs = "ls", "prune digits --yes", "serve"
+    script = [f"{sys.executable} -m fedquilt.cli {verb} --home {home}; echo code $?" for verb in verbs]
+    with Store(home) as store:
+        store.set_status(store.all_jobs()[0].id, "failed")
+    found = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", f"{mount} || exit 77; {'; '.join(script)}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if found.returncode == 77 or not found.stdout:
+        pytest.skip(f"no mounts here: {found.stderr}")
+    assert " failed " in found.stdout
+    assert [line for line in found.stdout.splitlines() if line.startswith("code")] == ["code 0", "code 6", "code 6"]
+    assert "Read-only file system; use a folder that is not mounted read-only" in found.stderr
+    assert "(read-only file system); use a copy of the folder where you can write" in found.stderr

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from fedquilt.coordinator.rounds.events import AnyEvent, JobConstants
 from fedquilt.coordinator.storage.store import Store, StoredJob
-from fedquilt.coordinator.views import round_outcomes, scores
+from fedquilt.coordinator.views import round_outcomes
 from fedquilt.coordinator.views.run_summary import ProgressPoint, RunSummary, progress_points
+from fedquilt.coordinator.views.scores import EvaluationScore, HeldOutScore, read_scores
 from fedquilt.core import FedquiltError
 from fedquilt.tools.report import candidate_costs
 
@@ -24,13 +25,10 @@ class RunData:
     summary: RunSummary
     points: tuple[ProgressPoint, ...]
     parts: Mapping[int, Mapping[str, round_outcomes.DeviceOutcome]]
-    scores: tuple[scores.EvaluationScore, ...]
+    scores: tuple[EvaluationScore, ...]
+    held: tuple[HeldOutScore, ...]  # of evaluations in the rounds and outside of them
     partition: str  # SVG; "": the data is not at hand
     candidates: candidate_costs.Candidates = ()  # of a stitching job's result
-
-    @property
-    def evaluated_points(self) -> list[ProgressPoint]:
-        return [point for point in self.points if point.personal is not None]
 
 
 def load_run_data(store: Store, run: str) -> RunData:
@@ -45,14 +43,17 @@ def load_run_data(store: Store, run: str) -> RunData:
     for at, fact in facts:
         told.apply_event(fact, at)
     parts, summary = told.found, told.summary
+    points, found = tuple(progress_points(summary)), read_scores(store.home, row)
+    held = [HeldOutScore.from_summary(point.rounds, point.personal) for point in points if point.personal]
     return RunData(
         store.home,
         row,
         facts,
         summary,
-        tuple(progress_points(summary)),
+        points,
         parts,
-        scores.read_scores(store.home, row).scores,
+        found.scores,
+        tuple({score.rounds: score for score in sorted((*held, *found.held), key=lambda score: score.rounds)}.values()),
         _draw_partition(row, {device for devices in parts.values() for device in devices}),
         candidate_costs.load_candidates(store, row.id),
     )

@@ -46,7 +46,8 @@ def make_tiles(found: RunData) -> list[tuple[str, str]]:
                 f"{_format_metric_title(found)} on the test set",
             )
         )
-    if found.evaluated_points and (last := found.evaluated_points[-1].personal) is not None:
+    if found.held:
+        last = found.held[-1]
         tiles.append((_format_value(last.metric, last.weighted), f"{_format_metric_title(found)} on held-out shares"))
         tiles.append((_format_value(last.metric, last.worst_decile), "worst tenth of the devices"))
     done = found.points[-1] if found.points else None
@@ -64,7 +65,7 @@ def make_tiles(found: RunData) -> list[tuple[str, str]]:
 
 
 def make_accuracy_section(found: RunData) -> PageSection:
-    if not found.evaluated_points and not found.scores:
+    if not found.held and not found.scores:
         how = f"fedquilt model evaluate {found.row.id} --home {found.home}"
         return PageSection([f"Not measured: the job has [check] every = 0. `{how}` measures it on the test set."])
     notes, table = _summarise_held_out(found)
@@ -76,7 +77,7 @@ def make_accuracy_section(found: RunData) -> PageSection:
 
 def make_accuracy_plots(found: RunData) -> dict[str, plots.Plot]:
     """Return plots of the main metric over rounds, seconds, bytes and joules, or none of fewer than two evaluations."""
-    if len({*(point.rounds for point in found.evaluated_points), *(score.rounds for score in found.scores)}) < 2:
+    if len({*(score.rounds for score in found.held), *(score.rounds for score in found.scores)}) < 2:
         return {}
     at = {point.rounds: point for point in found.points}
     axes = {"rounds": ("rounds", "by round", {point.rounds: float(point.rounds) for point in found.points})}
@@ -183,13 +184,9 @@ def _describe_scores(found: RunData) -> list[str]:
 def _make_accuracy_lines(found: RunData, places: Mapping[int, float]) -> list[plots.PlotLine]:
     kinds: dict[str, dict[int, float]] = {
         "test set": {score.rounds: score.value for score in found.scores},
-        "held-out shares": {},
-        "worst tenth": {},
+        "held-out shares": {score.rounds: score.weighted for score in found.held},
+        "worst tenth": {score.rounds: score.worst_decile for score in found.held},
     }
-    for point in found.evaluated_points:
-        assert point.personal is not None
-        kinds["held-out shares"][point.rounds] = point.personal.weighted
-        kinds["worst tenth"][point.rounds] = point.personal.worst_decile
     lines, scale = [], metrics.display_factor(_find_main_metric(found))
     for name, values in kinds.items():
         known = sorted(number for number in values if number in places)
@@ -200,14 +197,11 @@ def _make_accuracy_lines(found: RunData, places: Mapping[int, float]) -> list[pl
 
 def _summarise_held_out(found: RunData) -> tuple[list[str], HtmlTable | None]:
     """Return a note and a table of the first two and last four evaluations, or [] and None without any."""
-    checks = found.evaluated_points
-    if not checks:
+    if not found.held:
         return [], None
-    last = checks[-1].personal
-    assert last is not None
     rows = [
         [
-            str(point.rounds),
+            str(own.rounds),
             *(
                 _format_value(own.metric, value)
                 for value in (own.weighted, own.mean, own.worst_decile, own.gap, own.deviation)
@@ -215,9 +209,9 @@ def _summarise_held_out(found: RunData) -> tuple[list[str], HtmlTable | None]:
             str(own.count),
             *([] if own.with_priors is None else [_format_value(own.metric, own.with_priors)]),
         ]
-        for point in (checks if len(checks) <= 6 else [*checks[:2], *checks[-4:]])
-        if (own := point.personal) is not None
+        for own in (found.held if len(found.held) <= 6 else (*found.held[:2], *found.held[-4:]))
     ]
+    last = found.held[-1]
     head = [
         "after rounds",
         "weighted by examples",
@@ -451,8 +445,7 @@ def _format_round_name(found: RunData, number: int) -> str:
 
 def _find_main_metric(found: RunData) -> metrics.Metric:
     """Return the metric of the first score of a run, or accuracy without scores."""
-    told = [score.metric for score in found.scores]
-    told += [point.personal.metric for point in found.evaluated_points if point.personal is not None]
+    told = [*(score.metric for score in found.scores), *(score.metric for score in found.held)]
     return metrics.KNOWN[told[0] if told else "accuracy"]
 
 

@@ -16,6 +16,7 @@ UNSPECIFIED: Final = 128  # also: no reason was given
 PROTOCOL_ERROR: Final = 130
 UNSUPPORTED_VERSION: Final = 132
 KEEP_ALIVE: Final = 141
+SESSION_TAKEN_OVER: Final = 142
 TOO_LARGE: Final = 149
 NOT_AUTHORIZED: Final = 135
 _CREDENTIALS: Final = frozenset({134, NOT_AUTHORIZED})
@@ -27,6 +28,7 @@ _REFUSED: Final = {
     "certificate revoked": "it was revoked on purpose; if this side is to come back, remove its key and certificate, "
     "and enrol it with a new token",
 }
+_OWN_ID: Final = "give each agent its own `device`, and each fleet one coordinator"
 _OTHER_NAME: Final = frozenset({62, 64})  # OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH
 
 
@@ -144,11 +146,14 @@ def connection_lost_error(broker: Broker, client_id: str, code: int, reason: str
     """Return the error for a lost connection. With `again`, earlier ones were lost soon after their start too."""
     if code == KEEP_ALIVE:
         return ConnectionFailedError(f"no sign of life from {broker}: check the network")
+    if code == SESSION_TAKEN_OVER:
+        return ConnectionFailedError(f"another client uses the id {client_id!r} at {broker}: {_OWN_ID}")
     said = f" ({reason})" if code > UNSPECIFIED else ""
-    if again:
-        mend = f"check that no other client uses the id {client_id!r}, as a copied card does, and the broker's log"
-        return ConnectionFailedError(f"{broker} soon closes each connection{said}: {mend}")
-    return ConnectionFailedError(f"{broker} closed the connection{said}: check that it still runs")
+    if again:  # Mosquitto 2.0 and MQTT 3.1.1 state no reason
+        does = f"soon closes each connection{said}, as if another client used the id {client_id!r}"
+        return ConnectionFailedError(f"{broker} {does}: {_OWN_ID}, or see the broker's log")
+    mend = f"check that it still runs, and that no other client uses the id {client_id!r}"
+    return ConnectionFailedError(f"{broker} closed the connection{said}: {mend}")
 
 
 def unread_error(broker: Broker) -> ConnectionFailedError:

@@ -176,7 +176,7 @@ def test_a_model_with_which_the_runner_fails_is_ill(place: Place) -> None:
 
 
 def test_a_few_failures_are_not_the_models(place: Place) -> None:
-    """Requests that are wrong themselves fail with any model: fewer than five failures count for nothing."""
+    """Fewer than five failures count for nothing."""
     place.put(1)
     place.served()
     assert place.models.unhealthy_reason() == ""

@@ -1,6 +1,7 @@
 """A run's views: columns that add up, sentences, weights and files; and runs of any coordinator's home."""
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -184,6 +185,24 @@ def test_a_run_draws_its_accuracy_over_each_cost(run: fq.Run) -> None:
     assert run.plot("bytes", axes) is axes
     with pytest.raises(fq.JobError, match="nothing is drawn over 'joule'; did you mean 'joules'"):
         run.plot("joule")
+
+
+def test_evaluations_beside_the_rounds_are_drawn(tmp_path: Path) -> None:
+    """Without [check] and without a test set, the held-out shares are what `rounds` has."""
+    pytest.importorskip("matplotlib")
+    from fedquilt.tools.lab import demo
+
+    with np.load(demo.HERE / "digits.npz") as digits:
+        np.savez(tmp_path / "train.npz", x_train=digits["x_train"][:240], y_train=digits["y_train"][:240])
+    job = small(test={}, data={"path": str(tmp_path / "train.npz"), "split": "train"})
+    run = fq.simulate(job, home=tmp_path / "runs")
+    held = run.rounds()["held_accuracy"]
+    assert run.rounds()["accuracy"] == held
+    for x in ("rounds", "seconds", "joules", "bytes"):
+        assert list(run.plot(x).lines[0].get_ydata()) == pytest.approx([100 * value for value in held])
+    page = run.report(tmp_path / "page.html").read_text()
+    assert "Not measured" not in page
+    assert f"{100 * held[-1]:.1f} %" in page
 
 
 def test_a_fleet_is_drawn_by_its_examples(run: fq.Run) -> None:

@@ -83,6 +83,25 @@ def test_a_broker_that_takes_no_byte_is_lost_by_the_keep_alive():
         assert client.socket() is None
 
 
+def test_a_link_whose_session_is_taken_over_names_the_other_client():
+    """DISCONNECT with reason code 142, as brokers of MQTT 5 send."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        link = MqttLink(Broker.from_url(f"mqtt://127.0.0.1:{server.getsockname()[1]}"), "a")
+
+        def welcome_and_end():
+            with server.accept()[0] as client:
+                client.recv(4096)
+                client.sendall(b"\x20\x03\x00\x00\x00" + b"\xe0\x02\x8e\x00")
+
+        broker = threading.Thread(target=welcome_and_end)
+        broker.start()
+        while link.problem is None:
+            link.wait(0.1)
+        broker.join()
+        assert link.problem.startswith(f"another client uses the id 'a' at {link.broker}: give each agent its own")
+        link.close()
+
+
 def test_a_link_to_a_broker_that_sends_and_does_not_read_is_lost_and_says_so():
     """Messages keep coming meanwhile, so that paho's own keep-alive finds nothing."""
     with socket.create_server(("127.0.0.1", 0)) as server:

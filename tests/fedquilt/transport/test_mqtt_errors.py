@@ -70,10 +70,19 @@ def out_of_date(code: int, message: str) -> ssl.SSLCertVerificationError:
         (no_answer_error(MUTUAL), "another certificate than ours", False),
         (not_mqtt_error(PLAIN, "Protocol error"), "check that it is an MQTT broker's port", False),
         (connection_lost_error(PLAIN, "id", 141, "", False), "no sign of life", False),
-        (connection_lost_error(PLAIN, "id", 128, "", False), "closed the connection: check that it still runs", False),
         (
-            connection_lost_error(PLAIN, "id", 142, "Session taken over", True),
-            "(Session taken over): check that no other client",
+            connection_lost_error(PLAIN, "id", 128, "", False),
+            "closed the connection: check that it still runs, and that no other client uses the id 'id'",
+            False,
+        ),
+        (
+            connection_lost_error(PLAIN, "id", 142, "Session taken over", False),
+            "another client uses the id 'id' at mqtt://host:1883: give each agent its own `device`",
+            False,
+        ),
+        (
+            connection_lost_error(PLAIN, "id", 128, "", True),
+            "soon closes each connection, as if another client used the id 'id': give each agent its own `device`",
             False,
         ),
     ],

@@ -71,7 +71,8 @@ def test_a_bad_body_is_refused_by_name(running: Running, name: str) -> None:
     status, told = running.client.post(body)
     assert (status, said in told["error"]) == (400, True), told
     assert running.client.post(npy(classifiers.image(250)))[0] == 200
-    assert running.service.failed == 1
+    health = running.client.ask("GET", "/v1/health")[1]
+    assert (health["failed"], health["refused"]) == (0, 1)
 
 
 def test_a_hundred_megabytes_are_refused_before_they_are_read(running: Running) -> None:

@@ -15,7 +15,7 @@ pytest.importorskip("onnxruntime")
 import classifiers
 from runners import Clock, Running, digest, npy, npz
 
-from fedquilt.core import DataError
+from fedquilt.core import DataError, ModelError
 from fedquilt.tools.operations.runner import service as services
 from fedquilt.tools.operations.runner.models import ModelSwitcher
 from fedquilt.tools.operations.runner.service import ModelService
@@ -30,7 +30,7 @@ def test_served_json_says_what_the_contract_says(running: Running, models: Path)
     running.service.write_status_if_due()
     told = json.loads((models / "served.json").read_text())
     assert told.keys() == {"at", "model", "served", "failed", "latency_s", "drift", "accuracy", "labelled"}
-    assert (told["served"], told["failed"], told["drift"], told["accuracy"], told["at"]) == (1, 1, None, None, 1e6)
+    assert (told["served"], told["failed"], told["drift"], told["accuracy"], told["at"]) == (1, 0, None, None, 1e6)
     assert told["latency_s"] > 0
     running.client.post(npy(classifiers.image(250)))
     clock.now += services.OFTEN_S / 2
@@ -42,6 +42,19 @@ def test_served_json_says_what_the_contract_says(running: Running, models: Path)
     clock.now += services.SELDOM_S + 1
     running.service.write_status_if_due()
     assert json.loads((models / "served.json").read_text())["at"] == clock.now  # the agent sees that it lives
+
+
+@pytest.mark.parametrize("error", [ModelError("numbers that are not finite"), RuntimeError("session")])
+def test_a_network_that_cannot_answer_an_input_has_failed(
+    running: Running, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(x: np.ndarray) -> np.ndarray:
+        raise error
+
+    monkeypatch.setattr(running.models.now.network, "compute_scores", fail)
+    assert running.client.post(npy(classifiers.image(250)))[0] == 500
+    health = running.service.make_health()
+    assert (health["failed"], health["refused"], health["served"]) == (1, 0, 0)
 
 
 def test_drift_is_told_and_outlives_a_new_start(running: Running, models: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import numpy as np
 
-from fedquilt.core import UNDECODABLE, DataError, FedquiltError
+from fedquilt.core import UNDECODABLE, DataError
 from fedquilt.edge_agent.runner_status import LATEST
 from fedquilt.host.disk import PRIVATE, REAL
 from fedquilt.tools.artefacts import classifier
@@ -81,7 +81,7 @@ class ModelService:
         self._right: deque[bool] = deque(maxlen=LABELLED)
         # id -> model, its labels, class
         self._awaited: OrderedDict[str, tuple[str, Sequence[str], int]] = OrderedDict()
-        self.served = self.failed = self.labelled = self.swaps = 0
+        self.served = self.failed = self.refused = self.labelled = self.swaps = 0
         self._references = self._read_references()
         self._drift, self._of = self._make_drift(models.now), models.now.sha256
         self._written: tuple[float, int] = (-1e18, -1)  # when, and after how many requests
@@ -97,7 +97,7 @@ class ModelService:
                 network.
             ModelError, MemoryBudgetError: If the network cannot be run.
         """
-        with self._count_failures():
+        with self._count_refusals():
             if data.startswith(ZIP):
                 held = classifier.read_arrays(data, BODY_MOST)
                 return self._classify_and_record_labels(self._models.now.network.examples_from_arrays(held))
@@ -115,13 +115,12 @@ class ModelService:
         return {"model": found[0].model, "answers": [answer.to_dict() for answer in found]}
 
     @contextmanager
-    def _count_failures(self) -> Iterator[None]:
-        """Count each FedquiltError of the body as a failed request, and raise it again."""
+    def _count_refusals(self) -> Iterator[None]:
         try:
             yield
-        except FedquiltError:
+        except DataError:
             with self._work:
-                self.failed += 1
+                self.refused += 1
             raise
 
     def _classify_and_count(self, read: Callable[[ServedModel], np.ndarray]) -> list[Classification]:
@@ -132,7 +131,11 @@ class ModelService:
             if not 0 < len(x) <= EXAMPLES_MOST:
                 raise DataError(f"{len(x)} examples in one request: 1 to {EXAMPLES_MOST} are answered")
             prepared = loaded.network.prepare_inputs(x)
-            scores = loaded.network.compute_scores(prepared)
+            try:
+                scores = loaded.network.compute_scores(prepared)
+            except Exception:
+                self.failed += 1  # of the network alone: a board returns from a model that fails too often
+                raise
             best = scores.argmax(axis=1).tolist()
             self._drift.add_examples(*drift.compute_features(prepared, scores), best)
             found = []
@@ -209,11 +212,12 @@ class ModelService:
             }
 
     def make_health(self) -> dict[str, Any]:
-        """Return the status, the features with drift, and the current problem in "trouble"."""
+        """Return the status, the features with drift, refused requests, and the current problem in "trouble"."""
         told = self.make_status()
         with self._work:
             moved = {name: round(value, 4) for name, value in self._drift.compute_distances().items() if value}
-        return {**told, "moved": moved, "swaps": self.swaps, "trouble": self._models.trouble or self._unwritable}
+        counts = {"refused": self.refused, "swaps": self.swaps}
+        return {**told, "moved": moved, **counts, "trouble": self._models.trouble or self._unwritable}
 
     # -- files --
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from fedquilt.coordinator.rounds.events import CohortSelected, EligibilityRecorded
+from fedquilt.coordinator.storage.reader import open_store
 from fedquilt.coordinator.storage.rows import DamagedRunError, UnreadableRow
 from fedquilt.coordinator.storage.store import UNDER_WAY, Store, StoredJob
 from fedquilt.coordinator.views.event_messages import format_single_event
@@ -50,7 +51,7 @@ def check_coordinator(home: Path, free: Free = free_bytes) -> Iterator[Numbered]
     if isinstance(found, Problem):
         return
     try:
-        with Store(home) as store:
+        with open_store(home) as store:
             for reason, damaged in _unreadable_logs(store):
                 yield "FQ504", error(reason, DAMAGED if damaged else OTHER_VERSION)
             yield from _check_waiting_jobs(home, store)
