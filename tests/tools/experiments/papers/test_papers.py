@@ -109,7 +109,7 @@ def test_without_a_table_they_are_listed(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["table-99"], 2, "'table-99' is unknown; there are: codecs, fedpews-table2"),
+        (["table-99"], 2, "'table-99' is unknown; there are: budgets, class-priors, codecs, fedpews-table2"),
         (["none.toml"], 2, "cannot read none.toml"),
         (["genefl", "--data", ".", "--columns", "a"], 2, "genefl is run as a whole: leave --columns out"),
         (["fedpews-table2", "--columns", "64k"], 2, "has no column '64k'; it has: 32k-1.0"),
