@@ -80,11 +80,11 @@ def paths_from_settings(settings: AgentSettings) -> CredentialPaths:
     Raises:
         JobError: If the settings name no CA, certificate or key.
     """
-    broker = settings.broker
+    broker, token = settings.broker, settings.enrol.token
     if broker.ca is None or broker.cert is None or broker.key is None:
         raise JobError("[broker] must name ca (given to the board), cert and key (made by enrolling): add them")
     key = Path(broker.key)
-    return CredentialPaths(Path(broker.ca), Path(broker.cert), key, key.with_name("token"))
+    return CredentialPaths(Path(broker.ca), Path(broker.cert), key, Path(token) if token else key.with_name("token"))
 
 
 def enrol(settings: AgentSettings, now: datetime.datetime, post: Post | None = None) -> str:

@@ -48,6 +48,7 @@ class BrokerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class EnrolSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     url: str | None = None  # of `fedquilt identity serve`
+    token: str | None = None  # file with the one-time token; None: "token" beside broker.key
 
 
 class MetricsSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -171,6 +172,7 @@ def _resolve_all_paths(table: Mapping[str, Any], folder: Path) -> dict[str, Any]
     result = _resolve_paths(table, ("home", *(() if named else ("profile",))), folder)
     for key, paths in (
         ("broker", ("ca", "cert", "key", "password_file")),
+        ("enrol", ("token",)),
         ("data", ("path",)),
         ("models", ("folder",)),
     ):

@@ -98,6 +98,7 @@ class Stage:
         limits: CoordinatorLimits | None = None,
         worker: BackgroundWorker | None = None,
         model: dict[str, np.ndarray] = MODEL,
+        network: dict[str, Any] = NETWORK,
         by_wall: bool = False,
         **table: Any,
     ) -> None:
@@ -106,7 +107,7 @@ class Stage:
         self.limits, self.all = limits, limits is not None  # whether the coordinator serves all jobs, or `job` alone
         self.dues: list[tuple[float, float, int]] = []  # of each step: its time, when the next is due, rounds committed
         job_bundle.write_bundle(
-            folder / "bundle", {"network": NETWORK, "flops": 8}, {"model": tensors.encode_tensors(model)}
+            folder / "bundle", {"network": network, "flops": 8}, {"model": tensors.encode_tensors(model)}
         )
         self.disk: Disk = PRIVATE  # of the coordinator, from its next start on
         self.store = Store(folder / "home")

@@ -147,17 +147,13 @@ def test_a_first_state_that_another_job_releases_meanwhile_is_kept(tmp_path):
 
 @pytest.mark.parametrize("why", ["bundle", "engine", "method", "stopped"])
 def test_a_job_that_ends_before_it_is_taken_up_is_published_as_any_that_ends(tmp_path, why):
-    stage = Stage(tmp_path, **({"engine": "numpy"} if why == "engine" else {}))
+    resnet = {"engine": "numpy", "network": {**NETWORK, "name": "resnet"}}
+    stage = Stage(tmp_path, **(resnet if why == "engine" else {}))
     if why == "bundle":
         shutil.rmtree(tmp_path / "bundle")
-    elif why == "engine":
-        network = {**NETWORK, "name": "resnet"}
-        job_bundle.write_bundle(
-            tmp_path / "bundle", {"network": network, "flops": 8}, {"model": tensors.encode_tensors(MODEL)}
-        )
     elif why == "method":
         stage.server._opening._load = lambda name: {}[name]
-    else:
+    elif why == "stopped":
         stage.store.set_status(stage.job, "stopping")
     watcher, topic = stage.broker.connect(), wire.Topics("f").round_topic(stage.job)
     watcher.subscribe([topic])

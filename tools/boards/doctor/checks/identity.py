@@ -59,7 +59,7 @@ def _check_credentials(settings: AgentSettings, path: Path) -> Verdict:
 
 def _check_secret_modes(settings: AgentSettings) -> Verdict:
     """Check that other users cannot read keys and passwords."""
-    for name in (settings.broker.key, settings.broker.password_file):
+    for name in (settings.broker.key, settings.broker.password_file, settings.enrol.token):
         try:
             mode = os.stat(name).st_mode if name is not None else 0
         except OSError:
