@@ -170,6 +170,7 @@ def minimum_batch(state: NetworkState, moved: Tensors | None = None) -> int:
 def fit_from_task(task: Task) -> Fit:
     """Return the training settings of a task, at the learning rate of its round."""
     given = {name: task.params[name] for name in FIT if name in task.params}
+    given["augment"] = tuple(given.get("augment", ()))
     round = training_round(task.params, task.round)
     return Fit(**{**given, "lr": learning_rate(task.params, task.round), "round": round})
 

@@ -75,14 +75,14 @@ class DeviceRegistry:
         if known.boot != message.boot:
             known.telemetry = None  # an earlier process sent it: a full disk, for one, is not known any more
         if message.online:
-            self._compare_agents(device, known, message)
+            self._track_agents(device, known, message)
         known.announced, known.boot = message.online, message.boot
         known.silent = known.silent and message.online
         return appeared
 
     @staticmethod
-    def _compare_agents(device: str, known: DeviceRecord, message: Presence) -> None:
-        """Log a warning if two agents of this device are online in turn. A retained old message counts for nothing."""
+    def _track_agents(device: str, known: DeviceRecord, message: Presence) -> None:
+        """Record which agents use this id. Warn once if two are online in turn."""
         seqs = dict(known.agents)
         if message.seq <= seqs.get(message.boot, -1):
             return
@@ -194,7 +194,7 @@ class DeviceRegistry:
         return found
 
     def energy_costs(self, now_s: float) -> CostColumn:
-        """Return the joules per operation of the devices that report them (`cohort_selection.energy_costs`)."""
+        """Return the joules per operation by device, offline devices included, as far as profiles have them."""
         version = self.refresh_views(now_s)
         upto, found = self._costs
         if upto != version:

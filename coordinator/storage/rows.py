@@ -117,11 +117,11 @@ def open_read_only(path: Path, *, check_same_thread: bool = True) -> sqlite3.Con
     Raises:
         sqlite3.Error: If the database does not exist or cannot be read.
     """
-    uri = f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if _is_immutable(path) else ''}"
+    uri = f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if _must_open_immutable(path) else ''}"
     return sqlite3.connect(uri, timeout=BUSY_S, isolation_level=None, check_same_thread=check_same_thread, uri=True)
 
 
-def _is_immutable(path: Path) -> bool:
+def _must_open_immutable(path: Path) -> bool:
     # In a folder without write permission, SQLite reads a write-ahead log only if its index (-shm) exists. A database
     # without a log, or with an empty log that no process has open, is complete and must be opened as immutable.
     if os.access(path.parent, os.W_OK):
@@ -145,7 +145,7 @@ class DatabaseIdentity(NamedTuple):
             OSError: If the file does not exist or is not accessible.
         """
         found = path.stat()
-        return DatabaseIdentity(found.st_dev, found.st_ino, _is_immutable(path))
+        return DatabaseIdentity(found.st_dev, found.st_ino, _must_open_immutable(path))
 
 
 class UnreadableRow(NamedTuple):

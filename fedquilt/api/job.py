@@ -123,6 +123,7 @@ class Job:
     wire: Encoding | Mapping[str, Any] = Encoding()
     stop: jobs.JobLimits | Mapping[str, Any] = jobs.JobLimits()
     check: jobs.EvaluationSettings | Mapping[str, Any] = jobs.EvaluationSettings()
+    personal: jobs.PersonalSettings | Mapping[str, Any] = jobs.PersonalSettings()
     trigger: jobs.DriftTrigger | Mapping[str, Any] | None = None  # of `fedquilt run` alone
     engine: str | None = None
     priority: float = 1.0

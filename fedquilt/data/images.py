@@ -119,7 +119,7 @@ def change_images(
     """Return stored images (n, h, w[, c]) rotated, multiplied by `brightness`, and with Gaussian noise.
 
     Args:
-        x: Images, unsigned integers or floats.
+        x: Images, unsigned integers (rounded and clipped in the end) or floats (not clipped).
         rng: Generator of the noise.
         rotation: Degrees, counter-clockwise.
         brightness: Factor.

@@ -150,9 +150,9 @@ def describe_choices(word: str, known: Iterable[str], title: str = "there are:")
 
 def suggest_file(path: Path) -> str:
     """Return a "did you mean ...?" suffix with the file of the same folder whose name is nearest, or ""."""
-    if path.is_symlink():
-        return f": {path} is a link to {os.readlink(path)}, which is not there"
     try:
+        if path.is_symlink():
+            return f": {path} is a link to {os.readlink(path)}, which is not there"
         there = [] if path.exists() else [each.name for each in path.parent.iterdir()]
     except OSError:
         return ""

@@ -122,7 +122,7 @@ class Schedule(Arguments, frozen=True):
         return (self.rounds - self.warm_up) * scale
 
     def require_rounds(self) -> None:
-        """Raise JobError unless the warm-up ends before the job."""
+        """Raise JobError unless the job's rounds are known and more than those of the warm-up."""
         if self.rounds <= self.warm_up:
             raise JobError(
                 f"[params] schedule: rounds = {self.rounds} and warm_up = {self.warm_up}: set the job's rounds above "

@@ -172,14 +172,14 @@ def encode_for_devices(store: Store, run: str) -> tuple[bytes, str]:
         order = TaskSpec({}, {})
     shares = None
     if row.job.personal.prior == "auto":
-        graph, shares = _add_class_priors(graph), _last_class_shares(store, row, method)
+        graph, shares = _add_unfilled_class_priors(graph), _last_class_shares(store, row, method)
         what = f"{what}, to whose scores each board adds its class priors"
     zeros = {name: np.zeros(lack.shape, lack.dtype) for name, lack in weights.missing_tensors(graph).items()}
     require_loadable(b"".join(weights.fill_graph(graph, zeros)) if zeros else graph, what)
     return (_encode_shared_parts(row, method, order, graph, shares) if zeros else graph), what
 
 
-def _add_class_priors(graph: bytes) -> bytes:
+def _add_unfilled_class_priors(graph: bytes) -> bytes:
     """Return a graph that adds numbers to its scores, which each device fills in."""
     import onnx  # which a coordinator does not need
 

@@ -81,7 +81,7 @@ class Augmentation:
             self._is_checked = True
             return np.stack([self._transform(one, part, int(place)) for one, place in zip(x, places, strict=True)])
 
-    def draw_mixture(self, part: Part) -> tuple[float, np.ndarray] | None:
+    def mixture_of_part(self, part: Part) -> tuple[float, np.ndarray] | None:
         """Return mixup's share and, for each example of the mini-batch, the place of the other one, or None."""
         if not self._alphas:
             return None

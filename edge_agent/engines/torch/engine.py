@@ -343,7 +343,7 @@ class TorchEngine:
         if not augmented.is_used:
             return self._load_batch(network, examples, part.batch[part.places], hooks)
         x, y = load(part.places)
-        if (mixture := augmented.draw_mixture(part)) is None:
+        if (mixture := augmented.mixture_of_part(part)) is None:
             return x, y
         share, others = mixture
         other_x, other_y = load(others[part.places])

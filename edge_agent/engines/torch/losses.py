@@ -109,7 +109,8 @@ def load_own_loss(name: str, arguments: Mapping[str, Any]) -> Sum:
     """Return the loss of a plug-in: a function of scores, targets and arguments with one loss for each example.
 
     Raises:
-        JobError: If there is no such function, it does not take the arguments, or its result is of no use.
+        JobError: If there is no such function, or it does not take the arguments. A call of the loss raises JobError if
+            the result is not one loss for each example.
     """
     function = own_functions.load_function("loss", name, arguments, values=2)
 

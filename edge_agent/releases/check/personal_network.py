@@ -49,7 +49,7 @@ def assemble_network(
         added = np.zeros(priors.shape) if class_priors is None else class_priors
         found[personal_models.CLASS_PRIORS] = added.astype(priors.dtype)
     if lacking:
-        own, note = _load_own_tensors(order, task, parts, model, budget_bytes)
+        own, note = _compute_own_tensors(order, task, parts, model, budget_bytes)
         found |= own
     tensors.require_finite(found)
     with disk_errors(f"write {model}", "free some space"), model.open("wb") as file:
@@ -57,7 +57,7 @@ def assemble_network(
     return note
 
 
-def _load_own_tensors(
+def _compute_own_tensors(
     order: SplitModelFiles, task: Task, parts: personal_models.PersonalParts, model: Path, budget_bytes: int
 ) -> tuple[Tensors, str]:
     """Return the tensors of the device's own network, and a note on them, or ""."""

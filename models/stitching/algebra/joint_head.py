@@ -5,7 +5,7 @@ numbers for each example. The sums of all devices (`fedquilt.models.stitching.al
 subset of taps, without another task for a device:
 
 - the ridge penalty, by generalised cross-validation (Golub, Heath and Wahba, Technometrics 1979),
-- the criterion of that penalty, also of all leading taps at once (`prefix_criteria`),
+- the criterion of that penalty, also of all leading taps at once (`prefix_gcv_criteria`),
 - the head: a linear discriminant that gives every class the same weight, whatever its number of examples.
 
 Features are standardised with the pooled variance of all examples. A penalty of 1 adds as much variance to each feature
@@ -127,7 +127,7 @@ def search_penalty(given: StandardisedSums, start: RidgePenalty, tried: Sequence
     for step in (1, -1):
         while 0 <= place + step < len(tried):
             ridge = tried[place + step]
-            found = RidgePenalty(ridge, prefix_criteria(given, ridge, [len(given.mean)])[0])
+            found = RidgePenalty(ridge, prefix_gcv_criteria(given, ridge, [len(given.mean)])[0])
             if not found.criterion < best.criterion:
                 break
             best, place = found, place + step
@@ -136,7 +136,7 @@ def search_penalty(given: StandardisedSums, start: RidgePenalty, tried: Sequence
     return best
 
 
-def prefix_criteria(given: StandardisedSums, ridge: float, ends: Sequence[int]) -> list[float]:
+def prefix_gcv_criteria(given: StandardisedSums, ridge: float, ends: Sequence[int]) -> list[float]:
     """Return the criterion of the first `end` features, for each of `ends`.
 
     Leading blocks of a Cholesky factor and of its inverse belong to leading blocks of the matrix. So one factor

@@ -110,7 +110,11 @@ def count_correct(ask: CountRequest, site: ClientContext) -> ClientResult:
 
 
 def evaluate_candidate(ask: CountRequest, site: ClientContext) -> EvaluationSums:
-    """Evaluate the only candidate of a request on the device's held-out examples."""
+    """Evaluate the only candidate of a request on the device's held-out examples.
+
+    Raises:
+        DataError: If there are labels that the job lacks.
+    """
     junction_moments.require_labels(site.held.y, ask.labels, site.device)
     batches = ((scores, y) for (scores,), y in _score_candidates(ask, site, np.arange(len(site.held))))
     found: EvaluationSums = site.engine.evaluate_scores(batches, site.held.prior)

@@ -167,7 +167,7 @@ def solve_candidates(state: SearchState, sums: ClassMoments) -> tuple[Candidate,
     """Solve the heads of all candidates within the budget, and return them with the cheapest first."""
     search = _TruncationSearch(state, joint_head.standardise_sums(sums))
     wanted = [
-        *(search.find_sets() if state.params.join else ()),
+        *(search.find_larger_sets() if state.params.join else ()),
         *map(search.solve_single_tap, _choose_single_taps(search)),
     ]
     found = {frozenset(each.taps): each for each in wanted}
@@ -201,8 +201,8 @@ class _TruncationSearch:
     """Search for the best sets of taps at each cost.
 
     Taps cost nothing beside the blocks before them. So a set consists of all taps of some donors, each up to some
-    depth, and one factor gives the criteria of all depths of a donor (`joint_head.prefix_criteria`). A stitched path
-    has one tap.
+    depth, and one factor gives the criteria of all depths of a donor (`joint_head.prefix_gcv_criteria`). A stitched
+    path has one tap.
     """
 
     def __init__(self, state: SearchState, given: StandardisedSums) -> None:
@@ -216,7 +216,7 @@ class _TruncationSearch:
             self._single[tap] = _TapSet((tap,), self._ordering_cost((tap,)), best)
         return self._single[tap]
 
-    def find_sets(self) -> list[_TapSet]:
+    def find_larger_sets(self) -> list[_TapSet]:
         """Return the sets on the front of criterion and cost, and the best sets with and without a stitched tap."""
         own = {tap for taps in self.native.values() for tap in taps}
         strange = sorted(set(range(len(self.state.taps))) - own, key=self.criterion_of_tap)[:KEPT]
@@ -244,7 +244,7 @@ class _TruncationSearch:
             return []
         given, ends = self.restrict_to(sets[-1]), [len(self.layout.feature_columns(taps)) for taps in sets]
         ridges = [ridge for ridge in COARSE if ridge >= base.penalty.ridge][: 2 if base.taps else None]
-        criteria = [joint_head.prefix_criteria(given, ridge, ends) for ridge in ridges]
+        criteria = [joint_head.prefix_gcv_criteria(given, ridge, ends) for ridge in ridges]
         found = [
             min(map(RidgePenalty, ridges, each), key=lambda one: one.criterion) for each in zip(*criteria, strict=True)
         ]

@@ -115,7 +115,7 @@ MIXED = [{"path": "a.npz", "labels_from": 0}, {"path": "b.npz", "labels_from": 1
         ({"sources": [{"path": "a.npz"}]}, r"labels_from.*keys of \[data\] sources\[0\]: path, labels_from"),
         ({"path": "a.npz", "limit": 5, "per_class": 2}, "limit and per_class"),
         ({"path": "a.npz", "groups": "source"}, "needs two sources"),
-        ({"path": "a.npz", "groups": [[0, 1], [1, 2]]}, "no class is in two"),
+        ({"path": "a.npz", "groups": [[0, 1], [1, 2]]}, "no class in two groups"),
         ({"path": "a.npz", "groups": [[0, 1], []]}, "give each group one class or more"),
         ({"path": "a.npz", "groups": [[-1]]}, r"groups"),
         ({"path": "a.npz", "per_class": {"train": -1}}, "per_class"),

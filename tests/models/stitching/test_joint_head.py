@@ -141,7 +141,7 @@ def test_the_criteria_of_leading_features_are_those_of_eigenvectors():
     given, ends = standard(*data(900, 300)), [1, 40, 300]
     for ridge in (1e-4, 0.1, 10.0):
         wanted = [joint_head.best_penalty(given.restrict_to(np.arange(end)), [ridge]).criterion for end in ends]
-        assert joint_head.prefix_criteria(given, ridge, ends) == pytest.approx(wanted, rel=1e-8)
+        assert joint_head.prefix_gcv_criteria(given, ridge, ends) == pytest.approx(wanted, rel=1e-8)
 
 
 # -- heads ----------------------------------------------------------------------------------------

@@ -196,7 +196,7 @@ def test_every_consumer_reads_the_same_tensor(name: str, tmp_path: Path) -> None
 
     own = {"path": data["path"], "held": 0.0, **({"y": data["y"]} if case.table else {})}
     order = CheckRequest(model=str(model), before=None, budget_bytes=10**9, data=own, out=str(tmp_path / "out"))
-    checked = main._load_held_out(order, about, examples.load_share)
+    checked = main._choose_evaluated(main._load_examples(order, about, examples.load_share))
     assert checked is not None
     np.testing.assert_array_equal(about.prepare_inputs(checked.x), trained_on)
 

@@ -46,7 +46,7 @@ def test_everything_else_in_the_settings_stays(site: Path) -> None:
     text = """budget = "512MB"
 [governor]
 policy = "max"
-margin = 0.2
+max_w = 9.5
 [data]
 partition = "dirichlet"
 groups = [[0, 1], [2]]

@@ -96,7 +96,7 @@ class PolicyRun:
 def run_federation(policy: Policy, folder: Path, search: Mapping[str, int] = SEARCH) -> PolicyRun:
     """Run the demo's job with a smaller search on one board of each kind."""
     job, run = jobs.load_job(demo.HERE / "job.toml"), PolicyRun()
-    cohort = msgspec.structs.replace(job.cohort, deadline="predicted", slack=0.1, deadline_s=1e6)
+    cohort = msgspec.structs.replace(job.cohort, deadline="predicted", deadline_s=1e6)
     boards = jobs.FleetSettings(devices=len(BOARDS), boards=BOARDS, budgets=("512MB",), policy=policy)
     job = msgspec.structs.replace(job, params=dict(search), cohort=cohort, fleet=boards)
     plan = agents.FleetPlan(job, demo.HERE / "bundle", folder / policy)

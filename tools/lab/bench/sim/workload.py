@@ -8,6 +8,7 @@ the initial weights (`start.npz`, by torch's names) and the cohort of each round
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -94,7 +95,11 @@ def processor_seconds() -> float:
     import psutil  # the environments of other simulators may lack it
 
     me = psutil.Process()
-    return sum(sum(each.cpu_times()[:4]) for each in (me, *me.children(recursive=True)))
+    found = sum(me.cpu_times()[:4])
+    for each in me.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # its time counts for its parent once it has ended
+            found += sum(each.cpu_times()[:4])
+    return found
 
 
 def read_arguments() -> tuple[ContestantWorkload, int]:
