@@ -30,7 +30,7 @@ ELSEWHERE = {  # commands of operators, which say on a board that they need the 
         "fedquilt.coordinator",
         "fedquilt.coordinator.limits",
         "fedquilt.coordinator.settings",
-        "fedquilt.coordinator.storage.store",
+        "fedquilt.coordinator.storage.reader",
         "fedquilt.coordinator.views",
         "fedquilt.coordinator.views.scores",
         "fedquilt.coordinator.views.terminal",
@@ -45,7 +45,7 @@ ELSEWHERE = {  # commands of operators, which say on a board that they need the 
     },
     "fedquilt.cli.options": {
         "fedquilt.coordinator.delivery.blobs.locations",
-        "fedquilt.coordinator.storage.store",
+        "fedquilt.coordinator.storage.reader",
     },
     "fedquilt.tools.boards.doctor": {"fedquilt.tools.boards.doctor.checks.coordinator"},
 }
