@@ -258,7 +258,7 @@ def restore_backup(file: Path, home: Path) -> BackupSummary:
     """
     home = Path(os.path.abspath(home))
     if home.is_symlink() or not _is_missing_or_empty(home):
-        raise JobError(f"{home} is there already: name a home that is not, or move this one away first")
+        raise JobError(f"{home} exists already: name a folder that does not exist, or move this one away first")
     part = home.with_name(f"{home.name}.part")
     with disk_errors(f"make {home} from {file}", _WHEN_FULL), _open_part_folder(part):
         manifest = _extract_and_verify_backup(file, part)

@@ -109,7 +109,7 @@ def _unpack_nonzero(packed: bytes, size: int) -> Iterator[tuple[int, int]]:
             after_zero = True
         number = shift = 0
     if shift or after_zero:
-        raise UpdateError("packed counts end within a number")
+        raise UpdateError("packed counts are cut off in the middle of a number")
 
 
 def _split_rows(numbers: Sequence[int], width: int) -> list[list[int]]:

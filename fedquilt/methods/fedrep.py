@@ -149,9 +149,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
     begun = fedavg.init(bundle, params, seed)
     if params.rank:
         if params.head is not None:
-            raise JobError(
-                "head and rank: the device's own layer is the one that tells classes where adapters are shared"
-            )
+            raise JobError("head and rank: with rank, each device keeps the last layer for itself; leave head out")
         both = replace(begun, model=fedlora.initial_shared_part(begun.model, params.rank, seed, begun.network))
         return replace(split_state(both, fedlora.head_names(begun.network)), backbone=begun.model)
     found, last = (

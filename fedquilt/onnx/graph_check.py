@@ -323,7 +323,9 @@ class _GraphCheck:
         typed = {each: found[each] for each in _TYPED if each in found}
         places = external + bool(raw) + len(typed)
         if where not in (0, 1) or (where == 1) != external or places > 1:
-            raise ModelError(f"tensor {name[:80]!r} does not say in one way where its numbers are")
+            raise ModelError(
+                f"tensor {name[:80]!r} has its numbers in several places, or in none: export the model again"
+            )
         if external:
             self._check_external_data(name, read_external_location(self.reader, found, name), elements * item)
             return name, elements * item, None

@@ -263,7 +263,9 @@ class CertificateAuthority:
             other = next((one.kind for one in self.register.list_certificates(name) if one.kind != kind), kind)
             if "device" in (other, kind) or other != kind:
                 one = "an observer" if other == "observer" else f"a {other}"
-                raise JobError(f"{name!r} is {one}'s name: take another, whose rights nobody else has")
+                raise JobError(
+                    f"{name!r} is {one}'s name, and the broker grants rights by name: take a name that nobody has"
+                )
             if (name in RESERVED) != (kind == "coordinator"):
                 raise JobError(
                     f"the name {authenticated_link.COORDINATOR!r} and the coordinator's rights belong together"

@@ -53,7 +53,7 @@ def issue_and_write_certificate(
     right = _parse_right(boards, most) if boards and most else None
     if kind == "coordinator" and name not in RESERVED:
         raise JobError(
-            f"{name}: a server's certificate needs --host, an observer's or a site's --role; a device enrols "
+            f"{name}: add --host HOST for a server, or --role ROLE for an observer or a site; a device enrols "
             f"(`fedquilt identity token {name}`)"
         )
     authority = CertificateAuthority(folder)
