@@ -181,7 +181,7 @@ def test_neither_overwrites_anything(home, tmp_path):
         saved(home, file)
     assert file.read_bytes() == before
     kept = contents(home)
-    with pytest.raises(JobError, match="there already"):
+    with pytest.raises(JobError, match="exists already"):
         backup.restore_backup(file, home)
     assert contents(home) == kept
     (tmp_path / "again.part").mkdir()
