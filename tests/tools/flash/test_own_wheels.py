@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 import subprocess
 import sys
 import zipfile
@@ -22,7 +23,7 @@ from fedquilt.tools.boards.flash.own_wheels import OwnWheel
 from fedquilt.tools.boards.flash.wheels import Wheel
 from fedquilt.tools.broker import EmbeddedBroker
 
-BOARD_MOST = 630_000  # bytes of the wheel for boards, which each upgrade sends to each board
+BOARD_MOST = 620_000  # bytes of the wheel for boards, which each upgrade sends to each board
 VERBS = ["model", "doctor", "agent", "board", "identity"]
 ELSEWHERE = {  # commands of operators, which say on a board that they need the whole package
     "fedquilt.cli.board": {"fedquilt.cli.check_gpu", "fedquilt.cli.flash"},
@@ -202,6 +203,8 @@ def test_files_on_boards_have_the_code_of_the_clone_at_the_same_places(board_whe
         else:
             remover, found = ProseRemover(), ast.parse(source)
             wanted = remover.visit(ast.parse(original))
+            if not re.search(r"annotation=(?!None)|returns=(?!None)", ast.dump(wanted)):
+                wanted.body = [each for each in wanted.body if ast.unparse(each) != own_wheels.POSTPONED]
             assert ast.dump(found) == ast.dump(wanted), name
             assert places(found, remover.cut) == places(wanted, remover.cut), name
 

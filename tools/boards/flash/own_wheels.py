@@ -48,12 +48,15 @@ BOARD_FILES: Final = (
 # what these folders have for coordinators and simulations
 NOT_ON_BOARDS: Final = (
     *("data/compatibility.py", "data/inspection/", "data/measured_settings.py", "formats/job_bundle.py"),
-    *("models/networks/onnx_file.py", "models/partial/dependency_trace.py"),
+    *("edge_agent/engines/batch_training.py", "edge_agent/engines/numpy/batch_engine.py"),
+    *("edge_agent/engines/torch/batch_engine.py", "models/networks/onnx_file.py"),
+    "models/partial/dependency_trace.py",
     *("models/stitching/onnx/", "profiles/board_layouts.py", "profiles/fake_trees.py"),
     *("tools/boards/doctor/checks/coordinator.py", "transport/memory_link.py", "transport/scheduler.py"),
 )
-SOURCE_TEXT: Final = 'text = "described in the package fedquilt"'  # of a number of a profile on boards
+SOURCE_TEXT: Final = 'text = "see fedquilt"'  # of a number of a profile on boards
 _SOURCE_TEXT: Final = re.compile(rb'^text = ".*"$', re.MULTILINE)
+POSTPONED: Final = "from __future__ import annotations"
 STAMP: Final = (2020, 1, 1, 0, 0, 0)  # of every file
 
 
@@ -138,7 +141,10 @@ def _is_below(file: str, places: Sequence[str]) -> bool:
 
 
 def strip_prose(source: str) -> str:
-    """Return a module without docstrings, comments and annotations in functions. Each statement keeps its line."""
+    """Return a module without docstrings, comments and annotations in functions. Each statement keeps its line.
+
+    A module without any annotation left does not import their postponed evaluation.
+    """
     tree = ast.parse(source)
     lines = _cut_annotations(source.splitlines(), tree)
     for node in ast.walk(tree):
@@ -154,7 +160,13 @@ def strip_prose(source: str) -> str:
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             lines[token.start[0] - 1] = lines[token.start[0] - 1][: token.start[1]].rstrip()
+    if POSTPONED in lines and not any(map(_is_annotated, ast.walk(ast.parse(text)))):
+        lines[lines.index(POSTPONED)] = ""
     return "\n".join(lines) + "\n"
+
+
+def _is_annotated(node: ast.AST) -> bool:
+    return isinstance(node, ast.AnnAssign) or any(getattr(node, key, None) for key in ("annotation", "returns"))
 
 
 def _cut_annotations(lines: Sequence[str], tree: ast.AST) -> list[str]:
