@@ -5,7 +5,7 @@ selected device. Policies, `[cohort] deadline`:
     fixed      `deadline_s`
     predicted  Per device, the time that its profile predicts at the fastest operating point, times the ratio of its
                recent tasks to that prediction, at the 90th percentile. The deadline is a high percentile of these
-               times over the cohort, plus `slack`. Without a profile, the device's own pace is used
+               times over the cohort, plus SLACK. Without a profile, the device's own pace is used
     paper      FedStitch (arXiv 2409.07202), section 4.4: the slowest time of the last round, d = max t_i, times the
                ratio of work, which the paper expresses by the depth factor mu and the pool factor sigma. This
                deadline never falls once devices slow down until they just meet it. Kept for comparison
@@ -198,7 +198,7 @@ def decide_fixed(cohort: CohortSettings, known: Known, asked: Asks) -> DeadlineD
 
 
 def decide_by_prediction(cohort: CohortSettings, known: Known, asked: Asks) -> DeadlineDecision:
-    """Decide a high percentile over devices of their 90th percentile durations, plus slack.
+    """Decide a high percentile over devices of their 90th percentile durations, plus SLACK.
 
     If the duration of any device cannot be predicted, `deadline_s` applies.
     """

@@ -199,7 +199,7 @@ class ClockPin:
         again = self.point is not None and wanted != self._saved.mode
         changed = self._set_mode(found, wanted, again)
         if changed:
-            found = controls.discover_controls(self.root)  # the new mode has other cores, hence other policies
+            found = controls.discover_controls(self.root)  # the new mode has other cores and policies
             writes = controls.pin_writes(found, point)
         self._record_new_controls(found)
         self._require_restorable({write.lever for write in writes})

@@ -17,7 +17,7 @@ that known points are chosen. With slack it counts as cheap as it may be, so tha
 Middleware 2022).
 
 Policies:
-    energy   the cheapest of the points that meet the deadline with `margin` to spare
+    energy   the cheapest of the points that meet the deadline with `MARGIN` to spare
     paper    FedStitch, section IV-D: the frequency goes down while the task is early and up while it is late. This ends
              at the slowest point that meets the deadline with `MARGIN`, which is found directly. The paper gives
              neither step nor margin

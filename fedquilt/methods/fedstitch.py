@@ -187,7 +187,10 @@ def result(state: SearchState, candidate: int | None = None) -> Artefact:
         state = replace(state, candidates=candidates.aligned_candidates(state, ends))
     index = ranking.choose_candidate(state)
     if index is None:
-        raise ModelError("no network is finished: raise the job's rounds, or [params] expansions or max_upsampling")
+        raise ModelError(
+            "no network is finished, or none is within the budget: raise the job's rounds, or [params] expansions, "
+            "max_upsampling or the budget"
+        )
     if candidate is not None:
         if not 1 <= candidate <= len(state.candidates):
             raise JobError(f"candidate {candidate} does not exist: the run has candidates 1 to {len(state.candidates)}")

@@ -65,10 +65,11 @@ def tutorial(name: str, folder: Path) -> list[str]:
     return documents.commands(page)
 
 
-def require_shown(name: str, printed: str) -> None:
+def require_shown(name: str, printed: str, tolerance: float = math.inf) -> None:
     """Require the output that a tutorial shows. Numbers differ on other processors."""
     for block in documents.blocks(f"{TUTORIALS}/{name}.md", "text"):
-        documents.require_lines(block, printed, math.inf)
+        is_table = block.startswith("method ")  # its last column is no time
+        documents.require_lines(block, printed, tolerance if is_table else math.inf)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ def test_a_simulated_federation(shell):
     assert tutorial("simulate", shell.folder) == SIMULATE
     (shell.folder / "digits.npz").unlink()  # the first command writes this file
     shown = dict(zip(SIMULATE, map(shell.run, SIMULATE), strict=True))
-    require_shown("simulate", "".join(shown.values()))
+    require_shown("simulate", "".join(shown.values()), 0.2)
     assert shown["fedquilt ls"].count("done") == 1
     assert "update received" in shown["fedquilt why job"]
     assert "accuracy" in shown["fedquilt logs job"]

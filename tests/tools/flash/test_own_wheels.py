@@ -219,7 +219,7 @@ def test_profiles_on_boards_have_the_numbers_of_the_clone(board_wheel: Path) -> 
         }
     assert sorted(found) == profiles.board_names()
     for name, profile in found.items():
-        assert {source.text for source in profile.sources.values()} == {"described in the package fedquilt"}
+        assert {source.text for source in profile.sources.values()} == {"see package fedquilt"}
         own = profiles.load_board_profile(name)
         sources = {key: structs.replace(each, text=own.sources[key].text) for key, each in profile.sources.items()}
         assert structs.replace(profile, sources=sources) == own

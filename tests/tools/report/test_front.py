@@ -58,6 +58,7 @@ def test_no_candidate_exceeds_a_budget() -> None:
         "budget_mflop": lambda each: each["flops"] / 1e6,
         "budget_mb": lambda each: each["weight_bytes"] / 1e6,
         "budget_ms": ms,
+        "budget_joules": lambda each: pareto_front.board_cost(each["flops"], each["read_bytes"], board)[1] or 0.0,
     }
     for name, amount in amounts.items():
         limit = max(map(amount, free)) / 2

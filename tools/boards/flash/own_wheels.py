@@ -54,7 +54,7 @@ NOT_ON_BOARDS: Final = (
     *("models/stitching/onnx/", "profiles/board_layouts.py", "profiles/fake_trees.py"),
     *("tools/boards/doctor/checks/coordinator.py", "transport/memory_link.py", "transport/scheduler.py"),
 )
-SOURCE_TEXT: Final = 'text = "see fedquilt"'  # of a number of a profile on boards
+SOURCE_TEXT: Final = 'text = "see package fedquilt"'  # of a number of a profile on boards
 _SOURCE_TEXT: Final = re.compile(rb'^text = ".*"$', re.MULTILINE)
 POSTPONED: Final = "from __future__ import annotations"
 STAMP: Final = (2020, 1, 1, 0, 0, 0)  # of every file

@@ -106,7 +106,7 @@ class GpuCheck:
             ({"board": self._device.board, "memory_mb": self._device.memory_bytes / 1e6}, ""),
             (_describe_gpu(self._cuda), self._why_no_cuda),
             (limits, "nvidia-smi does not tell"),
-            ({name: _read_version(name) for name in ("torch", "onnxruntime")}, "not installed"),
+            ({name: _read_version(name) for name in ("torch", "onnxruntime")}, "not installed, or damaged"),
             ({"power_mode": self._device.read_sensors(time.monotonic()).mode}, "no nvpmodel"),
             ({"python": platform.python_version(), "kernel": platform.release()}, ""),
         )
@@ -436,7 +436,10 @@ def has_onnx() -> bool:
 
 
 def _read_version(package: str) -> str | None:
-    return str(importlib.import_module(package).__version__) if importlib.util.find_spec(package) else None
+    try:
+        return str(importlib.import_module(package).__version__)
+    except (ImportError, OSError):  # a damaged package fails the checks that use it
+        return None
 
 
 def _to_mhz(hz: float | None) -> float | None:
