@@ -52,8 +52,9 @@ def name_hashes(rows: np.ndarray) -> np.ndarray:
     """Return the hash of the device in each of these rows, as `hash_name` does."""
     import numpy as np
 
-    _hashes.extend(map(hash_name, _names[len(_hashes) :]))
-    return np.frombuffer(_hashes, np.uint64)[rows]
+    with _LOCK:
+        _hashes.extend(map(hash_name, _names[len(_hashes) :]))
+        return np.frombuffer(_hashes, np.uint64)[rows]
 
 
 class DeviceColumn(Mapping[str, V], Generic[V]):

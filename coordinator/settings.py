@@ -306,9 +306,11 @@ def _unify_task_and_classes(job: JobSettings) -> JobSettings:
 
 def _require_params_in_table(table: Mapping[str, Any]) -> None:
     """Raise JobError if a parameter of the method stands outside of [params]."""
+    if not isinstance(method := table.get("method"), str):
+        return  # `convert_table` reports a missing method
     known = {field.encode_name for field in msgspec.structs.fields(JobSettings)}
     for key in table.keys() - known:
-        kind = methods.load(str(table.get("method"))).params
+        kind = methods.load(method).params
         if key in (field.name for field in dataclasses.fields(kind)):
             raise JobError(f"{key} = {table[key]!r}: the method's parameters stand below a line [params]")
 
@@ -333,11 +335,12 @@ def parse_params(job: JobSettings) -> Any:
         raise JobError(f"[params] {', '.join(unknown)}: {job.method} has no such parameter{listed}")
     given: Any = toml.convert_table(job.params, kind, f"[params] of {job.method}")
     found = {name: getattr(given, name) for name in known}  # msgspec leaves defaults out of an object's own dict
-    if "schedule" in found:
+    choices = training_choices.select_choices(kind, found)
+    if choices:
         found["schedule"] = training_choices.schedule_with_rounds(found["schedule"], job.rounds)
-    if job.engine == "numpy" and (needs := training_choices.describe_torch_choices(found)):
+    if job.engine == "numpy" and (needs := training_choices.describe_torch_choices(choices)):
         raise JobError(f'engine = "numpy": it cannot train with {needs}; leave the line out, so that devices use torch')
-    for kind_of_plugin, name in training_choices.list_plugins(found):
+    for kind_of_plugin, name in training_choices.list_plugins(choices):
         with toml.prefix_errors("[params]"):
             plugins.find_plugin(kind_of_plugin, name, training_choices.OURS[kind_of_plugin])
     return kind(**found)
@@ -347,7 +350,8 @@ def list_engines(job: JobSettings, method: Method) -> tuple[str, ...]:
     """Return the engines that can do a job's tasks, preferred first."""
     if job.engine:
         return (job.engine,)
-    torch_only = bool(training_choices.describe_torch_choices(job.params))
+    choices = training_choices.select_choices(method.params, job.params)
+    torch_only = bool(training_choices.describe_torch_choices(choices))
     return tuple(name for name in method.engines if name != "numpy" or not torch_only)
 
 

@@ -69,7 +69,8 @@ class database_errors:
 def describe_database_error(home: Path, error: Exception) -> str:
     """Return an error of SQLite or of the OS in a home with its cause, as far as known, and the fix."""
     said = getattr(error, "strerror", None) or str(error)
-    if not isinstance(error, sqlite3.Error) or not home.exists() or os.access(home, os.W_OK):
+    is_denied = isinstance(error, sqlite3.Error) and any(each in said for each in ("readonly", "unable to open"))
+    if not is_denied or not home.exists() or os.access(home, os.W_OK):
         return f"{said}; {FIXES.get(getattr(error, 'errno', 0), 'is the disk full, or the folder not yours?')}"
     if os.statvfs(home).f_flag & os.ST_RDONLY:
         return f"{said} (read-only file system); use a copy of the folder where you can write"

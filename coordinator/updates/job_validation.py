@@ -51,7 +51,8 @@ def required_packages(job: settings.JobSettings, made: Bundle) -> dict[str, str]
     found = methods.required_plugins(job.method)
     if job.engine is not None and job.engine not in ENGINES:
         found |= plugins.required_modules("engine", job.engine)
-    for kind, name in training_choices.list_plugins(job.params):
+    choices = training_choices.select_choices(methods.load(job.method).params, job.params)
+    for kind, name in training_choices.list_plugins(choices):
         found |= plugins.required_modules(kind, name, training_choices.OURS[kind])
     told = made.meta.get("plugins")
     return dict(sorted({**found, **(told if isinstance(told, Mapping) else {})}.items()))

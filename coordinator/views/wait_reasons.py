@@ -145,7 +145,7 @@ def find_wait(
 def _describe_missing_plugins(state: JobState, devices: Sequence[str]) -> str:
     by_code = dict[str, list[str]]()
     for device in sorted(devices):
-        by_code.setdefault(state.passed[device], []).append(device)
+        by_code.setdefault(state.labels[device], []).append(device)
     return "".join(
         f"; not {format_names(found)}, {'each of which' if len(found) > 1 else 'which'} {eligibility.reason_text(code)}"
         for code, found in sorted(by_code.items())

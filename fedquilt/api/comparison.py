@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +74,7 @@ class Comparison:
         Raises:
             JobError: If `target` is not a finite number.
         """
-        if target is not None and not (isinstance(target, int | float) and math.isfinite(target)):
+        if target is not None and not (isinstance(target, numbers.Real) and math.isfinite(target)):
             raise JobError(f"target = {target!r}: wanted a number, as in table(target=0.9)")
         rows = []
         for name, of in zip(self.labels, self.runs, strict=True):

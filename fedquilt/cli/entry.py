@@ -86,7 +86,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _require_unicode(words: Sequence[str]) -> None:
     """Raise JobError if an argument or the current folder cannot be stored as UTF-8."""
-    for text in (*words, os.getcwd()):
+    texts = list(words)
+    with contextlib.suppress(FileNotFoundError):  # the folder was deleted
+        texts.append(os.getcwd())
+    for text in texts:
         try:
             text.encode()
         except UnicodeEncodeError:

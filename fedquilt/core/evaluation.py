@@ -19,7 +19,6 @@ LOGIT_MOST: Final = 10.0  # the first and the last bin of a histogram hold every
 SUM_MOST: Final = 1e90  # largest float of a sum: squares of float32 numbers, added up 10^12 times
 SLACK: Final = Fraction(1.000001)  # by which rounded squares may be less than they are
 ROUNDING: Final = 1.01  # by which a value rounded to three digits may differ
-SHARES_MOST: Final = 1000  # largest number of classes with shares in a task
 DIGITS: Final = 3  # to which a device's own main metric is rounded among those of other devices
 
 

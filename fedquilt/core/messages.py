@@ -190,7 +190,8 @@ Sum = Annotated[tuple[float, ...], Meta(max_length=40)]
 """Floats whose exact sum is meant, as of `evaluation.exact_sum`."""
 
 Sums = Annotated[tuple[Sum, ...], Meta(max_length=DETAILED)]
-Shares = Annotated[tuple[Annotated[float, Meta(gt=0, le=1)], ...], Meta(max_length=1000)]
+SHARES_MOST: Final = 1000  # largest number of classes with shares in a task
+Shares = Annotated[tuple[Annotated[float, Meta(gt=0, le=1)], ...], Meta(max_length=SHARES_MOST)]
 Packed = Annotated[bytes, Meta(max_length=100_000)]
 """Counts as of `evaluation.pack_counts`."""
 

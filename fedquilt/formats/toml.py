@@ -151,7 +151,7 @@ def describe_choices(word: str, known: Iterable[str], title: str = "there are:")
 def suggest_file(path: Path) -> str:
     """Return a "did you mean ...?" suffix with the file of the same folder whose name is nearest, or ""."""
     try:
-        if path.is_symlink():
+        if path.is_symlink() and not path.exists():
             return f": {path} is a link to {os.readlink(path)}, which is not there"
         there = [] if path.exists() else [each.name for each in path.parent.iterdir()]
     except OSError:

@@ -7,6 +7,7 @@ Their arguments are checked on the device, and in the dry run of `fedquilt prepa
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, TypeAlias
@@ -160,14 +161,16 @@ class OneCycle(Schedule, frozen=True):
     def _main_factor(self, now: int, scale: int) -> float:
         length = self._length(scale)
         top, end = self.rise * length - 1, length - 1
-        if top <= 0:
+        if top <= 0 and self.over == "rounds":
             raise JobError(
                 f"[params] schedule: one_cycle has {length} steps, of which less than 2 rise (rise = {self.rise:g}): "
                 'raise the job\'s rounds or rise, or set over = "steps"'
             )
-        now = min(now, end)
-        if now <= top:
+        top, now = max(top, 0.0), min(now, end)  # a device with few steps begins at the highest rate
+        if now < top:
             return 1 + (self.first - 1) * (1 + math.cos(math.pi * now / top)) / 2
+        if now == top:
+            return 1.0
         return self.last + (1 - self.last) * (1 + math.cos(math.pi * (now - top) / (end - top))) / 2
 
 
@@ -298,6 +301,12 @@ def require_valid_choices(params: Any) -> None:
     parse_optimizer(getattr(params, "optimizer", "adam"))
     parse_schedule(params.schedule)
     parse_augmentations(params.augment)
+
+
+def select_choices(kind: type, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters if `kind`, a method's parameter type, has these choices, or {} if the names are its own."""
+    known = {each.name for each in dataclasses.fields(kind)}
+    return dict(params) if {"loss", "schedule", "augment", "accumulate", "ema"} <= known else {}
 
 
 def list_plugins(params: Mapping[str, Any]) -> list[tuple[Literal["loss", "transform"], str]]:

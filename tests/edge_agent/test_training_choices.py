@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,8 @@ from fedquilt.core import DivergedError, Examples, Fit, JobError  # noqa: E402
 from fedquilt.edge_agent.engines import training  # noqa: E402
 from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine  # noqa: E402
 from fedquilt.edge_agent.engines.torch.engine import TorchEngine  # noqa: E402
+from fedquilt.formats import training_choices  # noqa: E402
+from fedquilt.methods import fedavg  # noqa: E402
 from fedquilt.models import local_training  # noqa: E402
 from fedquilt.models.networks import registry  # noqa: E402
 
@@ -388,3 +391,22 @@ def test_the_numpy_engine_refuses_what_only_torch_can_train() -> None:
     fit = fit_of_round(2, schedule=schedule)
     assert fit.lr == pytest.approx(0.25 * RATE)
     engine.train(network, first_tensors(network), examples("mlp"), fit, tensors.seeded_rng(0))
+
+
+def test_one_cycle_over_steps_has_a_factor_on_devices_with_one_batch_a_round():
+    whole = training_choices.schedule_with_rounds({"name": "one_cycle", "over": "steps"}, 3)
+    schedule = training_choices.parse_schedule(whole)
+    factors = [schedule.step_factor(round, 0, 1) for round in range(3)]
+    assert factors[0] == 1.0
+    assert factors == sorted(factors, reverse=True)
+    assert factors[-1] == pytest.approx(4e-6)
+
+
+def test_parameters_of_a_method_that_only_share_a_name_are_no_choices():
+    @dataclasses.dataclass
+    class Own:
+        loss: float = 0.5
+        schedule: int = 3
+
+    assert training_choices.select_choices(Own, {"loss": 0.5, "schedule": 3}) == {}
+    assert training_choices.select_choices(fedavg.Params, {"loss": "focal"}) == {"loss": "focal"}

@@ -104,7 +104,8 @@ def list_plugin_versions(job: bytes) -> bytes:
             found |= plugins.required_modules("data", data["dataset"])
     if table.get("engine"):
         found |= plugins.required_modules("engine", table["engine"], tuple(engines.NEEDS))
-    for kind, name in training_choices.list_plugins(table.get("params") or {}):
+    choices = training_choices.select_choices(methods.load(table["method"]).params, table.get("params") or {})
+    for kind, name in training_choices.list_plugins(choices):
         found |= plugins.required_modules(kind, name, training_choices.OURS[kind])
     return msgspec.json.encode(found, order="sorted") if found else b""
 

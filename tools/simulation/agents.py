@@ -100,7 +100,8 @@ class FleetPlan:
                 found += plugins.allowlist_entries("network", name, registry.OURS)
         if self.job.engine is not None:
             found += plugins.allowlist_entries("engine", self.job.engine, tuple(engines.NEEDS))
-        for kind, name in training_choices.list_plugins(self.job.params):
+        choices = training_choices.select_choices(methods.load(self.job.method).params, self.job.params)
+        for kind, name in training_choices.list_plugins(choices):
             found += plugins.allowlist_entries(kind, name, training_choices.OURS[kind])
         return sorted(set(found))
 

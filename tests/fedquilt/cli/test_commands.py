@@ -311,3 +311,12 @@ def test_every_command_that_shows_itself_says_how_far_it_is():
     assert {
         name for name, source in showing.items() if not re.search(r"LINE\.set_part\(|progress\.count_parts\(", source)
     } == UNKNOWN
+
+
+def test_a_deleted_folder_is_no_obstacle(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0

@@ -238,6 +238,7 @@ def test_a_mistake_at_the_command_line_is_answered_with_its_fix(
         ("devices = 3", "devices = 500", 3, ("500 shares", "60 examples", "lower the number of devices")),
         ('"jetson-nano"', '"jetson-nno"', 2, ("'jetson-nno'", "did you mean 'jetson-nano'?")),
         ('"256MB"', '"256"', 2, ("job.toml: [fleet]", "'256' has no unit", '"256MB"')),
+        ('method = "fedavg"', "lr = 0.1", 2, ("there is no key 'lr'",)),
         ("rounds = 2", "rounds = 2\nlr = 0.1", 2, ("lr = 0.1", "below a line [params]")),
         ("hidden = [4]", "hidden = [0]", 4, ("from inputs = 2, hidden = [0], classes = 3:", "above 0")),
     ],
