@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import Final, NamedTuple
 
 from fedquilt.core import DETAILED, EvaluationSums, TaskKind, UpdateError
+from fedquilt.core.messages import SHARES_MOST
 
 LOGIT_MOST: Final = 10.0  # the first and the last bin of a histogram hold everything beyond
 SUM_MOST: Final = 1e90  # largest float of a sum: squares of float32 numbers, added up 10^12 times
