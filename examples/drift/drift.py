@@ -134,7 +134,7 @@ def main() -> None:
         print(f"\nright answers: {serve(x, y, port, 1000):.1%}")
         print(f"right answers in the dark: {serve(dark, y, port, 1000):.1%}")
         wait_until(lambda: (served(first).get("drift") or 0.0) > 0.3, "the runner reports drift")
-        wait_until(lambda: "not known yet" not in described(first), "the agent reports drift")
+        wait_until(lambda: re.search(r"drift (0\.[3-9]|1)", described(first)) is not None, "the agent reports drift")
         run("devices", first, "--home", "runs")
         store_examples({**digits, "x_train": darken(digits["x_train"], 0), "x_test": dark})
         before = Path(first, "models", "current").resolve()
