@@ -173,7 +173,10 @@ def _arrays(payload: bytes, kind: str) -> Iterator[np.ndarray]:
 
 
 def probe(method: str = "") -> str:
-    """The bits of small products, solutions and exponentials here; for FedStitch of large products and a block too."""
+    """Return a hash of small products, solutions and exponentials here.
+
+    For FedStitch the processor is part of the hash, as libraries split large products by its caches and instructions.
+    """
     draws = np.random.default_rng(0)
     bits = hashlib.sha256(struct.pack("<q", int(draws.integers(2**62))))
     for rows, inner, columns in ((16, 64, 16), (16, 16, 10), (64, 16, 16), (7, 64, 16), (1, 64, 10)):
@@ -189,7 +192,15 @@ def probe(method: str = "") -> str:
             maps = draws.normal(size=(rows, columns)).astype(np.float32)
             bits.update((maps.T @ maps).tobytes())
         bits.update(_block())
+        bits.update(_describe_processor().encode())
     return bits.hexdigest()
+
+
+def _describe_processor() -> str:
+    """Return family, model, cache size and flags of the first processor."""
+    first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
+    kept = ("vendor_id", "cpu family", "model", "stepping", "cache size", "flags", "Features", "CPU part")
+    return "\n".join(line for line in first.splitlines() if line.partition(":")[0].strip() in kept)
 
 
 def _block() -> bytes:
