@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from fedquilt import __version__
-from fedquilt.coordinator.fleet.device_status import DeviceStatus, TelemetrySample
-from fedquilt.coordinator.fleet.telemetry_store import FRESH_S
-from fedquilt.coordinator.job_view import JobView
+from fedquilt.coordinator.fleet.device_status import FRESH_S, DeviceStatus, TelemetrySample
 from fedquilt.coordinator.rounds.events import (
     ENDED,
     AnyEvent,
     CohortSelected,
     JobEnded,
+    JobView,
     RoundCommitted,
     RoundRetried,
     TaskDeclined,

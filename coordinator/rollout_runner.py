@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from fedquilt import wire
-from fedquilt.coordinator.delivery.executor import Executor
-from fedquilt.coordinator.delivery.task_dispatch import KINDS
+from fedquilt.coordinator.delivery.executor import KINDS, Executor
 from fedquilt.coordinator.fleet.registry import DeviceRegistry
 from fedquilt.coordinator.rounds import rollout
 from fedquilt.coordinator.rounds.rollout import (

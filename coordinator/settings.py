@@ -1,8 +1,9 @@
-"""Settings of a job, read from a TOML file and strictly validated."""
+"""Settings of a job, read from a TOML file and strictly validated, and limits of a coordinator: limits.toml."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,10 +14,11 @@ from msgspec import Meta
 
 from fedquilt import methods, metrics, plugins
 from fedquilt.console import units
-from fedquilt.core import CODECS, Encoding, JobError, Method
+from fedquilt.core import CODECS, Bundle, Encoding, JobError, Method, Name, SiteRight
 from fedquilt.costs.cost_model import LinkCost
 from fedquilt.data import measured_settings
 from fedquilt.formats import labels, toml, training_choices
+from fedquilt.host import connection_limits
 
 NOT_NETWORK: Final = ("weights", "weights_classes", "seed")  # keys of [model] for first weights, not architecture
 
@@ -30,11 +32,11 @@ class CohortSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     over_select: Annotated[float, Meta(ge=0, le=4)] = 0.0  # devices asked beyond `size`, as a share of it
     quorum: Annotated[float, Meta(gt=0, le=1)] = 1.0  # share of `size` that suffices at the deadline
     deadline_s: Annotated[float, Meta(gt=0)] = 600.0  # longest wait for a round
-    deadline: Literal["fixed", "predicted", "paper", "energy"] = "fixed"  # rule for a shorter one: deadline.py
+    deadline: Literal["fixed", "predicted", "paper", "energy"] = "fixed"  # rule for a shorter one: rounds/deadline.py
     joules_per_round: Annotated[float, Meta(gt=0)] | None = None  # with "energy": the shortest round within these
     attempts: Annotated[int, Meta(ge=1)] = 3  # attempts at a round without quorum before the job fails
     prefer: Literal["random", "energy"] = "random"  # "energy" prefers devices that need fewer joules for the same work
-    turns: Annotated[float, Meta(gt=0)] = 3.0  # a device that waits so many turns goes first: cohort_selection.py
+    turns: Annotated[float, Meta(gt=0)] = 3.0  # a device that waits so many turns goes first: rounds/selection.py
     min_battery: Annotated[float, Meta(ge=0, le=1)] = 0.0  # charge below which a board is not asked, unless it charges
     max_temperature_c: Annotated[float, Meta(gt=0)] | None = None  # likewise above; None: no limit
     max_examples: Annotated[int, Meta(ge=1)] | None = None  # largest weight of a device; None: 100 times the median
@@ -392,3 +394,162 @@ def make_paths_absolute(table: Mapping[str, Any], folder: Path) -> dict[str, Any
         if key in result:
             result[key] = anchor_paths(result[key])
     return result
+
+
+FILE: Final = "limits.toml"
+
+
+class SubmitterLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    running: Annotated[int, Meta(ge=1)] = 8  # jobs at once
+    share: Annotated[float, Meta(gt=0, le=1)] = 1.0  # largest share of the boards online that its jobs have at a time
+
+
+class RetentionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Retention of ended runs: [retention].
+
+    A run is deleted only if all rules that are set select the run. Without a rule no run is deleted.
+    """
+
+    keep: Annotated[int, Meta(ge=0)] | None = None
+    older_than: str | None = None  # since the end of a run
+
+    @property
+    def older_than_s(self) -> float | None:
+        """Value of `older_than` in seconds, or None.
+
+        Raises:
+            JobError: If `older_than` is no duration.
+        """
+        if self.older_than is None:
+            return None
+        try:
+            return units.parse_seconds(self.older_than)
+        except ValueError as error:
+            raise JobError(f"[retention] older_than = {error}") from None
+
+
+class CoordinatorLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    running: Annotated[int, Meta(ge=1)] = 8  # jobs at once
+    submitter: SubmitterLimits = SubmitterLimits()
+    retention: RetentionSettings = RetentionSettings()
+    sites: dict[Name, SiteRight] = {}  # of a fleet without certificates, which say it elsewhere: [sites.NAME]
+    http: connection_limits.ConnectionLimits = (
+        connection_limits.ConnectionLimits()
+    )  # of the server of blobs, and of the dashboard
+    waiting_mb: Annotated[int, Meta(ge=1)] = 800  # of large updates that are sent, or are here and not folded yet
+
+
+def load_limits(home: Path) -> CoordinatorLimits:
+    """Return the limits of a home's limits.toml, or the defaults without the file.
+
+    Raises:
+        JobError: If the file cannot be read, or has an unknown key or a value out of range.
+    """
+    path = home / FILE
+    if not path.exists():
+        return CoordinatorLimits()
+    with toml.prefix_errors(str(path)):
+        found: CoordinatorLimits = toml.convert_table(
+            toml.read_toml(path), CoordinatorLimits, "a coordinator's settings"
+        )
+        _ = found.retention.older_than_s
+        _require_disjoint_sites(found.sites)
+    return found
+
+
+def _require_disjoint_sites(sites: Mapping[str, SiteRight]) -> None:
+    """Raise JobError if two sites may both submit updates of one board."""
+    for (one, right), (other, another) in itertools.combinations(sites.items(), 2):
+        if right.overlaps(another):
+            raise JobError(f"[sites]: {one} and {other} may both speak for one board: give each board to one site")
+
+
+ENGINES: Final = ("numpy", "onnx", "torch")  # fedquilt's own: edge_agent/engines
+NUMPY_TRAINS: Final = "mlp"  # the only network of edge_agent/engines/numpy/engine.py
+
+
+def create_initial_state(job: JobSettings, made: Bundle, method: Method | None = None) -> Any:
+    """Validate a job with its bundle, and return the initial state of its method.
+
+    Args:
+        job: The settings of the job.
+        made: The bundle prepared for the job.
+        method: The job's method, or None to load the method by its name.
+
+    Raises:
+        JobError: If a parameter is invalid, the method has no evaluation, or the engine cannot train the network.
+        ModelError: If the method cannot train the bundle's network, or cannot use its donors.
+    """
+    method = method or methods.load(job.method)
+    if job.check.every and method.check is None:
+        raise JobError(f"[check] every: {job.method} has no evaluation of its own; leave it 0")
+    network = made.meta.get("network", {})
+    require_supported_task(job.method, method, network)
+    if job.engine == "numpy" and network.get("name", NUMPY_TRAINS) != NUMPY_TRAINS:
+        raise JobError(
+            f'engine = "numpy" trains {NUMPY_TRAINS!r} networks, and [model] is {network.get("name")!r}: leave the '
+            "line out, so that devices train with torch"
+        )
+    return method.init(made, parse_params(job), job.seed)
+
+
+def required_packages(job: JobSettings, made: Bundle) -> dict[str, str]:
+    """Return the packages that devices need for a job besides fedquilt.
+
+    Keys are modules, and values name the package, its version and the sha256 of its files.
+
+    Raises:
+        JobError: If the method, the engine, a loss or a transform is not installed here.
+    """
+    found = methods.required_plugins(job.method)
+    if job.engine is not None and job.engine not in ENGINES:
+        found |= plugins.required_modules("engine", job.engine)
+    choices = training_choices.select_choices(methods.load(job.method).params, job.params)
+    for kind, name in training_choices.list_plugins(choices):
+        found |= plugins.required_modules(kind, name, training_choices.OURS[kind])
+    told = made.meta.get("plugins")
+    return dict(sorted({**found, **(told if isinstance(told, Mapping) else {})}.items()))
+
+
+def require_matching_bundle(job: JobSettings, made: Bundle) -> None:
+    """Raise JobError if a bundle was visibly prepared for another job.
+
+    The check compares the network of [model], its input, the names of [[donors]], and the labels. A key that the job
+    leaves out matches any value.
+    """
+    known = dict(made.meta.get("network", {}))
+    into = made.meta.get("input") or known.pop("input", None) or {}
+    network = {key: value for key, value in job.model.items() if key not in ("input", *NOT_NETWORK)}
+    wanted = job.input or job.model.get("input") or {}
+    odd = [
+        *(["[model]"] if network and network != {key: known[key] for key in known if key != "input"} else []),
+        *(
+            ["[input]"]
+            if any(_lists_from_tuples(into.get(key)) != _lists_from_tuples(value) for key, value in wanted.items())
+            else []
+        ),
+    ]
+    if job.donors:
+        names = [donor.get("name") for donor in job.donors]
+        odd += ["[[donors]]"] if names != list(made.meta.get("donors", {})) else []
+    if job.labels and "labels" in made.meta:
+        odd += _describe_label_mismatch(job.labels, made.meta["labels"])
+    if odd:
+        raise JobError(
+            f"the bundle was prepared from another job than this ({' and '.join(odd)} differ): "
+            "make it anew with `fedquilt prepare`"
+        )
+
+
+def _describe_label_mismatch(wanted: Sequence[str], given: Sequence[str]) -> list[str]:
+    """Return a list with a text on the first label that differs, or an empty list."""
+    for number, (ours, theirs) in enumerate(itertools.zip_longest(wanted, given)):
+        if ours != theirs:
+            told = ["none" if each is None else repr(each) for each in (ours, theirs)]
+            return [f"labels (label {number} is {told[0]} in the job and {told[1]} in the bundle)"]
+    return []
+
+
+def _lists_from_tuples(value: Any) -> Any:
+    # JSON turns tuples into lists
+    return [_lists_from_tuples(each) for each in value] if isinstance(value, list | tuple) else value

@@ -17,9 +17,9 @@ from fedquilt.coordinator import settings
 from fedquilt.coordinator.background_worker import BackgroundWorker, SynchronousWorker
 from fedquilt.coordinator.delivery.executor import LinkExecutor
 from fedquilt.coordinator.delivery.monitoring_executor import DeviceStatusTracker, MonitoringExecutor
-from fedquilt.coordinator.limits import CoordinatorLimits
 from fedquilt.coordinator.rounds.events import AnyEvent, RoundCommitted
 from fedquilt.coordinator.server import Server
+from fedquilt.coordinator.settings import CoordinatorLimits
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import CODECS, OperatingPoint, Profile, Task, Update, Usage
 from fedquilt.formats import job_bundle

@@ -30,9 +30,8 @@ from fedquilt.coordinator.rounds.rollout import (
     StatusReported,
     release_for_device,
 )
-from fedquilt.coordinator.storage.checksums import FIRST, chain_checksum
 from fedquilt.coordinator.storage.rollout_log import RolloutLog
-from fedquilt.coordinator.storage.rows import JobRow
+from fedquilt.coordinator.storage.rows import FIRST, JobRow, chain_checksum
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import UNDECODABLE, BlobRef, DataError, JobError, ModelError, Reading
 from fedquilt.edge_agent import messages

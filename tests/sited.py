@@ -18,9 +18,9 @@ from fedquilt.blobs.storage.shared_store import SharedBlobStore
 from fedquilt.coordinator import settings as jobs
 from fedquilt.coordinator.background_worker import SynchronousWorker
 from fedquilt.coordinator.delivery.executor import LinkExecutor
-from fedquilt.coordinator.limits import CoordinatorLimits
 from fedquilt.coordinator.rounds.events import AnyEvent, RoundCommitted, TaskDeclined, UpdateAccepted
 from fedquilt.coordinator.server import Server
+from fedquilt.coordinator.settings import CoordinatorLimits
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import SiteRight
 from fedquilt.data import examples

@@ -7,10 +7,13 @@ both.
 
 from __future__ import annotations
 
+import heapq
 import logging
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import Final, Protocol, TypeAlias, get_args
 
 import msgspec
 
@@ -18,15 +21,10 @@ from fedquilt import wire
 from fedquilt.blobs.storage.store import BlobStore
 from fedquilt.blobs.transfer.transfers import Transfers
 from fedquilt.coordinator.background_worker import LARGE_BYTES
-from fedquilt.coordinator.delivery.blobs.locations import BlobLocationProvider, BlobLocationSettings
+from fedquilt.coordinator.delivery.blob_server import BlobLocationProvider, BlobLocationSettings
 from fedquilt.coordinator.delivery.rate_limiter import ROUND_S, RateLimitedLink
-from fedquilt.coordinator.delivery.task_dispatch import KINDS, TaskDispatcher
-from fedquilt.coordinator.fleet.broker_outage import BrokerOutage
-from fedquilt.coordinator.fleet.silent_devices import SilenceDetector
-from fedquilt.coordinator.job_view import JobView
-from fedquilt.coordinator.rounds import claim_bounds
-from fedquilt.coordinator.rounds.events import ENDED
-from fedquilt.coordinator.rounds.message_handler import (
+from fedquilt.coordinator.fleet.registry import BrokerOutage, SilenceDetector
+from fedquilt.coordinator.rounds.decisions import (
     DeviceOnline,
     DeviceRemoved,
     DeviceReturned,
@@ -34,12 +32,116 @@ from fedquilt.coordinator.rounds.message_handler import (
     RateLimitExceeded,
     UpdateReceived,
 )
-from fedquilt.core import BlobRef, JobError, SiteRight, Task, WireError, WireMessage, shorten_error
+from fedquilt.coordinator.rounds.events import ENDED, JobView
+from fedquilt.coordinator.updates import validation
+from fedquilt.core import (
+    ATTEMPTS_MOST,
+    RESEND,
+    BlobRef,
+    JobError,
+    SiteRight,
+    Task,
+    WireError,
+    WireMessage,
+    shorten_error,
+)
 from fedquilt.host.logs import log_ids
 from fedquilt.security.authenticated_link import AuthenticatedFleetLink
 from fedquilt.security.handshake import LinkIdentity
 from fedquilt.transport.link import Link, Message
 from fedquilt.transport.malformed_messages import MalformedMessages
+
+KINDS: Final[tuple[wire.Kind, ...]] = get_args(wire.Kind)
+
+
+@dataclass
+class DispatchedTask:
+    sent_s: float  # or when it was last to be sent
+    sends: int  # to this device, in a row
+    blobs: set[str]
+
+    @property
+    def due_s(self) -> float:
+        return self.sent_s + RESEND.delay_s(self.sends - 1)
+
+
+class TaskDispatcher:
+    """Open tasks by device, sent as retained messages that survive restarts of either side."""
+
+    def __init__(self, link: Link, topics: wire.Topics) -> None:
+        self._link, self._topics = link, topics
+        self._open: dict[str, DispatchedTask] = {}
+        self._agenda: list[tuple[float, str]] = []  # heap of (time, device): when an open task may be due, or earlier
+        self._listed: dict[str, float] = {}  # device -> time of its valid entry
+        self._released: dict[tuple[str, wire.Kind], wire.DesiredRelease] = {}  # by device
+
+    def __contains__(self, device: str) -> bool:
+        return device in self._open
+
+    def send_task(self, device: str, task: Task, payload: bytes, now_s: float) -> None:
+        sends = self._open[device].sends if device in self._open else 0
+        blobs = {ref.sha256 for ref in task.bundles.values()}
+        self._open[device] = issue = DispatchedTask(now_s, sends + 1, blobs)
+        self._schedule_repetition(device, issue.due_s)
+        self._link.publish(self._topics.device_topic(device, "dn", "task"), payload, retain=True)
+
+    def cancel_task(self, device: str) -> None:
+        self._open.pop(device, None)
+        self._link.publish(self._topics.device_topic(device, "dn", "task"), b"", retain=True)
+
+    def slow_resends(self, device: str) -> None:
+        """Resend a device's task at the longest interval, because the device is working on the task."""
+        if device in self._open:
+            self._open[device].sends = ATTEMPTS_MOST
+
+    def take_due_devices(self, now_s: float) -> list[str]:
+        """Return the devices whose task must be sent again, and schedule the next repetition.
+
+        A task that the caller does not send becomes due again after the same interval.
+        """
+        found = []
+        while self.next_repetition_s() <= now_s:
+            found.append(heapq.heappop(self._agenda)[1])
+            del self._listed[found[-1]]
+        for device in found:
+            self._open[device].sent_s = now_s
+            self._schedule_repetition(device, self._open[device].due_s)
+        return found
+
+    def next_repetition_s(self) -> float:
+        """Return the time of the next repetition, or infinity without open tasks."""
+        while self._agenda:
+            due_s, device = self._agenda[0]
+            current, issue = self._listed.get(device) == due_s, self._open.get(device)
+            if current and issue is not None and issue.due_s <= due_s:
+                return due_s
+            heapq.heappop(self._agenda)
+            if current:
+                del self._listed[device]
+                if issue is not None:
+                    self._schedule_repetition(device, issue.due_s)
+        return math.inf
+
+    def _schedule_repetition(self, device: str, due_s: float) -> None:
+        if due_s < self._listed.get(device, math.inf):
+            self._listed[device] = due_s
+            heapq.heappush(self._agenda, (due_s, device))
+
+    def record_release(self, device: str, release: wire.DesiredRelease) -> bool:
+        """Record a device's release and permit its blob. Return whether the release has changed."""
+        before = self._released.get((device, release.kind))
+        self._released[device, release.kind] = release
+        return before != release
+
+    def forget_release(self, device: str, kind: wire.Kind) -> None:
+        self._released.pop((device, kind), None)
+
+    def may_fetch_blob(self, device: str, sha256: str) -> bool:
+        if device in self._open and sha256 in self._open[device].blobs:
+            return True
+        released = (self._released.get((device, kind)) for kind in KINDS)
+        return any(each is not None and each.blob is not None and each.blob.sha256 == sha256 for each in released)
+
 
 log = logging.getLogger("fedquilt.coordinator")
 
@@ -349,7 +451,7 @@ class LinkExecutor:
                 if not unasked:  # else anybody may have sent it: a chunk is not signed
                     self._record_contact(route.device)
                 return None
-            told = claim_bounds.replace_unprintable(wire.decode(message.payload, route.kind), message.payload)
+            told = validation.replace_unprintable(wire.decode(message.payload, route.kind), message.payload)
             if (named := getattr(told, "device", route.device)) != route.device:
                 raise WireError(f"it names another device, {named}")
             if isinstance(told, wire.Presence) and not told.online:

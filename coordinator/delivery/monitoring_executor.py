@@ -14,12 +14,18 @@ from msgspec.structs import replace
 
 from fedquilt import wire
 from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.coordinator.delivery.blobs.locations import BlobLocationSettings
+from fedquilt.coordinator.delivery.blob_server import BlobLocationSettings
 from fedquilt.coordinator.delivery.executor import Heard, LinkExecutor
 from fedquilt.coordinator.fleet import device_status
-from fedquilt.coordinator.fleet.device_status import DeviceStatus, LatestDecline, TelemetrySample
-from fedquilt.coordinator.fleet.telemetry_store import FORGOTTEN_S, STEPS, TelemetryStore
-from fedquilt.coordinator.rounds.message_handler import (
+from fedquilt.coordinator.fleet.device_status import (
+    FORGOTTEN_S,
+    STEPS,
+    DeviceStatus,
+    LatestDecline,
+    TelemetrySample,
+    TelemetryStore,
+)
+from fedquilt.coordinator.rounds.decisions import (
     FLOODED,
     DeviceRemoved,
     DeviceReturned,

@@ -14,9 +14,10 @@ from typing import Any, Final
 from fedquilt import metrics
 from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.rounds import claim_bounds, job_limits
+from fedquilt.coordinator.device_columns import NEVER
+from fedquilt.coordinator.rounds import events
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload
-from fedquilt.coordinator.rounds.eligibility import DeviceSnapshot, JobRequirements
+from fedquilt.coordinator.rounds.decisions import UpdateValidated, restart_event, to_process_clock
 from fedquilt.coordinator.rounds.events import (
     AnyEvent,
     CohortSelected,
@@ -27,22 +28,22 @@ from fedquilt.coordinator.rounds.events import (
     UpdatesAggregated,
     apply_event,
 )
-from fedquilt.coordinator.rounds.message_handler import UpdateValidated
-from fedquilt.coordinator.rounds.next_event import restart_event, to_process_clock
-from fedquilt.coordinator.rounds.round_bitmap import NEVER
+from fedquilt.coordinator.rounds.selection import DeviceSnapshot, JobRequirements
+from fedquilt.coordinator.settings import require_matching_bundle, required_packages
 from fedquilt.coordinator.storage.store import Store, StoredJob
-from fedquilt.coordinator.updates import aggregator, blob_recovery, checks, model_states, tasks
-from fedquilt.coordinator.updates.aggregator import Aggregator, BaseTensors
-from fedquilt.coordinator.updates.job_validation import require_matching_bundle, required_packages
-from fedquilt.coordinator.updates.metrics import (
+from fedquilt.coordinator.updates import job_blobs, tasks, validation
+from fedquilt.coordinator.updates.aggregation import (
+    Aggregator,
+    BaseTensors,
     aggregate_evaluations,
     average_metrics,
+    blob_hashes,
     explain_evaluation,
     explain_missing_metrics,
     explain_unchanged_loss,
+    total_blob_bytes,
 )
-from fedquilt.coordinator.updates.model_states import CommitResult, Encoded, LoadedState, ModelStates
-from fedquilt.coordinator.updates.partial_aggregate import blob_hashes, total_blob_bytes
+from fedquilt.coordinator.updates.job_blobs import CommitResult, Encoded, LoadedState, ModelStates
 from fedquilt.core import (
     Action,
     BlobRef,
@@ -71,7 +72,7 @@ class RunningJob:
     """Active job, which continues from its event log after `use_loaded_state`.
 
     States and updates of at least `large_bytes` are kept on disk and handled by a worker. The running attempt has its
-    whole deadline again or, with `by_wall`, what is left by the wall clock (`next_event.restart_event`).
+    whole deadline again or, with `by_wall`, what is left by the wall clock (`decisions.restart_event`).
 
     Raises:
         JobError: If the settings, the log or the bundle of the job are not usable.
@@ -90,7 +91,7 @@ class RunningJob:
     ) -> None:
         self.id, self.job, self._store, self.method, self._large_bytes = row.id, row.job, store, method, large_bytes
         self.engines = settings.list_engines(row.job, method)
-        self.bundle = blob_recovery.open_bundle(row.id, row.bundle, row.content, store.depot)
+        self.bundle = job_blobs.open_bundle(row.id, row.bundle, row.content, store.depot)
         require_matching_bundle(row.job, self.bundle)
         self._states = ModelStates(row.id, row.job, method, self.bundle, row.bundle, store.depot, large_bytes)
         self.wants = JobRequirements(
@@ -109,7 +110,7 @@ class RunningJob:
         self._alike: tasks.TaskSpecCache  # of the running round, as are the next five
         self._common: Mapping[str, Tensors | BlobRef]  # bundles of all its tasks
         self._seeded: Callable[[object], int] | None  # a device's seed
-        self._manifests: checks.ManifestValidator | None  # what its updates may hold
+        self._manifests: validation.ManifestValidator | None  # what its updates may hold
         self._summing: Aggregator
         self.standing, after = store.snapshots.load_state(self.id, JobConstants.from_job(row.job), now_s)
         self.rounds = self.standing.rounds  # state of its rounds
@@ -281,7 +282,7 @@ class RunningJob:
                 if "work" in self.rounds.task_actions
                 else UpdateSchema({})
             )
-            self._manifests = checks.ManifestValidator(known, self.job.wire)
+            self._manifests = validation.ManifestValidator(known, self.job.wire)
         return self._manifests.manifest_problem(update, profile.boards if profile else 0)
 
     @property
@@ -316,29 +317,29 @@ class RunningJob:
         """
         ask = self.device_workload(device, profile)
         waited_s = now_s - self.rounds.asked_s.get(device, now_s)
-        limit_s = claim_bounds.longest_work_s(waited_s, self.rounds.max_deadline_s, self.rounds.attempt + 1)
+        limit_s = validation.longest_work_s(waited_s, self.rounds.max_deadline_s, self.rounds.attempt + 1)
         limit, standing = self.job.cohort.max_examples, self.standing
         weight, examples = (
             standing.weights.largest_allowed(device, limit),
             standing.reported.largest_allowed(device, limit),
         )
-        work, checks = "work" in self.rounds.task_actions, "check" in self.rounds.task_actions
+        work, check = "work" in self.rounds.task_actions, "check" in self.rounds.task_actions
         priors = self.rounds.plan.class_priors
-        bounds = claim_bounds.ClaimBounds(ask, limit_s, weight, examples, right, checks, *self._predicts, priors)
+        bounds = validation.ClaimBounds(ask, limit_s, weight, examples, right, check, *self._predicts, priors)
         take = self.build_update_reader(update, profile, bounds, large=large)
 
         def validate() -> UpdateValidated:
             odd = ""
             try:
-                believed, odd = claim_bounds.limit_claims(update, bounds)
-                claim_bounds.require_plausible(update, bounds, work=work)
+                believed, odd = validation.limit_claims(update, bounds)
+                validation.require_plausible(update, bounds, work=work)
                 taken, reason = take(believed) if work else believed, ""
-            except blob_recovery.UnreadableError as error:
+            except job_blobs.UnreadableError as error:
                 if error.again not in blob_hashes([update]):
                     raise
                 self._store.depot.discard_damaged(error.again)  # its device has it still: other sectors may take it
-                raise blob_recovery.LostUpdateError(device, str(error)) from None
-            except (StoreError, blob_recovery.LostUpdateError):
+                raise job_blobs.LostUpdateError(device, str(error)) from None
+            except (StoreError, job_blobs.LostUpdateError):
                 raise
             except Exception as error:  # whatever a device sends, it is the device's update that is refused
                 plain = isinstance(error, UpdateError)
@@ -348,7 +349,7 @@ class RunningJob:
         return validate
 
     def build_update_reader(
-        self, update: Update, profile: Profile | None, bounds: claim_bounds.ClaimBounds, *, large: bool = False
+        self, update: Update, profile: Profile | None, bounds: validation.ClaimBounds, *, large: bool = False
     ) -> Callable[[Update], Update]:
         """Return a function that decodes and stores an update, and folds it if it is small and next in order."""
         rounds, summing = self.rounds, self._summing
@@ -371,9 +372,7 @@ class RunningJob:
         asked = (
             {self._store_bundle(value).sha256 for value in order.bundles.values()} if order else set()
         )  # after a restart
-        return partial(
-            aggregator.base_tensors, self._store.depot, update, asked | self._sent if update.bases else set()
-        )
+        return partial(job_blobs.base_tensors, self._store.depot, update, asked | self._sent if update.bases else set())
 
     def has_updates_to_fold(self) -> bool:
         return self.rounds.phase == "open" and self._summing.has_foldable_update(self.rounds)
@@ -401,15 +400,11 @@ class RunningJob:
         state = self.state
         if "work" in rounds.task_actions:
             state = self._active_method.step(state, self._summing.take_aggregate(rounds))
-            checks.require_finite_state(state, tuple(sorted(rounds.answered)))
+            validation.require_finite_state(state, tuple(sorted(rounds.answered)))
         spent, finished, updates = rounds.spent, self.method.done(state), rounds.answered.values()
-        caveat = (
-            job_limits.describe_unmetered_tasks(self.job.stop, spent) if spent.metered or not rounds.round else None
-        )
+        caveat = events.describe_unmetered_tasks(self.job.stop, spent) if spent.metered or not rounds.round else None
         short = (
-            None
-            if finished
-            else job_limits.describe_early_end(self.method, self.job.method, self.job.rounds, rounds.round)
+            None if finished else events.describe_early_end(self.method, self.job.method, self.job.rounds, rounds.round)
         )
         means, evaluation = average_metrics(updates), aggregate_evaluations(updates)
         best = rounds.best_after(evaluation) if evaluation is not None else None
@@ -419,7 +414,7 @@ class RunningJob:
         told = caveat, short, unchanged, *explain_missing_metrics(updates, means), *explain_evaluation(updates)
         fact = RoundCommitted(
             round=rounds.round,
-            state=aggregator.store_tensors(self._store.depot, *tensors.split_state(state)),
+            state=job_blobs.store_tensors(self._store.depot, *tensors.split_state(state)),
             finished=finished,
             metrics=means,
             notes=tuple(self.method.explain(state)),
@@ -432,7 +427,7 @@ class RunningJob:
         del state  # what is stored is loaded instead
         state = self._states.load_state(fact.state, rounds.round, again=True)
         return CommitResult(
-            fact, state, model_states.encode_common_bundles(self.method, state, fact.state, self._store.depot)
+            fact, state, job_blobs.encode_common_bundles(self.method, state, fact.state, self._store.depot)
         )
 
     def use_encoded_bundles(self, found: Encoded) -> None:
@@ -493,7 +488,7 @@ class RunningJob:
             return value
         known = self._encoded.pop(id(value), None)
         if known is None or not self._store.depot.has_blob(known[1]):
-            known = (value, aggregator.store_tensors(self._store.depot, value))
+            known = (value, job_blobs.store_tensors(self._store.depot, value))
         self._encoded[id(value)] = known  # as the latest
         self._sent.add(known[1].sha256)
         return known[1]

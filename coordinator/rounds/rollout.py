@@ -17,7 +17,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from fedquilt import wire
-from fedquilt.coordinator.rounds.next_event import capped_elapsed_s
+from fedquilt.coordinator.rounds.decisions import capped_elapsed_s
 from fedquilt.core import Count, JobError, Label, Name, Profile, Seconds, Sentence, seed_deriver, shorten_error
 from fedquilt.core.messages import UPGRADES
 from fedquilt.formats import labels

@@ -27,7 +27,7 @@ import msgspec
 
 from fedquilt import __version__
 from fedquilt.console import progress
-from fedquilt.coordinator import limits
+from fedquilt.coordinator import settings
 from fedquilt.coordinator.storage.rollout_log import RolloutLog
 from fedquilt.coordinator.storage.rows import RowStore, database_errors
 from fedquilt.coordinator.storage.store import UNENDED, Store, StoredJob
@@ -73,10 +73,10 @@ def write_backup(store: Store, file: Path) -> BackupSummary:
         archive = _BackupArchive(raw)
         boards = _lock_home_and_list_agent_files(store)
         blobs = _add_database_and_blobs(store, archive, Path(f"{file}.part.db"))
-        settings = [path for path in (store.home / limits.FILE,) if path.is_file()]
+        limits = [path for path in (store.home / settings.FILE,) if path.is_file()]
         of_runs = [path for name in ("evaluations", "machines") for path in sorted((store.home / name).glob("*.json"))]
         bundles = _list_regular_files(store.home / "sites" / row.id for row in store.all_jobs())
-        for path in [*settings, *boards, *of_runs, *bundles]:
+        for path in [*limits, *boards, *of_runs, *bundles]:
             archive.add_file(path.relative_to(store.home).as_posix(), path)
         archive.close_with_manifest()
         raw.flush()

@@ -21,8 +21,7 @@ from fedquilt.coordinator.rounds.rollout import (
     apply_rollout_event,
 )
 from fedquilt.coordinator.storage import rows
-from fedquilt.coordinator.storage.checksums import FIRST
-from fedquilt.coordinator.storage.rows import JobRow, RowStore, current_user, database_errors, encode_lossless
+from fedquilt.coordinator.storage.rows import FIRST, JobRow, RowStore, current_user, database_errors, encode_lossless
 from fedquilt.core import UNDECODABLE, JobError, StoreError
 
 SCHEMA: Final = rows.SCHEMA.format(table="rollouts", facts="rollout_facts")

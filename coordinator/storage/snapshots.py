@@ -18,13 +18,9 @@ import msgspec
 from msgspec.structs import replace
 
 from fedquilt import __version__
-from fedquilt.coordinator.device_columns import DeviceColumn
-from fedquilt.coordinator.rounds.claim_bounds import DeviceWeights
+from fedquilt.coordinator.device_columns import DeviceColumn, DeviceWeights, RoundBitmap
 from fedquilt.coordinator.rounds.events import ENDED, AnyEvent, JobConstants, JobState, UpdateAccepted
-from fedquilt.coordinator.rounds.round_bitmap import RoundBitmap
-from fedquilt.coordinator.storage.checksums import checksum
-from fedquilt.coordinator.storage.log_index import IndexedLog, has_event
-from fedquilt.coordinator.storage.rows import DamagedRunError, database_errors
+from fedquilt.coordinator.storage.rows import DamagedRunError, IndexedLog, checksum, database_errors, has_event
 from fedquilt.core import UNDECODABLE, StoreError, Update
 from fedquilt.host.logs import log_ids
 

@@ -11,6 +11,7 @@ database that SQLite finds damaged is read-only.
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import sqlite3
 import time
@@ -25,10 +26,11 @@ from fedquilt.blobs.storage.store import BlobStore
 from fedquilt.coordinator.rounds.events import AnyEvent, JobEnded, NoteRecorded
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.coordinator.storage import rollout_log, rows, snapshots, suspended_jobs, write_ahead_log
-from fedquilt.coordinator.storage.log_index import IndexedLog
 from fedquilt.coordinator.storage.rollout_log import RolloutLog
 from fedquilt.coordinator.storage.rows import (
     DamagedRunError,
+    DatabaseIdentity,
+    IndexedLog,
     JobRow,
     RowStore,
     UnreadableRow,
@@ -37,12 +39,13 @@ from fedquilt.coordinator.storage.rows import (
     decoded,
     encode_lossless,
     is_served,
+    open_read_only,
 )
 from fedquilt.coordinator.storage.snapshots import EVERY, SnapshotStore
 from fedquilt.coordinator.storage.suspended_jobs import SuspendedJobs
 from fedquilt.core import UNDECODABLE, JobError, StoreError, Update
 from fedquilt.formats import toml
-from fedquilt.host.disk import PRIVATE, Disk, Lock
+from fedquilt.host.disk import PRIVATE, REAL, Disk, Lock
 
 VERSION: Final = 6  # of the tables
 CHECK_S: Final = 0.5  # that a look at the whole database may take when it is opened
@@ -500,3 +503,57 @@ def _hash_bundle(bundle: Path) -> str:
     from fedquilt.formats import job_bundle  # imports numpy, which verbs that only look can do without
 
     return job_bundle.hash_content(bundle)
+
+
+NAME: Final = "fedquilt.db"
+
+
+class ChangeDetector:
+    """Cheap detector of writes to a database, which need not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._db: sqlite3.Connection | None = None
+        self._file: DatabaseIdentity | None = None
+
+    def read_version(self) -> object:
+        """Return a value that changes with every write, or None if the database cannot be read."""
+        try:
+            found = DatabaseIdentity.from_path(self._path)
+            if self._db is None or self._file != found:
+                self.close()
+                self._db, self._file = open_read_only(self._path), found
+            return (*found, self._db.execute("pragma data_version").fetchone()[0])
+        except (OSError, sqlite3.Error):
+            self.close()
+            return None
+
+    def close(self) -> None:
+        if self._db is not None:
+            self._db.close()
+        self._db = None
+
+
+class StoreReader(Store):
+    """Read-only `Store`. Methods that would write raise StoreError."""
+
+    def __init__(self, home: Path) -> None:
+        self.home, self._disk, self.damage = home, REAL, ""
+        with database_errors(home):
+            self._db = open_read_only(home / NAME)
+            try:
+                require_tables(self._db, home)
+                self._rows = RowStore(self._db, home)
+            except BaseException:
+                self._db.close()
+                raise
+        self.rollouts = RolloutLog(self._db, self._rows, home, self._write_transaction)
+        self.holds = SuspendedJobs(self._db, home, self._write_transaction, self._read_epoch)
+        self.depot = BlobStore(home / "blobs", make=False)
+        self._lock, self._waiting = None, None
+
+
+def open_store(home: Path, *, durable: bool = True) -> Store:
+    """Open a home, only for reading if this user cannot write there. Every method is as in `Store`."""
+    writable = os.access(home, os.W_OK) and os.access(home / NAME, os.W_OK)
+    return Store(home, durable=durable) if writable else StoreReader(home)

@@ -11,8 +11,13 @@ import msgspec
 
 from fedquilt.console import table as console_table
 from fedquilt.console import units
-from fedquilt.coordinator.fleet.device_status import CurrentTask, DeviceStatus, InstalledRelease, TelemetrySample
-from fedquilt.coordinator.fleet.telemetry_store import TelemetryStore
+from fedquilt.coordinator.fleet.device_status import (
+    CurrentTask,
+    DeviceStatus,
+    InstalledRelease,
+    TelemetrySample,
+    TelemetryStore,
+)
 from fedquilt.core import shorten_error
 from fedquilt.formats import labels
 

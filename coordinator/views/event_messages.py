@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from fedquilt import metrics
 from fedquilt.console import table, units
-from fedquilt.coordinator.rounds import eligibility, next_event
+from fedquilt.coordinator.rounds import decisions, selection
 from fedquilt.coordinator.rounds.events import (
     AnyEvent,
     AttemptResumed,
@@ -31,9 +31,9 @@ from fedquilt.coordinator.rounds.events import (
 )
 from fedquilt.coordinator.storage.rows import UnreadableRow
 from fedquilt.coordinator.storage.store import UNAPPROVED, Store, StoredJob
-from fedquilt.coordinator.views import costs, scores, wait_reasons
-from fedquilt.coordinator.views.costs import CostLedger
+from fedquilt.coordinator.views import run_summary, scores, wait_reasons
 from fedquilt.coordinator.views.run_summary import (
+    CostLedger,
     PersonalScores,
     RoundSummary,
     RunSummary,
@@ -56,10 +56,10 @@ def format_status(summary: RunSummary, state: JobState) -> list[str]:
     if state.is_work_done:
         what = SETTLING if state.settling else FINAL
     spent, cohort = state.spent, len(state.asked) + len(state.answered)
-    taken = [f"{costs.format_joules(spent.joules)}{summary.total.energy_word}"] if spent.metered else []
+    taken = [f"{run_summary.format_joules(spent.joules)}{summary.total.energy_word}"] if spent.metered else []
     devices = [f"{len(state.answered)} of {cohort} devices answered" if cohort else "no device selected yet"]
     devices += [f"{len(state.asked)} at work"] if state.asked else []
-    devices += [f"declined: {next_event.format_by_reason(state.declined, 3)}"] if state.declined else []
+    devices += [f"declined: {decisions.format_by_reason(state.declined, 3)}"] if state.declined else []
     return [what, ", ".join([*taken, f"{units.format_bytes(spent.bytes)} so far"]), ", ".join(devices)]
 
 
@@ -146,7 +146,7 @@ def _describe_event(fact: AnyEvent) -> list[str]:
         case JobStarted():
             return ["started"]
         case EligibilityRecorded():
-            changes = [f"{', '.join(devices)}: {eligibility.reason_text(c)}" for c, devices in fact.passed.items()]
+            changes = [f"{', '.join(devices)}: {selection.reason_text(c)}" for c, devices in fact.passed.items()]
             can = [f"eligible: {', '.join(fact.eligible)}"] if fact.eligible else []
             return [
                 f"round {fact.round + 1}: {'; '.join([*can, *changes]) or 'the devices have new estimates of energy'}"
@@ -220,7 +220,7 @@ def _describe_commit(
     """
     # devices evaluate the state that they receive, which is that of the round before
     counts = [f"{len(updates)} of {selected} devices"] if selected else []
-    counts += filter(None, [_format_energy(costs.sum_costs(updates))])
+    counts += filter(None, [_format_energy(run_summary.sum_costs(updates))])
     checked = describe_evaluation(fact.evaluation)
     if is_final_evaluation:
         told = [f"{FINAL}: {', '.join([*checked, *counts]) or 'done'}"]
@@ -255,7 +255,7 @@ def _format_energy(taken: CostLedger) -> str:
     if taken.energy_j is None:
         return ""
     some = "" if taken.metered == taken.tasks else f" of {taken.metered} with a meter"
-    return f"{costs.format_joules(taken.energy_j)}{taken.energy_word}{some}"
+    return f"{run_summary.format_joules(taken.energy_j)}{taken.energy_word}{some}"
 
 
 def _describe_sender(update: Update) -> str:
@@ -276,8 +276,8 @@ def format_usage(usage: Usage) -> str:
     parts = [f"{usage.wall_s / scale:.2f} {prefix}s"]
     if usage.energy_j is not None:
         net_j = None if usage.idle_j is None else usage.energy_j - usage.idle_j
-        word = costs.describe_source([str(usage.energy_source)])
-        parts.append(costs.format_energy(usage.energy_j, net_j, usage.energy_error_j) + word)
+        word = run_summary.describe_source([str(usage.energy_source)])
+        parts.append(run_summary.format_energy(usage.energy_j, net_j, usage.energy_error_j) + word)
     if usage.peak_bytes is not None:
         parts.append(f"peak {units.format_bytes(usage.peak_bytes)}")
     parts.append(f"{units.format_bytes(usage.down_bytes)} down, {units.format_bytes(usage.up_bytes)} up")
@@ -289,16 +289,16 @@ def format_energy_summary(summary: RunSummary) -> list[str]:
     whole = summary.total
     if whole.energy_j is None or whole.task_j is None:
         return []
-    parts, rounds = [f"{costs.format_number(whole.task_j)} J per task"], len(summary.round_costs())
+    parts, rounds = [f"{run_summary.format_number(whole.task_j)} J per task"], len(summary.round_costs())
     if rounds:
-        parts.append(f"{costs.format_number(whole.energy_j / rounds)} J per round")
+        parts.append(f"{run_summary.format_number(whole.energy_j / rounds)} J per round")
     if whole.example_j is not None:
-        parts.append(f"{costs.format_number(whole.example_j)} J per example")
+        parts.append(f"{run_summary.format_number(whole.example_j)} J per example")
     points = progress_points(summary)
     if (point_j := energy_per_point_j(points)) is not None:
         metric = next(point.personal.metric for point in points if point.personal is not None)
-        parts.append(f"{costs.format_number(point_j)} J per point of {metrics.KNOWN[metric].title}")
-    took = costs.format_energy(whole.energy_j, whole.net_j, whole.energy_error_j)
+        parts.append(f"{run_summary.format_number(point_j)} J per point of {metrics.KNOWN[metric].title}")
+    took = run_summary.format_energy(whole.energy_j, whole.net_j, whole.energy_error_j)
     tasks = f"{whole.metered} task{'s' * (whole.metered != 1)}"
     some = "" if whole.metered == whole.tasks else f" of {whole.tasks}; the others were not metered"
     return [

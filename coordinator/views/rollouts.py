@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from fedquilt.console import table, units
-from fedquilt.coordinator.fleet.device_status import DeviceStatus
-from fedquilt.coordinator.fleet.telemetry_store import TelemetryStore
+from fedquilt.coordinator.fleet.device_status import DeviceStatus, TelemetryStore
 from fedquilt.coordinator.rounds.rollout import (
     AnyRolloutEvent,
     PhasePassed,

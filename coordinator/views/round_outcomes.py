@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Final
 
-from fedquilt.coordinator import limits
+from fedquilt.coordinator import device_columns, settings
 from fedquilt.coordinator.fleet.device_status import CurrentTask
-from fedquilt.coordinator.rounds import claim_bounds, cohort_selection, eligibility
+from fedquilt.coordinator.rounds import selection
 from fedquilt.coordinator.rounds.events import (
     AnyEvent,
     CohortSelected,
@@ -72,7 +72,7 @@ def warn_of_weights(store: Store, job: JobSettings, facts: Iterable[AnyEvent]) -
         facts: The events of the job.
     """
     bounded = job.cohort.max_examples is not None or job.method == "robust"
-    if bounded or not (store.was_authenticated() or (store.home / limits.FILE).exists()):
+    if bounded or not (store.was_authenticated() or (store.home / settings.FILE).exists()):
         return None
     devices, by_examples = set[str](), False
     for fact in facts:
@@ -81,7 +81,7 @@ def warn_of_weights(store: Store, job: JobSettings, facts: Iterable[AnyEvent]) -
                 devices.update(found)
             case UpdateAccepted(update=update):
                 by_examples = by_examples or update.weight != 1.0
-    if not by_examples or len(devices) > claim_bounds.ENOUGH:
+    if not by_examples or len(devices) > device_columns.ENOUGH:
         return None
     return (
         f"one device can outweigh the others: of {len(devices)} devices no median bounds the weight by examples. Set "
@@ -161,7 +161,7 @@ class RoundOutcomes:
         state = self.summary.state
         if isinstance(fact, EligibilityRecorded) and state.phase == "selecting":  # in case that nobody can be asked
             barred = {
-                device: DeviceOutcome(eligibility.reason_key(code), eligibility.reason_text(code))
+                device: DeviceOutcome(selection.reason_key(code), selection.reason_text(code))
                 for device, code in state.passed.items()
             }
             _set_outcomes(found, fact.round, barred)
@@ -192,12 +192,12 @@ def _selection_outcomes(state: JobState, fact: CohortSelected) -> Mapping[str, D
     wanted = len(fact.devices)
     silent = [device for device in state.silent if device in free]
     fresh = free.difference(silent)
-    drawn = cohort_selection.rank_devices(
+    drawn = selection.rank_devices(
         state.plan.seed, fact.round, fresh, wanted, costs=state.costs, since=state.since, turns=state.plan.cohort.turns
     )
     order = [*drawn, *silent]
     told = {
-        device: DeviceOutcome(eligibility.reason_key(code), eligibility.reason_text(code))
+        device: DeviceOutcome(selection.reason_key(code), selection.reason_text(code))
         for device, code in state.passed.items()
         if device not in settled
     }

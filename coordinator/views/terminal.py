@@ -1,9 +1,10 @@
-"""Coordinator in a terminal, with the events of its jobs as output."""
+"""Coordinator in a terminal, with the events of its jobs as output, or as log records."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import math
 import signal
 import sys
@@ -18,25 +19,24 @@ import msgspec
 
 from fedquilt import open_metrics
 from fedquilt.console import progress, table
-from fedquilt.coordinator import sites
 from fedquilt.coordinator.background_worker import ThreadWorker
-from fedquilt.coordinator.delivery.blobs.locations import BlobLocationSettings
+from fedquilt.coordinator.delivery.blob_server import BlobLocationSettings
 from fedquilt.coordinator.delivery.monitoring_executor import DeviceStatusTracker, MonitoringExecutor
 from fedquilt.coordinator.fleet.device_status import DeviceStatus
-from fedquilt.coordinator.job_view import EndedJob, JobView
 from fedquilt.coordinator.jobs.job import RunningJob
-from fedquilt.coordinator.limits import CoordinatorLimits
 from fedquilt.coordinator.metrics_exporter import CoordinatorMetrics
-from fedquilt.coordinator.rounds import eligibility, next_event
+from fedquilt.coordinator.rounds import decisions, selection
 from fedquilt.coordinator.rounds import rollout as rounds_rollout
 from fedquilt.coordinator.rounds.events import (
     ENDED,
     AnyEvent,
     CohortSelected,
     EligibilityRecorded,
+    EndedJob,
     JobConstants,
     JobEnded,
     JobState,
+    JobView,
     RoundClosed,
     RoundCommitted,
     TaskDeclined,
@@ -47,12 +47,16 @@ from fedquilt.coordinator.rounds.events import (
 )
 from fedquilt.coordinator.rounds.rollout import Rollout
 from fedquilt.coordinator.server import Server
+from fedquilt.coordinator.settings import CoordinatorLimits
 from fedquilt.coordinator.storage.store import AWAY_S, InactiveRunError, Store, StoredJob
-from fedquilt.coordinator.views import costs, event_messages, round_outcomes, wait_reasons
+from fedquilt.coordinator.updates import sites
+from fedquilt.coordinator.views import event_messages, round_outcomes, run_summary, wait_reasons
+from fedquilt.coordinator.views import event_messages as sentences
 from fedquilt.coordinator.views import rollouts as rollout_view
 from fedquilt.coordinator.views.run_summary import RoundSummary, RunSummary
 from fedquilt.core import JobError
 from fedquilt.host import connection_limits, process_memory
+from fedquilt.host.logs import log_ids
 from fedquilt.security.handshake import LinkIdentity
 from fedquilt.transport import link as links
 from fedquilt.transport.link import Link
@@ -181,7 +185,7 @@ class Console:
                 run.committed = msgspec.structs.replace(
                     run.summary.running,
                     rounds_before=job.rounds.completed_rounds - 1,
-                    cost=costs.sum_costs(before.state.answered.values()),
+                    cost=run_summary.sum_costs(before.state.answered.values()),
                 )
             if not event_messages.is_evaluation_due(job.rounds):
                 self._print_round(run, "")
@@ -216,7 +220,7 @@ class Console:
     def _print_declines(self) -> None:
         """Print the collected declines, one line for each run and round, by reason."""
         for (run, round), reasons in self._declines.items():
-            self._report_for(run, f"round {round + 1}: {next_event.format_by_reason(reasons)}")
+            self._report_for(run, f"round {round + 1}: {decisions.format_by_reason(reasons)}")
         self._declines.clear()
 
     def _report_for(self, run: str, first: str, *more: str) -> None:
@@ -480,7 +484,7 @@ def _report_stored_wait(console: Console, store: Store, job: JobView, row: Store
         able = wait_reasons.eligible_online_devices(state)
         return wait_reasons.describe_busy_devices(state, able, wait_reasons.devices_of_other_runs(store, row.id))
 
-    busy = {device for device, code in state.passed.items() if code == eligibility.BUSY}
+    busy = {device for device, code in state.passed.items() if code == selection.BUSY}
     wait = wait_reasons.find_round_wait(row, state, wait_reasons.load_device_statuses(store.home), busy)
     console.report_wait(job, wait, now_s, find_fix)
 
@@ -510,3 +514,22 @@ def catch_stop_signals() -> Iterator[StopSignal]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+log = logging.getLogger("fedquilt.rounds")
+
+
+class JsonConsole(Console):
+    def __init__(self) -> None:
+        super().__init__(wordy=True, named=True, live=False)
+        log.setLevel(min(logging.INFO, logging.getLogger().level))  # they are what it is for
+
+    def observe(self, job: JobView, fact: AnyEvent) -> None:
+        update = getattr(fact, "update", None)
+        device = getattr(fact, "device", None) or getattr(update, "device", None)
+        ids = log_ids(run=job.id, round=getattr(fact, "round", None), device=device, fact=type(fact).__name__)
+        level = logging.ERROR if getattr(fact, "status", "") == "failed" else logging.INFO
+        log.log(level, "%s", "; ".join(sentences.format_single_event(fact)), extra=ids)
+
+    def report(self, first: str, *more: str) -> None:
+        log.info("%s", "; ".join((first, *more)))

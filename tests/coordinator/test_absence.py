@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from by_hand import Hand, Stage, ones
 
-from fedquilt.coordinator.fleet.broker_outage import BrokerOutage
+from fedquilt.coordinator.fleet.registry import BrokerOutage
 from fedquilt.coordinator.rounds.events import JobEnded, RoundClosed, RoundRetried, UpdateAccepted
 from fedquilt.coordinator.rounds.rollout import PhasePassed, ReleaseOffered
 from fedquilt.transport.mqtt.connection import RECONNECT

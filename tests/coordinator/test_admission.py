@@ -8,22 +8,7 @@ import plain
 import pytest
 
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload, MemoryShortage
-from fedquilt.coordinator.rounds.events import (
-    AnyEvent,
-    CohortSelected,
-    JobConstants,
-    JobEnded,
-    JobStarted,
-    JobState,
-    RoundClosed,
-    RoundCommitted,
-    RoundRetried,
-    TaskDeclined,
-    UpdateAccepted,
-    UpdateRejected,
-    apply_event,
-)
-from fedquilt.coordinator.rounds.message_handler import (
+from fedquilt.coordinator.rounds.decisions import (
     FLOODED,
     UNFINISHED,
     AckUpdate,
@@ -43,6 +28,21 @@ from fedquilt.coordinator.rounds.message_handler import (
     UpdateValidated,
     ValidateUpdate,
     decide_response,
+)
+from fedquilt.coordinator.rounds.events import (
+    AnyEvent,
+    CohortSelected,
+    JobConstants,
+    JobEnded,
+    JobStarted,
+    JobState,
+    RoundClosed,
+    RoundCommitted,
+    RoundRetried,
+    TaskDeclined,
+    UpdateAccepted,
+    UpdateRejected,
+    apply_event,
 )
 from fedquilt.coordinator.settings import CohortSettings
 from fedquilt.core import BlobRef, Update, Usage, WorkEstimate

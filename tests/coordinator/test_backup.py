@@ -20,7 +20,7 @@ from waiting import until
 
 from fedquilt.blobs.storage.store import BlobStore
 from fedquilt.cli import main
-from fedquilt.coordinator import limits
+from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds.events import (
     AnyEvent,
     CohortSelected,
@@ -124,7 +124,7 @@ def test_both_are_for_their_owner_alone_and_hold_only_what_is_needed(home, tmp_p
             == before.referenced_blobs()
         )
         assert store.all_jobs() == before.all_jobs()
-    assert limits.load_limits(tmp_path / "again").running == 2
+    assert settings.load_limits(tmp_path / "again").running == 2
     assert not [each for each in contents(tmp_path) if ".part" in each]
 
 

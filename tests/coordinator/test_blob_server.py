@@ -17,9 +17,8 @@ from waiting import until
 from fedquilt.blobs.storage.store import BlobStore
 from fedquilt.blobs.transfer import http_client
 from fedquilt.blobs.transfer.download import BlobWriter, WriterClosedError
-from fedquilt.coordinator.delivery.blobs import locations, server
-from fedquilt.coordinator.delivery.blobs.locations import BlobLocationSettings
-from fedquilt.coordinator.delivery.blobs.server import BlobServer
+from fedquilt.coordinator.delivery import blob_server
+from fedquilt.coordinator.delivery.blob_server import BlobLocationSettings, BlobServer
 from fedquilt.core import BlobLocation, JobError
 from fedquilt.security.handshake import LinkIdentity
 
@@ -74,14 +73,14 @@ def test_a_blob_whose_task_was_withdrawn_is_not_given_any_more(site):
 
 def test_a_blob_goes_over_the_wire_a_few_times_for_one_token(site):
     found = [site.get()[0] for _ in range(6)]
-    assert found == [200] * server.AGAIN_MOST + [429] * 2
+    assert found == [200] * blob_server.AGAIN_MOST + [429] * 2
 
 
 def test_an_empty_blob_is_given_as_often_as_any(site):
     empty = site.depot.store_bytes(b"")
     token = site.server.issue_token("a", empty)
     found = [site.get(token, empty.sha256) for _ in range(6)]
-    assert [status for status, _ in found] == [200] * server.AGAIN_MOST + [429] * 2
+    assert [status for status, _ in found] == [200] * blob_server.AGAIN_MOST + [429] * 2
     assert found[0][1] == b""
     site.server.issue_token("a", empty)
     assert site.get(token, empty.sha256) == (200, b"")
@@ -297,7 +296,7 @@ def test_an_address_with_tls_needs_a_certificate_and_one_without_none(tmp_path, 
     depot = BlobStore(tmp_path)
     for url, own in (("https://c.site", None), ("http://c.site", identity(fleet, "coordinator", "coordinator"))):
         with pytest.raises(JobError, match="certificate"):
-            locations.BlobLocationProvider(
+            blob_server.BlobLocationProvider(
                 BlobLocationSettings("127.0.0.1:0", url), depot, lambda device, sha256: True, own
             )
 

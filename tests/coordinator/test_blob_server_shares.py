@@ -11,7 +11,7 @@ from blob_site import PAYLOAD, Site, answer_of
 from two_sides import noise
 from waiting import until
 
-from fedquilt.coordinator.delivery.blobs.server import PER_BOARD
+from fedquilt.coordinator.delivery.blob_server import PER_BOARD
 from fedquilt.host.connection_limits import ConnectionLimiter, ConnectionLimits
 
 

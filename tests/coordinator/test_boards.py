@@ -10,10 +10,9 @@ import pytest
 
 from fedquilt import wire
 from fedquilt.coordinator.delivery.monitoring_executor import DOUBT_S, LATER_S, SOON_S, TIDY_S, DeviceStatusTracker
-from fedquilt.coordinator.fleet import device_status, telemetry_store
-from fedquilt.coordinator.fleet.device_status import CurrentTask, DeviceStatus, TelemetrySample
-from fedquilt.coordinator.fleet.telemetry_store import TelemetryStore
-from fedquilt.coordinator.rounds.message_handler import DeviceReturned, DeviceSilent, RateLimitExceeded
+from fedquilt.coordinator.fleet import device_status
+from fedquilt.coordinator.fleet.device_status import CurrentTask, DeviceStatus, TelemetrySample, TelemetryStore
+from fedquilt.coordinator.rounds.decisions import DeviceReturned, DeviceSilent, RateLimitExceeded
 from fedquilt.core import BlobRef, StoreError, Update, Usage
 from fedquilt.wire import Telemetry
 
@@ -224,7 +223,7 @@ def test_readings_become_coarser_with_age_and_end(watched):
         assert [each.at - began for each in coarse[:3]] == [0, 300, 600]
         assert (coarse[0].power_w, coarse[0].temperature_c) == (15.0, 60.4)
         assert [each.at for each in store.load_readings("a", began, began + 20 * 86400)] == [began, began + 3600]
-    rows = sqlite3.connect(watched.home / telemetry_store.NAME)
+    rows = sqlite3.connect(watched.home / device_status.NAME)
     finest = rows.execute("select min(at), count(*) from readings where step = 30").fetchone()
     rows.close()
     assert finest[0] >= watched.now - 7200 - TIDY_S
@@ -275,7 +274,7 @@ def test_boards_that_have_long_been_away_are_forgotten(watched):
     watched.wait(LATER_S)
     watched.say("a", wire.Presence(online=False, boot="1"))
     watched.wait(SOON_S)
-    watched.now += telemetry_store.FORGOTTEN_S + 1
+    watched.now += device_status.FORGOTTEN_S + 1
     watched.wait(TIDY_S)
     with TelemetryStore(watched.home) as store:
         assert [each.device for each in store.load_statuses()] == ["b"]
@@ -289,7 +288,7 @@ def test_an_old_home_has_no_boards_and_is_not_changed_by_looking(tmp_path):
 
 
 def test_a_database_of_another_version_is_refused_and_one_that_is_damaged_put_aside(tmp_path, caplog):
-    (tmp_path / telemetry_store.NAME).write_bytes(b"no database" * 1000)
+    (tmp_path / device_status.NAME).write_bytes(b"no database" * 1000)
     with pytest.raises(StoreError, match="no run depends on it"):
         TelemetryStore(tmp_path)
     watched = Watched(tmp_path)
@@ -298,8 +297,8 @@ def test_a_database_of_another_version_is_refused_and_one_that_is_damaged_put_as
     assert watched.stored().board == "Orin"
     assert (tmp_path / "boards.db.damaged").exists()
     watched.noted.close()
-    db = sqlite3.connect(tmp_path / telemetry_store.NAME)
-    db.execute(f"pragma user_version = {telemetry_store.VERSION - 1}")
+    db = sqlite3.connect(tmp_path / device_status.NAME)
+    db.execute(f"pragma user_version = {device_status.VERSION - 1}")
     db.close()
     later = Watched(tmp_path)
     later.say("a", Telemetry())
@@ -326,7 +325,7 @@ def test_it_is_read_while_it_is_written(watched):
     watched.say("a", PROFILE)
     watched.wait(SOON_S)
     with TelemetryStore(watched.home) as reader:
-        writer = sqlite3.connect(watched.home / telemetry_store.NAME, isolation_level=None)
+        writer = sqlite3.connect(watched.home / device_status.NAME, isolation_level=None)
         writer.execute("begin immediate")
         writer.execute("delete from boards")
         assert [each.device for each in reader.load_statuses()] == ["a"]
@@ -340,7 +339,7 @@ def test_a_row_that_cannot_be_read_hides_no_other(watched):
     watched.say("a", PROFILE)
     watched.say("b", msgspec.structs.replace(PROFILE, device="b"))
     watched.wait(SOON_S)
-    db = sqlite3.connect(watched.home / telemetry_store.NAME)
+    db = sqlite3.connect(watched.home / device_status.NAME)
     db.execute("update boards set body = '{\"device\": 3}' where device = 'a'")
     db.commit()
     db.close()

@@ -9,9 +9,9 @@ import pytest
 from evaluations import of_classes, of_numbers, total
 
 from fedquilt import profiles, wire
-from fedquilt.coordinator.rounds import claim_bounds
+from fedquilt.coordinator import device_columns
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload
-from fedquilt.coordinator.updates import site_updates
+from fedquilt.coordinator.updates import sites, validation
 from fedquilt.core import (
     BlobRef,
     EvaluationSums,
@@ -58,23 +58,23 @@ def update(**usage: float) -> Update:
     ],
 )
 def test_a_board_takes_no_more_than_three_times_what_its_profile_says(profile, watts):
-    assert claim_bounds.highest_power_w(profile) == watts
+    assert validation.highest_power_w(profile) == watts
 
 
 def test_what_an_honest_board_claims_stays_as_it_is():
-    ask, limit_s = DeviceWorkload(WorkEstimate(), of(60.0), 1000), claim_bounds.longest_work_s(10.0, 30.0, 1)
+    ask, limit_s = DeviceWorkload(WorkEstimate(), of(60.0), 1000), validation.longest_work_s(10.0, 30.0, 1)
     assert limit_s == 120.0
-    assert claim_bounds.longest_work_s(10.0, 30.0, 3) == 240.0  # this process may have begun in the third attempt
-    assert claim_bounds.longest_work_s(200.0, 30.0, 3) == 460.0
+    assert validation.longest_work_s(10.0, 30.0, 3) == 240.0  # this process may have begun in the third attempt
+    assert validation.longest_work_s(200.0, 30.0, 3) == 460.0
     given = update(wall_s=120.0, energy_j=180.0 * 120, idle_j=600.0, down_bytes=2000 + (1 << 20), up_bytes=50)
-    assert claim_bounds.limit_claims(given, claim_bounds.ClaimBounds(ask, limit_s)) == (given, "")
-    assert claim_bounds.limit_claims(given, claim_bounds.ClaimBounds(ask, limit_s))[0] is given
+    assert validation.limit_claims(given, validation.ClaimBounds(ask, limit_s)) == (given, "")
+    assert validation.limit_claims(given, validation.ClaimBounds(ask, limit_s))[0] is given
 
 
 def test_what_cannot_be_is_left_out_or_taken_for_the_most_that_can():
-    found, odd = claim_bounds.limit_claims(
+    found, odd = validation.limit_claims(
         update(wall_s=1e9, energy_j=1e24, idle_j=1.0, energy_error_j=1.0, down_bytes=10**9, up_bytes=51),
-        claim_bounds.ClaimBounds(limit_s=120.0),
+        validation.ClaimBounds(limit_s=120.0),
     )
     usage = found.usage
     assert (usage.wall_s, usage.energy_j, usage.idle_j, usage.energy_error_j) == (120.0, None, None, None)
@@ -84,7 +84,7 @@ def test_what_cannot_be_is_left_out_or_taken_for_the_most_that_can():
 
 @pytest.mark.parametrize("name", ["energy_j", "idle_j", "energy_error_j"])
 def test_no_joules_of_a_board_are_believed_where_one_number_cannot_be(name):
-    found, odd = claim_bounds.limit_claims(update(**{name: 1e24}), claim_bounds.ClaimBounds(limit_s=120.0))
+    found, odd = validation.limit_claims(update(**{name: 1e24}), validation.ClaimBounds(limit_s=120.0))
     assert (found.usage.energy_j, found.usage.idle_j, found.usage.energy_error_j) == (None, None, None)
     assert "1e+24 J" in odd
 
@@ -92,18 +92,18 @@ def test_no_joules_of_a_board_are_believed_where_one_number_cannot_be(name):
 def test_a_board_is_taken_for_some_speed_whatever_its_profile_says():
     """A number so small that no example would fit is no board's: a million FLOPs a second at the least."""
     slow = msgspec.structs.replace(PROFILE, points=(OperatingPoint(name="p", flops_per_s=1e-320),))
-    bounds = claim_bounds.ClaimBounds(DeviceWorkload(WorkEstimate(flops_per_example=1e6), slow), 120.0)
-    claim_bounds.require_plausible(msgspec.structs.replace(update(), weight=1200.0), bounds, work=True)
+    bounds = validation.ClaimBounds(DeviceWorkload(WorkEstimate(flops_per_example=1e6), slow), 120.0)
+    validation.require_plausible(msgspec.structs.replace(update(), weight=1200.0), bounds, work=True)
     with pytest.raises(UpdateError, match="at 1e\\+06 FLOP/s it can have worked through 120 in 120 s"):
-        claim_bounds.require_plausible(msgspec.structs.replace(update(), weight=1201.0), bounds, work=True)
+        validation.require_plausible(msgspec.structs.replace(update(), weight=1201.0), bounds, work=True)
 
 
 @pytest.mark.parametrize("name", ["accuracy", "macro_f1"])
 @pytest.mark.parametrize("value", [1e6, 1.01, -0.5])
 def test_a_share_beyond_0_to_1_does_not_count(name, value):
     with pytest.raises(UpdateError, match="a share is from 0 to 1"):
-        claim_bounds.require_plausible(
-            msgspec.structs.replace(update(), metrics={name: value}), claim_bounds.ClaimBounds(), work=False
+        validation.require_plausible(
+            msgspec.structs.replace(update(), metrics={name: value}), validation.ClaimBounds(), work=False
         )
 
 
@@ -111,7 +111,7 @@ def test_a_share_beyond_0_to_1_does_not_count(name, value):
 def test_every_board_that_ships_is_believed_at_its_busiest(name):
     watts = [point.busy_w.value for point in profiles.load_board_profile(name).points if point.busy_w is not None]
     if watts:
-        assert max(watts) <= claim_bounds.highest_power_w(of(*watts))
+        assert max(watts) <= validation.highest_power_w(of(*watts))
 
 
 # -- sites and weights ----------------------------------------------------------------------------
@@ -131,42 +131,42 @@ RIGHT = SiteRight(("cam-*", "door-7"), 2)
     ],
 )
 def test_a_site_speaks_within_its_right(names, weights, said):
-    parts = [site_updates.SiteUpdatePart(name, weight) for name, weight in zip(names, weights, strict=True)]
+    parts = [sites.SiteUpdatePart(name, weight) for name, weight in zip(names, weights, strict=True)]
     given = msgspec.structs.replace(update(), device="site", weight=sum(weights) or 202.0)
-    bounds = claim_bounds.ClaimBounds(examples=100.0, right=RIGHT)
+    bounds = validation.ClaimBounds(examples=100.0, right=RIGHT)
     if not said:
-        return claim_bounds.require_site_right(given, parts, bounds)
+        return validation.require_site_right(given, parts, bounds)
     with pytest.raises(UpdateError, match=said):
-        claim_bounds.require_site_right(given, parts, bounds)
+        validation.require_site_right(given, parts, bounds)
 
 
 def test_a_device_without_a_right_is_no_site_whatever_its_profile_says():
     said = msgspec.structs.replace(PROFILE, boards=5)
-    assert claim_bounds.limit_profile(said, None).boards == 0
-    assert claim_bounds.limit_profile(said, RIGHT).boards == 2
+    assert validation.limit_profile(said, None).boards == 0
+    assert validation.limit_profile(said, RIGHT).boards == 2
     with pytest.raises(UpdateError, match="a has no right to speak for other devices"):
-        claim_bounds.require_site_right(update(), [], claim_bounds.ClaimBounds())
+        validation.require_site_right(update(), [], validation.ClaimBounds())
 
 
 def test_a_site_that_answers_for_itself_counts_as_one_device():
     heavy = msgspec.structs.replace(update(), weight=101.0)
     with pytest.raises(UpdateError, match="101 examples, and 100 are the most"):
-        claim_bounds.require_plausible(heavy, claim_bounds.ClaimBounds(examples=100.0, right=RIGHT), work=True)
+        validation.require_plausible(heavy, validation.ClaimBounds(examples=100.0, right=RIGHT), work=True)
 
 
-def weighed(**weights: float) -> claim_bounds.DeviceWeights:
-    found = claim_bounds.DeviceWeights()
+def weighed(**weights: float) -> device_columns.DeviceWeights:
+    found = device_columns.DeviceWeights()
     for device, weight in weights.items():
         found.set_number(device, weight)
     return found
 
 
 def test_a_device_counts_as_a_hundred_others_at_most():
-    assert weighed(a=10.0, b=20.0).largest_allowed("z", None) == claim_bounds.MOST_EXAMPLES
+    assert weighed(a=10.0, b=20.0).largest_allowed("z", None) == device_columns.MOST_EXAMPLES
     assert weighed(a=10.0, b=20.0, c=3000.0).largest_allowed("z", None) == 2000.0
     assert weighed(a=10.0, b=20.0, c=30.0, z=1e6).largest_allowed("z", None) == 2000.0
     assert weighed(a=10.0, b=20.0, c=30.0, z=1.0).largest_allowed("z", None) == 2000.0
-    assert weighed(a=10.0, b=20.0, z=1.0).largest_allowed("z", None) == claim_bounds.MOST_EXAMPLES
+    assert weighed(a=10.0, b=20.0, z=1.0).largest_allowed("z", None) == device_columns.MOST_EXAMPLES
     assert weighed(a=10.0, b=20.0, c=30.0).largest_allowed("z", 7) == 7
     again = weighed(a=10.0, b=20.0, c=30.0)
     again.set_number("a", 50.0)
@@ -175,12 +175,12 @@ def test_a_device_counts_as_a_hundred_others_at_most():
 
 def test_a_device_reports_as_many_examples_as_others_report_where_each_weighs_the_same():
     honest = msgspec.structs.replace(update(examples=1200), evaluation=of_classes(0.5, 300))
-    bounds = claim_bounds.ClaimBounds(examples=100.0, reported=120_000.0)
-    claim_bounds.require_plausible(honest, bounds, work=True)
-    assert claim_bounds.limit_claims(honest, bounds) == (honest, "")
-    assert "120001 examples, and 120000 are the most" in claim_bounds.limit_claims(update(examples=120_001), bounds)[1]
+    bounds = validation.ClaimBounds(examples=100.0, reported=120_000.0)
+    validation.require_plausible(honest, bounds, work=True)
+    assert validation.limit_claims(honest, bounds) == (honest, "")
+    assert "120001 examples, and 120000 are the most" in validation.limit_claims(update(examples=120_001), bounds)[1]
     with pytest.raises(UpdateError, match="an evaluation on 300 examples, and 299 are the most"):
-        claim_bounds.require_plausible(honest, claim_bounds.ClaimBounds(reported=299.0), work=False)
+        validation.require_plausible(honest, validation.ClaimBounds(reported=299.0), work=False)
 
 
 # -- metrics and evaluations ----------------------------------------------------------------------
@@ -198,12 +198,12 @@ def test_a_device_reports_as_many_examples_as_others_report_where_each_weighs_th
 )
 def test_metrics_have_few_and_plain_names(metrics, said):
     with pytest.raises(UpdateError, match=said):
-        claim_bounds.require_plausible(
-            msgspec.structs.replace(update(), metrics=metrics), claim_bounds.ClaimBounds(), work=False
+        validation.require_plausible(
+            msgspec.structs.replace(update(), metrics=metrics), validation.ClaimBounds(), work=False
         )
     with pytest.raises(UpdateError, match=said):
-        claim_bounds.require_site_right(
-            update(), [site_updates.SiteUpdatePart("cam-1", 1.0, metrics)], claim_bounds.ClaimBounds(right=RIGHT)
+        validation.require_site_right(
+            update(), [sites.SiteUpdatePart("cam-1", 1.0, metrics)], validation.ClaimBounds(right=RIGHT)
         )
 
 
@@ -247,16 +247,16 @@ def test_an_evaluation_of_twelve_classes_is_consistent():
 )
 def test_an_evaluation_is_of_the_jobs_network_and_of_devices_within_a_right(sums, right, said):
     given = msgspec.structs.replace(update(), evaluation=sums)
-    bounds = claim_bounds.ClaimBounds(right=right, outputs=2)
+    bounds = validation.ClaimBounds(right=right, outputs=2)
     if not said:
-        return claim_bounds.require_plausible(given, bounds, work=False)
+        return validation.require_plausible(given, bounds, work=False)
     with pytest.raises(UpdateError, match=said):
-        claim_bounds.require_plausible(given, bounds, work=False)
+        validation.require_plausible(given, bounds, work=False)
 
 
 def test_an_evaluation_that_nobody_asked_for_does_not_count():
     given = msgspec.structs.replace(update(), evaluation=of_classes(1.0))
-    found, odd = claim_bounds.limit_claims(given, claim_bounds.ClaimBounds(checks=False))
+    found, odd = validation.limit_claims(given, validation.ClaimBounds(checks=False))
     assert (found.evaluation, odd) == (None, "an evaluation that it was not asked for")
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedquilt.coordinator.device_columns import DeviceSet, RoundColumn
-from fedquilt.coordinator.rounds.cohort_selection import joules_per_flop, rank_devices, select_cohort
+from fedquilt.coordinator.rounds.selection import joules_per_flop, rank_devices, select_cohort
 from fedquilt.core import OperatingPoint, derive_seed
 
 FLEET = [f"dev-{i}" for i in range(20)]

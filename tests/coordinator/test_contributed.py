@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from fedquilt.coordinator.rounds.round_bitmap import NEVER, RoundBitmap
+from fedquilt.coordinator.device_columns import NEVER, RoundBitmap
 
 
 def contributed(*rounds: int) -> RoundBitmap:

@@ -20,9 +20,9 @@ from saved_homes import saved
 
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.jobs.garbage_collection import GarbageCollector
+from fedquilt.coordinator.jobs.retention import GarbageCollector
+from fedquilt.coordinator.rounds.decisions import decide_event
 from fedquilt.coordinator.rounds.events import JobEnded, JobStarted, JobState, RoundCommitted, apply_event
-from fedquilt.coordinator.rounds.next_event import decide_event
 from fedquilt.coordinator.settings import JobLimits
 from fedquilt.coordinator.storage import backup
 from fedquilt.coordinator.storage.store import Store

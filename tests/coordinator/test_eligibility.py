@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from fedquilt.coordinator.device_columns import ELIGIBLE
 from fedquilt.coordinator.fleet.registry import FRESH_S, GRACE_S, KINDS_MOST, DeviceRegistry
-from fedquilt.coordinator.rounds import eligibility
-from fedquilt.coordinator.rounds.eligibility import (
+from fedquilt.coordinator.rounds import selection
+from fedquilt.coordinator.rounds.selection import (
     REASONS,
     DeviceSnapshot,
     JobRequirements,
@@ -129,7 +129,7 @@ def test_what_is_kept_from_one_decision_to_the_next_is_what_would_be_found_anew(
 
 def test_a_decision_costs_what_has_changed_since_the_last(monkeypatch):
     looked = []
-    monkeypatch.setattr(eligibility, "CHECKS", (lambda seen, wants: looked.append(1),))
+    monkeypatch.setattr(selection, "CHECKS", (lambda seen, wants: looked.append(1),))
     registry = DeviceRegistry()
     for number in range(50):
         registry.update_presence(f"d-{number}", Presence(online=True, boot="1"), 0.0)

@@ -7,7 +7,7 @@ from opened import opened
 
 from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.rounds import deadline, next_event
+from fedquilt.coordinator.rounds import deadline, decisions
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload, TaskDuration, decide_deadline
 from fedquilt.coordinator.rounds.events import (
     CohortSelected,
@@ -134,7 +134,7 @@ def test_a_round_is_asked_with_its_epochs_and_the_next_one_begins_without():
     blob = BlobRef(sha256="a" * 64, size=1)
     plan = JobConstants(0, 5, cohort(), 0)
     state = msgspec.structs.replace(apply_event(JobState(plan), JobStarted(blob), 0.0), took=KNOWN)
-    asked = next_event.decide_event(state, 0.0, BOTH.keys(), BOTH.__getitem__)
+    asked = decisions.decide_event(state, 0.0, BOTH.keys(), BOTH.__getitem__)
     assert isinstance(asked, CohortSelected)
     assert asked.epochs == {"dear": 1, "cheap": 3}
     assert asked.work == {"dear": 1.0, "cheap": 3.0}

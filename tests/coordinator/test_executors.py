@@ -13,8 +13,8 @@ from fedquilt.blobs.transfer import upload
 from fedquilt.blobs.transfer.transfers import Transfers
 from fedquilt.coordinator.delivery.executor import Heard, LinkExecutor
 from fedquilt.coordinator.jobs.job import RunningJob
+from fedquilt.coordinator.rounds.decisions import UpdateReceived
 from fedquilt.coordinator.rounds.events import JobConstants, JobState
-from fedquilt.coordinator.rounds.message_handler import UpdateReceived
 from fedquilt.coordinator.settings import CohortSettings
 from fedquilt.core import BlobRef
 from fedquilt.transport.link import LinkWrapper, Message

@@ -3,8 +3,8 @@
 import numpy as np
 
 from fedquilt.arrays import exact_sums
-from fedquilt.coordinator.updates import partial_aggregate
-from fedquilt.coordinator.updates.partial_aggregate import PartialAggregate
+from fedquilt.coordinator.updates import aggregation
+from fedquilt.coordinator.updates.aggregation import PartialAggregate
 from fedquilt.core import BlobRef, Update, Usage
 
 
@@ -25,7 +25,7 @@ def folded(*devices: str, any_order: bool = False) -> PartialAggregate:
     made = PartialAggregate(any_order)
     for device in devices:
         assert made.can_fold_in_order(device)
-        made.include_update(device, partial_aggregate.fold_inputs(update(device)), (*(made.total or ()), device))
+        made.include_update(device, aggregation.fold_inputs(update(device)), (*(made.total or ()), device))
     return made
 
 
@@ -77,7 +77,7 @@ def apart(*devices: str, of: PartialAggregate | None = None) -> PartialAggregate
     """Folding with the sum of these devices, a 1 for each, that somebody else has made."""
     made = PartialAggregate(any_order=True) if of is None else of
     total = {"w": exact_sums.add_to_sum(None, np.ones(2, np.float32), len(devices))}
-    made.add_pending_sum({device: partial_aggregate.fold_inputs(update(device)) for device in devices}, lambda: total)
+    made.add_pending_sum({device: aggregation.fold_inputs(update(device)) for device in devices}, lambda: total)
     return made
 
 
@@ -93,7 +93,7 @@ def test_sums_that_others_have_made_are_merged_if_exactly_these_updates_count():
     assert gathered(apart("a", "b", of=apart("c")), "a", "c") == (1.0, ["a"])
     assert gathered(apart("a", "b"), "b", a=update("a", weight=2.0)) == (None, ["a", "b"])
     made = PartialAggregate(any_order=True)
-    made.add_pending_sum({"a": partial_aggregate.fold_inputs(update("a"))}, lambda: None)  # who was to make it has not
+    made.add_pending_sum({"a": aggregation.fold_inputs(update("a"))}, lambda: None)  # who was to make it has not
     assert gathered(made, "a") == (None, ["a"])
 
 

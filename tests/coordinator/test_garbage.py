@@ -3,9 +3,9 @@
 import pytest
 from by_hand import TABLE, Stage, ones
 
-from fedquilt.coordinator import control_requests, settings
+from fedquilt.coordinator import run_control, settings
 from fedquilt.coordinator.jobs import retention
-from fedquilt.coordinator.jobs.garbage_collection import GarbageCollector
+from fedquilt.coordinator.jobs.retention import GarbageCollector
 from fedquilt.coordinator.rounds.events import JobEnded, RoundCommitted, UpdateAccepted
 from fedquilt.coordinator.rounds.rollout import RolloutPlan
 from fedquilt.coordinator.storage.store import Store
@@ -24,7 +24,7 @@ def test_a_blob_that_is_collected_before_its_rollout_is_queued_is_stored_again(t
             return ref
 
         other.depot.store_bytes = overtaken
-        control_requests.queue_rollout(other, RolloutPlan(kind="model", name="digits-1"), b"a model")
+        run_control.queue_rollout(other, RolloutPlan(kind="model", name="digits-1"), b"a model")
         collector.add_all_blobs()
         assert collector.collect()
         (rollout,) = served.rollouts.readable_rollouts()

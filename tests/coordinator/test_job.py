@@ -16,11 +16,11 @@ from fedquilt.arrays import tensors
 from fedquilt.arrays.exact_sums import WeightedSums
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.jobs.job import RunningJob
-from fedquilt.coordinator.rounds.claim_bounds import ClaimBounds
 from fedquilt.coordinator.rounds.events import CohortSelected, JobStarted, RoundClosed, UpdateAccepted, UpdateLost
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.coordinator.updates import aggregator
-from fedquilt.coordinator.updates.blob_recovery import LostUpdateError
+from fedquilt.coordinator.updates import aggregation
+from fedquilt.coordinator.updates.job_blobs import LostUpdateError
+from fedquilt.coordinator.updates.validation import ClaimBounds
 from fedquilt.core import (
     Aggregation,
     BlobRef,
@@ -161,7 +161,7 @@ def test_updates_are_read_once_for_as_long_as_there_is_room(ordered, monkeypatch
     """
     stage = ordered
     size = stage.update("a", 0.0).bundles["model"].size
-    monkeypatch.setattr(aggregator, "READ_BYTES", 2 * size + size // 2)
+    monkeypatch.setattr(aggregation, "READ_BYTES", 2 * size + size // 2)
     read = []
     plain = stage.store.depot.load
     monkeypatch.setattr(stage.store.depot, "load", lambda sha256: (read.append(sha256), plain(sha256))[1])

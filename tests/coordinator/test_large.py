@@ -25,17 +25,17 @@ from fedquilt.coordinator.rounds.events import (
     UpdatesAggregated,
 )
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.coordinator.updates import aggregator, blob_recovery
-from fedquilt.coordinator.updates.aggregator import Aggregator
+from fedquilt.coordinator.updates import aggregation, job_blobs
+from fedquilt.coordinator.updates.aggregation import Aggregator
 from fedquilt.core import Encoding, StoreError
 
 
 @pytest.fixture(autouse=True)
 def laid(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of any size lie on the disk, where the job is large."""
-    monkeypatch.setattr(aggregator, "ScratchFile", partial(ScratchFile, least=1))
-    monkeypatch.setattr(blob_recovery, "WHOLE_BYTES", 0)
-    monkeypatch.setattr(aggregator, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(aggregation, "ScratchFile", partial(ScratchFile, least=1))
+    monkeypatch.setattr(job_blobs, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(aggregation, "WHOLE_BYTES", 0)
 
 
 VALUES = {"a": 1.0, "b": 0.1, "c": 1e-9}
@@ -308,7 +308,7 @@ def test_an_error_in_what_a_method_sends_ends_its_job_alone(tmp_path, monkeypatc
 
     worker = SlowWorker()
     stage = played(tmp_path, "", worker)
-    monkeypatch.setattr(aggregator, "store_tensors", fails)
+    monkeypatch.setattr(aggregation, "store_tensors", fails)
     worker.go_on()
     stage.play()
     assert [fact.reason for fact in stage.told(JobEnded)] == ["ValueError: no such layer"]

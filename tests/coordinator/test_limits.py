@@ -3,22 +3,22 @@
 import pytest
 from stored_job import JOB
 
-from fedquilt.coordinator import control_requests, limits
+from fedquilt.coordinator import run_control, settings
 from fedquilt.coordinator.jobs import retention
-from fedquilt.coordinator.limits import CoordinatorLimits, RetentionSettings, SubmitterLimits
+from fedquilt.coordinator.settings import CoordinatorLimits, RetentionSettings, SubmitterLimits
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import JobError
 
 
 def test_without_a_file_the_defaults_hold(tmp_path):
-    assert limits.load_limits(tmp_path) == CoordinatorLimits()
+    assert settings.load_limits(tmp_path) == CoordinatorLimits()
     assert RetentionSettings().older_than_s is None
 
 
 def test_what_the_file_says_holds(tmp_path):
     text = 'running = 3\n[submitter]\nrunning = 2\nshare = 0.5\n[retention]\nkeep = 10\nolder_than = "2d"\n'
-    (tmp_path / limits.FILE).write_text(text)
-    found = limits.load_limits(tmp_path)
+    (tmp_path / settings.FILE).write_text(text)
+    found = settings.load_limits(tmp_path)
     assert found == CoordinatorLimits(3, SubmitterLimits(2, 0.5), RetentionSettings(10, "2d"))
     assert found.retention.older_than_s == 2 * 86400.0
 
@@ -40,10 +40,10 @@ def test_what_the_file_says_holds(tmp_path):
     ],
 )
 def test_what_is_wrong_is_named_with_its_file(tmp_path, text, said):
-    (tmp_path / limits.FILE).write_text(text)
+    (tmp_path / settings.FILE).write_text(text)
     with pytest.raises(JobError, match=said) as raised:
-        limits.load_limits(tmp_path)
-    assert limits.FILE in str(raised.value)
+        settings.load_limits(tmp_path)
+    assert settings.FILE in str(raised.value)
 
 
 def test_a_run_that_is_resumed_while_retention_looks_is_kept(tmp_path, monkeypatch):
@@ -53,7 +53,7 @@ def test_a_run_that_is_resumed_while_retention_looks_is_kept(tmp_path, monkeypat
             store.set_status(id, "stopped")
 
         def old(*args):
-            control_requests.resume_run(other, ids[0])
+            run_control.resume_run(other, ids[0])
             return ids
 
         monkeypatch.setattr(retention, "select_expired_runs", old)

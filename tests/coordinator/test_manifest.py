@@ -10,7 +10,7 @@ import pytest
 
 from fedquilt import compression, methods
 from fedquilt.arrays import tensors
-from fedquilt.coordinator.updates import checks
+from fedquilt.coordinator.updates import validation
 from fedquilt.core import BlobRef, Encoding, Update, UpdateError, UpdateSchema, Usage
 from fedquilt.testing import scenarios
 
@@ -40,11 +40,11 @@ def test_what_a_methods_devices_send_fits_what_it_expects(name):
     for state, given in [*folded, *mixed]:
         found = method.aggregation.schema(state)
         known += found is not None
-        checks.require_manifest_fits(update(dict(given.bundles)), found, Encoding())
+        validation.require_manifest_fits(update(dict(given.bundles)), found, Encoding())
         if found is not None and found.bundles and given.bundles:
             more = {bundle: {**each, "odd": np.zeros(1, np.float32)} for bundle, each in given.bundles.items()}
             with pytest.raises(UpdateError, match="odd"):
-                checks.require_manifest_fits(update(more), found, Encoding())
+                validation.require_manifest_fits(update(more), found, Encoding())
     assert folded
     assert known or name in UNFORESEEN
 
@@ -59,13 +59,13 @@ def test_a_manifest_is_checked_in_every_codec(codec, based):
         return model if codec == "raw" else compression.encode_bundle(wire, model, base, {})[0]
 
     given = update({"model": encoded(MODEL)})
-    checks.require_manifest_fits(given, UpdateSchema({"model": MODEL}), wire)
+    validation.require_manifest_fits(given, UpdateSchema({"model": MODEL}), wire)
     larger = encoded({**MODEL, "w": np.ones((61, 100), np.float32)})
     if codec == "topk":  # it told no shape but that of the base
         larger = {**MODEL, "w#at": np.arange(999, dtype=np.uint16), "w#value": np.ones(999, np.float32)}
         del larger["w"]
     with pytest.raises(UpdateError, match="'w'"):
-        checks.require_manifest_fits(update({"model": larger}), UpdateSchema({"model": MODEL}), wire)
+        validation.require_manifest_fits(update({"model": larger}), UpdateSchema({"model": MODEL}), wire)
 
 
 @pytest.mark.parametrize(
@@ -83,10 +83,10 @@ def test_a_manifest_is_checked_in_every_codec(codec, based):
 )
 def test_a_manifest_that_does_not_fit_says_what_differs(changes, said):
     with pytest.raises(UpdateError, match=said):
-        checks.require_manifest_fits(
+        validation.require_manifest_fits(
             update({"model": MODEL}, **changes), UpdateSchema({"model": MODEL}), Encoding(), None
         )
-    round = checks.ManifestValidator(UpdateSchema({"model": MODEL}), Encoding())
+    round = validation.ManifestValidator(UpdateSchema({"model": MODEL}), Encoding())
     assert [round.manifest_problem(update({"model": MODEL})) for _ in range(2)] == ["", ""]
     assert re.search(f"^a: .*{said}", round.manifest_problem(update({"model": MODEL}, **changes)))
     assert round.manifest_problem(update({"model": MODEL})) == ""
@@ -94,28 +94,28 @@ def test_a_manifest_that_does_not_fit_says_what_differs(changes, said):
 
 def test_a_part_of_what_is_expected_is_taken_and_no_tensor_may_be_larger():
     expected = UpdateSchema({"model": MODEL}, whole=False)
-    checks.require_manifest_fits(update({"model": {"w": MODEL["w"][:30]}}), expected, Encoding())
+    validation.require_manifest_fits(update({"model": {"w": MODEL["w"][:30]}}), expected, Encoding())
     with pytest.raises(UpdateError, match=r"'b' has shape \(10,\), expected \(9,\) or a part of it"):
-        checks.require_manifest_fits(update({"model": {"b": np.zeros(10, np.float32)}}), expected, Encoding())
+        validation.require_manifest_fits(update({"model": {"b": np.zeros(10, np.float32)}}), expected, Encoding())
     with pytest.raises(UpdateError, match="names differ: z"):
-        checks.require_manifest_fits(update({"model": {"z": MODEL["b"]}}), expected, Encoding())
+        validation.require_manifest_fits(update({"model": {"z": MODEL["b"]}}), expected, Encoding())
 
 
 def test_without_types_and_shapes_the_bytes_alone_are_bounded_by_the_model():
     plain = update({"model": MODEL}, layouts={})
-    checks.require_manifest_fits(plain, UpdateSchema({"model": MODEL}), Encoding())
+    validation.require_manifest_fits(plain, UpdateSchema({"model": MODEL}), Encoding())
     large = msgspec.structs.replace(plain, bundles={"model": BlobRef(sha256="0" * 64, size=40_000)})
     with pytest.raises(UpdateError, match="has 40000 bytes, and what was asked for has"):
-        checks.require_manifest_fits(large, UpdateSchema({"model": MODEL}), Encoding())
+        validation.require_manifest_fits(large, UpdateSchema({"model": MODEL}), Encoding())
     more = msgspec.structs.replace(plain, bundles={**plain.bundles, "more": BlobRef(sha256="0" * 64, size=4)})
     with pytest.raises(UpdateError, match="bundle 'more' was not asked for"):
-        checks.require_manifest_fits(more, UpdateSchema({"model": MODEL}), Encoding())
+        validation.require_manifest_fits(more, UpdateSchema({"model": MODEL}), Encoding())
 
 
 def test_where_nothing_is_known_beforehand_a_gibibyte_is_the_most():
     given = update({"x": {}}, bundles={"x": BlobRef(sha256="0" * 64, size=(1 << 30) + 1)}, layouts={})
     with pytest.raises(UpdateError, match="larger than 1024 MB"):
-        checks.require_manifest_fits(given, None, Encoding())
+        validation.require_manifest_fits(given, None, Encoding())
 
 
 def test_a_layout_says_what_it_was_made_of():

@@ -10,8 +10,8 @@ from by_hand import MODEL, NETWORK, TABLE, Killed, SlowWorker, Stage, ones
 from fedquilt import wire
 from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.limits import CoordinatorLimits
 from fedquilt.coordinator.rounds.events import AnyEvent, CohortSelected, JobEnded, JobStarted, RoundCommitted
+from fedquilt.coordinator.settings import CoordinatorLimits
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.formats import job_bundle
 

@@ -6,7 +6,7 @@ import random
 from wired import MESSAGES
 
 from fedquilt import wire
-from fedquilt.coordinator.delivery.task_dispatch import TaskDispatcher
+from fedquilt.coordinator.delivery.executor import TaskDispatcher
 from fedquilt.core import Task
 from fedquilt.transport.memory_link import MemoryBroker
 

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from fedquilt import wire
 from fedquilt.arrays.lazy_arrays import ScratchFile
 from fedquilt.coordinator.delivery.monitoring_executor import DeviceStatusTracker, MonitoringExecutor
-from fedquilt.coordinator.limits import CoordinatorLimits
 from fedquilt.coordinator.rounds.events import (
     JobEnded,
     JobStarted,
@@ -24,8 +23,9 @@ from fedquilt.coordinator.rounds.events import (
     UpdatesAggregated,
 )
 from fedquilt.coordinator.server import Server
+from fedquilt.coordinator.settings import CoordinatorLimits
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.coordinator.updates import aggregator, blob_recovery
+from fedquilt.coordinator.updates import aggregation, job_blobs
 from fedquilt.coordinator.views import devices, round_outcomes
 
 NORMED = {
@@ -41,8 +41,8 @@ COHORT = {"start_devices": 6, "quorum": 0.5, "deadline_s": 20.0}
 @pytest.fixture(autouse=True)
 def laid(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of any size lie on the disk."""
-    monkeypatch.setattr(aggregator, "ScratchFile", partial(ScratchFile, least=1))
-    for module in (blob_recovery, aggregator):
+    monkeypatch.setattr(aggregation, "ScratchFile", partial(ScratchFile, least=1))
+    for module in (job_blobs, aggregation):
         monkeypatch.setattr(module, "WHOLE_BYTES", 0)
 
 

@@ -9,9 +9,9 @@ import pytest
 from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.background_worker import SynchronousWorker
-from fedquilt.coordinator.limits import CoordinatorLimits
 from fedquilt.coordinator.rounds.events import RoundCommitted, UpdateAccepted
 from fedquilt.coordinator.server import Server
+from fedquilt.coordinator.settings import CoordinatorLimits
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.models.local_training import NetworkState
 from fedquilt.testing.toy_networks import write_images

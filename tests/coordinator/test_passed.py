@@ -9,10 +9,10 @@ import pytest
 
 from fedquilt import methods
 from fedquilt.arrays import tensors
-from fedquilt.coordinator import settings, sites
-from fedquilt.coordinator.rounds import events, message_handler
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.rounds import decisions, events
 from fedquilt.coordinator.rounds.events import JobConstants
-from fedquilt.coordinator.updates import checks, site_updates
+from fedquilt.coordinator.updates import sites, validation
 from fedquilt.core import BlobRef, DeviceUpdate, Encoding, Update, UpdateError, UpdateSchema, Usage
 
 PLAN = JobConstants(0, 3, settings.CohortSettings(), 0)
@@ -26,8 +26,7 @@ def board(name: str, value: float, weight: float = 2.0, **metrics: float) -> Dev
 def of(given: list[DeviceUpdate], weight: float | None = None) -> DeviceUpdate:
     """A site's update, as it is read from the blobs that it travels as."""
     bundles = {
-        name: tensors.decode_tensors(tensors.encode_tensors(bundle))
-        for name, bundle in site_updates.bundle_updates(given)
+        name: tensors.decode_tensors(tensors.encode_tensors(bundle)) for name, bundle in sites.bundle_updates(given)
     }
     return DeviceUpdate("site", 4, sum(each.weight for each in given) if weight is None else weight, {}, bundles)
 
@@ -36,8 +35,8 @@ def test_what_is_passed_up_is_what_the_boards_sent():
     given = [board("b", 1.0, loss=0.5), board("a", 2.0, 3.0)]
     update = of(given)
     assert list(update.bundles) == ["site.0"]
-    assert [part.device for part in site_updates.parts_of_site(update)] == ["a", "b"]
-    for before, after in zip(given, site_updates.split_site_update(update), strict=True):
+    assert [part.device for part in sites.parts_of_site(update)] == ["a", "b"]
+    for before, after in zip(given, sites.split_site_update(update), strict=True):
         assert (before.device, before.round, before.weight) == (after.device, after.round, after.weight)
         assert before.metrics == after.metrics
         assert list(before.bundles) == list(after.bundles)
@@ -49,23 +48,23 @@ def test_what_is_passed_up_is_what_the_boards_sent():
 
 def test_many_boards_are_cut_into_several_bundles(monkeypatch):
     given = [board(f"b{number}", float(number)) for number in range(5)]
-    monkeypatch.setattr(site_updates, "BUNDLE_TENSORS", 4)
-    assert [len(site_updates._decode_parts(bundle)) for bundle in of(given).bundles.values()] == [2, 2, 1]
-    monkeypatch.setattr(site_updates, "BUNDLE_TENSORS", 1000)
-    monkeypatch.setattr(site_updates, "BUNDLE_BYTES", 3 * (2 * 3 * 4 + 8))
+    monkeypatch.setattr(sites, "BUNDLE_TENSORS", 4)
+    assert [len(sites._decode_parts(bundle)) for bundle in of(given).bundles.values()] == [2, 2, 1]
+    monkeypatch.setattr(sites, "BUNDLE_TENSORS", 1000)
+    monkeypatch.setattr(sites, "BUNDLE_BYTES", 3 * (2 * 3 * 4 + 8))
     update = of(given)
-    assert [len(site_updates._decode_parts(bundle)) for bundle in update.bundles.values()] == [3, 2]
-    assert [each.device for each in site_updates.split_site_update(update)] == [f"b{number}" for number in range(5)]
+    assert [len(sites._decode_parts(bundle)) for bundle in update.bundles.values()] == [3, 2]
+    assert [each.device for each in sites.split_site_update(update)] == [f"b{number}" for number in range(5)]
 
 
 def test_a_site_of_which_no_board_had_anything_to_send_says_so():
-    assert site_updates.split_site_update(of([])) == []
-    assert site_updates.parts_of_site(of([])) == []
+    assert sites.split_site_update(of([])) == []
+    assert sites.parts_of_site(of([])) == []
 
 
 def read(update: DeviceUpdate) -> list[DeviceUpdate]:
-    assert site_updates.parts_of_site(update)
-    return site_updates.split_site_update(update)
+    assert sites.parts_of_site(update)
+    return sites.split_site_update(update)
 
 
 def table(**given: Any) -> np.ndarray:
@@ -94,10 +93,10 @@ def test_an_update_that_is_not_what_it_says_is_refused_by_name(spoilt, said):
 
 def test_a_board_that_is_in_it_twice_is_named():
     with pytest.raises(UpdateError, match="it has a twice"):
-        site_updates.parts_of_site(of([board("a", 1.0), board("a", 2.0)]))
+        sites.parts_of_site(of([board("a", 1.0), board("a", 2.0)]))
     one, other = of([board("a", 1.0)]).bundles["site.0"], of([board("a", 2.0)]).bundles["site.0"]
     with pytest.raises(UpdateError, match="it has a twice"):
-        site_updates.parts_of_site(DeviceUpdate("site", 4, 4.0, {}, {"site.0": one, "site.1": other}))
+        sites.parts_of_site(DeviceUpdate("site", 4, 4.0, {}, {"site.0": one, "site.1": other}))
 
 
 def test_a_board_whose_update_does_not_fit_is_named_and_nothing_of_the_site_is_folded():
@@ -114,7 +113,7 @@ def test_a_board_whose_update_does_not_fit_is_named_and_nothing_of_the_site_is_f
     with pytest.raises(UpdateError, match="b: tensor 'a' has shape"):
         above.aggregation.require_valid_update(state, of([plain[0], odd]))
     with pytest.raises(UpdateError, match="this round takes updates alone"):
-        above.aggregation.require_valid_update(state, DeviceUpdate("site", 0, 1.0, {}, {site_updates.SUM: {}}))
+        above.aggregation.require_valid_update(state, DeviceUpdate("site", 0, 1.0, {}, {sites.SUM: {}}))
 
 
 # -- at the coordinator above ---------------------------------------------------------------------
@@ -135,10 +134,8 @@ def running(*answers: Update) -> events.JobState:
     return state
 
 
-def examined(state: events.JobState, taken: Update) -> message_handler.Decision:
-    return message_handler.decide_response(
-        "j", state, taken, message_handler.UpdateValidated(taken.device, taken, taken), 0.0
-    )
+def examined(state: events.JobState, taken: Update) -> decisions.Decision:
+    return decisions.decide_response("j", state, taken, decisions.UpdateValidated(taken.device, taken, taken), 0.0)
 
 
 def test_a_board_that_counts_through_one_site_is_refused_from_another():
@@ -153,8 +150,8 @@ def test_a_board_that_counts_through_one_site_is_refused_from_another():
 
 def test_a_board_that_counts_through_a_site_is_refused_by_itself_and_the_other_way_round():
     own = update("alone")
-    step = message_handler.decide_response(
-        "j", running(update("one", "alone")), None, message_handler.UpdateAnnounced("alone", own), 0.0
+    step = decisions.decide_response(
+        "j", running(update("one", "alone")), None, decisions.UpdateAnnounced("alone", own), 0.0
     )
     (fact,) = step.facts
     assert isinstance(fact, events.UpdateRejected)
@@ -179,13 +176,13 @@ def test_the_boards_of_a_lost_update_may_count_again():
 
 def test_a_sites_update_may_be_as_large_as_its_boards_could_send():
     known = UpdateSchema({"model": {"a": tensors.TensorSpec((1000,), np.dtype(np.float32))}})
-    each = checks.max_bundle_bytes(known.bundles["model"], Encoding())
+    each = validation.max_bundle_bytes(known.bundles["model"], Encoding())
     with pytest.raises(UpdateError, match="has no right to be one"):
-        checks.require_manifest_fits(update("one", "a"), known, Encoding())
-    most = 50 * each + checks.SITE_BYTES
-    checks.require_manifest_fits(update("one", "a", size=most), known, Encoding(), boards=50)
+        validation.require_manifest_fits(update("one", "a"), known, Encoding())
+    most = 50 * each + validation.SITE_BYTES
+    validation.require_manifest_fits(update("one", "a", size=most), known, Encoding(), boards=50)
     with pytest.raises(UpdateError, match="50 boards send"):
-        checks.require_manifest_fits(update("one", "a", size=most + 1), known, Encoding(), boards=50)
-    vast = checks.BOARDS_MOST * each + checks.SITE_BYTES + 1
+        validation.require_manifest_fits(update("one", "a", size=most + 1), known, Encoding(), boards=50)
+    vast = validation.BOARDS_MOST * each + validation.SITE_BYTES + 1
     with pytest.raises(UpdateError, match="boards send"):
-        checks.require_manifest_fits(update("one", "a", size=vast), known, Encoding(), boards=2**53)
+        validation.require_manifest_fits(update("one", "a", size=vast), known, Encoding(), boards=2**53)

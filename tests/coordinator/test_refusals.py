@@ -12,9 +12,9 @@ from job_facts import after, begun, committed, update
 from fedquilt import wire
 from fedquilt.coordinator.fleet import device_status
 from fedquilt.coordinator.fleet.registry import DeviceRegistry
-from fedquilt.coordinator.rounds import eligibility
+from fedquilt.coordinator.rounds import selection
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload
-from fedquilt.coordinator.rounds.eligibility import NOTHING, REFUSALS, UPDATE
+from fedquilt.coordinator.rounds.decisions import decide_event, devices_to_skip
 from fedquilt.coordinator.rounds.events import (
     CohortSelected,
     JobEnded,
@@ -26,7 +26,7 @@ from fedquilt.coordinator.rounds.events import (
     TaskDeclined,
     UpdateAccepted,
 )
-from fedquilt.coordinator.rounds.next_event import decide_event, devices_to_skip
+from fedquilt.coordinator.rounds.selection import NOTHING, REFUSALS, UPDATE
 from fedquilt.core import Task
 
 PAGE = (Path(__file__).parents[2] / "docs" / "jobs.md").read_text()
@@ -64,7 +64,7 @@ def test_the_table_has_every_code_by_which_a_device_declines_and_the_page_of_job
     codes = set(get_args(wire.RefusalCode))
     assert codes == set(get_args(get_type_hints(wire.Claim)["code"])) - device_status.NO_REFUSAL
     assert codes == REFUSALS.keys() - {NOTHING, UPDATE, "flooding", "removed"}
-    assert {code for code, kind in REFUSALS.items() if kind.lasts != "attempt"} <= eligibility.REASONS.keys()
+    assert {code for code, kind in REFUSALS.items() if kind.lasts != "attempt"} <= selection.REASONS.keys()
     told = {
         "start": "until its agent starts",
         "rounds": "10 rounds",

@@ -7,8 +7,8 @@ from by_hand import Hand, Noted, ones
 
 from fedquilt import wire
 from fedquilt.cli import main
-from fedquilt.coordinator.fleet.telemetry_store import TelemetryStore
-from fedquilt.coordinator.rounds import message_handler
+from fedquilt.coordinator.fleet.device_status import TelemetryStore
+from fedquilt.coordinator.rounds import decisions
 from fedquilt.coordinator.rounds.events import JobEnded, UpdateAccepted, UpdateRejected
 
 
@@ -65,7 +65,7 @@ def test_a_device_with_a_task_is_removed_only_by_force_and_its_round_goes_on(fle
     assert stage.known() == ["a", "b"]
     stage.said(capsys, "b", "--remove", "--force")
     stage.play()
-    assert [(fact.device, fact.reason) for fact in stage.told(UpdateRejected)] == [("b", message_handler.REMOVED)]
+    assert [(fact.device, fact.reason) for fact in stage.told(UpdateRejected)] == [("b", decisions.REMOVED)]
     assert b.tasks[-1] is None
     assert stage.retained("b") == []
     a.answer(ones())

@@ -4,7 +4,7 @@ import pytest
 from rolled import MODEL, OTHER
 
 from fedquilt import wire
-from fedquilt.coordinator import control_requests
+from fedquilt.coordinator import run_control
 from fedquilt.coordinator.rounds.rollout import StatusReported
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import JobError
@@ -18,7 +18,7 @@ def test_a_rollout_is_ended_by_request(ground):
     assert len(ground.having()) == 3
     away = next(board for board in boards if board.runs)
     away.go()
-    said = control_requests.revert_rollout(ground.store, id)
+    said = run_control.revert_rollout(ground.store, id)
     when = f"as soon as a coordinator serves {ground.home}"
     assert said == f"{id} of digits is ended {when}: boards return to what they ran before"
     ground.play()
@@ -29,7 +29,7 @@ def test_a_rollout_is_ended_by_request(ground):
     assert ground.state(id).status == "aborted"
     assert not ground.store.rollouts.find_rollout(id).revert_requested
     with pytest.raises(JobError, match=f"{id} is aborted"):
-        control_requests.revert_rollout(ground.store, id)
+        run_control.revert_rollout(ground.store, id)
 
 
 def test_a_rollout_that_is_done_is_taken_back(ground):
@@ -40,8 +40,8 @@ def test_a_rollout_that_is_done_is_taken_back(ground):
     ground.play(30.0)
     assert len(ground.having(OTHER)) == 6
     with pytest.raises(JobError, match=f"boards have {second} of second since, .*roll out again .* before {first}"):
-        control_requests.revert_rollout(ground.store, "first")
-    control_requests.revert_rollout(ground.store)
+        run_control.revert_rollout(ground.store, "first")
+    run_control.revert_rollout(ground.store)
     ground.play()
     assert ground.state(second).status == "rolled back"
     assert len(ground.having(MODEL)) == 6
@@ -59,11 +59,11 @@ def test_what_boards_have_had_a_later_one_of_is_not_taken_back(ground, ended):
     second = ground.deploy(OTHER, name="bad" if ended == "aborted" else "second")
     ground.play(30.0)
     if ended == "rolled back":
-        control_requests.revert_rollout(ground.store, second)
+        run_control.revert_rollout(ground.store, second)
         ground.play()
     assert ground.state(second).status == ended
     with pytest.raises(JobError, match=f"boards were offered {second} of .* since, .*roll out again .* before {first}"):
-        control_requests.revert_rollout(ground.store, first)
+        run_control.revert_rollout(ground.store, first)
     ground.play()
     assert ground.state(first).status == "done"
     assert len(ground.having(MODEL)) == 4
@@ -82,7 +82,7 @@ def test_a_rollout_is_taken_back_though_a_board_reports_at_that_moment(ground):
             return found
 
         store.rollouts.find_rollout = find_slowly
-        assert control_requests.revert_rollout(store, id).startswith(f"{id} of digits is taken back")
+        assert run_control.revert_rollout(store, id).startswith(f"{id} of digits is taken back")
     assert ground.store.rollouts.find_rollout(id).revert_requested
 
 

@@ -9,7 +9,7 @@ from job_facts import after, begun, committed, update, whole_round
 from msgspec.structs import replace
 
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload
-from fedquilt.coordinator.rounds.eligibility import AGAIN_ROUNDS
+from fedquilt.coordinator.rounds.decisions import can_skip_decision, decide_event, devices_to_skip, next_decision_s
 from fedquilt.coordinator.rounds.events import (
     CohortSelected,
     JobEnded,
@@ -21,7 +21,7 @@ from fedquilt.coordinator.rounds.events import (
     UpdateRejected,
     apply_event,
 )
-from fedquilt.coordinator.rounds.next_event import can_skip_decision, decide_event, devices_to_skip, next_decision_s
+from fedquilt.coordinator.rounds.selection import AGAIN_ROUNDS
 from fedquilt.core import JobError, WorkEstimate
 
 

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 from job_facts import BLOB, after, update
 
+from fedquilt.coordinator.rounds.decisions import decide_event
 from fedquilt.coordinator.rounds.events import (
     CohortSelected,
     JobConstants,
@@ -15,7 +16,6 @@ from fedquilt.coordinator.rounds.events import (
     UpdateAccepted,
     apply_event,
 )
-from fedquilt.coordinator.rounds.next_event import decide_event
 from fedquilt.coordinator.settings import CohortSettings, JobLimits
 
 

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from fedquilt.coordinator.device_columns import ELIGIBLE, CostColumn, LabelColumn, RoundColumn
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload
+from fedquilt.coordinator.rounds.decisions import decide_event, eligibility_event
 from fedquilt.coordinator.rounds.events import (
     PHASES,
     TRANSITIONS,
@@ -36,7 +37,6 @@ from fedquilt.coordinator.rounds.events import (
     apply_event,
     next_phases,
 )
-from fedquilt.coordinator.rounds.next_event import decide_event, eligibility_event
 from fedquilt.coordinator.settings import JobLimits
 from fedquilt.core import JobError, OperatingPoint, Profile, Usage, WorkEstimate
 

@@ -4,6 +4,7 @@ import msgspec
 from job_facts import after, asking, begun, committed, update
 from msgspec.structs import replace
 
+from fedquilt.coordinator.rounds.decisions import decide_event, next_decision_s
 from fedquilt.coordinator.rounds.events import (
     CohortSelected,
     DeadlineExtended,
@@ -15,7 +16,6 @@ from fedquilt.coordinator.rounds.events import (
     TaskDeclined,
     UpdateAccepted,
 )
-from fedquilt.coordinator.rounds.next_event import decide_event, next_decision_s
 
 
 def paced(**cohort: float | str) -> JobState:

@@ -8,7 +8,7 @@ import pytest
 from by_hand import MODEL, Hand, Stage
 
 from fedquilt.arrays import tensors
-from fedquilt.coordinator.jobs import garbage_collection
+from fedquilt.coordinator.jobs import retention
 from fedquilt.coordinator.rounds.events import RoundCommitted, UpdateAccepted, UpdateRejected
 from fedquilt.coordinator.views import round_outcomes
 from fedquilt.core import Update
@@ -97,7 +97,7 @@ def test_a_device_of_an_older_version_is_not_asked_and_the_log_says_why(coded):
 
 
 def test_blobs_that_a_large_round_replaces_are_looked_up_together_and_go_by_its_end(coded, monkeypatch):
-    monkeypatch.setattr(garbage_collection, "TOGETHER", 1.5)
+    monkeypatch.setattr(retention, "TOGETHER", 1.5)
     hands = [coded.hand(name) for name in "abc"]
     coded.play()
     sent = []

@@ -6,8 +6,8 @@ from fedquilt import wire
 from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.fleet import fair_share
-from fedquilt.coordinator.limits import CoordinatorLimits
 from fedquilt.coordinator.rounds.events import CohortSelected, JobEnded, RoundCommitted, UpdateAccepted
+from fedquilt.coordinator.settings import CoordinatorLimits
 from fedquilt.formats import job_bundle
 
 

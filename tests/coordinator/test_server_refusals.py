@@ -11,7 +11,7 @@ from evaluations import of_classes
 from fedquilt import methods, wire
 from fedquilt.arrays import tensors
 from fedquilt.coordinator.delivery import rate_limiter
-from fedquilt.coordinator.rounds import message_handler
+from fedquilt.coordinator.rounds import decisions
 from fedquilt.coordinator.rounds.events import (
     CohortSelected,
     EligibilityRecorded,
@@ -174,8 +174,8 @@ def test_a_board_that_floods_is_set_aside_by_name_and_the_round_goes_on(tmp_path
     for _ in range(20_000):
         a.say(topic, wire.Progress(job="j", round=0, attempt=0, fraction=0.5))
     stage.play(0.2)
-    assert [fact.reason for fact in stage.told(UpdateRejected)] == [message_handler.FLOODED]
-    assert f"a {message_handler.FLOODED}" in caplog.text
+    assert [fact.reason for fact in stage.told(UpdateRejected)] == [decisions.FLOODED]
+    assert f"a {decisions.FLOODED}" in caplog.text
     b.answer(ones(2.0))
     stage.play(2.0)
     assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["b"]

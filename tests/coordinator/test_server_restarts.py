@@ -9,7 +9,7 @@ from fedquilt import methods, wire
 from fedquilt.arrays import tensors
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.fleet.broker_outage import RETURN_S
+from fedquilt.coordinator.fleet.registry import RETURN_S
 from fedquilt.coordinator.jobs.job import RunningJob
 from fedquilt.coordinator.rounds.events import (
     CohortSelected,

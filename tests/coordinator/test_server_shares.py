@@ -8,8 +8,8 @@ from side_by_side import LONG, Worker, facts, work
 
 from fedquilt.cli import main
 from fedquilt.coordinator.jobs import retention
-from fedquilt.coordinator.limits import CoordinatorLimits, RetentionSettings, SubmitterLimits
 from fedquilt.coordinator.rounds.events import CohortSelected, EligibilityRecorded, RoundCommitted, UpdateAccepted
+from fedquilt.coordinator.settings import CoordinatorLimits, RetentionSettings, SubmitterLimits
 from fedquilt.coordinator.views import event_messages, round_outcomes
 
 

@@ -7,8 +7,8 @@ from side_by_side import LONG, begin_two_jobs, facts
 from fedquilt import wire
 from fedquilt.coordinator.fleet.registry import GRACE_S
 from fedquilt.coordinator.jobs.job import RunningJob
-from fedquilt.coordinator.limits import CoordinatorLimits
 from fedquilt.coordinator.rounds.events import CohortSelected, JobEnded, RoundCommitted, RoundRetried, UpdateAccepted
+from fedquilt.coordinator.settings import CoordinatorLimits
 
 
 def test_two_jobs_have_each_board_by_turns(two_jobs):

@@ -8,9 +8,7 @@ from by_hand import Hand, Stage, ones
 
 from fedquilt import wire
 from fedquilt.coordinator.device_columns import ELIGIBLE
-from fedquilt.coordinator.fleet.broker_outage import RETURN_S
-from fedquilt.coordinator.fleet.registry import GRACE_S
-from fedquilt.coordinator.fleet.silent_devices import AGAIN_S, QUIET_S, RATE, REQUESTS, SilenceDetector
+from fedquilt.coordinator.fleet.registry import AGAIN_S, GRACE_S, QUIET_S, RATE, REQUESTS, RETURN_S, SilenceDetector
 from fedquilt.coordinator.rounds.events import (
     CohortSelected,
     RoundClosed,

@@ -8,10 +8,10 @@ from by_hand import Hand, Stage, ones
 
 from fedquilt import wire
 from fedquilt.arrays import tensors
-from fedquilt.coordinator.limits import CoordinatorLimits
-from fedquilt.coordinator.rounds.claim_bounds import LATER_EPOCHS
 from fedquilt.coordinator.rounds.events import RoundCommitted, UpdateAccepted, UpdateRejected
-from fedquilt.coordinator.updates import site_updates
+from fedquilt.coordinator.settings import CoordinatorLimits
+from fedquilt.coordinator.updates import sites
+from fedquilt.coordinator.updates.validation import LATER_EPOCHS
 from fedquilt.core import DeviceUpdate, SiteRight, Task
 
 COHORT = {"deadline_s": 5.0, "attempts": 50, "quorum": 0.5, "min_devices": 1, "start_devices": 2}
@@ -35,9 +35,7 @@ def task_of(hand: Hand) -> Task:
 def speak(site: Hand, *names: str) -> None:
     """Submit updates of these devices."""
     given = [DeviceUpdate(name, 0, 10.0, {}, {"model": ones(7.0)}) for name in names]
-    bundles = {
-        name: site.depot.store_bytes(tensors.encode_tensors(each)) for name, each in site_updates.bundle_updates(given)
-    }
+    bundles = {name: site.depot.store_bytes(tensors.encode_tensors(each)) for name, each in sites.bundle_updates(given)}
     site.answer(ones(), bundles=bundles, weight=10.0 * len(names))
 
 

@@ -1,7 +1,7 @@
 """When a job has taken enough."""
 
 from fedquilt import methods
-from fedquilt.coordinator.rounds.job_limits import (
+from fedquilt.coordinator.rounds.events import (
     ResourceUsage,
     describe_early_end,
     describe_reached_limit,

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from stored_job import JOB
 
-from fedquilt.coordinator.fleet.telemetry_store import TelemetryStore
+from fedquilt.coordinator.fleet.device_status import TelemetryStore
 from fedquilt.coordinator.rounds.events import CohortSelected, JobEnded, JobStarted, RoundCommitted, UpdateAccepted
 from fedquilt.coordinator.storage.store import VERSION, Store
 from fedquilt.coordinator.views import scores

@@ -16,8 +16,7 @@ from ordinary import User
 
 from fedquilt import cli
 from fedquilt.coordinator.rounds.events import JobEnded
-from fedquilt.coordinator.storage.reader import ChangeDetector, StoreReader
-from fedquilt.coordinator.storage.store import Store
+from fedquilt.coordinator.storage.store import ChangeDetector, Store, StoreReader
 from fedquilt.core import StoreError
 
 FACTS = dashes.facts(dashes.names(6), 4)

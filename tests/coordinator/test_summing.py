@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from fedquilt.arrays import tensors
 from fedquilt.coordinator.jobs.job import RunningJob
-from fedquilt.coordinator.rounds.claim_bounds import ClaimBounds
-from fedquilt.coordinator.updates import aggregator
+from fedquilt.coordinator.updates import aggregation
+from fedquilt.coordinator.updates.validation import ClaimBounds
 from fedquilt.core import Update, Usage
 
 
@@ -43,7 +43,7 @@ def closed(running: RunningJob, *updates: Update) -> dict[str, np.ndarray]:
 def test_an_update_that_was_lost_and_came_anew_counts_as_it_came_last(running, monkeypatch):
     first, last = update(running, "c", 1.0), update(running, "c", 3.0)
     assert running.build_update_reader(first, None, ClaimBounds())(first) == first
-    monkeypatch.setattr(aggregator, "READ_BYTES", 0)
+    monkeypatch.setattr(aggregation, "READ_BYTES", 0)
     assert running.build_update_reader(last, None, ClaimBounds())(last) == last
     assert {name: set(array.ravel().tolist()) for name, array in closed(running, last).items()} == {
         "1.weight": {3.0},

@@ -16,7 +16,7 @@ from fedquilt.coordinator.fleet.fair_share import (
     minimum_device_time,
     select_jobs,
 )
-from fedquilt.coordinator.limits import CoordinatorLimits, SubmitterLimits
+from fedquilt.coordinator.settings import CoordinatorLimits, SubmitterLimits
 from fedquilt.coordinator.storage.store import StoredJob
 
 JOB = settings.parse_job({"name": "j", "method": "fedavg"})

@@ -10,7 +10,6 @@ from by_hand import NETWORK, Stage, ones
 from fedquilt import compression
 from fedquilt.arrays import tensors
 from fedquilt.coordinator.background_worker import SynchronousWorker
-from fedquilt.coordinator.limits import CoordinatorLimits
 from fedquilt.coordinator.rounds.events import (
     JobEnded,
     RoundCommitted,
@@ -19,6 +18,7 @@ from fedquilt.coordinator.rounds.events import (
     UpdateRejected,
     UpdatesAggregated,
 )
+from fedquilt.coordinator.settings import CoordinatorLimits
 from fedquilt.coordinator.storage.suspended_jobs import AGAIN_S, TRIES, Suspension, count_failure
 from fedquilt.core import Encoding, JobError
 from fedquilt.formats import job_bundle

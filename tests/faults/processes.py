@@ -15,9 +15,9 @@ from typing import Any, Final, TypeVar
 from fedquilt import wire
 from fedquilt.coordinator.background_worker import SynchronousWorker, Then
 from fedquilt.coordinator.delivery.executor import LinkExecutor
-from fedquilt.coordinator.limits import CoordinatorLimits
 from fedquilt.coordinator.rounds.events import AnyEvent, JobConstants, JobState, apply_event
 from fedquilt.coordinator.server import Server
+from fedquilt.coordinator.settings import CoordinatorLimits
 from fedquilt.coordinator.storage.snapshots import Snapshot
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import JobError, StoreError, Task, Update

@@ -5,9 +5,8 @@ from evaluations import of_classes, total
 from job_facts import summarised
 
 from fedquilt.coordinator.rounds.events import RoundCommitted, TaskDeclined, UpdateAccepted, UpdateRejected
-from fedquilt.coordinator.views.costs import sum_costs
 from fedquilt.coordinator.views.event_messages import format_energy_summary
-from fedquilt.coordinator.views.run_summary import energy_per_point_j, progress_points
+from fedquilt.coordinator.views.run_summary import energy_per_point_j, progress_points, sum_costs
 from fedquilt.core import BlobRef, Update, Usage
 
 BLOB = BlobRef(sha256="a" * 64, size=1)

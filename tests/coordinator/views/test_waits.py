@@ -26,7 +26,7 @@ from fedquilt.coordinator.rounds.events import (
 )
 from fedquilt.coordinator.settings import CohortSettings
 from fedquilt.coordinator.storage import suspended_jobs
-from fedquilt.coordinator.storage.reader import StoreReader
+from fedquilt.coordinator.storage.store import StoreReader
 from fedquilt.coordinator.views import event_messages, terminal, wait_reasons
 from fedquilt.core import BlobRef
 from fedquilt.formats import job_bundle

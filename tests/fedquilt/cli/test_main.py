@@ -192,7 +192,7 @@ def test_words_that_cannot_be_are_refused_by_the_command_line(words):
 
 def test_a_bundle_of_another_model_is_refused(job, capsys):
     """An edited job file with an old bundle would train the old network."""
-    from fedquilt.coordinator.updates.job_validation import require_matching_bundle
+    from fedquilt.coordinator.settings import require_matching_bundle
     from fedquilt.formats import job_bundle as bundles
 
     table = {"name": "digits", "method": "fedavg", "model": {"name": "mlp", "inputs": 2, "hidden": [4], "classes": 2}}

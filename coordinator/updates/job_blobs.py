@@ -1,4 +1,4 @@
-"""Verified reads of a job's blobs.
+"""Blobs of a job: its bundle, its method states, its updates and their partial aggregates.
 
 A blob that is missing or damaged is rebuilt from the event log, requested again from its device, or reported as an
 error.
@@ -8,18 +8,30 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from fedquilt.arrays import safetensors_files, tensors
 from fedquilt.arrays.lazy_arrays import ScratchFile
 from fedquilt.blobs.chunks import DamagedBlobError
 from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.coordinator.rounds.events import JobState, UpdatesAggregated
-from fedquilt.core import BlobRef, Bundle, DeviceUpdate, JobError, StoreError, Tensors, Update
+from fedquilt.coordinator.rounds.events import JobState, RoundCommitted, UpdatesAggregated
+from fedquilt.coordinator.settings import JobSettings, create_initial_state
+from fedquilt.core import (
+    BlobRef,
+    Bundle,
+    DeviceUpdate,
+    DeviceView,
+    JobError,
+    Method,
+    StoreError,
+    Tensors,
+    Update,
+    UpdateError,
+)
 from fedquilt.formats import job_bundle
 from fedquilt.host.disk import DESCRIPTORS, Disk, PathInfo, Place, disk_errors
 from fedquilt.wire import Claim
@@ -271,3 +283,139 @@ def restore_bundle_files(run: str, depot: BlobStore, folder: Path, files: Mappin
                 depot.store_file(path, ref)
             except DamagedBlobError as error:  # it has changed since
                 raise JobError(f"{folder}: file {name!r} cannot be used ({error}): prepare it anew") from None
+
+
+def base_tensors(depot: BlobStore, update: Update, sent: Set[str], name: str) -> Tensors | None:
+    """Return the tensors that a bundle's differences are relative to, or None for a full bundle.
+
+    Args:
+        depot: The blob store.
+        update: The update, which names the base of each of its bundles.
+        sent: The sha256 of the blobs that the running round has sent.
+        name: The name of the bundle.
+
+    Raises:
+        UpdateError: If the round has not sent the named base.
+        UnreadableError: If the disk fails.
+    """
+    sha256 = update.bases.get(name)
+    if sha256 is None:
+        return None
+    found = open_base_tensors(depot, update.device, sha256) if sha256 in sent else None
+    if found is None:
+        raise UpdateError(f"bundle {name!r} has moved from {sha256[:12]}, which this round has not sent")
+    return found
+
+
+def store_tensors(
+    depot: BlobStore,
+    given: Tensors,
+    metadata: dict[str, str] | None = None,
+    put: Callable[[bytes], BlobRef] | None = None,
+) -> BlobRef:
+    """Store tensors as one blob. Large tensors are never in memory as bytes.
+
+    Args:
+        depot: The blob store.
+        given: The tensors.
+        metadata: The metadata to store with the tensors.
+        put: The function that stores the bytes of small tensors, or None for the blob store's `put`.
+    """
+    if tensors.total_bytes([given]) <= WHOLE_BYTES:
+        return (put or depot.store_bytes)(tensors.encode_tensors(given, metadata))
+    return depot.store_written(lambda path: safetensors_files.write_safetensors(path, given, metadata, depot.disk))
+
+
+Encoded = dict[int, tuple[Tensors, BlobRef]]  # bundles that are stored, by their identity
+
+
+class CommitResult(NamedTuple):
+    """Result of a commit: event, stored state, and encoded bundles of the next round."""
+
+    fact: RoundCommitted
+    state: Any  # as it is stored
+    encoded: Encoded  # bundles that all devices are sent next
+
+
+def can_encode_early(method: Method, ref: BlobRef) -> bool:
+    """Return whether a stored state is large and all devices receive the same bundles."""
+    return ref.size > WHOLE_BYTES and method.common_task
+
+
+def encode_common_bundles(method: Method, state: Any, ref: BlobRef, depot: BlobStore) -> Encoded:
+    """Store the bundles that all devices receive of a state.
+
+    Return an empty mapping unless `can_encode_early`.
+    """
+    order = method.send(state, DeviceView("", None)) if can_encode_early(method, ref) else None
+    made = [value for value in order.bundles.values() if not isinstance(value, BlobRef)] if order else []
+    return {id(value): (value, store_tensors(depot, value)) for value in made}
+
+
+class LoadedState(NamedTuple):
+    ref: BlobRef
+    state: Any  # as it is stored
+    settles: bool  # whether the method has evaluation rounds, for a new job
+    encoded: Encoded  # what all devices are sent of the state
+
+
+class ModelStates:
+    """Method states of a job. A worker may use them while the loop does not.
+
+    Args:
+        run: The id of the job.
+        job: The settings of the job.
+        method: The method of the job.
+        bundle: The bundle of the job.
+        folder: The folder of the bundle.
+        depot: The store of states, and of the bundle's files for devices.
+        lazy_bytes: The size from which on tensors stay on disk.
+
+    Every method raises JobError or ModelError if the bundle is invalid or the state is lost, UnreadableError if the
+    disk fails while reading, and StoreError if the blob store cannot be written.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        job: JobSettings,
+        method: Method,
+        bundle: Bundle,
+        folder: Path,
+        depot: BlobStore,
+        lazy_bytes: float,
+    ) -> None:
+        self._run, self._job, self._method, self._depot, self._lazy_bytes = run, job, method, depot, lazy_bytes
+        self._bundle, self._folder = bundle, folder
+
+    def load_starting_state(self, rounds: JobState) -> LoadedState:
+        """Store missing bundle files and load the current state, which is created for a new job."""
+        self.restore_bundle_files(self._bundle.files)
+        ref = rounds.state or store_tensors(self._depot, *tensors.split_state(self._create_initial_state()))
+        state = self.load_state(ref, rounds.round, again=not rounds.round)  # what is stored, also of a new job
+        settles = self._method.settle is not None and self._method.settle.wanted(state)
+        return LoadedState(ref, state, settles, encode_common_bundles(self._method, state, ref, self._depot))
+
+    def load_state(self, ref: BlobRef, round: int, *, again: bool) -> Any:
+        """Return a stored state.
+
+        Args:
+            ref: The reference of the state.
+            round: The round that begins or ends with the state. Before round 1, a lost state is rebuilt from the
+                bundle.
+            again: Whether the origin of the state is available, so that a lost state can be stored again.
+        """
+
+        def rebuild() -> Any:
+            return None if round else self._create_initial_state()
+
+        return load_or_rebuild_state(
+            self._run, self._depot, ref, self._method.state, rebuild, self._lazy_bytes, again=again
+        )
+
+    def restore_bundle_files(self, files: Mapping[str, BlobRef]) -> None:
+        restore_bundle_files(self._run, self._depot, self._folder, files)
+
+    def _create_initial_state(self) -> Any:
+        with convert_bundle_read_errors(self._run, self._folder):
+            return create_initial_state(self._job, self._bundle, self._method)

@@ -1,4 +1,8 @@
-"""Aggregation of a running round: updates are read, checked, decoded and folded.
+"""Aggregation of a round: its updates, evaluations and training metrics.
+
+Each update is folded once, on arrival. Mergeable accumulators (`Aggregation.accumulator`) take updates in any order,
+with bit-identical results. Any others take updates in the order of device ids, as far as they arrive in this order. If
+a folded update does not count in the end, or differs from the update that does, the commit folds all updates again.
 
 The coordinator's loop processes small updates in one pass. A worker processes large ones: their tensors are read from
 disk one at a time and added to the partial aggregate in place. An exact partial aggregate is stored from time to time,
@@ -8,7 +12,10 @@ as an event, and the blobs of its updates are dropped.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Set
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -16,27 +23,240 @@ from typing import Any, Final
 import msgspec
 
 from fedquilt import compression
-from fedquilt.arrays import exact_sums, safetensors_files, tensors
+from fedquilt.arrays import exact_sums, tensors
 from fedquilt.arrays.lazy_arrays import ScratchFile
 from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.coordinator.rounds import claim_bounds
 from fedquilt.coordinator.rounds.events import JobState, UpdatesAggregated
 from fedquilt.coordinator.settings import JobSettings
-from fedquilt.coordinator.updates import blob_recovery, checks, partial_aggregate, site_updates
-from fedquilt.coordinator.updates.blob_recovery import WHOLE_BYTES
-from fedquilt.coordinator.updates.partial_aggregate import PartialAggregate, Told
+from fedquilt.coordinator.updates import job_blobs, sites, validation
+from fedquilt.coordinator.updates.job_blobs import WHOLE_BYTES
 from fedquilt.core import (
     BlobRef,
     DeviceUpdate,
     EvaluationRound,
+    EvaluationSums,
     Method,
     StoreError,
     Tensors,
     Update,
     UpdateError,
+    evaluation,
 )
 from fedquilt.core.site_rights import has_site_bundles
 from fedquilt.host import process_memory
+
+UNCHANGED_ROUNDS: Final = 5  # first rounds of a run in which the loss has to change
+UNCHANGED_SHARE: Final = 1e-4  # smaller changes of the loss than this share are none
+LEARNT_LOSS: Final = 0.01  # a smaller loss may stay as it is
+LOW_LR: Final = 1e-4
+EXTREME: Final = 1000.0  # times the median of the devices' losses, from which on a device is named
+
+
+def aggregate_evaluations(updates: Collection[Update]) -> EvaluationSums | None:
+    """Return the sum of a round's evaluations, or None if there are none.
+
+    Evaluations with another task or number of outputs than on most devices are left out. See `explain_evaluation`.
+    """
+    return evaluation.add_evaluations(each for _, each in _select_consistent_evaluations(updates))
+
+
+def explain_evaluation(updates: Collection[Update]) -> list[str]:
+    """Return notes on evaluations that were left out, on extreme losses, or on a missing evaluation."""
+    counted = dict(_select_consistent_evaluations(updates))
+    given = {update.device: update.evaluation for update in updates if update.evaluation is not None}
+    if given and not counted:
+        return ["no evaluation: none of the devices holds out an example ([data] held), or there is no model yet"]
+    notes = [
+        f"the evaluation of {device} does not count: its network has {sums.outputs} outputs, those of most have others"
+        for device, sums in sorted(given.items())
+        if sums.examples and device not in counted
+    ]
+    losses = {device: math.fsum(sums.loss) / sums.examples for device, sums in counted.items()}
+    usual = statistics.median(losses.values()) if losses else 0.0
+    return notes + [
+        f"the evaluation's loss is {loss:.4g} on {device}, and {usual:.4g} on half of the devices at most"
+        for device, loss in sorted(losses.items())
+        if loss > EXTREME * max(usual, LEARNT_LOSS)
+    ]
+
+
+def _select_consistent_evaluations(updates: Collection[Update]) -> list[tuple[str, EvaluationSums]]:
+    """Return (device, evaluation) pairs with the most frequent task and number of outputs."""
+    found = [(each.device, each.evaluation) for each in updates if each.evaluation and each.evaluation.examples]
+    shapes = Counter((sums.task, sums.outputs) for _, sums in found)
+    usual = max(shapes, key=lambda shape: (shapes[shape], shape), default=None)
+    return [(device, sums) for device, sums in found if (sums.task, sums.outputs) == usual]
+
+
+def average_metrics(updates: Collection[Update]) -> dict[str, float]:
+    """Return the weighted average of the training metrics that most devices report.
+
+    A metric is left out if at most half of the devices report it, if all weights are 0, or if its average is not
+    finite. See `explain_missing_metrics`.
+    """
+    told: dict[str, list[tuple[float, float]]] = {}
+    for update in sorted(updates, key=lambda update: update.device):
+        for name, value in update.metrics.items():
+            told.setdefault(name, []).append((update.weight, value))
+    result = {
+        name: _weighted_mean(pairs)
+        for name, pairs in told.items()
+        if 2 * len(pairs) > len(updates) and any(weight for weight, _ in pairs)
+    }
+    return {name: value for name, value in result.items() if math.isfinite(value)}
+
+
+def explain_missing_metrics(updates: Collection[Update], found: Mapping[str, float]) -> list[str]:
+    """Return notes on the devices' metrics that have no value in the round's metrics.
+
+    `found` is the result of `average_metrics`.
+    """
+    names = Counter(name for update in updates for name in update.metrics)
+    lost = {name for name, count in names.items() if 2 * count > len(updates)} - found.keys()
+    huge = {name for update in updates if update.weight for name in update.metrics} & lost
+    said = []
+    if alone := sorted(lost - huge):
+        said.append(f"no mean of {', '.join(alone)}: every update counts as 0 examples")
+    if huge:
+        said.append(f"no value of {', '.join(sorted(huge))}: what the devices report adds up beyond any number")
+    return said
+
+
+def _weighted_mean(pairs: Sequence[tuple[float, float]]) -> float:
+    """Return the mean of (weight, value) pairs. Weights must not be negative, and not all 0."""
+    total = of = 0.0
+    for weight, value in pairs:
+        total, of = total + weight * value, of + weight
+    if math.isfinite(total) and math.isfinite(of):
+        return total / of
+    most = max(weight for weight, _ in pairs)
+    shares = sum(weight / most for weight, _ in pairs)
+    return sum(weight / most / shares * value for weight, value in pairs)
+
+
+def explain_unchanged_loss(losses: Mapping[int, float], lr: object) -> str | None:
+    """Return the probable cause if the loss has not changed in UNCHANGED_ROUNDS, or None.
+
+    Args:
+        losses: The mean training loss of each round of work so far, by number from 0.
+        lr: The learning rate of the job, if any.
+    """
+    found = [losses[number] for number in range(UNCHANGED_ROUNDS) if number in losses]
+    if len(losses) != UNCHANGED_ROUNDS or len(found) != UNCHANGED_ROUNDS or max(found) < LEARNT_LOSS:
+        return None
+    if max(found) - min(found) > UNCHANGED_SHARE * max(found):
+        return None
+    if isinstance(lr, float) and lr < LOW_LR:
+        cause = f"the learning rate is probably too low ({lr:g}): raise [params] lr"
+    else:
+        cause = "inputs or labels probably do not vary: check them, and set [input] standardise = true"
+    return f"the loss has stayed at {found[-1]:.4g} for {UNCHANGED_ROUNDS} rounds: {cause}"
+
+
+Told = tuple[float, Mapping[str, float], Mapping[str, BlobRef]]  # weight, metrics and bundles: the inputs of a fold
+
+
+class PartialAggregate:
+    """Partial aggregate of one round.
+
+    Args:
+        any_order: Whether updates may be folded in any order.
+    """
+
+    def __init__(self, any_order: bool = False) -> None:
+        self._any_order = any_order
+        self.reset()
+
+    def reset(self) -> None:
+        self._told: dict[str, Told] = {}  # by device, in the order in which they were folded
+        self.total: Any = None  # aggregate of these updates, or None without updates
+        self._apart: list[tuple[dict[str, Told], Callable[[], Any]]] = []  # further aggregates, each with its inputs
+
+    def can_fold_now(self, device: str, answered: Mapping[str, Update], asked: Iterable[str]) -> bool:
+        """Return whether a device's update can be folded on arrival.
+
+        Args:
+            device: Id of the device.
+            answered: Updates accepted so far, by device.
+            asked: Devices whose updates may still arrive.
+        """
+        if self._any_order:
+            return not self._contains_device(device)
+        return len(self._told) == len(answered) and self.can_fold_in_order(device) and device == min(asked, default="")
+
+    def can_fold_in_order(self, device: str) -> bool:
+        """Return whether a device's update can be folded once all devices that precede it are folded."""
+        return not self._contains_device(device) if self._any_order else device > next(reversed(self._told), "")
+
+    def include_update(self, device: str, told: Told, total: Any) -> None:
+        self._told[device], self.total = told, total
+
+    def add_pending_sum(self, given: Mapping[str, Told], total: Callable[[], Any]) -> None:
+        """Add the sum of several updates that a worker of the simulation is computing.
+
+        Args:
+            given: Fold inputs of the updates in the sum, by device.
+            total: Waits for the sum and returns it, or None if the worker failed. The updates are then folded singly.
+        """
+        self._apart.append((dict(given), total))
+
+    def merge_pending_sums(self, updates: Mapping[str, Update]) -> None:
+        """Merge the pending sums whose updates all count unchanged, and drop the rest."""
+        for given, waits in self._apart:
+            counts = all(device in updates and fold_inputs(updates[device]) == each for device, each in given.items())
+            if counts and (total := waits()) is not None:
+                self.total = total if self.total is None else exact_sums.merge_accumulators(self.total, total)
+                self._told |= given
+        self._apart = []
+
+    def contains_update(self, update: Update) -> bool:
+        """Return whether exactly this update is folded, or in a pending sum."""
+        device, is_told = update.device, fold_inputs(update)
+        return self._told.get(device) == is_told or any(each.get(device) == is_told for each, _ in self._apart)
+
+    def _contains_device(self, device: str) -> bool:
+        return device in self._told or any(device in each for each, _ in self._apart)
+
+    def __len__(self) -> int:
+        return len(self._told)
+
+    def consists_of(self, updates: Mapping[str, Update]) -> bool:
+        return len(updates) == len(self) and all(self.contains_update(update) for update in updates.values())
+
+    def is_part_of(self, updates: Mapping[str, Update]) -> bool:
+        """Return whether the aggregate contains only these updates, in order if the order matters."""
+        in_order = self._any_order or sorted(updates)[: len(self._told)] == list(self._told)
+        return in_order and all(device in updates and self.contains_update(updates[device]) for device in self._told)
+
+    def remaining_devices(self, updates: Mapping[str, Update]) -> list[str]:
+        """Return the devices left to fold, sorted.
+
+        Reset the aggregate first if it contains any other update.
+        """
+        if not self.is_part_of(updates):
+            self.reset()
+        return [device for device in sorted(updates) if device not in self._told]
+
+
+def foldable_updates(rounds: JobState, any_order: bool) -> dict[str, Update]:
+    """Return the accepted updates that may be in the running round's aggregate now, by device."""
+    if any_order or rounds.phase == "closing":
+        return dict(rounds.answered)
+    first = min(rounds.asked, default="")  # without open tasks, the next device may have any name
+    return {device: update for device, update in rounds.answered.items() if device < first}
+
+
+def fold_inputs(update: Update) -> Told:
+    return update.weight, update.metrics, update.bundles
+
+
+def total_blob_bytes(update: Update) -> int:
+    return sum(ref.size for ref in update.bundles.values())
+
+
+def blob_hashes(updates: Iterable[Update]) -> set[str]:
+    return {ref.sha256 for update in updates for ref in update.bundles.values()}
+
 
 READ_BYTES: Final = 32 << 20  # updates of a round that stay in memory after their examination, for the commit
 
@@ -70,7 +290,7 @@ class Aggregator:
     # -- small updates, in the loop --
 
     def read_update(
-        self, update: Update, rounds: JobState, base: BaseTensors, bounds: claim_bounds.ClaimBounds
+        self, update: Update, rounds: JobState, base: BaseTensors, bounds: validation.ClaimBounds
     ) -> Update:
         """Decode, check and store an update, fold the update if due in order, and return it as stored.
 
@@ -80,8 +300,8 @@ class Aggregator:
         of_site = has_site_bundles(update.bundles)
         if self._job.wire.codec == "raw" and not of_site and self._folding.contains_update(update):
             return update
-        with checks.name_device_in_errors(update.device):
-            given = self._decode_update(blob_recovery.load_update(self._depot, update), base)
+        with validation.name_device_in_errors(update.device):
+            given = self._decode_update(job_blobs.load_update(self._depot, update), base)
             update = self._with_permitted_devices(update, given, bounds)
             next_one = self._folding.can_fold_now(update.device, rounds.answered, rounds.asked)
             next_one = next_one and (self._is_exact or not of_site)  # a site's boards have places among the others
@@ -95,7 +315,7 @@ class Aggregator:
             self._folding.reset()  # the sum may have this update, which does not count yet
             raise
         if next_one:
-            self._folding.include_update(update.device, partial_aggregate.fold_inputs(update), total)
+            self._folding.include_update(update.device, fold_inputs(update), total)
         else:
             self._cache_update_if_room(update, given)
         return update
@@ -151,16 +371,16 @@ class Aggregator:
         self._folding.add_pending_sum(given, unpack_total)
 
     def _cache_update_if_room(self, update: Update, given: DeviceUpdate) -> None:
-        size = partial_aggregate.total_blob_bytes(update)
+        size = total_blob_bytes(update)
         if self._read_bytes + size <= READ_BYTES:
             self._read_bytes += size
             self._read[update.device] = (update, given)
 
     # -- large updates, by a worker: one call at a time --
 
-    def validate_large_update(self, update: Update, base: BaseTensors, bounds: claim_bounds.ClaimBounds) -> Update:
+    def validate_large_update(self, update: Update, base: BaseTensors, bounds: validation.ClaimBounds) -> Update:
         """Validate an update and return it with stored, decoded tensors."""
-        with checks.name_device_in_errors(update.device):
+        with validation.name_device_in_errors(update.device):
             given = self._open_update(update)
             for bundle in given.bundles.values():
                 tensors.require_finite(bundle)
@@ -188,7 +408,7 @@ class Aggregator:
                 for device, each in ready.items()
                 if device not in stored and not self._folding.contains_update(each)
             ]
-            self._unfolded = known = rounds, count, (len(left), sum(map(partial_aggregate.total_blob_bytes, left)))
+            self._unfolded = known = rounds, count, (len(left), sum(map(total_blob_bytes, left)))
         return known[2]
 
     def fold_next(self, rounds: JobState, stored_at: float) -> UpdatesAggregated | None:
@@ -205,7 +425,9 @@ class Aggregator:
             return None
         folded = [device for device, update in rounds.answered.items() if self._folding.contains_update(update)]
         return UpdatesAggregated(
-            rounds.round, tuple(sorted(folded)), store_tensors(self._depot, *tensors.split_state(self._folding.total))
+            rounds.round,
+            tuple(sorted(folded)),
+            job_blobs.store_tensors(self._depot, *tensors.split_state(self._folding.total)),
         )
 
     def _is_worth_storing(self, rounds: JobState, stored_at: float) -> bool:
@@ -214,7 +436,7 @@ class Aggregator:
             return False
         folded = [update for update in rounds.answered.values() if self._folding.contains_update(update)]
         known = rounds.folded.devices if rounds.folded else ()
-        new_bytes = sum(partial_aggregate.total_blob_bytes(update) for update in folded if update.device not in known)
+        new_bytes = sum(total_blob_bytes(update) for update in folded if update.device not in known)
         own_bytes = tensors.total_bytes([tensors.split_state(self._folding.total)[0]]) if new_bytes else 0
         return new_bytes > 0 and new_bytes >= stored_at * own_bytes
 
@@ -246,9 +468,7 @@ class Aggregator:
         for device, update in updates.items():
             if update.boards:
                 given = self._open_update(update)
-                boards.update(
-                    {each.device: partial(_return_update, each) for each in site_updates.split_site_update(given)}
-                )
+                boards.update({each.device: partial(_return_update, each) for each in sites.split_site_update(given)})
             elif not has_site_bundles(update.bundles):
                 boards[device] = partial(self._open_update, update)
         total = None
@@ -257,9 +477,7 @@ class Aggregator:
         return total
 
     def _foldable_updates(self, rounds: JobState) -> dict[str, Update]:
-        return (
-            {} if self._are_devices_interleaved(rounds) else partial_aggregate.foldable_updates(rounds, self._is_exact)
-        )
+        return {} if self._are_devices_interleaved(rounds) else foldable_updates(rounds, self._is_exact)
 
     def _fold_pending(self, rounds: JobState, most: int | None = None) -> None:
         """Fold up to `most` updates, from the stored aggregate or none if the running one is unusable."""
@@ -271,18 +489,16 @@ class Aggregator:
             known, given = self._read.get(device, (None, None))
             if given is None or known != updates[device]:
                 given = self._open_update(updates[device])
-            self._folding.include_update(
-                device, partial_aggregate.fold_inputs(updates[device]), self._fold_update(given)
-            )
+            self._folding.include_update(device, fold_inputs(updates[device]), self._fold_update(given))
 
     def _load_or_create_partial_aggregate(self, rounds: JobState) -> PartialAggregate:
         begun, folded = self._new_folding(), rounds.folded
         if folded is None:
             return begun
         assert self._sums is not None
-        total = blob_recovery.load_partial_aggregate(self._depot, folded, self._sums, self._scratch_file())
+        total = job_blobs.load_partial_aggregate(self._depot, folded, self._sums, self._scratch_file())
         for device in folded.devices:
-            begun.include_update(device, partial_aggregate.fold_inputs(rounds.answered[device]), total)
+            begun.include_update(device, fold_inputs(rounds.answered[device]), total)
         return begun
 
     @property
@@ -310,8 +526,8 @@ class Aggregator:
             raise
 
     def _open_update(self, update: Update) -> DeviceUpdate:
-        lazily = partial_aggregate.total_blob_bytes(update) > WHOLE_BYTES
-        return blob_recovery.load_update(self._depot, update, lazily=lazily)
+        lazily = total_blob_bytes(update) > WHOLE_BYTES
+        return job_blobs.load_update(self._depot, update, lazily=lazily)
 
     def _decode_update(self, given: DeviceUpdate, base: BaseTensors) -> DeviceUpdate:
         if has_site_bundles(
@@ -320,12 +536,12 @@ class Aggregator:
             return given
         return replace(given, bundles=compression.decode_update(self._job.wire, given.bundles, base))
 
-    def _with_permitted_devices(self, update: Update, given: DeviceUpdate, bounds: claim_bounds.ClaimBounds) -> Update:
+    def _with_permitted_devices(self, update: Update, given: DeviceUpdate, bounds: validation.ClaimBounds) -> Update:
         """Return a site's update with the ids of its devices, if permitted, or any other update unchanged."""
         if not has_site_bundles(given.bundles):
             return update
-        parts = site_updates.parts_of_site(given)
-        claim_bounds.require_site_right(update, parts, bounds)
+        parts = sites.parts_of_site(given)
+        validation.require_site_right(update, parts, bounds)
         return msgspec.structs.replace(update, boards=tuple(part.device for part in parts))
 
     def _store_decoded(self, update: Update, given: DeviceUpdate) -> Update:
@@ -336,7 +552,7 @@ class Aggregator:
         if self._job.wire.codec == "raw" or has_site_bundles(update.bundles):
             return update
         refs = {
-            name: store_tensors(self._depot, bundle, put=self._depot.store_small)
+            name: job_blobs.store_tensors(self._depot, bundle, put=self._depot.store_small)
             for name, bundle in given.bundles.items()
         }
         return msgspec.structs.replace(update, bundles=refs, bases={})
@@ -347,44 +563,3 @@ class Aggregator:
 
 def _return_update(given: DeviceUpdate) -> DeviceUpdate:
     return given
-
-
-def base_tensors(depot: BlobStore, update: Update, sent: Set[str], name: str) -> Tensors | None:
-    """Return the tensors that a bundle's differences are relative to, or None for a full bundle.
-
-    Args:
-        depot: The blob store.
-        update: The update, which names the base of each of its bundles.
-        sent: The sha256 of the blobs that the running round has sent.
-        name: The name of the bundle.
-
-    Raises:
-        UpdateError: If the round has not sent the named base.
-        UnreadableError: If the disk fails.
-    """
-    sha256 = update.bases.get(name)
-    if sha256 is None:
-        return None
-    found = blob_recovery.open_base_tensors(depot, update.device, sha256) if sha256 in sent else None
-    if found is None:
-        raise UpdateError(f"bundle {name!r} has moved from {sha256[:12]}, which this round has not sent")
-    return found
-
-
-def store_tensors(
-    depot: BlobStore,
-    given: Tensors,
-    metadata: dict[str, str] | None = None,
-    put: Callable[[bytes], BlobRef] | None = None,
-) -> BlobRef:
-    """Store tensors as one blob. Large tensors are never in memory as bytes.
-
-    Args:
-        depot: The blob store.
-        given: The tensors.
-        metadata: The metadata to store with the tensors.
-        put: The function that stores the bytes of small tensors, or None for the blob store's `put`.
-    """
-    if tensors.total_bytes([given]) <= WHOLE_BYTES:
-        return (put or depot.store_bytes)(tensors.encode_tensors(given, metadata))
-    return depot.store_written(lambda path: safetensors_files.write_safetensors(path, given, metadata, depot.disk))
