@@ -52,11 +52,7 @@ class BackgroundWorker(Protocol):
 
 
 class SynchronousWorker:
-    """Worker that runs each work item inside `submit`.
-
-    Args:
-        large_bytes: The size from which on a state or an update is left to the worker, by default infinite.
-    """
+    """Worker that runs each work item inside `submit`."""
 
     def __init__(self, large_bytes: float = math.inf) -> None:
         self.large_bytes, self.stored_at = large_bytes, STORED_AT
@@ -83,11 +79,7 @@ class SynchronousWorker:
 
 
 class ThreadWorker:
-    """Worker in a thread, which starts with the first work item.
-
-    Args:
-        large_bytes: The size from which on a state or an update is left to the worker.
-    """
+    """Worker in a thread, which starts with the first work item."""
 
     def __init__(self, large_bytes: float = LARGE_BYTES) -> None:
         self.large_bytes, self.stored_at = large_bytes, STORED_AT

@@ -22,11 +22,7 @@ if TYPE_CHECKING:
 
 
 class RoundBitmap(Sequence[int]):
-    """Immutable sequence of round numbers in ascending order, stored as a bitmap.
-
-    Args:
-        bits: Integer whose bit r is set if round r is included.
-    """
+    """Immutable sequence of round numbers in ascending order, stored as a bitmap."""
 
     __slots__ = ("_bits",)
 
@@ -38,7 +34,6 @@ class RoundBitmap(Sequence[int]):
         return RoundBitmap(int.from_bytes(packed, "little"))
 
     def to_bytes(self) -> bytes:
-        """Return the bitmap as bytes, with round 0 in the lowest bit of the first byte."""
         return self._bits.to_bytes((self._bits.bit_length() + 7) // 8, "little")
 
     def with_round(self, round: int) -> RoundBitmap:
@@ -49,7 +44,6 @@ class RoundBitmap(Sequence[int]):
 
     @property
     def last_round(self) -> int | None:
-        """Highest round number, or None if the bitmap is empty."""
         return self._bits.bit_length() - 1 if self._bits else None
 
     def __contains__(self, round: object) -> bool:
@@ -112,7 +106,6 @@ def device_names(rows: Iterable[int]) -> list[str]:
 
 
 def name_hashes(rows: np.ndarray) -> np.ndarray:
-    """Return the hash of the device in each of these rows, as `hash_name` does."""
     import numpy as np
 
     with _LOCK:
@@ -199,8 +192,6 @@ class CostColumn(DeviceColumn[float]):
 
 
 class LabelColumn(DeviceColumn[str]):
-    """Mapping from devices to ELIGIBLE or the code of a reason against selection."""
-
     typecode = "i"
 
     def devices_with(self, label: str) -> DeviceSet:
@@ -216,11 +207,7 @@ class LabelColumn(DeviceColumn[str]):
 
 
 class DeviceSet(Set[str]):
-    """Immutable set of devices, with vectorised differences and unions.
-
-    Args:
-        mask: Whether the set has the device of each row (rows,).
-    """
+    """Immutable set of devices, with vectorised differences and unions."""
 
     def __init__(self, mask: np.ndarray) -> None:
         import numpy as np
@@ -283,12 +270,7 @@ class DeviceWeights(Struct):
         insort(self.ascending, number)
 
     def largest_allowed(self, device: str, limit: int | None) -> float:
-        """Return the largest number that a device may report: `limit`, or a multiple of the others' median.
-
-        Args:
-            device: The device, whose own number does not count.
-            limit: The job's [cohort] max_examples, or None if the numbers of the other devices decide.
-        """
+        """Return the largest number that a device may report: `limit`, or a multiple of the others' median."""
         if limit is not None:
             return limit
         own = self.by_device.get(device)

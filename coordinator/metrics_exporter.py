@@ -63,12 +63,7 @@ _GAUGES: Final[dict[str, tuple[str, Callable[[DeviceStatus, TelemetrySample], fl
 
 
 class CoordinatorMetrics:
-    """Metrics of one coordinator. Events are recorded in its thread, but any thread may read metrics.
-
-    Args:
-        boards: Returns the status of every device now, with the latest reading.
-        clock: Wall-clock time in seconds.
-    """
+    """Metrics of one coordinator. Events are recorded in its thread, but any thread may read metrics."""
 
     def __init__(self, boards: Callable[[], Sequence[Known]], clock: Callable[[], float] = time.time) -> None:
         self._boards, self._clock = boards, clock

@@ -41,10 +41,6 @@ Tell = Callable[[Rollout, AnyRolloutEvent], None]
 class RolloutRunner:
     """All rollouts of a store.
 
-    Args:
-        poll_s: The interval at which the store is searched for new rollouts and requests.
-        tell: The callback for each new event, with the rollout after the event.
-
     Every method with an argument `now_s` raises StoreError if the store cannot be written.
     """
 
@@ -91,7 +87,6 @@ class RolloutRunner:
                 self._send_release(kind, device, now_s)
 
     def step(self, now_s: float) -> float:
-        """Read new rollouts, record reports, and make and send what is due. Return the time of the next call."""
         self._opened_s = min(self._opened_s, now_s)
         polled = now_s >= self._poll_s + self._every_s
         if polled:
@@ -109,7 +104,6 @@ class RolloutRunner:
     # -- within --
 
     def _load_rollouts_and_requests(self, now_s: float) -> None:
-        """Load new rollouts, record their restart and resend their releases, then apply user requests."""
         kept = self._store.rollouts
         for found in kept.readable_rollouts():
             state = self._states.get(found.state.id)
@@ -193,7 +187,6 @@ class RolloutRunner:
         return {device: each.profile for device, each in known.items() if each.profile is not None}
 
     def _record_events(self, facts: list[tuple[str, AnyRolloutEvent]], now_s: float) -> None:
-        """Write and apply events, report them to the observer, and send the releases that follow."""
         if not facts:
             return
         self._store.rollouts.append_events(facts)

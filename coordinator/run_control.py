@@ -39,14 +39,12 @@ class RunnerReport(NamedTuple):
 
 
 def online_reports(fleet: Mapping[str, DeviceSnapshot]) -> Iterator[tuple[RunnerReport, tuple[str, ...]]]:
-    """Yield the report of each online device with telemetry, and the labels of the device."""
     for device, each in sorted(fleet.items()):
         if each.online and (news := each.telemetry) is not None:
             yield RunnerReport(device, news.drift, news.accuracy), each.profile.labels if each.profile else ()
 
 
 def select_reports(job: JobSettings, boards: Iterable[tuple[RunnerReport, Collection[str]]]) -> list[RunnerReport]:
-    """Return the reports with drift or accuracy from devices that match [cohort] select."""
     found = [each for each, has in boards if labels.is_selected(job.cohort.select, has)]
     return [each for each in found if each.drift is not None or each.accuracy is not None]
 
@@ -64,14 +62,7 @@ def reports_beyond_limit(trigger: DriftTrigger, boards: Iterable[RunnerReport]) 
 
 
 def trigger_reason(job: JobSettings, boards: Sequence[RunnerReport], now: float, last: float | None = None) -> str:
-    """Return why a job starts now, or "" if its trigger does not fire.
-
-    Args:
-        job: The job with a trigger.
-        boards: The reports of its devices.
-        now: The time in wall-clock seconds.
-        last: The time of the latest start by the trigger, or None before the first.
-    """
+    """Return why a job starts now, or "" if its trigger does not fire."""
     trigger = job.trigger
     if trigger is None or (last is not None and abs(now - last) < trigger.pause_s):
         return ""
@@ -86,7 +77,6 @@ def trigger_reason(job: JobSettings, boards: Sequence[RunnerReport], now: float,
 
 
 def minimum_devices_to_fire(trigger: DriftTrigger, count: int) -> int:
-    """Return how many of `count` reporting devices must be beyond a limit, at least one."""
     return max(1, math.ceil(trigger.share * count - 1e-9))
 
 
@@ -105,28 +95,14 @@ def describe_trigger_wait(job: JobSettings, boards: Sequence[RunnerReport], now:
 
 
 def last_start_time(store: Store, run: str) -> float | None:
-    """Return the wall-clock seconds of the latest start by an armed run, or None.
-
-    Raises:
-        JobError: If the log of the armed run cannot be read.
-    """
+    """Return the wall-clock seconds of the latest start by an armed run, or None."""
     return max((at for _, at, fact in store.read_events(run) if isinstance(fact, NoteRecorded)), default=None)
 
 
 def start_triggered_runs(
     store: Store, rows: Sequence[StoredJob], fleet: Mapping[str, DeviceSnapshot], now: float
 ) -> list[StoredJob]:
-    """Start a run for every trigger that fires. Return the new runs that need no approval.
-
-    Args:
-        store: The home.
-        rows: The runs of the home.
-        fleet: The properties of all devices.
-        now: The time in wall-clock seconds.
-
-    Raises:
-        StoreError: If the home cannot be written.
-    """
+    """Start a run for every trigger that fires. Return the new runs that need no approval."""
     found = []
     for row in rows:
         if row.status != ARMED or row.job.trigger is None:
@@ -159,12 +135,7 @@ def _format_limits(trigger: DriftTrigger) -> str:
 
 
 def stop_run(store: Store, run: str) -> str:
-    """Stop a run, at once or through its coordinator. Return a message for the user.
-
-    Raises:
-        JobError: If the run has ended.
-        StoreError: If the run does not exist, or the home cannot be written.
-    """
+    """Stop a run, at once or through its coordinator. Return a message for the user."""
     row = store.find_job(run)
     if row.status not in UNENDED:
         raise JobError(f"{row.id} is {row.status} already")
@@ -178,12 +149,7 @@ def stop_run(store: Store, run: str) -> str:
 
 
 def resume_run(store: Store, run: str) -> StoredJob:
-    """Mark a run for its coordinator to resume, or as armed if the run has a trigger. Return its row from before.
-
-    Raises:
-        JobError: If the run is done, or belongs to a simulation.
-        StoreError: If the run does not exist, or the home cannot be written.
-    """
+    """Mark a run for its coordinator to resume, or as armed if the run has a trigger. Return its row from before."""
     row = store.find_job(run)
     if row.status == "done":
         export = f"fedquilt model export {row.id} --home {store.home} --out FILE"
@@ -195,12 +161,7 @@ def resume_run(store: Store, run: str) -> StoredJob:
 
 
 def approve_run(store: Store, run: str) -> str:
-    """Queue a run that a [trigger] started and that waits for approval. Return a message.
-
-    Raises:
-        JobError: If the run does not wait for approval.
-        StoreError: If the run does not exist, or the home cannot be written.
-    """
+    """Queue a run that a [trigger] started and that waits for approval. Return a message."""
     row = store.find_job(run)
     if row.status != UNAPPROVED:
         raise JobError(f"{row.id} is {row.status}: only a run that is {UNAPPROVED} can be approved")
@@ -210,12 +171,7 @@ def approve_run(store: Store, run: str) -> str:
 
 
 def remove_devices(store: Store, devices: Sequence[str], *, force: bool = False) -> str:
-    """Queue devices for removal by the coordinator. Return a message for the user.
-
-    Raises:
-        JobError: If a device is unknown, or has a task and `force` is not set.
-        StoreError: If the stored device data cannot be read or written.
-    """
+    """Queue devices for removal by the coordinator. Return a message for the user."""
     with TelemetryStore(store.home, writes=True) as boards:
         known = {each.device: each for each in boards.load_statuses()}
         for device in devices:
@@ -235,12 +191,7 @@ def remove_devices(store: Store, devices: Sequence[str], *, force: bool = False)
 
 
 def queue_rollout(store: Store, plan: RolloutPlan, payload: bytes | None) -> str:
-    """Store the payload of a rollout, if any, queue the rollout, and return its id.
-
-    Raises:
-        JobError: If the plan is invalid, or another rollout of its kind is under way.
-        StoreError: If the home cannot be written.
-    """
+    """Store the payload of a rollout, if any, queue the rollout, and return its id."""
     plan.require_valid()
     if payload is None:
         return store.rollouts.add_rollout(plan)
@@ -254,10 +205,6 @@ def revert_rollout(store: Store, rollout: str = "") -> str:
     """Request the end of a rollout under way, or the roll-back of a completed one. Return a message for the user.
 
     Devices with its release return to what they ran before.
-
-    Raises:
-        JobError: If the rollout was reverted already, or a later rollout has reached its devices.
-        StoreError: If the rollout does not exist, or the home cannot be written.
     """
     kept = store.rollouts.find_rollout(rollout)
     state = kept.state

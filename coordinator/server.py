@@ -67,7 +67,6 @@ class JobLoader:
         self._ahead_s: float | None = None  # wall clock minus the coordinator's clock
 
     def find_suspended_jobs(self, now_s: float) -> set[str]:
-        """Return the jobs that wait for the next try of the disk."""
         holds = self._desk.store.holds.current_suspensions()
         return {job for job, hold in holds.items() if self._to_wall_clock(now_s) < hold.again}
 
@@ -109,7 +108,6 @@ class JobLoader:
         self._serve_loaded_jobs([(row, result)], now_s)
 
     def _serve_loaded_jobs(self, found: Sequence[tuple[StoredJob, Result]], now_s: float) -> None:
-        """Release the devices of loaded jobs, serve the jobs, and suspend or end those that failed to load."""
         ready, left = [], set[str]()
         for row, result in found:
             job, loans = self.jobs.pop(row.id), self._desk.loans
@@ -264,17 +262,11 @@ class Server:
         return state, serving.summed.wait_limit_s(now_s) + to_wall
 
     def jobs_by_leased_device(self, id: str) -> dict[str, str]:
-        """Return the job of each device that is leased to a job other than `id`."""
         others = (each for each in (*self._jobs, *self._opening.jobs) if each != id)
         return {device: other for other in others for device in self._desk.loans.leased_devices(other)}
 
     def step(self, now_s: float) -> float:
-        """Handle all messages and do all work that is due. Return the time of the next call.
-
-        Raises:
-            StoreError: If the store cannot be written. Accepted updates are safe, and a restarted coordinator
-                continues.
-        """
+        """Handle all messages and do all work that is due. Return the time of the next call."""
         desk = self._desk
         self._schedule_jobs(now_s)  # first: messages arriving now belong to the jobs that were running
         later = desk.later = []
@@ -405,7 +397,6 @@ class Server:
     # -- jobs --
 
     def _schedule_jobs(self, now_s: float) -> None:
-        """Read the store at intervals: stop, preempt and load jobs, start triggered runs and delete expired ones."""
         if now_s < self._poll_s + self._every_s:
             return
         self._poll_s = now_s

@@ -80,11 +80,7 @@ class DriftTrigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def share(self) -> float:
-        """Share of devices that must exceed a limit, above 0 and at most 1.
-
-        Raises:
-            JobError: If `boards` is no such share.
-        """
+        """Share of devices that must exceed a limit, above 0 and at most 1."""
         found = float(self.boards.removesuffix("%")) / 100
         if not 0 < found <= 1:
             raise JobError(f'[trigger] boards = "{self.boards}": a share of boards is above 0 % and at most 100 %')
@@ -92,11 +88,7 @@ class DriftTrigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def pause_s(self) -> float:
-        """Least time between two starts, in seconds.
-
-        Raises:
-            JobError: If `pause` is no duration.
-        """
+        """Least time between two starts, in seconds."""
         try:
             return units.parse_seconds(self.pause)
         except ValueError as error:
@@ -121,11 +113,7 @@ class FleetSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     links: Texts = ()  # of boards on virtual time, taken in turn: "2MB/s 50ms"; (): transfers take no time
 
     def device_link(self, index: int) -> LinkCost:
-        """Return the simulated link of the device with this index, from 0.
-
-        Raises:
-            JobError: If its text describes no link.
-        """
+        """Return the simulated link of the device with this index, from 0."""
         if not self.links:
             return LinkCost()
         try:
@@ -134,18 +122,13 @@ class FleetSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
             raise JobError(f"[fleet] links: {error}") from None
 
     def device_labels(self, index: int) -> tuple[str, ...]:
-        """Return the labels of the device with this index, from 0.
-
-        Raises:
-            JobError: If a word is no label.
-        """
+        """Return the labels of the device with this index, from 0."""
         return labels.parse_labels(labels.split_words(self.labels[index % len(self.labels)])) if self.labels else ()
 
     def count_selected_devices(self, cohort: CohortSettings, devices: int) -> int:
         return sum(labels.is_selected(cohort.select, self.device_labels(index)) for index in range(devices))
 
     def require_enough_devices(self, cohort: CohortSettings, devices: int) -> None:
-        """Raise JobError if too few simulated devices are selected, or a link is invalid."""
         there = self.count_selected_devices(cohort, devices)
         for index in range(len(self.links)):
             self.device_link(index)
@@ -186,13 +169,7 @@ class JobSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load_job(path: Path) -> JobSettings:
-    """Read a job from a TOML file. Relative paths in the file start at its folder.
-
-    Raises:
-        JobError: If the file cannot be read, or contains an unknown key, an invalid value, an unknown method or
-            parameter.
-        DataError: If settings that depend on the data cannot be measured.
-    """
+    """Read a job from a TOML file. Relative paths in the file start at its folder."""
     table = toml.read_toml(path)
     try:
         if "device" in table and "method" not in table:
@@ -203,11 +180,7 @@ def load_job(path: Path) -> JobSettings:
 
 
 def parse_job(table: Mapping[str, Any]) -> JobSettings:
-    """Return the job of a table.
-
-    Raises:
-        JobError: If a key is wrong. The error names the key and the expected value.
-    """
+    """Return the job of a table."""
     _require_params_in_table(table)
     job = _unify_task_and_classes(toml.convert_table(table, JobSettings, "a job"))
     given = parse_params(job)
@@ -307,7 +280,6 @@ def _unify_task_and_classes(job: JobSettings) -> JobSettings:
 
 
 def _require_params_in_table(table: Mapping[str, Any]) -> None:
-    """Raise JobError if a parameter of the method stands outside of [params]."""
     if not isinstance(method := table.get("method"), str):
         return  # `convert_table` reports a missing method
     known = {field.encode_name for field in msgspec.structs.fields(JobSettings)}
@@ -318,11 +290,7 @@ def _require_params_in_table(table: Mapping[str, Any]) -> None:
 
 
 def parse_params(job: JobSettings) -> Any:
-    """Return the validated parameters of the job's method.
-
-    Raises:
-        JobError: If the method, the engine or a parameter is unknown, or a value has the wrong type.
-    """
+    """Return the validated parameters of the job's method."""
     method = methods.load(job.method)
     if job.engine not in (None, *method.engines, *plugins.plugin_names("engine")):
         raise JobError(f"engine = {job.engine!r}: {job.method} runs on {' or '.join(method.engines)}")
@@ -358,12 +326,7 @@ def list_engines(job: JobSettings, method: Method) -> tuple[str, ...]:
 
 
 def complete_table(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a job's table with absolute paths, and with settings measured on its data.
-
-    Raises:
-        JobError: If a setting that depends on the data is invalid.
-        DataError: If the data cannot be read.
-    """
+    """Return a job's table with absolute paths, and with settings measured on its data."""
     result = make_paths_absolute(table, folder)
     if isinstance(data := result.get("data"), dict):
         result["data"] = measured_settings.complete_data_table(data)
@@ -415,11 +378,7 @@ class RetentionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
     @property
     def older_than_s(self) -> float | None:
-        """Value of `older_than` in seconds, or None.
-
-        Raises:
-            JobError: If `older_than` is no duration.
-        """
+        """Value of `older_than` in seconds, or None."""
         if self.older_than is None:
             return None
         try:
@@ -440,11 +399,7 @@ class CoordinatorLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 def load_limits(home: Path) -> CoordinatorLimits:
-    """Return the limits of a home's limits.toml, or the defaults without the file.
-
-    Raises:
-        JobError: If the file cannot be read, or has an unknown key or a value out of range.
-    """
+    """Return the limits of a home's limits.toml, or the defaults without the file."""
     path = home / FILE
     if not path.exists():
         return CoordinatorLimits()
@@ -458,7 +413,6 @@ def load_limits(home: Path) -> CoordinatorLimits:
 
 
 def _require_disjoint_sites(sites: Mapping[str, SiteRight]) -> None:
-    """Raise JobError if two sites may both submit updates of one board."""
     for (one, right), (other, another) in itertools.combinations(sites.items(), 2):
         if right.overlaps(another):
             raise JobError(f"[sites]: {one} and {other} may both speak for one board: give each board to one site")
@@ -469,17 +423,7 @@ NUMPY_TRAINS: Final = "mlp"  # the only network of edge_agent/engines/numpy/engi
 
 
 def create_initial_state(job: JobSettings, made: Bundle, method: Method | None = None) -> Any:
-    """Validate a job with its bundle, and return the initial state of its method.
-
-    Args:
-        job: The settings of the job.
-        made: The bundle prepared for the job.
-        method: The job's method, or None to load the method by its name.
-
-    Raises:
-        JobError: If a parameter is invalid, the method has no evaluation, or the engine cannot train the network.
-        ModelError: If the method cannot train the bundle's network, or cannot use its donors.
-    """
+    """Validate a job with its bundle, and return the initial state of its method."""
     method = method or methods.load(job.method)
     if job.check.every and method.check is None:
         raise JobError(f"[check] every: {job.method} has no evaluation of its own; leave it 0")
@@ -497,9 +441,6 @@ def required_packages(job: JobSettings, made: Bundle) -> dict[str, str]:
     """Return the packages that devices need for a job besides fedquilt.
 
     Keys are modules, and values name the package, its version and the sha256 of its files.
-
-    Raises:
-        JobError: If the method, the engine, a loss or a transform is not installed here.
     """
     found = methods.required_plugins(job.method)
     if job.engine is not None and job.engine not in ENGINES:
@@ -542,7 +483,6 @@ def require_matching_bundle(job: JobSettings, made: Bundle) -> None:
 
 
 def _describe_label_mismatch(wanted: Sequence[str], given: Sequence[str]) -> list[str]:
-    """Return a list with a text on the first label that differs, or an empty list."""
     for number, (ours, theirs) in enumerate(itertools.zip_longest(wanted, given)):
         if ours != theirs:
             told = ["none" if each is None else repr(each) for each in (ours, theirs)]

@@ -63,9 +63,6 @@ class BlobServer:
         tell: Called with the end of each upload, in another thread.
         identity: Certificates of the fleet. Without them the server uses no TLS, and a token is sufficient.
         connections: Limits on the connections.
-
-    Raises:
-        JobError: If the server cannot listen on the address.
     """
 
     def __init__(
@@ -113,7 +110,6 @@ class BlobServer:
         return token
 
     def revoke_token(self, device: str, sha256: str, *, put: bool) -> None:
-        """Revoke a device's token to upload (`put`) or fetch a blob, if there is one."""
         with self._lock:
             self._remove_token((device, sha256, put))
 
@@ -127,7 +123,6 @@ class BlobServer:
     # -- requests --
 
     def _tls_context(self) -> ssl.SSLContext:
-        """Return the server's TLS context. Raise OSError if the files of the identity cannot be read."""
         assert self._identity is not None
         try:
             return self._identity.tls_context(server=True)
@@ -136,7 +131,6 @@ class BlobServer:
             raise OSError(str(error)) from None
 
     def _serve_request(self, exchange: HttpExchange) -> None:
-        """Check the token and the device's connection limit, then transfer the blob."""
         exchange.close_after()
         exchange.socket.settimeout(STALL_S)
         grant = self._require_grant(exchange)
@@ -166,7 +160,6 @@ class BlobServer:
         return grant
 
     def _transfer_blob(self, request: HttpExchange, grant: AccessGrant) -> None:
-        """Send or receive a blob, or answer HEAD with the offset at which an upload continues."""
         if grant.intake is None:
             return self._send_blob(request, grant)
         if request.method == "HEAD":
@@ -178,7 +171,6 @@ class BlobServer:
         return self._receive_blob(request, grant, grant.intake)
 
     def _send_blob(self, request: HttpExchange, grant: AccessGrant) -> None:
-        """Send the requested bytes of a blob, and charge them to the grant."""
         size = grant.ref.size
         start, end = _parse_range(request.headers.get("range"), size)
         self._charge_bytes(grant, 0)
@@ -196,7 +188,6 @@ class BlobServer:
             send_file(request.socket, file, start, end - start, lambda sent: self._charge_bytes(grant, sent))
 
     def _receive_blob(self, request: HttpExchange, grant: AccessGrant, intake: BlobWriter) -> None:
-        """Receive the bytes of a blob that are due, and report the end of the upload."""
         found = _CONTENT_RANGE.match(request.headers.get("content-range", ""))
         if not request.size or found is None:
             raise RequestRefusedError(411, "say by Content-Length and Content-Range how many bytes come, and which")
@@ -307,9 +298,6 @@ class BlobLocationSettings:
         open_backend: The function that opens the backend of an outside package, or None for no backend.
         ca: The authority of the backend's certificate, in addition to those of the system.
         limits: The limits on connections to the own server.
-
-    Raises:
-        JobError: If an address is malformed, or devices cannot reach it.
     """
 
     listen: str | None = None
@@ -330,11 +318,7 @@ class BlobLocationSettings:
             _require_server_url(self.url, self.listen is not None)
 
     def server_url(self, port: int, *, sealed: bool) -> str:
-        """Return `url` or, without one, the listen address with `port`. The result has no trailing slash.
-
-        Raises:
-            JobError: If the scheme of `url` contradicts whether the fleet uses certificates.
-        """
+        """Return `url` or, without one, the listen address with `port`. The result has no trailing slash."""
         scheme = "https" if sealed else "http"
         if self.url is None:
             host, _ = open_metrics.parse_listen_address(self.listen or "")
@@ -346,18 +330,7 @@ class BlobLocationSettings:
 
 
 class BlobLocationProvider(TransferBackend):
-    """Transfers through the coordinator's own server and the backend of an outside package.
-
-    Args:
-        where: The locations to offer.
-        depot: The blob store.
-        allowed: The function that returns whether a device (first argument) may fetch a blob (sha256) now.
-        identity: The certificates of the fleet, or None for an unsigned fleet.
-        fleet: The name of the fleet.
-
-    Raises:
-        JobError: If the server cannot listen, or its URL does not match the fleet.
-    """
+    """Transfers through the coordinator's own server and the backend of an outside package."""
 
     def __init__(
         self,
@@ -395,7 +368,6 @@ class BlobLocationProvider(TransferBackend):
         )
 
     def upload_locations(self, device: str, intake: BlobWriter) -> tuple[BlobLocation, ...]:
-        """Return the backend's locations, then the own server's."""
         stored = self._backend.upload_locations(device, intake.ref) if self._backend else ()
         self._first_own[device, intake.ref.sha256] = len(stored)
         return (*stored, *self._own_locations(device, intake.ref, intake))
@@ -415,7 +387,6 @@ class BlobLocationProvider(TransferBackend):
         return found if self._backend is None else [each for each in found if not self._backend.handle_result(each)]
 
     def close_locations(self, key: Key) -> None:
-        """Delete a device's upload at the backend, and revoke its upload token."""
         self._first_own.pop(key, None)
         if self._backend is not None:
             self._backend.delete_upload(key)
@@ -427,7 +398,6 @@ class BlobLocationProvider(TransferBackend):
             self._server.close()
 
     def _own_locations(self, device: str, ref: BlobRef, intake: BlobWriter | None) -> tuple[BlobLocation, ...]:
-        """Return the own server's location with a token, or nothing without a server."""
         if self._server is None:
             return ()
         token = self._server.issue_token(device, ref, intake)

@@ -90,7 +90,6 @@ class TaskDispatcher:
         self._link.publish(self._topics.device_topic(device, "dn", "task"), b"", retain=True)
 
     def slow_resends(self, device: str) -> None:
-        """Resend a device's task at the longest interval, because the device is working on the task."""
         if device in self._open:
             self._open[device].sends = ATTEMPTS_MOST
 
@@ -162,10 +161,7 @@ class Executor(Protocol):
         ...
 
     def receive_inputs(self, now_s: float) -> Iterable[Heard]:
-        """Yield messages and results since the last call.
-
-        Requests made during the iteration take effect at once.
-        """
+        """Yield messages and results since the last call. Requests made during the iteration take effect at once."""
         ...
 
     def send_pending(self, now_s: float) -> float:
@@ -173,18 +169,10 @@ class Executor(Protocol):
         ...
 
     def send_task(self, device: str, task: Task, now_s: float) -> None:
-        """Send a device its task, for the first time or again. The task replaces any earlier task.
-
-        Raises:
-            JobError: If the task contains a value that cannot be sent.
-            WireError: If the encoded task is invalid.
-            LinkError: If the task is larger than the broker accepts.
-        """
+        """Send a device its task, for the first time or again. The task replaces any earlier task."""
         ...
 
-    def cancel_task(self, device: str) -> None:
-        """Cancel a device's task and the transfers from the device, if any."""
-        ...
+    def cancel_task(self, device: str) -> None: ...
 
     def slow_resends(self, device: str) -> None:
         """Resend a device's task less often, since the device is working on the task."""
@@ -230,20 +218,11 @@ class Executor(Protocol):
     def send_ack(self, device: str, ack: wire.Ack) -> None: ...
 
     def send_release(self, device: str, kind: wire.Kind, release: wire.DesiredRelease | None) -> None:
-        """Send a device a release and let the device fetch its blob. None clears the device's release.
-
-        Raises:
-            JobError: If devices of this kind install no releases.
-            WireError: If the release cannot be encoded.
-            LinkError: If the release is larger than the broker accepts.
-        """
+        """Send a device a release and let the device fetch its blob. None clears the device's release."""
         ...
 
     def set_epoch(self, epoch: int) -> None:
-        """Set a later epoch for all further tasks.
-
-        Devices then accept tasks of rounds that they have completed.
-        """
+        """Set a later epoch for all further tasks. Devices then accept tasks of rounds that they have completed."""
         ...
 
     def publish_state(self, job: JobView) -> None: ...
@@ -255,9 +234,7 @@ class Executor(Protocol):
         """
         ...
 
-    def close(self) -> None:
-        """Announce that the coordinator ends, and close the connection. Tasks of devices continue."""
-        ...
+    def close(self) -> None: ...
 
 
 class LinkExecutor:
@@ -274,9 +251,6 @@ class LinkExecutor:
         identity: Identity that signs the messages, or None. With an identity, only messages of authenticated devices
             are accepted.
         where: Locations besides the broker where blobs are transferred.
-
-    Raises:
-        JobError: If devices would not accept the identity as a coordinator's, or a location cannot be used.
     """
 
     def __init__(
@@ -308,7 +282,6 @@ class LinkExecutor:
         return self._transfers.fds()
 
     def receive_inputs(self, now_s: float) -> Iterator[Heard]:
-        """Yield messages, silent and blocked devices, fetched updates and due resends, and None for a new session."""
         self._gate.now_s = now_s
         self.absence.record_connection(self._link.connected, now_s)
         if self._link.session != self._session:
@@ -347,7 +320,6 @@ class LinkExecutor:
         )
 
     def send_task(self, device: str, task: Task, now_s: float) -> None:
-        """Publish a retained task, and credit the device for a new round. Raise JobError if it cannot be encoded."""
         try:
             payload = wire.encode(msgspec.structs.replace(task, epoch=self._epoch))
         except (TypeError, ValueError, OverflowError) as error:
@@ -368,7 +340,6 @@ class LinkExecutor:
         return None if self._signed is None else self._signed.site_right(device)
 
     def fetch_blobs(self, device: str, refs: Iterable[BlobRef], *, in_turn: bool = False) -> None:
-        """Fetch blobs from a device, and cancel all other transfers from the device."""
         wanted = {ref.sha256: ref for ref in refs}
         for sha256 in self._fetching.pop(device, set()) - wanted.keys():
             self._transfers.cancel(device, sha256)
@@ -467,7 +438,6 @@ class LinkExecutor:
             return None
 
     def _remove_device(self, device: str) -> None:
-        """Cancel a device's task and delete its retained messages on the broker."""
         self.cancel_task(device)
         self._silence.forget(device)
         for kind in KINDS:
@@ -476,12 +446,10 @@ class LinkExecutor:
             self._link.publish(self._topics.device_topic(device, "up", leaf), b"", retain=True)
 
     def _record_contact(self, device: str) -> None:
-        """Record that a message of a device has just arrived, and whether the device was silent before."""
         if self._silence.record_contact(device):
             self._returned.append(device)
 
     def _request_presences(self, now_s: float) -> list[str]:
-        """Request the presence of quiet devices. Return the devices that have become silent."""
         quiet = self._silence.step(now_s, self.absence.can_reach_devices(now_s))
         for device in quiet.ask:
             self._request_presence(device)
@@ -492,7 +460,6 @@ class LinkExecutor:
         self._publish(self._topics.device_topic(device, "dn", "presence"), self._presence_message, reliable=False)
 
     def _handle_fetched_blob(self, device: str, sha256: str, error: str | None) -> Iterator[UpdateReceived]:
-        """Yield `UpdateReceived` after the last missing blob of a device, or after a failed fetch."""
         missing = self._fetching.get(device)
         if missing is None or sha256 not in missing:
             return

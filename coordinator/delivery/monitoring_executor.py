@@ -53,10 +53,6 @@ class DeviceStatusTracker:
     """Status of every device, written to disk at intervals.
 
     A disk error is logged once. Rounds continue, and writing is tried again later.
-
-    Args:
-        home: Folder of the coordinator.
-        clock: Wall-clock time in seconds.
     """
 
     def __init__(self, home: Path, clock: Callable[[], float] = time.time) -> None:
@@ -86,7 +82,6 @@ class DeviceStatusTracker:
         self._doubted = {each.device for each in self._boards.values() if each.online}
 
     def record_message(self, heard: Heard, now_s: float) -> None:
-        """Update a device's status and telemetry from its message or from an event of the link."""
         self._now_s, at = now_s, self._clock()
         if isinstance(heard, RateLimitExceeded):
             refusal = LatestDecline(at, "flooding", FLOODED)
@@ -223,7 +218,6 @@ class DeviceStatusTracker:
             self._due_s = min(self._due_s, self._now_s + within_s)
 
     def _write_changes(self, store: TelemetryStore) -> None:
-        """Write changed devices, new readings and whether the broker is disconnected."""
         readings = [(device, reading) for (device, _), reading in self._readings.items()]
         if self._told_away:
             store.record_broker_outage(self._away)
@@ -234,7 +228,6 @@ class DeviceStatusTracker:
         self._due_s, self._failed = math.inf, False
 
     def _remove_expired(self, store: TelemetryStore, now: float) -> None:
-        """Merge old readings into coarser ones, and delete devices without a message for FORGOTTEN_S."""
         store.downsample_readings(now)
         gone = {device for device in self._boards if _is_expired(self._status_with_last_seen(device), now)}
         self._delete_devices(store, gone)

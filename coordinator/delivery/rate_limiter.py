@@ -54,12 +54,6 @@ class RateLimiter:
         """Decide whether to process a message. Only processed messages are charged to the device's bucket.
 
         A device with too many dropped messages is blocked for ASIDE_S.
-
-        Args:
-            device: Id of the device.
-            size: Bytes of the message.
-            now_s: Time of the coordinator's clock in seconds.
-            cost_s: Seconds of work that do not depend on the size.
         """
         account = self._refill_bucket(device, now_s)
         if now_s < account.until_s:
@@ -108,12 +102,7 @@ LOOKED_S: Final = 1.0  # duration of such a subscription, in which flooding mess
 
 
 class RateLimitedLink(LinkWrapper):
-    """Link that drops the messages of devices above their rate limit.
-
-    Args:
-        link: Link to the broker.
-        topics: Topics of the fleet.
-    """
+    """Link that drops the messages of devices above their rate limit."""
 
     def __init__(self, link: Link, topics: wire.Topics) -> None:
         super().__init__(link)
@@ -147,7 +136,6 @@ class RateLimitedLink(LinkWrapper):
         self._conduct.charge_time(device, seconds, self.now_s)
 
     def admit_message(self, device: str, size: int, cost_s: float = MESSAGE_S) -> bool:
-        """Return whether to process a message. Block a device that keeps sending too much."""
         verdict = self._conduct.admit_message(device, size, self.now_s, cost_s)
         if verdict == "slowed":
             ids = log_ids(device=device)
@@ -163,7 +151,6 @@ class RateLimitedLink(LinkWrapper):
     # -- within --
 
     def _admit_received(self, message: Message) -> bool:
-        """Return whether to process a message. Register a new sender, and let blob chunks pass."""
         device = wire.device_from_topic(message.topic)
         if not device:
             return True
@@ -180,7 +167,6 @@ class RateLimitedLink(LinkWrapper):
         return self.admit_message(device, len(message.payload), HELLO_S if route.leaf == "hello" else MESSAGE_S)
 
     def _register_new_device(self, device: str) -> None:
-        """Record a device and, where subscriptions are by name, subscribe to it, or to all above KNOWN_MOST."""
         if len(self._known) <= KNOWN_MOST:
             self._known[device] = None
             if self._subscribes_per_device and len(self._known) <= KNOWN_MOST:

@@ -39,8 +39,6 @@ class CurrentTask(msgspec.Struct, frozen=True):
 
 
 class LatestDecline(msgspec.Struct, frozen=True):
-    """Latest task that a device declined, or latest rejection of its update."""
-
     at: float
     code: str  # of its claim; "update": the coordinator refused its update; "flooding": it was set aside
     reason: str
@@ -124,12 +122,10 @@ def apply_message(board: DeviceStatus, message: WireMessage, at: float) -> Devic
 
 
 def apply_silence(board: DeviceStatus, at: float) -> DeviceStatus:
-    """Return a device's status, offline and silent, after the device has stopped answering."""
     return replace(board, online=False, silent=True, quiet=False, since=at if board.seen is None else board.seen)
 
 
 def apply_return(board: DeviceStatus, at: float) -> DeviceStatus:
-    """Return a silent device's status, online again, after a message from the device."""
     return replace(board, online=True, silent=False, since=at)
 
 
@@ -189,7 +185,6 @@ def _apply_release_status(
 
 
 def _apply_presence(board: DeviceStatus, message: wire.Presence, at: float) -> DeviceStatus:
-    """Return the status after a presence message, unchanged after a retained or repeated message."""
     if board.silent and message.online and message.boot == board.boot:
         return board  # retained: `apply_return` comes before a message of its own
     if message.online == board.online and (message.boot == board.boot or not message.online):
@@ -263,15 +258,7 @@ from readings where step = :step and at >= :begin and at < :end group by at / :t
 
 
 class TelemetryStore:
-    """Database of device statuses and readings, with one writing process and any number of readers.
-
-    Args:
-        home: Folder of the coordinator.
-        writes: Whether to create missing tables and to replace a damaged file.
-
-    Raises, from every method:
-        StoreError: If the database cannot be read or written, or has tables of another version.
-    """
+    """Database of device statuses and readings, with one writing process and any number of readers."""
 
     def __init__(self, home: Path, *, writes: bool = False) -> None:
         self._home = home
@@ -329,10 +316,7 @@ class TelemetryStore:
     # -- writing --
 
     def write_telemetry(self, boards: Iterable[DeviceStatus], readings: Iterable[tuple[str, TelemetrySample]]) -> None:
-        """Store device statuses, and readings at the finest resolution.
-
-        Readings of unknown devices are dropped.
-        """
+        """Store device statuses, and readings at the finest resolution. Readings of unknown devices are dropped."""
         with _convert_database_errors(self._home), transaction(self._db):
             self._db.executemany(
                 "insert into boards (device, body) values (?, ?) "
@@ -346,12 +330,10 @@ class TelemetryStore:
             )
 
     def record_broker_outage(self, since: float | None) -> None:
-        """Store the start of the broker outage, or None while the broker is connected."""
         with _convert_database_errors(self._home):
             self._db.execute("insert or replace into contact (id, away) values (1, ?)", (since,))
 
     def downsample_readings(self, now: float) -> None:
-        """Merge fine readings into coarser ones, and delete expired readings."""
         with _convert_database_errors(self._home), transaction(self._db):
             for (step, _), (to, kept_s) in itertools.pairwise(STEPS):
                 last = self._db.execute("select max(at) from readings where step = ?", (to,)).fetchone()[0]
@@ -374,7 +356,6 @@ class TelemetryStore:
             self._db.executemany("insert or ignore into removals values (?)", [(device,) for device in devices])
 
     def take_removals(self) -> list[str]:
-        """Return the devices queued for removal, and empty the queue."""
         with _convert_database_errors(self._home):
             found = [str(device) for (device,) in self._db.execute("select device from removals order by device")]
             self._db.executemany("delete from removals where device = ?", [(device,) for device in found])
@@ -383,16 +364,12 @@ class TelemetryStore:
     # -- reading --
 
     def broker_outage_start(self) -> float | None:
-        """Return since when the coordinator is disconnected from its broker, or None if connected."""
         with _convert_database_errors(self._home):
             found: tuple[float | None] | None = self._db.execute("select away from contact").fetchone()
         return None if found is None else found[0]
 
     def load_statuses(self) -> list[DeviceStatus]:
-        """Return the statuses of all devices, sorted by name.
-
-        Rows that cannot be decoded are left out.
-        """
+        """Return the statuses of all devices, sorted by name. Rows that cannot be decoded are left out."""
         with _convert_database_errors(self._home):
             rows = self._db.execute("select body from boards order by device").fetchall()
         found = []

@@ -58,19 +58,16 @@ class DeviceLeases:
         return others[0] if len(others) == 1 else _NONE.union(*others)
 
     def device_seconds(self, job: str, now_s: float) -> float:
-        """Return the device seconds that a job has used, with those of running leases."""
         devices = self._lent.get(job)
         running_s = len(devices) * now_s - self._begun_s[job] if devices else 0.0
         return self._ended_s.get(job, 0.0) + running_s
 
     def raise_usage(self, job: str, least_s: float, now_s: float) -> None:
-        """Raise the device seconds of a job to at least `least_s`."""
         lacking_s = least_s - self.device_seconds(job, now_s)
         if lacking_s > 0:
             self._ended_s[job] = self._ended_s.get(job, 0.0) + lacking_s
 
     def forget_job(self, job: str, now_s: float) -> None:
-        """Release the devices of a job and delete its recorded usage."""
         for device in tuple(self.leased_devices(job)):
             self.release_device(device, job, now_s)
         for kept in (self._lent, self._begun_s, self._ended_s):
@@ -82,8 +79,6 @@ START_S: Final = 1.0  # the same for a job whose round has not begun
 
 
 class IdleTime(NamedTuple):
-    """Time for which no device has worked on an active job."""
-
     idle_s: float  # since a device last worked on it
     begun: bool = True  # whether its running round has been asked of anybody
 
@@ -93,8 +88,6 @@ class IdleTime(NamedTuple):
 
 
 class JobUsage(NamedTuple):
-    """Device time used by an active job, compared with that of the other jobs."""
-
     had_s: float  # boards' seconds, divided by its priority
     round_s: float  # of these, the seconds of its latest round, or of the running one if they are more
     roll: AbstractSet[str]  # devices of its running round, which it will probably ask again

@@ -118,12 +118,7 @@ class SilenceDetector:
         self._silent.discard(device)
 
     def step(self, now_s: float, hears: bool) -> ReachabilityChange:
-        """Return the devices whose presence is to be requested, and the devices that have become silent.
-
-        Args:
-            now_s: The time of the owner's clock, in seconds.
-            hears: Whether messages of devices can arrive.
-        """
+        """Return the devices whose presence is to be requested, and the devices that have become silent."""
         passed_s = min(now_s - self._now_s, STEP_S) if hears else 0.0
         self._now_s, self._counted_s = now_s, self._counted_s + passed_s
         self._left = min(self._left + RATE * passed_s, RATE)

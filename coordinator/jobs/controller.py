@@ -60,15 +60,7 @@ class PipelineJob(Protocol):
 
 
 class UpdatePipeline:
-    """Validation, aggregation and commit of one job's updates.
-
-    Args:
-        served: Job of the updates.
-        worker: Worker for large updates.
-        start: Starts a work item, as `CoordinatorContext.start_work` does.
-        executor: Executor that receives the updates.
-        left: Returns whether the coordinator no longer runs the job.
-    """
+    """Validation, aggregation and commit of one job's updates."""
 
     def __init__(
         self,
@@ -94,10 +86,7 @@ class UpdatePipeline:
         return count + len(self._examining), size + sum(map(total_blob_bytes, self._examining.values()))
 
     def register_update(self, device: str, update: Update, now_s: float) -> bool:
-        """Record an update that is fetched next.
-
-        Return whether the update is large and must wait for its turn.
-        """
+        """Record an update that is fetched next. Return whether the update is large and must wait for its turn."""
         if total_blob_bytes(update) < self._worker.large_bytes:
             return False
         if self._offered.get(device) != update and now_s < self._moved_deadline_s:
@@ -138,10 +127,7 @@ class UpdatePipeline:
         return min(deadline_s + max(map(self._executor.transfer_wait_s, self._offered), default=0.0), latest_s)
 
     def wait_for_punctual_updates(self, now_s: float) -> bool:
-        """Return whether the round waits past its deadline.
-
-        Let punctual devices transfer before late ones.
-        """
+        """Return whether the round waits past its deadline. Let punctual devices transfer before late ones."""
         deadline_s = self._moved_deadline_s
         if not deadline_s <= now_s < self.wait_limit_s(now_s) or decisions.has_full_cohort(self._served.job.rounds):
             return False
@@ -161,10 +147,7 @@ class UpdatePipeline:
     def validate_update(
         self, device: str, update: Update, profile: Profile | None, right: SiteRight | None, now_s: float
     ) -> None:
-        """Validate an update whose blobs have arrived, then accept or reject it.
-
-        Large updates use the worker.
-        """
+        """Validate an update whose blobs have arrived, then accept or reject it. Large updates use the worker."""
         if (
             total_blob_bytes(update) >= self._worker.large_bytes
         ):  # as a site's sum may be, whose boards' updates are small
@@ -208,7 +191,6 @@ class UpdatePipeline:
         self._served.handle_input(examined, now_s)
 
     def start_folding(self) -> None:
-        """Start to fold accepted updates in the worker, if updates are large and no fold is running."""
         if self._is_large and not self._summing and self._served.job.has_updates_to_fold():
             self._summing = True
             self._start(self._served.job.build_fold(self._worker.stored_at), self._record_partial_aggregate)
@@ -275,16 +257,6 @@ def decide_next_event(
     """Return the next event of a job, or None if nothing is due.
 
     The event records changes in the eligible devices before it selects devices.
-
-    Args:
-        job: Active job.
-        registry: Devices of the fleet.
-        at_work: Devices that are working on a task of the running round.
-        now_s: Time of the coordinator's clock in seconds.
-        busy: Devices that the job must leave to other jobs now.
-        most: Number of devices that may be selected now.
-        lost_s: Seconds of the running attempt in which no device was reachable, by which its deadline moves.
-        gone: Selected devices that are known to be offline or silent.
     """
 
     def workload_of(device: str) -> DeviceWorkload:
@@ -334,14 +306,7 @@ Observe = Callable[[JobView, events.AnyEvent], None]
 
 
 class CoordinatorContext:
-    """Services shared by all jobs of a coordinator.
-
-    Args:
-        executor: The link to the devices.
-        store: The home of the coordinator.
-        observe: The callback for each new event, `observe(job, event)`.
-        worker: The worker for operations that take too long for the loop.
-    """
+    """Services shared by all jobs of a coordinator."""
 
     def __init__(self, executor: Executor, store: Store, observe: Observe, worker: BackgroundWorker) -> None:
         self.executor, self.store, self.observe, self.worker = executor, store, observe, worker
@@ -371,12 +336,10 @@ class CoordinatorContext:
         self.send_unsent_task(device, now_s)
 
     def release_device(self, device: str, job: str, now_s: float) -> None:
-        """Release a job's lease of a device, and send the device the task of a job that waits for it."""
         if self.loans.release_device(device, job, now_s):
             self.send_unsent_task(device, now_s)
 
     def send_unsent_task(self, device: str, now_s: float) -> None:
-        """Try to send a device the task of every job that waits for the device."""
         for serving in self.jobs.values():
             if device in serving.unsent:
                 serving.unsent.remove(device)
@@ -450,7 +413,6 @@ class JobController:
         return self.job.rounds.asked
 
     def activate(self, now_s: float) -> None:
-        """Continue the job where its log ends, and send all open tasks again."""
         self._desk.store.mark_running(self.id)
         if self.job.rounds.phase in ("stopped", "failed"):
             self.record_event(events.JobResumed(), now_s)
@@ -528,7 +490,6 @@ class JobController:
         self.handle_input(decisions.UpdateAnnounced(device, told, unfit=unfit), now_s)
 
     def handle_input(self, event: decisions.Input, now_s: float) -> None:
-        """Record the events and schedule the actions that follow from a device's input."""
         step = decisions.decide_response(self.id, self.job.rounds, self.arriving.get(event.device), event, now_s)
         if step.arriving is None:
             self.arriving.pop(event.device, None)
@@ -607,13 +568,7 @@ class JobController:
     # -- decisions --
 
     def make_next_decision(self, now_s: float, left: AbstractSet[str] = frozenset(), most: float = math.inf) -> bool:
-        """Make the job's next decision, if one is due. Return whether the job has changed.
-
-        Args:
-            now_s: The time of the coordinator's clock, in seconds.
-            left: The devices to yield to other jobs, in addition to those leased to them.
-            most: The number of devices that may be selected now.
-        """
+        """Make the job's next decision, if one is due. Return whether the job has changed."""
         job = self.job
         self.summed.start_folding()
         if job.rounds.phase == "closing":
@@ -642,7 +597,6 @@ class JobController:
         return True
 
     def _has_nothing_to_decide(self, busy: AbstractSet[str], most: float, now_s: float) -> bool:
-        """Return whether the fleet is as in the last decision, and further updates change nothing."""
         # a decision costs time in proportion to the fleet, and updates arrive a few at a time
         if self._undecided is None or busy:
             return False
@@ -659,7 +613,6 @@ class JobController:
         )
 
     def _devices_at_work(self, now_s: float) -> set[str]:
-        """Return the selected devices that are online, or all selected devices just after a start."""
         # just after a start these are all selected devices, because devices of a signed fleet authenticate first
         asked = set(self.pending_devices - self._desk.loans.devices_of_other_jobs(self.id))
         return asked if now_s < self._opened_s + START_S else asked.intersection(self._able_devices(now_s))

@@ -73,11 +73,6 @@ class RunningJob:
 
     States and updates of at least `large_bytes` are kept on disk and handled by a worker. The running attempt has its
     whole deadline again or, with `by_wall`, what is left by the wall clock (`decisions.restart_event`).
-
-    Raises:
-        JobError: If the settings, the log or the bundle of the job are not usable.
-        UnreadableError: If the disk fails while the bundle is read.
-        StoreError: If the store cannot be read.
     """
 
     def __init__(
@@ -122,7 +117,6 @@ class RunningJob:
 
     @property
     def is_large_to_load(self) -> bool:
-        """Whether a worker should load the state and bundle because of their size."""
         state_bytes = self.rounds.state.size if self.rounds.state else 0
         return state_bytes + sum(ref.size for ref in self.bundle.files.values()) >= self._large_bytes
 
@@ -134,7 +128,6 @@ class RunningJob:
         return partial(self._states.load_starting_state, self.rounds)
 
     def use_loaded_state(self, found: LoadedState, now_s: float) -> None:
-        """Set the loaded state, and record the start of a new job or a restart that is due."""
         if self.rounds.state is None:
             self.record_event(JobStarted(found.ref, found.settles), now_s)
         elif self._by_wall and (fact := restart_event(self.rounds, now_s)) is not None:
@@ -144,11 +137,7 @@ class RunningJob:
         self._reset_round_caches()
 
     def record_event(self, fact: AnyEvent, now_s: float) -> None:
-        """Write an event to the log, then apply the event.
-
-        Raises:
-            JobError: If the event is not allowed now, or could not be read back. Nothing has been written.
-        """
+        """Write an event to the log, then apply the event."""
         after = apply_event(self.rounds, fact, now_s)
         self._store.append_event(self.id, fact)
         self._apply_event(fact, after)
@@ -161,15 +150,7 @@ class RunningJob:
     def build_task(
         self, device: str, engine: str, profile: Profile | None, now_s: float, actions: tuple[Action, ...] | None = None
     ) -> Task | None:
-        """Return a device's task in the running round, or None if the method has no work for the device.
-
-        Args:
-            device: Id of the device.
-            engine: Engine that the device is to use.
-            profile: Profile of the device, or None if unknown.
-            now_s: Time of the coordinator's clock in seconds.
-            actions: Actions of the task, or None for the actions of the round.
-        """
+        """Return a device's task in the running round, or None if the method has no work for the device."""
         known = self._asks.get(device)
         kept = self._orders.get(device) if known is not None and known.profile == profile else None
         if (order := kept or self._task_spec_for_device(device, profile)) is None:
@@ -204,7 +185,6 @@ class RunningJob:
         return made
 
     def _class_shares(self) -> tuple[float, ...] | None:
-        """Return `Task.class_shares` of an evaluation."""
         if not self.rounds.plan.class_priors:
             return None
         if self.rounds.ordered is not None:
@@ -247,11 +227,6 @@ class RunningJob:
         """Return sentences on the devices that can take part in the round.
 
         The result is empty if all devices can, except in the first round.
-
-        Args:
-            fact: Selection of the cohort.
-            seen: Views of the fleet.
-            kinds: Numbers of online devices by budget in bytes and engines.
         """
         asked = fact.devices[0] if fact.devices else ""
         order = self._task_spec_for_device(asked, seen[asked].profile if asked in seen else None)
@@ -287,7 +262,6 @@ class RunningJob:
 
     @property
     def is_large(self) -> bool:
-        """Whether updates or states of the running round are large, or a partial aggregate is stored."""
         return self._summing.large
 
     def build_validation(
@@ -300,21 +274,7 @@ class RunningJob:
         large: bool,
         right: SiteRight | None = None,
     ) -> Callable[[], UpdateValidated]:
-        """Return a function that validates an update, and returns its valid part or why it is rejected.
-
-        Args:
-            device: Sender of the update.
-            update: Update as announced.
-            profile: Profile of the device, or None if unknown.
-            now_s: Time of the coordinator's clock in seconds.
-            large: Whether a worker calls the function, which then uses nothing that the main loop changes.
-            right: Site right of the device, if any.
-
-        Raises, from the function:
-            LostUpdateError: If a blob of the update is damaged or unreadable. The blob is set aside.
-            UnreadableError: If the disk fails while other data is read.
-            StoreError: If the store cannot be read or written.
-        """
+        """Return a function that validates an update, and returns its valid part or why it is rejected."""
         ask = self.device_workload(device, profile)
         waited_s = now_s - self.rounds.asked_s.get(device, now_s)
         limit_s = validation.longest_work_s(waited_s, self.rounds.max_deadline_s, self.rounds.attempt + 1)
@@ -351,7 +311,6 @@ class RunningJob:
     def build_update_reader(
         self, update: Update, profile: Profile | None, bounds: validation.ClaimBounds, *, large: bool = False
     ) -> Callable[[Update], Update]:
-        """Return a function that decodes and stores an update, and folds it if it is small and next in order."""
         rounds, summing = self.rounds, self._summing
         base = self._build_base_finder(update, profile)
 
@@ -367,7 +326,6 @@ class RunningJob:
         return self._summing
 
     def _build_base_finder(self, update: Update, profile: Profile | None) -> BaseTensors:
-        """Return a function that loads the base tensors that an update refers to, if this job has sent them."""
         order = self._task_spec_for_device(update.device, profile) if update.bases else None
         asked = (
             {self._store_bundle(value).sha256 for value in order.bundles.values()} if order else set()
@@ -389,14 +347,10 @@ class RunningJob:
         """Return a function that folds the remaining updates, and stores the next state.
 
         The main loop or a worker may call the function, but nothing else may fold at that time.
-
-        Raises, from the function:
-            LostUpdateError: If a blob of an update is missing or damaged.
         """
         return partial(self._compute_commit, self.rounds, now_s)
 
     def _compute_commit(self, rounds: JobState, now_s: float) -> CommitResult:
-        """Compute and store the next state. Return it with the commit event and the encoded bundles."""
         state = self.state
         if "work" in rounds.task_actions:
             state = self._active_method.step(state, self._summing.take_aggregate(rounds))
@@ -453,7 +407,6 @@ class RunningJob:
         self._reset_round_caches()
 
     def _reset_round_caches(self) -> None:
-        """Empty the caches of the round, and create its aggregator."""
         self._alike = tasks.TaskSpecCache(self._held)
         self._common, self._seeded, self._manifests = {}, None, None
         known = self._active_method.aggregation.schema(self.state)

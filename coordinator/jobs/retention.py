@@ -41,15 +41,7 @@ log = logging.getLogger("fedquilt.coordinator")
 
 
 class GarbageCollector:
-    """Garbage collector of one home.
-
-    Args:
-        store: Store of the home.
-        in_use: Returns the roots of active jobs.
-
-    Raises, from every method:
-        StoreError: If the home cannot be read or written.
-    """
+    """Garbage collector of one home."""
 
     def __init__(self, store: Store, in_use: Callable[[], AbstractSet[str]] = frozenset) -> None:
         self._store, self._in_use = store, in_use
@@ -57,12 +49,7 @@ class GarbageCollector:
         self._soon = self._all = False
 
     def add_candidates(self, blobs: AbstractSet[str], *, soon: bool = False) -> None:
-        """Mark released blobs for deletion by the next `collect`, if no root needs them then.
-
-        Args:
-            blobs: SHA-256 of the released blobs.
-            soon: Whether the blobs are large, so that they do not wait for further candidates.
-        """
+        """Mark released blobs for deletion by the next `collect`, if no root needs them then."""
         self._candidates |= blobs
         self._soon = self._soon or soon
 
@@ -103,13 +90,7 @@ class RemovedFiles(NamedTuple):
 
 
 def find_run(store: Store, run: str) -> StoredJob | UnreadableRow:
-    """Return a run by its id, even if this version cannot read the run.
-
-    The name of a job selects its latest run.
-
-    Raises:
-        StoreError: If there is no such run. The message lists the runs.
-    """
+    """Return a run by its id, even if this version cannot read the run. The name of a job selects its latest run."""
     for row in reversed(store.all_jobs()):
         if run == row.id or (isinstance(row, StoredJob) and run == row.job.name):
             return row
@@ -124,9 +105,6 @@ def select_expired_runs(store: Store, now: float, keep: int | None, older_s: flo
         now: Wall-clock time in seconds.
         keep: Number of latest ended runs that are protected, or None.
         older_s: Seconds for which a run is protected after its end, or None.
-
-    Raises:
-        StoreError: If the home cannot be read.
     """
     ended = [row for row in store.all_jobs() if row.status in ENDED]
     if keep is not None:
@@ -155,14 +133,6 @@ def remove_expired_runs(store: Store, retention: RetentionSettings, now: float) 
     """Remove ended runs that the retention settings do not protect, and return their ids.
 
     A run that is resumed at this moment is kept. Blobs are left to the garbage collector.
-
-    Args:
-        store: Store of the home.
-        retention: Retention settings.
-        now: Wall-clock time in seconds.
-
-    Raises:
-        StoreError: If the home cannot be read or written.
     """
     if retention.keep is None and retention.older_than_s is None:
         return []
@@ -180,10 +150,6 @@ def remove_runs(store: Store, ids: Collection[str]) -> RemovedFiles:
     """Remove runs and every file of the home that no run needs, and return the amount of files.
 
     Without an active coordinator, the store holds the lock of the home until it is closed.
-
-    Raises:
-        JobError: If a coordinator may be working on one of the runs. Nothing has been removed.
-        StoreError: If the home cannot be read or written.
     """
     store.require_inactive(ids)
     alone = store.acquire_lock()
@@ -208,7 +174,6 @@ def _remove_unneeded_files(store: Store, alone: bool) -> RemovedFiles:
 
 
 def _remove_files_of_deleted_runs(store: Store) -> tuple[int, int]:
-    """Remove files and folders of deleted runs. Return the number of files and their bytes."""
     files = total = 0
     with disk_errors(f"clear {store.home}"):
         found = list(_files_named_after_runs(store.home))
@@ -224,7 +189,6 @@ def _remove_files_of_deleted_runs(store: Store) -> tuple[int, int]:
 
 
 def _files_named_after_runs(home: Path) -> Iterator[tuple[Path, str]]:
-    """Yield files and folders that are named after a run, with the id of the run."""
     for folder, ending in _NAMED:
         if (home / folder).is_dir():
             yield from (

@@ -146,12 +146,6 @@ def devices_to_skip(
 
     `eligibility.REFUSALS` defines how long each code excludes a device. If the other devices are too few for the round,
     a device that declined in an earlier round is selected once more, because the round could never end otherwise.
-
-    Args:
-        state: The job state.
-        devices: The devices that could be selected.
-        ask: The function that returns the workload of a device's task.
-        start: The function that returns the key of an agent's present start.
     """
     if not state.refused:
         return {}
@@ -200,18 +194,11 @@ def can_skip_decision(state: JobState, now_s: float, gone: AbstractSet[str] = fr
 
 
 def has_full_cohort(state: JobState) -> bool:
-    """Return whether the configured cohort size is reached, so that the round closes at once."""
     return bool(state.cohort_size) and len(state.answered) >= state.cohort_size
 
 
 def is_round_idle(state: JobState, able: Collection[str], busy: AbstractSet[str] = frozenset()) -> bool:
-    """Return whether the running round is unfinished and no device works on a task of the round.
-
-    Args:
-        state: The job state.
-        able: The devices that can work for the job.
-        busy: The devices leased to other jobs, even if this job has selected them.
-    """
+    """Return whether the running round is unfinished and no device works on a task of the round."""
     return state.phase in ("selecting", "open") and not any(
         device in able and device not in busy for device in state.asked
     )
@@ -250,7 +237,6 @@ def minimum_updates(state: JobState) -> int:
 
 
 def minimum_devices_to_start(state: JobState) -> int:
-    """Return how many online devices a round needs to start."""
     cohort = state.plan.cohort
     return max(cohort.min_devices, cohort.start_devices if state.round == 0 else 0, minimum_updates(state))
 
@@ -258,7 +244,6 @@ def minimum_devices_to_start(state: JobState) -> int:
 def _decide_selection_or_end(
     state: JobState, online: DeviceSet, ask: Callable[[str], DeviceWorkload], busy: AbstractSet[str], most: float
 ) -> AnyEvent | None:
-    """Return the end of a completed job, the next cohort, or None while too few devices are online."""
     plan = state.plan
     if not state.settling:
         if state.is_work_done and (state.checked or not plan.check_every or plan.check_beside):
@@ -306,7 +291,6 @@ def _decide_open_round(
     most: float,
     gone: AbstractSet[str],
 ) -> AnyEvent | None:
-    """Return the event that closes, extends, retries or fails the round or selects more devices, or None."""
     cohort = state.plan.cohort
     have, want = len(state.answered), updates_to_close(state, online, gone)
     if have >= want:
@@ -356,7 +340,6 @@ def _attempt_limit_s(state: JobState) -> float:
 
 
 def have_all_declined(state: JobState) -> bool:
-    """Return whether devices have declined and no device is working on a task."""
     return bool(state.declined) and not state.asked
 
 
@@ -389,7 +372,6 @@ def _quorum_failure_event(state: JobState, want: int, failed: Mapping[str, Lasti
 
 
 def _summarise_refusals(round: int, code: str, refused: Mapping[str, tuple[str, str]], asked: int) -> str:
-    """Return the cause of a decline code, its number of devices and its most frequent reason."""
     reasons = [reason for _, (found, reason) in sorted(refused.items()) if found == code]
     reason, count = Counter(reasons).most_common(1)[0]
     example = "" if count == len(reasons) else f"{min(d for d, each in refused.items() if each == (code, reason))}: "
@@ -473,10 +455,7 @@ class ClaimReceived(msgspec.Struct, frozen=True):
 
 
 class UpdateAnnounced(msgspec.Struct, frozen=True):
-    """Announcement of an update by a device.
-
-    `status` is that of the update's job in the store, or "" if unknown.
-    """
+    """Announcement of an update by a device. `status` is that of the update's job in the store, or "" if unknown."""
 
     device: str
     update: Update
@@ -493,10 +472,7 @@ class UpdateReceived(msgspec.Struct, frozen=True):
 
 
 class UpdateValidated(msgspec.Struct, frozen=True):
-    """Result of validating an update.
-
-    `taken` is the valid part, or None if rejected for `reason`.
-    """
+    """Result of validating an update. `taken` is the valid part, or None if rejected for `reason`."""
 
     device: str
     update: Update
@@ -524,8 +500,6 @@ class SendTask(msgspec.Struct, frozen=True):
 
 
 class CancelTask(msgspec.Struct, frozen=True):
-    """Action that cancels a device's task and the transfer of its update."""
-
     device: str
 
 
@@ -534,8 +508,6 @@ class SlowResends(msgspec.Struct, frozen=True):
 
 
 class FetchUpdate(msgspec.Struct, frozen=True):
-    """Action that fetches an update's blobs and cancels other transfers from the device."""
-
     device: str
     update: Update
 
@@ -573,10 +545,7 @@ Arriving: TypeAlias = Update | None  # of the event's device: its update while i
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """Events to log and actions to take, in this order.
-
-    `arriving` is the update being fetched afterwards.
-    """
+    """Events to log and actions to take, in this order. `arriving` is the update being fetched afterwards."""
 
     arriving: Arriving
     facts: tuple[AnyEvent, ...] = ()
@@ -616,14 +585,12 @@ def decide_response(job: str, state: JobState | None, arriving: Arriving, event:
 
 
 def _exclude_device(state: JobState | None, arriving: Arriving, device: str, code: str, reason: str) -> Decision:
-    """Log a rejection and cancel the device's task, or do nothing if no update is expected."""
     if state is None or not _is_update_expected(state, device):
         return Decision(arriving)
     return Decision(None, (UpdateRejected(state.round, device, reason, code),), (CancelTask(device),))
 
 
 def _decide_on_claim(job: str, state: JobState | None, arriving: Arriving, event: ClaimReceived) -> Decision:
-    """Keep, decline or renew the claimed task of the running round. Cancel a task that is not expected."""
     device, claim = event.device, event.claim
     if state is None or not _is_update_expected(state, device):
         return Decision(arriving, (), (CancelTask(device),))  # an old task retained by the broker
@@ -642,7 +609,6 @@ def _decide_on_claim(job: str, state: JobState | None, arriving: Arriving, event
 
 
 def _decide_on_announcement(job: str, state: JobState | None, arriving: Arriving, event: UpdateAnnounced) -> Decision:
-    """Fetch an expected update, acknowledge a counted update again, and reject or ignore any other."""
     device, update = event.device, event.update
     if update.device != device:
         return _reject_unexpected_update(state, arriving, event, f"it names another device, {update.device}")
@@ -672,7 +638,6 @@ def _decide_on_announcement(job: str, state: JobState | None, arriving: Arriving
 
 
 def _decide_on_validation(state: JobState | None, arriving: Arriving, event: UpdateValidated, now_s: float) -> Decision:
-    """Accept the valid part of an update. Reject an invalid update, or devices that count already."""
     device, update = event.device, event.update
     if state is None or arriving != update:
         return Decision(arriving)
@@ -707,7 +672,6 @@ def _duplicate_device_text(board: str, by: str) -> str:
 def _reject_unexpected_update(
     state: JobState | None, arriving: Arriving, event: UpdateAnnounced, reason: str
 ) -> Decision:
-    """Send a negative acknowledgement, and cancel the device's task unless its update is expected."""
     answer = AckUpdate(event.device, event.update, False, reason)
     idle = () if _is_update_expected(state, event.device) else (CancelTask(event.device),)
     return Decision(arriving, (), (answer, *idle))

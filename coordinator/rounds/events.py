@@ -65,15 +65,7 @@ class BestEvaluation(msgspec.Struct, frozen=True):
 def add_evaluation(
     best: BestEvaluation | None, sums: EvaluationSums | None, state: BlobRef | None, rounds: int, min_gain: float
 ) -> BestEvaluation | None:
-    """Return the best evaluation after one more.
-
-    Args:
-        best: The best evaluation so far, or None.
-        sums: The evaluation, or None if no device has evaluated.
-        state: The evaluated state.
-        rounds: The number of rounds completed before it.
-        min_gain: The least change of the main metric for the better that counts as a gain.
-    """
+    """Return the best evaluation after one more."""
     if (main := metrics.main_metric(sums)) is None or state is None:
         return best
     metric, value = main
@@ -121,14 +113,7 @@ def _unmetered_suffix(spent: ResourceUsage) -> str:
 
 
 def describe_early_end(method: Method, name: str, rounds: int, round: int) -> str | None:
-    """Return a sentence on a job that ends before its method has finished, or None.
-
-    Args:
-        method: The method of the job.
-        name: The name of the method.
-        rounds: The greatest number of rounds of the job.
-        round: The number of the committed round.
-    """
+    """Return a sentence on a job that ends before its method has finished, or None."""
     if method.done is Method.done or round + 1 < rounds:
         return None
     return f"the job's {rounds} rounds are over before {name} has ended: the result is what it has so far; raise rounds"
@@ -223,8 +208,6 @@ class JobStarted(Event, frozen=True, omit_defaults=True):
 
 
 class EligibilityRecorded(Event, frozen=True):
-    """Changes in the devices that are eligible, with reasons for those that are not."""
-
     round: int
     eligible: tuple[str, ...] = ()
     passed: dict[str, tuple[str, ...]] = {}  # a key of `eligible.REASONS` -> devices
@@ -269,10 +252,7 @@ class UpdateRejected(Event, frozen=True, omit_defaults=True):
 
 
 class UpdateLost(Event, frozen=True):
-    """Loss of an accepted update whose blob is missing or damaged.
-
-    The device works on its task again.
-    """
+    """Loss of an accepted update whose blob is missing or damaged. The device works on its task again."""
 
     round: int
     device: str
@@ -280,10 +260,7 @@ class UpdateLost(Event, frozen=True):
 
 
 class UpdatesAggregated(Event, frozen=True):
-    """Storage of a partial aggregate.
-
-    The blobs of the updates in the aggregate are no longer needed.
-    """
+    """Storage of a partial aggregate. The blobs of the updates in the aggregate are no longer needed."""
 
     round: int
     devices: tuple[str, ...]
@@ -295,10 +272,7 @@ class RoundClosed(Event, frozen=True):
 
 
 class DeadlineExtended(Event, frozen=True):
-    """Passing of a predicted deadline without a quorum.
-
-    The round then closes at the first quorum.
-    """
+    """Passing of a predicted deadline without a quorum. The round then closes at the first quorum."""
 
     round: int
 
@@ -426,7 +400,6 @@ class JobState(msgspec.Struct, frozen=True):
 
     @property
     def passed(self) -> dict[str, str]:
-        """Code of the reason why a device cannot be asked."""
         return {device: label for device, label in self.labels.items() if label != ELIGIBLE}
 
     @property
@@ -473,11 +446,9 @@ class JobState(msgspec.Struct, frozen=True):
         return (self.ordered and self.ordered.deadline_s) or self.plan.cohort.deadline_s
 
     def remaining_s(self, now_s: float) -> float:
-        """Return the seconds until the running attempt's deadline, at least 0."""
         return max(self.opened_s + self.deadline_s - now_s, 0.0)
 
     def decline_event(self, device: str, code: str, reason: str, ask: DeviceWorkload, start: str = "") -> TaskDeclined:
-        """Return the event of a declined task, with the task's requirements if memory was short."""
         lacks_memory = REFUSALS.get(code, UNKNOWN).lasts == "rounds"
         return TaskDeclined(
             self.round, device, code, reason, MemoryShortage.from_workload(ask) if lacks_memory else None, start
@@ -496,11 +467,7 @@ class JobState(msgspec.Struct, frozen=True):
 
 
 def apply_event(state: JobState, fact: AnyEvent, now_s: float) -> JobState:
-    """Return the job state after an event.
-
-    Raises:
-        JobError: If the event belongs to another round than the running one, or is not allowed in this phase.
-    """
+    """Return the job state after an event."""
     kind, of = type(fact).__name__, getattr(fact, "round", state.round)
     to = next_phases(kind, state.phase)
     if of != state.round:
@@ -599,7 +566,6 @@ def _apply_cohort_selected(state: JobState, fact: CohortSelected, now_s: float) 
 
 
 def _apply_update_lost(state: JobState, fact: UpdateLost, now_s: float) -> JobState:
-    """Return the state without a lost update: the round is open again, and the device is at work."""
     device, asked_s = fact.device, {**state.asked_s, fact.device: now_s}
     answered = {name: update for name, update in state.answered.items() if name != device}
     through = {board: site for board, site in state.through.items() if site != device} if state.through else {}

@@ -42,7 +42,6 @@ class RolloutPlan(wire.ReleaseContent, frozen=True, omit_defaults=True):
 
     @property
     def includes_all_devices(self) -> bool:
-        """Whether the last phase covers all devices, including those that join later."""
         return self.phases[-1] >= 1.0
 
     def require_valid(self) -> None:
@@ -168,7 +167,6 @@ class Rollout(msgspec.Struct, frozen=True):
 
     @property
     def is_reverted(self) -> bool:
-        """Whether the rollout was aborted or rolled back."""
         return self.back > 0
 
     def device_phase(self, device: str) -> str:
@@ -185,7 +183,6 @@ class Rollout(msgspec.Struct, frozen=True):
         return "lost" if phase in SWAPPED and device in self.silent else phase
 
     def count_outcomes(self) -> dict[str, int]:
-        """Return the number of offered devices by outcome, where "" means without a report."""
         found: dict[str, int] = {}
         for device in self.offered:
             standing = self.device_outcome(device)
@@ -194,11 +191,7 @@ class Rollout(msgspec.Struct, frozen=True):
 
 
 def apply_rollout_event(state: Rollout, fact: AnyRolloutEvent) -> Rollout:
-    """Return the rollout after an event.
-
-    Raises:
-        JobError: If the event is not allowed in this state, so that the log cannot be trusted.
-    """
+    """Return the rollout after an event."""
     if state.status not in ALLOWED[type(fact)]:
         raise JobError(f"{type(fact).__name__} cannot follow in {state.id}, which is {state.status}")
     match fact:
@@ -276,11 +269,6 @@ def select_rollout_devices(
     """Return the devices that a rollout selects or has offered its release to.
 
     Devices that a later rollout of the same kind has taken over, or will take over, are left out.
-
-    Args:
-        state: The rollout.
-        every: All rollouts in submission order.
-        boards: All devices, including those with an offer of the rollout.
     """
     at = next(place for place, each in enumerate(every) if each.id == state.id)
     later = [each for each in every[at + 1 :] if each.plan.kind == state.plan.kind]
@@ -311,7 +299,6 @@ def incompatibility_reason(plan: RolloutPlan, profile: Profile) -> str:
 
 
 def incompatible_devices(plan: RolloutPlan, profiles: Mapping[str, Profile]) -> dict[str, str]:
-    """Return the reason of each selected device that cannot run the release."""
     chosen = {name: profile for name, profile in profiles.items() if labels.is_selected(plan.select, profile.labels)}
     reasons = {name: incompatibility_reason(plan, profile) for name, profile in sorted(chosen.items())}
     return {name: reason for name, reason in reasons.items() if reason}
@@ -433,12 +420,7 @@ def earlier_wait_s(state: Rollout, device: str, online: bool) -> float:
 
 
 def rollout_restart_event(state: Rollout, since_s: float) -> RolloutResumed | None:
-    """Return the event of a coordinator restart, or None if no step is open.
-
-    Args:
-        state: The rollout.
-        since_s: The wall-clock seconds since its latest event.
-    """
+    """Return the event of a coordinator restart, or None if no step is open."""
     if not state.is_step_open:
         return None
     limits = (state.silent_s, _wait_limit_s(state, False)), (state.present_s, _wait_limit_s(state, True))
@@ -448,7 +430,6 @@ def rollout_restart_event(state: Rollout, since_s: float) -> RolloutResumed | No
 
 
 def _find_late_devices(state: Rollout, fleet: Mapping[str, RolloutDevice]) -> tuple[str, ...]:
-    """Return the online devices without an offer, or none if the plan does not include later devices."""
     if not state.plan.includes_all_devices:
         return ()
     return tuple(sorted(each for each, seen in fleet.items() if seen.online and each not in state.offered))

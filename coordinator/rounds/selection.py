@@ -88,10 +88,7 @@ Check: TypeAlias = Callable[[DeviceSnapshot, JobRequirements], str | None]
 def ineligibility_reasons(
     fleet: Mapping[str, DeviceSnapshot], wants: JobRequirements, checks: Sequence[Check] | None = None
 ) -> dict[str, str]:
-    """Return the code of the first reason that applies, by device.
-
-    Eligible devices are left out.
-    """
+    """Return the code of the first reason that applies, by device. Eligible devices are left out."""
     found = {}
     for device, seen in fleet.items():
         for check in checks or CHECKS:
@@ -107,7 +104,6 @@ def reason_key(code: str) -> str:
 
 
 def reason_text(code: str) -> str:
-    """Return the sentence for a code, or the code itself if unknown."""
     key, _, rest = code.partition(" ")
     if key != "plugin" or not rest:
         return REASONS.get(code, code)
@@ -133,7 +129,6 @@ def _plugin_code(seen: DeviceSnapshot, wants: JobRequirements) -> str | None:
 
 
 def _offline_code(seen: DeviceSnapshot, wants: JobRequirements) -> str | None:
-    """Return "silent" or "offline" for a device that cannot be reached, or None."""
     return None if seen.online else "silent" if seen.silent else "offline"
 
 
@@ -142,7 +137,6 @@ def _flooding_code(seen: DeviceSnapshot, wants: JobRequirements) -> str | None:
 
 
 def _engine_code(seen: DeviceSnapshot, wants: JobRequirements) -> str | None:
-    """Return "profile" without a profile, "engine" without an engine of the job, or None."""
     if seen.profile is None:
         return "profile"
     return None if any(engine in seen.profile.engines for engine in wants.engines) else "engine"
@@ -172,7 +166,6 @@ def _temperature_code(seen: DeviceSnapshot, wants: JobRequirements) -> str | Non
 
 
 def _full_disk_code(seen: DeviceSnapshot, wants: JobRequirements) -> str | None:
-    """Return "full" if the device's latest telemetry reports a full disk, or None."""
     return "full" if seen.telemetry is not None and seen.telemetry.disk_full else None
 
 
@@ -266,14 +259,7 @@ class LastingDecline(msgspec.Struct, frozen=True):
     short: MemoryShortage | None = None
 
     def would_recur(self, round: int, actions: Collection[str], start: str, short: MemoryShortage) -> bool:
-        """Return whether the device would decline the present task again.
-
-        Args:
-            round: The number of the running round.
-            actions: The actions of a task of this round. The decline does not apply to a task with fewer actions.
-            start: The key of the agent's present start.
-            short: The requirements of the task on the device.
-        """
+        """Return whether the device would decline the present task again."""
         kind = REFUSALS[self.code]
         if (start != self.start and self.code != UPDATE) or not self.actions.issubset(actions):
             return False

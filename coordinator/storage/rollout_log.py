@@ -58,11 +58,7 @@ class RolloutLog:
         self._read: dict[str, tuple[int, JobRow, Rollout, float]] = {}  # id -> last fact read, row, state and time
 
     def add_rollout(self, plan: RolloutPlan, *, id: str = "") -> str:
-        """Queue a rollout and return its id, `<kind>-<date>-<time>-<random>` unless given.
-
-        Raises:
-            JobError: If the plan is invalid or cannot be stored, or another rollout of its kind is under way.
-        """
+        """Queue a rollout and return its id, `<kind>-<date>-<time>-<random>` unless given."""
         plan.require_valid()
         now = time.time()
         id = id or f"{plan.kind}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{secrets.token_hex(3)}"
@@ -86,11 +82,7 @@ class RolloutLog:
             return self._load_rollouts_and_errors()[1]
 
     def find_rollout(self, rollout: str = "") -> StoredRollout:
-        """Return the latest rollout with this id, run or version, or the latest of all for "".
-
-        Raises:
-            StoreError: If there is no such rollout, or its rows cannot be read.
-        """
+        """Return the latest rollout with this id, run or version, or the latest of all for ""."""
         known = self.readable_rollouts()
         if rollout and (why := self.read_errors().get(rollout)):
             raise StoreError(str(why))
@@ -107,11 +99,7 @@ class RolloutLog:
             return list(self._load_events(id, 0))
 
     def append_events(self, facts: Sequence[tuple[str, AnyRolloutEvent]]) -> None:
-        """Write (rollout, event) pairs in one transaction, to the disk if the store is durable.
-
-        Raises:
-            JobError: If an event cannot be encoded without loss.
-        """
+        """Write (rollout, event) pairs in one transaction, to the disk if the store is durable."""
         now = self._wall_s()
         bodies = [(id, now, encode_lossless(id, fact, _decoded)) for id, fact in facts]
         with self._writing():
@@ -122,7 +110,6 @@ class RolloutLog:
                 self._counters.set_counter(_SERIAL, max(serials))
 
     def request_revert(self, id: str, requested: bool = True) -> None:
-        """Ask the coordinator to revert a rollout, or note that the request has been handled."""
         with self._writing():
             self._require_rollout(id)
             self._rows.update_job(id, status="revert" if requested else "")

@@ -30,7 +30,6 @@ SUM_BYTES: Final = 16
 
 
 def chain_checksum(before: bytes, job: str, at: float, body: str) -> bytes:
-    """Return the checksum of an event that follows an event with the checksum `before`."""
     return checksum(before, job, at, body)
 
 
@@ -39,10 +38,7 @@ def checksum(*values: str | float | bytes) -> bytes:
 
 
 class IndexedLog(msgspec.Struct):
-    """Index of a job's log up to one event.
-
-    Damaged events are noted, and later events are still read.
-    """
+    """Index of a job's log up to one event. Damaged events are noted, and later events are still read."""
 
     seq: int = 0  # number of that fact; 0: none
     head: bytes = FIRST  # its checksum
@@ -88,14 +84,7 @@ class IndexedLog(msgspec.Struct):
 
 
 class LogIndex:
-    """Index of the event logs in one database.
-
-    Args:
-        kept: Returns the index in a job's snapshot, or None without a valid snapshot.
-
-    Raises, from every method:
-        sqlite3.Error: If the database cannot be read.
-    """
+    """Index of the event logs in one database."""
 
     def __init__(self, db: sqlite3.Connection, kept: Callable[[str], IndexedLog | None]) -> None:
         self._db, self._kept = db, kept
@@ -213,22 +202,13 @@ def describe_database_error(home: Path, error: Exception) -> str:
 
 
 def is_served(home: Path, disk: Disk = PRIVATE) -> bool:
-    """Return whether a coordinator runs for a home, without writing there.
-
-    Raises:
-        StoreError: If the home cannot be read.
-    """
+    """Return whether a coordinator runs for a home, without writing there."""
     with database_errors(home):
         return disk.is_locked(home / "lock")
 
 
 class transaction:
-    """Context manager that runs its body in one transaction, rolled back after an error.
-
-    Args:
-        db: The database, in autocommit mode.
-        kind: The lock mode of SQLite: deferred, immediate or exclusive.
-    """
+    """Context manager that runs its body in one transaction, rolled back after an error."""
 
     __slots__ = ("_db", "_kind")
 
@@ -248,11 +228,7 @@ class transaction:
 
 
 def open_read_only(path: Path, *, check_same_thread: bool = True) -> sqlite3.Connection:
-    """Open a database for reading, which also works without write permission to its folder.
-
-    Raises:
-        sqlite3.Error: If the database does not exist or cannot be read.
-    """
+    """Open a database for reading, which also works without write permission to its folder."""
     uri = f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if _must_open_immutable(path) else ''}"
     return sqlite3.connect(uri, timeout=BUSY_S, isolation_level=None, check_same_thread=check_same_thread, uri=True)
 
@@ -275,11 +251,7 @@ class DatabaseIdentity(NamedTuple):
 
     @staticmethod
     def from_path(path: Path) -> DatabaseIdentity:
-        """Return the identity of the database at a path.
-
-        Raises:
-            OSError: If the file does not exist or is not accessible.
-        """
+        """Return the identity of the database at a path."""
         found = path.stat()
         return DatabaseIdentity(found.st_dev, found.st_ino, _must_open_immutable(path))
 
@@ -319,11 +291,7 @@ def current_user() -> str:
 
 
 def encode_lossless(id: str, fact: msgspec.Struct, decode: Callable[[str], object] = decoded) -> str:
-    """Return a struct as JSON that `decode` converts back to an equal value.
-
-    Raises:
-        JobError: If there is no such JSON, for example for a NaN.
-    """
+    """Return a struct as JSON that `decode` converts back to an equal value."""
     kind = type(fact).__name__
     try:
         body = msgspec.json.encode(fact).decode()
@@ -337,9 +305,6 @@ def encode_lossless(id: str, fact: msgspec.Struct, decode: Callable[[str], objec
 
 class RowStore:
     """Tables of the jobs of one database, or of its rollouts.
-
-    Args:
-        kept: The function that returns a job's log up to its valid snapshot, or None.
 
     Every method raises sqlite3.Error if the database cannot be read or written, and DamagedRunError, with the fix, if
     the rows of its job are damaged.
@@ -481,7 +446,6 @@ class RowStore:
         return self._logs.read_all_logs()
 
     def find_damaged_jobs(self) -> list[str]:
-        """Return the ids of jobs with damaged rows, without a check of events behind a snapshot."""
         found = []
         for row, whole in self.read_jobs():
             try:
@@ -501,7 +465,6 @@ class RowStore:
         )
 
     def is_update_counted(self, update: Update) -> bool:
-        """Return whether the log has an accepted update of the same job, round and device."""
         query = """
             select 1 from sound where job = :job and instr(body, :device) and json_extract(body, '$.type') =
             'UpdateAccepted' and json_extract(body, '$.round') = :round and json_extract(body, '$.update.device') =

@@ -58,12 +58,7 @@ class Snapshot(msgspec.Struct):
 
 
 class SnapshotStore:
-    """Snapshots of the jobs of a home.
-
-    Args:
-        look: The function that returns the current log of a job, or None.
-        every: The least number of events between two snapshots of a job.
-    """
+    """Snapshots of the jobs of a home."""
 
     def __init__(
         self,
@@ -78,11 +73,7 @@ class SnapshotStore:
         self._told: set[str] = set()  # jobs whose unusable snapshot was logged
 
     def read_log(self, job: str) -> IndexedLog | None:
-        """Return a job's log up to its valid snapshot, or None.
-
-        Raises:
-            sqlite3.Error: If the database cannot be read.
-        """
+        """Return a job's log up to its valid snapshot, or None."""
         found = self._read_snapshot(job)
         return None if found is None else found[0]
 
@@ -112,9 +103,6 @@ class SnapshotStore:
         """Return the state of a job's latest snapshot, and the sequence number of its last event.
 
         Times are on this process's clock. Without a valid snapshot, return the initial state and 0.
-
-        Raises:
-            StoreError: If the database cannot be read.
         """
         with database_errors(self._home):
             log, body = self._read_snapshot(job) or (IndexedLog(), b"")

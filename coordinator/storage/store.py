@@ -60,7 +60,6 @@ _OF_INDEX: Final = ("missing from index", "wrong # of entries in index", "non-un
 
 
 def require_tables(db: sqlite3.Connection, home: Path) -> None:
-    """Raise StoreError unless the database has the tables of this version."""
     found = int(db.execute("pragma user_version").fetchone()[0])
     if found != VERSION:
         raise StoreError(
@@ -85,7 +84,6 @@ def find_damage(db: sqlite3.Connection, limit_s: float = CHECK_S) -> str:
 
 
 def _find_integrity_errors(db: sqlite3.Connection, limit_s: float) -> list[str]:
-    """Return the errors that SQLite finds, or none if the check takes longer than `limit_s`."""
     until_s = time.monotonic() + limit_s
     db.set_progress_handler(lambda: int(time.monotonic() > until_s), 10_000)
     try:
@@ -209,7 +207,6 @@ class Store:
         return self._lock is not None or is_served(self.home, self._disk)
 
     def begin_epoch(self, above: int = 0) -> int:
-        """Begin a new epoch of the coordinator, greater than `above`, and return its number."""
         with self._write_transaction():
             epoch = 1 + max(self._read_epoch(), above)
             self._rows.set_counter("epoch", epoch)
@@ -299,11 +296,7 @@ class Store:
         return StoredJob(row.id, job, *at, cast("Origin", row.origin), row.epoch, row.submitter, row.content)
 
     def find_job(self, run: str) -> StoredJob:
-        """Return the job with this id, or the latest job with this name.
-
-        Raises:
-            StoreError: If there is no such job, or the job cannot be read.
-        """
+        """Return the job with this id, or the latest job with this name."""
         rows = self.all_jobs()
         for row in reversed(rows):
             if isinstance(row, UnreadableRow) and run == row.id:
@@ -318,9 +311,6 @@ class Store:
         """Delete runs and their events in one transaction. Return the ids of the deleted runs.
 
         Blobs are left to garbage collection. With `only_ended`, runs that were resumed meanwhile are kept.
-
-        Raises:
-            JobError: If another coordinator may be working on one of the runs.
         """
         with self._write_transaction():
             self.require_inactive(ids)
@@ -332,7 +322,6 @@ class Store:
         return gone
 
     def require_inactive(self, ids: Collection[str]) -> None:
-        """Raise JobError if another coordinator may be working on one of these runs."""
         elsewhere = self._lock is None and self.is_served()
         for id in ids:
             if elsewhere and (status := self.stored_status(id)) in UNENDED:
@@ -362,7 +351,6 @@ class Store:
             return row.status if row.epoch == self._read_epoch() else "waiting"
 
     def describe_resume(self, row: StoredJob) -> str:
-        """Return the command or function that resumes an interrupted job, for errors."""
         own = f"--home {self.home}"
         how = {
             "run": f"`fedquilt serve {own}`",
@@ -425,11 +413,7 @@ class Store:
             self._waiting = None
 
     def append_event(self, id: str, fact: AnyEvent) -> None:
-        """Write an event, to the disk if the store is durable. In `batch_events` the write is deferred.
-
-        Raises:
-            JobError: If the event cannot be encoded without loss, such as a NaN. Nothing is written then.
-        """
+        """Write an event, to the disk if the store is durable. In `batch_events` the write is deferred."""
         row = (id, self._disk.wall_clock_s(), encode_lossless(id, fact))
         self._write_events([row]) if self._waiting is None else self._waiting.append(row)
 
@@ -476,17 +460,7 @@ class Store:
         return fact.status
 
     def read_events(self, id: str, after: int = 0, most: int = -1) -> Iterator[tuple[int, float, AnyEvent]]:
-        """Yield (sequence number, wall-clock seconds, event) of a job's events, oldest first.
-
-        Args:
-            id: The id of the job.
-            after: The sequence number of the last event to skip.
-            most: The greatest number of events, or -1 for all.
-
-        Raises:
-            JobError: If an event is unknown to this version.
-            DamagedRunError: If a row was changed after it was written.
-        """
+        """Yield (sequence number, wall-clock seconds, event) of a job's events, oldest first."""
         with database_errors(self.home):
             rows = self._rows.read_events(id, after, most)
         for seq, at, body in rows:

@@ -61,7 +61,6 @@ def aggregate_evaluations(updates: Collection[Update]) -> EvaluationSums | None:
 
 
 def explain_evaluation(updates: Collection[Update]) -> list[str]:
-    """Return notes on evaluations that were left out, on extreme losses, or on a missing evaluation."""
     counted = dict(_select_consistent_evaluations(updates))
     given = {update.device: update.evaluation for update in updates if update.evaluation is not None}
     if given and not counted:
@@ -81,7 +80,6 @@ def explain_evaluation(updates: Collection[Update]) -> list[str]:
 
 
 def _select_consistent_evaluations(updates: Collection[Update]) -> list[tuple[str, EvaluationSums]]:
-    """Return (device, evaluation) pairs with the most frequent task and number of outputs."""
     found = [(each.device, each.evaluation) for each in updates if each.evaluation and each.evaluation.examples]
     shapes = Counter((sums.task, sums.outputs) for _, sums in found)
     usual = max(shapes, key=lambda shape: (shapes[shape], shape), default=None)
@@ -135,12 +133,7 @@ def _weighted_mean(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def explain_unchanged_loss(losses: Mapping[int, float], lr: object) -> str | None:
-    """Return the probable cause if the loss has not changed in UNCHANGED_ROUNDS, or None.
-
-    Args:
-        losses: The mean training loss of each round of work so far, by number from 0.
-        lr: The learning rate of the job, if any.
-    """
+    """Return the probable cause if the loss has not changed in UNCHANGED_ROUNDS, or None."""
     found = [losses[number] for number in range(UNCHANGED_ROUNDS) if number in losses]
     if len(losses) != UNCHANGED_ROUNDS or len(found) != UNCHANGED_ROUNDS or max(found) < LEARNT_LOSS:
         return None
@@ -157,11 +150,7 @@ Told = tuple[float, Mapping[str, float], Mapping[str, BlobRef]]  # weight, metri
 
 
 class PartialAggregate:
-    """Partial aggregate of one round.
-
-    Args:
-        any_order: Whether updates may be folded in any order.
-    """
+    """Partial aggregate of one round."""
 
     def __init__(self, any_order: bool = False) -> None:
         self._any_order = any_order
@@ -173,19 +162,12 @@ class PartialAggregate:
         self._apart: list[tuple[dict[str, Told], Callable[[], Any]]] = []  # further aggregates, each with its inputs
 
     def can_fold_now(self, device: str, answered: Mapping[str, Update], asked: Iterable[str]) -> bool:
-        """Return whether a device's update can be folded on arrival.
-
-        Args:
-            device: Id of the device.
-            answered: Updates accepted so far, by device.
-            asked: Devices whose updates may still arrive.
-        """
+        """Return whether a device's update can be folded on arrival."""
         if self._any_order:
             return not self._contains_device(device)
         return len(self._told) == len(answered) and self.can_fold_in_order(device) and device == min(asked, default="")
 
     def can_fold_in_order(self, device: str) -> bool:
-        """Return whether a device's update can be folded once all devices that precede it are folded."""
         return not self._contains_device(device) if self._any_order else device > next(reversed(self._told), "")
 
     def include_update(self, device: str, told: Told, total: Any) -> None:
@@ -229,10 +211,7 @@ class PartialAggregate:
         return in_order and all(device in updates and self.contains_update(updates[device]) for device in self._told)
 
     def remaining_devices(self, updates: Mapping[str, Update]) -> list[str]:
-        """Return the devices left to fold, sorted.
-
-        Reset the aggregate first if it contains any other update.
-        """
+        """Return the devices left to fold, sorted. Reset the aggregate first if it contains any other update."""
         if not self.is_part_of(updates):
             self.reset()
         return [device for device in sorted(updates) if device not in self._told]
@@ -292,11 +271,7 @@ class Aggregator:
     def read_update(
         self, update: Update, rounds: JobState, base: BaseTensors, bounds: validation.ClaimBounds
     ) -> Update:
-        """Decode, check and store an update, fold the update if due in order, and return it as stored.
-
-        Raises:
-            UpdateError: If the update does not fit the method or its encoding is invalid.
-        """
+        """Decode, check and store an update, fold the update if due in order, and return it as stored."""
         of_site = has_site_bundles(update.bundles)
         if self._job.wire.codec == "raw" and not of_site and self._folding.contains_update(update):
             return update
@@ -321,7 +296,6 @@ class Aggregator:
         return update
 
     def can_fold_early(self, rounds: JobState, round: int, device: str) -> bool:
-        """Return whether a device's update is expected and may be folded before its acceptance."""
         return (
             round == rounds.round
             and device in rounds.asked
@@ -379,7 +353,6 @@ class Aggregator:
     # -- large updates, by a worker: one call at a time --
 
     def validate_large_update(self, update: Update, base: BaseTensors, bounds: validation.ClaimBounds) -> Update:
-        """Validate an update and return it with stored, decoded tensors."""
         with validation.name_device_in_errors(update.device):
             given = self._open_update(update)
             for bundle in given.bundles.values():
@@ -416,9 +389,6 @@ class Aggregator:
 
         Other updates are left to later calls, so that the loop can admit another update for each one that is folded and
         dropped.
-
-        Raises:
-            LostUpdateError: If an update, or the stored partial aggregate, is missing or damaged.
         """
         self._fold_pending(rounds, most=1)
         if not self._is_worth_storing(rounds, stored_at):
@@ -443,11 +413,7 @@ class Aggregator:
     # -- the end of a round --
 
     def take_aggregate(self, rounds: JobState) -> Any:
-        """Fold the remaining updates, then return and release the aggregate of a closed round.
-
-        Raises:
-            LostUpdateError: If an update can no longer be read.
-        """
+        """Fold the remaining updates, then return and release the aggregate of a closed round."""
         if self._are_devices_interleaved(rounds):
             total = self._fold_in_device_order(rounds.answered)
         else:

@@ -76,7 +76,6 @@ class UnreadableError(StoreError):
 
 @contextmanager
 def convert_read_errors(what: str, again: str = "", place: str = _HOME) -> Iterator[None]:
-    """Convert StoreErrors raised in the body to UnreadableErrors with these arguments."""
     try:
         yield
     except (tensors.NoStateError, UnreadableError):
@@ -96,7 +95,6 @@ def suspension_reason(error: BaseException) -> UnreadableError | None:
 
 
 def _find_descriptor_error(error: BaseException | None) -> OSError | None:
-    """Return the error in the chain of causes that no file descriptor is left, or None."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in DESCRIPTORS:
             return error
@@ -230,7 +228,6 @@ def load_or_rebuild_state(
 
 
 def _load_object(depot: BlobStore, ref: BlobRef, kind: type[T], large: Callable[[str], T]) -> T | None:
-    """Return the state in a blob, through `large` above WHOLE_BYTES, or None if the blob is lost."""
     if ref.size > WHOLE_BYTES:
         path = depot.verified_path(ref.sha256)
         return None if path is None else large(path)
@@ -257,24 +254,13 @@ def convert_bundle_read_errors(run: str, folder: Path) -> AbstractContextManager
 
 
 def open_bundle(run: str, folder: Path, content: str, depot: BlobStore) -> Bundle:
-    """Return the bundle of a run. Files are read on first use.
-
-    Raises:
-        JobError: If the bundle is missing or damaged, or its content differs from `content`.
-        UnreadableError: If the disk fails.
-    """
+    """Return the bundle of a run. Files are read on first use."""
     with convert_bundle_read_errors(run, folder):
         return job_bundle.load_bundle(folder, depot.disk, content)
 
 
 def restore_bundle_files(run: str, depot: BlobStore, folder: Path, files: Mapping[str, BlobRef]) -> None:
-    """Store the files of a run's bundle that are missing or damaged in the blob store.
-
-    Raises:
-        JobError: If the bundle's own copy is missing or damaged.
-        UnreadableError: If the disk fails while the bundle is read.
-        StoreError: If the blob store cannot be written.
-    """
+    """Store the files of a run's bundle that are missing or damaged in the blob store."""
     for name, ref in files.items():
         if not depot.has_blob(ref):
             with convert_bundle_read_errors(run, folder):
@@ -286,18 +272,7 @@ def restore_bundle_files(run: str, depot: BlobStore, folder: Path, files: Mappin
 
 
 def base_tensors(depot: BlobStore, update: Update, sent: Set[str], name: str) -> Tensors | None:
-    """Return the tensors that a bundle's differences are relative to, or None for a full bundle.
-
-    Args:
-        depot: The blob store.
-        update: The update, which names the base of each of its bundles.
-        sent: The sha256 of the blobs that the running round has sent.
-        name: The name of the bundle.
-
-    Raises:
-        UpdateError: If the round has not sent the named base.
-        UnreadableError: If the disk fails.
-    """
+    """Return the tensors that a bundle's differences are relative to, or None for a full bundle."""
     sha256 = update.bases.get(name)
     if sha256 is None:
         return None
@@ -313,14 +288,7 @@ def store_tensors(
     metadata: dict[str, str] | None = None,
     put: Callable[[bytes], BlobRef] | None = None,
 ) -> BlobRef:
-    """Store tensors as one blob. Large tensors are never in memory as bytes.
-
-    Args:
-        depot: The blob store.
-        given: The tensors.
-        metadata: The metadata to store with the tensors.
-        put: The function that stores the bytes of small tensors, or None for the blob store's `put`.
-    """
+    """Store tensors as one blob. Large tensors are never in memory as bytes."""
     if tensors.total_bytes([given]) <= WHOLE_BYTES:
         return (put or depot.store_bytes)(tensors.encode_tensors(given, metadata))
     return depot.store_written(lambda path: safetensors_files.write_safetensors(path, given, metadata, depot.disk))
@@ -330,23 +298,17 @@ Encoded = dict[int, tuple[Tensors, BlobRef]]  # bundles that are stored, by thei
 
 
 class CommitResult(NamedTuple):
-    """Result of a commit: event, stored state, and encoded bundles of the next round."""
-
     fact: RoundCommitted
     state: Any  # as it is stored
     encoded: Encoded  # bundles that all devices are sent next
 
 
 def can_encode_early(method: Method, ref: BlobRef) -> bool:
-    """Return whether a stored state is large and all devices receive the same bundles."""
     return ref.size > WHOLE_BYTES and method.common_task
 
 
 def encode_common_bundles(method: Method, state: Any, ref: BlobRef, depot: BlobStore) -> Encoded:
-    """Store the bundles that all devices receive of a state.
-
-    Return an empty mapping unless `can_encode_early`.
-    """
+    """Store the bundles that all devices receive of a state. Return an empty mapping unless `can_encode_early`."""
     order = method.send(state, DeviceView("", None)) if can_encode_early(method, ref) else None
     made = [value for value in order.bundles.values() if not isinstance(value, BlobRef)] if order else []
     return {id(value): (value, store_tensors(depot, value)) for value in made}
@@ -361,15 +323,6 @@ class LoadedState(NamedTuple):
 
 class ModelStates:
     """Method states of a job. A worker may use them while the loop does not.
-
-    Args:
-        run: The id of the job.
-        job: The settings of the job.
-        method: The method of the job.
-        bundle: The bundle of the job.
-        folder: The folder of the bundle.
-        depot: The store of states, and of the bundle's files for devices.
-        lazy_bytes: The size from which on tensors stay on disk.
 
     Every method raises JobError or ModelError if the bundle is invalid or the state is lost, UnreadableError if the
     disk fails while reading, and StoreError if the blob store cannot be written.
@@ -397,14 +350,7 @@ class ModelStates:
         return LoadedState(ref, state, settles, encode_common_bundles(self._method, state, ref, self._depot))
 
     def load_state(self, ref: BlobRef, round: int, *, again: bool) -> Any:
-        """Return a stored state.
-
-        Args:
-            ref: The reference of the state.
-            round: The round that begins or ends with the state. Before round 1, a lost state is rebuilt from the
-                bundle.
-            again: Whether the origin of the state is available, so that a lost state can be stored again.
-        """
+        """Return a stored state."""
 
         def rebuild() -> Any:
             return None if round else self._create_initial_state()

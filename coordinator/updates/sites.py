@@ -71,7 +71,6 @@ class SiteUpdatePart(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def encode_parts(parts: Sequence[SiteUpdatePart]) -> np.ndarray:
-    """Return the parts as a tensor of JSON bytes, uint8 (n,)."""
     return np.frombuffer(msgspec.json.encode(parts), np.uint8)
 
 
@@ -85,11 +84,7 @@ def bundle_from_aggregate(arrays: Tensors, form: str, boards: Sequence[str]) -> 
 
 
 def aggregate_from_bundle(bundle: Tensors, kind: type) -> Any:
-    """Return the partial aggregate in a site's bundle. Arrays on disk are read when they are used.
-
-    Raises:
-        UpdateError: If the bundle contains no partial aggregate of this type.
-    """
+    """Return the partial aggregate in a site's bundle. Arrays on disk are read when they are used."""
     form, there = bundle.get(FORM), tensor_shapes(bundle)
     if form is None or form.dtype != np.uint8:
         raise UpdateError("a site's sum does not say what it is of: the site has to be of this version of fedquilt")
@@ -137,11 +132,7 @@ def bundle_updates(given: Sequence[DeviceUpdate]) -> Iterator[tuple[str, dict[st
 
 
 def parts_of_site(update: DeviceUpdate) -> list[SiteUpdatePart]:
-    """Return the parts of a site's update, sorted by device.
-
-    Raises:
-        UpdateError: If the table of devices is missing, names a device twice, or contains a weight that is not finite.
-    """
+    """Return the parts of a site's update, sorted by device."""
     seen, found = set[str](), []
     for bundle in update.bundles.values():
         for part in _decode_parts(bundle):
@@ -157,11 +148,7 @@ def parts_of_site(update: DeviceUpdate) -> list[SiteUpdatePart]:
 
 
 def split_site_update(update: DeviceUpdate) -> list[DeviceUpdate]:
-    """Return the updates inside a site's update. Tensors are read when they are used.
-
-    Raises:
-        UpdateError: If the update contains anything else, or its weight is not the sum of their weights.
-    """
+    """Return the updates inside a site's update. Tensors are read when they are used."""
     found = []
     for name, bundle in update.bundles.items():
         if not name.startswith(SITE_BUNDLES) or name == SUM:
@@ -362,7 +349,6 @@ def adapt_for_parent(method: Method, job: JobSettings, files: Mapping[str, BlobR
 
 
 def _site_functions(half: Half, of: Callable[[SiteJobState], Any]) -> dict[str, Any]:
-    """Return the send, aggregation and step of a site, whose step keeps the aggregate or the updates."""
     plain = half.aggregation
 
     def accumulator(state: SiteJobState) -> type | None:
@@ -400,11 +386,7 @@ def _site_functions(half: Half, of: Callable[[SiteJobState], Any]) -> dict[str, 
 
 
 def site_state_from_task(inner: Tensors) -> SiteJobState:
-    """Return the initial state of a site's job, from the bundle of a task of the parent.
-
-    Raises:
-        UpdateError: If the bundle contains no state.
-    """
+    """Return the initial state of a site's job, from the bundle of a task of the parent."""
     found = inner.get("packed", NOTHING)
     if found.dtype != np.uint8 or not found.size:
         raise UpdateError("the task of the coordinator above has no state: it has to be of this version of fedquilt")

@@ -78,19 +78,13 @@ class ClaimBounds(NamedTuple):
 
 
 def replace_unprintable(message: M, payload: bytes) -> M:
-    """Return the message with unprintable characters of its texts replaced by "?" or a space.
-
-    Args:
-        message: Message of a device.
-        payload: Bytes that the message was decoded from.
-    """
+    """Return the message with unprintable characters of its texts replaced by "?" or a space."""
     if payload.isascii() and b"\\" not in payload and b"\x7f" not in payload:
         return message
     return msgspec.convert(_replace_in_texts(msgspec.to_builtins(message)), type(message))
 
 
 def _replace_in_texts(value: Any) -> Any:
-    """Return the value with unprintable characters replaced in all nested texts."""
     if isinstance(value, str):
         return (
             value
@@ -109,18 +103,11 @@ def limit_profile(profile: Profile, right: SiteRight | None) -> Profile:
 
 
 def longest_work_s(waited_s: float, deadline_s: float, attempts: int) -> float:
-    """Return the longest time in seconds that a device can have worked on a task.
-
-    Args:
-        waited_s: Seconds since the device was selected, as far as this process knows.
-        deadline_s: Deadline of an attempt in seconds.
-        attempts: Number of attempts so far.
-    """
+    """Return the longest time in seconds that a device can have worked on a task."""
     return 2 * max(waited_s, deadline_s * attempts) + SPARE_S
 
 
 def highest_power_w(profile: Profile | None) -> float:
-    """Return the highest plausible power in watts of a device, or of all boards of a site."""
     said = [profile.idle_w, *(point.busy_w for point in profile.points)] if profile else []
     known = [watts for watts in said if watts is not None]
     most = min(max(WIDE * max(known), LEAST_W), MOST_W) if known else UNKNOWN_W
@@ -168,9 +155,6 @@ def require_plausible(update: Update, bounds: ClaimBounds, *, work: bool) -> Non
         update: Update as sent by the device.
         bounds: Limits on the claims of the device.
         work: Whether the update is to be folded. Otherwise it contains an evaluation only.
-
-    Raises:
-        UpdateError: If a value is implausible.
     """
     require_valid_metrics(update.metrics)
     for_boards = has_site_bundles(update.bundles) or not work
@@ -184,11 +168,7 @@ def require_plausible(update: Update, bounds: ClaimBounds, *, work: bool) -> Non
 
 
 def require_valid_metrics(metrics: Mapping[str, float]) -> None:
-    """Check the names and values of training metrics.
-
-    Raises:
-        UpdateError: If there are more than MOST_METRICS, or a name or value is invalid.
-    """
+    """Check the names and values of training metrics."""
     if len(metrics) > MOST_METRICS:
         raise UpdateError(f"{len(metrics)} metrics, and {MOST_METRICS} are the most")
     for name, value in metrics.items():
@@ -218,11 +198,7 @@ def _require_valid_evaluation(sums: EvaluationSums, bounds: ClaimBounds, most: f
 
 
 def require_site_right(update: Update, parts: Sequence[sites.SiteUpdatePart], bounds: ClaimBounds) -> None:
-    """Check that a site may submit updates of these devices, and that no device's weight is too large.
-
-    Raises:
-        UpdateError: If the site has no right to submit them, or a weight or metric is invalid.
-    """
+    """Check that a site may submit updates of these devices, and that no device's weight is too large."""
     right = bounds.right
     if right is None:
         raise UpdateError(f"{update.device} has no right to speak for other devices")
@@ -238,7 +214,6 @@ def require_site_right(update: Update, parts: Sequence[sites.SiteUpdatePart], bo
 
 
 def _require_weight_within(update: Update, most: float, told: int | None) -> None:
-    """Raise UpdateError if the weight exceeds `most`, or the reported number of examples, `told`."""
     if not update.weight <= most:
         raise UpdateError(_weight_problem(update.device, update.weight, most))
     if told is not None and update.weight > max(told, 1):
@@ -280,15 +255,7 @@ def name_device_in_errors(device: str) -> Iterator[None]:
 
 
 def require_finite_state(state: Any, devices: tuple[str, ...]) -> None:
-    """Raise UpdateError if a new state contains numbers that are not finite.
-
-    Args:
-        state: State of the method, a dataclass.
-        devices: Ids of the devices whose updates were aggregated, for the error message.
-
-    Raises:
-        UpdateError: If a number is not finite.
-    """
+    """Raise UpdateError if a new state contains numbers that are not finite."""
     for at, value in _iterate_floats(state, ""):
         finite = np.isfinite(value).all() if isinstance(value, np.ndarray | np.generic) else math.isfinite(value)
         if not finite:
@@ -332,14 +299,7 @@ def max_bundle_bytes(expected: Mapping[str, Any], wire: Encoding) -> int:
 
 
 def require_manifest_fits(update: Update, expected: UpdateSchema | None, wire: Encoding, boards: int = 0) -> None:
-    """Raise UpdateError if an update does not fit the running round, judged by its manifest.
-
-    Args:
-        update: The update as the device announced it.
-        expected: The tensors that the method aggregates, or None if they are not known beforehand.
-        wire: The encoding of the job.
-        boards: The number of devices behind a site, or 0 for any other device.
-    """
+    """Raise UpdateError if an update does not fit the running round, judged by its manifest."""
     whole_bytes = sum(ref.size for ref in update.bundles.values())
     if has_site_bundles(update.bundles):
         return _require_site_size(whole_bytes, expected, boards)
@@ -363,12 +323,7 @@ def require_manifest_fits(update: Update, expected: UpdateSchema | None, wire: E
 
 
 class ManifestValidator:
-    """Validator of the manifests of a round. Equal manifests are checked once.
-
-    Args:
-        expected: The tensors that the method aggregates, or None if they are not known beforehand.
-        wire: The encoding of the job.
-    """
+    """Validator of the manifests of a round. Equal manifests are checked once."""
 
     def __init__(self, expected: UpdateSchema | None, wire: Encoding) -> None:
         self._expected, self._wire = expected, wire

@@ -51,7 +51,6 @@ UNTOLD: Final = ("macro_precision", "macro_recall", "micro_precision", "micro_re
 
 
 def format_status(summary: RunSummary, state: JobState) -> list[str]:
-    """Return the status of a run in three lines: the running round, costs, and devices."""
     what = f"round {state.completed_rounds + 1} of {state.plan.rounds}"
     if state.is_work_done:
         what = SETTLING if state.settling else FINAL
@@ -87,14 +86,7 @@ def format_round_name(number: int, final: int | None) -> str:
 
 
 def format_round(one: RoundSummary, rounds: int, score: str, width: int) -> str:
-    """Return the line of a committed round of work, without the parts for which `width` has no room.
-
-    Args:
-        one: The round.
-        rounds: The number of rounds of the job.
-        score: The score of the state after the round, or "".
-        width: The maximum length of the line.
-    """
+    """Return the line of a committed round of work, without the parts for which `width` has no room."""
     cost, loss = one.cost, one.train_loss
     all_there = f"{cost.tasks} device{'s' * (cost.tasks != 1)}"
     parts = [
@@ -112,13 +104,7 @@ def format_round(one: RoundSummary, rounds: int, score: str, width: int) -> str:
 
 
 def format_event(before: RunSummary, fact: AnyEvent, after: RunSummary) -> list[str]:
-    """Return an event as text, with the devices and costs of a committed round.
-
-    Args:
-        before: The summary of the run before the event.
-        fact: The event.
-        after: The summary of the run after the event.
-    """
+    """Return an event as text, with the devices and costs of a committed round."""
     last = is_of_final_evaluation(after.state, fact)
     if isinstance(fact, RoundCommitted):
         return _describe_commit(fact, last, list(before.state.answered.values()), len(before.selected))
@@ -236,7 +222,6 @@ def _describe_commit(
 
 
 def describe_evaluation(sums: EvaluationSums | None) -> list[str]:
-    """Return the metrics of an evaluation as parts of a line, the main one first, or none without examples."""
     if sums is None or not sums.examples:
         return []
     first, *others = metrics.describe_metrics(sums, 1, skip=UNTOLD)
@@ -285,7 +270,6 @@ def format_usage(usage: Usage) -> str:
 
 
 def format_energy_summary(summary: RunSummary) -> list[str]:
-    """Return the energy of a run in two lines, or none if no task was metered."""
     whole = summary.total
     if whole.energy_j is None or whole.task_j is None:
         return []
@@ -308,15 +292,7 @@ def format_energy_summary(summary: RunSummary) -> list[str]:
 
 
 def summarise_run(row: StoredJob | UnreadableRow, store: Store, own: Mapping[str, int] = {}) -> dict[str, Any]:
-    """Return the values for a line of `fedquilt ls`.
-
-    The value of "problem" is why the run cannot be read, or None.
-
-    Args:
-        row: The run.
-        store: The home of the run.
-        own: The bytes on disk of each run.
-    """
+    """Return the values for a line of `fedquilt ls`. The value of "problem" is why the run cannot be read, or None."""
     summary = None
     problem = row.reason if isinstance(row, UnreadableRow) else None
     if isinstance(row, StoredJob):

@@ -81,22 +81,14 @@ class RolloutContext(NamedTuple):
 
 
 def load_context(home: Path, log: RolloutLog) -> RolloutContext:
-    """Return the present context of a home's rollouts.
-
-    Raises:
-        StoreError: If the home or the stored device data cannot be read.
-    """
+    """Return the present context of a home's rollouts."""
     with TelemetryStore(home) as store:
         boards = {board.device: board for board in store.load_statuses()}
     return RolloutContext(home, is_served(home), [kept.state for kept in log.readable_rollouts()], boards, time.time())
 
 
 def load_rollout_wait(kept: StoredRollout, log: RolloutLog, around: RolloutContext) -> str:
-    """Return `describe_rollout_wait` of a rollout. Events are read only for a rollout under way.
-
-    Raises:
-        StoreError: If the events cannot be read.
-    """
+    """Return `describe_rollout_wait` of a rollout. Events are read only for a rollout under way."""
     if not kept.state.is_under_way:
         return ""
     return describe_rollout_wait(kept.state, log.read_events(kept.state.id), around)

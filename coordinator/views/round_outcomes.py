@@ -42,11 +42,7 @@ class DeviceOutcome:
 
 
 def load_outcomes(store: Store, run: str) -> RoundOutcomes:
-    """Return the outcomes of a run, found by its id or its job's name.
-
-    Raises:
-        StoreError: If the run does not exist or cannot be read.
-    """
+    """Return the outcomes of a run, found by its id or its job's name."""
     row = store.find_job(run)
     told = RoundOutcomes(JobConstants.from_job(row.job))
     for _, at_s, fact in store.read_events(row.id):
@@ -65,11 +61,6 @@ def warn_of_weights(store: Store, job: JobSettings, facts: Iterable[AnyEvent]) -
 
     There is no warning for a home without certificates and limits.toml, where every client of the broker can act as any
     device.
-
-    Args:
-        store: The home of the job.
-        job: The settings of the job.
-        facts: The events of the job.
     """
     bounded = job.cohort.max_examples is not None or job.method == "robust"
     if bounded or not (store.was_authenticated() or (store.home / settings.FILE).exists()):
@@ -92,7 +83,6 @@ def warn_of_weights(store: Store, job: JobSettings, facts: Iterable[AnyEvent]) -
 def _mark_queued_uploads(
     found: Mapping[int, dict[str, DeviceOutcome]], run: str, doing: Mapping[str, CurrentTask]
 ) -> None:
-    """Replace the outcome of selected devices whose update waits for its transfer turn."""
     others = sum(each.step == "sending" for each in doing.values())
     first = (
         f"{others} {'other is' if others == 1 else 'others are'} being sent or read" if others else "others are read"
@@ -107,7 +97,6 @@ def _mark_queued_uploads(
 
 
 def outcomes_by_round(facts: Iterable[AnyEvent], plan: JobConstants) -> dict[int, dict[str, DeviceOutcome]]:
-    """Return the outcome of each device in each round. Rounds are numbered from 0."""
     told = RoundOutcomes(plan)
     for fact in facts:
         told.apply_event(fact)
@@ -115,11 +104,7 @@ def outcomes_by_round(facts: Iterable[AnyEvent], plan: JobConstants) -> dict[int
 
 
 class RoundOutcomes:
-    """Outcomes of a run's devices, updated event by event.
-
-    Args:
-        plan: The parameters of the run's job.
-    """
+    """Outcomes of a run's devices, updated event by event."""
 
     def __init__(self, plan: JobConstants) -> None:
         self.summary = RunSummary(JobState(plan))  # after the last event
@@ -208,16 +193,7 @@ def _selection_outcomes(state: JobState, fact: CohortSelected) -> Mapping[str, D
 
 
 def format_outcomes(told: RoundOutcomes, round: int | None = None, device: str | None = None) -> list[str]:
-    """Return outcomes as text: by rounds with the same outcomes, or of one device.
-
-    Args:
-        told: The outcomes of a run.
-        round: The number of a round, from 1, or None for all.
-        device: The name of a device, or None for all.
-
-    Raises:
-        JobError: If the log does not contain the round or the device.
-    """
+    """Return outcomes as text: by rounds with the same outcomes, or of one device."""
     chosen = filter_outcomes(told.found, round, device)
     last = None if told.summary.final is None else told.summary.final + 1
     shown = []
@@ -244,11 +220,7 @@ def _format_devices(devices: Mapping[str, DeviceOutcome], device: str | None) ->
 def filter_outcomes(
     found: Mapping[int, Mapping[str, DeviceOutcome]], round: int | None, device: str | None
 ) -> dict[int, dict[str, DeviceOutcome]]:
-    """Return the outcomes by round number from 1, of one round and one device or, with None, of all.
-
-    Raises:
-        JobError: If the round or the device is unknown.
-    """
+    """Return the outcomes by round number from 1, of one round and one device or, with None, of all."""
     by_number = {number + 1: dict(parts) for number, parts in sorted(found.items())}
     if round is not None and round not in by_number:
         raise JobError(f"there has been no round {round}; rounds so far: {_format_range(list(by_number))}")

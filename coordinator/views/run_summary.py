@@ -68,7 +68,6 @@ class CostLedger(msgspec.Struct, frozen=True):
 
     @property
     def task_j(self) -> float | None:
-        """Gross joules of a metered task on average."""
         return None if self.energy_j is None else self.energy_j / self.metered
 
     @property
@@ -77,7 +76,6 @@ class CostLedger(msgspec.Struct, frozen=True):
 
     @property
     def energy_source(self) -> str | None:
-        """Meters of the metered tasks, each once."""
         return "; ".join(sorted(self.meters)) or None
 
     @property
@@ -213,8 +211,6 @@ def summarise_evaluation(
 
 
 class RoundSummary(msgspec.Struct, frozen=True):
-    """Cost of a round and, once it is committed, its result."""
-
     number: int = 0
     cost: CostLedger = CostLedger()
     slowest_s: float = 0.0  # longest task, as its device reports
@@ -261,16 +257,7 @@ class RunSummary(msgspec.Struct, frozen=True):
         return RunSummary(JobState(JobConstants.from_job(job)))
 
     def with_event(self, fact: AnyEvent, at_s: float = 0.0, state: JobState | None = None) -> RunSummary:
-        """Return the summary after the next event of the run.
-
-        Args:
-            fact: The event.
-            at_s: The time of the event, in wall-clock seconds.
-            state: The job state after the event, or None to compute it.
-
-        Raises:
-            JobError: If the event cannot follow the earlier ones.
-        """
+        """Return the summary after the next event of the run."""
         state = apply_event(self.state, fact, at_s) if state is None else state
         number = getattr(fact, "round", self.running.number)
         found = self if number == self.running.number else self._open_round(number)
@@ -307,12 +294,10 @@ class RunSummary(msgspec.Struct, frozen=True):
         return next((each.scores for each in reversed(self.committed_rounds()) if each.scores is not None), None)
 
     def round_costs(self) -> dict[int, CostLedger]:
-        """Return the cost of each round in which a device answered or declined, by number."""
         found = {each.number: each.cost for each in (*self.earlier.values(), self.running)}
         return {number: cost for number, cost in sorted(found.items()) if cost.tasks or cost.declined}
 
     def device_costs(self) -> dict[str, CostLedger]:
-        """Return the cost of each device that answered or declined, by name."""
         found = dict(self.devices)
         for answer in self.answers:
             device = answer.update.device
@@ -322,7 +307,6 @@ class RunSummary(msgspec.Struct, frozen=True):
         return dict(sorted(found.items()))
 
     def _open_round(self, number: int) -> RunSummary:
-        """Return the summary with `number` as the running round, and the previous one in `earlier`."""
         earlier = {**self.earlier, self.running.number: self.running}
         running = earlier.get(number, RoundSummary(number))
         return replace(self, running=running, earlier=earlier, devices=self.device_costs(), answers=(), declines=())
@@ -357,7 +341,6 @@ class RunSummary(msgspec.Struct, frozen=True):
 
 
 def summarise_events(job: JobSettings, facts: Iterable[tuple[int, float, AnyEvent]]) -> RunSummary:
-    """Return the summary of a job's events, with the rows of `Store.read_events`."""
     summary = RunSummary.from_job(job)
     for _, at_s, fact in facts:
         summary = summary.with_event(fact, at_s)

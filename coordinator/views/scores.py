@@ -60,9 +60,6 @@ def make_test_table(job: JobSettings) -> dict[str, Any]:
     """Return the test set as a [data] table: [test], completed by [data], with split "test".
 
     A [test] with a path of its own takes only the keys of [data] on how files are read (`spec.HOW`).
-
-    Raises:
-        JobError: If the job has neither table, or [test] does not name the arrays that [data] names.
     """
     if not job.data and not job.test:
         raise JobError(f"job {job.name!r} has neither [test] nor [data]: there is nothing to test on")
@@ -82,11 +79,7 @@ def make_test_table(job: JobSettings) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def name_test_table() -> Iterator[None]:
-    """Name [test] in errors of reading a test set, where readers name [data].
-
-    Raises:
-        DataError: If the block raises one.
-    """
+    """Name [test] in errors of reading a test set, where readers name [data]."""
     try:
         yield
     except DataError as error:

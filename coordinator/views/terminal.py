@@ -77,8 +77,6 @@ BROKER = "`fedquilt doctor --home HOME --broker URL` says why"
 
 
 class WaitReporter:
-    """Schedule of messages on a wait: soon after a change, then rarely."""
-
     def __init__(self) -> None:
         self._since_s: float | None = None  # start of the present wait
         self._said: object = None
@@ -111,10 +109,6 @@ class ConnectionReporter:
         """Return the line to print now, or None without a change.
 
         A link that is connected at the first call is not reported.
-
-        Args:
-            connected: Whether the link is connected.
-            session: The number of sessions so far, which reveals interruptions too short to be observed.
         """
         before, self._connected = self._connected, connected
         former, self._session = self._session, session
@@ -127,8 +121,6 @@ class ConnectionReporter:
 
 @dataclass
 class _WatchedRun:
-    """What a console knows of a run, since its first event of this process."""
-
     job: JobView
     summary: RunSummary
     waiting: WaitReporter = field(default_factory=WaitReporter)
@@ -200,7 +192,6 @@ class Console:
         self.refresh()
 
     def observe_rollout(self, rollout: Rollout, fact: rounds_rollout.AnyRolloutEvent) -> None:
-        """Print an event of a rollout, but a device's report only if it failed or all events are printed."""
         if self._wordy or not isinstance(fact, rounds_rollout.StatusReported) or fact.phase in rounds_rollout.FAILED:
             self.report(f"{rollout.id}: {rollout_view.format_event(rollout, fact)}")
 
@@ -218,7 +209,6 @@ class Console:
             self._report_for(job.id, event_messages.format_round(committed, job.rounds.plan.rounds, score, width))
 
     def _print_declines(self) -> None:
-        """Print the collected declines, one line for each run and round, by reason."""
         for (run, round), reasons in self._declines.items():
             self._report_for(run, f"round {round + 1}: {decisions.format_by_reason(reasons)}")
         self._declines.clear()
@@ -236,7 +226,6 @@ class Console:
             self.report(line)
 
     def report_waits(self, server: Server, board: Callable[[str], DeviceStatus | None] = lambda device: None) -> None:
-        """Report what each active job waits for, at most every WAIT_LOOK_S."""
         now_s, now = self._clock(), time.time()
         if now_s < self._wait_s + WAIT_LOOK_S:
             return self.refresh()
@@ -279,7 +268,6 @@ class Console:
             self._report_for(job.id, line, *([fix] if fix else []))
 
     def refresh(self) -> None:
-        """Show the block of the run that had the last event, if one is due."""
         if self._shown in self._runs and self._block.is_live:
             run = self._runs[self._shown]
             state = run.job.rounds
@@ -288,12 +276,10 @@ class Console:
             self._block.show_status(lambda: self._format_block(run), done, state.plan.rounds)
 
     def show_status(self, line: Callable[[], str]) -> None:
-        """Show a status line on a terminal, if one is due. The next line replaces it."""
         if self._block.is_live:
             self._block.show_status(lambda: f"{self._format_time()}{line()}")
 
     def close(self) -> None:
-        """Remove the block."""
         self._block.end_operation()
 
     def _format_block(self, run: _WatchedRun) -> str:
@@ -314,9 +300,7 @@ class ParentCoordinator(Protocol):
 
     def observe(self, job: JobView, fact: AnyEvent) -> None: ...
 
-    def make_endpoint(self, server: Server) -> links.Endpoint:
-        """Return an endpoint that runs the site's coordinator and the connection to the parent."""
-        ...
+    def make_endpoint(self, server: Server) -> links.Endpoint: ...
 
     def announce_end(self) -> None: ...
 
@@ -349,10 +333,6 @@ def run_coordinator(
         limits: The limits of the coordinator.
         where: The locations of blobs besides the broker.
         site: The connection to the parent, if the coordinator is a site, or None.
-
-    Raises:
-        JobError: If devices would not accept the identity, metrics or blobs cannot be served, or [sites] of limits.toml
-            is not permitted here.
     """
     if limits.sites and identity is not None:
         raise JobError(
@@ -427,10 +407,6 @@ def print_log(store: Store, id: str, *, follow: bool = False, json: bool = False
         follow: Whether to wait for later events.
         json: Whether to print each event as a line of JSON.
         wordy: Whether to print every event of a followed run too.
-
-    Raises:
-        JobError: If the run is deleted meanwhile.
-        InactiveRunError: If `follow` is set and no coordinator has run for AWAY_S.
     """
     row, served_s, away = store.find_job(id), -math.inf, False  # when a coordinator was last seen to serve it
     seen, state, at_s, summary = 0, JobState(JobConstants.from_job(row.job)), row.created, RunSummary.from_job(row.job)
@@ -494,7 +470,6 @@ class StopSignal:
         self.asked = False
 
     def __call__(self) -> bool:
-        """Return whether a signal has requested the end."""
         return self.asked
 
 

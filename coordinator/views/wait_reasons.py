@@ -30,7 +30,6 @@ class WaitReason(NamedTuple):
 
 
 def devices_of_other_runs(store: Store, run: str) -> dict[str, str]:
-    """Return the devices selected by other running runs, with the run of each. Skip damaged logs."""
     found = dict[str, str]()
     for row in store.readable_jobs():
         if row.id != run and row.status == "running":
@@ -159,7 +158,6 @@ def _find_selected_wait(
     now: float,
     until: float,
 ) -> WaitReason | None:
-    """Return why the round waits for selected devices, or None if all work and none has answered."""
     lost, work = dict[str, list[str]](), list[str]()  # by what keeps them
     for device in sorted(state.asked):
         if (why := _lost_reason(device, able, busy, board(device), now)) is None:
@@ -221,11 +219,6 @@ def describe_busy_devices(state: JobState, able: Collection[str], busy: Mapping[
     """Return which runs occupy the devices that the running round waits for.
 
     Return None if the round needs other devices as well.
-
-    Args:
-        state: The state of a job that waits.
-        able: The online devices that can run the job.
-        busy: The devices leased to other jobs, with the run of each.
     """
     if state.asked:
         found, lacking = state.asked & busy.keys(), len(state.asked - busy.keys())
