@@ -24,14 +24,7 @@ from fedquilt.coordinator.background_worker import LARGE_BYTES
 from fedquilt.coordinator.delivery.blob_server import BlobLocationProvider, BlobLocationSettings
 from fedquilt.coordinator.delivery.rate_limiter import ROUND_S, RateLimitedLink
 from fedquilt.coordinator.fleet.registry import BrokerOutage, SilenceDetector
-from fedquilt.coordinator.rounds.decisions import (
-    DeviceOnline,
-    DeviceRemoved,
-    DeviceReturned,
-    DeviceSilent,
-    RateLimitExceeded,
-    UpdateReceived,
-)
+from fedquilt.coordinator.rounds import decisions
 from fedquilt.coordinator.rounds.events import ENDED, JobView
 from fedquilt.coordinator.updates import validation
 from fedquilt.core import (
@@ -146,7 +139,14 @@ log = logging.getLogger("fedquilt.coordinator")
 
 Said: TypeAlias = tuple[str, WireMessage]  # a device, and its presence, profile, telemetry, claim or update
 Heard: TypeAlias = (
-    Said | DeviceOnline | UpdateReceived | RateLimitExceeded | DeviceSilent | DeviceReturned | DeviceRemoved | None
+    Said
+    | decisions.DeviceOnline
+    | decisions.UpdateReceived
+    | decisions.RateLimitExceeded
+    | decisions.DeviceSilent
+    | decisions.DeviceReturned
+    | decisions.DeviceRemoved
+    | None
 )  # None for a new session: messages sent before may be lost
 
 
@@ -292,14 +292,14 @@ class LinkExecutor:
         for message in self._link.receive():
             said = self._handle_or_decode_message(message, now_s)
             while self._returned:
-                yield DeviceReturned(self._returned.pop())
+                yield decisions.DeviceReturned(self._returned.pop())
             if said is not None:
                 yield said
         for device in self._request_presences(now_s):
-            yield DeviceSilent(device)
+            yield decisions.DeviceSilent(device)
         for device in self._gate.take_blocked_devices():
             self._silence.forget(device)  # it may send, and is not read
-            yield RateLimitExceeded(device)
+            yield decisions.RateLimitExceeded(device)
         for sentence in self.garbage.take_due_lines(now_s):
             log.warning("%s", sentence)
         self._transfers.step(now_s)
@@ -309,7 +309,7 @@ class LinkExecutor:
         for device, seconds in self._transfers.take_charges().items():
             self._gate.charge_time(device, seconds)
         for device in self._issues.take_due_devices(now_s):
-            yield DeviceOnline(device)
+            yield decisions.DeviceOnline(device)
 
     def send_pending(self, now_s: float) -> float:
         return min(
@@ -459,7 +459,7 @@ class LinkExecutor:
         # not reliable, so that the broker does not queue the request for an offline device
         self._publish(self._topics.device_topic(device, "dn", "presence"), self._presence_message, reliable=False)
 
-    def _handle_fetched_blob(self, device: str, sha256: str, error: str | None) -> Iterator[UpdateReceived]:
+    def _handle_fetched_blob(self, device: str, sha256: str, error: str | None) -> Iterator[decisions.UpdateReceived]:
         missing = self._fetching.get(device)
         if missing is None or sha256 not in missing:
             return
@@ -467,12 +467,12 @@ class LinkExecutor:
             ids = log_ids(device=device)
             log.warning("%s's update could not be fetched (%s); it will offer it again", device, error, extra=ids)
             self.fetch_blobs(device, ())
-            yield UpdateReceived(device, error)
+            yield decisions.UpdateReceived(device, error)
             return
         missing.remove(sha256)
         if not missing:
             del self._fetching[device]
-            yield UpdateReceived(device)
+            yield decisions.UpdateReceived(device)
 
     @property
     def _presence_message(self) -> wire.CoordState:

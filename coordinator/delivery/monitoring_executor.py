@@ -25,13 +25,7 @@ from fedquilt.coordinator.fleet.device_status import (
     TelemetrySample,
     TelemetryStore,
 )
-from fedquilt.coordinator.rounds.decisions import (
-    FLOODED,
-    DeviceRemoved,
-    DeviceReturned,
-    DeviceSilent,
-    RateLimitExceeded,
-)
+from fedquilt.coordinator.rounds import decisions
 from fedquilt.core import StoreError, Task
 from fedquilt.security.handshake import LinkIdentity
 from fedquilt.transport.link import Link
@@ -83,12 +77,12 @@ class DeviceStatusTracker:
 
     def record_message(self, heard: Heard, now_s: float) -> None:
         self._now_s, at = now_s, self._clock()
-        if isinstance(heard, RateLimitExceeded):
-            refusal = LatestDecline(at, "flooding", FLOODED)
+        if isinstance(heard, decisions.RateLimitExceeded):
+            refusal = LatestDecline(at, "flooding", decisions.FLOODED)
             return self._set_status(replace(self._status_with_last_seen(heard.device), refusal=refusal), SOON_S)
-        if isinstance(heard, DeviceSilent):
+        if isinstance(heard, decisions.DeviceSilent):
             return self._set_status(device_status.apply_silence(self._status_with_last_seen(heard.device), at), SOON_S)
-        if isinstance(heard, DeviceReturned):
+        if isinstance(heard, decisions.DeviceReturned):
             return self._set_status(device_status.apply_return(self._status_with_last_seen(heard.device), at), SOON_S)
         if type(heard) is not tuple:
             return None
@@ -268,7 +262,7 @@ class MonitoringExecutor(LinkExecutor):
             yield heard
         for device in self._noted.take_removed_devices():
             self._remove_device(device)
-            yield DeviceRemoved(device)
+            yield decisions.DeviceRemoved(device)
 
     def _record_contact(self, device: str) -> None:
         super()._record_contact(device)

@@ -18,16 +18,6 @@ from fedquilt.coordinator.device_columns import NEVER
 from fedquilt.coordinator.rounds import events
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload
 from fedquilt.coordinator.rounds.decisions import UpdateValidated, restart_event, to_process_clock
-from fedquilt.coordinator.rounds.events import (
-    AnyEvent,
-    CohortSelected,
-    JobConstants,
-    JobStarted,
-    JobState,
-    RoundCommitted,
-    UpdatesAggregated,
-    apply_event,
-)
 from fedquilt.coordinator.rounds.selection import DeviceSnapshot, JobRequirements
 from fedquilt.coordinator.settings import require_matching_bundle, required_packages
 from fedquilt.coordinator.storage.store import Store, StoredJob
@@ -107,11 +97,11 @@ class RunningJob:
         self._seeded: Callable[[object], int] | None  # a device's seed
         self._manifests: validation.ManifestValidator | None  # what its updates may hold
         self._summing: Aggregator
-        self.standing, after = store.snapshots.load_state(self.id, JobConstants.from_job(row.job), now_s)
+        self.standing, after = store.snapshots.load_state(self.id, events.JobConstants.from_job(row.job), now_s)
         self.rounds = self.standing.rounds  # state of its rounds
         wall_s = store.depot.disk.wall_clock_s()
         for _, at, fact in store.read_events(self.id, after):
-            self._apply_event(fact, apply_event(self.rounds, fact, now_s - (wall_s - at) * by_wall))
+            self._apply_event(fact, events.apply_event(self.rounds, fact, now_s - (wall_s - at) * by_wall))
         self.rounds = self.standing.rounds = to_process_clock(self.rounds, now_s, by_wall)
         self._by_wall = by_wall
 
@@ -129,16 +119,16 @@ class RunningJob:
 
     def use_loaded_state(self, found: LoadedState, now_s: float) -> None:
         if self.rounds.state is None:
-            self.record_event(JobStarted(found.ref, found.settles), now_s)
+            self.record_event(events.JobStarted(found.ref, found.settles), now_s)
         elif self._by_wall and (fact := restart_event(self.rounds, now_s)) is not None:
             self.record_event(fact, now_s)
         self.state = found.state
         self.use_encoded_bundles(found.encoded)
         self._reset_round_caches()
 
-    def record_event(self, fact: AnyEvent, now_s: float) -> None:
+    def record_event(self, fact: events.AnyEvent, now_s: float) -> None:
         """Write an event to the log, then apply the event."""
-        after = apply_event(self.rounds, fact, now_s)
+        after = events.apply_event(self.rounds, fact, now_s)
         self._store.append_event(self.id, fact)
         self._apply_event(fact, after)
 
@@ -222,7 +212,10 @@ class RunningJob:
             self._orders[device] = order
 
     def describe_coverage(
-        self, fact: CohortSelected, seen: Mapping[str, DeviceSnapshot], kinds: Mapping[tuple[int, tuple[str, ...]], int]
+        self,
+        fact: events.CohortSelected,
+        seen: Mapping[str, DeviceSnapshot],
+        kinds: Mapping[tuple[int, tuple[str, ...]], int],
     ) -> tuple[str, ...]:
         """Return sentences on the devices that can take part in the round.
 
@@ -335,7 +328,7 @@ class RunningJob:
     def has_updates_to_fold(self) -> bool:
         return self.rounds.phase == "open" and self._summing.has_foldable_update(self.rounds)
 
-    def build_fold(self, stored_at: float) -> Callable[[], UpdatesAggregated | None]:
+    def build_fold(self, stored_at: float) -> Callable[[], events.UpdatesAggregated | None]:
         """Return a function with which a worker folds the next accepted update.
 
         The function returns an event if it has stored the partial aggregate, and None otherwise. The aggregate is
@@ -350,7 +343,7 @@ class RunningJob:
         """
         return partial(self._compute_commit, self.rounds, now_s)
 
-    def _compute_commit(self, rounds: JobState, now_s: float) -> CommitResult:
+    def _compute_commit(self, rounds: events.JobState, now_s: float) -> CommitResult:
         state = self.state
         if "work" in rounds.task_actions:
             state = self._active_method.step(state, self._summing.take_aggregate(rounds))
@@ -366,7 +359,7 @@ class RunningJob:
             self._losses[rounds.completed_rounds] = means["loss"]
         unchanged = explain_unchanged_loss(self._losses, self.job.params.get("lr"))
         told = caveat, short, unchanged, *explain_missing_metrics(updates, means), *explain_evaluation(updates)
-        fact = RoundCommitted(
+        fact = events.RoundCommitted(
             round=rounds.round,
             state=job_blobs.store_tensors(self._store.depot, *tensors.split_state(state)),
             finished=finished,
@@ -388,7 +381,7 @@ class RunningJob:
         self._encoded = found
         self._sent.update(ref.sha256 for _, ref in found.values())
 
-    def blobs_released_by_commit(self, before: JobState) -> set[str]:
+    def blobs_released_by_commit(self, before: events.JobState) -> set[str]:
         """Return the blobs that only earlier rounds needed: updates, aggregate, bundles, old and best state."""
         best = before.best.state if before.best else None  # a later event may name another one
         refs = [before.state, before.folded.sum if before.folded else None, best]
@@ -427,8 +420,8 @@ class RunningJob:
     def _active_method(self) -> Method | EvaluationRound:
         return self.method.settle if self.rounds.settling and self.method.settle else self.method
 
-    def _apply_event(self, fact: AnyEvent, after: JobState) -> None:
-        for device in fact.epochs if isinstance(fact, CohortSelected) else ():
+    def _apply_event(self, fact: events.AnyEvent, after: events.JobState) -> None:
+        for device in fact.epochs if isinstance(fact, events.CohortSelected) else ():
             self._asks.pop(device, None)  # of the job's epochs
         self.standing.apply_event(fact, after)
         self.rounds = after

@@ -8,27 +8,7 @@ from typing import Any, Final
 
 from fedquilt import metrics
 from fedquilt.console import table, units
-from fedquilt.coordinator.rounds import decisions, selection
-from fedquilt.coordinator.rounds.events import (
-    AnyEvent,
-    AttemptResumed,
-    CohortSelected,
-    DeadlineExtended,
-    EligibilityRecorded,
-    JobEnded,
-    JobResumed,
-    JobStarted,
-    JobState,
-    NoteRecorded,
-    RoundClosed,
-    RoundCommitted,
-    RoundRetried,
-    TaskDeclined,
-    UpdateAccepted,
-    UpdateLost,
-    UpdateRejected,
-    UpdatesAggregated,
-)
+from fedquilt.coordinator.rounds import decisions, events, selection
 from fedquilt.coordinator.storage.rows import UnreadableRow
 from fedquilt.coordinator.storage.store import UNAPPROVED, Store, StoredJob
 from fedquilt.coordinator.views import run_summary, scores, wait_reasons
@@ -50,7 +30,7 @@ UNTOLD: Final = ("macro_precision", "macro_recall", "micro_precision", "micro_re
 """Metrics that a line does not show."""
 
 
-def format_status(summary: RunSummary, state: JobState) -> list[str]:
+def format_status(summary: RunSummary, state: events.JobState) -> list[str]:
     what = f"round {state.completed_rounds + 1} of {state.plan.rounds}"
     if state.is_work_done:
         what = SETTLING if state.settling else FINAL
@@ -62,7 +42,7 @@ def format_status(summary: RunSummary, state: JobState) -> list[str]:
     return [what, ", ".join([*taken, f"{units.format_bytes(spent.bytes)} so far"]), ", ".join(devices)]
 
 
-def is_evaluation_due(state: JobState) -> bool:
+def is_evaluation_due(state: events.JobState) -> bool:
     """Return whether devices must evaluate the present state: at every `check_every` rounds and at the end."""
     every = 0 if state.plan.check_beside else state.plan.check_every
     return bool(every) and (state.is_work_done or state.completed_rounds % every == 0)
@@ -103,19 +83,19 @@ def format_round(one: RoundSummary, rounds: int, score: str, width: int) -> str:
     return line
 
 
-def format_event(before: RunSummary, fact: AnyEvent, after: RunSummary) -> list[str]:
+def format_event(before: RunSummary, fact: events.AnyEvent, after: RunSummary) -> list[str]:
     """Return an event as text, with the devices and costs of a committed round."""
     last = is_of_final_evaluation(after.state, fact)
-    if isinstance(fact, RoundCommitted):
+    if isinstance(fact, events.RoundCommitted):
         return _describe_commit(fact, last, list(before.state.answered.values()), len(before.selected))
-    if isinstance(fact, RoundRetried) and before.state.phase != "new":  # else earlier events are not known
+    if isinstance(fact, events.RoundRetried) and before.state.phase != "new":  # else earlier events are not known
         return [f"{FINAL if last else f'round {fact.round + 1}'}: {_describe_retry(fact, before.state)}"]
     return format_single_event(fact, last)
 
 
-def format_single_event(fact: AnyEvent, is_final_evaluation: bool = False) -> list[str]:
+def format_single_event(fact: events.AnyEvent, is_final_evaluation: bool = False) -> list[str]:
     """Return an event as text, without devices and costs. With `is_final_evaluation`, name the final evaluation."""
-    if isinstance(fact, RoundCommitted):
+    if isinstance(fact, events.RoundCommitted):
         return _describe_commit(fact, is_final_evaluation, (), 0)
     first, *more = _describe_event(fact)
     return [first.replace(f"round {getattr(fact, 'round', -1) + 1}", FINAL, 1) if is_final_evaluation else first, *more]
@@ -125,50 +105,50 @@ def _format_metrics(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {_format_number(value)}" for name, value in sorted(metrics.items()))
 
 
-def _describe_event(fact: AnyEvent) -> list[str]:
+def _describe_event(fact: events.AnyEvent) -> list[str]:
     match fact:
-        case NoteRecorded():
+        case events.NoteRecorded():
             return [fact.said]
-        case JobStarted():
+        case events.JobStarted():
             return ["started"]
-        case EligibilityRecorded():
+        case events.EligibilityRecorded():
             changes = [f"{', '.join(devices)}: {selection.reason_text(c)}" for c, devices in fact.passed.items()]
             can = [f"eligible: {', '.join(fact.eligible)}"] if fact.eligible else []
             return [
                 f"round {fact.round + 1}: {'; '.join([*can, *changes]) or 'the devices have new estimates of energy'}"
             ]
-        case CohortSelected():
+        case events.CohortSelected():
             again = f", attempt {fact.attempt + 1}" if fact.attempt else ""
             limit = f"; deadline {fact.deadline_s:.0f} s, chosen for it" if fact.deadline_s is not None else ""
             moved = ", ".join(f"{device} {epochs}" for device, epochs in sorted(fact.epochs.items()))
             work = [f"round {fact.round + 1}: epochs, as planned for energy: {moved}"] if moved else []
             return [f"round {fact.round + 1}{again}: cohort {', '.join(fact.devices)}{limit}", *work, *fact.coverage]
-        case TaskDeclined():
+        case events.TaskDeclined():
             return [f"round {fact.round + 1}: {fact.device} declined ({fact.code}): {fact.reason}"]
-        case UpdateAccepted():
+        case events.UpdateAccepted():
             note = [fact.update.note] if fact.update.note else []
             usage = format_usage(fact.update.usage)
             return [f"round {fact.round + 1}: update from {_describe_sender(fact.update)}: {usage}", *note]
-        case UpdateRejected():
+        case events.UpdateRejected():
             return [f"round {fact.round + 1}: update from {fact.device} refused: {fact.reason}"]
-        case UpdateLost():
+        case events.UpdateLost():
             return [
                 f"round {fact.round + 1}: update from {fact.device} is lost here, and asked for again: {fact.reason}"
             ]
-        case UpdatesAggregated():
+        case events.UpdatesAggregated():
             count = f"{len(fact.devices)} {'update' if len(fact.devices) == 1 else 'updates'}"
             return [f"round {fact.round + 1}: sum of {count} stored, {fact.sum.size / 1e6:.0f} MB; they are dropped"]
-        case RoundClosed():
+        case events.RoundClosed():
             return [f"round {fact.round + 1}: closed to further updates"]
-        case DeadlineExtended():
+        case events.DeadlineExtended():
             return [f"round {fact.round + 1}: no quorum by the deadline; the round stays open until there is one"]
-        case RoundRetried():
+        case events.RoundRetried():
             return [f"round {fact.round + 1}: no quorum; starting another attempt"]
-        case AttemptResumed(passed_s=passed_s):
+        case events.AttemptResumed(passed_s=passed_s):
             return [f"round {fact.round + 1}: the coordinator has restarted; {passed_s:.0f} s of the time limit count"]
-        case JobEnded():
+        case events.JobEnded():
             return format_end(fact.status, fact.reason)
-        case JobResumed():
+        case events.JobResumed():
             return ["resumed"]
         case _:
             raise AssertionError(fact)
@@ -179,7 +159,7 @@ def format_end(status: str, reason: str) -> list[str]:
     return f"{said}: {reason}".splitlines() if reason else [said]
 
 
-def _describe_retry(fact: RoundRetried, before: JobState) -> str:
+def _describe_retry(fact: events.RoundRetried, before: events.JobState) -> str:
     silent, turned = sorted(before.asked), before.declined.keys() - before.idle
     parts = [f"{len(before.answered)} {'update' if len(before.answered) == 1 else 'updates'}"]
     if refused := sorted(turned & before.roll):  # a board that declines leaves the roll
@@ -198,7 +178,7 @@ def _describe_retry(fact: RoundRetried, before: JobState) -> str:
 
 
 def _describe_commit(
-    fact: RoundCommitted, is_final_evaluation: bool, updates: Sequence[Update], selected: int
+    fact: events.RoundCommitted, is_final_evaluation: bool, updates: Sequence[Update], selected: int
 ) -> list[str]:
     """Return the lines of a commit: updates, energy, metrics, the method's notes, the coordinator's warnings.
 

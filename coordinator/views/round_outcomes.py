@@ -9,20 +9,7 @@ from typing import Final
 
 from fedquilt.coordinator import device_columns, settings
 from fedquilt.coordinator.fleet.device_status import CurrentTask
-from fedquilt.coordinator.rounds import selection
-from fedquilt.coordinator.rounds.events import (
-    AnyEvent,
-    CohortSelected,
-    EligibilityRecorded,
-    JobConstants,
-    JobEnded,
-    JobState,
-    RoundCommitted,
-    RoundRetried,
-    TaskDeclined,
-    UpdateAccepted,
-    UpdateRejected,
-)
+from fedquilt.coordinator.rounds import events, selection
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.views import event_messages
@@ -44,7 +31,7 @@ class DeviceOutcome:
 def load_outcomes(store: Store, run: str) -> RoundOutcomes:
     """Return the outcomes of a run, found by its id or its job's name."""
     row = store.find_job(run)
-    told = RoundOutcomes(JobConstants.from_job(row.job))
+    told = RoundOutcomes(events.JobConstants.from_job(row.job))
     for _, at_s, fact in store.read_events(row.id):
         told.apply_event(fact, at_s)
     if store.current_status(row) == "running":
@@ -56,7 +43,7 @@ def load_outcomes(store: Store, run: str) -> RoundOutcomes:
     return told
 
 
-def warn_of_weights(store: Store, job: JobSettings, facts: Iterable[AnyEvent]) -> str | None:
+def warn_of_weights(store: Store, job: JobSettings, facts: Iterable[events.AnyEvent]) -> str | None:
     """Return a warning if one device of a job can outweigh the others, or None.
 
     There is no warning for a home without certificates and limits.toml, where every client of the broker can act as any
@@ -68,9 +55,9 @@ def warn_of_weights(store: Store, job: JobSettings, facts: Iterable[AnyEvent]) -
     devices, by_examples = set[str](), False
     for fact in facts:
         match fact:
-            case EligibilityRecorded(eligible=found) | CohortSelected(devices=found):
+            case events.EligibilityRecorded(eligible=found) | events.CohortSelected(devices=found):
                 devices.update(found)
-            case UpdateAccepted(update=update):
+            case events.UpdateAccepted(update=update):
                 by_examples = by_examples or update.weight != 1.0
     if not by_examples or len(devices) > device_columns.ENOUGH:
         return None
@@ -96,7 +83,9 @@ def _mark_queued_uploads(
             found[each.round][device] = DeviceOutcome("asked", said)
 
 
-def outcomes_by_round(facts: Iterable[AnyEvent], plan: JobConstants) -> dict[int, dict[str, DeviceOutcome]]:
+def outcomes_by_round(
+    facts: Iterable[events.AnyEvent], plan: events.JobConstants
+) -> dict[int, dict[str, DeviceOutcome]]:
     told = RoundOutcomes(plan)
     for fact in facts:
         told.apply_event(fact)
@@ -106,35 +95,35 @@ def outcomes_by_round(facts: Iterable[AnyEvent], plan: JobConstants) -> dict[int
 class RoundOutcomes:
     """Outcomes of a run's devices, updated event by event."""
 
-    def __init__(self, plan: JobConstants) -> None:
-        self.summary = RunSummary(JobState(plan))  # after the last event
+    def __init__(self, plan: events.JobConstants) -> None:
+        self.summary = RunSummary(events.JobState(plan))  # after the last event
         # The result of `outcomes_by_round`. A caller that follows a run may delete earlier rounds.
         self.found = dict[int, dict[str, DeviceOutcome]]()
 
-    def apply_event(self, fact: AnyEvent, at_s: float = 0.0) -> None:
+    def apply_event(self, fact: events.AnyEvent, at_s: float = 0.0) -> None:
         state, found = self.summary.state, self.found
         match fact:
-            case CohortSelected():
+            case events.CohortSelected():
                 _set_outcomes(found, fact.round, _selection_outcomes(state, fact), anew=fact.devices)
-            case TaskDeclined():
+            case events.TaskDeclined():
                 found[fact.round][fact.device] = DeviceOutcome("declined", f"declined ({fact.code}): {fact.reason}")
-            case UpdateRejected():
+            case events.UpdateRejected():
                 found[fact.round][fact.device] = DeviceOutcome("refused", f"update refused: {fact.reason}")
-            case UpdateAccepted():
+            case events.UpdateAccepted():
                 found[fact.round][fact.update.device] = DeviceOutcome("answered", "update received")
                 through = DeviceOutcome("answered", f"update received, of the site {fact.update.device}")
                 found[fact.round].update(dict.fromkeys(fact.update.boards, through))
-            case RoundRetried():
+            case events.RoundRetried():
                 late = DeviceOutcome(
                     "asked", "selected; no update by the deadline: another attempt at the round asks it last"
                 )
                 again = dict.fromkeys(state.asked, late)
                 found.setdefault(fact.round, {}).update(again)
-            case RoundCommitted():
+            case events.RoundCommitted():
                 silent = [device for device, part in found.get(fact.round, {}).items() if part.code == "asked"]
                 late = DeviceOutcome("asked", "selected; no update before the round closed")
                 found.setdefault(fact.round, {}).update(dict.fromkeys(silent, late))
-            case JobEnded(status=status) if state.phase not in _UNTIL_THE_END:  # else it has not gone on since
+            case events.JobEnded(status=status) if state.phase not in _UNTIL_THE_END:  # else it has not gone on since
                 silent = [device for device, part in found.get(state.round, {}).items() if part.code == "asked"]
                 if silent:
                     found[state.round].update(
@@ -144,7 +133,9 @@ class RoundOutcomes:
                 pass
         self.summary = self.summary.with_event(fact, at_s)
         state = self.summary.state
-        if isinstance(fact, EligibilityRecorded) and state.phase == "selecting":  # in case that nobody can be asked
+        if (
+            isinstance(fact, events.EligibilityRecorded) and state.phase == "selecting"
+        ):  # in case that nobody can be asked
             barred = {
                 device: DeviceOutcome(selection.reason_key(code), selection.reason_text(code))
                 for device, code in state.passed.items()
@@ -171,7 +162,7 @@ def _set_outcomes(
             known[device] = part
 
 
-def _selection_outcomes(state: JobState, fact: CohortSelected) -> Mapping[str, DeviceOutcome]:
+def _selection_outcomes(state: events.JobState, fact: events.CohortSelected) -> Mapping[str, DeviceOutcome]:
     settled = {*state.asked, *state.answered, *state.declined}
     free = state.eligible - settled
     wanted = len(fact.devices)

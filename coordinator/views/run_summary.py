@@ -20,18 +20,7 @@ from msgspec.structs import replace
 
 from fedquilt import metrics
 from fedquilt.console import units
-from fedquilt.coordinator.rounds.events import (
-    AnyEvent,
-    CohortSelected,
-    JobConstants,
-    JobEnded,
-    JobState,
-    RoundCommitted,
-    TaskDeclined,
-    UpdateAccepted,
-    UpdateRejected,
-    apply_event,
-)
+from fedquilt.coordinator.rounds import events
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.core import EvaluationSums, Update
 
@@ -239,14 +228,14 @@ class RunSummary(msgspec.Struct, frozen=True):
     `device_costs`.
     """
 
-    state: JobState
+    state: events.JobState
     total: CostLedger = CostLedger()
     running: RoundSummary = RoundSummary()
     earlier: Mapping[int, RoundSummary] = {}
     devices: Mapping[str, CostLedger] = {}
     scores: Mapping[str, DeviceScore] = {}  # device -> its last evaluation
     selected: frozenset[str] = frozenset()  # devices of the running round, in any of its attempts
-    answers: tuple[UpdateAccepted, ...] = ()  # of the running round, lost ones too
+    answers: tuple[events.UpdateAccepted, ...] = ()  # of the running round, lost ones too
     declines: tuple[str, ...] = ()  # devices of the running round, once for each refused task or update
     final: int | None = None  # number of the evaluation after the last round
     since_s: float = math.inf  # when the running round began, or the run was resumed in it
@@ -254,29 +243,29 @@ class RunSummary(msgspec.Struct, frozen=True):
 
     @staticmethod
     def from_job(job: JobSettings) -> RunSummary:
-        return RunSummary(JobState(JobConstants.from_job(job)))
+        return RunSummary(events.JobState(events.JobConstants.from_job(job)))
 
-    def with_event(self, fact: AnyEvent, at_s: float = 0.0, state: JobState | None = None) -> RunSummary:
+    def with_event(self, fact: events.AnyEvent, at_s: float = 0.0, state: events.JobState | None = None) -> RunSummary:
         """Return the summary after the next event of the run."""
-        state = apply_event(self.state, fact, at_s) if state is None else state
+        state = events.apply_event(self.state, fact, at_s) if state is None else state
         number = getattr(fact, "round", self.running.number)
         found = self if number == self.running.number else self._open_round(number)
         selected = found.selected or state.asked.union(state.answered)
         since_s, worked_s = min(found.since_s, at_s), found.worked_s
         match fact:
-            case CohortSelected():
+            case events.CohortSelected():
                 selected = selected.union(fact.devices)
-            case UpdateAccepted():
+            case events.UpdateAccepted():
                 found = found._add_update(fact)
-            case TaskDeclined() | UpdateRejected():
+            case events.TaskDeclined() | events.UpdateRejected():
                 running = replace(found.running, cost=found.running.cost.add_decline())
                 found = replace(
                     found, total=found.total.add_decline(), running=running, declines=(*found.declines, fact.device)
                 )
-            case RoundCommitted():
+            case events.RoundCommitted():
                 found = found._commit_round(fact, worked_s + at_s - since_s)
                 selected, since_s, worked_s = frozenset(), at_s, 0.0
-            case JobEnded():
+            case events.JobEnded():
                 since_s, worked_s = math.inf, worked_s + at_s - since_s
         final = number if is_of_final_evaluation(state, fact) else found.final
         return replace(found, state=state, selected=selected, final=final, since_s=since_s, worked_s=worked_s)
@@ -311,13 +300,13 @@ class RunSummary(msgspec.Struct, frozen=True):
         running = earlier.get(number, RoundSummary(number))
         return replace(self, running=running, earlier=earlier, devices=self.device_costs(), answers=(), declines=())
 
-    def _add_update(self, fact: UpdateAccepted) -> RunSummary:
+    def _add_update(self, fact: events.UpdateAccepted) -> RunSummary:
         update, running = fact.update, self.running
         slowest_s = max(running.slowest_s, update.usage.wall_s)
         running = replace(running, cost=running.cost.add_update(update), slowest_s=slowest_s)
         return replace(self, total=self.total.add_update(update), running=running, answers=(*self.answers, fact))
 
-    def _commit_round(self, fact: RoundCommitted, real_s: float) -> RunSummary:
+    def _commit_round(self, fact: events.RoundCommitted, real_s: float) -> RunSummary:
         done, updates, devices = self.state.completed_rounds, [answer.update for answer in self.answers], self.scores
         scores = None if fact.settled else summarise_round(fact.evaluation, updates)
         if scores is not None:
@@ -340,19 +329,19 @@ class RunSummary(msgspec.Struct, frozen=True):
         return replace(self, running=running, scores=devices)
 
 
-def summarise_events(job: JobSettings, facts: Iterable[tuple[int, float, AnyEvent]]) -> RunSummary:
+def summarise_events(job: JobSettings, facts: Iterable[tuple[int, float, events.AnyEvent]]) -> RunSummary:
     summary = RunSummary.from_job(job)
     for _, at_s, fact in facts:
         summary = summary.with_event(fact, at_s)
     return summary
 
 
-def is_of_final_evaluation(state: JobState, fact: AnyEvent) -> bool:
+def is_of_final_evaluation(state: events.JobState, fact: events.AnyEvent) -> bool:
     """Return whether an event belongs to the evaluation after the last round.
 
     `state` is the job state after the event. A settling round before that evaluation does not belong to it.
     """
-    if isinstance(fact, RoundCommitted):
+    if isinstance(fact, events.RoundCommitted):
         return state.checked
     return state.is_work_done and not state.settling and getattr(fact, "round", None) == state.round
 

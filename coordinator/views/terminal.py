@@ -25,26 +25,8 @@ from fedquilt.coordinator.delivery.monitoring_executor import DeviceStatusTracke
 from fedquilt.coordinator.fleet.device_status import DeviceStatus
 from fedquilt.coordinator.jobs.job import RunningJob
 from fedquilt.coordinator.metrics_exporter import CoordinatorMetrics
-from fedquilt.coordinator.rounds import decisions, selection
+from fedquilt.coordinator.rounds import decisions, events, selection
 from fedquilt.coordinator.rounds import rollout as rounds_rollout
-from fedquilt.coordinator.rounds.events import (
-    ENDED,
-    AnyEvent,
-    CohortSelected,
-    EligibilityRecorded,
-    EndedJob,
-    JobConstants,
-    JobEnded,
-    JobState,
-    JobView,
-    RoundClosed,
-    RoundCommitted,
-    TaskDeclined,
-    UpdateAccepted,
-    UpdateRejected,
-    UpdatesAggregated,
-    apply_event,
-)
 from fedquilt.coordinator.rounds.rollout import Rollout
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import CoordinatorLimits
@@ -66,7 +48,14 @@ WORK_SAID_S = 30.0  # likewise for devices that are at work
 WAIT_LOOK_S = 1.0
 WAIT_AGAIN_S = 600.0  # between reports of an unchanged wait
 
-BRIEF: Final = (EligibilityRecorded, CohortSelected, UpdateAccepted, TaskDeclined, UpdateRejected, RoundClosed)
+BRIEF: Final = (
+    events.EligibilityRecorded,
+    events.CohortSelected,
+    events.UpdateAccepted,
+    events.TaskDeclined,
+    events.UpdateRejected,
+    events.RoundClosed,
+)
 """Events within a round, which only its status shows."""
 
 ELAPSED: Final = "[{:6.1f} s] "
@@ -121,7 +110,7 @@ class ConnectionReporter:
 
 @dataclass
 class _WatchedRun:
-    job: JobView
+    job: events.JobView
     summary: RunSummary
     waiting: WaitReporter = field(default_factory=WaitReporter)
     wait: wait_reasons.WaitReason | None = None
@@ -154,23 +143,23 @@ class Console:
         self._shown: str | None = None  # the run of the block
         self._declines = defaultdict[tuple[str, int], dict[str, str]](dict)  # (run, round) -> device -> reason
 
-    def observe(self, job: JobView, fact: AnyEvent) -> None:
+    def observe(self, job: events.JobView, fact: events.AnyEvent) -> None:
         """Print an event or, unless `wordy`, update the status line and collect declines to print together."""
         run = self._watch_run(job)
         before, run.summary = run.summary, run.summary.with_event(fact, state=job.rounds)
         self._shown, run.wait = job.id, None
-        if isinstance(fact, JobEnded) and fact.code:  # the end names the cause
+        if isinstance(fact, events.JobEnded) and fact.code:  # the end names the cause
             self._declines.pop((job.id, job.rounds.round), None)
         if not isinstance(fact, BRIEF):
             self._print_declines()
-        if self._wordy or not isinstance(fact, (RoundCommitted, UpdatesAggregated, *BRIEF)):
-            if isinstance(fact, JobEnded):
+        if self._wordy or not isinstance(fact, (events.RoundCommitted, events.UpdatesAggregated, *BRIEF)):
+            if isinstance(fact, events.JobEnded):
                 self._print_round(run, "")
             self._report_for(job.id, *event_messages.format_event(before, fact, run.summary))
-        elif isinstance(fact, TaskDeclined | UpdateRejected):
-            what = f"declined ({fact.code})" if isinstance(fact, TaskDeclined) else "update refused"
+        elif isinstance(fact, events.TaskDeclined | events.UpdateRejected):
+            what = f"declined ({fact.code})" if isinstance(fact, events.TaskDeclined) else "update refused"
             self._declines[job.id, fact.round][fact.device] = f"{what}: {fact.reason}"
-        elif isinstance(fact, RoundCommitted) and not fact.settled:
+        elif isinstance(fact, events.RoundCommitted) and not fact.settled:
             self._print_round(run, event_messages.format_score(run.summary.running.scores))
             if not job.rounds.checked:
                 # the summary lacks events before this process, the state has all
@@ -181,12 +170,12 @@ class Console:
                 )
             if not event_messages.is_evaluation_due(job.rounds):
                 self._print_round(run, "")
-        if isinstance(fact, RoundCommitted) and not self._wordy:
+        if isinstance(fact, events.RoundCommitted) and not self._wordy:
             for warning in fact.warnings:
                 if warning not in run.warnings:
                     self._report_for(job.id, warning)
             run.warnings.update(fact.warnings)
-        if isinstance(fact, JobEnded):
+        if isinstance(fact, events.JobEnded):
             del self._runs[job.id]
             self.close()
         self.refresh()
@@ -195,9 +184,9 @@ class Console:
         if self._wordy or not isinstance(fact, rounds_rollout.StatusReported) or fact.phase in rounds_rollout.FAILED:
             self.report(f"{rollout.id}: {rollout_view.format_event(rollout, fact)}")
 
-    def _watch_run(self, job: JobView) -> _WatchedRun:
+    def _watch_run(self, job: events.JobView) -> _WatchedRun:
         if job.id not in self._runs:
-            self._runs[job.id] = _WatchedRun(job, RunSummary(JobState(job.rounds.plan)))
+            self._runs[job.id] = _WatchedRun(job, RunSummary(events.JobState(job.rounds.plan)))
         self._runs[job.id].job = job
         return self._runs[job.id]
 
@@ -245,7 +234,7 @@ class Console:
                 return wait_reasons.describe_busy_devices(job.rounds, able, server.jobs_by_leased_device(job.id))
 
             self.report_wait(job, wait, now_s, find_fix)
-        self._runs = {id: run for id, run in self._runs.items() if run.job.rounds.phase not in ENDED}
+        self._runs = {id: run for id, run in self._runs.items() if run.job.rounds.phase not in events.ENDED}
         active = [job.id for job in server.active_jobs()]
         if self._shown not in active:
             self._shown = next(iter(active), None)
@@ -254,7 +243,7 @@ class Console:
 
     def report_wait(
         self,
-        job: JobView,
+        job: events.JobView,
         wait: wait_reasons.WaitReason | None,
         now_s: float,
         find_fix: Callable[[], str | None] = lambda: None,
@@ -298,7 +287,7 @@ class Console:
 class ParentCoordinator(Protocol):
     """Connection of a site's coordinator to its parent."""
 
-    def observe(self, job: JobView, fact: AnyEvent) -> None: ...
+    def observe(self, job: events.JobView, fact: events.AnyEvent) -> None: ...
 
     def make_endpoint(self, server: Server) -> links.Endpoint: ...
 
@@ -350,9 +339,9 @@ def run_coordinator(
     store.record_authentication(identity is not None)
     counts = CoordinatorMetrics(noted.statuses_with_readings)
 
-    def observe(job: JobView, fact: AnyEvent) -> None:
+    def observe(job: events.JobView, fact: events.AnyEvent) -> None:
         console.observe(job, fact)
-        if isinstance(fact, RoundClosed) and not fact.round:
+        if isinstance(fact, events.RoundClosed) and not fact.round:
             warning = round_outcomes.warn_of_weights(store, job.job, (each for _, _, each in store.read_events(job.id)))
             if warning is not None:
                 console.report(f"{job.id}: {warning}")
@@ -409,7 +398,12 @@ def print_log(store: Store, id: str, *, follow: bool = False, json: bool = False
         wordy: Whether to print every event of a followed run too.
     """
     row, served_s, away = store.find_job(id), -math.inf, False  # when a coordinator was last seen to serve it
-    seen, state, at_s, summary = 0, JobState(JobConstants.from_job(row.job)), row.created, RunSummary.from_job(row.job)
+    seen, state, at_s, summary = (
+        0,
+        events.JobState(events.JobConstants.from_job(row.job)),
+        row.created,
+        RunSummary.from_job(row.job),
+    )
     console = Console(
         wordy or not follow,
         clock=lambda: at_s,
@@ -419,16 +413,16 @@ def print_log(store: Store, id: str, *, follow: bool = False, json: bool = False
     with contextlib.closing(console):
         while True:
             status = store.stored_status(id)  # read first, so that no last fact is missed
-            ended = status in ENDED
+            ended = status in events.ENDED
             if not status:
                 raise JobError(f"{id} has been deleted meanwhile")
             for number, at_s, fact in store.read_events(id, after=seen):
-                seen, state = number, apply_event(state, fact, at_s)
+                seen, state = number, events.apply_event(state, fact, at_s)
                 summary = summary.with_event(fact, at_s, state)
                 if json:
                     print(msgspec.json.encode({"at": at_s, "fact": fact}).decode())
                 else:
-                    console.observe(EndedJob(id, row.job, state), fact)
+                    console.observe(events.EndedJob(id, row.job, state), fact)
             sys.stdout.flush()
             served, now_s = store.is_served(), time.monotonic()
             served_s = now_s if served else served_s
@@ -446,12 +440,12 @@ def print_log(store: Store, id: str, *, follow: bool = False, json: bool = False
                 return
             if not json:
                 at_s = time.time()
-                _report_stored_wait(console, store, EndedJob(id, row.job, state), row, now_s)
+                _report_stored_wait(console, store, events.EndedJob(id, row.job, state), row, now_s)
                 console.refresh()
             time.sleep(0.5)
 
 
-def _report_stored_wait(console: Console, store: Store, job: JobView, row: StoredJob, now_s: float) -> None:
+def _report_stored_wait(console: Console, store: Store, job: events.JobView, row: StoredJob, now_s: float) -> None:
     state, hold = job.rounds, store.holds.current_suspension(row.id)
     if hold:
         return console.report_wait(job, wait_reasons.WaitReason(str(hold), hold, "lost"), now_s)
@@ -499,7 +493,7 @@ class JsonConsole(Console):
         super().__init__(wordy=True, named=True, live=False)
         log.setLevel(min(logging.INFO, logging.getLogger().level))  # they are what it is for
 
-    def observe(self, job: JobView, fact: AnyEvent) -> None:
+    def observe(self, job: events.JobView, fact: events.AnyEvent) -> None:
         update = getattr(fact, "update", None)
         device = getattr(fact, "device", None) or getattr(update, "device", None)
         ids = log_ids(run=job.id, round=getattr(fact, "round", None), device=device, fact=type(fact).__name__)

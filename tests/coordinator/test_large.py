@@ -308,7 +308,7 @@ def test_an_error_in_what_a_method_sends_ends_its_job_alone(tmp_path, monkeypatc
 
     worker = SlowWorker()
     stage = played(tmp_path, "", worker)
-    monkeypatch.setattr(aggregation, "store_tensors", fails)
+    monkeypatch.setattr(job_blobs, "store_tensors", fails)
     worker.go_on()
     stage.play()
     assert [fact.reason for fact in stage.told(JobEnded)] == ["ValueError: no such layer"]
