@@ -67,8 +67,6 @@ class RolloutRunner:
         self._poll_s = self._resend_s = -math.inf
         self._arrived = True  # whether a board has come, or a rollout ended, since the finished ones were looked at
 
-    # -- what happens --
-
     def receive_report(self, device: str, message: wire.ReleaseStatus) -> None:
         self._told.append((device, message))
 
@@ -100,8 +98,6 @@ class RolloutRunner:
         if now_s >= self._resend_s:
             self._resend_due_releases(now_s)
         return min(self._poll_s + self._every_s, self._resend_s)
-
-    # -- within --
 
     def _load_rollouts_and_requests(self, now_s: float) -> None:
         kept = self._store.rollouts

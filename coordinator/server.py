@@ -125,8 +125,6 @@ class JobLoader:
         for device in sorted(left):
             self._desk.send_unsent_task(device, now_s)
 
-    # -- jobs that do not go on --
-
     def _suspend_or_end_job(self, row: StoredJob, error: Exception, now_s: float) -> None:
         """Suspend a job after a failed read, else end the job as failed. Raise a StoreError of another cause."""
         if (hold := job_blobs.suspension_reason(error)) is not None:
@@ -316,8 +314,6 @@ class Server:
             del news[id]
         return again_s
 
-    # -- messages --
-
     def _resend_after_new_session(self, now_s: float) -> None:
         # after a new session, the broker may have lost retained messages
         for serving in self._jobs.values():
@@ -393,8 +389,6 @@ class Server:
                     self._desk.cancel_task(device, "", now_s)
                 case _:
                     raise AssertionError(action)
-
-    # -- jobs --
 
     def _schedule_jobs(self, now_s: float) -> None:
         if now_s < self._poll_s + self._every_s:

@@ -120,8 +120,6 @@ class BlobServer:
         if (token := self._tokens.pop(key, None)) is not None:
             self._grants.pop(_token_digest(token), None)
 
-    # -- requests --
-
     def _tls_context(self) -> ssl.SSLContext:
         assert self._identity is not None
         try:

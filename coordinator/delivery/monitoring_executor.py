@@ -181,8 +181,6 @@ class DeviceStatusTracker:
             self._store.close()
             self._store = None
 
-    # -- within --
-
     def _status_with_last_seen(self, device: str) -> DeviceStatus:
         board = self._boards.get(device) or DeviceStatus(device)
         seen = self._seen.get(device)

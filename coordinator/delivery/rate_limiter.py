@@ -126,8 +126,6 @@ class RateLimitedLink(LinkWrapper):
         self._update_subscriptions()
         return [message for message in self._link.receive() if self._admit_received(message)]
 
-    # -- of devices --
-
     def take_blocked_devices(self) -> list[str]:
         flooded, self._flooded = self._flooded, []
         return flooded
@@ -147,8 +145,6 @@ class RateLimitedLink(LinkWrapper):
     def next_s(self) -> float:
         """Return the time at which `receive` must be called even without a message."""
         return min((*self._aside.values(), self._looked_s, self._look_s)) if self._subscribes_per_device else math.inf
-
-    # -- within --
 
     def _admit_received(self, message: Message) -> bool:
         device = wire.device_from_topic(message.topic)

@@ -313,8 +313,6 @@ class TelemetryStore:
             raise
         return db
 
-    # -- writing --
-
     def write_telemetry(self, boards: Iterable[DeviceStatus], readings: Iterable[tuple[str, TelemetrySample]]) -> None:
         """Store device statuses, and readings at the finest resolution. Readings of unknown devices are dropped."""
         with _convert_database_errors(self._home), transaction(self._db):
@@ -360,8 +358,6 @@ class TelemetryStore:
             found = [str(device) for (device,) in self._db.execute("select device from removals order by device")]
             self._db.executemany("delete from removals where device = ?", [(device,) for device in found])
         return found
-
-    # -- reading --
 
     def broker_outage_start(self) -> float | None:
         with _convert_database_errors(self._home):

@@ -331,8 +331,6 @@ class DeviceRegistry:
             self._costs = (version, found := found.with_values(selection.energy_costs(profiles)))
         return found
 
-    # -- within --
-
     def _record_for_update(self, device: str) -> DeviceRecord:
         self._stale.add(device)
         return self.devices.setdefault(device, DeviceRecord())

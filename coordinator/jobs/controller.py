@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Collection
 from collections.abc import Set as AbstractSet
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -42,35 +42,11 @@ log = logging.getLogger("fedquilt.coordinator")
 T = TypeVar("T")
 
 
-class PipelineJob(Protocol):
-    """Interface of a job to its `UpdatePipeline`, implemented by `JobController`."""
-
-    job: RunningJob
-    arriving: dict[str, Update]
-    garbage: GarbageCollector
-
-    @property
-    def has_ended(self) -> bool: ...
-
-    def handle_input(self, event: decisions.Input, now_s: float) -> None: ...
-
-    def record_event(self, fact: events.AnyEvent, now_s: float, done: CommitResult | None = None) -> None: ...
-
-    def handle_failure(self, error: Exception, now_s: float) -> None: ...
-
-
 class UpdatePipeline:
     """Validation, aggregation and commit of one job's updates."""
 
-    def __init__(
-        self,
-        served: PipelineJob,
-        worker: BackgroundWorker,
-        start: Callable[[Callable[[], Any], Then[Any]], None],
-        executor: Executor,
-        left: Callable[[], bool],
-    ) -> None:
-        self._served, self._worker, self._start, self._executor, self._left = served, worker, start, executor, left
+    def __init__(self, served: JobController, desk: CoordinatorContext) -> None:
+        self._served, self._desk = served, desk
         self._summing = False  # whether the worker folds or commits
         self._examining: dict[str, Update] = {}  # device -> update that the worker validates
         self._in_time: set[str] = set()  # devices among these whose update arrived before the deadline
@@ -87,7 +63,7 @@ class UpdatePipeline:
 
     def register_update(self, device: str, update: Update, now_s: float) -> bool:
         """Record an update that is fetched next. Return whether the update is large and must wait for its turn."""
-        if total_blob_bytes(update) < self._worker.large_bytes:
+        if total_blob_bytes(update) < self._desk.worker.large_bytes:
             return False
         if self._offered.get(device) != update and now_s < self._moved_deadline_s:
             self._offered[device] = update
@@ -99,7 +75,7 @@ class UpdatePipeline:
 
         The deadline of a site moves at most to the time at which its round must end.
         """
-        absence, state = self._executor.absence, self._served.job.rounds
+        absence, state = self._desk.executor.absence, self._served.job.rounds
         if state.opened_s != self._lost[0]:
             self._lost = state.opened_s, absence.lost_s
         return min(
@@ -124,7 +100,7 @@ class UpdatePipeline:
             return deadline_s
         arriving = self._served.arriving
         self._offered = {device: each for device, each in self._offered.items() if arriving.get(device) == each}
-        return min(deadline_s + max(map(self._executor.transfer_wait_s, self._offered), default=0.0), latest_s)
+        return min(deadline_s + max(map(self._desk.executor.transfer_wait_s, self._offered), default=0.0), latest_s)
 
     def wait_for_punctual_updates(self, now_s: float) -> bool:
         """Return whether the round waits past its deadline. Let punctual devices transfer before late ones."""
@@ -132,24 +108,24 @@ class UpdatePipeline:
         if not deadline_s <= now_s < self.wait_limit_s(now_s) or decisions.has_full_cohort(self._served.job.rounds):
             return False
         for device in self._served.arriving:
-            if now_s >= deadline_s + self._executor.transfer_wait_s(device):
-                self._executor.yield_transfer_turn(device, now_s)
+            if now_s >= deadline_s + self._desk.executor.transfer_wait_s(device):
+                self._desk.executor.yield_transfer_turn(device, now_s)
         return True
 
     @property
     def _is_job_gone(self) -> bool:
-        return self._served.has_ended or self._left()
+        return self._served.has_ended or self._desk.jobs.get(self._served.id) is not self._served
 
     @property
     def _is_large(self) -> bool:
-        return self._served.job.is_large
+        return self._served.job.aggregator.large
 
     def validate_update(
         self, device: str, update: Update, profile: Profile | None, right: SiteRight | None, now_s: float
     ) -> None:
         """Validate an update whose blobs have arrived, then accept or reject it. Large updates use the worker."""
         if (
-            total_blob_bytes(update) >= self._worker.large_bytes
+            total_blob_bytes(update) >= self._desk.worker.large_bytes
         ):  # as a site's sum may be, whose boards' updates are small
             self._served.job.aggregator.large = True
         large = self._is_large
@@ -158,10 +134,10 @@ class UpdatePipeline:
         examining = self._served.job.build_validation(device, update, profile, now_s, large=large, right=right)
         if large:
             self._examining[device] = update
-            held_s = self._executor.transfer_wait_s(device) if self._offered.pop(device, None) == update else 0.0
+            held_s = self._desk.executor.transfer_wait_s(device) if self._offered.pop(device, None) == update else 0.0
             if now_s < self._moved_deadline_s + held_s:
                 self._in_time.add(device)
-            self._start(examining, partial(self._apply_validation_if_current, device, update))
+            self._desk.start_work(examining, partial(self._apply_validation_if_current, device, update))
         else:
             self._apply_validation(device, examining, now_s)
 
@@ -193,7 +169,9 @@ class UpdatePipeline:
     def start_folding(self) -> None:
         if self._is_large and not self._summing and self._served.job.has_updates_to_fold():
             self._summing = True
-            self._start(self._served.job.build_fold(self._worker.stored_at), self._record_partial_aggregate)
+            self._desk.start_work(
+                self._served.job.build_fold(self._desk.worker.stored_at), self._record_partial_aggregate
+            )
 
     def _record_partial_aggregate(self, result: Callable[[], events.UpdatesAggregated | None], now_s: float) -> None:
         self._summing = False
@@ -205,7 +183,7 @@ class UpdatePipeline:
             self._served.record_event(fact, now_s)
         if isinstance(fact, events.UpdatesAggregated):
             done = blob_hashes(before.answered[device] for device in fact.devices)
-            self._served.garbage.add_candidates(
+            self._desk.garbage.add_candidates(
                 done | ({before.folded.sum.sha256} if before.folded else set()), soon=True
             )
 
@@ -216,9 +194,9 @@ class UpdatePipeline:
         committing = self._served.job.build_commit(now_s)
         if self._is_large:
             self._summing = True
-            self._start(committing, self._finish_commit)
+            self._desk.start_work(committing, self._finish_commit)
             return False
-        with self._executor.keep_alive():  # a method may compute for longer than a broker waits for a word
+        with self._desk.executor.keep_alive():  # a method may compute for longer than a broker waits for a word
             result = run_and_capture(committing)
         self._finish_commit(result, now_s)
         return True
@@ -393,14 +371,11 @@ class JobController:
         self._rounds_s = (0.0, self._device_time_s(now_s))  # boards' time of the latest round, and of all up to its end
         self.unsent: set[str] = set()  # devices with a task to come: no profile of them yet, or another job has them
         self.arriving: dict[str, Update] = {}  # device -> its update while its blobs are fetched
-        self.garbage = desk.garbage
         self._begun: dict[str, Update] = {}  # device -> the last update of it that began to be fetched
         self._opened_s = self._busy_s = now_s  # when it was taken up; when a device was last seen working on it
         # version of the fleet, `most` and devices that were gone when there was nothing to decide
         self._undecided: tuple[int, float, AbstractSet[str]] | None = None
-        self.summed = UpdatePipeline(
-            self, desk.worker, desk.start_work, desk.executor, lambda: desk.jobs.get(job.id) is not self
-        )
+        self.summed = UpdatePipeline(self, desk)
         self._behind: set[str] = set()  # this job, once devices are reported to know more rounds than its log
         self.unreadable: job_blobs.UnreadableError | None = None  # unreadable blob, for which the job waits
 
@@ -470,7 +445,7 @@ class JobController:
         # so a device has at most one unfinished update of a job on the disk, whatever the device announces
         begun = self._begun.pop(device, None)
         if begun is not None and (instead is None or begun.bundles != instead.bundles):
-            self.garbage.add_candidates(blob_hashes([begun]))
+            self._desk.garbage.add_candidates(blob_hashes([begun]))
 
     def schedule_publication(self) -> None:
         self._desk.news[self.id] = self.job
@@ -499,8 +474,6 @@ class JobController:
             self.record_event(fact, now_s)
         for action in step.actions:
             self._schedule_action(action, now_s)
-
-    # -- actions --
 
     def _schedule_action(self, action: decisions.Action, now_s: float) -> None:
         """Carry out an action, but only after the events are written if the action has an effect outside."""
@@ -533,7 +506,7 @@ class JobController:
             case decisions.SendTask(device):
                 self.send_task(device, now_s)
             case decisions.DiscardUpdate(update):
-                self.garbage.add_candidates(blob_hashes([update]))
+                self._desk.garbage.add_candidates(blob_hashes([update]))
             case decisions.RenewTask(device, epoch):
                 self._desk.adopt_epoch(device, epoch)
                 self.send_task(device, now_s)
@@ -564,8 +537,6 @@ class JobController:
             return desk.executor.send_task(device, task, now_s)
         except FedquiltError as error:
             return self.handle_failure(error, now_s)
-
-    # -- decisions --
 
     def make_next_decision(self, now_s: float, left: AbstractSet[str] = frozenset(), most: float = math.inf) -> bool:
         """Make the job's next decision, if one is due. Return whether the job has changed."""
@@ -664,7 +635,7 @@ class JobController:
             case events.RoundClosed() | events.JobEnded():
                 self._cancel_tasks(before.asked | set(before.silent), now_s)
             case events.RoundCommitted() if done is not None:
-                self.garbage.add_candidates(job.blobs_released_by_commit(before))
+                self._desk.garbage.add_candidates(job.blobs_released_by_commit(before))
                 job.start_next_round(done)
                 self._rounds_s = ((had_s := self._device_time_s(now_s)) - self._rounds_s[1], had_s)
         if isinstance(fact, events.RoundCommitted | events.JobEnded):

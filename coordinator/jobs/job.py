@@ -78,6 +78,7 @@ class RunningJob:
         self.engines = settings.list_engines(row.job, method)
         self.bundle = job_blobs.open_bundle(row.id, row.bundle, row.content, store.depot)
         require_matching_bundle(row.job, self.bundle)
+        self._folder = row.bundle
         self._states = ModelStates(row.id, row.job, method, self.bundle, row.bundle, store.depot, large_bytes)
         self.wants = JobRequirements(
             self.engines, row.job.cohort, row.job.wire.codec, tuple(required_packages(row.job, self.bundle).items())
@@ -96,7 +97,7 @@ class RunningJob:
         self._common: Mapping[str, Tensors | BlobRef]  # bundles of all its tasks
         self._seeded: Callable[[object], int] | None  # a device's seed
         self._manifests: validation.ManifestValidator | None  # what its updates may hold
-        self._summing: Aggregator
+        self.aggregator: Aggregator
         self.standing, after = store.snapshots.load_state(self.id, events.JobConstants.from_job(row.job), now_s)
         self.rounds = self.standing.rounds  # state of its rounds
         wall_s = store.depot.disk.wall_clock_s()
@@ -253,10 +254,6 @@ class RunningJob:
             self._manifests = validation.ManifestValidator(known, self.job.wire)
         return self._manifests.manifest_problem(update, profile.boards if profile else 0)
 
-    @property
-    def is_large(self) -> bool:
-        return self._summing.large
-
     def build_validation(
         self,
         device: str,
@@ -304,7 +301,7 @@ class RunningJob:
     def build_update_reader(
         self, update: Update, profile: Profile | None, bounds: validation.ClaimBounds, *, large: bool = False
     ) -> Callable[[Update], Update]:
-        rounds, summing = self.rounds, self._summing
+        rounds, summing = self.rounds, self.aggregator
         base = self._build_base_finder(update, profile)
 
         def read(believed: Update) -> Update:
@@ -314,10 +311,6 @@ class RunningJob:
 
         return read
 
-    @property
-    def aggregator(self) -> Aggregator:
-        return self._summing
-
     def _build_base_finder(self, update: Update, profile: Profile | None) -> BaseTensors:
         order = self._task_spec_for_device(update.device, profile) if update.bases else None
         asked = (
@@ -326,7 +319,7 @@ class RunningJob:
         return partial(job_blobs.base_tensors, self._store.depot, update, asked | self._sent if update.bases else set())
 
     def has_updates_to_fold(self) -> bool:
-        return self.rounds.phase == "open" and self._summing.has_foldable_update(self.rounds)
+        return self.rounds.phase == "open" and self.aggregator.has_foldable_update(self.rounds)
 
     def build_fold(self, stored_at: float) -> Callable[[], events.UpdatesAggregated | None]:
         """Return a function with which a worker folds the next accepted update.
@@ -334,7 +327,7 @@ class RunningJob:
         The function returns an event if it has stored the partial aggregate, and None otherwise. The aggregate is
         stored once the updates added since the last time have `stored_at` times its bytes.
         """
-        return partial(self._summing.fold_next, self.rounds, stored_at)
+        return partial(self.aggregator.fold_next, self.rounds, stored_at)
 
     def build_commit(self, now_s: float) -> Callable[[], CommitResult]:
         """Return a function that folds the remaining updates, and stores the next state.
@@ -346,7 +339,7 @@ class RunningJob:
     def _compute_commit(self, rounds: events.JobState, now_s: float) -> CommitResult:
         state = self.state
         if "work" in rounds.task_actions:
-            state = self._active_method.step(state, self._summing.take_aggregate(rounds))
+            state = self._active_method.step(state, self.aggregator.take_aggregate(rounds))
             validation.require_finite_state(state, tuple(sorted(rounds.answered)))
         spent, finished, updates = rounds.spent, self.method.done(state), rounds.answered.values()
         caveat = events.describe_unmetered_tasks(self.job.stop, spent) if spent.metered or not rounds.round else None
@@ -407,7 +400,7 @@ class RunningJob:
         of_state = self.rounds.state.size if self.rounds.state else 0
         largest = max(of_update, of_state, *map(total_blob_bytes, self.rounds.answered.values()))
         large = largest >= self._large_bytes or self.rounds.folded is not None
-        self._summing = Aggregator(self._store.depot, self._active_method, self.state, self.job, large=large)
+        self.aggregator = Aggregator(self._store.depot, self._active_method, self.state, self.job, large=large)
 
     def _task_spec_for_device(self, device: str, profile: Profile | None) -> TaskSpec | None:
         view = DeviceView(device, profile, self.rounds.history.get(device, NEVER))
@@ -430,7 +423,7 @@ class RunningJob:
         """Return the blob of a task's tensors, stored if missing. A file of the job's bundle is restored."""
         if isinstance(value, BlobRef):
             named = {name: ref for name, ref in self.bundle.files.items() if ref == value}
-            self._states.restore_bundle_files(named)
+            job_blobs.restore_bundle_files(self.id, self._store.depot, self._folder, named)
             return value
         known = self._encoded.pop(id(value), None)
         if known is None or not self._store.depot.has_blob(known[1]):

@@ -178,9 +178,6 @@ def decide_fixed(cohort: CohortSettings, known: Known, asked: Asks) -> DeadlineD
     return DeadlineDecision()
 
 
-# -- predicted ------------------------------------------------------------------------------------
-
-
 def decide_by_prediction(cohort: CohortSettings, known: Known, asked: Asks) -> DeadlineDecision:
     """Decide a high percentile over devices of their 90th percentile durations, plus SLACK.
 
@@ -264,9 +261,6 @@ def _p90_ratio(logs: Sequence[float], spread: float) -> float:
     return math.exp(middle + Z90 * math.sqrt(variance))
 
 
-# -- paper ----------------------------------------------------------------------------------------
-
-
 def decide_by_paper(cohort: CohortSettings, known: Known, asked: Asks) -> DeadlineDecision:
     """Decide the last round's slowest duration times the ratio of work (FedStitch, 4.4), if any is known."""
     every = [each for took in known.values() for each in took]
@@ -276,9 +270,6 @@ def decide_by_paper(cohort: CohortSettings, known: Known, asked: Asks) -> Deadli
     before = [each for each in every if each.round == last]
     ratio = max(ask.work_amount for ask in asked.values()) / max(each.work for each in before)  # mu * sigma
     return DeadlineDecision(max(each.seconds for each in before) * ratio)
-
-
-# -- energy ---------------------------------------------------------------------------------------
 
 
 def decide_by_energy(cohort: CohortSettings, known: Known, asked: Asks) -> DeadlineDecision:

@@ -422,8 +422,6 @@ REMOVED = "removed from the fleet by request"
 FLOODED = "sent more than can be answered: it is set aside, and nothing of it is read for a while"
 UNFINISHED = ("queued", "running", "stopping", "stopped", "damaged")
 
-# -- events ---------------------------------------------------------------------------------------
-
 
 class DeviceOnline(msgspec.Struct, frozen=True):
     """Device that came online, restarted or did not claim its task, and may lack the task."""
@@ -491,8 +489,6 @@ Input: TypeAlias = (
     | UpdateReceived
     | UpdateValidated
 )
-
-# -- actions --------------------------------------------------------------------------------------
 
 
 class SendTask(msgspec.Struct, frozen=True):

@@ -189,9 +189,6 @@ def format_mermaid_diagram() -> str:
     return "\n".join(["stateDiagram-v2", "    [*] --> new", *lines, "    done --> [*]"])
 
 
-# -- facts ----------------------------------------------------------------------------------------
-
-
 class Event(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True): ...
 
 
@@ -341,9 +338,6 @@ _OfAttempt = (
 )
 _OfRound = _OfAttempt | RoundClosed | RoundCommitted
 AnyEvent = NoteRecorded | JobStarted | _OfRound | JobEnded | JobResumed
-
-
-# -- state ----------------------------------------------------------------------------------------
 
 
 class JobState(msgspec.Struct, frozen=True):

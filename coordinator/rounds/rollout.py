@@ -69,9 +69,6 @@ UNABLE: Final = "no launcher started the agent"
 LONGEST_S: Final = 86400.0  # a board that is there and waits, checks or soaks for longer holds nobody up any more
 
 
-# -- facts ----------------------------------------------------------------------------------------
-
-
 class RolloutEvent(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, omit_defaults=True): ...
 
 
@@ -136,9 +133,6 @@ ALLOWED: Final[Mapping[type[RolloutEvent], tuple[Status, ...]]] = {
     RolloutReverted: ("queued", "running", "done"),
 }
 """Fact -> states of a rollout in which it may happen."""
-
-
-# -- state ----------------------------------------------------------------------------------------
 
 
 class Rollout(msgspec.Struct, frozen=True):
@@ -248,9 +242,6 @@ def release_for_device(state: Rollout, device: str) -> wire.DesiredRelease | Non
     return wire.DesiredRelease(
         rollout=state.id, kind=plan.kind, serial=state.back, name=plan.name, back=True, force=plan.force
     )
-
-
-# -- which fact comes next ------------------------------------------------------------------------
 
 
 class RolloutDevice(NamedTuple):

@@ -56,9 +56,6 @@ class BackupSummary(NamedTuple):
     bytes: int
 
 
-# -- making one -----------------------------------------------------------------------------------
-
-
 def write_backup(store: Store, file: Path) -> BackupSummary:
     """Write a backup of a home into a new file, while a coordinator may use the home."""
     if file.exists():
@@ -222,9 +219,6 @@ def _open_part_file(file: Path) -> Iterator[int]:
 
 def _file_exists_error(file: Path) -> JobError:
     return JobError(f"{file} is there already: name a new file")
-
-
-# -- a home from one ------------------------------------------------------------------------------
 
 
 def restore_backup(file: Path, home: Path) -> BackupSummary:

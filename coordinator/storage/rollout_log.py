@@ -139,8 +139,6 @@ class RolloutLog:
         with database_errors(self._home), self._rows.open_transaction("deferred"):
             yield
 
-    # -- within: nothing here turns SQLite's errors into a sentence --
-
     def _require_rollout(self, id: str) -> None:
         if self._rows.find_job(id) is None:
             raise StoreError(f"no rollout {id!r} in {self._home}: `fedquilt rollout status` lists them")

@@ -329,8 +329,6 @@ class RowStore:
         """Open a transaction, or join the one that is open."""
         return nullcontext() if self._db.in_transaction else transaction(self._db, kind)
 
-    # -- jobs --
-
     def map_jobs(self, make: Callable[[JobRow, bool], T]) -> list[T]:
         """Return `make(row, intact)` of every job. The results are cached until the database changes."""
         mark = self._db.execute("pragma data_version").fetchone()[0], self._db.total_changes
@@ -380,8 +378,6 @@ class RowStore:
             self._whole.clear()
         self._whole[row.id] = row, sum
 
-    # -- counters --
-
     def read_counter(self, name: str) -> int | None:
         """Return a counter, 0 before its first value, or None if its row is damaged."""
         found = self._db.execute("select value, sum from counters where name = ?", (name,)).fetchone()
@@ -391,8 +387,6 @@ class RowStore:
 
     def set_counter(self, name: str, value: int) -> None:
         self._db.execute("insert or replace into counters values (?, ?, ?)", (name, value, checksum(name, value)))
-
-    # -- facts --
 
     def append_events(self, facts: Iterable[tuple[str, float, str]]) -> None:
         """Insert events as (job, wall-clock seconds, JSON). Requires an open transaction."""

@@ -235,8 +235,6 @@ class Store:
             found = self._rows.read_counter("signed")
         return found > 1 if found else None
 
-    # -- jobs --
-
     def find_unfinished(self, job: JobSettings, bundle: Path, origin: Origin = "run") -> str | None:
         """Return the latest run of this job that is armed, or unfinished and of the same bundle."""
         content = _hash_bundle(bundle)
@@ -390,8 +388,6 @@ class Store:
     def referenced_blobs(self) -> set[str]:
         with database_errors(self.home):
             return self.rollouts.referenced_blobs().union(*(log.needed_blobs for log in self.read_logs().values()))
-
-    # -- facts --
 
     def is_update_counted(self, update: Update) -> bool:
         with database_errors(self.home):

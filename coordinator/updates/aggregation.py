@@ -266,8 +266,6 @@ class Aggregator:
         self._read_bytes = 0
         self._unfolded: tuple[JobState, int, tuple[int, int]] | None = None  # what was counted last, and of what
 
-    # -- small updates, in the loop --
-
     def read_update(
         self, update: Update, rounds: JobState, base: BaseTensors, bounds: validation.ClaimBounds
     ) -> Update:
@@ -350,8 +348,6 @@ class Aggregator:
             self._read_bytes += size
             self._read[update.device] = (update, given)
 
-    # -- large updates, by a worker: one call at a time --
-
     def validate_large_update(self, update: Update, base: BaseTensors, bounds: validation.ClaimBounds) -> Update:
         with validation.name_device_in_errors(update.device):
             given = self._open_update(update)
@@ -409,8 +405,6 @@ class Aggregator:
         new_bytes = sum(total_blob_bytes(update) for update in folded if update.device not in known)
         own_bytes = tensors.total_bytes([tensors.split_state(self._folding.total)[0]]) if new_bytes else 0
         return new_bytes > 0 and new_bytes >= stored_at * own_bytes
-
-    # -- the end of a round --
 
     def take_aggregate(self, rounds: JobState) -> Any:
         """Fold the remaining updates, then return and release the aggregate of a closed round."""
@@ -522,9 +516,6 @@ class Aggregator:
             for name, bundle in given.bundles.items()
         }
         return msgspec.structs.replace(update, bundles=refs, bases={})
-
-
-# -- reading and storing --------------------------------------------------------------------------------------
 
 
 def _return_update(given: DeviceUpdate) -> DeviceUpdate:

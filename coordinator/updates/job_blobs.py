@@ -7,7 +7,6 @@ error.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -148,20 +147,6 @@ def load_update(depot: BlobStore, update: Update, *, lazily: bool = False) -> De
     return DeviceUpdate(update.device, update.round, update.weight, update.metrics, bundles)
 
 
-def open_base_tensors(depot: BlobStore, device: str, sha256: str) -> Tensors | None:
-    """Return the float32 tensors that an update is relative to, or None if they are lost.
-
-    Each tensor is read when it is used.
-
-    Raises:
-        UnreadableError: If the disk fails.
-    """
-    naming = partial(convert_read_errors, f"what {device}'s update has moved from ({sha256[:12]})", sha256)
-    with naming():
-        path = depot.verified_path(sha256)
-    return None if path is None else safetensors_files.FloatReader(path, _BlobReadDisk(depot.disk, naming))
-
-
 def load_partial_aggregate(depot: BlobStore, folded: UpdatesAggregated, kind: type, room: ScratchFile) -> Any:
     """Return the stored partial aggregate of an event, in the scratch file if large.
 
@@ -179,52 +164,6 @@ def load_partial_aggregate(depot: BlobStore, folded: UpdatesAggregated, kind: ty
     except tensors.NoStateError as error:
         log.warning("%s cannot be used: %s", told, error)
     raise LostUpdateError(folded.devices[0], f"{told} is gone from {depot.folder}, or damaged")
-
-
-def load_or_rebuild_state(
-    run: str,
-    depot: BlobStore,
-    ref: BlobRef,
-    kind: type,
-    rebuild: Callable[[], Any],
-    lazy_bytes: float = math.inf,
-    *,
-    again: bool = False,
-) -> Any:
-    """Return a method state from the blob store. Rebuild and store a lost state.
-
-    Args:
-        run: The id of the job.
-        depot: The blob store.
-        ref: The reference of the state.
-        kind: The class of the state.
-        rebuild: The function that makes the state again, or returns None if its origin is lost too.
-        lazy_bytes: The size from which on tensors stay on disk. See `safetensors_files.read_state`.
-        again: Whether the origin is available, so that a lost state can be stored again.
-
-    Raises:
-        JobError: If the state is lost, or from another version of fedquilt.
-        UnreadableError: If the disk fails.
-        StoreError: If the rebuilt state cannot be written.
-    """
-    try:
-        naming = partial(_convert_blob_read_errors, f"the state of {run}", ref, again)
-        disk = _BlobReadDisk(depot.disk, naming)
-        large = partial(safetensors_files.read_state, kind=kind, disk=disk, lazy_bytes=lazy_bytes)
-        with naming():
-            found = _load_object(depot, ref, kind, large)
-        if found is not None:
-            return found
-        made = rebuild()
-        if made is None or depot.store_bytes(packed := tensors.pack_state(made)) != ref:
-            raise JobError(
-                f"the state of {run} ({ref.sha256[:12]}) is gone from {depot.folder}, or damaged, and cannot be made "
-                "again from its log: put back a copy of the whole home, or run the job anew"
-            )
-        log.warning("the state of %s (%s) was gone or damaged: it is made again", run, ref.sha256[:12])
-        return tensors.unpack_state(packed, kind)
-    except tensors.NoStateError as error:
-        raise JobError(f"the state of {run} ({ref.sha256[:12]}) cannot be read ({error}): run it anew") from None
 
 
 def _load_object(depot: BlobStore, ref: BlobRef, kind: type[T], large: Callable[[str], T]) -> T | None:
@@ -272,14 +211,19 @@ def restore_bundle_files(run: str, depot: BlobStore, folder: Path, files: Mappin
 
 
 def base_tensors(depot: BlobStore, update: Update, sent: Set[str], name: str) -> Tensors | None:
-    """Return the tensors that a bundle's differences are relative to, or None for a full bundle."""
+    """Return the float32 tensors that a bundle's differences are relative to, or None for a full bundle.
+
+    Each tensor is read when it is used. `sent` are the sha256 of the blobs that the running round has sent.
+    """
     sha256 = update.bases.get(name)
     if sha256 is None:
         return None
-    found = open_base_tensors(depot, update.device, sha256) if sha256 in sent else None
-    if found is None:
+    naming = partial(convert_read_errors, f"what {update.device}'s update has moved from ({sha256[:12]})", sha256)
+    with naming():
+        path = depot.verified_path(sha256) if sha256 in sent else None
+    if path is None:
         raise UpdateError(f"bundle {name!r} has moved from {sha256[:12]}, which this round has not sent")
-    return found
+    return safetensors_files.FloatReader(path, _BlobReadDisk(depot.disk, naming))
 
 
 def store_tensors(
@@ -303,13 +247,11 @@ class CommitResult(NamedTuple):
     encoded: Encoded  # bundles that all devices are sent next
 
 
-def can_encode_early(method: Method, ref: BlobRef) -> bool:
-    return ref.size > WHOLE_BYTES and method.common_task
-
-
 def encode_common_bundles(method: Method, state: Any, ref: BlobRef, depot: BlobStore) -> Encoded:
-    """Store the bundles that all devices receive of a state. Return an empty mapping unless `can_encode_early`."""
-    order = method.send(state, DeviceView("", None)) if can_encode_early(method, ref) else None
+    """Store the bundles that all devices receive of a large state, or none if devices receive different ones."""
+    if ref.size <= WHOLE_BYTES or not method.common_task:
+        return {}
+    order = method.send(state, DeviceView("", None))
     made = [value for value in order.bundles.values() if not isinstance(value, BlobRef)] if order else []
     return {id(value): (value, store_tensors(depot, value)) for value in made}
 
@@ -343,24 +285,40 @@ class ModelStates:
 
     def load_starting_state(self, rounds: JobState) -> LoadedState:
         """Store missing bundle files and load the current state, which is created for a new job."""
-        self.restore_bundle_files(self._bundle.files)
+        restore_bundle_files(self._run, self._depot, self._folder, self._bundle.files)
         ref = rounds.state or store_tensors(self._depot, *tensors.split_state(self._create_initial_state()))
         state = self.load_state(ref, rounds.round, again=not rounds.round)  # what is stored, also of a new job
         settles = self._method.settle is not None and self._method.settle.wanted(state)
         return LoadedState(ref, state, settles, encode_common_bundles(self._method, state, ref, self._depot))
 
     def load_state(self, ref: BlobRef, round: int, *, again: bool) -> Any:
-        """Return a stored state."""
+        """Return a stored state. A lost state is made again from the bundle, before round 1, and stored.
 
-        def rebuild() -> Any:
-            return None if round else self._create_initial_state()
-
-        return load_or_rebuild_state(
-            self._run, self._depot, ref, self._method.state, rebuild, self._lazy_bytes, again=again
-        )
-
-    def restore_bundle_files(self, files: Mapping[str, BlobRef]) -> None:
-        restore_bundle_files(self._run, self._depot, self._folder, files)
+        Args:
+            ref: The reference of the state.
+            round: The round that begins or ends with the state.
+            again: Whether the origin of the state is available, so that a lost state can be stored again.
+        """
+        run, kind, depot = self._run, self._method.state, self._depot
+        what = f"the state of {run} ({ref.sha256[:12]})"
+        try:
+            naming = partial(_convert_blob_read_errors, f"the state of {run}", ref, again)
+            disk = _BlobReadDisk(depot.disk, naming)
+            large = partial(safetensors_files.read_state, kind=kind, disk=disk, lazy_bytes=self._lazy_bytes)
+            with naming():
+                found = _load_object(depot, ref, kind, large)
+            if found is not None:
+                return found
+            made = None if round else self._create_initial_state()
+            if made is None or depot.store_bytes(packed := tensors.pack_state(made)) != ref:
+                raise JobError(
+                    f"{what} is gone from {depot.folder}, or damaged, and cannot be made again from its log: put back "
+                    "a copy of the whole home, or run the job anew"
+                )
+            log.warning("%s was gone or damaged: it is made again", what)
+            return tensors.unpack_state(packed, kind)
+        except tensors.NoStateError as error:
+            raise JobError(f"{what} cannot be read ({error}): run it anew") from None
 
     def _create_initial_state(self) -> Any:
         with convert_bundle_read_errors(self._run, self._folder):

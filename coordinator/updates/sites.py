@@ -209,9 +209,6 @@ def site_aggregate_type(of: Aggregation, state: Any) -> type | None:
     return of.accumulator(state) if of.check_sums is not None else None
 
 
-# -- above ----------------------------------------------------------------------------------------
-
-
 def adapt_for_sites(method: Method, job: JobSettings, files: Mapping[str, BlobRef]) -> Method:
     """Return the method for a coordinator that may have sites among its devices.
 
@@ -293,9 +290,6 @@ def _accept_site_updates(plain: Aggregation) -> Aggregation:
 
 def _count_devices(view: DeviceView) -> int:
     return 0 if view.profile is None else view.profile.boards
-
-
-# -- below ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def test_an_update_that_adds_up_is_read_once_whoever_is_awaited_still(stage, mon
     stage.ask("dcba")
     for index, device in enumerate("dcba"):
         stage.take(device, float(index))
-    assert (len(read), stage.job._summing._read) == (4, {})
+    assert (len(read), stage.job.aggregator._read) == (4, {})
     assert stage.commit() == 1.5
     assert len(read) == 5  # the updates, and the state that the commit has stored
 
@@ -122,7 +122,7 @@ def test_what_was_folded_before_a_commit_failed_counts_once(stage, monkeypatch):
     stage.ask("abc")
     for device, value in zip("abc", (1.0, 2.0, 6.0), strict=True):
         stage.take(device, value)
-    stage.job._summing._folding.reset()  # as after a restart
+    stage.job.aggregator._folding.reset()  # as after a restart
     plain = stage.store.depot.load
     gone = stage.job.rounds.answered["c"].bundles["model"].sha256
     monkeypatch.setattr(stage.store.depot, "load", lambda sha256: None if sha256 == gone else plain(sha256))
@@ -169,7 +169,7 @@ def test_updates_are_read_once_for_as_long_as_there_is_room(ordered, monkeypatch
         stage.ask(devices)
         for index, device in enumerate(devices):
             stage.take(device, 4.0 * number + index)
-        assert len(stage.job._summing._read) == 2
+        assert len(stage.job.aggregator._read) == 2
         assert stage.commit() == 4.0 * number + 1.5
         assert len(read) == 7 * (number + 1)  # six updates, and the state that the commit has stored
 

@@ -37,7 +37,7 @@ def closed(running: RunningJob, *updates: Update) -> dict[str, np.ndarray]:
     rounds = replace(
         running.rounds, phase="closing", asked=frozenset(), answered={each.device: each for each in updates}
     )
-    return dict(running.method.step(running.state, running._summing.take_aggregate(rounds)).model)
+    return dict(running.method.step(running.state, running.aggregator.take_aggregate(rounds)).model)
 
 
 def test_an_update_that_was_lost_and_came_anew_counts_as_it_came_last(running, monkeypatch):
@@ -53,7 +53,7 @@ def test_an_update_that_was_lost_and_came_anew_counts_as_it_came_last(running, m
 
 def test_an_error_in_the_middle_of_a_fold_leaves_nothing_of_the_update_in_the_sum(running, monkeypatch):
     """Folds add in place: a method's error may come when half of the tensors are added."""
-    one, other, fold = update(running, "a", 1.0), update(running, "b", 7.0), running._summing._aggregation.fold
+    one, other, fold = update(running, "a", 1.0), update(running, "b", 7.0), running.aggregator._aggregation.fold
 
     def fails(state, so_far, given):
         found = fold(state, so_far, given)
@@ -62,8 +62,8 @@ def test_an_error_in_the_middle_of_a_fold_leaves_nothing_of_the_update_in_the_su
         return found
 
     assert running.build_update_reader(one, None, ClaimBounds())(one) == one
-    failing = dataclasses.replace(running._summing._aggregation, fold=fails, check_update=None)
-    monkeypatch.setattr(running._summing, "_aggregation", failing)
+    failing = dataclasses.replace(running.aggregator._aggregation, fold=fails, check_update=None)
+    monkeypatch.setattr(running.aggregator, "_aggregation", failing)
     with pytest.raises(RuntimeError, match="halfway"):
         running.build_update_reader(other, None, ClaimBounds())(other)
     assert set(closed(running, one)["1.bias"].tolist()) == {1.0}
