@@ -81,10 +81,7 @@ def minimum_devices_to_fire(trigger: DriftTrigger, count: int) -> int:
 
 
 def describe_trigger_wait(job: JobSettings, boards: Sequence[RunnerReport], now: float, last: float | None) -> str:
-    """Return what a job with a trigger waits for, to follow "waits for".
-
-    The text names the end of the pause, or the limits and how many devices are beyond them.
-    """
+    """Return the end of the pause or the limits for which a job waits, to follow "waits for"."""
     trigger = job.trigger
     assert trigger is not None
     if last is not None and abs(now - last) < trigger.pause_s:
@@ -202,10 +199,7 @@ def queue_rollout(store: Store, plan: RolloutPlan, payload: bytes | None) -> str
 
 
 def revert_rollout(store: Store, rollout: str = "") -> str:
-    """Request the end of a rollout under way, or the roll-back of a completed one. Return a message for the user.
-
-    Devices with its release return to what they ran before.
-    """
+    """Request that devices return from a rollout, under way or completed. Return a message for the user."""
     kept = store.rollouts.find_rollout(rollout)
     state = kept.state
     if state.is_reverted:

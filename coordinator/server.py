@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
-from typing import TypeAlias
 
 import msgspec
 from msgspec.structs import replace
@@ -155,11 +154,7 @@ class JobLoader:
         return over
 
     def suspend_job(self, job: StoredJob | RunningJob, error: UnreadableError, now_s: float) -> None:
-        """Suspend a job after a failed read, and schedule a retry.
-
-        After the last retry, discard the damaged blob if it can be rebuilt or requested again. Otherwise end the job as
-        failed.
-        """
+        """Suspend a job after a failed read. After the last retry, discard a blob that can be made anew or end it."""
         ids, holds, now = log_ids(run=job.id), self._desk.store.holds, self._to_wall_clock(now_s)
         hold = count_failure(holds.latest_suspension(job.id), error.what, str(error), now, counts=not error.lasts)
         if hold is not None:
@@ -173,15 +168,6 @@ class JobLoader:
             log.error("%s cannot go on: %s; %s", job.id, error, mend := error.format_fix(job.id), extra=ids)
             self._end_and_observe(job, events.JobEnded("failed", f"{error}; {mend}"))
 
-
-Happening: TypeAlias = (
-    decisions.DeviceOnline
-    | decisions.UpdateReceived
-    | decisions.RateLimitExceeded
-    | decisions.DeviceSilent
-    | decisions.DeviceReturned
-    | decisions.DeviceRemoved
-)
 
 POLL_S = 0.5
 TELL_S = 0.5  # between two messages on a round that goes on as before
@@ -354,28 +340,30 @@ class Server:
                 self._rollouts.receive_report(device, message)
 
     def _handle_connection(self, device: str, now_s: float) -> None:
-        self._handle_input(decisions.DeviceOnline(device), now_s)
+        self._handle_input(decisions.DeviceChange(device, "online"), now_s)
         if self._rollouts is not None:
             self._rollouts.resend_releases(device, now_s)
 
-    def _handle_input(self, event: Happening, now_s: float) -> None:
-        if isinstance(event, decisions.DeviceSilent):
-            return self.registry.mark_silent(event.device, now_s)
-        if isinstance(event, decisions.DeviceReturned):
-            self.registry.mark_returned(event.device)
-            return self._handle_connection(event.device, now_s)
+    def _handle_input(self, event: decisions.DeviceChange | decisions.UpdateReceived, now_s: float) -> None:
+        device = event.device
         if isinstance(event, decisions.UpdateReceived):
-            if (fetched := self._desk.fetching.pop(event.device, None)) is not None:
+            if (fetched := self._desk.fetching.pop(device, None)) is not None:
                 fetched.handle_input(event, now_s)
             return None
-        if isinstance(event, decisions.RateLimitExceeded):
-            log.warning("%s %s", event.device, decisions.FLOODED, extra=log_ids(device=event.device))
-            self.registry.block_device(event.device, now_s + ASIDE_S)
-        if isinstance(event, decisions.DeviceRemoved):
-            log.info("%s is removed by request", event.device, extra=log_ids(device=event.device))
-            self.registry.forget_device(event.device, now_s)
+        match event.kind:
+            case "silent":
+                return self.registry.mark_silent(device, now_s)
+            case "returned":
+                self.registry.mark_returned(device)
+                return self._handle_connection(device, now_s)
+            case "flooding":
+                log.warning("%s %s", device, decisions.FLOODED, extra=log_ids(device=device))
+                self.registry.block_device(device, now_s + ASIDE_S)
+            case "removed":
+                log.info("%s is removed by request", device, extra=log_ids(device=device))
+                self.registry.forget_device(device, now_s)
         for serving in self._jobs.values():
-            if event.device in serving.pending_devices:
+            if device in serving.pending_devices:
                 serving.handle_input(event, now_s)
         return None
 
@@ -466,11 +454,7 @@ class Server:
             serving.activate(now_s)
 
     def _advance_jobs(self, now_s: float) -> bool:
-        """Make all decisions that are due. Return True after a commit, when others may be due.
-
-        After each decision, the jobs are considered again from the start, because devices may have been leased or
-        released.
-        """
+        """Make all due decisions, each time from the first job again. Return True after a commit."""
         claims = self._usage_by_job(now_s)
         least_s = fair_share.minimum_device_time(claims)
         for serving in self._jobs.values():

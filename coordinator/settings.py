@@ -216,10 +216,7 @@ def parse_job(table: Mapping[str, Any]) -> JobSettings:
 
 
 def require_minimum_updates(job: JobSettings, least: int) -> None:
-    """Raise JobError if a round could close with fewer updates than its method requires.
-
-    `least` is the fewest updates of a round, as returned by `Method.minimum_updates`.
-    """
+    """Raise JobError if a round could close with fewer than `least` updates (`Method.minimum_updates`)."""
     cohort = job.cohort
     if cohort.size and cohort.size < least:
         raise JobError(
@@ -334,10 +331,7 @@ def complete_table(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def make_paths_absolute(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a job's table with its relative paths made absolute.
-
-    A value of `weights` or `classes` is a path only if the folder contains the file.
-    """
+    """Return a job's table with absolute paths. `weights` and `classes` are paths if the file exists."""
 
     def anchor_paths(entry: Any) -> Any:
         if isinstance(entry, list):
@@ -368,10 +362,7 @@ class SubmitterLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RetentionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Retention of ended runs: [retention].
-
-    A run is deleted only if all rules that are set select the run. Without a rule no run is deleted.
-    """
+    """Retention of ended runs, [retention]: a run that all rules that are set select is deleted."""
 
     keep: Annotated[int, Meta(ge=0)] | None = None
     older_than: str | None = None  # since the end of a run
@@ -438,10 +429,7 @@ def create_initial_state(job: JobSettings, made: Bundle, method: Method | None =
 
 
 def required_packages(job: JobSettings, made: Bundle) -> dict[str, str]:
-    """Return the packages that devices need for a job besides fedquilt.
-
-    Keys are modules, and values name the package, its version and the sha256 of its files.
-    """
+    """Return the module, and the package's version and sha256, of all that devices need besides fedquilt."""
     found = methods.required_plugins(job.method)
     if job.engine is not None and job.engine not in ENGINES:
         found |= plugins.required_modules("engine", job.engine)

@@ -31,7 +31,7 @@ from fedquilt.coordinator.rounds.rollout import (
     release_for_device,
 )
 from fedquilt.coordinator.storage.rollout_log import RolloutLog
-from fedquilt.coordinator.storage.rows import FIRST, JobRow, chain_checksum
+from fedquilt.coordinator.storage.rows import FIRST, JobRow, checksum
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import UNDECODABLE, BlobRef, DataError, JobError, ModelError, Reading
 from fedquilt.edge_agent import messages
@@ -376,7 +376,7 @@ def _rollouts(home: Path) -> dict[str, Decoder]:
         with store._write_transaction():
             store._db.execute("delete from rollout_facts")
             for body in lines:
-                head = chain_checksum(head, id, 1.0, body)
+                head = checksum(head, id, 1.0, body)
                 store._db.execute(
                     "insert into rollout_facts (job, at, body, sum) values (?, ?, ?, ?)", (id, 1.0, body, head)
                 )

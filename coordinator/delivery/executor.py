@@ -87,10 +87,7 @@ class TaskDispatcher:
             self._open[device].sends = ATTEMPTS_MOST
 
     def take_due_devices(self, now_s: float) -> list[str]:
-        """Return the devices whose task must be sent again, and schedule the next repetition.
-
-        A task that the caller does not send becomes due again after the same interval.
-        """
+        """Return the devices whose task must be sent again now, and again after the same interval."""
         found = []
         while self.next_repetition_s() <= now_s:
             found.append(heapq.heappop(self._agenda)[1])
@@ -138,23 +135,12 @@ class TaskDispatcher:
 log = logging.getLogger("fedquilt.coordinator")
 
 Said: TypeAlias = tuple[str, WireMessage]  # a device, and its presence, profile, telemetry, claim or update
-Heard: TypeAlias = (
-    Said
-    | decisions.DeviceOnline
-    | decisions.UpdateReceived
-    | decisions.RateLimitExceeded
-    | decisions.DeviceSilent
-    | decisions.DeviceReturned
-    | decisions.DeviceRemoved
-    | None
-)  # None for a new session: messages sent before may be lost
+Heard: TypeAlias = Said | decisions.DeviceChange | decisions.UpdateReceived | None
+"""None for a new session: messages sent before may be lost."""
 
 
 class Executor(Protocol):
-    """Connection of a coordinator to its devices. No method waits for a device.
-
-    The coordinator calls `receive_inputs` at the times that `send_pending` returns, or earlier.
-    """
+    """Connection to devices. No method waits. `receive_inputs` is called when `send_pending` says, or earlier."""
 
     def fds(self) -> Sequence[int]:
         """Return file descriptors that become readable if `receive_inputs` is due before its time."""
@@ -183,17 +169,11 @@ class Executor(Protocol):
         ...
 
     def fetch_blobs(self, device: str, refs: Iterable[BlobRef], *, in_turn: bool = False) -> None:
-        """Fetch blobs from a device and cancel its other transfers. `UpdateReceived` follows.
-
-        With `in_turn`, the transfer waits until the device has its turn.
-        """
+        """Fetch blobs, `in_turn` after others, and cancel other transfers of the device. `UpdateReceived` follows."""
         ...
 
     def set_backlog(self, updates: int, waiting_bytes: int, most_bytes: float) -> None:
-        """Set how many large updates wait for processing, and their bytes, to limit further transfers.
-
-        Updates that wait or are in transfer are limited to `most_bytes`, but at least two updates are allowed.
-        """
+        """Limit further transfers: at most `most_bytes`, but at least two updates, wait or are in transfer."""
         ...
 
     def transfer_wait_s(self, device: str) -> float:
@@ -206,10 +186,7 @@ class Executor(Protocol):
 
     @property
     def unacknowledged_update_blobs(self) -> set[str]:
-        """Blobs of unacknowledged updates that simulated devices have written to the store.
-
-        The garbage collector keeps these blobs.
-        """
+        """Blobs of unacknowledged updates that simulated devices have stored, which the collector keeps."""
         ...
 
     @property
@@ -228,10 +205,7 @@ class Executor(Protocol):
     def publish_state(self, job: JobView) -> None: ...
 
     def keep_alive(self) -> AbstractContextManager[None]:
-        """Return a context in which the connection is kept alive during a long computation.
-
-        The body must not use the executor.
-        """
+        """Keep the connection alive during a long computation, which must not use the executor."""
         ...
 
     def close(self) -> None: ...
@@ -292,14 +266,14 @@ class LinkExecutor:
         for message in self._link.receive():
             said = self._handle_or_decode_message(message, now_s)
             while self._returned:
-                yield decisions.DeviceReturned(self._returned.pop())
+                yield decisions.DeviceChange(self._returned.pop(), "returned")
             if said is not None:
                 yield said
         for device in self._request_presences(now_s):
-            yield decisions.DeviceSilent(device)
+            yield decisions.DeviceChange(device, "silent")
         for device in self._gate.take_blocked_devices():
             self._silence.forget(device)  # it may send, and is not read
-            yield decisions.RateLimitExceeded(device)
+            yield decisions.DeviceChange(device, "flooding")
         for sentence in self.garbage.take_due_lines(now_s):
             log.warning("%s", sentence)
         self._transfers.step(now_s)
@@ -309,7 +283,7 @@ class LinkExecutor:
         for device, seconds in self._transfers.take_charges().items():
             self._gate.charge_time(device, seconds)
         for device in self._issues.take_due_devices(now_s):
-            yield decisions.DeviceOnline(device)
+            yield decisions.DeviceChange(device, "online")
 
     def send_pending(self, now_s: float) -> float:
         return min(

@@ -77,15 +77,18 @@ class DeviceStatusTracker:
 
     def record_message(self, heard: Heard, now_s: float) -> None:
         self._now_s, at = now_s, self._clock()
-        if isinstance(heard, decisions.RateLimitExceeded):
-            refusal = LatestDecline(at, "flooding", decisions.FLOODED)
-            return self._set_status(replace(self._status_with_last_seen(heard.device), refusal=refusal), SOON_S)
-        if isinstance(heard, decisions.DeviceSilent):
-            return self._set_status(device_status.apply_silence(self._status_with_last_seen(heard.device), at), SOON_S)
-        if isinstance(heard, decisions.DeviceReturned):
-            return self._set_status(device_status.apply_return(self._status_with_last_seen(heard.device), at), SOON_S)
-        if type(heard) is not tuple:
-            return None
+        if isinstance(heard, decisions.DeviceChange):
+            board = self._status_with_last_seen(heard.device)
+            match heard.kind:
+                case "flooding":
+                    refusal = LatestDecline(at, "flooding", decisions.FLOODED)
+                    self._set_status(replace(board, refusal=refusal), SOON_S)
+                case "silent":
+                    self._set_status(device_status.apply_silence(board, at), SOON_S)
+                case "returned":
+                    self._set_status(device_status.apply_return(board, at), SOON_S)
+        if not isinstance(heard, tuple):
+            return
         device, message = heard
         if isinstance(message, wire.Presence):
             self._doubted.discard(device)
@@ -95,7 +98,6 @@ class DeviceStatusTracker:
         )
         if isinstance(message, Telemetry) and device in self._boards:
             self._add_telemetry(device, message, int(at))
-        return None
 
     def record_contact(self, device: str) -> None:
         if device in self._boards or len(self._seen) < MOST:
@@ -117,10 +119,7 @@ class DeviceStatusTracker:
         return self._status_with_last_seen(device) if device in self._boards else None
 
     def statuses_with_readings(self) -> list[tuple[DeviceStatus, TelemetrySample | None]]:
-        """Return every device's status with its latest reading, or None without a reading.
-
-        Safe to call from another thread.
-        """
+        """Return every device's status and latest reading, if any. Safe to call from another thread."""
         sums = self._sums
         return [
             (self._status_with_last_seen(device), sums[device][1] if device in sums else None)
@@ -260,7 +259,7 @@ class MonitoringExecutor(LinkExecutor):
             yield heard
         for device in self._noted.take_removed_devices():
             self._remove_device(device)
-            yield decisions.DeviceRemoved(device)
+            yield decisions.DeviceChange(device, "removed")
 
     def _record_contact(self, device: str) -> None:
         super()._record_contact(device)

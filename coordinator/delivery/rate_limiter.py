@@ -51,10 +51,7 @@ class RateLimiter:
     _most: int = 1024  # number of buckets above which full ones are removed
 
     def admit_message(self, device: str, size: int, now_s: float, cost_s: float = MESSAGE_S) -> Verdict:
-        """Decide whether to process a message. Only processed messages are charged to the device's bucket.
-
-        A device with too many dropped messages is blocked for ASIDE_S.
-        """
+        """Decide whether to process a message. Only processed messages are charged."""
         account = self._refill_bucket(device, now_s)
         if now_s < account.until_s:
             return "dropped"
@@ -70,10 +67,7 @@ class RateLimiter:
         return "slowed" if account.dropped == 1 else "dropped"
 
     def charge_time(self, device: str, seconds: float, now_s: float) -> None:
-        """Charge processing time to a device's bucket. Negative values are credits.
-
-        The bucket stays between -BURST_S and BURST_S.
-        """
+        """Charge processing time to a bucket, which stays within BURST_S. Negative values are credits."""
         account = self._refill_bucket(device, now_s)
         account.left_s = min(max(account.left_s - seconds, -BURST_S), BURST_S)
 

@@ -391,10 +391,7 @@ class TelemetryStore:
         return {devices[board]: reading for board, reading in found.items() if board in devices}
 
     def load_readings(self, device: str, begin: float, end: float) -> list[TelemetrySample]:
-        """Return a device's readings between two times, oldest first.
-
-        The resolution is the finest that is retained for so long an interval.
-        """
+        """Return a device's readings, oldest first, in the finest resolution retained for so long."""
         step = next((step for step, kept_s in STEPS if begin >= end - kept_s), STEPS[-1][0])
         at = range(int(begin) // step * step, int(end) + 1, step)
         with _convert_database_errors(self._home):

@@ -20,7 +20,7 @@ import msgspec
 from fedquilt import wire
 from fedquilt.coordinator.device_columns import ELIGIBLE, CostColumn, LabelColumn
 from fedquilt.coordinator.rounds import selection
-from fedquilt.coordinator.rounds.selection import DeviceSnapshot, JobRequirements, ineligibility_reasons
+from fedquilt.coordinator.rounds.selection import DeviceSnapshot, JobRequirements, ineligibility_code
 from fedquilt.core import OperatingPoint, Profile, SiteRight
 from fedquilt.transport.mqtt.connection import RECONNECT
 from fedquilt.wire import Presence, Telemetry
@@ -54,10 +54,7 @@ class BrokerOutage:
         return not self.is_disconnected and now_s >= self._back_s
 
     def record_connection(self, reached: bool, now_s: float) -> None:
-        """Record whether the broker is connected, and add an ended outage to `lost_s`.
-
-        The added time is the outage plus the longest backoff of devices after an outage of this length.
-        """
+        """Record whether the broker is connected. Add an ended outage and the longest backoff after it to `lost_s`."""
         if not reached and self._since_s is None:
             self._since_s = now_s
         elif reached and self._since_s is not None:
@@ -248,8 +245,7 @@ class DeviceRegistry:
         self._points.move_to_end(key)
         while len(self._points) > KINDS_MOST:
             self._points.popitem(last=False)
-        if profile != known.profile:
-            known.profile = profile
+        known.profile = profile
 
     def set_site_right(self, device: str, right: SiteRight | None) -> None:
         """Set the site right of a device. If the right has changed, delete the device's profile."""
@@ -284,10 +280,7 @@ class DeviceRegistry:
         return f"{known.boot} {about} {known.freed}"
 
     def device_views(self, now_s: float) -> dict[str, DeviceSnapshot]:
-        """Return the present view of every known device. The result must not be changed or kept.
-
-        Devices that went offline less than GRACE_S ago count as online.
-        """
+        """Return the view of every device, online if offline for less than GRACE_S. It must not be changed or kept."""
         self.refresh_views(now_s)
         return self._views
 
@@ -296,10 +289,7 @@ class DeviceRegistry:
         return {device for device, seen in self.device_views(now_s).items() if seen.online and seen.profile is not None}
 
     def usable_engines(self, engines: tuple[str, ...], now_s: float) -> dict[str, str]:
-        """Return, for each online device, the first of `engines` that the device has.
-
-        Devices without such an engine are left out. The result must not be changed or kept.
-        """
+        """Return the first of `engines` that each online device has, if any. It must not be changed or kept."""
         version = self.refresh_views(now_s)
         upto, found = self._able.get(engines, (0, {}))
         if upto != version:
@@ -317,8 +307,10 @@ class DeviceRegistry:
         version = self.refresh_views(now_s)
         upto, found = self._labels.get(wants, (0, LabelColumn()))
         if upto != version:
-            again = {device: self._views[device] for device in self._devices_changed_since(upto)}
-            found = found.with_values({**dict.fromkeys(again, ELIGIBLE), **ineligibility_reasons(again, wants)})
+            again = self._devices_changed_since(upto)
+            found = found.with_values(
+                {each: ineligibility_code(self._views[each], wants) or ELIGIBLE for each in again}
+            )
             self._labels[wants] = (version, found)
         return found
 

@@ -71,10 +71,7 @@ class UpdatePipeline:
 
     @property
     def lost_s(self) -> float:
-        """Seconds added to the deadline because no device was reachable, or infinity while none is.
-
-        The deadline of a site moves at most to the time at which its round must end.
-        """
+        """Seconds added to the deadline because no device was reachable. The end of a site's round is fixed."""
         absence, state = self._desk.executor.absence, self._served.job.rounds
         if state.opened_s != self._lost[0]:
             self._lost = state.opened_s, absence.lost_s
@@ -232,10 +229,7 @@ def decide_next_event(
     lost_s: float = 0.0,
     gone: AbstractSet[str] = frozenset(),
 ) -> AnyEvent | None:
-    """Return the next event of a job, or None if nothing is due.
-
-    The event records changes in the eligible devices before it selects devices.
-    """
+    """Return the next event of a job, or None if nothing is due. Changes in eligibility precede a selection."""
 
     def workload_of(device: str) -> DeviceWorkload:
         return job.device_workload(device, registry.latest_profile(device))
@@ -301,10 +295,7 @@ class CoordinatorContext:
         self.worker.submit(*self.store.depot.pin_during(item, then))
 
     def cancel_task(self, device: str, job: str, now_s: float) -> None:
-        """Cancel a job's task on a device, which is then free for the unsent task of another job.
-
-        If the job holds no lease of the device, only the transfer of its update is stopped.
-        """
+        """Cancel a job's task on a device. Without a lease, only the transfer of its update is stopped."""
         if not self.loans.release_device(device, job, now_s):
             if (fetched := self.fetching.get(device)) is not None and fetched.id == job:
                 self.executor.fetch_blobs(device, ())
@@ -595,10 +586,7 @@ class JobController:
         return self._desk.registry.find_unreachable(state.asked | state.due, now_s)
 
     def handle_failure(self, error: Exception, now_s: float) -> None:
-        """End the job after an error of its method, or suspend the job after a failed read.
-
-        Store and memory errors are raised again.
-        """
+        """End the job after an error of its method, suspend it after a failed read, or raise the error again."""
         if (hold := job_blobs.suspension_reason(error)) is not None:
             self.unreadable = hold
             return

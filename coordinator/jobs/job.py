@@ -112,10 +112,7 @@ class RunningJob:
         return state_bytes + sum(ref.size for ref in self.bundle.files.values()) >= self._large_bytes
 
     def build_state_loader(self) -> Callable[[], LoadedState]:
-        """Return a function that loads the job's state, or creates and stores the first state.
-
-        A worker may call the function.
-        """
+        """Return a function, for a worker too, that loads the job's state or creates the first one."""
         return partial(self._states.load_starting_state, self.rounds)
 
     def use_loaded_state(self, found: LoadedState, now_s: float) -> None:
@@ -218,10 +215,7 @@ class RunningJob:
         seen: Mapping[str, DeviceSnapshot],
         kinds: Mapping[tuple[int, tuple[str, ...]], int],
     ) -> tuple[str, ...]:
-        """Return sentences on the devices that can take part in the round.
-
-        The result is empty if all devices can, except in the first round.
-        """
+        """Return sentences on who can take part in the round. After the first one, none if all devices can."""
         asked = fact.devices[0] if fact.devices else ""
         order = self._task_spec_for_device(asked, seen[asked].profile if asked in seen else None)
         if order is None or fact.attempt or self.rounds.phase != "selecting":
@@ -330,10 +324,7 @@ class RunningJob:
         return partial(self.aggregator.fold_next, self.rounds, stored_at)
 
     def build_commit(self, now_s: float) -> Callable[[], CommitResult]:
-        """Return a function that folds the remaining updates, and stores the next state.
-
-        The main loop or a worker may call the function, but nothing else may fold at that time.
-        """
+        """Return a function that folds the remaining updates and stores the next state, while nothing else folds."""
         return partial(self._compute_commit, self.rounds, now_s)
 
     def _compute_commit(self, rounds: events.JobState, now_s: float) -> CommitResult:

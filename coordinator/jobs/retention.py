@@ -130,10 +130,7 @@ def exclusive_bytes(store: Store) -> dict[str, int]:
 
 
 def remove_expired_runs(store: Store, retention: RetentionSettings, now: float) -> list[str]:
-    """Remove ended runs that the retention settings do not protect, and return their ids.
-
-    A run that is resumed at this moment is kept. Blobs are left to the garbage collector.
-    """
+    """Remove ended runs that the settings do not protect, without their blobs, and return their ids."""
     if retention.keep is None and retention.older_than_s is None:
         return []
     ids = select_expired_runs(store, now, retention.keep, retention.older_than_s)
@@ -147,10 +144,7 @@ def _last_event_or_creation_time(row: StoredJob | UnreadableRow, log: IndexedLog
 
 
 def remove_runs(store: Store, ids: Collection[str]) -> RemovedFiles:
-    """Remove runs and every file of the home that no run needs, and return the amount of files.
-
-    Without an active coordinator, the store holds the lock of the home until it is closed.
-    """
+    """Remove runs and every file that no run needs. Without a coordinator, the home stays locked until `close`."""
     store.require_inactive(ids)
     alone = store.acquire_lock()
     before = _remove_unneeded_files(

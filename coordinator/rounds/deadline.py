@@ -179,10 +179,7 @@ def decide_fixed(cohort: CohortSettings, known: Known, asked: Asks) -> DeadlineD
 
 
 def decide_by_prediction(cohort: CohortSettings, known: Known, asked: Asks) -> DeadlineDecision:
-    """Decide a high percentile over devices of their 90th percentile durations, plus SLACK.
-
-    If the duration of any device cannot be predicted, `deadline_s` applies.
-    """
+    """Decide a high percentile of the devices' 90th percentiles, plus SLACK, if all can be predicted."""
     fleet = FleetDurations.from_durations(known)
     found = [_predict_p90_s(known.get(device, ()), ask, fleet) for device, ask in asked.items()]
     times = sorted(time for time in found if time is not None)
@@ -273,10 +270,7 @@ def decide_by_paper(cohort: CohortSettings, known: Known, asked: Asks) -> Deadli
 
 
 def decide_by_energy(cohort: CohortSettings, known: Known, asked: Asks) -> DeadlineDecision:
-    """Decide the plan of fewest joules within the time limit, or the shortest within the joule limit.
-
-    Without a plan, decide by prediction.
-    """
+    """Decide the plan of fewest joules or, with a joule limit, the shortest. Without a plan, decide by prediction."""
     problem = energy_problem(cohort, known, asked)
     plan = problem and plan_energy(cohort, *problem)
     if not plan:

@@ -21,7 +21,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Set as AbstractSet
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 from msgspec import field
@@ -83,10 +83,7 @@ def decide_event(
 
 
 def to_process_clock(state: JobState, now_s: float, by_wall: bool) -> JobState:
-    """Return a state loaded from its log, with all times on this process's clock.
-
-    Without `by_wall`, the times in the log are not comparable, and the running attempt gets its whole deadline.
-    """
+    """Return a loaded state on this process's clock. Without `by_wall`, the attempt has its whole deadline again."""
     opened_s = state.opened_s if by_wall else now_s
     return replace(state, opened_s=opened_s, began_s=now_s, asked_s=dict.fromkeys(state.asked_s, now_s))
 
@@ -122,10 +119,7 @@ def capped_elapsed_s(passed_s: float, since_s: float, limit_s: float, restarts: 
 def eligibility_event(
     state: JobState, labels: LabelColumn, costs: CostColumn = CostColumn()
 ) -> EligibilityRecorded | None:
-    """Return the event that records changes of eligibility, or None without changes.
-
-    A device that only the log contains is recorded as offline. Costs are recorded of eligible devices.
-    """
+    """Return the event that records changes of eligibility, if any. Unknown devices of the log are offline."""
     changed: dict[str, list[str]] = {}
     for device, label in sorted(labels.changed_values(state.labels, lost="offline").items()):
         changed.setdefault(label, []).append(device)
@@ -180,10 +174,7 @@ def site_deadline_s(state: JobState) -> float:
 
 
 def can_skip_decision(state: JobState, now_s: float, gone: AbstractSet[str] = frozenset()) -> bool:
-    """Return whether further updates change no decision, so that `decide_event` can be skipped.
-
-    Updates change a decision once all selected devices have answered or the wanted number has arrived.
-    """
+    """Return whether further updates change no decision, as neither all nor enough have arrived."""
     return (
         state.phase == "open"
         and not state.asked <= gone
@@ -423,26 +414,11 @@ FLOODED = "sent more than can be answered: it is set aside, and nothing of it is
 UNFINISHED = ("queued", "running", "stopping", "stopped", "damaged")
 
 
-class DeviceOnline(msgspec.Struct, frozen=True):
-    """Device that came online, restarted or did not claim its task, and may lack the task."""
+class DeviceChange(msgspec.Struct, frozen=True):
+    """Change of what is known of a device. A device that came online or did not claim its task may lack the task."""
 
     device: str
-
-
-class DeviceSilent(msgspec.Struct, frozen=True):
-    device: str
-
-
-class DeviceReturned(msgspec.Struct, frozen=True):
-    device: str
-
-
-class DeviceRemoved(msgspec.Struct, frozen=True):
-    device: str
-
-
-class RateLimitExceeded(msgspec.Struct, frozen=True):
-    device: str
+    kind: Literal["online", "silent", "returned", "removed", "flooding"]
 
 
 class ClaimReceived(msgspec.Struct, frozen=True):
@@ -480,15 +456,7 @@ class UpdateValidated(msgspec.Struct, frozen=True):
     odd: str = ""  # what its device claims and cannot be, which is not in `taken`
 
 
-Input: TypeAlias = (
-    DeviceOnline
-    | RateLimitExceeded
-    | DeviceRemoved
-    | ClaimReceived
-    | UpdateAnnounced
-    | UpdateReceived
-    | UpdateValidated
-)
+Input: TypeAlias = DeviceChange | ClaimReceived | UpdateAnnounced | UpdateReceived | UpdateValidated
 
 
 class SendTask(msgspec.Struct, frozen=True):
@@ -525,10 +493,7 @@ class DiscardUpdate(msgspec.Struct, frozen=True):
 
 
 class RenewTask(msgspec.Struct, frozen=True):
-    """Action that resends a task with an epoch above `epoch`.
-
-    The device completed the round under a coordinator of that epoch.
-    """
+    """Action that resends a task with an epoch above that under which the device completed the round."""
 
     device: str
     epoch: int
@@ -571,13 +536,13 @@ def decide_response(job: str, state: JobState | None, arriving: Arriving, event:
             if error is None:
                 return Decision(arriving, (), (ValidateUpdate(device, arriving),))
             return Decision(None)  # the device will offer it again
-        case DeviceOnline(device):
+        case DeviceChange(device, "flooding"):
+            return _exclude_device(state, arriving, device, "flooding", FLOODED)
+        case DeviceChange(device, "removed"):
+            return _exclude_device(state, arriving, device, "removed", REMOVED)
+        case DeviceChange(device):  # is online
             open = state is not None and state.phase == "open"  # a job stopped in the same turn is not open
             return Decision(arriving, (), (SendTask(device),) if open and _is_update_expected(state, device) else ())
-        case RateLimitExceeded(device):
-            return _exclude_device(state, arriving, device, "flooding", FLOODED)
-        case DeviceRemoved(device):
-            return _exclude_device(state, arriving, device, "removed", REMOVED)
 
 
 def _exclude_device(state: JobState | None, arriving: Arriving, device: str, code: str, reason: str) -> Decision:

@@ -75,11 +75,7 @@ def plan_least_energy(
 
 
 def plan_least_time(boards: Mapping[str, DeviceForecast], passes: int, limit_j: float) -> EnergyPlan | None:
-    """Return the shortest plan within a joule limit, or the plan of fewest joules if none fits.
-
-    Returns:
-        The plan, or None if the devices cannot do all the work.
-    """
+    """Return the shortest plan within a joule limit, else the cheapest, or None if the work is too much."""
     problem = _EnergyProblem(boards, passes)
     first, last = problem.first_feasible_index(), len(problem.times) - 1
     if first is None:

@@ -111,10 +111,7 @@ class RolloutCompleted(RolloutEvent, frozen=True):
 
 
 class RolloutReverted(RolloutEvent, frozen=True):
-    """Abort of a rollout under way, or roll-back of a completed one.
-
-    Releases with this serial number restore the devices' earlier versions.
-    """
+    """Abort of a rollout under way, or roll-back of a completed one, by releases with this serial number."""
 
     serial: Count
     reason: Sentence = ""
@@ -257,10 +254,7 @@ class RolloutDevice(NamedTuple):
 def select_rollout_devices(
     state: Rollout, every: Sequence[Rollout], boards: Mapping[str, RolloutDevice]
 ) -> dict[str, RolloutDevice]:
-    """Return the devices that a rollout selects or has offered its release to.
-
-    Devices that a later rollout of the same kind has taken over, or will take over, are left out.
-    """
+    """Return the devices that a rollout selects or has offered to, and no later one of its kind takes over."""
     at = next(place for place, each in enumerate(every) if each.id == state.id)
     later = [each for each in every[at + 1 :] if each.plan.kind == state.plan.kind]
     goes_on = [

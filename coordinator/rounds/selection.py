@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -82,21 +82,29 @@ class JobRequirements(NamedTuple):
     plugins: tuple[tuple[str, str], ...] = ()  # of other packages: `fedquilt.plugins.required_modules`, as pairs
 
 
-Check: TypeAlias = Callable[[DeviceSnapshot, JobRequirements], str | None]
-
-
-def ineligibility_reasons(
-    fleet: Mapping[str, DeviceSnapshot], wants: JobRequirements, checks: Sequence[Check] | None = None
-) -> dict[str, str]:
-    """Return the code of the first reason that applies, by device. Eligible devices are left out."""
-    found = {}
-    for device, seen in fleet.items():
-        for check in checks or CHECKS:
-            code = check(seen, wants)
-            if code is not None:
-                found[device] = code
-                break
-    return found
+def ineligibility_code(seen: DeviceSnapshot, wants: JobRequirements) -> str | None:
+    """Return the code of the first reason why a device cannot be selected, or None."""
+    profile, told, cohort = seen.profile, seen.telemetry, wants.cohort
+    if not seen.online:
+        return "silent" if seen.silent else "offline"
+    if seen.flooding:
+        return "flooding"
+    if profile is None:
+        return "profile"
+    if not any(engine in profile.engines for engine in wants.engines):
+        return "engine"
+    if not labels.is_selected(cohort.select, profile.labels):
+        return "labels"
+    if wants.codec not in profile.codecs:
+        return "codec"
+    if (code := _plugin_code(profile, wants)) is not None or told is None:
+        return code
+    if told.battery is not None and not told.charging and told.battery < cohort.min_battery:
+        return "battery"
+    limit_c = cohort.max_temperature_c
+    if limit_c is not None and told.temperature_c is not None and told.temperature_c > limit_c:
+        return "hot"
+    return "full" if told.disk_full else None
 
 
 def reason_key(code: str) -> str:
@@ -115,71 +123,16 @@ def reason_text(code: str) -> str:
     return f"has package {package} {found}, and the job needs {wanted}: install the same content there"
 
 
-def _plugin_code(seen: DeviceSnapshot, wants: JobRequirements) -> str | None:
+def _plugin_code(profile: Profile, wants: JobRequirements) -> str | None:
     """Return "plugin PACKAGE|REQUIRED|FOUND" for a missing or different package, or None."""
-    if seen.profile is None:
-        return None
     for module, proof in wants.plugins:
-        found = seen.profile.versions.get(f"plugin {module}", "")
+        found = profile.versions.get(f"plugin {module}", "")
         if found != proof:
-            return (
-                f"plugin {proof.split(' ')[0]}|{plugins.format_fingerprint(proof)}|{plugins.format_fingerprint(found)}"
-            )
+            texts = plugins.format_fingerprint(proof), plugins.format_fingerprint(found)
+            return f"plugin {proof.split(' ')[0]}|{texts[0]}|{texts[1]}"
     return None
 
 
-def _offline_code(seen: DeviceSnapshot, wants: JobRequirements) -> str | None:
-    return None if seen.online else "silent" if seen.silent else "offline"
-
-
-def _flooding_code(seen: DeviceSnapshot, wants: JobRequirements) -> str | None:
-    return "flooding" if seen.flooding else None
-
-
-def _engine_code(seen: DeviceSnapshot, wants: JobRequirements) -> str | None:
-    if seen.profile is None:
-        return "profile"
-    return None if any(engine in seen.profile.engines for engine in wants.engines) else "engine"
-
-
-def _labels_code(seen: DeviceSnapshot, wants: JobRequirements) -> str | None:
-    has = () if seen.profile is None else seen.profile.labels
-    return None if labels.is_selected(wants.cohort.select, has) else "labels"
-
-
-def _codec_code(seen: DeviceSnapshot, wants: JobRequirements) -> str | None:
-    return "codec" if seen.profile is not None and wants.codec not in seen.profile.codecs else None
-
-
-def _battery_code(seen: DeviceSnapshot, wants: JobRequirements) -> str | None:
-    told = seen.telemetry
-    if told is None or told.battery is None or told.charging:
-        return None
-    return "battery" if told.battery < wants.cohort.min_battery else None
-
-
-def _temperature_code(seen: DeviceSnapshot, wants: JobRequirements) -> str | None:
-    limit, told = wants.cohort.max_temperature_c, seen.telemetry
-    if limit is None or told is None or told.temperature_c is None:
-        return None
-    return "hot" if told.temperature_c > limit else None
-
-
-def _full_disk_code(seen: DeviceSnapshot, wants: JobRequirements) -> str | None:
-    return "full" if seen.telemetry is not None and seen.telemetry.disk_full else None
-
-
-CHECKS: Final[tuple[Check, ...]] = (
-    _offline_code,
-    _flooding_code,
-    _engine_code,
-    _labels_code,
-    _codec_code,
-    _plugin_code,
-    _battery_code,
-    _temperature_code,
-    _full_disk_code,
-)
 Lasts: TypeAlias = Literal["attempt", "round", "rounds", "start"]
 """How long a device is not selected. "attempt": until the next attempt. "round": until the next round.
 "rounds": for `AGAIN_ROUNDS` rounds, for as much work. "start": until the device's agent starts anew or announces

@@ -29,10 +29,6 @@ FIRST: Final = b""  # instead of the checksum of a fact before the first one
 SUM_BYTES: Final = 16
 
 
-def chain_checksum(before: bytes, job: str, at: float, body: str) -> bytes:
-    return checksum(before, job, at, body)
-
-
 def checksum(*values: str | float | bytes) -> bytes:
     return hashlib.sha256(ascii(values).encode()).digest()[:SUM_BYTES]
 
@@ -62,7 +58,7 @@ class IndexedLog(msgspec.Struct):
     def add_rows(self, job: str, rows: Iterable[tuple[int, Any, Any, bytes, int]]) -> None:
         """Add rows of later events: sequence, wall-clock seconds, JSON, checksum and bytes of each."""
         for seq, at, body, sum, size in rows:
-            self.whole = self.whole and sum == chain_checksum(self.head, job, at, body)
+            self.whole = self.whole and sum == checksum(self.head, job, at, body)
             self.add_event(seq, at, body, sum, size)
 
     def add_event(self, seq: int, at: Any, body: Any, sum: bytes, size: int) -> None:
@@ -150,7 +146,6 @@ _named: Final = msgspec.json.Decoder(_ReferencedBlobs).decode
 T = TypeVar("T")
 
 BUSY_S: Final = 5.0  # that a reader waits for a writer
-KNOWN: Final = 100  # rows of jobs of which it is remembered that they were whole
 _COLUMNS: Final = "id, settings, bundle, status, created, origin, epoch, head, submitter, content"
 SCHEMA: Final = """
 create table if not exists {table} (
@@ -322,7 +317,6 @@ class RowStore:
         db.text_factory = lambda text: text.decode("utf-8", "surrogateescape")  # checksums report damaged text
         self._db, self._home = db, home
         self._made: tuple[object, list[Any]] = None, []  # what `map_jobs` made last, and of which state
-        self._whole: dict[str, tuple[JobRow, bytes]] = {}  # job -> its row as it was found whole last, and its checksum
         self._logs = LogIndex(db, kept)
 
     def open_transaction(self, kind: str = "immediate") -> AbstractContextManager[None]:
@@ -348,10 +342,8 @@ class RowStore:
         if found is None:
             return None
         row = JobRow(*found[:-1])
-        if (row, found[-1]) != self._whole.get(id):  # a row takes longer to hash than to compare
-            if row.row_checksum != found[-1]:
-                raise self.damage_error(id, f"its row in the list of {self._table} is not what was written")
-            self._remember_intact(row, found[-1])
+        if row.row_checksum != found[-1]:
+            raise self.damage_error(id, f"its row in the list of {self._table} is not what was written")
         return row
 
     def insert_job(self, row: JobRow) -> None:
@@ -367,16 +359,9 @@ class RowStore:
 
     def _update_row(self, row: JobRow, **values: Any) -> None:
         named = ", ".join(f"{name} = ?" for name in (*values, "sum"))
-        changed = row._replace(**values)
-        sum = changed.row_checksum
+        sum = row._replace(**values).row_checksum
         query = f"update {self._table} set {named} where id = ?"  # noqa: S608
         self._db.execute(query, (*values.values(), sum, row.id))
-        self._remember_intact(changed, sum)
-
-    def _remember_intact(self, row: JobRow, sum: bytes) -> None:
-        if len(self._whole) >= KNOWN:
-            self._whole.clear()
-        self._whole[row.id] = row, sum
 
     def read_counter(self, name: str) -> int | None:
         """Return a counter, 0 before its first value, or None if its row is damaged."""
@@ -396,7 +381,7 @@ class RowStore:
             if job not in heads:
                 row = found[job] = self.find_job(job)
                 heads[job] = FIRST if row is None else row.head
-            before, heads[job] = heads[job], chain_checksum(heads[job], job, at, body)
+            before, heads[job] = heads[job], checksum(heads[job], job, at, body)
             values = job, at, body, heads[job]
             query = f"insert into {self._facts} (job, at, body, sum) values (?, ?, ?, ?)"  # noqa: S608
             seq = self._db.execute(query, values).lastrowid
@@ -416,7 +401,7 @@ class RowStore:
             query = f"select seq, at, body, sum from {self._facts} where job = ? and seq > ? order by seq limit ?"  # noqa: S608
             rows = self._db.execute(query, (id, after, most)).fetchall()
         for seq, at, body, sum in rows:
-            before = chain_checksum(before, id, at, body)
+            before = checksum(before, id, at, body)
             if sum != before:
                 raise self.damage_error(id, f"fact {seq}, or the one before it, is not what was written")
         if row is not None and row.head != before and len(rows) != most:

@@ -100,10 +100,7 @@ class SnapshotStore:
             logger.warning(said, job, self._home, why, extra=log_ids(run=job))
 
     def load_state(self, job: str, plan: JobConstants, now_s: float) -> tuple[Snapshot, int]:
-        """Return the state of a job's latest snapshot, and the sequence number of its last event.
-
-        Times are on this process's clock. Without a valid snapshot, return the initial state and 0.
-        """
+        """Return the state of a job's latest snapshot, or the initial state, and its last event's number or 0."""
         with database_errors(self._home):
             log, body = self._read_snapshot(job) or (IndexedLog(), b"")
         if not body:  # none, or of a job that is done, whose log is all that is needed

@@ -114,10 +114,7 @@ class InactiveRunError(JobError):
 
 
 class StoredJob(NamedTuple):
-    """Job as stored in the database.
-
-    The status is ARMED, UNAPPROVED, queued, running, done, failed or stopped, or the request "stopping".
-    """
+    """Job as stored: ARMED, UNAPPROVED, queued, running, done, failed, stopped or, by request, "stopping"."""
 
     id: str
     job: JobSettings
@@ -264,10 +261,7 @@ class Store:
         return id
 
     def find_or_add_job(self, job: JobSettings, bundle: Path) -> tuple[str, bool]:
-        """Return the unfinished run of exactly this job and True, or queue a new run and return False.
-
-        Processes that submit the same job at once get the same run.
-        """
+        """Return the unfinished run of exactly this job and True, or queue a new run, once in all processes."""
         with self._write_transaction():
             id = self.find_unfinished(job, bundle)
             return (id, True) if id is not None else (self.add_job(job, bundle), False)

@@ -53,10 +53,7 @@ EXTREME: Final = 1000.0  # times the median of the devices' losses, from which o
 
 
 def aggregate_evaluations(updates: Collection[Update]) -> EvaluationSums | None:
-    """Return the sum of a round's evaluations, or None if there are none.
-
-    Evaluations with another task or number of outputs than on most devices are left out. See `explain_evaluation`.
-    """
+    """Return the sum of a round's consistent evaluations (`explain_evaluation`), or None."""
     return evaluation.add_evaluations(each for _, each in _select_consistent_evaluations(updates))
 
 
@@ -105,10 +102,7 @@ def average_metrics(updates: Collection[Update]) -> dict[str, float]:
 
 
 def explain_missing_metrics(updates: Collection[Update], found: Mapping[str, float]) -> list[str]:
-    """Return notes on the devices' metrics that have no value in the round's metrics.
-
-    `found` is the result of `average_metrics`.
-    """
+    """Return notes on the devices' metrics that `average_metrics` has not found."""
     names = Counter(name for update in updates for name in update.metrics)
     lost = {name for name, count in names.items() if 2 * count > len(updates)} - found.keys()
     huge = {name for update in updates if update.weight for name in update.metrics} & lost
@@ -314,10 +308,7 @@ class Aggregator:
             self._folding.include_update(given.device, (given.weight, given.metrics, bundles), total)
 
     def state_path_for_folding(self, rounds: JobState) -> str | None:
-        """Return the file of the state with which another process may fold updates, or None.
-
-        Other processes may fold small updates of exact methods in the raw encoding.
-        """
+        """Return the state file with which other processes may fold small updates, or None."""
         able = self._sums is not None and self._job.wire.codec == "raw" and "work" in rounds.task_actions
         if not able or rounds.settling or rounds.state is None or rounds.state.size > WHOLE_BYTES:
             return None
@@ -505,10 +496,7 @@ class Aggregator:
         return msgspec.structs.replace(update, boards=tuple(part.device for part in parts))
 
     def _store_decoded(self, update: Update, given: DeviceUpdate) -> Update:
-        """Store the decoded bundles of an update, and return the update with their references.
-
-        Updates in the raw encoding and updates of sites are returned unchanged.
-        """
+        """Store an update's decoded bundles and return it with their references. Raw and site updates stay."""
         if self._job.wire.codec == "raw" or has_site_bundles(update.bundles):
             return update
         refs = {

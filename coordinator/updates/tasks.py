@@ -115,10 +115,7 @@ def with_epochs(order: TaskSpec | None, epochs: int | None) -> TaskSpec | None:
 def predict_workload(
     order: TaskSpec, actions: Sequence[Action], engine: str, held: float, uneven: bool
 ) -> DeviceWorkload:
-    """Predict the workload of an order on a device with an unknown profile.
-
-    `uneven` is whether the method permits different numbers of epochs. See `predict_work` for the other arguments.
-    """
+    """Predict the workload of an order. `uneven` is whether the method permits different numbers of epochs."""
     found = DeviceWorkload(predict_work(order, actions, engine, held), bytes=total_blob_bytes(order))
     epochs = int(order.params.get("epochs", 0)) if uneven and "work" in actions else 0
     return found._replace(epochs=epochs, epoch=layer_costs.repeat_work(order.work, 1 / epochs)) if epochs else found

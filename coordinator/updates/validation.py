@@ -330,10 +330,7 @@ class ManifestValidator:
         self._fitted: object = None  # sizes and layouts of the last update that fitted
 
     def manifest_problem(self, update: Update, boards: int = 0) -> str:
-        """Return why an update does not fit the running round, or "" if it fits.
-
-        `boards` is the number of devices behind a site, or 0 for any other device.
-        """
+        """Return why an update of a device or of a site's `boards` does not fit the round, or ""."""
         told = {name: ref.size for name, ref in update.bundles.items()}, update.layouts
         if told == self._fitted:
             return ""

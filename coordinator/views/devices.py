@@ -46,10 +46,7 @@ class DeviceRow(msgspec.Struct, frozen=True):
 
 
 def load_devices(home: Path, now: float | None = None) -> list[DeviceRow]:
-    """Return the known devices of a home, sorted by name, with their readings that are fresh at `now`.
-
-    Devices whose stored status cannot be decoded are left out.
-    """
+    """Return the readable devices of a home, sorted by name, with their readings that are fresh at `now`."""
     with TelemetryStore(home) as store:
         latest = store.latest_readings(time.time() if now is None else now)
         return [DeviceRow(each, latest.get(each.device, TelemetrySample(0))) for each in store.load_statuses()]

@@ -180,10 +180,7 @@ def _describe_retry(fact: events.RoundRetried, before: events.JobState) -> str:
 def _describe_commit(
     fact: events.RoundCommitted, is_final_evaluation: bool, updates: Sequence[Update], selected: int
 ) -> list[str]:
-    """Return the lines of a commit: updates, energy, metrics, the method's notes, the coordinator's warnings.
-
-    `is_final_evaluation` means that the final evaluation was committed.
-    """
+    """Return the lines of a commit: updates, energy, metrics, the method's notes, the coordinator's warnings."""
     # devices evaluate the state that they receive, which is that of the round before
     counts = [f"{len(updates)} of {selected} devices"] if selected else []
     counts += filter(None, [_format_energy(run_summary.sum_costs(updates))])

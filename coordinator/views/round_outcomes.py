@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 from typing import Final
 
@@ -12,7 +12,7 @@ from fedquilt.coordinator.fleet.device_status import CurrentTask
 from fedquilt.coordinator.rounds import events, selection
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.coordinator.views import event_messages
+from fedquilt.coordinator.views import event_messages, wait_reasons
 from fedquilt.coordinator.views.devices import load_devices
 from fedquilt.coordinator.views.run_summary import RunSummary
 from fedquilt.core import JobError
@@ -205,7 +205,7 @@ def _format_devices(devices: Mapping[str, DeviceOutcome], device: str | None) ->
         if part.code == "drawn":
             text = f"not drawn, by place ({part.wanted} of {part.of} selected)"
         groups.setdefault(text, []).append(name)
-    return [f"  {text}: {_format_names(members)}" for text, members in groups.items()]
+    return [f"  {text}: {wait_reasons.format_names(members, 12)}" for text, members in groups.items()]
 
 
 def filter_outcomes(
@@ -214,7 +214,8 @@ def filter_outcomes(
     """Return the outcomes by round number from 1, of one round and one device or, with None, of all."""
     by_number = {number + 1: dict(parts) for number, parts in sorted(found.items())}
     if round is not None and round not in by_number:
-        raise JobError(f"there has been no round {round}; rounds so far: {_format_range(list(by_number))}")
+        so_far = f"{min(by_number)} to {max(by_number)}" if by_number else "none"
+        raise JobError(f"there has been no round {round}; rounds so far: {so_far}")
     chosen = {number: parts for number, parts in by_number.items() if round in (None, number)}
     if device is None:
         return chosen
@@ -223,11 +224,3 @@ def filter_outcomes(
         raise JobError(f"the run has no device {device!r}{toml.describe_choices(device, sorted(known), 'it knows')}")
     unheard = DeviceOutcome("unknown", "not known by then")
     return {number: {device: parts.get(device, unheard)} for number, parts in chosen.items()}
-
-
-def _format_names(names: Sequence[str], most: int = 12) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def _format_range(numbers: Sequence[int]) -> str:
-    return f"{numbers[0]} to {numbers[-1]}" if numbers else "none"

@@ -95,10 +95,7 @@ class ConnectionReporter:
         return self._connected is False
 
     def line_due(self, connected: bool, session: int) -> str | None:
-        """Return the line to print now, or None without a change.
-
-        A link that is connected at the first call is not reported.
-        """
+        """Return the line on a change of the connection since the last call, or None."""
         before, self._connected = self._connected, connected
         former, self._session = self._session, session
         if connected and (before is False or former not in (0, session)):

@@ -216,10 +216,7 @@ def _lost_reason(
 
 
 def describe_busy_devices(state: JobState, able: Collection[str], busy: Mapping[str, str]) -> str | None:
-    """Return which runs occupy the devices that the running round waits for.
-
-    Return None if the round needs other devices as well.
-    """
+    """Return which runs occupy the devices that alone the running round waits for, or None."""
     if state.asked:
         found, lacking = state.asked & busy.keys(), len(state.asked - busy.keys())
     else:

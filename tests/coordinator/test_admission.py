@@ -15,11 +15,10 @@ from fedquilt.coordinator.rounds.decisions import (
     CancelTask,
     ClaimReceived,
     Decision,
-    DeviceOnline,
+    DeviceChange,
     DiscardUpdate,
     FetchUpdate,
     Input,
-    RateLimitExceeded,
     RenewTask,
     SendTask,
     SlowResends,
@@ -96,8 +95,8 @@ SITUATIONS: dict[str, JobState | None] = {
 CODES: tuple[str, ...] = get_args(next(field.type for field in msgspec.structs.fields(Claim) if field.name == "code"))
 WAITED_FOR = ("asked", "asked again", "stopped")  # situations in which an update of "a" counts
 EVENTS: dict[str, Input] = {
-    "appeared": DeviceOnline("a"),
-    "flooded": RateLimitExceeded("a"),
+    "appeared": DeviceChange("a", "online"),
+    "flooded": DeviceChange("a", "flooding"),
     "claimed": ClaimReceived("a", claim()),
     "claimed another job": ClaimReceived("a", claim(job=OTHER)),
     "claimed an old round": ClaimReceived("a", claim(round=0)),
@@ -155,14 +154,14 @@ def test_a_device_that_appears_gets_its_task_where_it_is_asked(situation):
     """And nothing otherwise; one that nobody knows gets nothing either."""
     state = SITUATIONS[situation]
     asked = state is not None and state.phase == "open" and "a" in state.asked
-    assert hear(situation, DeviceOnline("a")) == Decision(None, (), (SendTask("a"),) if asked else ())
-    assert hear(situation, DeviceOnline("stranger")) == Decision(None)
+    assert hear(situation, DeviceChange("a", "online")) == Decision(None, (), (SendTask("a"),) if asked else ())
+    assert hear(situation, DeviceChange("stranger", "online")) == Decision(None)
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_a_device_that_floods_is_out_of_the_round_with_what_it_has_under_way(situation):
     state, arriving = SITUATIONS[situation], fetching(situation)
-    step = hear(situation, RateLimitExceeded("a"), arriving)
+    step = hear(situation, DeviceChange("a", "flooding"), arriving)
     if state is None or "a" not in state.asked:
         assert step == Decision(arriving)
     else:

@@ -12,7 +12,7 @@ from fedquilt import wire
 from fedquilt.coordinator.delivery.monitoring_executor import DOUBT_S, LATER_S, SOON_S, TIDY_S, DeviceStatusTracker
 from fedquilt.coordinator.fleet import device_status
 from fedquilt.coordinator.fleet.device_status import CurrentTask, DeviceStatus, TelemetrySample, TelemetryStore
-from fedquilt.coordinator.rounds.decisions import DeviceReturned, DeviceSilent, RateLimitExceeded
+from fedquilt.coordinator.rounds.decisions import DeviceChange
 from fedquilt.core import BlobRef, StoreError, Update, Usage
 from fedquilt.wire import Telemetry
 
@@ -111,7 +111,7 @@ def test_the_last_refusal_is_kept_with_its_reason_and_the_time_it_began(watched)
     watched.wait(SOON_S)
     found = watched.stored()
     assert (found.refusal.code, found.refusal.reason, found.refusal.round) == ("update", "not finite", 4)
-    watched.noted.record_message(RateLimitExceeded("a"), watched.now_s)
+    watched.noted.record_message(DeviceChange("a", "flooding"), watched.now_s)
     watched.wait(SOON_S)
     assert watched.stored().refusal is not None
     assert watched.stored().refusal.code == "flooding"
@@ -165,7 +165,7 @@ def test_a_board_that_does_not_answer_is_silent_since_its_last_message(watched):
     quiet = watched.stored()
     assert (quiet.online, quiet.quiet, quiet.silent, quiet.seen) == (True, True, False, heard)
     watched.wait(15.0)
-    watched.noted.record_message(DeviceSilent("a"), watched.now_s)
+    watched.noted.record_message(DeviceChange("a", "silent"), watched.now_s)
     watched.wait(SOON_S)
     lost = watched.stored()
     assert (lost.online, lost.quiet, lost.silent, lost.since, lost.seen) == (False, False, True, heard, heard)
@@ -173,7 +173,7 @@ def test_a_board_that_does_not_answer_is_silent_since_its_last_message(watched):
     watched.wait(SOON_S)
     assert watched.stored() == lost
     watched.noted.record_contact("a")
-    watched.noted.record_message(DeviceReturned("a"), watched.now_s)
+    watched.noted.record_message(DeviceChange("a", "returned"), watched.now_s)
     watched.say("a", Telemetry(mode="25W"))
     back = watched.now
     watched.wait(LATER_S)
@@ -183,7 +183,7 @@ def test_a_board_that_does_not_answer_is_silent_since_its_last_message(watched):
 
 def test_a_board_that_was_silent_is_online_to_the_next_coordinator_until_it_does_not_answer(watched):
     watched.say("a", wire.Presence(online=True, boot="1"))
-    watched.noted.record_message(DeviceSilent("a"), watched.now_s)
+    watched.noted.record_message(DeviceChange("a", "silent"), watched.now_s)
     watched.noted.close()
     watched.start()
     watched.say("a", wire.Presence(online=True, boot="1"), retained=True)

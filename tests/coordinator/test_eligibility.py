@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedquilt.coordinator.device_columns import ELIGIBLE
+from fedquilt.coordinator.fleet import registry as registry_module
 from fedquilt.coordinator.fleet.registry import FRESH_S, GRACE_S, KINDS_MOST, DeviceRegistry
-from fedquilt.coordinator.rounds import selection
 from fedquilt.coordinator.rounds.selection import (
     REASONS,
     DeviceSnapshot,
     JobRequirements,
-    ineligibility_reasons,
+    ineligibility_code,
     reason_key,
     reason_text,
 )
@@ -23,70 +23,41 @@ from fedquilt.wire import Presence, Telemetry
 
 PROFILE = plain.profile(engines=("torch",))
 WANTS = JobRequirements(("numpy", "torch"), CohortSettings(min_battery=0.2, max_temperature_c=70.0))
+ANY = JobRequirements(("torch",), CohortSettings())
+
+
+LAB = plain.profile(engines=("torch",), labels=("site=lab",), codecs=("raw", "int8"))
 
 
 @pytest.mark.parametrize(
-    ("seen", "code"),
+    ("seen", "wants", "code"),
     [
-        (DeviceSnapshot(True, PROFILE), None),
-        (DeviceSnapshot(False, PROFILE), "offline"),
-        (DeviceSnapshot(True), "profile"),
-        (DeviceSnapshot(True, PROFILE, Telemetry(battery=0.19)), "battery"),
-        (DeviceSnapshot(True, PROFILE, Telemetry(battery=0.19, charging=False)), "battery"),
-        (DeviceSnapshot(True, PROFILE, Telemetry(battery=0.19, charging=True)), None),
-        (DeviceSnapshot(True, PROFILE, Telemetry(battery=0.2)), None),
-        (DeviceSnapshot(True, PROFILE, Telemetry(temperature_c=70.1)), "hot"),
-        (DeviceSnapshot(True, PROFILE, Telemetry(temperature_c=70.0)), None),
-        (DeviceSnapshot(True, PROFILE, Telemetry(power_w=3.0)), None),
+        (DeviceSnapshot(True, PROFILE), WANTS, None),
+        (DeviceSnapshot(False, PROFILE), WANTS, "offline"),
+        (DeviceSnapshot(False, PROFILE, silent=True), WANTS, "silent"),
+        (DeviceSnapshot(True, PROFILE, flooding=True), WANTS, "flooding"),
+        (DeviceSnapshot(True), WANTS, "profile"),
+        (DeviceSnapshot(True, PROFILE, Telemetry(battery=0.19)), WANTS, "battery"),
+        (DeviceSnapshot(True, PROFILE, Telemetry(battery=0.19, charging=False)), WANTS, "battery"),
+        (DeviceSnapshot(True, PROFILE, Telemetry(battery=0.19, charging=True)), WANTS, None),
+        (DeviceSnapshot(True, PROFILE, Telemetry(battery=0.2)), WANTS, None),
+        (DeviceSnapshot(True, PROFILE, Telemetry(temperature_c=70.1)), WANTS, "hot"),
+        (DeviceSnapshot(True, PROFILE, Telemetry(temperature_c=70.0)), WANTS, None),
+        (DeviceSnapshot(True, PROFILE, Telemetry(power_w=3.0)), WANTS, None),
+        (DeviceSnapshot(True, PROFILE, Telemetry(disk_full=True)), WANTS, "full"),
+        (DeviceSnapshot(True, PROFILE, Telemetry(battery=0.0, temperature_c=120.0)), ANY, None),
+        (DeviceSnapshot(True, PROFILE), JobRequirements(("onnx",), CohortSettings()), "engine"),
+        (DeviceSnapshot(True, PROFILE), JobRequirements(("torch",), CohortSettings(select=("site=lab",))), "labels"),
+        (DeviceSnapshot(True, LAB), JobRequirements(("torch",), CohortSettings(select=("site=lab",))), None),
+        (DeviceSnapshot(True, LAB), JobRequirements(("torch",), CohortSettings(select=("!site=lab",))), "labels"),
+        (DeviceSnapshot(True, PROFILE), JobRequirements(("torch",), CohortSettings(), "int8"), "codec"),
+        (DeviceSnapshot(True, LAB), JobRequirements(("torch",), CohortSettings(), "int8"), None),
     ],
 )
-def test_each_reason_holds_when_it_should_and_what_is_unknown_excludes_nobody(seen, code):
+def test_each_reason_holds_when_it_should_and_what_is_unknown_excludes_nobody(seen, wants, code):
     """At the limits too; a board that charges may be empty."""
-    assert ineligibility_reasons({"a": seen}, WANTS) == ({} if code is None else {"a": code})
+    assert ineligibility_code(seen, wants) == code
     assert code is None or code in REASONS
-
-
-def test_a_device_without_an_engine_of_the_method_is_passed_over():
-    assert ineligibility_reasons(
-        {"a": DeviceSnapshot(True, PROFILE)}, JobRequirements(("onnx",), CohortSettings())
-    ) == {"a": "engine"}
-
-
-def test_boards_are_selected_by_their_labels_and_one_of_a_version_without_any_has_none():
-    fleet = {
-        "a": DeviceSnapshot(True, PROFILE),
-        "b": DeviceSnapshot(True, msgspec.structs.replace(PROFILE, labels=("site=lab",))),
-    }
-    assert ineligibility_reasons(fleet, JobRequirements(("torch",), CohortSettings(select=("site=lab",)))) == {
-        "a": "labels"
-    }
-    assert ineligibility_reasons(fleet, JobRequirements(("torch",), CohortSettings(select=("!site=lab",)))) == {
-        "b": "labels"
-    }
-    assert "[cohort] select" in reason_text("labels")
-
-
-def test_a_device_that_does_not_know_the_jobs_codec_is_passed_over_and_says_so():
-    fleet = {
-        "a": DeviceSnapshot(True, PROFILE),
-        "b": DeviceSnapshot(True, msgspec.structs.replace(PROFILE, codecs=("raw", "int8"))),
-    }
-    assert ineligibility_reasons(fleet, JobRequirements(("torch",), CohortSettings(), "int8")) == {"a": "codec"}
-    assert ineligibility_reasons(fleet, JobRequirements(("torch",), CohortSettings())) == {}
-    assert "[wire]" in REASONS["codec"]
-
-
-def test_by_default_battery_and_heat_exclude_nobody():
-    told = Telemetry(battery=0.0, temperature_c=120.0)
-    assert (
-        ineligibility_reasons({"a": DeviceSnapshot(True, PROFILE, told)}, JobRequirements(("torch",), CohortSettings()))
-        == {}
-    )
-
-
-def test_another_check_can_be_added():
-    checks = (lambda seen, wants: None, lambda seen, wants: "tier")
-    assert ineligibility_reasons({"a": DeviceSnapshot(True, PROFILE)}, WANTS, checks) == {"a": "tier"}
 
 
 def test_what_sensors_said_long_ago_says_nothing_of_now():
@@ -122,14 +93,15 @@ def test_what_is_kept_from_one_decision_to_the_next_is_what_would_be_found_anew(
         assert kept.usable_engines(WANTS.engines, now_s) == anew.usable_engines(WANTS.engines, now_s)
         labels = kept.eligibility(WANTS, now_s)
         barred = {device: label for device, label in labels.items() if label != ELIGIBLE}
-        assert barred == ineligibility_reasons(anew.device_views(now_s), WANTS)
+        codes = {device: ineligibility_code(seen, WANTS) for device, seen in anew.device_views(now_s).items()}
+        assert barred == {device: code for device, code in codes.items() if code is not None}
         assert labels.keys() == anew.device_views(now_s).keys()
         assert set(labels.devices_with(ELIGIBLE)) == labels.keys() - barred.keys()
 
 
 def test_a_decision_costs_what_has_changed_since_the_last(monkeypatch):
     looked = []
-    monkeypatch.setattr(selection, "CHECKS", (lambda seen, wants: looked.append(1),))
+    monkeypatch.setattr(registry_module, "ineligibility_code", lambda seen, wants: looked.append(1))
     registry = DeviceRegistry()
     for number in range(50):
         registry.update_presence(f"d-{number}", Presence(online=True, boot="1"), 0.0)
@@ -158,7 +130,7 @@ def test_a_decision_costs_what_has_changed_since_the_last(monkeypatch):
 def test_a_board_without_the_very_package_is_not_asked_and_told_both_versions(versions, said):
     board = plain.profile(engines=("numpy",), versions=versions, codecs=("raw",))
     wants = JobRequirements(("numpy",), CohortSettings(), plugins=(("mine", f"mine-fl 1.0 {'a' * 64}"),))
-    code = ineligibility_reasons({"a": DeviceSnapshot(True, board)}, wants).get("a")
+    code = ineligibility_code(DeviceSnapshot(True, board), wants)
     if said is None:
         assert code is None
         return
