@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from fedquilt import compression, methods, wire
 from fedquilt.coordinator import run_control
-from fedquilt.coordinator.background_worker import BackgroundWorker, SynchronousWorker, run_and_capture
+from fedquilt.coordinator.background_worker import BackgroundWorker, run_and_capture
 from fedquilt.coordinator.delivery.executor import Executor
 from fedquilt.coordinator.delivery.rate_limiter import ASIDE_S
 from fedquilt.coordinator.fleet import fair_share
@@ -206,7 +206,7 @@ class Server:
         by_wall: bool = False,
     ) -> None:
         self.finished = False
-        self._desk = CoordinatorContext(executor, store, observe, worker or SynchronousWorker())
+        self._desk = CoordinatorContext(executor, store, observe, worker or BackgroundWorker())
         self._worker = self._desk.worker
         self.registry = self._desk.registry
         self._executor, self._store, self._only = executor, store, only

@@ -373,7 +373,7 @@ def _rollouts(home: Path) -> dict[str, Decoder]:
     def kept(text: str, lines: tuple[str, ...]) -> object:
         """The rollout with this plan and these facts, with checksums as if they were right."""
         head = FIRST
-        with store._write_transaction():
+        with store.open_transaction():
             store._db.execute("delete from rollout_facts")
             for body in lines:
                 head = checksum(head, id, 1.0, body)
@@ -385,7 +385,7 @@ def _rollouts(home: Path) -> dict[str, Decoder]:
                 "update rollouts set settings = ?, created = 1.0, submitter = 'x', head = ?, sum = ?",
                 (text, head, row.row_checksum),
             )
-        log = RolloutLog(store._db, store._rows, home, store._write_transaction)
+        log = RolloutLog(store._db, store._rows, home, store.open_transaction)
         log.referenced_blobs()
         for why in log.read_errors().values():
             raise JobError(why)

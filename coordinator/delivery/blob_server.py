@@ -259,27 +259,21 @@ class BlobBackend(Protocol):
 
     def download_locations(self, device: str, ref: BlobRef) -> tuple[BlobLocation, ...]:
         """Return the locations from which a device can fetch a blob now."""
-        ...
 
     def upload_locations(self, device: str, ref: BlobRef) -> tuple[BlobLocation, ...]:
         """Return the locations to which a device can upload a blob now."""
-        ...
 
     def uploaded_locations(self, device: str, ref: BlobRef) -> tuple[BlobLocation, ...]:
         """Return the upload locations of a device, for the coordinator to fetch from."""
-        ...
 
     def delete_upload(self, key: Key) -> None:
         """Delete a device's upload, which is fetched or cancelled."""
-        ...
 
     def take_ready_blobs(self) -> list[Key]:
         """Return the blobs with new download locations since the last call, once per waiting device."""
-        ...
 
     def handle_result(self, ended: TransferResult) -> bool:
         """Process the result of a transfer. Return whether the backend started the transfer."""
-        ...
 
 
 OpenBackend = Callable[[str, BlobStore, TransferBackend], BlobBackend]

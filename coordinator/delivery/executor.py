@@ -144,50 +144,39 @@ class Executor(Protocol):
 
     def fds(self) -> Sequence[int]:
         """Return file descriptors that become readable if `receive_inputs` is due before its time."""
-        ...
 
     def receive_inputs(self, now_s: float) -> Iterable[Heard]:
         """Yield messages and results since the last call. Requests made during the iteration take effect at once."""
-        ...
 
     def send_pending(self, now_s: float) -> float:
         """Send pending packets. Return the time by which `receive_inputs` must be called."""
-        ...
 
     def send_task(self, device: str, task: Task, now_s: float) -> None:
         """Send a device its task, for the first time or again. The task replaces any earlier task."""
-        ...
 
     def cancel_task(self, device: str) -> None: ...
 
     def slow_resends(self, device: str) -> None:
         """Resend a device's task less often, since the device is working on the task."""
-        ...
 
     def site_right(self, device: str) -> SiteRight | None:
         """Return the site right in a device's certificate, or None without a certificate or right."""
-        ...
 
     def fetch_blobs(self, device: str, refs: Iterable[BlobRef], *, in_turn: bool = False) -> None:
         """Fetch blobs, `in_turn` after others, and cancel other transfers of the device. `UpdateReceived` follows."""
-        ...
 
     def set_backlog(self, updates: int, waiting_bytes: int, most_bytes: float) -> None:
         """Limit further transfers: at most `most_bytes`, but at least two updates, wait or are in transfer."""
-        ...
 
     def transfer_wait_s(self, device: str) -> float:
         """Return how long a device waited for its transfer turn, or infinity while waiting."""
-        ...
 
     def yield_transfer_turn(self, device: str, now_s: float) -> None:
         """End a device's transfer turn, if other devices wait for a turn."""
-        ...
 
     @property
     def unacknowledged_update_blobs(self) -> set[str]:
         """Blobs of unacknowledged updates that simulated devices have stored, which the collector keeps."""
-        ...
 
     @property
     def absence(self) -> BrokerOutage: ...
@@ -196,17 +185,14 @@ class Executor(Protocol):
 
     def send_release(self, device: str, kind: wire.Kind, release: wire.DesiredRelease | None) -> None:
         """Send a device a release and let the device fetch its blob. None clears the device's release."""
-        ...
 
     def set_epoch(self, epoch: int) -> None:
         """Set a later epoch for all further tasks. Devices then accept tasks of rounds that they have completed."""
-        ...
 
     def publish_state(self, job: JobView) -> None: ...
 
     def keep_alive(self) -> AbstractContextManager[None]:
         """Keep the connection alive during a long computation, which must not use the executor."""
-        ...
 
     def close(self) -> None: ...
 

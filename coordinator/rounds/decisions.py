@@ -160,7 +160,10 @@ def devices_to_skip(
 
 def next_decision_s(state: JobState) -> float:
     """Return the time at which `decide_event` may change its result without input."""
-    return state.opened_s + _attempt_limit_s(state) if state.phase == "open" else math.inf
+    if state.phase != "open":
+        return math.inf
+    limit_s = DECLINED_S if have_all_declined(state) else math.inf
+    return state.opened_s + min(state.deadline_s, limit_s)
 
 
 def delay_attempt(state: JobState, lost_s: float) -> JobState:
@@ -324,10 +327,6 @@ def _decide_open_round(
     if state.asked <= gone and not waits and (enough or (state.idle and have + len(state.idle) >= quorum(state, want))):
         return RoundClosed(state.round)
     return None
-
-
-def _attempt_limit_s(state: JobState) -> float:
-    return min(state.deadline_s, DECLINED_S) if have_all_declined(state) else state.deadline_s
 
 
 def have_all_declined(state: JobState) -> bool:

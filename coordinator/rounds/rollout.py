@@ -318,8 +318,9 @@ def decide_rollout_event(
     if state.status == "queued":
         return RolloutStarted(serial, dict(without or {}))
     if state.status == "done":
-        late = _find_late_devices(state, fleet)
-        return ReleaseOffered(len(state.plan.phases), late) if late else None
+        late = [device for device, seen in fleet.items() if seen.online and device not in state.offered]
+        wanted = late and state.plan.includes_all_devices
+        return ReleaseOffered(len(state.plan.phases), tuple(sorted(late))) if wanted else None
     if state.status != "running":
         return None
     if state.step == len(state.plan.cumulative_shares):
@@ -330,10 +331,8 @@ def decide_rollout_event(
             "other devices"
         )
         return RolloutReverted(serial, shorten_error(why))
-    failed, answered = (
-        _find_failed_devices(state),
-        [device for device in state.offered if state.device_phase(device) in SETTLED],
-    )
+    failed = [device for device in state.offered if state.device_phase(device) in FAILED]
+    answered = [device for device in state.offered if state.device_phase(device) in SETTLED]
     most = state.plan.abort_above
     canary = sum(step == 0 for step in state.offered.values())
     if len(failed) > most * max(len(answered), canary):
@@ -412,16 +411,6 @@ def rollout_restart_event(state: Rollout, since_s: float) -> RolloutResumed | No
     return RolloutResumed(
         *(capped_elapsed_s(passed_s, since_s, limit_s, state.restarts) for passed_s, limit_s in limits)
     )
-
-
-def _find_late_devices(state: Rollout, fleet: Mapping[str, RolloutDevice]) -> tuple[str, ...]:
-    if not state.plan.includes_all_devices:
-        return ()
-    return tuple(sorted(each for each, seen in fleet.items() if seen.online and each not in state.offered))
-
-
-def _find_failed_devices(state: Rollout) -> list[str]:
-    return [device for device in state.offered if state.device_phase(device) in FAILED]
 
 
 def _abort_reason(state: Rollout, failed: Collection[str], answered: int) -> str:

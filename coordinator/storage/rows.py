@@ -14,8 +14,8 @@ import getpass
 import hashlib
 import os
 import sqlite3
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -164,25 +164,16 @@ decoded: Final = msgspec.json.Decoder(AnyEvent).decode
 class DamagedRunError(JobError): ...
 
 
-class database_errors:
-    """Context manager that converts SQLite and OS errors of its body to StoreErrors naming the home."""
-
-    __slots__ = ("_home",)
-
-    def __init__(self, home: Path) -> None:
-        self._home = home
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+@contextmanager
+def database_errors(home: Path) -> Iterator[None]:
+    """Convert SQLite and OS errors of the body to StoreErrors naming the home."""
+    try:
+        yield
+    except (sqlite3.Error, OSError) as error:
         if type(error) is sqlite3.DatabaseError:  # its subclasses are about the disk, the statement or a lock
-            place = self._home / "fedquilt.db"
+            place = home / "fedquilt.db"
             raise StoreError(f"{place} is damaged ({error}): put back a copy of the whole home") from None
-        if isinstance(error, sqlite3.Error | OSError):
-            raise StoreError(
-                f"cannot use the store {self._home}: {describe_database_error(self._home, error)}"
-            ) from None
+        raise StoreError(f"cannot use the store {home}: {describe_database_error(home, error)}") from None
 
 
 def describe_database_error(home: Path, error: Exception) -> str:
@@ -202,24 +193,16 @@ def is_served(home: Path, disk: Disk = PRIVATE) -> bool:
         return disk.is_locked(home / "lock")
 
 
-class transaction:
-    """Context manager that runs its body in one transaction, rolled back after an error."""
-
-    __slots__ = ("_db", "_kind")
-
-    def __init__(self, db: sqlite3.Connection, kind: str = "immediate") -> None:
-        self._db, self._kind = db, kind
-
-    def __enter__(self) -> None:
-        self._db.execute(f"begin {self._kind}")
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        try:
-            if error is None:
-                self._db.execute("commit")
-        finally:
-            if self._db.in_transaction:
-                self._db.execute("rollback")
+@contextmanager
+def transaction(db: sqlite3.Connection, kind: str = "immediate") -> Iterator[None]:
+    """Run the body in one transaction of this lock mode of SQLite, rolled back after an error."""
+    db.execute(f"begin {kind}")
+    try:
+        yield
+        db.execute("commit")
+    finally:
+        if db.in_transaction:
+            db.execute("rollback")
 
 
 def open_read_only(path: Path, *, check_same_thread: bool = True) -> sqlite3.Connection:

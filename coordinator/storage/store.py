@@ -16,7 +16,7 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, cast
 
@@ -163,19 +163,17 @@ class Store:
                 self._db.execute(f"pragma synchronous={'full' if durable else 'off'}")
                 _make_tables(self._db)
                 require_tables(self._db, home)
-                self._rows, self.damage = RowStore(self._db, home, self._read_snapshot_log), find_damage(self._db)
+                self._rows = RowStore(self._db, home, lambda job: self.snapshots.read_log(job))
+                self.damage = find_damage(self._db)
             except BaseException:  # also that the tables are of another version
                 self._db.close()
                 raise
-        self.snapshots = SnapshotStore(self._db, self._rows.read_log, home, self._write_transaction, every)
-        self.rollouts = RolloutLog(self._db, self._rows, home, self._write_transaction, disk.wall_clock_s)
-        self.holds = SuspendedJobs(self._db, home, self._write_transaction, self._read_epoch)
+        self.snapshots = SnapshotStore(self._db, self._rows.read_log, home, self.open_transaction, every)
+        self.rollouts = RolloutLog(self._db, self._rows, home, self.open_transaction, disk.wall_clock_s)
+        self.holds = SuspendedJobs(self._db, home, self.open_transaction, self._read_epoch)
         self.depot = BlobStore(home / "blobs", durable=durable, disk=disk)
         self._lock: Lock | None = None
         self._waiting: list[tuple[str, float, str]] | None = None  # facts of a `batch_events`: job, time, body
-
-    def _read_snapshot_log(self, job: str) -> IndexedLog | None:
-        return self.snapshots.read_log(job)
 
     def __enter__(self) -> Store:
         return self
@@ -204,7 +202,7 @@ class Store:
         return self._lock is not None or is_served(self.home, self._disk)
 
     def begin_epoch(self, above: int = 0) -> int:
-        with self._write_transaction():
+        with self.open_transaction():
             epoch = 1 + max(self._read_epoch(), above)
             self._rows.set_counter("epoch", epoch)
         return epoch
@@ -223,7 +221,7 @@ class Store:
         return found
 
     def record_authentication(self, signed: bool) -> None:
-        with self._write_transaction():
+        with self.open_transaction():
             self._rows.set_counter("signed", 1 + signed)  # 0 is a missing counter
 
     def was_authenticated(self) -> bool | None:
@@ -253,7 +251,7 @@ class Store:
         settings, submitter = msgspec.json.encode(job).decode(), by.row.submitter if by else current_user()
         notes = {id: by.why, by.row.id: f"{id} is started: {by.why}"} if by else {}
         row = JobRow(id, settings, str(bundle), status, now, origin, submitter=submitter)
-        with self._write_transaction():
+        with self.open_transaction():
             self._rows.insert_job(row._replace(content=_hash_bundle(bundle)))
             self._rows.append_events(
                 [(run, now, encode_lossless(run, NoteRecorded(said))) for run, said in notes.items()]
@@ -262,7 +260,7 @@ class Store:
 
     def find_or_add_job(self, job: JobSettings, bundle: Path) -> tuple[str, bool]:
         """Return the unfinished run of exactly this job and True, or queue a new run, once in all processes."""
-        with self._write_transaction():
+        with self.open_transaction():
             id = self.find_unfinished(job, bundle)
             return (id, True) if id is not None else (self.add_job(job, bundle), False)
 
@@ -304,7 +302,7 @@ class Store:
 
         Blobs are left to garbage collection. With `only_ended`, runs that were resumed meanwhile are kept.
         """
-        with self._write_transaction():
+        with self.open_transaction():
             self.require_inactive(ids)
             gone = [id for id in ids if not only_ended or self.stored_status(id) not in UNENDED]
             for id in gone:
@@ -322,7 +320,7 @@ class Store:
 
     def mark_running(self, id: str) -> None:
         """Record that this coordinator has activated a job, unless its stop was requested."""
-        with self._write_transaction():
+        with self.open_transaction():
             self._rows.update_job(id, epoch=self._read_epoch())
         self.holds.end_suspension(id)
         self.set_status(id, "running", unless="stopping")
@@ -362,7 +360,7 @@ class Store:
         return found.status if found else ""
 
     def set_status(self, id: str, status: str, *, unless: str = "") -> None:
-        with self._write_transaction():
+        with self.open_transaction():
             if not unless or self.stored_status(id) != unless:
                 self._rows.update_job(id, status=status)
 
@@ -410,15 +408,12 @@ class Store:
     def _write_events(self, rows: Sequence[tuple[str, float, str]]) -> None:
         if rows:
             self.depot.sync_small_blobs()  # what a fact names is on the disk before it
-            with self._write_transaction():
+            with self.open_transaction():
                 self._rows.append_events(rows)
 
-    def open_transaction(self) -> AbstractContextManager[None]:
-        """Open a write transaction, during which other processes add no runs and collect no garbage."""
-        return self._write_transaction()
-
     @contextmanager
-    def _write_transaction(self) -> Iterator[None]:
+    def open_transaction(self) -> Iterator[None]:
+        """Open a write transaction, during which other processes add no runs and collect no garbage."""
         self._require_undamaged()
         try:
             with database_errors(self.home), self._rows.open_transaction():
@@ -511,8 +506,8 @@ class StoreReader(Store):
             except BaseException:
                 self._db.close()
                 raise
-        self.rollouts = RolloutLog(self._db, self._rows, home, self._write_transaction)
-        self.holds = SuspendedJobs(self._db, home, self._write_transaction, self._read_epoch)
+        self.rollouts = RolloutLog(self._db, self._rows, home, self.open_transaction)
+        self.holds = SuspendedJobs(self._db, home, self.open_transaction, self._read_epoch)
         self.depot = BlobStore(home / "blobs", make=False)
         self._lock, self._waiting = None, None
 

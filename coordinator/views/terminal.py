@@ -8,6 +8,7 @@ import logging
 import math
 import signal
 import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
@@ -456,27 +457,19 @@ def _report_stored_wait(console: Console, store: Store, job: events.JobView, row
     console.report_wait(job, wait, now_s, find_fix)
 
 
-class StopSignal:
-    def __init__(self) -> None:
-        self.asked = False
-
-    def __call__(self) -> bool:
-        return self.asked
-
-
 @contextmanager
-def catch_stop_signals() -> Iterator[StopSignal]:
-    """Catch SIGINT, SIGTERM and SIGHUP in the body as requests to stop. A second one interrupts."""
-    stop = StopSignal()
+def catch_stop_signals() -> Iterator[Callable[[], bool]]:
+    """Catch SIGINT, SIGTERM and SIGHUP as requests to stop, which the function tells. A second one interrupts."""
+    asked = threading.Event()
 
     def request_stop(signum: int, frame: object) -> None:
-        if stop.asked:
+        if asked.is_set():
             raise KeyboardInterrupt
-        stop.asked = True
+        asked.set()
 
     before = {number: signal.signal(number, request_stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
-        yield stop
+        yield asked.is_set
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

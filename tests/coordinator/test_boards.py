@@ -1,4 +1,4 @@
-"""What is noted of boards, and kept for whoever watches the fleet."""
+"""What is noted of boards, and how they are removed."""
 
 import contextlib
 import sqlite3
@@ -7,12 +7,16 @@ from pathlib import Path
 import msgspec
 import plain
 import pytest
+from by_hand import Hand, Noted, ones
 
 from fedquilt import wire
+from fedquilt.cli import main
 from fedquilt.coordinator.delivery.monitoring_executor import DOUBT_S, LATER_S, SOON_S, TIDY_S, DeviceStatusTracker
 from fedquilt.coordinator.fleet import device_status
 from fedquilt.coordinator.fleet.device_status import CurrentTask, DeviceStatus, TelemetrySample, TelemetryStore
+from fedquilt.coordinator.rounds import decisions
 from fedquilt.coordinator.rounds.decisions import DeviceChange
+from fedquilt.coordinator.rounds.events import JobEnded, UpdateAccepted, UpdateRejected
 from fedquilt.core import BlobRef, StoreError, Update, Usage
 from fedquilt.wire import Telemetry
 
@@ -69,7 +73,6 @@ def watched(tmp_path: Path) -> Watched:
 
 
 def test_a_board_is_known_soon_by_what_it_says(watched):
-    """Who it is, since when it is there, what it does and how far, and how its clock goes."""
     began = watched.now
     watched.say("a", wire.Presence(online=True, boot="1"), PROFILE)
     watched.wait(SOON_S)
@@ -130,7 +133,6 @@ def test_a_late_message_makes_no_clock_slow(watched):
 
 
 def test_a_restarted_coordinator_goes_on_with_what_is_known(watched):
-    """Who was online and says so again has been so since then; who is not heard of is not online; no task is open."""
     began = watched.now
     for device in ("a", "b"):
         watched.say(device, wire.Presence(online=True, boot="1"))
@@ -150,7 +152,6 @@ def test_a_restarted_coordinator_goes_on_with_what_is_known(watched):
 
 
 def test_what_a_broker_keeps_of_boards_long_gone_is_no_news(watched):
-    """Nobody knows since when they have been away."""
     watched.say("a", wire.Presence(online=False, boot="1"), PROFILE, retained=True)
     watched.wait(SOON_S)
     assert (watched.stored().online, watched.stored().since, watched.stored().seen) == (False, None, None)
@@ -257,7 +258,6 @@ def test_a_coarser_reading_is_made_of_all_finer_ones_of_its_time(tmp_path):
 
 
 def test_what_is_forgotten_of_a_board_is_nobody_elses(tmp_path):
-    """Its readings go with it: a board that comes later may get its number."""
     with TelemetryStore(tmp_path, writes=True) as store:
         store.write_telemetry(
             [DeviceStatus("a"), DeviceStatus("b")], [("a", TelemetrySample(30, 1.0)), ("b", TelemetrySample(30, 2.0))]
@@ -335,7 +335,6 @@ def test_it_is_read_while_it_is_written(watched):
 
 
 def test_a_row_that_cannot_be_read_hides_no_other(watched):
-    """It may be of another version."""
     watched.say("a", PROFILE)
     watched.say("b", msgspec.structs.replace(PROFILE, device="b"))
     watched.wait(SOON_S)
@@ -361,3 +360,93 @@ def test_a_fleet_that_is_looked_at_while_its_tables_are_made_is_empty(tmp_path):
         with TelemetryStore(tmp_path) as store:
             assert store.load_statuses() == []
             assert store.latest_readings(0.0) == {}
+
+
+class Home(Noted):
+    """A coordinator with its home, on which commands are run."""
+
+    def said(self, capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+        """What the command prints."""
+        assert main(["devices", *words, "--home", str(self.store.home)]) == code
+        captured = capsys.readouterr()
+        return " ".join((captured.out + captured.err).split())
+
+    def retained(self, device: str) -> list[str]:
+        """Topics of a device's messages that the broker keeps."""
+        return sorted(topic for topic in self.broker._retained if f"/dev/{device}/" in topic)
+
+    def known(self) -> list[str]:
+        with TelemetryStore(self.store.home) as store:
+            return [each.device for each in store.load_statuses()]
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> tuple[Home, Hand, Hand]:
+    """Two devices with a task each."""
+    stage = Home(tmp_path, cohort={"deadline_s": 600.0})
+    assert stage.store.acquire_lock()
+    a, b = stage.hand("a"), stage.hand("b")
+    stage.play()
+    return stage, a, b
+
+
+def test_a_removed_device_leaves_nothing_at_the_broker_and_in_the_home(fleet, capsys):
+    stage, a, b = fleet
+    b.say("presence", wire.Presence(online=False, boot="1"), retain=True)
+    a.answer(ones())
+    stage.play(10.0)
+    assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
+    told = stage.said(capsys, "b", "--remove")
+    assert told.startswith("b: removed at the coordinator's next look")
+    assert "fedquilt identity revoke" in told
+    assert stage.retained("b") == ["fq/1/f/dev/b/up/presence", "fq/1/f/dev/b/up/profile"]
+    stage.play()
+    assert (stage.retained("b"), stage.known()) == ([], ["a"])
+    assert stage.retained("a") == ["fq/1/f/dev/a/up/presence", "fq/1/f/dev/a/up/profile"]
+    stage.restart()
+    stage.play()
+    assert (stage.known(), stage.server.registry.devices.keys()) == (["a"], {"a"})
+
+
+def test_a_device_with_a_task_is_removed_only_by_force_and_its_round_goes_on(fleet, capsys):
+    stage, a, b = fleet
+    assert f"b has a task of {stage.job}, round 1" in stage.said(capsys, "b", "--remove", code=2)
+    stage.play()
+    assert stage.known() == ["a", "b"]
+    stage.said(capsys, "b", "--remove", "--force")
+    stage.play()
+    assert [(fact.device, fact.reason) for fact in stage.told(UpdateRejected)] == [("b", decisions.REMOVED)]
+    assert b.tasks[-1] is None
+    assert stage.retained("b") == []
+    a.answer(ones())
+    stage.play()
+    assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a"]
+    assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
+
+
+def test_a_removed_device_that_still_runs_is_back_with_its_next_message(fleet, capsys):
+    stage, _, b = fleet
+    stage.said(capsys, "b", "--remove", "--force")
+    stage.play()
+    assert stage.known() == ["a"]
+    b.say("presence", b.presence, retain=True)
+    b.say("profile", b.profile, retain=True)
+    stage.play()
+    assert stage.known() == ["a", "b"]
+    assert "b" in stage.server.registry.online_devices(stage.broker.now_s)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--remove"], "--remove takes the NAMEs of the boards to remove"),
+        (["a", "--remove", "--watch"], "--remove takes the NAMEs of the boards to remove"),
+        (["z", "--remove"], "has heard of a board 'z'"),
+        (["a", "--force"], "--force has a meaning only with --remove"),
+    ],
+)
+def test_a_removal_of_nobody_is_refused(fleet, capsys, words, told):
+    stage, _, _ = fleet
+    assert told in stage.said(capsys, *words, code=2)
+    stage.play()
+    assert stage.known() == ["a", "b"]

@@ -221,7 +221,6 @@ def test_the_median_of_honest_devices_stays(tmp_path, seed):
 
 
 def test_control_characters_of_a_device_reach_no_log(tmp_path):
-    """A reason that would clear a terminal and begin a line of its own; a metric of such a name is refused."""
     odd = "\x1b[2J\x1b]0;title\x07\nround 9: done \x9b2J\x7f"
     stage = Stage(tmp_path, rounds=1, cohort={"deadline_s": 5.0, "min_devices": 1, "quorum": 0.5})
     honest, liar = stage.hand("a"), stage.hand("b")

@@ -86,7 +86,6 @@ def test_a_disk_that_takes_nothing_for_a_while_fails_no_job_for_its_bundle(stage
 
 
 def test_a_blob_that_is_damaged_while_it_is_served_is_made_again(stage):
-    """The device says that it could not fetch it, by asking again; its task is sent again with a blob that is whole."""
     hand = stage.hand("a")
     stage.play()
     task = hand.tasks[-1]

@@ -56,7 +56,6 @@ def test_a_bad_update_is_refused_with_its_reason_and_costs_nothing(stage, model,
     ],
 )
 def test_a_device_counts_as_no_more_examples_than_it_has(stage, weight, examples, said):
-    """A weight of 1e24 would make the model the device's own; the round is committed without it."""
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
     a.answer(ones(5.0), weight=weight, usage=Usage(examples=examples))
@@ -104,7 +103,6 @@ def test_an_update_that_is_no_tensors_at_all_is_refused(stage):
 
 
 def test_an_update_larger_than_the_job_allows_is_refused_before_it_is_fetched(stage):
-    """A device cannot fill the coordinator's disk."""
     a = stage.hand("a")
     stage.play()
     a.answer(ones(), bundles={"model": BlobRef(sha256="a" * 64, size=1 << 40)})

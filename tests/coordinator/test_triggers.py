@@ -51,7 +51,6 @@ def test_one_board_that_tells_is_enough_if_it_is_the_only_one_and_none_is_never(
 
 
 def test_accuracy_counts_where_the_job_says_so():
-    """A board's answers may become wrong though its inputs look as before."""
     told = boards(0.0, None, accuracy=0.7)
     assert trigger_reason(job(), told, 0.0) == ""
     assert "beyond drift 0.3 or accuracy 0.8: b0 (drift 0.00, accuracy 0.70)" in trigger_reason(
@@ -60,7 +59,6 @@ def test_accuracy_counts_where_the_job_says_so():
 
 
 def test_it_pauses_between_two_starts():
-    """A trigger may fire again 12 hours after its last start, also if the clock was set back by years."""
     told = boards(0.9)
     assert trigger_reason(job(), told, 11.9 * HOUR, last=0.0) == ""
     assert trigger_reason(job(), told, 12.1 * HOUR, last=0.0)
@@ -106,7 +104,6 @@ def reasons(stage: Stage, run: str) -> list[str]:
 
 
 def test_a_job_is_started_by_drift_and_carried_out(stage):
-    """Half of the boards tell of drift: a run starts, is carried out, and both logs say why."""
     a, b = stage.hand("a"), stage.hand("b")
     assert stage.store.stored_status(stage.job) == ARMED
     tells(stage, a, 0.0)

@@ -173,7 +173,7 @@ def an_event_before_its_blobs(patch: Patch) -> None:
 
     def write(self: Store, rows: Any) -> None:
         if rows:
-            with self._write_transaction():
+            with self.open_transaction():
                 self._rows.append_events(rows)
             self.depot.sync_small_blobs()
 

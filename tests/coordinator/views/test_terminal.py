@@ -105,8 +105,6 @@ def test_the_loss_of_the_broker_and_its_return_are_told_once():
 
 
 def test_a_wait_while_the_broker_is_away_is_not_told_as_a_lack_of_boards(capsys):
-    """Who is online is not known then; the command that finds out why is named."""
-
     class Link:
         connected, session = False, 0
 
@@ -162,7 +160,6 @@ def test_devices_without_a_plug_in_are_named_with_the_fix_and_nobody_is_told_to_
 
 
 def test_too_few_devices_for_a_quorum_are_told_with_what_is_there():
-    """Everybody has answered who could, and it is not enough before the deadline."""
     state = apply_event(begun(CohortSettings(size=4, quorum=0.75)), CohortSelected(0, 0, ("a", "b")), 1.0)
     assert wait_reasons.find_wait(state, ["torch"], ["a", "b"]) is None  # they are at it
     for device in "ab":
@@ -471,8 +468,6 @@ def test_reasons_beyond_the_fifth_are_counted():
 
 
 def test_a_terminal_shows_the_running_round_in_one_block(monkeypatch):
-    """Its bar, accuracy so far, costs, and devices with why they decline; a dumb terminal gets lines only."""
-
     class Terminal(io.StringIO):
         def isatty(self):
             return True

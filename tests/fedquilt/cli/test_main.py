@@ -264,7 +264,7 @@ def test_a_run_that_cannot_be_read_is_listed_as_such_and_hides_no_other(tmp_path
         odd, fine = (
             store.add_job(settings.parse_job({"name": name, "method": "fedavg"}), tmp_path) for name in ("odd", "fine")
         )
-        with store._write_transaction():
+        with store.open_transaction():
             store._rows.append_events([(odd, 0.0, null % ("a" * 64))])
         for fact in (JobStarted(BLOB), CohortSelected(0, 0, ("dev-1",)), JobEnded("failed", "nobody came")):
             store.append_event(fine, fact)

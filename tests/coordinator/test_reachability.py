@@ -1,4 +1,4 @@
-"""Devices that no longer answer although their broker reports them online, on virtual time."""
+"""Devices and brokers that cannot be reached."""
 
 from pathlib import Path
 from typing import Any
@@ -8,14 +8,157 @@ from by_hand import Hand, Stage, ones
 
 from fedquilt import wire
 from fedquilt.coordinator.device_columns import ELIGIBLE
-from fedquilt.coordinator.fleet.registry import AGAIN_S, GRACE_S, QUIET_S, RATE, REQUESTS, RETURN_S, SilenceDetector
+from fedquilt.coordinator.fleet.registry import (
+    AGAIN_S,
+    GRACE_S,
+    QUIET_S,
+    RATE,
+    REQUESTS,
+    RETURN_S,
+    BrokerOutage,
+    SilenceDetector,
+)
 from fedquilt.coordinator.rounds.events import (
     CohortSelected,
+    JobEnded,
     RoundClosed,
     RoundCommitted,
+    RoundRetried,
     UpdateAccepted,
     UpdateRejected,
 )
+from fedquilt.coordinator.rounds.rollout import PhasePassed, ReleaseOffered
+from fedquilt.transport.mqtt.connection import RECONNECT
+
+
+def _away(stage: Stage, seconds: float) -> None:
+    stage.link.connected = False
+    stage.play(seconds)
+    stage.link.connected = True
+    stage.link.session += 1
+
+
+def _begun(folder: Path, **cohort: object) -> tuple[Stage, list[Hand]]:
+    stage = Stage(folder, cohort={"deadline_s": 30.0, **cohort})
+    hands = [stage.hand(name) for name in "abc"]
+    stage.play(10.0)
+    return stage, hands
+
+
+def test_a_broker_that_is_away_for_hours_costs_no_attempt(tmp_path):
+    stage, hands = _begun(tmp_path)
+    _away(stage, 2 * 3600.0)
+    stage.play(RECONNECT.most_s + 15.0)  # of the 30 s, 20 were left
+    assert stage.told(RoundRetried) == []
+    for hand in hands:
+        hand.answer(ones())
+    stage.play()
+    assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a", "b", "c"]
+    assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
+
+
+def test_a_round_ends_at_its_later_deadline(tmp_path):
+    stage, hands = _begun(tmp_path, quorum=0.5)
+    _away(stage, 5.0)
+    for hand in hands[:2]:
+        hand.answer(ones())
+    stage.play(24.5)
+    assert stage.told(RoundClosed) == []
+    stage.play(1.5)
+    assert len(stage.told(RoundClosed)) == 1
+
+
+def test_a_round_that_all_have_answered_closes_at_once_though_its_broker_was_away(tmp_path):
+    stage, hands = _begun(tmp_path)
+    _away(stage, 40.0)
+    for hand in hands:
+        hand.answer(ones())
+    stage.play(1.0)
+    assert len(stage.told(RoundClosed)) == 1
+
+
+def test_an_attempt_that_begins_after_an_absence_has_its_own_deadline(tmp_path):
+    stage, _ = _begun(tmp_path)
+    _away(stage, 10.0)
+    stage.play(41.0)  # 20 were left, 20 are lost
+    assert [fact.attempt for fact in stage.told(RoundRetried)] == [1]
+    stage.play(31.0)
+    assert [fact.attempt for fact in stage.told(RoundRetried)] == [1, 2]
+
+
+def test_a_coordinator_that_starts_before_its_broker_waits_with_the_round(tmp_path):
+    stage, hands = _begun(tmp_path)
+    stage.restart()
+    stage.link.connected = False
+    stage.play(500.0)
+    assert stage.told(RoundRetried) == []
+    stage.link.connected = True
+    stage.play(1.0)
+    for hand in hands:
+        hand.answer(ones())
+    stage.play()
+    assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
+
+
+def test_a_coordinator_that_starts_shortly_before_its_broker_is_back_waits_for_boards_in_their_back_off(tmp_path):
+    stage, hands = _begun(tmp_path)
+    stage.link.connected = False
+    stage.play(60.0)
+    stage.restart()
+    _away(stage, 1.0)
+    stage.play(30.0 + RECONNECT.most_s - 2.0)
+    assert stage.told(RoundRetried) == stage.told(JobEnded) == []
+    for hand in hands:
+        hand.answer(ones())
+    stage.play()
+    assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
+
+
+@pytest.mark.parametrize(
+    ("took_s", "lost_s"), [(RECONNECT.first_s / 2, RECONNECT.first_s), (2.0, 2.0 + RECONNECT.most_s)]
+)
+def test_a_first_connection_is_no_absence_but_a_broker_that_is_away_at_the_start_is(took_s, lost_s):
+    absence = BrokerOutage()
+    absence.record_connection(False, 5.0)
+    absence.record_connection(True, 5.0 + took_s)
+    assert absence.lost_s == pytest.approx(lost_s)
+    absence.record_connection(False, 100.0)
+    absence.record_connection(True, 101.0)
+    assert absence.lost_s == pytest.approx(lost_s + 2.0)
+
+
+@pytest.mark.parametrize(("gone_s", "lost_s"), [(4.0, 8.0), (3600.0, 3600.0 + RECONNECT.most_s)])
+def test_each_absence_counts_with_the_back_off_that_follows(gone_s, lost_s):
+    absence = BrokerOutage()
+    for at_s, reached in ((0.0, True), (1.0, False), (1.5, False), (1.0 + gone_s, True), (9999.0, True)):
+        absence.record_connection(reached, at_s)
+        assert absence.is_disconnected is not reached
+    assert absence.lost_s == lost_s
+    absence.record_connection(False, 10000.0)
+    absence.record_connection(True, 10001.0)
+    assert absence.lost_s == lost_s + 2.0
+
+
+def test_a_rollout_goes_no_further_while_the_broker_is_away(ground):
+    boards = ground.fleet(4)
+    id = ground.deploy(canary=0.5, phases=(1.0,), patience_s=60.0)
+    while not ground.state(id).offered:
+        ground.play(0.1)
+    lost = next(board for board in boards if board.name in ground.state(id).offered)
+    lost.link.connected = False
+    ground.play(1.0)
+    ground.link.connected = False
+    ground.play(3600.0)
+    ground.link.connected = True
+    ground.link.session += 1
+    ground.play(30.0)
+    assert [type(fact) for _, fact in ground.facts if isinstance(fact, ReleaseOffered | PhasePassed)] == [
+        ReleaseOffered
+    ]
+    lost.come()
+    ground.play(20.0)
+    assert (ground.state(id).status, len(ground.having())) == ("done", 4)
+
 
 SILENT_S = QUIET_S + REQUESTS * AGAIN_S
 TURN_S = 1.0  # two looks of the coordinator at its store, which are its turns where nothing comes
@@ -84,7 +227,6 @@ def test_an_outage_of_the_broker_makes_nobody_silent(silence):
 
 
 def test_idle_devices_are_not_asked_in_a_storm(silence):
-    """10,000 that were heard at one moment take 20 s, 500 in each; none is asked twice before it could answer."""
     names = [f"d{number}" for number in range(10_000)]
     for name in names:
         silence.record_contact(name)
@@ -123,7 +265,6 @@ def goes_offline(hand: Hand) -> None:
 
 
 def test_a_round_closes_within_5_s_after_a_device_went_offline_that_alone_has_not_answered(tmp_path):
-    """Not before its grace is over, as it may come back; two of three are the quorum of those that can be reached."""
     stage, (a, b, c) = begun(tmp_path)
     a.answer(ones())
     b.answer(ones())
@@ -161,7 +302,6 @@ def test_a_device_that_is_back_within_5_s_is_waited_for(tmp_path):
 
 
 def test_an_update_of_a_device_that_returns_after_its_round_is_late(tmp_path):
-    """It is answered, so that the device drops it, and the device is asked for the running round."""
     stage, (a, b, c) = begun(tmp_path, rounds=3)
     goes_offline(c)
     a.answer(ones())

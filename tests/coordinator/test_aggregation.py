@@ -1,5 +1,6 @@
-"""A running job by itself: what it keeps of a round in memory, and what it lets go of between rounds."""
+"""Updates are read, checked and folded once."""
 
+import dataclasses
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -10,15 +11,17 @@ from unittest import mock
 import msgspec
 import numpy as np
 import pytest
+from by_hand import Stage, ones
 from opened import opened
 
-from fedquilt.arrays import tensors
+from fedquilt.arrays import exact_sums, tensors
 from fedquilt.arrays.exact_sums import WeightedSums
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.jobs.job import RunningJob
 from fedquilt.coordinator.rounds.events import CohortSelected, JobStarted, RoundClosed, UpdateAccepted, UpdateLost
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.updates import aggregation
+from fedquilt.coordinator.updates.aggregation import PartialAggregate
 from fedquilt.coordinator.updates.job_blobs import LostUpdateError
 from fedquilt.coordinator.updates.validation import ClaimBounds
 from fedquilt.core import (
@@ -35,6 +38,162 @@ from fedquilt.core import (
 from fedquilt.formats import job_bundle
 from fedquilt.methods import fedavg
 from fedquilt.models.local_training import NetworkState
+
+
+def update(device: str, weight: float = 1.0) -> Update:
+    return Update(
+        job="a",
+        round=0,
+        attempt=0,
+        device=device,
+        weight=weight,
+        bundles={"model": BlobRef(sha256="0" * 64, size=1)},
+        metrics={"loss": 1.0},
+        usage=Usage(wall_s=1.0),
+    )
+
+
+def folded(*devices: str, any_order: bool = False) -> PartialAggregate:
+    made = PartialAggregate(any_order)
+    for device in devices:
+        assert made.can_fold_in_order(device)
+        made.include_update(device, aggregation.fold_inputs(update(device)), (*(made.total or ()), device))
+    return made
+
+
+def left(made: PartialAggregate, *devices: str, **others: Update) -> tuple[object, list[str]]:
+    """Devices left to fold, and the sum that they are added to."""
+    found = made.remaining_devices({name: update(name) for name in devices} | others)
+    return made.total, found
+
+
+def test_the_sum_of_the_first_is_gone_on_with():
+    assert left(folded("a", "b"), "c", "a", "b") == (("a", "b"), ["c"])
+    assert left(folded("a", "b", "c"), "c", "a", "b") == (("a", "b", "c"), [])
+    assert left(folded(), "c", "a", "b") == (None, ["a", "b", "c"])
+
+
+def test_all_are_folded_anew_when_one_is_missing_or_another_than_it_was_told():
+    assert left(folded("a", "b"), "b", "c") == (None, ["b", "c"])
+    assert left(folded("a", "c"), "a", "b", "c") == (None, ["a", "b", "c"])
+    assert left(folded("a"), a=update("a", weight=2.0)) == (None, ["a"])
+
+
+def test_what_adds_up_in_any_order_is_folded_as_it_comes_and_anew_only_when_it_does_not_count():
+    assert left(folded("c", "a", any_order=True), "a", "b", "c") == (("c", "a"), ["b"])
+    assert left(folded("c", "a", any_order=True), "a", "b") == (None, ["a", "b"])
+    assert left(folded("c", any_order=True), "a", c=update("c", weight=2.0)) == (None, ["a", "c"])
+
+
+def test_what_does_not_come_after_all_others_cannot_be_added():
+    made = folded("b")
+    assert not made.can_fold_in_order("a")
+    assert not made.can_fold_in_order("b")
+    assert made.can_fold_in_order("c")
+    assert made.contains_update(update("b"))
+    assert not made.contains_update(update("b", weight=2.0))
+    assert not made.contains_update(update("c"))
+
+
+def test_an_update_is_folded_at_once_if_nobody_before_it_is_awaited_or_the_order_does_not_matter():
+    answered = {"b": update("b")}
+    assert folded("b").can_fold_now("c", answered, {"c", "d"})
+    assert not folded("b").can_fold_now("d", answered, {"c", "d"})
+    assert not folded().can_fold_now("c", answered, {"c"})  # b has answered and is not folded
+    assert folded("b", any_order=True).can_fold_now("d", answered, {"c", "d"})
+    assert folded("b", any_order=True).can_fold_now("a", answered, {"a"})
+    assert not folded("b", any_order=True).can_fold_now("b", answered, {"b"})
+
+
+def apart(*devices: str, of: PartialAggregate | None = None) -> PartialAggregate:
+    """Folding with the sum of these devices, a 1 for each, that somebody else has made."""
+    made = PartialAggregate(any_order=True) if of is None else of
+    total = {"w": exact_sums.add_to_sum(None, np.ones(2, np.float32), len(devices))}
+    made.add_pending_sum({device: aggregation.fold_inputs(update(device)) for device in devices}, lambda: total)
+    return made
+
+
+def gathered(made: PartialAggregate, *devices: str, **others: Update) -> tuple[float | None, list[str]]:
+    updates = {name: update(name) for name in devices} | others
+    made.merge_pending_sums(updates)
+    total, found = left(made, *devices, **others)
+    return None if total is None else float(total["w"].rounded_value()[0]), found
+
+
+def test_sums_that_others_have_made_are_merged_if_exactly_these_updates_count():
+    assert gathered(apart("a", "b", of=apart("c")), "a", "b", "c", "d") == (3.0, ["d"])
+    assert gathered(apart("a", "b", of=apart("c")), "a", "c") == (1.0, ["a"])
+    assert gathered(apart("a", "b"), "b", a=update("a", weight=2.0)) == (None, ["a", "b"])
+    made = PartialAggregate(any_order=True)
+    made.add_pending_sum({"a": aggregation.fold_inputs(update("a"))}, lambda: None)  # who was to make it has not
+    assert gathered(made, "a") == (None, ["a"])
+
+
+def test_what_is_in_a_sum_that_others_have_made_is_not_folded_again_as_it_comes():
+    made = apart("a", "b")
+    assert made.contains_update(update("a"))
+    assert not made.contains_update(update("a", weight=2.0))
+    assert not made.can_fold_in_order("b")
+    assert not made.can_fold_now("b", {}, ["b"])
+    assert made.can_fold_in_order("c")
+
+
+@pytest.fixture(params=["fedavg", "robust"])
+def running(tmp_path: Path, request: pytest.FixtureRequest) -> RunningJob:
+    """A round in which three devices are asked; of "robust" updates are folded in the order of devices."""
+    cohort = {"start_devices": 3, "deadline_s": 1000.0}
+    stage = Stage(tmp_path, method=request.param, cohort=cohort)
+    for name in "abc":
+        stage.hand(name)
+    stage.play()
+    return stage.server.active_jobs()[0]
+
+
+def update_summing(running: RunningJob, device: str, factor: float) -> Update:
+    """An update that is on the coordinator's disk."""
+    ref = running._store.depot.store_bytes(tensors.encode_tensors(ones(factor)))
+    return Update(running.id, 0, 0, device, 1.0, {"model": ref}, {}, Usage())
+
+
+def closed(running: RunningJob, *updates: Update) -> dict[str, np.ndarray]:
+    """Model after the round in which exactly these count."""
+    rounds = msgspec.structs.replace(
+        running.rounds, phase="closing", asked=frozenset(), answered={each.device: each for each in updates}
+    )
+    return dict(running.method.step(running.state, running.aggregator.take_aggregate(rounds)).model)
+
+
+def test_an_update_that_was_lost_and_came_anew_counts_as_it_came_last(running, monkeypatch):
+    first, last = update_summing(running, "c", 1.0), update_summing(running, "c", 3.0)
+    assert running.build_update_reader(first, None, ClaimBounds())(first) == first
+    monkeypatch.setattr(aggregation, "READ_BYTES", 0)
+    assert running.build_update_reader(last, None, ClaimBounds())(last) == last
+    assert {name: set(array.ravel().tolist()) for name, array in closed(running, last).items()} == {
+        "1.weight": {3.0},
+        "1.bias": {3.0},
+    }
+
+
+def test_an_error_in_the_middle_of_a_fold_leaves_nothing_of_the_update_in_the_sum(running, monkeypatch):
+    one, other, fold = (
+        update_summing(running, "a", 1.0),
+        update_summing(running, "b", 7.0),
+        running.aggregator._aggregation.fold,
+    )
+
+    def fails(state, so_far, given):
+        found = fold(state, so_far, given)
+        if given.device == "b":
+            raise RuntimeError("halfway")
+        return found
+
+    assert running.build_update_reader(one, None, ClaimBounds())(one) == one
+    failing = dataclasses.replace(running.aggregator._aggregation, fold=fails, check_update=None)
+    monkeypatch.setattr(running.aggregator, "_aggregation", failing)
+    with pytest.raises(RuntimeError, match="halfway"):
+        running.build_update_reader(other, None, ClaimBounds())(other)
+    assert set(closed(running, one)["1.bias"].tolist()) == {1.0}
+
 
 NETWORK = {"name": "mlp", "inputs": 2, "hidden": [], "classes": 2}
 MODEL = {"1.weight": np.zeros((2, 2), np.float32), "1.bias": np.zeros(2, np.float32)}
@@ -154,11 +313,6 @@ def test_an_update_that_could_not_be_stored_is_not_in_the_sum(tmp_path, monkeypa
 
 
 def test_updates_are_read_once_for_as_long_as_there_is_room(ordered, monkeypatch):
-    """One that is folded at once is not kept; with room for two of the others, the commit reads two again.
-
-    The sums depend on the order of devices, and the last of them answers first, so that nothing can be folded ahead;
-    the room is there anew in the next round.
-    """
     stage = ordered
     size = stage.update("a", 0.0).bundles["model"].size
     monkeypatch.setattr(aggregation, "READ_BYTES", 2 * size + size // 2)
@@ -281,7 +435,6 @@ def test_a_round_ends_however_soon_its_coordinators_are_killed_and_whatever_thei
 
 
 def test_a_clock_that_was_wrong_once_costs_a_hundredth_of_the_deadline(tmp_path):
-    """The next restarts count the time since that one."""
     lives = Lives(tmp_path)
     assert [lives.next(each) for each in (100.0, -7200.0, 50.0, 7200.0)] == pytest.approx([500.0, 494.0, 444.0, 438.0])
 
