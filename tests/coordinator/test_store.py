@@ -252,7 +252,7 @@ def test_the_list_of_runs_follows_every_change_and_no_change_that_was_undone(tmp
     assert [row.id for row in store.readable_jobs()] == [first, second]
     other.set_status(second, "stopped")
     assert [row.status for row in store.readable_jobs()] == ["queued", "stopped"]
-    with contextlib.suppress(ZeroDivisionError), store._write_transaction():
+    with contextlib.suppress(ZeroDivisionError), store.open_transaction():
         store._rows.update_job(first, status="running")
         assert [row.status for row in store.readable_jobs()] == ["running", "stopped"]
         raise ZeroDivisionError
@@ -472,7 +472,7 @@ def test_what_another_process_has_written_between_two_facts_of_this_one_is_neede
 
 def append_and_fail_logs(made: Run) -> None:
     """A fact whose transaction is taken back."""
-    with made.store._write_transaction():
+    with made.store.open_transaction():
         made.store._rows.append_events(
             [(made.id, 1.0, encode_lossless(made.id, UpdateAccepted(3, of(made.id, "b", 3))))]
         )
