@@ -58,9 +58,8 @@ class RolloutRunner:
         self._owners: dict[tuple[wire.Kind, str], str] = {}  # kind and device -> the rollout that offered to it last
         self._told: list[tuple[str, wire.ReleaseStatus]] = []  # and not written yet
         self._told_s: dict[str, float] = {}  # device -> when it was offered something, or told something new
-        self._sent: dict[
-            tuple[wire.Kind, str], tuple[float, int | None]
-        ] = {}  # next time, times; None: it was reported
+        # next time, times; None: it was reported
+        self._sent: dict[tuple[wire.Kind, str], tuple[float, int | None]] = {}
         self._facts: Counter[tuple[str, str]] = Counter()  # rollout and device -> facts
         self._warned: set[str] = set()  # rollouts whose rows cannot be read
         self._opened_s = math.inf  # when the session with the broker began, as far as it is known here

@@ -502,9 +502,8 @@ class Server:
 
     def _deactivate_job(self, serving: JobController, status: str, now_s: float) -> None:
         if serving.has_ended:
-            self._desk.garbage.add_candidates(
-                serving.blobs_in_use() - serving.job.required_blobs()
-            )  # the bundle stays for the next run of it
+            # the bundle stays for the next run of it
+            self._desk.garbage.add_candidates(serving.blobs_in_use() - serving.job.required_blobs())
         self._store.set_status(serving.id, status, unless="stopping" if status == "queued" else "")
         del self._jobs[serving.id]
         self._told.pop(serving.id, None)

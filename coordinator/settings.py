@@ -383,9 +383,8 @@ class CoordinatorLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     submitter: SubmitterLimits = SubmitterLimits()
     retention: RetentionSettings = RetentionSettings()
     sites: dict[Name, SiteRight] = {}  # of a fleet without certificates, which say it elsewhere: [sites.NAME]
-    http: connection_limits.ConnectionLimits = (
-        connection_limits.ConnectionLimits()
-    )  # of the server of blobs, and of the dashboard
+    # of the server of blobs, and of the dashboard
+    http: connection_limits.ConnectionLimits = connection_limits.ConnectionLimits()
     waiting_mb: Annotated[int, Meta(ge=1)] = 800  # of large updates that are sent, or are here and not folded yet
 
 

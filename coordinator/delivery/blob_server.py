@@ -142,10 +142,8 @@ class BlobServer:
         found = _PATH.match(request.path)
         if found is None or request.method not in ("GET", "HEAD", "PUT"):
             raise RequestRefusedError(404, "there is nothing at this address")
-        sha256, peer = (
-            found[1],
-            common_name_of_peer(request.socket) if isinstance(request.socket, ssl.SSLSocket) else None,
-        )
+        sha256 = found[1]
+        peer = common_name_of_peer(request.socket) if isinstance(request.socket, ssl.SSLSocket) else None
         kind, _, token = request.headers.get("authorization", "").partition(" ")
         with self._lock:
             grant = self._grants.get(_token_digest(token)) if kind == "Bearer" else None

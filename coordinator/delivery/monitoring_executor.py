@@ -54,9 +54,8 @@ class DeviceStatusTracker:
         self._store: TelemetryStore | None = None
         self._boards: dict[str, DeviceStatus] = {}
         self._changed: set[str] = set()  # devices that are not stored as they are
-        self._sums: dict[
-            str, tuple[int, TelemetrySample]
-        ] = {}  # device -> number of messages of the running step, their sum
+        # device -> number of messages of the running step, their sum
+        self._sums: dict[str, tuple[int, TelemetrySample]] = {}
         self._readings: dict[tuple[str, int], TelemetrySample] = {}  # by device and time: not stored yet
         self._seen: dict[str, float] = {}  # device -> when its last message came, where that is not in `_boards` yet
         self._doubted: set[str] = set()  # devices that were online when the last coordinator ended

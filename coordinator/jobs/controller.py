@@ -121,9 +121,8 @@ class UpdatePipeline:
         self, device: str, update: Update, profile: Profile | None, right: SiteRight | None, now_s: float
     ) -> None:
         """Validate an update whose blobs have arrived, then accept or reject it. Large updates use the worker."""
-        if (
-            total_blob_bytes(update) >= self._desk.worker.large_bytes
-        ):  # as a site's sum may be, whose boards' updates are small
+        # as a site's sum may be, whose boards' updates are small
+        if total_blob_bytes(update) >= self._desk.worker.large_bytes:
             self._served.job.aggregator.large = True
         large = self._is_large
         if large and self._examining.get(device) == update:  # it was offered once more meanwhile
@@ -245,9 +244,8 @@ def decide_next_event(
     if not isinstance(fact, CohortSelected) and (fact is not None or job.rounds.phase != "selecting"):
         return fact
     spared = _devices_over_share(job, fact, free - taken, most, following)
-    if taken and not isinstance(
-        fact, CohortSelected
-    ):  # a job that waits does not log each coming and going of other jobs
+    # a job that waits does not log each coming and going of other jobs
+    if taken and not isinstance(fact, CohortSelected):
         taken = {device for device in taken if job.rounds.labels.get(device) == BUSY}
     labels = labels.with_values({**dict.fromkeys(taken, BUSY), **dict.fromkeys(spared, SHARE)})
     costs = registry.energy_costs(now_s) if job.job.cohort.prefer == "energy" else CostColumn()

@@ -263,10 +263,8 @@ class RunningJob:
         waited_s = now_s - self.rounds.asked_s.get(device, now_s)
         limit_s = validation.longest_work_s(waited_s, self.rounds.max_deadline_s, self.rounds.attempt + 1)
         limit, standing = self.job.cohort.max_examples, self.standing
-        weight, examples = (
-            standing.weights.largest_allowed(device, limit),
-            standing.reported.largest_allowed(device, limit),
-        )
+        weight = standing.weights.largest_allowed(device, limit)
+        examples = standing.reported.largest_allowed(device, limit)
         work, check = "work" in self.rounds.task_actions, "check" in self.rounds.task_actions
         priors = self.rounds.plan.class_priors
         bounds = validation.ClaimBounds(ask, limit_s, weight, examples, right, check, *self._predicts, priors)
@@ -307,9 +305,8 @@ class RunningJob:
 
     def _build_base_finder(self, update: Update, profile: Profile | None) -> BaseTensors:
         order = self._task_spec_for_device(update.device, profile) if update.bases else None
-        asked = (
-            {self._store_bundle(value).sha256 for value in order.bundles.values()} if order else set()
-        )  # after a restart
+        # after a restart
+        asked = {self._store_bundle(value).sha256 for value in order.bundles.values()} if order else set()
         return partial(job_blobs.base_tensors, self._store.depot, update, asked | self._sent if update.bases else set())
 
     def has_updates_to_fold(self) -> bool:

@@ -147,9 +147,8 @@ def remove_runs(store: Store, ids: Collection[str]) -> RemovedFiles:
     """Remove runs and every file that no run needs. Without a coordinator, the home stays locked until `close`."""
     store.require_inactive(ids)
     alone = store.acquire_lock()
-    before = _remove_unneeded_files(
-        store, alone
-    )  # on a full disk, this makes the room without which no run can be removed
+    # on a full disk, this makes the room without which no run can be removed
+    before = _remove_unneeded_files(store, alone)
     store.delete_runs(ids)
     after = _remove_unneeded_files(store, alone)
     return RemovedFiles(before.files + after.files, before.bytes + after.bytes, after.blobs_left)

@@ -355,9 +355,8 @@ class JobState(msgspec.Struct, frozen=True):
     state: BlobRef | None = None
     asked: frozenset[str] = frozenset()  # asked in this attempt, and not answered, declined or rejected
     roll: frozenset[str] = frozenset()  # asked in this or else the last round, and not declined
-    due: frozenset[str] = (
-        frozenset()
-    )  # where all are wanted: who took part when devices were last asked in this attempt
+    # where all are wanted: who took part when devices were last asked in this attempt
+    due: frozenset[str] = frozenset()
     silent: tuple[str, ...] = ()  # asked in earlier attempts at this round and not heard, the latest asked last
     answered: Mapping[str, Update] = field(default_factory=dict)  # device -> its update of this round
     folded: UpdatesAggregated | None = None  # stored partial aggregate, whose updates are deleted
@@ -372,9 +371,8 @@ class JobState(msgspec.Struct, frozen=True):
     best: BestEvaluation | None = None
     began_s: float = 0.0  # start of the running round, or when this process took up the job
     declined: Mapping[str, str] = field(default_factory=dict)  # device -> reason; not asked again in this attempt
-    refused: Mapping[str, LastingDecline] = field(
-        default_factory=dict
-    )  # device -> its last refusal, if that kind lasts
+    # device -> its last refusal, if that kind lasts
+    refused: Mapping[str, LastingDecline] = field(default_factory=dict)
     idle: frozenset[str] = frozenset()  # of these: devices that the method has no task for in this round
     lost: frozenset[str] = frozenset()  # devices that have counted this round already, and work on it again
     history: Mapping[str, RoundBitmap] = field(default_factory=dict)  # device -> rounds it contributed to

@@ -43,9 +43,8 @@ class IndexedLog(msgspec.Struct):
     at: float | None = None  # wall-clock seconds of that fact
     state: str = ""  # sha256 of the latest state; "": there is none
     best: str = ""  # likewise, of the state with the best evaluation
-    updates: dict[
-        str, tuple[str, ...]
-    ] = {}  # device -> sha256 of blobs of its update that no state or sum contains yet
+    # device -> sha256 of blobs of its update that no state or sum contains yet
+    updates: dict[str, tuple[str, ...]] = {}
     sum: str = ""  # sha256 of the stored partial aggregate, or empty
     whole: bool = True  # every fact is what was written
 

@@ -190,9 +190,8 @@ class Store:
         """Lock the home until `close`, and own the blob store. Return False if another process has the lock."""
         if self._lock is None:
             self._require_undamaged()
-            with database_errors(
-                self.home
-            ):  # a process that tests whether the folder is served holds the lock for a moment
+            # a process that tests whether the folder is served holds the lock for a moment
+            with database_errors(self.home):
                 self._lock = self._disk.lock(self.home / "lock", tries=LOCK_TRIES)
             if self._lock is not None:
                 self.depot.open_as_owner()

@@ -481,9 +481,8 @@ class Aggregator:
         return job_blobs.load_update(self._depot, update, lazily=lazily)
 
     def _decode_update(self, given: DeviceUpdate, base: BaseTensors) -> DeviceUpdate:
-        if has_site_bundles(
-            given.bundles
-        ):  # the site has decoded them, and types and shapes of its bundles are not kept
+        # the site has decoded them, and types and shapes of its bundles are not kept
+        if has_site_bundles(given.bundles):
             return given
         return replace(given, bundles=compression.decode_update(self._job.wire, given.bundles, base))
 

@@ -28,9 +28,8 @@ class TaskSpecCache:
     def __init__(self, held: float) -> None:
         self._held = held
         self._orders: dict[bool, TaskSpec | None] = {}  # common to all sites (True), or to all other devices (False)
-        self._asks: dict[
-            tuple[int, str, tuple[Action, ...], bool], DeviceWorkload
-        ] = {}  # of those orders, by their identity
+        # of those orders, by their identity
+        self._asks: dict[tuple[int, str, tuple[Action, ...], bool], DeviceWorkload] = {}
         self._made: tuple[Hashable, Task] | None = None  # its latest task, and what it follows from
 
     def task_spec_for_device(

@@ -133,9 +133,8 @@ class RoundOutcomes:
                 pass
         self.summary = self.summary.with_event(fact, at_s)
         state = self.summary.state
-        if (
-            isinstance(fact, events.EligibilityRecorded) and state.phase == "selecting"
-        ):  # in case that nobody can be asked
+        # in case that nobody can be asked
+        if isinstance(fact, events.EligibilityRecorded) and state.phase == "selecting":
             barred = {
                 device: DeviceOutcome(selection.reason_key(code), selection.reason_text(code))
                 for device, code in state.passed.items()
