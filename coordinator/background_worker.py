@@ -13,9 +13,8 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
-STORED_AT: Final = 2.0
 LARGE_BYTES: Final = 4 << 20  # of a state or an update: from here on it is read, folded and stored beside the loop
 
 T = TypeVar("T")
@@ -23,43 +22,17 @@ Then = Callable[[Callable[[], T], float], None]
 """`then(result, now_s)`: `result()` returns what the piece has returned, or raises what it has raised."""
 
 
-class BackgroundWorker(Protocol):
-    large_bytes: float
-    """Size of a state or an update from which on it is for the worker."""
-
-    stored_at: float
-    """Times an exact sum's own bytes: so many of updates are folded when it is stored, and they are dropped."""
-
-    @property
-    def is_idle(self) -> bool: ...
-
-    @property
-    def has_results(self) -> bool: ...
-
-    def fds(self) -> Sequence[int]: ...
-
-    def submit(self, piece: Callable[[], T], then: Then[T]) -> None:
-        """Queue a work item. `run_callbacks` calls `then` once the item has ended."""
-        ...
-
-    def run_callbacks(self, now_s: float) -> bool:
-        """Call the callbacks of work items that have ended. Return whether there were any."""
-        ...
-
-    def close(self) -> None:
-        """Start no further work items, and wait for the running one."""
-        ...
-
-
-class SynchronousWorker:
+class BackgroundWorker:
     """Worker that runs each work item inside `submit`.
 
     Args:
         large_bytes: The size from which on a state or an update is left to the worker, by default infinite.
     """
 
+    stored_at = 2.0  # times an exact sum's own bytes: so many of updates are folded when it is stored, and then dropped
+
     def __init__(self, large_bytes: float = math.inf) -> None:
-        self.large_bytes, self.stored_at = large_bytes, STORED_AT
+        self.large_bytes = large_bytes
         self._ended: deque[tuple[Then[Any], Callable[[], Any]]] = deque()
 
     @property
@@ -74,25 +47,27 @@ class SynchronousWorker:
         return ()
 
     def submit(self, piece: Callable[[], T], then: Then[T]) -> None:
+        """Queue a work item. `run_callbacks` calls `then` once the item has ended."""
         self._ended.append((then, run_and_capture(piece)))
 
-    def run_callbacks(self, now_s: float) -> bool:
-        return _run_callbacks(self._ended, now_s) > 0
+    def run_callbacks(self, now_s: float) -> int:
+        """Call the callbacks of work items that have ended, and return their number."""
+        count = len(self._ended)
+        for _ in range(count):
+            then, result = self._ended.popleft()
+            then(result, now_s)
+        return count
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Start no further work items, and wait for the running one."""
 
 
-class ThreadWorker:
-    """Worker in a thread, which starts with the first work item.
-
-    Args:
-        large_bytes: The size from which on a state or an update is left to the worker.
-    """
+class ThreadWorker(BackgroundWorker):
+    """Worker in a thread, which starts with the first work item."""
 
     def __init__(self, large_bytes: float = LARGE_BYTES) -> None:
-        self.large_bytes, self.stored_at = large_bytes, STORED_AT
+        super().__init__(large_bytes)
         self._begun: queue.SimpleQueue[tuple[Callable[[], Any], Then[Any]] | None] = queue.SimpleQueue()
-        self._ended: deque[tuple[Then[Any], Callable[[], Any]]] = deque()
         self._open = 0  # pieces whose results have not been taken
         self._closed = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -101,10 +76,6 @@ class ThreadWorker:
     @property
     def is_idle(self) -> bool:
         return self._open == 0
-
-    @property
-    def has_results(self) -> bool:
-        return bool(self._ended)
 
     def fds(self) -> Sequence[int]:
         return () if self._thread is None else (self._wake,)
@@ -116,12 +87,12 @@ class ThreadWorker:
         self._open += 1
         self._begun.put((piece, then))
 
-    def run_callbacks(self, now_s: float) -> bool:
+    def run_callbacks(self, now_s: float) -> int:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
-        count = _run_callbacks(self._ended, now_s)
+        count = super().run_callbacks(now_s)
         self._open -= count
-        return count > 0
+        return count
 
     def close(self) -> None:
         self._closed = True
@@ -149,11 +120,3 @@ def run_and_capture(piece: Callable[[], T]) -> Callable[[], T]:
 
         return fail
     return lambda: found
-
-
-def _run_callbacks(ended: deque[tuple[Then[Any], Callable[[], Any]]], now_s: float) -> int:
-    count = len(ended)
-    for _ in range(count):
-        then, result = ended.popleft()
-        then(result, now_s)
-    return count

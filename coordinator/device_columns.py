@@ -1,21 +1,78 @@
-"""Columns of values by device, whose copies, comparisons and draws are vectorised.
+"""Values by device, and sets of rounds, in little memory.
 
-Each device has a row, in the order in which this process has met the devices. A column is an array in this order, so an
-immutable column is copied as one block of memory. Only comparisons and sets import numpy, because commands that read a
-log import this module.
+Each device has a row, in the order in which this process has met the devices. A column is an array in this order, so
+immutable columns are copied as one block, and copies, comparisons and draws are vectorised. Only comparisons and sets
+import numpy, because commands that read a log import this module.
 """
 
 from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Set
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeVar
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeVar, overload
+
+from msgspec import Struct
 
 from fedquilt.core import seed_deriver
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+class RoundBitmap(Sequence[int]):
+    """Immutable sequence of round numbers in ascending order, stored as a bitmap."""
+
+    __slots__ = ("_bits",)
+
+    def __init__(self, bits: int = 0) -> None:
+        self._bits = bits
+
+    @staticmethod
+    def from_bytes(packed: bytes) -> RoundBitmap:
+        return RoundBitmap(int.from_bytes(packed, "little"))
+
+    def to_bytes(self) -> bytes:
+        return self._bits.to_bytes((self._bits.bit_length() + 7) // 8, "little")
+
+    def with_round(self, round: int) -> RoundBitmap:
+        return RoundBitmap(self._bits | 1 << round)
+
+    def rounds_before(self, round: int) -> RoundBitmap:
+        return RoundBitmap(self._bits & (1 << round) - 1)
+
+    @property
+    def last_round(self) -> int | None:
+        return self._bits.bit_length() - 1 if self._bits else None
+
+    def __contains__(self, round: object) -> bool:
+        return isinstance(round, int) and round >= 0 and bool(self._bits >> round & 1)
+
+    def __len__(self) -> int:
+        return self._bits.bit_count()
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        if index == -1 and self._bits:
+            return self._bits.bit_length() - 1
+        return [round for round, bit in enumerate(reversed(f"{self._bits:b}")) if bit == "1"][index]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RoundBitmap) and self._bits == other._bits
+
+    def __hash__(self) -> int:
+        return hash(self._bits)
+
+    def __repr__(self) -> str:
+        return f"Contributed({list(self)})"
+
+
+NEVER = RoundBitmap()
+
 
 V = TypeVar("V")
 C = TypeVar("C", bound="DeviceColumn[Any]")
@@ -49,7 +106,6 @@ def device_names(rows: Iterable[int]) -> list[str]:
 
 
 def name_hashes(rows: np.ndarray) -> np.ndarray:
-    """Return the hash of the device in each of these rows, as `hash_name` does."""
     import numpy as np
 
     with _LOCK:
@@ -136,8 +192,6 @@ class CostColumn(DeviceColumn[float]):
 
 
 class LabelColumn(DeviceColumn[str]):
-    """Mapping from devices to ELIGIBLE or the code of a reason against selection."""
-
     typecode = "i"
 
     def devices_with(self, label: str) -> DeviceSet:
@@ -153,11 +207,7 @@ class LabelColumn(DeviceColumn[str]):
 
 
 class DeviceSet(Set[str]):
-    """Immutable set of devices, with vectorised differences and unions.
-
-    Args:
-        mask: Whether the set has the device of each row (rows,).
-    """
+    """Immutable set of devices, with vectorised differences and unions."""
 
     def __init__(self, mask: np.ndarray) -> None:
         import numpy as np
@@ -200,3 +250,34 @@ class DeviceSet(Set[str]):
     @classmethod
     def _from_iterable(cls, devices: Iterable[str]) -> set[str]:  # type: ignore[override]
         return set(devices)
+
+
+ENOUGH: Final = 3  # devices of which the median is used
+USUAL: Final = 100.0  # largest weight, as a multiple of the median of the job's devices
+MOST_EXAMPLES: Final = 10_000_000  # of a device, before enough devices have reported numbers
+
+
+class DeviceWeights(Struct):
+    """Weight (or number of examples) of each device of a job, and all weights in ascending order."""
+
+    by_device: dict[str, float] = {}
+    ascending: list[float] = []
+
+    def set_number(self, device: str, number: float) -> None:
+        if (before := self.by_device.get(device)) is not None:
+            del self.ascending[bisect_left(self.ascending, before)]
+        self.by_device[device] = number
+        insort(self.ascending, number)
+
+    def largest_allowed(self, device: str, limit: int | None) -> float:
+        """Return the largest number that a device may report: `limit`, or a multiple of the others' median."""
+        if limit is not None:
+            return limit
+        own = self.by_device.get(device)
+        others = len(self.ascending) - (own is not None)
+        if others < ENOUGH:
+            return MOST_EXAMPLES
+        at = others // 2
+        if own is not None and bisect_left(self.ascending, own) <= at:
+            at += 1
+        return min(USUAL * max(self.ascending[at], 1.0), MOST_EXAMPLES)

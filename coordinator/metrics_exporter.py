@@ -12,20 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from fedquilt import __version__
-from fedquilt.coordinator.fleet.device_status import DeviceStatus, TelemetrySample
-from fedquilt.coordinator.fleet.telemetry_store import FRESH_S
-from fedquilt.coordinator.job_view import JobView
-from fedquilt.coordinator.rounds.events import (
-    ENDED,
-    AnyEvent,
-    CohortSelected,
-    JobEnded,
-    RoundCommitted,
-    RoundRetried,
-    TaskDeclined,
-    UpdateAccepted,
-    UpdateRejected,
-)
+from fedquilt.coordinator.fleet.device_status import FRESH_S, DeviceStatus, TelemetrySample
+from fedquilt.coordinator.rounds import events
 from fedquilt.open_metrics import MetricFamily
 
 MOST_BOARDS: Final = 2_000
@@ -64,12 +52,7 @@ _GAUGES: Final[dict[str, tuple[str, Callable[[DeviceStatus, TelemetrySample], fl
 
 
 class CoordinatorMetrics:
-    """Metrics of one coordinator. Events are recorded in its thread, but any thread may read metrics.
-
-    Args:
-        boards: Returns the status of every device now, with the latest reading.
-        clock: Wall-clock time in seconds.
-    """
+    """Metrics of one coordinator. Events are recorded in its thread, but any thread may read metrics."""
 
     def __init__(self, boards: Callable[[], Sequence[Known]], clock: Callable[[], float] = time.time) -> None:
         self._boards, self._clock = boards, clock
@@ -80,27 +63,27 @@ class CoordinatorMetrics:
         self._rounds: dict[str, tuple[str, int, int, float]] = {}
         self._jobs: set[str] = set()
 
-    def record_event(self, job: JobView, fact: AnyEvent) -> None:
+    def record_event(self, job: events.JobView, fact: events.AnyEvent) -> None:
         name = self._job_label(job.job.name)
         count = self._counts
         match fact:
-            case CohortSelected():
+            case events.CohortSelected():
                 self._rounds = {**self._rounds, job.id: (name, fact.round, job.job.rounds, self._clock())}
-            case UpdateAccepted():
+            case events.UpdateAccepted():
                 usage = fact.update.usage
                 count["updates"][name] += 1
                 count["down_bytes"][name] += fact.update.down_bytes
                 count["up_bytes"][name] += fact.update.up_bytes
                 count["joules"][name] += usage.energy_j or 0.0  # type: ignore[assignment]
-            case TaskDeclined():
+            case events.TaskDeclined():
                 self._declined[name, fact.code] += 1
-            case UpdateRejected():
+            case events.UpdateRejected():
                 count["rejected"][name] += 1
-            case RoundRetried():
+            case events.RoundRetried():
                 count["attempts"][name] += 1
-            case RoundCommitted():
+            case events.RoundCommitted():
                 count["rounds"][name] += 1
-            case JobEnded():
+            case events.JobEnded():
                 self._ended[fact.status] += 1
                 self._rounds = {run: values for run, values in self._rounds.items() if run != job.id}
 
@@ -115,7 +98,7 @@ class CoordinatorMetrics:
         declined = [(key, float(value)) for key, value in self._declined.copy().items()]
         about = "Tasks that boards declined, by the code of the reason."
         yield MetricFamily("fedquilt_declined", "counter", about, ("job", "code"), declined)
-        ended = [((status,), float(self._ended[status])) for status in ENDED]
+        ended = [((status,), float(self._ended[status])) for status in events.ENDED]
         yield MetricFamily("fedquilt_jobs_ended", "counter", "Jobs that ended, by how.", ("status",), ended)
         # one sample for each label: that of the run whose boards were asked last
         running = {label: values for label, *values in sorted(self._rounds.values(), key=lambda each: each[3])}

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from fedquilt import wire
-from fedquilt.coordinator.delivery.executor import Executor
-from fedquilt.coordinator.delivery.task_dispatch import KINDS
+from fedquilt.coordinator.delivery.executor import KINDS, Executor
 from fedquilt.coordinator.fleet.registry import DeviceRegistry
 from fedquilt.coordinator.rounds import rollout
 from fedquilt.coordinator.rounds.rollout import (
@@ -42,10 +41,6 @@ Tell = Callable[[Rollout, AnyRolloutEvent], None]
 class RolloutRunner:
     """All rollouts of a store.
 
-    Args:
-        poll_s: The interval at which the store is searched for new rollouts and requests.
-        tell: The callback for each new event, with the rollout after the event.
-
     Every method with an argument `now_s` raises StoreError if the store cannot be written.
     """
 
@@ -63,16 +58,13 @@ class RolloutRunner:
         self._owners: dict[tuple[wire.Kind, str], str] = {}  # kind and device -> the rollout that offered to it last
         self._told: list[tuple[str, wire.ReleaseStatus]] = []  # and not written yet
         self._told_s: dict[str, float] = {}  # device -> when it was offered something, or told something new
-        self._sent: dict[
-            tuple[wire.Kind, str], tuple[float, int | None]
-        ] = {}  # next time, times; None: it was reported
+        # next time, times; None: it was reported
+        self._sent: dict[tuple[wire.Kind, str], tuple[float, int | None]] = {}
         self._facts: Counter[tuple[str, str]] = Counter()  # rollout and device -> facts
         self._warned: set[str] = set()  # rollouts whose rows cannot be read
         self._opened_s = math.inf  # when the session with the broker began, as far as it is known here
         self._poll_s = self._resend_s = -math.inf
         self._arrived = True  # whether a board has come, or a rollout ended, since the finished ones were looked at
-
-    # -- what happens --
 
     def receive_report(self, device: str, message: wire.ReleaseStatus) -> None:
         self._told.append((device, message))
@@ -92,7 +84,6 @@ class RolloutRunner:
                 self._send_release(kind, device, now_s)
 
     def step(self, now_s: float) -> float:
-        """Read new rollouts, record reports, and make and send what is due. Return the time of the next call."""
         self._opened_s = min(self._opened_s, now_s)
         polled = now_s >= self._poll_s + self._every_s
         if polled:
@@ -107,10 +98,7 @@ class RolloutRunner:
             self._resend_due_releases(now_s)
         return min(self._poll_s + self._every_s, self._resend_s)
 
-    # -- within --
-
     def _load_rollouts_and_requests(self, now_s: float) -> None:
-        """Load new rollouts, record their restart and resend their releases, then apply user requests."""
         kept = self._store.rollouts
         for found in kept.readable_rollouts():
             state = self._states.get(found.state.id)
@@ -194,7 +182,6 @@ class RolloutRunner:
         return {device: each.profile for device, each in known.items() if each.profile is not None}
 
     def _record_events(self, facts: list[tuple[str, AnyRolloutEvent]], now_s: float) -> None:
-        """Write and apply events, report them to the observer, and send the releases that follow."""
         if not facts:
             return
         self._store.rollouts.append_events(facts)

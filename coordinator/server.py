@@ -1,49 +1,173 @@
-"""Main loop of a coordinator, between the executor, the jobs and the store.
+"""Main loop of a coordinator, between the executor, the jobs and the store, and startup of its jobs.
 
 The loop passes each message to its job, writes the job's new events to the log, and then carries out the resulting
 actions. Pure functions in other modules make all decisions.
+
+A job that is starting up holds the leases of its devices, but is not active yet. Messages about such a job are ignored,
+because devices repeat them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from typing import TypeAlias
+from functools import partial
 
 import msgspec
 from msgspec.structs import replace
 
-from fedquilt import methods, wire
-from fedquilt.coordinator import sites, triggers
-from fedquilt.coordinator.background_worker import BackgroundWorker, SynchronousWorker
+from fedquilt import compression, methods, wire
+from fedquilt.coordinator import run_control
+from fedquilt.coordinator.background_worker import BackgroundWorker, run_and_capture
 from fedquilt.coordinator.delivery.executor import Executor
 from fedquilt.coordinator.delivery.rate_limiter import ASIDE_S
 from fedquilt.coordinator.fleet import fair_share
 from fedquilt.coordinator.jobs import retention
 from fedquilt.coordinator.jobs.controller import CoordinatorContext, JobController, Observe
 from fedquilt.coordinator.jobs.job import RunningJob
-from fedquilt.coordinator.jobs.startup import JobLoader
-from fedquilt.coordinator.limits import CoordinatorLimits
 from fedquilt.coordinator.rollout_runner import RolloutRunner, Tell
-from fedquilt.coordinator.rounds import claim_bounds, events, message_handler
+from fedquilt.coordinator.rounds import decisions, events
 from fedquilt.coordinator.rounds.events import JobState
+from fedquilt.coordinator.settings import CoordinatorLimits
 from fedquilt.coordinator.storage.store import UNDER_WAY, Store, StoredJob
-from fedquilt.core import Method, Profile, Update, WireMessage
+from fedquilt.coordinator.storage.suspended_jobs import count_failure
+from fedquilt.coordinator.updates import job_blobs, sites, validation
+from fedquilt.coordinator.updates.job_blobs import LoadedState, UnreadableError
+from fedquilt.core import FedquiltError, JobError, Method, Profile, StoreError, Update, WireMessage
 from fedquilt.host.logs import log_ids
 
 log = logging.getLogger("fedquilt.coordinator")
+Serve = Callable[[Sequence[tuple[StoredJob, RunningJob]], float], None]
+Result = Callable[[], LoadedState]
 
-Happening: TypeAlias = (
-    message_handler.DeviceOnline
-    | message_handler.UpdateReceived
-    | message_handler.RateLimitExceeded
-    | message_handler.DeviceSilent
-    | message_handler.DeviceReturned
-    | message_handler.DeviceRemoved
-)
+
+class JobLoader:
+    """Jobs of a coordinator that are starting up, or waiting for a retry after a failed disk read.
+
+    Args:
+        around: The function that adapts a job's method to the coordinator's place in a hierarchy of sites.
+        serve: The callback for loaded jobs, `serve(jobs, now_s)`.
+        by_wall: Whether time goes by the wall clock. For a job that was active here before, no time has passed
+            meanwhile.
+
+    Every method with an argument `now_s` raises StoreError if the store cannot be written.
+    """
+
+    def __init__(
+        self, desk: CoordinatorContext, load: Callable[[str], Method], around: sites.Around, serve: Serve, by_wall: bool
+    ) -> None:
+        self._desk, self._load, self._around, self._serve, self._by_wall = desk, load, around, serve, by_wall
+        self._served: set[str] = set()  # jobs that have been at work here
+        self.jobs: dict[str, RunningJob] = {}  # by id
+        self._ahead_s: float | None = None  # wall clock minus the coordinator's clock
+
+    def find_suspended_jobs(self, now_s: float) -> set[str]:
+        holds = self._desk.store.holds.current_suspensions()
+        return {job for job, hold in holds.items() if self._to_wall_clock(now_s) < hold.again}
+
+    def _to_wall_clock(self, now_s: float) -> float:
+        # Steps of the wall clock change no retry.
+        if self._ahead_s is None:
+            self._ahead_s = self._desk.store.depot.disk.wall_clock_s() - now_s
+        return now_s + self._ahead_s
+
+    def open_jobs(self, rows: Sequence[StoredJob], now_s: float) -> None:
+        """Rebuild jobs from event logs, lease their devices and load their states. Suspend or end broken jobs."""
+        found = []
+        for row in rows:
+            try:
+                job = self._rebuild_job(row, now_s)
+            except Exception as error:
+                self._suspend_or_end_job(row, error, now_s)
+                continue
+            self.jobs[row.id] = job
+            for device in sorted(job.rounds.asked):
+                self._desk.loans.acquire_device(device, row.id, now_s)
+            if job.is_large_to_load:
+                self._desk.start_work(job.build_state_loader(), partial(self._serve_loaded_job, row))
+            else:
+                found.append(row)
+        self._serve_loaded_jobs(
+            [(row, run_and_capture(self.jobs[row.id].build_state_loader())) for row in found], now_s
+        )
+
+    def _rebuild_job(self, row: StoredJob, now_s: float) -> RunningJob:
+        made = job_blobs.open_bundle(row.id, row.bundle, row.content, self._desk.store.depot)
+        wire = compression.exclude_buffers(row.job.wire, made.meta)
+        row = row._replace(job=msgspec.structs.replace(row.job, wire=wire))
+        method = self._around(self._load(row.job.method), row.job, made.files)
+        by_wall = self._by_wall and row.id not in self._served
+        return RunningJob(row, self._desk.store, now_s, method, self._desk.worker.large_bytes, by_wall=by_wall)
+
+    def _serve_loaded_job(self, row: StoredJob, result: Result, now_s: float) -> None:
+        self._serve_loaded_jobs([(row, result)], now_s)
+
+    def _serve_loaded_jobs(self, found: Sequence[tuple[StoredJob, Result]], now_s: float) -> None:
+        ready, left = [], set[str]()
+        for row, result in found:
+            job, loans = self.jobs.pop(row.id), self._desk.loans
+            boards = set(loans.leased_devices(row.id))
+            loans.forget_job(row.id, now_s)
+            try:
+                job.use_loaded_state(result(), now_s)
+                ready.append((row, job))
+                self._served.add(row.id)
+            except Exception as error:  # one job that cannot run does not keep the others from running
+                self._suspend_or_end_job(row, error, now_s)
+                left |= boards
+        if ready:
+            self._serve(ready, now_s)
+        for device in sorted(left):
+            self._desk.send_unsent_task(device, now_s)
+
+    def _suspend_or_end_job(self, row: StoredJob, error: Exception, now_s: float) -> None:
+        """Suspend a job after a failed read, else end the job as failed. Raise a StoreError of another cause."""
+        if (hold := job_blobs.suspension_reason(error)) is not None:
+            return self.suspend_job(row, hold, now_s)
+        if isinstance(error, StoreError):
+            raise error
+        ended = events.failure_event(error)
+        log.error("%s cannot run: %s", row.id, ended.reason, exc_info=not isinstance(error, FedquiltError))
+        return self._end_and_observe(row, ended)
+
+    def _end_and_observe(self, job: StoredJob | RunningJob, fact: events.JobEnded) -> None:
+        over = self.end_inactive_job(job, fact)
+        if over.rounds.phase == fact.status:
+            self._desk.observe(over, fact)
+
+    def end_inactive_job(self, job: StoredJob | RunningJob, fact: events.JobEnded) -> events.EndedJob:
+        """Store and publish the end of an inactive job, and forget its failed reads. A job that is done stays done."""
+        store = self._desk.store
+        store.holds.delete_suspension(job.id)
+        status = store.end_inactive_job(job.id, fact)
+        state = events.JobState(events.JobConstants.from_job(job.job))
+        with contextlib.suppress(JobError):  # of a log that cannot be read
+            for _, _, each in store.read_events(job.id):
+                state = events.apply_event(state, each, 0.0)
+        if state.phase != status:
+            state = msgspec.structs.replace(state, phase=status, reason=fact.reason)
+        self._desk.news[job.id] = over = events.EndedJob(job.id, job.job, state)
+        return over
+
+    def suspend_job(self, job: StoredJob | RunningJob, error: UnreadableError, now_s: float) -> None:
+        """Suspend a job after a failed read. After the last retry, discard a blob that can be made anew or end it."""
+        ids, holds, now = log_ids(run=job.id), self._desk.store.holds, self._to_wall_clock(now_s)
+        hold = count_failure(holds.latest_suspension(job.id), error.what, str(error), now, counts=not error.lasts)
+        if hold is not None:
+            log.error("%s; %s is taken up again in %.3g s", error, job.id, hold.again - now, extra=ids)
+            return holds.record_suspension(job.id, hold)
+        holds.delete_suspension(job.id)
+        if error.again:
+            log.error("%s; it is put aside, and made or asked for again", error, extra=ids)
+            self._desk.store.depot.discard_damaged(error.again)
+        else:
+            log.error("%s cannot go on: %s; %s", job.id, error, mend := error.format_fix(job.id), extra=ids)
+            self._end_and_observe(job, events.JobEnded("failed", f"{error}; {mend}"))
+
 
 POLL_S = 0.5
 TELL_S = 0.5  # between two messages on a round that goes on as before
@@ -82,7 +206,7 @@ class Server:
         by_wall: bool = False,
     ) -> None:
         self.finished = False
-        self._desk = CoordinatorContext(executor, store, observe, worker or SynchronousWorker())
+        self._desk = CoordinatorContext(executor, store, observe, worker or BackgroundWorker())
         self._worker = self._desk.worker
         self.registry = self._desk.registry
         self._executor, self._store, self._only = executor, store, only
@@ -122,17 +246,11 @@ class Server:
         return state, serving.summed.wait_limit_s(now_s) + to_wall
 
     def jobs_by_leased_device(self, id: str) -> dict[str, str]:
-        """Return the job of each device that is leased to a job other than `id`."""
         others = (each for each in (*self._jobs, *self._opening.jobs) if each != id)
         return {device: other for other in others for device in self._desk.loans.leased_devices(other)}
 
     def step(self, now_s: float) -> float:
-        """Handle all messages and do all work that is due. Return the time of the next call.
-
-        Raises:
-            StoreError: If the store cannot be written. Accepted updates are safe, and a restarted coordinator
-                continues.
-        """
+        """Handle all messages and do all work that is due. Return the time of the next call."""
         desk = self._desk
         self._schedule_jobs(now_s)  # first: messages arriving now belong to the jobs that were running
         later = desk.later = []
@@ -182,8 +300,6 @@ class Server:
             del news[id]
         return again_s
 
-    # -- messages --
-
     def _resend_after_new_session(self, now_s: float) -> None:
         # after a new session, the broker may have lost retained messages
         for serving in self._jobs.values():
@@ -199,7 +315,7 @@ class Server:
                 if (serving := self._jobs.get(message.job)) is not None:
                     serving.handle_claim(device, message, now_s)
                 else:
-                    self._answer_inactive_job(message_handler.ClaimReceived(device, message), now_s)
+                    self._answer_inactive_job(decisions.ClaimReceived(device, message), now_s)
             case Update():
                 own = message.layouts or message.boards  # not stored, and not from a device
                 told = msgspec.structs.replace(message, layouts={}, boards=()) if own else message
@@ -207,7 +323,7 @@ class Server:
                     serving.handle_update_offer(device, message, told, now_s)
                 else:
                     status, counted = self._store.stored_status(message.job), self._store.is_update_counted(message)
-                    self._answer_inactive_job(message_handler.UpdateAnnounced(device, told, status, counted), now_s)
+                    self._answer_inactive_job(decisions.UpdateAnnounced(device, told, status, counted), now_s)
             case wire.Telemetry():
                 self.registry.update_telemetry(device, message, now_s)
             case wire.Presence():
@@ -217,55 +333,52 @@ class Server:
                 right = self.registry.site_right(device)
                 if message.boards and right is None and device not in self._unentitled:
                     self._unentitled.add(device)
-                    log.warning(claim_bounds.UNENTITLED, device, extra=log_ids(device=device))
-                self.registry.update_profile(device, claim_bounds.limit_profile(message, right))
+                    log.warning(validation.UNENTITLED, device, extra=log_ids(device=device))
+                self.registry.update_profile(device, validation.limit_profile(message, right))
                 self._desk.send_unsent_task(device, now_s)
             case wire.ReleaseStatus() if self._rollouts is not None:
                 self._rollouts.receive_report(device, message)
 
     def _handle_connection(self, device: str, now_s: float) -> None:
-        self._handle_input(message_handler.DeviceOnline(device), now_s)
+        self._handle_input(decisions.DeviceChange(device, "online"), now_s)
         if self._rollouts is not None:
             self._rollouts.resend_releases(device, now_s)
 
-    def _handle_input(self, event: Happening, now_s: float) -> None:
-        if isinstance(event, message_handler.DeviceSilent):
-            return self.registry.mark_silent(event.device, now_s)
-        if isinstance(event, message_handler.DeviceReturned):
-            self.registry.mark_returned(event.device)
-            return self._handle_connection(event.device, now_s)
-        if isinstance(event, message_handler.UpdateReceived):
-            if (fetched := self._desk.fetching.pop(event.device, None)) is not None:
+    def _handle_input(self, event: decisions.DeviceChange | decisions.UpdateReceived, now_s: float) -> None:
+        device = event.device
+        if isinstance(event, decisions.UpdateReceived):
+            if (fetched := self._desk.fetching.pop(device, None)) is not None:
                 fetched.handle_input(event, now_s)
             return None
-        if isinstance(event, message_handler.RateLimitExceeded):
-            log.warning("%s %s", event.device, message_handler.FLOODED, extra=log_ids(device=event.device))
-            self.registry.block_device(event.device, now_s + ASIDE_S)
-        if isinstance(event, message_handler.DeviceRemoved):
-            log.info("%s is removed by request", event.device, extra=log_ids(device=event.device))
-            self.registry.forget_device(event.device, now_s)
+        match event.kind:
+            case "silent":
+                return self.registry.mark_silent(device, now_s)
+            case "returned":
+                self.registry.mark_returned(device)
+                return self._handle_connection(device, now_s)
+            case "flooding":
+                log.warning("%s %s", device, decisions.FLOODED, extra=log_ids(device=device))
+                self.registry.block_device(device, now_s + ASIDE_S)
+            case "removed":
+                log.info("%s is removed by request", device, extra=log_ids(device=device))
+                self.registry.forget_device(device, now_s)
         for serving in self._jobs.values():
-            if event.device in serving.pending_devices:
+            if device in serving.pending_devices:
                 serving.handle_input(event, now_s)
         return None
 
-    def _answer_inactive_job(
-        self, event: message_handler.ClaimReceived | message_handler.UpdateAnnounced, now_s: float
-    ) -> None:
+    def _answer_inactive_job(self, event: decisions.ClaimReceived | decisions.UpdateAnnounced, now_s: float) -> None:
         """Acknowledge an update of an inactive job, or cancel its task on the device."""
-        for action in message_handler.decide_response("", None, None, event, now_s).actions:
+        for action in decisions.decide_response("", None, None, event, now_s).actions:
             match action:
-                case message_handler.AckUpdate(device, update, accepted, reason):
+                case decisions.AckUpdate(device, update, accepted, reason):
                     self._desk.acknowledge_update(device, update, accepted, reason)
-                case message_handler.CancelTask(device):
+                case decisions.CancelTask(device):
                     self._desk.cancel_task(device, "", now_s)
                 case _:
                     raise AssertionError(action)
 
-    # -- jobs --
-
     def _schedule_jobs(self, now_s: float) -> None:
-        """Read the store at intervals: stop, preempt and load jobs, start triggered runs and delete expired ones."""
         if now_s < self._poll_s + self._every_s:
             return
         self._poll_s = now_s
@@ -285,7 +398,7 @@ class Server:
             self._tidy_s = now_s + TIDY_S
             self._remove_expired_runs()
         if self._only is None and (
-            started := triggers.start_triggered_runs(
+            started := run_control.start_triggered_runs(
                 self._store, wanted, self.registry.device_views(now_s), time.time()
             )
         ):
@@ -341,11 +454,7 @@ class Server:
             serving.activate(now_s)
 
     def _advance_jobs(self, now_s: float) -> bool:
-        """Make all decisions that are due. Return True after a commit, when others may be due.
-
-        After each decision, the jobs are considered again from the start, because devices may have been leased or
-        released.
-        """
+        """Make all due decisions, each time from the first job again. Return True after a commit."""
         claims = self._usage_by_job(now_s)
         least_s = fair_share.minimum_device_time(claims)
         for serving in self._jobs.values():
@@ -393,9 +502,8 @@ class Server:
 
     def _deactivate_job(self, serving: JobController, status: str, now_s: float) -> None:
         if serving.has_ended:
-            self._desk.garbage.add_candidates(
-                serving.blobs_in_use() - serving.job.required_blobs()
-            )  # the bundle stays for the next run of it
+            # the bundle stays for the next run of it
+            self._desk.garbage.add_candidates(serving.blobs_in_use() - serving.job.required_blobs())
         self._store.set_status(serving.id, status, unless="stopping" if status == "queued" else "")
         del self._jobs[serving.id]
         self._told.pop(serving.id, None)

@@ -1,8 +1,9 @@
-"""Settings of a job, read from a TOML file and strictly validated."""
+"""Settings of a job, read from a TOML file and strictly validated, and limits of a coordinator: limits.toml."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,10 +14,11 @@ from msgspec import Meta
 
 from fedquilt import methods, metrics, plugins
 from fedquilt.console import units
-from fedquilt.core import CODECS, Encoding, JobError, Method
+from fedquilt.core import CODECS, Bundle, Encoding, JobError, Method, Name, SiteRight
 from fedquilt.costs.cost_model import LinkCost
 from fedquilt.data import measured_settings
 from fedquilt.formats import labels, toml, training_choices
+from fedquilt.host import connection_limits
 
 NOT_NETWORK: Final = ("weights", "weights_classes", "seed")  # keys of [model] for first weights, not architecture
 
@@ -30,11 +32,11 @@ class CohortSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     over_select: Annotated[float, Meta(ge=0, le=4)] = 0.0  # devices asked beyond `size`, as a share of it
     quorum: Annotated[float, Meta(gt=0, le=1)] = 1.0  # share of `size` that suffices at the deadline
     deadline_s: Annotated[float, Meta(gt=0)] = 600.0  # longest wait for a round
-    deadline: Literal["fixed", "predicted", "paper", "energy"] = "fixed"  # rule for a shorter one: deadline.py
+    deadline: Literal["fixed", "predicted", "paper", "energy"] = "fixed"  # rule for a shorter one: rounds/deadline.py
     joules_per_round: Annotated[float, Meta(gt=0)] | None = None  # with "energy": the shortest round within these
     attempts: Annotated[int, Meta(ge=1)] = 3  # attempts at a round without quorum before the job fails
     prefer: Literal["random", "energy"] = "random"  # "energy" prefers devices that need fewer joules for the same work
-    turns: Annotated[float, Meta(gt=0)] = 3.0  # a device that waits so many turns goes first: cohort_selection.py
+    turns: Annotated[float, Meta(gt=0)] = 3.0  # a device that waits so many turns goes first: rounds/selection.py
     min_battery: Annotated[float, Meta(ge=0, le=1)] = 0.0  # charge below which a board is not asked, unless it charges
     max_temperature_c: Annotated[float, Meta(gt=0)] | None = None  # likewise above; None: no limit
     max_examples: Annotated[int, Meta(ge=1)] | None = None  # largest weight of a device; None: 100 times the median
@@ -78,11 +80,7 @@ class DriftTrigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def share(self) -> float:
-        """Share of devices that must exceed a limit, above 0 and at most 1.
-
-        Raises:
-            JobError: If `boards` is no such share.
-        """
+        """Share of devices that must exceed a limit, above 0 and at most 1."""
         found = float(self.boards.removesuffix("%")) / 100
         if not 0 < found <= 1:
             raise JobError(f'[trigger] boards = "{self.boards}": a share of boards is above 0 % and at most 100 %')
@@ -90,11 +88,7 @@ class DriftTrigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def pause_s(self) -> float:
-        """Least time between two starts, in seconds.
-
-        Raises:
-            JobError: If `pause` is no duration.
-        """
+        """Least time between two starts, in seconds."""
         try:
             return units.parse_seconds(self.pause)
         except ValueError as error:
@@ -119,11 +113,7 @@ class FleetSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     links: Texts = ()  # of boards on virtual time, taken in turn: "2MB/s 50ms"; (): transfers take no time
 
     def device_link(self, index: int) -> LinkCost:
-        """Return the simulated link of the device with this index, from 0.
-
-        Raises:
-            JobError: If its text describes no link.
-        """
+        """Return the simulated link of the device with this index, from 0."""
         if not self.links:
             return LinkCost()
         try:
@@ -132,18 +122,13 @@ class FleetSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
             raise JobError(f"[fleet] links: {error}") from None
 
     def device_labels(self, index: int) -> tuple[str, ...]:
-        """Return the labels of the device with this index, from 0.
-
-        Raises:
-            JobError: If a word is no label.
-        """
+        """Return the labels of the device with this index, from 0."""
         return labels.parse_labels(labels.split_words(self.labels[index % len(self.labels)])) if self.labels else ()
 
     def count_selected_devices(self, cohort: CohortSettings, devices: int) -> int:
         return sum(labels.is_selected(cohort.select, self.device_labels(index)) for index in range(devices))
 
     def require_enough_devices(self, cohort: CohortSettings, devices: int) -> None:
-        """Raise JobError if too few simulated devices are selected, or a link is invalid."""
         there = self.count_selected_devices(cohort, devices)
         for index in range(len(self.links)):
             self.device_link(index)
@@ -184,13 +169,7 @@ class JobSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load_job(path: Path) -> JobSettings:
-    """Read a job from a TOML file. Relative paths in the file start at its folder.
-
-    Raises:
-        JobError: If the file cannot be read, or contains an unknown key, an invalid value, an unknown method or
-            parameter.
-        DataError: If settings that depend on the data cannot be measured.
-    """
+    """Read a job from a TOML file. Relative paths in the file start at its folder."""
     table = toml.read_toml(path)
     try:
         if "device" in table and "method" not in table:
@@ -201,11 +180,7 @@ def load_job(path: Path) -> JobSettings:
 
 
 def parse_job(table: Mapping[str, Any]) -> JobSettings:
-    """Return the job of a table.
-
-    Raises:
-        JobError: If a key is wrong. The error names the key and the expected value.
-    """
+    """Return the job of a table."""
     _require_params_in_table(table)
     job = _unify_task_and_classes(toml.convert_table(table, JobSettings, "a job"))
     given = parse_params(job)
@@ -241,10 +216,7 @@ def parse_job(table: Mapping[str, Any]) -> JobSettings:
 
 
 def require_minimum_updates(job: JobSettings, least: int) -> None:
-    """Raise JobError if a round could close with fewer updates than its method requires.
-
-    `least` is the fewest updates of a round, as returned by `Method.minimum_updates`.
-    """
+    """Raise JobError if a round could close with fewer than `least` updates (`Method.minimum_updates`)."""
     cohort = job.cohort
     if cohort.size and cohort.size < least:
         raise JobError(
@@ -305,7 +277,6 @@ def _unify_task_and_classes(job: JobSettings) -> JobSettings:
 
 
 def _require_params_in_table(table: Mapping[str, Any]) -> None:
-    """Raise JobError if a parameter of the method stands outside of [params]."""
     if not isinstance(method := table.get("method"), str):
         return  # `convert_table` reports a missing method
     known = {field.encode_name for field in msgspec.structs.fields(JobSettings)}
@@ -316,11 +287,7 @@ def _require_params_in_table(table: Mapping[str, Any]) -> None:
 
 
 def parse_params(job: JobSettings) -> Any:
-    """Return the validated parameters of the job's method.
-
-    Raises:
-        JobError: If the method, the engine or a parameter is unknown, or a value has the wrong type.
-    """
+    """Return the validated parameters of the job's method."""
     method = methods.load(job.method)
     if job.engine not in (None, *method.engines, *plugins.plugin_names("engine")):
         raise JobError(f"engine = {job.engine!r}: {job.method} runs on {' or '.join(method.engines)}")
@@ -356,12 +323,7 @@ def list_engines(job: JobSettings, method: Method) -> tuple[str, ...]:
 
 
 def complete_table(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a job's table with absolute paths, and with settings measured on its data.
-
-    Raises:
-        JobError: If a setting that depends on the data is invalid.
-        DataError: If the data cannot be read.
-    """
+    """Return a job's table with absolute paths, and with settings measured on its data."""
     result = make_paths_absolute(table, folder)
     if isinstance(data := result.get("data"), dict):
         result["data"] = measured_settings.complete_data_table(data)
@@ -369,10 +331,7 @@ def complete_table(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def make_paths_absolute(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a job's table with its relative paths made absolute.
-
-    A value of `weights` or `classes` is a path only if the folder contains the file.
-    """
+    """Return a job's table with absolute paths. `weights` and `classes` are paths if the file exists."""
 
     def anchor_paths(entry: Any) -> Any:
         if isinstance(entry, list):
@@ -392,3 +351,132 @@ def make_paths_absolute(table: Mapping[str, Any], folder: Path) -> dict[str, Any
         if key in result:
             result[key] = anchor_paths(result[key])
     return result
+
+
+FILE: Final = "limits.toml"
+
+
+class SubmitterLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    running: Annotated[int, Meta(ge=1)] = 8  # jobs at once
+    share: Annotated[float, Meta(gt=0, le=1)] = 1.0  # largest share of the boards online that its jobs have at a time
+
+
+class RetentionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Retention of ended runs, [retention]: a run that all rules that are set select is deleted."""
+
+    keep: Annotated[int, Meta(ge=0)] | None = None
+    older_than: str | None = None  # since the end of a run
+
+    @property
+    def older_than_s(self) -> float | None:
+        """Value of `older_than` in seconds, or None."""
+        if self.older_than is None:
+            return None
+        try:
+            return units.parse_seconds(self.older_than)
+        except ValueError as error:
+            raise JobError(f"[retention] older_than = {error}") from None
+
+
+class CoordinatorLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    running: Annotated[int, Meta(ge=1)] = 8  # jobs at once
+    submitter: SubmitterLimits = SubmitterLimits()
+    retention: RetentionSettings = RetentionSettings()
+    sites: dict[Name, SiteRight] = {}  # of a fleet without certificates, which say it elsewhere: [sites.NAME]
+    # of the server of blobs, and of the dashboard
+    http: connection_limits.ConnectionLimits = connection_limits.ConnectionLimits()
+    waiting_mb: Annotated[int, Meta(ge=1)] = 800  # of large updates that are sent, or are here and not folded yet
+
+
+def load_limits(home: Path) -> CoordinatorLimits:
+    """Return the limits of a home's limits.toml, or the defaults without the file."""
+    path = home / FILE
+    if not path.exists():
+        return CoordinatorLimits()
+    with toml.prefix_errors(str(path)):
+        found: CoordinatorLimits = toml.convert_table(
+            toml.read_toml(path), CoordinatorLimits, "a coordinator's settings"
+        )
+        _ = found.retention.older_than_s
+        _require_disjoint_sites(found.sites)
+    return found
+
+
+def _require_disjoint_sites(sites: Mapping[str, SiteRight]) -> None:
+    for (one, right), (other, another) in itertools.combinations(sites.items(), 2):
+        if right.overlaps(another):
+            raise JobError(f"[sites]: {one} and {other} may both speak for one board: give each board to one site")
+
+
+ENGINES: Final = ("numpy", "onnx", "torch")  # fedquilt's own: edge_agent/engines
+NUMPY_TRAINS: Final = "mlp"  # the only network of edge_agent/engines/numpy/engine.py
+
+
+def create_initial_state(job: JobSettings, made: Bundle, method: Method | None = None) -> Any:
+    """Validate a job with its bundle, and return the initial state of its method."""
+    method = method or methods.load(job.method)
+    if job.check.every and method.check is None:
+        raise JobError(f"[check] every: {job.method} has no evaluation of its own; leave it 0")
+    network = made.meta.get("network", {})
+    require_supported_task(job.method, method, network)
+    if job.engine == "numpy" and network.get("name", NUMPY_TRAINS) != NUMPY_TRAINS:
+        raise JobError(
+            f'engine = "numpy" trains {NUMPY_TRAINS!r} networks, and [model] is {network.get("name")!r}: leave the '
+            "line out, so that devices train with torch"
+        )
+    return method.init(made, parse_params(job), job.seed)
+
+
+def required_packages(job: JobSettings, made: Bundle) -> dict[str, str]:
+    """Return the module, and the package's version and sha256, of all that devices need besides fedquilt."""
+    found = methods.required_plugins(job.method)
+    if job.engine is not None and job.engine not in ENGINES:
+        found |= plugins.required_modules("engine", job.engine)
+    choices = training_choices.select_choices(methods.load(job.method).params, job.params)
+    for kind, name in training_choices.list_plugins(choices):
+        found |= plugins.required_modules(kind, name, training_choices.OURS[kind])
+    told = made.meta.get("plugins")
+    return dict(sorted({**found, **(told if isinstance(told, Mapping) else {})}.items()))
+
+
+def require_matching_bundle(job: JobSettings, made: Bundle) -> None:
+    """Raise JobError if a bundle was visibly prepared for another job.
+
+    The check compares the network of [model], its input, the names of [[donors]], and the labels. A key that the job
+    leaves out matches any value.
+    """
+    known = dict(made.meta.get("network", {}))
+    into = made.meta.get("input") or known.pop("input", None) or {}
+    network = {key: value for key, value in job.model.items() if key not in ("input", *NOT_NETWORK)}
+    wanted = job.input or job.model.get("input") or {}
+    odd = [
+        *(["[model]"] if network and network != {key: known[key] for key in known if key != "input"} else []),
+        *(
+            ["[input]"]
+            if any(_lists_from_tuples(into.get(key)) != _lists_from_tuples(value) for key, value in wanted.items())
+            else []
+        ),
+    ]
+    if job.donors:
+        names = [donor.get("name") for donor in job.donors]
+        odd += ["[[donors]]"] if names != list(made.meta.get("donors", {})) else []
+    if job.labels and "labels" in made.meta:
+        odd += _describe_label_mismatch(job.labels, made.meta["labels"])
+    if odd:
+        raise JobError(
+            f"the bundle was prepared from another job than this ({' and '.join(odd)} differ): "
+            "make it anew with `fedquilt prepare`"
+        )
+
+
+def _describe_label_mismatch(wanted: Sequence[str], given: Sequence[str]) -> list[str]:
+    for number, (ours, theirs) in enumerate(itertools.zip_longest(wanted, given)):
+        if ours != theirs:
+            told = ["none" if each is None else repr(each) for each in (ours, theirs)]
+            return [f"labels (label {number} is {told[0]} in the job and {told[1]} in the bundle)"]
+    return []
+
+
+def _lists_from_tuples(value: Any) -> Any:
+    # JSON turns tuples into lists
+    return [_lists_from_tuples(each) for each in value] if isinstance(value, list | tuple) else value

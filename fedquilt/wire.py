@@ -99,7 +99,7 @@ RefusalCode = Literal[
     "method",
     "model",
 ]
-"""Why a device declines a task. `fedquilt.coordinator.rounds.eligibility` describes each code."""
+"""Why a device declines a task. `fedquilt.coordinator.rounds.selection` describes each code."""
 
 
 class Claim(DeviceReport, frozen=True):

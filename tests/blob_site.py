@@ -12,7 +12,7 @@ from fedquilt import wire
 from fedquilt.blobs.storage.store import BlobStore
 from fedquilt.blobs.transfer.backend import TransferResult
 from fedquilt.blobs.transfer.download import BlobWriter
-from fedquilt.coordinator.delivery.blobs.server import BlobServer
+from fedquilt.coordinator.delivery.blob_server import BlobServer
 from fedquilt.core import BlobRef
 from fedquilt.host.connection_limits import ConnectionLimiter
 

@@ -14,12 +14,12 @@ from fedquilt.arrays import tensors
 from fedquilt.blobs.storage.store import BlobStore
 from fedquilt.blobs.transfer.transfers import Transfers
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.background_worker import BackgroundWorker, SynchronousWorker
+from fedquilt.coordinator.background_worker import BackgroundWorker
 from fedquilt.coordinator.delivery.executor import LinkExecutor
 from fedquilt.coordinator.delivery.monitoring_executor import DeviceStatusTracker, MonitoringExecutor
-from fedquilt.coordinator.limits import CoordinatorLimits
 from fedquilt.coordinator.rounds.events import AnyEvent, RoundCommitted
 from fedquilt.coordinator.server import Server
+from fedquilt.coordinator.settings import CoordinatorLimits
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import CODECS, OperatingPoint, Profile, Task, Update, Usage
 from fedquilt.formats import job_bundle
@@ -180,7 +180,7 @@ class Killed(BaseException):
     """The process ends."""
 
 
-class SlowWorker(SynchronousWorker):
+class SlowWorker(BackgroundWorker):
     """A worker that carries out pieces when the test says so, and stores a sum with each update.
 
     Args:

@@ -69,7 +69,7 @@ LONGEST = (
     "tools/report/test_front.py",
     "tools/experiments/test_compare.py",
     "simulation/test_golden.py",
-    "coordinator/test_absence.py",
+    "coordinator/test_reachability.py",
     "methods/test_fedsq.py",
     "tools/experiments/papers/test_genefl.py",
 )

@@ -17,8 +17,13 @@ from waiting import LIMIT_S, until
 
 from fedquilt import wire
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.fleet.device_status import CurrentTask, DeviceStatus, LatestDecline, TelemetrySample
-from fedquilt.coordinator.fleet.telemetry_store import TelemetryStore
+from fedquilt.coordinator.fleet.device_status import (
+    CurrentTask,
+    DeviceStatus,
+    LatestDecline,
+    TelemetrySample,
+    TelemetryStore,
+)
 from fedquilt.coordinator.rounds.events import (
     AnyEvent,
     CohortSelected,

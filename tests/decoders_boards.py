@@ -30,9 +30,8 @@ from fedquilt.coordinator.rounds.rollout import (
     StatusReported,
     release_for_device,
 )
-from fedquilt.coordinator.storage.checksums import FIRST, chain_checksum
 from fedquilt.coordinator.storage.rollout_log import RolloutLog
-from fedquilt.coordinator.storage.rows import JobRow
+from fedquilt.coordinator.storage.rows import FIRST, JobRow, checksum
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import UNDECODABLE, BlobRef, DataError, JobError, ModelError, Reading
 from fedquilt.edge_agent import messages
@@ -374,10 +373,10 @@ def _rollouts(home: Path) -> dict[str, Decoder]:
     def kept(text: str, lines: tuple[str, ...]) -> object:
         """The rollout with this plan and these facts, with checksums as if they were right."""
         head = FIRST
-        with store._write_transaction():
+        with store.open_transaction():
             store._db.execute("delete from rollout_facts")
             for body in lines:
-                head = chain_checksum(head, id, 1.0, body)
+                head = checksum(head, id, 1.0, body)
                 store._db.execute(
                     "insert into rollout_facts (job, at, body, sum) values (?, ?, ?, ?)", (id, 1.0, body, head)
                 )
@@ -386,7 +385,7 @@ def _rollouts(home: Path) -> dict[str, Decoder]:
                 "update rollouts set settings = ?, created = 1.0, submitter = 'x', head = ?, sum = ?",
                 (text, head, row.row_checksum),
             )
-        log = RolloutLog(store._db, store._rows, home, store._write_transaction)
+        log = RolloutLog(store._db, store._rows, home, store.open_transaction)
         log.referenced_blobs()
         for why in log.read_errors().values():
             raise JobError(why)

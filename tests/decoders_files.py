@@ -15,11 +15,11 @@ from wired import MESSAGES
 from fedquilt import profiles, wire
 from fedquilt.blobs.storage import pack_file
 from fedquilt.coordinator import settings
+from fedquilt.coordinator.device_columns import RoundBitmap
 from fedquilt.coordinator.rounds import deadline, events
 from fedquilt.coordinator.rounds.events import JobConstants
-from fedquilt.coordinator.rounds.round_bitmap import RoundBitmap
 from fedquilt.coordinator.storage import backup, rows, snapshots, write_ahead_log
-from fedquilt.coordinator.storage.log_index import IndexedLog
+from fedquilt.coordinator.storage.rows import IndexedLog
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.views.scores import EvaluationScore, RunScores
 from fedquilt.core import (
@@ -116,7 +116,7 @@ def _coordinator(folder: Path) -> dict[str, Decoder]:
             tuple(evaluation.pack_counts(range(start, start + 20)) for start in (0, 120, 1 << 40)),
         ),
         "what a fact names": Decoder(
-            "coordinator/storage/log_index.py", followed, (), tuple(msgspec.json.encode(fact) for fact in log)
+            "coordinator/storage/rows.py", followed, (), tuple(msgspec.json.encode(fact) for fact in log)
         ),
         "snapshot": Decoder(
             "coordinator/storage/snapshots.py",

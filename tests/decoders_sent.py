@@ -20,8 +20,8 @@ from wired import MESSAGES
 from fedquilt import compression, wire
 from fedquilt.arrays import safetensors_files, tensors
 from fedquilt.blobs import chunks
-from fedquilt.coordinator import settings, sites
-from fedquilt.coordinator.updates import checks, site_updates
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.updates import sites, validation
 from fedquilt.core import (
     CODECS,
     DeviceUpdate,
@@ -230,7 +230,7 @@ def _manifests() -> dict[str, Decoder]:
         for codec in CODECS:
             for whole in (True, False):
                 try:
-                    checks.require_manifest_fits(found, UpdateSchema(like, whole), Encoding(codec=codec))
+                    validation.require_manifest_fits(found, UpdateSchema(like, whole), Encoding(codec=codec))
                 except UpdateError:
                     continue
         return None
@@ -243,7 +243,7 @@ def _manifests() -> dict[str, Decoder]:
 
     return {
         "manifest of an update": Decoder(
-            "coordinator/updates/checks.py", fits, (WireError,), (wire.encode(update),), numbered
+            "coordinator/updates/validation.py", fits, (WireError,), (wire.encode(update),), numbered
         ),
         "manifest of a blob": Decoder(
             "fedquilt/blobs/chunks.py",
@@ -334,40 +334,38 @@ def _summed(state: NetworkState) -> Decoder:
     total = functools.reduce(lambda so_far, board: fedavg.fold(state, so_far, board), boards, None)
 
     def read(payload: bytes) -> object:
-        bundles = {site_updates.SUM: tensors.decode_tensors(payload)}
+        bundles = {sites.SUM: tensors.decode_tensors(payload)}
         return method.step(state, method.aggregation.fold(state, None, DeviceUpdate("site", 0, 6.0, {}, bundles)))
 
     arrays, skeleton = tensors.split_state(total)
-    sent = tensors.encode_tensors(site_updates.bundle_from_aggregate(arrays, skeleton["state"], ["a", "b"]))
-    return Decoder("coordinator/sites.py", read, (UpdateError,), (sent,), measured)
+    sent = tensors.encode_tensors(sites.bundle_from_aggregate(arrays, skeleton["state"], ["a", "b"]))
+    return Decoder("coordinator/updates/sites.py", read, (UpdateError,), (sent,), measured)
 
 
 def _passed(state: NetworkState) -> Decoder:
     """Decoder of a bundle in which a site passes its boards' updates up."""
     method = sites.adapt_for_sites(fedavg.METHOD, settings.parse_job({"name": "j", "method": "fedavg"}), {})
     boards = [DeviceUpdate(name, 0, 3.0, {"loss": 0.5}, {"model": state.model}) for name in ("a", "b")]
-    seeds = tuple(tensors.encode_tensors(bundle) for _, bundle in site_updates.bundle_updates(boards))
+    seeds = tuple(tensors.encode_tensors(bundle) for _, bundle in sites.bundle_updates(boards))
 
     def read(payload: bytes) -> object:
         update = DeviceUpdate("site", 0, 6.0, {}, {"site.0": tensors.decode_tensors(payload)})
-        site_updates.parts_of_site(update)
+        sites.parts_of_site(update)
         return method.step(state, method.aggregation.fold(state, None, update))
 
-    return Decoder("coordinator/updates/site_updates.py", read, (UpdateError,), seeds, measured)
+    return Decoder("coordinator/updates/sites.py", read, (UpdateError,), seeds, measured)
 
 
 def _table() -> Decoder:
     """Decoder of the table of boards in such a bundle."""
-    parts = [site_updates.SiteUpdatePart("a", 3.0, {"loss": 0.5}, ("model",)), site_updates.SiteUpdatePart("b", 1.0)]
+    parts = [sites.SiteUpdatePart("a", 3.0, {"loss": 0.5}, ("model",)), sites.SiteUpdatePart("b", 1.0)]
 
     def read(payload: bytes) -> object:
-        bundle = {site_updates.TABLE: np.frombuffer(payload, np.uint8)}
+        bundle = {sites.TABLE: np.frombuffer(payload, np.uint8)}
         update = DeviceUpdate("site", 0, 4.0, {}, {"site.0": bundle})
-        return site_updates.parts_of_site(update), site_updates.split_site_update(update)
+        return sites.parts_of_site(update), sites.split_site_update(update)
 
-    return Decoder(
-        "coordinator/updates/site_updates.py", read, (UpdateError,), (site_updates.encode_parts(parts).tobytes(),)
-    )
+    return Decoder("coordinator/updates/sites.py", read, (UpdateError,), (sites.encode_parts(parts).tobytes(),))
 
 
 def measured(payload: bytes) -> bytes:

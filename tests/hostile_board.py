@@ -41,7 +41,7 @@ from fedquilt.blobs import chunks
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds.events import AnyEvent, JobEnded
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.coordinator.updates import site_updates
+from fedquilt.coordinator.updates import sites
 from fedquilt.core import BlobRef, DeviceUpdate, Task, Update, Usage
 from fedquilt.edge_agent import events, messages
 from fedquilt.edge_agent.devices import create_device as make_board
@@ -122,7 +122,7 @@ def _of_others(model: Tensors) -> bytes:
     """Updates of the honest boards, as a site passes them up."""
     names = [f"jetson-nano-{number:02d}" for number in range(3)]
     given = [DeviceUpdate(name, 0, 10.0, {}, {"model": model}) for name in names]
-    ((_, bundle),) = site_updates.bundle_updates(given)
+    ((_, bundle),) = sites.bundle_updates(given)
     return tensors.encode_tensors(bundle)
 
 

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import inspect
 
 from fedquilt import wire
-from fedquilt.coordinator.updates import site_updates
+from fedquilt.coordinator.updates import sites
 from fedquilt.core import BlobRef, EvaluationSums, OperatingPoint, Profile, Rates, Update, Usage
 
 MESSAGES = (
@@ -29,7 +29,7 @@ MESSAGES = (
 )
 """Messages that devices send."""
 
-PARTS = (OperatingPoint, Rates, Usage, EvaluationSums, BlobRef, site_updates.SiteUpdatePart)
+PARTS = (OperatingPoint, Rates, Usage, EvaluationSums, BlobRef, sites.SiteUpdatePart)
 """Structs within them, or within a blob that a site sends."""
 
 LONG = 3000  # of a text without a limit

@@ -42,7 +42,7 @@ from processes import Processes, facts
 
 from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.rounds import next_event
+from fedquilt.coordinator.rounds import decisions
 from fedquilt.coordinator.rounds.events import (
     AnyEvent,
     CohortSelected,
@@ -298,13 +298,13 @@ class Campaign:
 
 def calm(plan: fleet.FleetPlan, cohorts: Sequence[Collection[str]]) -> tuple[str, list[AnyEvent]]:
     """(run, facts) of a job in this process, where nothing happens; these boards take part in each round."""
-    decide = next_event.decide_event
+    decide = decisions.decide_event
 
     def among(state: JobState, now_s: float, online: Collection[str], *rest: Any, **more: Any) -> AnyEvent | None:
         allowed = cohorts[state.round] if state.round < len(cohorts) else online
         return decide(state, now_s, {name for name in online if name in allowed}, *rest, **more)
 
-    with mock.patch.object(next_event, "decide_event", among), contextlib.redirect_stdout(io.StringIO()):
+    with mock.patch.object(decisions, "decide_event", among), contextlib.redirect_stdout(io.StringIO()):
         run, _ = fleet.run_fleet_virtually(plan)
     with Store(plan.home) as store:
         return run, [fact for _, _, fact in store.read_events(run)]

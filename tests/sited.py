@@ -16,11 +16,11 @@ from fedquilt import wire
 from fedquilt.arrays import tensors
 from fedquilt.blobs.storage.shared_store import SharedBlobStore
 from fedquilt.coordinator import settings as jobs
-from fedquilt.coordinator.background_worker import SynchronousWorker
+from fedquilt.coordinator.background_worker import BackgroundWorker
 from fedquilt.coordinator.delivery.executor import LinkExecutor
-from fedquilt.coordinator.limits import CoordinatorLimits
 from fedquilt.coordinator.rounds.events import AnyEvent, RoundCommitted, TaskDeclined, UpdateAccepted
 from fedquilt.coordinator.server import Server
+from fedquilt.coordinator.settings import CoordinatorLimits
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import SiteRight
 from fedquilt.data import examples
@@ -80,7 +80,7 @@ class Federation:
     def _serve(self) -> None:
         link = self.broker.connect()
         executor = LinkExecutor(link, self.plan.fleet, self.store.depot, self.store.begin_epoch())
-        worker = SynchronousWorker(virtual_site.LARGE_BYTES)
+        worker = BackgroundWorker(virtual_site.LARGE_BYTES)
         self.server = Server(
             executor, self.store, self._observe, only=self.run, limits=self.limits, worker=worker, by_wall=True
         )

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from fedquilt import wire
-from fedquilt.coordinator import sites
-from fedquilt.coordinator.background_worker import LARGE_BYTES, SynchronousWorker
+from fedquilt.coordinator.background_worker import LARGE_BYTES, BackgroundWorker
 from fedquilt.coordinator.delivery.executor import LinkExecutor
 from fedquilt.coordinator.jobs.controller import Observe
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.storage.store import Store
+from fedquilt.coordinator.updates import sites
 from fedquilt.edge_agent import settings
 from fedquilt.tools.operations.site.agent import SiteAgent
 from fedquilt.transport.link import Endpoint
@@ -63,7 +63,7 @@ class VirtualSite:
             agent.observe(job, fact)
 
         executor = LinkExecutor(self.down, name, store.depot, store.begin_epoch())
-        worker = SynchronousWorker(LARGE_BYTES)
+        worker = BackgroundWorker(LARGE_BYTES)
         agent.attach_server(
             Server(executor, store, notify_observers, around=sites.adapt_for_parent, by_wall=True, worker=worker)
         )

@@ -7,10 +7,13 @@ both.
 
 from __future__ import annotations
 
+import heapq
 import logging
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import Final, Protocol, TypeAlias, get_args
 
 import msgspec
 
@@ -18,109 +21,162 @@ from fedquilt import wire
 from fedquilt.blobs.storage.store import BlobStore
 from fedquilt.blobs.transfer.transfers import Transfers
 from fedquilt.coordinator.background_worker import LARGE_BYTES
-from fedquilt.coordinator.delivery.blobs.locations import BlobLocationProvider, BlobLocationSettings
+from fedquilt.coordinator.delivery.blob_server import BlobLocationProvider, BlobLocationSettings
 from fedquilt.coordinator.delivery.rate_limiter import ROUND_S, RateLimitedLink
-from fedquilt.coordinator.delivery.task_dispatch import KINDS, TaskDispatcher
-from fedquilt.coordinator.fleet.broker_outage import BrokerOutage
-from fedquilt.coordinator.fleet.silent_devices import SilenceDetector
-from fedquilt.coordinator.job_view import JobView
-from fedquilt.coordinator.rounds import claim_bounds
-from fedquilt.coordinator.rounds.events import ENDED
-from fedquilt.coordinator.rounds.message_handler import (
-    DeviceOnline,
-    DeviceRemoved,
-    DeviceReturned,
-    DeviceSilent,
-    RateLimitExceeded,
-    UpdateReceived,
+from fedquilt.coordinator.fleet.registry import BrokerOutage, SilenceDetector
+from fedquilt.coordinator.rounds import decisions
+from fedquilt.coordinator.rounds.events import ENDED, JobView
+from fedquilt.coordinator.updates import validation
+from fedquilt.core import (
+    ATTEMPTS_MOST,
+    RESEND,
+    BlobRef,
+    JobError,
+    SiteRight,
+    Task,
+    WireError,
+    WireMessage,
+    shorten_error,
 )
-from fedquilt.core import BlobRef, JobError, SiteRight, Task, WireError, WireMessage, shorten_error
 from fedquilt.host.logs import log_ids
 from fedquilt.security.authenticated_link import AuthenticatedFleetLink
 from fedquilt.security.handshake import LinkIdentity
 from fedquilt.transport.link import Link, Message
 from fedquilt.transport.malformed_messages import MalformedMessages
 
+KINDS: Final[tuple[wire.Kind, ...]] = get_args(wire.Kind)
+
+
+@dataclass
+class DispatchedTask:
+    sent_s: float  # or when it was last to be sent
+    sends: int  # to this device, in a row
+    blobs: set[str]
+
+    @property
+    def due_s(self) -> float:
+        return self.sent_s + RESEND.delay_s(self.sends - 1)
+
+
+class TaskDispatcher:
+    """Open tasks by device, sent as retained messages that survive restarts of either side."""
+
+    def __init__(self, link: Link, topics: wire.Topics) -> None:
+        self._link, self._topics = link, topics
+        self._open: dict[str, DispatchedTask] = {}
+        self._agenda: list[tuple[float, str]] = []  # heap of (time, device): when an open task may be due, or earlier
+        self._listed: dict[str, float] = {}  # device -> time of its valid entry
+        self._released: dict[tuple[str, wire.Kind], wire.DesiredRelease] = {}  # by device
+
+    def __contains__(self, device: str) -> bool:
+        return device in self._open
+
+    def send_task(self, device: str, task: Task, payload: bytes, now_s: float) -> None:
+        sends = self._open[device].sends if device in self._open else 0
+        blobs = {ref.sha256 for ref in task.bundles.values()}
+        self._open[device] = issue = DispatchedTask(now_s, sends + 1, blobs)
+        self._schedule_repetition(device, issue.due_s)
+        self._link.publish(self._topics.device_topic(device, "dn", "task"), payload, retain=True)
+
+    def cancel_task(self, device: str) -> None:
+        self._open.pop(device, None)
+        self._link.publish(self._topics.device_topic(device, "dn", "task"), b"", retain=True)
+
+    def slow_resends(self, device: str) -> None:
+        if device in self._open:
+            self._open[device].sends = ATTEMPTS_MOST
+
+    def take_due_devices(self, now_s: float) -> list[str]:
+        """Return the devices whose task must be sent again now, and again after the same interval."""
+        found = []
+        while self.next_repetition_s() <= now_s:
+            found.append(heapq.heappop(self._agenda)[1])
+            del self._listed[found[-1]]
+        for device in found:
+            self._open[device].sent_s = now_s
+            self._schedule_repetition(device, self._open[device].due_s)
+        return found
+
+    def next_repetition_s(self) -> float:
+        """Return the time of the next repetition, or infinity without open tasks."""
+        while self._agenda:
+            due_s, device = self._agenda[0]
+            current, issue = self._listed.get(device) == due_s, self._open.get(device)
+            if current and issue is not None and issue.due_s <= due_s:
+                return due_s
+            heapq.heappop(self._agenda)
+            if current:
+                del self._listed[device]
+                if issue is not None:
+                    self._schedule_repetition(device, issue.due_s)
+        return math.inf
+
+    def _schedule_repetition(self, device: str, due_s: float) -> None:
+        if due_s < self._listed.get(device, math.inf):
+            self._listed[device] = due_s
+            heapq.heappush(self._agenda, (due_s, device))
+
+    def record_release(self, device: str, release: wire.DesiredRelease) -> bool:
+        """Record a device's release and permit its blob. Return whether the release has changed."""
+        before = self._released.get((device, release.kind))
+        self._released[device, release.kind] = release
+        return before != release
+
+    def forget_release(self, device: str, kind: wire.Kind) -> None:
+        self._released.pop((device, kind), None)
+
+    def may_fetch_blob(self, device: str, sha256: str) -> bool:
+        if device in self._open and sha256 in self._open[device].blobs:
+            return True
+        released = (self._released.get((device, kind)) for kind in KINDS)
+        return any(each is not None and each.blob is not None and each.blob.sha256 == sha256 for each in released)
+
+
 log = logging.getLogger("fedquilt.coordinator")
 
 Said: TypeAlias = tuple[str, WireMessage]  # a device, and its presence, profile, telemetry, claim or update
-Heard: TypeAlias = (
-    Said | DeviceOnline | UpdateReceived | RateLimitExceeded | DeviceSilent | DeviceReturned | DeviceRemoved | None
-)  # None for a new session: messages sent before may be lost
+Heard: TypeAlias = Said | decisions.DeviceChange | decisions.UpdateReceived | None
+"""None for a new session: messages sent before may be lost."""
 
 
 class Executor(Protocol):
-    """Connection of a coordinator to its devices. No method waits for a device.
-
-    The coordinator calls `receive_inputs` at the times that `send_pending` returns, or earlier.
-    """
+    """Connection to devices. No method waits. `receive_inputs` is called when `send_pending` says, or earlier."""
 
     def fds(self) -> Sequence[int]:
         """Return file descriptors that become readable if `receive_inputs` is due before its time."""
-        ...
 
     def receive_inputs(self, now_s: float) -> Iterable[Heard]:
-        """Yield messages and results since the last call.
-
-        Requests made during the iteration take effect at once.
-        """
-        ...
+        """Yield messages and results since the last call. Requests made during the iteration take effect at once."""
 
     def send_pending(self, now_s: float) -> float:
         """Send pending packets. Return the time by which `receive_inputs` must be called."""
-        ...
 
     def send_task(self, device: str, task: Task, now_s: float) -> None:
-        """Send a device its task, for the first time or again. The task replaces any earlier task.
+        """Send a device its task, for the first time or again. The task replaces any earlier task."""
 
-        Raises:
-            JobError: If the task contains a value that cannot be sent.
-            WireError: If the encoded task is invalid.
-            LinkError: If the task is larger than the broker accepts.
-        """
-        ...
-
-    def cancel_task(self, device: str) -> None:
-        """Cancel a device's task and the transfers from the device, if any."""
-        ...
+    def cancel_task(self, device: str) -> None: ...
 
     def slow_resends(self, device: str) -> None:
         """Resend a device's task less often, since the device is working on the task."""
-        ...
 
     def site_right(self, device: str) -> SiteRight | None:
         """Return the site right in a device's certificate, or None without a certificate or right."""
-        ...
 
     def fetch_blobs(self, device: str, refs: Iterable[BlobRef], *, in_turn: bool = False) -> None:
-        """Fetch blobs from a device and cancel its other transfers. `UpdateReceived` follows.
-
-        With `in_turn`, the transfer waits until the device has its turn.
-        """
-        ...
+        """Fetch blobs, `in_turn` after others, and cancel other transfers of the device. `UpdateReceived` follows."""
 
     def set_backlog(self, updates: int, waiting_bytes: int, most_bytes: float) -> None:
-        """Set how many large updates wait for processing, and their bytes, to limit further transfers.
-
-        Updates that wait or are in transfer are limited to `most_bytes`, but at least two updates are allowed.
-        """
-        ...
+        """Limit further transfers: at most `most_bytes`, but at least two updates, wait or are in transfer."""
 
     def transfer_wait_s(self, device: str) -> float:
         """Return how long a device waited for its transfer turn, or infinity while waiting."""
-        ...
 
     def yield_transfer_turn(self, device: str, now_s: float) -> None:
         """End a device's transfer turn, if other devices wait for a turn."""
-        ...
 
     @property
     def unacknowledged_update_blobs(self) -> set[str]:
-        """Blobs of unacknowledged updates that simulated devices have written to the store.
-
-        The garbage collector keeps these blobs.
-        """
-        ...
+        """Blobs of unacknowledged updates that simulated devices have stored, which the collector keeps."""
 
     @property
     def absence(self) -> BrokerOutage: ...
@@ -128,34 +184,17 @@ class Executor(Protocol):
     def send_ack(self, device: str, ack: wire.Ack) -> None: ...
 
     def send_release(self, device: str, kind: wire.Kind, release: wire.DesiredRelease | None) -> None:
-        """Send a device a release and let the device fetch its blob. None clears the device's release.
-
-        Raises:
-            JobError: If devices of this kind install no releases.
-            WireError: If the release cannot be encoded.
-            LinkError: If the release is larger than the broker accepts.
-        """
-        ...
+        """Send a device a release and let the device fetch its blob. None clears the device's release."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Set a later epoch for all further tasks.
-
-        Devices then accept tasks of rounds that they have completed.
-        """
-        ...
+        """Set a later epoch for all further tasks. Devices then accept tasks of rounds that they have completed."""
 
     def publish_state(self, job: JobView) -> None: ...
 
     def keep_alive(self) -> AbstractContextManager[None]:
-        """Return a context in which the connection is kept alive during a long computation.
+        """Keep the connection alive during a long computation, which must not use the executor."""
 
-        The body must not use the executor.
-        """
-        ...
-
-    def close(self) -> None:
-        """Announce that the coordinator ends, and close the connection. Tasks of devices continue."""
-        ...
+    def close(self) -> None: ...
 
 
 class LinkExecutor:
@@ -172,9 +211,6 @@ class LinkExecutor:
         identity: Identity that signs the messages, or None. With an identity, only messages of authenticated devices
             are accepted.
         where: Locations besides the broker where blobs are transferred.
-
-    Raises:
-        JobError: If devices would not accept the identity as a coordinator's, or a location cannot be used.
     """
 
     def __init__(
@@ -206,7 +242,6 @@ class LinkExecutor:
         return self._transfers.fds()
 
     def receive_inputs(self, now_s: float) -> Iterator[Heard]:
-        """Yield messages, silent and blocked devices, fetched updates and due resends, and None for a new session."""
         self._gate.now_s = now_s
         self.absence.record_connection(self._link.connected, now_s)
         if self._link.session != self._session:
@@ -217,14 +252,14 @@ class LinkExecutor:
         for message in self._link.receive():
             said = self._handle_or_decode_message(message, now_s)
             while self._returned:
-                yield DeviceReturned(self._returned.pop())
+                yield decisions.DeviceChange(self._returned.pop(), "returned")
             if said is not None:
                 yield said
         for device in self._request_presences(now_s):
-            yield DeviceSilent(device)
+            yield decisions.DeviceChange(device, "silent")
         for device in self._gate.take_blocked_devices():
             self._silence.forget(device)  # it may send, and is not read
-            yield RateLimitExceeded(device)
+            yield decisions.DeviceChange(device, "flooding")
         for sentence in self.garbage.take_due_lines(now_s):
             log.warning("%s", sentence)
         self._transfers.step(now_s)
@@ -234,7 +269,7 @@ class LinkExecutor:
         for device, seconds in self._transfers.take_charges().items():
             self._gate.charge_time(device, seconds)
         for device in self._issues.take_due_devices(now_s):
-            yield DeviceOnline(device)
+            yield decisions.DeviceChange(device, "online")
 
     def send_pending(self, now_s: float) -> float:
         return min(
@@ -245,7 +280,6 @@ class LinkExecutor:
         )
 
     def send_task(self, device: str, task: Task, now_s: float) -> None:
-        """Publish a retained task, and credit the device for a new round. Raise JobError if it cannot be encoded."""
         try:
             payload = wire.encode(msgspec.structs.replace(task, epoch=self._epoch))
         except (TypeError, ValueError, OverflowError) as error:
@@ -266,7 +300,6 @@ class LinkExecutor:
         return None if self._signed is None else self._signed.site_right(device)
 
     def fetch_blobs(self, device: str, refs: Iterable[BlobRef], *, in_turn: bool = False) -> None:
-        """Fetch blobs from a device, and cancel all other transfers from the device."""
         wanted = {ref.sha256: ref for ref in refs}
         for sha256 in self._fetching.pop(device, set()) - wanted.keys():
             self._transfers.cancel(device, sha256)
@@ -349,7 +382,7 @@ class LinkExecutor:
                 if not unasked:  # else anybody may have sent it: a chunk is not signed
                     self._record_contact(route.device)
                 return None
-            told = claim_bounds.replace_unprintable(wire.decode(message.payload, route.kind), message.payload)
+            told = validation.replace_unprintable(wire.decode(message.payload, route.kind), message.payload)
             if (named := getattr(told, "device", route.device)) != route.device:
                 raise WireError(f"it names another device, {named}")
             if isinstance(told, wire.Presence) and not told.online:
@@ -365,7 +398,6 @@ class LinkExecutor:
             return None
 
     def _remove_device(self, device: str) -> None:
-        """Cancel a device's task and delete its retained messages on the broker."""
         self.cancel_task(device)
         self._silence.forget(device)
         for kind in KINDS:
@@ -374,12 +406,10 @@ class LinkExecutor:
             self._link.publish(self._topics.device_topic(device, "up", leaf), b"", retain=True)
 
     def _record_contact(self, device: str) -> None:
-        """Record that a message of a device has just arrived, and whether the device was silent before."""
         if self._silence.record_contact(device):
             self._returned.append(device)
 
     def _request_presences(self, now_s: float) -> list[str]:
-        """Request the presence of quiet devices. Return the devices that have become silent."""
         quiet = self._silence.step(now_s, self.absence.can_reach_devices(now_s))
         for device in quiet.ask:
             self._request_presence(device)
@@ -389,8 +419,7 @@ class LinkExecutor:
         # not reliable, so that the broker does not queue the request for an offline device
         self._publish(self._topics.device_topic(device, "dn", "presence"), self._presence_message, reliable=False)
 
-    def _handle_fetched_blob(self, device: str, sha256: str, error: str | None) -> Iterator[UpdateReceived]:
-        """Yield `UpdateReceived` after the last missing blob of a device, or after a failed fetch."""
+    def _handle_fetched_blob(self, device: str, sha256: str, error: str | None) -> Iterator[decisions.UpdateReceived]:
         missing = self._fetching.get(device)
         if missing is None or sha256 not in missing:
             return
@@ -398,12 +427,12 @@ class LinkExecutor:
             ids = log_ids(device=device)
             log.warning("%s's update could not be fetched (%s); it will offer it again", device, error, extra=ids)
             self.fetch_blobs(device, ())
-            yield UpdateReceived(device, error)
+            yield decisions.UpdateReceived(device, error)
             return
         missing.remove(sha256)
         if not missing:
             del self._fetching[device]
-            yield UpdateReceived(device)
+            yield decisions.UpdateReceived(device)
 
     @property
     def _presence_message(self) -> wire.CoordState:

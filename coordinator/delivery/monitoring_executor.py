@@ -14,18 +14,18 @@ from msgspec.structs import replace
 
 from fedquilt import wire
 from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.coordinator.delivery.blobs.locations import BlobLocationSettings
+from fedquilt.coordinator.delivery.blob_server import BlobLocationSettings
 from fedquilt.coordinator.delivery.executor import Heard, LinkExecutor
 from fedquilt.coordinator.fleet import device_status
-from fedquilt.coordinator.fleet.device_status import DeviceStatus, LatestDecline, TelemetrySample
-from fedquilt.coordinator.fleet.telemetry_store import FORGOTTEN_S, STEPS, TelemetryStore
-from fedquilt.coordinator.rounds.message_handler import (
-    FLOODED,
-    DeviceRemoved,
-    DeviceReturned,
-    DeviceSilent,
-    RateLimitExceeded,
+from fedquilt.coordinator.fleet.device_status import (
+    FORGOTTEN_S,
+    STEPS,
+    DeviceStatus,
+    LatestDecline,
+    TelemetrySample,
+    TelemetryStore,
 )
+from fedquilt.coordinator.rounds import decisions
 from fedquilt.core import StoreError, Task
 from fedquilt.security.handshake import LinkIdentity
 from fedquilt.transport.link import Link
@@ -47,10 +47,6 @@ class DeviceStatusTracker:
     """Status of every device, written to disk at intervals.
 
     A disk error is logged once. Rounds continue, and writing is tried again later.
-
-    Args:
-        home: Folder of the coordinator.
-        clock: Wall-clock time in seconds.
     """
 
     def __init__(self, home: Path, clock: Callable[[], float] = time.time) -> None:
@@ -58,9 +54,8 @@ class DeviceStatusTracker:
         self._store: TelemetryStore | None = None
         self._boards: dict[str, DeviceStatus] = {}
         self._changed: set[str] = set()  # devices that are not stored as they are
-        self._sums: dict[
-            str, tuple[int, TelemetrySample]
-        ] = {}  # device -> number of messages of the running step, their sum
+        # device -> number of messages of the running step, their sum
+        self._sums: dict[str, tuple[int, TelemetrySample]] = {}
         self._readings: dict[tuple[str, int], TelemetrySample] = {}  # by device and time: not stored yet
         self._seen: dict[str, float] = {}  # device -> when its last message came, where that is not in `_boards` yet
         self._doubted: set[str] = set()  # devices that were online when the last coordinator ended
@@ -80,17 +75,19 @@ class DeviceStatusTracker:
         self._doubted = {each.device for each in self._boards.values() if each.online}
 
     def record_message(self, heard: Heard, now_s: float) -> None:
-        """Update a device's status and telemetry from its message or from an event of the link."""
         self._now_s, at = now_s, self._clock()
-        if isinstance(heard, RateLimitExceeded):
-            refusal = LatestDecline(at, "flooding", FLOODED)
-            return self._set_status(replace(self._status_with_last_seen(heard.device), refusal=refusal), SOON_S)
-        if isinstance(heard, DeviceSilent):
-            return self._set_status(device_status.apply_silence(self._status_with_last_seen(heard.device), at), SOON_S)
-        if isinstance(heard, DeviceReturned):
-            return self._set_status(device_status.apply_return(self._status_with_last_seen(heard.device), at), SOON_S)
-        if type(heard) is not tuple:
-            return None
+        if isinstance(heard, decisions.DeviceChange):
+            board = self._status_with_last_seen(heard.device)
+            match heard.kind:
+                case "flooding":
+                    refusal = LatestDecline(at, "flooding", decisions.FLOODED)
+                    self._set_status(replace(board, refusal=refusal), SOON_S)
+                case "silent":
+                    self._set_status(device_status.apply_silence(board, at), SOON_S)
+                case "returned":
+                    self._set_status(device_status.apply_return(board, at), SOON_S)
+        if not isinstance(heard, tuple):
+            return
         device, message = heard
         if isinstance(message, wire.Presence):
             self._doubted.discard(device)
@@ -100,7 +97,6 @@ class DeviceStatusTracker:
         )
         if isinstance(message, Telemetry) and device in self._boards:
             self._add_telemetry(device, message, int(at))
-        return None
 
     def record_contact(self, device: str) -> None:
         if device in self._boards or len(self._seen) < MOST:
@@ -122,10 +118,7 @@ class DeviceStatusTracker:
         return self._status_with_last_seen(device) if device in self._boards else None
 
     def statuses_with_readings(self) -> list[tuple[DeviceStatus, TelemetrySample | None]]:
-        """Return every device's status with its latest reading, or None without a reading.
-
-        Safe to call from another thread.
-        """
+        """Return every device's status and latest reading, if any. Safe to call from another thread."""
         sums = self._sums
         return [
             (self._status_with_last_seen(device), sums[device][1] if device in sums else None)
@@ -186,8 +179,6 @@ class DeviceStatusTracker:
             self._store.close()
             self._store = None
 
-    # -- within --
-
     def _status_with_last_seen(self, device: str) -> DeviceStatus:
         board = self._boards.get(device) or DeviceStatus(device)
         seen = self._seen.get(device)
@@ -217,7 +208,6 @@ class DeviceStatusTracker:
             self._due_s = min(self._due_s, self._now_s + within_s)
 
     def _write_changes(self, store: TelemetryStore) -> None:
-        """Write changed devices, new readings and whether the broker is disconnected."""
         readings = [(device, reading) for (device, _), reading in self._readings.items()]
         if self._told_away:
             store.record_broker_outage(self._away)
@@ -228,7 +218,6 @@ class DeviceStatusTracker:
         self._due_s, self._failed = math.inf, False
 
     def _remove_expired(self, store: TelemetryStore, now: float) -> None:
-        """Merge old readings into coarser ones, and delete devices without a message for FORGOTTEN_S."""
         store.downsample_readings(now)
         gone = {device for device in self._boards if _is_expired(self._status_with_last_seen(device), now)}
         self._delete_devices(store, gone)
@@ -269,7 +258,7 @@ class MonitoringExecutor(LinkExecutor):
             yield heard
         for device in self._noted.take_removed_devices():
             self._remove_device(device)
-            yield DeviceRemoved(device)
+            yield decisions.DeviceChange(device, "removed")
 
     def _record_contact(self, device: str) -> None:
         super()._record_contact(device)

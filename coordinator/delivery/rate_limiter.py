@@ -51,16 +51,7 @@ class RateLimiter:
     _most: int = 1024  # number of buckets above which full ones are removed
 
     def admit_message(self, device: str, size: int, now_s: float, cost_s: float = MESSAGE_S) -> Verdict:
-        """Decide whether to process a message. Only processed messages are charged to the device's bucket.
-
-        A device with too many dropped messages is blocked for ASIDE_S.
-
-        Args:
-            device: Id of the device.
-            size: Bytes of the message.
-            now_s: Time of the coordinator's clock in seconds.
-            cost_s: Seconds of work that do not depend on the size.
-        """
+        """Decide whether to process a message. Only processed messages are charged."""
         account = self._refill_bucket(device, now_s)
         if now_s < account.until_s:
             return "dropped"
@@ -76,10 +67,7 @@ class RateLimiter:
         return "slowed" if account.dropped == 1 else "dropped"
 
     def charge_time(self, device: str, seconds: float, now_s: float) -> None:
-        """Charge processing time to a device's bucket. Negative values are credits.
-
-        The bucket stays between -BURST_S and BURST_S.
-        """
+        """Charge processing time to a bucket, which stays within BURST_S. Negative values are credits."""
         account = self._refill_bucket(device, now_s)
         account.left_s = min(max(account.left_s - seconds, -BURST_S), BURST_S)
 
@@ -108,12 +96,7 @@ LOOKED_S: Final = 1.0  # duration of such a subscription, in which flooding mess
 
 
 class RateLimitedLink(LinkWrapper):
-    """Link that drops the messages of devices above their rate limit.
-
-    Args:
-        link: Link to the broker.
-        topics: Topics of the fleet.
-    """
+    """Link that drops the messages of devices above their rate limit."""
 
     def __init__(self, link: Link, topics: wire.Topics) -> None:
         super().__init__(link)
@@ -137,8 +120,6 @@ class RateLimitedLink(LinkWrapper):
         self._update_subscriptions()
         return [message for message in self._link.receive() if self._admit_received(message)]
 
-    # -- of devices --
-
     def take_blocked_devices(self) -> list[str]:
         flooded, self._flooded = self._flooded, []
         return flooded
@@ -147,7 +128,6 @@ class RateLimitedLink(LinkWrapper):
         self._conduct.charge_time(device, seconds, self.now_s)
 
     def admit_message(self, device: str, size: int, cost_s: float = MESSAGE_S) -> bool:
-        """Return whether to process a message. Block a device that keeps sending too much."""
         verdict = self._conduct.admit_message(device, size, self.now_s, cost_s)
         if verdict == "slowed":
             ids = log_ids(device=device)
@@ -160,10 +140,7 @@ class RateLimitedLink(LinkWrapper):
         """Return the time at which `receive` must be called even without a message."""
         return min((*self._aside.values(), self._looked_s, self._look_s)) if self._subscribes_per_device else math.inf
 
-    # -- within --
-
     def _admit_received(self, message: Message) -> bool:
-        """Return whether to process a message. Register a new sender, and let blob chunks pass."""
         device = wire.device_from_topic(message.topic)
         if not device:
             return True
@@ -180,7 +157,6 @@ class RateLimitedLink(LinkWrapper):
         return self.admit_message(device, len(message.payload), HELLO_S if route.leaf == "hello" else MESSAGE_S)
 
     def _register_new_device(self, device: str) -> None:
-        """Record a device and, where subscriptions are by name, subscribe to it, or to all above KNOWN_MOST."""
         if len(self._known) <= KNOWN_MOST:
             self._known[device] = None
             if self._subscribes_per_device and len(self._known) <= KNOWN_MOST:

@@ -1,10 +1,11 @@
-"""Fair-share scheduling of jobs and devices. Pure.
+"""Leases of devices to jobs, and fair-share scheduling of jobs and devices. No I/O and no clock.
+
+A device works on one task at a time, and `DeviceLeases` alone records which job uses a device. Jobs share device time:
+the seconds for which devices were leased to a job, divided by the job's priority.
 
 A job is active while it holds one of the coordinator's slots. An active job that waits for devices keeps its slot until
 another job is queued. Then the job gives the slot up and is queued again. Nothing is lost, because the event log is the
 whole state of a job.
-
-Jobs share device time: the seconds for which devices were leased to a job, divided by the job's priority.
 """
 
 from __future__ import annotations
@@ -15,16 +16,69 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Final, NamedTuple
 
-from fedquilt.coordinator.limits import CoordinatorLimits
+from fedquilt.coordinator.settings import CoordinatorLimits
 from fedquilt.coordinator.storage.store import UNDER_WAY, StoredJob
+
+_NONE: Final[frozenset[str]] = frozenset()
+
+
+class DeviceLeases:
+    def __init__(self) -> None:
+        self._holder: dict[str, str] = {}  # device -> job
+        self._since_s: dict[str, float] = {}  # device -> when it was lent
+        self._lent: dict[str, set[str]] = {}  # job -> devices
+        self._begun_s: dict[str, float] = {}  # job -> sum of `_since_s` of its devices
+        self._ended_s: dict[str, float] = {}  # job -> seconds of the loans that have ended
+
+    def acquire_device(self, device: str, job: str, now_s: float) -> bool:
+        holder = self._holder.get(device)
+        if holder is None:
+            self._holder[device], self._since_s[device] = job, now_s
+            self._lent.setdefault(job, set()).add(device)
+            self._begun_s[job] = self._begun_s.get(job, 0.0) + now_s
+        return holder in (None, job)
+
+    def release_device(self, device: str, job: str, now_s: float) -> bool:
+        """End a job's lease of a device, if the job holds it. Return whether the device is free."""
+        holder = self._holder.get(device)
+        if holder != job:
+            return holder is None
+        del self._holder[device]
+        since_s = self._since_s.pop(device)
+        self._lent[job].remove(device)
+        self._begun_s[job] -= since_s
+        self._ended_s[job] = self._ended_s.get(job, 0.0) + now_s - since_s
+        return True
+
+    def leased_devices(self, job: str) -> AbstractSet[str]:
+        return self._lent.get(job, _NONE)
+
+    def devices_of_other_jobs(self, job: str) -> AbstractSet[str]:
+        others = [devices for other, devices in self._lent.items() if devices and other != job]
+        return others[0] if len(others) == 1 else _NONE.union(*others)
+
+    def device_seconds(self, job: str, now_s: float) -> float:
+        devices = self._lent.get(job)
+        running_s = len(devices) * now_s - self._begun_s[job] if devices else 0.0
+        return self._ended_s.get(job, 0.0) + running_s
+
+    def raise_usage(self, job: str, least_s: float, now_s: float) -> None:
+        lacking_s = least_s - self.device_seconds(job, now_s)
+        if lacking_s > 0:
+            self._ended_s[job] = self._ended_s.get(job, 0.0) + lacking_s
+
+    def forget_job(self, job: str, now_s: float) -> None:
+        for device in tuple(self.leased_devices(job)):
+            self.release_device(device, job, now_s)
+        for kept in (self._lent, self._begun_s, self._ended_s):
+            kept.pop(job, None)
+
 
 PATIENCE_S: Final = 60.0  # time after which a job without devices gives its slot to a queued job
 START_S: Final = 1.0  # the same for a job whose round has not begun
 
 
 class IdleTime(NamedTuple):
-    """Time for which no device has worked on an active job."""
-
     idle_s: float  # since a device last worked on it
     begun: bool = True  # whether its running round has been asked of anybody
 
@@ -34,8 +88,6 @@ class IdleTime(NamedTuple):
 
 
 class JobUsage(NamedTuple):
-    """Device time used by an active job, compared with that of the other jobs."""
-
     had_s: float  # boards' seconds, divided by its priority
     round_s: float  # of these, the seconds of its latest round, or of the running one if they are more
     roll: AbstractSet[str]  # devices of its running round, which it will probably ask again

@@ -1,4 +1,8 @@
-"""Registry of devices and their latest messages, rebuilt from retained messages at every start."""
+"""Devices of a fleet: their latest messages, rebuilt at every start, and whether they can be reached.
+
+A broker publishes the last will of a device, but not after a power loss of its own or behind a bridge. So a device
+without messages for QUIET_S is asked for its presence, and counts as silent if there is no answer.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +13,137 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 import msgspec
 
 from fedquilt import wire
 from fedquilt.coordinator.device_columns import ELIGIBLE, CostColumn, LabelColumn
-from fedquilt.coordinator.rounds import cohort_selection
-from fedquilt.coordinator.rounds.eligibility import DeviceSnapshot, JobRequirements, ineligibility_reasons
+from fedquilt.coordinator.rounds import selection
+from fedquilt.coordinator.rounds.selection import DeviceSnapshot, JobRequirements, ineligibility_code
 from fedquilt.core import OperatingPoint, Profile, SiteRight
+from fedquilt.transport.mqtt.connection import RECONNECT
 from fedquilt.wire import Presence, Telemetry
+
+RETURN_S = 5.0  # after each connection, until a device that its broker reports offline counts as such
+
+
+class BrokerOutage:
+    """Disconnections of the broker, and the round time lost to them.
+
+    Devices that also lost the broker reconnect after a backoff. A broker that is disconnected when the process starts
+    may have been so for long, so the longest backoff is assumed.
+    """
+
+    def __init__(self) -> None:
+        self.lost_s = 0.0  # seconds so far: of each absence, and of the longest back-off that follows it
+        self._since_s: float | None = None
+        self._known = False  # whether it has been reached by this process
+        self._back_s = -math.inf  # when the devices that it lost as well are back
+
+    @property
+    def is_disconnected(self) -> bool:
+        return self._since_s is not None
+
+    def lost_since(self, lost_s: float) -> float:
+        """Return the seconds lost to disconnection after `lost_s`, or infinity while disconnected."""
+        return math.inf if self.is_disconnected else self.lost_s - lost_s
+
+    def can_reach_devices(self, now_s: float) -> bool:
+        """Return whether the broker is connected and devices have had time to reconnect."""
+        return not self.is_disconnected and now_s >= self._back_s
+
+    def record_connection(self, reached: bool, now_s: float) -> None:
+        """Record whether the broker is connected. Add an ended outage and the longest backoff after it to `lost_s`."""
+        if not reached and self._since_s is None:
+            self._since_s = now_s
+        elif reached and self._since_s is not None:
+            gone_s, self._since_s = now_s - self._since_s, None
+            began = self._known or gone_s < RECONNECT.first_s  # here, or it was not away: a connection takes a moment
+            back_off_s = min(gone_s, RECONNECT.most_s) if began else RECONNECT.most_s
+            self.lost_s, self._back_s = self.lost_s + gone_s + back_off_s, now_s + max(back_off_s, RETURN_S)
+        if reached and not self._known:
+            self._known, self._back_s = True, max(self._back_s, now_s + RETURN_S)
+
+
+QUIET_S: Final = 35.0  # three keep-alive periods (10 s), and above the 30 s between two telemetry messages of an agent
+AGAIN_S: Final = 5.0  # between two requests, as each may be lost
+REQUESTS: Final = 3  # without an answer, until a device is silent
+RATE: Final = 500.0  # devices asked for the first time in a second: 17,000 idle ones in QUIET_S
+STEP_S: Final = 1.0  # longest time counted between two steps: messages wait to be read after a longer one
+
+
+class ReachabilityChange(NamedTuple):
+    ask: list[str]  # for their presence
+    silent: list[str]
+
+
+class SilenceDetector:
+    """Detector of silent devices.
+
+    Time counts only while the coordinator can receive messages. So neither an outage of the broker nor a suspended
+    coordinator makes a device silent.
+    """
+
+    def __init__(self) -> None:
+        self._heard_s: OrderedDict[str, float] = OrderedDict()  # device -> when it was heard, the earliest first
+        self._asked: OrderedDict[str, tuple[float, int]] = OrderedDict()  # device -> when it is due, requests so far
+        self._silent: set[str] = set()
+        self._now_s = self._counted_s = 0.0  # of the owner's clock, and of the time that counts
+        self._left = RATE
+
+    def record_contact(self, device: str) -> bool:
+        """Record a message of a device. Return whether the device was silent before."""
+        self._asked.pop(device, None)
+        self._heard_s[device] = self._counted_s
+        self._heard_s.move_to_end(device)
+        silent = device in self._silent
+        self._silent.discard(device)
+        return silent
+
+    def expect_contact(self, device: str) -> None:
+        """Wait for a message of a device that only a retained message reports as online.
+
+        The coordinator must have announced itself just before, because every device answers an announcement.
+        """
+        if device not in self._heard_s and device not in self._asked and device not in self._silent:
+            self._asked[device] = self._counted_s + AGAIN_S, 1
+
+    def forget(self, device: str) -> None:
+        self._heard_s.pop(device, None)
+        self._asked.pop(device, None)
+        self._silent.discard(device)
+
+    def step(self, now_s: float, hears: bool) -> ReachabilityChange:
+        """Return the devices whose presence is to be requested, and the devices that have become silent."""
+        passed_s = min(now_s - self._now_s, STEP_S) if hears else 0.0
+        self._now_s, self._counted_s = now_s, self._counted_s + passed_s
+        self._left = min(self._left + RATE * passed_s, RATE)
+        ask, silent = list[str](), list[str]()
+        while self._asked and next(iter(self._asked.values()))[0] <= self._counted_s:
+            device, (_, requests) = self._asked.popitem(last=False)
+            if requests < REQUESTS:
+                ask.append(device)
+                self._asked[device] = self._counted_s + AGAIN_S, requests + 1
+            else:
+                silent.append(device)
+        self._silent.update(silent)
+        while self._left >= 1 and self._heard_s and self._next_quiet_s() <= self._counted_s:
+            device, _ = self._heard_s.popitem(last=False)
+            self._left -= 1
+            ask.append(device)
+            self._asked[device] = self._counted_s + AGAIN_S, 1
+        return ReachabilityChange(ask, silent)
+
+    def next_step_s(self) -> float:
+        """Return the time of the owner's clock at which `step` may return a device."""
+        due_s = [next(iter(self._asked.values()))[0]] if self._asked else []
+        due_s += [self._next_quiet_s()] if self._heard_s else []
+        return self._now_s + max(min(due_s) - self._counted_s, STEP_S / 2) if due_s else float("inf")
+
+    def _next_quiet_s(self) -> float:
+        return next(iter(self._heard_s.values())) + QUIET_S
+
 
 GRACE_S = 5.0  # a device that returns within this time counts as never gone: no round closes without it
 log = logging.getLogger("fedquilt.coordinator")
@@ -119,8 +245,7 @@ class DeviceRegistry:
         self._points.move_to_end(key)
         while len(self._points) > KINDS_MOST:
             self._points.popitem(last=False)
-        if profile != known.profile:
-            known.profile = profile
+        known.profile = profile
 
     def set_site_right(self, device: str, right: SiteRight | None) -> None:
         """Set the site right of a device. If the right has changed, delete the device's profile."""
@@ -155,10 +280,7 @@ class DeviceRegistry:
         return f"{known.boot} {about} {known.freed}"
 
     def device_views(self, now_s: float) -> dict[str, DeviceSnapshot]:
-        """Return the present view of every known device. The result must not be changed or kept.
-
-        Devices that went offline less than GRACE_S ago count as online.
-        """
+        """Return the view of every device, online if offline for less than GRACE_S. It must not be changed or kept."""
         self.refresh_views(now_s)
         return self._views
 
@@ -167,10 +289,7 @@ class DeviceRegistry:
         return {device for device, seen in self.device_views(now_s).items() if seen.online and seen.profile is not None}
 
     def usable_engines(self, engines: tuple[str, ...], now_s: float) -> dict[str, str]:
-        """Return, for each online device, the first of `engines` that the device has.
-
-        Devices without such an engine are left out. The result must not be changed or kept.
-        """
+        """Return the first of `engines` that each online device has, if any. It must not be changed or kept."""
         version = self.refresh_views(now_s)
         upto, found = self._able.get(engines, (0, {}))
         if upto != version:
@@ -188,8 +307,10 @@ class DeviceRegistry:
         version = self.refresh_views(now_s)
         upto, found = self._labels.get(wants, (0, LabelColumn()))
         if upto != version:
-            again = {device: self._views[device] for device in self._devices_changed_since(upto)}
-            found = found.with_values({**dict.fromkeys(again, ELIGIBLE), **ineligibility_reasons(again, wants)})
+            again = self._devices_changed_since(upto)
+            found = found.with_values(
+                {each: ineligibility_code(self._views[each], wants) or ELIGIBLE for each in again}
+            )
             self._labels[wants] = (version, found)
         return found
 
@@ -199,10 +320,8 @@ class DeviceRegistry:
         upto, found = self._costs
         if upto != version:
             profiles = {device: self._views[device].profile for device in self._devices_changed_since(upto)}
-            self._costs = (version, found := found.with_values(cohort_selection.energy_costs(profiles)))
+            self._costs = (version, found := found.with_values(selection.energy_costs(profiles)))
         return found
-
-    # -- within --
 
     def _record_for_update(self, device: str) -> DeviceRecord:
         self._stale.add(device)

@@ -1,1 +1,1 @@
-"""Active jobs of a coordinator, from startup to garbage collection."""
+"""Active jobs of a coordinator, and retention of ended ones."""

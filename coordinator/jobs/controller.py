@@ -1,6 +1,9 @@
 """Control of one active job: its messages, events, tasks and updates.
 
-A controller uses only devices that are leased to its job, and cancels only its own tasks.
+A controller uses only devices that are leased to its job, and cancels only its own tasks. Small updates are handled in
+the main loop, large ones by a worker, one after the other. A round waits past its deadline for updates that are late
+only because of their place in the queue. The result of a work item counts only if the job is still in the state in
+which the work item was started.
 """
 
 from __future__ import annotations
@@ -15,26 +18,204 @@ from typing import TypeVar
 import msgspec
 
 from fedquilt import wire
-from fedquilt.coordinator.background_worker import BackgroundWorker, Then
+from fedquilt.coordinator.background_worker import BackgroundWorker, Then, run_and_capture
 from fedquilt.coordinator.delivery.executor import Executor
 from fedquilt.coordinator.device_columns import ELIGIBLE, CostColumn, DeviceSet
 from fedquilt.coordinator.fleet import fair_share
-from fedquilt.coordinator.fleet.leases import DeviceLeases
+from fedquilt.coordinator.fleet.fair_share import DeviceLeases
 from fedquilt.coordinator.fleet.registry import DeviceRegistry
-from fedquilt.coordinator.job_view import JobView
-from fedquilt.coordinator.jobs.garbage_collection import GarbageCollector
 from fedquilt.coordinator.jobs.job import RunningJob
-from fedquilt.coordinator.jobs.update_pipeline import UpdatePipeline
-from fedquilt.coordinator.rounds import claim_bounds, events, message_handler, next_event
+from fedquilt.coordinator.jobs.retention import GarbageCollector
+from fedquilt.coordinator.rounds import decisions, events
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload
-from fedquilt.coordinator.rounds.eligibility import BUSY, NOTHING, SHARE
-from fedquilt.coordinator.rounds.events import AnyEvent, CohortSelected
+from fedquilt.coordinator.rounds.events import AnyEvent, CohortSelected, JobView
+from fedquilt.coordinator.rounds.selection import BUSY, NOTHING, SHARE
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.coordinator.updates import blob_recovery
-from fedquilt.coordinator.updates.model_states import CommitResult
-from fedquilt.coordinator.updates.partial_aggregate import blob_hashes
-from fedquilt.core import FedquiltError, JobError, StoreError, Update, shorten_error
+from fedquilt.coordinator.updates import job_blobs, validation
+from fedquilt.coordinator.updates.aggregation import blob_hashes, total_blob_bytes
+from fedquilt.coordinator.updates.job_blobs import CommitResult
+from fedquilt.core import FedquiltError, JobError, Profile, SiteRight, StoreError, Update, shorten_error
 from fedquilt.host.logs import log_ids
+
+log = logging.getLogger("fedquilt.coordinator")
+
+T = TypeVar("T")
+
+
+class UpdatePipeline:
+    """Validation, aggregation and commit of one job's updates."""
+
+    def __init__(self, served: JobController, desk: CoordinatorContext) -> None:
+        self._served, self._desk = served, desk
+        self._summing = False  # whether the worker folds or commits
+        self._examining: dict[str, Update] = {}  # device -> update that the worker validates
+        self._in_time: set[str] = set()  # devices among these whose update arrived before the deadline
+        self._offered: dict[str, Update] = {}  # device -> update that is fetched in turn, offered before the deadline
+        self._lost = (-math.inf, 0.0)  # when the running attempt began; `BrokerOutage.lost_s` at that time
+
+    @property
+    def pending_updates(self) -> tuple[int, int]:
+        """Number and bytes of the received updates that the worker has not yet read or folded."""
+        if not self._is_large:
+            return 0, 0
+        count, size = self._served.job.aggregator.count_unfolded(self._served.job.rounds)
+        return count + len(self._examining), size + sum(map(total_blob_bytes, self._examining.values()))
+
+    def register_update(self, device: str, update: Update, now_s: float) -> bool:
+        """Record an update that is fetched next. Return whether the update is large and must wait for its turn."""
+        if total_blob_bytes(update) < self._desk.worker.large_bytes:
+            return False
+        if self._offered.get(device) != update and now_s < self._moved_deadline_s:
+            self._offered[device] = update
+        return True
+
+    @property
+    def lost_s(self) -> float:
+        """Seconds added to the deadline because no device was reachable. The end of a site's round is fixed."""
+        absence, state = self._desk.executor.absence, self._served.job.rounds
+        if state.opened_s != self._lost[0]:
+            self._lost = state.opened_s, absence.lost_s
+        return min(
+            absence.lost_since(self._lost[1]), decisions.site_deadline_s(state) - state.opened_s - state.deadline_s
+        )
+
+    @property
+    def _moved_deadline_s(self) -> float:
+        return decisions.next_decision_s(decisions.delay_attempt(self._served.job.rounds, self.lost_s))
+
+    def wait_limit_s(self, now_s: float) -> float:
+        """Return the time of the deadline, or later, until which the round waits for punctual updates.
+
+        Updates are punctual if they were received in time and are still being validated, or were announced in time and
+        had to wait for their turn. The deadline of the latter moves by their waiting time. The round of a site has a
+        fixed end.
+        """
+        deadline_s, latest_s = self._moved_deadline_s, decisions.site_deadline_s(self._served.job.rounds)
+        if self._in_time:
+            return latest_s
+        if now_s < deadline_s or not self._offered:
+            return deadline_s
+        arriving = self._served.arriving
+        self._offered = {device: each for device, each in self._offered.items() if arriving.get(device) == each}
+        return min(deadline_s + max(map(self._desk.executor.transfer_wait_s, self._offered), default=0.0), latest_s)
+
+    def wait_for_punctual_updates(self, now_s: float) -> bool:
+        """Return whether the round waits past its deadline. Let punctual devices transfer before late ones."""
+        deadline_s = self._moved_deadline_s
+        if not deadline_s <= now_s < self.wait_limit_s(now_s) or decisions.has_full_cohort(self._served.job.rounds):
+            return False
+        for device in self._served.arriving:
+            if now_s >= deadline_s + self._desk.executor.transfer_wait_s(device):
+                self._desk.executor.yield_transfer_turn(device, now_s)
+        return True
+
+    @property
+    def _is_job_gone(self) -> bool:
+        return self._served.has_ended or self._desk.jobs.get(self._served.id) is not self._served
+
+    @property
+    def _is_large(self) -> bool:
+        return self._served.job.aggregator.large
+
+    def validate_update(
+        self, device: str, update: Update, profile: Profile | None, right: SiteRight | None, now_s: float
+    ) -> None:
+        """Validate an update whose blobs have arrived, then accept or reject it. Large updates use the worker."""
+        # as a site's sum may be, whose boards' updates are small
+        if total_blob_bytes(update) >= self._desk.worker.large_bytes:
+            self._served.job.aggregator.large = True
+        large = self._is_large
+        if large and self._examining.get(device) == update:  # it was offered once more meanwhile
+            return
+        examining = self._served.job.build_validation(device, update, profile, now_s, large=large, right=right)
+        if large:
+            self._examining[device] = update
+            held_s = self._desk.executor.transfer_wait_s(device) if self._offered.pop(device, None) == update else 0.0
+            if now_s < self._moved_deadline_s + held_s:
+                self._in_time.add(device)
+            self._desk.start_work(examining, partial(self._apply_validation_if_current, device, update))
+        else:
+            self._apply_validation(device, examining, now_s)
+
+    def _apply_validation_if_current(
+        self, device: str, update: Update, examining: Callable[[], decisions.UpdateValidated], now_s: float
+    ) -> None:
+        if self._examining.get(device) != update:
+            return  # the device has offered another one since
+        del self._examining[device]
+        self._in_time.discard(device)
+        if self._is_job_gone or self._served.arriving.get(device) != update:
+            return  # it was not waited for any more while it was read, and its blobs may be gone
+        self._apply_validation(device, examining, now_s)
+
+    def _apply_validation(self, device: str, examining: Callable[[], decisions.UpdateValidated], now_s: float) -> None:
+        """Pass the validated update to the job. If a read fails, request the update again or suspend the job."""
+        try:
+            examined = examining()
+        except job_blobs.LostUpdateError as lost:
+            said = "%s's update could not be read (%s); it will offer it again"
+            log.warning(said, device, lost.reason, extra=log_ids(device=device))
+            return self._served.handle_input(decisions.UpdateReceived(device, lost.reason), now_s)
+        except job_blobs.UnreadableError as error:  # its device offers it again, once the job goes on
+            return self._served.handle_failure(error, now_s)
+        if examined.odd:
+            log.warning("%s claims what cannot be: %s", device, examined.odd, extra=log_ids(device=device))
+        self._served.handle_input(examined, now_s)
+
+    def start_folding(self) -> None:
+        if self._is_large and not self._summing and self._served.job.has_updates_to_fold():
+            self._summing = True
+            self._desk.start_work(
+                self._served.job.build_fold(self._desk.worker.stored_at), self._record_partial_aggregate
+            )
+
+    def _record_partial_aggregate(self, result: Callable[[], events.UpdatesAggregated | None], now_s: float) -> None:
+        self._summing = False
+        before = self._served.job.rounds
+        if self._is_job_gone:
+            return
+        fact = self._result_or_lost_event(result, now_s)
+        if fact is not None:
+            self._served.record_event(fact, now_s)
+        if isinstance(fact, events.UpdatesAggregated):
+            done = blob_hashes(before.answered[device] for device in fact.devices)
+            self._desk.garbage.add_candidates(
+                done | ({before.folded.sum.sha256} if before.folded else set()), soon=True
+            )
+
+    def commit_round(self, now_s: float) -> bool:
+        """Commit the round, in the worker if updates are large. Return whether the round is committed already."""
+        if self._summing:
+            return False
+        committing = self._served.job.build_commit(now_s)
+        if self._is_large:
+            self._summing = True
+            self._desk.start_work(committing, self._finish_commit)
+            return False
+        with self._desk.executor.keep_alive():  # a method may compute for longer than a broker waits for a word
+            result = run_and_capture(committing)
+        self._finish_commit(result, now_s)
+        return True
+
+    def _finish_commit(self, result: Callable[[], CommitResult], now_s: float) -> None:
+        self._summing = False
+        if self._is_job_gone:
+            return
+        done = self._result_or_lost_event(result, now_s)
+        if isinstance(done, CommitResult):
+            self._served.record_event(done.fact, now_s, done)
+        elif done is not None:
+            self._served.record_event(done, now_s)
+
+    def _result_or_lost_event(self, result: Callable[[], T], now_s: float) -> T | events.UpdateLost | None:
+        """Return the result, `UpdateLost` for a lost update, or None after an error that failed the job."""
+        try:
+            return result()
+        except job_blobs.LostUpdateError as lost:
+            return events.UpdateLost(self._served.job.rounds.round, lost.device, lost.reason)
+        except Exception as error:
+            self._served.handle_failure(error, now_s)
+            return None
 
 
 def decide_next_event(
@@ -47,42 +228,28 @@ def decide_next_event(
     lost_s: float = 0.0,
     gone: AbstractSet[str] = frozenset(),
 ) -> AnyEvent | None:
-    """Return the next event of a job, or None if nothing is due.
-
-    The event records changes in the eligible devices before it selects devices.
-
-    Args:
-        job: Active job.
-        registry: Devices of the fleet.
-        at_work: Devices that are working on a task of the running round.
-        now_s: Time of the coordinator's clock in seconds.
-        busy: Devices that the job must leave to other jobs now.
-        most: Number of devices that may be selected now.
-        lost_s: Seconds of the running attempt in which no device was reachable, by which its deadline moves.
-        gone: Selected devices that are known to be offline or silent.
-    """
+    """Return the next event of a job, or None if nothing is due. Changes in eligibility precede a selection."""
 
     def workload_of(device: str) -> DeviceWorkload:
         return job.device_workload(device, registry.latest_profile(device))
 
     labels = registry.eligibility(job.wants, now_s)
     free = labels.devices_with(ELIGIBLE)
-    if short := next_event.devices_to_skip(job.rounds, free, workload_of, registry.agent_start_key):
+    if short := decisions.devices_to_skip(job.rounds, free, workload_of, registry.agent_start_key):
         labels, free = labels.with_values(short), free - short
     taken = {device for device in busy if device in free}.difference(at_work)
-    state = next_event.delay_attempt(job.rounds, lost_s)
-    following = partial(next_event.decide_event, state, now_s, free | at_work, workload_of, taken, gone=gone)
+    state = decisions.delay_attempt(job.rounds, lost_s)
+    following = partial(decisions.decide_event, state, now_s, free | at_work, workload_of, taken, gone=gone)
     fact = following(most)
     if not isinstance(fact, CohortSelected) and (fact is not None or job.rounds.phase != "selecting"):
         return fact
     spared = _devices_over_share(job, fact, free - taken, most, following)
-    if taken and not isinstance(
-        fact, CohortSelected
-    ):  # a job that waits does not log each coming and going of other jobs
+    # a job that waits does not log each coming and going of other jobs
+    if taken and not isinstance(fact, CohortSelected):
         taken = {device for device in taken if job.rounds.labels.get(device) == BUSY}
     labels = labels.with_values({**dict.fromkeys(taken, BUSY), **dict.fromkeys(spared, SHARE)})
     costs = registry.energy_costs(now_s) if job.job.cohort.prefer == "energy" else CostColumn()
-    noted = next_event.eligibility_event(job.rounds, labels, costs)
+    noted = decisions.eligibility_event(job.rounds, labels, costs)
     if noted is not None or not isinstance(fact, CohortSelected):
         return noted or fact
     coverage = job.describe_coverage(fact, registry.device_views(now_s), registry.kinds)
@@ -103,22 +270,13 @@ def _devices_over_share(
     return set(wider.devices).difference(asked) if isinstance(wider, CohortSelected) else set()
 
 
-log = logging.getLogger("fedquilt.coordinator")
-T = TypeVar("T")
 START_S = 20.0  # after a job is taken up, until a device of its round that has not been heard of is not at work
-AT_ONCE = frozenset((message_handler.FetchUpdate, message_handler.ValidateUpdate))  # actions that nobody sees outside
+AT_ONCE = frozenset((decisions.FetchUpdate, decisions.ValidateUpdate))  # actions that nobody sees outside
 Observe = Callable[[JobView, events.AnyEvent], None]
 
 
 class CoordinatorContext:
-    """Services shared by all jobs of a coordinator.
-
-    Args:
-        executor: The link to the devices.
-        store: The home of the coordinator.
-        observe: The callback for each new event, `observe(job, event)`.
-        worker: The worker for operations that take too long for the loop.
-    """
+    """Services shared by all jobs of a coordinator."""
 
     def __init__(self, executor: Executor, store: Store, observe: Observe, worker: BackgroundWorker) -> None:
         self.executor, self.store, self.observe, self.worker = executor, store, observe, worker
@@ -126,9 +284,7 @@ class CoordinatorContext:
         self.jobs: dict[str, JobController] = {}  # by id, in the order in which they were taken up
         self.news: dict[str, JobView] = {}  # jobs with changes that have not been published yet
         self.fetching: dict[str, JobController] = {}  # device -> the job that its blobs are fetched for
-        self.later: list[tuple[JobController, message_handler.Action]] | None = (
-            None  # what is done once messages are heard
-        )
+        self.later: list[tuple[JobController, decisions.Action]] | None = None  # what is done once messages are heard
         self._followed: set[str] = set()  # devices whose claim of a later start has been followed
         self.garbage = GarbageCollector(store, self.blobs_in_use)
 
@@ -137,10 +293,7 @@ class CoordinatorContext:
         self.worker.submit(*self.store.depot.pin_during(item, then))
 
     def cancel_task(self, device: str, job: str, now_s: float) -> None:
-        """Cancel a job's task on a device, which is then free for the unsent task of another job.
-
-        If the job holds no lease of the device, only the transfer of its update is stopped.
-        """
+        """Cancel a job's task on a device. Without a lease, only the transfer of its update is stopped."""
         if not self.loans.release_device(device, job, now_s):
             if (fetched := self.fetching.get(device)) is not None and fetched.id == job:
                 self.executor.fetch_blobs(device, ())
@@ -150,12 +303,10 @@ class CoordinatorContext:
         self.send_unsent_task(device, now_s)
 
     def release_device(self, device: str, job: str, now_s: float) -> None:
-        """Release a job's lease of a device, and send the device the task of a job that waits for it."""
         if self.loans.release_device(device, job, now_s):
             self.send_unsent_task(device, now_s)
 
     def send_unsent_task(self, device: str, now_s: float) -> None:
-        """Try to send a device the task of every job that waits for the device."""
         for serving in self.jobs.values():
             if device in serving.unsent:
                 serving.unsent.remove(device)
@@ -173,7 +324,7 @@ class CoordinatorContext:
         """
         if epoch < self.store.epoch:
             return
-        if device in self._followed or epoch > self.store.epoch + claim_bounds.LATER_EPOCHS:
+        if device in self._followed or epoch > self.store.epoch + validation.LATER_EPOCHS:
             log.warning(
                 "%s claims to know start %d of the coordinator: ignored", device, epoch, extra=log_ids(device=device)
             )
@@ -209,16 +360,13 @@ class JobController:
         self._rounds_s = (0.0, self._device_time_s(now_s))  # boards' time of the latest round, and of all up to its end
         self.unsent: set[str] = set()  # devices with a task to come: no profile of them yet, or another job has them
         self.arriving: dict[str, Update] = {}  # device -> its update while its blobs are fetched
-        self.garbage = desk.garbage
         self._begun: dict[str, Update] = {}  # device -> the last update of it that began to be fetched
         self._opened_s = self._busy_s = now_s  # when it was taken up; when a device was last seen working on it
         # version of the fleet, `most` and devices that were gone when there was nothing to decide
         self._undecided: tuple[int, float, AbstractSet[str]] | None = None
-        self.summed = UpdatePipeline(
-            self, desk.worker, desk.start_work, desk.executor, lambda: desk.jobs.get(job.id) is not self
-        )
+        self.summed = UpdatePipeline(self, desk)
         self._behind: set[str] = set()  # this job, once devices are reported to know more rounds than its log
-        self.unreadable: blob_recovery.UnreadableError | None = None  # unreadable blob, for which the job waits
+        self.unreadable: job_blobs.UnreadableError | None = None  # unreadable blob, for which the job waits
 
     @property
     def has_ended(self) -> bool:
@@ -229,7 +377,6 @@ class JobController:
         return self.job.rounds.asked
 
     def activate(self, now_s: float) -> None:
-        """Continue the job where its log ends, and send all open tasks again."""
         self._desk.store.mark_running(self.id)
         if self.job.rounds.phase in ("stopped", "failed"):
             self.record_event(events.JobResumed(), now_s)
@@ -266,7 +413,7 @@ class JobController:
     def _is_waiting_for_leases(self, now_s: float) -> bool:
         registry = self._desk.registry
         free = registry.eligibility(self.job.wants, now_s).devices_with(ELIGIBLE)
-        enough = len(free) >= next_event.minimum_devices_to_start(self.job.rounds)
+        enough = len(free) >= decisions.minimum_devices_to_start(self.job.rounds)
         return enough and not free.isdisjoint(self._desk.loans.devices_of_other_jobs(self.id))
 
     def _device_time_s(self, now_s: float) -> float:
@@ -287,28 +434,27 @@ class JobController:
         # so a device has at most one unfinished update of a job on the disk, whatever the device announces
         begun = self._begun.pop(device, None)
         if begun is not None and (instead is None or begun.bundles != instead.bundles):
-            self.garbage.add_candidates(blob_hashes([begun]))
+            self._desk.garbage.add_candidates(blob_hashes([begun]))
 
     def schedule_publication(self) -> None:
         self._desk.news[self.id] = self.job
 
     def handle_claim(self, device: str, claim: wire.Claim, now_s: float) -> None:
         registry = self._desk.registry
-        blob_recovery.warn_of_rolled_back_log(self.job.rounds, self.id, device, claim, self._behind)
-        event = message_handler.ClaimReceived(device, claim)
+        job_blobs.warn_of_rolled_back_log(self.job.rounds, self.id, device, claim, self._behind)
+        event = decisions.ClaimReceived(device, claim)
         if not claim.accepted:
             ask = self.job.device_workload(device, registry.latest_profile(device))
-            event = message_handler.ClaimReceived(device, claim, ask, registry.agent_start_key(device))
+            event = decisions.ClaimReceived(device, claim, ask, registry.agent_start_key(device))
         self.handle_input(event, now_s)
 
     def handle_update_offer(self, device: str, update: Update, told: Update, now_s: float) -> None:
         """Process a device's announcement of an update. `told` is the part of the message to store."""
         unfit = self.job.manifest_problem(update, self._desk.registry.latest_profile(device))
-        self.handle_input(message_handler.UpdateAnnounced(device, told, unfit=unfit), now_s)
+        self.handle_input(decisions.UpdateAnnounced(device, told, unfit=unfit), now_s)
 
-    def handle_input(self, event: message_handler.Input, now_s: float) -> None:
-        """Record the events and schedule the actions that follow from a device's input."""
-        step = message_handler.decide_response(self.id, self.job.rounds, self.arriving.get(event.device), event, now_s)
+    def handle_input(self, event: decisions.Input, now_s: float) -> None:
+        step = decisions.decide_response(self.id, self.job.rounds, self.arriving.get(event.device), event, now_s)
         if step.arriving is None:
             self.arriving.pop(event.device, None)
         else:
@@ -318,41 +464,39 @@ class JobController:
         for action in step.actions:
             self._schedule_action(action, now_s)
 
-    # -- actions --
-
-    def _schedule_action(self, action: message_handler.Action, now_s: float) -> None:
+    def _schedule_action(self, action: decisions.Action, now_s: float) -> None:
         """Carry out an action, but only after the events are written if the action has an effect outside."""
         if self._desk.later is None or type(action) in AT_ONCE:
             self.carry_out_action(action, now_s)
         else:
             self._desk.later.append((self, action))
 
-    def carry_out_action(self, action: message_handler.Action, now_s: float) -> None:
+    def carry_out_action(self, action: decisions.Action, now_s: float) -> None:
         match action:  # the most frequent first
-            case message_handler.SlowResends(device):
+            case decisions.SlowResends(device):
                 self._desk.executor.slow_resends(device)
-            case message_handler.CancelTask(device):
+            case decisions.CancelTask(device):
                 self.unsent.discard(device)
                 self._desk.cancel_task(device, self.id, now_s)
                 self._discard_unfinished_update(device)
-            case message_handler.AckUpdate(device, update, accepted, reason):
+            case decisions.AckUpdate(device, update, accepted, reason):
                 self._desk.acknowledge_update(device, update, accepted, reason)
-            case message_handler.FetchUpdate(device, update):
+            case decisions.FetchUpdate(device, update):
                 self._discard_unfinished_update(device, update)
                 self._begun[device] = update
                 self._desk.fetching[device] = self
                 in_turn = self.summed.register_update(device, update, now_s)
                 self._desk.executor.fetch_blobs(device, update.bundles.values(), in_turn=in_turn)
-            case message_handler.ValidateUpdate(device, update):
+            case decisions.ValidateUpdate(device, update):
                 registry = self._desk.registry
                 self.summed.validate_update(
                     device, update, registry.latest_profile(device), registry.site_right(device), now_s
                 )
-            case message_handler.SendTask(device):
+            case decisions.SendTask(device):
                 self.send_task(device, now_s)
-            case message_handler.DiscardUpdate(update):
-                self.garbage.add_candidates(blob_hashes([update]))
-            case message_handler.RenewTask(device, epoch):
+            case decisions.DiscardUpdate(update):
+                self._desk.garbage.add_candidates(blob_hashes([update]))
+            case decisions.RenewTask(device, epoch):
                 self._desk.adopt_epoch(device, epoch)
                 self.send_task(device, now_s)
 
@@ -383,16 +527,8 @@ class JobController:
         except FedquiltError as error:
             return self.handle_failure(error, now_s)
 
-    # -- decisions --
-
     def make_next_decision(self, now_s: float, left: AbstractSet[str] = frozenset(), most: float = math.inf) -> bool:
-        """Make the job's next decision, if one is due. Return whether the job has changed.
-
-        Args:
-            now_s: The time of the coordinator's clock, in seconds.
-            left: The devices to yield to other jobs, in addition to those leased to them.
-            most: The number of devices that may be selected now.
-        """
+        """Make the job's next decision, if one is due. Return whether the job has changed."""
         job = self.job
         self.summed.start_folding()
         if job.rounds.phase == "closing":
@@ -421,24 +557,22 @@ class JobController:
         return True
 
     def _has_nothing_to_decide(self, busy: AbstractSet[str], most: float, now_s: float) -> bool:
-        """Return whether the fleet is as in the last decision, and further updates change nothing."""
         # a decision costs time in proportion to the fleet, and updates arrive a few at a time
         if self._undecided is None or busy:
             return False
         fleet, before, gone = self._undecided
         same = fleet == self._desk.registry.refresh_views(now_s) and before == most
-        return same and next_event.can_skip_decision(self.job.rounds, now_s, gone)
+        return same and decisions.can_skip_decision(self.job.rounds, now_s, gone)
 
     def _able_devices(self, now_s: float) -> Collection[str]:
         return self._desk.registry.usable_engines(self.job.engines, now_s).keys()
 
     def _is_idle(self, now_s: float) -> bool:
-        return next_event.is_round_idle(
+        return decisions.is_round_idle(
             self.job.rounds, self._able_devices(now_s), self._desk.loans.devices_of_other_jobs(self.id)
         )
 
     def _devices_at_work(self, now_s: float) -> set[str]:
-        """Return the selected devices that are online, or all selected devices just after a start."""
         # just after a start these are all selected devices, because devices of a signed fleet authenticate first
         asked = set(self.pending_devices - self._desk.loans.devices_of_other_jobs(self.id))
         return asked if now_s < self._opened_s + START_S else asked.intersection(self._able_devices(now_s))
@@ -450,11 +584,8 @@ class JobController:
         return self._desk.registry.find_unreachable(state.asked | state.due, now_s)
 
     def handle_failure(self, error: Exception, now_s: float) -> None:
-        """End the job after an error of its method, or suspend the job after a failed read.
-
-        Store and memory errors are raised again.
-        """
-        if (hold := blob_recovery.suspension_reason(error)) is not None:
+        """End the job after an error of its method, suspend it after a failed read, or raise the error again."""
+        if (hold := job_blobs.suspension_reason(error)) is not None:
             self.unreadable = hold
             return
         if isinstance(error, StoreError | MemoryError):
@@ -490,7 +621,7 @@ class JobController:
             case events.RoundClosed() | events.JobEnded():
                 self._cancel_tasks(before.asked | set(before.silent), now_s)
             case events.RoundCommitted() if done is not None:
-                self.garbage.add_candidates(job.blobs_released_by_commit(before))
+                self._desk.garbage.add_candidates(job.blobs_released_by_commit(before))
                 job.start_next_round(done)
                 self._rounds_s = ((had_s := self._device_time_s(now_s)) - self._rounds_s[1], had_s)
         if isinstance(fact, events.RoundCommitted | events.JobEnded):
@@ -499,4 +630,4 @@ class JobController:
 
     def _cancel_tasks(self, devices: Collection[str], now_s: float) -> None:
         for device in sorted(devices):
-            self._schedule_action(message_handler.CancelTask(device), now_s)
+            self._schedule_action(decisions.CancelTask(device), now_s)

@@ -14,35 +14,26 @@ from typing import Any, Final
 from fedquilt import metrics
 from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.rounds import claim_bounds, job_limits
+from fedquilt.coordinator.device_columns import NEVER
+from fedquilt.coordinator.rounds import events
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload
-from fedquilt.coordinator.rounds.eligibility import DeviceSnapshot, JobRequirements
-from fedquilt.coordinator.rounds.events import (
-    AnyEvent,
-    CohortSelected,
-    JobConstants,
-    JobStarted,
-    JobState,
-    RoundCommitted,
-    UpdatesAggregated,
-    apply_event,
-)
-from fedquilt.coordinator.rounds.message_handler import UpdateValidated
-from fedquilt.coordinator.rounds.next_event import restart_event, to_process_clock
-from fedquilt.coordinator.rounds.round_bitmap import NEVER
+from fedquilt.coordinator.rounds.decisions import UpdateValidated, restart_event, to_process_clock
+from fedquilt.coordinator.rounds.selection import DeviceSnapshot, JobRequirements
+from fedquilt.coordinator.settings import require_matching_bundle, required_packages
 from fedquilt.coordinator.storage.store import Store, StoredJob
-from fedquilt.coordinator.updates import aggregator, blob_recovery, checks, model_states, tasks
-from fedquilt.coordinator.updates.aggregator import Aggregator, BaseTensors
-from fedquilt.coordinator.updates.job_validation import require_matching_bundle, required_packages
-from fedquilt.coordinator.updates.metrics import (
+from fedquilt.coordinator.updates import job_blobs, tasks, validation
+from fedquilt.coordinator.updates.aggregation import (
+    Aggregator,
+    BaseTensors,
     aggregate_evaluations,
     average_metrics,
+    blob_hashes,
     explain_evaluation,
     explain_missing_metrics,
     explain_unchanged_loss,
+    total_blob_bytes,
 )
-from fedquilt.coordinator.updates.model_states import CommitResult, Encoded, LoadedState, ModelStates
-from fedquilt.coordinator.updates.partial_aggregate import blob_hashes, total_blob_bytes
+from fedquilt.coordinator.updates.job_blobs import CommitResult, Encoded, LoadedState, ModelStates
 from fedquilt.core import (
     Action,
     BlobRef,
@@ -71,12 +62,7 @@ class RunningJob:
     """Active job, which continues from its event log after `use_loaded_state`.
 
     States and updates of at least `large_bytes` are kept on disk and handled by a worker. The running attempt has its
-    whole deadline again or, with `by_wall`, what is left by the wall clock (`next_event.restart_event`).
-
-    Raises:
-        JobError: If the settings, the log or the bundle of the job are not usable.
-        UnreadableError: If the disk fails while the bundle is read.
-        StoreError: If the store cannot be read.
+    whole deadline again or, with `by_wall`, what is left by the wall clock (`decisions.restart_event`).
     """
 
     def __init__(
@@ -90,8 +76,9 @@ class RunningJob:
     ) -> None:
         self.id, self.job, self._store, self.method, self._large_bytes = row.id, row.job, store, method, large_bytes
         self.engines = settings.list_engines(row.job, method)
-        self.bundle = blob_recovery.open_bundle(row.id, row.bundle, row.content, store.depot)
+        self.bundle = job_blobs.open_bundle(row.id, row.bundle, row.content, store.depot)
         require_matching_bundle(row.job, self.bundle)
+        self._folder = row.bundle
         self._states = ModelStates(row.id, row.job, method, self.bundle, row.bundle, store.depot, large_bytes)
         self.wants = JobRequirements(
             self.engines, row.job.cohort, row.job.wire.codec, tuple(required_packages(row.job, self.bundle).items())
@@ -109,46 +96,37 @@ class RunningJob:
         self._alike: tasks.TaskSpecCache  # of the running round, as are the next five
         self._common: Mapping[str, Tensors | BlobRef]  # bundles of all its tasks
         self._seeded: Callable[[object], int] | None  # a device's seed
-        self._manifests: checks.ManifestValidator | None  # what its updates may hold
-        self._summing: Aggregator
-        self.standing, after = store.snapshots.load_state(self.id, JobConstants.from_job(row.job), now_s)
+        self._manifests: validation.ManifestValidator | None  # what its updates may hold
+        self.aggregator: Aggregator
+        self.standing, after = store.snapshots.load_state(self.id, events.JobConstants.from_job(row.job), now_s)
         self.rounds = self.standing.rounds  # state of its rounds
         wall_s = store.depot.disk.wall_clock_s()
         for _, at, fact in store.read_events(self.id, after):
-            self._apply_event(fact, apply_event(self.rounds, fact, now_s - (wall_s - at) * by_wall))
+            self._apply_event(fact, events.apply_event(self.rounds, fact, now_s - (wall_s - at) * by_wall))
         self.rounds = self.standing.rounds = to_process_clock(self.rounds, now_s, by_wall)
         self._by_wall = by_wall
 
     @property
     def is_large_to_load(self) -> bool:
-        """Whether a worker should load the state and bundle because of their size."""
         state_bytes = self.rounds.state.size if self.rounds.state else 0
         return state_bytes + sum(ref.size for ref in self.bundle.files.values()) >= self._large_bytes
 
     def build_state_loader(self) -> Callable[[], LoadedState]:
-        """Return a function that loads the job's state, or creates and stores the first state.
-
-        A worker may call the function.
-        """
+        """Return a function, for a worker too, that loads the job's state or creates the first one."""
         return partial(self._states.load_starting_state, self.rounds)
 
     def use_loaded_state(self, found: LoadedState, now_s: float) -> None:
-        """Set the loaded state, and record the start of a new job or a restart that is due."""
         if self.rounds.state is None:
-            self.record_event(JobStarted(found.ref, found.settles), now_s)
+            self.record_event(events.JobStarted(found.ref, found.settles), now_s)
         elif self._by_wall and (fact := restart_event(self.rounds, now_s)) is not None:
             self.record_event(fact, now_s)
         self.state = found.state
         self.use_encoded_bundles(found.encoded)
         self._reset_round_caches()
 
-    def record_event(self, fact: AnyEvent, now_s: float) -> None:
-        """Write an event to the log, then apply the event.
-
-        Raises:
-            JobError: If the event is not allowed now, or could not be read back. Nothing has been written.
-        """
-        after = apply_event(self.rounds, fact, now_s)
+    def record_event(self, fact: events.AnyEvent, now_s: float) -> None:
+        """Write an event to the log, then apply the event."""
+        after = events.apply_event(self.rounds, fact, now_s)
         self._store.append_event(self.id, fact)
         self._apply_event(fact, after)
 
@@ -160,15 +138,7 @@ class RunningJob:
     def build_task(
         self, device: str, engine: str, profile: Profile | None, now_s: float, actions: tuple[Action, ...] | None = None
     ) -> Task | None:
-        """Return a device's task in the running round, or None if the method has no work for the device.
-
-        Args:
-            device: Id of the device.
-            engine: Engine that the device is to use.
-            profile: Profile of the device, or None if unknown.
-            now_s: Time of the coordinator's clock in seconds.
-            actions: Actions of the task, or None for the actions of the round.
-        """
+        """Return a device's task in the running round, or None if the method has no work for the device."""
         known = self._asks.get(device)
         kept = self._orders.get(device) if known is not None and known.profile == profile else None
         if (order := kept or self._task_spec_for_device(device, profile)) is None:
@@ -203,7 +173,6 @@ class RunningJob:
         return made
 
     def _class_shares(self) -> tuple[float, ...] | None:
-        """Return `Task.class_shares` of an evaluation."""
         if not self.rounds.plan.class_priors:
             return None
         if self.rounds.ordered is not None:
@@ -241,17 +210,12 @@ class RunningJob:
             self._orders[device] = order
 
     def describe_coverage(
-        self, fact: CohortSelected, seen: Mapping[str, DeviceSnapshot], kinds: Mapping[tuple[int, tuple[str, ...]], int]
+        self,
+        fact: events.CohortSelected,
+        seen: Mapping[str, DeviceSnapshot],
+        kinds: Mapping[tuple[int, tuple[str, ...]], int],
     ) -> tuple[str, ...]:
-        """Return sentences on the devices that can take part in the round.
-
-        The result is empty if all devices can, except in the first round.
-
-        Args:
-            fact: Selection of the cohort.
-            seen: Views of the fleet.
-            kinds: Numbers of online devices by budget in bytes and engines.
-        """
+        """Return sentences on who can take part in the round. After the first one, none if all devices can."""
         asked = fact.devices[0] if fact.devices else ""
         order = self._task_spec_for_device(asked, seen[asked].profile if asked in seen else None)
         if order is None or fact.attempt or self.rounds.phase != "selecting":
@@ -281,13 +245,8 @@ class RunningJob:
                 if "work" in self.rounds.task_actions
                 else UpdateSchema({})
             )
-            self._manifests = checks.ManifestValidator(known, self.job.wire)
+            self._manifests = validation.ManifestValidator(known, self.job.wire)
         return self._manifests.manifest_problem(update, profile.boards if profile else 0)
-
-    @property
-    def is_large(self) -> bool:
-        """Whether updates or states of the running round are large, or a partial aggregate is stored."""
-        return self._summing.large
 
     def build_validation(
         self,
@@ -299,46 +258,30 @@ class RunningJob:
         large: bool,
         right: SiteRight | None = None,
     ) -> Callable[[], UpdateValidated]:
-        """Return a function that validates an update, and returns its valid part or why it is rejected.
-
-        Args:
-            device: Sender of the update.
-            update: Update as announced.
-            profile: Profile of the device, or None if unknown.
-            now_s: Time of the coordinator's clock in seconds.
-            large: Whether a worker calls the function, which then uses nothing that the main loop changes.
-            right: Site right of the device, if any.
-
-        Raises, from the function:
-            LostUpdateError: If a blob of the update is damaged or unreadable. The blob is set aside.
-            UnreadableError: If the disk fails while other data is read.
-            StoreError: If the store cannot be read or written.
-        """
+        """Return a function that validates an update, and returns its valid part or why it is rejected."""
         ask = self.device_workload(device, profile)
         waited_s = now_s - self.rounds.asked_s.get(device, now_s)
-        limit_s = claim_bounds.longest_work_s(waited_s, self.rounds.max_deadline_s, self.rounds.attempt + 1)
+        limit_s = validation.longest_work_s(waited_s, self.rounds.max_deadline_s, self.rounds.attempt + 1)
         limit, standing = self.job.cohort.max_examples, self.standing
-        weight, examples = (
-            standing.weights.largest_allowed(device, limit),
-            standing.reported.largest_allowed(device, limit),
-        )
-        work, checks = "work" in self.rounds.task_actions, "check" in self.rounds.task_actions
+        weight = standing.weights.largest_allowed(device, limit)
+        examples = standing.reported.largest_allowed(device, limit)
+        work, check = "work" in self.rounds.task_actions, "check" in self.rounds.task_actions
         priors = self.rounds.plan.class_priors
-        bounds = claim_bounds.ClaimBounds(ask, limit_s, weight, examples, right, checks, *self._predicts, priors)
+        bounds = validation.ClaimBounds(ask, limit_s, weight, examples, right, check, *self._predicts, priors)
         take = self.build_update_reader(update, profile, bounds, large=large)
 
         def validate() -> UpdateValidated:
             odd = ""
             try:
-                believed, odd = claim_bounds.limit_claims(update, bounds)
-                claim_bounds.require_plausible(update, bounds, work=work)
+                believed, odd = validation.limit_claims(update, bounds)
+                validation.require_plausible(update, bounds, work=work)
                 taken, reason = take(believed) if work else believed, ""
-            except blob_recovery.UnreadableError as error:
+            except job_blobs.UnreadableError as error:
                 if error.again not in blob_hashes([update]):
                     raise
                 self._store.depot.discard_damaged(error.again)  # its device has it still: other sectors may take it
-                raise blob_recovery.LostUpdateError(device, str(error)) from None
-            except (StoreError, blob_recovery.LostUpdateError):
+                raise job_blobs.LostUpdateError(device, str(error)) from None
+            except (StoreError, job_blobs.LostUpdateError):
                 raise
             except Exception as error:  # whatever a device sends, it is the device's update that is refused
                 plain = isinstance(error, UpdateError)
@@ -348,10 +291,9 @@ class RunningJob:
         return validate
 
     def build_update_reader(
-        self, update: Update, profile: Profile | None, bounds: claim_bounds.ClaimBounds, *, large: bool = False
+        self, update: Update, profile: Profile | None, bounds: validation.ClaimBounds, *, large: bool = False
     ) -> Callable[[Update], Update]:
-        """Return a function that decodes and stores an update, and folds it if it is small and next in order."""
-        rounds, summing = self.rounds, self._summing
+        rounds, summing = self.rounds, self.aggregator
         base = self._build_base_finder(update, profile)
 
         def read(believed: Update) -> Update:
@@ -361,55 +303,36 @@ class RunningJob:
 
         return read
 
-    @property
-    def aggregator(self) -> Aggregator:
-        return self._summing
-
     def _build_base_finder(self, update: Update, profile: Profile | None) -> BaseTensors:
-        """Return a function that loads the base tensors that an update refers to, if this job has sent them."""
         order = self._task_spec_for_device(update.device, profile) if update.bases else None
-        asked = (
-            {self._store_bundle(value).sha256 for value in order.bundles.values()} if order else set()
-        )  # after a restart
-        return partial(
-            aggregator.base_tensors, self._store.depot, update, asked | self._sent if update.bases else set()
-        )
+        # after a restart
+        asked = {self._store_bundle(value).sha256 for value in order.bundles.values()} if order else set()
+        return partial(job_blobs.base_tensors, self._store.depot, update, asked | self._sent if update.bases else set())
 
     def has_updates_to_fold(self) -> bool:
-        return self.rounds.phase == "open" and self._summing.has_foldable_update(self.rounds)
+        return self.rounds.phase == "open" and self.aggregator.has_foldable_update(self.rounds)
 
-    def build_fold(self, stored_at: float) -> Callable[[], UpdatesAggregated | None]:
+    def build_fold(self, stored_at: float) -> Callable[[], events.UpdatesAggregated | None]:
         """Return a function with which a worker folds the next accepted update.
 
         The function returns an event if it has stored the partial aggregate, and None otherwise. The aggregate is
         stored once the updates added since the last time have `stored_at` times its bytes.
         """
-        return partial(self._summing.fold_next, self.rounds, stored_at)
+        return partial(self.aggregator.fold_next, self.rounds, stored_at)
 
     def build_commit(self, now_s: float) -> Callable[[], CommitResult]:
-        """Return a function that folds the remaining updates, and stores the next state.
-
-        The main loop or a worker may call the function, but nothing else may fold at that time.
-
-        Raises, from the function:
-            LostUpdateError: If a blob of an update is missing or damaged.
-        """
+        """Return a function that folds the remaining updates and stores the next state, while nothing else folds."""
         return partial(self._compute_commit, self.rounds, now_s)
 
-    def _compute_commit(self, rounds: JobState, now_s: float) -> CommitResult:
-        """Compute and store the next state. Return it with the commit event and the encoded bundles."""
+    def _compute_commit(self, rounds: events.JobState, now_s: float) -> CommitResult:
         state = self.state
         if "work" in rounds.task_actions:
-            state = self._active_method.step(state, self._summing.take_aggregate(rounds))
-            checks.require_finite_state(state, tuple(sorted(rounds.answered)))
+            state = self._active_method.step(state, self.aggregator.take_aggregate(rounds))
+            validation.require_finite_state(state, tuple(sorted(rounds.answered)))
         spent, finished, updates = rounds.spent, self.method.done(state), rounds.answered.values()
-        caveat = (
-            job_limits.describe_unmetered_tasks(self.job.stop, spent) if spent.metered or not rounds.round else None
-        )
+        caveat = events.describe_unmetered_tasks(self.job.stop, spent) if spent.metered or not rounds.round else None
         short = (
-            None
-            if finished
-            else job_limits.describe_early_end(self.method, self.job.method, self.job.rounds, rounds.round)
+            None if finished else events.describe_early_end(self.method, self.job.method, self.job.rounds, rounds.round)
         )
         means, evaluation = average_metrics(updates), aggregate_evaluations(updates)
         best = rounds.best_after(evaluation) if evaluation is not None else None
@@ -417,9 +340,9 @@ class RunningJob:
             self._losses[rounds.completed_rounds] = means["loss"]
         unchanged = explain_unchanged_loss(self._losses, self.job.params.get("lr"))
         told = caveat, short, unchanged, *explain_missing_metrics(updates, means), *explain_evaluation(updates)
-        fact = RoundCommitted(
+        fact = events.RoundCommitted(
             round=rounds.round,
-            state=aggregator.store_tensors(self._store.depot, *tensors.split_state(state)),
+            state=job_blobs.store_tensors(self._store.depot, *tensors.split_state(state)),
             finished=finished,
             metrics=means,
             notes=tuple(self.method.explain(state)),
@@ -432,14 +355,14 @@ class RunningJob:
         del state  # what is stored is loaded instead
         state = self._states.load_state(fact.state, rounds.round, again=True)
         return CommitResult(
-            fact, state, model_states.encode_common_bundles(self.method, state, fact.state, self._store.depot)
+            fact, state, job_blobs.encode_common_bundles(self.method, state, fact.state, self._store.depot)
         )
 
     def use_encoded_bundles(self, found: Encoded) -> None:
         self._encoded = found
         self._sent.update(ref.sha256 for _, ref in found.values())
 
-    def blobs_released_by_commit(self, before: JobState) -> set[str]:
+    def blobs_released_by_commit(self, before: events.JobState) -> set[str]:
         """Return the blobs that only earlier rounds needed: updates, aggregate, bundles, old and best state."""
         best = before.best.state if before.best else None  # a later event may name another one
         refs = [before.state, before.folded.sum if before.folded else None, best]
@@ -458,7 +381,6 @@ class RunningJob:
         self._reset_round_caches()
 
     def _reset_round_caches(self) -> None:
-        """Empty the caches of the round, and create its aggregator."""
         self._alike = tasks.TaskSpecCache(self._held)
         self._common, self._seeded, self._manifests = {}, None, None
         known = self._active_method.aggregation.schema(self.state)
@@ -466,7 +388,7 @@ class RunningJob:
         of_state = self.rounds.state.size if self.rounds.state else 0
         largest = max(of_update, of_state, *map(total_blob_bytes, self.rounds.answered.values()))
         large = largest >= self._large_bytes or self.rounds.folded is not None
-        self._summing = Aggregator(self._store.depot, self._active_method, self.state, self.job, large=large)
+        self.aggregator = Aggregator(self._store.depot, self._active_method, self.state, self.job, large=large)
 
     def _task_spec_for_device(self, device: str, profile: Profile | None) -> TaskSpec | None:
         view = DeviceView(device, profile, self.rounds.history.get(device, NEVER))
@@ -479,8 +401,8 @@ class RunningJob:
     def _active_method(self) -> Method | EvaluationRound:
         return self.method.settle if self.rounds.settling and self.method.settle else self.method
 
-    def _apply_event(self, fact: AnyEvent, after: JobState) -> None:
-        for device in fact.epochs if isinstance(fact, CohortSelected) else ():
+    def _apply_event(self, fact: events.AnyEvent, after: events.JobState) -> None:
+        for device in fact.epochs if isinstance(fact, events.CohortSelected) else ():
             self._asks.pop(device, None)  # of the job's epochs
         self.standing.apply_event(fact, after)
         self.rounds = after
@@ -489,11 +411,11 @@ class RunningJob:
         """Return the blob of a task's tensors, stored if missing. A file of the job's bundle is restored."""
         if isinstance(value, BlobRef):
             named = {name: ref for name, ref in self.bundle.files.items() if ref == value}
-            self._states.restore_bundle_files(named)
+            job_blobs.restore_bundle_files(self.id, self._store.depot, self._folder, named)
             return value
         known = self._encoded.pop(id(value), None)
         if known is None or not self._store.depot.has_blob(known[1]):
-            known = (value, aggregator.store_tensors(self._store.depot, value))
+            known = (value, job_blobs.store_tensors(self._store.depot, value))
         self._encoded[id(value)] = known  # as the latest
         self._sent.add(known[1].sha256)
         return known[1]

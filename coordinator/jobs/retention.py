@@ -1,4 +1,16 @@
-"""Removal of runs and their files from a home.
+"""Retention of runs and blobs: garbage collection, and removal of runs from a home.
+
+A blob is named by its content, so runs share blobs, and no run may delete its own. `GarbageCollector` alone decides
+which blobs a coordinator deletes. Invariant: while any of these roots holds a blob, the blob is not deleted.
+
+- Events of all runs and rollouts of the home, served or not (`Store.referenced_blobs`).
+- What active jobs use beside their events (`JobController.blobs_in_use`): the bundle, the state, the partial aggregate,
+  blobs sent with tasks, updates in transfer, and accepted updates that no stored partial aggregate contains.
+- Blobs of unacknowledged updates that simulated devices have stored here (`Executor.unacknowledged_update_blobs`).
+- Blobs that a work item has stored or found, until its result is recorded (`BlobStore.pin_during`).
+
+The roots are read, and garbage is deleted, in one write transaction of the database, at the end of a step, when every
+event of the step is written. A process that adds a root from outside checks the blob in the transaction that adds it.
 
 A run is first removed from the database, in one transaction, and its files afterwards. So after a kill at any moment
 every run in the database is complete. Files that remain belong to no run, and the next removal deletes them.
@@ -7,21 +19,64 @@ every run in the database is complete. Files that remain belong to no run, and t
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from fedquilt.coordinator.jobs.garbage_collection import GarbageCollector
-from fedquilt.coordinator.limits import RetentionSettings
 from fedquilt.coordinator.rounds.events import ENDED
-from fedquilt.coordinator.storage.log_index import IndexedLog
-from fedquilt.coordinator.storage.rows import UnreadableRow
+from fedquilt.coordinator.settings import RetentionSettings
+from fedquilt.coordinator.storage.rows import IndexedLog, UnreadableRow
 from fedquilt.coordinator.storage.store import Store, StoredJob
 from fedquilt.host.disk import REAL, disk_errors
+
+TOGETHER: Final = 64  # accepted updates per candidate: fewer candidates wait, because each collection reads all roots
+
+log = logging.getLogger("fedquilt.coordinator")
+
+
+class GarbageCollector:
+    """Garbage collector of one home."""
+
+    def __init__(self, store: Store, in_use: Callable[[], AbstractSet[str]] = frozenset) -> None:
+        self._store, self._in_use = store, in_use
+        self._candidates: set[str] = set()
+        self._soon = self._all = False
+
+    def add_candidates(self, blobs: AbstractSet[str], *, soon: bool = False) -> None:
+        """Mark released blobs for deletion by the next `collect`, if no root needs them then."""
+        self._candidates |= blobs
+        self._soon = self._soon or soon
+
+    def add_all_blobs(self) -> None:
+        self._all = True
+
+    def is_due(self, updates: int) -> bool:
+        """Return whether there are enough candidates to read all roots, given the accepted updates."""
+        return self._all or self._soon or (bool(self._candidates) and len(self._candidates) * TOGETHER >= updates)
+
+    def collect(self) -> bool:
+        """Delete the candidates that no root needs. Return False if a damaged log may hide roots."""
+        depot = self._store.depot
+        with self._store.open_transaction():
+            if unsound := self._store.find_damaged_ids():
+                if self._all:
+                    log.error("unreferenced blobs are kept: the log of %s is damaged", ", ".join(unsound))
+            else:
+                roots = self._store.referenced_blobs() | self._in_use()
+                if self._all:
+                    depot.remove_all_but(roots)
+                for sha256 in self._candidates - roots:
+                    depot.remove_blob(sha256)
+        self._candidates &= depot.pinned_blobs()  # their work items may end without an event
+        self._soon = self._all = False
+        return not unsound
+
 
 # folders with files named after runs, and their endings
 _NAMED: Final = (("agents", ""), ("sites", ""), ("evaluations", ".json"), ("machines", ".json"))
@@ -35,13 +90,7 @@ class RemovedFiles(NamedTuple):
 
 
 def find_run(store: Store, run: str) -> StoredJob | UnreadableRow:
-    """Return a run by its id, even if this version cannot read the run.
-
-    The name of a job selects its latest run.
-
-    Raises:
-        StoreError: If there is no such run. The message lists the runs.
-    """
+    """Return a run by its id, even if this version cannot read the run. The name of a job selects its latest run."""
     for row in reversed(store.all_jobs()):
         if run == row.id or (isinstance(row, StoredJob) and run == row.job.name):
             return row
@@ -56,9 +105,6 @@ def select_expired_runs(store: Store, now: float, keep: int | None, older_s: flo
         now: Wall-clock time in seconds.
         keep: Number of latest ended runs that are protected, or None.
         older_s: Seconds for which a run is protected after its end, or None.
-
-    Raises:
-        StoreError: If the home cannot be read.
     """
     ended = [row for row in store.all_jobs() if row.status in ENDED]
     if keep is not None:
@@ -84,18 +130,7 @@ def exclusive_bytes(store: Store) -> dict[str, int]:
 
 
 def remove_expired_runs(store: Store, retention: RetentionSettings, now: float) -> list[str]:
-    """Remove ended runs that the retention settings do not protect, and return their ids.
-
-    A run that is resumed at this moment is kept. Blobs are left to the garbage collector.
-
-    Args:
-        store: Store of the home.
-        retention: Retention settings.
-        now: Wall-clock time in seconds.
-
-    Raises:
-        StoreError: If the home cannot be read or written.
-    """
+    """Remove ended runs that the settings do not protect, without their blobs, and return their ids."""
     if retention.keep is None and retention.older_than_s is None:
         return []
     ids = select_expired_runs(store, now, retention.keep, retention.older_than_s)
@@ -109,19 +144,11 @@ def _last_event_or_creation_time(row: StoredJob | UnreadableRow, log: IndexedLog
 
 
 def remove_runs(store: Store, ids: Collection[str]) -> RemovedFiles:
-    """Remove runs and every file of the home that no run needs, and return the amount of files.
-
-    Without an active coordinator, the store holds the lock of the home until it is closed.
-
-    Raises:
-        JobError: If a coordinator may be working on one of the runs. Nothing has been removed.
-        StoreError: If the home cannot be read or written.
-    """
+    """Remove runs and every file that no run needs. Without a coordinator, the home stays locked until `close`."""
     store.require_inactive(ids)
     alone = store.acquire_lock()
-    before = _remove_unneeded_files(
-        store, alone
-    )  # on a full disk, this makes the room without which no run can be removed
+    # on a full disk, this makes the room without which no run can be removed
+    before = _remove_unneeded_files(store, alone)
     store.delete_runs(ids)
     after = _remove_unneeded_files(store, alone)
     return RemovedFiles(before.files + after.files, before.bytes + after.bytes, after.blobs_left)
@@ -140,7 +167,6 @@ def _remove_unneeded_files(store: Store, alone: bool) -> RemovedFiles:
 
 
 def _remove_files_of_deleted_runs(store: Store) -> tuple[int, int]:
-    """Remove files and folders of deleted runs. Return the number of files and their bytes."""
     files = total = 0
     with disk_errors(f"clear {store.home}"):
         found = list(_files_named_after_runs(store.home))
@@ -156,7 +182,6 @@ def _remove_files_of_deleted_runs(store: Store) -> tuple[int, int]:
 
 
 def _files_named_after_runs(home: Path) -> Iterator[tuple[Path, str]]:
-    """Yield files and folders that are named after a run, with the id of the run."""
     for folder, ending in _NAMED:
         if (home / folder).is_dir():
             yield from (

@@ -60,7 +60,6 @@ class TaskDuration(NamedTuple):
 
     @property
     def rest_s(self) -> float:
-        """Seconds outside the task itself, mostly for transfers."""
         return max(self.seconds - self.busy_s, 0.0)
 
 
@@ -82,7 +81,6 @@ class DeviceWorkload(NamedTuple):
         return work_amount(self.work) or 1.0
 
     def predict_duration_s(self, examples: int = 1) -> float | None:
-        """Return the duration predicted by the device's profile at its fastest point, or None."""
         return predict_duration_s(self.work, self.profile, examples=examples)
 
 
@@ -115,15 +113,7 @@ Asks: TypeAlias = Mapping[str, DeviceWorkload]
 def add_update_duration(
     known: Known, update: Update, work: Mapping[str, float], took_s: float | None, expected_s: float | None
 ) -> Known:
-    """Return the known durations with that of an accepted update.
-
-    Args:
-        known: Recent durations of each device.
-        update: Accepted update.
-        work: Amount of work by device, as `DeviceWorkload.work_amount`.
-        took_s: Seconds from the selection of the device to the update. None leaves `known` unchanged.
-        expected_s: Duration predicted by the device's profile, or None.
-    """
+    """Return the known durations with that of an accepted update."""
     if took_s is None:
         return known
     usage = update.usage
@@ -174,15 +164,10 @@ def predict_duration_s(
 
 
 def add_duration(known: Known, device: str, took: TaskDuration) -> Known:
-    """Return the known durations with one more of a device.
-
-    The RECENT latest durations are kept.
-    """
     return {**known, device: (*known.get(device, ()), took)[-RECENT:]}
 
 
 def decide_deadline(cohort: CohortSettings, known: Known, asked: Asks) -> DeadlineDecision:
-    """Decide a round's deadline by the cohort's policy, between FLOOR_S and `deadline_s`."""
     found = POLICIES[cohort.deadline](cohort, known, asked)
     if found.seconds is None:
         return found
@@ -190,18 +175,11 @@ def decide_deadline(cohort: CohortSettings, known: Known, asked: Asks) -> Deadli
 
 
 def decide_fixed(cohort: CohortSettings, known: Known, asked: Asks) -> DeadlineDecision:
-    """Decide nothing, so that the cohort's `deadline_s` applies."""
     return DeadlineDecision()
 
 
-# -- predicted ------------------------------------------------------------------------------------
-
-
 def decide_by_prediction(cohort: CohortSettings, known: Known, asked: Asks) -> DeadlineDecision:
-    """Decide a high percentile over devices of their 90th percentile durations, plus SLACK.
-
-    If the duration of any device cannot be predicted, `deadline_s` applies.
-    """
+    """Decide a high percentile of the devices' 90th percentiles, plus SLACK, if all can be predicted."""
     fleet = FleetDurations.from_durations(known)
     found = [_predict_p90_s(known.get(device, ()), ask, fleet) for device, ask in asked.items()]
     times = sorted(time for time in found if time is not None)
@@ -221,7 +199,6 @@ class FleetDurations(NamedTuple):
     link: cost_model.LinkCost = ASSUMED
 
     def predict_rest_s(self, ask: DeviceWorkload) -> float:
-        """Return the seconds outside the task to expect for a device without known durations."""
         return max(self.rest_s, self.link.transfer_seconds(ask.bytes))
 
     def assumed_examples(self, took: Sequence[TaskDuration], ask: DeviceWorkload) -> int:
@@ -281,9 +258,6 @@ def _p90_ratio(logs: Sequence[float], spread: float) -> float:
     return math.exp(middle + Z90 * math.sqrt(variance))
 
 
-# -- paper ----------------------------------------------------------------------------------------
-
-
 def decide_by_paper(cohort: CohortSettings, known: Known, asked: Asks) -> DeadlineDecision:
     """Decide the last round's slowest duration times the ratio of work (FedStitch, 4.4), if any is known."""
     every = [each for took in known.values() for each in took]
@@ -295,14 +269,8 @@ def decide_by_paper(cohort: CohortSettings, known: Known, asked: Asks) -> Deadli
     return DeadlineDecision(max(each.seconds for each in before) * ratio)
 
 
-# -- energy ---------------------------------------------------------------------------------------
-
-
 def decide_by_energy(cohort: CohortSettings, known: Known, asked: Asks) -> DeadlineDecision:
-    """Decide the plan of fewest joules within the time limit, or the shortest within the joule limit.
-
-    Without a plan, decide by prediction.
-    """
+    """Decide the plan of fewest joules or, with a joule limit, the shortest. Without a plan, decide by prediction."""
     problem = energy_problem(cohort, known, asked)
     plan = problem and plan_energy(cohort, *problem)
     if not plan:
@@ -314,10 +282,7 @@ def decide_by_energy(cohort: CohortSettings, known: Known, asked: Asks) -> Deadl
 def plan_energy(
     cohort: CohortSettings, boards: Mapping[str, energy_scheduling.DeviceForecast], passes: int
 ) -> energy_scheduling.EnergyPlan | None:
-    """Return the energy plan within the cohort's limits, or None.
-
-    `boards` and `passes` are from `energy_problem`.
-    """
+    """Return the energy plan within the cohort's limits, or None. `boards` and `passes` are from `energy_problem`."""
     if cohort.joules_per_round is not None:
         return energy_scheduling.plan_least_time(boards, passes, cohort.joules_per_round)
     return energy_scheduling.plan_least_energy(boards, passes, cohort.deadline_s)

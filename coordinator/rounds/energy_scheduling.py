@@ -36,8 +36,6 @@ FRONT: Final = 200  # times at which a front is computed
 
 
 class EpochChoice(NamedTuple):
-    """Option of a device for its task: an operating point and a number of epochs."""
-
     seconds: float  # from request to answer, with a reserve
     joules: float  # expected, above idle
     epochs: int = 1  # passes over the board's own examples
@@ -77,16 +75,7 @@ def plan_least_energy(
 
 
 def plan_least_time(boards: Mapping[str, DeviceForecast], passes: int, limit_j: float) -> EnergyPlan | None:
-    """Return the shortest plan within a joule limit, or the plan of fewest joules if none fits.
-
-    Args:
-        boards: Options of each device.
-        passes: Examples that the cohort must train on, counted in every epoch.
-        limit_j: Most joules of the round.
-
-    Returns:
-        The plan, or None if the devices cannot do all the work.
-    """
+    """Return the shortest plan within a joule limit, else the cheapest, or None if the work is too much."""
     problem = _EnergyProblem(boards, passes)
     first, last = problem.first_feasible_index(), len(problem.times) - 1
     if first is None:
@@ -156,7 +145,6 @@ class _EnergyProblem:
         return best
 
     def shortest_index(self, first: int, last: int, limit_j: float) -> int | None:
-        """Return the first index whose plan is within the joule limit, or None."""
         if self.total_joules(first) <= limit_j:
             return first
         if last - first > 1 and self._lower_bound_j(first, last) <= limit_j:
@@ -276,7 +264,6 @@ def _options_by_epochs(choices: Sequence[EpochChoice]) -> dict[int, tuple[list[f
 def _feasible_options(
     table: Mapping[int, tuple[list[float], list[float]]], limit_s: float
 ) -> Iterator[tuple[int, float]]:
-    """Yield each number of epochs that is possible in time, with the fewest joules."""
     for epochs, (times, joules) in table.items():
         if at := bisect.bisect_right(times, limit_s):
             yield epochs, joules[at - 1]

@@ -1,26 +1,122 @@
-"""Events of a job, as stored in its event log, and the job state that follows from them.
+"""Events of a job, as stored in its event log, and the job state that follows from them. Pure.
 
-`apply_event` applies one event to the state, without I/O, clock or randomness. The server writes each event to the log
-before acting on the event, so that replaying the log after a crash gives the same state. `transitions` lists the
-events allowed in each phase. Any other event, and an event of another round than the running one, is refused.
+`apply_event` applies one event to the state. The server writes each event to the log before acting on the event, so
+that replaying the log after a crash gives the same state. `TRANSITIONS` lists the events allowed in each phase. Any
+other event, and an event of another round than the running one, is refused.
+
+Limits of a job ([stop]) are compared with the totals and evaluations of the log between rounds. So a job can exceed a
+limit by one round, and its result is that of a whole round. Joules do not include tasks without a meter: a job with
+`max_joules` on devices without meters continues, and reports after each round how many tasks were not counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, Literal, TypeAlias, get_args
+from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, get_args
 
 import msgspec
 from msgspec import field
 from msgspec.structs import replace
 
-from fedquilt.coordinator.device_columns import ELIGIBLE, CostColumn, LabelColumn, RoundColumn
-from fedquilt.coordinator.rounds import deadline, job_limits
+from fedquilt import metrics
+from fedquilt.coordinator.device_columns import ELIGIBLE, NEVER, CostColumn, LabelColumn, RoundBitmap, RoundColumn
+from fedquilt.coordinator.rounds import deadline
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload, MemoryShortage
-from fedquilt.coordinator.rounds.eligibility import BUSY, NOTHING, REFUSALS, SHARE, UNKNOWN, UPDATE, LastingDecline
-from fedquilt.coordinator.rounds.round_bitmap import NEVER, RoundBitmap
+from fedquilt.coordinator.rounds.selection import BUSY, NOTHING, REFUSALS, SHARE, UNKNOWN, UPDATE, LastingDecline
 from fedquilt.coordinator.settings import CohortSettings, JobLimits, JobSettings
-from fedquilt.core import Action, BlobRef, EvaluationSums, FedquiltError, JobError, Update, evaluation
+from fedquilt.core import Action, BlobRef, EvaluationSums, FedquiltError, JobError, Method, Update, evaluation
+
+ROUNDING: Final = 1e-9  # by which a gain may be below `min_gain`
+
+
+class ResourceUsage(msgspec.Struct, frozen=True):
+    joules: float = 0.0  # gross, of the metered tasks
+    metered: int = 0  # number of metered tasks
+    unmetered: int = 0  # number of tasks without a meter
+    bytes: int = 0
+    wall_s: float = 0.0  # of committed rounds
+
+    def add_update(self, update: Update) -> ResourceUsage:
+        usage = update.usage
+        return replace(
+            self,
+            joules=self.joules + (usage.energy_j or 0.0),
+            metered=self.metered + (usage.energy_j is not None),
+            unmetered=self.unmetered + (usage.energy_j is None),
+            bytes=self.bytes + update.down_bytes + update.up_bytes,
+        )
+
+
+class BestEvaluation(msgspec.Struct, frozen=True):
+    """Best of the evaluations so far by the main metric, and the number of evaluations without a gain since."""
+
+    metric: str  # a key of `metrics.KNOWN`
+    value: float
+    rounds: int  # completed before it
+    state: BlobRef  # that was evaluated
+    reference: float  # value from which the next gain is measured
+    without_gain: int = 0
+
+    def describe(self) -> str:
+        value = metrics.format_value(metrics.KNOWN[self.metric], self.value)
+        return f"{metrics.KNOWN[self.metric].title} {value} after {self.rounds} round{'s' * (self.rounds != 1)}"
+
+
+def add_evaluation(
+    best: BestEvaluation | None, sums: EvaluationSums | None, state: BlobRef | None, rounds: int, min_gain: float
+) -> BestEvaluation | None:
+    """Return the best evaluation after one more."""
+    if (main := metrics.main_metric(sums)) is None or state is None:
+        return best
+    metric, value = main
+    if best is None or best.metric != metric.name:
+        return BestEvaluation(metric.name, value, rounds, state, value)
+    sign = 1 if metric.higher else -1
+    gain = sign * (value - best.reference)
+    gained = gain > 0 and gain >= min_gain - ROUNDING
+    best = (
+        replace(best, reference=value, without_gain=0) if gained else replace(best, without_gain=best.without_gain + 1)
+    )
+    return replace(best, value=value, rounds=rounds, state=state) if sign * (value - best.value) > 0 else best
+
+
+def describe_reached_limit(limits: JobLimits, spent: ResourceUsage, best: BestEvaluation | None = None) -> str | None:
+    if limits.patience is not None and best is not None and best.without_gain >= limits.patience:
+        least = f" of {limits.min_gain:g}" if limits.min_gain else ""
+        some = f"{best.without_gain} evaluation{'s' * (best.without_gain > 1)}"
+        return f"patience: no gain{least} in {some}; the best is {best.describe()}"
+    if limits.max_joules is not None and spent.joules >= limits.max_joules:
+        return f"max_joules: {spent.joules:.4g} J of {limits.max_joules:.4g} J are used up{_unmetered_suffix(spent)}"
+    if limits.max_bytes is not None and spent.bytes >= limits.max_bytes:
+        return f"max_bytes: {spent.bytes} bytes of {limits.max_bytes} are used up"
+    if limits.max_wall_s is not None and spent.wall_s >= limits.max_wall_s:
+        return f"max_wall_s: {spent.wall_s:.4g} s of {limits.max_wall_s:.4g} s are used up"
+    return None
+
+
+def describe_unmetered_tasks(limits: JobLimits, spent: ResourceUsage) -> str | None:
+    """Return a sentence on tasks missing from the joules, or None without tasks or a limit."""
+    if limits.max_joules is None or not spent.unmetered:
+        return None
+    if not spent.metered:
+        return (
+            f"max_joules = {limits.max_joules:.4g} ends nothing here: no board that has answered has a meter for its "
+            "joules; the job runs to its rounds, or to another limit of [stop]"
+        )
+    return f"max_joules counts {spent.joules:.4g} J of {limits.max_joules:.4g} J{_unmetered_suffix(spent)}"
+
+
+def _unmetered_suffix(spent: ResourceUsage) -> str:
+    if not spent.unmetered:
+        return ""
+    return f", without {spent.unmetered} task{'s' * (spent.unmetered > 1)} on boards that have no meter"
+
+
+def describe_early_end(method: Method, name: str, rounds: int, round: int) -> str | None:
+    """Return a sentence on a job that ends before its method has finished, or None."""
+    if method.done is Method.done or round + 1 < rounds:
+        return None
+    return f"the job's {rounds} rounds are over before {name} has ended: the result is what it has so far; raise rounds"
 
 
 class JobConstants(msgspec.Struct, frozen=True):
@@ -93,9 +189,6 @@ def format_mermaid_diagram() -> str:
     return "\n".join(["stateDiagram-v2", "    [*] --> new", *lines, "    done --> [*]"])
 
 
-# -- facts ----------------------------------------------------------------------------------------
-
-
 class Event(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True): ...
 
 
@@ -112,8 +205,6 @@ class JobStarted(Event, frozen=True, omit_defaults=True):
 
 
 class EligibilityRecorded(Event, frozen=True):
-    """Changes in the devices that are eligible, with reasons for those that are not."""
-
     round: int
     eligible: tuple[str, ...] = ()
     passed: dict[str, tuple[str, ...]] = {}  # a key of `eligible.REASONS` -> devices
@@ -158,10 +249,7 @@ class UpdateRejected(Event, frozen=True, omit_defaults=True):
 
 
 class UpdateLost(Event, frozen=True):
-    """Loss of an accepted update whose blob is missing or damaged.
-
-    The device works on its task again.
-    """
+    """Loss of an accepted update whose blob is missing or damaged. The device works on its task again."""
 
     round: int
     device: str
@@ -169,10 +257,7 @@ class UpdateLost(Event, frozen=True):
 
 
 class UpdatesAggregated(Event, frozen=True):
-    """Storage of a partial aggregate.
-
-    The blobs of the updates in the aggregate are no longer needed.
-    """
+    """Storage of a partial aggregate. The blobs of the updates in the aggregate are no longer needed."""
 
     round: int
     devices: tuple[str, ...]
@@ -184,10 +269,7 @@ class RoundClosed(Event, frozen=True):
 
 
 class DeadlineExtended(Event, frozen=True):
-    """Passing of a predicted deadline without a quorum.
-
-    The round then closes at the first quorum.
-    """
+    """Passing of a predicted deadline without a quorum. The round then closes at the first quorum."""
 
     round: int
 
@@ -203,7 +285,7 @@ class AttemptResumed(Event, frozen=True):
     """Continuation of an attempt by another coordinator process, `passed_s` after the attempt's start."""
 
     round: int
-    passed_s: float  # of the deadline, as `next_event.restart_event` counts them
+    passed_s: float  # of the deadline, as `decisions.restart_event` counts them
 
 
 class RoundCommitted(Event, frozen=True):
@@ -258,9 +340,6 @@ _OfRound = _OfAttempt | RoundClosed | RoundCommitted
 AnyEvent = NoteRecorded | JobStarted | _OfRound | JobEnded | JobResumed
 
 
-# -- state ----------------------------------------------------------------------------------------
-
-
 class JobState(msgspec.Struct, frozen=True):
     """State of a job, as given by applying all its events in order (`apply_event`)."""
 
@@ -276,9 +355,8 @@ class JobState(msgspec.Struct, frozen=True):
     state: BlobRef | None = None
     asked: frozenset[str] = frozenset()  # asked in this attempt, and not answered, declined or rejected
     roll: frozenset[str] = frozenset()  # asked in this or else the last round, and not declined
-    due: frozenset[str] = (
-        frozenset()
-    )  # where all are wanted: who took part when devices were last asked in this attempt
+    # where all are wanted: who took part when devices were last asked in this attempt
+    due: frozenset[str] = frozenset()
     silent: tuple[str, ...] = ()  # asked in earlier attempts at this round and not heard, the latest asked last
     answered: Mapping[str, Update] = field(default_factory=dict)  # device -> its update of this round
     folded: UpdatesAggregated | None = None  # stored partial aggregate, whose updates are deleted
@@ -289,13 +367,12 @@ class JobState(msgspec.Struct, frozen=True):
     labels: LabelColumn = field(default_factory=LabelColumn)  # who can be asked, by the latest `EligibilityRecorded`
     costs: CostColumn = field(default_factory=CostColumn)
     since: RoundColumn = field(default_factory=RoundColumn)  # round in which it was last asked, or first seen
-    spent: job_limits.ResourceUsage = job_limits.ResourceUsage()
-    best: job_limits.BestEvaluation | None = None
+    spent: ResourceUsage = ResourceUsage()
+    best: BestEvaluation | None = None
     began_s: float = 0.0  # start of the running round, or when this process took up the job
     declined: Mapping[str, str] = field(default_factory=dict)  # device -> reason; not asked again in this attempt
-    refused: Mapping[str, LastingDecline] = field(
-        default_factory=dict
-    )  # device -> its last refusal, if that kind lasts
+    # device -> its last refusal, if that kind lasts
+    refused: Mapping[str, LastingDecline] = field(default_factory=dict)
     idle: frozenset[str] = frozenset()  # of these: devices that the method has no task for in this round
     lost: frozenset[str] = frozenset()  # devices that have counted this round already, and work on it again
     history: Mapping[str, RoundBitmap] = field(default_factory=dict)  # device -> rounds it contributed to
@@ -315,7 +392,6 @@ class JobState(msgspec.Struct, frozen=True):
 
     @property
     def passed(self) -> dict[str, str]:
-        """Code of the reason why a device cannot be asked."""
         return {device: label for device, label in self.labels.items() if label != ELIGIBLE}
 
     @property
@@ -345,13 +421,13 @@ class JobState(msgspec.Struct, frozen=True):
 
     @property
     def reached_limit(self) -> str | None:
-        return job_limits.describe_reached_limit(self.plan.stop, self.spent, self.best)
+        return describe_reached_limit(self.plan.stop, self.spent, self.best)
 
-    def best_after(self, sums: EvaluationSums | None) -> job_limits.BestEvaluation | None:
+    def best_after(self, sums: EvaluationSums | None) -> BestEvaluation | None:
         """Return the best evaluation after one of the state that the running round began with."""
         if not self.plan.check_every:  # a site evaluates for the coordinator above
             return self.best
-        return job_limits.add_evaluation(self.best, sums, self.state, self.completed_rounds, self.plan.stop.min_gain)
+        return add_evaluation(self.best, sums, self.state, self.completed_rounds, self.plan.stop.min_gain)
 
     @property
     def deadline_s(self) -> float:
@@ -362,11 +438,9 @@ class JobState(msgspec.Struct, frozen=True):
         return (self.ordered and self.ordered.deadline_s) or self.plan.cohort.deadline_s
 
     def remaining_s(self, now_s: float) -> float:
-        """Return the seconds until the running attempt's deadline, at least 0."""
         return max(self.opened_s + self.deadline_s - now_s, 0.0)
 
     def decline_event(self, device: str, code: str, reason: str, ask: DeviceWorkload, start: str = "") -> TaskDeclined:
-        """Return the event of a declined task, with the task's requirements if memory was short."""
         lacks_memory = REFUSALS.get(code, UNKNOWN).lasts == "rounds"
         return TaskDeclined(
             self.round, device, code, reason, MemoryShortage.from_workload(ask) if lacks_memory else None, start
@@ -385,11 +459,7 @@ class JobState(msgspec.Struct, frozen=True):
 
 
 def apply_event(state: JobState, fact: AnyEvent, now_s: float) -> JobState:
-    """Return the job state after an event.
-
-    Raises:
-        JobError: If the event belongs to another round than the running one, or is not allowed in this phase.
-    """
+    """Return the job state after an event."""
     kind, of = type(fact).__name__, getattr(fact, "round", state.round)
     to = next_phases(kind, state.phase)
     if of != state.round:
@@ -488,7 +558,6 @@ def _apply_cohort_selected(state: JobState, fact: CohortSelected, now_s: float) 
 
 
 def _apply_update_lost(state: JobState, fact: UpdateLost, now_s: float) -> JobState:
-    """Return the state without a lost update: the round is open again, and the device is at work."""
     device, asked_s = fact.device, {**state.asked_s, fact.device: now_s}
     answered = {name: update for name, update in state.answered.items() if name != device}
     through = {board: site for board, site in state.through.items() if site != device} if state.through else {}
@@ -542,3 +611,20 @@ def _apply_round_committed(state: JobState, fact: RoundCommitted, now_s: float) 
 def _is_evaluation_round_next(state: JobState) -> bool:
     due = bool(every := state.plan.check_every) and state.completed_rounds % every == 0
     return not state.checked and (state.is_work_done or due or state.reached_limit is not None)
+
+
+class JobView(Protocol):
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def job(self) -> JobSettings: ...
+
+    @property
+    def rounds(self) -> JobState: ...
+
+
+class EndedJob(NamedTuple):  # without a controller
+    id: str
+    job: JobSettings
+    rounds: JobState

@@ -17,7 +17,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from fedquilt import wire
-from fedquilt.coordinator.rounds.next_event import capped_elapsed_s
+from fedquilt.coordinator.rounds.decisions import capped_elapsed_s
 from fedquilt.core import Count, JobError, Label, Name, Profile, Seconds, Sentence, seed_deriver, shorten_error
 from fedquilt.core.messages import UPGRADES
 from fedquilt.formats import labels
@@ -42,7 +42,6 @@ class RolloutPlan(wire.ReleaseContent, frozen=True, omit_defaults=True):
 
     @property
     def includes_all_devices(self) -> bool:
-        """Whether the last phase covers all devices, including those that join later."""
         return self.phases[-1] >= 1.0
 
     def require_valid(self) -> None:
@@ -68,9 +67,6 @@ SWAPPED: Final = frozenset({"checking", "soaking"})  # a board that falls silent
 MEASURED: Final = frozenset({"accuracy", "accuracy_before", "latency_s", "energy_j", "peak_bytes"})  # and kept
 UNABLE: Final = "no launcher started the agent"
 LONGEST_S: Final = 86400.0  # a board that is there and waits, checks or soaks for longer holds nobody up any more
-
-
-# -- facts ----------------------------------------------------------------------------------------
 
 
 class RolloutEvent(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, omit_defaults=True): ...
@@ -115,10 +111,7 @@ class RolloutCompleted(RolloutEvent, frozen=True):
 
 
 class RolloutReverted(RolloutEvent, frozen=True):
-    """Abort of a rollout under way, or roll-back of a completed one.
-
-    Releases with this serial number restore the devices' earlier versions.
-    """
+    """Abort of a rollout under way, or roll-back of a completed one, by releases with this serial number."""
 
     serial: Count
     reason: Sentence = ""
@@ -137,9 +130,6 @@ ALLOWED: Final[Mapping[type[RolloutEvent], tuple[Status, ...]]] = {
     RolloutReverted: ("queued", "running", "done"),
 }
 """Fact -> states of a rollout in which it may happen."""
-
-
-# -- state ----------------------------------------------------------------------------------------
 
 
 class Rollout(msgspec.Struct, frozen=True):
@@ -168,7 +158,6 @@ class Rollout(msgspec.Struct, frozen=True):
 
     @property
     def is_reverted(self) -> bool:
-        """Whether the rollout was aborted or rolled back."""
         return self.back > 0
 
     def device_phase(self, device: str) -> str:
@@ -185,7 +174,6 @@ class Rollout(msgspec.Struct, frozen=True):
         return "lost" if phase in SWAPPED and device in self.silent else phase
 
     def count_outcomes(self) -> dict[str, int]:
-        """Return the number of offered devices by outcome, where "" means without a report."""
         found: dict[str, int] = {}
         for device in self.offered:
             standing = self.device_outcome(device)
@@ -194,11 +182,7 @@ class Rollout(msgspec.Struct, frozen=True):
 
 
 def apply_rollout_event(state: Rollout, fact: AnyRolloutEvent) -> Rollout:
-    """Return the rollout after an event.
-
-    Raises:
-        JobError: If the event is not allowed in this state, so that the log cannot be trusted.
-    """
+    """Return the rollout after an event."""
     if state.status not in ALLOWED[type(fact)]:
         raise JobError(f"{type(fact).__name__} cannot follow in {state.id}, which is {state.status}")
     match fact:
@@ -257,9 +241,6 @@ def release_for_device(state: Rollout, device: str) -> wire.DesiredRelease | Non
     )
 
 
-# -- which fact comes next ------------------------------------------------------------------------
-
-
 class RolloutDevice(NamedTuple):
     online: bool
     since_s: float  # time of the latest contact or report
@@ -273,15 +254,7 @@ class RolloutDevice(NamedTuple):
 def select_rollout_devices(
     state: Rollout, every: Sequence[Rollout], boards: Mapping[str, RolloutDevice]
 ) -> dict[str, RolloutDevice]:
-    """Return the devices that a rollout selects or has offered its release to.
-
-    Devices that a later rollout of the same kind has taken over, or will take over, are left out.
-
-    Args:
-        state: The rollout.
-        every: All rollouts in submission order.
-        boards: All devices, including those with an offer of the rollout.
-    """
+    """Return the devices that a rollout selects or has offered to, and no later one of its kind takes over."""
     at = next(place for place, each in enumerate(every) if each.id == state.id)
     later = [each for each in every[at + 1 :] if each.plan.kind == state.plan.kind]
     goes_on = [
@@ -311,7 +284,6 @@ def incompatibility_reason(plan: RolloutPlan, profile: Profile) -> str:
 
 
 def incompatible_devices(plan: RolloutPlan, profiles: Mapping[str, Profile]) -> dict[str, str]:
-    """Return the reason of each selected device that cannot run the release."""
     chosen = {name: profile for name, profile in profiles.items() if labels.is_selected(plan.select, profile.labels)}
     reasons = {name: incompatibility_reason(plan, profile) for name, profile in sorted(chosen.items())}
     return {name: reason for name, reason in reasons.items() if reason}
@@ -346,8 +318,9 @@ def decide_rollout_event(
     if state.status == "queued":
         return RolloutStarted(serial, dict(without or {}))
     if state.status == "done":
-        late = _find_late_devices(state, fleet)
-        return ReleaseOffered(len(state.plan.phases), late) if late else None
+        late = [device for device, seen in fleet.items() if seen.online and device not in state.offered]
+        wanted = late and state.plan.includes_all_devices
+        return ReleaseOffered(len(state.plan.phases), tuple(sorted(late))) if wanted else None
     if state.status != "running":
         return None
     if state.step == len(state.plan.cumulative_shares):
@@ -358,10 +331,8 @@ def decide_rollout_event(
             "other devices"
         )
         return RolloutReverted(serial, shorten_error(why))
-    failed, answered = (
-        _find_failed_devices(state),
-        [device for device in state.offered if state.device_phase(device) in SETTLED],
-    )
+    failed = [device for device in state.offered if state.device_phase(device) in FAILED]
+    answered = [device for device in state.offered if state.device_phase(device) in SETTLED]
     most = state.plan.abort_above
     canary = sum(step == 0 for step in state.offered.values())
     if len(failed) > most * max(len(answered), canary):
@@ -433,29 +404,13 @@ def earlier_wait_s(state: Rollout, device: str, online: bool) -> float:
 
 
 def rollout_restart_event(state: Rollout, since_s: float) -> RolloutResumed | None:
-    """Return the event of a coordinator restart, or None if no step is open.
-
-    Args:
-        state: The rollout.
-        since_s: The wall-clock seconds since its latest event.
-    """
+    """Return the event of a coordinator restart, or None if no step is open."""
     if not state.is_step_open:
         return None
     limits = (state.silent_s, _wait_limit_s(state, False)), (state.present_s, _wait_limit_s(state, True))
     return RolloutResumed(
         *(capped_elapsed_s(passed_s, since_s, limit_s, state.restarts) for passed_s, limit_s in limits)
     )
-
-
-def _find_late_devices(state: Rollout, fleet: Mapping[str, RolloutDevice]) -> tuple[str, ...]:
-    """Return the online devices without an offer, or none if the plan does not include later devices."""
-    if not state.plan.includes_all_devices:
-        return ()
-    return tuple(sorted(each for each, seen in fleet.items() if seen.online and each not in state.offered))
-
-
-def _find_failed_devices(state: Rollout) -> list[str]:
-    return [device for device in state.offered if state.device_phase(device) in FAILED]
 
 
 def _abort_reason(state: Rollout, failed: Collection[str], answered: int) -> str:

@@ -27,7 +27,7 @@ import msgspec
 
 from fedquilt import __version__
 from fedquilt.console import progress
-from fedquilt.coordinator import limits
+from fedquilt.coordinator import settings
 from fedquilt.coordinator.storage.rollout_log import RolloutLog
 from fedquilt.coordinator.storage.rows import RowStore, database_errors
 from fedquilt.coordinator.storage.store import UNENDED, Store, StoredJob
@@ -56,27 +56,18 @@ class BackupSummary(NamedTuple):
     bytes: int
 
 
-# -- making one -----------------------------------------------------------------------------------
-
-
 def write_backup(store: Store, file: Path) -> BackupSummary:
-    """Write a backup of a home into a new file, while a coordinator may use the home.
-
-    Raises:
-        JobError: If the file exists, another backup to the file is being written, or a simulated fleet is active in
-            the home.
-        StoreError: If the home is damaged, or the file cannot be written.
-    """
+    """Write a backup of a home into a new file, while a coordinator may use the home."""
     if file.exists():
         raise _file_exists_error(file)
     with disk_errors(f"write {file}", _WHEN_FULL), _open_part_file(file) as part, os.fdopen(os.dup(part), "wb") as raw:
         archive = _BackupArchive(raw)
         boards = _lock_home_and_list_agent_files(store)
         blobs = _add_database_and_blobs(store, archive, Path(f"{file}.part.db"))
-        settings = [path for path in (store.home / limits.FILE,) if path.is_file()]
+        limits = [path for path in (store.home / settings.FILE,) if path.is_file()]
         of_runs = [path for name in ("evaluations", "machines") for path in sorted((store.home / name).glob("*.json"))]
         bundles = _list_regular_files(store.home / "sites" / row.id for row in store.all_jobs())
-        for path in [*settings, *boards, *of_runs, *bundles]:
+        for path in [*limits, *boards, *of_runs, *bundles]:
             archive.add_file(path.relative_to(store.home).as_posix(), path)
         archive.close_with_manifest()
         raw.flush()
@@ -120,11 +111,7 @@ def _add_database_and_blobs(store: Store, archive: _BackupArchive, snapshot: Pat
 
 
 def _copy_database(store: Store, target: Path) -> set[str]:
-    """Copy the database to a file, and return the blobs that its runs need.
-
-    Raises:
-        StoreError: If the database, or a run in it, is damaged.
-    """
+    """Copy the database to a file, and return the blobs that its runs need."""
     if store.damage:
         raise StoreError(f"{store.home / DATABASE} is damaged ({store.damage}): put back an earlier backup")
     os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
@@ -145,11 +132,7 @@ def _copy_database(store: Store, target: Path) -> set[str]:
 
 
 def _lock_home_and_list_agent_files(store: Store) -> list[Path]:
-    """Return the files of simulated devices with unfinished runs, and lock the home if there are any.
-
-    Raises:
-        JobError: If the devices are active.
-    """
+    """Return the files of simulated devices with unfinished runs, and lock the home if there are any."""
     rows = [row for row in store.readable_jobs() if isinstance(row, StoredJob) and row.status not in ("done", "failed")]
     folders = [store.home / "agents" / row.id for row in rows if (store.home / "agents" / row.id).is_dir()]
     if not folders:
@@ -166,18 +149,12 @@ def _list_regular_files(folders: Iterable[Path]) -> list[Path]:
 
 
 class _BackupArchive:
-    """A backup that is being written."""
-
     def __init__(self, raw: IO[bytes]) -> None:
         self._tar = tarfile.TarFile(fileobj=raw, mode="w")
         self._files: dict[str, tuple[int, str]] = {}
 
     def add_file(self, name: str, path: Path, sha256: str = "") -> bool:
-        """Add a file. Return False if the file does not exist.
-
-        Raises:
-            StoreError: If the content does not match `sha256`.
-        """
+        """Add a file. Return False if the file does not exist."""
         try:
             file = open(path, "rb")  # noqa: SIM115
         except FileNotFoundError:
@@ -208,8 +185,6 @@ class _BackupArchive:
 
 
 class _HashingReader:
-    """What is read, and its hash."""
-
     def __init__(self, source: IO[bytes]) -> None:
         self._source, self.sha256 = source, hashlib.sha256()
 
@@ -246,16 +221,8 @@ def _file_exists_error(file: Path) -> JobError:
     return JobError(f"{file} is there already: name a new file")
 
 
-# -- a home from one ------------------------------------------------------------------------------
-
-
 def restore_backup(file: Path, home: Path) -> BackupSummary:
-    """Restore a home from a backup, completely or not at all.
-
-    Raises:
-        JobError: If the home exists, or another command is restoring it.
-        StoreError: If the backup is damaged, incomplete or of another format, or the home cannot be written.
-    """
+    """Restore a home from a backup, completely or not at all."""
     home = Path(os.path.abspath(home))
     if home.is_symlink() or not _is_missing_or_empty(home):
         raise JobError(f"{home} exists already: name a folder that does not exist, or move this one away first")

@@ -21,8 +21,7 @@ from fedquilt.coordinator.rounds.rollout import (
     apply_rollout_event,
 )
 from fedquilt.coordinator.storage import rows
-from fedquilt.coordinator.storage.checksums import FIRST
-from fedquilt.coordinator.storage.rows import JobRow, RowStore, current_user, database_errors, encode_lossless
+from fedquilt.coordinator.storage.rows import FIRST, JobRow, RowStore, current_user, database_errors, encode_lossless
 from fedquilt.core import UNDECODABLE, JobError, StoreError
 
 SCHEMA: Final = rows.SCHEMA.format(table="rollouts", facts="rollout_facts")
@@ -59,11 +58,7 @@ class RolloutLog:
         self._read: dict[str, tuple[int, JobRow, Rollout, float]] = {}  # id -> last fact read, row, state and time
 
     def add_rollout(self, plan: RolloutPlan, *, id: str = "") -> str:
-        """Queue a rollout and return its id, `<kind>-<date>-<time>-<random>` unless given.
-
-        Raises:
-            JobError: If the plan is invalid or cannot be stored, or another rollout of its kind is under way.
-        """
+        """Queue a rollout and return its id, `<kind>-<date>-<time>-<random>` unless given."""
         plan.require_valid()
         now = time.time()
         id = id or f"{plan.kind}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{secrets.token_hex(3)}"
@@ -87,11 +82,7 @@ class RolloutLog:
             return self._load_rollouts_and_errors()[1]
 
     def find_rollout(self, rollout: str = "") -> StoredRollout:
-        """Return the latest rollout with this id, run or version, or the latest of all for "".
-
-        Raises:
-            StoreError: If there is no such rollout, or its rows cannot be read.
-        """
+        """Return the latest rollout with this id, run or version, or the latest of all for ""."""
         known = self.readable_rollouts()
         if rollout and (why := self.read_errors().get(rollout)):
             raise StoreError(str(why))
@@ -108,11 +99,7 @@ class RolloutLog:
             return list(self._load_events(id, 0))
 
     def append_events(self, facts: Sequence[tuple[str, AnyRolloutEvent]]) -> None:
-        """Write (rollout, event) pairs in one transaction, to the disk if the store is durable.
-
-        Raises:
-            JobError: If an event cannot be encoded without loss.
-        """
+        """Write (rollout, event) pairs in one transaction, to the disk if the store is durable."""
         now = self._wall_s()
         bodies = [(id, now, encode_lossless(id, fact, _decoded)) for id, fact in facts]
         with self._writing():
@@ -123,7 +110,6 @@ class RolloutLog:
                 self._counters.set_counter(_SERIAL, max(serials))
 
     def request_revert(self, id: str, requested: bool = True) -> None:
-        """Ask the coordinator to revert a rollout, or note that the request has been handled."""
         with self._writing():
             self._require_rollout(id)
             self._rows.update_job(id, status="revert" if requested else "")
@@ -152,8 +138,6 @@ class RolloutLog:
     def _read_transaction(self) -> Iterator[None]:
         with database_errors(self._home), self._rows.open_transaction("deferred"):
             yield
-
-    # -- within: nothing here turns SQLite's errors into a sentence --
 
     def _require_rollout(self, id: str) -> None:
         if self._rows.find_job(id) is None:

@@ -1,32 +1,150 @@
-"""Rows of the coordinator's database, protected by checksums.
+"""Rows of the coordinator's database, protected by checksums, and the index of the event logs.
 
 Jobs and rollouts have the same tables: a row for each, and a row for each of its events. The checksum of an event also
 covers the previous event, and the row of the job or rollout contains the checksum of the latest event. So lost, added,
 changed or reordered events are detected.
+
+The index has the end of each job's log and the blobs that the job needs. An update of the index reads only the events
+that were added since the previous one. In a new process the index starts at the job's snapshot, or at the first event.
 """
 
 from __future__ import annotations
 
 import getpass
+import hashlib
 import os
 import sqlite3
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
 from fedquilt.coordinator.rounds.events import AnyEvent
-from fedquilt.coordinator.storage.checksums import FIRST, chain_checksum, checksum
-from fedquilt.coordinator.storage.log_index import IndexedLog, LogIndex
-from fedquilt.core import JobError, StoreError, Update
+from fedquilt.core import UNDECODABLE, JobError, StoreError, Update
 from fedquilt.host.disk import FIXES, NOT_ALLOWED, PRIVATE, Disk
+
+FIRST: Final = b""  # instead of the checksum of a fact before the first one
+SUM_BYTES: Final = 16
+
+
+def checksum(*values: str | float | bytes) -> bytes:
+    return hashlib.sha256(ascii(values).encode()).digest()[:SUM_BYTES]
+
+
+class IndexedLog(msgspec.Struct):
+    """Index of a job's log up to one event. Damaged events are noted, and later events are still read."""
+
+    seq: int = 0  # number of that fact; 0: none
+    head: bytes = FIRST  # its checksum
+    facts: int = 0
+    size: int = 0  # bytes of their bodies
+    at: float | None = None  # wall-clock seconds of that fact
+    state: str = ""  # sha256 of the latest state; "": there is none
+    best: str = ""  # likewise, of the state with the best evaluation
+    # device -> sha256 of blobs of its update that no state or sum contains yet
+    updates: dict[str, tuple[str, ...]] = {}
+    sum: str = ""  # sha256 of the stored partial aggregate, or empty
+    whole: bool = True  # every fact is what was written
+
+    @property
+    def needed_blobs(self) -> set[str]:
+        """SHA-256 of the blobs that the job needs in addition to its bundle."""
+        found = {sha256 for blobs in self.updates.values() for sha256 in blobs}
+        return found.union(each for each in (self.state, self.best, self.sum) if each)
+
+    def add_rows(self, job: str, rows: Iterable[tuple[int, Any, Any, bytes, int]]) -> None:
+        """Add rows of later events: sequence, wall-clock seconds, JSON, checksum and bytes of each."""
+        for seq, at, body, sum, size in rows:
+            self.whole = self.whole and sum == checksum(self.head, job, at, body)
+            self.add_event(seq, at, body, sum, size)
+
+    def add_event(self, seq: int, at: Any, body: Any, sum: bytes, size: int) -> None:
+        """Add the next event, without verifying its checksum."""
+        self.seq, self.head, self.at = seq, sum, at
+        self.facts, self.size = self.facts + 1, self.size + size
+        try:
+            named = _named(body)
+        except (*UNDECODABLE, TypeError):
+            return
+        if named.state is not None:
+            self.best = self.state if named.best else self.best
+            self.state, self.updates, self.sum = named.state.sha256, {}, ""
+        if named.update is not None:
+            self.updates[named.update.device] = tuple(ref.sha256 for ref in named.update.bundles.values())
+        if named.sum is not None:
+            self.sum = named.sum.sha256
+            self.updates = {name: blobs for name, blobs in self.updates.items() if name not in named.devices}
+
+
+class LogIndex:
+    """Index of the event logs in one database."""
+
+    def __init__(self, db: sqlite3.Connection, kept: Callable[[str], IndexedLog | None]) -> None:
+        self._db, self._kept = db, kept
+        self._known: dict[str, IndexedLog] = {}  # by job, as read last
+
+    def read_all_logs(self) -> dict[str, IndexedLog]:
+        """Return the present index of every job's log. The result must not be changed."""
+        heads = dict(self._db.execute("select id, head from jobs order by rowid").fetchall())
+        for gone in self._known.keys() - heads:
+            del self._known[gone]
+        return {job: self.read_log(job, head) for job, head in heads.items()}
+
+    def add_written_event(self, job: str, before: bytes, seq: int, at: float, body: str, sum: bytes) -> None:
+        """Add an event that this process appends to a log, if the index ends at the checksum `before`."""
+        known = self._known.get(job)
+        if known is not None and known.head == before:  # if it is taken back, the next look finds another fact there
+            known.add_event(seq, at, body, sum, len(body.encode()))
+
+    def read_log(self, job: str, head: bytes) -> IndexedLog:
+        """Return the present index of a job's log, whose last checksum is `head`."""
+        known = self._known.get(job)
+        try:
+            if known is None or (known.head != head and not has_event(self._db, job, known.seq, known.head)):
+                known = self._known[job] = self._kept(job) or IndexedLog()
+            if known.head != head:
+                known.add_rows(job, self._db.execute(_BEHIND, (job, known.seq)))
+        except UnicodeEncodeError:  # a damaged id, which no fact names
+            return IndexedLog(whole=False)
+        return known
+
+
+def has_event(db: sqlite3.Connection, job: str, seq: int, sum: bytes) -> bool:
+    return bool(db.execute("select sum from facts where seq = ? and job = ?", (seq, job)).fetchone() == (sum,))
+
+
+_BEHIND: Final = """
+    select seq, at, body, sum, length(cast(body as blob)) from facts where job = ? and seq > ? order by seq
+"""
+
+
+class _BlobField(msgspec.Struct):
+    sha256: str
+
+
+class _UpdateField(msgspec.Struct):
+    device: str
+    bundles: dict[str, _BlobField]
+
+
+class _ReferencedBlobs(msgspec.Struct):
+    """Blobs named in an event. The other fields of the event are not decoded."""
+
+    state: _BlobField | None = None
+    best: bool = False  # whether the state before is the best so far
+    update: _UpdateField | None = None
+    sum: _BlobField | None = None  # of the updates of these devices
+    devices: tuple[str, ...] = ()
+
+
+_named: Final = msgspec.json.Decoder(_ReferencedBlobs).decode
+
 
 T = TypeVar("T")
 
 BUSY_S: Final = 5.0  # that a reader waits for a writer
-KNOWN: Final = 100  # rows of jobs of which it is remembered that they were whole
 _COLUMNS: Final = "id, settings, bundle, status, created, origin, epoch, head, submitter, content"
 SCHEMA: Final = """
 create table if not exists {table} (
@@ -45,25 +163,16 @@ decoded: Final = msgspec.json.Decoder(AnyEvent).decode
 class DamagedRunError(JobError): ...
 
 
-class database_errors:
-    """Context manager that converts SQLite and OS errors of its body to StoreErrors naming the home."""
-
-    __slots__ = ("_home",)
-
-    def __init__(self, home: Path) -> None:
-        self._home = home
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+@contextmanager
+def database_errors(home: Path) -> Iterator[None]:
+    """Convert SQLite and OS errors of the body to StoreErrors naming the home."""
+    try:
+        yield
+    except (sqlite3.Error, OSError) as error:
         if type(error) is sqlite3.DatabaseError:  # its subclasses are about the disk, the statement or a lock
-            place = self._home / "fedquilt.db"
+            place = home / "fedquilt.db"
             raise StoreError(f"{place} is damaged ({error}): put back a copy of the whole home") from None
-        if isinstance(error, sqlite3.Error | OSError):
-            raise StoreError(
-                f"cannot use the store {self._home}: {describe_database_error(self._home, error)}"
-            ) from None
+        raise StoreError(f"cannot use the store {home}: {describe_database_error(home, error)}") from None
 
 
 def describe_database_error(home: Path, error: Exception) -> str:
@@ -78,46 +187,25 @@ def describe_database_error(home: Path, error: Exception) -> str:
 
 
 def is_served(home: Path, disk: Disk = PRIVATE) -> bool:
-    """Return whether a coordinator runs for a home, without writing there.
-
-    Raises:
-        StoreError: If the home cannot be read.
-    """
+    """Return whether a coordinator runs for a home, without writing there."""
     with database_errors(home):
         return disk.is_locked(home / "lock")
 
 
-class transaction:
-    """Context manager that runs its body in one transaction, rolled back after an error.
-
-    Args:
-        db: The database, in autocommit mode.
-        kind: The lock mode of SQLite: deferred, immediate or exclusive.
-    """
-
-    __slots__ = ("_db", "_kind")
-
-    def __init__(self, db: sqlite3.Connection, kind: str = "immediate") -> None:
-        self._db, self._kind = db, kind
-
-    def __enter__(self) -> None:
-        self._db.execute(f"begin {self._kind}")
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        try:
-            if error is None:
-                self._db.execute("commit")
-        finally:
-            if self._db.in_transaction:
-                self._db.execute("rollback")
+@contextmanager
+def transaction(db: sqlite3.Connection, kind: str = "immediate") -> Iterator[None]:
+    """Run the body in one transaction of this lock mode of SQLite, rolled back after an error."""
+    db.execute(f"begin {kind}")
+    try:
+        yield
+        db.execute("commit")
+    finally:
+        if db.in_transaction:
+            db.execute("rollback")
 
 
 def open_read_only(path: Path, *, check_same_thread: bool = True) -> sqlite3.Connection:
-    """Open a database for reading, which also works without write permission to its folder.
-
-    Raises:
-        sqlite3.Error: If the database does not exist or cannot be read.
-    """
+    """Open a database for reading, which also works without write permission to its folder."""
     uri = f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if _must_open_immutable(path) else ''}"
     return sqlite3.connect(uri, timeout=BUSY_S, isolation_level=None, check_same_thread=check_same_thread, uri=True)
 
@@ -140,11 +228,7 @@ class DatabaseIdentity(NamedTuple):
 
     @staticmethod
     def from_path(path: Path) -> DatabaseIdentity:
-        """Return the identity of the database at a path.
-
-        Raises:
-            OSError: If the file does not exist or is not accessible.
-        """
+        """Return the identity of the database at a path."""
         found = path.stat()
         return DatabaseIdentity(found.st_dev, found.st_ino, _must_open_immutable(path))
 
@@ -184,11 +268,7 @@ def current_user() -> str:
 
 
 def encode_lossless(id: str, fact: msgspec.Struct, decode: Callable[[str], object] = decoded) -> str:
-    """Return a struct as JSON that `decode` converts back to an equal value.
-
-    Raises:
-        JobError: If there is no such JSON, for example for a NaN.
-    """
+    """Return a struct as JSON that `decode` converts back to an equal value."""
     kind = type(fact).__name__
     try:
         body = msgspec.json.encode(fact).decode()
@@ -202,9 +282,6 @@ def encode_lossless(id: str, fact: msgspec.Struct, decode: Callable[[str], objec
 
 class RowStore:
     """Tables of the jobs of one database, or of its rollouts.
-
-    Args:
-        kept: The function that returns a job's log up to its valid snapshot, or None.
 
     Every method raises sqlite3.Error if the database cannot be read or written, and DamagedRunError, with the fix, if
     the rows of its job are damaged.
@@ -222,14 +299,11 @@ class RowStore:
         db.text_factory = lambda text: text.decode("utf-8", "surrogateescape")  # checksums report damaged text
         self._db, self._home = db, home
         self._made: tuple[object, list[Any]] = None, []  # what `map_jobs` made last, and of which state
-        self._whole: dict[str, tuple[JobRow, bytes]] = {}  # job -> its row as it was found whole last, and its checksum
         self._logs = LogIndex(db, kept)
 
     def open_transaction(self, kind: str = "immediate") -> AbstractContextManager[None]:
         """Open a transaction, or join the one that is open."""
         return nullcontext() if self._db.in_transaction else transaction(self._db, kind)
-
-    # -- jobs --
 
     def map_jobs(self, make: Callable[[JobRow, bool], T]) -> list[T]:
         """Return `make(row, intact)` of every job. The results are cached until the database changes."""
@@ -250,10 +324,8 @@ class RowStore:
         if found is None:
             return None
         row = JobRow(*found[:-1])
-        if (row, found[-1]) != self._whole.get(id):  # a row takes longer to hash than to compare
-            if row.row_checksum != found[-1]:
-                raise self.damage_error(id, f"its row in the list of {self._table} is not what was written")
-            self._remember_intact(row, found[-1])
+        if row.row_checksum != found[-1]:
+            raise self.damage_error(id, f"its row in the list of {self._table} is not what was written")
         return row
 
     def insert_job(self, row: JobRow) -> None:
@@ -269,18 +341,9 @@ class RowStore:
 
     def _update_row(self, row: JobRow, **values: Any) -> None:
         named = ", ".join(f"{name} = ?" for name in (*values, "sum"))
-        changed = row._replace(**values)
-        sum = changed.row_checksum
+        sum = row._replace(**values).row_checksum
         query = f"update {self._table} set {named} where id = ?"  # noqa: S608
         self._db.execute(query, (*values.values(), sum, row.id))
-        self._remember_intact(changed, sum)
-
-    def _remember_intact(self, row: JobRow, sum: bytes) -> None:
-        if len(self._whole) >= KNOWN:
-            self._whole.clear()
-        self._whole[row.id] = row, sum
-
-    # -- counters --
 
     def read_counter(self, name: str) -> int | None:
         """Return a counter, 0 before its first value, or None if its row is damaged."""
@@ -292,8 +355,6 @@ class RowStore:
     def set_counter(self, name: str, value: int) -> None:
         self._db.execute("insert or replace into counters values (?, ?, ?)", (name, value, checksum(name, value)))
 
-    # -- facts --
-
     def append_events(self, facts: Iterable[tuple[str, float, str]]) -> None:
         """Insert events as (job, wall-clock seconds, JSON). Requires an open transaction."""
         heads: dict[str, bytes] = {}
@@ -302,7 +363,7 @@ class RowStore:
             if job not in heads:
                 row = found[job] = self.find_job(job)
                 heads[job] = FIRST if row is None else row.head
-            before, heads[job] = heads[job], chain_checksum(heads[job], job, at, body)
+            before, heads[job] = heads[job], checksum(heads[job], job, at, body)
             values = job, at, body, heads[job]
             query = f"insert into {self._facts} (job, at, body, sum) values (?, ?, ?, ?)"  # noqa: S608
             seq = self._db.execute(query, values).lastrowid
@@ -322,7 +383,7 @@ class RowStore:
             query = f"select seq, at, body, sum from {self._facts} where job = ? and seq > ? order by seq limit ?"  # noqa: S608
             rows = self._db.execute(query, (id, after, most)).fetchall()
         for seq, at, body, sum in rows:
-            before = chain_checksum(before, id, at, body)
+            before = checksum(before, id, at, body)
             if sum != before:
                 raise self.damage_error(id, f"fact {seq}, or the one before it, is not what was written")
         if row is not None and row.head != before and len(rows) != most:
@@ -346,7 +407,6 @@ class RowStore:
         return self._logs.read_all_logs()
 
     def find_damaged_jobs(self) -> list[str]:
-        """Return the ids of jobs with damaged rows, without a check of events behind a snapshot."""
         found = []
         for row, whole in self.read_jobs():
             try:
@@ -366,7 +426,6 @@ class RowStore:
         )
 
     def is_update_counted(self, update: Update) -> bool:
-        """Return whether the log has an accepted update of the same job, round and device."""
         query = """
             select 1 from sound where job = :job and instr(body, :device) and json_extract(body, '$.type') =
             'UpdateAccepted' and json_extract(body, '$.round') = :round and json_extract(body, '$.update.device') =

@@ -18,13 +18,9 @@ import msgspec
 from msgspec.structs import replace
 
 from fedquilt import __version__
-from fedquilt.coordinator.device_columns import DeviceColumn
-from fedquilt.coordinator.rounds.claim_bounds import DeviceWeights
+from fedquilt.coordinator.device_columns import DeviceColumn, DeviceWeights, RoundBitmap
 from fedquilt.coordinator.rounds.events import ENDED, AnyEvent, JobConstants, JobState, UpdateAccepted
-from fedquilt.coordinator.rounds.round_bitmap import RoundBitmap
-from fedquilt.coordinator.storage.checksums import checksum
-from fedquilt.coordinator.storage.log_index import IndexedLog, has_event
-from fedquilt.coordinator.storage.rows import DamagedRunError, database_errors
+from fedquilt.coordinator.storage.rows import DamagedRunError, IndexedLog, checksum, database_errors, has_event
 from fedquilt.core import UNDECODABLE, StoreError, Update
 from fedquilt.host.logs import log_ids
 
@@ -62,12 +58,7 @@ class Snapshot(msgspec.Struct):
 
 
 class SnapshotStore:
-    """Snapshots of the jobs of a home.
-
-    Args:
-        look: The function that returns the current log of a job, or None.
-        every: The least number of events between two snapshots of a job.
-    """
+    """Snapshots of the jobs of a home."""
 
     def __init__(
         self,
@@ -82,11 +73,7 @@ class SnapshotStore:
         self._told: set[str] = set()  # jobs whose unusable snapshot was logged
 
     def read_log(self, job: str) -> IndexedLog | None:
-        """Return a job's log up to its valid snapshot, or None.
-
-        Raises:
-            sqlite3.Error: If the database cannot be read.
-        """
+        """Return a job's log up to its valid snapshot, or None."""
         found = self._read_snapshot(job)
         return None if found is None else found[0]
 
@@ -113,13 +100,7 @@ class SnapshotStore:
             logger.warning(said, job, self._home, why, extra=log_ids(run=job))
 
     def load_state(self, job: str, plan: JobConstants, now_s: float) -> tuple[Snapshot, int]:
-        """Return the state of a job's latest snapshot, and the sequence number of its last event.
-
-        Times are on this process's clock. Without a valid snapshot, return the initial state and 0.
-
-        Raises:
-            StoreError: If the database cannot be read.
-        """
+        """Return the state of a job's latest snapshot, or the initial state, and its last event's number or 0."""
         with database_errors(self._home):
             log, body = self._read_snapshot(job) or (IndexedLog(), b"")
         if not body:  # none, or of a job that is done, whose log is all that is needed

@@ -11,11 +11,12 @@ database that SQLite finds damaged is read-only.
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import sqlite3
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, cast
 
@@ -25,10 +26,11 @@ from fedquilt.blobs.storage.store import BlobStore
 from fedquilt.coordinator.rounds.events import AnyEvent, JobEnded, NoteRecorded
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.coordinator.storage import rollout_log, rows, snapshots, suspended_jobs, write_ahead_log
-from fedquilt.coordinator.storage.log_index import IndexedLog
 from fedquilt.coordinator.storage.rollout_log import RolloutLog
 from fedquilt.coordinator.storage.rows import (
     DamagedRunError,
+    DatabaseIdentity,
+    IndexedLog,
     JobRow,
     RowStore,
     UnreadableRow,
@@ -37,12 +39,13 @@ from fedquilt.coordinator.storage.rows import (
     decoded,
     encode_lossless,
     is_served,
+    open_read_only,
 )
 from fedquilt.coordinator.storage.snapshots import EVERY, SnapshotStore
 from fedquilt.coordinator.storage.suspended_jobs import SuspendedJobs
 from fedquilt.core import UNDECODABLE, JobError, StoreError, Update
 from fedquilt.formats import toml
-from fedquilt.host.disk import PRIVATE, Disk, Lock
+from fedquilt.host.disk import PRIVATE, REAL, Disk, Lock
 
 VERSION: Final = 6  # of the tables
 CHECK_S: Final = 0.5  # that a look at the whole database may take when it is opened
@@ -57,7 +60,6 @@ _OF_INDEX: Final = ("missing from index", "wrong # of entries in index", "non-un
 
 
 def require_tables(db: sqlite3.Connection, home: Path) -> None:
-    """Raise StoreError unless the database has the tables of this version."""
     found = int(db.execute("pragma user_version").fetchone()[0])
     if found != VERSION:
         raise StoreError(
@@ -82,7 +84,6 @@ def find_damage(db: sqlite3.Connection, limit_s: float = CHECK_S) -> str:
 
 
 def _find_integrity_errors(db: sqlite3.Connection, limit_s: float) -> list[str]:
-    """Return the errors that SQLite finds, or none if the check takes longer than `limit_s`."""
     until_s = time.monotonic() + limit_s
     db.set_progress_handler(lambda: int(time.monotonic() > until_s), 10_000)
     try:
@@ -113,10 +114,7 @@ class InactiveRunError(JobError):
 
 
 class StoredJob(NamedTuple):
-    """Job as stored in the database.
-
-    The status is ARMED, UNAPPROVED, queued, running, done, failed or stopped, or the request "stopping".
-    """
+    """Job as stored: ARMED, UNAPPROVED, queued, running, done, failed, stopped or, by request, "stopping"."""
 
     id: str
     job: JobSettings
@@ -165,19 +163,17 @@ class Store:
                 self._db.execute(f"pragma synchronous={'full' if durable else 'off'}")
                 _make_tables(self._db)
                 require_tables(self._db, home)
-                self._rows, self.damage = RowStore(self._db, home, self._read_snapshot_log), find_damage(self._db)
+                self._rows = RowStore(self._db, home, lambda job: self.snapshots.read_log(job))
+                self.damage = find_damage(self._db)
             except BaseException:  # also that the tables are of another version
                 self._db.close()
                 raise
-        self.snapshots = SnapshotStore(self._db, self._rows.read_log, home, self._write_transaction, every)
-        self.rollouts = RolloutLog(self._db, self._rows, home, self._write_transaction, disk.wall_clock_s)
-        self.holds = SuspendedJobs(self._db, home, self._write_transaction, self._read_epoch)
+        self.snapshots = SnapshotStore(self._db, self._rows.read_log, home, self.open_transaction, every)
+        self.rollouts = RolloutLog(self._db, self._rows, home, self.open_transaction, disk.wall_clock_s)
+        self.holds = SuspendedJobs(self._db, home, self.open_transaction, self._read_epoch)
         self.depot = BlobStore(home / "blobs", durable=durable, disk=disk)
         self._lock: Lock | None = None
         self._waiting: list[tuple[str, float, str]] | None = None  # facts of a `batch_events`: job, time, body
-
-    def _read_snapshot_log(self, job: str) -> IndexedLog | None:
-        return self.snapshots.read_log(job)
 
     def __enter__(self) -> Store:
         return self
@@ -194,9 +190,8 @@ class Store:
         """Lock the home until `close`, and own the blob store. Return False if another process has the lock."""
         if self._lock is None:
             self._require_undamaged()
-            with database_errors(
-                self.home
-            ):  # a process that tests whether the folder is served holds the lock for a moment
+            # a process that tests whether the folder is served holds the lock for a moment
+            with database_errors(self.home):
                 self._lock = self._disk.lock(self.home / "lock", tries=LOCK_TRIES)
             if self._lock is not None:
                 self.depot.open_as_owner()
@@ -206,8 +201,7 @@ class Store:
         return self._lock is not None or is_served(self.home, self._disk)
 
     def begin_epoch(self, above: int = 0) -> int:
-        """Begin a new epoch of the coordinator, greater than `above`, and return its number."""
-        with self._write_transaction():
+        with self.open_transaction():
             epoch = 1 + max(self._read_epoch(), above)
             self._rows.set_counter("epoch", epoch)
         return epoch
@@ -226,7 +220,7 @@ class Store:
         return found
 
     def record_authentication(self, signed: bool) -> None:
-        with self._write_transaction():
+        with self.open_transaction():
             self._rows.set_counter("signed", 1 + signed)  # 0 is a missing counter
 
     def was_authenticated(self) -> bool | None:
@@ -234,8 +228,6 @@ class Store:
         with database_errors(self.home):
             found = self._rows.read_counter("signed")
         return found > 1 if found else None
-
-    # -- jobs --
 
     def find_unfinished(self, job: JobSettings, bundle: Path, origin: Origin = "run") -> str | None:
         """Return the latest run of this job that is armed, or unfinished and of the same bundle."""
@@ -258,7 +250,7 @@ class Store:
         settings, submitter = msgspec.json.encode(job).decode(), by.row.submitter if by else current_user()
         notes = {id: by.why, by.row.id: f"{id} is started: {by.why}"} if by else {}
         row = JobRow(id, settings, str(bundle), status, now, origin, submitter=submitter)
-        with self._write_transaction():
+        with self.open_transaction():
             self._rows.insert_job(row._replace(content=_hash_bundle(bundle)))
             self._rows.append_events(
                 [(run, now, encode_lossless(run, NoteRecorded(said))) for run, said in notes.items()]
@@ -266,11 +258,8 @@ class Store:
         return id
 
     def find_or_add_job(self, job: JobSettings, bundle: Path) -> tuple[str, bool]:
-        """Return the unfinished run of exactly this job and True, or queue a new run and return False.
-
-        Processes that submit the same job at once get the same run.
-        """
-        with self._write_transaction():
+        """Return the unfinished run of exactly this job and True, or queue a new run, once in all processes."""
+        with self.open_transaction():
             id = self.find_unfinished(job, bundle)
             return (id, True) if id is not None else (self.add_job(job, bundle), False)
 
@@ -296,11 +285,7 @@ class Store:
         return StoredJob(row.id, job, *at, cast("Origin", row.origin), row.epoch, row.submitter, row.content)
 
     def find_job(self, run: str) -> StoredJob:
-        """Return the job with this id, or the latest job with this name.
-
-        Raises:
-            StoreError: If there is no such job, or the job cannot be read.
-        """
+        """Return the job with this id, or the latest job with this name."""
         rows = self.all_jobs()
         for row in reversed(rows):
             if isinstance(row, UnreadableRow) and run == row.id:
@@ -315,11 +300,8 @@ class Store:
         """Delete runs and their events in one transaction. Return the ids of the deleted runs.
 
         Blobs are left to garbage collection. With `only_ended`, runs that were resumed meanwhile are kept.
-
-        Raises:
-            JobError: If another coordinator may be working on one of the runs.
         """
-        with self._write_transaction():
+        with self.open_transaction():
             self.require_inactive(ids)
             gone = [id for id in ids if not only_ended or self.stored_status(id) not in UNENDED]
             for id in gone:
@@ -329,7 +311,6 @@ class Store:
         return gone
 
     def require_inactive(self, ids: Collection[str]) -> None:
-        """Raise JobError if another coordinator may be working on one of these runs."""
         elsewhere = self._lock is None and self.is_served()
         for id in ids:
             if elsewhere and (status := self.stored_status(id)) in UNENDED:
@@ -338,7 +319,7 @@ class Store:
 
     def mark_running(self, id: str) -> None:
         """Record that this coordinator has activated a job, unless its stop was requested."""
-        with self._write_transaction():
+        with self.open_transaction():
             self._rows.update_job(id, epoch=self._read_epoch())
         self.holds.end_suspension(id)
         self.set_status(id, "running", unless="stopping")
@@ -359,7 +340,6 @@ class Store:
             return row.status if row.epoch == self._read_epoch() else "waiting"
 
     def describe_resume(self, row: StoredJob) -> str:
-        """Return the command or function that resumes an interrupted job, for errors."""
         own = f"--home {self.home}"
         how = {
             "run": f"`fedquilt serve {own}`",
@@ -379,7 +359,7 @@ class Store:
         return found.status if found else ""
 
     def set_status(self, id: str, status: str, *, unless: str = "") -> None:
-        with self._write_transaction():
+        with self.open_transaction():
             if not unless or self.stored_status(id) != unless:
                 self._rows.update_job(id, status=status)
 
@@ -399,8 +379,6 @@ class Store:
     def referenced_blobs(self) -> set[str]:
         with database_errors(self.home):
             return self.rollouts.referenced_blobs().union(*(log.needed_blobs for log in self.read_logs().values()))
-
-    # -- facts --
 
     def is_update_counted(self, update: Update) -> bool:
         with database_errors(self.home):
@@ -422,26 +400,19 @@ class Store:
             self._waiting = None
 
     def append_event(self, id: str, fact: AnyEvent) -> None:
-        """Write an event, to the disk if the store is durable. In `batch_events` the write is deferred.
-
-        Raises:
-            JobError: If the event cannot be encoded without loss, such as a NaN. Nothing is written then.
-        """
+        """Write an event, to the disk if the store is durable. In `batch_events` the write is deferred."""
         row = (id, self._disk.wall_clock_s(), encode_lossless(id, fact))
         self._write_events([row]) if self._waiting is None else self._waiting.append(row)
 
     def _write_events(self, rows: Sequence[tuple[str, float, str]]) -> None:
         if rows:
             self.depot.sync_small_blobs()  # what a fact names is on the disk before it
-            with self._write_transaction():
+            with self.open_transaction():
                 self._rows.append_events(rows)
 
-    def open_transaction(self) -> AbstractContextManager[None]:
-        """Open a write transaction, during which other processes add no runs and collect no garbage."""
-        return self._write_transaction()
-
     @contextmanager
-    def _write_transaction(self) -> Iterator[None]:
+    def open_transaction(self) -> Iterator[None]:
+        """Open a write transaction, during which other processes add no runs and collect no garbage."""
         self._require_undamaged()
         try:
             with database_errors(self.home), self._rows.open_transaction():
@@ -473,17 +444,7 @@ class Store:
         return fact.status
 
     def read_events(self, id: str, after: int = 0, most: int = -1) -> Iterator[tuple[int, float, AnyEvent]]:
-        """Yield (sequence number, wall-clock seconds, event) of a job's events, oldest first.
-
-        Args:
-            id: The id of the job.
-            after: The sequence number of the last event to skip.
-            most: The greatest number of events, or -1 for all.
-
-        Raises:
-            JobError: If an event is unknown to this version.
-            DamagedRunError: If a row was changed after it was written.
-        """
+        """Yield (sequence number, wall-clock seconds, event) of a job's events, oldest first."""
         with database_errors(self.home):
             rows = self._rows.read_events(id, after, most)
         for seq, at, body in rows:
@@ -500,3 +461,57 @@ def _hash_bundle(bundle: Path) -> str:
     from fedquilt.formats import job_bundle  # imports numpy, which verbs that only look can do without
 
     return job_bundle.hash_content(bundle)
+
+
+NAME: Final = "fedquilt.db"
+
+
+class ChangeDetector:
+    """Cheap detector of writes to a database, which need not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._db: sqlite3.Connection | None = None
+        self._file: DatabaseIdentity | None = None
+
+    def read_version(self) -> object:
+        """Return a value that changes with every write, or None if the database cannot be read."""
+        try:
+            found = DatabaseIdentity.from_path(self._path)
+            if self._db is None or self._file != found:
+                self.close()
+                self._db, self._file = open_read_only(self._path), found
+            return (*found, self._db.execute("pragma data_version").fetchone()[0])
+        except (OSError, sqlite3.Error):
+            self.close()
+            return None
+
+    def close(self) -> None:
+        if self._db is not None:
+            self._db.close()
+        self._db = None
+
+
+class StoreReader(Store):
+    """Read-only `Store`. Methods that would write raise StoreError."""
+
+    def __init__(self, home: Path) -> None:
+        self.home, self._disk, self.damage = home, REAL, ""
+        with database_errors(home):
+            self._db = open_read_only(home / NAME)
+            try:
+                require_tables(self._db, home)
+                self._rows = RowStore(self._db, home)
+            except BaseException:
+                self._db.close()
+                raise
+        self.rollouts = RolloutLog(self._db, self._rows, home, self.open_transaction)
+        self.holds = SuspendedJobs(self._db, home, self.open_transaction, self._read_epoch)
+        self.depot = BlobStore(home / "blobs", make=False)
+        self._lock, self._waiting = None, None
+
+
+def open_store(home: Path, *, durable: bool = True) -> Store:
+    """Open a home, only for reading if this user cannot write there. Every method is as in `Store`."""
+    writable = os.access(home, os.W_OK) and os.access(home / NAME, os.W_OK)
+    return Store(home, durable=durable) if writable else StoreReader(home)

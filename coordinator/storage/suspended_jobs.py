@@ -27,8 +27,6 @@ create table if not exists suspended (
 
 
 class Suspension(NamedTuple):
-    """Reason for the suspension of a job. Times are wall-clock seconds."""
-
     since: float
     again: float  # when it is tried again
     why: str
@@ -63,14 +61,7 @@ def count_failure(
 
 
 class SuspendedJobs:
-    """Suspended jobs of a database.
-
-    Args:
-        epoch: Returns the number of the coordinator's last start.
-
-    Raises, from every method:
-        StoreError: If the database cannot be read or written.
-    """
+    """Suspended jobs of a database."""
 
     def __init__(
         self,
@@ -97,7 +88,6 @@ class SuspendedJobs:
             self._db.execute("update suspended set epoch = -1 where job = ?", (job,))
 
     def current_suspension(self, job: str) -> Suspension | None:
-        """Return a job's suspension by the latest coordinator of the home, or None."""
         return self.current_suspensions().get(job)
 
     def current_suspensions(self) -> dict[str, Suspension]:
@@ -109,10 +99,7 @@ class SuspendedJobs:
         return {job: Suspension(*found) for job, epoch, *found in rows if epoch == last}
 
     def latest_suspension(self, job: str) -> Suspension | None:
-        """Return a job's latest suspension by any coordinator, or None.
-
-        The suspension may have ended.
-        """
+        """Return a job's latest suspension by any coordinator, or None. The suspension may have ended."""
         query = "select since, again, why, what, tries from suspended where job = ?"
         with database_errors(self._home):
             found = self._db.execute(query, (job,)).fetchone()

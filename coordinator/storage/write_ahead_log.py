@@ -52,10 +52,7 @@ class WriteAheadLog(NamedTuple):
         return False
 
     def report_damage(self, disk: Disk, db: sqlite3.Connection) -> None:
-        """Copy a damaged log to a file and log a warning. SQLite must have opened the database.
-
-        On a full disk the next opening does so, because SQLite's checkpoint needs space.
-        """
+        """Log a warning of a damaged log, and copy it, once SQLite has opened the database and has space."""
         if not self.committed:
             return
         try:
@@ -83,10 +80,7 @@ def _is_header_intact(head: bytes) -> bool:
 
 
 def _checksum(payload: bytes, seed: bytes, order: str) -> bytes:
-    """Return SQLite's checksum of words in the log's byte order, continued from `seed`.
-
-    The result is in big-endian byte order.
-    """
+    """Return SQLite's checksum of words in the log's byte order, continued from `seed`, in big-endian order."""
     first, second = struct.unpack(">II", seed)
     words = iter(struct.unpack(f"{order}{len(payload) // 4}I", payload))
     for one, other in zip(words, words, strict=True):

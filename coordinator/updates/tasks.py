@@ -18,24 +18,18 @@ HELD: Final = 0.2  # share of a device's examples that is held out, where the jo
 
 
 def held_out_share(data: Mapping[str, Any] | None) -> float:
-    """Return the share of a device's examples that is held out, HELD unless [data] sets it."""
     held = (data or {}).get("held")
     return float(held) if isinstance(held, int | float) and 0 <= held < 1 else HELD
 
 
 class TaskSpecCache:
-    """Cache of orders, workloads and tasks that are equal for several devices of a round.
-
-    Args:
-        held: The share of a device's examples that is held out.
-    """
+    """Cache of orders, workloads and tasks that are equal for several devices of a round."""
 
     def __init__(self, held: float) -> None:
         self._held = held
         self._orders: dict[bool, TaskSpec | None] = {}  # common to all sites (True), or to all other devices (False)
-        self._asks: dict[
-            tuple[int, str, tuple[Action, ...], bool], DeviceWorkload
-        ] = {}  # of those orders, by their identity
+        # of those orders, by their identity
+        self._asks: dict[tuple[int, str, tuple[Action, ...], bool], DeviceWorkload] = {}
         self._made: tuple[Hashable, Task] | None = None  # its latest task, and what it follows from
 
     def task_spec_for_device(
@@ -52,7 +46,6 @@ class TaskSpecCache:
     def workload_of_task_spec(
         self, order: TaskSpec, actions: tuple[Action, ...], engine: str, uneven: bool
     ) -> DeviceWorkload:
-        """Return the predicted workload of a task spec, cached if the task spec is shared."""
         if not self._is_shared(order):
             return predict_workload(order, actions, engine, self._held, uneven)
         key = id(order), engine, actions, uneven
@@ -89,16 +82,7 @@ def make_task(
     work: WorkEstimate | None = None,
     **named: Any,
 ) -> Task:
-    """Build the task of an order.
-
-    Args:
-        order: The order of the method.
-        blob: The function that returns the reference of a bundle, after storing its tensors if necessary.
-        actions: The actions "work", "check" or both.
-        engine: The name of the engine that the device uses.
-        work: The predicted work, or None to predict it with HELD of the examples held out.
-        named: The other fields of the task.
-    """
+    """Build the task of an order."""
     return Task(
         actions=actions,
         params=dict(order.params),
@@ -110,14 +94,7 @@ def make_task(
 
 
 def predict_work(order: TaskSpec, actions: Sequence[Action], engine: str, held: float = HELD) -> WorkEstimate:
-    """Predict the work of an order's actions, for the engine that carries them out.
-
-    Args:
-        order: The order of the method.
-        actions: The actions "work", "check" or both.
-        engine: The name of the engine.
-        held: The share of a device's examples that is held out.
-    """
+    """Predict the work of an order's actions, for the engine that carries them out."""
     work = order.work if "work" in actions else predict_evaluation_work(order, held)
     if "work" in actions and order.held_out:
         work = _scale_to_held_out(work, work, held)
@@ -137,10 +114,7 @@ def with_epochs(order: TaskSpec | None, epochs: int | None) -> TaskSpec | None:
 def predict_workload(
     order: TaskSpec, actions: Sequence[Action], engine: str, held: float, uneven: bool
 ) -> DeviceWorkload:
-    """Predict the workload of an order on a device with an unknown profile.
-
-    `uneven` is whether the method permits different numbers of epochs. See `predict_work` for the other arguments.
-    """
+    """Predict the workload of an order. `uneven` is whether the method permits different numbers of epochs."""
     found = DeviceWorkload(predict_work(order, actions, engine, held), bytes=total_blob_bytes(order))
     epochs = int(order.params.get("epochs", 0)) if uneven and "work" in actions else 0
     return found._replace(epochs=epochs, epoch=layer_costs.repeat_work(order.work, 1 / epochs)) if epochs else found

@@ -11,8 +11,13 @@ import msgspec
 
 from fedquilt.console import table as console_table
 from fedquilt.console import units
-from fedquilt.coordinator.fleet.device_status import CurrentTask, DeviceStatus, InstalledRelease, TelemetrySample
-from fedquilt.coordinator.fleet.telemetry_store import TelemetryStore
+from fedquilt.coordinator.fleet.device_status import (
+    CurrentTask,
+    DeviceStatus,
+    InstalledRelease,
+    TelemetrySample,
+    TelemetryStore,
+)
 from fedquilt.core import shorten_error
 from fedquilt.formats import labels
 
@@ -41,24 +46,14 @@ class DeviceRow(msgspec.Struct, frozen=True):
 
 
 def load_devices(home: Path, now: float | None = None) -> list[DeviceRow]:
-    """Return the known devices of a home, sorted by name, with their readings that are fresh at `now`.
-
-    Devices whose stored status cannot be decoded are left out.
-
-    Raises:
-        StoreError: If the stored device data cannot be read.
-    """
+    """Return the readable devices of a home, sorted by name, with their readings that are fresh at `now`."""
     with TelemetryStore(home) as store:
         latest = store.latest_readings(time.time() if now is None else now)
         return [DeviceRow(each, latest.get(each.device, TelemetrySample(0))) for each in store.load_statuses()]
 
 
 def describe_outage(home: Path, now: float) -> str:
-    """Return the end of a sentence, "its broker, which it has not reached for 5 min", or "" without an outage.
-
-    Raises:
-        StoreError: If the stored device data cannot be read.
-    """
+    """Return the end of a sentence, "its broker, which it has not reached for 5 min", or "" without an outage."""
     with TelemetryStore(home) as store:
         since = store.broker_outage_start()
     return "" if since is None else f"its broker, which it has not reached for {units.format_duration(now - since)}"
@@ -67,7 +62,6 @@ def describe_outage(home: Path, now: float) -> str:
 def filter_devices(
     devices: Iterable[DeviceRow], wanted: Sequence[str] = (), state: str | None = None
 ) -> list[DeviceRow]:
-    """Return the devices with labels that match `wanted` and, if given, one of the matching states."""
     return [
         each
         for each in devices
@@ -76,7 +70,6 @@ def filter_devices(
 
 
 def matching_states(device: DeviceRow) -> set[str]:
-    """Return all values of --state that match a device."""
     board = device.board
     refused = {"refused"} if board.refusal is not None else set()
     if not board.online:
@@ -87,15 +80,7 @@ def matching_states(device: DeviceRow) -> set[str]:
 def format_devices(
     devices: Sequence[DeviceRow], now: float, *, served: bool = True, away: str = "", wide: int | None = None
 ) -> list[str]:
-    """Return the fleet as lines: a count, then each device with its description and last decline.
-
-    Args:
-        devices: The devices to show.
-        now: The time in wall-clock seconds.
-        served: Whether a coordinator is running, because states are outdated otherwise.
-        away: A text on the outage of the broker, or "".
-        wide: The greatest width of a line, or None for the width of the terminal.
-    """
+    """Return the fleet as lines: a count, then each device with its description and last decline."""
     wide = console_table.line_width() if wide is None else wide
     told = [_format_counts(devices)]
     if not served:

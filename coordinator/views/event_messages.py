@@ -8,32 +8,12 @@ from typing import Any, Final
 
 from fedquilt import metrics
 from fedquilt.console import table, units
-from fedquilt.coordinator.rounds import eligibility, next_event
-from fedquilt.coordinator.rounds.events import (
-    AnyEvent,
-    AttemptResumed,
-    CohortSelected,
-    DeadlineExtended,
-    EligibilityRecorded,
-    JobEnded,
-    JobResumed,
-    JobStarted,
-    JobState,
-    NoteRecorded,
-    RoundClosed,
-    RoundCommitted,
-    RoundRetried,
-    TaskDeclined,
-    UpdateAccepted,
-    UpdateLost,
-    UpdateRejected,
-    UpdatesAggregated,
-)
+from fedquilt.coordinator.rounds import decisions, events, selection
 from fedquilt.coordinator.storage.rows import UnreadableRow
 from fedquilt.coordinator.storage.store import UNAPPROVED, Store, StoredJob
-from fedquilt.coordinator.views import costs, scores, wait_reasons
-from fedquilt.coordinator.views.costs import CostLedger
+from fedquilt.coordinator.views import run_summary, scores, wait_reasons
 from fedquilt.coordinator.views.run_summary import (
+    CostLedger,
     PersonalScores,
     RoundSummary,
     RunSummary,
@@ -50,20 +30,19 @@ UNTOLD: Final = ("macro_precision", "macro_recall", "micro_precision", "micro_re
 """Metrics that a line does not show."""
 
 
-def format_status(summary: RunSummary, state: JobState) -> list[str]:
-    """Return the status of a run in three lines: the running round, costs, and devices."""
+def format_status(summary: RunSummary, state: events.JobState) -> list[str]:
     what = f"round {state.completed_rounds + 1} of {state.plan.rounds}"
     if state.is_work_done:
         what = SETTLING if state.settling else FINAL
     spent, cohort = state.spent, len(state.asked) + len(state.answered)
-    taken = [f"{costs.format_joules(spent.joules)}{summary.total.energy_word}"] if spent.metered else []
+    taken = [f"{run_summary.format_joules(spent.joules)}{summary.total.energy_word}"] if spent.metered else []
     devices = [f"{len(state.answered)} of {cohort} devices answered" if cohort else "no device selected yet"]
     devices += [f"{len(state.asked)} at work"] if state.asked else []
-    devices += [f"declined: {next_event.format_by_reason(state.declined, 3)}"] if state.declined else []
+    devices += [f"declined: {decisions.format_by_reason(state.declined, 3)}"] if state.declined else []
     return [what, ", ".join([*taken, f"{units.format_bytes(spent.bytes)} so far"]), ", ".join(devices)]
 
 
-def is_evaluation_due(state: JobState) -> bool:
+def is_evaluation_due(state: events.JobState) -> bool:
     """Return whether devices must evaluate the present state: at every `check_every` rounds and at the end."""
     every = 0 if state.plan.check_beside else state.plan.check_every
     return bool(every) and (state.is_work_done or state.completed_rounds % every == 0)
@@ -87,14 +66,7 @@ def format_round_name(number: int, final: int | None) -> str:
 
 
 def format_round(one: RoundSummary, rounds: int, score: str, width: int) -> str:
-    """Return the line of a committed round of work, without the parts for which `width` has no room.
-
-    Args:
-        one: The round.
-        rounds: The number of rounds of the job.
-        score: The score of the state after the round, or "".
-        width: The maximum length of the line.
-    """
+    """Return the line of a committed round of work, without the parts for which `width` has no room."""
     cost, loss = one.cost, one.train_loss
     all_there = f"{cost.tasks} device{'s' * (cost.tasks != 1)}"
     parts = [
@@ -111,25 +83,19 @@ def format_round(one: RoundSummary, rounds: int, score: str, width: int) -> str:
     return line
 
 
-def format_event(before: RunSummary, fact: AnyEvent, after: RunSummary) -> list[str]:
-    """Return an event as text, with the devices and costs of a committed round.
-
-    Args:
-        before: The summary of the run before the event.
-        fact: The event.
-        after: The summary of the run after the event.
-    """
+def format_event(before: RunSummary, fact: events.AnyEvent, after: RunSummary) -> list[str]:
+    """Return an event as text, with the devices and costs of a committed round."""
     last = is_of_final_evaluation(after.state, fact)
-    if isinstance(fact, RoundCommitted):
+    if isinstance(fact, events.RoundCommitted):
         return _describe_commit(fact, last, list(before.state.answered.values()), len(before.selected))
-    if isinstance(fact, RoundRetried) and before.state.phase != "new":  # else earlier events are not known
+    if isinstance(fact, events.RoundRetried) and before.state.phase != "new":  # else earlier events are not known
         return [f"{FINAL if last else f'round {fact.round + 1}'}: {_describe_retry(fact, before.state)}"]
     return format_single_event(fact, last)
 
 
-def format_single_event(fact: AnyEvent, is_final_evaluation: bool = False) -> list[str]:
+def format_single_event(fact: events.AnyEvent, is_final_evaluation: bool = False) -> list[str]:
     """Return an event as text, without devices and costs. With `is_final_evaluation`, name the final evaluation."""
-    if isinstance(fact, RoundCommitted):
+    if isinstance(fact, events.RoundCommitted):
         return _describe_commit(fact, is_final_evaluation, (), 0)
     first, *more = _describe_event(fact)
     return [first.replace(f"round {getattr(fact, 'round', -1) + 1}", FINAL, 1) if is_final_evaluation else first, *more]
@@ -139,50 +105,50 @@ def _format_metrics(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {_format_number(value)}" for name, value in sorted(metrics.items()))
 
 
-def _describe_event(fact: AnyEvent) -> list[str]:
+def _describe_event(fact: events.AnyEvent) -> list[str]:
     match fact:
-        case NoteRecorded():
+        case events.NoteRecorded():
             return [fact.said]
-        case JobStarted():
+        case events.JobStarted():
             return ["started"]
-        case EligibilityRecorded():
-            changes = [f"{', '.join(devices)}: {eligibility.reason_text(c)}" for c, devices in fact.passed.items()]
+        case events.EligibilityRecorded():
+            changes = [f"{', '.join(devices)}: {selection.reason_text(c)}" for c, devices in fact.passed.items()]
             can = [f"eligible: {', '.join(fact.eligible)}"] if fact.eligible else []
             return [
                 f"round {fact.round + 1}: {'; '.join([*can, *changes]) or 'the devices have new estimates of energy'}"
             ]
-        case CohortSelected():
+        case events.CohortSelected():
             again = f", attempt {fact.attempt + 1}" if fact.attempt else ""
             limit = f"; deadline {fact.deadline_s:.0f} s, chosen for it" if fact.deadline_s is not None else ""
             moved = ", ".join(f"{device} {epochs}" for device, epochs in sorted(fact.epochs.items()))
             work = [f"round {fact.round + 1}: epochs, as planned for energy: {moved}"] if moved else []
             return [f"round {fact.round + 1}{again}: cohort {', '.join(fact.devices)}{limit}", *work, *fact.coverage]
-        case TaskDeclined():
+        case events.TaskDeclined():
             return [f"round {fact.round + 1}: {fact.device} declined ({fact.code}): {fact.reason}"]
-        case UpdateAccepted():
+        case events.UpdateAccepted():
             note = [fact.update.note] if fact.update.note else []
             usage = format_usage(fact.update.usage)
             return [f"round {fact.round + 1}: update from {_describe_sender(fact.update)}: {usage}", *note]
-        case UpdateRejected():
+        case events.UpdateRejected():
             return [f"round {fact.round + 1}: update from {fact.device} refused: {fact.reason}"]
-        case UpdateLost():
+        case events.UpdateLost():
             return [
                 f"round {fact.round + 1}: update from {fact.device} is lost here, and asked for again: {fact.reason}"
             ]
-        case UpdatesAggregated():
+        case events.UpdatesAggregated():
             count = f"{len(fact.devices)} {'update' if len(fact.devices) == 1 else 'updates'}"
             return [f"round {fact.round + 1}: sum of {count} stored, {fact.sum.size / 1e6:.0f} MB; they are dropped"]
-        case RoundClosed():
+        case events.RoundClosed():
             return [f"round {fact.round + 1}: closed to further updates"]
-        case DeadlineExtended():
+        case events.DeadlineExtended():
             return [f"round {fact.round + 1}: no quorum by the deadline; the round stays open until there is one"]
-        case RoundRetried():
+        case events.RoundRetried():
             return [f"round {fact.round + 1}: no quorum; starting another attempt"]
-        case AttemptResumed(passed_s=passed_s):
+        case events.AttemptResumed(passed_s=passed_s):
             return [f"round {fact.round + 1}: the coordinator has restarted; {passed_s:.0f} s of the time limit count"]
-        case JobEnded():
+        case events.JobEnded():
             return format_end(fact.status, fact.reason)
-        case JobResumed():
+        case events.JobResumed():
             return ["resumed"]
         case _:
             raise AssertionError(fact)
@@ -193,7 +159,7 @@ def format_end(status: str, reason: str) -> list[str]:
     return f"{said}: {reason}".splitlines() if reason else [said]
 
 
-def _describe_retry(fact: RoundRetried, before: JobState) -> str:
+def _describe_retry(fact: events.RoundRetried, before: events.JobState) -> str:
     silent, turned = sorted(before.asked), before.declined.keys() - before.idle
     parts = [f"{len(before.answered)} {'update' if len(before.answered) == 1 else 'updates'}"]
     if refused := sorted(turned & before.roll):  # a board that declines leaves the roll
@@ -212,15 +178,12 @@ def _describe_retry(fact: RoundRetried, before: JobState) -> str:
 
 
 def _describe_commit(
-    fact: RoundCommitted, is_final_evaluation: bool, updates: Sequence[Update], selected: int
+    fact: events.RoundCommitted, is_final_evaluation: bool, updates: Sequence[Update], selected: int
 ) -> list[str]:
-    """Return the lines of a commit: updates, energy, metrics, the method's notes, the coordinator's warnings.
-
-    `is_final_evaluation` means that the final evaluation was committed.
-    """
+    """Return the lines of a commit: updates, energy, metrics, the method's notes, the coordinator's warnings."""
     # devices evaluate the state that they receive, which is that of the round before
     counts = [f"{len(updates)} of {selected} devices"] if selected else []
-    counts += filter(None, [_format_energy(costs.sum_costs(updates))])
+    counts += filter(None, [_format_energy(run_summary.sum_costs(updates))])
     checked = describe_evaluation(fact.evaluation)
     if is_final_evaluation:
         told = [f"{FINAL}: {', '.join([*checked, *counts]) or 'done'}"]
@@ -236,7 +199,6 @@ def _describe_commit(
 
 
 def describe_evaluation(sums: EvaluationSums | None) -> list[str]:
-    """Return the metrics of an evaluation as parts of a line, the main one first, or none without examples."""
     if sums is None or not sums.examples:
         return []
     first, *others = metrics.describe_metrics(sums, 1, skip=UNTOLD)
@@ -255,7 +217,7 @@ def _format_energy(taken: CostLedger) -> str:
     if taken.energy_j is None:
         return ""
     some = "" if taken.metered == taken.tasks else f" of {taken.metered} with a meter"
-    return f"{costs.format_joules(taken.energy_j)}{taken.energy_word}{some}"
+    return f"{run_summary.format_joules(taken.energy_j)}{taken.energy_word}{some}"
 
 
 def _describe_sender(update: Update) -> str:
@@ -276,8 +238,8 @@ def format_usage(usage: Usage) -> str:
     parts = [f"{usage.wall_s / scale:.2f} {prefix}s"]
     if usage.energy_j is not None:
         net_j = None if usage.idle_j is None else usage.energy_j - usage.idle_j
-        word = costs.describe_source([str(usage.energy_source)])
-        parts.append(costs.format_energy(usage.energy_j, net_j, usage.energy_error_j) + word)
+        word = run_summary.describe_source([str(usage.energy_source)])
+        parts.append(run_summary.format_energy(usage.energy_j, net_j, usage.energy_error_j) + word)
     if usage.peak_bytes is not None:
         parts.append(f"peak {units.format_bytes(usage.peak_bytes)}")
     parts.append(f"{units.format_bytes(usage.down_bytes)} down, {units.format_bytes(usage.up_bytes)} up")
@@ -285,20 +247,19 @@ def format_usage(usage: Usage) -> str:
 
 
 def format_energy_summary(summary: RunSummary) -> list[str]:
-    """Return the energy of a run in two lines, or none if no task was metered."""
     whole = summary.total
     if whole.energy_j is None or whole.task_j is None:
         return []
-    parts, rounds = [f"{costs.format_number(whole.task_j)} J per task"], len(summary.round_costs())
+    parts, rounds = [f"{run_summary.format_number(whole.task_j)} J per task"], len(summary.round_costs())
     if rounds:
-        parts.append(f"{costs.format_number(whole.energy_j / rounds)} J per round")
+        parts.append(f"{run_summary.format_number(whole.energy_j / rounds)} J per round")
     if whole.example_j is not None:
-        parts.append(f"{costs.format_number(whole.example_j)} J per example")
+        parts.append(f"{run_summary.format_number(whole.example_j)} J per example")
     points = progress_points(summary)
     if (point_j := energy_per_point_j(points)) is not None:
         metric = next(point.personal.metric for point in points if point.personal is not None)
-        parts.append(f"{costs.format_number(point_j)} J per point of {metrics.KNOWN[metric].title}")
-    took = costs.format_energy(whole.energy_j, whole.net_j, whole.energy_error_j)
+        parts.append(f"{run_summary.format_number(point_j)} J per point of {metrics.KNOWN[metric].title}")
+    took = run_summary.format_energy(whole.energy_j, whole.net_j, whole.energy_error_j)
     tasks = f"{whole.metered} task{'s' * (whole.metered != 1)}"
     some = "" if whole.metered == whole.tasks else f" of {whole.tasks}; the others were not metered"
     return [
@@ -308,15 +269,7 @@ def format_energy_summary(summary: RunSummary) -> list[str]:
 
 
 def summarise_run(row: StoredJob | UnreadableRow, store: Store, own: Mapping[str, int] = {}) -> dict[str, Any]:
-    """Return the values for a line of `fedquilt ls`.
-
-    The value of "problem" is why the run cannot be read, or None.
-
-    Args:
-        row: The run.
-        store: The home of the run.
-        own: The bytes on disk of each run.
-    """
+    """Return the values for a line of `fedquilt ls`. The value of "problem" is why the run cannot be read, or None."""
     summary = None
     problem = row.reason if isinstance(row, UnreadableRow) else None
     if isinstance(row, StoredJob):

@@ -8,24 +8,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from fedquilt.console import table, units
-from fedquilt.coordinator.fleet.device_status import DeviceStatus
-from fedquilt.coordinator.fleet.telemetry_store import TelemetryStore
-from fedquilt.coordinator.rounds.rollout import (
-    AnyRolloutEvent,
-    PhasePassed,
-    ReleaseOffered,
-    Rollout,
-    RolloutCompleted,
-    RolloutDevice,
-    RolloutPlan,
-    RolloutResumed,
-    RolloutReverted,
-    RolloutStarted,
-    StatusReported,
-    format_incompatible_devices,
-    select_rollout_devices,
-)
-from fedquilt.coordinator.rounds.rollout import find_blocking_devices as hold_up
+from fedquilt.coordinator.fleet.device_status import DeviceStatus, TelemetryStore
+from fedquilt.coordinator.rounds import rollout
 from fedquilt.coordinator.storage.rollout_log import RolloutLog, StoredRollout
 from fedquilt.coordinator.storage.rows import is_served
 from fedquilt.formats import labels
@@ -76,35 +60,27 @@ def summarise_rollout_and_devices(kept: StoredRollout) -> dict[str, Any]:
 class RolloutContext(NamedTuple):
     home: Path
     served: bool  # by a coordinator, without which nothing goes on
-    every: Sequence[Rollout]  # all rollouts, in the order in which they were queued
+    every: Sequence[rollout.Rollout]  # all rollouts, in the order in which they were queued
     boards: Mapping[str, DeviceStatus]  # as the coordinator knew them last
     now: float  # wall-clock seconds
 
 
 def load_context(home: Path, log: RolloutLog) -> RolloutContext:
-    """Return the present context of a home's rollouts.
-
-    Raises:
-        StoreError: If the home or the stored device data cannot be read.
-    """
+    """Return the present context of a home's rollouts."""
     with TelemetryStore(home) as store:
         boards = {board.device: board for board in store.load_statuses()}
     return RolloutContext(home, is_served(home), [kept.state for kept in log.readable_rollouts()], boards, time.time())
 
 
 def load_rollout_wait(kept: StoredRollout, log: RolloutLog, around: RolloutContext) -> str:
-    """Return `describe_rollout_wait` of a rollout. Events are read only for a rollout under way.
-
-    Raises:
-        StoreError: If the events cannot be read.
-    """
+    """Return `describe_rollout_wait` of a rollout. Events are read only for a rollout under way."""
     if not kept.state.is_under_way:
         return ""
     return describe_rollout_wait(kept.state, log.read_events(kept.state.id), around)
 
 
 def describe_rollout_wait(
-    state: Rollout, facts: Sequence[tuple[int, float, AnyRolloutEvent]], around: RolloutContext
+    state: rollout.Rollout, facts: Sequence[tuple[int, float, rollout.AnyRolloutEvent]], around: RolloutContext
 ) -> str:
     """Return what a rollout waits for, to follow "waits for", or "" if it does not wait."""
     if not state.is_under_way:
@@ -115,9 +91,9 @@ def describe_rollout_wait(
     for _, at, fact in facts:
         for device in (
             fact.devices
-            if isinstance(fact, ReleaseOffered)
+            if isinstance(fact, rollout.ReleaseOffered)
             else (fact.device,)
-            if isinstance(fact, StatusReported)
+            if isinstance(fact, rollout.StatusReported)
             else ()
         ):
             told_s[device] = at
@@ -126,10 +102,10 @@ def describe_rollout_wait(
         board = around.boards.get(device, DeviceStatus(device))
         since_s = max(told_s.get(device, 0.0), 0.0 if board.online else board.since or 0.0)
         has = board.labels if device in around.boards else None
-        seen[device] = RolloutDevice(board.online, since_s, has, device not in state.without)
-    fleet = select_rollout_devices(state, around.every, seen)
+        seen[device] = rollout.RolloutDevice(board.online, since_s, has, device not in state.without)
+    fleet = rollout.select_rollout_devices(state, around.every, seen)
     if state.is_step_open:
-        names = hold_up(state, fleet, around.now)
+        names = rollout.find_blocking_devices(state, fleet, around.now)
         said = [
             f"{name} ({state.device_phase(name) or ('silent' if seen[name].online else 'offline')})" for name in names
         ]
@@ -142,7 +118,7 @@ def describe_rollout_wait(
     return ""
 
 
-def describe_unmatched_labels(plan: RolloutPlan, around: RolloutContext) -> str:
+def describe_unmatched_labels(plan: rollout.RolloutPlan, around: RolloutContext) -> str:
     """Return why no device has the labels of a rollout, to follow "waits for", or "" if a device has them."""
     if any(labels.is_selected(plan.select, board.labels) for board in around.boards.values()):
         return ""
@@ -154,7 +130,7 @@ def describe_unmatched_labels(plan: RolloutPlan, around: RolloutContext) -> str:
     return f"a board: {known} {isnt} selected by {chosen}; `fedquilt devices --home {around.home}` shows their labels"
 
 
-def _outcome_reason(standing: str, heard: StatusReported | None) -> str:
+def _outcome_reason(standing: str, heard: rollout.StatusReported | None) -> str:
     if heard is None:
         return ""
     if standing == "lost":
@@ -180,7 +156,7 @@ def format_rollouts(known: Sequence[StoredRollout], now: float) -> list[str]:
 
 
 def format_rollout(
-    kept: StoredRollout, facts: Sequence[tuple[int, float, AnyRolloutEvent]], around: RolloutContext
+    kept: StoredRollout, facts: Sequence[tuple[int, float, rollout.AnyRolloutEvent]], around: RolloutContext
 ) -> list[str]:
     state, plan = kept.state, kept.state.plan
     asked = "; ".join(f"{name} {value}" for name, value in _list_limits(plan)) or "none"
@@ -194,7 +170,7 @@ def format_rollout(
         found.append(f"it waits for {held}")
     found.append("")
     for _, at, fact in facts:
-        if not isinstance(fact, StatusReported):
+        if not isinstance(fact, rollout.StatusReported):
             found.append(f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(at))}  {format_event(state, fact)}")
     boards = [each for each in summarise_rollout_and_devices(kept)["boards"] if each["phase"] != "committed"]
     if boards:
@@ -206,33 +182,33 @@ def format_rollout(
     return found
 
 
-def format_event(state: Rollout, fact: AnyRolloutEvent) -> str:
+def format_event(state: rollout.Rollout, fact: rollout.AnyRolloutEvent) -> str:
     match fact:
-        case RolloutStarted(without=unable):
-            out = f"; left out: {format_incompatible_devices(unable, SHOWN)}" if unable else ""
+        case rollout.RolloutStarted(without=unable):
+            out = f"; left out: {rollout.format_incompatible_devices(unable, SHOWN)}" if unable else ""
             return f"begun: {state.plan.kind} {state.plan.name}{out}"
-        case ReleaseOffered(number, devices):
+        case rollout.ReleaseOffered(number, devices):
             return f"{_format_step_name(state.plan, number)}: offered to {_format_device_count(len(devices))}"
-        case StatusReported(device, phase=phase, reason=reason):
+        case rollout.StatusReported(device, phase=phase, reason=reason):
             return f"{device} {phase}{f': {reason}' if reason else ''}"
-        case RolloutResumed():
+        case rollout.RolloutResumed():
             return "a coordinator goes on with it"
-        case PhasePassed(number, silent):
+        case rollout.PhasePassed(number, silent):
             without = f", without {_format_device_count(len(silent))} that said nothing" if silent else ""
             return f"{_format_step_name(state.plan, number)} passed{without}"
-        case RolloutCompleted():
+        case rollout.RolloutCompleted():
             return "done: boards that come later get it too" if state.plan.includes_all_devices else "done"
-        case RolloutReverted(reason=reason):
+        case rollout.RolloutReverted(reason=reason):
             what = f"aborted: {reason}; boards that have it" if state.status == "aborted" else "rolled back: boards"
             return f"{what} return to what they ran before"
 
 
-def format_step(state: Rollout) -> str:
+def format_step(state: rollout.Rollout) -> str:
     number = min(state.step, len(state.plan.phases))
     return _format_step_name(state.plan, number)
 
 
-def _format_step_name(plan: RolloutPlan, number: int) -> str:
+def _format_step_name(plan: rollout.RolloutPlan, number: int) -> str:
     share = f"{100 * plan.cumulative_shares[number]:g} %"
     return f"canary {share}" if number == 0 else f"phase {share}"
 
@@ -241,13 +217,13 @@ def _format_device_count(count: int) -> str:
     return f"{count} board{'' if count == 1 else 's'}"
 
 
-def _format_outcomes(state: Rollout) -> str:
+def _format_outcomes(state: rollout.Rollout) -> str:
     counts = state.count_outcomes()
     parts = [f"{counts[phase]} {phase or 'silent'}" for phase in ORDER if phase in counts]
     return ", ".join(parts) or "none yet"
 
 
-def _list_limits(plan: RolloutPlan) -> list[tuple[str, str]]:
+def _list_limits(plan: rollout.RolloutPlan) -> list[tuple[str, str]]:
     limits, found = plan.limits, []
     if limits.min_gain is not None:
         found.append(("least gain", f"{100 * limits.min_gain:+g} points"))

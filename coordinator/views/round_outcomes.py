@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 from typing import Final
 
-from fedquilt.coordinator import limits
+from fedquilt.coordinator import device_columns, settings
 from fedquilt.coordinator.fleet.device_status import CurrentTask
-from fedquilt.coordinator.rounds import claim_bounds, cohort_selection, eligibility
-from fedquilt.coordinator.rounds.events import (
-    AnyEvent,
-    CohortSelected,
-    EligibilityRecorded,
-    JobConstants,
-    JobEnded,
-    JobState,
-    RoundCommitted,
-    RoundRetried,
-    TaskDeclined,
-    UpdateAccepted,
-    UpdateRejected,
-)
+from fedquilt.coordinator.rounds import events, selection
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.coordinator.views import event_messages
+from fedquilt.coordinator.views import event_messages, wait_reasons
 from fedquilt.coordinator.views.devices import load_devices
 from fedquilt.coordinator.views.run_summary import RunSummary
 from fedquilt.core import JobError
@@ -42,13 +29,9 @@ class DeviceOutcome:
 
 
 def load_outcomes(store: Store, run: str) -> RoundOutcomes:
-    """Return the outcomes of a run, found by its id or its job's name.
-
-    Raises:
-        StoreError: If the run does not exist or cannot be read.
-    """
+    """Return the outcomes of a run, found by its id or its job's name."""
     row = store.find_job(run)
-    told = RoundOutcomes(JobConstants.from_job(row.job))
+    told = RoundOutcomes(events.JobConstants.from_job(row.job))
     for _, at_s, fact in store.read_events(row.id):
         told.apply_event(fact, at_s)
     if store.current_status(row) == "running":
@@ -60,28 +43,23 @@ def load_outcomes(store: Store, run: str) -> RoundOutcomes:
     return told
 
 
-def warn_of_weights(store: Store, job: JobSettings, facts: Iterable[AnyEvent]) -> str | None:
+def warn_of_weights(store: Store, job: JobSettings, facts: Iterable[events.AnyEvent]) -> str | None:
     """Return a warning if one device of a job can outweigh the others, or None.
 
     There is no warning for a home without certificates and limits.toml, where every client of the broker can act as any
     device.
-
-    Args:
-        store: The home of the job.
-        job: The settings of the job.
-        facts: The events of the job.
     """
     bounded = job.cohort.max_examples is not None or job.method == "robust"
-    if bounded or not (store.was_authenticated() or (store.home / limits.FILE).exists()):
+    if bounded or not (store.was_authenticated() or (store.home / settings.FILE).exists()):
         return None
     devices, by_examples = set[str](), False
     for fact in facts:
         match fact:
-            case EligibilityRecorded(eligible=found) | CohortSelected(devices=found):
+            case events.EligibilityRecorded(eligible=found) | events.CohortSelected(devices=found):
                 devices.update(found)
-            case UpdateAccepted(update=update):
+            case events.UpdateAccepted(update=update):
                 by_examples = by_examples or update.weight != 1.0
-    if not by_examples or len(devices) > claim_bounds.ENOUGH:
+    if not by_examples or len(devices) > device_columns.ENOUGH:
         return None
     return (
         f"one device can outweigh the others: of {len(devices)} devices no median bounds the weight by examples. Set "
@@ -92,7 +70,6 @@ def warn_of_weights(store: Store, job: JobSettings, facts: Iterable[AnyEvent]) -
 def _mark_queued_uploads(
     found: Mapping[int, dict[str, DeviceOutcome]], run: str, doing: Mapping[str, CurrentTask]
 ) -> None:
-    """Replace the outcome of selected devices whose update waits for its transfer turn."""
     others = sum(each.step == "sending" for each in doing.values())
     first = (
         f"{others} {'other is' if others == 1 else 'others are'} being sent or read" if others else "others are read"
@@ -106,8 +83,9 @@ def _mark_queued_uploads(
             found[each.round][device] = DeviceOutcome("asked", said)
 
 
-def outcomes_by_round(facts: Iterable[AnyEvent], plan: JobConstants) -> dict[int, dict[str, DeviceOutcome]]:
-    """Return the outcome of each device in each round. Rounds are numbered from 0."""
+def outcomes_by_round(
+    facts: Iterable[events.AnyEvent], plan: events.JobConstants
+) -> dict[int, dict[str, DeviceOutcome]]:
     told = RoundOutcomes(plan)
     for fact in facts:
         told.apply_event(fact)
@@ -115,41 +93,37 @@ def outcomes_by_round(facts: Iterable[AnyEvent], plan: JobConstants) -> dict[int
 
 
 class RoundOutcomes:
-    """Outcomes of a run's devices, updated event by event.
+    """Outcomes of a run's devices, updated event by event."""
 
-    Args:
-        plan: The parameters of the run's job.
-    """
-
-    def __init__(self, plan: JobConstants) -> None:
-        self.summary = RunSummary(JobState(plan))  # after the last event
+    def __init__(self, plan: events.JobConstants) -> None:
+        self.summary = RunSummary(events.JobState(plan))  # after the last event
         # The result of `outcomes_by_round`. A caller that follows a run may delete earlier rounds.
         self.found = dict[int, dict[str, DeviceOutcome]]()
 
-    def apply_event(self, fact: AnyEvent, at_s: float = 0.0) -> None:
+    def apply_event(self, fact: events.AnyEvent, at_s: float = 0.0) -> None:
         state, found = self.summary.state, self.found
         match fact:
-            case CohortSelected():
+            case events.CohortSelected():
                 _set_outcomes(found, fact.round, _selection_outcomes(state, fact), anew=fact.devices)
-            case TaskDeclined():
+            case events.TaskDeclined():
                 found[fact.round][fact.device] = DeviceOutcome("declined", f"declined ({fact.code}): {fact.reason}")
-            case UpdateRejected():
+            case events.UpdateRejected():
                 found[fact.round][fact.device] = DeviceOutcome("refused", f"update refused: {fact.reason}")
-            case UpdateAccepted():
+            case events.UpdateAccepted():
                 found[fact.round][fact.update.device] = DeviceOutcome("answered", "update received")
                 through = DeviceOutcome("answered", f"update received, of the site {fact.update.device}")
                 found[fact.round].update(dict.fromkeys(fact.update.boards, through))
-            case RoundRetried():
+            case events.RoundRetried():
                 late = DeviceOutcome(
                     "asked", "selected; no update by the deadline: another attempt at the round asks it last"
                 )
                 again = dict.fromkeys(state.asked, late)
                 found.setdefault(fact.round, {}).update(again)
-            case RoundCommitted():
+            case events.RoundCommitted():
                 silent = [device for device, part in found.get(fact.round, {}).items() if part.code == "asked"]
                 late = DeviceOutcome("asked", "selected; no update before the round closed")
                 found.setdefault(fact.round, {}).update(dict.fromkeys(silent, late))
-            case JobEnded(status=status) if state.phase not in _UNTIL_THE_END:  # else it has not gone on since
+            case events.JobEnded(status=status) if state.phase not in _UNTIL_THE_END:  # else it has not gone on since
                 silent = [device for device, part in found.get(state.round, {}).items() if part.code == "asked"]
                 if silent:
                     found[state.round].update(
@@ -159,9 +133,10 @@ class RoundOutcomes:
                 pass
         self.summary = self.summary.with_event(fact, at_s)
         state = self.summary.state
-        if isinstance(fact, EligibilityRecorded) and state.phase == "selecting":  # in case that nobody can be asked
+        # in case that nobody can be asked
+        if isinstance(fact, events.EligibilityRecorded) and state.phase == "selecting":
             barred = {
-                device: DeviceOutcome(eligibility.reason_key(code), eligibility.reason_text(code))
+                device: DeviceOutcome(selection.reason_key(code), selection.reason_text(code))
                 for device, code in state.passed.items()
             }
             _set_outcomes(found, fact.round, barred)
@@ -186,18 +161,18 @@ def _set_outcomes(
             known[device] = part
 
 
-def _selection_outcomes(state: JobState, fact: CohortSelected) -> Mapping[str, DeviceOutcome]:
+def _selection_outcomes(state: events.JobState, fact: events.CohortSelected) -> Mapping[str, DeviceOutcome]:
     settled = {*state.asked, *state.answered, *state.declined}
     free = state.eligible - settled
     wanted = len(fact.devices)
     silent = [device for device in state.silent if device in free]
     fresh = free.difference(silent)
-    drawn = cohort_selection.rank_devices(
+    drawn = selection.rank_devices(
         state.plan.seed, fact.round, fresh, wanted, costs=state.costs, since=state.since, turns=state.plan.cohort.turns
     )
     order = [*drawn, *silent]
     told = {
-        device: DeviceOutcome(eligibility.reason_key(code), eligibility.reason_text(code))
+        device: DeviceOutcome(selection.reason_key(code), selection.reason_text(code))
         for device, code in state.passed.items()
         if device not in settled
     }
@@ -208,16 +183,7 @@ def _selection_outcomes(state: JobState, fact: CohortSelected) -> Mapping[str, D
 
 
 def format_outcomes(told: RoundOutcomes, round: int | None = None, device: str | None = None) -> list[str]:
-    """Return outcomes as text: by rounds with the same outcomes, or of one device.
-
-    Args:
-        told: The outcomes of a run.
-        round: The number of a round, from 1, or None for all.
-        device: The name of a device, or None for all.
-
-    Raises:
-        JobError: If the log does not contain the round or the device.
-    """
+    """Return outcomes as text: by rounds with the same outcomes, or of one device."""
     chosen = filter_outcomes(told.found, round, device)
     last = None if told.summary.final is None else told.summary.final + 1
     shown = []
@@ -238,20 +204,17 @@ def _format_devices(devices: Mapping[str, DeviceOutcome], device: str | None) ->
         if part.code == "drawn":
             text = f"not drawn, by place ({part.wanted} of {part.of} selected)"
         groups.setdefault(text, []).append(name)
-    return [f"  {text}: {_format_names(members)}" for text, members in groups.items()]
+    return [f"  {text}: {wait_reasons.format_names(members, 12)}" for text, members in groups.items()]
 
 
 def filter_outcomes(
     found: Mapping[int, Mapping[str, DeviceOutcome]], round: int | None, device: str | None
 ) -> dict[int, dict[str, DeviceOutcome]]:
-    """Return the outcomes by round number from 1, of one round and one device or, with None, of all.
-
-    Raises:
-        JobError: If the round or the device is unknown.
-    """
+    """Return the outcomes by round number from 1, of one round and one device or, with None, of all."""
     by_number = {number + 1: dict(parts) for number, parts in sorted(found.items())}
     if round is not None and round not in by_number:
-        raise JobError(f"there has been no round {round}; rounds so far: {_format_range(list(by_number))}")
+        so_far = f"{min(by_number)} to {max(by_number)}" if by_number else "none"
+        raise JobError(f"there has been no round {round}; rounds so far: {so_far}")
     chosen = {number: parts for number, parts in by_number.items() if round in (None, number)}
     if device is None:
         return chosen
@@ -260,11 +223,3 @@ def filter_outcomes(
         raise JobError(f"the run has no device {device!r}{toml.describe_choices(device, sorted(known), 'it knows')}")
     unheard = DeviceOutcome("unknown", "not known by then")
     return {number: {device: parts.get(device, unheard)} for number, parts in chosen.items()}
-
-
-def _format_names(names: Sequence[str], most: int = 12) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def _format_range(numbers: Sequence[int]) -> str:
-    return f"{numbers[0]} to {numbers[-1]}" if numbers else "none"

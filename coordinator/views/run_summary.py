@@ -1,35 +1,136 @@
-"""Summary of a run, computed event by event, from which all views of a run derive.
+"""Summary of a run and its costs, computed event by event, from which all views of a run derive.
 
-The evaluation of a round is that of the state at its start, and costs what all earlier rounds have cost.
+The evaluation of a round is that of the state at its start, and costs what all earlier rounds have cost. Joules are
+gross (all energy used meanwhile) and net (above idle power). A sum covers the metered tasks, whose number is given too,
+and is None if nothing was measured. Errors are added up, because the errors of one meter are correlated: the sum is a
+bound. Rejected updates are in no sum.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import reduce
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
 from fedquilt import metrics
-from fedquilt.coordinator.rounds.events import (
-    AnyEvent,
-    CohortSelected,
-    JobConstants,
-    JobEnded,
-    JobState,
-    RoundCommitted,
-    TaskDeclined,
-    UpdateAccepted,
-    UpdateRejected,
-    apply_event,
-)
+from fedquilt.console import units
+from fedquilt.coordinator.rounds import events
 from fedquilt.coordinator.settings import JobSettings
-from fedquilt.coordinator.views.costs import CostLedger
 from fedquilt.core import EvaluationSums, Update
+
+COLUMNS: Final = (
+    *("tasks", "metered", "declined", "examples", "wall_s", "energy_j", "net_j", "energy_error_j", "energy_source"),
+    *("task_j", "example_j", "peak_bytes", "base_bytes", "down_bytes", "up_bytes"),
+)
+
+
+class CostLedger(msgspec.Struct, frozen=True):
+    tasks: int = 0
+    metered: int = 0  # of them
+    declined: int = 0
+    examples: float = 0  # weights of the updates, mostly their numbers of examples
+    metered_examples: float = 0  # of the metered tasks
+    wall_s: float = 0
+    energy_j: float | None = None
+    idle_j: float | None = None
+    energy_error_j: float | None = None
+    meters: frozenset[str] = frozenset()  # sources of the joules
+    peak_bytes: int | None = None
+    base_bytes: int | None = None  # of the task with that peak
+    down_bytes: int = 0
+    up_bytes: int = 0
+
+    @property
+    def net_j(self) -> float | None:
+        return None if self.energy_j is None or self.idle_j is None else self.energy_j - self.idle_j
+
+    @property
+    def whole_j(self) -> float | None:
+        """Gross joules of all tasks, or None if one of them was not metered."""
+        return self.energy_j if self.metered == self.tasks else None
+
+    @property
+    def task_j(self) -> float | None:
+        return None if self.energy_j is None else self.energy_j / self.metered
+
+    @property
+    def example_j(self) -> float | None:
+        return None if self.energy_j is None or not self.metered_examples else self.energy_j / self.metered_examples
+
+    @property
+    def energy_source(self) -> str | None:
+        return "; ".join(sorted(self.meters)) or None
+
+    @property
+    def energy_word(self) -> str:
+        return describe_source(self.meters)
+
+    def add_update(self, update: Update) -> CostLedger:
+        usage, found = update.usage, self
+        if usage.energy_j is not None:
+            first = not self.metered
+            found = replace(
+                found,
+                metered=self.metered + 1,
+                metered_examples=self.metered_examples + update.weight,
+                energy_j=(self.energy_j or 0.0) + usage.energy_j,
+                idle_j=_add_known(0.0 if first else self.idle_j, usage.idle_j),
+                energy_error_j=_add_known(0.0 if first else self.energy_error_j, usage.energy_error_j),
+                meters=self.meters | {str(usage.energy_source)},
+            )
+        if not self.tasks or (usage.peak_bytes or -1) > (self.peak_bytes or -1):
+            found = replace(found, peak_bytes=usage.peak_bytes, base_bytes=usage.base_bytes)
+        return replace(
+            found,
+            tasks=self.tasks + 1,
+            examples=self.examples + update.weight,
+            wall_s=self.wall_s + usage.wall_s,
+            down_bytes=self.down_bytes + update.down_bytes,
+            up_bytes=self.up_bytes + update.up_bytes,
+        )
+
+    def to_table(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in COLUMNS}
+
+    def add_decline(self) -> CostLedger:
+        return replace(self, declined=self.declined + 1)
+
+
+def sum_costs(updates: Iterable[Update]) -> CostLedger:
+    return reduce(CostLedger.add_update, updates, CostLedger())
+
+
+def _add_known(total: float | None, value: float | None) -> float | None:
+    return None if total is None or value is None else total + value
+
+
+def format_number(value: float) -> str:
+    """Return a number of joules as text: two decimals from 1 on, else three digits."""
+    return f"{value:.2f}" if value >= 1 else f"{value:.3g}"
+
+
+def format_joules(value: float) -> str:
+    """Return joules as text in three digits: "12 J", "1.25 kJ"."""
+    scale, prefix = units.select_prefix(value)
+    return f"{value / scale:.3g} {prefix}J"
+
+
+def describe_source(meters: Collection[str]) -> str:
+    """Return " predicted" if a board's profile gives the joules, " partly predicted" if only some, else ""."""
+    predicted = sum("profile " in meter for meter in meters)
+    return "" if not predicted else " predicted" if predicted == len(meters) else " partly predicted"
+
+
+def format_energy(energy_j: float, net_j: float | None, error_j: float | None) -> str:
+    more = [] if net_j is None else [f"{format_number(net_j)} J above idle"]
+    more += [] if error_j is None else [f"± {format_number(error_j)} J"]
+    return f"{format_number(energy_j)} J" + (f" ({', '.join(more)})" if more else "")
 
 
 @dataclass(frozen=True)
@@ -99,8 +200,6 @@ def summarise_evaluation(
 
 
 class RoundSummary(msgspec.Struct, frozen=True):
-    """Cost of a round and, once it is committed, its result."""
-
     number: int = 0
     cost: CostLedger = CostLedger()
     slowest_s: float = 0.0  # longest task, as its device reports
@@ -129,14 +228,14 @@ class RunSummary(msgspec.Struct, frozen=True):
     `device_costs`.
     """
 
-    state: JobState
+    state: events.JobState
     total: CostLedger = CostLedger()
     running: RoundSummary = RoundSummary()
     earlier: Mapping[int, RoundSummary] = {}
     devices: Mapping[str, CostLedger] = {}
     scores: Mapping[str, DeviceScore] = {}  # device -> its last evaluation
     selected: frozenset[str] = frozenset()  # devices of the running round, in any of its attempts
-    answers: tuple[UpdateAccepted, ...] = ()  # of the running round, lost ones too
+    answers: tuple[events.UpdateAccepted, ...] = ()  # of the running round, lost ones too
     declines: tuple[str, ...] = ()  # devices of the running round, once for each refused task or update
     final: int | None = None  # number of the evaluation after the last round
     since_s: float = math.inf  # when the running round began, or the run was resumed in it
@@ -144,38 +243,29 @@ class RunSummary(msgspec.Struct, frozen=True):
 
     @staticmethod
     def from_job(job: JobSettings) -> RunSummary:
-        return RunSummary(JobState(JobConstants.from_job(job)))
+        return RunSummary(events.JobState(events.JobConstants.from_job(job)))
 
-    def with_event(self, fact: AnyEvent, at_s: float = 0.0, state: JobState | None = None) -> RunSummary:
-        """Return the summary after the next event of the run.
-
-        Args:
-            fact: The event.
-            at_s: The time of the event, in wall-clock seconds.
-            state: The job state after the event, or None to compute it.
-
-        Raises:
-            JobError: If the event cannot follow the earlier ones.
-        """
-        state = apply_event(self.state, fact, at_s) if state is None else state
+    def with_event(self, fact: events.AnyEvent, at_s: float = 0.0, state: events.JobState | None = None) -> RunSummary:
+        """Return the summary after the next event of the run."""
+        state = events.apply_event(self.state, fact, at_s) if state is None else state
         number = getattr(fact, "round", self.running.number)
         found = self if number == self.running.number else self._open_round(number)
         selected = found.selected or state.asked.union(state.answered)
         since_s, worked_s = min(found.since_s, at_s), found.worked_s
         match fact:
-            case CohortSelected():
+            case events.CohortSelected():
                 selected = selected.union(fact.devices)
-            case UpdateAccepted():
+            case events.UpdateAccepted():
                 found = found._add_update(fact)
-            case TaskDeclined() | UpdateRejected():
+            case events.TaskDeclined() | events.UpdateRejected():
                 running = replace(found.running, cost=found.running.cost.add_decline())
                 found = replace(
                     found, total=found.total.add_decline(), running=running, declines=(*found.declines, fact.device)
                 )
-            case RoundCommitted():
+            case events.RoundCommitted():
                 found = found._commit_round(fact, worked_s + at_s - since_s)
                 selected, since_s, worked_s = frozenset(), at_s, 0.0
-            case JobEnded():
+            case events.JobEnded():
                 since_s, worked_s = math.inf, worked_s + at_s - since_s
         final = number if is_of_final_evaluation(state, fact) else found.final
         return replace(found, state=state, selected=selected, final=final, since_s=since_s, worked_s=worked_s)
@@ -193,12 +283,10 @@ class RunSummary(msgspec.Struct, frozen=True):
         return next((each.scores for each in reversed(self.committed_rounds()) if each.scores is not None), None)
 
     def round_costs(self) -> dict[int, CostLedger]:
-        """Return the cost of each round in which a device answered or declined, by number."""
         found = {each.number: each.cost for each in (*self.earlier.values(), self.running)}
         return {number: cost for number, cost in sorted(found.items()) if cost.tasks or cost.declined}
 
     def device_costs(self) -> dict[str, CostLedger]:
-        """Return the cost of each device that answered or declined, by name."""
         found = dict(self.devices)
         for answer in self.answers:
             device = answer.update.device
@@ -208,18 +296,17 @@ class RunSummary(msgspec.Struct, frozen=True):
         return dict(sorted(found.items()))
 
     def _open_round(self, number: int) -> RunSummary:
-        """Return the summary with `number` as the running round, and the previous one in `earlier`."""
         earlier = {**self.earlier, self.running.number: self.running}
         running = earlier.get(number, RoundSummary(number))
         return replace(self, running=running, earlier=earlier, devices=self.device_costs(), answers=(), declines=())
 
-    def _add_update(self, fact: UpdateAccepted) -> RunSummary:
+    def _add_update(self, fact: events.UpdateAccepted) -> RunSummary:
         update, running = fact.update, self.running
         slowest_s = max(running.slowest_s, update.usage.wall_s)
         running = replace(running, cost=running.cost.add_update(update), slowest_s=slowest_s)
         return replace(self, total=self.total.add_update(update), running=running, answers=(*self.answers, fact))
 
-    def _commit_round(self, fact: RoundCommitted, real_s: float) -> RunSummary:
+    def _commit_round(self, fact: events.RoundCommitted, real_s: float) -> RunSummary:
         done, updates, devices = self.state.completed_rounds, [answer.update for answer in self.answers], self.scores
         scores = None if fact.settled else summarise_round(fact.evaluation, updates)
         if scores is not None:
@@ -242,20 +329,19 @@ class RunSummary(msgspec.Struct, frozen=True):
         return replace(self, running=running, scores=devices)
 
 
-def summarise_events(job: JobSettings, facts: Iterable[tuple[int, float, AnyEvent]]) -> RunSummary:
-    """Return the summary of a job's events, with the rows of `Store.read_events`."""
+def summarise_events(job: JobSettings, facts: Iterable[tuple[int, float, events.AnyEvent]]) -> RunSummary:
     summary = RunSummary.from_job(job)
     for _, at_s, fact in facts:
         summary = summary.with_event(fact, at_s)
     return summary
 
 
-def is_of_final_evaluation(state: JobState, fact: AnyEvent) -> bool:
+def is_of_final_evaluation(state: events.JobState, fact: events.AnyEvent) -> bool:
     """Return whether an event belongs to the evaluation after the last round.
 
     `state` is the job state after the event. A settling round before that evaluation does not belong to it.
     """
-    if isinstance(fact, RoundCommitted):
+    if isinstance(fact, events.RoundCommitted):
         return state.checked
     return state.is_work_done and not state.settling and getattr(fact, "round", None) == state.round
 

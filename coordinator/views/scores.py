@@ -57,13 +57,7 @@ class RunScores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def make_test_table(job: JobSettings) -> dict[str, Any]:
-    """Return the test set as a [data] table: [test], completed by [data], with split "test".
-
-    A [test] with a path of its own takes only the keys of [data] on how files are read (`spec.HOW`).
-
-    Raises:
-        JobError: If the job has neither table, or [test] does not name the arrays that [data] names.
-    """
+    """Return [test], completed by [data], as a [data] table. With its own path, only `spec.HOW` is completed."""
     if not job.data and not job.test:
         raise JobError(f"job {job.name!r} has neither [test] nor [data]: there is nothing to test on")
     alone = {"path", "sources"} & job.test.keys() or job.test.get("dataset") in spec.SYNTHETIC
@@ -82,11 +76,7 @@ def make_test_table(job: JobSettings) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def name_test_table() -> Iterator[None]:
-    """Name [test] in errors of reading a test set, where readers name [data].
-
-    Raises:
-        DataError: If the block raises one.
-    """
+    """Name [test] in errors of reading a test set, where readers name [data]."""
     try:
         yield
     except DataError as error:

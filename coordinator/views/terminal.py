@@ -1,12 +1,14 @@
-"""Coordinator in a terminal, with the events of its jobs as output."""
+"""Coordinator in a terminal, with the events of its jobs as output, or as log records."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import math
 import signal
 import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
@@ -18,41 +20,26 @@ import msgspec
 
 from fedquilt import open_metrics
 from fedquilt.console import progress, table
-from fedquilt.coordinator import sites
 from fedquilt.coordinator.background_worker import ThreadWorker
-from fedquilt.coordinator.delivery.blobs.locations import BlobLocationSettings
+from fedquilt.coordinator.delivery.blob_server import BlobLocationSettings
 from fedquilt.coordinator.delivery.monitoring_executor import DeviceStatusTracker, MonitoringExecutor
 from fedquilt.coordinator.fleet.device_status import DeviceStatus
-from fedquilt.coordinator.job_view import EndedJob, JobView
 from fedquilt.coordinator.jobs.job import RunningJob
-from fedquilt.coordinator.limits import CoordinatorLimits
 from fedquilt.coordinator.metrics_exporter import CoordinatorMetrics
-from fedquilt.coordinator.rounds import eligibility, next_event
+from fedquilt.coordinator.rounds import decisions, events, selection
 from fedquilt.coordinator.rounds import rollout as rounds_rollout
-from fedquilt.coordinator.rounds.events import (
-    ENDED,
-    AnyEvent,
-    CohortSelected,
-    EligibilityRecorded,
-    JobConstants,
-    JobEnded,
-    JobState,
-    RoundClosed,
-    RoundCommitted,
-    TaskDeclined,
-    UpdateAccepted,
-    UpdateRejected,
-    UpdatesAggregated,
-    apply_event,
-)
 from fedquilt.coordinator.rounds.rollout import Rollout
 from fedquilt.coordinator.server import Server
+from fedquilt.coordinator.settings import CoordinatorLimits
 from fedquilt.coordinator.storage.store import AWAY_S, InactiveRunError, Store, StoredJob
-from fedquilt.coordinator.views import costs, event_messages, round_outcomes, wait_reasons
+from fedquilt.coordinator.updates import sites
+from fedquilt.coordinator.views import event_messages, round_outcomes, run_summary, wait_reasons
+from fedquilt.coordinator.views import event_messages as sentences
 from fedquilt.coordinator.views import rollouts as rollout_view
 from fedquilt.coordinator.views.run_summary import RoundSummary, RunSummary
 from fedquilt.core import JobError
 from fedquilt.host import connection_limits, process_memory
+from fedquilt.host.logs import log_ids
 from fedquilt.security.handshake import LinkIdentity
 from fedquilt.transport import link as links
 from fedquilt.transport.link import Link
@@ -62,7 +49,14 @@ WORK_SAID_S = 30.0  # likewise for devices that are at work
 WAIT_LOOK_S = 1.0
 WAIT_AGAIN_S = 600.0  # between reports of an unchanged wait
 
-BRIEF: Final = (EligibilityRecorded, CohortSelected, UpdateAccepted, TaskDeclined, UpdateRejected, RoundClosed)
+BRIEF: Final = (
+    events.EligibilityRecorded,
+    events.CohortSelected,
+    events.UpdateAccepted,
+    events.TaskDeclined,
+    events.UpdateRejected,
+    events.RoundClosed,
+)
 """Events within a round, which only its status shows."""
 
 ELAPSED: Final = "[{:6.1f} s] "
@@ -73,8 +67,6 @@ BROKER = "`fedquilt doctor --home HOME --broker URL` says why"
 
 
 class WaitReporter:
-    """Schedule of messages on a wait: soon after a change, then rarely."""
-
     def __init__(self) -> None:
         self._since_s: float | None = None  # start of the present wait
         self._said: object = None
@@ -104,14 +96,7 @@ class ConnectionReporter:
         return self._connected is False
 
     def line_due(self, connected: bool, session: int) -> str | None:
-        """Return the line to print now, or None without a change.
-
-        A link that is connected at the first call is not reported.
-
-        Args:
-            connected: Whether the link is connected.
-            session: The number of sessions so far, which reveals interruptions too short to be observed.
-        """
+        """Return the line on a change of the connection since the last call, or None."""
         before, self._connected = self._connected, connected
         former, self._session = self._session, session
         if connected and (before is False or former not in (0, session)):
@@ -123,9 +108,7 @@ class ConnectionReporter:
 
 @dataclass
 class _WatchedRun:
-    """What a console knows of a run, since its first event of this process."""
-
-    job: JobView
+    job: events.JobView
     summary: RunSummary
     waiting: WaitReporter = field(default_factory=WaitReporter)
     wait: wait_reasons.WaitReason | None = None
@@ -158,51 +141,50 @@ class Console:
         self._shown: str | None = None  # the run of the block
         self._declines = defaultdict[tuple[str, int], dict[str, str]](dict)  # (run, round) -> device -> reason
 
-    def observe(self, job: JobView, fact: AnyEvent) -> None:
+    def observe(self, job: events.JobView, fact: events.AnyEvent) -> None:
         """Print an event or, unless `wordy`, update the status line and collect declines to print together."""
         run = self._watch_run(job)
         before, run.summary = run.summary, run.summary.with_event(fact, state=job.rounds)
         self._shown, run.wait = job.id, None
-        if isinstance(fact, JobEnded) and fact.code:  # the end names the cause
+        if isinstance(fact, events.JobEnded) and fact.code:  # the end names the cause
             self._declines.pop((job.id, job.rounds.round), None)
         if not isinstance(fact, BRIEF):
             self._print_declines()
-        if self._wordy or not isinstance(fact, (RoundCommitted, UpdatesAggregated, *BRIEF)):
-            if isinstance(fact, JobEnded):
+        if self._wordy or not isinstance(fact, (events.RoundCommitted, events.UpdatesAggregated, *BRIEF)):
+            if isinstance(fact, events.JobEnded):
                 self._print_round(run, "")
             self._report_for(job.id, *event_messages.format_event(before, fact, run.summary))
-        elif isinstance(fact, TaskDeclined | UpdateRejected):
-            what = f"declined ({fact.code})" if isinstance(fact, TaskDeclined) else "update refused"
+        elif isinstance(fact, events.TaskDeclined | events.UpdateRejected):
+            what = f"declined ({fact.code})" if isinstance(fact, events.TaskDeclined) else "update refused"
             self._declines[job.id, fact.round][fact.device] = f"{what}: {fact.reason}"
-        elif isinstance(fact, RoundCommitted) and not fact.settled:
+        elif isinstance(fact, events.RoundCommitted) and not fact.settled:
             self._print_round(run, event_messages.format_score(run.summary.running.scores))
             if not job.rounds.checked:
                 # the summary lacks events before this process, the state has all
                 run.committed = msgspec.structs.replace(
                     run.summary.running,
                     rounds_before=job.rounds.completed_rounds - 1,
-                    cost=costs.sum_costs(before.state.answered.values()),
+                    cost=run_summary.sum_costs(before.state.answered.values()),
                 )
             if not event_messages.is_evaluation_due(job.rounds):
                 self._print_round(run, "")
-        if isinstance(fact, RoundCommitted) and not self._wordy:
+        if isinstance(fact, events.RoundCommitted) and not self._wordy:
             for warning in fact.warnings:
                 if warning not in run.warnings:
                     self._report_for(job.id, warning)
             run.warnings.update(fact.warnings)
-        if isinstance(fact, JobEnded):
+        if isinstance(fact, events.JobEnded):
             del self._runs[job.id]
             self.close()
         self.refresh()
 
     def observe_rollout(self, rollout: Rollout, fact: rounds_rollout.AnyRolloutEvent) -> None:
-        """Print an event of a rollout, but a device's report only if it failed or all events are printed."""
         if self._wordy or not isinstance(fact, rounds_rollout.StatusReported) or fact.phase in rounds_rollout.FAILED:
             self.report(f"{rollout.id}: {rollout_view.format_event(rollout, fact)}")
 
-    def _watch_run(self, job: JobView) -> _WatchedRun:
+    def _watch_run(self, job: events.JobView) -> _WatchedRun:
         if job.id not in self._runs:
-            self._runs[job.id] = _WatchedRun(job, RunSummary(JobState(job.rounds.plan)))
+            self._runs[job.id] = _WatchedRun(job, RunSummary(events.JobState(job.rounds.plan)))
         self._runs[job.id].job = job
         return self._runs[job.id]
 
@@ -214,9 +196,8 @@ class Console:
             self._report_for(job.id, event_messages.format_round(committed, job.rounds.plan.rounds, score, width))
 
     def _print_declines(self) -> None:
-        """Print the collected declines, one line for each run and round, by reason."""
         for (run, round), reasons in self._declines.items():
-            self._report_for(run, f"round {round + 1}: {next_event.format_by_reason(reasons)}")
+            self._report_for(run, f"round {round + 1}: {decisions.format_by_reason(reasons)}")
         self._declines.clear()
 
     def _report_for(self, run: str, first: str, *more: str) -> None:
@@ -232,7 +213,6 @@ class Console:
             self.report(line)
 
     def report_waits(self, server: Server, board: Callable[[str], DeviceStatus | None] = lambda device: None) -> None:
-        """Report what each active job waits for, at most every WAIT_LOOK_S."""
         now_s, now = self._clock(), time.time()
         if now_s < self._wait_s + WAIT_LOOK_S:
             return self.refresh()
@@ -252,7 +232,7 @@ class Console:
                 return wait_reasons.describe_busy_devices(job.rounds, able, server.jobs_by_leased_device(job.id))
 
             self.report_wait(job, wait, now_s, find_fix)
-        self._runs = {id: run for id, run in self._runs.items() if run.job.rounds.phase not in ENDED}
+        self._runs = {id: run for id, run in self._runs.items() if run.job.rounds.phase not in events.ENDED}
         active = [job.id for job in server.active_jobs()]
         if self._shown not in active:
             self._shown = next(iter(active), None)
@@ -261,7 +241,7 @@ class Console:
 
     def report_wait(
         self,
-        job: JobView,
+        job: events.JobView,
         wait: wait_reasons.WaitReason | None,
         now_s: float,
         find_fix: Callable[[], str | None] = lambda: None,
@@ -275,7 +255,6 @@ class Console:
             self._report_for(job.id, line, *([fix] if fix else []))
 
     def refresh(self) -> None:
-        """Show the block of the run that had the last event, if one is due."""
         if self._shown in self._runs and self._block.is_live:
             run = self._runs[self._shown]
             state = run.job.rounds
@@ -284,12 +263,10 @@ class Console:
             self._block.show_status(lambda: self._format_block(run), done, state.plan.rounds)
 
     def show_status(self, line: Callable[[], str]) -> None:
-        """Show a status line on a terminal, if one is due. The next line replaces it."""
         if self._block.is_live:
             self._block.show_status(lambda: f"{self._format_time()}{line()}")
 
     def close(self) -> None:
-        """Remove the block."""
         self._block.end_operation()
 
     def _format_block(self, run: _WatchedRun) -> str:
@@ -308,11 +285,9 @@ class Console:
 class ParentCoordinator(Protocol):
     """Connection of a site's coordinator to its parent."""
 
-    def observe(self, job: JobView, fact: AnyEvent) -> None: ...
+    def observe(self, job: events.JobView, fact: events.AnyEvent) -> None: ...
 
-    def make_endpoint(self, server: Server) -> links.Endpoint:
-        """Return an endpoint that runs the site's coordinator and the connection to the parent."""
-        ...
+    def make_endpoint(self, server: Server) -> links.Endpoint: ...
 
     def announce_end(self) -> None: ...
 
@@ -345,10 +320,6 @@ def run_coordinator(
         limits: The limits of the coordinator.
         where: The locations of blobs besides the broker.
         site: The connection to the parent, if the coordinator is a site, or None.
-
-    Raises:
-        JobError: If devices would not accept the identity, metrics or blobs cannot be served, or [sites] of limits.toml
-            is not permitted here.
     """
     if limits.sites and identity is not None:
         raise JobError(
@@ -366,9 +337,9 @@ def run_coordinator(
     store.record_authentication(identity is not None)
     counts = CoordinatorMetrics(noted.statuses_with_readings)
 
-    def observe(job: JobView, fact: AnyEvent) -> None:
+    def observe(job: events.JobView, fact: events.AnyEvent) -> None:
         console.observe(job, fact)
-        if isinstance(fact, RoundClosed) and not fact.round:
+        if isinstance(fact, events.RoundClosed) and not fact.round:
             warning = round_outcomes.warn_of_weights(store, job.job, (each for _, _, each in store.read_events(job.id)))
             if warning is not None:
                 console.report(f"{job.id}: {warning}")
@@ -423,13 +394,14 @@ def print_log(store: Store, id: str, *, follow: bool = False, json: bool = False
         follow: Whether to wait for later events.
         json: Whether to print each event as a line of JSON.
         wordy: Whether to print every event of a followed run too.
-
-    Raises:
-        JobError: If the run is deleted meanwhile.
-        InactiveRunError: If `follow` is set and no coordinator has run for AWAY_S.
     """
     row, served_s, away = store.find_job(id), -math.inf, False  # when a coordinator was last seen to serve it
-    seen, state, at_s, summary = 0, JobState(JobConstants.from_job(row.job)), row.created, RunSummary.from_job(row.job)
+    seen, state, at_s, summary = (
+        0,
+        events.JobState(events.JobConstants.from_job(row.job)),
+        row.created,
+        RunSummary.from_job(row.job),
+    )
     console = Console(
         wordy or not follow,
         clock=lambda: at_s,
@@ -439,16 +411,16 @@ def print_log(store: Store, id: str, *, follow: bool = False, json: bool = False
     with contextlib.closing(console):
         while True:
             status = store.stored_status(id)  # read first, so that no last fact is missed
-            ended = status in ENDED
+            ended = status in events.ENDED
             if not status:
                 raise JobError(f"{id} has been deleted meanwhile")
             for number, at_s, fact in store.read_events(id, after=seen):
-                seen, state = number, apply_event(state, fact, at_s)
+                seen, state = number, events.apply_event(state, fact, at_s)
                 summary = summary.with_event(fact, at_s, state)
                 if json:
                     print(msgspec.json.encode({"at": at_s, "fact": fact}).decode())
                 else:
-                    console.observe(EndedJob(id, row.job, state), fact)
+                    console.observe(events.EndedJob(id, row.job, state), fact)
             sys.stdout.flush()
             served, now_s = store.is_served(), time.monotonic()
             served_s = now_s if served else served_s
@@ -466,12 +438,12 @@ def print_log(store: Store, id: str, *, follow: bool = False, json: bool = False
                 return
             if not json:
                 at_s = time.time()
-                _report_stored_wait(console, store, EndedJob(id, row.job, state), row, now_s)
+                _report_stored_wait(console, store, events.EndedJob(id, row.job, state), row, now_s)
                 console.refresh()
             time.sleep(0.5)
 
 
-def _report_stored_wait(console: Console, store: Store, job: JobView, row: StoredJob, now_s: float) -> None:
+def _report_stored_wait(console: Console, store: Store, job: events.JobView, row: StoredJob, now_s: float) -> None:
     state, hold = job.rounds, store.holds.current_suspension(row.id)
     if hold:
         return console.report_wait(job, wait_reasons.WaitReason(str(hold), hold, "lost"), now_s)
@@ -480,33 +452,43 @@ def _report_stored_wait(console: Console, store: Store, job: JobView, row: Store
         able = wait_reasons.eligible_online_devices(state)
         return wait_reasons.describe_busy_devices(state, able, wait_reasons.devices_of_other_runs(store, row.id))
 
-    busy = {device for device, code in state.passed.items() if code == eligibility.BUSY}
+    busy = {device for device, code in state.passed.items() if code == selection.BUSY}
     wait = wait_reasons.find_round_wait(row, state, wait_reasons.load_device_statuses(store.home), busy)
     console.report_wait(job, wait, now_s, find_fix)
 
 
-class StopSignal:
-    def __init__(self) -> None:
-        self.asked = False
-
-    def __call__(self) -> bool:
-        """Return whether a signal has requested the end."""
-        return self.asked
-
-
 @contextmanager
-def catch_stop_signals() -> Iterator[StopSignal]:
-    """Catch SIGINT, SIGTERM and SIGHUP in the body as requests to stop. A second one interrupts."""
-    stop = StopSignal()
+def catch_stop_signals() -> Iterator[Callable[[], bool]]:
+    """Catch SIGINT, SIGTERM and SIGHUP as requests to stop, which the function tells. A second one interrupts."""
+    asked = threading.Event()
 
     def request_stop(signum: int, frame: object) -> None:
-        if stop.asked:
+        if asked.is_set():
             raise KeyboardInterrupt
-        stop.asked = True
+        asked.set()
 
     before = {number: signal.signal(number, request_stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
-        yield stop
+        yield asked.is_set
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+log = logging.getLogger("fedquilt.rounds")
+
+
+class JsonConsole(Console):
+    def __init__(self) -> None:
+        super().__init__(wordy=True, named=True, live=False)
+        log.setLevel(min(logging.INFO, logging.getLogger().level))  # they are what it is for
+
+    def observe(self, job: events.JobView, fact: events.AnyEvent) -> None:
+        update = getattr(fact, "update", None)
+        device = getattr(fact, "device", None) or getattr(update, "device", None)
+        ids = log_ids(run=job.id, round=getattr(fact, "round", None), device=device, fact=type(fact).__name__)
+        level = logging.ERROR if getattr(fact, "status", "") == "failed" else logging.INFO
+        log.log(level, "%s", "; ".join(sentences.format_single_event(fact)), extra=ids)
+
+    def report(self, first: str, *more: str) -> None:
+        log.info("%s", "; ".join((first, *more)))

@@ -12,10 +12,9 @@ from typing import Literal, NamedTuple
 
 from fedquilt import methods
 from fedquilt.console import units
-from fedquilt.coordinator import settings, triggers
-from fedquilt.coordinator.fleet.device_status import DeviceStatus, TelemetrySample
-from fedquilt.coordinator.fleet.telemetry_store import TelemetryStore
-from fedquilt.coordinator.rounds import eligibility, next_event
+from fedquilt.coordinator import run_control, settings
+from fedquilt.coordinator.fleet.device_status import DeviceStatus, TelemetrySample, TelemetryStore
+from fedquilt.coordinator.rounds import decisions, selection
 from fedquilt.coordinator.rounds.events import JobState
 from fedquilt.coordinator.storage.store import ARMED, UNAPPROVED, Store, StoredJob
 from fedquilt.coordinator.views import devices
@@ -31,7 +30,6 @@ class WaitReason(NamedTuple):
 
 
 def devices_of_other_runs(store: Store, run: str) -> dict[str, str]:
-    """Return the devices selected by other running runs, with the run of each. Skip damaged logs."""
     found = dict[str, str]()
     for row in store.readable_jobs():
         if row.id != run and row.status == "running":
@@ -45,9 +43,9 @@ def describe_wait(row: StoredJob, store: Store) -> str | None:
     if row.status == UNAPPROVED:
         return f"its owner: `fedquilt resume {row.id} --home {store.home}`"
     if row.status == ARMED:
-        told = ((triggers.RunnerReport(b.device, r.drift, r.accuracy), b.labels) for b, r in _online_devices(store))
-        return triggers.describe_trigger_wait(
-            row.job, triggers.select_reports(row.job, told), time.time(), triggers.last_start_time(store, row.id)
+        told = ((run_control.RunnerReport(b.device, r.drift, r.accuracy), b.labels) for b, r in _online_devices(store))
+        return run_control.describe_trigger_wait(
+            row.job, run_control.select_reports(row.job, told), time.time(), run_control.last_start_time(store, row.id)
         )
     standing = store.current_status(row)
     if standing == "held" and (hold := store.holds.current_suspension(row.id)) is not None:
@@ -76,13 +74,13 @@ def find_round_wait(
     except FedquiltError:  # a method of a package that is not installed here
         engines = (f"what {row.job.method} needs",)
     return find_wait(
-        state, engines, eligible_online_devices(state), busy, boards.get, time.time(), next_event.next_decision_s(state)
+        state, engines, eligible_online_devices(state), busy, boards.get, time.time(), decisions.next_decision_s(state)
     )
 
 
 def eligible_online_devices(state: JobState) -> set[str]:
     """Return the devices that were online and able to run the job at the latest `EligibilityRecorded`."""
-    return {*state.eligible, *(name for name, code in state.passed.items() if code in eligibility.ABLE)}
+    return {*state.eligible, *(name for name, code in state.passed.items() if code in selection.ABLE)}
 
 
 def _online_devices(store: Store) -> Iterator[tuple[DeviceStatus, TelemetrySample]]:
@@ -118,25 +116,25 @@ def find_wait(
         return None
     if state.asked:
         return _find_selected_wait(state, able, busy, board, now, until)
-    lacking = [device for device, code in state.passed.items() if eligibility.reason_key(code) == "plugin"]
+    lacking = [device for device, code in state.passed.items() if selection.reason_key(code) == "plugin"]
     able = set(able).difference(lacking)
-    barred = [code for device, code in state.passed.items() if device in able and code != eligibility.BUSY]
+    barred = [code for device, code in state.passed.items() if device in able and code != selection.BUSY]
     alone = "".join(f", {barred.count(code)} not eligible ({code})" for code in sorted(set(barred)))
     declined = f", {len(state.declined)} of them declined" if state.declined else ""
     taken = f", {count} of them at other jobs' tasks" if (count := len(busy & set(able))) else ""
     there = f"devices that run {' or '.join(engines)}: {len(able)} online{taken}{alone}{declined}"
     if state.phase == "selecting":
-        needed = next_event.minimum_devices_to_start(state)
+        needed = decisions.minimum_devices_to_start(state)
         least = needed - len(able)
         if least <= 0 and not barred and not taken:
             return None
         text = f"{there}, at least {needed} needed{_describe_missing_plugins(state, lacking)}"
         return WaitReason(text, text, "plugins" if 0 < least <= len(lacking) else "boards")
-    if next_event.have_all_declined(state):  # the round ends within seconds: nobody could start a device until then
+    if decisions.have_all_declined(state):  # the round ends within seconds: nobody could start a device until then
         text = f"other devices: {format_names(sorted(state.declined))} declined"
         return WaitReason(f"{text}{_format_deadline(until, now)}", text, "lost")
-    want = next_event.updates_to_close(state, able - state.passed.keys())
-    quorum = next_event.quorum(state, want)
+    want = decisions.updates_to_close(state, able - state.passed.keys())
+    quorum = decisions.quorum(state, want)
     text = f"{there}, {len(state.answered)} of {want} updates received, a quorum is {quorum}"
     kind: Literal["boards", "plugins"] = "plugins" if 0 < quorum - len(state.answered) <= len(lacking) else "boards"
     return WaitReason(f"{text}{_format_deadline(until, now)}{_describe_missing_plugins(state, lacking)}", text, kind)
@@ -147,7 +145,7 @@ def _describe_missing_plugins(state: JobState, devices: Sequence[str]) -> str:
     for device in sorted(devices):
         by_code.setdefault(state.labels[device], []).append(device)
     return "".join(
-        f"; not {format_names(found)}, {'each of which' if len(found) > 1 else 'which'} {eligibility.reason_text(code)}"
+        f"; not {format_names(found)}, {'each of which' if len(found) > 1 else 'which'} {selection.reason_text(code)}"
         for code, found in sorted(by_code.items())
     )
 
@@ -160,7 +158,6 @@ def _find_selected_wait(
     now: float,
     until: float,
 ) -> WaitReason | None:
-    """Return why the round waits for selected devices, or None if all work and none has answered."""
     lost, work = dict[str, list[str]](), list[str]()  # by what keeps them
     for device in sorted(state.asked):
         if (why := _lost_reason(device, able, busy, board(device), now)) is None:
@@ -192,8 +189,8 @@ def _can_close_without(
     if any((known := board(device)) is None or known.online for device in lost):
         return False
     gone = frozenset(lost)
-    return len(state.answered) + len(state.asked - gone) >= next_event.quorum(
-        state, next_event.updates_to_close(state, able, gone)
+    return len(state.answered) + len(state.asked - gone) >= decisions.quorum(
+        state, decisions.updates_to_close(state, able, gone)
     )
 
 
@@ -219,25 +216,15 @@ def _lost_reason(
 
 
 def describe_busy_devices(state: JobState, able: Collection[str], busy: Mapping[str, str]) -> str | None:
-    """Return which runs occupy the devices that the running round waits for.
-
-    Return None if the round needs other devices as well.
-
-    Args:
-        state: The state of a job that waits.
-        able: The online devices that can run the job.
-        busy: The devices leased to other jobs, with the run of each.
-    """
+    """Return which runs occupy the devices that alone the running round waits for, or None."""
     if state.asked:
         found, lacking = state.asked & busy.keys(), len(state.asked - busy.keys())
     else:
-        passed = {device for device, code in state.passed.items() if code != eligibility.BUSY}
+        passed = {device for device, code in state.passed.items() if code != selection.BUSY}
         fit = frozenset(able) - passed - state.declined.keys() - state.answered.keys()
-        least = next_event.minimum_devices_to_start(state)
+        least = decisions.minimum_devices_to_start(state)
         if state.phase == "open":
-            least = next_event.quorum(state, next_event.updates_to_close(state, set(able) - passed)) - len(
-                state.answered
-            )
+            least = decisions.quorum(state, decisions.updates_to_close(state, set(able) - passed)) - len(state.answered)
         found, lacking = fit & busy.keys(), least - len(fit)
     if not found or lacking > 0:
         return None

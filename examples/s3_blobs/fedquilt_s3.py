@@ -28,7 +28,7 @@ from urllib.parse import parse_qsl, quote, urlsplit
 
 from fedquilt.blobs.storage.store import BlobStore
 from fedquilt.blobs.transfer.backend import Key, TransferBackend, TransferResult
-from fedquilt.coordinator.delivery.blobs.locations import OpenBackend
+from fedquilt.coordinator.delivery.blob_server import OpenBackend
 from fedquilt.core import BlobLocation, BlobRef, JobError, LinkError
 from fedquilt.host.http_url import split_http_url
 

@@ -13,8 +13,7 @@ from fedquilt import extras, metrics
 from fedquilt.api.job import Job
 from fedquilt.api.table import Table
 from fedquilt.coordinator.rounds.events import ENDED
-from fedquilt.coordinator.storage.reader import open_store
-from fedquilt.coordinator.storage.store import AWAY_S, InactiveRunError, Store, StoredJob
+from fedquilt.coordinator.storage.store import AWAY_S, InactiveRunError, Store, StoredJob, open_store
 from fedquilt.coordinator.views import event_messages, round_outcomes, scores
 from fedquilt.coordinator.views.run_summary import RunSummary, is_of_final_evaluation, summarise_events
 from fedquilt.core import StoreError

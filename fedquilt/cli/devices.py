@@ -40,7 +40,7 @@ def devices(
 ) -> None:
     """Show each device's state, task, power, memory, refusals and labels, or remove devices."""
     from fedquilt.console import table
-    from fedquilt.coordinator import control_requests
+    from fedquilt.coordinator import run_control
     from fedquilt.coordinator.storage.rows import is_served
     from fedquilt.coordinator.views import devices as view
     from fedquilt.core import JobError
@@ -52,7 +52,7 @@ def devices(
         if not names or label or state or watch:
             raise JobError("--remove takes the NAMEs of the boards to remove, and neither --label, --state nor --watch")
         with home_access.open_existing_home(home) as store:
-            print("\n".join(table.fold_line(control_requests.remove_devices(store, names, force=force), 0)))
+            print("\n".join(table.fold_line(run_control.remove_devices(store, names, force=force), 0)))
         return None
     if force:
         raise JobError("--force has a meaning only with --remove")

@@ -25,7 +25,7 @@ EXIT_CODES: Final = {"done": 0, "failed": 8, "stopped": 9}
 
 
 def open_existing_home(home: Path) -> Store:
-    from fedquilt.coordinator.storage.reader import open_store
+    from fedquilt.coordinator.storage.store import open_store
 
     require_home(home)
     return open_store(home)
@@ -94,10 +94,10 @@ def run_to_end(home: Path, broker: BrokerOptions, blobs: BlobOptions, store: Sto
     Raises:
         JobError: If blob locations or the home's limits.toml are wrong.
     """
-    from fedquilt.coordinator import limits
+    from fedquilt.coordinator import settings
     from fedquilt.coordinator.views import terminal
 
-    where, limited = blobs.to_locations(broker.ca), limits.load_limits(home)
+    where, limited = blobs.to_locations(broker.ca), settings.load_limits(home)
     here = store.acquire_lock()
     if here:
         console = terminal.Console(wordy=verbosity() > 0)

@@ -17,7 +17,7 @@ from fedquilt.console import units
 from fedquilt.formats import toml
 
 if TYPE_CHECKING:
-    from fedquilt.coordinator.delivery.blobs.locations import BlobLocationSettings
+    from fedquilt.coordinator.delivery.blob_server import BlobLocationSettings
 
 HOME: Final = Path("fedquilt-runs")
 FLEET: Final = "fleet"
@@ -132,7 +132,7 @@ def complete_runs(context: click.Context, parameter: click.Parameter, incomplete
     if not (home / "fedquilt.db").is_file():
         return []
     try:
-        from fedquilt.coordinator.storage.reader import open_store
+        from fedquilt.coordinator.storage.store import open_store
 
         with open_store(home) as store:
             found = [row.id for row in reversed(store.all_jobs())]
@@ -337,7 +337,7 @@ class BlobOptions:
         Raises:
             JobError: If an address is malformed or unreachable for devices, or the backend is unknown or unusable.
         """
-        from fedquilt.coordinator.delivery.blobs.locations import BlobLocationSettings
+        from fedquilt.coordinator.delivery.blob_server import BlobLocationSettings
 
         opener = None
         if self.backend is not None:

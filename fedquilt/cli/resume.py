@@ -15,11 +15,11 @@ from fedquilt.cli.commands import verb
 @options.broker_options()
 def resume(run: str, home: Path, blobs: options.BlobOptions, broker: options.BrokerOptions) -> int:
     """Resume a stopped, failed or interrupted run, or approve one that a [trigger] started."""
-    from fedquilt.coordinator import control_requests
+    from fedquilt.coordinator import run_control
     from fedquilt.coordinator.storage.store import UNAPPROVED
 
     with home_access.open_existing_home(home) as store:
         if store.find_job(run).status == UNAPPROVED:
-            print(control_requests.approve_run(store, run))
+            print(run_control.approve_run(store, run))
             return 0
-        return home_access.run_to_end(home, broker, blobs, store, lambda: control_requests.resume_run(store, run).id)
+        return home_access.run_to_end(home, broker, blobs, store, lambda: run_control.resume_run(store, run).id)

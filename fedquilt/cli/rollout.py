@@ -188,7 +188,7 @@ def status(id: str | None, home: Path, format: str) -> None:
 @options.home_option
 def back(what: str, home: Path) -> None:
     """Take a rollout back, or end it early, so that devices return to their former release."""
-    from fedquilt.coordinator import control_requests
+    from fedquilt.coordinator import run_control
 
     with home_access.open_existing_home(home) as store:
         if what in KINDS:
@@ -196,4 +196,4 @@ def back(what: str, home: Path) -> None:
             if not of_kind:
                 raise JobError(f"no rollout of kind {what!r} in {store.home}: there is nothing to take back")
             what = of_kind[-1]
-        print(control_requests.revert_rollout(store, what))
+        print(run_control.revert_rollout(store, what))

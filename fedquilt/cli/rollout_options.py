@@ -134,10 +134,10 @@ def submit_rollout(store: Store, plan: RolloutPlan, payload: bytes | None, what:
         JobError: If the plan is impossible, or another rollout of its kind is in progress.
         StoreError: If the home cannot be written.
     """
-    from fedquilt.coordinator import control_requests
+    from fedquilt.coordinator import run_control
     from fedquilt.coordinator.views import rollouts as view
 
-    id = control_requests.queue_rollout(store, plan, payload)
+    id = run_control.queue_rollout(store, plan, payload)
     print(f"{id}: {what}; `fedquilt rollout status {id} --home {home}` shows how far it is")
     around = view.load_context(home, store.rollouts)
     if said := view.describe_unmatched_labels(plan, around):

@@ -22,7 +22,6 @@ def run(
     """Run a job to its end, here or on the serving coordinator, or arm its [trigger]."""
     from fedquilt.coordinator import settings
     from fedquilt.coordinator.storage.store import ARMED, Store
-    from fedquilt.coordinator.updates import job_validation
     from fedquilt.formats import job_bundle as bundles
 
     read = home_access.load_job(job)
@@ -35,8 +34,8 @@ def run(
             print(f"{id} is armed already (`fedquilt stop {id}` ends that)")
             return 0
         if id is None or read.trigger is not None:
-            job_validation.require_matching_bundle(read, made)
-            job_validation.create_initial_state(read, made)
+            settings.require_matching_bundle(read, made)
+            settings.create_initial_state(read, made)
         if read.trigger is not None:
             id = store.add_job(read, folder.resolve())
             print(f"{id} is armed: `fedquilt serve --home {home}` starts runs of it; `fedquilt stop {id}` ends that")

@@ -31,10 +31,9 @@ def serve(
     broker: options.BrokerOptions,
 ) -> None:
     """Run the coordinator for the jobs in --home until stopped."""
-    from fedquilt.coordinator import limits
+    from fedquilt.coordinator import settings
     from fedquilt.coordinator.storage.store import Store
-    from fedquilt.coordinator.views.json_console import JsonConsole
-    from fedquilt.coordinator.views.terminal import Console, run_coordinator
+    from fedquilt.coordinator.views.terminal import Console, JsonConsole, run_coordinator
     from fedquilt.host import logs
 
     where = blobs.to_locations(broker.ca)
@@ -42,7 +41,7 @@ def serve(
         home = home.resolve()
         if not store.acquire_lock():
             raise JobError(f"another coordinator serves {home} already")
-        limited = limits.load_limits(home)
+        limited = settings.load_limits(home)
         console = Console(wordy=verbosity() > 0, named=True)
         if format == "json":
             logs.use_json_logs()

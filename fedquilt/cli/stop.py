@@ -13,7 +13,7 @@ from fedquilt.cli.commands import verb
 @options.home_option
 def stop(run: str, home: Path) -> None:
     """Stop a run, which `resume` can continue."""
-    from fedquilt.coordinator import control_requests
+    from fedquilt.coordinator import run_control
 
     with home_access.open_existing_home(home) as store:
-        print(control_requests.stop_run(store, run))
+        print(run_control.stop_run(store, run))

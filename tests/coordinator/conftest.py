@@ -13,8 +13,8 @@ from rolled import Ground
 from side_by_side import LONG, Staged, TwoJobs, begin_two_jobs
 from stored_runs import DEVICES, Run, of
 
-from fedquilt.coordinator.limits import CoordinatorLimits
 from fedquilt.coordinator.rounds.events import CohortSelected, EligibilityRecorded, JobStarted, UpdateAccepted
+from fedquilt.coordinator.settings import CoordinatorLimits
 from fedquilt.coordinator.storage.store import Store
 
 

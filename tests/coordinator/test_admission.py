@@ -8,6 +8,26 @@ import plain
 import pytest
 
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload, MemoryShortage
+from fedquilt.coordinator.rounds.decisions import (
+    FLOODED,
+    UNFINISHED,
+    AckUpdate,
+    CancelTask,
+    ClaimReceived,
+    Decision,
+    DeviceChange,
+    DiscardUpdate,
+    FetchUpdate,
+    Input,
+    RenewTask,
+    SendTask,
+    SlowResends,
+    UpdateAnnounced,
+    UpdateReceived,
+    UpdateValidated,
+    ValidateUpdate,
+    decide_response,
+)
 from fedquilt.coordinator.rounds.events import (
     AnyEvent,
     CohortSelected,
@@ -22,27 +42,6 @@ from fedquilt.coordinator.rounds.events import (
     UpdateAccepted,
     UpdateRejected,
     apply_event,
-)
-from fedquilt.coordinator.rounds.message_handler import (
-    FLOODED,
-    UNFINISHED,
-    AckUpdate,
-    CancelTask,
-    ClaimReceived,
-    Decision,
-    DeviceOnline,
-    DiscardUpdate,
-    FetchUpdate,
-    Input,
-    RateLimitExceeded,
-    RenewTask,
-    SendTask,
-    SlowResends,
-    UpdateAnnounced,
-    UpdateReceived,
-    UpdateValidated,
-    ValidateUpdate,
-    decide_response,
 )
 from fedquilt.coordinator.settings import CohortSettings
 from fedquilt.core import BlobRef, Update, Usage, WorkEstimate
@@ -96,8 +95,8 @@ SITUATIONS: dict[str, JobState | None] = {
 CODES: tuple[str, ...] = get_args(next(field.type for field in msgspec.structs.fields(Claim) if field.name == "code"))
 WAITED_FOR = ("asked", "asked again", "stopped")  # situations in which an update of "a" counts
 EVENTS: dict[str, Input] = {
-    "appeared": DeviceOnline("a"),
-    "flooded": RateLimitExceeded("a"),
+    "appeared": DeviceChange("a", "online"),
+    "flooded": DeviceChange("a", "flooding"),
     "claimed": ClaimReceived("a", claim()),
     "claimed another job": ClaimReceived("a", claim(job=OTHER)),
     "claimed an old round": ClaimReceived("a", claim(round=0)),
@@ -152,17 +151,16 @@ def test_what_follows_from_an_event_may_happen_and_touches_no_other_device(situa
 
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_a_device_that_appears_gets_its_task_where_it_is_asked(situation):
-    """And nothing otherwise; one that nobody knows gets nothing either."""
     state = SITUATIONS[situation]
     asked = state is not None and state.phase == "open" and "a" in state.asked
-    assert hear(situation, DeviceOnline("a")) == Decision(None, (), (SendTask("a"),) if asked else ())
-    assert hear(situation, DeviceOnline("stranger")) == Decision(None)
+    assert hear(situation, DeviceChange("a", "online")) == Decision(None, (), (SendTask("a"),) if asked else ())
+    assert hear(situation, DeviceChange("stranger", "online")) == Decision(None)
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_a_device_that_floods_is_out_of_the_round_with_what_it_has_under_way(situation):
     state, arriving = SITUATIONS[situation], fetching(situation)
-    step = hear(situation, RateLimitExceeded("a"), arriving)
+    step = hear(situation, DeviceChange("a", "flooding"), arriving)
     if state is None or "a" not in state.asked:
         assert step == Decision(arriving)
     else:
@@ -265,7 +263,6 @@ def test_an_update_that_is_offered_again_takes_the_place_of_the_first():
 
 @pytest.mark.parametrize("situation", [name for name in SITUATIONS if name not in ("no job", "new")])
 def test_an_update_that_has_been_counted_is_acknowledged_as_often_as_it_is_offered(situation):
-    """Of an earlier round, and of this one: its device may not have heard it."""
     assert hear(situation, UpdateAnnounced("a", update(round=0))) == Decision(
         None, (), (AckUpdate("a", update(round=0), True),)
     )
@@ -275,14 +272,12 @@ def test_an_update_that_has_been_counted_is_acknowledged_as_often_as_it_is_offer
 
 @pytest.mark.parametrize("status", ["done", "failed", "stopped", "queued"])
 def test_an_update_that_another_jobs_log_has_counted_is_acknowledged(status):
-    """Its answer was lost and its job has ended, or waits: refused, its board would drop the state of that round."""
     told = UpdateAnnounced("a", update(job=OTHER), status, counted=True)
     for situation in SITUATIONS:
         assert hear(situation, told) == Decision(None, (), (AckUpdate("a", update(job=OTHER), True),))
 
 
 def test_an_update_of_a_round_that_has_asked_nobody_yet_stays_with_its_device():
-    """This log is an older copy: refused, its device would drop private state that the round is about to count."""
     assert hear("between rounds", UpdateAnnounced("a", update())) == Decision(None)
 
 
@@ -339,7 +334,6 @@ def test_an_update_whose_manifest_does_not_fit_is_rejected_before_it_is_fetched(
 
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_blobs_that_nobody_waits_for_mean_nothing(situation):
-    """The round has been closed meanwhile, or the device has declined; so has what could not be fetched."""
     for event in (
         UpdateReceived("a"),
         UpdateReceived("a", "gone"),
@@ -350,7 +344,6 @@ def test_blobs_that_nobody_waits_for_mean_nothing(situation):
 
 
 def test_an_update_that_could_not_be_fetched_is_waited_for_again():
-    """Nothing is answered, so that its device offers it again."""
     step = hear("asked", UpdateReceived("a", "it is not here any more"), fetching("asked"))
     assert step == Decision(None)
     assert hear("asked", UpdateAnnounced("a", update()), step.arriving).arriving == update()

@@ -1,13 +1,15 @@
-"""The coordinator's HTTP server of blobs, asked by hand: who gets what, and what is refused unread."""
+"""The HTTP server of blobs."""
 
 import os
 import socket
 import ssl
+import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from blob_site import CHUNK, PAYLOAD, Site
+from blob_site import CHUNK, PAYLOAD, Site, answer_of
 from certified import Certified
 from cutting import Relay
 from streamed import Pair
@@ -17,10 +19,10 @@ from waiting import until
 from fedquilt.blobs.storage.store import BlobStore
 from fedquilt.blobs.transfer import http_client
 from fedquilt.blobs.transfer.download import BlobWriter, WriterClosedError
-from fedquilt.coordinator.delivery.blobs import locations, server
-from fedquilt.coordinator.delivery.blobs.locations import BlobLocationSettings
-from fedquilt.coordinator.delivery.blobs.server import BlobServer
+from fedquilt.coordinator.delivery import blob_server
+from fedquilt.coordinator.delivery.blob_server import PER_BOARD, BlobLocationSettings, BlobServer
 from fedquilt.core import BlobLocation, JobError
+from fedquilt.host.connection_limits import ConnectionLimiter, ConnectionLimits
 from fedquilt.security.handshake import LinkIdentity
 
 
@@ -74,14 +76,14 @@ def test_a_blob_whose_task_was_withdrawn_is_not_given_any_more(site):
 
 def test_a_blob_goes_over_the_wire_a_few_times_for_one_token(site):
     found = [site.get()[0] for _ in range(6)]
-    assert found == [200] * server.AGAIN_MOST + [429] * 2
+    assert found == [200] * blob_server.AGAIN_MOST + [429] * 2
 
 
 def test_an_empty_blob_is_given_as_often_as_any(site):
     empty = site.depot.store_bytes(b"")
     token = site.server.issue_token("a", empty)
     found = [site.get(token, empty.sha256) for _ in range(6)]
-    assert [status for status, _ in found] == [200] * server.AGAIN_MOST + [429] * 2
+    assert [status for status, _ in found] == [200] * blob_server.AGAIN_MOST + [429] * 2
     assert found[0][1] == b""
     site.server.issue_token("a", empty)
     assert site.get(token, empty.sha256) == (200, b"")
@@ -148,7 +150,6 @@ def test_an_upload_whose_reply_is_lost_has_ended_well(site, tmp_path):
 
 
 def test_an_upload_that_was_left_after_its_last_byte_is_ended_by_who_asks_where_it_stands(site, tmp_path):
-    """The first connection's thread had its turn taken before it could make the part the blob."""
     payload = noise(4 * CHUNK, 7)
     intake, token = site.upload(payload)
     intake.write(memoryview(payload), intake.replace_writer())
@@ -208,7 +209,6 @@ def identity(site: Certified, name: str, kind: str = "device") -> LinkIdentity:
 
 
 def test_an_upload_stands_where_its_board_was_told_that_it_stands(site):
-    """A connection that the board has given up may still have bytes on their way."""
     intake, token = site.upload()
     turn = intake.replace_writer()
     head = f"HEAD /blobs/{intake.ref.sha256} HTTP/1.1\nHost: x\nAuthorization: Bearer {token}"
@@ -297,7 +297,7 @@ def test_an_address_with_tls_needs_a_certificate_and_one_without_none(tmp_path, 
     depot = BlobStore(tmp_path)
     for url, own in (("https://c.site", None), ("http://c.site", identity(fleet, "coordinator", "coordinator"))):
         with pytest.raises(JobError, match="certificate"):
-            locations.BlobLocationProvider(
+            blob_server.BlobLocationProvider(
                 BlobLocationSettings("127.0.0.1:0", url), depot, lambda device, sha256: True, own
             )
 
@@ -313,3 +313,60 @@ def test_nothing_secret_is_logged(site, caplog):
     site.get(token="wrong-token")
     assert site.token not in caplog.text
     assert "wrong-token" not in caplog.text
+
+
+def request(token: str, sha256: str) -> bytes:
+    return f"GET /blobs/{sha256} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n\r\n".encode()
+
+
+def asking(site: Site, token: str, sha256: str) -> socket.socket:
+    """A connection that asks for a blob and reads nothing of it but the first byte."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.settimeout(30)
+    sock.connect(("127.0.0.1", site.server.port))
+    sock.sendall(request(token, sha256))
+    assert sock.recv(1) == b"H"
+    return sock
+
+
+def test_a_board_that_holds_all_its_connections_leaves_the_others_theirs(site):
+    large = [site.depot.store_bytes(noise(16_000_000, number)) for number in (1, 2)]
+    tokens = [site.server.issue_token("greedy", ref) for ref in large]
+    with ExitStack() as stack:
+        for number in range(PER_BOARD):
+            stack.enter_context(asking(site, tokens[number % 2], large[number % 2].sha256))
+        refused = asking(site, tokens[0], large[0].sha256)
+        said = answer_of(refused)[2]
+        refused.close()
+        assert said == b"you have 8 connections open here: let one end first"
+        assert site.get() == (200, PAYLOAD)
+    until(lambda: not len(site.server._connections), "the places are free again")
+    with asking(site, tokens[0], large[0].sha256) as sock:
+        assert sock.recv(12) == b"TTP/1.1 200 "
+
+
+def test_boards_of_one_address_that_move_blobs_leave_places_for_other_addresses(tmp_path):
+    site = Site(tmp_path, ConnectionLimiter(ConnectionLimits(per_address=3)))
+    ref = site.depot.store_bytes(noise(16_000_000, 1))
+    with ExitStack() as stack:
+        stack.callback(site.server.close)
+        transfers = [
+            stack.enter_context(asking(site, site.server.issue_token(name, ref), ref.sha256)) for name in "xyz"
+        ]
+        with socket.create_connection(("127.0.0.1", site.server.port), timeout=30) as fourth:
+            assert fourth.recv(12) == b"HTTP/1.1 503"
+        other = socket.create_connection(("127.0.0.1", site.server.port), 30, source_address=("127.0.0.2", 0))
+        with other:
+            other.sendall(request(site.token, site.ref.sha256))
+            assert answer_of(other)[0] == 200
+        assert [each.recv(3) for each in transfers] == [b"TTP"] * 3
+
+
+def test_a_connection_for_which_the_system_has_no_thread_is_closed_and_the_next_one_served(site, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", lambda thread: (_ for _ in ()).throw(RuntimeError("no thread")))
+        with socket.create_connection(("127.0.0.1", site.server.port), timeout=30) as sock:
+            assert sock.recv(1) == b""
+    assert len(site.server._connections) == 0
+    assert site.get() == (200, PAYLOAD)

@@ -1,4 +1,4 @@
-"""What is noted of boards, and kept for whoever watches the fleet."""
+"""What is noted of boards, and how they are removed."""
 
 import contextlib
 import sqlite3
@@ -7,13 +7,16 @@ from pathlib import Path
 import msgspec
 import plain
 import pytest
+from by_hand import Hand, Noted, ones
 
 from fedquilt import wire
+from fedquilt.cli import main
 from fedquilt.coordinator.delivery.monitoring_executor import DOUBT_S, LATER_S, SOON_S, TIDY_S, DeviceStatusTracker
-from fedquilt.coordinator.fleet import device_status, telemetry_store
-from fedquilt.coordinator.fleet.device_status import CurrentTask, DeviceStatus, TelemetrySample
-from fedquilt.coordinator.fleet.telemetry_store import TelemetryStore
-from fedquilt.coordinator.rounds.message_handler import DeviceReturned, DeviceSilent, RateLimitExceeded
+from fedquilt.coordinator.fleet import device_status
+from fedquilt.coordinator.fleet.device_status import CurrentTask, DeviceStatus, TelemetrySample, TelemetryStore
+from fedquilt.coordinator.rounds import decisions
+from fedquilt.coordinator.rounds.decisions import DeviceChange
+from fedquilt.coordinator.rounds.events import JobEnded, UpdateAccepted, UpdateRejected
 from fedquilt.core import BlobRef, StoreError, Update, Usage
 from fedquilt.wire import Telemetry
 
@@ -70,7 +73,6 @@ def watched(tmp_path: Path) -> Watched:
 
 
 def test_a_board_is_known_soon_by_what_it_says(watched):
-    """Who it is, since when it is there, what it does and how far, and how its clock goes."""
     began = watched.now
     watched.say("a", wire.Presence(online=True, boot="1"), PROFILE)
     watched.wait(SOON_S)
@@ -112,7 +114,7 @@ def test_the_last_refusal_is_kept_with_its_reason_and_the_time_it_began(watched)
     watched.wait(SOON_S)
     found = watched.stored()
     assert (found.refusal.code, found.refusal.reason, found.refusal.round) == ("update", "not finite", 4)
-    watched.noted.record_message(RateLimitExceeded("a"), watched.now_s)
+    watched.noted.record_message(DeviceChange("a", "flooding"), watched.now_s)
     watched.wait(SOON_S)
     assert watched.stored().refusal is not None
     assert watched.stored().refusal.code == "flooding"
@@ -131,7 +133,6 @@ def test_a_late_message_makes_no_clock_slow(watched):
 
 
 def test_a_restarted_coordinator_goes_on_with_what_is_known(watched):
-    """Who was online and says so again has been so since then; who is not heard of is not online; no task is open."""
     began = watched.now
     for device in ("a", "b"):
         watched.say(device, wire.Presence(online=True, boot="1"))
@@ -151,7 +152,6 @@ def test_a_restarted_coordinator_goes_on_with_what_is_known(watched):
 
 
 def test_what_a_broker_keeps_of_boards_long_gone_is_no_news(watched):
-    """Nobody knows since when they have been away."""
     watched.say("a", wire.Presence(online=False, boot="1"), PROFILE, retained=True)
     watched.wait(SOON_S)
     assert (watched.stored().online, watched.stored().since, watched.stored().seen) == (False, None, None)
@@ -166,7 +166,7 @@ def test_a_board_that_does_not_answer_is_silent_since_its_last_message(watched):
     quiet = watched.stored()
     assert (quiet.online, quiet.quiet, quiet.silent, quiet.seen) == (True, True, False, heard)
     watched.wait(15.0)
-    watched.noted.record_message(DeviceSilent("a"), watched.now_s)
+    watched.noted.record_message(DeviceChange("a", "silent"), watched.now_s)
     watched.wait(SOON_S)
     lost = watched.stored()
     assert (lost.online, lost.quiet, lost.silent, lost.since, lost.seen) == (False, False, True, heard, heard)
@@ -174,7 +174,7 @@ def test_a_board_that_does_not_answer_is_silent_since_its_last_message(watched):
     watched.wait(SOON_S)
     assert watched.stored() == lost
     watched.noted.record_contact("a")
-    watched.noted.record_message(DeviceReturned("a"), watched.now_s)
+    watched.noted.record_message(DeviceChange("a", "returned"), watched.now_s)
     watched.say("a", Telemetry(mode="25W"))
     back = watched.now
     watched.wait(LATER_S)
@@ -184,7 +184,7 @@ def test_a_board_that_does_not_answer_is_silent_since_its_last_message(watched):
 
 def test_a_board_that_was_silent_is_online_to_the_next_coordinator_until_it_does_not_answer(watched):
     watched.say("a", wire.Presence(online=True, boot="1"))
-    watched.noted.record_message(DeviceSilent("a"), watched.now_s)
+    watched.noted.record_message(DeviceChange("a", "silent"), watched.now_s)
     watched.noted.close()
     watched.start()
     watched.say("a", wire.Presence(online=True, boot="1"), retained=True)
@@ -224,7 +224,7 @@ def test_readings_become_coarser_with_age_and_end(watched):
         assert [each.at - began for each in coarse[:3]] == [0, 300, 600]
         assert (coarse[0].power_w, coarse[0].temperature_c) == (15.0, 60.4)
         assert [each.at for each in store.load_readings("a", began, began + 20 * 86400)] == [began, began + 3600]
-    rows = sqlite3.connect(watched.home / telemetry_store.NAME)
+    rows = sqlite3.connect(watched.home / device_status.NAME)
     finest = rows.execute("select min(at), count(*) from readings where step = 30").fetchone()
     rows.close()
     assert finest[0] >= watched.now - 7200 - TIDY_S
@@ -258,7 +258,6 @@ def test_a_coarser_reading_is_made_of_all_finer_ones_of_its_time(tmp_path):
 
 
 def test_what_is_forgotten_of_a_board_is_nobody_elses(tmp_path):
-    """Its readings go with it: a board that comes later may get its number."""
     with TelemetryStore(tmp_path, writes=True) as store:
         store.write_telemetry(
             [DeviceStatus("a"), DeviceStatus("b")], [("a", TelemetrySample(30, 1.0)), ("b", TelemetrySample(30, 2.0))]
@@ -275,7 +274,7 @@ def test_boards_that_have_long_been_away_are_forgotten(watched):
     watched.wait(LATER_S)
     watched.say("a", wire.Presence(online=False, boot="1"))
     watched.wait(SOON_S)
-    watched.now += telemetry_store.FORGOTTEN_S + 1
+    watched.now += device_status.FORGOTTEN_S + 1
     watched.wait(TIDY_S)
     with TelemetryStore(watched.home) as store:
         assert [each.device for each in store.load_statuses()] == ["b"]
@@ -289,7 +288,7 @@ def test_an_old_home_has_no_boards_and_is_not_changed_by_looking(tmp_path):
 
 
 def test_a_database_of_another_version_is_refused_and_one_that_is_damaged_put_aside(tmp_path, caplog):
-    (tmp_path / telemetry_store.NAME).write_bytes(b"no database" * 1000)
+    (tmp_path / device_status.NAME).write_bytes(b"no database" * 1000)
     with pytest.raises(StoreError, match="no run depends on it"):
         TelemetryStore(tmp_path)
     watched = Watched(tmp_path)
@@ -298,8 +297,8 @@ def test_a_database_of_another_version_is_refused_and_one_that_is_damaged_put_as
     assert watched.stored().board == "Orin"
     assert (tmp_path / "boards.db.damaged").exists()
     watched.noted.close()
-    db = sqlite3.connect(tmp_path / telemetry_store.NAME)
-    db.execute(f"pragma user_version = {telemetry_store.VERSION - 1}")
+    db = sqlite3.connect(tmp_path / device_status.NAME)
+    db.execute(f"pragma user_version = {device_status.VERSION - 1}")
     db.close()
     later = Watched(tmp_path)
     later.say("a", Telemetry())
@@ -326,7 +325,7 @@ def test_it_is_read_while_it_is_written(watched):
     watched.say("a", PROFILE)
     watched.wait(SOON_S)
     with TelemetryStore(watched.home) as reader:
-        writer = sqlite3.connect(watched.home / telemetry_store.NAME, isolation_level=None)
+        writer = sqlite3.connect(watched.home / device_status.NAME, isolation_level=None)
         writer.execute("begin immediate")
         writer.execute("delete from boards")
         assert [each.device for each in reader.load_statuses()] == ["a"]
@@ -336,11 +335,10 @@ def test_it_is_read_while_it_is_written(watched):
 
 
 def test_a_row_that_cannot_be_read_hides_no_other(watched):
-    """It may be of another version."""
     watched.say("a", PROFILE)
     watched.say("b", msgspec.structs.replace(PROFILE, device="b"))
     watched.wait(SOON_S)
-    db = sqlite3.connect(watched.home / telemetry_store.NAME)
+    db = sqlite3.connect(watched.home / device_status.NAME)
     db.execute("update boards set body = '{\"device\": 3}' where device = 'a'")
     db.commit()
     db.close()
@@ -362,3 +360,93 @@ def test_a_fleet_that_is_looked_at_while_its_tables_are_made_is_empty(tmp_path):
         with TelemetryStore(tmp_path) as store:
             assert store.load_statuses() == []
             assert store.latest_readings(0.0) == {}
+
+
+class Home(Noted):
+    """A coordinator with its home, on which commands are run."""
+
+    def said(self, capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+        """What the command prints."""
+        assert main(["devices", *words, "--home", str(self.store.home)]) == code
+        captured = capsys.readouterr()
+        return " ".join((captured.out + captured.err).split())
+
+    def retained(self, device: str) -> list[str]:
+        """Topics of a device's messages that the broker keeps."""
+        return sorted(topic for topic in self.broker._retained if f"/dev/{device}/" in topic)
+
+    def known(self) -> list[str]:
+        with TelemetryStore(self.store.home) as store:
+            return [each.device for each in store.load_statuses()]
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> tuple[Home, Hand, Hand]:
+    """Two devices with a task each."""
+    stage = Home(tmp_path, cohort={"deadline_s": 600.0})
+    assert stage.store.acquire_lock()
+    a, b = stage.hand("a"), stage.hand("b")
+    stage.play()
+    return stage, a, b
+
+
+def test_a_removed_device_leaves_nothing_at_the_broker_and_in_the_home(fleet, capsys):
+    stage, a, b = fleet
+    b.say("presence", wire.Presence(online=False, boot="1"), retain=True)
+    a.answer(ones())
+    stage.play(10.0)
+    assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
+    told = stage.said(capsys, "b", "--remove")
+    assert told.startswith("b: removed at the coordinator's next look")
+    assert "fedquilt identity revoke" in told
+    assert stage.retained("b") == ["fq/1/f/dev/b/up/presence", "fq/1/f/dev/b/up/profile"]
+    stage.play()
+    assert (stage.retained("b"), stage.known()) == ([], ["a"])
+    assert stage.retained("a") == ["fq/1/f/dev/a/up/presence", "fq/1/f/dev/a/up/profile"]
+    stage.restart()
+    stage.play()
+    assert (stage.known(), stage.server.registry.devices.keys()) == (["a"], {"a"})
+
+
+def test_a_device_with_a_task_is_removed_only_by_force_and_its_round_goes_on(fleet, capsys):
+    stage, a, b = fleet
+    assert f"b has a task of {stage.job}, round 1" in stage.said(capsys, "b", "--remove", code=2)
+    stage.play()
+    assert stage.known() == ["a", "b"]
+    stage.said(capsys, "b", "--remove", "--force")
+    stage.play()
+    assert [(fact.device, fact.reason) for fact in stage.told(UpdateRejected)] == [("b", decisions.REMOVED)]
+    assert b.tasks[-1] is None
+    assert stage.retained("b") == []
+    a.answer(ones())
+    stage.play()
+    assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a"]
+    assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
+
+
+def test_a_removed_device_that_still_runs_is_back_with_its_next_message(fleet, capsys):
+    stage, _, b = fleet
+    stage.said(capsys, "b", "--remove", "--force")
+    stage.play()
+    assert stage.known() == ["a"]
+    b.say("presence", b.presence, retain=True)
+    b.say("profile", b.profile, retain=True)
+    stage.play()
+    assert stage.known() == ["a", "b"]
+    assert "b" in stage.server.registry.online_devices(stage.broker.now_s)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--remove"], "--remove takes the NAMEs of the boards to remove"),
+        (["a", "--remove", "--watch"], "--remove takes the NAMEs of the boards to remove"),
+        (["z", "--remove"], "has heard of a board 'z'"),
+        (["a", "--force"], "--force has a meaning only with --remove"),
+    ],
+)
+def test_a_removal_of_nobody_is_refused(fleet, capsys, words, told):
+    stage, _, _ = fleet
+    assert told in stage.said(capsys, *words, code=2)
+    stage.play()
+    assert stage.known() == ["a", "b"]

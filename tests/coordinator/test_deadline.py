@@ -1,22 +1,52 @@
-"""How long a round may take follows from how long earlier ones took; all numbers are by hand."""
+"""How long a round waits: by predictions, by the paper, and by a plan for energy."""
 
+import itertools
 import math
+import random
+from collections.abc import Mapping
 
 import msgspec
+import numpy as np
 import plain
 import pytest
+from opened import opened
 
-from fedquilt.coordinator.rounds import deadline
+from fedquilt.arrays import tensors
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.rounds import deadline, decisions
 from fedquilt.coordinator.rounds.deadline import (
     DeviceWorkload,
     FleetDurations,
     TaskDuration,
     add_duration,
+    decide_deadline,
     predict_duration_s,
     work_amount,
 )
+from fedquilt.coordinator.rounds.energy_scheduling import (
+    DeviceForecast,
+    EnergyPlan,
+    EpochChoice,
+    pareto_front,
+    plan_least_energy,
+    plan_least_time,
+)
+from fedquilt.coordinator.rounds.events import (
+    CohortSelected,
+    JobConstants,
+    JobStarted,
+    JobState,
+    RoundClosed,
+    RoundCommitted,
+    UpdateAccepted,
+    apply_event,
+)
 from fedquilt.coordinator.settings import CohortSettings
-from fedquilt.core import OperatingPoint, WorkEstimate
+from fedquilt.coordinator.storage.store import Store
+from fedquilt.coordinator.updates import tasks
+from fedquilt.coordinator.views import event_messages
+from fedquilt.core import BlobRef, JobError, OperatingPoint, Profile, TaskSpec, Update, Usage, WorkEstimate
+from fedquilt.formats import job_bundle
 
 
 def cohort(policy: str = "predicted", **changes: float) -> CohortSettings:
@@ -92,7 +122,6 @@ FAST = plain.profile(
 
 
 def test_a_profile_tells_of_a_task_at_the_named_point_or_at_the_fastest():
-    """100 operations: 50 s at 2 a second, 100 s at 1, between them where both were held; else nothing."""
     work = WorkEstimate(flops=100.0)
     assert predict_duration_s(work, FAST) == 50.0
     assert predict_duration_s(work, FAST, "slow") == 100.0
@@ -104,7 +133,6 @@ def test_a_profile_tells_of_a_task_at_the_named_point_or_at_the_fastest():
 
 
 def test_before_anybody_has_answered_the_profile_speaks_for_itself_with_a_wide_margin():
-    """50 s at the fastest point, times exp(1.2816 * 0.5) = 1.898, and 20 s to fetch 20 MB."""
     ask = DeviceWorkload(WorkEstimate(flops=100.0), FAST, 20_000_000)
     assert without_slack_s({}, {"a": ask}) == pytest.approx(20.0 + 50.0 * 1.898, rel=1e-3)
 
@@ -117,7 +145,6 @@ def test_work_that_grows_with_a_devices_own_examples_is_not_guessed_from_a_profi
 
 
 def test_a_board_that_is_slower_than_its_profile_is_given_so_much_longer():
-    """Twice as long four times over: exp(1.2816 * sd), sd^2 = 2 * 0.2^2 / 5 * 5 / 4 = 0.02, is 1.1987 on top."""
     known = {"a": tuple(TaskDuration(n, 43.0, 40.0, 40.0, 20.0) for n in range(4))}
     ask = DeviceWorkload(WorkEstimate(flops=100.0), FAST)
     assert without_slack_s(known, {"a": ask}) == pytest.approx(3.0 + 2 * 50.0 * 1.1987, rel=1e-3)
@@ -168,7 +195,6 @@ def test_the_papers_deadline_is_the_slowest_of_the_last_round_scaled_by_the_work
 
 
 def test_the_papers_deadline_never_falls_once_devices_just_meet_it():
-    """Whoever slows down to 60 s is given 60 s for ever; this is why it is not the default."""
     known = {"a": (TaskDuration(0, 60.0, 1.0),)}
     for round in range(1, 4):
         given = allowed_s(cohort("paper"), known, asks({"a": 1.0}))
@@ -183,7 +209,6 @@ def test_work_is_one_number_also_where_only_the_device_knows_its_examples():
 
 
 def test_a_first_round_is_predicted_where_the_task_says_how_many_examples_it_uses():
-    """With 40 at most it can take no longer than 40 do; one for all of a device's examples cannot be predicted."""
     whole = DeviceWorkload(WorkEstimate(flops=400.0), FAST)
     assert without_slack_s(
         {}, {"a": DeviceWorkload(WorkEstimate(flops_per_example=10.0, examples=40), FAST)}
@@ -214,7 +239,6 @@ def test_a_profile_predicts_with_the_examples_that_a_device_has_told():
 
 
 def test_a_new_boards_transfers_are_predicted_by_what_those_of_others_took():
-    """2 s for a task, and 1 s for 5 MB: 20 MB take 6 s, not the 20 s of an assumed link; the task is 50 s * 1.898."""
     known = {
         name: (TaskDuration(0, 10.0 + 2.0 + size / 5e6, 20.0, 10.0, 10.0, 1, size),)
         for name, size in (("x", 1_000_000), ("y", 2_000_000), ("z", 4_000_000))
@@ -224,3 +248,308 @@ def test_a_new_boards_transfers_are_predicted_by_what_those_of_others_took():
     more_s = (without_slack_s(known, ask) or 0.0) - (without_slack_s(known, without) or 0.0)
     assert more_s == pytest.approx(6.0 - 2.8)  # the longest of the others is what any board is given
     assert without_slack_s({}, ask) == pytest.approx(20.0 + 50.0 * 1.898, rel=1e-3)
+
+
+def tried(boards: Mapping[str, DeviceForecast], passes: int) -> list[tuple[float, float]]:
+    """Seconds and joules of every combination of choices that does the work, by the definition alone."""
+    found = []
+    for combination in itertools.product(*(board.choices for board in boards.values())):
+        pairs = list(zip(boards.values(), combination, strict=True))
+        if sum(board.examples * choice.epochs for board, choice in pairs) >= passes:
+            end_s = max(choice.seconds for choice in combination)
+            above_j = sum(choice.joules for choice in combination)
+            found.append((end_s, above_j + sum(board.idle_w * end_s for board in boards.values())))
+    return found
+
+
+def drawn(seed: int) -> tuple[dict[str, DeviceForecast], int]:
+    """Three to five boards of unlike speeds, powers and numbers of examples, and the work of two epochs of each."""
+    roll = random.Random(seed)
+    boards = {}
+    for index in range(roll.randint(3, 5)):
+        examples = roll.choice((10, 25, 40, 57))
+        points = [(roll.uniform(0.05, 0.6), roll.uniform(1.0, 20.0)) for _ in range(roll.randint(1, 3))]
+        choices = [
+            EpochChoice(roll.uniform(0, 2) + epochs * examples * pace, watts * epochs * examples * pace, epochs)
+            for epochs in (1, 2, 3)
+            for pace, watts in points
+        ]
+        boards[f"b{index}"] = DeviceForecast(tuple(choices), examples, roll.choice((0.0, 0.9, 2.2, 6.7)))
+    return boards, sum(2 * board.examples for board in boards.values())
+
+
+def near(plan: EnergyPlan | None, seconds: float, joules: float) -> bool:
+    """Whether a plan has these figures."""
+    return plan is not None and (plan.seconds, plan.joules) == pytest.approx((seconds, joules))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_plan_is_what_trying_everything_finds(seed):
+    boards, passes = drawn(seed)
+    every = tried(boards, passes)
+    cheapest = min((joules, seconds) for seconds, joules in every)
+    assert near(plan_least_energy(boards, passes), cheapest[1], cheapest[0])
+    fastest_s = min(seconds for seconds, _ in every)
+    for share in (0.0, 0.2, 0.5, 0.9):
+        limit_s = fastest_s + share * (cheapest[1] - fastest_s) + 1e-9
+        joules, seconds = min((joules, seconds) for seconds, joules in every if seconds <= limit_s)
+        assert near(plan_least_energy(boards, passes, limit_s), seconds, joules)
+    for spare in (1.0, 1.05, 1.3):
+        limit_j = cheapest[0] * spare + 1e-9
+        seconds = min(seconds for seconds, joules in every if joules <= limit_j)
+        found = plan_least_time(boards, passes, limit_j)
+        assert found.seconds == pytest.approx(seconds)
+        assert found.joules <= limit_j
+    told = pareto_front(boards, passes)
+    best, edge = math.inf, []
+    for seconds, joules in sorted(every):
+        if joules < best - 1e-9:
+            best = joules
+            edge.append((seconds, joules))
+    if len(edge) < 50:  # all times are looked at
+        assert [value for plan in told for value in plan[:2]] == pytest.approx(
+            [value for pair in edge for value in pair]
+        )
+    assert near(told[0], fastest_s, min(joules for seconds, joules in every if seconds <= fastest_s + 1e-9))
+    assert near(told[-1], cheapest[1], cheapest[0])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_plan_does_all_the_work_by_choices_that_there_are(seed):
+    boards, passes = drawn(seed)
+    for plan in pareto_front(boards, passes):
+        assert sum(boards[device].examples * epochs for device, epochs in plan.epochs.items()) >= passes
+        above_j = 0.0
+        for device, board in boards.items():
+            ways = [each for each in board.choices if each.epochs == plan.epochs[device]]
+            above_j += min(each.joules for each in ways if each.seconds <= plan.seconds)
+        assert plan.joules == pytest.approx(above_j + plan.seconds * sum(each.idle_w for each in boards.values()))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_more_time_never_costs_more_and_more_joules_never_take_longer(seed):
+    boards, passes = drawn(seed)
+    limits = [2.0 * step for step in range(1, 60)]
+    plans = [plan_least_energy(boards, passes, limit) for limit in limits]
+    possible = [plan.joules for plan, limit in zip(plans, limits, strict=True) if plan and plan.seconds <= limit]
+    assert possible == sorted(possible, reverse=True)
+    seconds = [
+        plan.seconds for joules in range(50, 3000, 50) if (plan := plan_least_time(boards, passes, float(joules)))
+    ]
+    reached = [each for each in seconds if each != seconds[0]]
+    assert reached == sorted(reached, reverse=True)
+
+
+def test_waiting_is_paid_for():
+    worker = DeviceForecast((EpochChoice(10.0, 100.0), EpochChoice(20.0, 80.0)))
+    for idle_w, seconds, joules in ((1.0, 20.0, 80.0 + 20.0 + 5.0), (3.0, 10.0, 100.0 + 30.0 + 5.0)):
+        waiting = DeviceForecast((EpochChoice(1.0, 5.0),), idle_w=idle_w)
+        assert near(plan_least_energy({"a": worker, "b": waiting}, 2), seconds, joules)
+
+
+def test_energy_adds():
+    one = {"a": DeviceForecast((EpochChoice(10.0, 50.0),), idle_w=1.0)}
+    other = {"b": DeviceForecast((EpochChoice(10.0, 30.0),), idle_w=2.0)}
+    plans = [plan_least_energy(boards, len(boards)) for boards in (one, other, {**one, **other})]
+    joules = [plan.joules for plan in plans if plan]
+    assert joules == [60.0, 50.0, 110.0]
+
+
+def test_work_moves_to_the_board_that_needs_less_for_it():
+    cheap = DeviceForecast(tuple(EpochChoice(1.0 * n, 5.0 * n, n) for n in (1, 2, 3)), 10)
+    dear = DeviceForecast(tuple(EpochChoice(4.0 * n, 50.0 * n, n) for n in (1, 2, 3)), 10)
+    plan = plan_least_energy({"cheap": cheap, "dear": dear}, 40)
+    assert plan == EnergyPlan(4.0, 65.0, {"cheap": 3, "dear": 1})
+
+
+def test_bounds_that_cannot_be_kept_give_the_nearest_plan():
+    boards = {"a": DeviceForecast((EpochChoice(5.0, 50.0), EpochChoice(9.0, 20.0)))}
+    assert near(plan_least_energy(boards, 1, 1.0), 5.0, 50.0)
+    assert near(plan_least_time(boards, 1, 1.0), 9.0, 20.0)
+    assert plan_least_energy(boards, 2) is None
+    assert plan_least_time({"a": DeviceForecast(())}, 1, 9.0) is None
+    assert pareto_front({}, 1) == []
+
+
+def test_a_large_cohort_is_planned_within_half_a_percent_of_a_bound_below():
+    roll = random.Random(5)
+    boards = {}
+    for index in range(200):
+        pace, watts, examples = roll.uniform(0.01, 0.1), roll.uniform(2, 20), roll.randint(100, 999)
+        times = [(n, n * examples * pace) for n in range(1, 9)]
+        boards[f"b{index:03d}"] = DeviceForecast(tuple(EpochChoice(s, watts * s, n) for n, s in times), examples)
+    passes = sum(4 * board.examples for board in boards.values())
+    plan = plan_least_energy(boards, passes)
+    assert sum(boards[device].examples * epochs for device, epochs in plan.epochs.items()) >= passes
+    bounds = []
+    for price in (step / 1000 for step in range(200, 600)):
+        least = [min(e.joules - price * b.examples * e.epochs for e in b.choices) for b in boards.values()]
+        bounds.append(sum(least) + price * passes)
+    assert max(bounds) <= plan.joules <= 1.005 * max(bounds)
+
+
+def test_a_limit_may_be_reached_to_the_second():
+    board = DeviceForecast((EpochChoice(1.0, 3.0), EpochChoice(2.0, 1.0)))
+    found = plan_least_energy({"a": board}, 1, limit_s=2.0)
+    assert found.seconds == 2.0
+
+
+def cohort_rule(**keys: float) -> CohortSettings:
+    return msgspec.convert({"deadline": "energy", **keys}, CohortSettings)
+
+
+def profile(name: str, *points: tuple[str, float, float | None], idle_w: float | None = 1.0) -> Profile:
+    """Points as (name, operations a second, watts)."""
+    found = tuple(OperatingPoint(name=point, flops_per_s=speed, busy_w=watts) for point, speed, watts in points)
+    return Profile(
+        device=name,
+        board="toy",
+        memory_bytes=1 << 30,
+        budget_bytes=1 << 30,
+        engines=("numpy",),
+        versions={},
+        points=found,
+        idle_w=idle_w,
+    )
+
+
+DEAR = profile("dear", ("fast", 1.0, 11.0), ("calm", 0.5, 5.0))  # 10 J above idle for a unit, or 8
+CHEAP = profile("cheap", ("fast", 4.0, 9.0))  # 2 J for a unit
+EPOCH = WorkEstimate(flops_per_example=1.0)
+
+
+def training(board: Profile, epochs: int = 2) -> DeviceWorkload:
+    """Two epochs of 1 operation for each example, whose number may be another."""
+    return DeviceWorkload(WorkEstimate(flops_per_example=float(epochs)), board, 0, epochs, EPOCH)
+
+
+def steady(seconds: float, expected_s: float, examples: int = 10) -> tuple[TaskDuration, ...]:
+    """Five rounds that took what the profile predicts for them."""
+    return tuple(TaskDuration(n, seconds, 2.0, seconds, expected_s, examples) for n in range(5))
+
+
+KNOWN = {"dear": steady(20.0, 20.0), "cheap": steady(5.0, 5.0)}
+P90 = 1.1755  # of five equal ratios: exp(1.2816 * sqrt(2 * 0.2^2 / 6 * 6 / 5)) = exp(1.2816 * 0.12649)
+BOTH = {"dear": training(DEAR), "cheap": training(CHEAP)}
+
+
+def test_work_moves_to_the_cheaper_board_as_far_as_the_job_allows():
+    found = decide_deadline(cohort_rule(), KNOWN, BOTH)
+    assert found.epochs == {"dear": 1, "cheap": 3}
+    assert found.seconds == pytest.approx(10.0 * P90, rel=1e-3)
+
+
+def test_without_work_to_move_only_the_time_is_chosen():
+    unmovable = {device: ask._replace(epochs=0) for device, ask in BOTH.items()}
+    found = decide_deadline(cohort_rule(), KNOWN, unmovable)
+    assert found.epochs == {}
+    assert found.seconds == pytest.approx(20.0 * P90, rel=1e-3)
+
+
+def test_where_idling_costs_nothing_a_round_is_as_long_as_the_calm_point_takes_unless_it_is_bounded(monkeypatch):
+    monkeypatch.setattr(deadline, "MOST_WORK", 1.0)
+    resting = {
+        device: ask._replace(profile=msgspec.structs.replace(ask.profile, idle_w=0.0)) for device, ask in BOTH.items()
+    }
+    for keys, seconds in (({}, 40.0), ({"deadline_s": 30.0}, 20.0), ({"joules_per_round": 1e6}, 20.0)):
+        found = decide_deadline(cohort_rule(**keys), KNOWN, resting)
+        assert found.seconds == pytest.approx(seconds * P90, rel=1e-3)
+
+
+def test_before_anybody_has_answered_it_is_the_predicted_rule():
+    predicted = msgspec.structs.replace(cohort_rule(), deadline="predicted")
+    mute = {"dear": training(profile("dear", ("fast", 1.0, None)))}
+    for known, asked in (({}, BOTH), (KNOWN, mute)):
+        assert decide_deadline(cohort_rule(), known, asked) == decide_deadline(predicted, known, asked)
+
+
+def test_a_board_whose_joules_are_not_known_keeps_its_epochs_and_is_waited_for():
+    mute = training(profile("mute", ("fast", 0.2, None)))
+    known = {**KNOWN, "mute": steady(100.0, 100.0)}
+    found = decide_deadline(cohort_rule(), known, {**BOTH, "mute": mute})
+    assert "mute" not in found.epochs
+    assert found.seconds == pytest.approx(100.0 * P90, rel=1e-3)
+
+
+def test_a_new_board_keeps_its_epochs_until_it_has_told_its_examples():
+    found = decide_deadline(cohort_rule(), {"dear": KNOWN["dear"]}, BOTH)
+    assert "cheap" not in found.epochs
+    assert found.seconds is not None
+
+
+def test_another_number_of_epochs_is_so_many_times_their_work_and_nothing_else():
+    order = TaskSpec({"epochs": 2}, {}, WorkEstimate(flops=4.0, flops_per_example=6.0, launches_per_batch=2.0, batch=5))
+    ask = tasks.predict_workload(order, ("work",), "numpy", 0.2, uneven=True)
+    assert (ask.epochs, ask.with_epochs(2)) == (2, ask)
+    assert ask.with_epochs(3).work == tasks.predict_work(tasks.with_epochs(order, 3), ("work",), "numpy")
+    both = tasks.predict_workload(order, ("work", "check"), "numpy", 0.2, uneven=True)
+    assert both.with_epochs(3).work.flops_per_example - both.work.flops_per_example == 3.0
+    for actions, uneven in ((("check",), True), (("work",), False)):
+        assert tasks.predict_workload(order, actions, "numpy", 0.2, uneven=uneven).epochs == 0
+    assert tasks.with_epochs(order, None) is order
+    assert tasks.with_epochs(None, 3) is None
+
+
+def test_a_round_is_asked_with_its_epochs_and_the_next_one_begins_without():
+    blob = BlobRef(sha256="a" * 64, size=1)
+    plan = JobConstants(0, 5, cohort_rule(), 0)
+    state = msgspec.structs.replace(apply_event(JobState(plan), JobStarted(blob), 0.0), took=KNOWN)
+    asked = decisions.decide_event(state, 0.0, BOTH.keys(), BOTH.__getitem__)
+    assert isinstance(asked, CohortSelected)
+    assert asked.epochs == {"dear": 1, "cheap": 3}
+    assert asked.work == {"dear": 1.0, "cheap": 3.0}
+    state = apply_event(state, asked, 0.0)
+    assert state.epochs == asked.epochs
+    for device in BOTH:
+        update = Update(job="j", round=0, attempt=0, device=device, weight=1.0, bundles={}, metrics={}, usage=Usage())
+        state = apply_event(state, UpdateAccepted(0, update, 5.0, 5.0), 5.0)
+    assert [state.took[device][-1].work for device in ("dear", "cheap")] == [1.0, 3.0]
+    state = apply_event(apply_event(state, RoundClosed(0), 5.0), RoundCommitted(0, blob, False, {}), 5.0)
+    assert state.epochs == {}
+
+
+@pytest.mark.parametrize(("method", "uneven"), [("fednova", True), ("fedprox", True), ("fedavg", False)])
+def test_a_task_has_the_planned_epochs_also_after_a_restart(tmp_path, method, uneven):
+    network = {"name": "mlp", "inputs": 2, "hidden": [], "classes": 2}
+    model = {"1.weight": np.zeros((2, 2), np.float32), "1.bias": np.zeros(2, np.float32)}
+    job_bundle.write_bundle(
+        tmp_path / "bundle", {"network": network, "flops": 8}, {"model": tensors.encode_tensors(model)}
+    )
+    table = {"name": "j", "method": method, "params": {"epochs": 4}, "cohort": {"deadline": "energy"}}
+    with Store(tmp_path / "home") as store:
+        id = store.add_job(settings.parse_job(table), tmp_path / "bundle")
+        job = opened(store, id)
+        before = job.device_workload("a", CHEAP)
+        assert before.epochs == (4 if uneven else 0)
+        job.record_event(CohortSelected(0, 0, ("a", "b"), epochs={"a": 7} if uneven else {}), 0.0)
+        for running in (job, opened(store, id)):
+            sent = {device: running.build_task(device, "numpy", CHEAP, 0.0) for device in "ab"}
+            told = {device: task.params["epochs"] for device, task in sent.items() if task}
+            assert told == {"a": 7 if uneven else 4, "b": 4}
+            works = {device: task.work.flops_per_example for device, task in sent.items() if task}
+            assert works["a"] / works["b"] == (7 / 4 if uneven else 1)
+            assert running.device_workload("a", CHEAP).work == sent["a"].work
+
+
+def test_the_log_tells_the_planned_epochs():
+    told = event_messages._describe_event(CohortSelected(3, 0, ("a", "b"), deadline_s=42.0, epochs={"b": 8, "a": 1}))
+    assert told == [
+        "round 4: cohort a, b; deadline 42 s, chosen for it",
+        "round 4: epochs, as planned for energy: a 1, b 8",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"joules_per_round": 30}, 'only deadline = "energy" heeds it'),
+        ({"deadline": "predicted", "joules_per_round": 30}, "joules_per_round: only"),
+    ],
+)
+def test_a_bound_that_nothing_heeds_is_refused(keys, told):
+    with pytest.raises(JobError, match=told):
+        settings.parse_job({"name": "j", "method": "fedavg", "cohort": keys})
+
+
+def test_every_rule_is_found_by_its_name():
+    assert deadline.POLICIES["energy"] is deadline.decide_by_energy

@@ -1,22 +1,25 @@
-"""Updates over a link: what the coordinator hears when blobs come, fail, are offered again, or a session is lost."""
+"""The executor of a link: fetches, tasks and repetitions."""
 
+import math
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
+from wired import MESSAGES
 
 from fedquilt import wire
 from fedquilt.blobs import chunks
 from fedquilt.blobs.storage.store import BlobStore
 from fedquilt.blobs.transfer import upload
 from fedquilt.blobs.transfer.transfers import Transfers
-from fedquilt.coordinator.delivery.executor import Heard, LinkExecutor
+from fedquilt.coordinator.delivery.executor import Heard, LinkExecutor, TaskDispatcher
 from fedquilt.coordinator.jobs.job import RunningJob
+from fedquilt.coordinator.rounds.decisions import UpdateReceived
 from fedquilt.coordinator.rounds.events import JobConstants, JobState
-from fedquilt.coordinator.rounds.message_handler import UpdateReceived
 from fedquilt.coordinator.settings import CohortSettings
-from fedquilt.core import BlobRef
+from fedquilt.core import BlobRef, Task
 from fedquilt.transport.link import LinkWrapper, Message
 from fedquilt.transport.memory_link import MemoryBroker
 
@@ -114,7 +117,6 @@ def test_an_update_has_arrived_when_its_last_blob_has(site):
 
 
 def test_an_update_whose_blobs_are_all_here_has_arrived_without_asking(site):
-    """A board that has started anew offers what it had offered before; two bundles may have the same content."""
     ref = site.depot.store_bytes(FIRST)
     site.executor.fetch_blobs("a", [ref, ref])
     assert site.play() == [UpdateReceived("a")]
@@ -131,7 +133,6 @@ def test_an_update_without_bundles_fetches_nothing_and_lets_go_of_the_one_before
 
 
 def test_one_blob_of_two_that_fails_ends_the_fetch_with_its_error_and_the_next_offer_brings_both(site):
-    """Once, though the other blob has been here or comes later."""
     good, bad = site.has(FIRST), site.has(SECOND)
     site.given.remove(bad.sha256)
     site.executor.fetch_blobs("a", [good, bad])
@@ -163,7 +164,6 @@ def test_what_had_come_for_an_update_that_is_wanted_no_more_is_not_taken_for_the
 
 
 def test_the_same_update_offered_twice_while_it_is_fetched_arrives_once(site):
-    """Its chunks are not asked for anew, and one blob may be here already."""
     both = [site.has(FIRST), site.has(SECOND)]
     site.executor.fetch_blobs("a", both)
     site.until_begun(both[0])
@@ -288,3 +288,24 @@ def test_a_broker_keeps_nothing_of_a_run_that_has_ended(site, end):
         seen += [[one.payload for one in link.receive()] for link in (watcher, late)]
     assert [wire.decode(one, wire.RoundState).phase for one in seen[0] + seen[1] + seen[2][:1]] == ["open", "open", end]
     assert (seen[2][1:], seen[3]) == ([b""], [])
+
+
+TASK = next(each for each in MESSAGES if isinstance(each, Task))
+
+
+def test_the_next_repetition_is_that_of_the_earliest_open_task():
+    issues, draw = TaskDispatcher(MemoryBroker().connect(), wire.Topics("f")), random.Random(0)
+    for step in range(2000):
+        now_s, device = float(step), f"d{draw.randrange(12)}"
+        match draw.randrange(4):
+            case 0:
+                issues.send_task(device, TASK, b"x", now_s)
+            case 1:
+                issues.cancel_task(device)
+            case 2:
+                issues.slow_resends(device)
+            case _:
+                due = [name for name, issue in issues._open.items() if now_s >= issue.due_s]
+                assert sorted(issues.take_due_devices(now_s)) == sorted(due)
+        assert issues.next_repetition_s() == min((issue.due_s for issue in issues._open.values()), default=math.inf)
+    assert len(issues._agenda) < 200

@@ -16,7 +16,7 @@ from evaluations import of_classes, total
 from fedquilt import wire
 from fedquilt.arrays import tensors
 from fedquilt.coordinator.rounds.events import JobEnded, RoundCommitted, TaskDeclined, UpdateAccepted, UpdateRejected
-from fedquilt.coordinator.updates import site_updates
+from fedquilt.coordinator.updates import sites
 from fedquilt.core import (
     DeviceUpdate,
     EvaluationSums,
@@ -67,11 +67,11 @@ class Liar:
         self.say("claim", wire.Claim(**of, accepted=True))
         self.say("progress", wire.Progress(**of, fraction=0.5))
         if speaks:
-            parts = [self.change(site_updates.SiteUpdatePart(name, 10.0, {}, ("model",))) for name in ("a", "b")]
+            parts = [self.change(sites.SiteUpdatePart(name, 10.0, {}, ("model",))) for name in ("a", "b")]
             given = [DeviceUpdate(p.device, task.round, p.weight, p.metrics, {"model": ones(7.0)}) for p in parts]
             bundles = {
                 name: self.hand.depot.store_bytes(tensors.encode_tensors(each))
-                for name, each in site_updates.bundle_updates(given)
+                for name, each in sites.bundle_updates(given)
             }
         else:
             bundles = {"model": self.hand.depot.store_bytes(tensors.encode_tensors(ones(7.0)))}
@@ -221,7 +221,6 @@ def test_the_median_of_honest_devices_stays(tmp_path, seed):
 
 
 def test_control_characters_of_a_device_reach_no_log(tmp_path):
-    """A reason that would clear a terminal and begin a line of its own; a metric of such a name is refused."""
     odd = "\x1b[2J\x1b]0;title\x07\nround 9: done \x9b2J\x7f"
     stage = Stage(tmp_path, rounds=1, cohort={"deadline_s": 5.0, "min_devices": 1, "quorum": 0.5})
     honest, liar = stage.hand("a"), stage.hand("b")

@@ -12,7 +12,7 @@ from by_hand import Killed, SlowWorker, Stage, ones
 from fedquilt import compression, wire
 from fedquilt.arrays import tensors
 from fedquilt.arrays.lazy_arrays import ScratchFile
-from fedquilt.coordinator.background_worker import SynchronousWorker, ThreadWorker
+from fedquilt.coordinator.background_worker import BackgroundWorker, ThreadWorker
 from fedquilt.coordinator.rounds.events import (
     CohortSelected,
     JobEnded,
@@ -25,31 +25,31 @@ from fedquilt.coordinator.rounds.events import (
     UpdatesAggregated,
 )
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.coordinator.updates import aggregator, blob_recovery
-from fedquilt.coordinator.updates.aggregator import Aggregator
+from fedquilt.coordinator.updates import aggregation, job_blobs
+from fedquilt.coordinator.updates.aggregation import Aggregator
 from fedquilt.core import Encoding, StoreError
 
 
 @pytest.fixture(autouse=True)
 def laid(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of any size lie on the disk, where the job is large."""
-    monkeypatch.setattr(aggregator, "ScratchFile", partial(ScratchFile, least=1))
-    monkeypatch.setattr(blob_recovery, "WHOLE_BYTES", 0)
-    monkeypatch.setattr(aggregator, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(aggregation, "ScratchFile", partial(ScratchFile, least=1))
+    monkeypatch.setattr(job_blobs, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(aggregation, "WHOLE_BYTES", 0)
 
 
 VALUES = {"a": 1.0, "b": 0.1, "c": 1e-9}
 COHORT = {"start_devices": 3, "quorum": 1.0, "deadline_s": 1000.0}
 
 
-def eager() -> SynchronousWorker:
+def eager() -> BackgroundWorker:
     """A worker for updates of any size, which stores a sum as soon as there is something in it."""
-    made = SynchronousWorker(large_bytes=0)
+    made = BackgroundWorker(large_bytes=0)
     made.stored_at = 0.0
     return made
 
 
-def played(folder: Path, order: str, worker: SynchronousWorker | None, **table: Any) -> Stage:
+def played(folder: Path, order: str, worker: BackgroundWorker | None, **table: Any) -> Stage:
     """A stage of three devices, some of which have answered in this order."""
     stage = Stage(folder, worker=worker, cohort=COHORT, **table)
     hands = {name: stage.hand(name) for name in "abc"}
@@ -159,7 +159,6 @@ def test_a_coordinator_that_dies_between_a_sum_and_its_fact_folds_once(tmp_path,
 
 
 def test_a_damaged_sum_is_named_and_the_devices_in_it_are_asked_again(tmp_path):
-    """Nothing else has their updates."""
     stage = played(tmp_path, "ca", eager())
     path = stage.store.depot.folder / stage.told(UpdatesAggregated)[-1].sum.sha256
     payload = bytearray(path.read_bytes())
@@ -193,7 +192,6 @@ def test_a_large_update_that_is_not_finite_is_refused_by_name_and_in_no_sum(tmp_
 
 
 def test_an_update_that_came_in_time_counts_though_it_is_read_past_the_deadline(tmp_path):
-    """Two of three would do at 20 s, and the worker is busy until then: the round waits for the third."""
     worker, gate = ThreadWorker(large_bytes=0), threading.Event()
     stage = Stage(tmp_path, worker=worker, rounds=2, cohort={**COHORT, "quorum": 0.5, "deadline_s": 20.0})
     hands = {name: stage.hand(name) for name in "abc"}
@@ -243,7 +241,6 @@ def test_an_update_that_is_offered_again_while_it_waits_for_the_worker_is_examin
 
 
 def test_an_update_that_is_given_up_while_it_is_read_ends_nothing(tmp_path, monkeypatch):
-    """Its blobs are dropped meanwhile, so that what the worker cannot read is no failure of the disk."""
     worker, gate = ThreadWorker(large_bytes=0), threading.Event()
     stage = Stage(tmp_path, worker=worker, cohort={**COHORT, "start_devices": 2})
     hand, _ = stage.hand("a"), stage.hand("b")
@@ -281,7 +278,6 @@ def test_an_update_that_is_the_model_itself_is_kept_for_those_who_fetch_that(tmp
 
 
 def test_a_job_that_begins_is_read_made_and_stored_by_the_worker(tmp_path):
-    """Also after a restart in mid-round; what devices are sent is the blob that the loop would store."""
     worker = SlowWorker()
     stage = played(tmp_path, "", worker)
     assert not stage.facts
@@ -308,7 +304,7 @@ def test_an_error_in_what_a_method_sends_ends_its_job_alone(tmp_path, monkeypatc
 
     worker = SlowWorker()
     stage = played(tmp_path, "", worker)
-    monkeypatch.setattr(aggregator, "store_tensors", fails)
+    monkeypatch.setattr(job_blobs, "store_tensors", fails)
     worker.go_on()
     stage.play()
     assert [fact.reason for fact in stage.told(JobEnded)] == ["ValueError: no such layer"]

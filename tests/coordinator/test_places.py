@@ -109,7 +109,6 @@ def test_connections_that_break_again_and_again_are_gone_on_with(pair, monkeypat
 
 
 def test_an_upload_of_which_more_has_come_than_was_told_is_gone_on_with(pair, monkeypatch):
-    """Bytes of a connection that broke may arrive after the answer that told how far it came."""
     relayed(pair, monkeypatch, most=lambda number: 10**9 if number else 2 * CHUNK)
     told, early = http_client.HttpClient._request_upload_offset, [0]
     monkeypatch.setattr(
@@ -265,7 +264,6 @@ class Both(TransferBackend):
 
 
 def test_an_update_that_lies_in_the_store_is_not_put_into_the_own_server_meanwhile(tmp_path):
-    """Two carriers that write one part would give it a name although neither has brought all of its bytes."""
     depot, ways, payload = BlobStore(tmp_path), Both(), noise(4 * CHUNK)
     ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
     pull = Download(ref, CHUNK, 0.0)

@@ -12,9 +12,9 @@ from job_facts import after, begun, committed, update
 from fedquilt import wire
 from fedquilt.coordinator.fleet import device_status
 from fedquilt.coordinator.fleet.registry import DeviceRegistry
-from fedquilt.coordinator.rounds import eligibility
+from fedquilt.coordinator.rounds import selection
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload
-from fedquilt.coordinator.rounds.eligibility import NOTHING, REFUSALS, UPDATE
+from fedquilt.coordinator.rounds.decisions import decide_event, devices_to_skip
 from fedquilt.coordinator.rounds.events import (
     CohortSelected,
     JobEnded,
@@ -26,7 +26,7 @@ from fedquilt.coordinator.rounds.events import (
     TaskDeclined,
     UpdateAccepted,
 )
-from fedquilt.coordinator.rounds.next_event import decide_event, devices_to_skip
+from fedquilt.coordinator.rounds.selection import NOTHING, REFUSALS, UPDATE
 from fedquilt.core import Task
 
 PAGE = (Path(__file__).parents[2] / "docs" / "jobs.md").read_text()
@@ -64,7 +64,7 @@ def test_the_table_has_every_code_by_which_a_device_declines_and_the_page_of_job
     codes = set(get_args(wire.RefusalCode))
     assert codes == set(get_args(get_type_hints(wire.Claim)["code"])) - device_status.NO_REFUSAL
     assert codes == REFUSALS.keys() - {NOTHING, UPDATE, "flooding", "removed"}
-    assert {code for code, kind in REFUSALS.items() if kind.lasts != "attempt"} <= eligibility.REASONS.keys()
+    assert {code for code, kind in REFUSALS.items() if kind.lasts != "attempt"} <= selection.REASONS.keys()
     told = {
         "start": "until its agent starts",
         "rounds": "10 rounds",
@@ -129,7 +129,6 @@ def test_a_board_that_refused_is_left_alone_until_it_starts_anew_or_less_is_aske
 
 
 def test_where_the_others_are_too_few_all_are_asked_once_in_each_round():
-    """Two of three would do for no round of three: the third is asked again in the next round, not in this one."""
     state = after(begun(min_devices=2, rounds=9), CohortSelected(0, 0, tuple("abc")))
     state = after(state, state.decline_event("a", "data", "none", DeviceWorkload(), "1"))
     assert alone(after(state, RoundRetried(0, 1)), "ab") == {"a": "data"}
@@ -259,7 +258,6 @@ def test_one_device_that_reports_a_failure_ends_no_job_of_others(tmp_path):
 
 
 def test_a_job_ends_at_once_where_only_failed_devices_keep_it_from_its_quorum(tmp_path):
-    """Two of three are needed, and two report a failure: the third has answered, and no other attempt could help."""
     stage = Stage(tmp_path, rounds=1, cohort={"deadline_s": 30.0, "attempts": 3, "min_devices": 2})
     for name in "abc":
         stage.hand(name)

@@ -8,7 +8,7 @@ import pytest
 from rolled import TOPICS, Ground, Judge, good
 
 from fedquilt import wire
-from fedquilt.coordinator import control_requests
+from fedquilt.coordinator import run_control
 from fedquilt.coordinator.rounds import rollout
 from fedquilt.coordinator.rounds.rollout import ReleaseOffered, RolloutReverted
 from fedquilt.coordinator.storage.store import Store
@@ -130,7 +130,7 @@ def test_every_release_that_is_sent_follows_from_facts_that_are_written(tmp_path
         id = ground.deploy(name=name)
         ground.play(30.0)
         if name == "good":
-            control_requests.revert_rollout(ground.store, id)
+            run_control.revert_rollout(ground.store, id)
             ground.play()
         assert ground.state(id).status == ended
     assert sorted(set(sent)) == [False, True]

@@ -1,32 +1,38 @@
-"""Rounds are decided by facts, time and who is online; every rule is one sentence."""
+"""Decisions of rounds: who is asked, and when a round closes, is tried again, or ends its job."""
 
 import math
 import random
 
+import msgspec
 import plain
 import pytest
-from job_facts import after, begun, committed, update, whole_round
+from job_facts import BLOB, after, asking, begun, committed, update, whole_round
 from msgspec.structs import replace
 
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload
-from fedquilt.coordinator.rounds.eligibility import AGAIN_ROUNDS
+from fedquilt.coordinator.rounds.decisions import can_skip_decision, decide_event, devices_to_skip, next_decision_s
 from fedquilt.coordinator.rounds.events import (
     CohortSelected,
+    DeadlineExtended,
+    JobConstants,
     JobEnded,
     JobResumed,
+    JobStarted,
+    JobState,
     RoundClosed,
+    RoundCommitted,
     RoundRetried,
     TaskDeclined,
     UpdateAccepted,
     UpdateRejected,
     apply_event,
 )
-from fedquilt.coordinator.rounds.next_event import can_skip_decision, decide_event, devices_to_skip, next_decision_s
+from fedquilt.coordinator.rounds.selection import AGAIN_ROUNDS
+from fedquilt.coordinator.settings import CohortSettings, JobLimits
 from fedquilt.core import JobError, WorkEstimate
 
 
 def test_a_round_asks_everybody_online_when_no_size_is_given():
-    """cohort.size = 0 means all."""
     assert decide_event(begun(), 0.0, {"b", "a"}) == CohortSelected(0, 0, ("a", "b"))
 
 
@@ -39,7 +45,6 @@ def test_a_round_waits_for_the_least_number_of_devices():
 
 
 def test_no_round_commits_with_fewer_than_the_least_number_whatever_the_quorum():
-    """Half of four would do, three have to be there; a fleet that has gone costs no attempt, one that is there does."""
     state = after(begun(size=4, quorum=0.5, min_devices=3, attempts=1), CohortSelected(0, 0, tuple("abcd")))
     state = after(state, UpdateAccepted(0, update("a")), UpdateAccepted(0, update("b")))
     assert decide_event(state, 10.0, {"a", "b"}) == RoundRetried(0, 0)
@@ -72,7 +77,6 @@ def too_large(peak_bytes: int, budget_bytes: int = 100, flops: float = 0.0) -> D
 
 
 def test_a_board_that_declined_for_memory_is_left_alone_until_something_has_changed():
-    """Not in the same round, whose other attempts may find memory free; then for less work or with another budget."""
     state = after(begun(rounds=99), CohortSelected(0, 0, ("a", "b")))
     state = after(state, state.decline_event("a", "memory", "too big", too_large(50)), UpdateAccepted(0, update("b")))
     assert devices_to_skip(state, {"a", "b"}, lambda device: too_large(50)) == {}
@@ -110,7 +114,6 @@ def test_the_next_round_of_all_begins_with_half_of_those_who_were_asked_last():
 
 
 def test_updates_that_are_refused_do_not_make_one_board_a_fleet():
-    """Of five, four send what is not finite. They are broken, not absent: the round is not that of the fifth alone."""
     bad = [UpdateRejected(0, device, "NaN") for device in "bcde"]
     state = after(begun(attempts=1), CohortSelected(0, 0, tuple("abcde")), *bad, UpdateAccepted(0, update("a")))
     assert decide_event(state, 1.0, set("abcde")) is None
@@ -236,7 +239,6 @@ def test_a_refusal_is_no_answer_with_nothing_to_do():
 
 
 def test_without_a_size_a_board_that_is_gone_for_good_is_waited_for_until_the_deadline():
-    """It may be at its task, whatever it looks like; then the others close the round, and nothing stalls."""
     state = after(
         begun(), CohortSelected(0, 0, ("a", "b", "c")), UpdateAccepted(0, update("a")), UpdateAccepted(0, update("b"))
     )
@@ -281,7 +283,6 @@ def test_a_refused_update_frees_its_place():
 
 
 def test_facts_of_another_round_are_refused():
-    """Late and early messages never become facts, so a log that holds one is not to be trusted."""
     state = after(begun(), CohortSelected(0, 0, ("a",)))
     for fact in (
         UpdateAccepted(1, update("a", 1)),
@@ -343,7 +344,6 @@ def test_nothing_is_due_while_no_round_is_open():
 
 
 def test_who_stayed_silent_in_one_attempt_is_asked_last_in_the_next():
-    """Else a board that is too slow for the round would be asked again and again, while another one waits."""
     first = decide_event(begun(size=2), 0.0, set("abcd"))
     assert isinstance(first, CohortSelected)
     slow, quick = first.devices
@@ -378,3 +378,168 @@ def test_answers_alone_lead_to_nothing_until_all_or_enough_have_answered():
                 left_out += 1
                 assert decide_event(state, 1.0, online) is None
     assert left_out > 100
+
+
+def played(state: JobState, online: set[str], most: int = 30) -> list[tuple[int, bool, tuple[str, ...], int]]:
+    """(round, whether it settles, what is asked, how many are asked) of every round, until the job ends."""
+    found = []
+    for _ in range(most):
+        fact = decide_event(state, 0.0, online)
+        if isinstance(fact, JobEnded):
+            return found
+        assert isinstance(fact, CohortSelected)
+        found.append((state.round, state.settling, state.task_actions, len(fact.devices)))
+        answers = [UpdateAccepted(state.round, update(device, state.round)) for device in fact.devices]
+        state = after(state, fact, *answers, RoundClosed(state.round))
+        state = after(state, RoundCommitted(state.round, BLOB, False, {}, took_s=1.0, settled=state.settling))
+    raise AssertionError("the job does not end")
+
+
+@pytest.mark.parametrize(
+    ("check_every", "wanted"),
+    [
+        (0, [(0, False, ("work",), 2), (1, False, ("work",), 2), (2, True, ("work",), 5)]),
+        (
+            1,
+            [
+                (0, False, ("check", "work"), 2),
+                (1, True, ("work",), 5),
+                (2, False, ("check", "work"), 2),
+                (3, True, ("work",), 5),
+                (4, False, ("check",), 2),
+            ],
+        ),
+    ],
+)
+def test_a_round_that_does_not_count_comes_before_each_evaluation_and_before_the_end(check_every, wanted):
+    plan = JobConstants(0, 2, msgspec.convert({"size": 2}, CohortSettings), check_every)
+    online = {f"dev-{index}" for index in range(5)}
+    assert played(apply_event(JobState(plan), JobStarted(BLOB, settles=True), 0.0), online) == wanted
+    plain = played(apply_event(JobState(plan), JobStarted(BLOB), 0.0), online)
+    assert [each[1:] for each in plain] == [each[1:] for each in wanted if not each[1]]
+
+
+def test_a_job_that_has_taken_enough_gathers_what_an_evaluation_needs_before_it_ends():
+    plan = JobConstants(0, 5, CohortSettings(), 0, JobLimits(max_wall_s=0.5))
+    found = played(apply_event(JobState(plan), JobStarted(BLOB, settles=True), 0.0), {"a"})
+    assert [(number, settles) for number, settles, _, _ in found] == [(0, False), (1, True)]
+
+
+def test_at_its_deadline_such_a_round_wants_no_more_than_another():
+    plan = JobConstants(0, 1, msgspec.convert({"size": 2, "deadline_s": 10.0}, CohortSettings), 0)
+    state = after(apply_event(JobState(plan), JobStarted(BLOB, settles=True), 0.0), CohortSelected(0, 0, ("a", "b")))
+    state = after(
+        state,
+        *[UpdateAccepted(0, update(device)) for device in "ab"],
+        RoundClosed(0),
+        RoundCommitted(0, BLOB, False, {}),
+    )
+    assert state.settling
+    online = set("abcdefghij")
+    fact = decide_event(state, 0.0, online)
+    assert isinstance(fact, CohortSelected)
+    assert set(fact.devices) == online
+    state = after(state, fact, *[UpdateAccepted(1, update(device, 1)) for device in "abcde"])
+    assert decide_event(state, 5.0, online) is None
+    assert decide_event(state, 11.0, online) == RoundClosed(1)
+
+
+def paced(**cohort: float | str) -> JobState:
+    """The state after a round in which boards a and b took 40 s and 60 s for 2 units of work."""
+    state = begun(rounds=9, size=2, deadline_s=600.0, deadline="predicted", **cohort)
+    state = after(state, CohortSelected(0, 0, ("a", "b"), {"a": 2.0, "b": 2.0}))
+    for device, at_s in (("a", 40.0), ("b", 60.0)):
+        state = after(state, state.acceptance_event(update(device), at_s), now_s=at_s)
+    return after(state, RoundClosed(0), committed(0), now_s=60.0)
+
+
+def test_a_round_opens_with_what_its_devices_have_to_do_and_how_long_that_takes_them():
+    fact = decide_event(paced(), 60.0, {"a", "b"}, lambda device: asking(1.0))
+    assert fact == CohortSelected(1, 0, ("a", "b"), {"a": 1.0, "b": 1.0}, 45.0)
+    state = after(paced(), fact, now_s=60.0)
+    assert next_decision_s(state) == 105.0
+    assert state.remaining_s(70.0) == 35.0
+
+
+def test_the_first_round_has_the_cohorts_deadline():
+    assert decide_event(begun(deadline="predicted"), 0.0, {"a"}, lambda device: asking(1.0)) == CohortSelected(
+        0, 0, ("a",), {"a": 1.0}
+    )
+    state = paced()
+    state = replace(
+        state, plan=replace(state.plan, cohort=msgspec.structs.replace(state.plan.cohort, deadline="fixed"))
+    )
+    fact = decide_event(state, 60.0, {"a", "b"})
+    assert fact == CohortSelected(1, 0, ("a", "b"))
+    assert next_decision_s(after(state, fact, now_s=60.0)) == 660.0
+
+
+def test_a_prediction_with_a_quorum_ends_the_round():
+    state = after(
+        paced(quorum=0.5), CohortSelected(1, 0, ("a", "b"), {}, 45.0), UpdateAccepted(1, update("a", 1)), now_s=60.0
+    )
+    assert decide_event(state, 104.0, {"a", "b"}) is None
+    assert decide_event(state, 105.0, {"a", "b"}) == RoundClosed(1)
+
+
+def test_a_prediction_that_was_too_short_costs_no_attempt_and_interrupts_nobody():
+    state = after(paced(quorum=0.5, attempts=1), CohortSelected(1, 0, ("a", "b"), {}, 45.0), now_s=60.0)
+    assert decide_event(state, 105.0, {"a", "b"}) == DeadlineExtended(1)
+    state = after(state, DeadlineExtended(1), now_s=105.0)
+    assert state.asked == {"a", "b"}
+    assert decide_event(state, 106.0, {"a", "b"}) is None
+    answered = after(state, UpdateAccepted(1, update("b", 1)), now_s=300.0)
+    assert decide_event(answered, 300.0, {"a", "b"}) == RoundClosed(1)
+    following = after(
+        answered, RoundClosed(1), committed(1), CohortSelected(2, 0, ("a", "b")), UpdateAccepted(2, update("a", 2))
+    )
+    assert decide_event(following, 1.0, {"a", "b"}) is None
+    assert next_decision_s(state) == 660.0  # no later than with a fixed deadline
+    fact = decide_event(state, 660.0, {"a", "b"})
+    assert isinstance(fact, JobEnded)
+
+
+def test_devices_that_are_not_there_are_waited_for_as_long_as_with_a_fixed_deadline():
+    state = after(
+        paced(attempts=1), CohortSelected(1, 0, ("a",), {}, 45.0), UpdateAccepted(1, update("a", 1)), now_s=60.0
+    )
+    assert decide_event(state, 105.0, {"a"}) == DeadlineExtended(1)
+    state = after(state, DeadlineExtended(1), now_s=105.0)
+    assert next_decision_s(state) == 660.0
+    assert decide_event(state, 300.0, {"a", "c"}) == CohortSelected(1, 0, ("c",))
+
+
+def test_when_everybody_has_declined_a_prediction_changes_nothing():
+    state = after(paced(), CohortSelected(1, 0, ("a", "b"), {}, 45.0), now_s=60.0)
+    state = after(state, TaskDeclined(1, "a", "memory", "too big"), TaskDeclined(1, "b", "memory", "too big"))
+    assert next_decision_s(state) == 70.0
+    assert decide_event(state, 70.0, {"a", "b"}) == RoundRetried(1, 1)
+
+
+def test_a_round_that_is_tried_again_or_resumed_waits_for_all_anew():
+    state = after(paced(quorum=0.5), CohortSelected(1, 0, ("a", "b"), {}, 45.0), DeadlineExtended(1), now_s=60.0)
+    again = after(
+        state, RoundRetried(1, 1), CohortSelected(1, 1, ("a", "b")), UpdateAccepted(1, update("a", 1)), now_s=660.0
+    )
+    assert decide_event(again, 661.0, {"a", "b"}) is None
+    resumed = after(state, JobEnded("stopped"), JobResumed(), UpdateAccepted(1, update("a", 1)), now_s=700.0)
+    assert decide_event(resumed, 701.0, {"a", "b"}) is None
+    assert next_decision_s(resumed) == 1300.0
+
+
+def test_what_a_replacement_has_to_do_is_noted_too_and_only_for_its_round():
+    state = after(paced(), CohortSelected(1, 0, ("a", "b"), {"a": 1.0, "b": 1.0}, 45.0), TaskDeclined(1, "a", "x", "y"))
+    fact = decide_event(state, 0.0, {"a", "b", "c"}, lambda device: asking(4.0))
+    assert fact == CohortSelected(1, 0, ("c",), {"c": 4.0})
+    state = after(
+        state, fact, UpdateAccepted(1, update("c", 1), 20.0), UpdateAccepted(1, update("b", 1), 9.0), RoundClosed(1)
+    )
+    assert state.deadline_s == 45.0
+    state = after(state, committed(1), CohortSelected(2, 0, ("b", "c")), UpdateAccepted(2, update("c", 2), 30.0))
+    assert state.took["c"] == ((1, 20.0, 4.0, 0.0, None, 1, 0), (2, 30.0, 1.0, 0.0, None, 1, 0))
+
+
+def test_a_method_that_does_not_say_what_a_round_takes_has_rounds_that_take_the_same():
+    state = after(begun(deadline_s=600.0, deadline="predicted"), CohortSelected(0, 0, ("a",)))
+    state = after(state, UpdateAccepted(0, update("a"), 40.0), RoundClosed(0), committed(0))
+    assert decide_event(state, 0.0, {"a"}) == CohortSelected(1, 0, ("a",), {}, 60.0)

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from fedquilt.coordinator.device_columns import ELIGIBLE, CostColumn, LabelColumn, RoundColumn
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload
+from fedquilt.coordinator.rounds.decisions import decide_event, eligibility_event
 from fedquilt.coordinator.rounds.events import (
     PHASES,
     TRANSITIONS,
@@ -36,7 +37,6 @@ from fedquilt.coordinator.rounds.events import (
     apply_event,
     next_phases,
 )
-from fedquilt.coordinator.rounds.next_event import decide_event, eligibility_event
 from fedquilt.coordinator.settings import JobLimits
 from fedquilt.core import JobError, OperatingPoint, Profile, Usage, WorkEstimate
 
@@ -75,7 +75,6 @@ def test_a_fact_leads_where_the_table_says_or_is_refused(fact, phase):
 
 
 def test_the_table_knows_every_fact_and_nothing_leads_out_of_done():
-    """A fact without its row would be refused everywhere."""
     assert (
         TRANSITIONS.keys() == {type(fact).__name__ for fact in FACTS} == {kind.__name__ for kind in get_args(AnyEvent)}
     )
@@ -105,7 +104,6 @@ def test_a_log_of_a_job_that_was_stopped_between_two_messages_is_still_replayed(
 
 
 def test_what_a_device_took_is_counted_from_when_it_was_asked_and_outlives_a_restart():
-    """A coordinator that was away cannot tell, and takes the device's own time; the log keeps what was told."""
     state = after(begun(deadline="predicted"), CohortSelected(0, 0, ("a",), {"a": 2.0}), now_s=100.0)
     assert state.acceptance_event(update("a"), 130.0).took_s == 30.0
     restarted = after(begun(deadline="predicted"), CohortSelected(0, 0, ("a",), {"a": 2.0}), now_s=5.0)
@@ -116,7 +114,6 @@ def test_what_a_device_took_is_counted_from_when_it_was_asked_and_outlives_a_res
 
 
 def test_a_survey_notes_what_has_changed_and_then_nothing():
-    """Who can be asked, who cannot and why, and what joules cost; who is not heard of any more is offline."""
     state = begun()
     there = LabelColumn({"a": ELIGIBLE, "b": ELIGIBLE, "c": "hot"})
     first = eligibility_event(state, there, CostColumn({"a": 2.0, "c": 5.0}))

@@ -1,24 +1,35 @@
-"""Rounds of the coordinator with devices driven by hand, over a MemoryBroker: counting, order, tasks."""
+"""A coordinator and its devices, step by step."""
 
 import contextlib
 import itertools
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-from by_hand import Stage, ones
+import pytest
+from by_hand import MODEL, Hand, Stage, ones
 
 from fedquilt import wire
 from fedquilt.arrays import tensors
+from fedquilt.coordinator.jobs import retention
 from fedquilt.coordinator.jobs.job import RunningJob
-from fedquilt.coordinator.rounds.events import CohortSelected, JobEnded, RoundCommitted, TaskDeclined, UpdateAccepted
+from fedquilt.coordinator.rounds.events import (
+    CohortSelected,
+    EligibilityRecorded,
+    JobEnded,
+    RoundCommitted,
+    TaskDeclined,
+    UpdateAccepted,
+    UpdateRejected,
+)
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.coordinator.views import round_outcomes
-from fedquilt.core import Profile, TaskSpec
+from fedquilt.coordinator.views import event_messages, round_outcomes, wait_reasons
+from fedquilt.core import Profile, TaskSpec, Update, Usage
 from fedquilt.models.local_training import NetworkState
 
 
 def test_updates_are_averaged_and_the_job_ends(stage):
-    """Two devices, weights 1 and 3: (1 + 3 * 5) / 4 = 4."""
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
     a.answer(ones(1.0), weight=1.0)
@@ -85,7 +96,6 @@ def test_the_executor_keeps_up_its_connection_while_a_method_computes(stage, mon
 
 
 def test_updates_are_folded_in_the_order_of_devices_not_of_arrival(stage):
-    """1e19 - 1e19 + 1 is 1, but 1e19 + 1 - 1e19 is 0 in float64: the mean of a, b, c is a third, as c came before b."""
     hands = {name: stage.hand(name) for name in "abc"}
     stage.play()
     for name, value in (("a", 1e19), ("c", 1.0), ("b", -1e19)):
@@ -117,7 +127,6 @@ def test_a_device_is_answered_when_the_fact_of_its_update_is_written(stage, monk
 
 
 def test_an_update_said_twice_is_counted_once_and_acknowledged_twice(stage):
-    """The agent may have missed the first acknowledgement."""
     a, _ = stage.hand("a"), stage.hand("b")
     stage.play()
     update = a.answer(ones())
@@ -129,7 +138,6 @@ def test_an_update_said_twice_is_counted_once_and_acknowledged_twice(stage):
 
 
 def test_a_board_that_declines_for_memory_is_not_asked_in_the_rounds_after(tmp_path):
-    """Also after a restart; the log says why, and with a larger budget it is asked again."""
     stage = Stage(tmp_path, rounds=4)
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
@@ -197,7 +205,6 @@ def test_an_attempt_that_is_over_takes_its_tasks_back(tmp_path):
 
 
 def test_a_device_that_is_asked_again_at_the_deadline_works_on(tmp_path):
-    """Its task is replaced and never emptied in between, which would end its work: a slow one would never answer."""
     stage = Stage(tmp_path, cohort={"deadline_s": 30.0, "attempts": 3})
     slow = stage.hand("slow")
     stage.play(62.0)
@@ -261,3 +268,200 @@ def test_a_task_that_somebody_emptied_at_the_broker_is_sent_again_at_once(stage)
         hand.answer(ones())
     stage.play()
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
+
+
+def test_blobs_of_past_rounds_are_let_go(tmp_path):
+    stage = Stage(tmp_path, rounds=2)
+    a = stage.hand("a")
+    for factor in (1.0, 2.0):
+        stage.play()
+        a.answer(ones(factor))
+        stage.play()
+    assert stage.server.finished
+    kept = {path.name for path in (tmp_path / "home" / "blobs").iterdir() if len(path.name) == 64}
+    assert kept == {
+        stage.told(RoundCommitted)[-1].state.sha256,
+        *(p.name for p in (tmp_path / "bundle/blobs").iterdir()),
+    }
+
+
+def test_a_board_that_is_low_or_hot_is_passed_over_until_it_is_not(tmp_path):
+    stage = Stage(tmp_path, cohort={"min_battery": 0.2, "max_temperature_c": 70.0})
+    stage.play(0.1)  # nobody keeps what sensors said before the coordinator came
+    a, b = stage.hand("a"), stage.hand("b")
+    a.say("telemetry", wire.Telemetry(battery=0.1, charging=False))
+    b.say("telemetry", wire.Telemetry(temperature_c=85.0))
+    stage.play()
+    assert not stage.told(CohortSelected)
+    found = round_outcomes.load_outcomes(stage.store, stage.job).found
+    assert {device: part.code for device, part in found[0].items()} == {"a": "battery", "b": "hot"}
+    active = stage.server.find_job(stage.job)
+    wait = wait_reasons.find_wait(active.rounds, active.engines, ["a", "b"])
+    assert wait.text == (
+        "devices that run torch or numpy: 2 online, 1 not eligible (battery), 1 not eligible (hot), at least 1 needed"
+    )
+    b.say("telemetry", wire.Telemetry(temperature_c=60.0))
+    stage.play()
+    assert [fact.devices for fact in stage.told(CohortSelected)] == [("b",)]
+    b.say("telemetry", wire.Telemetry(temperature_c=90.0))  # from the work: it is not taken from it
+    stage.play()
+    b.answer(ones())
+    stage.play()
+    assert stage.store.stored_status(stage.job) == "done"
+    found = round_outcomes.load_outcomes(stage.store, stage.job).found
+    assert {device: part.code for device, part in found[0].items()} == {"a": "battery", "b": "answered"}
+
+
+def test_a_job_stops_when_its_bytes_are_used_up_and_says_what_joules_it_cannot_count(tmp_path):
+    stage = Stage(tmp_path, rounds=9, stop={"max_bytes": 10, "max_joules": 5.0})
+    a = stage.hand("a")
+    stage.play()
+    a.answer(ones(), usage=Usage(up_bytes=12))
+    stage.play()
+    assert [fact.round for fact in stage.told(RoundCommitted)] == [0]
+    assert stage.told(RoundCommitted)[0].warnings == (
+        "max_joules = 5 ends nothing here: no board that has answered has a meter for its joules; the job runs to its "
+        "rounds, or to another limit of [stop]",
+    )
+    assert 2.0 < stage.told(RoundCommitted)[0].took_s < 4.2
+    assert [(fact.status, fact.reason) for fact in stage.told(JobEnded)] == [
+        ("done", "max_bytes: 12 bytes of 10 are used up")
+    ]
+
+
+def test_a_limit_of_joules_that_no_board_counts_is_told_once_more_at_the_end(tmp_path):
+    stage = Stage(tmp_path, rounds=1, stop={"max_joules": 5.0})
+    a = stage.hand("a")
+    stage.play()
+    a.answer(ones(), usage=Usage())
+    stage.play()
+    (ended,) = stage.told(JobEnded)
+    assert ended.status == "done"
+    assert "max_joules = 5 ends nothing here" in ended.reason
+
+
+def test_boards_that_take_fewer_joules_are_preferred_where_the_job_says_so(tmp_path):
+    stage = Stage(tmp_path, cohort={"size": 1, "min_devices": 2, "prefer": "energy"})
+    for name, watts in (("a", 1000.0), ("b", 1.23456)):
+        stage.hand(name).measured(flops_per_s=1.0, busy_w=watts)
+    stage.play()
+    assert stage.told(EligibilityRecorded)[-1].costs == {"a": 1000.0, "b": 1.23}
+    assert stage.told(CohortSelected)[0].devices == ("b",)
+
+
+def test_a_task_carries_its_devices_tier_and_the_log_says_who_could_take_part(tmp_path):
+    stage = Stage(tmp_path, rounds=3)
+    one, two = stage.hand("one"), stage.hand("two")
+    stage.play(2.0)
+    assert one.tasks[-1].tier == "under 1GB"
+    assert stage.told(CohortSelected)[0].coverage[0].endswith("2 of 2 devices")
+    one.answer(MODEL, usage=Usage(examples=30))
+    two.answer(MODEL)
+    stage.play(2.0)
+    assert stage.told(CohortSelected)[1].coverage == ()  # everybody can still, which is no news
+    small = Profile(device="two", board="hand", memory_bytes=1 << 30, budget_bytes=10, engines=("numpy",), versions={})
+    two.say("profile", small, retain=True)
+    stage.restart()
+    stage.play(2.0)
+    one.answer(MODEL, usage=Usage(examples=30))
+    two.answer(MODEL)
+    stage.play(2.0)
+    last = stage.told(CohortSelected)[2]
+    assert last.coverage[0].endswith("1 of 2 devices, 30 of 30 examples (1 have not said how many)")
+    assert last.coverage[0] in event_messages.format_single_event(last)[1]
+
+
+@pytest.fixture
+def coded(tmp_path: Path) -> Stage:
+    """A job of one round whose updates go up by int8."""
+    return Stage(tmp_path, wire={"codec": "int8"})
+
+
+def by_int8(hand: Hand, value: float, **changes: Any) -> Update:
+    """An answer of which every entry has moved from what was sent by `value`, in 127 steps."""
+    task = next(task for task in reversed(hand.tasks) if task)
+    assert task.wire.codec == "int8"
+    step = np.full(1, value / 127, np.float32)
+    sent = {f"{name}#int8": np.full(array.shape, 127, np.int8) for name, array in MODEL.items()}
+    sent |= {f"{name}#step": step for name in MODEL}
+    return hand.answer(sent, **{"bases": {"model": task.bundles["model"].sha256}, **changes})
+
+
+def ended_at(stage: Stage) -> list[float]:
+    stored = stage.store.depot.blob_path(stage.told(RoundCommitted)[0].state.sha256)
+    return tensors.unpack_state(stored.read_bytes(), NetworkState).model["1.bias"].tolist()
+
+
+def test_a_coded_update_is_decoded_when_it_comes_and_kept_as_it_will_be_folded(coded):
+    a, b = coded.hand("a"), coded.hand("b")
+    coded.play()
+    update = by_int8(a, 1.0)
+    coded.play()
+    (fact,) = coded.told(UpdateAccepted)
+    assert fact.update.bases == {}
+    kept = coded.store.depot.blob_path(fact.update.bundles["model"].sha256)
+    assert kept is not None
+    np.testing.assert_allclose(tensors.read_tensors(kept)["1.bias"], [1, 1], rtol=1e-6)
+    assert coded.store.depot.blob_path(update.bundles["model"].sha256) is None
+    assert [ack.accepted for ack in a.acks] == [True]
+    by_int8(b, 3.0)
+    coded.play()
+    np.testing.assert_allclose(ended_at(coded), [2, 2], rtol=1e-6)
+
+
+def test_coded_updates_on_both_sides_of_a_restart_count_as_if_there_were_none(coded):
+    a, b = coded.hand("a"), coded.hand("b")
+    coded.play()
+    by_int8(a, 1.0)
+    coded.play()
+    coded.restart()
+    coded.play()
+    by_int8(b, 3.0)
+    coded.play()
+    np.testing.assert_allclose(ended_at(coded), [2, 2], rtol=1e-6)
+    assert coded.told(UpdateRejected) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"bases": {"model": "a" * 64}}, "bundle 'model' has moved from aaaaaaaaaaaa, which this round has not sent"),
+        ({"bases": {}, "value": np.inf}, "'1.bias#step' holds 1 values that are not finite"),
+        ({"value": -1.0}, "tensor '1.bias', part step: -0.00787402, wanted a number of at least 0"),
+    ],
+)
+def test_a_coded_update_that_cannot_be_decoded_is_refused_with_its_reason(coded, changes, said):
+    a, b = coded.hand("a"), coded.hand("b")
+    coded.play()
+    bad = by_int8(a, **{"value": 1.0, **changes})
+    by_int8(b, 3.0)
+    coded.play()
+    assert said in coded.told(UpdateRejected)[0].reason
+    assert coded.store.depot.blob_path(bad.bundles["model"].sha256) is None
+    coded.play(40.0)
+    assert coded.told(RoundCommitted) == [] or ended_at(coded) == pytest.approx([3, 3])
+
+
+def test_a_device_of_an_older_version_is_not_asked_and_the_log_says_why(coded):
+    old, new = coded.hand("old", codecs=("raw",)), coded.hand("new")
+    coded.play()
+    by_int8(new, 2.0)
+    coded.play()
+    assert old.tasks == []
+    np.testing.assert_allclose(ended_at(coded), [2, 2], rtol=1e-6)
+    assert "[wire]" in round_outcomes.load_outcomes(coded.store, coded.job).found[0]["old"].text
+
+
+def test_blobs_that_a_large_round_replaces_are_looked_up_together_and_go_by_its_end(coded, monkeypatch):
+    monkeypatch.setattr(retention, "TOGETHER", 1.5)
+    hands = [coded.hand(name) for name in "abc"]
+    coded.play()
+    sent = []
+    for hand, value in zip(hands[:2], (1.0, 3.0), strict=True):
+        sent.append(by_int8(hand, value).bundles["model"].sha256)
+        coded.play()
+    assert [coded.store.depot.blob_path(sha256) is None for sha256 in sent] == [True, False]
+    sent.append(by_int8(hands[2], 5.0).bundles["model"].sha256)
+    coded.play()
+    assert coded.told(RoundCommitted)
+    assert [coded.store.depot.blob_path(sha256) for sha256 in sent] == [None, None, None]

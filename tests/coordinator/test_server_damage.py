@@ -19,7 +19,7 @@ from fedquilt.arrays import tensors
 from fedquilt.blobs.storage.store import BlobStore
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds.events import JobEnded, RoundCommitted, UpdateAccepted, UpdateLost, UpdateRejected
-from fedquilt.coordinator.updates import blob_recovery
+from fedquilt.coordinator.updates import job_blobs
 from fedquilt.coordinator.views import event_messages
 from fedquilt.core import BlobRef, EvaluationSums, JobError, StoreError, Usage
 from fedquilt.formats import job_bundle
@@ -78,15 +78,14 @@ def test_a_disk_that_takes_nothing_for_a_while_fails_no_job_for_its_bundle(stage
     files = job_bundle.load_bundle(folder).files
     depot = BlobStore(stage.folder / "other", disk=ReadOnly())
     with pytest.raises(StoreError, match="mounted read-only"):
-        blob_recovery.restore_bundle_files("j", depot, folder, files)
+        job_blobs.restore_bundle_files("j", depot, folder, files)
     ref = next(iter(files.values()))
     flip(folder / "blobs" / ref.sha256)
     with pytest.raises(JobError, match=f"{ref.sha256} is damaged: make the bundle anew"):
-        blob_recovery.restore_bundle_files("j", BlobStore(stage.folder / "other"), folder, files)
+        job_blobs.restore_bundle_files("j", BlobStore(stage.folder / "other"), folder, files)
 
 
 def test_a_blob_that_is_damaged_while_it_is_served_is_made_again(stage):
-    """The device says that it could not fetch it, by asking again; its task is sent again with a blob that is whole."""
     hand = stage.hand("a")
     stage.play()
     task = hand.tasks[-1]

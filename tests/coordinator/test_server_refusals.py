@@ -11,7 +11,7 @@ from evaluations import of_classes
 from fedquilt import methods, wire
 from fedquilt.arrays import tensors
 from fedquilt.coordinator.delivery import rate_limiter
-from fedquilt.coordinator.rounds import message_handler
+from fedquilt.coordinator.rounds import decisions
 from fedquilt.coordinator.rounds.events import (
     CohortSelected,
     EligibilityRecorded,
@@ -56,7 +56,6 @@ def test_a_bad_update_is_refused_with_its_reason_and_costs_nothing(stage, model,
     ],
 )
 def test_a_device_counts_as_no_more_examples_than_it_has(stage, weight, examples, said):
-    """A weight of 1e24 would make the model the device's own; the round is committed without it."""
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
     a.answer(ones(5.0), weight=weight, usage=Usage(examples=examples))
@@ -104,7 +103,6 @@ def test_an_update_that_is_no_tensors_at_all_is_refused(stage):
 
 
 def test_an_update_larger_than_the_job_allows_is_refused_before_it_is_fetched(stage):
-    """A device cannot fill the coordinator's disk."""
     a = stage.hand("a")
     stage.play()
     a.answer(ones(), bundles={"model": BlobRef(sha256="a" * 64, size=1 << 40)})
@@ -174,8 +172,8 @@ def test_a_board_that_floods_is_set_aside_by_name_and_the_round_goes_on(tmp_path
     for _ in range(20_000):
         a.say(topic, wire.Progress(job="j", round=0, attempt=0, fraction=0.5))
     stage.play(0.2)
-    assert [fact.reason for fact in stage.told(UpdateRejected)] == [message_handler.FLOODED]
-    assert f"a {message_handler.FLOODED}" in caplog.text
+    assert [fact.reason for fact in stage.told(UpdateRejected)] == [decisions.FLOODED]
+    assert f"a {decisions.FLOODED}" in caplog.text
     b.answer(ones(2.0))
     stage.play(2.0)
     assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["b"]

@@ -9,7 +9,7 @@ from fedquilt import methods, wire
 from fedquilt.arrays import tensors
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.fleet.broker_outage import RETURN_S
+from fedquilt.coordinator.fleet.registry import RETURN_S
 from fedquilt.coordinator.jobs.job import RunningJob
 from fedquilt.coordinator.rounds.events import (
     CohortSelected,
@@ -172,7 +172,6 @@ def test_a_job_that_was_done_when_its_coordinator_was_killed_stays_done(stage, m
 
 
 def test_after_a_restart_a_task_waits_for_what_its_device_says_it_is(stage):
-    """A task sent before would name the method's first engine, which the device may not have: it would decline."""
     a = stage.hand("a")
     stage.play()
     stage.restart()
@@ -236,7 +235,6 @@ def test_a_round_ends_though_its_coordinators_live_for_a_fiftieth_of_its_deadlin
 
 
 def test_devices_that_answer_are_waited_for_though_a_restart_sets_the_clock(tmp_path):
-    """By two hours, which is longer than the round may take."""
     for name, set_s in (("back", -7200.0), ("on", 7200.0)):
         stage, wall = by_wall(tmp_path / name, deadline_s=50.0, quorum=0.5, attempts=1)
         a, b = stage.hand("a"), stage.hand("b")

@@ -7,8 +7,8 @@ from side_by_side import LONG, begin_two_jobs, facts
 from fedquilt import wire
 from fedquilt.coordinator.fleet.registry import GRACE_S
 from fedquilt.coordinator.jobs.job import RunningJob
-from fedquilt.coordinator.limits import CoordinatorLimits
 from fedquilt.coordinator.rounds.events import CohortSelected, JobEnded, RoundCommitted, RoundRetried, UpdateAccepted
+from fedquilt.coordinator.settings import CoordinatorLimits
 
 
 def test_two_jobs_have_each_board_by_turns(two_jobs):
@@ -116,7 +116,6 @@ def test_a_board_that_a_method_has_nothing_for_is_another_jobs_at_once(staged, m
 
 
 def test_the_task_of_a_board_that_stayed_silent_is_withdrawn_with_its_job(staged):
-    """The task stays with the board though no attempt asks it any more, and is withdrawn when the job is stopped."""
     stage = staged(cohort={"deadline_s": 10.0, "attempts": 3})
     a = stage.hand("a")
     stage.play()

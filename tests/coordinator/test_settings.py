@@ -1,11 +1,15 @@
-"""A broken job file says what is wrong, where, and what would be right."""
+"""Settings of jobs, and limits of a coordinator."""
 
 from pathlib import Path
 
 import pytest
+from stored_job import JOB
 
 from fedquilt import methods
-from fedquilt.coordinator import settings
+from fedquilt.coordinator import run_control, settings
+from fedquilt.coordinator.jobs import retention
+from fedquilt.coordinator.settings import CoordinatorLimits, RetentionSettings, SubmitterLimits
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import Encoding, JobError
 
 
@@ -23,13 +27,11 @@ def test_a_job_file_is_read_with_its_defaults(tmp_path):
 
 @pytest.mark.parametrize("name", methods.builtin_names())
 def test_a_methods_parameters_are_what_its_own_class_makes(name):
-    """With every default in the object itself: a method may look at it as at any other."""
     job = settings.parse_job({"name": "a", "method": name})
     assert vars(settings.parse_params(job)) == vars(methods.load(name).params())
 
 
 def test_paths_are_taken_from_the_job_files_folder(tmp_path):
-    """So that a job can be moved together with its data."""
     (tmp_path / "x.npz").touch()
     job = settings.load_job(write(tmp_path, 'name = "j"\nmethod = "fedavg"\n[data]\npath = "x.npz"\n'))
     assert job.data["path"] == str(tmp_path / "x.npz")
@@ -110,8 +112,58 @@ def test_a_mistyped_method_or_parameter_is_answered_with_the_nearest(tmp_path):
 
 
 def test_scaffold_refuses_the_codec_that_its_variates_cannot_do_with():
-    """At submission, with the reason and what to take instead; codecs that round every entry a little are taken."""
     with pytest.raises(JobError, match=r"codec = 'topk': SCAFFOLD .* take 'int8', 'fp16' or 'raw'"):
         settings.parse_job({"name": "j", "method": "scaffold", "wire": {"codec": "topk"}})
     for codec in ("raw", "fp16", "int8"):
         assert settings.parse_job({"name": "j", "method": "scaffold", "wire": {"codec": codec}}).wire.codec == codec
+
+
+def test_without_a_file_the_defaults_hold(tmp_path):
+    assert settings.load_limits(tmp_path) == CoordinatorLimits()
+    assert RetentionSettings().older_than_s is None
+
+
+def test_what_the_file_says_holds(tmp_path):
+    text = 'running = 3\n[submitter]\nrunning = 2\nshare = 0.5\n[retention]\nkeep = 10\nolder_than = "2d"\n'
+    (tmp_path / settings.FILE).write_text(text)
+    found = settings.load_limits(tmp_path)
+    assert found == CoordinatorLimits(3, SubmitterLimits(2, 0.5), RetentionSettings(10, "2d"))
+    assert found.retention.older_than_s == 2 * 86400.0
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("running = 0", "running"),
+        ("places = 2", "places"),
+        ("[submitter]\nshare = 1.5", "share"),
+        ('[retention]\nolder_than = "soon"', "'soon' is no time"),
+        ("running =", "is not TOML"),
+        ('[sites.plant]\nboards = ["cam-*"]', "most"),
+        ('[sites.plant]\nboards = ["*-cam"]\nmost = 1', "boards"),
+        (
+            '[sites.plant]\nboards = ["cam-*"]\nmost = 1\n[sites.gate]\nboards = ["cam-1"]\nmost = 1',
+            "plant and gate may both speak for one board",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_file(tmp_path, text, said):
+    (tmp_path / settings.FILE).write_text(text)
+    with pytest.raises(JobError, match=said) as raised:
+        settings.load_limits(tmp_path)
+    assert settings.FILE in str(raised.value)
+
+
+def test_a_run_that_is_resumed_while_retention_looks_is_kept(tmp_path, monkeypatch):
+    with Store(tmp_path) as store, Store(tmp_path) as other:
+        ids = [store.add_job(JOB, tmp_path / "bundle") for _ in range(2)]
+        for id in ids:
+            store.set_status(id, "stopped")
+
+        def old(*args):
+            run_control.resume_run(other, ids[0])
+            return ids
+
+        monkeypatch.setattr(retention, "select_expired_runs", old)
+        assert retention.remove_expired_runs(store, RetentionSettings(keep=0), 0.0) == [ids[1]]
+        assert [row.id for row in store.readable_jobs()] == [ids[0]]

@@ -42,7 +42,6 @@ def behind(made: Run) -> int:
 
 
 def test_a_run_is_taken_up_from_its_snapshot_and_the_facts_behind_it(run):
-    """Two facts are read instead of 31; the state is the same to the last field."""
     assert behind(run) == 2
     assert run.standing.facts == 31
     assert run.standing.examples == {"a": 43, **dict.fromkeys("bcdef", 42)}
@@ -64,7 +63,6 @@ def test_a_snapshot_and_the_facts_behind_it_come_to_what_the_whole_log_comes_to(
 
 
 def test_a_snapshot_is_kept_once_enough_facts_have_come_and_at_the_end(tmp_path):
-    """A round of few boards leaves a dozen facts; to write them all anew each time would cost more than it saves."""
     with Store(tmp_path, every=20) as store:
         made = Run(store)
         made.record(JobStarted(BLOB), EligibilityRecorded(0, DEVICES))
@@ -85,7 +83,6 @@ def test_a_snapshot_is_kept_once_enough_facts_have_come_and_at_the_end(tmp_path)
 
 
 def test_a_restart_counts_on_from_the_snapshot_that_it_takes_up(tmp_path):
-    """Else each start of a coordinator would be followed by another snapshot."""
     with Store(tmp_path, every=20) as store:
         made = Run(store)
         made.record(JobStarted(BLOB), EligibilityRecorded(0, DEVICES))
@@ -98,7 +95,6 @@ def test_a_restart_counts_on_from_the_snapshot_that_it_takes_up(tmp_path):
 
 
 def test_nothing_is_kept_of_facts_that_are_not_written_yet(often):
-    """A snapshot that rests on them would outlive them where the process is killed."""
     made = Run(often())
     with made.store.batch_events():
         made.record(JobStarted(BLOB))
@@ -117,7 +113,6 @@ def test_nothing_is_kept_of_a_log_to_which_another_process_has_written(often):
 
 
 def test_nothing_is_kept_of_a_log_that_is_damaged(often):
-    """The damage would be behind a snapshot that fits, where no start looks for it."""
     made = Run(often())
     made.record(JobStarted(BLOB), EligibilityRecorded(0, DEVICES))
     edited(made.store.home, "update facts set body = replace(body, 'EligibilityRecorded', 'surveyed') where seq = 2")
@@ -126,7 +121,6 @@ def test_nothing_is_kept_of_a_log_that_is_damaged(often):
 
 
 def test_a_run_that_is_stopped_with_a_stored_sum_is_taken_up_with_it(run):
-    """The updates in it are nowhere else."""
     run.record(UpdatesAggregated(3, ("a",), BLOB), JobEnded("stopped"))
     assert behind(run) == 0
     assert run.standing.rounds.folded == UpdatesAggregated(3, ("a",), BLOB)
@@ -159,7 +153,6 @@ def test_a_damaged_snapshot_is_not_used_by_name_and_made_anew(run, change, caplo
 
 
 def test_a_snapshot_of_another_version_is_not_used(run, monkeypatch):
-    """Its rules may come to another state; the version that wrote it still takes it."""
     monkeypatch.setattr(snapshots, "VERSION", "9.9.9 1")
     assert behind(run) == run.standing.facts
     monkeypatch.undo()
@@ -169,7 +162,7 @@ def test_a_snapshot_of_another_version_is_not_used(run, monkeypatch):
 def test_a_snapshot_beyond_its_log_is_not_used(run, caplog):
     keep = list(run.store.read_events(run.id))[12][0]
     head = run.store._db.execute("select sum from facts where seq = ?", (keep,)).fetchone()[0]
-    with run.store._write_transaction():
+    with run.store.open_transaction():
         run.store._db.execute("delete from facts where seq > ?", (keep,))
         run.store._rows.update_job(run.id, head=head)
     with Store(run.store.home) as store:
@@ -236,7 +229,6 @@ def test_a_process_that_is_killed_over_a_snapshot_leaves_the_one_before(run):
 
 
 def test_the_rules_of_the_facts_are_those_that_snapshots_name():
-    """A state that another rule makes of the same facts would be taken for today's: raise `snapshots.RULES` then."""
     roll, now, seen = random.Random(5), JobState(JobConstants.from_job(JOB)), hashlib.sha256()
     sorts = msgspec.json.Encoder(
         enc_hook=lambda value: dict(value) if isinstance(value, Mapping) else list(value), order="deterministic"

@@ -29,10 +29,9 @@ def test_a_damaged_database_is_an_error_not_a_crash(tmp_path):
 
 
 def test_a_row_of_another_version_is_named_and_hides_no_other(tmp_path, opened):
-    """Whoever asks for the run of that row is told why it cannot be read; other runs are there as ever."""
     store = opened()
     run, other = store.add_job(JOB, tmp_path), store.add_job(JOB, tmp_path)
-    with store._write_transaction():
+    with store.open_transaction():
         store._rows.update_job(run, settings="{}")
     with pytest.raises(StoreError, match=f"{run} was made by another version"):
         store.find_job(run)
@@ -77,7 +76,7 @@ def test_a_damaged_fact_hides_its_run_alone(tmp_path, opened):
         b'{"type":"RoundCommitted","round":0,"state":{"sha256":"%s","size":3},"finished":false,"metrics":{"loss":null}}'
     )
     for run, body in ((runs[0], (null % (b"d" * 64)).decode()), (runs[1], '{"type":"Comm')):
-        with store._write_transaction():
+        with store.open_transaction():
             store._rows.append_events([(run, 0.0, body)])
     rows = [event_messages.summarise_run(row, store) for row in store.all_jobs()]
     assert [row["problem"] is None for row in rows] == [False, False, True]
@@ -150,7 +149,6 @@ def test_a_lost_moved_or_added_fact_is_found(tmp_path, opened, change, said):
 
 @pytest.mark.parametrize("value", ["'text'", "7"])
 def test_a_checksum_that_is_none_any_more_is_found(tmp_path, opened, value):
-    """By readers of all facts, and by those of the facts that follow it."""
     runs = three_runs(tmp_path)
     store = opened()
     store._db.execute(f"update facts set sum = {value} where seq = 3")
@@ -162,7 +160,6 @@ def test_a_checksum_that_is_none_any_more_is_found(tmp_path, opened, value):
 
 @pytest.mark.parametrize("text", ["/bundle", "stopped", "digits-"])
 def test_a_changed_row_of_a_run_is_named_and_hides_no_other(tmp_path, opened, text):
-    """Its bundle, its status or its id; nobody writes to it, as that would give it a checksum that fits."""
     runs = three_runs(tmp_path)
     store = opened()
     column = {"/bundle": "bundle", "stopped": "status", "digits-": "id"}[text]
@@ -187,7 +184,6 @@ def test_text_that_is_no_text_any_more_hides_its_run_alone(tmp_path, opened):
 
 
 def test_a_number_of_starts_that_is_damaged_is_made_of_the_runs(tmp_path, opened):
-    """It must not fall behind: devices would take the coordinator's tasks for old messages."""
     store = opened()
     run = store.add_job(JOB, tmp_path)
     for _ in range(3):
@@ -199,7 +195,6 @@ def test_a_number_of_starts_that_is_damaged_is_made_of_the_runs(tmp_path, opened
 
 
 def test_an_index_that_is_wrong_is_made_anew(tmp_path, opened):
-    """By it, facts would seem to be missing."""
     (run, *_) = three_runs(tmp_path)
     with contextlib.closing(sqlite3.connect(tmp_path / "fedquilt.db", isolation_level=None)) as db:
         db.execute("pragma writable_schema = on")
@@ -233,7 +228,6 @@ def test_a_database_that_is_damaged_as_a_whole_is_read_and_never_written(tmp_pat
 
 @pytest.mark.parametrize("damage", ["cut", "no database"])
 def test_a_database_that_cannot_be_opened_is_told_to_be_damaged(tmp_path, opened, damage):
-    """It is not taken for a full disk or a folder of somebody else's."""
     three_runs(tmp_path)
     path = tmp_path / "fedquilt.db"
     payload = path.read_bytes()

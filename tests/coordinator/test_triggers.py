@@ -8,13 +8,12 @@ import pytest
 from by_hand import TABLE, Hand, Stage, ones
 
 from fedquilt import wire
-from fedquilt.coordinator import control_requests, settings, triggers
+from fedquilt.coordinator import run_control, settings
 from fedquilt.coordinator.delivery.monitoring_executor import DeviceStatusTracker
-from fedquilt.coordinator.limits import CoordinatorLimits
 from fedquilt.coordinator.rounds.events import NoteRecorded
-from fedquilt.coordinator.settings import JobSettings
+from fedquilt.coordinator.run_control import RunnerReport, trigger_reason
+from fedquilt.coordinator.settings import CoordinatorLimits, JobSettings
 from fedquilt.coordinator.storage.store import ARMED, UNAPPROVED, StoredJob
-from fedquilt.coordinator.triggers import RunnerReport, trigger_reason
 from fedquilt.coordinator.views import event_messages, wait_reasons
 from fedquilt.coordinator.views.run_summary import summarise_events
 from fedquilt.core import JobError
@@ -52,7 +51,6 @@ def test_one_board_that_tells_is_enough_if_it_is_the_only_one_and_none_is_never(
 
 
 def test_accuracy_counts_where_the_job_says_so():
-    """A board's answers may become wrong though its inputs look as before."""
     told = boards(0.0, None, accuracy=0.7)
     assert trigger_reason(job(), told, 0.0) == ""
     assert "beyond drift 0.3 or accuracy 0.8: b0 (drift 0.00, accuracy 0.70)" in trigger_reason(
@@ -61,7 +59,6 @@ def test_accuracy_counts_where_the_job_says_so():
 
 
 def test_it_pauses_between_two_starts():
-    """A trigger may fire again 12 hours after its last start, also if the clock was set back by years."""
     told = boards(0.9)
     assert trigger_reason(job(), told, 11.9 * HOUR, last=0.0) == ""
     assert trigger_reason(job(), told, 12.1 * HOUR, last=0.0)
@@ -107,7 +104,6 @@ def reasons(stage: Stage, run: str) -> list[str]:
 
 
 def test_a_job_is_started_by_drift_and_carried_out(stage):
-    """Half of the boards tell of drift: a run starts, is carried out, and both logs say why."""
     a, b = stage.hand("a"), stage.hand("b")
     assert stage.store.stored_status(stage.job) == ARMED
     tells(stage, a, 0.0)
@@ -163,23 +159,23 @@ def test_an_owner_approves_what_a_trigger_has_started(tmp_path):
         f"its owner: `fedquilt resume {started.id} --home {stage.store.home}`",
     )
     assert any("waits for its owner" in line for line in event_messages.format_runs([row], 200))
-    assert "begins" in control_requests.approve_run(stage.store, started.id)
+    assert "begins" in run_control.approve_run(stage.store, started.id)
     stage.play()
     assert a.tasks[-1] is not None
     assert [(row.id, row.status) for row in others(stage)] == [(started.id, "running")]
     assert reasons(stage, started.id)[-1].startswith("approved by ")
     with pytest.raises(JobError, match="is running: only a run that is waiting for approval can be approved"):
-        control_requests.approve_run(stage.store, started.id)
+        run_control.approve_run(stage.store, started.id)
 
 
 def test_an_armed_job_is_stopped_and_armed_again(stage):
-    assert "stopped" in control_requests.stop_run(stage.store, stage.job)
+    assert "stopped" in run_control.stop_run(stage.store, stage.job)
     stage.play()
     assert stage.store.stored_status(stage.job) == "stopped"
     tells(stage, stage.hand("a"), 0.9)
     stage.play()
     assert others(stage) == []
-    control_requests.resume_run(stage.store, stage.job)
+    run_control.resume_run(stage.store, stage.job)
     stage.play()
     assert stage.store.stored_status(stage.job) == ARMED
     assert len(others(stage)) == 1
@@ -207,4 +203,4 @@ def test_ls_says_what_an_armed_job_waits_for(stage):
     row = stage.store.find_job(stage.job)
     told = wait_reasons.describe_wait(row, stage.store)
     assert told == "drift 0.3: 1 of 3 boards that tell are beyond, at least 2 needed"
-    assert triggers.describe_trigger_wait(row.job, [], now, now - HOUR) == "the end of its pause, in 11 h"
+    assert run_control.describe_trigger_wait(row.job, [], now, now - HOUR) == "the end of its pause, in 11 h"

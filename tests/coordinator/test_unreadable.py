@@ -9,8 +9,7 @@ from by_hand import NETWORK, Stage, ones
 
 from fedquilt import compression
 from fedquilt.arrays import tensors
-from fedquilt.coordinator.background_worker import SynchronousWorker
-from fedquilt.coordinator.limits import CoordinatorLimits
+from fedquilt.coordinator.background_worker import BackgroundWorker
 from fedquilt.coordinator.rounds.events import (
     JobEnded,
     RoundCommitted,
@@ -19,6 +18,7 @@ from fedquilt.coordinator.rounds.events import (
     UpdateRejected,
     UpdatesAggregated,
 )
+from fedquilt.coordinator.settings import CoordinatorLimits
 from fedquilt.coordinator.storage.suspended_jobs import AGAIN_S, TRIES, Suspension, count_failure
 from fedquilt.core import Encoding, JobError
 from fedquilt.formats import job_bundle
@@ -177,7 +177,7 @@ def test_an_update_that_can_never_be_read_is_asked_for_again(tmp_path):
 
 @pytest.mark.parametrize("large", [False, True])
 def test_an_update_that_cannot_be_read_when_it_has_come_is_taken_when_it_is_offered_again(tmp_path, caplog, large):
-    stage = Stage(tmp_path, worker=SynchronousWorker(large_bytes=0) if large else None)
+    stage = Stage(tmp_path, worker=BackgroundWorker(large_bytes=0) if large else None)
     hand = stage.hand("a")
     ref = hand.depot.store_bytes(tensors.encode_tensors(ones()))
     stage.disk = Bad(ref.sha256, left=1)
@@ -197,7 +197,7 @@ def test_an_update_that_cannot_be_read_when_it_has_come_is_taken_when_it_is_offe
 def test_a_stored_sum_that_a_disk_does_not_give_back_once_is_not_lost(tmp_path):
     states = []
     for name, left in (("calm", 0), ("fails", 1)):
-        worker = SynchronousWorker(large_bytes=0)
+        worker = BackgroundWorker(large_bytes=0)
         worker.stored_at = 0.0
         stage = Stage(tmp_path / name, worker=worker, cohort={"min_devices": 2})
         a, b = stage.hand("a"), stage.hand("b")
@@ -229,7 +229,7 @@ def apart(stage: Stage) -> str:
 @pytest.mark.parametrize("what", ["bundle.json", "model"])
 @pytest.mark.parametrize("large", [False, True])
 def test_a_bundle_that_can_never_be_read_fails_its_job_by_name_and_no_other(tmp_path, what, large):
-    stage = Stage(tmp_path, worker=SynchronousWorker(large_bytes=0) if large else None)
+    stage = Stage(tmp_path, worker=BackgroundWorker(large_bytes=0) if large else None)
     name = what if what == "bundle.json" else job_bundle.load_bundle(tmp_path / "bundle").files[what].sha256
     stage.disk = bad = Bad(name)
     bad.but = tmp_path / "apart"
@@ -271,7 +271,7 @@ def test_a_bundle_that_cannot_be_read_for_a_moment_fails_no_job(tmp_path):
 def test_what_a_packed_update_has_moved_from_holds_up_its_job_alone(tmp_path, left, large):
     cohort = {"deadline_s": 1000.0}
     stage = Stage(
-        tmp_path, worker=SynchronousWorker(large_bytes=0) if large else None, wire={"codec": "fp16"}, cohort=cohort
+        tmp_path, worker=BackgroundWorker(large_bytes=0) if large else None, wire={"codec": "fp16"}, cohort=cohort
     )
     other, a = apart(stage), stage.hand("a")
     stage.store.set_status(other, "stopped")

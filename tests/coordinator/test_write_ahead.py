@@ -54,7 +54,6 @@ def test_nobody_can_make_the_index_anew_while_a_killed_home_is_open_again(tmp_pa
 
 @pytest.mark.parametrize("where", [0.0, 0.5, 0.9])
 def test_a_damaged_log_is_named_and_kept(tmp_path, caplog, where):
-    """In its head, in its middle, or near its end: SQLite would go on as if nothing had been."""
     home, _ = killed(tmp_path)
     log = home / "fedquilt.db-wal"
     payload = bytearray(log.read_bytes())
@@ -66,7 +65,6 @@ def test_a_damaged_log_is_named_and_kept(tmp_path, caplog, where):
 
 
 def test_a_log_that_another_process_is_writing_is_no_damaged_one(tmp_path, caplog):
-    """It has begun anew since it was looked at, or has more than it had."""
     with Store(tmp_path) as writer:
         run = writer.add_job(JOB, tmp_path)
         before = write_ahead_log.read_log(REAL, tmp_path / "fedquilt.db")
@@ -96,14 +94,12 @@ class FullDisk(Disk):
 
 
 def test_runs_can_be_looked_at_on_a_full_disk(tmp_path):
-    """`ls`, `why`, `logs` and `backup` open the home, and need no room there."""
     home, run = killed(tmp_path)
     with Store(home, disk=FullDisk()) as store:
         assert len(list(store.read_events(run))) == 11
 
 
 def test_what_another_process_is_just_committing_is_not_lost(tmp_path):
-    """It is in the log already, and SQLite does not take it up yet: waiting for the disk may take a while."""
     home, path = tmp_path / "home", tmp_path / "committing" / "fedquilt.db"
     with Store(home) as writer:
         run = writer.add_job(JOB, tmp_path)
@@ -121,7 +117,6 @@ def test_what_another_process_is_just_committing_is_not_lost(tmp_path):
 
 
 def test_a_log_that_has_a_new_head_and_no_frame_yet_has_lost_nothing(tmp_path, caplog):
-    """SQLite waits for the disk between the two, and may be killed meanwhile; what is behind lies in the database."""
     home, log = tmp_path / "home", tmp_path / "home" / "fedquilt.db-wal"
     with Store(tmp_path / "first") as writer:
         run = writer.add_job(JOB, tmp_path)
@@ -142,7 +137,6 @@ def test_a_log_that_has_a_new_head_and_no_frame_yet_has_lost_nothing(tmp_path, c
 
 @pytest.mark.parametrize("at", [16, 20])
 def test_a_first_frame_whose_salt_is_damaged_is_one_of_this_log(tmp_path, at):
-    """One bit of either word, where nothing else in the log has it right."""
     home, _ = killed(tmp_path)
     log = home / "fedquilt.db-wal"
     page = int.from_bytes(log.read_bytes()[8:12], "big")
@@ -156,8 +150,6 @@ def test_a_first_frame_whose_salt_is_damaged_is_one_of_this_log(tmp_path, at):
 
 
 def test_a_log_that_is_gone_once_it_was_seen_has_lost_nothing(tmp_path):
-    """Another process, the last that had the database open, may close it and remove the log at this moment."""
-
     class Closing(Disk):
         def read(self, path, offset=0, size=None):
             Path(path).unlink(missing_ok=True)

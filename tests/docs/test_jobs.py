@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fedquilt.coordinator import limits, settings
+from fedquilt.coordinator import settings
 from fedquilt.core import Encoding, SiteRight
 from fedquilt.data import images, inputs
 from fedquilt.data.spec import DataSpec
@@ -30,9 +30,9 @@ def section(heading: str) -> str:
         (settings.JobLimits, "[stop]", "stop."),
         (settings.EvaluationSettings, "[check]", "check."),
         (settings.PersonalSettings, "[personal]", "personal."),
-        (limits.CoordinatorLimits, "How a round goes", ""),
-        (limits.SubmitterLimits, "How a round goes", "submitter."),
-        (limits.RetentionSettings, "How a round goes", "retention."),
+        (settings.CoordinatorLimits, "How a round goes", ""),
+        (settings.SubmitterLimits, "How a round goes", "submitter."),
+        (settings.RetentionSettings, "How a round goes", "retention."),
         (connection_limits.ConnectionLimits, "How a round goes", "http."),
         (settings.FleetSettings, "[fleet]", ""),
         (DataSpec, "[data]", ""),
@@ -72,10 +72,10 @@ def test_no_key_is_told_that_is_not_there():
         images.ImageInput,
     )
     known = {field.name for kind in kinds for field in msgspec.structs.fields(kind)}
-    known |= {field.name for field in msgspec.structs.fields(limits.CoordinatorLimits)}
+    known |= {field.name for field in msgspec.structs.fields(settings.CoordinatorLimits)}
     tables = {
-        "submitter": limits.SubmitterLimits,
-        "retention": limits.RetentionSettings,
+        "submitter": settings.SubmitterLimits,
+        "retention": settings.RetentionSettings,
         "http": connection_limits.ConnectionLimits,
         "sites.NAME": SiteRight,
     }

@@ -12,7 +12,7 @@ from federation import LIMIT_S, Agents, Federation, digits, facts, job_of
 from ordinary import User
 
 from fedquilt.arrays import tensors
-from fedquilt.coordinator import control_requests
+from fedquilt.coordinator import run_control
 from fedquilt.coordinator.delivery.executor import LinkExecutor
 from fedquilt.coordinator.rounds.events import UpdateAccepted
 from fedquilt.coordinator.rounds.rollout import Rollout, RolloutPlan
@@ -50,7 +50,7 @@ def rolled_out(federation: Federation, home: Path, run: str, killed: str = "") -
     link = MqttLink(Broker.from_url(federation.broker), "fedquilt-coordinator-fleet")
     end_s, left = time.monotonic() + LIMIT_S, [killed] if killed else []
     with Store(home) as store:
-        id = control_requests.queue_rollout(
+        id = run_control.queue_rollout(
             store, RolloutPlan("model", run, **SHARES), export.encode_for_devices(store, run)[0]
         )
         assert store.acquire_lock()

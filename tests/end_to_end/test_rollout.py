@@ -18,7 +18,7 @@ from toy_kinds import ToyKind
 from waiting import LIMIT_S, until
 
 from fedquilt import wire
-from fedquilt.coordinator import control_requests
+from fedquilt.coordinator import run_control
 from fedquilt.coordinator.rounds.rollout import Rollout, RolloutPlan
 from fedquilt.coordinator.storage.store import Store, is_served
 from fedquilt.edge_agent.agent import Agent
@@ -116,7 +116,7 @@ def test_sixty_agents_get_a_model_and_a_bad_one_reaches_the_canary_alone(ground:
     third = ground.deploy(OTHER, name="third", soak_s=5.0)
     fleet.play(90.0)
     assert len(fleet.running(other)) == COUNT
-    control_requests.revert_rollout(ground.store, third)
+    run_control.revert_rollout(ground.store, third)
     fleet.play(20.0)
     assert len(fleet.running(good)) == COUNT
     assert ground.state(third).count_outcomes() == {"returned": COUNT}
@@ -130,7 +130,7 @@ def test_agents_end_a_rollout_that_is_aborted_before_they_swap(ground: Ground) -
     id = ground.deploy(canary=0.5, phases=(1.0,))
     fleet.play(15.0)
     assert ground.state(id).count_outcomes() == {"checking": 2}
-    control_requests.revert_rollout(ground.store)
+    run_control.revert_rollout(ground.store)
     fleet.play(5.0)
     assert ground.state(id).count_outcomes() == {"returned": 2}
     assert all(model.running == "" for model in fleet.models.values())

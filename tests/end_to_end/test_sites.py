@@ -13,7 +13,7 @@ from federation import bundle_of, digits, states
 from processes import Processes, facts
 from waiting import LIMIT_S, until
 
-from fedquilt.coordinator import limits, settings
+from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds.events import (
     AnyEvent,
     CohortSelected,
@@ -82,7 +82,7 @@ def test_a_killed_site_and_a_dead_board_change_no_bit_beside_the_boards_in_one_p
     (tmp_path / "plant.toml").write_text(toml.format_toml(site))
     home.mkdir()
     right = {"boards": members, "most": len(members)}
-    (home / limits.FILE).write_text(toml.format_toml({"sites": {"plant": right}}))
+    (home / settings.FILE).write_text(toml.format_toml({"sites": {"plant": right}}))
     serve = ("serve", "--home", str(home_below), "--broker", below.url, "--fleet", "plant")
     serve = (*serve, "--site", str(tmp_path / "plant.toml"))
     processes.start("site", tmp_path / "site.log", *serve)

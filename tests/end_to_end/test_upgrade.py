@@ -16,7 +16,7 @@ from processes import TABLE, Processes, facts, make_job
 from waiting import until
 
 import fedquilt
-from fedquilt.coordinator import control_requests, settings
+from fedquilt.coordinator import run_control, settings
 from fedquilt.coordinator.rounds.events import JobEnded, RoundCommitted, UpdateAccepted
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.views import devices
@@ -127,7 +127,7 @@ def test_agents_are_upgraded_and_taken_back_in_the_middle_of_a_job(
     returned = committed(home)
     until(lambda: committed(home) > returned + 1, "the old version's rounds again", told=units.said)
     with Store(home) as store:
-        control_requests.stop_run(store, "digits")
+        run_control.stop_run(store, "digits")
     until(lambda: any(isinstance(fact, JobEnded) for fact in facts(home)), "the end of the job")
 
     found = facts(home)

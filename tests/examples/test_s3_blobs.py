@@ -21,7 +21,7 @@ from fedquilt import plugins
 from fedquilt.blobs import chunks
 from fedquilt.blobs.transfer.download import BlobWriter
 from fedquilt.cli import options
-from fedquilt.coordinator.delivery.blobs.locations import BlobLocationSettings
+from fedquilt.coordinator.delivery.blob_server import BlobLocationSettings
 from fedquilt.core import JobError
 from fedquilt.formats import toml
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from fedquilt.coordinator.rounds.cohort_selection import select_cohort
-from fedquilt.coordinator.rounds.eligibility import AGAIN_ROUNDS, FULL, REFUSALS
+from fedquilt.coordinator.rounds.decisions import LEFT
 from fedquilt.coordinator.rounds.events import (
     AnyEvent,
     CohortSelected,
@@ -25,7 +24,7 @@ from fedquilt.coordinator.rounds.events import (
     UpdateLost,
     UpdateRejected,
 )
-from fedquilt.coordinator.rounds.next_event import LEFT
+from fedquilt.coordinator.rounds.selection import AGAIN_ROUNDS, FULL, REFUSALS, select_cohort
 from fedquilt.coordinator.settings import JobSettings
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from fedquilt import wire
-from fedquilt.coordinator.background_worker import SynchronousWorker, Then
+from fedquilt.coordinator.background_worker import BackgroundWorker, Then
 from fedquilt.coordinator.delivery.executor import LinkExecutor
-from fedquilt.coordinator.limits import CoordinatorLimits
 from fedquilt.coordinator.rounds.events import AnyEvent, JobConstants, JobState, apply_event
 from fedquilt.coordinator.server import Server
+from fedquilt.coordinator.settings import CoordinatorLimits
 from fedquilt.coordinator.storage.snapshots import Snapshot
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import JobError, StoreError, Task, Update
@@ -229,7 +229,7 @@ class WatchedStore(Store):
             self.report(id, fact)
 
 
-class VirtualBackgroundWorker(SynchronousWorker):
+class VirtualBackgroundWorker(BackgroundWorker):
     """Worker of a coordinator on virtual time, whose results are delayed.
 
     Args:
@@ -250,9 +250,9 @@ class VirtualBackgroundWorker(SynchronousWorker):
         super().submit(piece, then)
         self.due_s = min(self.due_s, self._now_s() + self._delay_s)
 
-    def run_callbacks(self, now_s: float) -> bool:
+    def run_callbacks(self, now_s: float) -> int:
         if not self.has_results:
-            return False
+            return 0
         self.due_s = math.inf
         return super().run_callbacks(now_s)
 

@@ -19,8 +19,7 @@ import msgspec
 from fedquilt import compression
 from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.settings import JobSettings
-from fedquilt.coordinator.updates.job_validation import create_initial_state
+from fedquilt.coordinator.settings import JobSettings, create_initial_state
 from fedquilt.coordinator.updates.tasks import make_task
 from fedquilt.core import (
     Action,

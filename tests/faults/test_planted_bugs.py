@@ -14,16 +14,16 @@ from msgspec.structs import replace
 from fedquilt.blobs import chunks
 from fedquilt.blobs.storage.store import BlobStore
 from fedquilt.blobs.transfer.transfers import Transfers
-from fedquilt.coordinator.delivery.task_dispatch import TaskDispatcher
+from fedquilt.coordinator.delivery.executor import TaskDispatcher
 from fedquilt.coordinator.jobs import job
 from fedquilt.coordinator.jobs.controller import JobController
 from fedquilt.coordinator.jobs.job import RunningJob
-from fedquilt.coordinator.rounds import events, message_handler
+from fedquilt.coordinator.rounds import decisions, events
 from fedquilt.coordinator.rounds.events import AnyEvent, JobState, RoundCommitted
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.coordinator.updates.model_states import CommitResult
-from fedquilt.coordinator.updates.partial_aggregate import PartialAggregate
+from fedquilt.coordinator.updates.aggregation import PartialAggregate
+from fedquilt.coordinator.updates.job_blobs import CommitResult
 from fedquilt.core import BlobRef, Profile
 from fedquilt.edge_agent import state_machine
 from fedquilt.edge_agent.events import PublishClaim
@@ -111,16 +111,14 @@ def another_order(patch: Patch) -> None:
 
 def no_round_check(patch: Patch) -> None:
     """An update counts in whatever round it arrives."""
-    plain = message_handler._decide_on_announcement
+    plain = decisions._decide_on_announcement
 
-    def offered(
-        job: str, state: Any, arriving: Any, event: message_handler.UpdateAnnounced
-    ) -> message_handler.Decision:
+    def offered(job: str, state: Any, arriving: Any, event: decisions.UpdateAnnounced) -> decisions.Decision:
         if state is not None and event.update.job == job and event.device in state.asked:
             event = replace(event, update=replace(event.update, round=state.round))
         return plain(job, state, arriving, event)
 
-    patch.setattr(message_handler, "_decide_on_announcement", offered)
+    patch.setattr(decisions, "_decide_on_announcement", offered)
 
 
 def no_chunk_hash(patch: Patch) -> None:
@@ -175,7 +173,7 @@ def an_event_before_its_blobs(patch: Patch) -> None:
 
     def write(self: Store, rows: Any) -> None:
         if rows:
-            with self._write_transaction():
+            with self.open_transaction():
                 self._rows.append_events(rows)
             self.depot.sync_small_blobs()
 
@@ -223,16 +221,14 @@ def a_late_profile_that_wakes_nobody(patch: Patch) -> None:
 
 def a_round_check_off_by_one(patch: Patch) -> None:
     """An update of the round before counts in the running round."""
-    plain = message_handler._decide_on_announcement
+    plain = decisions._decide_on_announcement
 
-    def offered(
-        job: str, state: Any, arriving: Any, event: message_handler.UpdateAnnounced
-    ) -> message_handler.Decision:
+    def offered(job: str, state: Any, arriving: Any, event: decisions.UpdateAnnounced) -> decisions.Decision:
         if state is not None and event.update.round + 1 == state.round and event.device in state.asked:
             event = replace(event, update=replace(event.update, round=state.round))
         return plain(job, state, arriving, event)
 
-    patch.setattr(message_handler, "_decide_on_announcement", offered)
+    patch.setattr(decisions, "_decide_on_announcement", offered)
 
 
 def an_outbox_removed_too_early(patch: Patch) -> None:

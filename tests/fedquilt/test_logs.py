@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from stored_job import JOB
 
-from fedquilt.coordinator.job_view import EndedJob
-from fedquilt.coordinator.rounds.events import CohortSelected, JobConstants, JobEnded, JobState, TaskDeclined
-from fedquilt.coordinator.views.json_console import JsonConsole
+from fedquilt.coordinator.rounds.events import CohortSelected, EndedJob, JobConstants, JobEnded, JobState, TaskDeclined
+from fedquilt.coordinator.views.terminal import JsonConsole
 from fedquilt.coordinator.views.wait_reasons import WaitReason
 from fedquilt.host import logs
 

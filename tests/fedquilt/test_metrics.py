@@ -7,7 +7,7 @@ from evaluations import of_classes, of_numbers, total
 
 from fedquilt import metrics
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.updates import metrics as updates_metrics
+from fedquilt.coordinator.updates import aggregation as updates_metrics
 from fedquilt.coordinator.views import event_messages, run_summary
 from fedquilt.core import EvaluationSums, JobError, Update, Usage, evaluation
 from fedquilt.tools.experiments import tables

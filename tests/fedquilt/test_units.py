@@ -4,7 +4,7 @@ import pytest
 
 from fedquilt.cli import options
 from fedquilt.console import units
-from fedquilt.coordinator import limits, settings
+from fedquilt.coordinator import settings
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_a_time_is_read_with_any_unit(text, seconds):
     assert units.parse_seconds(text) == seconds
     assert options.TIME.convert(text, None, None) == seconds
     assert settings.DriftTrigger(pause=text).pause_s == seconds
-    assert limits.RetentionSettings(older_than=text).older_than_s == seconds
+    assert settings.RetentionSettings(older_than=text).older_than_s == seconds
 
 
 @pytest.mark.parametrize(

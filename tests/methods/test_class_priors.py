@@ -15,10 +15,9 @@ from linear_models import board_data, fitting_budget_bytes
 
 from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.rounds import claim_bounds
 from fedquilt.coordinator.rounds.events import RoundCommitted
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.coordinator.updates import tasks
+from fedquilt.coordinator.updates import tasks, validation
 from fedquilt.coordinator.views import event_messages, run_summary
 from fedquilt.core import ClassPrior, EvaluationSums, JobError, Update, Usage, evaluation
 from fedquilt.data import examples
@@ -141,7 +140,7 @@ def test_a_device_that_counts_none_adds_its_plain_ones_and_one_that_was_not_aske
         job="j", round=0, attempt=0, device="d", weight=1, bundles={}, metrics={}, usage=Usage(), evaluation=one
     )
     for asked, wanted in ((False, None), (True, 3)):
-        kept, odd = claim_bounds.limit_claims(update, claim_bounds.ClaimBounds(priors=asked))
+        kept, odd = validation.limit_claims(update, validation.ClaimBounds(priors=asked))
         assert kept.evaluation.right_with_priors == wanted
         assert ("class priors" in odd) is not asked
 

@@ -12,10 +12,11 @@ from saved_homes import contents, saved
 from sited import METHODS, federation, plan, states
 
 from fedquilt import methods
-from fedquilt.coordinator import settings, sites
+from fedquilt.coordinator import settings
 from fedquilt.coordinator.jobs import retention
 from fedquilt.coordinator.rounds.events import AnyEvent, RoundCommitted, TaskDeclined, UpdateAccepted, UpdateRejected
 from fedquilt.coordinator.storage import backup
+from fedquilt.coordinator.updates import sites
 from fedquilt.core import DeviceView, JobError
 from fedquilt.edge_agent.task.protocol import WorkResult
 from fedquilt.tools.artefacts.export import export_result

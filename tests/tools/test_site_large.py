@@ -14,10 +14,9 @@ from sited import federation
 
 from fedquilt.arrays.lazy_arrays import ScratchFile
 from fedquilt.blobs.transfer.upload import UploadQueue
-from fedquilt.coordinator.limits import CoordinatorLimits
 from fedquilt.coordinator.rounds.events import UpdateRejected
-from fedquilt.coordinator.settings import CohortSettings
-from fedquilt.coordinator.updates import aggregator, blob_recovery
+from fedquilt.coordinator.settings import CohortSettings, CoordinatorLimits
+from fedquilt.coordinator.updates import aggregation, job_blobs
 from fedquilt.tools.simulation.agents import FleetPlan
 
 
@@ -34,8 +33,8 @@ def waited(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     plain = UploadQueue.start_turns
     monkeypatch.setattr(UploadQueue, "start_turns", begin)
     monkeypatch.setattr(virtual_site, "LARGE_BYTES", 0)
-    monkeypatch.setattr(aggregator, "ScratchFile", partial(ScratchFile, least=1))
-    for module in (blob_recovery, aggregator):
+    monkeypatch.setattr(aggregation, "ScratchFile", partial(ScratchFile, least=1))
+    for module in (job_blobs, aggregation):
         monkeypatch.setattr(module, "WHOLE_BYTES", 0)
     return found
 

@@ -15,8 +15,8 @@ import numpy as np
 from fedquilt import methods
 from fedquilt.arrays import tensors
 from fedquilt.console import progress, units
+from fedquilt.coordinator import settings
 from fedquilt.coordinator.settings import NOT_NETWORK, JobSettings
-from fedquilt.coordinator.updates import job_validation
 from fedquilt.coordinator.views import scores
 from fedquilt.core import Bundle, FedquiltError, JobError, ModelError, Name
 from fedquilt.costs import peak_memory
@@ -133,7 +133,7 @@ def prepare_and_check(job: JobSettings, out: Path, say: Callable[[str], None] = 
 
 
 def _check_bundle(job: JobSettings, made: Bundle, out: Path, say: Callable[[str], None]) -> None:
-    state = job_validation.create_initial_state(job, made)
+    state = settings.create_initial_state(job, made)
     if isinstance(plan := getattr(state, "plan", None), masks.MaskPlan) and (
         why := masks.describe_unmaskable_layers(plan)
     ):

@@ -17,8 +17,7 @@ import msgspec
 from fedquilt import methods, metrics
 from fedquilt.console import progress, units
 from fedquilt.coordinator import settings as jobs
-from fedquilt.coordinator.settings import JobSettings
-from fedquilt.coordinator.updates.job_validation import require_matching_bundle
+from fedquilt.coordinator.settings import JobSettings, require_matching_bundle
 from fedquilt.coordinator.views import event_messages, scores
 from fedquilt.core import FedquiltError, JobError
 from fedquilt.data import compatibility

@@ -18,9 +18,8 @@ from fedquilt.console import progress, table
 from fedquilt.coordinator.rounds import deadline, energy_scheduling
 from fedquilt.coordinator.rounds.deadline import RECENT, DeviceWorkload, TaskDuration
 from fedquilt.coordinator.rounds.energy_scheduling import DeviceForecast, EnergyPlan, EpochChoice
-from fedquilt.coordinator.settings import CohortSettings, JobSettings
+from fedquilt.coordinator.settings import CohortSettings, JobSettings, create_initial_state
 from fedquilt.coordinator.updates import tasks
-from fedquilt.coordinator.updates.job_validation import create_initial_state
 from fedquilt.core import Device, DeviceView, JobError
 from fedquilt.edge_agent import devices as boards
 from fedquilt.edge_agent import events, messages

@@ -13,11 +13,11 @@ from pathlib import Path
 import msgspec
 
 from fedquilt import methods
+from fedquilt.coordinator import settings
 from fedquilt.coordinator.jobs.job import RunningJob
 from fedquilt.coordinator.rounds.events import AnyEvent
 from fedquilt.coordinator.settings import EvaluationSettings, JobSettings
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.coordinator.updates import job_validation
 from fedquilt.coordinator.views import scores
 from fedquilt.coordinator.views.terminal import VIRTUAL, Console
 from fedquilt.core import FedquiltError
@@ -72,7 +72,7 @@ def run_job(
         FedquiltError: If the job does not fit its bundle, data or fleet, or the run has failed.
     """
     made = FleetPlan(job, folder, home).validate_and_load_bundle()
-    job_validation.create_initial_state(job, made)
+    settings.create_initial_state(job, made)
     members, test = load_devices(job, folder)
     ran: list[Simulation] = []
     with LiveEvaluator(job, folder, test) as judge:

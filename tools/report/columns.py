@@ -6,8 +6,7 @@ from typing import Any, Final
 
 from fedquilt import metrics
 from fedquilt.coordinator.settings import JobSettings
-from fedquilt.coordinator.views.costs import CostLedger
-from fedquilt.coordinator.views.run_summary import RunSummary
+from fedquilt.coordinator.views.run_summary import CostLedger, RunSummary
 from fedquilt.coordinator.views.scores import RunScores
 
 Row = dict[str, Any]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from fedquilt.coordinator.rounds.eligibility import REASONS
+from fedquilt.coordinator.rounds.selection import REASONS
 from fedquilt.coordinator.views import event_messages
 from fedquilt.coordinator.views.round_outcomes import DeviceOutcome
 

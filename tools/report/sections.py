@@ -19,9 +19,8 @@ from fedquilt.coordinator.rounds.events import (
     RoundCommitted,
     UpdateAccepted,
 )
-from fedquilt.coordinator.views import costs, event_messages
-from fedquilt.coordinator.views.costs import CostLedger
-from fedquilt.coordinator.views.run_summary import RunSummary
+from fedquilt.coordinator.views import event_messages, run_summary
+from fedquilt.coordinator.views.run_summary import CostLedger, RunSummary
 from fedquilt.core import evaluation
 from fedquilt.tools.report import matrix, plots
 from fedquilt.tools.report.page import HtmlTable, PageSection, render_plots
@@ -60,7 +59,7 @@ def make_tiles(found: RunData) -> list[tuple[str, str]]:
     tiles.append((units.format_bytes(whole.down_bytes + whole.up_bytes), "down and up"))
     if whole.energy_j is not None:
         some = "" if whole.metered == whole.tasks else f", {whole.metered} of {whole.tasks} tasks"
-        tiles.append((f"{costs.format_number(whole.energy_j)} J", f"of the boards{some}{_say_predicted(found)}"))
+        tiles.append((f"{run_summary.format_number(whole.energy_j)} J", f"of the boards{some}{_say_predicted(found)}"))
     return tiles
 
 
@@ -323,8 +322,8 @@ def _format_device_cells(of: CostLedger) -> list[str]:
         str(of.tasks),
         str(of.declined),
         f"{of.wall_s / of.tasks:.3g}" if of.tasks else "-",
-        "-" if of.energy_j is None else costs.format_number(of.energy_j),
-        "-" if of.net_j is None else costs.format_number(of.net_j),
+        "-" if of.energy_j is None else run_summary.format_number(of.energy_j),
+        "-" if of.net_j is None else run_summary.format_number(of.net_j),
         "-" if of.peak_bytes is None else units.format_bytes(of.peak_bytes),
         units.format_bytes(of.down_bytes),
         units.format_bytes(of.up_bytes),

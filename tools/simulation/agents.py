@@ -21,9 +21,13 @@ from fedquilt import methods, plugins
 from fedquilt.blobs.storage.shared_store import SharedBlobStore
 from fedquilt.coordinator.delivery.executor import LinkExecutor
 from fedquilt.coordinator.server import Server
-from fedquilt.coordinator.settings import JobSettings, require_no_adversaries
+from fedquilt.coordinator.settings import (
+    JobSettings,
+    create_initial_state,
+    require_matching_bundle,
+    require_no_adversaries,
+)
 from fedquilt.coordinator.storage.store import Origin, Store
-from fedquilt.coordinator.updates.job_validation import create_initial_state, require_matching_bundle
 from fedquilt.coordinator.views.terminal import VIRTUAL, Console, run_coordinator
 from fedquilt.core import Bundle, Device, Examples, JobError
 from fedquilt.data import compatibility, examples

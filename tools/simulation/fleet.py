@@ -27,10 +27,10 @@ from msgspec import structs
 from fedquilt import wire
 from fedquilt.blobs.storage.store import BlobStore
 from fedquilt.coordinator.delivery.executor import Heard
-from fedquilt.coordinator.fleet.broker_outage import BrokerOutage
-from fedquilt.coordinator.job_view import JobView
-from fedquilt.coordinator.rounds.message_handler import UpdateReceived
-from fedquilt.coordinator.updates.partial_aggregate import blob_hashes
+from fedquilt.coordinator.fleet.registry import BrokerOutage
+from fedquilt.coordinator.rounds.decisions import UpdateReceived
+from fedquilt.coordinator.rounds.events import JobView
+from fedquilt.coordinator.updates.aggregation import blob_hashes
 from fedquilt.core import BlobRef, JobError, Profile, SiteRight, StoreError, Task, Update
 from fedquilt.edge_agent import events, messages
 from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult

@@ -12,8 +12,7 @@ from typing import Any
 from fedquilt import methods
 from fedquilt.coordinator.jobs.job import RunningJob
 from fedquilt.coordinator.rounds.events import AnyEvent
-from fedquilt.coordinator.settings import JobSettings
-from fedquilt.coordinator.updates.job_validation import required_packages
+from fedquilt.coordinator.settings import JobSettings, required_packages
 from fedquilt.core import Artefact, Examples, JobError, Method
 from fedquilt.edge_agent.task.protocol import WorkRequest
 from fedquilt.formats import job_bundle

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 from fedquilt import methods
 from fedquilt.arrays import tensors
-from fedquilt.coordinator.job_view import JobView
 from fedquilt.coordinator.jobs.job import RunningJob
 from fedquilt.coordinator.rounds.events import (
     AnyEvent,
@@ -24,16 +23,16 @@ from fedquilt.coordinator.rounds.events import (
     JobEnded,
     JobResumed,
     JobStarted,
+    JobView,
     RoundCommitted,
     TaskDeclined,
     UpdateAccepted,
     UpdateRejected,
 )
 from fedquilt.coordinator.server import Server
-from fedquilt.coordinator.settings import FleetSettings, JobSettings
+from fedquilt.coordinator.settings import FleetSettings, JobSettings, required_packages
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.coordinator.updates import blob_recovery
-from fedquilt.coordinator.updates.job_validation import required_packages
+from fedquilt.coordinator.updates import job_blobs
 from fedquilt.core import Device, DeviceUpdate, EvaluationSums, JobError, Method, Task, Tensors
 from fedquilt.edge_agent import devices as boards
 from fedquilt.edge_agent import engines, events
@@ -283,7 +282,7 @@ class Simulation:
         assert job is not None
         for device, update in job.rounds.answered.items():  # those that an interrupted process has carried out
             if device not in self.adversaries and device not in self._overheard.list_devices(job.rounds.round):
-                self._overheard.add_update(blob_recovery.load_update(self._store.depot, update))
+                self._overheard.add_update(job_blobs.load_update(self._store.depot, update))
         if not self._overheard.list_devices(job.rounds.round):
             return orders
         honest = self._overheard.write_mean(self.devices / "honest.safetensors")

@@ -12,8 +12,13 @@ import pytest
 from msgspec.structs import replace
 
 from fedquilt import cli
-from fedquilt.coordinator.fleet.device_status import CurrentTask, DeviceStatus, LatestDecline, TelemetrySample
-from fedquilt.coordinator.fleet.telemetry_store import TelemetryStore
+from fedquilt.coordinator.fleet.device_status import (
+    CurrentTask,
+    DeviceStatus,
+    LatestDecline,
+    TelemetrySample,
+    TelemetryStore,
+)
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.views import devices
 

@@ -11,12 +11,12 @@ from stored_job import JOB
 
 from fedquilt.console import progress
 from fedquilt.coordinator.fleet.device_status import DeviceStatus
-from fedquilt.coordinator.job_view import EndedJob
-from fedquilt.coordinator.rounds import next_event
+from fedquilt.coordinator.rounds import decisions
 from fedquilt.coordinator.rounds.events import (
     AnyEvent,
     CohortSelected,
     EligibilityRecorded,
+    EndedJob,
     JobConstants,
     JobEnded,
     JobStarted,
@@ -31,7 +31,7 @@ from fedquilt.coordinator.rounds.events import (
     apply_event,
 )
 from fedquilt.coordinator.settings import CohortSettings
-from fedquilt.coordinator.views import costs, event_messages, wait_reasons
+from fedquilt.coordinator.views import event_messages, run_summary, wait_reasons
 from fedquilt.coordinator.views.run_summary import RoundSummary, RunSummary
 from fedquilt.coordinator.views.terminal import (
     VIRTUAL,
@@ -105,8 +105,6 @@ def test_the_loss_of_the_broker_and_its_return_are_told_once():
 
 
 def test_a_wait_while_the_broker_is_away_is_not_told_as_a_lack_of_boards(capsys):
-    """Who is online is not known then; the command that finds out why is named."""
-
     class Link:
         connected, session = False, 0
 
@@ -162,7 +160,6 @@ def test_devices_without_a_plug_in_are_named_with_the_fix_and_nobody_is_told_to_
 
 
 def test_too_few_devices_for_a_quorum_are_told_with_what_is_there():
-    """Everybody has answered who could, and it is not enough before the deadline."""
     state = apply_event(begun(CohortSettings(size=4, quorum=0.75)), CohortSelected(0, 0, ("a", "b")), 1.0)
     assert wait_reasons.find_wait(state, ["torch"], ["a", "b"]) is None  # they are at it
     for device in "ab":
@@ -375,9 +372,9 @@ def test_many_that_decline_for_one_reason_are_counted(capsys):
 
 def test_reasons_without_room_are_counted():
     declined = {"a": "too big", "b": "too big", "c": "too hot", "d": "no data"}
-    assert next_event.format_by_reason(declined) == "a, b: too big; c: too hot; d: no data"
-    assert next_event.format_by_reason(declined, 2) == "a, b: too big; c: too hot; 1 more reason"
-    assert next_event.format_by_reason(declined, 1) == "a and 1 more: too big; 2 more reasons"
+    assert decisions.format_by_reason(declined) == "a, b: too big; c: too hot; d: no data"
+    assert decisions.format_by_reason(declined, 2) == "a, b: too big; c: too hot; 1 more reason"
+    assert decisions.format_by_reason(declined, 1) == "a and 1 more: too big; 2 more reasons"
 
 
 def observe_round(console: Console, state: JobState, facts: Sequence[AnyEvent]) -> JobState:
@@ -410,7 +407,10 @@ def test_the_line_of_a_round_has_its_own_accuracy_and_fits_80_columns(capsys):
         f"{head}done",
     ]
     wide = RoundSummary(
-        1, rounds_before=99, selected=999, cost=costs.CostLedger(tasks=998, metered=998, energy_j=1e7, down_bytes=10**9)
+        1,
+        rounds_before=99,
+        selected=999,
+        cost=run_summary.CostLedger(tasks=998, metered=998, energy_j=1e7, down_bytes=10**9),
     )
     line = event_messages.format_round(wide, 100, "balanced accuracy 50.0 %", 60)
     assert line == "round 100 of 100: balanced accuracy 50.0 %, 10 MJ, 1 GB"
@@ -461,15 +461,13 @@ def test_the_line_of_a_round_that_began_before_the_console_has_its_number_and_de
 
 
 def test_reasons_beyond_the_fifth_are_counted():
-    told = next_event.format_by_reason({f"dev-{number}": f"reason {number}" for number in range(7)})
+    told = decisions.format_by_reason({f"dev-{number}": f"reason {number}" for number in range(7)})
     assert told.startswith("dev-0: reason 0; dev-1: reason 1; ")
     assert told.endswith("; dev-4: reason 4; 2 more reasons")
-    assert next_event.format_by_reason({"a": "too big", "b": "too big"}) == "a, b: too big"
+    assert decisions.format_by_reason({"a": "too big", "b": "too big"}) == "a, b: too big"
 
 
 def test_a_terminal_shows_the_running_round_in_one_block(monkeypatch):
-    """Its bar, accuracy so far, costs, and devices with why they decline; a dumb terminal gets lines only."""
-
     class Terminal(io.StringIO):
         def isatty(self):
             return True

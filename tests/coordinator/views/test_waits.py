@@ -1,4 +1,4 @@
-"""What a run waits for: the disk, or boards that other runs have."""
+"""What runs wait for."""
 
 import errno
 import io
@@ -11,8 +11,11 @@ import pytest
 from by_hand import Noted, Stage, ones
 from stored_job import JOB
 
-from fedquilt import wire
+from fedquilt import cli, wire
+from fedquilt.blobs.storage.store import BlobStore
 from fedquilt.cli import main
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.delivery.monitoring_executor import DeviceStatusTracker, MonitoringExecutor
 from fedquilt.coordinator.rounds.events import (
     CohortSelected,
     EligibilityRecorded,
@@ -26,12 +29,57 @@ from fedquilt.coordinator.rounds.events import (
 )
 from fedquilt.coordinator.settings import CohortSettings
 from fedquilt.coordinator.storage import suspended_jobs
-from fedquilt.coordinator.storage.reader import StoreReader
+from fedquilt.coordinator.storage.store import Store, StoreReader
 from fedquilt.coordinator.views import event_messages, terminal, wait_reasons
 from fedquilt.core import BlobRef
 from fedquilt.formats import job_bundle
 from fedquilt.host.disk import Place, PrivateDisk
 from fedquilt.tools.operations.dash.run_follower import RunFollower
+from fedquilt.transport.memory_link import MemoryBroker
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A home with a run that a coordinator has taken up."""
+    with Store(tmp_path) as store:
+        id = store.add_job(settings.parse_job({"name": "j", "method": "fedavg", "engine": "numpy"}), tmp_path)
+        store.begin_epoch()
+        store.mark_running(id)
+    return tmp_path
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert cli.main([*words]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_coordinator_without_its_broker_is_what_runs_wait_for(home, capsys, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr("time.time", lambda: now[0])
+    link = MemoryBroker().connect()
+    link.connected = False
+    noted = DeviceStatusTracker(home, clock=lambda: now[0])
+    with Store(home) as store:
+        assert store.acquire_lock()
+        executor = MonitoringExecutor(link, "f", BlobStore(home / "blobs"), 1, noted)
+        for connected in (False, True, False):
+            link.connected = connected
+            executor.send_pending(now[0])
+            now[0] += 720.0
+            told = [said(capsys, *words, "--home", str(home)) for words in (["ls"], ["why", "j"], ["devices"])]
+            assert [("its broker, which it has not reached for 12 min" in " ".join(each.split())) for each in told] == [
+                not connected
+            ] * 3
+    noted.close()
+
+
+def test_nobody_is_said_to_wait_for_a_broker_where_no_coordinator_runs(home, capsys):
+    noted = DeviceStatusTracker(home)
+    noted.step(0.0)
+    noted.close()
+    for words in (["ls"], ["why", "j"], ["devices"]):
+        assert "broker, which" not in said(capsys, *words, "--home", str(home))
+
 
 REF = BlobRef(sha256="0" * 64, size=1)
 
@@ -61,7 +109,6 @@ def held(tmp_path: Path) -> Stage:
 
 
 def test_a_job_that_is_held_for_the_disk_says_so_since_when_and_when_it_is_tried_again(held, capsys):
-    """In `ls`, in `why` and on the dashboard; and no more once it has gone on."""
     home = str(held.store.home)
     for words in (["ls"], ["why", held.job]):
         assert main([*words, "--home", home]) == 0
@@ -126,7 +173,6 @@ def begun(cohort: CohortSettings) -> JobState:
 
 
 def test_a_round_that_could_begin_without_other_runs_says_what_its_boards_are_busy_with():
-    """Where there would still be too few, or one that would do cannot be asked, more boards are what it lacks."""
     state, busy = begun(CohortSettings(min_devices=2)), {"a": "digits-2", "b": "digits-3", "c": "digits-2"}
     told = "it goes on when they are free: a, c at a task of digits-2; b at a task of digits-3"
     assert wait_reasons.describe_busy_devices(state, "abc", busy) == told

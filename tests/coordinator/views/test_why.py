@@ -7,8 +7,8 @@ from job_facts import BLOB, update
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.device_columns import LabelColumn
-from fedquilt.coordinator.fleet.device_status import CurrentTask, DeviceStatus
-from fedquilt.coordinator.fleet.telemetry_store import TelemetryStore
+from fedquilt.coordinator.fleet.device_status import CurrentTask, DeviceStatus, TelemetryStore
+from fedquilt.coordinator.rounds.decisions import decide_event, eligibility_event
 from fedquilt.coordinator.rounds.events import (
     AnyEvent,
     CohortSelected,
@@ -26,7 +26,6 @@ from fedquilt.coordinator.rounds.events import (
     UpdateRejected,
     apply_event,
 )
-from fedquilt.coordinator.rounds.next_event import decide_event, eligibility_event
 from fedquilt.coordinator.settings import CohortSettings
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.views import event_messages, round_outcomes, wait_reasons

@@ -15,8 +15,7 @@ from fedquilt.arrays import tensors
 from fedquilt.blobs import chunks
 from fedquilt.cli import main, rollout_options
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.fleet.device_status import DeviceStatus
-from fedquilt.coordinator.fleet.telemetry_store import TelemetryStore
+from fedquilt.coordinator.fleet.device_status import DeviceStatus, TelemetryStore
 from fedquilt.coordinator.rounds.events import JobStarted
 from fedquilt.coordinator.rounds.rollout import (
     ReleaseOffered,
@@ -27,7 +26,6 @@ from fedquilt.coordinator.rounds.rollout import (
     release_for_device,
 )
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.coordinator.updates import job_validation
 from fedquilt.edge_agent.engines.numpy import engine
 from fedquilt.formats import job_bundle, personal_models
 from fedquilt.onnx import graph_check, weights
@@ -52,7 +50,7 @@ def ran(home: Path, method: str = "fedavg", status: str = "done", seed: int = 0)
     job = settings.parse_job({"name": "digits", "method": method, "seed": seed})
     with Store(home) as store:
         id = store.add_job(job, folder)
-        state = job_validation.create_initial_state(job, job_bundle.load_bundle(folder))
+        state = settings.create_initial_state(job, job_bundle.load_bundle(folder))
         store.append_event(id, JobStarted(store.depot.store_bytes(tensors.pack_state(state))))
         store.set_status(id, status)
     return id

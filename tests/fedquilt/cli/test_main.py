@@ -192,7 +192,7 @@ def test_words_that_cannot_be_are_refused_by_the_command_line(words):
 
 def test_a_bundle_of_another_model_is_refused(job, capsys):
     """An edited job file with an old bundle would train the old network."""
-    from fedquilt.coordinator.updates.job_validation import require_matching_bundle
+    from fedquilt.coordinator.settings import require_matching_bundle
     from fedquilt.formats import job_bundle as bundles
 
     table = {"name": "digits", "method": "fedavg", "model": {"name": "mlp", "inputs": 2, "hidden": [4], "classes": 2}}
@@ -264,7 +264,7 @@ def test_a_run_that_cannot_be_read_is_listed_as_such_and_hides_no_other(tmp_path
         odd, fine = (
             store.add_job(settings.parse_job({"name": name, "method": "fedavg"}), tmp_path) for name in ("odd", "fine")
         )
-        with store._write_transaction():
+        with store.open_transaction():
             store._rows.append_events([(odd, 0.0, null % ("a" * 64))])
         for fact in (JobStarted(BLOB), CohortSelected(0, 0, ("dev-1",)), JobEnded("failed", "nobody came")):
             store.append_event(fine, fact)

@@ -9,7 +9,7 @@ import pytest
 
 from fedquilt.cli import home_access, main, options
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.limits import CoordinatorLimits
+from fedquilt.coordinator.settings import CoordinatorLimits
 from fedquilt.coordinator.storage.store import AWAY_S, InactiveRunError, Store
 from fedquilt.coordinator.views import terminal
 

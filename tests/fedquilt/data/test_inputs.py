@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.updates.job_validation import require_matching_bundle
+from fedquilt.coordinator.settings import require_matching_bundle
 from fedquilt.core import DataError, JobError
 from fedquilt.data import compatibility, inputs
 from fedquilt.data.spec import DataSpec

@@ -12,7 +12,7 @@ import pytest
 
 from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.updates.job_validation import require_matching_bundle
+from fedquilt.coordinator.settings import require_matching_bundle
 from fedquilt.core import DataError, FedquiltError, JobError, ModelError
 from fedquilt.formats import job_bundle
 

@@ -13,8 +13,7 @@ from browsers import CHROMIUM, Browser, Tab
 from dashes import Dashboard
 from msgspec.structs import replace
 
-from fedquilt.coordinator.fleet.device_status import LatestDecline
-from fedquilt.coordinator.fleet.telemetry_store import TelemetryStore
+from fedquilt.coordinator.fleet.device_status import LatestDecline, TelemetryStore
 from fedquilt.coordinator.jobs.retention import remove_runs
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.views import devices

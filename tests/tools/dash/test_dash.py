@@ -19,8 +19,7 @@ from dashes import Dashboard
 from waiting import until
 
 from fedquilt import cli
-from fedquilt.coordinator.fleet.device_status import DeviceStatus
-from fedquilt.coordinator.fleet.telemetry_store import TelemetryStore
+from fedquilt.coordinator.fleet.device_status import DeviceStatus, TelemetryStore
 from fedquilt.coordinator.rounds.rollout import RolloutCompleted
 from fedquilt.coordinator.storage.store import Store
 

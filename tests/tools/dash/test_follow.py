@@ -11,8 +11,7 @@ from job_facts import BLOB, summarised, whole_round
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.fleet.device_status import DeviceStatus
 from fedquilt.coordinator.rounds.events import CohortSelected, JobConstants, JobStarted
-from fedquilt.coordinator.storage.reader import StoreReader
-from fedquilt.coordinator.storage.store import Store
+from fedquilt.coordinator.storage.store import Store, StoreReader
 from fedquilt.coordinator.views import round_outcomes
 from fedquilt.tools.operations.dash.run_follower import LEAST, RunFollower, find_round_outcomes
 

@@ -29,9 +29,8 @@ ELSEWHERE = {  # commands of operators, which say on a board that they need the 
     "fedquilt.cli.board": {"fedquilt.cli.check_gpu", "fedquilt.cli.flash"},
     "fedquilt.cli.home_access": {
         "fedquilt.coordinator",
-        "fedquilt.coordinator.limits",
         "fedquilt.coordinator.settings",
-        "fedquilt.coordinator.storage.reader",
+        "fedquilt.coordinator.storage.store",
         "fedquilt.coordinator.views",
         "fedquilt.coordinator.views.scores",
         "fedquilt.coordinator.views.terminal",
@@ -45,8 +44,8 @@ ELSEWHERE = {  # commands of operators, which say on a board that they need the 
         "fedquilt.tools.experiments.evaluation",
     },
     "fedquilt.cli.options": {
-        "fedquilt.coordinator.delivery.blobs.locations",
-        "fedquilt.coordinator.storage.reader",
+        "fedquilt.coordinator.delivery.blob_server",
+        "fedquilt.coordinator.storage.store",
     },
     "fedquilt.tools.boards.doctor": {"fedquilt.tools.boards.doctor.checks.coordinator"},
 }

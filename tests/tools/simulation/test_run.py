@@ -14,7 +14,7 @@ import pytest
 
 from fedquilt import methods
 from fedquilt.arrays import tensors
-from fedquilt.coordinator.rounds.cohort_selection import select_cohort
+from fedquilt.coordinator.rounds.selection import select_cohort
 from fedquilt.core import Aggregation, ClientContext, ClientResult, DeviceUpdate, JobError, Method, Task
 from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine
 from fedquilt.testing.toy_networks import make_job, point_members, run_method, toy_bundle, write_bundle

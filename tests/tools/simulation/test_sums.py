@@ -9,8 +9,7 @@ import pytest
 
 from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.updates.aggregator import Aggregator
-from fedquilt.coordinator.updates.partial_aggregate import PartialAggregate
+from fedquilt.coordinator.updates.aggregation import Aggregator, PartialAggregate
 from fedquilt.formats import job_bundle
 from fedquilt.testing.toy_networks import point_members, toy_bundle
 from fedquilt.tools.simulation.run import simulate

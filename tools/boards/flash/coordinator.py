@@ -31,7 +31,7 @@ import msgspec
 from msgspec import Meta
 
 from fedquilt import open_metrics
-from fedquilt.coordinator.delivery.blobs.locations import BlobLocationSettings
+from fedquilt.coordinator.delivery.blob_server import BlobLocationSettings
 from fedquilt.core import JobError
 from fedquilt.core.messages import Name
 from fedquilt.formats import toml

@@ -29,10 +29,9 @@ from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds import events
 from fedquilt.coordinator.rounds.events import JobConstants
-from fedquilt.coordinator.settings import JobSettings
+from fedquilt.coordinator.settings import JobSettings, create_initial_state
 from fedquilt.coordinator.storage.snapshots import Snapshot
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.coordinator.updates.job_validation import create_initial_state
 from fedquilt.core import BlobRef, DeviceUpdate, JobError, LinkError, Update, Usage
 from fedquilt.edge_agent.engines.numpy import engine
 from fedquilt.formats import job_bundle

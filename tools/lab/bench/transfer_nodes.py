@@ -83,8 +83,8 @@ def serve_blob(url: str, folder: str, sha256: str, transport: str, loss: str) ->
     The `transport` is "tcp", "http" or "mqtt".
     """
     import fedquilt.coordinator.server  # noqa: F401 - its imports are part of the base
-    from fedquilt.coordinator.delivery.blobs import server
-    from fedquilt.coordinator.delivery.blobs.locations import BlobLocationProvider, BlobLocationSettings
+    from fedquilt.coordinator.delivery import blob_server
+    from fedquilt.coordinator.delivery.blob_server import BlobLocationProvider, BlobLocationSettings
 
     depot, lost = BlobStore(Path(folder)), [0]
     if transport == "tcp":
@@ -92,7 +92,7 @@ def serve_blob(url: str, folder: str, sha256: str, transport: str, loss: str) ->
     link = MqttLink(Broker.from_url(url), "bench-coordinator")
     lossy = LossyLink(link, float(loss), seed=1)
     if float(loss):
-        server.send_file = _create_unreliable_send(float(loss), lost)  # type: ignore[attr-defined]
+        blob_server.send_file = _create_unreliable_send(float(loss), lost)  # type: ignore[attr-defined]
     places = BlobLocationProvider(
         BlobLocationSettings("127.0.0.1:0" if transport == "http" else None), depot, lambda device, sha: sha == sha256
     )

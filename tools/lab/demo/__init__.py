@@ -20,7 +20,7 @@ import numpy as np
 from fedquilt.console import progress, table, units
 from fedquilt.coordinator import settings as jobs
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.coordinator.views import costs
+from fedquilt.coordinator.views import run_summary
 from fedquilt.core import Examples
 from fedquilt.formats import job_bundle
 from fedquilt.host import disk
@@ -205,5 +205,5 @@ def _format_points(interval: tuple[float, float]) -> str:
 
 def _format_energy_and_bytes(network: NetworkResult) -> tuple[str, str]:
     """Return energy and transferred bytes as text, "-" if unknown."""
-    energy = "-" if network.energy_j is None else costs.format_joules(network.energy_j)
+    energy = "-" if network.energy_j is None else run_summary.format_joules(network.energy_j)
     return energy, "-" if network.moved_bytes is None else units.format_bytes(network.moved_bytes)

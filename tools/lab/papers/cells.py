@@ -17,7 +17,7 @@ import msgspec
 from fedquilt import methods, metrics
 from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.rounds import cohort_selection
+from fedquilt.coordinator.rounds import selection
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.core import Examples, Fit, JobError, Tensors
 from fedquilt.data import examples
@@ -215,7 +215,7 @@ def _run_single_devices(job: JobSettings, folder: Path, how: ExecutionOptions) -
     """Run `how.row.alone` devices, each by itself, and return the last run with figures averaged over all."""
     # each device alone; values are means, held-out accuracy by examples, and such devices send nothing
     members = how.select_devices(single_run.load_devices(job, folder)[0])
-    names = cohort_selection.select_cohort(job.seed, 0, [each.device for each in members], how.row.alone)
+    names = selection.select_cohort(job.seed, 0, [each.device for each in members], how.row.alone)
     chosen = [member for member in members if member.device in names]
 
     def run_device(device: str) -> SeedRun:

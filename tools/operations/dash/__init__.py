@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fedquilt import extras, open_metrics, systemd
-from fedquilt.coordinator import limits
+from fedquilt.coordinator import settings
 from fedquilt.core import JobError
 from fedquilt.host import disk
 from fedquilt.host.connection_limits import ConnectionLimiter, raise_descriptor_limit
@@ -55,7 +55,7 @@ def serve_dashboard(
     from fedquilt.tools.operations.dash.app import Dashboard
     from fedquilt.tools.operations.dash.home_watcher import HomeWatcher
 
-    connections = ConnectionLimiter(limits.load_limits(home).http) if connections is None else connections
+    connections = ConnectionLimiter(settings.load_limits(home).http) if connections is None else connections
     with contextlib.closing(_open_listening_socket(listen)) as place:
         host, port = place.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
@@ -69,7 +69,7 @@ def serve_dashboard(
 
         async def serve() -> None:
             watch = HomeWatcher(home)
-            settings = uvicorn.Config(
+            config = uvicorn.Config(
                 Dashboard(watch, door, names).make_app(),
                 log_config=None,
                 access_log=False,
@@ -80,7 +80,7 @@ def serve_dashboard(
                 http=uvicorn_protocol.make_limited_protocol(connections),
                 timeout_graceful_shutdown=2,
             )
-            server = uvicorn.Server(settings)
+            server = uvicorn.Server(config)
             poll = asyncio.create_task(watch.poll_databases())
             reads = asyncio.create_task(watch.read_logs())
             for each in (poll, reads):  # without them nothing is live: better an end than a page that stands still

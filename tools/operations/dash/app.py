@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fedquilt import __version__
-from fedquilt.coordinator import control_requests
+from fedquilt.coordinator import run_control
 from fedquilt.coordinator.storage import store
 from fedquilt.core import FedquiltError, JobError, StoreError
 from fedquilt.tools.operations import access_control
@@ -212,14 +212,14 @@ def _confirm_action(what: str, said: str) -> Response:
 def _request_run_action(what: str, watch: HomeWatcher, run: str) -> str:
     with store.Store(watch.home) as written:
         if what == "approve":
-            return control_requests.approve_run(written, run)
+            return run_control.approve_run(written, run)
         if what == "stop":
-            return control_requests.stop_run(written, run)
+            return run_control.stop_run(written, run)
         if not written.is_served():
             raise JobError(
                 f"no coordinator serves {watch.home}: `fedquilt resume {run} --home {watch.home}` is one that goes on"
             )
-        return f"{control_requests.resume_run(written, run).id} goes on at the coordinator's next look at its store"
+        return f"{run_control.resume_run(written, run).id} goes on at the coordinator's next look at its store"
 
 
 class SecuredApp:

@@ -14,13 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
-from fedquilt.coordinator.fleet import telemetry_store
+from fedquilt.coordinator.fleet import device_status
 from fedquilt.coordinator.rounds.events import ENDED, JobConstants
-from fedquilt.coordinator.storage import reader
-from fedquilt.coordinator.storage.reader import ChangeDetector, StoreReader
 from fedquilt.coordinator.storage.rollout_log import RolloutLog
 from fedquilt.coordinator.storage.rows import DatabaseIdentity, UnreadableRow
-from fedquilt.coordinator.storage.store import StoredJob
+from fedquilt.coordinator.storage.store import NAME, ChangeDetector, StoredJob, StoreReader
 from fedquilt.coordinator.views import devices, round_outcomes
 from fedquilt.core import FedquiltError, JobError, StoreError
 from fedquilt.tools.operations.dash.run_follower import CELLS, RunFollower, find_round_outcomes
@@ -78,7 +76,7 @@ class HomeWatcher:
 
     async def poll_databases(self) -> None:
         """Check the databases for changes until the watcher is closed."""
-        files = {"boards": telemetry_store.NAME, "runs": reader.NAME}
+        files = {"boards": device_status.NAME, "runs": NAME}
         while not self._closing:
             changed = False
             for name, file in files.items():
@@ -170,7 +168,7 @@ class HomeWatcher:
         """Return stored readings of a device between two wall-clock times in seconds."""
 
         def read() -> list[Any]:
-            with telemetry_store.TelemetryStore(self.home) as store:
+            with device_status.TelemetryStore(self.home) as store:
                 return store.load_readings(device, begin, end)
 
         return await self._run_in_thread("boards", read)
@@ -190,10 +188,10 @@ class HomeWatcher:
             return self._runs[1]
 
     def _read_runs(self) -> RunList:
-        reader = self._get_current_reader()
-        rows = reader.all_jobs()
-        standing = {row.id: reader.current_status(row) if isinstance(row, StoredJob) else row.status for row in rows}
-        suspended = reader.holds.current_suspensions()
+        store = self._get_current_reader()
+        rows = store.all_jobs()
+        standing = {row.id: store.current_status(row) if isinstance(row, StoredJob) else row.status for row in rows}
+        suspended = store.holds.current_suspensions()
         holds = {run: str(hold) for run, hold in suspended.items() if standing.get(run) == "held"}
         return RunList(rows, standing, self._update_served(), holds)
 
@@ -348,7 +346,7 @@ class HomeWatcher:
         # opened again if the database file was replaced. Called in the reader thread
         before = self._reader_of
         try:
-            self._reader_of = found = DatabaseIdentity.from_path(self.home / reader.NAME)
+            self._reader_of = found = DatabaseIdentity.from_path(self.home / NAME)
         except OSError as error:
             self._close_reader()
             raise StoreError(f"no runs in {self.home}: {error.strerror}") from None

@@ -64,7 +64,7 @@ class ReportBuilder:
 def main(home: str, run: str) -> int:
     """Write the page of a run to standard output, at low priority. Return 0, or 1 if the page cannot be made."""
     from fedquilt import extras
-    from fedquilt.coordinator.storage.reader import StoreReader
+    from fedquilt.coordinator.storage.store import StoreReader
     from fedquilt.tools import report
     from fedquilt.tools.report.run_data import load_run_data
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any, Final
 
-from fedquilt.coordinator import control_requests
+from fedquilt.coordinator import run_control
 from fedquilt.coordinator.rounds.rollout import StatusReported
 from fedquilt.coordinator.storage import store
 from fedquilt.coordinator.storage.rollout_log import StoredRollout
@@ -81,7 +81,7 @@ async def request_revert(watch: HomeWatcher, id: str) -> str:
 
     def store_request() -> str:
         with store.Store(watch.home) as written:
-            return control_requests.revert_rollout(written, kept.state.id)
+            return run_control.revert_rollout(written, kept.state.id)
 
     return await watch.run_in_reader_thread(store_request)
 

@@ -11,8 +11,7 @@ from typing import Final
 import msgspec
 
 from fedquilt import wire
-from fedquilt.coordinator.job_view import JobView
-from fedquilt.coordinator.rounds.events import AnyEvent
+from fedquilt.coordinator.rounds.events import AnyEvent, JobView
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.edge_agent.agent import Agent

@@ -20,14 +20,14 @@ import numpy as np
 
 from fedquilt import methods
 from fedquilt.arrays import safetensors_files, tensors
-from fedquilt.coordinator import settings, sites
-from fedquilt.coordinator.job_view import JobView
-from fedquilt.coordinator.rounds import events, next_event
-from fedquilt.coordinator.rounds.eligibility import NOTHING
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.rounds import decisions, events
+from fedquilt.coordinator.rounds.events import JobView
+from fedquilt.coordinator.rounds.selection import NOTHING
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.coordinator.updates import blob_recovery, site_updates
+from fedquilt.coordinator.updates import job_blobs, sites
 from fedquilt.core import (
     BlobRef,
     Cost,
@@ -319,7 +319,7 @@ class SiteWorker:
         return (
             None
             if path is None
-            else safetensors_files.read_state(path, sites.SiteJobState, disk, blob_recovery.WHOLE_BYTES)
+            else safetensors_files.read_state(path, sites.SiteJobState, disk, job_blobs.WHOLE_BYTES)
         )
 
     def _make_site_job(self, table: Mapping[str, Any]) -> JobSettings:
@@ -370,9 +370,9 @@ class SiteWorker:
         """Yield the partial sum of the devices or, without one, the bundles of their updates."""
         # the partial sum of the devices, or their updates
         if state.form:
-            yield site_updates.SUM, site_updates.bundle_from_aggregate(state.total, state.form, boards)
+            yield sites.SUM, sites.bundle_from_aggregate(state.total, state.form, boards)
             return
-        yield from site_updates.bundle_updates(
+        yield from sites.bundle_updates(
             [DeviceUpdate(each.device, each.round, each.weight, each.metrics, each.bundles) for each in state.sent]
         )
 
@@ -395,4 +395,4 @@ def _write_bundle_if_changed(folder: Path, order: WorkRequest) -> None:
 
 def _describe_missing_devices(updates: Mapping[str, Update], refusals: Mapping[str, str]) -> str:
     refused = {device: reason for device, reason in refusals.items() if device not in updates}
-    return f"refused there: {next_event.format_by_reason(refused)}"[:1000] if refused else ""
+    return f"refused there: {decisions.format_by_reason(refused)}"[:1000] if refused else ""

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Final
 
 from fedquilt.coordinator.rounds.events import CohortSelected, EligibilityRecorded
-from fedquilt.coordinator.storage.reader import open_store
 from fedquilt.coordinator.storage.rows import DamagedRunError, UnreadableRow
-from fedquilt.coordinator.storage.store import UNDER_WAY, Store, StoredJob
+from fedquilt.coordinator.storage.store import UNDER_WAY, Store, StoredJob, open_store
 from fedquilt.coordinator.views.event_messages import format_single_event
 from fedquilt.core import FedquiltError, JobError
 from fedquilt.host.disk import REAL

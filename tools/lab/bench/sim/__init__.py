@@ -31,7 +31,7 @@ import psutil
 
 from fedquilt.arrays import tensors
 from fedquilt.console import progress
-from fedquilt.coordinator.rounds import cohort_selection
+from fedquilt.coordinator.rounds import selection
 from fedquilt.core import DataError, FedquiltError, JobError
 from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
@@ -202,7 +202,7 @@ def write_workload(work: FederationWorkload, path: Path | str, folder: Path) -> 
         np.save(folder / f"{name}.npy", array)
     names = {NAME.format(index): index for index in range(work.clients)}
     asked = [
-        [names[name] for name in cohort_selection.select_cohort(SEED, number, names, work.asked)]
+        [names[name] for name in selection.select_cohort(SEED, number, names, work.asked)]
         for number in range(work.rounds)
     ]
     np.save(folder / "cohorts.npy", np.array(asked))

@@ -1,0 +1,414 @@
+"""Locations of blobs besides the broker: backends of outside packages, and the coordinator's HTTP(S) server.
+
+    GET  /blobs/<sha256>   with Range: bytes of a blob
+    PUT  /blobs/<sha256>   with Content-Range: bytes from the upload's offset to the end of the blob
+    HEAD /blobs/<sha256>   Upload-Offset: offset at which the upload continues
+
+Each transfer has a token, which the device receives through the broker. In a fleet with certificates the device must
+also present its certificate. A connection carries one request, and a device may open PER_BOARD connections. Errors are
+explained to the device, and requests are not logged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import logging
+import re
+import secrets
+import ssl
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+from fedquilt import open_metrics
+from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.transfer.backend import Key, TransferBackend, TransferResult, close_failed_transfer
+from fedquilt.blobs.transfer.download import BlobWriter, ContentError, WriterClosedError
+from fedquilt.blobs.transfer.http_client import STALL_S, read_pieces, send_file
+from fedquilt.core import BlobLocation, BlobRef, JobError, StoreError
+from fedquilt.host.connection_limits import ConnectionLimiter, ConnectionLimits
+from fedquilt.host.http_server import HttpExchange, HttpServer, RequestRefusedError
+from fedquilt.host.http_url import split_http_url
+from fedquilt.security.handshake import LinkIdentity, common_name_of_peer
+
+log = logging.getLogger("fedquilt.coordinator.blobs")
+
+PER_BOARD: Final = 8  # connections: a board has two transfers at once, and lost connections stay for a while
+LEAST_BYTES_PER_S: Final = 1000.0  # pace by which the time for a transfer grows with its size
+AGAIN_MOST: Final = 4  # most times that a blob is transferred for one grant, resumptions included
+GRANTS_MOST: Final = 100_000
+_PATH: Final = re.compile(r"/blobs/([0-9a-f]{64})\Z")
+_RANGE: Final = re.compile(r"bytes=(\d{1,16})-(\d{0,16})\Z")
+_CONTENT_RANGE: Final = re.compile(r"bytes (\d{1,16})-(\d{1,16})/(\d{1,16})\Z")
+
+
+@dataclass
+class AccessGrant:
+    device: str
+    ref: BlobRef
+    intake: BlobWriter | None  # takes the device's bytes; None: the device fetches
+    left_bytes: int  # that may still be transferred
+
+
+class BlobServer:
+    """HTTP(S) server of a blob store, in separate threads. Listens until `close`.
+
+    Args:
+        host, port: Address to listen on. Port 0 selects a free port.
+        depot: Blob store.
+        allowed: Returns whether a device may fetch a blob now, given the ids of both.
+        tell: Called with the end of each upload, in another thread.
+        identity: Certificates of the fleet. Without them the server uses no TLS, and a token is sufficient.
+        connections: Limits on the connections.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        depot: BlobStore,
+        allowed: Callable[[str, str], bool],
+        tell: Callable[[TransferResult], None],
+        identity: LinkIdentity | None = None,
+        connections: ConnectionLimiter | None = None,
+    ) -> None:
+        self._depot, self._allowed, self._tell, self._identity = depot, allowed, tell, identity
+        self._grants: dict[str, AccessGrant] = {}  # sha256 of a token -> its grant
+        self._tokens: dict[tuple[str, str, bool], str] = {}  # (device, blob, whether it is an upload) -> token
+        self._lock = threading.Lock()
+        self._connections = ConnectionLimiter() if connections is None else connections
+        context = None if identity is None else self._tls_context
+        try:
+            self._http = HttpServer(host, port, self._serve_request, connections=self._connections, context=context)
+        except OSError as error:
+            raise JobError(f"blobs cannot be served at {host}:{port} ({error}): choose another HOST:PORT") from None
+        self._http.start()
+
+    @property
+    def port(self) -> int:
+        return self._http.address[1]
+
+    def issue_token(self, device: str, ref: BlobRef, intake: BlobWriter | None = None) -> str:
+        """Return a token with which a device may fetch a blob, or upload the blob into `intake`.
+
+        A known fetch token is returned again with a full allowance, and an earlier upload token is revoked. Above
+        GRANTS_MOST tokens the oldest is revoked.
+        """
+        key = (device, ref.sha256, intake is not None)
+        with self._lock:
+            if intake is None and (known := self._tokens.get(key)) is not None:
+                self._grants[_token_digest(known)].left_bytes = _granted_bytes(ref)
+                return known
+            if len(self._grants) >= GRANTS_MOST:
+                self._remove_token(next(iter(self._tokens)))
+            self._remove_token(key)
+            token = self._tokens[key] = secrets.token_urlsafe(24)
+            self._grants[_token_digest(token)] = AccessGrant(device, ref, intake, _granted_bytes(ref))
+        return token
+
+    def revoke_token(self, device: str, sha256: str, *, put: bool) -> None:
+        with self._lock:
+            self._remove_token((device, sha256, put))
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _remove_token(self, key: tuple[str, str, bool]) -> None:
+        if (token := self._tokens.pop(key, None)) is not None:
+            self._grants.pop(_token_digest(token), None)
+
+    def _tls_context(self) -> ssl.SSLContext:
+        assert self._identity is not None
+        try:
+            return self._identity.tls_context(server=True)
+        except JobError as error:  # files that cannot be read now
+            log.error("%s", error)
+            raise OSError(str(error)) from None
+
+    def _serve_request(self, exchange: HttpExchange) -> None:
+        exchange.close_after()
+        exchange.socket.settimeout(STALL_S)
+        grant = self._require_grant(exchange)
+        if not self._connections.assign_owner(exchange.connection, grant.device, PER_BOARD):
+            raise RequestRefusedError(503, f"you have {PER_BOARD} connections open here: let one end first")
+        self._connections.begin_request(exchange.connection, grant.ref.size / LEAST_BYTES_PER_S)
+        self._transfer_blob(exchange, grant)
+
+    def _require_grant(self, request: HttpExchange) -> AccessGrant:
+        """Return the grant of the request's token. Raise RequestRefusedError if it does not allow this request."""
+        found = _PATH.match(request.path)
+        if found is None or request.method not in ("GET", "HEAD", "PUT"):
+            raise RequestRefusedError(404, "there is nothing at this address")
+        sha256 = found[1]
+        peer = common_name_of_peer(request.socket) if isinstance(request.socket, ssl.SSLSocket) else None
+        kind, _, token = request.headers.get("authorization", "").partition(" ")
+        with self._lock:
+            grant = self._grants.get(_token_digest(token)) if kind == "Bearer" else None
+        if grant is None or peer not in (None, grant.device) or grant.ref.sha256 != sha256:
+            raise RequestRefusedError(403, "this token does not open this blob for you, or not any more")
+        if (grant.intake is None) != (request.method == "GET"):
+            raise RequestRefusedError(403, "this token is for the other way")
+        if grant.intake is None and not self._allowed(grant.device, sha256):
+            raise RequestRefusedError(403, "the blob is not offered to you any more")
+        return grant
+
+    def _transfer_blob(self, request: HttpExchange, grant: AccessGrant) -> None:
+        if grant.intake is None:
+            return self._send_blob(request, grant)
+        if request.method == "HEAD":
+            turn = grant.intake.replace_writer()  # bytes of an earlier connection are refused from now on
+            due = grant.intake.next_range()
+            if due is None and not grant.intake.finished:
+                self._finish_upload(grant, grant.intake, turn)
+            return request.send_response(204, {"Upload-Offset": str(grant.ref.size if due is None else due[0])})
+        return self._receive_blob(request, grant, grant.intake)
+
+    def _send_blob(self, request: HttpExchange, grant: AccessGrant) -> None:
+        size = grant.ref.size
+        start, end = _parse_range(request.headers.get("range"), size)
+        self._charge_bytes(grant, 0)
+        if not size:
+            self._charge_bytes(grant, 1)  # an empty blob counts as one byte
+        try:
+            file = self._depot.open_blob_file(grant.ref.sha256)
+        except StoreError:
+            raise RequestRefusedError(404, "the blob is not here any more") from None
+        with open(file, "rb", buffering=0):
+            headers = {"Content-Length": str(end - start), "Accept-Ranges": "bytes"}
+            if "range" in request.headers:
+                headers["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
+            request.send_response(206 if "range" in request.headers else 200, headers, None)
+            send_file(request.socket, file, start, end - start, lambda sent: self._charge_bytes(grant, sent))
+
+    def _receive_blob(self, request: HttpExchange, grant: AccessGrant, intake: BlobWriter) -> None:
+        found = _CONTENT_RANGE.match(request.headers.get("content-range", ""))
+        if not request.size or found is None:
+            raise RequestRefusedError(411, "say by Content-Length and Content-Range how many bytes come, and which")
+        start, end, size = int(found[1]), int(found[2]) + 1, int(found[3])
+        turn, due = intake.replace_writer(), intake.next_range()
+        if due is None or (start, end, size) != (due[0], grant.ref.size, grant.ref.size) or end - start != request.size:
+            raise RequestRefusedError(409, "these are not the bytes that are due")
+        self._charge_bytes(grant, 0)
+
+        def write_piece(piece: memoryview) -> None:
+            intake.write(piece, turn)
+            self._charge_bytes(grant, len(piece))
+
+        self._finish_upload(grant, intake, turn, lambda: read_pieces(request.open_body(), end - start, write_piece))
+        request.send_response(204)
+
+    def _finish_upload(
+        self, grant: AccessGrant, intake: BlobWriter, turn: int, receive: Callable[[], None] = lambda: None
+    ) -> None:
+        """Call `receive`, finish the upload and report its end or failure. Refuse the request after a failure."""
+        key = (grant.device, grant.ref.sha256)
+        try:
+            receive()
+            intake.finish(turn)
+        except WriterClosedError as error:
+            raise RequestRefusedError(409, str(error)) from None
+        except (ContentError, StoreError) as error:
+            self._tell(close_failed_transfer(key, intake, error))
+            raise RequestRefusedError(
+                409 if isinstance(error, ContentError) else 500, "the blob was not taken"
+            ) from None
+        self._tell(TransferResult(key, intake, None))
+
+    def _charge_bytes(self, grant: AccessGrant, size: int) -> None:
+        """Subtract sent bytes from the grant or, for size 0, refuse the request if no bytes are left."""
+        with self._lock:
+            grant.left_bytes -= size
+            if grant.left_bytes <= 0 and not size:
+                raise RequestRefusedError(429, "the blob has been asked for too often")
+
+
+def _granted_bytes(ref: BlobRef) -> int:
+    return AGAIN_MOST * max(ref.size, 1)
+
+
+def _parse_range(asked: str | None, size: int) -> tuple[int, int]:
+    """Return the start and end of the bytes that a Range header requests, or of the whole blob without one."""
+    if asked is None:
+        return 0, size
+    found = _RANGE.match(asked)
+    start, end = (int(found[1]), min(int(found[2] or size) + 1, size)) if found else (size, size)
+    if start >= end:
+        raise RequestRefusedError(416, "one range of bytes within the blob, please")
+    return start, end
+
+
+def _token_digest(token: str) -> str:
+    # Tokens are looked up by their digest, so that the time of a look-up reveals nothing about them.
+    return hashlib.sha256(token.encode("latin-1", "replace")).hexdigest()
+
+
+JOBS_MOST: Final = 8  # transfers with a backend at once
+
+
+class BlobBackend(Protocol):
+    """Store of blobs outside fedquilt, such as a bucket. No call blocks.
+
+    A package registers one by an entry point in the group `fedquilt.blobs`: a function that takes the address in
+    `--blobs-backend NAME=ADDRESS` and returns an `OpenBackend`.
+    """
+
+    def download_locations(self, device: str, ref: BlobRef) -> tuple[BlobLocation, ...]:
+        """Return the locations from which a device can fetch a blob now."""
+
+    def upload_locations(self, device: str, ref: BlobRef) -> tuple[BlobLocation, ...]:
+        """Return the locations to which a device can upload a blob now."""
+
+    def uploaded_locations(self, device: str, ref: BlobRef) -> tuple[BlobLocation, ...]:
+        """Return the upload locations of a device, for the coordinator to fetch from."""
+
+    def delete_upload(self, key: Key) -> None:
+        """Delete a device's upload, which is fetched or cancelled."""
+
+    def take_ready_blobs(self) -> list[Key]:
+        """Return the blobs with new download locations since the last call, once per waiting device."""
+
+    def handle_result(self, ended: TransferResult) -> bool:
+        """Process the result of a transfer. Return whether the backend started the transfer."""
+
+
+OpenBackend = Callable[[str, BlobStore, TransferBackend], BlobBackend]
+"""Function that opens a backend, from the fleet's name, the blob store and the runner of the backend's transfers."""
+
+
+@dataclass(frozen=True)
+class BlobLocationSettings:
+    """Settings of the locations at which the coordinator offers blobs.
+
+    Args:
+        listen: The address of the coordinator's own server, HOST:PORT, or None for no server.
+        url: The URL of this server as devices reach it, or None for the host of `listen`.
+        open_backend: The function that opens the backend of an outside package, or None for no backend.
+        ca: The authority of the backend's certificate, in addition to those of the system.
+        limits: The limits on connections to the own server.
+    """
+
+    listen: str | None = None
+    url: str | None = None
+    open_backend: OpenBackend | None = None
+    ca: Path | None = None
+    limits: ConnectionLimits = ConnectionLimits()
+
+    def __post_init__(self) -> None:
+        if self.listen is not None:
+            host, _ = open_metrics.parse_listen_address(self.listen)
+            if self.url is None and _is_wildcard_address(host):
+                raise JobError(
+                    f"--blobs-http {self.listen} listens at every address of this machine, and boards need one: name "
+                    "it by --blobs-url, for instance https://coordinator.site:8443"
+                )
+        if self.url is not None:
+            _require_server_url(self.url, self.listen is not None)
+
+    def server_url(self, port: int, *, sealed: bool) -> str:
+        """Return `url` or, without one, the listen address with `port`. The result has no trailing slash."""
+        scheme = "https" if sealed else "http"
+        if self.url is None:
+            host, _ = open_metrics.parse_listen_address(self.listen or "")
+            return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        if not self.url.startswith(f"{scheme}://"):
+            why = "the coordinator has a certificate" if sealed else "the coordinator has no certificate (--cert)"
+            raise JobError(f"--blobs-url {self.url}: {why}, so write {scheme}://")
+        return self.url.rstrip("/")
+
+
+class BlobLocationProvider(TransferBackend):
+    """Transfers through the coordinator's own server and the backend of an outside package."""
+
+    def __init__(
+        self,
+        where: BlobLocationSettings,
+        depot: BlobStore,
+        allowed: Callable[[str, str], bool],
+        identity: LinkIdentity | None = None,
+        fleet: str = "fleet",
+    ) -> None:
+        super().__init__(identity, where.ca, most=JOBS_MOST)
+        self._backend = None if where.open_backend is None else where.open_backend(fleet, depot, self)
+        self._first_own: dict[Key, int] = {}  # uploads -> index of the first place that is the own server
+        self._server: BlobServer | None = None
+        self._base = ""
+        if where.listen is not None:
+            host, port = open_metrics.parse_listen_address(where.listen)
+            self._server = BlobServer(
+                host, port, depot, allowed, self.add_result, identity, ConnectionLimiter(where.limits)
+            )
+            try:
+                self._base = where.server_url(self._server.port, sealed=identity is not None)
+            except JobError:
+                self._server.close()
+                raise
+
+    @property
+    def server_address(self) -> str:
+        return self._base
+
+    def download_locations(self, device: str, ref: BlobRef) -> tuple[BlobLocation, ...]:
+        """Return the backend's locations, then the own server's."""
+        return (
+            *(self._backend.download_locations(device, ref) if self._backend else ()),
+            *self._own_locations(device, ref, None),
+        )
+
+    def upload_locations(self, device: str, intake: BlobWriter) -> tuple[BlobLocation, ...]:
+        stored = self._backend.upload_locations(device, intake.ref) if self._backend else ()
+        self._first_own[device, intake.ref.sha256] = len(stored)
+        return (*stored, *self._own_locations(device, intake.ref, intake))
+
+    def uploaded_locations(self, device: str, ref: BlobRef, source: int) -> tuple[BlobLocation, ...]:
+        """Return where the backend stores an upload, or nothing if location `source` is the own server."""
+        if self._backend is None or source >= self._first_own.get((device, ref.sha256), 0):
+            return ()
+        return self._backend.uploaded_locations(device, ref)
+
+    def take_ready_blobs(self) -> list[Key]:
+        return [] if self._backend is None else self._backend.take_ready_blobs()
+
+    def take_results(self) -> list[TransferResult]:
+        """Return the results of transfers that the backend has not started."""
+        found = super().take_results()
+        return found if self._backend is None else [each for each in found if not self._backend.handle_result(each)]
+
+    def close_locations(self, key: Key) -> None:
+        self._first_own.pop(key, None)
+        if self._backend is not None:
+            self._backend.delete_upload(key)
+        if self._server is not None:
+            self._server.revoke_token(*key, put=True)
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    def _own_locations(self, device: str, ref: BlobRef, intake: BlobWriter | None) -> tuple[BlobLocation, ...]:
+        if self._server is None:
+            return ()
+        token = self._server.issue_token(device, ref, intake)
+        start = 0 if intake is None else intake.at
+        return (BlobLocation(url=f"{self._base}/blobs/{ref.sha256}", token=token, start=start),)
+
+
+def _is_wildcard_address(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
+def _require_server_url(url: str, listens: bool) -> None:
+    try:
+        parts = split_http_url(url)
+        fits = not parts.query and not parts.fragment and parts.path in ("", "/")
+    except ValueError:
+        fits = False
+    if not fits:
+        raise JobError(f"--blobs-url {url}: write the server's address as http[s]://HOST[:PORT]")
+    if not listens:
+        raise JobError("--blobs-url says how boards reach the server of --blobs-http: give that too")

@@ -1,0 +1,325 @@
+"""Blobs of a job: its bundle, its method states, its updates and their partial aggregates.
+
+A blob that is missing or damaged is rebuilt from the event log, requested again from its device, or reported as an
+error.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeVar
+
+from fedquilt.arrays import safetensors_files, tensors
+from fedquilt.arrays.lazy_arrays import ScratchFile
+from fedquilt.blobs.chunks import DamagedBlobError
+from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.coordinator.rounds.events import JobState, RoundCommitted, UpdatesAggregated
+from fedquilt.coordinator.settings import JobSettings, create_initial_state
+from fedquilt.core import (
+    BlobRef,
+    Bundle,
+    DeviceUpdate,
+    DeviceView,
+    JobError,
+    Method,
+    StoreError,
+    Tensors,
+    Update,
+    UpdateError,
+)
+from fedquilt.formats import job_bundle
+from fedquilt.host.disk import DESCRIPTORS, Disk, PathInfo, Place, disk_errors
+from fedquilt.wire import Claim
+
+WHOLE_BYTES: Final = 1 << 20  # tensors up to this are in memory as bytes when they are read or stored
+
+_HOME: Final = "the home"
+
+T = TypeVar("T")
+
+log = logging.getLogger("fedquilt.coordinator")
+
+
+class LostUpdateError(JobError):
+    def __init__(self, device: str, reason: str) -> None:
+        super().__init__(f"{device}'s update: {reason}")
+        self.device, self.reason = device, reason
+
+
+class UnreadableError(StoreError):
+    """Error for a failed disk read of a job's data. A later attempt may succeed.
+
+    Args:
+        what: The data that cannot be read, and their owner.
+        error: The error of the disk.
+        again: The sha256 of a blob that can be rebuilt or requested again, else "".
+        place: The folder that must be readable before the job can continue.
+        lasts: Whether the job waits without a limit, because no file descriptor is left.
+    """
+
+    def __init__(
+        self, what: str, error: StoreError, again: str = "", place: str = _HOME, *, lasts: bool = False
+    ) -> None:
+        super().__init__(f"{what} cannot be read: {error}")
+        self.what, self.again, self.place = what, again, place
+        self.lasts = lasts or _find_descriptor_error(error) is not None
+
+    def format_fix(self, run: str) -> str:
+        back = " or put a backup back (`fedquilt backup restore`)" if self.place == _HOME else ""
+        return f"move {self.place} to another disk{back}, then `fedquilt resume {run}`"
+
+
+@contextmanager
+def convert_read_errors(what: str, again: str = "", place: str = _HOME) -> Iterator[None]:
+    try:
+        yield
+    except (tensors.NoStateError, UnreadableError):
+        raise
+    except StoreError as error:
+        raise UnreadableError(what, error, again, place) from None
+
+
+def suspension_reason(error: BaseException) -> UnreadableError | None:
+    """Return why an error suspends its job, or None if the error does not concern the disk."""
+    if isinstance(error, UnreadableError):
+        return error
+    if (lack := _find_descriptor_error(error)) is None:
+        return None
+    why = StoreError(f"{lack.strerror}; raise the limit on open files (LimitNOFILE, ulimit -n)")
+    return UnreadableError("a file of the job", why, lasts=True)
+
+
+def _find_descriptor_error(error: BaseException | None) -> OSError | None:
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in DESCRIPTORS:
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _convert_blob_read_errors(what: str, ref: BlobRef, again: bool) -> AbstractContextManager[None]:
+    return convert_read_errors(f"{what} ({ref.sha256[:12]})", ref.sha256 if again else "")
+
+
+class _BlobReadDisk(Disk):
+    """Disk whose read errors name the blob and the devices it came from."""
+
+    def __init__(self, disk: Disk, naming: Callable[[], AbstractContextManager[None]]) -> None:
+        self._disk, self._naming = disk, naming
+
+    def stat(self, path: Place) -> PathInfo | None:
+        with self._naming(), disk_errors(f"read {path}"):
+            return self._disk.stat(path)
+
+    def read(self, path: Place, offset: int = 0, size: int | None = None) -> bytes:
+        with self._naming(), disk_errors(f"read {path}"):
+            return self._disk.read(path, offset, size)
+
+    def read_into(self, path: Place, buffer: Any, offset: int) -> int:
+        with self._naming(), disk_errors(f"read {path}"):
+            return self._disk.read_into(path, buffer, offset)
+
+
+def load_update(depot: BlobStore, update: Update, *, lazily: bool = False) -> DeviceUpdate:
+    """Return an update, with its tensors in memory or, `lazily`, read from disk each time they are used.
+
+    Raises:
+        LostUpdateError: If a blob of the update is missing or damaged.
+        UnreadableError: If the disk fails.
+        UpdateError: If a bundle is no safetensors blob, or contains values that are not finite and are in memory.
+    """
+    bundles: dict[str, Tensors] = {}
+    for name, ref in update.bundles.items():
+        naming = partial(_convert_blob_read_errors, f"{update.device}'s update", ref, again=True)
+        with naming():
+            found = depot.verified_path(ref.sha256) if lazily else depot.load(ref.sha256)
+        if found is None:
+            raise LostUpdateError(update.device, f"blob {ref.sha256[:12]} is gone from {depot.folder}, or damaged")
+        if isinstance(found, bytes):
+            bundles[name] = tensors.decode_tensors(found)
+            tensors.require_finite(bundles[name])
+        else:
+            bundles[name] = safetensors_files.SafetensorsReader(found, _BlobReadDisk(depot.disk, naming))
+    return DeviceUpdate(update.device, update.round, update.weight, update.metrics, bundles)
+
+
+def load_partial_aggregate(depot: BlobStore, folded: UpdatesAggregated, kind: type, room: ScratchFile) -> Any:
+    """Return the stored partial aggregate of an event, in the scratch file if large.
+
+    Raises:
+        LostUpdateError: If the partial aggregate is missing, damaged or from another version, and its updates are lost
+            too.
+        UnreadableError: If the disk fails.
+    """
+    told = f"the sum {folded.sum.sha256[:12]} of {len(folded.devices)} updates"
+    try:
+        large = partial(safetensors_files.read_accumulator, kind=kind, disk=depot.disk, room=room)
+        with _convert_blob_read_errors(f"the sum of {len(folded.devices)} updates", folded.sum, again=True):
+            if (found := _load_object(depot, folded.sum, kind, large)) is not None:
+                return found
+    except tensors.NoStateError as error:
+        log.warning("%s cannot be used: %s", told, error)
+    raise LostUpdateError(folded.devices[0], f"{told} is gone from {depot.folder}, or damaged")
+
+
+def _load_object(depot: BlobStore, ref: BlobRef, kind: type[T], large: Callable[[str], T]) -> T | None:
+    if ref.size > WHOLE_BYTES:
+        path = depot.verified_path(ref.sha256)
+        return None if path is None else large(path)
+    payload = depot.load(ref.sha256)
+    return None if payload is None else tensors.unpack_state(payload, kind)
+
+
+def warn_of_rolled_back_log(rounds: JobState, job: str, device: str, claim: Claim, reported: set[str]) -> None:
+    """Log a warning, once per job, if a device has counted a round that the event log lacks."""
+    if claim.counted is None or job in reported or (claim.job, claim.round) != (job, rounds.round):
+        return
+    if device not in rounds.asked or device in rounds.lost:
+        return
+    reported.add(job)
+    log.warning(
+        "%s has counted round %d of %s, whose log here is at round %d: this home is an older copy, or has lost its "
+        "end; the job goes on from its log, and what devices know beyond does not count",
+        *(device, claim.counted + 1, job, rounds.round + 1),
+    )
+
+
+def convert_bundle_read_errors(run: str, folder: Path) -> AbstractContextManager[None]:
+    return convert_read_errors(f"the bundle of {run}", place=f"the bundle {folder}")
+
+
+def open_bundle(run: str, folder: Path, content: str, depot: BlobStore) -> Bundle:
+    """Return the bundle of a run. Files are read on first use."""
+    with convert_bundle_read_errors(run, folder):
+        return job_bundle.load_bundle(folder, depot.disk, content)
+
+
+def restore_bundle_files(run: str, depot: BlobStore, folder: Path, files: Mapping[str, BlobRef]) -> None:
+    """Store the files of a run's bundle that are missing or damaged in the blob store."""
+    for name, ref in files.items():
+        if not depot.has_blob(ref):
+            with convert_bundle_read_errors(run, folder):
+                path = job_bundle.verify_file(folder, ref, depot.disk)
+            try:
+                depot.store_file(path, ref)
+            except DamagedBlobError as error:  # it has changed since
+                raise JobError(f"{folder}: file {name!r} cannot be used ({error}): prepare it anew") from None
+
+
+def base_tensors(depot: BlobStore, update: Update, sent: Set[str], name: str) -> Tensors | None:
+    """Return the float32 tensors that a bundle's differences are relative to, or None for a full bundle.
+
+    Each tensor is read when it is used. `sent` are the sha256 of the blobs that the running round has sent.
+    """
+    sha256 = update.bases.get(name)
+    if sha256 is None:
+        return None
+    naming = partial(convert_read_errors, f"what {update.device}'s update has moved from ({sha256[:12]})", sha256)
+    with naming():
+        path = depot.verified_path(sha256) if sha256 in sent else None
+    if path is None:
+        raise UpdateError(f"bundle {name!r} has moved from {sha256[:12]}, which this round has not sent")
+    return safetensors_files.FloatReader(path, _BlobReadDisk(depot.disk, naming))
+
+
+def store_tensors(
+    depot: BlobStore,
+    given: Tensors,
+    metadata: dict[str, str] | None = None,
+    put: Callable[[bytes], BlobRef] | None = None,
+) -> BlobRef:
+    """Store tensors as one blob. Large tensors are never in memory as bytes."""
+    if tensors.total_bytes([given]) <= WHOLE_BYTES:
+        return (put or depot.store_bytes)(tensors.encode_tensors(given, metadata))
+    return depot.store_written(lambda path: safetensors_files.write_safetensors(path, given, metadata, depot.disk))
+
+
+Encoded = dict[int, tuple[Tensors, BlobRef]]  # bundles that are stored, by their identity
+
+
+class CommitResult(NamedTuple):
+    fact: RoundCommitted
+    state: Any  # as it is stored
+    encoded: Encoded  # bundles that all devices are sent next
+
+
+def encode_common_bundles(method: Method, state: Any, ref: BlobRef, depot: BlobStore) -> Encoded:
+    """Store the bundles that all devices receive of a large state, or none if devices receive different ones."""
+    if ref.size <= WHOLE_BYTES or not method.common_task:
+        return {}
+    order = method.send(state, DeviceView("", None))
+    made = [value for value in order.bundles.values() if not isinstance(value, BlobRef)] if order else []
+    return {id(value): (value, store_tensors(depot, value)) for value in made}
+
+
+class LoadedState(NamedTuple):
+    ref: BlobRef
+    state: Any  # as it is stored
+    settles: bool  # whether the method has evaluation rounds, for a new job
+    encoded: Encoded  # what all devices are sent of the state
+
+
+class ModelStates:
+    """Method states of a job. A worker may use them while the loop does not.
+
+    Every method raises JobError or ModelError if the bundle is invalid or the state is lost, UnreadableError if the
+    disk fails while reading, and StoreError if the blob store cannot be written.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        job: JobSettings,
+        method: Method,
+        bundle: Bundle,
+        folder: Path,
+        depot: BlobStore,
+        lazy_bytes: float,
+    ) -> None:
+        self._run, self._job, self._method, self._depot, self._lazy_bytes = run, job, method, depot, lazy_bytes
+        self._bundle, self._folder = bundle, folder
+
+    def load_starting_state(self, rounds: JobState) -> LoadedState:
+        """Store missing bundle files and load the current state, which is created for a new job."""
+        restore_bundle_files(self._run, self._depot, self._folder, self._bundle.files)
+        ref = rounds.state or store_tensors(self._depot, *tensors.split_state(self._create_initial_state()))
+        state = self.load_state(ref, rounds.round, again=not rounds.round)  # what is stored, also of a new job
+        settles = self._method.settle is not None and self._method.settle.wanted(state)
+        return LoadedState(ref, state, settles, encode_common_bundles(self._method, state, ref, self._depot))
+
+    def load_state(self, ref: BlobRef, round: int, *, again: bool) -> Any:
+        """Return a stored state. A lost state is made again from the bundle, before round 1, and stored.
+
+        Args:
+            ref: The reference of the state.
+            round: The round that begins or ends with the state.
+            again: Whether the origin of the state is available, so that a lost state can be stored again.
+        """
+        run, kind, depot = self._run, self._method.state, self._depot
+        what = f"the state of {run} ({ref.sha256[:12]})"
+        try:
+            naming = partial(_convert_blob_read_errors, f"the state of {run}", ref, again)
+            disk = _BlobReadDisk(depot.disk, naming)
+            large = partial(safetensors_files.read_state, kind=kind, disk=disk, lazy_bytes=self._lazy_bytes)
+            with naming():
+                found = _load_object(depot, ref, kind, large)
+            if found is not None:
+                return found
+            made = None if round else self._create_initial_state()
+            if made is None or depot.store_bytes(packed := tensors.pack_state(made)) != ref:
+                raise JobError(
+                    f"{what} is gone from {depot.folder}, or damaged, and cannot be made again from its log: put back "
+                    "a copy of the whole home, or run the job anew"
+                )
+            log.warning("%s was gone or damaged: it is made again", what)
+            return tensors.unpack_state(packed, kind)
+        except tensors.NoStateError as error:
+            raise JobError(f"{what} cannot be read ({error}): run it anew") from None
+
+    def _create_initial_state(self) -> Any:
+        with convert_bundle_read_errors(self._run, self._folder):
+            return create_initial_state(self._job, self._bundle, self._method)
