@@ -321,19 +321,6 @@ def test_a_full_disk_is_said_once_and_noting_goes_on_afterwards(watched, monkeyp
     assert watched.stored().board == "Orin"
 
 
-def test_it_is_read_while_it_is_written(watched):
-    watched.say("a", PROFILE)
-    watched.wait(SOON_S)
-    with TelemetryStore(watched.home) as reader:
-        writer = sqlite3.connect(watched.home / device_status.NAME, isolation_level=None)
-        writer.execute("begin immediate")
-        writer.execute("delete from boards")
-        assert [each.device for each in reader.load_statuses()] == ["a"]
-        writer.execute("commit")
-        writer.close()
-        assert reader.load_statuses() == []
-
-
 def test_a_row_that_cannot_be_read_hides_no_other(watched):
     watched.say("a", PROFILE)
     watched.say("b", msgspec.structs.replace(PROFILE, device="b"))

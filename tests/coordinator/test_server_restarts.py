@@ -8,7 +8,6 @@ from by_hand import TABLE, Stage, ones
 from fedquilt import methods, wire
 from fedquilt.arrays import tensors
 from fedquilt.cli import main
-from fedquilt.coordinator import settings
 from fedquilt.coordinator.fleet.registry import RETURN_S
 from fedquilt.coordinator.jobs.job import RunningJob
 from fedquilt.coordinator.rounds.events import (
@@ -19,7 +18,7 @@ from fedquilt.coordinator.rounds.events import (
     RoundRetried,
     UpdateAccepted,
 )
-from fedquilt.coordinator.views import event_messages, round_outcomes
+from fedquilt.coordinator.views import event_messages
 from fedquilt.host.disk import Disk
 from fedquilt.models.local_training import NetworkState
 from fedquilt.transport.memory_link import MemoryBroker
@@ -36,24 +35,6 @@ def test_a_coordinator_that_dies_mid_round_continues_the_round(stage):
     b.answer(ones(3.0))
     stage.play()
     assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a", "b"]
-    assert stage.told(JobEnded)[0].status == "done"
-
-
-def test_a_restart_whose_boards_wills_are_published_commits_with_all_of_them(stage):
-    hands = [stage.hand(name) for name in "abcde"]
-    stage.play()
-    for hand in hands[1:]:
-        hand.say("presence", wire.Presence(online=False, boot="1"), retain=True)
-    stage.restart()
-    stage.play()
-    hands[0].answer(ones(1.0))
-    stage.play(25.0)  # longer than a grace
-    assert stage.told(RoundCommitted) == []
-    for hand in hands[1:]:
-        hand.say("presence", wire.Presence(online=True, boot="1"), retain=True)
-        hand.answer(ones(6.0))
-    stage.play()
-    assert sorted(fact.update.device for fact in stage.told(UpdateAccepted)) == list("abcde")
     assert stage.told(JobEnded)[0].status == "done"
 
 
@@ -95,56 +76,6 @@ def test_a_predicted_deadline_outlives_the_coordinator(tmp_path):
     a.answer(ones())
     stage.play()
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
-
-
-def test_who_there_was_to_choose_from_outlives_the_coordinator(tmp_path):
-    stage = Stage(tmp_path, rounds=2, cohort={"size": 1, "min_devices": 3})
-    hands = {name: stage.hand(name) for name in "abc"}
-    stage.play()
-    (asked,) = stage.told(CohortSelected)
-    before = stage.server.find_job(stage.job).rounds
-    assert before.eligible == {"a", "b", "c"}
-    stage.restart()
-    stage.play()
-    after = stage.server.find_job(stage.job).rounds
-    assert (after.eligible, after.since, after.passed) == (before.eligible, before.since, before.passed)
-    hands[asked.devices[0]].answer(ones())
-    stage.play()
-    told = round_outcomes.load_outcomes(stage.store, stage.job).found[0]
-    assert sorted(part.text for part in told.values()) == [
-        "not drawn: place 2 of 3, 1 selected",
-        "not drawn: place 3 of 3, 1 selected",
-        "update received",
-    ]
-
-
-def test_a_run_leaves_alone_what_an_interrupted_one_still_needs(tmp_path):
-    stage = Stage(tmp_path)
-    a, _ = stage.hand("a"), stage.hand("b")
-    stage.play()
-    a.answer(ones(3.0))
-    stage.play()
-    stage.store.set_status(stage.job, "stopping")
-    stage.play()
-    first, needed = stage.job, stage.store.referenced_blobs()
-    assert len(needed) == 2
-
-    stage.job = stage.store.add_job(settings.parse_job(TABLE), tmp_path / "bundle")
-    stage.restart()
-    stage.play()
-    for hand in stage.hands:
-        hand.answer(ones())
-    stage.play()
-    assert [fact.status for fact in stage.told(JobEnded)] == ["stopped", "done"]
-    assert all(stage.store.depot.blob_path(sha256) for sha256 in needed)
-
-    stage.job = first
-    stage.store.set_status(first, "running")
-    stage.restart()
-    stage.play()
-    stage.hands[1].answer(ones(5.0))
-    stage.play()
-    assert stage.store.stored_status(first) == "done"
 
 
 @pytest.mark.parametrize("served", [True, False])
