@@ -193,21 +193,6 @@ def test_a_board_that_was_silent_is_online_to_the_next_coordinator_until_it_does
     assert (watched.stored().online, watched.stored().silent) == (True, False)
 
 
-def test_a_board_is_removed_by_request_until_its_next_message(watched):
-    watched.say("a", wire.Presence(online=True, boot="1"), Telemetry(power_w=1.0))
-    watched.wait(LATER_S)
-    with TelemetryStore(watched.home, writes=True) as store:
-        store.request_removal(["a"])
-    watched.wait(1.0)
-    assert (watched.noted.take_removed_devices(), watched.noted.take_removed_devices()) == (["a"], [])
-    with TelemetryStore(watched.home) as store:
-        assert store.load_statuses() == []
-        assert store.load_readings("a", watched.now - 100, watched.now) == []
-    watched.say("a", wire.Presence(online=True, boot="1"))
-    watched.wait(SOON_S)
-    assert watched.stored().online
-
-
 def test_readings_become_coarser_with_age_and_end(watched):
     watched.now = 1_800_000_000.0 // 3600 * 3600
     began = int(watched.now)

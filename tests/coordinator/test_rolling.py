@@ -227,34 +227,6 @@ def test_a_board_that_says_nothing_is_waited_for_no_longer_because_coordinators_
     assert ground.state(id).status == "done"
 
 
-def test_a_board_that_falls_silent_with_the_new_model_has_failed(ground):
-    ground.fleet(4, lambda device, release: "soaking")
-    id = ground.deploy(canary=0.5, phases=(1.0,), patience_s=60.0)
-    ground.play(10.0)
-    offered = sorted(ground.state(id).offered)
-    by_name = {board.name: board for board in ground.boards}
-    by_name[offered[0]].go()
-    by_name[offered[1]].judge = good
-    by_name[offered[1]].tell(next(filter(None, by_name[offered[1]].releases)), "committed")
-    ground.play(200.0)
-    assert ground.state(id).status == "aborted"
-    assert f"{offered[0]} fell silent" in ground.state(id).reason
-    assert len(ground.ever()) == 2
-
-
-def test_a_new_board_gets_the_latest_of_the_rollouts_that_are_done(ground):
-    ground.fleet(3)
-    first = ground.deploy(MODEL, name="first")
-    ground.play(30.0)
-    ground.deploy(OTHER, name="second")
-    ground.play(30.0)
-    (board,) = ground.fleet(1)
-    ground.play()
-    assert {release.name for release in board.releases if release} == {"second"}
-    assert board.name not in ground.state(first).offered
-    assert len(ground.having(OTHER)) == 4
-
-
 def test_a_board_that_has_refused_a_later_rollout_is_not_offered_an_earlier_one(ground):
     boards = ground.fleet(2, lambda device, release: "refused" if release.name == "bad" else "committed")
     first = ground.deploy(MODEL, name="first")

@@ -18,7 +18,6 @@ from fedquilt.coordinator.rounds.events import (
     EligibilityRecorded,
     JobEnded,
     RoundCommitted,
-    TaskDeclined,
     UpdateAccepted,
     UpdateRejected,
 )
@@ -125,27 +124,6 @@ def test_a_device_is_answered_when_the_fact_of_its_update_is_written(stage, monk
     assert written == [{"a", "b"}] * 2
 
 
-def test_a_board_that_declines_for_memory_is_not_asked_in_the_rounds_after(tmp_path):
-    stage = Stage(tmp_path, rounds=4)
-    a, b = stage.hand("a"), stage.hand("b")
-    stage.play()
-    a.say("claim", wire.Claim(job=stage.job, round=0, attempt=0, accepted=False, code="memory", reason="too big"))
-    b.answer(ones())
-    stage.play()
-    stage.restart()
-    stage.play()
-    b.answer(ones())
-    stage.play()
-    assert [fact.devices for fact in stage.told(CohortSelected)] == [("a", "b"), ("b",), ("b",)]
-    assert round_outcomes.load_outcomes(stage.store, stage.job).found[1]["a"].code == "memory"
-    profile = Profile(
-        device="a", board="hand", memory_bytes=1 << 30, budget_bytes=1 << 30, engines=("numpy",), versions={}
-    )
-    a.say("profile", profile, retain=True)
-    stage.play()
-    assert [fact.devices for fact in stage.told(CohortSelected)[3:]] == [("a",)]
-
-
 def test_what_is_held_for_sending_does_not_grow_with_devices(stage, monkeypatch):
     stage.hand("a")
     stage.play()
@@ -222,20 +200,6 @@ def test_an_answer_that_counts_does_not_read_the_other_jobs_facts(stage, monkeyp
     stage.play()
     assert len(stage.told(UpdateAccepted)) == 3
     assert looked == [1]
-
-
-def test_a_task_that_somebody_emptied_at_the_broker_is_sent_again_at_once(stage):
-    a, b = stage.hand("a"), stage.hand("b")
-    stage.play()
-    a.say("claim", wire.Claim(job=a.tasks[-1].job, round=0, attempt=0, accepted=False, code="cleared"))
-    sent = len(a.tasks)
-    stage.play(0.5)
-    assert [task is not None for task in a.tasks[sent:]] == [True]
-    assert stage.told(TaskDeclined) == []
-    for hand in (a, b):
-        hand.answer(ones())
-    stage.play()
-    assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
 
 
 def test_a_board_that_is_low_or_hot_is_passed_over_until_it_is_not(tmp_path):

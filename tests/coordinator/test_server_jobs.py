@@ -48,22 +48,6 @@ def test_a_stopped_job_takes_its_tasks_back_and_resumes_where_it_was(stage):
     assert len(stage.told(UpdateAccepted)) == 2
 
 
-def test_work_that_comes_while_its_job_is_stopped_is_kept_for_when_it_goes_on(stage):
-    _, b = half_answered(stage)
-    stage.store.set_status(stage.job, "stopping")
-    stage.play()
-    update = b.answer(ones())
-    stage.server.finished = False
-    stage.play()
-    assert b.acks == []
-    stage.store.set_status(stage.job, "running")
-    stage.restart()
-    stage.play()
-    b.say("update", update)
-    stage.play()
-    assert stage.store.stored_status(stage.job) == "done"
-
-
 def test_work_for_a_job_that_nobody_here_knows_is_refused(stage):
     a = stage.hand("a")
     stage.play()

@@ -216,26 +216,6 @@ def printed(home: Path) -> Any:
     return [code, out.getvalue(), error.getvalue()]
 
 
-@pytest.mark.parametrize("alive", [True, False])
-def test_who_may_only_read_a_home_sees_its_boards(user, alive):
-    home = written(user.folder / "coordinator")
-    writer = TelemetryStore(home, writes=True) if alive else None
-    if writer is not None:
-        writer.write_telemetry([WORKING], [])
-    before = sorted(path.name for path in home.iterdir())
-    assert ("boards.db-wal" in before) is alive
-    for path in (home, *home.iterdir()):
-        path.chmod(0o555 if path.is_dir() else 0o444)
-    try:
-        code, out, _ = user.does(printed, home)
-        assert (code, "orin-07" in out) == (0, True)
-        assert sorted(path.name for path in home.iterdir()) == before
-    finally:
-        home.chmod(0o755)
-        if writer is not None:
-            writer.close()
-
-
 def test_a_home_that_is_shut_to_its_viewer_is_named(user):
     home = written(user.folder / "coordinator")
     user.shut(home)
