@@ -14,7 +14,7 @@ from two_sides import noise
 
 from fedquilt import wire
 from fedquilt.arrays.lazy_arrays import ScratchFile
-from fedquilt.coordinator.background_worker import SynchronousWorker
+from fedquilt.coordinator.background_worker import BackgroundWorker
 from fedquilt.coordinator.delivery.monitoring_executor import DeviceStatusTracker, MonitoringExecutor
 from fedquilt.coordinator.rounds.events import (
     JobEnded,
@@ -349,9 +349,7 @@ class Watched(Server):
     waited = False
 
     def __init__(self, *given: Any, **more: Any) -> None:
-        super().__init__(
-            *given, worker=SynchronousWorker(large_bytes=0), limits=CoordinatorLimits(waiting_mb=0), **more
-        )
+        super().__init__(*given, worker=BackgroundWorker(large_bytes=0), limits=CoordinatorLimits(waiting_mb=0), **more)
 
     def step(self, now_s: float) -> float:
         due_s = super().step(now_s)
