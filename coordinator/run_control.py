@@ -188,7 +188,6 @@ def remove_devices(store: Store, devices: Sequence[str], *, force: bool = False)
 
 
 def queue_rollout(store: Store, plan: RolloutPlan, payload: bytes | None) -> str:
-    """Store the payload of a rollout, if any, queue the rollout, and return its id."""
     plan.require_valid()
     if payload is None:
         return store.rollouts.add_rollout(plan)

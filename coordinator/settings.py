@@ -113,7 +113,6 @@ class FleetSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     links: Texts = ()  # of boards on virtual time, taken in turn: "2MB/s 50ms"; (): transfers take no time
 
     def device_link(self, index: int) -> LinkCost:
-        """Return the simulated link of the device with this index, from 0."""
         if not self.links:
             return LinkCost()
         try:
@@ -122,7 +121,6 @@ class FleetSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
             raise JobError(f"[fleet] links: {error}") from None
 
     def device_labels(self, index: int) -> tuple[str, ...]:
-        """Return the labels of the device with this index, from 0."""
         return labels.parse_labels(labels.split_words(self.labels[index % len(self.labels)])) if self.labels else ()
 
     def count_selected_devices(self, cohort: CohortSettings, devices: int) -> int:
@@ -287,7 +285,6 @@ def _require_params_in_table(table: Mapping[str, Any]) -> None:
 
 
 def parse_params(job: JobSettings) -> Any:
-    """Return the validated parameters of the job's method."""
     method = methods.load(job.method)
     if job.engine not in (None, *method.engines, *plugins.plugin_names("engine")):
         raise JobError(f"engine = {job.engine!r}: {job.method} runs on {' or '.join(method.engines)}")
@@ -369,7 +366,6 @@ class RetentionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
     @property
     def older_than_s(self) -> float | None:
-        """Value of `older_than` in seconds, or None."""
         if self.older_than is None:
             return None
         try:
@@ -413,7 +409,6 @@ NUMPY_TRAINS: Final = "mlp"  # the only network of edge_agent/engines/numpy/engi
 
 
 def create_initial_state(job: JobSettings, made: Bundle, method: Method | None = None) -> Any:
-    """Validate a job with its bundle, and return the initial state of its method."""
     method = method or methods.load(job.method)
     if job.check.every and method.check is None:
         raise JobError(f"[check] every: {job.method} has no evaluation of its own; leave it 0")

@@ -54,15 +54,10 @@ class AccessGrant:
 
 
 class BlobServer:
-    """HTTP(S) server of a blob store, in separate threads. Listens until `close`.
+    """HTTP(S) server of a blob store, in separate threads. Listens until `close`. Port 0 selects a free port.
 
-    Args:
-        host, port: Address to listen on. Port 0 selects a free port.
-        depot: Blob store.
-        allowed: Returns whether a device may fetch a blob now, given the ids of both.
-        tell: Called with the end of each upload, in another thread.
-        identity: Certificates of the fleet. Without them the server uses no TLS, and a token is sufficient.
-        connections: Limits on the connections.
+    `allowed` returns whether a device may fetch a blob now, given the ids of both. `tell` gets the end of each upload,
+    in another thread. Without the certificates of an identity, a token is sufficient.
     """
 
     def __init__(
@@ -351,7 +346,6 @@ class BlobLocationProvider(TransferBackend):
         return self._base
 
     def download_locations(self, device: str, ref: BlobRef) -> tuple[BlobLocation, ...]:
-        """Return the backend's locations, then the own server's."""
         return (
             *(self._backend.download_locations(device, ref) if self._backend else ()),
             *self._own_locations(device, ref, None),

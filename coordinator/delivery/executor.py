@@ -201,16 +201,8 @@ class LinkExecutor:
     """Executor for devices that are connected through a broker.
 
     A task is a retained message, which is repeated until the device claims the task. Blobs are sent in chunks
-    (`fedquilt.blobs.transfer.transfers`).
-
-    Args:
-        link: Link to the broker.
-        fleet: Name of the fleet.
-        depot: Store of the blobs that devices fetch and upload.
-        epoch: Number of this start of the coordinator.
-        identity: Identity that signs the messages, or None. With an identity, only messages of authenticated devices
-            are accepted.
-        where: Locations besides the broker where blobs are transferred.
+    (`fedquilt.blobs.transfer.transfers`), or at the locations `where`. With an identity, messages are signed, and only
+    those of authenticated devices are accepted.
     """
 
     def __init__(
@@ -366,7 +358,6 @@ class LinkExecutor:
         self._link.close()
 
     def _handle_or_decode_message(self, message: Message, now_s: float) -> Said | None:
-        """Return the sender and the message, or None if the message is invalid or handled already."""
         try:
             route = wire.parse_topic(message.topic)
             if route.direction != "up":

@@ -125,7 +125,6 @@ class RunningJob:
         self._reset_round_caches()
 
     def record_event(self, fact: events.AnyEvent, now_s: float) -> None:
-        """Write an event to the log, then apply the event."""
         after = events.apply_event(self.rounds, fact, now_s)
         self._store.append_event(self.id, fact)
         self._apply_event(fact, after)

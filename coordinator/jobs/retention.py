@@ -41,8 +41,6 @@ log = logging.getLogger("fedquilt.coordinator")
 
 
 class GarbageCollector:
-    """Garbage collector of one home."""
-
     def __init__(self, store: Store, in_use: Callable[[], AbstractSet[str]] = frozenset) -> None:
         self._store, self._in_use = store, in_use
         self._candidates: set[str] = set()
@@ -98,14 +96,7 @@ def find_run(store: Store, run: str) -> StoredJob | UnreadableRow:
 
 
 def select_expired_runs(store: Store, now: float, keep: int | None, older_s: float | None) -> list[str]:
-    """Return the ids of ended runs that are not protected, oldest first. Without limits, no run is protected.
-
-    Args:
-        store: Store of the home.
-        now: Wall-clock time in seconds.
-        keep: Number of latest ended runs that are protected, or None.
-        older_s: Seconds for which a run is protected after its end, or None.
-    """
+    """Return the ids of ended runs, oldest first, but the `keep` latest and those that ended within `older_s`."""
     ended = [row for row in store.all_jobs() if row.status in ENDED]
     if keep is not None:
         ended = ended[: max(0, len(ended) - keep)]

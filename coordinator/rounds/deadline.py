@@ -113,7 +113,6 @@ Asks: TypeAlias = Mapping[str, DeviceWorkload]
 def add_update_duration(
     known: Known, update: Update, work: Mapping[str, float], took_s: float | None, expected_s: float | None
 ) -> Known:
-    """Return the known durations with that of an accepted update."""
     if took_s is None:
         return known
     usage = update.usage

@@ -65,7 +65,6 @@ class BestEvaluation(msgspec.Struct, frozen=True):
 def add_evaluation(
     best: BestEvaluation | None, sums: EvaluationSums | None, state: BlobRef | None, rounds: int, min_gain: float
 ) -> BestEvaluation | None:
-    """Return the best evaluation after one more."""
     if (main := metrics.main_metric(sums)) is None or state is None:
         return best
     metric, value = main
@@ -459,7 +458,6 @@ class JobState(msgspec.Struct, frozen=True):
 
 
 def apply_event(state: JobState, fact: AnyEvent, now_s: float) -> JobState:
-    """Return the job state after an event."""
     kind, of = type(fact).__name__, getattr(fact, "round", state.round)
     to = next_phases(kind, state.phase)
     if of != state.round:

@@ -182,7 +182,6 @@ class Rollout(msgspec.Struct, frozen=True):
 
 
 def apply_rollout_event(state: Rollout, fact: AnyRolloutEvent) -> Rollout:
-    """Return the rollout after an event."""
     if state.status not in ALLOWED[type(fact)]:
         raise JobError(f"{type(fact).__name__} cannot follow in {state.id}, which is {state.status}")
     match fact:

@@ -144,18 +144,9 @@ AGAIN_ROUNDS: Final = 10  # rounds until a device that declined for lack of memo
 
 
 class DeclineReason(NamedTuple):
-    """Properties of a reason to decline a task.
-
-    Attributes:
-        lasts: Time for which the device is not selected.
-        recurs: Whether the device would fail again with the same task, so that no attempt is spent on it.
-        cause: The reason as part of "CAUSE in round 3 on 2 of 5 devices".
-        fix: What to do about it.
-    """
-
-    lasts: Lasts
-    recurs: bool
-    cause: str
+    lasts: Lasts  # how long the device is not selected
+    recurs: bool  # whether the same task would fail again, so that no attempt is spent on it
+    cause: str  # as part of "CAUSE in round 3 on 2 of 5 devices"
     fix: str
 
 

@@ -111,7 +111,6 @@ def _add_database_and_blobs(store: Store, archive: _BackupArchive, snapshot: Pat
 
 
 def _copy_database(store: Store, target: Path) -> set[str]:
-    """Copy the database to a file, and return the blobs that its runs need."""
     if store.damage:
         raise StoreError(f"{store.home / DATABASE} is damaged ({store.damage}): put back an earlier backup")
     os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))

@@ -228,7 +228,6 @@ class DatabaseIdentity(NamedTuple):
 
     @staticmethod
     def from_path(path: Path) -> DatabaseIdentity:
-        """Return the identity of the database at a path."""
         found = path.stat()
         return DatabaseIdentity(found.st_dev, found.st_ino, _must_open_immutable(path))
 

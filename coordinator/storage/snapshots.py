@@ -58,8 +58,6 @@ class Snapshot(msgspec.Struct):
 
 
 class SnapshotStore:
-    """Snapshots of the jobs of a home."""
-
     def __init__(
         self,
         db: sqlite3.Connection,

@@ -61,8 +61,6 @@ def count_failure(
 
 
 class SuspendedJobs:
-    """Suspended jobs of a database."""
-
     def __init__(
         self,
         db: sqlite3.Connection,

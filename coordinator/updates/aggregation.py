@@ -144,8 +144,6 @@ Told = tuple[float, Mapping[str, float], Mapping[str, BlobRef]]  # weight, metri
 
 
 class PartialAggregate:
-    """Partial aggregate of one round."""
-
     def __init__(self, any_order: bool = False) -> None:
         self._any_order = any_order
         self.reset()
@@ -168,12 +166,7 @@ class PartialAggregate:
         self._told[device], self.total = told, total
 
     def add_pending_sum(self, given: Mapping[str, Told], total: Callable[[], Any]) -> None:
-        """Add the sum of several updates that a worker of the simulation is computing.
-
-        Args:
-            given: Fold inputs of the updates in the sum, by device.
-            total: Waits for the sum and returns it, or None if the worker failed. The updates are then folded singly.
-        """
+        """Add a sum that a worker of the simulation computes. If `total` returns None, updates are folded singly."""
         self._apart.append((dict(given), total))
 
     def merge_pending_sums(self, updates: Mapping[str, Update]) -> None:
@@ -238,14 +231,9 @@ BaseTensors = Callable[[str], Tensors | None]
 
 
 class Aggregator:
-    """Aggregation of one running round.
+    """Aggregation of one running round, from the state at its start, for the part of the method whose tasks it sends.
 
-    Args:
-        depot: The blob store with the updates.
-        half: The part of the method whose tasks the round sends.
-        state: The method state at the start of the round.
-        job: The settings of the job.
-        large: Whether exact partial aggregates of large tensors stay on disk. Becomes True with the first large update.
+    With `large`, from the first large update on, exact partial aggregates stay on disk.
     """
 
     def __init__(

@@ -53,12 +53,8 @@ class LostUpdateError(JobError):
 class UnreadableError(StoreError):
     """Error for a failed disk read of a job's data. A later attempt may succeed.
 
-    Args:
-        what: The data that cannot be read, and their owner.
-        error: The error of the disk.
-        again: The sha256 of a blob that can be rebuilt or requested again, else "".
-        place: The folder that must be readable before the job can continue.
-        lasts: Whether the job waits without a limit, because no file descriptor is left.
+    `again` is a blob that can be rebuilt or requested again, `place` the folder that must become readable. It `lasts`
+    while no file descriptor is left, so the job waits without a limit.
     """
 
     def __init__(

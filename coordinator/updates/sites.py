@@ -210,13 +210,7 @@ def site_aggregate_type(of: Aggregation, state: Any) -> type | None:
 
 
 def adapt_for_sites(method: Method, job: JobSettings, files: Mapping[str, BlobRef]) -> Method:
-    """Return the method for a coordinator that may have sites among its devices.
-
-    Args:
-        method: The job's method.
-        job: The settings of the job, which are sent to sites.
-        files: The files of the bundle. Files named by a state are sent with the state.
-    """
+    """Return the method for a coordinator with sites among its devices, whose tasks name files of the bundle."""
     params = {"job": msgspec.to_builtins(job)}
     settle = method.settle
     if settle is not None:
@@ -380,7 +374,6 @@ def _site_functions(half: Half, of: Callable[[SiteJobState], Any]) -> dict[str, 
 
 
 def site_state_from_task(inner: Tensors) -> SiteJobState:
-    """Return the initial state of a site's job, from the bundle of a task of the parent."""
     found = inner.get("packed", NOTHING)
     if found.dtype != np.uint8 or not found.size:
         raise UpdateError("the task of the coordinator above has no state: it has to be of this version of fedquilt")

@@ -82,7 +82,6 @@ def make_task(
     work: WorkEstimate | None = None,
     **named: Any,
 ) -> Task:
-    """Build the task of an order."""
     return Task(
         actions=actions,
         params=dict(order.params),

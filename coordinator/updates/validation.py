@@ -149,13 +149,7 @@ def limit_claims(update: Update, bounds: ClaimBounds) -> tuple[Update, str]:
 
 
 def require_plausible(update: Update, bounds: ClaimBounds, *, work: bool) -> None:
-    """Check that the metrics of an update and, if it is work, its weight are plausible.
-
-    Args:
-        update: Update as sent by the device.
-        bounds: Limits on the claims of the device.
-        work: Whether the update is to be folded. Otherwise it contains an evaluation only.
-    """
+    """Check the metrics of an update and, if it is `work` to fold and no evaluation alone, its weight."""
     require_valid_metrics(update.metrics)
     for_boards = has_site_bundles(update.bundles) or not work
     boards = bounds.right.most if bounds.right and for_boards else 1
@@ -168,7 +162,6 @@ def require_plausible(update: Update, bounds: ClaimBounds, *, work: bool) -> Non
 
 
 def require_valid_metrics(metrics: Mapping[str, float]) -> None:
-    """Check the names and values of training metrics."""
     if len(metrics) > MOST_METRICS:
         raise UpdateError(f"{len(metrics)} metrics, and {MOST_METRICS} are the most")
     for name, value in metrics.items():

@@ -97,15 +97,14 @@ def format_single_event(fact: events.AnyEvent, is_final_evaluation: bool = False
     """Return an event as text, without devices and costs. With `is_final_evaluation`, name the final evaluation."""
     if isinstance(fact, events.RoundCommitted):
         return _describe_commit(fact, is_final_evaluation, (), 0)
-    first, *more = _describe_event(fact)
-    return [first.replace(f"round {getattr(fact, 'round', -1) + 1}", FINAL, 1) if is_final_evaluation else first, *more]
+    return _describe_event(fact, FINAL if is_final_evaluation else f"round {getattr(fact, 'round', -1) + 1}")
 
 
 def _format_metrics(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {_format_number(value)}" for name, value in sorted(metrics.items()))
 
 
-def _describe_event(fact: events.AnyEvent) -> list[str]:
+def _describe_event(fact: events.AnyEvent, name: str) -> list[str]:
     match fact:
         case events.NoteRecorded():
             return [fact.said]
@@ -114,38 +113,34 @@ def _describe_event(fact: events.AnyEvent) -> list[str]:
         case events.EligibilityRecorded():
             changes = [f"{', '.join(devices)}: {selection.reason_text(c)}" for c, devices in fact.passed.items()]
             can = [f"eligible: {', '.join(fact.eligible)}"] if fact.eligible else []
-            return [
-                f"round {fact.round + 1}: {'; '.join([*can, *changes]) or 'the devices have new estimates of energy'}"
-            ]
+            return [f"{name}: {'; '.join([*can, *changes]) or 'the devices have new estimates of energy'}"]
         case events.CohortSelected():
             again = f", attempt {fact.attempt + 1}" if fact.attempt else ""
             limit = f"; deadline {fact.deadline_s:.0f} s, chosen for it" if fact.deadline_s is not None else ""
             moved = ", ".join(f"{device} {epochs}" for device, epochs in sorted(fact.epochs.items()))
-            work = [f"round {fact.round + 1}: epochs, as planned for energy: {moved}"] if moved else []
-            return [f"round {fact.round + 1}{again}: cohort {', '.join(fact.devices)}{limit}", *work, *fact.coverage]
+            work = [f"{name}: epochs, as planned for energy: {moved}"] if moved else []
+            return [f"{name}{again}: cohort {', '.join(fact.devices)}{limit}", *work, *fact.coverage]
         case events.TaskDeclined():
-            return [f"round {fact.round + 1}: {fact.device} declined ({fact.code}): {fact.reason}"]
+            return [f"{name}: {fact.device} declined ({fact.code}): {fact.reason}"]
         case events.UpdateAccepted():
             note = [fact.update.note] if fact.update.note else []
             usage = format_usage(fact.update.usage)
-            return [f"round {fact.round + 1}: update from {_describe_sender(fact.update)}: {usage}", *note]
+            return [f"{name}: update from {_describe_sender(fact.update)}: {usage}", *note]
         case events.UpdateRejected():
-            return [f"round {fact.round + 1}: update from {fact.device} refused: {fact.reason}"]
+            return [f"{name}: update from {fact.device} refused: {fact.reason}"]
         case events.UpdateLost():
-            return [
-                f"round {fact.round + 1}: update from {fact.device} is lost here, and asked for again: {fact.reason}"
-            ]
+            return [f"{name}: update from {fact.device} is lost here, and asked for again: {fact.reason}"]
         case events.UpdatesAggregated():
             count = f"{len(fact.devices)} {'update' if len(fact.devices) == 1 else 'updates'}"
-            return [f"round {fact.round + 1}: sum of {count} stored, {fact.sum.size / 1e6:.0f} MB; they are dropped"]
+            return [f"{name}: sum of {count} stored, {fact.sum.size / 1e6:.0f} MB; they are dropped"]
         case events.RoundClosed():
-            return [f"round {fact.round + 1}: closed to further updates"]
+            return [f"{name}: closed to further updates"]
         case events.DeadlineExtended():
-            return [f"round {fact.round + 1}: no quorum by the deadline; the round stays open until there is one"]
+            return [f"{name}: no quorum by the deadline; the round stays open until there is one"]
         case events.RoundRetried():
-            return [f"round {fact.round + 1}: no quorum; starting another attempt"]
+            return [f"{name}: no quorum; starting another attempt"]
         case events.AttemptResumed(passed_s=passed_s):
-            return [f"round {fact.round + 1}: the coordinator has restarted; {passed_s:.0f} s of the time limit count"]
+            return [f"{name}: the coordinator has restarted; {passed_s:.0f} s of the time limit count"]
         case events.JobEnded():
             return format_end(fact.status, fact.reason)
         case events.JobResumed():

@@ -66,7 +66,6 @@ class RolloutContext(NamedTuple):
 
 
 def load_context(home: Path, log: RolloutLog) -> RolloutContext:
-    """Return the present context of a home's rollouts."""
     with TelemetryStore(home) as store:
         boards = {board.device: board for board in store.load_statuses()}
     return RolloutContext(home, is_served(home), [kept.state for kept in log.readable_rollouts()], boards, time.time())

@@ -246,7 +246,6 @@ class RunSummary(msgspec.Struct, frozen=True):
         return RunSummary(events.JobState(events.JobConstants.from_job(job)))
 
     def with_event(self, fact: events.AnyEvent, at_s: float = 0.0, state: events.JobState | None = None) -> RunSummary:
-        """Return the summary after the next event of the run."""
         state = events.apply_event(self.state, fact, at_s) if state is None else state
         number = getattr(fact, "round", self.running.number)
         found = self if number == self.running.number else self._open_round(number)
@@ -385,10 +384,7 @@ def energy_per_point_j(points: Sequence[ProgressPoint]) -> float | None:
 def split_round_time(round: int, took_s: float, timed: Sequence[tuple[float, float]]) -> TimeBreakdown:
     """Return the use of time in a round.
 
-    Args:
-        round: The number of the round.
-        took_s: The duration measured by the coordinator, in seconds.
-        timed: For each device, at least one, the seconds from selection to update and the seconds spent on the task.
+    `timed` has, for each device, the seconds from its selection to its update and the seconds spent on the task.
     """
     lasted_s = max(took_s, *(answered_s for answered_s, _ in timed))
     compute_s = sum(wall_s for _, wall_s in timed) / len(timed)

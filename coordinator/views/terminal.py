@@ -283,8 +283,6 @@ class Console:
 
 
 class ParentCoordinator(Protocol):
-    """Connection of a site's coordinator to its parent."""
-
     def observe(self, job: events.JobView, fact: events.AnyEvent) -> None: ...
 
     def make_endpoint(self, server: Server) -> links.Endpoint: ...
@@ -307,19 +305,7 @@ def run_coordinator(
 ) -> None:
     """Run a coordinator until the job `only` has ended, or until a stop signal arrives.
 
-    Args:
-        store: The home of the coordinator.
-        link: The connection to the broker.
-        fleet: The name of the fleet.
-        console: The output.
-        only: The id of the single job to run, or None for all jobs.
-        watch: The function called once per turn. An exception in it ends the coordinator in an orderly way.
-        identity: The certificates of a signed fleet, or None. With an identity, only authenticated messages are
-            accepted.
-        metrics: The address of the metrics exporter, HOST:PORT, or None.
-        limits: The limits of the coordinator.
-        where: The locations of blobs besides the broker.
-        site: The connection to the parent, if the coordinator is a site, or None.
+    `watch` is called once per turn. An exception in it ends the coordinator in an orderly way.
     """
     if limits.sites and identity is not None:
         raise JobError(
@@ -386,14 +372,9 @@ def format_date(at_s: float) -> str:
 
 
 def print_log(store: Store, id: str, *, follow: bool = False, json: bool = False, wordy: bool = False) -> None:
-    """Print a run's events with their dates. With `follow`, print its rounds until the run has ended.
+    """Print a run's events with their dates, as JSON if wanted. With `follow`, wait until the run has ended.
 
-    Args:
-        store: The home of the run.
-        id: The id of the run.
-        follow: Whether to wait for later events.
-        json: Whether to print each event as a line of JSON.
-        wordy: Whether to print every event of a followed run too.
+    Of a followed run only rounds are printed, unless `wordy`.
     """
     row, served_s, away = store.find_job(id), -math.inf, False  # when a coordinator was last seen to serve it
     seen, state, at_s, summary = (

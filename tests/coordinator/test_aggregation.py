@@ -423,7 +423,7 @@ def test_on_virtual_time_a_round_that_is_taken_up_has_its_whole_deadline(tmp_pat
     assert Lives(tmp_path).next(400.0, by_wall=False) == 600
 
 
-@pytest.mark.parametrize("life_s", [12.0, 0.5, 0.0, -3600.0, 1e6])
+@pytest.mark.parametrize("life_s", [5.0, 0.0, -3600.0, 1e6])
 def test_a_round_ends_however_soon_its_coordinators_are_killed_and_whatever_their_clocks_show(tmp_path, life_s):
     lives = Lives(tmp_path)
     most = 600 / life_s if 0 < life_s < 600 else 100

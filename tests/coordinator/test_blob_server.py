@@ -3,7 +3,6 @@
 import os
 import socket
 import ssl
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,7 +21,6 @@ from fedquilt.blobs.transfer.download import BlobWriter, WriterClosedError
 from fedquilt.coordinator.delivery import blob_server
 from fedquilt.coordinator.delivery.blob_server import PER_BOARD, BlobLocationSettings, BlobServer
 from fedquilt.core import BlobLocation, JobError
-from fedquilt.host.connection_limits import ConnectionLimiter, ConnectionLimits
 from fedquilt.security.handshake import LinkIdentity
 
 
@@ -344,29 +342,3 @@ def test_a_board_that_holds_all_its_connections_leaves_the_others_theirs(site):
     until(lambda: not len(site.server._connections), "the places are free again")
     with asking(site, tokens[0], large[0].sha256) as sock:
         assert sock.recv(12) == b"TTP/1.1 200 "
-
-
-def test_boards_of_one_address_that_move_blobs_leave_places_for_other_addresses(tmp_path):
-    site = Site(tmp_path, ConnectionLimiter(ConnectionLimits(per_address=3)))
-    ref = site.depot.store_bytes(noise(16_000_000, 1))
-    with ExitStack() as stack:
-        stack.callback(site.server.close)
-        transfers = [
-            stack.enter_context(asking(site, site.server.issue_token(name, ref), ref.sha256)) for name in "xyz"
-        ]
-        with socket.create_connection(("127.0.0.1", site.server.port), timeout=30) as fourth:
-            assert fourth.recv(12) == b"HTTP/1.1 503"
-        other = socket.create_connection(("127.0.0.1", site.server.port), 30, source_address=("127.0.0.2", 0))
-        with other:
-            other.sendall(request(site.token, site.ref.sha256))
-            assert answer_of(other)[0] == 200
-        assert [each.recv(3) for each in transfers] == [b"TTP"] * 3
-
-
-def test_a_connection_for_which_the_system_has_no_thread_is_closed_and_the_next_one_served(site, monkeypatch):
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", lambda thread: (_ for _ in ()).throw(RuntimeError("no thread")))
-        with socket.create_connection(("127.0.0.1", site.server.port), timeout=30) as sock:
-            assert sock.recv(1) == b""
-    assert len(site.server._connections) == 0
-    assert site.get() == (200, PAYLOAD)

@@ -193,21 +193,6 @@ def test_a_board_that_was_silent_is_online_to_the_next_coordinator_until_it_does
     assert (watched.stored().online, watched.stored().silent) == (True, False)
 
 
-def test_a_board_is_removed_by_request_until_its_next_message(watched):
-    watched.say("a", wire.Presence(online=True, boot="1"), Telemetry(power_w=1.0))
-    watched.wait(LATER_S)
-    with TelemetryStore(watched.home, writes=True) as store:
-        store.request_removal(["a"])
-    watched.wait(1.0)
-    assert (watched.noted.take_removed_devices(), watched.noted.take_removed_devices()) == (["a"], [])
-    with TelemetryStore(watched.home) as store:
-        assert store.load_statuses() == []
-        assert store.load_readings("a", watched.now - 100, watched.now) == []
-    watched.say("a", wire.Presence(online=True, boot="1"))
-    watched.wait(SOON_S)
-    assert watched.stored().online
-
-
 def test_readings_become_coarser_with_age_and_end(watched):
     watched.now = 1_800_000_000.0 // 3600 * 3600
     began = int(watched.now)
@@ -319,19 +304,6 @@ def test_a_full_disk_is_said_once_and_noting_goes_on_afterwards(watched, monkeyp
     watched.say("a", PROFILE)
     watched.wait(120.0)
     assert watched.stored().board == "Orin"
-
-
-def test_it_is_read_while_it_is_written(watched):
-    watched.say("a", PROFILE)
-    watched.wait(SOON_S)
-    with TelemetryStore(watched.home) as reader:
-        writer = sqlite3.connect(watched.home / device_status.NAME, isolation_level=None)
-        writer.execute("begin immediate")
-        writer.execute("delete from boards")
-        assert [each.device for each in reader.load_statuses()] == ["a"]
-        writer.execute("commit")
-        writer.close()
-        assert reader.load_statuses() == []
 
 
 def test_a_row_that_cannot_be_read_hides_no_other(watched):

@@ -20,7 +20,7 @@ from fedquilt.coordinator.rounds.decisions import UpdateReceived
 from fedquilt.coordinator.rounds.events import JobConstants, JobState
 from fedquilt.coordinator.settings import CohortSettings
 from fedquilt.core import BlobRef, Task
-from fedquilt.transport.link import LinkWrapper, Message
+from fedquilt.transport.link import LinkWrapper
 from fedquilt.transport.memory_link import MemoryBroker
 
 FIRST, SECOND = bytes(range(256)) * 40, bytes(reversed(range(256))) * 40  # of several chunks each
@@ -94,10 +94,6 @@ class Site:
             if self.executor._transfers.traffic_bytes("a", "up"):
                 break
         assert self.executor._transfers.traffic_bytes("a", "up") < ref.size
-
-
-def _route(message: Message) -> wire.Route:
-    return wire.parse_topic(message.topic)
 
 
 @pytest.fixture
@@ -225,36 +221,6 @@ def test_a_hundred_requests_do_not_have_a_blob_hashed_a_hundred_times(site, monk
     site.play(1.0)
     assert 3 <= len(cut) <= 8
     assert len(set(cut)) == len(cut)
-
-
-@pytest.mark.parametrize("damaged", [False, True])
-def test_a_large_blob_is_cut_a_piece_at_a_time_and_smaller_ones_are_sent_meanwhile(site, monkeypatch, damaged):
-    monkeypatch.setattr(upload, "CUT_BYTES", 1)  # one chunk
-    site.link._link.max_payload = 1 << 18
-    monkeypatch.setattr(site.executor._transfers._sender, "_allowed", lambda device, sha256: True)
-    topics, large = wire.Topics("f"), site.depot.store_bytes(bytes(range(250)) * 200)
-    small = site.depot.store_bytes(b"small")
-    if damaged:
-        with (site.depot.folder / large.sha256).open("r+b") as file:
-            file.seek(40_000)
-            file.write(b"x")
-    asker = site.broker.connect()
-    asker.subscribe([f"{topics.root}/dev/{name}/dn/blob/#" for name in "ab"])
-    for device, ref in (("a", large), ("b", large), ("b", small)):
-        asker.publish(
-            topics.device_topic(device, "up", "blob/get"), wire.encode(wire.ChunkRequest(sha256=ref.sha256, chunk=4096))
-        )
-    heard = []
-    for _ in range(40):
-        site.step()
-        site.broker.deliver_due()
-        heard.append([(route.device, route.sha256, route.leaf) for route in map(_route, asker.receive())])
-    told = [each for step in heard for each in step]
-    leaf = "missing" if damaged else "manifest"
-    assert told[0] == ("b", small.sha256, "manifest")
-    assert sorted(told[1:]) == [("a", large.sha256, leaf), ("b", large.sha256, leaf)]
-    assert heard.index(next(each for each in heard if ("a", large.sha256, leaf) in each)) >= 5
-    assert site.depot.has_blob(large) != damaged
 
 
 @pytest.mark.parametrize(("hashed_s", "read"), [(0.0, True), (2.0, False)])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import hypothesis
@@ -11,7 +9,6 @@ import msgspec
 import numpy as np
 import pytest
 from evaluations import of_classes, of_numbers
-from forks import CONTEXT
 from homes import Federation
 from hypothesis import given
 from hypothesis import strategies as st
@@ -258,35 +255,6 @@ def test_the_best_state_is_the_one_that_devices_evaluated_best(calm: Federation)
         assert {states[first], states[-1]} <= store.referenced_blobs()
         assert kept.isdisjoint(set(states) - {states[first], states[-1]})
         assert store.depot.blob_path(states[first]) is not None
-
-
-def test_a_coordinator_that_is_killed_again_and_again_ends_at_the_same_round(calm: Federation, tmp_path: Path) -> None:
-    federation, kills = made(tmp_path), 0
-    while not (facts := federation.facts()) or not isinstance(facts[-1], JobEnded):
-        child = CONTEXT.Process(target=run_and_die, args=(tmp_path, 12))
-        child.start()
-        child.join()
-        assert child.exitcode in (0, -signal.SIGKILL)
-        kills += child.exitcode != 0
-    assert kills >= 5
-    assert outcome(federation) == outcome(calm)
-    wanted = best_state(home(calm), calm.job)
-    found = best_state(home(federation), federation.job)
-    assert {name: value.tobytes() for name, value in found.items()} == {
-        name: value.tobytes() for name, value in wanted.items()
-    }
-
-
-def run_and_die(folder: Path, facts: int) -> None:
-    left = [facts]
-
-    def die(fact: object) -> bool:
-        left[0] -= 1
-        if not left[0]:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return False
-
-    stopping(folder).run(die)
 
 
 def test_the_best_state_outlives_garbage_collection_and_is_in_a_backup(

@@ -10,7 +10,6 @@ import pytest
 from by_hand import Killed, SlowWorker, Stage, ones
 
 from fedquilt import compression, wire
-from fedquilt.arrays import tensors
 from fedquilt.arrays.lazy_arrays import ScratchFile
 from fedquilt.coordinator.background_worker import BackgroundWorker, ThreadWorker
 from fedquilt.coordinator.rounds.events import (
@@ -118,19 +117,6 @@ def test_what_is_in_a_stored_sum_is_dropped_and_a_restart_goes_on_from_it(tmp_pa
     assert not stage.told(UpdateLost)
     sums = {fact.sum.sha256 for fact in stage.told(UpdatesAggregated)}
     assert not any((stage.store.depot.folder / sha256).exists() for sha256 in sums)
-
-
-def test_a_sum_is_stored_again_once_as_much_has_come_anew(tmp_path):
-    worker, model = eager(), ones(1.0)
-    own_bytes = 16 * sum(array.size for array in model.values())
-    worker.stored_at = 1.5 * len(tensors.encode_tensors(model)) / own_bytes
-    stage = Stage(tmp_path, worker=worker, cohort={**COHORT, "start_devices": 5})
-    hands = [stage.hand(name) for name in "abcde"]
-    stage.play()
-    for hand in hands[:4]:
-        hand.answer(ones(1.0))
-        stage.play()
-    assert [fact.devices for fact in stage.told(UpdatesAggregated)] == [("a", "b"), ("a", "b", "c", "d")]
 
 
 def test_a_coordinator_that_dies_between_a_sum_and_its_fact_folds_once(tmp_path, monkeypatch):

@@ -13,10 +13,8 @@ from streamed import Pair
 from two_sides import noise
 
 from fedquilt import wire
-from fedquilt.arrays import tensors
 from fedquilt.arrays.lazy_arrays import ScratchFile
-from fedquilt.coordinator import settings
-from fedquilt.coordinator.background_worker import SynchronousWorker
+from fedquilt.coordinator.background_worker import BackgroundWorker
 from fedquilt.coordinator.delivery.monitoring_executor import DeviceStatusTracker, MonitoringExecutor
 from fedquilt.coordinator.rounds.events import (
     JobEnded,
@@ -32,10 +30,6 @@ from fedquilt.coordinator.settings import CoordinatorLimits
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.updates import aggregation, job_blobs
 from fedquilt.coordinator.views import devices, round_outcomes
-from fedquilt.models.local_training import NetworkState
-from fedquilt.testing.toy_networks import write_images
-from fedquilt.tools.artefacts import prepare
-from fedquilt.tools.simulation import agents
 
 NORMED = {
     **MODEL,
@@ -269,21 +263,6 @@ def test_each_update_that_is_folded_gives_its_place_to_the_next(tmp_path):
     assert stage.here == {"a", "b", "c"}
 
 
-def test_what_is_in_a_stored_sum_takes_no_place_after_a_restart(tmp_path):
-    stage = Paced(tmp_path)
-    stage.answer("abc")
-    stage.work(10.0)
-    assert stage.told(UpdatesAggregated)[-1].devices == ("a", "b", "c")
-    stage.worker = SlowWorker()
-    stage.restart()
-    stage.play()
-    stage.worker.go_on()
-    stage.play()
-    stage.answer("de")
-    stage.play()
-    assert stage.here == {"d", "e"}
-
-
 def test_a_method_that_needs_all_updates_until_the_end_is_not_stopped_by_them(tmp_path):
     stage = Paced(tmp_path, method="robust")
     stage.answer("fbdaec")
@@ -362,8 +341,6 @@ def test_why_and_devices_say_who_waits_for_its_turn_and_for_how_many(tmp_path, m
 
 pytest.importorskip("torch")
 
-NETWORK = {"name": "residual", "channels": 1, "classes": 10, "width": 4, "seed": 0}
-
 
 class Watched(Server):
     """A coordinator that folds beside its loop, and two of whose boards send at a time."""
@@ -372,9 +349,7 @@ class Watched(Server):
     waited = False
 
     def __init__(self, *given: Any, **more: Any) -> None:
-        super().__init__(
-            *given, worker=SynchronousWorker(large_bytes=0), limits=CoordinatorLimits(waiting_mb=0), **more
-        )
+        super().__init__(*given, worker=BackgroundWorker(large_bytes=0), limits=CoordinatorLimits(waiting_mb=0), **more)
 
     def step(self, now_s: float) -> float:
         due_s = super().step(now_s)
@@ -382,37 +357,6 @@ class Watched(Server):
         Watched.waited = Watched.waited or bool(queue)
         Watched.most_here = max(Watched.most_here, queue._here + len(queue._sends))
         return due_s
-
-
-def played(folder: Path, bundle: Path, data: Path) -> tuple[list[str], Any]:
-    """States that a run of six boards came to, and the last one's model."""
-    table = {
-        "name": "j",
-        "method": "fedavg",
-        "rounds": 2,
-        "params": {"batch": 8},
-        "fleet": {"devices": 6},
-        "data": {"path": str(data), "held": 0.2},
-    }
-    plan = agents.FleetPlan(settings.parse_job(table), bundle, folder)
-    run, ended = agents.run_fleet_virtually(plan)
-    assert ended == "done"
-    with Store(plan.home) as store:
-        facts = [fact for _, _, fact in store.read_events(run)]
-        found = [fact.state for fact in facts if isinstance(fact, RoundCommitted)]
-        assert sum(isinstance(fact, UpdateAccepted) for fact in facts) == 6 * len(found)
-        path = store.depot.blob_path(found[-1].sha256)
-        return [ref.sha256 for ref in found], tensors.unpack_state(path.read_bytes(), NetworkState).model
-
-
-def test_turns_change_no_bit_of_a_network_with_batch_norm(tmp_path, monkeypatch):
-    data = write_images(tmp_path / "data.npz", 8)
-    prepare.prepare_bundle({"model": NETWORK, "input": {"channels": 1, "size": 8}}, tmp_path / "bundle")
-    calm, model = played(tmp_path / "calm", tmp_path / "bundle", data)
-    assert {array.ndim for name, array in model.items() if name.endswith("num_batches_tracked")} == {0}
-    monkeypatch.setattr(agents, "Server", partial(Watched))
-    assert played(tmp_path / "paced", tmp_path / "bundle", data)[0] == calm
-    assert (Watched.waited, Watched.most_here) == (True, 2)
 
 
 MB = 1_000_000
@@ -440,26 +384,4 @@ def test_a_board_that_waits_for_its_turn_is_named_no_place(tmp_path, monkeypatch
     pair.play(lambda: len(pair.coordinator.errors) == 3)
     assert set(pair.coordinator.errors.values()) == {None}
     assert (named[2:], pair.broker.chunks) == (["z"], 0)
-    pair.close()
-
-
-def test_a_board_that_puts_for_too_long_makes_way_for_one_that_waits(tmp_path, monkeypatch):
-    pair = Pair(tmp_path, "x", "y", "z")
-    refs = {
-        name: board.depot.store_bytes(noise(MB, number)) for number, (name, board) in enumerate(pair.boards.items())
-    }
-    coordinator = pair.coordinator.transfers
-    for name, ref in refs.items():
-        coordinator.request_blob(name, ref, in_turn=True)
-        if name != "z":
-            monkeypatch.setattr(pair.boards[name].transfers._streaming, "queue_upload", lambda key, ref, place: None)
-    pulls = coordinator._pulls
-    pair.play(lambda: sum(pull.held for pull in pulls.values()) == 2)
-    coordinator.yield_turn("x", pair.broker.now_s)
-    pair.play(lambda: not pulls["x", refs["x"].sha256].held)
-    assert coordinator.queue
-    coordinator.yield_turn("x", pair.broker.now_s)
-    assert not coordinator.queue.is_sending("x")
-    pair.play(lambda: bool(pair.coordinator.errors))
-    assert pair.coordinator.errors == {("z", refs["z"].sha256): None}
     pair.close()

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from rolled import MODEL, OTHER, TOPICS, Ground, good
+from rolled import MODEL, OTHER, Ground, good
 
 from fedquilt import wire
 from fedquilt.coordinator import run_control
@@ -39,33 +39,6 @@ def test_a_good_model_reaches_all_in_phases(ground):
         for fact in told(ground, ReleaseOffered, PhasePassed, RolloutCompleted)
     ]
     assert steps == [1, PhasePassed, 4, PhasePassed, 15, PhasePassed, RolloutCompleted]
-
-
-def test_of_200_boards_a_bad_model_reaches_the_canary_alone(ground):
-    ground.fleet(200, lambda device, release: "returned" if release.name == "bad" else "committed")
-    bad = ground.deploy(MODEL, name="bad")
-    ground.play(40.0)
-    assert ground.state(bad).status == "aborted"
-    assert "10 of 10 boards failed, more than 10 %" in ground.state(bad).reason
-    assert len(ground.ever(MODEL)) == 10
-    assert ground.having(MODEL) == []
-    ground.deploy(OTHER, name="good")
-    ground.play(60.0)
-    assert len(ground.having(OTHER)) == 200
-
-
-def test_a_model_that_fails_on_other_boards_than_the_canary_goes_no_further(ground):
-    boards = ground.fleet(40)
-    id = ground.deploy(canary=0.05, phases=(0.5, 1.0))
-    ground.play(0.2)
-    for board in boards:
-        board.judge = lambda device, release: "committed" if ground.state(id).step == 0 else "refused"
-    ground.play(40.0)
-    state = ground.state(id)
-    assert (state.status, state.step) == ("aborted", 1)
-    assert len(state.offered) == 20
-    assert ground.having() == []
-    assert len(ground.ever()) == 2
 
 
 def test_a_coordinator_that_has_just_started_first_hears_which_boards_there_are(ground):
@@ -191,20 +164,6 @@ def test_a_board_that_has_just_gone_is_no_canary(ground):
     assert ground.state(id).offered.get("b-000") == 0
 
 
-def test_without_a_retained_message_a_board_gets_it_all_the_same(ground):
-    boards = ground.fleet(4)
-    ground.play(1.0)
-    boards[0].go()
-    ground.play(30.0)
-    ground.deploy(patience_s=30.0)
-    ground.play(60.0)
-    ground.link.publish(TOPICS.device_topic("b-000", "dn", "model"), b"", retain=True)
-    ground.play(1.0)
-    boards[0].come()
-    ground.play(20.0)
-    assert len(ground.having()) == 4
-
-
 def test_a_release_that_a_board_has_not_heard_is_sent_again(ground):
     (board,) = ground.fleet(1)
     take, heard = board.take, list[wire.DesiredRelease | None]()
@@ -266,34 +225,6 @@ def test_a_board_that_says_nothing_is_waited_for_no_longer_because_coordinators_
         ground.play(20.0)
     assert told(ground, PhasePassed) == [PhasePassed(0), PhasePassed(1, (quiet.name,))]
     assert ground.state(id).status == "done"
-
-
-def test_a_board_that_falls_silent_with_the_new_model_has_failed(ground):
-    ground.fleet(4, lambda device, release: "soaking")
-    id = ground.deploy(canary=0.5, phases=(1.0,), patience_s=60.0)
-    ground.play(10.0)
-    offered = sorted(ground.state(id).offered)
-    by_name = {board.name: board for board in ground.boards}
-    by_name[offered[0]].go()
-    by_name[offered[1]].judge = good
-    by_name[offered[1]].tell(next(filter(None, by_name[offered[1]].releases)), "committed")
-    ground.play(200.0)
-    assert ground.state(id).status == "aborted"
-    assert f"{offered[0]} fell silent" in ground.state(id).reason
-    assert len(ground.ever()) == 2
-
-
-def test_a_new_board_gets_the_latest_of_the_rollouts_that_are_done(ground):
-    ground.fleet(3)
-    first = ground.deploy(MODEL, name="first")
-    ground.play(30.0)
-    ground.deploy(OTHER, name="second")
-    ground.play(30.0)
-    (board,) = ground.fleet(1)
-    ground.play()
-    assert {release.name for release in board.releases if release} == {"second"}
-    assert board.name not in ground.state(first).offered
-    assert len(ground.having(OTHER)) == 4
 
 
 def test_a_board_that_has_refused_a_later_rollout_is_not_offered_an_earlier_one(ground):

@@ -58,18 +58,16 @@ def test_a_restart_that_finds_boards_offline_does_not_commit_with_those_it_sees(
         begun(), CohortSelected(0, 0, tuple("abcde")), *(UpdateAccepted(0, update(d)) for d in "ab"[:answers])
     )
     assert decide_event(state, 1.0, {"a"}) is None
-    assert decide_event(state, 10.0, {"a"}) == RoundRetried(
-        0, 0
-    )  # fewer than half of the five: not a fleet, but a part of one
+    # fewer than half of the five: not a fleet, but a part of one
+    assert decide_event(state, 10.0, {"a"}) == RoundRetried(0, 0)
     state = after(state, RoundRetried(0, 0), now_s=10.0)
     for device in sorted(set("abc") - state.answered.keys()):
         assert decide_event(state, 11.0, {device}) == CohortSelected(0, 0, (device,))
         state = after(state, CohortSelected(0, 0, (device,)), now_s=11.0)
         assert decide_event(state, 12.0, set("abc")) != RoundClosed(0)
         state = after(state, UpdateAccepted(0, update(device)), now_s=12.0)
-    assert decide_event(state, 13.0, set("abc")) == RoundClosed(
-        0
-    )  # d and e have been silent for an attempt, and are gone
+    # d and e have been silent for an attempt, and are gone
+    assert decide_event(state, 13.0, set("abc")) == RoundClosed(0)
 
 
 def too_large(peak_bytes: int, budget_bytes: int = 100, flops: float = 0.0) -> DeviceWorkload:
@@ -354,9 +352,8 @@ def test_who_stayed_silent_in_one_attempt_is_asked_last_in_the_next():
     assert decide_event(state, 0.0, {slow, quick}) == CohortSelected(0, 1, (slow,))  # where nobody else is left
     (second,) = again.devices
     turns = after(state, again, RoundRetried(0, 2))
-    assert decide_event(turns, 0.0, {slow, second, quick}) == CohortSelected(
-        0, 2, (slow,)
-    )  # whoever has waited longest
+    # whoever has waited longest
+    assert decide_event(turns, 0.0, {slow, second, quick}) == CohortSelected(0, 2, (slow,))
     state = after(state, again, UpdateAccepted(0, update(second)), RoundClosed(0), committed(0))
     assert state.silent == ()
 
@@ -507,13 +504,6 @@ def test_devices_that_are_not_there_are_waited_for_as_long_as_with_a_fixed_deadl
     state = after(state, DeadlineExtended(1), now_s=105.0)
     assert next_decision_s(state) == 660.0
     assert decide_event(state, 300.0, {"a", "c"}) == CohortSelected(1, 0, ("c",))
-
-
-def test_when_everybody_has_declined_a_prediction_changes_nothing():
-    state = after(paced(), CohortSelected(1, 0, ("a", "b"), {}, 45.0), now_s=60.0)
-    state = after(state, TaskDeclined(1, "a", "memory", "too big"), TaskDeclined(1, "b", "memory", "too big"))
-    assert next_decision_s(state) == 70.0
-    assert decide_event(state, 70.0, {"a", "b"}) == RoundRetried(1, 1)
 
 
 def test_a_round_that_is_tried_again_or_resumed_waits_for_all_anew():

@@ -12,14 +12,12 @@ from by_hand import MODEL, Hand, Stage, ones
 
 from fedquilt import wire
 from fedquilt.arrays import tensors
-from fedquilt.coordinator.jobs import retention
 from fedquilt.coordinator.jobs.job import RunningJob
 from fedquilt.coordinator.rounds.events import (
     CohortSelected,
     EligibilityRecorded,
     JobEnded,
     RoundCommitted,
-    TaskDeclined,
     UpdateAccepted,
     UpdateRejected,
 )
@@ -126,38 +124,6 @@ def test_a_device_is_answered_when_the_fact_of_its_update_is_written(stage, monk
     assert written == [{"a", "b"}] * 2
 
 
-def test_an_update_said_twice_is_counted_once_and_acknowledged_twice(stage):
-    a, _ = stage.hand("a"), stage.hand("b")
-    stage.play()
-    update = a.answer(ones())
-    stage.play()
-    a.say("update", update)
-    stage.play()
-    assert len(stage.told(UpdateAccepted)) == 1
-    assert [ack.accepted for ack in a.acks] == [True, True]
-
-
-def test_a_board_that_declines_for_memory_is_not_asked_in_the_rounds_after(tmp_path):
-    stage = Stage(tmp_path, rounds=4)
-    a, b = stage.hand("a"), stage.hand("b")
-    stage.play()
-    a.say("claim", wire.Claim(job=stage.job, round=0, attempt=0, accepted=False, code="memory", reason="too big"))
-    b.answer(ones())
-    stage.play()
-    stage.restart()
-    stage.play()
-    b.answer(ones())
-    stage.play()
-    assert [fact.devices for fact in stage.told(CohortSelected)] == [("a", "b"), ("b",), ("b",)]
-    assert round_outcomes.load_outcomes(stage.store, stage.job).found[1]["a"].code == "memory"
-    profile = Profile(
-        device="a", board="hand", memory_bytes=1 << 30, budget_bytes=1 << 30, engines=("numpy",), versions={}
-    )
-    a.say("profile", profile, retain=True)
-    stage.play()
-    assert [fact.devices for fact in stage.told(CohortSelected)[3:]] == [("a",)]
-
-
 def test_what_is_held_for_sending_does_not_grow_with_devices(stage, monkeypatch):
     stage.hand("a")
     stage.play()
@@ -185,13 +151,6 @@ def test_an_unclaimed_task_is_sent_again_ever_more_rarely(stage):
     assert len({task and task.params["lr"] for task in a.tasks}) == 1
 
 
-def test_a_job_that_nobody_can_do_fails_at_its_deadline(stage):
-    stage.hand("a")
-    stage.play(40.0)
-    assert "silent: a" in stage.told(JobEnded)[0].reason
-    assert stage.store.stored_status(stage.job) == "failed"
-
-
 def test_an_attempt_that_is_over_takes_its_tasks_back(tmp_path):
     stage = Stage(tmp_path, cohort={"deadline_s": 30.0, "attempts": 2, "min_devices": 1})
     a, b = stage.hand("a"), stage.hand("b")
@@ -202,19 +161,6 @@ def test_an_attempt_that_is_over_takes_its_tasks_back(tmp_path):
     assert a.tasks[-1] is None
     task = b.tasks[-1]
     assert task.attempt == 1
-
-
-def test_a_device_that_is_asked_again_at_the_deadline_works_on(tmp_path):
-    stage = Stage(tmp_path, cohort={"deadline_s": 30.0, "attempts": 3})
-    slow = stage.hand("slow")
-    stage.play(62.0)
-    assert [fact.attempt for fact in stage.told(CohortSelected)] == [0, 1, 2]
-    attempts = [task.attempt if task else None for task in slow.tasks]
-    assert list(dict.fromkeys(attempts)) == [0, 1, 2]
-    slow.answer(ones())
-    stage.play()
-    assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
-    assert slow.tasks[-1] is None
 
 
 def test_an_attempt_that_nobody_was_asked_in_leaves_no_task_when_its_job_ends(tmp_path):
@@ -254,35 +200,6 @@ def test_an_answer_that_counts_does_not_read_the_other_jobs_facts(stage, monkeyp
     stage.play()
     assert len(stage.told(UpdateAccepted)) == 3
     assert looked == [1]
-
-
-def test_a_task_that_somebody_emptied_at_the_broker_is_sent_again_at_once(stage):
-    a, b = stage.hand("a"), stage.hand("b")
-    stage.play()
-    a.say("claim", wire.Claim(job=a.tasks[-1].job, round=0, attempt=0, accepted=False, code="cleared"))
-    sent = len(a.tasks)
-    stage.play(0.5)
-    assert [task is not None for task in a.tasks[sent:]] == [True]
-    assert stage.told(TaskDeclined) == []
-    for hand in (a, b):
-        hand.answer(ones())
-    stage.play()
-    assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
-
-
-def test_blobs_of_past_rounds_are_let_go(tmp_path):
-    stage = Stage(tmp_path, rounds=2)
-    a = stage.hand("a")
-    for factor in (1.0, 2.0):
-        stage.play()
-        a.answer(ones(factor))
-        stage.play()
-    assert stage.server.finished
-    kept = {path.name for path in (tmp_path / "home" / "blobs").iterdir() if len(path.name) == 64}
-    assert kept == {
-        stage.told(RoundCommitted)[-1].state.sha256,
-        *(p.name for p in (tmp_path / "bundle/blobs").iterdir()),
-    }
 
 
 def test_a_board_that_is_low_or_hot_is_passed_over_until_it_is_not(tmp_path):
@@ -450,18 +367,3 @@ def test_a_device_of_an_older_version_is_not_asked_and_the_log_says_why(coded):
     assert old.tasks == []
     np.testing.assert_allclose(ended_at(coded), [2, 2], rtol=1e-6)
     assert "[wire]" in round_outcomes.load_outcomes(coded.store, coded.job).found[0]["old"].text
-
-
-def test_blobs_that_a_large_round_replaces_are_looked_up_together_and_go_by_its_end(coded, monkeypatch):
-    monkeypatch.setattr(retention, "TOGETHER", 1.5)
-    hands = [coded.hand(name) for name in "abc"]
-    coded.play()
-    sent = []
-    for hand, value in zip(hands[:2], (1.0, 3.0), strict=True):
-        sent.append(by_int8(hand, value).bundles["model"].sha256)
-        coded.play()
-    assert [coded.store.depot.blob_path(sha256) is None for sha256 in sent] == [True, False]
-    sent.append(by_int8(hands[2], 5.0).bundles["model"].sha256)
-    coded.play()
-    assert coded.told(RoundCommitted)
-    assert [coded.store.depot.blob_path(sha256) for sha256 in sent] == [None, None, None]

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from by_hand import TABLE, Stage, ones
-from evaluations import of_classes
 
 from fedquilt import wire
 from fedquilt.arrays import tensors
@@ -165,21 +164,6 @@ def test_a_metric_that_is_huge_bricks_nothing(stage, value):
     assert stage.told(RoundCommitted)[0].metrics == {"loss": pytest.approx(value)}
     assert event_messages.summarise_run(stage.store.find_job(stage.job), stage.store)["problem"] is None
     assert stage.store.stored_status(stage.job) == "done"
-
-
-def test_a_number_of_held_out_examples_that_no_device_has_is_refused(staged):
-    stage = staged(check={"every": 1})
-    a, b, c = (stage.hand(name) for name in "abc")
-    stage.play()
-    a.answer(ones(), evaluation=of_classes(1.0, 10**7 + 1))
-    b.answer(ones())
-    c.answer(ones(), evaluation=of_classes(0.5, 10**15))
-    stage.play()
-    assert {fact.device: fact.reason for fact in stage.told(UpdateRejected)} == {
-        "a": "an evaluation on 10000001 examples, and 1e+07 are the most",
-        "c": "an evaluation on 1000000000000000 examples, and 1e+07 are the most",
-    }
-    assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["b"]
 
 
 @pytest.mark.parametrize(

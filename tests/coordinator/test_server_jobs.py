@@ -48,22 +48,6 @@ def test_a_stopped_job_takes_its_tasks_back_and_resumes_where_it_was(stage):
     assert len(stage.told(UpdateAccepted)) == 2
 
 
-def test_work_that_comes_while_its_job_is_stopped_is_kept_for_when_it_goes_on(stage):
-    _, b = half_answered(stage)
-    stage.store.set_status(stage.job, "stopping")
-    stage.play()
-    update = b.answer(ones())
-    stage.server.finished = False
-    stage.play()
-    assert b.acks == []
-    stage.store.set_status(stage.job, "running")
-    stage.restart()
-    stage.play()
-    b.say("update", update)
-    stage.play()
-    assert stage.store.stored_status(stage.job) == "done"
-
-
 def test_work_for_a_job_that_nobody_here_knows_is_refused(stage):
     a = stage.hand("a")
     stage.play()
@@ -94,9 +78,8 @@ def test_a_job_whose_state_is_lost_or_whose_method_breaks_fails_alone(tmp_path):
     *_, (_, _, ended) = stage.store.read_events(stage.job)
     assert "is gone from" in ended.reason
     broken = stage.store.add_job(settings.parse_job(TABLE), stage.folder / "broken")
-    job_bundle.write_bundle(
-        stage.folder / "broken", {}, {"model": tensors.encode_tensors(MODEL)}
-    )  # without its network
+    # without its network
+    job_bundle.write_bundle(stage.folder / "broken", {}, {"model": tensors.encode_tensors(MODEL)})
     stage.server.finished, stage.server._only = False, broken
     stage.play()
     assert stage.store.stored_status(broken) == "failed"
@@ -312,23 +295,6 @@ def test_a_job_that_is_stopped_while_it_is_taken_up_stops_then(tmp_path):
     stage.play()
     assert stage.store.stored_status(id) == "stopped"
     assert facts(stage, id)[-1] == JobEnded("stopped", "by request")
-
-
-def test_a_first_state_that_another_job_releases_meanwhile_is_kept(tmp_path):
-    worker = SlowWorker(at_once=True, large_bytes=SMALL_BYTES)
-    stage = Stage(tmp_path, worker=worker)
-    stage.store.set_status(stage.job, "done")
-    id, a = large(stage), stage.hand("a")
-    stage.play()
-    worker.go_on()
-    stage.server._desk.garbage.add_candidates({path.name for path in stage.store.depot.folder.iterdir()}, soon=True)
-    stage.server._desk.collect_garbage()
-    stage.play()
-    (started,) = [fact for fact in facts(stage, id) if isinstance(fact, JobStarted)]
-    assert stage.store.depot.has_blob(started.state)
-    a.answer(ones())
-    stage.play()
-    assert stage.store.stored_status(id) == "done"
 
 
 @pytest.mark.parametrize("why", ["bundle", "engine", "method", "stopped"])

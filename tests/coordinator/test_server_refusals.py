@@ -17,7 +17,6 @@ from fedquilt.coordinator.rounds.events import (
     EligibilityRecorded,
     JobEnded,
     RoundCommitted,
-    TaskDeclined,
     UpdateAccepted,
     UpdateRejected,
 )
@@ -253,17 +252,3 @@ def test_garbage_floods_no_log(tmp_path, caplog):
     told = [record.message for record in caplog.records if "dropped" in record.message]
     assert len(told) == 4
     assert told[-1].startswith("dropped 197 more messages under fq/1/f/dev/a/up; the last: ")
-
-
-def test_a_refusal_is_noted_with_its_reason_and_another_device_is_asked(tmp_path):
-    stage = Stage(tmp_path, cohort={"size": 1, "min_devices": 2})
-    hands = {hand.name: hand for hand in (stage.hand("a"), stage.hand("b"))}
-    stage.play()
-    first = next(hand for hand in hands.values() if hand.tasks)
-    task = first.tasks[0]
-    claim = {"job": task.job, "round": 0, "attempt": 0, "accepted": False, "code": "memory", "reason": "too big"}
-    first.say("claim", wire.Claim(**claim))
-    stage.play()
-    other = hands[({"a", "b"} - {first.name}).pop()]
-    assert [(fact.device, fact.reason) for fact in stage.told(TaskDeclined)] == [(first.name, "too big")]
-    assert other.tasks

@@ -8,18 +8,15 @@ from by_hand import TABLE, Stage, ones
 from fedquilt import methods, wire
 from fedquilt.arrays import tensors
 from fedquilt.cli import main
-from fedquilt.coordinator import settings
 from fedquilt.coordinator.fleet.registry import RETURN_S
 from fedquilt.coordinator.jobs.job import RunningJob
 from fedquilt.coordinator.rounds.events import (
     CohortSelected,
-    DeadlineExtended,
     JobEnded,
     RoundCommitted,
     RoundRetried,
     UpdateAccepted,
 )
-from fedquilt.coordinator.views import event_messages, round_outcomes
 from fedquilt.host.disk import Disk
 from fedquilt.models.local_training import NetworkState
 from fedquilt.transport.memory_link import MemoryBroker
@@ -39,24 +36,6 @@ def test_a_coordinator_that_dies_mid_round_continues_the_round(stage):
     assert stage.told(JobEnded)[0].status == "done"
 
 
-def test_a_restart_whose_boards_wills_are_published_commits_with_all_of_them(stage):
-    hands = [stage.hand(name) for name in "abcde"]
-    stage.play()
-    for hand in hands[1:]:
-        hand.say("presence", wire.Presence(online=False, boot="1"), retain=True)
-    stage.restart()
-    stage.play()
-    hands[0].answer(ones(1.0))
-    stage.play(25.0)  # longer than a grace
-    assert stage.told(RoundCommitted) == []
-    for hand in hands[1:]:
-        hand.say("presence", wire.Presence(online=True, boot="1"), retain=True)
-        hand.answer(ones(6.0))
-    stage.play()
-    assert sorted(fact.update.device for fact in stage.told(UpdateAccepted)) == list("abcde")
-    assert stage.told(JobEnded)[0].status == "done"
-
-
 def test_a_board_that_looks_offline_after_a_restart_has_its_grace_before_it_is_replaced(tmp_path):
     stage = Stage(tmp_path, cohort={"size": 1, "start_devices": 2, "deadline_s": 600.0})
     hands = {name: stage.hand(name) for name in "ab"}
@@ -68,83 +47,6 @@ def test_a_board_that_looks_offline_after_a_restart_has_its_grace_before_it_is_r
     assert len(stage.told(CohortSelected)) == 1
     stage.play(1.0)
     assert [fact.devices for fact in stage.told(CohortSelected)[1:]] == [tuple({"a", "b"} - {first})]
-
-
-def test_a_predicted_deadline_outlives_the_coordinator(tmp_path):
-    stage = Stage(tmp_path, rounds=2, cohort={"deadline_s": 600.0, "deadline": "predicted"})
-    a = stage.hand("a")
-    stage.play(20.0)
-    a.answer(ones())
-    stage.play()
-    first, second = stage.told(CohortSelected)
-    assert (first.deadline_s, second.deadline_s) == (None, pytest.approx(1.5 * stage.told(UpdateAccepted)[0].took_s))
-    assert second.deadline_s == pytest.approx(30.0, abs=2.0)
-    assert "deadline 30 s, chosen for it" in event_messages.format_single_event(second)[0]
-    task = a.tasks[-1]
-    assert task.deadline_s == pytest.approx(second.deadline_s, abs=0.1)
-    before = stage.server.find_job(stage.job).rounds
-    stage.restart()
-    stage.play()
-    after = stage.server.find_job(stage.job).rounds
-    assert (after.deadline_s, after.took, after.work) == (before.deadline_s, before.took, before.work)
-    stage.play(60.0)
-    assert len(stage.told(DeadlineExtended)) == 1
-    stage.restart()
-    stage.play()
-    assert stage.server.find_job(stage.job).rounds.extended
-    a.answer(ones())
-    stage.play()
-    assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
-
-
-def test_who_there_was_to_choose_from_outlives_the_coordinator(tmp_path):
-    stage = Stage(tmp_path, rounds=2, cohort={"size": 1, "min_devices": 3})
-    hands = {name: stage.hand(name) for name in "abc"}
-    stage.play()
-    (asked,) = stage.told(CohortSelected)
-    before = stage.server.find_job(stage.job).rounds
-    assert before.eligible == {"a", "b", "c"}
-    stage.restart()
-    stage.play()
-    after = stage.server.find_job(stage.job).rounds
-    assert (after.eligible, after.since, after.passed) == (before.eligible, before.since, before.passed)
-    hands[asked.devices[0]].answer(ones())
-    stage.play()
-    told = round_outcomes.load_outcomes(stage.store, stage.job).found[0]
-    assert sorted(part.text for part in told.values()) == [
-        "not drawn: place 2 of 3, 1 selected",
-        "not drawn: place 3 of 3, 1 selected",
-        "update received",
-    ]
-
-
-def test_a_run_leaves_alone_what_an_interrupted_one_still_needs(tmp_path):
-    stage = Stage(tmp_path)
-    a, _ = stage.hand("a"), stage.hand("b")
-    stage.play()
-    a.answer(ones(3.0))
-    stage.play()
-    stage.store.set_status(stage.job, "stopping")
-    stage.play()
-    first, needed = stage.job, stage.store.referenced_blobs()
-    assert len(needed) == 2
-
-    stage.job = stage.store.add_job(settings.parse_job(TABLE), tmp_path / "bundle")
-    stage.restart()
-    stage.play()
-    for hand in stage.hands:
-        hand.answer(ones())
-    stage.play()
-    assert [fact.status for fact in stage.told(JobEnded)] == ["stopped", "done"]
-    assert all(stage.store.depot.blob_path(sha256) for sha256 in needed)
-
-    stage.job = first
-    stage.store.set_status(first, "running")
-    stage.restart()
-    stage.play()
-    stage.hands[1].answer(ones(5.0))
-    stage.play()
-    assert stage.store.stored_status(first) == "done"
 
 
 @pytest.mark.parametrize("served", [True, False])

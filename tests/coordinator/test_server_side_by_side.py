@@ -31,23 +31,6 @@ def test_two_jobs_have_each_board_by_turns(two_jobs):
     assert {fact.update.device for fact in facts(stage, second, UpdateAccepted)} == {"a", "b"}
 
 
-def test_a_deadline_that_passes_while_boards_are_at_another_job_costs_no_attempt(staged):
-    stage = staged(cohort=LONG)
-    a, b = stage.hand("a"), stage.hand("b")
-    stage.play()
-    a.answer(ones())
-    second = stage.add("k", cohort={"deadline_s": 10.0, "attempts": 1})
-    stage.play()
-    a.answer(ones())
-    stage.play(35.0)
-    assert {fact.attempt for fact in facts(stage, second, RoundRetried)} == {0}
-    b.answer(ones())
-    stage.play()
-    b.answer(ones())
-    stage.play()
-    assert stage.store.stored_status(second) == "done"
-
-
 def test_a_deadline_of_a_board_that_another_job_got_meanwhile_costs_no_attempt(staged):
     stage = staged(CoordinatorLimits(running=1), cohort={"deadline_s": 300.0, "attempts": 1})
     first, a = stage.job, stage.hand("a")
@@ -113,57 +96,6 @@ def test_a_board_that_a_method_has_nothing_for_is_another_jobs_at_once(staged, m
     stage, first, second, a, b = begin_two_jobs(staged(cohort=LONG))
     stage.play()
     assert [hand.tasks[-1].job for hand in (a, b)] == [second, first]
-
-
-def test_the_task_of_a_board_that_stayed_silent_is_withdrawn_with_its_job(staged):
-    stage = staged(cohort={"deadline_s": 10.0, "attempts": 3})
-    a = stage.hand("a")
-    stage.play()
-    a.say("presence", wire.Presence(online=False, boot="1"), retain=True)
-    stage.play(35.0)
-    assert facts(stage, stage.job, RoundRetried)
-    assert stage.server.active_jobs()[0].rounds.silent == ("a",)
-    assert a.tasks[-1] is not None
-    stage.store.set_status(stage.job, "stopping")
-    stage.play()
-    assert a.tasks[-1] is None
-
-
-def test_one_job_is_stopped_while_the_other_runs(two_jobs):
-    stage, first, second, a, b = two_jobs
-    stage.play()
-    stage.store.set_status(first, "stopping")
-    stage.play()
-    assert stage.store.stored_status(first) == "stopped"
-    assert [hand.tasks[-1].job for hand in (a, b)] == [second, second]
-    stage.store.set_status(first, "running")
-    stage.play()
-    assert [hand.tasks[-1].job for hand in (a, b)] == [second, second]
-    a.answer(ones())
-    stage.play()
-    assert [hand.tasks[-1].job for hand in (a, b)] == [first, second]
-    b.answer(ones())
-    stage.play()
-    a.answer(ones())
-    b.answer(ones())
-    stage.play()
-    assert [stage.store.stored_status(id) for id in (first, second)] == ["done", "done"]
-
-
-def test_a_coordinator_that_dies_with_two_jobs_goes_on_with_both(two_jobs):
-    stage, first, second, a, b = two_jobs
-    a.answer(ones())
-    stage.play()
-    stage.restart()
-    stage.play()
-    assert [hand.tasks[-1].job for hand in (a, b)] == [second, first]
-    assert len(facts(stage, second, CohortSelected)) == len(facts(stage, first, CohortSelected)) == 1
-    a.answer(ones())
-    b.answer(ones())
-    stage.play()
-    b.answer(ones())
-    stage.play()
-    assert [stage.store.stored_status(id) for id in (first, second)] == ["done", "done"]
 
 
 def test_a_restarted_coordinator_waits_for_the_boards_that_its_round_was_to_have_from_other_jobs(two_jobs):

@@ -3,13 +3,11 @@
 import contextlib
 import io
 import os
-import re
 import shutil
 import sqlite3
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -176,17 +174,6 @@ def test_a_home_of_another_version_is_refused_with_the_mend(tmp_path, opened, mo
         Store(tmp_path)
     with pytest.raises(sqlite3.ProgrammingError, match="closed"):
         made[0].execute("select 1")
-
-
-def test_homes_that_begin_a_run_in_the_same_second_give_it_different_ids(tmp_path, monkeypatch):
-    monkeypatch.setattr(time, "time", lambda: 1.7e9)
-    long = msgspec.structs.replace(JOB, name="n" * 40)
-    ids = set()
-    for folder in ("one", "two"):
-        with Store(tmp_path / folder) as store:
-            ids |= {store.add_job(JOB, tmp_path), store.add_job(long, tmp_path)}
-    assert len(ids) == 4
-    assert all(re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,63}", id) for id in ids)
 
 
 def test_a_run_is_running_only_while_somebody_is_at_it(tmp_path, opened):
@@ -413,27 +400,6 @@ def test_a_log_without_an_index_is_read_in_a_copy(home: Path, user: User) -> Non
     for path in (home / "copy").glob("fedquilt.db*"):
         path.chmod(0o600)
     assert " failed " in command("ls", "--home", str(home / "copy"))[1]
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="root mounts")
-def test_a_home_on_a_read_only_file_system_is_read(home: Path) -> None:
-    mount = f"mount --bind {home} {home} && mount -o remount,bind,ro {home}"
-    verbs = "ls", "prune digits --yes", "serve"
-    script = [f"{sys.executable} -m fedquilt.cli {verb} --home {home}; echo code $?" for verb in verbs]
-    with Store(home) as store:
-        store.set_status(store.all_jobs()[0].id, "failed")
-    found = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", f"{mount} || exit 77; {'; '.join(script)}"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if found.returncode == 77 or not found.stdout:
-        pytest.skip(f"no mounts here: {found.stderr}")
-    assert " failed " in found.stdout
-    assert [line for line in found.stdout.splitlines() if line.startswith("code")] == ["code 0", "code 6", "code 6"]
-    assert "Read-only file system; use a folder that is not mounted read-only" in found.stderr
-    assert "(read-only file system); use a copy of the folder where you can write" in found.stderr
 
 
 def test_the_blobs_of_runs_are_known_from_what_has_come_since_the_last_look(run):
