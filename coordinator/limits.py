@@ -13,7 +13,7 @@ from msgspec import Meta
 from fedquilt.console import units
 from fedquilt.core import JobError, Name, SiteRight
 from fedquilt.formats import toml
-from fedquilt.host import connection_limits
+from fedquilt.host import http_server
 
 FILE: Final = "limits.toml"
 
@@ -52,9 +52,7 @@ class CoordinatorLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     submitter: SubmitterLimits = SubmitterLimits()
     retention: RetentionSettings = RetentionSettings()
     sites: dict[Name, SiteRight] = {}  # of a fleet without certificates, which say it elsewhere: [sites.NAME]
-    http: connection_limits.ConnectionLimits = (
-        connection_limits.ConnectionLimits()
-    )  # of the server of blobs, and of the dashboard
+    http: http_server.ConnectionLimits = http_server.ConnectionLimits()  # of the server of blobs, and of the dashboard
     waiting_mb: Annotated[int, Meta(ge=1)] = 800  # of large updates that are sent, or are here and not folded yet
 
 

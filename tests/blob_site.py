@@ -9,12 +9,12 @@ from pathlib import Path
 from two_sides import noise
 
 from fedquilt import wire
-from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.blobs.transfer.backend import TransferResult
-from fedquilt.blobs.transfer.download import BlobWriter
+from fedquilt.blobs.direct_transfers import TransferResult
+from fedquilt.blobs.download import BlobWriter
+from fedquilt.blobs.store import BlobStore
 from fedquilt.coordinator.delivery.blobs.server import BlobServer
 from fedquilt.core import BlobRef
-from fedquilt.host.connection_limits import ConnectionLimiter
+from fedquilt.host.http_server import ConnectionLimiter
 
 CHUNK = 64 * 1024
 PAYLOAD = noise(4 * CHUNK)

@@ -13,7 +13,7 @@ from decoding import SHA, Decoder, numbered
 from wired import MESSAGES
 
 from fedquilt import profiles, wire
-from fedquilt.blobs.storage import pack_file
+from fedquilt.blobs import pack_file
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds import deadline, events
 from fedquilt.coordinator.rounds.events import JobConstants
@@ -158,7 +158,7 @@ def _coordinator(folder: Path) -> dict[str, Decoder]:
             named,
             share=0.02,
         ),
-        "pack": Decoder("fedquilt/blobs/storage/pack_file.py", unpacked, (OSError,), (packed,), share=0.5),
+        "pack": Decoder("fedquilt/blobs/pack_file.py", unpacked, (OSError,), (packed,), share=0.5),
         "write-ahead log": Decoder(
             "coordinator/storage/write_ahead_log.py",
             taken_up,

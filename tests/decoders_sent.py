@@ -18,7 +18,7 @@ from signed_payloads import payload_without_check
 from wired import MESSAGES
 
 from fedquilt import compression, wire
-from fedquilt.arrays import safetensors_files, tensors
+from fedquilt.arrays import disk_arrays, tensors
 from fedquilt.blobs import chunks
 from fedquilt.coordinator import settings, sites
 from fedquilt.coordinator.updates import checks, site_updates
@@ -41,11 +41,11 @@ from fedquilt.methods import fedavg
 from fedquilt.models.local_training import NetworkState
 from fedquilt.models.partial import masks
 from fedquilt.onnx import graph_check
-from fedquilt.security import authenticated_link, enrolment, message_signature
+from fedquilt.security import authenticated_link, enrolment
 from fedquilt.security.handshake import LinkIdentity, Session, SessionGrant
 from fedquilt.tools.lab import demo
 from fedquilt.transport.link import Message
-from fedquilt.transport.mqtt import packets
+from fedquilt.transport.mqtt import client
 
 
 def every(folder: Path) -> dict[str, Decoder]:
@@ -103,23 +103,23 @@ def _wire() -> dict[str, Decoder]:
 def _packets() -> dict[str, Decoder]:
     """What a broker sends: each packet is read as a message, and as an acknowledgement of one."""
     seeds = tuple(
-        packets.publish_packet(level, 7, "fleet/a", b"payload" * 20, 1, False) + packets.puback_packet(513)
+        client.publish_packet(level, 7, "fleet/a", b"payload" * 20, 1, False) + client.puback_packet(513)
         for level in (4, 5)
     )
 
     def read(payload: bytes, level: int) -> None:
         data, at = bytearray(payload), 0
-        while (found := packets.find_packet(data, at)) is not None:
+        while (found := client.find_packet(data, at)) is not None:
             head, begin, at = found
-            for decode in (lambda body: packets.parse_publish(level, head, body), packets.parse_puback):  # noqa: B023
-                with contextlib.suppress(packets.MalformedPacketError):
+            for decode in (lambda body: client.parse_publish(level, head, body), client.parse_puback):  # noqa: B023
+                with contextlib.suppress(client.MalformedPacketError):
                     decode(data[begin:at])
 
     return {
         f"packets of MQTT {name}": Decoder(
-            "fedquilt/transport/mqtt/packets.py",
+            "fedquilt/transport/mqtt/client.py",
             lambda payload, level=level: read(payload, level),  # type: ignore[misc]
-            (packets.MalformedPacketError,),
+            (client.MalformedPacketError,),
             seeds,
         )
         for level, name in ((4, "3.1.1"), (5, "5"))
@@ -140,11 +140,11 @@ def _sealed(folder: Path) -> dict[str, Decoder]:
         inner = payload_without_check(payload)
         assert isinstance(inner, bytes)
         return wire.decode(
-            message_signature.verify_message(Session(grant), route, Message(topic, payload)).payload, Update
+            authenticated_link.verify_message(Session(grant), route, Message(topic, payload)).payload, Update
         )
 
     def closed(payload: bytes) -> bytes:
-        return message_signature.make_signed_payload(Session(grant), topic, numbered(payload_without_check(payload)))
+        return authenticated_link.make_signed_payload(Session(grant), topic, numbered(payload_without_check(payload)))
 
     def granted(payload: bytes) -> object:
         ours, theirs = board.start_as_device(), coordinator.start_as_coordinator()
@@ -171,10 +171,10 @@ def _sealed(folder: Path) -> dict[str, Decoder]:
     where = "fedquilt/security/handshake.py"
     return {
         "envelope": Decoder(
-            "fedquilt/security/message_signature.py",
+            "fedquilt/security/authenticated_link.py",
             opened,
             (WireError,),
-            (message_signature.make_signed_payload(Session(grant), topic, update),),
+            (authenticated_link.make_signed_payload(Session(grant), topic, update),),
             closed,
         ),
         "hello": Decoder(
@@ -268,22 +268,22 @@ def _tensors(folder: Path) -> dict[str, Decoder]:
 
     def floats(payload: bytes) -> object:
         path.write_bytes(payload)
-        return list(safetensors_files.FloatReader(path).values())
+        return list(disk_arrays.FloatReader(path).values())
 
     def streamed(payload: bytes) -> None:
         path.write_bytes(payload)
-        tensors.require_finite(safetensors_files.SafetensorsReader(path))
+        tensors.require_finite(disk_arrays.SafetensorsReader(path))
 
     def state_file(payload: bytes) -> object:
         path.write_bytes(payload)
-        return safetensors_files.read_state(path, NetworkState)
+        return disk_arrays.read_state(path, NetworkState)
 
     found = {
         "large update": Decoder(
-            "fedquilt/arrays/safetensors_files.py", streamed, (UpdateError, StoreError), (plain,), measured
+            "fedquilt/arrays/disk_arrays.py", streamed, (UpdateError, StoreError), (plain,), measured
         ),
         "large state": Decoder(
-            "fedquilt/arrays/safetensors_files.py", state_file, (StoreError,), (tensors.pack_state(state),), measured
+            "fedquilt/arrays/disk_arrays.py", state_file, (StoreError,), (tensors.pack_state(state),), measured
         ),
         "tensors": Decoder(
             "fedquilt/arrays/tensors.py",
@@ -299,9 +299,7 @@ def _tensors(folder: Path) -> dict[str, Decoder]:
             (tensors.pack_state(state),),
             measured,
         ),
-        "floats": Decoder(
-            "fedquilt/arrays/safetensors_files.py", floats, (UpdateError, StoreError), (plain,), measured
-        ),
+        "floats": Decoder("fedquilt/arrays/disk_arrays.py", floats, (UpdateError, StoreError), (plain,), measured),
         "sum of a site": _summed(state),
         "updates of a site": _passed(state),
         "boards of a site": _table(),
@@ -322,7 +320,7 @@ def _tensors(folder: Path) -> dict[str, Decoder]:
             return compression.decode_bundle(coding, tensors.decode_tensors(payload), base)
 
         found[f"codec.{codec}"] = Decoder(
-            "fedquilt/compression/__init__.py", read, (UpdateError,), (tensors.encode_tensors(sent),), measured
+            "fedquilt/compression.py", read, (UpdateError,), (tensors.encode_tensors(sent),), measured
         )
     return found
 

@@ -14,7 +14,7 @@ from virtual_site import VirtualSite
 
 from fedquilt import wire
 from fedquilt.arrays import tensors
-from fedquilt.blobs.storage.shared_store import SharedBlobStore
+from fedquilt.blobs.shared_store import SharedBlobStore
 from fedquilt.coordinator import settings as jobs
 from fedquilt.coordinator.background_worker import SynchronousWorker
 from fedquilt.coordinator.delivery.executor import LinkExecutor

@@ -10,7 +10,7 @@ from pathlib import Path
 from two_sides import Side
 from waiting import LIMIT_S
 
-from fedquilt.blobs.transfer.backend import TransferBackend
+from fedquilt.blobs.direct_transfers import TransferBackend
 from fedquilt.coordinator.delivery.blobs.locations import BlobLocationProvider, BlobLocationSettings
 from fedquilt.security.handshake import LinkIdentity
 from fedquilt.transport.memory_link import MemoryBroker

@@ -15,8 +15,8 @@ from typing import Protocol, TypeAlias
 import msgspec
 
 from fedquilt import wire
-from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.blobs.transfer.transfers import Transfers
+from fedquilt.blobs.store import BlobStore
+from fedquilt.blobs.transfers import Transfers
 from fedquilt.coordinator.background_worker import LARGE_BYTES
 from fedquilt.coordinator.delivery.blobs.locations import BlobLocationProvider, BlobLocationSettings
 from fedquilt.coordinator.delivery.rate_limiter import ROUND_S, RateLimitedLink
@@ -38,8 +38,7 @@ from fedquilt.core import BlobRef, JobError, SiteRight, Task, WireError, WireMes
 from fedquilt.host.logs import log_ids
 from fedquilt.security.authenticated_link import AuthenticatedFleetLink
 from fedquilt.security.handshake import LinkIdentity
-from fedquilt.transport.link import Link, Message
-from fedquilt.transport.malformed_messages import MalformedMessages
+from fedquilt.transport.link import Link, MalformedMessages, Message
 
 log = logging.getLogger("fedquilt.coordinator")
 
@@ -162,7 +161,7 @@ class LinkExecutor:
     """Executor for devices that are connected through a broker.
 
     A task is a retained message, which is repeated until the device claims the task. Blobs are sent in chunks
-    (`fedquilt.blobs.transfer.transfers`).
+    (`fedquilt.blobs.transfers`).
 
     Args:
         link: Link to the broker.

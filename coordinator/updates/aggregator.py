@@ -16,9 +16,9 @@ from typing import Any, Final
 import msgspec
 
 from fedquilt import compression
-from fedquilt.arrays import exact_sums, safetensors_files, tensors
-from fedquilt.arrays.lazy_arrays import ScratchFile
-from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.arrays import disk_arrays, exact_sums, tensors
+from fedquilt.arrays.disk_arrays import ScratchFile
+from fedquilt.blobs.store import BlobStore
 from fedquilt.coordinator.rounds import claim_bounds
 from fedquilt.coordinator.rounds.events import JobState, UpdatesAggregated
 from fedquilt.coordinator.settings import JobSettings
@@ -36,7 +36,7 @@ from fedquilt.core import (
     UpdateError,
 )
 from fedquilt.core.site_rights import has_site_bundles
-from fedquilt.host import process_memory
+from fedquilt.host import process_resources
 
 READ_BYTES: Final = 32 << 20  # updates of a round that stay in memory after their examination, for the commit
 
@@ -61,7 +61,7 @@ class Aggregator:
         self._depot, self._aggregation, self._state, self._job = depot, half.aggregation, state, job
         self._sums, self.large = half.aggregation.accumulator(state), large
         if large:
-            process_memory.release_freed_memory()  # of the round before
+            process_resources.release_freed_memory()  # of the round before
         self._folding = self._new_folding()
         self._read: dict[str, tuple[Update, DeviceUpdate]] = {}  # by device, up to READ_BYTES
         self._read_bytes = 0
@@ -233,7 +233,7 @@ class Aggregator:
             total = self._folding.total
         self._folding = self._new_folding()
         if self.large:
-            process_memory.release_freed_memory()  # a new state is made now
+            process_resources.release_freed_memory()  # a new state is made now
         return total
 
     def _are_devices_interleaved(self, rounds: JobState) -> bool:
@@ -387,4 +387,4 @@ def store_tensors(
     """
     if tensors.total_bytes([given]) <= WHOLE_BYTES:
         return (put or depot.store_bytes)(tensors.encode_tensors(given, metadata))
-    return depot.store_written(lambda path: safetensors_files.write_safetensors(path, given, metadata, depot.disk))
+    return depot.store_written(lambda path: disk_arrays.write_safetensors(path, given, metadata, depot.disk))

@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from fedquilt.arrays import safetensors_files, tensors
-from fedquilt.arrays.lazy_arrays import ScratchFile
+from fedquilt.arrays import disk_arrays, exact_sums, tensors
+from fedquilt.arrays.disk_arrays import ScratchFile
 from fedquilt.blobs.chunks import DamagedBlobError
-from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.store import BlobStore
 from fedquilt.coordinator.rounds.events import JobState, UpdatesAggregated
 from fedquilt.core import BlobRef, Bundle, DeviceUpdate, JobError, StoreError, Tensors, Update
 from fedquilt.formats import job_bundle
@@ -134,7 +134,7 @@ def load_update(depot: BlobStore, update: Update, *, lazily: bool = False) -> De
             bundles[name] = tensors.decode_tensors(found)
             tensors.require_finite(bundles[name])
         else:
-            bundles[name] = safetensors_files.SafetensorsReader(found, _BlobReadDisk(depot.disk, naming))
+            bundles[name] = disk_arrays.SafetensorsReader(found, _BlobReadDisk(depot.disk, naming))
     return DeviceUpdate(update.device, update.round, update.weight, update.metrics, bundles)
 
 
@@ -149,7 +149,7 @@ def open_base_tensors(depot: BlobStore, device: str, sha256: str) -> Tensors | N
     naming = partial(convert_read_errors, f"what {device}'s update has moved from ({sha256[:12]})", sha256)
     with naming():
         path = depot.verified_path(sha256)
-    return None if path is None else safetensors_files.FloatReader(path, _BlobReadDisk(depot.disk, naming))
+    return None if path is None else disk_arrays.FloatReader(path, _BlobReadDisk(depot.disk, naming))
 
 
 def load_partial_aggregate(depot: BlobStore, folded: UpdatesAggregated, kind: type, room: ScratchFile) -> Any:
@@ -162,7 +162,7 @@ def load_partial_aggregate(depot: BlobStore, folded: UpdatesAggregated, kind: ty
     """
     told = f"the sum {folded.sum.sha256[:12]} of {len(folded.devices)} updates"
     try:
-        large = partial(safetensors_files.read_accumulator, kind=kind, disk=depot.disk, room=room)
+        large = partial(exact_sums.read_accumulator, kind=kind, disk=depot.disk, room=room)
         with _convert_blob_read_errors(f"the sum of {len(folded.devices)} updates", folded.sum, again=True):
             if (found := _load_object(depot, folded.sum, kind, large)) is not None:
                 return found
@@ -189,7 +189,7 @@ def load_or_rebuild_state(
         ref: The reference of the state.
         kind: The class of the state.
         rebuild: The function that makes the state again, or returns None if its origin is lost too.
-        lazy_bytes: The size from which on tensors stay on disk. See `safetensors_files.read_state`.
+        lazy_bytes: The size from which on tensors stay on disk. See `disk_arrays.read_state`.
         again: Whether the origin is available, so that a lost state can be stored again.
 
     Raises:
@@ -200,7 +200,7 @@ def load_or_rebuild_state(
     try:
         naming = partial(_convert_blob_read_errors, f"the state of {run}", ref, again)
         disk = _BlobReadDisk(depot.disk, naming)
-        large = partial(safetensors_files.read_state, kind=kind, disk=disk, lazy_bytes=lazy_bytes)
+        large = partial(disk_arrays.read_state, kind=kind, disk=disk, lazy_bytes=lazy_bytes)
         with naming():
             found = _load_object(depot, ref, kind, large)
         if found is not None:

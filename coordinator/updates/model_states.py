@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedquilt.arrays import tensors
-from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.store import BlobStore
 from fedquilt.coordinator.rounds.events import JobState, RoundCommitted
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.coordinator.updates import aggregator, blob_recovery

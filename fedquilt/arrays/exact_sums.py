@@ -22,14 +22,16 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import zip_longest
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
 from fedquilt.arrays import tensors
-from fedquilt.arrays.lazy_arrays import ScratchFile
+from fedquilt.arrays.disk_arrays import STATE_HEADER_MOST, SafetensorsReader, ScratchFile
 from fedquilt.core import Tensors, UpdateError
+from fedquilt.host.disk import Disk, Place
 
+T = TypeVar("T")
 LIMBS_MOST: Final = 16  # far more than numbers of any range need
 BLOCK: Final = 1 << 14  # entries added at a time: what they need fits into a processor's cache
 SHORT: Final = 1 << 16  # entries from which on the second limb begins as float32
@@ -230,6 +232,22 @@ def map_limbs(value: Any, keep: Callable[[Any], Any], other: Callable[[Any], Any
     if is_dataclass(value) and not isinstance(value, type):
         return type(value)(**{each.name: map_limbs(getattr(value, each.name), keep, other) for each in fields(value)})
     return other(value) if isinstance(value, np.ndarray) else value
+
+
+def read_accumulator(path: Place, kind: type[T], disk: Disk, room: ScratchFile) -> T:
+    """Read an accumulator of type `kind` into a scratch file, one array at a time.
+
+    Raises:
+        StoreError: If the file cannot be read, or is not an accumulator of that type.
+    """
+    try:
+        found = SafetensorsReader(path, disk, STATE_HEADER_MOST)
+        slots = {name: np.empty(0) for name in found}
+        names = {id(slot): name for name, slot in slots.items()}
+        total = tensors.state_from_parts(slots, found.metadata, kind)
+        return map_limbs(total, lambda slot: room.store_array(found[names[id(slot)]]))
+    except UpdateError as error:
+        raise tensors.NoStateError(f"not a stored {kind.__name__}: {error}") from None
 
 
 def copy_accumulator(value: Any) -> Any:

@@ -25,7 +25,6 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError
 
-from fedquilt.arrays import unknown_fields
 from fedquilt.core import DivergedError, StoreError, Tensors, UpdateError, derive_seed
 from fedquilt.core import tensor_shapes as tensor_shapes
 
@@ -373,7 +372,7 @@ def state_from_parts(arrays: Tensors, metadata: Mapping[str, str], kind: type[T]
     try:
         skeleton = json.loads(metadata["state"])
         state = msgspec.convert(skeleton, kind, dec_hook=restore_array, str_keys=True)
-        unknown_fields.require_known_fields(skeleton, state, kind.__name__)
+        require_known_fields(skeleton, state, kind.__name__)
         return state
     except (ValueError, KeyError, TypeError, RecursionError, msgspec.MsgspecError) as error:
         raise NoStateError(f"not a stored {kind.__name__}: {error}") from None
@@ -381,3 +380,40 @@ def state_from_parts(arrays: Tensors, metadata: Mapping[str, str], kind: type[T]
 
 def total_bytes(bundles: Iterable[Tensors]) -> int:
     return sum(array.nbytes for tensors in bundles for array in tensor_shapes(tensors).values())
+
+
+def require_known_fields(stored: Any, read: Any, at: str) -> None:
+    """Check that every field of a stored state is in the object made from it.
+
+    Fields missing in `stored` get their defaults.
+
+    Args:
+        stored: State as JSON.
+        read: Dataclass or struct made from the state.
+        at: Path within the state, for errors.
+
+    Raises:
+        ValueError: If a stored field is unknown.
+    """
+    if not _has_fields(stored):
+        return
+    if is_dataclass(read) or isinstance(read, msgspec.Struct):
+        known = read.__struct_fields__ if isinstance(read, msgspec.Struct) else [each.name for each in fields(read)]
+        if unknown := sorted(stored.keys() - set(known)):
+            raise ValueError(f"{at} holds {', '.join(unknown)}: it is of another version of fedquilt")
+        pairs = [(value, getattr(read, name), f"{at}.{name}") for name, value in stored.items() if _has_fields(value)]
+    elif isinstance(read, Mapping):
+        parts = {str(key): value for key, value in read.items()}
+        inner = {key: value for key, value in stored.items() if _has_fields(value) and key in parts}
+        pairs = [(value, parts[key], f"{at}[{key!r}]") for key, value in inner.items()]
+    elif isinstance(read, tuple | list) and isinstance(stored, list):
+        both = enumerate(zip(stored, read, strict=True))
+        pairs = [(value, part, f"{at}[{i}]") for i, (value, part) in both if _has_fields(value)]
+    else:
+        return
+    for value, part, place in pairs:
+        require_known_fields(value, part, place)
+
+
+def _has_fields(stored: Any) -> bool:
+    return isinstance(stored, dict | list)

@@ -1,8 +1,8 @@
 """Chunks of a blob: manifest and verification. No I/O.
 
-The receiving side requests the manifest of a blob, then chunks (`fedquilt.blobs.transfer.download`). The sending side
+The receiving side requests the manifest of a blob, then chunks (`fedquilt.blobs.download`). The sending side
 only responds, so a slow receiver never fills a broker's queue, and lost messages are requested again. An upload is a
-download by the coordinator. This module stores no chunks: `fedquilt.blobs.transfer.transfers` moves them between a link
+download by the coordinator. This module stores no chunks: `fedquilt.blobs.transfers` moves them between a link
 and a blob store.
 """
 

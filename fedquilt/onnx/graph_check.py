@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
 from fedquilt.core import ModelError
-from fedquilt.onnx.protobuf import ProtobufError, ProtobufReader, Schema, decode_ints, decode_text, to_signed
-from fedquilt.onnx.schema import (
+from fedquilt.onnx.file_format import (
     ATTRIBUTE,
     DIM,
     ENTRY,
@@ -40,7 +39,13 @@ from fedquilt.onnx.schema import (
     TYPE,
     UNUSED,
     VALUE,
+    ProtobufError,
+    ProtobufReader,
+    Schema,
     Versions,
+    decode_ints,
+    decode_text,
+    to_signed,
 )
 
 NODES_MOST: Final = 20_000

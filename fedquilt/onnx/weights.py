@@ -19,8 +19,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from fedquilt.core import ModelError
-from fedquilt.onnx.graph_check import DEPTH_MOST, FILE_MOST, ExternalDataLocation, map_file, read_external_location
-from fedquilt.onnx.protobuf import (
+from fedquilt.onnx.file_format import (
+    ATTRIBUTE,
+    GRAPH,
+    MODEL,
+    NODE,
+    TENSOR,
     Pieces,
     ProtobufError,
     ProtobufReader,
@@ -30,7 +34,7 @@ from fedquilt.onnx.protobuf import (
     encode_message,
     to_signed,
 )
-from fedquilt.onnx.schema import ATTRIBUTE, GRAPH, MODEL, NODE, TENSOR
+from fedquilt.onnx.graph_check import DEPTH_MOST, FILE_MOST, ExternalDataLocation, map_file, read_external_location
 
 if TYPE_CHECKING:
     from fedquilt.core import Tensors

@@ -18,6 +18,7 @@ import base64
 import binascii
 import logging
 import math
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -25,11 +26,9 @@ from typing import Final
 
 from fedquilt import wire
 from fedquilt.core import RESEND, JobError, LinkError, SiteRight, WireError
-from fedquilt.security import enrolment, handshake, message_signature
+from fedquilt.security import enrolment, handshake
 from fedquilt.security.handshake import Handshake, LinkIdentity, Session
-from fedquilt.security.message_signature import UnknownSessionError, UnsignedMessageError
-from fedquilt.transport.link import Link, LinkWrapper, Message
-from fedquilt.transport.malformed_messages import MalformedMessages
+from fedquilt.transport.link import Link, LinkWrapper, MalformedMessages, Message
 from fedquilt.transport.mqtt.broker import Broker
 
 log = logging.getLogger("fedquilt.sealed")
@@ -67,7 +66,7 @@ class AuthenticatedLink(LinkWrapper):
 
     @property
     def max_payload(self) -> int:
-        return self._link.max_payload - message_signature.ENVELOPE_BYTES
+        return self._link.max_payload - ENVELOPE_BYTES
 
     def _send_hello(self, device: str, direction: wire.Direction, hello: wire.Hello) -> None:
         try:
@@ -166,7 +165,7 @@ class AuthenticatedDeviceLink(AuthenticatedLink):
         """
         leaf = wire.parse_topic(topic).leaf
         if self._key is not None and leaf != "chunk":
-            payload = message_signature.make_signed_payload(self._key, topic, payload)
+            payload = make_signed_payload(self._key, topic, payload)
         elif leaf != "chunk" and not (self._alone and leaf in _OBSERVED):
             return
         self._link.publish(topic, payload, retain=retain, reliable=reliable)
@@ -202,7 +201,7 @@ class AuthenticatedDeviceLink(AuthenticatedLink):
             return message
         if not message.payload:  # cleared at the broker: the coordinator takes a task back in an envelope
             return None
-        return message_signature.verify_message(self._key, route, message)
+        return verify_message(self._key, route, message)
 
     def _request_session(self) -> None:
         # At most every HINT_S, because the message that causes this may be forged.
@@ -310,7 +309,7 @@ class AuthenticatedFleetLink(AuthenticatedLink):
         if route.direction == "dn" and route.leaf != "chunk":
             session = self._current_session(route.device)
             if session is not None:
-                payload = message_signature.make_signed_payload(session, topic, payload)
+                payload = make_signed_payload(session, topic, payload)
             elif payload:
                 return
         elif route.leaf == "coord":
@@ -359,9 +358,9 @@ class AuthenticatedFleetLink(AuthenticatedLink):
         if route.leaf == "hello":
             self._handle_hello(route.device, wire.decode(message.payload, wire.Hello))
             return None
-        if route.leaf == "presence" and not message_signature.is_signed(message.payload):
+        if route.leaf == "presence" and not is_signed(message.payload):
             return self._accept_last_will(route.device, message)
-        said = message_signature.verify_message(self._current_session(route.device), route, message)
+        said = verify_message(self._current_session(route.device), route, message)
         if route.leaf == "presence":
             self._boots[route.device] = wire.decode(said.payload, wire.Presence).boot
         return said
@@ -450,3 +449,57 @@ def _admit_unless_too_early(last_s: dict[str, float], device: str, now_s: float,
         last_s.clear()
     last_s[device] = now_s
     return True
+
+
+ENVELOPE_BYTES: Final = 128  # largest overhead of an envelope
+MOST_BYTES: Final = wire.MAX_CHUNK + ENVELOPE_BYTES  # of a message with its envelope
+
+_FORM = re.compile(rb'\{"mac":"([A-Za-z0-9+/]{43}=)","in":"([0-9a-f]{16})","no":(\d{1,15}),"said":')
+_NOTHING: Final = b"null"  # an empty message, which takes a task back
+
+
+def is_signed(payload: bytes) -> bool:
+    return _FORM.match(payload) is not None
+
+
+def make_signed_payload(session: Session, topic: str, payload: bytes) -> bytes:
+    payload = payload or _NOTHING
+    number, code = session.sign(topic, payload)
+    mac = binascii.b2a_base64(code, newline=False)
+    return b'{"mac":"%b","in":"%b","no":%d,"said":%b}' % (mac, session.name.encode(), number, payload)
+
+
+class UnknownSessionError(WireError):
+    def __init__(self, session: str) -> None:
+        super().__init__(
+            "stale: it is sealed under another session than there is now: it is late, replayed, or of a second "
+            "board with this one's name and certificate, as a copied card has"
+        )
+        self.session = session  # its name
+
+
+class UnsignedMessageError(WireError):
+    def __init__(self) -> None:
+        super().__init__("unsigned: the sender has no certificate")
+
+
+def verify_message(session: Session | None, route: wire.Route, message: Message) -> Message:
+    """Return a signed message with its bare payload, after verification.
+
+    Raises:
+        UnsignedMessageError: If the message is not signed.
+        UnknownSessionError: If the message was signed in another session.
+        WireError: If the message is forged or replayed.
+    """
+    found = _FORM.match(message.payload)
+    if found is None:
+        raise UnsignedMessageError
+    if (size := len(message.payload)) > MOST_BYTES:
+        raise WireError(f"oversized: it has {size} bytes, and a message has at most {MOST_BYTES}")
+    if message.payload[-1:] != b"}":
+        raise WireError("forged: its envelope has no end")
+    if session is None or found[2] != session.name.encode():
+        raise UnknownSessionError(found[2].decode())
+    said = message.payload[found.end() : -1]
+    session.verify(message.topic, route.leaf, int(found[3]), binascii.a2b_base64(found[1]), said)
+    return message._replace(payload=b"" if said == _NOTHING else said)

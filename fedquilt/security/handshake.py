@@ -27,8 +27,8 @@ import msgspec
 from msgspec import Meta
 
 from fedquilt.core import UNDECODABLE, Count, JobError, SiteRight, WireError
-from fedquilt.transport.mqtt.broker import Broker
-from fedquilt.transport.mqtt.errors import OUT_OF_DATE, describe_exception
+from fedquilt.transport.mqtt.broker import Broker, describe_exception
+from fedquilt.transport.mqtt.connection import OUT_OF_DATE
 
 COORDINATOR: Final = "coordinator"  # the common name of its certificate
 SITE: Final = "fedquilt:site:"  # beginning of the URI in a site's certificate: "fedquilt:site:40:cam-*,door-7"

@@ -14,9 +14,9 @@ from streamed import Pair
 from two_sides import noise
 from waiting import until
 
-from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.blobs.transfer import http_client
-from fedquilt.blobs.transfer.download import BlobWriter, WriterClosedError
+from fedquilt.blobs import http_client
+from fedquilt.blobs.download import BlobWriter, WriterClosedError
+from fedquilt.blobs.store import BlobStore
 from fedquilt.coordinator.delivery.blobs import locations, server
 from fedquilt.coordinator.delivery.blobs.locations import BlobLocationSettings
 from fedquilt.coordinator.delivery.blobs.server import BlobServer

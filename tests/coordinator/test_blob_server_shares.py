@@ -12,7 +12,7 @@ from two_sides import noise
 from waiting import until
 
 from fedquilt.coordinator.delivery.blobs.server import PER_BOARD
-from fedquilt.host.connection_limits import ConnectionLimiter, ConnectionLimits
+from fedquilt.host.http_server import ConnectionLimiter, ConnectionLimits
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from by_hand import Killed, SlowWorker, Stage, ones
 
 from fedquilt import compression, wire
 from fedquilt.arrays import tensors
-from fedquilt.arrays.lazy_arrays import ScratchFile
+from fedquilt.arrays.disk_arrays import ScratchFile
 from fedquilt.coordinator.background_worker import SynchronousWorker, ThreadWorker
 from fedquilt.coordinator.rounds.events import (
     CohortSelected,

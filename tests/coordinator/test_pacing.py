@@ -11,7 +11,7 @@ from by_hand import MODEL, Hand, SlowWorker, Stage
 from msgspec.structs import replace
 
 from fedquilt import wire
-from fedquilt.arrays.lazy_arrays import ScratchFile
+from fedquilt.arrays.disk_arrays import ScratchFile
 from fedquilt.coordinator.delivery.monitoring_executor import DeviceStatusTracker, MonitoringExecutor
 from fedquilt.coordinator.limits import CoordinatorLimits
 from fedquilt.coordinator.rounds.events import (

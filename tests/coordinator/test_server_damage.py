@@ -16,7 +16,7 @@ from evaluations import of_classes
 
 from fedquilt import wire
 from fedquilt.arrays import tensors
-from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.store import BlobStore
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds.events import JobEnded, RoundCommitted, UpdateAccepted, UpdateLost, UpdateRejected
 from fedquilt.coordinator.updates import blob_recovery

@@ -21,7 +21,7 @@ from waiting import until
 
 from fedquilt import open_metrics
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.host.connection_limits import ConnectionLimiter, ConnectionLimits
+from fedquilt.host.http_server import ConnectionLimiter, ConnectionLimits
 from fedquilt.open_metrics import MetricFamily
 from fedquilt.security import enrolment
 from fedquilt.tools.identity.authority import CertificateAuthority, clock_s

@@ -10,8 +10,8 @@ import hashlib
 from collections.abc import Collection
 from typing import Any
 
-from fedquilt.blobs.storage import pack_file
-from fedquilt.blobs.storage.store import PACK
+from fedquilt.blobs import pack_file
+from fedquilt.blobs.store import PACK
 from fedquilt.coordinator.rounds.events import (
     AnyEvent,
     CohortSelected,

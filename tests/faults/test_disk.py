@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.store import BlobStore
 from fedquilt.coordinator.settings import parse_job
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.edge_agent.storage.agent_state import AgentState

@@ -12,8 +12,8 @@ import pytest
 from msgspec.structs import replace
 
 from fedquilt.blobs import chunks
-from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.blobs.transfer.transfers import Transfers
+from fedquilt.blobs.store import BlobStore
+from fedquilt.blobs.transfers import Transfers
 from fedquilt.coordinator.delivery.task_dispatch import TaskDispatcher
 from fedquilt.coordinator.jobs import job
 from fedquilt.coordinator.jobs.controller import JobController

@@ -4,7 +4,7 @@ import resource
 
 import pytest
 
-from fedquilt.host.connection_limits import Connection, ConnectionLimiter, ConnectionLimits, raise_descriptor_limit
+from fedquilt.host.http_server import Connection, ConnectionLimiter, ConnectionLimits, raise_descriptor_limit
 
 
 class Places:

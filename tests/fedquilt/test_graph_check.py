@@ -15,7 +15,7 @@ import pytest
 import fedquilt
 from fedquilt.core import ModelError
 from fedquilt.onnx import graph_check
-from fedquilt.onnx.schema import OPERATORS
+from fedquilt.onnx.file_format import OPERATORS
 from fedquilt.tools.lab import demo
 
 onnx = pytest.importorskip("onnx")

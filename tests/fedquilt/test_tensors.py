@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packed_states import FUZZ, STATE, same_bits
 
-from fedquilt.arrays import safetensors_files, tensors
+from fedquilt.arrays import disk_arrays, tensors
 from fedquilt.core import StoreError, UpdateError
 from fedquilt.host.disk import REAL
 from fedquilt.models.local_training import NetworkState
@@ -184,8 +184,8 @@ def test_floats_of_a_file_are_those_that_are_read_at_once(tmp_path):
         "count": np.array([7]),
         "double": np.ones(2),
     }
-    safetensors_files.write_safetensors(tmp_path / "file", given)
-    found = safetensors_files.FloatReader(tmp_path / "file")
+    disk_arrays.write_safetensors(tmp_path / "file", given)
+    found = disk_arrays.FloatReader(tmp_path / "file")
     assert list(found) == ["a", "b", "none"]
     assert all(
         found[name].tobytes() == given[name].tobytes() and found[name].shape == given[name].shape for name in found
@@ -199,7 +199,7 @@ def test_floats_of_a_file_are_those_that_are_read_at_once(tmp_path):
 def test_a_file_that_is_no_safetensors_has_no_floats(tmp_path, payload):
     (tmp_path / "file").write_bytes(payload)
     with pytest.raises(UpdateError, match="not a safetensors"):
-        safetensors_files.FloatReader(tmp_path / "file")
+        disk_arrays.FloatReader(tmp_path / "file")
 
 
 def test_an_empty_tensor_beyond_the_end_of_its_file_is_missed_by_name(tmp_path):
@@ -208,21 +208,21 @@ def test_an_empty_tensor_beyond_the_end_of_its_file_is_missed_by_name(tmp_path):
     header = json.dumps({"w": {"dtype": "F32", "shape": [0], "data_offsets": [far, far]}}).encode()
     path.write_bytes(struct.pack("<Q", len(header)) + header)
     with pytest.raises(UpdateError, match="ends within tensor 'w'"):
-        safetensors_files.FloatReader(path)["w"]
+        disk_arrays.FloatReader(path)["w"]
 
 
 def test_floats_that_a_file_has_lost_are_missed_by_name(tmp_path):
     path = tmp_path / "file"
-    safetensors_files.write_safetensors(path, {"w": np.ones(9, np.float32)})
+    disk_arrays.write_safetensors(path, {"w": np.ones(9, np.float32)})
     path.write_bytes(path.read_bytes()[:-4])
-    found = safetensors_files.FloatReader(path)
+    found = disk_arrays.FloatReader(path)
     with pytest.raises(UpdateError, match="ends within tensor 'w'"):
         found["w"]
     path.unlink()
     with pytest.raises(StoreError, match="cannot read"):
         found["w"]
     with pytest.raises(StoreError, match="cannot read"):
-        safetensors_files.FloatReader(path)
+        disk_arrays.FloatReader(path)
 
 
 KEPT = NetworkState({"lr": 0.1}, {"name": "mlp"}, {"w": np.ones((3, 2), np.float32), "n": np.array(7)}, 9.0, 4)
@@ -233,9 +233,9 @@ def test_a_file_that_is_written_piece_by_piece_has_the_bytes_of_the_whole(tmp_pa
     types = ["f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "?"]
     given = {f"t.{kind}": np.arange(1, 7).reshape(2, 3).astype(kind) for kind in types}
     given |= {"none": np.zeros((0, 2), np.float32), '\u00e9 "\\\x01': np.array(7)}
-    safetensors_files.write_safetensors(tmp_path / "file", given, metadata)
+    disk_arrays.write_safetensors(tmp_path / "file", given, metadata)
     assert (tmp_path / "file").read_bytes() == tensors.encode_tensors(given, metadata)
-    found = safetensors_files.SafetensorsReader(tmp_path / "file")
+    found = disk_arrays.SafetensorsReader(tmp_path / "file")
     assert list(found) == sorted(given)
     for name in [*given, *given]:
         assert (found[name].dtype, found[name].shape) == (given[name].dtype, given[name].shape)
@@ -244,15 +244,15 @@ def test_a_file_that_is_written_piece_by_piece_has_the_bytes_of_the_whole(tmp_pa
 
 def test_a_state_in_a_file_has_the_bytes_of_a_packed_one(tmp_path):
     path = tmp_path / "state"
-    safetensors_files.write_safetensors(path, *tensors.split_state(KEPT))
+    disk_arrays.write_safetensors(path, *tensors.split_state(KEPT))
     assert path.read_bytes() == tensors.pack_state(KEPT)
-    assert tensors.pack_state(safetensors_files.read_state(path, NetworkState)) == tensors.pack_state(KEPT)
-    safetensors_files.write_safetensors(path, {"w": np.ones(2)})
+    assert tensors.pack_state(disk_arrays.read_state(path, NetworkState)) == tensors.pack_state(KEPT)
+    disk_arrays.write_safetensors(path, {"w": np.ones(2)})
     with pytest.raises(StoreError, match="not a stored NetworkState"):
-        safetensors_files.read_state(path, NetworkState)
+        disk_arrays.read_state(path, NetworkState)
     path.write_bytes(b"x")
     with pytest.raises(StoreError, match="not a stored NetworkState"):
-        safetensors_files.read_state(path, NetworkState)
+        disk_arrays.read_state(path, NetworkState)
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="a file of Linux's that comes in pieces")

@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgspec
 
 from fedquilt import methods, plugins
-from fedquilt.blobs.storage.shared_store import SharedBlobStore
+from fedquilt.blobs.shared_store import SharedBlobStore
 from fedquilt.coordinator.delivery.executor import LinkExecutor
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import JobSettings, require_no_adversaries

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from fedquilt import open_metrics
-from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.blobs.transfer.backend import Key, TransferBackend, TransferResult
-from fedquilt.blobs.transfer.download import BlobWriter
+from fedquilt.blobs.direct_transfers import Key, TransferBackend, TransferResult
+from fedquilt.blobs.download import BlobWriter
+from fedquilt.blobs.store import BlobStore
 from fedquilt.coordinator.delivery.blobs.server import BlobServer
 from fedquilt.core import BlobLocation, BlobRef, JobError
-from fedquilt.host.connection_limits import ConnectionLimiter, ConnectionLimits
-from fedquilt.host.http_url import split_http_url
+from fedquilt.host.http_server import ConnectionLimiter, ConnectionLimits, split_http_url
 from fedquilt.security.handshake import LinkIdentity
 
 JOBS_MOST: Final = 8  # transfers with a backend at once

@@ -21,13 +21,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.blobs.transfer.backend import TransferResult, close_failed_transfer
-from fedquilt.blobs.transfer.download import BlobWriter, ContentError, WriterClosedError
-from fedquilt.blobs.transfer.http_client import STALL_S, read_pieces, send_file
+from fedquilt.blobs.direct_transfers import TransferResult, close_failed_transfer
+from fedquilt.blobs.download import BlobWriter, ContentError, WriterClosedError
+from fedquilt.blobs.http_client import STALL_S, read_pieces, send_file
+from fedquilt.blobs.store import BlobStore
 from fedquilt.core import BlobRef, JobError, StoreError
-from fedquilt.host.connection_limits import ConnectionLimiter
-from fedquilt.host.http_server import HttpExchange, HttpServer, RequestRefusedError
+from fedquilt.host.http_server import ConnectionLimiter, HttpExchange, HttpServer, RequestRefusedError
 from fedquilt.security.handshake import LinkIdentity, common_name_of_peer
 
 log = logging.getLogger("fedquilt.coordinator.blobs")

@@ -14,9 +14,14 @@ from pathlib import Path
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from fedquilt.core import JobError
-from fedquilt.transport.mqtt.errors import describe_exception
 
 PORTS = {"mqtt": 1883, "mqtts": 8883}
+
+
+def describe_exception(error: Exception) -> str:
+    if reason := getattr(error, "reason", None):  # from OpenSSL
+        return str(reason).lower().replace("_", " ")
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
 
 
 @dataclass(frozen=True)

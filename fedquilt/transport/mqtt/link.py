@@ -16,22 +16,23 @@ import random
 import select
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Final
 
 import paho.mqtt.client as paho
 from paho.mqtt.reasoncodes import ReasonCode
 
 from fedquilt.core import FedquiltError, LinkError
-from fedquilt.host import threads
+from fedquilt.host.process_resources import call_in_background
 from fedquilt.transport.link import Message
-from fedquilt.transport.mqtt import errors
+from fedquilt.transport.mqtt import connection
 from fedquilt.transport.mqtt.broker import Broker
 from fedquilt.transport.mqtt.client import KIB, MqttClient, describe_reason, payload_limit
 from fedquilt.transport.mqtt.connection import ANSWER_S, RetryDelay, SocketWait, dial, has_buffered_input
-from fedquilt.transport.mqtt.send_queue import BREAKS, QueuedMessage, SendQueue
-from fedquilt.transport.subscriptions import Subscriptions
+from fedquilt.transport.topic_tree import Subscriptions
 
 log = logging.getLogger(__name__)
 
@@ -161,7 +162,7 @@ class MqttLink:
                 return
 
     def keep_alive(self) -> AbstractContextManager[None]:
-        return threads.call_in_background(self._poll_if_connected, self.broker.keepalive_s / TENDED, "keep-alive")
+        return call_in_background(self._poll_if_connected, self.broker.keepalive_s / TENDED, "keep-alive")
 
     def _poll_if_connected(self) -> bool:
         if self.connected:
@@ -214,7 +215,7 @@ class MqttLink:
                 self._step_dial(late)
         elif late:
             self._switch_protocol_version()
-            self._end_connection(errors.unreachable_error(self.broker, TimeoutError()))
+            self._end_connection(connection.unreachable_error(self.broker, TimeoutError()))
         else:
             self._exchange_packets()
 
@@ -276,7 +277,7 @@ class MqttLink:
             try:
                 client.loop_read()
             except Exception as error:  # bytes that are not MQTT may raise anything in paho's decoder
-                return self._end_connection(errors.not_mqtt_error(self.broker, str(error)))
+                return self._end_connection(connection.not_mqtt_error(self.broker, str(error)))
         if client.socket() is not None:
             client.loop_misc()
         self._send_queued()
@@ -303,11 +304,11 @@ class MqttLink:
 
     def _on_publish(self, mid: int, code: int) -> None:
         message = self._queue.remove_sent(mid)
-        if message is not None and code == errors.TOO_LARGE:
+        if message is not None and code == connection.TOO_LARGE:
             self._drop_oversized_and_lower_limit(message)
-        elif message is not None and code >= errors.UNSPECIFIED:
+        elif message is not None and code >= connection.UNSPECIFIED:
             self._count_dropped(
-                1, errors.describe_refused_message(self.broker, message.topic, code, describe_reason(code))
+                1, connection.describe_refused_message(self.broker, message.topic, code, describe_reason(code))
             )
 
     def _on_message(self, topic: str, payload: bytes, retained: bool) -> None:
@@ -330,23 +331,23 @@ class MqttLink:
 
     def _handle_closed_socket(self) -> None:
         """Retry with MQTT 3.1.1 if the broker refuses MQTT 5, else end the connection with the cause."""
-        code = self._farewell.value if self._farewell is not None else errors.UNSPECIFIED
+        code = self._farewell.value if self._farewell is not None else connection.UNSPECIFIED
         if self.connected and self._client is not None and self._client.unread:
-            return self._end_connection(errors.unread_error(self.broker))
+            return self._end_connection(connection.unread_error(self.broker))
         if self.connected:
             again = self._retry.short >= 2
             return self._end_connection(
-                errors.connection_lost_error(self.broker, self.client_id, code, str(self._farewell), again)
+                connection.connection_lost_error(self.broker, self.client_id, code, str(self._farewell), again)
             )
-        if code == errors.UNSUPPORTED_VERSION and self.level == 5:
+        if code == connection.UNSUPPORTED_VERSION and self.level == 5:
             log.info("%s refuses MQTT 5: using 3.1.1", self.broker)
             self.level = 4
             self._due_s = 0.0
             return self._close_socket()
-        if error := errors.attempt_error(self.broker, self.client_id, code, str(self._farewell), self._said):
+        if error := connection.attempt_error(self.broker, self.client_id, code, str(self._farewell), self._said):
             return self._end_connection(error)
         self._switch_protocol_version()
-        self._end_connection(errors.no_answer_error(self.broker))
+        self._end_connection(connection.no_answer_error(self.broker))
 
     def _switch_protocol_version(self) -> None:
         # without any CONNACK so far: some brokers of 3.1.1 (amqtt) drop MQTT 5 without an answer
@@ -358,15 +359,15 @@ class MqttLink:
         delay_s = self._retry.record_failure(self.connected, time.monotonic())
         self._due_s = time.monotonic() + delay_s
         if self.connected:
-            self._requeue_in_flight(self._farewell.value if self._farewell is not None else errors.UNSPECIFIED)
+            self._requeue_in_flight(self._farewell.value if self._farewell is not None else connection.UNSPECIFIED)
         self.connected = False
         if self._trouble != str(error):
             log.log(logging.INFO if self._asked else logging.WARNING, "%s; trying again in %.1f s", error, delay_s)
         self._trouble, self._final = str(error), getattr(error, "final", True)
 
     def _requeue_in_flight(self, code: int) -> None:
-        times = 1 if code == errors.TOO_LARGE else BREAKS
-        culprit = self._queue.handle_disconnect(times, innocent=code == errors.KEEP_ALIVE)
+        times = 1 if code == connection.TOO_LARGE else BREAKS
+        culprit = self._queue.handle_disconnect(times, innocent=code == connection.KEEP_ALIVE)
         if culprit is None:
             return
         if culprit.size > SMALLEST_CEILING:  # the next attempt need not wait
@@ -377,7 +378,7 @@ class MqttLink:
         if refused.size > SMALLEST_CEILING:
             self._ceiling = max(refused.size // 2, SMALLEST_CEILING)
             self.max_payload = min(self.max_payload, self._ceiling)
-        self._count_dropped(1, errors.describe_oversized_message(self.broker, refused.topic, refused.size))
+        self._count_dropped(1, connection.describe_oversized_message(self.broker, refused.topic, refused.size))
 
     def _count_dropped(self, count: int, sentence: str) -> None:
         self.dropped += count
@@ -394,3 +395,103 @@ class MqttLink:
         if self._socket is not None:
             self._socket.close()
         self._dial = self._waiting = self._client = self._socket = None
+
+
+UNDER_WAY_BYTES: Final = 1 << 20  # paho copies each message
+UNDER_WAY_MESSAGES: Final = 100
+OFFLINE_BYTES: Final = 16 << 20
+OFFLINE_MESSAGES: Final = 10_000
+BREAKS: Final = 3
+
+
+@dataclass(eq=False)
+class QueuedMessage:
+    """Outgoing message. `reliable` is QoS 1."""
+
+    topic: str
+    payload: bytes
+    retain: bool
+    reliable: bool
+    breaks: int = 0  # connections that broke while it was in flight
+
+    @property
+    def size(self) -> int:
+        return len(self.payload)
+
+
+class SendQueue:
+    def __init__(self) -> None:
+        self.backlog = 0  # payload bytes that are neither written (QoS 0) nor acknowledged (QoS 1)
+        self._waiting: deque[QueuedMessage] = deque()
+        self._under_way: dict[int, QueuedMessage] = {}
+        self._bytes = self._reliable = self._suspected = 0  # of those under way: size, QoS 1, had a connection break
+
+    def add(self, message: QueuedMessage) -> None:
+        self._waiting.append(message)
+        self.backlog += message.size
+
+    def drop_oldest(self) -> int:
+        """Drop the oldest messages beyond the offline limits. Return the number of dropped messages."""
+        given_up = 0
+        while len(self._waiting) > OFFLINE_MESSAGES or self.backlog > OFFLINE_BYTES:
+            self.discard(self._waiting.popleft())
+            given_up += 1
+        return given_up
+
+    def take_next(self, window: int) -> QueuedMessage | None:
+        """Return the next message, or None if the in-flight limits are reached.
+
+        At most `window` reliable messages are in flight. The caller must call `record_in_flight` or `discard` next.
+        """
+        if not self._waiting:
+            return None
+        message = self._waiting[0]
+        if self._under_way and (
+            len(self._under_way) >= UNDER_WAY_MESSAGES
+            or message.size + self._bytes > UNDER_WAY_BYTES
+            or message.breaks
+            or self._suspected
+            or (message.reliable and self._reliable >= window)
+        ):
+            return None
+        return self._waiting.popleft()
+
+    def record_in_flight(self, packet_id: int, message: QueuedMessage) -> None:
+        self._under_way[packet_id] = message
+        self._update_totals(message, 1)
+
+    def remove_sent(self, packet_id: int) -> QueuedMessage | None:
+        """Remove a message in flight and return the message, or None if the id is unknown."""
+        message = self._under_way.pop(packet_id, None)
+        if message is not None:
+            self.backlog -= message.size
+            self._update_totals(message, -1)
+        return message
+
+    def _update_totals(self, message: QueuedMessage, by: int) -> None:
+        self._bytes += by * message.size
+        self._reliable += by * message.reliable
+        self._suspected += by * bool(message.breaks)
+
+    def discard(self, message: QueuedMessage) -> None:
+        self.backlog -= message.size
+
+    def handle_disconnect(self, breaks: int = BREAKS, *, innocent: bool = False) -> QueuedMessage | None:
+        """Requeue reliable messages in flight and drop the unreliable ones.
+
+        Args:
+            breaks: The number of broken connections after which a message alone in flight is the cause.
+            innocent: Whether the network failed, so that no message is the cause.
+
+        Returns:
+            The message that caused the disconnection, which is dropped, or None.
+        """
+        suspects = [message for message in self._under_way.values() if message.reliable]
+        for message in suspects:
+            message.breaks += not innocent
+        culprit = suspects.pop() if len(suspects) == 1 and suspects[0].breaks >= breaks else None
+        self._under_way.clear()
+        self._bytes = self._reliable = self._suspected = 0
+        self._waiting = deque(suspects + [message for message in self._waiting if message.reliable])
+        self.backlog = sum(message.size for message in self._waiting)
+        return culprit

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fedquilt import cli
-from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.store import BlobStore
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.delivery.monitoring_executor import DeviceStatusTracker, MonitoringExecutor
 from fedquilt.coordinator.storage.store import Store

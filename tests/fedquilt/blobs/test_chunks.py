@@ -4,7 +4,7 @@ import pytest
 
 from fedquilt import blobs, wire
 from fedquilt.blobs.chunks import DamagedBlobError
-from fedquilt.blobs.transfer.upload import OutgoingChunk, OutgoingChunkQueue
+from fedquilt.blobs.upload import OutgoingChunk, OutgoingChunkQueue
 from fedquilt.core import BlobRef, LinkError
 
 KIB = 1024

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from fedquilt import wire
 from fedquilt.blobs import chunks
-from fedquilt.blobs.transfer.download import Download
+from fedquilt.blobs.download import Download
 from fedquilt.core import BlobRef
 
 FUZZ = settings(max_examples=200, deadline=None, derandomize=True, database=None)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from waiting import until
 
-from fedquilt.blobs.storage import store
-from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs import store
+from fedquilt.blobs.store import BlobStore
 
 
 class Held:

@@ -10,9 +10,9 @@ import pytest
 from two_sides import noise
 
 from fedquilt import wire
-from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.blobs.transfer import http_client
-from fedquilt.blobs.transfer.download import BlobLocationError, BlobWriter
+from fedquilt.blobs import http_client
+from fedquilt.blobs.download import BlobLocationError, BlobWriter
+from fedquilt.blobs.store import BlobStore
 from fedquilt.core import BlobLocation
 
 CHUNK = 64 * 1024

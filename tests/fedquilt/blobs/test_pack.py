@@ -7,9 +7,9 @@ import pytest
 
 from fedquilt.blobs import chunks
 from fedquilt.blobs.chunks import DamagedBlobError
-from fedquilt.blobs.storage.pack_file import PackFile
-from fedquilt.blobs.storage.shared_store import SharedBlobStore, SharedBlobView
-from fedquilt.blobs.storage.store import SMALL_BYTES, BlobStore
+from fedquilt.blobs.pack_file import PackFile
+from fedquilt.blobs.shared_store import SharedBlobStore, SharedBlobView
+from fedquilt.blobs.store import SMALL_BYTES, BlobStore
 from fedquilt.core import BlobRef
 from fedquilt.host.disk import REAL, Disk, OpenFile
 

@@ -5,7 +5,7 @@ import math
 import pytest
 from two_sides import Side, noise, play, ref_of
 
-from fedquilt.blobs.transfer.upload import UploadQueue
+from fedquilt.blobs.upload import UploadQueue
 from fedquilt.transport.memory_link import MemoryBroker
 
 SIZE = 300_000

@@ -7,7 +7,7 @@ from depot_blobs import BLOB, KIB, REF, cut, names, ref_of
 from fedquilt import wire
 from fedquilt.blobs import chunks
 from fedquilt.blobs.chunks import DamagedBlobError
-from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.store import BlobStore
 from fedquilt.core import StoreError
 
 DAY_S = 24 * 3600.0

@@ -14,7 +14,7 @@ import pytest
 from depot_blobs import BLOB, REF, cut, names
 from forks import CONTEXT
 
-from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.store import BlobStore
 from fedquilt.core import BlobRef, StoreError
 from fedquilt.host.disk import Disk
 from tests.faults.disk import SimDisk, SimulatedFileSystem

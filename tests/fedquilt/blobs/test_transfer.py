@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from two_sides import KIB, TOPICS, Side, noise, play, ref_of
 
 from fedquilt import wire
-from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.blobs.transfer.transfers import Transfers
+from fedquilt.blobs.store import BlobStore
+from fedquilt.blobs.transfers import Transfers
 from fedquilt.core import WireError
 from fedquilt.transport.memory_link import MemoryBroker
 

@@ -7,8 +7,8 @@ import random
 import pytest
 from two_sides import KIB, Side, noise, play
 
-from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.blobs.transfer import download
+from fedquilt.blobs import download
+from fedquilt.blobs.store import BlobStore
 from fedquilt.transport.memory_link import LinkFaults, MemoryBroker
 
 ROUGH = LinkFaults(drop=0.1, duplicate=0.1, corrupt=0.1, delay_s=0.5)

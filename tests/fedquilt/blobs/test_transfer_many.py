@@ -6,9 +6,9 @@ from two_sides import KIB, TOPICS, Side, noise, play, ref_of
 
 from fedquilt import wire
 from fedquilt.blobs import chunks
-from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.blobs.transfer import transfers as blob_transfers
-from fedquilt.blobs.transfer.transfers import Transfers
+from fedquilt.blobs import transfers as blob_transfers
+from fedquilt.blobs.store import BlobStore
+from fedquilt.blobs.transfers import Transfers
 from fedquilt.transport.memory_link import MemoryBroker, MemoryLink
 
 

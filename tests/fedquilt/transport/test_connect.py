@@ -7,8 +7,7 @@ import pytest
 
 from fedquilt.core import JobError
 from fedquilt.transport.mqtt.broker import Broker
-from fedquilt.transport.mqtt.connection import dial
-from fedquilt.transport.mqtt.errors import ConnectionFailedError
+from fedquilt.transport.mqtt.connection import ConnectionFailedError, dial
 
 
 def test_a_url_gives_host_port_user_and_encryption():

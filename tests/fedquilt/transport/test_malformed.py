@@ -1,7 +1,7 @@
 """Messages that are none: told at first, then counted."""
 
 from fedquilt.core import WireError
-from fedquilt.transport.malformed_messages import EVERY_S, FIRST, MOST_BRANCHES, OTHERS, MalformedMessages
+from fedquilt.transport.link import EVERY_S, FIRST, MOST_BRANCHES, OTHERS, MalformedMessages
 
 ERROR = WireError("not a fedquilt message")
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from fedquilt import wire
-from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.blobs.transfer.transfers import Transfers
+from fedquilt.blobs.store import BlobStore
+from fedquilt.blobs.transfers import Transfers
 from fedquilt.core import LinkError
 from fedquilt.transport.link import Message
 from fedquilt.transport.mqtt.broker import Broker

@@ -9,9 +9,8 @@ import paho.mqtt
 import paho.mqtt.client as paho
 import pytest
 
-from fedquilt.transport.mqtt import client, packets
 from fedquilt.transport.mqtt.broker import Broker
-from fedquilt.transport.mqtt.client import MqttClient
+from fedquilt.transport.mqtt.client import MqttClient, publish_packet
 from fedquilt.transport.mqtt.link import MqttLink
 
 REPLACED = ("_create_socket", "_packet_queue", "loop_read", "loop_write", "want_write")
@@ -55,7 +54,7 @@ def test_a_busy_connection_is_alive_without_a_ping(way):
             client.loop_write()
             assert client._last_msg_out > 0
         else:
-            there.sendall(packets.publish_packet(4, 1, "t", b"payload", 0, False))
+            there.sendall(publish_packet(4, 1, "t", b"payload", 0, False))
             client.loop_read()
             assert client._last_msg_in > 0
             assert client._last_bytes_received == client._last_msg_in
@@ -124,7 +123,7 @@ def test_a_link_to_a_broker_that_sends_and_does_not_read_is_lost_and_says_so():
             while link._client is not None and link._client._blocked_s is None:
                 link.wait(0.1)
             assert link._client._blocked_s is not None
-            taken[0].sendall(packets.publish_packet(5, 1, "t", b"payload", 0, False))
+            taken[0].sendall(publish_packet(5, 1, "t", b"payload", 0, False))
             link.wait(60.0)
             assert [message.payload for message in link.receive()] == [b"payload"]
             assert link.connected

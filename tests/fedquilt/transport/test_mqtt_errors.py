@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fedquilt.transport.mqtt.broker import Broker
-from fedquilt.transport.mqtt.errors import (
+from fedquilt.transport.mqtt.connection import (
     connection_lost_error,
     no_answer_error,
     not_mqtt_error,

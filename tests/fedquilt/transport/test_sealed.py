@@ -8,7 +8,7 @@ from sealed_fleets import CLAIM, TOPICS, Fleet, down, up
 from signed_payloads import payload_without_check
 
 from fedquilt import wire
-from fedquilt.security import authenticated_link, message_signature
+from fedquilt.security import authenticated_link
 from fedquilt.transport.link import Message
 
 
@@ -22,7 +22,7 @@ def test_what_is_said_arrives_as_it_was_said(fleet):
     assert fleet.payloads("a") == [CLAIM, b""]
     assert fleet.heard["b"] == []
     assert [payload_without_check(payload) for payload in fleet.broker.of(up("a"))] == [CLAIM]
-    assert len(fleet.broker.of(up("a"))[0]) <= len(CLAIM) + message_signature.ENVELOPE_BYTES
+    assert len(fleet.broker.of(up("a"))[0]) <= len(CLAIM) + authenticated_link.ENVELOPE_BYTES
 
 
 def test_chunks_and_what_is_for_everybody_are_in_no_envelope(fleet):

@@ -3,7 +3,7 @@
 from sealed_fleets import CLAIM, down, up
 
 from fedquilt import wire
-from fedquilt.security import authenticated_link, message_signature
+from fedquilt.security import authenticated_link
 from fedquilt.security.authenticated_link import BURST
 from fedquilt.security.handshake import Session
 
@@ -107,7 +107,7 @@ def test_nobody_says_in_no_envelope_that_a_board_is_there(fleet):
 
 
 def test_the_envelope_takes_its_part_of_the_largest_payload(fleet):
-    assert fleet.link.max_payload == fleet.raw.max_payload - message_signature.ENVELOPE_BYTES
+    assert fleet.link.max_payload == fleet.raw.max_payload - authenticated_link.ENVELOPE_BYTES
 
 
 def test_a_board_that_nobody_answers_asks_ever_more_rarely(fleet):

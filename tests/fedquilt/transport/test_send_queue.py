@@ -1,6 +1,6 @@
 """What goes out when, and who is blamed when the broker hangs up."""
 
-from fedquilt.transport.mqtt.send_queue import (
+from fedquilt.transport.mqtt.link import (
     OFFLINE_BYTES,
     OFFLINE_MESSAGES,
     UNDER_WAY_BYTES,

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from fedquilt import methods
-from fedquilt.arrays import safetensors_files, tensors
+from fedquilt.arrays import disk_arrays, tensors
 from fedquilt.coordinator import settings, sites
 from fedquilt.coordinator.job_view import JobView
 from fedquilt.coordinator.rounds import events, next_event
@@ -317,9 +317,7 @@ class SiteWorker:
         # a large sum stays on disk. None if the blob is missing or damaged
         path, disk = self._store.depot.verified_path(ref.sha256), self._store.depot.disk
         return (
-            None
-            if path is None
-            else safetensors_files.read_state(path, sites.SiteJobState, disk, blob_recovery.WHOLE_BYTES)
+            None if path is None else disk_arrays.read_state(path, sites.SiteJobState, disk, blob_recovery.WHOLE_BYTES)
         )
 
     def _make_site_job(self, table: Mapping[str, Any]) -> JobSettings:

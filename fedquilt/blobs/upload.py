@@ -17,8 +17,8 @@ from typing import Final
 from fedquilt import wire
 from fedquilt.blobs import chunks
 from fedquilt.blobs.chunks import MANIFEST, ManifestBuilder
-from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.blobs.transfer.backend import DirectTransfers
+from fedquilt.blobs.direct_transfers import DirectTransfers
+from fedquilt.blobs.store import BlobStore
 from fedquilt.core import BlobRef, FedquiltError, StoreError, WireMessage, shorten_error
 from fedquilt.transport.link import Link
 

@@ -18,7 +18,7 @@ from typing import Final
 from fedquilt import wire
 from fedquilt.blobs import chunks
 from fedquilt.blobs.chunks import MANIFEST
-from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.store import BlobStore
 from fedquilt.core import BlobRef, LinkError, Retry
 
 WINDOW: Final = 8  # chunks in flight at once, for one blob

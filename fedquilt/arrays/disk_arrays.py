@@ -1,6 +1,6 @@
-"""Tensors of safetensors files, with one tensor at a time in memory.
+"""Arrays on disk that are read on use: large updates, states and partial aggregates.
 
-The bytes are those of `encode_tensors` and `pack_state` in `fedquilt.arrays.tensors`.
+The checksum of an array is the sum of its 64-bit words, which detects every single flipped bit.
 """
 
 from __future__ import annotations
@@ -8,18 +8,164 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
 import safetensors.numpy
 
-from fedquilt.arrays import exact_sums, tensors
-from fedquilt.arrays.lazy_arrays import DiskArray, LazyTensors, NamedFile, ScratchFile
+from fedquilt.arrays import tensors
+from fedquilt.arrays.tensors import TensorSpec
 from fedquilt.core import StoreError, Tensors, UpdateError
-from fedquilt.host.disk import REAL, Disk
+from fedquilt.host.disk import REAL, Disk, OpenFile, Place, disk_errors
+
+LEAST: Final = 1 << 16  # entries
+
+
+class ByteSource(Protocol):
+    def size(self) -> int: ...
+
+    def read_into(self, buffer: Any, offset: int) -> int:
+        """Fill a buffer from `offset`, and return the number of bytes read."""
+        ...
+
+
+@dataclass(frozen=True)
+class NamedFile:
+    path: Place
+    disk: Disk = REAL
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def size(self) -> int:
+        found = self.disk.stat(self.path)
+        if found is None:
+            raise StoreError(f"cannot read {self.path}: it is gone")
+        return found.size
+
+    def read_into(self, buffer: Any, offset: int) -> int:
+        return self.disk.read_into(self.path, buffer, offset)
+
+
+@dataclass(frozen=True, slots=True)
+class DiskArray(TensorSpec):
+    """Array on disk with known shape and type, which is read on use.
+
+    Args:
+        source: Source of the bytes.
+        offset: Offset of the first byte.
+        check: Expected checksum, or None to skip the check.
+    """
+
+    source: ByteSource
+    offset: int
+    check: int | None = None
+
+    def read_available(self) -> np.ndarray | int:
+        """Return the array, or the number of its available bytes if the source is too short.
+
+        Raises:
+            OSError: If the source cannot be read.
+        """
+        size = min(self.source.size() - self.offset, self.nbytes)
+        if size == self.nbytes:  # nothing is allocated for what is not there
+            array = np.empty(self.shape, self.dtype)
+            size = self.source.read_into(array.reshape(-1).view(np.uint8).data, self.offset)
+        return array if size == self.nbytes else max(size, 0)
+
+    def read(self) -> np.ndarray:
+        """Read the array and compare its checksum.
+
+        Raises:
+            StoreError: If the array cannot be read, is cut short, or has changed.
+        """
+        with disk_errors(f"read {self.source}"):
+            found = self.read_available()
+        if isinstance(found, int) or self.check not in (None, checksum(found)):
+            raise StoreError(f"{self.source} was changed or cut off on the disk: check the disk, and resume the job")
+        return found
+
+    def with_checksum(self) -> DiskArray:
+        return replace(self, check=checksum(self.read()))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self.read() if dtype is None else self.read().astype(dtype)
+
+
+class LazyTensors(Mapping[str, np.ndarray]):
+    """Mapping of tensors that are read from disk on each access.
+
+    Args:
+        shapes: Tensors by name.
+    """
+
+    def __init__(self, shapes: Mapping[str, DiskArray]) -> None:
+        self.shapes = shapes
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self.shapes[name].read()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+
+class ScratchFile:
+    """Anonymous file for arrays that change, deleted with this object or the process.
+
+    Every method may raise StoreError if the disk is full or fails.
+
+    Args:
+        folder: Folder on the file system to use.
+        disk: Disk of the folder.
+        least: Minimum number of entries of a stored array. Smaller ones remain in memory.
+    """
+
+    def __init__(self, folder: Path, disk: Disk = REAL, least: int = LEAST) -> None:
+        self._folder, self._least = folder, least
+        with disk_errors(f"make a file in {folder}"):
+            self._file: OpenFile = disk.open_scratch(folder)
+        self._end = 0
+
+    def __str__(self) -> str:
+        return f"the running sum in {self._folder}"
+
+    def size(self) -> int:
+        return self._file.size()
+
+    def read_into(self, buffer: Any, offset: int) -> int:
+        return self._file.read_into(buffer, offset)
+
+    def store_array(self, array: np.ndarray, before: object = None) -> np.ndarray | DiskArray:
+        """Store an array, and return a reference to it, or the array itself if it is small.
+
+        Args:
+            array: Array of any shape.
+            before: Value replaced by the array, whose space is reused if it is stored in this file with the same size.
+        """
+        array = np.asarray(array, order="C")
+        if array.size < self._least:
+            return array
+        own = isinstance(before, DiskArray) and before.source is self and before.nbytes == array.nbytes
+        offset = before.offset if own else self._end  # type: ignore[attr-defined]
+        with disk_errors(f"write {self}"):
+            self._file.write(array.reshape(-1).view(np.uint8).data, offset)
+        self._end = max(self._end, offset + array.nbytes)
+        return DiskArray(array.shape, array.dtype, self, offset, checksum(array))
+
+
+def checksum(array: np.ndarray) -> int:
+    """Return the sum of an array's 64-bit words and its remaining bytes, modulo 2^64."""
+    given = np.asarray(array, order="C").reshape(-1).view(np.uint8)
+    whole = given.size // 8 * 8
+    words = np.add.reduce(given[:whole].view(np.uint64), dtype=np.uint64)
+    return (int(words) + int.from_bytes(given[whole:].tobytes(), "little")) % 2**64
+
 
 T = TypeVar("T")
 TYPES: Final[Mapping[str, str]] = {
@@ -43,7 +189,7 @@ class SafetensorsReader(LazyTensors):
         StoreError: If the file cannot be read.
     """
 
-    def __init__(self, path: Path | str, disk: Disk = REAL, header_most: int = tensors.HEADER_MOST) -> None:
+    def __init__(self, path: Place, disk: Disk = REAL, header_most: int = tensors.HEADER_MOST) -> None:
         self._file = NamedFile(path, disk)
         try:
             (size,) = struct.unpack("<Q", disk.read(path, 0, 8))
@@ -113,7 +259,7 @@ def write_safetensors(path: Path, given: Tensors, metadata: dict[str, str] | Non
             at += shapes[name].nbytes
 
 
-def read_state(path: Path | str, kind: type[T], disk: Disk = REAL, lazy_bytes: float = math.inf) -> T:
+def read_state(path: Place, kind: type[T], disk: Disk = REAL, lazy_bytes: float = math.inf) -> T:
     """Read a state of type `kind`, like `unpack_state`.
 
     Args:
@@ -151,19 +297,3 @@ def read_state(path: Path | str, kind: type[T], disk: Disk = REAL, lazy_bytes: f
 
 def _arrays_by_key(found: SafetensorsReader, value: Any) -> dict[str, DiskArray]:
     return {key: found.shapes[str(each["$array"])] for key, each in (value or {}).items()}
-
-
-def read_accumulator(path: Path | str, kind: type[T], disk: Disk, room: ScratchFile) -> T:
-    """Read an accumulator of type `kind` into a scratch file, one array at a time.
-
-    Raises:
-        StoreError: If the file cannot be read, or is not an accumulator of that type.
-    """
-    try:
-        found = SafetensorsReader(path, disk, STATE_HEADER_MOST)
-        slots = {name: np.empty(0) for name in found}
-        names = {id(slot): name for name, slot in slots.items()}
-        total = tensors.state_from_parts(slots, found.metadata, kind)
-        return exact_sums.map_limbs(total, lambda slot: room.store_array(found[names[id(slot)]]))
-    except UpdateError as error:
-        raise tensors.NoStateError(f"not a stored {kind.__name__}: {error}") from None

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 from fedquilt import wire
-from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.store import BlobStore
 from fedquilt.core import BlobRef
 from fedquilt.host.disk import Place
 

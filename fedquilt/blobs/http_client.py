@@ -17,11 +17,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from fedquilt.blobs.transfer.download import BlobLocationError, BlobWriter
+from fedquilt.blobs.download import BlobLocationError, BlobWriter
 from fedquilt.core import BlobLocation, BlobRef, JobError, Retry
-from fedquilt.host.http_url import split_http_url
+from fedquilt.host.http_server import split_http_url
 from fedquilt.security.handshake import COORDINATOR, LinkIdentity, common_name_of_peer
-from fedquilt.transport.mqtt.errors import describe_exception
+from fedquilt.transport.mqtt.broker import describe_exception
 
 log = logging.getLogger("fedquilt.blobs.http")
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from fedquilt.blobs import chunks
-from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.blobs.transfer.download import BlobLocationError, BlobWriter, Download
+from fedquilt.blobs.download import BlobLocationError, BlobWriter, Download
+from fedquilt.blobs.store import BlobStore
 from fedquilt.core import (
     BlobLocation,
     BlobRef,
@@ -36,7 +36,7 @@ from fedquilt.core import (
 from fedquilt.security.handshake import LinkIdentity
 
 if TYPE_CHECKING:
-    from fedquilt.blobs.transfer.http_client import HttpClient
+    from fedquilt.blobs.http_client import HttpClient
 
 log = logging.getLogger("fedquilt.blobs.carriers")
 
@@ -163,7 +163,7 @@ class TransferBackend:
     @property
     def http(self) -> HttpClient:
         """Client for the jobs, since all its calls block."""
-        from fedquilt.blobs.transfer.http_client import HttpClient
+        from fedquilt.blobs.http_client import HttpClient
 
         if self._http is None:
             self._http = HttpClient(self._identity, self._ca)

@@ -1,6 +1,6 @@
 """Transfers of blobs over a link, in both directions, for both sides.
 
-`fedquilt.blobs.transfer.download` and `fedquilt.blobs.chunks` decide, and this module reads, writes and publishes.
+`fedquilt.blobs.download` and `fedquilt.blobs.chunks` decide, and this module reads, writes and publishes.
 
 An agent publishes "up" and a coordinator "dn". Each requests on `.../<own direction>/blob/get` and gets the response
 under the peer's `.../blob/<sha256>/`. Chunks are sent unreliably, because lost chunks are requested again. Requests
@@ -19,10 +19,10 @@ from typing import Any, Final
 
 from fedquilt import wire
 from fedquilt.blobs import chunks
-from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.blobs.transfer.backend import DirectTransfers, Key, TransferBackend
-from fedquilt.blobs.transfer.download import Download
-from fedquilt.blobs.transfer.upload import HASHED_BYTE_S, ChunkSender, UploadQueue
+from fedquilt.blobs.direct_transfers import DirectTransfers, Key, TransferBackend
+from fedquilt.blobs.download import Download
+from fedquilt.blobs.store import BlobStore
+from fedquilt.blobs.upload import HASHED_BYTE_S, ChunkSender, UploadQueue
 from fedquilt.core import BlobRef, LinkError, LocationOffer, StoreError, UploadProgress, WireMessage
 from fedquilt.transport.link import Link
 
