@@ -37,15 +37,7 @@ T = TypeVar("T")
 
 
 def exclude_buffers(wire: Encoding, meta: Mapping[str, Any]) -> Encoding:
-    """Return a job's encoding with its network's buffers excluded from compression.
-
-    Args:
-        wire: Encoding of the job.
-        meta: Metadata of the job's bundle.
-
-    Raises:
-        ModelError: If the bundle has a network without a register.
-    """
+    """Return a job's encoding with its network's buffers excluded, from the metadata of the job's bundle."""
     network = meta.get("network")
     if wire.codec == "raw" or not network:
         return wire
@@ -68,16 +60,8 @@ def encode_update(
 ) -> ClientResult:
     """Return an update as sent, with the codec's residuals in its private state.
 
-    Args:
-        wire: Codec and its parameter.
-        answer: Update made by the method.
-        base: Function that returns the task's bundle with a name, or None if the task has none.
-        private: Function that returns the private state of the task's start. It is called only now, to save memory
-            during training, and its arrays are overwritten.
-
-    Raises:
-        UpdateError: If a value is not finite, or too large for the codec.
-        ModelError: If a tensor's name contains the separator of parts.
+    `private` returns the state of the task's start. It is called only now, to save memory during training, and its
+    arrays are overwritten.
     """
     if wire.codec == "raw":
         return answer
@@ -99,15 +83,7 @@ def encode_bundle(
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Return a bundle as sent, and the residuals to add to the next update.
 
-    Args:
-        wire: Codec and its parameter.
-        given: Tensors of the bundle.
-        base: Bundle at the start of the task, or {}.
-        unsent: Residuals of earlier updates, by tensor. The arrays are overwritten to save memory.
-
-    Raises:
-        UpdateError: If a value is not finite, or too large for the codec.
-        ModelError: If a tensor's name contains the separator of parts.
+    Arrays of `unsent` are overwritten to save memory.
     """
     coder, sent, left, unchanged = CODERS[wire.codec], {}, dict(unsent), frozenset(wire.unchanged)
     for name, array in given.items():
@@ -136,18 +112,13 @@ def encode_bundle(
 def decode_update(
     wire: Encoding, bundles: Mapping[str, Tensors], base: Callable[[str], Tensors | None]
 ) -> Mapping[str, Tensors]:
-    """Decode each bundle of an update, or return the bundles unchanged for the codec "raw"."""
     if wire.codec == "raw":
         return bundles
     return {name: decode_bundle(wire, sent, base(name) or {}) for name, sent in bundles.items()}
 
 
 def decode_bundle(wire: Encoding, sent: Tensors, base: Tensors) -> dict[str, np.ndarray]:
-    """Return the bundle given to `encode_bundle`, up to the codec's error.
-
-    Raises:
-        UpdateError: If a tensor is not an output of this codec for this base.
-    """
+    """Return the bundle given to `encode_bundle`, up to the codec's error, or raise UpdateError."""
     tensors.require_finite(sent)
     coder = CODERS[wire.codec]
     plain, split = _group_parts(wire, sent)
@@ -165,15 +136,9 @@ def decode_bundle(wire: Encoding, sent: Tensors, base: Tensors) -> dict[str, np.
 
 
 def decoded_specs(wire: Encoding, sent: Mapping[str, TensorSpec], like: Mapping[str, Any]) -> dict[str, TensorSpec]:
-    """Return the types and shapes of the tensors that `decode_bundle` would return.
+    """Return the types and shapes that `decode_bundle` would return.
 
-    Args:
-        wire: Codec of the job.
-        sent: Types and shapes of the tensors as sent, from the manifest.
-        like: Expected tensors, whose shapes are used where the codec sends none.
-
-    Raises:
-        UpdateError: If a tensor has types or shapes that this codec does not make.
+    Shapes that the codec does not send are those of `like`.
     """
     if wire.codec == "raw":
         return dict(sent)
@@ -235,7 +200,6 @@ class LossyCodec:
 
 
 def _require_finite(array: np.ndarray, mend: str) -> np.ndarray:
-    """Return the array, or raise DivergedError with this fix if a value is not finite."""
     if not np.isfinite(array).all():
         raise DivergedError(f"values that are too large: {mend}")
     return array

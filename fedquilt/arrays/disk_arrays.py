@@ -27,9 +27,7 @@ LEAST: Final = 1 << 16  # entries
 class ByteSource(Protocol):
     def size(self) -> int: ...
 
-    def read_into(self, buffer: Any, offset: int) -> int:
-        """Fill a buffer from `offset`, and return the number of bytes read."""
-        ...
+    def read_into(self, buffer: Any, offset: int) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -54,10 +52,7 @@ class NamedFile:
 class DiskArray(TensorSpec):
     """Array on disk with known shape and type, which is read on use.
 
-    Args:
-        source: Source of the bytes.
-        offset: Offset of the first byte.
-        check: Expected checksum, or None to skip the check.
+    Without a checksum in `check` it is not compared.
     """
 
     source: ByteSource
@@ -65,11 +60,7 @@ class DiskArray(TensorSpec):
     check: int | None = None
 
     def read_available(self) -> np.ndarray | int:
-        """Return the array, or the number of its available bytes if the source is too short.
-
-        Raises:
-            OSError: If the source cannot be read.
-        """
+        """Return the array, or the number of its available bytes if the source is too short."""
         size = min(self.source.size() - self.offset, self.nbytes)
         if size == self.nbytes:  # nothing is allocated for what is not there
             array = np.empty(self.shape, self.dtype)
@@ -77,11 +68,7 @@ class DiskArray(TensorSpec):
         return array if size == self.nbytes else max(size, 0)
 
     def read(self) -> np.ndarray:
-        """Read the array and compare its checksum.
-
-        Raises:
-            StoreError: If the array cannot be read, is cut short, or has changed.
-        """
+        """Read the array, or raise StoreError if it cannot be read, is cut short, or has changed."""
         with disk_errors(f"read {self.source}"):
             found = self.read_available()
         if isinstance(found, int) or self.check not in (None, checksum(found)):
@@ -126,7 +113,7 @@ class ScratchFile:
         least: Minimum number of entries of a stored array. Smaller ones remain in memory.
     """
 
-    def __init__(self, folder: Path, disk: Disk = REAL, least: int = LEAST) -> None:
+    def __init__(self, folder: Place, disk: Disk = REAL, least: int = LEAST) -> None:
         self._folder, self._least = folder, least
         with disk_errors(f"make a file in {folder}"):
             self._file: OpenFile = disk.open_scratch(folder)
@@ -177,17 +164,7 @@ STATE_HEADER_MOST: Final = 100 << 20  # bytes of a state's header: safetensors' 
 
 
 class SafetensorsReader(LazyTensors):
-    """Tensors of a safetensors file, read on each access and sorted by name.
-
-    Args:
-        path: Path of the file.
-        disk: Disk of the file.
-        header_most: Maximum number of bytes of the header.
-
-    Raises:
-        UpdateError: If the file is not safetensors.
-        StoreError: If the file cannot be read.
-    """
+    """Tensors of a safetensors file, read on each access and sorted by name."""
 
     def __init__(self, path: Place, disk: Disk = REAL, header_most: int = tensors.HEADER_MOST) -> None:
         self._file = NamedFile(path, disk)
@@ -234,11 +211,7 @@ class FloatReader(SafetensorsReader):
 
 
 def write_safetensors(path: Path, given: Tensors, metadata: dict[str, str] | None = None, disk: Disk = REAL) -> None:
-    """Write tensors to a file, with the bytes of `encode_tensors` but without a copy in memory.
-
-    Raises:
-        OSError: If the file cannot be written.
-    """
+    """Write tensors to a file, with the bytes of `encode_tensors` but without a copy in memory."""
     shapes = tensors.tensor_shapes(given)
     empty = {name: np.empty(0, shapes[name].dtype) for name in sorted(shapes)}
     payload = safetensors.numpy.save(empty, metadata)  # the library knows the order of tensors, by types and names
@@ -262,14 +235,7 @@ def write_safetensors(path: Path, given: Tensors, metadata: dict[str, str] | Non
 def read_state(path: Place, kind: type[T], disk: Disk = REAL, lazy_bytes: float = math.inf) -> T:
     """Read a state of type `kind`, like `unpack_state`.
 
-    Args:
-        path: Path of the file, which must exist as long as the state is used.
-        kind: Type of the state.
-        disk: Disk of the file.
-        lazy_bytes: Minimum size of a mapping of arrays that stays on the disk (`lazy_arrays.LazyTensors`).
-
-    Raises:
-        StoreError: If the file cannot be read, or is not a state of that type.
+    Mappings of arrays of at least `lazy_bytes` stay in the file.
     """
     try:
         found = SafetensorsReader(path, disk, STATE_HEADER_MOST)

@@ -54,7 +54,6 @@ class ExactSum:
 
     @property
     def is_counter(self) -> bool:
-        """Whether the arrays are integers (counters), summarised by their maximum."""
         return self.limbs[0].dtype.kind in "iu"
 
     def rounded_value(self) -> np.ndarray:
@@ -74,12 +73,9 @@ class ExactSum:
 
 
 def add_to_sum(total: ExactSum | None, array: np.ndarray, weight: float = 1.0) -> ExactSum:
-    """Add `array * weight` to a sum in place. The given sum must not be used afterwards.
+    """Add `array * weight` to a sum in place, or return a new sum.
 
-    Args:
-        total: The sum so far, or None for a new one.
-        array: Finite array of the sum's shape. For integers, the maximum is stored and the weight is ignored.
-        weight: Factor of the array.
+    The given sum must not be used afterwards. Of integers the maximum is stored.
     """
     if array.dtype.kind in "iu":
         largest = array if total is None else np.maximum(total.limbs[0], array, dtype=total.limbs[0].dtype)
@@ -193,15 +189,9 @@ def _require_valid_sum(name: str, total: ExactSum, like: np.ndarray, weight: flo
 
 
 def merge_accumulators(one: Any, other: Any) -> Any:
-    """Return the merged accumulators of different devices. The first must not be used afterwards.
+    """Return the merged accumulators of different devices.
 
-    Args:
-        one: Dataclass or mapping of exact sums, integers and further such values. A value with a method
-            `merge_with` is merged by this method.
-        other: Accumulator of the same type.
-
-    Raises:
-        TypeError: If an accumulator contains any other value.
+    The first must not be used afterwards. A value with a method `merge_with` is merged by this method.
     """
     if isinstance(one, ExactSum):
         return merge_sums(one, other)
@@ -235,11 +225,7 @@ def map_limbs(value: Any, keep: Callable[[Any], Any], other: Callable[[Any], Any
 
 
 def read_accumulator(path: Place, kind: type[T], disk: Disk, room: ScratchFile) -> T:
-    """Read an accumulator of type `kind` into a scratch file, one array at a time.
-
-    Raises:
-        StoreError: If the file cannot be read, or is not an accumulator of that type.
-    """
+    """Read an accumulator of type `kind` into a scratch file, one array at a time."""
     try:
         found = SafetensorsReader(path, disk, STATE_HEADER_MOST)
         slots = {name: np.empty(0) for name in found}
@@ -293,7 +279,6 @@ class WeightedSums:
 
     @property
     def weight(self) -> float:
-        """Total weight of the updates, sum_k n_k."""
         return float(self.weights)
 
     def mean(self) -> dict[str, np.ndarray]:

@@ -35,7 +35,7 @@ COUNTED_MOST: Final = 2**53  # of a counter, so that it can still be increased
 
 
 class NoStateError(StoreError):
-    """Error for stored bytes that are not a state of the expected type, such as of another version."""
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +55,6 @@ def layout_from_tensors(tensors: Tensors) -> dict[str, str]:
 
 
 def specs_from_layout(layout: Mapping[str, str]) -> dict[str, TensorSpec]:
-    """Return the types and shapes in a manifest's layout.
-
-    Raises:
-        UpdateError: If an entry is malformed.
-    """
     return {name: _spec_from_text(name, told) for name, told in layout.items()}
 
 
@@ -77,16 +72,11 @@ _LAYOUT: Final = re.compile(r"(b1|[iu][1248]|f[248]):((?:[0-9]{1,10}(?:,[0-9]{1,
 
 
 def cast_like(model: Tensors, like: Tensors) -> dict[str, np.ndarray]:
-    """Convert the tensors to the types of the tensors in `like`."""
     return {name: np.asarray(array).astype(like[name].dtype) for name, array in model.items()}
 
 
 def map_arrays(function: Callable[..., np.ndarray], first: Tensors, *others: Tensors) -> Tensors:
-    """Apply a function to the arrays of the same name in every mapping.
-
-    Raises:
-        UpdateError: If names or shapes differ, or a number is not finite.
-    """
+    """Apply a function to the arrays of the same name in every mapping, or raise UpdateError if they do not match."""
     for other in others:
         require_matching(other, first)
     return {name: np.asarray(function(array, *(other[name] for other in others))) for name, array in first.items()}
@@ -200,12 +190,7 @@ def decode_tensors(payload: bytes) -> dict[str, np.ndarray]:
 
 
 def read_tensors(path: Path, sha256: str = "") -> dict[str, np.ndarray]:
-    """Read the tensors of a safetensors file, and compare its sha256 unless "".
-
-    Raises:
-        UpdateError: If the file is not safetensors.
-        StoreError: If the file cannot be read, or has another sha256.
-    """
+    """Read the tensors of a safetensors file, and compare its sha256 unless ""."""
     try:
         payload = path.read_bytes()
     except OSError as error:
@@ -216,8 +201,6 @@ def read_tensors(path: Path, sha256: str = "") -> dict[str, np.ndarray]:
 
 
 class _BlobLayout(NamedTuple):
-    """Where tensors lie in blobs that begin with the same header."""
-
     size: int  # of the blob
     places: tuple[tuple[str, np.dtype[Any], tuple[int, ...], int], ...]  # name, type, shape, where it begins; by name
 
@@ -347,11 +330,7 @@ def array_mapping_fields(kind: type) -> list[str]:
 
 
 def unpack_state(payload: bytes, kind: type[T]) -> T:
-    """Unpack a state of type `kind` from `pack_state`, bit-identical.
-
-    Raises:
-        NoStateError: If the bytes are not a state of that type, or contain an unknown field.
-    """
+    """Unpack a state of type `kind` from `pack_state`, bit-identical, or raise NoStateError."""
     try:
         arrays = safetensors.numpy.load(payload)
         (size,) = struct.unpack("<Q", payload[:8])
@@ -362,8 +341,6 @@ def unpack_state(payload: bytes, kind: type[T]) -> T:
 
 
 def state_from_parts(arrays: Tensors, metadata: Mapping[str, str], kind: type[T]) -> T:
-    """Return the state of type `kind` from the results of `split_state`, or raise NoStateError."""
-
     def restore_array(wanted: type, value: Any) -> Any:
         if wanted is np.ndarray and isinstance(value, dict):
             return arrays[str(value["$array"])]
@@ -383,18 +360,7 @@ def total_bytes(bundles: Iterable[Tensors]) -> int:
 
 
 def require_known_fields(stored: Any, read: Any, at: str) -> None:
-    """Check that every field of a stored state is in the object made from it.
-
-    Fields missing in `stored` get their defaults.
-
-    Args:
-        stored: State as JSON.
-        read: Dataclass or struct made from the state.
-        at: Path within the state, for errors.
-
-    Raises:
-        ValueError: If a stored field is unknown.
-    """
+    """Raise ValueError if a stored field is not in the object made from it, as with another version of the program."""
     if not _has_fields(stored):
         return
     if is_dataclass(read) or isinstance(read, msgspec.Struct):

@@ -28,11 +28,7 @@ class DamagedBlobError(StoreError): ...
 
 
 def chunk_size_for(max_payload: int) -> int:
-    """Return the chunk size in bytes for a link with payloads of up to `max_payload` bytes.
-
-    Raises:
-        LinkError: If the payloads are too small for any chunk.
-    """
+    """Return the chunk size in bytes for a link with payloads of up to `max_payload` bytes, or raise LinkError."""
     chunk = min(wire.MAX_CHUNK, max_payload - HEADROOM_BYTES)
     if chunk < wire.MIN_CHUNK:
         least = wire.MIN_CHUNK + HEADROOM_BYTES
@@ -66,7 +62,6 @@ def chunk_count(manifest: wire.BlobManifest) -> int:
 
 
 def chunk_extent(manifest: wire.BlobManifest, index: int) -> tuple[int, int]:
-    """Return the offset and the size of a chunk, in bytes."""
     offset = index * manifest.chunk
     return offset, min(manifest.chunk, manifest.size - offset)
 
@@ -77,16 +72,7 @@ def is_valid_chunk(manifest: wire.BlobManifest, index: int, payload: bytes) -> b
 
 
 class ManifestBuilder:
-    """Builder of a manifest, which reads and hashes a blob step by step.
-
-    Args:
-        ref: The reference of the blob.
-        chunk: The size of a chunk in bytes.
-        read: A function `read(offset, size)` that is called for each chunk.
-
-    Raises:
-        LinkError: If the manifest exceeds a message of `chunk` bytes.
-    """
+    """Builder of a manifest, which calls `read(offset, size)` for each chunk of a blob, step by step."""
 
     def __init__(self, ref: BlobRef, chunk: int, read: Callable[[int, int], bytes]) -> None:
         self._ref, self._chunk, self._read = ref, chunk, read
@@ -101,10 +87,9 @@ class ManifestBuilder:
             )
 
     def hash_chunks(self, most_bytes: float = math.inf) -> wire.BlobManifest | None:
-        """Hash about `most_bytes` more, at least one chunk. Return the manifest after the last chunk.
+        """Hash about `most_bytes` more, at least one chunk.
 
-        Raises:
-            DamagedBlobError: If the bytes do not match the sha256 of `ref`.
+        Return the manifest after the last chunk, or raise DamagedBlobError.
         """
         ref, left_bytes = self._ref, most_bytes
         while len(self._digests) < self._count and left_bytes > 0:
@@ -128,11 +113,7 @@ def damaged_arrival_error(ref: BlobRef) -> DamagedBlobError:
 
 
 def ref_from_bytes(payload: bytes, expected: BlobRef | None = None) -> BlobRef:
-    """Return the reference of a content.
-
-    Raises:
-        DamagedBlobError: If the content is not the blob `expected`.
-    """
+    """Return the reference of a content, or raise DamagedBlobError if it is not the blob `expected`."""
     ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
     if expected is not None and expected != ref:
         raise damaged_arrival_error(expected)

@@ -61,10 +61,7 @@ class TransferResult(NamedTuple):
 class TransferBackend:
     """Blob transfers of a device, at locations that the coordinator offers.
 
-    Args:
-        identity: The certificate of this side, for the coordinator's server, or None if unsigned.
-        ca: The authority of blob stores' certificates, in addition to those of the system.
-        most: The number of jobs at once.
+    `ca` is the authority of blob stores' certificates, in addition to those of the system.
     """
 
     def __init__(self, identity: LinkIdentity | None = None, ca: Path | None = None, most: int = JOBS_MOST) -> None:
@@ -83,7 +80,7 @@ class TransferBackend:
     def upload_locations(self, device: str, intake: BlobWriter) -> tuple[BlobLocation, ...]:
         """Return the locations to which a device may upload a blob.
 
-        The coordinator's own server writes the blob into `intake`.
+        The coordinator's own server writes it into `intake`.
         """
         return ()
 
@@ -162,7 +159,6 @@ class TransferBackend:
 
     @property
     def http(self) -> HttpClient:
-        """Client for the jobs, since all its calls block."""
         from fedquilt.blobs.http_client import HttpClient
 
         if self._http is None:
@@ -208,8 +204,6 @@ def close_failed_transfer(key: Key, intake: BlobWriter, error: FedquiltError) ->
 
 @dataclass
 class _DirectDownload:
-    """A blob that comes from a place, or that its device was asked to put."""
-
     pull: Download
     intake: BlobWriter
     until_s: float = math.inf  # time by which further bytes have to arrive
@@ -219,8 +213,6 @@ class _DirectDownload:
 
 @dataclass
 class _DirectUpload:
-    """A blob that this device puts."""
-
     ref: BlobRef
     sources: tuple[BlobLocation, ...]
     begun: bool = False
@@ -233,14 +225,6 @@ class _DirectUpload:
 
 
 class DirectTransfers:
-    """Transfers outside the link, of the coordinator or of a device.
-
-    Args:
-        carriers: The transfer backend. On the coordinator it defines the locations.
-        depot: The blob store.
-        publish: A function `publish(device, leaf, message)` that sends a message over the link.
-    """
-
     def __init__(
         self, carriers: TransferBackend, depot: BlobStore, publish: Callable[[str, str, WireMessage], None]
     ) -> None:
@@ -275,7 +259,6 @@ class DirectTransfers:
         self._places[key] = place.sources
 
     def handle_upload_progress(self, key: Key, placed: UploadProgress, now_s: float) -> None:
-        """Process a report on an upload. A finished upload is then fetched, a failed one comes over the link."""
         coming = self._coming.get(key)
         if coming is None or coming.until_s == math.inf:
             return
@@ -290,10 +273,7 @@ class DirectTransfers:
             coming.pull.resume_requests(None, now_s)
 
     def start_download(self, key: Key, pull: Download, now_s: float) -> None:
-        """Start to fetch a blob from a location, if there is one, and pause its requests.
-
-        On the coordinator, a device is offered a location for its upload instead.
-        """
+        """Start to fetch a blob from a location, or offer its device one for the upload, and pause its requests."""
         manifest = pull.manifest
         if pull.held or pull.is_complete or manifest is None or chunks.chunk_count(manifest) == 1:
             return
@@ -356,7 +336,6 @@ class DirectTransfers:
         return found
 
     def step(self, now_s: float) -> float:
-        """Do all due work and return the time of the next step."""
         if not (self._coming or self._going or self._places):  # as where all blobs go over the broker
             return math.inf
         for key, coming in list(self._coming.items()):
@@ -387,7 +366,6 @@ class DirectTransfers:
         self._carriers.abandon_download(key, coming.intake, reason)
 
     def _publish_transfer_end(self, ended: TransferResult) -> None:
-        """Publish that a carrier's transfer to the other side has ended, with its error if it failed."""
         going = self._going.pop(ended.key, None)
         if going is None:
             return

@@ -91,7 +91,6 @@ class Download:
 
     @property
     def due_s(self) -> float:
-        """Time of the next call of `next_requests`."""
         if self.held:
             return math.inf
         if not self._asked:
@@ -161,10 +160,7 @@ class Download:
     # -- taking --
 
     def handle_manifest(self, manifest: wire.BlobManifest, now_s: float) -> bool:
-        """Process a manifest. Return whether the manifest is new and valid.
-
-        If so, the caller must call `set_stored_chunks`.
-        """
+        """Return whether a manifest is new and valid. The caller must then call `set_stored_chunks`."""
         self._record_arrival(MANIFEST, now_s)
         if self.manifest is not None and manifest.chunk >= self.manifest.chunk:
             self.duplicates += 1
@@ -189,7 +185,7 @@ class Download:
         self._missing_chunks = self.had.count(0)
 
     def handle_chunk(self, index: int, payload: bytes, now_s: float) -> bool:
-        """Process a chunk. Return whether the caller must write the chunk to disk."""
+        """Return whether the caller must write the chunk to disk."""
         if self.manifest is None or not 0 <= index < len(self.had):
             return False
         self._drop_overtaken_requests(index)
@@ -207,10 +203,6 @@ class Download:
         return True
 
     def handle_missing(self, reason: str, now_s: float) -> None:
-        """Process the peer's report that the blob is unavailable.
-
-        The download fails at the second report, since the first may be a late response to an old request.
-        """
         if now_s < self._hold_s:
             return
         if self._doubted:
@@ -276,7 +268,6 @@ class Download:
         self._clear_requests()
 
     def resume_requests(self, had: bytes | bytearray | None, now_s: float) -> None:
-        """Send requests again. `had` replaces the stored chunks unless None."""
         self.held = False
         if had is not None:
             self.set_stored_chunks(had)
@@ -297,8 +288,6 @@ class Download:
 
 
 class BlobLocationError(LinkError):
-    """Error of a blob location. `later` is true if a later attempt may succeed."""
-
     def __init__(self, sentence: str, *, later: bool) -> None:
         super().__init__(sentence)
         self.later = later
@@ -351,12 +340,7 @@ class BlobWriter:
         return (self.at, self._runs[0][1]) if self._runs else None
 
     def write(self, piece: memoryview, turn: int) -> None:
-        """Write the next bytes of the range that `next_range` returns.
-
-        Raises:
-            WriterClosedError: If the writer was closed or replaced, or the bytes exceed the range.
-            StoreError: If the disk refuses the bytes.
-        """
+        """Write the next bytes of the range that `next_range` returns, or raise WriterClosedError or StoreError."""
         with self._lock:
             self._require_current(turn)
             if not self._runs or self.at + len(piece) > self._runs[0][1]:
@@ -371,10 +355,7 @@ class BlobWriter:
     def finish(self, turn: int) -> None:
         """Verify the part and turn it into the blob.
 
-        Raises:
-            ContentError: If the bytes do not match the manifest. `had` then tells which chunks do.
-            WriterClosedError: If the writer was closed or replaced.
-            StoreError: If the disk refuses, or the manifest does not describe this blob.
+        After a ContentError, `had` tells which chunks match the manifest.
         """
         with self._lock:
             self._require_current(turn)
@@ -389,12 +370,6 @@ class BlobWriter:
             self.finished = True
 
     def finish_received(self) -> None:
-        """Turn a part that arrived completely over the link into the blob.
-
-        Raises:
-            WriterClosedError: If the writer was closed.
-            StoreError: If the disk refuses, or the part is not this blob.
-        """
         with self._lock:
             self._require_current(self._turn)
             self._open = False
@@ -402,11 +377,6 @@ class BlobWriter:
             self.finished = True
 
     def close_and_check(self) -> None:
-        """Close the writer and check which chunks are stored.
-
-        Raises:
-            StoreError: If the disk refuses.
-        """
         with self._lock:
             was, self._open = self._open, False
         if was:

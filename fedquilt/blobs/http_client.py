@@ -40,17 +40,11 @@ _BUSY: Final = frozenset({408, 425, 500, 502, 503, 504})
 
 
 class MinimumThroughput:
-    """Minimum throughput of a transfer, so that a slow peer does not occupy a thread for long."""
-
     def __init__(self) -> None:
         self._since_s, self._bytes = time.monotonic(), 0
 
     def count_bytes(self, size: int) -> None:
-        """Count transferred bytes.
-
-        Raises:
-            TimeoutError: If fewer than PACE_BYTES were transferred in PACE_S.
-        """
+        """Raise TimeoutError if fewer than PACE_BYTES were transferred in PACE_S."""
         self._bytes += size
         now_s = time.monotonic()
         if now_s >= self._since_s + PACE_S:
@@ -60,12 +54,10 @@ class MinimumThroughput:
 
 
 class HttpClient:
-    """Transfers with locations by HTTP. A host that was not reached is left alone for a while.
+    """Transfers with locations by HTTP.
 
-    Args:
-        identity: The certificate of this side, also used to verify the coordinator's server, or None if unsigned.
-        ca: The authority of blob stores' certificates, in addition to those of the system.
-        pause: A function that blocks for some seconds between two attempts.
+    A host that was not reached is left alone for a while. `ca` is the authority of blob stores' certificates, in
+    addition to those of the system.
     """
 
     def __init__(
@@ -75,19 +67,13 @@ class HttpClient:
         self._rests: dict[str, tuple[int, float]] = {}  # origin -> failures in a row, and until when it rests
 
     def retry_at_s(self, source: BlobLocation) -> float:
-        """Return when a location's host may be tried again, in seconds of the monotonic clock."""
         return self._rests.get(source.origin, (0, 0.0))[1]
 
     @contextmanager
     def _begin_request(
         self, method: str, source: BlobLocation, headers: Mapping[str, str] = {}
     ) -> Iterator[http.client.HTTPConnection]:
-        """Yield a connection to a location for a request whose headers are not complete, closed at the end.
-
-        Raises:
-            BlobLocationError: If the certificate of the location is not trusted.
-            OSError: If the location cannot be reached.
-        """
+        """Yield a connection to a location for a request whose headers are not complete, closed at the end."""
         try:
             parts = split_http_url(source.url)
         except ValueError:
@@ -134,14 +120,7 @@ class HttpClient:
             raise BlobLocationError(str(error), later=True) from None
 
     def fetch_blob(self, sources: Sequence[BlobLocation], intake: BlobWriter) -> None:
-        """Fetch the missing bytes from the first location that works, and finish the blob.
-
-        Raises:
-            BlobLocationError: If no location works.
-            ContentError: If the bytes do not match the manifest.
-            WriterClosedError: If the blob is no longer required.
-            StoreError: If the disk refuses.
-        """
+        """Fetch the missing bytes from the first location that works, and finish the blob."""
         turn = intake.replace_writer()
         self._try_locations(
             sources, lambda source: self._fetch_ranges(source, intake, turn), lambda source: intake.moved
@@ -160,16 +139,9 @@ class HttpClient:
     def upload_blob(
         self, sources: Sequence[BlobLocation], file: int, ref: BlobRef, moved: Callable[[int], None]
     ) -> int:
-        """Upload a blob to the first location that works. Return the location's index.
+        """Upload a blob to the first location that works, or raise BlobLocationError.
 
-        Args:
-            sources: The locations.
-            file: A descriptor of the blob's file.
-            ref: The reference of the blob.
-            moved: A function that is called with the size of each piece sent.
-
-        Raises:
-            BlobLocationError: If no location accepts the blob.
+        Return the location's index. `moved` is called with the size of each piece sent.
         """
         tries: dict[str, int] = {}
         gone: dict[str, int] = {}
@@ -192,12 +164,6 @@ class HttpClient:
     def _upload_to(
         self, source: BlobLocation, file: int, ref: BlobRef, start: int, moved: Callable[[int], None]
     ) -> None:
-        """Upload the bytes of a blob from `start` on by one request.
-
-        Raises:
-            OSError: If the connection breaks, or the location has received more than `start` bytes.
-            BlobLocationError: If the location refuses.
-        """
         headers = {"Content-Length": str(ref.size - start)}
         if source.token:
             headers["Content-Range"] = f"bytes {start}-{ref.size - 1}/{ref.size}"
@@ -221,11 +187,7 @@ class HttpClient:
         return int(said)
 
     def send_request(self, method: str, source: BlobLocation) -> tuple[int, str]:
-        """Return the status and date of a location's answer to a request without a body.
-
-        Raises:
-            BlobLocationError: If the location does not answer.
-        """
+        """Return the status and date of a location's answer to a request without a body."""
         found: list[tuple[int, str]] = []
 
         def attempt(source: BlobLocation) -> None:
@@ -267,7 +229,6 @@ class HttpClient:
         attempt: Callable[[BlobLocation], None],
         gained: Callable[[BlobLocation], int],
     ) -> None:
-        """Call `attempt` until it succeeds, or raise BlobLocationError after failures without progress."""
         misses, begun = 0, gained(source)
         while True:
             before = gained(source)
@@ -301,8 +262,7 @@ def _require_range(source: BlobLocation, answer: http.client.HTTPResponse, due: 
 def read_pieces(file: Any, size: int, take: Callable[[memoryview], None]) -> None:
     """Read `size` bytes from a socket's buffered file and pass them on in large pieces.
 
-    Raises:
-        OSError: If the bytes do not arrive or arrive too slowly. Bytes that have arrived are passed on first.
+    Bytes that arrived before an OSError are passed on first.
     """
     buffer, pace = memoryview(bytearray(min(PIECE, size))), MinimumThroughput()
     filled = 0
@@ -324,11 +284,7 @@ def read_pieces(file: Any, size: int, take: Callable[[memoryview], None]) -> Non
 def send_file(
     sock: socket.socket, file: int, offset: int, size: int, moved: Callable[[int], None] = lambda size: None
 ) -> None:
-    """Send bytes of a file over a socket, by the kernel's `sendfile` unless TLS is used.
-
-    Raises:
-        OSError: If the peer accepts no bytes, or too slowly.
-    """
+    """Send bytes of a file over a socket, by the kernel's `sendfile` unless TLS is used."""
     pace, end = MinimumThroughput(), offset + size
     sealed = isinstance(sock, ssl.SSLSocket)
     with open(file, "rb", buffering=0, closefd=False) as opened:
@@ -352,7 +308,6 @@ def _describe_failure(error: Exception) -> str:
 
 
 def _require_status(source: BlobLocation, answer: http.client.HTTPResponse, statuses: Sequence[int]) -> None:
-    """Raise BlobLocationError for another status, with `later` if the location is only busy."""
     if answer.status not in statuses:
         busy = answer.status in _BUSY
         said = f"{source.origin} refuses ({answer.status} {http.client.responses.get(answer.status, '')})"

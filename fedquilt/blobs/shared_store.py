@@ -21,7 +21,6 @@ class SharedBlobStore:
         self._holders[ref.sha256] += 1
 
     def remove_holder(self, sha256: str) -> None:
-        """Remove one holder of a blob, and the blob with its last holder."""
         self._holders[sha256] -= 1
         if not self._holders[sha256]:
             del self._holders[sha256]

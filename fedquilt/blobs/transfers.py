@@ -36,11 +36,8 @@ _MANY: Final = 128  # at once, of blobs that are small together
 class Transfers:
     """Transfers of blobs: fetches wanted blobs and serves requests, driven by `step`.
 
-    Args:
-        direction: The direction in which this side publishes.
-        allowed: A function `allowed(device, sha256)` that returns whether the blob may be sent to (or by) the device.
-        carriers: The transfer backend outside the link.
-        apart_bytes: The size from which a complete blob is hashed in a thread.
+    `allowed(device, sha256)` returns whether the blob may be sent to (or by) the device. Blobs from `apart_bytes` on
+    are hashed in a thread.
     """
 
     def __init__(
@@ -81,10 +78,7 @@ class Transfers:
         return self._carriers.fds()
 
     def request_blob(self, device: str, ref: BlobRef, *, in_turn: bool = False) -> None:
-        """Fetch a blob from a device, with `in_turn` only when the upload queue permits.
-
-        `take_finished` reports the end. An agent names itself as the device.
-        """
+        """Fetch a blob from a device, with `in_turn` only when the upload queue permits. An agent names itself."""
         key = (device, ref.sha256)
         if key in self._wanted:
             return
@@ -122,15 +116,11 @@ class Transfers:
         return (self._sender.sent_bytes if direction == self._direction else self._came_bytes)[device]
 
     def take_charges(self) -> dict[str, float]:
-        """Return the seconds of processing to charge to each device since the last call.
-
-        Negative values are credits for useful work.
-        """
+        """Return the seconds of processing to charge to each device since the last call. Credits are negative."""
         strain, self._strain_s = self._strain_s, {}
         return strain
 
     def take_senders_of_unrequested_chunks(self) -> list[str]:
-        """Return the sender of each unrequested chunk since the last call."""
         unasked, self._unasked = self._unasked, []
         return unasked
 
@@ -140,11 +130,7 @@ class Transfers:
     # -- messages --
 
     def handle_message(self, route: wire.Route, payload: bytes, now_s: float) -> bool:
-        """Process a message if it concerns a blob. Return whether it does.
-
-        Raises:
-            WireError: If the payload of such a message does not match its topic.
-        """
+        """Process a message if it concerns a blob. Return whether it does, or raise WireError."""
         if route.leaf not in _LEAVES:
             return False
         if route.direction == self._direction:
@@ -225,7 +211,6 @@ class Transfers:
                 self._end_transfer(key, None)
 
     def _end_transfer(self, key: Key, error: str | None) -> None:
-        """End a transfer. If the blob is stored, end all transfers of the blob as successful."""
         ref = self._wanted[key]
         if self._depot.has_blob(ref):
             error = None
@@ -330,10 +315,7 @@ class Transfers:
         return sum(pull.outstanding_bytes for pull in self._open.values())
 
     def _blobs_to_suspend(self, key: Key) -> list[Key]:
-        """Return the blobs to suspend with a stalled one, or none if no other blob waits.
-
-        A device in the upload queue suspends all its blobs, unless a transfer outside the link is active.
-        """
+        """Return the blobs to suspend with a stalled one, or none if no other blob waits."""
         if not self._waiting and not self.queue:
             return []
         if not self.queue.contains(*key):

@@ -28,7 +28,6 @@ from fedquilt.costs.peak_memory import choice_name
 
 
 def select_rates(work: WorkEstimate, point: OperatingPoint) -> Rates | OperatingPoint:
-    """Return the rates of a point for this workload, or the point's own if it was not measured."""
     return point.rates.get(work.workload, point)
 
 
@@ -71,11 +70,7 @@ class LinkCost(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> LinkCost:
-        """Parse a rate with an optional delay per transfer, such as "2MB/s 50ms".
-
-        Raises:
-            ValueError: If the text has another form, or the rate is 0.
-        """
+        """Parse a rate with an optional delay per transfer, such as "2MB/s 50ms"."""
         rate, _, delay = text.strip().partition(" ")
         known = {f"{unit}/s": scale for unit, scale in (("B", 1.0), ("kB", 1e3), ("MB", 1e6), ("GB", 1e9))}
         bytes_per_s = units.parse_amount(rate, known, "rate")
@@ -126,12 +121,10 @@ class PassCost(NamedTuple):
     launches: float = 0.0
 
     def add_scaled(self, other: PassCost, times: float = 1.0) -> PassCost:
-        """Return the sum with another pass, multiplied by `times`."""
         return PassCost(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
 def parse_layers(meta: Mapping[str, Any]) -> tuple[Layer, ...]:
-    """Return the layers in a bundle's metadata, in the order of their first use."""
     told = tuple(Layer(str(path), *numbers) for path, *numbers in meta.get("layers", ()))
     return told or (Layer("", float(meta.get("flops", 0)), 0.0, 0.0, 0),)
 
@@ -229,12 +222,7 @@ def add_adapter_layers(layers: Sequence[Layer], backbone: Tensors, added: Tensor
 
 
 def workload_kind(layers: Sequence[Layer], convolutions: Iterable[str]) -> str:
-    """Return "conv" if most arithmetic of a network is convolutions, else "dense".
-
-    Args:
-        layers: Layers of the network.
-        convolutions: Paths of its convolutions.
-    """
+    """Return "conv" if most arithmetic of a network is in the paths `convolutions`, else "dense"."""
     deep = set(layers_by_tensor(layers, convolutions).values())
     whole = sum(layer.flops + layer.free_flops for layer in layers)
     within = sum(layer.flops for layer in layers if layer.path in deep)
@@ -252,11 +240,7 @@ def training_work(
 ) -> WorkEstimate:
     """Return the work of a training: epochs over the device's examples, with optimizer steps.
 
-    Args:
-        each: Training cost of one example.
-        params: Parameters of the method: epochs, batch, optimizer, momentum, weight_decay, clip, ema.
-        moved_bytes: Size of each trained tensor.
-        weights_bytes: Size of the whole network, read in the forward and the backward pass.
+    `each` is the cost of one example, and `params` are the method's.
     """
     epochs, optimizer = int(params.get("epochs", 1)), choice_name(params.get("optimizer", "sgd"))
     optimizer = optimizer if optimizer in MOVE_LAUNCHES else "adam"
@@ -288,6 +272,5 @@ def repeat_work(work: WorkEstimate, times: float) -> WorkEstimate:
 
 
 def trained_tensor_bytes(model: Tensors, moved: Collection[str]) -> dict[str, int]:
-    """Return the size in bytes of each floating-point tensor in `moved`."""
     told = tensor_shapes(model)
     return {name: told[name].nbytes for name in moved if name in told and told[name].dtype.kind == "f"}

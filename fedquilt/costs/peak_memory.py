@@ -29,13 +29,7 @@ FREED_BYTES: Mapping[str, int] = {"onnx": 20 * 10**6}
 
 
 def task_process_bytes(engine: str, peak_bytes: int, base_bytes: int | None = None) -> int:
-    """Return the peak memory of a task's process: imported and active engine, freed memory, and work.
-
-    Args:
-        engine: Name of the engine.
-        peak_bytes: Peak memory of the work above the active engine.
-        base_bytes: Memory of the process after importing the engine, or None for the assumed value.
-    """
+    """Return the peak memory of a task's process: imported and active engine, freed memory, and work."""
     base = ASSUMED_BASE_BYTES.get(engine, 0) if base_bytes is None else base_bytes
     return base + FIRST_USE_BYTES.get(engine, 0) + FREED_BYTES.get(engine, 0) + peak_bytes
 
@@ -172,13 +166,7 @@ def training_bytes(
 ) -> int:
     """Return the peak memory of a training step above active torch.
 
-    Args:
-        network: Properties measured by `measure_training`.
-        examples: Examples of a micro-batch.
-        anchors: Copies of the weights read by a method, besides COPIES.
-        moments: Copies of the trained tensors in the optimizer's state.
-        library: Prefix of the network's name before the slash.
-        piece_bytes: Limit on activations kept at once with checkpointing, or None to keep all.
+    `piece_bytes` limits the activations kept at once with checkpointing.
     """
     moving = (1 + moments) * (network.weights_bytes - network.still_bytes)
     fixed = fixed_training_bytes(
@@ -195,12 +183,10 @@ def training_bytes(
 
 
 def choice_name(choice: str | Mapping[str, Any]) -> str:
-    """Return the name of a choice in parameters of a method."""
     return str(choice["name"] if isinstance(choice, Mapping) else choice)
 
 
 def optimizer_copies(params: Mapping[str, Any]) -> int:
-    """Return how many copies of the trained tensors an optimizer keeps."""
     found = OPTIMIZER_COPIES.get(choice_name(params.get("optimizer", "sgd")), TORCH_OPTIMIZER_COPIES)
     return found or int(params.get("momentum", 0) > 0)
 
@@ -224,13 +210,7 @@ def fixed_training_bytes(
 ) -> int:
     """Return the part of `training_bytes` that is independent of the micro-batch.
 
-    Args:
-        weights_bytes: Size of the network.
-        convolutions: Number of convolution layers.
-        moving_bytes: Size of gradients and optimizer state, or 0 in an evaluation.
-        copies: Copies of the weights held at once.
-        library: Prefix of the network's name before the slash.
-        kinds: Number of operations besides USUAL. Callers that know only the tensors pass 0.
+    `moving_bytes` are gradients and optimizer state.
     """
     compiled = FIRST_KERNEL_BYTES * min(convolutions, 1) + KERNEL_BYTES * convolutions
     used = compiled + KIND_BYTES * kinds
@@ -238,7 +218,6 @@ def fixed_training_bytes(
 
 
 def evaluation_bytes(network: TrainingProperties, examples: int, *, library: str = "") -> int:
-    """Return the peak memory of an evaluation above active torch. Arguments as in `training_bytes`."""
     fixed = fixed_training_bytes(network.weights_bytes, network.convolutions, library=library, kinds=network.kinds)
     return fixed + examples * bytes_per_example(network)
 
@@ -275,13 +254,7 @@ SESSION_BYTES = 2 << 20
 
 
 def inference_bytes(weights_bytes: int, activation_bytes: int, examples: int) -> int:
-    """Return the peak memory of one graph above ONNX Runtime, with memory-mapped weights.
-
-    Args:
-        weights_bytes: Size of the graph's weights.
-        activation_bytes: Peak activations of one example (`fedquilt.models.stitching.onnx.memory`).
-        examples: Examples of a micro-batch.
-    """
+    """Return the peak memory of one graph above ONNX Runtime, with memory-mapped weights."""
     return SESSION_BYTES + weights_bytes + examples * activation_bytes
 
 
@@ -317,7 +290,6 @@ class TierCoverage:
 
 
 def tier_from_profile(profile: Profile | None) -> str:
-    """Return the largest tier within a device's budget, or "" if the device has sent no profile."""
     return "" if profile is None else tier_from_budget(profile.budget_bytes)
 
 
@@ -326,17 +298,13 @@ def tier_from_budget(budget_bytes: int) -> str:
 
 
 def fits_budget(budget_bytes: int, engines: Iterable[str], work: WorkEstimate) -> bool:
-    """Return whether the budget suffices for the work on one of the engines."""
     return any(budget_bytes >= task_process_bytes(engine, work.peak_bytes) for engine in engines)
 
 
 def tier_coverage(fleet: Iterable[TierDevice], engines: Iterable[str], work: WorkEstimate) -> dict[str, TierCoverage]:
     """Return which part of each tier could take part, smallest tier first, without empty tiers.
 
-    Args:
-        fleet: All devices.
-        engines: Engines for the work. A device requires one of them, with enough budget for the engine and the work.
-        work: The work. Only `peak_bytes` matters.
+    A device requires one of the engines, with enough budget for the engine and the work.
     """
     wanted = tuple(engines)
     found: dict[str, TierCoverage] = {}

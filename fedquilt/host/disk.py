@@ -55,15 +55,11 @@ def retry_until_descriptor_free(open: Callable[[], T]) -> T:
 
 
 def open_descriptor(path: Place, flags: int, mode: int = 0o777) -> int:
-    """Open a file like `os.open`, and wait until a file descriptor is free."""
     return retry_until_descriptor_free(lambda: os.open(path, flags, mode))
 
 
 class OpenFile:
-    """File that stays open, so that small reads and writes need one system call each.
-
-    Every method may raise OSError.
-    """
+    """File that stays open, so that small reads and writes need one system call each."""
 
     def __init__(self, path: Place, mode: int) -> None:
         self._file = open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
@@ -72,11 +68,9 @@ class OpenFile:
         return os.fstat(self._file).st_size
 
     def read(self, offset: int, size: int) -> bytes:
-        """Read `size` bytes from `offset`, or fewer at the end of the file."""
         return os.pread(self._file, size, offset)
 
     def read_into(self, buffer: WriteableBuffer, offset: int) -> int:
-        """Fill a buffer from `offset`, and return the number of bytes read."""
         view, size = memoryview(buffer), 0
         while size < view.nbytes and (found := os.preadv(self._file, [view[size:]], offset + size)):
             size += found
@@ -89,7 +83,6 @@ class OpenFile:
         os.ftruncate(self._file, 0)
 
     def sync(self) -> None:
-        """Wait until the content is on the disk."""
         os.fsync(self._file)
 
     def close(self) -> None:
@@ -102,7 +95,6 @@ class OpenFile:
 
 
 def write_fully(file: int, payload: bytes | memoryview, offset: int) -> None:
-    """Write all bytes at an offset of an open file, in several calls if necessary."""
     view = memoryview(payload)
     while view:
         written = os.pwrite(file, view, offset)
@@ -125,8 +117,6 @@ LOCK_S: Final = 0.05  # seconds between two tries for a lock
 
 
 class PathInfo(NamedTuple):
-    """Name, type and size of a file or folder, with modification time and inode."""
-
     name: str
     is_dir: bool
     size: int  # bytes
@@ -145,10 +135,7 @@ class Lock:
 
 
 class Disk:
-    """File access of this process.
-
-    Methods that open a file wait until a file descriptor is free. Every method may raise OSError.
-    """
+    """File access of this process. Methods that open a file wait until a file descriptor is free."""
 
     withheld = 0  # mode bits withheld from new files and folders, in addition to the umask
 
@@ -172,7 +159,6 @@ class Disk:
         return os.path.isdir(path)
 
     def entries(self, folder: Place) -> list[PathInfo]:
-        """Return the entries of a folder, in any order, without files that vanish meanwhile."""
         found = []
         with retry_until_descriptor_free(lambda: os.scandir(folder)) as entries:
             for entry in entries:
@@ -187,7 +173,6 @@ class Disk:
     # -- reading --
 
     def read(self, path: Place, offset: int = 0, size: int | None = None) -> bytes:
-        """Read `size` bytes from `offset`, or fewer at the end of the file. By default, read all."""
         with builtins.open(path, "rb", buffering=0, opener=_open_nonblocking) as file:
             if size is not None:
                 return os.pread(file.fileno(), size, offset)
@@ -195,11 +180,9 @@ class Disk:
             return file.read()
 
     def open_for_reading(self, path: Place) -> int:
-        """Return the descriptor of a file opened for reading, which the caller closes."""
         return open_descriptor(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def read_into(self, path: Place, buffer: WriteableBuffer, offset: int) -> int:
-        """Fill a buffer with bytes from `offset`. Return their number, which is smaller at the file's end."""
         view, have = memoryview(buffer), 0
         with builtins.open(path, "rb", buffering=0, opener=open_descriptor) as file:
             file.seek(offset)
@@ -236,13 +219,7 @@ class Disk:
     # -- writing --
 
     def write(self, path: Place, payload: bytes, *, new: bool = False) -> None:
-        """Write a whole file in place, without protection against partial writes.
-
-        Args:
-            path: Path of the file.
-            payload: Content of the file.
-            new: Whether the file must not exist yet.
-        """
+        """Write a whole file in place, without protection against partial writes. A `new` file must not exist yet."""
         file = open_descriptor(
             path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if new else os.O_TRUNC), self._file_mode
         )
@@ -252,12 +229,10 @@ class Disk:
             os.close(file)
 
     def ensure(self, path: Place) -> None:
-        """Create an empty file, unless the file exists."""
         with suppress(FileExistsError):
             os.close(open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._file_mode))
 
     def write_at(self, path: Place, payload: bytes | memoryview, offset: int) -> None:
-        """Write bytes at an offset of an existing file, and keep its other bytes."""
         file = open_descriptor(path, os.O_WRONLY | os.O_CLOEXEC)
         try:
             write_fully(file, payload, offset)
@@ -274,11 +249,9 @@ class Disk:
             os.close(file)
 
     def open(self, path: Place) -> OpenFile:
-        """Open a file for reading and writing, and create the file if missing."""
         return OpenFile(path, self._file_mode)
 
     def open_scratch(self, folder: Place) -> OpenFile:
-        """Open a file without a name, which is deleted on closing or when the process ends."""
         file = self.open(path := os.path.join(folder, f"{os.urandom(16).hex()}.tmp"))
         self.unlink(path)
         return file
@@ -303,7 +276,6 @@ class Disk:
         os.symlink(target, path)
 
     def read_link(self, path: Place) -> str | None:
-        """Return the text of a symbolic link, or None if the path is not a symbolic link."""
         return os.readlink(path) if os.path.islink(path) else None
 
     def unlink(self, path: Place) -> None:
@@ -316,7 +288,6 @@ class Disk:
             os.utime(path)
 
     def set_mode(self, path: Place, mode: int) -> None:
-        """Set the permission bits of a file or folder, regardless of the umask."""
         os.chmod(path, mode)
 
     def make_folder(self, folder: Place) -> None:
@@ -324,10 +295,7 @@ class Disk:
         os.makedirs(folder, 0o777 & ~self.withheld, exist_ok=True)
 
     def make_durable_folder(self, folder: Place) -> None:
-        """Create a folder with missing parents, and wait until their names are on the disk.
-
-        An existing folder is synced too, because its creator may have ended before the sync.
-        """
+        """Create a folder with missing parents, and wait until their names are on the disk."""
         place, unsure = os.fspath(folder), [os.fspath(folder)]
         while (above := os.path.dirname(place)) not in ("", place) and not self.is_dir(above):
             unsure.append(above)
@@ -350,11 +318,7 @@ class Disk:
         _empty_folder(folder)
 
     def copy_untrusted(self, source: Place, target: Place, most_bytes: int) -> str:
-        """Copy a file that another process may change to a new file, and return the copy's sha256.
-
-        Raises:
-            OSError: If the source is a link or a special file, or has more than `most_bytes`.
-        """
+        """Copy a plain file that another process may change to a new file, and return the copy's sha256."""
         file = _open_nonblocking(os.fspath(source), os.O_RDONLY | os.O_NOFOLLOW)
         with builtins.open(file, "rb", buffering=0) as given, self._create_file(target) as copy:
             if not stat.S_ISREG(os.fstat(file).st_mode):
@@ -371,10 +335,7 @@ class Disk:
     # -- made of these --
 
     def measure_usage(self, path: Place) -> tuple[int, int]:
-        """Return the latest modification time in ns and the size in bytes of a file or folder tree.
-
-        Links are not followed. Each entry counts as `ENTRY_BYTES` in addition to its content.
-        """
+        """Return the latest modification time in ns and the size in bytes of a file or folder tree."""
         latest_ns, size, folders = 0, 0, [(os.fspath(path), self.stat(path))]
         while folders:
             place, found = folders.pop()
@@ -389,7 +350,6 @@ class Disk:
         return latest_ns, size
 
     def hash_file(self, path: Place) -> str:
-        """Return the sha256 of a file in hex."""
         sha256 = hashlib.sha256()
         for piece in self.read_pieces(path):
             sha256.update(piece)
@@ -406,7 +366,6 @@ class Disk:
         return sha256.hexdigest()
 
     def repoint_link(self, path: Place, target: str) -> None:
-        """Replace the target of a symbolic link atomically and durably."""
         part = f"{path}.part"
         self.unlink(part)
         self.symlink(target, part)
@@ -426,7 +385,6 @@ class Disk:
     # -- shared with other processes --
 
     def is_locked(self, path: Place) -> bool:
-        """Return whether any process, this one included, has locked a file. Change nothing."""
         try:
             file = open_descriptor(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -440,7 +398,7 @@ class Disk:
         return False
 
     def lock(self, path: Place, *, tries: int = 1) -> Lock | None:
-        """Lock a file, which is created if missing, or return None if another process holds the lock.
+        """Lock a file, or return None if another process holds the lock.
 
         `is_locked` of another process holds it for a moment, so that a few `tries` may be needed.
         """
@@ -458,12 +416,7 @@ class Disk:
     def connect(self, path: Place, *, any_thread: bool = False) -> sqlite3.Connection:
         """Open an SQLite database in autocommit mode, and create it if missing.
 
-        Args:
-            path: Path of the database.
-            any_thread: Whether several threads may use the connection, one at a time.
-
-        Raises:
-            sqlite3.Error: If the database cannot be opened.
+        With `any_thread`, several threads may use the connection, one at a time.
         """
         import sqlite3  # of no use to an agent
 
@@ -471,7 +424,6 @@ class Disk:
         return sqlite3.connect(path, timeout=10, isolation_level=None, check_same_thread=not any_thread)
 
     def _create_file(self, path: Place) -> BinaryIO:
-        """Create a file, which must not exist, and open it for writing."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         return builtins.open(open_descriptor(path, flags, self._file_mode), "wb")
 
@@ -481,8 +433,6 @@ class Disk:
 
 
 class PrivateDisk(Disk):
-    """`Disk` whose new files and folders are accessible to this user alone."""
-
     withheld = 0o077
 
 

@@ -41,8 +41,6 @@ _ONCE: Final = frozenset({"host", "content-length", "content-range", "range", "a
 
 
 class RequestRefusedError(Exception):
-    """Error that the server answers with an HTTP status and a sentence."""
-
     def __init__(self, status: int, sentence: str) -> None:
         super().__init__(sentence)
         self.status = status
@@ -65,7 +63,6 @@ class HttpExchange:
 
     @property
     def socket(self) -> socket.socket:
-        """Socket of the connection, an SSLSocket under TLS. Callers set the timeout."""
         return self._line.sock
 
     @property
@@ -74,11 +71,9 @@ class HttpExchange:
 
     @property
     def is_reusable(self) -> bool:
-        """Whether another request may follow on the connection."""
         return self._reusable and not self._unread
 
     def close_after(self) -> None:
-        """Close the connection after this request's answer."""
         self._reusable = False
 
     def open_body(self) -> io.BufferedReader:
@@ -91,12 +86,7 @@ class HttpExchange:
     def read_body(self, most: int, reserve: Callable[[int], None] = lambda size: None) -> bytes:
         """Read the body.
 
-        Args:
-            most: Maximum number of bytes.
-            reserve: Function called with the size of each received piece, which may raise RequestRefusedError.
-
-        Raises:
-            RequestRefusedError: If the request has no Content-Length, or the body is too long or incomplete.
+        `reserve` is called with the size of each received piece, and may raise RequestRefusedError.
         """
         if "content-length" not in self.headers:
             raise RequestRefusedError(411, "a request has to say by Content-Length how many bytes follow")
@@ -113,13 +103,7 @@ class HttpExchange:
         return bytes(body)
 
     def send_response(self, status: int, headers: dict[str, str] | None = None, body: bytes | None = b"") -> None:
-        """Send a response.
-
-        Args:
-            status: HTTP status.
-            headers: Headers besides Content-Length and Connection.
-            body: Body, or None if the caller sends the body and gives its Content-Length in `headers`.
-        """
+        """Send a response. Without a body, the caller sends it and gives its Content-Length in `headers`."""
         self.answered = True
         lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}"]
         lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
@@ -134,23 +118,14 @@ Handler = Callable[[HttpExchange], None]
 
 
 def _plain_text_body(sentence: str) -> tuple[str, bytes]:
-    """Return the content type and the bytes of a plain text."""
     return "text/plain; charset=utf-8", sentence.encode()
 
 
 class HttpServer:
     """HTTP server at one address, started by `start`.
 
-    Args:
-        host: Address to listen at.
-        port: Port to listen at, or 0 for any free port.
-        handler: Function called for each request in the thread of its connection. It may raise RequestRefusedError.
-        connections: Connections with their limits.
-        context: Function that returns the TLS context of a new connection, or None for a server without TLS.
-        error_body: Function that returns content type and body for an error sentence.
-
-    Raises:
-        OSError: If the address cannot be listened at.
+    `handler` is called for each request in the thread of its connection, `context` for the TLS context of a new
+    connection, and `error_body` for content type and body of an error.
     """
 
     def __init__(
@@ -203,7 +178,6 @@ class HttpServer:
     # -- connections --
 
     def _accept_connections(self) -> None:
-        """Accept connections until the server closes, and close those past their deadline."""
         poller = select.poll()
         poller.register(self._listener, select.POLLIN)
         while not self._closed:
@@ -227,7 +201,6 @@ class HttpServer:
                 sock.close()
 
     def _start_connection(self, sock: socket.socket, address: str) -> None:
-        """Start a thread that serves a new connection, or close it with status 503 if there is no room."""
         descriptor = sock.fileno()  # TLS replaces the socket object and keeps the descriptor
         connection = self.connections.add_connection(address, descriptor, lambda: _reset_connection(descriptor))
         if connection is None or not self._places.acquire(timeout=1.0):
@@ -250,7 +223,6 @@ class HttpServer:
             raise
 
     def _serve_connection(self, line: _HttpConnection) -> None:
-        """Serve requests on a connection until it ends, then free its place."""
         try:
             line.open_stream(None if self._context is None else self._context())
             while self._serve_one_request(line):
@@ -265,7 +237,6 @@ class HttpServer:
             self._places.release()
 
     def _serve_one_request(self, line: _HttpConnection) -> bool:
-        """Read and answer one request. Return whether the connection can serve another one."""
         exchange: HttpExchange | None = None
         try:
             exchange = _read_request(line)
@@ -288,14 +259,11 @@ class HttpServer:
 
 
 class _HttpConnection:
-    """Socket of a connection, and the stream of bytes from it."""
-
     def __init__(self, sock: socket.socket, address: str, connection: Connection) -> None:
         self.sock, self.address, self.connection = sock, address, connection
         self.file: io.BufferedReader
 
     def open_stream(self, context: ssl.SSLContext | None) -> None:
-        """Do the TLS handshake, if there is a context, and open the stream for reading."""
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if context is not None:
             self.sock = context.wrap_socket(self.sock, server_side=True, do_handshake_on_connect=False)
@@ -320,7 +288,6 @@ class _HttpConnection:
 
 
 def _read_request(line: _HttpConnection) -> HttpExchange | None:
-    """Read the head of the next request, or return None if the client has closed the connection."""
     rows: list[bytes] = []
     left = HEADER_BYTES
     while True:
@@ -371,8 +338,6 @@ class ConnectionLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Connection:
-    """Open connection, with attributes that `ConnectionLimiter` updates."""
-
     def __init__(self, address: str, close: Callable[[], None], now_s: float, deadline_s: float) -> None:
         self.address, self.close, self.since_s, self.deadline_s = address, close, now_s, deadline_s
         self.waits = True  # for a request
@@ -380,13 +345,10 @@ class Connection:
 
 
 class ConnectionLimiter:
-    """Open connections of a listener, within its limits. Thread-safe.
+    """Open connections of a listener, within its limits.
 
-    Args:
-        limits: Limits on the number of connections.
-        header_s: Seconds for a handshake and a header, and between requests.
-        request_s: Seconds for a request's body and the answer.
-        clock: Monotonic seconds.
+    Thread-safe. A new connection at the limit replaces one that waits for a request, or one of an address with more
+    connections. Listeners never use the upper half of the process's file descriptors.
     """
 
     def __init__(
@@ -407,10 +369,7 @@ class ConnectionLimiter:
     def add_connection(self, address: str, descriptor: int, close: Callable[[], None]) -> Connection | None:
         """Add a connection, if need be by closing another one, or return None if there is no room.
 
-        Args:
-            address: IP address of the peer.
-            descriptor: File descriptor of the connection.
-            close: Function that closes the connection. It must not block or call this object.
+        `close` must not block or call this object.
         """
         network = _address_group(address)
         with self._lock:
@@ -438,7 +397,6 @@ class ConnectionLimiter:
         connection.waits, connection.deadline_s = False, self._clock() + self._request_s + more_s
 
     def await_request(self, connection: Connection) -> None:
-        """Start the time until the next request's header, after an answer."""
         connection.waits, connection.since_s = True, self._clock()
         connection.deadline_s = connection.since_s + self._header_s
 
@@ -451,7 +409,6 @@ class ConnectionLimiter:
             return True
 
     def remove_connection(self, connection: Connection) -> None:
-        """Remove a connection that has ended. Its `close` is not called from now on."""
         with self._lock:
             self._open.discard(connection)
 
@@ -472,14 +429,12 @@ class ConnectionLimiter:
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the limit of this process on open files as far as the system allows."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _descriptor_limit() -> float:
-    """Return this process's soft limit on open files, which may be infinite."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return math.inf if soft == resource.RLIM_INFINITY else soft
 
@@ -496,11 +451,7 @@ def _address_group(address: str) -> str:
 
 
 def split_http_url(url: str) -> SplitResult:
-    """Return the parts of an HTTP address with a usable host and port.
-
-    Raises:
-        ValueError: If the address is not of HTTP or HTTPS, names a user, or its host or port cannot exist.
-    """
+    """Return the parts of an HTTP address with a usable host and port, or raise ValueError."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     host.encode("idna")  # Python does so when it resolves the name

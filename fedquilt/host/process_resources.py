@@ -1,4 +1,4 @@
-"""Memory of a process: heap settings of glibc, and resident size."""
+"""Memory and threads of a process."""
 
 from __future__ import annotations
 
@@ -53,7 +53,6 @@ def import_on_use(name: str) -> None:
 
 
 def resident_bytes(pid: int, proc: Path = PROC) -> int | None:
-    """Return the resident size of a process with shared and mapped pages, or None if it has ended."""
     try:
         return int((proc / str(pid) / "statm").read_text().split()[1]) * PAGE_BYTES
     except (OSError, IndexError, ValueError):
@@ -61,10 +60,7 @@ def resident_bytes(pid: int, proc: Path = PROC) -> int | None:
 
 
 def release_freed_memory() -> None:
-    """Return memory freed within glibc's heap to the kernel. No effect with other C libraries.
-
-    Useful after dropping large data, before allocating as much elsewhere.
-    """
+    """Return memory freed within glibc's heap to the kernel. No effect with other C libraries."""
     import ctypes
 
     with contextlib.suppress(AttributeError, OSError):
@@ -79,15 +75,9 @@ these variables as they load, so they are set before, or for a new process."""
 
 @contextmanager
 def call_in_background(call: Callable[[], object], every_s: float, name: str) -> Iterator[None]:
-    """Call `call` periodically in a thread until it returns False or the body ends.
+    """Call `call` every `every_s` in a thread until it returns False or the body ends.
 
-    The body must not use the same objects as `call`. It must release the interpreter lock regularly, as numpy and
-    Python code do.
-
-    Args:
-        call: Function that returns False to end the repetition.
-        every_s: Seconds before the first call and between calls.
-        name: Name of the thread.
+    The body must release the interpreter lock regularly, as numpy and Python code do.
     """
     over = threading.Event()
 

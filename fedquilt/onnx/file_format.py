@@ -39,24 +39,14 @@ class ProtobufError(ValueError): ...
 
 @dataclass
 class ProtobufReader:
-    """Reader of the messages of one file, with a limit on their fields.
-
-    Args:
-        fields_most: Maximum number of fields in total.
-    """
+    """Reader of the messages of one file, with a limit on the number of fields in total."""
 
     fields_most: int = FIELDS_MOST
 
     def read_message(self, data: memoryview, schema: Schema, what: str) -> dict[str, list[int | memoryview]]:
-        """Return the values of each field by name, in order of appearance. Packed numbers remain bytes.
+        """Return the values of each field by name, in order of appearance.
 
-        Args:
-            data: Bytes of the message.
-            schema: Permitted fields.
-            what: Name of the message in errors.
-
-        Raises:
-            ProtobufError: If the message is cut short, or has an unknown, repeated or excessive field.
+        Packed numbers remain bytes. An unknown, repeated or excessive field is a ProtobufError.
         """
         found: dict[str, list[int | memoryview]] = {}
         for number, wire, value in self._read_fields(data, what):
@@ -111,15 +101,7 @@ def _read_varint(data: memoryview, at: int, what: str) -> tuple[int, int]:
 def encode_message(
     fields: Mapping[str, Sequence[int | memoryview | Pieces]], schema: Schema
 ) -> list[bytes | memoryview]:
-    """Return a message in pieces, with fields in the order of the schema and without copying.
-
-    Args:
-        fields: Values by name, as returned by `ProtobufReader.read_message`. Bytes may be in pieces.
-        schema: Permitted fields.
-
-    Raises:
-        ProtobufError: If a field is of floats.
-    """
+    """Return a message in pieces, with fields in the order of the schema and without copying."""
     found: list[bytes | memoryview] = []
     for number, (name, kind) in schema.items():
         if name not in fields:
@@ -145,18 +127,12 @@ def _encode_varint(value: int) -> bytes:
 
 
 def to_signed(value: int | memoryview) -> int:
-    """Convert a varint to a signed 64-bit integer. Raise ProtobufError for bytes."""
     if not isinstance(value, int):
         raise ProtobufError("bytes where a number is expected")
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
 def decode_ints(values: list[int | memoryview], most: int, what: str) -> list[int]:
-    """Return the signed integers of a field of kind "ints", packed or not.
-
-    Raises:
-        ProtobufError: If there are more than `most`.
-    """
     found: list[int] = []
     for value in values:
         if isinstance(value, int):
@@ -172,11 +148,7 @@ def decode_ints(values: list[int | memoryview], most: int, what: str) -> list[in
 
 
 def decode_text(values: list[int | memoryview] | None, most: int, what: str) -> str:
-    """Return a field of kind "bytes" as text, or "" if absent.
-
-    Raises:
-        ProtobufError: If the text has more than `most` bytes, or is not UTF-8.
-    """
+    """Return a field of kind "bytes" as text, or "" if absent."""
     if not values:
         return ""
     (value,) = values
@@ -328,12 +300,7 @@ RUNTIMES: Final[Mapping[tuple[int, int], Versions]] = {
 
 
 def explain_unsupported(graph: Versions, libraries: Mapping[str, str]) -> str:
-    """Return why a device's ONNX Runtime cannot load a graph, or "" if it can or is unknown.
-
-    Args:
-        graph: Opset and IR version of the graph.
-        libraries: Versions of the device's libraries (`fedquilt.core.Profile.versions`).
-    """
+    """Return why a device's ONNX Runtime cannot load a graph, or "" if it can or is unknown."""
     found = {}
     for name in ("onnxruntime", "onnxruntime-gpu"):
         if numbers := re.match(r"(\d{1,4})\.(\d{1,4})", libraries.get(name, "")):

@@ -59,23 +59,13 @@ class MissingTensor(NamedTuple):
 
 
 def missing_tensors(graph: bytes | memoryview) -> dict[str, MissingTensor]:
-    """Return the tensors that a graph declares without data, by name.
-
-    Raises:
-        ModelError: If the bytes are not a supported ONNX graph.
-    """
     return {name: lack for name, (lack, _) in _read_graph_and_missing(graph)[2].items()}
 
 
 def fill_graph(graph: bytes | memoryview, tensors: Tensors) -> list[bytes | memoryview]:
     """Return an ONNX file with the missing tensors inserted, in pieces and without copying.
 
-    Args:
-        graph: ONNX file without the data of some tensors.
-        tensors: Tensors of the network by name. Names unknown to the graph are ignored.
-
-    Raises:
-        ModelError: If the graph is not supported, or a missing tensor is absent or has another shape or type.
+    Names in `tensors` that the graph does not have are ignored.
     """
     model, inner, lacking = _read_graph_and_missing(graph)
     whole: list[memoryview | Pieces] = []
@@ -136,12 +126,6 @@ def read_with_external_data(path: Path) -> Pieces:
     """Read an ONNX file with the data in files beside it, as the pieces of one file.
 
     The graph is untrusted, so only regular files in its own folder are read.
-
-    Returns:
-        The pieces, or the mapped file itself if no data are external.
-
-    Raises:
-        ModelError: If a file cannot be read, is too large or in another folder, or has too few bytes.
     """
     try:
         data = map_file(path)
@@ -165,8 +149,6 @@ _INNER: Final[Mapping[str, Schema]] = {  # fields that hold a tensor, or a messa
 
 @dataclass
 class _ExternalTensorFiles:
-    """Files beside a graph that hold numbers of its tensors, and the bytes of the whole model so far."""
-
     folder: Path
     size: int
     reader: ProtobufReader = field(default_factory=ProtobufReader)
@@ -188,7 +170,6 @@ class _ExternalTensorFiles:
         return encode_message(made, schema) if changed else data
 
     def _inline_tensor(self, data: memoryview, fields: Fields) -> memoryview | Pieces:
-        """Return a tensor with its external data inserted, or the same bytes if it has none."""
         if "external_data" not in fields:
             return data
         name = decode_text(fields.get("name"), NAME_MOST, "a name")

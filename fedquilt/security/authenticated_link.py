@@ -42,11 +42,6 @@ _OBSERVED: Final = frozenset({"presence", "profile", "telemetry"})
 
 
 def load_identity(broker: Broker) -> LinkIdentity | None:
-    """Return the identity for signing, or None if this side has no certificate.
-
-    Raises:
-        JobError: If there is a certificate and no authority to verify the peer.
-    """
     return None if broker.cert is None else LinkIdentity(broker)
 
 
@@ -104,11 +99,6 @@ def hello_from_flight(handshake: Handshake, number: int, data: bytes) -> wire.He
 
 
 def flight_from_hello(hello: wire.Hello) -> bytes:
-    """Return the bytes of a handshake flight.
-
-    Raises:
-        WireError: If the message contains no base64.
-    """
     try:
         return base64.b64decode(hello.tls, validate=True)
     except (binascii.Error, ValueError) as error:
@@ -156,12 +146,9 @@ class AuthenticatedDeviceLink(AuthenticatedLink):
         return super().problem or (self._trouble if self._key is None else None)
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
-        """Publish a signed message. Without a session, most messages are dropped.
+        """Publish a signed message.
 
-        The agent publishes its state again with the next session.
-
-        Raises:
-            LinkError: If the payload is larger than the broker accepts.
+        Without a session most are dropped, as the agent publishes its state again with the next session.
         """
         leaf = wire.parse_topic(topic).leaf
         if self._key is not None and leaf != "chunk":
@@ -184,7 +171,6 @@ class AuthenticatedDeviceLink(AuthenticatedLink):
         return taken
 
     def _process_or_verify_message(self, message: Message) -> Message | None:
-        """Return a chunk or a verified message, or None for a message processed or ignored here."""
         route = wire.parse_topic(message.topic)
         if route.leaf == "coord":
             told = wire.decode(message.payload, wire.CoordState)
@@ -277,11 +263,7 @@ RATE: Final = 5.0  # and a second for good, so that a flood takes about a hundre
 
 
 class AuthenticatedFleetLink(AuthenticatedLink):
-    """Coordinator's side of authenticated links to all devices.
-
-    Raises:
-        JobError: If devices would not accept this certificate as the coordinator's.
-    """
+    """Coordinator's side of authenticated links to all devices."""
 
     def __init__(
         self, link: Link, identity: LinkIdentity, fleet: str, clock: Callable[[], float] = time.monotonic
@@ -298,12 +280,10 @@ class AuthenticatedFleetLink(AuthenticatedLink):
         self._left, self._left_s = BURST, -math.inf  # attempts that may be answered now, and when that was so
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
-        """Publish a message, signed for its device. Without a session, only an empty message is sent.
+        """Publish a message, signed for its device.
 
-        Messages for observers (coord/state, job/#) and chunks are unsigned.
-
-        Raises:
-            LinkError: If the payload is larger than the broker accepts.
+        Without a session, only an empty message is sent. Messages for observers (coord/state, job/#) and chunks are
+        unsigned.
         """
         route = wire.parse_topic(topic)
         if route.direction == "dn" and route.leaf != "chunk":
@@ -317,7 +297,6 @@ class AuthenticatedFleetLink(AuthenticatedLink):
         self._link.publish(topic, payload, retain=retain, reliable=reliable)
 
     def receive(self) -> list[Message]:
-        """Return verified messages and chunks. Handshake messages are processed here, rejected ones are logged."""
         taken = []
         for message in self._link.receive():
             try:
@@ -350,7 +329,6 @@ class AuthenticatedFleetLink(AuthenticatedLink):
             )
 
     def _process_or_verify_message(self, route: wire.Route, message: Message) -> Message | None:
-        """Return a chunk or a verified message, or None for a message processed or ignored here."""
         if route.direction != "up" or route.leaf == "chunk":
             return message
         if not message.payload:  # a retained message that was cleared
@@ -373,7 +351,6 @@ class AuthenticatedFleetLink(AuthenticatedLink):
         return session if session is not None and self._clock() < session.ends_s else None
 
     def _accept_last_will(self, device: str, message: Message) -> Message | None:
-        """Return an unsigned last will, or None if it is of another boot of the device."""
         told = wire.decode(message.payload, wire.Presence)
         if told.online:
             raise UnsignedMessageError
@@ -398,7 +375,6 @@ class AuthenticatedFleetLink(AuthenticatedLink):
             raise WireError(f"{device}: {error}") from None
 
     def _admit_handshake(self, device: str) -> bool:
-        """Return whether a device may begin a handshake now, and count it against both rate limits."""
         now_s = self._clock()
         self._left = min(self._left + RATE * (now_s - self._left_s), BURST)
         self._left_s = now_s
@@ -420,7 +396,6 @@ class AuthenticatedFleetLink(AuthenticatedLink):
         self._send_hello(device, "dn", hello_from_flight(attempt, 1, answer))
 
     def _finish_handshake(self, device: str, attempt: Handshake, hello: wire.Hello) -> None:
-        """Verify the last flight of a handshake, store the device's right and session, and send the answer."""
         try:
             attempt.step(flight_from_hello(hello))
         except WireError:
@@ -442,7 +417,6 @@ class AuthenticatedFleetLink(AuthenticatedLink):
 
 
 def _admit_unless_too_early(last_s: dict[str, float], device: str, now_s: float, every_s: float) -> bool:
-    """Return False if the device was admitted within `every_s`, else store the time and return True."""
     if now_s < last_s.get(device, -math.inf) + every_s:
         return False
     if len(last_s) >= DEVICES_MOST:
@@ -484,13 +458,7 @@ class UnsignedMessageError(WireError):
 
 
 def verify_message(session: Session | None, route: wire.Route, message: Message) -> Message:
-    """Return a signed message with its bare payload, after verification.
-
-    Raises:
-        UnsignedMessageError: If the message is not signed.
-        UnknownSessionError: If the message was signed in another session.
-        WireError: If the message is forged or replayed.
-    """
+    """Return a signed message with its bare payload, or raise WireError."""
     found = _FORM.match(message.payload)
     if found is None:
         raise UnsignedMessageError

@@ -44,13 +44,7 @@ class SessionGrant(msgspec.Struct, frozen=True):
 
 
 class LinkIdentity:
-    """Certificate and key of this side, and the authority for the peer's certificate.
-
-    Changed files are read again.
-
-    Raises:
-        JobError: If there is no authority to verify the peer.
-    """
+    """Certificate and key of this side, and the authority for the peer's certificate. Changed files are read again."""
 
     def __init__(self, broker: Broker) -> None:
         if broker.ca is None or broker.cert is None or broker.key is None:
@@ -68,21 +62,11 @@ class LinkIdentity:
         return Handshake(self._cached_context(ssl.PROTOCOL_TLS_SERVER), server=True)
 
     def tls_context(self, *, server: bool) -> ssl.SSLContext:
-        """Return the context of a TLS connection in which both sides verify certificates.
-
-        No host name is checked. Use `common_name_of_peer` to identify the peer.
-        """
+        """Return the context of a TLS connection in which both sides verify certificates, and no host names."""
         return self._cached_context(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
 
     def require_coordinator_certificate(self) -> float:
-        """Check that devices accept this certificate as the coordinator's.
-
-        Returns:
-            The end of the certificate, in seconds since 1970.
-
-        Raises:
-            JobError: If devices would reject the certificate.
-        """
+        """Return when this certificate ends, in seconds since 1970, or raise JobError if no device accepts it."""
         ours = self.start_as_coordinator()
         context = self._cached_context(ssl.PROTOCOL_TLS_CLIENT)
         theirs = Handshake(context, server=False)
@@ -95,7 +79,6 @@ class LinkIdentity:
         return float(ssl.cert_time_to_seconds(theirs.peer_expiry))
 
     def _cached_context(self, protocol: int) -> ssl.SSLContext:
-        """Return the TLS context, loaded again if a certificate file has changed, or raise JobError."""
         try:
             files = tuple(os.stat(path).st_mtime_ns for path in (self._ca, self._cert, self._key))
         except OSError as error:
@@ -133,11 +116,9 @@ class Handshake:
         self._tls = context.wrap_bio(self._in, self._out, server_side=server)
 
     def step(self, flight: bytes) -> bytes:
-        """Process a flight of the peer, b"" to begin, and return the next flight of this side.
+        """Process a flight of the peer, b"" to begin, and return the next one.
 
-        Raises:
-            WireError: If the flight is invalid or a certificate is not trusted. `take_alert` then returns a message for
-                the peer.
+        After a WireError, `take_alert` returns a message for the peer.
         """
         self._in.write(flight)
         try:
@@ -150,7 +131,6 @@ class Handshake:
         return self._out.read()
 
     def take_alert(self) -> bytes:
-        """Return the TLS alert for the peer after an error, or b"" if there is none."""
         return self._out.read()
 
     def create_session(self, epoch: int) -> tuple[Session, bytes]:
@@ -159,11 +139,6 @@ class Handshake:
         return Session(grant), self._out.read()
 
     def session_from_flight(self, flight: bytes) -> Session:
-        """Return the session that the coordinator sends.
-
-        Raises:
-            WireError: If the flight contains no session, or rejects the certificate of this side.
-        """
         self._in.write(flight)
         try:
             return Session(msgspec.json.decode(self._tls.read(FLIGHT_BYTES), type=SessionGrant))
@@ -174,7 +149,6 @@ class Handshake:
 
     @property
     def peer_name(self) -> str:
-        """Common name in the peer's certificate, or "" if missing or the peer is an observer."""
         return common_name_of_peer(self._tls)
 
     @property
@@ -185,7 +159,6 @@ class Handshake:
 
     @property
     def peer_expiry(self) -> str:
-        """End of the peer's certificate, as text in the format of Python's `ssl`."""
         return str((self._tls.getpeercert() or {}).get("notAfter", ""))
 
 
@@ -204,11 +177,6 @@ def uri_from_right(right: SiteRight) -> str:
 
 
 def right_from_uri(uri: str) -> SiteRight:
-    """Return the right that a URI states.
-
-    Raises:
-        WireError: If the URI states none.
-    """
     most, _, boards = uri.removeprefix(SITE).partition(":")
     try:
         return msgspec.convert({"most": most, "boards": boards.split(",")}, SiteRight, strict=False)
@@ -235,11 +203,7 @@ class Session:
         return self._sent, self._authentication_code(topic, self._sent, payload)
 
     def verify(self, topic: str, leaf: str, number: int, code: bytes, payload: bytes) -> None:
-        """Verify an incoming message. The latest number of a kind may repeat, as with QoS 1.
-
-        Raises:
-            WireError: If the message is forged, or older than the latest message of its kind.
-        """
+        """Raise WireError if a message is forged or older than the latest of its kind, which QoS 1 may repeat."""
         if not hmac.compare_digest(code, self._authentication_code(topic, number, payload)):
             raise WireError("forged: it was not sent so, or not here, by who holds the session's key")
         if number < self._taken.get(leaf, 0):

@@ -1,9 +1,7 @@
 """Links between coordinator and devices.
 
-A `Link` is the only access of both sides to the network. A link never blocks and starts no thread except in
-`keep_alive`: `publish` queues, `receive` returns arrived messages, `wait` sleeps. The implementation
-`fedquilt.transport.mqtt.link.MqttLink` is for real brokers. `MemoryLink` is the client of a broker in memory on virtual
-time, with seeded faults, for running a whole federation in one process.
+A link never blocks and starts no thread except in `keep_alive`. `MqttLink` is for real brokers, `MemoryLink` for a
+federation in one process on virtual time.
 """
 
 from __future__ import annotations
@@ -33,9 +31,7 @@ class Link(Protocol):
     def connected(self) -> bool: ...
 
     @property
-    def backlog(self) -> int:
-        """Bytes that are published and not yet sent."""
-        ...
+    def backlog(self) -> int: ...
 
     @property
     def max_payload(self) -> int:
@@ -49,10 +45,9 @@ class Link(Protocol):
     def unsubscribe(self, filters: Sequence[str]) -> None: ...
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
-        """Queue one message. `reliable` is QoS 1, which a broker may still drop when its queue is full.
+        """Queue one message, or raise LinkError if it is too large.
 
-        Raises:
-            LinkError: If the payload is larger than the broker accepts.
+        `reliable` is QoS 1, which a broker may still drop when its queue is full.
         """
         ...
 
@@ -81,9 +76,7 @@ class Endpoint(Protocol):
         """Process arrived messages and due work. Return the latest time of the next call."""
         ...
 
-    def fds(self) -> Sequence[int]:
-        """Return file descriptors that require a call of `step` when readable."""
-        ...
+    def fds(self) -> Sequence[int]: ...
 
 
 def run_endpoint(
@@ -111,8 +104,6 @@ def filter_matches(pattern: str, topic: str) -> bool:
 
 
 class LinkWrapper:
-    """Link that passes all calls on to another link. Subclasses override a part."""
-
     def __init__(self, link: Link) -> None:
         self._link = link
 
@@ -134,7 +125,6 @@ class LinkWrapper:
 
     @property
     def problem(self) -> str | None:
-        """Problem of the connection as a sentence, or None if there is none or it is not known."""
         found: str | None = getattr(self._link, "problem", None)
         return found
 
@@ -180,10 +170,7 @@ class MalformedMessages:
         self._branches: dict[str, BranchCounter] = {}
 
     def count_message(self, topic: str, error: Exception, retained: bool, now_s: float, kind: str = "") -> str | None:
-        """Count a dropped message and return the line to log now, or None.
-
-        Messages of different `kind` are counted separately.
-        """
+        """Count a dropped message and return the line to log now, or None."""
         self.dropped += 1
         name = "/".join(topic.split("/")[:6])[:120] + (f" ({kind})" if kind else "")
         if name not in self._branches and len(self._branches) >= MOST_BRANCHES:
@@ -200,7 +187,6 @@ class MalformedMessages:
         return said if branch.told < FIRST else f"{said} (from here on such messages under {name} are only counted)"
 
     def take_due_lines(self, now_s: float) -> list[str]:
-        """Return the log lines that are due for further dropped messages, and reset their counts."""
         lines = []
         for name, branch in list(self._branches.items()):
             if branch.more and now_s >= branch.due_s:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LinkFaults:
-    """Fault probabilities for each delivery of a `MemoryBroker`, and delays in virtual seconds."""
+    """Fault probabilities for each delivery of a `MemoryBroker`."""
 
     drop: float = 0.0
     duplicate: float = 0.0
@@ -35,8 +35,6 @@ AT_ONCE = LinkCost()
 
 
 def apply_faults(payload: bytes, draw: random.Random, drop: float, duplicate: float, corrupt: float) -> list[bytes]:
-    """Return the arriving copies of a message: none, one or two, each perhaps with a flipped bit."""
-
     def flip_bit(copy: bytes) -> bytes:
         place = draw.randrange(len(copy))
         return copy[:place] + bytes([copy[place] ^ (1 << draw.randrange(8))]) + copy[place + 1 :]
@@ -63,12 +61,7 @@ class MemoryBroker:
         self._sequence = 0
 
     def connect(self, will: tuple[str, bytes] | None = None, pace: LinkCost = AT_ONCE) -> MemoryLink:
-        """Connect a new client.
-
-        Args:
-            will: The message that is published (retained) when the client is lost without a regular end.
-            pace: The speed of the client's connection, in each direction.
-        """
+        """Connect a new client, whose `will` is published (retained) when it is lost without a regular end."""
         self.clients += 1
         link = MemoryLink(self, will, pace)
         self._links[link] = None
@@ -84,11 +77,9 @@ class MemoryBroker:
             self._publish(link.will[0], link.will[1], retain=True)
 
     def next_delivery_s(self) -> float | None:
-        """Return the time of the next delivery, or None if there is none."""
         return self._heap[0][0] if self._heap else None
 
     def deliver_due(self) -> list[MemoryLink]:
-        """Move due messages to the inboxes of connected links, and return these links."""
         reached: dict[MemoryLink, None] = {}
         while self._heap and self._heap[0][0] <= self.now_s:
             _, _, link, message = heapq.heappop(self._heap)
@@ -147,7 +138,6 @@ class MemoryBroker:
         heapq.heappush(self._heap, (due_s, self._sequence, None, message))
 
     def _transmission_times(self, link: MemoryLink, free_s: float, message: Message) -> tuple[float, float]:
-        """Return when the connection is free again and when the message has arrived."""
         passed_s = max(free_s, self.now_s) + len(message.payload) / link.pace.bytes_per_s
         return passed_s, passed_s + link.pace.transfer_s
 
@@ -225,14 +215,10 @@ def run_on_virtual_time(
     limit_s: float = 1e6,
     watch: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run endpoints on virtual time until `until` returns True.
+    """Run endpoints on virtual time until `until` returns True, or raise TimeoutError.
 
-    An endpoint is stepped when a message arrives or its due time has come. Endpoints of one instant are stepped in the
-    order of `endpoints`, which is called again whenever a client connects to the broker or leaves, so endpoints may
-    come and go. `watch` is called after each step, to show progress.
-
-    Raises:
-        TimeoutError: If the virtual time limit is exceeded, or no event is left.
+    Endpoints of one instant are stepped in the order of `endpoints`, which is called again whenever a client connects
+    or leaves. `watch` is called after each step.
     """
     agenda = Scheduler()
     clients = -1
@@ -269,7 +255,6 @@ class Scheduler:
         heapq.heapify(self._heap)
 
     def ready_indices(self, reached: Sequence[MemoryLink], now_s: float) -> list[int]:
-        """Return the indices of the endpoints that are due or in `reached`, ascending."""
         found = {self._places[link] for link in reached if link in self._places}
         while self._heap and self._heap[0][0] <= now_s:
             due_s, place = heapq.heappop(self._heap)
@@ -278,7 +263,6 @@ class Scheduler:
         return sorted(found)
 
     def step_endpoint(self, place: int, now_s: float) -> None:
-        """Step an endpoint and schedule its next step, unless it is finished."""
         link, endpoint = self._seats[place]
         due_s = math.inf if endpoint.finished else endpoint.step(now_s)
         if endpoint.finished:

@@ -14,8 +14,6 @@ T = TypeVar("T", bound=Hashable)
 
 
 class _TopicNode(Generic[T]):
-    """One level of the tree: the items held here, and the levels below by name."""
-
     __slots__ = ("below", "held")
 
     def __init__(self) -> None:
@@ -24,8 +22,6 @@ class _TopicNode(Generic[T]):
 
 
 class TopicTree(Generic[T]):
-    """Items by topic or topic filter. An item may be stored under several."""
-
     def __init__(self) -> None:
         self._root: _TopicNode[T] = _TopicNode()
 

@@ -48,11 +48,7 @@ class Broker:
         password_file: str | Path | None = None,
         keepalive_s: int = 60,
     ) -> Broker:
-        """Return a broker from a URL `mqtt[s]://[user@]host[:port]` and files, after validation.
-
-        Raises:
-            JobError: If a URL, a file or a number is invalid.
-        """
+        """Return a broker from a URL `mqtt[s]://[user@]host[:port]` and files, or raise JobError if one is invalid."""
         parts = _split_url(url)
         broker = cls(
             host=parts.hostname or "",
@@ -73,11 +69,6 @@ class Broker:
         return f"{'mqtts' if self.tls else 'mqtt'}://{host}:{self.port}"
 
     def read_password(self) -> str | None:
-        """Return the first line of the password file, or None without a file.
-
-        Raises:
-            JobError: If the file cannot be read or is empty.
-        """
         if self.password_file is None:
             return None
         try:
@@ -90,11 +81,7 @@ class Broker:
         return password
 
     def tls_context(self) -> ssl.SSLContext:
-        """Return a TLS context that verifies the broker, with the certificate of this side if any.
-
-        Raises:
-            JobError: If a certificate or key cannot be used.
-        """
+        """Return a TLS context that verifies the broker, with the certificate of this side if any."""
         if self.ca is not None and not _is_readable(self.ca):
             raise JobError(f"CA file {self.ca} cannot be read: check its path and permissions")
         try:

@@ -40,9 +40,9 @@ UNREAD: Final = (
 
 
 def payload_limit(level: int, announced: int | None) -> int:
-    """Return the largest payload in bytes. `level` is 5, or 4 for MQTT 3.1.1.
+    """Return the largest payload in bytes, from the packet limit announced in CONNACK.
 
-    `announced` is the packet limit in CONNACK.
+    `level` is 5, or 4 for MQTT 3.1.1.
     """
     if level < 5:
         return UNANNOUNCED_311
@@ -59,13 +59,7 @@ def describe_reason(code: int) -> str:
 class MqttClient(paho.Client):
     """MQTT client on an open socket, so that connecting never blocks.
 
-    Args:
-        sock: The socket to the broker.
-        level: The version of MQTT: 5, or 4 for 3.1.1.
-        client_id: The name of this client at the broker.
-        heard: A function that is called with each message.
-        settled: A function that is called with the id of each message that is acknowledged (QoS 1) or written (QoS 0),
-            and a reason code.
+    `settled` is called with the id of each message that is acknowledged (QoS 1) or written (QoS 0), and a reason code.
     """
 
     def __init__(
@@ -97,7 +91,6 @@ class MqttClient(paho.Client):
     # -- packets --
 
     def queue_message(self, topic: str, payload: bytes, qos: int, retain: bool) -> int:
-        """Append a PUBLISH packet to the output, and return its packet id."""
         mid = self._mid_generate()
         self._append_output(publish_packet(self._level, mid, topic, payload, qos, retain))
         if not qos:
@@ -108,11 +101,7 @@ class MqttClient(paho.Client):
         return bool(self._output)
 
     def loop_read(self, max_packets: int = 1) -> MQTTErrorCode:
-        """Read up to AT_ONCE bytes and handle all complete packets.
-
-        Raises:
-            MalformedPacketError: If the bytes are no packet, or the packet is larger than allowed.
-        """
+        """Read up to AT_ONCE bytes and handle all complete packets, or raise MalformedPacketError."""
         if self._sock is None:
             return MQTTErrorCode.MQTT_ERR_NO_CONN
         try:
@@ -240,14 +229,7 @@ class MalformedPacketError(Exception): ...
 
 
 def find_packet(data: bytearray, at: int, most: int = LONGEST) -> tuple[int, int, int] | None:
-    """Return the packet at an offset, or None if incomplete.
-
-    Returns:
-        The first byte of the packet, the offset of its body, and the offset of its end.
-
-    Raises:
-        MalformedPacketError: If the length field is longer than four bytes, or the body longer than `most` bytes.
-    """
+    """Return first byte, offset of the body and offset of the end of the packet at an offset, or None if incomplete."""
     size, begin = 0, at + 1
     while True:
         if begin >= len(data):
@@ -265,7 +247,6 @@ def find_packet(data: bytearray, at: int, most: int = LONGEST) -> tuple[int, int
 
 
 def publish_packet(level: int, mid: int, topic: str, payload: bytes, qos: int, retain: bool) -> bytes:
-    """Return a PUBLISH packet. The packet id `mid` is used only with QoS 1."""
     name = topic.encode()
     head = _SHORT.pack(len(name)) + name + (_SHORT.pack(mid) if qos else b"") + (b"\0" if level == 5 else b"")
     return b"".join((bytes((PUBLISH | qos << 1 | retain,)), _encode_length(len(head) + len(payload)), head, payload))
@@ -279,9 +260,6 @@ def parse_publish(level: int, head: int, body: bytearray) -> tuple[str | None, b
     """Return topic, payload and packet id of a PUBLISH packet of QoS 0 or 1.
 
     The topic is None if not UTF-8, and the id is None with QoS 0.
-
-    Raises:
-        MalformedPacketError: If the packet is shorter than its fields.
     """
     mid = None
     try:
@@ -306,11 +284,7 @@ def parse_publish(level: int, head: int, body: bytearray) -> tuple[str | None, b
 
 
 def parse_puback(body: bytearray) -> tuple[int, int]:
-    """Return the id and the reason code of a PUBACK packet. Codes from 128 on are failures.
-
-    Raises:
-        MalformedPacketError: If the packet is shorter than two bytes.
-    """
+    """Return the id and the reason code of a PUBACK packet. Codes from 128 on are failures."""
     if len(body) < 2:
         raise MalformedPacketError("an acknowledgement without an id")
     return _SHORT.unpack_from(body)[0], body[2] if len(body) > 2 else 0

@@ -1,7 +1,4 @@
-"""Non-blocking connections to a broker, and delays between attempts.
-
-`dial` connects by TCP and TLS as a generator that yields whenever it would have to wait.
-"""
+"""Non-blocking connections to a broker, delays between attempts, and errors, each a sentence with a fix."""
 
 from __future__ import annotations
 
@@ -29,14 +26,10 @@ class SocketWait(NamedTuple):
 
 
 def dial(broker: Broker) -> Generator[SocketWait, None, socket.socket]:
-    """Open a socket to the broker, trying its addresses in turn. Return after the TLS handshake.
+    """Open a socket to the broker, trying its addresses in turn, and yield whenever it would have to wait.
 
-    Only the name lookup blocks, in the system's resolver. The caller measures time: it throws `TimeoutError` into the
-    generator after ANSWER_S at one address, and the next address is tried. Closing the generator closes its socket.
-
-    Raises:
-        ConnectionFailedError: If no address answers like a broker.
-        JobError: If a certificate, key or CA file cannot be used.
+    Only the name lookup blocks, in the system's resolver. The caller throws `TimeoutError` into the generator after
+    ANSWER_S at one address, and the next address is tried.
     """
     context = broker.tls_context() if broker.tls else None
     try:
@@ -98,7 +91,6 @@ class RetryDelay:
         self._since_s = now_s
 
     def record_failure(self, was_connected: bool, now_s: float) -> float:
-        """Record the end of an attempt or a connection. Return the seconds until the next attempt."""
         if was_connected:
             self.short = self.short + 1 if now_s - self._since_s < STABLE_S else 0
             self.failures = max(self.short - 1, 0)
@@ -128,8 +120,6 @@ _OTHER_NAME: Final = frozenset({62, 64})  # OpenSSL's X509_V_ERR_HOSTNAME_MISMAT
 
 
 class ConnectionFailedError(LinkError):
-    """Failed connection. `final` is true if retries are useless before the cause is fixed."""
-
     def __init__(self, sentence: str, final: bool = False) -> None:
         super().__init__(sentence)
         self.final = final
@@ -201,12 +191,7 @@ def refusal_error(broker: Broker, client_id: str, code: int, reason: str) -> Con
 def attempt_error(broker: Broker, client_id: str, code: int, reason: str, said: str) -> ConnectionFailedError | None:
     """Return the error of a failed attempt, or None if there was no CONNACK code or TLS alert.
 
-    Args:
-        broker: The broker of the attempt.
-        client_id: The client id of this side.
-        code: The code of CONNACK, as in MQTT 5.
-        reason: The text of the code.
-        said: The last error message of paho.
+    `code` is that of CONNACK, as in MQTT 5, and `said` the last error message of paho.
     """
     if code == PROTOCOL_ERROR:
         return not_mqtt_error(broker, reason)

@@ -96,11 +96,7 @@ class MqttLink:
         return self._trouble or self._refused
 
     def wait_until_connected(self, timeout_s: float) -> None:
-        """Wait for the first connection, for commands that require a connection.
-
-        Raises:
-            LinkError: If there is no connection within `timeout_s`, or the broker refuses permanently.
-        """
+        """Wait for the first connection, or raise LinkError."""
         until = time.monotonic() + timeout_s
         self._final, self._asked = False, True
         try:
@@ -124,11 +120,7 @@ class MqttLink:
             self._client.unsubscribe_filters(filters)
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
-        """Queue one message. Without a connection, only reliable messages are queued, within limits.
-
-        Raises:
-            LinkError: If the payload is larger than the broker accepts.
-        """
+        """Queue one message. Without a connection, only reliable messages are queued, within limits."""
         if len(payload) > self.max_payload:
             raise LinkError(
                 f"a message of {len(payload)} bytes to {topic} exceeds the {self.max_payload} of {self.broker}: "
@@ -170,7 +162,6 @@ class MqttLink:
         return self.connected
 
     def close(self) -> None:
-        """Send the backlog for at most LINGER_S, then disconnect for good."""
         until = time.monotonic() + LINGER_S
         while self.connected and self.backlog and (left := until - time.monotonic()) > 0:
             self._poll_once(left, ())
@@ -330,7 +321,6 @@ class MqttLink:
             self._said = text
 
     def _handle_closed_socket(self) -> None:
-        """Retry with MQTT 3.1.1 if the broker refuses MQTT 5, else end the connection with the cause."""
         code = self._farewell.value if self._farewell is not None else connection.UNSPECIFIED
         if self.connected and self._client is not None and self._client.unread:
             return self._end_connection(connection.unread_error(self.broker))
@@ -354,7 +344,6 @@ class MqttLink:
         self.level = self.level if self.session else 9 - self.level
 
     def _end_connection(self, error: FedquiltError) -> None:
-        """Close the socket, requeue messages in flight, log a new error and set the time of the next attempt."""
         self._close_socket()
         delay_s = self._retry.record_failure(self.connected, time.monotonic())
         self._due_s = time.monotonic() + delay_s
@@ -406,8 +395,6 @@ BREAKS: Final = 3
 
 @dataclass(eq=False)
 class QueuedMessage:
-    """Outgoing message. `reliable` is QoS 1."""
-
     topic: str
     payload: bytes
     retain: bool
@@ -431,7 +418,7 @@ class SendQueue:
         self.backlog += message.size
 
     def drop_oldest(self) -> int:
-        """Drop the oldest messages beyond the offline limits. Return the number of dropped messages."""
+        """Drop the oldest messages beyond the offline limits. Return their number."""
         given_up = 0
         while len(self._waiting) > OFFLINE_MESSAGES or self.backlog > OFFLINE_BYTES:
             self.discard(self._waiting.popleft())
@@ -439,9 +426,9 @@ class SendQueue:
         return given_up
 
     def take_next(self, window: int) -> QueuedMessage | None:
-        """Return the next message, or None if the in-flight limits are reached.
+        """Return the next message, or None if a limit on those in flight is reached.
 
-        At most `window` reliable messages are in flight. The caller must call `record_in_flight` or `discard` next.
+        The caller must call `record_in_flight` or `discard` next.
         """
         if not self._waiting:
             return None
@@ -461,7 +448,6 @@ class SendQueue:
         self._update_totals(message, 1)
 
     def remove_sent(self, packet_id: int) -> QueuedMessage | None:
-        """Remove a message in flight and return the message, or None if the id is unknown."""
         message = self._under_way.pop(packet_id, None)
         if message is not None:
             self.backlog -= message.size
@@ -477,14 +463,10 @@ class SendQueue:
         self.backlog -= message.size
 
     def handle_disconnect(self, breaks: int = BREAKS, *, innocent: bool = False) -> QueuedMessage | None:
-        """Requeue reliable messages in flight and drop the unreliable ones.
+        """Requeue reliable messages in flight.
 
-        Args:
-            breaks: The number of broken connections after which a message alone in flight is the cause.
-            innocent: Whether the network failed, so that no message is the cause.
-
-        Returns:
-            The message that caused the disconnection, which is dropped, or None.
+        Return the one that caused the disconnection, or None. It is dropped. A message alone in flight is the cause
+        after `breaks` broken connections, unless `innocent`.
         """
         suspects = [message for message in self._under_way.values() if message.reliable]
         for message in suspects:

@@ -19,7 +19,7 @@ CLOCKS = {"_last_bytes_received", "_last_msg_in"}  # one of both, by version
 
 def private_names() -> set[str]:
     """Names of itself that the client uses, and has from paho."""
-    tree = ast.parse(inspect.getsource(client))
+    tree = ast.parse(inspect.getsource(inspect.getmodule(MqttClient)))
     found = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "MqttClient")
     begin = next(node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
     methods = {node.name for node in found.body if isinstance(node, ast.FunctionDef)}
