@@ -224,10 +224,7 @@ class HttpClient:
         raise BlobLocationError("; ".join(map(str, failures)), later=any(each.later for each in failures))
 
     def _attempt_with_retries(
-        self,
-        source: BlobLocation,
-        attempt: Callable[[BlobLocation], None],
-        gained: Callable[[BlobLocation], int],
+        self, source: BlobLocation, attempt: Callable[[BlobLocation], None], gained: Callable[[BlobLocation], int]
     ) -> None:
         misses, begun = 0, gained(source)
         while True:

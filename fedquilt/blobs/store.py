@@ -33,16 +33,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Final, TypeVar
 
 from fedquilt import wire
 from fedquilt.blobs import chunks
 from fedquilt.blobs.pack_file import PackFile, read_foreign_blob
 from fedquilt.core import BlobRef, StoreError
 from fedquilt.host.disk import REAL, Disk, PathInfo, Place, disk_errors
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future, ThreadPoolExecutor
 
 T = TypeVar("T")
 
@@ -468,8 +465,7 @@ class BackgroundDeleter:
 
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
-        self._thread: ThreadPoolExecutor | None = None  # made with the first large file
-        self._open: list[Future[None]] = []
+        self._free = threading.Semaphore(OPEN_MOST)
 
     def unlink(self, path: str) -> None:
         file = self._open_if_large(path)
@@ -477,21 +473,21 @@ class BackgroundDeleter:
             self._disk.unlink(path)
         finally:
             if file is not None:
-                self._close_in_background(file)
+                threading.Thread(target=self._close, args=(file,), name="freeing", daemon=True).start()
 
     def _open_if_large(self, path: str) -> int | None:
-        self._open = [each for each in self._open if not each.done()]
-        with suppress(OSError):  # it is gone, or too many files are open
-            found = self._disk.stat(path)
-            if found is not None and found.size >= LARGE_BYTES and len(self._open) < OPEN_MOST:
-                return self._disk.open_for_reading(path)
-        return None
+        found = self._disk.stat(path)
+        if found is None or found.size < LARGE_BYTES or not self._free.acquire(blocking=False):
+            return None
+        try:
+            return self._disk.open_for_reading(path)
+        except OSError:  # it is gone, or too many files are open
+            self._free.release()
+            return None
 
-    def _close_in_background(self, file: int) -> None:
-        from concurrent.futures import ThreadPoolExecutor  # of no use where nothing is large
-
-        self._thread = self._thread or ThreadPoolExecutor(1, "freeing")
-        self._open.append(self._thread.submit(os.close, file))
+    def _close(self, file: int) -> None:
+        os.close(file)
+        self._free.release()
 
 
 VERIFIED_S: Final = 3600.0  # for which a file that has not changed counts as verified

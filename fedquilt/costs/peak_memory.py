@@ -258,9 +258,8 @@ def inference_bytes(weights_bytes: int, activation_bytes: int, examples: int) ->
     return SESSION_BYTES + weights_bytes + examples * activation_bytes
 
 
-GIGABYTE: Final = 10**9
 BELOW: Final = "under 1GB"
-SIZES: Final[dict[str, int]] = {f"{count}GB": count * GIGABYTE for count in (1, 2, 4, 8)}
+SIZES: Final[dict[str, int]] = {f"{count}GB": count * 10**9 for count in (1, 2, 4, 8)}
 
 
 class TierDevice(NamedTuple):
@@ -268,8 +267,7 @@ class TierDevice(NamedTuple):
     examples: int | None = None  # of its own; None: not reported yet
 
 
-@dataclass(frozen=True)
-class TierCoverage:
+class TierCoverage(NamedTuple):
     """Number of devices and examples of a tier, and those that could take part."""
 
     devices: int = 0
@@ -278,23 +276,12 @@ class TierCoverage:
     able_examples: int = 0
     unknown: int = 0  # devices that have not reported it
 
-    def add_device(self, member: TierDevice, able: bool) -> TierCoverage:
-        count = member.examples or 0
-        return TierCoverage(
-            self.devices + 1,
-            self.able + able,
-            self.examples + count,
-            self.able_examples + count * able,
-            self.unknown + (member.examples is None),
-        )
-
 
 def tier_from_profile(profile: Profile | None) -> str:
-    return "" if profile is None else tier_from_budget(profile.budget_bytes)
-
-
-def tier_from_budget(budget_bytes: int) -> str:
-    return next((name for name, size in reversed(SIZES.items()) if budget_bytes >= size), BELOW)
+    """Return the largest tier within a device's budget, or "" if the device has sent no profile."""
+    if profile is None:
+        return ""
+    return next((name for name, size in reversed(SIZES.items()) if profile.budget_bytes >= size), BELOW)
 
 
 def fits_budget(budget_bytes: int, engines: Iterable[str], work: WorkEstimate) -> bool:
@@ -312,7 +299,9 @@ def tier_coverage(fleet: Iterable[TierDevice], engines: Iterable[str], work: Wor
         own = [engine for engine in wanted if engine in member.profile.engines]
         able = fits_budget(member.profile.budget_bytes, own, work)
         name = tier_from_profile(member.profile)
-        found[name] = found.get(name, TierCoverage()).add_device(member, able)
+        count = member.examples or 0
+        one = TierCoverage(1, int(able), count, count * able, int(member.examples is None))
+        found[name] = _sum_counts((found.get(name, TierCoverage()), one))
     return {name: found[name] for name in (BELOW, *SIZES) if name in found}
 
 
@@ -337,13 +326,4 @@ def _format_counts(share: TierCoverage) -> str:
 
 
 def _sum_counts(shares: Iterable[TierCoverage]) -> TierCoverage:
-    total = TierCoverage()
-    for one in shares:
-        total = TierCoverage(
-            total.devices + one.devices,
-            total.able + one.able,
-            total.examples + one.examples,
-            total.able_examples + one.able_examples,
-            total.unknown + one.unknown,
-        )
-    return total
+    return TierCoverage(*map(sum, zip(*shares, strict=True)))

@@ -16,7 +16,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final, NamedTuple, TypeAlias, TypeVar
 
@@ -56,6 +56,15 @@ def retry_until_descriptor_free(open: Callable[[], T]) -> T:
 
 def open_descriptor(path: Place, flags: int, mode: int = 0o777) -> int:
     return retry_until_descriptor_free(lambda: os.open(path, flags, mode))
+
+
+@contextmanager
+def opened_descriptor(path: Place, flags: int, mode: int = 0o777) -> Iterator[int]:
+    file = open_descriptor(path, flags | os.O_CLOEXEC, mode)
+    try:
+        yield file
+    finally:
+        os.close(file)
 
 
 class OpenFile:
@@ -200,8 +209,7 @@ class Disk:
     def data_ranges(self, path: Place) -> list[tuple[int, int]]:
         """Return the ranges (start, end) of a sparse file that hold data, or the whole file if unknown."""
         found: list[tuple[int, int]] = []
-        file = open_descriptor(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with opened_descriptor(path, os.O_RDONLY) as file:
             at, size = 0, os.fstat(file).st_size
             while at < size:
                 try:
@@ -212,41 +220,29 @@ class Disk:
                     raise
                 at = os.lseek(file, start, os.SEEK_HOLE)
                 found.append((start, at))
-        finally:
-            os.close(file)
         return found
 
     # -- writing --
 
     def write(self, path: Place, payload: bytes, *, new: bool = False) -> None:
         """Write a whole file in place, without protection against partial writes. A `new` file must not exist yet."""
-        file = open_descriptor(
-            path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if new else os.O_TRUNC), self._file_mode
-        )
-        try:
+        flags = os.O_WRONLY | os.O_CREAT | (os.O_EXCL if new else os.O_TRUNC)
+        with opened_descriptor(path, flags, self._file_mode) as file:
             write_fully(file, payload, 0)
-        finally:
-            os.close(file)
 
     def ensure(self, path: Place) -> None:
         with suppress(FileExistsError):
             os.close(open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._file_mode))
 
     def write_at(self, path: Place, payload: bytes | memoryview, offset: int) -> None:
-        file = open_descriptor(path, os.O_WRONLY | os.O_CLOEXEC)
-        try:
+        with opened_descriptor(path, os.O_WRONLY) as file:
             write_fully(file, payload, offset)
-        finally:
-            os.close(file)
 
     def resize(self, path: Place, size: int) -> None:
         """Set the size of a file, which is created if missing. Added bytes are a hole."""
-        file = open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, self._file_mode)
-        try:
+        with opened_descriptor(path, os.O_RDWR | os.O_CREAT, self._file_mode) as file:
             if os.fstat(file).st_size != size:
                 os.ftruncate(file, size)
-        finally:
-            os.close(file)
 
     def open(self, path: Place) -> OpenFile:
         return OpenFile(path, self._file_mode)
@@ -258,11 +254,8 @@ class Disk:
 
     def sync(self, path: Place) -> None:
         """Wait until the content of a file, or the names in a folder, are on the disk."""
-        file = open_descriptor(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with opened_descriptor(path, os.O_RDONLY) as file:
             os.fsync(file)
-        finally:
-            os.close(file)
 
     def replace(self, source: Place, target: Place) -> None:
         """Rename a file over `target`, or a folder to a free path."""
@@ -386,15 +379,12 @@ class Disk:
 
     def is_locked(self, path: Place) -> bool:
         try:
-            file = open_descriptor(path, os.O_RDONLY | os.O_CLOEXEC)
+            with opened_descriptor(path, os.O_RDONLY) as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # several may look at once
         except FileNotFoundError:
             return False
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # several may look at once
         except BlockingIOError:
             return True
-        finally:
-            os.close(file)
         return False
 
     def lock(self, path: Place, *, tries: int = 1) -> Lock | None:

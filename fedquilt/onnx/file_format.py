@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias, cast
 
 Kind: TypeAlias = Literal["int", "float", "bytes", "ints", "floats", "doubles", "many"]
 Schema: TypeAlias = Mapping[int, tuple[str, Kind]]
@@ -184,91 +184,45 @@ OPERATORS: Final[Mapping[str, frozenset[str]]] = {
 }
 """Domain -> operators that a graph may call. The default domain's other name, "ai.onnx", is taken as it."""
 
-ENTRY: Final[Schema] = {1: ("key", "bytes"), 2: ("value", "bytes")}
-OPSET: Final[Schema] = {1: ("domain", "bytes"), 2: ("version", "int")}
-MODEL: Final[Schema] = {
-    1: ("ir_version", "int"),
-    2: ("producer_name", "bytes"),
-    3: ("producer_version", "bytes"),
-    4: ("domain", "bytes"),
-    5: ("model_version", "int"),
-    6: ("doc_string", "bytes"),
-    7: ("graph", "bytes"),
-    8: ("opset_import", "many"),
-    14: ("metadata_props", "many"),
-    20: ("training_info", "many"),
-    25: ("functions", "many"),
-}
-GRAPH: Final[Schema] = {
-    1: ("node", "many"),
-    2: ("name", "bytes"),
-    5: ("initializer", "many"),
-    10: ("doc_string", "bytes"),
-    11: ("input", "many"),
-    12: ("output", "many"),
-    13: ("value_info", "many"),
-    14: ("quantization_annotation", "many"),
-    15: ("sparse_initializer", "many"),
-    16: ("metadata_props", "many"),
-}
-NODE: Final[Schema] = {
-    1: ("input", "many"),
-    2: ("output", "many"),
-    3: ("name", "bytes"),
-    4: ("op_type", "bytes"),
-    5: ("attribute", "many"),
-    6: ("doc_string", "bytes"),
-    7: ("domain", "bytes"),
-    9: ("metadata_props", "many"),
-}
-ATTRIBUTE: Final[Schema] = {
-    1: ("name", "bytes"),
-    2: ("f", "float"),
-    3: ("i", "int"),
-    4: ("s", "bytes"),
-    5: ("t", "bytes"),
-    6: ("g", "bytes"),
-    7: ("floats", "floats"),
-    8: ("ints", "ints"),
-    9: ("strings", "many"),
-    10: ("tensors", "many"),
-    11: ("graphs", "many"),
-    13: ("doc_string", "bytes"),
-    20: ("type", "int"),
-}
-TENSOR: Final[Schema] = {
-    1: ("dims", "ints"),
-    2: ("data_type", "int"),
-    4: ("float_data", "floats"),
-    5: ("int32_data", "ints"),
-    6: ("string_data", "many"),
-    7: ("int64_data", "ints"),
-    8: ("name", "bytes"),
-    9: ("raw_data", "bytes"),
-    10: ("double_data", "doubles"),
-    11: ("uint64_data", "ints"),
-    12: ("doc_string", "bytes"),
-    13: ("external_data", "many"),
-    14: ("data_location", "int"),
-    16: ("metadata_props", "many"),
-}
-VALUE: Final[Schema] = {
-    1: ("name", "bytes"),
-    2: ("type", "bytes"),
-    3: ("doc_string", "bytes"),
-    4: ("metadata_props", "many"),
-}
-TYPE: Final[Schema] = {
-    1: ("tensor_type", "bytes"),
-    4: ("sequence_type", "bytes"),
-    5: ("map_type", "bytes"),
-    6: ("denotation", "bytes"),
-    8: ("sparse_tensor_type", "bytes"),
-    9: ("optional_type", "bytes"),
-}
-TENSOR_TYPE: Final[Schema] = {1: ("elem_type", "int"), 2: ("shape", "bytes")}
-SHAPE: Final[Schema] = {1: ("dim", "many")}
-DIM: Final[Schema] = {1: ("dim_value", "int"), 2: ("dim_param", "bytes"), 3: ("denotation", "bytes")}
+
+def _schema(*fields: str) -> Schema:
+    """Return a schema from fields as "1 key bytes": number, name and kind."""
+    rows = (field.split() for field in ", ".join(fields).split(", "))
+    return {int(number): (name, cast(Kind, kind)) for number, name, kind in rows}
+
+
+ENTRY: Final = _schema("1 key bytes, 2 value bytes")
+OPSET: Final = _schema("1 domain bytes, 2 version int")
+MODEL: Final = _schema(
+    "1 ir_version int, 2 producer_name bytes, 3 producer_version bytes, 4 domain bytes, 5 model_version int",
+    "6 doc_string bytes, 7 graph bytes, 8 opset_import many, 14 metadata_props many, 20 training_info many",
+    "25 functions many",
+)
+GRAPH: Final = _schema(
+    "1 node many, 2 name bytes, 5 initializer many, 10 doc_string bytes, 11 input many, 12 output many",
+    "13 value_info many, 14 quantization_annotation many, 15 sparse_initializer many, 16 metadata_props many",
+)
+NODE: Final = _schema(
+    "1 input many, 2 output many, 3 name bytes, 4 op_type bytes, 5 attribute many, 6 doc_string bytes",
+    "7 domain bytes, 9 metadata_props many",
+)
+ATTRIBUTE: Final = _schema(
+    "1 name bytes, 2 f float, 3 i int, 4 s bytes, 5 t bytes, 6 g bytes, 7 floats floats, 8 ints ints",
+    "9 strings many, 10 tensors many, 11 graphs many, 13 doc_string bytes, 20 type int",
+)
+TENSOR: Final = _schema(
+    "1 dims ints, 2 data_type int, 4 float_data floats, 5 int32_data ints, 6 string_data many",
+    "7 int64_data ints, 8 name bytes, 9 raw_data bytes, 10 double_data doubles, 11 uint64_data ints",
+    "12 doc_string bytes, 13 external_data many, 14 data_location int, 16 metadata_props many",
+)
+VALUE: Final = _schema("1 name bytes, 2 type bytes, 3 doc_string bytes, 4 metadata_props many")
+TYPE: Final = _schema(
+    "1 tensor_type bytes, 4 sequence_type bytes, 5 map_type bytes, 6 denotation bytes",
+    "8 sparse_tensor_type bytes, 9 optional_type bytes",
+)
+TENSOR_TYPE: Final = _schema("1 elem_type int, 2 shape bytes")
+SHAPE: Final = _schema("1 dim many")
+DIM: Final = _schema("1 dim_value int, 2 dim_param bytes, 3 denotation bytes")
 
 _TENSORS: Final = "export a network that takes and gives tensors of numbers alone"
 UNUSED: Final[Mapping[str, str]] = {

@@ -253,7 +253,7 @@ class MqttLink:
         self._window = min(RELIABLE_WINDOW, getattr(properties, "ReceiveMaximum", RELIABLE_WINDOW))
         self._retry.record_connection(time.monotonic())
         self._trouble, self._final = None, False
-        client.subscribe_filters(self._subscribed.filters)
+        client.subscribe_filters(list(self._subscribed.filters))
         level = "5" if self.level == 5 else "3.1.1"
         log.info("connected to %s by MQTT %s, payloads up to %d bytes", self.broker, level, self.max_payload)
 
