@@ -37,7 +37,6 @@ class Site:
         self.token = self.server.issue_token("a", self.ref)
 
     def upload(self, payload: bytes = noise(4 * CHUNK, 7)) -> tuple[BlobWriter, str]:
-        """An intake for a blob, and the token to put it."""
         digests = "".join(hashlib.sha256(payload[at : at + CHUNK]).hexdigest() for at in range(0, len(payload), CHUNK))
         sha256 = hashlib.sha256(payload).hexdigest()
         manifest = wire.BlobManifest(sha256=sha256, size=len(payload), chunk=CHUNK, digests=digests)

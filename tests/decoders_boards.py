@@ -174,7 +174,6 @@ def _upgrades(folder: Path) -> dict[str, Decoder]:
 
 
 def headed(payload: bytes) -> bytes:
-    """An archive in which each header has the right sum, as far as one can be found after the other."""
     given, at = bytearray(payload), 0
     while at + 512 <= len(given) and any(given[at : at + 512]):
         given[at + 148 : at + 156] = b" " * 8
@@ -188,7 +187,6 @@ def headed(payload: bytes) -> bytes:
 
 
 def _begun(folder: Path) -> Any:
-    """What the launcher makes of its file: a choice that it can write."""
     program = launcher.python_path(folder, "a" * 64)
     program.parent.mkdir(parents=True)
     program.touch()
@@ -372,7 +370,6 @@ def _rollouts(home: Path) -> dict[str, Decoder]:
     bodies = tuple(msgspec.json.encode(fact) for fact in facts)
 
     def kept(text: str, lines: tuple[str, ...]) -> object:
-        """The rollout with this plan and these facts, with checksums as if they were right."""
         head = FIRST
         with store._write_transaction():
             store._db.execute("delete from rollout_facts")

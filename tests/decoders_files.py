@@ -22,16 +22,7 @@ from fedquilt.coordinator.storage import backup, rows, snapshots, write_ahead_lo
 from fedquilt.coordinator.storage.log_index import IndexedLog
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.views.scores import EvaluationScore, RunScores
-from fedquilt.core import (
-    UNDECODABLE,
-    BlobRef,
-    JobError,
-    ModelError,
-    StoreError,
-    Update,
-    UpdateError,
-    evaluation,
-)
+from fedquilt.core import UNDECODABLE, BlobRef, JobError, ModelError, StoreError, Update, UpdateError, evaluation
 from fedquilt.edge_agent import settings as agent_settings
 from fedquilt.edge_agent.clocks import clock_pin
 from fedquilt.edge_agent.storage import job_records
@@ -170,7 +161,6 @@ def _coordinator(folder: Path) -> dict[str, Decoder]:
 
 
 def named(payload: bytes) -> bytes:
-    """A backup whose manifest, the last member, is named by what it holds, with the right sum of that header."""
     at = payload.rfind(b"manifest-") // 512 * 512
     header, rest = bytearray(payload[at : at + 512]), payload[at + 512 :]
     size = header[124:135]
@@ -184,7 +174,6 @@ def named(payload: bytes) -> bytes:
 
 
 def summed(payload: bytes) -> bytes:
-    """A file of `fedquilt.formats.checksummed_json` with the right checksum, if it is JSON."""
     try:
         table = json.loads(payload)
     except (ValueError, RecursionError):
@@ -203,7 +192,6 @@ def _sum(table: dict[str, Any]) -> str:
 
 
 def _log_of(home: Path) -> Path:
-    """A home as SIGKILL leaves it, with facts in the log alone."""
     with Store(home / "alive") as store:
         run = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), home)
         store.append_event(run, events.JobStarted(BlobRef(sha256=SHA, size=3)))

@@ -54,13 +54,7 @@ def every(folder: Path) -> dict[str, Decoder]:
     Args:
         folder: for files of theirs, empty.
     """
-    return {
-        **_wire(),
-        **_packets(),
-        **_sealed(folder / "site"),
-        **_manifests(),
-        **_tensors(folder / "tensors"),
-    }
+    return {**_wire(), **_packets(), **_sealed(folder / "site"), **_manifests(), **_tensors(folder / "tensors")}
 
 
 # -- messages -------------------------------------------------------------------------------------
@@ -101,7 +95,6 @@ def _wire() -> dict[str, Decoder]:
 
 
 def _packets() -> dict[str, Decoder]:
-    """What a broker sends: each packet is read as a message, and as an acknowledgement of one."""
     seeds = tuple(
         client.publish_packet(level, 7, "fleet/a", b"payload" * 20, 1, False) + client.puback_packet(513)
         for level in (4, 5)
@@ -326,7 +319,6 @@ def _tensors(folder: Path) -> dict[str, Decoder]:
 
 
 def _summed(state: NetworkState) -> Decoder:
-    """Decoder of the accumulator that a site sends to the coordinator above it."""
     method = sites.adapt_for_sites(fedavg.METHOD, settings.parse_job({"name": "j", "method": "fedavg"}), {})
     boards = [DeviceUpdate(name, 0, 3.0, {}, {"model": state.model}) for name in ("a", "b")]
     total = functools.reduce(lambda so_far, board: fedavg.fold(state, so_far, board), boards, None)
@@ -341,7 +333,6 @@ def _summed(state: NetworkState) -> Decoder:
 
 
 def _passed(state: NetworkState) -> Decoder:
-    """Decoder of a bundle in which a site passes its boards' updates up."""
     method = sites.adapt_for_sites(fedavg.METHOD, settings.parse_job({"name": "j", "method": "fedavg"}), {})
     boards = [DeviceUpdate(name, 0, 3.0, {"loss": 0.5}, {"model": state.model}) for name in ("a", "b")]
     seeds = tuple(tensors.encode_tensors(bundle) for _, bundle in site_updates.bundle_updates(boards))
@@ -355,7 +346,6 @@ def _passed(state: NetworkState) -> Decoder:
 
 
 def _table() -> Decoder:
-    """Decoder of the table of boards in such a bundle."""
     parts = [site_updates.SiteUpdatePart("a", 3.0, {"loss": 0.5}, ("model",)), site_updates.SiteUpdatePart("b", 1.0)]
 
     def read(payload: bytes) -> object:
@@ -369,7 +359,6 @@ def _table() -> Decoder:
 
 
 def measured(payload: bytes) -> bytes:
-    """A safetensors blob whose first number is the size of its header, if that can be told."""
     end = payload.find(b"}", payload.rfind(b"data_offsets")) + 1
     end += payload[end : end + 1] == b"}"
     while end % 8 and payload[end : end + 1] == b" ":
@@ -378,7 +367,6 @@ def measured(payload: bytes) -> bytes:
 
 
 def _graphs() -> tuple[bytes, ...]:
-    """The demo's graphs that are small."""
     found = sorted((Path(demo.__file__).parent / "bundle" / "blobs").iterdir(), key=lambda path: path.stat().st_size)
     graphs = []
     for path in found:

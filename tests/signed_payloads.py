@@ -6,7 +6,6 @@ from fedquilt.security import authenticated_link
 
 
 def payload_without_check(payload: bytes) -> bytes:
-    """The payload of a signed message, and other payloads as they are."""
     if not authenticated_link.is_signed(payload):
         return payload
     said = payload.partition(b'"said":')[2].removesuffix(b"}")

@@ -149,7 +149,6 @@ class SimBroker:
         self.disconnect_client(name, keep=self._roll.random() < 0.5)
 
     def stop(self, *, sessions: bool, retained: bool) -> None:
-        """Stop the broker. Messages under way are lost, and sessions and retained messages if requested."""
         for name in list(self.clients):
             self.disconnect_client(name, keep=sessions)
         self.up = False
@@ -223,7 +222,6 @@ class SimBroker:
             self._schedule_delivery(name, Message(topic, payload))
 
     def _schedule_delivery(self, name: str, message: Message) -> None:
-        """Schedule a message for a client: lost, doubled, damaged or delayed while there is noise."""
         noise = self._current_noise() if self.noise else None
         session = self.clients[name].session
         if noise is None:
@@ -244,7 +242,6 @@ class SimBroker:
         return next((each for each in self.noise if each.start_s <= self.now_s < each.end_s), None)
 
     def _disturb_payload(self, payload: bytes) -> list[bytes]:
-        """Return the payloads that arrive of one: none, one or two, which noise may have damaged."""
         noise = self._current_noise() if self.noise else None
         if noise is None:
             return [payload]

@@ -80,7 +80,6 @@ class SimulatedFileSystem:
         return self.databases[path]
 
     def fail_power(self, roll: random.Random) -> None:
-        """Lose all or some unsynced data. No process may be running."""
         way, upto = roll.random(), roll.randint(0, len(self.changes))
         kept = {index for index in range(len(self.changes)) if (index < upto if way < 0.5 else roll.random() < 0.5)}
         self.sync_changes(kept)
@@ -91,7 +90,6 @@ class SimulatedFileSystem:
             database.crash(roll)
 
     def sync_changes(self, kept: set[int]) -> None:
-        """Sync some changes of names, and all earlier changes on which these depend."""
         if len(kept) == len(self.changes):
             for change in self.changes:
                 apply_change(change, safe=True)
@@ -153,7 +151,6 @@ class SimulatedFileSystem:
             database.crash(None)
 
     def _lose_unsynced(self, folder: StoredFolder, roll: random.Random) -> None:
-        """Set a folder to what a power failure leaves: synced names, and unsynced files torn at random."""
         folder.names = dict(folder.safe)
         for node in folder.names.values():
             if isinstance(node, StoredFolder):
@@ -167,7 +164,6 @@ class SimulatedFileSystem:
 
 
 def _sync_all(folder: StoredFolder) -> None:
-    """Mark all files and names below a folder as synced."""
     folder.safe = dict(folder.names)
     for node in folder.names.values():
         if isinstance(node, StoredFolder):
@@ -189,7 +185,6 @@ def tear_file(old: bytes, new: bytes, roll: random.Random) -> bytes:
 
 
 def _keep_unchanged_blocks(old: bytes, new: bytes, left: bytes) -> bytes:
-    """Return the torn bytes of a file, with the blocks that its last change left as they were."""
     both = min(len(old), len(new))
     whole = bytearray(left.ljust(both, b"\0"))
     for at in range(0, both, TORN_BYTES):

@@ -31,7 +31,6 @@ from tests.faults.disk import Node, SimDisk, StoredFile, StoredFolder, StoredSym
 
 class DurableDisk(SimDisk):
     def _node_at(self, parts: list[str]) -> Node | None:
-        """Return the file or folder at a path as a power failure would leave it, or None."""
         node: Node | None = self.platter.top
         for name in parts:
             if type(node) is not StoredFolder:

@@ -8,8 +8,6 @@ from fedquilt.host.http_server import Connection, ConnectionLimiter, ConnectionL
 
 
 class Places:
-    """Connections of a listener with four places, two of them for one address, on a clock that the test sets."""
-
     def __init__(self) -> None:
         self.now_s = 0.0
         self.closed: list[str] = []

@@ -36,7 +36,6 @@ COUNT, BATCH = 24, 8
 
 
 def made(network: Mapping[str, Any], **more: Any) -> Bundle:
-    """Bundle as `prepare` makes it, of random weights."""
     model, shape = registry.load_network(network, seed=0), registry.input_shape(network)
     start = {name: value.numpy() for name, value in model.state_dict().items()}
     facts = {
@@ -58,7 +57,6 @@ def examples(network: Mapping[str, Any]) -> Examples:
 
 
 def counted(name: str, network: Mapping[str, Any], folder: Path, rounds: tuple[int, ...] = (0,), **params: Any) -> Any:
-    """(predicted, counted) FLOPs of a device's task, where the engine's trial run of two examples is not counted."""
     method = methods.load(name)
     settings = msgspec.convert({"batch": BATCH, "epochs": 2, **params}, method.params)
     state = method.init(made(network), settings, 0)

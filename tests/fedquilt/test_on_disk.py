@@ -15,8 +15,6 @@ ONES = np.ones((3, 5), np.float32)
 
 @dataclass(frozen=True)
 class State:
-    """Of a method: a model and a number."""
-
     model: dict[str, np.ndarray]
     known: int
     own: dict[str, np.ndarray]
@@ -24,8 +22,6 @@ class State:
 
 @dataclass(frozen=True)
 class Sums:
-    """Of a round."""
-
     total: dict[str, exact_sums.ExactSum]
 
 
@@ -133,16 +129,12 @@ def test_every_flipped_bit_changes_the_checksum():
 
 @dataclass(frozen=True)
 class Gathered:
-    """A part of a state, all of whose fields are arrays."""
-
     counts: np.ndarray
     half: np.ndarray
 
 
 @dataclass(frozen=True)
 class Searching:
-    """A state with such a part."""
-
     gathered: Gathered | None
     model: dict[str, np.ndarray] | None
 

@@ -14,7 +14,6 @@ from fedquilt.host import process_resources
 def test_a_deferred_module_is_executed_when_a_name_of_it_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also one in a package, and a name that the module lacks is an AttributeError as always."""
     (tmp_path / "wrapped").mkdir()
     (tmp_path / "wrapped" / "__init__.py").touch()
     (tmp_path / "wrapped" / "late.py").write_text("from pathlib import Path\nPath(__file__).with_name('ran').touch()\n")

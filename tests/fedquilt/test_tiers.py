@@ -58,7 +58,6 @@ def test_coverage_counts_devices_and_examples_by_tier():
 
 
 def test_a_device_takes_part_with_any_engine_that_it_has_and_that_fits():
-    """Torch with the work is too much for it, onnx is not; a device with neither cannot, whatever its budget."""
     work = WorkEstimate(peak_bytes=400 * MB)
     small = TierDevice(device(500 * MB))
     assert peak_memory.tier_coverage([small], ["torch"], work)["under 1GB"].able == 0

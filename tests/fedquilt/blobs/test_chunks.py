@@ -43,17 +43,6 @@ def test_a_blob_is_cut_into_chunks_the_last_of_them_shorter():
     assert manifest.digests[:64] == hashlib.sha256(bytes(2048)).hexdigest()
 
 
-def test_cutting_reads_one_chunk_at_a_time():
-    asked = []
-
-    def read(offset, size):
-        asked.append((offset, size))
-        return BLOB[offset : offset + size]
-
-    blobs.chunks.ManifestBuilder(ref_of(BLOB), 3 * KIB, read).hash_chunks()
-    assert asked == [(3072 * number, 3072) for number in range(13)] + [(39936, 1024)]
-
-
 def test_a_blob_whose_manifest_does_not_fit_a_message_is_refused_with_the_mend():
     with pytest.raises(LinkError, match="raise the broker's packet limit"):
         blobs.chunks.ManifestBuilder(

@@ -13,8 +13,6 @@ from fedquilt.blobs.store import BlobStore
 
 
 class Held:
-    """Closes of descriptors, which wait until the test lets them go on."""
-
     def __init__(self) -> None:
         self.may, self.closed = threading.Event(), list[str]()
         self.close = os.close

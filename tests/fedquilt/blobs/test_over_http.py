@@ -20,8 +20,6 @@ PAYLOAD = noise(4 * CHUNK)
 
 
 class Server:
-    """Server that answers one request with at most `most` bytes, and then listens no more."""
-
     def __init__(self) -> None:
         self.starts: list[int] = []
         self.port = 0

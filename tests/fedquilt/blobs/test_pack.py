@@ -72,7 +72,6 @@ def test_a_flipped_bit_in_the_head_of_a_slot_costs_this_slot_alone(tmp_path, byt
 
 
 def test_what_looks_like_a_head_in_a_blob_frees_no_place(tmp_path):
-    """Behind a damaged head slots are searched for, and a blob may hold anything."""
     filled(tmp_path / "other", b"x" * 200)
     faked = (tmp_path / "other").read_bytes()[:52]  # of a slot that would reach far into the next one
     filled(tmp_path / "pack", faked + b"1", b"the next one", b"last" * 100)

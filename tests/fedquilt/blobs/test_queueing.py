@@ -20,8 +20,6 @@ def queue(most_bytes: float = 0.0, *devices: str, size: int = 10) -> UploadQueue
 
 
 class Paced(Side):
-    """A coordinator that folds what has come at once; two devices send at a time."""
-
     def step(self, now_s: float) -> float:
         super().step(now_s)
         self.transfers.queue.set_unprocessed(0, 0, 0.0)

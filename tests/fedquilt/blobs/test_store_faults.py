@@ -96,14 +96,6 @@ def test_a_damaged_blob_counts_as_absent_and_can_be_stored_again(tmp_path, caplo
     assert [path.name for path in tmp_path.iterdir()] == [ref.sha256]
 
 
-def test_a_blob_is_stored_over_a_damaged_one(tmp_path):
-    payload = b"x" * 100
-    ref = BlobStore(tmp_path).store_bytes(payload)
-    (tmp_path / ref.sha256).write_bytes(b"y" * 100)
-    assert BlobStore(tmp_path).store_bytes(payload) == ref
-    assert BlobStore(tmp_path).load(ref.sha256) == payload
-
-
 def test_whether_a_blob_is_here_is_asked_without_reading_it_again(tmp_path, monkeypatch):
     hashed = []
     digest = Disk.hash_file
@@ -126,7 +118,6 @@ def test_whether_a_blob_is_here_is_asked_without_reading_it_again(tmp_path, monk
 
 @pytest.mark.parametrize("opens", [BlobStore.load, BlobStore.verified_path, BlobStore.blob_path])
 def test_a_bit_that_flips_after_a_blob_was_read_is_found_when_it_is_opened_again(tmp_path, opens):
-    """By the same process, though the file has kept its time, its size and its inode."""
     depot = BlobStore(tmp_path)
     ref = depot.store_bytes(b"x" * 100)
     assert opens(depot, ref.sha256) is not None
@@ -144,7 +135,6 @@ def test_a_bit_that_flips_after_a_blob_was_read_is_found_when_it_is_opened_again
 def test_a_blob_that_the_disk_does_not_read_is_named_and_one_that_is_gone_meanwhile_is_not_here(
     tmp_path, monkeypatch, opens
 ):
-    """The file is there when it is looked at, and cannot be read a moment later."""
     depot = BlobStore(tmp_path)
     ref = depot.store_bytes(b"x" * 100)
     with monkeypatch.context() as patch:

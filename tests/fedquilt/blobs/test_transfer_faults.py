@@ -46,7 +46,6 @@ def test_every_blob_arrives_through_loss_duplicates_delay_and_damage(tmp_path, m
 
 
 def test_the_same_seed_plays_the_same(tmp_path):
-    """Otherwise a failing seed could not be replayed."""
     ends = []
     for attempt in ("one", "two"):
         broker = MemoryBroker(7, ROUGH, max_payload=5 * KIB)

@@ -66,8 +66,6 @@ def test_many_small_blobs_arrive_side_by_side(tmp_path):
 
 
 class SlowLink(MemoryLink):
-    """A link whose queue is emptied by hand."""
-
     queued = 0
     most = 0
 

@@ -37,7 +37,6 @@ def frozen(given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def there_and_back(wire: Encoding, given: Tensors, base: Tensors, unsent: Tensors = NOTHING) -> tuple[Any, Any]:
-    """What the coordinator gets, through bytes, and what is left out."""
     sent, left = compression.encode_bundle(wire, given, base, unsent)
     return compression.decode_bundle(wire, tensors.decode_tensors(tensors.encode_tensors(sent)), base), left
 
@@ -102,7 +101,6 @@ def test_topk_tells_the_entries_that_moved_most_and_remembers_the_others():
 
 
 def test_of_equals_topk_takes_the_first():
-    """So that every machine takes the same ones, however its numpy sorts."""
     sent, _ = compression.encode_bundle(topk(0.5), row(1, -2, 1, 1, -1, 1), row(0, 0, 0, 0, 0, 0), {})
     assert sent["w#at"].tolist() == [0, 1, 2]
 
@@ -224,7 +222,6 @@ def test_names_do_not_decide_what_is_rounded_but_the_register_does(wire):
 
 @every
 def test_a_buffer_that_was_rounded_all_the_same_is_refused(wire):
-    """The device's claim that it may be rounded does not count."""
     base = {"v": np.zeros(4, np.float32)}
     sent, _ = compression.encode_bundle(wire, {"v": np.ones(4, np.float32)}, base, {})
     with pytest.raises(UpdateError, match=r"tensor 'v' was sent by .*, and is a buffer, which travels unchanged"):
@@ -233,7 +230,6 @@ def test_a_buffer_that_was_rounded_all_the_same_is_refused(wire):
 
 @pytest.mark.parametrize("base", [{}, row(0, 0), {"w": np.zeros(3)}, {"v": np.zeros(3, np.float32)}])
 def test_what_has_moved_from_nothing_is_rounded_by_itself_without_memory(base):
-    """No bundle, another shape, another type, another name: values; entries that differ by round may not be mixed."""
     given, unsent = row(127, 0.4, -1), row(9, 9, 9)
     decoded, left = there_and_back(INT8, given, base, unsent)
     assert decoded["w"].tolist() == [127, 0, -1]
@@ -246,7 +242,6 @@ def test_what_has_moved_from_nothing_is_rounded_by_itself_without_memory(base):
 
 @every
 def test_nothing_that_is_given_changes(wire):
-    """Arrays that cannot be written to serve: workers share them."""
     given, base = frozen(model(1)), frozen(model(0))
     _, left = there_and_back(wire, given, base)
     sent, _ = compression.encode_bundle(wire, given, base, left)
@@ -301,7 +296,6 @@ def test_what_16_bits_cannot_hold_is_refused_with_the_mend():
 
 
 def test_a_name_that_looks_like_a_part_is_refused():
-    """The coordinator could not tell."""
     with pytest.raises(ModelError, match="'w#int8'"):
         compression.encode_bundle(INT8, {"w#int8": np.ones(2, np.float32)}, {}, {})
 

@@ -32,7 +32,6 @@ def test_a_url_gives_host_port_user_and_encryption():
     ],
 )
 def test_a_url_that_names_no_broker_is_refused_with_the_form_it_must_have(url, says):
-    """Each says what to write instead."""
     with pytest.raises(JobError, match=says) as caught:
         Broker.from_url(url)
     assert "mqtt[s]://[user@]host[:port]" in str(caught.value)

@@ -18,7 +18,6 @@ CLOCKS = {"_last_bytes_received", "_last_msg_in"}  # one of both, by version
 
 
 def private_names() -> set[str]:
-    """Names of itself that the client uses, and has from paho."""
     tree = ast.parse(inspect.getsource(inspect.getmodule(MqttClient)))
     found = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "MqttClient")
     begin = next(node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
@@ -33,7 +32,6 @@ def private_names() -> set[str]:
 
 
 def test_what_the_client_rests_on_is_in_this_version_of_paho():
-    """The client uses private names of paho. A name that is gone fails here, not as a connection that never comes."""
     there = set(dir(paho.Client(paho.CallbackAPIVersion.VERSION2)))
     used = private_names()
     assert used >= {"_in_packet", "_packet_handle", "_sock", *CLOCKS}  # the search finds something
@@ -102,7 +100,6 @@ def test_a_link_whose_session_is_taken_over_names_the_other_client():
 
 
 def test_a_link_to_a_broker_that_sends_and_does_not_read_is_lost_and_says_so():
-    """Messages keep coming meanwhile, so that paho's own keep-alive finds nothing."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         link = MqttLink(Broker.from_url(f"mqtt://127.0.0.1:{server.getsockname()[1]}"), "a")
         taken = []

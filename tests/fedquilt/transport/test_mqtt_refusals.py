@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def secured(mosquitto: Callable[..., Mosquitto], authority: Authority, tmp_path: Path) -> Mosquitto:
-    """Mutual TLS; a certificate's name is its user, and a user reaches its own branch only."""
     cert, key = authority.issue("broker", "127.0.0.1")
     (tmp_path / "acl").write_text(
         "user coordinator\ntopic readwrite fq/#\n"
@@ -66,7 +65,6 @@ def test_a_device_reaches_its_own_branch_only(secured, authority, stage):
 
 
 def refusal(settings: Broker, stage: Stage, name: str = "agent") -> str:
-    """What `connect` says, which must be what `problem` says."""
     link = stage.join(settings, name)
     with pytest.raises(LinkError) as caught:
         link.wait_until_connected(timeout_s=LIMIT_S)
@@ -76,7 +74,6 @@ def refusal(settings: Broker, stage: Stage, name: str = "agent") -> str:
 
 
 def told_in_vain(broker: Broker) -> str:
-    """Why a command that goes on trying has not connected; it may have no answer yet when its time is up."""
     link = MqttLink(broker, "agent")
 
     def told() -> str:
