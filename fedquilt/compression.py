@@ -48,9 +48,6 @@ def exclude_buffers(wire: Encoding, meta: Mapping[str, Any]) -> Encoding:
     return msgspec.structs.replace(wire, unchanged=tuple(dict.fromkeys((*wire.unchanged, *buffers))))
 
 
-# -- on the device --------------------------------------------------------------------------------
-
-
 def method_state(private: Tensors) -> dict[str, np.ndarray]:
     return {name: array for name, array in private.items() if not name.startswith(UNSENT)}
 
@@ -58,11 +55,7 @@ def method_state(private: Tensors) -> dict[str, np.ndarray]:
 def encode_update(
     wire: Encoding, answer: ClientResult, base: Callable[[str], Tensors | None], private: Callable[[], Tensors]
 ) -> ClientResult:
-    """Return an update as sent, with the codec's residuals in its private state.
-
-    `private` returns the state of the task's start. It is called only now, to save memory during training, and its
-    arrays are overwritten.
-    """
+    """Return an update as sent. The arrays of `private`, called only now to save memory, are overwritten."""
     if wire.codec == "raw":
         return answer
     begun = private()
@@ -81,10 +74,7 @@ def encode_update(
 def encode_bundle(
     wire: Encoding, given: Tensors, base: Tensors, unsent: Tensors
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return a bundle as sent, and the residuals to add to the next update.
-
-    Arrays of `unsent` are overwritten to save memory.
-    """
+    """Return a bundle as sent, and the residuals to add to the next update. `unsent` is overwritten."""
     coder, sent, left, unchanged = CODERS[wire.codec], {}, dict(unsent), frozenset(wire.unchanged)
     for name, array in given.items():
         if MARK in name:
@@ -104,9 +94,6 @@ def encode_bundle(
         if rest is not None and rest.any():
             left[name] = rest
     return sent, left
-
-
-# -- on the coordinator ---------------------------------------------------------------------------
 
 
 def decode_update(
@@ -136,10 +123,7 @@ def decode_bundle(wire: Encoding, sent: Tensors, base: Tensors) -> dict[str, np.
 
 
 def decoded_specs(wire: Encoding, sent: Mapping[str, TensorSpec], like: Mapping[str, Any]) -> dict[str, TensorSpec]:
-    """Return the types and shapes that `decode_bundle` would return.
-
-    Shapes that the codec does not send are those of `like`.
-    """
+    """Return types and shapes that `decode_bundle` would return. Shapes that are not sent are those of `like`."""
     if wire.codec == "raw":
         return dict(sent)
     coder = CODERS[wire.codec]

@@ -50,10 +50,7 @@ class NamedFile:
 
 @dataclass(frozen=True, slots=True)
 class DiskArray(TensorSpec):
-    """Array on disk with known shape and type, which is read on use.
-
-    Without a checksum in `check` it is not compared.
-    """
+    """Array on disk with known shape and type, read on use and compared with its checksum unless None."""
 
     source: ByteSource
     offset: int
@@ -83,11 +80,7 @@ class DiskArray(TensorSpec):
 
 
 class LazyTensors(Mapping[str, np.ndarray]):
-    """Mapping of tensors that are read from disk on each access.
-
-    Args:
-        shapes: Tensors by name.
-    """
+    """Mapping of tensors that are read from disk on each access."""
 
     def __init__(self, shapes: Mapping[str, DiskArray]) -> None:
         self.shapes = shapes
@@ -103,15 +96,7 @@ class LazyTensors(Mapping[str, np.ndarray]):
 
 
 class ScratchFile:
-    """Anonymous file for arrays that change, deleted with this object or the process.
-
-    Every method may raise StoreError if the disk is full or fails.
-
-    Args:
-        folder: Folder on the file system to use.
-        disk: Disk of the folder.
-        least: Minimum number of entries of a stored array. Smaller ones remain in memory.
-    """
+    """Anonymous file for arrays that change. Arrays of fewer than `least` entries remain in memory."""
 
     def __init__(self, folder: Place, disk: Disk = REAL, least: int = LEAST) -> None:
         self._folder, self._least = folder, least
@@ -129,12 +114,7 @@ class ScratchFile:
         return self._file.read_into(buffer, offset)
 
     def store_array(self, array: np.ndarray, before: object = None) -> np.ndarray | DiskArray:
-        """Store an array, and return a reference to it, or the array itself if it is small.
-
-        Args:
-            array: Array of any shape.
-            before: Value replaced by the array, whose space is reused if it is stored in this file with the same size.
-        """
+        """Store an array in the space of `before`, and return a reference to it, or the array itself if small."""
         array = np.asarray(array, order="C")
         if array.size < self._least:
             return array
@@ -207,9 +187,6 @@ class FloatReader(SafetensorsReader):
         return super()._array_from_entry(begin, entry) if entry["dtype"] == "F32" else None
 
 
-# -- writing --------------------------------------------------------------------------------------
-
-
 def write_safetensors(path: Path, given: Tensors, metadata: dict[str, str] | None = None, disk: Disk = REAL) -> None:
     """Write tensors to a file, with the bytes of `encode_tensors` but without a copy in memory."""
     shapes = tensors.tensor_shapes(given)
@@ -233,10 +210,7 @@ def write_safetensors(path: Path, given: Tensors, metadata: dict[str, str] | Non
 
 
 def read_state(path: Place, kind: type[T], disk: Disk = REAL, lazy_bytes: float = math.inf) -> T:
-    """Read a state of type `kind`, like `unpack_state`.
-
-    Mappings of arrays of at least `lazy_bytes` stay in the file.
-    """
+    """Read a state like `unpack_state`. Mappings of arrays of at least `lazy_bytes` stay in the file."""
     try:
         found = SafetensorsReader(path, disk, STATE_HEADER_MOST)
         skeleton = json.loads(found.metadata["state"])

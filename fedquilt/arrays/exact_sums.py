@@ -73,10 +73,7 @@ class ExactSum:
 
 
 def add_to_sum(total: ExactSum | None, array: np.ndarray, weight: float = 1.0) -> ExactSum:
-    """Add `array * weight` to a sum in place, or return a new sum.
-
-    The given sum must not be used afterwards. Of integers the maximum is stored.
-    """
+    """Add `array * weight` to a sum in place, or return a new one. The given sum must not be used afterwards."""
     if array.dtype.kind in "iu":
         largest = array if total is None else np.maximum(total.limbs[0], array, dtype=total.limbs[0].dtype)
         return _store_limbs((np.array(largest),), total)
@@ -185,14 +182,8 @@ def _require_valid_sum(name: str, total: ExactSum, like: np.ndarray, weight: flo
     return None
 
 
-# -- whole accumulators ---------------------------------------------------------------------------
-
-
 def merge_accumulators(one: Any, other: Any) -> Any:
-    """Return the merged accumulators of different devices.
-
-    The first must not be used afterwards. A value with a method `merge_with` is merged by this method.
-    """
+    """Return the merged accumulators, by `merge_with` if defined. The first must not be used afterwards."""
     if isinstance(one, ExactSum):
         return merge_sums(one, other)
     if hasattr(one, "merge_with"):
@@ -239,9 +230,6 @@ def read_accumulator(path: Place, kind: type[T], disk: Disk, room: ScratchFile) 
 def copy_accumulator(value: Any) -> Any:
     room = _room.get()
     return map_limbs(value, np.array if room is None else room.store_array)
-
-
-# -- numbers --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

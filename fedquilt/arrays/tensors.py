@@ -149,9 +149,6 @@ def seeded_rng(*keys: object) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(derive_seed(*keys)))
 
 
-# -- bytes ----------------------------------------------------------------------------------------
-
-
 def encode_tensors(tensors: Tensors, metadata: dict[str, str] | None = None) -> bytes:
     """Encode tensors as safetensors. Equal tensors have equal bytes."""
     placed = sort_tensors(tensors)
@@ -235,9 +232,6 @@ def _cache_header(payload: bytes, found: Tensors) -> None:
                 held.pop(next(iter(held)))  # type: ignore[call-overload]
         _layouts[head] = _BlobLayout(len(payload), places)
         _heads[shapes] = (head, tuple(sorted(found, key=lambda name: table[name]["data_offsets"])))
-
-
-# -- states ---------------------------------------------------------------------------------------
 
 
 def pack_state(state: Any) -> bytes:

@@ -37,19 +37,13 @@ def chunk_size_for(max_payload: int) -> int:
 
 
 def negotiate_chunk_size(own: int, asked: int) -> int:
-    """Return the chunk size in bytes for a peer that accepts `asked` bytes.
-
-    Smaller sizes than `own` are rounded down to few values, because a blob is hashed again for each chunk size.
-    """
+    """Return the chunk size for a peer that accepts `asked` bytes, one of few, as blobs are hashed for each."""
     packet = 1 << ((asked + HEADROOM_BYTES).bit_length() - 1)
     return own if asked >= own else max(packet - HEADROOM_BYTES, wire.MIN_CHUNK)
 
 
 def single_chunk_manifest(ref: BlobRef, chunk: int) -> wire.BlobManifest | None:
-    """Return the manifest of a blob that fits into one chunk, or None if larger or empty.
-
-    This manifest need not be requested, which saves half of the messages of a small blob.
-    """
+    """Return the manifest of a blob that fits into one chunk, which need not be requested, or None."""
     return (
         wire.BlobManifest(sha256=ref.sha256, size=ref.size, chunk=chunk, digests=ref.sha256)
         if 0 < ref.size <= chunk
@@ -87,10 +81,7 @@ class ManifestBuilder:
             )
 
     def hash_chunks(self, most_bytes: float = math.inf) -> wire.BlobManifest | None:
-        """Hash about `most_bytes` more, at least one chunk.
-
-        Return the manifest after the last chunk, or raise DamagedBlobError.
-        """
+        """Hash about `most_bytes` more. Return the manifest after the last chunk, or raise DamagedBlobError."""
         ref, left_bytes = self._ref, most_bytes
         while len(self._digests) < self._count and left_bytes > 0:
             offset = len(self._digests) * self._chunk

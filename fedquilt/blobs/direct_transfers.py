@@ -59,10 +59,7 @@ class TransferResult(NamedTuple):
 
 
 class TransferBackend:
-    """Blob transfers of a device, at locations that the coordinator offers.
-
-    `ca` is the authority of blob stores' certificates, in addition to those of the system.
-    """
+    """Blob transfers of a device, at locations that the coordinator offers."""
 
     def __init__(self, identity: LinkIdentity | None = None, ca: Path | None = None, most: int = JOBS_MOST) -> None:
         self._identity, self._ca, self._most = identity, ca, most
@@ -72,16 +69,11 @@ class TransferBackend:
         self._left: deque[Callable[[], None]] = deque()  # jobs that wait for one of those that run to end
         self._wake: int | None = None
 
-    # -- what a coordinator adds --
-
     def download_locations(self, device: str, ref: BlobRef) -> tuple[BlobLocation, ...]:
         return ()
 
     def upload_locations(self, device: str, intake: BlobWriter) -> tuple[BlobLocation, ...]:
-        """Return the locations to which a device may upload a blob.
-
-        The coordinator's own server writes it into `intake`.
-        """
+        """Return the locations for an upload. The coordinator's own server writes the blob into `intake`."""
         return ()
 
     def uploaded_locations(self, device: str, ref: BlobRef, source: int) -> tuple[BlobLocation, ...]:
@@ -92,8 +84,6 @@ class TransferBackend:
     def take_ready_blobs(self) -> list[Key]:
         """Return the blobs that reached a location since the last call, and the devices waiting for them."""
         return []
-
-    # -- for a loop --
 
     def fds(self) -> Sequence[int]:
         return () if self._wake is None else (self._wake,)
@@ -166,10 +156,7 @@ class TransferBackend:
         return self._http
 
     def start_job(self, job: Callable[[], TransferResult], failed: TransferResult) -> None:
-        """Run a job in a thread as soon as one is free.
-
-        `failed` is the result if the job raises an exception, with the text of a LinkError or StoreError.
-        """
+        """Run a job in a thread as soon as one is free. `failed` is its result if it raises an exception."""
         if self._wake is None:
             self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
@@ -235,8 +222,6 @@ class DirectTransfers:
         self._going: dict[Key, _DirectUpload] = {}
         self._offered: set[Key] = set()
 
-    # -- who has the blob --
-
     def offer_locations(self, device: str, ref: BlobRef, *, again: bool = True) -> None:
         """Publish the locations of a blob to a device. Without `again`, only the first time."""
         if not again and (device, ref.sha256) in self._offered:
@@ -252,8 +237,6 @@ class DirectTransfers:
     def queue_upload(self, key: Key, ref: BlobRef, place: LocationOffer) -> None:
         if key not in self._going:
             self._going[key] = _DirectUpload(ref, place.sources)
-
-    # -- who wants it --
 
     def add_locations(self, key: Key, place: LocationOffer) -> None:
         self._places[key] = place.sources
@@ -310,8 +293,6 @@ class DirectTransfers:
         coming = self._coming.get(key)
         if coming is not None and coming.until_s < math.inf:
             self._abandon(key, coming, reason)
-
-    # -- what has happened --
 
     def take_results(self, now_s: float) -> list[tuple[TransferResult, int]]:
         """Return the finished downloads with the number of bytes received, and resume failed ones."""

@@ -39,10 +39,7 @@ class Download:
     """Download of one blob from one peer.
 
     The caller sends the messages of `next_requests`, passes on all arrivals, and writes a chunk if `handle_chunk`
-    returns True. The download ends when `is_complete` is true or `failed` contains a reason.
-
-    Args:
-        chunk: The largest chunk that this side accepts, in bytes.
+    returns True, until `is_complete` is true or `failed` contains a reason.
     """
 
     def __init__(self, ref: BlobRef, chunk: int, now_s: float) -> None:
@@ -96,8 +93,6 @@ class Download:
         if not self._asked:
             return self._hold_s
         return min(min(self._asked.values()) + self.timeout_s, self._progress_s + PATIENCE_S)
-
-    # -- asking --
 
     def next_requests(self, now_s: float, room_bytes: float = math.inf) -> list[wire.ChunkRequest]:
         """Return the messages to send now, for at most `room_bytes` beyond the outstanding ones."""
@@ -156,8 +151,6 @@ class Download:
     @property
     def _largest_chunk_bytes(self) -> int:
         return max(1, min(self.chunk, self.ref.size))
-
-    # -- taking --
 
     def handle_manifest(self, manifest: wire.BlobManifest, now_s: float) -> bool:
         """Return whether a manifest is new and valid. The caller must then call `set_stored_chunks`."""
@@ -248,8 +241,6 @@ class Download:
         if self._bad_run >= _BAD_IN_A_ROW:
             self.failed = f"the other side sent {self._bad_run} {what}, one after the other"
 
-    # -- interruptions --
-
     def _clear_requests(self) -> None:
         self._asked.clear()
         self._times.clear()
@@ -300,16 +291,11 @@ class ContentError(LinkError): ...
 
 
 class BlobWriter:
-    """Writer of one blob's part, for one transfer. Another thread may close the writer.
+    """Writer of one blob's part, for one transfer.
 
-    A blob that arrives from the first byte to the last is hashed once, on arrival. Chunks that were stored before are
-    hashed at the end. Chunks are compared with the manifest one by one only if the whole blob does not match.
-
-    Args:
-        depot: The blob store with the open part (`BlobStore.open_part`).
-        manifest: The manifest of the blob.
-        had: One byte per chunk, 1 if the chunk is stored and verified.
-        through: Whether to write everything from the first missing chunk on, instead of the missing chunks alone.
+    Another thread may close the writer. A blob that arrives from the first byte to the last is hashed once, on arrival.
+    Chunks are compared with the manifest only if the whole blob does not match. With `through`, everything from the
+    first missing chunk on is written.
     """
 
     def __init__(
@@ -353,10 +339,7 @@ class BlobWriter:
             self._skip_complete_ranges()
 
     def finish(self, turn: int) -> None:
-        """Verify the part and turn it into the blob.
-
-        After a ContentError, `had` tells which chunks match the manifest.
-        """
+        """Verify the part and turn it into the blob. After a ContentError, `had` tells the matching chunks."""
         with self._lock:
             self._require_current(turn)
             self._open = False

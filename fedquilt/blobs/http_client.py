@@ -54,11 +54,7 @@ class MinimumThroughput:
 
 
 class HttpClient:
-    """Transfers with locations by HTTP.
-
-    A host that was not reached is left alone for a while. `ca` is the authority of blob stores' certificates, in
-    addition to those of the system.
-    """
+    """Transfers with locations by HTTP. A host that was not reached is left alone for a while."""
 
     def __init__(
         self, identity: LinkIdentity | None = None, ca: Path | None = None, pause: Callable[[float], None] = time.sleep
@@ -139,10 +135,7 @@ class HttpClient:
     def upload_blob(
         self, sources: Sequence[BlobLocation], file: int, ref: BlobRef, moved: Callable[[int], None]
     ) -> int:
-        """Upload a blob to the first location that works, or raise BlobLocationError.
-
-        Return the location's index. `moved` is called with the size of each piece sent.
-        """
+        """Upload a blob to the first location that works, and return its index."""
         tries: dict[str, int] = {}
         gone: dict[str, int] = {}
 
@@ -257,10 +250,7 @@ def _require_range(source: BlobLocation, answer: http.client.HTTPResponse, due: 
 
 
 def read_pieces(file: Any, size: int, take: Callable[[memoryview], None]) -> None:
-    """Read `size` bytes from a socket's buffered file and pass them on in large pieces.
-
-    Bytes that arrived before an OSError are passed on first.
-    """
+    """Read from a socket's buffered file and pass large pieces on, also those that arrived before an OSError."""
     buffer, pace = memoryview(bytearray(min(PIECE, size))), MinimumThroughput()
     filled = 0
     try:

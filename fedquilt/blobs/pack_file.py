@@ -40,10 +40,7 @@ class PackEntry(NamedTuple):
 
 
 class PackFile:
-    """One file of blobs, created with the first.
-
-    A place is the offset of a blob in the file. With `checks` a blob is hashed whenever it is read as a whole.
-    """
+    """One file of blobs. A place is the offset of a blob. With `checks` a blob is hashed when it is loaded."""
 
     def __init__(self, path: str, disk: Disk, checks: bool = False) -> None:
         self._path, self._disk, self._checks, self._end = path, disk, checks, 0

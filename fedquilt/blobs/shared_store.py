@@ -28,10 +28,7 @@ class SharedBlobStore:
 
 
 class SharedBlobView(BlobStore):
-    """View of one simulated device on a shared blob store, which is lost with the process.
-
-    The folder of the device is created on demand, for partial downloads and files stored by `store_file`.
-    """
+    """View of one simulated device on a shared blob store. The device's folder is created on demand."""
 
     def __init__(self, folder: Path, shared: SharedBlobStore) -> None:
         self._shared = shared

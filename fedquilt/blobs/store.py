@@ -54,11 +54,7 @@ OPEN_MOST: Final = 64  # queued files, above which files are freed in the caller
 
 
 class BlobStore:
-    """Folder of blobs.
-
-    Several processes may use the folder at once. A durable store syncs files before they get their final name. In a
-    simulation it is enough to survive a killed process.
-    """
+    """Folder of blobs, which several processes may use. A durable store syncs files before they are named."""
 
     def __init__(
         self,
@@ -100,8 +96,6 @@ class BlobStore:
             with self._doing("store blobs"):
                 self._pack.sync()
 
-    # -- pins --
-
     def pin_during(
         self, item: Callable[[], T], then: Callable[[Callable[[], T], float], None]
     ) -> tuple[Callable[[], T], Callable[[Callable[[], T], float], None]]:
@@ -140,17 +134,12 @@ class BlobStore:
     def _is_pinned(self, sha256: str) -> bool:
         return any(sha256 in pins for pins in self._pins.values())
 
-    # -- what is here --
-
     def blob_path(self, sha256: str) -> Path | None:
         found = self.verified_path(sha256)
         return None if found is None else Path(found)
 
     def verified_path(self, sha256: str, *, compared: bool = False) -> str | None:
-        """Return the path of a blob, or None if missing or damaged.
-
-        With `compared`, the caller hashes the file itself.
-        """
+        """Return the path of an undamaged blob, or None. With `compared`, the caller hashes the file itself."""
         path = self._file_path(sha256)
         self._pin(sha256)
         with self._doing(f"read blob {sha256[:12]}"):
@@ -223,8 +212,6 @@ class BlobStore:
     def load_packed(self, sha256: str) -> bytes | None:
         with self._doing(f"read blob {sha256[:12]}"):
             return self._pack.load(sha256) if self._pack else read_foreign_blob(self._prefix + PACK, self.disk, sha256)
-
-    # -- whole blobs --
 
     def store_bytes(self, payload: bytes, expected: BlobRef | None = None) -> BlobRef:
         """Store bytes and return their reference, or raise DamagedBlobError if they are not the blob `expected`."""
@@ -348,8 +335,6 @@ class BlobStore:
         with self._doing(f"touch blob {sha256[:12]}"):
             self._verified.touch(self._file_path(sha256), sha256)
 
-    # -- parts --
-
     def open_part(self, manifest: wire.BlobManifest) -> bytearray:
         """Open or create the part of a blob. Return one byte per chunk, 1 if stored and verified."""
         had = bytearray(chunks.chunk_count(manifest))
@@ -368,18 +353,13 @@ class BlobStore:
             self.disk.write_at(self._part_path(sha256), payload, offset)
 
     def finish_part(self, ref: BlobRef, digest: str | None = None) -> None:
-        """Turn a complete part into the blob, or remove it and raise DamagedBlobError.
-
-        `digest` is the part's sha256 if known.
-        """
+        """Turn a complete part, whose sha256 may be known, into the blob, or raise DamagedBlobError."""
         part = self._part_path(ref.sha256)
         with self._doing(f"complete blob {ref.sha256[:12]}"):
             if self._sync_and_hash(part, digest) != ref:
                 self.disk.unlink(part)
                 raise chunks.damaged_arrival_error(ref)
             self._move_into_place(part, ref.sha256)
-
-    # -- within --
 
     def _doing(self, what: str) -> disk_errors:
         return disk_errors(f"{what} in {self.folder}", "free some space or use another folder")

@@ -34,11 +34,7 @@ _MANY: Final = 128  # at once, of blobs that are small together
 
 
 class Transfers:
-    """Transfers of blobs: fetches wanted blobs and serves requests, driven by `step`.
-
-    `allowed(device, sha256)` returns whether the blob may be sent to (or by) the device. Blobs from `apart_bytes` on
-    are hashed in a thread.
-    """
+    """Transfers of blobs: fetches wanted blobs and serves requests that are `allowed`, driven by `step`."""
 
     def __init__(
         self,
@@ -71,8 +67,6 @@ class Transfers:
         self._strain_s: dict[str, float] = {}
         self._unasked: list[str] = []
         self._session = link.session
-
-    # -- what the owner asks --
 
     def fds(self) -> Sequence[int]:
         return self._carriers.fds()
@@ -126,8 +120,6 @@ class Transfers:
 
     def _charge(self, device: str, seconds: float) -> None:
         self._strain_s[device] = self._strain_s.get(device, 0.0) + seconds
-
-    # -- messages --
 
     def handle_message(self, route: wire.Route, payload: bytes, now_s: float) -> bool:
         """Process a message if it concerns a blob. Return whether it does, or raise WireError."""
@@ -232,8 +224,6 @@ class Transfers:
         askers.pop(key, None)
         if not askers:
             self._askers.pop(key[1], None)
-
-    # -- what is due --
 
     def step(self, now_s: float) -> float:
         """Do all due work and return the time of the next step."""

@@ -130,10 +130,7 @@ def parse_layers(meta: Mapping[str, Any]) -> tuple[Layer, ...]:
 
 
 def layers_by_tensor(layers: Sequence[Layer], names: Iterable[str]) -> dict[str, str]:
-    """Return the path of the layer that uses each tensor: the nearest enclosing module.
-
-    Tensors without an enclosing layer belong to the first layer.
-    """
+    """Return the path of the layer of each tensor: its nearest enclosing module, or the first layer."""
     paths, first = {layer.path for layer in layers}, layers[0].path if layers else ""
     found = {}
     for name in names:
@@ -155,11 +152,7 @@ def training_cost(layers: Sequence[Layer], moved: Iterable[str]) -> PassCost:
     """Return the cost of a forward pass, and of the backward pass to the first trained layer.
 
     A trained layer costs its forward pass again for the gradients of its weights. Every layer after a trained one costs
-    its forward pass again for the gradients of its inputs. Earlier layers cost nothing in the backward pass.
-
-    Args:
-        layers: Layers in the order of their use.
-        moved: Names of the trained tensors.
+    its forward pass again for the gradients of its inputs.
     """
     trained = set(layers_by_tensor(layers, moved).values())
     total = forward_cost(layers)
@@ -180,10 +173,7 @@ def split_at_trained(layers: Sequence[Layer], moved: Iterable[str]) -> tuple[tup
 
 
 def scale_layers(layers: Sequence[Layer], whole: Tensors, part: Tensors) -> tuple[Layer, ...]:
-    """Return the layers of a narrower or shallower part, scaled by each layer's share of weights.
-
-    A layer without tensors gets the output share of the previous layer.
-    """
+    """Return the layers of a narrower or shallower part, scaled by each layer's share of weights."""
     names: dict[str, list[str]] = {}
     for name, path in layers_by_tensor(layers, whole).items():
         names.setdefault(path, []).append(name)
@@ -238,10 +228,7 @@ def part_shares(layers: Sequence[Layer], whole: Tensors, part: Tensors) -> tuple
 def training_work(
     each: PassCost, params: Mapping[str, Any], moved_bytes: Mapping[str, int], weights_bytes: int
 ) -> WorkEstimate:
-    """Return the work of a training: epochs over the device's examples, with optimizer steps.
-
-    `each` is the cost of one example, and `params` are the method's.
-    """
+    """Return the work of a training: epochs over the device's examples, with optimizer steps."""
     epochs, optimizer = int(params.get("epochs", 1)), choice_name(params.get("optimizer", "sgd"))
     optimizer = optimizer if optimizer in MOVE_LAUNCHES else "adam"
     more = sum(bool(params.get(key)) for key in ("momentum", "weight_decay", "ema")) + 2 * bool(params.get("clip"))

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+# What a task's process holds once its engine is imported: measured on x86-64, until a board's own is known.
 ASSUMED_BASE_BYTES: Mapping[str, int] = {"numpy": 38 * 10**6, "onnx": 57 * 10**6, "torch": 233 * 10**6}
-"""What a task's process holds once its engine is imported: measured on x86-64, until a board's own is known."""
+# What an engine loads and compiles when it is first used, whatever the work.
 FIRST_USE_BYTES: Mapping[str, int] = {"onnx": 12 * 10**6, "torch": 18 * 10**6}
-"""What an engine loads and compiles when it is first used, whatever the work."""
+# What torch loads on a GPU for the shapes of a task, beside the kernels that every process loads: 68 MB on an H100.
 GPU_KERNELS_BYTES = 100 * 10**6
-"""What torch loads on a GPU for the shapes of a task, beside the kernels that every process loads: 68 MB on an H100."""
+# What glibc holds of freed pieces, at most, where a task runs one graph after another: `fedquilt lab bench memory`.
 FREED_BYTES: Mapping[str, int] = {"onnx": 20 * 10**6}
-"""What glibc holds of freed pieces, at most, where a task runs one graph after another: `fedquilt lab bench memory`."""
 
 
 def task_process_bytes(engine: str, peak_bytes: int, base_bytes: int | None = None) -> int:
@@ -105,12 +105,10 @@ def _backward_operations(answer: object) -> set[str]:
     return found
 
 
-# -- training -------------------------------------------------------------------------------------
-
+# What the library of a network holds besides, once it is imported; torchvision imports torch's compiler.
 LIBRARY_BYTES = {"torchvision": 64_000_000}
-"""What the library of a network holds besides, once it is imported; torchvision imports torch's compiler."""
+# What is compiled for a network's convolutions: once, and for each of them.
 FIRST_KERNEL_BYTES, KERNEL_BYTES = 9_000_000, 500_000
-"""What is compiled for a network's convolutions: once, and for each of them."""
 USUAL = frozenset(
     f"{name}Backward"
     for name in (
@@ -127,32 +125,29 @@ USUAL = frozenset(
     )
 ) | {"torch::autograd::AccumulateGrad"}
 """Operations that FIRST_USE_BYTES includes: those of the networks that it was fitted with."""
+# What each other kind of operation adds, whatever its size: pages of torch's libraries with its two passes.
 KIND_BYTES = 400_000
-"""What each other kind of operation adds, whatever its size: pages of torch's libraries with its two passes."""
 COPIES = 2
 """Of the weights: as received, and the model's own. Anchors, as a correction's start, come on top; of what is trained
 also the gradients, and what the optimizer remembers."""
-FREED = 0.5
-"""Times the weights is what glibc holds of tensors that came and went."""
+FREED = 0.5  # times the weights is what glibc holds of tensors that came and went
+# Times the widest activation is at work besides those kept: gradients in and out, scratch, and what glibc holds.
 WIDEST = 10
-"""Times the widest activation is at work besides those kept: gradients in and out, scratch, and what glibc holds."""
+# Likewise where what is kept is made again in pieces: glibc then holds nothing, as memory goes back to the kernel.
 WIDEST_AGAIN = 9
-"""Likewise where what is kept is made again in pieces: glibc then holds nothing, as memory goes back to the kernel."""
+# Times the largest activation is at work where nothing is kept of it: before the first tensor that is trained.
 PASSING = 4
-"""Times the largest activation is at work where nothing is kept of it: before the first tensor that is trained."""
 
+# Of the trained tensors, in the optimizer's state, beside a momentum of sgd.
 OPTIMIZER_COPIES: Mapping[str, int] = {"sgd": 0, "adam": 2, "adamw": 2}
-"""Of the trained tensors, in the optimizer's state, beside a momentum of sgd."""
-TORCH_OPTIMIZER_COPIES = 3
-"""Likewise of any class of `torch.optim`, at most."""
+TORCH_OPTIMIZER_COPIES = 3  # likewise of any class of `torch.optim`, at most
+# What classes of `torch.optim` and of `torchvision.transforms` import: torch's compiler, and torchvision with it.
 TORCH_OPTIMIZER_BYTES, TRANSFORMS_BYTES = 80_000_000, 92_000_000
-"""What classes of `torch.optim` and of `torchvision.transforms` import: torch's compiler, and torchvision with it."""
 
-PIECES = 8
-"""Into how many parts at most what is kept for the backward pass is divided, where it does not fit."""
+PIECES = 8  # into how many parts at most what is kept for the backward pass is divided, where it does not fit
 
+# True peaks were up to so many times what was predicted: who is held to a budget plans with so much less.
 MARGIN = 1.1
-"""True peaks were up to so many times what was predicted: who is held to a budget plans with so much less."""
 
 
 def training_bytes(
@@ -164,10 +159,7 @@ def training_bytes(
     library: str = "",
     piece_bytes: int | None = None,
 ) -> int:
-    """Return the peak memory of a training step above active torch.
-
-    `piece_bytes` limits the activations kept at once with checkpointing.
-    """
+    """Return the peak memory of a training step above active torch. `piece_bytes` limits kept activations."""
     moving = (1 + moments) * (network.weights_bytes - network.still_bytes)
     fixed = fixed_training_bytes(
         network.weights_bytes,
@@ -208,10 +200,7 @@ def fixed_training_bytes(
     library: str = "",
     kinds: int = 0,
 ) -> int:
-    """Return the part of `training_bytes` that is independent of the micro-batch.
-
-    `moving_bytes` are gradients and optimizer state.
-    """
+    """Return the part of `training_bytes` that is independent of the micro-batch."""
     compiled = FIRST_KERNEL_BYTES * min(convolutions, 1) + KERNEL_BYTES * convolutions
     used = compiled + KIND_BYTES * kinds
     return LIBRARY_BYTES.get(library, 0) + used + int((copies + FREED) * weights_bytes) + moving_bytes
@@ -247,10 +236,7 @@ def _working_bytes(network: TrainingProperties, *, again: bool = False) -> int:
     return max((WIDEST_AGAIN if again else WIDEST) * network.widest_bytes, PASSING * network.passing_bytes)
 
 
-# -- inference ------------------------------------------------------------------------------------
-
-SESSION_BYTES = 2 << 20
-"""An ONNX Runtime session beside its weights and activations."""
+SESSION_BYTES = 2 << 20  # an ONNX Runtime session beside its weights and activations
 
 
 def inference_bytes(weights_bytes: int, activation_bytes: int, examples: int) -> int:
@@ -259,6 +245,7 @@ def inference_bytes(weights_bytes: int, activation_bytes: int, examples: int) ->
 
 
 BELOW: Final = "under 1GB"
+# FedStitch (arXiv 2409.07202, section V-A4) gives 30, 30, 30 and 10 % of its devices these sizes for a task.
 SIZES: Final[dict[str, int]] = {f"{count}GB": count * 10**9 for count in (1, 2, 4, 8)}
 
 
@@ -289,10 +276,7 @@ def fits_budget(budget_bytes: int, engines: Iterable[str], work: WorkEstimate) -
 
 
 def tier_coverage(fleet: Iterable[TierDevice], engines: Iterable[str], work: WorkEstimate) -> dict[str, TierCoverage]:
-    """Return which part of each tier could take part, smallest tier first, without empty tiers.
-
-    A device requires one of the engines, with enough budget for the engine and the work.
-    """
+    """Return which part of each tier could take part, smallest tier first, without empty tiers."""
     wanted = tuple(engines)
     found: dict[str, TierCoverage] = {}
     for member in fleet:

@@ -151,8 +151,6 @@ class Disk:
     def wall_clock_s(self) -> float:
         return time.time()
 
-    # -- what is there --
-
     def stat(self, path: Place) -> PathInfo | None:
         """Return information on a path, following links, or None if nothing exists there."""
         try:
@@ -178,8 +176,6 @@ class Disk:
     def free_bytes(self, folder: Place) -> int:
         stat = os.statvfs(folder)
         return stat.f_bavail * stat.f_frsize
-
-    # -- reading --
 
     def read(self, path: Place, offset: int = 0, size: int | None = None) -> bytes:
         with builtins.open(path, "rb", buffering=0, opener=_open_nonblocking) as file:
@@ -221,8 +217,6 @@ class Disk:
                 at = os.lseek(file, start, os.SEEK_HOLE)
                 found.append((start, at))
         return found
-
-    # -- writing --
 
     def write(self, path: Place, payload: bytes, *, new: bool = False) -> None:
         """Write a whole file in place, without protection against partial writes. A `new` file must not exist yet."""
@@ -325,8 +319,6 @@ class Disk:
                 left -= size
         return sha256.hexdigest()
 
-    # -- made of these --
-
     def measure_usage(self, path: Place) -> tuple[int, int]:
         """Return the latest modification time in ns and the size in bytes of a file or folder tree."""
         latest_ns, size, folders = 0, 0, [(os.fspath(path), self.stat(path))]
@@ -375,8 +367,6 @@ class Disk:
         if durable:
             self.sync(os.path.dirname(path) or ".")
 
-    # -- shared with other processes --
-
     def is_locked(self, path: Place) -> bool:
         try:
             with opened_descriptor(path, os.O_RDONLY) as file:
@@ -388,10 +378,7 @@ class Disk:
         return False
 
     def lock(self, path: Place, *, tries: int = 1) -> Lock | None:
-        """Lock a file, or return None if another process holds the lock.
-
-        `is_locked` of another process holds it for a moment, so that a few `tries` may be needed.
-        """
+        """Lock a file, or return None. `is_locked` elsewhere holds it for a moment, so a few `tries` may be needed."""
         file = open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, self._file_mode)
         for left in reversed(range(tries)):
             try:
@@ -404,10 +391,7 @@ class Disk:
         return None
 
     def connect(self, path: Place, *, any_thread: bool = False) -> sqlite3.Connection:
-        """Open an SQLite database in autocommit mode, and create it if missing.
-
-        With `any_thread`, several threads may use the connection, one at a time.
-        """
+        """Open an SQLite database in autocommit mode, and create it if missing."""
         import sqlite3  # of no use to an agent
 
         self.ensure(path)  # SQLite gives its other files the same mode
@@ -486,9 +470,6 @@ def _open_folder_with_rights(path: Place, above: int | None = None) -> int:
         finally:
             os.close(place)
     return os.open(path, flags, dir_fd=above)
-
-
-# -- sentences ------------------------------------------------------------------------------------
 
 
 def write_output(file: Path, text: str) -> None:

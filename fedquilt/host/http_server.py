@@ -84,10 +84,7 @@ class HttpExchange:
         return self._line.file
 
     def read_body(self, most: int, reserve: Callable[[int], None] = lambda size: None) -> bytes:
-        """Read the body.
-
-        `reserve` is called with the size of each received piece, and may raise RequestRefusedError.
-        """
+        """Read the body. `reserve` is called with the size of each piece, and may raise RequestRefusedError."""
         if "content-length" not in self.headers:
             raise RequestRefusedError(411, "a request has to say by Content-Length how many bytes follow")
         if self.size > most:
@@ -122,11 +119,7 @@ def _plain_text_body(sentence: str) -> tuple[str, bytes]:
 
 
 class HttpServer:
-    """HTTP server at one address, started by `start`.
-
-    `handler` is called for each request in the thread of its connection, `context` for the TLS context of a new
-    connection, and `error_body` for content type and body of an error.
-    """
+    """HTTP server at one address, started by `start`. Its `handler` is called in the thread of a connection."""
 
     def __init__(
         self,
@@ -174,8 +167,6 @@ class HttpServer:
             self._thread.join()
         self._listener.close()
         self.connections.close_waiting()
-
-    # -- connections --
 
     def _accept_connections(self) -> None:
         poller = select.poll()
@@ -367,10 +358,7 @@ class ConnectionLimiter:
         return len(self._open)
 
     def add_connection(self, address: str, descriptor: int, close: Callable[[], None]) -> Connection | None:
-        """Add a connection, if need be by closing another one, or return None if there is no room.
-
-        `close` must not block or call this object.
-        """
+        """Add a connection, if need be by closing another one, or return None. `close` must not block."""
         network = _address_group(address)
         with self._lock:
             of_address = Counter(each.address for each in self._open)

@@ -75,10 +75,7 @@ these variables as they load, so they are set before, or for a new process."""
 
 @contextmanager
 def call_in_background(call: Callable[[], object], every_s: float, name: str) -> Iterator[None]:
-    """Call `call` every `every_s` in a thread until it returns False or the body ends.
-
-    The body must release the interpreter lock regularly, as numpy and Python code do.
-    """
+    """Call `call` every `every_s` in a thread until it returns False or the body ends."""
     over = threading.Event()
 
     def repeat() -> None:

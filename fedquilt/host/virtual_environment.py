@@ -27,10 +27,7 @@ class InvalidWheelError(Exception):
 
 
 def unpack_wheels(wheels: Sequence[tuple[str, Path | IO[bytes]]], packages: Path, most_bytes: int) -> None:
-    """Unpack wheels into a folder of packages.
-
-    Raise InvalidWheelError if a wheel is damaged, would write outside the folder, or all files exceed `most_bytes`.
-    """
+    """Unpack wheels into a folder. Raise InvalidWheelError for damaged, escaping or too large ones."""
     packages.mkdir(parents=True, exist_ok=True)
     left = most_bytes
     for name, file in wheels:
@@ -72,10 +69,7 @@ def packages_folder(home: Path, python: str) -> Path:
 
 
 def make_environment(home: Path, python: str, interpreter: str) -> None:
-    """Complete a folder with packages to a virtual environment with the command `fedquilt`.
-
-    `interpreter` is a path where the environment is used.
-    """
+    """Complete a folder with packages to a virtual environment with the command `fedquilt`."""
     (home / "bin").mkdir()
     for name in ("python", "python3"):
         (home / "bin" / name).symlink_to(interpreter)

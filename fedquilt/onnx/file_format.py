@@ -44,10 +44,7 @@ class ProtobufReader:
     fields_most: int = FIELDS_MOST
 
     def read_message(self, data: memoryview, schema: Schema, what: str) -> dict[str, list[int | memoryview]]:
-        """Return the values of each field by name, in order of appearance.
-
-        Packed numbers remain bytes. An unknown, repeated or excessive field is a ProtobufError.
-        """
+        """Return the values of each field by name. Packed numbers remain bytes. Unknown fields are errors."""
         found: dict[str, list[int | memoryview]] = {}
         for number, wire, value in self._read_fields(data, what):
             known = schema.get(number)

@@ -63,10 +63,7 @@ def missing_tensors(graph: bytes | memoryview) -> dict[str, MissingTensor]:
 
 
 def fill_graph(graph: bytes | memoryview, tensors: Tensors) -> list[bytes | memoryview]:
-    """Return an ONNX file with the missing tensors inserted, in pieces and without copying.
-
-    Names in `tensors` that the graph does not have are ignored.
-    """
+    """Return an ONNX file with the missing tensors inserted, in pieces and without copying."""
     model, inner, lacking = _read_graph_and_missing(graph)
     whole: list[memoryview | Pieces] = []
     for piece in inner["initializer"]:
@@ -119,14 +116,8 @@ def _read_graph_and_missing(graph: bytes | memoryview) -> tuple[Fields, Fields, 
     return model, inner, found
 
 
-# -- two files ------------------------------------------------------------------------------------
-
-
 def read_with_external_data(path: Path) -> Pieces:
-    """Read an ONNX file with the data in files beside it, as the pieces of one file.
-
-    The graph is untrusted, so only regular files in its own folder are read.
-    """
+    """Read an ONNX file with the data in regular files beside it, as the pieces of one file."""
     try:
         data = map_file(path)
         found = _ExternalTensorFiles(path.parent, len(data)).inline_tensors(data, MODEL)

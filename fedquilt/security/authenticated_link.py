@@ -146,10 +146,7 @@ class AuthenticatedDeviceLink(AuthenticatedLink):
         return super().problem or (self._trouble if self._key is None else None)
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
-        """Publish a signed message.
-
-        Without a session most are dropped, as the agent publishes its state again with the next session.
-        """
+        """Publish a signed message. The agent publishes its state again with the next session."""
         leaf = wire.parse_topic(topic).leaf
         if self._key is not None and leaf != "chunk":
             payload = make_signed_payload(self._key, topic, payload)
@@ -280,11 +277,7 @@ class AuthenticatedFleetLink(AuthenticatedLink):
         self._left, self._left_s = BURST, -math.inf  # attempts that may be answered now, and when that was so
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
-        """Publish a message, signed for its device.
-
-        Without a session, only an empty message is sent. Messages for observers (coord/state, job/#) and chunks are
-        unsigned.
-        """
+        """Publish a message, signed for its device. Without a session, only an empty message is sent."""
         route = wire.parse_topic(topic)
         if route.direction == "dn" and route.leaf != "chunk":
             session = self._current_session(route.device)
@@ -428,6 +421,7 @@ def _admit_unless_too_early(last_s: dict[str, float], device: str, now_s: float,
 ENVELOPE_BYTES: Final = 128  # largest overhead of an envelope
 MOST_BYTES: Final = wire.MAX_CHUNK + ENVELOPE_BYTES  # of a message with its envelope
 
+# {"mac":"...","in":"<session>","no":12,"said":{"v":1,"crc":"...", ...}}
 _FORM = re.compile(rb'\{"mac":"([A-Za-z0-9+/]{43}=)","in":"([0-9a-f]{16})","no":(\d{1,15}),"said":')
 _NOTHING: Final = b"null"  # an empty message, which takes a task back
 

@@ -74,9 +74,6 @@ def write_file_with_mode(path: Path, data: bytes, mode: int) -> None:
         disk.REAL.sync(path.parent)
 
 
-# -- certificates, where the cryptography library is installed -------------------------------------
-
-
 def key_fingerprint(public: Any) -> str:
     """Return the SHA-256 of a public key's SubjectPublicKeyInfo (DER), in hex."""
     import hashlib

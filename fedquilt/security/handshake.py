@@ -27,7 +27,7 @@ import msgspec
 from msgspec import Meta
 
 from fedquilt.core import UNDECODABLE, Count, JobError, SiteRight, WireError
-from fedquilt.transport.mqtt.broker import Broker, describe_exception
+from fedquilt.transport.mqtt.broker import Broker, describe_exception, refuse_passphrase
 from fedquilt.transport.mqtt.connection import OUT_OF_DATE
 
 COORDINATOR: Final = "coordinator"  # the common name of its certificate
@@ -97,7 +97,7 @@ class LinkIdentity:
         context.verify_mode = ssl.CERT_REQUIRED
         try:
             context.load_verify_locations(self._ca)
-            context.load_cert_chain(self._cert, self._key, password=_refuse_passphrase)
+            context.load_cert_chain(self._cert, self._key, password=refuse_passphrase)
         except OSError as error:  # OpenSSL's own errors are some
             raise JobError(
                 f"{self._ca}, {self._cert} or {self._key} cannot be used: {describe_exception(error)}"
@@ -118,7 +118,7 @@ class Handshake:
     def step(self, flight: bytes) -> bytes:
         """Process a flight of the peer, b"" to begin, and return the next one.
 
-        After a WireError, `take_alert` returns a message for the peer.
+        `take_alert` has the alert of an error.
         """
         self._in.write(flight)
         try:
@@ -220,7 +220,3 @@ def _describe_ssl_error(error: ssl.SSLError) -> str:
         now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
         said = f"{said} by the clock here, which says {now}: set the clock, or renew the certificate of the other side"
     return f"the handshake failed: {said}"
-
-
-def _refuse_passphrase() -> str:
-    raise JobError("the key is encrypted, and a daemon cannot ask for its passphrase: use a key without one, mode 0600")

@@ -45,10 +45,7 @@ class Link(Protocol):
     def unsubscribe(self, filters: Sequence[str]) -> None: ...
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
-        """Queue one message, or raise LinkError if it is too large.
-
-        `reliable` is QoS 1, which a broker may still drop when its queue is full.
-        """
+        """Queue a message or raise LinkError. `reliable` is QoS 1: a broker may drop it when its queue is full."""
         ...
 
     def receive(self) -> list[Message]: ...

@@ -17,8 +17,6 @@ from fedquilt.transport.topic_tree import TopicTree
 if TYPE_CHECKING:
     from fedquilt.transport.link import Endpoint
 
-# -- in memory ------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class LinkFaults:

@@ -94,7 +94,7 @@ class Broker:
             if not _is_readable(path):
                 raise JobError(f"{what} file {path} cannot be read: check its path and permissions")
         try:
-            context.load_cert_chain(str(self.cert), str(self.key), password=_refuse_passphrase)
+            context.load_cert_chain(str(self.cert), str(self.key), password=refuse_passphrase)
         except ssl.SSLError as error:
             raise JobError(
                 f"certificate {self.cert} and key {self.key} cannot be used together ({describe_exception(error)}): "
@@ -141,5 +141,5 @@ def _is_readable(path: Path) -> bool:
     return os.path.isfile(path) and os.access(path, os.R_OK)
 
 
-def _refuse_passphrase() -> str:
+def refuse_passphrase() -> str:
     raise JobError("the key is encrypted, and a daemon cannot ask for its passphrase: use a key without one, mode 0600")

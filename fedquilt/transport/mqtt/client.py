@@ -40,10 +40,7 @@ UNREAD: Final = (
 
 
 def payload_limit(level: int, announced: int | None) -> int:
-    """Return the largest payload in bytes, from the packet limit announced in CONNACK.
-
-    `level` is 5, or 4 for MQTT 3.1.1.
-    """
+    """Return the largest payload in bytes, from MQTT's level (5, or 4 for 3.1.1) and CONNACK's packet limit."""
     if level < 5:
         return UNANNOUNCED_311
     return UNANNOUNCED_5 if announced is None else max(announced - HEADER, 0)
@@ -57,10 +54,7 @@ def describe_reason(code: int) -> str:
 
 
 class MqttClient(paho.Client):
-    """MQTT client on an open socket, so that connecting never blocks.
-
-    `settled` is called with the id of each message that is acknowledged (QoS 1) or written (QoS 0), and a reason code.
-    """
+    """MQTT client on an open socket. `settled` gets the id of each acknowledged (QoS 1) or written message."""
 
     def __init__(
         self,
@@ -87,8 +81,6 @@ class MqttClient(paho.Client):
 
     def _create_socket(self) -> socket.socket:
         return self._given
-
-    # -- packets --
 
     def queue_message(self, topic: str, payload: bytes, qos: int, retain: bool) -> int:
         mid = self._mid_generate()
@@ -125,11 +117,7 @@ class MqttClient(paho.Client):
         return MQTTErrorCode.MQTT_ERR_SUCCESS
 
     def loop_write(self) -> MQTTErrorCode:
-        """Write as much as the network accepts.
-
-        A connection that accepts nothing for UNREAD times the keep-alive is ended, since paho's keep-alive does not
-        detect a broker that sends and no longer reads.
-        """
+        """Write what the network accepts. Paho's keep-alive does not detect a broker that sends and never reads."""
         while self._output and self._sock is not None:
             try:
                 size = self._sock.send(self._output[:AT_ONCE])
@@ -173,8 +161,6 @@ class MqttClient(paho.Client):
     def _append_output(self, packet: bytes | bytearray) -> None:
         self._output += packet
         self._queued += len(packet)
-
-    # -- what this side asks for --
 
     def send_connect(self, broker: Broker, password: str | None, will: tuple[str, bytes] | None) -> None:
         self.username_pw_set(broker.user, password)
@@ -257,10 +243,7 @@ def puback_packet(mid: int) -> bytes:
 
 
 def parse_publish(level: int, head: int, body: bytearray) -> tuple[str | None, bytes, int | None]:
-    """Return topic, payload and packet id of a PUBLISH packet of QoS 0 or 1.
-
-    The topic is None if not UTF-8, and the id is None with QoS 0.
-    """
+    """Return topic (None if not UTF-8), payload and packet id (None with QoS 0) of a PUBLISH packet."""
     mid = None
     try:
         at = 2 + _SHORT.unpack_from(body)[0]

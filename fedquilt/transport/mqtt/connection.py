@@ -28,8 +28,7 @@ class SocketWait(NamedTuple):
 def dial(broker: Broker) -> Generator[SocketWait, None, socket.socket]:
     """Open a socket to the broker, trying its addresses in turn, and yield whenever it would have to wait.
 
-    Only the name lookup blocks, in the system's resolver. The caller throws `TimeoutError` into the generator after
-    ANSWER_S at one address, and the next address is tried.
+    The caller throws `TimeoutError` into the generator after ANSWER_S at one address.
     """
     context = broker.tls_context() if broker.tls else None
     try:
@@ -160,10 +159,7 @@ def unreachable_error(broker: Broker, error: Exception) -> ConnectionFailedError
 
 
 def tls_error(broker: Broker, said: str) -> ConnectionFailedError:
-    """Return the error for a TLS failure, from the text of OpenSSL.
-
-    TLS 1.3 checks the client's certificate only after the handshake, by an alert.
-    """
+    """Return the error for a TLS failure. TLS 1.3 checks the client's certificate after the handshake, by an alert."""
     if "wrong version number" in said or "record layer failure" in said:
         return ConnectionFailedError(
             f"{broker} does not speak TLS there: use its TLS port (mostly 8883), or mqtt://", True
@@ -189,10 +185,7 @@ def refusal_error(broker: Broker, client_id: str, code: int, reason: str) -> Con
 
 
 def attempt_error(broker: Broker, client_id: str, code: int, reason: str, said: str) -> ConnectionFailedError | None:
-    """Return the error of a failed attempt, or None if there was no CONNACK code or TLS alert.
-
-    `code` is that of CONNACK, as in MQTT 5, and `said` the last error message of paho.
-    """
+    """Return the error of a failed attempt, from the CONNACK code or paho's last error message, or None."""
     if code == PROTOCOL_ERROR:
         return not_mqtt_error(broker, reason)
     if code > UNSPECIFIED and code != KEEP_ALIVE:

@@ -407,6 +407,8 @@ class QueuedMessage:
 
 
 class SendQueue:
+    """Outgoing messages. Those in flight when a connection breaks are sent again, then one at a time."""
+
     def __init__(self) -> None:
         self.backlog = 0  # payload bytes that are neither written (QoS 0) nor acknowledged (QoS 1)
         self._waiting: deque[QueuedMessage] = deque()
@@ -426,10 +428,7 @@ class SendQueue:
         return given_up
 
     def take_next(self, window: int) -> QueuedMessage | None:
-        """Return the next message, or None if a limit on those in flight is reached.
-
-        The caller must call `record_in_flight` or `discard` next.
-        """
+        """Return the next message for `record_in_flight` or `discard`, or None if too many are in flight."""
         if not self._waiting:
             return None
         message = self._waiting[0]
@@ -463,11 +462,7 @@ class SendQueue:
         self.backlog -= message.size
 
     def handle_disconnect(self, breaks: int = BREAKS, *, innocent: bool = False) -> QueuedMessage | None:
-        """Requeue reliable messages in flight.
-
-        Return the one that caused the disconnection, or None. It is dropped. A message alone in flight is the cause
-        after `breaks` broken connections, unless `innocent`.
-        """
+        """Requeue reliable messages. Return one that was alone in flight at `breaks` breaks, which is dropped."""
         suspects = [message for message in self._under_way.values() if message.reliable]
         for message in suspects:
             message.breaks += not innocent
