@@ -79,7 +79,8 @@ def add_to_sum(total: ExactSum | None, array: np.ndarray, weight: float = 1.0) -
         return _store_limbs((np.array(largest),), total)
     if total is None:
         first = np.asarray(np.multiply(array, weight, dtype=np.float64, order="C"))
-        return _store_limbs((first, _new_second_limb(array.shape)))
+        second = np.zeros(array.shape, np.float32 if array.size >= SHORT else np.float64)
+        return _store_limbs((first, second))
     limbs = [np.asarray(limb).reshape(-1) for limb in total.limbs]
     given = array.reshape(-1)
     for start in range(0, array.size, BLOCK):
@@ -150,10 +151,6 @@ def _add_to_float_expansion(limbs: list[np.ndarray], place: slice, rest: np.ndar
             return
     limbs.append(np.zeros_like(limbs[0]))
     limbs[-1][place] = rest
-
-
-def _new_second_limb(shape: tuple[int, ...]) -> np.ndarray:
-    return np.zeros(shape, np.float32 if math.prod(shape) >= SHORT else np.float64)
 
 
 def require_valid_sums(given: Mapping[str, ExactSum], like: Tensors, weight: float) -> None:

@@ -47,7 +47,6 @@ class Download:
         self.chunk = chunk
         self.had = bytearray()  # one byte per chunk: 1 if it is written
         self.failed: str | None = None
-        self.duplicates = 0
         self.bad = 0
         self.backoff = 0  # time-outs since the last arrival
         self._missing_chunks = 0
@@ -156,7 +155,6 @@ class Download:
         """Return whether a manifest is new and valid. The caller must then call `set_stored_chunks`."""
         self._record_arrival(MANIFEST, now_s)
         if self.manifest is not None and manifest.chunk >= self.manifest.chunk:
-            self.duplicates += 1
             return False
         fits = manifest.sha256 == self.ref.sha256 and manifest.size == self.ref.size and manifest.chunk <= self.chunk
         if not fits or len(manifest.digests) != 64 * chunks.chunk_count(manifest):
@@ -184,7 +182,6 @@ class Download:
         self._drop_overtaken_requests(index)
         self._record_arrival(index, now_s)
         if self.had[index]:
-            self.duplicates += 1
             return False
         if not chunks.is_valid_chunk(self.manifest, index, payload):
             self._record_bad_message("chunks that are damaged")
@@ -279,7 +276,7 @@ class Download:
 
 
 class BlobLocationError(LinkError):
-    def __init__(self, sentence: str, *, later: bool) -> None:
+    def __init__(self, sentence: str, *, later: bool = False) -> None:
         super().__init__(sentence)
         self.later = later
 

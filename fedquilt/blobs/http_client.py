@@ -12,6 +12,7 @@ import random
 import socket
 import ssl
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -66,16 +67,18 @@ class HttpClient:
         return self._rests.get(source.origin, (0, 0.0))[1]
 
     @contextmanager
-    def _begin_request(
-        self, method: str, source: BlobLocation, headers: Mapping[str, str] = {}
-    ) -> Iterator[http.client.HTTPConnection]:
-        """Yield a connection to a location for a request whose headers are not complete, closed at the end."""
+    def _request(
+        self,
+        method: str,
+        source: BlobLocation,
+        headers: Mapping[str, str] = {},
+        send_body: Callable[[socket.socket], None] = lambda sock: None,
+    ) -> Iterator[http.client.HTTPResponse]:
+        """Yield the response of a location on a connection of its own."""
         try:
             parts = split_http_url(source.url)
         except ValueError:
-            raise BlobLocationError(
-                f"{source.origin} is no host and port: write http://HOST:PORT", later=False
-            ) from None
+            raise BlobLocationError(f"{source.origin} is no host and port: write http://HOST:PORT") from None
         host, port = parts.hostname or "", parts.port
         connection: http.client.HTTPConnection
         if parts.scheme == "https":
@@ -88,9 +91,7 @@ class HttpClient:
             if source.token and isinstance(connection.sock, ssl.SSLSocket):
                 peer = common_name_of_peer(connection.sock)
                 if peer != COORDINATOR:
-                    raise BlobLocationError(
-                        f"{source.origin} is {peer or 'somebody'!r}, not the coordinator", later=False
-                    )
+                    raise BlobLocationError(f"{source.origin} is {peer or 'somebody'!r}, not the coordinator")
             connection.sock.settimeout(STALL_S)
             target = f"{parts.path}?{parts.query}" if parts.query else parts.path
             connection.putrequest(method, target, skip_accept_encoding=True)
@@ -98,7 +99,11 @@ class HttpClient:
                 connection.putheader(*header)
             if source.token:
                 connection.putheader("Authorization", f"Bearer {source.token}")
-            yield connection
+            with suppress(BrokenPipeError, ConnectionResetError):  # the place may have answered why it reads no further
+                connection.endheaders()
+                send_body(connection.sock)
+            with connection.getresponse() as answer:
+                yield answer
         finally:
             connection.close()
 
@@ -107,7 +112,7 @@ class HttpClient:
             if source.token and self._identity is not None:
                 return self._identity.tls_context(server=False)
             if source.token:
-                raise BlobLocationError(f"{source.origin} requires a certificate, and this board has none", later=False)
+                raise BlobLocationError(f"{source.origin} requires a certificate, and this board has none")
             context = ssl.create_default_context()
             if self._ca is not None:
                 context.load_verify_locations(self._ca)
@@ -125,34 +130,31 @@ class HttpClient:
 
     def _fetch_ranges(self, source: BlobLocation, intake: BlobWriter, turn: int) -> None:
         while (due := intake.next_range()) is not None:
-            with self._begin_request("GET", source, {"Range": f"bytes={due[0]}-{due[1] - 1}"}) as connection:
-                connection.endheaders()
-                with connection.getresponse() as answer:
-                    _require_status(source, answer, (200, 206))
-                    _require_range(source, answer, due, intake.ref)
-                    read_pieces(answer.fp, due[1] - due[0], lambda piece: intake.write(piece, turn))
+            with self._request("GET", source, {"Range": f"bytes={due[0]}-{due[1] - 1}"}) as answer:
+                _require_status(source, answer, (200, 206))
+                _require_range(source, answer, due, intake.ref)
+                read_pieces(answer.fp, due[1] - due[0], lambda piece: intake.write(piece, turn))
 
     def upload_blob(
         self, sources: Sequence[BlobLocation], file: int, ref: BlobRef, moved: Callable[[int], None]
     ) -> int:
         """Upload a blob to the first location that works, and return its index."""
-        tries: dict[str, int] = {}
-        gone: dict[str, int] = {}
+        tried = set[str]()
+        gone: Counter[str] = Counter()
 
         def attempt(source: BlobLocation) -> None:
-            first = tries.setdefault(source.url, 0) == 0
-            tries[source.url] += 1
-
             def count_sent(size: int) -> None:
-                gone[source.url] = gone.get(source.url, 0) + size
+                gone[source.url] += size
                 moved(size)
 
-            start = source.start if first or not source.token else self._request_upload_offset(source, ref)
+            again = source.url in tried and source.token
+            tried.add(source.url)
+            start = self._request_upload_offset(source, ref) if again else source.start
             if start < ref.size:  # else the reply to the last bytes was lost
                 self._upload_to(source, file, ref, start, count_sent)
 
         # a store takes a blob as a whole: what has gone before a connection broke is lost
-        return self._try_locations(sources, attempt, lambda source: gone.get(source.url, 0) if source.token else 0)
+        return self._try_locations(sources, attempt, lambda source: gone[source.url] if source.token else 0)
 
     def _upload_to(
         self, source: BlobLocation, file: int, ref: BlobRef, start: int, moved: Callable[[int], None]
@@ -160,23 +162,19 @@ class HttpClient:
         headers = {"Content-Length": str(ref.size - start)}
         if source.token:
             headers["Content-Range"] = f"bytes {start}-{ref.size - 1}/{ref.size}"
-        with self._begin_request("PUT", source, headers) as connection:
-            with suppress(BrokenPipeError, ConnectionResetError):  # the place may have answered why it reads no further
-                connection.endheaders()
-                send_file(connection.sock, file, start, ref.size - start, moved)
-            with connection.getresponse() as answer:
-                if answer.status == http.client.CONFLICT and source.token:  # what went before has come after all
-                    raise ConnectionError("it is further than it said")
-                _require_status(source, answer, (200, 201, 204))
+        with self._request(
+            "PUT", source, headers, lambda sock: send_file(sock, file, start, ref.size - start, moved)
+        ) as answer:
+            if answer.status == http.client.CONFLICT and source.token:  # what went before has come after all
+                raise ConnectionError("it is further than it said")
+            _require_status(source, answer, (200, 201, 204))
 
     def _request_upload_offset(self, source: BlobLocation, ref: BlobRef) -> int:
-        with self._begin_request("HEAD", source) as connection:
-            connection.endheaders()
-            with connection.getresponse() as answer:
-                _require_status(source, answer, (200, 204))
-                said = answer.getheader(_OFFSET, "")
+        with self._request("HEAD", source) as answer:
+            _require_status(source, answer, (200, 204))
+            said = answer.getheader(_OFFSET, "")
         if not (said.isascii() and said.isdigit() and int(said) <= ref.size):
-            raise BlobLocationError(f"{source.origin} does not say how far the upload came", later=False)
+            raise BlobLocationError(f"{source.origin} does not say how far the upload came")
         return int(said)
 
     def send_request(self, method: str, source: BlobLocation) -> tuple[int, str]:
@@ -184,10 +182,8 @@ class HttpClient:
         found: list[tuple[int, str]] = []
 
         def attempt(source: BlobLocation) -> None:
-            with self._begin_request(method, source) as connection:
-                connection.endheaders()
-                with connection.getresponse() as answer:
-                    found.append((answer.status, answer.getheader("Date", "")))
+            with self._request(method, source) as answer:
+                found.append((answer.status, answer.getheader("Date", "")))
 
         self._try_locations((source,), attempt, lambda source: 0)
         return found[0]
@@ -240,13 +236,9 @@ def _require_range(source: BlobLocation, answer: http.client.HTTPResponse, due: 
     whole = answer.status == 200 and due == (0, ref.size)
     ranged = answer.getheader("Content-Range", "").replace(" ", "") == f"bytes{due[0]}-{due[1] - 1}/{ref.size}"
     if not whole and not ranged:
-        raise BlobLocationError(
-            f"{source.origin} answers with another range of bytes than it was asked for", later=False
-        )
+        raise BlobLocationError(f"{source.origin} answers with another range of bytes than it was asked for")
     if answer.length != due[1] - due[0]:
-        raise BlobLocationError(
-            f"{source.origin} answers with {answer.length} bytes instead of the range's", later=False
-        )
+        raise BlobLocationError(f"{source.origin} answers with {answer.length} bytes instead of the range's")
 
 
 def read_pieces(file: Any, size: int, take: Callable[[memoryview], None]) -> None:

@@ -109,22 +109,9 @@ def _backward_operations(answer: object) -> set[str]:
 LIBRARY_BYTES = {"torchvision": 64_000_000}
 # What is compiled for a network's convolutions: once, and for each of them.
 FIRST_KERNEL_BYTES, KERNEL_BYTES = 9_000_000, 500_000
-USUAL = frozenset(
-    f"{name}Backward"
-    for name in (
-        "Add",
-        "Addmm",
-        "Cat",
-        "Convolution",
-        "MaxPool2DWithIndices",
-        "Mean",
-        "NativeBatchNorm",
-        "Relu",
-        "T",
-        "View",
-    )
-) | {"torch::autograd::AccumulateGrad"}
-"""Operations that FIRST_USE_BYTES includes: those of the networks that it was fitted with."""
+# Operations that FIRST_USE_BYTES includes: those of the networks that it was fitted with.
+_USUAL = "Add Addmm Cat Convolution MaxPool2DWithIndices Mean NativeBatchNorm Relu T View"
+USUAL = frozenset(f"{name}Backward" for name in _USUAL.split()) | {"torch::autograd::AccumulateGrad"}
 # What each other kind of operation adds, whatever its size: pages of torch's libraries with its two passes.
 KIND_BYTES = 400_000
 COPIES = 2

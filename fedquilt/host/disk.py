@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Final, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, TypeVar
 
 from fedquilt.core import DiskFullError, StoreError
 
@@ -80,10 +80,7 @@ class OpenFile:
         return os.pread(self._file, size, offset)
 
     def read_into(self, buffer: WriteableBuffer, offset: int) -> int:
-        view, size = memoryview(buffer), 0
-        while size < view.nbytes and (found := os.preadv(self._file, [view[size:]], offset + size)):
-            size += found
-        return size
+        return read_fully(self._file, buffer, offset)
 
     def write(self, payload: bytes | memoryview, offset: int) -> None:
         write_fully(self._file, payload, offset)
@@ -101,6 +98,13 @@ class OpenFile:
 
     def __del__(self) -> None:
         self.close()
+
+
+def read_fully(file: int, buffer: WriteableBuffer, offset: int) -> int:
+    view, size = memoryview(buffer), 0
+    while size < view.nbytes and (found := os.preadv(file, [view[size:]], offset + size)):  # 2 GiB at once at the most
+        size += found
+    return size
 
 
 def write_fully(file: int, payload: bytes | memoryview, offset: int) -> None:
@@ -188,12 +192,8 @@ class Disk:
         return open_descriptor(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def read_into(self, path: Place, buffer: WriteableBuffer, offset: int) -> int:
-        view, have = memoryview(buffer), 0
-        with builtins.open(path, "rb", buffering=0, opener=open_descriptor) as file:
-            file.seek(offset)
-            while size := file.readinto(view[have:]):  # 2 GiB at once at the most
-                have += size
-        return have
+        with opened_descriptor(path, os.O_RDONLY) as file:
+            return read_fully(file, buffer, offset)
 
     def read_pieces(self, path: Place) -> Iterator[memoryview]:
         """Yield the bytes of a file piece by piece. A piece is valid until the next one."""
@@ -307,7 +307,9 @@ class Disk:
     def copy_untrusted(self, source: Place, target: Place, most_bytes: int) -> str:
         """Copy a plain file that another process may change to a new file, and return the copy's sha256."""
         file = _open_nonblocking(os.fspath(source), os.O_RDONLY | os.O_NOFOLLOW)
-        with builtins.open(file, "rb", buffering=0) as given, self._create_file(target) as copy:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        copied = open_descriptor(target, flags, self._file_mode)
+        with builtins.open(file, "rb", buffering=0) as given, builtins.open(copied, "wb") as copy:
             if not stat.S_ISREG(os.fstat(file).st_mode):
                 raise OSError(errno.EINVAL, "it is not a plain file", str(source))
             if os.fstat(file).st_size > most_bytes:
@@ -396,10 +398,6 @@ class Disk:
 
         self.ensure(path)  # SQLite gives its other files the same mode
         return sqlite3.connect(path, timeout=10, isolation_level=None, check_same_thread=not any_thread)
-
-    def _create_file(self, path: Place) -> BinaryIO:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        return builtins.open(open_descriptor(path, flags, self._file_mode), "wb")
 
     @property
     def _file_mode(self) -> int:

@@ -10,7 +10,6 @@ import contextlib
 import io
 import ipaddress
 import logging
-import math
 import re
 import resource
 import select
@@ -362,7 +361,9 @@ class ConnectionLimiter:
         network = _address_group(address)
         with self._lock:
             of_address = Counter(each.address for each in self._open)
-            crowded = descriptor >= _descriptor_limit() // 2 or len(self._open) >= self.limits.connections
+            soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            scarce = soft != resource.RLIM_INFINITY and descriptor >= soft // 2
+            crowded = scarce or len(self._open) >= self.limits.connections
             full = of_address[network] >= self.limits.per_address
             if crowded or full:
                 candidates = [
@@ -420,11 +421,6 @@ def raise_descriptor_limit() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _descriptor_limit() -> float:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return math.inf if soft == resource.RLIM_INFINITY else soft
 
 
 def _address_group(address: str) -> str:

@@ -34,13 +34,19 @@ from fedquilt.onnx.file_format import (
     encode_message,
     to_signed,
 )
-from fedquilt.onnx.graph_check import DEPTH_MOST, FILE_MOST, ExternalDataLocation, map_file, read_external_location
+from fedquilt.onnx.graph_check import (
+    AXES_MOST,
+    DEPTH_MOST,
+    FILE_MOST,
+    NAME_MOST,
+    ExternalDataLocation,
+    map_file,
+    read_external_location,
+)
 
 if TYPE_CHECKING:
     from fedquilt.core import Tensors
 
-NAME_MOST: Final = 4096  # bytes
-AXES_MOST: Final = 16
 MESSAGES_MOST: Final = 3 * (DEPTH_MOST + 2)  # within each other: each graph is in an attribute of a node
 KINDS: Final[Mapping[int, str]] = {1: "<f4", 7: "<i8", 10: "<f2", 11: "<f8"}  # of onnx.proto's data types
 NUMBERS: Final = frozenset(name for name, kind in TENSOR.values() if kind in ("floats", "doubles")) | {

@@ -53,23 +53,30 @@ class LinkIdentity:
                 "certificate of the fleet's authority as ca (one file may hold it together with the broker's)"
             )
         self._ca, self._cert, self._key = broker.ca, broker.cert, broker.key
-        self._known: dict[int, tuple[tuple[int, ...], ssl.SSLContext]] = {}  # by protocol, of files as they were
+        self._known: dict[bool, tuple[tuple[int, ...], ssl.SSLContext]] = {}  # by side, of files as they were
 
     def start_as_device(self) -> Handshake:
-        return Handshake(self._cached_context(ssl.PROTOCOL_TLS_CLIENT), server=False)
+        return Handshake(self.tls_context(server=False), server=False)
 
     def start_as_coordinator(self) -> Handshake:
-        return Handshake(self._cached_context(ssl.PROTOCOL_TLS_SERVER), server=True)
+        return Handshake(self.tls_context(server=True), server=True)
 
     def tls_context(self, *, server: bool) -> ssl.SSLContext:
         """Return the context of a TLS connection in which both sides verify certificates, and no host names."""
-        return self._cached_context(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+        try:
+            files = tuple(os.stat(path).st_mtime_ns for path in (self._ca, self._cert, self._key))
+        except OSError as error:
+            raise JobError(
+                f"{self._ca}, {self._cert} or {self._key} cannot be read: {describe_exception(error)}"
+            ) from None
+        known = self._known.get(server)
+        if known is None or known[0] != files:
+            known = self._known[server] = (files, self._load_context(server))
+        return known[1]
 
     def require_coordinator_certificate(self) -> float:
         """Return when this certificate ends, in seconds since 1970, or raise JobError if no device accepts it."""
-        ours = self.start_as_coordinator()
-        context = self._cached_context(ssl.PROTOCOL_TLS_CLIENT)
-        theirs = Handshake(context, server=False)
+        ours, theirs = self.start_as_coordinator(), self.start_as_device()
         try:
             theirs.step(ours.step(theirs.step(b"")))
         except WireError as error:
@@ -78,20 +85,8 @@ class LinkIdentity:
             raise JobError(f"{self._cert} is the certificate of {theirs.peer_name!r}, not of {COORDINATOR!r}: {_ISSUE}")
         return float(ssl.cert_time_to_seconds(theirs.peer_expiry))
 
-    def _cached_context(self, protocol: int) -> ssl.SSLContext:
-        try:
-            files = tuple(os.stat(path).st_mtime_ns for path in (self._ca, self._cert, self._key))
-        except OSError as error:
-            raise JobError(
-                f"{self._ca}, {self._cert} or {self._key} cannot be read: {describe_exception(error)}"
-            ) from None
-        known = self._known.get(protocol)
-        if known is None or known[0] != files:
-            known = self._known[protocol] = (files, self._load_context(protocol))
-        return known[1]
-
-    def _load_context(self, protocol: int) -> ssl.SSLContext:
-        context = ssl.SSLContext(protocol)
+    def _load_context(self, server: bool) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False  # a peer is known by its common name, not by where it can be reached
         context.verify_mode = ssl.CERT_REQUIRED
@@ -102,7 +97,7 @@ class LinkIdentity:
             raise JobError(
                 f"{self._ca}, {self._cert} or {self._key} cannot be used: {describe_exception(error)}"
             ) from None
-        if protocol == ssl.PROTOCOL_TLS_SERVER:
+        if server:
             context.num_tickets = 0  # nothing is resumed
         return context
 

@@ -25,7 +25,6 @@ class Link(Protocol):
     @property
     def session(self) -> int:
         """Number of connections so far, 0 before the first."""
-        ...
 
     @property
     def connected(self) -> bool: ...
@@ -36,31 +35,25 @@ class Link(Protocol):
     @property
     def max_payload(self) -> int:
         """Largest payload in bytes that the broker accepts, as far as known."""
-        ...
 
     def subscribe(self, filters: Sequence[str]) -> None:
         """Subscribe to topic filters, again after each reconnection."""
-        ...
 
     def unsubscribe(self, filters: Sequence[str]) -> None: ...
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
         """Queue a message or raise LinkError. `reliable` is QoS 1: a broker may drop it when its queue is full."""
-        ...
 
     def receive(self) -> list[Message]: ...
 
     def wait(self, timeout_s: float, fds: Sequence[int] = ()) -> None:
         """Sleep until a message arrives, one of `fds` is readable, or the timeout expires."""
-        ...
 
     def keep_alive(self) -> AbstractContextManager[None]:
         """Keep the connection alive during a long computation. The body must not use the link."""
-        ...
 
     def close(self) -> None:
         """Send queued messages and disconnect without publishing the last will."""
-        ...
 
 
 class Endpoint(Protocol):
@@ -71,7 +64,6 @@ class Endpoint(Protocol):
 
     def step(self, now_s: float) -> float:
         """Process arrived messages and due work. Return the latest time of the next call."""
-        ...
 
     def fds(self) -> Sequence[int]: ...
 

@@ -174,8 +174,10 @@ class MqttLink:
 
     def _poll_once(self, timeout_s: float, fds: Sequence[int]) -> bool:
         """Do the work that is due, waiting for at most the timeout. Return whether one of `fds` is readable."""
-        if not self._closed:
-            self._start_attempt_if_due()
+        idle = self._client is None and self._dial is None and not self._closed
+        if idle and time.monotonic() >= self._due_s:
+            self._dial = dial(self.broker)
+            self._step_dial(late=False)
         self._send_queued()
         poller = select.poll()
         for fd in fds:
@@ -185,7 +187,8 @@ class MqttLink:
             poller.register(*waiting)
             if waiting.events & select.POLLIN and has_buffered_input(waiting.socket):
                 timeout_s = 0.0
-        ready = dict(poller.poll(min(timeout_s, self._poll_timeout_s()) * 1000))
+        due_s = 1.0 if self.connected or self._closed else max(self._due_s - time.monotonic(), 0.0)
+        ready = dict(poller.poll(min(timeout_s, due_s, 1.0) * 1000))
         if waiting is not None:
             self._advance_connection(bool(ready.pop(waiting.socket.fileno(), 0)))
         return bool(ready)
@@ -195,9 +198,6 @@ class MqttLink:
             return self._waiting
         reading = select.POLLIN if self._inbox_bytes < INBOX_BYTES else 0
         return SocketWait(self._socket, reading | (select.POLLOUT if self._client.want_write() else 0))
-
-    def _poll_timeout_s(self) -> float:
-        return 1.0 if self.connected or self._closed else min(max(self._due_s - time.monotonic(), 0.0), 1.0)
 
     def _advance_connection(self, ready: bool) -> None:
         late = not self.connected and time.monotonic() >= self._due_s
@@ -209,11 +209,6 @@ class MqttLink:
             self._end_connection(connection.unreachable_error(self.broker, TimeoutError()))
         else:
             self._exchange_packets()
-
-    def _start_attempt_if_due(self) -> None:
-        if self._client is None and self._dial is None and time.monotonic() >= self._due_s:
-            self._dial = dial(self.broker)
-            self._step_dial(late=False)
 
     def _step_dial(self, late: bool) -> None:
         assert self._dial is not None
