@@ -67,9 +67,6 @@ def every(folder: Path) -> dict[str, Decoder]:
     }
 
 
-# -- upgrades of the agent --------------------------------------------------------------------------
-
-
 def _upgrades(folder: Path) -> dict[str, Decoder]:
     site, path, pem = Certified(folder), folder / "sent.tar", folder / "sent.crt"
     ca, packages = str(site.ca), folder / "packages"
@@ -209,9 +206,6 @@ def _named(folder: Path) -> Any:
     return read
 
 
-# -- what lies on a board ---------------------------------------------------------------------------
-
-
 def _kept(folder: Path) -> dict[str, Decoder]:
     folder.mkdir()
     settings = agent_settings.AgentSettings(device="d", home=str(folder), budget="1GB")
@@ -272,9 +266,6 @@ def _kept(folder: Path) -> dict[str, Decoder]:
             share=0.1,
         ),
     }
-
-
-# -- what a network says of itself ------------------------------------------------------------------
 
 
 def _networks() -> dict[str, Decoder]:
@@ -344,9 +335,6 @@ def _parted(folder: Path) -> dict[str, Decoder]:
 def _written(path: Path, payload: bytes) -> Path:
     path.write_bytes(payload)
     return path
-
-
-# -- rollouts ---------------------------------------------------------------------------------------
 
 
 def _rollouts(home: Path) -> dict[str, Decoder]:

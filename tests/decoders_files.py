@@ -44,9 +44,6 @@ def every(folder: Path) -> dict[str, Decoder]:
     return {**_coordinator(folder / "coordinator"), **_agent(folder / "agent"), **_tables()}
 
 
-# -- what the coordinator reads -------------------------------------------------------------------
-
-
 def _coordinator(folder: Path) -> dict[str, Decoder]:
     folder.mkdir()
     ref = BlobRef(sha256=SHA, size=3)
@@ -199,9 +196,6 @@ def _log_of(home: Path) -> Path:
     return home / "killed"
 
 
-# -- what an agent reads --------------------------------------------------------------------------
-
-
 def _agent(folder: Path) -> dict[str, Decoder]:
     folder.mkdir()
     entry = job_records.JobRecord(round=3, epoch=1, private=SHA, left=3)
@@ -227,9 +221,6 @@ def _agent(folder: Path) -> dict[str, Decoder]:
             "edge_agent/clocks/clock_pin.py", recovered, (), (msgspec.json.encode(journal),), share=0.3
         ),
     }
-
-
-# -- decoders of files that people write -----------------------------------------------------------
 
 
 def _tables() -> dict[str, Decoder]:

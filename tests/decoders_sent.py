@@ -57,9 +57,6 @@ def every(folder: Path) -> dict[str, Decoder]:
     return {**_wire(), **_packets(), **_sealed(folder / "site"), **_manifests(), **_tensors(folder / "tensors")}
 
 
-# -- messages -------------------------------------------------------------------------------------
-
-
 def _wire() -> dict[str, Decoder]:
     def reader(kind: type[Any]) -> Callable[[bytes], object]:
         return lambda payload: wire.decode(payload, kind)
@@ -246,9 +243,6 @@ def _manifests() -> dict[str, Decoder]:
             numbered,
         ),
     }
-
-
-# -- tensors and graphs ---------------------------------------------------------------------------
 
 
 def _tensors(folder: Path) -> dict[str, Decoder]:

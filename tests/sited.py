@@ -52,7 +52,7 @@ class Federation:
 
     plan: FleetPlan
     stack: contextlib.ExitStack
-    broker: MemoryBroker = field(default_factory=lambda: MemoryBroker(3))
+    broker: MemoryBroker = field(default_factory=lambda: MemoryBroker())
     seats: list[Seat] = field(default_factory=list)
     sites: dict[str, VirtualSite] = field(default_factory=dict)
     facts: list[AnyEvent] = field(default_factory=list)

@@ -1,56 +1,26 @@
-"""Links in memory, with faults, on virtual time."""
+"""Links in memory on virtual time."""
 
 from __future__ import annotations
 
 import heapq
 import math
-import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from fedquilt.costs.cost_model import LinkCost
 from fedquilt.transport.link import Endpoint, Message
 from fedquilt.transport.topic_tree import TopicTree
 
-if TYPE_CHECKING:
-    from fedquilt.transport.link import Endpoint
-
-
-@dataclass(frozen=True)
-class LinkFaults:
-    """Fault probabilities for each delivery of a `MemoryBroker`."""
-
-    drop: float = 0.0
-    duplicate: float = 0.0
-    corrupt: float = 0.0
-    delay_s: float = 0.0  # each delivery takes 1 ms plus up to this, so messages overtake each other
-
-
-NO_FAULTS = LinkFaults()
 AT_ONCE = LinkCost()
-
-
-def apply_faults(payload: bytes, draw: random.Random, drop: float, duplicate: float, corrupt: float) -> list[bytes]:
-    def flip_bit(copy: bytes) -> bytes:
-        place = draw.randrange(len(copy))
-        return copy[:place] + bytes([copy[place] ^ (1 << draw.randrange(8))]) + copy[place + 1 :]
-
-    if draw.random() < drop:
-        return []
-    copies = [payload, payload] if draw.random() < duplicate else [payload]
-    return [flip_bit(copy) if copy and draw.random() < corrupt else copy for copy in copies]
+HOP_S = 0.001  # of a delivery
 
 
 class MemoryBroker:
-    def __init__(self, seed: int = 0, faults: LinkFaults = NO_FAULTS, max_payload: int = 1 << 20) -> None:
+    def __init__(self, max_payload: int = 1 << 20) -> None:
         self.now_s = 0.0
-        self.faults = faults
         self.max_payload = max_payload
         self.published = 0
         self.clients = 0  # number of clients that have ever come or gone
-        self._random = random.Random(seed)
         self._retained: dict[str, tuple[int, bytes]] = {}  # topic -> since which sequence number, and the latest
         self._topics: TopicTree[str] = TopicTree()  # those of `_retained`
         self._links: dict[MemoryLink, None] = {}
@@ -140,27 +110,14 @@ class MemoryBroker:
         return passed_s, passed_s + link.pace.transfer_s
 
     def _receive_message(self, topic: str, payload: bytes, retain: bool) -> None:
-        for copy in self._apply_faults(payload):
-            self._publish(topic, copy, retain)
+        self._publish(topic, payload, retain)
 
-    def _schedule_delivery(self, link: MemoryLink, message: Message) -> None:
+    def _schedule_delivery(self, link: MemoryLink, message: Message, delay_s: float = HOP_S) -> None:
         begun_s = self.now_s
         if link.pace is not AT_ONCE:
             link.received_s, begun_s = self._transmission_times(link, link.received_s, message)
-        if self.faults == NO_FAULTS:
-            self._sequence += 1
-            heapq.heappush(self._heap, (begun_s + 0.001, self._sequence, link, message))
-            return
-        for payload in self._apply_faults(message.payload):
-            self._sequence += 1
-            due = begun_s + 0.001 + self._random.random() * self.faults.delay_s
-            heapq.heappush(self._heap, (due, self._sequence, link, message._replace(payload=payload)))
-
-    def _apply_faults(self, payload: bytes) -> list[bytes]:
-        faults = self.faults
-        if faults == NO_FAULTS:
-            return [payload]
-        return apply_faults(payload, self._random, faults.drop, faults.duplicate, faults.corrupt)
+        self._sequence += 1
+        heapq.heappush(self._heap, (begun_s + delay_s, self._sequence, link, message))
 
 
 class MemoryLink:

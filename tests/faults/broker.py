@@ -14,13 +14,23 @@ from typing import NamedTuple
 
 from fedquilt import wire
 from fedquilt.transport import link as links
-from fedquilt.transport import memory_link
 from fedquilt.transport.link import Message
 
 matches = lru_cache(maxsize=1 << 14)(links.filter_matches)
 
 HOP_S = 0.01  # of a message, each way; messages of one instant arrive together
 WILL_S = 5.0  # after a client was last heard
+
+
+def apply_faults(payload: bytes, draw: random.Random, drop: float, duplicate: float, corrupt: float) -> list[bytes]:
+    def flip_bit(copy: bytes) -> bytes:
+        place = draw.randrange(len(copy))
+        return copy[:place] + bytes([copy[place] ^ (1 << draw.randrange(8))]) + copy[place + 1 :]
+
+    if draw.random() < drop:
+        return []
+    copies = [payload, payload] if draw.random() < duplicate else [payload]
+    return [flip_bit(copy) if copy and draw.random() < corrupt else copy for copy in copies]
 
 
 class DeliveryNoise(NamedTuple):
@@ -89,8 +99,6 @@ class SimBroker:
         self._takers: dict[str, tuple[str, ...]] = {}  # topic -> names of the clients that get it
         self._heap: list[tuple[float, int, str, int, Message]] = []
         self._sequence = 0
-
-    # -- clients --
 
     def connect(self, name: str, will: tuple[str, bytes] | None = None) -> SimLink:
         if name in self.clients:
@@ -163,8 +171,6 @@ class SimBroker:
         self.up = True
         for name in list(self.clients):
             self.reconnect_client(name)
-
-    # -- messages --
 
     def publish(self, link: SimLink, topic: str, payload: bytes, retain: bool, reliable: bool) -> None:
         if not link.connected:
@@ -245,7 +251,7 @@ class SimBroker:
         noise = self._current_noise() if self.noise else None
         if noise is None:
             return [payload]
-        return memory_link.apply_faults(payload, self._roll, noise.drop, noise.duplicate, noise.corrupt)
+        return apply_faults(payload, self._roll, noise.drop, noise.duplicate, noise.corrupt)
 
 
 def with_unknown_field(topic: str, payload: bytes) -> bytes:

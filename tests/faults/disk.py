@@ -213,8 +213,6 @@ class SimLock(Lock):
         self._holders.discard(self)
 
 
-# -- the way of a process to it --------------------------------------------------------------------
-
 Gate: TypeAlias = Callable[[str, Place], "OSError | None"]
 """Called before each call with what it does ("read", "write", "sync", "name", "commit") and where.
 
@@ -266,8 +264,6 @@ class SimDisk(Disk):
     def wall_clock_s(self) -> float:
         return self.platter.wall_ns() / 1e9
 
-    # -- what is there --
-
     def stat(self, path: Place) -> PathInfo | None:
         node = self._find_node(path)
         if node is None:
@@ -294,8 +290,6 @@ class SimDisk(Disk):
     def free_bytes(self, folder: Place) -> int:
         return 1 << 40
 
-    # -- reading --
-
     def read(self, path: Place, offset: int = 0, size: int | None = None) -> bytes:
         node = self._find_node(path)
         if node is None and self._is_outside(path):
@@ -319,8 +313,6 @@ class SimDisk(Disk):
         # All ranges contain data here.
         size = len(self._require_file(path).data)
         return [(0, size)] if size else []
-
-    # -- writing --
 
     def write(self, path: Place, payload: bytes, *, new: bool = False) -> None:
         folder, name = self._parent_folder(path)
@@ -471,8 +463,6 @@ class SimDisk(Disk):
     def copy_untrusted(self, source: Place, target: Place, most_bytes: int) -> str:
         return self.copy(source, target)
 
-    # -- shared with other processes --
-
     def is_locked(self, path: Place) -> bool:
         self._apply_gate("read", path)
         return bool(self.platter.locks.get(str(path)))
@@ -489,8 +479,6 @@ class SimDisk(Disk):
     def connect(self, path: Place, *, any_thread: bool = False) -> sqlite3.Connection:
         self._apply_gate("read", path)
         return self.platter.open_database(str(path)).open_connection(self._apply_gate)
-
-    # -- within --
 
     def _apply_gate(self, what: str, where: Place, part: Callable[[], None] = lambda: None) -> None:
         try:

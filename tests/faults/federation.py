@@ -206,8 +206,6 @@ class SimulatedFederation:
         )
         return kind(name, self.broker, platter, self.plan, self.happened)
 
-    # -- running --
-
     def run(self) -> None:
         self._play_until(
             lambda: not self._restores and (len(self._ended) == len(self.truths) or self._all_jobs_ended())
@@ -403,8 +401,6 @@ class SimulatedFederation:
     def _start_second(self) -> None:
         if self.coordinator.inner is not None and self.coordinator.can_start_second():
             raise InvariantError("a second coordinator was let into the home of a running one")
-
-    # -- afterwards --
 
     def require_correct(self) -> None:
         """Raise InvariantError if logs or files differ from the reference runs.

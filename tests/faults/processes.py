@@ -139,8 +139,6 @@ class SimulatedProcess(ABC):
         self.inner = None
         self.platter.close()
 
-    # -- within --
-
     def _require_no_busy_loop(self, now_s: float) -> None:
         if self.due_s > now_s + MOMENT_S or now_s > self._began_s + MOMENT_S:
             self._began_s, self._at_once = now_s, 0

@@ -222,9 +222,6 @@ def parse_schedule(text: str) -> FaultSchedule:
     return msgspec.structs.replace(made, faults=tuple(faults))
 
 
-# -- drawing --------------------------------------------------------------------------------------
-
-
 def draw_schedule(
     seed: int, methods: Sequence[str], kinds: Sequence[str] = (), only: Sequence[str] = (), **settings: Any
 ) -> FaultSchedule:

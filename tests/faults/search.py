@@ -74,9 +74,6 @@ def _is_runnable(engines: Sequence[str]) -> bool:
     return bool({"numpy", "torch"} & set(engines) & set(available_engines()))
 
 
-# -- playing --------------------------------------------------------------------------------------
-
-
 def run_plan(
     environment: ScheduleEnvironment, plan: FaultSchedule, observe: Observe = lambda job, fact: None
 ) -> FailedSchedule | Counter[str]:
@@ -142,9 +139,6 @@ def _environment_of_process() -> ScheduleEnvironment:
 
 def _play_batch(seeds: range, among: Sequence[str], kinds: Sequence[str]) -> SearchResult:
     return play_seeds(_environment_of_process(), seeds, among, kinds)
-
-
-# -- shrinking ------------------------------------------------------------------------------------
 
 
 def shrink_failure(environment: ScheduleEnvironment, failure: FailedSchedule) -> FailedSchedule:

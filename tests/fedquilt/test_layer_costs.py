@@ -76,9 +76,6 @@ def counted(name: str, network: Mapping[str, Any], folder: Path, rounds: tuple[i
     return tasks.predict_work(order, ("work",), "torch").total_for_examples(COUNT), float(counter.get_total_flops())
 
 
-# -- networks -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("network", [MLP, PLAIN], ids=lambda network: network["name"])
 def test_layers_add_up_to_torchs_count_forward_and_in_training(network):
     model, shape = registry.load_network(network, seed=0), registry.input_shape(network)
@@ -152,9 +149,6 @@ def test_a_narrower_part_costs_its_share_of_every_layer():
     assert [each.flops for each in cost_model.scale_layers(numpy_init.mlp_costs_by_layer(MLP), model, part)] == [
         each.flops for each in small
     ]
-
-
-# -- methods --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -118,9 +118,6 @@ def test_a_damaged_result_is_refused_by_name(tmp_path, payload):
         personal_models.read_personal(path)
 
 
-# -- two files ------------------------------------------------------------------------------------
-
-
 def answer(path: Path | bytes) -> Any:
     runtime = pytest.importorskip("onnxruntime", reason="graphs are run by it")
     session = runtime.InferenceSession(

@@ -15,8 +15,6 @@ from fedquilt.core import StoreError, UpdateError
 from fedquilt.host.disk import REAL
 from fedquilt.models.local_training import NetworkState
 
-# -- arithmetic --
-
 
 def test_arithmetic_goes_name_by_name_and_gives_new_arrays():
     a, b = {"w": np.array([1.0, 2.0])}, {"w": np.array([10.0, 20.0])}
@@ -60,9 +58,6 @@ def test_a_generator_is_named_by_its_keys():
     assert tensors.seeded_rng(1, "job", 2).random() == tensors.seeded_rng(1, "job", 2).random()
     assert tensors.seeded_rng(1, "job", 2).random() != tensors.seeded_rng(1, "job", 3).random()
     assert tensors.seeded_rng("12", 3).integers(1000) != tensors.seeded_rng("1", 23).integers(1000)
-
-
-# -- bytes --
 
 
 def test_equal_tensors_have_equal_bytes_whatever_their_order():
@@ -117,9 +112,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "odd").write_bytes(b"odd")
     with pytest.raises(UpdateError, match="not a safetensors blob"):
         tensors.read_tensors(tmp_path / "odd")
-
-
-# -- one at a time --------------------------------------------------------------------------------
 
 
 def test_floats_of_a_file_are_those_that_are_read_at_once(tmp_path):

@@ -232,7 +232,7 @@ def run_fleet_virtually(
         JobError: If the run waits for devices in vain, or the job has adversaries.
     """
     require_no_adversaries(plan.job)
-    broker = MemoryBroker(plan.job.seed)
+    broker = MemoryBroker()
     with Store(plan.home, durable=False) as store:
         if not store.acquire_lock():
             raise JobError(f"another coordinator serves {plan.home.resolve()} already: give another --home")

@@ -23,9 +23,6 @@ def cut(payload: bytes, chunk: int) -> wire.BlobManifest:
 BLOB = b"".join(hashlib.sha256(bytes([number])).digest() * 64 for number in range(20))  # 40 KiB
 
 
-# -- cutting --
-
-
 def test_the_chunk_size_leaves_room_for_the_rest_of_a_packet():
     assert blobs.chunks.chunk_size_for(2_000_000) == 256 * KIB
     assert blobs.chunks.chunk_size_for(128 * KIB) == 127 * KIB
@@ -64,9 +61,6 @@ def test_the_largest_manifest_that_is_cut_fits_one_message(chunk):
 def test_bytes_that_are_not_the_blob_any_more_are_seen_while_cutting():
     with pytest.raises(DamagedBlobError, match="damaged on disk"):
         blobs.chunks.ManifestBuilder(ref_of(BLOB), 2 * KIB, lambda offset, size: bytes(size)).hash_chunks()
-
-
-# -- serving --
 
 
 def taken(serve: OutgoingChunkQueue, backlog_bytes: int = 0) -> list[tuple[str, int]]:

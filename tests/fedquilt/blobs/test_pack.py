@@ -122,9 +122,6 @@ def test_a_durable_depot_has_a_file_for_each(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [ref.sha256]
 
 
-# -- a depot that shares --------------------------------------------------------------------------
-
-
 def test_devices_of_one_process_share_their_small_blobs_and_each_has_its_own(tmp_path):
     shared = SharedBlobStore(tmp_path / "shared")
     one, two = (SharedBlobView(tmp_path / name / "blobs", shared) for name in ("one", "two"))

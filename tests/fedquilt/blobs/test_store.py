@@ -18,9 +18,6 @@ def write_chunk(depot: BlobStore, manifest: wire.BlobManifest, index: int) -> No
     depot.write_part(manifest.sha256, offset, BLOB[offset : offset + size])
 
 
-# -- whole blobs --
-
-
 def test_a_blob_is_found_by_the_sha256_of_its_bytes(tmp_path):
     depot = BlobStore(tmp_path / "blobs")
     assert depot.store_bytes(BLOB) == REF
@@ -187,9 +184,6 @@ def test_a_part_of_what_is_here_whole_is_garbage(tmp_path):
     depot.store_bytes(BLOB)
     depot.remove_all_but({REF.sha256})
     assert names(tmp_path) == {REF.sha256}
-
-
-# -- parts --
 
 
 def test_a_complete_part_becomes_the_blob(tmp_path):

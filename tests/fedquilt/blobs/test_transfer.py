@@ -17,7 +17,6 @@ from fedquilt.core import WireError
 from fedquilt.transport.memory_link import MemoryBroker
 
 
-# -- one blob --
 @pytest.mark.parametrize("size", [0, 1, 256 * KIB, 256 * KIB + 1, 3_000_000])
 def test_an_agent_pulls_what_the_coordinator_offers(tmp_path, size):
     broker, payload = MemoryBroker(), noise(size)
@@ -97,7 +96,6 @@ def test_a_full_disk_ends_the_pull_with_the_mend(tmp_path):
     assert "cannot receive blob" in str(agent.errors["tx2", ref.sha256])
 
 
-# -- packets --
 class Meter(MemoryBroker):
     largest = 0
 
@@ -167,7 +165,6 @@ def test_a_blob_is_never_in_memory_as_a_whole(tmp_path):
     assert peak_bytes < 12_000_000
 
 
-# -- what comes from outside --
 def test_other_messages_are_left_to_the_owner(tmp_path):
     agent = Side(MemoryBroker(), tmp_path, "tx2")
     ack = wire.parse_topic(TOPICS.device_topic("tx2", "dn", "ack"))

@@ -45,9 +45,6 @@ def row(*values: float) -> dict[str, np.ndarray]:
     return {"w": np.array(values, np.float32)}
 
 
-# -- identities -----------------------------------------------------------------------------------
-
-
 def test_raw_is_the_answer_itself():
     def never(*given):
         raise AssertionError
@@ -160,9 +157,6 @@ def test_a_model_that_has_not_moved_comes_back_in_every_bit(wire):
     assert left == {}
 
 
-# -- bytes ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("shape", [(1,), (256,), (257,), (300, 300), (65536,), (40, 41, 42)])
 def test_bytes_are_those_of_the_table(shape):
     """2 n; n + 4; k (4 + 1, 2 or 4), k the part that is kept, rounded up."""
@@ -177,9 +171,6 @@ def test_bytes_are_those_of_the_table(shape):
     assert counted(FP16) == 2 * size
     assert counted(INT8) == size + 4
     assert counted(topk(0.25)) == -(-size // 4) * (4 + place)
-
-
-# -- what is left alone ---------------------------------------------------------------------------
 
 
 @every
@@ -248,9 +239,6 @@ def test_nothing_that_is_given_changes(wire):
     compression.decode_bundle(wire, frozen(sent), base)
 
 
-# -- private state --------------------------------------------------------------------------------
-
-
 def test_what_is_left_out_goes_with_the_private_state_and_is_not_the_methods():
     base, answer = {"model": model(0)}, ClientResult({"model": model(1)}, 1.0, local={"scores": np.ones(3)})
     told = compression.encode_update(INT8, answer, base.get, dict)
@@ -274,9 +262,6 @@ def test_of_what_is_not_sent_this_time_nothing_is_forgotten():
 def test_what_is_left_of_another_shape_counts_for_nothing():
     unsent = {"w": np.full(5, 100, np.float32)}
     assert there_and_back(topk(0.5), row(1, 0), row(0, 0), unsent)[0]["w"].tolist() == [1, 0]
-
-
-# -- what is refused ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wire", LOSSY, ids=lambda wire: wire.codec)

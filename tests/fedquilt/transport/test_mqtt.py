@@ -45,7 +45,6 @@ link.wait(60)
 """
 
 
-# -- what both brokers do -------------------------------------------------------------------------
 def test_messages_go_round_reliably_and_unreliably_and_retained_ones_stay(url, stage):
     first = stage.join(url, "first", "room/#")
     stage.until(lambda: first.connected)
@@ -120,7 +119,6 @@ def test_a_client_that_computes_for_long_is_kept_only_if_it_is_tended(mosquitto,
     assert (tended.session, left.session) == (1, 2)
 
 
-# -- losing the connection ------------------------------------------------------------------------
 def test_after_a_broker_restart_subscriptions_and_queued_messages_are_there_again(mosquitto, stage):
     broker = mosquitto()
     link = stage.join(broker.url, "agent", "room/#")
@@ -237,7 +235,6 @@ def test_what_waits_for_a_connection_is_bounded_and_the_oldest_go_first(caplog):
     assert len(caplog.records) == 1
 
 
-# -- sizes ----------------------------------------------------------------------------------------
 def test_payloads_are_limited_by_what_the_broker_announces(mosquitto, stage):
     link = stage.join(mosquitto("max_packet_size 131072").url, "agent", "t")
     stage.until(lambda: link.connected)
@@ -279,7 +276,6 @@ def test_a_client_is_back_before_the_broker_was_away_twice_as_long(quick, away_s
     assert now_s <= 2 * away_s + 0.1
 
 
-# -- waiting --------------------------------------------------------------------------------------
 def test_wait_ends_for_a_ready_descriptor_a_message_and_a_drained_backlog(mosquitto, stage):
     link = stage.join(mosquitto().url, "agent", "t")
     stage.until(lambda: link.connected)
@@ -301,7 +297,6 @@ def test_wait_ends_for_a_ready_descriptor_a_message_and_a_drained_backlog(mosqui
     assert time.monotonic() - began_s < 10.0
 
 
-# -- blobs ----------------------------------------------------------------------------------------
 def test_blobs_of_20_mb_go_both_ways_through_128_kib_packets_and_a_broker_restart(mosquitto, stage, tmp_path):
     broker = mosquitto("max_packet_size 131072")
     topics = wire.Topics("f")
