@@ -48,6 +48,7 @@ class RequestRefusedError(Exception):
 class HttpExchange:
     def __init__(self, line: _HttpConnection, method: str, path: str, headers: dict[str, str], reusable: bool) -> None:
         self._line, self.method, self.path, self.headers = line, method, path, headers  # header names in lower case
+        self.client_address, self.socket, self.connection = line.address, line.sock, line.connection
         self.answered, self._reusable = False, reusable
         length = headers.get("content-length", "0")
         if "transfer-encoding" in headers:
@@ -55,18 +56,6 @@ class HttpExchange:
         if not length.isascii() or not length.isdigit() or len(length) > 16:
             raise RequestRefusedError(400, f"the Content-Length {length[:20]!r} is no number of bytes")
         self.size = self._unread = int(length)  # bytes of the body
-
-    @property
-    def client_address(self) -> str:
-        return self._line.address
-
-    @property
-    def socket(self) -> socket.socket:
-        return self._line.sock
-
-    @property
-    def connection(self) -> Connection:
-        return self._line.connection
 
     @property
     def is_reusable(self) -> bool:
@@ -78,7 +67,7 @@ class HttpExchange:
     def open_body(self) -> io.BufferedReader:
         """Return the stream of the body, from which the caller must read `size` bytes."""
         if self.headers.get("expect", "").lower() == "100-continue":
-            self._line.sock.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.socket.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._unread = 0
         return self._line.file
 
@@ -107,7 +96,7 @@ class HttpExchange:
             lines.append(f"Content-Length: {len(body)}")
         lines.append(f"Connection: {'keep-alive' if self.is_reusable else 'close'}")
         head = "\r\n".join([*lines, "", ""]).encode()
-        self._line.sock.sendall(head + (b"" if body is None or self.method == "HEAD" else body))
+        self.socket.sendall(head + (b"" if body is None or self.method == "HEAD" else body))
 
 
 Handler = Callable[[HttpExchange], None]
