@@ -3,15 +3,13 @@
 import errno
 import hashlib
 import os
-import resource
-import signal
 import time
 from collections.abc import Callable
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 
 import pytest
-from depot_blobs import BLOB, REF, cut, names
+from depot_blobs import names
 from forks import CONTEXT
 
 from fedquilt.blobs.store import BlobStore
@@ -29,30 +27,6 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path):
     (tmp_path / "gone").rmdir()
     with pytest.raises(StoreError, match=r"cannot store blob .* in .*gone"):
         depot.store_bytes(b"x")
-
-
-def _store_on_a_disk_of(limit_bytes: int, folder: Path, results: SimpleQueue[str]) -> None:
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
-    depot = BlobStore(folder)
-    for attempt in (lambda: depot.store_bytes(BLOB), lambda: depot.open_part(cut())):
-        try:
-            attempt()
-            results.put("stored")
-        except StoreError as error:
-            results.put(str(error))
-
-
-def test_a_write_that_fails_half_way_leaves_no_half_blob(tmp_path):
-    """The kernel refuses to write beyond 10,000 bytes, as a full disk would."""
-    results = CONTEXT.SimpleQueue()
-    child = CONTEXT.Process(target=_store_on_a_disk_of, args=(10_000, tmp_path, results))
-    child.start()
-    child.join()
-    assert "cannot store blob" in results.get()
-    assert "cannot receive blob" in results.get()
-    assert not BlobStore(tmp_path).has_blob(REF)
-    assert not any(name.endswith(".tmp") for name in names(tmp_path))
 
 
 def _store_for_ever(folder: Path, ready: SimpleQueue[int]) -> None:

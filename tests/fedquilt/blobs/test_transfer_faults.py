@@ -96,22 +96,6 @@ def test_a_transfer_goes_on_where_a_crash_ended_it(tmp_path, way):
     assert received == size
 
 
-def test_the_serving_side_may_restart_in_the_middle(tmp_path):
-    broker = MemoryBroker(max_payload=17 * KIB)
-    size = 60 * 16 * KIB
-    coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "tx2")
-    ref = coordinator.depot.store_bytes(noise(size))
-    agent.transfers.request_blob("tx2", ref)
-    play(broker, coordinator, agent, until=lambda: agent.transfers.traffic_bytes("tx2", "dn") >= size // 2)
-    broker.lose_client(coordinator.link)
-    away_s = broker.now_s
-    play(broker, agent, until=lambda: broker.now_s > away_s + 60)
-    again = Side(broker, tmp_path / "c")
-    play(broker, again, agent, until=lambda: bool(agent.errors))
-    assert agent.errors == {("tx2", ref.sha256): None}
-    assert agent.transfers.traffic_bytes("tx2", "dn") == size
-
-
 def test_a_new_session_asks_at_once_and_not_after_a_time_out(tmp_path):
     broker = MemoryBroker()
     coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "tx2")

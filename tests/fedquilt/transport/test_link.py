@@ -199,32 +199,6 @@ def test_only_who_has_something_to_do_is_woken():
     assert cost(40) - cost(20) == cost(20) - cost(0) < 20 * 20
 
 
-def test_an_endpoint_may_come_on_a_link_of_its_own_while_others_run():
-    broker = MemoryBroker()
-    here = broker.connect()
-    sides = [(here, Echo(here, "a", "b", begins=True))]
-
-    def until():
-        if broker.now_s >= 0 and len(sides) == 1:
-            there = broker.connect()
-            sides.append((there, Echo(there, "b", "a")))
-        return len(sides[0][1].heard_s) == 3
-
-    run_on_virtual_time(broker, lambda: sides, until)
-    assert sides[0][1].heard_s == [pytest.approx(1.002), pytest.approx(3.004), pytest.approx(5.006)]
-
-
-def test_whoever_watches_a_simulation_is_called_after_each_step():
-    broker = MemoryBroker()
-    here, there = broker.connect(), broker.connect()
-    a, b = Echo(here, "a", "b", begins=True), Echo(there, "b", "a")
-    seen = []
-    run_on_virtual_time(
-        broker, lambda: [(here, a), (there, b)], until=lambda: bool(b.heard_s), watch=lambda: seen.append(broker.now_s)
-    )
-    assert seen == [0.0, 0.0, pytest.approx(0.001)]
-
-
 def test_a_simulation_in_which_nothing_can_happen_any_more_ends():
     broker = MemoryBroker()
     link = broker.connect()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -16,9 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from fedquilt import wire
-from fedquilt.blobs.store import BlobStore
-from fedquilt.blobs.transfers import Transfers
 from fedquilt.core import LinkError
 from fedquilt.transport.link import Message
 from fedquilt.transport.mqtt.broker import Broker
@@ -295,45 +291,3 @@ def test_wait_ends_for_a_ready_descriptor_a_message_and_a_drained_backlog(mosqui
         link.wait(30.0)
     link.wait(0.0)
     assert time.monotonic() - began_s < 10.0
-
-
-def test_blobs_of_20_mb_go_both_ways_through_128_kib_packets_and_a_broker_restart(mosquitto, stage, tmp_path):
-    broker = mosquitto("max_packet_size 131072")
-    topics = wire.Topics("f")
-    down, up = (random.Random(seed).randbytes(20_000_000) for seed in (1, 2))
-    sides = {}
-    depots = {name: BlobStore(tmp_path / name) for name in ("coordinator", "dev-a")}
-    refs = {"dev-a": depots["coordinator"].store_bytes(down), "coordinator": depots["dev-a"].store_bytes(up)}
-    filters = {"coordinator": topics.coordinator_filters(), "dev-a": topics.device_filters("dev-a")}
-    for name, direction in (("coordinator", "dn"), ("dev-a", "up")):
-        link = stage.join(broker.url, name, *filters[name])
-        sides[name] = Transfers(link, depots[name], topics, direction, lambda device, sha256: True)
-        sides[name].request_blob("dev-a", refs[name])
-    done = {name: [] for name in sides}
-
-    def step():
-        for name, side in sides.items():
-            for message in stage.heard.pop(name, []):
-                side.handle_message(wire.parse_topic(message.topic), message.payload, time.monotonic())
-            side.step(time.monotonic())
-            done[name] += side.take_finished()
-
-    def half():
-        step()
-        return max(sides["dev-a"].traffic_bytes("dev-a", way) for way in ("up", "dn")) > 10_000_000
-
-    def finished():
-        step()
-        return all(done.values())
-
-    stage.until(half, limit_s=60.0)
-    broker.kill()
-    stage.until(lambda: not any(link.connected for link in stage.links))
-    assert not any(done.values())
-    broker.restart()
-    stage.until(finished, limit_s=60.0)
-    assert done == {name: [("dev-a", refs[name].sha256, None)] for name in sides}
-    for name, blob in (("dev-a", down), ("coordinator", up)):
-        path = depots[name].blob_path(refs[name].sha256)
-        assert path.read_bytes() == blob
-    assert [link.session for link in stage.links] == [2, 2]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -100,19 +99,6 @@ def test_tls_refusals_name_the_certificate_and_the_mend(secured, authority, stra
     by_name = Broker.from_url(url.replace("127.0.0.1", "localhost"), ca=authority.ca, cert=cert, key=key)
     assert "is for another name" in refusal(by_name, stage)
     assert "is mqtts:// needed" in told_in_vain(Broker.from_url(secured.url))
-
-
-def test_a_port_without_tls_says_so(mosquitto):
-    assert "use its TLS port" in told_in_vain(Broker.from_url(mosquitto().url.replace("mqtt:", "mqtts:")))
-
-
-def test_a_refused_connection_names_where_and_what_to_start():
-    said = told_in_vain(Broker.from_url("mqtt://127.0.0.1:1"))
-    assert re.search(r"nothing listens at mqtt://127\.0\.0\.1:1 .*start the broker", said)
-
-
-def test_a_name_that_does_not_exist_is_said_at_once(stage):
-    assert "no address is known for 'broker.invalid'" in told_in_vain(Broker.from_url("mqtt://broker.invalid"))
 
 
 def test_a_wrong_password_is_said_and_never_shown(mosquitto, stage, tmp_path, caplog):
