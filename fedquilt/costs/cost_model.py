@@ -1,4 +1,4 @@
-"""Time and energy of work at an operating point, used for all predictions.
+"""Work of a network's layers in training and inference, and its time and energy at an operating point.
 
 Deadlines, the governor, budgets and simulated devices use this model:
 

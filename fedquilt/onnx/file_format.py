@@ -1,8 +1,8 @@
-"""Strict and bounded reading and writing of protobuf messages, without a library.
+"""ONNX files: strict reading and writing of protobuf messages without a library, and the permitted part of the format.
 
 Messages are bytes, memoryviews or mapped files, and are not copied, so that a file of 2 GB needs only the pages of its
 headers. Unknown fields, repeated single fields and unexpected wire types are refused, because other readers may
-interpret them differently.
+interpret them differently. Field numbers are those of onnx.proto (IR version 8 to 14).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ graph may also call operators without end, or declare sizes beyond any memory. P
 - tensors with as many bytes as are present, and bounded nodes, texts, nesting and declared sizes.
 
 Sizes computed at run time are not checked, and are limited by the task's memory budget. The file is parsed by
-`fedquilt.onnx.protobuf`, because devices need not have the `onnx` package.
+`fedquilt.onnx.file_format`, because devices need not have the `onnx` package.
 """
 
 from __future__ import annotations

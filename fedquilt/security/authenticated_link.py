@@ -1,8 +1,8 @@
 """Authenticated links: signed messages between coordinator and devices over any broker.
 
 `AuthenticatedDeviceLink` and `AuthenticatedFleetLink` wrap a `Link` to a broker. They perform a handshake
-(`fedquilt.security.handshake`), sign what is published (`fedquilt.security.message_signature`), and `receive` returns
-only messages that the peer sent in the current session.
+(`fedquilt.security.handshake`), sign what is published, and `receive` returns only messages that the peer sent in the
+current session.
 
 Three kinds of messages are unsigned. A chunk of a blob is verified by the manifest and by the sha256 in a signed
 message. Messages of the coordinator for observers (coord/state, job/#) have no effect on devices. A last will is given

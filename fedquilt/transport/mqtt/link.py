@@ -6,7 +6,7 @@ is tried first, and 3.1.1 if a broker refuses MQTT 5. Only the packet limit depe
 
 Messages wait in our queue, not in paho's: paho 2.2 obeys neither the broker's packet limit nor its
 ReceiveMaximum, keeps an unbounded queue, and repeats for ever a message at which a broker closes the connection. So
-paho gets a few messages at a time, and each connection has a new client. `fedquilt.transport.mqtt.send_queue` decides.
+paho gets a few messages at a time, and each connection has a new client. `SendQueue` decides.
 """
 
 from __future__ import annotations
