@@ -16,7 +16,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, TypeVar
 
@@ -58,13 +58,17 @@ def open_descriptor(path: Place, flags: int, mode: int = 0o777) -> int:
     return retry_until_descriptor_free(lambda: os.open(path, flags, mode))
 
 
-@contextmanager
-def opened_descriptor(path: Place, flags: int, mode: int = 0o777) -> Iterator[int]:
-    file = open_descriptor(path, flags | os.O_CLOEXEC, mode)
-    try:
-        yield file
-    finally:
-        os.close(file)
+class OpenedDescriptor:
+    """Context of an open descriptor. A generator would take longer than the system calls of a small file."""
+
+    def __init__(self, path: Place, flags: int, mode: int = 0o777) -> None:
+        self._file = open_descriptor(path, flags | os.O_CLOEXEC, mode)
+
+    def __enter__(self) -> int:
+        return self._file
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self._file)
 
 
 class OpenFile:
@@ -192,7 +196,7 @@ class Disk:
         return open_descriptor(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def read_into(self, path: Place, buffer: WriteableBuffer, offset: int) -> int:
-        with opened_descriptor(path, os.O_RDONLY) as file:
+        with OpenedDescriptor(path, os.O_RDONLY) as file:
             return read_fully(file, buffer, offset)
 
     def read_pieces(self, path: Place) -> Iterator[memoryview]:
@@ -205,7 +209,7 @@ class Disk:
     def data_ranges(self, path: Place) -> list[tuple[int, int]]:
         """Return the ranges (start, end) of a sparse file that hold data, or the whole file if unknown."""
         found: list[tuple[int, int]] = []
-        with opened_descriptor(path, os.O_RDONLY) as file:
+        with OpenedDescriptor(path, os.O_RDONLY) as file:
             at, size = 0, os.fstat(file).st_size
             while at < size:
                 try:
@@ -221,7 +225,7 @@ class Disk:
     def write(self, path: Place, payload: bytes, *, new: bool = False) -> None:
         """Write a whole file in place, without protection against partial writes. A `new` file must not exist yet."""
         flags = os.O_WRONLY | os.O_CREAT | (os.O_EXCL if new else os.O_TRUNC)
-        with opened_descriptor(path, flags, self._file_mode) as file:
+        with OpenedDescriptor(path, flags, self._file_mode) as file:
             write_fully(file, payload, 0)
 
     def ensure(self, path: Place) -> None:
@@ -229,12 +233,12 @@ class Disk:
             os.close(open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._file_mode))
 
     def write_at(self, path: Place, payload: bytes | memoryview, offset: int) -> None:
-        with opened_descriptor(path, os.O_WRONLY) as file:
+        with OpenedDescriptor(path, os.O_WRONLY) as file:
             write_fully(file, payload, offset)
 
     def resize(self, path: Place, size: int) -> None:
         """Set the size of a file, which is created if missing. Added bytes are a hole."""
-        with opened_descriptor(path, os.O_RDWR | os.O_CREAT, self._file_mode) as file:
+        with OpenedDescriptor(path, os.O_RDWR | os.O_CREAT, self._file_mode) as file:
             if os.fstat(file).st_size != size:
                 os.ftruncate(file, size)
 
@@ -248,7 +252,7 @@ class Disk:
 
     def sync(self, path: Place) -> None:
         """Wait until the content of a file, or the names in a folder, are on the disk."""
-        with opened_descriptor(path, os.O_RDONLY) as file:
+        with OpenedDescriptor(path, os.O_RDONLY) as file:
             os.fsync(file)
 
     def replace(self, source: Place, target: Place) -> None:
@@ -371,7 +375,7 @@ class Disk:
 
     def is_locked(self, path: Place) -> bool:
         try:
-            with opened_descriptor(path, os.O_RDONLY) as file:
+            with OpenedDescriptor(path, os.O_RDONLY) as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # several may look at once
         except FileNotFoundError:
             return False
