@@ -18,7 +18,7 @@ from fedquilt.core import CODECS, Bundle, Encoding, JobError, Method, Name, Site
 from fedquilt.costs.cost_model import LinkCost
 from fedquilt.data import measured_settings
 from fedquilt.formats import labels, toml, training_choices
-from fedquilt.host import connection_limits
+from fedquilt.host import http_server
 
 NOT_NETWORK: Final = ("weights", "weights_classes", "seed")  # keys of [model] for first weights, not architecture
 
@@ -380,7 +380,7 @@ class CoordinatorLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     retention: RetentionSettings = RetentionSettings()
     sites: dict[Name, SiteRight] = {}  # of a fleet without certificates, which say it elsewhere: [sites.NAME]
     # of the server of blobs, and of the dashboard
-    http: connection_limits.ConnectionLimits = connection_limits.ConnectionLimits()
+    http: http_server.ConnectionLimits = http_server.ConnectionLimits()
     waiting_mb: Annotated[int, Meta(ge=1)] = 800  # of large updates that are sent, or are here and not folded yet
 
 

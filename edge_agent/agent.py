@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Final
 
 from fedquilt import wire
-from fedquilt.blobs.storage.shared_store import SharedBlobStore
-from fedquilt.blobs.storage.store import SMALL_BYTES
-from fedquilt.blobs.transfer.backend import TransferBackend
-from fedquilt.blobs.transfer.transfers import Transfers
+from fedquilt.blobs.direct_transfers import TransferBackend
+from fedquilt.blobs.shared_store import SharedBlobStore
+from fedquilt.blobs.store import SMALL_BYTES
+from fedquilt.blobs.transfers import Transfers
 from fedquilt.core import BlobRef, Device, LinkError, Retry, StoreError, Task, Update, WireError, WireMessage
 from fedquilt.edge_agent import capabilities as means_of
 from fedquilt.edge_agent import events, messages, state_machine
@@ -33,8 +33,7 @@ from fedquilt.edge_agent.task.worker import TaskWorker
 from fedquilt.edge_agent.task_runner import TaskRunner
 from fedquilt.host.disk import REAL, Disk
 from fedquilt.host.logs import log_ids
-from fedquilt.transport.link import Link, Message
-from fedquilt.transport.malformed_messages import MalformedMessages
+from fedquilt.transport.link import Link, MalformedMessages, Message
 
 log = logging.getLogger("fedquilt.agent")
 

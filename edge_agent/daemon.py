@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from fedquilt import profiles, systemd, wire
-from fedquilt.blobs.transfer.backend import TransferBackend
+from fedquilt.blobs.direct_transfers import TransferBackend
 from fedquilt.edge_agent import devices
 from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.releases import models
@@ -23,7 +23,7 @@ from fedquilt.edge_agent.task import memory_budget, sandbox
 from fedquilt.edge_agent.task.worker import ChildWorker
 from fedquilt.edge_agent.upgrade.agent_release import AgentKind, read_launch_info
 from fedquilt.edge_agent.upgrade.remote_settings import SettingsKind
-from fedquilt.host import process_memory
+from fedquilt.host import process_resources
 from fedquilt.transport import link as links
 
 log = logging.getLogger("fedquilt.agent")
@@ -40,7 +40,7 @@ def run_agent(settings: AgentSettings) -> None:
     from fedquilt.transport.mqtt.broker import Broker
     from fedquilt.transport.mqtt.link import MqttLink
 
-    process_memory.keep_freed_memory()
+    process_resources.keep_freed_memory()
     broker = Broker.from_url(**msgspec.structs.asdict(settings.broker))
     profile = None if settings.profile is None else profiles.find_board_profile(settings.profile)
     meter = None if settings.meter is None else devices.create_meter(settings.meter)

@@ -31,10 +31,10 @@ from cryptography.x509.oid import NameOID
 from fedquilt.core import FedquiltError, JobError, LinkError, Retry, StoreError
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.host import disk
-from fedquilt.host.http_url import split_http_url
+from fedquilt.host.http_server import split_http_url
 from fedquilt.security import enrolment
 from fedquilt.security.enrolment import SigningRequest, SigningResponse
-from fedquilt.transport.mqtt import errors
+from fedquilt.transport.mqtt.broker import describe_exception
 
 log = logging.getLogger("fedquilt.enrol")
 
@@ -299,9 +299,7 @@ def _post_request(
         if certified:
             context.load_cert_chain(files.cert, files.key)
     except (ValueError, OSError) as error:
-        raise JobError(
-            f"[enrol] url = {url!r} or {files.ca} cannot be used: {errors.describe_exception(error)}"
-        ) from None
+        raise JobError(f"[enrol] url = {url!r} or {files.ca} cannot be used: {describe_exception(error)}") from None
     connection = http.client.HTTPSConnection(host, port, timeout=ANSWER_S, context=context)
     try:
         connection.request("POST", path, msgspec.json.encode(request), {"Content-Type": "application/json"})
@@ -336,7 +334,7 @@ def _describe_connection_error(url: str, files: CredentialPaths, error: Exceptio
             now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
             return f"the certificate of {url} is out of date by this board's clock, which says {now}: set the clock"
         return f"{url} is not to be trusted ({error.verify_message}): check [enrol] url and {files.ca}"
-    said = errors.describe_exception(error)
+    said = describe_exception(error)
     if "alert" in said and "expired" in said:
         return f"{url} says that {files.cert} has expired: put a new token into {files.token}"
     return f"{url} cannot be reached ({said}): check the address, the network, and `fedquilt identity serve` there"

@@ -15,8 +15,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from fedquilt import extras
 from fedquilt.core import JobError
-from fedquilt.host.connection_limits import ConnectionLimiter, ConnectionLimits
-from fedquilt.host.http_server import HttpExchange, HttpServer, RequestRefusedError
+from fedquilt.host.http_server import ConnectionLimiter, ConnectionLimits, HttpExchange, HttpServer, RequestRefusedError
 
 log = logging.getLogger(__name__)
 

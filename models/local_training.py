@@ -27,7 +27,7 @@ from fedquilt.core import (
     UpdateSchema,
     WorkEstimate,
 )
-from fedquilt.costs import layer_costs, peak_memory
+from fedquilt.costs import cost_model, peak_memory
 from fedquilt.formats import tensor_register, training_choices
 
 FIT = tuple(each.name for each in fields(Fit) if each.name != "round")
@@ -42,11 +42,11 @@ class NetworkState:
     model: dict[str, np.ndarray]
     flops: float  # of one forward pass of one example
     example_bytes: int  # bytes of one example in training at the least, beside the weights; 0: not in the bundle
-    layers: tuple[layer_costs.Layer, ...] = field(default=(), kw_only=True)  # their costs; (): not in the bundle
+    layers: tuple[cost_model.Layer, ...] = field(default=(), kw_only=True)  # their costs; (): not in the bundle
 
-    def costs_by_layer(self) -> tuple[layer_costs.Layer, ...]:
+    def costs_by_layer(self) -> tuple[cost_model.Layer, ...]:
         """Return the cost of each layer, or of the network as one layer if the bundle has no layers."""
-        return self.layers or layer_costs.parse_layers({"flops": self.flops})
+        return self.layers or cost_model.parse_layers({"flops": self.flops})
 
     @property
     def register(self) -> tensor_register.TensorRegister:
@@ -75,7 +75,7 @@ def initial_state(bundle: Bundle, params: Any) -> NetworkState:
     if "register" in bundle.meta:
         network["register"] = msgspec.to_builtins(bundle.meta["register"])
     flops, example_bytes = float(bundle.meta.get("flops", 0)), int(bundle.meta.get("example_bytes", 0))
-    found = layer_costs.parse_layers(bundle.meta) if "layers" in bundle.meta else ()
+    found = cost_model.parse_layers(bundle.meta) if "layers" in bundle.meta else ()
     return NetworkState(table, network, model, flops, example_bytes, layers=found)
 
 
@@ -133,21 +133,21 @@ def training_work(
     fixed += peak_memory.imported_bytes(state.params, library)
     peak_bytes = fixed + minimum_batch(state, moved) * state.example_bytes
     costs, names = state.costs_by_layer(), state.model if moved is None else moved
-    each = layer_costs.PassCost().add_scaled(layer_costs.training_cost(costs, names), trainings)
-    each = each.add_scaled(layer_costs.forward_cost(costs), looks)
+    each = cost_model.PassCost().add_scaled(cost_model.training_cost(costs, names), trainings)
+    each = each.add_scaled(cost_model.forward_cost(costs), looks)
     steps = {
-        name: round(trainings * count) for name, count in layer_costs.trained_tensor_bytes(state.model, names).items()
+        name: round(trainings * count) for name, count in cost_model.trained_tensor_bytes(state.model, names).items()
     }
-    work = layer_costs.training_work(each, state.params, steps, size)
-    kind = layer_costs.workload_kind(costs, convolutions)
+    work = cost_model.training_work(each, state.params, steps, size)
+    kind = cost_model.workload_kind(costs, convolutions)
     return msgspec.structs.replace(work, peak_bytes=peak_bytes, workload=kind)
 
 
 def evaluation_work(state: NetworkState) -> WorkEstimate:
     """Return the cost of one forward pass over as many examples as a device trains on."""
-    kind = layer_costs.workload_kind(state.costs_by_layer(), state.register.convolution_paths(state.model))
-    found = layer_costs.inference_work(
-        layer_costs.forward_cost(state.costs_by_layer()), tensors.total_bytes([state.model])
+    kind = cost_model.workload_kind(state.costs_by_layer(), state.register.convolution_paths(state.model))
+    found = cost_model.inference_work(
+        cost_model.forward_cost(state.costs_by_layer()), tensors.total_bytes([state.model])
     )
     return msgspec.structs.replace(found, workload=kind)
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from two_sides import noise
 
 from fedquilt import wire
-from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.blobs.transfer.backend import TransferResult
-from fedquilt.blobs.transfer.download import BlobWriter
+from fedquilt.blobs.direct_transfers import TransferResult
+from fedquilt.blobs.download import BlobWriter
+from fedquilt.blobs.store import BlobStore
 from fedquilt.coordinator.delivery.blob_server import BlobServer
 from fedquilt.core import BlobRef
-from fedquilt.host.connection_limits import ConnectionLimiter
+from fedquilt.host.http_server import ConnectionLimiter
 
 CHUNK = 64 * 1024
 PAYLOAD = noise(4 * CHUNK)
@@ -37,7 +37,6 @@ class Site:
         self.token = self.server.issue_token("a", self.ref)
 
     def upload(self, payload: bytes = noise(4 * CHUNK, 7)) -> tuple[BlobWriter, str]:
-        """An intake for a blob, and the token to put it."""
         digests = "".join(hashlib.sha256(payload[at : at + CHUNK]).hexdigest() for at in range(0, len(payload), CHUNK))
         sha256 = hashlib.sha256(payload).hexdigest()
         manifest = wire.BlobManifest(sha256=sha256, size=len(payload), chunk=CHUNK, digests=digests)

@@ -11,8 +11,8 @@ import numpy as np
 
 from fedquilt import wire
 from fedquilt.arrays import tensors
-from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.blobs.transfer.transfers import Transfers
+from fedquilt.blobs.store import BlobStore
+from fedquilt.blobs.transfers import Transfers
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.background_worker import BackgroundWorker
 from fedquilt.coordinator.delivery.executor import LinkExecutor

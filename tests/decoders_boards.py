@@ -66,9 +66,6 @@ def every(folder: Path) -> dict[str, Decoder]:
     }
 
 
-# -- upgrades of the agent --------------------------------------------------------------------------
-
-
 def _upgrades(folder: Path) -> dict[str, Decoder]:
     site, path, pem = Certified(folder), folder / "sent.tar", folder / "sent.crt"
     ca, packages = str(site.ca), folder / "packages"
@@ -173,7 +170,6 @@ def _upgrades(folder: Path) -> dict[str, Decoder]:
 
 
 def headed(payload: bytes) -> bytes:
-    """An archive in which each header has the right sum, as far as one can be found after the other."""
     given, at = bytearray(payload), 0
     while at + 512 <= len(given) and any(given[at : at + 512]):
         given[at + 148 : at + 156] = b" " * 8
@@ -187,7 +183,6 @@ def headed(payload: bytes) -> bytes:
 
 
 def _begun(folder: Path) -> Any:
-    """What the launcher makes of its file: a choice that it can write."""
     program = launcher.python_path(folder, "a" * 64)
     program.parent.mkdir(parents=True)
     program.touch()
@@ -208,9 +203,6 @@ def _named(folder: Path) -> Any:
         return launcher.installation_id(folder)
 
     return read
-
-
-# -- what lies on a board ---------------------------------------------------------------------------
 
 
 def _kept(folder: Path) -> dict[str, Decoder]:
@@ -273,9 +265,6 @@ def _kept(folder: Path) -> dict[str, Decoder]:
             share=0.1,
         ),
     }
-
-
-# -- what a network says of itself ------------------------------------------------------------------
 
 
 def _networks() -> dict[str, Decoder]:
@@ -347,9 +336,6 @@ def _written(path: Path, payload: bytes) -> Path:
     return path
 
 
-# -- rollouts ---------------------------------------------------------------------------------------
-
-
 def _rollouts(home: Path) -> dict[str, Decoder]:
     store = Store(home, durable=False)
     plan = RolloutPlan(
@@ -371,7 +357,6 @@ def _rollouts(home: Path) -> dict[str, Decoder]:
     bodies = tuple(msgspec.json.encode(fact) for fact in facts)
 
     def kept(text: str, lines: tuple[str, ...]) -> object:
-        """The rollout with this plan and these facts, with checksums as if they were right."""
         head = FIRST
         with store.open_transaction():
             store._db.execute("delete from rollout_facts")

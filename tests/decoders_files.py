@@ -13,7 +13,7 @@ from decoding import SHA, Decoder, numbered
 from wired import MESSAGES
 
 from fedquilt import profiles, wire
-from fedquilt.blobs.storage import pack_file
+from fedquilt.blobs import pack_file
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.device_columns import RoundBitmap
 from fedquilt.coordinator.rounds import deadline, events
@@ -22,16 +22,7 @@ from fedquilt.coordinator.storage import backup, rows, snapshots, write_ahead_lo
 from fedquilt.coordinator.storage.rows import IndexedLog
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.views.scores import EvaluationScore, RunScores
-from fedquilt.core import (
-    UNDECODABLE,
-    BlobRef,
-    JobError,
-    ModelError,
-    StoreError,
-    Update,
-    UpdateError,
-    evaluation,
-)
+from fedquilt.core import UNDECODABLE, BlobRef, JobError, ModelError, StoreError, Update, UpdateError, evaluation
 from fedquilt.edge_agent import settings as agent_settings
 from fedquilt.edge_agent.clocks import clock_pin
 from fedquilt.edge_agent.storage import job_records
@@ -51,9 +42,6 @@ def every(folder: Path) -> dict[str, Decoder]:
         folder: for the files, empty.
     """
     return {**_coordinator(folder / "coordinator"), **_agent(folder / "agent"), **_tables()}
-
-
-# -- what the coordinator reads -------------------------------------------------------------------
 
 
 def _coordinator(folder: Path) -> dict[str, Decoder]:
@@ -158,7 +146,7 @@ def _coordinator(folder: Path) -> dict[str, Decoder]:
             named,
             share=0.02,
         ),
-        "pack": Decoder("fedquilt/blobs/storage/pack_file.py", unpacked, (OSError,), (packed,), share=0.5),
+        "pack": Decoder("fedquilt/blobs/pack_file.py", unpacked, (OSError,), (packed,), share=0.5),
         "write-ahead log": Decoder(
             "coordinator/storage/write_ahead_log.py",
             taken_up,
@@ -170,7 +158,6 @@ def _coordinator(folder: Path) -> dict[str, Decoder]:
 
 
 def named(payload: bytes) -> bytes:
-    """A backup whose manifest, the last member, is named by what it holds, with the right sum of that header."""
     at = payload.rfind(b"manifest-") // 512 * 512
     header, rest = bytearray(payload[at : at + 512]), payload[at + 512 :]
     size = header[124:135]
@@ -184,7 +171,6 @@ def named(payload: bytes) -> bytes:
 
 
 def summed(payload: bytes) -> bytes:
-    """A file of `fedquilt.formats.checksummed_json` with the right checksum, if it is JSON."""
     try:
         table = json.loads(payload)
     except (ValueError, RecursionError):
@@ -203,15 +189,11 @@ def _sum(table: dict[str, Any]) -> str:
 
 
 def _log_of(home: Path) -> Path:
-    """A home as SIGKILL leaves it, with facts in the log alone."""
     with Store(home / "alive") as store:
         run = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), home)
         store.append_event(run, events.JobStarted(BlobRef(sha256=SHA, size=3)))
         shutil.copytree(home / "alive", home / "killed")
     return home / "killed"
-
-
-# -- what an agent reads --------------------------------------------------------------------------
 
 
 def _agent(folder: Path) -> dict[str, Decoder]:
@@ -239,9 +221,6 @@ def _agent(folder: Path) -> dict[str, Decoder]:
             "edge_agent/clocks/clock_pin.py", recovered, (), (msgspec.json.encode(journal),), share=0.3
         ),
     }
-
-
-# -- decoders of files that people write -----------------------------------------------------------
 
 
 def _tables() -> dict[str, Decoder]:

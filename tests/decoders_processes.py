@@ -11,9 +11,7 @@ import msgspec
 from decoding import SHA, Decoder
 from wired import MESSAGES
 
-from fedquilt.core import (
-    BlobRef,
-)
+from fedquilt.core import BlobRef
 from fedquilt.edge_agent.clocks import client, helper
 from fedquilt.edge_agent.task import process, protocol
 
@@ -80,7 +78,6 @@ def every(folder: Path) -> dict[str, Decoder]:
 
 
 def _child() -> Callable[[bytes], object]:
-    """What the daemon makes of a line that its task's process writes."""
     child = process.ChildProcess.__new__(process.ChildProcess)
     child._line = child._tail = child._unsent = b""
     child.garbled, child._errors, child._invalid_lines = False, None, 0
@@ -98,8 +95,6 @@ def _child() -> Callable[[bytes], object]:
 
 
 def _asked(folder: Path) -> Callable[[bytes], object]:
-    """What an agent makes of the clock helper's answer."""
-
     def read(payload: bytes) -> object:
         ours, theirs = socket.socketpair()
         clocks = client.ClockClient.__new__(client.ClockClient)

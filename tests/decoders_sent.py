@@ -18,7 +18,7 @@ from signed_payloads import payload_without_check
 from wired import MESSAGES
 
 from fedquilt import compression, wire
-from fedquilt.arrays import safetensors_files, tensors
+from fedquilt.arrays import disk_arrays, tensors
 from fedquilt.blobs import chunks
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.updates import sites, validation
@@ -41,11 +41,11 @@ from fedquilt.methods import fedavg
 from fedquilt.models.local_training import NetworkState
 from fedquilt.models.partial import masks
 from fedquilt.onnx import graph_check
-from fedquilt.security import authenticated_link, enrolment, message_signature
+from fedquilt.security import authenticated_link, enrolment
 from fedquilt.security.handshake import LinkIdentity, Session, SessionGrant
 from fedquilt.tools.lab import demo
 from fedquilt.transport.link import Message
-from fedquilt.transport.mqtt import packets
+from fedquilt.transport.mqtt import client
 
 
 def every(folder: Path) -> dict[str, Decoder]:
@@ -54,16 +54,7 @@ def every(folder: Path) -> dict[str, Decoder]:
     Args:
         folder: for files of theirs, empty.
     """
-    return {
-        **_wire(),
-        **_packets(),
-        **_sealed(folder / "site"),
-        **_manifests(),
-        **_tensors(folder / "tensors"),
-    }
-
-
-# -- messages -------------------------------------------------------------------------------------
+    return {**_wire(), **_packets(), **_sealed(folder / "site"), **_manifests(), **_tensors(folder / "tensors")}
 
 
 def _wire() -> dict[str, Decoder]:
@@ -101,25 +92,24 @@ def _wire() -> dict[str, Decoder]:
 
 
 def _packets() -> dict[str, Decoder]:
-    """What a broker sends: each packet is read as a message, and as an acknowledgement of one."""
     seeds = tuple(
-        packets.publish_packet(level, 7, "fleet/a", b"payload" * 20, 1, False) + packets.puback_packet(513)
+        client.publish_packet(level, 7, "fleet/a", b"payload" * 20, 1, False) + client.puback_packet(513)
         for level in (4, 5)
     )
 
     def read(payload: bytes, level: int) -> None:
         data, at = bytearray(payload), 0
-        while (found := packets.find_packet(data, at)) is not None:
+        while (found := client.find_packet(data, at)) is not None:
             head, begin, at = found
-            for decode in (lambda body: packets.parse_publish(level, head, body), packets.parse_puback):  # noqa: B023
-                with contextlib.suppress(packets.MalformedPacketError):
+            for decode in (lambda body: client.parse_publish(level, head, body), client.parse_puback):  # noqa: B023
+                with contextlib.suppress(client.MalformedPacketError):
                     decode(data[begin:at])
 
     return {
         f"packets of MQTT {name}": Decoder(
-            "fedquilt/transport/mqtt/packets.py",
+            "fedquilt/transport/mqtt/client.py",
             lambda payload, level=level: read(payload, level),  # type: ignore[misc]
-            (packets.MalformedPacketError,),
+            (client.MalformedPacketError,),
             seeds,
         )
         for level, name in ((4, "3.1.1"), (5, "5"))
@@ -140,11 +130,11 @@ def _sealed(folder: Path) -> dict[str, Decoder]:
         inner = payload_without_check(payload)
         assert isinstance(inner, bytes)
         return wire.decode(
-            message_signature.verify_message(Session(grant), route, Message(topic, payload)).payload, Update
+            authenticated_link.verify_message(Session(grant), route, Message(topic, payload)).payload, Update
         )
 
     def closed(payload: bytes) -> bytes:
-        return message_signature.make_signed_payload(Session(grant), topic, numbered(payload_without_check(payload)))
+        return authenticated_link.make_signed_payload(Session(grant), topic, numbered(payload_without_check(payload)))
 
     def granted(payload: bytes) -> object:
         ours, theirs = board.start_as_device(), coordinator.start_as_coordinator()
@@ -171,10 +161,10 @@ def _sealed(folder: Path) -> dict[str, Decoder]:
     where = "fedquilt/security/handshake.py"
     return {
         "envelope": Decoder(
-            "fedquilt/security/message_signature.py",
+            "fedquilt/security/authenticated_link.py",
             opened,
             (WireError,),
-            (message_signature.make_signed_payload(Session(grant), topic, update),),
+            (authenticated_link.make_signed_payload(Session(grant), topic, update),),
             closed,
         ),
         "hello": Decoder(
@@ -255,9 +245,6 @@ def _manifests() -> dict[str, Decoder]:
     }
 
 
-# -- tensors and graphs ---------------------------------------------------------------------------
-
-
 def _tensors(folder: Path) -> dict[str, Decoder]:
     folder.mkdir()
     roll = np.random.default_rng(0)
@@ -268,22 +255,22 @@ def _tensors(folder: Path) -> dict[str, Decoder]:
 
     def floats(payload: bytes) -> object:
         path.write_bytes(payload)
-        return list(safetensors_files.FloatReader(path).values())
+        return list(disk_arrays.FloatReader(path).values())
 
     def streamed(payload: bytes) -> None:
         path.write_bytes(payload)
-        tensors.require_finite(safetensors_files.SafetensorsReader(path))
+        tensors.require_finite(disk_arrays.SafetensorsReader(path))
 
     def state_file(payload: bytes) -> object:
         path.write_bytes(payload)
-        return safetensors_files.read_state(path, NetworkState)
+        return disk_arrays.read_state(path, NetworkState)
 
     found = {
         "large update": Decoder(
-            "fedquilt/arrays/safetensors_files.py", streamed, (UpdateError, StoreError), (plain,), measured
+            "fedquilt/arrays/disk_arrays.py", streamed, (UpdateError, StoreError), (plain,), measured
         ),
         "large state": Decoder(
-            "fedquilt/arrays/safetensors_files.py", state_file, (StoreError,), (tensors.pack_state(state),), measured
+            "fedquilt/arrays/disk_arrays.py", state_file, (StoreError,), (tensors.pack_state(state),), measured
         ),
         "tensors": Decoder(
             "fedquilt/arrays/tensors.py",
@@ -299,9 +286,7 @@ def _tensors(folder: Path) -> dict[str, Decoder]:
             (tensors.pack_state(state),),
             measured,
         ),
-        "floats": Decoder(
-            "fedquilt/arrays/safetensors_files.py", floats, (UpdateError, StoreError), (plain,), measured
-        ),
+        "floats": Decoder("fedquilt/arrays/disk_arrays.py", floats, (UpdateError, StoreError), (plain,), measured),
         "sum of a site": _summed(state),
         "updates of a site": _passed(state),
         "boards of a site": _table(),
@@ -322,13 +307,12 @@ def _tensors(folder: Path) -> dict[str, Decoder]:
             return compression.decode_bundle(coding, tensors.decode_tensors(payload), base)
 
         found[f"codec.{codec}"] = Decoder(
-            "fedquilt/compression/__init__.py", read, (UpdateError,), (tensors.encode_tensors(sent),), measured
+            "fedquilt/compression.py", read, (UpdateError,), (tensors.encode_tensors(sent),), measured
         )
     return found
 
 
 def _summed(state: NetworkState) -> Decoder:
-    """Decoder of the accumulator that a site sends to the coordinator above it."""
     method = sites.adapt_for_sites(fedavg.METHOD, settings.parse_job({"name": "j", "method": "fedavg"}), {})
     boards = [DeviceUpdate(name, 0, 3.0, {}, {"model": state.model}) for name in ("a", "b")]
     total = functools.reduce(lambda so_far, board: fedavg.fold(state, so_far, board), boards, None)
@@ -343,7 +327,6 @@ def _summed(state: NetworkState) -> Decoder:
 
 
 def _passed(state: NetworkState) -> Decoder:
-    """Decoder of a bundle in which a site passes its boards' updates up."""
     method = sites.adapt_for_sites(fedavg.METHOD, settings.parse_job({"name": "j", "method": "fedavg"}), {})
     boards = [DeviceUpdate(name, 0, 3.0, {"loss": 0.5}, {"model": state.model}) for name in ("a", "b")]
     seeds = tuple(tensors.encode_tensors(bundle) for _, bundle in sites.bundle_updates(boards))
@@ -357,7 +340,6 @@ def _passed(state: NetworkState) -> Decoder:
 
 
 def _table() -> Decoder:
-    """Decoder of the table of boards in such a bundle."""
     parts = [sites.SiteUpdatePart("a", 3.0, {"loss": 0.5}, ("model",)), sites.SiteUpdatePart("b", 1.0)]
 
     def read(payload: bytes) -> object:
@@ -369,7 +351,6 @@ def _table() -> Decoder:
 
 
 def measured(payload: bytes) -> bytes:
-    """A safetensors blob whose first number is the size of its header, if that can be told."""
     end = payload.find(b"}", payload.rfind(b"data_offsets")) + 1
     end += payload[end : end + 1] == b"}"
     while end % 8 and payload[end : end + 1] == b" ":
@@ -378,7 +359,6 @@ def measured(payload: bytes) -> bytes:
 
 
 def _graphs() -> tuple[bytes, ...]:
-    """The demo's graphs that are small."""
     found = sorted((Path(demo.__file__).parent / "bundle" / "blobs").iterdir(), key=lambda path: path.stat().st_size)
     graphs = []
     for path in found:

@@ -31,6 +31,5 @@ class Decoder:
 
 
 def numbered(payload: bytes) -> bytes:
-    """A message with the right checksum for what follows it."""
     at = payload.find(b',"crc":"') + 16
     return b'{"v":1,"crc":"%08x"' % zlib.crc32(payload[at + 1 :]) + payload[at + 1 :] if at > 16 else payload

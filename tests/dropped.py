@@ -20,7 +20,6 @@ CLONE_NEWNS, MS_BIND, MS_REC, MS_PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000
 
 
 def drop(uid: int, gid: int, needed: Iterable[Path]) -> None:
-    """Become a user for good, with a way to the needed folders, in a process that has one thread."""
     if os.geteuid() == 0:
         libc = ctypes.CDLL(None, use_errno=True)
         _open_folders(libc, set(needed))
@@ -32,7 +31,6 @@ def drop(uid: int, gid: int, needed: Iterable[Path]) -> None:
 
 
 def _open_folders(libc: ctypes.CDLL, needed: set[Path]) -> None:
-    """Open what is shut to others above the needed folders, for this process and its children alone."""
     shut = {above for place in needed for above in (place, *place.parents) if not above.stat().st_mode & 0o001}
     tops = {one for one in shut if not shut & set(one.parents)}
     if not tops or libc.unshare(CLONE_NEWNS) or libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None):

@@ -42,8 +42,6 @@ SPICE = (*_NUMBERS, *_BYTES, b'""', b'"', b"'", b"#", b"+", b"\n", b"../../x", b
 
 
 class Failure(NamedTuple):
-    """An input that should not have been answered so."""
-
     name: str
     number: int
     what: str
@@ -53,8 +51,6 @@ class Failure(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What came of some inputs."""
-
     inputs: int
     read: int  # that were taken for valid
     seconds: float  # of processor time
@@ -62,7 +58,6 @@ class Part(NamedTuple):
 
 
 def changed(seeds: Sequence[bytes], roll: random.Random) -> bytes:
-    """One of the seeds, changed at one to four places."""
     given = bytearray(roll.choice(seeds))
     for _ in range(roll.choice((1, 1, 1, 2, 4))):
         at, way = int(roll.random() * (len(given) + 1)), int(roll.random() * 9)
@@ -91,7 +86,6 @@ def changed(seeds: Sequence[bytes], roll: random.Random) -> bytes:
 
 
 def _digits(given: bytearray, at: int, roll: random.Random) -> None:
-    """Put another value in place of the number that follows a place."""
     begin = next((index for index in range(at, len(given)) if 48 <= given[index] <= 57), None)
     if begin is not None:
         end = begin
@@ -101,7 +95,6 @@ def _digits(given: bytearray, at: int, roll: random.Random) -> None:
 
 
 def one(name: str, decoder: Decoder, number: int) -> tuple[bool, Failure | None]:
-    """Give a decoder its input of a number: whether it was valid, and what was wrong with the answer."""
     roll = random.Random(zlib_seed(name, number))
     payload = changed(decoder.seeds, roll)
     if decoder.dress is not None and roll.random() < 0.5:
@@ -121,19 +114,16 @@ def one(name: str, decoder: Decoder, number: int) -> tuple[bool, Failure | None]
 
 
 def zlib_seed(name: str, number: int) -> int:
-    """A seed of its own for each decoder's each input."""
     return (number << 40) ^ sum(ord(letter) * 257**place for place, letter in enumerate(name[:12]))
 
 
 def spread(made: Mapping[str, Decoder], inputs: int) -> dict[str, int]:
-    """How many of the inputs each decoder gets."""
     whole = sum(decoder.share for decoder in made.values())
     return {name: max(round(inputs * decoder.share / whole), 1) for name, decoder in made.items()}
 
 
 @contextlib.contextmanager
 def prepared(only: Sequence[str]) -> Iterator[dict[str, Decoder]]:
-    """The decoders whose names begin with one of `only` (none: all), with files in a folder of their own."""
     shared = Path("/dev/shm")
     logging.disable(logging.CRITICAL)
     try:
@@ -145,12 +135,10 @@ def prepared(only: Sequence[str]) -> Iterator[dict[str, Decoder]]:
 
 
 def resident_mb() -> float:
-    """Resident memory of this process now."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e6
 
 
 def play(only: Sequence[str], first: int, inputs: int) -> Part:
-    """Inputs of all decoders in turn, and whether memory stays flat."""
     failures: list[Failure] = []
     done = read = 0
     with prepared(only) as made:

@@ -70,7 +70,7 @@ class Federation:
         Raises:
             TimeoutError: the job does not end.
         """
-        broker = MemoryBroker(0, max_payload=4096)
+        broker = MemoryBroker(max_payload=4096)
 
         def observe(job: Any, fact: AnyEvent) -> None:
             if kill(fact):

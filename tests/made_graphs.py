@@ -58,15 +58,10 @@ def product(
 
 
 def pooled(into: str) -> list[Any]:
-    """Nodes that take images of any size, and give the mean of each channel."""
-    return [
-        helper.make_node("GlobalAveragePool", ["x"], ["p"]),
-        helper.make_node("Flatten", ["p"], [into]),
-    ]
+    return [helper.make_node("GlobalAveragePool", ["x"], ["p"]), helper.make_node("Flatten", ["p"], [into])]
 
 
 def two_files(folder: Path, made: Any = None, location: str = "model.onnx.data") -> Path:
-    """Write a model with its weights in a second file, as torch does; returns the path of the first."""
     onnx.save(
         product() if made is None else made,
         folder / "model.onnx",

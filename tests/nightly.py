@@ -116,11 +116,6 @@ def stages(data: Path | None = None, *, python: str = sys.executable) -> list[St
             without,
         ),
         Stage(
-            "signed-bytes",
-            "what signatures add to the bytes of a fleet",
-            ((python, "tests/signed_bytes.py"),),
-        ),
-        Stage(
             "matrix",
             "the other tests marked nightly: each method with each network, graphs of pip packages",
             ((*tests, "-m", "nightly", f"--ignore={CONTAINERS}"),),

@@ -11,8 +11,8 @@ import numpy as np
 
 from fedquilt import wire
 from fedquilt.arrays import tensors
-from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.blobs.transfer.transfers import Transfers
+from fedquilt.blobs.store import BlobStore
+from fedquilt.blobs.transfers import Transfers
 from fedquilt.core import ClockError, Cost, OperatingPoint, Reading, Task, Update, WorkEstimate, derive_seed
 from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.releases.release_kind import ReleaseKind

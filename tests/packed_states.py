@@ -6,9 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from hypothesis import settings
-
-FUZZ = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from fedquilt import wire
-from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.blobs.transfer.transfers import Transfers
+from fedquilt.blobs.store import BlobStore
+from fedquilt.blobs.transfers import Transfers
 from fedquilt.coordinator.delivery.executor import LinkExecutor
 from fedquilt.coordinator.rounds.rollout import AnyRolloutEvent, Rollout, RolloutPlan
 from fedquilt.coordinator.server import Server

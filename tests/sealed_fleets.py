@@ -17,8 +17,6 @@ CLAIM = b'{"v":1,"crc":"00000000","round":1}'
 
 
 class Tampered(MemoryBroker):
-    """A broker that keeps all it has carried, and changes what the test says."""
-
     def __init__(self) -> None:
         super().__init__()
         self.carried: list[tuple[str, bytes]] = []
@@ -35,8 +33,6 @@ class Tampered(MemoryBroker):
 
 
 class Fleet:
-    """One coordinator and boards, each on a sealed link, and time that the test moves on."""
-
     def __init__(self, site: Certified) -> None:
         self.site, self.broker = site, Tampered()
         self.identities = {"coordinator": LinkIdentity(site.broker("coordinator", "coordinator"))}
@@ -47,7 +43,6 @@ class Fleet:
         self.mallory = self.broker.connect()  # writes where it likes
 
     def coordinate(self) -> None:
-        """A new coordinator's process."""
         self.epoch += 1
         if self.epoch > 1:
             self.broker.lose_client(self.raw)
@@ -58,7 +53,6 @@ class Fleet:
         self.heard["coordinator"] = []
 
     def join(self, name: str, identity: LinkIdentity | None = None) -> AuthenticatedDeviceLink:
-        """A new agent's process of a board."""
         self.identities.setdefault(name, identity or LinkIdentity(self.site.broker(name)))
         self.boards[name] = AuthenticatedDeviceLink(self.broker.connect(), self.identities[name], "f", name, self.clock)
         self.heard[name] = []

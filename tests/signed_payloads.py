@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from fedquilt.security import message_signature
+from fedquilt.security import authenticated_link
 
 
 def payload_without_check(payload: bytes) -> bytes:
-    """The payload of a signed message, and other payloads as they are."""
-    if not message_signature.is_signed(payload):
+    if not authenticated_link.is_signed(payload):
         return payload
     said = payload.partition(b'"said":')[2].removesuffix(b"}")
     return b"" if said == b"null" else said

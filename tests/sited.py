@@ -14,7 +14,7 @@ from virtual_site import VirtualSite
 
 from fedquilt import wire
 from fedquilt.arrays import tensors
-from fedquilt.blobs.storage.shared_store import SharedBlobStore
+from fedquilt.blobs.shared_store import SharedBlobStore
 from fedquilt.coordinator import settings as jobs
 from fedquilt.coordinator.background_worker import BackgroundWorker
 from fedquilt.coordinator.delivery.executor import LinkExecutor
@@ -52,7 +52,7 @@ class Federation:
 
     plan: FleetPlan
     stack: contextlib.ExitStack
-    broker: MemoryBroker = field(default_factory=lambda: MemoryBroker(3))
+    broker: MemoryBroker = field(default_factory=lambda: MemoryBroker())
     seats: list[Seat] = field(default_factory=list)
     sites: dict[str, VirtualSite] = field(default_factory=dict)
     facts: list[AnyEvent] = field(default_factory=list)

@@ -10,15 +10,13 @@ from pathlib import Path
 from two_sides import Side
 from waiting import LIMIT_S
 
-from fedquilt.blobs.transfer.backend import TransferBackend
+from fedquilt.blobs.direct_transfers import TransferBackend
 from fedquilt.coordinator.delivery.blob_server import BlobLocationProvider, BlobLocationSettings
 from fedquilt.security.handshake import LinkIdentity
 from fedquilt.transport.memory_link import MemoryBroker
 
 
 class Counted(MemoryBroker):
-    """A broker that counts the chunks that it carries; `chunks_most`: it loses those that come later."""
-
     chunks = 0
     chunks_most: int | None = None
 
@@ -31,8 +29,6 @@ class Counted(MemoryBroker):
 
 
 class Pair:
-    """A coordinator with its server, and boards, each with its carriers."""
-
     def __init__(
         self,
         folder: Path,
@@ -54,7 +50,6 @@ class Pair:
         return (device, sha256) not in self.coordinator.refused
 
     def play(self, until: Callable[[], bool]) -> None:
-        """Let both sides work until a condition holds."""
         end_s = time.monotonic() + LIMIT_S
         while not until():
             assert time.monotonic() < end_s, "it takes too long"

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fedquilt import wire
-from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.blobs.transfer.backend import TransferBackend
-from fedquilt.blobs.transfer.transfers import Transfers
+from fedquilt.blobs.direct_transfers import TransferBackend
+from fedquilt.blobs.store import BlobStore
+from fedquilt.blobs.transfers import Transfers
 from fedquilt.core import BlobRef, WireError
 from fedquilt.transport.memory_link import MemoryBroker, run_on_virtual_time
 

@@ -24,14 +24,19 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from fedquilt import open_metrics
-from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.blobs.transfer.backend import Key, TransferBackend, TransferResult, close_failed_transfer
-from fedquilt.blobs.transfer.download import BlobWriter, ContentError, WriterClosedError
-from fedquilt.blobs.transfer.http_client import STALL_S, read_pieces, send_file
+from fedquilt.blobs.direct_transfers import Key, TransferBackend, TransferResult, close_failed_transfer
+from fedquilt.blobs.download import BlobWriter, ContentError, WriterClosedError
+from fedquilt.blobs.http_client import STALL_S, read_pieces, send_file
+from fedquilt.blobs.store import BlobStore
 from fedquilt.core import BlobLocation, BlobRef, JobError, StoreError
-from fedquilt.host.connection_limits import ConnectionLimiter, ConnectionLimits
-from fedquilt.host.http_server import HttpExchange, HttpServer, RequestRefusedError
-from fedquilt.host.http_url import split_http_url
+from fedquilt.host.http_server import (
+    ConnectionLimiter,
+    ConnectionLimits,
+    HttpExchange,
+    HttpServer,
+    RequestRefusedError,
+    split_http_url,
+)
 from fedquilt.security.handshake import LinkIdentity, common_name_of_peer
 
 log = logging.getLogger("fedquilt.coordinator.blobs")

@@ -18,8 +18,8 @@ from typing import Final, Protocol, TypeAlias, get_args
 import msgspec
 
 from fedquilt import wire
-from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.blobs.transfer.transfers import Transfers
+from fedquilt.blobs.store import BlobStore
+from fedquilt.blobs.transfers import Transfers
 from fedquilt.coordinator.background_worker import LARGE_BYTES
 from fedquilt.coordinator.delivery.blob_server import BlobLocationProvider, BlobLocationSettings
 from fedquilt.coordinator.delivery.rate_limiter import ROUND_S, RateLimitedLink
@@ -41,8 +41,7 @@ from fedquilt.core import (
 from fedquilt.host.logs import log_ids
 from fedquilt.security.authenticated_link import AuthenticatedFleetLink
 from fedquilt.security.handshake import LinkIdentity
-from fedquilt.transport.link import Link, Message
-from fedquilt.transport.malformed_messages import MalformedMessages
+from fedquilt.transport.link import Link, MalformedMessages, Message
 
 KINDS: Final[tuple[wire.Kind, ...]] = get_args(wire.Kind)
 
@@ -201,7 +200,7 @@ class LinkExecutor:
     """Executor for devices that are connected through a broker.
 
     A task is a retained message, which is repeated until the device claims the task. Blobs are sent in chunks
-    (`fedquilt.blobs.transfer.transfers`), or at the locations `where`. With an identity, messages are signed, and only
+    (`fedquilt.blobs.transfers`), or at the locations `where`. With an identity, messages are signed, and only
     those of authenticated devices are accepted.
     """
 

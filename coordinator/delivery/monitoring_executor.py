@@ -13,7 +13,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from fedquilt import wire
-from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.store import BlobStore
 from fedquilt.coordinator.delivery.blob_server import BlobLocationSettings
 from fedquilt.coordinator.delivery.executor import Heard, LinkExecutor
 from fedquilt.coordinator.fleet import device_status

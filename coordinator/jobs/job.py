@@ -53,7 +53,7 @@ from fedquilt.core import (
     evaluation,
     seed_deriver,
 )
-from fedquilt.costs import tiers
+from fedquilt.costs import peak_memory
 
 HELD: Final = 2  # tasks whose encoded tensors are kept, so that blobs common to many devices are encoded once
 
@@ -164,7 +164,7 @@ class RunningJob:
                 class_shares=self._class_shares() if "check" in asked else None,
             ),
             seed=self._seeded(device),
-            tier=tiers.tier_from_profile(profile),
+            tier=peak_memory.tier_from_profile(profile),
             counted=self.rounds.history.get(device, NEVER).last_round,
         )
         while len(self._encoded) > HELD * len(made.bundles):  # drop the parts that were cut for each device alone
@@ -221,7 +221,7 @@ class RunningJob:
             return ()
         needs = order.work
         if fact.round and all(
-            tiers.fits_budget(budget, [name for name in self.engines if name in engines], needs)
+            peak_memory.fits_budget(budget, [name for name in self.engines if name in engines], needs)
             for budget, engines in kinds
         ):
             return ()
@@ -229,10 +229,11 @@ class RunningJob:
         if not fleet:
             return ()
         members = [
-            tiers.TierDevice(profile, self.standing.examples.get(device)) for device, profile in sorted(fleet.items())
+            peak_memory.TierDevice(profile, self.standing.examples.get(device))
+            for device, profile in sorted(fleet.items())
         ]
-        found = tiers.tier_coverage(members, self.engines, needs)
-        return tuple(tiers.format_coverage(found, needs))
+        found = peak_memory.tier_coverage(members, self.engines, needs)
+        return tuple(peak_memory.format_coverage(found, needs))
 
     def manifest_problem(self, update: Update, profile: Profile | None = None) -> str:
         """Return why an update's manifest is invalid, or "" if valid or not of the running round."""

@@ -21,7 +21,7 @@ from fedquilt.coordinator.rounds.decisions import capped_elapsed_s
 from fedquilt.core import Count, JobError, Label, Name, Profile, Seconds, Sentence, seed_deriver, shorten_error
 from fedquilt.core.messages import UPGRADES
 from fedquilt.formats import labels
-from fedquilt.onnx import schema
+from fedquilt.onnx import file_format
 
 _WINDOW: Final = re.compile(r"([01]\d|2[0-3]):[0-5]\d-([01]\d|2[0-3]):[0-5]\d")
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
@@ -33,7 +33,7 @@ class RolloutPlan(wire.ReleaseContent, frozen=True, omit_defaults=True):
     phases: tuple[Share, ...] = (0.25, 1.0)  # cumulative; 1.0 includes devices that appear later
     abort_above: Share = 0.1  # share of the boards that have answered, above which it is undone
     patience_s: Seconds = 600.0  # for which a board that says nothing holds up the next phase
-    versions: schema.Versions | None = None  # of a model that is a file; fedquilt's own are for every runtime
+    versions: file_format.Versions | None = None  # of a model that is a file; fedquilt's own are for every runtime
 
     @property
     def cumulative_shares(self) -> tuple[float, ...]:
@@ -279,7 +279,7 @@ def incompatibility_reason(plan: RolloutPlan, profile: Profile) -> str:
     """Return why a device cannot run the release of a plan, or "" if the device can."""
     if plan.kind == "agent":
         return UNABLE if UPGRADES in profile.versions else ""
-    return "" if plan.versions is None else schema.explain_unsupported(plan.versions, profile.versions)
+    return "" if plan.versions is None else file_format.explain_unsupported(plan.versions, profile.versions)
 
 
 def incompatible_devices(plan: RolloutPlan, profiles: Mapping[str, Profile]) -> dict[str, str]:

@@ -22,7 +22,7 @@ from typing import Final, Literal, NamedTuple, cast
 
 import msgspec
 
-from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.store import BlobStore
 from fedquilt.coordinator.rounds.events import AnyEvent, JobEnded, NoteRecorded
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.coordinator.storage import rollout_log, rows, snapshots, suspended_jobs, write_ahead_log

@@ -24,8 +24,8 @@ import msgspec
 
 from fedquilt import compression
 from fedquilt.arrays import exact_sums, tensors
-from fedquilt.arrays.lazy_arrays import ScratchFile
-from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.arrays.disk_arrays import ScratchFile
+from fedquilt.blobs.store import BlobStore
 from fedquilt.coordinator.rounds.events import JobState, UpdatesAggregated
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.coordinator.updates import job_blobs, sites, validation
@@ -43,7 +43,7 @@ from fedquilt.core import (
     evaluation,
 )
 from fedquilt.core.site_rights import has_site_bundles
-from fedquilt.host import process_memory
+from fedquilt.host import process_resources
 
 UNCHANGED_ROUNDS: Final = 5  # first rounds of a run in which the loss has to change
 UNCHANGED_SHARE: Final = 1e-4  # smaller changes of the loss than this share are none
@@ -242,7 +242,7 @@ class Aggregator:
         self._depot, self._aggregation, self._state, self._job = depot, half.aggregation, state, job
         self._sums, self.large = half.aggregation.accumulator(state), large
         if large:
-            process_memory.release_freed_memory()  # of the round before
+            process_resources.release_freed_memory()  # of the round before
         self._folding = self._new_folding()
         self._read: dict[str, tuple[Update, DeviceUpdate]] = {}  # by device, up to READ_BYTES
         self._read_bytes = 0
@@ -394,7 +394,7 @@ class Aggregator:
             total = self._folding.total
         self._folding = self._new_folding()
         if self.large:
-            process_memory.release_freed_memory()  # a new state is made now
+            process_resources.release_freed_memory()  # a new state is made now
         return total
 
     def _are_devices_interleaved(self, rounds: JobState) -> bool:

@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
-from fedquilt.arrays import safetensors_files, tensors
-from fedquilt.arrays.lazy_arrays import ScratchFile
+from fedquilt.arrays import disk_arrays, exact_sums, tensors
+from fedquilt.arrays.disk_arrays import ScratchFile
 from fedquilt.blobs.chunks import DamagedBlobError
-from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.store import BlobStore
 from fedquilt.coordinator.rounds.events import JobState, RoundCommitted, UpdatesAggregated
 from fedquilt.coordinator.settings import JobSettings, create_initial_state
 from fedquilt.core import (
@@ -139,7 +139,7 @@ def load_update(depot: BlobStore, update: Update, *, lazily: bool = False) -> De
             bundles[name] = tensors.decode_tensors(found)
             tensors.require_finite(bundles[name])
         else:
-            bundles[name] = safetensors_files.SafetensorsReader(found, _BlobReadDisk(depot.disk, naming))
+            bundles[name] = disk_arrays.SafetensorsReader(found, _BlobReadDisk(depot.disk, naming))
     return DeviceUpdate(update.device, update.round, update.weight, update.metrics, bundles)
 
 
@@ -153,7 +153,7 @@ def load_partial_aggregate(depot: BlobStore, folded: UpdatesAggregated, kind: ty
     """
     told = f"the sum {folded.sum.sha256[:12]} of {len(folded.devices)} updates"
     try:
-        large = partial(safetensors_files.read_accumulator, kind=kind, disk=depot.disk, room=room)
+        large = partial(exact_sums.read_accumulator, kind=kind, disk=depot.disk, room=room)
         with _convert_blob_read_errors(f"the sum of {len(folded.devices)} updates", folded.sum, again=True):
             if (found := _load_object(depot, folded.sum, kind, large)) is not None:
                 return found
@@ -219,7 +219,7 @@ def base_tensors(depot: BlobStore, update: Update, sent: Set[str], name: str) ->
         path = depot.verified_path(sha256) if sha256 in sent else None
     if path is None:
         raise UpdateError(f"bundle {name!r} has moved from {sha256[:12]}, which this round has not sent")
-    return safetensors_files.FloatReader(path, _BlobReadDisk(depot.disk, naming))
+    return disk_arrays.FloatReader(path, _BlobReadDisk(depot.disk, naming))
 
 
 def store_tensors(
@@ -231,7 +231,7 @@ def store_tensors(
     """Store tensors as one blob. Large tensors are never in memory as bytes."""
     if tensors.total_bytes([given]) <= WHOLE_BYTES:
         return (put or depot.store_bytes)(tensors.encode_tensors(given, metadata))
-    return depot.store_written(lambda path: safetensors_files.write_safetensors(path, given, metadata, depot.disk))
+    return depot.store_written(lambda path: disk_arrays.write_safetensors(path, given, metadata, depot.disk))
 
 
 Encoded = dict[int, tuple[Tensors, BlobRef]]  # bundles that are stored, by their identity
@@ -300,7 +300,7 @@ class ModelStates:
         try:
             naming = partial(_convert_blob_read_errors, f"the state of {run}", ref, again)
             disk = _BlobReadDisk(depot.disk, naming)
-            large = partial(safetensors_files.read_state, kind=kind, disk=disk, lazy_bytes=self._lazy_bytes)
+            large = partial(disk_arrays.read_state, kind=kind, disk=disk, lazy_bytes=self._lazy_bytes)
             with naming():
                 found = _load_object(depot, ref, kind, large)
             if found is not None:

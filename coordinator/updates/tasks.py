@@ -12,7 +12,7 @@ from fedquilt.arrays import tensors
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload
 from fedquilt.core import Action, BlobRef, DeviceView, Task, TaskSpec, Tensors, WorkEstimate
 from fedquilt.core.messages import ADDED
-from fedquilt.costs import layer_costs
+from fedquilt.costs import cost_model
 
 HELD: Final = 0.2  # share of a device's examples that is held out, where the job does not tell: `DataSpec.held`
 
@@ -106,7 +106,7 @@ def with_epochs(order: TaskSpec | None, epochs: int | None) -> TaskSpec | None:
     """Return the order with another number of epochs and its work. None keeps the order."""
     if order is None or epochs is None:
         return order
-    work = layer_costs.repeat_work(order.work, epochs / order.params["epochs"])
+    work = cost_model.repeat_work(order.work, epochs / order.params["epochs"])
     return dataclasses.replace(order, params={**order.params, "epochs": epochs}, work=work)
 
 
@@ -116,7 +116,7 @@ def predict_workload(
     """Predict the workload of an order. `uneven` is whether the method permits different numbers of epochs."""
     found = DeviceWorkload(predict_work(order, actions, engine, held), bytes=total_blob_bytes(order))
     epochs = int(order.params.get("epochs", 0)) if uneven and "work" in actions else 0
-    return found._replace(epochs=epochs, epoch=layer_costs.repeat_work(order.work, 1 / epochs)) if epochs else found
+    return found._replace(epochs=epochs, epoch=cost_model.repeat_work(order.work, 1 / epochs)) if epochs else found
 
 
 def predict_evaluation_work(order: TaskSpec, held: float = HELD) -> WorkEstimate:

@@ -38,7 +38,7 @@ from fedquilt.coordinator.views import event_messages as sentences
 from fedquilt.coordinator.views import rollouts as rollout_view
 from fedquilt.coordinator.views.run_summary import RoundSummary, RunSummary
 from fedquilt.core import JobError
-from fedquilt.host import connection_limits, process_memory
+from fedquilt.host import http_server, process_resources
 from fedquilt.host.logs import log_ids
 from fedquilt.security.handshake import LinkIdentity
 from fedquilt.transport import link as links
@@ -314,8 +314,8 @@ def run_coordinator(
         )
     if limits.sites and site is not None:
         raise JobError("limits.toml [sites]: a site has no sites of its own: remove the table")
-    process_memory.keep_freed_memory()
-    connection_limits.raise_descriptor_limit()
+    process_resources.keep_freed_memory()
+    http_server.raise_descriptor_limit()
     noted = DeviceStatusTracker(store.home)
     executor = MonitoringExecutor(
         link, fleet, store.depot, store.begin_epoch(), noted, identity, dataclasses.replace(where, limits=limits.http)

@@ -1,6 +1,6 @@
 """Persistent state of a device: unacknowledged updates, private state and blobs.
 
-    <home>/blobs/                     all blobs, by content (`fedquilt.blobs.storage.store`)
+    <home>/blobs/                     all blobs, by content (`fedquilt.blobs.store`)
     <home>/task/out/                  output of the current task
     <home>/task/cache/<job>@<boot>/   files that tasks of a job leave for later tasks
     <home>/task/tmp/, libraries/      temporary files of the task's process, and caches of CUDA and other libraries
@@ -36,8 +36,8 @@ from pathlib import Path
 from typing import Final
 
 from fedquilt import wire
-from fedquilt.blobs.storage.shared_store import SharedBlobStore, SharedBlobView
-from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.shared_store import SharedBlobStore, SharedBlobView
+from fedquilt.blobs.store import BlobStore
 from fedquilt.core import BlobRef, JobError, Label, StoreError, Update, WireError, WireMessage
 from fedquilt.edge_agent.power.learned_model import LearnedModel
 from fedquilt.edge_agent.storage.job_records import CountedRound, JobRecords, Key, PrivateState

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from fedquilt import compression, core, methods
-from fedquilt.arrays import safetensors_files, tensors
+from fedquilt.arrays import disk_arrays, tensors
 from fedquilt.core import (
     ClientContext,
     ClientResult,
@@ -258,13 +258,13 @@ def run_method(order: WorkRequest, method: Method, site: ClientContext) -> WorkR
         if not order.private or site.lost:
             return {}
         parts[order.private] = order.private_sha256
-        return safetensors_files.FloatReader(Path(order.private))
+        return disk_arrays.FloatReader(Path(order.private))
 
     def open_base_bundle(name: str) -> core.Tensors | None:
         if name not in order.bundles:
             return None
         parts[order.bundles[name]] = _expected_hash(order, name)
-        return safetensors_files.FloatReader(Path(order.bundles[name]))
+        return disk_arrays.FloatReader(Path(order.bundles[name]))
 
     metrics: dict[str, float] = {}
     evaluation: core.EvaluationSums | None = None

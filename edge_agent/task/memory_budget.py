@@ -18,8 +18,8 @@ from fedquilt.core import WorkEstimate
 from fedquilt.costs import peak_memory
 from fedquilt.costs.peak_memory import ASSUMED_BASE_BYTES as ASSUMED_BASE_BYTES
 from fedquilt.host import sysfs
-from fedquilt.host.process_memory import PROC
-from fedquilt.host.process_memory import resident_bytes as resident_bytes
+from fedquilt.host.process_resources import PROC
+from fedquilt.host.process_resources import resident_bytes as resident_bytes
 from fedquilt.wire import RefusalCode
 
 LEARNT: Final = 0.3  # weight of the newest ratio in the average of true over predicted peaks

@@ -25,7 +25,7 @@ def write_tensors(path: Path | str, tensors: Tensors) -> BlobRef:
     Raises:
         StoreError: If the file cannot be written.
     """
-    from fedquilt.arrays.safetensors_files import write_safetensors
+    from fedquilt.arrays.disk_arrays import write_safetensors
     from fedquilt.arrays.tensors import encode_tensors, total_bytes
 
     if total_bytes([tensors]) <= SMALL_BYTES:

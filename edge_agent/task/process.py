@@ -20,8 +20,8 @@ from fedquilt.core import UNDECODABLE, shorten_error
 from fedquilt.edge_agent.engines import out_of_memory
 from fedquilt.edge_agent.task import memory_budget
 from fedquilt.edge_agent.task.protocol import Event, ProcessRequest, WorkResult
-from fedquilt.host import threads
-from fedquilt.host.process_memory import PROC
+from fedquilt.host import process_resources
+from fedquilt.host.process_resources import PROC
 
 log = logging.getLogger("fedquilt.agent")
 
@@ -71,7 +71,7 @@ class ChildProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
-            env={**threads.QUIET, **os.environ},
+            env={**process_resources.QUIET, **os.environ},
             start_new_session=True,  # with a process group, which a confined process cannot leave
         )
         self.pid = self._process.pid

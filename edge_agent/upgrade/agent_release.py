@@ -25,7 +25,7 @@ from fedquilt.edge_agent.releases.release_kind import CheckResult, ReleaseKind
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.edge_agent.upgrade import launcher
 from fedquilt.edge_agent.upgrade.launcher import VersionChoice
-from fedquilt.host import threads
+from fedquilt.host import process_resources
 from fedquilt.host.disk import REAL, Disk, disk_errors
 from fedquilt.wire import DesiredRelease
 
@@ -192,7 +192,7 @@ class AgentKind(ReleaseKind):
         environ = {
             name: value for name, value in os.environ.items() if name not in (launcher.LAUNCHED, "NOTIFY_SOCKET")
         }
-        environ = {**threads.QUIET, **environ, "PYTHONDONTWRITEBYTECODE": "1"}
+        environ = {**process_resources.QUIET, **environ, "PYTHONDONTWRITEBYTECODE": "1"}
         try:
             self._check.start(self._command, CHECK_S, environ, msgspec.json.encode(self._staged))
         except OSError as error:

@@ -26,11 +26,11 @@ from email.utils import parsedate_to_datetime
 from typing import Final, Literal
 from urllib.parse import parse_qsl, quote, urlsplit
 
-from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.blobs.transfer.backend import Key, TransferBackend, TransferResult
+from fedquilt.blobs.direct_transfers import Key, TransferBackend, TransferResult
+from fedquilt.blobs.store import BlobStore
 from fedquilt.coordinator.delivery.blob_server import OpenBackend
 from fedquilt.core import BlobLocation, BlobRef, JobError, LinkError
-from fedquilt.host.http_url import split_http_url
+from fedquilt.host.http_server import split_http_url
 
 EXPIRES_S: Final = 3600  # validity of a signed address
 FORM: Final = "write s3=https://HOST[:PORT]/BUCKET[/PREFIX][?region=REGION]"

@@ -22,14 +22,16 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import zip_longest
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
 from fedquilt.arrays import tensors
-from fedquilt.arrays.lazy_arrays import ScratchFile
+from fedquilt.arrays.disk_arrays import STATE_HEADER_MOST, SafetensorsReader, ScratchFile
 from fedquilt.core import Tensors, UpdateError
+from fedquilt.host.disk import Disk, Place
 
+T = TypeVar("T")
 LIMBS_MOST: Final = 16  # far more than numbers of any range need
 BLOCK: Final = 1 << 14  # entries added at a time: what they need fits into a processor's cache
 SHORT: Final = 1 << 16  # entries from which on the second limb begins as float32
@@ -52,7 +54,6 @@ class ExactSum:
 
     @property
     def is_counter(self) -> bool:
-        """Whether the arrays are integers (counters), summarised by their maximum."""
         return self.limbs[0].dtype.kind in "iu"
 
     def rounded_value(self) -> np.ndarray:
@@ -72,19 +73,14 @@ class ExactSum:
 
 
 def add_to_sum(total: ExactSum | None, array: np.ndarray, weight: float = 1.0) -> ExactSum:
-    """Add `array * weight` to a sum in place. The given sum must not be used afterwards.
-
-    Args:
-        total: The sum so far, or None for a new one.
-        array: Finite array of the sum's shape. For integers, the maximum is stored and the weight is ignored.
-        weight: Factor of the array.
-    """
+    """Add `array * weight` to a sum in place, or return a new one. The given sum must not be used afterwards."""
     if array.dtype.kind in "iu":
         largest = array if total is None else np.maximum(total.limbs[0], array, dtype=total.limbs[0].dtype)
         return _store_limbs((np.array(largest),), total)
     if total is None:
         first = np.asarray(np.multiply(array, weight, dtype=np.float64, order="C"))
-        return _store_limbs((first, _new_second_limb(array.shape)))
+        second = np.zeros(array.shape, np.float32 if array.size >= SHORT else np.float64)
+        return _store_limbs((first, second))
     limbs = [np.asarray(limb).reshape(-1) for limb in total.limbs]
     given = array.reshape(-1)
     for start in range(0, array.size, BLOCK):
@@ -157,10 +153,6 @@ def _add_to_float_expansion(limbs: list[np.ndarray], place: slice, rest: np.ndar
     limbs[-1][place] = rest
 
 
-def _new_second_limb(shape: tuple[int, ...]) -> np.ndarray:
-    return np.zeros(shape, np.float32 if math.prod(shape) >= SHORT else np.float64)
-
-
 def require_valid_sums(given: Mapping[str, ExactSum], like: Tensors, weight: float) -> None:
     """Raise UpdateError unless the sums match `like` in names, shapes and types and could have this weight."""
     if odd := sorted(given.keys() ^ like.keys()):
@@ -187,20 +179,8 @@ def _require_valid_sum(name: str, total: ExactSum, like: np.ndarray, weight: flo
     return None
 
 
-# -- whole accumulators ---------------------------------------------------------------------------
-
-
 def merge_accumulators(one: Any, other: Any) -> Any:
-    """Return the merged accumulators of different devices. The first must not be used afterwards.
-
-    Args:
-        one: Dataclass or mapping of exact sums, integers and further such values. A value with a method
-            `merge_with` is merged by this method.
-        other: Accumulator of the same type.
-
-    Raises:
-        TypeError: If an accumulator contains any other value.
-    """
+    """Return the merged accumulators, by `merge_with` if defined. The first must not be used afterwards."""
     if isinstance(one, ExactSum):
         return merge_sums(one, other)
     if hasattr(one, "merge_with"):
@@ -232,12 +212,21 @@ def map_limbs(value: Any, keep: Callable[[Any], Any], other: Callable[[Any], Any
     return other(value) if isinstance(value, np.ndarray) else value
 
 
+def read_accumulator(path: Place, kind: type[T], disk: Disk, room: ScratchFile) -> T:
+    """Read an accumulator of type `kind` into a scratch file, one array at a time."""
+    try:
+        found = SafetensorsReader(path, disk, STATE_HEADER_MOST)
+        slots = {name: np.empty(0) for name in found}
+        names = {id(slot): name for name, slot in slots.items()}
+        total = tensors.state_from_parts(slots, found.metadata, kind)
+        return map_limbs(total, lambda slot: room.store_array(found[names[id(slot)]]))
+    except UpdateError as error:
+        raise tensors.NoStateError(f"not a stored {kind.__name__}: {error}") from None
+
+
 def copy_accumulator(value: Any) -> Any:
     room = _room.get()
     return map_limbs(value, np.array if room is None else room.store_array)
-
-
-# -- numbers --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -275,7 +264,6 @@ class WeightedSums:
 
     @property
     def weight(self) -> float:
-        """Total weight of the updates, sum_k n_k."""
         return float(self.weights)
 
     def mean(self) -> dict[str, np.ndarray]:

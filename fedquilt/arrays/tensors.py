@@ -25,7 +25,6 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError
 
-from fedquilt.arrays import unknown_fields
 from fedquilt.core import DivergedError, StoreError, Tensors, UpdateError, derive_seed
 from fedquilt.core import tensor_shapes as tensor_shapes
 
@@ -36,7 +35,7 @@ COUNTED_MOST: Final = 2**53  # of a counter, so that it can still be increased
 
 
 class NoStateError(StoreError):
-    """Error for stored bytes that are not a state of the expected type, such as of another version."""
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +55,6 @@ def layout_from_tensors(tensors: Tensors) -> dict[str, str]:
 
 
 def specs_from_layout(layout: Mapping[str, str]) -> dict[str, TensorSpec]:
-    """Return the types and shapes in a manifest's layout.
-
-    Raises:
-        UpdateError: If an entry is malformed.
-    """
     return {name: _spec_from_text(name, told) for name, told in layout.items()}
 
 
@@ -78,16 +72,11 @@ _LAYOUT: Final = re.compile(r"(b1|[iu][1248]|f[248]):((?:[0-9]{1,10}(?:,[0-9]{1,
 
 
 def cast_like(model: Tensors, like: Tensors) -> dict[str, np.ndarray]:
-    """Convert the tensors to the types of the tensors in `like`."""
     return {name: np.asarray(array).astype(like[name].dtype) for name, array in model.items()}
 
 
 def map_arrays(function: Callable[..., np.ndarray], first: Tensors, *others: Tensors) -> Tensors:
-    """Apply a function to the arrays of the same name in every mapping.
-
-    Raises:
-        UpdateError: If names or shapes differ, or a number is not finite.
-    """
+    """Apply a function to the arrays of the same name in every mapping, or raise UpdateError if they do not match."""
     for other in others:
         require_matching(other, first)
     return {name: np.asarray(function(array, *(other[name] for other in others))) for name, array in first.items()}
@@ -160,9 +149,6 @@ def seeded_rng(*keys: object) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(derive_seed(*keys)))
 
 
-# -- bytes ----------------------------------------------------------------------------------------
-
-
 def encode_tensors(tensors: Tensors, metadata: dict[str, str] | None = None) -> bytes:
     """Encode tensors as safetensors. Equal tensors have equal bytes."""
     placed = sort_tensors(tensors)
@@ -201,12 +187,7 @@ def decode_tensors(payload: bytes) -> dict[str, np.ndarray]:
 
 
 def read_tensors(path: Path, sha256: str = "") -> dict[str, np.ndarray]:
-    """Read the tensors of a safetensors file, and compare its sha256 unless "".
-
-    Raises:
-        UpdateError: If the file is not safetensors.
-        StoreError: If the file cannot be read, or has another sha256.
-    """
+    """Read the tensors of a safetensors file, and compare its sha256 unless ""."""
     try:
         payload = path.read_bytes()
     except OSError as error:
@@ -217,8 +198,6 @@ def read_tensors(path: Path, sha256: str = "") -> dict[str, np.ndarray]:
 
 
 class _BlobLayout(NamedTuple):
-    """Where tensors lie in blobs that begin with the same header."""
-
     size: int  # of the blob
     places: tuple[tuple[str, np.dtype[Any], tuple[int, ...], int], ...]  # name, type, shape, where it begins; by name
 
@@ -253,9 +232,6 @@ def _cache_header(payload: bytes, found: Tensors) -> None:
                 held.pop(next(iter(held)))  # type: ignore[call-overload]
         _layouts[head] = _BlobLayout(len(payload), places)
         _heads[shapes] = (head, tuple(sorted(found, key=lambda name: table[name]["data_offsets"])))
-
-
-# -- states ---------------------------------------------------------------------------------------
 
 
 def pack_state(state: Any) -> bytes:
@@ -348,11 +324,7 @@ def array_mapping_fields(kind: type) -> list[str]:
 
 
 def unpack_state(payload: bytes, kind: type[T]) -> T:
-    """Unpack a state of type `kind` from `pack_state`, bit-identical.
-
-    Raises:
-        NoStateError: If the bytes are not a state of that type, or contain an unknown field.
-    """
+    """Unpack a state of type `kind` from `pack_state`, bit-identical, or raise NoStateError."""
     try:
         arrays = safetensors.numpy.load(payload)
         (size,) = struct.unpack("<Q", payload[:8])
@@ -363,8 +335,6 @@ def unpack_state(payload: bytes, kind: type[T]) -> T:
 
 
 def state_from_parts(arrays: Tensors, metadata: Mapping[str, str], kind: type[T]) -> T:
-    """Return the state of type `kind` from the results of `split_state`, or raise NoStateError."""
-
     def restore_array(wanted: type, value: Any) -> Any:
         if wanted is np.ndarray and isinstance(value, dict):
             return arrays[str(value["$array"])]
@@ -373,7 +343,7 @@ def state_from_parts(arrays: Tensors, metadata: Mapping[str, str], kind: type[T]
     try:
         skeleton = json.loads(metadata["state"])
         state = msgspec.convert(skeleton, kind, dec_hook=restore_array, str_keys=True)
-        unknown_fields.require_known_fields(skeleton, state, kind.__name__)
+        require_known_fields(skeleton, state, kind.__name__)
         return state
     except (ValueError, KeyError, TypeError, RecursionError, msgspec.MsgspecError) as error:
         raise NoStateError(f"not a stored {kind.__name__}: {error}") from None
@@ -381,3 +351,29 @@ def state_from_parts(arrays: Tensors, metadata: Mapping[str, str], kind: type[T]
 
 def total_bytes(bundles: Iterable[Tensors]) -> int:
     return sum(array.nbytes for tensors in bundles for array in tensor_shapes(tensors).values())
+
+
+def require_known_fields(stored: Any, read: Any, at: str) -> None:
+    """Raise ValueError if a stored field is not in the object made from it, as with another version of the program."""
+    if not _has_fields(stored):
+        return
+    if is_dataclass(read) or isinstance(read, msgspec.Struct):
+        known = read.__struct_fields__ if isinstance(read, msgspec.Struct) else [each.name for each in fields(read)]
+        if unknown := sorted(stored.keys() - set(known)):
+            raise ValueError(f"{at} holds {', '.join(unknown)}: it is of another version of fedquilt")
+        pairs = [(value, getattr(read, name), f"{at}.{name}") for name, value in stored.items() if _has_fields(value)]
+    elif isinstance(read, Mapping):
+        parts = {str(key): value for key, value in read.items()}
+        inner = {key: value for key, value in stored.items() if _has_fields(value) and key in parts}
+        pairs = [(value, parts[key], f"{at}[{key!r}]") for key, value in inner.items()]
+    elif isinstance(read, tuple | list) and isinstance(stored, list):
+        both = enumerate(zip(stored, read, strict=True))
+        pairs = [(value, part, f"{at}[{i}]") for i, (value, part) in both if _has_fields(value)]
+    else:
+        return
+    for value, part, place in pairs:
+        require_known_fields(value, part, place)
+
+
+def _has_fields(stored: Any) -> bool:
+    return isinstance(stored, dict | list)

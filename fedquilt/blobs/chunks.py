@@ -1,8 +1,8 @@
 """Chunks of a blob: manifest and verification. No I/O.
 
-The receiving side requests the manifest of a blob, then chunks (`fedquilt.blobs.transfer.download`). The sending side
+The receiving side requests the manifest of a blob, then chunks (`fedquilt.blobs.download`). The sending side
 only responds, so a slow receiver never fills a broker's queue, and lost messages are requested again. An upload is a
-download by the coordinator. This module stores no chunks: `fedquilt.blobs.transfer.transfers` moves them between a link
+download by the coordinator. This module stores no chunks: `fedquilt.blobs.transfers` moves them between a link
 and a blob store.
 """
 
@@ -28,11 +28,7 @@ class DamagedBlobError(StoreError): ...
 
 
 def chunk_size_for(max_payload: int) -> int:
-    """Return the chunk size in bytes for a link with payloads of up to `max_payload` bytes.
-
-    Raises:
-        LinkError: If the payloads are too small for any chunk.
-    """
+    """Return the chunk size in bytes for a link with payloads of up to `max_payload` bytes, or raise LinkError."""
     chunk = min(wire.MAX_CHUNK, max_payload - HEADROOM_BYTES)
     if chunk < wire.MIN_CHUNK:
         least = wire.MIN_CHUNK + HEADROOM_BYTES
@@ -41,19 +37,13 @@ def chunk_size_for(max_payload: int) -> int:
 
 
 def negotiate_chunk_size(own: int, asked: int) -> int:
-    """Return the chunk size in bytes for a peer that accepts `asked` bytes.
-
-    Smaller sizes than `own` are rounded down to few values, because a blob is hashed again for each chunk size.
-    """
+    """Return the chunk size for a peer that accepts `asked` bytes, one of few, as blobs are hashed for each."""
     packet = 1 << ((asked + HEADROOM_BYTES).bit_length() - 1)
     return own if asked >= own else max(packet - HEADROOM_BYTES, wire.MIN_CHUNK)
 
 
 def single_chunk_manifest(ref: BlobRef, chunk: int) -> wire.BlobManifest | None:
-    """Return the manifest of a blob that fits into one chunk, or None if larger or empty.
-
-    This manifest need not be requested, which saves half of the messages of a small blob.
-    """
+    """Return the manifest of a blob that fits into one chunk, which need not be requested, or None."""
     return (
         wire.BlobManifest(sha256=ref.sha256, size=ref.size, chunk=chunk, digests=ref.sha256)
         if 0 < ref.size <= chunk
@@ -66,7 +56,6 @@ def chunk_count(manifest: wire.BlobManifest) -> int:
 
 
 def chunk_extent(manifest: wire.BlobManifest, index: int) -> tuple[int, int]:
-    """Return the offset and the size of a chunk, in bytes."""
     offset = index * manifest.chunk
     return offset, min(manifest.chunk, manifest.size - offset)
 
@@ -77,16 +66,7 @@ def is_valid_chunk(manifest: wire.BlobManifest, index: int, payload: bytes) -> b
 
 
 class ManifestBuilder:
-    """Builder of a manifest, which reads and hashes a blob step by step.
-
-    Args:
-        ref: The reference of the blob.
-        chunk: The size of a chunk in bytes.
-        read: A function `read(offset, size)` that is called for each chunk.
-
-    Raises:
-        LinkError: If the manifest exceeds a message of `chunk` bytes.
-    """
+    """Builder of a manifest, which calls `read(offset, size)` for each chunk of a blob, step by step."""
 
     def __init__(self, ref: BlobRef, chunk: int, read: Callable[[int, int], bytes]) -> None:
         self._ref, self._chunk, self._read = ref, chunk, read
@@ -101,11 +81,7 @@ class ManifestBuilder:
             )
 
     def hash_chunks(self, most_bytes: float = math.inf) -> wire.BlobManifest | None:
-        """Hash about `most_bytes` more, at least one chunk. Return the manifest after the last chunk.
-
-        Raises:
-            DamagedBlobError: If the bytes do not match the sha256 of `ref`.
-        """
+        """Hash about `most_bytes` more. Return the manifest after the last chunk, or raise DamagedBlobError."""
         ref, left_bytes = self._ref, most_bytes
         while len(self._digests) < self._count and left_bytes > 0:
             offset = len(self._digests) * self._chunk
@@ -128,11 +104,7 @@ def damaged_arrival_error(ref: BlobRef) -> DamagedBlobError:
 
 
 def ref_from_bytes(payload: bytes, expected: BlobRef | None = None) -> BlobRef:
-    """Return the reference of a content.
-
-    Raises:
-        DamagedBlobError: If the content is not the blob `expected`.
-    """
+    """Return the reference of a content, or raise DamagedBlobError if it is not the blob `expected`."""
     ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
     if expected is not None and expected != ref:
         raise damaged_arrival_error(expected)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from fedquilt.host import logs, process_memory
+from fedquilt.host import logs, process_resources
 
 # imported when used: by tasks, by errors, and urllib.request by paho for web sockets behind a proxy
 DEFERRED: Final = ("json", "shutil", "subprocess", "tempfile", "traceback", "urllib.request")
@@ -21,7 +21,7 @@ def run_agent(settings: Path, *, verbose: bool = False, json_logs: bool = False)
         StoreError: If the home cannot be read or written.
     """
     for name in DEFERRED:
-        process_memory.import_on_use(name)
+        process_resources.import_on_use(name)
     from fedquilt.edge_agent import daemon
     from fedquilt.edge_agent import settings as files
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 import fedquilt
-from fedquilt.host import threads
+from fedquilt.host import process_resources
 
 COMPLETE = "_FEDQUILT_COMPLETE"  # click's variable: a shell that asks for completions sets it
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: If the command line asks for --help or --version (code 0), or is wrong (code 2).
         KeyboardInterrupt: If the user presses Ctrl-C.
     """
-    for name, value in threads.QUIET.items():
+    for name, value in process_resources.QUIET.items():
         os.environ.setdefault(name, value)  # before a verb imports numpy
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")  # a terminal without some letter gets "?", not a traceback

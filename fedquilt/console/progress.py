@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Final, TextIO
 
 from fedquilt.console import units
-from fedquilt.host import threads
+from fedquilt.host import process_resources
 
 QUIET_S: Final = 5.0
 EVERY_S: Final = 10.0
@@ -207,7 +207,7 @@ def count_parts(total: int) -> Callable[[str], None]:
 
 
 def call_periodically(tell: Callable[[], None], every_s: float = TICK_S) -> AbstractContextManager[None]:
-    return threads.call_in_background(tell, every_s, "progress")
+    return process_resources.call_in_background(tell, every_s, "progress")
 
 
 @contextmanager

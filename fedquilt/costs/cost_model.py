@@ -1,4 +1,4 @@
-"""Time and energy of work at an operating point, used for all predictions.
+"""Work of a network's layers in training and inference, and its time and energy at an operating point.
 
 Deadlines, the governor, budgets and simulated devices use this model:
 
@@ -16,15 +16,18 @@ Transfers of a task take additional time, in which the device idles. Their rates
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import msgspec
 
 from fedquilt.console import units
-from fedquilt.core import OperatingPoint, Rates, WorkEstimate
+from fedquilt.core import OperatingPoint, Rates, Tensors, WorkEstimate, tensor_shapes
+from fedquilt.core.messages import ADDED
+from fedquilt.costs.peak_memory import choice_name
 
 
 def select_rates(work: WorkEstimate, point: OperatingPoint) -> Rates | OperatingPoint:
-    """Return the rates of a point for this workload, or the point's own if it was not measured."""
     return point.rates.get(work.workload, point)
 
 
@@ -67,11 +70,7 @@ class LinkCost(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> LinkCost:
-        """Parse a rate with an optional delay per transfer, such as "2MB/s 50ms".
-
-        Raises:
-            ValueError: If the text has another form, or the rate is 0.
-        """
+        """Parse a rate with an optional delay per transfer, such as "2MB/s 50ms"."""
         rate, _, delay = text.strip().partition(" ")
         known = {f"{unit}/s": scale for unit, scale in (("B", 1.0), ("kB", 1e3), ("MB", 1e6), ("GB", 1e9))}
         bytes_per_s = units.parse_amount(rate, known, "rate")
@@ -97,3 +96,168 @@ class LinkCost(NamedTuple):
             if slope > 0 and seconds >= slope * size:
                 return LinkCost(seconds - slope * size, 1 / slope)
         return LinkCost(0.0, size / seconds if seconds > 0 else math.inf)
+
+
+EVALUATED: Final = 64  # examples that an engine evaluates at once
+STEP_LAUNCHES: Final = 12  # of a mini-batch beside its layers: taking its examples, loss, and their backward pass
+MOVE_LAUNCHES: Final = {"sgd": 2, "adam": 9}  # of an optimizer's step for one tensor; others as Adam
+MOVE_PASSES: Final = {"sgd": 3, "adam": 8}  # times a tensor's bytes that an optimizer reads and writes in a step
+ADAPTER_LAUNCHES: Final = 2  # of one matrix of an adapter: the product, and scaling or adding it
+
+
+class Layer(NamedTuple):
+    path: str  # of the module
+    flops: float  # of products with its weights
+    free_flops: float  # of products of activations with each other, as in attention
+    bytes: float  # activations read and written
+    launches: int  # operations, whatever the number of examples
+
+
+class PassCost(NamedTuple):
+    """Cost per example, with launches per mini-batch."""
+
+    flops: float = 0.0
+    bytes: float = 0.0
+    launches: float = 0.0
+
+    def add_scaled(self, other: PassCost, times: float = 1.0) -> PassCost:
+        return PassCost(*(a + times * b for a, b in zip(self, other, strict=True)))
+
+
+def parse_layers(meta: Mapping[str, Any]) -> tuple[Layer, ...]:
+    told = tuple(Layer(str(path), *numbers) for path, *numbers in meta.get("layers", ()))
+    return told or (Layer("", float(meta.get("flops", 0)), 0.0, 0.0, 0),)
+
+
+def layers_by_tensor(layers: Sequence[Layer], names: Iterable[str]) -> dict[str, str]:
+    """Return the path of the layer of each tensor: its nearest enclosing module, or the first layer."""
+    paths, first = {layer.path for layer in layers}, layers[0].path if layers else ""
+    found = {}
+    for name in names:
+        path = name
+        while path and path not in paths:
+            path = path.rpartition(".")[0]
+        found[name] = path if path in paths else first
+    return found
+
+
+def forward_cost(layers: Iterable[Layer]) -> PassCost:
+    total = PassCost()
+    for layer in layers:
+        total = total.add_scaled(PassCost(layer.flops + layer.free_flops, layer.bytes, layer.launches))
+    return total
+
+
+def training_cost(layers: Sequence[Layer], moved: Iterable[str]) -> PassCost:
+    """Return the cost of a forward pass, and of the backward pass to the first trained layer.
+
+    A trained layer costs its forward pass again for the gradients of its weights. Every layer after a trained one costs
+    its forward pass again for the gradients of its inputs.
+    """
+    trained = set(layers_by_tensor(layers, moved).values())
+    total = forward_cost(layers)
+    behind = len(layers) == 1 and not layers[0].launches  # a whole network in one: most of it is behind its beginning
+    for layer in layers:
+        own = layer.path in trained
+        times = own + behind if layer.flops else float(own or behind)
+        flops = times * layer.flops + 2 * layer.free_flops * (own or behind)
+        total = total.add_scaled(PassCost(flops, times * layer.bytes, times * layer.launches))
+        behind = behind or own
+    return total
+
+
+def split_at_trained(layers: Sequence[Layer], moved: Iterable[str]) -> tuple[tuple[Layer, ...], tuple[Layer, ...]]:
+    trained = set(layers_by_tensor(layers, moved).values())
+    first = next((place for place, layer in enumerate(layers) if layer.path in trained), len(layers))
+    return tuple(layers[:first]), tuple(layers[first:])
+
+
+def scale_layers(layers: Sequence[Layer], whole: Tensors, part: Tensors) -> tuple[Layer, ...]:
+    """Return the layers of a narrower or shallower part, scaled by each layer's share of weights."""
+    names: dict[str, list[str]] = {}
+    for name, path in layers_by_tensor(layers, whole).items():
+        names.setdefault(path, []).append(name)
+    found, rows = [], 1.0
+    for layer in layers:
+        own = [name for name in names.get(layer.path, ()) if whole[name].ndim]
+        if own:
+            widest = max(own, key=lambda name: whole[name].size)
+            rows = len(part[widest]) / len(whole[widest]) if widest in part else 0.0
+            share = part[widest].size / whole[widest].size if widest in part else 0.0
+        else:
+            share = rows
+        if share:
+            launches = layer.launches
+            found.append(Layer(layer.path, layer.flops * share, layer.free_flops * rows, layer.bytes * rows, launches))
+    return tuple(found)
+
+
+def add_adapter_layers(layers: Sequence[Layer], backbone: Tensors, added: Tensors) -> tuple[Layer, ...]:
+    """Return the layers with low-rank adapters: each added matrix is a layer after its neighbour.
+
+    An adapter is applied as often as the layer that its name starts with. Other added tensors cost nothing.
+    """
+    matrices = {name: array for name, array in added.items() if array.ndim == 2 and name not in backbone}
+    within = layers_by_tensor(layers, backbone) if layers else {}
+    found: list[Layer] = []
+    for layer in layers:
+        found.append(layer)
+        weights = [name for name, path in within.items() if path == layer.path and backbone[name].ndim > 1]
+        inside = sum(backbone[name].size for name in weights)
+        for name, path in layers_by_tensor(layers, matrices).items():
+            if path == layer.path and inside:
+                flops = layer.flops * matrices[name].size / inside
+                found.append(Layer(name, flops, 0.0, layer.bytes / 2, ADAPTER_LAUNCHES))
+    return tuple(found)
+
+
+def workload_kind(layers: Sequence[Layer], convolutions: Iterable[str]) -> str:
+    """Return "conv" if most arithmetic of a network is in the paths `convolutions`, else "dense"."""
+    deep = set(layers_by_tensor(layers, convolutions).values())
+    whole = sum(layer.flops + layer.free_flops for layer in layers)
+    within = sum(layer.flops for layer in layers if layer.path in deep)
+    return "conv" if whole and within > whole / 2 else "dense"
+
+
+def part_shares(layers: Sequence[Layer], whole: Tensors, part: Tensors) -> tuple[float, float]:
+    """Return the shares of forward arithmetic and of activations that a part of a network has."""
+    own, every = forward_cost(scale_layers(layers, whole, part)), forward_cost(layers)
+    return (own.flops / every.flops if every.flops else 1.0, own.bytes / every.bytes if every.bytes else 1.0)
+
+
+def training_work(
+    each: PassCost, params: Mapping[str, Any], moved_bytes: Mapping[str, int], weights_bytes: int
+) -> WorkEstimate:
+    """Return the work of a training: epochs over the device's examples, with optimizer steps."""
+    epochs, optimizer = int(params.get("epochs", 1)), choice_name(params.get("optimizer", "sgd"))
+    optimizer = optimizer if optimizer in MOVE_LAUNCHES else "adam"
+    more = sum(bool(params.get(key)) for key in ("momentum", "weight_decay", "ema")) + 2 * bool(params.get("clip"))
+    launches = each.launches + STEP_LAUNCHES + (MOVE_LAUNCHES[optimizer] + more) * len(moved_bytes)
+    traffic = 2 * weights_bytes + (MOVE_PASSES[optimizer] + more + 1) * sum(moved_bytes.values())
+    return WorkEstimate(
+        flops_per_example=epochs * each.flops,
+        bytes_per_example=epochs * each.bytes,
+        launches_per_batch=epochs * launches,
+        bytes_per_batch=epochs * traffic,
+        batch=int(params.get("batch", 0)),
+    )
+
+
+def inference_work(each: PassCost, weights_bytes: int, share: float = 1.0, batch: int = EVALUATED) -> WorkEstimate:
+    """Return the work of running a network, per training example of the device, times `share`."""
+    return WorkEstimate(
+        flops_per_example=share * each.flops,
+        bytes_per_example=share * each.bytes,
+        launches_per_batch=share * (each.launches + STEP_LAUNCHES) * batch / EVALUATED,
+        bytes_per_batch=share * weights_bytes * batch / EVALUATED,
+        batch=batch,
+    )
+
+
+def repeat_work(work: WorkEstimate, times: float) -> WorkEstimate:
+    return msgspec.structs.replace(work, **{name: times * getattr(work, name) for name in ADDED})
+
+
+def trained_tensor_bytes(model: Tensors, moved: Collection[str]) -> dict[str, int]:
+    told = tensor_shapes(model)
+    return {name: told[name].nbytes for name in moved if name in told and told[name].dtype.kind == "f"}

@@ -7,32 +7,29 @@ the CPU, onnxruntime 1.31, glibc 2.36). A device learns its own error while work
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from fedquilt.console import units
+from fedquilt.core import Profile, WorkEstimate
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+# What a task's process holds once its engine is imported: measured on x86-64, until a board's own is known.
 ASSUMED_BASE_BYTES: Mapping[str, int] = {"numpy": 38 * 10**6, "onnx": 57 * 10**6, "torch": 233 * 10**6}
-"""What a task's process holds once its engine is imported: measured on x86-64, until a board's own is known."""
+# What an engine loads and compiles when it is first used, whatever the work.
 FIRST_USE_BYTES: Mapping[str, int] = {"onnx": 12 * 10**6, "torch": 18 * 10**6}
-"""What an engine loads and compiles when it is first used, whatever the work."""
+# What torch loads on a GPU for the shapes of a task, beside the kernels that every process loads: 68 MB on an H100.
 GPU_KERNELS_BYTES = 100 * 10**6
-"""What torch loads on a GPU for the shapes of a task, beside the kernels that every process loads: 68 MB on an H100."""
+# What glibc holds of freed pieces, at most, where a task runs one graph after another: `fedquilt lab bench memory`.
 FREED_BYTES: Mapping[str, int] = {"onnx": 20 * 10**6}
-"""What glibc holds of freed pieces, at most, where a task runs one graph after another: `fedquilt lab bench memory`."""
 
 
 def task_process_bytes(engine: str, peak_bytes: int, base_bytes: int | None = None) -> int:
-    """Return the peak memory of a task's process: imported and active engine, freed memory, and work.
-
-    Args:
-        engine: Name of the engine.
-        peak_bytes: Peak memory of the work above the active engine.
-        base_bytes: Memory of the process after importing the engine, or None for the assumed value.
-    """
+    """Return the peak memory of a task's process: imported and active engine, freed memory, and work."""
     base = ASSUMED_BASE_BYTES.get(engine, 0) if base_bytes is None else base_bytes
     return base + FIRST_USE_BYTES.get(engine, 0) + FREED_BYTES.get(engine, 0) + peak_bytes
 
@@ -108,54 +105,36 @@ def _backward_operations(answer: object) -> set[str]:
     return found
 
 
-# -- training -------------------------------------------------------------------------------------
-
+# What the library of a network holds besides, once it is imported; torchvision imports torch's compiler.
 LIBRARY_BYTES = {"torchvision": 64_000_000}
-"""What the library of a network holds besides, once it is imported; torchvision imports torch's compiler."""
+# What is compiled for a network's convolutions: once, and for each of them.
 FIRST_KERNEL_BYTES, KERNEL_BYTES = 9_000_000, 500_000
-"""What is compiled for a network's convolutions: once, and for each of them."""
-USUAL = frozenset(
-    f"{name}Backward"
-    for name in (
-        "Add",
-        "Addmm",
-        "Cat",
-        "Convolution",
-        "MaxPool2DWithIndices",
-        "Mean",
-        "NativeBatchNorm",
-        "Relu",
-        "T",
-        "View",
-    )
-) | {"torch::autograd::AccumulateGrad"}
-"""Operations that FIRST_USE_BYTES includes: those of the networks that it was fitted with."""
+# Operations that FIRST_USE_BYTES includes: those of the networks that it was fitted with.
+_USUAL = "Add Addmm Cat Convolution MaxPool2DWithIndices Mean NativeBatchNorm Relu T View"
+USUAL = frozenset(f"{name}Backward" for name in _USUAL.split()) | {"torch::autograd::AccumulateGrad"}
+# What each other kind of operation adds, whatever its size: pages of torch's libraries with its two passes.
 KIND_BYTES = 400_000
-"""What each other kind of operation adds, whatever its size: pages of torch's libraries with its two passes."""
 COPIES = 2
 """Of the weights: as received, and the model's own. Anchors, as a correction's start, come on top; of what is trained
 also the gradients, and what the optimizer remembers."""
-FREED = 0.5
-"""Times the weights is what glibc holds of tensors that came and went."""
+FREED = 0.5  # times the weights is what glibc holds of tensors that came and went
+# Times the widest activation is at work besides those kept: gradients in and out, scratch, and what glibc holds.
 WIDEST = 10
-"""Times the widest activation is at work besides those kept: gradients in and out, scratch, and what glibc holds."""
+# Likewise where what is kept is made again in pieces: glibc then holds nothing, as memory goes back to the kernel.
 WIDEST_AGAIN = 9
-"""Likewise where what is kept is made again in pieces: glibc then holds nothing, as memory goes back to the kernel."""
+# Times the largest activation is at work where nothing is kept of it: before the first tensor that is trained.
 PASSING = 4
-"""Times the largest activation is at work where nothing is kept of it: before the first tensor that is trained."""
 
+# Of the trained tensors, in the optimizer's state, beside a momentum of sgd.
 OPTIMIZER_COPIES: Mapping[str, int] = {"sgd": 0, "adam": 2, "adamw": 2}
-"""Of the trained tensors, in the optimizer's state, beside a momentum of sgd."""
-TORCH_OPTIMIZER_COPIES = 3
-"""Likewise of any class of `torch.optim`, at most."""
+TORCH_OPTIMIZER_COPIES = 3  # likewise of any class of `torch.optim`, at most
+# What classes of `torch.optim` and of `torchvision.transforms` import: torch's compiler, and torchvision with it.
 TORCH_OPTIMIZER_BYTES, TRANSFORMS_BYTES = 80_000_000, 92_000_000
-"""What classes of `torch.optim` and of `torchvision.transforms` import: torch's compiler, and torchvision with it."""
 
-PIECES = 8
-"""Into how many parts at most what is kept for the backward pass is divided, where it does not fit."""
+PIECES = 8  # into how many parts at most what is kept for the backward pass is divided, where it does not fit
 
+# True peaks were up to so many times what was predicted: who is held to a budget plans with so much less.
 MARGIN = 1.1
-"""True peaks were up to so many times what was predicted: who is held to a budget plans with so much less."""
 
 
 def training_bytes(
@@ -167,16 +146,7 @@ def training_bytes(
     library: str = "",
     piece_bytes: int | None = None,
 ) -> int:
-    """Return the peak memory of a training step above active torch.
-
-    Args:
-        network: Properties measured by `measure_training`.
-        examples: Examples of a micro-batch.
-        anchors: Copies of the weights read by a method, besides COPIES.
-        moments: Copies of the trained tensors in the optimizer's state.
-        library: Prefix of the network's name before the slash.
-        piece_bytes: Limit on activations kept at once with checkpointing, or None to keep all.
-    """
+    """Return the peak memory of a training step above active torch. `piece_bytes` limits kept activations."""
     moving = (1 + moments) * (network.weights_bytes - network.still_bytes)
     fixed = fixed_training_bytes(
         network.weights_bytes,
@@ -192,12 +162,10 @@ def training_bytes(
 
 
 def choice_name(choice: str | Mapping[str, Any]) -> str:
-    """Return the name of a choice in parameters of a method."""
     return str(choice["name"] if isinstance(choice, Mapping) else choice)
 
 
 def optimizer_copies(params: Mapping[str, Any]) -> int:
-    """Return how many copies of the trained tensors an optimizer keeps."""
     found = OPTIMIZER_COPIES.get(choice_name(params.get("optimizer", "sgd")), TORCH_OPTIMIZER_COPIES)
     return found or int(params.get("momentum", 0) > 0)
 
@@ -219,23 +187,13 @@ def fixed_training_bytes(
     library: str = "",
     kinds: int = 0,
 ) -> int:
-    """Return the part of `training_bytes` that is independent of the micro-batch.
-
-    Args:
-        weights_bytes: Size of the network.
-        convolutions: Number of convolution layers.
-        moving_bytes: Size of gradients and optimizer state, or 0 in an evaluation.
-        copies: Copies of the weights held at once.
-        library: Prefix of the network's name before the slash.
-        kinds: Number of operations besides USUAL. Callers that know only the tensors pass 0.
-    """
+    """Return the part of `training_bytes` that is independent of the micro-batch."""
     compiled = FIRST_KERNEL_BYTES * min(convolutions, 1) + KERNEL_BYTES * convolutions
     used = compiled + KIND_BYTES * kinds
     return LIBRARY_BYTES.get(library, 0) + used + int((copies + FREED) * weights_bytes) + moving_bytes
 
 
 def evaluation_bytes(network: TrainingProperties, examples: int, *, library: str = "") -> int:
-    """Return the peak memory of an evaluation above active torch. Arguments as in `training_bytes`."""
     fixed = fixed_training_bytes(network.weights_bytes, network.convolutions, library=library, kinds=network.kinds)
     return fixed + examples * bytes_per_example(network)
 
@@ -265,18 +223,78 @@ def _working_bytes(network: TrainingProperties, *, again: bool = False) -> int:
     return max((WIDEST_AGAIN if again else WIDEST) * network.widest_bytes, PASSING * network.passing_bytes)
 
 
-# -- inference ------------------------------------------------------------------------------------
-
-SESSION_BYTES = 2 << 20
-"""An ONNX Runtime session beside its weights and activations."""
+SESSION_BYTES = 2 << 20  # an ONNX Runtime session beside its weights and activations
 
 
 def inference_bytes(weights_bytes: int, activation_bytes: int, examples: int) -> int:
-    """Return the peak memory of one graph above ONNX Runtime, with memory-mapped weights.
-
-    Args:
-        weights_bytes: Size of the graph's weights.
-        activation_bytes: Peak activations of one example (`fedquilt.models.stitching.onnx.memory`).
-        examples: Examples of a micro-batch.
-    """
+    """Return the peak memory of one graph above ONNX Runtime, with memory-mapped weights."""
     return SESSION_BYTES + weights_bytes + examples * activation_bytes
+
+
+BELOW: Final = "under 1GB"
+# FedStitch (arXiv 2409.07202, section V-A4) gives 30, 30, 30 and 10 % of its devices these sizes for a task.
+SIZES: Final[dict[str, int]] = {f"{count}GB": count * 10**9 for count in (1, 2, 4, 8)}
+
+
+class TierDevice(NamedTuple):
+    profile: Profile
+    examples: int | None = None  # of its own; None: not reported yet
+
+
+class TierCoverage(NamedTuple):
+    """Number of devices and examples of a tier, and those that could take part."""
+
+    devices: int = 0
+    able: int = 0
+    examples: int = 0  # of the devices that have reported their number
+    able_examples: int = 0
+    unknown: int = 0  # devices that have not reported it
+
+
+def tier_from_profile(profile: Profile | None) -> str:
+    """Return the largest tier within a device's budget, or "" if the device has sent no profile."""
+    if profile is None:
+        return ""
+    return next((name for name, size in reversed(SIZES.items()) if profile.budget_bytes >= size), BELOW)
+
+
+def fits_budget(budget_bytes: int, engines: Iterable[str], work: WorkEstimate) -> bool:
+    return any(budget_bytes >= task_process_bytes(engine, work.peak_bytes) for engine in engines)
+
+
+def tier_coverage(fleet: Iterable[TierDevice], engines: Iterable[str], work: WorkEstimate) -> dict[str, TierCoverage]:
+    """Return which part of each tier could take part, smallest tier first, without empty tiers."""
+    wanted = tuple(engines)
+    found: dict[str, TierCoverage] = {}
+    for member in fleet:
+        own = [engine for engine in wanted if engine in member.profile.engines]
+        able = fits_budget(member.profile.budget_bytes, own, work)
+        name = tier_from_profile(member.profile)
+        count = member.examples or 0
+        one = TierCoverage(1, int(able), count, count * able, int(member.examples is None))
+        found[name] = _sum_counts((found.get(name, TierCoverage()), one))
+    return {name: found[name] for name in (BELOW, *SIZES) if name in found}
+
+
+def format_coverage(found: Mapping[str, TierCoverage], work: WorkEstimate) -> list[str]:
+    if not found:
+        return []
+    whole = _sum_counts(found.values())
+    need = f"{units.format_bytes(work.peak_bytes)} beside the engine" if work.peak_bytes else "no more than the engine"
+    told = [f"could take part ({need}): {_format_counts(whole)}"]
+    if len(found) > 1:
+        told += [f"  {name}: {_format_counts(share)}" for name, share in found.items()]
+    return told
+
+
+def _format_counts(share: TierCoverage) -> str:
+    text = f"{share.able} of {share.devices} devices"
+    if share.unknown < share.devices:
+        text += f", {share.able_examples} of {share.examples} examples"
+        if share.unknown:
+            text += f" ({share.unknown} have not said how many)"
+    return text
+
+
+def _sum_counts(shares: Iterable[TierCoverage]) -> TierCoverage:
+    return TierCoverage(*map(sum, zip(*shares, strict=True)))

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Final, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, TypeVar
 
 from fedquilt.core import DiskFullError, StoreError
 
@@ -55,15 +55,24 @@ def retry_until_descriptor_free(open: Callable[[], T]) -> T:
 
 
 def open_descriptor(path: Place, flags: int, mode: int = 0o777) -> int:
-    """Open a file like `os.open`, and wait until a file descriptor is free."""
     return retry_until_descriptor_free(lambda: os.open(path, flags, mode))
 
 
-class OpenFile:
-    """File that stays open, so that small reads and writes need one system call each.
+class OpenedDescriptor:
+    """Context of an open descriptor. A generator would take longer than the system calls of a small file."""
 
-    Every method may raise OSError.
-    """
+    def __init__(self, path: Place, flags: int, mode: int = 0o777) -> None:
+        self._file = open_descriptor(path, flags | os.O_CLOEXEC, mode)
+
+    def __enter__(self) -> int:
+        return self._file
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self._file)
+
+
+class OpenFile:
+    """File that stays open, so that small reads and writes need one system call each."""
 
     def __init__(self, path: Place, mode: int) -> None:
         self._file = open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
@@ -72,15 +81,10 @@ class OpenFile:
         return os.fstat(self._file).st_size
 
     def read(self, offset: int, size: int) -> bytes:
-        """Read `size` bytes from `offset`, or fewer at the end of the file."""
         return os.pread(self._file, size, offset)
 
     def read_into(self, buffer: WriteableBuffer, offset: int) -> int:
-        """Fill a buffer from `offset`, and return the number of bytes read."""
-        view, size = memoryview(buffer), 0
-        while size < view.nbytes and (found := os.preadv(self._file, [view[size:]], offset + size)):
-            size += found
-        return size
+        return read_fully(self._file, buffer, offset)
 
     def write(self, payload: bytes | memoryview, offset: int) -> None:
         write_fully(self._file, payload, offset)
@@ -89,7 +93,6 @@ class OpenFile:
         os.ftruncate(self._file, 0)
 
     def sync(self) -> None:
-        """Wait until the content is on the disk."""
         os.fsync(self._file)
 
     def close(self) -> None:
@@ -101,8 +104,14 @@ class OpenFile:
         self.close()
 
 
+def read_fully(file: int, buffer: WriteableBuffer, offset: int) -> int:
+    view, size = memoryview(buffer), 0
+    while size < view.nbytes and (found := os.preadv(file, [view[size:]], offset + size)):  # 2 GiB at once at the most
+        size += found
+    return size
+
+
 def write_fully(file: int, payload: bytes | memoryview, offset: int) -> None:
-    """Write all bytes at an offset of an open file, in several calls if necessary."""
     view = memoryview(payload)
     while view:
         written = os.pwrite(file, view, offset)
@@ -125,8 +134,6 @@ LOCK_S: Final = 0.05  # seconds between two tries for a lock
 
 
 class PathInfo(NamedTuple):
-    """Name, type and size of a file or folder, with modification time and inode."""
-
     name: str
     is_dir: bool
     size: int  # bytes
@@ -145,17 +152,12 @@ class Lock:
 
 
 class Disk:
-    """File access of this process.
-
-    Methods that open a file wait until a file descriptor is free. Every method may raise OSError.
-    """
+    """File access of this process. Methods that open a file wait until a file descriptor is free."""
 
     withheld = 0  # mode bits withheld from new files and folders, in addition to the umask
 
     def wall_clock_s(self) -> float:
         return time.time()
-
-    # -- what is there --
 
     def stat(self, path: Place) -> PathInfo | None:
         """Return information on a path, following links, or None if nothing exists there."""
@@ -172,7 +174,6 @@ class Disk:
         return os.path.isdir(path)
 
     def entries(self, folder: Place) -> list[PathInfo]:
-        """Return the entries of a folder, in any order, without files that vanish meanwhile."""
         found = []
         with retry_until_descriptor_free(lambda: os.scandir(folder)) as entries:
             for entry in entries:
@@ -184,10 +185,7 @@ class Disk:
         stat = os.statvfs(folder)
         return stat.f_bavail * stat.f_frsize
 
-    # -- reading --
-
     def read(self, path: Place, offset: int = 0, size: int | None = None) -> bytes:
-        """Read `size` bytes from `offset`, or fewer at the end of the file. By default, read all."""
         with builtins.open(path, "rb", buffering=0, opener=_open_nonblocking) as file:
             if size is not None:
                 return os.pread(file.fileno(), size, offset)
@@ -195,17 +193,11 @@ class Disk:
             return file.read()
 
     def open_for_reading(self, path: Place) -> int:
-        """Return the descriptor of a file opened for reading, which the caller closes."""
         return open_descriptor(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def read_into(self, path: Place, buffer: WriteableBuffer, offset: int) -> int:
-        """Fill a buffer with bytes from `offset`. Return their number, which is smaller at the file's end."""
-        view, have = memoryview(buffer), 0
-        with builtins.open(path, "rb", buffering=0, opener=open_descriptor) as file:
-            file.seek(offset)
-            while size := file.readinto(view[have:]):  # 2 GiB at once at the most
-                have += size
-        return have
+        with OpenedDescriptor(path, os.O_RDONLY) as file:
+            return read_fully(file, buffer, offset)
 
     def read_pieces(self, path: Place) -> Iterator[memoryview]:
         """Yield the bytes of a file piece by piece. A piece is valid until the next one."""
@@ -217,8 +209,7 @@ class Disk:
     def data_ranges(self, path: Place) -> list[tuple[int, int]]:
         """Return the ranges (start, end) of a sparse file that hold data, or the whole file if unknown."""
         found: list[tuple[int, int]] = []
-        file = open_descriptor(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with OpenedDescriptor(path, os.O_RDONLY) as file:
             at, size = 0, os.fstat(file).st_size
             while at < size:
                 try:
@@ -229,67 +220,40 @@ class Disk:
                     raise
                 at = os.lseek(file, start, os.SEEK_HOLE)
                 found.append((start, at))
-        finally:
-            os.close(file)
         return found
 
-    # -- writing --
-
     def write(self, path: Place, payload: bytes, *, new: bool = False) -> None:
-        """Write a whole file in place, without protection against partial writes.
-
-        Args:
-            path: Path of the file.
-            payload: Content of the file.
-            new: Whether the file must not exist yet.
-        """
-        file = open_descriptor(
-            path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if new else os.O_TRUNC), self._file_mode
-        )
-        try:
+        """Write a whole file in place, without protection against partial writes. A `new` file must not exist yet."""
+        flags = os.O_WRONLY | os.O_CREAT | (os.O_EXCL if new else os.O_TRUNC)
+        with OpenedDescriptor(path, flags, self._file_mode) as file:
             write_fully(file, payload, 0)
-        finally:
-            os.close(file)
 
     def ensure(self, path: Place) -> None:
-        """Create an empty file, unless the file exists."""
         with suppress(FileExistsError):
             os.close(open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._file_mode))
 
     def write_at(self, path: Place, payload: bytes | memoryview, offset: int) -> None:
-        """Write bytes at an offset of an existing file, and keep its other bytes."""
-        file = open_descriptor(path, os.O_WRONLY | os.O_CLOEXEC)
-        try:
+        with OpenedDescriptor(path, os.O_WRONLY) as file:
             write_fully(file, payload, offset)
-        finally:
-            os.close(file)
 
     def resize(self, path: Place, size: int) -> None:
         """Set the size of a file, which is created if missing. Added bytes are a hole."""
-        file = open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, self._file_mode)
-        try:
+        with OpenedDescriptor(path, os.O_RDWR | os.O_CREAT, self._file_mode) as file:
             if os.fstat(file).st_size != size:
                 os.ftruncate(file, size)
-        finally:
-            os.close(file)
 
     def open(self, path: Place) -> OpenFile:
-        """Open a file for reading and writing, and create the file if missing."""
         return OpenFile(path, self._file_mode)
 
     def open_scratch(self, folder: Place) -> OpenFile:
-        """Open a file without a name, which is deleted on closing or when the process ends."""
         file = self.open(path := os.path.join(folder, f"{os.urandom(16).hex()}.tmp"))
         self.unlink(path)
         return file
 
     def sync(self, path: Place) -> None:
         """Wait until the content of a file, or the names in a folder, are on the disk."""
-        file = open_descriptor(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with OpenedDescriptor(path, os.O_RDONLY) as file:
             os.fsync(file)
-        finally:
-            os.close(file)
 
     def replace(self, source: Place, target: Place) -> None:
         """Rename a file over `target`, or a folder to a free path."""
@@ -303,7 +267,6 @@ class Disk:
         os.symlink(target, path)
 
     def read_link(self, path: Place) -> str | None:
-        """Return the text of a symbolic link, or None if the path is not a symbolic link."""
         return os.readlink(path) if os.path.islink(path) else None
 
     def unlink(self, path: Place) -> None:
@@ -316,7 +279,6 @@ class Disk:
             os.utime(path)
 
     def set_mode(self, path: Place, mode: int) -> None:
-        """Set the permission bits of a file or folder, regardless of the umask."""
         os.chmod(path, mode)
 
     def make_folder(self, folder: Place) -> None:
@@ -324,10 +286,7 @@ class Disk:
         os.makedirs(folder, 0o777 & ~self.withheld, exist_ok=True)
 
     def make_durable_folder(self, folder: Place) -> None:
-        """Create a folder with missing parents, and wait until their names are on the disk.
-
-        An existing folder is synced too, because its creator may have ended before the sync.
-        """
+        """Create a folder with missing parents, and wait until their names are on the disk."""
         place, unsure = os.fspath(folder), [os.fspath(folder)]
         while (above := os.path.dirname(place)) not in ("", place) and not self.is_dir(above):
             unsure.append(above)
@@ -350,13 +309,11 @@ class Disk:
         _empty_folder(folder)
 
     def copy_untrusted(self, source: Place, target: Place, most_bytes: int) -> str:
-        """Copy a file that another process may change to a new file, and return the copy's sha256.
-
-        Raises:
-            OSError: If the source is a link or a special file, or has more than `most_bytes`.
-        """
+        """Copy a plain file that another process may change to a new file, and return the copy's sha256."""
         file = _open_nonblocking(os.fspath(source), os.O_RDONLY | os.O_NOFOLLOW)
-        with builtins.open(file, "rb", buffering=0) as given, self._create_file(target) as copy:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        copied = open_descriptor(target, flags, self._file_mode)
+        with builtins.open(file, "rb", buffering=0) as given, builtins.open(copied, "wb") as copy:
             if not stat.S_ISREG(os.fstat(file).st_mode):
                 raise OSError(errno.EINVAL, "it is not a plain file", str(source))
             if os.fstat(file).st_size > most_bytes:
@@ -368,13 +325,8 @@ class Disk:
                 left -= size
         return sha256.hexdigest()
 
-    # -- made of these --
-
     def measure_usage(self, path: Place) -> tuple[int, int]:
-        """Return the latest modification time in ns and the size in bytes of a file or folder tree.
-
-        Links are not followed. Each entry counts as `ENTRY_BYTES` in addition to its content.
-        """
+        """Return the latest modification time in ns and the size in bytes of a file or folder tree."""
         latest_ns, size, folders = 0, 0, [(os.fspath(path), self.stat(path))]
         while folders:
             place, found = folders.pop()
@@ -389,7 +341,6 @@ class Disk:
         return latest_ns, size
 
     def hash_file(self, path: Place) -> str:
-        """Return the sha256 of a file in hex."""
         sha256 = hashlib.sha256()
         for piece in self.read_pieces(path):
             sha256.update(piece)
@@ -406,7 +357,6 @@ class Disk:
         return sha256.hexdigest()
 
     def repoint_link(self, path: Place, target: str) -> None:
-        """Replace the target of a symbolic link atomically and durably."""
         part = f"{path}.part"
         self.unlink(part)
         self.symlink(target, part)
@@ -423,27 +373,18 @@ class Disk:
         if durable:
             self.sync(os.path.dirname(path) or ".")
 
-    # -- shared with other processes --
-
     def is_locked(self, path: Place) -> bool:
-        """Return whether any process, this one included, has locked a file. Change nothing."""
         try:
-            file = open_descriptor(path, os.O_RDONLY | os.O_CLOEXEC)
+            with OpenedDescriptor(path, os.O_RDONLY) as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # several may look at once
         except FileNotFoundError:
             return False
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # several may look at once
         except BlockingIOError:
             return True
-        finally:
-            os.close(file)
         return False
 
     def lock(self, path: Place, *, tries: int = 1) -> Lock | None:
-        """Lock a file, which is created if missing, or return None if another process holds the lock.
-
-        `is_locked` of another process holds it for a moment, so that a few `tries` may be needed.
-        """
+        """Lock a file, or return None. `is_locked` elsewhere holds it for a moment, so a few `tries` may be needed."""
         file = open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, self._file_mode)
         for left in reversed(range(tries)):
             try:
@@ -456,24 +397,11 @@ class Disk:
         return None
 
     def connect(self, path: Place, *, any_thread: bool = False) -> sqlite3.Connection:
-        """Open an SQLite database in autocommit mode, and create it if missing.
-
-        Args:
-            path: Path of the database.
-            any_thread: Whether several threads may use the connection, one at a time.
-
-        Raises:
-            sqlite3.Error: If the database cannot be opened.
-        """
+        """Open an SQLite database in autocommit mode, and create it if missing."""
         import sqlite3  # of no use to an agent
 
         self.ensure(path)  # SQLite gives its other files the same mode
         return sqlite3.connect(path, timeout=10, isolation_level=None, check_same_thread=not any_thread)
-
-    def _create_file(self, path: Place) -> BinaryIO:
-        """Create a file, which must not exist, and open it for writing."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        return builtins.open(open_descriptor(path, flags, self._file_mode), "wb")
 
     @property
     def _file_mode(self) -> int:
@@ -481,8 +409,6 @@ class Disk:
 
 
 class PrivateDisk(Disk):
-    """`Disk` whose new files and folders are accessible to this user alone."""
-
     withheld = 0o077
 
 
@@ -546,9 +472,6 @@ def _open_folder_with_rights(path: Place, above: int | None = None) -> int:
         finally:
             os.close(place)
     return os.open(path, flags, dir_fd=above)
-
-
-# -- sentences ------------------------------------------------------------------------------------
 
 
 def write_output(file: Path, text: str) -> None:

@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import io
+import ipaddress
 import logging
 import re
+import resource
 import select
 import socket
 import ssl
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Final, cast
+from typing import Annotated, Final, cast
+from urllib.parse import SplitResult, urlsplit
 
-from fedquilt.host.connection_limits import Connection, ConnectionLimiter
+import msgspec
+from msgspec import Meta
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +40,6 @@ _ONCE: Final = frozenset({"host", "content-length", "content-range", "range", "a
 
 
 class RequestRefusedError(Exception):
-    """Error that the server answers with an HTTP status and a sentence."""
-
     def __init__(self, status: int, sentence: str) -> None:
         super().__init__(sentence)
         self.status = status
@@ -45,6 +48,7 @@ class RequestRefusedError(Exception):
 class HttpExchange:
     def __init__(self, line: _HttpConnection, method: str, path: str, headers: dict[str, str], reusable: bool) -> None:
         self._line, self.method, self.path, self.headers = line, method, path, headers  # header names in lower case
+        self.client_address, self.socket, self.connection = line.address, line.sock, line.connection
         self.answered, self._reusable = False, reusable
         length = headers.get("content-length", "0")
         if "transfer-encoding" in headers:
@@ -54,44 +58,21 @@ class HttpExchange:
         self.size = self._unread = int(length)  # bytes of the body
 
     @property
-    def client_address(self) -> str:
-        return self._line.address
-
-    @property
-    def socket(self) -> socket.socket:
-        """Socket of the connection, an SSLSocket under TLS. Callers set the timeout."""
-        return self._line.sock
-
-    @property
-    def connection(self) -> Connection:
-        return self._line.connection
-
-    @property
     def is_reusable(self) -> bool:
-        """Whether another request may follow on the connection."""
         return self._reusable and not self._unread
 
     def close_after(self) -> None:
-        """Close the connection after this request's answer."""
         self._reusable = False
 
     def open_body(self) -> io.BufferedReader:
         """Return the stream of the body, from which the caller must read `size` bytes."""
         if self.headers.get("expect", "").lower() == "100-continue":
-            self._line.sock.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.socket.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._unread = 0
         return self._line.file
 
     def read_body(self, most: int, reserve: Callable[[int], None] = lambda size: None) -> bytes:
-        """Read the body.
-
-        Args:
-            most: Maximum number of bytes.
-            reserve: Function called with the size of each received piece, which may raise RequestRefusedError.
-
-        Raises:
-            RequestRefusedError: If the request has no Content-Length, or the body is too long or incomplete.
-        """
+        """Read the body. `reserve` is called with the size of each piece, and may raise RequestRefusedError."""
         if "content-length" not in self.headers:
             raise RequestRefusedError(411, "a request has to say by Content-Length how many bytes follow")
         if self.size > most:
@@ -107,13 +88,7 @@ class HttpExchange:
         return bytes(body)
 
     def send_response(self, status: int, headers: dict[str, str] | None = None, body: bytes | None = b"") -> None:
-        """Send a response.
-
-        Args:
-            status: HTTP status.
-            headers: Headers besides Content-Length and Connection.
-            body: Body, or None if the caller sends the body and gives its Content-Length in `headers`.
-        """
+        """Send a response. Without a body, the caller sends it and gives its Content-Length in `headers`."""
         self.answered = True
         lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}"]
         lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
@@ -121,31 +96,18 @@ class HttpExchange:
             lines.append(f"Content-Length: {len(body)}")
         lines.append(f"Connection: {'keep-alive' if self.is_reusable else 'close'}")
         head = "\r\n".join([*lines, "", ""]).encode()
-        self._line.sock.sendall(head + (b"" if body is None or self.method == "HEAD" else body))
+        self.socket.sendall(head + (b"" if body is None or self.method == "HEAD" else body))
 
 
 Handler = Callable[[HttpExchange], None]
 
 
 def _plain_text_body(sentence: str) -> tuple[str, bytes]:
-    """Return the content type and the bytes of a plain text."""
     return "text/plain; charset=utf-8", sentence.encode()
 
 
 class HttpServer:
-    """HTTP server at one address, started by `start`.
-
-    Args:
-        host: Address to listen at.
-        port: Port to listen at, or 0 for any free port.
-        handler: Function called for each request in the thread of its connection. It may raise RequestRefusedError.
-        connections: Connections with their limits.
-        context: Function that returns the TLS context of a new connection, or None for a server without TLS.
-        error_body: Function that returns content type and body for an error sentence.
-
-    Raises:
-        OSError: If the address cannot be listened at.
-    """
+    """HTTP server at one address, started by `start`. Its `handler` is called in the thread of a connection."""
 
     def __init__(
         self,
@@ -194,10 +156,7 @@ class HttpServer:
         self._listener.close()
         self.connections.close_waiting()
 
-    # -- connections --
-
     def _accept_connections(self) -> None:
-        """Accept connections until the server closes, and close those past their deadline."""
         poller = select.poll()
         poller.register(self._listener, select.POLLIN)
         while not self._closed:
@@ -221,7 +180,6 @@ class HttpServer:
                 sock.close()
 
     def _start_connection(self, sock: socket.socket, address: str) -> None:
-        """Start a thread that serves a new connection, or close it with status 503 if there is no room."""
         descriptor = sock.fileno()  # TLS replaces the socket object and keeps the descriptor
         connection = self.connections.add_connection(address, descriptor, lambda: _reset_connection(descriptor))
         if connection is None or not self._places.acquire(timeout=1.0):
@@ -244,7 +202,6 @@ class HttpServer:
             raise
 
     def _serve_connection(self, line: _HttpConnection) -> None:
-        """Serve requests on a connection until it ends, then free its place."""
         try:
             line.open_stream(None if self._context is None else self._context())
             while self._serve_one_request(line):
@@ -259,7 +216,6 @@ class HttpServer:
             self._places.release()
 
     def _serve_one_request(self, line: _HttpConnection) -> bool:
-        """Read and answer one request. Return whether the connection can serve another one."""
         exchange: HttpExchange | None = None
         try:
             exchange = _read_request(line)
@@ -282,14 +238,11 @@ class HttpServer:
 
 
 class _HttpConnection:
-    """Socket of a connection, and the stream of bytes from it."""
-
     def __init__(self, sock: socket.socket, address: str, connection: Connection) -> None:
         self.sock, self.address, self.connection = sock, address, connection
         self.file: io.BufferedReader
 
     def open_stream(self, context: ssl.SSLContext | None) -> None:
-        """Do the TLS handshake, if there is a context, and open the stream for reading."""
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if context is not None:
             self.sock = context.wrap_socket(self.sock, server_side=True, do_handshake_on_connect=False)
@@ -314,7 +267,6 @@ class _HttpConnection:
 
 
 def _read_request(line: _HttpConnection) -> HttpExchange | None:
-    """Read the head of the next request, or return None if the client has closed the connection."""
     rows: list[bytes] = []
     left = HEADER_BYTES
     while True:
@@ -351,3 +303,131 @@ def _reset_connection(descriptor: int) -> None:
         sock.shutdown(socket.SHUT_RDWR)
     finally:
         sock.detach()
+
+
+HEADER_S: Final = 10.0  # for a TLS handshake and a request's header, and for the pause between two requests
+REQUEST_S: Final = 60.0  # for a request's body and the answer
+
+Count = Annotated[int, Meta(ge=1)]
+
+
+class ConnectionLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    connections: Count = 256  # at once
+    per_address: Count = 128  # at once, of one IPv4 address or IPv6 network of 64 bits
+
+
+class Connection:
+    def __init__(self, address: str, close: Callable[[], None], now_s: float, deadline_s: float) -> None:
+        self.address, self.close, self.since_s, self.deadline_s = address, close, now_s, deadline_s
+        self.waits = True  # for a request
+        self.owner: str | None = None  # verified name of the peer: the connection is not closed for others
+
+
+class ConnectionLimiter:
+    """Open connections of a listener, within its limits.
+
+    Thread-safe. A new connection at the limit replaces one that waits for a request, or one of an address with more
+    connections. Listeners never use the upper half of the process's file descriptors.
+    """
+
+    def __init__(
+        self,
+        limits: ConnectionLimits = ConnectionLimits(),
+        *,
+        header_s: float = HEADER_S,
+        request_s: float = REQUEST_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.limits, self._header_s, self._request_s, self._clock = limits, header_s, request_s, clock
+        self._lock = threading.Lock()
+        self._open: set[Connection] = set()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add_connection(self, address: str, descriptor: int, close: Callable[[], None]) -> Connection | None:
+        """Add a connection, if need be by closing another one, or return None. `close` must not block."""
+        network = _address_group(address)
+        with self._lock:
+            of_address = Counter(each.address for each in self._open)
+            soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            scarce = soft != resource.RLIM_INFINITY and descriptor >= soft // 2
+            crowded = scarce or len(self._open) >= self.limits.connections
+            full = of_address[network] >= self.limits.per_address
+            if crowded or full:
+                candidates = [
+                    each
+                    for each in self._open
+                    if (not full or each.address == network)
+                    and each.owner is None
+                    and (each.waits or of_address[each.address] > of_address[network])
+                ]
+                if not candidates:
+                    return None
+                self._close(max(candidates, key=lambda each: (of_address[each.address], -each.since_s)))
+            now_s = self._clock()
+            made = Connection(network, close, now_s, now_s + self._header_s)
+            self._open.add(made)
+            return made
+
+    def begin_request(self, connection: Connection, more_s: float = 0.0) -> None:
+        """Start the time of a request whose header is complete. `more_s` is added to the usual time."""
+        connection.waits, connection.deadline_s = False, self._clock() + self._request_s + more_s
+
+    def await_request(self, connection: Connection) -> None:
+        connection.waits, connection.since_s = True, self._clock()
+        connection.deadline_s = connection.since_s + self._header_s
+
+    def assign_owner(self, connection: Connection, owner: str, most: int) -> bool:
+        """Assign a connection to a verified peer, or return False if `most` others are assigned to the peer."""
+        with self._lock:
+            if sum(each.owner == owner for each in self._open) >= most:
+                return False
+            connection.owner = owner
+            return True
+
+    def remove_connection(self, connection: Connection) -> None:
+        with self._lock:
+            self._open.discard(connection)
+
+    def close_overdue(self) -> None:
+        with self._lock:
+            for each in [each for each in self._open if self._clock() >= each.deadline_s]:
+                self._close(each)
+
+    def close_waiting(self) -> None:
+        with self._lock:
+            for each in [each for each in self._open if each.waits]:
+                self._close(each)
+
+    def _close(self, connection: Connection) -> None:
+        self._open.discard(connection)
+        with contextlib.suppress(OSError):
+            connection.close()
+
+
+def raise_descriptor_limit() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _address_group(address: str) -> str:
+    """Return the IPv4 address, or the /64 network of an IPv6 address: one subscriber usually has the whole network."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(found, ipaddress.IPv4Address):
+        return str(found)
+    return str(found.ipv4_mapped or ipaddress.ip_network((found, 64), strict=False))
+
+
+def split_http_url(url: str) -> SplitResult:
+    """Return the parts of an HTTP address with a usable host and port, or raise ValueError."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    host.encode("idna")  # Python does so when it resolves the name
+    if parts.scheme not in ("http", "https") or not host or parts.port == 0 or parts.username is not None:
+        raise ValueError(f"{url!r} is no HTTP address")
+    return parts

@@ -23,12 +23,6 @@ def log_ids(*, round: int | None = None, **ids: str | None) -> dict[str, str | i
 
 
 class JsonFormatter(logging.Formatter):
-    """Log formatter that writes a record as one line of JSON.
-
-    Args:
-        ids: Default ids of all lines, such as the device of an agent.
-    """
-
     def __init__(self, **ids: str) -> None:
         super().__init__()
         self._ids = ids

@@ -17,7 +17,6 @@ STUCK_ZONES = frozenset({"PMIC-Die"})  # reads 100 C on Nano, TX2 and Xavier, co
 
 
 def read_text(path: str | Path) -> str | None:
-    """Return the text of a file, or None if the file is missing or unreadable."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
@@ -31,17 +30,15 @@ def read_text(path: str | Path) -> str | None:
 
 
 def is_visible(path: str | Path) -> bool:
-    """Return whether this user can see the path. Below a closed folder the result is False."""
     return os.path.exists(path)
 
 
 def list_matches(folder: Path, pattern: str) -> list[Path]:
-    """Return the visible matches of a pattern below a folder, sorted."""
     return sorted(folder / name for name in globs.glob(pattern, root_dir=folder))
 
 
 def is_forbidden(path: str | Path) -> bool:
-    """Return whether the path exists, or may exist, but this user lacks permission to read it."""
+    """Return whether the path may exist, but this user lacks permission to read it."""
     try:
         os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
     except PermissionError:
@@ -52,18 +49,15 @@ def is_forbidden(path: str | Path) -> bool:
 
 
 def read_line(path: str | Path) -> str | None:
-    """Return the text without newline and NUL at the end, or None if the text is empty or unreadable."""
     found = read_text(path)
     return found.strip("\0\n ") or None if found is not None else None
 
 
 def read_strings(path: str | Path) -> list[str]:
-    """Return the NUL-terminated strings in a device tree's file."""
     return [part for part in (read_text(path) or "").split("\0") if part.strip()]
 
 
 def read_int(path: str | Path) -> int | None:
-    """Return the integer in a file, or None if there is none."""
     try:
         return int(read_text(path) or "")
     except ValueError:

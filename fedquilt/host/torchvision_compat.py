@@ -24,12 +24,7 @@ Import = Callable[[str], ModuleType]
 
 
 def import_torchvision(load: Import = importlib.import_module) -> ModuleType:
-    """Import torchvision with working `models`, `transforms` and `datasets`.
-
-    Raises:
-        ModelError: If torchvision is not installed.
-        RuntimeError: If the import fails for a reason other than missing operators.
-    """
+    """Import torchvision with working `models`, `transforms` and `datasets`."""
     with warnings.catch_warnings():  # older ones warn that their JPEG reader, which we never use, is absent
         warnings.filterwarnings("ignore", message="Failed to load image Python extension")
         try:

@@ -23,21 +23,11 @@ COMMAND: Final = '#!/bin/sh\nexec "$(dirname "$(readlink -f "$0")")/python" -m f
 
 
 class InvalidWheelError(Exception):
-    """Error for a wheel that is damaged, too large, or would write outside the environment."""
+    pass
 
 
 def unpack_wheels(wheels: Sequence[tuple[str, Path | IO[bytes]]], packages: Path, most_bytes: int) -> None:
-    """Unpack wheels into a folder of packages.
-
-    Args:
-        wheels: Names and files of the wheels.
-        packages: Target folder, created if missing.
-        most_bytes: Limit on the size of all files together.
-
-    Raises:
-        InvalidWheelError: If a wheel is damaged, exceeds the limit, or would write outside the folder.
-        OSError: If a file cannot be written.
-    """
+    """Unpack wheels into a folder. Raise InvalidWheelError for damaged, escaping or too large ones."""
     packages.mkdir(parents=True, exist_ok=True)
     left = most_bytes
     for name, file in wheels:
@@ -64,7 +54,6 @@ def unpack_wheels(wheels: Sequence[tuple[str, Path | IO[bytes]]], packages: Path
 
 
 def _installed_path(wheel: str, filename: str) -> PurePosixPath | None:
-    """Return the path of a wheel's file in the packages folder, or None if not installed, such as a script."""
     inside = PurePosixPath(filename)
     if inside.is_absolute() or ".." in inside.parts or not inside.parts:
         raise InvalidWheelError(f"{wheel} would write to {filename}")
@@ -80,16 +69,7 @@ def packages_folder(home: Path, python: str) -> Path:
 
 
 def make_environment(home: Path, python: str, interpreter: str) -> None:
-    """Complete a folder with packages to a virtual environment with the command `fedquilt`.
-
-    Args:
-        home: Folder of the environment.
-        python: Python version, such as "3.10".
-        interpreter: Path of the interpreter where the environment is used.
-
-    Raises:
-        OSError: If a file cannot be written.
-    """
+    """Complete a folder with packages to a virtual environment with the command `fedquilt`."""
     (home / "bin").mkdir()
     for name in ("python", "python3"):
         (home / "bin" / name).symlink_to(interpreter)
@@ -101,7 +81,6 @@ def make_environment(home: Path, python: str, interpreter: str) -> None:
 
 
 def compile_packages(home: Path, python: str, seen_as: str) -> bool:
-    """Compile the packages, or return False if this Python is of another version."""
     if python != f"{sys.version_info[0]}.{sys.version_info[1]}":
         return False
     compileall.compile_dir(
@@ -111,7 +90,6 @@ def compile_packages(home: Path, python: str, seen_as: str) -> bool:
 
 
 def make_world_readable(home: Path) -> None:
-    """Give all users read access to a folder's content, and preserve executability."""
     for folder, folders, names in os.walk(home):
         for name in (*folders, *names):
             path = Path(folder, name)

@@ -31,7 +31,7 @@ from fedquilt.core import (
     UpdateSchema,
     WorkEstimate,
 )
-from fedquilt.costs import layer_costs, tiers
+from fedquilt.costs import cost_model, peak_memory
 from fedquilt.formats import tensor_register
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
@@ -52,14 +52,14 @@ class State(NetworkState):
 def make_subnetwork_state(state: NetworkState, at: Places, own: Tensors | None = None) -> NetworkState:
     """Return the state of a sub-network, with its cost. Tensors in `own` replace those cut out."""
     sub = {**width.cut_tensors(state.model, at), **(own or {})}
-    flops, activations = layer_costs.part_shares(state.costs_by_layer(), state.model, sub)
+    flops, activations = cost_model.part_shares(state.costs_by_layer(), state.model, sub)
     return NetworkState(
         state.params,
         state.network,
         sub,
         state.flops * flops,
         math.ceil(state.example_bytes * activations),
-        layers=layer_costs.scale_layers(state.layers, state.model, sub),
+        layers=cost_model.scale_layers(state.layers, state.model, sub),
     )
 
 
@@ -161,7 +161,7 @@ def make_statistics_round(
 
 
 def _fits_device(device: DeviceView, work: WorkEstimate) -> bool:
-    return device.profile is not None and tiers.fits_budget(device.profile.budget_bytes, ("torch",), work)
+    return device.profile is not None and peak_memory.fits_budget(device.profile.budget_bytes, ("torch",), work)
 
 
 def _convert_variances_to_moments(sent: Tensors, means: Mapping[str, str], device: str) -> dict[str, np.ndarray]:

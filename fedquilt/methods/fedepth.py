@@ -43,7 +43,7 @@ from fedquilt.core import (
     TaskSpec,
     WorkEstimate,
 )
-from fedquilt.costs import layer_costs
+from fedquilt.costs import cost_model
 from fedquilt.methods import depthfl, fedavg, heterofl
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
@@ -130,13 +130,13 @@ def _estimate_groups_work(state: NetworkState, order: TaskSpec, found: list[Stag
     head = {name: model[name] for name in model.keys() - {name for group in found for name in group.names}}
     for group in found:
         own = {name: model[name] for name in group.names}
-        _, activations = layer_costs.part_shares(state.costs_by_layer(), model, own)
+        _, activations = cost_model.part_shares(state.costs_by_layer(), model, own)
         before |= own
         part = state.plain_state_with({**before, **head})
         part = replace(
             part,
-            flops=state.flops * layer_costs.part_shares(state.costs_by_layer(), model, before)[0],
-            layers=layer_costs.scale_layers(state.layers, state.model, part.model),
+            flops=state.flops * cost_model.part_shares(state.costs_by_layer(), model, before)[0],
+            layers=cost_model.scale_layers(state.layers, state.model, part.model),
         )
         works.append(local_training.training_work(part, moved={**own, **head}))
         light = replace(state, example_bytes=math.ceil(activations * state.example_bytes))

@@ -34,7 +34,7 @@ from fedquilt.core import (
     TaskSpec,
     Tensors,
 )
-from fedquilt.costs import layer_costs
+from fedquilt.costs import cost_model
 from fedquilt.formats import tensor_register
 from fedquilt.methods import fedavg
 from fedquilt.models import local_training
@@ -113,7 +113,7 @@ def make_adapted_state(state: State) -> NetworkState:
     """Return a plain state of the backbone with its adapters, for size and cost."""
     whole = state.plain_state_with({**state.backbone, **state.model})
     added = {name: array for name, array in state.model.items() if name not in state.backbone}
-    return replace(whole, layers=layer_costs.add_adapter_layers(state.layers, state.backbone, added))
+    return replace(whole, layers=cost_model.add_adapter_layers(state.layers, state.backbone, added))
 
 
 def adapter_scale(params: Mapping[str, Any]) -> float:

@@ -40,7 +40,7 @@ from fedquilt.core import (
     TaskSpec,
     Tensors,
 )
-from fedquilt.costs import layer_costs
+from fedquilt.costs import cost_model
 from fedquilt.formats import tensor_register
 from fedquilt.formats.tensor_register import BATCH_NORMS, TensorRegister
 from fedquilt.methods import fedavg
@@ -140,14 +140,14 @@ def send(state: State, device: DeviceView) -> TaskSpec:
     order = local_training.training_task_spec(whole, {"model": state.model, "frozen": state.frozen}, anchors=1)
     if not state.layers:
         return order
-    tail = replace(whole, layers=layer_costs.split_at_trained(state.layers, state.model)[1])
+    tail = replace(whole, layers=cost_model.split_at_trained(state.layers, state.model)[1])
     cached, new = state.params["cache"] != "off", not device.rounds
     each = local_training.training_task_spec(tail, {}, moved=state.model)
     frozen = local_training.evaluation_work(whole)  # w_SK, and what lies before its trained part
     epochs = 1 if cached else int(state.params["epochs"])
     work, check = each.work, each.check or frozen
     if new or not cached:
-        work = work.add(layer_costs.repeat_work(frozen, epochs))
+        work = work.add(cost_model.repeat_work(frozen, epochs))
         check = check.add(frozen)
     return replace(order, work=msgspec.structs.replace(work, peak_bytes=order.work.peak_bytes), check=check)
 

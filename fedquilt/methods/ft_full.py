@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from fedquilt.core import DeviceView, TaskSpec
-from fedquilt.costs import tiers
+from fedquilt.costs import peak_memory
 from fedquilt.methods import fedavg
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
@@ -47,7 +47,7 @@ def limit_by_memory(
     work = msgspec.structs.replace(order.work, peak_bytes=order.work.peak_bytes + more * state.example_bytes)
     profile = device.profile
     known = [name for name in engines if profile and name in profile.engines]
-    if profile and not tiers.fits_budget(profile.budget_bytes, known, work):
+    if profile and not peak_memory.fits_budget(profile.budget_bytes, known, work):
         return None
     return replace(order, work=work)
 

@@ -57,7 +57,7 @@ from fedquilt.core import (
     Traits,
     UpdateError,
 )
-from fedquilt.costs import layer_costs
+from fedquilt.costs import cost_model
 from fedquilt.formats import tensor_register
 from fedquilt.formats.tensor_register import ATTENTION, TensorRegister
 from fedquilt.methods import fedavg
@@ -100,7 +100,7 @@ class State:
     network: dict[str, Any]
     flops: float
     example_bytes: int
-    layers: tuple[layer_costs.Layer, ...]  # empty: not in the bundle
+    layers: tuple[cost_model.Layer, ...]  # empty: not in the bundle
     seed: int
     first: dict[str, dict[str, np.ndarray]]  # layer -> its tensors at the job's start
     statistics: dict[str, np.ndarray]  # tensors that belong to no layer, at the job's start

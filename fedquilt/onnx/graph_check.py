@@ -8,7 +8,7 @@ graph may also call operators without end, or declare sizes beyond any memory. P
 - tensors with as many bytes as are present, and bounded nodes, texts, nesting and declared sizes.
 
 Sizes computed at run time are not checked, and are limited by the task's memory budget. The file is parsed by
-`fedquilt.onnx.protobuf`, because devices need not have the `onnx` package.
+`fedquilt.onnx.file_format`, because devices need not have the `onnx` package.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
 from fedquilt.core import ModelError
-from fedquilt.onnx.protobuf import ProtobufError, ProtobufReader, Schema, decode_ints, decode_text, to_signed
-from fedquilt.onnx.schema import (
+from fedquilt.onnx.file_format import (
     ATTRIBUTE,
     DIM,
     ENTRY,
@@ -40,7 +39,13 @@ from fedquilt.onnx.schema import (
     TYPE,
     UNUSED,
     VALUE,
+    ProtobufError,
+    ProtobufReader,
+    Schema,
     Versions,
+    decode_ints,
+    decode_text,
+    to_signed,
 )
 
 NODES_MOST: Final = 20_000
@@ -112,7 +117,6 @@ class CheckedGraph:
         return None if shape is None else shape[1:]
 
     def require_batched_examples(self) -> None:
-        """Raise ModelError unless the graph has one batched input and one output."""
         for values, side, verb in ((self.inputs, "input", "feeds"), (self.outputs, "output", "reads")):
             if len(values) != 1:
                 names = ", ".join(repr(each.name[:40]) for each in values[:6]) or "none"
@@ -134,11 +138,7 @@ class CheckedGraph:
 
 
 def check_file(path: Path) -> CheckedGraph:
-    """Check an ONNX file and its external weights, and require batched examples.
-
-    Raises:
-        ModelError: If the file cannot be read or the graph is not permitted. The message omits the graph's name.
-    """
+    """Check an ONNX file and its external weights, and require batched examples. Errors omit the graph's name."""
     folder = path.parent
 
     def file_size(name: str) -> int:
@@ -156,11 +156,7 @@ def check_file(path: Path) -> CheckedGraph:
 
 
 def map_file(path: Path) -> memoryview:
-    """Map an ONNX file into memory.
-
-    Raises:
-        ModelError: If the file cannot be read, is empty or too large. The message omits its name.
-    """
+    """Map an ONNX file into memory. Errors omit its name."""
     try:
         with path.open("rb") as file:
             length = file.seek(0, 2)
@@ -172,15 +168,7 @@ def map_file(path: Path) -> memoryview:
 
 
 def check_bytes(data: bytes | memoryview, size: FileSize | None = None) -> CheckedGraph:
-    """Check a graph in memory.
-
-    Args:
-        data: Bytes of an ONNX file.
-        size: Function that returns the size of a file beside the graph, or None if there are none.
-
-    Raises:
-        ModelError: If the graph is not permitted.
-    """
+    """Check a graph in memory. `size` returns the size of a file beside the graph."""
     try:
         return _GraphCheck(size or _refuse_file).check_model(memoryview(data))
     except ProtobufError as error:
@@ -193,8 +181,6 @@ def _refuse_file(name: str) -> int:
 
 @dataclass
 class _GraphCheck:
-    """Check of one ONNX file, with the nodes and tensors counted so far."""
-
     size: FileSize
     reader: ProtobufReader = field(default_factory=ProtobufReader)
     nodes: int = 0
@@ -235,7 +221,6 @@ class _GraphCheck:
         return _normalise_domain(decode_text(found.get("domain"), NAME_MOST, "a domain")), _int_field(found, "version")
 
     def check_graph(self, data: memoryview, depth: int) -> tuple[int, tuple[GraphValue, ...], tuple[GraphValue, ...]]:
-        """Check a graph and nested graphs, and return its weight bytes, inputs and outputs."""
         if depth > DEPTH_MOST:
             raise ModelError(f"graphs lie within graphs {depth} deep, {DEPTH_MOST} are permitted")
         found = self._read_message(data, GRAPH, "the graph")
@@ -256,10 +241,7 @@ class _GraphCheck:
         return weight_bytes, inputs, tuple(values["output"])
 
     def check_node(self, data: memoryview, known: dict[str, list[float]], depth: int) -> int:
-        """Check a node, and return the weight bytes of its graphs.
-
-        The values of a constant are added to `known`.
-        """
+        """Check a node, add a constant's values to `known`, and return the weight bytes of its graphs."""
         self.nodes += 1
         if self.nodes > NODES_MOST:
             raise ModelError(f"it has more than {NODES_MOST} nodes")
@@ -385,17 +367,6 @@ class ExternalDataLocation(NamedTuple):
 
 
 def read_external_location(reader: ProtobufReader, tensor: Fields, name: str) -> ExternalDataLocation:
-    """Read the location of a tensor's external data.
-
-    Args:
-        reader: Reader of the graph.
-        tensor: Fields of the tensor, with "external_data".
-        name: Name of the tensor in errors.
-
-    Raises:
-        ModelError: If the location is repeated or malformed.
-        ProtobufError: If the fields are not such messages.
-    """
     found = _read_unique_entries(reader, tensor, "external_data", NAME_MOST)
     if odd := found.keys() - {"location", "offset", "length", "checksum"}:
         raise ModelError(f"tensor {name[:80]!r} says {min(odd)[:40]!r} of the file that it is in")

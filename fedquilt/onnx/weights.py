@@ -19,8 +19,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from fedquilt.core import ModelError
-from fedquilt.onnx.graph_check import DEPTH_MOST, FILE_MOST, ExternalDataLocation, map_file, read_external_location
-from fedquilt.onnx.protobuf import (
+from fedquilt.onnx.file_format import (
+    ATTRIBUTE,
+    GRAPH,
+    MODEL,
+    NODE,
+    TENSOR,
     Pieces,
     ProtobufError,
     ProtobufReader,
@@ -30,13 +34,19 @@ from fedquilt.onnx.protobuf import (
     encode_message,
     to_signed,
 )
-from fedquilt.onnx.schema import ATTRIBUTE, GRAPH, MODEL, NODE, TENSOR
+from fedquilt.onnx.graph_check import (
+    AXES_MOST,
+    DEPTH_MOST,
+    FILE_MOST,
+    NAME_MOST,
+    ExternalDataLocation,
+    map_file,
+    read_external_location,
+)
 
 if TYPE_CHECKING:
     from fedquilt.core import Tensors
 
-NAME_MOST: Final = 4096  # bytes
-AXES_MOST: Final = 16
 MESSAGES_MOST: Final = 3 * (DEPTH_MOST + 2)  # within each other: each graph is in an attribute of a node
 KINDS: Final[Mapping[int, str]] = {1: "<f4", 7: "<i8", 10: "<f2", 11: "<f8"}  # of onnx.proto's data types
 NUMBERS: Final = frozenset(name for name, kind in TENSOR.values() if kind in ("floats", "doubles")) | {
@@ -55,24 +65,11 @@ class MissingTensor(NamedTuple):
 
 
 def missing_tensors(graph: bytes | memoryview) -> dict[str, MissingTensor]:
-    """Return the tensors that a graph declares without data, by name.
-
-    Raises:
-        ModelError: If the bytes are not a supported ONNX graph.
-    """
     return {name: lack for name, (lack, _) in _read_graph_and_missing(graph)[2].items()}
 
 
 def fill_graph(graph: bytes | memoryview, tensors: Tensors) -> list[bytes | memoryview]:
-    """Return an ONNX file with the missing tensors inserted, in pieces and without copying.
-
-    Args:
-        graph: ONNX file without the data of some tensors.
-        tensors: Tensors of the network by name. Names unknown to the graph are ignored.
-
-    Raises:
-        ModelError: If the graph is not supported, or a missing tensor is absent or has another shape or type.
-    """
+    """Return an ONNX file with the missing tensors inserted, in pieces and without copying."""
     model, inner, lacking = _read_graph_and_missing(graph)
     whole: list[memoryview | Pieces] = []
     for piece in inner["initializer"]:
@@ -125,20 +122,8 @@ def _read_graph_and_missing(graph: bytes | memoryview) -> tuple[Fields, Fields, 
     return model, inner, found
 
 
-# -- two files ------------------------------------------------------------------------------------
-
-
 def read_with_external_data(path: Path) -> Pieces:
-    """Read an ONNX file with the data in files beside it, as the pieces of one file.
-
-    The graph is untrusted, so only regular files in its own folder are read.
-
-    Returns:
-        The pieces, or the mapped file itself if no data are external.
-
-    Raises:
-        ModelError: If a file cannot be read, is too large or in another folder, or has too few bytes.
-    """
+    """Read an ONNX file with the data in regular files beside it, as the pieces of one file."""
     try:
         data = map_file(path)
         found = _ExternalTensorFiles(path.parent, len(data)).inline_tensors(data, MODEL)
@@ -161,8 +146,6 @@ _INNER: Final[Mapping[str, Schema]] = {  # fields that hold a tensor, or a messa
 
 @dataclass
 class _ExternalTensorFiles:
-    """Files beside a graph that hold numbers of its tensors, and the bytes of the whole model so far."""
-
     folder: Path
     size: int
     reader: ProtobufReader = field(default_factory=ProtobufReader)
@@ -184,7 +167,6 @@ class _ExternalTensorFiles:
         return encode_message(made, schema) if changed else data
 
     def _inline_tensor(self, data: memoryview, fields: Fields) -> memoryview | Pieces:
-        """Return a tensor with its external data inserted, or the same bytes if it has none."""
         if "external_data" not in fields:
             return data
         name = decode_text(fields.get("name"), NAME_MOST, "a name")

@@ -1,8 +1,8 @@
 """Authenticated links: signed messages between coordinator and devices over any broker.
 
 `AuthenticatedDeviceLink` and `AuthenticatedFleetLink` wrap a `Link` to a broker. They perform a handshake
-(`fedquilt.security.handshake`), sign what is published (`fedquilt.security.message_signature`), and `receive` returns
-only messages that the peer sent in the current session.
+(`fedquilt.security.handshake`), sign what is published, and `receive` returns only messages that the peer sent in the
+current session.
 
 Three kinds of messages are unsigned. A chunk of a blob is verified by the manifest and by the sha256 in a signed
 message. Messages of the coordinator for observers (coord/state, job/#) have no effect on devices. A last will is given
@@ -18,6 +18,7 @@ import base64
 import binascii
 import logging
 import math
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -25,11 +26,9 @@ from typing import Final
 
 from fedquilt import wire
 from fedquilt.core import RESEND, JobError, LinkError, SiteRight, WireError
-from fedquilt.security import enrolment, handshake, message_signature
+from fedquilt.security import enrolment, handshake
 from fedquilt.security.handshake import Handshake, LinkIdentity, Session
-from fedquilt.security.message_signature import UnknownSessionError, UnsignedMessageError
-from fedquilt.transport.link import Link, LinkWrapper, Message
-from fedquilt.transport.malformed_messages import MalformedMessages
+from fedquilt.transport.link import Link, LinkWrapper, MalformedMessages, Message
 from fedquilt.transport.mqtt.broker import Broker
 
 log = logging.getLogger("fedquilt.sealed")
@@ -43,11 +42,6 @@ _OBSERVED: Final = frozenset({"presence", "profile", "telemetry"})
 
 
 def load_identity(broker: Broker) -> LinkIdentity | None:
-    """Return the identity for signing, or None if this side has no certificate.
-
-    Raises:
-        JobError: If there is a certificate and no authority to verify the peer.
-    """
     return None if broker.cert is None else LinkIdentity(broker)
 
 
@@ -67,7 +61,7 @@ class AuthenticatedLink(LinkWrapper):
 
     @property
     def max_payload(self) -> int:
-        return self._link.max_payload - message_signature.ENVELOPE_BYTES
+        return self._link.max_payload - ENVELOPE_BYTES
 
     def _send_hello(self, device: str, direction: wire.Direction, hello: wire.Hello) -> None:
         try:
@@ -105,11 +99,6 @@ def hello_from_flight(handshake: Handshake, number: int, data: bytes) -> wire.He
 
 
 def flight_from_hello(hello: wire.Hello) -> bytes:
-    """Return the bytes of a handshake flight.
-
-    Raises:
-        WireError: If the message contains no base64.
-    """
     try:
         return base64.b64decode(hello.tls, validate=True)
     except (binascii.Error, ValueError) as error:
@@ -157,16 +146,10 @@ class AuthenticatedDeviceLink(AuthenticatedLink):
         return super().problem or (self._trouble if self._key is None else None)
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
-        """Publish a signed message. Without a session, most messages are dropped.
-
-        The agent publishes its state again with the next session.
-
-        Raises:
-            LinkError: If the payload is larger than the broker accepts.
-        """
+        """Publish a signed message. The agent publishes its state again with the next session."""
         leaf = wire.parse_topic(topic).leaf
         if self._key is not None and leaf != "chunk":
-            payload = message_signature.make_signed_payload(self._key, topic, payload)
+            payload = make_signed_payload(self._key, topic, payload)
         elif leaf != "chunk" and not (self._alone and leaf in _OBSERVED):
             return
         self._link.publish(topic, payload, retain=retain, reliable=reliable)
@@ -185,7 +168,6 @@ class AuthenticatedDeviceLink(AuthenticatedLink):
         return taken
 
     def _process_or_verify_message(self, message: Message) -> Message | None:
-        """Return a chunk or a verified message, or None for a message processed or ignored here."""
         route = wire.parse_topic(message.topic)
         if route.leaf == "coord":
             told = wire.decode(message.payload, wire.CoordState)
@@ -202,7 +184,7 @@ class AuthenticatedDeviceLink(AuthenticatedLink):
             return message
         if not message.payload:  # cleared at the broker: the coordinator takes a task back in an envelope
             return None
-        return message_signature.verify_message(self._key, route, message)
+        return verify_message(self._key, route, message)
 
     def _request_session(self) -> None:
         # At most every HINT_S, because the message that causes this may be forged.
@@ -278,11 +260,7 @@ RATE: Final = 5.0  # and a second for good, so that a flood takes about a hundre
 
 
 class AuthenticatedFleetLink(AuthenticatedLink):
-    """Coordinator's side of authenticated links to all devices.
-
-    Raises:
-        JobError: If devices would not accept this certificate as the coordinator's.
-    """
+    """Coordinator's side of authenticated links to all devices."""
 
     def __init__(
         self, link: Link, identity: LinkIdentity, fleet: str, clock: Callable[[], float] = time.monotonic
@@ -299,18 +277,12 @@ class AuthenticatedFleetLink(AuthenticatedLink):
         self._left, self._left_s = BURST, -math.inf  # attempts that may be answered now, and when that was so
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
-        """Publish a message, signed for its device. Without a session, only an empty message is sent.
-
-        Messages for observers (coord/state, job/#) and chunks are unsigned.
-
-        Raises:
-            LinkError: If the payload is larger than the broker accepts.
-        """
+        """Publish a message, signed for its device. Without a session, only an empty message is sent."""
         route = wire.parse_topic(topic)
         if route.direction == "dn" and route.leaf != "chunk":
             session = self._current_session(route.device)
             if session is not None:
-                payload = message_signature.make_signed_payload(session, topic, payload)
+                payload = make_signed_payload(session, topic, payload)
             elif payload:
                 return
         elif route.leaf == "coord":
@@ -318,7 +290,6 @@ class AuthenticatedFleetLink(AuthenticatedLink):
         self._link.publish(topic, payload, retain=retain, reliable=reliable)
 
     def receive(self) -> list[Message]:
-        """Return verified messages and chunks. Handshake messages are processed here, rejected ones are logged."""
         taken = []
         for message in self._link.receive():
             try:
@@ -351,7 +322,6 @@ class AuthenticatedFleetLink(AuthenticatedLink):
             )
 
     def _process_or_verify_message(self, route: wire.Route, message: Message) -> Message | None:
-        """Return a chunk or a verified message, or None for a message processed or ignored here."""
         if route.direction != "up" or route.leaf == "chunk":
             return message
         if not message.payload:  # a retained message that was cleared
@@ -359,9 +329,9 @@ class AuthenticatedFleetLink(AuthenticatedLink):
         if route.leaf == "hello":
             self._handle_hello(route.device, wire.decode(message.payload, wire.Hello))
             return None
-        if route.leaf == "presence" and not message_signature.is_signed(message.payload):
+        if route.leaf == "presence" and not is_signed(message.payload):
             return self._accept_last_will(route.device, message)
-        said = message_signature.verify_message(self._current_session(route.device), route, message)
+        said = verify_message(self._current_session(route.device), route, message)
         if route.leaf == "presence":
             self._boots[route.device] = wire.decode(said.payload, wire.Presence).boot
         return said
@@ -374,7 +344,6 @@ class AuthenticatedFleetLink(AuthenticatedLink):
         return session if session is not None and self._clock() < session.ends_s else None
 
     def _accept_last_will(self, device: str, message: Message) -> Message | None:
-        """Return an unsigned last will, or None if it is of another boot of the device."""
         told = wire.decode(message.payload, wire.Presence)
         if told.online:
             raise UnsignedMessageError
@@ -399,7 +368,6 @@ class AuthenticatedFleetLink(AuthenticatedLink):
             raise WireError(f"{device}: {error}") from None
 
     def _admit_handshake(self, device: str) -> bool:
-        """Return whether a device may begin a handshake now, and count it against both rate limits."""
         now_s = self._clock()
         self._left = min(self._left + RATE * (now_s - self._left_s), BURST)
         self._left_s = now_s
@@ -421,7 +389,6 @@ class AuthenticatedFleetLink(AuthenticatedLink):
         self._send_hello(device, "dn", hello_from_flight(attempt, 1, answer))
 
     def _finish_handshake(self, device: str, attempt: Handshake, hello: wire.Hello) -> None:
-        """Verify the last flight of a handshake, store the device's right and session, and send the answer."""
         try:
             attempt.step(flight_from_hello(hello))
         except WireError:
@@ -443,10 +410,58 @@ class AuthenticatedFleetLink(AuthenticatedLink):
 
 
 def _admit_unless_too_early(last_s: dict[str, float], device: str, now_s: float, every_s: float) -> bool:
-    """Return False if the device was admitted within `every_s`, else store the time and return True."""
     if now_s < last_s.get(device, -math.inf) + every_s:
         return False
     if len(last_s) >= DEVICES_MOST:
         last_s.clear()
     last_s[device] = now_s
     return True
+
+
+ENVELOPE_BYTES: Final = 128  # largest overhead of an envelope
+MOST_BYTES: Final = wire.MAX_CHUNK + ENVELOPE_BYTES  # of a message with its envelope
+
+# {"mac":"...","in":"<session>","no":12,"said":{"v":1,"crc":"...", ...}}
+_FORM = re.compile(rb'\{"mac":"([A-Za-z0-9+/]{43}=)","in":"([0-9a-f]{16})","no":(\d{1,15}),"said":')
+_NOTHING: Final = b"null"  # an empty message, which takes a task back
+
+
+def is_signed(payload: bytes) -> bool:
+    return _FORM.match(payload) is not None
+
+
+def make_signed_payload(session: Session, topic: str, payload: bytes) -> bytes:
+    payload = payload or _NOTHING
+    number, code = session.sign(topic, payload)
+    mac = binascii.b2a_base64(code, newline=False)
+    return b'{"mac":"%b","in":"%b","no":%d,"said":%b}' % (mac, session.name.encode(), number, payload)
+
+
+class UnknownSessionError(WireError):
+    def __init__(self, session: str) -> None:
+        super().__init__(
+            "stale: it is sealed under another session than there is now: it is late, replayed, or of a second "
+            "board with this one's name and certificate, as a copied card has"
+        )
+        self.session = session  # its name
+
+
+class UnsignedMessageError(WireError):
+    def __init__(self) -> None:
+        super().__init__("unsigned: the sender has no certificate")
+
+
+def verify_message(session: Session | None, route: wire.Route, message: Message) -> Message:
+    """Return a signed message with its bare payload, or raise WireError."""
+    found = _FORM.match(message.payload)
+    if found is None:
+        raise UnsignedMessageError
+    if (size := len(message.payload)) > MOST_BYTES:
+        raise WireError(f"oversized: it has {size} bytes, and a message has at most {MOST_BYTES}")
+    if message.payload[-1:] != b"}":
+        raise WireError("forged: its envelope has no end")
+    if session is None or found[2] != session.name.encode():
+        raise UnknownSessionError(found[2].decode())
+    said = message.payload[found.end() : -1]
+    session.verify(message.topic, route.leaf, int(found[3]), binascii.a2b_base64(found[1]), said)
+    return message._replace(payload=b"" if said == _NOTHING else said)

@@ -29,16 +29,12 @@ Pem = Annotated[str, Meta(max_length=8 * 1024)]
 
 
 class SigningRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Certificate signing request (PKCS#10, PEM) of a device, with a one-time token for enrolment."""
-
     device: Name
     csr: Pem
     token: Annotated[str, Meta(max_length=200)] | None = None
 
 
 class SigningResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Issued certificate (PEM), or None with the reason for the refusal."""
-
     certificate: Pem | None = None
     reason: Annotated[str, Meta(max_length=1000)] = ""
 
@@ -47,11 +43,7 @@ M = TypeVar("M", bound=msgspec.Struct)
 
 
 def decode_message(body: bytes, kind: type[M]) -> M:
-    """Decode an enrolment message.
-
-    Raises:
-        WireError: If the body is too large, not JSON, or of another type. The body is not quoted, because of the token.
-    """
+    """Decode an enrolment message, or raise WireError, which does not quote the body because of the token."""
     if len(body) > MAX_BODY:
         raise WireError(f"{len(body)} bytes are more than the {MAX_BODY} of an enrolment message")
     try:
@@ -61,19 +53,12 @@ def decode_message(body: bytes, kind: type[M]) -> M:
 
 
 def is_renewal_due(begins: datetime.datetime, ends: datetime.datetime, now: datetime.datetime) -> bool:
-    """Return whether a certificate is due for renewal: in the last third of its validity.
-
-    The result is also True before its validity, because then the device's clock is wrong. The enrolment server decides.
-    """
+    """Return whether a certificate is in the last third of its validity, or not valid yet by a wrong clock."""
     return now < begins or now >= ends - (ends - begins) * DUE_SHARE
 
 
 def write_file_with_mode(path: Path, data: bytes, mode: int) -> None:
-    """Write a file atomically and durably, with these permission bits from the beginning.
-
-    Raises:
-        StoreError: If the file cannot be written.
-    """
+    """Write a file atomically and durably, with these permission bits from the beginning."""
     with disk.disk_errors(f"write {path}"):
         part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:
@@ -89,11 +74,8 @@ def write_file_with_mode(path: Path, data: bytes, mode: int) -> None:
         disk.REAL.sync(path.parent)
 
 
-# -- certificates, where the cryptography library is installed -------------------------------------
-
-
 def key_fingerprint(public: Any) -> str:
-    """Return the fingerprint of a public key: SHA-256 of its SubjectPublicKeyInfo (DER), in hex."""
+    """Return the SHA-256 of a public key's SubjectPublicKeyInfo (DER), in hex."""
     import hashlib
 
     from cryptography.hazmat.primitives import serialization

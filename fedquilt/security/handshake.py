@@ -27,8 +27,8 @@ import msgspec
 from msgspec import Meta
 
 from fedquilt.core import UNDECODABLE, Count, JobError, SiteRight, WireError
-from fedquilt.transport.mqtt.broker import Broker
-from fedquilt.transport.mqtt.errors import OUT_OF_DATE, describe_exception
+from fedquilt.transport.mqtt.broker import Broker, describe_exception, refuse_passphrase
+from fedquilt.transport.mqtt.connection import OUT_OF_DATE
 
 COORDINATOR: Final = "coordinator"  # the common name of its certificate
 SITE: Final = "fedquilt:site:"  # beginning of the URI in a site's certificate: "fedquilt:site:40:cam-*,door-7"
@@ -44,13 +44,7 @@ class SessionGrant(msgspec.Struct, frozen=True):
 
 
 class LinkIdentity:
-    """Certificate and key of this side, and the authority for the peer's certificate.
-
-    Changed files are read again.
-
-    Raises:
-        JobError: If there is no authority to verify the peer.
-    """
+    """Certificate and key of this side, and the authority for the peer's certificate. Changed files are read again."""
 
     def __init__(self, broker: Broker) -> None:
         if broker.ca is None or broker.cert is None or broker.key is None:
@@ -59,33 +53,30 @@ class LinkIdentity:
                 "certificate of the fleet's authority as ca (one file may hold it together with the broker's)"
             )
         self._ca, self._cert, self._key = broker.ca, broker.cert, broker.key
-        self._known: dict[int, tuple[tuple[int, ...], ssl.SSLContext]] = {}  # by protocol, of files as they were
+        self._known: dict[bool, tuple[tuple[int, ...], ssl.SSLContext]] = {}  # by side, of files as they were
 
     def start_as_device(self) -> Handshake:
-        return Handshake(self._cached_context(ssl.PROTOCOL_TLS_CLIENT), server=False)
+        return Handshake(self.tls_context(server=False), server=False)
 
     def start_as_coordinator(self) -> Handshake:
-        return Handshake(self._cached_context(ssl.PROTOCOL_TLS_SERVER), server=True)
+        return Handshake(self.tls_context(server=True), server=True)
 
     def tls_context(self, *, server: bool) -> ssl.SSLContext:
-        """Return the context of a TLS connection in which both sides verify certificates.
-
-        No host name is checked. Use `common_name_of_peer` to identify the peer.
-        """
-        return self._cached_context(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+        """Return the context of a TLS connection in which both sides verify certificates, and no host names."""
+        try:
+            files = tuple(os.stat(path).st_mtime_ns for path in (self._ca, self._cert, self._key))
+        except OSError as error:
+            raise JobError(
+                f"{self._ca}, {self._cert} or {self._key} cannot be read: {describe_exception(error)}"
+            ) from None
+        known = self._known.get(server)
+        if known is None or known[0] != files:
+            known = self._known[server] = (files, self._load_context(server))
+        return known[1]
 
     def require_coordinator_certificate(self) -> float:
-        """Check that devices accept this certificate as the coordinator's.
-
-        Returns:
-            The end of the certificate, in seconds since 1970.
-
-        Raises:
-            JobError: If devices would reject the certificate.
-        """
-        ours = self.start_as_coordinator()
-        context = self._cached_context(ssl.PROTOCOL_TLS_CLIENT)
-        theirs = Handshake(context, server=False)
+        """Return when this certificate ends, in seconds since 1970, or raise JobError if no device accepts it."""
+        ours, theirs = self.start_as_coordinator(), self.start_as_device()
         try:
             theirs.step(ours.step(theirs.step(b"")))
         except WireError as error:
@@ -94,32 +85,19 @@ class LinkIdentity:
             raise JobError(f"{self._cert} is the certificate of {theirs.peer_name!r}, not of {COORDINATOR!r}: {_ISSUE}")
         return float(ssl.cert_time_to_seconds(theirs.peer_expiry))
 
-    def _cached_context(self, protocol: int) -> ssl.SSLContext:
-        """Return the TLS context, loaded again if a certificate file has changed, or raise JobError."""
-        try:
-            files = tuple(os.stat(path).st_mtime_ns for path in (self._ca, self._cert, self._key))
-        except OSError as error:
-            raise JobError(
-                f"{self._ca}, {self._cert} or {self._key} cannot be read: {describe_exception(error)}"
-            ) from None
-        known = self._known.get(protocol)
-        if known is None or known[0] != files:
-            known = self._known[protocol] = (files, self._load_context(protocol))
-        return known[1]
-
-    def _load_context(self, protocol: int) -> ssl.SSLContext:
-        context = ssl.SSLContext(protocol)
+    def _load_context(self, server: bool) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False  # a peer is known by its common name, not by where it can be reached
         context.verify_mode = ssl.CERT_REQUIRED
         try:
             context.load_verify_locations(self._ca)
-            context.load_cert_chain(self._cert, self._key, password=_refuse_passphrase)
+            context.load_cert_chain(self._cert, self._key, password=refuse_passphrase)
         except OSError as error:  # OpenSSL's own errors are some
             raise JobError(
                 f"{self._ca}, {self._cert} or {self._key} cannot be used: {describe_exception(error)}"
             ) from None
-        if protocol == ssl.PROTOCOL_TLS_SERVER:
+        if server:
             context.num_tickets = 0  # nothing is resumed
         return context
 
@@ -133,11 +111,9 @@ class Handshake:
         self._tls = context.wrap_bio(self._in, self._out, server_side=server)
 
     def step(self, flight: bytes) -> bytes:
-        """Process a flight of the peer, b"" to begin, and return the next flight of this side.
+        """Process a flight of the peer, b"" to begin, and return the next one.
 
-        Raises:
-            WireError: If the flight is invalid or a certificate is not trusted. `take_alert` then returns a message for
-                the peer.
+        `take_alert` has the alert of an error.
         """
         self._in.write(flight)
         try:
@@ -150,7 +126,6 @@ class Handshake:
         return self._out.read()
 
     def take_alert(self) -> bytes:
-        """Return the TLS alert for the peer after an error, or b"" if there is none."""
         return self._out.read()
 
     def create_session(self, epoch: int) -> tuple[Session, bytes]:
@@ -159,11 +134,6 @@ class Handshake:
         return Session(grant), self._out.read()
 
     def session_from_flight(self, flight: bytes) -> Session:
-        """Return the session that the coordinator sends.
-
-        Raises:
-            WireError: If the flight contains no session, or rejects the certificate of this side.
-        """
         self._in.write(flight)
         try:
             return Session(msgspec.json.decode(self._tls.read(FLIGHT_BYTES), type=SessionGrant))
@@ -174,7 +144,6 @@ class Handshake:
 
     @property
     def peer_name(self) -> str:
-        """Common name in the peer's certificate, or "" if missing or the peer is an observer."""
         return common_name_of_peer(self._tls)
 
     @property
@@ -185,7 +154,6 @@ class Handshake:
 
     @property
     def peer_expiry(self) -> str:
-        """End of the peer's certificate, as text in the format of Python's `ssl`."""
         return str((self._tls.getpeercert() or {}).get("notAfter", ""))
 
 
@@ -204,11 +172,6 @@ def uri_from_right(right: SiteRight) -> str:
 
 
 def right_from_uri(uri: str) -> SiteRight:
-    """Return the right that a URI states.
-
-    Raises:
-        WireError: If the URI states none.
-    """
     most, _, boards = uri.removeprefix(SITE).partition(":")
     try:
         return msgspec.convert({"most": most, "boards": boards.split(",")}, SiteRight, strict=False)
@@ -235,11 +198,7 @@ class Session:
         return self._sent, self._authentication_code(topic, self._sent, payload)
 
     def verify(self, topic: str, leaf: str, number: int, code: bytes, payload: bytes) -> None:
-        """Verify an incoming message. The latest number of a kind may repeat, as with QoS 1.
-
-        Raises:
-            WireError: If the message is forged, or older than the latest message of its kind.
-        """
+        """Raise WireError if a message is forged or older than the latest of its kind, which QoS 1 may repeat."""
         if not hmac.compare_digest(code, self._authentication_code(topic, number, payload)):
             raise WireError("forged: it was not sent so, or not here, by who holds the session's key")
         if number < self._taken.get(leaf, 0):
@@ -256,7 +215,3 @@ def _describe_ssl_error(error: ssl.SSLError) -> str:
         now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
         said = f"{said} by the clock here, which says {now}: set the clock, or renew the certificate of the other side"
     return f"the handshake failed: {said}"
-
-
-def _refuse_passphrase() -> str:
-    raise JobError("the key is encrypted, and a daemon cannot ask for its passphrase: use a key without one, mode 0600")

@@ -21,8 +21,8 @@ from typing import Any, Final
 import numpy as np
 
 from fedquilt import methods, metrics
-from fedquilt.arrays import exact_sums, safetensors_files, tensors
-from fedquilt.arrays.lazy_arrays import ScratchFile
+from fedquilt.arrays import disk_arrays, exact_sums, tensors
+from fedquilt.arrays.disk_arrays import ScratchFile
 from fedquilt.console import progress
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.storage.store import Store
@@ -302,8 +302,8 @@ def state_on_disk_gives_same_result(name: str) -> None:
         for number in sorted({update.round for _, update in folded}):
             state = next(state for state, update in folded if update.round == number)
             updates = [update for _, update in folded if update.round == number]
-            safetensors_files.write_safetensors(path, *tensors.split_state(state))
-            apart = safetensors_files.read_state(path, type(state), lazy_bytes=1)
+            disk_arrays.write_safetensors(path, *tensors.split_state(state))
+            apart = disk_arrays.read_state(path, type(state), lazy_bytes=1)
             here.method.send(apart, DeviceView("a", None))
             with exact_sums.sums_on_disk(ScratchFile(folder, least=1) if aggregation.accumulator(apart) else None):
                 total = reduce(lambda so_far, update: aggregation.fold(apart, so_far, update), updates, None)

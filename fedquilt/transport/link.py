@@ -1,9 +1,7 @@
 """Links between coordinator and devices.
 
-A `Link` is the only access of both sides to the network. A link never blocks and starts no thread except in
-`keep_alive`: `publish` queues, `receive` returns arrived messages, `wait` sleeps. The implementation
-`fedquilt.transport.mqtt.link.MqttLink` is for real brokers. `MemoryLink` is the client of a broker in memory on virtual
-time, with seeded faults, for running a whole federation in one process.
+A link never blocks and starts no thread except in `keep_alive`. `MqttLink` is for real brokers, `MemoryLink` for a
+federation in one process on virtual time.
 """
 
 from __future__ import annotations
@@ -11,7 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Protocol
 
 
 class Message(NamedTuple):
@@ -26,48 +25,35 @@ class Link(Protocol):
     @property
     def session(self) -> int:
         """Number of connections so far, 0 before the first."""
-        ...
 
     @property
     def connected(self) -> bool: ...
 
     @property
-    def backlog(self) -> int:
-        """Bytes that are published and not yet sent."""
-        ...
+    def backlog(self) -> int: ...
 
     @property
     def max_payload(self) -> int:
         """Largest payload in bytes that the broker accepts, as far as known."""
-        ...
 
     def subscribe(self, filters: Sequence[str]) -> None:
         """Subscribe to topic filters, again after each reconnection."""
-        ...
 
     def unsubscribe(self, filters: Sequence[str]) -> None: ...
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
-        """Queue one message. `reliable` is QoS 1, which a broker may still drop when its queue is full.
-
-        Raises:
-            LinkError: If the payload is larger than the broker accepts.
-        """
-        ...
+        """Queue a message or raise LinkError. `reliable` is QoS 1: a broker may drop it when its queue is full."""
 
     def receive(self) -> list[Message]: ...
 
     def wait(self, timeout_s: float, fds: Sequence[int] = ()) -> None:
         """Sleep until a message arrives, one of `fds` is readable, or the timeout expires."""
-        ...
 
     def keep_alive(self) -> AbstractContextManager[None]:
         """Keep the connection alive during a long computation. The body must not use the link."""
-        ...
 
     def close(self) -> None:
         """Send queued messages and disconnect without publishing the last will."""
-        ...
 
 
 class Endpoint(Protocol):
@@ -78,11 +64,8 @@ class Endpoint(Protocol):
 
     def step(self, now_s: float) -> float:
         """Process arrived messages and due work. Return the latest time of the next call."""
-        ...
 
-    def fds(self) -> Sequence[int]:
-        """Return file descriptors that require a call of `step` when readable."""
-        ...
+    def fds(self) -> Sequence[int]: ...
 
 
 def run_endpoint(
@@ -110,8 +93,6 @@ def filter_matches(pattern: str, topic: str) -> bool:
 
 
 class LinkWrapper:
-    """Link that passes all calls on to another link. Subclasses override a part."""
-
     def __init__(self, link: Link) -> None:
         self._link = link
 
@@ -133,7 +114,6 @@ class LinkWrapper:
 
     @property
     def problem(self) -> str | None:
-        """Problem of the connection as a sentence, or None if there is none or it is not known."""
         found: str | None = getattr(self._link, "problem", None)
         return found
 
@@ -157,3 +137,50 @@ class LinkWrapper:
 
     def close(self) -> None:
         self._link.close()
+
+
+FIRST: Final = 3  # messages of one branch that are logged each
+EVERY_S: Final = 600.0  # interval at which the number of the others is logged
+MOST_BRANCHES: Final = 64  # branches counted separately; a sender with the right to write everywhere cannot add more
+OTHERS: Final = "other branches"
+
+
+@dataclass
+class BranchCounter:
+    told: int = 0
+    more: int = 0  # since the last line about the branch
+    last: str = ""
+    due_s: float = 0.0
+
+
+class MalformedMessages:
+    def __init__(self) -> None:
+        self.dropped = 0
+        self._branches: dict[str, BranchCounter] = {}
+
+    def count_message(self, topic: str, error: Exception, retained: bool, now_s: float, kind: str = "") -> str | None:
+        """Count a dropped message and return the line to log now, or None."""
+        self.dropped += 1
+        name = "/".join(topic.split("/")[:6])[:120] + (f" ({kind})" if kind else "")
+        if name not in self._branches and len(self._branches) >= MOST_BRANCHES:
+            name = OTHERS
+        branch = self._branches.setdefault(name, BranchCounter())
+        if branch.told >= FIRST:
+            branch.due_s = branch.due_s if branch.more else now_s + EVERY_S
+            branch.more, branch.last = branch.more + 1, f"{topic[:120]}: {error}"
+            return None
+        branch.told += 1
+        said = f"dropped a message on {topic[:120]}: {error}"
+        if retained:
+            said += f"; the broker keeps it until it is cleared: mosquitto_pub -r -n -t '{topic[:120]}'"
+        return said if branch.told < FIRST else f"{said} (from here on such messages under {name} are only counted)"
+
+    def take_due_lines(self, now_s: float) -> list[str]:
+        lines = []
+        for name, branch in list(self._branches.items()):
+            if branch.more and now_s >= branch.due_s:
+                lines.append(f"dropped {branch.more} more messages under {name}; the last: {branch.last}")
+                branch.more, branch.due_s = 0, now_s + EVERY_S
+            elif not branch.more and branch.told >= FIRST and branch.due_s and now_s >= branch.due_s:
+                del self._branches[name]
+        return lines

@@ -1,57 +1,26 @@
-"""Links in memory, with faults, on virtual time."""
+"""Links in memory on virtual time."""
 
 from __future__ import annotations
 
 import heapq
 import math
-import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 from fedquilt.costs.cost_model import LinkCost
 from fedquilt.transport.link import Endpoint, Message
-from fedquilt.transport.scheduler import Scheduler
 from fedquilt.transport.topic_tree import TopicTree
 
-# -- in memory ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class LinkFaults:
-    """Fault probabilities for each delivery of a `MemoryBroker`, and delays in virtual seconds."""
-
-    drop: float = 0.0
-    duplicate: float = 0.0
-    corrupt: float = 0.0
-    delay_s: float = 0.0  # each delivery takes 1 ms plus up to this, so messages overtake each other
-
-
-NO_FAULTS = LinkFaults()
 AT_ONCE = LinkCost()
-
-
-def apply_faults(payload: bytes, draw: random.Random, drop: float, duplicate: float, corrupt: float) -> list[bytes]:
-    """Return the arriving copies of a message: none, one or two, each perhaps with a flipped bit."""
-
-    def flip_bit(copy: bytes) -> bytes:
-        place = draw.randrange(len(copy))
-        return copy[:place] + bytes([copy[place] ^ (1 << draw.randrange(8))]) + copy[place + 1 :]
-
-    if draw.random() < drop:
-        return []
-    copies = [payload, payload] if draw.random() < duplicate else [payload]
-    return [flip_bit(copy) if copy and draw.random() < corrupt else copy for copy in copies]
+HOP_S = 0.001  # of a delivery
 
 
 class MemoryBroker:
-    def __init__(self, seed: int = 0, faults: LinkFaults = NO_FAULTS, max_payload: int = 1 << 20) -> None:
+    def __init__(self, max_payload: int = 1 << 20) -> None:
         self.now_s = 0.0
-        self.faults = faults
         self.max_payload = max_payload
         self.published = 0
         self.clients = 0  # number of clients that have ever come or gone
-        self._random = random.Random(seed)
         self._retained: dict[str, tuple[int, bytes]] = {}  # topic -> since which sequence number, and the latest
         self._topics: TopicTree[str] = TopicTree()  # those of `_retained`
         self._links: dict[MemoryLink, None] = {}
@@ -60,12 +29,7 @@ class MemoryBroker:
         self._sequence = 0
 
     def connect(self, will: tuple[str, bytes] | None = None, pace: LinkCost = AT_ONCE) -> MemoryLink:
-        """Connect a new client.
-
-        Args:
-            will: The message that is published (retained) when the client is lost without a regular end.
-            pace: The speed of the client's connection, in each direction.
-        """
+        """Connect a new client, whose `will` is published (retained) when it is lost without a regular end."""
         self.clients += 1
         link = MemoryLink(self, will, pace)
         self._links[link] = None
@@ -81,11 +45,9 @@ class MemoryBroker:
             self._publish(link.will[0], link.will[1], retain=True)
 
     def next_delivery_s(self) -> float | None:
-        """Return the time of the next delivery, or None if there is none."""
         return self._heap[0][0] if self._heap else None
 
     def deliver_due(self) -> list[MemoryLink]:
-        """Move due messages to the inboxes of connected links, and return these links."""
         reached: dict[MemoryLink, None] = {}
         while self._heap and self._heap[0][0] <= self.now_s:
             _, _, link, message = heapq.heappop(self._heap)
@@ -144,32 +106,18 @@ class MemoryBroker:
         heapq.heappush(self._heap, (due_s, self._sequence, None, message))
 
     def _transmission_times(self, link: MemoryLink, free_s: float, message: Message) -> tuple[float, float]:
-        """Return when the connection is free again and when the message has arrived."""
         passed_s = max(free_s, self.now_s) + len(message.payload) / link.pace.bytes_per_s
         return passed_s, passed_s + link.pace.transfer_s
 
     def _receive_message(self, topic: str, payload: bytes, retain: bool) -> None:
-        for copy in self._apply_faults(payload):
-            self._publish(topic, copy, retain)
+        self._publish(topic, payload, retain)
 
-    def _schedule_delivery(self, link: MemoryLink, message: Message) -> None:
+    def _schedule_delivery(self, link: MemoryLink, message: Message, delay_s: float = HOP_S) -> None:
         begun_s = self.now_s
         if link.pace is not AT_ONCE:
             link.received_s, begun_s = self._transmission_times(link, link.received_s, message)
-        if self.faults == NO_FAULTS:
-            self._sequence += 1
-            heapq.heappush(self._heap, (begun_s + 0.001, self._sequence, link, message))
-            return
-        for payload in self._apply_faults(message.payload):
-            self._sequence += 1
-            due = begun_s + 0.001 + self._random.random() * self.faults.delay_s
-            heapq.heappush(self._heap, (due, self._sequence, link, message._replace(payload=payload)))
-
-    def _apply_faults(self, payload: bytes) -> list[bytes]:
-        faults = self.faults
-        if faults == NO_FAULTS:
-            return [payload]
-        return apply_faults(payload, self._random, faults.drop, faults.duplicate, faults.corrupt)
+        self._sequence += 1
+        heapq.heappush(self._heap, (begun_s + delay_s, self._sequence, link, message))
 
 
 class MemoryLink:
@@ -222,14 +170,10 @@ def run_on_virtual_time(
     limit_s: float = 1e6,
     watch: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run endpoints on virtual time until `until` returns True.
+    """Run endpoints on virtual time until `until` returns True, or raise TimeoutError.
 
-    An endpoint is stepped when a message arrives or its due time has come. Endpoints of one instant are stepped in the
-    order of `endpoints`, which is called again whenever a client connects to the broker or leaves, so endpoints may
-    come and go. `watch` is called after each step, to show progress.
-
-    Raises:
-        TimeoutError: If the virtual time limit is exceeded, or no event is left.
+    Endpoints of one instant are stepped in the order of `endpoints`, which is called again whenever a client connects
+    or leaves. `watch` is called after each step.
     """
     agenda = Scheduler()
     clients = -1
@@ -247,3 +191,45 @@ def run_on_virtual_time(
         if next_s > limit_s:
             raise TimeoutError(f"nothing left to happen at virtual second {broker.now_s:.1f}")
         broker.now_s = max(broker.now_s, next_s)
+
+
+class Scheduler:
+    def __init__(self) -> None:
+        self._seats: list[tuple[MemoryLink, Endpoint]] = []
+        self._due_s: list[float] = []  # by place
+        self._places: dict[MemoryLink, int] = {}
+        self._heap: list[tuple[float, int]] = []  # (due, place); outdated if `_due_s` differs
+
+    def set_endpoints(self, seats: Sequence[tuple[MemoryLink, Endpoint]], now_s: float) -> None:
+        """Replace the endpoints, with the due times of those that stay. New ones are due now."""
+        known = {id(endpoint): due_s for (_, endpoint), due_s in zip(self._seats, self._due_s, strict=True)}
+        self._seats = list(seats)
+        self._places = {link: place for place, (link, _) in enumerate(self._seats)}
+        self._due_s = [now_s if link.inbox else known.get(id(endpoint), now_s) for link, endpoint in self._seats]
+        self._heap = [(due_s, place) for place, due_s in enumerate(self._due_s) if due_s < math.inf]
+        heapq.heapify(self._heap)
+
+    def ready_indices(self, reached: Sequence[MemoryLink], now_s: float) -> list[int]:
+        found = {self._places[link] for link in reached if link in self._places}
+        while self._heap and self._heap[0][0] <= now_s:
+            due_s, place = heapq.heappop(self._heap)
+            if due_s == self._due_s[place]:
+                found.add(place)
+        return sorted(found)
+
+    def step_endpoint(self, place: int, now_s: float) -> None:
+        link, endpoint = self._seats[place]
+        due_s = math.inf if endpoint.finished else endpoint.step(now_s)
+        if endpoint.finished:
+            due_s = math.inf
+        elif link.inbox:
+            due_s = now_s  # it has left something for the next time
+        if due_s != self._due_s[place] or due_s <= now_s:
+            self._due_s[place] = due_s
+            if due_s < math.inf:
+                heapq.heappush(self._heap, (due_s, place))
+
+    def next_due_s(self) -> float:
+        while self._heap and self._heap[0][0] != self._due_s[self._heap[0][1]]:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else math.inf

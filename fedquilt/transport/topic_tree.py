@@ -7,15 +7,13 @@ and which topics match a filter (`items_matching_filter`, in a tree of topics). 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
 
 
 class _TopicNode(Generic[T]):
-    """One level of the tree: the items held here, and the levels below by name."""
-
     __slots__ = ("below", "held")
 
     def __init__(self) -> None:
@@ -24,8 +22,6 @@ class _TopicNode(Generic[T]):
 
 
 class TopicTree(Generic[T]):
-    """Items by topic or topic filter. An item may be stored under several."""
-
     def __init__(self) -> None:
         self._root: _TopicNode[T] = _TopicNode()
 
@@ -92,3 +88,24 @@ def _iterate_items(node: _TopicNode[T]) -> Iterator[T]:
     yield from node.held
     for below in node.below.values():
         yield from _iterate_items(below)
+
+
+class Subscriptions:
+    """Topic filters in the order of subscription."""
+
+    def __init__(self) -> None:
+        self.filters: dict[str, None] = {}
+        self._tree: TopicTree[str] = TopicTree()
+
+    def add(self, filters: Sequence[str]) -> None:
+        for pattern in filters:
+            self.filters[pattern] = None
+            self._tree.add(pattern, pattern)
+
+    def remove(self, filters: Sequence[str]) -> None:
+        for pattern in filters:
+            self.filters.pop(pattern, None)
+            self._tree.remove(pattern, pattern)
+
+    def matches_topic(self, topic: str) -> bool:
+        return bool(self._tree.items_matching_topic(topic))

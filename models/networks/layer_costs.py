@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from fedquilt.costs.layer_costs import Layer
+from fedquilt.costs.cost_model import Layer
 
 
 def trace_layer_costs(model: nn.Module, shape: tuple[int, ...]) -> list[Layer]:

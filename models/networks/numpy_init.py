@@ -15,7 +15,7 @@ import numpy as np
 
 from fedquilt.core import ModelError
 from fedquilt.costs import peak_memory
-from fedquilt.costs.layer_costs import Layer
+from fedquilt.costs.cost_model import Layer
 from fedquilt.formats import tensor_register
 from fedquilt.models.networks import registry
 

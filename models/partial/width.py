@@ -15,7 +15,7 @@ import numpy as np
 
 from fedquilt.arrays import exact_sums, tensors
 from fedquilt.core import ModelError, Profile, Tensors, UpdateError
-from fedquilt.costs import tiers
+from fedquilt.costs import peak_memory
 from fedquilt.models.partial.masks import MaskPlan
 
 Places = Mapping[str, tuple[np.ndarray | None, np.ndarray | None]]
@@ -24,8 +24,8 @@ Places = Mapping[str, tuple[np.ndarray | None, np.ndarray | None]]
 
 def select_by_tier(profile: Profile | None, values: Sequence[Any]) -> Any:
     """Select a value by memory tier: under 1 GB or unknown, 1, 2, 4 and 8 GB."""
-    order = (tiers.BELOW, *tiers.SIZES)
-    return values[order.index(tiers.tier_from_profile(profile)) if profile is not None else 0]
+    order = (peak_memory.BELOW, *peak_memory.SIZES)
+    return values[order.index(peak_memory.tier_from_profile(profile)) if profile is not None else 0]
 
 
 # -- by width -------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from homes import Federation, committed
 from saved_homes import contents, saved
 from waiting import until
 
-from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.store import BlobStore
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds.events import (

@@ -15,9 +15,9 @@ from streamed import Pair
 from two_sides import noise
 from waiting import until
 
-from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.blobs.transfer import http_client
-from fedquilt.blobs.transfer.download import BlobWriter, WriterClosedError
+from fedquilt.blobs import http_client
+from fedquilt.blobs.download import BlobWriter, WriterClosedError
+from fedquilt.blobs.store import BlobStore
 from fedquilt.coordinator.delivery import blob_server
 from fedquilt.coordinator.delivery.blob_server import PER_BOARD, BlobLocationSettings, BlobServer
 from fedquilt.core import BlobLocation, JobError

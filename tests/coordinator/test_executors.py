@@ -10,10 +10,9 @@ import pytest
 from wired import MESSAGES
 
 from fedquilt import wire
-from fedquilt.blobs import chunks
-from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.blobs.transfer import upload
-from fedquilt.blobs.transfer.transfers import Transfers
+from fedquilt.blobs import chunks, upload
+from fedquilt.blobs.store import BlobStore
+from fedquilt.blobs.transfers import Transfers
 from fedquilt.coordinator.delivery.executor import Heard, LinkExecutor, TaskDispatcher
 from fedquilt.coordinator.jobs.job import RunningJob
 from fedquilt.coordinator.rounds.decisions import UpdateReceived

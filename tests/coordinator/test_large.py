@@ -10,7 +10,7 @@ import pytest
 from by_hand import Killed, SlowWorker, Stage, ones
 
 from fedquilt import compression, wire
-from fedquilt.arrays.lazy_arrays import ScratchFile
+from fedquilt.arrays.disk_arrays import ScratchFile
 from fedquilt.coordinator.background_worker import BackgroundWorker, ThreadWorker
 from fedquilt.coordinator.rounds.events import (
     CohortSelected,

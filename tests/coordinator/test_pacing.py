@@ -13,7 +13,7 @@ from streamed import Pair
 from two_sides import noise
 
 from fedquilt import wire
-from fedquilt.arrays.lazy_arrays import ScratchFile
+from fedquilt.arrays.disk_arrays import ScratchFile
 from fedquilt.coordinator.background_worker import BackgroundWorker
 from fedquilt.coordinator.delivery.monitoring_executor import DeviceStatusTracker, MonitoringExecutor
 from fedquilt.coordinator.rounds.events import (

@@ -13,11 +13,10 @@ from streamed import Pair
 from two_sides import TOPICS, Side, noise
 
 from fedquilt import wire
-from fedquilt.blobs import chunks
-from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.blobs.transfer import backend, http_client
-from fedquilt.blobs.transfer.backend import TransferBackend, TransferResult
-from fedquilt.blobs.transfer.download import BlobWriter, Download, WriterClosedError
+from fedquilt.blobs import chunks, direct_transfers, http_client
+from fedquilt.blobs.direct_transfers import TransferBackend, TransferResult
+from fedquilt.blobs.download import BlobWriter, Download, WriterClosedError
+from fedquilt.blobs.store import BlobStore
 from fedquilt.core import BlobLocation, BlobRef, UploadProgress
 from fedquilt.transport.memory_link import MemoryBroker
 
@@ -239,7 +238,7 @@ def test_a_board_that_lies_about_its_chunks_does_not_get_another_blob_stored(pai
 
 
 def test_a_board_that_says_nothing_of_what_it_was_to_put_is_asked_for_chunks(pair, monkeypatch):
-    monkeypatch.setattr(backend, "QUIET_S", 0.2)
+    monkeypatch.setattr(direct_transfers, "QUIET_S", 0.2)
     monkeypatch.setattr(TransferBackend, "start_upload", lambda *given: None)
     board = pair.boards["a"]
     ref = board.depot.store_bytes(noise(4 * CHUNK))
@@ -272,7 +271,7 @@ def test_an_update_that_lies_in_the_store_is_not_put_into_the_own_server_meanwhi
     )
     assert pull.manifest is not None
     depot.open_part(pull.manifest)
-    moved = backend.DirectTransfers(ways, depot, lambda device, leaf, message: None)
+    moved = direct_transfers.DirectTransfers(ways, depot, lambda device, leaf, message: None)
     moved.start_download(("a", ref.sha256), pull, 0.0)
     turn = ways.own.replace_writer()
     ways.own.write(memoryview(payload[:1000]), turn)
@@ -349,7 +348,7 @@ def test_transfers_that_find_no_thread_free_wait_their_turn(monkeypatch):
         def __init__(self, target, **named):
             self.start = lambda: begun.append(target)
 
-    monkeypatch.setattr(backend.threading, "Thread", Thread)
+    monkeypatch.setattr(direct_transfers.threading, "Thread", Thread)
     ends = [TransferResult(("a", str(number)), None, None) for number in range(5)]
     for end in ends:
         ways.start_job(partial(lambda end: end, end), end._replace(error="failed"))

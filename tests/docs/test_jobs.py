@@ -10,7 +10,7 @@ from fedquilt.coordinator import settings
 from fedquilt.core import Encoding, SiteRight
 from fedquilt.data import images, inputs
 from fedquilt.data.spec import DataSpec
-from fedquilt.host import connection_limits
+from fedquilt.host import http_server
 from fedquilt.tools.artefacts import prepare
 
 PAGE = (Path(__file__).parents[2] / "docs" / "jobs.md").read_text()
@@ -33,7 +33,7 @@ def section(heading: str) -> str:
         (settings.CoordinatorLimits, "How a round goes", ""),
         (settings.SubmitterLimits, "How a round goes", "submitter."),
         (settings.RetentionSettings, "How a round goes", "retention."),
-        (connection_limits.ConnectionLimits, "How a round goes", "http."),
+        (http_server.ConnectionLimits, "How a round goes", "http."),
         (settings.FleetSettings, "[fleet]", ""),
         (DataSpec, "[data]", ""),
         (prepare.DonorSettings, "[[donors]]", ""),
@@ -76,7 +76,7 @@ def test_no_key_is_told_that_is_not_there():
     tables = {
         "submitter": settings.SubmitterLimits,
         "retention": settings.RetentionSettings,
-        "http": connection_limits.ConnectionLimits,
+        "http": http_server.ConnectionLimits,
         "sites.NAME": SiteRight,
     }
     for table, kind in {

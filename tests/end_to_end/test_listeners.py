@@ -21,7 +21,7 @@ from waiting import until
 
 from fedquilt import open_metrics
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.host.connection_limits import ConnectionLimiter, ConnectionLimits
+from fedquilt.host.http_server import ConnectionLimiter, ConnectionLimits
 from fedquilt.open_metrics import MetricFamily
 from fedquilt.security import enrolment
 from fedquilt.tools.identity.authority import CertificateAuthority, clock_s
@@ -128,7 +128,7 @@ def runner(folder: Path, stack: ExitStack, connections: ConnectionLimiter) -> Li
 
 DASH = """
 import sys; from pathlib import Path
-from fedquilt.host.connection_limits import ConnectionLimiter, ConnectionLimits
+from fedquilt.host.http_server import ConnectionLimiter, ConnectionLimits
 from fedquilt.tools.operations import dash
 dash.serve_dashboard(Path(sys.argv[1]), "127.0.0.1:0", actions=False, say=lambda line: print(line, flush=True),
           connections=ConnectionLimiter(ConnectionLimits(8, 4), header_s=float(sys.argv[2]),

@@ -19,7 +19,7 @@ from two_sides import noise
 
 from fedquilt import plugins
 from fedquilt.blobs import chunks
-from fedquilt.blobs.transfer.download import BlobWriter
+from fedquilt.blobs.download import BlobWriter
 from fedquilt.cli import options
 from fedquilt.coordinator.delivery.blob_server import BlobLocationSettings
 from fedquilt.core import JobError

@@ -14,13 +14,23 @@ from typing import NamedTuple
 
 from fedquilt import wire
 from fedquilt.transport import link as links
-from fedquilt.transport import memory_link
 from fedquilt.transport.link import Message
 
 matches = lru_cache(maxsize=1 << 14)(links.filter_matches)
 
 HOP_S = 0.01  # of a message, each way; messages of one instant arrive together
 WILL_S = 5.0  # after a client was last heard
+
+
+def apply_faults(payload: bytes, draw: random.Random, drop: float, duplicate: float, corrupt: float) -> list[bytes]:
+    def flip_bit(copy: bytes) -> bytes:
+        place = draw.randrange(len(copy))
+        return copy[:place] + bytes([copy[place] ^ (1 << draw.randrange(8))]) + copy[place + 1 :]
+
+    if draw.random() < drop:
+        return []
+    copies = [payload, payload] if draw.random() < duplicate else [payload]
+    return [flip_bit(copy) if copy and draw.random() < corrupt else copy for copy in copies]
 
 
 class DeliveryNoise(NamedTuple):
@@ -90,8 +100,6 @@ class SimBroker:
         self._heap: list[tuple[float, int, str, int, Message]] = []
         self._sequence = 0
 
-    # -- clients --
-
     def connect(self, name: str, will: tuple[str, bytes] | None = None) -> SimLink:
         if name in self.clients:
             self.clients[name].connected = False
@@ -149,7 +157,6 @@ class SimBroker:
         self.disconnect_client(name, keep=self._roll.random() < 0.5)
 
     def stop(self, *, sessions: bool, retained: bool) -> None:
-        """Stop the broker. Messages under way are lost, and sessions and retained messages if requested."""
         for name in list(self.clients):
             self.disconnect_client(name, keep=sessions)
         self.up = False
@@ -164,8 +171,6 @@ class SimBroker:
         self.up = True
         for name in list(self.clients):
             self.reconnect_client(name)
-
-    # -- messages --
 
     def publish(self, link: SimLink, topic: str, payload: bytes, retain: bool, reliable: bool) -> None:
         if not link.connected:
@@ -223,7 +228,6 @@ class SimBroker:
             self._schedule_delivery(name, Message(topic, payload))
 
     def _schedule_delivery(self, name: str, message: Message) -> None:
-        """Schedule a message for a client: lost, doubled, damaged or delayed while there is noise."""
         noise = self._current_noise() if self.noise else None
         session = self.clients[name].session
         if noise is None:
@@ -244,11 +248,10 @@ class SimBroker:
         return next((each for each in self.noise if each.start_s <= self.now_s < each.end_s), None)
 
     def _disturb_payload(self, payload: bytes) -> list[bytes]:
-        """Return the payloads that arrive of one: none, one or two, which noise may have damaged."""
         noise = self._current_noise() if self.noise else None
         if noise is None:
             return [payload]
-        return memory_link.apply_faults(payload, self._roll, noise.drop, noise.duplicate, noise.corrupt)
+        return apply_faults(payload, self._roll, noise.drop, noise.duplicate, noise.corrupt)
 
 
 def with_unknown_field(topic: str, payload: bytes) -> bytes:

@@ -33,7 +33,6 @@ class FaultyDatabase:
 
     @property
     def is_synced(self) -> bool:
-        """Whether no commit so far could be lost by a power failure."""
         return self.unsynced is None and all(connection.synchronous for connection in self._open)
 
     def wal_bytes(self) -> int:
@@ -52,7 +51,6 @@ class FaultyDatabase:
         self._open.clear()
 
     def crash(self, roll: random.Random | None) -> None:
-        """End all connections, and with `roll` lose a random part of unsynced data."""
         if not self._open:
             return
         main, wal = self.read_files()

@@ -80,7 +80,6 @@ class SimulatedFileSystem:
         return self.databases[path]
 
     def fail_power(self, roll: random.Random) -> None:
-        """Lose all or some unsynced data. No process may be running."""
         way, upto = roll.random(), roll.randint(0, len(self.changes))
         kept = {index for index in range(len(self.changes)) if (index < upto if way < 0.5 else roll.random() < 0.5)}
         self.sync_changes(kept)
@@ -91,7 +90,6 @@ class SimulatedFileSystem:
             database.crash(roll)
 
     def sync_changes(self, kept: set[int]) -> None:
-        """Sync some changes of names, and all earlier changes on which these depend."""
         if len(kept) == len(self.changes):
             for change in self.changes:
                 apply_change(change, safe=True)
@@ -153,7 +151,6 @@ class SimulatedFileSystem:
             database.crash(None)
 
     def _lose_unsynced(self, folder: StoredFolder, roll: random.Random) -> None:
-        """Set a folder to what a power failure leaves: synced names, and unsynced files torn at random."""
         folder.names = dict(folder.safe)
         for node in folder.names.values():
             if isinstance(node, StoredFolder):
@@ -167,7 +164,6 @@ class SimulatedFileSystem:
 
 
 def _sync_all(folder: StoredFolder) -> None:
-    """Mark all files and names below a folder as synced."""
     folder.safe = dict(folder.names)
     for node in folder.names.values():
         if isinstance(node, StoredFolder):
@@ -189,7 +185,6 @@ def tear_file(old: bytes, new: bytes, roll: random.Random) -> bytes:
 
 
 def _keep_unchanged_blocks(old: bytes, new: bytes, left: bytes) -> bytes:
-    """Return the torn bytes of a file, with the blocks that its last change left as they were."""
     both = min(len(old), len(new))
     whole = bytearray(left.ljust(both, b"\0"))
     for at in range(0, both, TORN_BYTES):
@@ -217,8 +212,6 @@ class SimLock(Lock):
     def release(self) -> None:
         self._holders.discard(self)
 
-
-# -- the way of a process to it --------------------------------------------------------------------
 
 Gate: TypeAlias = Callable[[str, Place], "OSError | None"]
 """Called before each call with what it does ("read", "write", "sync", "name", "commit") and where.
@@ -271,8 +264,6 @@ class SimDisk(Disk):
     def wall_clock_s(self) -> float:
         return self.platter.wall_ns() / 1e9
 
-    # -- what is there --
-
     def stat(self, path: Place) -> PathInfo | None:
         node = self._find_node(path)
         if node is None:
@@ -299,8 +290,6 @@ class SimDisk(Disk):
     def free_bytes(self, folder: Place) -> int:
         return 1 << 40
 
-    # -- reading --
-
     def read(self, path: Place, offset: int = 0, size: int | None = None) -> bytes:
         node = self._find_node(path)
         if node is None and self._is_outside(path):
@@ -324,8 +313,6 @@ class SimDisk(Disk):
         # All ranges contain data here.
         size = len(self._require_file(path).data)
         return [(0, size)] if size else []
-
-    # -- writing --
 
     def write(self, path: Place, payload: bytes, *, new: bool = False) -> None:
         folder, name = self._parent_folder(path)
@@ -476,8 +463,6 @@ class SimDisk(Disk):
     def copy_untrusted(self, source: Place, target: Place, most_bytes: int) -> str:
         return self.copy(source, target)
 
-    # -- shared with other processes --
-
     def is_locked(self, path: Place) -> bool:
         self._apply_gate("read", path)
         return bool(self.platter.locks.get(str(path)))
@@ -494,8 +479,6 @@ class SimDisk(Disk):
     def connect(self, path: Place, *, any_thread: bool = False) -> sqlite3.Connection:
         self._apply_gate("read", path)
         return self.platter.open_database(str(path)).open_connection(self._apply_gate)
-
-    # -- within --
 
     def _apply_gate(self, what: str, where: Place, part: Callable[[], None] = lambda: None) -> None:
         try:

@@ -142,7 +142,6 @@ def _job_id(number: int) -> str:
 
 
 def _rounds_in_outbox(disk: SimDisk, root: str, id: str) -> set[int]:
-    """Return the rounds of a job of which a device's outbox has an update."""
     if not disk.is_dir(f"{root}/outbox"):
         return set()
     files = [f"{root}/outbox/{each.name}/{UPDATE}" for each in disk.entries(f"{root}/outbox")]
@@ -207,8 +206,6 @@ class SimulatedFederation:
         )
         return kind(name, self.broker, platter, self.plan, self.happened)
 
-    # -- running --
-
     def run(self) -> None:
         self._play_until(
             lambda: not self._restores and (len(self._ended) == len(self.truths) or self._all_jobs_ended())
@@ -221,7 +218,6 @@ class SimulatedFederation:
         self._play_until(lambda: self.broker.now_s >= connected_s + REPLY_S)
 
     def _play_until(self, over: Callable[[], bool]) -> None:
-        """Advance virtual time until `over` and no device waits for an answer. Raise InvariantError after a limit."""
         broker, steps, until_s = self.broker, 0, math.inf
         while True:
             now_s = broker.now_s
@@ -273,11 +269,9 @@ class SimulatedFederation:
             store.add_job(self.truths[id].job, self.truths[id].folder, id=id)
 
     def _is_counted(self, device: str, job: str, round: int) -> bool:
-        """Return whether the log counts a device's update of a round."""
         return job in self.coordinator.promises and (round, device) in self.coordinator.promises[job].counted
 
     def _count_acknowledgement(self, device: str) -> None:
-        """Count an acknowledgement of a device, and destroy the device after the number in the schedule."""
         self._deaths[device] -= 1
         if self._deaths[device] == 0:
             self._schedule(
@@ -292,11 +286,9 @@ class SimulatedFederation:
             return all(store.stored_status(id) in ("done", "failed") for id in self.truths)
 
     def _no_update_waits(self) -> bool:
-        """Return whether no living device has an update that is not answered yet."""
         return all(side.dead or (side.inner is not None and not side.inner.duty.state.outbox) for side in self.agents)
 
     def _check_event(self, job: object, fact: AnyEvent) -> None:
-        """Note an event of a job. Raise InvariantError if the time of an attempt is wrong."""
         id: str = job.id  # type: ignore[attr-defined]
         self.committed += isinstance(fact, RoundCommitted)
         if isinstance(fact, JobEnded) and fact.status != "stopped":
@@ -359,8 +351,6 @@ class SimulatedFederation:
                 self._schedule(at_s, "restore", lambda: self._restore_home(kept.pop()))
 
     def _schedule(self, at_s: float, name: str, do: Callable[[], None]) -> None:
-        """Put a call on the agenda of virtual time, counted under `name` when it happens."""
-
         def run_scheduled() -> None:
             if name:
                 self.happened[name] += 1
@@ -378,7 +368,6 @@ class SimulatedFederation:
             self._wall_ns[who] += int(wall_s * 1e9)
 
     def _kill_side(self, who: str, power: bool, down_s: float) -> None:
-        """End the process of a side that is not destroyed, until `down_s` have passed."""
         side = next((side for side in self.sides if side.name == who and not side.dead), None)
         if side is not None:
             side.kill_process(power, down_s)
@@ -413,8 +402,6 @@ class SimulatedFederation:
         if self.coordinator.inner is not None and self.coordinator.can_start_second():
             raise InvariantError("a second coordinator was let into the home of a running one")
 
-    # -- afterwards --
-
     def require_correct(self) -> None:
         """Raise InvariantError if logs or files differ from the reference runs.
 
@@ -438,11 +425,9 @@ class SimulatedFederation:
 
     @property
     def _is_altered(self) -> bool:
-        """Whether something has changed synced data, so that promises may be broken."""
         return bool(self.happened["rot"] or self.happened["restore"])
 
     def _require_update_or_ack(self, side: AgentProcess) -> None:
-        """Raise InvariantError if an ended device has no counted update and no acknowledgement."""
         if self._is_altered or side.dead:
             return
         root, disk = side.platter.root, SimDisk(side.platter)
@@ -457,7 +442,6 @@ class SimulatedFederation:
                     )
 
     def _require_no_tasks(self) -> None:
-        """Raise InvariantError if the broker still retains a task, now that all jobs have ended."""
         for side in self.agents:
             if side.newer or side.dead:  # its messages are refused or missing, so its task stays
                 continue
@@ -471,7 +455,6 @@ class SimulatedFederation:
         return bool(self.happened["rot"] or (self.happened["restore"] and lost))
 
     def _checked_cohorts(self, id: str, facts: list[AnyEvent], truth: ReferenceRun) -> tuple[tuple[str, ...], ...]:
-        """Return the cohorts of a job's rounds. Raise InvariantError if its log or a state is wrong."""
         last = facts[-1] if facts else None
         if isinstance(last, JobEnded) and last.status == "failed" and self._may_fail(facts):
             return ()  # the failure names the destroyed blob
@@ -515,7 +498,6 @@ class SimulatedFederation:
     def _require_private_state(
         self, id: str, side: AgentProcess, truth: ReferenceRun, cohorts: tuple[tuple[str, ...], ...]
     ) -> None:
-        """Raise InvariantError if a device's private state is not that of the last counted round it knows of."""
         disk, root = SimDisk(side.platter), side.platter.root
         given = [round for round, cohort in enumerate(cohorts) if side.name in cohort]
         remembered = JobRecords(Path(root), disk, durable=True)

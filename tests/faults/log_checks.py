@@ -41,7 +41,6 @@ class SelectionCheck:
         self._refused: dict[str, tuple[str, int]] = {}  # code and round of a device's last refusal
 
     def check_event(self, event: AnyEvent) -> str:
-        """Apply the next event. Return what is wrong with the selection that it records, or ""."""
         match event:
             case EligibilityRecorded():
                 return self._check_survey(event)
@@ -80,14 +79,12 @@ class SelectionCheck:
         return ""
 
     def _check_survey(self, event: EligibilityRecorded) -> str:
-        """Apply a change of eligible devices. Return an ineligibility without a valid refusal, or ""."""
         ineligible = {device: reason for reason, devices in event.passed.items() for device in devices}
         self._eligible = (self._eligible | set(event.eligible)) - ineligible.keys()
         self._since = {**dict.fromkeys((*event.eligible, *ineligible), event.round), **self._since}
         return next(filter(None, map(self._problem_of_reason, ineligible, ineligible.values())), "")
 
     def _problem_of_reason(self, device: str, reason: str) -> str:
-        """Return that a device is called ineligible for a refusal which it has not made lately, or ""."""
         kind = REFUSALS.get(reason)
         if kind is None or kind.lasts == "attempt" or reason == FULL:  # a full disk is also told by telemetry
             return ""
@@ -98,7 +95,6 @@ class SelectionCheck:
         return f"{device} is ineligible in round {self._round} for its refusal ({reason}), and has not refused of late"
 
     def _check_selection(self, event: CohortSelected) -> str:
-        """Apply a selection. Return an error if the draw gives another selection, or ""."""
         cohort = self._job.cohort
         pool = self._eligible - self._answered - self._asked - self._declined
         most = fewest = float(len(pool))
@@ -120,7 +116,6 @@ class SelectionCheck:
         return ""
 
     def _expected_selection(self, pool: set[str], count: int) -> tuple[str, ...]:
-        """Return the devices to select from the pool. Those silent in earlier attempts come last."""
         silent = [device for device in self._silent if device in pool]
         fresh = pool.difference(silent)
         seed, turns = self._job.seed, self._job.cohort.turns
@@ -152,7 +147,6 @@ class AttemptCheck:
         self._declined = False
 
     def check_event(self, event: AnyEvent, now_s: float) -> str:
-        """Apply an event written now. Return what is wrong with the time of an attempt, or ""."""
         wrong = ""
         match event:
             case TaskDeclined():
@@ -187,14 +181,12 @@ class AttemptCheck:
         self._latest_s, self._declined = now_s + self._deadline_s, False
 
     def _problem_if_early(self, now_s: float) -> str:
-        """Return that an attempt without declines was given up before its deadline, or ""."""
         lasted_s = now_s - self._opened_s
         if self._declined or lasted_s >= self._deadline_s - self._slack_s:
             return ""
         return f"an attempt is given up after {lasted_s:.1f} s, and its deadline is {self._deadline_s:g} s"
 
     def _problem_if_late(self, now_s: float) -> str:
-        """Return that an attempt has lasted longer than its deadline allows, or ""."""
         if self._opened_s == math.inf or now_s <= self._latest_s + self._slack_s:
             return ""
         lasted_s, late_s = now_s - self._opened_s, now_s - self._latest_s

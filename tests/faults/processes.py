@@ -139,8 +139,6 @@ class SimulatedProcess(ABC):
         self.inner = None
         self.platter.close()
 
-    # -- within --
-
     def _require_no_busy_loop(self, now_s: float) -> None:
         if self.due_s > now_s + MOMENT_S or now_s > self._began_s + MOMENT_S:
             self._began_s, self._at_once = now_s, 0
@@ -151,7 +149,6 @@ class SimulatedProcess(ABC):
             )
 
     def _start_process(self) -> None:
-        """Start the process on the computer's disk, with a new connection to the broker."""
         self.lives += 1
         self._disk = SimDisk(self.platter, self._inject_fault)
         self._link: SimLink = self.broker.connect(self.name, self._last_will())
@@ -167,7 +164,6 @@ class SimulatedProcess(ABC):
         return None
 
     def _check_sent(self, topic: str, payload: bytes) -> bytes:
-        """Check the promises of a message before it is sent. Return its bytes as this version writes them."""
         if payload and not (self._happened["rot"] or self._happened["restore"]):
             self._require_promises_durable(wire.parse_topic(topic), payload)
         return with_unknown_field(topic, payload) if self.newer else payload
@@ -177,7 +173,6 @@ class SimulatedProcess(ABC):
         """Raise InvariantError if a message promises what a power failure could take."""
 
     def _end_process(self, *, power: bool) -> None:
-        """End the process and its connection, as by a power failure with `power`."""
         self.inner, self.ended = None, True
         self._disk.release_locks()
         self.broker.lose_client(self.name)
@@ -187,7 +182,6 @@ class SimulatedProcess(ABC):
             self.platter.end_processes()
 
     def _inject_fault(self, what: str, where: Place) -> OSError | None:
-        """Count a call. End the process if a crash is due, or return the error with which the call fails."""
         if self._fell is not None:
             raise SimulatedCrash  # whatever runs while a dead process's stack unwinds has not happened
         self._calls += 1
@@ -272,7 +266,6 @@ class CoordinatorProcess(SimulatedProcess):
         self._epochs = (0, 0)  # the latest one that an earlier life has used, and this life
 
     def _create_process(self, link: SimLink) -> Server:
-        """Return a coordinator on what its disk holds, after checking the logs."""
         self.store = WatchedStore(Path(self.platter.root), disk=self._disk, every=1)
         if not self.store.acquire_lock():
             raise JobError("another coordinator runs in its home")
@@ -293,7 +286,6 @@ class CoordinatorProcess(SimulatedProcess):
             self._require_tasks_sent()
 
     def _check_sent(self, topic: str, payload: bytes) -> bytes:
-        """Check a message and record sent tasks and acknowledged devices. Return the bytes to send."""
         sent = super()._check_sent(topic, payload)
         route = wire.parse_topic(topic)
         if route.kind is Task and payload:
@@ -306,7 +298,6 @@ class CoordinatorProcess(SimulatedProcess):
         return sent
 
     def _require_promises_durable(self, route: wire.Route, payload: bytes) -> None:
-        """Raise InvariantError if an acknowledgement, task or epoch does not follow from the synced log."""
         if route.kind is wire.Ack:
             ack = wire.decode(payload, wire.Ack)
             counted = (ack.round, route.device) in self._promises_of(ack.job).counted
@@ -340,7 +331,6 @@ class CoordinatorProcess(SimulatedProcess):
             self._epochs = (earlier, max(own, state.epoch))
 
     def _inject_fault(self, what: str, where: Place) -> OSError | None:
-        """Check that a commit's blobs are synced before its log, then inject the faults that are due."""
         if where == LOG and not (self._happened["rot"] or self._happened["restore"]):  # a transaction is committed
             wanted = set[str]().union(*(blobs_in_event(fact) for _, fact in self.store.written))
             if lost := lost_blobs(self._durable, f"{self.platter.root}/blobs", wanted):
@@ -348,7 +338,6 @@ class CoordinatorProcess(SimulatedProcess):
         return super()._inject_fault(what, where)
 
     def _require_tasks_sent(self) -> None:
-        """Raise InvariantError if a device was asked and sent no task, though its profile is known and it is free."""
         for job in self.inner.active_jobs():
             if job.rounds.phase == "open":
                 for device in job.rounds.asked - self.inner.devices_of_other_jobs(job.id):
@@ -362,7 +351,6 @@ class CoordinatorProcess(SimulatedProcess):
         return self.promises.setdefault(job, JobPromises())
 
     def _check_recorded(self, job: str, fact: AnyEvent) -> None:
-        """Note an event of the log. Raise InvariantError if it or a blob that it needs is not synced."""
         self._promises_of(job).add_event(fact)
         if not (self._happened["rot"] or self._happened["restore"]):
             self._require_blobs_synced(job)
@@ -370,7 +358,6 @@ class CoordinatorProcess(SimulatedProcess):
                 raise InvariantError(f"{job}: {type(fact).__name__} is followed before it is synced")
 
     def _require_blobs_synced(self, job: str) -> None:
-        """Raise InvariantError if a blob that a job's log needs is missing or not synced."""
         wanted = self._promises_of(job).blobs
         lost = lost_blobs(self._durable, f"{self.platter.root}/blobs", wanted)
         lost += [sha256 for sha256 in wanted if self.store.depot.find_ref(sha256) is None]
@@ -420,7 +407,6 @@ class AgentProcess(SimulatedProcess):
     counts: Callable[[str, int], bool]  # whether the log has the device's update of a job's round
 
     def _inject_fault(self, what: str, where: Place) -> OSError | None:
-        """Check that no counted update is dropped before that is noted, then inject the faults that are due."""
         if what == "name" and "/outbox/" in str(where) and str(where).endswith(UPDATE):  # an update leaves the outbox
             job, _, round = Path(where).parent.name.rpartition("@")
             known = last_counted_rounds(self.platter.root, self._durable).get(job, -1)
@@ -448,7 +434,6 @@ class AgentProcess(SimulatedProcess):
         return Agent(link, options, board, SimWorker(self), boot, disk=self._disk, clock=lambda: None)
 
     def _require_promises_durable(self, route: wire.Route, payload: bytes) -> None:
-        """Raise InvariantError if an offered update, or a round reported as counted, is not synced."""
         if route.kind is Update:
             self._require_synced_update(wire.decode(payload, Update))
         elif route.kind is wire.Claim and (claim := wire.decode(payload, wire.Claim)).counted is not None:

@@ -10,8 +10,8 @@ import hashlib
 from collections.abc import Collection
 from typing import Any
 
-from fedquilt.blobs.storage import pack_file
-from fedquilt.blobs.storage.store import PACK
+from fedquilt.blobs import pack_file
+from fedquilt.blobs.store import PACK
 from fedquilt.coordinator.rounds.events import (
     AnyEvent,
     CohortSelected,
@@ -31,7 +31,6 @@ from tests.faults.disk import Node, SimDisk, StoredFile, StoredFolder, StoredSym
 
 class DurableDisk(SimDisk):
     def _node_at(self, parts: list[str]) -> Node | None:
-        """Return the file or folder at a path as a power failure would leave it, or None."""
         node: Node | None = self.platter.top
         for name in parts:
             if type(node) is not StoredFolder:

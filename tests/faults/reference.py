@@ -33,7 +33,7 @@ from fedquilt.core import (
     Tensors,
     seed_deriver,
 )
-from fedquilt.costs import tiers
+from fedquilt.costs import peak_memory
 from fedquilt.edge_agent import engines, events, messages
 from fedquilt.edge_agent.devices import create_device as make_board
 from fedquilt.edge_agent.engines.numpy import engine
@@ -237,7 +237,7 @@ class ReferenceRun:
                 actions=actions,
                 seed=seed(device),
                 deadline_s=0.0,
-                tier=tiers.tier_from_profile(profile),
+                tier=peak_memory.tier_from_profile(profile),
                 wire=self.job.wire,
             )
             kept = node.private.get(device)

@@ -100,14 +100,10 @@ class NewerParticipant(ParticipantFault, frozen=True, tag="newer"):
 
 
 class DeviceLoss(ParticipantFault, frozen=True, tag="death"):
-    """Loss of a device with its disk, right after an acknowledgement was sent."""
-
     ack: int  # number of the acknowledgement, from 1
 
 
 class NewerCoordinator(Fault, frozen=True, tag="ahead"):
-    """Coordinator of a newer version for some time, with an unknown field in its messages."""
-
     start_s: float
     length_s: float
 
@@ -177,11 +173,9 @@ class FaultSchedule(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, method=self.also, codec="raw", also="")
 
     def job_name(self, number: int) -> str:
-        """Return the name of a job, by its number. Seeds depend on it."""
         return "sim0" if self.twice_s >= 0 else f"sim{number}"
 
     def to_text(self) -> str:
-        """Return the text that `parse_schedule` converts to the same schedule."""
         plain = FaultSchedule()
         words = [
             f"{name}={getattr(self, name)}"
@@ -226,9 +220,6 @@ def parse_schedule(text: str) -> FaultSchedule:
     except (KeyError, ValueError) as error:
         raise ValueError(f"{text!r} is no schedule: {error}") from None
     return msgspec.structs.replace(made, faults=tuple(faults))
-
-
-# -- drawing --------------------------------------------------------------------------------------
 
 
 def draw_schedule(
@@ -298,7 +289,6 @@ def _draw_time_s(roll: random.Random, base: FaultSchedule) -> float:
 
 
 def _draw_crash(roll: random.Random, base: FaultSchedule) -> AnyFault:
-    """Return a crash of a random process at a random call, publication, sync or write."""
     who = roll.choice([COORDINATOR, _draw_participant(roll, base)])
     at: Literal["", "publish", "published", "sync", "write"] = roll.choice(["", "publish", "sync", "write"])
     share = {"": 1.0, "publish": PUBLISHED, "sync": SYNCED, "write": WRITTEN}[at]
@@ -309,7 +299,6 @@ def _draw_crash(roll: random.Random, base: FaultSchedule) -> AnyFault:
 
 
 def _draw_kill(roll: random.Random, base: FaultSchedule) -> AnyFault:
-    """Return a kill of a random process at a random time."""
     who = roll.choice([COORDINATOR, _draw_participant(roll, base)])
     return ProcessKill(who, _draw_time_s(roll, base), roll.random() < 0.5, roll.choice([0.5, 8.0, 40.0]))
 
@@ -371,7 +360,6 @@ def _draw_newer(roll: random.Random, base: FaultSchedule) -> AnyFault:
 
 
 def _draw_death(roll: random.Random, base: FaultSchedule) -> AnyFault:
-    """Return a permanent loss of the last device, which no cohort requires."""
     return DeviceLoss(f"dev-{base.devices - 1}", roll.choice([1, 1, 2, 3]))
 
 

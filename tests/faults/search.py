@@ -74,13 +74,9 @@ def _is_runnable(engines: Sequence[str]) -> bool:
     return bool({"numpy", "torch"} & set(engines) & set(available_engines()))
 
 
-# -- playing --------------------------------------------------------------------------------------
-
-
 def run_plan(
     environment: ScheduleEnvironment, plan: FaultSchedule, observe: Observe = lambda job, fact: None
 ) -> FailedSchedule | Counter[str]:
-    """Run a schedule. Return the counts of all events, or the failure."""
     try:
         return environment.run_plan(plan, observe)
     except InvariantError as error:
@@ -113,7 +109,6 @@ def play_seeds(
 
 
 def play_batches(seeds: range, among: Sequence[str], kinds: Sequence[str], processes: int) -> Iterator[SearchResult]:
-    """Yield the results of batches of seeds as they come, from one process or several."""
     batches = [seeds[at : at + BATCH] for at in range(0, len(seeds), BATCH)]
     if processes == 1:
         prepare_process()
@@ -146,11 +141,7 @@ def _play_batch(seeds: range, among: Sequence[str], kinds: Sequence[str]) -> Sea
     return play_seeds(_environment_of_process(), seeds, among, kinds)
 
 
-# -- shrinking ------------------------------------------------------------------------------------
-
-
 def shrink_failure(environment: ScheduleEnvironment, failure: FailedSchedule) -> FailedSchedule:
-    """Return the simplest failing schedule that is found within TRIES runs."""
     left = TRIES
     best = failure
 
@@ -171,7 +162,6 @@ def shrink_failure(environment: ScheduleEnvironment, failure: FailedSchedule) ->
 
 
 def _simpler_schedules(plan: FaultSchedule) -> Iterator[FaultSchedule]:
-    """Yield schedules that are simpler than this one in one fault or setting."""
     faults = plan.faults
     for index in range(len(faults)):
         yield msgspec.structs.replace(plan, faults=(*faults[:index], *faults[index + 1 :]))

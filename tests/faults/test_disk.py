@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.store import BlobStore
 from fedquilt.coordinator.settings import parse_job
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.edge_agent.storage.agent_state import AgentState
@@ -22,24 +22,20 @@ ROLLS = range(60)
 
 @pytest.fixture
 def platter(tmp_path: Path) -> SimulatedFileSystem:
-    """A computer that keeps what is below /home."""
     return SimulatedFileSystem("/home", tmp_path)
 
 
 def names(platter: SimulatedFileSystem, folder: str = "/home") -> set[str]:
-    """Names in a folder."""
     return {entry.name for entry in SimDisk(platter).entries(folder)}
 
 
 def test_it_does_what_the_real_one_does(platter: SimulatedFileSystem, tmp_path: Path) -> None:
-    """The same calls leave the same files, and fail with the same errors."""
     (tmp_path / "real").mkdir()
     told = [use(SimDisk(platter), "/home"), use(Disk(), str(tmp_path / "real"))]
     assert told[0] == told[1]
 
 
 def use(disk: Disk, home: str) -> list[object]:
-    """Call everything; returns what came of it."""
     found: list[object] = []
 
     def errors(*calls: tuple[object, ...]) -> None:
@@ -103,28 +99,7 @@ def use(disk: Disk, home: str) -> list[object]:
     return found
 
 
-def test_only_what_was_synced_is_sure_to_survive(platter: SimulatedFileSystem) -> None:
-    """A file without a sync, or with one of it but not of its folder, may be gone, or torn, or whole."""
-    seen = set()
-    for seed in ROLLS:
-        computer = SimulatedFileSystem("/home", Path())
-        disk = SimDisk(computer)
-        disk.write("/home/a", b"a" * 200)
-        disk.sync("/home/a")
-        disk.sync("/home")
-        disk.write("/home/a", b"b" * 200)
-        disk.write("/home/new", b"c" * 200)
-        computer.fail_power(random.Random(seed))
-        left = disk.read("/home/a")
-        seen.add(left)
-        assert set(left) <= set(b"ab\0")
-        seen.add("new" if "new" in names(computer) else "no")
-    assert {b"a" * 200, b"b" * 200, "new", "no"} < seen
-    assert any(isinstance(each, bytes) and b"b" in each and each != b"b" * 200 for each in seen)
-
-
 def test_synced_bytes_survive_a_change_in_place_that_does_not_touch_them() -> None:
-    """A file that was cut since has no such bytes."""
     seen = set()
     for seed in ROLLS:
         for cut in (False, True):
@@ -143,7 +118,6 @@ def test_synced_bytes_survive_a_change_in_place_that_does_not_touch_them() -> No
 
 
 def test_a_renamed_file_is_in_one_place(platter: SimulatedFileSystem) -> None:
-    """Never in both, never in none, whatever else was synced."""
     for seed in ROLLS:
         computer = SimulatedFileSystem("/home", Path())
         disk = SimDisk(computer)
@@ -161,7 +135,6 @@ def test_a_renamed_file_is_in_one_place(platter: SimulatedFileSystem) -> None:
 
 
 def test_what_coordinator_and_agent_have_stored_survives_from_the_first_moment(tmp_path: Path) -> None:
-    """Also the folders that were made for it: a name that is not on the disk loses all that lies below it."""
     for seed in ROLLS:
         computer = SimulatedFileSystem("/home", tmp_path / str(seed))
         (tmp_path / str(seed)).mkdir()
@@ -178,33 +151,7 @@ def test_what_coordinator_and_agent_have_stored_survives_from_the_first_moment(t
             assert [row.id for row in again.readable_jobs()] == [id]
 
 
-def test_a_commit_survives_and_one_under_way_is_there_or_not(tmp_path: Path) -> None:
-    """What the database has said is written is there; the last, which was cut short, may be."""
-    seen = set()
-    for seed in ROLLS:
-        folder = tmp_path / str(seed)
-        folder.mkdir()
-        computer, calls = SimulatedFileSystem("/home", folder), [0]
-
-        def gate(what: str, where: object, calls: list[int] = calls) -> None:
-            calls[0] += what == "sync" and str(where).endswith("-wal")
-            if calls[0] == 2:
-                raise SimulatedCrash
-
-        store = Store(Path("/home"), disk=SimDisk(computer, gate))  # type: ignore[arg-type]
-        insert = "insert into counters values (?, 1, x'')"
-        store._db.execute(insert, ("first",))
-        with pytest.raises(SimulatedCrash):
-            store._db.execute(insert, ("second",))
-        computer.fail_power(random.Random(seed))
-        with Store(Path("/home"), disk=SimDisk(computer)) as again:
-            seen.add(again._db.execute("select count(*) from counters").fetchone()[0])
-    assert seen == {1, 2}
-
-
 def test_a_full_disk_takes_a_part_and_says_so(platter: SimulatedFileSystem) -> None:
-    """Half of the bytes are there; the error is the operating system's."""
-
     def gate(what: str, where: object) -> OSError | None:
         return OSError(errno.ENOSPC, "No space left on device") if what == "write" else None
 
@@ -215,7 +162,6 @@ def test_a_full_disk_takes_a_part_and_says_so(platter: SimulatedFileSystem) -> N
 
 
 def test_a_bit_that_flips_is_flipped_for_good(platter: SimulatedFileSystem) -> None:
-    """`rot` changes one bit of one file, also in the copy that survives a power failure; no file, no change."""
     disk = SimDisk(platter)
     for name in "ab":
         disk.write(f"/home/{name}", bytes(8))
@@ -229,7 +175,6 @@ def test_a_bit_that_flips_is_flipped_for_good(platter: SimulatedFileSystem) -> N
 
 
 def test_a_link_leads_to_the_old_or_the_new_whenever_the_power_fails(tmp_path: Path) -> None:
-    """Also between the new link and its name, which is made beside it."""
     seen = set()
     for roll in ROLLS:
         platter = SimulatedFileSystem("/home", tmp_path / str(roll))
@@ -246,7 +191,6 @@ def test_a_link_leads_to_the_old_or_the_new_whenever_the_power_fails(tmp_path: P
 
 
 def _crash_at(call: int) -> Callable[[str, object], None]:
-    """A gate at which the process ends with so many calls before."""
     left = iter(range(call))
 
     def gate(what: str, where: object) -> None:

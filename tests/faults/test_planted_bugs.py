@@ -12,8 +12,8 @@ import pytest
 from msgspec.structs import replace
 
 from fedquilt.blobs import chunks
-from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.blobs.transfer.transfers import Transfers
+from fedquilt.blobs.store import BlobStore
+from fedquilt.blobs.transfers import Transfers
 from fedquilt.coordinator.delivery.executor import TaskDispatcher
 from fedquilt.coordinator.jobs import job
 from fedquilt.coordinator.jobs.controller import JobController
@@ -43,30 +43,25 @@ Patch = pytest.MonkeyPatch
 
 
 def no_sync(patch: Patch) -> None:
-    """Nothing is ever waited for: no file, no folder, no commit of the database."""
     patch.setattr(SimDisk, "sync", lambda self, path: None)
     no_sync_of_the_log(patch)
 
 
 def no_sync_of_the_log(patch: Patch) -> None:
-    """The database does not wait for the disk."""
     patch.setattr(FaultyConnection, "synchronous", property(lambda self: False, lambda self, value: None))
 
 
 def no_sync_of_files(patch: Patch) -> None:
-    """Folders are waited for, files are not."""
     plain = SimDisk.sync
     patch.setattr(SimDisk, "sync", lambda self, path: plain(self, path) if self.is_dir(path) else None)
 
 
 def no_sync_of_folders(patch: Patch) -> None:
-    """Files are waited for, their names are not."""
     plain = SimDisk.sync
     patch.setattr(SimDisk, "sync", lambda self, path: None if self.is_dir(path) else plain(self, path))
 
 
 def a_state_after_its_fact(patch: Patch) -> None:
-    """A round's state is stored once the fact that names it is written."""
     commit, record, held = RunningJob._compute_commit, RunningJob.record_event, []
 
     def early(self: RunningJob, rounds: JobState, now_s: float) -> CommitResult:
@@ -86,7 +81,6 @@ def a_state_after_its_fact(patch: Patch) -> None:
 
 
 def a_torn_private_file(patch: Patch) -> None:
-    """Private state is written over the old one, not renamed to it."""
     plain = SimDisk.replace
 
     def torn(self: SimDisk, source: Place, target: Place) -> None:
@@ -99,18 +93,15 @@ def a_torn_private_file(patch: Patch) -> None:
 
 
 def an_update_folded_twice(patch: Patch) -> None:
-    """A commit folds all updates, those too that are folded already."""
     patch.setattr(PartialAggregate, "remaining_devices", lambda self, updates: sorted(updates))
 
 
 def another_order(patch: Patch) -> None:
-    """A commit folds what is left from the last device on; where a method's sums are exact, that is no bug."""
     plain = PartialAggregate.remaining_devices
     patch.setattr(PartialAggregate, "remaining_devices", lambda self, updates: plain(self, updates)[::-1])
 
 
 def no_round_check(patch: Patch) -> None:
-    """An update counts in whatever round it arrives."""
     plain = decisions._decide_on_announcement
 
     def offered(job: str, state: Any, arriving: Any, event: decisions.UpdateAnnounced) -> decisions.Decision:
@@ -122,7 +113,6 @@ def no_round_check(patch: Patch) -> None:
 
 
 def no_chunk_hash(patch: Patch) -> None:
-    """A chunk of the right size is right."""
     patch.setattr(
         chunks,
         "is_valid_chunk",
@@ -131,7 +121,6 @@ def no_chunk_hash(patch: Patch) -> None:
 
 
 def no_blob_hash(patch: Patch) -> None:
-    """Nor is a blob hashed when it is stored."""
     no_chunk_hash(patch)
 
     def put(self: BlobStore, payload: bytes, expected: BlobRef | None = None) -> BlobRef:
@@ -149,12 +138,10 @@ def no_blob_hash(patch: Patch) -> None:
 
 
 def an_acknowledgement_before_the_record(patch: Patch) -> None:
-    """What follows from a fact is done before the facts of a step are written."""
     patch.setattr(JobController, "_schedule_action", lambda self, action, now_s: self.carry_out_action(action, now_s))
 
 
 def a_task_that_stays_due(patch: Patch) -> None:
-    """A task that nobody sends again is due until somebody does."""
     plain = TaskDispatcher.take_due_devices
 
     def due(self: TaskDispatcher, now_s: float) -> list[str]:
@@ -169,8 +156,6 @@ def a_task_that_stays_due(patch: Patch) -> None:
 
 
 def an_event_before_its_blobs(patch: Patch) -> None:
-    """Events are written before the blobs that they name are synced."""
-
     def write(self: Store, rows: Any) -> None:
         if rows:
             with self.open_transaction():
@@ -181,13 +166,11 @@ def an_event_before_its_blobs(patch: Patch) -> None:
 
 
 def a_refusal_kept_after_a_commit(patch: Patch) -> None:
-    """A device that declined in one round is not selected in the next one."""
     plain = events._clear_round
     patch.setattr(events, "_clear_round", lambda state, round: replace(plain(state, round), declined=state.declined))
 
 
 def an_epoch_used_again(patch: Patch) -> None:
-    """A coordinator that starts again takes the epoch of the start before."""
     plain = Store.begin_epoch
 
     def next_epoch(self: Store, above: int = 0) -> int:
@@ -197,7 +180,6 @@ def an_epoch_used_again(patch: Patch) -> None:
 
 
 def a_deadline_by_the_clock_of_the_process(patch: Patch) -> None:
-    """A restarted coordinator counts the deadline of the running attempt from its own start."""
     plain = job.restart_event
 
     def restarted(state: JobState, now_s: float) -> events.AttemptResumed | None:
@@ -208,7 +190,6 @@ def a_deadline_by_the_clock_of_the_process(patch: Patch) -> None:
 
 
 def a_late_profile_that_wakes_nobody(patch: Patch) -> None:
-    """A task that waits for its device's profile is not sent when the profile arrives."""
     plain = Server._handle_message
 
     def said(self: Server, device: str, message: Any, now_s: float) -> None:
@@ -220,7 +201,6 @@ def a_late_profile_that_wakes_nobody(patch: Patch) -> None:
 
 
 def a_round_check_off_by_one(patch: Patch) -> None:
-    """An update of the round before counts in the running round."""
     plain = decisions._decide_on_announcement
 
     def offered(job: str, state: Any, arriving: Any, event: decisions.UpdateAnnounced) -> decisions.Decision:
@@ -232,7 +212,6 @@ def a_round_check_off_by_one(patch: Patch) -> None:
 
 
 def an_outbox_removed_too_early(patch: Patch) -> None:
-    """A device removes its update from the outbox before it notes that the update counts."""
     settled = AgentState.record_ack
 
     def settle(self: AgentState, key: Any, accepted: bool, counted: Any) -> None:
@@ -246,7 +225,6 @@ def an_outbox_removed_too_early(patch: Patch) -> None:
 
 
 def a_refusal_kept_by_its_device(patch: Patch) -> None:
-    """A device repeats its refusal of a task in later attempts at the round."""
     plain, cleared = state_machine._handle_task, state_machine._handle_cancellation
 
     def arrived(state: Any, event: Any, now_s: float, reading: Any) -> Any:
@@ -264,17 +242,14 @@ def a_refusal_kept_by_its_device(patch: Patch) -> None:
 
 
 def a_retained_task_that_stays(patch: Patch) -> None:
-    """The task of a device is withdrawn without clearing the message that the broker retains."""
     patch.setattr(TaskDispatcher, "cancel_task", lambda self, device: self._open.pop(device, None))
 
 
 def blobs_without_a_pin(patch: Patch) -> None:
-    """What the worker has stored or found is not protected until an event names it."""
     patch.setattr(BlobStore, "_is_pinned", lambda self, sha256: False)
 
 
 def a_failed_fetch_that_is_remembered(patch: Patch) -> None:
-    """A blob that could not be fetched counts as being fetched from then on."""
     plain = Transfers._end_transfer
 
     def end(self: Transfers, key: Any, error: str | None) -> None:
@@ -332,13 +307,11 @@ ALL_AWAY = "devices=2 rounds=2 deadline_s=15.0 cut:dev-0,1.5,90.0,1 cut:dev-1,1.
 
 @pytest.fixture(scope="module")
 def environment() -> Iterator[ScheduleEnvironment]:
-    """Where all schedules of this file are played."""
     with ScheduleEnvironment() as made:
         yield made
 
 
 def first(environment: ScheduleEnvironment, planted: Planted, base: int) -> search.FailedSchedule | None:
-    """Return the first failure of the seeds from `base` on with a planted bug. It has to hold without the bug."""
     for seed in range(base, base + SEEDS):
         with pytest.MonkeyPatch.context() as patch:
             planted.plant(patch)
@@ -362,7 +335,6 @@ def test_a_planted_bug_is_found(environment: ScheduleEnvironment, planted: Plant
 @pytest.mark.nightly
 @each_planted
 def test_a_planted_bug_is_found_from_any_seed_on(environment: ScheduleEnvironment, planted: Planted) -> None:
-    """The first seed is random, and named by the test when it fails."""
     base = secrets.randbelow(10**9)
     assert first(environment, planted, base) is not None, f"not found from seed {base} on"
 
@@ -383,7 +355,6 @@ def test_what_is_found_is_found_again_by_the_text_of_its_shortest_schedule(
 
 
 def test_a_process_that_keeps_its_processor_busy_is_named(environment: ScheduleEnvironment) -> None:
-    """A coordinator whose boards are all away, and which takes a task that it does not send for one that is due."""
     with pytest.MonkeyPatch.context() as patch:
         a_task_that_stays_due(patch)
         found = search.run_plan(environment, parse_schedule(ALL_AWAY))

@@ -71,14 +71,12 @@ REPLAYS = (
 
 @pytest.fixture(scope="module")
 def environment() -> Iterator[ScheduleEnvironment]:
-    """Where all schedules of this file are played."""
     with ScheduleEnvironment() as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def played() -> list[search.SearchResult]:
-    """What came of the parts that have been played."""
     return []
 
 
@@ -86,14 +84,12 @@ def played() -> list[search.SearchResult]:
 def test_whatever_goes_wrong_everything_is_as_it_would_have_been(
     environment: ScheduleEnvironment, played: list[search.SearchResult], first: int
 ) -> None:
-    """States bit for bit those of the same cohorts in a calm run, nothing lost, private states of counted rounds."""
     found = search.play_seeds(environment, SEEDS[first : first + PART], among=HERE)
     played.append(found)
     assert not found.failures, "\n".join(line for failure in found.failures for line in failure.to_lines())
 
 
 def test_every_kind_of_fault_has_happened(played: list[search.SearchResult]) -> None:
-    """Else what they hold would say little; those of LATER are drawn only where somebody asks for them."""
     covered = {name for part in played for name in part.covered}
     if sum(part.seeds for part in played) < len(SEEDS):
         pytest.skip("not all seeds were played")
@@ -105,7 +101,6 @@ def test_every_kind_of_fault_has_happened(played: list[search.SearchResult]) -> 
 
 @pytest.mark.parametrize("text", REPLAYS)
 def test_what_was_found_once_does_not_come_back(environment: ScheduleEnvironment, text: str) -> None:
-    """Each schedule failed on the code of its time."""
     schedule = parse_schedule(text)
     if schedule.method not in HERE:
         pytest.importorskip("torch")
@@ -115,7 +110,6 @@ def test_what_was_found_once_does_not_come_back(environment: ScheduleEnvironment
 
 @pytest.mark.parametrize("name", [name for name in search.supported_methods() if name not in HERE])
 def test_methods_that_need_torch_take_part_too(environment: ScheduleEnvironment, name: str) -> None:
-    """A power failure of a board and one of the coordinator, with each."""
     plan = FaultSchedule(method=name, devices=2, rounds=2)
     for who, call in (("dev-1", 70), ("coordinator", 90)):
         faulty = parse_schedule(f"{plan.to_text()} crash:{who},{call},1,8.0")

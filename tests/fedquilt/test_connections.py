@@ -4,12 +4,10 @@ import resource
 
 import pytest
 
-from fedquilt.host.connection_limits import Connection, ConnectionLimiter, ConnectionLimits, raise_descriptor_limit
+from fedquilt.host.http_server import Connection, ConnectionLimiter, ConnectionLimits, raise_descriptor_limit
 
 
 class Places:
-    """Connections of a listener with four places, two of them for one address, on a clock that the test sets."""
-
     def __init__(self) -> None:
         self.now_s = 0.0
         self.closed: list[str] = []

@@ -29,7 +29,6 @@ def test_arithmetic_traffic_launches_and_the_task_add_up():
 
 
 def test_launches_that_take_for_ever_are_taken_for_unknown():
-    """Numbers that a board claims may overflow."""
     endless = msgspec.structs.replace(POINT, launch_s=1e300)
     assert cost_model.overhead_seconds(msgspec.structs.replace(WORK, launches=1e300), endless) == 0.0
 

@@ -30,7 +30,6 @@ def garbled() -> bytes:
 
 
 def nowhere() -> bytes:
-    """Its directory is said to begin before the file does."""
     whole = bytearray(packed())
     at = whole.index(b"PK\5\6") + 16
     whole[at : at + 4] = struct.pack("<I", struct.unpack("<I", whole[at : at + 4])[0] + 9)

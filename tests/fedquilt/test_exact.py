@@ -22,7 +22,6 @@ def addends(size: int, spread: int, count: int = 20, seed: int = 0) -> list[np.n
 
 
 def total(arrays: list[np.ndarray], weights: list[float]) -> exact_sums.ExactSum:
-    """Their sum, one after another."""
     found = None
     for array, weight in zip(arrays, weights, strict=True):
         found = exact_sums.add_to_sum(found, array, weight)
@@ -37,7 +36,7 @@ def real(arrays: list[np.ndarray], weights: list[float]) -> np.ndarray:
 
 
 @SIZES
-@pytest.mark.parametrize("spread", [4, 60, 120, 240])
+@pytest.mark.parametrize("spread", [4, 120, 240])
 @pytest.mark.parametrize("weight", [lambda k: float(k + 1), lambda k: 1.0 / (k + 3)], ids=["whole", "broken"])
 def test_the_bits_are_those_of_the_real_sum_in_any_order(size, spread, weight):
     arrays = addends(size, spread)
@@ -61,7 +60,6 @@ def test_groups_merge_into_the_same_bits(size, spread):
 
 
 def parted(arrays: list[np.ndarray], cuts: list[int]) -> list[tuple[int, list[np.ndarray]]]:
-    """Groups of neighbours, each with the index of its first."""
     bounds = [0, *cuts, len(arrays)]
     return [(start, arrays[start:end]) for start, end in itertools.pairwise(bounds)]
 
@@ -148,14 +146,12 @@ def test_a_sum_is_stored_in_every_bit():
     ],
 )
 def test_a_sum_of_counters_that_came_from_elsewhere_has_one_part_of_their_type(limbs, said):
-    """Parts that are added to whole numbers would change them to anything."""
     with pytest.raises(UpdateError, match=said):
         exact_sums.require_valid_sums({"steps": exact_sums.ExactSum(limbs)}, {"steps": np.array([0, 0])}, 1.0)
 
 
 @pytest.mark.parametrize(("kind", "most"), [("f2", 65504.0), ("f4", math.sqrt(np.finfo("f4").max))])
 def test_a_sum_from_elsewhere_is_as_large_as_boards_updates_may_be(kind, most):
-    """What `tensors.require_addable` takes of each of three boards, a site's sum of them may hold; and no more."""
     like = {"w": np.array([most], kind)}
     tensors.require_addable(like, like)
     exact_sums.require_valid_sums({"w": total([like["w"]] * 3, [1.0] * 3)}, like, 3.0)

@@ -31,7 +31,6 @@ def test_what_a_network_keeps_is_counted_once_and_without_its_weights():
 
 
 def test_a_network_that_was_weighed_can_go():
-    """What ReLU puts out is kept for it, and knows what made it: if that were held as it is, nothing would go again."""
     torch = pytest.importorskip("torch")
     nn = torch.nn
     model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))

@@ -25,7 +25,6 @@ GUESSED: Final = "it was run on an example of the shape (3, 224, 224), a guess"
 
 
 def several(*names: str, side: str = "input") -> str:
-    """The beginning of the refusal of a graph with these inputs or outputs."""
     verb = "feeds" if side == "input" else "reads"
     listed = ", ".join(map(repr, names))
     return f"the graph has {len(names)} {side}s ({listed}), and fedquilt {verb} one: export a network with one {side}"
@@ -131,7 +130,6 @@ GRAPHS: Final[Mapping[str, Mapping[str, str]]] = {
 
 
 def unpacked(package: str) -> Path:
-    """Folder of a package's graphs, which are downloaded once."""
     folder = CACHE / package.replace("==", "-")
     if not folder.is_dir():
         part = CACHE / f"{folder.name}.part"
@@ -161,7 +159,6 @@ def unpacked(package: str) -> Path:
 
 
 def outcome(path: Path, folder: Path) -> tuple[bool, str]:
-    """Whether a device runs a graph that is deployed, and the refusal or the note of its check."""
     try:
         payload = b"".join(weights.read_with_external_data(path))
         export.require_loadable(payload, path.name)

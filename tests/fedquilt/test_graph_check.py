@@ -1,7 +1,5 @@
 """Which graphs may be run: what networks are made of, and nothing that reads, loops or claims without bounds."""
 
-import ast
-import contextlib
 import hashlib
 import os
 from collections.abc import Callable
@@ -15,13 +13,12 @@ import pytest
 import fedquilt
 from fedquilt.core import ModelError
 from fedquilt.onnx import graph_check
-from fedquilt.onnx.schema import OPERATORS
+from fedquilt.onnx.file_format import OPERATORS
 from fedquilt.tools.lab import demo
 
 onnx = pytest.importorskip("onnx")
 hypothesis = pytest.importorskip("hypothesis")
 
-from hypothesis import strategies as st  # noqa: E402
 from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 
 BUNDLE = Path(demo.__file__).parent / "bundle" / "blobs"
@@ -46,7 +43,6 @@ def constant(name: str, *numbers: float, kind: Any = np.int64) -> Any:
 
 
 def beside(location: str, nbytes: int, **more: Any) -> Any:
-    """A tensor of so many bytes in a file beside the graph."""
     tensor = TensorProto(name="w", data_type=TensorProto.UINT8, dims=[nbytes], data_location=TensorProto.EXTERNAL)
     for key, value in {"location": location, "offset": "0", "length": str(nbytes), **more}.items():
         tensor.external_data.add(key=key, value=value)
@@ -86,7 +82,6 @@ def claiming(dims: list[int]) -> Any:
 
 
 def named_twice() -> Any:
-    """A tensor that says two files: which of them is read differs between readers."""
     tensor = beside("f" * 64, 9)
     tensor.external_data.add(key="location", value="../device.key")
     return tensor
@@ -185,7 +180,6 @@ def test_a_graph_with_what_no_network_needs_is_refused(tmp_path, case):
 
 @pytest.mark.parametrize("how", ["link", "folder", "fifo"])
 def test_weights_are_read_from_a_plain_file_beside_the_graph_alone(tmp_path, how):
-    """A link named by a digest would lead out of the folder: the key that lies there is not read."""
     name = "e" * 64
     (tmp_path / "device.key").write_bytes(SECRET)
     (tmp_path / "blobs").mkdir()
@@ -219,9 +213,6 @@ def test_what_networks_are_made_of_passes(tmp_path):
     found = graph_check.check_file(stored(tmp_path, made))
     assert (found.weight_bytes, found.activation_bytes, found.nodes) == (64 + 16, 64, 7)
     assert found.metadata["weight_bytes"] == "80"
-
-
-# -- graphs of other exporters ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("domains", [("ai.onnx.ml",), ("ai.onnx.ml", "com.microsoft", "a.domain.that.nobody.knows")])
@@ -332,32 +323,9 @@ def test_permitted_operators_are_those_of_onnx_without_loops_randomness_texts_an
     assert not [name for name in OPERATORS[""] if name.startswith(("Sequence", "String", "Optional", "Random"))]
 
 
-@hypothesis.given(st.integers(0, 10_000), st.integers(0, 255), st.booleans())
-@hypothesis.settings(max_examples=300, deadline=None)
-def test_a_damaged_graph_gives_the_named_error_or_passes(at, byte, cut):
-    whole = bytearray(
-        model(node("MatMul", "x", "w"), tensors=(constant("w", *range(8), kind=np.float32),)).SerializeToString()
-    )
-    at %= len(whole)
-    if cut:
-        del whole[at:]
-    else:
-        whole[at] = byte
-    with contextlib.suppress(ModelError):
-        graph_check.check_bytes(bytes(whole))
-
-
 def test_sessions_are_made_in_one_place():
-    """Other graphs would not have been checked. The bare loop of check-gpu runs a network of its own."""
     root = Path(fedquilt.__file__).parent
     places = [root, *(each for each in root.iterdir() if each.is_symlink())]  # rglob does not follow links
-    found = {
-        f"{path.parent.name}/{path.name}"
-        for place in places
-        for path in place.rglob("*.py")
-        if any(
-            isinstance(each, ast.Attribute) and each.attr == "InferenceSession"
-            for each in ast.walk(ast.parse(path.read_text()))
-        )
-    }
+    paths = [path for place in places for path in place.rglob("*.py")]
+    found = {f"{path.parent.name}/{path.name}" for path in paths if ".InferenceSession(" in path.read_text()}
     assert found == {"onnx/session.py", "gpu_check/rates.py"}

@@ -13,8 +13,8 @@ import pytest
 from fedquilt import methods
 from fedquilt.coordinator.updates import tasks
 from fedquilt.core import BlobRef, Bundle, DeviceView, Examples
-from fedquilt.costs import layer_costs
-from fedquilt.costs.layer_costs import Layer
+from fedquilt.costs import cost_model
+from fedquilt.costs.cost_model import Layer
 from fedquilt.methods import fedsq
 from fedquilt.models.networks import numpy_init
 from fedquilt.testing.toy_networks import register_entry
@@ -36,7 +36,6 @@ COUNT, BATCH = 24, 8
 
 
 def made(network: Mapping[str, Any], **more: Any) -> Bundle:
-    """Bundle as `prepare` makes it, of random weights."""
     model, shape = registry.load_network(network, seed=0), registry.input_shape(network)
     start = {name: value.numpy() for name, value in model.state_dict().items()}
     facts = {
@@ -58,7 +57,6 @@ def examples(network: Mapping[str, Any]) -> Examples:
 
 
 def counted(name: str, network: Mapping[str, Any], folder: Path, rounds: tuple[int, ...] = (0,), **params: Any) -> Any:
-    """(predicted, counted) FLOPs of a device's task, where the engine's trial run of two examples is not counted."""
     method = methods.load(name)
     settings = msgspec.convert({"batch": BATCH, "epochs": 2, **params}, method.params)
     state = method.init(made(network), settings, 0)
@@ -78,20 +76,17 @@ def counted(name: str, network: Mapping[str, Any], folder: Path, rounds: tuple[i
     return tasks.predict_work(order, ("work",), "torch").total_for_examples(COUNT), float(counter.get_total_flops())
 
 
-# -- networks -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("network", [MLP, PLAIN], ids=lambda network: network["name"])
 def test_layers_add_up_to_torchs_count_forward_and_in_training(network):
     model, shape = registry.load_network(network, seed=0), registry.input_shape(network)
     layers = traced.trace_layer_costs(model, shape)
-    assert layer_costs.forward_cost(layers).flops == registry.measure_cost(model, shape).flops
+    assert cost_model.forward_cost(layers).flops == registry.measure_cost(model, shape).flops
     counter = FlopCounterMode(display=False)
     with counter:
         model.train()(torch.zeros(4, *shape)).sum().backward()
     names = [name for name, _ in model.named_parameters()]
-    assert 4 * layer_costs.training_cost(layers, names).flops == counter.get_total_flops()
-    assert layer_costs.training_cost(layers, names).flops < 3 * layer_costs.forward_cost(layers).flops
+    assert 4 * cost_model.training_cost(layers, names).flops == counter.get_total_flops()
+    assert cost_model.training_cost(layers, names).flops < 3 * cost_model.forward_cost(layers).flops
 
 
 @pytest.mark.parametrize("last", [1, 2, 3])
@@ -104,7 +99,7 @@ def test_only_what_is_trained_and_behind_it_costs_a_backward_pass(last):
     counter = FlopCounterMode(display=False)
     with counter:
         model.train()(torch.zeros(4, 3, 8, 8)).sum().backward()
-    assert 4 * layer_costs.training_cost(layers, names).flops == counter.get_total_flops()
+    assert 4 * cost_model.training_cost(layers, names).flops == counter.get_total_flops()
 
 
 def test_launches_are_the_operations_that_torch_begins():
@@ -123,8 +118,7 @@ def test_launches_are_the_operations_that_torch_begins():
         with Operations() as seen:
             model.train()(torch.zeros(4, *shape)).square().mean().backward()
         told = (
-            layer_costs.training_cost(traced.trace_layer_costs(model, shape), names).launches
-            + layer_costs.STEP_LAUNCHES
+            cost_model.training_cost(traced.trace_layer_costs(model, shape), names).launches + cost_model.STEP_LAUNCHES
         )
         assert seen.count / 1.33 < told < 1.33 * seen.count
 
@@ -136,14 +130,14 @@ def test_a_perceptron_is_weighed_without_torch_as_with_it():
 
 def test_attention_costs_its_products_between_activations_in_training_twice():
     layers = [Layer("a", 10.0, 6.0, 0.0, 1), Layer("b", 4.0, 0.0, 0.0, 1)]
-    assert layer_costs.training_cost(layers, ["a.w", "b.w"]).flops == 10 + 6 + 4 + 10 + 12 + 8
-    assert layer_costs.training_cost(layers, ["b.w"]).flops == 10 + 6 + 4 + 4
+    assert cost_model.training_cost(layers, ["a.w", "b.w"]).flops == 10 + 6 + 4 + 10 + 12 + 8
+    assert cost_model.training_cost(layers, ["b.w"]).flops == 10 + 6 + 4 + 4
 
 
 def test_a_bundle_without_layers_costs_three_forward_passes_as_it_did():
-    layers = layer_costs.parse_layers({"flops": 100.0})
-    assert layer_costs.training_cost(layers, ["any.weight"]).flops == 300.0
-    assert layer_costs.forward_cost(layers).flops == 100.0
+    layers = cost_model.parse_layers({"flops": 100.0})
+    assert cost_model.training_cost(layers, ["any.weight"]).flops == 300.0
+    assert cost_model.forward_cost(layers).flops == 100.0
 
 
 def test_a_narrower_part_costs_its_share_of_every_layer():
@@ -152,12 +146,9 @@ def test_a_narrower_part_costs_its_share_of_every_layer():
     part["5.weight"] = model["5.weight"][:, :8]
     part |= {"1.bias": model["1.bias"][:16], "3.bias": model["3.bias"][:8], "5.bias": model["5.bias"]}
     small = numpy_init.mlp_costs_by_layer({**MLP, "hidden": [16, 8]})
-    assert [each.flops for each in layer_costs.scale_layers(numpy_init.mlp_costs_by_layer(MLP), model, part)] == [
+    assert [each.flops for each in cost_model.scale_layers(numpy_init.mlp_costs_by_layer(MLP), model, part)] == [
         each.flops for each in small
     ]
-
-
-# -- methods --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -193,7 +184,7 @@ def test_fedsqs_first_round_runs_the_frozen_part_once_and_later_ones_do_not():
         fedsq.METHOD.send(each, DeviceView("a", None, rounds)).work.flops_per_example
         for each, rounds in ((state, ()), (state, (0,)), (off, (0,)))
     )
-    once = layer_costs.forward_cost(state.layers).flops
+    once = cost_model.forward_cost(state.layers).flops
     assert first == later + once
     assert never == later + 3 * once
     assert later < once

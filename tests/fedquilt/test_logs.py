@@ -17,7 +17,6 @@ from fedquilt.host import logs
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What is logged as JSON from now on."""
     found: list[dict[str, Any]] = []
 
     class Handler(logging.Handler):
@@ -43,7 +42,6 @@ def test_a_line_has_the_ids_that_its_call_names(lines):
 
 
 def test_text_that_is_no_utf_8_makes_a_line_too(lines):
-    """Formatted, not logged: pytest's own record of the log could not be sent to another process."""
     record = logging.makeLogRecord({"msg": "odd \udcff", **logs.log_ids(device="pi-01", round=3)})
     told = json.loads(logging.getLogger().handlers[0].format(record))
     assert [told[key] for key in ("message", "device", "round")] == [r"odd \udcff", "pi-01", 4]
@@ -60,11 +58,7 @@ def test_an_error_has_its_traceback(lines):
 def test_a_coordinators_facts_are_lines(lines):
     job = SimpleNamespace(id="digits-1")
     console = JsonConsole()
-    facts = [
-        CohortSelected(3, 0, ("a",)),
-        TaskDeclined(3, "a", "memory", "12 MB short"),
-        JobEnded("failed", "why"),
-    ]
+    facts = [CohortSelected(3, 0, ("a",)), TaskDeclined(3, "a", "memory", "12 MB short"), JobEnded("failed", "why")]
     for fact in facts:
         console.observe(job, fact)
     console.report("connected to the broker")

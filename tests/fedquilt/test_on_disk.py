@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from fedquilt.arrays import exact_sums, safetensors_files, tensors
-from fedquilt.arrays.lazy_arrays import DiskArray, LazyTensors, ScratchFile, checksum
+from fedquilt.arrays import disk_arrays, exact_sums, tensors
+from fedquilt.arrays.disk_arrays import DiskArray, LazyTensors, ScratchFile, checksum
 from fedquilt.core import StoreError
 from fedquilt.host.disk import REAL
 
@@ -15,8 +15,6 @@ ONES = np.ones((3, 5), np.float32)
 
 @dataclass(frozen=True)
 class State:
-    """Of a method: a model and a number."""
-
     model: dict[str, np.ndarray]
     known: int
     own: dict[str, np.ndarray]
@@ -24,8 +22,6 @@ class State:
 
 @dataclass(frozen=True)
 class Sums:
-    """Of a round."""
-
     total: dict[str, exact_sums.ExactSum]
 
 
@@ -60,8 +56,8 @@ def test_a_stored_sum_that_is_read_needs_its_file_no_more(tmp_path):
         tmp_path / "sum",
         Sums({"a": exact_sums.add_to_sum(None, ONES, 2.0), "b": exact_sums.add_to_sum(None, 3 * ONES)}),
     )
-    safetensors_files.write_safetensors(path, *tensors.split_state(total))
-    found = safetensors_files.read_accumulator(path, Sums, REAL, ScratchFile(tmp_path, least=1))
+    disk_arrays.write_safetensors(path, *tensors.split_state(total))
+    found = exact_sums.read_accumulator(path, Sums, REAL, ScratchFile(tmp_path, least=1))
     path.unlink()
     assert isinstance(found.total["a"].limbs[0], DiskArray)
     assert np.array_equal(found.total["a"].rounded_value(), 2 * ONES)
@@ -95,8 +91,8 @@ def test_an_array_takes_the_place_of_one_of_as_many_bytes(tmp_path):
 def test_a_bit_that_flips_in_a_state_is_found_when_its_tensor_is_read(tmp_path, at):
     path = tmp_path / "state"
     state = State({"a": ONES, "b": 7 * ONES}, 3, {"c": ONES[0]})
-    safetensors_files.write_safetensors(path, *tensors.split_state(state))
-    found = safetensors_files.read_state(path, State, lazy_bytes=2 * ONES.nbytes)
+    disk_arrays.write_safetensors(path, *tensors.split_state(state))
+    found = disk_arrays.read_state(path, State, lazy_bytes=2 * ONES.nbytes)
     assert isinstance(found.model, LazyTensors)
     assert isinstance(found.own, dict)  # too small to be left on the disk
     place = found.model.shapes["b"]
@@ -113,10 +109,10 @@ def test_a_bit_that_flips_in_a_state_is_found_when_its_tensor_is_read(tmp_path, 
 
 def test_a_state_on_the_disk_is_stored_anew_in_the_same_bytes(tmp_path):
     path, other = tmp_path / "state", tmp_path / "other"
-    safetensors_files.write_safetensors(path, *tensors.split_state(State({"b": ONES, "a": 2 * ONES}, 3, {})))
-    found = safetensors_files.read_state(path, State, lazy_bytes=1)
+    disk_arrays.write_safetensors(path, *tensors.split_state(State({"b": ONES, "a": 2 * ONES}, 3, {})))
+    found = disk_arrays.read_state(path, State, lazy_bytes=1)
     assert isinstance(found.model, LazyTensors)
-    safetensors_files.write_safetensors(other, *tensors.split_state(found))
+    disk_arrays.write_safetensors(other, *tensors.split_state(found))
     assert other.read_bytes() == path.read_bytes()
     assert tensors.total_bytes([found.model]) == 2 * ONES.nbytes
     assert tensors.layout_from_tensors(found.model) == {"a": "f4:3,5", "b": "f4:3,5"}
@@ -133,25 +129,19 @@ def test_every_flipped_bit_changes_the_checksum():
 
 @dataclass(frozen=True)
 class Gathered:
-    """A part of a state, all of whose fields are arrays."""
-
     counts: np.ndarray
     half: np.ndarray
 
 
 @dataclass(frozen=True)
 class Searching:
-    """A state with such a part."""
-
     gathered: Gathered | None
     model: dict[str, np.ndarray] | None
 
 
 def test_a_part_of_a_state_that_holds_arrays_alone_is_no_mapping_of_arrays(tmp_path):
     for model in ({"a": ONES}, None):
-        safetensors_files.write_safetensors(
-            tmp_path / "state", *tensors.split_state(Searching(Gathered(ONES, ONES), model))
-        )
-        found = safetensors_files.read_state(tmp_path / "state", Searching, lazy_bytes=1)
+        disk_arrays.write_safetensors(tmp_path / "state", *tensors.split_state(Searching(Gathered(ONES, ONES), model)))
+        found = disk_arrays.read_state(tmp_path / "state", Searching, lazy_bytes=1)
         assert np.array_equal(found.gathered.half, ONES)
         assert isinstance(found.model, LazyTensors) == (model is not None)

@@ -41,7 +41,6 @@ def lacking(name: str = "w", shape: tuple[int, ...] = (2, 3), kind: int = 1) -> 
 
 @pytest.mark.parametrize("network", NETWORKS, ids=lambda network: str(network["name"]))
 def test_a_filled_graph_answers_as_the_network_with_these_tensors(network):
-    """Batch normalisation, recurrence, attention and gains without axes; it may go to boards."""
     torch = pytest.importorskip("torch", reason="a network is written as ONNX by torch")
     runtime = pytest.importorskip("onnxruntime", reason="graphs are run by it")
     from fedquilt.models.networks import onnx_file, registry
@@ -63,7 +62,6 @@ def test_a_filled_graph_answers_as_the_network_with_these_tensors(network):
 
 
 def test_what_has_its_numbers_keeps_them_and_what_is_not_named_is_left_out():
-    """Nothing else in the file changes."""
     other = onnx.numpy_helper.from_array(np.arange(4, dtype=np.int64), "other")
     w = np.arange(6, dtype=np.float32).reshape(2, 3)
     made = onnx.load_from_string(b"".join(onnx_weights.fill_graph(graph(lacking(), other), {"w": w, "spare": w})))
@@ -106,7 +104,6 @@ def test_a_result_with_parts_on_boards_says_whose_it_is(tmp_path):
 
 @pytest.mark.parametrize("written", ["{}", '{"job": "digits-1", "method": "fedrep", "params": {}}', "\u00e9"])
 def test_a_result_whose_task_cannot_be_read_is_refused_by_name(tmp_path, written):
-    """A result that an earlier version has deployed is none for a file that boards could run as it is."""
     path = tmp_path / "shared"
     path.write_bytes(tensors.encode_tensors({"graph": np.zeros(2, np.uint8)}, {"personal": written}))
     with pytest.raises(ModelError, match=r"parts on boards: not a fedquilt message: .*; roll out the run again"):
@@ -119,9 +116,6 @@ def test_a_damaged_result_is_refused_by_name(tmp_path, payload):
     path.write_bytes(payload)
     with pytest.raises(ModelError, match="parts on boards"):
         personal_models.read_personal(path)
-
-
-# -- two files ------------------------------------------------------------------------------------
 
 
 def answer(path: Path | bytes) -> Any:
@@ -142,7 +136,6 @@ def test_two_files_become_one_that_answers_the_same(tmp_path):
 
 
 def test_weights_in_constants_and_branches_are_taken_in_too(tmp_path):
-    """Each tensor of a graph may be in another place of the file beside it."""
     made = made_graphs.product()
     weights = made.graph.initializer.pop()
     branches = [
@@ -182,7 +175,6 @@ def test_weights_in_constants_and_branches_are_taken_in_too(tmp_path):
     ["../device.key", "/etc/hostname", "sub/device.key", "..", ".", "", "a\\b", "*/_ORT_MEM_ADDR_/*", "a\0b"],
 )
 def test_weights_are_read_from_the_folder_of_the_model_alone(tmp_path, location):
-    """A model from a stranger would take a key along to all devices."""
     (tmp_path / "device.key").write_bytes(bytes(100))
     (tmp_path / "m" / "sub").mkdir(parents=True)
     (tmp_path / "m" / "sub" / "device.key").write_bytes(bytes(100))
@@ -204,7 +196,6 @@ def test_weights_are_read_from_the_folder_of_the_model_alone(tmp_path, location)
     ],
 )
 def test_what_is_no_plain_file_beside_the_model_is_refused(tmp_path, place, said):
-    """A pipe would be waited for, and a link leads anywhere."""
     path = made_graphs.two_files(tmp_path)
     data = tmp_path / "model.onnx.data"
     payload = data.read_bytes()
@@ -225,7 +216,6 @@ def test_what_is_no_plain_file_beside_the_model_is_refused(tmp_path, place, said
 
 
 def test_a_file_that_many_tensors_name_is_not_read_beyond_the_size_of_an_onnx_file(tmp_path, monkeypatch):
-    """A few kilobytes that name one file again and again would fill the memory."""
     monkeypatch.setattr(onnx_weights, "FILE_MOST", 10_000)
     path = made_graphs.two_files(tmp_path)
     made = onnx.load(path, load_external_data=False)

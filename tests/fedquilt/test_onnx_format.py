@@ -6,7 +6,7 @@ import made_graphs
 import pytest
 
 from fedquilt.edge_agent.engines.onnx import session
-from fedquilt.onnx.schema import RUNTIMES, explain_unsupported
+from fedquilt.onnx.file_format import RUNTIMES, explain_unsupported
 
 runtime = pytest.importorskip("onnxruntime")
 

@@ -8,20 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from fedquilt.host import process_memory
+from fedquilt.host import process_resources
 
 
 def test_a_deferred_module_is_executed_when_a_name_of_it_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also one in a package, and a name that the module lacks is an AttributeError as always."""
     (tmp_path / "wrapped").mkdir()
     (tmp_path / "wrapped" / "__init__.py").touch()
     (tmp_path / "wrapped" / "late.py").write_text("from pathlib import Path\nPath(__file__).with_name('ran').touch()\n")
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("wrapped", "wrapped.late"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    process_memory.import_on_use("wrapped.late")
+    process_resources.import_on_use("wrapped.late")
     package = importlib.import_module("wrapped")
     late = importlib.import_module("wrapped.late")
     assert (package.late is late, (tmp_path / "wrapped" / "ran").exists()) == (True, False)
@@ -33,5 +32,5 @@ def test_a_deferred_module_is_executed_when_a_name_of_it_is_used(
 
 
 def test_a_module_that_is_there_is_not_deferred() -> None:
-    process_memory.import_on_use("importlib")
+    process_resources.import_on_use("importlib")
     assert sys.modules["importlib"] is importlib

@@ -1,16 +1,12 @@
 """States of methods as bytes: packed, read back, and refused where damaged."""
 
-import json
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from packed_states import FUZZ, STATE, Inner, State, same_bits
+from packed_states import STATE, Inner, State, same_bits
 
 from fedquilt.arrays import tensors
 from fedquilt.core import StoreError
@@ -33,16 +29,12 @@ def test_a_state_of_another_type_is_refused():
 
 @dataclass(frozen=True)
 class Choice:
-    """What a later version of the program may know of `Chosen`."""
-
     name: str
     score: float = 0.0
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """As an earlier version stored it."""
-
     name: str
     head: np.ndarray
 
@@ -58,7 +50,6 @@ class Chose:
 
 
 def test_a_state_with_a_field_that_is_not_known_is_refused():
-    """An earlier version wrote it: without its head the network would be another one, and nobody would notice."""
     old = Chose({7: (Chosen("a", np.ones(2)),)})
     with pytest.raises(StoreError, match=r"Chooses\.found\['7'\]\[0\] holds head: .* another version of fedquilt"):
         tensors.unpack_state(tensors.pack_state(old), Chooses)
@@ -73,8 +64,6 @@ def test_a_state_may_not_hold_what_cannot_be_stored():
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What numpy's arithmetic leaves behind: scalars where there were arrays without axes."""
-
     model: dict[str, np.ndarray]
     moments: tuple[dict[str, np.ndarray], ...]
     best: np.ndarray | None
@@ -112,39 +101,12 @@ def test_combined_arrays_without_axes_are_arrays():
 
 
 def test_a_number_where_an_array_is_annotated_is_told_where_it_stands():
-    """It would be stored, and not be read back."""
     with pytest.raises(
         TypeError, match=r"State\.layers\[0\]\.weights\['a'\] is annotated as an array and holds a float"
     ):
         tensors.pack_state(State({}, (Inner({"a": 1.0}, (1, 2)),), {}, ""))
 
 
-STATE_JSON = st.recursive(
-    st.none() | st.integers() | st.text(max_size=5) | st.just({"$array": 0}) | st.just({"$array": 9}),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["a", "$array", "1"]), inner),
-    max_leaves=4,
-)
-
-
-def unpacks_or_refuses(payload: bytes) -> None:
-    with suppress(StoreError):
-        assert isinstance(tensors.unpack_state(payload, State), State)
-
-
-@FUZZ
-@given(st.fixed_dictionaries(dict.fromkeys(("model", "layers", "by_round", "name", "best"), STATE_JSON)))
-def test_stored_states_that_are_damaged_give_only_the_named_error(fields):
-    unpacks_or_refuses(tensors.encode_tensors({"0": np.zeros(1)}, {"state": json.dumps(fields)}))
-
-
-@FUZZ
-@given(st.binary(max_size=60), st.data())
-def test_arbitrary_and_mutated_states_give_only_the_named_error(noise, data):
-    unpacks_or_refuses(noise)
-    valid = tensors.pack_state(STATE)
-    place = data.draw(st.integers(0, len(valid)))
-    unpacks_or_refuses(valid[:place] + noise[:8] + valid[place + len(noise[:8]) :])
-
-
 def test_bottomless_states_give_the_named_error():
-    unpacks_or_refuses(tensors.encode_tensors({}, {"state": "[" * 100_000}))
+    with pytest.raises(StoreError):
+        tensors.unpack_state(tensors.encode_tensors({}, {"state": "[" * 100_000}), State)

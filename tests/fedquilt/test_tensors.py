@@ -3,26 +3,20 @@ import re
 import struct
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 import safetensors.numpy
-from hypothesis import given
-from hypothesis import strategies as st
-from packed_states import FUZZ, STATE, same_bits
+from packed_states import STATE, same_bits
 
-from fedquilt.arrays import safetensors_files, tensors
+from fedquilt.arrays import disk_arrays, tensors
 from fedquilt.core import StoreError, UpdateError
 from fedquilt.host.disk import REAL
 from fedquilt.models.local_training import NetworkState
 
-# -- arithmetic --
-
 
 def test_arithmetic_goes_name_by_name_and_gives_new_arrays():
-    """Small numbers, checked by hand; changing a result changes nobody's input."""
     a, b = {"w": np.array([1.0, 2.0])}, {"w": np.array([10.0, 20.0])}
     total = tensors.map_arrays(np.add, a, b)
     assert total["w"].tolist() == [11.0, 22.0]
@@ -60,17 +54,10 @@ def test_what_a_device_sent_has_the_types_and_bounds_that_a_sum_can_take():
             tensors.require_addable({**good, name: array}, wanted)
 
 
-def test_integers_are_always_finite():
-    tensors.require_finite({"steps": np.array([2**62])})
-
-
 def test_a_generator_is_named_by_its_keys():
     assert tensors.seeded_rng(1, "job", 2).random() == tensors.seeded_rng(1, "job", 2).random()
     assert tensors.seeded_rng(1, "job", 2).random() != tensors.seeded_rng(1, "job", 3).random()
     assert tensors.seeded_rng("12", 3).integers(1000) != tensors.seeded_rng("1", 23).integers(1000)
-
-
-# -- bytes --
 
 
 def test_equal_tensors_have_equal_bytes_whatever_their_order():
@@ -119,60 +106,12 @@ def test_few_of_many_headers_are_kept():
     assert len(tensors._layouts) <= tensors.LAYOUTS_MOST
 
 
-def test_tensors_come_back_with_their_type_and_shape():
-    given_ = {**STATE.model, "big": np.array([1, 258], ">i4")}
-    back = tensors.decode_tensors(tensors.encode_tensors(given_))
-    assert back.keys() == given_.keys()
-    assert back["seen"].shape == ()
-    assert back["none"].shape == (0, 3)
-    assert back["big"].tolist() == [1, 258]
-    assert all(same_bits(back[name], np.asarray(array, order="C")) for name, array in STATE.model.items())
-
-
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(StoreError, match="gone"):
         tensors.read_tensors(tmp_path / "gone")
     (tmp_path / "odd").write_bytes(b"odd")
     with pytest.raises(UpdateError, match="not a safetensors blob"):
         tensors.read_tensors(tmp_path / "odd")
-
-
-def decodes_or_refuses(payload: bytes) -> None:
-    with suppress(UpdateError):
-        assert isinstance(tensors.decode_tensors(payload), dict)
-
-
-@FUZZ
-@given(st.binary(max_size=100), st.data())
-def test_arbitrary_and_mutated_blobs_give_only_the_named_error(noise, data):
-    decodes_or_refuses(noise)
-    valid = tensors.encode_tensors(STATE.model)
-    place = data.draw(st.integers(0, len(valid)))
-    decodes_or_refuses(valid[:place] + noise[:8] + valid[place + len(noise[:8]) :])
-    decodes_or_refuses(valid[:place])
-
-
-@FUZZ
-@given(
-    st.dictionaries(
-        st.sampled_from(["a", "__metadata__"]),
-        st.fixed_dictionaries(
-            {},
-            optional={
-                "dtype": st.sampled_from(["F32", "BF16", "F8_E4M3", "I64", "U7", ""]) | st.integers(),
-                "shape": st.lists(st.integers(-1, 2**64), max_size=3),
-                "data_offsets": st.lists(st.integers(-1, 2**64) | st.sampled_from([0, 4, 8]), max_size=3),
-            },
-        )
-        | st.none(),
-    )
-)
-def test_headers_that_promise_too_much_give_only_the_named_error(header):
-    text = json.dumps(header).encode()
-    decodes_or_refuses(len(text).to_bytes(8, "little") + text + bytes(8))
-
-
-# -- one at a time --------------------------------------------------------------------------------
 
 
 def test_floats_of_a_file_are_those_that_are_read_at_once(tmp_path):
@@ -184,8 +123,8 @@ def test_floats_of_a_file_are_those_that_are_read_at_once(tmp_path):
         "count": np.array([7]),
         "double": np.ones(2),
     }
-    safetensors_files.write_safetensors(tmp_path / "file", given)
-    found = safetensors_files.FloatReader(tmp_path / "file")
+    disk_arrays.write_safetensors(tmp_path / "file", given)
+    found = disk_arrays.FloatReader(tmp_path / "file")
     assert list(found) == ["a", "b", "none"]
     assert all(
         found[name].tobytes() == given[name].tobytes() and found[name].shape == given[name].shape for name in found
@@ -199,30 +138,29 @@ def test_floats_of_a_file_are_those_that_are_read_at_once(tmp_path):
 def test_a_file_that_is_no_safetensors_has_no_floats(tmp_path, payload):
     (tmp_path / "file").write_bytes(payload)
     with pytest.raises(UpdateError, match="not a safetensors"):
-        safetensors_files.FloatReader(tmp_path / "file")
+        disk_arrays.FloatReader(tmp_path / "file")
 
 
 def test_an_empty_tensor_beyond_the_end_of_its_file_is_missed_by_name(tmp_path):
-    """Its place is further than any file reaches, so that there is nothing to look up; fuzzing found it."""
     path, far = tmp_path / "file", 1 << 64
     header = json.dumps({"w": {"dtype": "F32", "shape": [0], "data_offsets": [far, far]}}).encode()
     path.write_bytes(struct.pack("<Q", len(header)) + header)
     with pytest.raises(UpdateError, match="ends within tensor 'w'"):
-        safetensors_files.FloatReader(path)["w"]
+        disk_arrays.FloatReader(path)["w"]
 
 
 def test_floats_that_a_file_has_lost_are_missed_by_name(tmp_path):
     path = tmp_path / "file"
-    safetensors_files.write_safetensors(path, {"w": np.ones(9, np.float32)})
+    disk_arrays.write_safetensors(path, {"w": np.ones(9, np.float32)})
     path.write_bytes(path.read_bytes()[:-4])
-    found = safetensors_files.FloatReader(path)
+    found = disk_arrays.FloatReader(path)
     with pytest.raises(UpdateError, match="ends within tensor 'w'"):
         found["w"]
     path.unlink()
     with pytest.raises(StoreError, match="cannot read"):
         found["w"]
     with pytest.raises(StoreError, match="cannot read"):
-        safetensors_files.FloatReader(path)
+        disk_arrays.FloatReader(path)
 
 
 KEPT = NetworkState({"lr": 0.1}, {"name": "mlp"}, {"w": np.ones((3, 2), np.float32), "n": np.array(7)}, 9.0, 4)
@@ -233,9 +171,9 @@ def test_a_file_that_is_written_piece_by_piece_has_the_bytes_of_the_whole(tmp_pa
     types = ["f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "?"]
     given = {f"t.{kind}": np.arange(1, 7).reshape(2, 3).astype(kind) for kind in types}
     given |= {"none": np.zeros((0, 2), np.float32), '\u00e9 "\\\x01': np.array(7)}
-    safetensors_files.write_safetensors(tmp_path / "file", given, metadata)
+    disk_arrays.write_safetensors(tmp_path / "file", given, metadata)
     assert (tmp_path / "file").read_bytes() == tensors.encode_tensors(given, metadata)
-    found = safetensors_files.SafetensorsReader(tmp_path / "file")
+    found = disk_arrays.SafetensorsReader(tmp_path / "file")
     assert list(found) == sorted(given)
     for name in [*given, *given]:
         assert (found[name].dtype, found[name].shape) == (given[name].dtype, given[name].shape)
@@ -244,15 +182,15 @@ def test_a_file_that_is_written_piece_by_piece_has_the_bytes_of_the_whole(tmp_pa
 
 def test_a_state_in_a_file_has_the_bytes_of_a_packed_one(tmp_path):
     path = tmp_path / "state"
-    safetensors_files.write_safetensors(path, *tensors.split_state(KEPT))
+    disk_arrays.write_safetensors(path, *tensors.split_state(KEPT))
     assert path.read_bytes() == tensors.pack_state(KEPT)
-    assert tensors.pack_state(safetensors_files.read_state(path, NetworkState)) == tensors.pack_state(KEPT)
-    safetensors_files.write_safetensors(path, {"w": np.ones(2)})
+    assert tensors.pack_state(disk_arrays.read_state(path, NetworkState)) == tensors.pack_state(KEPT)
+    disk_arrays.write_safetensors(path, {"w": np.ones(2)})
     with pytest.raises(StoreError, match="not a stored NetworkState"):
-        safetensors_files.read_state(path, NetworkState)
+        disk_arrays.read_state(path, NetworkState)
     path.write_bytes(b"x")
     with pytest.raises(StoreError, match="not a stored NetworkState"):
-        safetensors_files.read_state(path, NetworkState)
+        disk_arrays.read_state(path, NetworkState)
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="a file of Linux's that comes in pieces")
@@ -264,14 +202,13 @@ def test_a_part_of_a_file_is_read_in_as_many_calls_as_it_takes():
 
 
 def test_threads_decode_blobs_of_more_layouts_than_are_kept(monkeypatch):
-    """The coordinator's worker decodes beside its loop; a blob that either could not read would be refused."""
     monkeypatch.setattr(tensors, "LAYOUTS_MOST", 1)
     blobs = [tensors.encode_tensors({f"w{number}": np.ones(number + 1, np.float32)}) for number in range(40)]
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         with ThreadPoolExecutor(4) as pool:
-            found = pool.map(tensors.decode_tensors, blobs * 300)
+            found = pool.map(tensors.decode_tensors, blobs * 50)
             assert {next(iter(each)) for each in found} == {f"w{number}" for number in range(40)}
     finally:
         sys.setswitchinterval(before)

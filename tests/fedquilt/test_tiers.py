@@ -4,9 +4,8 @@ import pytest
 from plain import budgeted
 
 from fedquilt.core import Profile, WorkEstimate
-from fedquilt.costs import tiers
-from fedquilt.costs.peak_memory import ASSUMED_BASE_BYTES, FIRST_USE_BYTES
-from fedquilt.costs.tiers import TierCoverage, TierDevice
+from fedquilt.costs import peak_memory
+from fedquilt.costs.peak_memory import ASSUMED_BASE_BYTES, FIRST_USE_BYTES, TierCoverage, TierDevice
 
 MB, GB = 10**6, 10**9
 
@@ -29,56 +28,55 @@ def device(budget_bytes: int, *engines: str) -> Profile:
     ],
 )
 def test_a_tier_is_the_largest_that_the_budget_reaches(budget_bytes, name):
-    assert tiers.tier_from_profile(device(budget_bytes)) == name
+    assert peak_memory.tier_from_profile(device(budget_bytes)) == name
 
 
 def test_a_device_that_has_not_said_what_it_is_has_no_tier():
-    assert tiers.tier_from_profile(None) == ""
+    assert peak_memory.tier_from_profile(None) == ""
 
 
 def test_work_fits_a_device_up_to_the_last_byte_beside_the_engine():
     room = GB - ASSUMED_BASE_BYTES["torch"] - FIRST_USE_BYTES["torch"]
-    assert tiers.fits_budget(device(GB).budget_bytes, ("torch",), WorkEstimate(peak_bytes=room))
-    assert not tiers.fits_budget(device(GB).budget_bytes, ("torch",), WorkEstimate(peak_bytes=room + 1))
+    assert peak_memory.fits_budget(device(GB).budget_bytes, ("torch",), WorkEstimate(peak_bytes=room))
+    assert not peak_memory.fits_budget(device(GB).budget_bytes, ("torch",), WorkEstimate(peak_bytes=room + 1))
 
 
 def test_coverage_counts_devices_and_examples_by_tier():
     """1.5 GB of training: of ten devices in the paper's shares, those with 2 GB and more, 7 of 10."""
     fleet = [TierDevice(device(size * GB), examples=10 * size) for size in (1, 1, 1, 2, 2, 2, 4, 4, 4, 8)]
-    found = tiers.tier_coverage(fleet, ["torch"], WorkEstimate(peak_bytes=1500 * MB))
+    found = peak_memory.tier_coverage(fleet, ["torch"], WorkEstimate(peak_bytes=1500 * MB))
     assert found == {
         "1GB": TierCoverage(3, 0, 30, 0),
         "2GB": TierCoverage(3, 3, 60, 60),
         "4GB": TierCoverage(3, 3, 120, 120),
         "8GB": TierCoverage(1, 1, 80, 80),
     }
-    told = tiers.format_coverage(found, WorkEstimate(peak_bytes=1500 * MB))
+    told = peak_memory.format_coverage(found, WorkEstimate(peak_bytes=1500 * MB))
     assert told[0] == "could take part (1.5 GB beside the engine): 7 of 10 devices, 260 of 290 examples"
     assert told[1] == "  1GB: 0 of 3 devices, 0 of 30 examples"
     assert len(told) == 5
 
 
 def test_a_device_takes_part_with_any_engine_that_it_has_and_that_fits():
-    """Torch with the work is too much for it, onnx is not; a device with neither cannot, whatever its budget."""
     work = WorkEstimate(peak_bytes=400 * MB)
     small = TierDevice(device(500 * MB))
-    assert tiers.tier_coverage([small], ["torch"], work)["under 1GB"].able == 0
-    assert tiers.tier_coverage([small], ["torch", "onnx"], work)["under 1GB"].able == 1
-    assert tiers.tier_coverage([TierDevice(device(8 * GB, "numpy"))], ["torch", "onnx"], work)["8GB"].able == 0
+    assert peak_memory.tier_coverage([small], ["torch"], work)["under 1GB"].able == 0
+    assert peak_memory.tier_coverage([small], ["torch", "onnx"], work)["under 1GB"].able == 1
+    assert peak_memory.tier_coverage([TierDevice(device(8 * GB, "numpy"))], ["torch", "onnx"], work)["8GB"].able == 0
 
 
 def test_devices_that_have_not_said_how_many_examples_they_have_are_told_as_such():
     known, unknown = TierDevice(device(GB), 7), TierDevice(device(GB))
     work = WorkEstimate(peak_bytes=MB)
-    told = tiers.format_coverage(tiers.tier_coverage([known, unknown], ["onnx"], work), work)
+    told = peak_memory.format_coverage(peak_memory.tier_coverage([known, unknown], ["onnx"], work), work)
     assert told == [
         "could take part (1 MB beside the engine): 2 of 2 devices, 7 of 7 examples (1 have not said how many)"
     ]
-    assert tiers.format_coverage(tiers.tier_coverage([unknown], ["onnx"], WorkEstimate()), WorkEstimate()) == [
-        "could take part (no more than the engine): 1 of 1 devices"
-    ]
+    assert peak_memory.format_coverage(
+        peak_memory.tier_coverage([unknown], ["onnx"], WorkEstimate()), WorkEstimate()
+    ) == ["could take part (no more than the engine): 1 of 1 devices"]
 
 
 def test_an_empty_fleet_covers_nothing():
-    assert tiers.tier_coverage([], ["onnx"], WorkEstimate()) == {}
-    assert tiers.format_coverage({}, WorkEstimate()) == []
+    assert peak_memory.tier_coverage([], ["onnx"], WorkEstimate()) == {}
+    assert peak_memory.format_coverage({}, WorkEstimate()) == []

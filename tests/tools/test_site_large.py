@@ -12,8 +12,8 @@ import pytest
 import virtual_site
 from sited import federation
 
-from fedquilt.arrays.lazy_arrays import ScratchFile
-from fedquilt.blobs.transfer.upload import UploadQueue
+from fedquilt.arrays.disk_arrays import ScratchFile
+from fedquilt.blobs.upload import UploadQueue
 from fedquilt.coordinator.rounds.events import UpdateRejected
 from fedquilt.coordinator.settings import CohortSettings, CoordinatorLimits
 from fedquilt.coordinator.updates import aggregation, job_blobs

@@ -12,7 +12,7 @@ import msgspec
 
 from fedquilt import open_metrics
 from fedquilt.core import JobError, SiteRight
-from fedquilt.host import connection_limits, disk
+from fedquilt.host import disk, http_server
 from fedquilt.security import enrolment
 from fedquilt.tools.identity import broker_config
 from fedquilt.tools.identity.authority import RESERVED, CertificateAuthority, clock_s, describe_state
@@ -126,7 +126,7 @@ def create_token(folder: Path, pattern: str, out: Path | None) -> int:
 def serve_enrolment(folder: Path, listen: str, hosts: Sequence[str], days: float | None) -> int:
     """Serve enrolment requests until SIGTERM or SIGINT. Return 0."""
     names = tuple(hosts) or tuple(dict.fromkeys((socket.gethostname(), socket.getfqdn())))
-    connection_limits.raise_descriptor_limit()
+    http_server.raise_descriptor_limit()
     host, port = open_metrics.parse_listen_address(listen)
     endpoint = EnrolmentServer(CertificateAuthority(folder), host, port, names, days=days)
     serve_until_signal(endpoint, lambda line: print(line, flush=True))

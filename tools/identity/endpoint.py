@@ -17,8 +17,7 @@ import msgspec
 from cryptography import x509
 
 from fedquilt.core import LinkError, WireError
-from fedquilt.host.connection_limits import ConnectionLimiter, ConnectionLimits
-from fedquilt.host.http_server import HttpExchange, HttpServer, RequestRefusedError
+from fedquilt.host.http_server import ConnectionLimiter, ConnectionLimits, HttpExchange, HttpServer, RequestRefusedError
 from fedquilt.security import enrolment
 from fedquilt.security.enrolment import SigningRequest, SigningResponse
 from fedquilt.tools.identity.authority import DAY_S, CertificateAuthority, clock_s

@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgspec
 
 from fedquilt import methods, plugins
-from fedquilt.blobs.storage.shared_store import SharedBlobStore
+from fedquilt.blobs.shared_store import SharedBlobStore
 from fedquilt.coordinator.delivery.executor import LinkExecutor
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import (
@@ -236,7 +236,7 @@ def run_fleet_virtually(
         JobError: If the run waits for devices in vain, or the job has adversaries.
     """
     require_no_adversaries(plan.job)
-    broker = MemoryBroker(plan.job.seed)
+    broker = MemoryBroker()
     with Store(plan.home, durable=False) as store:
         if not store.acquire_lock():
             raise JobError(f"another coordinator serves {plan.home.resolve()} already: give another --home")

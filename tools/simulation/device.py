@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec import structs
 
 from fedquilt import wire
-from fedquilt.blobs.storage.store import SMALL_BYTES
+from fedquilt.blobs.store import SMALL_BYTES
 from fedquilt.core import BlobRef, Device, Task, Update
 from fedquilt.costs.cost_model import LinkCost
 from fedquilt.edge_agent import events, messages

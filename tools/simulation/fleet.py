@@ -25,7 +25,7 @@ from typing import Final
 from msgspec import structs
 
 from fedquilt import wire
-from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.store import BlobStore
 from fedquilt.coordinator.delivery.executor import Heard
 from fedquilt.coordinator.fleet.registry import BrokerOutage
 from fedquilt.coordinator.rounds.decisions import UpdateReceived

@@ -36,7 +36,7 @@ from fedquilt.costs import peak_memory
 from fedquilt.edge_agent.engines import objectives
 from fedquilt.edge_agent.engines.onnx import session as onnx_session
 from fedquilt.edge_agent.engines.onnx.providers import ExecutionProviders
-from fedquilt.host import process_memory
+from fedquilt.host import process_resources
 from fedquilt.onnx.graph_check import CheckedGraph, Shape
 
 BASE_BYTES = peak_memory.task_process_bytes("onnx", 0)  # resident beside weights and activations
@@ -216,7 +216,7 @@ class OnnxEngine:
             _trim_heap()
 
     def _fits_beside_all(self, size: int) -> bool:
-        resident = process_memory.resident_bytes(os.getpid())
+        resident = process_resources.resident_bytes(os.getpid())
         return resident is not None and resident + size <= self._budget_bytes
 
     def read_metadata(self, graph: Path) -> Mapping[str, str]:

@@ -14,9 +14,14 @@ from pathlib import Path
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from fedquilt.core import JobError
-from fedquilt.transport.mqtt.errors import describe_exception
 
 PORTS = {"mqtt": 1883, "mqtts": 8883}
+
+
+def describe_exception(error: Exception) -> str:
+    if reason := getattr(error, "reason", None):  # from OpenSSL
+        return str(reason).lower().replace("_", " ")
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
 
 
 @dataclass(frozen=True)
@@ -43,11 +48,7 @@ class Broker:
         password_file: str | Path | None = None,
         keepalive_s: int = 60,
     ) -> Broker:
-        """Return a broker from a URL `mqtt[s]://[user@]host[:port]` and files, after validation.
-
-        Raises:
-            JobError: If a URL, a file or a number is invalid.
-        """
+        """Return a broker from a URL `mqtt[s]://[user@]host[:port]` and files, or raise JobError if one is invalid."""
         parts = _split_url(url)
         broker = cls(
             host=parts.hostname or "",
@@ -68,11 +69,6 @@ class Broker:
         return f"{'mqtts' if self.tls else 'mqtt'}://{host}:{self.port}"
 
     def read_password(self) -> str | None:
-        """Return the first line of the password file, or None without a file.
-
-        Raises:
-            JobError: If the file cannot be read or is empty.
-        """
         if self.password_file is None:
             return None
         try:
@@ -85,11 +81,7 @@ class Broker:
         return password
 
     def tls_context(self) -> ssl.SSLContext:
-        """Return a TLS context that verifies the broker, with the certificate of this side if any.
-
-        Raises:
-            JobError: If a certificate or key cannot be used.
-        """
+        """Return a TLS context that verifies the broker, with the certificate of this side if any."""
         if self.ca is not None and not _is_readable(self.ca):
             raise JobError(f"CA file {self.ca} cannot be read: check its path and permissions")
         try:
@@ -102,7 +94,7 @@ class Broker:
             if not _is_readable(path):
                 raise JobError(f"{what} file {path} cannot be read: check its path and permissions")
         try:
-            context.load_cert_chain(str(self.cert), str(self.key), password=_refuse_passphrase)
+            context.load_cert_chain(str(self.cert), str(self.key), password=refuse_passphrase)
         except ssl.SSLError as error:
             raise JobError(
                 f"certificate {self.cert} and key {self.key} cannot be used together ({describe_exception(error)}): "
@@ -149,5 +141,5 @@ def _is_readable(path: Path) -> bool:
     return os.path.isfile(path) and os.access(path, os.R_OK)
 
 
-def _refuse_passphrase() -> str:
+def refuse_passphrase() -> str:
     raise JobError("the key is encrypted, and a daemon cannot ask for its passphrase: use a key without one, mode 0600")

@@ -12,6 +12,7 @@ import os
 import select
 import socket
 import ssl
+import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,8 +23,6 @@ from paho.mqtt.enums import CallbackAPIVersion, MQTTErrorCode, MQTTProtocolVersi
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
-
-from fedquilt.transport.mqtt import packets
 
 if TYPE_CHECKING:
     from fedquilt.transport.mqtt.broker import Broker
@@ -41,10 +40,7 @@ UNREAD: Final = (
 
 
 def payload_limit(level: int, announced: int | None) -> int:
-    """Return the largest payload in bytes. `level` is 5, or 4 for MQTT 3.1.1.
-
-    `announced` is the packet limit in CONNACK.
-    """
+    """Return the largest payload in bytes, from MQTT's level (5, or 4 for 3.1.1) and CONNACK's packet limit."""
     if level < 5:
         return UNANNOUNCED_311
     return UNANNOUNCED_5 if announced is None else max(announced - HEADER, 0)
@@ -58,16 +54,7 @@ def describe_reason(code: int) -> str:
 
 
 class MqttClient(paho.Client):
-    """MQTT client on an open socket, so that connecting never blocks.
-
-    Args:
-        sock: The socket to the broker.
-        level: The version of MQTT: 5, or 4 for 3.1.1.
-        client_id: The name of this client at the broker.
-        heard: A function that is called with each message.
-        settled: A function that is called with the id of each message that is acknowledged (QoS 1) or written (QoS 0),
-            and a reason code.
-    """
+    """MQTT client on an open socket. `settled` gets the id of each acknowledged (QoS 1) or written message."""
 
     def __init__(
         self,
@@ -95,12 +82,9 @@ class MqttClient(paho.Client):
     def _create_socket(self) -> socket.socket:
         return self._given
 
-    # -- packets --
-
     def queue_message(self, topic: str, payload: bytes, qos: int, retain: bool) -> int:
-        """Append a PUBLISH packet to the output, and return its packet id."""
         mid = self._mid_generate()
-        self._append_output(packets.publish_packet(self._level, mid, topic, payload, qos, retain))
+        self._append_output(publish_packet(self._level, mid, topic, payload, qos, retain))
         if not qos:
             self._unreliable.append((self._queued, mid))
         return mid
@@ -109,11 +93,7 @@ class MqttClient(paho.Client):
         return bool(self._output)
 
     def loop_read(self, max_packets: int = 1) -> MQTTErrorCode:
-        """Read up to AT_ONCE bytes and handle all complete packets.
-
-        Raises:
-            MalformedPacketError: If the bytes are no packet, or the packet is larger than allowed.
-        """
+        """Read up to AT_ONCE bytes and handle all complete packets, or raise MalformedPacketError."""
         if self._sock is None:
             return MQTTErrorCode.MQTT_ERR_NO_CONN
         try:
@@ -129,9 +109,7 @@ class MqttClient(paho.Client):
         self._input += came
         taken = 0
         try:
-            while (
-                self._sock is not None and (found := packets.find_packet(self._input, taken, PACKET_MOST)) is not None
-            ):
+            while self._sock is not None and (found := find_packet(self._input, taken, PACKET_MOST)) is not None:
                 head, begin, taken = found
                 self._handle_broker_packet(head, self._input[begin:taken])
         finally:
@@ -139,11 +117,7 @@ class MqttClient(paho.Client):
         return MQTTErrorCode.MQTT_ERR_SUCCESS
 
     def loop_write(self) -> MQTTErrorCode:
-        """Write as much as the network accepts.
-
-        A connection that accepts nothing for UNREAD times the keep-alive is ended, since paho's keep-alive does not
-        detect a broker that sends and no longer reads.
-        """
+        """Write what the network accepts. Paho's keep-alive does not detect a broker that sends and never reads."""
         while self._output and self._sock is not None:
             try:
                 size = self._sock.send(self._output[:AT_ONCE])
@@ -167,14 +141,14 @@ class MqttClient(paho.Client):
 
     def _handle_broker_packet(self, head: int, body: bytearray) -> None:
         kind = head & 0xF0
-        if kind == packets.PUBLISH and head & 0x06 != 0x04:  # QoS 2 was not subscribed to
-            topic, payload, mid = packets.parse_publish(self._level, head, body)
+        if kind == PUBLISH and head & 0x06 != 0x04:  # QoS 2 was not subscribed to
+            topic, payload, mid = parse_publish(self._level, head, body)
             if topic is not None:
                 self._heard(topic, payload, bool(head & 1))
             if mid is not None:
-                self._append_output(packets.puback_packet(mid))
-        elif kind == packets.PUBACK:
-            self._settled(*packets.parse_puback(body))
+                self._append_output(puback_packet(mid))
+        elif kind == PUBACK:
+            self._settled(*parse_puback(body))
         else:
             self._in_packet |= {"command": head, "packet": body, "remaining_length": len(body), "pos": 0}
             if failed := self._packet_handle():
@@ -187,8 +161,6 @@ class MqttClient(paho.Client):
     def _append_output(self, packet: bytes | bytearray) -> None:
         self._output += packet
         self._queued += len(packet)
-
-    # -- what this side asks for --
 
     def send_connect(self, broker: Broker, password: str | None, will: tuple[str, bytes] | None) -> None:
         self.username_pw_set(broker.user, password)
@@ -231,3 +203,80 @@ class MqttClient(paho.Client):
                     pass
             except OSError:
                 return
+
+
+PUBLISH: Final = 0x30
+PUBACK: Final = 0x40
+LONGEST: Final = 2**28 - 1  # bytes of a packet's body, by its four bytes of length
+_SHORT: Final = struct.Struct("!H")
+
+
+class MalformedPacketError(Exception): ...
+
+
+def find_packet(data: bytearray, at: int, most: int = LONGEST) -> tuple[int, int, int] | None:
+    """Return first byte, offset of the body and offset of the end of the packet at an offset, or None if incomplete."""
+    size, begin = 0, at + 1
+    while True:
+        if begin >= len(data):
+            return None
+        byte = data[begin]
+        size |= (byte & 0x7F) << 7 * (begin - at - 1)
+        begin += 1
+        if byte < 0x80:
+            break
+        if begin > at + 4:
+            raise MalformedPacketError("the length of a packet takes more than four bytes")
+    if size > most:
+        raise MalformedPacketError(f"a packet of {size} bytes, where {most} are the most")
+    return (data[at], begin, begin + size) if begin + size <= len(data) else None
+
+
+def publish_packet(level: int, mid: int, topic: str, payload: bytes, qos: int, retain: bool) -> bytes:
+    name = topic.encode()
+    head = _SHORT.pack(len(name)) + name + (_SHORT.pack(mid) if qos else b"") + (b"\0" if level == 5 else b"")
+    return b"".join((bytes((PUBLISH | qos << 1 | retain,)), _encode_length(len(head) + len(payload)), head, payload))
+
+
+def puback_packet(mid: int) -> bytes:
+    return b"\x40\x02" + _SHORT.pack(mid)
+
+
+def parse_publish(level: int, head: int, body: bytearray) -> tuple[str | None, bytes, int | None]:
+    """Return topic (None if not UTF-8), payload and packet id (None with QoS 0) of a PUBLISH packet."""
+    mid = None
+    try:
+        at = 2 + _SHORT.unpack_from(body)[0]
+        name = body[2:at]
+        if head & 0x06:
+            (mid,) = _SHORT.unpack_from(body, at)
+            at += 2
+        if level == 5:
+            found = find_packet(body, at - 1)  # properties have a length as packets have
+            if found is None:
+                raise MalformedPacketError("the properties of a message are longer than its packet")
+            at = found[2]
+    except struct.error:
+        raise MalformedPacketError("a message is shorter than its packet says") from None
+    if at > len(body):
+        raise MalformedPacketError("a topic is longer than its packet")
+    try:
+        return name.decode(), bytes(body[at:]), mid
+    except UnicodeDecodeError:
+        return None, b"", mid
+
+
+def parse_puback(body: bytearray) -> tuple[int, int]:
+    """Return the id and the reason code of a PUBACK packet. Codes from 128 on are failures."""
+    if len(body) < 2:
+        raise MalformedPacketError("an acknowledgement without an id")
+    return _SHORT.unpack_from(body)[0], body[2] if len(body) > 2 else 0
+
+
+def _encode_length(size: int) -> bytes:
+    found = bytearray()
+    while size > 0x7F:
+        found.append(size & 0x7F | 0x80)
+        size >>= 7
+    found.append(size)
+    return bytes(found)

@@ -1,7 +1,4 @@
-"""Non-blocking connections to a broker, and delays between attempts.
-
-`dial` connects by TCP and TLS as a generator that yields whenever it would have to wait.
-"""
+"""Non-blocking connections to a broker, delays between attempts, and errors, each a sentence with a fix."""
 
 from __future__ import annotations
 
@@ -13,9 +10,8 @@ import ssl
 from collections.abc import Callable, Generator
 from typing import Final, NamedTuple
 
-from fedquilt.core import Retry
-from fedquilt.transport.mqtt.broker import Broker
-from fedquilt.transport.mqtt.errors import unreachable_error
+from fedquilt.core import LinkError, Retry
+from fedquilt.transport.mqtt.broker import Broker, describe_exception
 
 ANSWER_S = 5.0  # longest time for one address to answer
 # A broker that was restarted is back within a second. By a factor of 1.5, with any jitter, a device is back within the
@@ -30,14 +26,9 @@ class SocketWait(NamedTuple):
 
 
 def dial(broker: Broker) -> Generator[SocketWait, None, socket.socket]:
-    """Open a socket to the broker, trying its addresses in turn. Return after the TLS handshake.
+    """Open a socket to the broker, trying its addresses in turn, and yield whenever it would have to wait.
 
-    Only the name lookup blocks, in the system's resolver. The caller measures time: it throws `TimeoutError` into the
-    generator after ANSWER_S at one address, and the next address is tried. Closing the generator closes its socket.
-
-    Raises:
-        ConnectionFailedError: If no address answers like a broker.
-        JobError: If a certificate, key or CA file cannot be used.
+    The caller throws `TimeoutError` into the generator after ANSWER_S at one address.
     """
     context = broker.tls_context() if broker.tls else None
     try:
@@ -99,9 +90,136 @@ class RetryDelay:
         self._since_s = now_s
 
     def record_failure(self, was_connected: bool, now_s: float) -> float:
-        """Record the end of an attempt or a connection. Return the seconds until the next attempt."""
         if was_connected:
             self.short = self.short + 1 if now_s - self._since_s < STABLE_S else 0
             self.failures = max(self.short - 1, 0)
         self.failures += 1
         return RECONNECT.delay_s(self.failures - 1, self._roll())
+
+
+# reason codes of MQTT 5, to which paho translates those of 3.1.1
+UNSPECIFIED: Final = 128  # also: no reason was given
+PROTOCOL_ERROR: Final = 130
+UNSUPPORTED_VERSION: Final = 132
+KEEP_ALIVE: Final = 141
+SESSION_TAKEN_OVER: Final = 142
+TOO_LARGE: Final = 149
+NOT_AUTHORIZED: Final = 135
+_CREDENTIALS: Final = frozenset({134, NOT_AUTHORIZED})
+_TRANSIENT: Final = frozenset({136, 137, 151, 159})  # unavailable, busy, quota, rate
+OUT_OF_DATE: Final = frozenset({9, 10})  # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
+_REFUSED: Final = {
+    "certificate expired": "renew it: `fedquilt identity enrol` on a board, `fedquilt identity issue` for the "
+    "coordinator",
+    "certificate revoked": "it was revoked on purpose; if this side is to come back, remove its key and certificate, "
+    "and enrol it with a new token",
+}
+_OWN_ID: Final = "give each agent its own `device`, and each fleet one coordinator"
+_OTHER_NAME: Final = frozenset({62, 64})  # OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH
+
+
+class BrokerError(LinkError):
+    def __init__(self, sentence: str, final: bool = False) -> None:
+        super().__init__(sentence)
+        self.final = final
+
+
+def unreachable_error(broker: Broker, error: Exception) -> BrokerError:
+    if isinstance(error, (socket.gaierror, UnicodeError)):
+        final = getattr(error, "errno", None) == socket.EAI_NONAME
+        return BrokerError(f"no address is known for {broker.host!r}: check the name in {broker}, or the DNS", final)
+    if isinstance(error, ssl.SSLCertVerificationError):
+        if error.verify_code in _OTHER_NAME:
+            return BrokerError(f"the certificate of {broker} is for another name: use the name it was made for", True)
+        if error.verify_code in OUT_OF_DATE:
+            said = f"the certificate of {broker} is out of date by this machine's clock ({error.verify_message})"
+            return BrokerError(f"{said}: set the clock, or renew the broker's certificate")
+        given = f"{broker.ca} did not sign it" if broker.ca else "no authority of this system signed it"
+        reason = f"the certificate of {broker} is not to be trusted ({error.verify_message}): {given}"
+        return BrokerError(f"{reason}; give the CA file that did", True)
+    if isinstance(error, ssl.SSLError):
+        return tls_error(broker, describe_exception(error))
+    if isinstance(error, ConnectionRefusedError):
+        return BrokerError(f"nothing listens at {broker} (connection refused): start the broker or correct the URL")
+    if broker.tls and isinstance(error, (ConnectionResetError, BrokenPipeError)):
+        return BrokerError(f"{broker} hung up at the TLS handshake: use its TLS port (mostly 8883), or mqtt://")
+    if isinstance(error, TimeoutError):
+        return BrokerError(f"no answer from {broker}: check the address, the network and the firewall")
+    return BrokerError(
+        f"{broker} cannot be reached ({describe_exception(error)}): check the address, the network and the broker"
+    )
+
+
+def tls_error(broker: Broker, said: str) -> BrokerError:
+    """Return the error for a TLS failure. TLS 1.3 checks the client's certificate after the handshake, by an alert."""
+    if "wrong version number" in said or "record layer failure" in said:
+        return BrokerError(f"{broker} does not speak TLS there: use its TLS port (mostly 8883), or mqtt://", True)
+    if "alert" not in said:
+        return BrokerError(f"TLS with {broker} failed ({said}): check that it is an MQTT broker's TLS port")
+    if broker.cert is None:
+        return BrokerError(f"{broker} requires a certificate of ours ({said}): give cert and key", True)
+    mend = next((mend for word, mend in _REFUSED.items() if word in said), "have one signed by the broker's CA")
+    return BrokerError(f"{broker} refuses {broker.cert} ({said}): {mend}", True)
+
+
+def refusal_error(broker: Broker, client_id: str, code: int, reason: str) -> BrokerError:
+    if code not in _CREDENTIALS:
+        return BrokerError(f"{broker} refuses {client_id!r} ({reason}): see the broker's log", code not in _TRANSIENT)
+    if broker.user is None:
+        mend = "write mqtt[s]://USER@host and give a password file, or give a certificate it knows"
+        return BrokerError(f"{broker} refuses a client without a user ({reason}): {mend}", True)
+    mend = f"the password in {broker.password_file}" if broker.password_file else "give a password file"
+    return BrokerError(f"{broker} refuses user {broker.user!r} ({reason}): check the user and {mend}", True)
+
+
+def attempt_error(broker: Broker, client_id: str, code: int, reason: str, said: str) -> BrokerError | None:
+    """Return the error of a failed attempt, from the CONNACK code or paho's last error message, or None."""
+    if code == PROTOCOL_ERROR:
+        return not_mqtt_error(broker, reason)
+    if code > UNSPECIFIED and code != KEEP_ALIVE:
+        return refusal_error(broker, client_id, code, reason)
+    if "[SSL" in said:
+        return tls_error(broker, said.rpartition("] ")[2].partition(" (_ssl")[0])
+    return None
+
+
+def no_answer_error(broker: Broker) -> BrokerError:
+    if not broker.tls:
+        mend = "is it an MQTT port, and is mqtts:// needed?"
+    elif broker.cert is None:
+        mend = "it may want a certificate: give cert and key"
+    else:
+        mend = f"it may want another certificate than ours, if {broker.cert} has expired or was revoked"
+    return BrokerError(f"{broker} hung up without an answer: {mend}")
+
+
+def not_mqtt_error(broker: Broker, said: str) -> BrokerError:
+    return BrokerError(f"{broker} sent what is not MQTT ({said}): check that it is an MQTT broker's port")
+
+
+def connection_lost_error(broker: Broker, client_id: str, code: int, reason: str, again: bool) -> BrokerError:
+    """Return the error for a lost connection. With `again`, earlier ones were lost soon after their start too."""
+    if code == KEEP_ALIVE:
+        return BrokerError(f"no sign of life from {broker}: check the network")
+    if code == SESSION_TAKEN_OVER:
+        return BrokerError(f"another client uses the id {client_id!r} at {broker}: {_OWN_ID}")
+    said = f" ({reason})" if code > UNSPECIFIED else ""
+    if again:  # Mosquitto 2.0 and MQTT 3.1.1 state no reason
+        does = f"soon closes each connection{said}, as if another client used the id {client_id!r}"
+        return BrokerError(f"{broker} {does}: {_OWN_ID}, or see the broker's log")
+    mend = f"check that it still runs, and that no other client uses the id {client_id!r}"
+    return BrokerError(f"{broker} closed the connection{said}: {mend}")
+
+
+def unread_error(broker: Broker) -> BrokerError:
+    return BrokerError(f"{broker} reads nothing any more: check the network, and the broker's load")
+
+
+def describe_refused_message(broker: Broker, topic: str, code: int, reason: str) -> str:
+    mine = "its certificate or user may have no right there: see the broker's ACL"
+    mend = mine if code == NOT_AUTHORIZED else "see the broker's log"
+    return f"{broker} refuses messages to {topic} ({reason}): {mend}"
+
+
+def describe_oversized_message(broker: Broker, topic: str, size: int) -> str:
+    return f"{broker} takes no message of {size} bytes to {topic}: it was dropped; raise the broker's packet limit"

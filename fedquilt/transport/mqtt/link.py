@@ -6,7 +6,7 @@ is tried first, and 3.1.1 if a broker refuses MQTT 5. Only the packet limit depe
 
 Messages wait in our queue, not in paho's: paho 2.2 obeys neither the broker's packet limit nor its
 ReceiveMaximum, keeps an unbounded queue, and repeats for ever a message at which a broker closes the connection. So
-paho gets a few messages at a time, and each connection has a new client. `fedquilt.transport.mqtt.send_queue` decides.
+paho gets a few messages at a time, and each connection has a new client. `SendQueue` decides.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ import random
 import select
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Final
 
 import paho.mqtt.client as paho
 from paho.mqtt.reasoncodes import ReasonCode
 
 from fedquilt.core import FedquiltError, LinkError
-from fedquilt.host import threads
+from fedquilt.host.process_resources import call_in_background
 from fedquilt.transport.link import Message
-from fedquilt.transport.mqtt import errors
+from fedquilt.transport.mqtt import connection
 from fedquilt.transport.mqtt.broker import Broker
 from fedquilt.transport.mqtt.client import KIB, MqttClient, describe_reason, payload_limit
 from fedquilt.transport.mqtt.connection import ANSWER_S, RetryDelay, SocketWait, dial, has_buffered_input
-from fedquilt.transport.mqtt.send_queue import BREAKS, QueuedMessage, SendQueue
-from fedquilt.transport.subscriptions import Subscriptions
+from fedquilt.transport.topic_tree import Subscriptions
 
 log = logging.getLogger(__name__)
 
@@ -95,11 +96,7 @@ class MqttLink:
         return self._trouble or self._refused
 
     def wait_until_connected(self, timeout_s: float) -> None:
-        """Wait for the first connection, for commands that require a connection.
-
-        Raises:
-            LinkError: If there is no connection within `timeout_s`, or the broker refuses permanently.
-        """
+        """Wait for the first connection, or raise LinkError."""
         until = time.monotonic() + timeout_s
         self._final, self._asked = False, True
         try:
@@ -123,11 +120,7 @@ class MqttLink:
             self._client.unsubscribe_filters(filters)
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
-        """Queue one message. Without a connection, only reliable messages are queued, within limits.
-
-        Raises:
-            LinkError: If the payload is larger than the broker accepts.
-        """
+        """Queue one message. Without a connection, only reliable messages are queued, within limits."""
         if len(payload) > self.max_payload:
             raise LinkError(
                 f"a message of {len(payload)} bytes to {topic} exceeds the {self.max_payload} of {self.broker}: "
@@ -161,7 +154,7 @@ class MqttLink:
                 return
 
     def keep_alive(self) -> AbstractContextManager[None]:
-        return threads.call_in_background(self._poll_if_connected, self.broker.keepalive_s / TENDED, "keep-alive")
+        return call_in_background(self._poll_if_connected, self.broker.keepalive_s / TENDED, "keep-alive")
 
     def _poll_if_connected(self) -> bool:
         if self.connected:
@@ -169,7 +162,6 @@ class MqttLink:
         return self.connected
 
     def close(self) -> None:
-        """Send the backlog for at most LINGER_S, then disconnect for good."""
         until = time.monotonic() + LINGER_S
         while self.connected and self.backlog and (left := until - time.monotonic()) > 0:
             self._poll_once(left, ())
@@ -182,8 +174,10 @@ class MqttLink:
 
     def _poll_once(self, timeout_s: float, fds: Sequence[int]) -> bool:
         """Do the work that is due, waiting for at most the timeout. Return whether one of `fds` is readable."""
-        if not self._closed:
-            self._start_attempt_if_due()
+        idle = self._client is None and self._dial is None and not self._closed
+        if idle and time.monotonic() >= self._due_s:
+            self._dial = dial(self.broker)
+            self._step_dial(late=False)
         self._send_queued()
         poller = select.poll()
         for fd in fds:
@@ -193,7 +187,8 @@ class MqttLink:
             poller.register(*waiting)
             if waiting.events & select.POLLIN and has_buffered_input(waiting.socket):
                 timeout_s = 0.0
-        ready = dict(poller.poll(min(timeout_s, self._poll_timeout_s()) * 1000))
+        due_s = 1.0 if self.connected or self._closed else max(self._due_s - time.monotonic(), 0.0)
+        ready = dict(poller.poll(min(timeout_s, due_s, 1.0) * 1000))
         if waiting is not None:
             self._advance_connection(bool(ready.pop(waiting.socket.fileno(), 0)))
         return bool(ready)
@@ -204,9 +199,6 @@ class MqttLink:
         reading = select.POLLIN if self._inbox_bytes < INBOX_BYTES else 0
         return SocketWait(self._socket, reading | (select.POLLOUT if self._client.want_write() else 0))
 
-    def _poll_timeout_s(self) -> float:
-        return 1.0 if self.connected or self._closed else min(max(self._due_s - time.monotonic(), 0.0), 1.0)
-
     def _advance_connection(self, ready: bool) -> None:
         late = not self.connected and time.monotonic() >= self._due_s
         if self._client is None:
@@ -214,14 +206,9 @@ class MqttLink:
                 self._step_dial(late)
         elif late:
             self._switch_protocol_version()
-            self._end_connection(errors.unreachable_error(self.broker, TimeoutError()))
+            self._end_connection(connection.unreachable_error(self.broker, TimeoutError()))
         else:
             self._exchange_packets()
-
-    def _start_attempt_if_due(self) -> None:
-        if self._client is None and self._dial is None and time.monotonic() >= self._due_s:
-            self._dial = dial(self.broker)
-            self._step_dial(late=False)
 
     def _step_dial(self, late: bool) -> None:
         assert self._dial is not None
@@ -261,7 +248,7 @@ class MqttLink:
         self._window = min(RELIABLE_WINDOW, getattr(properties, "ReceiveMaximum", RELIABLE_WINDOW))
         self._retry.record_connection(time.monotonic())
         self._trouble, self._final = None, False
-        client.subscribe_filters(self._subscribed.filters)
+        client.subscribe_filters(list(self._subscribed.filters))
         level = "5" if self.level == 5 else "3.1.1"
         log.info("connected to %s by MQTT %s, payloads up to %d bytes", self.broker, level, self.max_payload)
 
@@ -276,7 +263,7 @@ class MqttLink:
             try:
                 client.loop_read()
             except Exception as error:  # bytes that are not MQTT may raise anything in paho's decoder
-                return self._end_connection(errors.not_mqtt_error(self.broker, str(error)))
+                return self._end_connection(connection.not_mqtt_error(self.broker, str(error)))
         if client.socket() is not None:
             client.loop_misc()
         self._send_queued()
@@ -303,11 +290,11 @@ class MqttLink:
 
     def _on_publish(self, mid: int, code: int) -> None:
         message = self._queue.remove_sent(mid)
-        if message is not None and code == errors.TOO_LARGE:
+        if message is not None and code == connection.TOO_LARGE:
             self._drop_oversized_and_lower_limit(message)
-        elif message is not None and code >= errors.UNSPECIFIED:
+        elif message is not None and code >= connection.UNSPECIFIED:
             self._count_dropped(
-                1, errors.describe_refused_message(self.broker, message.topic, code, describe_reason(code))
+                1, connection.describe_refused_message(self.broker, message.topic, code, describe_reason(code))
             )
 
     def _on_message(self, topic: str, payload: bytes, retained: bool) -> None:
@@ -329,44 +316,42 @@ class MqttLink:
             self._said = text
 
     def _handle_closed_socket(self) -> None:
-        """Retry with MQTT 3.1.1 if the broker refuses MQTT 5, else end the connection with the cause."""
-        code = self._farewell.value if self._farewell is not None else errors.UNSPECIFIED
+        code = self._farewell.value if self._farewell is not None else connection.UNSPECIFIED
         if self.connected and self._client is not None and self._client.unread:
-            return self._end_connection(errors.unread_error(self.broker))
+            return self._end_connection(connection.unread_error(self.broker))
         if self.connected:
             again = self._retry.short >= 2
             return self._end_connection(
-                errors.connection_lost_error(self.broker, self.client_id, code, str(self._farewell), again)
+                connection.connection_lost_error(self.broker, self.client_id, code, str(self._farewell), again)
             )
-        if code == errors.UNSUPPORTED_VERSION and self.level == 5:
+        if code == connection.UNSUPPORTED_VERSION and self.level == 5:
             log.info("%s refuses MQTT 5: using 3.1.1", self.broker)
             self.level = 4
             self._due_s = 0.0
             return self._close_socket()
-        if error := errors.attempt_error(self.broker, self.client_id, code, str(self._farewell), self._said):
+        if error := connection.attempt_error(self.broker, self.client_id, code, str(self._farewell), self._said):
             return self._end_connection(error)
         self._switch_protocol_version()
-        self._end_connection(errors.no_answer_error(self.broker))
+        self._end_connection(connection.no_answer_error(self.broker))
 
     def _switch_protocol_version(self) -> None:
         # without any CONNACK so far: some brokers of 3.1.1 (amqtt) drop MQTT 5 without an answer
         self.level = self.level if self.session else 9 - self.level
 
     def _end_connection(self, error: FedquiltError) -> None:
-        """Close the socket, requeue messages in flight, log a new error and set the time of the next attempt."""
         self._close_socket()
         delay_s = self._retry.record_failure(self.connected, time.monotonic())
         self._due_s = time.monotonic() + delay_s
         if self.connected:
-            self._requeue_in_flight(self._farewell.value if self._farewell is not None else errors.UNSPECIFIED)
+            self._requeue_in_flight(self._farewell.value if self._farewell is not None else connection.UNSPECIFIED)
         self.connected = False
         if self._trouble != str(error):
             log.log(logging.INFO if self._asked else logging.WARNING, "%s; trying again in %.1f s", error, delay_s)
         self._trouble, self._final = str(error), getattr(error, "final", True)
 
     def _requeue_in_flight(self, code: int) -> None:
-        times = 1 if code == errors.TOO_LARGE else BREAKS
-        culprit = self._queue.handle_disconnect(times, innocent=code == errors.KEEP_ALIVE)
+        times = 1 if code == connection.TOO_LARGE else BREAKS
+        culprit = self._queue.handle_disconnect(times, innocent=code == connection.KEEP_ALIVE)
         if culprit is None:
             return
         if culprit.size > SMALLEST_CEILING:  # the next attempt need not wait
@@ -377,7 +362,7 @@ class MqttLink:
         if refused.size > SMALLEST_CEILING:
             self._ceiling = max(refused.size // 2, SMALLEST_CEILING)
             self.max_payload = min(self.max_payload, self._ceiling)
-        self._count_dropped(1, errors.describe_oversized_message(self.broker, refused.topic, refused.size))
+        self._count_dropped(1, connection.describe_oversized_message(self.broker, refused.topic, refused.size))
 
     def _count_dropped(self, count: int, sentence: str) -> None:
         self.dropped += count
@@ -394,3 +379,91 @@ class MqttLink:
         if self._socket is not None:
             self._socket.close()
         self._dial = self._waiting = self._client = self._socket = None
+
+
+UNDER_WAY_BYTES: Final = 1 << 20  # paho copies each message
+UNDER_WAY_MESSAGES: Final = 100
+OFFLINE_BYTES: Final = 16 << 20
+OFFLINE_MESSAGES: Final = 10_000
+BREAKS: Final = 3
+
+
+@dataclass(eq=False)
+class QueuedMessage:
+    topic: str
+    payload: bytes
+    retain: bool
+    reliable: bool
+    breaks: int = 0  # connections that broke while it was in flight
+
+    @property
+    def size(self) -> int:
+        return len(self.payload)
+
+
+class SendQueue:
+    """Outgoing messages. Those in flight when a connection breaks are sent again, then one at a time."""
+
+    def __init__(self) -> None:
+        self.backlog = 0  # payload bytes that are neither written (QoS 0) nor acknowledged (QoS 1)
+        self._waiting: deque[QueuedMessage] = deque()
+        self._under_way: dict[int, QueuedMessage] = {}
+        self._bytes = self._reliable = self._suspected = 0  # of those under way: size, QoS 1, had a connection break
+
+    def add(self, message: QueuedMessage) -> None:
+        self._waiting.append(message)
+        self.backlog += message.size
+
+    def drop_oldest(self) -> int:
+        """Drop the oldest messages beyond the offline limits. Return their number."""
+        given_up = 0
+        while len(self._waiting) > OFFLINE_MESSAGES or self.backlog > OFFLINE_BYTES:
+            self.discard(self._waiting.popleft())
+            given_up += 1
+        return given_up
+
+    def take_next(self, window: int) -> QueuedMessage | None:
+        """Return the next message for `record_in_flight` or `discard`, or None if too many are in flight."""
+        if not self._waiting:
+            return None
+        message = self._waiting[0]
+        if self._under_way and (
+            len(self._under_way) >= UNDER_WAY_MESSAGES
+            or message.size + self._bytes > UNDER_WAY_BYTES
+            or message.breaks
+            or self._suspected
+            or (message.reliable and self._reliable >= window)
+        ):
+            return None
+        return self._waiting.popleft()
+
+    def record_in_flight(self, packet_id: int, message: QueuedMessage) -> None:
+        self._under_way[packet_id] = message
+        self._update_totals(message, 1)
+
+    def remove_sent(self, packet_id: int) -> QueuedMessage | None:
+        message = self._under_way.pop(packet_id, None)
+        if message is not None:
+            self.backlog -= message.size
+            self._update_totals(message, -1)
+        return message
+
+    def _update_totals(self, message: QueuedMessage, by: int) -> None:
+        self._bytes += by * message.size
+        self._reliable += by * message.reliable
+        self._suspected += by * bool(message.breaks)
+
+    def discard(self, message: QueuedMessage) -> None:
+        self.backlog -= message.size
+
+    def handle_disconnect(self, breaks: int = BREAKS, *, innocent: bool = False) -> QueuedMessage | None:
+        """Requeue reliable messages. Return one that was alone in flight at `breaks` breaks, which is dropped."""
+        suspects = [message for message in self._under_way.values() if message.reliable]
+        for message in suspects:
+            message.breaks += not innocent
+        culprit = suspects.pop() if len(suspects) == 1 and suspects[0].breaks >= breaks else None
+        self._under_way.clear()
+        self._bytes = self._reliable = self._suspected = 0
+        self._waiting = deque(suspects + [message for message in self._waiting if message.reliable])
+        self.backlog = sum(message.size for message in self._waiting)
+        return culprit

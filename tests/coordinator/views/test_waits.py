@@ -12,7 +12,7 @@ from by_hand import Noted, Stage, ones
 from stored_job import JOB
 
 from fedquilt import cli, wire
-from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.store import BlobStore
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.delivery.monitoring_executor import DeviceStatusTracker, MonitoringExecutor

@@ -16,8 +16,8 @@ from one_agent import Bench, Board
 from toy_kinds import release
 
 from fedquilt import wire
-from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.blobs.transfer.transfers import Transfers
+from fedquilt.blobs.store import BlobStore
+from fedquilt.blobs.transfers import Transfers
 from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.releases.models import CURRENT, MODEL, ModelReleases
 from fedquilt.edge_agent.settings import AgentSettings

@@ -4,7 +4,7 @@ import pytest
 
 from fedquilt import blobs, wire
 from fedquilt.blobs.chunks import DamagedBlobError
-from fedquilt.blobs.transfer.upload import OutgoingChunk, OutgoingChunkQueue
+from fedquilt.blobs.upload import OutgoingChunk, OutgoingChunkQueue
 from fedquilt.core import BlobRef, LinkError
 
 KIB = 1024
@@ -23,9 +23,6 @@ def cut(payload: bytes, chunk: int) -> wire.BlobManifest:
 BLOB = b"".join(hashlib.sha256(bytes([number])).digest() * 64 for number in range(20))  # 40 KiB
 
 
-# -- cutting --
-
-
 def test_the_chunk_size_leaves_room_for_the_rest_of_a_packet():
     assert blobs.chunks.chunk_size_for(2_000_000) == 256 * KIB
     assert blobs.chunks.chunk_size_for(128 * KIB) == 127 * KIB
@@ -41,17 +38,6 @@ def test_a_blob_is_cut_into_chunks_the_last_of_them_shorter():
     assert blobs.chunks.chunk_extent(manifest, 10) == (20480, 20)
     assert manifest.digests[640:] == hashlib.sha256(bytes(20)).hexdigest()
     assert manifest.digests[:64] == hashlib.sha256(bytes(2048)).hexdigest()
-
-
-def test_cutting_reads_one_chunk_at_a_time():
-    asked = []
-
-    def read(offset, size):
-        asked.append((offset, size))
-        return BLOB[offset : offset + size]
-
-    blobs.chunks.ManifestBuilder(ref_of(BLOB), 3 * KIB, read).hash_chunks()
-    assert asked == [(3072 * number, 3072) for number in range(13)] + [(39936, 1024)]
 
 
 def test_a_blob_whose_manifest_does_not_fit_a_message_is_refused_with_the_mend():
@@ -75,9 +61,6 @@ def test_the_largest_manifest_that_is_cut_fits_one_message(chunk):
 def test_bytes_that_are_not_the_blob_any_more_are_seen_while_cutting():
     with pytest.raises(DamagedBlobError, match="damaged on disk"):
         blobs.chunks.ManifestBuilder(ref_of(BLOB), 2 * KIB, lambda offset, size: bytes(size)).hash_chunks()
-
-
-# -- serving --
 
 
 def taken(serve: OutgoingChunkQueue, backlog_bytes: int = 0) -> list[tuple[str, int]]:

@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 from waiting import until
 
-from fedquilt.blobs.storage import store
-from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs import store
+from fedquilt.blobs.store import BlobStore
 
 
 class Held:
-    """Closes of descriptors, which wait until the test lets them go on."""
-
     def __init__(self) -> None:
         self.may, self.closed = threading.Event(), list[str]()
         self.close = os.close

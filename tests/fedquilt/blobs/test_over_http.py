@@ -10,9 +10,9 @@ import pytest
 from two_sides import noise
 
 from fedquilt import wire
-from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.blobs.transfer import http_client
-from fedquilt.blobs.transfer.download import BlobLocationError, BlobWriter
+from fedquilt.blobs import http_client
+from fedquilt.blobs.download import BlobLocationError, BlobWriter
+from fedquilt.blobs.store import BlobStore
 from fedquilt.core import BlobLocation
 
 CHUNK = 64 * 1024
@@ -20,8 +20,6 @@ PAYLOAD = noise(4 * CHUNK)
 
 
 class Server:
-    """Server that answers one request with at most `most` bytes, and then listens no more."""
-
     def __init__(self) -> None:
         self.starts: list[int] = []
         self.port = 0

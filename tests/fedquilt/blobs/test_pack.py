@@ -7,9 +7,9 @@ import pytest
 
 from fedquilt.blobs import chunks
 from fedquilt.blobs.chunks import DamagedBlobError
-from fedquilt.blobs.storage.pack_file import PackFile
-from fedquilt.blobs.storage.shared_store import SharedBlobStore, SharedBlobView
-from fedquilt.blobs.storage.store import SMALL_BYTES, BlobStore
+from fedquilt.blobs.pack_file import PackFile
+from fedquilt.blobs.shared_store import SharedBlobStore, SharedBlobView
+from fedquilt.blobs.store import SMALL_BYTES, BlobStore
 from fedquilt.core import BlobRef
 from fedquilt.host.disk import REAL, Disk, OpenFile
 
@@ -72,7 +72,6 @@ def test_a_flipped_bit_in_the_head_of_a_slot_costs_this_slot_alone(tmp_path, byt
 
 
 def test_what_looks_like_a_head_in_a_blob_frees_no_place(tmp_path):
-    """Behind a damaged head slots are searched for, and a blob may hold anything."""
     filled(tmp_path / "other", b"x" * 200)
     faked = (tmp_path / "other").read_bytes()[:52]  # of a slot that would reach far into the next one
     filled(tmp_path / "pack", faked + b"1", b"the next one", b"last" * 100)
@@ -121,9 +120,6 @@ def test_blobs_of_any_size_can_be_stowed(tmp_path, size):
 def test_a_durable_depot_has_a_file_for_each(tmp_path):
     ref = BlobStore(tmp_path).store_small(b"small")
     assert [path.name for path in tmp_path.iterdir()] == [ref.sha256]
-
-
-# -- a depot that shares --------------------------------------------------------------------------
 
 
 def test_devices_of_one_process_share_their_small_blobs_and_each_has_its_own(tmp_path):

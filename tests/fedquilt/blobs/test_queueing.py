@@ -5,7 +5,7 @@ import math
 import pytest
 from two_sides import Side, noise, play, ref_of
 
-from fedquilt.blobs.transfer.upload import UploadQueue
+from fedquilt.blobs.upload import UploadQueue
 from fedquilt.transport.memory_link import MemoryBroker
 
 SIZE = 300_000
@@ -20,8 +20,6 @@ def queue(most_bytes: float = 0.0, *devices: str, size: int = 10) -> UploadQueue
 
 
 class Paced(Side):
-    """A coordinator that folds what has come at once; two devices send at a time."""
-
     def step(self, now_s: float) -> float:
         super().step(now_s)
         self.transfers.queue.set_unprocessed(0, 0, 0.0)
@@ -110,31 +108,6 @@ def test_what_has_changed_for_a_device_is_news_once():
     made.move_to_end("a", 1.0)
     made.start_turns(1.0)
     assert made.take_changes() == {"a": True, "c": False}
-
-
-def test_devices_send_in_the_order_in_which_they_came_and_no_chunk_of_another_is_asked_for(tmp_path):
-    broker, names = MemoryBroker(), "abcde"
-    coordinator = Paced(broker, tmp_path / "here")
-    sides = {name: Side(broker, tmp_path / name, name) for name in names}
-    for number, name in enumerate(names):
-        coordinator.transfers.request_blob(name, sides[name].depot.store_bytes(noise(SIZE, number)), in_turn=True)
-    small = sides["e"].depot.store_bytes(noise(100))
-    coordinator.transfers.request_blob("e", small)
-    seen = []
-
-    def over():
-        begun = {name for name in names if coordinator.transfers.traffic_bytes(name, "up") > 100}
-        if not seen or begun != seen[-1]:
-            seen.append(begun)
-        sent = {name for name, sha256 in coordinator.errors if sha256 != small.sha256}
-        assert len(begun - sent) <= 2
-        return len(coordinator.errors) == 6
-
-    play(broker, coordinator, *sides.values(), until=over)
-    assert set(coordinator.errors.values()) == {None}
-    assert next(iter(coordinator.errors)) == ("e", small.sha256)
-    assert all(begun == set(names[: len(begun)]) for begun in seen)
-    assert seen[-1] == set(names)
 
 
 def test_those_who_are_gone_do_not_keep_others_waiting_for_their_turn(tmp_path):

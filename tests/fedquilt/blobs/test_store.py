@@ -7,7 +7,7 @@ from depot_blobs import BLOB, KIB, REF, cut, names, ref_of
 from fedquilt import wire
 from fedquilt.blobs import chunks
 from fedquilt.blobs.chunks import DamagedBlobError
-from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.store import BlobStore
 from fedquilt.core import StoreError
 
 DAY_S = 24 * 3600.0
@@ -18,11 +18,7 @@ def write_chunk(depot: BlobStore, manifest: wire.BlobManifest, index: int) -> No
     depot.write_part(manifest.sha256, offset, BLOB[offset : offset + size])
 
 
-# -- whole blobs --
-
-
 def test_a_blob_is_found_by_the_sha256_of_its_bytes(tmp_path):
-    """One flat file of that name, and nothing else."""
     depot = BlobStore(tmp_path / "blobs")
     assert depot.store_bytes(BLOB) == REF
     assert depot.has_blob(REF)
@@ -81,7 +77,6 @@ def test_a_file_is_linked_where_the_file_system_can(tmp_path):
 
 
 def test_a_link_is_followed_to_its_file(tmp_path):
-    """The depot holds bytes, not a path that may go away."""
     (tmp_path / "donor").write_bytes(BLOB)
     (tmp_path / "alias").symlink_to(tmp_path / "donor")
     depot = BlobStore(tmp_path / "blobs")
@@ -146,7 +141,6 @@ def test_parts_are_kept_for_a_day_and_no_longer(tmp_path):
 
 
 def test_a_file_that_a_killed_owner_was_writing_goes_at_the_next_start_and_another_processs_stays(tmp_path):
-    """A large state that was half written would fill the disk for a day, life after life."""
     owner, other = BlobStore(tmp_path), BlobStore(tmp_path)
     owner.open_as_owner()
     for depot in (owner, other):
@@ -192,9 +186,6 @@ def test_a_part_of_what_is_here_whole_is_garbage(tmp_path):
     assert names(tmp_path) == {REF.sha256}
 
 
-# -- parts --
-
-
 def test_a_complete_part_becomes_the_blob(tmp_path):
     depot = BlobStore(tmp_path)
     manifest = cut()
@@ -204,15 +195,6 @@ def test_a_complete_part_becomes_the_blob(tmp_path):
     depot.finish_part(REF)
     assert (tmp_path / REF.sha256).read_bytes() == BLOB
     assert names(tmp_path) == {REF.sha256}
-
-
-def test_a_part_is_not_the_blob_before_it_is_finished(tmp_path):
-    depot = BlobStore(tmp_path)
-    depot.open_part(cut())
-    for index in range(5):
-        write_chunk(depot, cut(), index)
-    assert depot.blob_path(REF.sha256) is None
-    assert not depot.has_blob(REF)
 
 
 def test_a_part_goes_on_from_the_chunks_that_are_right(tmp_path):

@@ -3,18 +3,16 @@
 import errno
 import hashlib
 import os
-import resource
-import signal
 import time
 from collections.abc import Callable
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 
 import pytest
-from depot_blobs import BLOB, REF, cut, names
+from depot_blobs import names
 from forks import CONTEXT
 
-from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.store import BlobStore
 from fedquilt.core import BlobRef, StoreError
 from fedquilt.host.disk import Disk
 from tests.faults.disk import SimDisk, SimulatedFileSystem
@@ -29,30 +27,6 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path):
     (tmp_path / "gone").rmdir()
     with pytest.raises(StoreError, match=r"cannot store blob .* in .*gone"):
         depot.store_bytes(b"x")
-
-
-def _store_on_a_disk_of(limit_bytes: int, folder: Path, results: SimpleQueue[str]) -> None:
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
-    depot = BlobStore(folder)
-    for attempt in (lambda: depot.store_bytes(BLOB), lambda: depot.open_part(cut())):
-        try:
-            attempt()
-            results.put("stored")
-        except StoreError as error:
-            results.put(str(error))
-
-
-def test_a_write_that_fails_half_way_leaves_no_half_blob(tmp_path):
-    """The kernel refuses to write beyond 10,000 bytes, as a full disk would."""
-    results = CONTEXT.SimpleQueue()
-    child = CONTEXT.Process(target=_store_on_a_disk_of, args=(10_000, tmp_path, results))
-    child.start()
-    child.join()
-    assert "cannot store blob" in results.get()
-    assert "cannot receive blob" in results.get()
-    assert not BlobStore(tmp_path).has_blob(REF)
-    assert not any(name.endswith(".tmp") for name in names(tmp_path))
 
 
 def _store_for_ever(folder: Path, ready: SimpleQueue[int]) -> None:
@@ -96,14 +70,6 @@ def test_a_damaged_blob_counts_as_absent_and_can_be_stored_again(tmp_path, caplo
     assert [path.name for path in tmp_path.iterdir()] == [ref.sha256]
 
 
-def test_a_blob_is_stored_over_a_damaged_one(tmp_path):
-    payload = b"x" * 100
-    ref = BlobStore(tmp_path).store_bytes(payload)
-    (tmp_path / ref.sha256).write_bytes(b"y" * 100)
-    assert BlobStore(tmp_path).store_bytes(payload) == ref
-    assert BlobStore(tmp_path).load(ref.sha256) == payload
-
-
 def test_whether_a_blob_is_here_is_asked_without_reading_it_again(tmp_path, monkeypatch):
     hashed = []
     digest = Disk.hash_file
@@ -126,7 +92,6 @@ def test_whether_a_blob_is_here_is_asked_without_reading_it_again(tmp_path, monk
 
 @pytest.mark.parametrize("opens", [BlobStore.load, BlobStore.verified_path, BlobStore.blob_path])
 def test_a_bit_that_flips_after_a_blob_was_read_is_found_when_it_is_opened_again(tmp_path, opens):
-    """By the same process, though the file has kept its time, its size and its inode."""
     depot = BlobStore(tmp_path)
     ref = depot.store_bytes(b"x" * 100)
     assert opens(depot, ref.sha256) is not None
@@ -144,7 +109,6 @@ def test_a_bit_that_flips_after_a_blob_was_read_is_found_when_it_is_opened_again
 def test_a_blob_that_the_disk_does_not_read_is_named_and_one_that_is_gone_meanwhile_is_not_here(
     tmp_path, monkeypatch, opens
 ):
-    """The file is there when it is looked at, and cannot be read a moment later."""
     depot = BlobStore(tmp_path)
     ref = depot.store_bytes(b"x" * 100)
     with monkeypatch.context() as patch:

@@ -9,7 +9,6 @@ import pytest
 
 from fedquilt import compression
 from fedquilt.arrays import tensors
-from fedquilt.compression import lossy_codecs
 from fedquilt.core import CODECS, ClientResult, Encoding, ModelError, Tensors, UpdateError
 from fedquilt.formats.tensor_register import register_from_kinds
 
@@ -38,16 +37,12 @@ def frozen(given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def there_and_back(wire: Encoding, given: Tensors, base: Tensors, unsent: Tensors = NOTHING) -> tuple[Any, Any]:
-    """What the coordinator gets, through bytes, and what is left out."""
     sent, left = compression.encode_bundle(wire, given, base, unsent)
     return compression.decode_bundle(wire, tensors.decode_tensors(tensors.encode_tensors(sent)), base), left
 
 
 def row(*values: float) -> dict[str, np.ndarray]:
     return {"w": np.array(values, np.float32)}
-
-
-# -- identities -----------------------------------------------------------------------------------
 
 
 def test_raw_is_the_answer_itself():
@@ -103,7 +98,6 @@ def test_topk_tells_the_entries_that_moved_most_and_remembers_the_others():
 
 
 def test_of_equals_topk_takes_the_first():
-    """So that every machine takes the same ones, however its numpy sorts."""
     sent, _ = compression.encode_bundle(topk(0.5), row(1, -2, 1, 1, -1, 1), row(0, 0, 0, 0, 0, 0), {})
     assert sent["w#at"].tolist() == [0, 1, 2]
 
@@ -163,9 +157,6 @@ def test_a_model_that_has_not_moved_comes_back_in_every_bit(wire):
     assert left == {}
 
 
-# -- bytes ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("shape", [(1,), (256,), (257,), (300, 300), (65536,), (40, 41, 42)])
 def test_bytes_are_those_of_the_table(shape):
     """2 n; n + 4; k (4 + 1, 2 or 4), k the part that is kept, rounded up."""
@@ -180,9 +171,6 @@ def test_bytes_are_those_of_the_table(shape):
     assert counted(FP16) == 2 * size
     assert counted(INT8) == size + 4
     assert counted(topk(0.25)) == -(-size // 4) * (4 + place)
-
-
-# -- what is left alone ---------------------------------------------------------------------------
 
 
 @every
@@ -225,7 +213,6 @@ def test_names_do_not_decide_what_is_rounded_but_the_register_does(wire):
 
 @every
 def test_a_buffer_that_was_rounded_all_the_same_is_refused(wire):
-    """The device's claim that it may be rounded does not count."""
     base = {"v": np.zeros(4, np.float32)}
     sent, _ = compression.encode_bundle(wire, {"v": np.ones(4, np.float32)}, base, {})
     with pytest.raises(UpdateError, match=r"tensor 'v' was sent by .*, and is a buffer, which travels unchanged"):
@@ -234,7 +221,6 @@ def test_a_buffer_that_was_rounded_all_the_same_is_refused(wire):
 
 @pytest.mark.parametrize("base", [{}, row(0, 0), {"w": np.zeros(3)}, {"v": np.zeros(3, np.float32)}])
 def test_what_has_moved_from_nothing_is_rounded_by_itself_without_memory(base):
-    """No bundle, another shape, another type, another name: values; entries that differ by round may not be mixed."""
     given, unsent = row(127, 0.4, -1), row(9, 9, 9)
     decoded, left = there_and_back(INT8, given, base, unsent)
     assert decoded["w"].tolist() == [127, 0, -1]
@@ -247,14 +233,10 @@ def test_what_has_moved_from_nothing_is_rounded_by_itself_without_memory(base):
 
 @every
 def test_nothing_that_is_given_changes(wire):
-    """Arrays that cannot be written to serve: workers share them."""
     given, base = frozen(model(1)), frozen(model(0))
     _, left = there_and_back(wire, given, base)
     sent, _ = compression.encode_bundle(wire, given, base, left)
     compression.decode_bundle(wire, frozen(sent), base)
-
-
-# -- private state --------------------------------------------------------------------------------
 
 
 def test_what_is_left_out_goes_with_the_private_state_and_is_not_the_methods():
@@ -282,9 +264,6 @@ def test_what_is_left_of_another_shape_counts_for_nothing():
     assert there_and_back(topk(0.5), row(1, 0), row(0, 0), unsent)[0]["w"].tolist() == [1, 0]
 
 
-# -- what is refused ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("wire", LOSSY, ids=lambda wire: wire.codec)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_value_that_is_not_finite_is_never_encoded(wire, value):
@@ -302,7 +281,6 @@ def test_what_16_bits_cannot_hold_is_refused_with_the_mend():
 
 
 def test_a_name_that_looks_like_a_part_is_refused():
-    """The coordinator could not tell."""
     with pytest.raises(ModelError, match="'w#int8'"):
         compression.encode_bundle(INT8, {"w#int8": np.ones(2, np.float32)}, {}, {})
 
@@ -346,7 +324,7 @@ def test_bytes_that_no_codec_makes_are_refused_by_the_tensors_name(wire, change,
 
 
 def test_every_codec_that_is_named_is_there():
-    assert ("raw", *lossy_codecs.CODERS) == CODECS
+    assert ("raw", *compression.CODERS) == CODECS
 
 
 def test_a_tensor_without_a_start_is_decoded_in_the_memory_of_one():

@@ -9,7 +9,6 @@ from sealed_fleets import Fleet
 
 @pytest.fixture(params=["mosquitto", "embedded_broker"])
 def url(request: pytest.FixtureRequest) -> str:
-    """Each of the two brokers."""
     broker = request.getfixturevalue(request.param)
     return str(broker().url if request.param == "mosquitto" else broker.url)
 
@@ -21,7 +20,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Certified:
 
 @pytest.fixture
 def fleet(site: Certified, caplog: pytest.LogCaptureFixture) -> Fleet:
-    """A coordinator and two boards that have shaken hands."""
     caplog.set_level(logging.INFO, "fedquilt.sealed")
     made = Fleet(site)
     made.join("a")

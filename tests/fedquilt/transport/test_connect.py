@@ -7,8 +7,7 @@ import pytest
 
 from fedquilt.core import JobError
 from fedquilt.transport.mqtt.broker import Broker
-from fedquilt.transport.mqtt.connection import dial
-from fedquilt.transport.mqtt.errors import ConnectionFailedError
+from fedquilt.transport.mqtt.connection import BrokerError, dial
 
 
 def test_a_url_gives_host_port_user_and_encryption():
@@ -33,7 +32,6 @@ def test_a_url_gives_host_port_user_and_encryption():
     ],
 )
 def test_a_url_that_names_no_broker_is_refused_with_the_form_it_must_have(url, says):
-    """Each says what to write instead."""
     with pytest.raises(JobError, match=says) as caught:
         Broker.from_url(url)
     assert "mqtt[s]://[user@]host[:port]" in str(caught.value)
@@ -95,7 +93,7 @@ def test_a_dial_that_gets_no_answer_waits_without_blocking_and_ends_by_the_calle
         while waiting.events == select.POLLOUT:  # TCP
             waiting = next(dialling)
         assert waiting.events == select.POLLIN  # for the handshake
-        with pytest.raises(ConnectionFailedError, match=r"no answer from mqtts://127\.0\.0\.1"):
+        with pytest.raises(BrokerError, match=r"no answer from mqtts://127\.0\.0\.1"):
             dialling.throw(TimeoutError())
         assert waiting.socket.fileno() == -1, "its socket is closed"
 

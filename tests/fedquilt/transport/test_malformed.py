@@ -1,7 +1,7 @@
 """Messages that are none: told at first, then counted."""
 
 from fedquilt.core import WireError
-from fedquilt.transport.malformed_messages import EVERY_S, FIRST, MOST_BRANCHES, OTHERS, MalformedMessages
+from fedquilt.transport.link import EVERY_S, FIRST, MOST_BRANCHES, OTHERS, MalformedMessages
 
 ERROR = WireError("not a fedquilt message")
 
@@ -33,7 +33,6 @@ def test_a_branch_that_has_been_quiet_is_told_anew():
 
 
 def test_what_the_broker_keeps_is_told_with_the_command_that_clears_it():
-    """It would come back at every start."""
     said = MalformedMessages().count_message("fq/1/f/coord/state", ERROR, True, 0.0)
     assert str(said).endswith("the broker keeps it until it is cleared: mosquitto_pub -r -n -t 'fq/1/f/coord/state'")
 

@@ -9,9 +9,8 @@ import paho.mqtt
 import paho.mqtt.client as paho
 import pytest
 
-from fedquilt.transport.mqtt import client, packets
 from fedquilt.transport.mqtt.broker import Broker
-from fedquilt.transport.mqtt.client import MqttClient
+from fedquilt.transport.mqtt.client import MqttClient, publish_packet
 from fedquilt.transport.mqtt.link import MqttLink
 
 REPLACED = ("_create_socket", "_packet_queue", "loop_read", "loop_write", "want_write")
@@ -19,8 +18,7 @@ CLOCKS = {"_last_bytes_received", "_last_msg_in"}  # one of both, by version
 
 
 def private_names() -> set[str]:
-    """Names of itself that the client uses, and has from paho."""
-    tree = ast.parse(inspect.getsource(client))
+    tree = ast.parse(inspect.getsource(inspect.getmodule(MqttClient)))
     found = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "MqttClient")
     begin = next(node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
     methods = {node.name for node in found.body if isinstance(node, ast.FunctionDef)}
@@ -34,7 +32,6 @@ def private_names() -> set[str]:
 
 
 def test_what_the_client_rests_on_is_in_this_version_of_paho():
-    """The client uses private names of paho. A name that is gone fails here, not as a connection that never comes."""
     there = set(dir(paho.Client(paho.CallbackAPIVersion.VERSION2)))
     used = private_names()
     assert used >= {"_in_packet", "_packet_handle", "_sock", *CLOCKS}  # the search finds something
@@ -55,7 +52,7 @@ def test_a_busy_connection_is_alive_without_a_ping(way):
             client.loop_write()
             assert client._last_msg_out > 0
         else:
-            there.sendall(packets.publish_packet(4, 1, "t", b"payload", 0, False))
+            there.sendall(publish_packet(4, 1, "t", b"payload", 0, False))
             client.loop_read()
             assert client._last_msg_in > 0
             assert client._last_bytes_received == client._last_msg_in
@@ -103,7 +100,6 @@ def test_a_link_whose_session_is_taken_over_names_the_other_client():
 
 
 def test_a_link_to_a_broker_that_sends_and_does_not_read_is_lost_and_says_so():
-    """Messages keep coming meanwhile, so that paho's own keep-alive finds nothing."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         link = MqttLink(Broker.from_url(f"mqtt://127.0.0.1:{server.getsockname()[1]}"), "a")
         taken = []
@@ -124,7 +120,7 @@ def test_a_link_to_a_broker_that_sends_and_does_not_read_is_lost_and_says_so():
             while link._client is not None and link._client._blocked_s is None:
                 link.wait(0.1)
             assert link._client._blocked_s is not None
-            taken[0].sendall(packets.publish_packet(5, 1, "t", b"payload", 0, False))
+            taken[0].sendall(publish_packet(5, 1, "t", b"payload", 0, False))
             link.wait(60.0)
             assert [message.payload for message in link.receive()] == [b"payload"]
             assert link.connected

@@ -8,7 +8,7 @@ from sealed_fleets import CLAIM, TOPICS, Fleet, down, up
 from signed_payloads import payload_without_check
 
 from fedquilt import wire
-from fedquilt.security import authenticated_link, message_signature
+from fedquilt.security import authenticated_link
 from fedquilt.transport.link import Message
 
 
@@ -22,7 +22,7 @@ def test_what_is_said_arrives_as_it_was_said(fleet):
     assert fleet.payloads("a") == [CLAIM, b""]
     assert fleet.heard["b"] == []
     assert [payload_without_check(payload) for payload in fleet.broker.of(up("a"))] == [CLAIM]
-    assert len(fleet.broker.of(up("a"))[0]) <= len(CLAIM) + message_signature.ENVELOPE_BYTES
+    assert len(fleet.broker.of(up("a"))[0]) <= len(CLAIM) + authenticated_link.ENVELOPE_BYTES
 
 
 def test_chunks_and_what_is_for_everybody_are_in_no_envelope(fleet):
@@ -41,52 +41,44 @@ Attack = Callable[[Fleet], None]
 
 
 def forged(fleet: Fleet) -> None:
-    """Somebody without the key."""
     fleet.mallory.publish(up("a"), CLAIM)
     fleet.mallory.publish(down("a"), CLAIM)
 
 
 def altered(fleet: Fleet) -> None:
-    """One byte of what is under way."""
     fleet.broker.change = lambda topic, payload: payload.replace(b'"round":1', b'"round":2')
     fleet.boards["a"].publish(up("a"), CLAIM)
     fleet.link.publish(down("a"), CLAIM)
 
 
 def renumbered(fleet: Fleet) -> None:
-    """The number alone, so that an old one is new."""
     fleet.broker.change = lambda topic, payload: payload.replace(b'"no":1,', b'"no":9,')
     fleet.boards["a"].publish(up("a"), CLAIM)
     fleet.link.publish(down("a"), CLAIM)
 
 
-def to_another(fleet: Fleet) -> None:
-    """What a said as b's, and what the coordinator said to a, to b."""
+def withheld(fleet: Fleet) -> tuple[bytes, bytes]:
     fleet.broker.change = lambda topic, payload: None if "hello" not in topic else payload
     fleet.boards["a"].publish(up("a"), CLAIM)
     fleet.link.publish(down("a"), CLAIM)
     fleet.broker.change = lambda topic, payload: payload
-    fleet.mallory.publish(up("b"), fleet.broker.of(up("a"))[-1])
-    fleet.mallory.publish(down("b"), fleet.broker.of(down("a"))[-1])
+    return fleet.broker.of(up("a"))[-1], fleet.broker.of(down("a"))[-1]
+
+
+def to_another(fleet: Fleet) -> None:
+    said, answered = withheld(fleet)
+    fleet.mallory.publish(up("b"), said)
+    fleet.mallory.publish(down("b"), answered)
 
 
 def as_another_kind(fleet: Fleet) -> None:
-    """A claim as an update, a task as an answer."""
-    fleet.broker.change = lambda topic, payload: None if "hello" not in topic else payload
-    fleet.boards["a"].publish(up("a"), CLAIM)
-    fleet.link.publish(down("a"), CLAIM)
-    fleet.broker.change = lambda topic, payload: payload
-    fleet.mallory.publish(up("a", "update"), fleet.broker.of(up("a"))[-1])
-    fleet.mallory.publish(down("a", "ack"), fleet.broker.of(down("a"))[-1])
+    said, answered = withheld(fleet)
+    fleet.mallory.publish(up("a", "update"), said)
+    fleet.mallory.publish(down("a", "ack"), answered)
 
 
 def sent_back(fleet: Fleet) -> None:
-    """To who said it."""
-    fleet.broker.change = lambda topic, payload: None if "hello" not in topic else payload
-    fleet.boards["a"].publish(up("a"), CLAIM)
-    fleet.link.publish(down("a"), CLAIM)
-    fleet.broker.change = lambda topic, payload: payload
-    said, answered = fleet.broker.of(up("a"))[-1], fleet.broker.of(down("a"))[-1]
+    said, answered = withheld(fleet)
     fleet.mallory.publish(down("a"), said)
     fleet.mallory.publish(up("a"), answered)
 
@@ -234,7 +226,6 @@ def test_a_forged_announcement_that_the_broker_keeps_costs_one_handshake(fleet):
 
 
 def test_what_comes_late_from_the_session_before_begins_no_other_one(fleet):
-    """On a slow network there is always something on its way; each new session would make more of it late."""
     board = fleet.boards["a"]
     fleet.run(6.0)
     board.publish(up("a", "progress"), CLAIM)

@@ -3,7 +3,7 @@
 from sealed_fleets import CLAIM, down, up
 
 from fedquilt import wire
-from fedquilt.security import authenticated_link, message_signature
+from fedquilt.security import authenticated_link
 from fedquilt.security.authenticated_link import BURST
 from fedquilt.security.handshake import Session
 
@@ -41,7 +41,6 @@ def test_what_comes_late_after_a_change_is_no_warning_and_later_it_is_one(fleet,
 
 
 def test_what_is_larger_than_any_message_is_not_even_hashed(fleet, monkeypatch, caplog):
-    """A broker may carry a megabyte; a manifest has a quarter of one at most."""
     fleet.boards["a"].publish(up("a"), CLAIM)
     fleet.run()
     monkeypatch.setattr(Session, "verify", None)
@@ -96,7 +95,6 @@ def test_a_last_will_counts_for_the_start_that_it_names(fleet):
 
 
 def test_nobody_says_in_no_envelope_that_a_board_is_there(fleet):
-    """Only that a known start has ended: of that very start the broker could say the opposite."""
     online = wire.encode(wire.Presence(online=True, boot="1"))
     fleet.boards["a"].publish(up("a", "presence"), online)
     fleet.run()
@@ -107,7 +105,7 @@ def test_nobody_says_in_no_envelope_that_a_board_is_there(fleet):
 
 
 def test_the_envelope_takes_its_part_of_the_largest_payload(fleet):
-    assert fleet.link.max_payload == fleet.raw.max_payload - message_signature.ENVELOPE_BYTES
+    assert fleet.link.max_payload == fleet.raw.max_payload - authenticated_link.ENVELOPE_BYTES
 
 
 def test_a_board_that_nobody_answers_asks_ever_more_rarely(fleet):
@@ -118,7 +116,6 @@ def test_a_board_that_nobody_answers_asks_ever_more_rarely(fleet):
 
 
 def test_what_the_broker_keeps_of_an_earlier_session_makes_nobody_begin_another(fleet):
-    """The board that sent it may be gone, and one that is there hears of the new coordinator anyhow."""
     fleet.boards["a"].publish(up("a", "profile"), CLAIM, retain=True)
     fleet.run()
     del fleet.boards["a"]

@@ -59,7 +59,6 @@ def test_a_certificate_that_no_board_takes_for_the_coordinators_is_refused_with_
 
 
 def test_without_an_authority_there_is_no_signing_and_no_silence(site):
-    """A certificate without ca could prove who we are, but not check who others are."""
     files = site.files("d")
     with pytest.raises(JobError, match="give the certificate of the fleet's authority as ca"):
         authenticated_link.load_identity(

@@ -1,6 +1,6 @@
 """What goes out when, and who is blamed when the broker hangs up."""
 
-from fedquilt.transport.mqtt.send_queue import (
+from fedquilt.transport.mqtt.link import (
     OFFLINE_BYTES,
     OFFLINE_MESSAGES,
     UNDER_WAY_BYTES,
@@ -16,7 +16,6 @@ def reliable(name: str, size: int = 10) -> QueuedMessage:
 
 
 def queue(*messages: QueuedMessage) -> SendQueue:
-    """A queue of these."""
     made = SendQueue()
     for message in messages:
         made.add(message)
@@ -24,7 +23,6 @@ def queue(*messages: QueuedMessage) -> SendQueue:
 
 
 def take_all(made: SendQueue, window: int = 20) -> list[str]:
-    """Put everything under way that may be; packet ids are its topics' hashes."""
     topics = []
     while (message := made.take_next(window)) is not None:
         made.record_in_flight(hash(message.topic), message)
@@ -42,7 +40,6 @@ def test_backlog_falls_when_a_message_is_done_not_when_it_is_taken():
 
 
 def test_a_window_of_reliable_messages_and_a_mebibyte_are_under_way_at_once():
-    """The next goes when one is done; a single message may be larger than all bounds."""
     made = queue(*map(reliable, "abc"))
     assert take_all(made, window=2) == ["a", "b"]
     made.remove_sent(hash("a"))

@@ -1,11 +1,12 @@
 """The index says what `fedquilt.transport.link.filter_matches` says, whatever is held."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedquilt.transport.link import filter_matches
 from fedquilt.transport.topic_tree import TopicTree
 
+FEW = settings(max_examples=50, deadline=None)
 LEVEL = st.sampled_from(["a", "b", ""])
 TOPIC = st.lists(LEVEL, min_size=1, max_size=4).map("/".join)
 PATTERN = st.tuples(st.lists(LEVEL | st.just("+"), min_size=1, max_size=4), st.booleans()).map(
@@ -13,6 +14,7 @@ PATTERN = st.tuples(st.lists(LEVEL | st.just("+"), min_size=1, max_size=4), st.b
 )
 
 
+@FEW
 @given(st.lists(PATTERN | st.just("#"), unique=True), TOPIC)
 def test_filters_that_take_a_topic_are_found(patterns, topic):
     tree = TopicTree()
@@ -23,6 +25,7 @@ def test_filters_that_take_a_topic_are_found(patterns, topic):
     )
 
 
+@FEW
 @given(st.lists(TOPIC, unique=True), PATTERN | st.just("#"))
 def test_topics_that_a_filter_takes_are_found(topics, pattern):
     tree = TopicTree()
@@ -33,6 +36,7 @@ def test_topics_that_a_filter_takes_are_found(topics, pattern):
     )
 
 
+@FEW
 @given(st.lists(PATTERN, unique=True, min_size=1), st.data())
 def test_what_is_removed_is_found_no_more_and_the_rest_still_is(patterns, data):
     tree = TopicTree()

@@ -28,7 +28,18 @@ OwnWheel: TypeAlias = Literal["fedquilt", "fedquilt-board"]
 # folders and files of the package on boards; `fedquilt --help` lists the verbs that are there
 BOARD_FILES: Final = (
     *("__init__.py", "py.typed", "extras.py", "metrics.py", "open_metrics.py", "plugins.py", "systemd.py", "wire.py"),
-    *("arrays/", "blobs/", "compression/", "console/", "core/", "costs/", "data/", "edge_agent/", "formats/", "host/"),
+    *(
+        "arrays/",
+        "blobs/",
+        "compression.py",
+        "console/",
+        "core/",
+        "costs/",
+        "data/",
+        "edge_agent/",
+        "formats/",
+        "host/",
+    ),
     *("methods/", "models/", "onnx/", "profiles/", "security/", "transport/"),
     *("cli/__init__.py", "cli/__main__.py", "cli/commands.py", "cli/entry.py", "cli/home_access.py"),
     *("cli/options.py", "cli/agent.py", "cli/agent_process.py", "cli/board.py", "cli/clocks.py", "cli/record.py"),
@@ -52,7 +63,7 @@ NOT_ON_BOARDS: Final = (
     *("edge_agent/engines/torch/batch_engine.py", "models/networks/onnx_file.py"),
     "models/partial/dependency_trace.py",
     *("models/stitching/onnx/", "profiles/board_layouts.py", "profiles/fake_trees.py"),
-    *("tools/boards/doctor/checks/coordinator.py", "transport/memory_link.py", "transport/scheduler.py"),
+    *("tools/boards/doctor/checks/coordinator.py", "transport/memory_link.py"),
 )
 SOURCE_TEXT: Final = 'text = "see package fedquilt"'  # of a number of a profile on boards
 _SOURCE_TEXT: Final = re.compile(rb'^text = ".*"$', re.MULTILINE)

@@ -26,7 +26,7 @@ from fedquilt.edge_agent import devices, engines
 from fedquilt.edge_agent.power.energy import SAMPLE_S, EnergyAccount
 from fedquilt.edge_agent.task import failures, memory_budget
 from fedquilt.edge_agent.task.protocol import WorkResult
-from fedquilt.host import threads
+from fedquilt.host import process_resources
 from fedquilt.tools.boards import clocks
 from fedquilt.tools.boards.gpu_check import rates, tasks
 from fedquilt.tools.boards.gpu_check.report import GpuReport, PartResult, Row, Verdict
@@ -371,7 +371,7 @@ def measure_energy(meters: dict[str, Callable[[float], Reading]], load: Callable
             reading = read(time.monotonic())
             accounts[name] = accounts[name].with_reading(time.monotonic(), reading)
 
-    with threads.call_in_background(read_meters, SAMPLE_S, "meters"):
+    with process_resources.call_in_background(read_meters, SAMPLE_S, "meters"):
         load()
     read_meters()
     costs = {name: one.cost_until(one.at_s or time.monotonic(), None) for name, one in accounts.items()}

@@ -18,7 +18,7 @@ import numpy as np
 
 from fedquilt.arrays import tensors
 from fedquilt.core import Examples, Fit, Rates, WorkEstimate
-from fedquilt.costs import layer_costs
+from fedquilt.costs import cost_model
 from fedquilt.models.networks import numpy_init, registry
 from fedquilt.profiles import fit
 
@@ -112,14 +112,14 @@ def build_training_probe(
     engine: Any,
     network: Mapping[str, Any],
     start: Mapping[str, np.ndarray],
-    layers: Sequence[layer_costs.Layer],
+    layers: Sequence[cost_model.Layer],
     x: np.ndarray,
     batch: int,
 ) -> TaskProbe:
     own = Examples(x, np.random.default_rng(SEED).integers(0, CLASSES, len(x)))
-    each = layer_costs.training_cost(layers, start)
-    moved = layer_costs.trained_tensor_bytes(start, start.keys())
-    work = layer_costs.training_work(each, {"batch": batch}, moved, tensors.total_bytes([start])).total_for_examples(
+    each = cost_model.training_cost(layers, start)
+    moved = cost_model.trained_tensor_bytes(start, start.keys())
+    work = cost_model.training_work(each, {"batch": batch}, moved, tensors.total_bytes([start])).total_for_examples(
         len(x)
     )
     settings = Fit(batch=batch, lr=1e-3)

@@ -26,7 +26,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import psutil
 
-from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.store import BlobStore
 from fedquilt.edge_agent.task import memory_budget
 from fedquilt.tools.lab.bench.mosquitto import find_free_port, start_mosquitto
 from fedquilt.tools.lab.bench.transfer_nodes import AGENTS, DOWN_S, SIZE

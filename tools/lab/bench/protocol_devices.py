@@ -17,7 +17,7 @@ from typing import Any, Final
 from fedquilt import wire
 from fedquilt.arrays import tensors
 from fedquilt.blobs import chunks
-from fedquilt.blobs.transfer.download import Download
+from fedquilt.blobs.download import Download
 from fedquilt.core import BlobRef, FedquiltError, Profile, Task, Update, Usage, WireMessage
 from fedquilt.edge_agent.agent import REPUBLISH
 from fedquilt.profiles import load_board_profile

@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from fedquilt import wire
-from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.blobs.transfer import http_client
-from fedquilt.blobs.transfer.backend import TransferBackend
-from fedquilt.blobs.transfer.transfers import Transfers
+from fedquilt.blobs import http_client
+from fedquilt.blobs.direct_transfers import TransferBackend
+from fedquilt.blobs.store import BlobStore
+from fedquilt.blobs.transfers import Transfers
 from fedquilt.core import BlobRef
 from fedquilt.edge_agent.task import memory_budget
-from fedquilt.host import process_memory
+from fedquilt.host import process_resources
 from fedquilt.transport.link import Message
 from fedquilt.transport.mqtt.broker import Broker
 from fedquilt.transport.mqtt.link import MqttLink
@@ -219,7 +219,7 @@ def _wait_for_start() -> float:
 
 
 def _connect_and_measure_base(link: MqttLink, filters: Sequence[str]) -> int:
-    process_memory.keep_freed_memory()  # as the agent and the coordinator do
+    process_resources.keep_freed_memory()  # as the agent and the coordinator do
     link.wait_until_connected(timeout_s=10.0)
     link.subscribe(filters)
     link.wait(0.2)

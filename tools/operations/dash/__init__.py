@@ -17,7 +17,7 @@ from fedquilt import extras, open_metrics, systemd
 from fedquilt.coordinator import settings
 from fedquilt.core import JobError
 from fedquilt.host import disk
-from fedquilt.host.connection_limits import ConnectionLimiter, raise_descriptor_limit
+from fedquilt.host.http_server import ConnectionLimiter, raise_descriptor_limit
 
 TOKEN: Final = "dash.token"  # noqa: S105  # a file's name
 BACKLOG: Final = 128

@@ -11,7 +11,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from fedquilt.host.connection_limits import Connection, ConnectionLimiter
+from fedquilt.host.http_server import Connection, ConnectionLimiter
 
 CHECK_S = 0.5  # between checks of deadlines
 

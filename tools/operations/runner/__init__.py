@@ -13,7 +13,7 @@ from typing import Final
 
 from fedquilt import open_metrics
 from fedquilt.core import JobError
-from fedquilt.host import connection_limits
+from fedquilt.host import http_server
 from fedquilt.tools.operations.runner.models import ModelSwitcher
 from fedquilt.tools.operations.runner.service import ModelService
 
@@ -40,7 +40,7 @@ def serve_model(
         ModelError: If the model is missing or unusable.
         JobError: If the address is invalid, in use or reachable by others.
     """
-    connection_limits.raise_descriptor_limit()
+    http_server.raise_descriptor_limit()
     address = _require_permitted_address(listen, anywhere)
     models = ModelSwitcher(place)
     service = ModelService(models, place if place.is_dir() else None)

@@ -19,8 +19,7 @@ from typing import Any, Final
 import msgspec
 
 from fedquilt.core import UNDECODABLE, DataError, FedquiltError
-from fedquilt.host.connection_limits import ConnectionLimiter, ConnectionLimits
-from fedquilt.host.http_server import HttpExchange, HttpServer, RequestRefusedError
+from fedquilt.host.http_server import ConnectionLimiter, ConnectionLimits, HttpExchange, HttpServer, RequestRefusedError
 from fedquilt.tools.operations import access_control
 from fedquilt.tools.operations.runner.service import BODY_MOST, ModelService, UnknownClassificationError
 

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from fedquilt import methods
-from fedquilt.arrays import safetensors_files, tensors
+from fedquilt.arrays import disk_arrays, tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds import decisions, events
 from fedquilt.coordinator.rounds.events import JobView
@@ -316,11 +316,7 @@ class SiteWorker:
         """Read a site's state, with a large sum left on disk, or return None if the blob is missing or damaged."""
         # a large sum stays on disk. None if the blob is missing or damaged
         path, disk = self._store.depot.verified_path(ref.sha256), self._store.depot.disk
-        return (
-            None
-            if path is None
-            else safetensors_files.read_state(path, sites.SiteJobState, disk, job_blobs.WHOLE_BYTES)
-        )
+        return None if path is None else disk_arrays.read_state(path, sites.SiteJobState, disk, job_blobs.WHOLE_BYTES)
 
     def _make_site_job(self, table: Mapping[str, Any]) -> JobSettings:
         """Return the site's own job, without the evaluations, limits and trigger of the parent's job."""

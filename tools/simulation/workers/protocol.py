@@ -14,11 +14,11 @@ import msgspec
 
 from fedquilt.core import FedquiltError, JobError
 from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
-from fedquilt.host import threads
+from fedquilt.host import process_resources
 from fedquilt.tools.simulation.machines import Machine
 
 # one thread a worker, so that sums have one order; no thread of a library is alive when the first one forks
-SINGLE: Final = {**threads.QUIET, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+SINGLE: Final = {**process_resources.QUIET, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 # Keep freed arrays of some MB in the heap: returned to the kernel, their pages are cleared again at every step.
 KEPT: Final = {"MALLOC_MMAP_THRESHOLD_": str(4 << 20), "MALLOC_TRIM_THRESHOLD_": str(32 << 20)}
 SCHEME: Final = "ray://"

@@ -29,7 +29,7 @@ from fedquilt.tools.boards.doctor.checks.identity import format_day, load_certif
 from fedquilt.tools.boards.doctor.checks.permissions import ExaminationDeadline
 from fedquilt.tools.boards.doctor.findings import Numbered, Problem, error
 from fedquilt.transport.mqtt.broker import Broker
-from fedquilt.transport.mqtt.errors import unreachable_error
+from fedquilt.transport.mqtt.connection import unreachable_error
 from fedquilt.transport.mqtt.link import MqttLink
 from fedquilt.wire import MAX_CONTROL
 

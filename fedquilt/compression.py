@@ -1,19 +1,170 @@
-"""Lossy codecs for single tensors, with outputs described in `fedquilt.compression`.
+"""Compression of updates: tensors are sent unchanged, or in fewer bytes with a small error.
 
-Encoding works in blocks: a device holds the tensor, its start and its residual, and no other array of that size.
+    raw    unchanged                                                             4 bytes per entry
+    fp16   16-bit floats                                                         2 bytes per entry
+    int8   multiples of one step, a tensor's largest magnitude over 127          1 byte per entry, 4 per tensor
+    topk   the ceil(keep n) of n entries that changed most, with their indices   4 + 1, 2 or 4 bytes per entry sent
+
+If the task's bundle of the same name has a tensor of the same name and shape, the tensor's change is rounded. With
+"topk", entries that are not sent keep their received values. The residual of int8 and topk is stored on the device and
+added to the next update (error feedback: Seide et al., Interspeech 2014, and Karimireddy et al., arXiv 1901.09847,
+EF-SGD). Any other tensor is rounded by itself, without a residual, and topk sends it unchanged. Only float32 arrays
+with axes are rounded. Counters, bits, scalars, float64 sums and the network's buffers (`Encoding.unchanged`, set by
+`exclude_buffers`) are sent unchanged by every codec.
+
+Downloads are lossless: one blob serves all devices, and each device fetches it only once.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeVar
 
+import msgspec
 import numpy as np
 
+from fedquilt.arrays import tensors
 from fedquilt.arrays.tensors import TensorSpec
-from fedquilt.core import DivergedError, UpdateError
+from fedquilt.core import ClientResult, DivergedError, Encoding, ModelError, Tensors, UpdateError
+from fedquilt.formats import tensor_register
+
+UNSENT: Final = "unsent/"  # in a device's private state: prefix of the rests that codecs have left out
+MARK: Final = "#"  # separates a tensor's name from that of a part it is sent in
+
+T = TypeVar("T")
+
+
+def exclude_buffers(wire: Encoding, meta: Mapping[str, Any]) -> Encoding:
+    """Return a job's encoding with its network's buffers excluded, from the metadata of the job's bundle."""
+    network = meta.get("network")
+    if wire.codec == "raw" or not network:
+        return wire
+    register = tensor_register.register_from_table(
+        {**network, **{key: meta[key] for key in ("register",) if key in meta}}
+    )
+    buffers = [entry.name for entry in register.tensors if entry.kind != "parameter"]
+    return msgspec.structs.replace(wire, unchanged=tuple(dict.fromkeys((*wire.unchanged, *buffers))))
+
+
+def method_state(private: Tensors) -> dict[str, np.ndarray]:
+    return {name: array for name, array in private.items() if not name.startswith(UNSENT)}
+
+
+def encode_update(
+    wire: Encoding, answer: ClientResult, base: Callable[[str], Tensors | None], private: Callable[[], Tensors]
+) -> ClientResult:
+    """Return an update as sent. The arrays of `private`, called only now to save memory, are overwritten."""
+    if wire.codec == "raw":
+        return answer
+    begun = private()
+    kept = {name: begun[name] for name in begun if name.startswith(UNSENT)}
+    bundles = {}
+    for bundle, given in answer.bundles.items():
+        tensors.require_finite(given)
+        prefix = f"{UNSENT}{bundle}/"
+        before = {name.removeprefix(prefix): array for name, array in kept.items() if name.startswith(prefix)}
+        bundles[bundle], unsent = encode_bundle(wire, given, base(bundle) or {}, before)
+        kept = {name: array for name, array in kept.items() if not name.startswith(prefix)}
+        kept |= {prefix + name: array for name, array in unsent.items()}
+    return replace(answer, bundles=bundles, local={**answer.local, **kept})
+
+
+def encode_bundle(
+    wire: Encoding, given: Tensors, base: Tensors, unsent: Tensors
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Return a bundle as sent, and the residuals to add to the next update. `unsent` is overwritten."""
+    coder, sent, left, unchanged = CODERS[wire.codec], {}, dict(unsent), frozenset(wire.unchanged)
+    for name, array in given.items():
+        if MARK in name:
+            raise ModelError(f"tensor {name!r}: a name with {MARK} cannot be told from a part's; [wire] codec = 'raw'")
+        start = _find_matching_start(base, name, array.shape)
+        if name in unchanged or not _can_round(array) or (start is None and not coder.alone):
+            sent[name] = array
+            continue
+        before, rest = left.pop(name, None), None
+        if start is not None and coder.remembers:
+            rest = np.zeros(array.shape, np.float32) if before is None or before.shape != array.shape else before
+        try:
+            parts = coder.put(np.ascontiguousarray(array), start, rest, wire.keep)
+        except UpdateError as error:
+            raise UpdateError(f"tensor {name!r}, {error}") from None
+        sent |= {f"{name}{MARK}{part}": value for part, value in zip(coder.parts, parts, strict=True)}
+        if rest is not None and rest.any():
+            left[name] = rest
+    return sent, left
+
+
+def decode_update(
+    wire: Encoding, bundles: Mapping[str, Tensors], base: Callable[[str], Tensors | None]
+) -> Mapping[str, Tensors]:
+    if wire.codec == "raw":
+        return bundles
+    return {name: decode_bundle(wire, sent, base(name) or {}) for name, sent in bundles.items()}
+
+
+def decode_bundle(wire: Encoding, sent: Tensors, base: Tensors) -> dict[str, np.ndarray]:
+    """Return the bundle given to `encode_bundle`, up to the codec's error, or raise UpdateError."""
+    tensors.require_finite(sent)
+    coder = CODERS[wire.codec]
+    plain, split = _group_parts(wire, sent)
+    for name, parts in split.items():
+        start = _find_matching_start(base, name, None if not coder.alone else parts[coder.parts[0]].shape)
+        if start is None and not coder.alone:
+            raise UpdateError(f"tensor {name!r} was sent by {wire.codec}, but there is none that it moved from")
+        # broadcast, so that no update doubles its memory on the coordinator
+        origin = np.broadcast_to(np.float32(0), parts[coder.parts[0]].shape) if start is None else start
+        try:
+            plain[name] = coder.take([parts[part] for part in coder.parts], origin, wire.keep)
+        except UpdateError as error:
+            raise UpdateError(f"tensor {name!r}, {error}") from None
+    return dict(sorted(plain.items()))
+
+
+def decoded_specs(wire: Encoding, sent: Mapping[str, TensorSpec], like: Mapping[str, Any]) -> dict[str, TensorSpec]:
+    """Return types and shapes that `decode_bundle` would return. Shapes that are not sent are those of `like`."""
+    if wire.codec == "raw":
+        return dict(sent)
+    coder = CODERS[wire.codec]
+    plain, split = _group_parts(wire, sent)
+    for name, parts in split.items():
+        shape = coder.told([parts[part] for part in coder.parts], getattr(like.get(name), "shape", ()), wire.keep)
+        if shape is None:
+            raise UpdateError(f"tensor {name!r} is told in parts of types or shapes that {wire.codec} does not make")
+        plain[name] = TensorSpec(shape, np.dtype(np.float32))
+    return plain
+
+
+def _group_parts(wire: Encoding, sent: Mapping[str, T]) -> tuple[dict[str, T], dict[str, dict[str, T]]]:
+    coder = CODERS[wire.codec]
+    plain: dict[str, T] = {}
+    split: dict[str, dict[str, T]] = {}
+    for name, each in sent.items():
+        of, _, part = name.rpartition(MARK)
+        if of and part in coder.parts:
+            split.setdefault(of, {})[part] = each
+        else:
+            plain[name] = each
+    if odd := split.keys() & set(wire.unchanged):
+        raise UpdateError(f"tensor {min(odd)!r} was sent by {wire.codec}, and is a buffer, which travels unchanged")
+    for name, parts in split.items():
+        if name in plain or parts.keys() != set(coder.parts):
+            given = ", ".join([*(["itself"] if name in plain else []), *sorted(parts)])
+            raise UpdateError(f"tensor {name!r} was sent as {given}; {wire.codec} wants {' and '.join(coder.parts)}")
+    return plain, split
+
+
+def _find_matching_start(base: Tensors, name: str, shape: tuple[int, ...] | None) -> np.ndarray | None:
+    found = base.get(name)
+    if found is None or not _can_round(found) or shape not in (None, found.shape):
+        return None
+    return found
+
+
+def _can_round(array: np.ndarray) -> bool:
+    return bool(array.dtype == np.float32 and array.ndim and array.size)
+
 
 BLOCK: Final = 1 << 16  # entries processed at once
 
@@ -33,7 +184,6 @@ class LossyCodec:
 
 
 def _require_finite(array: np.ndarray, mend: str) -> np.ndarray:
-    """Return the array, or raise DivergedError with this fix if a value is not finite."""
     if not np.isfinite(array).all():
         raise DivergedError(f"values that are too large: {mend}")
     return array

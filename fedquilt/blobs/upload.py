@@ -17,8 +17,8 @@ from typing import Final
 from fedquilt import wire
 from fedquilt.blobs import chunks
 from fedquilt.blobs.chunks import MANIFEST, ManifestBuilder
-from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.blobs.transfer.backend import DirectTransfers
+from fedquilt.blobs.direct_transfers import DirectTransfers
+from fedquilt.blobs.store import BlobStore
 from fedquilt.core import BlobRef, FedquiltError, StoreError, WireMessage, shorten_error
 from fedquilt.transport.link import Link
 
@@ -37,10 +37,7 @@ LEAST: Final = 2  # devices whose turn it may be, whatever the bytes: one sends 
 
 
 class UploadQueue:
-    """Queue of devices that wait to upload, and devices that are uploading.
-
-    A device keeps its turn until all its blobs have arrived and are counted by `set_unprocessed`.
-    """
+    """Queue of devices that wait to upload, and devices that are uploading."""
 
     def __init__(self) -> None:
         self._most_bytes, self._here, self._here_bytes = 0.0, 0, 0
@@ -57,13 +54,7 @@ class UploadQueue:
         return bool(self._waits)
 
     def set_unprocessed(self, here: int, here_bytes: int, most_bytes: float) -> None:
-        """Set the amount of uploads that are stored and not processed yet.
-
-        Args:
-            here: The number of devices whose uploads these are.
-            here_bytes: The size of these uploads.
-            most_bytes: The limit on the sum of `here_bytes` and the uploads under way.
-        """
+        """Set the devices and bytes of uploads stored and not processed yet, and the limit on bytes."""
         self._here, self._here_bytes, self._most_bytes = here, here_bytes, most_bytes
         for device in self._left - self._wanted.keys():
             self._end_turn(device)
@@ -148,8 +139,6 @@ class OutgoingChunk:
 
 
 class OutgoingChunkQueue:
-    """Queue of outgoing chunks. Devices take turns, and the backlog of the link is limited."""
-
     def __init__(self) -> None:
         self._queues: dict[str, dict[OutgoingChunk, None]] = {}  # device -> items, both in order
 
@@ -165,10 +154,7 @@ class OutgoingChunkQueue:
             queue[item] = None
 
     def take_next(self, backlog_bytes: int) -> OutgoingChunk | None:
-        """Return the next chunk to send, or None if the queue is empty or the link is busy.
-
-        `backlog_bytes` is the backlog of the link.
-        """
+        """Return the next chunk to send, or None if the queue is empty or the link is busy."""
         if not self._queues:
             return None
         device, queue = next(iter(self._queues.items()))
@@ -182,17 +168,7 @@ class OutgoingChunkQueue:
 
 
 class ChunkSender:
-    """Sender of requested chunks and manifests, at the speed of the link.
-
-    Args:
-        link: The link to the devices or to the coordinator.
-        depot: The store of the blobs to send.
-        topics: The topics of the fleet.
-        direction: The direction in which this side publishes.
-        allowed: A function `allowed(device, sha256)` that returns whether the blob may be sent to (or by) the device.
-        streaming: The transfers outside the link, offered for each blob of several chunks.
-        strain: A function `strain(device, seconds)` that charges processing time to a device.
-    """
+    """Sender of requested chunks and manifests, at the speed of the link. `strain` charges seconds to a device."""
 
     def __init__(
         self,
@@ -282,7 +258,6 @@ class ChunkSender:
         return True
 
     def step(self) -> None:
-        """Build some of one manifest, and send as much as the link accepts."""
         if self._cutting:
             key = next(iter(self._cutting))
             try:
@@ -330,7 +305,6 @@ class ChunkSender:
             raise chunks.DamagedBlobError(f"blob {item.sha256[:12]} is damaged on disk: it has to be stored again")
 
     def _publish_missing(self, device: str, sha256: str, reason: str) -> None:
-        """Publish to a device that a blob cannot be sent, with the reason."""
         log.info("%s is not sent blob %s: %s", device, sha256[:12], reason)
         self._publish(device, f"blob/{sha256}/missing", wire.MissingBlob(sha256=sha256, reason=shorten_error(reason)))
 

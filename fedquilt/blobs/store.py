@@ -24,6 +24,7 @@ or finds are pinned until then (`pin_during`), and pinned blobs are not removed.
 from __future__ import annotations
 
 import errno
+import hashlib
 import logging
 import os
 import re
@@ -32,17 +33,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Final, TypeVar
 
 from fedquilt import wire
 from fedquilt.blobs import chunks
-from fedquilt.blobs.storage.pack_file import PackFile, read_foreign_blob
-from fedquilt.blobs.storage.verification_cache import VerificationCache
+from fedquilt.blobs.pack_file import PackFile, read_foreign_blob
 from fedquilt.core import BlobRef, StoreError
 from fedquilt.host.disk import REAL, Disk, PathInfo, Place, disk_errors
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future, ThreadPoolExecutor
 
 T = TypeVar("T")
 
@@ -57,17 +54,7 @@ OPEN_MOST: Final = 64  # queued files, above which files are freed in the caller
 
 
 class BlobStore:
-    """Folder of blobs. Several processes may use the folder at once.
-
-    Args:
-        disk: The disk that holds the folder.
-        make: Whether to create the folder if it does not exist.
-        durable: Whether to sync files before they get their final name, so that they survive a power failure. In a
-            simulation it is enough to survive a killed process.
-
-    Raises, from every method:
-        StoreError: If the folder cannot be read or written.
-    """
+    """Folder of blobs, which several processes may use. A durable store syncs files before they are named."""
 
     def __init__(
         self,
@@ -95,10 +82,7 @@ class BlobStore:
             self._pack = None if durable else PackFile(self._prefix + PACK, self.disk, checks=self._durable)
 
     def open_as_owner(self) -> None:
-        """Open the blob store as the only process that stores small blobs in one file.
-
-        Files that the last such process was writing when it was killed are removed.
-        """
+        """Open the blob store as the only process that stores small blobs in one file."""
         with self._doing("open the small blobs"):
             self._pack = self._pack or PackFile(self._prefix + PACK, self.disk, checks=self._durable)
             if self._kind != "own":
@@ -111,8 +95,6 @@ class BlobStore:
         if self._pack is not None and self._durable:
             with self._doing("store blobs"):
                 self._pack.sync()
-
-    # -- pins --
 
     def pin_during(
         self, item: Callable[[], T], then: Callable[[Callable[[], T], float], None]
@@ -152,18 +134,12 @@ class BlobStore:
     def _is_pinned(self, sha256: str) -> bool:
         return any(sha256 in pins for pins in self._pins.values())
 
-    # -- what is here --
-
     def blob_path(self, sha256: str) -> Path | None:
-        """Return the path of a blob, or None if missing or damaged."""
         found = self.verified_path(sha256)
         return None if found is None else Path(found)
 
     def verified_path(self, sha256: str, *, compared: bool = False) -> str | None:
-        """Return the path of a blob, or None if missing or damaged.
-
-        A small blob gets a file first. With `compared`, the caller hashes the file itself.
-        """
+        """Return the path of an undamaged blob, or None. With `compared`, the caller hashes the file itself."""
         path = self._file_path(sha256)
         self._pin(sha256)
         with self._doing(f"read blob {sha256[:12]}"):
@@ -191,7 +167,6 @@ class BlobStore:
         return False
 
     def is_intact(self, ref: BlobRef) -> bool:
-        """Return whether the whole blob is here and undamaged. Raise StoreError if the disk fails."""
         self._pin(ref.sha256)
         if self._pack is not None and (size := self._pack.blob_size(ref.sha256)) is not None:
             return size == ref.size
@@ -212,19 +187,16 @@ class BlobStore:
                 self._move_damaged_aside(sha256)
 
     def read_range(self, sha256: str, offset: int, size: int) -> bytes:
-        """Return `size` bytes of a blob from `offset`, fewer at its end. The bytes are not verified."""
         with self._doing(f"read blob {sha256[:12]}"):
             if self._pack is not None and sha256 in self._pack:
                 return self._pack.read_range(sha256, offset, size)
             return self.disk.read(self._file_path(sha256), offset, size)
 
     def open_blob_file(self, sha256: str) -> int:
-        """Return a descriptor of a blob's file for reading. The bytes are not verified."""
         with self._doing(f"read blob {sha256[:12]}"):
             return self.disk.open_for_reading(self._file_path(sha256))
 
     def load(self, sha256: str) -> bytes | None:
-        """Return the bytes of a whole blob, or None if it is missing or damaged."""
         self._pin(sha256)
         with self._doing(f"read blob {sha256[:12]}"):
             if self._pack is not None and sha256 in self._pack:
@@ -238,18 +210,11 @@ class BlobStore:
                 return self.load_packed(sha256)
 
     def load_packed(self, sha256: str) -> bytes | None:
-        """Return a small blob from the pack file, or None if missing or damaged."""
         with self._doing(f"read blob {sha256[:12]}"):
             return self._pack.load(sha256) if self._pack else read_foreign_blob(self._prefix + PACK, self.disk, sha256)
 
-    # -- whole blobs --
-
     def store_bytes(self, payload: bytes, expected: BlobRef | None = None) -> BlobRef:
-        """Store bytes and return their reference. In a durable store the bytes are then on the disk.
-
-        Raises:
-            DamagedBlobError: If the bytes are not the blob `expected`. They are not stored then.
-        """
+        """Store bytes and return their reference, or raise DamagedBlobError if they are not the blob `expected`."""
         ref = chunks.ref_from_bytes(payload, expected)
         self._pin(ref.sha256)
         with suppress(OSError):  # then it is stored
@@ -261,10 +226,7 @@ class BlobStore:
         return ref
 
     def store_small(self, payload: bytes, expected: BlobRef | None = None) -> BlobRef:
-        """Store a blob that only this process removes, and soon. Small blobs share one file.
-
-        In a durable store this requires `open_as_owner`, and the blob is on the disk only after `sync_small_blobs`.
-        """
+        """Store a blob that only this process removes, and soon. Small blobs share one file."""
         if self._pack is None or len(payload) > SMALL_BYTES:
             return self.store_bytes(payload, expected)
         ref = chunks.ref_from_bytes(payload, expected)
@@ -295,12 +257,7 @@ class BlobStore:
         self._pack.free_place(place, ref.size)
 
     def store_untrusted_file(self, path: Place, expected: BlobRef) -> None:
-        """Store a copy of a file that another process may still change.
-
-        Raises:
-            DamagedBlobError: If the content is not `expected`.
-            StoreError: If the file is a link, a pipe or another special file.
-        """
+        """Store a copy of a file that another process may still change, or raise DamagedBlobError or StoreError."""
         if self.has_blob(expected):
             return
         with self._doing(f"store {path}"), self._temporary_path() as temporary:
@@ -313,9 +270,6 @@ class BlobStore:
 
         A linked file must not be changed in place afterwards, but may be replaced. With `move` the file is moved
         instead, within one file system.
-
-        Raises:
-            DamagedBlobError: If the content is not `expected`.
         """
         if expected is not None and self.has_blob(expected):
             return expected
@@ -334,10 +288,7 @@ class BlobStore:
         return ref
 
     def adopt_file(self, path: str, ref: BlobRef) -> None:
-        """Move a file of this process into the store, without hashing or syncing the file.
-
-        For simulated fleets. The digest of the file must be that of `ref`.
-        """
+        """Move a file of this process, with this digest, into the store without hashing or syncing it."""
         with self._doing(f"store {path}"):
             if self.has_blob(ref):
                 self.disk.unlink(path)
@@ -346,7 +297,6 @@ class BlobStore:
                 self._verified.record_verified(self._file_path(ref.sha256), ref.sha256)
 
     def remove_blob(self, sha256: str) -> None:
-        """Remove a blob and its part, unless pinned."""
         with self._doing(f"remove blob {sha256[:12]}"), self._pin_lock:
             if self._is_pinned(sha256):
                 return
@@ -359,10 +309,7 @@ class BlobStore:
                 self._freeing.unlink(path)
 
     def remove_all_but(self, only: set[str]) -> None:
-        """Remove every blob except these and those that are pinned.
-
-        Parts, damaged and temporary files go a day after their last write.
-        """
+        """Remove all other blobs unless pinned. Parts, damaged and temporary files go a day after their last write."""
         with self._doing("collect garbage"):
             for sha256 in () if self._pack is None else set(self._pack.blob_names()) - only:
                 with self._pin_lock:
@@ -378,10 +325,7 @@ class BlobStore:
                         self._freeing.unlink(f"{self._prefix}{found.name}")
 
     def files_by_last_use(self) -> list[tuple[int, str, int]]:
-        """Return (time of last use in ns, sha256, size) of every file, oldest first.
-
-        Parts and temporary files are included.
-        """
+        """Return (time of last use in ns, sha256, size) of every file, parts included, oldest first."""
         with self._doing("list blobs"):
             return sorted(
                 (each.mtime_ns, each.name.partition(".")[0], each.size) for each in self._iterate_stored_files()
@@ -390,8 +334,6 @@ class BlobStore:
     def record_use(self, sha256: str) -> None:
         with self._doing(f"touch blob {sha256[:12]}"):
             self._verified.touch(self._file_path(sha256), sha256)
-
-    # -- parts --
 
     def open_part(self, manifest: wire.BlobManifest) -> bytearray:
         """Open or create the part of a blob. Return one byte per chunk, 1 if stored and verified."""
@@ -411,23 +353,13 @@ class BlobStore:
             self.disk.write_at(self._part_path(sha256), payload, offset)
 
     def finish_part(self, ref: BlobRef, digest: str | None = None) -> None:
-        """Turn a complete part into the blob.
-
-        Args:
-            ref: The reference of the blob.
-            digest: The sha256 of the part if hashed on arrival, or None to hash the part now.
-
-        Raises:
-            DamagedBlobError: If the part is not the blob. The part is removed then.
-        """
+        """Turn a complete part, whose sha256 may be known, into the blob, or raise DamagedBlobError."""
         part = self._part_path(ref.sha256)
         with self._doing(f"complete blob {ref.sha256[:12]}"):
             if self._sync_and_hash(part, digest) != ref:
                 self.disk.unlink(part)
                 raise chunks.damaged_arrival_error(ref)
             self._move_into_place(part, ref.sha256)
-
-    # -- within --
 
     def _doing(self, what: str) -> disk_errors:
         return disk_errors(f"{what} in {self.folder}", "free some space or use another folder")
@@ -441,14 +373,12 @@ class BlobStore:
         return f"{self._file_path(sha256)}.part"
 
     def _iterate_stored_files(self) -> Iterator[PathInfo]:
-        """Yield the folder's files that are blobs, or parts, damaged or temporary files of the store."""
         for entry in self.disk.entries(self.folder):
             sha256, _, kind = entry.name.partition(".")
             if kind in ("tmp", "own") or (kind in ("", "part", "damaged") and _DIGEST.fullmatch(sha256)):
                 yield entry
 
     def _verified_file(self, sha256: str, *, opens: bool = False) -> PathInfo | None:
-        """Return the properties of a blob's file, or None if missing or damaged. A damaged file is renamed."""
         path = self._file_path(sha256)
         found = self.disk.stat(path)
         if found is None or found.is_dir:
@@ -475,7 +405,6 @@ class BlobStore:
 
     @staticmethod
     def _require_expected(path: Place, ref: BlobRef, expected: BlobRef | None) -> None:
-        """Raise DamagedBlobError if a file's reference is not the expected one, if any."""
         if expected not in (None, ref):
             raise chunks.DamagedBlobError(f"{path} is not what it should be ({ref.sha256[:12]}): make it anew")
 
@@ -488,7 +417,6 @@ class BlobStore:
 
     @contextmanager
     def _temporary_path(self) -> Iterator[str]:
-        """Yield the path of a new temporary file, which is removed afterwards."""
         path = f"{self._prefix}{os.urandom(16).hex()}.{self._kind}"
         try:
             yield path
@@ -496,7 +424,6 @@ class BlobStore:
             self.disk.unlink(path)
 
     def _move_into_place(self, path: str, sha256: str) -> None:
-        """Rename a verified temporary file to its blob's name, and sync the folder."""
         self._unsynced = self._durable
         self.disk.replace(path, self._file_path(sha256))
         self._verified.record_verified(self._file_path(sha256), sha256)
@@ -509,20 +436,16 @@ class BlobStore:
 
 
 class BackgroundDeleter:
-    """Deleter of files in one folder. A thread frees the blocks of large files.
+    """Deleter of files in one folder.
 
-    Freeing the blocks of 96 MB takes 28 to 49 ms on ext4 with `discard`, so a round with many updates would stop for a
-    second or more. An open file loses its name at once and frees its blocks when the thread closes the file. If the
-    process ends first, the system closes the file.
-
-    Raises, from every method:
-        OSError: If a file cannot be removed.
+    A thread frees the blocks of large files. Freeing the blocks of 96 MB takes 28 to 49 ms on ext4 with `discard`, so a
+    round with many updates would stop for a second or more. An open file loses its name at once and frees its blocks
+    when the thread, or the end of the process, closes the file.
     """
 
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
-        self._thread: ThreadPoolExecutor | None = None  # made with the first large file
-        self._open: list[Future[None]] = []
+        self._free = threading.Semaphore(OPEN_MOST)
 
     def unlink(self, path: str) -> None:
         file = self._open_if_large(path)
@@ -530,18 +453,66 @@ class BackgroundDeleter:
             self._disk.unlink(path)
         finally:
             if file is not None:
-                self._close_in_background(file)
+                threading.Thread(target=self._close, args=(file,), name="freeing", daemon=True).start()
 
     def _open_if_large(self, path: str) -> int | None:
-        self._open = [each for each in self._open if not each.done()]
-        with suppress(OSError):  # it is gone, or too many files are open
-            found = self._disk.stat(path)
-            if found is not None and found.size >= LARGE_BYTES and len(self._open) < OPEN_MOST:
-                return self._disk.open_for_reading(path)
+        found = self._disk.stat(path)
+        if found is None or found.size < LARGE_BYTES or not self._free.acquire(blocking=False):
+            return None
+        try:
+            return self._disk.open_for_reading(path)
+        except OSError:  # it is gone, or too many files are open
+            self._free.release()
+            return None
+
+    def _close(self, file: int) -> None:
+        os.close(file)
+        self._free.release()
+
+
+VERIFIED_S: Final = 3600.0  # for which a file that has not changed counts as verified
+
+
+class VerificationCache:
+    def __init__(self, disk: Disk) -> None:
+        self._disk = disk
+        self._known: dict[str, tuple[PathInfo, float]] = {}  # file, and when it was hashed
+
+    def forget(self, sha256: str | None = None) -> None:
+        if sha256 is None:
+            self._known.clear()
+        else:
+            self._known.pop(sha256, None)
+
+    def record_verified(self, path: str, sha256: str) -> None:
+        found = self._disk.stat(path)
+        if found is not None:
+            self._known[sha256] = (found, time.monotonic())
+
+    def touch(self, path: str, sha256: str) -> None:
+        known, hashed_s = self._known.get(sha256, (None, 0.0))
+        same = known is not None and self._disk.stat(path) == known
+        self._disk.touch(path)
+        if same and (found := self._disk.stat(path)) is not None:
+            self._known[sha256] = (found, hashed_s)
+
+    def load(self, path: str, sha256: str, *, hashed: bool) -> bytes | None:
+        for _ in range(2):
+            payload = self._disk.read(path)
+            if hashed or hashlib.sha256(payload).hexdigest() == sha256:
+                return payload
         return None
 
-    def _close_in_background(self, file: int) -> None:
-        from concurrent.futures import ThreadPoolExecutor  # of no use where nothing is large
+    def is_verified(self, path: str, found: PathInfo, sha256: str, *, opens: bool = False) -> bool:
+        """Return whether a file matches its sha256.
 
-        self._thread = self._thread or ThreadPoolExecutor(1, "freeing")
-        self._open.append(self._thread.submit(os.close, file))
+        The file is hashed unless unchanged since a hash within the last hour, and always with `opens`. A mismatch is
+        hashed twice, so that one wrong read of the memory does not condemn a good file.
+        """
+        known, hashed_s = self._known.get(sha256, (None, 0.0))
+        if known == found and not opens and time.monotonic() < hashed_s + VERIFIED_S:
+            return True
+        if self._disk.hash_file(path) != sha256 and self._disk.hash_file(path) != sha256:
+            return False
+        self._known[sha256] = (found, time.monotonic())
+        return True

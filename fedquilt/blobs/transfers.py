@@ -1,6 +1,6 @@
 """Transfers of blobs over a link, in both directions, for both sides.
 
-`fedquilt.blobs.transfer.download` and `fedquilt.blobs.chunks` decide, and this module reads, writes and publishes.
+`fedquilt.blobs.download` and `fedquilt.blobs.chunks` decide, and this module reads, writes and publishes.
 
 An agent publishes "up" and a coordinator "dn". Each requests on `.../<own direction>/blob/get` and gets the response
 under the peer's `.../blob/<sha256>/`. Chunks are sent unreliably, because lost chunks are requested again. Requests
@@ -19,10 +19,10 @@ from typing import Any, Final
 
 from fedquilt import wire
 from fedquilt.blobs import chunks
-from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.blobs.transfer.backend import DirectTransfers, Key, TransferBackend
-from fedquilt.blobs.transfer.download import Download
-from fedquilt.blobs.transfer.upload import HASHED_BYTE_S, ChunkSender, UploadQueue
+from fedquilt.blobs.direct_transfers import DirectTransfers, Key, TransferBackend
+from fedquilt.blobs.download import Download
+from fedquilt.blobs.store import BlobStore
+from fedquilt.blobs.upload import HASHED_BYTE_S, ChunkSender, UploadQueue
 from fedquilt.core import BlobRef, LinkError, LocationOffer, StoreError, UploadProgress, WireMessage
 from fedquilt.transport.link import Link
 
@@ -34,14 +34,7 @@ _MANY: Final = 128  # at once, of blobs that are small together
 
 
 class Transfers:
-    """Transfers of blobs: fetches wanted blobs and serves requests, driven by `step`.
-
-    Args:
-        direction: The direction in which this side publishes.
-        allowed: A function `allowed(device, sha256)` that returns whether the blob may be sent to (or by) the device.
-        carriers: The transfer backend outside the link.
-        apart_bytes: The size from which a complete blob is hashed in a thread.
-    """
+    """Transfers of blobs: fetches wanted blobs and serves requests that are `allowed`, driven by `step`."""
 
     def __init__(
         self,
@@ -75,16 +68,11 @@ class Transfers:
         self._unasked: list[str] = []
         self._session = link.session
 
-    # -- what the owner asks --
-
     def fds(self) -> Sequence[int]:
         return self._carriers.fds()
 
     def request_blob(self, device: str, ref: BlobRef, *, in_turn: bool = False) -> None:
-        """Fetch a blob from a device, with `in_turn` only when the upload queue permits.
-
-        `take_finished` reports the end. An agent names itself as the device.
-        """
+        """Fetch a blob from a device, with `in_turn` only when the upload queue permits. An agent names itself."""
         key = (device, ref.sha256)
         if key in self._wanted:
             return
@@ -122,29 +110,19 @@ class Transfers:
         return (self._sender.sent_bytes if direction == self._direction else self._came_bytes)[device]
 
     def take_charges(self) -> dict[str, float]:
-        """Return the seconds of processing to charge to each device since the last call.
-
-        Negative values are credits for useful work.
-        """
+        """Return the seconds of processing to charge to each device since the last call. Credits are negative."""
         strain, self._strain_s = self._strain_s, {}
         return strain
 
     def take_senders_of_unrequested_chunks(self) -> list[str]:
-        """Return the sender of each unrequested chunk since the last call."""
         unasked, self._unasked = self._unasked, []
         return unasked
 
     def _charge(self, device: str, seconds: float) -> None:
         self._strain_s[device] = self._strain_s.get(device, 0.0) + seconds
 
-    # -- messages --
-
     def handle_message(self, route: wire.Route, payload: bytes, now_s: float) -> bool:
-        """Process a message if it concerns a blob. Return whether it does.
-
-        Raises:
-            WireError: If the payload of such a message does not match its topic.
-        """
+        """Process a message if it concerns a blob. Return whether it does, or raise WireError."""
         if route.leaf not in _LEAVES:
             return False
         if route.direction == self._direction:
@@ -225,7 +203,6 @@ class Transfers:
                 self._end_transfer(key, None)
 
     def _end_transfer(self, key: Key, error: str | None) -> None:
-        """End a transfer. If the blob is stored, end all transfers of the blob as successful."""
         ref = self._wanted[key]
         if self._depot.has_blob(ref):
             error = None
@@ -247,8 +224,6 @@ class Transfers:
         askers.pop(key, None)
         if not askers:
             self._askers.pop(key[1], None)
-
-    # -- what is due --
 
     def step(self, now_s: float) -> float:
         """Do all due work and return the time of the next step."""
@@ -330,10 +305,7 @@ class Transfers:
         return sum(pull.outstanding_bytes for pull in self._open.values())
 
     def _blobs_to_suspend(self, key: Key) -> list[Key]:
-        """Return the blobs to suspend with a stalled one, or none if no other blob waits.
-
-        A device in the upload queue suspends all its blobs, unless a transfer outside the link is active.
-        """
+        """Return the blobs to suspend with a stalled one, or none if no other blob waits."""
         if not self._waiting and not self.queue:
             return []
         if not self.queue.contains(*key):

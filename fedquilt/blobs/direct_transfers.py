@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from fedquilt.blobs import chunks
-from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.blobs.transfer.download import BlobLocationError, BlobWriter, Download
+from fedquilt.blobs.download import BlobLocationError, BlobWriter, Download
+from fedquilt.blobs.store import BlobStore
 from fedquilt.core import (
     BlobLocation,
     BlobRef,
@@ -36,7 +36,7 @@ from fedquilt.core import (
 from fedquilt.security.handshake import LinkIdentity
 
 if TYPE_CHECKING:
-    from fedquilt.blobs.transfer.http_client import HttpClient
+    from fedquilt.blobs.http_client import HttpClient
 
 log = logging.getLogger("fedquilt.blobs.carriers")
 
@@ -59,13 +59,7 @@ class TransferResult(NamedTuple):
 
 
 class TransferBackend:
-    """Blob transfers of a device, at locations that the coordinator offers.
-
-    Args:
-        identity: The certificate of this side, for the coordinator's server, or None if unsigned.
-        ca: The authority of blob stores' certificates, in addition to those of the system.
-        most: The number of jobs at once.
-    """
+    """Blob transfers of a device, at locations that the coordinator offers."""
 
     def __init__(self, identity: LinkIdentity | None = None, ca: Path | None = None, most: int = JOBS_MOST) -> None:
         self._identity, self._ca, self._most = identity, ca, most
@@ -75,16 +69,11 @@ class TransferBackend:
         self._left: deque[Callable[[], None]] = deque()  # jobs that wait for one of those that run to end
         self._wake: int | None = None
 
-    # -- what a coordinator adds --
-
     def download_locations(self, device: str, ref: BlobRef) -> tuple[BlobLocation, ...]:
         return ()
 
     def upload_locations(self, device: str, intake: BlobWriter) -> tuple[BlobLocation, ...]:
-        """Return the locations to which a device may upload a blob.
-
-        The coordinator's own server writes the blob into `intake`.
-        """
+        """Return the locations for an upload. The coordinator's own server writes the blob into `intake`."""
         return ()
 
     def uploaded_locations(self, device: str, ref: BlobRef, source: int) -> tuple[BlobLocation, ...]:
@@ -95,8 +84,6 @@ class TransferBackend:
     def take_ready_blobs(self) -> list[Key]:
         """Return the blobs that reached a location since the last call, and the devices waiting for them."""
         return []
-
-    # -- for a loop --
 
     def fds(self) -> Sequence[int]:
         return () if self._wake is None else (self._wake,)
@@ -162,18 +149,14 @@ class TransferBackend:
 
     @property
     def http(self) -> HttpClient:
-        """Client for the jobs, since all its calls block."""
-        from fedquilt.blobs.transfer.http_client import HttpClient
+        from fedquilt.blobs.http_client import HttpClient
 
         if self._http is None:
             self._http = HttpClient(self._identity, self._ca)
         return self._http
 
     def start_job(self, job: Callable[[], TransferResult], failed: TransferResult) -> None:
-        """Run a job in a thread as soon as one is free.
-
-        `failed` is the result if the job raises an exception, with the text of a LinkError or StoreError.
-        """
+        """Run a job in a thread as soon as one is free. `failed` is its result if it raises an exception."""
         if self._wake is None:
             self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
@@ -208,8 +191,6 @@ def close_failed_transfer(key: Key, intake: BlobWriter, error: FedquiltError) ->
 
 @dataclass
 class _DirectDownload:
-    """A blob that comes from a place, or that its device was asked to put."""
-
     pull: Download
     intake: BlobWriter
     until_s: float = math.inf  # time by which further bytes have to arrive
@@ -219,8 +200,6 @@ class _DirectDownload:
 
 @dataclass
 class _DirectUpload:
-    """A blob that this device puts."""
-
     ref: BlobRef
     sources: tuple[BlobLocation, ...]
     begun: bool = False
@@ -233,14 +212,6 @@ class _DirectUpload:
 
 
 class DirectTransfers:
-    """Transfers outside the link, of the coordinator or of a device.
-
-    Args:
-        carriers: The transfer backend. On the coordinator it defines the locations.
-        depot: The blob store.
-        publish: A function `publish(device, leaf, message)` that sends a message over the link.
-    """
-
     def __init__(
         self, carriers: TransferBackend, depot: BlobStore, publish: Callable[[str, str, WireMessage], None]
     ) -> None:
@@ -250,8 +221,6 @@ class DirectTransfers:
         self._coming: dict[Key, _DirectDownload] = {}
         self._going: dict[Key, _DirectUpload] = {}
         self._offered: set[Key] = set()
-
-    # -- who has the blob --
 
     def offer_locations(self, device: str, ref: BlobRef, *, again: bool = True) -> None:
         """Publish the locations of a blob to a device. Without `again`, only the first time."""
@@ -269,13 +238,10 @@ class DirectTransfers:
         if key not in self._going:
             self._going[key] = _DirectUpload(ref, place.sources)
 
-    # -- who wants it --
-
     def add_locations(self, key: Key, place: LocationOffer) -> None:
         self._places[key] = place.sources
 
     def handle_upload_progress(self, key: Key, placed: UploadProgress, now_s: float) -> None:
-        """Process a report on an upload. A finished upload is then fetched, a failed one comes over the link."""
         coming = self._coming.get(key)
         if coming is None or coming.until_s == math.inf:
             return
@@ -290,10 +256,7 @@ class DirectTransfers:
             coming.pull.resume_requests(None, now_s)
 
     def start_download(self, key: Key, pull: Download, now_s: float) -> None:
-        """Start to fetch a blob from a location, if there is one, and pause its requests.
-
-        On the coordinator, a device is offered a location for its upload instead.
-        """
+        """Start to fetch a blob from a location, or offer its device one for the upload, and pause its requests."""
         manifest = pull.manifest
         if pull.held or pull.is_complete or manifest is None or chunks.chunk_count(manifest) == 1:
             return
@@ -331,8 +294,6 @@ class DirectTransfers:
         if coming is not None and coming.until_s < math.inf:
             self._abandon(key, coming, reason)
 
-    # -- what has happened --
-
     def take_results(self, now_s: float) -> list[tuple[TransferResult, int]]:
         """Return the finished downloads with the number of bytes received, and resume failed ones."""
         found = []
@@ -356,7 +317,6 @@ class DirectTransfers:
         return found
 
     def step(self, now_s: float) -> float:
-        """Do all due work and return the time of the next step."""
         if not (self._coming or self._going or self._places):  # as where all blobs go over the broker
             return math.inf
         for key, coming in list(self._coming.items()):
@@ -387,7 +347,6 @@ class DirectTransfers:
         self._carriers.abandon_download(key, coming.intake, reason)
 
     def _publish_transfer_end(self, ended: TransferResult) -> None:
-        """Publish that a carrier's transfer to the other side has ended, with its error if it failed."""
         going = self._going.pop(ended.key, None)
         if going is None:
             return

@@ -1,4 +1,4 @@
-"""Memory of a process: heap settings of glibc, and resident size."""
+"""Memory and threads of a process."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import contextlib
 import importlib
 import os
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -50,7 +53,6 @@ def import_on_use(name: str) -> None:
 
 
 def resident_bytes(pid: int, proc: Path = PROC) -> int | None:
-    """Return the resident size of a process with shared and mapped pages, or None if it has ended."""
     try:
         return int((proc / str(pid) / "statm").read_text().split()[1]) * PAGE_BYTES
     except (OSError, IndexError, ValueError):
@@ -58,11 +60,32 @@ def resident_bytes(pid: int, proc: Path = PROC) -> int | None:
 
 
 def release_freed_memory() -> None:
-    """Return memory freed within glibc's heap to the kernel. No effect with other C libraries.
-
-    Useful after dropping large data, before allocating as much elsewhere.
-    """
+    """Return memory freed within glibc's heap to the kernel. No effect with other C libraries."""
     import ctypes
 
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+QUIET: Final = {"OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "ORT_DISABLE_TELEMETRY": "1"}
+"""Idle threads that spin slow down the working ones, ten times where agents share a host; numpy's products are small
+here. ONNX Runtime (from 1.32 on) starts a thread that reports to its makers, unless it is told not to. Libraries read
+these variables as they load, so they are set before, or for a new process."""
+
+
+@contextmanager
+def call_in_background(call: Callable[[], object], every_s: float, name: str) -> Iterator[None]:
+    """Call `call` every `every_s` in a thread until it returns False or the body ends."""
+    over = threading.Event()
+
+    def repeat() -> None:
+        while not over.wait(every_s) and call() is not False:
+            pass
+
+    thread = threading.Thread(target=repeat, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

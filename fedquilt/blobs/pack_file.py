@@ -40,16 +40,7 @@ class PackEntry(NamedTuple):
 
 
 class PackFile:
-    """One file of blobs. A place is the offset of a blob in the file.
-
-    Args:
-        path: The path of the file, which is created with the first blob.
-        disk: The disk that holds the file.
-        checks: Whether to hash a blob whenever it is read as a whole.
-
-    Raises, from every method:
-        OSError: If the file cannot be read or written.
-    """
+    """One file of blobs. A place is the offset of a blob. With `checks` a blob is hashed when it is loaded."""
 
     def __init__(self, path: str, disk: Disk, checks: bool = False) -> None:
         self._path, self._disk, self._checks, self._end = path, disk, checks, 0
@@ -73,7 +64,6 @@ class PackFile:
         return None if found is None else found[1]
 
     def read_range(self, sha256: str, offset: int = 0, size: int | None = None) -> bytes:
-        """Read `size` bytes of a blob from `offset`, by default all that follow."""
         with self._lock:
             place, whole = self._at[sha256]
             left = max(whole - offset, 0)
@@ -110,7 +100,6 @@ class PackFile:
                 self._unsettled, self._named = False, True
 
     def register_blob(self, sha256: str, place: int, size: int) -> None:
-        """Make a written blob available, or free its place if the blob is stored already."""
         with self._lock:
             if sha256 in self._at:
                 self.free_place(place, size)
@@ -147,7 +136,6 @@ class PackFile:
 
 
 def iterate_entries(file: OpenFile) -> Iterator[PackEntry]:
-    """Yield the entries of a pack file in order, without damaged ranges."""
     at, whole = 0, file.size()
     while at < whole:
         slot = _read_entry_at(file, at, whole) or _find_next_entry(file, at + 1, whole)

@@ -12,16 +12,17 @@ import random
 import socket
 import ssl
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from fedquilt.blobs.transfer.download import BlobLocationError, BlobWriter
+from fedquilt.blobs.download import BlobLocationError, BlobWriter
 from fedquilt.core import BlobLocation, BlobRef, JobError, Retry
-from fedquilt.host.http_url import split_http_url
+from fedquilt.host.http_server import split_http_url
 from fedquilt.security.handshake import COORDINATOR, LinkIdentity, common_name_of_peer
-from fedquilt.transport.mqtt.errors import describe_exception
+from fedquilt.transport.mqtt.broker import describe_exception
 
 log = logging.getLogger("fedquilt.blobs.http")
 
@@ -40,17 +41,11 @@ _BUSY: Final = frozenset({408, 425, 500, 502, 503, 504})
 
 
 class MinimumThroughput:
-    """Minimum throughput of a transfer, so that a slow peer does not occupy a thread for long."""
-
     def __init__(self) -> None:
         self._since_s, self._bytes = time.monotonic(), 0
 
     def count_bytes(self, size: int) -> None:
-        """Count transferred bytes.
-
-        Raises:
-            TimeoutError: If fewer than PACE_BYTES were transferred in PACE_S.
-        """
+        """Raise TimeoutError if fewer than PACE_BYTES were transferred in PACE_S."""
         self._bytes += size
         now_s = time.monotonic()
         if now_s >= self._since_s + PACE_S:
@@ -60,13 +55,7 @@ class MinimumThroughput:
 
 
 class HttpClient:
-    """Transfers with locations by HTTP. A host that was not reached is left alone for a while.
-
-    Args:
-        identity: The certificate of this side, also used to verify the coordinator's server, or None if unsigned.
-        ca: The authority of blob stores' certificates, in addition to those of the system.
-        pause: A function that blocks for some seconds between two attempts.
-    """
+    """Transfers with locations by HTTP. A host that was not reached is left alone for a while."""
 
     def __init__(
         self, identity: LinkIdentity | None = None, ca: Path | None = None, pause: Callable[[float], None] = time.sleep
@@ -75,25 +64,21 @@ class HttpClient:
         self._rests: dict[str, tuple[int, float]] = {}  # origin -> failures in a row, and until when it rests
 
     def retry_at_s(self, source: BlobLocation) -> float:
-        """Return when a location's host may be tried again, in seconds of the monotonic clock."""
         return self._rests.get(source.origin, (0, 0.0))[1]
 
     @contextmanager
-    def _begin_request(
-        self, method: str, source: BlobLocation, headers: Mapping[str, str] = {}
-    ) -> Iterator[http.client.HTTPConnection]:
-        """Yield a connection to a location for a request whose headers are not complete, closed at the end.
-
-        Raises:
-            BlobLocationError: If the certificate of the location is not trusted.
-            OSError: If the location cannot be reached.
-        """
+    def _request(
+        self,
+        method: str,
+        source: BlobLocation,
+        headers: Mapping[str, str] = {},
+        send_body: Callable[[socket.socket], None] = lambda sock: None,
+    ) -> Iterator[http.client.HTTPResponse]:
+        """Yield the response of a location on a connection of its own."""
         try:
             parts = split_http_url(source.url)
         except ValueError:
-            raise BlobLocationError(
-                f"{source.origin} is no host and port: write http://HOST:PORT", later=False
-            ) from None
+            raise BlobLocationError(f"{source.origin} is no host and port: write http://HOST:PORT") from None
         host, port = parts.hostname or "", parts.port
         connection: http.client.HTTPConnection
         if parts.scheme == "https":
@@ -106,9 +91,7 @@ class HttpClient:
             if source.token and isinstance(connection.sock, ssl.SSLSocket):
                 peer = common_name_of_peer(connection.sock)
                 if peer != COORDINATOR:
-                    raise BlobLocationError(
-                        f"{source.origin} is {peer or 'somebody'!r}, not the coordinator", later=False
-                    )
+                    raise BlobLocationError(f"{source.origin} is {peer or 'somebody'!r}, not the coordinator")
             connection.sock.settimeout(STALL_S)
             target = f"{parts.path}?{parts.query}" if parts.query else parts.path
             connection.putrequest(method, target, skip_accept_encoding=True)
@@ -116,7 +99,11 @@ class HttpClient:
                 connection.putheader(*header)
             if source.token:
                 connection.putheader("Authorization", f"Bearer {source.token}")
-            yield connection
+            with suppress(BrokenPipeError, ConnectionResetError):  # the place may have answered why it reads no further
+                connection.endheaders()
+                send_body(connection.sock)
+            with connection.getresponse() as answer:
+                yield answer
         finally:
             connection.close()
 
@@ -125,7 +112,7 @@ class HttpClient:
             if source.token and self._identity is not None:
                 return self._identity.tls_context(server=False)
             if source.token:
-                raise BlobLocationError(f"{source.origin} requires a certificate, and this board has none", later=False)
+                raise BlobLocationError(f"{source.origin} requires a certificate, and this board has none")
             context = ssl.create_default_context()
             if self._ca is not None:
                 context.load_verify_locations(self._ca)
@@ -134,14 +121,7 @@ class HttpClient:
             raise BlobLocationError(str(error), later=True) from None
 
     def fetch_blob(self, sources: Sequence[BlobLocation], intake: BlobWriter) -> None:
-        """Fetch the missing bytes from the first location that works, and finish the blob.
-
-        Raises:
-            BlobLocationError: If no location works.
-            ContentError: If the bytes do not match the manifest.
-            WriterClosedError: If the blob is no longer required.
-            StoreError: If the disk refuses.
-        """
+        """Fetch the missing bytes from the first location that works, and finish the blob."""
         turn = intake.replace_writer()
         self._try_locations(
             sources, lambda source: self._fetch_ranges(source, intake, turn), lambda source: intake.moved
@@ -150,89 +130,60 @@ class HttpClient:
 
     def _fetch_ranges(self, source: BlobLocation, intake: BlobWriter, turn: int) -> None:
         while (due := intake.next_range()) is not None:
-            with self._begin_request("GET", source, {"Range": f"bytes={due[0]}-{due[1] - 1}"}) as connection:
-                connection.endheaders()
-                with connection.getresponse() as answer:
-                    _require_status(source, answer, (200, 206))
-                    _require_range(source, answer, due, intake.ref)
-                    read_pieces(answer.fp, due[1] - due[0], lambda piece: intake.write(piece, turn))
+            with self._request("GET", source, {"Range": f"bytes={due[0]}-{due[1] - 1}"}) as answer:
+                _require_status(source, answer, (200, 206))
+                _require_range(source, answer, due, intake.ref)
+                read_pieces(answer.fp, due[1] - due[0], lambda piece: intake.write(piece, turn))
 
     def upload_blob(
         self, sources: Sequence[BlobLocation], file: int, ref: BlobRef, moved: Callable[[int], None]
     ) -> int:
-        """Upload a blob to the first location that works. Return the location's index.
-
-        Args:
-            sources: The locations.
-            file: A descriptor of the blob's file.
-            ref: The reference of the blob.
-            moved: A function that is called with the size of each piece sent.
-
-        Raises:
-            BlobLocationError: If no location accepts the blob.
-        """
-        tries: dict[str, int] = {}
-        gone: dict[str, int] = {}
+        """Upload a blob to the first location that works, and return its index."""
+        tried = set[str]()
+        gone: Counter[str] = Counter()
 
         def attempt(source: BlobLocation) -> None:
-            first = tries.setdefault(source.url, 0) == 0
-            tries[source.url] += 1
-
             def count_sent(size: int) -> None:
-                gone[source.url] = gone.get(source.url, 0) + size
+                gone[source.url] += size
                 moved(size)
 
-            start = source.start if first or not source.token else self._request_upload_offset(source, ref)
+            again = source.url in tried and source.token
+            tried.add(source.url)
+            start = self._request_upload_offset(source, ref) if again else source.start
             if start < ref.size:  # else the reply to the last bytes was lost
                 self._upload_to(source, file, ref, start, count_sent)
 
         # a store takes a blob as a whole: what has gone before a connection broke is lost
-        return self._try_locations(sources, attempt, lambda source: gone.get(source.url, 0) if source.token else 0)
+        return self._try_locations(sources, attempt, lambda source: gone[source.url] if source.token else 0)
 
     def _upload_to(
         self, source: BlobLocation, file: int, ref: BlobRef, start: int, moved: Callable[[int], None]
     ) -> None:
-        """Upload the bytes of a blob from `start` on by one request.
-
-        Raises:
-            OSError: If the connection breaks, or the location has received more than `start` bytes.
-            BlobLocationError: If the location refuses.
-        """
         headers = {"Content-Length": str(ref.size - start)}
         if source.token:
             headers["Content-Range"] = f"bytes {start}-{ref.size - 1}/{ref.size}"
-        with self._begin_request("PUT", source, headers) as connection:
-            with suppress(BrokenPipeError, ConnectionResetError):  # the place may have answered why it reads no further
-                connection.endheaders()
-                send_file(connection.sock, file, start, ref.size - start, moved)
-            with connection.getresponse() as answer:
-                if answer.status == http.client.CONFLICT and source.token:  # what went before has come after all
-                    raise ConnectionError("it is further than it said")
-                _require_status(source, answer, (200, 201, 204))
+        with self._request(
+            "PUT", source, headers, lambda sock: send_file(sock, file, start, ref.size - start, moved)
+        ) as answer:
+            if answer.status == http.client.CONFLICT and source.token:  # what went before has come after all
+                raise ConnectionError("it is further than it said")
+            _require_status(source, answer, (200, 201, 204))
 
     def _request_upload_offset(self, source: BlobLocation, ref: BlobRef) -> int:
-        with self._begin_request("HEAD", source) as connection:
-            connection.endheaders()
-            with connection.getresponse() as answer:
-                _require_status(source, answer, (200, 204))
-                said = answer.getheader(_OFFSET, "")
+        with self._request("HEAD", source) as answer:
+            _require_status(source, answer, (200, 204))
+            said = answer.getheader(_OFFSET, "")
         if not (said.isascii() and said.isdigit() and int(said) <= ref.size):
-            raise BlobLocationError(f"{source.origin} does not say how far the upload came", later=False)
+            raise BlobLocationError(f"{source.origin} does not say how far the upload came")
         return int(said)
 
     def send_request(self, method: str, source: BlobLocation) -> tuple[int, str]:
-        """Return the status and date of a location's answer to a request without a body.
-
-        Raises:
-            BlobLocationError: If the location does not answer.
-        """
+        """Return the status and date of a location's answer to a request without a body."""
         found: list[tuple[int, str]] = []
 
         def attempt(source: BlobLocation) -> None:
-            with self._begin_request(method, source) as connection:
-                connection.endheaders()
-                with connection.getresponse() as answer:
-                    found.append((answer.status, answer.getheader("Date", "")))
+            with self._request(method, source) as answer:
+                found.append((answer.status, answer.getheader("Date", "")))
 
         self._try_locations((source,), attempt, lambda source: 0)
         return found[0]
@@ -262,12 +213,8 @@ class HttpClient:
         raise BlobLocationError("; ".join(map(str, failures)), later=any(each.later for each in failures))
 
     def _attempt_with_retries(
-        self,
-        source: BlobLocation,
-        attempt: Callable[[BlobLocation], None],
-        gained: Callable[[BlobLocation], int],
+        self, source: BlobLocation, attempt: Callable[[BlobLocation], None], gained: Callable[[BlobLocation], int]
     ) -> None:
-        """Call `attempt` until it succeeds, or raise BlobLocationError after failures without progress."""
         misses, begun = 0, gained(source)
         while True:
             before = gained(source)
@@ -289,21 +236,13 @@ def _require_range(source: BlobLocation, answer: http.client.HTTPResponse, due: 
     whole = answer.status == 200 and due == (0, ref.size)
     ranged = answer.getheader("Content-Range", "").replace(" ", "") == f"bytes{due[0]}-{due[1] - 1}/{ref.size}"
     if not whole and not ranged:
-        raise BlobLocationError(
-            f"{source.origin} answers with another range of bytes than it was asked for", later=False
-        )
+        raise BlobLocationError(f"{source.origin} answers with another range of bytes than it was asked for")
     if answer.length != due[1] - due[0]:
-        raise BlobLocationError(
-            f"{source.origin} answers with {answer.length} bytes instead of the range's", later=False
-        )
+        raise BlobLocationError(f"{source.origin} answers with {answer.length} bytes instead of the range's")
 
 
 def read_pieces(file: Any, size: int, take: Callable[[memoryview], None]) -> None:
-    """Read `size` bytes from a socket's buffered file and pass them on in large pieces.
-
-    Raises:
-        OSError: If the bytes do not arrive or arrive too slowly. Bytes that have arrived are passed on first.
-    """
+    """Read from a socket's buffered file and pass large pieces on, also those that arrived before an OSError."""
     buffer, pace = memoryview(bytearray(min(PIECE, size))), MinimumThroughput()
     filled = 0
     try:
@@ -324,11 +263,7 @@ def read_pieces(file: Any, size: int, take: Callable[[memoryview], None]) -> Non
 def send_file(
     sock: socket.socket, file: int, offset: int, size: int, moved: Callable[[int], None] = lambda size: None
 ) -> None:
-    """Send bytes of a file over a socket, by the kernel's `sendfile` unless TLS is used.
-
-    Raises:
-        OSError: If the peer accepts no bytes, or too slowly.
-    """
+    """Send bytes of a file over a socket, by the kernel's `sendfile` unless TLS is used."""
     pace, end = MinimumThroughput(), offset + size
     sealed = isinstance(sock, ssl.SSLSocket)
     with open(file, "rb", buffering=0, closefd=False) as opened:
@@ -352,7 +287,6 @@ def _describe_failure(error: Exception) -> str:
 
 
 def _require_status(source: BlobLocation, answer: http.client.HTTPResponse, statuses: Sequence[int]) -> None:
-    """Raise BlobLocationError for another status, with `later` if the location is only busy."""
     if answer.status not in statuses:
         busy = answer.status in _BUSY
         said = f"{source.origin} refuses ({answer.status} {http.client.responses.get(answer.status, '')})"

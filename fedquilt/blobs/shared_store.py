@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 from fedquilt import wire
-from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.store import BlobStore
 from fedquilt.core import BlobRef
 from fedquilt.host.disk import Place
 
@@ -21,7 +21,6 @@ class SharedBlobStore:
         self._holders[ref.sha256] += 1
 
     def remove_holder(self, sha256: str) -> None:
-        """Remove one holder of a blob, and the blob with its last holder."""
         self._holders[sha256] -= 1
         if not self._holders[sha256]:
             del self._holders[sha256]
@@ -29,10 +28,7 @@ class SharedBlobStore:
 
 
 class SharedBlobView(BlobStore):
-    """View of one simulated device on a shared blob store, which is lost with the process.
-
-    The folder of the device is created on demand, for partial downloads and files stored by `store_file`.
-    """
+    """View of one simulated device on a shared blob store. The device's folder is created on demand."""
 
     def __init__(self, folder: Path, shared: SharedBlobStore) -> None:
         self._shared = shared

@@ -18,7 +18,7 @@ from typing import Final
 from fedquilt import wire
 from fedquilt.blobs import chunks
 from fedquilt.blobs.chunks import MANIFEST
-from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.store import BlobStore
 from fedquilt.core import BlobRef, LinkError, Retry
 
 WINDOW: Final = 8  # chunks in flight at once, for one blob
@@ -39,10 +39,7 @@ class Download:
     """Download of one blob from one peer.
 
     The caller sends the messages of `next_requests`, passes on all arrivals, and writes a chunk if `handle_chunk`
-    returns True. The download ends when `is_complete` is true or `failed` contains a reason.
-
-    Args:
-        chunk: The largest chunk that this side accepts, in bytes.
+    returns True, until `is_complete` is true or `failed` contains a reason.
     """
 
     def __init__(self, ref: BlobRef, chunk: int, now_s: float) -> None:
@@ -50,7 +47,6 @@ class Download:
         self.chunk = chunk
         self.had = bytearray()  # one byte per chunk: 1 if it is written
         self.failed: str | None = None
-        self.duplicates = 0
         self.bad = 0
         self.backoff = 0  # time-outs since the last arrival
         self._missing_chunks = 0
@@ -91,14 +87,11 @@ class Download:
 
     @property
     def due_s(self) -> float:
-        """Time of the next call of `next_requests`."""
         if self.held:
             return math.inf
         if not self._asked:
             return self._hold_s
         return min(min(self._asked.values()) + self.timeout_s, self._progress_s + PATIENCE_S)
-
-    # -- asking --
 
     def next_requests(self, now_s: float, room_bytes: float = math.inf) -> list[wire.ChunkRequest]:
         """Return the messages to send now, for at most `room_bytes` beyond the outstanding ones."""
@@ -158,16 +151,10 @@ class Download:
     def _largest_chunk_bytes(self) -> int:
         return max(1, min(self.chunk, self.ref.size))
 
-    # -- taking --
-
     def handle_manifest(self, manifest: wire.BlobManifest, now_s: float) -> bool:
-        """Process a manifest. Return whether the manifest is new and valid.
-
-        If so, the caller must call `set_stored_chunks`.
-        """
+        """Return whether a manifest is new and valid. The caller must then call `set_stored_chunks`."""
         self._record_arrival(MANIFEST, now_s)
         if self.manifest is not None and manifest.chunk >= self.manifest.chunk:
-            self.duplicates += 1
             return False
         fits = manifest.sha256 == self.ref.sha256 and manifest.size == self.ref.size and manifest.chunk <= self.chunk
         if not fits or len(manifest.digests) != 64 * chunks.chunk_count(manifest):
@@ -189,13 +176,12 @@ class Download:
         self._missing_chunks = self.had.count(0)
 
     def handle_chunk(self, index: int, payload: bytes, now_s: float) -> bool:
-        """Process a chunk. Return whether the caller must write the chunk to disk."""
+        """Return whether the caller must write the chunk to disk."""
         if self.manifest is None or not 0 <= index < len(self.had):
             return False
         self._drop_overtaken_requests(index)
         self._record_arrival(index, now_s)
         if self.had[index]:
-            self.duplicates += 1
             return False
         if not chunks.is_valid_chunk(self.manifest, index, payload):
             self._record_bad_message("chunks that are damaged")
@@ -207,10 +193,6 @@ class Download:
         return True
 
     def handle_missing(self, reason: str, now_s: float) -> None:
-        """Process the peer's report that the blob is unavailable.
-
-        The download fails at the second report, since the first may be a late response to an old request.
-        """
         if now_s < self._hold_s:
             return
         if self._doubted:
@@ -256,8 +238,6 @@ class Download:
         if self._bad_run >= _BAD_IN_A_ROW:
             self.failed = f"the other side sent {self._bad_run} {what}, one after the other"
 
-    # -- interruptions --
-
     def _clear_requests(self) -> None:
         self._asked.clear()
         self._times.clear()
@@ -276,7 +256,6 @@ class Download:
         self._clear_requests()
 
     def resume_requests(self, had: bytes | bytearray | None, now_s: float) -> None:
-        """Send requests again. `had` replaces the stored chunks unless None."""
         self.held = False
         if had is not None:
             self.set_stored_chunks(had)
@@ -297,9 +276,7 @@ class Download:
 
 
 class BlobLocationError(LinkError):
-    """Error of a blob location. `later` is true if a later attempt may succeed."""
-
-    def __init__(self, sentence: str, *, later: bool) -> None:
+    def __init__(self, sentence: str, *, later: bool = False) -> None:
         super().__init__(sentence)
         self.later = later
 
@@ -311,16 +288,11 @@ class ContentError(LinkError): ...
 
 
 class BlobWriter:
-    """Writer of one blob's part, for one transfer. Another thread may close the writer.
+    """Writer of one blob's part, for one transfer.
 
-    A blob that arrives from the first byte to the last is hashed once, on arrival. Chunks that were stored before are
-    hashed at the end. Chunks are compared with the manifest one by one only if the whole blob does not match.
-
-    Args:
-        depot: The blob store with the open part (`BlobStore.open_part`).
-        manifest: The manifest of the blob.
-        had: One byte per chunk, 1 if the chunk is stored and verified.
-        through: Whether to write everything from the first missing chunk on, instead of the missing chunks alone.
+    Another thread may close the writer. A blob that arrives from the first byte to the last is hashed once, on arrival.
+    Chunks are compared with the manifest only if the whole blob does not match. With `through`, everything from the
+    first missing chunk on is written.
     """
 
     def __init__(
@@ -351,12 +323,7 @@ class BlobWriter:
         return (self.at, self._runs[0][1]) if self._runs else None
 
     def write(self, piece: memoryview, turn: int) -> None:
-        """Write the next bytes of the range that `next_range` returns.
-
-        Raises:
-            WriterClosedError: If the writer was closed or replaced, or the bytes exceed the range.
-            StoreError: If the disk refuses the bytes.
-        """
+        """Write the next bytes of the range that `next_range` returns, or raise WriterClosedError or StoreError."""
         with self._lock:
             self._require_current(turn)
             if not self._runs or self.at + len(piece) > self._runs[0][1]:
@@ -369,13 +336,7 @@ class BlobWriter:
             self._skip_complete_ranges()
 
     def finish(self, turn: int) -> None:
-        """Verify the part and turn it into the blob.
-
-        Raises:
-            ContentError: If the bytes do not match the manifest. `had` then tells which chunks do.
-            WriterClosedError: If the writer was closed or replaced.
-            StoreError: If the disk refuses, or the manifest does not describe this blob.
-        """
+        """Verify the part and turn it into the blob. After a ContentError, `had` tells the matching chunks."""
         with self._lock:
             self._require_current(turn)
             self._open = False
@@ -389,12 +350,6 @@ class BlobWriter:
             self.finished = True
 
     def finish_received(self) -> None:
-        """Turn a part that arrived completely over the link into the blob.
-
-        Raises:
-            WriterClosedError: If the writer was closed.
-            StoreError: If the disk refuses, or the part is not this blob.
-        """
         with self._lock:
             self._require_current(self._turn)
             self._open = False
@@ -402,11 +357,6 @@ class BlobWriter:
             self.finished = True
 
     def close_and_check(self) -> None:
-        """Close the writer and check which chunks are stored.
-
-        Raises:
-            StoreError: If the disk refuses.
-        """
         with self._lock:
             was, self._open = self._open, False
         if was:

@@ -1,1 +1,0 @@
-"""Blob store on a disk."""

@@ -1,1 +1,0 @@
-"""Transfer of blobs over MQTT and HTTP."""

@@ -1,0 +1,269 @@
+"""ONNX files: strict reading and writing of protobuf messages without a library, and the permitted part of the format.
+
+Messages are bytes, memoryviews or mapped files, and are not copied, so that a file of 2 GB needs only the pages of its
+headers. Unknown fields, repeated single fields and unexpected wire types are refused, because other readers may
+interpret them differently. Field numbers are those of onnx.proto (IR version 8 to 14).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias, cast
+
+Kind: TypeAlias = Literal["int", "float", "bytes", "ints", "floats", "doubles", "many"]
+Schema: TypeAlias = Mapping[int, tuple[str, Kind]]
+"""Field number -> name and kind: one whole number, one 32-bit float, one piece of bytes (a text or a message), packed
+or single numbers any number of times (ints: variable length; floats: 4 bytes; doubles: 8), or pieces any number of
+times."""
+Pieces: TypeAlias = Sequence[bytes | memoryview]
+"""Bytes of a message or text, one piece after the other."""
+
+FIELDS_MOST: Final = 1_000_000  # of one file: about a second's work
+_VARINT, _EIGHT, _BYTES, _FOUR = 0, 1, 2, 5
+_WIRES: Final[Mapping[Kind, tuple[int, ...]]] = {
+    "int": (_VARINT,),
+    "float": (_FOUR,),
+    "bytes": (_BYTES,),
+    "ints": (_VARINT, _BYTES),
+    "floats": (_FOUR, _BYTES),
+    "doubles": (_EIGHT, _BYTES),
+    "many": (_BYTES,),
+}
+_ONCE: Final = frozenset({"int", "float", "bytes"})
+
+
+class ProtobufError(ValueError): ...
+
+
+@dataclass
+class ProtobufReader:
+    """Reader of the messages of one file, with a limit on the number of fields in total."""
+
+    fields_most: int = FIELDS_MOST
+
+    def read_message(self, data: memoryview, schema: Schema, what: str) -> dict[str, list[int | memoryview]]:
+        """Return the values of each field by name. Packed numbers remain bytes. Unknown fields are errors."""
+        found: dict[str, list[int | memoryview]] = {}
+        for number, wire, value in self._read_fields(data, what):
+            known = schema.get(number)
+            if known is None:
+                raise ProtobufError(f"{what} has field {number}, which is not expected there")
+            name, kind = known
+            if wire not in _WIRES[kind]:
+                raise ProtobufError(f"{what}: field {name!r} has wire type {wire}")
+            values = found.setdefault(name, [])
+            if values and kind in _ONCE:
+                raise ProtobufError(f"{what} has field {name!r} twice")
+            values.append(value)
+        return found
+
+    def _read_fields(self, data: memoryview, what: str) -> Iterator[tuple[int, int, int | memoryview]]:
+        at, end = 0, len(data)
+        while at < end:
+            self.fields_most -= 1
+            if self.fields_most < 0:
+                raise ProtobufError("more fields than a graph of a network has")
+            tag, at = _read_varint(data, at, what)
+            number, wire = tag >> 3, tag & 7
+            value: int | memoryview
+            if wire == _VARINT:
+                value, at = _read_varint(data, at, what)
+            else:
+                if wire == _BYTES:
+                    size, at = _read_varint(data, at, what)
+                elif wire in (_EIGHT, _FOUR):
+                    size = 8 if wire == _EIGHT else 4
+                else:
+                    raise ProtobufError(f"{what} has wire type {wire}")
+                if size > end - at:
+                    raise ProtobufError(f"{what} is cut short")
+                value, at = data[at : at + size], at + size
+            yield number, wire, value
+
+
+def _read_varint(data: memoryview, at: int, what: str) -> tuple[int, int]:
+    value = shift = 0
+    while at < len(data) and shift < 70:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value & 0xFFFF_FFFF_FFFF_FFFF, at
+        shift += 7
+    raise ProtobufError(f"{what} is cut short")
+
+
+def encode_message(
+    fields: Mapping[str, Sequence[int | memoryview | Pieces]], schema: Schema
+) -> list[bytes | memoryview]:
+    """Return a message in pieces, with fields in the order of the schema and without copying."""
+    found: list[bytes | memoryview] = []
+    for number, (name, kind) in schema.items():
+        if name not in fields:
+            continue
+        if kind not in ("int", "ints", "bytes", "many"):
+            raise ProtobufError(f"{name} is of the kind {kind}, which is not written")
+        for value in fields[name]:
+            if isinstance(value, int):
+                found.append(_encode_varint(number << 3 | _VARINT) + _encode_varint(value))
+                continue
+            pieces = [value] if isinstance(value, memoryview) else value
+            found.append(_encode_varint(number << 3 | _BYTES) + _encode_varint(sum(len(piece) for piece in pieces)))
+            found += pieces
+    return found
+
+
+def _encode_varint(value: int) -> bytes:
+    found = bytearray()
+    while value > 0x7F:
+        found.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes((*found, value))
+
+
+def to_signed(value: int | memoryview) -> int:
+    if not isinstance(value, int):
+        raise ProtobufError("bytes where a number is expected")
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def decode_ints(values: list[int | memoryview], most: int, what: str) -> list[int]:
+    found: list[int] = []
+    for value in values:
+        if isinstance(value, int):
+            found.append(to_signed(value))
+        else:
+            at = 0
+            while at < len(value) and len(found) <= most:
+                number, at = _read_varint(value, at, what)
+                found.append(to_signed(number))
+        if len(found) > most:
+            raise ProtobufError(f"{what} has more than {most} numbers")
+    return found
+
+
+def decode_text(values: list[int | memoryview] | None, most: int, what: str) -> str:
+    """Return a field of kind "bytes" as text, or "" if absent."""
+    if not values:
+        return ""
+    (value,) = values
+    if isinstance(value, int) or len(value) > most:
+        raise ProtobufError(f"{what} is a text of more than {most} bytes")
+    try:
+        return bytes(value).decode()
+    except UnicodeDecodeError:
+        raise ProtobufError(f"{what} is not Unicode") from None
+
+
+_MATHS = """Abs Acos Acosh Add And Asin Asinh Atan Atanh BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Cast
+    CastLike Ceil Celu Clip Cos Cosh CumSum Div Elu Equal Erf Exp Floor Gelu Greater GreaterOrEqual HardSigmoid
+    HardSwish Hardmax IsInf IsNaN LeakyRelu Less LessOrEqual Log LogSoftmax Max Mean Min Mish Mod Mul Neg Not Or PRelu
+    Pow Reciprocal Relu Round Selu Shrink Sigmoid Sign Sin Sinh Softmax Softplus Softsign Sqrt Sub Sum Swish Tan Tanh
+    ThresholdedRelu Where Xor"""
+_LAYERS = """AveragePool BatchNormalization Conv ConvTranspose DeformConv Dropout Einsum GRU Gemm GlobalAveragePool
+    GlobalLpPool GlobalMaxPool GridSample GroupNormalization InstanceNormalization LRN LSTM LayerNormalization
+    LpNormalization LpPool MatMul MaxPool MeanVarianceNormalization RMSNormalization RNN RoiAlign"""
+_SHAPES = """ArgMax ArgMin Compress Concat Constant ConstantOfShape DepthToSpace Expand EyeLike Flatten Gather
+    GatherElements GatherND Identity If NonZero OneHot Pad Range Reshape Resize ReverseSequence ScatterElements
+    ScatterND Shape Size Slice SpaceToDepth Split Squeeze Tile TopK Transpose Trilu Unsqueeze Upsample"""
+_REDUCTIONS = """ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum
+    ReduceSumSquare"""
+_EIGHT_BITS = """ConvInteger DequantizeLinear DynamicQuantizeLinear MatMulInteger QLinearConv QLinearMatMul
+    QuantizeLinear"""
+_RUNTIMES_OWN = """QGemm QLinearAdd QLinearAveragePool QLinearConcat QLinearGlobalAveragePool QLinearLeakyRelu
+    QLinearMul QLinearSigmoid QLinearSoftmax QLinearWhere"""
+
+OPERATORS: Final[Mapping[str, frozenset[str]]] = {
+    "": frozenset(" ".join((_MATHS, _LAYERS, _SHAPES, _REDUCTIONS, _EIGHT_BITS)).split()),
+    "com.microsoft": frozenset(_RUNTIMES_OWN.split()),  # what ONNX Runtime's quantization writes
+}
+"""Domain -> operators that a graph may call. The default domain's other name, "ai.onnx", is taken as it."""
+
+
+def _schema(*fields: str) -> Schema:
+    """Return a schema from fields as "1 key bytes": number, name and kind."""
+    rows = (field.split() for field in ", ".join(fields).split(", "))
+    return {int(number): (name, cast(Kind, kind)) for number, name, kind in rows}
+
+
+ENTRY: Final = _schema("1 key bytes, 2 value bytes")
+OPSET: Final = _schema("1 domain bytes, 2 version int")
+MODEL: Final = _schema(
+    "1 ir_version int, 2 producer_name bytes, 3 producer_version bytes, 4 domain bytes, 5 model_version int",
+    "6 doc_string bytes, 7 graph bytes, 8 opset_import many, 14 metadata_props many, 20 training_info many",
+    "25 functions many",
+)
+GRAPH: Final = _schema(
+    "1 node many, 2 name bytes, 5 initializer many, 10 doc_string bytes, 11 input many, 12 output many",
+    "13 value_info many, 14 quantization_annotation many, 15 sparse_initializer many, 16 metadata_props many",
+)
+NODE: Final = _schema(
+    "1 input many, 2 output many, 3 name bytes, 4 op_type bytes, 5 attribute many, 6 doc_string bytes",
+    "7 domain bytes, 9 metadata_props many",
+)
+ATTRIBUTE: Final = _schema(
+    "1 name bytes, 2 f float, 3 i int, 4 s bytes, 5 t bytes, 6 g bytes, 7 floats floats, 8 ints ints",
+    "9 strings many, 10 tensors many, 11 graphs many, 13 doc_string bytes, 20 type int",
+)
+TENSOR: Final = _schema(
+    "1 dims ints, 2 data_type int, 4 float_data floats, 5 int32_data ints, 6 string_data many",
+    "7 int64_data ints, 8 name bytes, 9 raw_data bytes, 10 double_data doubles, 11 uint64_data ints",
+    "12 doc_string bytes, 13 external_data many, 14 data_location int, 16 metadata_props many",
+)
+VALUE: Final = _schema("1 name bytes, 2 type bytes, 3 doc_string bytes, 4 metadata_props many")
+TYPE: Final = _schema(
+    "1 tensor_type bytes, 4 sequence_type bytes, 5 map_type bytes, 6 denotation bytes",
+    "8 sparse_tensor_type bytes, 9 optional_type bytes",
+)
+TENSOR_TYPE: Final = _schema("1 elem_type int, 2 shape bytes")
+SHAPE: Final = _schema("1 dim many")
+DIM: Final = _schema("1 dim_value int, 2 dim_param bytes, 3 denotation bytes")
+
+_TENSORS: Final = "export a network that takes and gives tensors of numbers alone"
+UNUSED: Final[Mapping[str, str]] = {
+    "functions": "inline them, `onnx.inliner.inline_local_functions` does",
+    "training_info": "export the network for inference",
+    "sparse_initializer": "export dense weights",
+    "string_data": _TENSORS,
+    "tensors": _TENSORS,
+    "graphs": _TENSORS,
+    "sequence_type": _TENSORS,
+    "map_type": _TENSORS,
+    "sparse_tensor_type": _TENSORS,
+    "optional_type": _TENSORS,
+}
+"""Field that no graph may have -> how to do without."""
+
+Versions: TypeAlias = tuple[int, int]
+"""Opset and IR version of a graph."""
+
+RUNTIMES: Final[Mapping[tuple[int, int], Versions]] = {
+    (1, 19): (21, 10),
+    (1, 21): (22, 10),
+    (1, 23): (23, 11),
+    (1, 24): (25, 13),
+    (1, 25): (26, 13),
+    (1, 32): (28, 14),
+}
+"""Release of ONNX Runtime -> greatest opset and IR version that it and later ones load. The last one is the newest."""
+
+
+def explain_unsupported(graph: Versions, libraries: Mapping[str, str]) -> str:
+    """Return why a device's ONNX Runtime cannot load a graph, or "" if it can or is unknown."""
+    found = {}
+    for name in ("onnxruntime", "onnxruntime-gpu"):
+        if numbers := re.match(r"(\d{1,4})\.(\d{1,4})", libraries.get(name, "")):
+            found[int(numbers[1]), int(numbers[2])] = f"{name} {libraries[name][:20]}"
+    release = max(found, default=(0, 0))  # with both installed, the device may use the newer one
+    if not min(RUNTIMES) <= release <= max(RUNTIMES):
+        return ""
+    opset, ir_version = RUNTIMES[max(row for row in RUNTIMES if row <= release)]
+    if graph[0] <= opset and graph[1] <= ir_version:
+        return ""
+    return (
+        f"{found[release]} loads opset {opset} and IR version {ir_version} at most, and the model has opset {graph[0]} "
+        f"and IR version {graph[1]}: export it with opset_version={min(graph[0], opset)} and that IR version, or "
+        "install a newer ONNX Runtime there"
+    )
