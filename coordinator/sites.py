@@ -40,7 +40,7 @@ from fedquilt.core import (
     UpdateError,
     UpdateSchema,
 )
-from fedquilt.core.site_rights import has_site_bundles
+from fedquilt.core.messages import has_site_bundles
 
 STATE: Final = "state"  # bundle of a site's task
 NOTHING: Final = np.zeros(0, np.uint8)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from fedquilt.cli import bench
+from fedquilt.cli.lab import BENCH_OPTIONS
 from tests.rehearsal import __main__ as rehearsal
 
 ROOT: Final = Path(__file__).resolve().parents[1]  # of the checkout
@@ -32,7 +32,7 @@ SEEDS: Final = "0-99999"  # that `python -m tests.faults` plays
 KILLS: Final = "200"
 INPUTS: Final = "10000000"  # of `tests/fuzz.py`
 FLOODS: Final = ("15", "100", "1000")  # messages a second: not much more than a board may send, and far more
-BENCHES: Final = tuple(name for name in bench.OPTIONS if name != "sim")  # `lab bench sim` needs data
+BENCHES: Final = tuple(name for name in BENCH_OPTIONS if name != "sim")  # `lab bench sim` needs data
 STORE: Final = ("tests/examples/test_s3_blobs.py", "tests/end_to_end/test_large_by_store.py")
 CONTAINERS: Final = "tests/examples/test_containers.py"
 RAY: Final = tuple(f"tests/tools/simulation/test_ray{name}.py" for name in ("", "_methods", "_client"))

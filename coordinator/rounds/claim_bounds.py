@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload
 from fedquilt.core import EvaluationSums, Profile, SiteRight, TaskKind, Update, UpdateError, evaluation
-from fedquilt.core.site_rights import has_site_bundles
+from fedquilt.core.messages import has_site_bundles
 from fedquilt.metrics import KNOWN, MAIN
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from fedquilt.core import (
     Update,
     UpdateError,
 )
-from fedquilt.core.site_rights import has_site_bundles
+from fedquilt.core.messages import has_site_bundles
 from fedquilt.host import process_memory
 
 READ_BYTES: Final = 32 << 20  # updates of a round that stay in memory after their examination, for the commit

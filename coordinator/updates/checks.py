@@ -15,7 +15,7 @@ import numpy as np
 from fedquilt import compression
 from fedquilt.arrays import tensors
 from fedquilt.core import Encoding, Update, UpdateError, UpdateSchema
-from fedquilt.core.site_rights import has_site_bundles
+from fedquilt.core.messages import has_site_bundles
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from fedquilt import compression, methods
 from fedquilt.arrays import tensors
 from fedquilt.coordinator.updates import checks
 from fedquilt.core import BlobRef, Encoding, Update, UpdateError, UpdateSchema, Usage
-from fedquilt.testing import scenarios
+from fedquilt.testing import toy_networks
 
 UNFORESEEN = {"afl", "fedstitch", "genefl"}  # they do not say beforehand what their devices send
 MODEL = {"w": np.arange(6000, dtype=np.float32).reshape(60, 100), "n": np.array(3), "b": np.zeros(9, np.float32)}
@@ -32,9 +32,9 @@ def update(given: dict[str, Any], **changes: Any) -> Update:
 @pytest.mark.parametrize("name", methods.builtin_names())
 def test_what_a_methods_devices_send_fits_what_it_expects(name):
     try:
-        _, _, folded, _ = scenarios.record_run(name)
-        mixed = scenarios.record_run(name + scenarios.MIXED)[2] if scenarios.depends_on_memory(name) else []
-    except scenarios.CheckSkipped as skipped:
+        _, _, folded, _ = toy_networks.record_run(name)
+        mixed = toy_networks.record_run(name + toy_networks.MIXED)[2] if toy_networks.depends_on_memory(name) else []
+    except toy_networks.CheckSkipped as skipped:
         pytest.skip(str(skipped))
     method, known = methods.load(name), 0
     for state, given in [*folded, *mixed]:

@@ -156,7 +156,7 @@ def test_a_version_that_cannot_start_is_returned_from_and_the_rollout_ends(
         units.start(table, broker.url)
     processes.start("coordinator", tmp_path / "serve.log", "serve", "--home", str(home), "--broker", broker.url)
     until(lambda: len(versions(home)) == 2, "both boards are online", told=units.said)
-    broken = upgrades.wheel(tmp_path / "house", changes={"fedquilt/cli/agent_process.py": upgrades.cannot_start})
+    broken = upgrades.wheel(tmp_path / "house", changes={"fedquilt/cli/entry.py": upgrades.cannot_start})
     file = upgrades.pack(tmp_path / "agents.tar", [broken])
     order("rollout", "agent", str(file), "--home", str(home), "--phases", "50%", "100", "--soak", "1s")
     until(lambda: status(home) in ("done", "aborted"), "the upgrade is over", told=units.said)

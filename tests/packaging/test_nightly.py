@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import nightly
-from fedquilt.cli import bench
+from fedquilt.cli.lab import BENCH_OPTIONS
 from nightly import Stage
 from tests.rehearsal import host
 
@@ -25,7 +25,7 @@ def python(code: str) -> tuple[str, ...]:
 
 def test_there_is_a_stage_for_each_bench_and_python() -> None:
     found = {stage.name: stage for stage in nightly.stages()}
-    assert {name for name in found if name.startswith("bench-")} == {f"bench-{name}" for name in bench.OPTIONS}
+    assert {name for name in found if name.startswith("bench-")} == {f"bench-{name}" for name in BENCH_OPTIONS}
     assert {"faults", "matrix", "rehearsal", "containers"} <= found.keys()
     assert {"python-3.10", "python-3.12", "python-3.13"} <= found.keys()
     assert {"onnxruntime-1.19.2", "onnxruntime-1.23.2", "s3", "ray", "first-results"} <= found.keys()

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import fedquilt as fq
-from fedquilt.api import progress_display
 from fedquilt.api import run as runs
+from fedquilt.api import simulation
 from fedquilt.cli import main
 from fedquilt.coordinator.rounds.events import CohortSelected, RoundCommitted, UpdateAccepted
 from fedquilt.coordinator.storage.store import AWAY_S, Store
@@ -242,4 +242,4 @@ def test_a_notebook_updates_one_output(job, monkeypatch):
     assert len(shown) == 2
     assert "round 1 of 1, accuracy" in shown[-1]
     sys.modules["IPython"].get_ipython = lambda: object()
-    assert type(progress_display.make_display(None)) is progress_display.Display
+    assert type(simulation.make_display(None)) is simulation.Display

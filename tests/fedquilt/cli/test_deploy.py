@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from fedquilt import methods
 from fedquilt.arrays import tensors
 from fedquilt.blobs import chunks
-from fedquilt.cli import main, rollout_options
+from fedquilt.cli import main, rollout
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.fleet.device_status import DeviceStatus
 from fedquilt.coordinator.fleet.telemetry_store import TelemetryStore
@@ -251,9 +251,9 @@ def test_a_number_that_is_none_is_named(home, capsys, words, said):
 
 
 def test_shares_points_and_sizes_are_read():
-    assert [rollout_options.parse_size(each) for each in ("500MB", "1.5GiB")] == [500_000_000, 3 << 29]
-    assert [rollout_options.parse_share(each) for each in ("5%", "5", "0.5%", "100%")] == [0.05, 0.05, 0.005, 1.0]
-    assert [rollout_options.parse_points(each) for each in ("-0.5pt", "1pt", "-2%")] == [-0.005, 0.01, -0.02]
+    assert [rollout.parse_size(each) for each in ("500MB", "1.5GiB")] == [500_000_000, 3 << 29]
+    assert [rollout.parse_share(each) for each in ("5%", "5", "0.5%", "100%")] == [0.05, 0.05, 0.005, 1.0]
+    assert [rollout.parse_points(each) for each in ("-0.5pt", "1pt", "-2%")] == [-0.005, 0.01, -0.02]
 
 
 def test_rollouts_are_listed_and_told(home, capsys):

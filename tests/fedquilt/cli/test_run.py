@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 import pytest
 
-from fedquilt.cli import home_access, main, options
+from fedquilt.cli import jobs, main, options
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.limits import CoordinatorLimits
 from fedquilt.coordinator.storage.store import AWAY_S, InactiveRunError, Store
@@ -83,7 +83,7 @@ def test_a_coordinator_that_ends_over_a_job_is_not_replaced_by_the_command_that_
 
         command = click.Context(click.Command("run"), obj=0)
         with command, pytest.raises(InactiveRunError, match="no coordinator serves"):
-            home_access.run_to_end(tmp_path, nowhere, options.BlobOptions(None, None, None), store, submit)
+            jobs.run_to_end(tmp_path, nowhere, options.BlobOptions(None, None, None), store, submit)
 
 
 def test_a_run_that_nobody_serves_is_carried_out_by_the_command_itself(tmp_path, run, capsys):

@@ -61,10 +61,10 @@ def test_a_second_time_changes_no_job_and_another_label_needs_force(capsys):
 
 @pytest.mark.parametrize("verb", ["simulate", "run"])
 def test_a_job_is_prepared_when_it_has_changed(capsys, monkeypatch, verb):
-    from fedquilt.cli import home_access
+    from fedquilt.cli import jobs
     from fedquilt.tools.simulation import agents
 
-    monkeypatch.setattr(home_access, "run_to_end", lambda *given: 0)
+    monkeypatch.setattr(jobs, "run_to_end", lambda *given: 0)
     monkeypatch.setattr(agents, "run_fleet_virtually", lambda plan, **options: ("", "done"))
     run(capsys, "init", "--data", "flowers.csv", "--label", "kind")
     assert "job.bundle: 2 files" in run(capsys, verb, "job.toml")
