@@ -33,7 +33,7 @@ KILLS: Final = "200"
 INPUTS: Final = "10000000"  # of `tests/fuzz.py`
 FLOODS: Final = ("15", "100", "1000")  # messages a second: not much more than a board may send, and far more
 BENCHES: Final = tuple(name for name in BENCH_OPTIONS if name != "sim")  # `lab bench sim` needs data
-STORE: Final = ("tests/examples/test_s3_blobs.py", "tests/end_to_end/test_large_by_store.py")
+STORE: Final = ("tests/examples/test_s3_blobs.py",)
 CONTAINERS: Final = "tests/examples/test_containers.py"
 RAY: Final = tuple(f"tests/tools/simulation/test_ray{name}.py" for name in ("", "_methods", "_client"))
 PYTHONS: Final = ("3.10", "3.12", "3.13")  # beside the one that `make test` runs on
@@ -114,11 +114,6 @@ def stages(data: Path | None = None, *, python: str = sys.executable) -> list[St
             "what a flood of an enrolled board costs a coordinator: memory, and processor time a minute",
             tuple((python, "tests/hostile_board.py", "--seconds", "60", "--rate", rate) for rate in FLOODS),
             without,
-        ),
-        Stage(
-            "signed-bytes",
-            "what signatures add to the bytes of a fleet",
-            ((python, "tests/signed_bytes.py"),),
         ),
         Stage(
             "matrix",
@@ -210,7 +205,7 @@ def with_a_store(find: Callable[[str], str | None] | None = None) -> Stage:
     """Blobs by a server that speaks S3, which the other tests do without: its package takes 147 MB."""
     return _apart(
         "s3",
-        "models and updates by an S3-compatible store, large ones in turn among kills",
+        "models and updates by an S3-compatible store",
         (find or interpreter)(PYTHONS[0]),
         PYTHONS[0],
         ("moto[server]",),

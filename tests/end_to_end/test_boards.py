@@ -1,4 +1,4 @@
-"""Every known board's agent as an ordinary user's process: debugfs shut, a real broker, a round, kill -9 and back.
+"""Agents of four boards as an ordinary user's processes: debugfs shut, a real broker, a round, kill -9 and back.
 
 The smaller form of `tests/rehearsal`: no systemd, and trees of files in place of the kernels'.
 """
@@ -33,7 +33,7 @@ from fedquilt.testing.boards import write_fake_board
 from fedquilt.tools.broker import EmbeddedBroker
 from fedquilt.tools.simulation import agents
 
-EVERY = [(board, jetpack) for board, layout in BOARDS.items() for jetpack in layout.jetpacks]
+EVERY = [("jetson-nano", 4), ("jetson-tx2", 4), ("jetson-xavier-nx", 5), ("jetson-orin-nx", 6)]
 HELPED = ("jetson-tx2-4", "jetson-orin-nx-6")  # beside them a clock helper runs, as root where the suite does
 VICTIM = "jetson-orin-nx-6"
 DIGITS = Path(agents.__file__).parents[1] / "lab" / "demo" / "digits.npz"

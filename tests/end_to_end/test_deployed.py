@@ -115,14 +115,6 @@ def test_a_better_model_is_kept_and_taken_back_and_a_worse_one_refused(fleet: Fl
     assert len((fleet.user.home / "hooked").read_text().splitlines()) == 3
 
 
-def test_a_budget_that_was_set_from_afar_holds_for_checks_of_models_too(fleet: Fleet) -> None:
-    """The budget in agent.toml would be enough."""
-    fleet.command("rollout", "settings", "budget=20MB", "--soak", "1s")
-    fleet.until("committed")
-    fleet.deploy("first", network())
-    assert "the budget is 20 MB" in fleet.until("refused").reason
-
-
 def test_an_agent_that_is_killed_in_each_phase_goes_on_by_itself(fleet: Fleet) -> None:
     """SIGKILL comes as soon as the agent tells of a phase; `current` leads to a whole model after each."""
     first, second = network(), network(gain=2)

@@ -1,56 +1,18 @@
-"""Coordinator, agents and Mosquitto as processes of their own, killed with SIGKILL in the middle of a round."""
+"""Coordinator, agents and Mosquitto as processes of their own, over TLS. `test_kills.py` kills them."""
 
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from processes import Processes, answers, calm_states, facts, make_job
-from waiting import LIMIT_S, until
+from processes import Processes, facts, make_job
+from waiting import LIMIT_S
 
-from fedquilt.coordinator.rounds.events import CohortSelected, JobEnded, RoundCommitted, TaskDeclined, UpdateAccepted
-
-
-def test_killing_each_side_and_the_broker_mid_round_changes_no_bit_of_the_result(
-    tmp_path: Path, mosquitto: Callable[..., Any], processes: Processes
-) -> None:
-    """The coordinator, an agent and Mosquitto die by SIGKILL in different rounds; the state is virtual time's."""
-    plan = make_job(tmp_path, min_devices=3)  # else a round would go on without a device that is away for 5 s
-    broker, home = mosquitto(), tmp_path / "runs"
-    run = ("run", str(tmp_path / "job.toml"), "--home", str(home), "--broker", broker.url)
-    agents = processes.start_agents(tmp_path, plan.make_agent_tables(), broker.url)
-    processes.start("coordinator", tmp_path / "run.log", *run)
-
-    until(lambda: any(isinstance(fact, CohortSelected) for fact in facts(home)), "the beginning of round 0")
-    held = processes.running[sorted(agents)[-1]]
-    held.send_signal(signal.SIGSTOP)  # so that the round cannot be over before somebody looks
-    until(lambda: 1 <= answers(home, 0) < 3, "one or two answers in round 0")
-    processes.kill("coordinator")
-    processes.start("coordinator", tmp_path / "run.log", *run)
-    held.send_signal(signal.SIGCONT)
-    until(lambda: answers(home, 0) == 3, "round 0 complete after the coordinator came back")
-
-    victim = sorted(agents)[0]
-    until(lambda: answers(home, 1) >= 1, "an answer in round 1")
-    processes.kill(victim)
-    processes.start(victim, tmp_path / "agents.log", *agents[victim])
-    until(lambda: answers(home, 1) == 3, "round 1 complete after the agent came back")
-
-    until(lambda: answers(home, 2) >= 1, "an answer in round 2")
-    broker.kill()
-    broker.restart()
-    until(lambda: any(isinstance(fact, JobEnded) for fact in facts(home)), "the end of the job")
-    assert processes.running["coordinator"].wait(timeout=LIMIT_S) == 0, (tmp_path / "run.log").read_text()
-
-    found = facts(home)
-    counted = [(fact.round, fact.update.device) for fact in found if isinstance(fact, UpdateAccepted)]
-    assert len(counted) == len(set(counted)) == 4 * 3  # three rounds and the closing evaluation
-    assert [fact.state for fact in found if isinstance(fact, RoundCommitted)] == calm_states(plan)
+from fedquilt.coordinator.rounds.events import TaskDeclined
 
 
 def test_over_tls_with_certificates_and_access_rules_a_federation_runs(

@@ -38,7 +38,7 @@ def commanded(job: fq.Job, folder: Path) -> fq.Run:
     return fq.Run.open(folder / "fleet", "job")
 
 
-@pytest.mark.parametrize("changes", [{}, {"wire": {"codec": "int8"}}, {"method": "scaffold"}, {"check": {"every": 1}}])
+@pytest.mark.parametrize("changes", [{"wire": {"codec": "int8"}}, {"method": "scaffold", "check": {"every": 1}}])
 def test_values_are_the_commands_to_the_bit(job, changes, tmp_path):
     job = job.replace(**changes)
     wanted = commanded(job, tmp_path)
@@ -101,9 +101,7 @@ def test_an_interrupted_run_goes_on_in_its_home(job, home, tmp_path):
 def test_a_callback_receives_every_round_once(job, check):
     rows = []
     run = fq.simulate(job.replace(check=check), on_round=rows.append)
-    assert rows == [*run.rounds()]
-    assert rows == list(run.follow())
-    assert None not in run.rounds()["accuracy"]
+    assert rows == [*run.rounds()] == list(run.follow())
 
 
 def test_a_callback_that_fails_is_logged_and_the_run_goes_on(job, caplog):
@@ -179,13 +177,9 @@ def test_the_command_does_not_resume_what_python_began(job, home, capsys):
     ("changes", "kind", "said"),
     [
         ({"data": {}}, fq.JobError, r"needs the job's data, as in fq\.Job"),
-        ({"data": {"path": "/none.npz"}}, fq.DataError, "none.npz"),
-        ({"model": {}}, fq.JobError, r"neither \[model\] nor \[\[donors\]\]"),
         ({"model": {"name": "mpl"}}, fq.ModelError, "network 'mpl' is unknown"),
         ({"model": fq.models.mlp(63, [8], 10)}, fq.DataError, "64"),
-        ({"fleet": {"boards": ["jetson-nan"]}}, fq.JobError, "jetson-nan"),
         ({"fleet": {"budgets": ["1XB"]}}, fq.JobError, r"\[fleet\]: .*1XB"),
-        ({"method": "fedstitch"}, fq.FedquiltError, "donors"),
     ],
 )
 def test_what_cannot_be_run_is_said_before_a_run_is_begun(job, home, changes, kind, said):
