@@ -40,16 +40,7 @@ GROUPS: Final[dict[Kind, str]] = {
     "engine": "fedquilt.engines",
     "blobs": "fedquilt.blobs",
 }
-CALLED: Final[dict[Kind, str]] = {
-    "method": "method",
-    "network": "network",
-    "data": "data set",
-    "loss": "loss",
-    "transform": "transform",
-    "meter": "meter",
-    "engine": "engine",
-    "blobs": "blob backend",
-}
+CALLED: Final[dict[Kind, str]] = {**{kind: kind for kind in GROUPS}, "data": "data set", "blobs": "blob backend"}
 OWNERS: Final = ("data", "meter")  # kinds that no message names, only agent.toml
 TARGET: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:name
 NAMED: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")  # possible names of entry points

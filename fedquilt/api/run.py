@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -322,10 +321,8 @@ class Run:
         reached = f", {metric.title} {metrics.format_value(metric, known[-1], 1)}" if known else ""
         return f"<Run {self.id}: {self.status}, {len(table)} rounds{reached}>"
 
-    @contextmanager
-    def _open_store(self) -> Iterator[Store]:
-        with open_store(self.home, durable=False) as store:
-            yield store
+    def _open_store(self) -> Store:
+        return open_store(self.home, durable=False)
 
     def _read_row(self) -> StoredJob:
         with self._open_store() as store:

@@ -135,7 +135,7 @@ class _BaseCommand(click.Command):
 class Command(_BaseCommand):
     def __init__(self, *args: Any, **attributes: Any) -> None:
         super().__init__(*args, **attributes)
-        self.params.append(_verbose_option(expose_value=False, callback=_raise_verbosity))
+        self.params.append(_verbose_option())
 
 
 class CommandGroup(_BaseCommand, click.Group):
@@ -219,10 +219,6 @@ class RootCommand(CommandGroup):
 
 
 def verb(**attributes: Any) -> Callable[[Callable[..., Any]], Command]:
-    """Return a decorator that makes a function a verb, with its docstring as the help.
-
-    The function gets each argument and option by name, and returns the exit code, or None for 0.
-    """
     return click.command(cls=Command, **attributes)
 
 
@@ -241,8 +237,7 @@ def argument(name: str, text: str = "", **attributes: Any) -> Callable[[F], F]:
 
 
 def verbosity() -> int:
-    count: int = click.get_current_context().find_root().obj
-    return count
+    return click.get_current_context().find_root().obj or 0
 
 
 def explain_usage_error(error: click.UsageError) -> str:
@@ -256,32 +251,27 @@ def explain_usage_error(error: click.UsageError) -> str:
     return f"{said} (`{context.command_path} --help`)" if context is not None else said
 
 
-def _verbose_option(**attributes: Any) -> Option:
-    return Option(["-v", "--verbose"], count=True, help="Log more; given twice, log everything.", **attributes)
+def _verbose_option() -> Option:
+    help = "Log more; given twice, log everything."
+    return Option(["-v", "--verbose"], count=True, help=help, expose_value=False, callback=_raise_verbosity)
 
 
 def _raise_verbosity(context: click.Context, parameter: click.Parameter, count: int) -> None:
     if count:
-        import logging
+        import logging  # here, as `fedquilt --help` does not log
 
         root = context.find_root()
         root.obj = (root.obj or 0) + count
-        logging.getLogger().setLevel(_log_level(root.obj))
-
-
-def _log_level(verbose: int) -> str:
-    return "DEBUG" if verbose > 1 else "INFO" if verbose else "WARNING"
+        logging.getLogger().setLevel("DEBUG" if root.obj > 1 else "INFO")
 
 
 @click.group(cls=RootCommand, epilog=EPILOG, params=[_verbose_option()])
 @click.version_option(__version__, prog_name="fedquilt", message="%(prog)s %(version)s")
-@click.pass_context
-def root_command(context: click.Context, verbose: int) -> None:
+def root_command() -> None:
     """Run federated learning on edge devices."""
-    import logging  # here, as `fedquilt --help` does not log
+    import logging
 
     from fedquilt.console import progress
     from fedquilt.host import logs
 
-    context.obj = verbose
-    logging.basicConfig(level=_log_level(verbose), format=logs.PLAIN, handlers=[progress.LogHandler()])
+    logging.basicConfig(format=logs.PLAIN, handlers=[progress.LogHandler()])

@@ -34,10 +34,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code, as listed by `fedquilt --help`.
-
-    Raises:
-        SystemExit: If the command line asks for --help or --version (code 0), or is wrong (code 2).
-        KeyboardInterrupt: If the user presses Ctrl-C.
     """
     for name, value in threads.QUIET.items():
         os.environ.setdefault(name, value)  # before a verb imports numpy
@@ -88,10 +84,6 @@ def run_agent(settings: Path, *, verbose: bool = False, json_logs: bool = False)
     """Run the agent of a device until SIGTERM or SIGINT.
 
     It runs without click, and without modules that an idle agent does not use.
-
-    Raises:
-        JobError: If a setting is unusable or another agent runs in the same home.
-        StoreError: If the home cannot be read or written.
     """
     import logging
 
@@ -112,7 +104,6 @@ def run_agent(settings: Path, *, verbose: bool = False, json_logs: bool = False)
 
 
 def _require_unicode(words: Sequence[str]) -> None:
-    """Raise JobError if an argument or the current folder cannot be stored as UTF-8."""
     texts = list(words)
     with contextlib.suppress(FileNotFoundError):  # the folder was deleted
         texts.append(os.getcwd())

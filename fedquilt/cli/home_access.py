@@ -34,11 +34,7 @@ def no_runs_message(home: Path) -> str:
 
 
 def load_job(path: Path) -> JobSettings:
-    """Load a job file, and check its [data] and [test] tables too.
-
-    Raises:
-        JobError: If the file cannot be read, is not a job, or has a wrong key or value.
-    """
+    """Load a job file, and check its [data] and [test] tables too."""
     from fedquilt.coordinator import settings
     from fedquilt.data.spec import DataSpec
     from fedquilt.formats import toml

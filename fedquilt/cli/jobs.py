@@ -433,9 +433,6 @@ def run_to_end(
 
     The job runs in this process, or in the coordinator that serves the home. This is decided before `submit`, so that
     the process does not replace a coordinator that fails because of the job.
-
-    Raises:
-        JobError: If blob locations or the home's limits.toml are wrong.
     """
     from fedquilt.coordinator import limits
     from fedquilt.coordinator.views import terminal

@@ -311,12 +311,6 @@ def back(what: str, home: Path) -> None:
 
 
 def submit_rollout(store: Store, plan: RolloutPlan, payload: bytes | None, what: str, home: Path) -> None:
-    """Queue a rollout, and print its id and what it waits for.
-
-    Raises:
-        JobError: If the plan is impossible, or another rollout of its kind is in progress.
-        StoreError: If the home cannot be written.
-    """
     from fedquilt.coordinator import control_requests
     from fedquilt.coordinator.views import rollouts as view
 

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import click
@@ -12,8 +13,8 @@ from fedquilt.cli import commands, reference
 DOCS = Path(__file__).parents[2] / "docs"
 
 
+@cache
 def leaves() -> dict[str, click.Command]:
-    """Every command by its words."""
     found: dict[str, click.Command] = {}
 
     def add(family: click.Group, words: str) -> None:

@@ -116,8 +116,6 @@ def test_a_network_and_a_data_set_of_ones_own(shell):
 
 
 class Fleet:
-    """The commands of the tutorials on three devices, at free ports."""
-
     def __init__(self, shell: documents.Shell) -> None:
         self.shell = shell
         with socket.socket() as one, socket.socket() as other:
@@ -130,7 +128,6 @@ class Fleet:
         return re.sub("8883|8884", lambda found: self.ports[found[0]], text)
 
     def run(self, typed: str) -> str:
-        """Run a command to its end, or start a server and wait until it can be used."""
         if not typed.startswith(SERVERS):
             return self.shell.run(self.use_free_ports(typed))
         if typed.startswith("mosquitto "):
@@ -193,6 +190,11 @@ def test_three_devices_with_tls_and_a_rollout(shell):
     assert "done" in printed
     assert "signed" in shell.log()
     assert "unsigned" not in shell.log()
+    kept = [
+        path for name in COLOURS for path in Path(agents.load_settings(shell.folder / f"{name}.toml").home).rglob("*")
+    ]
+    assert any(path.parent.name == "blobs" for path in kept)
+    assert [path for path in kept if path.stat().st_mode & 0o077] == []
     assert again == run
     starts = [typed for typed in begin if typed.startswith("fedquilt agent ")]
     fleet.stop_agents()  # so that the run cannot end before it is stopped

@@ -22,7 +22,6 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def blocks(page: str, language: str = "python") -> list[str]:
-    """The code of a page, in order."""
     return re.findall(rf"```{language}\n(.*?)```", (DOCS / page).read_text(), re.S)
 
 
@@ -38,7 +37,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def prox(folder: Path) -> Method:
-    """FedProx as the page has it."""
     (folder / "prox.py").write_text(blocks("tutorials/method.md")[0])
     return methods.load("prox:METHOD")
 
@@ -74,8 +72,6 @@ def test_the_usb_meter_of_the_page_reads_its_file(folder):
 
 
 class Tasmota(BaseHTTPRequestHandler):
-    """A plug that takes 42.5 W, and answers once it may."""
-
     may = threading.Event()
 
     def do_GET(self) -> None:

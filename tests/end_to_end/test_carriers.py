@@ -64,7 +64,6 @@ def test_a_job_whose_blobs_go_by_http_outlives_a_kill_in_the_middle_of_one(
     happened: list[int] = []
 
     def most(number: int) -> int | None:
-        """The fourth transfer stops in its middle, and somebody is killed."""
         if number == 3:
             happened.append(number)
             return 700_000

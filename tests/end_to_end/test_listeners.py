@@ -185,14 +185,12 @@ def lasting_strict(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
 
 @pytest.fixture
 def patient(lasting_patient: Listener) -> Listener:
-    """A listener that ends nothing by a deadline in the time of a test."""
     lasting_patient.renew()
     return lasting_patient
 
 
 @pytest.fixture
 def strict(lasting_strict: Listener) -> Listener:
-    """A listener with short deadlines."""
     lasting_strict.renew()
     return lasting_strict
 
@@ -201,7 +199,6 @@ def strict(lasting_strict: Listener) -> Listener:
 def flood(
     listener: Listener, count: int, sends: str = "", *, buffer: int | None = None
 ) -> Iterator[list[socket.socket]]:
-    """Connections of one address, as many of `count` as the listener takes."""
     with ExitStack() as stack:
         found = []
         for _ in range(count):

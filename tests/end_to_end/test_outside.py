@@ -31,7 +31,6 @@ CODE = {"method": "outside_fl:METHOD", "network": "outside_fl:network", "data": 
 
 
 def job(names: Mapping[str, str], devices: int = 2, **more: Any) -> dict[str, Any]:
-    """Three rounds."""
     return {
         "name": "outside",
         "method": names["method"],
@@ -46,12 +45,10 @@ def job(names: Mapping[str, str], devices: int = 2, **more: Any) -> dict[str, An
 
 
 def environment(site: Path) -> dict[str, str]:
-    """This process's, with the packages in `site`."""
     return {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
 
 
 def fedquilt(folder: Path, site: Path, *words: str, code: int = 0) -> str:
-    """What a command says; it has to end with `code`."""
     command = [sys.executable, "-c", COMMAND, *words]
     done = subprocess.run(
         command, cwd=folder, env=environment(site), capture_output=True, text=True, timeout=LIMIT_S, check=False
@@ -61,7 +58,6 @@ def fedquilt(folder: Path, site: Path, *words: str, code: int = 0) -> str:
 
 
 def committed(home: Path) -> list[RoundCommitted]:
-    """The rounds of the only run in a home."""
     with Store(home) as store:
         return [
             fact for _, _, fact in store.read_events(store.readable_jobs()[0].id) if isinstance(fact, RoundCommitted)
@@ -89,8 +85,6 @@ def test_they_run_under_fleet_and_compare(tmp_path: Path, names: Mapping[str, st
     assert len(rounds) == 4  # the last one evaluates
     assert main_metric_value(rounds[-1].evaluation) > main_metric_value(rounds[0].evaluation)
     words = ("compare", "job.toml", "--methods", names["method"], "--seeds", "0", "--workers", "1")
-    said = fedquilt(tmp_path, site, *words)
-    assert names["method"] in said
     if names is NAMES:
         text = (site / "outside_fl.py").read_text()
         (site / "outside_fl.py").write_text(text.replace("= 0.7", "= 0.6"))
@@ -98,7 +92,7 @@ def test_they_run_under_fleet_and_compare(tmp_path: Path, names: Mapping[str, st
         assert "package outside-fl 1.0" in said
         assert "`fedquilt prepare`" in said
         fedquilt(tmp_path, site, "prepare", "job.toml")
-        assert "0 of" in (said := fedquilt(tmp_path, site, *words)) or "not used" in said
+    assert names["method"] in fedquilt(tmp_path, site, *words)
 
 
 # -- on boards ------------------------------------------------------------------------------------
@@ -112,7 +106,6 @@ class Agents:
         self.log = user.folder / "agents.log"
 
     def start(self, device: str, site: Path, share: int, **more: Any) -> int:
-        """The id of the process."""
         table = {
             "device": device,
             "home": str(self._user.home / device),
@@ -131,7 +124,6 @@ class Agents:
 
 @pytest.fixture
 def agents(user: User) -> Iterator[Agents]:
-    """Nobody outlives the test."""
     with EmbeddedBroker() as broker:
         yield Agents(user, broker.url)
 

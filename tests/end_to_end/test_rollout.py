@@ -35,8 +35,6 @@ class Model(ToyKind):
 
 
 class Fleet:
-    """Agents with their homes, which are started and ended."""
-
     def __init__(self, ground: Ground, count: int, bad: set[str]) -> None:
         self.ground = ground
         self.models = {f"b-{number:03d}": Model(bad) for number in range(count)}
@@ -46,7 +44,6 @@ class Fleet:
             self.start(name)
 
     def start(self, name: str) -> None:
-        """Start the process of an agent."""
         will = (TOPICS.device_topic(name, "up", "presence"), wire.encode(wire.Presence(online=False, boot="x")))
         self.links[name] = self.ground.broker.connect(will)
         options = AgentSettings(device=name, fleet="f", home=str(self.ground.folder / "agents" / name))
@@ -56,12 +53,10 @@ class Fleet:
         )
 
     def end(self, name: str) -> None:
-        """Kill the process of an agent."""
         self.ground.broker.lose_client(self.links.pop(name))
         del self.agents[name]
 
     def play(self, seconds: float) -> None:
-        """Let virtual time pass in steps of half a second."""
         broker = self.ground.broker
         until = broker.now_s + seconds
         while broker.now_s < until:
@@ -80,7 +75,6 @@ class Fleet:
 
 @pytest.fixture
 def ground(tmp_path: Path) -> Ground:
-    """A home, and a broker in memory."""
     return Ground(tmp_path)
 
 

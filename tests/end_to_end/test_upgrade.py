@@ -27,14 +27,11 @@ LOOP = 'while :; do "$@"; sleep 0.2; done'
 
 
 class Units:
-    """What starts each board's launcher again and again, as its unit does."""
-
     def __init__(self, folder: Path) -> None:
         self.folder, self.log = folder, folder / "agents.log"
         self._running: list[subprocess.Popen[bytes]] = []
 
     def start(self, table: dict[str, Any], url: str) -> None:
-        """Begin with a board."""
         name = str(table["device"])
         path = self.folder / f"{name}.toml"
         told = {**table, "home": str(self.folder / name), "broker": {"url": url}, "upgrade": {"unsigned": True}}
@@ -61,14 +58,12 @@ class Units:
 
 @pytest.fixture
 def units(tmp_path: Path) -> Iterator[Units]:
-    """Nobody outlives the test."""
     made = Units(tmp_path)
     yield made
     made.end()
 
 
 def order(*words: str) -> str:
-    """Carry out a command that has to succeed."""
     command = [sys.executable, "-m", "fedquilt.cli", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

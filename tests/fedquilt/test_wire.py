@@ -11,7 +11,7 @@ from wired import MESSAGES, NUMBERED, SHA
 from fedquilt import wire
 from fedquilt.core import Task, Update, WireError, WireMessage
 
-FUZZ = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+FUZZ = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 KINDS = [type(message) for message in MESSAGES]
 
 

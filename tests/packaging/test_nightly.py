@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -70,15 +67,3 @@ def test_a_stage_that_fails_stops_no_other(
 def test_a_stage_none_of_whose_tests_has_run_has_not_passed(tmp_path: Path, last: str, result: str) -> None:
     """The last line of pytest says so, its exit code does not."""
     assert nightly.play(Stage("some", "of tests", (python(f"print({last!r})"),)), tmp_path, print).result == result
-
-
-def test_make_nightly_starts_where_the_checkout_is_not_on_the_path(tmp_path: Path) -> None:
-    """As in an environment that pip has made, where a script in tests/ takes tests/fedquilt for the package."""
-    away = f"import sys\nsys.path[:] = [place for place in sys.path if place != {str(ROOT)!r}]\n"
-    (tmp_path / "sitecustomize.py").write_text(away)
-    recipe = re.search(r"^nightly:.*\n\t(.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert recipe is not None
-    words = [sys.executable, *recipe[1].replace("$(ARGS)", "--list").split()[1:]]
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    ran = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert "faults" in ran.stdout, ran.stderr

@@ -35,7 +35,6 @@ def comparisons(source: str) -> Iterator[str]:
 
 
 def _texts(node: ast.expr) -> list[str]:
-    """Literal texts of a text, an f-string or a tuple, list or set of these."""
     if isinstance(node, ast.Constant):
         return [node.value] if isinstance(node.value, str) else []
     parts = node.values if isinstance(node, ast.JoinedStr) else getattr(node, "elts", [])

@@ -19,7 +19,6 @@ from fedquilt.core import JobError
 
 
 def outcome(run: fq.Run) -> tuple[list[Any], list[Any], list[str]]:
-    """Who was asked and answered with what bytes, and the sha256 of every state."""
     with Store(run.home) as store:
         facts = [fact for _, _, fact in store.read_events(run.id)]
     usage = [(f.round, f.update.device, f.update.usage) for f in facts if isinstance(f, UpdateAccepted)]
@@ -31,7 +30,6 @@ def outcome(run: fq.Run) -> tuple[list[Any], list[Any], list[str]]:
 
 
 def commanded(job: fq.Job, folder: Path) -> fq.Run:
-    """The same job by the commands, from its file."""
     file = str(job.write(folder / "job.toml"))
     assert main(["prepare", file]) == 0
     assert main(["simulate", file, "--link", "memory", "--home", str(folder / "fleet")]) == 0
@@ -78,7 +76,6 @@ def test_a_temporary_home_lasts_as_long_as_its_run(job):
 
 
 def break_off(row: Mapping[str, Any]) -> None:
-    """End the run in its second round."""
     if row["round"] == 2:
         raise KeyboardInterrupt
 
@@ -204,8 +201,6 @@ def test_a_line_is_shown_only_where_somebody_looks(job, capsys):
 
 
 class Handle:
-    """What IPython gives back of an output that can be updated."""
-
     def __init__(self, shown: list[str]) -> None:
         self._shown = shown
 
@@ -214,8 +209,6 @@ class Handle:
 
 
 def notebook(shown: list[str]) -> dict[str, types.ModuleType]:
-    """As much of IPython as a running kernel has loaded."""
-
     def show(what: str, display_id: bool) -> Handle:
         assert display_id
         shown.append(what)

@@ -25,7 +25,6 @@ from fedquilt.core import BlobRef, Update, Usage
 
 
 def begun(home: Path, name: str, status: str = "done", state: bytes = b"") -> str:
-    """A run with a state of its own, an agent's folder and an evaluation."""
     with Store(home) as store:
         run = store.add_job(settings.parse_job({"name": name, "method": "fedavg"}), home)
         ref = store.depot.store_bytes(state or name.encode() * 100)
@@ -78,7 +77,6 @@ def ids(home: Path) -> list[str]:
 
 
 def files(home: Path) -> set[str]:
-    """Every file below a home that is a run's, by its path."""
     return {
         str(path.relative_to(home))
         for folder in ("blobs", "agents", "evaluations")
@@ -203,8 +201,6 @@ class KilledError(BaseException):
 
 
 class Countdown:
-    """Lets the first `left` calls pass, and kills at the next."""
-
     def __init__(self, left: int) -> None:
         self.left = left
 

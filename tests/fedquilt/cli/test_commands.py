@@ -18,7 +18,6 @@ from fedquilt.core import JobError
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The one line that refuses these words."""
     with pytest.raises(SystemExit) as caught:
         main(words)
     assert caught.value.code == 2
@@ -159,7 +158,6 @@ sys.exit(main(["demo"]))"""
 
 
 def completed(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """What bash is told for a line that ends where the cursor is."""
     words = line.split(" ")
     monkeypatch.setenv("_FEDQUILT_COMPLETE", "bash_complete")
     monkeypatch.setenv("COMP_WORDS", line)

@@ -21,7 +21,6 @@ PREPARED = ("fedavg", "depthfl", "fedlora", "fjord", "genefl")  # methods of eac
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

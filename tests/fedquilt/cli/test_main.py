@@ -33,7 +33,6 @@ JOB = 'name = "digits"\nmethod = "fedavg"\n'
 
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
-    """A job file with its bundle."""
     path = tmp_path / "job.toml"
     path.write_text(JOB)
     model = tensors.encode_tensors({"1.weight": np.zeros((2, 2), np.float32), "1.bias": np.zeros(2, np.float32)})
@@ -86,15 +85,6 @@ def test_what_cannot_be_prepared_names_the_job_file(tmp_path, capsys, monkeypatc
     code, told = failed(capsys, verb, str(path))
     assert (code, told.count(str(path))) == (2, 1)
     assert f"{path}: the job has neither [model] nor [[donors]]: there is nothing to prepare" in told
-
-
-def test_an_unknown_run_ends_with_6(tmp_path, capsys):
-    Store(tmp_path / "runs").close()
-    code, said = failed(capsys, "logs", "nothing", "--home", str(tmp_path / "runs"))
-    assert (code, "there are: none" in said) == (6, True)
-    code, said = failed(capsys, "ls", "--home", str(tmp_path / "none"))
-    assert (code, "no runs in" in said) == (6, True)
-    assert not (tmp_path / "none").exists()
 
 
 def test_runs_are_listed_and_told_for_people_and_programs(tmp_path, capsys):
@@ -196,15 +186,6 @@ def test_an_export_of_an_unfinished_run_says_that_it_is_none_of_its_results(tmp_
         store.set_status(run, "done")
         assert main(["model", "export", run, *words]) == 0
         assert "final" not in capsys.readouterr().out
-
-
-def test_stopping_what_has_ended_is_an_error(tmp_path, capsys):
-    with Store(tmp_path) as store:
-        run = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), tmp_path)
-        store.set_status(run, "done")
-    assert main(["stop", run, "--home", str(tmp_path)]) == 2
-    assert main(["resume", run, "--home", str(tmp_path)]) == 2
-    assert "is done" in capsys.readouterr().err
 
 
 def test_help_documents_every_exit_code(capsys):

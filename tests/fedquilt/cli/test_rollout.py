@@ -37,7 +37,6 @@ NETWORK = {"name": "mlp", "inputs": 4, "hidden": [3], "classes": 2}
 
 
 def graph(operator: str = "Relu") -> bytes:
-    """A small ONNX file with one operator."""
     helper = pytest.importorskip("onnx.helper", reason="onnx is not installed")
     infos = [helper.make_tensor_value_info(name, 1, ["n", 4]) for name in ("x", "y")]
     made = helper.make_graph([helper.make_node(operator, ["x"], ["y"])], "g", infos[:1], infos[1:])
@@ -46,7 +45,6 @@ def graph(operator: str = "Relu") -> bytes:
 
 
 def ran(home: Path, method: str = "fedavg", status: str = "done", seed: int = 0) -> str:
-    """Begin a run that has its first state; returns its id."""
     folder = home.with_name(f"{home.name}.bundle")
     first = engine.init_tensors(NETWORK, seed=0)
     job_bundle.write_bundle(folder, {"network": NETWORK, "flops": 96}, {"model": tensors.encode_tensors(first)})
@@ -61,20 +59,17 @@ def ran(home: Path, method: str = "fedavg", status: str = "done", seed: int = 0)
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A home without runs."""
     Store(tmp_path / "runs").close()
     return tmp_path / "runs"
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The sentence with which a command line is refused."""
     with contextlib.suppress(SystemExit):  # words that the command line does not take
         assert main(list(words)) != 0
     return capsys.readouterr().err
 
 
 def queued(home: Path) -> RolloutPlan:
-    """The latest rollout's plan."""
     with Store(home) as store:
         return store.rollouts.find_rollout().state.plan
 
@@ -286,7 +281,6 @@ def test_a_request_to_revert_a_kind_is_for_its_latest_rollout(home, capsys):
 
 
 def known(home: Path, **boards: DeviceStatus) -> None:
-    """Boards as a coordinator has noted them."""
     with TelemetryStore(home, writes=True) as store:
         store.write_telemetry([replace(board, device=name) for name, board in boards.items()], [])
 

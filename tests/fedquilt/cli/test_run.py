@@ -14,7 +14,6 @@ from fedquilt.coordinator.views import terminal
 
 @pytest.fixture
 def run(tmp_path: Path) -> str:
-    """A stopped run in the home `tmp_path`."""
     with Store(tmp_path) as store:
         id = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), tmp_path)
         store.set_status(id, "stopped")

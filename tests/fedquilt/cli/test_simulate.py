@@ -14,7 +14,6 @@ from fedquilt.tools.simulation import agents
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a table of three kinds of flowers, far apart in length."""
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(0)
     rows = [
@@ -27,7 +26,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
-    """Run a command, and return what it prints, errors too."""
     assert main(words) == code
     told = capsys.readouterr()
     return told.out + told.err
