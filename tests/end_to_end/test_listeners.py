@@ -28,6 +28,7 @@ from fedquilt.tools.identity.authority import CertificateAuthority, clock_s
 from fedquilt.tools.identity.endpoint import EnrolmentServer
 
 BODIES = (enrolment.ENROL, "/v1/classify", "/api/session")
+HALF = "GET / HTTP/1.1\nHost: 127.0.0.1\nX: "
 BODY = "POST {} HTTP/1.1\nHost: 127.0.0.1\nOrigin: http://127.0.0.1\nContent-Length: 1000\n\n{{"
 ROOT = Path(__file__).parents[2]
 FLOODER, OTHER = "127.0.0.1", "127.0.0.2"
@@ -240,46 +241,29 @@ def test_idle_connections_of_one_address_leave_others_served_by_each_listener(na
         assert listener.status(FLOODER) == 200
 
 
-def test_half_open_requests_of_one_address_leave_others_served(patient: Listener) -> None:
-    with flood(patient, 16, "GET / HTTP/1.1\nHost: 127.0.0.1\nX: "):
-        assert patient.status(OTHER) == 200
-        assert patient.status(FLOODER) == 200
-    assert patient.status(FLOODER) == 200
-
-
-def test_idle_connections_of_many_addresses_leave_the_next_address_served(patient: Listener) -> None:
-    """The oldest gives its place to who comes."""
-    with ExitStack() as stack:
-        for number in range(20):
-            stack.enter_context(patient.connect(f"127.0.1.{number + 1}"))
-        assert patient.status(OTHER) == 200
-
-
-def test_clients_of_one_address_that_never_read_leave_others_served(patient: Listener) -> None:
-    """The answers do not fit the buffers of a socket, or do not end."""
-    if patient.large is None:
+@pytest.mark.parametrize(
+    "sends", [HALF, "large", *(BODY.format(path) for path in BODIES)], ids=("half", "large", *BODIES)
+)
+def test_requests_of_one_address_that_do_not_end_leave_others_served(patient: Listener, sends: str) -> None:
+    """Half of a header, a body that does not come, and a large answer that is never read."""
+    if sends == "large" and patient.large is None:
         pytest.skip("all answers of this listener are small")
-    with flood(patient, 16, patient.large, buffer=4096):
+    with flood(patient, 16, (patient.large or "") if sends == "large" else sends, buffer=4096):
         assert patient.status(OTHER) == 200
     until(lambda: patient.status(FLOODER) == 200, "a place")
 
 
-def test_clients_of_many_addresses_that_never_read_leave_the_next_address_served(patient: Listener) -> None:
-    """More requests than are answered, sent at once."""
-    if patient.large is None:
+@pytest.mark.parametrize("sends", ["", "large"])
+def test_connections_of_many_addresses_leave_the_next_address_served(patient: Listener, sends: str) -> None:
+    """The oldest gives its place to who comes, whether it is idle or never reads."""
+    if sends and patient.large is None:
         pytest.skip("all answers of this listener are small")
     with ExitStack() as stack:
         for number in range(20):
-            stack.enter_context(patient.connect(f"127.0.1.{number + 1}", patient.large * 20, buffer=4096))
+            stack.enter_context(
+                patient.connect(f"127.0.1.{number + 1}", (patient.large or "") * 20 if sends else "", buffer=4096)
+            )
         assert patient.status(OTHER) == 200
-
-
-def test_bodies_of_one_address_that_do_not_come_leave_others_served(patient: Listener) -> None:
-    with ExitStack() as stack:
-        for path in BODIES:
-            stack.enter_context(flood(patient, 8, BODY.format(path)))
-        assert patient.status(OTHER) == 200
-    until(lambda: patient.status(FLOODER) == 200, "a place")
 
 
 def test_a_huge_header_is_refused(patient: Listener) -> None:
@@ -301,7 +285,7 @@ def test_connections_beyond_all_places_end_without_a_traceback(
 
 def test_half_open_requests_are_ended_by_a_deadline(strict: Listener) -> None:
     """Though each of them still sends a byte of its header now and then."""
-    with strict.connect(FLOODER, "GET / HTTP/1.1\nHost: 127.0.0.1\nX: ") as sock:
+    with strict.connect(FLOODER, HALF) as sock:
 
         def sent() -> bool:
             try:

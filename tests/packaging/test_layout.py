@@ -20,7 +20,7 @@ FOLDERS = ("coordinator", "edge_agent", "models", "profiles", "tools")
 MOST_LINES = 600
 LONG: dict[str, int] = {}  # file -> its lines, at most 900, where a division would hide what belongs together
 MOST_FILES = 12
-PLUGINS = ("fedquilt/cli", "fedquilt/methods")  # a file for each command and method
+PLUGINS = ("fedquilt/cli", "fedquilt/methods")  # files of commands, and a file for each method
 HEAVY = ("torch", "torchvision", "onnx", "onnxruntime", "pandas", "sklearn")
 
 
