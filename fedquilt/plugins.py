@@ -169,9 +169,9 @@ def import_plugin(plugin: Plugin) -> Any:
                 mend = f"start the command in the folder of {plugin.module}.py, or install its package"
                 raise JobError(f"{plugin}: there is no module {error.name!r}; {mend}") from None
             mend = "mend it" + (f", or uninstall {plugin.package}" if plugin.version else "")
+            said = shorten_error(str(error)) or type(error).__name__
             raise JobError(
-                f"{plugin} fails at import: {type(error).__name__}: {_error_line(error)} "
-                f"({_error_location(error)}); {mend}"
+                f"{plugin} fails at import: {type(error).__name__}: {said} ({_error_location(error)}); {mend}"
             ) from None
     if not hasattr(found, attribute):
         there = [name for name in vars(found) if not name.startswith("_")]
@@ -383,11 +383,6 @@ def _plugin_from_target(kind: Kind, name: str) -> Plugin:
 
 def _normalized_package(package: str) -> str:
     return re.sub(r"[-_.]+", "-", package).lower()
-
-
-def _error_line(error: BaseException) -> str:
-    """Return an error's text in one line, or the name of its type."""
-    return shorten_error(str(error)) or type(error).__name__
 
 
 def _error_location(error: BaseException) -> str:

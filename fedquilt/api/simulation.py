@@ -80,7 +80,7 @@ def simulate(
 
     if not isinstance(job, Job):
         raise JobError(f"simulate takes a fq.Job, not {job!r}; of a job file: fq.simulate(fq.Job.read('job.toml'))")
-    wanted = settings_with_seed(job, seed)
+    wanted = job.settings if seed is None else job.replace(seed=seed).settings
     made = watched_run.add_evaluation(wanted) if evaluate else wanted
     if not made.data:
         raise JobError("a simulated fleet needs the job's data, as in fq.Job(..., data=fq.Data('digits.npz'))")
@@ -105,11 +105,6 @@ def simulate(
         if home is None:
             weakref.finalize(run, stack.pop_all().close)  # a temporary home lasts as long as its run
     return run
-
-
-def settings_with_seed(job: Job, seed: int | None) -> settings.JobSettings:
-    """Return the coordinator's settings of a job, with `seed` in place of its own unless None."""
-    return job.settings if seed is None else job.replace(seed=seed).settings
 
 
 def bundle_folder_name(job: settings.JobSettings) -> str:

@@ -463,11 +463,7 @@ def report_end(home: Path, id: str, status: str, again: str) -> int:
     """Print the next step after a run, and return the exit code. `again` is the resuming command."""
     told = f"interrupted; `{again} --home {shlex.quote(str(home))}` continues it" if status == "running" else ""
     if status == "done" and id:
-        told = f"`{export_command(home, id)}` writes the result"
+        given = "" if home == options.HOME else f" --home {home}"
+        told = f"`fedquilt model export {id}{given} --out FILE` writes the result"
     home_access.print_rows("text", [], [told] if told else [])
     return EXIT_CODES.get(status, 130)
-
-
-def export_command(home: Path, id: str) -> str:
-    given = "" if home == options.HOME else f" --home {home}"
-    return f"fedquilt model export {id}{given} --out FILE"

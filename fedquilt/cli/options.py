@@ -78,17 +78,10 @@ def _parse_count(text: str, least: int = 0) -> int:
     return value
 
 
-def _parse_above_0(text: str) -> float:
+def _parse_above_0(text: str, most: float = float("inf"), problem: str = "is not above 0") -> float:
     value: float = _parse_number(text, float)
-    if not 0 < value < float("inf"):
-        raise ValueError(f"{text} is not above 0")
-    return value
-
-
-def _parse_seconds(text: str) -> float:
-    value: float = _parse_number(text, float)
-    if not 0 < value < 1e9:
-        raise ValueError(f"{text} is no time in seconds")
+    if not 0 < value < most:
+        raise ValueError(f"{text} {problem}")
     return value
 
 
@@ -103,7 +96,7 @@ FOLDER: Final = FilePath(file_okay=False)
 NEW_JOB: Final = ParsedType("path", _parse_new_job)
 POSITIVE: Final = ParsedType("n", lambda text: _parse_count(text, least=1))
 ABOVE_0: Final = ParsedType("x", _parse_above_0)
-SECONDS: Final = ParsedType("s", _parse_seconds)
+SECONDS: Final = ParsedType("s", lambda text: _parse_above_0(text, 1e9, "is no time in seconds"))
 NAME: Final = ParsedType("name", _parse_name)
 COUNT: Final = ParsedType("n", _parse_count)
 TIME: Final = ParsedType("time", units.parse_seconds)

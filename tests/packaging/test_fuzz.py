@@ -54,8 +54,10 @@ def modules() -> Iterator[tuple[str, set[str]]]:
             name = str(path.relative_to(ROOT))
             if any((ROOT / "fedquilt" / link) in path.parents for link in (*FOLDERS, "tools", "testing")):
                 continue
-            called = set()
-            for node in ast.walk(ast.parse(path.read_text())):
+            called, text = set(), path.read_text()
+            if not any(f".{function}(" in text for _, function in CALLS):
+                continue
+            for node in ast.walk(ast.parse(text)):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                     of = node.func.value
                     owner = of.attr if isinstance(of, ast.Attribute) else of.id if isinstance(of, ast.Name) else ""
