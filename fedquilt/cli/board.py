@@ -8,6 +8,7 @@ from typing import Final
 
 from fedquilt.cli import options
 from fedquilt.cli.commands import CommandGroup, argument, option, verb, verb_group
+from fedquilt.console import progress
 from fedquilt.core import JobError
 
 
@@ -34,7 +35,6 @@ with contextlib.suppress(ModuleNotFoundError):  # the wheel for boards has neith
 @options.format_option
 def record(out: Path | None, minutes: float, root: Path, dry_run: bool, format: str) -> int:
     """Measure this device's speed and power at several clocks, and write its profile."""
-    from fedquilt.console import progress
     from fedquilt.tools.boards.record import profile_recording as tool
 
     with progress.show_progress(f"measuring for at most {minutes:g} min"):

@@ -7,6 +7,7 @@ from typing import Final
 
 from fedquilt.cli import options
 from fedquilt.cli.commands import argument, option, verb
+from fedquilt.console import progress
 from fedquilt.core import JobError
 
 WHERE: Final = "Destination, one of these (default: an archive)"
@@ -85,7 +86,6 @@ def flash(
     watch: bool,
 ) -> None:
     """Install an agent in a mounted root, on a disk image, over SSH, or as an archive."""
-    from fedquilt.console import progress
     from fedquilt.tools.boards import flash as tool
 
     options.require_exclusive(rootfs=rootfs, image=image, ssh=ssh)
@@ -136,7 +136,6 @@ def check_gpu(out: Path | None, minutes: float, format: str) -> int:
     """Check this machine's GPU through the agent's code, within 10 minutes."""
     import msgspec
 
-    from fedquilt.console import progress
     from fedquilt.host import disk
     from fedquilt.tools.boards.gpu_check import check, report
 

@@ -11,7 +11,7 @@ import click
 
 from fedquilt.cli import home_access, options
 from fedquilt.cli.commands import argument, option, verb, verb_group, verbosity
-from fedquilt.console import table
+from fedquilt.console import progress, table, units
 from fedquilt.core import JobError
 
 if TYPE_CHECKING:
@@ -389,7 +389,6 @@ def prepare_if_changed(path: Path, job: JobSettings) -> Path:
 def prepare_bundle(path: Path, job: JobSettings) -> Path:
     import msgspec
 
-    from fedquilt.console import progress, units
     from fedquilt.formats import job_bundle, toml
     from fedquilt.tools.artefacts import prepare
 

@@ -11,6 +11,7 @@ import click
 
 from fedquilt.cli import home_access, jobs, options
 from fedquilt.cli.commands import argument, option, verb, verb_group, verbosity
+from fedquilt.console import progress
 from fedquilt.core import JobError, StoreError
 
 
@@ -85,7 +86,6 @@ def lab() -> None:
 @options.format_option
 def partition(job: Path, devices: int | None, out: Path | None, format: str) -> int:
     """Show the partition of a job's examples among its devices."""
-    from fedquilt.console import progress
     from fedquilt.tools.report import partition as tool
 
     with progress.show_progress(f"sharing out the examples of {job}"):
@@ -98,7 +98,6 @@ def partition(job: Path, devices: int | None, out: Path | None, format: str) -> 
 @options.format_option
 def front(job: Path, out: Path | None, format: str) -> int:
     """Show the trade-off between round duration and energy."""
-    from fedquilt.console import progress
     from fedquilt.tools.experiments import energy_front as tool
 
     with progress.show_progress(f"planning rounds of {job}"):
@@ -109,7 +108,6 @@ def front(job: Path, out: Path | None, format: str) -> int:
 @argument("name", "Name of a method, module:name, or an installed package.")
 def conformance(name: str) -> int:
     """Check that a method, or all plug-ins of a package, follow fedquilt's rules."""
-    from fedquilt.console import progress
     from fedquilt.testing import conformance as tool
 
     if not verbosity():  # a check that fails is told in its line
@@ -137,7 +135,6 @@ def conformance(name: str) -> int:
 @options.format_option
 def audit(data: Path, images: int, size: int | None, out: Path, format: str) -> int:
     """Measure how well images can be reconstructed from a device's uploads."""
-    from fedquilt.console import progress
     from fedquilt.tools.lab import audit as tool
 
     with progress.show_progress("rebuilding pictures"):

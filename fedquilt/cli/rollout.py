@@ -11,7 +11,7 @@ import click
 
 from fedquilt.cli import home_access, options
 from fedquilt.cli.commands import argument, option, verb_group
-from fedquilt.console import units
+from fedquilt.console import progress, units
 from fedquilt.core import JobError
 
 if TYPE_CHECKING:
@@ -255,7 +255,6 @@ def settings(words: tuple[str, ...], phased: RolloutOptions, home: Path) -> None
 @options.authority_option
 def build(file: Path, target: str, extras: tuple[str, ...], python: str | None, whole: bool, ca: Path) -> None:
     """Build a signed bundle of this agent version for `rollout agent`."""
-    from fedquilt.console import progress
     from fedquilt.tools.boards import flash as tool
 
     what = tool.FlashContent(target=target, extras=tuple(filter(None, extras)), python=python)

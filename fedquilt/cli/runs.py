@@ -12,6 +12,7 @@ import click
 
 from fedquilt.cli import home_access, options
 from fedquilt.cli.commands import argument, option, verb, verb_group, verbosity
+from fedquilt.console import progress, table, units
 from fedquilt.core import JobError
 
 if TYPE_CHECKING:
@@ -84,7 +85,6 @@ def why(run: str, number: int | None, device: str | None, home: Path, format: st
 @options.home_option
 def report(run: str, out: Path | None, home: Path) -> None:
     """Write an HTML page about a run: accuracy, time, energy, memory and participants."""
-    from fedquilt.console import progress
     from fedquilt.tools import report as tool
 
     with home_access.open_existing_home(home) as store, progress.show_progress(f"making a page of {run}"):
@@ -114,7 +114,6 @@ def prune(
     With both --keep and --older-than, a run must match both. Queued, running and interrupted runs are deleted only by
     name. Without any of these, only leftover files of interrupted deletions are removed.
     """
-    from fedquilt.console import units
     from fedquilt.coordinator.jobs import retention
 
     ends = keep is not None or older_than is not None
@@ -156,7 +155,6 @@ def backup() -> None:
 @argument("file", "The file to write; it must not exist yet.", type=options.PATH)
 def save(home: Path, file: Path) -> None:
     """Save a coordinator's home to one file, also while a coordinator runs."""
-    from fedquilt.console import progress, units
     from fedquilt.coordinator.storage import backup as tool
 
     with home_access.open_existing_home(home) as store, progress.show_progress(f"saving {home}"):
@@ -169,7 +167,6 @@ def save(home: Path, file: Path) -> None:
 @argument("home", "Folder to make; it must not exist yet, or be empty.", type=options.FOLDER)
 def restore(file: Path, home: Path) -> None:
     """Restore a coordinator's home from a verified backup, with resumable runs."""
-    from fedquilt.console import progress, units
     from fedquilt.coordinator.storage import backup as tool
 
     with progress.show_progress(f"restoring {home}"):
@@ -204,7 +201,6 @@ def devices(
     format: str,
 ) -> None:
     """Show each device's state, task, power, memory, refusals and labels, or remove devices."""
-    from fedquilt.console import table
     from fedquilt.coordinator import control_requests
     from fedquilt.coordinator.storage.rows import is_served
     from fedquilt.coordinator.views import devices as view
