@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fedquilt import models as models
     from fedquilt.api.comparison import Comparison, compare
-    from fedquilt.api.job import Cohort, Data, Fleet, Job
-    from fedquilt.api.method_factory import method
-    from fedquilt.api.run import Run
+    from fedquilt.api.job import Cohort, Data, Fleet, Job, method
+    from fedquilt.api.run import Run, Table
     from fedquilt.api.simulation import simulate
-    from fedquilt.api.table import Table
     from fedquilt.core import (
         ClockError,
         DataError,
@@ -68,11 +66,9 @@ __all__ = [
 # names that are modules, and modules with other names; the rest is in `fedquilt.core`
 _MODULES = {"fedavg": "methods.fedavg", "models": "models"}
 _HOMES = {
-    **dict.fromkeys(("Cohort", "Data", "Fleet", "Job"), "api.job"),
+    **dict.fromkeys(("Cohort", "Data", "Fleet", "Job", "method"), "api.job"),
     **dict.fromkeys(("Comparison", "compare"), "api.comparison"),
-    "Run": "api.run",
-    "Table": "api.table",
-    "method": "api.method_factory",
+    **dict.fromkeys(("Run", "Table"), "api.run"),
     "simulate": "api.simulation",
 }
 

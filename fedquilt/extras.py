@@ -52,11 +52,6 @@ def _is_board_distribution() -> bool:
 
 
 def load_optional(module: str) -> ModuleType:
-    """Import an optional package.
-
-    Raises:
-        JobError: If the package is not installed.
-    """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -67,11 +62,7 @@ def load_optional(module: str) -> ModuleType:
 
 @contextmanager
 def report_missing_extras() -> Iterator[None]:
-    """Convert the ModuleNotFoundError of an optional package. Also usable as a decorator.
-
-    Raises:
-        JobError: If an optional package is not installed.
-    """
+    """Convert the ModuleNotFoundError of an optional package. Also usable as a decorator."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -52,11 +52,7 @@ MAIN: Final[Mapping[TaskKind, Metric]] = {
 
 
 def task_from_network(network: Mapping[str, Any]) -> TaskKind:
-    """Return the task in a network's table, by default "classes".
-
-    Raises:
-        JobError: If the task is unknown.
-    """
+    """Return the task in a network's table, by default "classes"."""
     task = network.get("task", "classes")
     if task not in TASKS:
         raise JobError(f"task = {task!r}: there are {', '.join(TASKS)}")
@@ -64,14 +60,12 @@ def task_from_network(network: Mapping[str, Any]) -> TaskKind:
 
 
 def main_metric(sums: EvaluationSums | None) -> tuple[Metric, float] | None:
-    """Return the main metric of an evaluation and its value, or None without examples."""
     if sums is None or not sums.examples:
         return None
     return MAIN[sums.task], evaluation.main_metric_value(sums)
 
 
 def summarise_over_devices(sums: EvaluationSums | None) -> evaluation.MetricOverDevices | None:
-    """Summarise the main metric over the devices of an evaluation, or return None without devices."""
     return None if sums is None else evaluation.summarise_over_devices(sums, higher=MAIN[sums.task].higher)
 
 
@@ -113,5 +107,4 @@ def column_name(metric: Metric, name: str) -> str:
 
 
 def rename_columns(metric: Metric, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row or table of columns with accuracy columns renamed for the main metric."""
     return {column_name(metric, name): value for name, value in row.items()}

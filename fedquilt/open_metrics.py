@@ -25,8 +25,6 @@ LIMITS: Final = ConnectionLimits(connections=32, per_address=16)  # scrapes are 
 
 
 class MetricFamily(NamedTuple):
-    """Metric with samples that differ in their label values."""
-
     name: str  # of a counter without "_total"
     kind: Literal["gauge", "counter"]
     about: str
@@ -35,7 +33,6 @@ class MetricFamily(NamedTuple):
 
 
 def parse_listen_address(listen: str) -> tuple[str, int]:
-    """Return host and port of HOST:PORT, or raise JobError."""
     host, _, port = listen.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or not int(port) < 65536:
         raise JobError(f"{listen!r} is no address to serve at: write HOST:PORT, such as 127.0.0.1:9464")
@@ -52,9 +49,6 @@ def serve_metrics(
         listen: "HOST:PORT" with port 0 for any free port, or None to serve nothing and yield "".
         collect: Function called in another thread for each request. Its errors are logged and answered with status 500.
         connections: Limits on the connections, or None for LIMITS.
-
-    Raises:
-        JobError: If the address is malformed or in use, or prometheus_client is not installed.
     """
     if listen is None:
         yield ""
@@ -108,7 +102,6 @@ class _CachedResponses:
         exchange.send_response(status, headers, body)
 
     def _call_application(self, path: str, query: str, accepted: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
-        """Return status, headers and body of the application for a request."""
         environment = {"REQUEST_METHOD": "GET", "PATH_INFO": path, "QUERY_STRING": query}
         environment |= {f"HTTP_{name.upper().replace('-', '_')}": value for name, value in accepted.items() if value}
         started: list[tuple[str, list[tuple[str, str]]]] = []
@@ -121,8 +114,6 @@ class _CachedResponses:
 
 
 class _Collector:
-    """Turns families into those of prometheus_client."""
-
     def __init__(self, collect: Callable[[], Iterable[MetricFamily]], kinds: Any) -> None:
         self._collect, self._kinds = collect, kinds
 
@@ -131,7 +122,6 @@ class _Collector:
         return []
 
     def collect(self) -> Iterator[Any]:
-        """Yield the present metric families as those of prometheus_client."""
         try:
             found = list(self._collect())
         except Exception:

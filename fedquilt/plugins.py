@@ -40,16 +40,7 @@ GROUPS: Final[dict[Kind, str]] = {
     "engine": "fedquilt.engines",
     "blobs": "fedquilt.blobs",
 }
-CALLED: Final[dict[Kind, str]] = {
-    "method": "method",
-    "network": "network",
-    "data": "data set",
-    "loss": "loss",
-    "transform": "transform",
-    "meter": "meter",
-    "engine": "engine",
-    "blobs": "blob backend",
-}
+CALLED: Final[dict[Kind, str]] = {**{kind: kind for kind in GROUPS}, "data": "data set", "blobs": "blob backend"}
 OWNERS: Final = ("data", "meter")  # kinds that no message names, only agent.toml
 TARGET: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:name
 NAMED: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")  # possible names of entry points
@@ -178,9 +169,9 @@ def import_plugin(plugin: Plugin) -> Any:
                 mend = f"start the command in the folder of {plugin.module}.py, or install its package"
                 raise JobError(f"{plugin}: there is no module {error.name!r}; {mend}") from None
             mend = "mend it" + (f", or uninstall {plugin.package}" if plugin.version else "")
+            said = shorten_error(str(error)) or type(error).__name__
             raise JobError(
-                f"{plugin} fails at import: {type(error).__name__}: {_error_line(error)} "
-                f"({_error_location(error)}); {mend}"
+                f"{plugin} fails at import: {type(error).__name__}: {said} ({_error_location(error)}); {mend}"
             ) from None
     if not hasattr(found, attribute):
         there = [name for name in vars(found) if not name.startswith("_")]
@@ -392,11 +383,6 @@ def _plugin_from_target(kind: Kind, name: str) -> Plugin:
 
 def _normalized_package(package: str) -> str:
     return re.sub(r"[-_.]+", "-", package).lower()
-
-
-def _error_line(error: BaseException) -> str:
-    """Return an error's text in one line, or the name of its type."""
-    return shorten_error(str(error)) or type(error).__name__
 
 
 def _error_location(error: BaseException) -> str:

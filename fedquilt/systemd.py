@@ -55,7 +55,6 @@ class WatchdogEndpoint:
         return self._endpoint.fds()
 
     def step(self, now_s: float) -> float:
-        """Step the endpoint, and send readiness, watchdog signals and changed status to systemd."""
         due_s = self._endpoint.step(now_s)
         words = []
         if self._told_s is None:

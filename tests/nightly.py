@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from fedquilt.cli import bench
+from fedquilt.cli.lab import BENCH_OPTIONS
 from tests.rehearsal import __main__ as rehearsal
 
 ROOT: Final = Path(__file__).resolve().parents[1]  # of the checkout
@@ -32,8 +32,8 @@ SEEDS: Final = "0-99999"  # that `python -m tests.faults` plays
 KILLS: Final = "200"
 INPUTS: Final = "10000000"  # of `tests/fuzz.py`
 FLOODS: Final = ("15", "100", "1000")  # messages a second: not much more than a board may send, and far more
-BENCHES: Final = tuple(name for name in bench.OPTIONS if name != "sim")  # `lab bench sim` needs data
-STORE: Final = ("tests/examples/test_s3_blobs.py", "tests/end_to_end/test_large_by_store.py")
+BENCHES: Final = tuple(name for name in BENCH_OPTIONS if name != "sim")  # `lab bench sim` needs data
+STORE: Final = ("tests/examples/test_s3_blobs.py",)
 CONTAINERS: Final = "tests/examples/test_containers.py"
 RAY: Final = tuple(f"tests/tools/simulation/test_ray{name}.py" for name in ("", "_methods", "_client"))
 PYTHONS: Final = ("3.10", "3.12", "3.13")  # beside the one that `make test` runs on
@@ -43,6 +43,7 @@ GRAPHS: Final = (  # tests of graphs that no board may run
     "tests/edge_agent/task/test_hostile_graph.py",
 )
 ONNXRUNTIMES: Final = ("1.19.2", "1.23.2")  # that read any file a graph names: the oldest permitted, and JetPack 6's
+ALL: Final = ("-m", "nightly or not nightly")
 WITHOUT_TORCH: Final = "import importlib.util as u, sys; sys.exit(u.find_spec('torch') is not None)"
 
 Result = Literal["passed", "FAILED", "skipped"]
@@ -157,11 +158,44 @@ def stages(data: Path | None = None, *, python: str = sys.executable) -> list[St
             ((*command, "lab", "bench", "sim", "--data", str(_images(data))),),
             given,
         ),
-        *(without_torch(version) for version in PYTHONS),
-        *(with_onnxruntime(version) for version in ONNXRUNTIMES),
-        with_a_store(),
-        with_ray(),
-        with_scikit_learn(),
+        *(
+            _apart(
+                f"python-{version}",
+                f"what needs no torch, on Python {version}",
+                ("-c", WITHOUT_TORCH),
+                ("-m", "pytest"),
+                version=version,
+            )
+            for version in PYTHONS
+        ),
+        *(
+            _apart(
+                f"onnxruntime-{version}",
+                f"the check of graphs beside ONNX Runtime {version}",
+                ("-m", "pytest", *GRAPHS),
+                packages=(f"onnxruntime=={version}",),
+            )
+            for version in ONNXRUNTIMES
+        ),
+        # packages that the other tests do without: moto takes 147 MB, Ray with torch most of a gigabyte
+        _apart(
+            "s3",
+            "models and updates by an S3-compatible store",
+            ("-m", "pytest", *STORE, *ALL),
+            packages=("moto[server]",),
+        ),
+        _apart(
+            "ray",
+            "each method on two Ray nodes: bits of one process; killed workers, lost nodes and nodes that differ",
+            ("-m", "pytest", *RAY, *ALL),
+            packages=("ray[client]>=2.50,<3", "torch"),
+        ),
+        _apart(
+            "first-results",
+            "eight data sets with the defaults of `simulate`: six within 3 points of scikit-learn",
+            ("tests/first_results.py",),
+            packages=("scikit-learn", "torch"),
+        ),
     ]
 
 
@@ -177,76 +211,11 @@ def _given(data: Path | None) -> Path | None:
     return place if data or place.is_dir() else None
 
 
-def without_torch(version: str, find: Callable[[str], str | None] | None = None) -> Stage:
-    """The tests that need no torch, on another Python in an environment of its own."""
-    return _apart(
-        f"python-{version}",
-        f"what needs no torch, on Python {version}",
-        (find or interpreter)(version),
-        version,
-        (),
-        (("-c", WITHOUT_TORCH), ("-m", "pytest")),
-    )
-
-
-def with_onnxruntime(version: str, find: Callable[[str], str | None] | None = None) -> Stage:
-    """The check of graphs, the engine behind it and a board's process, beside another version of ONNX Runtime."""
-    return _apart(
-        f"onnxruntime-{version}",
-        f"the check of graphs beside ONNX Runtime {version}",
-        (find or interpreter)(PYTHONS[0]),
-        PYTHONS[0],
-        (f"onnxruntime=={version}",),
-        (("-m", "pytest", *GRAPHS),),
-    )
-
-
-def with_a_store(find: Callable[[str], str | None] | None = None) -> Stage:
-    """Blobs by a server that speaks S3, which the other tests do without: its package takes 147 MB."""
-    return _apart(
-        "s3",
-        "models and updates by an S3-compatible store, large ones in turn among kills",
-        (find or interpreter)(PYTHONS[0]),
-        PYTHONS[0],
-        ("moto[server]",),
-        (("-m", "pytest", *STORE, "-m", "nightly or not nightly"),),
-    )
-
-
-def with_ray(find: Callable[[str], str | None] | None = None) -> Stage:
-    """Simulated fleets on nodes of Ray, which the other tests do without: with torch it is most of a gigabyte."""
-    return _apart(
-        "ray",
-        "each method on two Ray nodes: bits of one process; killed workers, lost nodes and nodes that differ",
-        (find or interpreter)(PYTHONS[0]),
-        PYTHONS[0],
-        ("ray[client]>=2.50,<3", "torch"),
-        (("-m", "pytest", *RAY, "-m", "nightly or not nightly"),),
-    )
-
-
-def with_scikit_learn(find: Callable[[str], str | None] | None = None) -> Stage:
-    """Accuracies of `fedquilt simulate DATA`, beside those of scikit-learn, which fedquilt does not need."""
-    return _apart(
-        "first-results",
-        "eight data sets with the defaults of `simulate`: six within 3 points of scikit-learn",
-        (find or interpreter)(PYTHONS[0]),
-        PYTHONS[0],
-        ("scikit-learn", "torch"),
-        (("tests/first_results.py",),),
-    )
-
-
 def _apart(
-    name: str,
-    about: str,
-    found: str | None,
-    version: str,
-    packages: tuple[str, ...],
-    commands: tuple[tuple[str, ...], ...],
+    name: str, about: str, *commands: tuple[str, ...], packages: tuple[str, ...] = (), version: str = PYTHONS[0]
 ) -> Stage:
-    """A stage in an environment of its own, with these packages besides; `found`: a Python of this version."""
-    folder = ROOT / f".venv-nightly-{name.removeprefix('python-')}"
+    """A stage in an environment of its own, with a Python of this version and these packages besides."""
+    found, folder = interpreter(version), ROOT / f".venv-nightly-{name.removeprefix('python-')}"
     own = str(folder / "bin" / "python")
     pip = (own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-e", ".[dev]", *packages)
     return Stage(

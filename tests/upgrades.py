@@ -51,7 +51,7 @@ def _build_own_wheel() -> bytes:
 
 
 def cannot_start(text: str) -> str:
-    """cli/agent_process.py of a version that passes its own check, and ends as soon as it is started."""
+    """cli/entry.py of a version that passes its own check, and ends as soon as it is started."""
     return text.replace("daemon.run_agent(found)", "raise SystemExit('this version cannot start')")
 
 

@@ -42,7 +42,7 @@ from fedquilt.core import (
     UpdateError,
     evaluation,
 )
-from fedquilt.core.site_rights import has_site_bundles
+from fedquilt.core.messages import has_site_bundles
 from fedquilt.host import process_resources
 
 UNCHANGED_ROUNDS: Final = 5  # first rounds of a run in which the loss has to change

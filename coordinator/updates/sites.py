@@ -52,7 +52,7 @@ from fedquilt.core import (
     UpdateSchema,
     tensor_shapes,
 )
-from fedquilt.core.site_rights import SITE_BUNDLES, has_site_bundles
+from fedquilt.core.messages import SITE_BUNDLES, has_site_bundles
 
 SUM: Final = "site.sum"  # bundle with an accumulator: its arrays by number, and where in it they belong
 FORM: Final = "form"  # tensor of that, uint8 (n,): as of `fedquilt.arrays.tensors.split_state`

@@ -35,7 +35,7 @@ from fedquilt.core import (
     UpdateSchema,
     evaluation,
 )
-from fedquilt.core.site_rights import has_site_bundles
+from fedquilt.core.messages import has_site_bundles
 from fedquilt.metrics import KNOWN, MAIN
 
 if TYPE_CHECKING:

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedquilt import extras, metrics
-from fedquilt.api import progress_display
 from fedquilt.api.job import Job
-from fedquilt.api.simulation import bundle_folder_name
-from fedquilt.api.table import Table
+from fedquilt.api.run import Table
+from fedquilt.api.simulation import bundle_folder_name, make_display
 from fedquilt.core import JobError
 from fedquilt.tools.experiments import comparison as runs
 from fedquilt.tools.experiments import tables
@@ -206,7 +205,7 @@ def compare(
         raise JobError(f"the same job ({first.method}) is in the list twice: leave one of them out")
     todo = {index: _prepare_cases(job, Path(out), chosen) for index, job in enumerate(jobs)}
     order = [todo[index][place] for place in range(len(chosen)) for index in todo]  # seed by seed: whole rows first
-    with contextlib.closing(progress_display.make_display(progress)) as shown:
+    with contextlib.closing(make_display(progress)) as shown:
 
         def play_case(case: runs.ComparisonCase, tell: runs.Tell) -> SeedRun:
             return run_seed(case.settings, Path(case.folder), tell, workers, engine=engine, mixed=mixed)

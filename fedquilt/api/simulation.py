@@ -1,21 +1,23 @@
-"""Simulation of jobs on a simulated fleet by the coordinator's code (`fedquilt.simulate`)."""
+"""Simulation of jobs on a simulated fleet by the coordinator's code (`fedquilt.simulate`), and its live progress."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Mapping
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from fedquilt import extras, metrics
-from fedquilt.api import progress_display
 from fedquilt.api.job import Job
 from fedquilt.api.run import RoundReader, Run
+from fedquilt.console import progress as console
 from fedquilt.coordinator import settings
 from fedquilt.core import JobError
 from fedquilt.tools.report import columns
@@ -78,7 +80,7 @@ def simulate(
 
     if not isinstance(job, Job):
         raise JobError(f"simulate takes a fq.Job, not {job!r}; of a job file: fq.simulate(fq.Job.read('job.toml'))")
-    wanted = settings_with_seed(job, seed)
+    wanted = job.settings if seed is None else job.replace(seed=seed).settings
     made = watched_run.add_evaluation(wanted) if evaluate else wanted
     if not made.data:
         raise JobError("a simulated fleet needs the job's data, as in fq.Job(..., data=fq.Data('digits.npz'))")
@@ -86,7 +88,7 @@ def simulate(
         place = Path(home) if home is not None else stack.enter_context(ScratchFolder())
         bundle = place / "bundles" / bundle_folder_name(made)
         prepare.prepare_and_check(made, bundle)
-        with contextlib.closing(progress_display.make_display(progress)) as shown:
+        with contextlib.closing(make_display(progress)) as shown:
             watch = _RunReporter(made, place, on_round, shown.show)
             id = watched_run.run_job(
                 made,
@@ -103,11 +105,6 @@ def simulate(
         if home is None:
             weakref.finalize(run, stack.pop_all().close)  # a temporary home lasts as long as its run
     return run
-
-
-def settings_with_seed(job: Job, seed: int | None) -> settings.JobSettings:
-    """Return the coordinator's settings of a job, with `seed` in place of its own unless None."""
-    return job.settings if seed is None else job.replace(seed=seed).settings
 
 
 def bundle_folder_name(job: settings.JobSettings) -> str:
@@ -149,3 +146,68 @@ class _RunReporter:
                     self._on_round(row)
             except Exception:
                 log.warning("on_round failed at round %s, and the run continues", row["round"], exc_info=True)
+
+
+# -- progress -------------------------------------------------------------------------------------
+
+
+class Display:
+    """Progress that is not shown, and the base of those that are: each line replaces the one before."""
+
+    def show(self, line: str, done: float | None = None, total: float | None = None) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TerminalDisplay(Display):
+    """Display on standard error: rewritten on a terminal, printed at intervals elsewhere."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def show(self, line: str, done: float | None = None, total: float | None = None) -> None:
+        self._last = line
+        console.LINE.show_status(line, done, total)
+
+    def close(self) -> None:
+        console.LINE.end_operation()
+        if self._last:
+            console.LINE.print_lines(self._last)
+
+
+class NotebookDisplay(Display):
+    """Display in the output of a notebook cell, through IPython."""
+
+    def __init__(self, ipython: Any) -> None:
+        self._ipython = ipython
+        self._handle: Any = None
+
+    def show(self, line: str, done: float | None = None, total: float | None = None) -> None:
+        if total:
+            line = f"{line} {console.format_bar((done or 0.0) / total)}"
+        shown = self._ipython.HTML(f"<pre>{escape(line)}</pre>")
+        if self._handle is None:
+            self._handle = self._ipython.display(shown, display_id=True)
+        else:
+            self._handle.update(shown)
+
+
+def make_display(wanted: bool | None) -> Display:
+    """Return the display for this environment.
+
+    With True, lines are printed even if standard error is not a terminal. With False, nothing is shown.
+    """
+    if wanted is False:
+        return Display()
+    if _is_notebook():
+        from IPython import display as ipython
+
+        return NotebookDisplay(ipython)
+    return TerminalDisplay() if wanted or sys.stderr.isatty() else Display()
+
+
+def _is_notebook() -> bool:
+    # IPython is looked up among the loaded modules, and never imported.
+    module = sys.modules.get("IPython")
+    shell = None if module is None else module.get_ipython()
+    return shell is not None and hasattr(shell, "kernel")

@@ -1,4 +1,4 @@
-"""The `fedquilt` command, with one file per verb in this folder. `entry` runs a command line."""
+"""The `fedquilt` command. `entry` runs a command line, `commands.SECTIONS` lists the files of the verbs."""
 
 from __future__ import annotations
 

@@ -16,9 +16,9 @@ from fedquilt.cli.commands import argument, option, verb
 def agent(settings: Path, check: bool, format: str) -> None:
     """Run the agent of this device with its agent.toml, or with --check only run a small task to test this version."""
     if not check:
-        from fedquilt.cli import agent_process
+        from fedquilt.cli import entry
 
-        return agent_process.run_agent(settings, json_logs=format == "json")
+        return entry.run_agent(settings, json_logs=format == "json")
     from fedquilt.edge_agent.settings import apply_systemd_credentials, load_settings
     from fedquilt.tools.boards.doctor.checks import version
 

@@ -1,6 +1,6 @@
 """Classes of the commands: a root command that imports verbs on use, and their help and errors.
 
-A verb `x-y` is the command `x_y` in the file `x_y.py` of this folder. `SECTIONS` gives its place in `fedquilt --help`.
+`SECTIONS` gives each verb of `fedquilt --help` the file of this folder with the command of the same name.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ import click
 from fedquilt import __version__
 
 SECTIONS: Final = {
-    "Begin": ("demo", "init"),
-    "Run a federation": ("prepare", "run", "simulate", "serve", "stop", "resume"),
-    "Look at runs": ("ls", "logs", "why", "report", "prune", "backup"),
-    "Use a result": ("model", "rollout"),
-    "Watch a fleet": ("devices", "dash", "doctor"),
-    "Experiments": ("compare", "methods", "lab"),
-    "Boards and their identities": ("agent", "board", "broker", "identity"),
+    "Begin": {"demo": "lab", "init": "lab"},
+    "Run a federation": dict.fromkeys(("prepare", "run", "simulate", "serve", "stop", "resume"), "jobs"),
+    "Look at runs": dict.fromkeys(("ls", "logs", "why", "report", "prune", "backup"), "runs"),
+    "Use a result": {"model": "model", "rollout": "rollout"},
+    "Watch a fleet": {"devices": "runs", "dash": "dash", "doctor": "board"},
+    "Experiments": {"compare": "jobs", "methods": "jobs", "lab": "lab"},
+    "Boards and their identities": {"agent": "agent", "board": "board", "broker": "jobs", "identity": "identity"},
 }
+FILES: Final = {verb: file for verbs in SECTIONS.values() for verb, file in verbs.items()}
 
 EPILOG: Final = """\b
 exit codes: 0 done; 1 an error of fedquilt's own; 2 the job file, a setting or
@@ -134,7 +135,7 @@ class _BaseCommand(click.Command):
 class Command(_BaseCommand):
     def __init__(self, *args: Any, **attributes: Any) -> None:
         super().__init__(*args, **attributes)
-        self.params.append(_verbose_option(expose_value=False, callback=_raise_verbosity))
+        self.params.append(_verbose_option())
 
 
 class CommandGroup(_BaseCommand, click.Group):
@@ -192,38 +193,32 @@ class RootCommand(CommandGroup):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] not in self.list_commands(ctx) and any(args[0] in names for names in SECTIONS.values()):
+        if args and args[0] in FILES and args[0] not in self.list_commands(ctx):
             ctx.fail(f"the verb {args[0]!r} is not installed: install the package fedquilt, which has all verbs")
         return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in self.list_commands(ctx):
             return None
-        word = name.replace("-", "_")
-        found: click.Command = getattr(importlib.import_module(f"fedquilt.cli.{word}"), word)
+        found: click.Command = getattr(importlib.import_module(f"fedquilt.cli.{FILES[name]}"), name)
         return found
 
     def sections(self, ctx: click.Context) -> Mapping[str, Sequence[str]]:
-        files = os.listdir(os.path.dirname(__file__))
-        there = {
-            heading: [name for name in names if f"{name.replace('-', '_')}.py" in files]
-            for heading, names in SECTIONS.items()
+        there = os.listdir(os.path.dirname(__file__))
+        found = {
+            heading: [verb for verb, file in verbs.items() if f"{file}.py" in there]
+            for heading, verbs in SECTIONS.items()
         }
-        return {heading: names for heading, names in there.items() if names}
+        return {heading: verbs for heading, verbs in found.items() if verbs}
 
     def _short_help(self, ctx: click.Context, name: str) -> str:
         # from the text of the verb's file: imports of all verbs would take twice the time of everything else
-        word = name.replace("-", "_")
-        with open(f"{os.path.dirname(__file__)}/{word}.py", encoding="utf-8") as file:
-            docstring = file.read().partition(f"\ndef {word}(")[2].split('"""')[1]
+        with open(f"{os.path.dirname(__file__)}/{FILES[name]}.py", encoding="utf-8") as file:
+            docstring = file.read().partition(f"\ndef {name}(")[2].split('"""')[1]
         return click.Command(name, help=docstring).get_short_help_str(400)
 
 
 def verb(**attributes: Any) -> Callable[[Callable[..., Any]], Command]:
-    """Return a decorator that makes a function a verb, with its docstring as the help.
-
-    The function gets each argument and option by name, and returns the exit code, or None for 0.
-    """
     return click.command(cls=Command, **attributes)
 
 
@@ -242,8 +237,7 @@ def argument(name: str, text: str = "", **attributes: Any) -> Callable[[F], F]:
 
 
 def verbosity() -> int:
-    count: int = click.get_current_context().find_root().obj
-    return count
+    return click.get_current_context().find_root().obj or 0
 
 
 def explain_usage_error(error: click.UsageError) -> str:
@@ -257,32 +251,27 @@ def explain_usage_error(error: click.UsageError) -> str:
     return f"{said} (`{context.command_path} --help`)" if context is not None else said
 
 
-def _verbose_option(**attributes: Any) -> Option:
-    return Option(["-v", "--verbose"], count=True, help="Log more; given twice, log everything.", **attributes)
+def _verbose_option() -> Option:
+    help = "Log more; given twice, log everything."
+    return Option(["-v", "--verbose"], count=True, help=help, expose_value=False, callback=_raise_verbosity)
 
 
 def _raise_verbosity(context: click.Context, parameter: click.Parameter, count: int) -> None:
     if count:
-        import logging
+        import logging  # here, as `fedquilt --help` does not log
 
         root = context.find_root()
         root.obj = (root.obj or 0) + count
-        logging.getLogger().setLevel(_log_level(root.obj))
-
-
-def _log_level(verbose: int) -> str:
-    return "DEBUG" if verbose > 1 else "INFO" if verbose else "WARNING"
+        logging.getLogger().setLevel("DEBUG" if root.obj > 1 else "INFO")
 
 
 @click.group(cls=RootCommand, epilog=EPILOG, params=[_verbose_option()])
 @click.version_option(__version__, prog_name="fedquilt", message="%(prog)s %(version)s")
-@click.pass_context
-def root_command(context: click.Context, verbose: int) -> None:
+def root_command() -> None:
     """Run federated learning on edge devices."""
-    import logging  # here, as `fedquilt --help` does not log
+    import logging
 
     from fedquilt.console import progress
     from fedquilt.host import logs
 
-    context.obj = verbose
-    logging.basicConfig(level=_log_level(verbose), format=logs.PLAIN, handlers=[progress.LogHandler()])
+    logging.basicConfig(format=logs.PLAIN, handlers=[progress.LogHandler()])

@@ -19,6 +19,8 @@ COMPLETE = "_FEDQUILT_COMPLETE"  # click's variable: a shell that asks for compl
 
 VERBOSE: Final = ("-v", "--verbose")
 ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
+# imported when an agent uses them: by tasks, by errors, and urllib.request by paho for web sockets behind a proxy
+DEFERRED: Final = ("json", "shutil", "subprocess", "tempfile", "traceback", "urllib.request")
 
 
 class TerminatedError(KeyboardInterrupt):
@@ -32,10 +34,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code, as listed by `fedquilt --help`.
-
-    Raises:
-        SystemExit: If the command line asks for --help or --version (code 0), or is wrong (code 2).
-        KeyboardInterrupt: If the user presses Ctrl-C.
     """
     for name, value in process_resources.QUIET.items():
         os.environ.setdefault(name, value)  # before a verb imports numpy
@@ -47,9 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _raise_on_signals():
             match [word for word in words if word not in VERBOSE]:
                 case ["agent", file] if not file.startswith("-") and COMPLETE not in os.environ:
-                    from fedquilt.cli import agent_process
-
-                    agent_process.run_agent(Path(file), verbose=len(words) > 3)
+                    run_agent(Path(file), verbose=len(words) > 3)
                     return 0
             return _run_command(words)
     except SystemExit:  # first, as the next line imports fedquilt's errors, which --help does without
@@ -84,8 +80,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + ended.number
 
 
+def run_agent(settings: Path, *, verbose: bool = False, json_logs: bool = False) -> None:
+    """Run the agent of a device until SIGTERM or SIGINT.
+
+    It runs without click, and without modules that an idle agent does not use.
+    """
+    import logging
+
+    from fedquilt.host import logs, process_resources
+
+    for name in DEFERRED:
+        process_resources.import_on_use(name)
+    from fedquilt.edge_agent import daemon
+    from fedquilt.edge_agent import settings as files
+
+    logging.basicConfig(format=logs.PLAIN, stream=sys.stderr)
+    root = logging.getLogger()
+    root.setLevel(logging.DEBUG if verbose else min(logging.INFO, root.level))  # a log that tells when all is well
+    found = files.apply_systemd_credentials(files.load_settings(settings))
+    if json_logs:
+        logs.use_json_logs(device=found.device)
+    daemon.run_agent(found)
+
+
 def _require_unicode(words: Sequence[str]) -> None:
-    """Raise JobError if an argument or the current folder cannot be stored as UTF-8."""
     texts = list(words)
     with contextlib.suppress(FileNotFoundError):  # the folder was deleted
         texts.append(os.getcwd())

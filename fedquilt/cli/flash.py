@@ -1,33 +1,28 @@
-"""`fedquilt board flash` and `board uninstall`."""
+"""`fedquilt board` flash, uninstall and check-gpu, which the wheel for boards lacks."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 from fedquilt.cli import options
-from fedquilt.cli.commands import F, argument, option, verb
+from fedquilt.cli.commands import argument, option, verb
+from fedquilt.console import progress
 from fedquilt.core import JobError
 
-WHERE = "Destination, one of these (default: an archive)"
-MANY = "Many boards"
+WHERE: Final = "Destination, one of these (default: an archive)"
+MANY: Final = "Many boards"
 
 
-def rootfs_option(function: F) -> F:
-    return option(
-        "--rootfs",
-        type=options.FOLDER,
-        metavar="DIR",
-        help="A mounted root file system, or L4T's rootfs before flashing.",
-        group=WHERE,
-    )(function)
-
-
-def ssh_option(function: F) -> F:
-    return option("--ssh", metavar="USER@HOST", help="A running board.", group=WHERE)(function)
-
-
-def dry_run_option(function: F) -> F:
-    return option("--dry-run", is_flag=True, help="Say what would be written, and write nothing there.")(function)
+rootfs_option: Final = option(
+    "--rootfs",
+    type=options.FOLDER,
+    metavar="DIR",
+    help="A mounted root file system, or L4T's rootfs before flashing.",
+    group=WHERE,
+)
+ssh_option: Final = option("--ssh", metavar="USER@HOST", help="A running board.", group=WHERE)
+dry_run_option: Final = option("--dry-run", is_flag=True, help="Say what would be written, and write nothing there.")
 
 
 @verb()
@@ -62,7 +57,8 @@ def dry_run_option(function: F) -> F:
 )
 @dry_run_option
 @option("--token", type=options.PATH, metavar="FILE", help="One-time token, for a board that enrols.")
-@options.package_options
+@options.extras_option
+@options.python_option
 @option(
     "--boards",
     type=options.PATH,
@@ -90,7 +86,6 @@ def flash(
     watch: bool,
 ) -> None:
     """Install an agent in a mounted root, on a disk image, over SSH, or as an archive."""
-    from fedquilt.console import progress
     from fedquilt.tools.boards import flash as tool
 
     options.require_exclusive(rootfs=rootfs, image=image, ssh=ssh)
@@ -131,3 +126,23 @@ def uninstall(rootfs: Path | None, ssh: str | None, purge: bool, dry_run: bool) 
 
     options.require_exclusive(rootfs=rootfs, ssh=ssh)
     tool.remove_installation(tool.FlashDestination(rootfs=rootfs, ssh=ssh, dry_run=dry_run), purge=purge)
+
+
+@verb()
+@option("--out", type=options.PATH, help="File for the report as JSON.")
+@option("--minutes", type=options.SECONDS, default=10.0, metavar="M", help="Time for all parts together, in minutes.")
+@options.format_option
+def check_gpu(out: Path | None, minutes: float, format: str) -> int:
+    """Check this machine's GPU through the agent's code, within 10 minutes."""
+    import msgspec
+
+    from fedquilt.host import disk
+    from fedquilt.tools.boards.gpu_check import check, report
+
+    with progress.show_progress("checking the GPU"):
+        found = check.GpuCheck().run(60 * minutes)
+    text = msgspec.json.format(msgspec.json.encode(found)).decode()
+    if out is not None:
+        disk.write_output(out, text + "\n")
+    print(text if format == "json" else "\n".join(report.format_report(found)))
+    return report.exit_code(found)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from fedquilt.cli import options
-from fedquilt.cli.commands import F, argument, option, verb_group
+from fedquilt.cli.commands import argument, option, verb_group
 
-
-def settings_argument(function: F) -> F:
-    return argument("settings", "The board's agent.toml.", type=options.PATH)(function)
+settings_argument: Final = argument("settings", "The board's agent.toml.", type=options.PATH)
+days_option: Final = option(
+    "--days", type=options.ABOVE_0, metavar="N", help="Days for which certificates are valid (default: 365)."
+)
 
 
 @verb_group()
@@ -107,7 +108,7 @@ def token(device: str, out: Path | None, ca: Path) -> int:
     multiple=True,
     help="Name or address by which boards reach the endpoint (default: this machine's); may be repeated.",
 )
-@option("--days", type=options.ABOVE_0, metavar="N", help="Days for which certificates are valid (default: 365).")
+@days_option
 @options.authority_option
 def serve(listen: str, hosts: tuple[str, ...], days: float | None, ca: Path) -> int:
     """Run the HTTPS server at which devices enrol and renew certificates."""
@@ -121,7 +122,7 @@ def serve(listen: str, hosts: tuple[str, ...], days: float | None, ca: Path) -> 
 @argument("csr", "The certificate request of a board.", type=options.PATH)
 @option("--device", type=options.NAME, required=True, help="The board that the request comes from.")
 @option("--out", type=options.PATH, metavar="FILE", help="File for the certificate (default: CSR with .crt).")
-@option("--days", type=options.ABOVE_0, metavar="N", help="Days for which the certificate is valid (default: 365).")
+@days_option
 @options.authority_option
 def sign(csr: Path, device: str, out: Path | None, days: float | None, ca: Path) -> int:
     """Sign a certificate request that was copied from a device."""

@@ -1,23 +1,82 @@
-"""`fedquilt lab`: partition, front, conformance, audit, reproduce, bench."""
+"""Commands for a first job, and for studies: `demo`, `init` and `lab`."""
 
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
+from typing import Any, Final
 
-from fedquilt.cli import home_access, options
-from fedquilt.cli.bench import bench
-from fedquilt.cli.commands import argument, option, verb_group, verbosity
-from fedquilt.cli.reproduce import reproduce
+import click
+
+from fedquilt.cli import home_access, jobs, options
+from fedquilt.cli.commands import argument, option, verb, verb_group, verbosity
+from fedquilt.console import progress
+from fedquilt.core import JobError, StoreError
+
+
+@verb()
+@option("--out", type=options.FOLDER, default=Path("fedquilt-demo"), help="Folder for what it makes.")
+@option("--open", "show", is_flag=True, help="Open the report in a browser at the end.")
+@options.format_option
+def demo(out: Path, show: bool, format: str) -> int:
+    """Run a demo: simulated devices stitch a network for handwritten digits."""
+    from fedquilt.tools.lab import demo as tool
+
+    return tool.run_demo(out, format, verbosity() > 0, show)
+
+
+@verb()
+@option(
+    "--method",
+    metavar="METHOD",
+    help="Method of the job (default: ask, or fedavg where nobody can be asked).",
+    shell_complete=options.complete_methods,
+)
+@option("--data", metavar="DATA", help="Examples, as `simulate` takes them (default: ask, or digits).")
+@option("--label", default="", show_default=False, metavar="COLUMN", help="Column or array to predict (default: y).")
+@option("--devices", type=options.POSITIVE, help="Number of devices (default: ask, or 10).")
+@option(
+    "--rounds",
+    type=options.POSITIVE,
+    help="Number of rounds (default: ask, or 30; at most 200 for a method that ends by itself).",
+)
+@option("--out", type=options.NEW_JOB, default=Path("job.toml"), help="The job file to write.")
+@option("--force", is_flag=True, help="Overwrite the job file.")
+def init(
+    method: str | None,
+    data: str | None,
+    label: str,
+    devices: int | None,
+    rounds: int | None,
+    out: Path,
+    force: bool,
+) -> None:
+    """Write a commented job file, from questions or from options.
+
+    On a terminal, `init` asks for missing options. Data and network are chosen as by `simulate`. For a method with
+    donors, the donors are two of torchvision's image networks.
+    """
+    from fedquilt.tools.lab import new_job
+
+    if out.exists() and not force:
+        raise StoreError(f"{out} exists already: --force overwrites it, --out names another file")
+    method = method or str(_ask("method (`fedquilt methods` lists them)", "fedavg"))
+    usual = new_job.choose_rounds(method)
+    found = new_job.inspect_source(data or _ask(f"data: a path, or {new_job.DIGITS}", new_job.DIGITS), label)
+    devices = devices or int(_ask("devices", new_job.choose_devices(found), options.POSITIVE))
+    rounds = rounds or int(_ask("rounds", usual, options.POSITIVE))
+    jobs.write_job(new_job.NewJob(out, found, method, devices, rounds), force=force)
+    print(f"next: `fedquilt simulate {out}`")
+
+
+def _ask(question: str, default: Any, kind: options.ParsedType | None = None) -> Any:
+    return click.prompt(question, default=default, type=kind, err=True) if sys.stdin.isatty() else default
 
 
 @verb_group()
 def lab() -> None:
     """Study a job, a method or its privacy, reproduce papers and run benches."""
-
-
-lab.add_command(reproduce)
-lab.add_command(bench)
 
 
 @lab.command()
@@ -27,7 +86,6 @@ lab.add_command(bench)
 @options.format_option
 def partition(job: Path, devices: int | None, out: Path | None, format: str) -> int:
     """Show the partition of a job's examples among its devices."""
-    from fedquilt.console import progress
     from fedquilt.tools.report import partition as tool
 
     with progress.show_progress(f"sharing out the examples of {job}"):
@@ -40,7 +98,6 @@ def partition(job: Path, devices: int | None, out: Path | None, format: str) -> 
 @options.format_option
 def front(job: Path, out: Path | None, format: str) -> int:
     """Show the trade-off between round duration and energy."""
-    from fedquilt.console import progress
     from fedquilt.tools.experiments import energy_front as tool
 
     with progress.show_progress(f"planning rounds of {job}"):
@@ -51,14 +108,13 @@ def front(job: Path, out: Path | None, format: str) -> int:
 @argument("name", "Name of a method, module:name, or an installed package.")
 def conformance(name: str) -> int:
     """Check that a method, or all plug-ins of a package, follow fedquilt's rules."""
-    from fedquilt.console import progress
-    from fedquilt.testing import package_checks
+    from fedquilt.testing import conformance as tool
 
     if not verbosity():  # a check that fails is told in its line
         logging.getLogger("fedquilt").setLevel(logging.CRITICAL)
     failed = 0
     with progress.show_progress(f"checking {name}"):
-        for good, line in package_checks.check_package(name):
+        for good, line in tool.check_package(name):
             failed += not good
             progress.LINE.print_to_stdout(line)
     print(f"{failed} failed" if failed else "it conforms")
@@ -79,8 +135,107 @@ def conformance(name: str) -> int:
 @options.format_option
 def audit(data: Path, images: int, size: int | None, out: Path, format: str) -> int:
     """Measure how well images can be reconstructed from a device's uploads."""
-    from fedquilt.console import progress
     from fedquilt.tools.lab import audit as tool
 
     with progress.show_progress("rebuilding pictures"):
         return tool.audit_and_print(data, out, format, {"count": images, "size": size or 0})
+
+
+@lab.command()
+@argument("table", "A paper's table, or FILE.toml with a grid of your own.", required=False)
+@option("--data", type=options.FOLDER, metavar="FOLDER", help="Folder with the real data that some tables need.")
+@option("--seeds", type=options.WHOLE, many=True, help="Seeds; every job is run once with each (default: the table's).")
+@option(
+    "--rounds", type=options.POSITIVE, help="Number of rounds in place of the table's; claims are then not checked."
+)
+@option("--columns", many=True, metavar="NAME", help="Run only these columns of the table.")
+@option("--rows", many=True, metavar="NAME", help="Run only these rows; claims that compare others are left out.")
+@option("--out", type=options.PATH, metavar="FILE", help="File for the result as JSON, with every curve.")
+@option("--picture", type=options.PATH, metavar="FILE.svg", help="File for a picture: a dot for each seed.")
+@option(
+    "--kept",
+    type=options.FOLDER,
+    default=Path("fedquilt-compare"),
+    help="Folder of finished runs, which are not repeated.",
+)
+@options.format_option
+def reproduce(
+    table: str | None,
+    data: Path | None,
+    seeds: tuple[int, ...],
+    rounds: int | None,
+    columns: tuple[str, ...],
+    rows: tuple[str, ...],
+    out: Path | None,
+    picture: Path | None,
+    kept: Path,
+    format: str,
+) -> int:
+    """Reproduce a table of a paper, or run a grid. Without TABLE, list the tables."""
+    from fedquilt.tools.lab import papers as tool
+
+    return tool.list_or_run_tables(
+        table,
+        seeds=list(seeds) or None,
+        rounds=rounds,
+        folder=data,
+        columns=list(columns) or None,
+        rows=list(rows) or None,
+        out=out,
+        picture=picture,
+        kept=kept,
+        format=format,
+    )
+
+
+BENCH_OPTIONS: Final = {  # bench -> its options, which are arguments of its `measure`
+    "idle": (),
+    "blobs": (),
+    "energy": (),
+    "stitch": ("size", "images"),
+    "memory": ("size",),
+    "coordinator": ("agents", "rounds", "after"),
+    "sim": ("data", "with", "only"),
+}
+
+
+@lab.command()
+@argument("what", f"One of {', '.join(BENCH_OPTIONS)}.", type=options.WordChoice(tuple(BENCH_OPTIONS)), metavar="WHAT")
+@option("--size", type=options.POSITIVE, help="For stitch (default: 64) and memory (224): size of images in pixels.")
+@option("--images", type=options.POSITIVE, help="For stitch: images that are scored (default: 64).")
+@option("--agents", type=options.POSITIVE, many=True, help="For coordinator: numbers of boards (default: 200 3000).")
+@option("--rounds", type=options.POSITIVE, help="For coordinator: rounds (default: 6).")
+@option(
+    "--after",
+    type=options.POSITIVE,
+    metavar="ROUNDS",
+    help="For coordinator: run the first fleet once more after so many rounds in its log.",
+)
+@option(
+    "--data",
+    type=options.FOLDER,
+    metavar="FOLDER",
+    help="For sim: folder of IDX images of 28x28, such as MNIST's raw folder.",
+)
+@option(
+    "--with",
+    many=True,
+    metavar="NAME",
+    help="For sim: simulators to compare with, flower or pfl; they are installed into a cache folder.",
+)
+@option("--only", many=True, metavar="NAME", help="For sim: workloads, W1 or W2 (default: both).")
+@options.format_option
+def bench(what: str, format: str, **given: Any) -> int:
+    """Measure fedquilt on this machine."""
+    from fedquilt.tools.lab import bench as tool
+
+    given = {name: value for name, value in given.items() if value not in (None, ())}
+    for name in given:
+        if name not in BENCH_OPTIONS[what]:
+            where = " and ".join(f"`lab bench {each}`" for each in BENCH_OPTIONS if name in BENCH_OPTIONS[each])
+            raise JobError(f"--{name} is an option of {where}: leave it out here")
+    if what == "sim" and "data" not in given:
+        raise JobError("bench sim needs --data: a folder of IDX images of 28x28, such as MNIST's raw folder")
+    if "with" in given:
+        given["beside"] = given.pop("with")
+    return tool.run_and_print(what, format, given)

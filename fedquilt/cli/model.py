@@ -6,6 +6,7 @@ from pathlib import Path
 
 from fedquilt.cli import home_access, options
 from fedquilt.cli.commands import argument, option, verb_group
+from fedquilt.console import progress
 
 
 @verb_group()
@@ -21,7 +22,6 @@ def model() -> None:
 @options.home_option
 def export(run: str, out: Path, best: bool, candidate: int | None, home: Path) -> None:
     """Write a run's result: a stitched network as ONNX, or weights as safetensors."""
-    from fedquilt.console import progress
     from fedquilt.tools.artefacts import export as tool
 
     with home_access.open_existing_home(home) as store, progress.show_progress(f"exporting {run}"):
@@ -35,7 +35,6 @@ def export(run: str, out: Path, best: bool, candidate: int | None, home: Path) -
 @options.format_option
 def evaluate(run: str, follow: bool, home: Path, format: str) -> None:
     """Evaluate a run's global model on the job's test set, with all metrics of the task."""
-    from fedquilt.console import progress
     from fedquilt.coordinator.views import scores
     from fedquilt.tools.experiments import evaluation as evaluator
 

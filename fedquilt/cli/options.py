@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -28,12 +28,7 @@ BROKER: Final = "mqtt://127.0.0.1:1883"
 
 
 class ParsedType(click.ParamType):  # type: ignore[type-arg, unused-ignore]
-    """Value type parsed by a function, which raises ValueError with a sentence.
-
-    Args:
-        name: Placeholder in --help.
-        read: Parsing function.
-    """
+    """Value type parsed by a function, which raises ValueError with a sentence. `name` is the placeholder in --help."""
 
     def __init__(self, name: str, read: Callable[[str], Any]) -> None:
         self.name, self.read = name, read
@@ -76,31 +71,17 @@ def _parse_new_job(text: str) -> Path:
     return path
 
 
-def _parse_positive(text: str) -> int:
+def _parse_count(text: str, least: int = 0) -> int:
     value: int = _parse_number(text, int)
-    if value < 1:
-        raise ValueError(f"{value} is less than 1")
+    if value < least:
+        raise ValueError(f"{value} is less than {least}")
     return value
 
 
-def _parse_count(text: str) -> int:
-    value: int = _parse_number(text, int)
-    if value < 0:
-        raise ValueError(f"{value} is less than 0")
-    return value
-
-
-def _parse_above_0(text: str) -> float:
+def _parse_above_0(text: str, most: float = float("inf"), problem: str = "is not above 0") -> float:
     value: float = _parse_number(text, float)
-    if not 0 < value < float("inf"):
-        raise ValueError(f"{text} is not above 0")
-    return value
-
-
-def _parse_seconds(text: str) -> float:
-    value: float = _parse_number(text, float)
-    if not 0 < value < 1e9:
-        raise ValueError(f"{text} is no time in seconds")
+    if not 0 < value < most:
+        raise ValueError(f"{text} {problem}")
     return value
 
 
@@ -113,9 +94,9 @@ def _parse_name(text: str) -> str:
 PATH: Final = FilePath()
 FOLDER: Final = FilePath(file_okay=False)
 NEW_JOB: Final = ParsedType("path", _parse_new_job)
-POSITIVE: Final = ParsedType("n", _parse_positive)
+POSITIVE: Final = ParsedType("n", lambda text: _parse_count(text, least=1))
 ABOVE_0: Final = ParsedType("x", _parse_above_0)
-SECONDS: Final = ParsedType("s", _parse_seconds)
+SECONDS: Final = ParsedType("s", lambda text: _parse_above_0(text, 1e9, "is no time in seconds"))
 NAME: Final = ParsedType("name", _parse_name)
 COUNT: Final = ParsedType("n", _parse_count)
 TIME: Final = ParsedType("time", units.parse_seconds)
@@ -149,15 +130,33 @@ def complete_methods(context: click.Context, parameter: click.Parameter, incompl
 
 # -- options --------------------------------------------------------------------------------------
 
-
-def home_option(function: F) -> F:
-    return option("--home", type=FOLDER, default=HOME, help="The coordinator's folder.")(function)
-
-
-def format_option(function: F) -> F:
-    return option(
-        "--format", type=WordChoice(("text", "json")), default="text", help="Output for people, or JSON for programs."
-    )(function)
+home_option: Final = option("--home", type=FOLDER, default=HOME, help="The coordinator's folder.")
+format_option: Final = option(
+    "--format", type=WordChoice(("text", "json")), default="text", help="Output for people, or JSON for programs."
+)
+target_option: Final = option(
+    "--target",
+    metavar="TARGET",
+    help="System of the board: jetpack5 to jetpack7, jetpack6-gpu, raspberry-pi-os, arm64 or amd64.",
+)
+python_option: Final = option(
+    "--python",
+    metavar="3.N|PATH",
+    help="Python of the board: its version, or its path, which ends in python3.N (default: the target's).",
+)
+extras_option: Final = option(
+    "--extras",
+    many=True,
+    none=True,
+    default=("onnx",),
+    metavar="EXTRA",
+    help="Extras of fedquilt to install, such as onnx or train; without a word, none.",
+)
+authority_option: Final = option(
+    "--ca", type=FOLDER, default=Path("fedquilt-ca"), help="Folder of the certificate authority."
+)
+run_argument: Final = argument("run", "A run's id, or a job's name for its latest run.", shell_complete=complete_runs)
+job_argument: Final = argument("job", "The job file, TOML.", type=PATH)
 
 
 def label_option(name: str) -> Callable[[F], F]:
@@ -166,43 +165,26 @@ def label_option(name: str) -> Callable[[F], F]:
     )
 
 
-def target_option(function: F) -> F:
-    return option(
-        "--target",
-        metavar="TARGET",
-        help="System of the board: jetpack5 to jetpack7, jetpack6-gpu, raspberry-pi-os, arm64 or amd64.",
-    )(function)
+def group_options(name: str, kind: type, *added: Callable[[Any], Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator that adds options to a command, which gets their values as one argument.
 
+    Args:
+        name: Name of the argument.
+        kind: Dataclass with a field for each option.
+        added: Decorators of the options.
+    """
 
-def package_options(function: F) -> F:
-    python = option(
-        "--python",
-        metavar="3.N|PATH",
-        help="Python of the board: its version, or its path, which ends in python3.N (default: the target's).",
-    )
-    extras = option(
-        "--extras",
-        many=True,
-        none=True,
-        default=("onnx",),
-        metavar="EXTRA",
-        help="Extras of fedquilt to install, such as onnx or train; without a word, none.",
-    )
-    return extras(python(function))
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def wrapper(**given: Any) -> Any:
+            values = {each.name: given.pop(each.name) for each in fields(kind)}
+            return function(**{name: kind(**values)}, **given)
 
+        for add in reversed(added):
+            wrapper = add(wrapper)
+        return wrapper
 
-def run_argument(function: F) -> F:
-    return argument("run", "A run's id, or a job's name for its latest run.", shell_complete=complete_runs)(function)
-
-
-def job_argument(function: F) -> F:
-    return argument("job", "The job file, TOML.", type=PATH)(function)
-
-
-def authority_option(function: F) -> F:
-    return option("--ca", type=FOLDER, default=Path("fedquilt-ca"), help="Folder of the certificate authority.")(
-        function
-    )
+    return decorate
 
 
 @dataclass(frozen=True)
@@ -231,108 +213,85 @@ class BrokerOptions:
         return {"url": self.url, **{name: str(path.resolve()) for name, path in self.files.items()}}
 
 
-def broker_options(default: str | None = BROKER) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def wrapper(**given: Any) -> Any:
-            files = {name: given.pop(name) for name in ("ca", "cert", "key", "password_file", "fleet")}
-            return function(broker=BrokerOptions(given.pop("broker"), **files), **given)
-
-        for add in reversed(
-            (
-                option(
-                    "--broker",
-                    default=default,
-                    metavar="URL",
-                    help="Address of the broker: mqtt[s]://[user@]host[:port]",
-                    group="Broker",
-                ),
-                option("--ca", type=PATH, help="Certificate authority of the broker, PEM.", group="Broker"),
-                option("--cert", type=PATH, help="This side's certificate, PEM.", group="Broker"),
-                option("--key", type=PATH, help="This side's private key, PEM.", group="Broker"),
-                option(
-                    "--password-file",
-                    type=PATH,
-                    help="File with the user's password on its first line.",
-                    group="Broker",
-                ),
-                option("--fleet", type=NAME, default=FLEET, help="Name of the fleet in MQTT topics.", group="Broker"),
-            )
-        ):
-            wrapper = add(wrapper)
-        return wrapper
-
-    return decorate
+def broker_options(default: str | None = BROKER) -> Callable[[Callable[..., Any]], Any]:
+    add = functools.partial(option, group="Broker")
+    return group_options(
+        "broker",
+        BrokerOptions,
+        add(
+            "--broker",
+            "url",
+            default=default,
+            metavar="URL",
+            help="Address of the broker: mqtt[s]://[user@]host[:port]",
+        ),
+        add("--ca", type=PATH, help="Certificate authority of the broker, PEM."),
+        add("--cert", type=PATH, help="This side's certificate, PEM."),
+        add("--key", type=PATH, help="This side's private key, PEM."),
+        add("--password-file", type=PATH, help="File with the user's password on its first line."),
+        add("--fleet", type=NAME, default=FLEET, help="Name of the fleet in MQTT topics."),
+    )
 
 
 @dataclass(frozen=True)
 class WorkerOptions:
     engine: str | None
-    count: int | None
+    workers: int | None
     mixed: bool
 
     @property
     def is_given(self) -> bool:
-        return self.engine is not None or self.count is not None or self.mixed
+        return self.engine is not None or self.workers is not None or self.mixed
 
     @property
     def arguments(self) -> list[str]:
         engine = [] if self.engine is None else ["--engine", self.engine]
-        count = [] if self.count is None else ["--workers", str(self.count)]
+        count = [] if self.workers is None else ["--workers", str(self.workers)]
         return [*engine, *count, *(["--mixed"] if self.mixed else [])]
 
     def to_keywords(self) -> dict[str, Any]:
-        return {"engine": self.engine or "auto", "workers": self.count, "mixed": self.mixed}
+        return {"engine": self.engine or "auto", "workers": self.workers, "mixed": self.mixed}
 
 
-def worker_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def wrapper(**given: Any) -> Any:
-        found = WorkerOptions(given.pop("engine"), given.pop("workers"), given.pop("mixed"))
-        return function(workers=found, **given)
-
-    for add in (
-        option(
-            "--mixed",
-            is_flag=True,
-            help="Permit machines whose processor, GPU or libraries differ; results then do not repeat bit for bit.",
-            group="Workers",
-        ),
-        option(
-            "--workers",
-            type=POSITIVE,
-            help="Number of workers (default: one for each core, of this machine or of the Ray cluster).",
-            group="Workers",
-        ),
-        option(
-            "--engine",
-            metavar="ENGINE",
-            help="Workers that do the boards' work: pool, processes of this machine; ray, of the Ray cluster that it "
-            "is a node of, or of a Ray that is started for the run; ray://HOST:PORT, of a cluster elsewhere; auto, "
-            "pool unless RAY_ADDRESS is set.",
-            group="Workers",
-        ),
-    ):
-        wrapper = add(wrapper)
-    return wrapper
+worker_options: Final = group_options(
+    "workers",
+    WorkerOptions,
+    option(
+        "--engine",
+        metavar="ENGINE",
+        help="Workers that do the boards' work: pool, processes of this machine; ray, of the Ray cluster that it "
+        "is a node of, or of a Ray that is started for the run; ray://HOST:PORT, of a cluster elsewhere; auto, "
+        "pool unless RAY_ADDRESS is set.",
+        group="Workers",
+    ),
+    option(
+        "--workers",
+        type=POSITIVE,
+        help="Number of workers (default: one for each core, of this machine or of the Ray cluster).",
+        group="Workers",
+    ),
+    option(
+        "--mixed",
+        is_flag=True,
+        help="Permit machines whose processor, GPU or libraries differ; results then do not repeat bit for bit.",
+        group="Workers",
+    ),
+)
 
 
 @dataclass(frozen=True)
 class BlobOptions:
-    http: str | None
-    url: str | None
-    backend: str | None
+    blobs_http: str | None
+    blobs_url: str | None
+    blobs_backend: str | None
 
     @property
     def given_options(self) -> list[str]:
-        named = {"--blobs-http": self.http, "--blobs-url": self.url, "--blobs-backend": self.backend}
-        return [name for name, value in named.items() if value is not None]
+        found = [each.name for each in fields(self) if getattr(self, each.name) is not None]
+        return [f"--{name.replace('_', '-')}" for name in found]
 
     def to_locations(self, ca: Path | None) -> BlobLocationSettings:
-        """Return the blob locations for a coordinator.
-
-        Args:
-            ca: Certificate authority of the backend, or None.
+        """Return the blob locations for a coordinator. `ca` is the certificate authority of the backend.
 
         Raises:
             JobError: If an address is malformed or unreachable for devices, or the backend is unknown or unusable.
@@ -340,40 +299,31 @@ class BlobOptions:
         from fedquilt.coordinator.delivery.blob_server import BlobLocationSettings
 
         opener = None
-        if self.backend is not None:
-            name, _, address = self.backend.partition("=")
+        if self.blobs_backend is not None:
+            name, _, address = self.blobs_backend.partition("=")
             opener = plugins.load_plugin("blobs", name)(address)
-        return BlobLocationSettings(self.http, self.url, opener, ca)
+        return BlobLocationSettings(self.blobs_http, self.blobs_url, opener, ca)
 
 
-def blob_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def wrapper(**given: Any) -> Any:
-        return function(
-            blobs=BlobOptions(*(given.pop(f"blobs_{name}") for name in ("http", "url", "backend"))), **given
-        )
-
-    for add in reversed(
-        (
-            option(
-                "--blobs-http",
-                metavar="HOST:PORT",
-                help="Serve models and take updates by HTTP (with --cert HTTPS) too; boards that do not reach it use "
-                "the broker.",
-                group="Blobs",
-            ),
-            option("--blobs-url", metavar="URL", help="Address by which boards reach --blobs-http.", group="Blobs"),
-            option(
-                "--blobs-backend",
-                metavar="NAME=ADDRESS",
-                help="Use the store of an installed package for models and updates too, such as s3=https://HOST/BUCKET "
-                "of examples/s3_blobs.",
-                group="Blobs",
-            ),
-        )
-    ):
-        wrapper = add(wrapper)
-    return wrapper
+blob_options: Final = group_options(
+    "blobs",
+    BlobOptions,
+    option(
+        "--blobs-http",
+        metavar="HOST:PORT",
+        help="Serve models and take updates by HTTP (with --cert HTTPS) too; boards that do not reach it use "
+        "the broker.",
+        group="Blobs",
+    ),
+    option("--blobs-url", metavar="URL", help="Address by which boards reach --blobs-http.", group="Blobs"),
+    option(
+        "--blobs-backend",
+        metavar="NAME=ADDRESS",
+        help="Use the store of an installed package for models and updates too, such as s3=https://HOST/BUCKET "
+        "of examples/s3_blobs.",
+        group="Blobs",
+    ),
+)
 
 
 def require_exclusive(**given: Any) -> None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from fedquilt.cli import home_access, options
-from fedquilt.cli import rollout_options as phases
 from fedquilt.cli.commands import argument, option, verb_group
-from fedquilt.cli.rollout_options import RolloutOptions, submit_rollout
+from fedquilt.console import progress, units
 from fedquilt.core import JobError
+
+if TYPE_CHECKING:
+    from fedquilt import wire
+    from fedquilt.coordinator.rounds.rollout import RolloutPlan
+    from fedquilt.coordinator.storage.store import Store
+
 
 CHECKS: Final = "Limits of each board's check of a model"
 KINDS: Final = ("model", "agent", "settings")
@@ -38,6 +45,109 @@ def parse_settings(words: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
+def parse_share(text: str) -> float:
+    value = units.parse_amount(text if text.endswith("%") else f"{text}%", {"%": 0.01}, "share")
+    if not 0 <= value <= 1:
+        raise ValueError(f"{text} is not between 0 % and 100 %")
+    return round(value, 9)
+
+
+def parse_points(text: str) -> float:
+    value = units.parse_amount(text, {"pt": 0.01, "%": 0.01}, "number of points")
+    if not -1 <= value <= 1:
+        raise ValueError(f"{text} is not between -100pt and 100pt")
+    return round(value, 9)
+
+
+def parse_size(text: str) -> int:
+    from fedquilt.core import JobError
+    from fedquilt.edge_agent.settings import parse_size
+
+    try:
+        return parse_size(text)
+    except JobError as error:
+        raise ValueError(str(error)) from None
+
+
+SHARE = options.ParsedType("share", parse_share)
+POINTS = options.ParsedType("points", parse_points)
+SIZE = options.ParsedType("size", parse_size)
+WHEN: Final = "When"
+PHASES: Final = (
+    options.label_option("select"),
+    option(
+        "--phases",
+        type=SHARE,
+        many=True,
+        default=("5%", "25%", "100%"),
+        help="Cumulative shares of boards, one for each phase; the first is the canary.",
+    ),
+    option("--abort-above", type=SHARE, default="10%", help="Roll back if more than this share of the boards failed."),
+    option(
+        "--patience",
+        type=options.TIME,
+        default="10min",
+        help="Time after which a phase no longer waits for silent boards.",
+    ),
+)
+TIMES: Final = (
+    option(
+        "--soak",
+        type=options.TIME,
+        default="60s",
+        help="Time without failures before a board commits the release.",
+        group=WHEN,
+    ),
+    option(
+        "--window",
+        default="",
+        show_default=False,
+        metavar="HH:MM-HH:MM",
+        help="Only within this time of the boards' day: 02:00-05:00.",
+        group=WHEN,
+    ),
+    option("--force", is_flag=True, help="Replace the running version also during a task.", group=WHEN),
+)
+
+
+@dataclass(frozen=True)
+class RolloutOptions:
+    select: tuple[str, ...]
+    phases: tuple[float, ...]
+    abort_above: float
+    patience: float
+    soak: float
+    window: str
+    force: bool
+
+    def make_plan(self, kind: wire.Kind, name: str, **more: Any) -> RolloutPlan:
+        from fedquilt.coordinator.rounds.rollout import RolloutPlan
+
+        plan = RolloutPlan(
+            kind=kind,
+            name=name[:200],
+            select=self.select,
+            canary=self.phases[0],
+            phases=self.phases[1:],
+            abort_above=self.abort_above,
+            patience_s=self.patience,
+            soak_s=self.soak,
+            window=self.window,
+            force=self.force,
+            **more,
+        )
+        plan.require_valid()
+        return plan
+
+
+def rollout_options(*more: Callable[[Any], Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator that adds the options of a rollout. The command gets their values as one argument, `phased`.
+
+    Options in `more` are listed between phases and times, and the command gets them by name.
+    """
+    return options.group_options("phased", RolloutOptions, *PHASES, *more, *TIMES)
+
+
 @verb_group()
 def rollout() -> None:
     """Roll out a model, an agent version or settings to the devices in phases."""
@@ -46,11 +156,11 @@ def rollout() -> None:
 @rollout.command()
 @argument("what", "A run's id, a job's name for its latest run, or a FILE.onnx.", shell_complete=options.complete_runs)
 @option("--input-shape", type=options.POSITIVE, many=True, help="Shape of one example of FILE.onnx: 3,224,224.")
-@phases.rollout_options(
-    option("--min-gain", type=phases.POINTS, metavar="POINTS", help="Least gain in accuracy: -0.5pt.", group=CHECKS),
+@rollout_options(
+    option("--min-gain", type=POINTS, metavar="POINTS", help="Least gain in accuracy: -0.5pt.", group=CHECKS),
     option("--max-latency", type=options.TIME, help="Most time of an answer: 40ms.", group=CHECKS),
     option("--max-energy", type=options.ABOVE_0, metavar="J", help="Most joules of an answer.", group=CHECKS),
-    option("--max-peak", type=phases.SIZE, help="Most memory of the check: 500MB.", group=CHECKS),
+    option("--max-peak", type=SIZE, help="Most memory of the check: 500MB.", group=CHECKS),
 )
 @options.home_option
 def model(
@@ -93,7 +203,7 @@ def model(
 
 @rollout.command()
 @argument("bundle", "What `rollout build` has made.", type=options.PATH)
-@phases.rollout_options()
+@rollout_options()
 @options.home_option
 def agent(bundle: Path, phased: RolloutOptions, home: Path) -> None:
     """Roll out an agent version. Devices undo a failed upgrade."""
@@ -122,7 +232,7 @@ def agent(bundle: Path, phased: RolloutOptions, home: Path) -> None:
     required=True,
     metavar="KEY=VALUE...",
 )
-@phases.rollout_options()
+@rollout_options()
 @options.home_option
 def settings(words: tuple[str, ...], phased: RolloutOptions, home: Path) -> None:
     """Set budget, labels, power and telemetry of devices, within their agent.toml."""
@@ -139,12 +249,12 @@ def settings(words: tuple[str, ...], phased: RolloutOptions, home: Path) -> None
 @rollout.command()
 @argument("file", "The file to write.", type=options.PATH)
 @options.target_option
-@options.package_options
+@options.extras_option
+@options.python_option
 @option("--whole", is_flag=True, help="Bring all packages, not fedquilt's own alone.")
 @options.authority_option
 def build(file: Path, target: str, extras: tuple[str, ...], python: str | None, whole: bool, ca: Path) -> None:
     """Build a signed bundle of this agent version for `rollout agent`."""
-    from fedquilt.console import progress
     from fedquilt.tools.boards import flash as tool
 
     what = tool.FlashContent(target=target, extras=tuple(filter(None, extras)), python=python)
@@ -197,3 +307,16 @@ def back(what: str, home: Path) -> None:
                 raise JobError(f"no rollout of kind {what!r} in {store.home}: there is nothing to take back")
             what = of_kind[-1]
         print(run_control.revert_rollout(store, what))
+
+
+def submit_rollout(store: Store, plan: RolloutPlan, payload: bytes | None, what: str, home: Path) -> None:
+    from fedquilt.coordinator import run_control
+    from fedquilt.coordinator.views import rollouts as view
+
+    id = run_control.queue_rollout(store, plan, payload)
+    print(f"{id}: {what}; `fedquilt rollout status {id} --home {home}` shows how far it is")
+    around = view.load_context(home, store.rollouts)
+    if said := view.describe_unmatched_labels(plan, around):
+        print(f"it waits for {said}")
+    if not around.served:
+        print(f"no coordinator serves {home}: `fedquilt serve --home {home}` carries it out")

@@ -118,7 +118,6 @@ class ProgressLine:
         return self.show_status(f"{what}: {now}, {so_far} so far", done, total)
 
     def clear(self) -> None:
-        """Remove the live line until the next `show_status`."""
         with _LOCK:
             self._wipe()
 

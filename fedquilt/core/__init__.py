@@ -5,175 +5,84 @@ quantity that cannot be measured is None, never 0. Messages are msgspec structs,
 `fedquilt.wire`). Values of one process are dataclasses. Import all names from this package.
 """
 
-from fedquilt.core.blob_locations import BlobLocation, LocationOffer, UploadProgress
-from fedquilt.core.device import (
-    Cost,
-    Covers,
-    Device,
-    Meter,
-    Power,
-    Reading,
-)
-from fedquilt.core.errors import (
-    ClockError,
-    DataError,
-    DiskFullError,
-    DivergedError,
-    FedquiltError,
-    JobError,
-    LinkError,
-    MemoryBudgetError,
-    ModelError,
-    StoreError,
-    UpdateError,
-    WireError,
-    shorten_error,
-)
-from fedquilt.core.messages import (
-    CODECS,
-    DETAILED,
-    UNDECODABLE,
-    Action,
-    Amount,
-    AnyDigest,
-    BlobRef,
-    Code,
-    Count,
-    DeviceReport,
-    Digest,
-    Encoding,
-    EvaluationSums,
-    Label,
-    Layout,
-    Metrics,
-    Name,
-    OperatingPoint,
-    Profile,
-    Rates,
-    Seconds,
-    Sentence,
-    Task,
-    TaskKind,
-    Update,
-    Usage,
-    WireMessage,
-    Word,
-    WorkEstimate,
-)
-from fedquilt.core.method import (
-    Aggregation,
-    Artefact,
-    Bundle,
-    ClassPrior,
-    ClientContext,
-    ClientResult,
-    DeviceUpdate,
-    DeviceView,
-    EvaluationRound,
-    Examples,
-    Method,
-    TaskSpec,
-    Tensors,
-    Traits,
-    UpdateSchema,
-    tensor_shapes,
-)
-from fedquilt.core.retry import ATTEMPTS_MOST, REFETCH, RESEND, Retry
-from fedquilt.core.seeds import (
-    derive_seed,
-    seed_deriver,
-)
-from fedquilt.core.site_rights import SiteRight
-from fedquilt.core.training import (
-    Choice,
-    Engine,
-    Fit,
-    Hooks,
-    Runner,
-    Step,
-    Trainer,
-)
-
-__all__ = [
-    "ATTEMPTS_MOST",
-    "CODECS",
-    "DETAILED",
-    "REFETCH",
-    "RESEND",
-    "UNDECODABLE",
-    "Action",
-    "Aggregation",
-    "Amount",
-    "AnyDigest",
-    "Artefact",
-    "BlobLocation",
-    "BlobRef",
-    "Bundle",
-    "Choice",
-    "ClassPrior",
-    "ClientContext",
-    "ClientResult",
-    "ClockError",
-    "Code",
-    "Cost",
-    "Count",
-    "Covers",
-    "DataError",
-    "Device",
-    "DeviceReport",
-    "DeviceUpdate",
-    "DeviceView",
-    "Digest",
-    "DiskFullError",
-    "DivergedError",
-    "Encoding",
-    "Engine",
-    "EvaluationRound",
-    "EvaluationSums",
-    "Examples",
-    "FedquiltError",
-    "Fit",
-    "Hooks",
-    "JobError",
-    "Label",
-    "Layout",
-    "LinkError",
-    "LocationOffer",
-    "MemoryBudgetError",
-    "Meter",
-    "Method",
-    "Metrics",
-    "ModelError",
-    "Name",
-    "OperatingPoint",
-    "Power",
-    "Profile",
-    "Rates",
-    "Reading",
-    "Retry",
-    "Runner",
-    "Seconds",
-    "Sentence",
-    "SiteRight",
-    "Step",
-    "StoreError",
-    "Task",
-    "TaskKind",
-    "TaskSpec",
-    "Tensors",
-    "Trainer",
-    "Traits",
-    "Update",
-    "UpdateError",
-    "UpdateSchema",
-    "UploadProgress",
-    "Usage",
-    "WireError",
-    "WireMessage",
-    "Word",
-    "WorkEstimate",
-    "derive_seed",
-    "seed_deriver",
-    "shorten_error",
-    "tensor_shapes",
-]
+from fedquilt.core.device import Cost as Cost
+from fedquilt.core.device import Covers as Covers
+from fedquilt.core.device import Device as Device
+from fedquilt.core.device import Meter as Meter
+from fedquilt.core.device import Power as Power
+from fedquilt.core.device import Reading as Reading
+from fedquilt.core.errors import ClockError as ClockError
+from fedquilt.core.errors import DataError as DataError
+from fedquilt.core.errors import DiskFullError as DiskFullError
+from fedquilt.core.errors import DivergedError as DivergedError
+from fedquilt.core.errors import FedquiltError as FedquiltError
+from fedquilt.core.errors import JobError as JobError
+from fedquilt.core.errors import LinkError as LinkError
+from fedquilt.core.errors import MemoryBudgetError as MemoryBudgetError
+from fedquilt.core.errors import ModelError as ModelError
+from fedquilt.core.errors import StoreError as StoreError
+from fedquilt.core.errors import UpdateError as UpdateError
+from fedquilt.core.errors import WireError as WireError
+from fedquilt.core.errors import shorten_error as shorten_error
+from fedquilt.core.messages import ATTEMPTS_MOST as ATTEMPTS_MOST
+from fedquilt.core.messages import CODECS as CODECS
+from fedquilt.core.messages import DETAILED as DETAILED
+from fedquilt.core.messages import REFETCH as REFETCH
+from fedquilt.core.messages import RESEND as RESEND
+from fedquilt.core.messages import UNDECODABLE as UNDECODABLE
+from fedquilt.core.messages import Action as Action
+from fedquilt.core.messages import Amount as Amount
+from fedquilt.core.messages import AnyDigest as AnyDigest
+from fedquilt.core.messages import BlobLocation as BlobLocation
+from fedquilt.core.messages import BlobRef as BlobRef
+from fedquilt.core.messages import Code as Code
+from fedquilt.core.messages import Count as Count
+from fedquilt.core.messages import DeviceReport as DeviceReport
+from fedquilt.core.messages import Digest as Digest
+from fedquilt.core.messages import Encoding as Encoding
+from fedquilt.core.messages import EvaluationSums as EvaluationSums
+from fedquilt.core.messages import Label as Label
+from fedquilt.core.messages import Layout as Layout
+from fedquilt.core.messages import LocationOffer as LocationOffer
+from fedquilt.core.messages import Metrics as Metrics
+from fedquilt.core.messages import Name as Name
+from fedquilt.core.messages import OperatingPoint as OperatingPoint
+from fedquilt.core.messages import Profile as Profile
+from fedquilt.core.messages import Rates as Rates
+from fedquilt.core.messages import Retry as Retry
+from fedquilt.core.messages import Seconds as Seconds
+from fedquilt.core.messages import Sentence as Sentence
+from fedquilt.core.messages import SiteRight as SiteRight
+from fedquilt.core.messages import Task as Task
+from fedquilt.core.messages import TaskKind as TaskKind
+from fedquilt.core.messages import Update as Update
+from fedquilt.core.messages import UploadProgress as UploadProgress
+from fedquilt.core.messages import Usage as Usage
+from fedquilt.core.messages import WireMessage as WireMessage
+from fedquilt.core.messages import Word as Word
+from fedquilt.core.messages import WorkEstimate as WorkEstimate
+from fedquilt.core.method import Aggregation as Aggregation
+from fedquilt.core.method import Artefact as Artefact
+from fedquilt.core.method import Bundle as Bundle
+from fedquilt.core.method import Choice as Choice
+from fedquilt.core.method import ClassPrior as ClassPrior
+from fedquilt.core.method import ClientContext as ClientContext
+from fedquilt.core.method import ClientResult as ClientResult
+from fedquilt.core.method import DeviceUpdate as DeviceUpdate
+from fedquilt.core.method import DeviceView as DeviceView
+from fedquilt.core.method import Engine as Engine
+from fedquilt.core.method import EvaluationRound as EvaluationRound
+from fedquilt.core.method import Examples as Examples
+from fedquilt.core.method import Fit as Fit
+from fedquilt.core.method import Hooks as Hooks
+from fedquilt.core.method import Method as Method
+from fedquilt.core.method import Runner as Runner
+from fedquilt.core.method import Step as Step
+from fedquilt.core.method import TaskSpec as TaskSpec
+from fedquilt.core.method import Tensors as Tensors
+from fedquilt.core.method import Trainer as Trainer
+from fedquilt.core.method import Traits as Traits
+from fedquilt.core.method import UpdateSchema as UpdateSchema
+from fedquilt.core.method import derive_seed as derive_seed
+from fedquilt.core.method import seed_deriver as seed_deriver
+from fedquilt.core.method import tensor_shapes as tensor_shapes

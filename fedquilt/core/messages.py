@@ -1,13 +1,13 @@
-"""Messages between coordinator and devices, with types and bounds checked at decoding."""
+"""Messages between coordinator and devices, with types and bounds checked at decoding, and their repetition."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from collections.abc import Callable, Collection, Iterable
+from functools import wraps
+from typing import Annotated, Any, Final, Literal, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 from msgspec import Meta
-
-from fedquilt.core.last_call_cache import cache_last_call
 
 Name = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}\Z")]
 """A job, fleet or device id: safe in a topic, a file name and a log line."""
@@ -31,6 +31,31 @@ Amount = Annotated[float, Meta(ge=0.0, le=1e24)]
 Metrics = Annotated[dict[Label, float], Meta(max_length=1000)]
 Layout = Annotated[dict[Label, Label], Meta(max_length=20_000)]
 """Tensor -> its type and shape, "f4:64,3,7,7": `fedquilt.arrays.tensors.layout`."""
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def cache_last_call(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a pure function so that equal arguments in a row are computed once.
+
+    The devices of a cohort often need the same result, one after another. In contrast to `functools.lru_cache`,
+    arguments need not be hashable. Callers must not change arguments or results.
+    """
+    known: tuple[tuple[object, ...], dict[str, object], T] | None = None
+
+    @wraps(function)
+    def call(*args: P.args, **named: P.kwargs) -> T:
+        nonlocal known
+        before = known  # as another thread may set it meanwhile
+        if before is not None and before[0] == args and before[1] == named:
+            return before[2]
+        result = function(*args, **named)
+        known = args, named, result
+        return result
+
+    return call
 
 
 class WireMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -312,3 +337,120 @@ class Profile(DeviceReport, frozen=True):
         tuple[Word, ...], Meta(max_length=32)
     ] = ()  # what its owner calls it by: `fedquilt.formats.labels`
     boards: Count = 0  # of a site; the coordinator believes it only of a device with a `SiteRight`
+
+
+# -- locations of blobs ---------------------------------------------------------------------------
+
+
+class BlobLocation(WireMessage, frozen=True, omit_defaults=True):
+    """Location of a blob: URL and access token. Both are secret, so `repr` shows only the origin."""
+
+    url: Annotated[str, Meta(pattern=r"^https?://[^\s/]+/", max_length=4096)]
+    token: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{0,100}\Z")] = ""  # of the coordinator's server; "": a store's
+    start: Count = 0  # offset of the first byte that is to be put there
+
+    def __repr__(self) -> str:
+        return f"Source({self.origin})"
+
+    @property
+    def origin(self) -> str:
+        """Scheme, host and port of the URL, which may be logged."""
+        return "/".join(self.url.split("/", 3)[:3])
+
+
+class LocationOffer(WireMessage, frozen=True):
+    """Offer of locations on dn/blob/<sha256>/place, for fetching or uploading a blob.
+
+    The device uses the first location that it can reach, and the broker if no location can be reached.
+    """
+
+    sha256: Digest
+    way: Literal["get", "put"]
+    sources: Annotated[tuple[BlobLocation, ...], Meta(min_length=1, max_length=4)]
+
+
+class UploadProgress(WireMessage, frozen=True, omit_defaults=True):
+    """Progress of an upload on up/blob/<sha256>/placed, sent every few seconds and at the end."""
+
+    sha256: Digest
+    moved: Count = 0  # bytes so far
+    source: Annotated[int, Meta(ge=0, le=3)] = 0  # which of the sources it is, or was
+    done: bool = False
+    error: Sentence = ""  # why it was put nowhere; then it has to be asked for in chunks
+
+
+# -- sites ----------------------------------------------------------------------------------------
+
+SITE_BUNDLES: Final = "site."  # prefix of the names of bundles in a site's update
+
+NamePattern = Annotated[str, Meta(pattern=r"^([a-z0-9][a-z0-9._-]{0,63}|[a-z0-9][a-z0-9._-]{0,62}\*|\*)\Z")]
+"""The name of a device, or the beginning of names: "cam-*"."""
+
+
+class SiteRight(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Right of a site to submit updates of other devices."""
+
+    boards: Annotated[tuple[NamePattern, ...], Meta(min_length=1, max_length=10_000)]  # names of these devices
+    most: Annotated[int, Meta(ge=1, le=1_000_000)]  # number of them in one round
+
+    def authorizes(self, name: str) -> bool:
+        """Return whether the site may submit updates of a device."""
+        return not self.unauthorized_devices([name])
+
+    def unauthorized_devices(self, names: Iterable[str]) -> list[str]:
+        """Return the devices whose updates the site may not submit."""
+        known = frozenset(self.boards)
+        beginnings = tuple(pattern[:-1] for pattern in known if pattern.endswith("*"))
+        return [name for name in names if name not in known and not name.startswith(beginnings)]
+
+    def overlaps(self, other: SiteRight) -> bool:
+        """Return whether any device name is authorized by both rights."""
+        return any(
+            _matches_pattern(one.removesuffix("*"), another) or _matches_pattern(another.removesuffix("*"), one)
+            for one in self.boards
+            for another in other.boards
+        )
+
+
+def has_site_bundles(names: Collection[str]) -> bool:
+    """Return whether bundles of these names are those of a site's update."""
+    return any(name.startswith(SITE_BUNDLES) for name in names)
+
+
+def _matches_pattern(name: str, pattern: str) -> bool:
+    return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
+
+
+# -- repetition -----------------------------------------------------------------------------------
+
+ATTEMPTS_MOST: Final = 64  # more are not counted: every delay is at its longest by then
+
+
+class Retry(NamedTuple):
+    """Delays that grow from one attempt to the next.
+
+    Attributes:
+        first_s: The delay after the first attempt, in seconds.
+        most_s: The longest delay, in seconds.
+        factor: The growth from one delay to the next.
+        jitter: The largest share by which a random number shortens a delay, so that many devices do not try at once.
+    """
+
+    first_s: float
+    most_s: float
+    factor: float = 2.0
+    jitter: float = 0.0
+
+    def delay_s(self, attempts: int, draw: float = 0.0) -> float:
+        """Return the seconds until the next attempt.
+
+        Args:
+            attempts: The number of attempts before the latest one, 0 for the first delay.
+            draw: A random number from 0 to 1.
+        """
+        longest_s = self.first_s * self.factor ** min(attempts, ATTEMPTS_MOST)
+        return min(longest_s, self.most_s) * (1.0 - self.jitter * draw)
+
+
+RESEND: Final = Retry(5.0, 60.0)  # a message that the peer has not answered
+REFETCH: Final = Retry(2.0, 60.0)  # a blob that could not be fetched

@@ -20,21 +20,11 @@ class DamagedFileError(ValueError): ...
 
 
 def encode_with_checksum(value: msgspec.Struct) -> bytes:
-    """Encode a struct as indented JSON with a checksum.
-
-    Args:
-        value: Struct without a field called "sum".
-    """
     table: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(value))
     return msgspec.json.format(msgspec.json.encode({**table, FIELD: _checksum_of(table)}), indent=1)
 
 
 def decode_with_checksum(payload: bytes, kind: type[T]) -> T:
-    """Decode a struct and compare its checksum.
-
-    Raises:
-        DamagedFileError: If the bytes are not JSON, not of this type, or do not match their checksum.
-    """
     try:
         table = msgspec.json.decode(payload)
         told = table.pop(FIELD, None) if isinstance(table, dict) else None

@@ -33,11 +33,7 @@ class BundleIndex(WireMessage, frozen=True):
 
 
 def write_bundle(folder: Path, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> Bundle:
-    """Write a bundle. Blobs that exist undamaged are kept.
-
-    Raises:
-        StoreError: If the folder cannot be written.
-    """
+    """Write a bundle. Blobs that exist undamaged are kept."""
     refs: dict[str, BlobRef] = {}
     try:
         REAL.make_folder(folder / "blobs")
@@ -45,10 +41,9 @@ def write_bundle(folder: Path, meta: Mapping[str, Any], files: Mapping[str, byte
             refs[name] = ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
             path = folder / "blobs" / ref.sha256
             if not path.is_file() or REAL.hash_file(path) != ref.sha256:
-                _replace_file(path, payload)
-        _replace_file(
-            folder / "bundle.json", checksummed_json.encode_with_checksum(BundleIndex(meta=dict(meta), files=refs))
-        )
+                REAL.write_atomically(path, payload, durable=False)
+        index = checksummed_json.encode_with_checksum(BundleIndex(meta=dict(meta), files=refs))
+        REAL.write_atomically(folder / "bundle.json", index, durable=False)
     except OSError as error:
         raise StoreError(f"cannot write the bundle {folder}: {error.strerror}") from None
     return load_bundle(folder)
@@ -63,10 +58,6 @@ def load_bundle(folder: Path, disk: Disk = REAL, content: str = "") -> Bundle:
         folder: Folder of the bundle.
         disk: Disk of the folder.
         content: `hash_content` of the bundle that a run began with, or "" for any bundle.
-
-    Raises:
-        JobError: If there is no bundle, or it is damaged or has other content.
-        StoreError: If the bundle cannot be read.
     """
     index_at = folder / "bundle.json"
     with disk_errors(f"read the bundle {folder}"):
@@ -97,12 +88,6 @@ def _read_verified_tensors(folder: Path, ref: BlobRef, disk: Disk) -> dict[str, 
 
 
 def verify_file(folder: Path, ref: BlobRef, disk: Disk = REAL) -> Path:
-    """Return the path of a bundle's file after comparing its content with its digest.
-
-    Raises:
-        JobError: If the file is missing or damaged.
-        StoreError: If the file cannot be read.
-    """
     path = folder / "blobs" / ref.sha256
     with disk_errors(f"read {path}"):
         try:
@@ -112,10 +97,6 @@ def verify_file(folder: Path, ref: BlobRef, disk: Disk = REAL) -> Path:
     if damaged:
         raise JobError(f"{path} is damaged: make the bundle anew with `fedquilt prepare`")
     return path
-
-
-def _replace_file(path: Path, payload: bytes) -> None:
-    REAL.write_atomically(path, payload, durable=False)
 
 
 # -- what a bundle was prepared from ---------------------------------------------------------------
@@ -148,21 +129,11 @@ def stamp_inputs(path: Path, job: Mapping[str, Any]) -> BundleInputs:
     """Return the sources of a bundle: the job file and the files that the job names by absolute path.
 
     They are stamped before the preparation reads them, so that a later change is noticed.
-
-    Raises:
-        StoreError: If a file cannot be looked at.
     """
     return BundleInputs(_hash_job(path), {file: _stamp_input(Path(file)) for file in sorted(set(_list_paths(job)))})
 
 
 def record_inputs(found: BundleInputs, bundle: Path) -> None:
-    """Record the sources of a bundle in its folder.
-
-    Files that the preparation has created, such as a downloaded data set, are stamped now.
-
-    Raises:
-        StoreError: If the record cannot be written.
-    """
     files = {file: stamp or _stamp_input(Path(file)) for file, stamp in found.files.items()}
     found = BundleInputs(found.job, {file: stamp for file, stamp in files.items() if stamp})
     with disk_errors(f"write {bundle / 'inputs.json'}"):

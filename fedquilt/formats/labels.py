@@ -26,11 +26,7 @@ def split_words(text: str) -> list[str]:
 
 
 def parse_labels(given: Iterable[str]) -> tuple[str, ...]:
-    """Return the labels of a device, sorted and without duplicates.
-
-    Raises:
-        JobError: If a word is not a label, a key has two values, or there are more than MOST labels.
-    """
+    """Return the labels of a device, sorted and without duplicates."""
     found = sorted(set(given))
     for word in found:
         if not _LABEL.match(word):
@@ -53,7 +49,6 @@ def require_valid_selection(wanted: Sequence[str]) -> None:
 
 
 def is_selected(wanted: Iterable[str], has: Collection[str]) -> bool:
-    """Return whether a device with the labels `has` matches every word of a selection."""
     return all(
         any((part[1:] not in has) if part.startswith("!") else (part in has) for part in word.split("|"))
         for word in wanted

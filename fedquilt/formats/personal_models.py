@@ -41,11 +41,6 @@ class _PersonalHeader(msgspec.Struct):
 
 
 def encode_personal(task: Task, graph: bytes, bundles: Mapping[str, Tensors]) -> bytes:
-    """Encode an evaluation task for devices new to the run, with its bundles and the network's graph.
-
-    Raises:
-        WireError: If the task exceeds the size of a message.
-    """
     import numpy as np
 
     from fedquilt.arrays import tensors
@@ -59,10 +54,6 @@ def read_task(path: Path, disk: Disk = REAL) -> Task | None:
     """Read the evaluation task of a file, or return None for a file of another kind.
 
     Numpy is not imported.
-
-    Raises:
-        ModelError: If the task was written by another version, or is damaged.
-        OSError: If the file cannot be read.
     """
     size = int.from_bytes(disk.read(path, 0, 8), "little")
     if not 0 < size <= HEADER_MOST:
@@ -80,12 +71,6 @@ def read_task(path: Path, disk: Disk = REAL) -> Task | None:
 
 
 def read_personal(path: Path) -> PersonalParts:
-    """Read the graph and the bundles of a file.
-
-    Raises:
-        ModelError: If the file is of another kind, or damaged.
-        StoreError: If the file cannot be read.
-    """
     import numpy as np
 
     from fedquilt.arrays import tensors

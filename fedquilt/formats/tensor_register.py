@@ -45,13 +45,10 @@ class RegisterEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TensorRegister(msgspec.Struct, frozen=True):
-    """Entries of all tensors, and paths of modules in the order of their first call."""
-
     tensors: tuple[RegisterEntry, ...]
     calls: tuple[str, ...] = ()
 
     def find_entry(self, name: str) -> RegisterEntry | None:
-        """Return the entry of a tensor, or None for a tensor added by a method."""
         return _entries_by_name(self).get(name)
 
     def parameter_names(self, model: Tensors) -> list[str]:
@@ -93,11 +90,6 @@ class TensorRegister(msgspec.Struct, frozen=True):
         return {entry.module for entry in self.tensors if entry.type == "Linear" and entry.is_weight}
 
     def require_plain_weight(self, layer: str) -> None:
-        """Check that a layer's weight is a single tensor.
-
-        Raises:
-            ModelError: If the weight is made of other tensors, as in weight normalisation.
-        """
         made_of = [entry.name for entry in self.tensors if entry.module == layer and entry.is_weight]
         if f"{layer}.weight" not in made_of:
             raise ModelError(
@@ -106,7 +98,6 @@ class TensorRegister(msgspec.Struct, frozen=True):
             )
 
     def running_means_by_variance(self) -> dict[str, str]:
-        """Return the name of the running mean for each running variance of batch normalisation."""
         norms = {entry.name for entry in self.tensors if entry.type in BATCH_NORMS}
         pairs = {f"{entry.module}.running_var": f"{entry.module}.running_mean" for entry in self.tensors}
         return {variance: mean for variance, mean in pairs.items() if {variance, mean} <= norms}
@@ -120,15 +111,10 @@ class TensorRegister(msgspec.Struct, frozen=True):
         return {entry.name for entry in self.tensors if entry.module in chosen}
 
     def parameters_by_layer(self) -> dict[str, tuple[str, ...]]:
-        """Return the names of each layer's parameters, with layers in the order of their first call."""
         return dict(_find_layers(self))
 
     def find_classifier(self) -> str | None:
-        """Return the path of the linear layer called last, or None if the network has no linear layer.
-
-        Raises:
-            ModelError: If the layer called last shares its weights with another layer.
-        """
+        """Return the path of the linear layer called last, or None if the network has no linear layer."""
         linear = self.linear_paths()
         borrowed = {alias.rpartition(".")[0]: entry for entry in self.tensors for alias in entry.aliases}
         last = self.sort_by_call_order([*linear, *(path for path in borrowed if path in self.calls)])[-1:]
@@ -156,11 +142,7 @@ class TensorRegister(msgspec.Struct, frozen=True):
 
 
 def register_from_table(network: Mapping[str, Any]) -> TensorRegister:
-    """Return the register in a network's table, or that of an `mlp`, which follows from its table.
-
-    Raises:
-        ModelError: If the table has no register and is not that of an `mlp`.
-    """
+    """Return the register in a network's table, or that of an `mlp`, which follows from its table."""
     if "register" in network:
         return _parse_register(msgspec.json.encode(network["register"]))
     if network.get("name") == "mlp":
@@ -193,13 +175,11 @@ def without_register(network: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def natural_key(name: str) -> list[tuple[int, int | str]]:
-    """Return a sort key that compares the numbers in a name as numbers."""
     return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part]
 
 
 @lru_cache(maxsize=8)
 def _parse_register(payload: bytes) -> TensorRegister:
-    """Return a register from JSON. Raise ModelError if it is damaged."""
     try:
         return msgspec.json.decode(payload, type=TensorRegister)
     except msgspec.MsgspecError as error:
@@ -213,13 +193,11 @@ def _entries_by_name(register: TensorRegister) -> dict[str, RegisterEntry]:
 
 @lru_cache(maxsize=8)
 def _call_positions(register: TensorRegister) -> dict[str, int]:
-    """Return the position of each module in the order of calls."""
     return {path: index for index, path in enumerate(register.calls)}
 
 
 @lru_cache(maxsize=8)
 def _find_layers(register: TensorRegister) -> dict[str, tuple[str, ...]]:
-    """Return the sorted names of each layer's parameters, with layers in the order of calls."""
     found: dict[str, list[str]] = {}
     for entry in register.tensors:
         if entry.kind == "parameter":

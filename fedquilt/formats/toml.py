@@ -45,7 +45,6 @@ _LIMITS: Final = {">=": "of at least", "<=": "of at most", ">": "above", "<": "b
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file, or raise JobError if it is unreadable or invalid."""
     try:
         return parse_toml(path.read_text(encoding="utf-8-sig"), str(path))  # Windows' editors begin a file with a mark
     except OSError as error:
@@ -55,11 +54,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def absolute_path(path: str, folder: Path) -> str:
-    """Return an absolute path for a path in a settings file in `folder`.
-
-    Raises:
-        JobError: If the path is impossible, such as one with a NUL or circular links.
-    """
+    """Return an absolute path for a path in a settings file in `folder`."""
     try:
         return str((folder / path).resolve())
     except (ValueError, RuntimeError, OSError) as error:
@@ -67,7 +62,6 @@ def absolute_path(path: str, folder: Path) -> str:
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:
-    """Return the table in TOML text, or raise JobError with the source `where`."""
     try:
         return tomllib.loads(text)
     except RecursionError as error:
@@ -83,7 +77,6 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
 
 
 def format_toml(table: Mapping[str, Any]) -> str:
-    """Format a table as TOML, without keys whose value is None."""
     import tomli_w  # only writers of settings need it
 
     return tomli_w.dumps(_drop_none(table))
@@ -117,9 +110,6 @@ def convert_table(table: Any, kind: type[T], where: str) -> T:
         table: The table.
         kind: Type of the struct.
         where: Name of the table in errors, such as "a job" or "[data]".
-
-    Raises:
-        JobError: If a value does not fit, or a key is unknown. The message suggests the nearest key or word.
     """
     try:
         return msgspec.convert(table, kind)
@@ -217,7 +207,6 @@ _NOWHERE: Final = object()
 
 
 def _value_at_path(table: Any, path: str) -> Any:
-    """Return the value at a path of msgspec, or `_NOWHERE` for an inexact path such as "[...]"."""
     for step in _STEP.finditer(path):
         try:
             table = table[step[1]] if step[1] is not None else table[int(step[2])]

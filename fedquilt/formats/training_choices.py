@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -18,12 +18,13 @@ from msgspec import Meta
 from fedquilt.core import Choice, JobError
 from fedquilt.formats import toml
 
+T = TypeVar("T")
 Positive: TypeAlias = Annotated[float, Meta(gt=0)]
 Share: TypeAlias = Annotated[float, Meta(ge=0, lt=1)]
 
 
 class Arguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Arguments of a choice, without its name."""
+    pass
 
 
 # -- losses ---------------------------------------------------------------------------------------
@@ -43,10 +44,6 @@ class BinaryCrossEntropy(Arguments, frozen=True):
     weights: tuple[Positive, ...] = ()  # of each label where it is 1
 
 
-class SquaredError(Arguments, frozen=True):
-    pass
-
-
 class Huber(Arguments, frozen=True):
     delta: Positive = 1.0
 
@@ -59,7 +56,7 @@ LOSSES: Final[Mapping[str, tuple[type[Arguments], str]]] = {
     "cross_entropy": (CrossEntropy, "classes"),
     "focal": (Focal, "classes"),
     "bce": (BinaryCrossEntropy, "labels"),
-    "mse": (SquaredError, "regression"),
+    "mse": (Arguments, "regression"),
     "huber": (Huber, "regression"),
     "quantile": (Quantile, "regression"),
 }
@@ -69,16 +66,12 @@ LOSSES: Final[Mapping[str, tuple[type[Arguments], str]]] = {
 # -- optimizers -----------------------------------------------------------------------------------
 
 
-class Sgd(Arguments, frozen=True):
-    pass  # [params] momentum, nesterov and weight_decay
-
-
 class Adam(Arguments, frozen=True):
     betas: tuple[Share, Share] = (0.9, 0.999)
     eps: Positive = 1e-8
 
 
-OPTIMIZERS: Final[Mapping[str, type[Arguments]]] = {"sgd": Sgd, "adam": Adam, "adamw": Adam}
+OPTIMIZERS: Final[Mapping[str, type[Arguments]]] = {"sgd": Arguments, "adam": Adam, "adamw": Adam}
 IN_PARAMS: Final = ("lr", "weight_decay", "momentum", "nesterov")  # arguments of optimizers that [params] has
 
 
@@ -99,9 +92,6 @@ class Schedule(Arguments, frozen=True):
             round: Round of the job, from 0.
             step: Step within the round, from 0.
             steps: Steps of the device in a round.
-
-        Raises:
-            JobError: If the schedule needs the number of rounds, and it is unknown.
         """
         scale = steps if self.over == "steps" else 1
         now = round * scale + (step if self.over == "steps" else 0)
@@ -111,28 +101,21 @@ class Schedule(Arguments, frozen=True):
         return self._main_factor(now - rise, scale)
 
     def step_factor(self, round: int, step: int, steps: int) -> float:
-        """Return the factor of a step on the learning rate of its round."""
         return self.rate_factor(round, step, steps) if self.over == "steps" else 1.0
 
     def _main_factor(self, now: int, scale: int) -> float:
         return 1.0
 
     def _length(self, scale: int) -> int:
-        """Return the number of steps after the warm-up, at least 1."""
         self.require_rounds()
         return (self.rounds - self.warm_up) * scale
 
     def require_rounds(self) -> None:
-        """Raise JobError unless the job's rounds are known and more than those of the warm-up."""
         if self.rounds <= self.warm_up:
             raise JobError(
                 f"[params] schedule: rounds = {self.rounds} and warm_up = {self.warm_up}: set the job's rounds above "
                 "warm_up"
             )
-
-
-class Constant(Schedule, frozen=True):
-    pass
 
 
 class StepDecay(Schedule, frozen=True):
@@ -175,7 +158,7 @@ class OneCycle(Schedule, frozen=True):
 
 
 SCHEDULES: Final[Mapping[str, type[Schedule]]] = {
-    "constant": Constant,
+    "constant": Schedule,
     "step": StepDecay,
     "cosine": Cosine,
     "one_cycle": OneCycle,
@@ -197,11 +180,6 @@ OURS: Final[Mapping[Literal["loss", "transform"], Sequence[str]]] = {"loss": tup
 
 
 def split_choice(choice: Choice, key: str) -> tuple[str, dict[str, Any]]:
-    """Return the name and the arguments of a choice.
-
-    Raises:
-        JobError: If the table has no name.
-    """
     if isinstance(choice, str):
         return choice, {}
     name, arguments = choice.get("name"), {each: value for each, value in choice.items() if each != "name"}
@@ -210,27 +188,18 @@ def split_choice(choice: Choice, key: str) -> tuple[str, dict[str, Any]]:
     return name, arguments
 
 
-def parse_arguments(name: str, arguments: Mapping[str, Any], kind: type[Any], key: str) -> Any:
-    """Return the arguments as a struct of `kind`, or raise JobError with key and name."""
+def parse_arguments(name: str, arguments: Mapping[str, Any], kind: type[T], key: str) -> T:
     return toml.convert_table(dict(arguments), kind, f"[params] {key} {name!r}")
 
 
 def parse_loss(choice: Choice) -> tuple[str, Any]:
-    """Return name and arguments of a loss. "" is the loss of the network's task. Plug-ins have a table.
-
-    Raises:
-        JobError: If an argument is wrong.
-    """
+    """Return name and arguments of a loss. "" is the loss of the network's task. Plug-ins have a table."""
     name, arguments = split_choice(choice, "loss")
     return name, parse_arguments(name, arguments, LOSSES[name][0], "loss") if name in LOSSES else arguments
 
 
 def parse_optimizer(choice: Choice) -> tuple[str, Any]:
-    """Return name and arguments of an optimizer. Those of `torch.optim` have a table.
-
-    Raises:
-        JobError: If an argument is wrong.
-    """
+    """Return name and arguments of an optimizer. Those of `torch.optim` have a table."""
     name, arguments = split_choice(choice, "optimizer")
     for key in IN_PARAMS:
         if key in arguments:
@@ -247,24 +216,13 @@ def parse_optimizer(choice: Choice) -> tuple[str, Any]:
 
 
 def parse_schedule(choice: Choice) -> Schedule:
-    """Return the schedule of a choice.
-
-    Raises:
-        JobError: If the name is unknown, or an argument is wrong.
-    """
     name, arguments = split_choice(choice, "schedule")
     if name not in SCHEDULES:
         raise JobError(f"[params] schedule = {name!r}{toml.describe_choices(name, SCHEDULES)}")
-    found: Schedule = parse_arguments(name, arguments, SCHEDULES[name], "schedule")
-    return found
+    return parse_arguments(name, arguments, SCHEDULES[name], "schedule")
 
 
 def schedule_with_rounds(choice: Choice, rounds: int) -> Choice:
-    """Return a schedule with its number of rounds.
-
-    Raises:
-        JobError: If the schedule is impossible with so many rounds.
-    """
     name, arguments = split_choice(choice, "schedule")
     if set(arguments) <= {"rounds"} and name == "constant":
         return choice
@@ -276,11 +234,7 @@ def schedule_with_rounds(choice: Choice, rounds: int) -> Choice:
 
 
 def parse_augmentations(choices: Sequence[Choice]) -> list[tuple[str, Any]]:
-    """Return name and arguments of each augmentation. "mixup" comes last.
-
-    Raises:
-        JobError: If an argument of mixup is wrong, or an augmentation follows it.
-    """
+    """Return name and arguments of each augmentation. "mixup" comes last."""
     found = [split_choice(choice, "augment") for choice in choices]
     if MIXUP in [name for name, _ in found[:-1]]:
         raise JobError("[params] augment: mixup mixes what the other transforms made; write it last, once")
@@ -296,7 +250,6 @@ def is_own_transform(name: str) -> bool:
 
 
 def require_valid_choices(params: Any) -> None:
-    """Raise JobError unless the choices in the parameters of a method can be read."""
     parse_loss(params.loss)
     parse_optimizer(getattr(params, "optimizer", "adam"))
     parse_schedule(params.schedule)
@@ -310,7 +263,6 @@ def select_choices(kind: type, params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def list_plugins(params: Mapping[str, Any]) -> list[tuple[Literal["loss", "transform"], str]]:
-    """Return kind and name of the plug-ins that parameters of a method name."""
     loss, _ = split_choice(params.get("loss", ""), "loss")
     found: list[tuple[Literal["loss", "transform"], str]] = [("loss", loss)] if loss and loss not in LOSSES else []
     names = [split_choice(choice, "augment")[0] for choice in params.get("augment", ())]
@@ -322,7 +274,7 @@ def describe_torch_choices(params: Mapping[str, Any]) -> str:
     optimizer, arguments = parse_optimizer(params.get("optimizer", "sgd"))
     needs = {
         "loss": params.get("loss"),
-        "optimizer": optimizer not in ("sgd", "adam") or arguments not in (Sgd(), Adam()),
+        "optimizer": optimizer not in ("sgd", "adam") or arguments not in (Arguments(), Adam()),
         "schedule": parse_schedule(params.get("schedule", "constant")).over == "steps",
         "augment": params.get("augment"),
         "accumulate": params.get("accumulate", 1) > 1,

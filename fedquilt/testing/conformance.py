@@ -13,14 +13,14 @@ import contextlib
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from fedquilt import methods, metrics
+from fedquilt import methods, metrics, plugins
 from fedquilt.arrays import disk_arrays, exact_sums, tensors
 from fedquilt.arrays.disk_arrays import ScratchFile
 from fedquilt.console import progress
@@ -40,8 +40,12 @@ from fedquilt.core import (
     UpdateError,
     shorten_error,
 )
-from fedquilt.testing.corrupt_updates import corrupted_updates, require_identical
-from fedquilt.testing.scenarios import (
+from fedquilt.data.readers import plugin as readers_plugin
+from fedquilt.data.spec import DataSpec
+from fedquilt.edge_agent import devices as sensors
+from fedquilt.edge_agent import engines
+from fedquilt.models.networks import registry
+from fedquilt.testing.toy_networks import (
     MIXED,
     NETWORKS,
     CheckSkipped,
@@ -49,16 +53,17 @@ from fedquilt.testing.scenarios import (
     as_images,
     depends_on_memory,
     device_profile,
+    image_members,
     make_scene,
     make_torch_engine,
     packed_states,
+    point_members,
     prepare_bundle,
     record_run,
+    run_method,
     training_params,
     with_targets,
 )
-from fedquilt.testing.toy_networks import image_members, point_members
-from fedquilt.testing.toy_networks import run_method as run_of
 
 # -- the same again -------------------------------------------------------------------------------
 
@@ -173,7 +178,7 @@ def _require_run_on_network(
     if task not in method.traits.prediction_tasks:
         told = ""
         try:
-            run_of(name, bundle, devices, given, engine=None, method=method, seed=3, rounds=3)
+            run_method(name, bundle, devices, given, engine=None, method=method, seed=3, rounds=3)
         except JobError as error:
             told = str(error)
         assert f"task = {task!r}" in told, told or f"a run with task = {task!r} begins, which is none of the method's"
@@ -186,7 +191,7 @@ def _require_run_on_network(
         assert bool(refused) == unfit, refused or "the method was expected to refuse this network"
     if refused:
         return
-    first, *_, last = run_of(name, bundle, devices, given, engine=engine, method=double, seed=3, rounds=3)
+    first, *_, last = run_method(name, bundle, devices, given, engine=engine, method=double, seed=3, rounds=3)
     assert len(there) == 3
     require_identical(tensors.unpack_state(tensors.pack_state(first), method.state), first)
     assert tensors.pack_state(last) != tensors.pack_state(first)
@@ -430,3 +435,128 @@ def _describe_assertion(error: AssertionError) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     said = shorten_error(str(error))
     return f"{said or frame.line} ({Path(frame.filename).name}, line {frame.lineno})"
+
+
+# -- corrupted updates ----------------------------------------------------------------------------
+
+
+def corrupted_updates(update: DeviceUpdate) -> Iterator[tuple[str, DeviceUpdate]]:
+    """Yield copies of an update with one error each, and a description of the error."""
+
+    def replace_tensor(bundle: str, name: str, array: np.ndarray | None) -> DeviceUpdate:
+        held = {**update.bundles[bundle], name: array}
+        kept = {key: value for key, value in held.items() if value is not None}
+        return replace(update, bundles={**update.bundles, bundle: kept})
+
+    for bundle, held in update.bundles.items():
+        for name, array in held.items():
+            if array.dtype.kind == "f" and array.size:
+                yield f"{bundle}/{name} is NaN", replace_tensor(bundle, name, _with_first_value(array, np.nan))
+                yield f"{bundle}/{name} is infinite", replace_tensor(bundle, name, _with_first_value(array, np.inf))
+            for odd, other in invalid_arrays(array):
+                yield f"{bundle}/{name} {odd}", replace_tensor(bundle, name, other)
+            yield f"{bundle}/{name} is missing", replace_tensor(bundle, name, None)
+            yield f"{bundle}/{name} is longer", replace_tensor(bundle, name, _repeat_array(array))
+        yield f"{bundle} has a stranger", replace_tensor(bundle, "stranger", np.zeros(1, np.float32))
+        without = {key: value for key, value in update.bundles.items() if key != bundle}
+        yield f"{bundle} is absent", replace(update, bundles=without)
+
+
+def invalid_arrays(array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield copies of an array with another dtype or with too large values, and descriptions."""
+    floats, integers = (np.float32, np.float64), (np.int32, np.int64, np.uint8)
+    for kind in (*floats, *integers):
+        if array.dtype != kind:
+            yield f"is {np.dtype(kind)}", array.astype(kind)
+    if array.dtype.kind == "f" and array.size:
+        yield "is too large", np.full_like(array, np.finfo(array.dtype).max)
+        yield "is 1e300", np.full(array.shape, 1e300)
+    elif array.dtype == np.int64 and array.size:
+        yield "is too large", np.full_like(array, np.iinfo(np.int64).max)
+        yield "is below 0", np.full_like(array, -1)
+
+
+def _with_first_value(array: np.ndarray, value: float) -> np.ndarray:
+    changed = array.copy()
+    changed.reshape(-1)[0] = value
+    return changed
+
+
+def _repeat_array(array: np.ndarray) -> np.ndarray:
+    return np.concatenate([array.reshape(1, -1), array.reshape(1, -1)], axis=1).reshape(-1)
+
+
+def require_identical(found: Any, wanted: Any, at: str = "state") -> None:
+    """Assert that two values are equal, and all arrays equal in dtype, shape and bits."""
+    assert not isinstance(wanted, np.generic), f"{at}: arithmetic has made a scalar of an array"
+    assert isinstance(found, np.ndarray) == isinstance(wanted, np.ndarray), at
+    if isinstance(wanted, np.ndarray):
+        assert (found.dtype, found.shape, found.tobytes()) == (wanted.dtype, wanted.shape, wanted.tobytes()), at
+    elif is_dataclass(wanted):
+        assert type(found) is type(wanted), at
+        for field in fields(wanted):
+            require_identical(getattr(found, field.name), getattr(wanted, field.name), f"{at}.{field.name}")
+    elif isinstance(wanted, dict):
+        assert list(found) == list(wanted), at
+        for key in wanted:
+            require_identical(found[key], wanted[key], f"{at}[{key!r}]")
+    elif isinstance(wanted, tuple):
+        assert len(found) == len(wanted), at
+        for index, each in enumerate(wanted):
+            require_identical(found[index], each, f"{at}[{index}]")
+
+
+# -- packages -------------------------------------------------------------------------------------
+
+BUDGET_BYTES = 1 << 40
+
+
+def check_package(name: str) -> Iterator[tuple[bool, str]]:
+    """Check a method, or all plug-ins of an installed package.
+
+    Yields:
+        Whether a check has passed, and a line with the result.
+
+    Raises:
+        JobError: If there is no such method or package.
+    """
+    given = plugins.package_plugins(name)
+    if not given:
+        yield from _check_method(name)
+        return
+    ours = {"method": methods.builtin_names(), "network": registry.OURS, "engine": tuple(engines.NEEDS)}
+    for plugin in given:
+        try:
+            plugins.find_plugin(plugin.kind, plugin.name, ours.get(plugin.kind, ()))
+        except JobError as error:
+            yield False, f"failed   {error}"
+            continue
+        if plugin.kind == "method":
+            yield from _check_method(plugin.name)
+        else:
+            yield _check_plugin(plugin)
+
+
+def _check_method(name: str) -> Iterator[tuple[bool, str]]:
+    yield True, f"method {name}:"
+    for words, how, why in run_checks(name):
+        yield how != "failed", f"  {how:8} {words}" + (f": {why}" if why else "")
+
+
+def _check_plugin(plugin: plugins.Plugin) -> tuple[bool, str]:
+    """Import and try a plug-in. Return whether it works, and a line that states this."""
+    tries: dict[str, Callable[[], object]] = {
+        "network": lambda: registry.require_callable(plugin.name, plugins.import_plugin(plugin)),
+        "data": lambda: [
+            readers_plugin.open_plugin_data(DataSpec(dataset=plugin.name, split=split)) for split in ("train", "test")
+        ],
+        "meter": lambda: sensors.create_meter(plugin.name).read(0.0),
+        "engine": lambda: engines.create_engine(plugin.name, BUDGET_BYTES).close(),
+    }
+    try:
+        tries[plugin.kind]()
+    except FedquiltError as error:
+        return False, f"failed   {error}"
+    except Exception as error:  # code from outside may raise anything
+        return False, f"failed   {plugin}: {type(error).__name__}: {error}"
+    return True, f"passed   {plugin} is one"

@@ -31,7 +31,7 @@ from fedquilt.core import (
     WorkEstimate,
     evaluation,
 )
-from fedquilt.testing import scenarios
+from fedquilt.testing import toy_networks
 
 PROFILE = plain.profile(engines=("numpy",))
 
@@ -299,9 +299,9 @@ def update_manifest(given: dict[str, Any], **changes: Any) -> Update:
 @pytest.mark.parametrize("name", methods.builtin_names())
 def test_what_a_methods_devices_send_fits_what_it_expects(name):
     try:
-        _, _, folded, _ = scenarios.record_run(name)
-        mixed = scenarios.record_run(name + scenarios.MIXED)[2] if scenarios.depends_on_memory(name) else []
-    except scenarios.CheckSkipped as skipped:
+        _, _, folded, _ = toy_networks.record_run(name)
+        mixed = toy_networks.record_run(name + toy_networks.MIXED)[2] if toy_networks.depends_on_memory(name) else []
+    except toy_networks.CheckSkipped as skipped:
         pytest.skip(str(skipped))
     method, known = methods.load(name), 0
     for state, given in [*folded, *mixed]:

@@ -11,7 +11,6 @@ import documents
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[documents.Shell]:
-    """A folder with the demo's digits."""
     shutil.copy(documents.DIGITS, tmp_path / "digits.npz")
     with documents.Shell(tmp_path) as made:
         yield made

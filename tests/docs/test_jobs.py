@@ -17,7 +17,6 @@ PAGE = (Path(__file__).parents[2] / "docs" / "jobs.md").read_text()
 
 
 def section(heading: str) -> str:
-    """The text below a heading that has these words in it."""
     parts = re.split(r"^## ", PAGE, flags=re.MULTILINE)
     return next(part for part in parts if heading in part.partition("\n")[0])
 

@@ -20,7 +20,6 @@ ELSEWHERE = ("python ", "pip ", "mosquitto ")  # other programs than fedquilt, w
 
 
 def anchors(page: Path) -> set[str]:
-    """The headings of a page as a link names them."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}

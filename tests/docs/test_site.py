@@ -17,7 +17,6 @@ ATTRIBUTES = r"<(?:script|link|img|iframe|source)\b[^>]*?\b(?:src|href)=[\"']?((
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built once."""
     pytest.importorskip("mkdocs", reason="the site needs the extra docs: pip install '.[docs]'")
     pytest.importorskip("mkdocstrings", reason="the site needs the extra docs: pip install '.[docs]'")
     folder = tmp_path_factory.mktemp("site")

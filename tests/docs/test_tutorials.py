@@ -101,7 +101,7 @@ def test_a_method_of_ones_own(shell):
     shell.run("fedquilt simulate digits")
     (shell.folder / "prox.py").write_text(documents.blocks(f"{TUTORIALS}/method.md", "python")[0])
     assert tutorial("method", shell.folder) == METHOD
-    require_shown("method", "".join(map(shell.run, METHOD)))
+    require_shown("method", "".join(shell.run(each.replace("--rounds 10", "--rounds 2")) for each in METHOD))
 
 
 def test_a_network_and_a_data_set_of_ones_own(shell):
@@ -111,13 +111,14 @@ def test_a_network_and_a_data_set_of_ones_own(shell):
     ):
         (shell.folder / file).write_text(code)
     assert tutorial("network", shell.folder) == NETWORK
+    for name in ("own.toml", "spirals.toml"):
+        file = shell.folder / name
+        file.write_text(re.sub(r"rounds = \d+", "rounds = 2", file.read_text()))  # as many lines, in less time
     require_shown("network", "".join(map(shell.run, NETWORK)))
     assert (shell.folder / "own.onnx").stat().st_size > 1000
 
 
 class Fleet:
-    """The commands of the tutorials on three devices, at free ports."""
-
     def __init__(self, shell: documents.Shell) -> None:
         self.shell = shell
         with socket.socket() as one, socket.socket() as other:
@@ -130,7 +131,6 @@ class Fleet:
         return re.sub("8883|8884", lambda found: self.ports[found[0]], text)
 
     def run(self, typed: str) -> str:
-        """Run a command to its end, or start a server and wait until it can be used."""
         if not typed.startswith(SERVERS):
             return self.shell.run(self.use_free_ports(typed))
         if typed.startswith("mosquitto "):
@@ -193,6 +193,11 @@ def test_three_devices_with_tls_and_a_rollout(shell):
     assert "done" in printed
     assert "signed" in shell.log()
     assert "unsigned" not in shell.log()
+    kept = [
+        path for name in COLOURS for path in Path(agents.load_settings(shell.folder / f"{name}.toml").home).rglob("*")
+    ]
+    assert any(path.parent.name == "blobs" for path in kept)
+    assert [path for path in kept if path.stat().st_mode & 0o077] == []
     assert again == run
     starts = [typed for typed in begin if typed.startswith("fedquilt agent ")]
     fleet.stop_agents()  # so that the run cannot end before it is stopped
@@ -219,6 +224,7 @@ def test_three_devices_with_tls_and_a_rollout(shell):
     fleet.run(doctor)
 
 
+@pytest.mark.nightly
 def test_stitching_for_cifar_with_imagenet_donors(shell):
     data = documents.data()
     if not (data / "weights").is_dir():

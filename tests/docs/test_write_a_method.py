@@ -16,14 +16,12 @@ from fedquilt.core import Method
 from fedquilt.edge_agent import devices, settings
 from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine
 from fedquilt.formats import toml
-from fedquilt.testing import conformance
 from fedquilt.testing.toy_networks import point_members, run_method, toy_bundle
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
 def blocks(page: str, language: str = "python") -> list[str]:
-    """The code of a page, in order."""
     return re.findall(rf"```{language}\n(.*?)```", (DOCS / page).read_text(), re.S)
 
 
@@ -39,7 +37,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def prox(folder: Path) -> Method:
-    """FedProx as the page has it."""
     (folder / "prox.py").write_text(blocks("tutorials/method.md")[0])
     return methods.load("prox:METHOD")
 
@@ -56,12 +53,6 @@ def test_fedprox_from_the_page_is_about_25_lines_and_ours_to_the_bit(prox, folde
     for mine, ours in zip(*runs, strict=True):
         for name, value in ours.model.items():
             np.testing.assert_array_equal(mine.model[name], value)
-
-
-@pytest.mark.parametrize("check", conformance.CHECKS, ids=lambda check: check.__name__)
-def test_fedprox_from_the_page_conforms(prox, check):
-    assert "conformance.CHECKS" in blocks("tutorials/method.md")[1]
-    check("prox:METHOD")
 
 
 def test_the_settings_on_the_pages_are_a_boards(folder):
@@ -81,8 +72,6 @@ def test_the_usb_meter_of_the_page_reads_its_file(folder):
 
 
 class Tasmota(BaseHTTPRequestHandler):
-    """A plug that takes 42.5 W, and answers once it may."""
-
     may = threading.Event()
 
     def do_GET(self) -> None:

@@ -10,7 +10,6 @@ from processes import Processes
 
 @pytest.fixture
 def processes() -> Iterator[Processes]:
-    """Starts processes, and kills those that are left when the test ends."""
     made = Processes()
     yield made
     made.end()

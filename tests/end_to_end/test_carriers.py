@@ -47,23 +47,6 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_a_run_without_a_server_moves_its_blobs_by_http_too(
-    tmp_path: Path, processes: Processes, mosquitto: Callable[..., Any]
-) -> None:
-    """`run` is the coordinator here, with the options of `serve`; a second coordinator of the home is told of them."""
-    broker, log, home, port = mosquitto(), tmp_path / "log", tmp_path / "runs", free_port()
-    plan, relay = job(tmp_path), Relay(port)
-    processes.start_agents(tmp_path, plan.make_agent_tables(), broker.url, log.name)
-    words = ("--home", str(home), "--broker", broker.url, "--blobs-http", f"127.0.0.1:{port}")
-    words += ("--blobs-url", f"http://127.0.0.1:{relay.port}")
-    processes.start("run", log, "run", str(tmp_path / "job.toml"), *words)
-    until(lambda: isinstance((facts(home) or [None])[-1], JobEnded), "the end of the job", told=log.read_text)
-    assert facts(home)[-1].status == "done"
-    assert f"blobs at http://127.0.0.1:{relay.port}" in log.read_text()
-    assert relay.connections >= 2 * 2 * ROUNDS  # a model and an update of each board and round
-    relay.close()
-
-
 @pytest.mark.parametrize(
     "killed", ["coordinator", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("broker", "agent"))]
 )
@@ -81,7 +64,6 @@ def test_a_job_whose_blobs_go_by_http_outlives_a_kill_in_the_middle_of_one(
     happened: list[int] = []
 
     def most(number: int) -> int | None:
-        """The fourth transfer stops in its middle, and somebody is killed."""
         if number == 3:
             happened.append(number)
             return 700_000

@@ -17,7 +17,7 @@ from mosquittos import Mosquitto
 from processes import Processes, answers, facts, make_job
 from waiting import LIMIT_S, until
 
-from fedquilt.coordinator.rounds.events import CohortSelected, JobEnded, RoundCommitted, UpdateAccepted
+from fedquilt.coordinator.rounds.events import CohortSelected
 from fedquilt.coordinator.views import devices
 
 DEVICES = 3
@@ -53,7 +53,6 @@ class Fleet:
         return self.names[-1]
 
     def said(self, *words: str) -> str:
-        """What a command prints on a terminal of 80 columns, whose exit code is 0."""
         done = subprocess.run(
             [sys.executable, "-m", "fedquilt.cli", *words, "--home", str(self.home)],
             capture_output=True,
@@ -99,18 +98,6 @@ def test_a_killed_device_that_a_round_needs_is_named_with_since_when_and_until_w
     until(lambda: wait.search((stage.folder / "logs.log").read_text()), "`logs --follow` names it")
     assert "start more" not in stage.log() + (stage.folder / "logs.log").read_text()
     assert answers(stage.home, 0) == DEVICES - 1
-
-
-def test_a_job_without_settings_goes_on_without_a_killed_device(fleet: Callable[..., Fleet]) -> None:
-    """Long before its deadline: it is done with the others."""
-    stage = fleet()
-    dead = stage.suspend()
-    stage.processes.kill(dead)
-    assert stage.processes.running["run"].wait(timeout=LIMIT_S) == 0, stage.log()
-    found = facts(stage.home)
-    assert [fact.status for fact in found if isinstance(fact, JobEnded)] == ["done"]
-    assert {fact.update.device for fact in found if isinstance(fact, UpdateAccepted)} == {*stage.names} - {dead}
-    assert len([fact for fact in found if isinstance(fact, RoundCommitted)]) == 4  # three rounds, and an evaluation
 
 
 def test_a_device_that_is_suspended_behind_a_broker_that_does_not_notice_is_silent_and_comes_back(

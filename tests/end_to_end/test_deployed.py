@@ -23,8 +23,6 @@ from fedquilt.transport.mqtt.link import MqttLink
 
 
 class Fleet:
-    """One board with digits of its own, and its coordinator."""
-
     def __init__(self, folder: Path, broker: Any, processes: Processes, user: User) -> None:
         self.folder, self.user, self.processes = folder, user, processes
         self.models = user.home / "d/models"
@@ -47,13 +45,11 @@ class Fleet:
         return self.user.start(*command, log=self.folder / "agent.log", OMP_NUM_THREADS="1")
 
     def listen(self) -> wire.ReleaseStatus | None:
-        """What the board has told last."""
         self.link.wait(0.02)
         self.told += [wire.decode(message.payload, wire.ReleaseStatus) for message in self.link.receive()]
         return self.told[-1] if self.told else None
 
     def deploy(self, name: str, payload: bytes, *options: str) -> None:
-        """`fedquilt rollout model`, of a file."""
         file = self.folder / f"{name}.onnx"
         file.write_bytes(payload)
         self.command("rollout", "model", str(file), "--soak", "1s", *options)
@@ -63,8 +59,6 @@ class Fleet:
         assert self.processes.running["command"].wait() == 0, (self.folder / "command.log").read_text()
 
     def until(self, phase: str, name: str | None = None, serial: int = 0) -> wire.ReleaseStatus:
-        """Wait until the board tells of a phase."""
-
         def holds() -> wire.ReleaseStatus | None:
             last = self.listen()
             fits = last is not None and last.phase == phase and last.serial >= serial
@@ -73,7 +67,6 @@ class Fleet:
         return until(holds, f"{phase} {name}", told=lambda: f"{self.told[-3:]} {self.log()[-2000:]}")
 
     def until_again(self, phase: str) -> None:
-        """Wait until the board tells of a phase from now on."""
         begun = len(self.told)
         until(lambda: self.listen() and any(one.phase == phase for one in self.told[begun:]), phase, told=self.log)
 
@@ -86,7 +79,6 @@ class Fleet:
 
 @pytest.fixture
 def fleet(tmp_path: Path, mosquitto: Callable[..., Any], processes: Processes, user: User) -> Iterator[Fleet]:
-    """A board and a coordinator that have found each other."""
     made = Fleet(tmp_path, mosquitto(), processes, user)
     until((made.runs / "fedquilt.db").exists, "the coordinator's home")
     yield made
@@ -113,14 +105,6 @@ def test_a_better_model_is_kept_and_taken_back_and_a_worse_one_refused(fleet: Fl
     assert "points, at least -0.5 are wanted" in refused.reason
     assert fleet.current() == good
     assert len((fleet.user.home / "hooked").read_text().splitlines()) == 3
-
-
-def test_a_budget_that_was_set_from_afar_holds_for_checks_of_models_too(fleet: Fleet) -> None:
-    """The budget in agent.toml would be enough."""
-    fleet.command("rollout", "settings", "budget=20MB", "--soak", "1s")
-    fleet.until("committed")
-    fleet.deploy("first", network())
-    assert "the budget is 20 MB" in fleet.until("refused").reason
 
 
 def test_an_agent_that_is_killed_in_each_phase_goes_on_by_itself(fleet: Fleet) -> None:

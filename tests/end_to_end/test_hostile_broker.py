@@ -40,7 +40,6 @@ ATTACKS = (
 
 
 def session_of(payload: bytes) -> bytes:
-    """The session that an envelope names."""
     return payload.split(b'"in":"')[1][:16]
 
 
@@ -78,7 +77,6 @@ class Mallory(threading.Thread):
         return topic == TOPICS.coord or topic.rsplit("/", 1)[-1] in ("presence", "profile", "task")
 
     def _first(self, attack: str, key: object = None) -> bool:
-        """Whether an attack is made now: once for each key."""
         if (attack, key) in self._once:
             return False
         self._once.add((attack, key))
@@ -86,7 +84,6 @@ class Mallory(threading.Thread):
         return True
 
     def _carried(self, message: Message) -> Iterator[Message]:
-        """What takes a message's place, the message itself among it or not."""
         route, payload = wire.parse_topic(message.topic), message.payload
         if route.leaf == "coord":
             yield message

@@ -33,7 +33,6 @@ SHARES = {"canary": 0.4, "phases": (1.0,), "soak_s": 1.0}
 def federation(
     user: User, mosquitto: Callable[..., Broker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Federation]:
-    """Three agents, of one thread each."""
     torch = pytest.importorskip("torch", reason="networks with batch normalisation are torch's")
     pytest.importorskip("onnxruntime", reason="boards run models with it")
     threads = torch.get_num_threads()
@@ -109,5 +108,4 @@ def test_boards_put_their_own_parts_into_what_they_run(federation: Federation, u
 
 
 def round_of(name: str) -> int:
-    """The round that has left a private state."""
     return int(name.rpartition("@")[2].partition(".")[0])

@@ -1,26 +1,18 @@
-"""Rollouts to real agents: sixty of them on virtual time, and a few as processes at a broker."""
+"""Rollouts to sixty real agents on virtual time. `test_deployed.py` has processes."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from one_agent import Bench
 from one_agent import Board as Sensors
-from processes import Processes, make_job
 from rolled import MODEL, OTHER, TOPICS, Ground
 from toy_kinds import ToyKind
-from waiting import LIMIT_S, until
 
 from fedquilt import wire
 from fedquilt.coordinator import run_control
-from fedquilt.coordinator.rounds.rollout import Rollout, RolloutPlan
-from fedquilt.coordinator.storage.store import Store, is_served
+from fedquilt.coordinator.rounds.rollout import RolloutPlan
 from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.settings import AgentSettings
 
@@ -43,8 +35,6 @@ class Model(ToyKind):
 
 
 class Fleet:
-    """Agents with their homes, which are started and ended."""
-
     def __init__(self, ground: Ground, count: int, bad: set[str]) -> None:
         self.ground = ground
         self.models = {f"b-{number:03d}": Model(bad) for number in range(count)}
@@ -54,7 +44,6 @@ class Fleet:
             self.start(name)
 
     def start(self, name: str) -> None:
-        """Start the process of an agent."""
         will = (TOPICS.device_topic(name, "up", "presence"), wire.encode(wire.Presence(online=False, boot="x")))
         self.links[name] = self.ground.broker.connect(will)
         options = AgentSettings(device=name, fleet="f", home=str(self.ground.folder / "agents" / name))
@@ -64,12 +53,10 @@ class Fleet:
         )
 
     def end(self, name: str) -> None:
-        """Kill the process of an agent."""
         self.ground.broker.lose_client(self.links.pop(name))
         del self.agents[name]
 
     def play(self, seconds: float) -> None:
-        """Let virtual time pass in steps of half a second."""
         broker = self.ground.broker
         until = broker.now_s + seconds
         while broker.now_s < until:
@@ -88,7 +75,6 @@ class Fleet:
 
 @pytest.fixture
 def ground(tmp_path: Path) -> Ground:
-    """A home, and a broker in memory."""
     return Ground(tmp_path)
 
 
@@ -145,72 +131,3 @@ def test_a_kind_that_a_board_does_not_know_is_refused_by_it(ground: Ground) -> N
     assert ground.state(settings).status == "aborted"
     assert "settings" in ground.state(settings).reason.partition("refused: ")[2]
     assert ground.state(model).status == "done"
-
-
-# -- processes ------------------------------------------------------------------------------------
-def rollout_state(home: Path) -> Rollout:
-    """The latest rollout."""
-    with Store(home) as store:
-        return store.rollouts.find_rollout().state
-
-
-def installed(home: Path, phase: str) -> list[str]:
-    """Boards in a phase of the latest rollout."""
-    state = rollout_state(home)
-    return [device for device in state.offered if state.device_phase(device) == phase]
-
-
-def fedquilt(*words: str) -> str:
-    """What a command of fedquilt prints."""
-    command = [sys.executable, "-m", "fedquilt.cli", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_a_run_is_deployed_to_the_boards_that_made_it_and_taken_back(
-    tmp_path: Path, mosquitto: Callable[..., Any], processes: Processes
-) -> None:
-    """Agents and coordinator are processes; the coordinator is killed midway, and one board is off at first."""
-    pytest.importorskip("torch", reason="a network is written as ONNX by torch")
-    plan, broker, home = make_job(tmp_path), mosquitto(), tmp_path / "runs"
-    agents = processes.start_agents(tmp_path, plan.make_agent_tables(), broker.url)
-    serve = ("serve", "--home", str(home), "--broker", broker.url)
-    processes.start("coordinator", tmp_path / "serve.log", *serve)
-    until(lambda: home.is_dir() and is_served(home), "the coordinator has its home")  # else `run` would be one itself
-    fedquilt("run", str(tmp_path / "job.toml"), "--home", str(home))
-    away = sorted(agents)[0]
-    processes.kill(away)
-
-    def said() -> str:
-        logs = [(tmp_path / f"{each}.log").read_text()[-2000:] for each in ("serve", "agents")]
-        ended = {each: process.poll() for each, process in processes.running.items()}
-        return "\n".join([str(ended), fedquilt("rollout", "status", "digits", "--home", str(home)), *logs])
-
-    name = facts_name(home)
-    words = ("--soak", "1s", "--phases", "40%", "100", "--patience", "2s")
-    told = fedquilt("rollout", "model", name, "--home", str(home), *words)
-    assert "`fedquilt rollout status model-" in told
-    until(lambda: installed(home, "soaking") or installed(home, "committed"), "a board that has swapped", told=said)
-    processes.kill("coordinator")
-    processes.start("coordinator", tmp_path / "serve.log", *serve)
-    until(lambda: len(installed(home, "committed")) == 2, "both boards that are there have committed it", told=said)
-    processes.start(away, tmp_path / "agents.log", *agents[away])
-    until(lambda: len(installed(home, "committed")) == 3, "the one that was off has caught up", told=said)
-    models = {(tmp_path / each / "models" / "current" / "model.onnx").read_bytes() for each in agents}
-    assert len(models) == 1
-    assert name in fedquilt("devices", "--home", str(home))
-    listed = json.loads(fedquilt("rollout", "status", "--home", str(home), "--format", "json"))
-    assert [(each["name"], each["counts"]) for each in listed] == [(name, {"committed": 3})]
-
-    until(lambda: rollout_state(home).status == "done", "the end of the rollout")
-    fedquilt("rollout", "back", "model", "--home", str(home))
-    until(lambda: len(installed(home, "returned")) == 3, "all boards have returned", told=said)
-    assert "rolled back: boards return" in fedquilt("rollout", "status", listed[0]["rollout"], "--home", str(home))
-
-
-def facts_name(home: Path) -> str:
-    """Id of the home's run."""
-    with Store(home) as store:
-        (row,) = store.readable_jobs()
-    return row.id

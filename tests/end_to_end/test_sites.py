@@ -50,7 +50,6 @@ def plan(folder: Path, method: str, every: int) -> FleetPlan:
 
 
 def counted(found: list[AnyEvent], round: int) -> set[str]:
-    """Boards whose updates count in a round, those of a site too."""
     updates = [fact.update for fact in found if isinstance(fact, UpdateAccepted) and fact.round == round]
     return {board for update in updates for board in update.boards or (update.device,)}
 

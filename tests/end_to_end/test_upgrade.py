@@ -27,14 +27,11 @@ LOOP = 'while :; do "$@"; sleep 0.2; done'
 
 
 class Units:
-    """What starts each board's launcher again and again, as its unit does."""
-
     def __init__(self, folder: Path) -> None:
         self.folder, self.log = folder, folder / "agents.log"
         self._running: list[subprocess.Popen[bytes]] = []
 
     def start(self, table: dict[str, Any], url: str) -> None:
-        """Begin with a board."""
         name = str(table["device"])
         path = self.folder / f"{name}.toml"
         told = {**table, "home": str(self.folder / name), "broker": {"url": url}, "upgrade": {"unsigned": True}}
@@ -61,14 +58,12 @@ class Units:
 
 @pytest.fixture
 def units(tmp_path: Path) -> Iterator[Units]:
-    """Nobody outlives the test."""
     made = Units(tmp_path)
     yield made
     made.end()
 
 
 def order(*words: str) -> str:
-    """Carry out a command that has to succeed."""
     command = [sys.executable, "-m", "fedquilt.cli", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -156,7 +151,7 @@ def test_a_version_that_cannot_start_is_returned_from_and_the_rollout_ends(
         units.start(table, broker.url)
     processes.start("coordinator", tmp_path / "serve.log", "serve", "--home", str(home), "--broker", broker.url)
     until(lambda: len(versions(home)) == 2, "both boards are online", told=units.said)
-    broken = upgrades.wheel(tmp_path / "house", changes={"fedquilt/cli/agent_process.py": upgrades.cannot_start})
+    broken = upgrades.wheel(tmp_path / "house", changes={"fedquilt/cli/entry.py": upgrades.cannot_start})
     file = upgrades.pack(tmp_path / "agents.tar", [broken])
     order("rollout", "agent", str(file), "--home", str(home), "--phases", "50%", "100", "--soak", "1s")
     until(lambda: status(home) in ("done", "aborted"), "the upgrade is over", told=units.said)

@@ -42,7 +42,7 @@ from fedquilt.edge_agent.task.outputs import PRIVATE
 from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
 from fedquilt.formats import job_bundle
 from fedquilt.testing import toy_networks
-from fedquilt.testing.scenarios import Scenario, make_scene
+from fedquilt.testing.toy_networks import Scenario, make_scene
 from fedquilt.tools.simulation.workers.local_backend import SingleEngineExecutor
 from tests.faults.schedule import BitRot, FaultSchedule, HomeRestore
 

@@ -76,19 +76,8 @@ TASKS: list[tuple[TaskKind, int]] = [
 def test_every_grouping_into_devices_and_sites_has_the_metrics_of_all_examples(task, outputs):
     data = drawn(task, outputs)
     whole = {**evaluation.compute_metrics(evaluated(task, data, batch=300)), "loss": None}
-    for seed in range(10):
+    for seed in range(3):
         assert {**evaluation.compute_metrics(grouped(task, data, seed)), "loss": None} == whole
-
-
-def test_the_order_and_grouping_of_devices_changes_no_bit_of_a_loss():
-    data = drawn("classes", 4)
-    parts = [evaluated("classes", data, slice(start, start + 10)) for start in range(0, 300, 10)]
-    flat = evaluation.add_evaluations(parts)
-    assert flat is not None
-    random.Random(0).shuffle(parts)
-    sites = [evaluation.add_evaluations(parts[start : start + 7]) for start in range(0, 30, 7)]
-    assert evaluation.add_evaluations(each for each in sites if each) == flat
-    assert flat.devices == evaluation.add_evaluations(reversed(parts)).devices
 
 
 def test_exact_sums_do_not_depend_on_order():
@@ -244,11 +233,6 @@ def test_each_device_counts_once_and_a_tenth_of_21_devices_is_three():
     assert (over.best_decile, over.gap) == (pytest.approx(0.8), pytest.approx(0.2))
 
 
-def test_a_device_counts_with_its_metric_rounded_to_three_digits():
-    total = evaluation.add_evaluations([evaluations.of_classes(1 / 3, 3)])
-    assert total.devices == ((0.333, 1),)
-
-
 def test_classes_that_are_only_predicted_do_not_lower_the_balanced_accuracy():
     sums = msgspec.structs.replace(evaluations.of_classes(1 / 3, 3), counts=evaluation.pack_counts([1, 2, 0, 0]))
     assert evaluation.compute_metrics(sums)["balanced_accuracy"] == pytest.approx(1 / 3)
@@ -346,7 +330,7 @@ def test_sums_that_no_evaluation_comes_to_are_found(task, change, said):
 
 @pytest.mark.parametrize(("task", "outputs"), TASKS)
 def test_totals_of_honest_devices_are_consistent(task, outputs):
-    for seed in range(5):
+    for seed in range(2):
         total = grouped(task, drawn(task, outputs, 100, seed), seed)
         assert evaluation.find_inconsistency(total) == ""
         assert evaluation.find_device_inconsistency(total, 21, 1.0 if MAIN[task].share else math.inf) == ""

@@ -53,25 +53,16 @@ def test_nothing_else_is_public_but_the_packages_parts():
     assert odd == parts, "loaded names other than submodules"
 
 
-def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="'simulat'"):
-        _ = fq.simulat
-
-
 @pytest.mark.parametrize(
     ("typed", "meant"),
-    [("Simulate", "simulate"), ("COHORT", "Cohort"), ("FedAvg", "fedavg"), ("DataEror", "DataError")],
+    [("COHORT", "Cohort"), ("DataEror", "DataError"), ("xyzzy", "")],
 )
 def test_an_unknown_name_is_answered_with_the_nearest(typed, meant):
     with pytest.raises(AttributeError) as caught:
         getattr(fq, typed)
-    assert str(caught.value) == f"module 'fedquilt' has no attribute {typed!r}; did you mean {meant!r}?"
+    hint = f"; did you mean {meant!r}?" if meant else ""
+    assert str(caught.value) == f"module 'fedquilt' has no attribute {typed!r}{hint}"
     assert "Did you mean" not in "".join(traceback.format_exception(caught.value))
-
-
-def test_a_name_like_no_other_is_answered_without_a_guess():
-    with pytest.raises(AttributeError, match=r"^module 'fedquilt' has no attribute 'xyzzy'$"):
-        _ = fq.xyzzy
 
 
 def test_importing_loads_nothing():

@@ -94,12 +94,6 @@ def test_a_package_that_fails_at_import_is_named_and_disturbs_nobody_else(instal
     assert plugins.name_conflicts("method", methods.builtin_names()) == []
 
 
-def test_a_package_that_is_no_python_is_named_with_the_line(install):
-    install("typo-fl", {"typo_fl.py": "METHOD = (\n"}, {"fedquilt.methods": {"typo": "typo_fl:METHOD"}})
-    with pytest.raises(JobError, match=r"typo-fl 1\.0.*SyntaxError.*typo_fl\.py, line 1"):
-        methods.load("typo")
-
-
 def test_two_packages_with_one_name_are_both_named(install):
     install("one-fl", {"one_fl.py": METHOD}, {"fedquilt.methods": {"twice": "one_fl:METHOD"}})
     install("two-fl", {"two_fl.py": METHOD}, {"fedquilt.methods": {"twice": "two_fl:METHOD"}}, "2.0")
@@ -268,9 +262,3 @@ def test_a_meter_that_is_none_is_one_sentence(install, wanted, said):
     install("plug-fl", {"plug_fl.py": PLUG}, {"fedquilt.meters": {"plug": "plug_fl:Plug"}})
     with pytest.raises(JobError, match=said):
         devices.create_meter(wanted)
-
-
-def test_a_simulated_board_has_no_meter(install):
-    install("plug-fl", {"plug_fl.py": PLUG}, {"fedquilt.meters": {"plug": "plug_fl:Plug"}})
-    with pytest.raises(JobError, match="is simulated and has no meter"):
-        devices.create_device("jetson-nano", meter=devices.create_meter("plug"))

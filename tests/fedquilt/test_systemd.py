@@ -73,15 +73,6 @@ def test_it_is_ready_after_its_first_step_without_any_broker():
     assert case.watched.fds() == (7,)
 
 
-def test_a_step_that_fails_is_never_ready():
-    told = []
-    steps = Steps()
-    steps.step = lambda now_s: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        systemd.WatchdogEndpoint(steps, lambda: "", told.append).step(0.0)
-    assert told == []
-
-
 def test_the_watchdog_hears_of_it_once_a_second():
     case = Case()
     case.at(100.0)
@@ -98,13 +89,6 @@ def test_a_new_status_is_told_at_once_and_an_old_one_never_again():
     case.status = "online as orin-1\nREADY=1"
     assert case.at(100.1) == ["STATUS=online as orin-1 READY=1"]
     assert case.at(100.2) == []
-
-
-def test_it_is_finished_when_what_it_watches_is():
-    case = Case()
-    assert not case.watched.finished
-    case.steps.finished = True
-    assert case.watched.finished
 
 
 def test_what_leads_to_the_journal_is_known_by_the_file_that_systemd_names(tmp_path):

@@ -23,7 +23,7 @@ PACKAGES: Final = ("coordinator", "edge_agent", "fedquilt", "models", "profiles"
 STORED: Final = Path(__file__).with_name("measured.toml")
 PAPER_NAMES: Final = ("Params", "State")  # each method has its own
 MOST_FILES: Final = 12  # in a folder
-PLUGIN_FOLDERS: Final = ("fedquilt/methods", "fedquilt/cli")  # found by file name
+PLUGIN_FOLDERS: Final = ("fedquilt/methods", "fedquilt/cli")  # methods and commands
 MOST_LINES: Final = 600  # of a file
 
 

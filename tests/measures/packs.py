@@ -19,14 +19,8 @@ from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PACKS: Final[dict[str, tuple[str, ...]]] = {  # pack -> its folders and files, with those of its commands
-    "boards": (
-        "tools/boards",
-        *(f"fedquilt/cli/{verb}.py" for verb in ("board", "clocks", "doctor", "flash", "record")),
-    ),
-    "lab": (
-        "tools/lab",
-        *(f"fedquilt/cli/{verb}.py" for verb in ("bench", "demo", "init", "lab", "reproduce")),
-    ),
+    "boards": ("tools/boards", "fedquilt/cli/board.py", "fedquilt/cli/flash.py"),
+    "lab": ("tools/lab", "fedquilt/cli/lab.py"),
     "operations": ("tools/operations", "fedquilt/cli/dash.py"),
     "ray": ("tools/simulation/workers/ray",),
     "stitching": (

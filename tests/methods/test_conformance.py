@@ -12,8 +12,15 @@ from fedquilt.core import DeviceView, JobError
 from fedquilt.edge_agent.settings import parse_size
 from fedquilt.methods import scaffold
 from fedquilt.testing import conformance
-from fedquilt.testing.scenarios import MIXED, NETWORKS, CheckSkipped, depends_on_memory, device_profile, make_scene
-from fedquilt.testing.toy_networks import toy_bundle
+from fedquilt.testing.toy_networks import (
+    MIXED,
+    NETWORKS,
+    CheckSkipped,
+    depends_on_memory,
+    device_profile,
+    make_scene,
+    toy_bundle,
+)
 
 # What `Traits.per_device_data` names takes so much here for each device: FedPeWS has two bytes for each of the toy
 # network's 5 neurons, and a header; GENE-FL up to four clusters; a whole model takes 212 bytes, FedSDG's adapters and

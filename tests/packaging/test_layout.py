@@ -20,12 +20,11 @@ FOLDERS = ("coordinator", "edge_agent", "models", "profiles", "tools")
 MOST_LINES = 600
 LONG: dict[str, int] = {}  # file -> its lines, at most 900, where a division would hide what belongs together
 MOST_FILES = 12
-PLUGINS = ("fedquilt/cli", "fedquilt/methods")  # a file for each command and method
+PLUGINS = ("fedquilt/cli", "fedquilt/methods")  # files of commands, and a file for each method
 HEAVY = ("torch", "torchvision", "onnx", "onnxruntime", "pandas", "sklearn")
 
 
 def imported(code: str) -> set[str]:
-    """Top-level modules in a fresh interpreter after `code`."""
     shown = subprocess.run(
         [sys.executable, "-c", f"{code}\nimport sys\nprint(*{{m.split('.')[0] for m in sys.modules}})"],
         capture_output=True,
@@ -74,7 +73,6 @@ def test_every_package_folder_is_listed() -> None:
 
 
 def product_files() -> list[Path]:
-    """The product's Python files, without those behind the links in `fedquilt/`."""
     files = [path for place in (*FOLDERS, "fedquilt", "examples") for path in (ROOT / place).rglob("*.py")]
     return [path for path in files if not any(up.is_symlink() for up in path.parents)]
 

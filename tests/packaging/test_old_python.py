@@ -18,15 +18,14 @@ exec {sys.executable} -c 'import sys; sys.version_info, sys.version = (3, 9, 18)
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is needed")
-@pytest.mark.parametrize("target", ["demo", "test", "docs"])
-def test_make_refuses_it_before_it_makes_an_environment(tmp_path: Path, target: str) -> None:
+def test_make_refuses_it_before_it_makes_an_environment(tmp_path: Path) -> None:
     """With the version, and how another one is named."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     (tmp_path / "pyproject.toml").touch()
     old = tmp_path / "old"
     old.write_text(OLD)
     old.chmod(0o755)
-    made = subprocess.run(["make", target, f"PYTHON={old}"], cwd=tmp_path, capture_output=True, text=True)
+    made = subprocess.run(["make", "demo", f"PYTHON={old}"], cwd=tmp_path, capture_output=True, text=True)
     assert made.returncode != 0
     assert f"fedquilt needs Python 3.10 or newer, and {old} is 3.9.18: name another, as in" in made.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["Makefile", "old", "pyproject.toml"]

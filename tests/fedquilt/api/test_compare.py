@@ -9,18 +9,10 @@ from fedquilt.tools.experiments.single_run import EvaluationPoint, SeedRun
 
 
 def mark(rounds: int, accuracy: float) -> EvaluationPoint:
-    return EvaluationPoint(
-        rounds=rounds,
-        test=accuracy,
-        held=accuracy / 2,
-        mean=None,
-        worst_decile=None,
-        seconds=2.0 * rounds,
-        real_s=1.0,
-        down_bytes=60 * rounds,
-        up_bytes=40 * rounds,
-        energy_j=5.0 * rounds,
-    )
+    scores = {"test": accuracy, "held": accuracy / 2, "mean": None, "worst_decile": None}
+    costs = {"seconds": 2.0, "down_bytes": 60, "up_bytes": 40, "energy_j": 5.0}
+    totals = {name: cost * rounds for name, cost in costs.items()}
+    return EvaluationPoint(rounds=rounds, real_s=1.0, **scores, **totals)
 
 
 def made(method: str, seed: int, *accuracies: float) -> SeedRun:

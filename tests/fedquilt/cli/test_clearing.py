@@ -1,10 +1,8 @@
 """`prune`: what goes, what stays, who is asked, and a kill at any moment."""
 
 import json
+import os
 import shutil
-import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -27,7 +25,6 @@ from fedquilt.core import BlobRef, Update, Usage
 
 
 def begun(home: Path, name: str, status: str = "done", state: bytes = b"") -> str:
-    """A run with a state of its own, an agent's folder and an evaluation."""
     with Store(home) as store:
         run = store.add_job(settings.parse_job({"name": name, "method": "fedavg"}), home)
         ref = store.depot.store_bytes(state or name.encode() * 100)
@@ -80,7 +77,6 @@ def ids(home: Path) -> list[str]:
 
 
 def files(home: Path) -> set[str]:
-    """Every file below a home that is a run's, by its path."""
     return {
         str(path.relative_to(home))
         for folder in ("blobs", "agents", "evaluations")
@@ -121,22 +117,14 @@ def test_a_run_that_a_coordinator_may_be_at_is_refused(tmp_path, capsys):
     before = files(tmp_path)
     with Store(tmp_path) as coordinator:
         assert coordinator.acquire_lock()
-        serve = "from fedquilt.cli import main; import sys; sys.exit(main(sys.argv[1:]))"
-
-        def delete(*runs):
-            words = [sys.executable, "-c", serve, "prune", *runs, "--yes", "--home", str(tmp_path)]
-            return subprocess.run(words, capture_output=True, text=True)
-
-        refused = delete(ended, busy)
-        assert refused.returncode == 2
-        assert f"{busy} is running: `fedquilt stop {busy}" in refused.stderr
+        assert main(["prune", ended, busy, "--yes", "--home", str(tmp_path)]) == 2
+        assert f"{busy} is running: `fedquilt stop {busy}" in capsys.readouterr().err
         assert (ids(tmp_path), files(tmp_path)) == ([busy, ended], before)
         coordinator.set_status(busy, "stopping")
-        assert f"{busy} is stopping: wait until it has stopped" in delete(busy).stderr
+        assert main(["prune", busy, "--yes", "--home", str(tmp_path)]) == 2
         coordinator.set_status(busy, "running")
-        done = delete(ended)
-        assert done.returncode == 0
-        assert "blobs go when the coordinator" in done.stdout
+        assert main(["prune", ended, "--yes", "--home", str(tmp_path)]) == 0
+        assert "blobs go when the coordinator" in capsys.readouterr().out
     assert ids(tmp_path) == [busy]
     assert {path for path in before if path.startswith("blobs")} <= files(tmp_path)
     assert main(["prune", busy, "--yes", "--home", str(tmp_path)]) == 0  # interrupted: nobody is at it
@@ -208,41 +196,56 @@ def test_a_folder_of_no_run_stays(tmp_path):
     assert [path.name for path in (tmp_path / "agents").iterdir()] == ["device-3"]
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-import shutil
-from fedquilt.coordinator.jobs import retention
-from fedquilt.coordinator.storage.store import Store
+class KilledError(BaseException):
+    """Kill of the process: no `except Exception` catches it."""
 
-calls = 0
 
-def dying(function):
-    def called(*words, **more):
-        global calls
-        calls += 1
-        if calls > int(sys.argv[3]):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return function(*words, **more)
-    return called
+class Countdown:
+    def __init__(self, left: int) -> None:
+        self.left = left
 
-os.unlink, shutil.rmtree, Path.unlink = dying(os.unlink), dying(shutil.rmtree), dying(Path.unlink)
-store = Store(Path(sys.argv[1]))
-real = store._db
+    def wrap(self, function):
+        def called(*words, **more):
+            self.left -= 1
+            if self.left < 0:
+                raise KilledError
+            return function(*words, **more)
 
-class Dying:
-    in_transaction = property(lambda self: real.in_transaction)
-    total_changes = property(lambda self: real.total_changes)
+        return called
 
-    def execute(self, *words):
-        if words[0].split()[0] in ("begin", "delete", "commit"):
-            return dying(real.execute)(*words)
-        return real.execute(*words)
 
-store._db = store._rows._db = Dying()
-retention.remove_runs(store, [sys.argv[2]])
-print("whole")
-"""
+class DyingConnection:
+    """Connection to a database on which statements that change it may be the last."""
+
+    def __init__(self, real, countdown: Countdown) -> None:
+        self.real, self.countdown = real, countdown
+
+    def __getattr__(self, name):
+        return getattr(self.real, name)
+
+    def execute(self, statement, *words):
+        changes = statement.split()[0] in ("begin", "delete", "commit")
+        return (self.countdown.wrap(self.real.execute) if changes else self.real.execute)(statement, *words)
+
+
+def remove_and_die(home: Path, run: str, calls: int) -> bool:
+    """Remove a run, with a kill after so many calls. Return whether the removal was complete before that."""
+    countdown, store = Countdown(calls), Store(home)
+    real = store._db
+    store._db = store._rows._db = DyingConnection(real, countdown)
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in ((os, "unlink"), (shutil, "rmtree"), (Path, "unlink")):
+            patch.setattr(owner, name, countdown.wrap(getattr(owner, name)))
+        try:
+            retention.remove_runs(store, [run])
+        except KilledError:
+            return False
+        finally:
+            store._db = store._rows._db = real
+            if real.in_transaction:  # the end of a process rolls it back
+                real.rollback()
+            store.close()
+    return True
 
 
 def test_a_kill_at_any_moment_leaves_a_home_that_lists_and_can_be_pruned_again(tmp_path):
@@ -255,12 +258,8 @@ def test_a_kill_at_any_moment_leaves_a_home_that_lists_and_can_be_pruned_again(t
     for step in range(50):
         copy = tmp_path / str(step)
         shutil.copytree(home, copy)
-        done = subprocess.run(
-            [sys.executable, "-c", KILLED, str(copy), doomed, str(step)], capture_output=True, text=True
-        )
-        if "whole" in done.stdout:
+        if remove_and_die(copy, doomed, step):
             break
-        assert done.returncode == -signal.SIGKILL, done.stderr
         there = ids(copy)
         ends.add(doomed in there)
         assert there in ([other, doomed], [other])

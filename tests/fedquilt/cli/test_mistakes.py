@@ -78,7 +78,6 @@ FILES: dict[str, str | bytes] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files of all kinds, a folder `nothing` and a home `runs` with one run."""
     made = tmp_path_factory.mktemp("mistakes")
     (made / "nothing").mkdir()
     for name, content in FILES.items():
@@ -91,7 +90,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answer(capsys: pytest.CaptureFixture[str], words: list[str]) -> tuple[int, str]:
-    """The exit code of a command line and its error."""
     try:
         code = main(words)
     except SystemExit as end:
@@ -138,22 +136,16 @@ def assert_helpful(answered: tuple[int, str], code: int, *named: str) -> None:
         ("simulate nothing", 3, ("nothing holds no images", "nothing/<class>/")),
         ("simulate images", 3, ("images/cat/a.png", "remove or replace the file")),
         ("simulate flowers.csv --label kind --devices 0", 2, ("--devices", "0 is less than 1")),
-        ("simulate flowers.csv --label kind --devices ten", 2, ("'ten' is not a whole number",)),
         (
             "simulate flowers.csv --label kind --out nothing",
             2,
             ("'nothing'", "its ending is .toml, as in nothing.toml"),
         ),
-        ("simulate flowers.csv --label kind --out report.html", 2, ("'report.html'", "as in report.toml")),
-        ("simulate digits --out .", 2, ("'.'", "as in job.toml")),
         ("simulate digits --rounds 3", 2, ("no such option: --rounds (",)),
         ("simulate flowers.csv --label kind --out job.toml", 6, ("job.toml exists already", "--force", "--out")),
         ("simulate job.toml --label kind", 2, ("--label", "job.toml")),
         ("simulate job.toml --home note.txt", 6, ("note.txt", "name a folder in place of a file")),
-        ("simulate job.toml --device 3", 2, ("--device", "did you mean '--devices'?")),
-        ("simulate job.toml --link embeded", 2, ("'embeded'", "did you mean 'embedded'?")),
         ("simulate job.toml --engine pol", 2, ("'pol'", "pool")),
-        ("simulate job.toml --workers 0", 2, ("--workers", "0 is less than 1")),
         ("simulate", 2, ("SOURCE", "fedquilt simulate --help")),
         ("simlate job.toml", 2, ("'simlate'", "did you mean 'simulate'?")),
         ("run jbo.toml", 2, ("jbo.toml", "did you mean 'job.toml'?")),
@@ -162,9 +154,7 @@ def assert_helpful(answered: tuple[int, str], code: int, *named: str) -> None:
         ("run bytes.toml", 2, ("bytes.toml", "UTF-8", "name a TOML file")),
         ("run agent.toml", 2, ("agent.toml", "`fedquilt agent` takes settings")),
         ("agent job.toml", 2, ("job.toml", "`fedquilt run` takes a job")),
-        ("agent agnt.toml", 2, ("agnt.toml", "did you mean 'agent.toml'?")),
         ("run job.toml --broker 127.0.0.1", 2, ("'127.0.0.1'", "write mqtt[s]://[user@]host[:port]")),
-        ("run job.toml --broker http://127.0.0.1", 2, ("'http://127.0.0.1'", "write mqtt[s]://")),
         ("run job.toml --broker mqtt://127.0.0.1:99999", 2, ("99999", "0-65535")),
         ("run job.toml --broker mqtts://127.0.0.1 --ca nope.pem", 2, ("nope.pem", "check its path")),
         ("run job.toml --broker mqtts://127.0.0.1 --ca note.txt", 2, ("note.txt", "PEM")),
@@ -173,17 +163,12 @@ def assert_helpful(answered: tuple[int, str], code: int, *named: str) -> None:
         ("ls --home nothing", 6, ("no runs in nothing", "--home names another folder")),
         ("why digit --home runs", 6, ("'digit'", "did you mean 'digits'?")),
         ("why digits 99 --home runs", 2, ("no round 99", "1 to 3")),
-        ("why digits last --home runs", 2, ("'last' is not a whole number",)),
         ("why digits --device board-0001 --home runs", 2, ("'board-0001'", "did you mean 'board-0000")),
-        ("logs digit --home runs", 6, ("'digit'", "did you mean 'digits'?")),
         ("stop digits --home runs", 2, ("stopped already",)),
         ("report digits --home runs --out nothing", 6, ("nothing", "name a file in place of a folder")),
         ("model run nope.onnx flowers.csv", 4, ("nope.onnx", "`fedquilt model export`")),
-        ("methods fedvag", 2, ("'fedvag'", "did you mean 'fedavg'?")),
-        ("methods --out note.txt", 6, ("note.txt", "name a folder in place of a file")),
         ("compare job.toml --methods fedprxo", 2, ("'fedprxo'", "did you mean 'fedprox'?")),
         ("compare job.toml --set fedavg.lrr=1", 2, ("lrr", "did you mean 'lr'?")),
-        ("compare job.toml --seeds one", 2, ("'one' is not a whole number",)),
         ("compare job.toml --target 95", 2, ("95", "give 0.95")),
         ("dash --home runs --listen 8080", 2, ("'8080'", "write HOST:PORT")),
         (
@@ -212,20 +197,14 @@ def test_a_mistake_at_the_command_line_is_answered_with_its_fix(
     ("old", "new", "code", "named"),
     [
         ("rounds = 2", "ruonds = 2", 2, ("'ruonds'", "did you mean 'rounds'?")),
-        ("[cohort]", "[cohrot]", 2, ("'cohrot'", "did you mean 'cohort'?")),
-        ("rounds = 2", 'rounds = "two"', 2, ("rounds = 'two'", "a whole number")),
         ("rounds = 2", "rounds = -3", 2, ("rounds = -3", "at least 1")),
-        ("rounds = 2", "rounds = 2.5", 2, ("rounds = 2.5", "a whole number")),
         ("rounds = 2", "rounds = ", 2, ("line 4", "'rounds ='")),
         ("rounds = 2", "rounds = 2\nrounds = 3", 2, ("line 5", "'rounds = 3'")),
         ('"fedavg"', "fedavg", 2, ("line 3", "text is written in quotes")),
         ('"fedavg"', '"fedvag"', 2, ("'fedvag'", "did you mean 'fedavg'?")),
         ('"numpy"', '"numpi"', 2, ("'numpi'", "torch or numpy")),
-        ("lr = 0.05", 'lr = "fast"', 2, ("lr = 'fast'", "a number")),
         ("lr = 0.05", "lr = -0.1", 2, ("lr = -0.1", "above 0")),
-        ("batch = 8", "bathc = 8", 2, ("bathc", "did you mean 'batch'?")),
         ("quorum = 0.5", "quorum = 5", 2, ("quorum = 5", "at most 1")),
-        ("quorum = 0.5", 'deadline_s = "10 min"', 2, ("deadline_s = '10 min'", "a number")),
         ("quorum = 0.5", "size = 99", 2, ("99", "3 devices", "--devices")),
         ('"mlp"', '"mpl"', 4, ("'mpl'", "did you mean 'mlp'?")),
         ("inputs = 2", "inputs = 7", 3, ("2 values", "takes 7")),
@@ -233,10 +212,8 @@ def test_a_mistake_at_the_command_line_is_answered_with_its_fix(
         ('"flowers.csv"', '"flwers.csv"', 3, ("flwers.csv", "did you mean 'flowers.csv'?")),
         ('y = "kind"', 'y = "knd"', 3, ("'knd'", "did you mean 'kind'?")),
         ('"a", "b", "c"]', '"a", "b"]', 3, ("line 4", "'c'", "[data] labels")),
-        ('"dirichlet"', '"dirichlett"', 2, ("'dirichlett'", "did you mean 'dirichlet'?")),
         ("alpha = 0.5", "alpha = -1", 2, ("alpha = -1", "above 0")),
         ("devices = 3", "devices = 500", 3, ("500 shares", "60 examples", "lower the number of devices")),
-        ('"jetson-nano"', '"jetson-nno"', 2, ("'jetson-nno'", "did you mean 'jetson-nano'?")),
         ('"256MB"', '"256"', 2, ("job.toml: [fleet]", "'256' has no unit", '"256MB"')),
         ('method = "fedavg"', "lr = 0.1", 2, ("there is no key 'lr'",)),
         ("rounds = 2", "rounds = 2\nlr = 0.1", 2, ("lr = 0.1", "below a line [params]")),
@@ -266,10 +243,8 @@ def test_a_mistake_in_a_job_file_is_answered_with_its_fix(
         ("budget = ", "budgt = ", ("'budgt'", "did you mean 'budget'?")),
         ('"500MB"', "500", ("budget = 500", "text in quotes")),
         ('"500MB"', '"500"', ("'500'", "500MB")),
-        ('"500MB"', '"500 parsecs"', ("500 parsecs",)),
         ('"a"', '"a/b#"', ("'a/b#'", "small letters")),
         ("device = ", 'board = "jetson-nno"\ndevice = ', ("'jetson-nno'", "did you mean 'jetson-nano'?")),
-        ("device = ", 'governor = { policy = "enrgy" }\ndevice = ', ("'enrgy'", "did you mean 'energy'?")),
         ("device = ", 'broker = { url = "mqtt://u:pw@h" }\ndevice = ', ("***", "use a password file")),
     ],
 )

@@ -1,13 +1,11 @@
 """`fedquilt resume`, and so `run`, as a coordinator with places of blobs beside the broker."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import click
 import pytest
 
-from fedquilt.cli import home_access, main, options
+from fedquilt.cli import jobs, main, options
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.settings import CoordinatorLimits
 from fedquilt.coordinator.storage.store import AWAY_S, InactiveRunError, Store
@@ -16,7 +14,6 @@ from fedquilt.coordinator.views import terminal
 
 @pytest.fixture
 def run(tmp_path: Path) -> str:
-    """A stopped run in the home `tmp_path`."""
     with Store(tmp_path) as store:
         id = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), tmp_path)
         store.set_status(id, "stopped")
@@ -54,19 +51,14 @@ def test_limits_of_the_home_hold_for_a_run_without_a_server_too(tmp_path, run, e
     assert found == [CoordinatorLimits(waiting_mb=7)]
 
 
-def test_places_given_beside_a_coordinator_are_said_to_have_no_effect(tmp_path, run):
-    program = "from fedquilt.cli import main; import sys; sys.exit(main(sys.argv[1:]))"
-    words = ["resume", run, "--home", str(tmp_path), "--blobs-http", "127.0.0.1:8443"]
+def test_places_given_beside_a_coordinator_are_said_to_have_no_effect(tmp_path, run, monkeypatch, capsys):
+    monkeypatch.setattr(terminal, "print_log", lambda *given, **more: None)
     with Store(tmp_path) as serving:
         assert serving.acquire_lock()
-        follower = subprocess.Popen([sys.executable, "-uc", program, *words], stdout=subprocess.PIPE, text=True)
-        try:
-            said = [follower.stdout.readline() for _ in range(2)]
-        finally:
-            follower.kill()
-            follower.communicate()
-        assert said[0].startswith(run)
-        assert said[1].startswith(f"--blobs-http has no effect: a coordinator serves {tmp_path}")
+        main(["resume", run, "--home", str(tmp_path), "--blobs-http", "127.0.0.1:8443"])
+        first, second, *_ = capsys.readouterr().out.splitlines()
+        assert first.startswith(run)
+        assert second.startswith(f"--blobs-http has no effect: a coordinator serves {tmp_path}")
         assert serving.stored_status(run) == "running"
 
 
@@ -83,12 +75,7 @@ def test_a_coordinator_that_ends_over_a_job_is_not_replaced_by_the_command_that_
 
         command = click.Context(click.Command("run"), obj=0)
         with command, pytest.raises(InactiveRunError, match="no coordinator serves"):
-            home_access.run_to_end(tmp_path, nowhere, options.BlobOptions(None, None, None), store, submit)
-
-
-def test_a_run_that_nobody_serves_is_carried_out_by_the_command_itself(tmp_path, run, capsys):
-    assert main(["resume", run, "--home", str(tmp_path), "--broker", "mqtt://127.0.0.1:1"]) == 5
-    assert "nothing listens at mqtt://127.0.0.1:1" in capsys.readouterr().err
+            jobs.run_to_end(tmp_path, nowhere, options.BlobOptions(None, None, None), store, submit)
 
 
 def test_whoever_follows_a_run_outlives_a_coordinator_that_is_started_again(tmp_path, run, monkeypatch, capsys):

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 import fedquilt as fq
-from fedquilt.cli import main
+from fedquilt.cli import jobs, main
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.formats import job_bundle, toml
+from fedquilt.tools.simulation import agents
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a table of three kinds of flowers, far apart in length."""
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(0)
     rows = [
@@ -26,34 +26,29 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
-    """Run a command, and return what it prints, errors too."""
     assert main(words) == code
     told = capsys.readouterr()
     return told.out + told.err
 
 
-def test_one_command_from_a_table_to_a_report(capsys, here):
-    pytest.importorskip("jinja2")
+def test_one_command_from_a_table_to_a_report_and_an_exported_network_that_reads_the_table(capsys, here):
+    for package in ("jinja2", "torch", "onnxruntime"):
+        pytest.importorskip(package)
     said = run(capsys, "simulate", "flowers.csv", "--label", "kind")
     assert "predicted: 3 classes (iris 40, lily 40, rose 40)" in said
     assert "fedavg trains mlp (inputs 4, hidden [32], classes 3), 30 rounds, 10 devices" in said
     assert "job.html: the report" in said
     assert "</html>" in Path("job.html").read_text()
     assert fq.Run.open(here / "fedquilt-runs", "job").rounds()["accuracy"][-1] > 0.95
-
-
-def test_the_exported_network_reads_the_same_file(capsys):
-    pytest.importorskip("torch")
-    pytest.importorskip("onnxruntime")
-    run(capsys, "simulate", "flowers.csv", "--label", "kind")
     run(capsys, "model", "export", "job", "--out", "flowers.onnx")
     assert "rose" in run(capsys, "model", "run", "flowers.onnx", "flowers.csv")
 
 
-def test_a_second_time_changes_no_job_and_another_label_needs_force(capsys):
-    run(capsys, "simulate", "flowers.csv", "--label", "kind")
+def test_a_second_time_changes_no_job_and_another_label_needs_force(capsys, monkeypatch):
+    monkeypatch.setattr(agents, "run_fleet_virtually", lambda plan, **options: ("", "stopped"))
+    run(capsys, "simulate", "flowers.csv", "--label", "kind", code=9)
     written = Path("job.toml").read_bytes()
-    assert "job.bundle: " not in run(capsys, "simulate", "flowers.csv", "--label", "kind")
+    assert "job.bundle: " not in run(capsys, "simulate", "flowers.csv", "--label", "kind", code=9)
     said = run(capsys, "simulate", "flowers.csv", "--label", "colour", code=6)
     assert "job.toml exists already: --force overwrites it, --out names another file" in said
     assert Path("job.toml").read_bytes() == written
@@ -61,10 +56,7 @@ def test_a_second_time_changes_no_job_and_another_label_needs_force(capsys):
 
 @pytest.mark.parametrize("verb", ["simulate", "run"])
 def test_a_job_is_prepared_when_it_has_changed(capsys, monkeypatch, verb):
-    from fedquilt.cli import home_access
-    from fedquilt.tools.simulation import agents
-
-    monkeypatch.setattr(home_access, "run_to_end", lambda *given: 0)
+    monkeypatch.setattr(jobs, "run_to_end", lambda *given: 0)
     monkeypatch.setattr(agents, "run_fleet_virtually", lambda plan, **options: ("", "done"))
     run(capsys, "init", "--data", "flowers.csv", "--label", "kind")
     assert "job.bundle: 2 files" in run(capsys, verb, "job.toml")

@@ -26,14 +26,13 @@ from fedquilt.tools.broker import EmbeddedBroker
 BOARD_MOST = 620_000  # bytes of the wheel for boards, which each upgrade sends to each board
 VERBS = ["model", "doctor", "agent", "board", "identity"]
 ELSEWHERE = {  # commands of operators, which say on a board that they need the whole package
-    "fedquilt.cli.board": {"fedquilt.cli.check_gpu", "fedquilt.cli.flash"},
+    "fedquilt.cli.board": {"fedquilt.cli.flash"},
     "fedquilt.cli.home_access": {
         "fedquilt.coordinator",
         "fedquilt.coordinator.settings",
         "fedquilt.coordinator.storage.store",
         "fedquilt.coordinator.views",
         "fedquilt.coordinator.views.scores",
-        "fedquilt.coordinator.views.terminal",
     },
     "fedquilt.cli.identity": {"fedquilt.tools.identity", "fedquilt.tools.identity.commands"},
     "fedquilt.cli.model": {

@@ -42,9 +42,8 @@ BOARD_FILES: Final = (
     ),
     *("methods/", "models/", "onnx/", "profiles/", "security/", "transport/"),
     *("cli/__init__.py", "cli/__main__.py", "cli/commands.py", "cli/entry.py", "cli/home_access.py"),
-    *("cli/options.py", "cli/agent.py", "cli/agent_process.py", "cli/board.py", "cli/clocks.py", "cli/record.py"),
+    *("cli/options.py", "cli/agent.py", "cli/board.py"),
     *(
-        "cli/doctor.py",
         "cli/identity.py",
         "cli/model.py",
         "tools/__init__.py",

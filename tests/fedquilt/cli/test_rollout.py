@@ -1,4 +1,4 @@
-"""`fedquilt rollout model` and `rollout status`: what they take, queue, refuse and show."""
+"""`fedquilt rollout`: what it takes, queues, refuses and shows."""
 
 import contextlib
 import dataclasses
@@ -8,12 +8,13 @@ from pathlib import Path
 
 import made_graphs
 import pytest
+import upgrades
 from msgspec.structs import replace
 
 from fedquilt import methods
 from fedquilt.arrays import tensors
 from fedquilt.blobs import chunks
-from fedquilt.cli import main, rollout_options
+from fedquilt.cli import main, rollout
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.fleet.device_status import DeviceStatus, TelemetryStore
 from fedquilt.coordinator.rounds.events import JobStarted
@@ -34,7 +35,6 @@ NETWORK = {"name": "mlp", "inputs": 4, "hidden": [3], "classes": 2}
 
 
 def graph(operator: str = "Relu") -> bytes:
-    """A small ONNX file with one operator."""
     helper = pytest.importorskip("onnx.helper", reason="onnx is not installed")
     infos = [helper.make_tensor_value_info(name, 1, ["n", 4]) for name in ("x", "y")]
     made = helper.make_graph([helper.make_node(operator, ["x"], ["y"])], "g", infos[:1], infos[1:])
@@ -43,7 +43,6 @@ def graph(operator: str = "Relu") -> bytes:
 
 
 def ran(home: Path, method: str = "fedavg", status: str = "done", seed: int = 0) -> str:
-    """Begin a run that has its first state; returns its id."""
     folder = home.with_name(f"{home.name}.bundle")
     first = engine.init_tensors(NETWORK, seed=0)
     job_bundle.write_bundle(folder, {"network": NETWORK, "flops": 96}, {"model": tensors.encode_tensors(first)})
@@ -58,16 +57,19 @@ def ran(home: Path, method: str = "fedavg", status: str = "done", seed: int = 0)
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A home without runs."""
     Store(tmp_path / "runs").close()
     return tmp_path / "runs"
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The sentence with which a command line is refused."""
     with contextlib.suppress(SystemExit):  # words that the command line does not take
         assert main(list(words)) != 0
     return capsys.readouterr().err
+
+
+def queued(home: Path) -> RolloutPlan:
+    with Store(home) as store:
+        return store.rollouts.find_rollout().state.plan
 
 
 def test_a_file_is_queued_with_what_boards_are_asked(home, capsys):
@@ -76,19 +78,8 @@ def test_a_file_is_queued_with_what_boards_are_asked(home, capsys):
     words = (
         *("rollout", "model", str(file), "--home", str(home), "--label", "site=lab", "!spare"),
         *("--phases", "2,25,100", "--abort-above", "10%", "--min-gain", "-0.5pt", "--max-latency", "40ms"),
-        *(
-            "--max-energy",
-            "0.5",
-            "--max-peak",
-            "500MB",
-            "--soak",
-            "2min",
-            "--window",
-            "02:00-05:00",
-            "--patience",
-            "1h",
-        ),
-        "--force",
+        *("--max-energy", "0.5", "--max-peak", "500MB", "--soak", "2min", "--window", "02:00-05:00"),
+        *("--patience", "1h", "--force"),
     )
     assert main(list(words)) == 0
     out = capsys.readouterr().out
@@ -96,12 +87,8 @@ def test_a_file_is_queued_with_what_boards_are_asked(home, capsys):
         (kept,) = store.rollouts.readable_rollouts()
         assert store.depot.load(kept.state.plan.blob.sha256) == graph()
     plan = kept.state.plan
-    assert (plan.kind, plan.name, plan.select, plan.cumulative_shares) == (
-        "model",
-        "net",
-        ("site=lab", "!spare"),
-        (0.02, 0.25, 1.0),
-    )
+    assert (plan.kind, plan.name, plan.select) == ("model", "net", ("site=lab", "!spare"))
+    assert plan.cumulative_shares == (0.02, 0.25, 1.0)
     assert (plan.abort_above, plan.soak_s, plan.window, plan.patience_s) == (0.1, 120.0, "02:00-05:00", 3600.0)
     limits = plan.limits
     assert (limits.min_gain, limits.max_latency_s, limits.max_energy_j) == (-0.005, 0.04, 0.5)
@@ -121,7 +108,7 @@ def test_a_run_is_deployed_as_export_writes_it(home, capsys):
     assert plan.name == run
 
 
-@pytest.mark.parametrize("method", ["fedrep", "local", "ditto"])
+@pytest.mark.parametrize("method", ["fedrep", "local"])
 def test_a_run_with_parts_on_boards_is_deployed_without_them(home, capsys, method):
     pytest.importorskip("torch", reason="a network is written as ONNX by torch")
     run = ran(home, method, seed=7)
@@ -177,11 +164,10 @@ def test_a_model_in_two_files_is_queued_as_one(home, tmp_path):
 
 
 def test_the_shape_of_an_example_goes_with_the_release(home, tmp_path):
-    for name, shape in (("images", [-1, 3, -1, -1]), ("any", None)):
-        made = made_graphs.product(shape, nodes=made_graphs.pooled, size=3)
-        (tmp_path / f"{name}.onnx").write_bytes(made.SerializeToString())
-    at = ["--home", str(home)]
-    assert main(["rollout", "model", str(tmp_path / "images.onnx"), "--input-shape", "3,48,192", *at]) == 0
+    made = made_graphs.product([-1, 3, -1, -1], nodes=made_graphs.pooled, size=3)
+    (tmp_path / "images.onnx").write_bytes(made.SerializeToString())
+    words = ["rollout", "model", str(tmp_path / "images.onnx"), "--input-shape", "3,48,192"]
+    assert main([*words, "--home", str(home)]) == 0
     with Store(home) as store:
         (kept,) = store.rollouts.readable_rollouts()
         assert release_for_device(
@@ -204,14 +190,6 @@ def test_a_shape_that_does_not_fit_is_refused_before_the_release(home, tmp_path,
     assert said in refused(capsys, "rollout", "model", str(path), *words, "--home", str(home))
     with Store(home) as store:
         assert not store.rollouts.readable_rollouts()
-
-
-def test_a_graph_that_cannot_be_fed_is_refused_before_the_release(home, tmp_path, capsys):
-    many = made_graphs.product(inputs=[made_graphs.value("state")])
-    boxes = made_graphs.product(output=made_graphs.value("y", ("n", 4, 3)))
-    for made, said in ((many, "m.onnx: the graph has 2 inputs ('x', 'state')"), (boxes, "shape (any, 4, 3)")):
-        (tmp_path / "m.onnx").write_bytes(made.SerializeToString())
-        assert said in refused(capsys, "rollout", "model", str(tmp_path / "m.onnx"), "--home", str(home))
 
 
 def test_what_cannot_be_deployed_is_said(home, capsys):
@@ -249,9 +227,9 @@ def test_a_number_that_is_none_is_named(home, capsys, words, said):
 
 
 def test_shares_points_and_sizes_are_read():
-    assert [rollout_options.parse_size(each) for each in ("500MB", "1.5GiB")] == [500_000_000, 3 << 29]
-    assert [rollout_options.parse_share(each) for each in ("5%", "5", "0.5%", "100%")] == [0.05, 0.05, 0.005, 1.0]
-    assert [rollout_options.parse_points(each) for each in ("-0.5pt", "1pt", "-2%")] == [-0.005, 0.01, -0.02]
+    assert [rollout.parse_size(each) for each in ("500MB", "1.5GiB")] == [500_000_000, 3 << 29]
+    assert [rollout.parse_share(each) for each in ("5%", "5", "0.5%", "100%")] == [0.05, 0.05, 0.005, 1.0]
+    assert [rollout.parse_points(each) for each in ("-0.5pt", "1pt", "-2%")] == [-0.005, 0.01, -0.02]
 
 
 def test_rollouts_are_listed_and_told(home, capsys):
@@ -283,15 +261,6 @@ def test_rollouts_are_listed_and_told(home, capsys):
     assert "no rollout 'none'" in refused(capsys, "rollout", "status", "none", "--home", str(home))
 
 
-def test_a_request_to_revert_is_stored_for_the_coordinator(home, capsys):
-    with Store(home) as store:
-        id = store.rollouts.add_rollout(RolloutPlan("model", "digits"))
-    assert main(["rollout", "back", "digits", "--home", str(home)]) == 0
-    assert f"{id} of digits is ended as soon as a coordinator serves {home}" in capsys.readouterr().out
-    with Store(home) as store:
-        assert store.rollouts.find_rollout("digits").revert_requested
-
-
 def test_a_request_to_revert_a_kind_is_for_its_latest_rollout(home, capsys):
     with Store(home) as store:
         model, agent, budget = (
@@ -310,7 +279,6 @@ def test_a_request_to_revert_a_kind_is_for_its_latest_rollout(home, capsys):
 
 
 def known(home: Path, **boards: DeviceStatus) -> None:
-    """Boards as a coordinator has noted them."""
     with TelemetryStore(home, writes=True) as store:
         store.write_telemetry([replace(board, device=name) for name, board in boards.items()], [])
 
@@ -378,9 +346,67 @@ def test_deploy_says_that_its_selection_names_no_board(home, capsys):
         assert len(store.rollouts.readable_rollouts()) == 1
 
 
-def test_deploy_to_a_board_that_is_known_waits_for_none(home, capsys):
-    file = home.with_name("net.onnx")
-    file.write_bytes(graph())
-    known(home, a=DeviceStatus("", online=True, labels=("site=lab",)))
-    assert main(["rollout", "model", str(file), "--label", "site=lab", "--home", str(home)]) == 0
-    assert "waits for" not in capsys.readouterr().out
+# -- versions of agents, and settings -------------------------------------------------------------
+
+
+def test_an_upgrade_is_queued_with_its_version_and_phases(home, tmp_path, capsys):
+    file = upgrades.pack(tmp_path / "agents.tar", [upgrades.toy(tmp_path / "house")])
+    words = ("--phases", "10%", "50,100", "--label", "site=lab", "--soak", "5min", "--window", "02:00-05:00")
+    assert main(["rollout", "agent", str(file), "--home", str(home), *words]) == 0
+    plan = queued(home)
+    assert (plan.kind, plan.name, plan.select) == ("agent", "9.9.9", ("site=lab",))
+    assert plan.cumulative_shares == (0.1, 0.5, 1.0)
+    assert (plan.soak_s, plan.window, plan.force) == (300.0, "02:00-05:00", False)
+    with Store(home) as store:
+        kept = store.depot.blob_path(plan.blob.sha256)
+        assert kept.read_bytes() == file.read_bytes()
+    assert "not signed: only boards whose agent.toml says unsigned = true" in capsys.readouterr().out
+    assert "is queued: wait for its end" in refused(capsys, "rollout", "agent", str(file), "--home", str(home))
+    assert main(["rollout", "back", "agent", "--home", str(home)]) == 0
+    assert "is ended" in capsys.readouterr().out
+
+
+def test_what_is_no_bundle_is_not_sent(home, tmp_path, capsys):
+    """A bundle that no board would take, such as one with a changed wheel, is refused."""
+    (tmp_path / "x").write_bytes(b"x" * 1000)
+    assert "is no bundle of an upgrade" in refused(capsys, "rollout", "agent", str(tmp_path / "x"), "--home", str(home))
+    house = [upgrades.toy(tmp_path / "house")]
+    file = upgrades.pack(tmp_path / "agents.tar", house, wheels={house[0].name: "0" * 64})
+    assert "is not the one that its manifest names" in refused(
+        capsys, "rollout", "agent", str(file), "--home", str(home)
+    )
+    assert "there is nothing to take back" in refused(capsys, "rollout", "back", "agent", "--home", str(home))
+    with Store(home) as store:
+        assert store.rollouts.readable_rollouts() == []
+
+
+def test_settings_are_queued_as_boards_take_them(home, capsys):
+    words = ("budget=1GB", "labels=+canary,-old", "policy=energy", "max_w=10", "telemetry_s=60")
+    assert main(["rollout", "settings", *words, "--label", "site=lab", "--home", str(home)]) == 0
+    plan = queued(home)
+    assert (plan.kind, plan.select, plan.blob) == ("settings", ("site=lab",), None)
+    assert plan.settings == {
+        "budget": "1GB",
+        "labels": ["+canary", "-old"],
+        "policy": "energy",
+        "max_w": 10.0,
+        "telemetry_s": 60.0,
+    }
+    assert main(["rollout", "back", "settings", "--home", str(home)]) == 0
+    assert "is ended" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["budget"], "'budget' is no setting: write budget=1GB"),
+        (["budget=1GB", "budget=2GB"], "budget is set twice"),
+        (["budget=much"], "budget: 'much' is no size"),
+        (["max_w=ten"], "max_w is a number"),
+        (["home=/"], "home"),
+        (["labels=+a,b"], "labels have all a sign"),
+        ([], "missing argument"),
+    ],
+)
+def test_settings_that_no_board_would_take_are_not_sent(home, capsys, words, said):
+    assert said in refused(capsys, "rollout", "settings", *words, "--home", str(home))

@@ -1,0 +1,466 @@
+"""Commands that prepare and run jobs, with the broker and the methods that they use."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from fedquilt.cli import home_access, options
+from fedquilt.cli.commands import argument, option, verb, verb_group, verbosity
+from fedquilt.console import progress, table, units
+from fedquilt.core import JobError
+
+if TYPE_CHECKING:
+    from fedquilt.coordinator.settings import JobSettings
+    from fedquilt.coordinator.storage.store import Store
+    from fedquilt.security.handshake import LinkIdentity
+    from fedquilt.tools.lab.new_job import NewJob
+    from fedquilt.transport.mqtt.link import MqttLink
+
+
+@verb()
+@options.job_argument
+def prepare(job: Path) -> None:
+    """Create JOB.bundle beside a job file: donors split into blocks, or a network's initial weights.
+
+    `run` and `simulate` do this where the job, or a file that it names, has changed.
+    """
+    prepare_bundle(job, home_access.load_job(job))
+
+
+@verb()
+@options.job_argument
+@options.home_option
+@options.blob_options
+@options.broker_options()
+def run(job: Path, home: Path, blobs: options.BlobOptions, broker: options.BrokerOptions) -> int:
+    """Run a job to its end, here or on the serving coordinator, or arm its [trigger]."""
+    from fedquilt.coordinator import settings
+    from fedquilt.coordinator.storage.store import ARMED, Store
+    from fedquilt.formats import job_bundle as bundles
+
+    read = home_access.load_job(job)
+    settings.require_no_adversaries(read)
+    folder = prepare_if_changed(job, read)
+    made = bundles.load_bundle(folder)
+    with Store(home) as store:
+        id = store.find_unfinished(read, folder.resolve())
+        if id is not None and store.stored_status(id) == ARMED:
+            print(f"{id} is armed already (`fedquilt stop {id}` ends that)")
+            return 0
+        if id is None or read.trigger is not None:
+            settings.require_matching_bundle(read, made)
+            settings.create_initial_state(read, made)
+        if read.trigger is not None:
+            id = store.add_job(read, folder.resolve())
+            print(f"{id} is armed: `fedquilt serve --home {home}` starts runs of it; `fedquilt stop {id}` ends that")
+            return 0
+
+        def submit() -> str:
+            id, found = store.find_or_add_job(read, folder.resolve())
+            if found:
+                print(f"continuing {id}, which is unfinished (`fedquilt prune {id}` deletes it, for a new one)")
+                store.set_status(id, "running")
+            return id
+
+        return run_to_end(home, broker, blobs, store, submit)
+
+
+@verb()
+@argument(
+    "source",
+    "A job file, or data: a CSV, Parquet or .npz file, a folder of images by class or of IDX files, sklearn/NAME, "
+    "torchvision/NAME, or digits, which come with fedquilt.",
+)
+@option(
+    "--label",
+    default="",
+    show_default=False,
+    metavar="COLUMN",
+    help="Column or array to predict, with data (default: y).",
+)
+@option("--out", type=options.NEW_JOB, help="The job file to write, with data (default: job.toml).")
+@option("--force", is_flag=True, help="Overwrite the job file.")
+@option("--devices", type=options.POSITIVE, help="Number of devices (default: the job's fleet.devices).")
+@option(
+    "--link",
+    default="memory",
+    type=options.WordChoice(("memory", "embedded", "broker")),
+    help="memory: all in this process on virtual time; embedded: agents as processes, a broker of our own; broker: the "
+    "same over --broker. With --engine there is no link: rounds on virtual time, work done by workers.",
+)
+@options.home_option
+@options.worker_options
+@options.broker_options()
+def simulate(
+    source: str,
+    label: str,
+    out: Path | None,
+    force: bool,
+    devices: int | None,
+    link: str,
+    home: Path,
+    workers: options.WorkerOptions,
+    broker: options.BrokerOptions,
+) -> int:
+    """Run a job on simulated devices that use the agents' own code, from a job file or from data.
+
+    With data, `simulate` inspects them, writes a job with a network that fits, runs it and writes a report. Data stay
+    on this machine.
+    """
+    is_job = source.endswith(".toml")
+    job = Path(source) if is_job else out or Path("job.toml")
+    if is_job:
+        if label or force or out:
+            raise JobError(f"--label, --out and --force go with data: {source} is a job file, which is run as it is")
+    else:
+        from fedquilt.tools.lab import new_job
+
+        found = new_job.inspect_source(source, label)
+        count = devices or new_job.choose_devices(found)
+        write_job(new_job.NewJob(job, found, "fedavg", count, new_job.ROUNDS), force=force)
+    run, status = _run_job(job, devices, link, home, workers, broker)
+    chosen = [*(["--devices", str(devices)] if devices else []), *(["--link", link] if link != "memory" else [])]
+    again = shlex.join(["fedquilt", "simulate", str(job), *chosen, *broker.arguments, *workers.arguments])
+    if status == "done" and not is_job:
+        _write_report(home, run, job.with_suffix(".html"))
+    return report_end(home, run, status, again)
+
+
+def _run_job(
+    job: Path,
+    devices: int | None,
+    link: str,
+    home: Path,
+    workers: options.WorkerOptions,
+    broker: options.BrokerOptions,
+) -> tuple[str, str]:
+    from fedquilt.formats import toml
+    from fedquilt.tools.simulation import agents as tool
+
+    read = home_access.load_job(job)
+    folder = home_access.bundle_folder(job)
+    plan = tool.FleetPlan(job=read, bundle=folder, home=home, devices=devices, fleet=broker.fleet)
+    with toml.prefix_errors(str(job)):
+        plan.validate_fleet()
+    prepare_if_changed(job, read)
+    wordy = verbosity() > 0
+    try:
+        if workers.is_given:
+            if link != "memory":
+                raise JobError(f"--link {link} and --engine are two ways to reach the boards: leave one of them out")
+            from fedquilt.tools.experiments import watched_run
+
+            return watched_run.run_and_print(plan, wordy=wordy, **workers.to_keywords())
+        if link == "memory":
+            return tool.run_fleet_virtually(plan, wordy=wordy)
+    except KeyboardInterrupt:
+        return "", "running"
+    return tool.run_fleet_on_broker(plan, broker.to_table() if link == "broker" else None, wordy=wordy)
+
+
+def _write_report(home: Path, run: str, file: Path) -> None:
+    from fedquilt import extras
+
+    with home_access.open_existing_home(home) as store:
+        try:
+            from fedquilt.tools import report
+
+            print(f"{report.write_run_page(store, run, file)}: the report")
+        except ModuleNotFoundError as error:
+            print(f"no report: {extras.missing_message(error.name or '')}")
+
+
+@verb()
+@options.home_option
+@option("--metrics", metavar="HOST:PORT", help="Serve metrics in the OpenMetrics format at http://HOST:PORT/metrics.")
+@options.blob_options
+@option(
+    "--site",
+    type=options.PATH,
+    metavar="FILE",
+    help="Run as a site: a device of the coordinator above, described in this file with the keys of an agent.toml "
+    "(device, home, fleet, [broker]).",
+)
+@options.format_option
+@options.broker_options()
+def serve(
+    home: Path,
+    metrics: str | None,
+    blobs: options.BlobOptions,
+    site: Path | None,
+    format: str,
+    broker: options.BrokerOptions,
+) -> None:
+    """Run the coordinator for the jobs in --home until stopped."""
+    from fedquilt.coordinator import settings
+    from fedquilt.coordinator.storage.store import Store
+    from fedquilt.coordinator.views.terminal import Console, JsonConsole, run_coordinator
+    from fedquilt.host import logs
+
+    where = blobs.to_locations(broker.ca)
+    with Store(home) as store:
+        home = home.resolve()
+        if not store.acquire_lock():
+            raise JobError(f"another coordinator serves {home} already")
+        limited = settings.load_limits(home)
+        console = Console(wordy=verbosity() > 0, named=True)
+        if format == "json":
+            logs.use_json_logs()
+            console = JsonConsole()
+        link, identity = create_coordinator_link(broker, console.report)
+        console.report(
+            f"serving {home} on {broker.url}; submit with `fedquilt run JOB --home {home}`, "
+            f"watch with `fedquilt logs RUN --follow --home {home}`"
+        )
+        above = None
+        if site is not None:
+            from fedquilt.tools.operations.site.agent import connect_site_agent
+
+            above = connect_site_agent(site, store)
+            console.report(f"site {above.agent.device} of the coordinator at {above.agent.settings.broker.url}")
+        run_coordinator(
+            store,
+            link,
+            broker.fleet,
+            console,
+            identity=identity,
+            metrics=metrics,
+            limits=limited,
+            where=where,
+            site=above,
+        )
+
+
+@verb()
+@options.run_argument
+@options.home_option
+def stop(run: str, home: Path) -> None:
+    """Stop a run, which `resume` can continue."""
+    from fedquilt.coordinator import run_control
+
+    with home_access.open_existing_home(home) as store:
+        print(run_control.stop_run(store, run))
+
+
+@verb()
+@options.run_argument
+@options.home_option
+@options.blob_options
+@options.broker_options()
+def resume(run: str, home: Path, blobs: options.BlobOptions, broker: options.BrokerOptions) -> int:
+    """Resume a stopped, failed or interrupted run, or approve one that a [trigger] started."""
+    from fedquilt.coordinator import run_control
+    from fedquilt.coordinator.storage.store import UNAPPROVED
+
+    with home_access.open_existing_home(home) as store:
+        if store.find_job(run).status == UNAPPROVED:
+            print(run_control.approve_run(store, run))
+            return 0
+        return run_to_end(home, broker, blobs, store, lambda: run_control.resume_run(store, run).id)
+
+
+@verb()
+@options.job_argument
+@option(
+    "--methods",
+    many=True,
+    metavar="METHOD",
+    help="Methods to compare (default: the job's own and those of its [compare] tables).",
+    shell_complete=options.complete_methods,
+)
+@option("--seeds", type=options.WHOLE, many=True, default=(0, 1, 2), help="Seeds; every method is run once with each.")
+@option("--rounds", type=options.POSITIVE, help="Number of rounds of every run (default: the job's).")
+@option("--target", type=options.ABOVE_0, metavar="A", help="Count costs up to this accuracy, 0 to 1, or this RMSE.")
+@option(
+    "--set",
+    "changes",
+    many=True,
+    commas=False,
+    metavar="METHOD.PARAM=VALUE",
+    help="Parameters of methods; they override those in [compare.METHOD].",
+)
+@option(
+    "--out", type=options.FOLDER, default=Path("fedquilt-compare"), help="Folder for finished runs, plots and the page."
+)
+@options.format_option
+@options.worker_options
+def compare(
+    job: Path,
+    methods: tuple[str, ...],
+    seeds: tuple[int, ...],
+    rounds: int | None,
+    target: float | None,
+    changes: tuple[str, ...],
+    out: Path,
+    format: str,
+    workers: options.WorkerOptions,
+) -> int:
+    """Compare methods with several seeds on the same simulated fleet."""
+    from fedquilt.tools.experiments import comparison as tool
+
+    return tool.compare_and_print(
+        home_access.load_job(job),
+        home_access.bundle_folder(job),
+        out,
+        names=methods,
+        seeds=list(seeds),
+        rounds=rounds,
+        target=target,
+        changes=tool.parse_changes(list(changes)),
+        format=format,
+        **workers.to_keywords(),
+    )
+
+
+@verb()
+@argument("method", "The method to show.", required=False, shell_complete=options.complete_methods)
+@option("--out", type=options.FOLDER, metavar="FOLDER", help="Folder to write a page for each method into.")
+@options.format_option
+def methods(method: str | None, out: Path | None, format: str) -> None:
+    """List the methods, or show a method's paper, deviations and parameters."""
+    from fedquilt.tools.experiments import method_pages as tool
+    from fedquilt.tools.lab import papers
+
+    tool.write_or_print_pages(method, out, format, papers.find_tables_of_method)
+
+
+@verb_group(invoke_without_command=True)
+@option("--listen", default="127.0.0.1:1883", metavar="HOST:PORT", help="Address to listen on.")
+@option(
+    "--password-file",
+    type=options.PATH,
+    help="File with users and their passwords; required unless --listen is a loopback address.",
+)
+@click.pass_context
+def broker(context: click.Context, listen: str, password_file: Path | None) -> None:
+    """Run the embedded MQTT broker (3.1.1, without TLS), for one machine and tests."""
+    if context.invoked_subcommand is None:
+        from fedquilt import open_metrics
+        from fedquilt.tools import broker as tool
+
+        tool.serve_foreground(*open_metrics.parse_listen_address(listen), password_file)
+
+
+@broker.command()
+@argument("kind", "mosquitto or emqx.", type=options.WordChoice(("mosquitto", "emqx")), metavar="KIND")
+@option(
+    "--host",
+    "hosts",
+    multiple=True,
+    required=True,
+    help="Name or address by which clients reach the broker; may be repeated.",
+)
+@option("--out", type=options.FOLDER, required=True, help="Folder for all that the broker needs.")
+@option(
+    "--installed", metavar="DIR", help="Path that the folder will have on the broker's machine (default: one in /etc)."
+)
+@option("--listen", default="0.0.0.0:8883", metavar="HOST:PORT", help="Address at which the broker takes TLS.")
+@option("--fleet", type=options.NAME, default="fleet", help="Name of the fleet in MQTT topics.")
+@options.authority_option
+def config(
+    kind: str, hosts: tuple[str, ...], out: Path, installed: str | None, listen: str, fleet: str, ca: Path
+) -> int:
+    """Write the configuration of an MQTT broker: TLS, permissions and limits."""
+    from fedquilt.tools.identity import commands
+
+    return commands.configure_broker(ca, kind, list(hosts), out, fleet=fleet, listen=listen, installed=installed)
+
+
+def write_job(job: NewJob, *, force: bool) -> None:
+    job.write(force=force)
+    for line in (*job.list_notes(), f"wrote {job.out}"):
+        print("\n".join(table.fold_line(line)), flush=True)
+
+
+def prepare_if_changed(path: Path, job: JobSettings) -> Path:
+    from fedquilt.formats import job_bundle
+
+    folder = home_access.bundle_folder(path)
+    return folder if job_bundle.is_current(path, folder) else prepare_bundle(path, job)
+
+
+def prepare_bundle(path: Path, job: JobSettings) -> Path:
+    import msgspec
+
+    from fedquilt.formats import job_bundle, toml
+    from fedquilt.tools.artefacts import prepare
+
+    folder = home_access.bundle_folder(path)
+    with toml.prefix_errors(str(path)), progress.show_progress(f"preparing {folder}"):
+        given = job_bundle.stamp_inputs(path, msgspec.to_builtins(job))
+        made = prepare.prepare_and_check(job, folder, progress.LINE.print_to_stdout)
+        job_bundle.record_inputs(given, folder)
+    size = sum(ref.size for ref in made.files.values())
+    print(f"{folder}: {len(made.files)} files, {units.format_bytes(size)}", flush=True)
+    return folder
+
+
+EXIT_CODES: Final = {"done": 0, "failed": 8, "stopped": 9}
+
+
+def create_coordinator_link(
+    broker: options.BrokerOptions, say: Callable[[str], None]
+) -> tuple[MqttLink, LinkIdentity | None]:
+    """Return the unconnected MQTT link of the coordinator, and the identity for signing or None.
+
+    Unsigned messages are reported through `say`.
+    """
+    from fedquilt import wire
+    from fedquilt.security import authenticated_link
+    from fedquilt.transport.mqtt.broker import Broker as Address
+    from fedquilt.transport.mqtt.link import MqttLink
+
+    will = (wire.Topics(broker.fleet).coord, wire.encode(wire.CoordState(online=False)))
+    address = Address.from_url(**broker.to_table())
+    identity = authenticated_link.load_identity(address)
+    if identity is None:
+        say(authenticated_link.UNSIGNED)
+    return MqttLink(address, f"fedquilt-coordinator-{broker.fleet}", will), identity
+
+
+def run_to_end(
+    home: Path, broker: options.BrokerOptions, blobs: options.BlobOptions, store: Store, submit: Callable[[], str]
+) -> int:
+    """Submit a job, run it to its end and return the exit code.
+
+    The job runs in this process, or in the coordinator that serves the home. This is decided before `submit`, so that
+    the process does not replace a coordinator that fails because of the job.
+    """
+    from fedquilt.coordinator import settings
+    from fedquilt.coordinator.views import terminal
+
+    where, limited = blobs.to_locations(broker.ca), settings.load_limits(home)
+    here = store.acquire_lock()
+    if here:
+        console = terminal.Console(wordy=verbosity() > 0)
+        link, identity = create_coordinator_link(broker, console.report)
+    id = submit()
+    home_access.print_rows("text", [], [f"{id}; from elsewhere: `fedquilt logs {id} --follow --home {home.resolve()}`"])
+    if here:
+        link.wait_until_connected(timeout_s=5.0)
+        terminal.run_coordinator(
+            store, link, broker.fleet, console, only=id, identity=identity, limits=limited, where=where
+        )
+    else:
+        if blobs.given_options:
+            print(
+                f"{blobs.given_options[0]} has no effect: a coordinator serves {home}, by the options of its "
+                "own command"
+            )
+        terminal.print_log(store, id, follow=True, wordy=verbosity() > 0)
+    return report_end(home, id, store.stored_status(id), f"fedquilt resume {id}")
+
+
+def report_end(home: Path, id: str, status: str, again: str) -> int:
+    """Print the next step after a run, and return the exit code. `again` is the resuming command."""
+    told = f"interrupted; `{again} --home {shlex.quote(str(home))}` continues it" if status == "running" else ""
+    if status == "done" and id:
+        given = "" if home == options.HOME else f" --home {home}"
+        told = f"`fedquilt model export {id}{given} --out FILE` writes the result"
+    home_access.print_rows("text", [], [told] if told else [])
+    return EXIT_CODES.get(status, 130)

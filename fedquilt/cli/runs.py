@@ -1,0 +1,244 @@
+"""Commands that show and delete a coordinator's runs and devices."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from fedquilt.cli import home_access, options
+from fedquilt.cli.commands import argument, option, verb, verb_group, verbosity
+from fedquilt.console import progress, table, units
+from fedquilt.core import JobError
+
+if TYPE_CHECKING:
+    from fedquilt.coordinator.views.devices import DeviceRow
+
+
+@verb()
+@options.home_option
+@options.format_option
+def ls(home: Path, format: str) -> None:
+    """List the runs in --home with status, rounds, result and exclusive disk space."""
+    from fedquilt.coordinator.jobs import retention
+    from fedquilt.coordinator.views import event_messages
+    from fedquilt.security import authenticated_link
+
+    with home_access.open_existing_home(home) as store:
+        own = retention.exclusive_bytes(store)
+        rows = [event_messages.summarise_run(row, store, own) for row in store.all_jobs()]
+        told = [authenticated_link.UNSIGNED] if store.was_authenticated() is False else []
+    home_access.print_rows(
+        format, rows, [*(event_messages.format_runs(rows) or [home_access.no_runs_message(home)]), *told]
+    )
+
+
+@verb()
+@options.run_argument
+@option("--follow", is_flag=True, help="Show the rounds of the run until it has ended; with -v, every event.")
+@options.home_option
+@options.format_option
+def logs(run: str, follow: bool, home: Path, format: str) -> None:
+    """Show the events of a run, round by round."""
+    from fedquilt.coordinator.views import terminal
+
+    with home_access.open_existing_home(home) as store:
+        terminal.print_log(store, store.find_job(run).id, follow=follow, json=format == "json", wordy=verbosity() > 0)
+
+
+@verb()
+@options.run_argument
+@argument("number", "Show this round only, counted from 1.", type=options.WHOLE, metavar="[ROUND]", required=False)
+@option("--device", type=options.NAME, metavar="D", help="Show this device only.")
+@options.home_option
+@options.format_option
+def why(run: str, number: int | None, device: str | None, home: Path, format: str) -> None:
+    """Explain the selection of devices in each round, and the outcome of their tasks."""
+    from fedquilt.coordinator.views import event_messages, wait_reasons
+    from fedquilt.coordinator.views import round_outcomes as reasons
+
+    with home_access.open_existing_home(home) as store:
+        parts, row = reasons.load_outcomes(store, run), store.find_job(run)
+        held_up = wait_reasons.describe_wait(row, store)
+        warning = reasons.warn_of_weights(store, row.job, (fact for _, _, fact in store.read_events(row.id)))
+    whole = number is None and device is None
+    told = [f"{row.id} waits for {held_up}"] if held_up and whole else []
+    told += [warning] if warning and whole else []
+    if whole and (best := parts.summary.state.best) is not None:
+        told.append(f"best evaluation: {best.describe()}, {best.without_gain} later without a gain")
+    if whole and parts.summary.state.phase == row.status == "failed":
+        told += event_messages.format_end("failed", parts.summary.state.reason)
+    home_access.print_rows(
+        format,
+        reasons.filter_outcomes(parts.found, number, device),
+        [*reasons.format_outcomes(parts, number, device), *told],
+    )
+
+
+@verb()
+@options.run_argument
+@option("--out", type=options.PATH, metavar="FILE", help="File for the page (default: RUN.html).")
+@options.home_option
+def report(run: str, out: Path | None, home: Path) -> None:
+    """Write an HTML page about a run: accuracy, time, energy, memory and participants."""
+    from fedquilt.tools import report as tool
+
+    with home_access.open_existing_home(home) as store, progress.show_progress(f"making a page of {run}"):
+        progress.LINE.print_to_stdout(f"{tool.write_run_page(store, run, out)}: {store.find_job(run).id}")
+
+
+@verb()
+@argument(
+    "runs",
+    "Ids of runs to delete; a job's name stands for its latest run.",
+    nargs=-1,
+    metavar="[RUN]...",
+    shell_complete=options.complete_runs,
+)
+@option("--keep", type=options.COUNT, metavar="N", help="Delete all runs that have ended but the N latest.")
+@option(
+    "--older-than", type=options.TIME, metavar="AGE", help="Delete runs that ended longer ago than this: 30d, 12h, 2w."
+)
+@option("--dry-run", is_flag=True, help="List the runs that would be deleted, and delete nothing.")
+@option("--yes", is_flag=True, help="Do not ask for confirmation.")
+@options.home_option
+def prune(
+    runs: tuple[str, ...], keep: int | None, older_than: float | None, dry_run: bool, yes: bool, home: Path
+) -> int:
+    """Delete named runs, or ended runs by age or number.
+
+    With both --keep and --older-than, a run must match both. Queued, running and interrupted runs are deleted only by
+    name. Without any of these, only leftover files of interrupted deletions are removed.
+    """
+    from fedquilt.coordinator.jobs import retention
+
+    ends = keep is not None or older_than is not None
+    if runs and ends:
+        raise click.UsageError("name runs, or give --keep and --older-than: one of them", click.get_current_context())
+    with home_access.open_existing_home(home) as store:
+        ids = retention.select_expired_runs(store, time.time(), keep, older_than) if ends else []
+        if runs:
+            ids = list(dict.fromkeys(retention.find_run(store, run).id for run in runs))
+            store.require_inactive(ids)
+        for id in ids:
+            print(f"{'would delete' if dry_run else 'to delete'} {id}")
+        if dry_run:
+            return 0
+        if ids and not _confirm(f"delete {len(ids)} runs for good?", yes):
+            return 130
+        found = retention.remove_runs(store, ids)
+    freed = f"{units.format_bytes(found.bytes)} freed"
+    later = "; blobs go when the coordinator of this home takes up its next job" if found.blobs_left else ""
+    print(f"deleted {len(ids)} runs: {freed}{later}")
+    return 0
+
+
+def _confirm(question: str, yes: bool) -> bool:
+    if yes:
+        return True
+    if not sys.stdin.isatty():
+        raise JobError(f"{question} There is no terminal to ask on: --yes answers it")
+    return click.confirm(question, err=True)
+
+
+@verb_group()
+def backup() -> None:
+    """Save a coordinator's home to one file, and restore it."""
+
+
+@backup.command()
+@argument("home", "Folder of the coordinator's runs.", type=options.FOLDER)
+@argument("file", "The file to write; it must not exist yet.", type=options.PATH)
+def save(home: Path, file: Path) -> None:
+    """Save a coordinator's home to one file, also while a coordinator runs."""
+    from fedquilt.coordinator.storage import backup as tool
+
+    with home_access.open_existing_home(home) as store, progress.show_progress(f"saving {home}"):
+        saved = tool.write_backup(store, file)
+    print(f"{file}: {saved.runs} runs with {saved.files} blobs, {units.format_bytes(saved.bytes)}")
+
+
+@backup.command()
+@argument("file", "What `backup save` wrote.", type=options.PATH)
+@argument("home", "Folder to make; it must not exist yet, or be empty.", type=options.FOLDER)
+def restore(file: Path, home: Path) -> None:
+    """Restore a coordinator's home from a verified backup, with resumable runs."""
+    from fedquilt.coordinator.storage import backup as tool
+
+    with progress.show_progress(f"restoring {home}"):
+        found = tool.restore_backup(file, home)
+    print(
+        f"{home}: {found.runs} runs, {units.format_bytes(found.bytes)}; `fedquilt serve --home {home}` goes "
+        "on with them"
+    )
+
+
+@verb()
+@argument("names", "Names of boards; without one, all.", nargs=-1, metavar="[NAME]...")
+@options.label_option("label")
+@option(
+    "--state",
+    type=options.WordChoice(("online", "offline", "silent", "working", "idle", "refused")),
+    help="Only boards in this state; refused: that have declined a task, or had an update refused.",
+)
+@option("--remove", is_flag=True, help="Remove the named boards, until their next message.")
+@option("--force", is_flag=True, help="With --remove: also boards that have a task.")
+@option("--watch", is_flag=True, help="Stay, and show every change.")
+@options.home_option
+@options.format_option
+def devices(
+    names: tuple[str, ...],
+    label: tuple[str, ...],
+    state: str | None,
+    remove: bool,
+    force: bool,
+    watch: bool,
+    home: Path,
+    format: str,
+) -> None:
+    """Show each device's state, task, power, memory, refusals and labels, or remove devices."""
+    from fedquilt.coordinator import run_control
+    from fedquilt.coordinator.storage.rows import is_served
+    from fedquilt.coordinator.views import devices as view
+    from fedquilt.formats import labels
+
+    labels.require_valid_selection(label)
+    home_access.require_home(home)
+    if remove:
+        if not names or label or state or watch:
+            raise JobError("--remove takes the NAMEs of the boards to remove, and neither --label, --state nor --watch")
+        with home_access.open_existing_home(home) as store:
+            print("\n".join(table.fold_line(run_control.remove_devices(store, names, force=force), 0)))
+        return None
+    if force:
+        raise JobError("--force has a meaning only with --remove")
+
+    def read_devices() -> list[DeviceRow]:
+        known = view.load_devices(home)
+        if odd := set(names) - {each.board.device for each in known}:
+            raise JobError(f"no coordinator of {home} has heard of a board {min(odd)!r}")
+        found = view.filter_devices(known, label, state)
+        return [each for each in found if not names or each.board.device in names]
+
+    def print_devices(found: list[DeviceRow]) -> None:
+        now = time.time()
+        told = (
+            []
+            if format == "json"
+            else view.format_devices(found, now, served=is_served(home), away=view.describe_outage(home, now))
+        )
+        if watch and format == "text" and sys.stdout.isatty():
+            most = shutil.get_terminal_size().lines - 2
+            hidden = ["... and more: --label, --state or a NAME shows fewer"] if len(told) > most else []
+            print("\x1b[H\x1b[2J", end="")
+            told = [*told[: most - len(hidden)], *hidden]
+        home_access.print_rows(format, [each.to_dict() for each in found], told)
+        sys.stdout.flush()
+
+    if not watch:
+        return print_devices(read_devices())
+    view.watch_devices(print_devices, read_devices)
