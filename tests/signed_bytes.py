@@ -32,7 +32,7 @@ from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.delivery.executor import LinkExecutor
 from fedquilt.edge_agent.agent import Agent
-from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.formats import job_bundle
 from fedquilt.security.authenticated_link import AuthenticatedDeviceLink
 from fedquilt.security.handshake import LinkIdentity
@@ -75,7 +75,7 @@ class Counting(MemoryBroker):
 def played(folder: Path, hidden: list[int], rounds: int, *, signed: bool) -> Spent:
     """Bytes of a job of `rounds` rounds with a network of these hidden layers."""
     network = {"name": "mlp", "inputs": 64, "hidden": hidden, "classes": 10}
-    first = engine.init_tensors(network, seed=0)
+    first = numpy_engine.init_tensors(network, seed=0)
     job_bundle.write_bundle(
         folder / "job.bundle", {"network": network, "flops": 9600}, {"model": tensors.encode_tensors(first)}
     )

@@ -12,7 +12,7 @@ from fedquilt.core import Bundle, JobError, Method
 from fedquilt.formats import training_choices
 
 ENGINES: Final = ("numpy", "onnx", "torch")  # fedquilt's own: edge_agent/engines
-NUMPY_TRAINS: Final = "mlp"  # the only network of edge_agent/engines/numpy/engine.py
+NUMPY_TRAINS: Final = "mlp"  # the only network of edge_agent/engines/numpy_engine.py
 
 
 def create_initial_state(job: settings.JobSettings, made: Bundle, method: Method | None = None) -> Any:

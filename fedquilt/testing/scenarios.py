@@ -17,7 +17,7 @@ import numpy as np
 from fedquilt import methods
 from fedquilt.arrays import tensors
 from fedquilt.core import Aggregation, Bundle, ClientContext, ClientResult, DeviceUpdate, Examples, Method, Profile
-from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine
+from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.testing.toy_networks import (
     SMALL,
     build_donors,

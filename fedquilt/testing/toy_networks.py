@@ -17,7 +17,7 @@ from fedquilt.coordinator import settings
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.core import BlobRef, Bundle, ClientContext, Examples, Method, Task, TaskSpec
 from fedquilt.data import images
-from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.formats import job_bundle
 from fedquilt.formats.tensor_register import Kind, register_from_kinds
 from fedquilt.models.partial import masks
@@ -248,7 +248,7 @@ def toy_bundle(
 
     With `kinds` the network need not exist. Tensors that are not in `kinds` are parameters.
     """
-    start = engine.init_tensors(MLP, 0) if model is None else model
+    start = numpy_engine.init_tensors(MLP, 0) if model is None else model
     plan = plan if network else MLP_MASKS
     parts = {"model": start, **({"masks": {"json": masks.plan_to_array(plan)}} if plan else {})}
     meta: dict[str, Any] = {"network": network or MLP, "flops": 100.0}

@@ -36,7 +36,6 @@ def test_a_password_too(tmp_path: Path) -> None:
 
 
 def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
-    """A credential has the name of one file: systemd's folder can hold no two."""
     (tmp_path / "x.pem").write_text("certificate")
     with pytest.raises(JobError, match=r"broker.ca /a/x\.pem and broker.cert /b/x\.pem have the same name"):
         settings.apply_systemd_credentials(told(ca="/a/x.pem", cert="/b/x.pem"))

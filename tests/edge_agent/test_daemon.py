@@ -20,7 +20,6 @@ from fedquilt.edge_agent.upgrade.remote_settings import FILE, StoredSettings
 
 
 def test_a_budget_that_no_engine_fits_is_told_at_the_start(site: Site, caplog: pytest.LogCaptureFixture) -> None:
-    """Before the first task is declined for it; an engine that fits is enough to be silent."""
     site.start(budget="5MB")
     (said,) = [record.message for record in caplog.records if "budget" in record.message]
     assert said.startswith("d: the budget of 5 MB is less than any engine here holds by itself (numpy ")

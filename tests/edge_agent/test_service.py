@@ -15,7 +15,6 @@ from fedquilt.tools.broker import EmbeddedBroker
 
 
 def test_an_agent_is_ready_without_a_broker_and_says_when_it_is_online(tmp_path: Path) -> None:
-    """A board is switched on before its network is; why it is not online stands in its status, then that it is."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler  # noqa: E402
 from fedquilt.arrays import tensors  # noqa: E402
 from fedquilt.core import DivergedError, Examples, Fit, JobError  # noqa: E402
 from fedquilt.edge_agent.engines import training  # noqa: E402
-from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine  # noqa: E402
+from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine  # noqa: E402
 from fedquilt.edge_agent.engines.torch.engine import TorchEngine  # noqa: E402
 from fedquilt.formats import training_choices  # noqa: E402
 from fedquilt.methods import fedavg  # noqa: E402
@@ -258,13 +258,11 @@ def test_schedules_equal_those_of_plain_torch(network: str, choice: Any, make: A
 
 @pytest.mark.parametrize("network", NETWORKS)
 def test_accumulated_gradients_and_averaged_weights_equal_those_of_plain_torch(network: str) -> None:
-    """Batch norm takes the statistics of each part, as in plain torch."""
     data, table = examples(network), NETWORKS[network]
     assert_equal_models(play_rounds(table, data, accumulate=2, ema=0.7), plain_rounds(table, data, parts=2, ema=0.7))
 
 
 def test_transforms_and_mixup_are_drawn_for_each_example_whatever_the_micro_batches() -> None:
-    """Each example by a seed of its place in the mini-batch; mixup's share and partners by the mini-batch."""
     table, data = NETWORKS["batch norm"], examples("batch norm")
     brighter = {"name": "training_choices_own:brighter", "by": 9}
     choices = [{"name": "RandomHorizontalFlip", "p": 0.5}, brighter, {"name": "mixup", "alpha": 0.4}]
@@ -304,7 +302,6 @@ def test_a_task_repeated_with_its_seed_gives_the_same_bits() -> None:
 
 
 def test_the_plan_knows_what_an_optimizer_keeps() -> None:
-    """Adam's state is two copies, of other classes of torch at most three, and the average one more."""
     network, data = {"name": "mlp", "inputs": 6, "hidden": [3000, 300], "classes": 3}, examples("mlp")
     size = sum(value.nbytes for value in first_tensors(network).values())
 

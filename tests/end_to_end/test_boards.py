@@ -26,7 +26,7 @@ from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import Profile
 from fedquilt.edge_agent import devices
 from fedquilt.edge_agent.clocks.client import HelperStatus
-from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.formats import job_bundle, toml
 from fedquilt.profiles.board_layouts import BOARDS
 from fedquilt.testing.boards import write_fake_board
@@ -160,7 +160,7 @@ def test_every_board_comes_online_carries_tasks_out_and_comes_back(site: Site, s
         assert not profile.points or board in profiles.board_names()
     assert len(told["profile"][VICTIM][-1].points) > 100
 
-    first = tensors.encode_tensors(engine.init_tensors(NETWORK, seed=0))
+    first = tensors.encode_tensors(numpy_engine.init_tensors(NETWORK, seed=0))
     job_bundle.write_bundle(tmp_path / "job.bundle", {"network": NETWORK, "flops": 2400}, {"model": first})
     job = {
         "name": "digits",

@@ -21,7 +21,7 @@ from processes import NETWORK, TABLE, Processes
 from waiting import until
 
 from fedquilt.arrays import tensors
-from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.formats import job_bundle, toml
 
 pytest.importorskip("onnxruntime")
@@ -31,7 +31,7 @@ FEDQUILT = (sys.executable, "-m", "fedquilt.cli")
 
 def armed(folder: Path) -> Path:
     """A job of one round that waits for drift and its owner."""
-    first = tensors.encode_tensors(engine.init_tensors(NETWORK, seed=0))
+    first = tensors.encode_tensors(numpy_engine.init_tensors(NETWORK, seed=0))
     job_bundle.write_bundle(folder / "job.bundle", {"network": NETWORK, "flops": 9600}, {"model": first})
     trigger = {"drift_above": 0.3, "boards": "100%", "approve": True}
     params = {**TABLE["params"], "epochs": 1}

@@ -20,7 +20,7 @@ from fedquilt.coordinator.background_worker import LARGE_BYTES
 from fedquilt.coordinator.rounds.events import JobEnded, RoundCommitted, UpdateAccepted
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.views.devices import load_devices
-from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.formats import job_bundle, toml
 from fedquilt.tools.simulation import agents as fleet
 
@@ -66,7 +66,7 @@ def moto() -> Iterator[str]:
 
 
 def job(folder: Path) -> fleet.FleetPlan:
-    first = tensors.encode_tensors(engine.init_tensors(NETWORK, seed=0))
+    first = tensors.encode_tensors(numpy_engine.init_tensors(NETWORK, seed=0))
     assert len(first) > LARGE_BYTES
     job_bundle.write_bundle(folder / "job.bundle", {"network": NETWORK, "flops": 2_200_000}, {"model": first})
     table = {

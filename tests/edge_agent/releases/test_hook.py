@@ -12,7 +12,6 @@ from fedquilt.edge_agent.releases.process import HOOK_S, ReleaseHook
 
 
 def test_the_hook_is_run_after_each_exchange_with_the_models_place(tmp_path: Path) -> None:
-    """A return is an exchange too."""
     log = tmp_path / "log"
     command = ("sh", "-c", f'echo "$(readlink "$FEDQUILT_MODELS/current") $FEDQUILT_MODEL" >> {log}')
     place = Place(tmp_path, hook=command)
@@ -41,7 +40,6 @@ def test_a_hook_that_fails_is_told_by_name(tmp_path: Path, command: tuple[str, .
 
 
 def test_a_hook_that_hangs_is_ended_with_what_it_has_started(tmp_path: Path) -> None:
-    """The agent asks whether the hook runs, and waits for nothing."""
     pid = tmp_path / "pid"
     command = ("sh", "-c", f"sleep 1000 & echo $! > {pid}.part; mv {pid}.part {pid}; wait")
     place = Place(tmp_path, hook=command)

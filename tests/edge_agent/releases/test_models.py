@@ -22,7 +22,6 @@ from fedquilt.wire import DesiredRelease, ReleaseLimits
 
 @pytest.mark.parametrize("damage", ["[]", '{"model": 3}', "", None])
 def test_a_model_whose_release_json_is_damaged_is_known_by_its_file(place: Place, damage: str | None) -> None:
-    """The next model is compared with that one; a file that does not belong to its folder's name is no model."""
     first = place.put(1)
     assert first.blob is not None
     note = place.folder / "current/release.json"
@@ -40,7 +39,6 @@ def test_a_model_whose_release_json_is_damaged_is_known_by_its_file(place: Place
 
 
 def test_models_lie_beside_each_other_and_two_are_kept(place: Place) -> None:
-    """The model in use and the one before are kept; others are deleted, and what is somebody else's stays."""
     first, second, third = (place.put(serial) for serial in (1, 2, 3))
     (place.folder / "labels.txt").write_text("mine")
     (place.folder / "mine").mkdir()
@@ -60,7 +58,6 @@ def test_models_lie_beside_each_other_and_two_are_kept(place: Place) -> None:
 
 
 def test_the_first_model_is_taken_back_to_none(place: Place) -> None:
-    """Nothing was in use before."""
     place.put(1)
     assert place.models.roll_back()
     place.models.discard_unused()
@@ -71,7 +68,6 @@ def test_the_first_model_is_taken_back_to_none(place: Place) -> None:
 
 @pytest.mark.parametrize("payload", [b"", b"nonsense", network()[:-9]])
 def test_a_file_that_is_no_network_is_refused_before_its_check(place: Place, payload: bytes) -> None:
-    """The model that runs stays; the refused file is deleted."""
     first = place.put(1)
     wanted, blob = place.release(2, payload)
     with pytest.raises(ModelError, match="the model cannot be run: it"):
@@ -82,7 +78,6 @@ def test_a_file_that_is_no_network_is_refused_before_its_check(place: Place, pay
 
 
 def test_a_folder_of_its_own_is_readable_by_its_group(tmp_path: Path) -> None:
-    """A runner of another user may read that folder; the agent's blobs, and models in its home, stay private."""
     before = os.umask(0o077)
     try:
         own, shared = Place(tmp_path), Place(make(tmp_path / "2"), folder=str(tmp_path / "srv/models"))
@@ -165,7 +160,6 @@ def test_a_check_that_never_ends_is_ended(place: Place) -> None:
 
 
 def test_a_model_with_which_the_runner_fails_is_ill(place: Place) -> None:
-    """A twentieth of the answers failed with the old model too: the new one may add a tenth of all, and no more."""
     place.put(1)
     place.served(served=950, failed=50)
     assert place.models.unhealthy_reason() == ""
@@ -176,7 +170,6 @@ def test_a_model_with_which_the_runner_fails_is_ill(place: Place) -> None:
 
 
 def test_a_few_failures_are_not_the_models(place: Place) -> None:
-    """Fewer than five failures count for nothing."""
     place.put(1)
     place.served()
     assert place.models.unhealthy_reason() == ""
@@ -195,7 +188,6 @@ def test_a_runner_that_is_started_anew_counts_from_nothing(place: Place) -> None
 
 
 def test_a_runner_that_falls_silent_or_does_not_take_the_model_up_is_ill(place: Place) -> None:
-    """A board without a runner is never ill of that."""
     first = place.put(1)
     place.now_s += 100.0
     assert place.models.unhealthy_reason() == ""
@@ -214,7 +206,6 @@ def test_a_runner_that_falls_silent_or_does_not_take_the_model_up_is_ill(place: 
 
 
 def test_a_model_is_not_settled_until_the_runner_that_is_there_has_taken_it_up(place: Place) -> None:
-    """A runner that answers with another model, or has been quiet for half a minute, is waited for until it is ill."""
     first = place.put(1)
     assert place.models.is_settled()  # there is no runner
     place.served(served=10)
@@ -236,7 +227,6 @@ def test_a_model_is_not_settled_until_the_runner_that_is_there_has_taken_it_up(p
 
 
 def test_a_runner_that_ends_at_the_exchange_has_fallen_silent(place: Place) -> None:
-    """A runner that was there at the exchange has to speak; one that had ended before is not missed."""
     place.put(1)
     place.served(served=10)
     place.models.unhealthy_reason()
@@ -253,7 +243,6 @@ def test_a_runner_that_ends_at_the_exchange_has_fallen_silent(place: Place) -> N
 
 
 def test_a_model_whose_answers_in_use_are_worse_than_before_is_ill(place: Place) -> None:
-    """Labels that arrive show more wrong answers than the release allows, and than chance explains."""
     place.put(1)
     place.served(served=900, accuracy=0.6, labelled=900)
     wanted, blob = place.release(2)
@@ -285,7 +274,6 @@ def watched(place: Place) -> None:
 
 
 def test_a_model_is_not_settled_while_labels_may_yet_show_that_it_is_worse(place: Place) -> None:
-    """Until enough labels have arrived for a verdict, however few arrive within the time of the soak."""
     watched(place)
     for labelled, accuracy in ((0, None), (30, 0.4), (60, 0.4)):  # 60 labels leave 20 points to chance
         place.now_s += 20.0
@@ -342,7 +330,6 @@ def test_a_runners_file_that_is_damaged_says_nothing(place: Place, text: str) ->
 
 
 def test_an_old_runners_file_says_nothing_until_it_changes(place: Place) -> None:
-    """A change shows that the runner writes, whatever the clocks say: they may be set meanwhile."""
     place.put(1)
     place.served(at=12.0, served=5)
     assert place.models.runner.read_status() is None
@@ -359,7 +346,6 @@ def test_a_model_that_is_gone_is_ill(place: Place) -> None:
 
 
 def test_a_pipe_in_the_place_of_the_runners_file_keeps_nobody_waiting(place: Place) -> None:
-    """The runner is another user, who can put one there."""
     place.put(1)
     os.mkfifo(place.folder / "served.json")
     assert place.models.runner.read_status() is None

@@ -25,7 +25,6 @@ def raised(by: Callable[[], object]) -> Exception:
 
 
 def test_an_error_in_a_method_from_outside_names_its_file_and_line() -> None:
-    """Its author has nothing but this sentence."""
     broken = lambda: {}["mu"]  # noqa: E731
     outcome, line = main.failure_outcome(raised(broken)), broken.__code__.co_firstlineno
     assert (outcome.code, outcome.reason) == ("exception", f"KeyError: 'mu' ({Path(__file__).name}, line {line})")
@@ -39,7 +38,6 @@ def test_an_error_without_words_is_named_by_its_kind() -> None:
 
 
 def test_a_method_whose_work_returns_no_answer_is_told_so(tmp_path: Path) -> None:
-    """`return` forgotten: the sentence has the method, and what is wanted."""
     method = replace(fedavg.METHOD, work=lambda task, site: None)  # type: ignore[arg-type,return-value]
     task = plain.task(method="prox:METHOD", work=WorkEstimate(flops=1.0))
     order = WorkRequest(

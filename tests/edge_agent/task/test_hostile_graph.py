@@ -27,7 +27,6 @@ def graph(weights: object) -> bytes:
 
 @pytest.mark.parametrize("outside", [True, False])
 def test_a_board_answers_no_task_with_its_key(place: Place, monkeypatch: pytest.MonkeyPatch, outside: bool) -> None:
-    """The method hands over what the graph says: refused by name; the same graph with its weights inside is run."""
     monkeypatch.setitem(
         METHODS,
         "thief",

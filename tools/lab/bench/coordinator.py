@@ -34,7 +34,7 @@ from fedquilt.coordinator.storage.snapshots import Snapshot
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.updates.job_validation import create_initial_state
 from fedquilt.core import BlobRef, DeviceUpdate, JobError, LinkError, Update, Usage
-from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.formats import job_bundle
 from fedquilt.host.disk import REAL
 from fedquilt.tools.identity import broker_config
@@ -333,7 +333,7 @@ def _measure_bare_loop_ms() -> np.ndarray:
 
 
 def _encode_model() -> bytes:
-    return tensors.encode_tensors(engine.init_tensors(NETWORK, seed=0))
+    return tensors.encode_tensors(numpy_engine.init_tensors(NETWORK, seed=0))
 
 
 def _blob_ref(payload: bytes) -> BlobRef:

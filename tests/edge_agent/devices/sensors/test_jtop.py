@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fedquilt.core import Power
-from fedquilt.edge_agent.devices.sensors import jtop
+from fedquilt.edge_agent.devices import jetson_meters
 
 TOLD = {
     "rail": {"VDD_SOC": {"power": 1500, "avg": 9}, "VDD_CPU_GPU_CV": {"power": 2000, "avg": 9}},
@@ -34,15 +34,14 @@ class FakeClient:
         self.closed = True
 
 
-def meter(client: FakeClient) -> jtop.JtopMeter:
-    found = jtop.connect_jtop(lambda name: SimpleNamespace(jtop=lambda: client))
+def meter(client: FakeClient) -> jetson_meters.JtopMeter:
+    found = jetson_meters.connect_jtop(lambda name: SimpleNamespace(jtop=lambda: client))
     assert found is not None
     assert client.started
     return found
 
 
 def test_rails_and_total_are_watts_by_label():
-    """Milliwatts now, never its averages; the input rail is the total."""
     client = FakeClient()
     found = meter(client)
     rails = {"VDD_IN": 6.0, "VDD_SOC": 1.5, "VDD_CPU_GPU_CV": 2.0}
@@ -75,15 +74,13 @@ def test_not_installed_is_no_meter():
     def absent(name: str) -> Any:
         raise ModuleNotFoundError(name)
 
-    assert jtop.connect_jtop(absent) is None
+    assert jetson_meters.connect_jtop(absent) is None
 
 
 def test_a_service_that_does_not_run_is_no_meter_and_is_logged(caplog: pytest.LogCaptureFixture):
-    """Its own exception, of a class that only it knows, ends there."""
-
     class Refuses(FakeClient):
         def start(self) -> None:
             raise Exception("The jtop.service is not active")
 
-    assert jtop.connect_jtop(lambda name: SimpleNamespace(jtop=Refuses)) is None
+    assert jetson_meters.connect_jtop(lambda name: SimpleNamespace(jtop=Refuses)) is None
     assert "jtop.service is not active" in caplog.text

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from fedquilt.core import Covers, Power
-from fedquilt.edge_agent.devices.sensors.meters import PATIENCE_S, WidestRangeMeter
+from fedquilt.edge_agent.devices.meters import PATIENCE_S, WidestRangeMeter
 
 
 @dataclass
@@ -20,14 +20,6 @@ class Fixed:
 
     def read(self, now_s: float) -> Power:
         return Power(self.watts, f"{self.covers} meter", self.rails)
-
-
-@pytest.mark.parametrize("turned", [False, True])
-def test_the_meter_of_the_board_is_taken_before_one_of_the_processor(turned: bool) -> None:
-    """60 W at the wall and 15 W counted by the processor: it is 60 W, however the two are listed."""
-    meters = [Fixed("processor", 15.0), Fixed("board", 60.0)]
-    told = WidestRangeMeter(meters[::-1] if turned else meters).read(0.0)
-    assert (told.total_w, told.source) == (60.0, "board meter")
 
 
 def test_a_rail_is_told_beside_and_never_as_the_board() -> None:
@@ -47,7 +39,6 @@ def test_a_narrower_meter_stands_in_only_when_the_wider_one_has_been_silent_for_
 
 @pytest.mark.parametrize("watts", [-5.0, float("nan"), float("inf"), 1e9])
 def test_watts_that_no_board_draws_are_unknown(watts: float) -> None:
-    """A plug that counts in another unit, or whose network failed, is not the fleet's hungriest board."""
     board = Fixed("board", watts)
     board.rails = {"a": watts, "b": 2.0}
     told = WidestRangeMeter([board]).read(0.0)
@@ -55,7 +46,6 @@ def test_watts_that_no_board_draws_are_unknown(watts: float) -> None:
 
 
 def test_a_meter_that_holds_up_the_agent_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    """The agent's loop waits for it, so that its broker seems not to answer."""
     passing = iter([0.0, 0.5, 10.0, 13.0, 20.0, 23.0])
     meters = WidestRangeMeter([Fixed("board", 5.0)], lambda: next(passing))
     meters.read(0.0)

@@ -1,4 +1,6 @@
-"""Execution providers of ONNX Runtime: TensorRT, CUDA or the CPU, whichever works first.
+"""Sessions of ONNX Runtime, only for graphs that were checked, and the execution providers that they run on.
+
+The provider is TensorRT, CUDA or the CPU, whichever works first.
 
 All providers compute in 32 bits, so that scores are comparable between boards: TensorRT uses neither float16 nor int8,
 and NVIDIA's libraries do not use TF32, whose products have ten bits. A provider that cannot create a session is
@@ -15,13 +17,52 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import onnxruntime as ort
+
 from fedquilt.core import ModelError, shorten_error
-from fedquilt.edge_agent.engines import out_of_memory
-from fedquilt.edge_agent.engines.onnx.session import CPU
+from fedquilt.edge_agent.engines import failures
+from fedquilt.onnx import graph_check
+from fedquilt.onnx.graph_check import CheckedGraph
+
+CPU: Final = ("CPUExecutionProvider",)
+REMEMBERED: Final = 4096  # graphs whose check is not repeated while their file is the same
+
+_checked: OrderedDict[tuple[Path, int, int, int], CheckedGraph] = OrderedDict()
+
+
+def check_graph(graph: Path) -> CheckedGraph:
+    try:
+        found = graph.stat()
+    except OSError:
+        raise ModelError(f"there is no graph {graph}") from None
+    key = (graph, found.st_ino, found.st_size, found.st_mtime_ns)
+    if key not in _checked:
+        _checked[key] = _name_graph_in_error(graph.name[:12], lambda: graph_check.check_file(graph))
+        while len(_checked) > REMEMBERED:
+            _checked.popitem(last=False)
+    return _checked[key]
+
+
+def create_session(graph: Path | bytes, options: Any = None, providers: Sequence[Any] = CPU) -> Any:
+    """Return an `onnxruntime.InferenceSession` for a file, or for bytes with all weights inside."""
+    if isinstance(graph, bytes):
+        _name_graph_in_error("in memory", lambda: graph_check.check_bytes(graph))
+        return ort.InferenceSession(graph, options, providers=list(providers), enable_fallback=0)
+    check_graph(graph)
+    return ort.InferenceSession(str(graph), options, providers=list(providers), enable_fallback=0)
+
+
+def _name_graph_in_error(name: str, check: Callable[[], CheckedGraph]) -> CheckedGraph:
+    try:
+        return check()
+    except ModelError as error:
+        raise ModelError(f"graph {name} cannot be run: {error}") from None
+
 
 CUDA: Final = "CUDAExecutionProvider"
 TENSORRT: Final = "TensorrtExecutionProvider"
@@ -60,17 +101,12 @@ class ExecutionProviders:
 
     @property
     def provider_name(self) -> str:
-        """Name of the active provider: "TensorRT", "CUDA" or "processor", or "" if ONNX Runtime supports no GPU."""
         if not self._had:
             return ""
         return NAMES[self._enabled_providers()[0]] if self._enabled_providers() else "processor"
 
     def create_session(self, make: Callable[[Sequence[Any]], Any]) -> Any:
-        """Create a session with the first provider that works. Providers that fail are disabled.
-
-        Raises:
-            Exception: If `make` fails for the CPU too, or memory ran out or the GPU failed with any provider.
-        """
+        """Create a session with the first provider that works. Providers that fail are disabled."""
         wanted, failed = self._enabled_providers(), []
         for place in range(len(wanted) + 1):
             try:
@@ -139,7 +175,7 @@ class ExecutionProviders:
 
 
 def _is_device_failure(error: Exception) -> bool:
-    return out_of_memory.is_out_of_memory_error(error) or out_of_memory.is_gpu_failure_text(str(error))
+    return failures.is_out_of_memory_error(error) or failures.is_gpu_failure_text(str(error))
 
 
 def _error_in_brackets(error: Exception) -> str:

@@ -46,11 +46,7 @@ class MlpTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def init_tensors(network: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
-    """Return random initial tensors, drawn like torch's for linear layers: U(-1/sqrt(d), 1/sqrt(d)).
-
-    Raises:
-        ModelError: If the table is no network of this engine.
-    """
+    """Return random initial tensors, drawn like torch's for linear layers: U(-1/sqrt(d), 1/sqrt(d))."""
     rng = tensors.seeded_rng("mlp", seed)
     made, shapes = {}, iter(parse_network(network).shapes.items())
     for (weight, shape), (bias, size) in zip(shapes, shapes, strict=True):
@@ -61,12 +57,7 @@ def init_tensors(network: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]
 
 
 class NumpyEngine:
-    """Trainer for fully connected networks, as in `fedquilt.core.Trainer`.
-
-    Args:
-        budget_bytes: Most resident memory of this process.
-        base_bytes: Resident size before any training.
-    """
+    """Trainer for fully connected networks, as in `fedquilt.core.Trainer`."""
 
     name = "numpy"
 
@@ -211,11 +202,6 @@ def _require_supported_hooks(hooks: Hooks) -> None:
 
 
 def parse_network(network: Mapping[str, Any]) -> MlpTable:
-    """Return the network of a table.
-
-    Raises:
-        ModelError: If the table is no network of this engine.
-    """
     if network.get("name") != "mlp":
         raise ModelError(
             f"the numpy engine trains 'mlp' networks, not {network.get('name')!r}: torch trains it: "
