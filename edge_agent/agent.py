@@ -55,10 +55,6 @@ class Agent:
         kinds: Kinds of release by name: "model", "agent", "settings".
         runner: Status of the device's model runner, or None if no runner is watched.
         carriers: Transfer backends besides the link, or None without certificates.
-
-    Raises:
-        StoreError: If the home folder cannot be read or written.
-        JobError: If a size in the settings is invalid.
     """
 
     finished = False

@@ -177,11 +177,7 @@ def create_signing_request(key: ec.EllipticCurvePrivateKey, device: str) -> str:
 
 
 def install_certificate(settings: AgentSettings, pem: bytes) -> datetime.datetime:
-    """Check and store a certificate for this device, and delete the token.
-
-    Returns:
-        End of the certificate's validity.
-    """
+    """Check and store a certificate for this device, and delete the token."""
     files = paths_from_settings(settings)
     held = _validity_or_reason(pem, files, settings.device, load_or_create_key(files))
     if isinstance(held, str):

@@ -36,7 +36,7 @@ def profile_message(device: str, board: Device, means: Capabilities, unable: str
         engines=means.engines,
         versions={
             **_package_versions(means.engines),
-            **_describe_sandbox(means),
+            **({} if means.confined is None else {"tasks without": ", ".join(means.confined) or "nothing"}),
             **{f"{engine} runs on": where for engine, where in sorted(means.runs_on.items())},
             **({UPGRADES: unable} if unable else {}),
             **means.plugins,
@@ -48,10 +48,6 @@ def profile_message(device: str, board: Device, means: Capabilities, unable: str
         labels=means.labels,
         boards=means.boards,
     )
-
-
-def _describe_sandbox(means: Capabilities) -> dict[str, str]:
-    return {} if means.confined is None else {"tasks without": ", ".join(means.confined) or "nothing"}
 
 
 def telemetry_message(

@@ -234,7 +234,7 @@ def _agent(folder: Path) -> dict[str, Decoder]:
         return clamp.restore_after_crash()
 
     return {
-        "counted.json": Decoder("edge_agent/storage/job_records.py", remember, (), (ledger,), numbered),
+        "counted.json": Decoder("edge_agent/agent_state.py", remember, (), (ledger,), numbered),
         "journal of clocks": Decoder(
             "edge_agent/clocks/clock_pin.py", recovered, (), (msgspec.json.encode(journal),), share=0.3
         ),

@@ -50,9 +50,6 @@ class ClockPin:
         put: Function that writes a value to a kernel file.
         nvpmodel: Function that runs nvpmodel with arguments and returns its output or None. By default, the board's
             program.
-
-    Raises:
-        StoreError: If the folder cannot be created.
     """
 
     def __init__(

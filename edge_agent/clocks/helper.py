@@ -89,9 +89,6 @@ class ClockHelper:
     Args:
         group: Id of the group that may connect besides root, or None for root only.
         peer: Function that returns the credentials of a connection.
-
-    Raises:
-        StoreError: If another helper uses the state or socket, or either cannot be created.
     """
 
     def __init__(

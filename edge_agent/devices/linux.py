@@ -87,9 +87,6 @@ class LinuxDevice:
             only root reads.
         meter: Meter of the board's rails, or None for hwmon.
         own: Meter named in agent.toml, such as a plug, preferred among meters of equal coverage.
-
-    Raises:
-        JobError: If `proc/meminfo` cannot be read.
     """
 
     def __init__(
@@ -367,9 +364,6 @@ class MemorySensor:
     """Memory from /proc/meminfo, within the limits of the process's control groups (cgroup v2).
 
     Limits are read once, at the start.
-
-    Raises:
-        JobError: If `proc/meminfo` cannot be read.
     """
 
     def __init__(self, root: Path) -> None:

@@ -272,11 +272,7 @@ LINE: Final = re.compile(r"(\w+)_([AV]) (?:current|volt)\(\d+\)=([0-9.]+)[AV]")
 
 
 class Pmic:
-    """Power of each rail with a voltage and a current, as a `fedquilt.core.Meter`.
-
-    Args:
-        ask: Function that returns the firmware's output for "pmic_read_adc", or None.
-    """
+    """Power of each rail with a voltage and a current, as a `fedquilt.core.Meter`."""
 
     covers: Covers = "processor"
 

@@ -57,15 +57,7 @@ class SimulationTraits:
 
 
 class SimulatedDevice:
-    """Simulated device at one operating point, by default the first in its profile.
-
-    Args:
-        points: Operating points of the profile, if computed already.
-        provenance: Least certain provenance of the profile's numbers, if computed already.
-
-    Raises:
-        JobError: If the profile has no such point.
-    """
+    """Simulated device at one operating point, by default the first in its profile."""
 
     adjustable = holds = True
 

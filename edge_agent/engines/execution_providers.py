@@ -74,12 +74,7 @@ NO_TF32: Final = "NVIDIA_TF32_OVERRIDE"  # read by cuBLAS, cuDNN and TensorRT wh
 
 
 class ExecutionProviders:
-    """Execution providers of this process, in the order in which they are tried.
-
-    Args:
-        available: Providers that this ONNX Runtime was built with.
-        room_bytes: Most GPU memory of one session.
-    """
+    """Execution providers of this process, in the order in which they are tried."""
 
     def __init__(self, available: Sequence[str], room_bytes: int) -> None:
         self._working = [name for name in NAMES if name in available]
@@ -134,11 +129,9 @@ class ExecutionProviders:
 
     def _disable_provider(self, name: str, reason: str) -> None:
         self._working.remove(name)
-        said = f"ONNX Runtime has {NAMES[name]} and cannot use it here{reason}: graphs run on {self._fallback_name()}"
+        fallback = NAMES[self._enabled_providers()[0]] if self._enabled_providers() else "the processor"
+        said = f"ONNX Runtime has {NAMES[name]} and cannot use it here{reason}: graphs run on {fallback}"
         self.note = f"{self.note}; {said}" if self.note else said
-
-    def _fallback_name(self) -> str:
-        return NAMES[self._enabled_providers()[0]] if self._enabled_providers() else "the processor"
 
     def _provider_options(self, name: str) -> dict[str, str]:
         # cuDNN's algorithms are chosen by rule: timing each costs memory, and more time than a graph's few runs.

@@ -261,15 +261,7 @@ def _loss_and_gradient(
 def backward(
     model: Tensors, values: Sequence[np.ndarray], back: np.ndarray, count: int, gradient: dict[str, np.ndarray]
 ) -> None:
-    """Add the gradient of the mean loss of a mini-batch to `gradient`, for one device or several.
-
-    Args:
-        model: Tensors as in `forward`.
-        values: Input and hidden layers, from `forward`.
-        back: Gradient of the losses by the scores, (n, outputs) or (devices, n, outputs). Overwritten.
-        count: Number of examples in the mini-batch.
-        gradient: Sum of gradients by tensor, empty at first.
-    """
+    """Add the gradient of the mean loss of a mini-batch to `gradient`, for one device or several."""
     back /= np.float32(count)
     for layer in reversed(range(len(values))):
         weight, bias = back.swapaxes(-1, -2) @ values[layer], back.sum(axis=-2)

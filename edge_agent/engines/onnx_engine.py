@@ -80,12 +80,6 @@ class OnnxEngine:
     """Runner of ONNX graphs, as in `fedquilt.core.Runner`.
 
     The constructor decides for the whole process which freed allocations return to the system.
-
-    Args:
-        budget_bytes: Most resident memory of this process.
-        base_bytes: Resident size before any graph is loaded.
-        threads: Threads within one operation, or 0 for one per core.
-        micro_batch: Examples run at once, or None for as many as fit, up to `LARGEST_BATCH`.
     """
 
     name = "onnx"
@@ -192,7 +186,8 @@ class OnnxEngine:
         if self._room_bytes < TRIMMED_BELOW_BYTES or (
             held + size > KEPT * self._room_bytes and not self._fits_beside_all(size - in_use)
         ):
-            _trim_heap()
+            with contextlib.suppress(AttributeError):  # glibc by itself returns only the end of the heap
+                ctypes.CDLL(None).malloc_trim(0)
 
     def _fits_beside_all(self, size: int) -> bool:
         resident = process_memory.resident_bytes(os.getpid())
@@ -335,12 +330,6 @@ def _configure_malloc(budget_bytes: int, *, keep: bool) -> None:
         library.mallopt(M_ARENA_MAX, 1)
         library.mallopt(M_MMAP_MAX, 0 if keep else MAPPED_MOST)
         library.mallopt(M_TRIM_THRESHOLD, 2**31 - 1 if keep else TRIM_BYTES)
-
-
-def _trim_heap() -> None:
-    # glibc by itself returns only the end of the heap, and freed small pieces are scattered.
-    with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextlib.contextmanager

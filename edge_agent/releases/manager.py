@@ -35,16 +35,6 @@ LOOKS_MOST: Final = 16  # in one step: a release goes through its phases in fewe
 
 
 class ReleaseManager:
-    """Releases of all kinds on one device.
-
-    Args:
-        kinds: Kinds by their names on the wire. Releases of other kinds are refused.
-        clock: Device clock in seconds since 1970, or None if the device has no clock.
-
-    Raises:
-        StoreError: If the records of an earlier process cannot be read.
-    """
-
     def __init__(
         self,
         local: AgentState,

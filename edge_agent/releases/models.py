@@ -86,14 +86,6 @@ class ReleaseManifest(DeviceReport, frozen=True):
 
 
 class ModelReleases(ReleaseKind):
-    """Releases of models on one device.
-
-    Args:
-        board: Device whose meter measures the energy of an answer.
-        budget_bytes: Function that returns the memory budget of a check, or None for the budget in the settings.
-        examine: Check of a graph's file before anything runs the graph.
-    """
-
     def __init__(
         self,
         settings: AgentSettings,

@@ -51,12 +51,6 @@ class EngineError(core.FedquiltError): ...
 
 
 class TaskExecutor:
-    """Engine and examples kept between tasks.
-
-    Args:
-        load: Loader of a device's training and held-out examples. By default, the path in the spec is read.
-    """
-
     def __init__(self, load: Callable[[DataSpec], tuple[Examples, Examples]] | None = None) -> None:
         self._load = load or examples.load_share
         self._engine: tuple[tuple[str, int], Any] | None = None

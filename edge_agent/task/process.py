@@ -42,9 +42,6 @@ class ChildProcess:
     """Process that reads requests from stdin and writes events to stdout.
 
     The command gets the id of this process as last argument.
-
-    Raises:
-        OSError: If the process cannot be started.
     """
 
     def __init__(

@@ -79,9 +79,6 @@ def apply_restrictions(writable: Iterable[Path]) -> tuple[str, ...]:
     """Restrict this process permanently. Return the restrictions that the kernel applied.
 
     Restrictions are "files" (writes) and "network" (sockets, and calls that reach other processes).
-
-    Args:
-        writable: Folders below which the process may still write. Missing folders are left out.
     """
     if _prctl(PR_SET_NO_NEW_PRIVS, 1):
         return ()

@@ -148,14 +148,7 @@ class InlineWorker(VirtualWorker):
 
 
 class ChildWorker:
-    """Worker that runs tasks in a child process, which is started with the first task.
-
-    Args:
-        warm_s: Time for which an idle child waits for the next task.
-        command: Command of the child.
-        cage: Memory limit of the child, enforced by the kernel if possible.
-        private: Folder with the child's private folders. The temporary folder is emptied when the child ends.
-    """
+    """Worker that runs tasks in a child process, which is started with the first task."""
 
     def __init__(
         self,

@@ -67,13 +67,6 @@ def _cancel_alarm() -> None:
 
 
 class AgentKind(ReleaseKind):
-    """Releases of the agent on one device.
-
-    Args:
-        started: Information from the launcher, or None without one. Every release is refused then.
-        quiet: Function that cancels the launcher's alarm.
-    """
-
     def __init__(
         self,
         started: LaunchInfo | None,

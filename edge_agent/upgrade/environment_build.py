@@ -38,29 +38,15 @@ MEND_ARCHITECTURE: Final = "upgrade each kind of board with a bundle of its own,
 
 
 class BuildRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Request to build an environment.
-
-    Attributes:
-        bundle: File of the bundle.
-        sha256: Hash of the bundle.
-        folder: Folder of all environments.
-        words: Command line of the agent.
-        packages: Folders of the packages that the board was flashed with.
-        ca: File with the authority's certificate, or None.
-        unsigned: Whether unsigned bundles are accepted.
-        newest: Number of the latest version confirmed on this board. Older bundles are refused.
-        parent: Id of the process to end with, or 0.
-    """
-
     bundle: str
     sha256: str
-    folder: str
-    words: tuple[str, ...]
-    packages: tuple[str, ...]
-    ca: str | None
-    unsigned: bool
-    newest: int
-    parent: int
+    folder: str  # of all environments
+    words: tuple[str, ...]  # command line of the agent
+    packages: tuple[str, ...]  # folders of the packages that the board was flashed with
+    ca: str | None  # file with the authority's certificate
+    unsigned: bool  # whether unsigned bundles are accepted
+    newest: int  # number of the latest version confirmed on this board: older bundles are refused
+    parent: int  # id of the process to end with, or 0
 
 
 def base_interpreter() -> str:

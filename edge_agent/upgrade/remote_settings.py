@@ -100,12 +100,6 @@ def _apply_label_changes(own: tuple[str, ...], words: tuple[str, ...]) -> tuple[
 
 
 class SettingsKind(ReleaseKind):
-    """Releases of settings on one device.
-
-    Args:
-        take: Function that applies settings to the agent at once.
-    """
-
     def __init__(
         self,
         own: AgentSettings,

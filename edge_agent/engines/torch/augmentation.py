@@ -35,12 +35,6 @@ def divide_batch(batch: np.ndarray, most: int, number: int) -> list[Part]:
 
 
 class Augmentation:
-    """Augmentations of a training.
-
-    Raises:
-        JobError: If there is no such transform, or it does not take its arguments.
-    """
-
     def __init__(self, choices: Sequence[Choice], seed: int) -> None:
         found = training_choices.parse_augmentations(choices)
         self._seed = seed

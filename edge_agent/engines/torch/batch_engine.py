@@ -95,12 +95,7 @@ def forward(module: nn.Module, values: Mapping[str, torch.Tensor], x: torch.Tens
 
 
 class _DeviceBatch:
-    """Devices of one batch: their stacked parameters, and their positions in their examples.
-
-    Raises:
-        FedquiltError: If tensors or examples do not fit the network.
-        RuntimeError: If torch cannot run the network on the batch.
-    """
+    """Devices of one batch: their stacked parameters, and their positions in their examples."""
 
     def __init__(self, model: nn.Module | None, calls: Sequence[TrainCall], place: torch.device) -> None:
         assert model is not None

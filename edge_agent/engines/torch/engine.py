@@ -93,14 +93,7 @@ class TorchMemory:
         self._context_bytes = taken if device.is_integrated else 0
 
     def begin(self, most_bytes: int) -> int:
-        """Release cached memory, reset the peak, and limit torch's allocator.
-
-        Args:
-            most_bytes: Most GPU memory from now on, including the context.
-
-        Returns:
-            Bytes in use now, including the context.
-        """
+        """Release cached memory, reset the peak, and limit torch's allocator."""
         self._cuda.empty_cache()
         self._cuda.reset_peak_memory_stats(0)
         share = (most_bytes - self._context_bytes - peak_memory.GPU_KERNELS_BYTES) / self._total_bytes

@@ -124,10 +124,6 @@ class Stepper:
     Args:
         half: 16-bit type to compute in, or None for 32 bits.
         total: Function from scores and targets to the sum of the examples' losses.
-
-    Raises:
-        JobError: If the optimizer or its arguments are wrong.
-        ModelError: If the step would update no tensor.
     """
 
     def __init__(
@@ -333,12 +329,6 @@ class MixedTargets:
 
 
 class TrainingLoss:
-    """Loss of a training.
-
-    Raises:
-        JobError: If there is no such loss, or the loss does not fit the network.
-    """
-
     def __init__(self, choice: Choice, task: TaskKind, outputs: int, place: torch.device) -> None:
         name, arguments = training_choices.parse_loss(choice)
         self._weights: np.ndarray | None = None  # of classes, by whose sum the loss is divided
