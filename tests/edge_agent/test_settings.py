@@ -183,3 +183,44 @@ def test_data_that_cannot_be_looked_for_are_told_as_missing(tmp_path: Path, name
     file.write_text(f'device = "d"\nhome = "h"\n[data]\npath = "{name}"\n')
     told = settings.describe_missing_data(settings.load_settings(file))
     assert told == f"no data at {tmp_path}/{name} ([data] path)"
+
+
+@pytest.fixture
+def credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path))
+    return tmp_path
+
+
+def broker_settings(**broker: str) -> settings.AgentSettings:
+    return settings.parse_settings({"device": "orin-1", "home": "/var/lib/fedquilt", "broker": broker})
+
+
+def test_a_file_that_systemd_handed_over_is_taken_by_its_name(credentials: Path) -> None:
+    (credentials / "device.key").write_text("key")
+    before = broker_settings(ca="/etc/fedquilt/ca.crt", cert="/etc/fedquilt/device.crt", key="/etc/fedquilt/device.key")
+    after = settings.apply_systemd_credentials(before)
+    assert after.broker.key == str(credentials / "device.key")
+    assert (after.broker.ca, after.broker.cert) == (before.broker.ca, before.broker.cert)
+    assert (after.device, after.home) == (before.device, before.home)
+
+
+def test_a_password_from_systemd_is_taken_too(credentials: Path) -> None:
+    (credentials / "password").write_text("secret")
+    after = settings.apply_systemd_credentials(broker_settings(password_file="/etc/fedquilt/password"))
+    assert after.broker.password_file == str(credentials / "password")
+
+
+def test_two_files_of_one_name_are_refused(credentials: Path) -> None:
+    (credentials / "x.pem").write_text("certificate")
+    with pytest.raises(JobError, match=r"broker.ca /a/x\.pem and broker.cert /b/x\.pem have the same name"):
+        settings.apply_systemd_credentials(broker_settings(ca="/a/x.pem", cert="/b/x.pem"))
+    both = settings.apply_systemd_credentials(broker_settings(cert="/a/x.pem", key="/a/x.pem"))
+    assert (both.broker.cert, both.broker.key) == (str(credentials / "x.pem"),) * 2
+    (credentials / "x.pem").unlink()
+    assert settings.apply_systemd_credentials(broker_settings(ca="/a/x.pem", cert="/b/x.pem")).broker.ca == "/a/x.pem"
+
+
+def test_without_a_folder_of_systemd_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CREDENTIALS_DIRECTORY")
+    before = broker_settings(key="/etc/fedquilt/device.key")
+    assert settings.apply_systemd_credentials(before) is before

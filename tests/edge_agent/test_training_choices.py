@@ -171,10 +171,9 @@ def own_code(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize(("task", "choice", "loss"), LOSSES, ids=[str(choice) for _, choice, _ in LOSSES])
-def test_losses_equal_those_of_plain_torch(network: str, task: str, choice: Any, loss: Loss) -> None:
-    table, data = {**NETWORKS[network], "task": task}, examples(network, task)
+def test_losses_equal_those_of_plain_torch(task: str, choice: Any, loss: Loss) -> None:
+    table, data = {**NETWORKS["batch norm"], "task": task}, examples("batch norm", task)
     assert_equal_models(play_rounds(table, data, loss=choice), plain_rounds(table, data, loss))
 
 
@@ -196,14 +195,12 @@ OPTIMIZERS: tuple[tuple[dict[str, Any], Callable[..., Any]], ...] = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize(("params", "optimizer"), OPTIMIZERS, ids=[str(params) for params, _ in OPTIMIZERS])
-def test_optimizers_equal_those_of_plain_torch(network: str, params: dict[str, Any], optimizer: Any) -> None:
+def test_optimizers_equal_those_of_plain_torch(params: dict[str, Any], optimizer: Any) -> None:
     if not hasattr(torch.optim, "Adafactor") and "Adafactor" in str(params):
         pytest.skip("this torch has no Adafactor")
-    data = examples(network)
-    found = play_rounds(NETWORKS[network], data, **params)
-    assert_equal_models(found, plain_rounds(NETWORKS[network], data, optimizer=optimizer))
+    data, table = examples("recurrent"), NETWORKS["recurrent"]
+    assert_equal_models(play_rounds(table, data, **params), plain_rounds(table, data, optimizer=optimizer))
 
 
 STEPS = 2 * -(-COUNT // BATCH)  # of a round
@@ -246,14 +243,11 @@ SCHEDULES: tuple[tuple[Any, Callable[[Any], Any], bool], ...] = (
 )
 
 
-@pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize(("choice", "make", "by_step"), SCHEDULES, ids=[str(choice) for choice, _, _ in SCHEDULES])
-def test_schedules_equal_those_of_plain_torch(network: str, choice: Any, make: Any, by_step: bool) -> None:
-    data, params = examples(network), {"schedule": {**choice, "rounds": ROUNDS}}
+def test_schedules_equal_those_of_plain_torch(choice: Any, make: Any, by_step: bool) -> None:
+    data, table, params = examples("mlp"), NETWORKS["mlp"], {"schedule": {**choice, "rounds": ROUNDS}}
     rates = scheduled(make, 1 if by_step else STEPS)
-    assert_equal_models(
-        play_rounds(NETWORKS[network], data, **params), plain_rounds(NETWORKS[network], data, rates=rates)
-    )
+    assert_equal_models(play_rounds(table, data, **params), plain_rounds(table, data, rates=rates))
 
 
 @pytest.mark.parametrize("network", NETWORKS)

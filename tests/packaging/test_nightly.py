@@ -129,7 +129,7 @@ def test_the_check_of_graphs_is_run_beside_the_versions_that_need_it() -> None:
     assert pip[-1] == "onnxruntime==1.19.2"
     assert pip[0] == tests[0]
     assert all((ROOT / name).is_file() for name in tests[3:])
-    assert "tests/edge_agent/task/test_hostile_graph.py" in tests
+    assert "tests/edge_agent/test_onnx_engine.py" in tests
     assert "no Python 3.10 here" in nightly.with_onnxruntime("1.19.2", lambda version: None).hindrance
 
 

@@ -25,7 +25,7 @@ from fedquilt.tools.boards.doctor.checks.agent import Facts
 from fedquilt.tools.boards.doctor.findings import run_checks
 
 EVERY = [(board, jetpack) for board, layout in BOARDS.items() for jetpack in layout.jetpacks]
-every_board = pytest.mark.parametrize(("board", "jetpack"), EVERY)
+ONE_EACH = list({jetpack: (board, jetpack) for board, jetpack in EVERY}.values())  # a board of each JetPack
 DEBUG = "sys/kernel/debug"
 # operating points that each board offers in the power mode it is planted in
 OFFERED = {
@@ -85,7 +85,7 @@ def reads_all(seen: Path) -> Any:
     return [device.mode, device.memory_bytes, [point.name for point in device.points], device.read_sensors(0.0)]
 
 
-@every_board
+@pytest.mark.parametrize(("board", "jetpack"), ONE_EACH)
 def test_a_board_is_read_with_debugfs_shut(user: User, planted: Any, board: str, jetpack: int):
     seen, whole = planted(board, jetpack)
     device = board_of(whole)
@@ -103,7 +103,7 @@ def finds_levers(seen: Path) -> Any:
     return [[lever.name, lever.listed] for lever in found.found]
 
 
-@pytest.mark.parametrize(("board", "jetpack"), [pair for pair in EVERY if pair[1] < 7])  # Thor has a devfreq device
+@pytest.mark.parametrize(("board", "jetpack"), [pair for pair in ONE_EACH if pair[1] < 7])  # Thor has a devfreq device
 def test_the_memory_clock_is_known_and_its_frequencies_are_not(user: User, planted: Any, board: str, jetpack: int):
     """The caps of the modes are no list: on a TX2 they end below its highest clock, and 3 of 198 points were left."""
     seen, whole = planted(board, jetpack)

@@ -10,11 +10,13 @@ from pathlib import Path
 import msgspec
 import pytest
 from linear_models import network
-from model_places import Place, short
+from model_places import Place, short, told
 from msgspec.structs import replace
+from waiting import alive, until
 
 from fedquilt.core import ModelError
 from fedquilt.edge_agent.releases.models import ModelReleases
+from fedquilt.edge_agent.releases.process import HOOK_S, ReleaseHook
 from fedquilt.edge_agent.releases.release_kind import CheckResult
 from fedquilt.edge_agent.task.protocol import ProgressReport, WorkResult
 from fedquilt.wire import DesiredRelease, ReleaseLimits
@@ -242,13 +244,18 @@ def test_a_runner_that_ends_at_the_exchange_has_fallen_silent(place: Place) -> N
     assert place.models.unhealthy_reason() == ""
 
 
-def test_a_model_whose_answers_in_use_are_worse_than_before_is_ill(place: Place) -> None:
+def watched(place: Place) -> None:
+    """Exchange a model that 60 % of the labels agree with for one that may have 10 points less."""
     place.put(1)
     place.served(served=900, accuracy=0.6, labelled=900)
     wanted, blob = place.release(2)
     wanted = msgspec.structs.replace(wanted, limits=ReleaseLimits(min_gain=-0.1))
     place.models.stage(wanted, blob)
     place.models.activate(wanted)
+
+
+def test_a_model_whose_answers_in_use_are_worse_than_before_is_ill(place: Place) -> None:
+    watched(place)
     place.served(served=910)
     assert place.models.unhealthy_reason() == ""
     place.served(served=930, accuracy=0.4, labelled=30)
@@ -261,16 +268,6 @@ def test_a_model_whose_answers_in_use_are_worse_than_before_is_ill(place: Place)
     place.models.roll_back()
     place.served(served=1100, accuracy=0.3, labelled=200)
     assert place.models.unhealthy_reason() == ""
-
-
-def watched(place: Place) -> None:
-    """Exchange a model that 60 % of the labels agree with for one that may have 10 points less."""
-    place.put(1)
-    place.served(served=900, accuracy=0.6, labelled=900)
-    wanted, blob = place.release(2)
-    wanted = msgspec.structs.replace(wanted, limits=ReleaseLimits(min_gain=-0.1))
-    place.models.stage(wanted, blob)
-    place.models.activate(wanted)
 
 
 def test_a_model_is_not_settled_while_labels_may_yet_show_that_it_is_worse(place: Place) -> None:
@@ -349,3 +346,50 @@ def test_a_pipe_in_the_place_of_the_runners_file_keeps_nobody_waiting(place: Pla
     place.put(1)
     os.mkfifo(place.folder / "served.json")
     assert place.models.runner.read_status() is None
+
+
+def test_the_hook_is_run_after_each_exchange_with_the_models_place(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    command = ("sh", "-c", f'echo "$(readlink "$FEDQUILT_MODELS/current") $FEDQUILT_MODEL" >> {log}')
+    place = Place(tmp_path, hook=command)
+    first = place.put(1)
+    assert told(place) == ""
+    second = place.put(2)
+    assert told(place) == ""
+    place.models.roll_back()
+    assert told(place) == ""
+    model = place.folder / "current/model.onnx"
+    assert log.read_text().splitlines() == [f"{short(each)} {model}" for each in (first, second, first)]
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (("sh", "-c", "echo starting; echo no such unit >&2; exit 4"), "the hook sh ended with code 4: no such unit"),
+        (("sh", "-c", "kill -9 $$"), "the hook sh died of SIGKILL"),
+        (("/nowhere/reload",), "the hook /nowhere/reload cannot be started: No such file or directory"),
+    ],
+)
+def test_a_hook_that_fails_is_told_by_name(tmp_path: Path, command: tuple[str, ...], said: str) -> None:
+    place = Place(tmp_path, hook=command)
+    place.put(1)
+    assert told(place) == said
+
+
+def test_a_hook_that_hangs_is_ended_with_what_it_has_started(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    command = ("sh", "-c", f"sleep 1000 & echo $! > {pid}.part; mv {pid}.part {pid}; wait")
+    place = Place(tmp_path, hook=command)
+    place.put(1)
+    assert not place.models.is_settled()
+    assert place.models.unhealthy_reason() == ""
+    sleeper = int(until(lambda: pid.exists() and pid.read_text(), "the hook's child"))
+    place.now_s += HOOK_S + 1
+    assert told(place) == "the hook sh hung: it was ended after 60 s"
+    until(lambda: not alive(sleeper), "the end of what it has started")
+
+
+def test_no_hook_is_no_matter() -> None:
+    none = ReleaseHook(())
+    none.start({})
+    assert (none.is_running, none.failure) == (False, "")

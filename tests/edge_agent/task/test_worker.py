@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import select
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
+import plain
 import pytest
 from children import MODEL, Place, carried_out, child, pid_of, until
 from msgspec.structs import replace
 
 from fedquilt import compression
 from fedquilt.arrays import tensors
-from fedquilt.core import Encoding
+from fedquilt.core import Encoding, JobError, WorkEstimate
 from fedquilt.edge_agent.devices import create_device
-from fedquilt.edge_agent.task import memory_budget, sandbox, worker
+from fedquilt.edge_agent.task import main, memory_budget, sandbox, worker
 from fedquilt.edge_agent.task.process import ChildProcess
-from fedquilt.edge_agent.task.protocol import PRIVATE, DataLoaded, ProgressReport, WorkResult
+from fedquilt.edge_agent.task.protocol import PRIVATE, DataLoaded, ProgressReport, WorkRequest, WorkResult
 from fedquilt.edge_agent.task.worker import ChildWorker, InlineWorker
+from fedquilt.methods import fedavg
 
 SENT_INT8 = {"1.weight#int8": 8, "1.weight#step": 4, "1.bias#int8": 2, "1.bias#step": 4}
 
@@ -240,3 +244,34 @@ def test_a_child_says_how_many_examples_it_has_before_it_works(place: Place) -> 
     with child() as worker:
         worker.start(place.order(), 0.0)
         assert until(worker, DataLoaded) == DataLoaded(8)
+
+
+def raised(by: Callable[[], object]) -> Exception:
+    try:
+        by()
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def test_an_error_in_a_method_from_outside_names_its_file_and_line() -> None:
+    broken = lambda: {}["mu"]  # noqa: E731
+    outcome, line = main.failure_outcome(raised(broken)), broken.__code__.co_firstlineno
+    assert (outcome.code, outcome.reason) == ("exception", f"KeyError: 'mu' ({Path(__file__).name}, line {line})")
+
+
+def test_an_error_without_words_is_named_by_its_kind() -> None:
+    def fail() -> None:
+        raise ValueError
+
+    assert main.failure_outcome(raised(fail)).reason.startswith(f"ValueError ({Path(__file__).name}, line ")
+
+
+def test_a_method_whose_work_returns_no_answer_is_told_so(tmp_path: Path) -> None:
+    method = dataclasses.replace(fedavg.METHOD, work=lambda task, site: None)  # type: ignore[arg-type,return-value]
+    task = plain.task(method="prox:METHOD", work=WorkEstimate(flops=1.0))
+    order = WorkRequest(
+        task=task, device="a", budget_bytes=1 << 30, data={}, bundles={}, private=None, cache="", out=str(tmp_path)
+    )
+    with pytest.raises(JobError, match="`work` of method 'prox:METHOD' returned NoneType, and a fedquilt"):
+        main.run_method(order, method, SimpleNamespace(lost=""))  # type: ignore[arg-type]
