@@ -405,7 +405,7 @@ def _require_disjoint_sites(sites: Mapping[str, SiteRight]) -> None:
 
 
 ENGINES: Final = ("numpy", "onnx", "torch")  # fedquilt's own: edge_agent/engines
-NUMPY_TRAINS: Final = "mlp"  # the only network of edge_agent/engines/numpy/engine.py
+NUMPY_TRAINS: Final = "mlp"  # the only network of edge_agent/engines/numpy_engine.py
 
 
 def create_initial_state(job: JobSettings, made: Bundle, method: Method | None = None) -> Any:

@@ -17,16 +17,15 @@ from fedquilt.blobs.shared_store import SharedBlobStore
 from fedquilt.blobs.store import SMALL_BYTES
 from fedquilt.blobs.transfers import Transfers
 from fedquilt.core import BlobRef, Device, LinkError, Retry, StoreError, Task, Update, WireError, WireMessage
-from fedquilt.edge_agent import capabilities as means_of
-from fedquilt.edge_agent import events, messages, state_machine
+from fedquilt.edge_agent import messages, state_machine
+from fedquilt.edge_agent.agent_state import SPARE_BYTES, AgentState
 from fedquilt.edge_agent.engines import READ_BY_TASK
-from fedquilt.edge_agent.events import BlobFetched, SessionStarted, TaskCancelled, TaskReceived, UpdateAcked
 from fedquilt.edge_agent.power.learned_model import LearnedModel
 from fedquilt.edge_agent.releases.manager import ReleaseManager
 from fedquilt.edge_agent.releases.release_kind import ReleaseKind
 from fedquilt.edge_agent.runner_status import RunnerStatusReader
 from fedquilt.edge_agent.settings import AgentSettings, parse_size
-from fedquilt.edge_agent.storage.agent_state import SPARE_BYTES, AgentState
+from fedquilt.edge_agent.state_machine import BlobFetched, SessionStarted, TaskCancelled, TaskReceived, UpdateAcked
 from fedquilt.edge_agent.task import memory_budget
 from fedquilt.edge_agent.task.protocol import WorkRequest
 from fedquilt.edge_agent.task.worker import TaskWorker
@@ -55,10 +54,6 @@ class Agent:
         kinds: Kinds of release by name: "model", "agent", "settings".
         runner: Status of the device's model runner, or None if no runner is watched.
         carriers: Transfer backends besides the link, or None without certificates.
-
-    Raises:
-        StoreError: If the home folder cannot be read or written.
-        JobError: If a size in the settings is invalid.
     """
 
     finished = False
@@ -93,12 +88,14 @@ class Agent:
         self._topics = wire.Topics(settings.fleet)
         depot = self.local.depot
         self._transfers = Transfers(link, depot, self._topics, "up", self._may_upload, carriers=carriers)
-        means = means_of.capabilities_from_settings(settings, board.memory_bytes)
+        means = messages.capabilities_from_settings(settings, board.memory_bytes)
         kept, counted = self.local.load_outbox()
-        offers = {key: events.OutboxUpdate(update, private, due_s=-math.inf) for key, (update, private) in kept.items()}
+        offers = {
+            key: state_machine.OutboxUpdate(update, private, due_s=-math.inf) for key, (update, private) in kept.items()
+        }
         self.duty = TaskRunner(
             self.device,
-            events.DeviceState(means, outbox=offers, counted=counted, learned=self.local.load_learned_costs()),
+            state_machine.DeviceState(means, outbox=offers, counted=counted, learned=self.local.load_learned_costs()),
             board,
             worker,
             settings.governor,
@@ -123,7 +120,6 @@ class Agent:
         return [*self._worker.fds(), *self.releases.fds(), *self._transfers.fds()]
 
     def step(self, now_s: float) -> float:
-        """Handle messages that have arrived and everything due. Return the time of the next call."""
         if self._link.session != self._session:
             self._start_session(now_s)
         for message in self._link.receive():
@@ -142,16 +138,10 @@ class Agent:
         return min(due_s, self.duty.next_step_s(now_s), release_s, self._telemetry_due_s(), self._tell_s)
 
     def apply_settings(self, settings: AgentSettings) -> None:
-        """Apply new settings: memory budget of later tasks, labels, governor and telemetry interval.
-
-        Raises:
-            JobError: If a size or a label is invalid.
-        """
         self.settings = settings
-        self.apply_capabilities(means_of.capabilities_from_settings(settings, self._board.memory_bytes))
+        self.apply_capabilities(messages.capabilities_from_settings(settings, self._board.memory_bytes))
 
-    def apply_capabilities(self, means: events.Capabilities) -> None:
-        """Replace the device's capabilities and publish its profile."""
+    def apply_capabilities(self, means: state_machine.Capabilities) -> None:
         self.duty.apply_capabilities(means, self.settings.governor)
         self._means = self.duty.state.means
         self._profile = messages.profile_message(self.device, self._board, self._means, self._unable)
@@ -249,7 +239,6 @@ class Agent:
     # -- what the duty asks for --
 
     def publish_claim(self, claim: wire.Claim) -> None:
-        """Log and publish a claim. After a decline for a full disk, record the free space."""
         ids, number = log_ids(run=claim.job, round=claim.round), claim.round + 1
         if claim.code == "cleared":
             log.info("%s, round %d, given up: %s", claim.job, number, claim.reason, extra=ids)
@@ -272,7 +261,6 @@ class Agent:
         self._delete_unneeded(update.bundles.values())
 
     def fetch_blobs(self, refs: Sequence[BlobRef]) -> None:
-        """Request blobs from the coordinator, after deleting unused blobs if space is short."""
         size = sum(ref.size for ref in refs)
         idle = not (self.duty.is_working or self.releases.is_checking)
         self.local.make_room(size, parse_size(self.settings.cache), self._needed_blobs(), idle=idle)
@@ -281,7 +269,6 @@ class Agent:
             self._transfers.request_blob(self.device, ref)
 
     def _handle_fetched(self, sha256: str, error: str | None, now_s: float) -> None:
-        """Report a fetched blob, or the failure of its transfer, to the releases and the task."""
         self.releases.handle_fetched(sha256, error, now_s)
         if error is not None:
             log.warning("blob %s could not be fetched: %s", sha256[:12], error)
@@ -303,11 +290,6 @@ class Agent:
             self.local.depot.remove_blob(sha256)
 
     def build_work_request(self, task: Task, budget_bytes: int, plan_bytes: int) -> WorkRequest:
-        """Return the request for the task's process, with the paths of the task's files.
-
-        Raises:
-            StoreError: If a file is missing.
-        """
         depot, paths = self.local.depot, {}
         compared = (
             self.local.durable and task.engine in READ_BY_TASK
@@ -387,7 +369,6 @@ class Agent:
         self.publish_message("presence", wire.Presence(online=online, boot=self._boot, seq=self._presence), retain=True)
 
     def _publish_readings(self, now_s: float) -> None:
-        """Publish telemetry if due, and the profile if it has changed."""
         if now_s < self._telemetry_due_s():
             return
         self._telemetry_s = now_s
@@ -421,7 +402,6 @@ class Agent:
         return True
 
     def publish_message(self, leaf: str, message: WireMessage, retain: bool = False, reliable: bool = True) -> None:
-        """Publish a message to the coordinator. A failure is logged."""
         topic = self._topics.device_topic(self.device, "up", leaf)
         try:
             self._link.publish(topic, wire.encode(message), retain=retain, reliable=reliable)

@@ -6,8 +6,10 @@ import contextlib
 import logging
 import os
 import signal
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -15,10 +17,10 @@ from fedquilt import profiles, systemd, wire
 from fedquilt.blobs.direct_transfers import TransferBackend
 from fedquilt.edge_agent import devices
 from fedquilt.edge_agent.agent import Agent
+from fedquilt.edge_agent.agent_state import AgentState
 from fedquilt.edge_agent.releases import models
 from fedquilt.edge_agent.releases.release_kind import ReleaseKind
 from fedquilt.edge_agent.settings import AgentSettings, describe_missing_data
-from fedquilt.edge_agent.storage.agent_state import AgentState
 from fedquilt.edge_agent.task import memory_budget, sandbox
 from fedquilt.edge_agent.task.worker import ChildWorker
 from fedquilt.edge_agent.upgrade.agent_release import AgentKind, read_launch_info
@@ -26,16 +28,14 @@ from fedquilt.edge_agent.upgrade.remote_settings import SettingsKind
 from fedquilt.host import process_resources
 from fedquilt.transport import link as links
 
+if TYPE_CHECKING:
+    from fedquilt.open_metrics import MetricFamily
+
 log = logging.getLogger("fedquilt.agent")
 
 
 def run_agent(settings: AgentSettings) -> None:
-    """Run a device's agent until SIGTERM or SIGINT.
-
-    Raises:
-        JobError: If a setting is unusable or another agent runs in the same home.
-        StoreError: If the home cannot be read or written.
-    """
+    """Run a device's agent until SIGTERM or SIGINT."""
     from fedquilt.security.authenticated_link import UNSIGNED, AuthenticatedDeviceLink, load_identity
     from fedquilt.transport.mqtt.broker import Broker
     from fedquilt.transport.mqtt.link import MqttLink
@@ -101,6 +101,31 @@ def _serve_metrics(agent: Agent) -> AbstractContextManager[object]:
     if agent.settings.metrics.listen is None:
         return contextlib.nullcontext()
     from fedquilt import open_metrics
-    from fedquilt.edge_agent import metrics_exporter
 
-    return open_metrics.serve_metrics(agent.settings.metrics.listen, lambda: metrics_exporter.collect_metrics(agent))
+    return open_metrics.serve_metrics(agent.settings.metrics.listen, lambda: collect_metrics(agent))
+
+
+_SENSORS = {
+    "power_w": ("power_watts", "Power of the widest meter."),
+    "temperature_c": ("temperature_celsius", "Temperature of the hottest zone."),
+    "available_bytes": ("available_bytes", "Memory that is available."),
+    "task_bytes": ("task_bytes", "Resident memory of the task's process."),
+    "battery": ("battery_ratio", "Charge of the battery."),
+}
+
+
+def collect_metrics(agent: Agent) -> Iterator[MetricFamily]:
+    """Yield the agent's current metrics and latest sensor readings. Safe from other threads."""
+    from fedquilt.open_metrics import MetricFamily
+
+    state, told = agent.duty.state, agent.told
+    values: list[tuple[str, str, float | None]] = [
+        ("connected", "Whether the broker is reached.", float(agent.is_connected)),
+        ("working", "Whether it has a task.", float(state.open is not None)),
+        ("outbox", "Updates that wait for the coordinator's answer.", float(len(state.outbox))),
+        ("budget_bytes", "Memory that a task may take.", float(state.means.budget_bytes)),
+    ]
+    values += [(name, about, getattr(told, key, None)) for key, (name, about) in _SENSORS.items()]
+    for name, about, value in values:
+        if value is not None:
+            yield MetricFamily(f"fedquilt_agent_{name}", "gauge", about, ("device",), [((agent.device,), float(value))])

@@ -75,11 +75,6 @@ def select_step(held: CertificateValidity | None, token: bool, now: datetime.dat
 
 
 def paths_from_settings(settings: AgentSettings) -> CredentialPaths:
-    """Return the paths of the device's identity files.
-
-    Raises:
-        JobError: If the settings name no CA, certificate or key.
-    """
     broker, token = settings.broker, settings.enrol.token
     if broker.ca is None or broker.cert is None or broker.key is None:
         raise JobError("[broker] must name ca (given to the board), cert and key (made by enrolling): add them")
@@ -88,13 +83,7 @@ def paths_from_settings(settings: AgentSettings) -> CredentialPaths:
 
 
 def enrol(settings: AgentSettings, now: datetime.datetime, post: Post | None = None) -> str:
-    """Obtain, renew or keep the device's certificate. Return a sentence about the outcome.
-
-    Raises:
-        JobError: If a setting or file is unusable, or the endpoint refuses and no valid certificate is left.
-        LinkError: If the endpoint is unreachable or untrusted.
-        StoreError: If a file cannot be written.
-    """
+    """Obtain, renew or keep the device's certificate. Return a sentence about the outcome."""
     files, post = paths_from_settings(settings), post or _post_request
     token = _read_token(files.token)
     key = load_or_create_key(files)
@@ -137,12 +126,7 @@ def enrol_with_retries(
     pause: Callable[[float], None],
     post: Post | None = None,
 ) -> str:
-    """Call `enrol` until the endpoint is reachable. Return a sentence about the outcome.
-
-    Raises:
-        JobError: If the endpoint refuses, or a setting or file is unusable.
-        StoreError: If a file cannot be read or written.
-    """
+    """Call `enrol` until the endpoint is reachable. Return a sentence about the outcome."""
     attempts, said = 0, ""
     while True:
         try:
@@ -159,12 +143,7 @@ def enrol_with_retries(
 
 
 def load_or_create_key(files: CredentialPaths) -> ec.EllipticCurvePrivateKey:
-    """Return the device's private key, which is created if missing, readable by its owner only.
-
-    Raises:
-        JobError: If the key file has no ECDSA P-256 key in PEM.
-        StoreError: If the key file cannot be read or written.
-    """
+    """Return the device's private key, which is created if missing, readable by its owner only."""
     with disk.disk_errors(f"look for {files.key}"):  # a key that cannot be seen may still exist
         held = files.key.exists()
     if not held:
@@ -192,22 +171,13 @@ def load_or_create_key(files: CredentialPaths) -> ec.EllipticCurvePrivateKey:
 
 
 def create_signing_request(key: ec.EllipticCurvePrivateKey, device: str) -> str:
-    """Return a PKCS#10 request for the common name `device`, in PEM."""
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, device)])
     csr = x509.CertificateSigningRequestBuilder(subject).sign(key, hashes.SHA256())
     return csr.public_bytes(serialization.Encoding.PEM).decode()
 
 
 def install_certificate(settings: AgentSettings, pem: bytes) -> datetime.datetime:
-    """Check and store a certificate for this device, and delete the token.
-
-    Returns:
-        End of the certificate's validity.
-
-    Raises:
-        JobError: If the certificate is for another device or key, or from another authority.
-        StoreError: If the certificate cannot be written.
-    """
+    """Check and store a certificate for this device, and delete the token."""
     files = paths_from_settings(settings)
     held = _validity_or_reason(pem, files, settings.device, load_or_create_key(files))
     if isinstance(held, str):
@@ -231,7 +201,6 @@ def _read_token(path: Path) -> str | None:
 def _read_certificate(
     files: CredentialPaths, device: str, key: ec.EllipticCurvePrivateKey
 ) -> CertificateValidity | None:
-    """Return the validity of the stored certificate, or None if the certificate is missing or unusable."""
     try:
         pem = files.cert.read_bytes()
     except FileNotFoundError:
@@ -248,12 +217,6 @@ def _read_certificate(
 def _validity_or_reason(
     pem: bytes, files: CredentialPaths, device: str, key: ec.EllipticCurvePrivateKey
 ) -> CertificateValidity | str:
-    """Return the validity of a certificate, or why the certificate cannot be used.
-
-    Raises:
-        JobError: If the CA file has no certificate.
-        StoreError: If the CA file cannot be read.
-    """
     with disk.disk_errors(f"read {files.ca}", when_full=""):
         authority = files.ca.read_bytes()
     try:
@@ -285,13 +248,6 @@ def _format_time(at: datetime.datetime) -> str:
 def _post_request(
     url: str, files: CredentialPaths, path: str, request: SigningRequest, certified: bool
 ) -> SigningResponse:
-    """Post a request to the enrolment endpoint, and return the response.
-
-    Raises:
-        EnrolmentRefusedError: If the endpoint refuses the request.
-        LinkError: If the endpoint is unreachable, not trusted, or responds with something invalid.
-        JobError: If the URL or a file of the identity cannot be used.
-    """
     host, port = _endpoint_address(url)
     try:
         context = ssl.create_default_context(cafile=str(files.ca))

@@ -1,20 +1,26 @@
-"""Messages of an agent about its device and task, built without I/O except package versions."""
+"""Messages of an agent about its device, whose capabilities follow from settings and installed packages."""
 
 from __future__ import annotations
 
 import platform
 import sys
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Final
 
+from msgspec.structs import replace
+
 import fedquilt
+from fedquilt import methods, plugins
 from fedquilt.core import Cost, Device, Profile, Reading, Task, Update, Usage
 from fedquilt.core.messages import UPGRADES
 from fedquilt.edge_agent import engines
-from fedquilt.edge_agent.events import Capabilities, OpenTask
 from fedquilt.edge_agent.runner_status import RunnerStatus
+from fedquilt.edge_agent.settings import AgentSettings
+from fedquilt.edge_agent.state_machine import Capabilities, OpenTask
+from fedquilt.edge_agent.task import sandbox
 from fedquilt.edge_agent.task.protocol import WorkResult
+from fedquilt.formats import labels
 from fedquilt.wire import MAX_CONTROL, Progress, Telemetry
 
 LAYOUT_MOST: Final = MAX_CONTROL // 2  # bytes of an update's message that types and shapes may take
@@ -30,7 +36,7 @@ def profile_message(device: str, board: Device, means: Capabilities, unable: str
         engines=means.engines,
         versions={
             **_package_versions(means.engines),
-            **_describe_sandbox(means),
+            **({} if means.confined is None else {"tasks without": ", ".join(means.confined) or "nothing"}),
             **{f"{engine} runs on": where for engine, where in sorted(means.runs_on.items())},
             **({UPGRADES: unable} if unable else {}),
             **means.plugins,
@@ -44,10 +50,6 @@ def profile_message(device: str, board: Device, means: Capabilities, unable: str
     )
 
 
-def _describe_sandbox(means: Capabilities) -> dict[str, str]:
-    return {} if means.confined is None else {"tasks without": ", ".join(means.confined) or "nothing"}
-
-
 def telemetry_message(
     reading: Reading,
     task_bytes: int | None = None,
@@ -55,7 +57,6 @@ def telemetry_message(
     served: RunnerStatus | None = None,
     disk_full: bool | None = None,
 ) -> Telemetry | None:
-    """Return telemetry from a reading, the task's process, clock and runner, or None if empty."""
     told = Telemetry(
         power_w=reading.power_w,
         energy_j=reading.energy_j,
@@ -140,3 +141,18 @@ def _installed_version(name: str) -> str | None:
     stem = f"{name.replace('-', '_')}-"
     info = next((info for folder in sys.path for info in Path(folder).glob(f"{stem}*-info")), None)
     return None if info is None else info.stem.removeprefix(stem).split("-")[0]
+
+
+def capabilities_from_settings(settings: AgentSettings, memory_bytes: int) -> Capabilities:
+    installed = _installed_capabilities(settings.task_budget_bytes(memory_bytes), settings.plugins)
+    return replace(installed, labels=labels.parse_labels(settings.labels))
+
+
+@cache  # looked up on disk, and constant while a process runs
+def _installed_capabilities(budget_bytes: int, allowed: tuple[str, ...] | None) -> Capabilities:
+    with plugins.restrict_plugins_within(allowed):
+        known = (*methods.builtin_names(), *methods.plugin_names(), *(name for name in allowed or () if ":" in name))
+        found = plugins.plugin_fingerprints()
+    return Capabilities(
+        budget_bytes, engines.available_engines(), known, plugins=found, confined=sandbox.available_restrictions()
+    )

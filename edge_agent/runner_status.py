@@ -37,11 +37,6 @@ class RunnerStatusReader:
     """Reader of the model runner's status file.
 
     A runner counts as active while its file changes, independent of the board's clock.
-
-    Args:
-        folder: Folder of the deployed models.
-        disk: Disk of the folder.
-        clock: Monotonic clock in seconds.
     """
 
     def __init__(self, folder: Path, disk: Disk = REAL, clock: Callable[[], float] = time.monotonic) -> None:
@@ -51,7 +46,6 @@ class RunnerStatusReader:
         self._changed_s = -math.inf  # when the file was last seen to have changed
 
     def read_status(self) -> RunnerStatus | None:
-        """Return the runner's status, or None if no runner is active. Malformed content is ignored."""
         try:
             found = self._disk.stat(self._file)
             payload = None if found is None else self._disk.read(self._file, 0, SIZE_MOST)

@@ -90,7 +90,6 @@ class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.data.spec.DataSpec
 
     def task_budget_bytes(self, memory_bytes: int) -> int:
-        """Return the most resident memory of a task's process in bytes, by default half of the memory."""
         return memory_bytes // 2 if self.budget is None else parse_size(self.budget)
 
 
@@ -98,9 +97,6 @@ def parse_size(text: str) -> int:
     """Return the bytes of a size such as "512MB" or "1.5GiB".
 
     kB to TB are powers of 1000, and KiB to TiB powers of 1024.
-
-    Raises:
-        JobError: If the text is no size or has no unit.
     """
     found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*", text)
     unit = found[2].upper().removesuffix("B") + "B" if found else ""
@@ -115,11 +111,7 @@ def parse_size(text: str) -> int:
 
 
 def load_settings(path: Path) -> AgentSettings:
-    """Return the settings in an agent.toml. Relative paths start at the folder of the file.
-
-    Raises:
-        JobError: If the file is unreadable or not TOML, or a key or value is invalid.
-    """
+    """Return the settings in an agent.toml. Relative paths start at the folder of the file."""
     table = toml.read_toml(path)
     try:
         if "method" in table and "device" not in table:
@@ -130,11 +122,6 @@ def load_settings(path: Path) -> AgentSettings:
 
 
 def parse_settings(table: Mapping[str, Any]) -> AgentSettings:
-    """Return the settings in a table.
-
-    Raises:
-        JobError: If a key is unknown or a value is invalid. The text names the key and the expected type.
-    """
     settings = toml.convert_table(table, AgentSettings, "an agent's settings")
     if settings.data:
         DataSpec.parse(settings.data)
@@ -160,7 +147,6 @@ def parse_settings(table: Mapping[str, Any]) -> AgentSettings:
 
 
 def describe_missing_data(settings: AgentSettings) -> str:
-    """Return a warning if the file or folder of [data] does not exist, or ""."""
     path = Path(settings.data.get("path") or ".")
     # No error, because the file may be on a disk that is mounted later. `Path.exists` raises some errors of the disk.
     return "" if os.path.exists(path) else f"no data at {path} ([data] path){toml.suggest_file(path)}"
@@ -197,9 +183,6 @@ def apply_systemd_credentials(settings: AgentSettings) -> AgentSettings:
     """Return settings that read each broker file from $CREDENTIALS_DIRECTORY, if that folder has a copy.
 
     agent.toml can then name a key that only root may read, while the unit's user reads the copy.
-
-    Raises:
-        JobError: If two of the files have the same name.
     """
     folder = os.environ.get("CREDENTIALS_DIRECTORY")
     if folder is None:

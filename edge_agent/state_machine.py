@@ -1,4 +1,4 @@
-"""State machine of the agent: pure decisions without I/O, clock or randomness.
+"""State machine of the agent, with its events, actions and state: pure decisions without I/O, clock or randomness.
 
     (nothing) --TaskReceived--> FETCHING --BlobFetched--> WORKING --TaskCompleted--> in the outbox --UpdateAcked--> gone
                    |                |                       |
@@ -18,41 +18,179 @@ that the coordinator can continue with a later epoch.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Final
 
+import msgspec
+from msgspec import field
 from msgspec.structs import replace
 
-from fedquilt.core import REFETCH, RESEND, BlobRef, Reading, Task, shorten_error
-from fedquilt.edge_agent.events import (
-    Action,
-    BlobFetched,
-    CancelFetch,
-    DeleteUpdate,
-    DeviceState,
-    Event,
-    FetchBlobs,
-    OpenTask,
-    OutboxUpdate,
-    PublishClaim,
-    SendUpdate,
-    SessionStarted,
-    StartTask,
-    StopTask,
-    StoreLearnedCosts,
-    TaskCancelled,
-    TaskCompleted,
-    TaskFailed,
-    TaskPauseChanged,
-    TaskReceived,
-    TimerFired,
-    UpdateAcked,
-    workload_key,
-)
+from fedquilt.core import CODECS, REFETCH, RESEND, BlobRef, Reading, Task, Update, shorten_error
 from fedquilt.edge_agent.power.learned_model import LearnedModel
-from fedquilt.edge_agent.storage.job_records import CountedRound
 from fedquilt.edge_agent.task import memory_budget
+from fedquilt.edge_agent.task.memory_budget import MemoryMargin
 from fedquilt.wire import Claim, RefusalCode
+
+Key = tuple[str, int]  # job, round
+
+# -- events ---------------------------------------------------------------------------------------
+
+
+class SessionStarted(msgspec.Struct, frozen=True):
+    """New session with the broker, or restart of the coordinator. Earlier messages may be lost."""
+
+
+class TaskReceived(msgspec.Struct, frozen=True):
+    task: Task
+    missing: frozenset[BlobRef] = frozenset()
+
+
+class TaskCancelled(msgspec.Struct, frozen=True): ...
+
+
+class BlobFetched(msgspec.Struct, frozen=True):
+    sha256: str
+    error: str | None = None
+
+
+class TaskCompleted(msgspec.Struct, frozen=True):
+    update: Update
+    private: bool  # the result includes private state
+    learned: LearnedModel = LearnedModel()  # of its workload, this task included
+    planned_bytes: int | None = None  # peak that its engine predicted, beside the bare process
+
+
+class TaskFailed(msgspec.Struct, frozen=True):
+    code: RefusalCode
+    reason: str
+    overrun: bool = False  # memory ran out during the work
+    killed: bool = False  # its process was killed from outside: the next attempt may succeed
+
+
+class UpdateAcked(msgspec.Struct, frozen=True):
+    """Final answer to an update, which is counted or rejected. The outbox drops the update."""
+
+    key: Key
+    accepted: bool
+    epoch: int = 0  # start of the coordinator that answered
+    attempt: int = 0  # at the round, of the update that it answered
+
+
+class TimerFired(msgspec.Struct, frozen=True): ...
+
+
+class TaskPauseChanged(msgspec.Struct, frozen=True):
+    on: bool
+
+
+Event = (
+    SessionStarted
+    | TaskReceived
+    | TaskCancelled
+    | BlobFetched
+    | TaskCompleted
+    | TaskFailed
+    | UpdateAcked
+    | TimerFired
+    | TaskPauseChanged
+)
+
+# -- actions --------------------------------------------------------------------------------------
+
+
+class PublishClaim(msgspec.Struct, frozen=True):
+    claim: Claim
+
+
+class FetchBlobs(msgspec.Struct, frozen=True):
+    refs: tuple[BlobRef, ...]
+
+
+class CancelFetch(msgspec.Struct, frozen=True):
+    sha256: str
+
+
+class StartTask(msgspec.Struct, frozen=True):
+    task: Task
+
+
+class StopTask(msgspec.Struct, frozen=True): ...
+
+
+class SendUpdate(msgspec.Struct, frozen=True):
+    update: Update
+
+
+class DeleteUpdate(msgspec.Struct, frozen=True):
+    update: Update
+
+
+class StoreLearnedCosts(msgspec.Struct, frozen=True):
+    learned: Mapping[str, LearnedModel]
+
+
+Action = PublishClaim | FetchBlobs | CancelFetch | StartTask | StopTask | SendUpdate | DeleteUpdate | StoreLearnedCosts
+
+# -- state ----------------------------------------------------------------------------------------
+
+
+class CountedRound(msgspec.Struct, frozen=True):
+    round: int
+    epoch: int = 0  # start of the coordinator that said so
+
+
+class Capabilities(msgspec.Struct, frozen=True):
+    """Capabilities and labels of a device. While the agent runs, only `runs_on` changes."""
+
+    budget_bytes: int
+    engines: tuple[str, ...]
+    methods: tuple[str, ...]
+    codecs: tuple[str, ...] = CODECS
+    plugins: Mapping[str, str] = field(
+        default_factory=dict
+    )  # of other packages: `fedquilt.plugins.plugin_fingerprints`
+    confined: tuple[str, ...] | None = None  # by `task.sandbox`, or None without a process
+    labels: tuple[str, ...] = ()  # labels given by the owner: `fedquilt.formats.labels`
+    boards: int = 0  # of a site
+    runs_on: Mapping[str, str] = field(default_factory=dict)  # engine that may use a GPU -> what its latest task used
+
+
+class OpenTask(msgspec.Struct, frozen=True):
+    task: Task
+    missing: frozenset[BlobRef]
+    due_s: float = math.inf  # its deadline by this device's own clock, set when it first arrived
+    working: bool = False
+    down_bytes: int = 0  # size of the fetched blobs
+    again: frozenset[BlobRef] = frozenset()  # part of `missing` that failed, to be fetched again at `again_s`
+    again_s: float = math.inf
+    failures: int = 0  # to fetch a blob, since one last arrived
+    killed: int = 0  # times its process was killed from outside
+
+
+class OutboxUpdate(msgspec.Struct, frozen=True):
+    update: Update
+    private: bool
+    due_s: float
+    sends: int = 0  # in this session with the coordinator
+    since_s: float | None = None  # when it was first offered; None: before this process began
+
+
+class DeviceState(msgspec.Struct, frozen=True):
+    means: Capabilities
+    open: OpenTask | None = None
+    outbox: Mapping[Key, OutboxUpdate] = field(default_factory=dict)
+    counted: Mapping[str, CountedRound] = field(default_factory=dict)  # by job
+    refusal: Claim | None = None  # latest refusal, repeated with its task
+    base_bytes: Mapping[str, int] = field(default_factory=dict)  # engine -> resident with nothing but it
+    learned: Mapping[str, LearnedModel] = field(default_factory=dict)  # by `workload_key`, the latest last
+    sent: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # by job: latest seconds from offer to answer
+    cautions: Mapping[tuple[str, str], MemoryMargin] = field(default_factory=dict)  # (method, engine) -> what was seen
+    rests: bool = False  # whether no task is begun now
+
+
+def workload_key(task: Task) -> str:
+    return " ".join(filter(None, (task.engine, task.method, task.work.workload)))
+
 
 REMEMBERED_JOBS: Final = 64
 REMEMBERED_WORKLOADS: Final = 16  # that something was learned of
@@ -103,10 +241,6 @@ def advance(state: DeviceState, event: Event, now_s: float, reading: Reading = R
 
 
 def _handle_task(state: DeviceState, event: TaskReceived, now_s: float, reading: Reading) -> Step:
-    """Respond to a received task: accept, decline, repeat a claim, or submit the stored update again.
-
-    A counted task is declined. A task older than the open one of the same job is ignored.
-    """
     task, open = event.task, state.open
     key = (task.job, task.round)
     if key in state.outbox and state.outbox[key].update.state == task.state:
@@ -137,7 +271,6 @@ def _handle_task(state: DeviceState, event: TaskReceived, now_s: float, reading:
 
 
 def decline_reason(state: DeviceState, task: Task, reading: Reading) -> tuple[RefusalCode, str] | None:
-    """Return the code and reason for declining a task, or None if the device can run the task."""
     means = state.means
     if task.method not in means.methods:
         return "method", (
@@ -161,10 +294,6 @@ def decline_reason(state: DeviceState, task: Task, reading: Reading) -> tuple[Re
 
 
 def plan_limit_bytes(state: DeviceState, task: Task) -> int:
-    """Return the most memory, in bytes, that the task's engine may plan to use.
-
-    The limit is below the memory budget if earlier tasks exceeded their predicted peaks.
-    """
     base = memory_budget.engine_base_bytes(task.engine, state.base_bytes)
     return _memory_margin(state, task).plan_limit_bytes(state.means.budget_bytes, base)
 
@@ -196,7 +325,6 @@ def _accept_task(state: DeviceState, event: TaskReceived, now_s: float) -> Step:
 
 
 def _is_same_work(one: Task, other: Task) -> bool:
-    """Return whether two tasks differ at most in attempt, deadline and epoch."""
     return replace(one, attempt=other.attempt, deadline_s=other.deadline_s, epoch=other.epoch) == other
 
 
@@ -206,7 +334,6 @@ def _task_order(task: Task) -> tuple[int, int]:
 
 
 def _acceptance_claim(state: DeviceState, task: Task) -> Claim:
-    """Return an accepting claim, with the last counted round unless the task's round is later."""
     claim = Claim(job=task.job, round=task.round, attempt=task.attempt, accepted=True)
     last = state.counted.get(task.job)
     if last is None or last.round < task.round:
@@ -309,7 +436,6 @@ def _handle_failure(state: DeviceState, open: OpenTask, event: TaskFailed) -> St
 
 
 def _handle_ack(state: DeviceState, event: UpdateAcked, now_s: float) -> Step:
-    """Drop an answered update, count an accepted round, and then start or stop the open task."""
     job, round = event.key
     offer = state.outbox.get(event.key)
     if offer is not None and event.epoch < offer.update.epoch:
@@ -367,7 +493,6 @@ def _without_task(state: DeviceState) -> DeviceState:
 
 
 def _stop_actions(state: DeviceState, keep: frozenset[BlobRef] = frozenset()) -> tuple[Action, ...]:
-    """Return the actions that stop the open task and cancel its fetches, except those of `keep`."""
     if state.open is None:
         return ()
     abandoned = (CancelFetch(ref.sha256) for ref in _sorted_refs(state.open.missing - keep))

@@ -14,12 +14,19 @@ import msgspec
 
 from fedquilt import wire
 from fedquilt.core import BlobRef, Device, Reading, StoreError, Task, Update, WireError
-from fedquilt.edge_agent import events, messages, state_machine
-from fedquilt.edge_agent.events import StartTask, TaskCompleted, TaskFailed, TaskPauseChanged, TaskReceived, TimerFired
+from fedquilt.edge_agent import messages, state_machine
+from fedquilt.edge_agent.engines import failures
 from fedquilt.edge_agent.power.governor import GovernorPolicy
 from fedquilt.edge_agent.power.learned_model import LearnedModel
 from fedquilt.edge_agent.power.task_power import TaskPowerManager
-from fedquilt.edge_agent.task import failures
+from fedquilt.edge_agent.state_machine import (
+    StartTask,
+    TaskCompleted,
+    TaskFailed,
+    TaskPauseChanged,
+    TaskReceived,
+    TimerFired,
+)
 from fedquilt.edge_agent.task.protocol import DataLoaded, Event, WorkRequest, WorkResult
 from fedquilt.edge_agent.task.worker import TaskWorker
 from fedquilt.wire import Claim
@@ -44,20 +51,12 @@ class TaskServices(Protocol):
         """Start to fetch blobs. A `BlobFetched` event follows for each blob."""
         ...
 
-    def cancel_fetch(self, sha256: str) -> None:
-        """Cancel the transfer of a blob and delete the part received."""
-        ...
+    def cancel_fetch(self, sha256: str) -> None: ...
 
     def build_work_request(self, task: Task, budget_bytes: int, plan_bytes: int) -> WorkRequest: ...
 
     def commit_result(self, update: Update, blobs: Mapping[str, bytes], private: BlobRef | None) -> bool:
-        """Store the current task's result durably. Return whether the result has private state.
-
-        Args:
-            update: Manifest of the result.
-            blobs: Bundles in memory by sha256. Other bundles are files in the output folder.
-            private: Private state that the task has written, or None.
-        """
+        """Store the current task's result durably. Return whether the result has private state."""
         ...
 
     def store_learned_costs(self, learned: Mapping[str, LearnedModel]) -> None: ...
@@ -66,18 +65,12 @@ class TaskServices(Protocol):
 
 
 class TaskRunner:
-    """Task execution of one device, with its board, worker and state.
-
-    Args:
-        state: Initial state, with the outbox and counted rounds of an earlier process.
-        rule: Policy for operating points.
-        around: Services of the agent.
-    """
+    """Task execution of one device, with its board, worker and state."""
 
     def __init__(
         self,
         device: str,
-        state: events.DeviceState,
+        state: state_machine.DeviceState,
         board: Device,
         worker: TaskWorker,
         rule: GovernorPolicy,
@@ -96,15 +89,13 @@ class TaskRunner:
             self.handle_event(TimerFired(), now_s)
 
     def next_step_s(self, now_s: float) -> float:
-        """Return the time by which `step` must be called."""
         return min(state_machine.next_due_s(self.state), self._worker.next_poll_s(now_s), self._pacer.next_sample_s())
 
     def stop(self) -> None:
-        """Stop the current task. The outbox stays."""
         self._worker.close()
         self._pacer.stop()
 
-    def handle_event(self, event: events.Event, now_s: float) -> None:
+    def handle_event(self, event: state_machine.Event, now_s: float) -> None:
         reading = self.read_sensors(now_s) if isinstance(event, TaskReceived) else Reading()
         self.state, actions = state_machine.advance(self.state, event, now_s, reading)
         self.carry_out_actions(actions, now_s)
@@ -112,32 +103,32 @@ class TaskRunner:
     def fail_task(self, error: StoreError, now_s: float) -> None:
         self.handle_event(TaskFailed(failures.claim_code_from_error(error), failures.describe_error(error)), now_s)
 
-    def carry_out_actions(self, actions: Sequence[events.Action], now_s: float) -> None:
+    def carry_out_actions(self, actions: Sequence[state_machine.Action], now_s: float) -> None:
         """Carry out actions in order. A disk error skips the remaining actions and fails the task."""
         for action in actions:
             try:
                 match action:  # the most frequent first
-                    case events.PublishClaim(claim):
+                    case state_machine.PublishClaim(claim):
                         self._around.publish_claim(claim)
-                    case events.FetchBlobs(refs):
+                    case state_machine.FetchBlobs(refs):
                         self._around.fetch_blobs(refs)
                     case StartTask(task):
                         self._start_task(task, now_s)
-                    case events.SendUpdate(update):
+                    case state_machine.SendUpdate(update):
                         self._around.submit_update(update, now_s)
-                    case events.StoreLearnedCosts(learned):
+                    case state_machine.StoreLearnedCosts(learned):
                         self._around.store_learned_costs(learned)
-                    case events.StopTask():
+                    case state_machine.StopTask():
                         self._worker.kill()
                         self._pacer.stop()
-                    case events.CancelFetch(sha256):
+                    case state_machine.CancelFetch(sha256):
                         self._around.cancel_fetch(sha256)
-                    case events.DeleteUpdate(update):
+                    case state_machine.DeleteUpdate(update):
                         self._around.discard_update(update)
             except StoreError as error:
                 return self.fail_task(error, now_s)
 
-    def apply_capabilities(self, means: events.Capabilities, rule: GovernorPolicy) -> None:
+    def apply_capabilities(self, means: state_machine.Capabilities, rule: GovernorPolicy) -> None:
         """Replace the capabilities for later tasks. The new governor policy applies at once."""
         means = msgspec.structs.replace(means, runs_on=self.state.means.runs_on)
         self.state = msgspec.structs.replace(self.state, means=means)
@@ -176,14 +167,13 @@ class TaskRunner:
         if isinstance(event, WorkResult):
             return self._record_task_result(open, event, now_s)
         if isinstance(event, DataLoaded):
-            known = self.state.learned.get(events.workload_key(open.task), LearnedModel())
+            known = self.state.learned.get(state_machine.workload_key(open.task), LearnedModel())
             done_by_s = open.due_s - self._way_s
             return self._pacer.start_work(open.task.work.total_for_examples(event.examples), done_by_s, known, now_s)
         self._pacer.report_progress(event.fraction, now_s)
         self._around.report_progress(open.task, event.fraction, now_s)
 
-    def _record_task_result(self, open: events.OpenTask, outcome: WorkResult, now_s: float) -> None:
-        """Store the result of an ended task durably and record its completion, or record its failure."""
+    def _record_task_result(self, open: state_machine.OpenTask, outcome: WorkResult, now_s: float) -> None:
         means = self.state.means
         if outcome.runs_on not in ("", means.runs_on.get(open.task.engine)):
             runs_on = {**means.runs_on, open.task.engine: outcome.runs_on}

@@ -17,7 +17,7 @@ from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds.events import CohortSelected, JobEnded, RoundCommitted, UpdateAccepted
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.edge_agent import engines
-from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.formats import job_bundle
 from fedquilt.models.partial import masks
 from fedquilt.tools.lab import demo
@@ -82,7 +82,7 @@ def plan(name: str, place: Path) -> agents.FleetPlan:
     made = demo.HERE / "bundle"
     if not stitches:
         made = place / "bundle"
-        model = tensors.encode_tensors(engine.init_tensors(NETWORK, seed=0))
+        model = tensors.encode_tensors(numpy_engine.init_tensors(NETWORK, seed=0))
         units = tensors.encode_tensors({"json": masks.plan_to_array(UNITS)})
         job_bundle.write_bundle(made, {"network": NETWORK, "flops": 1e6}, {"model": model, "masks": units})
     table = {

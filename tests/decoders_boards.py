@@ -38,8 +38,8 @@ from fedquilt.edge_agent import messages
 from fedquilt.edge_agent import settings as agent_settings
 from fedquilt.edge_agent.engines import exported_model
 from fedquilt.edge_agent.releases import models
-from fedquilt.edge_agent.releases.check.protocol import CheckRequest
 from fedquilt.edge_agent.runner_status import FILE, RunnerStatus, RunnerStatusReader
+from fedquilt.edge_agent.task.protocol import CheckRequest
 from fedquilt.edge_agent.upgrade import agent_release, archive, environment_build, launcher, remote_settings
 from fedquilt.edge_agent.upgrade.launcher import VersionChoice
 from fedquilt.formats import personal_models

@@ -23,9 +23,9 @@ from fedquilt.coordinator.storage.rows import IndexedLog
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.views.scores import EvaluationScore, RunScores
 from fedquilt.core import UNDECODABLE, BlobRef, JobError, ModelError, StoreError, Update, UpdateError, evaluation
+from fedquilt.edge_agent import agent_state
 from fedquilt.edge_agent import settings as agent_settings
 from fedquilt.edge_agent.clocks import clock_pin
-from fedquilt.edge_agent.storage import job_records
 from fedquilt.formats import checksummed_json, toml
 from fedquilt.formats.job_bundle import BundleIndex
 from fedquilt.host.disk import REAL
@@ -198,12 +198,12 @@ def _log_of(home: Path) -> Path:
 
 def _agent(folder: Path) -> dict[str, Decoder]:
     folder.mkdir()
-    entry = job_records.JobRecord(round=3, epoch=1, private=SHA, left=3)
-    ledger = wire.encode(job_records.JobRecordFile(jobs={"digits": entry}))
+    entry = agent_state.JobRecord(round=3, epoch=1, private=SHA, left=3)
+    ledger = wire.encode(agent_state.JobRecordFile(jobs={"digits": entry}))
 
     def remember(payload: bytes) -> object:
         (folder / "counted.json").write_bytes(payload)
-        return job_records.JobRecords(folder, REAL, durable=False).load_counted()
+        return agent_state.JobRecords(folder, REAL, durable=False).load_counted()
 
     journal = clock_pin.RestoreJournal(
         boot="b", settings=clock_pin.BoardControlState(mode="MAXN", levers=()), put="MAXN"
@@ -216,7 +216,7 @@ def _agent(folder: Path) -> dict[str, Decoder]:
         return clamp.restore_after_crash()
 
     return {
-        "counted.json": Decoder("edge_agent/storage/job_records.py", remember, (), (ledger,), numbered),
+        "counted.json": Decoder("edge_agent/agent_state.py", remember, (), (ledger,), numbered),
         "journal of clocks": Decoder(
             "edge_agent/clocks/clock_pin.py", recovered, (), (msgspec.json.encode(journal),), share=0.3
         ),

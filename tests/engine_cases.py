@@ -7,7 +7,7 @@ import pytest
 
 from fedquilt.arrays import tensors
 from fedquilt.core import Examples
-from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine
+from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 
 AMPLE = 8 * 2**30
 TIGHT = 1  # nothing fits: one example at a time

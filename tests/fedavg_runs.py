@@ -10,7 +10,7 @@ import pytest
 
 from fedquilt.arrays import tensors
 from fedquilt.core import Bundle, Method
-from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine
+from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.testing.toy_networks import point_members, toy_bundle
 from fedquilt.testing.toy_networks import run_method as run
 from fedquilt.tools.simulation import DeviceData

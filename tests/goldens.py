@@ -31,7 +31,7 @@ from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds.events import CohortSelected, JobStarted, RoundCommitted
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.formats import job_bundle
 from fedquilt.tools.artefacts import export
 from fedquilt.tools.lab import demo
@@ -144,7 +144,7 @@ def _job(method: str, folder: Path) -> tuple[settings.JobSettings, Path]:
             key: {**whole[key], **value} if isinstance(value, dict) else value for key, value in STITCHING.items()
         }
         return settings.parse_job({**whole, **changed}), DEMO / "bundle"
-    first = tensors.encode_tensors(engine.init_tensors(NETWORK, seed=0))
+    first = tensors.encode_tensors(numpy_engine.init_tensors(NETWORK, seed=0))
     job_bundle.write_bundle(folder / "bundle", {"network": NETWORK, "flops": 2176}, {"model": first})
     return settings.parse_job({**TABLE, "method": method, **CHANGES[method]}), folder / "bundle"
 

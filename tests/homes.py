@@ -17,7 +17,7 @@ from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.devices import create_device as make_board
-from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.edge_agent.task.worker import InlineWorker
 from fedquilt.formats import job_bundle
@@ -54,7 +54,7 @@ class Federation:
 
     def make(self) -> Federation:
         """Write the bundle and the devices' data, and queue the job."""
-        first = tensors.encode_tensors(engine.init_tensors(NETWORK, seed=0))
+        first = tensors.encode_tensors(numpy_engine.init_tensors(NETWORK, seed=0))
         job_bundle.write_bundle(self.folder / "bundle", {"network": NETWORK, "flops": 96}, {"model": first})
         data = np.random.default_rng(0)
         for index in range(DEVICES):

@@ -43,9 +43,9 @@ from fedquilt.coordinator.rounds.events import AnyEvent, JobEnded
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.updates import sites
 from fedquilt.core import BlobRef, DeviceUpdate, Task, Update, Usage
-from fedquilt.edge_agent import events, messages
+from fedquilt.edge_agent import messages, state_machine
 from fedquilt.edge_agent.devices import create_device as make_board
-from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.formats import job_bundle, toml
 from fedquilt.security.authenticated_link import AuthenticatedDeviceLink
 from fedquilt.security.handshake import LinkIdentity
@@ -193,7 +193,7 @@ class Liar(threading.Thread):
     def _told(self) -> None:
         """Come online as a board of the smallest kind that says it is a site of five."""
         self._say("presence", wire.Presence(online=True, boot="b"), retain=True)
-        means = events.Capabilities(2_000_000_000, ("numpy",), ())
+        means = state_machine.Capabilities(2_000_000_000, ("numpy",), ())
         profile = messages.profile_message(LIAR, make_board("x86-host"), means)
         self._say("profile", msgspec.structs.replace(profile, boards=5), retain=True)
 
@@ -287,7 +287,7 @@ class Site:
             "fleet": {"devices": 3, "boards": ["jetson-nano"], "budgets": ["256MB"]},
             "data": {"path": str(DIGITS), "partition": "classes", "classes": 4},
         }
-        first = engine.init_tensors(NETWORK, seed=0)
+        first = numpy_engine.init_tensors(NETWORK, seed=0)
         self.model = {name: array + np.float32(1) for name, array in first.items()}  # which nobody has yet
         job_bundle.write_bundle(
             folder / "job.bundle", {"network": NETWORK, "flops": 9600}, {"model": tensors.encode_tensors(first)}

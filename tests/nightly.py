@@ -40,7 +40,6 @@ PYTHONS: Final = ("3.10", "3.12", "3.13")  # beside the one that `make test` run
 GRAPHS: Final = (  # tests of graphs that no board may run
     "tests/fedquilt/test_graph_check.py",
     "tests/edge_agent/test_onnx_engine.py",
-    "tests/edge_agent/task/test_hostile_graph.py",
 )
 ONNXRUNTIMES: Final = ("1.19.2", "1.23.2")  # that read any file a graph names: the oldest permitted, and JetPack 6's
 ALL: Final = ("-m", "nightly or not nightly")

@@ -18,8 +18,7 @@ from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.releases.release_kind import ReleaseKind
 from fedquilt.edge_agent.runner_status import RunnerStatusReader
 from fedquilt.edge_agent.settings import AgentSettings
-from fedquilt.edge_agent.task.outputs import PRIVATE, write_tensors
-from fedquilt.edge_agent.task.protocol import Event, WorkRequest, WorkResult
+from fedquilt.edge_agent.task.protocol import PRIVATE, Event, WorkRequest, WorkResult, write_tensors
 from fedquilt.edge_agent.task.worker import TaskWorker
 from fedquilt.transport.memory_link import MemoryBroker, MemoryLink
 

@@ -7,7 +7,7 @@ from typing import Any
 import plain
 
 from fedquilt.core import BlobRef, Task, Update, Usage, WorkEstimate
-from fedquilt.edge_agent.events import (
+from fedquilt.edge_agent.state_machine import (
     Action,
     Capabilities,
     DeviceState,
@@ -15,8 +15,8 @@ from fedquilt.edge_agent.events import (
     PublishClaim,
     TaskCompleted,
     TaskReceived,
+    advance,
 )
-from fedquilt.edge_agent.state_machine import advance
 from fedquilt.wire import Claim
 
 MEANS = Capabilities(budget_bytes=100 << 20, engines=("numpy",), methods=("fedavg",))

@@ -14,7 +14,7 @@ from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds.events import AnyEvent, RoundCommitted, UpdateAccepted
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.formats import job_bundle, toml
 from fedquilt.tools.simulation import agents as fleet
 
@@ -105,7 +105,7 @@ def calm_states(plan: fleet.FleetPlan) -> list[Any]:
 def make_job(folder: Path, hidden: int = 64, **cohort: Any) -> fleet.FleetPlan:
     """A job and its bundle; more than 900 `hidden` neurons make a model of several chunks. `cohort`: of the job."""
     network = {**NETWORK, "hidden": [hidden]}
-    first = tensors.encode_tensors(engine.init_tensors(network, seed=0))
+    first = tensors.encode_tensors(numpy_engine.init_tensors(network, seed=0))
     job_bundle.write_bundle(folder / "job.bundle", {"network": network, "flops": 150 * hidden}, {"model": first})
     cohort = {**TABLE["cohort"], "start_devices": 3, **cohort}
     (folder / "job.toml").write_text(toml.format_toml({**TABLE, "cohort": cohort}))

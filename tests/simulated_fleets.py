@@ -13,7 +13,7 @@ from fedquilt.coordinator.rounds.events import AnyEvent
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import Method
 from fedquilt.edge_agent.devices.simulated_device import SimulatedDevice
-from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine
+from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.testing.toy_networks import make_job, point_members, toy_bundle, write_bundle
 from fedquilt.tools.simulation import DeviceData, run
 from fedquilt.tools.simulation.simulated_job import Simulation

@@ -27,7 +27,7 @@ from fedquilt.data import examples
 from fedquilt.edge_agent import settings
 from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.devices import create_device
-from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.edge_agent.task.protocol import WorkRequest
 from fedquilt.edge_agent.task.worker import InlineWorker, VirtualWorker
 from fedquilt.formats import job_bundle
@@ -204,7 +204,7 @@ def plan(
     folder: Path, method: str = "fedavg", devices: int = 6, rounds: int = 3, flops: float = 1000, **table: Any
 ) -> FleetPlan:
     """A job on the demo's digits."""
-    first = tensors.encode_tensors(engine.init_tensors(NETWORK, seed=0))
+    first = tensors.encode_tensors(numpy_engine.init_tensors(NETWORK, seed=0))
     job_bundle.write_bundle(folder / "bundle", {"network": NETWORK, "flops": flops}, {"model": first})
     job = jobs.parse_job(
         {

@@ -67,8 +67,6 @@ class HelperStatus(WireMessage, frozen=True):
 
 
 class HelperResponse(WireMessage, frozen=True):
-    """Response to any request. A refusal has only `error`."""
-
     error: Annotated[str, Meta(max_length=10_000)] | None = None
     point: OperatingPoint | None = None  # to Hold: as the board reports it
     status: HelperStatus | None = None  # to Ask
@@ -89,7 +87,6 @@ class ClockClient:
 
     @classmethod
     def connect(cls, path: Path = Path("/") / SOCKET) -> ClockClient | None:
-        """Connect to the helper, or return None if there is none or this user lacks permission."""
         line = _open_socket(path)
         return None if line is None else cls(line, path)
 
@@ -141,12 +138,10 @@ class ClockClient:
             raise
 
     def request_status(self) -> HelperStatus:
-        """Return the status of the helper. Raise ClockError if it does not respond."""
         answer = self._send_request(StatusRequest())
         return answer.status or HelperStatus(clocks=())
 
     def close(self) -> None:
-        """Close the connection, so that the helper unpins the clocks."""
         self.point = None
         if self._line is not None:
             self._line.close()

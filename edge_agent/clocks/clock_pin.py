@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 
 from fedquilt.core import UNDECODABLE, ClockError, OperatingPoint, StoreError, WireMessage
-from fedquilt.edge_agent.clocks import controls, owner_limits, power_modes
+from fedquilt.edge_agent.clocks import controls, owner_limits
 from fedquilt.edge_agent.clocks.controls import BoardControlState, ClockControl, ClockControls, ControlWrite
 from fedquilt.host import sysfs
 from fedquilt.host.disk import REAL
@@ -50,9 +50,6 @@ class ClockPin:
         put: Function that writes a value to a kernel file.
         nvpmodel: Function that runs nvpmodel with arguments and returns its output or None. By default, the board's
             program.
-
-    Raises:
-        StoreError: If the folder cannot be created.
     """
 
     def __init__(
@@ -82,7 +79,6 @@ class ClockPin:
             raise StoreError(f"no folder {state} for the clocks' journal: {error.strerror}; name another") from None
 
     def restore_after_crash(self) -> list[str]:
-        """Restore the changes of a killed process. Return sentences on failures."""
         try:
             journal = msgspec.json.decode(self._journal.read_bytes(), type=RestoreJournal)
         except FileNotFoundError:
@@ -100,10 +96,6 @@ class ClockPin:
         """Pin the clocks at `point`. Return the point reported by the board.
 
         Clocks pinned before and not named by this point are restored.
-
-        Raises:
-            ClockError: If the board is too hot, or the point is beyond the owner's limits, not listed or not accepted.
-                Nothing is pinned then.
         """
         try:
             self._require_cool()
@@ -139,7 +131,6 @@ class ClockPin:
         return self._saved is not None and self.point is None
 
     def unpin_if_required(self) -> str | None:
-        """Unpin if the board is too hot or the owner changed the mode. Return the reason, or None."""
         hot = controls.hottest_zone_c(self.root)
         if self._cooling and hot is not None and hot < self.hottest_c - COOLER_C:
             self._cooling = False
@@ -157,17 +148,15 @@ class ClockPin:
         return why
 
     def current_mode(self) -> str | None:
-        """Return the present power mode by name, or None if unknown."""
         said = self._nvpmodel("-q") or ""
         told = next((line.partition(":")[2].strip() for line in said.splitlines() if "Power Mode:" in line), None)
-        return told or power_modes.read_mode_name(self.root)
+        return told or controls.read_mode_name(self.root)
 
     def owner_mode(self) -> str | None:
         """Return the power mode set by the owner, even while another is pinned, or None if unknown."""
         return self.current_mode() if self._saved is None or self._mode_put is None else self._saved.mode
 
     def control_limits(self, found: ClockControls, owner: str | None) -> owner_limits.Bounds:
-        """Return the highest value of each control in the owner's mode and within the earlier limits."""
         before = found.read_state(None) if self._saved is None else self._saved
         return owner_limits.control_limits(found, found.find_mode(owner), {old.name: old.high for old in before.levers})
 
@@ -180,7 +169,7 @@ class ClockPin:
         mode, most = found.find_mode(point.name), self.control_limits(found, owner)
         writes = controls.pin_writes(found, point)  # before anything is changed
         owner_limits.require_within_limits(found, point, most, owner)
-        if mode is not None and not power_modes.is_same_mode(mode.name, owner):
+        if mode is not None and not controls.is_same_mode(mode.name, owner):
             owner_limits.require_mode_within(found.find_mode(owner), mode, owner)
             limited = owner_limits.find_tighter_limit(
                 found, most, owner_limits.control_limits(found, found.find_mode(owner))
@@ -190,7 +179,7 @@ class ClockPin:
                     f"mode {mode.name} is not set: {limited} is limited below the power mode of this board"
                 )
         if self._saved is None:
-            self._mark = power_modes.status_fingerprint(self.root)
+            self._mark = controls.status_fingerprint(self.root)
             saved = found.read_state(owner)
             self._write_journal(saved)
             self._saved = saved
@@ -222,11 +211,11 @@ class ClockPin:
         """
         if self._saved is None:
             return None
-        mark, ours = power_modes.status_fingerprint(self.root), self._mode_put or self._saved.mode
+        mark, ours = controls.status_fingerprint(self.root), self._mode_put or self._saved.mode
         if mark is not None and mark == self._mark:
             return None
         now = self.current_mode()
-        if now is None or (power_modes.is_same_mode(now, ours) and (None in (mark, self._mark, self._mode_put))):
+        if now is None or (controls.is_same_mode(now, ours) and (None in (mark, self._mark, self._mode_put))):
             self._mark = mark
             return None
         found = controls.discover_controls(self.root)
@@ -254,7 +243,6 @@ class ClockPin:
         return "no thermal zone answers" if sysfs.thermal_zone_files(self.root / "sys/class/thermal") else None
 
     def _require_power_within(self, point: OperatingPoint) -> None:
-        """Raise ClockError if the power of the point exceeds `max_w` or is unknown."""
         if self.max_w is None:
             return
         watts = self._watts(point)
@@ -274,7 +262,6 @@ class ClockPin:
             self._saved = saved
 
     def _require_restorable(self, wanted: set[ClockControl]) -> None:
-        """Raise ClockError if the earlier value of one of the controls' files is unknown."""
         assert self._saved is not None
         known = {old.name: old for old in self._saved.levers}
         for lever in sorted(wanted, key=lambda lever: lever.name):
@@ -303,30 +290,21 @@ class ClockPin:
         return wrong
 
     def _set_mode(self, found: ClockControls, name: str | None, again: bool = False) -> bool:
-        """Set a mode unless it is set already. Return whether nvpmodel was called.
-
-        Args:
-            found: Controls of the board.
-            name: Name of the mode, or None to do nothing.
-            again: Whether to set the mode even if it is set already.
-
-        Raises:
-            ClockError: If the mode did not change, or cannot without a restart of the board.
-        """
+        """Set a mode unless it is set already. Return whether nvpmodel was called."""
         mode = None if name is None else found.find_mode(name)
         if mode is None:
             return False
         before = self.current_mode()
-        if power_modes.is_same_mode(before, mode.name) and not again:
+        if controls.is_same_mode(before, mode.name) and not again:
             return False
         owner_limits.require_same_gpu_masks(found.find_mode(before), mode)
         assert self._saved is not None
-        self._mode_put = None if power_modes.is_same_mode(mode.name, self._saved.mode) else mode.name
+        self._mode_put = None if controls.is_same_mode(mode.name, self._saved.mode) else mode.name
         self._write_journal(self._saved)  # before the change: what is found after a kill is not the owner's
         said = self._nvpmodel("-m", str(mode.id))
-        after, self._mark = self.current_mode(), power_modes.status_fingerprint(self.root)
+        after, self._mark = self.current_mode(), controls.status_fingerprint(self.root)
         self._write_journal(self._saved)
-        if not power_modes.is_same_mode(after, mode.name):
+        if not controls.is_same_mode(after, mode.name):
             why = "it needs a restart of the board" if "reboot" in (said or "").lower() else f"it is in {after} still"
             raise ClockError(f"nvpmodel did not go to mode {mode.name}: {why}")
         return True

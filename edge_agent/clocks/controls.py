@@ -6,19 +6,137 @@ planned. Nothing here writes.
 
 The frequencies of the memory clock are in debugfs, which only root can read on nearly every board. Any other process
 gets an empty list marked as hidden, and requests the list from the clock helper.
+
+A power mode of a Jetson turns cores off and caps clocks. nvpmodel's catalogue of modes is in /etc/nvpmodel.conf. Ids
+differ between releases, so a mode is identified by its name. nvpmodel stores the id of the mode set last in
+/var/lib/nvpmodel/status ("pmode:0002").
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from fedquilt.core import ClockError, OperatingPoint, WireMessage
-from fedquilt.edge_agent.clocks.power_modes import PowerMode, is_same_mode, read_modes
 from fedquilt.host import sysfs
+
+CONF: Final = "etc/nvpmodel.conf"
+STATUS: Final = "var/lib/nvpmodel/status"
+UNCAPPED: Final = 1 << 62  # a cap of -1 (CPU, GPU) or 0 (memory) means none
+
+
+class ClockCap(NamedTuple):
+    """Highest value of one clock in a mode, in the unit of the clock's file."""
+
+    clock: str  # "CPU_A78_0", "GPU", "EMC"
+    value: int
+    files: tuple[str, ...] = ()  # resolved paths of the files that nvpmodel writes it to
+
+
+@dataclass(frozen=True)
+class PowerMode:
+    name: str
+    id: int
+    masks: tuple[str, ...] = ()  # parts of the GPU that are off in it: that changes only at boot
+    caps: tuple[ClockCap, ...] = ()
+    off: frozenset[int] = frozenset()  # cores that it turns off
+
+    @property
+    def emc_hz(self) -> int | None:
+        return next((cap.value for cap in self.caps if cap.clock == "EMC" and cap.value < UNCAPPED), None)
+
+    def caps_for_clock(self, kind: str, file: Path | None) -> list[int]:
+        """Return the caps on the clock of a kind (cpu, gpu or emc) with its upper limit in `file`.
+
+        All caps of the kind are returned if the catalogue does not name the file.
+        """
+        mine = [cap for cap in self.caps if _clock_kind(cap.clock) == kind]
+        own = os.path.realpath(file) if file is not None else ""
+        return [cap.value for cap in [cap for cap in mine if own in cap.files] or mine]
+
+
+def read_modes(root: Path) -> tuple[PowerMode, ...]:
+    """Return the modes in the order of the catalogue, or () without a catalogue.
+
+    Lines are `< PARAM TYPE=CLOCK NAME=GPU >` with `MAX_FREQ path`, and `< POWER_MODEL ID=1 NAME=MAXQ >` with
+    `PARAMETER ARGUMENT value`.
+    """
+    text = sysfs.read_text(root / CONF)
+    return () if text is None else _parse_modes(root, text)
+
+
+@lru_cache(maxsize=32)
+def _parse_modes(root: Path, text: str) -> tuple[PowerMode, ...]:
+    modes: list[PowerMode] = []
+    files: dict[str, list[str]] = {}
+    param = ""
+    for line in text.splitlines():
+        words = line.split()
+        if header := re.match(r"<\s*(\w+)(?:\s+ID=(\d+))?(?:\s+TYPE=\w+)?(?:\s+NAME=([^\s>]+))?", line):
+            param = header[3] or "" if header[1] == "PARAM" else ""
+            if header[1] == "POWER_MODEL" and header[2] and header[3]:
+                modes.append(PowerMode(header[3], int(header[2])))
+            elif modes:
+                break  # the modes end here
+        elif param and len(words) == 2 and words[0].startswith("MAX_FREQ"):
+            files.setdefault(param, []).append(os.path.realpath(root / words[1].lstrip("/")))
+        elif modes and len(words) == 3 and not line.startswith("#"):
+            modes[-1] = _parse_mode_line(modes[-1], words, files)
+    return tuple(modes)
+
+
+def _parse_mode_line(mode: PowerMode, words: list[str], files: dict[str, list[str]]) -> PowerMode:
+    clock, argument, value = words
+    if argument.endswith("PG_MASK"):
+        return replace(mode, masks=(*mode.masks, " ".join(words)))
+    if argument == "MAX_FREQ" and _clock_kind(clock) and re.fullmatch(r"-?\d+", value):
+        most = int(value) if int(value) > 0 else UNCAPPED
+        return replace(mode, caps=(*mode.caps, ClockCap(clock, most, tuple(files.get(clock, ())))))
+    if clock == "CPU_ONLINE" and value == "0" and (core := re.fullmatch(r"CORE_(\d+)", argument)):
+        return replace(mode, off=mode.off | {int(core[1])})
+    return mode
+
+
+def _clock_kind(clock: str) -> str:
+    return "cpu" if clock.startswith("CPU_") else {"GPU": "gpu", "EMC": "emc"}.get(clock, "")
+
+
+def read_mode_name(root: Path) -> str | None:
+    """Return the name of the present mode, or the catalogue's default if none was ever set.
+
+    The result is None without a catalogue, if it lacks the mode, or if this user may not read the status.
+    """
+    if sysfs.is_forbidden(root / STATUS):
+        return None
+    status = re.search(r"pmode:(\d+)", sysfs.read_text(root / STATUS) or "")
+    default = re.search(r"<\s*PM_CONFIG\s+DEFAULT=(\d+)", sysfs.read_text(root / CONF) or "")
+    found = status or default
+    known = {mode.id: mode.name for mode in read_modes(root)}
+    return known.get(int(found[1])) if found is not None else None
+
+
+def status_fingerprint(root: Path) -> str | None:
+    """Return a text that changes whenever nvpmodel sets a mode, or None without a status."""
+    text = sysfs.read_text(root / STATUS)
+    try:
+        return None if text is None else f"{text.strip()}@{(root / STATUS).stat().st_mtime_ns}"
+    except OSError:
+        return None
+
+
+def normalize_mode_name(name: str) -> str:
+    """Return a mode's name without the differences between releases: MODE_15W, "MAXN SUPER"."""
+    return name.lower().replace(" ", "_").removeprefix("mode_")
+
+
+def is_same_mode(one: str | None, other: str | None) -> bool:
+    return one is not None and other is not None and normalize_mode_name(one) == normalize_mode_name(other)
+
 
 TOLERANCE: Final = 0.01  # 1421 is accepted for 1420.8 MHz
 GPUS: Final = ("gv11b", "gp10b", "ga10b", "gb10b", "gpu")
@@ -65,11 +183,6 @@ class ClockControl:
         return ControlState(name=self.name, governor=read_line(self.governor), low=low, high=high, rate=rate, lock=lock)
 
     def nearest_value(self, hz: float) -> int:
-        """Return the listed value nearest to `hz`, in the control's unit.
-
-        Raises:
-            ClockError: If no listed value is within 1 %.
-        """
         nearest = min(self.listed, key=lambda value: abs(value * self.unit_hz - hz), default=None)
         if nearest is None or abs(nearest * self.unit_hz - hz) > TOLERANCE * hz:
             has = ", ".join(f"{value * self.unit_hz / 1e6:g}" for value in self.listed)
@@ -130,7 +243,6 @@ class ClockControls:
         return [lever for lever in self.found if lever.kind == kind]
 
     def read_state(self, mode: str | None) -> BoardControlState:
-        """Return the present state of all controls, labelled with `mode`."""
         return BoardControlState(mode=mode, levers=tuple(lever.read_state() for lever in self.found))
 
     def find_mode(self, name: str | None) -> PowerMode | None:
@@ -162,7 +274,6 @@ def offline_policies(root: Path, saved: BoardControlState, mode: PowerMode | Non
 
 
 def hottest_zone_c(root: Path = Path("/")) -> float | None:
-    """Return the temperature of the hottest thermal zone in °C, or None without a reading."""
     return sysfs.hottest_temperature_c(sysfs.thermal_zone_files(root / "sys/class/thermal"))
 
 
@@ -234,11 +345,6 @@ def _emc_controls(root: Path, modes: Sequence[PowerMode]) -> Iterable[ClockContr
 
 
 def pin_writes(levers: ClockControls, point: OperatingPoint) -> list[ControlWrite]:
-    """Return the writes that pin the clocks at a point, in order, after its mode is set.
-
-    Raises:
-        ClockError: If the point names nothing to set, or a value that this board does not list.
-    """
     wanted: tuple[tuple[Kind, float | None], ...] = (
         ("cpu", point.cpu_hz),
         ("gpu", point.gpu_hz),
@@ -264,7 +370,6 @@ def pin_writes(levers: ClockControls, point: OperatingPoint) -> list[ControlWrit
 def restore_writes(
     levers: ClockControls, saved: BoardControlState, kinds: Iterable[Kind] = ("cpu", "gpu", "emc")
 ) -> list[ControlWrite]:
-    """Return the writes that restore clocks of these kinds, once the saved mode is set."""
     found = {lever.name: lever for lever in levers.found if lever.kind in kinds}
     writes: list[ControlWrite] = []
     for old in saved.levers:
@@ -292,12 +397,10 @@ def read_back(writes: Iterable[ControlWrite]) -> list[tuple[ControlWrite, str | 
 
 
 def read_line(path: Path | None) -> str | None:
-    """Return the text of a file, or None without a path or a readable text."""
     return None if path is None else sysfs.read_line(path)
 
 
 def read_number(path: Path | None) -> int | None:
-    """Return the integer in a file, or None without a path or an integer."""
     return None if path is None else sysfs.read_int(path)
 
 

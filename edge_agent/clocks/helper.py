@@ -62,7 +62,6 @@ def peer_credentials(line: socket.socket) -> Peer:
 
 
 def may_connect(who: Peer, group: int | None) -> bool:
-    """Return whether a peer is root, the helper's own user or a member of the group."""
     _, uid, gid = who
     if uid in (0, os.geteuid()) or (group is not None and gid == group):
         return True
@@ -90,9 +89,6 @@ class ClockHelper:
     Args:
         group: Id of the group that may connect besides root, or None for root only.
         peer: Function that returns the credentials of a connection.
-
-    Raises:
-        StoreError: If another helper uses the state or socket, or either cannot be created.
     """
 
     def __init__(
@@ -121,12 +117,6 @@ class ClockHelper:
         self._selector.register(self._door, selectors.EVENT_READ)
 
     def step(self, now_s: float, wait_s: float = 0.0) -> None:
-        """Respond to requests that have arrived, and unpin clocks that must no longer be pinned.
-
-        Args:
-            now_s: Time of any clock. The watchdog ignores steps backwards.
-            wait_s: Seconds to wait for a request.
-        """
         self._now_s += 0.0 if self._seen_s is None else max(0.0, now_s - self._seen_s)
         self._seen_s = now_s
         for key, _ in self._selector.select(wait_s):
@@ -273,8 +263,6 @@ class ClockHelper:
 
 
 def read_clock_state(lever: ClockControl, ceiling: int | None = None) -> ClockState:
-    """Return the present state of a control. `ceiling` is its highest permitted value, in its unit."""
-
     def read_hz(path: Path | None) -> float | None:
         value = controls.read_number(path)
         return None if value is None or value < 0 else float(value * lever.unit_hz)
@@ -304,9 +292,6 @@ def run_helper(
     """Run the clock helper until SIGTERM, SIGINT or SIGHUP, then restore the clocks.
 
     Socket and journal are below `root`. Limits are as in `ClockPin`.
-
-    Raises:
-        StoreError: If the socket or the state folder cannot be used.
     """
     try:
         group = grp.getgrnam(GROUP).gr_gid

@@ -14,13 +14,15 @@ from msgspec.structs import replace
 from fedquilt.core import ClockError, OperatingPoint
 from fedquilt.edge_agent.clocks.controls import (
     TOLERANCE,
+    UNCAPPED,
     BoardControlState,
     ClockControl,
     ClockControls,
     ControlState,
     Kind,
+    PowerMode,
+    normalize_mode_name,
 )
-from fedquilt.edge_agent.clocks.power_modes import UNCAPPED, PowerMode, normalize_mode_name
 
 Bounds = Mapping[str, int]  # name of a lever -> highest value, in its own unit; a lever without bound is left out
 KINDS: tuple[tuple[Kind, str], ...] = (("cpu", "cpu_hz"), ("gpu", "gpu_hz"), ("emc", "emc_hz"))
@@ -33,11 +35,6 @@ def control_limits(
 
     A cap between two listed values means the lower one, or a value up to 1 % above it, because NVIDIA rounds its caps
     (850 MHz for 854.25). No clock can be below its lowest listed value.
-
-    Args:
-        levers: Controls of the board.
-        mode: Power mode of the owner, or None if unknown.
-        limits: Upper limit of each control before anything was pinned, in its unit. 0 or None means no limit.
     """
     found = {}
     for lever in levers.found:
@@ -50,11 +47,6 @@ def control_limits(
 
 
 def require_within_limits(levers: ClockControls, point: OperatingPoint, most: Bounds, mode: str | None) -> None:
-    """Raise ClockError if a point has a clock above its limit.
-
-    Raises:
-        ClockError: If a clock is too high. The text names the clock, the limit and a fix.
-    """
     for kind, axis in KINDS:
         hz: float | None = getattr(point, axis)
         for lever in levers.controls_of_kind(kind) if hz is not None else ():
@@ -68,7 +60,6 @@ def require_within_limits(levers: ClockControls, point: OperatingPoint, most: Bo
 
 
 def find_tighter_limit(levers: ClockControls, some: Bounds, other: Bounds) -> str | None:
-    """Return a control with a lower limit in `some` than in `other`, or None."""
     for lever in levers.found:
         top = lever.listed[-1] if lever.listed else 0
         if some.get(lever.name, top) < other.get(lever.name, top):
@@ -88,11 +79,7 @@ def is_mode_within(outer: PowerMode | None, inner: PowerMode) -> bool:
 
 
 def require_same_gpu_masks(before: PowerMode | None, after: PowerMode) -> None:
-    """Raise ClockError if a mode needs a restart of the board.
-
-    Raises:
-        ClockError: If other parts of the GPU are on in the new mode.
-    """
+    """Raise ClockError if a mode needs a restart of the board."""
     if before is not None and set(before.masks) != set(after.masks):
         raise ClockError(
             f"mode {after.name} switches other parts of the GPU on than {before.name}, which needs a restart of the "
@@ -101,11 +88,6 @@ def require_same_gpu_masks(before: PowerMode | None, after: PowerMode) -> None:
 
 
 def require_mode_within(owner: PowerMode | None, wanted: PowerMode, known: str | None) -> None:
-    """Raise ClockError if a mode is beyond the owner's.
-
-    Raises:
-        ClockError: If the mode turns on cores or raises caps.
-    """
     if not is_mode_within(owner, wanted):
         raise ClockError(
             f"mode {wanted.name} has cores or clocks beyond the power mode, {known or 'which is not known'}: "
@@ -116,14 +98,7 @@ def require_mode_within(owner: PowerMode | None, wanted: PowerMode, known: str |
 def permitted_points(
     points: tuple[OperatingPoint, ...], levers: ClockControls, mode: PowerMode | None, most_hz: Mapping[str, float]
 ) -> tuple[OperatingPoint, ...]:
-    """Return the points that may be pinned in the owner's mode.
-
-    Args:
-        points: Points of the board in its widest mode.
-        levers: Controls of the board, for the names of its modes.
-        mode: Power mode of the owner, or None if unknown.
-        most_hz: Highest permitted clock by axis ("cpu_hz"). An axis without a limit is left out.
-    """
+    """Return the points that may be pinned in the owner's mode."""
     named = {normalize_mode_name(each.name): each for each in levers.modes}
     return tuple(
         point
@@ -147,7 +122,6 @@ def permitted_hz(levers: ClockControls, most: Bounds) -> dict[str, float]:
 
 
 def state_after_mode_change(saved: BoardControlState, levers: ClockControls, mode: PowerMode) -> BoardControlState:
-    """Return the state to restore after the owner has changed the mode: that of the new mode."""
     most = control_limits(levers, mode)
     known = {lever.name: lever for lever in levers.found}
     return BoardControlState(

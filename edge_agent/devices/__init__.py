@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedquilt import plugins
 from fedquilt.core import Device, JobError, Meter
-from fedquilt.edge_agent.devices.sensors.meters import WIDTH
+from fedquilt.edge_agent.devices.meters import WIDTH
 
 if TYPE_CHECKING:
     from fedquilt import profiles
@@ -35,10 +35,6 @@ def create_device(
         connect: Function that returns a client of the clock helper or None. By default, this machine's helper is used
             if `root` is "/".
         meter: Additional meter from agent.toml.
-
-    Raises:
-        JobError: If a profile or point is unknown, a simulated device gets a profile or meter, or the host is
-            unreadable.
     """
     if board != "auto":
         if profile is not None:
@@ -61,14 +57,7 @@ def create_device(
 
 
 def create_meter(wanted: str | Mapping[str, Any]) -> Meter:
-    """Create the meter named in agent.toml, from an entry point or `module:name`.
-
-    Args:
-        wanted: Name of a class or function, or a table with `name` and the arguments of the call.
-
-    Raises:
-        JobError: If the name is unknown, the call fails, or the result is no `fedquilt.core.Meter`.
-    """
+    """Create the meter named in agent.toml, from an entry point or `module:name`."""
     table = {"name": wanted} if isinstance(wanted, str) else dict(wanted)
     name = table.pop("name", None)
     if not isinstance(name, str):

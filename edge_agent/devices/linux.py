@@ -1,25 +1,24 @@
-"""Linux hosts and boards, with memory, pressure, power, batteries, temperatures and maybe clocks."""
+"""Linux hosts and boards: sensors, memory, and operating points at this very board's frequencies."""
 
 from __future__ import annotations
 
 import logging
 import platform
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path, PurePosixPath
 from typing import Final
 
+import msgspec
+
 from fedquilt import profiles
-from fedquilt.core import ClockError, Cost, Meter, OperatingPoint, Reading, WorkEstimate
-from fedquilt.edge_agent.clocks import controls, owner_limits, power_modes
-from fedquilt.edge_agent.clocks.client import ClockClient, HelperStatus
-from fedquilt.edge_agent.devices import operating_points
-from fedquilt.edge_agent.devices.sensors import jtop, pmic
-from fedquilt.edge_agent.devices.sensors.battery import Batteries
-from fedquilt.edge_agent.devices.sensors.hwmon import Hwmon
-from fedquilt.edge_agent.devices.sensors.ina3221 import Ina3221
-from fedquilt.edge_agent.devices.sensors.memory import MemorySensor
-from fedquilt.edge_agent.devices.sensors.meters import WidestRangeMeter
-from fedquilt.edge_agent.devices.sensors.rapl import Rapl
+from fedquilt.core import ClockError, Cost, JobError, Meter, OperatingPoint, Reading, WorkEstimate
+from fedquilt.edge_agent.clocks import controls, owner_limits
+from fedquilt.edge_agent.clocks.client import ClockClient, ClockState, HelperStatus
+from fedquilt.edge_agent.devices import jetson_meters, meters
+from fedquilt.edge_agent.devices.jetson_meters import Ina3221
+from fedquilt.edge_agent.devices.meters import Batteries, Hwmon, Rapl, WidestRangeMeter
 from fedquilt.host import sysfs
+from fedquilt.profiles.clock_model import AXES, format_point_name
 
 log = logging.getLogger("fedquilt.devices")
 
@@ -62,7 +61,6 @@ def detect(
     clocks: ClockClient | None = None,
     own: Meter | None = None,
 ) -> LinuxDevice:
-    """Return the device with its files under `root`. Arguments and errors as in `LinuxDevice`."""
     known = find_profile(root)
     meter = _detect_rail_meter(root, known)
     return LinuxDevice(root, profile=profile or known, clocks=clocks, meter=meter, own=own)
@@ -72,11 +70,11 @@ def _detect_rail_meter(root: Path, known: profiles.BoardProfile | None) -> Meter
     compatible = sysfs.read_strings(sysfs.device_tree_folder(root) / "compatible")
     tegra = any(board.startswith("nvidia,tegra") for board in compatible)
     if not tegra and not sysfs.is_visible(root / "etc/nv_tegra_release"):
-        return None if known is None else pmic.detect_pmic(root)
+        return None if known is None else meters.detect_pmic(root)
     rails = Ina3221(root)
     if root != ROOT or rails.read(0.0).rails_w:
         return rails
-    return jtop.connect_jtop() or rails  # no rails, or none that this user may read
+    return jetson_meters.connect_jtop() or rails  # no rails, or none that this user may read
 
 
 class LinuxDevice:
@@ -89,9 +87,6 @@ class LinuxDevice:
             only root reads.
         meter: Meter of the board's rails, or None for hwmon.
         own: Meter named in agent.toml, such as a plug, preferred among meters of equal coverage.
-
-    Raises:
-        JobError: If `proc/meminfo` cannot be read.
     """
 
     def __init__(
@@ -109,12 +104,12 @@ class LinuxDevice:
         self.adjustable, self.holds = clocks is not None, False
         self.mode: str | None = None  # nvpmodel's
         self._all: tuple[OperatingPoint, ...] = ()  # in the board's widest mode
-        self._looked_s, self._mark = 0.0, power_modes.status_fingerprint(root)  # of the latest look at the mode
+        self._looked_s, self._mark = 0.0, controls.status_fingerprint(root)  # of the latest look at the mode
         self.idle_w: float | None = None
         self.provenance = "sysfs"
         self._status = None if clocks is None else _request_status(clocks)
         if profile is not None:
-            self._all = operating_points.fit_points(profile, _listed_frequencies(root, self._status))
+            self._all = fit_points(profile, _listed_frequencies(root, self._status))
             self.idle_w = None if profile.idle_w is None else profile.idle_w.value
             self.provenance = profile.provenance()
         self._root, self._clocks = root, clocks
@@ -180,7 +175,7 @@ class LinuxDevice:
         """
         found = controls.discover_controls(self._root)
         told = self._status
-        self.mode = (None if told is None else told.mode) or power_modes.read_mode_name(self._root)
+        self.mode = (None if told is None else told.mode) or controls.read_mode_name(self._root)
         mode = found.find_mode(self.mode)
         before = (
             {} if self._clocks is not None else {lever.name: controls.read_number(lever.high) for lever in found.found}
@@ -193,16 +188,16 @@ class LinuxDevice:
         points = owner_limits.permitted_points(self._all, found, mode, most)
         if self.adjustable:
             return points
-        return tuple(point for point in points if power_modes.is_same_mode(point.name, self.mode)) or points
+        return tuple(point for point in points if controls.is_same_mode(point.name, self.mode)) or points
 
     def _update_points_after_mode_change(self, now_s: float) -> None:
         if not self._all:
             return
-        mark = power_modes.status_fingerprint(self._root)
+        mark = controls.status_fingerprint(self._root)
         asked = (
             self._clocks is not None
             and now_s >= self._looked_s + ASK_S
-            and sysfs.is_forbidden(self._root / power_modes.STATUS)
+            and sysfs.is_forbidden(self._root / controls.STATUS)
         )
         if mark != self._mark or asked:
             self._looked_s, self._mark = now_s, mark
@@ -232,11 +227,11 @@ def _request_status(clocks: ClockClient) -> HelperStatus | None:
         return None
 
 
-def _listed_frequencies(root: Path, told: HelperStatus | None) -> operating_points.Lists:
+def _listed_frequencies(root: Path, told: HelperStatus | None) -> Lists:
     found = controls.discover_controls(root)
     lists = {
-        **operating_points.common_frequencies(found.found),
-        **({} if told is None else operating_points.common_frequencies(told.clocks)),
+        **common_frequencies(found.found),
+        **({} if told is None else common_frequencies(told.clocks)),
     }
     unknown = [lever.name for lever in found.hidden_controls if f"{lever.kind}_hz" not in lists]
     if unknown:
@@ -249,7 +244,6 @@ def _listed_frequencies(root: Path, told: HelperStatus | None) -> operating_poin
 
 
 def find_profile(root: Path) -> profiles.BoardProfile | None:
-    """Return the shipped profile of the board with its files under `root`, or None."""
     for board in sysfs.read_strings(sysfs.device_tree_folder(root) / "compatible"):
         for part in board.removeprefix("nvidia,").split("+"):
             name = FITS.get(part)
@@ -271,3 +265,157 @@ def _processor_sensors(hwmon: Path) -> list[Path]:
     # Most PCs have no thermal zone for the processor. Sensors of disks and radios are left out.
     chips = [chip for chip in sysfs.list_matches(hwmon, "hwmon*") if sysfs.read_line(chip / "name") in PROCESSOR_CHIPS]
     return [file for chip in chips for file in sysfs.list_matches(chip, "temp*_input")]
+
+
+SLACK: Final = 0.01  # 1421 is accepted for 1420.8 MHz
+CAP_REACH: Final = 0.1  # a mode's cap of 1200 MHz means 1113.6 on a board that lists 1113.6 and 1267.2
+SAME_TOP: Final = 0.02
+
+Lists = Mapping[str, tuple[float, ...]]  # axis -> hertz, rising; axes without listed frequencies are left out
+
+
+def common_frequencies(clocks: Iterable[controls.ClockControl | ClockState]) -> Lists:
+    """Return the frequencies that all clocks of a kind list, by axis. Axes without any are left out."""
+    found, clocks = {}, tuple(clocks)
+    for axis in AXES:
+        each = [set(clock.listed_hz) for clock in clocks if f"{clock.kind}_hz" == axis]
+        if shared := set[float].intersection(*each) if each else set():
+            found[axis] = tuple(sorted(shared))
+    return found
+
+
+def fit_points(profile: profiles.BoardProfile, own: Lists) -> tuple[OperatingPoint, ...]:
+    """Return the operating points of a profile that this board has: modes first, then the grid.
+
+    A mode is at the highest listed frequencies up to the mode's caps. The grid is computed by the profile's model for
+    the board's own clocks, if the highest clocks of both are the same. A clock without a list is left out of the points
+    and stays as the board sets it. Points without any clock are kept.
+    """
+    modes = {mode.name for mode in profile.points}
+    chosen = [_point_at_caps(point, own) for point in profile.operating_points() if point.name in modes]
+    found = [point for point in chosen if point is not None]
+    taken = {_clock_values(point) for point in found}
+    for point in _grid_points(profile, own):
+        if point.name not in modes and _clock_values(point) not in taken:
+            taken.add(_clock_values(point))
+            found.append(point)
+    return tuple(found[: profiles.MOST_POINTS])
+
+
+def create_power_lookup(profile: profiles.BoardProfile, root: Path) -> Callable[[OperatingPoint], float | None]:
+    """Return a function from an operating point to its watts in a profile, or None for unknown points."""
+
+    def find_power_w(point: OperatingPoint) -> float | None:
+        own = fit_points(profile, common_frequencies(controls.discover_controls(root).found))
+        return next(
+            (each.busy_w for each in own if (each.name, _clock_values(each)) == (point.name, _clock_values(point))),
+            None,
+        )
+
+    return find_power_w
+
+
+def _point_at_caps(point: OperatingPoint, own: Lists) -> OperatingPoint | None:
+    """Return the point with each clock at its highest listed frequency up to the cap of the point.
+
+    The result is None if a clock lists no frequency near its cap. Clocks without a list are left out.
+    """
+    clocks: dict[str, float | None] = dict.fromkeys(AXES)
+    for axis in AXES:
+        cap = getattr(point, axis)
+        if cap is None or axis not in own:
+            continue
+        below = [hz for hz in own[axis] if hz <= cap * (1 + SLACK)]
+        if not below or below[-1] < cap * (1 - CAP_REACH):
+            return None
+        clocks[axis] = below[-1]
+    return msgspec.structs.replace(point, **clocks)
+
+
+def _grid_points(profile: profiles.BoardProfile, own: Lists) -> tuple[OperatingPoint, ...]:
+    """Return the profile's grid on this board's clocks, or none if the highest clocks differ."""
+    # Without equal highest clocks the model of the profile is not valid for the board, which then has no grid.
+    top = profile.highest_clocks()
+    for axis, hz in top.items():
+        if axis in own and abs(own[axis][-1] - hz) > SAME_TOP * hz:
+            return ()  # a board unlike the profile's: its model does not hold here
+    if not any(axis in own for axis in top) or profile.clocks is None:
+        return ()
+    steps = {
+        axis: profiles.ClockSteps(own.get(axis, (hz,)), getattr(profile.clocks, axis).source)
+        for axis, hz in top.items()
+    }
+    board = msgspec.structs.replace(profile, clocks=profiles.BoardClocks(**steps))
+    modes = {mode.name for mode in profile.points}
+    unlisted = {axis: None for axis in AXES if axis not in own}
+    grid = [point for point in board.operating_points() if point.name not in modes]
+    return tuple(msgspec.structs.replace(point, name=_point_name(point, own), **unlisted) for point in grid)
+
+
+def _point_name(point: OperatingPoint, own: Lists) -> str:
+    return format_point_name({axis: getattr(point, axis) for axis in own if getattr(point, axis) is not None})
+
+
+def _clock_values(point: OperatingPoint) -> tuple[float | None, ...]:
+    return tuple(getattr(point, axis) for axis in AXES)
+
+
+class MemorySensor:
+    """Memory from /proc/meminfo, within the limits of the process's control groups (cgroup v2).
+
+    Limits are read once, at the start.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._meminfo, self._pressure = root / "proc/meminfo", root / "proc/pressure/memory"
+        total = _meminfo_bytes(self._meminfo, "MemTotal")
+        if total is None:
+            raise JobError(
+                f"{self._meminfo} does not tell the memory of this host: is it a Linux? Else name a profile to simulate"
+            )
+        groups = {group: sysfs.read_int(group / "memory.max") for group in _control_groups(root)}
+        self._limits = {group: limit for group, limit in groups.items() if limit is not None}
+        self.total_bytes = min([total, *self._limits.values()])
+
+    def read_available_bytes(self) -> int | None:
+        rooms = [_group_available_bytes(group, limit) for group, limit in self._limits.items()]
+        known = [room for room in (_meminfo_bytes(self._meminfo, "MemAvailable"), *rooms) if room is not None]
+        return min(known, default=None)
+
+    def read_pressure(self) -> float | None:
+        """Return the share of the last 10 s with tasks waiting for memory, or None before Linux 4.20."""
+        for line in (sysfs.read_text(self._pressure) or "").splitlines():
+            if line.startswith("some avg10="):
+                try:
+                    return float(line.split()[1].removeprefix("avg10=")) / 100
+                except ValueError:
+                    return None
+        return None
+
+
+def _meminfo_bytes(meminfo: Path, name: str) -> int | None:
+    for line in (sysfs.read_text(meminfo) or "").splitlines():
+        if line.startswith(f"{name}:"):
+            words = line.split()
+            return int(words[1]) * 1024 if len(words) == 3 and words[1].isdigit() and words[2] == "kB" else None
+    return None
+
+
+def _control_groups(root: Path) -> list[Path]:
+    for line in (sysfs.read_text(root / "proc/self/cgroup") or "").splitlines():
+        number, _, path = line.partition("::")
+        own = PurePosixPath(path)
+        if number == "0" and own.is_absolute() and ".." not in own.parts:
+            places = [root / "sys/fs/cgroup" / group.relative_to("/") for group in (own, *own.parents)]
+            return [place for place in places if sysfs.is_visible(place / "memory.max")]
+    return []
+
+
+def _group_available_bytes(group: Path, limit_bytes: int) -> int | None:
+    # The kernel evicts unused file pages first, so they count as available.
+    used = sysfs.read_int(group / "memory.current")
+    if used is None:
+        return None
+    stat = (sysfs.read_text(group / "memory.stat") or "").splitlines()
+    idle = next((words[1] for words in map(str.split, stat) if words[0] == "inactive_file" and len(words) == 2), "")
+    return max(0, limit_bytes - used + (min(int(idle), used) if idle.isdigit() else 0))

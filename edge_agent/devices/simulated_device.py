@@ -39,11 +39,7 @@ class SimulationTraits:
 
     @classmethod
     def parse(cls, text: str) -> SimulationTraits:
-        """Parse "battery=40Wh&noise=0.1&spread=0.2&seed=7", in which every part is optional.
-
-        Raises:
-            JobError: If a name is unknown or a value is no number.
-        """
+        """Parse "battery=40Wh&noise=0.1&spread=0.2&seed=7", in which every part is optional."""
         told = dict(parse_qsl(text, keep_blank_values=True))
         try:
             battery = told.pop("battery", None)
@@ -61,15 +57,7 @@ class SimulationTraits:
 
 
 class SimulatedDevice:
-    """Simulated device at one operating point, by default the first in its profile.
-
-    Args:
-        points: Operating points of the profile, if computed already.
-        provenance: Least certain provenance of the profile's numbers, if computed already.
-
-    Raises:
-        JobError: If the profile has no such point.
-    """
+    """Simulated device at one operating point, by default the first in its profile."""
 
     adjustable = holds = True
 
@@ -104,15 +92,10 @@ class SimulatedDevice:
 
     @classmethod
     def from_name(cls, board: str) -> SimulatedDevice:
-        """Create a device from "NAME[:POINT][?TRAITS]", as in "jetson-tx2:MAXQ?battery=40Wh&noise=0.1".
-
-        Raises:
-            JobError: If the profile, point or a trait is unknown.
-        """
+        """Create a device from "NAME[:POINT][?TRAITS]", as in "jetson-tx2:MAXQ?battery=40Wh&noise=0.1"."""
         return cls(*_parse_board(board))
 
     def read_sensors(self, now_s: float) -> Reading:
-        """Return battery and temperature, if simulated. Sensors of this host are not read."""
         if not self._changes:
             return _NOTHING
         passed_s = 0.0 if self._seen_s is None else max(0.0, now_s - self._seen_s)
@@ -223,5 +206,4 @@ def _parse_board(
 
 
 def _lognormal(sigma: float, *keys: object) -> float:
-    """Return a log-normal factor with median 1, which is exactly 1 if `sigma` is 0."""
     return random.Random(derive_seed(*keys)).lognormvariate(0.0, sigma) if sigma else 1.0

@@ -1,7 +1,7 @@
 """Engines, which do the arithmetic of a method's client half. Heavy imports are in their modules.
 
-Engine "x" is class `XEngine` of `x/engine.py` and takes the memory budget of its process in bytes. An engine of another
-package is a class or function with the same argument, registered as an entry point in `fedquilt.engines`.
+Engine "x" is class `XEngine` of `x_engine.py` or `x/engine.py` and takes the memory budget of its process in bytes. An
+engine of another package is a class or function with the same argument, an entry point in `fedquilt.engines`.
 """
 
 from __future__ import annotations
@@ -31,15 +31,6 @@ def available_engines() -> tuple[str, ...]:
 
 
 def create_engine(name: str, budget_bytes: int) -> Engine:
-    """Create an engine, and import its library.
-
-    Args:
-        name: Name of an engine in `available_engines`.
-        budget_bytes: Most resident memory of this process.
-
-    Raises:
-        JobError: If the engine is unknown or not installed, or the plug-in provides no engine.
-    """
     if (plugin := plugins.find_plugin("engine", name, tuple(NEEDS))) is not None:
         made = plugins.import_plugin(plugin)
         if not callable(made):
@@ -48,5 +39,5 @@ def create_engine(name: str, budget_bytes: int) -> Engine:
     library, extra = NEEDS[name]
     if find_spec(library) is None:
         raise JobError(f"engine {name!r} needs {library}, which is not installed: {extras.installation_command(extra)}")
-    module = importlib.import_module(f"{__name__}.{name}.engine")
+    module = importlib.import_module(f"{__name__}.torch.engine" if name == "torch" else f"{__name__}.{name}_engine")
     return getattr(module, f"{name.capitalize()}Engine")(budget_bytes)

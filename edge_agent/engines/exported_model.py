@@ -27,17 +27,12 @@ class ExportedModel(NamedTuple):
 
     @property
     def task(self) -> TaskKind | None:
-        """Kind of prediction, or None if the metadata has none."""
         if self.network is not None:
             return metrics.task_from_network(self.network)
         return None if self.labels is None else "classes"
 
     def prepare_inputs(self, x: np.ndarray) -> np.ndarray:
-        """Return network inputs (n, ...) in float32 for stored examples (n, ...), as in training.
-
-        Raises:
-            DataError: If the examples have another shape or type.
-        """
+        """Return network inputs (n, ...) in float32 for stored examples (n, ...), as in training."""
         if self.input is not None:
             return inputs.prepare_inputs(x, self.input)
         network = self.network or {}
@@ -47,11 +42,6 @@ class ExportedModel(NamedTuple):
 
 
 def read_metadata(facts: Mapping[str, str]) -> ExportedModel:
-    """Return the metadata of an exported graph.
-
-    Raises:
-        ModelError: If the metadata is not as written by `fedquilt model export`.
-    """
     tables = {name: _decode_entry(facts, name, dict) for name in ("input", "network", "reading")}
     labels = _decode_entry(facts, "labels", list)
     if tables["input"] is not None:
@@ -87,7 +77,6 @@ def _require_input(table: Any, name: str) -> None:
 
 
 def _require_reading_settings(settings: Mapping[str, Any]) -> None:
-    """Raise ModelError if a reading setting is unknown or invalid."""
     if odd := sorted(settings.keys() - reading_settings.SETTINGS):
         raise _metadata_error("reading", f"unknown key {odd[0]!r}")
     try:
@@ -104,7 +93,6 @@ def _metadata_error(name: str, why: object = None) -> ModelError:
 
 
 def require_shape(made: np.ndarray, wanted: Shape) -> None:
-    """Raise DataError unless prepared examples (n, ...) have the shape that a graph takes."""
     given = made.shape[1:]
     if not graph_check.fits_shape(given, wanted):
         shape = graph_check.format_shape(wanted)
@@ -118,7 +106,6 @@ def require_scores(scores: np.ndarray) -> None:
 
 
 def _decode_entry(facts: Mapping[str, str], name: str, kind: type) -> Any:
-    """Return a decoded entry, or None if it is missing. Raise ModelError if it has another type."""
     if name not in facts:
         return None
     try:

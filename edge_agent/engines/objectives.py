@@ -8,29 +8,85 @@
 
 The torch engines compute the same losses (`torch.training_step`). All engines use the evaluation sums of this module.
 `fedquilt.core.evaluation` computes metrics from the sums.
+
+Class priors correct the scores by the device's own class frequencies (Saerens et al., Adjusting the Outputs of a
+Classifier to New a Priori Probabilities, Neural Computation 2002, equation 2.4). To the score of each class is added
+`strength` times the log of its share among the device's examples over its share among the model's. A strength of 1 is
+the equation. Scores that are no calibrated log-probabilities need another one, the inverse of their temperature. The
+strength is chosen on the held-out examples.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from fedquilt.core import DETAILED, DataError, DivergedError, EvaluationSums, evaluation
+from fedquilt.core import DETAILED, ClassPrior, DataError, DivergedError, EvaluationSums, evaluation
 from fedquilt.data.readers.base import describe_class_problem
-from fedquilt.edge_agent.engines import class_priors
-from fedquilt.edge_agent.engines.class_priors import StrengthChoice
 
 if TYPE_CHECKING:
     from fedquilt.core import ClassPrior, Examples, TaskKind
+
+STRENGTHS: Final = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+FOLDS: Final = 5  # of the held-out examples: those of one are counted with the strength that the others choose
+LEAST_DEVIATIONS: Final = 3.0  # by which the G statistic has to exceed its mean without a difference
+LEAST_GAIN: Final = 1.0  # standard errors by which the correction has to win
+
+
+def compute_log_ratios(prior: ClassPrior, outputs: int) -> np.ndarray:
+    """Return the log of each class's share on the device over its share among the model's examples, (outputs,).
+
+    The device's counts are smoothed by as many examples as there are classes, in the model's shares. All logs are 0 if
+    chance explains the device's counts (G-test), as on IID shares.
+    """
+    shares = np.asarray(prior.shares or np.full(outputs, 1 / outputs), np.float64)
+    counts = np.bincount(prior.labels.astype(np.int64), minlength=outputs)[:outputs]
+    total, known, freedom = counts.sum(), counts > 0, outputs - 1
+    g = 2 * (counts[known] * np.log(counts[known] / total / shares[known])).sum()
+    found: np.ndarray = np.log((counts / shares + outputs) / (total + outputs))
+    return found if g > freedom + LEAST_DEVIATIONS * np.sqrt(2 * freedom) else np.zeros(outputs)
+
+
+class StrengthChoice:
+    """Counts of held-out examples from which the strength of a device's correction follows, added batch by batch."""
+
+    def __init__(self, log_ratios: np.ndarray) -> None:
+        self.log_ratios, self._examples = log_ratios, 0
+        self._right = np.zeros((FOLDS, len(STRENGTHS)), np.int64)
+        self._changed = np.zeros((FOLDS, len(STRENGTHS)), np.int64)  # examples right or wrong with this strength alone
+
+    def add_batch(self, scores: np.ndarray, y: np.ndarray) -> None:
+        folds = (self._examples + np.arange(len(y))) % FOLDS
+        self._examples += len(y)
+        plain = scores.argmax(axis=1) == y
+        for place, strength in enumerate(STRENGTHS):
+            right = (scores + strength * self.log_ratios).argmax(axis=1) == y
+            self._right[:, place] += np.bincount(folds[right], minlength=FOLDS)
+            self._changed[:, place] += np.bincount(folds[right != plain], minlength=FOLDS)
+
+    def choose_strength(self) -> float:
+        """Return the strength that helps most on all examples, or 0 if none helps."""
+        return STRENGTHS[_find_best_place(self._right.sum(axis=0), self._changed.sum(axis=0))]
+
+    def count_right(self) -> int:
+        """Return the correct predictions, each fold's with the best strength on the other folds."""
+        right, changed = self._right.sum(axis=0) - self._right, self._changed.sum(axis=0) - self._changed
+        return sum(int(self._right[fold, _find_best_place(right[fold], changed[fold])]) for fold in range(FOLDS))
+
+
+def _find_best_place(right: np.ndarray, changed: np.ndarray) -> int:
+    gains = right - right[0]
+    gains[gains <= LEAST_GAIN * np.sqrt(changed)] = 0  # of n changed examples by chance half win: deviation root of n
+    return int(gains.argmax())
+
 
 ADVICE = "set `task` in [data] and [model] alike"
 
 
 def require_targets(examples: Examples, outputs: int, task: TaskKind = "classes") -> None:
-    """Raise DataError unless the examples have valid targets for the task and its number of outputs."""
     y = examples.y
     if task == "classes":
         if y.ndim != 1 or y.dtype.kind not in "iu":
@@ -80,12 +136,7 @@ def losses_and_gradients(task: TaskKind, scores: np.ndarray, y: np.ndarray) -> t
 
 
 class EvaluationAccumulator:
-    """Sums of an evaluation, added batch by batch.
-
-    Args:
-        task: Kind of prediction.
-        prior: Class frequencies with which correct predictions are counted too, or None.
-    """
+    """Sums of an evaluation, added batch by batch."""
 
     def __init__(self, task: TaskKind, prior: ClassPrior | None = None) -> None:
         self._task, self._examples, self._whole, self._prior = task, 0, 0, prior
@@ -102,7 +153,7 @@ class EvaluationAccumulator:
         self._targets: list[Parts] = [()] * detailed
         self._target_squares: list[Parts] = [()] * detailed
         if self._prior is not None:
-            self.strengths = StrengthChoice(class_priors.compute_log_ratios(self._prior, outputs))
+            self.strengths = StrengthChoice(compute_log_ratios(self._prior, outputs))
 
     def add_batch(self, scores: np.ndarray, y: np.ndarray, loss: float) -> None:
         """Add a batch: scores (n, outputs), targets of the task, and the sum of the examples' losses."""
@@ -162,11 +213,6 @@ class EvaluationAccumulator:
             sums[:] = [_add_exactly(sum, column) for sum, column in zip(sums, terms.T, strict=True)]
 
     def sums(self) -> EvaluationSums:
-        """Return the sums of all batches.
-
-        Raises:
-            DivergedError: If the loss is not finite.
-        """
         if not self._examples:
             return EvaluationSums(examples=0, task=self._task)
         if not math.isfinite(loss := sum(self._losses)):
@@ -193,7 +239,6 @@ class EvaluationAccumulator:
 def evaluate_scores(
     task: TaskKind, batches: Iterable[tuple[np.ndarray, np.ndarray]], prior: ClassPrior | None = None
 ) -> EvaluationAccumulator:
-    """Return the sums over batches of scores, (n, outputs), and targets."""
     found = EvaluationAccumulator(task, prior)
     for scores, y in batches:
         found.add_batch(scores, y, float(losses_and_gradients(task, scores, y)[0].sum()))

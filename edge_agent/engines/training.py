@@ -24,7 +24,6 @@ def draw_orders(count: int, epochs: int, rng: np.random.Generator) -> list[np.nd
 
 
 def mini_batches(order: np.ndarray, size: int) -> Iterator[np.ndarray]:
-    """Yield the mini-batches of one epoch. The last may be smaller."""
     for first in range(0, len(order), size):
         yield order[first : first + size]
 
@@ -49,16 +48,7 @@ def fitting_batch_size(room_bytes: float, example_bytes: float, wanted: int) -> 
 def network_inputs(
     x: np.ndarray, network: Mapping[str, Any], inputs: Callable[[np.ndarray], np.ndarray] | None = None
 ) -> np.ndarray:
-    """Return network inputs of stored examples in float32, by the network's "input" table if any.
-
-    Args:
-        x: Examples as stored.
-        network: Network table.
-        inputs: Conversion of the method (`Hooks.inputs`) that replaces the default, or None.
-
-    Raises:
-        DataError: If the examples cannot be converted.
-    """
+    """Return network inputs of stored examples in float32, by the network's "input" table if any."""
     if inputs is not None:
         return inputs(x)
     if "input" in network:
@@ -85,7 +75,6 @@ def _token_inputs(x: np.ndarray, known: int) -> np.ndarray:
 
 
 def require_examples(examples: Examples, each: int) -> None:
-    """Raise DataError if there are no examples for gradients, and JobError if `each` is below 1."""
     if not len(examples):
         raise DataError("no examples: this device has nothing to take gradients of")
     if each < 1:
@@ -93,7 +82,6 @@ def require_examples(examples: Examples, each: int) -> None:
 
 
 def require_shapes(start: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ModelError unless the tensors have exactly these names and shapes."""
     if odd := sorted(start.keys() ^ shapes.keys()):
         side = "lack" if odd[0] in shapes else "have"
         raise ModelError(f"the tensors do not fit the network: {len(odd)} names differ, they {side} {odd[0]!r}")
@@ -103,7 +91,6 @@ def require_shapes(start: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Non
 
 
 def require_anchors(anchors: Mapping[str, Tensors], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ModelError unless each anchor has tensors of these names and shapes."""
     for anchor, held in anchors.items():
         for name, shape in shapes.items():
             if name not in held or held[name].shape != shape:
@@ -129,15 +116,7 @@ class TrainingProgress:
         self._sum, self._seen, self._first = 0.0, 0, 0.0
 
     def add_step(self, loss: float, examples: int) -> None:
-        """Count one step and report progress.
-
-        Args:
-            loss: Mean loss over the examples before the step.
-            examples: Number of examples in the step.
-
-        Raises:
-            DivergedError: If the loss is not finite or has exploded.
-        """
+        """Count one step and report progress."""
         if self._done % self._each == 0:
             self._sum, self._seen = 0.0, 0  # the last epoch's loss is reported
         self._done += 1
@@ -159,7 +138,6 @@ class TrainingProgress:
         raise DivergedError(f"{what}, learning rate {self._fit.lr:g}")
 
     def metrics(self) -> dict[str, float]:
-        """Return the mean loss over the last epoch and the number of steps."""
         if not self._seen:
             return {"steps": 0.0}
         return {"loss": self._sum / self._seen, "steps": float(self._done)}

@@ -58,8 +58,6 @@ Policy: TypeAlias = Literal["energy", "paper", "max", "board"]
 
 
 class GovernorPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Table [governor] of agent.toml."""
-
     policy: Policy = "energy"
     max_w: Annotated[float, Meta(gt=0)] | None = None  # most that a point may draw; None: no limit
 
@@ -78,16 +76,13 @@ class PointForecast(NamedTuple):
     spread: float  # uncertainty of the joules, as a share of the joules above idle, at most 1
 
     def energy_above_idle_j(self, idle_w: float) -> float:
-        """Return the energy of the work above idle. The power must be known."""
         assert self.watts is not None
         return (self.watts - idle_w) * self.seconds
 
     def energy_until_deadline_j(self, left_s: float, idle_w: float) -> float:
-        """Return the energy until the deadline, `left_s` from now, including idle time."""
         return self.energy_above_idle_j(idle_w) + idle_w * max(left_s, self.seconds)
 
     def optimistic_energy_j(self, left_s: float, idle_w: float) -> float:
-        """Return the energy until the deadline at the low end of its uncertainty."""
         return self.energy_until_deadline_j(left_s, idle_w) - CURIOSITY * self.spread * max(
             self.energy_above_idle_j(idle_w), 0.0
         )
@@ -96,13 +91,7 @@ class PointForecast(NamedTuple):
 def forecast_points(
     points: Sequence[OperatingPoint], work: WorkEstimate, learned: LearnedModel = LearnedModel()
 ) -> list[PointForecast]:
-    """Return predictions for each point with a predictable time, fastest first.
-
-    Args:
-        points: Operating points of the device.
-        work: Work of the task.
-        learned: Learned costs of this engine and workload.
-    """
+    """Return predictions for each point with a predictable time, fastest first."""
     found = []
     for point, each in zip(points, estimate_points(learned, points, work), strict=True):
         if each is not None:
@@ -166,15 +155,6 @@ def choose_faster_point(
     """Choose a faster point for a task that would miss its deadline, or None to stay.
 
     The present segment counts at once, even if it is unlike all earlier tasks: the task may be of a new kind.
-
-    Args:
-        rule: Policy. Only "energy" and "paper" step up.
-        points: Operating points of the device.
-        seen: Present segment, at the pinned point.
-        rest: Remaining work.
-        left_s: Seconds until the deadline.
-        idle_w: Power of the idle board, or None if unknown.
-        learned: Learned costs before this segment.
     """
     if rule.policy not in ("energy", "paper") or seen.work.tasks < LEAST_DONE or seen.seconds <= 0:
         return None

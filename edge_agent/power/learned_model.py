@@ -77,7 +77,6 @@ class LearnedModel(WireMessage, frozen=True):
 
     @property
     def is_valid(self) -> bool:
-        """Whether the laws have the sizes of this version."""
         laws = ((self.time, len(TIME)), (self.power, len(POWER)))
         return all(law is None or (len(law.rows), len(law.aims)) == (size * size, size) for law, size in laws)
 
@@ -102,7 +101,6 @@ class CostEstimate(NamedTuple):
 def estimate_points(
     learned: LearnedModel, points: Sequence[OperatingPoint], work: WorkEstimate
 ) -> list[CostEstimate | None]:
-    """Estimate the work at each point, or None where the profile has no time."""
     seconds_at, power = _time_predictor(_fit_law(learned.time, TIME), work), _fit_law(learned.power, POWER)
     there_s = None if power is None else seconds_at(power.law.at)[0]
     found: list[CostEstimate | None] = []
@@ -124,11 +122,6 @@ def learn_segment(learned: LearnedModel, seen: TaskSegment, *, at_once: bool = F
 
     A segment unlike all earlier ones is left out. A second one in a row resets the law, because the work now runs
     elsewhere, for example on the CPU for lack of a GPU.
-
-    Args:
-        learned: Learned costs before the segment.
-        seen: Measured segment.
-        at_once: Reset the law at the first segment that is unlike all earlier ones.
     """
     told_s = cost_model.work_seconds(seen.work, seen.point)
     if told_s is None or not 0 < seen.seconds < math.inf:
@@ -218,7 +211,6 @@ class _LawFit(NamedTuple):
     covariance: list[list[float]]
 
     def evaluate(self, columns: Sequence[float]) -> tuple[float, float]:
-        """Return the value of a row of columns and its relative standard deviation."""
         value = sum(weight * x for weight, x in zip(self.weights, columns, strict=True))
         square = sum(x * sum(map(mul, row, columns)) for x, row in zip(columns, self.covariance, strict=True))
         return value, math.sqrt(max(square, 0.0)) / value

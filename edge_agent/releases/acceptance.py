@@ -15,13 +15,7 @@ ERRORS: Final = 3.0  # standard errors by which an accuracy has to miss its limi
 
 
 def judge_check(limits: ReleaseLimits, outcome: WorkResult, answers_j: float | None) -> CheckResult:
-    """Return the result of a check by the limits of the release.
-
-    Args:
-        limits: Limits of the release.
-        outcome: Outcome of the check's process.
-        answers_j: Energy of the board during the timed answers, or None without a meter.
-    """
+    """Return the result of a check by the limits of the release."""
     if outcome.code != "ok":
         return CheckResult(f"its check failed: {outcome.reason}", {}, killed=outcome.killed)
     told = dict(outcome.metrics)
@@ -46,7 +40,6 @@ def judge_check(limits: ReleaseLimits, outcome: WorkResult, answers_j: float | N
 
 
 def exceeded_limit(limits: ReleaseLimits, told: dict[str, float]) -> str:
-    """Return which limit a model exceeds, with both numbers, or "" if none of the measured ones."""
     accuracy, before = told.get("accuracy"), told.get("accuracy_before")
     if limits.min_gain is not None and accuracy is not None and before is not None:
         gain = accuracy - before
@@ -68,13 +61,7 @@ def exceeded_limit(limits: ReleaseLimits, told: dict[str, float]) -> str:
 
 
 def accuracy_loss_reason(min_gain: float | None, before: RunnerStatus | None, now: RunnerStatus) -> str:
-    """Return why labels in use show that a model misses its limit, or "" if they do not.
-
-    Args:
-        min_gain: Required difference to the accuracy of the previous model, as a share.
-        before: Last report of the runner on the previous model, or None.
-        now: Report of the runner on the model in use.
-    """
+    """Return why labels in use show that a model misses its limit, or "" if they do not."""
     if min_gain is None or before is None or before.accuracy is None or now.accuracy is None:
         return ""
     gain = now.accuracy - before.accuracy
@@ -88,7 +75,6 @@ def accuracy_loss_reason(min_gain: float | None, before: RunnerStatus | None, no
 
 
 def needs_more_labels(min_gain: float | None, before: RunnerStatus | None, now: RunnerStatus) -> bool:
-    """Return whether more labels could still show that a model misses or meets its limit."""
     if min_gain is None or before is None or before.accuracy is None:
         return False
     if now.accuracy is None:

@@ -12,17 +12,20 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
 from fedquilt import wire
-from fedquilt.core import BlobRef, FedquiltError, StoreError, WireError, WireMessage
-from fedquilt.edge_agent.releases import events, state_machine
+from fedquilt.core import BlobRef, FedquiltError, StoreError, WireError
+from fedquilt.edge_agent.agent_state import AgentState
+from fedquilt.edge_agent.releases import state_machine
 from fedquilt.edge_agent.releases.release_kind import ReleaseKind
-from fedquilt.edge_agent.storage.agent_state import AgentState
 from fedquilt.edge_agent.task_runner import TaskRunner
 from fedquilt.wire import DesiredRelease, ReleaseStatus
+
+if TYPE_CHECKING:
+    from fedquilt.edge_agent.agent import Agent
 
 log = logging.getLogger("fedquilt.agent")
 
@@ -31,65 +34,36 @@ CHECK_LOOK_S: Final = 0.1  # between two looks at a check
 LOOKS_MOST: Final = 16  # in one step: a release goes through its phases in fewer
 
 
-class ReleaseServices(Protocol):
-    def fetch_blobs(self, refs: Sequence[BlobRef]) -> None:
-        """Start to fetch blobs. `ReleaseManager.handle_fetched` follows for each.
-
-        Raises:
-            StoreError: If the disk has no space for a blob.
-        """
-        ...
-
-    def cancel_fetch(self, sha256: str) -> None: ...
-
-    def publish_message(self, leaf: str, message: WireMessage, retain: bool = False, reliable: bool = True) -> None: ...
-
-
 class ReleaseManager:
-    """Releases of all kinds on one device.
-
-    Args:
-        kinds: Kinds by their names on the wire. Releases of other kinds are refused.
-        clock: Device clock in seconds since 1970, or None if the device has no clock.
-
-    Raises:
-        StoreError: If the records of an earlier process cannot be read.
-    """
-
     def __init__(
         self,
         local: AgentState,
         kinds: Mapping[str, ReleaseKind],
         duty: TaskRunner,
-        around: ReleaseServices,
+        around: Agent,
         clock: Callable[[], float | None] = time.time,
     ) -> None:
         self._local, self._kinds, self._duty, self._around = local, kinds, duty, around
         self._clock = clock
-        self._states = {kind: events.ReleaseState(noted=self._load_record(kind)) for kind in kinds}
+        self._states = {kind: state_machine.ReleaseState(noted=self._load_record(kind)) for kind in kinds}
         self._told: dict[str, ReleaseStatus] = {}
         self._begun = self._rests = self._worked = False
 
     # -- what the agent asks --
 
     def handle_message(self, leaf: str, payload: bytes, now_s: float) -> bool:
-        """Process a message if it is about a release. Return whether it is.
-
-        Raises:
-            WireError: If the message is malformed or its release is of another kind.
-        """
         if leaf not in KINDS:
             return False
         self._resume_releases(now_s)
         if not payload:
             if leaf in self._kinds:
-                self._handle_event_or_wait(leaf, events.ReleaseCancelled(), now_s)
+                self._handle_event_or_wait(leaf, state_machine.ReleaseCancelled(), now_s)
             return True
         release = wire.decode(payload, DesiredRelease)
         if release.kind != leaf:
             raise WireError(f"a release of kind {release.kind!r} on the topic of {leaf!r}")
         if leaf in self._kinds:
-            self._handle_event_or_wait(leaf, events.ReleaseReceived(release), now_s)
+            self._handle_event_or_wait(leaf, state_machine.ReleaseReceived(release), now_s)
             return True
         reason = f"this device exchanges no {leaf}: its agent was started without"
         told = ReleaseStatus(
@@ -106,13 +80,12 @@ class ReleaseManager:
         for name in self._kinds:
             with self._retry_after_store_error(name, now_s):
                 if ended:
-                    self._handle_event(name, events.DeviceIdle(), now_s)
+                    self._handle_event(name, state_machine.DeviceIdle(), now_s)
                 self._advance_release(name, now_s)
             due_s = min(due_s, now_s + CHECK_LOOK_S if self._is_checking_kind(name) else self._states[name].again_s)
         return due_s
 
     def _advance_release(self, name: str, now_s: float) -> None:
-        """Process the end of a check, and poll the release until nothing is due."""
         if self._is_checking_kind(name) and (verdict := self._kinds[name].poll_check()) is not None:
             if verdict.killed:
                 log.warning("the check of a release of kind %s was killed: %s", name, verdict.refused)
@@ -123,20 +96,18 @@ class ReleaseManager:
             self._handle_event(name, self._poll_status(name, now_s), now_s)
 
     def handle_fetched(self, sha256: str, error: str | None, now_s: float) -> None:
-        """Record that a blob was fetched, or why the attempt failed."""
         for name in self._kinds:
             if (ref := self._blob_in_transfer(name)) is None or ref.sha256 != sha256:
                 continue
-            event: events.Event = events.ReleaseFetched(error)
+            event: state_machine.Event = state_machine.ReleaseFetched(error)
             if error is not None:
                 try:
                     self._local.require_room(ref.size)
                 except StoreError as full:
-                    event = events.ActionFailed(str(full))
+                    event = state_machine.ActionFailed(str(full))
             self._handle_event_or_wait(name, event, now_s)
 
     def needed_blobs(self) -> set[str]:
-        """Return the sha256 of blobs that releases need until they are staged."""
         found = set()
         for state in self._states.values():
             if state.noted is not None and state.noted.step == "wanted" and state.noted.release.blob is not None:
@@ -158,7 +129,6 @@ class ReleaseManager:
         return [each for kind in self._kinds.values() for each in kind.fds()]
 
     def stop(self) -> None:
-        """End running checks, which the next process repeats."""
         for name, kind in self._kinds.items():
             if self._is_checking_kind(name):
                 kind.discard_unused()
@@ -166,7 +136,6 @@ class ReleaseManager:
     # -- events --
 
     def _resume_releases(self, now_s: float) -> None:
-        """On the first call, resume all releases from the records of an earlier process."""
         if self._begun:
             return
         self._begun = True
@@ -174,13 +143,13 @@ class ReleaseManager:
             with self._retry_after_store_error(name, now_s):
                 self._handle_event(
                     name,
-                    events.ProcessStarted(
+                    state_machine.ProcessStarted(
                         kind.current_sha256(), kind.unhealthy_reason() if self._is_activated(name) else ""
                     ),
                     now_s,
                 )
 
-    def _handle_event_or_wait(self, name: str, event: events.Event, now_s: float) -> None:
+    def _handle_event_or_wait(self, name: str, event: state_machine.Event, now_s: float) -> None:
         with self._retry_after_store_error(name, now_s):
             self._handle_event(name, event, now_s)
 
@@ -207,14 +176,14 @@ class ReleaseManager:
             return None
         return state.noted.release.blob
 
-    def _poll_status(self, name: str, now_s: float) -> events.StatusPolled:
+    def _poll_status(self, name: str, now_s: float) -> state_machine.StatusPolled:
         state, kind = self._states[name], self._kinds[name]
         if state.noted is None or state.noted.step != "wanted":
-            return events.StatusPolled(
+            return state_machine.StatusPolled(
                 current=kind.current_sha256(), settled=kind.is_settled(), ill=kind.unhealthy_reason()
             )
         release, clock_s = state.noted.release, self._clock()
-        return events.StatusPolled(
+        return state_machine.StatusPolled(
             current=kind.current_sha256(),
             here=release.blob is not None and self._local.depot.has_blob(release.blob),
             works=self._duty.is_working,
@@ -224,7 +193,7 @@ class ReleaseManager:
             local=None if clock_s is None else time.localtime(clock_s),
         )
 
-    def _handle_event(self, name: str, event: events.Event, now_s: float) -> None:
+    def _handle_event(self, name: str, event: state_machine.Event, now_s: float) -> None:
         """Apply an event, write the record to disk, publish the progress, then carry out the actions."""
         before = self._states[name]
         state, actions = state_machine.advance(before, event, now_s)
@@ -233,7 +202,7 @@ class ReleaseManager:
                 self._local.write_file(_record_name(name), wire.encode(state.noted))
             except FedquiltError as error:
                 if state.noted.step == "swapping":  # nothing is exchanged unless the note is on disk
-                    return self._handle_event(name, events.ActionFailed(str(error)), now_s)
+                    return self._handle_event(name, state_machine.ActionFailed(str(error)), now_s)
                 log.error("the release %s of kind %s cannot be noted: %s", state.noted.release.name, name, error)
         self._states[name] = state
         self._publish_progress(name)
@@ -246,14 +215,15 @@ class ReleaseManager:
             elif state.noted is not None:
                 self._carry_out_action(name, action, state.noted, now_s)
 
-    def _carry_out_action(self, name: str, action: events.Action, noted: events.ReleaseRecord, now_s: float) -> None:
-        """Perform an action, and process its result or failure as an event."""
+    def _carry_out_action(
+        self, name: str, action: state_machine.Action, noted: state_machine.ReleaseRecord, now_s: float
+    ) -> None:
         kind, release = self._kinds[name], noted.release
         if action == "publish":
             self._told.pop(name, None)
             return self._publish_progress(name)
         if action == "fetch" and release.blob is not None and self._local.depot.has_blob(release.blob):
-            return self._handle_event(name, events.ReleaseFetched(), now_s)
+            return self._handle_event(name, state_machine.ReleaseFetched(), now_s)
         if action == "check":
             self._rests = True
             self._duty.set_task_pause(True, now_s)
@@ -265,10 +235,12 @@ class ReleaseManager:
             if action == "delete":
                 return None
             in_use = action == "activate" and release.blob is not None and kind.current_sha256() == release.blob.sha256
-            return self._handle_event(name, events.ActionFailed(str(error), in_use), now_s)
-        return self._handle_event(name, events.ActionDone(action, found), now_s)
+            return self._handle_event(name, state_machine.ActionFailed(str(error), in_use), now_s)
+        return self._handle_event(name, state_machine.ActionDone(action, found), now_s)
 
-    def _perform_action(self, kind: ReleaseKind, action: events.Action, noted: events.ReleaseRecord) -> bool:
+    def _perform_action(
+        self, kind: ReleaseKind, action: state_machine.Action, noted: state_machine.ReleaseRecord
+    ) -> bool:
         """Perform an action. Return whether a roll-back found a previous release, and True for other actions."""
         release, blob, path = noted.release, noted.release.blob, None
         match action:
@@ -291,10 +263,10 @@ class ReleaseManager:
 
     # -- records and published status --
 
-    def _load_record(self, name: str) -> events.ReleaseRecord | None:
+    def _load_record(self, name: str) -> state_machine.ReleaseRecord | None:
         payload = self._local.read_file(_record_name(name))
         try:
-            return None if payload is None else wire.decode(payload, events.ReleaseRecord)
+            return None if payload is None else wire.decode(payload, state_machine.ReleaseRecord)
         except WireError as error:
             log.warning("what was noted of releases of kind %s is damaged (%s): it is forgotten", name, error)
             return None

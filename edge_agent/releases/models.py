@@ -31,16 +31,24 @@ from fedquilt import extras
 from fedquilt.core import UNDECODABLE, Count, Device, DeviceReport, Digest, Label, ModelError, StoreError
 from fedquilt.costs import peak_memory
 from fedquilt.edge_agent import engines
-from fedquilt.edge_agent.power.energy import EnergyAccount
+from fedquilt.edge_agent.agent_state import PrivateState
+from fedquilt.edge_agent.power.task_power import EnergyAccount
 from fedquilt.edge_agent.releases.acceptance import accuracy_loss_reason, judge_check, needs_more_labels
-from fedquilt.edge_agent.releases.check.protocol import DONE, TENSORRT, TENSORRT_S, TIMED, CheckRequest, SplitModelFiles
 from fedquilt.edge_agent.releases.process import ReleaseHook
 from fedquilt.edge_agent.releases.release_kind import CheckResult, ReleaseKind
 from fedquilt.edge_agent.runner_status import RunnerStatus, RunnerStatusReader
 from fedquilt.edge_agent.settings import AgentSettings
-from fedquilt.edge_agent.storage.job_records import PrivateState
 from fedquilt.edge_agent.task import sandbox
-from fedquilt.edge_agent.task.protocol import ProgressReport, WorkResult
+from fedquilt.edge_agent.task.protocol import (
+    DONE,
+    TENSORRT,
+    TENSORRT_S,
+    TIMED,
+    CheckRequest,
+    ProgressReport,
+    SplitModelFiles,
+    WorkResult,
+)
 from fedquilt.edge_agent.task.worker import ChildWorker
 from fedquilt.formats import personal_models
 from fedquilt.host.disk import REAL, Disk, disk_errors
@@ -78,14 +86,6 @@ class ReleaseManifest(DeviceReport, frozen=True):
 
 
 class ModelReleases(ReleaseKind):
-    """Releases of models on one device.
-
-    Args:
-        board: Device whose meter measures the energy of an answer.
-        budget_bytes: Function that returns the memory budget of a check, or None for the budget in the settings.
-        examine: Check of a graph's file before anything runs the graph.
-    """
-
     def __init__(
         self,
         settings: AgentSettings,
@@ -137,7 +137,6 @@ class ModelReleases(ReleaseKind):
         return self._made[name]
 
     def _blob_sha256(self, name: str) -> str:
-        """Return the sha256 of the blob that a folder's model came from, or "" if unknown."""
         if name not in self._known:
             try:
                 payload = self._disk.read(self.folder / name / RELEASE)
@@ -243,7 +242,6 @@ class ModelReleases(ReleaseKind):
         self._worker.start(order, now_s)
 
     def _parts_of_model(self, folder: Path) -> SplitModelFiles | None:
-        """Return the files from which the device assembles its model, or None if the model was sent whole."""
         shared = folder / SHARED
         with disk_errors(f"read {shared}"):
             task = personal_models.read_task(shared, self._disk) if self._disk.is_file(shared) else None
@@ -253,7 +251,6 @@ class ModelReleases(ReleaseKind):
         return SplitModelFiles(str(shared), self._settings.device, kept.path, kept.sha256, kept.lost)
 
     def poll_check(self) -> CheckResult | None:
-        """Return the result of the check, or None. Measure the answers' energy."""
         if self._check is None:
             return CheckResult("its check was not begun", {})
         (release, end_s), now_s = self._check, self._clock()
@@ -276,7 +273,6 @@ class ModelReleases(ReleaseKind):
         return None
 
     def _store_check_output(self, release: DesiredRelease, verdict: CheckResult) -> CheckResult:
-        """Copy the files that the check wrote beside the model. Return the verdict, or a refusal."""
         assert release.blob is not None
         folder, disk = self.folder / release.blob.sha256[:16], self._disk
         made = [MODEL] if disk.is_file(folder / SHARED) else []
@@ -359,7 +355,6 @@ class ModelReleases(ReleaseKind):
         return self.runner.unchanged_s <= QUIET_S
 
     def _awaits_labels(self) -> bool:
-        """Return whether more labels could decide on the model in use, for a limited time."""
         told, now_s = self.runner.read_status(), self._clock()
         if told is None or told.model != self._served_sha256():
             return False
@@ -378,7 +373,6 @@ class ModelReleases(ReleaseKind):
         return self._runner_failure()
 
     def _runner_failure(self) -> str:
-        """Return why the runner's reports show that the model in use has failed, or ""."""
         told = self.runner.read_status()
         if told is None:
             was = self._there or self._first is not None
@@ -396,7 +390,6 @@ class ModelReleases(ReleaseKind):
         return f"the model runner failed {failed} of {answers} times with it"
 
     def discard_unused(self) -> None:
-        """End a running check, and delete models that are neither current nor previous."""
         if self._check is not None:
             self._end_check()
         if not self._disk.is_dir(self.folder):

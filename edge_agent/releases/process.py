@@ -33,17 +33,7 @@ class ReleaseProcess:
     def start(
         self, command: Sequence[str], timeout_s: float, environment: Mapping[str, str], request: bytes = b""
     ) -> None:
-        """Start a command. A previous one is killed first.
-
-        Args:
-            command: Command with arguments.
-            timeout_s: Longest duration.
-            environment: Environment variables.
-            request: Input of up to 64 KiB. With a request, only errors count as output.
-
-        Raises:
-            OSError: If the command cannot be started.
-        """
+        """Start a command. A previous one is killed first."""
         self.stop()
         self._end_s = self._clock() + timeout_s
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - `stop` closes it
@@ -93,14 +83,11 @@ class ReleaseProcess:
 
 
 class ReleaseHook:
-    """Command of the device's owner."""
-
     def __init__(self, command: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._command, self._process = list(command), ReleaseProcess(clock)
         self._failed = ""
 
     def start(self, environment: Mapping[str, str]) -> None:
-        """Start the command with more environment variables. Kill a previous run, and record a failed start."""
         self._process.stop()
         self._failed = ""
         try:
@@ -123,5 +110,4 @@ class ReleaseHook:
 
     @property
     def failure(self) -> str:
-        """Reason why the latest run has failed, with its last output, or ""."""
         return "" if self.is_running else self._failed

@@ -20,28 +20,15 @@ another release since, does nothing and reports "returned".
 
 from __future__ import annotations
 
-from math import inf
+import math
+import re
+import time
 from typing import Any, Final, Literal
 
+import msgspec
 from msgspec.structs import replace
 
-from fedquilt.core import REFETCH, shorten_error
-from fedquilt.edge_agent.releases import window
-from fedquilt.edge_agent.releases.events import (
-    Action,
-    ActionDone,
-    ActionFailed,
-    DeviceIdle,
-    Event,
-    ProcessStarted,
-    ReleaseCancelled,
-    ReleaseFetched,
-    ReleaseReceived,
-    ReleaseRecord,
-    ReleaseState,
-    StatusPolled,
-    Step,
-)
+from fedquilt.core import REFETCH, AnyDigest, Label, Metrics, Reading, Sentence, WireMessage, shorten_error
 from fedquilt.edge_agent.releases.release_kind import CheckResult
 from fedquilt.edge_agent.state_machine import KILLED_MOST
 from fedquilt.edge_agent.task.memory_budget import format_megabytes
@@ -52,6 +39,10 @@ LEAST_BATTERY: Final = 0.2  # charge below which no release begins, unless the b
 HOTTEST_C: Final = 85.0  # temperature above which no release begins
 SOAK_LOOK_S: Final = 1.0  # interval of polls while a release soaks
 
+EARLIEST_YEAR: Final = 2020  # an earlier clock was never set: boards without a clock battery begin in 1970
+FORM: Final = 'a window is two times of a day, "02:00-05:00"'
+
+_FORM: Final = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-3]):([0-5]\d)\Z")
 _WITHIN: Final[dict[str, Any]] = {
     "gate": "waiting",
     "fetching": "fetching",
@@ -60,11 +51,101 @@ _WITHIN: Final[dict[str, Any]] = {
     "checked": "checking",
 }
 
+# -- state ----------------------------------------------------------------------------------------
+
+
+class ReleaseRecord(WireMessage, frozen=True, omit_defaults=True):
+    release: DesiredRelease  # the latest one
+    step: Literal["wanted", "swapping", "soaking", "committed", "refused", "returning", "returned"] = "wanted"
+    reason: Sentence = ""
+    metrics: Metrics = msgspec.field(default_factory=dict)
+    next: DesiredRelease | None = None  # a release that arrived while `release` soaks
+    origin: AnyDigest = ""  # release in use (sha256) when the swap is about to be made
+    rollout: Label = ""  # rollout that brought the release in use; "": none that could be taken back
+    name: Label = ""  # name of the release in use
+    before: AnyDigest = ""  # release (sha256) that ran before the one in use
+    before_name: Label = ""
+
+
+class ReleaseState(msgspec.Struct, frozen=True):
+    noted: ReleaseRecord | None = None
+    stage: Literal["gate", "fetching", "fetched", "checking", "checked", "undone"] = "gate"  # stage within the step
+    waits: str = ""  # condition that the release waits for
+    again_s: float = math.inf  # when to look again
+    until_s: float = math.inf  # end of the soak
+    failures: int = 0  # to fetch the blob, then kills of the check's process
+
+
+# -- events and actions ---------------------------------------------------------------------------
+
+Action = Literal["publish", "fetch", "cancel fetch", "check", "activate", "roll back", "confirm", "delete"]
+"""Action on the release of the new state. "cancel fetch" is about the one of the state before."""
+
+
+class ReleaseReceived(msgspec.Struct, frozen=True):
+    release: DesiredRelease
+
+
+class ReleaseCancelled(msgspec.Struct, frozen=True): ...
+
+
+class ReleaseFetched(msgspec.Struct, frozen=True):
+    error: str | None = None
+
+
+class ActionDone(msgspec.Struct, frozen=True):
+    """Completed action. `found` is whether a roll-back had a previous release."""
+
+    action: Action
+    found: bool = True
+
+
+class ActionFailed(msgspec.Struct, frozen=True):
+    """Failed action. `in_use` is whether the release has been activated nevertheless."""
+
+    reason: str
+    in_use: bool = False
+
+
+class ProcessStarted(msgspec.Struct, frozen=True):
+    """Start of a process with the records of an earlier one."""
+
+    current: str = ""
+    ill: str = ""
+
+
+class DeviceIdle(msgspec.Struct, frozen=True): ...
+
+
+class StatusPolled(msgspec.Struct, frozen=True):
+    current: str = ""
+    here: bool = False  # the blob is on this device
+    works: bool = False  # whether a task runs
+    other: str = ""  # kind of another release that is being checked
+    need_bytes: int = 0  # memory that the check will take
+    reading: Reading = Reading()
+    local: time.struct_time | None = None
+    settled: bool = True  # no hook runs
+    ill: str = ""  # verdict on the release in use: asked while it soaks, and after a return
+
+
+Event = (
+    ReleaseReceived
+    | ReleaseCancelled
+    | ReleaseFetched
+    | CheckResult
+    | ActionDone
+    | ActionFailed
+    | ProcessStarted
+    | DeviceIdle
+    | StatusPolled
+)
+Step = tuple[ReleaseState, tuple[Action, ...]]
+
 # -- published status -----------------------------------------------------------------------------
 
 
 def release_status_message(state: ReleaseState, current: str) -> ReleaseStatus | None:
-    """Return the progress of the latest release as a message, or None without a release."""
     noted = state.noted
     if noted is None:
         return None
@@ -157,7 +238,7 @@ def _start_or_end_release(state: ReleaseState, release: DesiredRelease, now_s: f
     else:
         noted = replace(known, release=release, step="wanted", reason="", metrics={}, next=None, origin="")
     state = ReleaseState(noted=noted, again_s=now_s)
-    if wrong := window.window_error(release.window):
+    if wrong := window_error(release.window):
         return _end_release(state, "refused", wrong, now_s)
     if release.back:
         if not noted.rollout or noted.rollout != release.rollout:
@@ -175,13 +256,12 @@ def _cancel_actions(state: ReleaseState) -> tuple[Action, ...]:
 
 
 def _handle_cancellation(state: ReleaseState, noted: ReleaseRecord) -> Step:
-    """Refuse a release that is not in use yet. Otherwise drop only the release to start next."""
     if noted.step in ("soaking", "swapping", "returning"):
         return replace(state, noted=replace(noted, next=None)), ()
     if noted.step != "wanted":
         return state, ()
     given_up = _cancel_actions(state)
-    after, _ = _end_release(state, "refused", "it was withdrawn", inf)
+    after, _ = _end_release(state, "refused", "it was withdrawn", math.inf)
     return after, given_up
 
 
@@ -207,7 +287,7 @@ def _resume_release(state: ReleaseState, noted: ReleaseRecord, event: ProcessSta
         case "returning":
             return state, ("roll back",)
         case _:
-            return replace(state, again_s=inf if noted.next is None else now_s), ("delete",)
+            return replace(state, again_s=math.inf if noted.next is None else now_s), ("delete",)
 
 
 def _handle_failure(state: ReleaseState, noted: ReleaseRecord, event: ActionFailed, now_s: float) -> Step:
@@ -232,7 +312,6 @@ def _handle_activation(state: ReleaseState, noted: ReleaseRecord, now_s: float) 
 
 
 def _with_release_in_use(state: ReleaseState, noted: ReleaseRecord) -> ReleaseState:
-    """Record the release as the one in use if its swap was under way."""
     if noted.step != "swapping":
         return state
     release = noted.release
@@ -251,7 +330,7 @@ def _with_release_in_use(state: ReleaseState, noted: ReleaseRecord) -> ReleaseSt
 def _start_roll_back(state: ReleaseState, reason: str) -> Step:
     assert state.noted is not None
     noted = replace(state.noted, step="returning", reason=shorten_error(reason))
-    return replace(state, noted=noted, stage="gate", again_s=inf), ("roll back",)
+    return replace(state, noted=noted, stage="gate", again_s=math.inf), ("roll back",)
 
 
 def _with_previous_in_use(state: ReleaseState, noted: ReleaseRecord) -> ReleaseState:
@@ -261,10 +340,9 @@ def _with_previous_in_use(state: ReleaseState, noted: ReleaseRecord) -> ReleaseS
 def _end_release(
     state: ReleaseState, step: Literal["committed", "refused", "returned"], reason: str, now_s: float
 ) -> Step:
-    """End the release with this step and reason. A next release starts afterwards."""
     assert state.noted is not None
     noted = replace(state.noted, step=step, reason=shorten_error(reason), origin="")
-    return ReleaseState(noted=noted, again_s=inf if noted.next is None else now_s), ("delete",)
+    return ReleaseState(noted=noted, again_s=math.inf if noted.next is None else now_s), ("delete",)
 
 
 # -- when it is time to look ----------------------------------------------------------------------
@@ -275,16 +353,16 @@ def _handle_poll(state: ReleaseState, noted: ReleaseRecord, seen: StatusPolled, 
         case "wanted":
             return _continue_release(state, noted, seen, now_s)
         case "swapping":  # the link was not up the first time
-            return replace(state, again_s=inf), ("activate",)
+            return replace(state, again_s=math.inf), ("activate",)
         case "soaking":
             if seen.ill:
                 return _start_roll_back(state, seen.ill)
             if now_s >= state.until_s and seen.settled:
-                return replace(state, again_s=inf), ("confirm",)
+                return replace(state, again_s=math.inf), ("confirm",)
             late_s = now_s + SOAK_LOOK_S
             return replace(state, again_s=late_s if now_s >= state.until_s else min(state.until_s, late_s)), ()
         case "returning" if state.stage != "undone":
-            return replace(state, again_s=inf), ("roll back",)
+            return replace(state, again_s=math.inf), ("roll back",)
         case "returning" if not seen.settled:
             return replace(state, again_s=now_s + SOAK_LOOK_S), ()
         case "returning":
@@ -293,18 +371,17 @@ def _handle_poll(state: ReleaseState, noted: ReleaseRecord, seen: StatusPolled, 
         case _ if noted.next is not None:
             return _start_or_end_release(state, noted.next, now_s)
         case _:
-            return replace(state, again_s=inf), ()
+            return replace(state, again_s=math.inf), ()
 
 
 def _continue_release(state: ReleaseState, noted: ReleaseRecord, seen: StatusPolled, now_s: float) -> Step:
-    """Return the next step of a release that is not in use: wait, fetch, check or swap."""
     release = noted.release
     if state.stage == "gate" and release.blob is not None and release.blob.sha256 == seen.current:
         return _end_release(state, "committed", "it ran here already", now_s)
     if state.stage == "fetching":  # the fetch before has failed
-        return replace(state, again_s=inf), ("fetch",)
+        return replace(state, again_s=math.inf), ("fetch",)
     if state.stage == "checking":
-        return replace(state, again_s=inf), ()
+        return replace(state, again_s=math.inf), ()
     if waits := waiting_reason(release, state, seen):
         return replace(state, waits=shorten_error(waits), again_s=now_s + LOOK_S), ()
     state = replace(state, waits="", again_s=now_s)
@@ -313,13 +390,13 @@ def _continue_release(state: ReleaseState, noted: ReleaseRecord, seen: StatusPol
     if state.stage == "gate":
         if release.blob is None or seen.here:
             return replace(state, stage="fetched"), ()
-        return replace(state, stage="fetching", again_s=inf), ("fetch",)
+        return replace(state, stage="fetching", again_s=math.inf), ("fetch",)
     if state.stage == "fetched":
         if release.blob is not None and not seen.here:  # dropped, or damaged meanwhile
             return replace(state, stage="gate"), ()
-        return replace(state, stage="checking", again_s=inf), ("check",)
+        return replace(state, stage="checking", again_s=math.inf), ("check",)
     swapping = replace(noted, step="swapping", origin=seen.current)
-    return replace(state, noted=swapping, again_s=inf), ("activate",)
+    return replace(state, noted=swapping, again_s=math.inf), ("activate",)
 
 
 def waiting_reason(release: DesiredRelease, state: ReleaseState, seen: StatusPolled) -> str:
@@ -330,7 +407,7 @@ def waiting_reason(release: DesiredRelease, state: ReleaseState, seen: StatusPol
     idle = release.force or not seen.works
     if release.back:  # what runs now is not wanted: only an exchange of the agent itself would end a task
         return "" if idle or release.kind != "agent" else "a task runs"
-    if waits := window.outside_window_reason(release.window, seen.local):
+    if waits := outside_window_reason(release.window, seen.local):
         return waits
     reading = seen.reading
     if reading.battery is not None and reading.battery < LEAST_BATTERY and not reading.charging:
@@ -349,3 +426,25 @@ def waiting_reason(release: DesiredRelease, state: ReleaseState, seen: StatusPol
     if free is not None and free < seen.need_bytes:
         return f"its check takes {format_megabytes(seen.need_bytes)} of memory, and less is free"
     return ""
+
+
+# -- windows of local time ------------------------------------------------------------------------
+
+
+def window_error(window: str) -> str:
+    return "" if not window or _FORM.match(window) else f"{window!r} is no window: {FORM}"
+
+
+def outside_window_reason(window: str, local: time.struct_time | None) -> str:
+    """Return why nothing may be installed now, or ""."""
+    found = _FORM.match(window)
+    if found is None:
+        return ""
+    if local is None:
+        return f"its window is {window}, and it has no clock"
+    if local.tm_year < EARLIEST_YEAR:
+        return f"its window is {window}, and its clock says {local.tm_year}"
+    begin, end = (60 * int(found[at]) + int(found[at + 1]) for at in (1, 3))
+    now = 60 * local.tm_hour + local.tm_min
+    inside = begin <= now < end if begin < end else now >= begin or now < end
+    return "" if inside else f"its window is {window}"

@@ -38,8 +38,8 @@ from fedquilt.data import examples
 from fedquilt.data.inputs import describe_unequal_scales
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import engines
-from fedquilt.edge_agent.engines import out_of_memory
-from fedquilt.edge_agent.task import failures, memory_budget, outputs
+from fedquilt.edge_agent.engines import failures
+from fedquilt.edge_agent.task import memory_budget, protocol
 from fedquilt.edge_agent.task.process import serve_requests
 from fedquilt.edge_agent.task.protocol import DataLoaded, Event, ProgressReport, WorkRequest, WorkResult
 from fedquilt.host.disk import REAL, disk_errors
@@ -51,31 +51,15 @@ class EngineError(core.FedquiltError): ...
 
 
 class TaskExecutor:
-    """Engine and examples kept between tasks.
-
-    Args:
-        load: Loader of a device's training and held-out examples. By default, the path in the spec is read.
-    """
-
     def __init__(self, load: Callable[[DataSpec], tuple[Examples, Examples]] | None = None) -> None:
         self._load = load or examples.load_share
         self._engine: tuple[tuple[str, int], Any] | None = None
         self._data: tuple[tuple[str, dict[str, Any]], tuple[Examples, Examples]] | None = None
 
     def load_method(self, order: WorkRequest) -> Method:
-        """Return the method of a request.
-
-        Raises:
-            JobError: If the method is unknown.
-        """
         return methods.load(order.task.method)
 
     def load_engine(self, name: str, budget_bytes: int) -> Any:
-        """Return an engine by name, which is loaded unless the last task used the same engine and budget.
-
-        Raises:
-            EngineError: If the engine cannot run here.
-        """
         key = (name, budget_bytes)
         if self._engine is None or self._engine[0] != key:
             if self._engine is not None:
@@ -88,11 +72,7 @@ class TaskExecutor:
         return self._engine[1]
 
     def load_examples(self, spec: dict[str, Any], run: str) -> tuple[Examples, Examples]:
-        """Return training and held-out examples. Data is read again for each new job.
-
-        Raises:
-            DataError: If there are no examples or they cannot be read.
-        """
+        """Return training and held-out examples. Data is read again for each new job."""
         if self._data is None or self._data[0] != (run, spec):
             if not spec:
                 raise DataError("this device has no data: give its agent.toml a [data] table")
@@ -169,11 +149,6 @@ def build_site(
     *,
     engine: Any = None,
 ) -> ClientContext:
-    """Return the `ClientContext` that a method's client half works with.
-
-    Raises:
-        DataError: If the device has no readable examples.
-    """
     train, held = bench.load_examples(order.data, order.task.job)
     loaded(len(train))
     local, lost = load_private_state(order.private, order.private_sha256, order.lost, order.task.job)
@@ -194,14 +169,7 @@ def build_site(
 
 
 def load_private_state(path: str | None, sha256: str, lost: str, job: str) -> tuple[core.Tensors, str]:
-    """Return the private state of a job, and the reason if an existing state is unusable.
-
-    Args:
-        path: File of the state, or None if there is none.
-        sha256: Hash of the file, or "" if unknown.
-        lost: Reason returned if there is no file.
-        job: Id of the job, for the reason.
-    """
+    """Return the private state of a job, and the reason if an existing state is unusable."""
     if path is None:
         return {}, lost
     payload = Path(path).read_bytes()
@@ -211,7 +179,6 @@ def load_private_state(path: str | None, sha256: str, lost: str, job: str) -> tu
 
 
 def require_fresh_state_allowed(method: Method, name: str, lost: str) -> None:
-    """Raise StoreError if private state was lost and the method requires it."""
     if lost and not method.traits.replaces_private_state:
         raise StoreError(
             f"{lost}, and {name} does not allow a device to begin it anew: run the job anew, or leave this device out"
@@ -243,13 +210,6 @@ def _expected_hash(order: WorkRequest, name: str) -> str:
 
 
 def run_method(order: WorkRequest, method: Method, site: ClientContext) -> WorkResult:
-    """Run the requested evaluation and training of a method. Write bundles into `order.out`.
-
-    Raises:
-        StoreError: If a file is damaged, or cannot be read or written.
-        UpdateError: If a metric or the weight is not finite.
-        FedquiltError: If the method's client half fails.
-    """
     task = order.task
 
     parts: dict[str, str] = {}  # files that are read tensor by tensor, with their sha256
@@ -333,7 +293,7 @@ def failure_outcome(error: Exception) -> WorkResult:
     if isinstance(error, EngineError):
         return WorkResult(code="engine", reason=shorten_error(str(error)))
     code = failures.claim_code_from_error(error)
-    overrun = code == "memory" and out_of_memory.is_out_of_memory_error(error)
+    overrun = code == "memory" and failures.is_out_of_memory_error(error)
     return WorkResult(code=code, reason=failures.describe_error(error), overrun=overrun)
 
 
@@ -344,7 +304,6 @@ def plan_limit_bytes(order: WorkRequest) -> int:
 def _write_result(
     answer: ClientResult, order: WorkRequest
 ) -> tuple[dict[str, core.BlobRef], dict[str, bytes], core.BlobRef | None]:
-    """Write bundles and private state, or keep small bundles in memory. Return references and bytes."""
     refs, blobs, out = {}, {}, f"{order.out}/{order.prefix}"
     for name, bundle in answer.bundles.items():
         tensors.require_finite(bundle)
@@ -354,13 +313,13 @@ def _write_result(
             blobs[refs[name].sha256] = payload
         else:
             os.makedirs(order.out, exist_ok=True)
-            refs[name] = ref = outputs.write_tensors(f"{out}bundle", bundle)
+            refs[name] = ref = protocol.write_tensors(f"{out}bundle", bundle)
             os.replace(f"{out}bundle", f"{out}{ref.sha256}")
     private = None
     if answer.local or order.private is not None:
         tensors.require_finite(answer.local)
         os.makedirs(order.out, exist_ok=True)
-        private = outputs.write_tensors(f"{out}{outputs.PRIVATE}", answer.local)
+        private = protocol.write_tensors(f"{out}{protocol.PRIVATE}", answer.local)
     return refs, blobs, private
 
 

@@ -41,7 +41,6 @@ class MemoryMargin:
     level: int = 0  # tasks that ran out of memory: one step down for each, until the agent restarts
 
     def with_peak(self, peak_bytes: int, planned_bytes: int) -> MemoryMargin:
-        """Return the margin after a completed task, from its peak and the peak planned by the engine."""
         if planned_bytes <= 0:
             return self
         found = min(max(peak_bytes / planned_bytes, RATIO_LEAST), RATIO_MOST)
@@ -62,7 +61,6 @@ class MemoryMargin:
 
 
 def engine_base_bytes(engine: str, measured: Mapping[str, int]) -> int:
-    """Return the resident size of a process with only the engine, as measured or else assumed."""
     return measured.get(engine, ASSUMED_BASE_BYTES.get(engine, 0))
 
 
@@ -71,7 +69,6 @@ def minimum_task_bytes(engine: str, measured: Mapping[str, int]) -> int:
 
 
 def describe_engine_shortage(budget_bytes: int, engines: Collection[str]) -> str | None:
-    """Return why no installed engine fits the budget, or None if any engine fits."""
     need = {name: minimum_task_bytes(name, {}) for name in engines}
     if any(size < budget_bytes for size in need.values()):
         return None
@@ -93,14 +90,6 @@ def memory_shortage(
     """Return why the work does not fit the memory even in its smallest steps, or None if it fits.
 
     The code is "budget" if the work never fits this device, "memory" if it fits after memory is freed.
-
-    Args:
-        engine: Name of the engine.
-        work: Work as predicted by the method.
-        budget_bytes: Most resident memory of the task's process.
-        available_bytes: Memory that the board can still give to the process, or None if unknown.
-        measured: Measured resident size of a process with only the engine, by engine.
-        caution: Margin by which the prediction is multiplied.
     """
     base = minimum_task_bytes(engine, measured)
     factor = max(STEP**caution.reduction_steps, caution.ratio)
@@ -128,7 +117,6 @@ def format_megabytes(size: int) -> str:
 
 
 def count_oom_kills(proc: Path = PROC) -> int | None:
-    """Return the number of out-of-memory kills, or None before Linux 4.13, which has no count."""
     return _read_counter(proc / "vmstat", "oom_kill")
 
 
@@ -163,7 +151,6 @@ class MemoryLimit:
             self._task = self._create_agent_and_task_cgroups()
 
     def apply_limit(self, pid: int, budget_bytes: int) -> bool:
-        """Limit the memory of a process. Return whether the kernel enforces the limit."""
         self.create_group()
         if self._task is None:
             return False
@@ -177,7 +164,6 @@ class MemoryLimit:
         return True
 
     def count_oom_kills(self) -> int | None:
-        """Return the number of out-of-memory kills in the group, or None without a limit or a count."""
         if self._task is None:
             return None
         return _read_counter(self._task / "memory.events", "oom_kill")

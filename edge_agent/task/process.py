@@ -17,7 +17,7 @@ import msgspec
 
 from fedquilt import plugins
 from fedquilt.core import UNDECODABLE, shorten_error
-from fedquilt.edge_agent.engines import out_of_memory
+from fedquilt.edge_agent.engines import failures
 from fedquilt.edge_agent.task import memory_budget
 from fedquilt.edge_agent.task.protocol import Event, ProcessRequest, WorkResult
 from fedquilt.host import process_resources
@@ -42,15 +42,6 @@ class ChildProcess:
     """Process that reads requests from stdin and writes events to stdout.
 
     The command gets the id of this process as last argument.
-
-    Args:
-        command: Command of the process.
-        engine: Engine that the process is for.
-        count_kills: Counter of all out-of-memory kills by the kernel, or None without a count.
-        count_own: Counter of the kills within the task's own memory limit, or None without a limit.
-
-    Raises:
-        OSError: If the process cannot be started.
     """
 
     def __init__(
@@ -86,12 +77,10 @@ class ChildProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process has ended or closed its output."""
         return self._answers is None or self._process.poll() is not None
 
     @property
     def last_output(self) -> str:
-        """Last line of output that was no event, or "(nothing)"."""
         lines = self._tail.decode(errors="replace").strip().splitlines()
         return shorten_error(lines[-1], 500) if lines else "(nothing)"
 
@@ -122,7 +111,6 @@ class ChildProcess:
         return events
 
     def _keep_invalid_line(self, line: bytes) -> None:
-        """Keep a line as the last output. Too many invalid lines mark the process as garbled."""
         self._tail = (self._tail + line + b"\n")[-TAIL_BYTES:]
         if not self._invalid_lines:
             log.warning(
@@ -132,13 +120,11 @@ class ChildProcess:
         self.garbled = self._invalid_lines > INVALID_LINES_MOST
 
     def measure_resident_bytes(self) -> int | None:
-        """Return the resident size, or None if the process has ended."""
         held = memory_budget.resident_bytes(self.pid)
         self._held = held or self._held
         return held
 
     def explain_end(self) -> WorkResult:
-        """Return an outcome with the reason why the process ended or stopped responding."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=1.0)
         status = self._process.poll()
@@ -149,7 +135,7 @@ class ChildProcess:
             return WorkResult(
                 code="failed", reason=f"the task's process stopped answering; it said: {self.last_output}"
             )
-        if status != -signal.SIGKILL and out_of_memory.is_out_of_memory_text(self._tail.decode(errors="replace")):
+        if status != -signal.SIGKILL and failures.is_out_of_memory_text(self._tail.decode(errors="replace")):
             return self._out_of_memory_outcome(
                 f"the task's process{held} ran out of memory and ended; it said: {self.last_output}"
             )
@@ -183,7 +169,6 @@ class ChildProcess:
         return WorkResult(code="memory", reason=shorten_error(reason), peak_bytes=self._held, overrun=True)
 
     def has_other_processes(self) -> bool:
-        """Return whether processes started by a task are left in the process group."""
         return any(pid != self.pid for pid in _processes_in_group(self.pid))
 
     def kill(self) -> None:

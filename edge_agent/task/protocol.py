@@ -1,24 +1,20 @@
-"""Messages between the daemon and a task's process: requests, progress and outcomes."""
+"""Messages and files between the daemon and a process of tasks or model checks."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol
+import hashlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
 from fedquilt.core import BlobRef, Digest, EvaluationSums, Task, Usage
+from fedquilt.host.disk import REAL, disk_errors
 from fedquilt.wire import RefusalCode
 
-
-class ProcessRequest(Protocol):
-    @property
-    def engine(self) -> str: ...
-
-    @property
-    def budget_bytes(self) -> int: ...
-
-    @property
-    def plugins(self) -> tuple[str, ...] | None: ...
+if TYPE_CHECKING:
+    from fedquilt.core import Tensors
 
 
 class WorkRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -81,3 +77,58 @@ class WorkResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="o
 
 
 Event = DataLoaded | ProgressReport | WorkResult
+
+
+TIMED: Final = 0.5  # progress at which the timed answers begin
+TENSORRT: Final = "model.engine"  # file in `CheckRequest.out`
+TENSORRT_S: Final = 1200.0  # most for the building of a TensorRT engine
+DONE: Final = 0.75  # progress at which the timed answers have ended; `WorkResult.examples` is their number
+
+
+class SplitModelFiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Files from which a network is assembled on this device, see `fedquilt.formats.personal_models`."""
+
+    shared: str  # file that the coordinator sent
+    device: str
+    private: str | None = None  # file of the private state of the run; None: none, or none of use
+    private_sha256: str = ""  # of the file `private`
+    lost: str = ""  # reason why the private state that rounds have left is of no use
+
+
+class CheckRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    model: str  # file; one that is made of parts is in `out`
+    out: str  # folder for what the check makes: the model of parts, and a TensorRT engine
+    before: str | None  # file of the model in use; None: there is none
+    budget_bytes: int
+    data: dict[str, Any]  # fedquilt.data.spec.DataSpec; {}: this device has none
+    plugins: tuple[str, ...] | None = None  # packages that this board allows: `fedquilt.plugins.restrict_plugins`
+    timed_s: float = 1.0  # seconds of answers one after the other, of which the median is the latency
+    trtexec: str | None = None  # program that builds a TensorRT engine; None: there is none
+    parted: SplitModelFiles | None = None  # files to make the model of first; None: the model was sent whole
+    engine: str = "onnx"
+    input_shape: tuple[int, ...] | None = None  # of one example; None: as the graph declares it
+
+
+ProcessRequest = WorkRequest | CheckRequest
+
+
+PRIVATE: Final = "private.safetensors"  # the private state that a round leaves
+SMALL_BYTES: Final = 1 << 20  # bytes of tensors encoded as a whole before they are written
+
+
+def write_tensors(path: Path | str, tensors: Tensors) -> BlobRef:
+    """Write a safetensors file and return its reference.
+
+    Large files are written in pieces, because a whole encoding would be a second copy in memory. Imports numpy.
+    """
+    from fedquilt.arrays.disk_arrays import write_safetensors
+    from fedquilt.arrays.tensors import encode_tensors, total_bytes
+
+    if total_bytes([tensors]) <= SMALL_BYTES:
+        payload = encode_tensors(tensors)
+        with disk_errors(f"write {path}"):
+            REAL.write(path, payload)
+        return BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
+    with disk_errors(f"write {path}"):
+        write_safetensors(Path(path), tensors)
+        return BlobRef(sha256=REAL.hash_file(path), size=os.stat(path).st_size)

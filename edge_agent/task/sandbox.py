@@ -1,4 +1,8 @@
-"""Sandbox of a task's process, where the kernel has seccomp and Landlock.
+"""Sandbox of a process of tasks or checks, where the kernel has seccomp and Landlock.
+
+    python -m fedquilt.edge_agent.task.sandbox PROGRAM PRIVATE PARENT
+
+The process enters the sandbox before any library is imported, then becomes the module PROGRAM.
 
 A task runs graphs, networks and data made by other people. If any of them takes over the process, the process can send
 nothing except its result, reach no other process's memory, leave no process group, and write no file outside its
@@ -11,6 +15,7 @@ Both apply to the calling thread and its later children, so `enter_sandbox` must
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import platform
 import struct
@@ -48,12 +53,12 @@ CALLS: Final = {
 
 
 TASK_PROGRAM: Final = "fedquilt.edge_agent.task.main"
-CHECK_PROGRAM: Final = "fedquilt.edge_agent.releases.check.main"
+CHECK_PROGRAM: Final = "fedquilt.edge_agent.releases.check_process"
 
 
 def task_command(private: Path, program: str = TASK_PROGRAM) -> tuple[str, ...]:
     """Return the command of a task's or a check's process, which may write only its folders below `private`."""
-    return (sys.executable, "-m", "fedquilt.edge_agent.task.start", program, str(private))
+    return (sys.executable, "-m", "fedquilt.edge_agent.task.sandbox", program, str(private))
 
 
 def protect_memory() -> None:
@@ -62,7 +67,6 @@ def protect_memory() -> None:
 
 
 def enter_sandbox(private: Path) -> None:
-    """Confine this process to its private folders, which are created if missing."""
     for name in (OUT, CACHE, TEMPORARY, LIBRARIES):
         (private / name).mkdir(parents=True, exist_ok=True)
     os.environ["TMPDIR"] = str(private / TEMPORARY)
@@ -75,9 +79,6 @@ def apply_restrictions(writable: Iterable[Path]) -> tuple[str, ...]:
     """Restrict this process permanently. Return the restrictions that the kernel applied.
 
     Restrictions are "files" (writes) and "network" (sockets, and calls that reach other processes).
-
-    Args:
-        writable: Folders below which the process may still write. Missing folders are left out.
     """
     if _prctl(PR_SET_NO_NEW_PRIVS, 1):
         return ()
@@ -87,7 +88,6 @@ def apply_restrictions(writable: Iterable[Path]) -> tuple[str, ...]:
 
 
 def available_restrictions() -> tuple[str, ...]:
-    """Return the restrictions that the kernel supports, without applying any."""
     files = _landlock_version() >= LEAST_LANDLOCK
     network = platform.machine() in CALLS and os.path.exists("/proc/sys/kernel/seccomp/actions_avail")
     return tuple(name for name, there in (("files", files), ("network", network)) if there)
@@ -102,7 +102,6 @@ def writable_folders(private: Path) -> list[Path]:
 
 
 def _restrict_files(writable: Iterable[Path]) -> bool:
-    """Permit writes only below these folders. Return whether the kernel enforces the restriction."""
     version = _landlock_version()
     if version < LEAST_LANDLOCK:
         return False
@@ -127,7 +126,6 @@ def _restrict_files(writable: Iterable[Path]) -> bool:
 
 
 def _restrict_network() -> bool:
-    """Install a seccomp filter against network sockets and other processes. Return whether this succeeded."""
     calls = CALLS.get(platform.machine())
     if calls is None or sys.byteorder != "little":
         return False
@@ -179,3 +177,8 @@ def _prctl(option: int, argument: int, pointer: object = 0) -> int:
     zero = ctypes.c_ulong(0)
     third = zero if pointer == 0 else pointer
     return int(ctypes.CDLL(None).prctl(ctypes.c_int(option), ctypes.c_ulong(argument), third, zero, zero))
+
+
+if __name__ == "__main__":
+    enter_sandbox(Path(sys.argv[2]))
+    importlib.import_module(sys.argv[1]).main()

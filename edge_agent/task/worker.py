@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import msgspec
 
 from fedquilt.core import Cost, Device, WorkEstimate
-from fedquilt.edge_agent.engines import out_of_memory
+from fedquilt.edge_agent.engines import failures
 from fedquilt.edge_agent.task import memory_budget, sandbox
 from fedquilt.edge_agent.task.process import ChildProcess
 from fedquilt.edge_agent.task.protocol import DataLoaded, Event, ProcessRequest, ProgressReport, WorkRequest, WorkResult
@@ -82,18 +82,15 @@ class VirtualWorker:
         self._tell_s = 0.0  # time of the next progress event
 
     def start(self, order: WorkRequest, now_s: float) -> None:
-        """Store the request until `set_outcome` is called."""
         self.order = order
 
     def set_outcome(self, outcome: WorkResult, now_s: float) -> None:
-        """Set the outcome that `poll_events` returns when the task's time is up."""
         assert self.order is not None, "no order waits for an outcome"
         self._work, self._outcome, self.order = self.order.task.work.total_for_examples(outcome.examples), outcome, None
         self._loaded, self._done, self._at_s, self._tell_s = False, 0.0, now_s, now_s
         self._whole_s = self._board.task_cost(self._work, Cost(duration_s=0.0)).duration_s
 
     def poll_events(self, now_s: float) -> list[Event]:
-        """Return that the data is loaded, then progress, and the outcome when the simulated time is up."""
         if self._outcome is None:
             return []
         if self._outcome.code == "ok" and not self._loaded:
@@ -135,12 +132,7 @@ class VirtualWorker:
 
 
 class InlineWorker(VirtualWorker):
-    """Worker that runs each task in this process when it starts, on virtual time.
-
-    Args:
-        board: Simulated board.
-        load: Loader of a device's examples, or None to read the data from disk.
-    """
+    """Worker that runs each task in this process when it starts, on virtual time."""
 
     def __init__(self, board: Device, load: Callable[[DataSpec], Shares] | None = None) -> None:
         super().__init__(board)
@@ -148,7 +140,6 @@ class InlineWorker(VirtualWorker):
         self._bench: Any = None  # fedquilt.edge_agent.task.main.TaskExecutor, made with the first order
 
     def start(self, order: WorkRequest, now_s: float) -> None:
-        """Run the task at once. The outcome is due when the simulated board would be done."""
         from fedquilt.edge_agent.task import main
 
         super().start(order, now_s)
@@ -157,14 +148,7 @@ class InlineWorker(VirtualWorker):
 
 
 class ChildWorker:
-    """Worker that runs tasks in a child process, which is started with the first task.
-
-    Args:
-        warm_s: Time for which an idle child waits for the next task.
-        command: Command of the child.
-        cage: Memory limit of the child, enforced by the kernel if possible.
-        private: Folder with the child's private folders. The temporary folder is emptied when the child ends.
-    """
+    """Worker that runs tasks in a child process, which is started with the first task."""
 
     def __init__(
         self,
@@ -185,7 +169,6 @@ class ChildWorker:
         return (memory_budget.resident_bytes(self._child.pid) or 0) if self._child else 0
 
     def start(self, order: ProcessRequest, now_s: float) -> None:
-        """Send a request to the child, started if necessary. `poll_events` reports a failed start."""
         if self._child is not None and self._child.engine != order.engine:
             self._end_child()
         try:
@@ -221,7 +204,7 @@ class ChildWorker:
             events.append(event)
             if isinstance(event, WorkResult):
                 self._order, self._idle_s = None, now_s
-                broken_gpu = event.code == "failed" and out_of_memory.is_gpu_failure_text(event.reason)
+                broken_gpu = event.code == "failed" and failures.is_gpu_failure_text(event.reason)
                 spoilt = broken_gpu or self._child.has_other_processes()  # for every later order too
         if self._order is not None and (ended := self._detect_process_failure(self._child, self._order)) is not None:
             self._end_child()
@@ -251,7 +234,6 @@ class ChildWorker:
         self.kill()
 
     def _detect_process_failure(self, child: ChildProcess, order: ProcessRequest) -> WorkResult | None:
-        """Return a failure if the process has ended, breaks the protocol or exceeds its budget, or None."""
         # A process above its budget has ended too: the caller kills the process.
         held = child.measure_resident_bytes()
         if child.garbled:
@@ -273,7 +255,6 @@ class ChildWorker:
         return None
 
     def _end_child(self) -> None:
-        """Kill the child process, if any, and empty its temporary folder."""
         if self._child is not None:
             self._child.kill()
             self._child = None
@@ -286,7 +267,6 @@ class ChildWorker:
 
 
 def _require_small_result(outcome: WorkResult, budget_bytes: int) -> WorkResult:
-    """Return the outcome, or a failure if its files are larger than the memory budget."""
     files = [*outcome.bundles.values(), *([] if outcome.private is None else [outcome.private])]
     if (size := sum(each.size for each in files)) <= budget_bytes:
         return outcome

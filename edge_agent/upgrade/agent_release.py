@@ -56,7 +56,6 @@ class LaunchInfo(msgspec.Struct, frozen=True):
 
 
 def read_launch_info(environ: Mapping[str, str] = os.environ) -> LaunchInfo | None:
-    """Return the launcher's information from the environment, or None if it is missing or malformed."""
     try:
         return msgspec.json.decode(environ[launcher.LAUNCHED], type=LaunchInfo)
     except (KeyError, *UNDECODABLE):
@@ -68,13 +67,6 @@ def _cancel_alarm() -> None:
 
 
 class AgentKind(ReleaseKind):
-    """Releases of the agent on one device.
-
-    Args:
-        started: Information from the launcher, or None without one. Every release is refused then.
-        quiet: Function that cancels the launcher's alarm.
-    """
-
     def __init__(
         self,
         started: LaunchInfo | None,
@@ -103,7 +95,6 @@ class AgentKind(ReleaseKind):
         return Path(self._require_launcher().folder)
 
     def _read_choice(self) -> VersionChoice:
-        """Return the stored choice, or that of the flashed version if the file is missing or damaged."""
         started, file = self._require_launcher(), self._versions_folder() / launcher.CHOICE
         with disk_errors(f"read {file}"):
             if not self._disk.is_file(file):
@@ -159,12 +150,6 @@ class AgentKind(ReleaseKind):
         return self._started.running if self._started.unable else self._read_choice().current
 
     def stage(self, release: DesiredRelease, blob: Path | None) -> None:
-        """Check that a bundle fits this machine. Unpacking verifies the signature and the wheels.
-
-        Raises:
-            ModelError: If this board cannot use the bundle.
-            StoreError: If the bundle cannot be read.
-        """
         started = self._require_launcher()
         if blob is None or release.blob is None:
             raise ModelError("a release of the agent needs a bundle of wheels")
@@ -214,12 +199,6 @@ class AgentKind(ReleaseKind):
         return CheckResult(words, {})
 
     def activate(self, release: DesiredRelease) -> None:
-        """Put the new version on trial, and ask this process to end.
-
-        Raises:
-            ModelError: If the environment is missing.
-            StoreError: If choice.json cannot be written.
-        """
         assert release.blob is not None
         started, choice, new = self._require_launcher(), self._read_choice(), release.blob.sha256
         if choice.current != new:
@@ -252,11 +231,6 @@ class AgentKind(ReleaseKind):
         return self._started.running == choice.current and (not choice.trying or choice.online)
 
     def roll_back(self) -> bool:
-        """Choose the previous version and ask this process to end. Return whether there is one.
-
-        Raises:
-            StoreError: If choice.json cannot be written.
-        """
         if self._started is None:
             return False
         choice = self._read_choice()

@@ -36,8 +36,6 @@ Wheel = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+!-]{0,250}\.whl\Z
 
 
 class UpgradeManifest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Content of upgrade.json. Unknown fields are ignored. An incompatible change needs a new `format`."""
-
     format: int
     version: Label  # of fedquilt
     machine: Label  # as `uname -m` says
@@ -81,11 +79,6 @@ class UpgradeBundle:
             )
 
     def open_wheel(self, name: str) -> IO[bytes]:
-        """Open a wheel for reading.
-
-        Raises:
-            ModelError: If the archive lacks the wheel.
-        """
         member = self._members.get(f"wheels/{name}")
         file = None if member is None else self._archive.extractfile(member)
         if file is None:
@@ -93,11 +86,6 @@ class UpgradeBundle:
         return file
 
     def verify_wheels(self) -> None:
-        """Compare every wheel with the manifest.
-
-        Raises:
-            ModelError: If a wheel is missing or different.
-        """
         for name, wanted in self.manifest.wheels.items():
             digest = hashlib.sha256()
             with self.open_wheel(name) as file:
@@ -123,12 +111,7 @@ def bundle_error(path: Path, why: object) -> ModelError:
 
 @contextmanager
 def open_bundle(path: Path, copy: IO[bytes] | None = None) -> Iterator[UpgradeBundle]:
-    """Open a bundle, or a `copy` protected from changes.
-
-    Raises:
-        ModelError: If the file is no bundle, or has another format.
-        StoreError: If the file cannot be read.
-    """
+    """Open a bundle, or a `copy` protected from changes."""
     with disk_errors(f"read {path}"), path.open("rb") if copy is None else nullcontext(copy) as file:
         try:
             with tarfile.open(fileobj=file, mode="r:", tarinfo=_PlainTarHeader) as archive:

@@ -38,29 +38,15 @@ MEND_ARCHITECTURE: Final = "upgrade each kind of board with a bundle of its own,
 
 
 class BuildRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Request to build an environment.
-
-    Attributes:
-        bundle: File of the bundle.
-        sha256: Hash of the bundle.
-        folder: Folder of all environments.
-        words: Command line of the agent.
-        packages: Folders of the packages that the board was flashed with.
-        ca: File with the authority's certificate, or None.
-        unsigned: Whether unsigned bundles are accepted.
-        newest: Number of the latest version confirmed on this board. Older bundles are refused.
-        parent: Id of the process to end with, or 0.
-    """
-
     bundle: str
     sha256: str
-    folder: str
-    words: tuple[str, ...]
-    packages: tuple[str, ...]
-    ca: str | None
-    unsigned: bool
-    newest: int
-    parent: int
+    folder: str  # of all environments
+    words: tuple[str, ...]  # command line of the agent
+    packages: tuple[str, ...]  # folders of the packages that the board was flashed with
+    ca: str | None  # file with the authority's certificate
+    unsigned: bool  # whether unsigned bundles are accepted
+    newest: int  # number of the latest version confirmed on this board: older bundles are refused
+    parent: int  # id of the process to end with, or 0
 
 
 def base_interpreter() -> str:
@@ -73,7 +59,6 @@ def base_interpreter() -> str:
 
 
 def require_fitting_machine(manifest: UpgradeManifest) -> None:
-    """Raise ModelError unless a bundle is for this machine and Python version."""
     if manifest.machine != platform.machine():
         raise ModelError(
             f"the bundle is for {manifest.machine}, and this board is {platform.machine()}: {MEND_ARCHITECTURE}"
@@ -86,12 +71,6 @@ def require_fitting_machine(manifest: UpgradeManifest) -> None:
 
 
 def require_valid_signature(bundle: UpgradeBundle, ca: str | None, unsigned: bool) -> None:
-    """Raise an error unless a bundle's manifest is signed by the authority.
-
-    Raises:
-        ModelError: If there is no signature, or none of this authority.
-        JobError: If the certificate is unusable, or the package for the check is missing.
-    """
     if unsigned:
         return
     if ca is None:
@@ -127,11 +106,6 @@ def require_valid_signature(bundle: UpgradeBundle, ca: str | None, unsigned: boo
 
 
 def require_not_older(manifest: UpgradeManifest, newest: int) -> None:
-    """Raise ModelError if a bundle was signed before the latest version confirmed on this board.
-
-    Raises:
-        ModelError: If the bundle's number is below `newest`.
-    """
     if manifest.number < newest:
         raise ModelError(
             f"the bundle of fedquilt {manifest.version} has the authority's number {manifest.number}, and this board "
@@ -141,11 +115,6 @@ def require_not_older(manifest: UpgradeManifest, newest: int) -> None:
 
 
 def flashed_packages(manifest: UpgradeManifest, packages: Iterable[str]) -> list[str]:
-    """Return the folders of flashed packages that a bundle needs, or [] if it needs none.
-
-    Raises:
-        ModelError: If a package is missing or has another version.
-    """
     if not manifest.present:
         return []
     places = list(packages)
@@ -168,13 +137,7 @@ def _canonical_name(name: str) -> str:
 
 
 def build_environment(order: BuildRequest, disk: Disk = REAL) -> Path:
-    """Check a bundle, unpack it unless its environment exists, and return the environment's folder.
-
-    Raises:
-        ModelError: If this board cannot use the bundle.
-        JobError: If the signature cannot be checked.
-        StoreError: If the environment cannot be written.
-    """
+    """Check a bundle, unpack it unless its environment exists, and return the environment's folder."""
     folder = Path(order.folder)
     home, new = folder / order.sha256, folder / f"{order.sha256}.new"
     with _open_private_copy(order, disk) as copy, archive.open_bundle(Path(order.bundle), copy) as bundle:
@@ -205,12 +168,7 @@ def build_environment(order: BuildRequest, disk: Disk = REAL) -> Path:
 
 @contextmanager
 def _open_private_copy(order: BuildRequest, disk: Disk) -> Iterator[IO[bytes]]:
-    """Yield a copy of the bundle without a name, so that the bytes checked are those unpacked.
-
-    Raises:
-        ModelError: If the bytes are not those of the blob that was asked for.
-        StoreError: If they cannot be read or written.
-    """
+    """Yield a copy of the bundle without a name, so that the bytes checked are those unpacked."""
     with disk_errors(f"copy {order.bundle}", "free some space on the board"):
         disk.make_folder(Path(order.folder))
         file = tempfile.TemporaryFile(dir=order.folder)  # noqa: SIM115 - closed below

@@ -54,7 +54,6 @@ class VersionChoice(NamedTuple):
 
 
 def parse_choice(text: str) -> VersionChoice | None:
-    """Return the choice in a text, or None if the text is damaged or of a newer launcher."""
     try:
         table = json.loads(text)
         known = {name: table[name] for name in VersionChoice._fields if name in table}
@@ -78,7 +77,6 @@ def format_choice(choice: VersionChoice) -> str:
 
 
 def read_choice(folder: Path) -> VersionChoice | None:
-    """Return the choice in a folder, or None if there is none or it is damaged."""
     try:
         return parse_choice((folder / CHOICE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -86,11 +84,6 @@ def read_choice(folder: Path) -> VersionChoice | None:
 
 
 def write_choice(folder: Path, choice: VersionChoice) -> None:
-    """Write the choice atomically and synced.
-
-    Raises:
-        OSError: If the choice cannot be written. The old one stays.
-    """
     part = folder / f"{CHOICE}.new"
     with open(part, "w", encoding="utf-8") as file:
         file.write(format_choice(choice))
@@ -109,7 +102,6 @@ def python_path(folder: Path, version: str) -> Path:
 
 
 def fedquilt_command(program: str, words: Sequence[str]) -> list[str]:
-    """Return a command for `fedquilt` that imports only the interpreter's own packages."""
     return [program, "-c", START, *words]
 
 
@@ -126,15 +118,7 @@ def describe_roll_back(choice: VersionChoice) -> str:
 def choose_version(
     choice: VersionChoice | None, flashed: str, boot: str, now_s: float, folder: Path
 ) -> tuple[VersionChoice, str]:
-    """Return the choice to write and start, and a message about it, or "".
-
-    Args:
-        choice: Stored choice, or None.
-        flashed: Id of this installation.
-        boot: Id of this boot of the machine.
-        now_s: Seconds since the boot.
-        folder: Folder of the environments.
-    """
+    """Return the choice to write and start, and a message about it, or ""."""
     if choice is None:
         return VersionChoice(flashed), ""
     if choice.flashed != flashed:
@@ -169,7 +153,6 @@ def launch_info(folder: Path, flashed: str, running: str, words: list[str], unab
 
 
 def installation_id(here: Path) -> str:
-    """Return the id of the installation with this file, which changes with each flashing."""
     try:
         return str(json.loads((here / "bundle.json").read_text(encoding="utf-8"))["id"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

@@ -48,11 +48,6 @@ class StoredSettings(WireMessage, frozen=True):
 
 
 def parse_remote_settings(table: Mapping[str, Any]) -> RemoteSettings:
-    """Return the remote settings in a release's table.
-
-    Raises:
-        JobError: If a key or value is invalid. The text names it.
-    """
     central = toml.convert_table(table, RemoteSettings, "settings from the coordinator")
     if central.budget is not None:
         with toml.prefix_errors("budget"):
@@ -64,11 +59,6 @@ def parse_remote_settings(table: Mapping[str, Any]) -> RemoteSettings:
 
 
 def apply_remote_settings(own: AgentSettings, table: Mapping[str, Any], memory_bytes: int) -> AgentSettings:
-    """Return the settings of agent.toml, overridden by remote settings.
-
-    Raises:
-        JobError: If a key or value is invalid, or beyond the limits in agent.toml.
-    """
     central, made = parse_remote_settings(table), own
     if central.budget is not None:
         most = own.task_budget_bytes(memory_bytes)
@@ -110,12 +100,6 @@ def _apply_label_changes(own: tuple[str, ...], words: tuple[str, ...]) -> tuple[
 
 
 class SettingsKind(ReleaseKind):
-    """Releases of settings on one device.
-
-    Args:
-        take: Function that applies settings to the agent at once.
-    """
-
     def __init__(
         self,
         own: AgentSettings,
@@ -128,11 +112,7 @@ class SettingsKind(ReleaseKind):
         self._file, self._take, self._disk = home / FILE, take, disk
 
     def effective_settings(self) -> AgentSettings:
-        """Return the settings in effect. Invalid or damaged remote settings are ignored.
-
-        Raises:
-            StoreError: If the remote settings cannot be read.
-        """
+        """Return the settings in effect. Invalid or damaged remote settings are ignored."""
         kept = self._read_stored()
         try:
             return self._own if kept is None else apply_remote_settings(self._own, kept.set, self._memory_bytes)
@@ -163,18 +143,12 @@ class SettingsKind(ReleaseKind):
         return "" if kept is None or not kept.set else hashlib.sha256(msgspec.json.encode(kept.set)).hexdigest()
 
     def stage(self, release: DesiredRelease, blob: Path | None) -> None:
-        """Check the settings against the limits in agent.toml.
-
-        Raises:
-            ModelError: If a key or value is invalid, or beyond the limits.
-        """
         try:
             apply_remote_settings(self._own, release.settings, self._memory_bytes)
         except FedquiltError as error:
             raise ModelError(str(error)) from None
 
     def activate(self, release: DesiredRelease) -> None:
-        """Store and apply the settings of a release, or only apply settings that are stored already."""
         kept = self._read_stored()
         if kept is not None and kept.serial == release.serial and not kept.returned:
             return self._take(self.effective_settings())
@@ -183,7 +157,6 @@ class SettingsKind(ReleaseKind):
         )
 
     def roll_back(self) -> bool:
-        """Restore and apply the previous settings. Return False if there are no previous settings."""
         kept = self._read_stored()
         if kept is None or (kept.before is None and not kept.returned):
             return False

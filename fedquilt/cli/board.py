@@ -64,7 +64,7 @@ def serve(settings: Path | None, root: Path) -> None:
     """Run the helper that sets clocks for root and the group fedquilt (requires root)."""
     from fedquilt import profiles
     from fedquilt.edge_agent.clocks import helper
-    from fedquilt.edge_agent.devices import linux, operating_points
+    from fedquilt.edge_agent.devices import linux
     from fedquilt.edge_agent.settings import load_settings
 
     limits = None if settings is None else load_settings(settings)
@@ -73,7 +73,7 @@ def serve(settings: Path | None, root: Path) -> None:
     if limits is not None and max_w is not None:
         named = limits.profile
         board = linux.find_profile(root) if named is None else profiles.find_board_profile(named)
-        watts = None if board is None else operating_points.create_power_lookup(board, root)
+        watts = None if board is None else linux.create_power_lookup(board, root)
     helper.run_helper(root, max_w=max_w, watts=watts)
 
 

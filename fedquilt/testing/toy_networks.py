@@ -35,7 +35,7 @@ from fedquilt.core import (
     TaskSpec,
 )
 from fedquilt.data import images
-from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.formats import job_bundle
 from fedquilt.formats.tensor_register import Kind, register_from_kinds
 from fedquilt.models.partial import masks
@@ -266,7 +266,7 @@ def toy_bundle(
 
     With `kinds` the network need not exist. Tensors that are not in `kinds` are parameters.
     """
-    start = engine.init_tensors(MLP, 0) if model is None else model
+    start = numpy_engine.init_tensors(MLP, 0) if model is None else model
     plan = plan if network else MLP_MASKS
     parts = {"model": start, **({"masks": {"json": masks.plan_to_array(plan)}} if plan else {})}
     meta: dict[str, Any] = {"network": network or MLP, "flops": 100.0}
@@ -411,7 +411,7 @@ def make_scene(name: str) -> Scenario:
         there = {field.name for field in fields(method.params)}
         small = {key: value for key, value in SMALL.items() if key in there}
         return Scenario(plain, method, bundle, runner, image_members(), small, rounds=1000)  # ends by itself
-    runs_on = engine.NumpyEngine(AMPLE, base_bytes=0) if "numpy" in method.engines else make_torch_engine()
+    runs_on = numpy_engine.NumpyEngine(AMPLE, base_bytes=0) if "numpy" in method.engines else make_torch_engine()
     params = training_params(method.params)
     if name.endswith(MIXED):
         return Scenario(plain, method, deep_bundle(), runs_on, point_members(), params, ROUNDS, BUDGETS)

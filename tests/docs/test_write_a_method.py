@@ -14,7 +14,7 @@ from waiting import LIMIT_S, until
 from fedquilt import methods
 from fedquilt.core import Method
 from fedquilt.edge_agent import devices, settings
-from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine
+from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.formats import toml
 from fedquilt.testing.toy_networks import point_members, run_method, toy_bundle
 

@@ -16,7 +16,6 @@ from fedquilt.edge_agent.task.protocol import ProgressReport, WorkResult
 
 # -- a task goes round ----------------------------------------------------------------------------
 def test_a_task_goes_round_and_leaves_nothing_behind(site: Site) -> None:
-    """Claim, fetch, work, offer, pull, acknowledge; then the outbox and its blob are gone."""
     task = site.ask()
     assert [(claim.accepted, claim.round) for claim in site.all("claim")] == [(True, 0)]
     (order,) = site.bench.orders
@@ -55,7 +54,6 @@ def test_an_update_says_what_it_took(site: Site) -> None:
 
 
 def test_only_blobs_of_the_outbox_are_served(site: Site) -> None:
-    """Whoever may publish on dn/ may not read a device's disk."""
     task = site.ask()
     secret = site.agent.local.depot.store_bytes(b"private")
     for ref in (secret, task.bundles["model"]):
@@ -67,7 +65,6 @@ def test_only_blobs_of_the_outbox_are_served(site: Site) -> None:
 
 
 def test_a_blob_that_is_here_is_not_fetched_again(site: Site) -> None:
-    """Two rounds on the same model: the second one costs no download."""
     first = site.ask()
     site.bench.finish()
     site.run()
@@ -80,7 +77,6 @@ def test_a_blob_that_is_here_is_not_fetched_again(site: Site) -> None:
 
 # -- what can go wrong ----------------------------------------------------------------------------
 def test_work_that_fails_is_refused_with_its_reason(site: Site) -> None:
-    """The coordinator can ask somebody else."""
     site.ask()
     site.bench.events.append(WorkResult(code="data", reason="no examples of class 3"))
     site.run()
@@ -89,7 +85,6 @@ def test_work_that_fails_is_refused_with_its_reason(site: Site) -> None:
 
 
 def test_a_task_whose_process_somebody_killed_is_carried_out_all_the_same(site: Site) -> None:
-    """The coordinator hears of it once it is done, and is never told of a refusal."""
     site.ask()
     site.bench.events.append(WorkResult(code="failed", reason="killed by somebody", killed=True))
     site.run()
@@ -103,7 +98,6 @@ def test_a_task_whose_process_somebody_killed_is_carried_out_all_the_same(site: 
 
 
 def test_a_board_without_memory_left_refuses(site: Site) -> None:
-    """Its sensors are asked when the task comes."""
     site.board.available_bytes = 1 << 20
     site.ask()
     assert site.all("claim")[-1].code == "memory"
@@ -111,7 +105,6 @@ def test_a_board_without_memory_left_refuses(site: Site) -> None:
 
 
 def test_memory_that_the_waiting_task_process_holds_counts_as_free(site: Site) -> None:
-    """The next task runs in that same process, or in place of it; the board itself has only a megabyte left."""
     site.board.available_bytes = 1 << 20
     site.bench.resident_bytes = 1 << 30
     site.ask()
@@ -120,7 +113,6 @@ def test_memory_that_the_waiting_task_process_holds_counts_as_free(site: Site) -
 
 
 def test_a_task_larger_than_the_disk_is_refused(site: Site) -> None:
-    """Before anything is fetched."""
     site.ask(bundles={"model": BlobRef(sha256="a" * 64, size=1 << 52)})
     claim = site.all("claim")[-1]
     assert (claim.accepted, claim.code) == (False, "full")
@@ -128,7 +120,6 @@ def test_a_task_larger_than_the_disk_is_refused(site: Site) -> None:
 
 
 def test_a_result_that_cannot_be_kept_is_refused_and_the_agent_goes_on(site: Site) -> None:
-    """Here the outbox is no folder any more, as after a repair of the file system."""
     site.ask()
     (site.folder / "d/outbox").rmdir()
     (site.folder / "d/outbox").touch()
@@ -146,7 +137,6 @@ def test_a_result_that_cannot_be_kept_is_refused_and_the_agent_goes_on(site: Sit
 
 
 def test_an_answer_that_cannot_be_noted_is_waited_for_again(site: Site) -> None:
-    """The update stays in the outbox and is offered again; nothing is forgotten that was not written."""
     until_offered(site)
     blocked = site.folder / "d/counted.json.part"
     blocked.mkdir()
@@ -161,7 +151,6 @@ def test_an_answer_that_cannot_be_noted_is_waited_for_again(site: Site) -> None:
 
 
 def test_an_answer_too_large_to_be_sent_is_refused(site: Site) -> None:
-    """More metrics than a message may have; the coordinator could not even say so."""
     site.ask()
     site.bench.finish(metrics={f"m{n}": 0.0 for n in range(1001)})
     site.run()
@@ -181,7 +170,6 @@ def test_bad_bytes_are_counted_and_dropped(site: Site, leaf: str) -> None:
 
 
 def test_a_cleared_task_is_killed(site: Site) -> None:
-    """The round was closed without it."""
     site.ask()
     site.say("task", b"", retain=True)
     assert site.bench.killed == 1
@@ -191,7 +179,6 @@ def test_a_cleared_task_is_killed(site: Site) -> None:
 
 # -- what it tells --------------------------------------------------------------------------------
 def test_a_new_agent_introduces_itself(site: Site) -> None:
-    """Online, under a new boot id, with its budget and engines; both again now and then."""
     (profile,) = site.all("profile")
     assert isinstance(profile, Profile)
     assert (profile.board, profile.budget_bytes, profile.idle_w) == ("hand-made", 4 << 30, 1.0)
@@ -207,7 +194,6 @@ def test_a_new_agent_introduces_itself(site: Site) -> None:
 
 
 def test_a_goodbye_is_an_absence_that_keeps_the_outbox(site: Site) -> None:
-    """Ordered to stop, it ends its process and says so."""
     until_offered(site)
     killed = site.bench.killed
     site.agent.shut_down()
@@ -220,7 +206,6 @@ def test_a_goodbye_is_an_absence_that_keeps_the_outbox(site: Site) -> None:
 
 
 def test_a_coordinator_that_comes_up_is_offered_the_outbox_at_once(site: Site) -> None:
-    """Not only when the next offer is due."""
     until_offered(site)
     site.run(100.0)
     before = len(site.all("update"))
@@ -230,7 +215,6 @@ def test_a_coordinator_that_comes_up_is_offered_the_outbox_at_once(site: Site) -
 
 
 def test_a_device_that_is_asked_for_its_presence_answers_though_it_is_at_work(site: Site) -> None:
-    """With its presence alone, once for each request."""
     site.ask()
     site.run(100.0)
     before = {leaf: len(site.all(leaf)) for leaf in site.heard}
@@ -242,7 +226,6 @@ def test_a_device_that_is_asked_for_its_presence_answers_though_it_is_at_work(si
 
 
 def test_progress_is_told_now_and_then(site: Site) -> None:
-    """Ten steps a second come out as one in two seconds."""
     site.ask()
     for step in range(55):
         site.bench.events.append(ProgressReport(step / 55))
@@ -261,7 +244,6 @@ def test_telemetry_is_told_in_its_own_time(site: Site) -> None:
 
 
 def test_a_profile_says_what_an_engine_with_a_gpu_ran_on_last(site: Site) -> None:
-    """First CUDA, then the processor for want of the GPU, also of a task that failed; told with the next readings."""
     for round, where in enumerate(("CUDA", "processor")):
         site.ask(round)
         site.run(3.0)

@@ -14,8 +14,8 @@ from fedquilt import profiles
 from fedquilt.arrays import tensors
 from fedquilt.core import WorkEstimate
 from fedquilt.edge_agent.devices.simulated_device import SimulatedDevice
-from fedquilt.edge_agent.events import TaskFailed, UpdateAcked
 from fedquilt.edge_agent.power.governor import GovernorPolicy, Policy
+from fedquilt.edge_agent.state_machine import TaskFailed, UpdateAcked
 from fedquilt.edge_agent.task.protocol import DataLoaded, ProgressReport, WorkResult
 from fedquilt.edge_agent.task.worker import InlineWorker
 
@@ -57,7 +57,6 @@ def test_time_spent_on_fetching_counts_against_the_deadline(site: Site) -> None:
 
 
 def test_a_repeated_message_does_not_lengthen_the_deadline(site: Site) -> None:
-    """What a broker kept tells of the time when it was sent; a new attempt tells a new time."""
     task = site.ask()
     due_s = site.agent.duty.state.open.due_s if site.agent.duty.state.open else 0.0
     site.say("task", task, retain=True)
@@ -93,7 +92,6 @@ def test_a_task_that_turns_out_late_is_stepped_up_once(site: Site) -> None:
 
 
 def test_clocks_are_not_changed_at_once(site: Site) -> None:
-    """However late the first second looks."""
     working(site)
     site.bench.events.append(ProgressReport(0.021))
     site.run(1.1)
@@ -130,7 +128,6 @@ ENDS: dict[str, Callable[[Site], object]] = {
 
 @pytest.mark.parametrize("end", ENDS)
 def test_however_a_task_ends_the_board_gets_its_clocks_back(site: Site, end: str) -> None:
-    """Once, and nothing is held any more."""
     working(site)
     ENDS[end](site)
     site.run()
@@ -138,7 +135,6 @@ def test_however_a_task_ends_the_board_gets_its_clocks_back(site: Site, end: str
 
 
 def test_a_result_that_cannot_be_kept_lets_the_clocks_go(site: Site) -> None:
-    """The outbox is no folder any more."""
     working(site)
     outbox = site.folder / "d/outbox"
     outbox.rmdir()
@@ -150,7 +146,6 @@ def test_a_result_that_cannot_be_kept_lets_the_clocks_go(site: Site) -> None:
 
 
 def test_clocks_that_cannot_be_set_are_left_to_the_board(site: Site, caplog: pytest.LogCaptureFixture) -> None:
-    """Said once; the task is done all the same, and the next one tries again."""
     site.board.stuck = "86 C: too hot to be held"
     for round in (0, 1):
         working(site, round=round)
@@ -165,7 +160,6 @@ def test_clocks_that_cannot_be_set_are_left_to_the_board(site: Site, caplog: pyt
 
 
 def test_a_step_up_that_fails_lets_go_of_what_was_held(site: Site) -> None:
-    """The board's own governor goes on."""
     working(site)
     site.board.stuck = "the clocks did not take"
     site.run(10.0)
@@ -176,7 +170,6 @@ def test_a_step_up_that_fails_lets_go_of_what_was_held(site: Site) -> None:
 
 @pytest.mark.parametrize("before_s", [1.0, 0.0])
 def test_a_point_that_was_not_held_to_the_end_is_not_told_as_if_it_were(site: Site, before_s: float) -> None:
-    """In the middle or in the last moment the helper let go by itself: what follows ran at the board's own clocks."""
     working(site)
     site.board.holds = False
     site.run(before_s)
@@ -198,7 +191,6 @@ def test_a_point_that_was_not_held_to_the_end_is_not_told_as_if_it_were(site: Si
 def test_a_board_that_may_not_or_cannot_be_held_is_only_measured(
     site: Site, changes: dict[str, Any], adjustable: bool
 ) -> None:
-    """Joules are counted all the same."""
     site.board.adjustable = adjustable
     site.start(governor=GovernorPolicy(**changes))
     working(site)

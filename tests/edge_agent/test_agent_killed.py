@@ -28,7 +28,6 @@ def until_pulled(site: Site) -> None:
 def test_killed_at_any_point_it_delivers_the_same_update_once(
     site: Site, stage: Callable[[Site], None], again: bool
 ) -> None:
-    """Before the result is on disk the work is done again, from the old state; after it never."""
     stage(site)
     site.start()
     if again:
@@ -45,7 +44,6 @@ def test_killed_at_any_point_it_delivers_the_same_update_once(
 
 
 def test_killed_after_the_acknowledgement_it_does_not_work_for_the_task_again(site: Site) -> None:
-    """The retained task is still on the broker."""
     until_offered(site)
     site.ack()
     site.start()
@@ -56,7 +54,6 @@ def test_killed_after_the_acknowledgement_it_does_not_work_for_the_task_again(si
 
 
 def test_the_next_round_begins_from_the_private_state_that_counted(site: Site) -> None:
-    """The agent waits to hear whether its last update counted, and keeps the private state of that one only if so."""
     until_offered(site)
     site.ask(1, counted=0)
     assert len(site.bench.orders) == 1
@@ -74,7 +71,6 @@ def test_the_next_round_begins_from_the_private_state_that_counted(site: Site) -
 
 
 def test_a_damaged_update_in_the_outbox_is_worked_for_again(site: Site) -> None:
-    """It is found when the agent starts, and when the blob is asked for."""
     until_offered(site)
     (blob,) = site.all("update")[-1].bundles.values()
     _flip(site.folder / "d/blobs" / blob.sha256)
@@ -86,7 +82,6 @@ def test_a_damaged_update_in_the_outbox_is_worked_for_again(site: Site) -> None:
 
 
 def test_a_damaged_blob_of_a_task_is_fetched_again(site: Site, caplog: pytest.LogCaptureFixture) -> None:
-    """The next round is about the same model; the agent has been restarted, and the disk has flipped a bit of it."""
     first = site.ask()
     site.bench.finish()
     site.run()
@@ -103,7 +98,6 @@ def test_a_damaged_blob_of_a_task_is_fetched_again(site: Site, caplog: pytest.Lo
 def test_a_model_is_hashed_once_when_its_task_is_taken(
     site: Site, engine: str, hashed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the task that reads it; where a library opens it by its path, by the agent before, and not by the task."""
     digests: list[str] = []
 
     def digest(disk: Disk, path: Place) -> str:
@@ -125,7 +119,6 @@ def test_a_model_is_hashed_once_when_its_task_is_taken(
 
 
 def test_a_task_that_finds_its_model_damaged_is_refused_and_has_it_fetched_the_next_time(site: Site) -> None:
-    """The agent has hashed it within the hour, so that the task's process is the first to see the flipped bit."""
     first = site.ask()
     site.bench.finish()
     site.run()
@@ -151,7 +144,6 @@ def _flip(path: Path, at: int = -1) -> None:
 
 
 def test_an_update_whose_blobs_the_disk_lost_is_worked_for_again(site: Site) -> None:
-    """Offering it would never end."""
     until_offered(site)
     site.agent.local.depot.remove_blob(site.all("update")[-1].bundles["model"].sha256)
     site.run(10.0)
@@ -168,7 +160,6 @@ class Silent(Disk):
 
 
 def test_an_update_is_offered_later_while_the_disk_does_not_say_whether_it_is_there(site: Site) -> None:
-    """The coordinator may have counted it: it is neither given up nor worked for again."""
     until_offered(site)
     offers, depot = len(site.all("update")), site.agent.local.depot
     depot.disk = Silent()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,13 +16,19 @@ from waiting import LIMIT_S
 
 from fedquilt import wire
 from fedquilt.core import JobError, Profile
+from fedquilt.edge_agent import daemon
+from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.daemon import run_agent
-from fedquilt.edge_agent.settings import AgentSettings
+from fedquilt.edge_agent.devices.simulated_device import SimulatedDevice
+from fedquilt.edge_agent.settings import AgentSettings, parse_settings
+from fedquilt.edge_agent.task.worker import InlineWorker
 from fedquilt.edge_agent.upgrade.remote_settings import FILE, StoredSettings
+from fedquilt.tools.broker import EmbeddedBroker
+from fedquilt.transport.memory_link import MemoryBroker
+from fedquilt.wire import Telemetry
 
 
 def test_a_budget_that_no_engine_fits_is_told_at_the_start(site: Site, caplog: pytest.LogCaptureFixture) -> None:
-    """Before the first task is declined for it; an engine that fits is enough to be silent."""
     site.start(budget="5MB")
     (said,) = [record.message for record in caplog.records if "budget" in record.message]
     assert said.startswith("d: the budget of 5 MB is less than any engine here holds by itself (numpy ")
@@ -68,3 +76,54 @@ def test_a_daemon_introduces_itself_and_on_sigterm_says_goodbye(
         return bool(told) and not wire.decode(told[-1], wire.Presence).online
 
     stage.until(offline)
+
+
+def test_an_agent_is_ready_without_a_broker_and_says_when_it_is_online(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    (tmp_path / "agent.toml").write_text(
+        f'device = "d"\nhome = "home"\nboard = "jetson-nano"\n[broker]\nurl = "mqtt://127.0.0.1:{port}"\n'
+    )
+    command = [sys.executable, "-m", "fedquilt.cli", "agent", str(tmp_path / "agent.toml")]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
+        line.bind(str(tmp_path / "n"))
+        line.settimeout(LIMIT_S)
+
+        def heard(word: str) -> str:
+            while word not in (told := line.recv(4096).decode()):
+                pass
+            return told
+
+        agent = subprocess.Popen(command, env={**os.environ, "NOTIFY_SOCKET": str(tmp_path / "n")})
+        try:
+            assert heard("READY=1").startswith("READY=1\nWATCHDOG=1\nSTATUS=")
+            assert f"127.0.0.1:{port}" in heard("STATUS=")
+            heard("WATCHDOG=1")
+            with EmbeddedBroker(port=port):
+                assert heard("STATUS=online") == f"STATUS=online as d of fleet fleet, through mqtt://127.0.0.1:{port}"
+                agent.send_signal(signal.SIGTERM)
+                heard("STOPPING=1")
+                assert agent.wait(LIMIT_S) == 0
+        finally:
+            agent.kill()
+            agent.wait()
+
+
+def test_an_agent_tells_what_it_told_last(tmp_path: Path) -> None:
+    broker = MemoryBroker()
+    board = SimulatedDevice.from_name("jetson-nano")
+    options = AgentSettings(device="a", home=str(tmp_path), budget="1GB")
+    agent = Agent(broker.connect(), options, board, InlineWorker(board))
+    agent.told = Telemetry(power_w=7.5)
+    found = {each.name: each.samples for each in daemon.collect_metrics(agent)}
+    assert found["fedquilt_agent_power_watts"] == [(("a",), 7.5)]
+    assert found["fedquilt_agent_budget_bytes"] == [(("a",), 1e9)]
+    assert found["fedquilt_agent_working"] == [(("a",), 0.0)]
+    assert "fedquilt_agent_battery_ratio" not in found
+
+
+def test_a_place_that_is_none_is_refused_with_the_settings() -> None:
+    assert parse_settings({"device": "a", "home": "x"}).metrics.listen is None
+    with pytest.raises(JobError, match=r"\[metrics\] listen: '9464' is no address to serve at"):
+        parse_settings({"device": "a", "home": "x", "metrics": {"listen": "9464"}})

@@ -24,7 +24,7 @@ from engine_cases import (
 from fedquilt.arrays import tensors
 from fedquilt.core import Examples, Fit, Hooks, ModelError, Step, UpdateError
 from fedquilt.core.evaluation import compute_metrics
-from fedquilt.edge_agent.engines.numpy import engine as numpy_engine
+from fedquilt.edge_agent.engines import numpy_engine as numpy_engine
 
 
 def changed(engine, hooks: Hooks, fit: Fit = Fit(epochs=2, batch=8), budget: int = AMPLE, **more):
@@ -33,7 +33,6 @@ def changed(engine, hooks: Hooks, fit: Fit = Fit(epochs=2, batch=8), budget: int
 
 
 def test_a_correction_with_an_anchor_is_the_same_in_both_engines():
-    """Plain arithmetic on the engine's own arrays; an anchor of zeros changes no bit, one of ones does."""
     ones = {name: np.ones(array.shape) for name, array in numpy_engine.init_tensors(MLP, 0).items()}  # float64 as well
     zeros = {name: np.zeros_like(array) for name, array in ones.items()}
 
@@ -51,7 +50,6 @@ def test_a_correction_with_an_anchor_is_the_same_in_both_engines():
 
 @both
 def test_an_anchor_that_does_not_fit_is_refused(engine):
-    """By its name and the tensor's."""
     short = {"1.weight": np.zeros((5, 6), np.float32)}
     with pytest.raises(ModelError, match=r"'1.bias' of anchor 'by' is missing, the network expects \(5,\)"):
         changed(engine, Hooks(correct=lambda g, v, at: g, anchors={"by": short}))
@@ -62,7 +60,6 @@ def test_an_anchor_that_does_not_fit_is_refused(engine):
 
 @both
 def test_what_is_held_still_does_not_move(engine):
-    """Only the head trains: weight decay and clipping leave the rest alone, and half the rate goes half as far."""
     start = numpy_engine.init_tensors(MLP, 0)
     fit = Fit(epochs=1, batch=20, lr=0.1, weight_decay=0.1, clip=0.01)
     moved = []
@@ -79,7 +76,6 @@ def test_what_is_held_still_does_not_move(engine):
 
 @both
 def test_stored_examples_may_be_read_in_a_methods_own_way(engine):
-    """Six bits in a byte are six inputs: packed and unpacked they train to the same bits, and are judged alike."""
     bits = tensors.seeded_rng("bits").integers(0, 2, (20, 6)).astype(np.uint8)
     y = bits[:, :3].argmax(axis=1)
     unpack = Hooks(inputs=lambda x: np.unpackbits(x, axis=1, count=6).astype(np.float32))
@@ -91,7 +87,6 @@ def test_stored_examples_may_be_read_in_a_methods_own_way(engine):
 
 
 def test_the_numpy_engine_refuses_what_wants_a_module():
-    """By name, and with the engine that can."""
     refused = {
         "prepare": Hooks(prepare=lambda module: module),
         "a second step": Hooks(steps=(Step(), Step())),
@@ -122,7 +117,6 @@ def test_a_penalty_is_the_correction_that_is_its_gradient(budget: int):
 
 
 def test_a_penalty_that_is_not_finite_is_refused():
-    """Though the network's own loss is fine."""
     with pytest.raises(UpdateError, match="the loss became NaN at step 1"):
         changed(torch_one, Hooks(steps=(Step(penalty=lambda module, x, scores, anchors: 0 * scores.sum() / 0),)))
 
@@ -146,10 +140,6 @@ def masked(module):
 
 
 def test_two_turns_on_a_batch_train_masks_and_then_weights():
-    """As FedPeWS does: scores move in the first step alone, weights in the second, with a mask drawn for each step.
-
-    A mask is drawn once for a step, so that micro-batches are all under the same one.
-    """
     torch = pytest.importorskip("torch")
     drawn: list[str] = []
 
@@ -183,7 +173,6 @@ def test_two_turns_on_a_batch_train_masks_and_then_weights():
 
 
 def test_a_prepared_network_is_evaluated_as_it_was_trained():
-    """A mask that lets nothing through leaves the biases to tell; without `prepare` its tensors do not fit."""
     torch = pytest.importorskip("torch")
 
     def closed(module):
@@ -201,7 +190,6 @@ def test_a_prepared_network_is_evaluated_as_it_was_trained():
 
 
 def test_a_frozen_batch_norm_keeps_its_statistics():
-    """Only the head trains: no tensor of the rest moves, running statistics and counters included."""
     network = {"name": "plain", "channels": 1, "classes": 2, "width": 2, "input": {"channels": 1, "size": 8}}
     start = torch_start(network)
     head = max(name for name in start if name.endswith("weight"))
@@ -224,7 +212,6 @@ def dropped(hooks: Hooks, **settings: object):
 
 @pytest.mark.parametrize("root", [False, True])
 def test_a_frozen_parameter_at_the_root_leaves_the_modules_within_in_training(root: bool):
-    """Dropout changes the result, and the statistics of trained batch norm move; those of a frozen one do not."""
     pytest.importorskip("torch")
     last = Hooks(steps=(Step(rate=lambda name: float(name.startswith(("second", "head")))),))
     start, some = dropped(last, root=root, drop=0.5)
@@ -272,7 +259,6 @@ def test_a_scaled_loss_is_unscaled_before_clipping(half: str):
 
 
 def test_mixed_precision_is_left_aside_on_a_cpu():
-    """The same bits with and without it."""
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
@@ -284,7 +270,6 @@ def test_mixed_precision_is_left_aside_on_a_cpu():
 
 
 def test_the_layout_of_training_changes_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Channels last, as a processor has small convolutions, or as they come: sums in another order."""
     torch = pytest.importorskip("torch")
     from fedquilt.edge_agent.engines.torch import engine as torch_engine
 

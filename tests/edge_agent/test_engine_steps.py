@@ -26,7 +26,7 @@ from fedquilt import methods
 from fedquilt.arrays import tensors
 from fedquilt.core import ClientContext, Examples, Fit, Hooks, ModelError, Step, Task, WorkEstimate
 from fedquilt.core.evaluation import compute_metrics
-from fedquilt.edge_agent.engines.numpy import engine as numpy_engine
+from fedquilt.edge_agent.engines import numpy_engine as numpy_engine
 
 
 # -- one step, by hand ----------------------------------------------------------------------------
@@ -89,7 +89,6 @@ def test_numpy_and_torch_agree(fit: Fit):
 
 
 def test_numpy_and_torch_agree_on_images():
-    """With an input table: grey bytes are resized and normalised the same way in both."""
     network = {"name": "mlp", "inputs": 16, "hidden": [5], "classes": 2}
     network["input"] = {"channels": 1, "size": 4, "mean": [0.5], "std": [0.25]}
     start = numpy_engine.init_tensors(network, 0)
@@ -100,7 +99,6 @@ def test_numpy_and_torch_agree_on_images():
 
 
 def test_both_engines_name_the_same_tensors():
-    """What one initialises the other takes: names, shapes and types."""
     wanted = torch_start(MLP)
     made = numpy_engine.init_tensors(MLP, 0)
     assert {name: (a.shape, a.dtype) for name, a in made.items()} == {n: (a.shape, a.dtype) for n, a in wanted.items()}
@@ -136,7 +134,6 @@ def test_fedprox_without_pull_is_fedavg_bit_for_bit(engine):
 
 @both
 def test_micro_batches_take_the_same_steps(engine):
-    """One example at a time, gradients added up, against the whole mini-batch: equal to float tolerance."""
     start, examples, fit = numpy_engine.init_tensors(MLP, 0), table(), Fit(epochs=2, batch=8, momentum=0.9, clip=0.5)
     whole, metrics = engine(AMPLE).train(MLP, start, examples, fit, tensors.seeded_rng(1))
     single, same_metrics = engine(TIGHT).train(MLP, start, examples, fit, tensors.seeded_rng(1))
@@ -182,7 +179,6 @@ def pull(module, x, scores, anchors):
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("steps", [(Step(),), (Step(penalty=pull), Step(rate=lambda name: float("0" in name)))])
 def test_batch_normalisation_takes_the_same_steps_under_any_budget(steps, optimizer):
-    """Its statistics, and the gradients through them, are of whole mini-batches: in bits, running statistics too."""
     start, examples = normed_start(), table(22)
     fit = Fit(epochs=2, batch=8, momentum=0.9 * (optimizer == "sgd"), optimizer=optimizer, clip=0.5)
     hooks = Hooks(prepare=normed, steps=steps)
@@ -249,7 +245,6 @@ def test_what_is_kept_for_the_backward_pass_is_held_in_pieces(monkeypatch):
 @pytest.mark.parametrize("budget", [AMPLE, TIGHT])
 @pytest.mark.parametrize("count", [1, 9])
 def test_a_mini_batch_of_one_example_is_normalised_by_the_running_statistics(count, budget):
-    """It trains, and where a channel has one value the statistics are as the step before left them."""
     torch = pytest.importorskip("torch")
 
     def prepare(module):
@@ -272,7 +267,6 @@ def test_a_mini_batch_of_one_example_is_normalised_by_the_running_statistics(cou
 
 
 def test_one_example_without_running_statistics_is_told_by_name():
-    """There is nothing to normalise it by."""
     torch = pytest.importorskip("torch")
 
     def prepare(module):
@@ -288,7 +282,6 @@ def test_one_example_without_running_statistics_is_told_by_name():
 
 @both
 def test_the_same_seed_gives_the_same_bits(engine):
-    """And another seed, which shuffles otherwise, gives others."""
     start, examples, fit = numpy_engine.init_tensors(MLP, 0), table(), Fit(batch=3)
     models = [engine(AMPLE).train(MLP, start, examples, fit, tensors.seeded_rng(seed))[0] for seed in (1, 1, 2)]
     assert same_bits(models[0], models[1])
@@ -296,7 +289,6 @@ def test_the_same_seed_gives_the_same_bits(engine):
 
 
 def test_dropout_is_repeated_with_its_seed():
-    """torch's own draws come from the generator too, and leave the process's own as they were."""
     torch = pytest.importorskip("torch")
     network = {"name": "torchvision/squeezenet1_1", "classes": 2, "input": {"channels": 3, "size": 32}}
     start, examples = torch_start(network), pictures(4)

@@ -13,8 +13,8 @@ from fedquilt.arrays import tensors
 from fedquilt.core import DataError, Examples, Fit, JobError, ModelError, UpdateError
 from fedquilt.core.evaluation import compute_metrics
 from fedquilt.edge_agent import engines
+from fedquilt.edge_agent.engines import numpy_engine as numpy_engine
 from fedquilt.edge_agent.engines import training
-from fedquilt.edge_agent.engines.numpy import engine as numpy_engine
 
 
 # -- making them ----------------------------------------------------------------------------------
@@ -31,7 +31,6 @@ def test_an_unknown_engine_lists_those_there_are():
 
 
 def test_asking_what_is_available_imports_nothing_heavy():
-    """The daemon asks, and holds none of them; an absent library is named with the command that brings it."""
     check = """
 import sys
 from fedquilt.core import JobError
@@ -72,7 +71,6 @@ def test_learning_happens(engine):
 
 
 def test_a_convolutional_network_learns_from_images():
-    """Left or right, in micro-batches of one, with the received tensors left as they were."""
     start, examples = torch_start(CNN), pictures()
     kept = {name: array.copy() for name, array in start.items()}
     engine = torch_one(TIGHT)
@@ -82,7 +80,6 @@ def test_a_convolutional_network_learns_from_images():
 
 
 def test_counters_of_batch_norm_stay_integers():
-    """Two steps are two: the examples that were run to see what they cost are not counted."""
     network = {"name": "resnet20-cifar", "input": {"channels": 3, "size": 8}}
     start = torch_start(network)
     model, _ = torch_one(AMPLE).train(network, start, pictures(8), Fit(batch=4), tensors.seeded_rng(0))
@@ -95,7 +92,6 @@ def test_counters_of_batch_norm_stay_integers():
 # -- progress and refusals ------------------------------------------------------------------------
 @both
 def test_progress_runs_to_one_and_may_cancel(engine):
-    """Every step is told; what progress raises ends the training there and comes through."""
     told: list[float] = []
     fit, start = Fit(batch=1), numpy_engine.init_tensors(MLP, 0)
     engine(AMPLE).train(MLP, start, table(4), fit, tensors.seeded_rng(0), progress=told.append)
@@ -110,7 +106,6 @@ def test_progress_runs_to_one_and_may_cancel(engine):
 
 @both
 def test_a_loss_that_is_not_finite_is_refused(engine):
-    """Whether it got there by its steps or started so; the message says what to lower."""
     start = numpy_engine.init_tensors(MLP, 0)
     with pytest.raises(UpdateError, match=r"the loss became (NaN|infinite) at step \d+ of 50, learning rate 1e\+30"):
         engine(AMPLE).train(MLP, start, table(10), Fit(epochs=5, batch=1, lr=1e30), tensors.seeded_rng(0))
@@ -123,7 +118,6 @@ def test_a_loss_that_is_not_finite_is_refused(engine):
 
 @both
 def test_a_training_that_explodes_is_refused(engine):
-    """Every loss is finite, but a step as long as this leads nowhere; the message says how bad and what to lower."""
     start = numpy_engine.init_tensors(LINEAR, 0)
     draws = tensors.seeded_rng("noise")
     noise = Examples(draws.normal(size=(40, 2)).astype(np.float32), draws.integers(0, 2, 40))
@@ -151,7 +145,6 @@ def test_one_odd_step_is_no_explosion():
 
 @both
 def test_tensors_of_another_network_are_refused(engine):
-    """Names first, then shapes, each by name."""
     start = numpy_engine.init_tensors(MLP, 0)
     fewer = {name: array for name, array in start.items() if name != "3.bias"}
     with pytest.raises(ModelError, match=r"1 names differ, they lack '3.bias'"):
@@ -163,7 +156,6 @@ def test_tensors_of_another_network_are_refused(engine):
 
 @both
 def test_examples_that_do_not_fit_are_refused(engine):
-    """A label beyond the classes, examples of another size, none at all."""
     start, good = numpy_engine.init_tensors(MLP, 0), table()
     for odd in (3, -1):
         y = good.y.copy()

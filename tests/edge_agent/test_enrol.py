@@ -40,7 +40,6 @@ def day(number: int) -> datetime.datetime:
 def test_the_next_step_follows_from_certificate_token_and_clock(
     held: CertificateValidity | None, token: bool, now: int, step: str | None
 ) -> None:
-    """A token is a wish to enrol; a clock before the certificate's beginning is wrong, so the endpoint is asked."""
     assert select_step(held, token, day(now)) == step
 
 
@@ -80,7 +79,6 @@ def site(tmp_path: Path) -> Site:
 
 
 def test_files_lie_where_agent_toml_says_and_the_token_beside_the_key(site: Site) -> None:
-    """As flash puts them."""
     assert [path.name for path in site.files] == ["ca.crt", "device.crt", "device.key", "token"]
     assert site.files.token.parent == site.files.key.parent
     with pytest.raises(JobError, match="must name ca"):
@@ -88,7 +86,6 @@ def test_files_lie_where_agent_toml_says_and_the_token_beside_the_key(site: Site
 
 
 def test_an_answer_that_is_lost_is_asked_for_again_with_the_same_key(site: Site) -> None:
-    """The board has kept key and token; the authority gives the same certificate."""
     site.give_token()
 
     def lost(url: str, files: CredentialPaths, path: str, request: SigningRequest, certified: bool) -> SigningResponse:
@@ -104,7 +101,6 @@ def test_an_answer_that_is_lost_is_asked_for_again_with_the_same_key(site: Site)
 
 
 def test_waiting_tries_until_the_endpoint_answers_and_a_refusal_ends_it(site: Site) -> None:
-    """Pauses grow to a minute; nothing is lost between."""
     site.give_token()
     pauses: list[float] = []
     tries = iter([LinkError("down")] * 8)
@@ -135,7 +131,6 @@ def test_an_authority_of_another_version_is_named(site: Site) -> None:
 
 
 def test_a_certificate_that_is_not_this_boards_is_not_kept(site: Site, tmp_path: Path) -> None:
-    """Another id, another key, another authority, no certificate: what was there stays."""
     key = ec.generate_private_key(ec.SECP256R1())
     other = CertificateAuthority.create(tmp_path / "other", "site", clock_s())
     own = enrolment.load_or_create_key(site.files).public_key()
@@ -153,7 +148,6 @@ def test_a_certificate_that_is_not_this_boards_is_not_kept(site: Site, tmp_path:
 
 
 def test_a_certificate_on_disk_that_cannot_serve_counts_as_none(site: Site, caplog: pytest.LogCaptureFixture) -> None:
-    """A device that was renamed says so, and enrols anew once it has a token."""
     site.files.cert.write_text(
         site.authority.sign_certificate("old", "device", enrolment.load_or_create_key(site.files).public_key(), 0.0).pem
     )
@@ -165,7 +159,6 @@ def test_a_certificate_on_disk_that_cannot_serve_counts_as_none(site: Site, capl
 
 
 def test_a_key_that_others_could_read_is_closed_and_told(site: Site, caplog: pytest.LogCaptureFixture) -> None:
-    """The mend is a new identity, which only the operator can decide."""
     enrolment.load_or_create_key(site.files)
     site.files.key.chmod(0o644)
     enrolment.load_or_create_key(site.files)
@@ -174,7 +167,6 @@ def test_a_key_that_others_could_read_is_closed_and_told(site: Site, caplog: pyt
 
 
 def test_key_token_and_ca_files_that_cannot_be_used_say_which(site: Site) -> None:
-    """Each with its path and the mend."""
     rsa_pem = rsa.generate_private_key(65537, 2048).private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
@@ -195,7 +187,6 @@ def test_key_token_and_ca_files_that_cannot_be_used_say_which(site: Site) -> Non
 
 
 def test_without_an_endpoint_it_says_how_to_name_one(site: Site) -> None:
-    """Or to carry a request by hand."""
     site.give_token()
     table = {
         "device": "orin-7",
@@ -208,6 +199,5 @@ def test_without_an_endpoint_it_says_how_to_name_one(site: Site) -> None:
 
 @pytest.mark.parametrize("url", ["http://site", "https://", "https://site/path", "https://site:99999", "site"])
 def test_an_address_that_is_none_is_refused(site: Site, url: str) -> None:
-    """Above all one without TLS: a token would be sent in the clear."""
     with pytest.raises(JobError, match=r"\[enrol\] url"):
         enrolment._post_request(url, site.files, "/v1/enrol", SigningRequest("orin-7", "csr"), False)

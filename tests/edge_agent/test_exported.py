@@ -24,7 +24,6 @@ def test_what_export_writes_is_read() -> None:
     [({}, (2, 16)), ({"input": {"mean": [0.5]}}, (2, 16)), ({"input": {"channels": 1, "size": 4}}, (2, 1, 4, 4))],
 )
 def test_a_layered_network_gets_images_if_its_table_declares_them(own: dict[str, Any], shape: tuple[int, ...]) -> None:
-    """As the exported graph has them: `fedquilt simulate digits`, then `fedquilt model run`."""
     found = exported_model.read_metadata({"network": json.dumps({"name": "mlp", "inputs": 16, **own})})
     assert found.prepare_inputs(np.zeros((2, 4, 4), np.uint8)).shape == shape
 
@@ -49,7 +48,6 @@ def test_a_layered_network_gets_images_if_its_table_declares_them(own: dict[str,
     ],
 )
 def test_anything_else_is_refused(name: str, table: Any) -> None:
-    """Metadata that nobody can use are refused when read, not when the first examples are prepared."""
     with pytest.raises(
         ModelError, match=f"what its metadata say under '{name}' is not as `fedquilt model export` writes it"
     ):
@@ -57,6 +55,5 @@ def test_anything_else_is_refused(name: str, table: Any) -> None:
 
 
 def test_what_prepare_has_computed_to_standardise_is_read() -> None:
-    """An [input] table may hold `standardise` beside the mean and the deviation that came of it."""
     table = {"mean": [0.5], "std": [0.25], "standardise": True}
     assert exported_model.read_metadata({"input": json.dumps(table)}).input == table

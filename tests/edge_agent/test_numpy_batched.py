@@ -9,7 +9,7 @@ import pytest
 
 from fedquilt.arrays import tensors
 from fedquilt.core import DataError, Examples, Fit, Hooks, UpdateError
-from fedquilt.edge_agent.engines.numpy.batch_engine import BatchedNumpyEngine
+from fedquilt.edge_agent.engines.batch_training import BatchedNumpyEngine
 
 MLP = {"name": "mlp", "inputs": 70, "hidden": [9], "classes": 10}
 SIZES = (40, 40, 17, 40, 3, 17)  # with batches of 16: full and short last ones
@@ -46,7 +46,6 @@ def assert_same(ours: list[Any], theirs: list[Any]) -> None:
     ],
 )
 def test_each_device_has_the_bits_of_the_loop(fit: Fit, budget_bytes: int) -> None:
-    """Whoever else is trained with it, and where a budget splits mini-batches."""
     engine = BatchedNumpyEngine(budget_bytes, base_bytes=0)
     calls = [engine.batchable_call(*arguments(seed, count, fit)) for seed, count in enumerate(SIZES)]
     loop = [engine.train(*arguments(seed, count, fit)) for seed, count in enumerate(SIZES)]
@@ -82,7 +81,6 @@ def test_one_that_diverges_fails_alone() -> None:
 
 
 def test_one_whose_labels_do_not_fit_says_so_alone() -> None:
-    """The others are trained one by one then, with the same bits."""
     engine, fit = BatchedNumpyEngine(AMPLE), Fit(epochs=1, batch=16, lr=0.1)
     given = [arguments(seed, 40, fit) for seed in range(3)]
     given[1][2].y[0] = 10

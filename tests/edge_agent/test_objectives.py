@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from fedquilt.core import DataError, Examples, Fit, TaskKind, UpdateError, evaluation
+from fedquilt.edge_agent.engines import numpy_engine as numpy_engine
 from fedquilt.edge_agent.engines import objectives
-from fedquilt.edge_agent.engines.numpy import engine as numpy_engine
-from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine
+from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 
 AMPLE = 1 << 40
 
@@ -44,7 +44,6 @@ def test_the_errors_of_a_regression_are_those_computed_by_hand() -> None:
 
 
 def test_what_never_varies_has_no_share_explained() -> None:
-    """R² is of the second output alone; of none where neither varies."""
     for y, wanted in ([[5.0, 1.0], [5.0, 2.0]], 1.0), ([[5.0, 1.0], [5.0, 1.0]], None):
         found = objectives.EvaluationAccumulator("regression")
         found.add_batch(np.array([[0.0, 1.0], [0.0, 2.0]]), np.array(y, np.float32), 1.0)
@@ -69,7 +68,6 @@ def test_the_metrics_of_several_labels_are_those_computed_by_hand() -> None:
 
 
 def test_large_scores_overflow_nothing() -> None:
-    """Of a label that is there and one that is not."""
     with np.errstate(over="raise", invalid="raise"):
         losses, gradient = objectives.losses_and_gradients(
             "labels", np.array([[1e4, -1e4]]), np.array([[0, 1]], np.uint8)
@@ -79,7 +77,6 @@ def test_large_scores_overflow_nothing() -> None:
 
 
 def test_a_loss_that_is_not_finite_is_refused_and_no_examples_tell_nothing() -> None:
-    """As for classes."""
     found = objectives.EvaluationAccumulator("regression")
     assert evaluation.compute_metrics(found.sums()) == {}
     found.add_batch(np.array([[math.nan]]), np.zeros((1, 1), np.float32), math.nan)
@@ -102,7 +99,6 @@ def test_a_loss_that_is_not_finite_is_refused_and_no_examples_tell_nothing() -> 
     ],
 )
 def test_targets_of_another_task_are_named(task: TaskKind, y: np.ndarray, said: str) -> None:
-    """In training and evaluation, before a step is taken."""
     engine, network = NumpyEngine(AMPLE, base_bytes=0), table(task, 2)
     start = numpy_engine.init_tensors(network, 0)
     examples = Examples(np.zeros((2, 4), np.float32), y)
@@ -118,7 +114,6 @@ def test_targets_of_another_task_are_named(task: TaskKind, y: np.ndarray, said: 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("task", ["regression", "labels"])
 def test_the_engines_train_and_evaluate_alike(task: TaskKind, optimizer: Any) -> None:
-    """numpy, torch, and torch with several devices in one graph: the same tensors and metrics but for rounding."""
     batched = pytest.importorskip("fedquilt.edge_agent.engines.torch.batch_engine")
     network, fit = table(task, 2), Fit(epochs=3, batch=8, lr=0.05, optimizer=optimizer)
     start = numpy_engine.init_tensors(network, 0)
@@ -143,7 +138,6 @@ def test_the_engines_train_and_evaluate_alike(task: TaskKind, optimizer: Any) ->
 
 @pytest.mark.parametrize("task", ["regression", "labels"])
 def test_fisher_information_is_of_the_tasks_loss(task: TaskKind) -> None:
-    """The same in both engines, example by example and by groups."""
     torch_engine = pytest.importorskip("fedquilt.edge_agent.engines.torch.engine")
     network = table(task, 2)
     start, share = numpy_engine.init_tensors(network, 0), drawn(task, 0, 10)
@@ -155,7 +149,6 @@ def test_fisher_information_is_of_the_tasks_loss(task: TaskKind) -> None:
 
 
 def test_tokens_that_the_network_does_not_know_are_named() -> None:
-    """On the device, where its own files decide."""
     torch_engine = pytest.importorskip("fedquilt.edge_agent.engines.torch.engine")
     engine = torch_engine.TorchEngine(AMPLE, base_bytes=0)
     network = {"name": "transformer", "vocabulary": 5, "length": 3, "classes": 2, "width": 4, "heads": 1, "depth": 1}

@@ -20,7 +20,7 @@ pytest.importorskip("onnxruntime")
 from product_graphs import MB, product  # noqa: E402
 
 from fedquilt.costs.peak_memory import SESSION_BYTES  # noqa: E402
-from fedquilt.edge_agent.engines.onnx.engine import LARGEST_BATCH, OnnxEngine  # noqa: E402
+from fedquilt.edge_agent.engines.onnx_engine import LARGEST_BATCH, OnnxEngine  # noqa: E402
 
 
 @pytest.fixture
@@ -78,7 +78,6 @@ def test_what_the_process_holds_already_counts(tmp_path: Path, weights: np.ndarr
 
 
 def test_the_least_recently_used_session_goes_first(tmp_path: Path, weights: np.ndarray) -> None:
-    """Half the room holds two sessions: of a, b, a, c it is b that goes."""
     a, b, c = (product(tmp_path, weights + i) for i in range(3))
     engine = OnnxEngine(2 * 2 * (SESSION_BYTES + 2 * weights.nbytes), base_bytes=0)
     for graph in (a, b, a, c):
@@ -93,7 +92,6 @@ def test_an_empty_batch_gives_an_empty_answer(tmp_path: Path, weights: np.ndarra
 
 
 def test_what_cannot_be_run_names_the_graph(tmp_path: Path, weights: np.ndarray, capfd: pytest.CaptureFixture) -> None:
-    """Absent, not ONNX, weights absent, and the wrong input: one error each, and nothing on the terminal."""
     engine = OnnxEngine(100 * MB, base_bytes=0)
     with pytest.raises(ModelError, match=r"there is no graph .*absent"):
         engine.run(tmp_path / "absent", np.ones((1, 3)))
@@ -134,7 +132,6 @@ def test_sessions_go_for_what_else_needs_their_room(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("activation_bytes", "roomy"), [(2 * MB, True), (2 * MB + 4, False)])
 def test_large_activations_are_not_laid_out_anew(tmp_path: Path, activation_bytes: int, roomy: bool) -> None:
-    """The same weights are optimized where four examples fit twice into a quarter of the room, and else not."""
     weights = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
     graph = product(tmp_path, weights, activation_bytes=activation_bytes)
     assert OnnxEngine(64 * MB, base_bytes=0).memory_plan(graph).roomy is roomy
@@ -171,7 +168,7 @@ KEEPS = """
 import sys
 import numpy as np
 import psutil
-from fedquilt.edge_agent.engines.onnx.engine import OnnxEngine
+from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
 
 SIZE = 64 << 20
 engine, process = OnnxEngine(int(sys.argv[1])), psutil.Process()
@@ -187,7 +184,6 @@ print(*shares)
 
 @pytest.mark.parametrize(("budget_bytes", "stays"), [(4 << 30, True), (1 << 30, False)])
 def test_with_plenty_of_room_freed_memory_is_kept_until_the_room_is_needed(budget_bytes: int, stays: bool) -> None:
-    """Freed memory stays where all or a quarter of the wanted room is in use; a call that needs it all returns it."""
     done = subprocess.run([sys.executable, "-c", KEEPS, str(budget_bytes)], capture_output=True, text=True, check=True)
     kept, beside, after = (float(word) for word in done.stdout.split())
     assert min(kept, beside) > 0.9 if stays else max(kept, beside) < 0.1
@@ -226,7 +222,6 @@ def test_numbers_that_are_not_whole_are_not_cut(tmp_path: Path, odd: float) -> N
 def test_answers_are_float32_whatever_the_graph_declares(
     tmp_path: Path, to: int, declared: tuple[object, ...] | None
 ) -> None:
-    """Another type, and no declared shape."""
     made = made_graphs.product(output=made_graphs.value("z", declared, to))
     made.graph.node.append(onnx.helper.make_node("Cast", ["y"], ["z"], to=to))
     found = OnnxEngine(100 * MB, base_bytes=0).run(written(tmp_path, made), np.ones((5, 6), np.float32))

@@ -18,12 +18,12 @@ ort = pytest.importorskip("onnxruntime")
 
 from product_graphs import MB, product  # noqa: E402
 
-from fedquilt.edge_agent.engines.onnx import engine as onnx_engine  # noqa: E402
-from fedquilt.edge_agent.engines.onnx import session  # noqa: E402
-from fedquilt.edge_agent.engines.onnx.engine import OnnxEngine  # noqa: E402
-from fedquilt.edge_agent.engines.onnx.providers import CUDA, TENSORRT, ExecutionProviders  # noqa: E402
+from fedquilt.edge_agent.engines import execution_providers  # noqa: E402
+from fedquilt.edge_agent.engines import onnx_engine as onnx_engine  # noqa: E402
+from fedquilt.edge_agent.engines.execution_providers import CUDA, TENSORRT, ExecutionProviders  # noqa: E402
+from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine  # noqa: E402
 
-PROCESSOR = session.CPU[0]
+PROCESSOR = execution_providers.CPU[0]
 EYE = np.eye(3, dtype=np.float32)
 WEIGHTS = np.arange(12, dtype=np.float32).reshape(3, 4)
 
@@ -73,7 +73,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
     def made(runtime: Runtime, most_bytes: int = 10**6) -> OnnxEngine:
         monkeypatch.setattr(onnx_engine.ort, "get_available_providers", lambda: [TENSORRT, CUDA, PROCESSOR])
-        monkeypatch.setattr(onnx_engine.onnx_session, "create_session", runtime.session)
+        monkeypatch.setattr(onnx_engine.execution_providers, "create_session", runtime.session)
         found = OnnxEngine(500 * MB, base_bytes=100 * MB)
         found.use_tensorrt(tmp_path / "cache", most_bytes)
         return found
@@ -85,7 +85,6 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 def test_tensorrt_comes_first_within_the_room_in_32_bits_and_keeps_engines_beside_the_job(
     engine: Any, tmp_path: Path
 ) -> None:
-    """CUDA takes what it cannot, with its own limit; nothing is said as nothing failed."""
     runtime = Runtime()
     made = engine(runtime)
     np.testing.assert_array_equal(made.run(product(tmp_path, WEIGHTS), EYE), WEIGHTS)
@@ -100,7 +99,6 @@ def test_tensorrt_comes_first_within_the_room_in_32_bits_and_keeps_engines_besid
 
 
 def test_without_room_for_its_engines_tensorrt_is_not_asked_for(engine: Any, tmp_path: Path) -> None:
-    """As building them takes long, the board's owner decides; CUDA is used as it is found."""
     runtime = Runtime()
     made = engine(runtime, 0)
     made.run(product(tmp_path, WEIGHTS), EYE)
@@ -140,7 +138,6 @@ def test_without_room_for_its_engines_tensorrt_is_not_asked_for(engine: Any, tmp
 def test_what_fails_is_left_out_said_once_and_the_next_one_answers(
     engine: Any, tmp_path: Path, runtime: Runtime, note: str, where: str
 ) -> None:
-    """When a session is made, or in its first run, in which TensorRT builds; later graphs do not ask for it again."""
     made = engine(runtime)
     np.testing.assert_array_equal(made.run(product(tmp_path, WEIGHTS), EYE), WEIGHTS)
     assert (made.note, made.runs_on) == (note, where)
@@ -151,7 +148,6 @@ def test_what_fails_is_left_out_said_once_and_the_next_one_answers(
 
 
 def test_a_graph_that_nothing_can_run_costs_no_provider(engine: Any, tmp_path: Path) -> None:
-    """The processor refuses it too, so it is the graph: the next one runs on TensorRT."""
     broken = Runtime(fails=dict.fromkeys((TENSORRT, CUDA, PROCESSOR), RuntimeError("node 3 has no input")))
     made = engine(broken)
     with pytest.raises(ModelError, match="node 3 has no input"):
@@ -163,7 +159,6 @@ def test_a_graph_that_nothing_can_run_costs_no_provider(engine: Any, tmp_path: P
 
 @pytest.mark.parametrize("said", ["CUDA failure 700: an illegal memory access", "Failed to allocate memory for buffer"])
 def test_memory_that_runs_out_and_a_gpu_that_is_gone_are_no_failure_of_a_provider(said: str) -> None:
-    """The task steps down, or its process is replaced: neither goes on here with the next provider."""
     places, asked = ExecutionProviders([TENSORRT, CUDA, PROCESSOR], 100), []
 
     def make(providers: Sequence[Any]) -> Any:
@@ -196,5 +191,4 @@ def test_engines_of_tensorrt_are_bounded_the_oldest_goes_first(tmp_path: Path) -
 
 
 def test_a_runtime_for_processors_alone_says_nothing_of_places() -> None:
-    """Its profile has no line for it."""
     assert ExecutionProviders([PROCESSOR], 100).provider_name == ""

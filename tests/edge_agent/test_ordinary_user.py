@@ -105,14 +105,12 @@ def trains(home: Path, examples: Path, budget_bytes: int) -> Any:
 
 
 def test_a_tasks_process_trains_and_its_memory_is_measured(user: User, examples: Path):
-    """Its peak begins anew with the task, as the kernel lets any user have it for its own processes."""
     code, reason, weight, base_bytes, peak_bytes = user.does(trains, user.home, examples, 1 << 30)
     assert (code, reason, weight) == ("ok", "", 8.0)
     assert 20 << 20 < base_bytes <= peak_bytes < 200 << 20
 
 
 def test_a_tasks_process_is_killed_above_its_budget(user: User, examples: Path):
-    """By the watchdog, which reads another process's size: this user's own."""
     code, reason, *_ = user.does(trains, user.home, examples, 1 << 20)
     assert code == "memory", reason
 
@@ -134,7 +132,6 @@ def is_told(home: Path, examples: Path, form: str) -> str:
 
 @pytest.mark.parametrize("form", ["npz", "folder"])
 def test_examples_that_may_not_be_read_are_an_error_of_the_data(user: User, examples: Path, form: str):
-    """The file's, then its folder's: the board declines by name and path, and the doctor says the same."""
     if form == "npz":
         user.shut(examples)
         assert str(examples) in user.does(is_told, user.home, examples, form)
@@ -147,7 +144,6 @@ def finds_a_cage(groups: Path, proc: Path) -> bool:
 
 
 def test_a_cage_that_may_not_be_looked_into_is_none(user: User):
-    """The control groups are shut, as in a container: the watchdog is all there is."""
     groups, proc = user.folder / "cgroup", user.folder / "proc"
     (groups / "system.slice/agent").mkdir(parents=True)
     (groups / "system.slice/agent/cgroup.subtree_control").touch()
@@ -173,7 +169,6 @@ def names_secrets(settings: AgentSettings, etc: Path, run: Path) -> str | None:
 
 
 def test_secrets_that_are_roots_are_named(user: User):
-    """The key, the authority's certificate and systemd's copies lie where this user may not look."""
     etc, run = user.folder / "etc", user.folder / "run"
     for folder in (etc, run):
         folder.mkdir()
@@ -191,7 +186,6 @@ def finds_the_folder(home: Path) -> Any:
 
 
 def test_an_agents_folder_that_may_not_be_seen_is_found(user: User):
-    """By the doctor, run by somebody who may not look into it, as a finding and no failure."""
     state = user.folder / "state"
     (state / "agent/blobs").mkdir(parents=True)
     user.shut(state)
@@ -214,7 +208,6 @@ def held_for_a_moment(*arguments: str) -> str:
 
 
 def test_the_clock_commands_are_an_ordinary_users(user: User):
-    """Beside the helper everything is told and held; without it the memory's frequencies are said to be root's."""
     root = user.folder / "board"
     write_fake_board(root, "jetson-orin-nx", 6)
     if user.root:
@@ -239,7 +232,6 @@ def found(root: Path) -> Any:
 
 
 def test_the_doctor_asks_the_helper_for_what_this_user_may_not_read(user: User):
-    """With it all is well; with one that reads no more than this user, that is found."""
     root = user.folder / "board"
     write_fake_board(root, "jetson-orin-nx", 6)
     whole = root
@@ -274,7 +266,6 @@ def holds(socket: Path, limit: Path) -> Any:
 
 
 def test_a_client_hears_the_helper_within_its_own_rights(user: User):
-    """What it holds the helper gives back when the user's process ends, however it ends."""
     root = user.folder / "board"
     write_fake_board(root, "jetson-tx2", 4)
     limit = root / "sys/devices/system/cpu/cpufreq/policy0/scaling_max_freq"
@@ -300,7 +291,6 @@ def fails() -> float:
 
 
 def test_an_ordinary_user_is_no_root(user: User):
-    """These tests can fail: root's rights are gone for good, and what is shut is shut."""
     shut = user.folder / "shut"
     (shut / "inside").mkdir(parents=True)
     user.shut(shut)

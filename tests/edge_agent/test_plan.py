@@ -9,9 +9,11 @@ from planned import MEANS, A, B, after, claim, task, update
 
 from fedquilt.core import REFETCH, Task
 from fedquilt.edge_agent import state_machine
-from fedquilt.edge_agent.events import (
+from fedquilt.edge_agent.state_machine import (
+    KILLED_MOST,
     BlobFetched,
     CancelFetch,
+    CountedRound,
     DeviceState,
     Event,
     FetchBlobs,
@@ -26,15 +28,14 @@ from fedquilt.edge_agent.events import (
     TaskReceived,
     TimerFired,
     UpdateAcked,
+    advance,
+    next_due_s,
 )
-from fedquilt.edge_agent.state_machine import KILLED_MOST, advance, next_due_s
-from fedquilt.edge_agent.storage.job_records import CountedRound
 from fedquilt.wire import Claim
 
 
 # -- a process that is killed ----------------------------------------------------------------------
 def test_a_task_whose_process_is_killed_from_outside_is_begun_again_twice_then_refused() -> None:
-    """An operator, or a kernel that others have brought out of memory, does not cost the board its round."""
     killed = TaskFailed("memory", "killed by the kernel", overrun=True, killed=True)
     state, _ = after(TaskReceived(task()))
     for _ in range(KILLED_MOST):
@@ -50,7 +51,6 @@ def test_a_task_whose_process_is_killed_from_outside_is_begun_again_twice_then_r
 
 
 def test_the_kills_of_one_task_are_not_held_against_the_next() -> None:
-    """Each begins with both tries; a failure of its own doing is refused at once."""
     killed = TaskFailed("failed", "killed", killed=True)
     state, _ = after(TaskReceived(task()), killed, killed)
     state, actions = advance(state, TaskReceived(task(round=1)), 1.0)
@@ -61,7 +61,6 @@ def test_the_kills_of_one_task_are_not_held_against_the_next() -> None:
 
 # -- taking a task --------------------------------------------------------------------------------
 def test_a_task_is_claimed_and_begins_when_its_last_blob_is_here() -> None:
-    """What came is counted as downloaded."""
     state, actions = after(TaskReceived(task(), frozenset({B, A})))
     assert actions == (claim(), FetchBlobs((A, B)))
     state, actions = advance(state, BlobFetched(A.sha256), 0.0)
@@ -74,7 +73,6 @@ def test_a_task_is_claimed_and_begins_when_its_last_blob_is_here() -> None:
 
 
 def test_a_task_repeated_is_claimed_again_and_not_begun_again() -> None:
-    """The first claim may be lost; the attempt is the coordinator's latest."""
     state, actions = after(TaskReceived(task()), TaskReceived(task(attempt=1, deadline_s=5.0)))
     assert actions == (claim(attempt=1),)
     assert state.open is not None
@@ -86,7 +84,6 @@ def test_a_task_repeated_is_claimed_again_and_not_begun_again() -> None:
     ("first", "then"), [(task(), task(params={"lr": 0.5})), (task(5), task(job="k-1")), (task(), task(1))]
 )
 def test_other_work_another_job_and_a_later_round_supersede_the_task_in_hand(first: Task, then: Task) -> None:
-    """What is worked on would answer another question."""
     claimed = PublishClaim(Claim(job=then.job, round=then.round, attempt=0, accepted=True))
     assert after(TaskReceived(first), TaskReceived(then))[1] == (StopTask(), claimed, StartTask(then))
 
@@ -102,7 +99,6 @@ def test_an_earlier_round_that_comes_late_is_ignored() -> None:
 
 
 def test_a_cleared_task_is_given_up() -> None:
-    """Its process is killed, its half blobs go, and the coordinator hears of it: it may not have been the one."""
     state, (stop, say) = after(TaskReceived(task()), TaskCancelled())
     assert (stop, state.open) == (StopTask(), None)
     assert isinstance(say, PublishClaim)
@@ -112,14 +108,12 @@ def test_a_cleared_task_is_given_up() -> None:
 
 
 def test_a_superseding_task_fetches_anew_what_had_failed_before() -> None:
-    """A blob that waits for its next try is not under way."""
     state, _ = after(TaskReceived(task(), frozenset({A})), BlobFetched(A.sha256, "gone"))
     assert advance(state, TaskReceived(task(1), frozenset({A})), 0.0)[1] == (claim(1), FetchBlobs((A,)))
 
 
 # -- fetching -------------------------------------------------------------------------------------
 def test_a_blob_that_cannot_be_had_is_asked_for_again_ever_more_rarely() -> None:
-    """First after REFETCH.first_s, then after twice as long."""
     state, actions = after(TaskReceived(task(), frozenset({A})), BlobFetched(A.sha256, "not offered"))
     assert actions == ()
     assert next_due_s(state) == REFETCH.first_s
@@ -131,7 +125,6 @@ def test_a_blob_that_cannot_be_had_is_asked_for_again_ever_more_rarely() -> None
 
 
 def test_a_blob_of_no_task_is_nothing() -> None:
-    """It was fetched for a task that is gone."""
     assert after(BlobFetched(A.sha256)) == (DeviceState(MEANS), ())
 
 
@@ -152,7 +145,6 @@ EVENTS = st.one_of(
 @given(st.lists(EVENTS, max_size=40))
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 def test_whatever_happens_one_task_is_worked_on_at_a_time_and_none_that_was_counted(events: list[Event | bool]) -> None:
-    """Nor is anything offered that is not in the outbox, or begun with blobs missing; and time always moves on."""
     state, busy, now_s = DeviceState(MEANS), False, 0.0
     for event in events:
         now_s += 3.0

@@ -8,8 +8,10 @@ from planned import MEANS, A, B, after, claim, done, task, update
 
 from fedquilt.core import RESEND
 from fedquilt.edge_agent import state_machine
-from fedquilt.edge_agent.events import (
+from fedquilt.edge_agent.state_machine import (
+    REMEMBERED_JOBS,
     BlobFetched,
+    CountedRound,
     DeleteUpdate,
     DeviceState,
     OutboxUpdate,
@@ -23,9 +25,9 @@ from fedquilt.edge_agent.events import (
     TaskReceived,
     TimerFired,
     UpdateAcked,
+    advance,
+    next_due_s,
 )
-from fedquilt.edge_agent.state_machine import REMEMBERED_JOBS, advance, next_due_s
-from fedquilt.edge_agent.storage.job_records import CountedRound
 from fedquilt.wire import Claim
 
 
@@ -47,20 +49,17 @@ def test_time_that_is_not_due_brings_nothing() -> None:
 
 
 def test_a_new_session_offers_everything_at_once() -> None:
-    """The broker may have lost what it was given."""
     state, actions = advance(done(), SessionStarted(), 1.0)
     assert actions == (SendUpdate(update()),)
     assert next_due_s(state) == 1.0 + RESEND.first_s
 
 
 def test_a_task_whose_result_waits_in_the_outbox_is_answered_by_it_under_the_new_attempt() -> None:
-    """The work is not done twice."""
     _, actions = advance(done(), TaskReceived(task(attempt=3)), 1.0)
     assert actions == (SendUpdate(update(attempt=3)),)
 
 
 def test_an_acknowledged_update_is_gone_and_its_task_ignored_for_ever() -> None:
-    """An old message must not have its task run again."""
     state, actions = advance(done(), UpdateAcked(("j-1", 0), True), 1.0)
     assert actions == ()
     assert next_due_s(state) == math.inf
@@ -72,7 +71,6 @@ def test_an_acknowledged_update_is_gone_and_its_task_ignored_for_ever() -> None:
 
 
 def test_a_coordinator_of_a_later_start_may_ask_for_a_round_that_was_counted() -> None:
-    """Its log has lost it; the claim says so. One of an earlier start is refused, and is told which one it was."""
     state, _ = advance(done(), UpdateAcked(("j-1", 0), True, epoch=4), 1.0)
     _, refused = advance(state, TaskReceived(task(epoch=2)), 2.0)
     told = [
@@ -91,7 +89,6 @@ def test_a_coordinator_of_a_later_start_may_ask_for_a_round_that_was_counted() -
 
 
 def test_a_restored_coordinator_takes_the_place_of_the_one_before_it() -> None:
-    """Its earlier round replaces the task in hand; what was counted later is forgotten once it counts."""
     state, _ = after(UpdateAcked(("j-1", 4), True, epoch=1), TaskReceived(task(5, epoch=1)))
     state, actions = advance(state, TaskReceived(task(3, epoch=2)), 1.0)
     assert [type(each) for each in actions] == [StopTask, PublishClaim, StartTask]
@@ -108,7 +105,6 @@ def test_a_late_answer_to_an_earlier_round_takes_nothing_back() -> None:
 
 
 def test_an_update_from_a_state_that_the_coordinator_does_not_have_is_dropped_and_worked_for_again() -> None:
-    """A restored coordinator has come to the same round by another way; a restarted one has the same state."""
     state, _ = after(TaskReceived(task(state=A.sha256)), TaskCompleted(update(state=A.sha256), True))
     kept, actions = advance(state, TaskReceived(task(state=A.sha256, epoch=2)), 1.0)
     assert actions == (SendUpdate(update(state=A.sha256, epoch=2)),)
@@ -120,14 +116,12 @@ def test_an_update_from_a_state_that_the_coordinator_does_not_have_is_dropped_an
 
 
 def test_a_refused_update_is_gone_but_its_task_may_be_asked_again() -> None:
-    """A stopped job refuses updates and, once resumed, asks for them anew."""
     state, _ = advance(done(), UpdateAcked(("j-1", 0), False), 1.0)
     assert next_due_s(state) == math.inf
     assert StartTask(task()) in advance(state, TaskReceived(task()), 2.0)[1]
 
 
 def test_a_refusal_of_an_earlier_attempt_leaves_what_was_offered_for_a_later_one() -> None:
-    """It was offered before its task came again; the coordinator may count the later offer."""
     state, actions = advance(done(), TaskReceived(task(attempt=3)), 1.0)
     assert actions == (SendUpdate(update(attempt=3)),)
     assert advance(state, UpdateAcked(("j-1", 0), False, attempt=0), 2.0) == (state, ())
@@ -137,7 +131,6 @@ def test_a_refusal_of_an_earlier_attempt_leaves_what_was_offered_for_a_later_one
 
 
 def test_what_was_counted_is_remembered_for_the_latest_jobs() -> None:
-    """A bounded memory: the job longest without a contribution is forgotten."""
     state = DeviceState(MEANS)
     for number in range(REMEMBERED_JOBS):
         state, _ = advance(state, UpdateAcked((f"j-{number}", 0), True), 0.0)
@@ -148,7 +141,6 @@ def test_what_was_counted_is_remembered_for_the_latest_jobs() -> None:
 
 
 def test_the_next_round_waits_while_a_private_state_is_undecided() -> None:
-    """Whether the last contribution counted decides what the next round begins from."""
     state, actions = advance(done(private=True), TaskReceived(task(1)), 1.0)
     assert actions == (claim(1),)
     assert advance(state, UpdateAcked(("j-1", 0), True), 2.0)[1] == (StartTask(task(1)),)
@@ -156,14 +148,12 @@ def test_the_next_round_waits_while_a_private_state_is_undecided() -> None:
 
 
 def test_the_next_round_does_not_wait_for_an_update_without_private_state() -> None:
-    """Nor for another job's."""
     assert StartTask(task(1)) in advance(done(private=False), TaskReceived(task(1)), 1.0)[1]
     other = task(job="k-1")
     assert StartTask(other) in advance(done(private=True), TaskReceived(other), 1.0)[1]
 
 
 def test_a_task_that_turns_out_to_be_counted_is_given_up() -> None:
-    """An acknowledgement may come while the same round is being done again after a crash."""
     state = advance(DeviceState(MEANS), TaskReceived(task()), 0.0)[0]
     assert state.open is not None
     state, actions = advance(state, UpdateAcked(("j-1", 0), True), 1.0)
@@ -172,7 +162,6 @@ def test_a_task_that_turns_out_to_be_counted_is_given_up() -> None:
 
 
 def test_a_clear_leaves_the_outbox_alone() -> None:
-    """The task is withdrawn when its update has come; the acknowledgement may still be on its way."""
     state, actions = advance(done(), TaskCancelled(), 1.0)
     assert actions == ()
     assert len(state.outbox) == 1
@@ -210,7 +199,6 @@ def test_later_the_middle_of_the_last_three_ways_is_left() -> None:
 
 
 def test_an_update_that_is_sent_under_a_new_attempt_has_been_on_its_way_since_it_was_made() -> None:
-    """Else a board whose updates come too late would take its way for short."""
     state = at_work(DeviceState(MEANS), now_s=0.0)
     state, _ = advance(state, TaskCompleted(update(), False), 0.0)
     state, _ = advance(state, TaskReceived(task(attempt=1)), 20.0)
@@ -219,7 +207,6 @@ def test_an_update_that_is_sent_under_a_new_attempt_has_been_on_its_way_since_it
 
 
 def test_a_refused_update_and_one_from_before_a_restart_tell_nothing_of_the_way() -> None:
-    """The one was perhaps never sent, of the other nobody knows when it was."""
     refused, _ = advance(done(), UpdateAcked(("j-1", 0), False), 30.0)
     older = DeviceState(MEANS, outbox={("j-1", 0): OutboxUpdate(update(), True, 0.0)})
     recovered, _ = advance(older, UpdateAcked(("j-1", 0), True), 30.0)

@@ -10,7 +10,9 @@ from planned import MEANS, after, task, update
 
 from fedquilt.core import Encoding, OperatingPoint, Reading, Task, Update, Usage, WorkEstimate
 from fedquilt.edge_agent import state_machine
-from fedquilt.edge_agent.events import (
+from fedquilt.edge_agent.power.learned_model import LearnedModel, TaskSegment, learn_segment
+from fedquilt.edge_agent.state_machine import (
+    REMEMBERED_WORKLOADS,
     DeviceState,
     OpenTask,
     PublishClaim,
@@ -21,9 +23,8 @@ from fedquilt.edge_agent.events import (
     TaskCompleted,
     TaskFailed,
     TaskReceived,
+    advance,
 )
-from fedquilt.edge_agent.power.learned_model import LearnedModel, TaskSegment, learn_segment
-from fedquilt.edge_agent.state_machine import REMEMBERED_WORKLOADS, advance
 from fedquilt.edge_agent.task.memory_budget import ASSUMED_BASE_BYTES
 from fedquilt.wire import Claim
 
@@ -66,14 +67,12 @@ def test_what_cannot_be_done_here_is_refused_with_what_could(
 
 
 def test_the_engines_own_size_counts_against_the_budget() -> None:
-    """The budget is the whole process's."""
     room = MEANS.budget_bytes - ASSUMED_BASE_BYTES["numpy"]
     assert after(TaskReceived(task(work=WorkEstimate(peak_bytes=room))))[0].open is not None
     assert refusal(task(work=WorkEstimate(peak_bytes=room + 1))).code == "budget"
 
 
 def test_the_engines_size_as_seen_here_replaces_the_assumed_one() -> None:
-    """The least that was seen: a warm process holds more than its engine."""
     state, _ = after(TaskReceived(task()), TaskCompleted(update(base_bytes=90 << 20), False), TaskReceived(task(1)))
     state, _ = advance(state, TaskCompleted(update(1, base_bytes=95 << 20), False), 0.0)
     assert state.base_bytes == {"numpy": 90 << 20}
@@ -106,7 +105,6 @@ def again(asked: Task, attempt: int) -> Task:
 
 
 def test_an_engine_that_refuses_beforehand_teaches_nothing() -> None:
-    """Planning with even less would have it refuse the more."""
     state, _ = after(TaskReceived(task()), TaskFailed("budget", "one example does not fit"))
     assert state_machine.plan_limit_bytes(state, task()) == MEANS.budget_bytes
 
@@ -124,14 +122,12 @@ def test_what_a_method_taught_of_memory_holds_for_it_and_its_engine_alone() -> N
 
 
 def test_a_refused_task_still_ends_the_one_in_hand() -> None:
-    """The coordinator no longer wants the old one."""
     state, actions = after(TaskReceived(task()), TaskReceived(task(1, engine="torch")))
     assert actions[0] == StopTask()
     assert state.open is None
 
 
 def test_a_refusal_is_repeated_with_its_task_and_reconsidered_at_the_next_attempt() -> None:
-    """The claim may be lost; the work is not tried again for that."""
     state, (_, said) = after(TaskReceived(task()), TaskFailed("data", "no examples"))
     assert advance(state, TaskReceived(task(deadline_s=1.0)), 0.0)[1] == (said,)
     assert StartTask(task(attempt=1)) in advance(state, TaskReceived(task(attempt=1)), 0.0)[1]
@@ -139,7 +135,6 @@ def test_a_refusal_is_repeated_with_its_task_and_reconsidered_at_the_next_attemp
 
 
 def test_work_that_fails_becomes_a_refusal_with_its_reason() -> None:
-    """And the device is free again, with no process left that has failed once."""
     state, (stop, say) = after(TaskReceived(task()), TaskFailed("memory", "too much"))
     assert stop == StopTask()
     assert isinstance(say, PublishClaim)
@@ -148,12 +143,10 @@ def test_work_that_fails_becomes_a_refusal_with_its_reason() -> None:
 
 
 def test_a_failure_without_a_task_is_nothing() -> None:
-    """Its task has been cleared meanwhile."""
     assert after(TaskFailed("disk", "full")) == (DeviceState(MEANS), ())
 
 
 def test_what_was_learned_is_kept_of_the_latest_workloads_and_written_down() -> None:
-    """By engine and method; the longest unseen goes first, and a task that taught nothing writes nothing."""
     state = DeviceState(MEANS)
     learned = learn_segment(
         LearnedModel(), TaskSegment(OperatingPoint(name="a", flops_per_s=1.0), WorkEstimate(flops=1.0), 2.0, None)

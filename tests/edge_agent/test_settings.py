@@ -36,7 +36,6 @@ def test_paths_are_taken_from_the_files_own_folder(tmp_path: Path) -> None:
 
 
 def test_the_governor_saves_energy_unless_told_otherwise(tmp_path: Path) -> None:
-    """A recorded profile lies beside the file."""
     assert settings.load_settings(write(tmp_path, GOOD)).governor == GovernorPolicy("energy")
     told = settings.load_settings(
         write(tmp_path, f"profile = 'mine.toml'\n{GOOD}[governor]\npolicy = 'max'\nmax_w = 9\n")
@@ -46,7 +45,6 @@ def test_the_governor_saves_energy_unless_told_otherwise(tmp_path: Path) -> None
 
 
 def test_a_profile_is_a_name_or_a_file(tmp_path: Path) -> None:
-    """What is no path and lies not beside the settings is one that ships, and is left as it is."""
     shipped = settings.load_settings(write(tmp_path, f"profile = 'jetson-tx2'\n{GOOD}"))
     assert shipped.profile == "jetson-tx2"
     (tmp_path / "own").write_text("")
@@ -59,7 +57,6 @@ def test_a_job_in_place_of_settings_is_told(tmp_path: Path) -> None:
 
 
 def test_labels_are_words_and_what_is_none_is_named(tmp_path: Path) -> None:
-    """With the file, before the agent starts."""
     assert settings.load_settings(write(tmp_path, 'labels = ["site=lab", "window"]\n' + GOOD)).labels == (
         "site=lab",
         "window",
@@ -105,7 +102,6 @@ def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["9" * 400 + "MB", "0." + "1" * 5000 + "GB"], ids=len)
 def test_a_size_of_hundreds_of_digits_is_none(text: str) -> None:
-    """A size comes from the coordinator too, as a setting, and no float takes so many digits."""
     with pytest.raises(JobError, match="is no size"):
         settings.parse_size(text)
 
@@ -139,7 +135,6 @@ def test_a_size_of_hundreds_of_digits_is_none(text: str) -> None:
 def test_a_wrong_file_is_named_with_its_key_and_what_is_expected(
     tmp_path: Path, text: str, parts: tuple[str, ...]
 ) -> None:
-    """One sentence of one error."""
     with pytest.raises(JobError) as caught:
         settings.load_settings(write(tmp_path, text))
     for part in parts:
@@ -159,7 +154,6 @@ def test_a_vocabularys_path_is_taken_from_the_settings_own_folder(tmp_path: Path
 
 
 def test_the_folder_of_models_is_beside_the_file_and_its_hook_is_a_command(tmp_path: Path) -> None:
-    """A hook is the words of a command, never a line for a shell."""
     file = tmp_path / "agent.toml"
     file.write_text('device = "d"\nhome = "h"\n[models]\nfolder = "srv"\nhook = ["systemctl", "reload", "triton"]\n')
     found = settings.load_settings(file).models
@@ -170,7 +164,6 @@ def test_the_folder_of_models_is_beside_the_file_and_its_hook_is_a_command(tmp_p
 
 
 def test_data_that_are_missing_are_told_with_the_nearest_file(tmp_path: Path) -> None:
-    """A warning, as the data may come later; settings without data have none."""
     (tmp_path / "flowers.csv").touch()
     file = tmp_path / "agent.toml"
     for name, said in (
@@ -185,9 +178,49 @@ def test_data_that_are_missing_are_told_with_the_nearest_file(tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", ["x" * 300, "closed/flowers.csv"])
 def test_data_that_cannot_be_looked_for_are_told_as_missing(tmp_path: Path, name: str) -> None:
-    """The name is too long for a file, or another user's folder does not show what is in it."""
     (tmp_path / "closed").mkdir(0)
     file = tmp_path / "agent.toml"
     file.write_text(f'device = "d"\nhome = "h"\n[data]\npath = "{name}"\n')
     told = settings.describe_missing_data(settings.load_settings(file))
     assert told == f"no data at {tmp_path}/{name} ([data] path)"
+
+
+@pytest.fixture
+def credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path))
+    return tmp_path
+
+
+def broker_settings(**broker: str) -> settings.AgentSettings:
+    return settings.parse_settings({"device": "orin-1", "home": "/var/lib/fedquilt", "broker": broker})
+
+
+def test_a_file_that_systemd_handed_over_is_taken_by_its_name(credentials: Path) -> None:
+    (credentials / "device.key").write_text("key")
+    before = broker_settings(ca="/etc/fedquilt/ca.crt", cert="/etc/fedquilt/device.crt", key="/etc/fedquilt/device.key")
+    after = settings.apply_systemd_credentials(before)
+    assert after.broker.key == str(credentials / "device.key")
+    assert (after.broker.ca, after.broker.cert) == (before.broker.ca, before.broker.cert)
+    assert (after.device, after.home) == (before.device, before.home)
+
+
+def test_a_password_from_systemd_is_taken_too(credentials: Path) -> None:
+    (credentials / "password").write_text("secret")
+    after = settings.apply_systemd_credentials(broker_settings(password_file="/etc/fedquilt/password"))
+    assert after.broker.password_file == str(credentials / "password")
+
+
+def test_two_files_of_one_name_are_refused(credentials: Path) -> None:
+    (credentials / "x.pem").write_text("certificate")
+    with pytest.raises(JobError, match=r"broker.ca /a/x\.pem and broker.cert /b/x\.pem have the same name"):
+        settings.apply_systemd_credentials(broker_settings(ca="/a/x.pem", cert="/b/x.pem"))
+    both = settings.apply_systemd_credentials(broker_settings(cert="/a/x.pem", key="/a/x.pem"))
+    assert (both.broker.cert, both.broker.key) == (str(credentials / "x.pem"),) * 2
+    (credentials / "x.pem").unlink()
+    assert settings.apply_systemd_credentials(broker_settings(ca="/a/x.pem", cert="/b/x.pem")).broker.ca == "/a/x.pem"
+
+
+def test_without_a_folder_of_systemd_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CREDENTIALS_DIRECTORY")
+    before = broker_settings(key="/etc/fedquilt/device.key")
+    assert settings.apply_systemd_credentials(before) is before

@@ -15,10 +15,17 @@ import pytest
 from fedquilt import wire
 from fedquilt.arrays import tensors
 from fedquilt.core import BlobRef, JobError, OperatingPoint, StoreError, Update, Usage, WorkEstimate
+from fedquilt.edge_agent.agent_state import (
+    SPARE_BYTES,
+    UPDATE,
+    AgentState,
+    CountedRound,
+    JobRecord,
+    JobRecordFile,
+    PrivateState,
+)
 from fedquilt.edge_agent.power.learned_model import LearnedModel, TaskSegment, learn_segment
-from fedquilt.edge_agent.storage.agent_state import SPARE_BYTES, UPDATE, AgentState
-from fedquilt.edge_agent.storage.job_records import CountedRound, JobRecord, JobRecordFile, PrivateState
-from fedquilt.edge_agent.task.outputs import PRIVATE, write_tensors
+from fedquilt.edge_agent.task.protocol import PRIVATE, write_tensors
 
 KEY = ("j-1", 3)
 
@@ -49,7 +56,6 @@ def state_of(local: AgentState, job: str = "j-1", counted: int | None = 3) -> fl
 
 
 def test_a_committed_result_is_found_by_the_next_start(tmp_path: Path) -> None:
-    """With its blobs in the depot, and whether it leaves private state."""
     local = AgentState(tmp_path)
     update = worked(local, private=1.0)
     assert commit(local, update)
@@ -60,7 +66,6 @@ def test_a_committed_result_is_found_by_the_next_start(tmp_path: Path) -> None:
 
 
 def test_a_crash_before_the_commit_leaves_nothing_but_the_old_private_state(tmp_path: Path) -> None:
-    """The task is worked for again, from what it began with."""
     local = AgentState(tmp_path)
     commit(local, worked(local, private=1.0, round=2))
     local.record_ack(("j-1", 2), True, {"j-1": CountedRound(2)})
@@ -73,7 +78,6 @@ def test_a_crash_before_the_commit_leaves_nothing_but_the_old_private_state(tmp_
 
 
 def test_private_state_counts_only_when_the_contribution_does(tmp_path: Path) -> None:
-    """Until the coordinator has answered, a job's private state is the old one; a refusal leaves it so."""
     local = AgentState(tmp_path)
     commit(local, worked(local, private=1.0))
     assert state_of(local) is None
@@ -87,7 +91,6 @@ def test_private_state_counts_only_when_the_contribution_does(tmp_path: Path) ->
 
 
 def test_a_crash_after_the_private_state_has_moved_delivers_the_update_again(tmp_path: Path) -> None:
-    """It is acknowledged again, and settled then; the moved state stays, and the next task waits for the answer."""
     local = AgentState(tmp_path)
     update = worked(local, private=1.0)
     commit(local, update)
@@ -104,7 +107,6 @@ def test_a_crash_after_the_private_state_has_moved_delivers_the_update_again(tmp
 def test_private_state_of_an_answer_that_is_half_noted_outlives_another_jobs_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, restarted: bool
 ) -> None:
-    """The disk fails in the middle of one job's answer, another job's comes, and then the first one's again."""
     local = AgentState(tmp_path)
     for job in ("j-1", "k-1"):
         commit(local, worked(local, private=1.0, job=job))
@@ -138,7 +140,6 @@ def test_a_crash_after_the_count_was_noted_does_not_deliver_again(tmp_path: Path
 
 
 def test_a_crash_while_an_entry_is_removed_leaves_no_update(tmp_path: Path) -> None:
-    """update.json goes first, and without it there is no entry."""
     local = AgentState(tmp_path)
     commit(local, worked(local, private=1.0))
     (tmp_path / "outbox/j-1@3" / UPDATE).unlink()
@@ -148,7 +149,6 @@ def test_a_crash_while_an_entry_is_removed_leaves_no_update(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("place", [0, 30, 200])
 def test_a_damaged_entry_is_worked_for_again(tmp_path: Path, place: int) -> None:
-    """A flipped bit on the card is seen by the checksum."""
     local = AgentState(tmp_path)
     commit(local, worked(local))
     path = tmp_path / "outbox/j-1@3" / UPDATE
@@ -169,7 +169,6 @@ def test_an_entry_whose_blobs_are_gone_is_worked_for_again(tmp_path: Path) -> No
 def test_a_damaged_count_is_named_and_made_of_the_names_of_private_states(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At worst a round is worked for in vain; the agent starts."""
     local = AgentState(tmp_path)
     commit(local, worked(local, private=1.0))
     local.record_ack(KEY, True, {"j-1": CountedRound(3, 7)})
@@ -185,7 +184,6 @@ def test_a_damaged_count_is_named_and_made_of_the_names_of_private_states(
 
 
 def test_the_private_state_is_that_of_the_round_that_the_coordinator_counted_last(tmp_path: Path) -> None:
-    """Of two rounds it is here; for any other it is said to be lost, and nothing else takes its place."""
     local, counted = AgentState(tmp_path), {}
     for round in (1, 2, 4):
         commit(local, worked(local, private=float(round), round=round))
@@ -203,7 +201,6 @@ def test_the_private_state_is_that_of_the_round_that_the_coordinator_counted_las
 
 
 def test_private_states_of_a_coordinator_that_was_replaced_by_an_older_copy_go(tmp_path: Path) -> None:
-    """Once a round counts that the copy has asked for, those of later rounds are nobody's; the one before stays."""
     local = AgentState(tmp_path)
     local.load_outbox()
     for round, epoch, private in ((1, 1, 1.0), (2, 1, 2.0), (2, 2, 2.5)):
@@ -217,7 +214,6 @@ def test_private_states_of_a_coordinator_that_was_replaced_by_an_older_copy_go(t
 
 
 def test_private_state_counts_after_a_round_that_left_none(tmp_path: Path) -> None:
-    """An evaluation leaves no private state, and the one from before it is the one to work from."""
     local = AgentState(tmp_path)
     local.load_outbox()
     commit(local, worked(local, private=1.0))
@@ -228,7 +224,6 @@ def test_private_state_counts_after_a_round_that_left_none(tmp_path: Path) -> No
 
 
 def test_private_states_of_forgotten_jobs_go(tmp_path: Path) -> None:
-    """Only jobs that are remembered keep theirs."""
     local = AgentState(tmp_path)
     for job in ("old-1", "new-1"):
         commit(local, worked(local, private=1.0, job=job))
@@ -238,7 +233,6 @@ def test_private_states_of_forgotten_jobs_go(tmp_path: Path) -> None:
 
 
 def test_a_commit_replaces_what_an_earlier_one_of_the_same_round_left(tmp_path: Path) -> None:
-    """Only the last can have been asked for."""
     local = AgentState(tmp_path)
     commit(local, worked(local, private=1.0))
     update = worked(local)
@@ -342,7 +336,6 @@ def test_a_full_disk_is_an_error_that_says_so(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_that_says_so(tmp_path: Path) -> None:
-    """/proc takes no folders, not even from root."""
     with pytest.raises(StoreError, match=r"cannot make the folder /proc/nowhere"):
         AgentState(Path("/proc/nowhere"))
 
@@ -356,20 +349,18 @@ def test_two_agents_may_not_share_a_home(tmp_path: Path) -> None:
 
 
 def test_tensors_are_written_under_a_name_that_is_their_digest(tmp_path: Path) -> None:
-    """Equal tensors, equal blobs."""
     one = write_tensors(tmp_path / "a", {"x": np.ones(2), "y": np.zeros(1)})
     two = write_tensors(tmp_path / "b", {"y": np.zeros(1), "x": np.ones(2)})
     assert one == two == BlobRef(sha256=one.sha256, size=(tmp_path / "a").stat().st_size)
 
 
 def test_a_jobs_cache_lasts_until_another_job_or_boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a task leaves is found by the job's next one, also after a restart of the agent; nothing else stays."""
     (AgentState(tmp_path).cache_folder("a") / "kept").write_bytes(b"x")
     assert (AgentState(tmp_path).cache_folder("a") / "kept").exists()
     assert not list(AgentState(tmp_path).cache_folder("b").iterdir())
     assert [path.name.partition("@")[0] for path in tmp_path.glob("task/cache/*")] == ["b"]
     (AgentState(tmp_path).cache_folder("b") / "kept").write_bytes(b"x")
-    monkeypatch.setattr("fedquilt.edge_agent.storage.agent_state._boot_id", lambda: "another")
+    monkeypatch.setattr("fedquilt.edge_agent.agent_state._boot_id", lambda: "another")
     assert not list(AgentState(tmp_path).cache_folder("b").iterdir())
     assert [path.name for path in tmp_path.glob("task/cache/*")] == ["b@another"]
 
@@ -379,7 +370,6 @@ KNOWN = {"torch fedavg": learn_segment(LearnedModel(), TaskSegment(POINT, WorkEs
 
 
 def test_what_a_board_has_learned_is_there_after_a_restart(tmp_path: Path) -> None:
-    """As it was, by workload; a home without it knows nothing."""
     assert AgentState(tmp_path).load_learned_costs() == {}
     AgentState(tmp_path).store_learned_costs(KNOWN)
     assert AgentState(tmp_path).load_learned_costs() == KNOWN
@@ -389,7 +379,6 @@ def test_what_a_board_has_learned_is_there_after_a_restart(tmp_path: Path) -> No
 def test_damaged_lessons_are_learned_anew(
     tmp_path: Path, damage: bytes | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Torn, overwritten, of another format, or with one digit changed: said, and no reason not to start."""
     AgentState(tmp_path).store_learned_costs(KNOWN)
     file = tmp_path / "learned.json"
     file.write_bytes(file.read_bytes().replace(b"0.", b"1.", 1) if damage is None else damage)
@@ -406,6 +395,5 @@ def test_lessons_of_a_law_of_other_sizes_are_left_out(tmp_path: Path) -> None:
 
 
 def test_devices_that_are_not_durable_keep_no_lessons(tmp_path: Path) -> None:
-    """A simulated fleet writes no files for them."""
     AgentState(tmp_path / "d", durable=False).store_learned_costs(KNOWN)
     assert not (tmp_path / "d/learned.json").exists()

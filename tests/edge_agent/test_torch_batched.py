@@ -69,13 +69,10 @@ def assert_alike(ours: list[Any], theirs: list[Any]) -> None:
     ],
 )
 def test_each_device_comes_out_as_from_the_loop(engine: Any, fit: Fit) -> None:
-    """Unequal numbers of examples, short last batches, momentum, decay, clipping by each one's own norm, Adam."""
     assert_alike(*both(engine, fit))
 
 
 def test_each_device_has_its_own_correction_and_anchors(engine: Any) -> None:
-    """FedProx's pull of different strength, a correction that is no arithmetic of elements, an anchor, and none."""
-
     def pull(mu: float) -> Hooks:
         return Hooks(correct=lambda gradient, value, at: gradient + mu * (value - at["start"]))
 
@@ -89,7 +86,6 @@ def test_each_device_has_its_own_correction_and_anchors(engine: Any) -> None:
 
 
 def test_a_generator_is_left_where_the_loop_leaves_it(engine: Any) -> None:
-    """A client half may draw on after its training."""
     fit = Fit(epochs=2, batch=4)
     one, other = arguments(0, 8, fit), arguments(0, 8, fit)
     engine.train_together([engine.batchable_call(*one)])
@@ -98,7 +94,6 @@ def test_a_generator_is_left_where_the_loop_leaves_it(engine: Any) -> None:
 
 
 def test_one_device_that_diverges_is_refused_and_the_others_are_not(engine: Any) -> None:
-    """Its examples are a million times larger: the loss is no longer finite, or explodes."""
     fit = Fit(epochs=3, batch=4, lr=0.5)
     odd = Examples(examples(8).x * np.float32(1e18), examples(8).y)
     network, begun, _, _, rng = arguments(0, 8, fit)
@@ -109,14 +104,12 @@ def test_one_device_that_diverges_is_refused_and_the_others_are_not(engine: Any)
 
 
 def test_a_layer_that_stands_in_two_places_takes_the_loop(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its weights have two names, and are one: stacked by name each would go its own way."""
     layer = nn.Linear(6, 6)
     monkeypatch.setattr(batched.registry, "build_network", lambda table: nn.Sequential(layer, nn.ReLU(), layer))
     assert engine.batchable_call(*arguments(0, 8, Fit(), {"name": "tied"})) is None
 
 
 def test_the_stacked_forward_pass_is_each_networks_own() -> None:
-    """Nested, flattened in part, without a bias, and with an activation that stands in two places."""
     relu = nn.ReLU()
     network = nn.Sequential(
         nn.Flatten(1, 2),
@@ -136,7 +129,6 @@ def test_the_stacked_forward_pass_is_each_networks_own() -> None:
 
 
 def test_stacked_gradients_come_in_the_order_in_which_weights_are_kept() -> None:
-    """Else each is computed in an order that takes three times as long, and turned over before it is added."""
     values = {"0.weight": torch.randn(3, 2, 5, requires_grad=True), "0.bias": torch.randn(3, 2, requires_grad=True)}
     scores = batched.forward(nn.Sequential(nn.Linear(5, 2)), values, torch.randn(3, 4, 5))
     for gradient in torch.autograd.grad(scores.square().sum(), list(values.values())):
@@ -154,7 +146,6 @@ def test_stacked_gradients_come_in_the_order_in_which_weights_are_kept() -> None
     ],
 )
 def test_what_does_not_fit_is_told_as_by_the_loop(engine: Any, change: dict[str, Any], kind: type) -> None:
-    """Tensors missing, labels beyond the classes, examples of another shape, an anchor without tensors, no epochs."""
     given = {
         "network": MLP,
         "start": start(),

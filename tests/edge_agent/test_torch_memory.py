@@ -56,7 +56,6 @@ def test_the_plan_is_the_prediction_for_the_micro_batch_that_fits(room_for: int,
 
 
 def test_one_example_that_does_not_fit_goes_through_in_pieces() -> None:
-    """What the backward pass needs of it is computed again, which takes less."""
     _, network = planned(0, Fit(batch=16), network=WITHOUT)
     told, _ = planned(peak_memory.training_bytes(network, 0), Fit(batch=16), network=WITHOUT)
     assert told < peak_memory.FIRST_USE_BYTES["torch"] + peak_memory.training_bytes(network, 1)
@@ -66,14 +65,12 @@ def test_one_example_that_does_not_fit_goes_through_in_pieces() -> None:
     ("fit", "more"), [(Fit(batch=4, momentum=0.9), 1), (Fit(batch=4, optimizer="adam", lr=1e-3), 2)]
 )
 def test_what_an_optimizer_remembers_is_planned_for(fit: Fit, more: int) -> None:
-    """One copy of the weights for momentum, two for Adam's moments."""
     with_it, network = planned(10**9, fit)
     without, _ = planned(10**9, Fit(batch=4))
     assert with_it - without == pytest.approx(more * network.weights_bytes, abs=1)
 
 
 def test_what_no_turn_moves_is_planned_without_gradients() -> None:
-    """A head alone, by one step or two, and all by two steps of which each moves a part."""
     head = Step(rate=lambda name: float(name.startswith("6.")))
     body = Step(rate=lambda name: float(not name.startswith("6.")))
     given = (Step(),), (head,), (head, head), (head, body)

@@ -24,7 +24,6 @@ FITS = (
 
 @pytest.mark.parametrize("fit", FITS, ids=str)
 def test_steps_equal_those_of_torchs_optimizers_bit_for_bit(fit: Fit) -> None:
-    """Two learning rates, several steps, and a tensor without a gradient in between."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.ReLU(), torch.nn.Linear(30, 5))
     twin = copy.deepcopy(model)

@@ -15,7 +15,7 @@ from waiting import until
 from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds.events import JobEnded, RoundCommitted
-from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.formats import job_bundle, toml
 from fedquilt.tools.simulation import agents as fleet
 
@@ -27,7 +27,7 @@ def job(folder: Path) -> fleet.FleetPlan:
     job_bundle.write_bundle(
         folder / "job.bundle",
         {"network": NETWORK, "flops": 900_000},
-        {"model": tensors.encode_tensors(engine.init_tensors(NETWORK, seed=0))},
+        {"model": tensors.encode_tensors(numpy_engine.init_tensors(NETWORK, seed=0))},
     )
     table = {
         **TABLE,

@@ -20,7 +20,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "series_stitching"
 
 def test_donors_of_time_series_are_stitched_and_exported(tmp_path):
     pytest.importorskip("torch", reason="donors are trained and cut by torch")
-    onnx_engine = pytest.importorskip("fedquilt.edge_agent.engines.onnx.engine")
+    onnx_engine = pytest.importorskip("fedquilt.edge_agent.engines.onnx_engine")
     from fedquilt.models.stitching.onnx import export
     from fedquilt.tools.artefacts.run_model import compute_accuracy, run_model
 

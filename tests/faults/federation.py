@@ -29,8 +29,7 @@ from fedquilt.coordinator.rounds.events import (
 )
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import DeviceUpdate, FedquiltError, Method, Task, Update
-from fedquilt.edge_agent.storage.agent_state import UPDATE
-from fedquilt.edge_agent.storage.job_records import JobRecords, PrivateState
+from fedquilt.edge_agent.agent_state import UPDATE, JobRecords, PrivateState
 from tests.faults import log_checks, schedule
 from tests.faults.broker import DeliveryNoise, SimBroker
 from tests.faults.disk import SimDisk, SimulatedFileSystem

@@ -22,10 +22,9 @@ from fedquilt.coordinator.storage.snapshots import Snapshot
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import JobError, StoreError, Task, Update
 from fedquilt.edge_agent.agent import Agent
+from fedquilt.edge_agent.agent_state import UPDATE, JobRecords
 from fedquilt.edge_agent.devices import create_device as make_board
 from fedquilt.edge_agent.settings import AgentSettings
-from fedquilt.edge_agent.storage.agent_state import UPDATE
-from fedquilt.edge_agent.storage.job_records import JobRecords
 from fedquilt.edge_agent.task.protocol import DataLoaded, Event, WorkRequest, WorkResult
 from fedquilt.host.disk import Place
 from tests.faults import schedule

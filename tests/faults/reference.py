@@ -34,12 +34,11 @@ from fedquilt.core import (
     seed_deriver,
 )
 from fedquilt.costs import peak_memory
-from fedquilt.edge_agent import engines, events, messages
+from fedquilt.edge_agent import engines, messages, state_machine
 from fedquilt.edge_agent.devices import create_device as make_board
-from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.edge_agent.task import main
-from fedquilt.edge_agent.task.outputs import PRIVATE
-from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
+from fedquilt.edge_agent.task.protocol import PRIVATE, WorkRequest, WorkResult
 from fedquilt.formats import job_bundle
 from fedquilt.testing import toy_networks
 from fedquilt.testing.toy_networks import Scenario, make_scene
@@ -281,7 +280,7 @@ def _make_scene(name: str) -> Scenario:
     if name not in ("fedavg", "ditto"):
         return found
     network = {"name": "mlp", "inputs": 6, "hidden": [40], "classes": 3}
-    return replace(found, bundle=toy_networks.toy_bundle(network, engine.init_tensors(network, 0)))
+    return replace(found, bundle=toy_networks.toy_bundle(network, numpy_engine.init_tensors(network, 0)))
 
 
 def _sha256(payload: bytes) -> str:
@@ -290,5 +289,7 @@ def _sha256(payload: bytes) -> str:
 
 @cache
 def _device_profile(device: str, engine: str) -> Profile:
-    means = events.Capabilities(BUDGET_BYTES, (engine, *(e for e in engines.available_engines() if e != engine)), ())
+    means = state_machine.Capabilities(
+        BUDGET_BYTES, (engine, *(e for e in engines.available_engines() if e != engine)), ()
+    )
     return messages.profile_message(device, make_board(BOARD), means)

@@ -13,7 +13,7 @@ import pytest
 from fedquilt.blobs.store import BlobStore
 from fedquilt.coordinator.settings import parse_job
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.edge_agent.storage.agent_state import AgentState
+from fedquilt.edge_agent.agent_state import AgentState
 from fedquilt.host.disk import Disk
 from tests.faults.disk import SimDisk, SimulatedCrash, SimulatedFileSystem, StoredFile
 

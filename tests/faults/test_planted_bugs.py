@@ -26,8 +26,8 @@ from fedquilt.coordinator.updates.aggregation import PartialAggregate
 from fedquilt.coordinator.updates.job_blobs import CommitResult
 from fedquilt.core import BlobRef, Profile
 from fedquilt.edge_agent import state_machine
-from fedquilt.edge_agent.events import PublishClaim
-from fedquilt.edge_agent.storage.agent_state import AgentState
+from fedquilt.edge_agent.agent_state import AgentState
+from fedquilt.edge_agent.state_machine import PublishClaim
 from fedquilt.host.disk import Place, disk_errors
 from tests.faults import search
 from tests.faults.database import FaultyConnection

@@ -11,8 +11,8 @@ from typing import Final
 import pytest
 
 from fedquilt.core import ModelError
-from fedquilt.edge_agent.releases.check import main
-from fedquilt.edge_agent.releases.check.protocol import CheckRequest
+from fedquilt.edge_agent.releases import check_process
+from fedquilt.edge_agent.task.protocol import CheckRequest
 from fedquilt.onnx import weights
 from fedquilt.tools.artefacts import export
 
@@ -167,7 +167,7 @@ def outcome(path: Path, folder: Path) -> tuple[bool, str]:
     laid = folder / "model.onnx"
     laid.write_bytes(payload)
     order = CheckRequest(model=str(laid), out=str(folder), before=None, budget_bytes=3 * 10**9, data={}, timed_s=0.01)
-    found = main.run_check(order)
+    found = check_process.run_check(order)
     return found.code == "ok", found.note if found.code == "ok" else found.reason
 
 

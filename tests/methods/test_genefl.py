@@ -10,7 +10,7 @@ from fedquilt import methods
 from fedquilt.arrays import exact_sums, tensors
 from fedquilt.core import ClientContext, ClientResult, DeviceUpdate, DeviceView, Examples, Task, UpdateError
 from fedquilt.core.evaluation import compute_metrics
-from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine
+from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.methods import genefl
 from fedquilt.models import learngene, local_training
 from fedquilt.testing.toy_networks import deliver_task, point_members, toy_bundle, with_loaded_tensors
@@ -23,9 +23,9 @@ DEEP = {"name": "mlp", "inputs": 6, "hidden": [5, 4], "classes": 3}
 
 
 def bundle() -> Any:
-    from fedquilt.edge_agent.engines.numpy import engine
+    from fedquilt.edge_agent.engines import numpy_engine
 
-    return toy_bundle(DEEP, engine.init_tensors(DEEP, 0))
+    return toy_bundle(DEEP, numpy_engine.init_tensors(DEEP, 0))
 
 
 def play(devices: list[DeviceData] | None = None, rounds: int = 4, **params: Any) -> tuple[list[Any], list[Any]]:

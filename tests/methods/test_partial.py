@@ -12,7 +12,7 @@ import pytest
 from fedquilt import methods
 from fedquilt.arrays import tensors
 from fedquilt.core import ClientContext, ClientResult, DeviceUpdate, DeviceView, Examples, ModelError, Task, UpdateError
-from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine
+from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.methods import fedavg, fedfina, fedlg, fedlp, fedrep, parfed
 from fedquilt.testing.toy_networks import deliver_task, point_members, toy_bundle
 from fedquilt.testing.toy_networks import run_method as run_of

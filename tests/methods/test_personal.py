@@ -20,7 +20,7 @@ from fedquilt.core import (
     Task,
     UpdateError,
 )
-from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine
+from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.methods import ditto, fedavg, fedrep, local, perfedavg, pfedme
 from fedquilt.testing.toy_networks import deliver_task, point_members, run_method, toy_bundle
 

@@ -11,7 +11,7 @@ from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
 from fedquilt.core import DeviceUpdate, JobError
 from fedquilt.core.evaluation import compute_metrics
-from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine
+from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.methods import robust
 from fedquilt.testing.toy_networks import point_members, run_method, toy_bundle
 

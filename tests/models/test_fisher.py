@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fedquilt.core import DataError, Examples, JobError
-from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine, init_tensors
+from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine, init_tensors
 from fedquilt.testing.toy_networks import MLP, point_members
 
 AMPLE = 1 << 40

@@ -27,7 +27,7 @@ from fedquilt.data.readers import audio, pixels, table, text
 from fedquilt.data.readers.base import number_labels
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent.engines import exported_model
-from fedquilt.edge_agent.engines.onnx.engine import OnnxEngine
+from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
 from fedquilt.onnx import weights
 
 HEADER_MOST: Final = 10_000  # bytes of an array's header, which numpy reads with a parser of its own

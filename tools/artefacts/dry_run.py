@@ -129,7 +129,7 @@ def _make_engine(job: JobSettings, method: Method) -> Any:
             from fedquilt.edge_agent.engines.torch.engine import TorchEngine
 
             return TorchEngine(AMPLE, base_bytes=0)
-    from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine
+    from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 
     if "numpy" not in settings.list_engines(job, method):
         return None

@@ -55,7 +55,7 @@ def dry_run_job(job: JobSettings, made: Bundle, folder: Path) -> None:
         ModelError: If the method cannot stitch the donors. Gives the reason.
     """
     try:
-        from fedquilt.edge_agent.engines.onnx.engine import OnnxEngine
+        from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
     except ImportError:
         return
     with contextlib.closing(OnnxEngine(DONORS_BYTES, base_bytes=0, threads=1)) as engine:

@@ -40,8 +40,8 @@ from fedquilt.arrays import tensors
 from fedquilt.core import Bundle, ClientContext, DataError, DeviceView, Examples, JobError, StoreError, Tensors
 from fedquilt.data.examples import load_split
 from fedquilt.data.spec import DataSpec
-from fedquilt.edge_agent.engines.onnx import session as onnx_session
-from fedquilt.edge_agent.engines.onnx.engine import OnnxEngine
+from fedquilt.edge_agent.engines import execution_providers
+from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
 from fedquilt.formats import job_bundle, toml
 from fedquilt.methods.fedstitch import METHOD
 from fedquilt.models.stitching import stitched_network, vote
@@ -117,7 +117,7 @@ def _measure_activation_bytes(model: onnx.ModelProto, shape: Sequence[int]) -> i
     seen.graph.output.extend(onnx.ValueInfoProto(name=name) for name in values)
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnx_session.create_session(seen.SerializeToString(), options)
+    session = execution_providers.create_session(seen.SerializeToString(), options)
     example = {session.get_inputs()[0].name: np.zeros((1, *shape), np.float32)}
     found = session.run(None, example) + list(example.values())
     sizes = {name: value.nbytes for name, value in zip((*values, *example), found, strict=True)}

@@ -22,7 +22,7 @@ from fedquilt.coordinator.settings import CohortSettings, JobSettings, create_in
 from fedquilt.coordinator.updates import tasks
 from fedquilt.core import Device, DeviceView, JobError
 from fedquilt.edge_agent import devices as boards
-from fedquilt.edge_agent import events, messages
+from fedquilt.edge_agent import messages, state_machine
 from fedquilt.edge_agent.settings import parse_size
 from fedquilt.host import disk
 from fedquilt.tools.experiments import single_run
@@ -92,7 +92,9 @@ def predict_work(
     for index, member in enumerate(single_run.load_devices(job, folder)[0]):
         board = (make or boards.create_device)(fleet.boards[index % len(fleet.boards)])
         budget = parse_size(fleet.budgets[index % len(fleet.budgets)])
-        profile = messages.profile_message(member.device, board, events.Capabilities(budget, (engine,), (job.method,)))
+        profile = messages.profile_message(
+            member.device, board, state_machine.Capabilities(budget, (engine,), (job.method,))
+        )
         order = method.send(state, DeviceView(member.device, profile))
         if order is None or not len(member.train):
             continue

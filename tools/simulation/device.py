@@ -15,11 +15,10 @@ from fedquilt import wire
 from fedquilt.blobs.store import SMALL_BYTES
 from fedquilt.core import BlobRef, Device, Task, Update
 from fedquilt.costs.cost_model import LinkCost
-from fedquilt.edge_agent import events, messages
+from fedquilt.edge_agent import messages, state_machine
 from fedquilt.edge_agent.power.governor import GovernorPolicy
 from fedquilt.edge_agent.power.learned_model import LearnedModel
-from fedquilt.edge_agent.task.outputs import PRIVATE
-from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
+from fedquilt.edge_agent.task.protocol import PRIVATE, WorkRequest, WorkResult
 from fedquilt.edge_agent.task.worker import VirtualWorker
 from fedquilt.edge_agent.task_runner import TaskRunner
 
@@ -43,7 +42,7 @@ class DeviceSpec:
 
     device: str
     board: Callable[[], Device]
-    means: events.Capabilities
+    means: state_machine.Capabilities
     data: Mapping[str, object] = field(default_factory=dict)
     rule: GovernorPolicy = GovernorPolicy()
     link: LinkCost = LinkCost()
@@ -65,21 +64,21 @@ class FleetDevice:
         outbox = self._restore_outbox()
         self.follows = bool(outbox)
         self.duty = TaskRunner(
-            spec.device, events.DeviceState(spec.means, outbox=outbox), self.board, self.worker, spec.rule, self
+            spec.device, state_machine.DeviceState(spec.means, outbox=outbox), self.board, self.worker, spec.rule, self
         )
         self._places: dict[BlobRef, int] = {}  # positions of the running task's outputs in the pack file
         self._prefix = f"{self.name}."  # of what its tasks write into the folder that all devices share
         self.due_s = math.inf
         self.tell_s = 0.0  # when its sensors are told next
 
-    def _restore_outbox(self) -> dict[events.Key, events.OutboxUpdate]:
+    def _restore_outbox(self) -> dict[state_machine.Key, state_machine.OutboxUpdate]:
         """Return the update of an interrupted run that is still unanswered, due at once, or {} without one."""
         # an interrupted run left an update with private state unanswered, so the update is offered again
         if self._following not in self._fleet.private:
             return {}
         with open(f"{self._folder}{self._unanswered}", "rb") as file:
             update = wire.decode(file.read(), Update)
-        return {(update.job, update.round): events.OutboxUpdate(update, True, due_s=-math.inf)}
+        return {(update.job, update.round): state_machine.OutboxUpdate(update, True, due_s=-math.inf)}
 
     def publish_telemetry(self, now_s: float) -> None:
         """Publish the board's sensor readings, at most once per TELEMETRY_S."""
@@ -117,7 +116,7 @@ class FleetDevice:
         while self._coming and self._coming[0][0] <= now_s:
             sha256 = self._coming.popleft()[1]
             self.have.add(sha256)
-            self.duty.handle_event(events.BlobFetched(sha256), now_s)
+            self.duty.handle_event(state_machine.BlobFetched(sha256), now_s)
         while self._going and self._going[0][0] <= now_s:
             self._fleet.queue_message(self.name, self._going.popleft()[1])
 

@@ -32,7 +32,7 @@ from fedquilt.coordinator.rounds.decisions import UpdateReceived
 from fedquilt.coordinator.rounds.events import JobView
 from fedquilt.coordinator.updates.aggregation import blob_hashes
 from fedquilt.core import BlobRef, JobError, Profile, SiteRight, StoreError, Task, Update
-from fedquilt.edge_agent import events, messages
+from fedquilt.edge_agent import messages, state_machine
 from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
 from fedquilt.tools.simulation.device import FOLLOWING, UNANSWERED, DeviceSpec, FleetDevice
 
@@ -103,7 +103,7 @@ class SimulatedFleet:
             os.unlink(left)
         self._files: dict[str, str] = {}  # sha256 -> file in the depot, as found since the last `receive_inputs`
         self.private = {entry.name for entry in os.scandir(folder / "private")}  # files there, as devices change them
-        self.unanswered: dict[tuple[str, events.Key], Update] = {}  # by device, job and round
+        self.unanswered: dict[tuple[str, state_machine.Key], Update] = {}  # by device, job and round
         for kept in self.private:  # of an interrupted run
             if kept.endswith(FOLLOWING):
                 name = kept.removesuffix(FOLLOWING)
@@ -223,11 +223,11 @@ class SimulatedFleet:
             return  # it is sent again when the device appears
         received, given = self._wire(task), self._get_or_create_device(device)
         missing = frozenset(ref for ref in received.bundles.values() if ref.sha256 not in given.have)
-        self._feed_event(given, events.TaskReceived(received, missing), now_s)
+        self._feed_event(given, state_machine.TaskReceived(received, missing), now_s)
 
     def cancel_task(self, device: str) -> None:
         if device in self._devices:
-            self._feed_event(self._devices[device], events.TaskCancelled(), self.now_s)
+            self._feed_event(self._devices[device], state_machine.TaskCancelled(), self.now_s)
             self._devices[device].discard_outputs()
 
     @property
@@ -276,7 +276,9 @@ class SimulatedFleet:
             return  # it offers an update that leaves private state again when it is back
         given = self._get_or_create_device(device)
         given.apply_ack(ack)
-        self._feed_event(given, events.UpdateAcked((ack.job, ack.round), ack.accepted, attempt=ack.attempt), self.now_s)
+        self._feed_event(
+            given, state_machine.UpdateAcked((ack.job, ack.round), ack.accepted, attempt=ack.attempt), self.now_s
+        )
 
     def set_epoch(self, epoch: int) -> None:
         # simulated devices keep no epoch
@@ -324,7 +326,7 @@ class SimulatedFleet:
             self._track_work_request(self._devices[name])
         return self._devices[name]
 
-    def _feed_event(self, device: FleetDevice, event: events.Event, now_s: float) -> None:
+    def _feed_event(self, device: FleetDevice, event: state_machine.Event, now_s: float) -> None:
         device.duty.handle_event(event, now_s)
         device.deliver_due_transfers(now_s)
         self._track_work_request(device)

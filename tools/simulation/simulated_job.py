@@ -35,7 +35,7 @@ from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.updates import job_blobs
 from fedquilt.core import Device, DeviceUpdate, EvaluationSums, JobError, Method, Task, Tensors
 from fedquilt.edge_agent import devices as boards
-from fedquilt.edge_agent import engines, events
+from fedquilt.edge_agent import engines, state_machine
 from fedquilt.edge_agent.power.governor import GovernorPolicy
 from fedquilt.edge_agent.settings import parse_size
 from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
@@ -321,9 +321,9 @@ class Simulation:
             board, means, rule, link = make_kind(*(index % period for period in periods))
             yield DeviceSpec(name, board, means, lies if name in self.adversaries else honest, rule, link)
 
-    def _make_capabilities(self, budget_bytes: int, labels: tuple[str, ...] = ()) -> events.Capabilities:
+    def _make_capabilities(self, budget_bytes: int, labels: tuple[str, ...] = ()) -> state_machine.Capabilities:
         # simulated devices have the plug-ins of this process, because they share its code
-        return events.Capabilities(
+        return state_machine.Capabilities(
             budget_bytes, (self.engine,), (self.job.method,), plugins=self._plugins, labels=labels
         )
 

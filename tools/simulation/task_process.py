@@ -16,7 +16,7 @@ from fedquilt import wire
 from fedquilt.arrays import tensors
 from fedquilt.blobs.chunks import ref_from_bytes
 from fedquilt.core import BlobRef, ModelError, Task, TaskSpec, Tensors, derive_seed
-from fedquilt.edge_agent.task import memory_budget, outputs, protocol, sandbox
+from fedquilt.edge_agent.task import memory_budget, protocol, sandbox
 from fedquilt.edge_agent.task.process import ChildProcess
 from fedquilt.edge_agent.task.worker import COMMAND
 
@@ -121,8 +121,8 @@ class TaskProcess:
         outcome = self.run_request(asked)
         if outcome.code != "ok":
             raise ModelError(f"a task of {self._method} in {self._budget_bytes / 1e6:.0f} MB: {outcome.reason}")
-        if (out / outputs.PRIVATE).exists():
-            self._private = str(out / outputs.PRIVATE)
+        if (out / protocol.PRIVATE).exists():
+            self._private = str(out / protocol.PRIVATE)
         return outcome, {name: tensors.read_tensors(out / ref.sha256) for name, ref in outcome.bundles.items()}
 
     def run_request(self, order: protocol.WorkRequest) -> protocol.WorkResult:

@@ -17,7 +17,7 @@ import torch
 from fedquilt.core import Choice, JobError
 from fedquilt.core.errors import first_line
 from fedquilt.edge_agent.engines import training
-from fedquilt.edge_agent.engines.torch import own_functions
+from fedquilt.edge_agent.engines.torch import training_step
 from fedquilt.formats import toml, training_choices
 from fedquilt.host import torchvision_compat
 
@@ -25,8 +25,6 @@ Transform = Callable[[torch.Tensor], Any]
 
 
 class Part(NamedTuple):
-    """Micro-batch, with its place in its mini-batch."""
-
     batch: np.ndarray  # rows of the whole mini-batch
     places: np.ndarray  # within `batch`
     number: int  # of the pass over a mini-batch
@@ -37,16 +35,6 @@ def divide_batch(batch: np.ndarray, most: int, number: int) -> list[Part]:
 
 
 class Augmentation:
-    """Augmentations of a training.
-
-    Args:
-        choices: `augment` in [params].
-        seed: Seed of the task.
-
-    Raises:
-        JobError: If there is no such transform, or it does not take its arguments.
-    """
-
     def __init__(self, choices: Sequence[Choice], seed: int) -> None:
         found = training_choices.parse_augmentations(choices)
         self._seed = seed
@@ -61,16 +49,7 @@ class Augmentation:
         return bool(self._transforms or self._alphas)
 
     def transform_examples(self, x: np.ndarray, part: Part, places: np.ndarray) -> np.ndarray:
-        """Return the examples of a part after the transforms.
-
-        Args:
-            x: Examples as stored, (n, ...).
-            part: Part of a mini-batch.
-            places: Place of each example within the mini-batch.
-
-        Raises:
-            JobError: If a transform fails, changes shape or type, or draws random numbers that do not follow the seed.
-        """
+        """Return the examples of a part after the transforms."""
         if not self._transforms or not len(x):
             return x
         with _kept_random_state():
@@ -121,13 +100,8 @@ def _call_transform(name: str, transform: Transform, value: torch.Tensor) -> tor
 
 
 def load_transform(name: str, arguments: Mapping[str, Any]) -> Transform:
-    """Return a transform: a class of `torchvision.transforms.v2`, or a plug-in's function of an example.
-
-    Raises:
-        JobError: If there is none, or it does not take the arguments.
-    """
     if training_choices.is_own_transform(name):
-        function = own_functions.load_function("transform", name, arguments, values=1)
+        function = training_step.load_function("transform", name, arguments, values=1)
         return lambda value: function(value, **arguments)
     where = f"[params] augment {name!r}"
     torchvision_compat.import_torchvision()
@@ -136,7 +110,7 @@ def load_transform(name: str, arguments: Mapping[str, Any]) -> Transform:
     if not (isinstance(kind, type) and issubclass(kind, v2.Transform)):
         near = toml.suggest_nearest(name, [each for each in dir(v2) if each[:1].isupper()])
         raise JobError(f"{where}: torchvision.transforms.v2 has no such transform{near}; your own is module:name")
-    own_functions.require_arguments(where, kind, 0, arguments)
+    training_step.require_arguments(where, kind, 0, arguments)
     try:
         made: Transform = kind(**arguments)
     except (TypeError, ValueError) as error:

@@ -65,7 +65,6 @@ class BatchedTorchEngine(BatchTrainer, TorchEngine):
         return _DeviceBatch(self._plain[calls[0].table], calls, self._device).train()
 
     def _batchable_network(self, table: bytes, network: Mapping[str, Any]) -> nn.Module | None:
-        """Return the network if devices can be trained in one pass, or None. Results are cached."""
         if table not in self._plain:
             model = registry.build_network(network).to(self._device)
             plain = all(type(module) in PLAIN for module in model.modules())
@@ -76,17 +75,7 @@ class BatchedTorchEngine(BatchTrainer, TorchEngine):
 
 
 def forward(module: nn.Module, values: Mapping[str, torch.Tensor], x: torch.Tensor, at: str = "") -> torch.Tensor:
-    """Return the scores of a network of PLAIN modules, with separate parameters for each device.
-
-    Args:
-        module: Network, or a part of it.
-        values: Parameters by name, (devices, ...).
-        x: Inputs, (devices, n, ...).
-        at: Prefix of the module's parameter names.
-
-    Raises:
-        RuntimeError: If the inputs do not fit the network.
-    """
+    """Return the scores of a network of PLAIN modules, with separate parameters for each device."""
     if isinstance(module, nn.Sequential):
         for name, child in module._modules.items():  # `named_children` omits repeated modules
             assert child is not None
@@ -106,12 +95,7 @@ def forward(module: nn.Module, values: Mapping[str, torch.Tensor], x: torch.Tens
 
 
 class _DeviceBatch:
-    """Devices of one batch: their stacked parameters, and their positions in their examples.
-
-    Raises:
-        FedquiltError: If tensors or examples do not fit the network.
-        RuntimeError: If torch cannot run the network on the batch.
-    """
+    """Devices of one batch: their stacked parameters, and their positions in their examples."""
 
     def __init__(self, model: nn.Module | None, calls: Sequence[TrainCall], place: torch.device) -> None:
         assert model is not None
@@ -210,7 +194,6 @@ class _DeviceBatch:
         self._moves.zero_grad()
 
     def _compute_scores(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the scores, (devices, n, outputs). The first call also checks the targets."""
         scores = forward(self._model, dict(zip(self._names, self._values, strict=True)), x)
         if not self._begun:
             if scores.ndim != 3:
@@ -226,7 +209,6 @@ class _DeviceBatch:
         return torch.from_numpy(ready).to(self._place).unflatten(0, (len(rows), -1))
 
     def _device_anchors(self, index: int) -> dict[str, dict[str, torch.Tensor]]:
-        """Return a device's anchors and "start" by tensor, or {} without `Hooks.correct`."""
         call = self._calls[index]
         if not call.hooks.correct:
             return {}

@@ -36,8 +36,8 @@ from fedquilt import metrics
 from fedquilt.core import DataError, EvaluationSums, Examples, Fit, Hooks, ModelError, Tensors
 from fedquilt.core.errors import first_line
 from fedquilt.costs import peak_memory
-from fedquilt.edge_agent.engines import objectives, out_of_memory, training
-from fedquilt.edge_agent.engines.torch import augmentation, losses, recomputation, training_step
+from fedquilt.edge_agent.engines import failures, objectives, training
+from fedquilt.edge_agent.engines.torch import augmentation, recomputation, training_step
 from fedquilt.formats import training_choices
 from fedquilt.models import fisher
 from fedquilt.models.networks import register_trace, registry, tables
@@ -93,14 +93,7 @@ class TorchMemory:
         self._context_bytes = taken if device.is_integrated else 0
 
     def begin(self, most_bytes: int) -> int:
-        """Release cached memory, reset the peak, and limit torch's allocator.
-
-        Args:
-            most_bytes: Most GPU memory from now on, including the context.
-
-        Returns:
-            Bytes in use now, including the context.
-        """
+        """Release cached memory, reset the peak, and limit torch's allocator."""
         self._cuda.empty_cache()
         self._cuda.reset_peak_memory_stats(0)
         share = (most_bytes - self._context_bytes - peak_memory.GPU_KERNELS_BYTES) / self._total_bytes
@@ -108,18 +101,11 @@ class TorchMemory:
         return self._context_bytes + int(self._cuda.memory_reserved(0))
 
     def peak_bytes(self) -> int:
-        """Return the peak memory since `begin` in bytes, including the driver's context."""
         return self._context_bytes + int(self._cuda.max_memory_reserved(0))
 
 
 class TorchEngine:
-    """Trainer on torch, as in `fedquilt.core.Trainer`, on the GPU if torch finds one.
-
-    Args:
-        budget_bytes: Most resident memory of this process.
-        base_bytes: Resident size before any training.
-        half: 16-bit type for `Fit.mixed`, or None for the type in which this machine is fast.
-    """
+    """Trainer on torch, as in `fedquilt.core.Trainer`, on the GPU if torch finds one."""
 
     name = "torch"
     gpu: TorchMemory | None = None  # of this process, once an engine has found a GPU
@@ -151,7 +137,6 @@ class TorchEngine:
         self.planned_bytes = None
 
     def close(self) -> None:
-        """Release cached GPU memory. Nothing else is held between calls."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -193,7 +178,7 @@ class TorchEngine:
                 recomputation.return_freed_memory()
             planned = peak_memory.training_bytes(trained, at_once, **kept, piece_bytes=piece_bytes)
             self.planned_bytes = self._first_use_bytes + imported_bytes + planned
-            loss = losses.TrainingLoss(fit.loss, metrics.task_from_network(network), outputs, self._device)
+            loss = training_step.TrainingLoss(fit.loss, metrics.task_from_network(network), outputs, self._device)
             average = training_step.WeightAverage(model, fit.ema)
             steppers = [
                 training_step.Stepper(model, step, fit, hooks, anchors, half, loss.total) for step in hooks.steps
@@ -270,10 +255,6 @@ class TorchEngine:
         hooks: Hooks,
         half: torch.dtype | None = None,
     ) -> tuple[nn.Module, peak_memory.TrainingProperties, int]:
-        """Build and probe the network, then load the tensors. Return the number of outputs, too.
-
-        Raises an error if tensors or examples do not fit.
-        """
         model = registry.build_network(network)
         model = hooks.prepare(model) if hooks.prepare else model
         model = model.to(
@@ -300,13 +281,12 @@ class TorchEngine:
     def _probe_network(
         self, model: nn.Module, network: Mapping[str, Any], examples: Examples, hooks: Hooks
     ) -> tuple[peak_memory.TrainingProperties, int]:
-        """Measure a training pass on two examples. Raise DataError or ModelError if it fails or gives no scores."""
         # Batch normalisation takes no fewer than two examples.
         x, _ = self._load_batch(network, examples, np.array([0, len(examples) - 1]), hooks)
         try:
             trained, scores = peak_memory.measure_training(model, x)
         except RuntimeError as error:
-            if out_of_memory.is_out_of_memory_error(error) or out_of_memory.is_gpu_failure_text(str(error)):
+            if failures.is_out_of_memory_error(error) or failures.is_gpu_failure_text(str(error)):
                 raise
             raise DataError(
                 f"network {network.get('name')!r} takes no examples of shape {tuple(x.shape[1:])} "
@@ -323,7 +303,6 @@ class TorchEngine:
     def _load_batches(
         self, network: Mapping[str, Any], examples: Examples, parts: Iterable[np.ndarray], hooks: Hooks
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield inputs and targets of each part. For a GPU, a thread prepares parts ahead."""
         load = partial(self._load_batch, network, examples, hooks=hooks)
         return _map_ahead(load, parts, PREPARED[self._device.type])
 
@@ -334,7 +313,7 @@ class TorchEngine:
         hooks: Hooks,
         augmented: augmentation.Augmentation,
         part: augmentation.Part,
-    ) -> tuple[torch.Tensor, torch.Tensor | losses.MixedTargets]:
+    ) -> tuple[torch.Tensor, torch.Tensor | training_step.MixedTargets]:
         def load(places: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
             rows = part.batch[places]
             x = augmented.transform_examples(examples.x[rows], part, places)
@@ -347,7 +326,7 @@ class TorchEngine:
             return x, y
         share, others = mixture
         other_x, other_y = load(others[part.places])
-        return share * x + (1 - share) * other_x, losses.MixedTargets(y, other_y, share)
+        return share * x + (1 - share) * other_x, training_step.MixedTargets(y, other_y, share)
 
     def _load_batch(
         self, network: Mapping[str, Any], examples: Examples, rows: np.ndarray, hooks: Hooks

@@ -28,7 +28,6 @@ OWN_PAGES_BYTES: Final = 128 << 10  # allocations of at least this size have pag
 
 
 def has_coupled_examples(model: nn.Module) -> bool:
-    """Return whether trained batch normalisation couples the examples of a mini-batch."""
     norms = (each for each in model.modules() if isinstance(each, _BatchNorm))
     return any(each.training or each.running_mean is None for each in norms)
 
@@ -91,8 +90,6 @@ def run_with_recomputation(
 
 
 class _SavedTensor:
-    """Placeholder in the graph for a tensor that was not kept."""
-
     __slots__ = ("__weakref__", "index", "value")
 
     def __init__(self, index: int) -> None:
@@ -100,8 +97,7 @@ class _SavedTensor:
         self.value: torch.Tensor | None = None
 
 
-class _StopForward(Exception):
-    """Ends a repeated forward pass."""
+class _StopForward(Exception): ...
 
 
 class _RecomputePass:
@@ -134,7 +130,6 @@ class _RecomputePass:
         return kept
 
     def unpack_tensor(self, kept: Any) -> torch.Tensor:
-        """Return the tensor of a placeholder, recomputed if missing. Raise ModelError if the pass differs."""
         if isinstance(kept, torch.Tensor):
             return kept
         if kept.value is None:

@@ -3,6 +3,8 @@
 `OptimizerStep` calls torch's functions without torch's `Optimizer` class. An object of that class imports torch's
 compiler and sympy: 73 MB and a second or more in every training process, on boards whose whole budget may be 512 MB.
 The functions give bit-identical results without these imports.
+
+Losses that [params] names are sums over examples, so that a mini-batch can be divided.
 """
 
 from __future__ import annotations
@@ -10,8 +12,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,7 +24,8 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from fedquilt.core import Fit, Hooks, JobError, ModelError, Step, TaskKind, Tensors
+from fedquilt import plugins
+from fedquilt.core import Choice, Fit, Hooks, JobError, ModelError, Step, TaskKind, Tensors
 from fedquilt.core.errors import first_line
 from fedquilt.edge_agent.engines import training
 from fedquilt.edge_agent.engines.torch import recomputation
@@ -35,12 +39,7 @@ Anchors = Mapping[str, Mapping[str, torch.Tensor]]
 
 
 class OptimizerStep:
-    """Optimizer of `Fit` for tensors grouped by learning rate, usable with `torch.amp.GradScaler`.
-
-    Args:
-        groups: Tensors by learning rate, updated from their `.grad`.
-        fit: Optimizer settings.
-    """
+    """Optimizer of `Fit` for tensors grouped by learning rate, usable with `torch.amp.GradScaler`."""
 
     def __init__(self, groups: Mapping[float, Sequence[torch.Tensor]], fit: Fit) -> None:
         self._fit, (self._name, self._given) = fit, training_choices.parse_optimizer(fit.optimizer)
@@ -98,11 +97,6 @@ class OptimizerStep:
 
 
 def make_optimizer(groups: Mapping[float, Sequence[torch.Tensor]], fit: Fit) -> Any:
-    """Return the optimizer of a training: an `OptimizerStep`, or a class of `torch.optim`.
-
-    Raises:
-        JobError: If torch has no such optimizer, or it does not take its arguments.
-    """
     name, arguments = training_choices.parse_optimizer(fit.optimizer)
     if name in training_choices.OPTIMIZERS:
         return OptimizerStep(groups, fit)
@@ -130,10 +124,6 @@ class Stepper:
     Args:
         half: 16-bit type to compute in, or None for 32 bits.
         total: Function from scores and targets to the sum of the examples' losses.
-
-    Raises:
-        JobError: If the optimizer or its arguments are wrong.
-        ModelError: If the step would update no tensor.
     """
 
     def __init__(
@@ -174,13 +164,6 @@ class Stepper:
     ) -> list[torch.Tensor]:
         """Take a step on a mini-batch of `count` examples given in parts.
 
-        Args:
-            parts: Inputs and targets of each micro-batch.
-            count: Number of examples in all parts.
-            piece_bytes: Most bytes of recomputed tensors held at once, or None to save all tensors.
-            divisor: Number by which the sum of the losses is divided.
-            factor: Factor on the learning rates.
-
         Returns:
             Share of each part in the mean loss before the step, without penalty, as scalars on the device. Reading a
             scalar waits for the device. A penalty that is not finite is returned as the loss.
@@ -216,7 +199,6 @@ class Stepper:
     def _training_and_task_loss(
         self, x: torch.Tensor, y: Any, count: int, divisor: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the loss with penalty, for the gradient, and the loss to report."""
         with self._autocast:
             scores = self._model(x)
             first, *others = self._step.exits() if self._step.exits else (scores,)
@@ -232,12 +214,7 @@ class Stepper:
 
 
 class WeightAverage:
-    """Exponential moving average of a model's trained parameters, which begins at their first values.
-
-    Args:
-        model: Model that is trained.
-        kept: Share of the average that a step keeps, or 0 for no average.
-    """
+    """Exponential moving average of a model's trained parameters, which begins at their first values."""
 
     def __init__(self, model: nn.Module, kept: float) -> None:
         self._kept = kept
@@ -245,19 +222,16 @@ class WeightAverage:
         self._averages = {value: value.detach().clone() for value in trained}
 
     def add_step(self) -> None:
-        """Add the parameters after a step."""
         for value, average in self._averages.items():
             average.lerp_(value.detach(), 1 - self._kept)
 
     def load_into_model(self) -> None:
-        """Replace the parameters by their averages."""
         with torch.no_grad():
             for value, average in self._averages.items():
                 value.copy_(average)
 
 
 def enable_gradients(model: nn.Module, hooks: Hooks) -> None:
-    """Enable gradients of the tensors that any step updates, and disable all others."""
     for name, value in model.named_parameters():
         value.requires_grad_(any(step.rate(name) > 0 for step in hooks.steps))
 
@@ -278,11 +252,7 @@ def freeze_statistics(model: nn.Module, hooks: Hooks) -> None:
 
 
 def anchor_tensors(model: nn.Module, hooks: Hooks) -> Anchors:
-    """Return the method's anchors and the "start" on the model's device, or {} if no hook uses them.
-
-    Raises:
-        ModelError: If an anchor does not fit the network.
-    """
+    """Return the method's anchors and the "start" on the model's device, or {} if no hook uses them."""
     if not hooks.correct and not any(step.penalty for step in hooks.steps):
         return {}
     held = register_trace.state_without_aliases(model)
@@ -307,14 +277,12 @@ def targets_tensor(task: TaskKind, y: np.ndarray) -> torch.Tensor:
 
 
 def total_loss(task: TaskKind, scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the examples' losses, a scalar."""
     if task == "classes":
         return F.cross_entropy(scores, y, reduction="sum")
     return _element_losses(task, scores, y).sum() / scores.shape[1]
 
 
 def example_losses(task: TaskKind, scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return the loss of each example, (n,)."""
     if task == "classes":
         return F.cross_entropy(scores, y, reduction="none")
     return _element_losses(task, scores, y).mean(dim=1)
@@ -324,3 +292,123 @@ def _element_losses(task: TaskKind, scores: torch.Tensor, y: torch.Tensor) -> to
     if task == "regression":
         return F.mse_loss(scores, y, reduction="none")
     return F.binary_cross_entropy_with_logits(scores, y, reduction="none")
+
+
+def load_function(
+    kind: Literal["loss", "transform"], name: str, arguments: Mapping[str, Any], values: int
+) -> Callable[..., Any]:
+    """Return the function of a plug-in, which takes `values` values and the arguments."""
+    plugin = plugins.find_plugin(kind, name, training_choices.OURS[kind])
+    assert plugin is not None
+    function: Callable[..., Any] = plugins.import_plugin(plugin)
+    if not callable(function):
+        raise plugins.wrong_kind_error(plugin, "a function", function)
+    require_arguments(f"[params] {kind} {name!r}", function, values, arguments)
+    return function
+
+
+def require_arguments(where: str, function: Callable[..., Any], values: int, arguments: Mapping[str, Any]) -> None:
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*[None] * values, **arguments)
+    except TypeError as error:
+        raise JobError(f"{where}: {error}; its arguments are {', '.join(signature.parameters)}") from None
+
+
+Sum = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (scores, targets) -> sum of the examples' losses
+
+
+@dataclass(frozen=True)
+class MixedTargets:
+    first: torch.Tensor
+    second: torch.Tensor
+    share: float  # of the first
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+
+class TrainingLoss:
+    def __init__(self, choice: Choice, task: TaskKind, outputs: int, place: torch.device) -> None:
+        name, arguments = training_choices.parse_loss(choice)
+        self._weights: np.ndarray | None = None  # of classes, by whose sum the loss is divided
+        if not name:
+            self._sum: Sum = lambda scores, y: total_loss(task, scores, y)
+            return
+        if name not in training_choices.LOSSES:
+            self._sum = load_own_loss(name, arguments)
+            return
+        if (wanted := training_choices.LOSSES[name][1]) != task:
+            raise JobError(
+                f"[params] loss = {name!r} is for task = {wanted!r}, and the network's task is {task!r}: "
+                "take another loss, or set `task` in [data] and [model]"
+            )
+        given = getattr(arguments, "weights", ()) or getattr(arguments, "quantiles", ())
+        if given and len(given) not in ((1, outputs) if name == "quantile" else (outputs,)):
+            key = "quantiles" if name == "quantile" else "weights"
+            raise JobError(
+                f"[params] loss {name!r}: {key} has {len(given)} numbers, and the network has {outputs} outputs: "
+                "give one for each"
+            )
+        each = torch.tensor(given, device=place) if given else None
+        self._sum = _make_sum(name, arguments, each)
+        if name == "cross_entropy" and given:
+            self._weights = np.asarray(given)
+
+    def total(self, scores: torch.Tensor, y: torch.Tensor | MixedTargets) -> torch.Tensor:
+        if isinstance(y, MixedTargets):
+            return y.share * self._sum(scores, y.first) + (1 - y.share) * self._sum(scores, y.second)
+        return self._sum(scores, y)
+
+    def divisor(self, y: np.ndarray) -> float:
+        """Return the divisor of a mini-batch's sum for the mean in torch."""
+        return float(len(y) if self._weights is None else self._weights[y].sum())
+
+
+def _make_sum(name: str, arguments: Any, each: torch.Tensor | None) -> Sum:
+    def focal(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        entropy = F.cross_entropy(scores, y, reduction="none")
+        losses = (1 - torch.exp(-entropy)) ** arguments.gamma * entropy
+        return (losses if each is None else losses * each[y]).sum()
+
+    def quantile(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        assert each is not None
+        error = y - scores
+        return torch.maximum(each * error, (each - 1) * error).sum() / scores.shape[1]
+
+    sums: Mapping[str, Sum] = {
+        "cross_entropy": lambda scores, y: F.cross_entropy(
+            scores, y, weight=each, label_smoothing=arguments.smoothing, reduction="sum"
+        ),
+        "focal": focal,
+        "bce": lambda scores, y: (
+            F.binary_cross_entropy_with_logits(scores, y, pos_weight=each, reduction="sum") / scores.shape[1]
+        ),
+        "mse": lambda scores, y: F.mse_loss(scores, y, reduction="sum") / scores.shape[1],
+        "huber": lambda scores, y: F.huber_loss(scores, y, delta=arguments.delta, reduction="sum") / scores.shape[1],
+        "quantile": quantile,
+    }
+    return sums[name]
+
+
+def load_own_loss(name: str, arguments: Mapping[str, Any]) -> Sum:
+    """Return the loss of a plug-in: a function of scores, targets and arguments with one loss for each example."""
+    function = load_function("loss", name, arguments, values=2)
+
+    def own(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        found = function(scores, y, **arguments)
+        shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+        if shape != (len(y),):
+            raise JobError(
+                f"[params] loss {name!r} returned {shape} for {len(y)} examples: return one loss for each, "
+                f"a tensor of shape ({len(y)},), without their mean"
+            )
+        if torch.is_grad_enabled() and not found.requires_grad:
+            raise JobError(
+                f"[params] loss {name!r} has no gradient: compute the losses from the scores with torch, without "
+                "detach, item or numpy"
+            )
+        total: torch.Tensor = found.sum()
+        return total
+
+    return own

@@ -1,7 +1,7 @@
 """Memory that ONNX Runtime needs for a graph's values, from the graph alone.
 
 The rules are those of the runtime's allocation planner on a CPU, without its pattern of one large block
-(`fedquilt.edge_agent.engines.onnx.engine`):
+(`fedquilt.edge_agent.engines.onnx_engine`):
 
 - Some operations are fused first (`fusion`).
 - The buffer of a value is allocated when the value is computed, and is free after the last use. A later value of the

@@ -18,11 +18,11 @@ from waiting import until
 
 from fedquilt import cli, profiles
 from fedquilt.core import ClockError, JobError, OperatingPoint
-from fedquilt.edge_agent.clocks import controls, helper
+from fedquilt.edge_agent.clocks import client, controls, helper
 from fedquilt.edge_agent.clocks.client import SOCKET, ClockClient
 from fedquilt.edge_agent.clocks.clock_pin import ClockPin
 from fedquilt.edge_agent.clocks.helper import ClockHelper
-from fedquilt.edge_agent.devices import operating_points
+from fedquilt.edge_agent.devices import linux
 from fedquilt.testing.boards import write_fake_board
 from fedquilt.tools.boards import clocks as tool
 
@@ -107,7 +107,6 @@ class Fake:
 
 
 def test_a_point_is_held_kept_and_given_back(served: Served):
-    """What the point says beside its clocks stays with it; after the release there is nothing to keep."""
     clocks = served.connect()
     assert clocks.pin(SLOW) == SLOW
     assert (served.max_khz(), clocks.point) == (345600, SLOW)
@@ -127,7 +126,6 @@ def test_a_refusal_is_the_helpers_own_sentence(served: Served):
 
 
 def test_letting_go_on_the_helpers_part_is_told_at_the_next_keepalive(served: Served):
-    """The helper's clock has jumped past the watchdog; the client may hold again."""
     clocks, other = served.connect(), served.connect()
     clocks.pin(SLOW)
     served.jump_s = 60.0
@@ -160,7 +158,6 @@ def test_keepalives_are_sent_no_more_often_than_needed(tmp_path: Path):
 
 
 def test_without_a_helper_there_are_no_clocks(tmp_path: Path):
-    """No file; a file that is no socket; a socket that nobody listens at; a path too long for a socket."""
     assert ClockClient.connect(tmp_path / "none") is None
     (tmp_path / "file").write_text("")
     assert ClockClient.connect(tmp_path / "file") is None
@@ -170,52 +167,18 @@ def test_without_a_helper_there_are_no_clocks(tmp_path: Path):
     assert ClockClient.connect(tmp_path / ("x" * 200)) is None
 
 
-@pytest.mark.parametrize("said", [b"what?\n", b'{"point":7}\n', b'{"error":null,"more":1}\n', b"{}\n", b"x" * 300_000])
-def test_an_answer_that_makes_no_sense_is_an_error_and_the_end(tmp_path: Path, said: bytes):
-    """The line is closed, so that a helper that lives lets go."""
-    fake = Fake(tmp_path / "s", said)
-    clocks = ClockClient.connect(tmp_path / "s")
-    assert clocks is not None
-    with pytest.raises(ClockError, match=r"does not answer|answered beside the question"):
-        clocks.pin(SLOW)
-    fake.close()
-    with pytest.raises(ClockError, match="is gone"):
-        clocks.pin(SLOW)
-
-
-def test_a_helper_that_hangs_up_is_told(tmp_path: Path):
-    fake = Fake(tmp_path / "s", b'{"point":', hang_up=True)
-    clocks = ClockClient.connect(tmp_path / "s")
-    assert clocks is not None
-    with pytest.raises(ClockError, match="does not answer: it hung up"):
-        clocks.pin(SLOW)
-    fake.close()
-
-
-def test_a_helper_that_was_started_anew_is_found_again(tmp_path: Path):
-    """The agent need not be restarted with it: its next hold dials again."""
+@pytest.mark.parametrize("held", [True, False])
+def test_a_helper_that_was_started_anew_is_found_again(tmp_path: Path, held: bool):
     before = Served(tmp_path)
     clocks = ClockClient.connect(before.path)
     assert clocks is not None
     clocks.pin(SLOW)
+    if not held:
+        clocks.unpin()
     before.stop()
-    with pytest.raises(ClockError, match="does not answer"):
-        clocks.send_keepalive(0.0)
-    after = Served(tmp_path)
-    assert clocks.pin(SLOW) == SLOW
-    assert after.max_khz() == 345600
-    clocks.close()
-    after.stop()
-
-
-def test_a_helper_that_was_started_anew_between_two_tasks_is_found_by_the_first_hold(tmp_path: Path):
-    """Nothing is held meanwhile, so no keepalive finds out that the old helper is gone."""
-    before = Served(tmp_path)
-    clocks = ClockClient.connect(before.path)
-    assert clocks is not None
-    clocks.pin(SLOW)
-    clocks.unpin()
-    before.stop()
+    if held:  # else no keepalive finds out that the old helper is gone
+        with pytest.raises(ClockError, match="does not answer"):
+            clocks.send_keepalive(0.0)
     after = Served(tmp_path)
     try:
         assert clocks.pin(SLOW) == SLOW
@@ -225,14 +188,30 @@ def test_a_helper_that_was_started_anew_between_two_tasks_is_found_by_the_first_
         after.stop()
 
 
-def test_a_helper_that_says_nothing_is_waited_for_two_seconds(tmp_path: Path):
-    """Then the agent goes on without it."""
-    fake = Fake(tmp_path / "s", b'{"po')
+@pytest.mark.parametrize(
+    ("said", "hang_up", "problem"),
+    [
+        (b"what?\n", False, "does not answer"),
+        (b'{"point":7}\n', False, "does not answer"),
+        (b'{"error":null,"more":1}\n', False, "does not answer"),
+        (b"{}\n", False, "answered beside the question"),
+        (b"x" * 300_000, False, "does not answer"),
+        (b'{"point":', True, "does not answer: it hung up"),
+        (b'{"po', False, "does not answer: timed out"),
+    ],
+)
+def test_an_answer_that_makes_no_sense_is_an_error_and_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: bytes, hang_up: bool, problem: str
+):
+    monkeypatch.setattr(client, "ANSWER_S", 0.2)
+    fake = Fake(tmp_path / "s", said, hang_up)
     clocks = ClockClient.connect(tmp_path / "s")
     assert clocks is not None
-    with pytest.raises(ClockError, match="does not answer: timed out"):
+    with pytest.raises(ClockError, match=problem):
         clocks.pin(SLOW)
     fake.close()
+    with pytest.raises(ClockError, match="is gone"):
+        clocks.pin(SLOW)
 
 
 # -- the commands ---------------------------------------------------------------------------------
@@ -248,7 +227,6 @@ def test_a_helper_that_says_nothing_is_waited_for_two_seconds(tmp_path: Path):
     ],
 )
 def test_a_point_is_written_as_a_mode_or_clocks_or_both(text: str, point: OperatingPoint | None):
-    """Hz, k, M or G."""
     expected = point or OperatingPoint(name=text, cpu_hz=345.6e6, gpu_hz=850e6, emc_hz=1.6e9)
     assert tool.parse_point(text) == expected
 
@@ -260,7 +238,6 @@ def test_what_is_no_point_is_told(text: str):
 
 
 def test_status_tells_the_clocks_and_who_holds(served: Served, capsys: pytest.CaptureFixture[str]):
-    """In words and as JSON, with a helper and without."""
     where = ["--root", str(served.root)]
     clocks = served.connect()
     clocks.pin(SLOW)
@@ -281,7 +258,6 @@ def test_status_tells_the_clocks_and_who_holds(served: Served, capsys: pytest.Ca
 
 
 def test_the_helper_keeps_the_bounds_in_the_boards_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Watts by the profile that they name, and degrees below its own limit; without settings that limit alone."""
     given: list[dict[str, Any]] = []
     monkeypatch.setattr(helper, "run_helper", lambda root, **bounds: given.append(bounds))
 
@@ -295,7 +271,7 @@ def test_the_helper_keeps_the_bounds_in_the_boards_settings(tmp_path: Path, monk
 
     plain = {"max_w": None, "watts": None}
     assert bounds() == bounds(settings("")) == plain
-    monkeypatch.setattr(operating_points, "create_power_lookup", lambda profile, root: profile.board)
+    monkeypatch.setattr(linux, "create_power_lookup", lambda profile, root: profile.board)
     named = settings('profile = "jetson-orin-nx"\n[governor]\nmax_w = 15')
     assert bounds(named) == {**plain, "max_w": 15.0, "watts": "jetson-orin-nx"}
     shutil.copyfile(Path(profiles.__file__).with_name("jetson-tx2.toml"), tmp_path / "own.toml")
@@ -305,7 +281,6 @@ def test_the_helper_keeps_the_bounds_in_the_boards_settings(tmp_path: Path, monk
 def test_hold_holds_until_it_is_interrupted(
     served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    """And then gives back; what the board does not list is an error with its exit code."""
     where = ["--root", str(served.root)]
     monkeypatch.setattr(tool, "time", Interrupted)
     assert cli.main(["board", "clocks", "hold", "cpu=345.6MHz", *where]) == 0

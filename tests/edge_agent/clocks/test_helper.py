@@ -57,7 +57,6 @@ class Talk:
 
 
 def test_a_client_holds_and_lets_go(helper: ClockHelper, place: Place):
-    """The answer is what the board says; letting go twice is letting go."""
     talk = Talk(helper, place)
     assert talk.ask(PinRequest(point=SLOW)).point == SLOW
     assert place.held()
@@ -69,7 +68,6 @@ def test_a_client_holds_and_lets_go(helper: ClockHelper, place: Place):
 
 
 def test_a_client_that_hangs_up_gives_the_clocks_back(helper: ClockHelper, place: Place):
-    """Its death is the same to the helper."""
     talk = Talk(helper, place)
     talk.ask(PinRequest(point=SLOW))
     talk.line.close()
@@ -102,7 +100,6 @@ def test_time_that_goes_backwards_neither_lets_go_nor_holds_for_ever(helper: Clo
 
 
 def test_a_client_that_slept_with_the_board_is_heard_before_it_is_given_up(helper: ClockHelper, place: Place):
-    """A minute later, with its keepalive waiting."""
     talk = Talk(helper, place)
     talk.ask(PinRequest(point=SLOW), now_s=0.0)
     assert talk.ask(KeepaliveRequest(), now_s=60.0) == HelperResponse()
@@ -110,7 +107,6 @@ def test_a_client_that_slept_with_the_board_is_heard_before_it_is_given_up(helpe
 
 
 def test_a_board_that_gets_too_hot_is_let_go_and_the_client_reads_why(helper: ClockHelper, place: Place):
-    """Looked at each second; a hold while it is hot is refused with the temperature."""
     talk = Talk(helper, place)
     talk.ask(PinRequest(point=SLOW), now_s=0.0)
     place.heat(90.0)
@@ -131,7 +127,6 @@ def test_stopping_the_helper_gives_the_clocks_back(place: Place):
 
 
 def test_a_refused_hold_holds_nothing(helper: ClockHelper, place: Place):
-    """What was held before is let go too: a client that is refused is told that the board's own settings hold."""
     talk = Talk(helper, place)
     talk.ask(PinRequest(point=SLOW))
     answer = talk.ask(PinRequest(point=msgspec.structs.replace(SLOW, cpu_hz=1.0)))
@@ -141,7 +136,6 @@ def test_a_refused_hold_holds_nothing(helper: ClockHelper, place: Place):
 
 
 def test_what_could_not_be_put_back_is_told_and_tried_again(place: Place):
-    """The GPU's limit is stuck while a client lets go; a second after it is free, all is as before."""
     stuck = [False]
 
     def put(path: Path, value: str) -> None:
@@ -167,7 +161,6 @@ def test_what_could_not_be_put_back_is_told_and_tried_again(place: Place):
 
 
 def test_one_client_holds_at_a_time_and_anybody_may_ask(helper: ClockHelper, place: Place):
-    """The second is told who; it gets its turn when the first has let go, and cannot let go for it."""
     first, second = Talk(helper, place), Talk(helper, place)
     first.ask(PinRequest(point=SLOW))
     refused = second.ask(PinRequest(point=SLOW)).error or ""
@@ -199,7 +192,6 @@ def test_one_client_holds_at_a_time_and_anybody_may_ask(helper: ClockHelper, pla
     ],
 )
 def test_garbage_is_refused_and_the_client_may_go_on(garbage: bytes, helper: ClockHelper, place: Place):
-    """Each with a sentence; nothing is touched, and the next request is answered."""
     talk = Talk(helper, place)
     assert msgspec.json.decode(talk.raw(garbage), type=HelperResponse).error
     assert place.restored()
@@ -208,7 +200,6 @@ def test_garbage_is_refused_and_the_client_may_go_on(garbage: bytes, helper: Clo
 
 @pytest.mark.parametrize("data", [b"x" * 5000, b"x" * 5000 + b"\n", b'{"type":"release"}' + b" " * 5000 + b"\n"])
 def test_a_request_without_end_is_cut_off(data: bytes, helper: ClockHelper, place: Place):
-    """The helper's memory is not the client's to fill; a holder that does so loses the clocks."""
     talk = Talk(helper, place)
     talk.ask(PinRequest(point=SLOW))
     answer = msgspec.json.decode(talk.raw(data), type=HelperResponse)
@@ -218,7 +209,6 @@ def test_a_request_without_end_is_cut_off(data: bytes, helper: ClockHelper, plac
 
 
 def test_a_request_may_come_in_pieces_and_several_at_once(helper: ClockHelper, place: Place):
-    """It is a stream."""
     talk = Talk(helper, place)
     line = msgspec.json.encode(PinRequest(point=SLOW)) + b"\n"
     assert talk.raw(line[:10]) == b"nothing"
@@ -228,7 +218,6 @@ def test_a_request_may_come_in_pieces_and_several_at_once(helper: ClockHelper, p
 
 
 def test_a_client_that_reads_no_answers_is_hung_up_on(helper: ClockHelper, place: Place):
-    """Its answers would fill the helper's memory, or stop it."""
     talk = Talk(helper, place)
     talk.ask(PinRequest(point=SLOW))
     for _ in range(2000):
@@ -243,7 +232,6 @@ def test_a_client_that_reads_no_answers_is_hung_up_on(helper: ClockHelper, place
 
 
 def test_too_many_clients_are_told_so(helper: ClockHelper, place: Place):
-    """The ninth; when one hangs up there is room again."""
     talks = [Talk(helper, place) for _ in range(8)]
     assert all(talk.ask(KeepaliveRequest()) for talk in talks)
     ninth = Talk(helper, place)
@@ -255,7 +243,6 @@ def test_too_many_clients_are_told_so(helper: ClockHelper, place: Place):
 
 
 def test_only_root_the_helpers_own_user_and_the_group_may_speak(place: Place):
-    """As the kernel names the peer; the others are told what to do."""
     assert clockd.may_connect((1, 0, 0), None)
     assert clockd.may_connect((1, os.geteuid(), 12345), None)
     assert clockd.may_connect((1, 54321, 777), 777)
@@ -281,7 +268,6 @@ def test_the_socket_is_for_its_owner_and_group_alone(place: Place):
 
 
 def test_a_second_helper_does_not_start(helper: ClockHelper, place: Place):
-    """It would put back what the first one's client holds."""
     Talk(helper, place).ask(PinRequest(point=SLOW))
     with pytest.raises(StoreError, match="another clock helper"):
         place.helper()

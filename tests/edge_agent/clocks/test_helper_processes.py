@@ -77,7 +77,6 @@ def test_a_helper_that_is_killed_restores_at_its_next_start(processes: Processes
 
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_helper_that_is_stopped_restores_and_ends_well(processes: Processes, kind: int):
-    """As systemd, Ctrl-C and a closed terminal stop it."""
     helper = processes.helper()
     processes.client()
     helper.send_signal(kind)

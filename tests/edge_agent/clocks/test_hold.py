@@ -88,7 +88,6 @@ def putting(change: Callable[[Path, str], str | None]) -> Callable[[Path, str], 
 
 
 def test_a_point_is_held_and_given_back(board: Board):
-    """Every clock at the point's frequency, then every file as before and no journal left."""
     clamp = board.clamp()
     assert clamp.pin(SLOW) == SLOW
     assert board.read(f"{POLICY}/scaling_min_freq") == board.read(f"{POLICY}/scaling_max_freq") == "345600"
@@ -100,7 +99,6 @@ def test_a_point_is_held_and_given_back(board: Board):
 
 
 def test_what_the_next_point_does_not_name_goes_back_to_the_board(board: Board):
-    """Held with the GPU, then without: the GPU is the board's again, the CPU is not."""
     clamp = board.clamp()
     clamp.pin(SLOW)
     clamp.pin(OperatingPoint(name="cpu", cpu_hz=499.2e6))
@@ -111,7 +109,6 @@ def test_what_the_next_point_does_not_name_goes_back_to_the_board(board: Board):
 
 
 def test_the_journal_is_on_disk_before_the_first_change(board: Board):
-    """The first write to the board finds it there, whole."""
     seen: list[bytes] = []
     path = board.state / "clocks.json"
     clamp = board.clamp(put=putting(lambda *_: seen.append(path.read_bytes())))
@@ -121,7 +118,6 @@ def test_the_journal_is_on_disk_before_the_first_change(board: Board):
 
 
 def test_no_clock_is_touched_without_a_journal(board: Board):
-    """It cannot be written: a folder is in its place."""
     clamp = board.clamp()
     (board.state / "clocks.json").mkdir()
     with pytest.raises(ClockError, match="no clock is touched"):
@@ -132,7 +128,6 @@ def test_no_clock_is_touched_without_a_journal(board: Board):
 
 
 def test_one_that_was_killed_is_made_up_for_by_the_next(board: Board):
-    """It held and is gone without a word; the next one reads its journal and restores."""
     board.clamp().pin(SLOW)
     assert board.settings() != board.before
     assert board.clamp().restore_after_crash() == []
@@ -141,7 +136,6 @@ def test_one_that_was_killed_is_made_up_for_by_the_next(board: Board):
 
 
 def test_a_killed_one_may_leave_any_file_without_a_value(board: Board):
-    """In a tree of files it was killed between opening one and writing to it; the journal goes when all is restored."""
     written: list[Path] = []
     clamp = board.clamp(put=putting(lambda path, _: written.append(path)))
     clamp.pin(SLOW)
@@ -155,7 +149,6 @@ def test_a_killed_one_may_leave_any_file_without_a_value(board: Board):
 
 
 def test_a_journal_of_an_earlier_start_of_the_board_sets_no_clock(board: Board):
-    """The kernel has set them anew since: what was true then is not now."""
     board.clamp().pin(SLOW)
     board.boot("two")
     before = board.settings()
@@ -183,7 +176,6 @@ def test_a_list_that_lies_is_found_out_and_everything_restored(board: Board):
 
 @pytest.mark.parametrize("fails", [f"{POLICY}/scaling_max_freq", f"{GPU}/min_freq", RATE])
 def test_a_file_that_takes_nothing_is_named_and_everything_restored(board: Board, fails: str):
-    """Once; then it works again."""
     left = [1]
 
     def refuse(path: Path, value: str) -> None:
@@ -197,7 +189,6 @@ def test_a_file_that_takes_nothing_is_named_and_everything_restored(board: Board
 
 
 def test_what_cannot_be_put_back_is_owed_until_it_can(board: Board):
-    """A kernel that caps while it is hot reads lower than it was told: it is tried again, and then all is well."""
     capped: list[str] = []
     cap = putting(lambda path, value: capped[0] if capped and path.name == "max_freq" else None)
     clamp = board.clamp(put=cap)
@@ -212,7 +203,6 @@ def test_what_cannot_be_put_back_is_owed_until_it_can(board: Board):
 
 
 def test_cores_that_are_turned_off_during_a_hold_are_restored_once_they_are_on(board: Board):
-    """The kernel keeps their limits meanwhile. A mode that turns them off says itself what holds in it."""
     cores = [f"sys/devices/system/cpu/cpu{core}/online" for core in (1, 2)]
     clamp = board.clamp()
     clamp.pin(SLOW)
@@ -228,7 +218,6 @@ def test_cores_that_are_turned_off_during_a_hold_are_restored_once_they_are_on(b
 
 
 def test_what_is_owed_is_remembered_through_another_hold(board: Board):
-    """The journal is of the board's own settings, not of what a failed restore left."""
     broken = [True]
     keep = putting(lambda path, value: board.read(f"{GPU}/max_freq") if broken[0] and path.name == "max_freq" else None)
     clamp = board.clamp()
@@ -255,7 +244,6 @@ def test_a_memory_clock_that_rounds_up_is_told_as_it_became(board: Board):
 
 
 def test_a_memory_clock_that_was_locked_is_locked_again(board: Board):
-    """By `jetson_clocks`, say: then its rate is a setting too, and is put back before the lock."""
     board.write("sys/kernel/debug/bpmp/debug/clk/emc/mrq_rate_locked", "1")
     before = board.settings()
     clamp = board.clamp()
@@ -272,7 +260,6 @@ def test_an_unlisted_frequency_changes_nothing(board: Board):
 
 
 def test_a_lever_whose_setting_cannot_be_read_is_not_held(board: Board):
-    """What is not known cannot be put back."""
     board.write(f"{POLICY}/scaling_min_freq", "<unsupported>")
     with pytest.raises(ClockError, match=r"policy0 cannot be held: .*scaling_min_freq did not say"):
         board.clamp().pin(SLOW)
@@ -304,7 +291,6 @@ def test_nothing_is_held_on_a_board_that_is_too_hot(board: Board):
 
 
 def test_a_point_may_name_a_mode_and_the_mode_is_put_back(board: Board):
-    """Its id is looked up; another point in it does not keep what the one before had set."""
     board.nvpmodel()
     number = controls.discover_controls(board.root).find_mode("MAXQ")
     assert number is not None
@@ -322,7 +308,6 @@ def test_a_point_may_name_a_mode_and_the_mode_is_put_back(board: Board):
 
 
 def test_a_mode_outlives_a_restart_of_the_board_and_is_put_back_all_the_same(board: Board):
-    """nvpmodel sets it again at each start."""
     board.nvpmodel()
     conf = board.root / "etc/nvpmodel.conf"
     conf.write_text("< POWER_MODEL ID=0 NAME=MAXN >\n< POWER_MODEL ID=1 NAME=MAXQ >\n")
@@ -333,7 +318,6 @@ def test_a_mode_outlives_a_restart_of_the_board_and_is_put_back_all_the_same(boa
 
 
 def test_a_mode_that_needs_a_restart_is_refused(board: Board):
-    """Known beforehand by its masks; or else nvpmodel asks, gets no yes, and stays where it is."""
     board.nvpmodel()
     conf = board.root / "etc/nvpmodel.conf"
     conf.write_text(
@@ -350,13 +334,11 @@ def test_a_mode_that_needs_a_restart_is_refused(board: Board):
 
 
 def test_a_mode_without_nvpmodel_is_refused(board: Board):
-    """The catalogue is there, the program is not."""
     with pytest.raises(ClockError, match="did not go to mode MAXQ"):
         board.clamp().pin(OperatingPoint(name="MAXQ"))
 
 
 def test_a_file_is_never_made(board: Board):
-    """A lever that vanished meanwhile is told; a plain file in sysfs' place would be a lie."""
     gone = board.root / POLICY / "scaling_min_freq"
 
     def put(path: Path, value: str) -> None:

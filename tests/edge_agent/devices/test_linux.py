@@ -90,7 +90,6 @@ def test_temperature_is_the_hottest_sensor_that_is_on(tree: Tree, zones: tuple[s
 
 
 def test_the_processors_own_sensor_counts_and_a_disks_does_not(tree: Tree):
-    """Most PCs have no thermal zone for the processor."""
     tree.files("sys/class/hwmon/hwmon0", name="coretemp", temp1_input=62_000, temp2_input=58_000)
     tree.files("sys/class/hwmon/hwmon1", name="nvme", temp1_input=71_000)
     assert LinuxDevice(tree.root).read_sensors(0.0).temperature_c == 62.0
@@ -129,7 +128,6 @@ def test_a_group_over_its_limit_has_nothing_left(tree: Tree):
 
 
 def test_a_group_outside_the_tree_is_not_followed(tree: Tree):
-    """A process in another cgroup namespace sees its group as /../x."""
     tree.write("proc/self/cgroup", "0::/../../../proc")
     tree.write("sys/fs/cgroup/memory.max", "max")
     tree.write("proc/memory.max", 1)
@@ -138,14 +136,12 @@ def test_a_group_outside_the_tree_is_not_followed(tree: Tree):
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
 def test_a_file_without_the_right_to_read_it_is_unknown(tree: Tree):
-    """As RAPL's counters are for all but root."""
     tree.rapl("0", "package-0", 0)
     (tree.root / "sys/class/powercap/intel-rapl:0/energy_uj").chmod(0)
     assert LinuxDevice(tree.root).read_sensors(1.0).energy_j is None
 
 
 def test_the_board_is_called_what_its_firmware_calls_it(tree: Tree):
-    """The device tree first, as on ARM boards, then DMI, as on PCs, then the architecture."""
     assert LinuxDevice(tree.root).board.startswith("linux-")
     tree.write("sys/class/dmi/id/product_name", "Mini PC 7")
     assert LinuxDevice(tree.root).board == "Mini PC 7"
@@ -154,7 +150,6 @@ def test_the_board_is_called_what_its_firmware_calls_it(tree: Tree):
 
 
 def test_the_device_tree_is_read_where_the_kernel_promises_it(tree: Tree):
-    """In /sys/firmware/devicetree/base; the name in /proc may be missing (ABI/testing/sysfs-firmware-ofw)."""
     tree.write("sys/firmware/devicetree/base/model", "Some Board Rev 1.0\0")
     tree.write("sys/firmware/devicetree/base/compatible", "raspberrypi,5-model-b\0brcm,bcm2712\0")
     device = detect(tree.root)
@@ -167,7 +162,6 @@ def test_the_device_tree_is_read_where_the_kernel_promises_it(tree: Tree):
 
 
 def test_points_are_never_invented(tree: Tree):
-    """A list of clocks says nothing of speed or power, so without a profile there is no point."""
     tree.cores("1000000 2000000")
     device = LinuxDevice(tree.root, clocks=FakeClocks())
     assert (device.points, device.idle_w, device.provenance) == ((), None, "sysfs")
@@ -182,7 +176,6 @@ def test_a_recorded_profile_gives_the_points_that_the_board_lists(tree: Tree):
 
 
 def test_without_a_helper_no_clock_is_set(tree: Tree):
-    """The message says what to start; letting go of nothing is nothing."""
     device = LinuxDevice(tree.root, profile=profiles.parse_board_profile(OWN, "own"))
     with pytest.raises(ClockError, match="start `fedquilt board clocks`"):
         device.pin_clocks(device.points[0])
@@ -190,7 +183,6 @@ def test_without_a_helper_no_clock_is_set(tree: Tree):
 
 
 def test_a_helper_that_let_go_does_not_stop_the_sensors(tree: Tree, caplog: pytest.LogCaptureFixture):
-    """The reading comes, and the log says why the clocks are the board's own."""
     clocks = FakeClocks()
     clocks.gone = True
     device = LinuxDevice(tree.root, clocks=clocks)
@@ -199,7 +191,6 @@ def test_a_helper_that_let_go_does_not_stop_the_sensors(tree: Tree, caplog: pyte
 
 
 def test_the_helper_holds_and_is_told_that_we_live(tree: Tree):
-    """Only the board's own points are asked for; every reading is a sign of life, with the reading's own time."""
     clocks = FakeClocks()
     device = LinuxDevice(tree.root, profile=profiles.parse_board_profile(OWN, "own"), clocks=clocks)
     assert (device.adjustable, device.holds) == (True, False)
@@ -218,7 +209,6 @@ def test_the_helper_holds_and_is_told_that_we_live(tree: Tree):
 
 
 def test_a_raspberry_pi_has_its_profile(tree: Tree):
-    """Found by what its device tree calls it; the list is the one that Raspberry Pi OS shows."""
     tree.write("proc/device-tree/compatible", "raspberrypi,5-model-b\0brcm,bcm2712\0")
     tree.cores("1500000 1600000 1700000 1800000 1900000 2000000 2100000 2200000 2300000 2400000")
     device = detect(tree.root)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 from trees import Tree
 
-from fedquilt.core import Covers, Power, Reading
+from fedquilt.core import Covers, Power
 from fedquilt.edge_agent.devices.linux import LinuxDevice
-from fedquilt.edge_agent.devices.sensors.meters import PATIENCE_S
-from fedquilt.edge_agent.power.energy import EnergyAccount
+from fedquilt.edge_agent.power.task_power import EnergyAccount
 
 BATTERY = "sys/class/power_supply/BAT0"
 FULL = {"energy_now": 30_000_000, "energy_full": 40_000_000}
@@ -44,7 +43,6 @@ def test_packages_and_memory_are_summed_and_nothing_twice(tree: Tree):
 
 
 def test_one_unreadable_package_or_a_wrap_without_a_range_makes_energy_unknown(tree: Tree):
-    """Half of a host's energy would pass for all of it; where it wrapped is not told, so how much is not known."""
     for number in "01":
         tree.rapl(number, f"package-{number}", 900)
     zones = tree.root / "sys/class/powercap"
@@ -58,7 +56,6 @@ def test_one_unreadable_package_or_a_wrap_without_a_range_makes_energy_unknown(t
 
 
 def test_time_that_goes_back_gives_no_power_and_no_crash(tree: Tree):
-    """Energy still counts; power comes back with the next reading that is later than the one before."""
     tree.rapl("0", "package-0", 0, 10**9)
     device = LinuxDevice(tree.root)
     powers, energies = [], []
@@ -75,7 +72,6 @@ def test_time_that_goes_back_gives_no_power_and_no_crash(tree: Tree):
 
 
 def test_hwmon_rails_are_named_by_chip_and_label(tree: Tree):
-    """A graphics card's watts are a rail, and no part of the board passes for all of it."""
     tree.files("sys/class/hwmon/hwmon0", name="amdgpu", power1_label="PPT", power1_input=15_000_000)
     tree.files("sys/class/hwmon/hwmon1", name="amdgpu", power1_label="PPT", power1_average=7_000_000)
     tree.files("sys/class/hwmon/hwmon2", name="ina226", power1_input="not ready")
@@ -103,7 +99,6 @@ def test_an_energy_sensor_gives_watts_from_one_reading_to_the_next(tree: Tree):
 
 
 def test_a_meter_of_the_whole_machine_is_its_power(tree: Tree):
-    """ACPI's power meter sees the power supply."""
     tree.files("sys/class/hwmon/hwmon0", name="power_meter", power1_average=120_000_000)
     reading = LinuxDevice(tree.root).read_sensors(0.0)
     assert (reading.power_w, reading.energy_source) == (120.0, "hwmon power_meter power1")
@@ -134,7 +129,6 @@ def test_a_battery_tells_the_power_while_the_host_lives_on_it(
 
 
 def test_a_mouse_is_not_the_hosts_battery(tree: Tree):
-    """Its scope is Device; the mains are no battery either."""
     tree.files("sys/class/power_supply/hid-1", type="Battery", scope="Device", capacity=10, status="Discharging")
     tree.files("sys/class/power_supply/AC", type="Mains", online=1)
     reading = LinuxDevice(tree.root).read_sensors(0.0)
@@ -198,32 +192,10 @@ def test_the_owners_meter_goes_before_all_that_cover_as_much(tree: Tree):
     assert reading.rails_w["power_meter power1"] == 60.0
 
 
-def test_a_meter_of_a_rail_is_never_taken_for_the_board(tree: Tree):
-    """It stands among the rails; the processor's counter covers more."""
-    tree.rapl("0", "package-0", 0, 10**9)
-    rail = Plug(Power(3.0, "usb port 2"))
-    rail.covers = "rail"
-    reading = LinuxDevice(tree.root, own=rail).read_sensors(0.0)
-    assert (reading.power_w, reading.energy_j, reading.energy_source) == (None, 0.0, "rapl")
-    assert reading.rails_w == {"usb port 2": 3.0}
-
-
-def test_a_meter_that_falls_silent_is_waited_for_before_a_narrower_one_stands_in(tree: Tree):
-    """A plug that answers once a second is not mixed with the counter; one that is gone for long is given up."""
-    tree.rapl("0", "package-0", 0, 10**9)
-    plug = Plug(Power(70.0, "plug"))
-    device = LinuxDevice(tree.root, own=plug)
-    assert device.read_sensors(0.0).energy_source == "plug"
-    plug.said = Power()
-    assert device.read_sensors(0.5) == Reading(available_bytes=500 * 1024, rails_w=device.read_sensors(0.6).rails_w)
-    assert device.read_sensors(PATIENCE_S + 1.0).energy_source == "rapl"
-
-
 @pytest.mark.parametrize("said", [ValueError("no such plug"), Power(-1.0, "plug"), Power(float("nan"), "plug")])
 def test_a_meter_that_fails_or_says_nonsense_is_passed_over(
     tree: Tree, said: Power | Exception, caplog: pytest.LogCaptureFixture
 ):
-    """The agent goes on with the next widest, and the log says once what the meter raised."""
     tree.rapl("0", "package-0", 0, 10**9)
     device = LinuxDevice(tree.root, own=Plug(said))
     assert [device.read_sensors(at_s).energy_source for at_s in (0.0, 1.0)] == ["rapl", "rapl"]

@@ -17,7 +17,6 @@ from fedquilt.testing.boards import write_fake_board
 
 
 def test_a_host_that_is_no_linux_is_told_what_to_do(tmp_path: Path):
-    """The message names the way out: a simulated board."""
     with pytest.raises(JobError, match="name a profile to simulate"):
         devices.create_device("auto", tmp_path)
     (tmp_path / "proc").mkdir()
@@ -27,7 +26,6 @@ def test_a_host_that_is_no_linux_is_told_what_to_do(tmp_path: Path):
 
 
 def test_auto_is_this_host():
-    """The real tree: memory is known, and what is available is no more than there is."""
     device = devices.create_device("auto")
     available = device.read_sensors(0.0).available_bytes
     assert available is not None
@@ -49,13 +47,11 @@ class Helper:
 
 
 def test_the_clock_helper_is_asked_for_once_and_may_be_absent(tree: Tree):
-    """Without it, the board is read and not set."""
     assert not devices.create_device("auto", tree.root, connect=lambda: None).adjustable
     assert devices.create_device("auto", tree.root, connect=Helper).adjustable
 
 
 def test_a_profile_of_this_board_goes_before_the_shipped_one(tmp_path: Path):
-    """And none is taken for a board that is simulated from another."""
     write_fake_board(tmp_path, "jetson-nano", jetpack=4)
     own = profiles.load_board_profile("x86-host")
     assert devices.create_device("auto", tmp_path, profile=own).idle_w == (own.idle_w.value if own.idle_w else None)
@@ -64,7 +60,6 @@ def test_a_profile_of_this_board_goes_before_the_shipped_one(tmp_path: Path):
 
 
 def test_devices_need_no_numpy():
-    """They belong to the daemon, which stays small."""
     check = (
         "import sys; from fedquilt.edge_agent.devices import create_device; create_device('auto');"
         "create_device('x86-host');"

@@ -14,7 +14,7 @@ from ordinary import Served, User
 from fedquilt import profiles
 from fedquilt.core import ClockError, Device, JobError, OperatingPoint
 from fedquilt.edge_agent import devices
-from fedquilt.edge_agent.clocks import controls, power_modes
+from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.clocks.client import ClockClient, HelperStatus
 from fedquilt.edge_agent.devices.linux import LinuxDevice
 from fedquilt.profiles.board_layouts import BOARDS
@@ -25,7 +25,7 @@ from fedquilt.tools.boards.doctor.checks.agent import Facts
 from fedquilt.tools.boards.doctor.findings import run_checks
 
 EVERY = [(board, jetpack) for board, layout in BOARDS.items() for jetpack in layout.jetpacks]
-every_board = pytest.mark.parametrize(("board", "jetpack"), EVERY)
+ONE_EACH = list({jetpack: (board, jetpack) for board, jetpack in EVERY}.values())  # a board of each JetPack
 DEBUG = "sys/kernel/debug"
 # operating points that each board offers in the power mode it is planted in
 OFFERED = {
@@ -85,9 +85,8 @@ def reads_all(seen: Path) -> Any:
     return [device.mode, device.memory_bytes, [point.name for point in device.points], device.read_sensors(0.0)]
 
 
-@every_board
+@pytest.mark.parametrize(("board", "jetpack"), ONE_EACH)
 def test_a_board_is_read_with_debugfs_shut(user: User, planted: Any, board: str, jetpack: int):
-    """Power, heat, memory, mode and the point of that mode are root's."""
     seen, whole = planted(board, jetpack)
     device = board_of(whole)
     reading = device.read_sensors(0.0)
@@ -104,7 +103,7 @@ def finds_levers(seen: Path) -> Any:
     return [[lever.name, lever.listed] for lever in found.found]
 
 
-@pytest.mark.parametrize(("board", "jetpack"), [pair for pair in EVERY if pair[1] < 7])  # Thor has a devfreq device
+@pytest.mark.parametrize(("board", "jetpack"), [pair for pair in ONE_EACH if pair[1] < 7])  # Thor has a devfreq device
 def test_the_memory_clock_is_known_and_its_frequencies_are_not(user: User, planted: Any, board: str, jetpack: int):
     """The caps of the modes are no list: on a TX2 they end below its highest clock, and 3 of 198 points were left."""
     seen, whole = planted(board, jetpack)
@@ -127,7 +126,6 @@ def holds_one(seen: Path, socket: Path) -> Any:
 
 @pytest.mark.parametrize(("board", "jetpack"), [pair for pair in EVERY if pair[0] in profiles.board_names()])
 def test_with_the_helper_a_board_has_every_point_that_root_sees(user: User, planted: Any, board: str, jetpack: int):
-    """To the hertz, the memory's clocks too; and the helper holds one of them for the user."""
     seen, whole = planted(board, jetpack)
     wanted = shown(board_of(whole, Unheard).points)
     with Served(whole if not user.root else seen, user.folder / "run", user.gid) as served:
@@ -155,7 +153,6 @@ def reads_thrice(seen: Path) -> Any:
 
 
 def test_a_helper_that_cannot_read_the_lists_either_is_no_error(user: User, planted: Any):
-    """The points then leave the memory's clock to the board; which is said once."""
     seen, _ = planted("jetson-orin-nx", 6)
     said, points = user.does(reads_thrice, seen)
     assert len(said) == 1
@@ -172,7 +169,6 @@ def is_refused(seen: Path, socket: Path) -> Any:
 
 
 def test_whom_the_helper_does_not_know_has_the_board_without_its_clocks(user: User, planted: Any):
-    """A clock helper whose socket the user may not open: the board is read, its clocks are not set."""
     if not user.root:
         pytest.skip("the helper of an ordinary user's suite is that user's own")
     seen, _ = planted("jetson-orin-nx", 6)
@@ -240,7 +236,6 @@ def looked_at_with_each_shut(root: Path) -> dict[str, Any]:
     ("board", "jetpack"), [pytest.param("jetson-tx2", 4, marks=pytest.mark.nightly), ("jetson-orin-nx", 6)]
 )
 def test_any_folder_may_be_shut(user: User, board: str, jetpack: int):
-    """One after the other, each of the tree: the board is read as far as it goes. Without /proc it is none."""
     root = user.folder / "board"
     richly(root, board, jetpack)
     folders = folders_of(root)
@@ -258,7 +253,7 @@ def reads_what_is_left(root: Path) -> Any:
     reading = device.read_sensors(0.0)
     assert (reading.power_w, reading.energy_j, reading.temperature_c, reading.battery) == (None, None, None, None)
     assert reading.available_bytes is not None
-    return [shown(device.points), power_modes.read_mode_name(root)]
+    return [shown(device.points), controls.read_mode_name(root)]
 
 
 @pytest.mark.parametrize(("board", "jetpack"), [("jetson-tx2", 4), ("jetson-orin-nx", 6)])
@@ -283,7 +278,6 @@ def asks_for_the_mode(root: Path) -> Any:
 
 
 def test_a_mode_that_may_not_be_read_is_not_the_catalogues_default(user: User):
-    """nvpmodel's catalogue says MAXN, and what it was set to is root's to know; the helper would tell."""
     root = user.folder / "board"
     write_fake_board(root, "jetson-tx2", 4)
     user.shut(root / "var/lib/nvpmodel/status")
@@ -299,7 +293,6 @@ def is_no_board(root: Path) -> str:
 
 
 def test_a_memory_file_that_may_not_be_read_is_told(user: User):
-    """Without it there is no board."""
     root = user.folder / "board"
     write_fake_board(root, "jetson-tx2", 4)
     user.shut(root / "proc/meminfo")

@@ -8,7 +8,7 @@ from trees import Tree
 
 from fedquilt import profiles
 from fedquilt.edge_agent.clocks import controls
-from fedquilt.edge_agent.devices import operating_points
+from fedquilt.edge_agent.devices import linux
 
 MODES = """
 [[points]]
@@ -40,8 +40,8 @@ def profile(text: str) -> profiles.BoardProfile:
     return profiles.parse_board_profile(text, "toy")
 
 
-def names(text: str, own: operating_points.Lists) -> list[tuple[str, float | None, float | None]]:
-    return [(point.name, point.cpu_hz, point.gpu_hz) for point in operating_points.fit_points(profile(text), own)]
+def names(text: str, own: linux.Lists) -> list[tuple[str, float | None, float | None]]:
+    return [(point.name, point.cpu_hz, point.gpu_hz) for point in linux.fit_points(profile(text), own)]
 
 
 def test_a_mode_is_its_cap_on_the_boards_own_list():
@@ -57,8 +57,7 @@ def test_a_mode_that_the_board_cannot_have_is_left_out():
 
 
 def test_a_clock_that_the_board_does_not_list_is_left_to_it():
-    """It cannot be held, so no point names it; what the profile knows of power stays."""
-    found = operating_points.fit_points(profile(HEAD + MODES), {})
+    found = linux.fit_points(profile(HEAD + MODES), {})
     assert [(point.name, point.cpu_hz, point.gpu_hz, point.busy_w) for point in found] == [
         ("MAXN", None, None, 10.0),
         ("MAXQ", None, None, 6.0),
@@ -69,17 +68,14 @@ def test_a_clock_that_the_board_does_not_list_is_left_to_it():
 def test_the_grid_is_of_the_boards_own_clocks():
     """The profile has 1 and 2 GHz, this board 1.5 and 2; speed by the model: 0.5 / 1.5e9 + 1 / 0.5e9 s a FLOP."""
     own = {"cpu_hz": (1.5e9, 2.0e9), "gpu_hz": (0.5e9, 1.0e9)}
-    found = {point.name: point for point in operating_points.fit_points(profile(HEAD + GRID + MODES), own)}
+    found = {point.name: point for point in linux.fit_points(profile(HEAD + GRID + MODES), own)}
     assert set(found) == {"MAXN", "OWN", "cpu2000-gpu500", "cpu1500-gpu1000", "cpu1500-gpu500"}
     assert found["cpu1500-gpu500"].flops_per_s == pytest.approx(1 / (0.5 / 1.5e9 + 1 / 0.5e9), rel=1e-3)
 
 
 def test_a_clock_of_the_model_that_the_board_does_not_list_is_taken_at_its_highest():
     """The GPU runs as its own governor likes, at most at 1 GHz: the grid is over the processor's clocks alone."""
-    found = {
-        point.name: point
-        for point in operating_points.fit_points(profile(HEAD + GRID + MODES), {"cpu_hz": (1.5e9, 2.0e9)})
-    }
+    found = {point.name: point for point in linux.fit_points(profile(HEAD + GRID + MODES), {"cpu_hz": (1.5e9, 2.0e9)})}
     assert set(found) == {"MAXN", "OWN", "cpu1500"}
     assert found["cpu1500"].gpu_hz is None
     assert found["cpu1500"].flops_per_s == pytest.approx(1 / (0.5 / 1.5e9 + 1 / 1e9), rel=1e-3)
@@ -92,7 +88,6 @@ def test_a_mode_and_a_point_of_the_grid_with_the_same_clocks_are_one():
 
 
 def test_a_board_with_other_highest_clocks_gets_no_grid():
-    """The model's power is in shares of the highest clock: of another board than the profile's it says nothing."""
     own = {"cpu_hz": (1.2e9, 2.0e9), "gpu_hz": (0.5e9, 0.7e9)}
     assert [name for name, *_ in names(HEAD + GRID + MODES, own)] == ["MAXQ", "OWN"]
 
@@ -108,17 +103,14 @@ def test_a_board_with_other_highest_clocks_gets_no_grid():
     ],
 )
 def test_lists_that_lie_are_put_right_or_dropped(tree: Tree, listed: str, expected: tuple[float, ...] | None):
-    """Ascending, each once, only positive numbers; of an empty list nothing is known."""
     tree.cores(listed)
-    assert operating_points.common_frequencies(controls.discover_controls(tree.root).found).get("cpu_hz") == expected
+    assert linux.common_frequencies(controls.discover_controls(tree.root).found).get("cpu_hz") == expected
 
 
 def test_clocks_of_two_policies_are_those_that_both_have(tree: Tree):
     """TX2's two kinds of cores: a point names one clock for all of them."""
     tree.cores("1000000 1500000 2000000")
     tree.cores("1000000 2000000", "policy1")
-    assert operating_points.common_frequencies(controls.discover_controls(tree.root).found) == {
-        "cpu_hz": (1.0e9, 2.0e9)
-    }
+    assert linux.common_frequencies(controls.discover_controls(tree.root).found) == {"cpu_hz": (1.0e9, 2.0e9)}
     tree.cores("3000000", "policy1")
-    assert operating_points.common_frequencies(controls.discover_controls(tree.root).found) == {}
+    assert linux.common_frequencies(controls.discover_controls(tree.root).found) == {}

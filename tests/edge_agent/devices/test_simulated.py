@@ -50,7 +50,6 @@ def test_another_operating_point_takes_another_time():
 
 @pytest.mark.parametrize("host_s", [2.0, 40.0])
 def test_undeclared_work_takes_the_measured_time_and_no_known_energy(host_s: float):
-    """A bundle without FLOPs: how long this host took would make another energy of every run."""
     device = SimulatedDevice(profiles.parse_board_profile(TOY, "toy"))
     cost = device.task_cost(WorkEstimate(read_bytes=20), Cost(duration_s=host_s))
     assert (cost.duration_s, cost.energy_j, cost.idle_j, cost.energy_source) == (host_s, None, None, None)
@@ -64,7 +63,6 @@ def test_a_profile_without_power_predicts_no_energy():
 
 
 def test_a_board_is_made_by_name_and_point():
-    """Every point of the profile is known to it, whichever it is held at."""
     device = devices.create_device("jetson-tx2:MAXQ")
     assert (device.board, device.memory_bytes) == ("jetson-tx2", 7854 * 2**20)
     assert [point.name for point in device.points[:4]] == ["MAXN", "MAXP_CORE_ALL", "MAXP_CORE_ARM", "MAXQ"]
@@ -92,7 +90,6 @@ def test_a_held_point_takes_its_own_time_until_it_is_released():
 
 
 def test_every_point_of_the_grid_can_be_held():
-    """Not only the modes; what it costs rests on the model, and says so."""
     device = devices.create_device("jetson-nano")
     last = device.points[-1]
     assert device.pin_clocks(last) == last
@@ -123,7 +120,6 @@ def test_noise_scatters_around_the_profile_and_is_the_same_again_with_the_same_s
 
 
 def test_asking_in_advance_tells_what_the_task_will_have_taken():
-    """On virtual time it is asked twice for one task; the next task has another noise."""
     device = board(SimulationTraits(noise=0.3))
     work = WorkEstimate(flops=300)
     before = device.task_cost(work, Cost(duration_s=0.0))
@@ -132,7 +128,6 @@ def test_asking_in_advance_tells_what_the_task_will_have_taken():
 
 
 def test_a_board_may_be_another_than_its_profile():
-    """One factor for all of its tasks, another one for another board, and what it says of itself is the profile's."""
     device = board(SimulationTraits(spread=0.3, seed=4))
     times = [device.task_cost(WorkEstimate(flops=flops), Cost(duration_s=0.01)).duration_s for flops in (100, 200)]
     assert times == pytest.approx([device.factor, 2 * device.factor])
@@ -171,7 +166,6 @@ def test_the_temperature_follows_the_work():
 
 
 def test_traits_are_told_with_the_board_s_name():
-    """After a question mark, any of them, with or without a point."""
     device = devices.create_device("jetson-tx2:MAXQ?battery=40Wh&noise=0.1&spread=0.2&seed=7")
     assert device.task_cost(WorkEstimate(flops=1e9), Cost(duration_s=0.0)).point == "MAXQ"
     assert device.read_sensors(0.0).battery == 1.0

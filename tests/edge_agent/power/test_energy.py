@@ -7,7 +7,7 @@ import math
 import pytest
 
 from fedquilt.core import Cost, Reading
-from fedquilt.edge_agent.power.energy import EnergyAccount, total_cost
+from fedquilt.edge_agent.power.task_power import EnergyAccount, total_cost
 
 RAIL = "ina3221 VDD_IN"
 
@@ -91,14 +91,12 @@ def test_a_counter_is_preferred_to_a_power_and_one_meter_to_a_mixture() -> None:
 
 @pytest.mark.parametrize("ledger", [powers(), powers((0.0, None)), counters((0.0, 7.0))], ids=["", "none", "one"])
 def test_without_a_meter_joules_are_unknown_and_not_zero(ledger: EnergyAccount) -> None:
-    """Nor does one reading of a counter tell anything."""
     cost = ledger.cost_until(10.0, idle_w=2.0)
     assert (cost.energy_j, cost.energy_error_j, cost.energy_source) == (None, None, None)
     assert cost.idle_j == 20.0
 
 
 def test_a_new_stretch_begins_with_the_last_reading() -> None:
-    """Nothing between two stretches is lost or counted twice."""
     first = powers((0.0, 2.0), (1.0, 4.0))
     second = first.next_segment(1.0).with_reading(2.0, Reading(power_w=4.0))
     assert first.cost_until(1.0, None).energy_j == 3.0
@@ -107,7 +105,6 @@ def test_a_new_stretch_begins_with_the_last_reading() -> None:
 
 
 def test_stretches_are_added_up() -> None:
-    """Points in order, each sensor once; what one of them does not know is unknown of all."""
     one = Cost(duration_s=2.0, energy_j=8.0, idle_j=2.0, energy_error_j=1.0, energy_source="rapl", point="MAXQ")
     two = Cost(duration_s=1.0, energy_j=9.0, idle_j=1.0, energy_error_j=0.5, energy_source="rapl", point="MAXN")
     assert total_cost([one, two]) == Cost(
@@ -136,7 +133,6 @@ def test_a_meter_that_dies_on_the_way_makes_the_joules_unknown() -> None:
 
 
 def test_a_meter_that_freezes_on_the_way_makes_the_joules_unknown() -> None:
-    """It moved with every reading for ten seconds, and then told one value for twenty; so with a counter."""
     moving = [(i / 2, 5.0 + i % 2) for i in range(21)]
     frozen = [(10.0 + i / 2, 6.0) for i in range(1, 41)]
     assert powers(*moving, *frozen[:10]).cost_until(15.0, None).energy_j is not None
@@ -146,7 +142,6 @@ def test_a_meter_that_freezes_on_the_way_makes_the_joules_unknown() -> None:
 
 
 def test_a_coarse_meter_is_not_taken_for_a_frozen_one() -> None:
-    """A plug that tells tenths of a watt stands still for three seconds at a time, and so it may for thirty."""
     readings = [(float(i), 4.7 + 0.1 * (i // 3 % 2)) for i in range(31)]
     still = [(30.0 + i, 4.7) for i in range(1, 31)]
     assert powers(*readings, *still).cost_until(60.0, None).energy_j is not None
@@ -166,7 +161,6 @@ def test_what_no_board_can_draw_is_passed_over() -> None:
 
 
 def test_a_new_stretch_remembers_how_a_meter_moves() -> None:
-    """It froze in the first stretch: the second one is unknown as well."""
     ledger = powers(*((i / 2, 5.0 + i % 2) for i in range(21)))
     for index in range(1, 21):
         ledger = ledger.with_reading(10.0 + index / 2, Reading(power_w=6.0, energy_source=RAIL))

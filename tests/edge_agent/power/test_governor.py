@@ -68,7 +68,6 @@ def test_a_forecast_counts_idle_until_the_deadline() -> None:
     ],
 )
 def test_each_policy_has_its_own_point(policy: str, left_s: float, expected: str | None) -> None:
-    """By hand, from the three points above."""
     assert chosen(policy, left_s) == expected
 
 
@@ -121,7 +120,6 @@ def test_a_board_that_is_slower_than_its_profile_gets_a_faster_point() -> None:
 
 
 def test_points_that_lack_numbers_are_left_out() -> None:
-    """Without a speed for every policy; without a power for "energy", though it may be the fastest."""
     assert chosen("energy", 100.0, (point("unknown", None, 1.0), FAST)) == "fast"
     assert chosen("energy", 100.0, (point("no power", 5.0, None), FAST)) == "fast"
     assert chosen("energy", 5.0, (point("no power", 50.0, None), FAST)) == "no power"
@@ -130,7 +128,6 @@ def test_points_that_lack_numbers_are_left_out() -> None:
 
 @pytest.mark.parametrize("policy", ["energy", "paper", "max", "board"])
 def test_without_numbers_the_board_is_left_alone(policy: str) -> None:
-    """No points, points without speed or, for "energy", without power, and work of which nothing is known."""
     assert chosen("energy", 100.0, (point("a", 5.0, None), point("b", 10.0, None))) is None
     assert chosen(policy, 100.0, ()) is None
     assert chosen(policy, 100.0, (point("unknown", None, 5.0),)) is None
@@ -150,7 +147,6 @@ def test_without_numbers_the_board_is_left_alone(policy: str) -> None:
     ],
 )
 def test_a_late_task_is_stepped_up(policy: str, left_s: float, factor: float, expected: str | None) -> None:
-    """To the cheapest, or slowest, point that still makes it."""
     rule = GovernorPolicy(policy)  # type: ignore[arg-type]
     seen = TaskSegment(SLOW, WORK.scale(0.5), 20.0 * factor, None)
     assert name(choose_faster_point(rule, BOARD, seen, WORK.scale(0.5), left_s, 1.0)) == expected
@@ -173,7 +169,6 @@ def test_a_task_is_left_alone_where_no_point_is_known_to_help(
 
 
 def test_the_cheapest_is_the_cheapest_of_all_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over many boards and deadlines, against trying every point."""
     monkeypatch.setattr(governor, "MARGIN", 0.0)
     roll = random.Random(0)
     for _ in range(200):

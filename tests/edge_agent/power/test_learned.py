@@ -47,26 +47,22 @@ def test_before_any_task_the_estimates_are_the_profiles() -> None:
 
 
 def test_a_profile_that_is_right_leaves_nothing_to_learn() -> None:
-    """As on simulated boards without noise, whose times are their profile's."""
     assert learn_segment(LearnedModel(), TaskSegment(TOP, WORK, 50.0, 10.0)) == LearnedModel()
 
 
 def test_a_task_on_the_gpu_shows_that_its_clock_matters_where_the_cpu_was_recorded() -> None:
-    """Three tasks at three clocks of the GPU: a point that was never held is known within a tenth."""
     known = after((POINTS[2], POINTS[4], POINTS[8]))
     for point in POINTS:
         assert at(known, point)[0] == pytest.approx(true_s(point), rel=0.1)
 
 
 def test_an_estimate_is_surest_where_a_task_has_run() -> None:
-    """At other clocks it is as unsure as the profile is taken to be."""
     known = after((TOP,))
     assert at(known, TOP)[1] < 0.06
     assert all(at(known, point)[1] > 0.06 for point in POINTS if point != TOP)
 
 
 def test_faster_clocks_are_never_estimated_slower() -> None:
-    """Whatever was measured, and however contradictory: weights are not negative."""
     known = after((POINTS[0], POINTS[8], POINTS[2]))
     known = learn_segment(known, TaskSegment(POINTS[6], WORK, true_s(POINTS[6]) / 1.4, None))
     for one, other in itertools.product(POINTS, POINTS):
@@ -87,7 +83,6 @@ def test_power_is_learned_of_what_the_task_uses() -> None:
 
 
 def test_one_task_unlike_all_before_is_left_out_and_a_second_one_begins_anew() -> None:
-    """Another program took the board for a while; and then the GPU was gone: ten times slower."""
     known = after((TOP, POINTS[4], POINTS[2], POINTS[8], POINTS[5]))
     odd = learn_segment(known, TaskSegment(TOP, WORK, 200.0, None))
     assert at(odd, TOP) == at(known, TOP)
@@ -101,7 +96,6 @@ def test_one_task_unlike_all_before_is_left_out_and_a_second_one_begins_anew() -
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
 def test_impossible_times_teach_nothing(seconds: float) -> None:
-    """Nor does a point without a speed, or work of which nothing is known."""
     assert learn_segment(LearnedModel(), TaskSegment(TOP, WORK, seconds, 5.0)) == LearnedModel()
     assert learn_segment(LearnedModel(), TaskSegment(replace(TOP, flops_per_s=None), WORK, 5.0, 5.0)) == LearnedModel()
     assert learn_segment(LearnedModel(), TaskSegment(TOP, WorkEstimate(), 5.0, 5.0)) == LearnedModel()
@@ -115,7 +109,6 @@ def test_impossible_powers_teach_the_time_alone(watts: float | None) -> None:
 
 
 def test_holes_of_the_profile_stay_unknown() -> None:
-    """A point without a speed has no estimate, one without a power no watts."""
     known = after((TOP, POINTS[0]))
     no_speed, no_power = replace(TOP, flops_per_s=None), replace(TOP, busy_w=None)
     found = estimate_points(known, [no_speed, no_power], WORK)
@@ -125,7 +118,6 @@ def test_holes_of_the_profile_stay_unknown() -> None:
 
 
 def test_parts_of_a_task_teach_as_much_as_the_task() -> None:
-    """Ten stretches have one error in common: they are not ten tasks."""
     whole, parts = learn_segment(LearnedModel(), TaskSegment(TOP, WORK, 20.0, 5.0)), LearnedModel()
     for _ in range(10):
         parts = learn_segment(parts, TaskSegment(TOP, WORK.scale(0.1), 2.0, 5.0))
@@ -133,7 +125,6 @@ def test_parts_of_a_task_teach_as_much_as_the_task() -> None:
 
 
 def test_what_is_kept_does_not_grow_and_survives_the_wire() -> None:
-    """A hundred tasks take as much room as one, but for digits; a law of other sizes is of no use."""
     known = LearnedModel()
     sizes = []
     for index in range(100):
@@ -166,7 +157,6 @@ def test_where_the_deadline_is_tight_a_known_point_is_chosen_and_where_there_is_
 
 
 def test_older_tasks_count_less() -> None:
-    """A board that has become a fifth slower is known to be so, however long it was faster: about fifty tasks count."""
     known = LearnedModel()
     for seconds in (*[20.0] * 200, *[24.0] * 100):
         known = learn_segment(known, TaskSegment(TOP, WORK, seconds, None))
@@ -174,7 +164,6 @@ def test_older_tasks_count_less() -> None:
 
 
 def test_a_first_task_unlike_the_second_sets_no_scale() -> None:
-    """It may have loaded what the others find: with few measurements the next one is believed."""
     known = LearnedModel()
     for seconds in (400.0, 20.0):
         known = learn_segment(known, TaskSegment(TOP, WORK, seconds, None))

@@ -90,7 +90,6 @@ FAILS: dict[str, Meter] = {
 
 @pytest.mark.parametrize("fails", FAILS)
 def test_a_meter_that_fails_on_the_way_teaches_no_power_and_reports_no_joules(fails: str) -> None:
-    """The time is known all the same."""
     spent = worked(Board(FAILS[fails]))
     assert spent.cost.energy_j is None
     assert spent.cost.idle_j == 60.0
@@ -99,7 +98,6 @@ def test_a_meter_that_fails_on_the_way_teaches_no_power_and_reports_no_joules(fa
 
 
 def test_a_stretch_whose_clocks_somebody_else_moved_teaches_nothing() -> None:
-    """Nobody knows since when it ran at other clocks; what was somebody else's is not given back either."""
     board = Board()
     spent = worked(board, lost_s=30.0)
     assert spent.learned == LearnedModel()
@@ -108,7 +106,6 @@ def test_a_stretch_whose_clocks_somebody_else_moved_teaches_nothing() -> None:
 
 
 def test_clocks_that_are_refused_teach_nothing() -> None:
-    """The board's own governor carried the task out."""
     board = Board()
     board.refuses = "too hot"
     assert worked(board).learned == LearnedModel()
@@ -116,7 +113,6 @@ def test_clocks_that_are_refused_teach_nothing() -> None:
 
 
 def test_without_idle_power_the_idle_joules_are_unknown() -> None:
-    """And those of the task are not."""
     board = Board()
     board.idle_w = None
     spent = worked(board)
@@ -125,7 +121,6 @@ def test_without_idle_power_the_idle_joules_are_unknown() -> None:
 
 
 def test_a_profile_with_holes_leaves_the_clocks_alone() -> None:
-    """No point has a speed: nothing is held and nothing learned."""
     board = Board()
     board.points = tuple(OperatingPoint(name=each.name, cpu_hz=each.cpu_hz) for each in (SLOW, FAST))
     assert worked(board).learned == LearnedModel()
@@ -133,7 +128,6 @@ def test_a_profile_with_holes_leaves_the_clocks_alone() -> None:
 
 
 def test_a_task_that_is_stepped_up_teaches_both_points() -> None:
-    """It takes four times as long as predicted; at the higher clock it is in time."""
     board = Board()
     pacer = TaskPowerManager(board, GovernorPolicy())
     pacer.start_task(0.0)

@@ -22,13 +22,12 @@ from fedquilt.core import BlobRef, Traits
 from fedquilt.core.evaluation import compute_metrics
 from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
-from fedquilt.edge_agent.engines.numpy import engine as numpy_engine
-from fedquilt.edge_agent.releases.check import main
-from fedquilt.edge_agent.releases.check.protocol import CheckRequest, SplitModelFiles
+from fedquilt.edge_agent.agent_state import PrivateState
+from fedquilt.edge_agent.engines import numpy_engine as numpy_engine
+from fedquilt.edge_agent.releases import check_process
 from fedquilt.edge_agent.releases.models import ModelReleases
 from fedquilt.edge_agent.settings import AgentSettings, ModelSettings
-from fedquilt.edge_agent.storage.job_records import PrivateState
-from fedquilt.edge_agent.task.protocol import WorkResult
+from fedquilt.edge_agent.task.protocol import CheckRequest, SplitModelFiles, WorkResult
 from fedquilt.formats import personal_models
 from fedquilt.onnx import graph_check, weights
 
@@ -69,7 +68,7 @@ class Place:
     def checked(self, parted: SplitModelFiles, **changes: Any) -> WorkResult:
         given = {"budget_bytes": fitting_budget_bytes(), "data": board_data(), "timed_s": 0.01, **changes}
         order = CheckRequest(model=str(self.model), out=str(self.folder), before=None, parted=parted, **given)
-        return main.run_check(order)
+        return check_process.run_check(order)
 
 
 @pytest.fixture
@@ -85,7 +84,6 @@ def accuracy(model: dict[str, np.ndarray]) -> float:
 
 
 def test_the_boards_own_part_is_in_its_network_and_is_checked_on_its_own_data(place: Place) -> None:
-    """The first layer is the shared one, the head the board's."""
     draws = np.random.default_rng(1)
     head = {name: draws.normal(size=array.shape).astype(np.float32) for name, array in HEAD.items()}
     found = place.checked(place.keep(head))
@@ -97,7 +95,6 @@ def test_the_boards_own_part_is_in_its_network_and_is_checked_on_its_own_data(pl
 
 
 def test_a_newcomer_gets_what_the_method_evaluates_of_one_and_says_so(place: Place) -> None:
-    """The job's first head."""
     found = place.checked(SplitModelFiles(str(place.shared), "d"))
     assert found.code == "ok"
     assert found.note == f"nothing of {JOB} is kept here: the network is that of a newcomer to it"
@@ -107,7 +104,6 @@ def test_a_newcomer_gets_what_the_method_evaluates_of_one_and_says_so(place: Pla
 
 
 def test_without_data_it_is_put_together_as_well(place: Place) -> None:
-    """Its private state is of examples that were there once."""
     found = place.checked(place.keep(HEAD), data={})
     assert (found.code, found.note) == ("ok", "accuracy was not measured: this device has no [data]")
 
@@ -142,14 +138,12 @@ def test_a_private_state_that_is_lost_is_told_or_refused_as_the_method_has_it(
 def test_what_makes_no_network_is_refused_by_name(
     place: Place, spoil: Callable[[Place], SplitModelFiles], said: str
 ) -> None:
-    """Another network's head, one that is no number, a damaged file, a place that cannot be written."""
     found = place.checked(spoil(place))
     assert found.code != "ok"
     assert said in found.reason
 
 
 def test_a_method_that_cannot_put_it_together_is_refused_by_name(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent whose version of the method does not know how."""
     method = replace(methods.load("fedrep"), personal=None)
     monkeypatch.setattr(methods, "load", lambda name: method)
     found = place.checked(place.keep(HEAD))
@@ -203,7 +197,6 @@ class Agent:
 
 
 def test_the_check_is_told_where_the_parts_of_that_run_are(tmp_path: Path, sent: bytes) -> None:
-    """Before it, there is no model that could be exchanged; what was sent lies beside where it will be."""
     agent = Agent(tmp_path, sent, folder=str(tmp_path / "srv"))
     agent.models.stage(agent.wanted, agent.blob)
     agent.models.start_check(agent.wanted)
@@ -217,7 +210,6 @@ def test_the_check_is_told_where_the_parts_of_that_run_are(tmp_path: Path, sent:
 
 
 def test_what_runs_is_known_by_what_was_sent_and_the_runner_by_the_file(tmp_path: Path, sent: bytes) -> None:
-    """Also after a restart, and with a release.json that is damaged."""
     agent = Agent(tmp_path, sent)
     agent.models.stage(agent.wanted, agent.blob)
     (agent.place / "model.onnx").write_bytes(b"made here")

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 from linear_models import board_data, fitting_budget_bytes, network
 
+from fedquilt.edge_agent.releases import check_process
 from fedquilt.edge_agent.releases.acceptance import judge_check
-from fedquilt.edge_agent.releases.check import main
-from fedquilt.edge_agent.releases.check.protocol import DONE, TIMED, CheckRequest
-from fedquilt.edge_agent.task.protocol import Event, ProgressReport, WorkResult
+from fedquilt.edge_agent.task.protocol import DONE, TIMED, CheckRequest, Event, ProgressReport, WorkResult
 from fedquilt.wire import ReleaseLimits
 
 Laid = Callable[..., str]
@@ -40,9 +39,8 @@ def order(model: str, before: str | None = None, **changes: object) -> CheckRequ
 
 
 def test_it_measures_accuracy_of_both_latency_and_memory(laid: Laid) -> None:
-    """Accuracy is of the held-out share: a network with some classes turned is right for the others."""
     events: list[Event] = []
-    found = main.run_check(order(laid("new", network()), laid("old", network(turned=5))), events.append)
+    found = check_process.run_check(order(laid("new", network()), laid("old", network(turned=5))), events.append)
     assert (found.code, found.reason) == ("ok", "")
     told = found.metrics
     assert told["accuracy"] > 0.85
@@ -65,8 +63,7 @@ def test_it_measures_accuracy_of_both_latency_and_memory(laid: Laid) -> None:
     ],
 )
 def test_a_model_for_other_data_is_refused_by_name(laid: Laid, made: dict, data: dict, said: str) -> None:
-    """Inputs of another shape, other classes, and data that are not there."""
-    found = main.run_check(order(laid("new", network(**made)), data=board_data(**data)))
+    found = check_process.run_check(order(laid("new", network(**made)), data=board_data(**data)))
     assert said in found.reason
     assert (found.code == "ok") is (said == "")
     if said:
@@ -74,9 +71,8 @@ def test_a_model_for_other_data_is_refused_by_name(laid: Laid, made: dict, data:
 
 
 def test_a_model_for_other_labels_is_refused_by_name(laid: Laid, tmp_path: Path) -> None:
-    """A table's classes have names, which a model may have too."""
     (tmp_path / "own.csv").write_text("a,b,y\n" + "1,2,day\n2,3,night\n" * 4)
-    found = main.run_check(
+    found = check_process.run_check(
         order(laid("new", network()), data={"path": str(tmp_path / "own.csv"), "labels": ["day", "night"]})
     )
     assert found.code == "model"
@@ -84,8 +80,7 @@ def test_a_model_for_other_labels_is_refused_by_name(laid: Laid, tmp_path: Path)
 
 
 def test_without_data_it_only_runs_and_says_so(laid: Laid) -> None:
-    """A board that serves and has no labelled examples."""
-    found = main.run_check(order(laid("new", network()), laid("old", network(turned=5)), data={}))
+    found = check_process.run_check(order(laid("new", network()), laid("old", network(turned=5)), data={}))
     assert found.metrics.keys() == {"latency_s"}
     verdict = judge_check(ReleaseLimits(min_gain=-0.01), found, None)
     assert verdict.refused == ""
@@ -94,14 +89,13 @@ def test_without_data_it_only_runs_and_says_so(laid: Laid) -> None:
 
 @pytest.mark.parametrize("payload", [b"", b"no graph", network()[:-100]])
 def test_bytes_that_are_no_network_are_refused(laid: Laid, payload: bytes) -> None:
-    found = main.run_check(order(laid("new", payload)))
+    found = check_process.run_check(order(laid("new", payload)))
     assert (found.code, found.metrics) == ("model", {})
     assert "cannot be run" in found.reason
 
 
 def test_a_budget_that_is_too_small_is_told(laid: Laid) -> None:
-    """The check ends before anything is loaded."""
-    found = main.run_check(order(laid("new", network()), budget_bytes=60_000_000))
+    found = check_process.run_check(order(laid("new", network()), budget_bytes=60_000_000))
     assert found.code == "budget"
     assert "raise it" in found.reason
 
@@ -136,19 +130,17 @@ def identity(*dims: int) -> Callable[[str], list[Any]]:
 def test_a_graph_without_sizes_is_run_on_a_shape_that_it_takes(
     laid: Laid, made: Callable[[], Any], guess: tuple[int, ...]
 ) -> None:
-    """The board has no data; what it ran the model on stands in its note."""
-    found = main.run_check(order(laid("new", made().SerializeToString()), data={}))
+    found = check_process.run_check(order(laid("new", made().SerializeToString()), data={}))
     assert (found.code, found.reason) == ("ok", "")
     assert found.metrics["latency_s"] > 0
     assert f"it was run on an example of the shape {guess}, a guess" in found.note
 
 
 def test_the_shape_of_the_release_is_the_one_that_is_run(laid: Laid) -> None:
-    """No guess is needed, and one that the graph does not take refuses the model."""
     model = laid("new", made_graphs.product(["n", "a", "b"], nodes=identity(-1, 5 * 7), size=35).SerializeToString())
-    found = main.run_check(order(model, data={}, input_shape=(5, 7)))
+    found = check_process.run_check(order(model, data={}, input_shape=(5, 7)))
     assert (found.code, found.note) == ("ok", "accuracy was not measured: this device has no [data]")
-    found = main.run_check(order(model, data={}, input_shape=(5, 8)))
+    found = check_process.run_check(order(model, data={}, input_shape=(5, 8)))
     assert found.code == "model"
     assert "reshaped to the requested shape" in found.reason
 
@@ -157,7 +149,7 @@ def test_the_shape_of_the_release_is_the_one_that_is_run(laid: Laid) -> None:
 def test_a_model_that_was_not_run_is_refused(laid: Laid, shape: list[str] | None) -> None:
     """5 x 7 is no shape that anybody guesses, and of an unknown number of axes none is guessed."""
     model = laid("new", made_graphs.product(shape, nodes=identity(-1, 5 * 7), size=35).SerializeToString())
-    found = main.run_check(order(model, data={}))
+    found = check_process.run_check(order(model, data={}))
     assert (found.code, found.metrics) == ("model", {})
     assert judge_check(ReleaseLimits(), found, None).refused.startswith("its check failed: it was not run")
     assert "roll it out with --input-shape" in found.reason
@@ -173,9 +165,8 @@ def test_a_model_that_was_not_run_is_refused(laid: Laid, shape: list[str] | None
 def test_answers_that_are_no_scores_are_refused_with_a_fix(
     laid: Laid, output: tuple[object, ...], nodes: Any, said: str
 ) -> None:
-    """A detector's boxes, and a sequence whose first axis is time."""
     made = made_graphs.product(["n", 12], nodes=nodes, output=made_graphs.value("y", output))
-    found = main.run_check(order(laid("new", made.SerializeToString()), data={}))
+    found = check_process.run_check(order(laid("new", made.SerializeToString()), data={}))
     assert found.code == "model"
     assert said in found.reason
     assert ": roll out a network" in found.reason or ": export it" in found.reason
@@ -199,10 +190,9 @@ def averaged(into: str) -> list[Any]:
 def test_answers_that_depend_on_the_other_examples_of_a_batch_are_refused(
     laid: Laid, mixed: Callable[[str], list[Any]], batch: str | int
 ) -> None:
-    """One at a time every answer is finite and in shape. A graph that takes one alone is never given two."""
     output = made_graphs.value("y", (batch, 3))
     made = made_graphs.product([batch, 6], nodes=mixed, output=output)
-    found = main.run_check(order(laid("new", made.SerializeToString()), data={}))
+    found = check_process.run_check(order(laid("new", made.SerializeToString()), data={}))
     if batch == 1:
         assert (found.code, found.reason) == ("ok", "")
     else:
@@ -211,7 +201,6 @@ def test_answers_that_depend_on_the_other_examples_of_a_batch_are_refused(
 
 
 def test_a_batch_of_the_boards_own_examples_is_compared_too(laid: Laid) -> None:
-    """The classifier with batch statistics in place of its own is right for one example at a time, and refused."""
     model = made_graphs.onnx.load_from_string(network())
     flat = next(node for node in model.graph.node if node.op_type == "Flatten")
     flat.output[0] = "x2"
@@ -220,17 +209,16 @@ def test_a_batch_of_the_boards_own_examples_is_compared_too(laid: Laid) -> None:
     nodes = list(model.graph.node)
     del model.graph.node[:]
     model.graph.node.extend([*nodes[:2], *whole, *nodes[2:]])
-    found = main.run_check(order(laid("new", model.SerializeToString())))
+    found = check_process.run_check(order(laid("new", model.SerializeToString())))
     assert found.code == "model"
     assert "depends on the other examples of a batch" in found.reason
 
 
 def test_without_room_for_a_second_example_a_batch_is_not_compared(laid: Laid, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check itself takes no more memory than one answer."""
     made = made_graphs.product(["n", 6], nodes=centred).SerializeToString()
-    monkeypatch.setattr(main.memory_budget, "resident_bytes", lambda pid: 0)
-    monkeypatch.setattr(main.memory_budget, "read_peak_bytes", lambda pid: 3_000_000_000)
-    found = main.run_check(order(laid("new", made), data={}, budget_bytes=4_000_000_000))
+    monkeypatch.setattr(check_process.memory_budget, "resident_bytes", lambda pid: 0)
+    monkeypatch.setattr(check_process.memory_budget, "read_peak_bytes", lambda pid: 3_000_000_000)
+    found = check_process.run_check(order(laid("new", made), data={}, budget_bytes=4_000_000_000))
     assert found.code == "ok"
     assert "answers of a batch were not compared" in found.note
 
@@ -265,7 +253,6 @@ def test_limits_decide_with_a_sentence(limits: ReleaseLimits, refused: str) -> N
 
 
 def test_limits_on_what_cannot_be_measured_are_told_and_do_not_refuse() -> None:
-    """A board without a meter, whose first model it is."""
     outcome = WorkResult(metrics={"accuracy": 0.8, "latency_s": 0.02}, examples=100)
     note = judge_check(ReleaseLimits(min_gain=0.0, max_energy_j=1.0), outcome, None).note
     assert note == (
@@ -286,10 +273,9 @@ def trtexec(folder: Path, body: str) -> str:
 
 
 def test_an_engine_is_built_beside_the_model(laid: Laid, tmp_path: Path) -> None:
-    """trtexec is told the sizes of the first axis; an engine has its name once it is whole."""
     body = 'for a in "$@"; do case $a in --saveEngine=*) echo "$@" > "${a#--saveEngine=}";; esac; done'
     model = laid("new", network())
-    found = main.run_check(order(model, trtexec=trtexec(tmp_path, body)))
+    found = check_process.run_check(order(model, trtexec=trtexec(tmp_path, body)))
     assert (found.code, found.note) == ("ok", "")
     built = Path(model).with_name("model.engine").read_text()
     assert f"--onnx={model}" in built
@@ -308,9 +294,8 @@ def test_an_engine_is_built_beside_the_model(laid: Laid, tmp_path: Path) -> None
 def test_a_failure_of_tensorrt_is_told_and_harmless(
     laid: Laid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, limit_s: float, note: str
 ) -> None:
-    """A model without an engine of TensorRT is served by ONNX Runtime."""
-    monkeypatch.setattr(main, "TENSORRT_S", limit_s)
+    monkeypatch.setattr(check_process, "TENSORRT_S", limit_s)
     model = laid("new", network())
-    found = main.run_check(order(model, trtexec=trtexec(tmp_path, body)))
+    found = check_process.run_check(order(model, trtexec=trtexec(tmp_path, body)))
     assert (found.code, found.note) == ("ok", note)
     assert [path.name for path in Path(model).parent.iterdir()] == ["model.onnx"]

@@ -72,13 +72,12 @@ def pids(place: Place) -> list[int]:
                 words = (entry / "cmdline").read_bytes()
             except OSError:
                 continue
-            if mark in words and b"releases.check.main" in words:
+            if mark in words and b"releases.check_process" in words:
                 found.append(int(entry.name))
     return found
 
 
 def test_a_check_measures_the_board_and_the_process_ends(place: Place) -> None:
-    """Joules are measured too, as the board has a meter; the memory is that of the process."""
     place.begin()
     verdict = place.verdict()
     assert verdict.refused == ""
@@ -98,7 +97,6 @@ def test_a_check_that_somebody_kills_can_be_made_again(place: Place) -> None:
 
 
 def test_a_check_above_the_budget_is_ended_by_name(tmp_path: Path) -> None:
-    """The budget is what the libraries of the check's process hold."""
     place = Place(tmp_path, budget="20MB")
     try:
         place.begin()
@@ -109,7 +107,6 @@ def test_a_check_above_the_budget_is_ended_by_name(tmp_path: Path) -> None:
 
 
 def test_a_check_that_is_dropped_ends_at_once(place: Place) -> None:
-    """A dropped release leaves nothing of what was staged."""
     place.begin()
     until(lambda: pids(place), "the process")
     place.models.discard_unused()
@@ -121,7 +118,6 @@ def test_a_check_that_is_dropped_ends_at_once(place: Place) -> None:
 def test_an_engine_is_built_by_trtexec_where_it_is_installed(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is copied to the model, for the same group to read; connections are refused to the confined process."""
     install_trtexec(
         tmp_path,
         monkeypatch,
@@ -142,7 +138,6 @@ def test_an_engine_is_built_by_trtexec_where_it_is_installed(
 def test_the_process_of_a_check_cannot_change_the_model_that_it_checks(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor the model in use, nor put a link in the place of a file that the agent reads."""
     wanted = place.stage()
     assert wanted.blob is not None
     model = place.models.folder / wanted.blob.sha256[:16] / "model.onnx"

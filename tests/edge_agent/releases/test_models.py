@@ -10,11 +10,13 @@ from pathlib import Path
 import msgspec
 import pytest
 from linear_models import network
-from model_places import Place, short
+from model_places import Place, short, told
 from msgspec.structs import replace
+from waiting import alive, until
 
 from fedquilt.core import ModelError
 from fedquilt.edge_agent.releases.models import ModelReleases
+from fedquilt.edge_agent.releases.process import HOOK_S, ReleaseHook
 from fedquilt.edge_agent.releases.release_kind import CheckResult
 from fedquilt.edge_agent.task.protocol import ProgressReport, WorkResult
 from fedquilt.wire import DesiredRelease, ReleaseLimits
@@ -22,7 +24,6 @@ from fedquilt.wire import DesiredRelease, ReleaseLimits
 
 @pytest.mark.parametrize("damage", ["[]", '{"model": 3}', "", None])
 def test_a_model_whose_release_json_is_damaged_is_known_by_its_file(place: Place, damage: str | None) -> None:
-    """The next model is compared with that one; a file that does not belong to its folder's name is no model."""
     first = place.put(1)
     assert first.blob is not None
     note = place.folder / "current/release.json"
@@ -40,7 +41,6 @@ def test_a_model_whose_release_json_is_damaged_is_known_by_its_file(place: Place
 
 
 def test_models_lie_beside_each_other_and_two_are_kept(place: Place) -> None:
-    """The model in use and the one before are kept; others are deleted, and what is somebody else's stays."""
     first, second, third = (place.put(serial) for serial in (1, 2, 3))
     (place.folder / "labels.txt").write_text("mine")
     (place.folder / "mine").mkdir()
@@ -60,7 +60,6 @@ def test_models_lie_beside_each_other_and_two_are_kept(place: Place) -> None:
 
 
 def test_the_first_model_is_taken_back_to_none(place: Place) -> None:
-    """Nothing was in use before."""
     place.put(1)
     assert place.models.roll_back()
     place.models.discard_unused()
@@ -71,7 +70,6 @@ def test_the_first_model_is_taken_back_to_none(place: Place) -> None:
 
 @pytest.mark.parametrize("payload", [b"", b"nonsense", network()[:-9]])
 def test_a_file_that_is_no_network_is_refused_before_its_check(place: Place, payload: bytes) -> None:
-    """The model that runs stays; the refused file is deleted."""
     first = place.put(1)
     wanted, blob = place.release(2, payload)
     with pytest.raises(ModelError, match="the model cannot be run: it"):
@@ -82,7 +80,6 @@ def test_a_file_that_is_no_network_is_refused_before_its_check(place: Place, pay
 
 
 def test_a_folder_of_its_own_is_readable_by_its_group(tmp_path: Path) -> None:
-    """A runner of another user may read that folder; the agent's blobs, and models in its home, stay private."""
     before = os.umask(0o077)
     try:
         own, shared = Place(tmp_path), Place(make(tmp_path / "2"), folder=str(tmp_path / "srv/models"))
@@ -165,7 +162,6 @@ def test_a_check_that_never_ends_is_ended(place: Place) -> None:
 
 
 def test_a_model_with_which_the_runner_fails_is_ill(place: Place) -> None:
-    """A twentieth of the answers failed with the old model too: the new one may add a tenth of all, and no more."""
     place.put(1)
     place.served(served=950, failed=50)
     assert place.models.unhealthy_reason() == ""
@@ -176,7 +172,6 @@ def test_a_model_with_which_the_runner_fails_is_ill(place: Place) -> None:
 
 
 def test_a_few_failures_are_not_the_models(place: Place) -> None:
-    """Fewer than five failures count for nothing."""
     place.put(1)
     place.served()
     assert place.models.unhealthy_reason() == ""
@@ -195,7 +190,6 @@ def test_a_runner_that_is_started_anew_counts_from_nothing(place: Place) -> None
 
 
 def test_a_runner_that_falls_silent_or_does_not_take_the_model_up_is_ill(place: Place) -> None:
-    """A board without a runner is never ill of that."""
     first = place.put(1)
     place.now_s += 100.0
     assert place.models.unhealthy_reason() == ""
@@ -214,7 +208,6 @@ def test_a_runner_that_falls_silent_or_does_not_take_the_model_up_is_ill(place: 
 
 
 def test_a_model_is_not_settled_until_the_runner_that_is_there_has_taken_it_up(place: Place) -> None:
-    """A runner that answers with another model, or has been quiet for half a minute, is waited for until it is ill."""
     first = place.put(1)
     assert place.models.is_settled()  # there is no runner
     place.served(served=10)
@@ -236,7 +229,6 @@ def test_a_model_is_not_settled_until_the_runner_that_is_there_has_taken_it_up(p
 
 
 def test_a_runner_that_ends_at_the_exchange_has_fallen_silent(place: Place) -> None:
-    """A runner that was there at the exchange has to speak; one that had ended before is not missed."""
     place.put(1)
     place.served(served=10)
     place.models.unhealthy_reason()
@@ -252,14 +244,18 @@ def test_a_runner_that_ends_at_the_exchange_has_fallen_silent(place: Place) -> N
     assert place.models.unhealthy_reason() == ""
 
 
-def test_a_model_whose_answers_in_use_are_worse_than_before_is_ill(place: Place) -> None:
-    """Labels that arrive show more wrong answers than the release allows, and than chance explains."""
+def watched(place: Place) -> None:
+    """Exchange a model that 60 % of the labels agree with for one that may have 10 points less."""
     place.put(1)
     place.served(served=900, accuracy=0.6, labelled=900)
     wanted, blob = place.release(2)
     wanted = msgspec.structs.replace(wanted, limits=ReleaseLimits(min_gain=-0.1))
     place.models.stage(wanted, blob)
     place.models.activate(wanted)
+
+
+def test_a_model_whose_answers_in_use_are_worse_than_before_is_ill(place: Place) -> None:
+    watched(place)
     place.served(served=910)
     assert place.models.unhealthy_reason() == ""
     place.served(served=930, accuracy=0.4, labelled=30)
@@ -274,18 +270,7 @@ def test_a_model_whose_answers_in_use_are_worse_than_before_is_ill(place: Place)
     assert place.models.unhealthy_reason() == ""
 
 
-def watched(place: Place) -> None:
-    """Exchange a model that 60 % of the labels agree with for one that may have 10 points less."""
-    place.put(1)
-    place.served(served=900, accuracy=0.6, labelled=900)
-    wanted, blob = place.release(2)
-    wanted = msgspec.structs.replace(wanted, limits=ReleaseLimits(min_gain=-0.1))
-    place.models.stage(wanted, blob)
-    place.models.activate(wanted)
-
-
 def test_a_model_is_not_settled_while_labels_may_yet_show_that_it_is_worse(place: Place) -> None:
-    """Until enough labels have arrived for a verdict, however few arrive within the time of the soak."""
     watched(place)
     for labelled, accuracy in ((0, None), (30, 0.4), (60, 0.4)):  # 60 labels leave 20 points to chance
         place.now_s += 20.0
@@ -342,7 +327,6 @@ def test_a_runners_file_that_is_damaged_says_nothing(place: Place, text: str) ->
 
 
 def test_an_old_runners_file_says_nothing_until_it_changes(place: Place) -> None:
-    """A change shows that the runner writes, whatever the clocks say: they may be set meanwhile."""
     place.put(1)
     place.served(at=12.0, served=5)
     assert place.models.runner.read_status() is None
@@ -359,7 +343,53 @@ def test_a_model_that_is_gone_is_ill(place: Place) -> None:
 
 
 def test_a_pipe_in_the_place_of_the_runners_file_keeps_nobody_waiting(place: Place) -> None:
-    """The runner is another user, who can put one there."""
     place.put(1)
     os.mkfifo(place.folder / "served.json")
     assert place.models.runner.read_status() is None
+
+
+def test_the_hook_is_run_after_each_exchange_with_the_models_place(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    command = ("sh", "-c", f'echo "$(readlink "$FEDQUILT_MODELS/current") $FEDQUILT_MODEL" >> {log}')
+    place = Place(tmp_path, hook=command)
+    first = place.put(1)
+    assert told(place) == ""
+    second = place.put(2)
+    assert told(place) == ""
+    place.models.roll_back()
+    assert told(place) == ""
+    model = place.folder / "current/model.onnx"
+    assert log.read_text().splitlines() == [f"{short(each)} {model}" for each in (first, second, first)]
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (("sh", "-c", "echo starting; echo no such unit >&2; exit 4"), "the hook sh ended with code 4: no such unit"),
+        (("sh", "-c", "kill -9 $$"), "the hook sh died of SIGKILL"),
+        (("/nowhere/reload",), "the hook /nowhere/reload cannot be started: No such file or directory"),
+    ],
+)
+def test_a_hook_that_fails_is_told_by_name(tmp_path: Path, command: tuple[str, ...], said: str) -> None:
+    place = Place(tmp_path, hook=command)
+    place.put(1)
+    assert told(place) == said
+
+
+def test_a_hook_that_hangs_is_ended_with_what_it_has_started(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    command = ("sh", "-c", f"sleep 1000 & echo $! > {pid}.part; mv {pid}.part {pid}; wait")
+    place = Place(tmp_path, hook=command)
+    place.put(1)
+    assert not place.models.is_settled()
+    assert place.models.unhealthy_reason() == ""
+    sleeper = int(until(lambda: pid.exists() and pid.read_text(), "the hook's child"))
+    place.now_s += HOOK_S + 1
+    assert told(place) == "the hook sh hung: it was ended after 60 s"
+    until(lambda: not alive(sleeper), "the end of what it has started")
+
+
+def test_no_hook_is_no_matter() -> None:
+    none = ReleaseHook(())
+    none.start({})
+    assert (none.is_running, none.failure) == (False, "")

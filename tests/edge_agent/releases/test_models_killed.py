@@ -139,7 +139,6 @@ def ended(made: Deployed, back: bool) -> None:
 @pytest.mark.parametrize("power", [False, True])
 @pytest.mark.parametrize("back", [False, True])
 def test_killed_at_every_call_of_its_disk_it_ends_as_if_it_had_not(tmp_path: Path, back: bool, power: bool) -> None:
-    """A whole model is in use right after the kill, the right one in the end, and no other folder is left."""
     number, died = 0, True
     while died:
         made, died = board(tmp_path / str(number)), False
@@ -162,7 +161,6 @@ def test_killed_at_every_call_of_its_disk_it_ends_as_if_it_had_not(tmp_path: Pat
 
 
 def test_with_a_full_disk_at_every_call_what_runs_is_whole_and_the_end_is_told(tmp_path: Path) -> None:
-    """Each call in turn is the first of which the disk says that it is full, and stays so."""
     number, refused = 0, 0
     while True:
         made = board(tmp_path / str(number))

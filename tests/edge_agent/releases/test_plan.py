@@ -13,9 +13,9 @@ from toy_kinds import release
 
 from fedquilt import wire
 from fedquilt.core import BlobRef, Reading
-from fedquilt.edge_agent.releases import events, state_machine, window
-from fedquilt.edge_agent.releases.events import ReleaseRecord, ReleaseState, StatusPolled
+from fedquilt.edge_agent.releases import state_machine
 from fedquilt.edge_agent.releases.release_kind import CheckResult
+from fedquilt.edge_agent.releases.state_machine import ReleaseRecord, ReleaseState, StatusPolled
 
 
 def ref(number: int) -> BlobRef:
@@ -60,23 +60,24 @@ def test_a_low_battery_and_heat_are_waited_for_before_anything_begins(reading: R
 )
 def test_a_window_is_of_the_boards_own_day(wish: str, hour: int, open_: bool) -> None:
     local = time.struct_time((2026, 5, 4, hour, 0, 0, 0, 124, 0))
-    assert (window.outside_window_reason(wish, local) == "") is open_
+    assert (state_machine.outside_window_reason(wish, local) == "") is open_
 
 
 def test_a_window_on_a_board_without_a_clock_stays_shut() -> None:
-    assert window.outside_window_reason("02:00-05:00", None) == "its window is 02:00-05:00, and it has no clock"
+    assert state_machine.outside_window_reason("02:00-05:00", None) == "its window is 02:00-05:00, and it has no clock"
 
 
 @pytest.mark.parametrize("text", ["2:00-5:00", "24:00-25:00", "02:00", "02:00-05:00 ", "02:60-05:00", "a"])
 def test_other_texts_are_no_windows(text: str) -> None:
-    assert window.window_error(text)
-    state, _ = state_machine.advance(ReleaseState(), events.ReleaseReceived(release(1, ref(1), window=text)), 0.0)
+    assert state_machine.window_error(text)
+    state, _ = state_machine.advance(
+        ReleaseState(), state_machine.ReleaseReceived(release(1, ref(1), window=text)), 0.0
+    )
     assert state.noted is not None
     assert state.noted.step == "refused"
 
 
 def test_the_swap_is_noted_with_what_runs_before_it_is_made() -> None:
-    """The state that is written before the release is activated says what to return to."""
     state = replace(wanted(), stage="checked")
     state, actions = state_machine.advance(state, StatusPolled(current="c" * 64), 1.0)
     assert state.noted is not None
@@ -86,7 +87,6 @@ def test_the_swap_is_noted_with_what_runs_before_it_is_made() -> None:
 
 
 def test_a_check_that_somebody_kills_is_made_again_twice() -> None:
-    """As the kernel does where memory runs out; the third kill refuses the release."""
     state, killed = replace(wanted(), stage="checking"), CheckResult("killed", {}, killed=True)
     for _ in range(2):
         state, actions = state_machine.advance(state, killed, 1.0)
@@ -107,7 +107,7 @@ class Board:
         self.checked: str | None = None
         self.told: list[wire.ReleaseStatus] = []
 
-    def feed(self, event: events.Event) -> None:
+    def feed(self, event: state_machine.Event) -> None:
         state, actions = state_machine.advance(self.state, event, self.now_s)
         self.disk = state.noted or self.disk
         self.state = state
@@ -123,16 +123,16 @@ class Board:
                     assert wish.blob.sha256 in self.proven
                     if self.running != wish.blob.sha256:
                         self.running, self.previous = wish.blob.sha256, self.running
-                    self.feed(events.ActionDone(action))
+                    self.feed(state_machine.ActionDone(action))
                 case "confirm":
                     assert self.disk.step == "soaking"
-                    self.feed(events.ActionDone(action))
+                    self.feed(state_machine.ActionDone(action))
                 case "roll back":
                     assert self.disk.step == "returning"
                     if self.running != before:
                         self.running, self.previous = self.previous, "none"
                     assert self.running == before
-                    self.feed(events.ActionDone(action))
+                    self.feed(state_machine.ActionDone(action))
 
     def look(self, **seen: object) -> None:
         self.now_s = max(self.now_s, self.state.again_s if self.state.again_s < inf else 0.0)
@@ -146,9 +146,9 @@ class Board:
                 blob = None if what == "back" else ref(1 + self.serial % 3)
                 rollout = self.state.noted.rollout if what == "back" and self.state.noted else ""
                 wish = release(self.serial, blob, back=what == "back", rollout=rollout or f"r{self.serial}")
-                self.feed(events.ReleaseReceived(wish))
+                self.feed(state_machine.ReleaseReceived(wish))
             case "withdrawn":
-                self.feed(events.ReleaseCancelled())
+                self.feed(state_machine.ReleaseCancelled())
             case "good" | "bad":
                 if self.state.stage == "checking" and self.state.noted.step == "wanted" and what == "good":
                     self.proven.add(self.state.noted.release.blob.sha256)
@@ -167,9 +167,9 @@ class Board:
                     self.now_s += 20.0
             case "killed":
                 self.state = ReleaseState(noted=self.disk)
-                self.feed(events.ProcessStarted(self.running))
+                self.feed(state_machine.ProcessStarted(self.running))
             case "failed":
-                self.feed(events.ActionFailed("disk"))
+                self.feed(state_machine.ActionFailed("disk"))
 
 
 WHAT = [
@@ -193,7 +193,6 @@ WHAT = [
 @settings(max_examples=400, deadline=None)
 @given(st.lists(st.sampled_from(WHAT), min_size=20, max_size=60))
 def test_in_any_order_nothing_unproven_runs_and_all_comes_to_an_end(played: list[str]) -> None:
-    """What is told never goes back to an earlier release; left alone, every release ends."""
     board = Board()
     for what in played:
         board.play(what)

@@ -16,7 +16,6 @@ from fedquilt.wire import DesiredRelease
 
 
 def test_the_same_release_again_is_answered_and_not_done_again(site: Site, toy: ToyKind) -> None:
-    """The coordinator repeats a release until it has heard; a release of a smaller serial is old news."""
     wanted = deploy(site, 5)
     site.run(20.0)
     calls, told = list(toy.calls), len(site.all("installed"))
@@ -30,11 +29,6 @@ def test_the_same_release_again_is_answered_and_not_done_again(site: Site, toy: 
 
 @pytest.mark.parametrize("anew", [False, True])
 def test_an_old_release_that_is_kept_and_sent_again_changes_nothing(site: Site, toy: ToyKind, anew: bool) -> None:
-    """Whoever has an old retained message cannot bring its model back: after a later one, and after a return from that.
-
-    `anew`: the agent was started anew meanwhile, and finds the old message in its topic.
-    """
-
     def replayed(old: DesiredRelease) -> None:
         running, calls, told = toy.running, list(toy.calls), len(site.all("installed"))
         if anew:
@@ -59,7 +53,6 @@ def test_an_old_release_that_is_kept_and_sent_again_changes_nothing(site: Site, 
 
 
 def test_a_newer_release_takes_the_place_of_one_that_is_not_in_use(site: Site, toy: ToyKind) -> None:
-    """The check of the older release is ended."""
     verdict, toy.verdict = toy.verdict, None
     deploy(site)
     site.run(2.0)
@@ -73,7 +66,6 @@ def test_a_newer_release_takes_the_place_of_one_that_is_not_in_use(site: Site, t
 
 
 def test_a_release_that_soaks_comes_to_its_end_before_the_next_one(site: Site, toy: ToyKind) -> None:
-    """What the next release would return to has held."""
     deploy(site)
     site.run(3.0)
     assert last(site).phase == "soaking"
@@ -84,7 +76,6 @@ def test_a_release_that_soaks_comes_to_its_end_before_the_next_one(site: Site, t
 
 
 def test_what_a_rollout_has_brought_is_taken_back(site: Site, toy: ToyKind) -> None:
-    """A rollout is taken back once; of one that this board has never had there is nothing to take back."""
     first = deploy(site)
     site.run(20.0)
     deploy(site, 2)
@@ -100,7 +91,6 @@ def test_what_a_rollout_has_brought_is_taken_back(site: Site, toy: ToyKind) -> N
 
 
 def test_what_soaks_is_taken_back_at_once(site: Site, toy: ToyKind) -> None:
-    """Nothing ran before the first release, and nothing runs after its return."""
     deploy(site)
     site.run(2.0)
     assert last(site).phase == "soaking"
@@ -110,7 +100,6 @@ def test_what_soaks_is_taken_back_at_once(site: Site, toy: ToyKind) -> None:
 
 
 def test_a_release_that_is_withdrawn_is_given_up(site: Site, toy: ToyKind) -> None:
-    """An empty topic ends a check; a release that soaks goes on."""
     verdict, toy.verdict = toy.verdict, None
     deploy(site)
     site.run(2.0)
@@ -125,7 +114,6 @@ def test_a_release_that_is_withdrawn_is_given_up(site: Site, toy: ToyKind) -> No
 
 
 def test_the_same_model_again_is_not_exchanged(site: Site, toy: ToyKind) -> None:
-    """Another rollout of what runs is committed at once; taking that rollout back leaves the model."""
     wanted = deploy(site)
     site.run(20.0)
     site.say("model", release(2, wanted.blob), retain=True)
@@ -138,20 +126,17 @@ def test_the_same_model_again_is_not_exchanged(site: Site, toy: ToyKind) -> None
 
 
 def test_a_kind_that_this_board_does_not_exchange_is_refused(site: Site) -> None:
-    """The agent was started without that kind."""
     site.say("settings", release(1, kind="settings"), retain=True)
     assert (last(site).kind, last(site).phase) == ("settings", "refused")
 
 
 def test_a_release_on_the_topic_of_another_kind_is_dropped(site: Site) -> None:
-    """Such a release counts as bad bytes."""
     site.say("agent", release(1), retain=True)
     assert site.agent.garbage.dropped == 1
     assert site.all("installed") == []
 
 
 def test_it_tells_how_far_it_is_in_every_new_session(site: Site) -> None:
-    """A broker may have lost what was told."""
     deploy(site)
     site.run(20.0)
     told = len(site.all("installed"))
@@ -160,7 +145,6 @@ def test_it_tells_how_far_it_is_in_every_new_session(site: Site) -> None:
 
 
 def test_telemetry_tells_what_the_runner_tells(site: Site) -> None:
-    """A runner that has written nothing for a minute is left out of telemetry."""
     site.runner = RunnerStatusReader(site.folder, clock=lambda: site.broker.now_s)
     told = {"served": 120, "failed": 3, "drift": 0.25, "accuracy": 0.75, "labelled": 40, "model": "", "latency_s": None}
     (site.folder / "served.json").write_text(json.dumps({**told, "at": time.time()}))
@@ -174,7 +158,6 @@ def test_telemetry_tells_what_the_runner_tells(site: Site) -> None:
 def test_what_cannot_be_read_for_a_while_ends_nothing(
     site: Site, toy: ToyKind, caplog: pytest.LogCaptureFixture, calls: int
 ) -> None:
-    """Any call that asks a kind what is in use may be the first to fail; a task that runs goes on."""
     site.ask()
     site.bench.finish()
     site.run()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fedquilt.core import WorkEstimate
-from fedquilt.edge_agent.engines import out_of_memory
+from fedquilt.edge_agent.engines import failures
 from fedquilt.edge_agent.task import memory_budget
 from fedquilt.edge_agent.task.memory_budget import MemoryMargin
 
@@ -27,7 +27,6 @@ def test_work_fits_when_engine_and_work_together_do() -> None:
 
 
 def test_a_board_short_of_memory_is_named_as_such() -> None:
-    """The budget would do, the board would not."""
     short = memory_budget.memory_shortage("e", WorkEstimate(peak_bytes=10 * MB), 100 * MB, 39 * MB, {"e": 30 * MB})
     assert short is not None
     assert short[0] == "memory"
@@ -65,7 +64,6 @@ def test_a_process_that_is_gone_holds_nothing_known(tmp_path: Path) -> None:
 
 
 def test_out_of_memory_kills_are_counted_by_the_kernel(tmp_path: Path) -> None:
-    """One line of /proc/vmstat."""
     (tmp_path / "vmstat").write_text("pgfault 99\noom_kill 3\nnr_free 1\n")
     assert memory_budget.count_oom_kills(proc=tmp_path) == 3
 
@@ -90,7 +88,6 @@ def cage(folder: Path) -> memory_budget.MemoryLimit:
 
 
 def test_a_delegated_group_holds_the_task_to_its_budget(tmp_path: Path, delegated: Path) -> None:
-    """This process goes into one leaf, the task's into another that has the limit."""
     for leaf in ("agent", "task"):  # the kernel makes these files with the folder; here the writes do
         (delegated / leaf).mkdir()
     assert cage(tmp_path).apply_limit(4711, 64 * MB)
@@ -102,7 +99,6 @@ def test_a_delegated_group_holds_the_task_to_its_budget(tmp_path: Path, delegate
 
 
 def test_a_group_that_holds_others_too_is_left_as_it_was(tmp_path: Path, delegated: Path) -> None:
-    """The kernel refuses to divide it, here as a file that not even root can write; this process moves back."""
     (delegated / "cgroup.subtree_control").unlink()
     (delegated / "cgroup.subtree_control").symlink_to("/proc/version")
     assert not cage(tmp_path).apply_limit(4711, 64 * MB)
@@ -185,9 +181,8 @@ def test_a_board_that_saw_more_than_predicted_asks_for_more() -> None:
     ],
 )
 def test_what_libraries_say_when_memory_runs_out_is_recognised(text: str) -> None:
-    """Texts as torch, CUDA, cuBLAS, cuDNN, Tegra's driver, ONNX Runtime and the C++ library print them."""
-    assert out_of_memory.is_out_of_memory_text(text)
-    assert out_of_memory.is_out_of_memory_error(RuntimeError(text))
+    assert failures.is_out_of_memory_text(text)
+    assert failures.is_out_of_memory_error(RuntimeError(text))
 
 
 @pytest.mark.parametrize(
@@ -205,15 +200,11 @@ def test_what_libraries_say_when_memory_runs_out_is_recognised(text: str) -> Non
     ],
 )
 def test_other_errors_are_not_taken_for_want_of_memory(text: str) -> None:
-    """Near misses: assertions, memory maps and drivers that fail otherwise."""
-    assert not out_of_memory.is_out_of_memory_text(text)
-    assert not out_of_memory.is_out_of_memory_error(RuntimeError(text))
+    assert not failures.is_out_of_memory_text(text)
+    assert not failures.is_out_of_memory_error(RuntimeError(text))
 
 
 def test_errors_are_also_known_by_type_and_number() -> None:
-    """MemoryError needs no text; of the system's errors only ENOMEM counts, whatever the file is called."""
-    assert out_of_memory.is_out_of_memory_error(MemoryError())
-    assert out_of_memory.is_out_of_memory_error(OSError(errno.ENOMEM, "Cannot allocate memory"))
-    assert not out_of_memory.is_out_of_memory_error(
-        FileNotFoundError(errno.ENOENT, "No such file", "out of memory.npz")
-    )
+    assert failures.is_out_of_memory_error(MemoryError())
+    assert failures.is_out_of_memory_error(OSError(errno.ENOMEM, "Cannot allocate memory"))
+    assert not failures.is_out_of_memory_error(FileNotFoundError(errno.ENOENT, "No such file", "out of memory.npz"))

@@ -37,7 +37,6 @@ def test_garbage_between_answers_is_passed_over(place: Place) -> None:
 
 
 def test_an_answer_that_nobody_waits_for_is_dropped(place: Place) -> None:
-    """One order, two outcomes: the next order is not answered by the first one's."""
     with child(echo(times=2)) as worker:
         assert carried_out(worker, place.order()).weight == 3.0
         until_quiet(worker)
@@ -48,27 +47,19 @@ def until_quiet(worker: TaskWorker) -> None:
         assert worker.poll_events(0.0) == []
 
 
-def test_a_child_that_answers_no_protocol_is_killed(place: Place) -> None:
-    """Megabytes without an end of line."""
-    with child(script("import sys; sys.stdin.readline()\nwhile True: sys.stdout.write('x' * 65536)")) as worker:
-        outcome = carried_out(worker, place.order())
-    assert outcome.code == "failed"
-    assert "answers no protocol" in outcome.reason
-
-
-def test_a_child_that_writes_lines_without_end_is_killed_and_logged_once(
-    place: Place, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("said", "logged"), [("x", 0), ("\\n", 1)])
+def test_a_child_that_answers_no_protocol_is_killed(
+    place: Place, caplog: pytest.LogCaptureFixture, said: str, logged: int
 ) -> None:
-    """The agent reads megabytes of lines at once: a message for each would keep it from everything else."""
-    with child(script("import sys; sys.stdin.readline()\nwhile True: sys.stdout.write('\\n' * 65536)")) as worker:
+    endless = f"import sys; sys.stdin.readline()\nwhile True: sys.stdout.write('{said}' * 65536)"
+    with child(script(endless)) as worker:
         outcome = carried_out(worker, place.order())
     assert outcome.code == "failed"
     assert "answers no protocol" in outcome.reason
-    assert len(caplog.records) == 1
+    assert len(caplog.records) == logged
 
 
 def test_an_idle_child_that_writes_lines_without_end_is_killed(place: Place) -> None:
-    """A task that has left a thread behind writes them after the task's answer."""
     endless = (
         f"import sys; sys.stdin.readline(); sys.stdout.write({ANSWER.decode()!r})\nwhile True: sys.stdout.write('x\\n')"
     )
@@ -90,7 +81,6 @@ def test_a_child_that_ends_by_itself_is_quoted(place: Place) -> None:
 
 
 def test_a_child_that_cannot_be_started_is_an_outcome(place: Place) -> None:
-    """The daemon goes on."""
     with child(["/nowhere/python"]) as worker:
         outcome = carried_out(worker, place.order())
         assert worker.poll_events(0.0) == []
@@ -99,7 +89,6 @@ def test_a_child_that_cannot_be_started_is_an_outcome(place: Place) -> None:
 
 
 def test_an_order_larger_than_a_pipe_arrives_whole(place: Place) -> None:
-    """A thousand bundles; the daemon does not wait for the child to read them."""
     counting = """
 import sys, json
 for line in sys.stdin:
@@ -126,7 +115,6 @@ def test_an_idle_child_is_ended_when_its_time_is_up(place: Place) -> None:
 
 
 def test_another_engine_gets_another_child(place: Place) -> None:
-    """What one engine has imported would count against the other's budget."""
     with child(echo()) as worker:
         carried_out(worker, place.order())
         first = pid_of(worker)

@@ -13,8 +13,7 @@ from msgspec.structs import replace
 from fedquilt.arrays import tensors
 from fedquilt.core import BlobRef, Encoding, StoreError
 from fedquilt.edge_agent.task import main
-from fedquilt.edge_agent.task.outputs import PRIVATE
-from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
+from fedquilt.edge_agent.task.protocol import PRIVATE, WorkRequest, WorkResult
 
 WORK = """
 from pathlib import Path
@@ -53,7 +52,6 @@ def done(place: Place, given: WorkRequest) -> WorkResult:
 
 
 def test_a_model_that_has_changed_since_the_agent_opened_it_is_not_worked_with(moving: Place) -> None:
-    """A flipped bit: the bytes are compared with the task's hash as they are read."""
     model = moving.folder / "model"
     assert done(moving, order(moving, codec="raw")).code == "ok"
     changed = bytearray(PAYLOAD)
@@ -65,7 +63,6 @@ def test_a_model_that_has_changed_since_the_agent_opened_it_is_not_worked_with(m
 
 
 def test_a_model_that_is_opened_by_its_path_is_compared_with_its_hash_before(moving: Place) -> None:
-    """A method may give the path to a library, which compares nothing."""
     given = order(moving, codec="raw")
     assert main._verified_bundle_file(given, "model") == moving.folder / "model"
     model = moving.folder / "model"
@@ -78,14 +75,12 @@ def test_a_model_that_is_opened_by_its_path_is_compared_with_its_hash_before(mov
 
 
 def test_a_model_that_changes_while_a_task_works_is_no_base_of_its_update(moving: Place) -> None:
-    """The codec reads it tensor by tensor after the work, against which the update is told."""
     outcome = done(moving, order(moving, flips=(str(moving.folder / "model"),)))
     assert (outcome.code, outcome.bundles) == ("disk", {})
     assert f"{moving.folder / 'model'} is damaged" in outcome.reason
 
 
 def test_private_state_that_changes_while_a_task_works_is_not_added_to_its_update(moving: Place) -> None:
-    """What the codec has left for the next time is in there, and read after the work."""
     first = order(moving)
     assert done(moving, first).code == "ok"
     private = Path(first.out) / PRIVATE

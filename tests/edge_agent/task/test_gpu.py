@@ -13,7 +13,7 @@ from children import Place, carried_out, child
 from fedquilt.arrays import tensors
 from fedquilt.core import DataError, Examples, Fit, Hooks, UpdateError
 from fedquilt.costs import peak_memory
-from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.edge_agent.task import main
 
 torch_engine = pytest.importorskip("fedquilt.edge_agent.engines.torch.engine")
@@ -77,7 +77,6 @@ def test_a_budget_below_the_processs_own_size_leaves_nothing_of_the_gpu() -> Non
 
 
 def test_a_gpu_whose_libraries_exceed_the_budget_is_named(place: Place) -> None:
-    """The process with its GPU's libraries holds more than the budget before the task begins."""
     cuda = Cuda(shared=False, reserved=9000 * MB)
 
     class Bench(main.TaskExecutor):
@@ -93,7 +92,6 @@ def test_a_gpu_whose_libraries_exceed_the_budget_is_named(place: Place) -> None:
 
 
 def test_the_libraries_of_a_gpu_are_those_of_a_training_and_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which change no later result and leave no plan."""
     done = []
     one = torch_engine.TorchEngine(1 << 40)
     for name in ("train", "evaluate"):
@@ -106,8 +104,6 @@ def test_the_libraries_of_a_gpu_are_those_of_a_training_and_an_evaluation(monkey
 
 @pytest.mark.parametrize("said", ["CUDA out of memory. Tried to allocate 2 GiB", "CUDA error: no kernel image"])
 def test_a_gpu_that_fails_is_no_fault_of_the_data(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
-    """The first pass of a network, too, may find no memory or no kernels."""
-
     def fail(*given: Any) -> Any:
         raise RuntimeError(said)
 
@@ -116,7 +112,7 @@ def test_a_gpu_that_fails_is_no_fault_of_the_data(monkeypatch: pytest.MonkeyPatc
     examples = Examples(np.zeros((4, 4), np.float32), np.arange(4) % 2)
     with pytest.raises(RuntimeError, match=said[:10]):
         torch_engine.TorchEngine(1 << 40).train(
-            network, engine.init_tensors(network, 0), examples, Fit(batch=4), tensors.seeded_rng(1)
+            network, numpy_engine.init_tensors(network, 0), examples, Fit(batch=4), tensors.seeded_rng(1)
         )
 
 
@@ -145,7 +141,6 @@ def test_a_tasks_peak_is_what_it_held_resident_and_on_the_gpu(place: Place) -> N
 
 
 def test_a_process_whose_gpu_failed_is_replaced(place: Place) -> None:
-    """The driver gives every later call of such a process the same error."""
     with child(place.command()) as worker:
         failed = carried_out(worker, place.order("astray"))
         assert (failed.code, "CUDA error: an illegal memory access" in failed.reason) == ("failed", True)
@@ -157,7 +152,7 @@ def test_a_process_whose_gpu_failed_is_replaced(place: Place) -> None:
 def test_losses_that_are_read_together_are_those_of_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """23 examples in mini-batches of 4, twice: 12 steps, read one by one and five at a time; same bits, same loss."""
     network = {"name": "mlp", "inputs": 4, "hidden": [3], "classes": 2}
-    start, draws = engine.init_tensors(network, 0), np.random.default_rng(0)
+    start, draws = numpy_engine.init_tensors(network, 0), np.random.default_rng(0)
     examples = Examples(draws.random((23, 4), np.float32), np.arange(23) % 2)
 
     def trained(lr: float = 0.1) -> Any:
@@ -175,8 +170,6 @@ def test_losses_that_are_read_together_are_those_of_each_step(monkeypatch: pytes
 
 
 def test_an_engine_that_falls_back_is_told_of_with_the_first_update_alone(place: Place) -> None:
-    """The agent's log and the coordinator's have it; every later round would repeat it."""
-
     class Bench(main.TaskExecutor):
         def load_engine(self, name: str, budget_bytes: int) -> Any:
             fresh = self._engine is None
@@ -189,7 +182,6 @@ def test_an_engine_that_falls_back_is_told_of_with_the_first_update_alone(place:
 
 
 def test_what_is_prepared_and_read_together_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread prepares two batches ahead, and scores of five are read together: as one by one."""
     network = {"name": "cnn", "channels": 1, "size": 16, "classes": 2, "input": {"channels": 1, "size": 16}}
     draws = np.random.default_rng(0)
     examples = Examples(draws.integers(0, 256, (200, 16, 16), np.uint8), np.arange(200) % 2)
@@ -212,7 +204,6 @@ def test_what_is_prepared_and_read_together_changes_no_bit(monkeypatch: pytest.M
 
 
 def test_examples_that_cannot_be_prepared_fail_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error of the thread is the training's."""
     network = {"name": "mlp", "inputs": 4, "hidden": [3], "classes": 2}
     seen = []
 
@@ -226,7 +217,7 @@ def test_examples_that_cannot_be_prepared_fail_the_training(monkeypatch: pytest.
     with pytest.raises(DataError, match="the file is damaged"):
         torch_engine.TorchEngine(1 << 40).train(
             network,
-            engine.init_tensors(network, 0),
+            numpy_engine.init_tensors(network, 0),
             Examples(np.zeros((20, 4), np.float32), np.arange(20) % 2),
             Fit(batch=4),
             tensors.seeded_rng(1),

@@ -11,16 +11,15 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from children import FOOT, HEAD, Place, carried_out, pid_of
+from children import FOOT, HEAD, Place, carried_out
 from msgspec.structs import replace
 from ordinary import User
 from waiting import alive, until
 
 from fedquilt.core import BlobRef, StoreError, Update, Usage
-from fedquilt.edge_agent.storage.agent_state import AgentState
+from fedquilt.edge_agent.agent_state import AgentState
 from fedquilt.edge_agent.task import sandbox
-from fedquilt.edge_agent.task.outputs import PRIVATE
-from fedquilt.edge_agent.task.protocol import Event, WorkResult
+from fedquilt.edge_agent.task.protocol import PRIVATE, Event, WorkResult
 from fedquilt.edge_agent.task.worker import ChildWorker
 from fedquilt.host.disk import REAL
 
@@ -46,7 +45,6 @@ def local(tmp_path: Path) -> AgentState:
 
 @pytest.mark.parametrize("how", ["an open file", "a second name"])
 def test_a_result_that_the_task_changes_after_it_was_stored_stays_as_it_was(local: AgentState, how: str) -> None:
-    """A process of the task that goes on has the file open, or a hard link to it."""
     result = local.empty_output() / REF.sha256
     result.write_bytes(HONEST)
     (result.parent / PRIVATE).write_bytes(HONEST)
@@ -87,7 +85,6 @@ def sparse(path: Path) -> None:
 def test_a_result_that_is_no_plain_file_of_its_size_and_hash_is_refused(
     local: AgentState, leave: Callable[[Path], None], name: str
 ) -> None:
-    """A pipe would keep the agent waiting, and a TiB of zeros would keep it hashing."""
     out = local.empty_output()
     for each in (REF.sha256, PRIVATE):
         (out / each).write_bytes(HONEST)
@@ -100,7 +97,6 @@ def test_a_result_that_is_no_plain_file_of_its_size_and_hash_is_refused(
 
 
 def test_bytes_in_an_answer_are_stored_under_no_name_that_the_task_chooses(local: AgentState) -> None:
-    """Neither is the answer read, nor would the agent write such a file with its own rights."""
     answer = msgspec.json.encode(WorkResult(blobs={"../../.local/evil.pth": EVIL}))
     with pytest.raises(msgspec.ValidationError):
         msgspec.json.decode(answer, type=Event)
@@ -110,7 +106,6 @@ def test_bytes_in_an_answer_are_stored_under_no_name_that_the_task_chooses(local
 
 
 def test_a_result_larger_than_the_memory_that_it_was_made_in_is_refused(place: Place) -> None:
-    """By the sizes in the answer, before a byte of it is read."""
     program = place.folder / "liar.py"
     answer = WorkResult(bundles={"model": replace(REF, size=1 << 45)})
     program.write_text(f"input(); print({msgspec.json.encode(answer).decode()!r}, flush=True); input()")
@@ -127,7 +122,6 @@ def test_a_result_larger_than_the_memory_that_it_was_made_in_is_refused(place: P
 
 
 def test_links_that_a_task_leaves_are_removed_and_not_followed(local: AgentState, tmp_path: Path) -> None:
-    """Neither what they lead to nor its content goes: in the output, and where the next job's cache is to be."""
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "kept").write_text("as it was")
@@ -168,7 +162,7 @@ def test_folders_that_are_nested_without_end_or_shut_are_removed(user: User) -> 
 # -- processes ------------------------------------------------------------------------------------
 
 ESCAPES = """
-import os, subprocess, sys, tempfile
+import os, socket, subprocess, sys, tempfile
 def work(task, site):
     done = []
     def tried(name, what):
@@ -179,6 +173,7 @@ def work(task, site):
             pass
     for place in task.params["places"]:
         tried(place, lambda: open(place, "w").close())
+    tried("network", lambda: socket.socket(socket.AF_INET))
     tried("setsid", os.setsid)
     tried("setpgid", lambda: os.setpgid(0, 0))
     tried("a session of its own", lambda: subprocess.run(["true"], start_new_session=True))
@@ -193,11 +188,6 @@ def work(task, site):
 def test_a_task_writes_its_private_folders_alone_and_leaves_no_process_behind(
     place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Not the agent's blobs, its models, the place of the user's Python packages, or another folder in /tmp.
-
-    The process that it has started is in its group, which it cannot leave: both end with the task, and so do its
-    temporary files.
-    """
     (place.folder / "escapes.py").write_text(HEAD + ESCAPES + FOOT)
     monkeypatch.setenv("PYTHONPATH", str(place.folder))
     home = place.folder
@@ -221,19 +211,7 @@ def test_a_task_writes_its_private_folders_alone_and_leaves_no_process_behind(
     assert list(temporary.iterdir()) == []
 
 
-def test_a_process_without_company_waits_for_the_next_task(place: Place) -> None:
-    worker = ChildWorker(60.0)
-    try:
-        assert carried_out(worker, place.order()).code == "ok"
-        first = pid_of(worker)
-        assert carried_out(worker, place.order()).code == "ok"
-        assert pid_of(worker) == first
-    finally:
-        worker.close()
-
-
 def test_what_a_task_has_started_ends_where_its_own_process_ended_before(place: Place) -> None:
-    """The first process is gone, and its child goes on in its group."""
     program = "import os, subprocess; print(subprocess.Popen(['sleep', '600']).pid, flush=True); os._exit(3)"
     worker = ChildWorker(60.0, ["python3", "-c", program])
     try:
@@ -272,7 +250,6 @@ def reached(pid: int) -> list[str]:
 
 @pytest.mark.parametrize(("how", "found"), [("protected", []), ("open", ["mem", "oom_score_adj", "clear_refs"])])
 def test_the_agents_memory_is_shut_to_other_processes_of_its_user(user: User, how: str, found: list[str]) -> None:
-    """Also where the kernel has no Landlock. Yama, where it is on, shuts the memory of an open process as well."""
     ready = user.home / "ready"
     process = user.start(sys.executable, "-c", AGENT, how, str(ready), log=user.home / "log")
     until(ready.exists, "the agent's beginning")

@@ -55,7 +55,6 @@ def test_inline_work_goes_on_at_the_pace_of_the_point_it_is_held_at(place: Place
 
 
 def test_inline_work_that_fails_says_so_when_its_time_is_up(place: Place) -> None:
-    """Nothing is loaded and nothing progresses."""
     worker = InlineWorker(TwoSpeeds())
     worker.start(place.order(data={}), 0.0)
     assert worker.poll_events(0.0) == []

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import select
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
+import plain
 import pytest
 from children import MODEL, Place, carried_out, child, pid_of, until
 from msgspec.structs import replace
 
 from fedquilt import compression
 from fedquilt.arrays import tensors
-from fedquilt.core import Encoding
+from fedquilt.core import Encoding, JobError, WorkEstimate
 from fedquilt.edge_agent.devices import create_device
-from fedquilt.edge_agent.task import memory_budget, sandbox, worker
-from fedquilt.edge_agent.task.outputs import PRIVATE
+from fedquilt.edge_agent.task import main, memory_budget, sandbox, worker
 from fedquilt.edge_agent.task.process import ChildProcess
-from fedquilt.edge_agent.task.protocol import DataLoaded, ProgressReport, WorkResult
+from fedquilt.edge_agent.task.protocol import PRIVATE, DataLoaded, ProgressReport, WorkRequest, WorkResult
 from fedquilt.edge_agent.task.worker import ChildWorker, InlineWorker
+from fedquilt.methods import fedavg
 
 SENT_INT8 = {"1.weight#int8": 8, "1.weight#step": 4, "1.bias#int8": 2, "1.bias#step": 4}
 
@@ -50,7 +53,6 @@ def test_a_child_trains_checks_and_says_what_it_took(place: Place) -> None:
 
 
 def test_a_confined_child_does_the_same_work_and_its_layouts_are_told(place: Place) -> None:
-    """As an agent starts it: what it gives up, no task needs."""
     with child() as worker, child(sandbox.task_command(place.folder)) as confined:
         free, held = carried_out(worker, place.order()), carried_out(confined, place.order())
     assert (held.code, held.reason) == ("ok", "")
@@ -60,7 +62,6 @@ def test_a_confined_child_does_the_same_work_and_its_layouts_are_told(place: Pla
 
 
 def test_the_same_task_gives_the_same_bits_in_a_warm_child_and_inline(place: Place) -> None:
-    """The second task finds its imports in place; where a task runs makes no difference."""
     with child() as worker:
         first = carried_out(worker, place.order())
         held = worker.resident_bytes
@@ -98,14 +99,12 @@ def test_what_a_codec_leaves_out_comes_back_with_the_next_task(place: Place) -> 
 
 
 def test_a_check_alone_weighs_by_the_examples_it_was_made_on(place: Place) -> None:
-    """Nothing is trained and nothing sent."""
     with child() as worker:
         outcome = carried_out(worker, place.order(actions=("check",)))
     assert (outcome.weight, outcome.bundles) == (2.0, {})
 
 
 def test_examples_that_have_come_meanwhile_are_there_for_the_next_run(place: Place) -> None:
-    """A child that is kept reads the data again for another run; within a run a device's examples stay the same."""
     with child() as worker:
         first = carried_out(worker, place.order())
         np.savez(place.folder / "data.npz", x=np.ones((20, 4), np.float32), y=np.arange(20) % 2)
@@ -142,7 +141,6 @@ def test_private_state_goes_in_and_comes_out_and_prints_go_elsewhere(place: Plac
 def test_what_goes_wrong_inside_is_an_outcome_with_a_code_and_a_sentence(
     place: Place, method: str, changes: dict[str, Any], code: str, part: str
 ) -> None:
-    """Nothing is raised, nobody dies."""
     import fedquilt.edge_agent.task.main as program
     from fedquilt import methods
 
@@ -171,7 +169,6 @@ def test_a_child_above_its_budget_is_killed_with_numbers(place: Place) -> None:
 
 
 def test_the_daemons_group_is_divided_before_a_child_is_in_it(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel divides no group that has processes of its own: the daemon moves out, and a child would stay in it."""
     events: list[str] = []
 
     class Noted(memory_budget.MemoryLimit):
@@ -196,7 +193,6 @@ def test_the_daemons_group_is_divided_before_a_child_is_in_it(place: Place, monk
 
 
 def test_a_child_killed_in_the_middle_is_told_from_one_out_of_memory(place: Place) -> None:
-    """SIGKILL from somebody, with no out-of-memory kill counted by the kernel."""
     with child(place.command()) as worker:
         worker.start(place.order("sleepy"), 0.0)
         assert until(worker, ProgressReport).fraction == 0.25
@@ -205,14 +201,6 @@ def test_a_child_killed_in_the_middle_is_told_from_one_out_of_memory(place: Plac
     assert (outcome.code, outcome.killed) == ("failed", True)
     assert "was killed by somebody (SIGKILL)" in outcome.reason
     assert "MB when last seen" in outcome.reason
-
-
-def test_a_child_that_crashes_is_quoted(place: Place) -> None:
-    with child(place.command()) as worker:
-        outcome = carried_out(worker, place.order("abort"))
-    assert outcome.code == "failed"
-    assert "died of SIGABRT" in outcome.reason
-    assert "something is wrong" in outcome.reason
 
 
 def test_a_task_given_up_is_killed_and_never_heard_of(place: Place) -> None:
@@ -253,7 +241,37 @@ select.select([], [], [])
 
 
 def test_a_child_says_how_many_examples_it_has_before_it_works(place: Place) -> None:
-    """Eight, and two held out: how much work there is follows from it."""
     with child() as worker:
         worker.start(place.order(), 0.0)
         assert until(worker, DataLoaded) == DataLoaded(8)
+
+
+def raised(by: Callable[[], object]) -> Exception:
+    try:
+        by()
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def test_an_error_in_a_method_from_outside_names_its_file_and_line() -> None:
+    broken = lambda: {}["mu"]  # noqa: E731
+    outcome, line = main.failure_outcome(raised(broken)), broken.__code__.co_firstlineno
+    assert (outcome.code, outcome.reason) == ("exception", f"KeyError: 'mu' ({Path(__file__).name}, line {line})")
+
+
+def test_an_error_without_words_is_named_by_its_kind() -> None:
+    def fail() -> None:
+        raise ValueError
+
+    assert main.failure_outcome(raised(fail)).reason.startswith(f"ValueError ({Path(__file__).name}, line ")
+
+
+def test_a_method_whose_work_returns_no_answer_is_told_so(tmp_path: Path) -> None:
+    method = dataclasses.replace(fedavg.METHOD, work=lambda task, site: None)  # type: ignore[arg-type,return-value]
+    task = plain.task(method="prox:METHOD", work=WorkEstimate(flops=1.0))
+    order = WorkRequest(
+        task=task, device="a", budget_bytes=1 << 30, data={}, bundles={}, private=None, cache="", out=str(tmp_path)
+    )
+    with pytest.raises(JobError, match="`work` of method 'prox:METHOD' returned NoneType, and a fedquilt"):
+        main.run_method(order, method, SimpleNamespace(lost=""))  # type: ignore[arg-type]

@@ -41,7 +41,6 @@ def bundle(tmp_path: Path) -> Path:
     ids=["extended", "no map", "hole"],
 )
 def test_extended_headers_are_refused(bundle: Path, headers: dict[str, str]) -> None:
-    """A sparse header would make a wheel of a petabyte of zeros, which would take years to hash."""
     rewritten(bundle, "wheels/", **headers)
     with pytest.raises(ModelError, match=r"is no bundle of an upgrade .*is no file of a size that a bundle has"):
         read(bundle)

@@ -23,8 +23,8 @@ from fedquilt.core.messages import UPGRADES
 from fedquilt.edge_agent import messages
 from fedquilt.edge_agent import settings as agents
 from fedquilt.edge_agent.devices.simulated_device import SimulatedDevice
-from fedquilt.edge_agent.events import Capabilities
 from fedquilt.edge_agent.releases.release_kind import CheckResult
+from fedquilt.edge_agent.state_machine import Capabilities
 from fedquilt.edge_agent.upgrade import environment_build, launcher
 from fedquilt.edge_agent.upgrade.agent_release import NO_LAUNCHER, AgentKind
 from fedquilt.edge_agent.upgrade.launcher import VersionChoice
@@ -43,7 +43,6 @@ HALF = (sys.executable, "-c", HANGS)  # builds an environment but for its last s
 
 
 def test_a_version_is_checked_by_itself_put_on_trial_and_kept(board: Board, bundle: Callable[..., Path]) -> None:
-    """The new version's own command is asked, with the agent's words; the old process goes on until asked to end."""
     file = bundle("import sys, fedquilt, msgspec; sys.exit(sys.argv[1:] != ['agent', 'a.toml', '--check'])")
     assert board.verdict(file) == CheckResult("", {})
     release = board.release(file)
@@ -74,7 +73,6 @@ def test_a_version_is_checked_by_itself_put_on_trial_and_kept(board: Board, bund
 
 
 def test_a_version_is_taken_back(board: Board, bundle: Callable[..., Path]) -> None:
-    """The version before is in use again; another return, however often asked for, changes nothing."""
     file = bundle()
     new = board.take(file)
     for _ in range(2):
@@ -109,7 +107,6 @@ def test_why_the_launcher_returned_is_told(board: Board, bundle: Callable[..., P
 
 
 def test_a_version_that_could_not_be_tried_is_given_up(board: Board, bundle: Callable[..., Path]) -> None:
-    """The launcher could not count its start, as on a full disk: the flashed version runs and says so."""
     new = board.take(bundle())
     board.start("", unable="choice.json cannot be written (No space left on device), so it could not be tried")
     assert board.kind.current_sha256() == ""
@@ -191,7 +188,6 @@ def test_a_check_that_hangs_is_ended(board: Board, bundle: Callable[..., Path]) 
 
 
 def test_without_a_launcher_nothing_is_taken(tmp_path: Path, bundle: Callable[..., Path]) -> None:
-    """Nothing would return from a version that does not start."""
     settings = agents.parse_settings({"device": "d", "home": str(tmp_path / "home")})
     kind, file = AgentKind(None, settings, lambda: True, lambda: None), bundle()
     with pytest.raises(ModelError, match="was not started by its launcher"):
@@ -256,7 +252,6 @@ class Meddled(Disk):
 
 
 def test_what_is_unpacked_is_what_was_checked(board: Board, bundle: Callable[..., Path]) -> None:
-    """Also where the bundle changes in between: wheels are unpacked from a copy that nobody else can open."""
     file = bundle(f"SIGNED = 1  # {os.urandom(1 << 18).hex()}")  # more than a reader holds in its buffer
     wanted = order(board, file)
     made = environment_build.build_environment(wanted, Meddled(file))
@@ -266,7 +261,6 @@ def test_what_is_unpacked_is_what_was_checked(board: Board, bundle: Callable[...
 
 
 def test_a_bundle_that_is_not_the_one_asked_for_is_refused(board: Board, bundle: Callable[..., Path]) -> None:
-    """By its hash, also where nobody signs bundles."""
     wanted, file = order(board, bundle("one")), bundle("another")
     with pytest.raises(ModelError, match=r"bundle-2\.tar is damaged: its sha256 is .*: send the release again"):
         environment_build.build_environment(replace(wanted, bundle=str(file)))
@@ -303,7 +297,6 @@ class Crowded(Disk):
 
 
 def test_a_kill_while_the_environment_is_made_leaves_what_runs(board: Board, bundle: Callable[..., Path]) -> None:
-    """SIGKILL comes at the last step before the environment has its name; the next process makes it anew."""
     file = bundle()
     release = board.release(file)
     assert release.blob is not None
@@ -320,7 +313,6 @@ def test_a_kill_while_the_environment_is_made_leaves_what_runs(board: Board, bun
 
 
 def test_a_check_that_somebody_kills_can_be_made_again(board: Board, bundle: Callable[..., Path]) -> None:
-    """As the kernel does where memory runs out."""
     file = bundle()
     release = board.release(file)
     board.kind.stage(release, file)

@@ -61,7 +61,6 @@ def test_a_trial_gets_three_starts(tmp_path: Path) -> None:
 
 
 def test_a_trial_that_was_not_online_in_time_is_over(tmp_path: Path) -> None:
-    """The alarm has ended such a version; after another boot of the machine nobody can tell, so it is one start."""
     plant(tmp_path, B)
     choice, _ = choose_version(tried(), "f", "boot", 400.0, tmp_path)
     assert choice.returned == "it was not online within 300 s"
@@ -77,7 +76,6 @@ def test_a_board_flashed_anew_forgets_what_came_over_the_air(tmp_path: Path) -> 
 
 
 def test_an_environment_that_is_gone_is_not_started(tmp_path: Path) -> None:
-    """The version before is not started either, if its environment is gone as well."""
     choice, said = choose_version(VersionChoice("f", B, A), "f", "boot", 0.0, tmp_path)
     assert (choice.current, choice.failed) == ("", B)
     assert "is gone" in said
@@ -106,7 +104,6 @@ def test_a_damaged_choice_counts_as_none(spoilt: str, tmp_path: Path) -> None:
 
 
 def test_a_damaged_name_of_the_installation_counts_as_none(tmp_path: Path) -> None:
-    """The launcher has to start the agent whatever the file has become."""
     for spoilt in ("", "{", "[]", "[" * 100_000):
         (tmp_path / "bundle.json").write_text(spoilt)
         assert launcher.installation_id(tmp_path) == str(tmp_path)
@@ -133,7 +130,6 @@ def start(folder: Path, home: Path, *python: str) -> subprocess.CompletedProcess
 
 
 def test_a_loop_of_starts_ends_at_the_flashed_version(tmp_path: Path) -> None:
-    """A unit starts the launcher again and again: three starts of what ends at once, then the flashed version."""
     folder = tmp_path / "versions"
     plant(folder, B)
 
@@ -168,7 +164,6 @@ def test_what_is_no_program_is_not_started_twice(tmp_path: Path) -> None:
 
 
 def test_a_version_that_is_not_online_in_time_is_ended_by_the_alarm(tmp_path: Path) -> None:
-    """The alarm outlives the exec; nothing of the new version has to work for it."""
     folder = tmp_path / "versions"
     plant(folder, B, "exec sleep 600")
 

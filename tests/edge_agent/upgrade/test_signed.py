@@ -21,7 +21,6 @@ from fedquilt.tools.identity.authority import CertificateAuthority
 
 
 def test_only_the_fleets_authority_is_believed(tmp_path: Path, bundle: Callable[..., Path]) -> None:
-    """A board believes the certificate that it has: a signature by another authority or of other bytes is refused."""
     ours, theirs = (CertificateAuthority.create(tmp_path / name, name, time.time()) for name in ("ours", "theirs"))
     board = Board(tmp_path, unsigned=False)
     board.table["broker"] = {"ca": str(tmp_path / "ours/ca.crt")}
@@ -54,7 +53,6 @@ class Signed(Board):
 
 
 def test_a_version_that_was_signed_before_the_one_kept_is_refused(tmp_path: Path, bundle: Callable[..., Path]) -> None:
-    """Also after a return to what ran before, and a restart; the latest itself, and newer ones, are taken."""
     board = Signed(tmp_path)
     sign = board.authority.sign_upgrade
     first, second, third = (bundle(f"{number}", sign=sign, number=number) for number in (1, 2, 3))
@@ -78,7 +76,6 @@ def test_a_version_that_was_signed_before_the_one_kept_is_refused(tmp_path: Path
 
 
 def test_a_version_that_did_not_hold_makes_none_old(tmp_path: Path, bundle: Callable[..., Path]) -> None:
-    """A bundle signed before one whose trial failed is still to be had."""
     board = Signed(tmp_path)
     sign = board.authority.sign_upgrade
     board.keep(bundle("1", sign=sign, number=1))
@@ -92,7 +89,6 @@ def test_a_version_that_did_not_hold_makes_none_old(tmp_path: Path, bundle: Call
 def test_killed_as_a_version_is_kept_its_number_is_known(
     tmp_path: Path, bundle: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The number is on disk before choice.json says that the trial is over."""
     board = Signed(tmp_path)
     sign = board.authority.sign_upgrade
     old = bundle("1", sign=sign, number=1)
@@ -111,7 +107,6 @@ def test_killed_as_a_version_is_kept_its_number_is_known(
 
 
 def test_the_authority_numbers_what_it_signs(tmp_path: Path) -> None:
-    """Each greater than the one before, whatever the clock says, also in a folder that was put back from a copy."""
     made = CertificateAuthority.create(tmp_path / "ours", "ours", time.time())
     assert [made.next_upgrade_number(now_s) for now_s in (1000.0, 1000.0, 7.0, 2000.0)] == [1000, 1001, 1002, 2000]
     (tmp_path / "ours" / "upgrades").unlink()
@@ -127,7 +122,6 @@ def test_a_certificate_of_another_version_is_named(tmp_path: Path) -> None:
 
 
 def test_what_the_launcher_says_may_be_damaged() -> None:
-    """An environment variable, which may hold any bytes, tells the agent of its launcher."""
     for said in ("", "{}", "\udcff", "[" * 100_000):
         assert read_launch_info({launcher.LAUNCHED: said}) is None
 

@@ -32,7 +32,6 @@ def send(site: Site, serial: int, back: bool = False, **settings: object) -> str
 
 
 def test_settings_hold_at_once_and_are_taken_back(site: Site) -> None:
-    """The profile, by which the coordinator chooses boards and sizes tasks, has the settings; no process has ended."""
     boots = {each.boot for each in site.all("presence")}
     assert send(site, 1, budget="1GB", labels=("+canary",), policy="max", max_w=7.0, telemetry_s=3.0) == "committed"
     profile = site.all("profile")[-1]

@@ -130,8 +130,8 @@ def test_an_idle_agent_has_imported_nothing_of_a_release_a_task_or_prometheus():
     code = """
 import sys
 from fedquilt.cli import entry, agent
-from fedquilt.edge_agent import capabilities, daemon, messages, settings
-known = capabilities.capabilities_from_settings(settings.parse_settings({"device": "d", "home": "h"}), 1 << 30)
+from fedquilt.edge_agent import daemon, messages, settings
+known = messages.capabilities_from_settings(settings.parse_settings({"device": "d", "home": "h"}), 1 << 30)
 assert messages._package_versions(known.engines)["numpy"]
 print(*sys.modules)"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -27,7 +27,7 @@ from fedquilt.coordinator.rounds.rollout import (
     release_for_device,
 )
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.formats import job_bundle, personal_models
 from fedquilt.onnx import graph_check, weights
 
@@ -44,7 +44,7 @@ def graph(operator: str = "Relu") -> bytes:
 
 def ran(home: Path, method: str = "fedavg", status: str = "done", seed: int = 0) -> str:
     folder = home.with_name(f"{home.name}.bundle")
-    first = engine.init_tensors(NETWORK, seed=0)
+    first = numpy_engine.init_tensors(NETWORK, seed=0)
     job_bundle.write_bundle(folder, {"network": NETWORK, "flops": 96}, {"model": tensors.encode_tensors(first)})
     job = settings.parse_job({"name": "digits", "method": method, "seed": seed})
     with Store(home) as store:
@@ -124,7 +124,7 @@ def test_a_run_with_parts_on_boards_is_deployed_without_them(home, capsys, metho
     assert task.bundles == {
         name: chunks.ref_from_bytes(tensors.encode_tensors(held)) for name, held in parts.bundles.items()
     }
-    assert weights.missing_tensors(parts.graph.data).keys() == engine.init_tensors(NETWORK, seed=0).keys()
+    assert weights.missing_tensors(parts.graph.data).keys() == numpy_engine.init_tensors(NETWORK, seed=0).keys()
 
 
 def test_a_method_that_leaves_parts_and_does_not_say_how_they_go_together_is_refused_by_name(home, capsys, monkeypatch):

@@ -15,7 +15,7 @@ from fedquilt.data import compatibility
 from fedquilt.data.readers import ExampleReader
 from fedquilt.data.readers.base import describe_class_problem
 from fedquilt.data.spec import DataSpec
-from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.formats import job_bundle, toml
 
 MLP = {"name": "mlp", "inputs": 16, "hidden": [4], "classes": 3}
@@ -84,7 +84,7 @@ def test_one_label_for_all_training_examples_is_refused(tmp_path, task, y, said)
 
 @pytest.mark.parametrize("words", [["simulate", "--link", "embedded"], ["simulate"], ["compare", "--seeds", "0"]])
 def test_commands_refuse_data_that_do_not_fit_and_leave_no_run(tmp_path, capsys, words):
-    first = tensors.encode_tensors(engine.init_tensors(MLP, seed=0))
+    first = tensors.encode_tensors(numpy_engine.init_tensors(MLP, seed=0))
     job_bundle.write_bundle(tmp_path / "job.bundle", {"network": MLP, "flops": 100}, {"model": first})
     stored(tmp_path / "own.npz", 4, 5)
     table = {"name": "a", "method": "fedavg", "engine": "numpy", "data": {"path": "own.npz", "partition": "iid"}}

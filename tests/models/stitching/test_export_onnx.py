@@ -20,7 +20,7 @@ ort = pytest.importorskip("onnxruntime")
 
 from onnx import helper, numpy_helper  # noqa: E402
 
-from fedquilt.edge_agent.engines.onnx.engine import OnnxEngine  # noqa: E402
+from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine  # noqa: E402
 from fedquilt.models.stitching.algebra import joint_head  # noqa: E402
 from fedquilt.models.stitching.onnx import memory  # noqa: E402
 from fedquilt.models.stitching.onnx.export import export_stitched  # noqa: E402

@@ -24,8 +24,8 @@ from fedquilt.data.measured_settings import complete_data_table  # noqa: E402
 from fedquilt.data.spec import DataSpec  # noqa: E402
 from fedquilt.edge_agent.engines import exported_model as engines_exported_model  # noqa: E402
 from fedquilt.edge_agent.engines import training  # noqa: E402
-from fedquilt.edge_agent.releases.check import main  # noqa: E402
-from fedquilt.edge_agent.releases.check.protocol import CheckRequest  # noqa: E402
+from fedquilt.edge_agent.releases import check_process  # noqa: E402
+from fedquilt.edge_agent.task.protocol import CheckRequest  # noqa: E402
 from fedquilt.models.networks import onnx_file  # noqa: E402
 from fedquilt.tools.artefacts import prepare  # noqa: E402
 from fedquilt.tools.artefacts.classifier import Classifier  # noqa: E402
@@ -196,7 +196,7 @@ def test_every_consumer_reads_the_same_tensor(name: str, tmp_path: Path) -> None
 
     own = {"path": data["path"], "held": 0.0, **({"y": data["y"]} if case.table else {})}
     order = CheckRequest(model=str(model), before=None, budget_bytes=10**9, data=own, out=str(tmp_path / "out"))
-    checked = main._choose_evaluated(main._load_examples(order, about, examples.load_share))
+    checked = check_process._choose_evaluated(check_process._load_examples(order, about, examples.load_share))
     assert checked is not None
     np.testing.assert_array_equal(about.prepare_inputs(checked.x), trained_on)
 

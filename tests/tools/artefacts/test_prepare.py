@@ -20,7 +20,7 @@ pytest.importorskip("torch", reason="preparing cuts torch networks")
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
-from fedquilt.edge_agent.engines.onnx.engine import OnnxEngine
+from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
 from fedquilt.models.networks import registry
 from fedquilt.models.partial import masks
 from fedquilt.models.stitching import stitched_network

@@ -20,7 +20,7 @@ pytest.importorskip("onnxruntime")
 
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.settings import JobSettings
-from fedquilt.edge_agent.engines.onnx.engine import OnnxEngine
+from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
 from fedquilt.methods.fedstitch import METHOD
 from fedquilt.models.networks import registry
 from fedquilt.models.stitching.onnx import blocks

@@ -21,7 +21,7 @@ from fedquilt.cli import main
 from fedquilt.coordinator.delivery.executor import LinkExecutor
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.edge_agent.storage.agent_state import AgentState
+from fedquilt.edge_agent.agent_state import AgentState
 from fedquilt.security import authenticated_link
 from fedquilt.tools.boards import doctor
 from fedquilt.tools.boards.doctor import ExaminationTarget

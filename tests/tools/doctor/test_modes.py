@@ -8,10 +8,10 @@ import pytest
 
 from fedquilt import profiles
 from fedquilt.core import WorkEstimate
+from fedquilt.edge_agent.agent_state import AgentState
 from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.devices import linux
 from fedquilt.edge_agent.power.learned_model import LatestTask, LearnedModel, TaskSegment, learn_segment
-from fedquilt.edge_agent.storage.agent_state import AgentState
 from fedquilt.tools.boards.doctor.checks import power_mode
 
 WORK = WorkEstimate(flops=5e12, read_bytes=1e10, workload="torch-conv")

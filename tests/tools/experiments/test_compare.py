@@ -21,7 +21,7 @@ from fedquilt.cli import main
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.core import JobError, UpdateError
-from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.formats import job_bundle
 from fedquilt.tools.experiments import comparison, single_run, tables
 from fedquilt.tools.experiments.comparison import ComparisonCase
@@ -46,7 +46,7 @@ JOB = settings.parse_job(TABLE)
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """The bundle."""
-    first = tensors.encode_tensors(engine.init_tensors(NETWORK, seed=0))
+    first = tensors.encode_tensors(numpy_engine.init_tensors(NETWORK, seed=0))
     job_bundle.write_bundle(tmp_path / "job.bundle", {"network": NETWORK, "flops": 1200}, {"model": first})
     return tmp_path / "job.bundle"
 

@@ -233,9 +233,9 @@ def test_the_verb_tells_people_and_programs(store: Store, capsys: pytest.Capture
 def test_a_run_of_a_fleet_is_scored_on_the_test_split_of_its_data(tmp_path: Path) -> None:
     """The digits: after three rounds it knows more than at first."""
     network = {"name": "mlp", "inputs": 64, "hidden": [16], "classes": 10}
-    from fedquilt.edge_agent.engines.numpy import engine
+    from fedquilt.edge_agent.engines import numpy_engine
 
-    first = tensors.encode_tensors(engine.init_tensors(network, seed=0))
+    first = tensors.encode_tensors(numpy_engine.init_tensors(network, seed=0))
     job_bundle.write_bundle(tmp_path / "bundle", {"network": network, "flops": 2176}, {"model": first})
     table = {**TABLE, "params": {"lr": 0.2, "batch": 16}, "fleet": {"devices": 2}, "data": {"path": str(DIGITS)}}
     plan = agents.FleetPlan(settings.parse_job(table), tmp_path / "bundle", tmp_path / "runs")

@@ -17,7 +17,7 @@ from waiting import LIMIT_S
 from fedquilt.arrays import tensors
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
-from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.formats import job_bundle, toml
 from fedquilt.tools.simulation import agents
 
@@ -170,7 +170,7 @@ def test_an_operator_brings_up_a_fleet_that_only_its_boards_can_join(
     port = listening(endpoint)
 
     (folder / "job.toml").write_text(JOB.format(digits=DIGITS))
-    first = tensors.encode_tensors(engine.init_tensors(NETWORK, seed=0))
+    first = tensors.encode_tensors(numpy_engine.init_tensors(NETWORK, seed=0))
     job_bundle.write_bundle(folder / "job.bundle", {"network": NETWORK, "flops": 9600}, {"model": first})
     plan = agents.FleetPlan(settings.load_job(folder / "job.toml"), folder / "job.bundle", folder / "boards")
     for table in plan.make_agent_tables():

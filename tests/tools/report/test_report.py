@@ -33,7 +33,7 @@ from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.views import scores
 from fedquilt.coordinator.views.run_summary import DeviceScore
 from fedquilt.core import BlobRef, Update, Usage
-from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.formats import job_bundle
 from fedquilt.tools import report
 from fedquilt.tools.report import matrix, sections
@@ -363,7 +363,7 @@ def test_a_fleets_run_is_reported_with_its_partition_and_its_test_accuracy(
 ) -> None:
     """By the commands: a simulated fleet on the digits, evaluated, reported."""
     network = {"name": "mlp", "inputs": 64, "hidden": [8], "classes": 10}
-    first = tensors.encode_tensors(engine.init_tensors(network, seed=0))
+    first = tensors.encode_tensors(numpy_engine.init_tensors(network, seed=0))
     job_bundle.write_bundle(tmp_path / "bundle", {"network": network, "flops": 1200}, {"model": first})
     table = {
         "name": "digits",

@@ -16,7 +16,7 @@ from fedquilt.cli import main
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds.events import UpdateAccepted
 from fedquilt.core import Aggregation, ClientContext, ClientResult, DeviceUpdate, Examples, JobError, Method, Task
-from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine
+from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.testing.toy_networks import make_job, point_members, run_method, toy_bundle, write_bundle
 from fedquilt.tools.artefacts import prepare
 from fedquilt.tools.lab import demo

@@ -24,7 +24,7 @@ from fedquilt.coordinator.views.run_summary import RunSummary, summarise_events
 from fedquilt.core import DataError, JobError
 from fedquilt.core.evaluation import main_metric_value
 from fedquilt.data import examples
-from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.formats import job_bundle, toml
 from fedquilt.tools.artefacts import export
 from fedquilt.tools.simulation import agents as fleet
@@ -46,7 +46,7 @@ def plan(folder: Path, **changes: object) -> fleet.FleetPlan:
         "data": {"path": str(DIGITS), "partition": "dirichlet", "alpha": 1.0},
         **changes,
     }
-    first = tensors.encode_tensors(engine.init_tensors(NETWORK, seed=0))
+    first = tensors.encode_tensors(numpy_engine.init_tensors(NETWORK, seed=0))
     job_bundle.write_bundle(folder / "bundle", {"network": NETWORK, "flops": 2176}, {"model": first})
     return fleet.FleetPlan(settings.parse_job(table), folder / "bundle", folder / "runs")
 

@@ -13,7 +13,7 @@ from fedquilt import methods
 from fedquilt.arrays import tensors
 from fedquilt.coordinator.rounds.events import JobEnded, TaskDeclined, UpdateAccepted, UpdateRejected
 from fedquilt.core import Aggregation, ClientContext, ClientResult, Method, Task, UpdateError
-from fedquilt.edge_agent.storage.agent_state import PRIVATE
+from fedquilt.edge_agent.agent_state import PRIVATE
 
 
 def refusing(number: int, device: str, seen: list[tuple[int, str, bool]]) -> Method:

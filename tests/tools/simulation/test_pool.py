@@ -20,7 +20,7 @@ from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
 from fedquilt.core import Examples, JobError
 from fedquilt.costs import cost_model
-from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine
+from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.formats import job_bundle
 from fedquilt.methods import fedavg
 from fedquilt.models import local_training

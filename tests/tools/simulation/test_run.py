@@ -16,7 +16,7 @@ from fedquilt import methods
 from fedquilt.arrays import tensors
 from fedquilt.coordinator.rounds.selection import select_cohort
 from fedquilt.core import Aggregation, ClientContext, ClientResult, DeviceUpdate, JobError, Method, Task
-from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine
+from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.testing.toy_networks import make_job, point_members, run_method, toy_bundle, write_bundle
 from fedquilt.tools.simulation import run
 from fedquilt.tools.simulation.simulated_job import Simulation

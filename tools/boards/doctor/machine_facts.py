@@ -14,9 +14,9 @@ from typing import Final, Literal, NamedTuple
 
 from fedquilt.core import ClockError, Device, JobError, Reading
 from fedquilt.edge_agent import devices
-from fedquilt.edge_agent.clocks import controls, power_modes
+from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.clocks.client import SOCKET, ClockClient, HelperStatus
-from fedquilt.edge_agent.devices.sensors.ina3221 import Ina3221
+from fedquilt.edge_agent.devices.jetson_meters import Ina3221
 from fedquilt.host import sysfs
 from fedquilt.host.disk import REAL
 
@@ -103,10 +103,10 @@ def read_machine(root: Path, clock_s: float, now_s: float) -> MachineFacts:
         rail_fault=_read_rail_fault(root, now_s) if tegra else None,
         temperature_c=reading.temperature_c if reading is not None else None,
         undervoltage=_read_undervoltage_alarm(root / "sys/class/hwmon"),
-        mode=(power_modes.read_mode_name(root) or (helper.mode if isinstance(helper, HelperStatus) else None))
+        mode=(controls.read_mode_name(root) or (helper.mode if isinstance(helper, HelperStatus) else None))
         if tegra
         else None,
-        mode_hidden=sysfs.is_forbidden(root / power_modes.STATUS),
+        mode_hidden=sysfs.is_forbidden(root / controls.STATUS),
         modes=tuple(mode.name for mode in found.modes) if tegra else (),
         hidden=tuple(lever.name for lever in found.hidden_controls),
         helper=helper,

@@ -23,8 +23,9 @@ from fedquilt.console import progress
 from fedquilt.core import Cost, Device, FedquiltError, Fit, Reading, shorten_error
 from fedquilt.costs import peak_memory
 from fedquilt.edge_agent import devices, engines
-from fedquilt.edge_agent.power.energy import SAMPLE_S, EnergyAccount
-from fedquilt.edge_agent.task import failures, memory_budget
+from fedquilt.edge_agent.engines import failures
+from fedquilt.edge_agent.power.task_power import SAMPLE_S, EnergyAccount
+from fedquilt.edge_agent.task import memory_budget
 from fedquilt.edge_agent.task.protocol import WorkResult
 from fedquilt.host import process_resources
 from fedquilt.tools.boards import clocks
@@ -186,7 +187,7 @@ class GpuCheck:
 
     def _measure_graph(self, graph: Path, batch: int) -> Row:
         """Measure the peak of a graph in this process, with the increase of the GPU's used memory."""
-        from fedquilt.edge_agent.engines.onnx.engine import OnnxEngine
+        from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
 
         me = os.getpid()
         engine = OnnxEngine(tasks.AMPLE_BYTES, micro_batch=batch)
@@ -339,8 +340,8 @@ def _list_torch_runs(names: Collection[str]) -> dict[str, Callable[[], DeviceRun
 def list_onnx_runs(graph: Path, folder: Path) -> dict[str, Callable[[], DeviceRun]]:
     import onnxruntime as ort
 
-    from fedquilt.edge_agent.engines.onnx import session as onnx_session
-    from fedquilt.edge_agent.engines.onnx.providers import NAMES, TENSORRT, ExecutionProviders
+    from fedquilt.edge_agent.engines import execution_providers
+    from fedquilt.edge_agent.engines.execution_providers import NAMES, TENSORRT, ExecutionProviders
 
     x = np.random.default_rng(0).standard_normal((4, CHANNELS, PIXELS, PIXELS), np.float32)
 
@@ -351,14 +352,14 @@ def list_onnx_runs(graph: Path, folder: Path) -> dict[str, Callable[[], DeviceRu
         options = ort.SessionOptions()
         options.enable_profiling, options.profile_file_prefix = True, str(folder / name)
         options.log_severity_level = 4
-        session = places.create_session(partial(onnx_session.create_session, graph, options))
+        session = places.create_session(partial(execution_providers.create_session, graph, options))
         found = session.run(None, {"x": x})[0]
         events = json.loads(Path(session.end_profiling()).read_text())
         ran = [event.get("args", {}).get("provider") for event in events if event.get("cat") == "Node"]
         reason = "" if name in ran else places.note or "it took none of the graph's nodes"
         return found, f"{ran.count(name)} of {len(ran)}", reason
 
-    names = (*onnx_session.CPU, *NAMES)
+    names = (*execution_providers.CPU, *NAMES)
     return {name: partial(run, name) for name in names if name in ort.get_available_providers()}
 
 

@@ -18,7 +18,7 @@ import msgspec
 
 from fedquilt.core import ClockError, Cost, OperatingPoint, Rates, Reading
 from fedquilt.edge_agent.clocks.client import ClockClient
-from fedquilt.edge_agent.power.energy import EnergyAccount
+from fedquilt.edge_agent.power.task_power import EnergyAccount
 from fedquilt.profiles import MOST_POINTS, fit
 from fedquilt.profiles import clock_model as laws
 from fedquilt.tools.boards.record.probes import TaskProbe

@@ -62,7 +62,7 @@ def _build_convolutions() -> tuple[str, Callable[[], Any]]:
     import onnxruntime as ort
     from onnx import TensorProto, helper, numpy_helper
 
-    from fedquilt.edge_agent.engines.onnx import session as onnx_session
+    from fedquilt.edge_agent.engines import execution_providers
 
     rng = np.random.default_rng(SEED)
     shape = [IMAGES, CHANNELS, SIZE, SIZE]
@@ -84,7 +84,7 @@ def _build_convolutions() -> tuple[str, Callable[[], Any]]:
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # as the engine does
     available = ort.get_available_providers()
     providers = [p for p in ("CUDAExecutionProvider", "CPUExecutionProvider") if p in available]
-    session = onnx_session.create_session(model.SerializeToString(), options, providers)
+    session = execution_providers.create_session(model.SerializeToString(), options, providers)
     x = rng.standard_normal(shape, np.float32)
     where = session.get_providers()[0].removesuffix("ExecutionProvider")
     return f"float32 convolutions on ONNX Runtime, {where}", lambda: session.run(None, {"x": x})

@@ -33,7 +33,7 @@ from fedquilt.coordinator.settings import JobSettings, create_initial_state
 from fedquilt.coordinator.storage.snapshots import Snapshot
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import BlobRef, DeviceUpdate, JobError, LinkError, Update, Usage
-from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.formats import job_bundle
 from fedquilt.host.disk import REAL
 from fedquilt.tools.identity import broker_config
@@ -332,7 +332,7 @@ def _measure_bare_loop_ms() -> np.ndarray:
 
 
 def _encode_model() -> bytes:
-    return tensors.encode_tensors(engine.init_tensors(NETWORK, seed=0))
+    return tensors.encode_tensors(numpy_engine.init_tensors(NETWORK, seed=0))
 
 
 def _blob_ref(payload: bytes) -> BlobRef:

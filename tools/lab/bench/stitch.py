@@ -22,7 +22,7 @@ import numpy as np
 
 from fedquilt.core import Bundle, ClientContext, DeviceView, Examples, Tensors
 from fedquilt.data import images
-from fedquilt.edge_agent.engines.onnx.engine import OnnxEngine
+from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
 from fedquilt.formats import job_bundle
 from fedquilt.methods.fedstitch import METHOD
 from fedquilt.models.stitching import stitched_network, vote

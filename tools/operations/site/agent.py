@@ -35,7 +35,7 @@ class SiteAgent:
         options: Settings as in agent.toml. `device` is the name of the site, `fleet` that of the parent coordinator.
         store: Store of the site's coordinator.
         boot: As for `Agent`.
-        durable: As for `fedquilt.edge_agent.storage.agent_state.AgentState`.
+        durable: As for `fedquilt.edge_agent.agent_state.AgentState`.
     """
 
     finished = False

@@ -42,8 +42,8 @@ from fedquilt.core import (
     WorkEstimate,
     shorten_error,
 )
-from fedquilt.edge_agent.events import Capabilities
-from fedquilt.edge_agent.task import outputs
+from fedquilt.edge_agent.state_machine import Capabilities
+from fedquilt.edge_agent.task import protocol
 from fedquilt.edge_agent.task.protocol import Event, WorkRequest, WorkResult
 from fedquilt.formats import job_bundle
 from fedquilt.wire import RefusalCode
@@ -347,7 +347,7 @@ class SiteWorker:
             out = Path(order.out)
             out.mkdir(parents=True, exist_ok=True)
             for name, sent in self._yield_update_bundles(brought, sorted(known.updates)):
-                refs[name] = ref = outputs.write_tensors(out / f"{order.prefix}bundle", sent)
+                refs[name] = ref = protocol.write_tensors(out / f"{order.prefix}bundle", sent)
                 os.replace(out / f"{order.prefix}bundle", out / f"{order.prefix}{ref.sha256}")
         return WorkResult(
             weight=math.fsum(update.weight for update in known.updates.values()),

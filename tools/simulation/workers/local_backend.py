@@ -31,7 +31,7 @@ def make_engine(name: str, budget_bytes: int) -> Any:
 
         return BatchedTorchEngine(budget_bytes)
     if name == "numpy":
-        from fedquilt.edge_agent.engines.numpy.batch_engine import BatchedNumpyEngine
+        from fedquilt.edge_agent.engines.batch_training import BatchedNumpyEngine
 
         return BatchedNumpyEngine(budget_bytes)
     return engines.create_engine(name, budget_bytes)

@@ -21,7 +21,7 @@ import msgspec
 from msgspec import structs
 
 from fedquilt.core import JobError
-from fedquilt.edge_agent.engines import out_of_memory
+from fedquilt.edge_agent.engines import failures
 from fedquilt.edge_agent.task import memory_budget
 from fedquilt.tools.simulation import machines
 from fedquilt.tools.simulation.workers.protocol import (
@@ -142,7 +142,7 @@ class ProcessWorkers:
         said = self._said.read_text(errors="replace").strip()
         words = f"it said: {said.splitlines()[-1][-500:] if said else '(nothing)'}"
         fewer = f"fewer --workers than {self._count}" if self._count > 1 else "a smaller network or batch"
-        if out_of_memory.is_out_of_memory_text(said):
+        if failures.is_out_of_memory_text(said):
             return PoolError(f"a worker of the pool ran out of memory; {words}; give {fewer}")
         if TRACEBACK in said:
             return PoolError(f"a worker of the pool has ended; {words}")

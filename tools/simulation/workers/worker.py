@@ -115,8 +115,8 @@ class PoolWorker(WorkExecutor):
 
 
 def import_engine(engine: str) -> None:
-    module = "batch_engine" if engine in ("torch", "numpy") else "engine"
-    importlib.import_module(f"fedquilt.edge_agent.engines.{engine}.{module}")
+    module = {"torch": "torch.batch_engine", "numpy": "batch_training"}.get(engine, f"{engine}_engine")
+    importlib.import_module(f"fedquilt.edge_agent.engines.{module}")
     gc.freeze()  # imported objects stay, so collections need not visit them
 
 

@@ -6,13 +6,12 @@ from pathlib import Path
 
 from fedquilt import profiles
 from fedquilt.core import FedquiltError
+from fedquilt.edge_agent import agent_state
 from fedquilt.edge_agent.clocks import controls, owner_limits
-from fedquilt.edge_agent.clocks.controls import ClockControls
-from fedquilt.edge_agent.clocks.power_modes import PowerMode, is_same_mode
+from fedquilt.edge_agent.clocks.controls import ClockControls, PowerMode, is_same_mode
 from fedquilt.edge_agent.devices import linux
 from fedquilt.edge_agent.power.learned_model import LatestTask, LearnedModel, estimate_points
 from fedquilt.edge_agent.settings import AgentSettings
-from fedquilt.edge_agent.storage import agent_state
 from fedquilt.tools.boards.doctor.findings import Problem, Verdict
 from fedquilt.tools.boards.doctor.machine_facts import MachineFacts
 

@@ -16,7 +16,7 @@ from typing import Final
 from fedquilt import methods, profiles
 from fedquilt.core import BlobRef, Bundle, DeviceView, JobError, ModelError
 from fedquilt.edge_agent import devices
-from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.edge_agent.task import sandbox
 from fedquilt.tools.boards.doctor.checks import agent, identity
@@ -76,7 +76,7 @@ def train_small_task() -> None:
     Raises:
         JobError: If the task failed.
     """
-    method, model = methods.load("fedavg"), engine.init_tensors(NETWORK, seed=0)
+    method, model = methods.load("fedavg"), numpy_engine.init_tensors(NETWORK, seed=0)
     made = Bundle({"network": NETWORK}, {"model": BlobRef(sha256="0" * 64, size=0)}, lambda name: model)
     order = method.send(method.init(made, method.params(), 0), DeviceView("check", None))
     assert order is not None

@@ -20,8 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from fedquilt.core import StoreError
-from fedquilt.edge_agent.task.outputs import PRIVATE
-from fedquilt.edge_agent.task.protocol import WorkRequest
+from fedquilt.edge_agent.task.protocol import PRIVATE, WorkRequest
 from fedquilt.tools.simulation import adversaries, machines
 from fedquilt.tools.simulation.scratch_folders import SharedFolder
 from fedquilt.tools.simulation.workers import worker

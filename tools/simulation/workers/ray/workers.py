@@ -21,8 +21,7 @@ import msgspec
 from msgspec.structs import replace
 
 from fedquilt.core import JobError
-from fedquilt.edge_agent.task.outputs import PRIVATE
-from fedquilt.edge_agent.task.protocol import WorkRequest
+from fedquilt.edge_agent.task.protocol import PRIVATE, WorkRequest
 from fedquilt.host.disk import REAL, disk_errors
 from fedquilt.tools.simulation import adversaries, machines
 from fedquilt.tools.simulation.machines import Machine

@@ -1,6 +1,6 @@
 """Main program of a model check, which measures accuracy, latency and memory within the budget.
 
-    python -m fedquilt.edge_agent.releases.check.main PARENT
+    python -m fedquilt.edge_agent.releases.check_process PARENT
 
 The process reads `CheckRequest`s as JSON lines from stdin, like a task's process. The process may be killed at any
 moment. Its output is in the request's folder `out` and counts once the agent has copied it from there.
@@ -21,20 +21,43 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import numpy as np
 
-from fedquilt import metrics
-from fedquilt.core import ClassPrior, Examples, FedquiltError, MemoryBudgetError, ModelError, shorten_error
+from fedquilt import compression, methods, metrics
+from fedquilt.arrays import tensors
+from fedquilt.core import (
+    ClassPrior,
+    ClientContext,
+    Examples,
+    FedquiltError,
+    JobError,
+    MemoryBudgetError,
+    ModelError,
+    Task,
+    Tensors,
+    shorten_error,
+)
 from fedquilt.data import examples, reading_settings
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.engines import exported_model, objectives
 from fedquilt.edge_agent.engines.exported_model import ExportedModel
-from fedquilt.edge_agent.releases.check.personal_network import assemble_network
-from fedquilt.edge_agent.releases.check.protocol import DONE, TENSORRT, TENSORRT_S, TIMED, CheckRequest
 from fedquilt.edge_agent.task import main as task
+from fedquilt.edge_agent.task import main as task_process
 from fedquilt.edge_agent.task import memory_budget
 from fedquilt.edge_agent.task.process import serve_requests
-from fedquilt.edge_agent.task.protocol import Event, ProgressReport, WorkResult
+from fedquilt.edge_agent.task.protocol import (
+    DONE,
+    TENSORRT,
+    TENSORRT_S,
+    TIMED,
+    CheckRequest,
+    Event,
+    ProgressReport,
+    SplitModelFiles,
+    WorkResult,
+)
 from fedquilt.formats import personal_models
+from fedquilt.host.disk import disk_errors
+from fedquilt.onnx import weights
 from fedquilt.onnx.graph_check import Shape, format_shape
 
 AT_ONCE: Final = 64  # examples prepared at once: limits the memory of their float32 copies
@@ -62,19 +85,12 @@ class LoadedModel(NamedTuple):
     shape: Shape  # of one example
 
     def compute_scores(self, x: np.ndarray) -> np.ndarray:
-        """Return the outputs (n, outputs) for stored examples (n, ...).
-
-        Raises:
-            DataError: If the model cannot take the examples.
-            ModelError: If the graph cannot be run or its outputs are unusable.
-            MemoryBudgetError: If not even one example fits beside the weights.
-        """
+        """Return the outputs (n, outputs) for stored examples (n, ...)."""
         made = self.about.prepare_inputs(x)
         exported_model.require_shape(made, self.shape)
         return self.run_prepared(made)
 
     def run_prepared(self, made: np.ndarray) -> np.ndarray:
-        """Return the outputs for prepared examples. Raise ModelError if they are no class scores."""
         found: np.ndarray = self.engine.run(self.path, made)
         if found.ndim != 2:
             raise ModelError(
@@ -86,7 +102,6 @@ class LoadedModel(NamedTuple):
 
 
 def run_check(order: CheckRequest, say: Say = lambda event: None, load: Any = examples.load_share) -> WorkResult:
-    """Check a model: accuracy, latency and memory. Errors become outcomes, too."""
     began_s, told = time.perf_counter(), dict[str, float]()
     try:
         engine = engines.create_engine(order.engine, order.budget_bytes)
@@ -130,7 +145,6 @@ def run_check(order: CheckRequest, say: Say = lambda event: None, load: Any = ex
 
 
 def _load_examples(order: CheckRequest, about: ExportedModel, load: Any) -> tuple[Examples, Examples] | None:
-    """Return the training and the held-out examples, or None if the device has no data."""
     if not order.data:
         return None
     found: tuple[Examples, Examples] = load(reading_settings.spec_with_settings(about.reading, order.data))
@@ -138,7 +152,6 @@ def _load_examples(order: CheckRequest, about: ExportedModel, load: Any) -> tupl
 
 
 def _choose_evaluated(shares: tuple[Examples, Examples] | None) -> Examples | None:
-    """Return the held-out examples, or the training ones without any, or None without data."""
     return None if shares is None else shares[1] if len(shares[1]) else shares[0]
 
 
@@ -178,7 +191,6 @@ def _format_labels(labels: tuple[str, ...]) -> str:
 
 
 def _measure_accuracy(model: LoadedModel, held: Examples, notes: list[str]) -> dict[str, float]:
-    """Return the accuracy and the number of examples, or {} with a note for regression."""
     task = model.about.task or "classes"
     if task == "regression":
         notes.append("accuracy was not measured: it predicts numbers, of which none is right or wrong")
@@ -201,7 +213,6 @@ def _evaluate_scores(
 def _measure_accuracy_before(
     engine: Any, order: CheckRequest, path: Path, load: Any, notes: list[str]
 ) -> dict[str, float]:
-    """Return the accuracy of the model in use, or {} with a note if the measurement fails."""
     try:
         model = _load_model(engine, path)
         held = _choose_evaluated(_load_examples(order, model.about, load))
@@ -216,7 +227,6 @@ def _measure_accuracy_before(
 def _choose_example(
     model: LoadedModel, held: Examples | None, shape: tuple[int, ...] | None, notes: list[str]
 ) -> np.ndarray:
-    """Return a held-out example, or a random one of a given or guessed shape on which the graph runs."""
     if held is not None:
         return model.about.prepare_inputs(held.x[:1])
     failed = ""
@@ -259,7 +269,6 @@ def _guess_shapes(shape: Shape) -> Iterator[tuple[int, ...]]:
 
 
 def _measure_latency(model: LoadedModel, one: np.ndarray, timed_s: float) -> tuple[float, int]:
-    """Return the median seconds of one answer, and the number of timed answers."""
     for _ in range(WARM):
         model.run_prepared(one)
     found: list[float] = []
@@ -297,7 +306,6 @@ def _require_independent_answers(model: LoadedModel, one: np.ndarray, held: Exam
 
 
 def _build_tensorrt_engine(order: CheckRequest, model: LoadedModel, one: np.ndarray) -> list[str]:
-    """Build a TensorRT engine in the output folder. Return a list with a note if the build fails."""
     assert order.trtexec is not None
     part = Path(order.out) / f"{TENSORRT}.part"
     command = [
@@ -343,3 +351,61 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+NONE: Final = Examples(np.empty((0,), np.float32), np.empty((0,), np.int64))
+
+
+def assemble_network(
+    order: SplitModelFiles, model: Path, budget_bytes: int, class_priors: np.ndarray | None = None
+) -> str:
+    """Write the device's ONNX file from shared and private parts. Return a note on the network, or ""."""
+    task = personal_models.read_task(Path(order.shared))
+    if task is None:
+        raise ModelError("what was sent does not say of which run it is: roll out the run again")
+    parts = personal_models.read_personal(Path(order.shared))
+    lacking = weights.missing_tensors(parts.graph.data)
+    found, note = dict[str, np.ndarray](), ""
+    if (priors := lacking.pop(personal_models.CLASS_PRIORS, None)) is not None:
+        added = np.zeros(priors.shape) if class_priors is None else class_priors
+        found[personal_models.CLASS_PRIORS] = added.astype(priors.dtype)
+    if lacking:
+        own, note = _compute_own_tensors(order, task, parts, model, budget_bytes)
+        found |= own
+    tensors.require_finite(found)
+    with disk_errors(f"write {model}", "free some space"), model.open("wb") as file:
+        file.writelines(weights.fill_graph(parts.graph.data, found))
+    return note
+
+
+def _compute_own_tensors(
+    order: SplitModelFiles, task: Task, parts: personal_models.PersonalParts, model: Path, budget_bytes: int
+) -> tuple[Tensors, str]:
+    method = methods.load(task.method)
+    if method.personal is None:
+        raise JobError(f"method {task.method!r} does not say how a board puts its network together")
+    local, lost = task_process.load_private_state(order.private, order.private_sha256, order.lost, task.job)
+    task_process.require_fresh_state_allowed(method, task.method, lost)
+    site = ClientContext(
+        device=order.device,
+        budget_bytes=budget_bytes,
+        engine=None,
+        rng=tensors.seeded_rng(task.seed),
+        train=NONE,
+        held=NONE,
+        local=compression.method_state(local),
+        lost=lost,
+        cache_at=model.parent,
+        load=lambda name: _require_bundle(parts, name),
+        path=lambda name: Path(name),
+    )
+    found = method.personal(task, site)
+    if lost:
+        return found, f"{lost}: the network is that of a board which has not taken part"
+    return found, "" if site.local else f"nothing of {task.job} is kept here: the network is that of a newcomer to it"
+
+
+def _require_bundle(parts: personal_models.PersonalParts, name: str) -> Tensors:
+    if name not in parts.bundles:
+        raise ModelError(f"what was sent has no bundle {name!r}; it has: {', '.join(sorted(parts.bundles)) or 'none'}")
+    return parts.bundles[name]

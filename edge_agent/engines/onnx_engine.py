@@ -1,8 +1,8 @@
 """ONNX graphs, run with ONNX Runtime within a memory budget. Imports onnxruntime.
 
-Each graph is checked before a session is created (`onnx_session`). Graphs and their weights are stored under their
-sha256 (`fedquilt.models.stitching.onnx.blocks`), and the runtime maps the weights instead of copying them. Depending on
-the room, a session is:
+Each graph is checked before a session is created (`execution_providers`). Graphs and their weights are stored under
+their sha256 (`fedquilt.models.stitching.onnx.blocks`), and the runtime maps the weights instead of copying them.
+Depending on the room, a session is:
 
 - roomy: all graph optimizations and pre-packed weights. While loading, the session needs about three times the weights,
   and up to twice the activations. Such sessions mostly run faster.
@@ -33,9 +33,8 @@ import onnxruntime as ort
 
 from fedquilt.core import ClassPrior, DataError, EvaluationSums, MemoryBudgetError, ModelError, shorten_error
 from fedquilt.costs import peak_memory
-from fedquilt.edge_agent.engines import objectives
-from fedquilt.edge_agent.engines.onnx import session as onnx_session
-from fedquilt.edge_agent.engines.onnx.providers import ExecutionProviders
+from fedquilt.edge_agent.engines import execution_providers, objectives
+from fedquilt.edge_agent.engines.execution_providers import ExecutionProviders
 from fedquilt.host import process_resources
 from fedquilt.onnx.graph_check import CheckedGraph, Shape
 
@@ -81,12 +80,6 @@ class OnnxEngine:
     """Runner of ONNX graphs, as in `fedquilt.core.Runner`.
 
     The constructor decides for the whole process which freed allocations return to the system.
-
-    Args:
-        budget_bytes: Most resident memory of this process.
-        base_bytes: Resident size before any graph is loaded.
-        threads: Threads within one operation, or 0 for one per core.
-        micro_batch: Examples run at once, or None for as many as fit, up to `LARGEST_BATCH`.
     """
 
     name = "onnx"
@@ -112,7 +105,6 @@ class OnnxEngine:
 
     @property
     def runs_on(self) -> str:
-        """Name of the active provider: "TensorRT", "CUDA" or "processor", or "" if ONNX Runtime supports no GPU."""
         return self._places.provider_name
 
     def use_tensorrt(self, cache: Path, most_bytes: int) -> None:
@@ -122,10 +114,6 @@ class OnnxEngine:
         """Run a graph with one input and one output: (n, ...) -> (n, ...), float32.
 
         Examples are cast to the type of the graph's input, and outputs to float32.
-
-        Raises:
-            ModelError: If the graph is missing, invalid or not permitted, lacks weights or takes another input shape.
-            MemoryBudgetError: If not even one example fits beside the weights.
         """
         loaded = self._load_graph(graph)
         plan = loaded.plan
@@ -146,16 +134,11 @@ class OnnxEngine:
     def evaluate_scores(
         self, batches: Iterable[tuple[np.ndarray, np.ndarray]], prior: ClassPrior | None = None
     ) -> EvaluationSums:
-        """Return the sums over batches of class scores, (n, classes), and classes. The caller runs the graphs."""
         return objectives.evaluate_scores("classes", batches, prior).sums()
 
     def run_together(self, graph: Path, x: np.ndarray) -> np.ndarray | None:
-        """Return the output for all examples in one batch, or None if the graph takes only one example at a time.
-
-        Raises:
-            ModelError, MemoryBudgetError: As in `run`, if the graph cannot be loaded.
-        """
-        shape = onnx_session.check_graph(graph).inputs[0].shape
+        """Return the output for all examples in one batch, or None if the graph takes only one example at a time."""
+        shape = execution_providers.check_graph(graph).inputs[0].shape
         session = self._load_graph(graph).session
         if shape and shape[0] == 1:
             return None
@@ -171,17 +154,7 @@ class OnnxEngine:
         return self._room_bytes
 
     def batch(self, graph: Path, around_bytes: int = 0, example_bytes: int = 0) -> int:
-        """Return the number of examples to run at once.
-
-        Args:
-            graph: Graph to run.
-            around_bytes: Memory in use besides the graph.
-            example_bytes: Further memory for each example.
-
-        Raises:
-            ModelError: If the graph is missing, invalid or not permitted, or lacks weights.
-            MemoryBudgetError: If not even one example fits beside the weights.
-        """
+        """Return the number of examples to run at once."""
         plan = self._load_graph(graph).plan
         size = self._batch_size(plan, around_bytes, example_bytes)
         self.make_room(around_bytes + size * ((plan.example_bytes or 0) + example_bytes), graph, around_bytes)
@@ -213,54 +186,27 @@ class OnnxEngine:
         if self._room_bytes < TRIMMED_BELOW_BYTES or (
             held + size > KEPT * self._room_bytes and not self._fits_beside_all(size - in_use)
         ):
-            _trim_heap()
+            with contextlib.suppress(AttributeError):  # glibc by itself returns only the end of the heap
+                ctypes.CDLL(None).malloc_trim(0)
 
     def _fits_beside_all(self, size: int) -> bool:
         resident = process_resources.resident_bytes(os.getpid())
         return resident is not None and resident + size <= self._budget_bytes
 
     def read_metadata(self, graph: Path) -> Mapping[str, str]:
-        """Return the metadata of a graph.
-
-        Raises:
-            ModelError: If the graph is missing, invalid or not permitted, or lacks weights.
-        """
-        return onnx_session.check_graph(graph).metadata
+        return execution_providers.check_graph(graph).metadata
 
     def input_shape(self, graph: Path) -> Shape:
-        """Return the shape of one example as declared by the graph.
-
-        Raises:
-            ModelError: If the graph is missing, invalid or not permitted, or lacks weights.
-        """
-        return onnx_session.check_graph(graph).input_shape
+        return execution_providers.check_graph(graph).input_shape
 
     def input_type(self, graph: Path) -> np.dtype[Any]:
-        """Return the type of the graph's input.
-
-        Raises:
-            ModelError: If the graph is missing, invalid or not permitted, or lacks weights.
-            MemoryBudgetError: If not even one example fits beside the weights.
-        """
         return _input_type(self._load_graph(graph).session)
 
     def input_name(self, graph: Path) -> str:
-        """Return the name of the graph's input.
-
-        Raises:
-            ModelError: If the graph is missing, invalid or not permitted, or lacks weights.
-            MemoryBudgetError: If not even one example fits beside the weights.
-        """
         return str(self._load_graph(graph).session.get_inputs()[0].name)
 
     def memory_plan(self, graph: Path) -> MemoryPlan:
-        """Return the mode and memory of a graph's session.
-
-        Raises:
-            ModelError: If the graph is missing, invalid or not permitted, or lacks weights.
-            MemoryBudgetError: If not even one example fits beside the weights.
-        """
-        return self._plan_memory(graph, onnx_session.check_graph(graph))
+        return self._plan_memory(graph, execution_providers.check_graph(graph))
 
     def loaded_graphs(self) -> tuple[Path, ...]:
         """Return the loaded graphs, the least recently used first."""
@@ -270,11 +216,10 @@ class OnnxEngine:
         self._kept.clear()
 
     def _load_graph(self, graph: Path) -> LoadedGraph:
-        """Return the session of a graph, created after closing the least recently used sessions if necessary."""
         if graph in self._kept:
             self._kept.move_to_end(graph)
             return self._kept[graph]
-        plan = self._plan_memory(graph, onnx_session.check_graph(graph))
+        plan = self._plan_memory(graph, execution_providers.check_graph(graph))
         held = plan.held_bytes + sum(one.plan.held_bytes for one in self._kept.values())
         while self._kept and held > KEPT * self._room_bytes:
             held -= self._kept.popitem(last=False)[1].plan.held_bytes
@@ -284,7 +229,6 @@ class OnnxEngine:
         return loaded
 
     def _plan_memory(self, graph: Path, checked: CheckedGraph) -> MemoryPlan:
-        """Decide the mode and memory of a session. Raise MemoryBudgetError if one example does not fit."""
         weights, each = checked.weight_bytes, checked.activation_bytes
         if "weight_bytes" not in checked.metadata:  # not of fedquilt's making
             weights = max(weights, graph.stat().st_size)
@@ -316,7 +260,7 @@ class OnnxEngine:
         if not roomy:
             options.add_session_config_entry("session.disable_prepacking", "1")
             options.enable_mem_pattern = False
-        return self._places.create_session(partial(onnx_session.create_session, graph, options))
+        return self._places.create_session(partial(execution_providers.create_session, graph, options))
 
     def _run_batch(self, graph: Path, x: np.ndarray, y: np.ndarray) -> None:
         """Run a batch and write the output into `y`. If TensorRT fails, disable TensorRT and run again."""
@@ -388,15 +332,8 @@ def _configure_malloc(budget_bytes: int, *, keep: bool) -> None:
         library.mallopt(M_TRIM_THRESHOLD, 2**31 - 1 if keep else TRIM_BYTES)
 
 
-def _trim_heap() -> None:
-    # glibc by itself returns only the end of the heap, and freed small pieces are scattered.
-    with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
 @contextlib.contextmanager
 def _translate_errors(graph: Path) -> Iterator[None]:
-    """Raise errors of ONNX Runtime as ModelError or MemoryBudgetError, with the graph's name."""
     try:
         yield
     except (DataError, ModelError, MemoryBudgetError):

@@ -46,11 +46,7 @@ class MlpTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def init_tensors(network: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
-    """Return random initial tensors, drawn like torch's for linear layers: U(-1/sqrt(d), 1/sqrt(d)).
-
-    Raises:
-        ModelError: If the table is no network of this engine.
-    """
+    """Return random initial tensors, drawn like torch's for linear layers: U(-1/sqrt(d), 1/sqrt(d))."""
     rng = tensors.seeded_rng("mlp", seed)
     made, shapes = {}, iter(parse_network(network).shapes.items())
     for (weight, shape), (bias, size) in zip(shapes, shapes, strict=True):
@@ -61,12 +57,7 @@ def init_tensors(network: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]
 
 
 class NumpyEngine:
-    """Trainer for fully connected networks, as in `fedquilt.core.Trainer`.
-
-    Args:
-        budget_bytes: Most resident memory of this process.
-        base_bytes: Resident size before any training.
-    """
+    """Trainer for fully connected networks, as in `fedquilt.core.Trainer`."""
 
     name = "numpy"
 
@@ -211,11 +202,6 @@ def _require_supported_hooks(hooks: Hooks) -> None:
 
 
 def parse_network(network: Mapping[str, Any]) -> MlpTable:
-    """Return the network of a table.
-
-    Raises:
-        ModelError: If the table is no network of this engine.
-    """
     if network.get("name") != "mlp":
         raise ModelError(
             f"the numpy engine trains 'mlp' networks, not {network.get('name')!r}: torch trains it: "
@@ -275,15 +261,7 @@ def _loss_and_gradient(
 def backward(
     model: Tensors, values: Sequence[np.ndarray], back: np.ndarray, count: int, gradient: dict[str, np.ndarray]
 ) -> None:
-    """Add the gradient of the mean loss of a mini-batch to `gradient`, for one device or several.
-
-    Args:
-        model: Tensors as in `forward`.
-        values: Input and hidden layers, from `forward`.
-        back: Gradient of the losses by the scores, (n, outputs) or (devices, n, outputs). Overwritten.
-        count: Number of examples in the mini-batch.
-        gradient: Sum of gradients by tensor, empty at first.
-    """
+    """Add the gradient of the mean loss of a mini-batch to `gradient`, for one device or several."""
     back /= np.float32(count)
     for layer in reversed(range(len(values))):
         weight, bias = back.swapaxes(-1, -2) @ values[layer], back.sum(axis=-2)

@@ -1,4 +1,6 @@
-"""Execution providers of ONNX Runtime: TensorRT, CUDA or the CPU, whichever works first.
+"""Sessions of ONNX Runtime, only for graphs that were checked, and the execution providers that they run on.
+
+The provider is TensorRT, CUDA or the CPU, whichever works first.
 
 All providers compute in 32 bits, so that scores are comparable between boards: TensorRT uses neither float16 nor int8,
 and NVIDIA's libraries do not use TF32, whose products have ten bits. A provider that cannot create a session is
@@ -15,13 +17,52 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import onnxruntime as ort
+
 from fedquilt.core import ModelError, shorten_error
-from fedquilt.edge_agent.engines import out_of_memory
-from fedquilt.edge_agent.engines.onnx.session import CPU
+from fedquilt.edge_agent.engines import failures
+from fedquilt.onnx import graph_check
+from fedquilt.onnx.graph_check import CheckedGraph
+
+CPU: Final = ("CPUExecutionProvider",)
+REMEMBERED: Final = 4096  # graphs whose check is not repeated while their file is the same
+
+_checked: OrderedDict[tuple[Path, int, int, int], CheckedGraph] = OrderedDict()
+
+
+def check_graph(graph: Path) -> CheckedGraph:
+    try:
+        found = graph.stat()
+    except OSError:
+        raise ModelError(f"there is no graph {graph}") from None
+    key = (graph, found.st_ino, found.st_size, found.st_mtime_ns)
+    if key not in _checked:
+        _checked[key] = _name_graph_in_error(graph.name[:12], lambda: graph_check.check_file(graph))
+        while len(_checked) > REMEMBERED:
+            _checked.popitem(last=False)
+    return _checked[key]
+
+
+def create_session(graph: Path | bytes, options: Any = None, providers: Sequence[Any] = CPU) -> Any:
+    """Return an `onnxruntime.InferenceSession` for a file, or for bytes with all weights inside."""
+    if isinstance(graph, bytes):
+        _name_graph_in_error("in memory", lambda: graph_check.check_bytes(graph))
+        return ort.InferenceSession(graph, options, providers=list(providers), enable_fallback=0)
+    check_graph(graph)
+    return ort.InferenceSession(str(graph), options, providers=list(providers), enable_fallback=0)
+
+
+def _name_graph_in_error(name: str, check: Callable[[], CheckedGraph]) -> CheckedGraph:
+    try:
+        return check()
+    except ModelError as error:
+        raise ModelError(f"graph {name} cannot be run: {error}") from None
+
 
 CUDA: Final = "CUDAExecutionProvider"
 TENSORRT: Final = "TensorrtExecutionProvider"
@@ -33,12 +74,7 @@ NO_TF32: Final = "NVIDIA_TF32_OVERRIDE"  # read by cuBLAS, cuDNN and TensorRT wh
 
 
 class ExecutionProviders:
-    """Execution providers of this process, in the order in which they are tried.
-
-    Args:
-        available: Providers that this ONNX Runtime was built with.
-        room_bytes: Most GPU memory of one session.
-    """
+    """Execution providers of this process, in the order in which they are tried."""
 
     def __init__(self, available: Sequence[str], room_bytes: int) -> None:
         self._working = [name for name in NAMES if name in available]
@@ -60,17 +96,12 @@ class ExecutionProviders:
 
     @property
     def provider_name(self) -> str:
-        """Name of the active provider: "TensorRT", "CUDA" or "processor", or "" if ONNX Runtime supports no GPU."""
         if not self._had:
             return ""
         return NAMES[self._enabled_providers()[0]] if self._enabled_providers() else "processor"
 
     def create_session(self, make: Callable[[Sequence[Any]], Any]) -> Any:
-        """Create a session with the first provider that works. Providers that fail are disabled.
-
-        Raises:
-            Exception: If `make` fails for the CPU too, or memory ran out or the GPU failed with any provider.
-        """
+        """Create a session with the first provider that works. Providers that fail are disabled."""
         wanted, failed = self._enabled_providers(), []
         for place in range(len(wanted) + 1):
             try:
@@ -98,11 +129,9 @@ class ExecutionProviders:
 
     def _disable_provider(self, name: str, reason: str) -> None:
         self._working.remove(name)
-        said = f"ONNX Runtime has {NAMES[name]} and cannot use it here{reason}: graphs run on {self._fallback_name()}"
+        fallback = NAMES[self._enabled_providers()[0]] if self._enabled_providers() else "the processor"
+        said = f"ONNX Runtime has {NAMES[name]} and cannot use it here{reason}: graphs run on {fallback}"
         self.note = f"{self.note}; {said}" if self.note else said
-
-    def _fallback_name(self) -> str:
-        return NAMES[self._enabled_providers()[0]] if self._enabled_providers() else "the processor"
 
     def _provider_options(self, name: str) -> dict[str, str]:
         # cuDNN's algorithms are chosen by rule: timing each costs memory, and more time than a graph's few runs.
@@ -139,7 +168,7 @@ class ExecutionProviders:
 
 
 def _is_device_failure(error: Exception) -> bool:
-    return out_of_memory.is_out_of_memory_error(error) or out_of_memory.is_gpu_failure_text(str(error))
+    return failures.is_out_of_memory_error(error) or failures.is_gpu_failure_text(str(error))
 
 
 def _error_in_brackets(error: Exception) -> str:

@@ -1,10 +1,11 @@
-"""Conversion of a task's error into a claim code for the coordinator and a sentence."""
+"""Failures of tasks: their kinds by error or text, claim codes for the coordinator, and sentences."""
 
 from __future__ import annotations
 
+import errno
 import os
 import traceback
-from typing import Any
+from typing import Any, Final
 
 from fedquilt import core
 from fedquilt.core import (
@@ -17,18 +18,55 @@ from fedquilt.core import (
     UpdateError,
     shorten_error,
 )
-from fedquilt.edge_agent.engines import out_of_memory
 from fedquilt.host.disk import FULL
+
+OUT_OF_MEMORY: Final = (
+    "out of memory",  # torch.OutOfMemoryError ("CUDA out of memory"), CUDA itself, dlopen
+    "defaultcpuallocator: can't allocate memory",  # torch
+    "defaultcpuallocator: not enough memory",
+    "nvml_success == r internal assert failed",  # torch on Tegra, which has no NVML to ask: pytorch issue 185240
+    "nvmapmemalloc",  # Tegra's driver: "NvMapMemAllocInternalTagged: 1075072515 error 12"
+    "nvmapmemhandlealloc",
+    "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed",
+    "failed to allocate memory",  # ONNX Runtime's arena: "... for requested buffer of size"
+    "is smaller than requested bytes of",  # likewise, with a limit
+    "std::bad_alloc",
+    "bad allocation",
+    "cannot allocate memory",  # ENOMEM
+)
+"""Messages of libraries that get no memory, in small letters."""
+
+GPU_FAILED: Final = ("cuda error", "cuda failure", "cudnn error", "cudnn_status", "cublas_status", "cuda driver error")
+"""Messages of libraries whose GPU does not answer or has refused a kernel, in small letters."""
+
+
+def is_out_of_memory_text(text: str) -> bool:
+    text = text.lower()
+    return any(sign in text for sign in OUT_OF_MEMORY)
+
+
+def is_gpu_failure_text(text: str) -> bool:
+    """Return whether an error text means a GPU failure. The process can no longer use the GPU."""
+    text = text.lower()
+    return any(sign in text for sign in GPU_FAILED)
+
+
+def is_out_of_memory_error(error: BaseException) -> bool:
+    if isinstance(error, MemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return is_out_of_memory_text(str(error))
 
 
 def claim_code_from_error(error: Exception) -> Any:
-    """Return the claim code of an error, "exception" if no other code fits."""
     if isinstance(error, DiskFullError) or (isinstance(error, OSError) and error.errno in FULL):
         return "full"
     if not isinstance(error, DataError | StoreError | core.JobError):  # these three are our own words, about a file
-        if out_of_memory.is_out_of_memory_error(error):
+        if is_out_of_memory_error(error):
             return "memory"
-        if out_of_memory.is_gpu_failure_text(str(error)):
+        if is_gpu_failure_text(str(error)):
             return "failed"  # the next attempt has a new process
     kinds: tuple[tuple[type | tuple[type, ...], str], ...] = (
         (MemoryBudgetError, "budget"),
@@ -47,7 +85,7 @@ def describe_error(error: Exception) -> str:
     said = shorten_error(str(error))
     if isinstance(error, core.FedquiltError):
         return said
-    if out_of_memory.is_out_of_memory_error(error):
+    if is_out_of_memory_error(error):
         said = said or type(error).__name__
         return shorten_error(
             f"an allocation failed ({said}): the next try plans with less; ask for less, or free memory on the device"

@@ -1,4 +1,4 @@
-"""Persistent state of a device: unacknowledged updates, private state and blobs.
+"""Persistent state of a device: unacknowledged updates, records of jobs, private states and blobs.
 
     <home>/blobs/                     all blobs, by content (`fedquilt.blobs.store`)
     <home>/task/out/                  output of the current task
@@ -29,20 +29,23 @@ from __future__ import annotations
 
 import errno
 import logging
+import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
+
+import msgspec
 
 from fedquilt import wire
 from fedquilt.blobs.shared_store import SharedBlobStore, SharedBlobView
 from fedquilt.blobs.store import BlobStore
-from fedquilt.core import BlobRef, JobError, Label, StoreError, Update, WireError, WireMessage
+from fedquilt.core import AnyDigest, BlobRef, Count, JobError, Label, Name, StoreError, Update, WireError, WireMessage
 from fedquilt.edge_agent.power.learned_model import LearnedModel
-from fedquilt.edge_agent.storage.job_records import CountedRound, JobRecords, Key, PrivateState
+from fedquilt.edge_agent.state_machine import CountedRound, Key
 from fedquilt.edge_agent.task import sandbox
-from fedquilt.edge_agent.task.outputs import PRIVATE
+from fedquilt.edge_agent.task.protocol import PRIVATE
 from fedquilt.host.disk import REAL, Disk, Lock, Place, disk_errors
 
 log = logging.getLogger("fedquilt.agent")
@@ -94,11 +97,6 @@ class AgentState:
                 (self._disk.make_durable_folder if self.durable else self._disk.make_folder)(folder)
 
     def lock_home(self) -> Lock:
-        """Lock the home folder for this process until the returned lock is closed.
-
-        Raises:
-            JobError: If another agent holds the lock.
-        """
         with disk_errors(f"lock {self.home}"):
             lock = self._disk.lock(self.home / "lock")
         if lock is None:
@@ -139,7 +137,6 @@ class AgentState:
         return updates, counted
 
     def _load_update(self, folder: str) -> Update | None:
-        """Return the update in an outbox folder, or None if it is missing or damaged or lacks a bundle."""
         try:
             update = wire.decode(self._disk.read(f"{folder}/{UPDATE}"), Update)
         except (FileNotFoundError, NotADirectoryError):
@@ -191,7 +188,6 @@ class AgentState:
         return folder
 
     def find_private_state(self, job: str, counted: int | None) -> PrivateState:
-        """Return the private state from which a task starts, or the reason why the state is missing."""
         with disk_errors(f"read {self._private}"):
             return self._remembered.find_private_state(job, counted)
 
@@ -203,11 +199,6 @@ class AgentState:
         """Make the task's output durable as this update. Return whether the update has private state.
 
         The output folder holds each bundle in a file named by its sha256, and the private state if there is one.
-
-        Args:
-            update: Manifest of the output.
-            blobs: Bundles in memory by sha256, which the task has not written to the folder.
-            private: Private state that the task has written to the folder, or None.
         """
         scratch = self._scratch
         for ref in set(update.bundles.values()):
@@ -241,13 +232,7 @@ class AgentState:
         return private is not None
 
     def record_ack(self, key: Key, accepted: bool, counted: Mapping[str, CountedRound]) -> None:
-        """Record the answer to an update, and keep its private state if accepted, else delete the state.
-
-        Args:
-            key: Job and round.
-            accepted: Whether the update was counted.
-            counted: Last counted round of each job. Private states of other jobs are deleted.
-        """
+        """Record the answer to an update, and keep its private state if accepted, else delete the state."""
         if key in self._light:
             self._light.remove(key)
             return self._remembered.record_counted_in_memory(key) if accepted else None
@@ -295,14 +280,12 @@ class AgentState:
     # -- small files of others --
 
     def write_file(self, name: str, payload: bytes) -> None:
-        """Write a small file below the home. The file is synced if the home is durable."""
         file = self.home / name
         with disk_errors(f"write {file}"):
             (self._disk.make_durable_folder if self.durable else self._disk.make_folder)(file.parent)
             self._disk.write_atomically(file, payload, durable=self.durable)
 
     def read_file(self, name: str) -> bytes | None:
-        """Return the content of a file written by `write_file`, or None if the file is missing."""
         file = self.home / name
         with disk_errors(f"read {file}"):
             return self._disk.read(file) if self._disk.is_file(file) else None
@@ -310,7 +293,6 @@ class AgentState:
     # -- room --
 
     def require_room(self, size: int) -> None:
-        """Raise StoreError unless `size` more bytes can be written."""
         with disk_errors(f"write to {self.home}"):
             free = self.free_bytes()
             if free < size + SPARE_BYTES:
@@ -381,11 +363,7 @@ class AgentState:
 
 
 def read_learned_costs(home: Path, disk: Disk = REAL) -> dict[str, LearnedModel]:
-    """Return the learned costs in an agent's home, by workload. Damaged entries are left out.
-
-    Raises:
-        StoreError: If the file cannot be read.
-    """
+    """Return the learned costs in an agent's home, by workload. Damaged entries are left out."""
     file = home / LEARNED
     with disk_errors(f"read {file}"):
         if disk.stat(file) is None:
@@ -405,3 +383,151 @@ def _boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return "unknown"
+
+
+STATES_MOST: Final = 2  # private states of a job
+_PRIVATE: Final = re.compile(r"([a-z0-9][a-z0-9._-]*)@(\d{1,16})\.([0-9a-f]{64})")
+
+
+class PrivateState(NamedTuple):
+    path: str | None = None
+    sha256: str = ""
+    lost: str = ""  # there was one, and it cannot be used
+    forgotten: str = ""  # there may have been one: nothing is known here of a round that was counted
+
+
+class JobRecord(WireMessage, frozen=True):
+    round: Count  # the last one that was counted
+    epoch: Count  # start of the coordinator that said so
+    private: AnyDigest = ""  # private state after that round; "": it has none
+    left: Count = 0  # the round that has left it
+
+
+class JobRecordFile(WireMessage, frozen=True):
+    jobs: dict[Name, JobRecord]
+
+
+class StoredPrivateState(NamedTuple):
+    job: str
+    round: int  # that left it
+    sha256: str
+
+    @property
+    def file_name(self) -> str:
+        return f"{self.job}@{self.round}.{self.sha256}"
+
+
+class JobRecords:
+    """Counted rounds and private states of a device's jobs.
+
+    Raises, from every method:
+        OSError: If the home cannot be read or written.
+    """
+
+    def __init__(self, home: Path, disk: Disk, *, durable: bool) -> None:
+        self._file, self._folder, self._disk, self._durable = home / "counted.json", home / "private", disk, durable
+        self._jobs: dict[str, JobRecord] = {}
+
+    def load_counted(self) -> dict[str, CountedRound]:
+        self._jobs = self._read_records()
+        return {job: CountedRound(entry.round, entry.epoch) for job, entry in self._jobs.items()}
+
+    def find_private_state(self, job: str, counted: int | None) -> PrivateState:
+        """Return the private state from which a task of a job starts.
+
+        Returns:
+            The state. If a state existed and is unusable, `lost` holds the reason. If nothing is known about a counted
+            round, `forgotten` does.
+        """
+        entry = self._jobs.get(job)
+        if entry is None:
+            if counted is None or not self._durable:  # on virtual time, not all is written down
+                return PrivateState()
+            return PrivateState(
+                forgotten=f"this device knows nothing of round {counted + 1} of {job}, which has been counted"
+            )
+        if not entry.private:
+            return PrivateState()
+        kept = {each.round: each for each in self._stored_states() if each.job == job}
+        rounds = [round for round in kept if counted is not None and round <= counted <= entry.round]
+        wanted = entry.left if counted == entry.round else max(rounds, default=-1)
+        if wanted in kept:
+            return PrivateState(str(self._folder / kept[wanted].file_name), kept[wanted].sha256)
+        after = "before its first round" if counted is None else f"after round {counted + 1}"
+        return PrivateState(lost=f"the private state of {job} {after} is not here, only that of round {entry.left + 1}")
+
+    def latest_private_state(self, job: str) -> PrivateState:
+        entry = self._jobs.get(job)
+        return PrivateState() if entry is None else self.find_private_state(job, entry.round)
+
+    def record_counted(
+        self, key: Key, made: tuple[str, str] | None, counted: Mapping[str, CountedRound], waiting: Collection[str]
+    ) -> None:
+        """Record that a round was counted, and store the private state of that round.
+
+        The state is moved before the record is written. After a crash in between, the coordinator's answer arrives
+        again.
+        """
+        job, round = key
+        entry = self._jobs.get(job, JobRecord(round=0, epoch=0))
+        sha256, left = entry.private, entry.left
+        if made is not None:
+            for each in self._stored_states():
+                if (each.job, each.round) == key:  # of a coordinator that has been replaced by an older copy of itself
+                    self._disk.unlink(f"{self._folder}/{each.file_name}")
+            self._disk.replace(made[0], f"{self._folder}/{StoredPrivateState(job, round, made[1]).file_name}")
+            self._sync_folder()
+        for each in self._stored_states():
+            if (each.job, each.round) == key:
+                sha256, left = each.sha256, round
+        others = {name: JobRecord(round=last.round, epoch=last.epoch) for name, last in counted.items()}
+        this = JobRecord(round=counted[job].round, epoch=counted[job].epoch, private=sha256, left=left)
+        jobs = {name: this if name == job else self._jobs.get(name, other) for name, other in others.items()}
+        half = {name: entry for name, entry in self._jobs.items() if name in waiting and name not in jobs}
+        self._jobs = {**half, **jobs}
+        self._disk.write_atomically(self._file, wire.encode(JobRecordFile(jobs=self._jobs)), durable=self._durable)
+        self._delete_unused_states(job, left, waiting)
+
+    def has_private_state(self, key: Key) -> bool:
+        """Return whether the private state left by a round is stored, even if the round is not counted."""
+        return any((each.job, each.round) == key for each in self._stored_states())
+
+    def record_counted_in_memory(self, key: Key) -> None:
+        """Record a counted round without private state, in this process only."""
+        if (entry := self._jobs.get(key[0])) is not None:
+            self._jobs[key[0]] = msgspec.structs.replace(entry, round=key[1])
+
+    # -- within --
+
+    def _read_records(self) -> dict[str, JobRecord]:
+        try:
+            payload = self._disk.read(self._file)
+        except FileNotFoundError:
+            return {}
+        try:
+            return wire.decode(payload, JobRecordFile).jobs
+        except WireError as error:
+            log.warning("%s is damaged (%s); at worst a round is worked for in vain", self._file, error)
+            return self._records_from_file_names()
+
+    def _records_from_file_names(self) -> dict[str, JobRecord]:
+        last = {each.job: each for each in sorted(self._stored_states())}
+        return {job: JobRecord(round=k.round, epoch=0, private=k.sha256, left=k.round) for job, k in last.items()}
+
+    def _stored_states(self) -> list[StoredPrivateState]:
+        if not self._disk.is_dir(self._folder):
+            return []
+        named = [_PRIVATE.fullmatch(entry.name) for entry in self._disk.entries(self._folder)]
+        return [StoredPrivateState(each[1], int(each[2]), each[3]) for each in named if each is not None]
+
+    def _delete_unused_states(self, job: str, last_round: int, jobs_in_outbox: Collection[str]) -> None:
+        """Delete the private states of unknown jobs, and those of `job` that no task can start from."""
+        kept = self._stored_states()
+        rounds = sorted(each.round for each in kept if each.job == job and each.round <= last_round)[-STATES_MOST:]
+        for each in kept:
+            if each.job not in {*self._jobs, *jobs_in_outbox} or (each.job == job and each.round not in rounds):
+                self._disk.unlink(f"{self._folder}/{each.file_name}")
+
+    def _sync_folder(self) -> None:
+        if self._durable:
+            self._disk.sync(self._folder)

@@ -1,0 +1,273 @@
+"""Power monitors of Jetsons: TI's INA3221, three rails each, on one or more I2C addresses, or the jtop service.
+
+There are two layouts. NVIDIA's driver up to JetPack 4 has `ina3221x/<address>/iio:device<n>/` with `rail_name_<k>` and
+`in_power<k>_input` in milliwatts. Linux's driver from JetPack 5 has `ina3221/<address>/hwmon/hwmon<n>/` with
+`in<k>_label`, `in<k>_input` in millivolts and `curr<k>_input` in milliamperes (kernel, hwmon/ina3221, and NVIDIA's
+developer guide, "Power monitor"). Channels above 3 are not rails but shunts, and number 7 is their sum.
+
+The roles of rails are those of NVIDIA's developer guides, tables "Power monitor" (Jetson Linux R32.7 for Nano, TX2 and
+Xavier, R35 and R36 for Orin, R38 for Thor). On AGX Orin the power of VDDQ_VDD2_1V8AO is included in VIN_SYS_5V0. On
+Thor an INA238 measures VIN, the input of module and carrier board (hwmon `power1_input` in microwatts), and the three
+INA3221 rails are parts of it (jetson_stats, pull request 900. A public log of an idle board has 13 W of rails and 23 W
+at VIN).
+
+jetson-stats is AGPL-3.0 and a separate daemon, for a Jetson whose own files show no rails (containers, new boards). It
+is no dependency: it is imported only if installed and needed, and used through its public client only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from fedquilt.core import Covers, Power
+from fedquilt.host import sysfs
+
+OFFSET_W: Final = 0.5  # a sensor without current may read so far below 0; further, and it is wired or set up wrongly
+LEAST_W: Final = 0.1  # no board that runs Linux draws less
+MOST_W: Final = 500.0  # no board of these has a supply for more
+SLACK: Final = 1.15  # parts may exceed their whole so far, as rails are read one after the other
+SLACK_W: Final = 0.5
+MOVED_W: Final = 1.0  # if the parts moved so far and the total not at all, the total is stuck
+WINDOW: Final = 50  # readings
+
+
+@dataclass(frozen=True)
+class RailRoles:
+    fits: tuple[str, ...]  # beginnings of module or board names after "nvidia," in the device tree
+    sums: tuple[str, ...]  # rails whose sum is the total: one, where a rail measures the board's or module's input
+    inside: Mapping[str, str] = field(default_factory=dict)  # part -> rail that its power is included in
+
+    def parts_of(self, whole: str) -> list[str]:
+        return [part for part, place in self.inside.items() if place == whole]
+
+
+def _roles_with_parts(whole: str, *parts: str) -> RailRoles:
+    return RailRoles((), (whole,), dict.fromkeys(parts, whole))
+
+
+_NANO = _roles_with_parts("POM_5V_IN", "POM_5V_GPU", "POM_5V_CPU")
+_TX2 = _roles_with_parts("VDD_IN", "VDD_SYS_CPU", "VDD_SYS_DDR", "VDD_SYS_GPU", "VDD_SYS_SOC", "VDD_4V0_WIFI")
+_SODIMM = _roles_with_parts("VDD_IN", "VDD_CPU_GPU_CV", "VDD_SOC")
+_THOR = _roles_with_parts("VIN", "VDD_GPU", "VDD_CPU_SOC_MSS", "VIN_SYS_5V0")
+
+TABLE: Final[Sequence[RailRoles]] = (
+    RailRoles(("p3448", "p3450", "p3541", "jetson-nano"), _NANO.sums, _NANO.inside),
+    RailRoles(("p2180", "p2371"), ("VDD_IN",), {"VDD_GPU": "VDD_IN", "VDD_CPU": "VDD_IN"}),  # TX1
+    RailRoles(("p3310", "p3489", "p3636", "p2771", "quill"), _TX2.sums, _TX2.inside),
+    RailRoles(("p3668",), _SODIMM.sums, _SODIMM.inside),  # Xavier NX
+    RailRoles(("p2888", "p2972", "galen"), ("GPU", "CPU", "SOC", "CV", "VDDRQ", "SYS5V")),  # AGX Xavier
+    RailRoles(("p3767",), _SODIMM.sums, _SODIMM.inside),  # Orin NX and Orin Nano
+    RailRoles(("p3701",), ("VDD_GPU_SOC", "VDD_CPU_CV", "VIN_SYS_5V0"), {"VDDQ_VDD2_1V8AO": "VIN_SYS_5V0"}),  # AGX Orin
+    RailRoles(("p3834",), _THOR.sums, _THOR.inside),
+)
+
+
+def find_roles(compatible: Collection[str], labels: Collection[str]) -> RailRoles | None:
+    """Return roles by the names in the device tree, else by the rail labels, or None if both are unknown."""
+    names = [part for board in compatible for part in board.removeprefix("nvidia,").split("+")]
+    named = [roles for name in names for roles in TABLE if name.startswith(roles.fits)]
+    if named:
+        return named[0]
+    known = [roles for roles in TABLE if {*roles.sums, *roles.inside} >= set(labels) and set(roles.sums) <= set(labels)]
+    return next(iter(known), None)
+
+
+class RailSum(NamedTuple):
+    watts: float | None
+    fault: str | None = None
+
+
+def total_power(roles: RailRoles | None, watts: Mapping[str, float | None]) -> RailSum:
+    """Return the power of a board from its rails, or the reason why the total is implausible."""
+    if not watts:
+        return RailSum(None)
+    if roles is None:
+        return RailSum(None, f"it is not known which of the rails {', '.join(watts)} are parts of which on this board")
+    for label in roles.sums:
+        if label not in watts:
+            return RailSum(None, f"the rail {label} is missing: {', '.join(watts)} alone are not the whole board")
+        power = watts[label]
+        if power is None:
+            return RailSum(None, f"the rail {label} does not answer")
+        if power < (0.0 if len(roles.sums) == 1 else -OFFSET_W):
+            return RailSum(None, f"the rail {label} reads {power:.2f} W, below 0")
+    found = sum(max(0.0, watts[label] or 0.0) for label in roles.sums)
+    if not LEAST_W <= found <= MOST_W:
+        return RailSum(None, f"the total of {found:.2f} W is implausible")
+    for label in roles.sums:
+        parts = sum(max(0.0, watts.get(part) or 0.0) for part in roles.parts_of(label))
+        if parts > SLACK * max(0.0, watts[label] or 0.0) + SLACK_W:
+            said = f"{watts[label]:.2f} W"
+            return RailSum(None, f"the parts of the rail {label} add up to {parts:.2f} W, and it reads {said}")
+    return RailSum(found)
+
+
+class StuckRailCheck:
+    def __init__(self) -> None:
+        self._seen: list[tuple[float, float]] = []  # (total, sum of its parts)
+
+    def check_reading(self, whole: float, parts: float) -> str | None:
+        if self._seen and whole != self._seen[-1][0]:
+            self._seen.clear()
+        self._seen = [*self._seen[1 - WINDOW :], (whole, parts)]
+        moved = max(each for _, each in self._seen) - min(each for _, each in self._seen)
+        if len(self._seen) < WINDOW or moved < MOVED_W:
+            return None
+        return f"the total reads {whole:.2f} W without change while its parts moved by {moved:.2f} W: it is stuck"
+
+
+log = logging.getLogger("fedquilt.devices")
+
+VIN: Final = "VIN"  # the board's input, where an INA238 measures it
+UNCONNECTED: Final = "NC"
+
+
+@dataclass(frozen=True)
+class Rail:
+    label: str
+    files: tuple[Path, ...]
+    scale: float  # to watts
+
+    def read_watts(self) -> float | None:
+        product = self.scale
+        for file in self.files:
+            value = sysfs.read_int(file)
+            if value is None:
+                return None
+            product *= value
+        return product
+
+
+class Ina3221:
+    """All rails of the board and their total, as one `fedquilt.core.Meter`.
+
+    `fault` is the reason why the latest reading had no total, or None.
+    """
+
+    covers: Covers = "board"
+
+    def __init__(self, root: Path) -> None:
+        listed = sysfs.list_matches(root / "sys/class/hwmon", "hwmon*")
+        found = [*(_rails_on_bus(root / "sys/bus/i2c/drivers") or _hwmon_rails(listed)), *_input_rails(listed)]
+        self.rails = _with_unique_labels(found)
+        labels = [rail.label for rail in self.rails]
+        self.roles = find_roles(sysfs.read_strings(sysfs.device_tree_folder(root) / "compatible"), labels)
+        self.fault: str | None = None
+        self._stuck = StuckRailCheck()
+        sums = () if self.roles is None else self.roles.sums
+        chip = "ina238" if sums == (VIN,) else "ina3221"
+        self._source = f"{chip} {'sum of ' if len(sums) > 1 else ''}{', '.join(sums)}"
+
+    def read(self, now_s: float) -> Power:
+        """Return the power of the board and of each rail. Small negative offsets read as 0."""
+        watts = {rail.label: rail.read_watts() for rail in self.rails}
+        known = {label: max(0.0, one) for label, one in watts.items() if one is not None and one >= -OFFSET_W}
+        whole, fault = total_power(self.roles, watts)
+        if whole is not None and self.roles is not None:
+            inside = [label for label in self.roles.inside if label in known]
+            fault = self._stuck.check_reading(whole, sum(known[label] for label in inside))
+            whole = None if fault else whole
+        if fault is not None and fault != self.fault:
+            log.warning("the power of this board is not known: %s", fault)
+        self.fault = fault
+        return Power(whole, None if whole is None else self._source, known)
+
+
+def _rails_on_bus(drivers: Path) -> list[Rail]:
+    chips = [*sysfs.list_matches(drivers, "ina3221x/*-*"), *sysfs.list_matches(drivers, "ina3221/*-*")]
+    found = []
+    for chip in chips:
+        old = sorted({device.resolve() for device in sysfs.list_matches(chip, "iio[:_]device*")})
+        found += [*_iio_rails(old), *_hwmon_rails(sysfs.list_matches(chip, "hwmon/hwmon*"))]
+    return found
+
+
+def _iio_rails(devices: list[Path]) -> list[Rail]:
+    found = []
+    for device in devices:
+        for channel in range(3):
+            label, file = sysfs.read_line(device / f"rail_name_{channel}"), device / f"in_power{channel}_input"
+            if label and label != UNCONNECTED and sysfs.is_visible(file):
+                found.append(Rail(label, (file,), 1e-3))
+    return found
+
+
+def _hwmon_rails(devices: list[Path]) -> list[Rail]:
+    found = []
+    for device in devices:
+        if sysfs.read_line(device / "name") != "ina3221":
+            continue
+        for channel in range(1, 4):
+            label = sysfs.read_line(device / f"in{channel}_label")
+            files = (device / f"in{channel}_input", device / f"curr{channel}_input")
+            off = sysfs.read_int(device / f"in{channel}_enable") == 0
+            if label and label != UNCONNECTED and not off and all(sysfs.is_visible(file) for file in files):
+                found.append(Rail(label, files, 1e-6))
+    return found
+
+
+def _input_rails(devices: list[Path]) -> list[Rail]:
+    chips = [device for device in devices if sysfs.read_line(device / "name") == "ina238"]
+    files = [device / "power1_input" for device in chips if sysfs.is_visible(device / "power1_input")]
+    return [Rail(VIN, (files[0],), 1e-6)] if files else []
+
+
+def _with_unique_labels(every: list[Rail]) -> list[Rail]:
+    seen: dict[str, int] = {}
+    apart = []
+    for rail in every:
+        seen[rail.label] = number = seen.get(rail.label, 0) + 1
+        apart.append(rail if number == 1 else Rail(f"{rail.label} ({number})", rail.files, rail.scale))
+    return apart
+
+
+log = logging.getLogger("fedquilt.devices")
+
+
+def connect_jtop(load: Callable[[str], Any] = importlib.import_module) -> JtopMeter | None:
+    try:
+        client = load("jtop").jtop()
+        client.start()
+    except ImportError:
+        return None
+    except Exception as error:  # its own exceptions have no base that can be named without importing it
+        log.warning("no power is read: the jtop service does not answer (%s)", error)
+        return None
+    return JtopMeter(client)
+
+
+class JtopMeter:
+    """Latest readings of a running `jtop` client, as a `fedquilt.core.Meter`.
+
+    Readings are instantaneous milliwatts. The "averages" of jtop are not averages and not used.
+    """
+
+    covers: Covers = "board"
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def read(self, now_s: float) -> Power:
+        try:
+            if not self._client.ok(spin=True):
+                return Power()
+            told = self._client.power
+            rails_w = {str(label): float(rail["power"]) / 1000 for label, rail in told["rail"].items()}
+            total_w = float(told["tot"]["power"]) / 1000
+            name = told["tot"].get("name")
+        except Exception as error:  # as above, or values of another shape than this version's
+            log.debug("jtop tells no power: %s", error)
+            return Power()
+        if not rails_w and name is None:
+            return Power()  # the total of no rails would be 0
+        if name is not None:
+            rails_w = {str(name): total_w, **rails_w}
+        return Power(total_w, f"jtop {name or 'sum of ' + ', '.join(rails_w)}", rails_w)
+
+    def close(self) -> None:
+        self._client.close()

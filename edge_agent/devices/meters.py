@@ -1,0 +1,311 @@
+"""Meters of Linux hosts: batteries, hwmon, RAPL, the controller of a Raspberry Pi 5, and several meters as one.
+
+A meter is an object with `covers` and `read`, see `fedquilt.core.Meter`. Sources of the formats:
+
+- Batteries: kernel, ABI/testing/sysfs-class-power.
+- RAPL: Linux's powercap class `intel-rapl`, which includes AMD. Zones named `package-N` or `package-N-die-D`, some
+  with a `dram` zone inside, count microjoules and wrap at a range of their own. `psys`, `core` and `uncore` overlap
+  with these zones and are left out. On most hosts only root can read the counters. Energy is unknown otherwise.
+- Raspberry Pi 5: the output of `vcgencmd pmic_read_adc`, read through the firmware's mailbox /dev/vcio without a
+  process for each reading (github.com/raspberrypi/utils, vcgencmd). Raspberry Pi OS gives that file to the group
+  `video`. A line is "VDD_CORE_A current(7)=1.29000000A" or "VDD_CORE_V volt(15)=0.75000000V". The 5 V input has a
+  voltage but no current: USB devices and the controller's losses are not in the sum, which counts as power of
+  processor and memory.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import logging
+import math
+import os
+import re
+import struct
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Final
+
+from fedquilt.core import Covers, Meter, Power
+from fedquilt.host import sysfs
+
+log = logging.getLogger("fedquilt.devices")
+
+WIDTH: Final = {"board": 0, "processor": 1, "rail": 2}  # widest first
+MOST_W: Final = 2000.0  # no board draws more
+SLOW_S: Final = 1.0  # longest `read` without a warning, as the agent's loop waits
+PATIENCE_S: Final = 10.0  # time to wait for a silent meter before a narrower one replaces it
+
+
+class WidestRangeMeter:
+    """Several meters as one, with the power of the widest that responds.
+
+    A meter of the board precedes a meter of the processor. Among equals the first counts. The power of a rail's meter
+    is listed among the rails and never taken for the board. All meters are read each time, because counters wrap. A
+    meter that fails or is slow is reported once, and a failed one is skipped.
+    """
+
+    def __init__(self, meters: Iterable[Meter], clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._meters = sorted(meters, key=lambda meter: WIDTH[meter.covers])
+        self._answered_s: dict[int, float] = {}  # place in the list -> time of its last value
+        self._failed: set[int] = set()  # places of meters whose failure has been reported
+        self._slow: set[int] = set()  # places of meters whose slowness has been
+
+    def read(self, now_s: float) -> Power:
+        """Return the power of the widest meter that responds, with the rails of all meters.
+
+        If a meter that responded recently is silent, the reading has no total: a narrower meter would be mistaken for
+        it.
+        """
+        chosen: Power | None = None
+        rails_w: dict[str, float] = {}
+        for place, meter in enumerate(self._meters):
+            power = self._read_meter(place, meter, now_s)
+            rails_w |= power.rails_w
+            if meter.covers == "rail":
+                if power.total_w is not None and power.source is not None:
+                    rails_w[power.source] = power.total_w
+            elif chosen is None and (power.total_w is not None or power.energy_j is not None):
+                chosen, self._answered_s[place] = power, now_s
+            elif chosen is None and 0 <= now_s - self._answered_s.get(place, math.inf) <= PATIENCE_S:
+                chosen = Power()
+        told = chosen or Power()
+        return Power(told.total_w, told.source, rails_w, told.energy_j)
+
+    def _read_meter(self, place: int, meter: Meter, now_s: float) -> Power:
+        """Return the plausible values of a meter, or an empty reading after an error, which is logged once."""
+        try:
+            begun_s = self._clock()
+            power = meter.read(now_s)
+            self._report_slow_meter(place, meter, self._clock() - begun_s)
+            rails_w = {
+                label: watts for label, watts in power.rails_w.items() if plausible_or_none(watts, MOST_W) is not None
+            }
+            return Power(
+                plausible_or_none(power.total_w, MOST_W), power.source, rails_w, plausible_or_none(power.energy_j)
+            )
+        except Exception as error:  # code from outside may raise anything; the board's task continues
+            if place not in self._failed:
+                self._failed.add(place)
+                name = type(meter).__name__
+                log.warning("the meter %s fails and is passed over: %s: %s", name, type(error).__name__, error)
+            return Power()
+
+    def _report_slow_meter(self, place: int, meter: Meter, seconds: float) -> None:
+        if seconds > SLOW_S and place not in self._slow:
+            self._slow.add(place)
+            log.warning(
+                "the meter %s took %.1f s to answer, for which the agent answered nobody: let it ask in a thread "
+                "(docs/add-a-sensor.md)",
+                *(type(meter).__name__, seconds),
+            )
+
+
+def plausible_or_none(value: float | None, most: float = math.inf) -> float | None:
+    return value if value is not None and math.isfinite(value) and 0 <= value <= most else None
+
+
+class PowerFromEnergy:
+    def __init__(self) -> None:
+        self._last: tuple[float, float] | None = None  # (now_s, energy_j)
+
+    def mean_power_w(self, now_s: float, energy_j: float) -> float | None:
+        last, self._last = self._last, (now_s, energy_j)
+        if last is None or now_s <= last[0] or energy_j < last[1]:
+            return None
+        return (energy_j - last[1]) / (now_s - last[0])
+
+
+class Batteries:
+    covers: Covers = "board"
+
+    def __init__(self, supplies: Path) -> None:
+        self._found = [
+            supply
+            for supply in sysfs.list_matches(supplies, "*")
+            if sysfs.read_line(supply / "type") == "Battery" and sysfs.read_line(supply / "scope") != "Device"
+        ]
+
+    def read(self, now_s: float) -> Power:
+        return Power(self.discharge_power_w(), "battery")
+
+    def charge_fraction(self) -> float | None:
+        for now, full in (("energy_now", "energy_full"), ("charge_now", "charge_full")):
+            known = [(sysfs.read_int(one / now), sysfs.read_int(one / full)) for one in self._found]
+            held, most = sum(one[0] or 0 for one in known), sum(one[1] or 0 for one in known)
+            if most > 0 and all(one[0] is not None and one[1] for one in known):
+                return min(1.0, max(0.0, held / most))
+        percents = [percent for one in self._found if (percent := sysfs.read_int(one / "capacity")) is not None]
+        return min(1.0, max(0.0, sum(percents) / len(percents) / 100)) if percents else None
+
+    def is_charging(self) -> bool | None:
+        """Return whether mains power feeds this host, even with a full battery, or None if unknown."""
+        states = {sysfs.read_line(one / "status") for one in self._found}
+        if "Discharging" in states:
+            return False
+        return True if states & {"Charging", "Full", "Not charging"} else None
+
+    def discharge_power_w(self) -> float | None:
+        """Return the host's power on batteries, or None on mains power or without a reading."""
+        drawn = [_battery_power_w(one) for one in self._found if sysfs.read_line(one / "status") == "Discharging"]
+        known = [watts for watts in drawn if watts is not None]
+        return sum(known) if known and len(known) == len(drawn) else None
+
+
+def _battery_power_w(battery: Path) -> float | None:
+    # Some drivers report a discharge as negative.
+    power = sysfs.read_int(battery / "power_now")
+    if power is not None:
+        return abs(power) / 1e6
+    volts, amperes = sysfs.read_int(battery / "voltage_now"), sysfs.read_int(battery / "current_now")
+    return None if volts is None or amperes is None else abs(volts * amperes) / 1e12
+
+
+WHOLE_METERS = ("power_meter", "macsmc_hwmon Total System Power")  # ACPI's meter, and Apple's: of the whole machine
+SENSORS = ("power*_average", "power*_input", "energy*_input")
+
+
+class Hwmon:
+    """All power and energy sensors in hwmon, by chip name and label, as one `fedquilt.core.Meter`.
+
+    The meter covers the board if a sensor measures the whole machine, otherwise only rails.
+    """
+
+    def __init__(self, hwmon: Path) -> None:
+        self._powers: dict[str, Path] = {}
+        self._energies: dict[str, tuple[Path, PowerFromEnergy]] = {}
+        for chip in sysfs.list_matches(hwmon, "hwmon*"):
+            name = sysfs.read_line(chip / "name") or chip.name
+            for file in sorted(each for kind in SENSORS for each in sysfs.list_matches(chip, kind)):
+                channel, _, kind = file.name.partition("_")
+                label = sysfs.read_line(chip / f"{channel}_label") or channel
+                rail = f"{name} {label}"
+                if rail in self._powers and kind == "input" and sysfs.is_visible(chip / f"{channel}_average"):
+                    continue  # the same channel, averaged
+                if rail in self._powers or rail in self._energies:
+                    rail = f"{name} {label} ({chip.name})"  # a second chip of this name
+                if channel.startswith("energy"):
+                    self._energies[rail] = (file, PowerFromEnergy())
+                else:
+                    self._powers[rail] = file
+        whole = any(rail.startswith(WHOLE_METERS) for rail in (*self._powers, *self._energies))
+        self.covers: Covers = "board" if whole else "rail"
+
+    def read(self, now_s: float) -> Power:
+        micro = {rail: sysfs.read_int(file) for rail, file in self._powers.items()}
+        rails = {rail: value / 1e6 for rail, value in micro.items() if value is not None}
+        for rail, (file, rate) in self._energies.items():
+            count_uj = sysfs.read_int(file)
+            watts = None if count_uj is None else rate.mean_power_w(now_s, count_uj / 1e6)
+            if watts is not None:
+                rails[rail] = watts
+        whole = next((rail for rail in rails if rail.startswith(WHOLE_METERS)), None)
+        return Power(None if whole is None else rails[whole], None if whole is None else f"hwmon {whole}", rails)
+
+
+class Rapl:
+    """Energy of processor and memory since the object was created, as a `fedquilt.core.Meter`.
+
+    Counters must be read before they wrap, within some minutes of full load.
+    """
+
+    covers: Covers = "processor"
+
+    def __init__(self, powercap: Path) -> None:
+        self._counters = [EnergyCounter(zone) for zone in rapl_zones(powercap)]
+        self._rate = PowerFromEnergy()
+
+    def read(self, now_s: float) -> Power:
+        energy_j = self.read_energy_j()
+        watts = None if energy_j is None else self._rate.mean_power_w(now_s, energy_j)
+        return Power(watts, "rapl", {} if watts is None else {"rapl": watts}, energy_j)
+
+    def read_energy_j(self) -> float | None:
+        totals = [counter.read_total_j() for counter in self._counters]
+        known = [total for total in totals if total is not None]
+        return sum(known) if known and len(known) == len(totals) else None
+
+
+class EnergyCounter:
+    def __init__(self, zone: Path) -> None:
+        self._file = zone / "energy_uj"
+        self._last = sysfs.read_int(self._file)
+        self._range = sysfs.read_int(zone / "max_energy_range_uj")
+        self._total_uj = 0
+
+    def read_total_j(self) -> float | None:
+        now = sysfs.read_int(self._file)
+        if now is None or self._last is None:
+            return None
+        if now < self._last:
+            if self._range is None:
+                return None
+            self._total_uj += self._range
+        self._total_uj += now - self._last
+        self._last = now
+        return self._total_uj / 1e6
+
+
+def rapl_zones(powercap: Path) -> list[Path]:
+    """Return the zones of packages and their memory, which do not overlap."""
+
+    def is_counted(name: str) -> bool:
+        return name.startswith("package-") or name == "dram"
+
+    return [
+        zone
+        for zone in sysfs.list_matches(powercap, "intel-rapl:*")
+        if is_counted(sysfs.read_line(zone / "name") or "")
+    ]
+
+
+QUESTION: Final = "pmic_read_adc"
+MAILBOX: Final = "dev/vcio"
+PROPERTY: Final = 0xC0006400 | struct.calcsize("P") << 16  # _IOWR(100, 0, char *)
+GENCMD: Final = 0x00030080  # tag of the firmware's commands
+TEXT_BYTES: Final = 4096  # as newer versions of vcgencmd; all channels together are nearly 1024
+HEAD: Final = 6  # words before the text: size, request, tag, room, length, error
+LINE: Final = re.compile(r"(\w+)_([AV]) (?:current|volt)\(\d+\)=([0-9.]+)[AV]")
+
+
+class Pmic:
+    """Power of each rail with a voltage and a current, as a `fedquilt.core.Meter`."""
+
+    covers: Covers = "processor"
+
+    def __init__(self, ask: Callable[[], str | None]) -> None:
+        self._ask = ask
+
+    def read(self, now_s: float) -> Power:
+        found = {(rail, unit): float(value) for rail, unit, value in LINE.findall(self._ask() or "")}
+        rails_w = {
+            rail: amperes * found[rail, "V"]
+            for (rail, unit), amperes in found.items()
+            if unit == "A" and (rail, "V") in found
+        }
+        return Power(sum(rails_w.values()), "pmic", rails_w) if rails_w else Power()
+
+
+def detect_pmic(root: Path) -> Pmic | None:
+    """Return the meter of a Raspberry Pi 5, or None on another board or without permission."""
+    meter = Pmic(lambda: run_firmware_command(root / MAILBOX, QUESTION))
+    return meter if meter.read(0.0).rails_w else None
+
+
+def run_firmware_command(mailbox: Path, question: str) -> str | None:
+    words = array.array("I", bytes(4 * HEAD + TEXT_BYTES + 4))
+    text = question.encode() + b"\0"
+    words[0], words[2], words[3] = 4 * len(words), GENCMD, TEXT_BYTES
+    memoryview(words).cast("B")[4 * HEAD : 4 * HEAD + len(text)] = text
+    with contextlib.suppress(OSError):
+        file = os.open(mailbox, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.ioctl(file, PROPERTY, words)
+        finally:
+            os.close(file)
+        if words[5] == 0:
+            return words.tobytes()[4 * HEAD :].split(b"\0")[0].decode(errors="replace")
+    return None

@@ -1,1 +1,0 @@
-"""Sensors of boards, one module per kind of meter, battery or memory reading."""

@@ -1,1 +1,0 @@
-"""Inference and stitching with ONNX Runtime."""

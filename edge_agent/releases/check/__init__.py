@@ -1,1 +1,0 @@
-"""Check of a release in a process of its own."""

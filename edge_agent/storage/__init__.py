@@ -1,1 +1,0 @@
-"""State of an agent on its disk."""
