@@ -53,12 +53,7 @@ def squared_distance(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def penalty_hooks(
-    smooth: float,
-    elastic: float,
-    before: Tensors,
-    received: Tensors,
-    elastics: Tensors,
-    strengths: Mapping[str, float],
+    smooth: float, elastic: float, before: Tensors, received: Tensors, elastics: Tensors, strengths: Mapping[str, float]
 ) -> Hooks:
     """Return hooks that add the gradients of both penalties (Eq. 4 and 8), or empty hooks without a penalty.
 

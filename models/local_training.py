@@ -104,12 +104,7 @@ def training_task_spec(
 
 
 def training_work(
-    state: NetworkState,
-    *,
-    trainings: float = 1.0,
-    looks: float = 0.0,
-    anchors: int = 0,
-    moved: Tensors | None = None,
+    state: NetworkState, *, trainings: float = 1.0, looks: float = 0.0, anchors: int = 0, moved: Tensors | None = None
 ) -> WorkEstimate:
     """Return the cost of training the whole network by mini-batches.
 

@@ -96,9 +96,7 @@ def work(task: Task, site: ClientContext) -> ClientResult:
     if site.local:
         contrast = ContrastiveHooks(task.params["mu"], task.params["temperature"], task.params["head"])
         hooks = Hooks(
-            prepare=contrast.prepare,
-            anchors={"previous": site.local},
-            steps=(Step(penalty=contrast.penalty),),
+            prepare=contrast.prepare, anchors={"previous": site.local}, steps=(Step(penalty=contrast.penalty),)
         )
     answer = fedavg.work(task, site, hooks)
     return replace(answer, local=answer.bundles["model"])

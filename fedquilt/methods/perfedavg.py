@@ -20,16 +20,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from fedquilt.core import (
-    ClientContext,
-    ClientResult,
-    DeviceView,
-    EvaluationSums,
-    Hooks,
-    Step,
-    Task,
-    TaskSpec,
-)
+from fedquilt.core import ClientContext, ClientResult, DeviceView, EvaluationSums, Hooks, Step, Task, TaskSpec
 from fedquilt.methods import fedavg
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
@@ -100,11 +91,5 @@ def check(task: Task, site: ClientContext) -> EvaluationSums:
 
 
 METHOD = replace(
-    fedavg.METHOD,
-    paper="arXiv 2002.07948",
-    params=Params,
-    engines=("torch",),
-    send=send,
-    work=work,
-    check=check,
+    fedavg.METHOD, paper="arXiv 2002.07948", params=Params, engines=("torch",), send=send, work=work, check=check
 )

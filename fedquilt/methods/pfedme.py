@@ -23,17 +23,7 @@ from msgspec import Meta
 
 from fedquilt.arrays import tensors
 from fedquilt.arrays.exact_sums import WeightedSums
-from fedquilt.core import (
-    ClientContext,
-    ClientResult,
-    DeviceUpdate,
-    DeviceView,
-    Hooks,
-    Step,
-    Task,
-    TaskSpec,
-    Tensors,
-)
+from fedquilt.core import ClientContext, ClientResult, DeviceUpdate, DeviceView, Hooks, Step, Task, TaskSpec, Tensors
 from fedquilt.methods import ditto, fedavg
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState

@@ -67,14 +67,7 @@ def separable(
 
 
 def vit(
-    channels: int,
-    size: int,
-    classes: int,
-    *,
-    patch: int = 4,
-    width: int = 64,
-    depth: int = 4,
-    heads: int = 4,
+    channels: int, size: int, classes: int, *, patch: int = 4, width: int = 64, depth: int = 4, heads: int = 4
 ) -> Table:
     """Describe a small vision transformer (arXiv 2010.11929), for square images."""
     table = {"name": "vit", "channels": channels, "size": size, "classes": classes}

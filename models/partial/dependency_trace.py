@@ -44,9 +44,7 @@ def trace_mask_plan(model: nn.Module) -> MaskPlan:
     """
     graph = symbolic_trace.trace_network(model, "the network", "take a method that trains it whole").graph
     return _DependencyReader(
-        dict(model.named_modules()),
-        register_trace.state_without_aliases(model),
-        register_trace.names_of_tensors(model),
+        dict(model.named_modules()), register_trace.state_without_aliases(model), register_trace.names_of_tensors(model)
     ).build_mask_plan(graph)
 
 

@@ -100,10 +100,7 @@ def test_each_fold_counts_with_the_strength_that_the_others_choose(batch):
 
 def test_no_prior_is_used_where_the_devices_classes_are_the_fleets_or_too_few_examples_tell():
     scores, y = skewed()
-    for labels, shares, count in (
-        (np.repeat([0, 1, 2], [70, 25, 5]), (0.7, 0.25, 0.05), 200),
-        (y, (), 4),
-    ):
+    for labels, shares, count in ((np.repeat([0, 1, 2], [70, 25, 5]), (0.7, 0.25, 0.05), 200), (y, (), 4)):
         found = objectives.evaluate_scores("classes", [(scores[:count], y[:count])], ClassPrior(labels, shares))
         assert found.strengths is not None
         assert found.strengths.choose_strength() == 0
