@@ -15,7 +15,7 @@ from fedquilt import methods, metrics, plugins
 from fedquilt.console import units
 from fedquilt.core import CODECS, Encoding, JobError, Method
 from fedquilt.costs.cost_model import LinkCost
-from fedquilt.data import measured_settings
+from fedquilt.data import reading_settings
 from fedquilt.formats import labels, toml, training_choices
 
 NOT_NETWORK: Final = ("weights", "weights_classes", "seed")  # keys of [model] for first weights, not architecture
@@ -364,7 +364,7 @@ def complete_table(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """
     result = make_paths_absolute(table, folder)
     if isinstance(data := result.get("data"), dict):
-        result["data"] = measured_settings.complete_data_table(data)
+        result["data"] = reading_settings.complete_data_table(data)
     return result
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from fedquilt import metrics, plugins
 from fedquilt.core import DataError
-from fedquilt.data import examples, images, inputs
+from fedquilt.data import examples, inputs
 from fedquilt.data.readers import ExampleReader
 from fedquilt.data.readers.base import describe_class_problem
 from fedquilt.data.spec import DataSpec
@@ -59,7 +59,7 @@ def open_compatible_data(meta: Mapping[str, Any], spec: DataSpec) -> ExampleRead
             _require_label_width(reader, spec, outputs, name)
     wanted = network.get("input") or meta.get("input") or {}
     if "channels" in wanted:
-        if not images.is_image_shape(reader.shape):
+        if not inputs.is_image_shape(reader.shape):
             raise DataError(
                 f"{spec.source_name}: examples have shape {reader.shape}, and the job's input are images: "
                 "(height, width) or "

@@ -123,12 +123,12 @@ def require_nonempty_shares(reader: ExampleReader, spec: DataSpec) -> None:
 
 
 def open_split(spec: DataSpec) -> ExampleReader:
-    from fedquilt.data import images, sources, synthetic
+    from fedquilt.data import inputs, readers, synthetic
 
     if spec.is_synthetic:
         return synthetic.open_synthetic(spec)
-    reader = sources.open_sources(spec)
-    if spec.domains is not None and not (images.is_image_shape(reader.shape) and reader.dtype.kind in "uf"):
+    reader = readers.open_sources(spec)
+    if spec.domains is not None and not (inputs.is_image_shape(reader.shape) and reader.dtype.kind in "uf"):
         raise DataError(
             f"{spec.source_name}: [data] domains changes images, (height, width) or (height, width, 1 or 3), and "
             f"examples are {reader.dtype} of shape {reader.shape}: leave domains out"
@@ -214,12 +214,12 @@ def _read_parts(
 def _apply_domain(given: Examples, spec: DataSpec, share: int, part: str) -> Examples:
     # The noise depends on the seed and the share alone, so a device and a simulation have the same images.
     from fedquilt.arrays import tensors
-    from fedquilt.data import images
+    from fedquilt.data import inputs
 
     if spec.domains is None:
         return given
     rng = tensors.seeded_rng("domain", spec.seed, share, part)
-    return Examples(images.change_images(given.x, rng, **spec.domains.values_of_share(share)), given.y)
+    return Examples(inputs.change_images(given.x, rng, **spec.domains.values_of_share(share)), given.y)
 
 
 def _read_examples(reader: ExampleReader, rows: np.ndarray, spec: DataSpec) -> Examples:

@@ -16,7 +16,7 @@ Natural = Annotated[int, Meta(ge=0)]
 Above0 = Annotated[float, Meta(gt=0)]
 TABLES = (".csv", ".tsv", ".parquet")
 Columns = str | tuple[str, ...]
-AUTO: Final = "auto"  # in place of a column's words: the words in the data (fedquilt.data.measured_settings)
+AUTO: Final = "auto"  # in place of a column's words: the words in the data (fedquilt.data.reading_settings)
 SKLEARN: Final = "sklearn/"  # before the name of a data set that scikit-learn brings: "sklearn/iris"
 SYNTHETIC: Final = ("fedpews-32k", "fedpews-3.2k")  # data sets that are drawn by the seed (fedquilt.data.synthetic)
 HOW = ("task", "target", "labels", "categories", "fill", "column", "audio", "text", "windows", "size", "depth")

@@ -47,7 +47,7 @@ from fedquilt.methods import fedavg, heterofl
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
 from fedquilt.models.networks import stages
-from fedquilt.models.partial import depth as by_depth
+from fedquilt.models.networks import stages as by_depth
 from fedquilt.models.partial import width as by_width
 from fedquilt.models.partial.width import Places, WeightedEntrySums
 

@@ -51,9 +51,9 @@ class ContrastiveHooks:
         import torch
         from torch.nn import functional as F
 
-        from fedquilt.models.networks import register_trace
+        from fedquilt.models.networks import traces
 
-        places = register_trace.state_names_by_alias(module)
+        places = traces.state_names_by_alias(module)
         z, modes = self._seen, [(each, each.training) for each in module.modules()]
         likeness = []
         module.eval()  # the other two are only read: their statistics stay, and nothing is dropped

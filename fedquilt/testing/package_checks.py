@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from fedquilt import methods, plugins
 from fedquilt.core import FedquiltError, JobError
-from fedquilt.data.readers import plugin as readers_plugin
+from fedquilt.data.readers import arrays as readers_plugin
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import devices, engines
 from fedquilt.models.networks import registry

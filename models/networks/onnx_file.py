@@ -14,7 +14,7 @@ from torch import nn
 
 from fedquilt.core import ModelError, Tensors
 from fedquilt.core.errors import first_line
-from fedquilt.models.networks import register_trace, registry
+from fedquilt.models.networks import registry, traces
 
 OPSET = 17  # onnxruntime 1.19 and later: what JetPack 5 can install
 
@@ -97,9 +97,7 @@ def export_without_weights(network: Mapping[str, Any], reading: Mapping[str, Any
     """
     model = registry.load_network(network, seed=0)
     held = {
-        name: value.detach()
-        for name, value in register_trace.state_without_aliases(model).items()
-        if value.is_floating_point()
+        name: value.detach() for name, value in traces.state_without_aliases(model).items() if value.is_floating_point()
     }
     draws = torch.Generator().manual_seed(0)
     for value in held.values():  # no two alike: the exporter makes one of tensors that are equal

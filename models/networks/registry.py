@@ -1,7 +1,7 @@
 """Construction of networks by name, with their weights and costs. torch is imported on demand.
 
 A network is a table, `{"name": "mlp", "inputs": 64, "hidden": [32], "classes": 10}`. Names are the functions of
-`fedquilt.models.networks.small_networks`, `sequence`, `vit`, `resnet20-cifar` (32, 44, 56),
+`fedquilt.models.networks.architectures`, `resnet20-cifar` (32, 44, 56),
 `torchvision/<architecture>`, `exits` around another network's table (`models.networks.stages`, what DepthFL ends
 with), an entry point of another package (`fedquilt.networks`), or `module:function` (`fedquilt.plugins`). The keys
 "input" (`fedquilt.data.inputs`), "register" (`fedquilt.formats.tensor_register`) and "task" (`fedquilt.metrics`)
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-SEQUENCE = ("conv1d", "gru", "transformer")
-SMALL = ("cnn", *SEQUENCE[:2], "lenet", "mlp", "plain", "residual", "rezero", "separable", SEQUENCE[2], "vit")
+SMALL = ("cnn", "conv1d", "gru", "lenet", "mlp", "plain", "residual", "rezero", "separable", "transformer", "vit")
 CIFAR_DEPTHS = (20, 32, 44, 56)
 OURS = (*SMALL, "exits", *(f"resnet{depth}-cifar" for depth in CIFAR_DEPTHS), "torchvision/<architecture>")
 
@@ -218,14 +217,14 @@ def _find_factory(name: str) -> Callable[..., nn.Module]:
     own = _call_with_model_errors(lambda: plugins.load_plugin("network", name, OURS))
     if own is not None:
         return _wrap_plugin_factory(name, own)
-    from fedquilt.models.networks import sequence, small_networks, stages, vit
+    from fedquilt.models.networks import architectures, stages
 
     if name == "exits":
         return lambda of, looks, classes: stages.build_exits_network(build_network(of), looks, classes)
     if name in SMALL:
-        return getattr(vit if name == "vit" else sequence if name in SEQUENCE else small_networks, name)
+        return getattr(architectures, name)
     cifar = {f"resnet{depth}-cifar": depth for depth in CIFAR_DEPTHS}
-    return lambda classes=10: small_networks.CifarResNet(cifar[name], classes)
+    return lambda classes=10: architectures.CifarResNet(cifar[name], classes)
 
 
 def require_callable(name: str, factory: Any) -> None:

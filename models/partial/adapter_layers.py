@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fedquilt.core import ModelError
-from fedquilt.models.networks import register_trace
-from fedquilt.models.networks.vit import Attention
+from fedquilt.models.networks import traces
+from fedquilt.models.networks.architectures import Attention
 from fedquilt.models.partial.lora import GATE, OWN, SHARED, AdapterSite
 
 
@@ -90,7 +90,7 @@ def _replace_layers_sharing_weight(module: nn.Module, layer: str, made: LoraLine
         ModelError: If a module that is not linear shares the weight.
     """
     placed = {id(module.get_submodule(layer)): made}
-    for path, each in register_trace.modules_sharing_weight(module, layer):
+    for path, each in traces.modules_sharing_weight(module, layer):
         if not isinstance(each, nn.Linear):
             raise ModelError(
                 f"the tensor '{layer}.weight' is '{path}.weight' as well, and that is no linear layer's: an adapter "

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from fedquilt.models.networks import register_trace, symbolic_trace
+from fedquilt.models.networks import traces
 from fedquilt.models.partial.masks import MaskPlan, TensorGroups
 
 # functions that keep neurons separate and map 0 to 0
@@ -42,9 +42,9 @@ def trace_mask_plan(model: nn.Module) -> MaskPlan:
     Raises:
         ModelError: If the forward pass cannot be traced.
     """
-    graph = symbolic_trace.trace_network(model, "the network", "take a method that trains it whole").graph
+    graph = traces.trace_network(model, "the network", "take a method that trains it whole").graph
     return _DependencyReader(
-        dict(model.named_modules()), register_trace.state_without_aliases(model), register_trace.names_of_tensors(model)
+        dict(model.named_modules()), traces.state_without_aliases(model), traces.names_of_tensors(model)
     ).build_mask_plan(graph)
 
 

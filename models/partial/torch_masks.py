@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fedquilt.core import ModelError, Step
-from fedquilt.models.networks import register_trace
+from fedquilt.models.networks import traces
 from fedquilt.models.partial.masks import MaskPlan, TensorGroups
 
 SCORES = "mask_scores"
@@ -60,7 +60,7 @@ class MaskHooks:
                 continue
             if path not in inner:
                 raise ModelError(f"the plan of masks is another network's: this one has no layer {path!r}")
-            for each in {each for _, each in register_trace.modules_sharing_weight(module, path)}:
+            for each in {each for _, each in traces.modules_sharing_weight(module, path)}:
                 each.register_forward_pre_hook(self._make_input_mask_hook(follow))
         module.register_forward_pre_hook(self._sample_mask)
         return module

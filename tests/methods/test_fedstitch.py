@@ -12,7 +12,7 @@ from joint_runs import SMALL
 from searches import FULL, play, played
 
 from fedquilt.core import Aggregation, Bundle, DeviceUpdate, DeviceView, Examples, JobError, ModelError, UpdateError
-from fedquilt.data import images
+from fedquilt.data import inputs
 from fedquilt.methods.fedstitch import METHOD
 from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.device import scoring
@@ -61,7 +61,7 @@ def test_every_path_the_search_emits_obeys_the_rules_and_runs(changes):
     _, runner = build_donors()
     last = play(**changes)[-1]
     blocks = last.stock.blocks
-    x = images.prepare_images(image_members()[0].train.x[:3], last.stock.input)
+    x = inputs.prepare_images(image_members()[0].train.x[:3], last.stock.input)
     assert last.phase == "done"
     assert last.finalists
     for finalist in last.finalists:
@@ -93,7 +93,7 @@ def evaluate(found: Any, devices: list[DeviceData]) -> float:
         assert entry["in_shape"] == list(stock.blocks[before].out_shape)
         assert entry["out_shape"] == list(stock.blocks[after].in_shape)
     network = stitched_network.from_artefact(found.meta, found.tensors)
-    x = images.prepare_images(np.concatenate([member.held.x for member in devices]), found.meta["input"])
+    x = inputs.prepare_images(np.concatenate([member.held.x for member in devices]), found.meta["input"])
     y = np.concatenate([member.held.y for member in devices])
     run = lambda block, maps: runner.run(Path(block.stages[0][0]), maps)  # noqa: E731
     scores = stitched_network.compute_label_scores(network, stock.blocks, run, x)

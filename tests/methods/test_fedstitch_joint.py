@@ -10,7 +10,7 @@ import pytest
 from joint_runs import FULL, narrow, played
 
 from fedquilt.core import Aggregation, DeviceUpdate, DeviceView, Examples
-from fedquilt.data import images
+from fedquilt.data import inputs
 from fedquilt.methods.fedstitch import METHOD, SearchState
 from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.algebra import class_moments, joint_head
@@ -28,7 +28,7 @@ def ends(state: SearchState, paths: Any, shares: list[Examples]) -> np.ndarray:
     """Pooled ends of paths for the pooled examples of devices, by the agents' plain forward pass."""
     _, runner = build_donors()
     run = lambda block, maps: runner.run(Path(block.stages[0][0]), maps)  # noqa: E731
-    x = images.prepare_images(np.concatenate([share.x for share in shares]), state.stock.input)
+    x = inputs.prepare_images(np.concatenate([share.x for share in shares]), state.stock.input)
     network = stitched_network.StitchedNetwork(tuple(paths), state.junctions)
     return np.hstack(
         [

@@ -10,7 +10,7 @@ from joint_runs import SMALL
 from searches import play, played
 
 from fedquilt.core import Aggregation, BlobRef, DeviceUpdate, DeviceView, JobError
-from fedquilt.data import images
+from fedquilt.data import inputs
 from fedquilt.methods.fedstitch import METHOD, SearchState
 from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.device import block_runner, scoring
@@ -116,7 +116,7 @@ def test_the_naive_procedure_gives_the_same_scores(tmp_path):
     assert order is not None
     _, site = deliver_task(METHOD, order, member, runner, seed=3, cache=tmp_path)
     rows = scoring.example_order(scoring.load_private_state(site))[:32]
-    shown = images.prepare_images(member.train.x[rows], state.stock.input)
+    shown = inputs.prepare_images(member.train.x[rows], state.stock.input)
     net = ScoredPath(("ash.0", "elm.1"), steps.starting_networks(state.stock)[0].pool, 1.0)
     pool = steps.eligible_blocks(net, state.stock, replace(state.params, native_continuation="exclude"))
     run = lambda block, x: stitched_network.run_block(block, lambda graph, x: runner.run(Path(graph), x), x)  # noqa: E731

@@ -11,7 +11,7 @@ from fedquilt import methods
 from fedquilt.core import DeviceView
 from fedquilt.edge_agent.engines.training import network_inputs
 from fedquilt.methods import depthfl, fedepth, ft_full, ft_part, heterofl
-from fedquilt.models.partial import depth
+from fedquilt.models.networks import stages
 from fedquilt.testing.toy_networks import deliver_task
 
 torch = pytest.importorskip("torch")
@@ -68,7 +68,7 @@ def test_depthfls_result_says_the_mean_of_all_exits():
     x, said = torch.rand(2, 1, 8, 8), []
     for layer in [
         *module.exit,
-        module.get_submodule(depth.split_stages(depthfl.plain_network(state), 4, state.register).head),
+        module.get_submodule(stages.split_stages(depthfl.plain_network(state), 4, state.register).head),
     ]:
         layer.register_forward_hook(lambda layer, inputs, output: said.append(output))
     assert torch.allclose(module(x), torch.stack(said).mean(dim=0))
@@ -90,7 +90,7 @@ def test_depthfls_mutual_term_grows_to_one():
 def test_fedepths_groups_are_every_stage_once_and_only_its_own_moves():
     method, trained = methods.load("fedepth"), []
     state = method.init(bundle(), method.params(**SMALL), 0)
-    body = depth.split_stages(fedepth.plain_network(state), 6, state.register)
+    body = stages.split_stages(fedepth.plain_network(state), 6, state.register)
     found = fedepth.split_into_groups(body, 3)
     assert sorted(name for group in found for name in group.names) == sorted(
         name for stage in body.stages for name in stage.names
@@ -142,7 +142,7 @@ def test_ft_part_moves_the_last_layers_alone():
         result = ft_part.METHOD.result(last).tensors
         assert (
             sorted({name.rpartition(".")[0] for name in first.model})[-1]
-            == depth.split_stages(result, 1, last.register).head
+            == stages.split_stages(result, 1, last.register).head
         )
         assert all(np.array_equal(first.own[name], result[name]) for name in first.own)
         assert all(

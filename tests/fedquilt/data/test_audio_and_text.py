@@ -10,9 +10,9 @@ import pytest
 
 from fedquilt.core import DataError
 from fedquilt.data import readers
-from fedquilt.data.readers import audio, spectrogram
+from fedquilt.data.readers import audio
+from fedquilt.data.readers.text import Tokenizer
 from fedquilt.data.spec import Audio, DataSpec
-from fedquilt.data.tokens import Tokenizer
 
 RATE = 8000
 SPEC = Audio(rate=RATE, seconds=0.1, mels=8, frame_ms=32, hop_ms=16)
@@ -47,13 +47,13 @@ def recorded(path: Path, sound: np.ndarray, *, rate: int = RATE, width: int = 2,
 
 def test_a_tone_is_loudest_in_its_own_band():
     points = 256
-    weights = spectrogram.mel_filters(RATE, points, 8)
+    weights = audio.mel_filters(RATE, points, 8)
     for band in range(2, 8):
         hz = float(np.argmax(weights[:, band]) * RATE / points)
-        found = spectrogram.log_mel_spectrogram(tone(hz), SPEC)
-        assert found.shape == (spectrogram.frame_layout(SPEC)[3], 8) == (5, 8)
+        found = audio.log_mel_spectrogram(tone(hz), SPEC)
+        assert found.shape == (audio.frame_layout(SPEC)[3], 8) == (5, 8)
         assert (found.argmax(axis=1) == band).all()
-    np.testing.assert_allclose(spectrogram.log_mel_spectrogram(np.zeros(10), SPEC), np.log(1e-10), rtol=1e-6)
+    np.testing.assert_allclose(audio.log_mel_spectrogram(np.zeros(10), SPEC), np.log(1e-10), rtol=1e-6)
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4])

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from fedquilt.core import DataError, JobError
-from fedquilt.data import examples, images
+from fedquilt.data import examples, inputs
 from fedquilt.data.spec import DataSpec
 
 
@@ -37,12 +37,12 @@ def test_a_rotation_is_torchs(degrees, shape):
     matrix = [[cosine, -sine * height / width, 0], [sine * width / height, cosine, 0]]
     grid = torch.nn.functional.affine_grid(torch.tensor([matrix] * len(x)), maps.shape, align_corners=False)
     wanted = torch.nn.functional.grid_sample(maps, grid, align_corners=False).permute(0, 2, 3, 1).numpy()
-    assert np.abs(images.rotate_images(x, degrees) - wanted.reshape(shape)).max() < 1e-6
+    assert np.abs(inputs.rotate_images(x, degrees) - wanted.reshape(shape)).max() < 1e-6
 
 
 def test_a_quarter_turn_is_counter_clockwise():
     x = np.arange(9.0).reshape(1, 3, 3)
-    assert np.allclose(images.rotate_images(x, 90)[0], np.rot90(x[0]))
+    assert np.allclose(inputs.rotate_images(x, 90)[0], np.rot90(x[0]))
 
 
 def test_lists_repeat_over_the_devices(digits):
