@@ -45,12 +45,10 @@ class NetworkState:
     layers: tuple[layer_costs.Layer, ...] = field(default=(), kw_only=True)  # their costs; (): not in the bundle
 
     def costs_by_layer(self) -> tuple[layer_costs.Layer, ...]:
-        """Return the cost of each layer, or of the network as one layer if the bundle has no layers."""
         return self.layers or layer_costs.parse_layers({"flops": self.flops})
 
     @property
     def register(self) -> tensor_register.TensorRegister:
-        """Register of the network's tensors, with the type and module of each."""
         return tensor_register.register_from_table(self.network)
 
     def trained_names(self) -> list[str]:
@@ -58,16 +56,10 @@ class NetworkState:
         return self.register.parameter_names(self.model)
 
     def plain_state_with(self, model: Mapping[str, np.ndarray]) -> NetworkState:
-        """Return a plain state of the same network with other tensors."""
         return NetworkState(self.params, self.network, dict(model), self.flops, self.example_bytes, layers=self.layers)
 
 
 def initial_state(bundle: Bundle, params: Any) -> NetworkState:
-    """Return the state with the bundle's model.
-
-    Raises:
-        ModelError: If the bundle has no model.
-    """
     if "model" not in bundle.files:
         raise ModelError("the bundle has no 'model': give the job a [model] table and run `fedquilt prepare`")
     table = {name: getattr(params, name) for name in type(params).__dataclass_fields__}
@@ -163,7 +155,6 @@ def minimum_batch(state: NetworkState, moved: Tensors | None = None) -> int:
 
 
 def fit_from_task(task: Task) -> Fit:
-    """Return the training settings of a task, at the learning rate of its round."""
     given = {name: task.params[name] for name in FIT if name in task.params}
     given["augment"] = tuple(given.get("augment", ()))
     round = training_round(task.params, task.round)
@@ -194,31 +185,20 @@ def train_from(task: Task, site: ClientContext, start: Tensors, hooks: Hooks = H
 
 
 def full_model_schema(state: Any) -> UpdateSchema:
-    """Return the schema of an update with all tensors of the model."""
     return UpdateSchema({"model": tensors.tensor_shapes(state.model)})
 
 
 def partial_model_schema(state: Any) -> UpdateSchema:
-    """Return the schema of an update with any part of the model."""
     return UpdateSchema({"model": tensors.tensor_shapes(state.model)}, whole=False)
 
 
 def require_unit_weight(update: DeviceUpdate) -> None:
-    """Raise an error unless an update has weight 1, in methods without weighting.
-
-    Raises:
-        UpdateError: If the weight is not 1.
-    """
     if update.weight != 1:
         raise UpdateError(f"{update.device} weighs {update.weight:g}: with this method every device weighs 1")
 
 
 def reported_steps(update: DeviceUpdate) -> float:
-    """Return the number of mini-batches that a device reports in metric "steps".
-
-    Raises:
-        UpdateError: If the number is missing, below 1 or at least 2^53.
-    """
+    """Return the number of mini-batches that a device reports in metric "steps"."""
     steps = update.metrics.get("steps", 0.0)
     if not 1 <= steps < 2**53:
         raise UpdateError(f"{update.device} says that it took {steps:g} steps: this method has to know, 1 or more")
@@ -232,5 +212,4 @@ def weights_artefact(network: Mapping[str, Any], model: Tensors, **meta: Any) ->
 
 
 def with_aliases(network: Mapping[str, Any], model: Tensors) -> Tensors:
-    """Return the model with each tensor under all of its names."""
     return tensor_register.register_from_table(network).with_aliases(model) if "register" in network else model

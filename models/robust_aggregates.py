@@ -41,7 +41,6 @@ class UpdateRows:
         return {name: np.empty(self.updates[0][name].shape, self.updates[0][name].dtype) for name in names}
 
     def iterate_blocks(self, name: str) -> Iterator[tuple[slice, np.ndarray]]:
-        """Yield the slice and the values, (rows, block) in float64, of each block of a flattened tensor."""
         flat = [np.reshape(update[name], -1) for update in self.updates]
         for start in range(0, flat[0].size, BLOCK):
             part = slice(start, start + BLOCK)

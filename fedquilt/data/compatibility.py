@@ -30,11 +30,6 @@ def open_compatible_data(meta: Mapping[str, Any], spec: DataSpec) -> ExampleRead
 
     Returns:
         Reader of the data.
-
-    Raises:
-        JobError: If the network is of a package whose content differs on this machine.
-        DataError: If the data cannot be opened, inputs or labels do not fit the network, or all training labels are
-            equal.
     """
     plugins.require_unchanged_modules(meta.get("plugins") or {})
     reader = examples.open_split(spec)
@@ -46,9 +41,8 @@ def open_compatible_data(meta: Mapping[str, Any], spec: DataSpec) -> ExampleRead
     task = metrics.task_from_network(network)
     if task != spec.task:
         raise DataError(
-            f"{spec.source_name}: [data] task is {spec.task!r}, and {name} was prepared for {task!r}: set "
-            "`task` in [data] "
-            "and [model] alike, and prepare anew"
+            f"{spec.source_name}: [data] task is {spec.task!r}, and {name} was prepared for {task!r}: set `task` in "
+            "[data] and [model] alike, and prepare anew"
         )
     if "donors" in meta:
         _require_label_range(reader, spec, len(meta["labels"]), "the job has labels for")
@@ -61,17 +55,15 @@ def open_compatible_data(meta: Mapping[str, Any], spec: DataSpec) -> ExampleRead
     if "channels" in wanted:
         if not inputs.is_image_shape(reader.shape):
             raise DataError(
-                f"{spec.source_name}: examples have shape {reader.shape}, and the job's input are images: "
-                "(height, width) or "
-                f"(height, width, 1 or 3) are wanted; {MEND}"
+                f"{spec.source_name}: examples have shape {reader.shape}, and the job's input are images: (height, "
+                f"width) or (height, width, 1 or 3) are wanted; {MEND}"
             )
         return reader
     features = max((len(wanted.get(key, ())) for key in ("mean", "std")), default=0)
     if features > 1 and reader.shape[-1:] != (features,):
         raise DataError(
-            f"{spec.source_name}: examples of shape {reader.shape}{_format_features(reader)}, and the job's "
-            "[input] standardises "
-            f"{features} features; {MEND}"
+            f"{spec.source_name}: examples of shape {reader.shape}{_format_features(reader)}, and the job's [input] "
+            f"standardises {features} features; {MEND}"
         )
     if "donors" in meta:
         _require_series_shape(reader, spec, meta)
@@ -105,9 +97,8 @@ def _require_label_variety(reader: ExampleReader, spec: DataSpec) -> None:
     label = ", ".join(f"{value:g}" for value in np.ravel(reader.y[0]))
     what = f"class {label}" if spec.task == "classes" else f"label {label}"
     raise DataError(
-        f"{spec.source_name}: all {len(reader.y)} training examples have {what}: there is nothing to learn, "
-        "and whatever "
-        "says so each time scores as if it had learnt; name data with other labels too"
+        f"{spec.source_name}: all {len(reader.y)} training examples have {what}: there is nothing to learn, and "
+        "whatever says so each time scores as if it had learnt; name data with other labels too"
     )
 
 
@@ -126,14 +117,12 @@ def _require_network_shape(reader: ExampleReader, spec: DataSpec, network: Mappi
     if kind in ("mlp", "rezero") and math.prod(shape) != network["inputs"]:
         raise DataError(
             f"{spec.source_name}: examples of shape {shape} hold {math.prod(shape)} values "
-            f"each{_format_features(reader)}, {name} "
-            f"takes {network['inputs']}; {MEND}"
+            f"each{_format_features(reader)}, {name} takes {network['inputs']}; {MEND}"
         )
     if kind in ("conv1d", "gru") and shape != (network["steps"], network["channels"]):
         raise DataError(
-            f"{spec.source_name}: examples of shape {shape}{_format_features(reader)}, {name} takes "
-            f"{network['steps']} steps of "
-            f"{network['channels']} channels; {MEND}"
+            f"{spec.source_name}: examples of shape {shape}{_format_features(reader)}, {name} takes {network['steps']} "
+            f"steps of {network['channels']} channels; {MEND}"
         )
     if kind == "transformer":
         if shape != (network["length"],):

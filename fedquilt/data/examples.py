@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 
 def load_share(spec: DataSpec) -> tuple[Examples, Examples]:
-    """Load the training and held-out examples of this device's share, in stored order.
-
-    Raises:
-        DataError: If the data cannot be read, or the share is empty.
-    """
+    """Load the training and held-out examples of this device's share, in stored order."""
     reader = open_split(spec)
     used = _select_rows(reader, spec)
     parts = _require_nonempty(_split_shares(reader, used, spec, [spec.share]), len(used), spec, [spec.share])
@@ -33,11 +29,6 @@ def load_share(spec: DataSpec) -> tuple[Examples, Examples]:
 
 
 def load_all_shares(spec: DataSpec) -> list[tuple[Examples, Examples]]:
-    """Load the training and held-out examples of every share, and read the data once.
-
-    Raises:
-        DataError: If the data cannot be read, or a share is empty.
-    """
     reader = open_split(spec)
     used, shares = _select_rows(reader, spec), range(spec.shares)
     parts = _require_nonempty(_split_shares(reader, used, spec, shares), len(used), spec, shares)
@@ -55,11 +46,7 @@ class SharedLoader:
         self._shares: dict[bytes, tuple[list[tuple[Examples, Examples]], int] | None] = {}  # and how many there are
 
     def load_share(self, spec: DataSpec) -> tuple[Examples, Examples]:
-        """Load one device's training and held-out examples.
-
-        Raises:
-            DataError: If the device's data cannot be read, or its share is empty.
-        """
+        """Load one device's training and held-out examples."""
         whole = msgspec.structs.replace(spec, share=0)
         key = msgspec.json.encode(whole)
         if key not in self._shares:
@@ -82,11 +69,6 @@ class SharedLoader:
 
 
 def load_split(spec: DataSpec) -> Examples:
-    """Load all examples of the split, without partitioning, such as a common test set.
-
-    Raises:
-        DataError: If the data cannot be read.
-    """
     reader = open_split(spec)
     return _read_examples(reader, _select_rows(reader, spec), spec)
 
@@ -98,9 +80,6 @@ def count_labels(spec: DataSpec) -> tuple[np.ndarray, np.ndarray]:
 
     Returns:
         Counts of training and of held-out examples, each (shares, classes).
-
-    Raises:
-        DataError: If the data cannot be read, or a share is empty.
     """
     import numpy as np
 

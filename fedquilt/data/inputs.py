@@ -89,9 +89,6 @@ def prepare_images(x: np.ndarray, wanted: ImageInput | Mapping[str, Any]) -> np.
     Args:
         x: Images (n, h, w) or (n, h, w, c), unsigned integers or floats from 0 to 1.
         wanted: The [input] table.
-
-    Raises:
-        DataError: If the images have another shape or type.
     """
     spec = wanted if isinstance(wanted, ImageInput) else msgspec.convert(wanted, ImageInput)
     if x.ndim == 3:
@@ -171,11 +168,6 @@ class ValueInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def parse_input_table(table: Mapping[str, Any]) -> ImageInput | ValueInput:
-    """Parse the `[input]` table of a job.
-
-    Raises:
-        JobError: If a key is unknown, or the numbers of means and deviations differ.
-    """
     if "channels" in table or "size" in table:
         found: ImageInput | ValueInput = toml.convert_table(table, ImageInput, "[input]")
         assert isinstance(found, ImageInput)
@@ -237,11 +229,7 @@ def network_input_shape(wanted: Mapping[str, Any], stored: tuple[int, ...]) -> t
 
 
 def prepare_inputs(x: np.ndarray, wanted: Mapping[str, Any]) -> np.ndarray:
-    """Convert stored examples (n, ...) to float32 network inputs.
-
-    Raises:
-        DataError: If the examples have another shape or type.
-    """
+    """Convert stored examples (n, ...) to float32 network inputs."""
     if "channels" in wanted:
         return prepare_images(x, wanted)
     spec = msgspec.convert(wanted, ValueInput)

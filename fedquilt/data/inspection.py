@@ -58,9 +58,6 @@ def inspect_data(source: str, label: str = "") -> DataInspection:
     Args:
         source: Path or name.
         label: Column of a table, or array of an .npz, that is predicted; "" for "y".
-
-    Raises:
-        DataError: If the data cannot be read, or what is predicted is unknown.
     """
     data = _locate_data(source)
     kind = readers.detect_format(Path(data.get("path", "")), DataSpec(**data)) if "path" in data else "sklearn"
@@ -120,7 +117,6 @@ def _name_arrays(path: Path, label: str) -> dict[str, Any]:
 
 
 def _inspect_folder(path: Path, notes: list[str]) -> dict[str, Any]:
-    """Return the [data] keys of a folder of images by class."""
     splits = [split for split in ("train", "test") if (path / "train").is_dir() and (path / split).is_dir()]
     table: dict[str, Any] = {"labels": base.list_subfolders(path / "train" if splits else path)}
     sizes: list[tuple[int, int]] = []
@@ -137,11 +133,7 @@ def _inspect_folder(path: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def _fill_gaps(reader: ExampleReader, data: dict[str, Any], source: str, notes: list[str]) -> None:
-    """Add a fill to [data] if arrays of numbers have gaps.
-
-    Raises:
-        DataError: If all numbers are missing.
-    """
+    """Add a fill to [data] if arrays of numbers have gaps."""
     if reader.dtype.kind != "f" or reader.features:
         return
     count, each = len(reader.y), max(1, math.prod(reader.shape))
@@ -159,12 +151,10 @@ def _fill_gaps(reader: ExampleReader, data: dict[str, Any], source: str, notes: 
 
 
 def _choose_rows(reader: ExampleReader, most: int) -> np.ndarray:
-    """Return rows at equal distances, at most `most` of them."""
     return np.unique(np.linspace(0, len(reader.y) - 1, min(len(reader.y), most)).astype(np.int64))
 
 
 def _inspect_inputs(reader: ExampleReader, data: dict[str, Any], notes: list[str]) -> dict[str, Any]:
-    """Return the [input] table of examples."""
     if not _is_image(reader):
         if len(reader.shape) == 1 and not reader.features:
             notes.append(f"{reader.shape[0]} numbers each")
@@ -224,7 +214,6 @@ class Column:
 
     @property
     def numbers(self) -> np.ndarray | None:
-        """Values without the missing ones, or None if one is not a number."""
         return None if self._parts is None else np.concatenate(self._parts)
 
     @property
@@ -238,7 +227,6 @@ class Column:
         return any(map(DECIMAL_COMMA.fullmatch, words)) and all(map(WITH_COMMA.fullmatch, words))
 
     def describe_unusable_values(self) -> str:
-        """Return why the column is no input, or "" if it is one."""
         present = self.rows - self.missing
         if not present:
             return "is empty"
@@ -265,9 +253,6 @@ def inspect_table(path: Path, label: str, notes: list[str]) -> dict[str, Any]:
         path: The table, or a folder with a table of each split.
         label: Column to predict, or "" for "y".
         notes: Receives a sentence on each kind of column.
-
-    Raises:
-        DataError: If the table cannot be read, has no such column, or no column is an input.
     """
     file = table.find_table(path, DataSpec(path=str(path)))
     found: dict[str, Column] = {}
@@ -358,10 +343,6 @@ def choose_settings(y: np.ndarray, where: str) -> dict[str, Any]:
     Args:
         y: Labels (n,) of numbers or words, or (n, k) of numbers.
         where: Name of the data in errors.
-
-    Raises:
-        DataError: If there is no label, one is NaN or infinity, words differ too much to be classes, or the shape fits
-            no task.
     """
     if not y.size:
         raise DataError(f"{where} has no labels (shape {y.shape}): add an example with a label")
@@ -382,7 +363,6 @@ def choose_settings(y: np.ndarray, where: str) -> dict[str, Any]:
 
 
 def _choose_row_settings(y: np.ndarray, where: str) -> dict[str, Any]:
-    """Return the settings of several numbers for each example."""
     said = f"{where}: labels have shape {y.shape}"
     if y.dtype.kind in "US" or (y.shape[1] == 1 and are_classes(np.unique(y), len(y))):
         fix = "y.reshape(-1)" if y.shape[1] == 1 else "one column of them"
@@ -395,11 +375,6 @@ def _choose_row_settings(y: np.ndarray, where: str) -> dict[str, Any]:
 
 
 def require_classes(words: Sequence[str], count: int, where: str) -> list[str]:
-    """Return the names of the classes, which are the sorted words.
-
-    Raises:
-        DataError: If words differ too much to be classes of `count` examples.
-    """
     if len(words) > min(MOST, max(2, count // 2)):
         raise DataError(f"{where}: {len(words)} different labels in {count} examples are no classes: name another")
     return sorted(words)
@@ -424,12 +399,6 @@ def _regression_settings(y: np.ndarray) -> dict[str, Any]:
 
 
 def describe_labels(y: np.ndarray, data: Mapping[str, Any]) -> str:
-    """Return a sentence on the labels.
-
-    Args:
-        y: Labels as a reader returns them.
-        data: The [data] table.
-    """
     if data.get("task") == "regression":
         mean, std = (", ".join(f"{value:g}" for value in data["target"][key]) for key in ("mean", "std"))
         return f"predicted: a number, scaled by its mean {mean} and standard deviation {std}, the unit of errors"

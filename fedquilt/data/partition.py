@@ -44,9 +44,6 @@ def rows_of_shares(
         origin: Source of each row (n,), needed only for groups of sources.
         wanted: Selected shares, from 0, or None for all.
         owner: User of each row, (n,) words, needed only with `partition = "column"`.
-
-    Raises:
-        DataError: If no partition of these labels satisfies the spec.
     """
     if spec.partition == "column":
         return _group_rows(_assign_users(owner, spec), range(spec.shares) if wanted is None else wanted)
@@ -155,9 +152,8 @@ def _assign_users(owner: np.ndarray | None, spec: DataSpec) -> np.ndarray:
         users = users[np.argsort(users.astype(np.int64), kind="stable")]
     if len(users) < spec.shares:
         raise DataError(
-            f"{spec.source_name}: column {spec.column!r} names {len(users)} users, and there are "
-            f"{spec.shares} devices: "
-            "have fewer devices (shares), as each has one user or more"
+            f"{spec.source_name}: column {spec.column!r} names {len(users)} users, and there are {spec.shares} "
+            "devices: have fewer devices (shares), as each has one user or more"
         )
     device = {user: share for share, some in enumerate(np.array_split(users, spec.shares)) for user in some}
     return np.array([device[user] for user in owner], int)
@@ -216,9 +212,8 @@ def _assign_classes(y: np.ndarray, spec: DataSpec) -> np.ndarray:
     members = _shuffle_by_class(y, rng)
     if not len(members) / spec.shares <= spec.classes <= len(members):
         raise DataError(
-            f"{spec.source_name}: {len(members)} classes cannot go to {spec.shares} devices with "
-            f"{spec.classes} classes "
-            f"each: set classes from {-(-len(members) // spec.shares)} to {len(members)}"
+            f"{spec.source_name}: {len(members)} classes cannot go to {spec.shares} devices with {spec.classes} "
+            f"classes each: set classes from {-(-len(members) // spec.shares)} to {len(members)}"
         )
     having: list[list[int]] = [[] for _ in members]
     for share in range(spec.shares):

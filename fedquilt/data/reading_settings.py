@@ -23,17 +23,11 @@ MOST: Final = 256  # words of a column; one with more holds names or texts rathe
 
 
 def complete_data_table(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a [data] table with measured words for each "auto", and the depth of grey images.
-
-    Raises:
-        JobError: If another key of the table is wrong, or the table has "auto" and names no file.
-        DataError: If the data cannot be read, or a column is missing, empty or no category.
-    """
+    """Return a [data] table with measured words for each "auto", and the depth of grey images."""
     return _add_image_depth(_add_category_words(table))
 
 
 def format_agent_settings(table: Mapping[str, Any]) -> list[str]:
-    """Return the lines of agent.toml for the categories and the depth in a completed [data] table."""
     lines = []
     if categories := table.get("categories"):
         each = (
@@ -47,7 +41,6 @@ def format_agent_settings(table: Mapping[str, Any]) -> list[str]:
 
 
 def _add_category_words(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the table with the sorted words of each column whose categories are "auto"."""
     given = table.get("categories")
     columns = [column for column, words in given.items() if words == AUTO] if isinstance(given, Mapping) else []
     if not columns:
@@ -69,7 +62,6 @@ def _add_category_words(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _add_image_depth(table: dict[str, Any]) -> dict[str, Any]:
-    """Return the table with the depth of its folder's grey images, if they have more than 8 bits."""
     path = table.get("path")
     if "depth" in table or not isinstance(path, str) or not Path(path).is_dir():
         return table
@@ -83,11 +75,7 @@ SETTINGS: Final = frozenset(HOW) - {"column"} | {"x", "y"}
 
 
 def reading_settings(spec: DataSpec) -> dict[str, Any]:
-    """Return the settings of a [data] table that decide how files become examples, as plain values.
-
-    Raises:
-        DataError: If the data are on this machine and cannot be read.
-    """
+    """Return the settings of a [data] table that decide how files become examples, as plain values."""
     plain = msgspec.to_builtins(spec)
     found = {key: plain[key] for key in SETTINGS if getattr(spec, key) != getattr(DataSpec(path="."), key)}
     if spec.text is not None and Path(str(spec.text.vocabulary)).is_file():

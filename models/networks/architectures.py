@@ -140,8 +140,6 @@ class Residual(nn.Module):  # type: ignore[misc]
 
 
 class ScaledResidual(nn.Module):  # type: ignore[misc]
-    """Residual block x + gain * f(x) with two linear layers as f and a learned gain, first 0."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.linear1 = nn.Linear(width, width)
@@ -232,11 +230,6 @@ class Attention(nn.Module):  # type: ignore[misc]
 
     @classmethod
     def from_torch(cls, other: nn.MultiheadAttention) -> Attention:
-        """Return the same attention, with the tensors of a torch module.
-
-        Raises:
-            ValueError: If the module is not plain self-attention with one input projection, batch first.
-        """
         if other.in_proj_weight is None or other.bias_k is not None or other.add_zero_attn or not other.batch_first:
             raise ValueError("only self-attention with one input projection, batch first, can be adapted")
         made = cls(other.embed_dim, other.num_heads)
@@ -253,11 +246,7 @@ class Attention(nn.Module):  # type: ignore[misc]
         is_causal: bool = False,
         **masks: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the self-attention of `x`, and None for the weights even with `need_weights`.
-
-        Raises:
-            ModelError: If the key or value is another tensor, or a mask is given.
-        """
+        """Return the self-attention of `x`, and None for the weights even with `need_weights`."""
         # torch's layers pass the input again as key and value.
         if any(each is not x for each in same) or is_causal or any(mask is not None for mask in masks.values()):
             raise ModelError(
@@ -319,8 +308,6 @@ def vit(
 
 
 class Conv1d(nn.Module):  # type: ignore[misc]
-    """Three convolutions along time with pooling, a mean over time, and a linear layer."""
-
     def __init__(self, channels: int, steps: int, classes: int, width: int, kernel: int) -> None:
         super().__init__()
         layers: list[nn.Module] = []
@@ -345,8 +332,6 @@ def conv1d(channels: int, steps: int, classes: int, width: int = 16, kernel: int
 
 
 class Gru(nn.Module):  # type: ignore[misc]
-    """Gated recurrent network (arXiv 1406.1078) with a linear layer on the last state."""
-
     def __init__(self, channels: int, classes: int, width: int, layers: int) -> None:
         super().__init__()
         self.recurrent = nn.GRU(channels, width, layers, batch_first=True)
@@ -364,8 +349,6 @@ def gru(channels: int, steps: int, classes: int, width: int = 32, layers: int = 
 
 
 class Transformer(nn.Module):  # type: ignore[misc]
-    """Transformer encoder with learned positions, a mean over non-padding tokens, and a linear layer."""
-
     def __init__(self, vocabulary: int, length: int, classes: int, width: int, depth: int, heads: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)

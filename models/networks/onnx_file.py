@@ -30,9 +30,6 @@ def trace_to_onnx(
         name: Name of the module in errors.
         mend: Hint in the error if ONNX lacks an operation.
         plain: Whether the graph has the module's own tensors by their names, without constant folding.
-
-    Raises:
-        ModelError: If ONNX lacks an operation.
     """
     file = io.BytesIO()
     try:
@@ -66,9 +63,6 @@ def export_network(network: Mapping[str, Any], weights: Tensors, reading: Mappin
         network: Table of the network.
         weights: All tensors of the network.
         reading: Settings by which files became examples (`fedquilt.data.reading_settings`), or None.
-
-    Raises:
-        ModelError: If tensors are missing or unknown, or if ONNX lacks an operation.
     """
     model = registry.build_network(network)
     wanted = model.state_dict()
@@ -91,9 +85,6 @@ def export_without_weights(network: Mapping[str, Any], reading: Mapping[str, Any
     Args:
         network: Table of the network.
         reading: Settings by which files became examples, or None.
-
-    Raises:
-        ModelError: If ONNX lacks an operation, or if the graph lacks a tensor of the network.
     """
     model = registry.load_network(network, seed=0)
     held = {

@@ -38,11 +38,7 @@ class NetworkCost(NamedTuple):
 
 
 def build_network(network: Mapping[str, Any]) -> nn.Module:
-    """Return a network with random weights, in training mode. Seed torch to repeat the weights.
-
-    Raises:
-        ModelError: If the name is unknown or not allowed on this device (`restrict_plugins`), or a setting is wrong.
-    """
+    """Return a network with random weights, in training mode. Seed torch to repeat the weights."""
     table = dict(network)
     name = str(table.pop("name", ""))
     for key in ("input", "register", "task"):
@@ -90,9 +86,6 @@ def load_network(network: Mapping[str, Any], weights: str | Path | None = None, 
             or a file: `.safetensors`, or a state dict of `torch.save` (`.pt`, `.pth`, `.th`), read without running its
             code.
         seed: Seed of random weights.
-
-    Raises:
-        ModelError: If the weights do not exist, or belong to another network.
     """
     import torch
 
@@ -111,7 +104,6 @@ def load_network(network: Mapping[str, Any], weights: str | Path | None = None, 
 
 
 def measure_cost(model: nn.Module, shape: tuple[int, ...]) -> NetworkCost:
-    """Count the FLOPs of one example of `shape` (without batch), and the parameters."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
@@ -159,11 +151,7 @@ def without_fused_attention() -> Iterator[None]:
 
 
 def input_shape(network: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the shape of one example, from the table's "input" or from its other settings.
-
-    Raises:
-        ModelError: If the table has neither.
-    """
+    """Return the shape of one example, from the table's "input" or from its other settings."""
     for table in (network.get("input", {}), network):
         if "channels" in table and "size" in table:
             return (int(table["channels"]), int(table["size"]), int(table["size"]))
@@ -185,11 +173,7 @@ def input_shape(network: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def required_plugins(network: Mapping[str, Any]) -> dict[str, str]:
-    """Return the plug-in modules of a network and of nested tables, with version and digest.
-
-    Raises:
-        ModelError: If the name of a network is unknown.
-    """
+    """Return the plug-in modules of a network and of nested tables, with version and digest."""
     found: dict[str, str] = {}
     for name in plugin_networks(network):
         found |= _call_with_model_errors(lambda name=name: plugins.required_modules("network", name, OURS))  # type: ignore[misc]
@@ -197,7 +181,6 @@ def required_plugins(network: Mapping[str, Any]) -> dict[str, str]:
 
 
 def plugin_networks(network: Mapping[str, Any]) -> list[str]:
-    """Return the names of plug-in networks in a table, including nested tables."""
     name = str(network.get("name", ""))
     within = [each for value in network.values() if isinstance(value, Mapping) for each in plugin_networks(value)]
     ours = not name or name in OURS or name.startswith("torchvision/")
@@ -234,7 +217,6 @@ def require_callable(name: str, factory: Any) -> None:
 
 
 def describe_settings(network: Mapping[str, Any]) -> str:
-    """Return the settings of a network's table as in a job file, without its name and measured tables."""
     own = {key: value for key, value in network.items() if key not in ("name", "input", "register", "task")}
     return ", ".join(f"{key} = {value!r}" for key, value in own.items()) or "no settings"
 
@@ -292,7 +274,6 @@ def _load_weights_file(model: nn.Module, name: str, path: Path) -> None:
 
 
 def _read_state_dict(path: Path) -> dict[str, torch.Tensor]:
-    """Read the tensors of a .safetensors file or a plain torch state dict, or raise ModelError."""
     import torch
 
     if not path.is_file():

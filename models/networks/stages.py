@@ -38,9 +38,6 @@ def keep_first_stages(
         answer: Function from the pooled inputs, (n, width) each, and the network's scores, None unless `whole`, to
         scores.
         whole: Whether to keep the stages after the last of `looks`.
-
-    Raises:
-        ModelError: If the order of the network's layers does not follow from their names.
     """
     from torch import nn
 
@@ -86,7 +83,6 @@ def keep_first_stages(
 
 
 def add_exits(module: Any, looks: Sequence[Stage], classes: int) -> Any:
-    """Add a linear layer `exit.<i>` for the input of each stage, in place, and return the module."""
     from torch import nn
 
     module.add_module("exit", nn.ModuleList(nn.Linear(each.width, classes) for each in looks))
@@ -112,7 +108,6 @@ def build_exits_network(module: Any, looks: Sequence[Sequence[Any]], classes: in
 
 
 def _own_tensors(module: Any) -> list[Any]:
-    """Return the module's parameters and buffers, without those of inner modules."""
     return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
@@ -123,13 +118,10 @@ def _capture_original_forward(module: Any) -> Callable[[Any], Any]:
     return nn.Sequential(*module) if type(module) is nn.Sequential else module.forward
 
 
-class _StageReached(Exception):
-    """Ends a forward pass early."""
+class _StageReached(Exception): ...
 
 
 class _StageHook:
-    """A hook before a stage's first layer."""
-
     def __init__(self, heard: dict[int, Any], index: int, stage: Stage, last: bool) -> None:
         self._heard, self._index, self._stage, self._last = heard, index, stage, last
 
@@ -179,9 +171,6 @@ def split_stages(model: Tensors, count: int, register: TensorRegister) -> Staged
 
     A block is given by the first number in its layers' names ("layer1.0"), or is a layer without a number ("conv1"). A
     block without weights joins its neighbour.
-
-    Raises:
-        ModelError: If there is no plain last linear layer or nothing before it, or if two stages share a tensor.
     """
     found, head = register.parameters_by_layer(), register.find_classifier()
     if head is None:
@@ -236,7 +225,6 @@ def _merge_blocks_without_weights(weights: Shapes, blocks: Sequence[list[str]]) 
 
 
 def _entrance_layer(register: TensorRegister, some: Sequence[str]) -> str:
-    """Return the first called layer of a torch.nn type, where a stage's input can be read."""
     types = {entry.module: entry.type for entry in register.tensors}
     return next((layer for layer in some if layer in register.calls and "." not in types.get(layer, ".")), some[0])
 
@@ -248,7 +236,6 @@ def _input_channels(weights: Shapes, some: Sequence[str]) -> int:
 
 
 def _tensors_of_layers(register: TensorRegister, some: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of all tensors of these layers."""
     return tuple(sorted(entry.name for entry in register.tensors if entry.layer in some))
 
 

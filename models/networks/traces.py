@@ -24,12 +24,9 @@ _TORCH = Path(torch.__file__).parent
 
 
 class _PathTracer(fx.Tracer):  # type: ignore[misc]
-    """Tracer that stores the path of the module whose forward pass failed."""
-
     failed = ""
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Trace a module, and record the path of the innermost module that cannot be traced."""
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception:
@@ -47,9 +44,8 @@ def trace_network(model: nn.Module, what: str, fix: str) -> fx.GraphModule:
         named = f"module {tracer.failed!r}" if tracer.failed else "the network's own forward()"
         reason = first_line(error)
         raise ModelError(
-            f"{what} cannot be traced: {named} ({type(module).__name__}{_error_location(error)}) stops "
-            f"torch.fx: {reason}; "
-            f"rewrite that place without branches on values, or {fix}"
+            f"{what} cannot be traced: {named} ({type(module).__name__}{_error_location(error)}) stops torch.fx: "
+            f"{reason}; rewrite that place without branches on values, or {fix}"
         ) from None
     return fx.GraphModule(model, graph)
 
@@ -80,8 +76,6 @@ def trace_layer_costs(model: nn.Module, shape: tuple[int, ...]) -> list[Layer]:
 
 
 class _OperationCounter(TorchDispatchMode):  # type: ignore[misc]
-    """Sums over operations, by the innermost module that runs."""
-
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._own = {value.untyped_storage().data_ptr() for value in (*model.parameters(), *model.buffers())}
@@ -168,7 +162,6 @@ def state_names_by_alias(model: nn.Module) -> dict[str, str]:
 
 
 def modules_sharing_weight(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
-    """Return all modules with the weight of the module at `path`, itself included, once for each path."""
     weight = model.get_submodule(path).weight
     every = model.named_modules(remove_duplicate=False)
     return [(other, each) for other, each in every if getattr(each, "weight", None) is weight]
@@ -191,7 +184,6 @@ def _nearest_torch_type_name(module: nn.Module) -> str:
 
 
 def _layers_before_norms(modules: Mapping[str, nn.Module], calls: Sequence[str]) -> dict[str, str]:
-    """Return each batch normalisation's layer: the one called right before, if its channels fit."""
     found, before = {}, ""
     for path in calls:
         module = modules[path]
@@ -205,7 +197,6 @@ def _layers_before_norms(modules: Mapping[str, nn.Module], calls: Sequence[str])
 
 
 def _trace_calls(model: nn.Module, shape: tuple[int, ...]) -> list[str]:
-    """Return the paths of the modules in the order of their first call, in evaluation mode."""
     called: dict[str, None] = {}
 
     def record_call(path: str) -> Any:
@@ -225,7 +216,6 @@ def _trace_calls(model: nn.Module, shape: tuple[int, ...]) -> list[str]:
 
 
 def _names_trained_by_step(model: nn.Module, shape: tuple[int, ...]) -> set[str]:
-    """Return the names of the tensors that a training step changes or gives a gradient, on a copy of the network."""
     model = copy.deepcopy(model).train()
     before = {name: value.detach().clone() for name, value in state_without_aliases(model).items()}
     place = next((value.device for value in model.parameters()), torch.device("cpu"))

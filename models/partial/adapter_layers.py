@@ -48,11 +48,7 @@ class LoraLinear(nn.Module):  # type: ignore[misc]
 def insert_adapters(
     module: nn.Module, places: Sequence[AdapterSite], rank: int, scale: float, *, own: bool = False
 ) -> nn.Module:
-    """Replace attention and the layers of `places` by layers with zero adapters, in place, and return the network.
-
-    Raises:
-        ModelError: If a layer is not linear, or if its attention is of an unknown kind.
-    """
+    """Replace attention and the layers of `places` by layers with zero adapters, in place, and return the network."""
     for name, each in list(module.named_modules()):
         if isinstance(each, nn.MultiheadAttention):
             try:
@@ -85,9 +81,6 @@ def _replace_layers_sharing_weight(module: nn.Module, layer: str, made: LoraLine
 
     Returns:
         The new layers, `made` first.
-
-    Raises:
-        ModelError: If a module that is not linear shares the weight.
     """
     placed = {id(module.get_submodule(layer)): made}
     for path, each in traces.modules_sharing_weight(module, layer):
@@ -103,7 +96,6 @@ def _replace_layers_sharing_weight(module: nn.Module, layer: str, made: LoraLine
 
 
 def _replace_module(module: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Replace a module by another one wherever the network has it."""
     for path in [path for path, each in module.named_modules(remove_duplicate=False) if each is old]:
         _set_module(module, path, new)
 

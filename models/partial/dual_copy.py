@@ -25,7 +25,6 @@ RELU_CALLS = (F.relu, torch.relu, torch.relu_, F.relu_)
 
 
 def is_trained(trained: Sequence[str], name: str) -> bool:
-    """Return whether a tensor is listed in `trained`, or belongs to a module listed there."""
     return any(name == part or name.startswith(part + ".") for part in trained)
 
 
@@ -38,7 +37,6 @@ class GateFunction:
 
 
 def gate_function(traced: fx.GraphModule, node: fx.Node) -> GateFunction | None:
-    """Return the gate that replaces an operation, or None if the operation is no gate."""
     if node.op == "call_module":
         module = traced.get_submodule(str(node.target))
         if isinstance(module, nn.ReLU6):
@@ -62,7 +60,6 @@ def is_max_pool(traced: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def max_pool_settings(traced: fx.GraphModule, node: fx.Node) -> dict[str, Any]:
-    """Return the keywords of F.max_pool2d, or {} if the operation is no max pool."""
     if node.op == "call_module":
         module = traced.get_submodule(str(node.target))
         if not isinstance(module, nn.MaxPool2d):
@@ -119,11 +116,7 @@ def uses_tensors(traced: fx.GraphModule, node: fx.Node, trained: Sequence[str] |
 
 
 def trace_network(model: nn.Module, name: str) -> fx.GraphModule:
-    """Trace a network with torch.fx, in evaluation mode.
-
-    Raises:
-        ModelError: If the forward pass branches on values or has several outputs.
-    """
+    """Trace a network with torch.fx, in evaluation mode."""
     model.eval()  # in training mode some give more than scores
     traced = traces.trace_network(model, f"network {name!r}", "take another method than FedSQ, which takes it apart")
     traced.graph.eliminate_dead_code()
@@ -164,9 +157,6 @@ class DualCopy:
         gates: "frozen" for gates of the structural copy, "own" for the network's own nonlinearities.
         bn: Whether batch norm in the trained part keeps the pre-trained statistics or updates them.
         pool: Whether max pooling uses its own largest values or the structural copy's indices.
-
-    Raises:
-        ModelError: If the network cannot be traced, or if no tensor of it is trained.
     """
 
     def __init__(
@@ -215,7 +205,6 @@ class DualCopy:
         """And for scores."""
 
     def build_copy_pair(self, model: nn.Module) -> nn.Module:
-        """Return both copies as a module from examples to scores."""
         return CopyPair(
             NetworkPart(self._look, copy.deepcopy(model)), NetworkPart(self._tail, model), self._keep_statistics
         )
@@ -263,7 +252,6 @@ class DualCopy:
         return graph
 
     def _build_late_graph(self) -> fx.Graph:
-        """Return the graph from values at the boundary, pool indices and masks to the scores."""
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         for number, node in enumerate(self._entries):
             copies[node] = graph.placeholder(f"value_{number}")
@@ -377,8 +365,6 @@ class TrainedTail(_TrainedCopy):
 
 
 class GateObserver(nn.Module):  # type: ignore[misc]
-    """Structural copy that passes features and gates to a sink in evaluation mode."""
-
     def __init__(
         self, frozen: nn.Module, counts: tuple[int, int], sink: Callable[[output_cache.BatchOutputs], None]
     ) -> None:

@@ -37,7 +37,6 @@ class MaskHooks:
         self._buffers: dict[str, torch.Tensor] = {}  # as they were before a step on the scores
 
     def training_steps(self, rate: float) -> tuple[Step, Step]:
-        """Return the steps on scores, at `rate` times the learning rate, and on weights."""
         scores = Step(
             rate=lambda name: rate if name == SCORES else 0.0,
             penalty=self._diversity_penalty if self._others is not None and self._diversity else None,
@@ -51,7 +50,6 @@ class MaskHooks:
         return scores, weights
 
     def prepare(self, module: Any) -> Any:
-        """Add mask scores and gates to the network, and return the network."""
         module.register_parameter(SCORES, nn.Parameter(torch.zeros(self._plan.neurons)))
         inner = dict(module.named_modules())
         for name, follow in self._plan.follows.items():

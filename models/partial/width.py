@@ -32,7 +32,6 @@ def select_by_tier(profile: Profile | None, values: Sequence[Any]) -> Any:
 
 
 def leading_units(plan: MaskPlan, rate: float) -> dict[str, np.ndarray]:
-    """Return the first ceil(rate * width) units of each group."""
     return {name: np.arange(unit_count(width, rate)) for name, width in plan.widths.items()}
 
 
@@ -96,11 +95,7 @@ class WeightedEntrySums:
 def add_entries(
     model: Tensors, so_far: WeightedEntrySums | None, sent: Tensors, at: Places, weight: float
 ) -> WeightedEntrySums:
-    """Add a device's sub-network to a round's sums, in place.
-
-    Raises:
-        UpdateError: If the tensors differ from those of `cut_tensors(model, at)` in name, shape or type, or overflow.
-    """
+    """Add a device's sub-network to a round's sums, in place."""
     tensors.require_addable(sent, cut_shapes(model, at))
     so_far = so_far or WeightedEntrySums()
     total, weights = dict(so_far.total), dict(so_far.weight)
@@ -127,11 +122,7 @@ def average_entries(model: Tensors, counted: WeightedEntrySums | None) -> dict[s
 
 
 def recognise_cut(model: Tensors, sent: Tensors, candidates: Sequence[Places]) -> Places:
-    """Return the candidate whose tensors have the names and shapes of `sent`.
-
-    Raises:
-        UpdateError: If there is no such candidate.
-    """
+    """Return the candidate whose tensors have the names and shapes of `sent`."""
     shapes = {name: array.shape for name, array in sent.items()}
     for at in candidates:
         if shapes == {name: _cut_shape(model[name], place) for name, place in at.items()}:
@@ -161,9 +152,6 @@ def shrink_module(module: Any, start: Tensors, *, scaled: bool) -> Any:
         module: Whole network.
         start: Tensors of the sub-network.
         scaled: Whether to multiply a narrower layer's outputs by full width / own width (HeteroFL's Scaler).
-
-    Raises:
-        ModelError: If `start` is not a cut of this network, or if a layer cannot be cut.
     """
     import torch
     from torch import nn
@@ -192,7 +180,6 @@ def shrink_module(module: Any, start: Tensors, *, scaled: bool) -> Any:
 
 
 def _resize_layer(layer: Any, path: str) -> bool:
-    """Set a layer's sizes to those of its weight, and return whether it is a depthwise convolution."""
     from torch import nn
 
     if isinstance(layer, nn.Linear):
@@ -284,8 +271,6 @@ def batch_norms_with_statistics(module: Any) -> dict[str, Any]:
 
 
 class _OutputScaler:
-    """Forward hook that multiplies a layer's output by a factor."""
-
     def __init__(self, factor: float) -> None:
         self._factor = factor
 

@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 import difficult_networks  # noqa: E402
 from torch import nn  # noqa: E402
 
-from fedquilt.models.networks import registry, traces
+from fedquilt.models.networks import registry, traces  # noqa: E402
 
 
 def traced(network: dict[str, Any]) -> TensorRegister:

@@ -80,24 +80,16 @@ def measure_image_depth(spec: DataSpec) -> int:
     """Return the bits of a grey level in a folder's training images, or 0 for 8-bit images.
 
     Other data have the depth 0.
-
-    Raises:
-        DataError: If the folder has no images, or an image cannot be decoded.
     """
     return images.measure_grey_depth(_list_image_files(msgspec.structs.replace(spec, split="train")))
 
 
 def require_supported_images(spec: DataSpec) -> None:
-    """Check the header of each image in a folder. Do nothing for other data.
-
-    Raises:
-        DataError: If an image is of a kind that cannot be read.
-    """
+    """Check the header of each image in a folder. Do nothing for other data."""
     images.require_supported_files(_list_image_files(spec))
 
 
 def _list_image_files(spec: DataSpec) -> list[Path]:
-    """Return the images of a folder by class, or [] for other data or without Pillow."""
     path = Path(spec.path)
     with convert_read_errors(path):
         if not images.has_pillow() or detect_format(path, spec) != "folder":
@@ -150,7 +142,6 @@ def _require_consistent_labels(found: Sequence[ExampleReader], spec: DataSpec) -
 
 
 def _resize_images(reader: ExampleReader, spec: DataSpec) -> ExampleReader:
-    """Return the reader with images scaled to the spec's size, unless they have it already."""
     if not spec.size or reader.shape[:2] == (spec.size, spec.size):
         return reader
     if not inputs.is_image_shape(reader.shape):
@@ -196,7 +187,6 @@ def _common_shape(found: Sequence[ExampleReader], spec: DataSpec) -> tuple[int, 
 
 
 def _common_type(found: Sequence[ExampleReader], spec: DataSpec) -> np.dtype:
-    """Return the type of all readers, or float32 for different types of images or floats."""
     kinds = {reader.dtype for reader in found}
     if len(kinds) == 1:
         return kinds.pop()

@@ -47,7 +47,6 @@ def open_npz(path: Path, spec: DataSpec) -> ExampleReader:
 
 
 def read_labels(path: Path, spec: DataSpec) -> np.ndarray:
-    """Return the labels as they are stored: numbers, or words."""
     with _open_archive(path) as archive:
         y = _choose_array_name(path, spec, "y", _list_arrays(archive))
         with archive.open(f"{y}.npy") as stream:
@@ -80,11 +79,6 @@ def _list_arrays(archive: zipfile.ZipFile) -> list[str]:
 def _read_owner_column(
     archive: zipfile.ZipFile, path: Path, spec: DataSpec, array_names: Sequence[str], count: int
 ) -> np.ndarray | None:
-    """Return the owner of each example as text, or None if [data] column is not set.
-
-    Raises:
-        DataError: If the archive has no array of that name, or not one value for each example.
-    """
     if not spec.column:
         return None
     name = next((each for each in (f"{spec.column}_{spec.split}", spec.column) if each in array_names), "")
@@ -137,9 +131,6 @@ def open_plugin_data(spec: DataSpec) -> ExampleReader:
 
     The plug-in is a function that gets the spec (`split` is "train" or "test") and returns inputs (n, ...) and labels
     (n,), as a pair or as `Examples`. Each call must return the same data, because every device draws its share from it.
-
-    Raises:
-        DataError: If the plug-in is missing, fails, or returns no examples.
     """
     try:
         plugin = plugins.find_plugin("data", spec.dataset)
@@ -170,9 +161,6 @@ def load_sklearn_data(spec: DataSpec) -> tuple[np.ndarray, np.ndarray]:
     """Return inputs and labels of the data set "sklearn/NAME", as scikit-learn's `load_NAME` does.
 
     It has the split "train" only.
-
-    Raises:
-        DataError: If scikit-learn is not installed or has no such data set.
     """
     try:
         from sklearn import datasets

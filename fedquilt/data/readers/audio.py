@@ -73,8 +73,6 @@ FMT_MOST: Final = 40  # bytes of a format
 
 
 class _WavFormat(NamedTuple):
-    """Format of an open WAV file, whose stream is at the first sample."""
-
     stream: BinaryIO
     channels: int
     rate: int
@@ -83,13 +81,6 @@ class _WavFormat(NamedTuple):
 
 
 def open_recordings(path: Path, spec: DataSpec, *, labelled: bool = True) -> ExampleReader:
-    """Open recordings as spectrograms, float32 (n, frames, mels).
-
-    Headers are read now, and samples when rows are taken.
-
-    Raises:
-        DataError: If there is no recording, or a file is not a WAV file at the configured rate.
-    """
     audio = spec.audio or Audio()
     if path.is_dir() and not table.find_split_tables(path, spec.split):
         if spec.task != "classes":
@@ -115,17 +106,10 @@ def open_recordings(path: Path, spec: DataSpec, *, labelled: bool = True) -> Exa
 
 
 def read_spectrogram(source: Path | bytes, audio: Audio) -> np.ndarray:
-    """Return the log-mel spectrogram (frames, mels) float32 of a WAV file, or of the file's bytes.
-
-    Raises:
-        DataError: If the file is no WAV file of integer samples at the wanted rate, or is cut short.
-    """
     return log_mel_spectrogram(read_samples(source, audio), audio)
 
 
 def _read_listing(file: Path, spec: DataSpec, labelled: bool) -> tuple[list[Path], np.ndarray, np.ndarray | None]:
-    """Return the recordings that a table names, with their labels and owners."""
-
     def listed_files(chunk: TableChunk, decoder: table.ColumnDecoder, names: tuple[str, ...]) -> list[Path]:
         for place, name in zip(chunk.places, chunk.columns[names[0]], strict=True):
             if not (file.parent / str(name)).is_file():
@@ -187,7 +171,6 @@ def _name_of(source: Path | bytes) -> str:
 
 
 def _require_sample_rate(sound: _WavFormat, source: Path | bytes, audio: Audio) -> None:
-    """Raise DataError if the recording's rate is not the one of [data.audio]."""
     if (rate := sound.rate) != audio.rate:
         name = source.name if isinstance(source, Path) else "old.wav"
         raise DataError(
@@ -197,11 +180,6 @@ def _require_sample_rate(sound: _WavFormat, source: Path | bytes, audio: Audio) 
 
 
 def read_samples(source: Path | bytes, audio: Audio) -> np.ndarray:
-    """Return samples (samples,) from -1 to 1, averaged over channels, at most as many as needed.
-
-    Raises:
-        DataError: If the file is no WAV file of integer samples, has another sample rate or is cut short.
-    """
     wanted, file = frame_layout(audio)[0], _name_of(source)
     with _open_wav(source) as sound:
         _require_sample_rate(sound, source, audio)

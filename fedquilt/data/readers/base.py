@@ -92,9 +92,6 @@ def number_labels(y: np.ndarray, path: Path | str, names: Sequence[str]) -> np.n
     """Return the place of each label (n,), a number or a word, among the names of the classes.
 
     Whole numbers from 0 are places already if no name is a number.
-
-    Raises:
-        DataError: If a label is not among the names.
     """
     kinds, places = np.unique(y, return_inverse=True)
     known = {name: place for place, name in enumerate(names)}
@@ -132,7 +129,6 @@ def convert_labels(y: np.ndarray, path: Path | str, task: TaskKind = "classes") 
 
 @contextmanager
 def convert_read_errors(path: Path, *more: type[Exception]) -> Iterator[None]:
-    """Turn errors of a damaged or unreadable file into a DataError that names the file."""
     kinds: tuple[type[Exception], ...] = (*BROKEN, *more)
     try:
         yield
@@ -154,9 +150,6 @@ def find_files_by_class(
         spec: Split and class names.
         suffixes: File name suffixes in lower case.
         what: Noun for the files in errors, such as "images".
-
-    Raises:
-        DataError: If there are no files, or a folder is not a class of the training split.
     """
     root = path / spec.split if (path / spec.split).is_dir() else path
     if root == path and spec.split != "train":

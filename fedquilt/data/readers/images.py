@@ -56,9 +56,6 @@ def read_image(source: Path | bytes, size: int = 0, depth: int = 0) -> np.ndarra
 
     Returns:
         Pixels, (h, w, 3) uint8, or (h, w) uint16 with a depth.
-
-    Raises:
-        DataError: If the image cannot be decoded, has levels that `depth` does not cover, or Pillow is not installed.
     """
     Image = import_pillow()
     name = f"the image {source}" if isinstance(source, Path) else "the image"
@@ -107,11 +104,6 @@ def pixels_from_image(image: Any, name: str, depth: int = 0, *, keep_grey: bool 
 
 
 def measure_sizes(files: Sequence[Path]) -> list[tuple[int, int]]:
-    """Return the width and height of each image from its header.
-
-    Raises:
-        DataError: If a file is no image.
-    """
     found = []
     for file in files:
         with _open_file(file) as image:
@@ -129,9 +121,6 @@ def measure_grey_depth(files: Sequence[Path], sample: int = 64) -> int:
     """Return the bit depth of grey images by their largest level, 9 to 16, or 0 if all have 8 bits.
 
     A 12-bit camera saves PNG of 16 bits, of which it uses 12. At least `sample` evenly chosen images are decoded.
-
-    Raises:
-        DataError: If an image cannot be decoded.
     """
     depth = 0
     for file in files[:: max(1, len(files) // sample)]:
@@ -150,7 +139,6 @@ def _open_image(Image: Any, source: Path | bytes) -> Any:
 
 @contextmanager
 def _open_file(file: Path) -> Iterator[Any]:
-    """Open an image file, and convert errors of opening and reading to a DataError that names the file."""
     Image = import_pillow()
     try:
         with _open_image(Image, file) as image:
@@ -171,7 +159,6 @@ def _require_supported_mode(image: Any, name: str) -> None:
 
 
 def _scale_grey_levels(levels: np.ndarray, name: str, depth: int) -> np.ndarray:
-    """Return grey levels of `depth` bits scaled to 16 bits. Raise DataError if they do not fit the depth."""
     low, high = int(levels.min(initial=0)), int(levels.max(initial=0))
     if low < 0 or high > 65535:
         raise DataError(f"{name} has grey levels from {low} to {high}: save it with 8 or 16 bits a level")
@@ -281,7 +268,6 @@ def open_torchvision(path: Path, spec: DataSpec) -> ExampleReader:
 
 
 def _make_image_reader(y: np.ndarray, image: Callable[[int], np.ndarray], path: Path) -> ExampleReader:
-    """Return a reader that decodes images one by one. The first image gives the shape of all."""
     if not len(y):
         raise DataError(f"{path} holds no images of this split")
     first = image(0)
@@ -289,7 +275,6 @@ def _make_image_reader(y: np.ndarray, image: Callable[[int], np.ndarray], path: 
 
 
 def _stack_images(path: Path, image: Callable[[int], np.ndarray], rows: np.ndarray) -> np.ndarray:
-    """Return the images of these rows as one array (rows, h, w[, 3])."""
     first = image(int(rows[0])) if len(rows) else np.zeros((0, 0), np.uint8)
     result = np.empty((len(rows), *first.shape), first.dtype)
     for place, row in enumerate(rows):

@@ -83,11 +83,7 @@ class ColumnDecoder:
         return self._decode_classes(chunk)
 
     def decode_numbers(self, chunk: TableChunk, name: str, fill: float | None = None) -> np.ndarray:
-        """Return one column as (rows,) float32, with missing values replaced by `fill`.
-
-        Raises:
-            DataError: If a value is missing and `fill` is None, or a value is not a finite number.
-        """
+        """Return one column as (rows,) float32, with missing values replaced by `fill`."""
         found = np.empty(len(chunk), np.float32)
         for row, value in enumerate(chunk.columns[name]):
             if is_missing(value):
@@ -166,7 +162,6 @@ class ColumnDecoder:
         return found
 
     def _label_hint(self, chunk: TableChunk, name: str) -> str:
-        """Return a hint for a label column with values other than class numbers."""
         kinds = sorted({str(value) for value in chunk.columns[name]})
         try:
             kinds.sort(key=float)
@@ -241,9 +236,6 @@ def open_table(path: Path, spec: DataSpec, *, labelled: bool = True) -> ExampleR
     """Open the rows of a table, or windows of them, with their labels.
 
     An unlabelled table gets zeros as labels.
-
-    Raises:
-        DataError: If a column is missing, a value cannot be read, or the table has no row.
     """
     file = find_table(path, spec)
     found = read_rows(
@@ -281,9 +273,6 @@ def read_rows(
         each: Noun for a row, for the error on a table without rows.
         alone: Verb phrase for the error on several input columns, or "" to permit several.
         labelled: Whether the table has label columns. Otherwise labels are zeros.
-
-    Raises:
-        DataError: If a column is missing, a value cannot be read, or the table has no row.
     """
     chunks = read_chunks(file)
     first = next(chunks)
@@ -304,11 +293,6 @@ def read_rows(
 
 
 def category_words(path: Path, spec: DataSpec, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return the sorted distinct words of each column, without missing values.
-
-    Raises:
-        DataError: If a column is missing, or the table cannot be read.
-    """
     file = find_table(path, spec)
     found: dict[str, set[str]] = {name: set() for name in names}
     for chunk in read_chunks(file):
@@ -326,11 +310,7 @@ def find_split_tables(folder: Path, split: str) -> list[Path]:
 
 
 def find_table(path: Path, spec: DataSpec) -> Path:
-    """Return the table of the split: a file in a folder, or the path itself for the training split.
-
-    Raises:
-        DataError: If the split has no table, or several.
-    """
+    """Return the table of the split: a file in a folder, or the path itself for the training split."""
     if path.is_dir():
         found = find_split_tables(path, spec.split)
         if len(found) != 1:
@@ -354,9 +334,6 @@ def column_roles(file: Path, there: Sequence[str], spec: DataSpec, *, labelled: 
     """Return the input, label and owner columns.
 
     The default label column is "y", and the default inputs are all other columns.
-
-    Raises:
-        DataError: If a column does not exist, or is both input and label.
     """
     y = label_columns(spec)
     owner = spec.column
@@ -403,13 +380,6 @@ def _is_number(text: str) -> bool:
 
 
 def read_chunks(file: Path) -> Iterator[TableChunk]:
-    """Read a table in chunks: strings from CSV, typed values from Parquet.
-
-    At least one chunk is returned, which may be empty.
-
-    Raises:
-        DataError: If the file cannot be read or is malformed.
-    """
     return _read_parquet(file) if file.suffix.lower() == ".parquet" else _read_csv(file)
 
 

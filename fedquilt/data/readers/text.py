@@ -50,7 +50,6 @@ class Tokenizer:
 
     @staticmethod
     def _read_lines(path: str) -> list[str]:
-        """Return the lines of a vocabulary file. Raise DataError if it cannot be read."""
         try:
             return Path(path).read_text(encoding="utf-8-sig").splitlines()
         except OSError as error:
@@ -100,8 +99,6 @@ def open_texts(path: Path, spec: DataSpec, *, labelled: bool = True) -> ExampleR
 
 
 def _open_table(file: Path, spec: DataSpec, text: Text, tokenizer: Tokenizer, labelled: bool) -> ExampleReader:
-    """Return a reader of the tokens of a table's text column."""
-
     def encode_chunk(chunk: TableChunk, decoder: table.ColumnDecoder, names: tuple[str, ...]) -> np.ndarray:
         return _encode_texts([str(each or "") for each in chunk.columns[names[0]]], text, tokenizer)
 
@@ -134,7 +131,6 @@ def read_tokens(source: Path | bytes, text: Text) -> np.ndarray:
 
 
 def _read_text(source: Path | bytes) -> str:
-    """Return the text of a UTF-8 file or of bytes. Raise DataError if it cannot be read."""
     if isinstance(source, bytes):
         try:
             return source.decode("utf-8-sig")

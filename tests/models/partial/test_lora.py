@@ -15,8 +15,8 @@ torch = pytest.importorskip("torch", reason="adapters are tried in torch network
 from torch import nn  # noqa: E402
 
 from fedquilt.host.torchvision_compat import import_torchvision  # noqa: E402
-from fedquilt.models.networks import registry, traces
-from fedquilt.models.networks.architectures import Attention
+from fedquilt.models.networks import registry, traces  # noqa: E402
+from fedquilt.models.networks.architectures import Attention  # noqa: E402
 from fedquilt.models.partial import adapter_layers  # noqa: E402
 
 VIT = {"name": "vit", "channels": 1, "size": 8, "patch": 4, "width": 8, "depth": 2, "heads": 2, "classes": 3}
