@@ -22,16 +22,18 @@ if TYPE_CHECKING:
 
 def load_share(spec: DataSpec) -> tuple[Examples, Examples]:
     """Load the training and held-out examples of this device's share, in stored order."""
-    reader = open_split(spec)
-    used = _select_rows(reader, spec)
-    parts = _require_nonempty(_split_shares(reader, used, spec, [spec.share]), len(used), spec, [spec.share])
-    return _read_parts(reader, used, parts, spec, [spec.share])[0]
+    return _load_shares(spec, [spec.share])[0]
 
 
 def load_all_shares(spec: DataSpec) -> list[tuple[Examples, Examples]]:
+    return _load_shares(spec, range(spec.shares))
+
+
+def _load_shares(spec: DataSpec, shares: Sequence[int]) -> list[tuple[Examples, Examples]]:
     reader = open_split(spec)
-    used, shares = _select_rows(reader, spec), range(spec.shares)
-    parts = _require_nonempty(_split_shares(reader, used, spec, shares), len(used), spec, shares)
+    used = _select_rows(reader, spec)
+    parts = _split_shares(reader, used, spec, shares)
+    _require_nonempty(parts, len(used), spec, shares)
     return _read_parts(reader, used, parts, spec, shares)
 
 
@@ -53,19 +55,16 @@ class SharedLoader:
             try:
                 reader = open_split(whole)
                 used = _select_rows(reader, whole)
-                shares = range(spec.shares)
-                parts = _split_shares(reader, used, whole, shares)
-                self._shares[key] = _read_parts(reader, used, parts, whole, shares), len(used)
+                parts = _split_shares(reader, used, whole, range(spec.shares))
+                self._shares[key] = _read_parts(reader, used, parts, whole, range(spec.shares)), len(used)
             except DataError:
                 self._shares[key] = None
         known = self._shares[key]
         if known is None or spec.share >= len(known[0]):
             return load_share(spec)
         loaded, count = known
-        train, held = loaded[spec.share]
-        if not len(train) + len(held):
-            raise _empty_share_error(spec, spec.share, count)
-        return train, held
+        _require_nonempty([loaded[spec.share]], count, spec, [spec.share])
+        return loaded[spec.share]
 
 
 def load_split(spec: DataSpec) -> Examples:
@@ -87,9 +86,8 @@ def count_labels(spec: DataSpec) -> tuple[np.ndarray, np.ndarray]:
     used = _select_rows(reader, spec)
     y = _class_labels(reader, used, spec)
     kinds = int(y.max()) + 1 if len(y) else 0
-    parts = _require_nonempty(
-        _split_shares(reader, used, spec, range(spec.shares)), len(used), spec, range(spec.shares)
-    )
+    parts = _split_shares(reader, used, spec, range(spec.shares))
+    _require_nonempty(parts, len(used), spec, range(spec.shares))
     train, held = (
         np.stack([np.bincount(y[part[which]], minlength=kinds) for part in parts]).astype(np.int64) for which in (0, 1)
     )
@@ -143,18 +141,13 @@ def _class_labels(reader: ExampleReader, used: np.ndarray, spec: DataSpec) -> np
 
 def _require_nonempty(
     parts: Sequence[tuple[np.ndarray, np.ndarray]], count: int, spec: DataSpec, shares: Sequence[int]
-) -> Sequence[tuple[np.ndarray, np.ndarray]]:
+) -> None:
     for share, (train, held) in zip(shares, parts, strict=True):
         if not len(train) + len(held):
-            raise _empty_share_error(spec, share, count)
-    return parts
-
-
-def _empty_share_error(spec: DataSpec, share: int, count: int) -> DataError:
-    return DataError(
-        f"{spec.source_name}: share {share} of {spec.shares} ({spec.partition!r}) is empty, of {count} examples: "
-        "have fewer shares, or more examples in each"
-    )
+            raise DataError(
+                f"{spec.source_name}: share {share} of {spec.shares} ({spec.partition!r}) is empty, of {count} "
+                "examples: have fewer shares, or more examples in each"
+            )
 
 
 def _select_rows(reader: ExampleReader, spec: DataSpec) -> np.ndarray:

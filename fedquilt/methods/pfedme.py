@@ -96,21 +96,13 @@ def work(task: Task, site: ClientContext) -> ClientResult:
 
 
 def validate_update(state: NetworkState, update: DeviceUpdate) -> None:
-    """Validate an update as in FedAvg, and its weight, which is 1 for every device.
-
-    Raises:
-        UpdateError: If the update is invalid or has another weight.
-    """
+    """Validate an update as in FedAvg, and its weight, which is 1 for every device."""
     local_training.require_unit_weight(update)
     fedavg.validate_update(state, update)
 
 
 def fold(state: NetworkState, so_far: WeightedSums | None, update: DeviceUpdate) -> WeightedSums:
-    """Add an update to the sums, with the same weight for every device.
-
-    Raises:
-        UpdateError: If the update is invalid, as in `validate_update`.
-    """
+    """Add an update to the sums, with the same weight for every device."""
     validate_update(state, update)
     return fedavg.fold(state, so_far, update)
 

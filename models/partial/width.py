@@ -175,7 +175,8 @@ def shrink_module(module: Any, start: Tensors, *, scaled: bool) -> Any:
             setattr(each, leaf, made.setdefault(id(own[leaf]), fresh))
         depthwise = _resize_layer(each, path)
         if scaled and not depthwise and weight is not None and weight.ndim > 1 and len(each.weight) < len(weight):
-            each.register_forward_hook(_OutputScaler(len(weight) / len(each.weight)))
+            factor = len(weight) / len(each.weight)
+            each.register_forward_hook(lambda layer, inputs, output, factor=factor: output * factor)
     return module
 
 
@@ -268,11 +269,3 @@ def batch_norms_with_statistics(module: Any) -> dict[str, Any]:
 
     inner = module.named_modules()
     return {path: each for path, each in inner if isinstance(each, _BatchNorm) and each.running_mean is not None}
-
-
-class _OutputScaler:
-    def __init__(self, factor: float) -> None:
-        self._factor = factor
-
-    def __call__(self, layer: Any, inputs: Any, output: Any) -> Any:
-        return output * self._factor

@@ -66,10 +66,7 @@ def test_depthfls_result_says_the_mean_of_all_exits():
     module = registry.build_network(network).eval()
     module.load_state_dict({key: torch.tensor(value) for key, value in found.tensors.items()})
     x, said = torch.rand(2, 1, 8, 8), []
-    for layer in [
-        *module.exit,
-        module.get_submodule(stages.split_stages(depthfl.plain_network(state), 4, state.register).head),
-    ]:
+    for layer in [*module.exit, module.get_submodule(depthfl.body(state).head)]:
         layer.register_forward_hook(lambda layer, inputs, output: said.append(output))
     assert torch.allclose(module(x), torch.stack(said).mean(dim=0))
     assert len(said) == 4

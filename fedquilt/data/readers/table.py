@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -88,21 +88,18 @@ class ColumnDecoder:
         for row, value in enumerate(chunk.columns[name]):
             if is_missing(value):
                 if fill is None:
-                    self._raise_cell_error(
-                        chunk, row, name, "the value is missing", "give [data] fill a number, or leave such rows out"
-                    )
+                    hint = "give [data] fill a number, or leave such rows out"
+                    raise self._cell_error(chunk, row, name, f"the value is missing: {hint}")
                 found[row] = fill
                 continue
             try:
                 found[row] = float(value)
             except (TypeError, ValueError):
-                self._raise_cell_error(
-                    chunk, row, name, f"{_quote(value)} is not a number", self._number_hint(chunk, name, value)
-                )
+                hint = self._number_hint(chunk, name, value)
+                raise self._cell_error(chunk, row, name, f"{_quote(value)} is not a number: {hint}") from None
             if not np.isfinite(found[row]):
-                self._raise_cell_error(
-                    chunk, row, name, f"{_quote(value)} is not a finite number in 32 bits", "leave it out"
-                )
+                problem = f"{_quote(value)} is not a finite number in 32 bits: leave it out"
+                raise self._cell_error(chunk, row, name, problem)
         return found
 
     def _fill_value(self, name: str) -> float | None:
@@ -127,14 +124,8 @@ class ColumnDecoder:
             if str(value) in places:
                 found[row, places[str(value)]] = 1
             elif not (is_missing(value) and self._fill_value(name) is not None):  # filled: none of them
-                known = ", ".join(kinds)
-                self._raise_cell_error(
-                    chunk,
-                    row,
-                    name,
-                    f"{_quote(value)} is none of its categories ({known})",
-                    "add it to [data] categories",
-                )
+                problem = f"{_quote(value)} is none of its categories ({', '.join(kinds)}): add it to [data] categories"
+                raise self._cell_error(chunk, row, name, problem)
         return found
 
     def _decode_classes(self, chunk: TableChunk) -> np.ndarray:
@@ -145,20 +136,13 @@ class ColumnDecoder:
             said = class_word(value)
             if known:
                 if said not in known:
-                    self._raise_cell_error(
-                        chunk,
-                        row,
-                        name,
-                        f"{_quote(value)} is none of [data] labels ({', '.join(known)})",
-                        "add or correct it",
-                    )
+                    raise self._unknown_label_error(chunk, row, name, value)
                 found[row] = known[said]
             elif said.isascii() and said.isdigit() and len(said) < 10:
                 found[row] = int(said)
             else:
-                self._raise_cell_error(
-                    chunk, row, name, f"{_quote(value)} is not a class's number", self._label_hint(chunk, name)
-                )
+                hint = self._label_hint(chunk, name)
+                raise self._cell_error(chunk, row, name, f"{_quote(value)} is not a class's number: {hint}")
         return found
 
     def _label_hint(self, chunk: TableChunk, name: str) -> str:
@@ -177,13 +161,8 @@ class ColumnDecoder:
             found = np.stack([self.decode_numbers(chunk, name) for name in self._y], axis=1)
             for row, column in np.argwhere((found != 0) & (found != 1)):
                 name = self._y[column]
-                self._raise_cell_error(
-                    chunk,
-                    int(row),
-                    name,
-                    f"{_quote(chunk.columns[name][row])} is neither 0 nor 1",
-                    "task = 'labels' requires these",
-                )
+                problem = f"{_quote(chunk.columns[name][row])} is neither 0 nor 1: task = 'labels' requires these"
+                raise self._cell_error(chunk, int(row), name, problem)
             return found.astype(np.uint8)
         (name,) = self._y
         known = {kind: place for place, kind in enumerate(self._spec.labels)}
@@ -193,18 +172,18 @@ class ColumnDecoder:
             mark = next((each for each in SEPARATORS if each in text), ";")
             for word in filter(None, map(str.strip, text.split(mark))):
                 if word not in known:
-                    self._raise_cell_error(
-                        chunk,
-                        row,
-                        name,
-                        f"{_quote(word)} is none of [data] labels ({', '.join(known)})",
-                        "add or correct it",
-                    )
+                    raise self._unknown_label_error(chunk, row, name, word)
                 held[row, known[word]] = 1
         return held
 
-    def _raise_cell_error(self, chunk: TableChunk, row: int, name: str, what: str, mend: str) -> NoReturn:
-        raise DataError(f"{self._file}, {chunk.unit} {chunk.places[row]}, column {name!r}: {what}: {mend}")
+    def _unknown_label_error(self, chunk: TableChunk, row: int, name: str, value: object) -> DataError:
+        known = ", ".join(self._spec.labels)
+        return self._cell_error(
+            chunk, row, name, f"{_quote(value)} is none of [data] labels ({known}): add or correct it"
+        )
+
+    def _cell_error(self, chunk: TableChunk, row: int, name: str, problem: str) -> DataError:
+        return DataError(f"{self._file}, {chunk.unit} {chunk.places[row]}, column {name!r}: {problem}")
 
 
 def class_word(value: Any) -> str:
