@@ -173,7 +173,9 @@ STITCHED = {
 }
 
 
-@pytest.mark.parametrize("changes", [{}, {**STITCHED, "personal": {"prior": "auto"}}], ids=["fedavg", "fedstitch"])
+@pytest.mark.parametrize(
+    "changes", [{}, pytest.param(STITCHED, marks=pytest.mark.nightly)], ids=["fedavg", "fedstitch"]
+)
 def test_through_the_rounds_the_personal_score_is_beside_the_global_one_and_nothing_else_changes(tmp_path, changes):
     found = {}
     for prior in ("auto", "off"):

@@ -119,12 +119,6 @@ def test_a_job_without_a_search_joins_donors():
     assert any(line == "stitching: nothing to compare with" for line in METHOD.explain(last))
 
 
-def test_a_single_device_gets_a_head():
-    last = played(image_members(1), expansions=2)[-1]
-    assert METHOD.done(last)
-    assert last.examples == 15
-
-
 def test_a_class_that_nobody_has_is_named_and_never_wins():
     devices = []
     for member in image_members(4):
@@ -152,14 +146,6 @@ def test_a_single_example_gives_a_head(same):
     assert {each.criterion for each in last.candidates} == {None}
     assert last.examples == 1  # of several held-out ones: no device counts as more than it has of its own
     assert (last.right == same).all()
-
-
-def test_heads_of_random_features_take_the_taps_themselves():
-    last = played(expansions=2, random_features=2)[-1]
-    for candidate in last.candidates:
-        channels = sum(last.stock.blocks[path[-1]].out_shape[0] for path in candidate.paths)
-        assert candidate.head["weights"].shape == (LABELS, channels)
-    assert last.right.max() > 0.7 * last.examples
 
 
 # -- candidates -----------------------------------------------------------------------------------
@@ -246,15 +232,6 @@ def test_there_are_always_joined_taps_with_and_without_a_stitched_one():
 
 
 SIGNS = np.arange(200) % LABELS
-
-
-def test_a_job_that_joins_nothing_has_each_finished_network_alone():
-    """join = false: what joining adds can be told from two runs."""
-    last = played(join=False)[-1]
-    assert sorted(each.paths[0] for each in last.candidates) == sorted(
-        {finalist.path[:-1] for finalist in last.finalists}
-    )
-    assert all(len(each.paths) == 1 for each in last.candidates)
 
 
 def test_a_job_that_is_cut_short_hands_out_what_it_can():

@@ -39,9 +39,17 @@ def score_answers(**changes: Any) -> tuple[SearchState, dict[str, np.ndarray], d
     return state, dict(seen[0].bundles["scores"]), dict(seen[0].metrics)
 
 
-@pytest.mark.parametrize("score_at", ["input", "output", "hybrid"])
-@pytest.mark.parametrize("estimator", ["unbiased", "biased"])
-@pytest.mark.parametrize("maps", ["flatten", "gap", "position"])
+@pytest.mark.parametrize(
+    ("score_at", "estimator", "maps"),
+    [
+        ("input", "biased", "flatten"),
+        ("output", "unbiased", "flatten"),
+        ("hybrid", "unbiased", "gap"),
+        ("output", "biased", "gap"),
+        ("hybrid", "biased", "position"),
+        ("input", "unbiased", "position"),
+    ],
+)
 def test_the_native_next_block_always_scores_one(score_at, estimator, maps):
     state, scores, _ = score_answers(score_at=score_at, estimator=estimator, maps=maps)
     native = state.pool.index("ash.2")
@@ -171,7 +179,7 @@ def test_a_task_brings_only_the_files_it_needs():
 
 
 # -- label-aware scores ---------------------------------------------------------------------------
-@pytest.mark.parametrize("criterion", ["labels", "residual"])
+@pytest.mark.parametrize("criterion", ["labels", pytest.param("residual", marks=pytest.mark.nightly)])
 def test_outputs_can_be_judged_by_the_labels(criterion):
     last = play(criterion=criterion)[-1]
     assert METHOD.done(last)

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from fedquilt import methods
-from fedquilt.arrays import exact_sums, tensors
+from fedquilt.arrays import exact_sums
 from fedquilt.core import ClientContext, ClientResult, DeviceUpdate, DeviceView, Examples, Task, UpdateError
 from fedquilt.core.evaluation import compute_metrics
 from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine
 from fedquilt.methods import genefl
-from fedquilt.models import learngene, local_training
+from fedquilt.models import learngene
 from fedquilt.testing.toy_networks import deliver_task, point_members, toy_bundle, with_loaded_tensors
 from fedquilt.testing.toy_networks import run_method as run_of
 from fedquilt.tools.simulation import DeviceData
@@ -102,31 +102,6 @@ def test_the_least_turned_layers_are_chosen_weighed_by_their_size():
 
 
 # -- what is trained ------------------------------------------------------------------------------
-
-
-def test_a_device_goes_on_from_its_own_model_and_not_from_the_cluster_s():
-    _, worked = play(rounds=3, smooth=0.0, elastic=0.0)
-    first, second = trained(worked, "dev-0")
-    task, site, answer = second
-    fit = local_training.fit_from_task(task)
-    model, _ = ENGINE.train(DEEP, first[2].local, site.train, fit, tensors.seeded_rng(task.seed))
-    for name, array in model.items():
-        np.testing.assert_array_equal(answer.local[name], array)
-
-
-def test_strong_penalties_draw_the_model_to_the_cluster_s():
-    far, near = (
-        trained(play(rounds=3, smooth=value, elastic=0.0, strength="one", epochs=5)[1], "dev-0")[1]
-        for value in (0.0, 4.0)
-    )
-
-    def away(case):
-        return sum(float(np.abs(case[2].local[n] - case[1].load("layer.1")[n]).sum()) for n in ("1.weight", "1.bias"))
-
-    assert near[0].params["bound"] == ["1", "3"]
-    assert away(near) < 0.5 * away(far)
-    assert near[2].metrics["smooth"] > 0
-    assert np.abs(near[2].local["5.weight"] - near[1].local["5.weight"]).sum() > 0
 
 
 def test_both_penalties_are_one_pull_to_one_aim():

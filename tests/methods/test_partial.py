@@ -114,27 +114,13 @@ def test_what_is_not_shared_never_travels_up_and_down_once_only(name):
     assert shared < len(tensors.encode_tensors(toy_bundle().load("model")))
 
 
-@pytest.mark.parametrize("name", ["fedrep", "parfed", "fedfina", "fedlg"])
-def test_a_networks_shared_part_and_the_rest_are_all_of_it(name):
-    run, answers = play(name, engine=torch_one())
-    shared = set(run[-1].model)
-    assert 0 < len(shared) < len(tensors_of())
-    for answer in answers[-2:]:
-        assert answer.bundles["model"].keys() == shared
-        assert answer.local.keys() == tensors_of().keys() - shared
-    first, second = (answer.local for answer in answers[-2:])
-    assert any(not np.array_equal(first[key], second[key]) for key in first)
-    assert methods.load(name).result(run[-1]).tensors.keys() == tensors_of().keys()
-
-
-@pytest.mark.parametrize("name", ["parfed", "fedfina", "fedlg"])
-def test_statistics_of_batch_norm_stay_on_the_device(name):
-    run, _ = play(name, engine=torch_one())
-    assert not any("running" in key or "num_batches" in key for key in run[-1].model)
-    averaged = play("fedrep", engine=torch_one())[0][-1].model
-    counters = {key: array for key, array in averaged.items() if "num_batches" in key}
-    assert counters
-    assert all(array.dtype == np.int64 for array in counters.values())
+def test_statistics_of_batch_norm_and_the_rest_stay_on_the_device():
+    for method in (parfed, fedfina):
+        state = method.init(toy_bundle(BN, tensors_of()), method.Params(layers=2), 0)
+        assert state.model
+        assert not any("running" in key or "num_batches" in key for key in state.model)
+        assert state.own.keys() == tensors_of().keys() - state.model.keys()
+        assert method.METHOD.result(state).tensors.keys() == tensors_of().keys()
 
 
 # -- the identities -------------------------------------------------------------------------------
@@ -229,10 +215,10 @@ def test_fedlp_averages_each_layer_over_those_who_sent_it():
 
 
 def test_fedlp_leaves_layers_out_before_they_are_sent():
-    _, answers = play("fedlp", rounds=40)
+    _, answers = play("fedlp", rounds=20)
     kept = [len(answer.bundles["model"]) for answer in answers]
     assert set(kept) == {0, 2, 4}  # weight and bias go together
-    assert 0.4 < sum(kept) / (len(kept) * 4) < 0.6
+    assert 0.35 < sum(kept) / (len(kept) * 4) < 0.65
 
 
 def test_half_a_layer_is_refused():

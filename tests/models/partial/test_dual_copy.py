@@ -66,7 +66,13 @@ def seen_by(dual: DualCopy, network: dict[str, Any], model: Any, x: Any) -> Batc
 # -- identities -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("network", "trained", "size"), NETWORKS, ids=[n["name"] for n, _, _ in NETWORKS])
+@pytest.mark.parametrize(
+    ("network", "trained", "size"),
+    [
+        pytest.param(*row, id=row[0]["name"], marks=pytest.mark.nightly if "alexnet" in row[0]["name"] else ())
+        for row in NETWORKS
+    ],
+)
 def test_two_equal_copies_are_the_network_bit_for_bit(network, trained, size):
     model, x = built(network, size, spread=10.0)
     with torch.no_grad():
