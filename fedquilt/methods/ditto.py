@@ -25,6 +25,8 @@ from fedquilt.arrays import tensors
 from fedquilt.methods import fedavg, fedlora
 from fedquilt.models import local_training
 
+TRAITS = replace(fedavg.METHOD.traits, training_passes=2, model_copies=2)
+
 
 @dataclass(frozen=True)
 class Params(fedavg.Params):
@@ -45,11 +47,11 @@ def init(bundle: core.Bundle, params: Params, seed: int) -> fedlora.State:
 def send(state: fedlora.State, device: core.DeviceView) -> core.TaskSpec:
     """Return the task spec to train two models, with twice FedAvg's cost."""
     if not state.backbone:
-        return local_training.training_task_spec(state, {"model": state.model}, trainings=2, anchors=2)
+        return local_training.training_task_spec(state, {"model": state.model}, TRAITS)
     whole = fedlora.make_adapted_state(state)
     bundles = {"model": state.model, "backbone": state.backbone}
     return fedlora.with_adapted_layers(
-        local_training.training_task_spec(whole, bundles, trainings=2, anchors=2, moved=state.model), state.network
+        local_training.training_task_spec(whole, bundles, TRAITS, moved=state.model), state.network
     )
 
 
@@ -99,6 +101,7 @@ def result(state: Any) -> core.Artefact:
 
 METHOD = replace(
     fedavg.METHOD,
+    traits=TRAITS,
     paper="arXiv 2012.04221",
     params=Params,
     state=fedlora.State,

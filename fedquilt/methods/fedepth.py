@@ -17,19 +17,15 @@ network, without links.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Annotated, Any
 
-import msgspec
 import numpy as np
 from msgspec import Meta
 
 from fedquilt import core
 from fedquilt.arrays import tensors
-from fedquilt.costs import layer_costs
 from fedquilt.methods import depthfl, fedavg, heterofl
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
@@ -102,31 +98,8 @@ def send(state: NetworkState, device: core.DeviceView) -> core.TaskSpec:
     order = local_training.training_task_spec(state, {"model": sub})
     ends = [[group.end, body.stages[group.end].entrance, body.stages[group.end].width] for group in found[:-1]]
     table = {"groups": [list(group.names) for group in found], "ends": ends, "head": body.head}
-    return replace(order, params={**order.params, **table}, work=_estimate_groups_work(state, order, found))
-
-
-def _estimate_groups_work(state: NetworkState, order: core.TaskSpec, found: list[StageGroup]) -> Any:
-    # Each group costs a forward pass up to its end and a backward pass through itself.
-    if len(found) == 1:
-        return order.work
-    model, peaks = plain_network(state), []
-    works: list[core.WorkEstimate] = []
-    before: dict[str, np.ndarray] = {}
-    head = {name: model[name] for name in model.keys() - {name for group in found for name in group.names}}
-    for group in found:
-        own = {name: model[name] for name in group.names}
-        _, activations = layer_costs.part_shares(state.costs_by_layer(), model, own)
-        before |= own
-        part = state.plain_state_with({**before, **head})
-        part = replace(
-            part,
-            flops=state.flops * layer_costs.part_shares(state.costs_by_layer(), model, before)[0],
-            layers=layer_costs.scale_layers(state.layers, state.model, part.model),
-        )
-        works.append(local_training.training_work(part, moved={**own, **head}))
-        light = replace(state, example_bytes=math.ceil(activations * state.example_bytes))
-        peaks.append(local_training.training_work(light, moved={**own, **head}).peak_bytes)
-    return msgspec.structs.replace(reduce(core.WorkEstimate.add, works), peak_bytes=max(peaks))
+    work = local_training.groups_work(state, plain_network(state), table["groups"]) if ends else order.work
+    return replace(order, params={**order.params, **table}, work=work)
 
 
 # -- on the device --------------------------------------------------------------------------------

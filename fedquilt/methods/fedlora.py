@@ -27,6 +27,8 @@ from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
 from fedquilt.models.partial import lora
 
+TRAITS = replace(fedavg.METHOD.traits, frozen_weights="all but the head", model_copies="mu")
+
 
 @dataclass(frozen=True)
 class Params(fedavg.Params):
@@ -84,10 +86,9 @@ def head_names(network: Mapping[str, Any]) -> tuple[str, ...]:
 
 def send(state: State, device: core.DeviceView) -> core.TaskSpec:
     """Return the task spec to train adapters and head. The frozen backbone is sent once."""
-    anchors = 1 if state.params.get("mu", 1.0) else 0
     bundles = {"model": state.model, "backbone": state.backbone}
     return with_adapted_layers(
-        local_training.training_task_spec(make_adapted_state(state), bundles, anchors=anchors, moved=state.model),
+        local_training.training_task_spec(make_adapted_state(state), bundles, TRAITS, moved=state.model),
         state.network,
     )
 
@@ -169,5 +170,5 @@ METHOD = replace(
     work=work,
     check=check,
     result=result,
-    traits=replace(fedavg.METHOD.traits, frozen_weights="all but the head"),
+    traits=TRAITS,
 )

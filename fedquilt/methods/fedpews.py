@@ -38,6 +38,9 @@ from fedquilt.models.local_training import NetworkState
 from fedquilt.models.partial import masks
 from fedquilt.models.partial.masks import MaskPlan
 
+PLAIN = replace(fedavg.METHOD.traits, model_copies="mu")
+TRAITS = replace(PLAIN, training_passes=2, per_device_data="what every device has published of its mask")
+
 
 @dataclass(frozen=True)
 class WarmupParams(fedavg.Params):
@@ -116,17 +119,17 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec:
     """Return the task spec to train under masks, or the whole network after the warm-up."""
     if not is_warmup(state):
         return full_task_spec(state)
-    others, anchors = _mean_mask_of_others(state, device.device), int(state.params["mu"] > 0)
+    others = _mean_mask_of_others(state, device.device)
     bundles = {"model": state.model, "plan": {"json": masks.plan_to_array(state.plan)}}
     if others is not None:
         bundles["others"] = {"theta": others}
-    order = local_training.training_task_spec(state, bundles, trainings=2, anchors=anchors)
+    order = local_training.training_task_spec(state, bundles, TRAITS)
     return replace(order, params={**order.params, "masked": True, "alone": others is None})
 
 
 def full_task_spec(state: State) -> core.TaskSpec:
     """Return the task spec to train the whole network."""
-    return local_training.training_task_spec(state, {"model": state.model}, anchors=int(state.params["mu"] > 0))
+    return local_training.training_task_spec(state, {"model": state.model}, PLAIN)
 
 
 def _mean_mask_of_others(state: State, device: str) -> np.ndarray | None:
@@ -313,5 +316,5 @@ METHOD = replace(
     aggregation=core.Aggregation(fold, schema=update_schema),
     step=step,
     explain=explain,
-    traits=replace(fedavg.METHOD.traits, per_device_data="what every device has published of its mask"),
+    traits=TRAITS,
 )

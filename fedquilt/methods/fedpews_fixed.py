@@ -55,7 +55,7 @@ def send(state: fedpews.State, device: core.DeviceView) -> core.TaskSpec:
     neurons = device_mask(state, device.device)
     sent = masks.select_covered(state.model, masks.covered_entries(state.plan, neurons))
     bundles = {"model": sent, "plan": {"json": masks.plan_to_array(state.plan)}}
-    order = local_training.training_task_spec(state, bundles, anchors=int(state.params["mu"] > 0))
+    order = local_training.training_task_spec(state, bundles, fedpews.PLAIN)
     return replace(order, params={**order.params, "masked": True, "part": part_index(state, device.device)})
 
 
@@ -97,5 +97,5 @@ METHOD = replace(
     work=work,
     check=check,
     aggregation=core.Aggregation(fold, schema=fedpews.update_schema),
-    traits=fedavg.METHOD.traits,  # devices publish no masks
+    traits=fedpews.PLAIN,  # devices publish no masks
 )

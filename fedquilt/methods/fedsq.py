@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from fedquilt.models.partial.dual_copy import DualCopy
 
 
+TRAITS = replace(fedavg.METHOD.traits, frozen_weights="the choice of units that are on", model_copies=1)
+
+
 @dataclass(frozen=True)
 class Params(fedavg.Params):
     """FedAvg's parameters, and those of the two copies."""
@@ -125,7 +128,7 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec:
     in every epoch. The prediction ignores `cache_mb`, because only the device knows the size of its examples.
     """
     whole = replace(state, model=state.frozen)  # for the size in memory
-    order = local_training.training_task_spec(whole, {"model": state.model, "frozen": state.frozen}, anchors=1)
+    order = local_training.training_task_spec(whole, {"model": state.model, "frozen": state.frozen}, TRAITS)
     if not state.layers:
         return order
     tail = replace(whole, layers=layer_costs.split_at_trained(state.layers, state.model)[1])
@@ -258,5 +261,5 @@ METHOD = replace(
     work=work,
     check=check,
     result=result,
-    traits=replace(fedavg.METHOD.traits, frozen_weights="the choice of units that are on"),
+    traits=TRAITS,
 )

@@ -51,6 +51,15 @@ Positive = Annotated[int, Meta(ge=1)]
 PREFIX = "layer."  # prefix of bundles: one for each layer, so that only changed layers are sent again
 
 
+TRAITS = core.Traits(
+    prediction_tasks=("classes",),  # L_t follows the devices' accuracy
+    exact_updates=True,  # fingerprints are directions of length 1
+    per_device_data="every fingerprint of the first round, and the sums of each cluster",
+    replaces_private_state=False,  # the own model is what a device trains for
+    model_copies=2,
+)
+
+
 @dataclass(frozen=True)
 class Params(fedavg.Params):
     """FedAvg's parameters, and those of clusters, penalties and the learnGene."""
@@ -154,7 +163,7 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec | None:
     taken = state.genes[cluster] if newcomer else tuple(told)
     parts = {layer: told[layer] if layer in taken else held for layer, held in state.first.items()}
     bundles: dict[str, core.Tensors] = {PREFIX + layer: part for layer, part in parts.items()}
-    order = local_training.training_task_spec(state, {**bundles, "statistics": state.statistics}, anchors=2)
+    order = local_training.training_task_spec(state, {**bundles, "statistics": state.statistics}, TRAITS)
     bound = [] if newcomer else list(taken)
     asked = {"ask": "train", "all": list(parts), "bound": bound, "shared": list(state.shared), "layers": state.size}
     samples = state.params["fisher_samples"] if bound and state.params["elastic"] else 0
@@ -409,10 +418,5 @@ METHOD = replace(
     result=result,
     explain=explain,
     personal=personal,
-    traits=core.Traits(
-        prediction_tasks=("classes",),  # L_t follows the devices' accuracy
-        exact_updates=True,  # fingerprints are directions of length 1
-        per_device_data="every fingerprint of the first round, and the sums of each cluster",
-        replaces_private_state=False,  # the own model is what a device trains for
-    ),
+    traits=TRAITS,
 )

@@ -25,6 +25,8 @@ from fedquilt.methods import fedavg
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
 
+TRAITS = replace(fedavg.METHOD.traits, forward_passes=2, model_copies=2)
+
 
 @dataclass(frozen=True)
 class Params(fedavg.Params):
@@ -86,7 +88,8 @@ def init(bundle: Bundle, params: Params, seed: int) -> NetworkState:
 
 def send(state: NetworkState, device: DeviceView) -> TaskSpec:
     """Return the task spec to train, with two more forward passes if the device has a previous model."""
-    order = local_training.training_task_spec(state, {"model": state.model}, looks=2 if device.rounds else 0, anchors=2)
+    traits = TRAITS if device.rounds else replace(TRAITS, forward_passes=0)
+    order = local_training.training_task_spec(state, {"model": state.model}, traits)
     return replace(order, params={**order.params, "head": state.register.find_classifier()})
 
 
@@ -104,6 +107,7 @@ def work(task: Task, site: ClientContext) -> ClientResult:
 
 METHOD = replace(
     fedavg.METHOD,
+    traits=TRAITS,
     paper="arXiv 2103.16257",
     params=Params,
     engines=("torch",),

@@ -25,6 +25,8 @@ from fedquilt.methods import fedavg
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
 
+TRAITS = replace(fedavg.METHOD.traits, training_passes=2, model_copies=2)
+
 
 @dataclass(frozen=True)
 class Params(fedavg.Params):
@@ -70,7 +72,7 @@ class MetaStep:
 
 def send(state: NetworkState, device: DeviceView) -> TaskSpec:
     """Return the task spec to train at twice FedAvg's cost, with one more copy of the model."""
-    return local_training.training_task_spec(state, {"model": state.model}, trainings=2, anchors=2)
+    return local_training.training_task_spec(state, {"model": state.model}, TRAITS)
 
 
 def work(task: Task, site: ClientContext) -> ClientResult:

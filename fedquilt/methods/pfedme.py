@@ -28,6 +28,8 @@ from fedquilt.methods import ditto, fedavg
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
 
+TRAITS = replace(fedavg.METHOD.traits, training_passes="inner", model_copies=2)
+
 
 @dataclass(frozen=True)
 class Params(fedavg.Params):
@@ -83,7 +85,7 @@ class MoreauEnvelope:
 
 def send(state: NetworkState, device: DeviceView) -> TaskSpec:
     """Return the task spec for K steps on each mini-batch, with one more copy of the model."""
-    return local_training.training_task_spec(state, {"model": state.model}, trainings=state.params["inner"], anchors=2)
+    return local_training.training_task_spec(state, {"model": state.model}, TRAITS)
 
 
 def work(task: Task, site: ClientContext) -> ClientResult:
@@ -119,6 +121,7 @@ def step(state: NetworkState, total: WeightedSums | None) -> NetworkState:
 
 METHOD = replace(
     fedavg.METHOD,
+    traits=TRAITS,
     paper="arXiv 2006.08848",
     params=Params,
     engines=("torch",),

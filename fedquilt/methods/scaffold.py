@@ -40,6 +40,9 @@ TOPK: Final = (
 )
 
 
+TRAITS = replace(fedavg.METHOD.traits, refused_codecs={"topk": TOPK}, model_copies=2)
+
+
 @dataclass(frozen=True)
 class Params(fedavg.Params):
     """FedAvg's parameters, the server's learning rate and the number of devices."""
@@ -81,7 +84,7 @@ def init(bundle: core.Bundle, params: Params, seed: int) -> State:
 
 def send(state: State, device: core.DeviceView) -> core.TaskSpec:
     """Return the task spec to train with the server's control variate and one more copy in memory."""
-    return local_training.training_task_spec(state, {"model": state.model, "control": state.control}, anchors=2)
+    return local_training.training_task_spec(state, {"model": state.model, "control": state.control}, TRAITS)
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
@@ -154,6 +157,7 @@ def step(state: State, total: ScaffoldSums | None) -> State:
 
 METHOD = replace(
     fedavg.METHOD,
+    traits=TRAITS,
     paper="arXiv 1910.06378",
     params=Params,
     state=State,
@@ -168,5 +172,4 @@ METHOD = replace(
         check_sums=validate_site_sums,
     ),
     step=step,
-    traits=replace(fedavg.METHOD.traits, refused_codecs={"topk": TOPK}),
 )

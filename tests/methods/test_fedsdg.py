@@ -9,7 +9,7 @@ from fedsdg_runs import ENGINE, LAYERS, QUICK, WEIGHTS, Played, asked, began, bu
 
 from fedquilt import methods
 from fedquilt.arrays import tensors
-from fedquilt.core import DeviceUpdate, DeviceView, Fit, JobError, ModelError
+from fedquilt.core import DeviceUpdate, DeviceView, Fit, JobError, ModelError, Traits
 from fedquilt.core.evaluation import compute_metrics
 from fedquilt.methods import fedsdg
 from fedquilt.models import local_training
@@ -65,7 +65,7 @@ def test_what_is_held_still_has_no_gradients_and_no_moments(name):
     assert order is not None
     backbone = {key: array for key, array in state.backbone.items() if key not in state.model}
     everything = NetworkState(state.params, state.network, {**backbone, **state.model}, 0.0, 0)
-    most = local_training.training_task_spec(everything, {}, anchors=int(name == "fedsdg")).work.peak_bytes
+    most = local_training.training_work(everything, Traits(model_copies=int(name == "fedsdg"))).peak_bytes
     assert order.work.peak_bytes == most - 3 * tensors.total_bytes([backbone])
 
 
