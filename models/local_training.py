@@ -57,9 +57,6 @@ def initial_state(bundle: core.Bundle, params: Any) -> NetworkState:
     return NetworkState(table, network, model, flops, example_bytes, layers=found)
 
 
-# -- tasks and their cost -------------------------------------------------------------------------
-
-
 def training_task_spec(
     state: NetworkState,
     bundles: Mapping[str, core.Tensors],
@@ -157,9 +154,6 @@ def minimum_batch(state: NetworkState, moved: core.Tensors | None = None) -> int
     return batch if state.register.is_coupled(state.model, names) else 1
 
 
-# -- on the device --------------------------------------------------------------------------------
-
-
 def fit_from_task(task: core.Task) -> core.Fit:
     given = {name: task.params[name] for name in FIT if name in task.params}
     given["augment"] = tuple(given.get("augment", ()))
@@ -187,9 +181,6 @@ def train_from(
         task.params["network"], start, site.train, fit_from_task(task), site.rng, hooks=hooks, progress=site.progress
     )
     return core.ClientResult({"model": model}, weight=float(len(site.train)), metrics=metrics)
-
-
-# -- updates and results --------------------------------------------------------------------------
 
 
 def full_model_schema(state: Any) -> core.UpdateSchema:

@@ -110,9 +110,6 @@ def sample_rows_by_class(y: np.ndarray, each: int, seed: int) -> np.ndarray:
     return np.sort(np.concatenate([member[:each] for member in members])) if members else np.arange(0)
 
 
-# -- groups ---------------------------------------------------------------------------------------
-
-
 def _split_groups(y: np.ndarray, spec: DataSpec, origin: np.ndarray | None) -> list[tuple[np.ndarray, range]]:
     if not spec.groups:
         return [(np.arange(len(y)), range(spec.shares))]
@@ -135,9 +132,6 @@ def _split_groups(y: np.ndarray, spec: DataSpec, origin: np.ndarray | None) -> l
     return [
         (np.flatnonzero(number == group), range(int(team[0]), int(team[-1]) + 1)) for group, team in enumerate(teams)
     ]
-
-
-# -- who owns which row, each (n,) ----------------------------------------------------------------
 
 
 def _assign_users(owner: np.ndarray | None, spec: DataSpec) -> np.ndarray:

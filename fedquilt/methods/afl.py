@@ -71,9 +71,6 @@ class State:
     log: tuple[str, ...] = ()
 
 
-# -- server ---------------------------------------------------------------------------------------
-
-
 def init(bundle: core.Bundle, params: Params, seed: int) -> State:
     """Return the first state.
 
@@ -218,9 +215,6 @@ def _feature_width(state: State) -> int:
 
 def _projection_seed(state: State) -> int:
     return core.derive_seed("features", state.seed)
-
-
-# -- client ---------------------------------------------------------------------------------------
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:

@@ -92,9 +92,6 @@ def send(state: NetworkState, device: core.DeviceView) -> core.TaskSpec:
     return replace(order, params=params)
 
 
-# -- on the device --------------------------------------------------------------------------------
-
-
 @dataclass
 class Exits:
     """Exits of a sub-network, with their scores on the latest mini-batch."""

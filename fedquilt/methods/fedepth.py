@@ -102,9 +102,6 @@ def send(state: NetworkState, device: core.DeviceView) -> core.TaskSpec:
     return replace(order, params={**order.params, **table}, work=work)
 
 
-# -- on the device --------------------------------------------------------------------------------
-
-
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Train the groups in turn, each with a link to the classifier and earlier groups frozen."""
     parts, ends, model = task.params["groups"], task.params["ends"], site.load("model")

@@ -47,9 +47,6 @@ class State(NetworkState):
     backbone: dict[str, np.ndarray]  # frozen network around the adapters; {}: no adapters
 
 
-# -- sharing a part -------------------------------------------------------------------------------
-
-
 def split_state(begun: NetworkState, own: Collection[str]) -> State:
     """Return FedRep's state, in which the tensors named in `own` stay on the devices."""
     shared = {name: array for name, array in begun.model.items() if name not in own}
@@ -111,9 +108,6 @@ def result(state: State) -> core.Artefact:
             fedlora.State(**vars(state.plain_state_with(state.model)), backbone=state.backbone)
         )
     return local_training.weights_artefact(state.network, model, private=private)
-
-
-# -- the method -----------------------------------------------------------------------------------
 
 
 def init(bundle: core.Bundle, params: Params, seed: int) -> State:

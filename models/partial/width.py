@@ -28,9 +28,6 @@ def select_by_tier(profile: Profile | None, values: Sequence[Any]) -> Any:
     return values[order.index(tiers.tier_from_profile(profile)) if profile is not None else 0]
 
 
-# -- by width -------------------------------------------------------------------------------------
-
-
 def leading_units(plan: MaskPlan, rate: float) -> dict[str, np.ndarray]:
     return {name: np.arange(unit_count(width, rate)) for name, width in plan.widths.items()}
 
@@ -79,9 +76,6 @@ def cut_tensors(model: Tensors, at: Places) -> dict[str, np.ndarray]:
         name: np.ascontiguousarray(model[name][_numpy_index_of_place(place)]).reshape(_cut_shape(model[name], place))
         for name, place in at.items()
     }
-
-
-# -- back again -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -140,9 +134,6 @@ def _numpy_index_of_place(place: tuple[np.ndarray | None, np.ndarray | None]) ->
 def _cut_shape(array: np.ndarray, place: tuple[np.ndarray | None, np.ndarray | None]) -> tuple[int, ...]:
     along = [size if some is None else len(some) for size, some in zip(array.shape, place, strict=False)]
     return (*along, *array.shape[len(along) :])
-
-
-# -- in torch -------------------------------------------------------------------------------------
 
 
 def shrink_module(module: Any, start: Tensors, *, scaled: bool) -> Any:

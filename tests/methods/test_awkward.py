@@ -153,8 +153,6 @@ def test_ft_part_trains_a_batch_norm_without_parameters_with_the_layer_before_it
     assert {"norm.running_mean", "norm.running_var"} <= state.model.keys()
 
 
-# -- every method ---------------------------------------------------------------------------------
-
 QUICK = (("heterofl", "tokens"), ("fedlora", "maps"), ("fedsq", "tied"), ("depthfl", "shared"), ("genefl", "tied"))
 PREPARED = [
     pytest.param(

@@ -22,9 +22,6 @@ torch_engine = pytest.importorskip("fedquilt.edge_agent.engines.torch.engine", r
 HEAD = {"head.weight", "head.bias"}
 
 
-# -- what travels ---------------------------------------------------------------------------------
-
-
 def test_only_the_change_of_the_shared_part_is_in_the_bytes_that_are_sent():
     """Adapters A (in, 2) and B (2, out) of four layers and the head: 160 + 27 values, and nothing else.
 
@@ -116,9 +113,6 @@ def test_gates_are_told_when_the_job_asks_for_it():
         assert all(0.4 < m < 0.6 and round(m, 2) == m for m in gates.values())
 
 
-# -- what it is with its knobs at zero ------------------------------------------------------------
-
-
 def test_with_all_gates_shut_it_is_fedlora():
     """m = 0, no penalties, the plain mean, devices with as many examples: the same shared part after two rounds."""
     shut = Played("fedsdg", gate=-100.0, sparsity=0.0, own_decay=0.0, aggregation="mean").states[-1]
@@ -138,9 +132,6 @@ def test_who_has_never_trained_is_evaluated_with_all_gates_shut():
         whole = compute_metrics(ENGINE.evaluate(found.meta["network"], found.tensors, site.held))
         assert each["accuracy"] == whole["accuracy"]
         assert each["loss"] == pytest.approx(whole["loss"], rel=1e-5)
-
-
-# -- on the device --------------------------------------------------------------------------------
 
 
 def test_a_device_goes_on_with_its_own_branch_and_is_evaluated_with_it():
@@ -169,9 +160,6 @@ def test_a_branch_of_another_rank_is_refused():
 
 
 torch_engine = pytest.importorskip("fedquilt.edge_agent.engines.torch.engine", reason="adapters are trained with torch")
-
-
-# -- weights --------------------------------------------------------------------------------------
 
 
 def changes(*rows: tuple[float, float]) -> list[dict[str, np.ndarray]]:
@@ -246,9 +234,6 @@ def test_no_more_changes_are_held_than_asked_for_and_in_any_order():
     one, two = folded(state, rows), folded(state, dict(reversed(rows.items())))
     assert tensors.pack_state(one) == tensors.pack_state(two)
     assert one.told == ("2 changes beyond the 2 held at once were left out",)
-
-
-# -- settings -------------------------------------------------------------------------------------
 
 
 def test_the_presets_are_the_papers_and_the_official_codes_values():

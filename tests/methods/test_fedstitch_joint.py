@@ -38,9 +38,6 @@ def ends(state: SearchState, paths: Any, shares: list[Examples]) -> np.ndarray:
     )
 
 
-# -- the head -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("cohort", [0, 1, 3])
 def test_every_head_is_that_of_the_pooled_images_of_all_devices(cohort):
     devices = image_members(8)
@@ -146,9 +143,6 @@ def test_a_single_example_gives_a_head(same):
     assert {each.criterion for each in last.candidates} == {None}
     assert last.examples == 1  # of several held-out ones: no device counts as more than it has of its own
     assert (last.right == same).all()
-
-
-# -- candidates -----------------------------------------------------------------------------------
 
 
 def test_each_donor_is_a_candidate_at_its_best_depth_and_at_its_last():

@@ -20,7 +20,6 @@ from fedquilt.testing.toy_networks import build_donors, deliver_task, image_memb
 from fedquilt.tools.lab.bench import reference_scoring
 
 
-# -- scores ---------------------------------------------------------------------------------------
 def score_answers(**changes: Any) -> tuple[SearchState, dict[str, np.ndarray], dict[str, float]]:
     """What one device answers when the path is ash.0 > ash.1."""
     bundle, _ = build_donors()
@@ -178,7 +177,6 @@ def test_a_task_brings_only_the_files_it_needs():
     assert sent == {name for name in bundle.files if bundle.meta["blocks"][name[:-5]]["kind"] != "end"}
 
 
-# -- label-aware scores ---------------------------------------------------------------------------
 @pytest.mark.parametrize("criterion", ["labels", pytest.param("residual", marks=pytest.mark.nightly)])
 def test_outputs_can_be_judged_by_the_labels(criterion):
     last = play(criterion=criterion)[-1]

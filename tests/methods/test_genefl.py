@@ -49,9 +49,6 @@ def trained(worked: list[Any], device: str) -> list[Any]:
     return [each for each in worked if each[1].device == device and each[0].params["ask"] == "train"]
 
 
-# -- what is sent ---------------------------------------------------------------------------------
-
-
 def test_the_first_round_asks_for_fingerprints_and_nothing_else():
     run, worked = play(rounds=1)
     assert all(answer.bundles.keys() == {"fingerprint"} for _, _, answer in worked)
@@ -101,9 +98,6 @@ def test_the_least_turned_layers_are_chosen_weighed_by_their_size():
     assert chosen(2, "highest", "none") == ["b", "c"]
 
 
-# -- what is trained ------------------------------------------------------------------------------
-
-
 def test_both_penalties_are_one_pull_to_one_aim():
     """grad = 2 lambda1 a (v - Theta) + 2 lambda2 (v - el), against the two terms apart."""
     task = play(rounds=2, smooth=0.3, elastic=0.2)[1][-1][0]
@@ -129,9 +123,6 @@ def test_strengths_follow_the_size_of_a_layer():
     assert learngene.layer_strengths("size", parts, model) == {"a.w": 1.0, "a.b": 1.0, "b.w": 0.5}
     assert learngene.layer_strengths("sqrt", parts, model)["b.w"] == 0.5
     assert learngene.layer_strengths("one", parts, model)["b.w"] == 1.0
-
-
-# -- what is added up -----------------------------------------------------------------------------
 
 
 def one_cluster(size: int = 1) -> Any:
@@ -212,9 +203,6 @@ def test_an_accuracy_that_is_none_is_refused(correct, held):
     state, told = one_cluster(), {"held_correct": correct, "held_examples": held}
     with pytest.raises(UpdateError, match=f"{correct:g} of {held:g} held-out examples"):
         genefl.fold(state, None, replace(gave(state, "a", "1", 1.0), metrics=told))
-
-
-# -- who comes later ------------------------------------------------------------------------------
 
 
 def ask(

@@ -72,9 +72,6 @@ def torch_one() -> Any:
     return module.TorchEngine(1 << 40, base_bytes=0)
 
 
-# -- how much travels -----------------------------------------------------------------------------
-
-
 def test_of_a_resnet18_the_papers_bytes_travel():
     bundle = toy_bundle(RESNET18, resnet18())
     fina, par = fedfina.init(bundle, fedfina.Params(), 0), parfed.init(bundle, parfed.Params(), 0)
@@ -123,9 +120,6 @@ def test_statistics_of_batch_norm_and_the_rest_stay_on_the_device():
         assert method.METHOD.result(state).tensors.keys() == tensors_of().keys()
 
 
-# -- the identities -------------------------------------------------------------------------------
-
-
 def test_parfed_that_keeps_nothing_is_fedavg():
     ours, theirs = play("parfed", layers=0)[0], play("fedavg")[0]
     assert [tensors.encode_tensors(state.model) for state in ours] == [
@@ -147,9 +141,6 @@ def test_a_network_that_cannot_be_parted_is_refused():
     for method in (parfed, fedfina, fedlg):
         with pytest.raises(ModelError, match="no part of it to share"):
             method.init(bundle, method.Params(), 0)
-
-
-# -- FedLG ----------------------------------------------------------------------------------------
 
 
 def test_fedlg_measures_for_so_many_rounds_and_sends_no_weights_in_them():
@@ -196,9 +187,6 @@ def test_a_size_below_nothing_is_refused():
     sizes = {name: np.array([-1.0]) for name in state.candidates}
     with pytest.raises(UpdateError, match="smaller than nothing"):
         fedlg.fold(state, None, DeviceUpdate("a", 0, 1.0, {}, {"sizes": sizes}))
-
-
-# -- FedLP ----------------------------------------------------------------------------------------
 
 
 def test_fedlp_averages_each_layer_over_those_who_sent_it():

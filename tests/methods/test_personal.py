@@ -75,9 +75,6 @@ def one(method: Method, engine: Any, **params: Any) -> tuple[Task, ClientContext
     return deliver_task(method, method.send(state, DeviceView("dev-0", None)), point_members(1, 13)[0], engine)
 
 
-# -- identities -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "params", "torch"),
     [
@@ -101,9 +98,6 @@ def test_ditto_without_pull_trains_its_own_models_as_if_alone():
     assert Played("ditto", pull=0.0).kept == alone.kept != Played("ditto", pull=1.0).kept
     assert len(set(alone.models)) == 1
     assert not any(answer.bundles for _, answer in alone.answers)
-
-
-# -- on paper -------------------------------------------------------------------------------------
 
 
 def test_dittos_own_model_takes_the_papers_step():
@@ -217,9 +211,6 @@ def test_perfedavg_is_evaluated_after_a_step_on_the_devices_own_examples():
         assert perfedavg.check(*one(perfedavg.METHOD, torch_one(), **{"alpha": 0.2, **params})) == plain
 
 
-# -- FedRep ---------------------------------------------------------------------------------------
-
-
 def test_fedreps_progress_goes_from_nothing_to_all_once():
     told = []
     task, site = one(fedrep.METHOD, numpy_one(), head_epochs=3)
@@ -255,9 +246,6 @@ def test_a_head_of_several_layers_is_named():
     convolutional = toy_bundle({"name": "x"}, {"conv10.weight": np.zeros((3, 1, 1, 1), np.float32)}, kinds={})
     with pytest.raises(ModelError, match="no last linear layer"):
         fedrep.init(convolutional, fedrep.Params(), 0)
-
-
-# -- refusals -------------------------------------------------------------------------------------
 
 
 def test_nothing_travels_with_local():

@@ -111,9 +111,6 @@ def detect_format(path: Path, spec: DataSpec) -> str:
     return TABLES.get(path.suffix.lower(), "idx" if images.IDX_IMAGES.match(path.name) else "npz")
 
 
-# -- sources: one file, or several with common class numbers and one image shape --------------------
-
-
 def open_sources(spec: DataSpec) -> ExampleReader:
     if not spec.sources:
         return _resize_images(open_reader(spec), spec)

@@ -173,8 +173,6 @@ def _scale_grey_levels(levels: np.ndarray, name: str, depth: int) -> np.ndarray:
 
 IDX_IMAGES = re.compile(r"(.*)images([-.])idx3-ubyte(\.gz)?$")
 
-# -- IDX, the format of MNIST ---------------------------------------------------------------------
-
 
 def open_idx(path: Path, spec: DataSpec) -> ExampleReader:
     if path.is_dir():
@@ -228,9 +226,6 @@ def _read_idx_header(stream: Bytes, path: Path, dimensions: int) -> tuple[int, .
 
 def _open_stream(path: Path) -> Bytes:
     return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
-
-
-# -- image files, torchvision ---------------------------------------------------------------------
 
 
 def open_folder(path: Path, spec: DataSpec) -> ExampleReader:

@@ -25,9 +25,6 @@ def test_a_tiny_alpha_leaves_each_class_to_one_device():
     assert sorted(np.concatenate(owned)) == list(range(300))
 
 
-# -- shards ---------------------------------------------------------------------------------------
-
-
 def test_shards_are_equal_and_of_few_classes():
     owned = partition.rows_of_shares(TEN, DataSpec("-", partition="shards", shares=10))
     assert [len(own) for own in owned] == [30] * 10
@@ -41,9 +38,6 @@ def test_more_shards_than_examples_are_refused():
         DataError, match=r"few\.npz: 175 devices need 350 shards .*, and there are 300 .* at most 150 devices"
     ):
         partition.rows_of_share(TEN, spec)
-
-
-# -- groups ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["iid", "dirichlet", "classes", "shards"])
@@ -79,9 +73,6 @@ def test_groups_that_do_not_fit_are_refused():
         partition.rows_of_share(TEN, DataSpec("d.npz", groups=KNOWN))
 
 
-# -- balanced draws -------------------------------------------------------------------------------
-
-
 def test_so_many_of_each_class_are_drawn():
     y = np.concatenate([TEN, [10, 10]])
     rows = partition.sample_rows_by_class(y, 4, seed=1)
@@ -101,8 +92,6 @@ def test_a_split_has_its_own_number_of_each_class(tmp_path):
     assert sizes == [30, 10, 300]
     assert len(examples.load_split(msgspec.structs.replace(spec, per_class=2))) == 20
 
-
-# -- the table ------------------------------------------------------------------------------------
 
 MIXED = [{"path": "a.npz", "labels_from": 0}, {"path": "b.npz", "labels_from": 10}]
 

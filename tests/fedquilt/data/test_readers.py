@@ -17,8 +17,6 @@ from fedquilt.data.readers import audio
 from fedquilt.data.readers.text import Tokenizer
 from fedquilt.data.spec import Audio, DataSpec
 
-# -- IDX ------------------------------------------------------------------------------------------
-
 
 def idx(folder: Path, prefix: str, count: int, *, packed: bool = False, labels: int | None = None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
@@ -72,9 +70,6 @@ def test_damaged_idx_files_are_refused(tmp_path):
     packed.write_bytes(packed.read_bytes()[:-12])
     with pytest.raises(DataError, match=r"cannot read .*train-images-idx3-ubyte\.gz"):
         data.load_share(DataSpec(str(tmp_path / "packed")))
-
-
-# -- image folders, torchvision -------------------------------------------------------------------
 
 
 def picture(path: Path, value: int, size: tuple[int, int] = (4, 4), mode: str = "L") -> None:
@@ -158,9 +153,6 @@ def recorded(path: Path, sound: np.ndarray, *, rate: int = RATE, width: int = 2,
     return path
 
 
-# -- recordings -----------------------------------------------------------------------------------
-
-
 def test_a_tone_is_loudest_in_its_own_band():
     points = 256
     weights = audio.mel_filters(RATE, points, 8)
@@ -228,8 +220,6 @@ def test_a_bad_recording_is_named(tmp_path):
     with pytest.raises(DataError, match=r"list\.csv, line 2, column 'file': no file 'nowhere\.wav' beside the table"):
         readers.open_reader(spec(tmp_path / "list.csv", x="file", audio={"rate": RATE}))
 
-
-# -- texts ----------------------------------------------------------------------------------------
 
 WORDS = ["[PAD]", "[UNK]", "sens", "##or", "##s", "pump", "3", ".", "##ing", "s", "ä"]
 

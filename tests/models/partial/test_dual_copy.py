@@ -63,9 +63,6 @@ def seen_by(dual: DualCopy, network: dict[str, Any], model: Any, x: Any) -> Batc
     return caught[0]
 
 
-# -- identities -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("network", "trained", "size"),
     [
@@ -171,9 +168,6 @@ def test_gates_of_its_own_make_it_the_network_with_a_frozen_part():
         assert torch.equal(pair(x), model(x))
 
 
-# -- refusals -------------------------------------------------------------------------------------
-
-
 def test_a_network_that_branches_on_values_is_refused_by_name(monkeypatch):
     """It cannot be taken apart."""
 
@@ -193,9 +187,6 @@ def test_a_network_that_branches_on_values_is_refused_by_name(monkeypatch):
 def test_a_schedule_that_trains_nothing_is_refused():
     with pytest.raises(ModelError, match="uses no tensor of nowhere"):
         DualCopy(CNN, ["nowhere"])
-
-
-# -- rows -----------------------------------------------------------------------------------------
 
 
 def seen() -> BatchOutputs:

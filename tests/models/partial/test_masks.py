@@ -116,9 +116,6 @@ def test_a_plan_of_another_network_is_refused():
             masks.validate_plan(replace(PLAN, follows={**PLAN.follows, "a.bias": follow}), model)
 
 
-# -- of real networks -----------------------------------------------------------------------------
-
-
 def network(name: str) -> tuple[Any, Any, MaskPlan]:
     """torch, a network of the zoo in which every tensor is away from its beginnings, and its plan."""
     torch = pytest.importorskip("torch")
@@ -234,9 +231,6 @@ def test_units_that_a_weight_made_of_other_tensors_reads_stay_whole():
         torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU(), made, torch.nn.Linear(4, 3))
     )
     assert (plan.widths, plan.follows, plan.whole) == ({}, {}, {"0": "2"})
-
-
-# -- gates ----------------------------------------------------------------------------------------
 
 
 def one_neuron() -> tuple[Any, Any, MaskPlan]:
