@@ -241,11 +241,14 @@ def test_without_held_out_examples_the_criterion_decides_and_the_story_says_so()
     assert any("not validated" in line for line in METHOD.explain(last))
 
 
+def test_paper_mode_is_the_papers_letter():
+    params = METHOD.init(build_donors()[0], SearchParams(mode="paper"), 0).params
+    assert {name: getattr(params, name) for name in PAPER} == PAPER
+
+
+@pytest.mark.nightly
 def test_paper_mode_holds_five_rounds_for_each_vote_and_finishes_22_networks():
     """Though the first round brings all devices. Every block is voted on, at random paths, from starting blocks."""
-    bundle, _ = build_donors()
-    params = METHOD.init(bundle, SearchParams(mode="paper"), 0).params
-    assert {name: getattr(params, name) for name in PAPER} == PAPER
     run = play(mode="paper")
     last = run[-1]
     assert all(not junction["bias"].any() for junction in last.junctions.values())
