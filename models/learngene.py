@@ -11,7 +11,7 @@ from fedquilt.core import Hooks, Tensors
 
 
 def choose_learngene_layers(
-    parts: Mapping[str, tuple[str, ...]], model: Tensors, before: Tensors, count: int, order: str, norm: str
+    parts: Mapping[str, tuple[str, ...]], model: Tensors, before: Tensors, *, count: int, order: str, norm: str
 ) -> list[str]:
     """Return the `count` layers whose weights turned least, or most for "highest", in this order (Eq. 9)."""
     sizes = {layer: sum(model[name].size for name in names) for layer, names in parts.items()}

@@ -143,12 +143,7 @@ def evaluation_work(state: NetworkState) -> core.WorkEstimate:
 
 
 def minimum_batch(state: NetworkState, moved: core.Tensors | None = None) -> int:
-    """Return the least number of examples in memory: a mini-batch with trained batch norm, else one.
-
-    Args:
-        state: State with the model and the batch size.
-        moved: Trained tensors, or None if all are.
-    """
+    """Return the least number of examples in memory: a mini-batch with trained batch norm, else one."""
     names = None if moved is None else moved.keys()
     batch = math.ceil(state.params.get("batch", 1) / state.params.get("accumulate", 1))
     return batch if state.register.is_coupled(state.model, names) else 1

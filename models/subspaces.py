@@ -25,10 +25,6 @@ def compute_subspace(x: np.ndarray, directions: int) -> np.ndarray:
 
     Column i of X (d, n) is example i, not centred. The largest entry of each vector is positive. Examples of smaller
     rank leave columns of zeros.
-
-    Args:
-        x: Examples (n, ...). Unsigned integers are divided by their largest possible value.
-        directions: Number of singular vectors.
     """
     flat = x.reshape(len(x), -1).astype(np.float64)
     if x.dtype.kind == "u":
@@ -64,14 +60,7 @@ def assign_to_nearest(point: np.ndarray, centres: list[np.ndarray], members: lis
 
 
 def validate_fingerprint(told: Tensors, device: str, directions: int, known: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the fingerprint (d, directions) that a device sent as its only tensor, "u".
-
-    Args:
-        told: Tensors of the update.
-        device: Id of the device, for errors.
-        directions: Number of singular vectors requested.
-        known: Fingerprints or centres (d, directions) of other devices.
-    """
+    """Return the fingerprint (d, directions) that a device sent as its only tensor, "u"."""
     if told.keys() != {"u"} or told["u"].ndim != 2 or told["u"].shape[1] != directions or told["u"].dtype != np.float32:
         raise UpdateError(f"{device} did not send a fingerprint of {directions} vectors")
     tensors.require_finite(told)

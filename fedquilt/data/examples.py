@@ -6,7 +6,7 @@ on first use, because the agent process checks `[data]` without numpy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -76,9 +76,6 @@ def count_labels(spec: DataSpec) -> tuple[np.ndarray, np.ndarray]:
     """Count the training and the held-out examples of each class in every share.
 
     A task without classes counts as one class. No inputs are read.
-
-    Returns:
-        Counts of training and of held-out examples, each (shares, classes).
     """
     import numpy as np
 
@@ -139,9 +136,7 @@ def _class_labels(reader: ExampleReader, used: np.ndarray, spec: DataSpec) -> np
     return reader.y[used] if spec.task == "classes" else np.zeros(len(used), np.int64)
 
 
-def _require_nonempty(
-    parts: Sequence[tuple[np.ndarray, np.ndarray]], count: int, spec: DataSpec, shares: Sequence[int]
-) -> None:
+def _require_nonempty(parts: Sequence[tuple[Sized, Sized]], count: int, spec: DataSpec, shares: Sequence[int]) -> None:
     for share, (train, held) in zip(shares, parts, strict=True):
         if not len(train) + len(held):
             raise DataError(

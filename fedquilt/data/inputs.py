@@ -85,10 +85,6 @@ def prepare_images(x: np.ndarray, wanted: ImageInput | Mapping[str, Any]) -> np.
     """Convert stored images to standardised network inputs, (n, channels, size, size) float32.
 
     Grey becomes colour by repetition, and colour becomes grey by the BT.601 luma weights.
-
-    Args:
-        x: Images (n, h, w) or (n, h, w, c), unsigned integers or floats from 0 to 1.
-        wanted: The [input] table.
     """
     spec = wanted if isinstance(wanted, ImageInput) else msgspec.convert(wanted, ImageInput)
     if x.ndim == 3:
@@ -191,9 +187,6 @@ def measure_scales(x: np.ndarray) -> ValueInput:
     """Return the mean and standard deviation of each feature of the last axis.
 
     A constant feature gets the deviation 1.
-
-    Args:
-        x: Numbers of any type, (n, ..., features).
     """
     flat = x.reshape(-1, x.shape[-1]).astype(np.float64)
     std = flat.std(axis=0)
@@ -201,12 +194,7 @@ def measure_scales(x: np.ndarray) -> ValueInput:
 
 
 def describe_unequal_scales(x: np.ndarray, names: Sequence[str] = ()) -> str:
-    """Return a sentence on two features of very different scales, or "" if there are none.
-
-    Args:
-        x: Numbers (n, features).
-        names: Names of the features, or () without names.
-    """
+    """Return a sentence on two features of very different scales, or "" if there are none."""
     if x.dtype.kind not in "fiu" or x.ndim != 2 or not x.size:
         return ""
     std = x.astype(np.float64).std(axis=0)

@@ -33,16 +33,7 @@ SIDE: Final = 32  # pixels to which large images, and those of several sizes, ar
 
 @dataclass(frozen=True)
 class DataInspection:
-    """What a data set holds, with the settings that read it.
-
-    Attributes:
-        data: Table [data] of a job, with the path as it was given.
-        input: Table [input] of a job.
-        shape: Shape of one stored example.
-        outputs: Number of classes, or of numbers to predict.
-        examples: Number of training examples.
-        notes: Sentences on what was found and chosen.
-    """
+    """What a data set holds, with the settings that read it."""
 
     data: dict[str, Any]
     input: dict[str, Any]
@@ -53,12 +44,7 @@ class DataInspection:
 
 
 def inspect_data(source: str, label: str = "") -> DataInspection:
-    """Inspect a file, a folder, or a data set by name: "sklearn/iris", "torchvision/MNIST".
-
-    Args:
-        source: Path or name.
-        label: Column of a table, or array of an .npz, that is predicted; "" for "y".
-    """
+    """Inspect a file, a folder, or a data set by name: "sklearn/iris", "torchvision/MNIST"."""
     data = _locate_data(source)
     kind = readers.detect_format(Path(data.get("path", "")), DataSpec(**data)) if "path" in data else "sklearn"
     notes: list[str] = []
@@ -247,13 +233,7 @@ class Column:
 
 
 def inspect_table(path: Path, label: str, notes: list[str]) -> dict[str, Any]:
-    """Return the [data] keys that read a table, and append notes.
-
-    Args:
-        path: The table, or a folder with a table of each split.
-        label: Column to predict, or "" for "y".
-        notes: Receives a sentence on each kind of column.
-    """
+    """Return the [data] keys that read a table, and append notes."""
     file = table.find_table(path, DataSpec(path=str(path)))
     found: dict[str, Column] = {}
     for chunk in table.read_chunks(file):
@@ -338,12 +318,7 @@ UNEQUAL: Final = 10.0  # the largest class by the smallest from which a note war
 
 
 def choose_settings(y: np.ndarray, where: str) -> dict[str, Any]:
-    """Return the [data] keys `task`, `labels` and `target` that fit stored labels.
-
-    Args:
-        y: Labels (n,) of numbers or words, or (n, k) of numbers.
-        where: Name of the data in errors.
-    """
+    """Return the [data] keys `task`, `labels` and `target` that fit stored labels."""
     if not y.size:
         raise DataError(f"{where} has no labels (shape {y.shape}): add an example with a label")
     if y.dtype.kind == "f" and (gaps := len(y) - int(np.isfinite(y.reshape(len(y), -1)).all(axis=1).sum())):

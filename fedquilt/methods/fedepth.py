@@ -98,8 +98,10 @@ def send(state: NetworkState, device: core.DeviceView) -> core.TaskSpec:
     order = local_training.training_task_spec(state, {"model": sub})
     ends = [[group.end, body.stages[group.end].entrance, body.stages[group.end].width] for group in found[:-1]]
     table = {"groups": [list(group.names) for group in found], "ends": ends, "head": body.head}
-    work = local_training.groups_work(state, plain_network(state), table["groups"]) if ends else order.work
-    return replace(order, params={**order.params, **table}, work=work)
+    order = replace(order, params={**order.params, **table})
+    if not ends:
+        return order
+    return replace(order, work=local_training.groups_work(state, plain_network(state), [each.names for each in found]))
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:

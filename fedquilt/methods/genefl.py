@@ -173,33 +173,23 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec | None:
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Return a fingerprint (Eq. 11), or train the device's model (Eq. 4 to 8) and send its learnGene (Eq. 9)."""
-    if task.params["ask"] == "fingerprint":
-        some = _sample_examples(site, task.params["fingerprint_samples"])
-        found = subspaces.compute_subspace(some.x, task.params["directions"])
+    params = task.params
+    if params["ask"] == "fingerprint":
+        some = _sample_examples(site, params["fingerprint_samples"])
+        found = subspaces.compute_subspace(some.x, params["directions"])
         return core.ClientResult({"fingerprint": {"u": found}}, weight=float(len(site.train)), local=site.local)
     received, parts = _load_received_layers(task, site)
     before = _load_previous_model(site, received)
-    bound = [name for layer in task.params["bound"] for name in parts[layer]]
+    bound = [name for layer in params["bound"] for name in parts[layer]]
     elastic = _find_elastic_gene(task, site, before, received, bound)
-    strengths = learngene.layer_strengths(task.params["strength"], parts, received)
-    penalty = learngene.penalty_hooks(
-        task.params["smooth"],
-        task.params["elastic"],
-        before,
-        received,
-        elastic,
-        {name: strengths[name] for name in bound},
-    )
+    strengths = learngene.layer_strengths(params["strength"], parts, received)
+    pulled = {name: strengths[name] for name in bound}
+    penalty = learngene.penalty_hooks(params["smooth"], params["elastic"], before, received, elastic, pulled)
     answer = local_training.train_from(task, site, before, penalty)
     model = answer.bundles["model"]
-    gene = learngene.choose_learngene_layers(
-        {layer: parts[layer] for layer in task.params["shared"]},
-        model,
-        before,
-        task.params["layers"],
-        task.params["gene_order"],
-        task.params["gene_norm"],
-    )
+    shared = {layer: parts[layer] for layer in params["shared"]}
+    order, norm = params["gene_order"], params["gene_norm"]
+    gene = learngene.choose_learngene_layers(shared, model, before, count=params["layers"], order=order, norm=norm)
     told = {
         **answer.metrics,
         "smooth": sum(strengths[name] * learngene.squared_distance(model[name], received[name]) for name in bound),

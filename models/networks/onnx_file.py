@@ -58,11 +58,6 @@ def export_network(network: Mapping[str, Any], weights: Tensors, reading: Mappin
     """Return the network with its weights as ONNX: "x" (n, ...) float32 to "y" (n, classes).
 
     The file's metadata has the network's table under "network" and its reading settings under "reading".
-
-    Args:
-        network: Table of the network.
-        weights: All tensors of the network.
-        reading: Settings by which files became examples (`fedquilt.data.reading_settings`), or None.
     """
     model = registry.build_network(network)
     wanted = model.state_dict()
@@ -80,12 +75,7 @@ def export_network(network: Mapping[str, Any], weights: Tensors, reading: Mappin
 
 
 def export_without_weights(network: Mapping[str, Any], reading: Mapping[str, Any] | None = None) -> bytes:
-    """Return the network as ONNX without the values of its tensors, which `fedquilt.onnx.weights` adds.
-
-    Args:
-        network: Table of the network.
-        reading: Settings by which files became examples, or None.
-    """
+    """Return the network as ONNX without the values of its tensors, which `fedquilt.onnx.weights` adds."""
     model = registry.load_network(network, seed=0)
     held = {
         name: value.detach() for name, value in traces.state_without_aliases(model).items() if value.is_floating_point()

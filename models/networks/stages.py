@@ -90,13 +90,7 @@ def add_exits(module: Any, looks: Sequence[Stage], classes: int) -> Any:
 
 
 def build_exits_network(module: Any, looks: Sequence[Sequence[Any]], classes: int) -> Any:
-    """Return the network with an exit at each stage. Scores are the mean over all classifiers.
-
-    Args:
-        module: Network without exits.
-        looks: First layer of each stage and the channels of its input.
-        classes: Outputs of each classifier.
-    """
+    """Return the network with an exit at each stage. Scores are the mean over all classifiers."""
     import torch
 
     found = [Stage(str(entrance), int(width), ()) for entrance, width in looks]

@@ -77,11 +77,7 @@ def _add_gate(block: nn.Module, adapted: Iterable[LoraLinear]) -> None:
 
 
 def _replace_layers_sharing_weight(module: nn.Module, layer: str, made: LoraLinear) -> list[LoraLinear]:
-    """Replace a layer by `made`, and other layers with its weight by copies with their own bias.
-
-    Returns:
-        The new layers, `made` first.
-    """
+    """Replace a layer by `made`, and other layers with its weight by copies with their own bias."""
     placed = {id(module.get_submodule(layer)): made}
     for path, each in traces.modules_sharing_weight(module, layer):
         if not isinstance(each, nn.Linear):

@@ -48,11 +48,7 @@ class MaskPlan:
 
 
 def plan_from_layers(layers: Mapping[str, tuple[int, int]]) -> MaskPlan:
-    """Return the plan of a chain of fully connected layers.
-
-    Args:
-        layers: Size (outputs, inputs) of each layer by its path, first to last. The last outputs are the scores.
-    """
+    """Return the plan of a chain of fully connected layers."""
     hidden = {path: out for path, (out, _) in list(layers.items())[:-1]}
     follows: dict[str, TensorGroups] = {}
     before: tuple[str, ...] = ()

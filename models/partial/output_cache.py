@@ -148,15 +148,7 @@ class CachedRows:
 
 
 class RowWriter:
-    """Writer of `folder`/`name`.rows, which appears whole or not at all and replaces an older file.
-
-    Args:
-        folder: Folder of the file.
-        name: Name of the file without its suffix.
-        count: Number of rows to write.
-        half: Whether values are stored in 16 bits.
-        most_bytes: Size limit of the file. Some of the disk must also stay free.
-    """
+    """Writer of `folder`/`name`.rows, which appears whole or not at all and replaces an older file."""
 
     def __init__(self, folder: Path, name: str, count: int, *, half: bool, most_bytes: int) -> None:
         self._folder, self._name, self._count = folder, name, count

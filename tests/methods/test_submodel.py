@@ -222,6 +222,7 @@ def test_fedepths_groups_are_every_stage_once_and_only_its_own_moves():
         own = {name for name in moved if not name.startswith(("link.", body.head))}
         assert own <= set(group.names)
         assert f"{body.head}.weight" in moved
+        assert any(name.startswith("link.") for name in moved) == (group is not found[-1])
     assert answer.metrics["steps"] == 6  # two mini-batches of four, in three groups
     assert answer.bundles["model"].keys() == order.bundles["model"].keys()
 

@@ -63,13 +63,7 @@ def read_rows(stream: Bytes, shape: tuple[int, ...], dtype: np.dtype[Any], rows:
 
 
 def describe_class_problem(y: np.ndarray, classes: int | None = None, *, is_table: bool = False) -> str:
-    """Return a problem of class numbers with its fix, or "" if all are from 0 to `classes` - 1.
-
-    Args:
-        y: Class of each example (n,), any integers.
-        classes: Number of classes of the network, or None if unknown.
-        is_table: Whether [data] labels can number the classes.
-    """
+    """Return a problem of class numbers with its fix, or "" if all are from 0 to `classes` - 1."""
     kinds = np.unique(y)
     if not len(kinds) or (kinds[0] >= 0 and (classes is None or kinds[-1] < classes)):
         return ""
@@ -144,12 +138,6 @@ def find_files_by_class(
 
     The training split may also be in <path>/<class>/. With [data] column, each class has a folder for each user.
     Classes are numbered by [data] labels, or by the sorted folder names of the training split.
-
-    Args:
-        path: Folder of the data set.
-        spec: Split and class names.
-        suffixes: File name suffixes in lower case.
-        what: Noun for the files in errors, such as "images".
     """
     root = path / spec.split if (path / spec.split).is_dir() else path
     if root == path and spec.split != "train":

@@ -79,14 +79,7 @@ def read_image(source: Path | bytes, size: int = 0, depth: int = 0) -> np.ndarra
 
 
 def pixels_from_image(image: Any, name: str, depth: int = 0, *, keep_grey: bool = False) -> np.ndarray:
-    """Return the pixels of an open Pillow image, turned upright and laid on white, as `read_image` does.
-
-    Args:
-        image: The Pillow image.
-        name: Name of the image in errors.
-        depth: Bits of a grey level, or 0.
-        keep_grey: Whether an 8-bit grey image becomes (h, w) instead of (h, w, 3).
-    """
+    """Return the pixels of an open Pillow image, turned upright and laid on white, as `read_image` does."""
     from PIL import ImageOps
 
     _require_supported_mode(image, name)

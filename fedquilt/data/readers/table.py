@@ -38,13 +38,7 @@ class TableChunk:
 
 
 class ColumnDecoder:
-    """Converter of table chunks to arrays, by the [data] table.
-
-    Args:
-        file: File named in errors.
-        spec: The [data] table.
-        y: Label columns.
-    """
+    """Converter of table chunks to arrays, by the [data] table."""
 
     def __init__(self, file: Path, spec: DataSpec, y: Sequence[str]) -> None:
         self._file, self._spec, self._y = file, spec, tuple(y)
