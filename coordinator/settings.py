@@ -16,7 +16,7 @@ from fedquilt import methods, metrics, plugins
 from fedquilt.console import units
 from fedquilt.core import CODECS, Bundle, Encoding, JobError, Method, Name, SiteRight
 from fedquilt.costs.cost_model import LinkCost
-from fedquilt.data import measured_settings
+from fedquilt.data import reading_settings
 from fedquilt.formats import labels, toml, training_choices
 from fedquilt.host import http_server
 
@@ -323,7 +323,7 @@ def complete_table(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Return a job's table with absolute paths, and with settings measured on its data."""
     result = make_paths_absolute(table, folder)
     if isinstance(data := result.get("data"), dict):
-        result["data"] = measured_settings.complete_data_table(data)
+        result["data"] = reading_settings.complete_data_table(data)
     return result
 
 

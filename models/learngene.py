@@ -11,7 +11,7 @@ from fedquilt.core import Hooks, Tensors
 
 
 def choose_learngene_layers(
-    parts: Mapping[str, tuple[str, ...]], model: Tensors, before: Tensors, count: int, order: str, norm: str
+    parts: Mapping[str, tuple[str, ...]], model: Tensors, before: Tensors, *, count: int, order: str, norm: str
 ) -> list[str]:
     """Return the `count` layers whose weights turned least, or most for "highest", in this order (Eq. 9)."""
     sizes = {layer: sum(model[name].size for name in names) for layer, names in parts.items()}
@@ -53,12 +53,7 @@ def squared_distance(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def penalty_hooks(
-    smooth: float,
-    elastic: float,
-    before: Tensors,
-    received: Tensors,
-    elastics: Tensors,
-    strengths: Mapping[str, float],
+    smooth: float, elastic: float, before: Tensors, received: Tensors, elastics: Tensors, strengths: Mapping[str, float]
 ) -> Hooks:
     """Return hooks that add the gradients of both penalties (Eq. 4 and 8), or empty hooks without a penalty.
 

@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import reduce
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from fedquilt import core
 from fedquilt.arrays import tensors
-from fedquilt.core import (
-    Artefact,
-    Bundle,
-    ClientContext,
-    ClientResult,
-    DeviceUpdate,
-    Fit,
-    Hooks,
-    ModelError,
-    Task,
-    TaskSpec,
-    Tensors,
-    UpdateError,
-    UpdateSchema,
-    WorkEstimate,
-)
 from fedquilt.costs import cost_model, peak_memory
 from fedquilt.formats import tensor_register, training_choices
 
-FIT = tuple(each.name for each in fields(Fit) if each.name != "round")
+FIT = tuple(each.name for each in fields(core.Fit) if each.name != "round")
 
 
 @dataclass(frozen=True)
@@ -45,12 +31,10 @@ class NetworkState:
     layers: tuple[cost_model.Layer, ...] = field(default=(), kw_only=True)  # their costs; (): not in the bundle
 
     def costs_by_layer(self) -> tuple[cost_model.Layer, ...]:
-        """Return the cost of each layer, or of the network as one layer if the bundle has no layers."""
         return self.layers or cost_model.parse_layers({"flops": self.flops})
 
     @property
     def register(self) -> tensor_register.TensorRegister:
-        """Register of the network's tensors, with the type and module of each."""
         return tensor_register.register_from_table(self.network)
 
     def trained_names(self) -> list[str]:
@@ -58,18 +42,12 @@ class NetworkState:
         return self.register.parameter_names(self.model)
 
     def plain_state_with(self, model: Mapping[str, np.ndarray]) -> NetworkState:
-        """Return a plain state of the same network with other tensors."""
         return NetworkState(self.params, self.network, dict(model), self.flops, self.example_bytes, layers=self.layers)
 
 
-def initial_state(bundle: Bundle, params: Any) -> NetworkState:
-    """Return the state with the bundle's model.
-
-    Raises:
-        ModelError: If the bundle has no model.
-    """
+def initial_state(bundle: core.Bundle, params: Any) -> NetworkState:
     if "model" not in bundle.files:
-        raise ModelError("the bundle has no 'model': give the job a [model] table and run `fedquilt prepare`")
+        raise core.ModelError("the bundle has no 'model': give the job a [model] table and run `fedquilt prepare`")
     table = {name: getattr(params, name) for name in type(params).__dataclass_fields__}
     network, model = dict(bundle.meta["network"]), dict(bundle.load("model"))
     if "register" in bundle.meta:
@@ -79,49 +57,33 @@ def initial_state(bundle: Bundle, params: Any) -> NetworkState:
     return NetworkState(table, network, model, flops, example_bytes, layers=found)
 
 
-# -- tasks and their cost -------------------------------------------------------------------------
-
-
 def training_task_spec(
     state: NetworkState,
-    bundles: Mapping[str, Tensors],
+    bundles: Mapping[str, core.Tensors],
+    traits: core.Traits = core.Traits(),
     *,
-    trainings: float = 1.0,
-    looks: float = 0.0,
-    anchors: int = 0,
-    moved: Tensors | None = None,
-) -> TaskSpec:
-    """Return the task spec to train the whole network by mini-batches, with its predicted cost.
-
-    See `training_work` for the other arguments.
-    """
-    return TaskSpec(
-        {**state.params, "network": tensor_register.without_register(state.network)},
-        bundles,
-        training_work(state, trainings=trainings, looks=looks, anchors=anchors, moved=moved),
-        check=evaluation_work(state),
-    )
+    moved: core.Tensors | None = None,
+) -> core.TaskSpec:
+    """Return the task spec to train the whole network by mini-batches, with its cost by `training_work`."""
+    params = {**state.params, "network": tensor_register.without_register(state.network)}
+    return core.TaskSpec(params, bundles, training_work(state, traits, moved=moved), check=evaluation_work(state))
 
 
 def training_work(
-    state: NetworkState,
-    *,
-    trainings: float = 1.0,
-    looks: float = 0.0,
-    anchors: int = 0,
-    moved: Tensors | None = None,
-) -> WorkEstimate:
-    """Return the cost of training the whole network by mini-batches.
+    state: NetworkState, traits: core.Traits = core.Traits(), *, moved: core.Tensors | None = None
+) -> core.WorkEstimate:
+    """Return the cost of training the whole network by mini-batches, from its register and the method's traits.
 
     The predicted peak is that of one example at a time or, with trained batch norm, of a mini-batch.
 
     Args:
         state: State with the parameters, the network's table and the cost of a forward pass.
-        trainings: Forward and backward passes over each example in an epoch.
-        looks: Forward passes over each example in an epoch, in addition to `trainings`.
-        anchors: Copies of the model in memory, in addition to those of plain SGD.
+        traits: Passes over each example, and copies of the model in memory.
         moved: Trained tensors, or None if all are. The other tensors have no gradients and no moments.
     """
+    passes, copies = traits.training_passes, traits.model_copies
+    trainings = int(state.params[passes]) if isinstance(passes, str) else passes
+    anchors = int(bool(state.params.get(copies, True))) if isinstance(copies, str) else copies
     size = tensors.total_bytes([state.model])
     moments = peak_memory.optimizer_copies(state.params) + bool(state.params.get("ema"))
     library = str(state.network.get("name", "")).partition("/")[0]
@@ -134,7 +96,7 @@ def training_work(
     peak_bytes = fixed + minimum_batch(state, moved) * state.example_bytes
     costs, names = state.costs_by_layer(), state.model if moved is None else moved
     each = cost_model.PassCost().add_scaled(cost_model.training_cost(costs, names), trainings)
-    each = each.add_scaled(cost_model.forward_cost(costs), looks)
+    each = each.add_scaled(cost_model.forward_cost(costs), traits.forward_passes)
     steps = {
         name: round(trainings * count) for name, count in cost_model.trained_tensor_bytes(state.model, names).items()
     }
@@ -143,7 +105,35 @@ def training_work(
     return msgspec.structs.replace(work, peak_bytes=peak_bytes, workload=kind)
 
 
-def evaluation_work(state: NetworkState) -> WorkEstimate:
+def groups_work(state: NetworkState, model: core.Tensors, groups: Sequence[Sequence[str]]) -> core.WorkEstimate:
+    """Return the cost of training groups of layers one after another, each with the classifier behind it.
+
+    A group costs a forward pass up to its end and a backward pass through itself.
+
+    Args:
+        state: State of the whole network.
+        model: Tensors of the network. Those in no group are the classifier's.
+        groups: Names of the tensors of each group, first to last.
+    """
+    works, peaks, before = [], [], dict[str, np.ndarray]()
+    head = {name: model[name] for name in model.keys() - {name for group in groups for name in group}}
+    costs = state.costs_by_layer()
+    for group in groups:
+        own = {name: model[name] for name in group}
+        before |= own
+        part = replace(
+            state.plain_state_with({**before, **head}),
+            flops=state.flops * cost_model.part_shares(costs, model, before)[0],
+            layers=cost_model.scale_layers(state.layers, state.model, {**before, **head}),
+        )
+        works.append(training_work(part, moved={**own, **head}))
+        activations = cost_model.part_shares(costs, model, own)[1]
+        light = replace(state, example_bytes=math.ceil(activations * state.example_bytes))
+        peaks.append(training_work(light, moved={**own, **head}).peak_bytes)
+    return msgspec.structs.replace(reduce(core.WorkEstimate.add, works), peak_bytes=max(peaks))
+
+
+def evaluation_work(state: NetworkState) -> core.WorkEstimate:
     """Return the cost of one forward pass over as many examples as a device trains on."""
     kind = cost_model.workload_kind(state.costs_by_layer(), state.register.convolution_paths(state.model))
     found = cost_model.inference_work(
@@ -152,27 +142,18 @@ def evaluation_work(state: NetworkState) -> WorkEstimate:
     return msgspec.structs.replace(found, workload=kind)
 
 
-def minimum_batch(state: NetworkState, moved: Tensors | None = None) -> int:
-    """Return the least number of examples in memory: a mini-batch with trained batch norm, else one.
-
-    Args:
-        state: State with the model and the batch size.
-        moved: Trained tensors, or None if all are.
-    """
+def minimum_batch(state: NetworkState, moved: core.Tensors | None = None) -> int:
+    """Return the least number of examples in memory: a mini-batch with trained batch norm, else one."""
     names = None if moved is None else moved.keys()
     batch = math.ceil(state.params.get("batch", 1) / state.params.get("accumulate", 1))
     return batch if state.register.is_coupled(state.model, names) else 1
 
 
-# -- on the device --------------------------------------------------------------------------------
-
-
-def fit_from_task(task: Task) -> Fit:
-    """Return the training settings of a task, at the learning rate of its round."""
+def fit_from_task(task: core.Task) -> core.Fit:
     given = {name: task.params[name] for name in FIT if name in task.params}
     given["augment"] = tuple(given.get("augment", ()))
     round = training_round(task.params, task.round)
-    return Fit(**{**given, "lr": learning_rate(task.params, task.round), "round": round})
+    return core.Fit(**{**given, "lr": learning_rate(task.params, task.round), "round": round})
 
 
 def training_round(params: Mapping[str, Any], round: int) -> int:
@@ -187,55 +168,42 @@ def learning_rate(params: Mapping[str, Any], round: int) -> float:
     return float(params["lr"]) * factor
 
 
-def train_from(task: Task, site: ClientContext, start: Tensors, hooks: Hooks = Hooks()) -> ClientResult:
+def train_from(
+    task: core.Task, site: core.ClientContext, start: core.Tensors, hooks: core.Hooks = core.Hooks()
+) -> core.ClientResult:
     """Train from `start` and return the trained tensors as bundle "model", weighted by examples."""
     model, metrics = site.engine.train(
         task.params["network"], start, site.train, fit_from_task(task), site.rng, hooks=hooks, progress=site.progress
     )
-    return ClientResult({"model": model}, weight=float(len(site.train)), metrics=metrics)
+    return core.ClientResult({"model": model}, weight=float(len(site.train)), metrics=metrics)
 
 
-# -- updates and results --------------------------------------------------------------------------
+def full_model_schema(state: Any) -> core.UpdateSchema:
+    return core.UpdateSchema({"model": tensors.tensor_shapes(state.model)})
 
 
-def full_model_schema(state: Any) -> UpdateSchema:
-    """Return the schema of an update with all tensors of the model."""
-    return UpdateSchema({"model": tensors.tensor_shapes(state.model)})
+def partial_model_schema(state: Any) -> core.UpdateSchema:
+    return core.UpdateSchema({"model": tensors.tensor_shapes(state.model)}, whole=False)
 
 
-def partial_model_schema(state: Any) -> UpdateSchema:
-    """Return the schema of an update with any part of the model."""
-    return UpdateSchema({"model": tensors.tensor_shapes(state.model)}, whole=False)
-
-
-def require_unit_weight(update: DeviceUpdate) -> None:
-    """Raise an error unless an update has weight 1, in methods without weighting.
-
-    Raises:
-        UpdateError: If the weight is not 1.
-    """
+def require_unit_weight(update: core.DeviceUpdate) -> None:
     if update.weight != 1:
-        raise UpdateError(f"{update.device} weighs {update.weight:g}: with this method every device weighs 1")
+        raise core.UpdateError(f"{update.device} weighs {update.weight:g}: with this method every device weighs 1")
 
 
-def reported_steps(update: DeviceUpdate) -> float:
-    """Return the number of mini-batches that a device reports in metric "steps".
-
-    Raises:
-        UpdateError: If the number is missing, below 1 or at least 2^53.
-    """
+def reported_steps(update: core.DeviceUpdate) -> float:
+    """Return the number of mini-batches that a device reports in metric "steps"."""
     steps = update.metrics.get("steps", 0.0)
     if not 1 <= steps < 2**53:
-        raise UpdateError(f"{update.device} says that it took {steps:g} steps: this method has to know, 1 or more")
+        raise core.UpdateError(f"{update.device} says that it took {steps:g} steps: this method has to know, 1 or more")
     return float(steps)
 
 
-def weights_artefact(network: Mapping[str, Any], model: Tensors, **meta: Any) -> Artefact:
+def weights_artefact(network: Mapping[str, Any], model: core.Tensors, **meta: Any) -> core.Artefact:
     """Return a trained network as an artefact, with each tensor under all of its names."""
     table = {"network": tensor_register.without_register(network), **meta}
-    return Artefact("weights", table, with_aliases(network, model))
+    return core.Artefact("weights", table, with_aliases(network, model))
 
 
-def with_aliases(network: Mapping[str, Any], model: Tensors) -> Tensors:
-    """Return the model with each tensor under all of its names."""
+def with_aliases(network: Mapping[str, Any], model: core.Tensors) -> core.Tensors:
     return tensor_register.register_from_table(network).with_aliases(model) if "register" in network else model

@@ -25,10 +25,6 @@ def compute_subspace(x: np.ndarray, directions: int) -> np.ndarray:
 
     Column i of X (d, n) is example i, not centred. The largest entry of each vector is positive. Examples of smaller
     rank leave columns of zeros.
-
-    Args:
-        x: Examples (n, ...). Unsigned integers are divided by their largest possible value.
-        directions: Number of singular vectors.
     """
     flat = x.reshape(len(x), -1).astype(np.float64)
     if x.dtype.kind == "u":
@@ -43,14 +39,12 @@ def compute_subspace(x: np.ndarray, directions: int) -> np.ndarray:
 
 
 def mean_similarity(x: np.ndarray, fingerprint: np.ndarray) -> float:
-    """Return the cosine of a fingerprint's first vector and the examples' mean, 0..1."""
     mean = x.reshape(len(x), -1).astype(np.float64).mean(axis=0)
     size = float(np.linalg.norm(mean))
     return float(abs(mean @ fingerprint[:, 0].astype(np.float64)) / size) if size else 0.0
 
 
 def nearest_cluster(point: np.ndarray, centres: np.ndarray) -> int:
-    """Return the index of the nearest of the centres (k, ...) by Euclidean distance (Eq. 12)."""
     return int(((centres - point) ** 2).reshape(len(centres), -1).sum(axis=1).argmin())
 
 
@@ -66,17 +60,7 @@ def assign_to_nearest(point: np.ndarray, centres: list[np.ndarray], members: lis
 
 
 def validate_fingerprint(told: Tensors, device: str, directions: int, known: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the fingerprint (d, directions) that a device sent as its only tensor, "u".
-
-    Args:
-        told: Tensors of the update.
-        device: Id of the device, for errors.
-        directions: Number of singular vectors requested.
-        known: Fingerprints or centres (d, directions) of other devices.
-
-    Raises:
-        UpdateError: If shape, type or values are not those of a fingerprint, whose columns have length 1 or 0.
-    """
+    """Return the fingerprint (d, directions) that a device sent as its only tensor, "u"."""
     if told.keys() != {"u"} or told["u"].ndim != 2 or told["u"].shape[1] != directions or told["u"].dtype != np.float32:
         raise UpdateError(f"{device} did not send a fingerprint of {directions} vectors")
     tensors.require_finite(told)

@@ -26,7 +26,7 @@ from typing import Any, Final
 import numpy as np
 
 from fedquilt.cli import main as fedquilt
-from fedquilt.data import images
+from fedquilt.data import inputs
 
 WITHIN: Final = {"accuracy": 0.03, "r2": 0.05}
 LEAST: Final = 6  # data sets within it
@@ -105,7 +105,7 @@ def mixed_images() -> DataSet:
                 Image.fromarray(x[row]).resize((wide, high), Image.Resampling.BILINEAR).save(file)
         return [str(folder)]
 
-    return DataSet(write, images.resize_images(x, 20).reshape(len(x), -1), held.target)
+    return DataSet(write, inputs.resize_images(x, 20).reshape(len(x), -1), held.target)
 
 
 def series() -> DataSet:

@@ -188,6 +188,9 @@ class Traits:
     per_device_data: str = ""  # what a round keeps of each device's update beside its sums; "": nothing
     equal_classes: bool = False  # models treat all classes as equally frequent, whatever the devices' examples
     frozen_weights: str = ""  # first weights that are never trained, in words; `prepare` warns if they are random
+    training_passes: int | str = 1  # forward and backward, over each example in an epoch; or the param that says so
+    forward_passes: int = 0  # over each example in an epoch, besides those
+    model_copies: int | str = 0  # in memory, besides those of plain SGD; or the param above 0 with which there is one
 
 
 @dataclass(frozen=True)

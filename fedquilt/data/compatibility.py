@@ -10,7 +10,7 @@ import numpy as np
 
 from fedquilt import metrics, plugins
 from fedquilt.core import DataError
-from fedquilt.data import examples, images, inputs
+from fedquilt.data import examples, inputs
 from fedquilt.data.readers import ExampleReader
 from fedquilt.data.readers.base import describe_class_problem
 from fedquilt.data.spec import DataSpec
@@ -24,17 +24,8 @@ def open_compatible_data(meta: Mapping[str, Any], spec: DataSpec) -> ExampleRead
 
     No inputs are read. The inputs of an imported network are not checked here.
 
-    Args:
-        meta: The bundle's metadata, as written by `fedquilt prepare`.
-        spec: The [data] table.
-
     Returns:
         Reader of the data.
-
-    Raises:
-        JobError: If the network is of a package whose content differs on this machine.
-        DataError: If the data cannot be opened, inputs or labels do not fit the network, or all training labels are
-            equal.
     """
     plugins.require_unchanged_modules(meta.get("plugins") or {})
     reader = examples.open_split(spec)
@@ -46,9 +37,8 @@ def open_compatible_data(meta: Mapping[str, Any], spec: DataSpec) -> ExampleRead
     task = metrics.task_from_network(network)
     if task != spec.task:
         raise DataError(
-            f"{spec.source_name}: [data] task is {spec.task!r}, and {name} was prepared for {task!r}: set "
-            "`task` in [data] "
-            "and [model] alike, and prepare anew"
+            f"{spec.source_name}: [data] task is {spec.task!r}, and {name} was prepared for {task!r}: set `task` in "
+            "[data] and [model] alike, and prepare anew"
         )
     if "donors" in meta:
         _require_label_range(reader, spec, len(meta["labels"]), "the job has labels for")
@@ -57,36 +47,13 @@ def open_compatible_data(meta: Mapping[str, Any], spec: DataSpec) -> ExampleRead
             _require_label_range(reader, spec, outputs, f"{name} predicts")
         else:
             _require_label_width(reader, spec, outputs, name)
-    wanted = network.get("input") or meta.get("input") or {}
-    if "channels" in wanted:
-        if not images.is_image_shape(reader.shape):
-            raise DataError(
-                f"{spec.source_name}: examples have shape {reader.shape}, and the job's input are images: "
-                "(height, width) or "
-                f"(height, width, 1 or 3) are wanted; {MEND}"
-            )
-        return reader
-    features = max((len(wanted.get(key, ())) for key in ("mean", "std")), default=0)
-    if features > 1 and reader.shape[-1:] != (features,):
-        raise DataError(
-            f"{spec.source_name}: examples of shape {reader.shape}{_format_features(reader)}, and the job's "
-            "[input] standardises "
-            f"{features} features; {MEND}"
-        )
-    if "donors" in meta:
-        _require_series_shape(reader, spec, meta)
-    _require_network_shape(reader, spec, network, name)
+    if problem := _describe_shape_problem(meta, network, name, reader):
+        raise DataError(f"{spec.source_name}: {problem}; {MEND}")
     return reader
 
 
 def data_warnings(meta: Mapping[str, Any], reader: ExampleReader, spec: DataSpec) -> list[str]:
-    """Return warnings, each with its fix, on data that would probably train badly.
-
-    Args:
-        meta: The bundle's metadata.
-        reader: Data that fit the bundle.
-        spec: The [data] table.
-    """
+    """Return warnings, each with its fix, on data that would probably train badly."""
     found = []
     if spec.task == "classes" and not spec.sources and len(reader.y) and reader.y.min() == 1:
         problem = describe_class_problem(reader.y, int(reader.y.max()), is_table=bool(reader.features))
@@ -105,46 +72,39 @@ def _require_label_variety(reader: ExampleReader, spec: DataSpec) -> None:
     label = ", ".join(f"{value:g}" for value in np.ravel(reader.y[0]))
     what = f"class {label}" if spec.task == "classes" else f"label {label}"
     raise DataError(
-        f"{spec.source_name}: all {len(reader.y)} training examples have {what}: there is nothing to learn, "
-        "and whatever "
-        "says so each time scores as if it had learnt; name data with other labels too"
+        f"{spec.source_name}: all {len(reader.y)} training examples have {what}: there is nothing to learn, and "
+        "whatever says so each time scores as if it had learnt; name data with other labels too"
     )
 
 
-def _require_series_shape(reader: ExampleReader, spec: DataSpec, meta: Mapping[str, Any]) -> None:
-    donor, facts = next(iter(meta["donors"].items()))
-    wanted = tuple(meta["blocks"][facts["blocks"][0]]["in_shape"])
-    if reader.shape != wanted:
-        raise DataError(
-            f"{spec.source_name}: examples of shape {reader.shape}{_format_features(reader)}, donor {donor!r} "
-            f"takes {wanted}; {MEND}"
-        )
-
-
-def _require_network_shape(reader: ExampleReader, spec: DataSpec, network: Mapping[str, Any], name: str) -> None:
-    shape, kind = reader.shape, network.get("name")
-    if kind in ("mlp", "rezero") and math.prod(shape) != network["inputs"]:
-        raise DataError(
-            f"{spec.source_name}: examples of shape {shape} hold {math.prod(shape)} values "
-            f"each{_format_features(reader)}, {name} "
-            f"takes {network['inputs']}; {MEND}"
-        )
+def _describe_shape_problem(
+    meta: Mapping[str, Any], network: Mapping[str, Any], name: str, reader: ExampleReader
+) -> str:
+    """Return how the shape of examples differs from what the network takes, or "" if they fit."""
+    shape, kind, wanted = reader.shape, network.get("name"), network.get("input") or meta.get("input") or {}
+    have = f"examples of shape {shape}{_format_features(reader)}"
+    if "channels" in wanted:
+        if inputs.is_image_shape(shape):
+            return ""
+        need = "(height, width) or (height, width, 1 or 3) are wanted"
+        return f"examples have shape {shape}, and the job's input are images: {need}"
+    features = max((len(wanted.get(key, ())) for key in ("mean", "std")), default=0)
+    if features > 1 and shape[-1:] != (features,):
+        return f"{have}, and the job's [input] standardises {features} features"
+    if "donors" in meta:
+        donor, facts = next(iter(meta["donors"].items()))
+        taken = tuple(meta["blocks"][facts["blocks"][0]]["in_shape"])
+        return f"{have}, donor {donor!r} takes {taken}" if shape != taken else ""
+    if kind in ("mlp", "rezero") and (size := math.prod(shape)) != network["inputs"]:
+        each = f"hold {size} values each{_format_features(reader)}"
+        return f"examples of shape {shape} {each}, {name} takes {network['inputs']}"
     if kind in ("conv1d", "gru") and shape != (network["steps"], network["channels"]):
-        raise DataError(
-            f"{spec.source_name}: examples of shape {shape}{_format_features(reader)}, {name} takes "
-            f"{network['steps']} steps of "
-            f"{network['channels']} channels; {MEND}"
-        )
-    if kind == "transformer":
-        if shape != (network["length"],):
-            raise DataError(
-                f"{spec.source_name}: examples of shape {shape}, {name} takes {network['length']} tokens; {MEND}"
-            )
-        if reader.tokens > network["vocabulary"]:
-            raise DataError(
-                f"{spec.source_name}: the vocabulary has {reader.tokens} tokens, {name} knows "
-                f"{network['vocabulary']}; {MEND}"
-            )
+        return f"{have}, {name} takes {network['steps']} steps of {network['channels']} channels"
+    if kind == "transformer" and shape != (network["length"],):
+        return f"{have}, {name} takes {network['length']} tokens"
+    if kind == "transformer" and reader.tokens > network["vocabulary"]:
+        return f"the vocabulary has {reader.tokens} tokens, {name} knows {network['vocabulary']}"
+    return ""
 
 
 def _format_features(reader: ExampleReader, most: int = 8) -> str:

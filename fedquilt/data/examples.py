@@ -6,7 +6,7 @@ on first use, because the agent process checks `[data]` without numpy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -21,26 +21,19 @@ if TYPE_CHECKING:
 
 
 def load_share(spec: DataSpec) -> tuple[Examples, Examples]:
-    """Load the training and held-out examples of this device's share, in stored order.
-
-    Raises:
-        DataError: If the data cannot be read, or the share is empty.
-    """
-    reader = open_split(spec)
-    used = _select_rows(reader, spec)
-    parts = _require_nonempty(_split_shares(reader, used, spec, [spec.share]), len(used), spec, [spec.share])
-    return _read_parts(reader, used, parts, spec, [spec.share])[0]
+    """Load the training and held-out examples of this device's share, in stored order."""
+    return _load_shares(spec, [spec.share])[0]
 
 
 def load_all_shares(spec: DataSpec) -> list[tuple[Examples, Examples]]:
-    """Load the training and held-out examples of every share, and read the data once.
+    return _load_shares(spec, range(spec.shares))
 
-    Raises:
-        DataError: If the data cannot be read, or a share is empty.
-    """
+
+def _load_shares(spec: DataSpec, shares: Sequence[int]) -> list[tuple[Examples, Examples]]:
     reader = open_split(spec)
-    used, shares = _select_rows(reader, spec), range(spec.shares)
-    parts = _require_nonempty(_split_shares(reader, used, spec, shares), len(used), spec, shares)
+    used = _select_rows(reader, spec)
+    parts = _split_shares(reader, used, spec, shares)
+    _require_nonempty(parts, len(used), spec, shares)
     return _read_parts(reader, used, parts, spec, shares)
 
 
@@ -55,38 +48,26 @@ class SharedLoader:
         self._shares: dict[bytes, tuple[list[tuple[Examples, Examples]], int] | None] = {}  # and how many there are
 
     def load_share(self, spec: DataSpec) -> tuple[Examples, Examples]:
-        """Load one device's training and held-out examples.
-
-        Raises:
-            DataError: If the device's data cannot be read, or its share is empty.
-        """
+        """Load one device's training and held-out examples."""
         whole = msgspec.structs.replace(spec, share=0)
         key = msgspec.json.encode(whole)
         if key not in self._shares:
             try:
                 reader = open_split(whole)
                 used = _select_rows(reader, whole)
-                shares = range(spec.shares)
-                parts = _split_shares(reader, used, whole, shares)
-                self._shares[key] = _read_parts(reader, used, parts, whole, shares), len(used)
+                parts = _split_shares(reader, used, whole, range(spec.shares))
+                self._shares[key] = _read_parts(reader, used, parts, whole, range(spec.shares)), len(used)
             except DataError:
                 self._shares[key] = None
         known = self._shares[key]
         if known is None or spec.share >= len(known[0]):
             return load_share(spec)
         loaded, count = known
-        train, held = loaded[spec.share]
-        if not len(train) + len(held):
-            raise _empty_share_error(spec, spec.share, count)
-        return train, held
+        _require_nonempty([loaded[spec.share]], count, spec, [spec.share])
+        return loaded[spec.share]
 
 
 def load_split(spec: DataSpec) -> Examples:
-    """Load all examples of the split, without partitioning, such as a common test set.
-
-    Raises:
-        DataError: If the data cannot be read.
-    """
     reader = open_split(spec)
     return _read_examples(reader, _select_rows(reader, spec), spec)
 
@@ -95,12 +76,6 @@ def count_labels(spec: DataSpec) -> tuple[np.ndarray, np.ndarray]:
     """Count the training and the held-out examples of each class in every share.
 
     A task without classes counts as one class. No inputs are read.
-
-    Returns:
-        Counts of training and of held-out examples, each (shares, classes).
-
-    Raises:
-        DataError: If the data cannot be read, or a share is empty.
     """
     import numpy as np
 
@@ -108,9 +83,8 @@ def count_labels(spec: DataSpec) -> tuple[np.ndarray, np.ndarray]:
     used = _select_rows(reader, spec)
     y = _class_labels(reader, used, spec)
     kinds = int(y.max()) + 1 if len(y) else 0
-    parts = _require_nonempty(
-        _split_shares(reader, used, spec, range(spec.shares)), len(used), spec, range(spec.shares)
-    )
+    parts = _split_shares(reader, used, spec, range(spec.shares))
+    _require_nonempty(parts, len(used), spec, range(spec.shares))
     train, held = (
         np.stack([np.bincount(y[part[which]], minlength=kinds) for part in parts]).astype(np.int64) for which in (0, 1)
     )
@@ -123,12 +97,12 @@ def require_nonempty_shares(reader: ExampleReader, spec: DataSpec) -> None:
 
 
 def open_split(spec: DataSpec) -> ExampleReader:
-    from fedquilt.data import images, sources, synthetic
+    from fedquilt.data import inputs, readers, synthetic
 
     if spec.is_synthetic:
         return synthetic.open_synthetic(spec)
-    reader = sources.open_sources(spec)
-    if spec.domains is not None and not (images.is_image_shape(reader.shape) and reader.dtype.kind in "uf"):
+    reader = readers.open_sources(spec)
+    if spec.domains is not None and not (inputs.is_image_shape(reader.shape) and reader.dtype.kind in "uf"):
         raise DataError(
             f"{spec.source_name}: [data] domains changes images, (height, width) or (height, width, 1 or 3), and "
             f"examples are {reader.dtype} of shape {reader.shape}: leave domains out"
@@ -162,20 +136,13 @@ def _class_labels(reader: ExampleReader, used: np.ndarray, spec: DataSpec) -> np
     return reader.y[used] if spec.task == "classes" else np.zeros(len(used), np.int64)
 
 
-def _require_nonempty(
-    parts: Sequence[tuple[np.ndarray, np.ndarray]], count: int, spec: DataSpec, shares: Sequence[int]
-) -> Sequence[tuple[np.ndarray, np.ndarray]]:
+def _require_nonempty(parts: Sequence[tuple[Sized, Sized]], count: int, spec: DataSpec, shares: Sequence[int]) -> None:
     for share, (train, held) in zip(shares, parts, strict=True):
         if not len(train) + len(held):
-            raise _empty_share_error(spec, share, count)
-    return parts
-
-
-def _empty_share_error(spec: DataSpec, share: int, count: int) -> DataError:
-    return DataError(
-        f"{spec.source_name}: share {share} of {spec.shares} ({spec.partition!r}) is empty, of {count} examples: "
-        "have fewer shares, or more examples in each"
-    )
+            raise DataError(
+                f"{spec.source_name}: share {share} of {spec.shares} ({spec.partition!r}) is empty, of {count} "
+                "examples: have fewer shares, or more examples in each"
+            )
 
 
 def _select_rows(reader: ExampleReader, spec: DataSpec) -> np.ndarray:
@@ -214,12 +181,12 @@ def _read_parts(
 def _apply_domain(given: Examples, spec: DataSpec, share: int, part: str) -> Examples:
     # The noise depends on the seed and the share alone, so a device and a simulation have the same images.
     from fedquilt.arrays import tensors
-    from fedquilt.data import images
+    from fedquilt.data import inputs
 
     if spec.domains is None:
         return given
     rng = tensors.seeded_rng("domain", spec.seed, share, part)
-    return Examples(images.change_images(given.x, rng, **spec.domains.values_of_share(share)), given.y)
+    return Examples(inputs.change_images(given.x, rng, **spec.domains.values_of_share(share)), given.y)
 
 
 def _read_examples(reader: ExampleReader, rows: np.ndarray, spec: DataSpec) -> Examples:

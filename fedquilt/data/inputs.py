@@ -1,21 +1,153 @@
-"""Conversion of stored examples to network inputs by the `[input]` table, equal on every device.
+"""Images as network inputs, linear resizing and changes by device in numpy, with one definition for all engines.
 
-With `channels` and `size`, inputs are images (`fedquilt.data.images`). Otherwise inputs are numbers, and each feature
-of the last axis becomes (x - mean) / std. `fedquilt prepare` stores the means and deviations in the bundle.
+Resizing is separable and linear: along one axis it is a matrix whose rows sum to one. So the same
+two matrix products resize here, in an exported ONNX graph and in a fit, with equal results.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from functools import lru_cache
+from math import cos, prod, radians, sin
+from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from fedquilt.core import DataError, JobError
-from fedquilt.data import images
-from fedquilt.data.images import ImageInput
 from fedquilt.formats import toml
+
+SIZE_MOST: Final = 16384  # pixels of a side: no board could hold more
+AT_ONCE_PIXELS: Final = 2**18  # resized or changed at once, so that copies of floats stay small
+GRID: Final = 2.0**24  # coordinates are rounded to its inverse: the last bit of a sine depends on the machine
+
+
+class ImageInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Image input of a network: (channels, size, size) float32, scaled to 0..1, then (x - mean) / std."""
+
+    channels: Annotated[int, Meta(ge=1)]
+    size: Annotated[int, Meta(ge=1, le=SIZE_MOST)]
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
+
+
+def is_image_shape(shape: tuple[int, ...]) -> bool:
+    return len(shape) == 2 or (len(shape) == 3 and shape[2] in (1, 3))
+
+
+@lru_cache(maxsize=256)
+def resize_matrix(size: int, wanted: int) -> np.ndarray:
+    """Return the read-only float32 matrix (wanted, size) that resizes one axis.
+
+    Shrinking averages adaptively. Growing interpolates bilinearly with half-pixel centres.
+    """
+    matrix = np.zeros((wanted, size))
+    if wanted <= size:
+        for row in range(wanted):
+            first, last = row * size // wanted, -(-(row + 1) * size // wanted)
+            matrix[row, first:last] = 1.0 / (last - first)
+    else:
+        centres = np.clip((np.arange(wanted) + 0.5) * size / wanted - 0.5, 0, size - 1)
+        below = np.floor(centres).astype(int)
+        above = np.minimum(below + 1, size - 1)
+        rows = np.arange(wanted)
+        np.add.at(matrix, (rows, below), 1 - (centres - below))
+        np.add.at(matrix, (rows, above), centres - below)
+    result = matrix.astype(np.float32)
+    result.flags.writeable = False
+    return result
+
+
+def resize_maps(maps: np.ndarray, *sizes: int) -> np.ndarray:
+    """Resize feature maps (n, c, h, w) to (height, width), or (n, c, l) to (length,), float32."""
+    if maps.shape[2:] == sizes:
+        return maps
+    if len(sizes) == 2:
+        maps = np.matmul(resize_matrix(maps.shape[2], sizes[0]), maps)
+    return np.matmul(maps, resize_matrix(maps.shape[-1], sizes[-1]).T)
+
+
+def resize_images(x: np.ndarray, size: int) -> np.ndarray:
+    """Resize stored images (n, h, w[, c]) to (n, size, size[, c]) of the same type."""
+    result = np.empty((len(x), size, size, *x.shape[3:]), x.dtype)
+    at_once = max(1, AT_ONCE_PIXELS // max(1, x.shape[1] * x.shape[2]))
+    for first in range(0, len(x), at_once):
+        part = x[first : first + at_once]
+        for channel in np.ndindex(x.shape[3:]):  # one at a time: float32 copies of large photographs are large
+            scaled = resize_maps(part[(..., *channel)][:, None].astype(np.float32), size, size)[:, 0]
+            # means of levels never leave the levels' range
+            result[(slice(first, first + at_once), ..., *channel)] = scaled if x.dtype.kind == "f" else np.rint(scaled)
+    return result
+
+
+def prepare_images(x: np.ndarray, wanted: ImageInput | Mapping[str, Any]) -> np.ndarray:
+    """Convert stored images to standardised network inputs, (n, channels, size, size) float32.
+
+    Grey becomes colour by repetition, and colour becomes grey by the BT.601 luma weights.
+    """
+    spec = wanted if isinstance(wanted, ImageInput) else msgspec.convert(wanted, ImageInput)
+    if x.ndim == 3:
+        x = x[..., None]
+    if x.ndim != 4 or x.shape[3] not in (1, 3):
+        raise DataError(f"images of shape {x.shape}: expected (n, h, w) or (n, h, w, 1 or 3)")
+    if x.dtype.kind not in "uf":
+        raise DataError(f"images of type {x.dtype}: expected uint8 or floating point")
+    maps = x.transpose(0, 3, 1, 2).astype(np.float32)  # (n, c, h, w)
+    if x.dtype.kind == "u":
+        maps /= np.float32(np.iinfo(x.dtype).max)
+    if maps.shape[1] == 1 and spec.channels == 3:
+        maps = np.repeat(maps, 3, axis=1)
+    elif maps.shape[1] == 3 and spec.channels == 1:
+        luma = np.array([0.299, 0.587, 0.114], np.float32)
+        maps = np.tensordot(maps, luma, axes=([1], [0]))[:, None]
+    maps = resize_maps(maps, spec.size, spec.size)
+    mean = np.array(spec.mean, np.float32).reshape(1, -1, 1, 1)
+    std = np.array(spec.std, np.float32).reshape(1, -1, 1, 1)
+    return np.ascontiguousarray((maps - mean) / std)
+
+
+def change_images(
+    x: np.ndarray, rng: np.random.Generator, *, rotation: float, brightness: float, noise: float
+) -> np.ndarray:
+    """Return stored images (n, h, w[, c]) rotated, multiplied by `brightness`, and with Gaussian noise.
+
+    Args:
+        x: Images, unsigned integers (rounded and clipped in the end) or floats (not clipped).
+        rng: Generator of the noise.
+        rotation: Degrees, counter-clockwise.
+        brightness: Factor.
+        noise: Standard deviation as a share of the largest level, which is 1 for floats.
+    """
+    result, at_once = np.empty_like(x), max(1, AT_ONCE_PIXELS // prod(x.shape[1:3]))
+    highest = np.iinfo(x.dtype).max if x.dtype.kind == "u" else 1.0
+    for first in range(0, len(x), at_once):
+        levels = rotate_images(x[first : first + at_once].astype(np.float64), rotation) * brightness
+        if noise:
+            levels += noise * highest * rng.standard_normal(levels.shape)
+        result[first : first + at_once] = np.clip(np.rint(levels), 0, highest) if x.dtype.kind == "u" else levels
+    return result
+
+
+def rotate_images(x: np.ndarray, degrees: float) -> np.ndarray:
+    """Rotate images (n, h, w[, c]) of floats counter-clockwise about their centre, bilinearly and with 0 outside."""
+    if not degrees:
+        return x
+    height, width = x.shape[1:3]
+    sine, cosine = sin(radians(degrees)), cos(radians(degrees))
+    down, right = np.mgrid[:height, :width] - np.array([(height - 1) / 2, (width - 1) / 2])[:, None, None]
+    # the place in the image that each pixel (h, w) is taken from
+    row = np.rint((sine * right + cosine * down + (height - 1) / 2) * GRID) / GRID
+    column = np.rint((cosine * right - sine * down + (width - 1) / 2) * GRID) / GRID
+    result = np.zeros_like(x)
+    for i in (np.floor(row).astype(int), np.floor(row).astype(int) + 1):
+        for j in (np.floor(column).astype(int), np.floor(column).astype(int) + 1):
+            inside = (i >= 0) & (i < height) & (j >= 0) & (j < width)
+            weight = inside * (1 - abs(row - i)) * (1 - abs(column - j))  # (h, w)
+            taken = x[:, np.clip(i, 0, height - 1), np.clip(j, 0, width - 1)]
+            result += weight.reshape(weight.shape + (1,) * (x.ndim - 3)) * taken
+    return result
+
 
 SCALES_MOST = 100.0  # factor between the standard deviations of two features
 
@@ -32,11 +164,6 @@ class ValueInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def parse_input_table(table: Mapping[str, Any]) -> ImageInput | ValueInput:
-    """Parse the `[input]` table of a job.
-
-    Raises:
-        JobError: If a key is unknown, or the numbers of means and deviations differ.
-    """
     if "channels" in table or "size" in table:
         found: ImageInput | ValueInput = toml.convert_table(table, ImageInput, "[input]")
         assert isinstance(found, ImageInput)
@@ -60,9 +187,6 @@ def measure_scales(x: np.ndarray) -> ValueInput:
     """Return the mean and standard deviation of each feature of the last axis.
 
     A constant feature gets the deviation 1.
-
-    Args:
-        x: Numbers of any type, (n, ..., features).
     """
     flat = x.reshape(-1, x.shape[-1]).astype(np.float64)
     std = flat.std(axis=0)
@@ -70,12 +194,7 @@ def measure_scales(x: np.ndarray) -> ValueInput:
 
 
 def describe_unequal_scales(x: np.ndarray, names: Sequence[str] = ()) -> str:
-    """Return a sentence on two features of very different scales, or "" if there are none.
-
-    Args:
-        x: Numbers (n, features).
-        names: Names of the features, or () without names.
-    """
+    """Return a sentence on two features of very different scales, or "" if there are none."""
     if x.dtype.kind not in "fiu" or x.ndim != 2 or not x.size:
         return ""
     std = x.astype(np.float64).std(axis=0)
@@ -98,13 +217,9 @@ def network_input_shape(wanted: Mapping[str, Any], stored: tuple[int, ...]) -> t
 
 
 def prepare_inputs(x: np.ndarray, wanted: Mapping[str, Any]) -> np.ndarray:
-    """Convert stored examples (n, ...) to float32 network inputs.
-
-    Raises:
-        DataError: If the examples have another shape or type.
-    """
+    """Convert stored examples (n, ...) to float32 network inputs."""
     if "channels" in wanted:
-        return images.prepare_images(x, wanted)
+        return prepare_images(x, wanted)
     spec = msgspec.convert(wanted, ValueInput)
     if x.dtype.kind not in "fiub":
         raise DataError(f"examples of type {x.dtype}: expected numbers")

@@ -44,9 +44,6 @@ def rows_of_shares(
         origin: Source of each row (n,), needed only for groups of sources.
         wanted: Selected shares, from 0, or None for all.
         owner: User of each row, (n,) words, needed only with `partition = "column"`.
-
-    Raises:
-        DataError: If no partition of these labels satisfies the spec.
     """
     if spec.partition == "column":
         return _group_rows(_assign_users(owner, spec), range(spec.shares) if wanted is None else wanted)
@@ -113,9 +110,6 @@ def sample_rows_by_class(y: np.ndarray, each: int, seed: int) -> np.ndarray:
     return np.sort(np.concatenate([member[:each] for member in members])) if members else np.arange(0)
 
 
-# -- groups ---------------------------------------------------------------------------------------
-
-
 def _split_groups(y: np.ndarray, spec: DataSpec, origin: np.ndarray | None) -> list[tuple[np.ndarray, range]]:
     if not spec.groups:
         return [(np.arange(len(y)), range(spec.shares))]
@@ -140,9 +134,6 @@ def _split_groups(y: np.ndarray, spec: DataSpec, origin: np.ndarray | None) -> l
     ]
 
 
-# -- who owns which row, each (n,) ----------------------------------------------------------------
-
-
 def _assign_users(owner: np.ndarray | None, spec: DataSpec) -> np.ndarray:
     # Numeric users sort by value, others alphabetically. With as many users as devices, device i gets user i.
     if owner is None:
@@ -155,9 +146,8 @@ def _assign_users(owner: np.ndarray | None, spec: DataSpec) -> np.ndarray:
         users = users[np.argsort(users.astype(np.int64), kind="stable")]
     if len(users) < spec.shares:
         raise DataError(
-            f"{spec.source_name}: column {spec.column!r} names {len(users)} users, and there are "
-            f"{spec.shares} devices: "
-            "have fewer devices (shares), as each has one user or more"
+            f"{spec.source_name}: column {spec.column!r} names {len(users)} users, and there are {spec.shares} "
+            "devices: have fewer devices (shares), as each has one user or more"
         )
     device = {user: share for share, some in enumerate(np.array_split(users, spec.shares)) for user in some}
     return np.array([device[user] for user in owner], int)
@@ -216,9 +206,8 @@ def _assign_classes(y: np.ndarray, spec: DataSpec) -> np.ndarray:
     members = _shuffle_by_class(y, rng)
     if not len(members) / spec.shares <= spec.classes <= len(members):
         raise DataError(
-            f"{spec.source_name}: {len(members)} classes cannot go to {spec.shares} devices with "
-            f"{spec.classes} classes "
-            f"each: set classes from {-(-len(members) // spec.shares)} to {len(members)}"
+            f"{spec.source_name}: {len(members)} classes cannot go to {spec.shares} devices with {spec.classes} "
+            f"classes each: set classes from {-(-len(members) // spec.shares)} to {len(members)}"
         )
     having: list[list[int]] = [[] for _ in members]
     for share in range(spec.shares):

@@ -1,33 +1,85 @@
-"""Settings by which files became training examples, stored in the bundle and the exported model.
+"""Settings by which files become training examples: what is measured on the training data, and what is stored.
 
-They are the `[data]` keys on how a file is read, with a table's columns and a vocabulary's tokens listed. A release
-check, `model run` and `model serve` apply them, so that equal files become equal examples.
+Category words and the depth of grey images are measured once, when the job is read, and stored in the job, so that the
+bundle, all devices and the test set use the same settings. The bundle and an exported model store the `[data]` keys on
+how a file is read, with the columns of a table and the tokens of a vocabulary listed, so that a release check,
+`model run` and `model serve` make equal examples of equal files.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from fedquilt.core import DataError
-from fedquilt.data.spec import HOW, TABLES, DataSpec
+from fedquilt.core import DataError, JobError
+from fedquilt.data.spec import AUTO, HOW, TABLES, DataSpec
+from fedquilt.formats import toml
+
+MOST: Final = 256  # words of a column; one with more holds names or texts rather than categories
+
+
+def complete_data_table(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a [data] table with measured words for each "auto", and the depth of grey images."""
+    return _add_image_depth(_add_category_words(table))
+
+
+def format_agent_settings(table: Mapping[str, Any]) -> list[str]:
+    lines = []
+    if categories := table.get("categories"):
+        each = (
+            f"{toml.key_text(column)} = {json.dumps(list(words), ensure_ascii=False)}"
+            for column, words in categories.items()
+        )
+        lines.append(f"categories = {{ {', '.join(each)} }}")
+    if depth := table.get("depth"):
+        lines.append(f"depth = {depth}")
+    return lines
+
+
+def _add_category_words(table: Mapping[str, Any]) -> dict[str, Any]:
+    given = table.get("categories")
+    columns = [column for column, words in given.items() if words == AUTO] if isinstance(given, Mapping) else []
+    if not columns:
+        return dict(table)
+    from fedquilt.data import readers
+
+    spec = DataSpec.parse({**table, "categories": {}})
+    if not spec.path:
+        raise JobError(f'[data] categories = "{AUTO}" is for a table at a path, not for {spec.source_name}')
+    found = readers.category_words(Path(spec.path), msgspec.structs.replace(spec, split="train"), columns)
+    for column, words in found.items():
+        if not words or len(words) > MOST:
+            what = f"has {len(words)} different words" if words else "has no word"
+            raise DataError(
+                f"{spec.source_name}: column {column!r} {what}, which makes no category: leave it out of [data] x"
+            )
+    assert isinstance(given, Mapping)
+    return {**table, "categories": {**given, **{column: list(words) for column, words in found.items()}}}
+
+
+def _add_image_depth(table: dict[str, Any]) -> dict[str, Any]:
+    path = table.get("path")
+    if "depth" in table or not isinstance(path, str) or not Path(path).is_dir():
+        return table
+    from fedquilt.data import readers
+
+    depth = readers.measure_image_depth(DataSpec.parse({**table, "categories": {}}))
+    return {**table, "depth": depth} if depth else table
+
 
 SETTINGS: Final = frozenset(HOW) - {"column"} | {"x", "y"}
 
 
 def reading_settings(spec: DataSpec) -> dict[str, Any]:
-    """Return the settings of a [data] table that decide how files become examples, as plain values.
-
-    Raises:
-        DataError: If the data are on this machine and cannot be read.
-    """
+    """Return the settings of a [data] table that decide how files become examples, as plain values."""
     plain = msgspec.to_builtins(spec)
     found = {key: plain[key] for key in SETTINGS if getattr(spec, key) != getattr(DataSpec(path="."), key)}
     if spec.text is not None and Path(str(spec.text.vocabulary)).is_file():
-        from fedquilt.data.tokens import Tokenizer
+        from fedquilt.data.readers.text import Tokenizer
 
         found["text"] = {**found["text"], "vocabulary": list(Tokenizer.load(spec.text.vocabulary).numbers)}
     if spec.audio is None and spec.text is None and (columns := _input_columns(spec)):

@@ -16,7 +16,7 @@ Natural = Annotated[int, Meta(ge=0)]
 Above0 = Annotated[float, Meta(gt=0)]
 TABLES = (".csv", ".tsv", ".parquet")
 Columns = str | tuple[str, ...]
-AUTO: Final = "auto"  # in place of a column's words: the words in the data (fedquilt.data.measured_settings)
+AUTO: Final = "auto"  # in place of a column's words: the words in the data (fedquilt.data.reading_settings)
 SKLEARN: Final = "sklearn/"  # before the name of a data set that scikit-learn brings: "sklearn/iris"
 SYNTHETIC: Final = ("fedpews-32k", "fedpews-3.2k")  # data sets that are drawn by the seed (fedquilt.data.synthetic)
 HOW = ("task", "target", "labels", "categories", "fill", "column", "audio", "text", "windows", "size", "depth")
@@ -24,8 +24,6 @@ HOW = ("task", "target", "labels", "categories", "fill", "column", "audio", "tex
 
 
 class Audio(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings for converting recordings to log-mel spectrograms (frames, mels)."""
-
     rate: Positive = 16000  # samples per second that every recording has to have
     seconds: Above0 = 1.0  # longer recordings are cut, shorter ones end in silence
     mels: Positive = 40  # frequency bands
@@ -34,8 +32,6 @@ class Audio(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Text(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings for converting texts to token numbers (length,)."""
-
     vocabulary: str | tuple[str, ...]  # file with a token in each line, or the tokens
     length: Positive = 64  # tokens of an example; longer texts are cut, shorter ones padded
 
@@ -194,11 +190,6 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def parse(cls, table: Mapping[str, Any], where: str = "[data]") -> DataSpec:
-        """Parse a spec from a `[data]` table, or from a table of the same form.
-
-        Raises:
-            JobError: If a key is unknown, a value does not fit, or a category is "auto".
-        """
         spec = toml.convert_table(table, cls, where)
         for column, words in spec.categories.items():
             if words == AUTO:

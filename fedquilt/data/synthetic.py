@@ -44,13 +44,6 @@ TEST = 400  # likewise, of either
 
 
 def open_synthetic(spec: DataSpec) -> ExampleReader:
-    """Generate the training set (32,000 or 3,200 points) or the test set (6,400 points).
-
-    Inputs are (n, 5) float32, labels 0 to 3, ordered by cluster.
-
-    Raises:
-        DataError: If the split is neither train nor test.
-    """
     sizes = {"train": TRAIN[spec.dataset], "test": TEST}
     if spec.split not in sizes:
         raise DataError(f"{spec.dataset} has the splits train and test, not {spec.split!r}")
@@ -89,6 +82,5 @@ def _class_of_cluster(centre: int, offset: int) -> int:
 
 
 def _expand_features(plane: np.ndarray) -> np.ndarray:
-    """Return the features x, y, x^2, y^2 and xy (n, 5) of points (n, 2)."""
     x, y = plane.T
     return np.stack([x, y, x * x, y * y, x * y], axis=1)

@@ -1,6 +1,6 @@
 """Register of a network's tensors: kind and module of each, and the call order of modules.
 
-`fedquilt prepare` traces the register into the bundle (`models.networks.register_trace`). Methods use the register
+`fedquilt prepare` traces the register into the bundle (`models.networks.traces`). Methods use the register
 rather than names or shapes. A tensor with several names is in the model once, under the first name.
 """
 

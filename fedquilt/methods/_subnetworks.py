@@ -14,23 +14,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from fedquilt import core
 from fedquilt.arrays import exact_sums, tensors
-from fedquilt.core import (
-    Aggregation,
-    ClientContext,
-    ClientResult,
-    DeviceUpdate,
-    DeviceView,
-    EvaluationRound,
-    Examples,
-    Hooks,
-    Task,
-    TaskSpec,
-    Tensors,
-    UpdateError,
-    UpdateSchema,
-    WorkEstimate,
-)
 from fedquilt.costs import cost_model, peak_memory
 from fedquilt.formats import tensor_register
 from fedquilt.models import local_training
@@ -49,7 +34,7 @@ class State(NetworkState):
     settled: int  # rounds so far that gathered statistics: counted in a task's round, not in the learning rate
 
 
-def make_subnetwork_state(state: NetworkState, at: Places, own: Tensors | None = None) -> NetworkState:
+def make_subnetwork_state(state: NetworkState, at: Places, own: core.Tensors | None = None) -> NetworkState:
     """Return the state of a sub-network, with its cost. Tensors in `own` replace those cut out."""
     sub = {**width.cut_tensors(state.model, at), **(own or {})}
     flops, activations = cost_model.part_shares(state.costs_by_layer(), state.model, sub)
@@ -73,11 +58,11 @@ class BatchNormSums:
 
 def make_statistics_round(
     parts: Callable[[Any], Mapping[float, Places]],
-    rate_of: Callable[[Any, DeviceView], float],
+    rate_of: Callable[[Any, core.DeviceView], float],
     *,
     scaled: bool,
     still: Callable[[Any], Collection[str]] = lambda state: (),
-) -> EvaluationRound:
+) -> core.EvaluationRound:
     """Return the evaluation round that gathers batch norm statistics of each sub-network.
 
     Args:
@@ -91,8 +76,8 @@ def make_statistics_round(
         held, means = still(state), state.register.running_means_by_variance()
         return [name for pair in means.items() for name in pair[::-1] if name not in held]
 
-    def send(state: State, device: DeviceView) -> TaskSpec:
-        own, asked, bundles, work = rate_of(state, device), [], {}, WorkEstimate()
+    def send(state: State, device: core.DeviceView) -> core.TaskSpec:
+        own, asked, bundles, work = rate_of(state, device), [], {}, core.WorkEstimate()
         for rate, at in parts(state).items():
             light = make_subnetwork_state(state, at, state.widths.get(f"{rate:g}"))
             found = local_training.evaluation_work(light)
@@ -110,23 +95,23 @@ def make_statistics_round(
             "scaled": scaled,
             "still": sorted(still(state)),
         }
-        return TaskSpec(table, bundles, work)
+        return core.TaskSpec(table, bundles, work)
 
-    def update_schema(state: State) -> UpdateSchema:
+    def update_schema(state: State) -> core.UpdateSchema:
         found = {}
         for rate, at in parts(state).items():
             found[f"statistics.{rate:g}"] = width.cut_shapes(
                 state.model, {name: at[name] for name in statistic_names(state)}
             )
-        return UpdateSchema(found, whole=False)
+        return core.UpdateSchema(found, whole=False)
 
-    def fold(state: State, so_far: BatchNormSums | None, update: DeviceUpdate) -> BatchNormSums:
+    def fold(state: State, so_far: BatchNormSums | None, update: core.DeviceUpdate) -> BatchNormSums:
         so_far = so_far or BatchNormSums()
         total, weight = dict(so_far.total), dict(so_far.weight)
         places = {f"{rate:g}": at for rate, at in parts(state).items()}
         if not update.bundles or update.bundles.keys() - {f"statistics.{key}" for key in places}:
             told = ", ".join(sorted(update.bundles)) or "nothing"
-            raise UpdateError(f"{update.device} sent {told}, wanted are batch normalisation's statistics by width")
+            raise core.UpdateError(f"{update.device} sent {told}, wanted are batch normalisation's statistics by width")
         found = {}
         for bundle, sent in update.bundles.items():
             key = bundle.removeprefix("statistics.")
@@ -156,41 +141,41 @@ def make_statistics_round(
                 after = replace(after, model={**after.model, **found})
         return after
 
-    sums = Aggregation(fold, accumulator=lambda state: BatchNormSums, schema=update_schema)
-    return EvaluationRound(lambda state: bool(statistic_names(state)), send, sums, step)
+    sums = core.Aggregation(fold, accumulator=lambda state: BatchNormSums, schema=update_schema)
+    return core.EvaluationRound(lambda state: bool(statistic_names(state)), send, sums, step)
 
 
-def _fits_device(device: DeviceView, work: WorkEstimate) -> bool:
+def _fits_device(device: core.DeviceView, work: core.WorkEstimate) -> bool:
     return device.profile is not None and peak_memory.fits_budget(device.profile.budget_bytes, ("torch",), work)
 
 
-def _convert_variances_to_moments(sent: Tensors, means: Mapping[str, str], device: str) -> dict[str, np.ndarray]:
+def _convert_variances_to_moments(sent: core.Tensors, means: Mapping[str, str], device: str) -> dict[str, np.ndarray]:
     """Return statistics with raw second moments for variances, or raise UpdateError for a negative variance."""
     found = {}
     for name, array in sent.items():
         value = array.astype(np.float64)
         if name in means:
             if (value < 0).any():
-                raise UpdateError(f"{device} sent {name!r} with values below 0: it is a variance")
+                raise core.UpdateError(f"{device} sent {name!r} with values below 0: it is a variance")
             value = value + np.square(sent[means[name]].astype(np.float64))
         found[name] = np.asarray(value)
     return found
 
 
-def gather_statistics(task: Task, site: ClientContext) -> ClientResult:
+def gather_statistics(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Compute batch norm statistics of the device's examples in each received sub-network."""
     order, bundles = site.rng.permutation(len(site.train)), {}
-    shuffled = Examples(site.train.x[order], site.train.y[order])
+    shuffled = core.Examples(site.train.x[order], site.train.y[order])
     for index, rate in enumerate(task.params["asked"]):
         start, seen = site.load(f"part.{rate:g}"), width.BatchNormMoments(set(task.params["still"]))
-        cut = rate != 1
 
-        def prepare(module: Any, start: Tensors = start, cut: bool = cut, seen: width.BatchNormMoments = seen) -> Any:
-            return seen.add_recording_hooks(
-                width.shrink_module(module, start, scaled=task.params["scaled"]) if cut else module
-            )
+        def prepare(
+            module: Any, start: core.Tensors = start, rate: float = rate, seen: width.BatchNormMoments = seen
+        ) -> Any:
+            narrow = module if rate == 1 else width.shrink_module(module, start, scaled=task.params["scaled"])
+            return seen.add_recording_hooks(narrow)
 
-        site.engine.evaluate(task.params["network"], start, shuffled, hooks=Hooks(prepare=prepare))
+        site.engine.evaluate(task.params["network"], start, shuffled, hooks=core.Hooks(prepare=prepare))
         bundles[f"statistics.{rate:g}"] = seen.statistics()
         site.progress((index + 1) / len(task.params["asked"]))
-    return ClientResult(bundles, weight=float(len(site.train)), local=site.local)
+    return core.ClientResult(bundles, weight=float(len(site.train)), local=site.local)

@@ -32,24 +32,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fedquilt.core import (
-    Aggregation,
-    Artefact,
-    BlobRef,
-    Bundle,
-    ClientContext,
-    ClientResult,
-    DeviceUpdate,
-    DeviceView,
-    JobError,
-    Method,
-    ModelError,
-    Task,
-    TaskSpec,
-    Traits,
-    UpdateError,
-    derive_seed,
-)
+from fedquilt import core
 from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.algebra import class_moments, joint_head, least_squares
 from fedquilt.models.stitching.algebra.class_moments import ClassMoments, ExactMomentSums
@@ -79,7 +62,7 @@ class State:
     params: Params
     seed: int
     stock: DonorPool
-    files: dict[str, BlobRef]
+    files: dict[str, core.BlobRef]
     path: tuple[str, ...]  # of the donor, up to the last block before its classifier
     turn: int = 0  # rounds in which somebody was heard
     heard: tuple[str, ...] = ()  # devices, sorted
@@ -88,10 +71,7 @@ class State:
     log: tuple[str, ...] = ()
 
 
-# -- server ---------------------------------------------------------------------------------------
-
-
-def init(bundle: Bundle, params: Params, seed: int) -> State:
+def init(bundle: core.Bundle, params: Params, seed: int) -> State:
     """Return the first state.
 
     Raises:
@@ -101,16 +81,20 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
     stock = stitched_network.load_donor_pool(bundle.meta)
     donor = params.donor or next(iter(stock.donors))
     if donor not in stock.donors:
-        raise JobError(f"[params] donor: the bundle has no donor {donor!r}; it has {', '.join(sorted(stock.donors))}")
+        raise core.JobError(
+            f"[params] donor: the bundle has no donor {donor!r}; it has {', '.join(sorted(stock.donors))}"
+        )
     if params.gcv and params.ridge:
-        raise JobError(f"[params] ridge = {params.ridge:g}: gcv = true chooses the ridge; leave out one of the two")
+        raise core.JobError(
+            f"[params] ridge = {params.ridge:g}: gcv = true chooses the ridge; leave out one of the two"
+        )
     path = stock.donors[donor].blocks[:-1]
     if missing := [name for block in path for name in stock.blocks[block].files if name not in bundle.files]:
-        raise ModelError(f"the bundle lacks {', '.join(missing[:3])}: prepare it anew")
+        raise core.ModelError(f"the bundle lacks {', '.join(missing[:3])}: prepare it anew")
     return State(params, seed, stock, dict(bundle.files), path)
 
 
-def send(state: State, device: DeviceView) -> TaskSpec | None:
+def send(state: State, device: core.DeviceView) -> core.TaskSpec | None:
     """Return the task spec for a device's moments, or None if they were received or the job is done."""
     if done(state) or device.device in state.heard:
         return None
@@ -130,32 +114,20 @@ def send(state: State, device: DeviceView) -> TaskSpec | None:
 
 
 def validate_site_sums(state: State, total: ExactMomentSums, weight: float) -> None:
-    """Validate the moments of a site before they are merged.
-
-    Raises:
-        UpdateError: If the moments do not match the update's weight.
-    """
+    """Validate the moments of a site before they are merged."""
     class_moments.validate_site_moments(total, len(state.stock.labels), _feature_width(state), weight, exact=True)
 
 
-def validate_update(state: State, update: DeviceUpdate) -> None:
-    """Validate an update before it is added to the sums.
-
-    Raises:
-        UpdateError: If the update is of another round, or if its moments have the wrong form.
-    """
+def validate_update(state: State, update: core.DeviceUpdate) -> None:
+    """Validate an update before it is added to the sums."""
     if update.metrics.get("turn") != state.turn:
-        raise UpdateError(f"answers turn {update.metrics.get('turn')} of the job, which is at {state.turn}")
+        raise core.UpdateError(f"answers turn {update.metrics.get('turn')} of the job, which is at {state.turn}")
     if update.device not in state.heard:
         class_moments.validate_update_moments(update, len(state.stock.labels), _feature_width(state), exact=True)
 
 
-def fold(state: State, so_far: ExactMomentSums | None, update: DeviceUpdate) -> ExactMomentSums:
-    """Add a device's moments in place, unless they were added in an earlier round.
-
-    Raises:
-        UpdateError: If the update is invalid, as in `validate_update`.
-    """
+def fold(state: State, so_far: ExactMomentSums | None, update: core.DeviceUpdate) -> ExactMomentSums:
+    """Add a device's moments in place, unless they were added in an earlier round."""
     validate_update(state, update)
     so_far = so_far or ExactMomentSums()
     return so_far if update.device in state.heard else so_far.add_update(update)
@@ -181,7 +153,7 @@ def done(state: State) -> bool:
     return bool(state.head)
 
 
-def result(state: State) -> Artefact:
+def result(state: State) -> core.Artefact:
     """Return the donor's blocks under the new head (`stitched_network.to_artefact`).
 
     The head of a job that ends early is solved from the devices so far.
@@ -190,10 +162,10 @@ def result(state: State) -> Artefact:
         ModelError: If no device has sent its moments.
     """
     if not done(state) and state.gathered is None:
-        raise ModelError("no device has sent its moments yet: there is no head")
+        raise core.ModelError("no device has sent its moments yet: there is no head")
     head = joint_head.export_head(state.head or _solve_head_tensors(state))
     meta, arrays = stitched_network.to_artefact(stitched_network.StitchedNetwork((state.path,), {}, head), state.stock)
-    return Artefact("stitched", meta, arrays)
+    return core.Artefact("stitched", meta, arrays)
 
 
 def solve_head(params: Params, sums: ClassMoments) -> dict[str, np.ndarray]:
@@ -242,18 +214,15 @@ def _feature_width(state: State) -> int:
 
 
 def _projection_seed(state: State) -> int:
-    return derive_seed("features", state.seed)
+    return core.derive_seed("features", state.seed)
 
 
-# -- client ---------------------------------------------------------------------------------------
-
-
-def work(task: Task, site: ClientContext) -> ClientResult:
+def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Return the moments of the pooled features at the donor's last block, and of the labels."""
     return taps.gather_moments(msgspec.convert(task.params, taps.GatherRequest), site)
 
 
-METHOD = Method(
+METHOD = core.Method(
     paper="arXiv 2405.16240",
     params=Params,
     state=State,
@@ -262,12 +231,12 @@ METHOD = Method(
     send=send,
     work=work,
     check=None,
-    aggregation=Aggregation(
+    aggregation=core.Aggregation(
         fold, accumulator=lambda state: ExactMomentSums, check_update=validate_update, check_sums=validate_site_sums
     ),
     step=step,
     result=result,
     done=done,
     explain=lambda state: state.log,
-    traits=Traits(prediction_tasks=("classes",), exact_updates=True),  # moments are solved for
+    traits=core.Traits(prediction_tasks=("classes",), exact_updates=True),  # moments are solved for
 )

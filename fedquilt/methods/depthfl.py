@@ -27,27 +27,13 @@ from typing import Annotated, Any
 import numpy as np
 from msgspec import Meta
 
+from fedquilt import core
 from fedquilt.arrays import tensors
-from fedquilt.core import (
-    Aggregation,
-    Artefact,
-    Bundle,
-    ClientContext,
-    ClientResult,
-    DeviceUpdate,
-    DeviceView,
-    EvaluationSums,
-    Hooks,
-    Step,
-    Task,
-    TaskSpec,
-)
 from fedquilt.formats import tensor_register
 from fedquilt.methods import fedavg, heterofl
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
 from fedquilt.models.networks import stages
-from fedquilt.models.partial import depth as by_depth
 from fedquilt.models.partial import width as by_width
 from fedquilt.models.partial.width import Places, WeightedEntrySums
 
@@ -63,10 +49,10 @@ class Params(fedavg.Params):
     ramp: Depth = 300  # rounds until c is 1
 
 
-def init(bundle: Bundle, params: Params, seed: int) -> NetworkState:
+def init(bundle: core.Bundle, params: Params, seed: int) -> NetworkState:
     """Return the first state, with a random linear classifier after each stage but the last."""
     begun = fedavg.init(bundle, params, seed)
-    found = by_depth.split_stages(begun.model, params.exits, begun.register)
+    found = stages.split_stages(begun.model, params.exits, begun.register)
     rng = tensors.seeded_rng(seed, "depthfl", "exits")
     model = dict(begun.model)
     for index, stage in enumerate(found.stages[1:]):  # exit i classifies the input of stage i + 1
@@ -76,37 +62,34 @@ def init(bundle: Bundle, params: Params, seed: int) -> NetworkState:
     return replace(begun, model=model)
 
 
-def plain_network(state: NetworkState) -> dict[str, np.ndarray]:
-    """Return the tensors of the plain network, without `exit.*`."""
-    return {name: array for name, array in state.model.items() if not name.startswith("exit.")}
+def body(state: NetworkState) -> stages.StagedNetwork:
+    """Return the division of the plain network into stages."""
+    return stages.split_stages(state.model, state.params["exits"], state.register)
 
 
 def leading_stage_places(state: NetworkState, depth: int) -> Places:
     """Return the places of the tensors of the first `depth` stages and of their exits."""
-    found = by_depth.split_stages(plain_network(state), state.params["exits"], state.register)
+    found = body(state)
     names = [name for stage in found.stages[:depth] for name in stage.names]
     names += [f"exit.{i}.{leaf}" for i in range(min(depth, len(found.stages) - 1)) for leaf in ("weight", "bias")]
     if depth >= len(found.stages):
-        names += [name for name in plain_network(state) if name not in names]
+        names += [name for name in state.model if not name.startswith("exit.") and name not in names]
     return dict.fromkeys(sorted(names), (None, None))
 
 
-def exit_inputs(body: by_depth.StagedNetwork) -> list[list[Any]]:
+def exit_inputs(body: stages.StagedNetwork) -> list[list[Any]]:
     """Return, for each exit, the first layer of the next stage and the channels of its input."""
     return [[stage.entrance, stage.width] for stage in body.stages[1:]]
 
 
-def send(state: NetworkState, device: DeviceView) -> TaskSpec:
+def send(state: NetworkState, device: core.DeviceView) -> core.TaskSpec:
     """Return the task spec to train the first stages that the device's memory tier allows."""
     depth = by_width.select_by_tier(device.profile, state.params["depths"])
     order = heterofl.part_task_spec(state, leading_stage_places(state, depth), 1.0)
-    found = by_depth.split_stages(plain_network(state), state.params["exits"], state.register)
+    found = body(state)
     looks = exit_inputs(found)[:depth]
     params = {**order.params, "looks": looks, "classes": found.classes, "whole": depth >= len(found.stages)}
     return replace(order, params=params)
-
-
-# -- on the device --------------------------------------------------------------------------------
 
 
 @dataclass
@@ -154,7 +137,7 @@ class Exits:
         return self.strength / max(len(said) - 1, 1) * total
 
 
-def exits_from_task(task: Task) -> Exits:
+def exits_from_task(task: core.Task) -> Exits:
     """Return the exits of a task, with the strength c(t) of the KL terms in its round."""
     looks = tuple(stages.Stage(str(entrance), int(width), ()) for entrance, width in task.params["looks"])
     ramp = task.params["ramp"]
@@ -162,23 +145,23 @@ def exits_from_task(task: Task) -> Exits:
     return Exits(looks, task.params["classes"], task.params["whole"], strength)
 
 
-def work(task: Task, site: ClientContext) -> ClientResult:
+def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Train all exits of the sub-network together, or as FedAvg if there is one exit."""
     exits = exits_from_task(task)
     if not exits.looks:
         return fedavg.work(task, site)
-    steps = (Step(exits=lambda: exits.scores, penalty=exits.divergence),)
-    return fedavg.work(task, site, Hooks(prepare=exits.make_prepare_hook(site.load("model")), steps=steps))
+    steps = (core.Step(exits=lambda: exits.scores, penalty=exits.divergence),)
+    return fedavg.work(task, site, core.Hooks(prepare=exits.make_prepare_hook(site.load("model")), steps=steps))
 
 
-def check(task: Task, site: ClientContext) -> EvaluationSums:
+def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     """Evaluate the device's sub-network on the held-out examples."""
     exits, model = exits_from_task(task), site.load("model")
-    hooks = Hooks(prepare=exits.make_prepare_hook(model)) if exits.looks else Hooks()
+    hooks = core.Hooks(prepare=exits.make_prepare_hook(model)) if exits.looks else core.Hooks()
     return site.engine.evaluate(task.params["network"], model, site.held, hooks=hooks)
 
 
-def fold(state: NetworkState, so_far: WeightedEntrySums | None, update: DeviceUpdate) -> WeightedEntrySums:
+def fold(state: NetworkState, so_far: WeightedEntrySums | None, update: core.DeviceUpdate) -> WeightedEntrySums:
     """Add an update to the sums, entry by entry. The tensors present identify the depth."""
     sent = heterofl.require_sent_model(update)
     cuts = [leading_stage_places(state, depth) for depth in sorted(set(state.params["depths"]))]
@@ -192,16 +175,13 @@ def step(state: NetworkState, total: WeightedEntrySums | None) -> NetworkState:
     return replace(state, model=by_width.average_entries(state.model, total))
 
 
-def result(state: NetworkState) -> Artefact:
+def result(state: NetworkState) -> core.Artefact:
     """Return the network with its classifiers, or the plain network if there is one exit."""
-    found, table = (
-        by_depth.split_stages(plain_network(state), state.params["exits"], state.register),
-        tensor_register.without_register(state.network),
-    )
+    found, table = body(state), tensor_register.without_register(state.network)
     if len(found.stages) > 1:
         inputs = {"input": table["input"]} if "input" in table else {}
         table = {"name": "exits", "of": table, "looks": exit_inputs(found), "classes": found.classes, **inputs}
-    return Artefact("weights", {"network": table}, local_training.with_aliases(state.network, state.model))
+    return core.Artefact("weights", {"network": table}, local_training.with_aliases(state.network, state.model))
 
 
 METHOD = replace(
@@ -215,7 +195,7 @@ METHOD = replace(
     common_task=False,
     work=work,
     check=check,
-    aggregation=Aggregation(
+    aggregation=core.Aggregation(
         fold, accumulator=lambda state: WeightedEntrySums, schema=local_training.partial_model_schema
     ),
     step=step,

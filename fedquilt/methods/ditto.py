@@ -20,21 +20,12 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
+from fedquilt import core
 from fedquilt.arrays import tensors
-from fedquilt.core import (
-    Artefact,
-    Bundle,
-    ClientContext,
-    ClientResult,
-    DeviceView,
-    EvaluationSums,
-    Hooks,
-    Task,
-    TaskSpec,
-    Tensors,
-)
 from fedquilt.methods import fedavg, fedlora
 from fedquilt.models import local_training
+
+TRAITS = replace(fedavg.METHOD.traits, training_passes=2, model_copies=2)
 
 
 @dataclass(frozen=True)
@@ -46,28 +37,28 @@ class Params(fedavg.Params):
     alpha: Annotated[float, Meta(gt=0)] = 16.0  # adapters count alpha / r
 
 
-def init(bundle: Bundle, params: Params, seed: int) -> fedlora.State:
+def init(bundle: core.Bundle, params: Params, seed: int) -> fedlora.State:
     """Return the first state. With adapters the bundle's network is the frozen backbone."""
     if params.rank:
         return fedlora.init(bundle, params, seed)
     return fedlora.State(**vars(fedavg.init(bundle, params, seed)), backbone={})
 
 
-def send(state: fedlora.State, device: DeviceView) -> TaskSpec:
+def send(state: fedlora.State, device: core.DeviceView) -> core.TaskSpec:
     """Return the task spec to train two models, with twice FedAvg's cost."""
     if not state.backbone:
-        return local_training.training_task_spec(state, {"model": state.model}, trainings=2, anchors=2)
+        return local_training.training_task_spec(state, {"model": state.model}, TRAITS)
     whole = fedlora.make_adapted_state(state)
     bundles = {"model": state.model, "backbone": state.backbone}
     return fedlora.with_adapted_layers(
-        local_training.training_task_spec(whole, bundles, trainings=2, anchors=2, moved=state.model), state.network
+        local_training.training_task_spec(whole, bundles, TRAITS, moved=state.model), state.network
     )
 
 
-def work(task: Task, site: ClientContext) -> ClientResult:
+def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Train the global model and the personal model v_k on the same mini-batches (Algorithm 1)."""
     received, pull = site.load("model"), task.params["pull"]
-    still, hooks = load_backbone_and_hooks(task, site, received)
+    still, hooks = fedlora.load_backbone(task, site, received)
     start = {**still, **received}
     again = copy.deepcopy(site.rng)  # the same mini-batches a second time
     answer = local_training.train_from(task, replace(site, progress=lambda done: site.progress(done / 2)), start, hooks)
@@ -81,47 +72,36 @@ def work(task: Task, site: ClientContext) -> ClientResult:
     return replace(answer, bundles={"model": model}, local=local, metrics=told)
 
 
-def load_backbone_and_hooks(task: Task, site: ClientContext, received: Tensors) -> tuple[Tensors, Hooks]:
-    """Load the frozen tensors and hooks that add adapters, or ({}, no hooks) without adapters."""
-    if not task.params.get("rank"):
-        return {}, Hooks()
-    backbone = site.load("backbone")
-    return backbone, fedlora.make_adapter_hooks(task, received)
-
-
-def load_personal_model(site: ClientContext, received: Tensors) -> Tensors:
+def load_personal_model(site: core.ClientContext, received: core.Tensors) -> core.Tensors:
     """Return the device's personal model, or the received model before the first training."""
     if site.local:
         tensors.require_matching(site.local, received)
     return site.local or received
 
 
-def check(task: Task, site: ClientContext) -> EvaluationSums:
+def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     """Evaluate the personal model on the held-out examples."""
     received = site.load("model")
-    still, hooks = load_backbone_and_hooks(task, site, received)
+    still, hooks = fedlora.load_backbone(task, site, received)
     model = {**still, **load_personal_model(site, received)}
     return site.engine.evaluate(task.params["network"], model, site.held, hooks=hooks)
 
 
-def personal(task: Task, site: ClientContext) -> Tensors:
+def personal(task: core.Task, site: core.ClientContext) -> core.Tensors:
     """Return the personal model, with adapters merged into its weights."""
     received = site.load("model")
-    still, _ = load_backbone_and_hooks(task, site, received)
-    return (
-        fedlora.merge_adapters(task.params, still, load_personal_model(site, received))
-        if still
-        else load_personal_model(site, received)
-    )
+    still, mine = fedlora.load_backbone(task, site, received)[0], load_personal_model(site, received)
+    return fedlora.merge_adapters(task.params, still, mine) if still else mine
 
 
-def result(state: Any) -> Artefact:
+def result(state: Any) -> core.Artefact:
     """Return the global model. Personal models never leave their devices."""
     return fedlora.result(state) if state.backbone else fedavg.result(state)
 
 
 METHOD = replace(
     fedavg.METHOD,
+    traits=TRAITS,
     paper="arXiv 2012.04221",
     params=Params,
     state=fedlora.State,

@@ -16,25 +16,9 @@ from typing import Annotated, Any, TypeAlias
 
 from msgspec import Meta
 
+from fedquilt import core
 from fedquilt.arrays import exact_sums, tensors
 from fedquilt.arrays.exact_sums import WeightedSums
-from fedquilt.core import (
-    Aggregation,
-    Artefact,
-    Bundle,
-    Choice,
-    ClientContext,
-    ClientResult,
-    DeviceUpdate,
-    DeviceView,
-    EvaluationSums,
-    Hooks,
-    Method,
-    Task,
-    TaskSpec,
-    Traits,
-    UpdateError,
-)
 from fedquilt.formats import training_choices
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
@@ -49,15 +33,15 @@ class Params:
     epochs: Annotated[int, Meta(ge=1)] = 1  # E: passes over the device's own examples in a round
     batch: Batch = 32  # B: mini-batch size; a device with fewer examples takes all of them in one step
     lr: Annotated[float, Meta(gt=0)] = 0.05  # eta: learning rate
-    optimizer: Choice = "sgd"  # begun anew in every round
+    optimizer: core.Choice = "sgd"  # begun anew in every round
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # of sgd, and of optimizers of torch that have it
     nesterov: bool = False
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
     clip: Annotated[float, Meta(ge=0)] = 0.0  # largest gradient norm; 0: no clipping
     mixed: bool = False  # 16-bit arithmetic where a device's GPU has it; weights and what travels stay 32-bit
-    loss: Choice = ""  # a name or a table (docs/training.md); not given: of the network's task
-    schedule: Choice = "constant"  # of the learning rate over the job
-    augment: tuple[Choice, ...] = ()  # random changes of training examples, in order
+    loss: core.Choice = ""  # a name or a table (docs/training.md); not given: of the network's task
+    schedule: core.Choice = "constant"  # of the learning rate over the job
+    augment: tuple[core.Choice, ...] = ()  # random changes of training examples, in order
     accumulate: Annotated[int, Meta(ge=1)] = 1  # parts of a mini-batch whose gradients are added up, to save memory
     ema: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # share that the weights' moving average keeps at a step; 0: none
 
@@ -74,48 +58,40 @@ class Params:
             raise ValueError(f"ema = {self.ema:g}: {why}; take ema = 0")
 
 
-def init(bundle: Bundle, params: Any, seed: int) -> NetworkState:
+def init(bundle: core.Bundle, params: Any, seed: int) -> NetworkState:
     """Return the first state, with the bundle's model."""
     return local_training.initial_state(bundle, params)
 
 
-def send(state: NetworkState, device: DeviceView) -> TaskSpec:
+def send(state: NetworkState, device: core.DeviceView) -> core.TaskSpec:
     """Return the task spec to train the whole model."""
     return local_training.training_task_spec(state, {"model": state.model})
 
 
-def work(task: Task, site: ClientContext, hooks: Hooks = Hooks()) -> ClientResult:
+def work(task: core.Task, site: core.ClientContext, hooks: core.Hooks = core.Hooks()) -> core.ClientResult:
     """Train the received model on the device's examples (ClientUpdate)."""
     return local_training.train_from(task, site, site.load("model"), hooks)
 
 
-def check(task: Task, site: ClientContext) -> EvaluationSums:
+def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     """Evaluate the received model on the held-out examples."""
     return site.engine.evaluate(task.params["network"], site.load("model"), site.held)
 
 
 def validate_site_sums(state: NetworkState, total: WeightedSums, weight: float) -> None:
-    """Validate the sums of a site before they are merged.
-
-    Raises:
-        UpdateError: If the sums do not match the update's weight or the model, or if a number is out of range.
-    """
+    """Validate the sums of a site before they are merged."""
     if total.weight != weight:
-        raise UpdateError(f"the sum is of {total.weight:g} examples, in an update that weighs {weight:g}")
+        raise core.UpdateError(f"the sum is of {total.weight:g} examples, in an update that weighs {weight:g}")
     exact_sums.require_valid_sums(total.total, state.model, weight)
 
 
-def validate_update(state: NetworkState, update: DeviceUpdate) -> None:
+def validate_update(state: NetworkState, update: core.DeviceUpdate) -> None:
     """Raise UpdateError if names, shapes or types differ from the model's, or if values are not finite."""
     tensors.require_addable(update.bundles.get("model", {}), state.model)
 
 
-def fold(state: NetworkState, so_far: WeightedSums | None, update: DeviceUpdate) -> WeightedSums:
-    """Add an update to the sums in place, weighted by its examples.
-
-    Raises:
-        UpdateError: If the update is invalid, as in `validate_update`.
-    """
+def fold(state: NetworkState, so_far: WeightedSums | None, update: core.DeviceUpdate) -> WeightedSums:
+    """Add an update to the sums in place, weighted by its examples."""
     validate_update(state, update)
     so_far = so_far or WeightedSums()
     return WeightedSums(
@@ -133,12 +109,12 @@ def step(state: NetworkState, total: WeightedSums | None) -> NetworkState:
     return replace(state, model=model)
 
 
-def result(state: NetworkState) -> Artefact:
+def result(state: NetworkState) -> core.Artefact:
     """Return the global model with the table of its network."""
     return local_training.weights_artefact(state.network, state.model)
 
 
-METHOD = Method(
+METHOD = core.Method(
     paper="arXiv 1602.05629",
     params=Params,
     state=NetworkState,
@@ -148,7 +124,7 @@ METHOD = Method(
     common_task=True,
     work=work,
     check=check,
-    aggregation=Aggregation(
+    aggregation=core.Aggregation(
         fold,
         accumulator=lambda state: WeightedSums,
         schema=local_training.full_model_schema,
@@ -157,5 +133,5 @@ METHOD = Method(
     ),
     step=step,
     result=result,
-    traits=Traits(replaces_private_state=True),
+    traits=core.Traits(replaces_private_state=True),
 )

@@ -17,18 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from fedquilt import core
 from fedquilt.arrays import tensors
-from fedquilt.core import (
-    Artefact,
-    Bundle,
-    ClientContext,
-    ClientResult,
-    DeviceView,
-    EvaluationSums,
-    Task,
-    TaskSpec,
-    Tensors,
-)
 from fedquilt.methods import fedavg
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
@@ -50,7 +40,7 @@ def private_names(state: NetworkState) -> set[str]:
     )
 
 
-def init(bundle: Bundle, params: Any, seed: int) -> State:
+def init(bundle: core.Bundle, params: Any, seed: int) -> State:
     """Split the bundle's model into shared tensors and batch norm."""
     begun = fedavg.init(bundle, params, seed)
     own = private_names(begun)
@@ -59,12 +49,12 @@ def init(bundle: Bundle, params: Any, seed: int) -> State:
     return State(**vars(replace(begun, model=shared)), norm=norm)
 
 
-def send(state: State, device: DeviceView) -> TaskSpec:
+def send(state: State, device: core.DeviceView) -> core.TaskSpec:
     """Return the task spec to train the network. The first batch norm tensors are sent once."""
     return local_training.training_task_spec(state, {"model": state.model, "norm": state.norm})
 
 
-def work(task: Task, site: ClientContext) -> ClientResult:
+def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Train the whole network. Batch norm tensors stay on the device."""
     answer = local_training.train_from(task, site, personal(task, site))
     model, own = answer.bundles["model"], site.load("norm").keys()
@@ -72,17 +62,17 @@ def work(task: Task, site: ClientContext) -> ClientResult:
     return replace(answer, bundles={"model": shared}, local={name: model[name] for name in own})
 
 
-def check(task: Task, site: ClientContext) -> EvaluationSums:
+def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     """Evaluate the shared tensors with the device's batch norm on the held-out examples."""
     return site.engine.evaluate(task.params["network"], personal(task, site), site.held)
 
 
-def result(state: State) -> Artefact:
+def result(state: State) -> core.Artefact:
     """Return the shared model with the batch normalisation's tensors of the job's start."""
     return local_training.weights_artefact(state.network, {**state.model, **state.norm}, private=sorted(state.norm))
 
 
-def personal(task: Task, site: ClientContext) -> Tensors:
+def personal(task: core.Task, site: core.ClientContext) -> core.Tensors:
     """Return the shared tensors with the device's batch norm, or the first ones before training."""
     norm = site.load("norm")
     if site.local:

@@ -17,40 +17,21 @@ network, without links.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Annotated, Any
 
-import msgspec
 import numpy as np
 from msgspec import Meta
 
+from fedquilt import core
 from fedquilt.arrays import tensors
-from fedquilt.core import (
-    Aggregation,
-    Artefact,
-    Bundle,
-    ClientContext,
-    ClientResult,
-    DeviceUpdate,
-    DeviceView,
-    EvaluationSums,
-    Hooks,
-    Step,
-    Task,
-    TaskSpec,
-    WorkEstimate,
-)
-from fedquilt.costs import cost_model
 from fedquilt.methods import depthfl, fedavg, heterofl
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
 from fedquilt.models.networks import stages
-from fedquilt.models.partial import depth as by_depth
+from fedquilt.models.networks.stages import StagedNetwork
 from fedquilt.models.partial import width as by_width
-from fedquilt.models.partial.depth import StagedNetwork
 from fedquilt.models.partial.width import Places, WeightedEntrySums
 
 Groups = Annotated[int, Meta(ge=1)]
@@ -72,10 +53,10 @@ class StageGroup:
     end: int  # stage behind it; of the network's last group: the number of stages
 
 
-def init(bundle: Bundle, params: Params, seed: int) -> NetworkState:
+def init(bundle: core.Bundle, params: Params, seed: int) -> NetworkState:
     """Return the first state, with a random link before each stage but the first."""
     begun = fedavg.init(bundle, params, seed)
-    found = by_depth.split_stages(begun.model, params.stages, begun.register)
+    found = stages.split_stages(begun.model, params.stages, begun.register)
     rng = tensors.seeded_rng(seed, "fedepth", "links")
     model = dict(begun.model)
     for index, stage in enumerate(found.stages[1:], start=1):
@@ -108,46 +89,22 @@ def places_for_groups(state: NetworkState, body: StagedNetwork, count: int) -> P
     return dict.fromkeys(sorted([*plain_network(state), *links]), (None, None))
 
 
-def send(state: NetworkState, device: DeviceView) -> TaskSpec:
+def send(state: NetworkState, device: core.DeviceView) -> core.TaskSpec:
     """Return the task spec to train as many groups of blocks as the device's memory tier requires."""
     count = by_width.select_by_tier(device.profile, state.params["groups"])
-    body = by_depth.split_stages(plain_network(state), state.params["stages"], state.register)
+    body = stages.split_stages(state.model, state.params["stages"], state.register)
     found, at = split_into_groups(body, count), places_for_groups(state, body, count)
     sub = by_width.cut_tensors(state.model, at)
     order = local_training.training_task_spec(state, {"model": sub})
     ends = [[group.end, body.stages[group.end].entrance, body.stages[group.end].width] for group in found[:-1]]
     table = {"groups": [list(group.names) for group in found], "ends": ends, "head": body.head}
-    return replace(order, params={**order.params, **table}, work=_estimate_groups_work(state, order, found))
+    order = replace(order, params={**order.params, **table})
+    if not ends:
+        return order
+    return replace(order, work=local_training.groups_work(state, plain_network(state), [each.names for each in found]))
 
 
-def _estimate_groups_work(state: NetworkState, order: TaskSpec, found: list[StageGroup]) -> Any:
-    # Each group costs a forward pass up to its end and a backward pass through itself.
-    if len(found) == 1:
-        return order.work
-    model, peaks = plain_network(state), []
-    works: list[WorkEstimate] = []
-    before: dict[str, np.ndarray] = {}
-    head = {name: model[name] for name in model.keys() - {name for group in found for name in group.names}}
-    for group in found:
-        own = {name: model[name] for name in group.names}
-        _, activations = cost_model.part_shares(state.costs_by_layer(), model, own)
-        before |= own
-        part = state.plain_state_with({**before, **head})
-        part = replace(
-            part,
-            flops=state.flops * cost_model.part_shares(state.costs_by_layer(), model, before)[0],
-            layers=cost_model.scale_layers(state.layers, state.model, part.model),
-        )
-        works.append(local_training.training_work(part, moved={**own, **head}))
-        light = replace(state, example_bytes=math.ceil(activations * state.example_bytes))
-        peaks.append(local_training.training_work(light, moved={**own, **head}).peak_bytes)
-    return msgspec.structs.replace(reduce(WorkEstimate.add, works), peak_bytes=max(peaks))
-
-
-# -- on the device --------------------------------------------------------------------------------
-
-
-def work(task: Task, site: ClientContext) -> ClientResult:
+def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Train the groups in turn, each with a link to the classifier and earlier groups frozen."""
     parts, ends, model = task.params["groups"], task.params["ends"], site.load("model")
     if len(parts) == 1:
@@ -165,13 +122,13 @@ def work(task: Task, site: ClientContext) -> ClientResult:
             start[link_name(end)], moved = model[link_name(end)], moved | {link_name(end)}
         else:
             start = {name: array for name, array in model.items() if not name.startswith("link.")}
-        hooks = Hooks(prepare=prepare, steps=(Step(rate=lambda name, moved=moved: float(name in moved)),))  # type: ignore[misc]
+        hooks = core.Hooks(prepare=prepare, steps=(core.Step(rate=lambda name, moved=moved: float(name in moved)),))  # type: ignore[misc]
         done = index / len(parts)
         at = replace(site, progress=lambda share, done=done: site.progress(done + share / len(parts)))  # type: ignore[misc]
         answer = local_training.train_from(task, at, start, hooks)
         model = {**model, **answer.bundles["model"]}
         told, steps = dict(answer.metrics), steps + answer.metrics["steps"]
-    return ClientResult({"model": model}, float(len(site.train)), {**told, "steps": steps})
+    return core.ClientResult({"model": model}, float(len(site.train)), {**told, "steps": steps})
 
 
 def make_link_hook(behind: stages.Stage, start: Mapping[str, np.ndarray], end: int, head: str) -> Any:
@@ -193,23 +150,23 @@ def make_link_hook(behind: stages.Stage, start: Mapping[str, np.ndarray], end: i
     return prepare
 
 
-def check(task: Task, site: ClientContext) -> EvaluationSums:
+def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     """Evaluate the whole network on the held-out examples."""
     model = {name: array for name, array in site.load("model").items() if not name.startswith("link.")}
     return site.engine.evaluate(task.params["network"], model, site.held)
 
 
-def fold(state: NetworkState, so_far: WeightedEntrySums | None, update: DeviceUpdate) -> WeightedEntrySums:
+def fold(state: NetworkState, so_far: WeightedEntrySums | None, update: core.DeviceUpdate) -> WeightedEntrySums:
     """Add an update to the sums, entry by entry. The links present identify the number of groups."""
     sent = heterofl.require_sent_model(update)
-    body = by_depth.split_stages(plain_network(state), state.params["stages"], state.register)
+    body = stages.split_stages(state.model, state.params["stages"], state.register)
     cuts = [places_for_groups(state, body, count) for count in sorted(set(state.params["groups"]))]
     return by_width.add_entries(
         state.model, so_far, sent, by_width.recognise_cut(state.model, sent, cuts), update.weight
     )
 
 
-def result(state: NetworkState) -> Artefact:
+def result(state: NetworkState) -> core.Artefact:
     """Return the global network without its links."""
     return local_training.weights_artefact(state.network, plain_network(state))
 
@@ -224,7 +181,7 @@ METHOD = replace(
     common_task=False,
     work=work,
     check=check,
-    aggregation=Aggregation(
+    aggregation=core.Aggregation(
         fold, accumulator=lambda state: WeightedEntrySums, schema=local_training.partial_model_schema
     ),
     step=depthfl.step,

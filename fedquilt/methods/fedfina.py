@@ -33,9 +33,4 @@ def init(bundle: Bundle, params: Params, seed: int) -> fedrep.State:
     return fedrep.split_state(begun, begun.model.keys() - own)
 
 
-METHOD = replace(
-    parfed.METHOD,
-    paper="as in arXiv 2504.14628",
-    params=Params,
-    init=init,
-)
+METHOD = replace(parfed.METHOD, paper="as in arXiv 2504.14628", params=Params, init=init)

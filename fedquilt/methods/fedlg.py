@@ -23,20 +23,9 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta
 
+from fedquilt import core
 from fedquilt.arrays import tensors
 from fedquilt.arrays.exact_sums import WeightedSums
-from fedquilt.core import (
-    Aggregation,
-    Bundle,
-    ClientContext,
-    ClientResult,
-    DeviceUpdate,
-    DeviceView,
-    Task,
-    TaskSpec,
-    UpdateError,
-    UpdateSchema,
-)
 from fedquilt.methods import fedavg, fedrep, parfed
 from fedquilt.models import local_training
 
@@ -64,7 +53,7 @@ class State(fedrep.State):
         return "share" if self.shared else "probe"
 
 
-def init(bundle: Bundle, params: Params, seed: int) -> State:
+def init(bundle: core.Bundle, params: Params, seed: int) -> State:
     """Return the first state, with no shared tensors and every convolution as a candidate."""
     begun = fedavg.init(bundle, params, seed)
     names = tuple(parfed.convolution_weights(begun))
@@ -72,7 +61,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
     return State(**vars(parts), candidates=names, sizes=dict.fromkeys(names, 0.0))
 
 
-def send(state: State, device: DeviceView) -> TaskSpec:
+def send(state: State, device: core.DeviceView) -> core.TaskSpec:
     """Return the task spec to train, with one more pass for the gradients while probing."""
     sent = fedrep.send(state, device)
     work = sent.work
@@ -83,7 +72,7 @@ def send(state: State, device: DeviceView) -> TaskSpec:
     return replace(sent, params=params, work=work)
 
 
-def work(task: Task, site: ClientContext) -> ClientResult:
+def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Train the device's network. Return gradient sizes while probing, afterwards the learnGene."""
     answer = fedrep.split_result(
         local_training.train_from(task, site, fedrep.load_device_network(site)), task.params["shared"]
@@ -95,14 +84,14 @@ def work(task: Task, site: ClientContext) -> ClientResult:
     return replace(answer, bundles={"sizes": {name: np.array([size], np.float64) for name, size in sizes.items()}})
 
 
-def update_schema(state: State) -> UpdateSchema:
+def update_schema(state: State) -> core.UpdateSchema:
     """Return the schema of an update: the learnGene or, while probing, the gradient sizes."""
     if state.shared:
-        return UpdateSchema({"model": {name: state.own[name] for name in state.shared}})
-    return UpdateSchema({"sizes": {name: np.zeros(1) for name in state.candidates}})
+        return core.UpdateSchema({"model": {name: state.own[name] for name in state.shared}})
+    return core.UpdateSchema({"sizes": {name: np.zeros(1) for name in state.candidates}})
 
 
-def fold(state: State, so_far: WeightedSums | None, update: DeviceUpdate) -> WeightedSums:
+def fold(state: State, so_far: WeightedSums | None, update: core.DeviceUpdate) -> WeightedSums:
     """Add an update to the sums: the learnGene or, while probing, the gradient sizes."""
     if state.shared:
         like = {name: state.own[name] for name in state.shared}
@@ -111,7 +100,7 @@ def fold(state: State, so_far: WeightedSums | None, update: DeviceUpdate) -> Wei
     like = {name: np.zeros(1) for name in state.candidates}
     tensors.require_matching(sizes, like)
     if any((size < 0).any() for size in sizes.values()):
-        raise UpdateError(f"{update.device} says that a gradient is smaller than nothing")
+        raise core.UpdateError(f"{update.device} says that a gradient is smaller than nothing")
     return fedavg.fold(replace(state, model=like), so_far, replace(update, bundles={"model": sizes}))
 
 
@@ -142,7 +131,7 @@ METHOD = replace(
     init=init,
     send=send,
     work=work,
-    aggregation=Aggregation(fold, accumulator=lambda state: WeightedSums, schema=update_schema),
+    aggregation=core.Aggregation(fold, accumulator=lambda state: WeightedSums, schema=update_schema),
     step=step,
     explain=explain,
 )

@@ -18,22 +18,8 @@ from typing import Annotated, Any
 import numpy as np
 from msgspec import Meta
 
+from fedquilt import core
 from fedquilt.arrays import tensors
-from fedquilt.core import (
-    Artefact,
-    Bundle,
-    Choice,
-    ClientContext,
-    ClientResult,
-    DeviceView,
-    EvaluationSums,
-    Hooks,
-    ModelError,
-    Step,
-    Task,
-    TaskSpec,
-    Tensors,
-)
 from fedquilt.costs import cost_model
 from fedquilt.formats import tensor_register
 from fedquilt.methods import fedavg
@@ -41,13 +27,15 @@ from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
 from fedquilt.models.partial import lora
 
+TRAITS = replace(fedavg.METHOD.traits, frozen_weights="all but the head", model_copies="mu")
+
 
 @dataclass(frozen=True)
 class Params(fedavg.Params):
     """FedAvg's parameters with Adam, and the adapters' parameters."""
 
     lr: Annotated[float, Meta(gt=0)] = 1e-3
-    optimizer: Choice = "adam"
+    optimizer: core.Choice = "adam"
     clip: Annotated[float, Meta(ge=0)] = 1.0  # largest gradient norm, over all that is trained; 0: no clipping
     rank: Annotated[int, Meta(ge=1)] = 8  # r
     alpha: Annotated[float, Meta(gt=0)] = 16.0  # adapters count alpha / r
@@ -61,14 +49,16 @@ class State(NetworkState):
     backbone: dict[str, np.ndarray]
 
 
-def init(bundle: Bundle, params: Any, seed: int) -> State:
+def init(bundle: core.Bundle, params: Any, seed: int) -> State:
     """Return the first state: new adapters in the bundle's network, which is the frozen backbone."""
     begun = fedavg.init(bundle, params, seed)
     model = initial_shared_part(begun.model, params.rank, seed, begun.network)
     return State(**vars(replace(begun, model=model)), backbone=begun.model)
 
 
-def initial_shared_part(backbone: Tensors, rank: int, seed: int, network: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def initial_shared_part(
+    backbone: core.Tensors, rank: int, seed: int, network: Mapping[str, Any]
+) -> dict[str, np.ndarray]:
     """Return the first values of the adapters, and the head's tensors of the backbone."""
     return {
         **lora.initial_shared_adapters(backbone, adapted_layers(network), rank, tensors.seeded_rng(seed, "lora")),
@@ -90,21 +80,20 @@ def head_names(network: Mapping[str, Any]) -> tuple[str, ...]:
     register = tensor_register.register_from_table(network)
     last = register.find_classifier()
     if last is None:
-        raise ModelError("this network has no last linear layer for classes, which LoRA trains too")
+        raise core.ModelError("this network has no last linear layer for classes, which LoRA trains too")
     return register.parameters_by_layer()[last]
 
 
-def send(state: State, device: DeviceView) -> TaskSpec:
+def send(state: State, device: core.DeviceView) -> core.TaskSpec:
     """Return the task spec to train adapters and head. The frozen backbone is sent once."""
-    anchors = 1 if state.params.get("mu", 1.0) else 0
     bundles = {"model": state.model, "backbone": state.backbone}
     return with_adapted_layers(
-        local_training.training_task_spec(make_adapted_state(state), bundles, anchors=anchors, moved=state.model),
+        local_training.training_task_spec(make_adapted_state(state), bundles, TRAITS, moved=state.model),
         state.network,
     )
 
 
-def with_adapted_layers(order: TaskSpec, network: Mapping[str, Any]) -> TaskSpec:
+def with_adapted_layers(order: core.TaskSpec, network: Mapping[str, Any]) -> core.TaskSpec:
     """Return the task spec with the names of the adapted layers in its parameters."""
     return replace(order, params={**order.params, "places": adapted_layers(network)})
 
@@ -121,7 +110,7 @@ def adapter_scale(params: Mapping[str, Any]) -> float:
     return float(params["alpha"] / params["rank"])
 
 
-def make_adapter_hooks(task: Task, moved: Tensors) -> Hooks:
+def make_adapter_hooks(task: core.Task, moved: core.Tensors) -> core.Hooks:
     """Return hooks that insert the adapters, train the tensors in `moved` and freeze all others."""
     places, rank, mu = lora.sites_from_json(task.params["places"]), task.params["rank"], task.params.get("mu", 0.0)
 
@@ -131,10 +120,15 @@ def make_adapter_hooks(task: Task, moved: Tensors) -> Hooks:
         return adapter_layers.insert_adapters(module, places, rank, adapter_scale(task.params))
 
     pull = (lambda gradient, value, at: gradient + mu * (value - at["start"])) if mu else None
-    return Hooks(prepare=prepare, correct=pull, steps=(Step(rate=lambda name: float(name in moved)),))
+    return core.Hooks(prepare=prepare, correct=pull, steps=(core.Step(rate=lambda name: float(name in moved)),))
 
 
-def work(task: Task, site: ClientContext) -> ClientResult:
+def load_backbone(task: core.Task, site: core.ClientContext, moved: core.Tensors) -> tuple[core.Tensors, core.Hooks]:
+    """Load the frozen tensors and the hooks of the adapters, or {} and no hooks if the job has no adapters."""
+    return (site.load("backbone"), make_adapter_hooks(task, moved)) if task.params.get("rank") else ({}, core.Hooks())
+
+
+def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Train the adapters and the head in the frozen backbone, and return those alone."""
     backbone, received = site.load("backbone"), site.load("model")
     answer = local_training.train_from(task, site, {**backbone, **received}, make_adapter_hooks(task, received))
@@ -142,14 +136,14 @@ def work(task: Task, site: ClientContext) -> ClientResult:
     return replace(answer, bundles={"model": {name: model[name] for name in received}})
 
 
-def check(task: Task, site: ClientContext) -> EvaluationSums:
+def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     """Evaluate the backbone with the received adapters and head on the held-out examples."""
     backbone, received = site.load("backbone"), site.load("model")
     adapted = make_adapter_hooks(task, received)
     return site.engine.evaluate(task.params["network"], {**backbone, **received}, site.held, hooks=adapted)
 
 
-def result(state: State) -> Artefact:
+def result(state: State) -> core.Artefact:
     """Return the job's network with the adapters merged into its weights."""
     return local_training.weights_artefact(state.network, merged_model(state))
 
@@ -159,7 +153,7 @@ def merged_model(state: State) -> dict[str, np.ndarray]:
     return merge_adapters({**state.params, "places": adapted_layers(state.network)}, state.backbone, state.model)
 
 
-def merge_adapters(params: Mapping[str, Any], backbone: Tensors, moved: Tensors) -> dict[str, np.ndarray]:
+def merge_adapters(params: Mapping[str, Any], backbone: core.Tensors, moved: core.Tensors) -> dict[str, np.ndarray]:
     """Return the backbone with the adapters in `moved` merged and other moved tensors replaced."""
     whole = {**backbone, **{name: moved[name] for name in moved if name in backbone}}
     return lora.merge_shared(whole, moved, lora.sites_from_json(params["places"]), adapter_scale(params))
@@ -176,5 +170,5 @@ METHOD = replace(
     work=work,
     check=check,
     result=result,
-    traits=replace(fedavg.METHOD.traits, frozen_weights="all but the head"),
+    traits=TRAITS,
 )

@@ -19,18 +19,9 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta
 
+from fedquilt import core
 from fedquilt.arrays import exact_sums, tensors
 from fedquilt.arrays.exact_sums import WeightedSums
-from fedquilt.core import (
-    Aggregation,
-    ClientContext,
-    ClientResult,
-    DeviceUpdate,
-    DeviceView,
-    Task,
-    TaskSpec,
-    UpdateError,
-)
 from fedquilt.methods import fedavg
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
@@ -58,13 +49,13 @@ def layer_units(state: NetworkState) -> list[tuple[str, ...]]:
     return [tuple(sorted(names)) for names in found.values()]
 
 
-def send(state: NetworkState, device: DeviceView) -> TaskSpec:
+def send(state: NetworkState, device: core.DeviceView) -> core.TaskSpec:
     """Return FedAvg's task spec, with the layers that a device sends or drops."""
     order = fedavg.send(state, device)
     return replace(order, params={**order.params, "units": layer_units(state)})
 
 
-def work(task: Task, site: ClientContext) -> ClientResult:
+def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Train as in FedAvg, and return each layer with probability `keep`."""
     answer = fedavg.work(task, site)
     model = answer.bundles["model"]
@@ -72,10 +63,10 @@ def work(task: Task, site: ClientContext) -> ClientResult:
     return replace(answer, bundles={"model": {name: model[name] for names in kept for name in names}})
 
 
-def fold(state: NetworkState, so_far: FedLPSums | None, update: DeviceUpdate) -> FedLPSums:
+def fold(state: NetworkState, so_far: FedLPSums | None, update: core.DeviceUpdate) -> FedLPSums:
     """Add the layers in an update to their sums."""
     if "model" not in update.bundles:
-        raise UpdateError(f"{update.device} sent no model, not even an empty one")
+        raise core.UpdateError(f"{update.device} sent no model, not even an empty one")
     model = update.bundles["model"]
     came = {name for names in layer_units(state) if not model.keys().isdisjoint(names) for name in names}
     like = replace(state, model={name: state.model[name] for name in sorted(came)})
@@ -104,6 +95,6 @@ METHOD = replace(
     params=Params,
     send=send,
     work=work,
-    aggregation=Aggregation(fold, accumulator=lambda state: FedLPSums, schema=local_training.partial_model_schema),
+    aggregation=core.Aggregation(fold, accumulator=lambda state: FedLPSums, schema=local_training.partial_model_schema),
     step=step,
 )

@@ -24,21 +24,7 @@ from typing import Annotated, Any
 import numpy as np
 from msgspec import Meta
 
-from fedquilt.core import (
-    Aggregation,
-    Bundle,
-    ClientContext,
-    ClientResult,
-    DeviceUpdate,
-    DeviceView,
-    EvaluationSums,
-    Hooks,
-    JobError,
-    ModelError,
-    Step,
-    Task,
-    TaskSpec,
-)
+from fedquilt import core
 from fedquilt.methods import _subnetworks, fedavg, heterofl
 from fedquilt.methods.heterofl import HeteroFLSums
 from fedquilt.models import local_training
@@ -67,7 +53,7 @@ class State(_subnetworks.State):
     kept: dict[str, dict[str, np.ndarray]]  # by share of the channels that are left: group -> their indices
 
 
-def init(bundle: Bundle, params: Params, seed: int) -> State:
+def init(bundle: core.Bundle, params: Params, seed: int) -> State:
     """Choose the frozen encoder and, for each pruning ratio, the units that stay in other layers.
 
     Raises:
@@ -75,7 +61,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
         ModelError: If the network has only one layer.
     """
     if params.encoder and not bundle.meta.get("pretrained", True):
-        raise JobError(
+        raise core.JobError(
             "the encoder is held still, and this network's weights are random: give [model] weights = a file of a "
             "pre-trained network's, or train all of it with encoder = 0"
         )
@@ -84,7 +70,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
     last = begun.register.find_classifier()
     order = [name for name in begun.register.parameters_by_layer() if name != last]
     if params.encoder and not order:
-        raise ModelError("this network has one layer: there is no encoder to hold still, set encoder = 0")
+        raise core.ModelError("this network has one layer: there is no encoder to hold still, set encoder = 0")
     encoder = tuple(order[: int(params.encoder * (len(order) + 1))])
     whole = {group for layer in encoder for group in begun.plan.follows.get(f"{layer}.weight", NOWHERE).out}
     kept = {}
@@ -119,12 +105,12 @@ def canonical_share(state: State, left: float) -> float:
     return heterofl.canonical_rate([state.plan.widths[group] for group in pruned], remaining_shares(state.params), left)
 
 
-def device_share(state: State, device: DeviceView) -> float:
+def device_share(state: State, device: core.DeviceView) -> float:
     """Return the share of channels in a device's part."""
     return canonical_share(state, width.select_by_tier(device.profile, remaining_shares(state.params)))
 
 
-def send(state: State, device: DeviceView) -> TaskSpec:
+def send(state: State, device: core.DeviceView) -> core.TaskSpec:
     """Return the task spec to train the device's part with the encoder frozen."""
     left = device_share(state, device)
     order = heterofl.with_training_round(
@@ -133,25 +119,25 @@ def send(state: State, device: DeviceView) -> TaskSpec:
     return replace(order, params={**order.params, "still": sorted(encoder_names(state))})
 
 
-def work(task: Task, site: ClientContext) -> ClientResult:
+def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Train the predictor's part, or gather batch norm statistics if the task requests them."""
     if "asked" in task.params:
         return _subnetworks.gather_statistics(task, site)
     hooks, held = heterofl.make_width_hooks(task, site, scaled=False), set(task.params["still"])
     if held:
-        hooks = Hooks(prepare=hooks.prepare, steps=(Step(rate=lambda name: float(name not in held)),))
+        hooks = core.Hooks(prepare=hooks.prepare, steps=(core.Step(rate=lambda name: float(name not in held)),))
     answer = fedavg.work(task, site, hooks)
     moved = {name: array for name, array in answer.bundles["model"].items() if name not in held}
     return replace(answer, bundles={"model": moved})
 
 
-def check(task: Task, site: ClientContext) -> EvaluationSums:
+def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     """Evaluate the device's part on the held-out examples."""
     hooks = heterofl.make_width_hooks(task, site, scaled=False)
     return site.engine.evaluate(task.params["network"], site.load("model"), site.held, hooks=hooks)
 
 
-def fold(state: State, so_far: HeteroFLSums | None, update: DeviceUpdate) -> HeteroFLSums:
+def fold(state: State, so_far: HeteroFLSums | None, update: core.DeviceUpdate) -> HeteroFLSums:
     """Add a device's predictor entries to the sums of its ratio."""
     sent, held = heterofl.require_sent_model(update), encoder_names(state)
     moved = {
@@ -170,6 +156,6 @@ METHOD = replace(
     send=send,
     work=work,
     check=check,
-    aggregation=Aggregation(fold, accumulator=lambda state: HeteroFLSums, schema=local_training.partial_model_schema),
+    aggregation=replace(heterofl.METHOD.aggregation, fold=fold, schema=local_training.partial_model_schema),
     settle=_subnetworks.make_statistics_round(places_by_share, device_share, scaled=False, still=encoder_names),
 )

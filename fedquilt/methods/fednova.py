@@ -58,11 +58,7 @@ def effective_steps(steps: float, params: Mapping[str, Any]) -> float:
 
 
 def validate_site_sums(state: NetworkState, total: FedNovaSums, weight: float) -> None:
-    """Validate the sums of a site before they are merged.
-
-    Raises:
-        UpdateError: If the sums are invalid as in FedAvg, or if the divisors are out of range.
-    """
+    """Validate the sums of a site before they are merged."""
     fedavg.validate_site_sums(state, total, weight)
     if weight and not (0 < float(total.inverse) <= weight <= float(total.lengths)):
         raise UpdateError("the sums of 1 / a_i and of a_i are none of devices that took a step or more each")

@@ -24,32 +24,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 import numpy as np
 from msgspec import Meta
 
+from fedquilt import core
 from fedquilt.arrays import exact_sums, tensors
 from fedquilt.arrays.exact_sums import WeightedSums
-from fedquilt.core import (
-    Aggregation,
-    Bundle,
-    ClientContext,
-    ClientResult,
-    DeviceUpdate,
-    DeviceView,
-    Hooks,
-    ModelError,
-    Task,
-    TaskSpec,
-    UpdateError,
-    UpdateSchema,
-)
 from fedquilt.methods import fedavg
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
 from fedquilt.models.partial import masks
 from fedquilt.models.partial.masks import MaskPlan
+
+PLAIN = replace(fedavg.METHOD.traits, model_copies="mu")
+TRAITS = replace(PLAIN, training_passes=2, per_device_data="what every device has published of its mask")
 
 
 @dataclass(frozen=True)
@@ -101,7 +91,10 @@ class MaskedSums:
     published: Mapping[str, np.ndarray]
 
 
-def init(bundle: Bundle, params: WarmupParams, seed: int) -> State:
+RoundSums: TypeAlias = MaskedSums | WeightedSums  # of a warm-up round, or of a later one
+
+
+def init(bundle: core.Bundle, params: WarmupParams, seed: int) -> State:
     """Return the first state, with the plan of masks that `fedquilt prepare` stored.
 
     Raises:
@@ -112,8 +105,8 @@ def init(bundle: Bundle, params: WarmupParams, seed: int) -> State:
     if params.warmup:
         try:
             plan = masks.plan_from_bundle(bundle, begun.model)
-        except ModelError as error:
-            raise ModelError(f"{error}; or set warmup = 0, which needs no masks") from None
+        except core.ModelError as error:
+            raise core.ModelError(f"{error}; or set warmup = 0, which needs no masks") from None
     return State(**vars(begun), plan=plan, round=0, reached=0.0, published={})
 
 
@@ -122,21 +115,21 @@ def is_warmup(state: State) -> bool:
     return state.round < int(state.params["warmup"])
 
 
-def send(state: State, device: DeviceView) -> TaskSpec:
+def send(state: State, device: core.DeviceView) -> core.TaskSpec:
     """Return the task spec to train under masks, or the whole network after the warm-up."""
     if not is_warmup(state):
         return full_task_spec(state)
-    others, anchors = _mean_mask_of_others(state, device.device), int(state.params["mu"] > 0)
+    others = _mean_mask_of_others(state, device.device)
     bundles = {"model": state.model, "plan": {"json": masks.plan_to_array(state.plan)}}
     if others is not None:
         bundles["others"] = {"theta": others}
-    order = local_training.training_task_spec(state, bundles, trainings=2, anchors=anchors)
+    order = local_training.training_task_spec(state, bundles, TRAITS)
     return replace(order, params={**order.params, "masked": True, "alone": others is None})
 
 
-def full_task_spec(state: State) -> TaskSpec:
+def full_task_spec(state: State) -> core.TaskSpec:
     """Return the task spec to train the whole network."""
-    return local_training.training_task_spec(state, {"model": state.model}, anchors=int(state.params["mu"] > 0))
+    return local_training.training_task_spec(state, {"model": state.model}, PLAIN)
 
 
 def _mean_mask_of_others(state: State, device: str) -> np.ndarray | None:
@@ -155,13 +148,13 @@ def _mean_mask_of_others(state: State, device: str) -> np.ndarray | None:
 # -- on the device --------------------------------------------------------------------------------
 
 
-def proximal_hooks(task: Task) -> Hooks:
+def proximal_hooks(task: core.Task) -> core.Hooks:
     """Return hooks that add FedProx's proximal term, or no hooks if mu is 0."""
     mu = task.params["mu"]
-    return Hooks(correct=lambda gradient, value, at: gradient + mu * (value - at["start"])) if mu else Hooks()
+    return core.Hooks(correct=lambda gradient, value, at: gradient + mu * (value - at["start"])) if mu else core.Hooks()
 
 
-def work(task: Task, site: ClientContext) -> ClientResult:
+def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Train scores and weights in turn (Eq. 6 and 8), then draw a mask to send."""
     if not task.params.get("masked"):
         return fedavg.work(task, site, proximal_hooks(task))
@@ -172,7 +165,7 @@ def work(task: Task, site: ClientContext) -> ClientResult:
     plan, received = masks.plan_from_array(site.load("plan")["json"]), site.load("model")
     others = None if task.params["alone"] else torch.from_numpy(site.load("others")["theta"])
     gates = MaskHooks(plan, others, task.params["diversity"], task.params["mu"])
-    hooks = Hooks(
+    hooks = core.Hooks(
         prepare=gates.prepare,
         steps=gates.training_steps(task.params["mask_lr"] / local_training.fit_from_task(task).lr),
     )
@@ -197,22 +190,22 @@ def work(task: Task, site: ClientContext) -> ClientResult:
 # -- on the coordinator ---------------------------------------------------------------------------
 
 
-def update_weight(state: State, update: DeviceUpdate) -> float:
+def update_weight(state: State, update: core.DeviceUpdate) -> float:
     """Return the weight of an update in the mean: its examples, or 1 if all devices weigh the same."""
     return update.weight if state.params["weigh"] == "examples" else 1.0
 
 
-def update_schema(state: State) -> UpdateSchema:
+def update_schema(state: State) -> core.UpdateSchema:
     """Return the schema of an update: in the warm-up a mask and the covered entries, later a model."""
     if not is_warmup(state):
         return local_training.full_model_schema(state)
     count = state.plan.neurons
     mask = {"bits": tensors.TensorSpec((-(-count // 8),), np.dtype(np.uint8))}
     theta = {"theta": tensors.TensorSpec((count,), np.dtype(np.float16))}
-    return UpdateSchema({"model": state.model, "mask": {**mask, **theta}}, whole=False)
+    return core.UpdateSchema({"model": state.model, "mask": {**mask, **theta}}, whole=False)
 
 
-def fold(state: State, so_far: MaskedSums | WeightedSums | None, update: DeviceUpdate) -> MaskedSums | WeightedSums:
+def fold(state: State, so_far: RoundSums | None, update: core.DeviceUpdate) -> RoundSums:
     """Add an update to the sums: covered entries in the warm-up, the whole model afterwards.
 
     Raises:
@@ -226,16 +219,18 @@ def fold(state: State, so_far: MaskedSums | WeightedSums | None, update: DeviceU
     if state.params["publish"] == "bits":
         wanted = {"bits"}
     if told.keys() != wanted:
-        raise UpdateError(f"{update.device} told {sorted(told)} of its mask, this warm-up expects {sorted(wanted)}")
+        raise core.UpdateError(
+            f"{update.device} told {sorted(told)} of its mask, this warm-up expects {sorted(wanted)}"
+        )
     count = state.plan.neurons
     neurons = masks.unpack_mask(told["bits"], count)
     value = told.get("theta", told["bits"])
     if "theta" in told and not (value.dtype == np.float16 and value.shape == (count,) and _are_probabilities(value)):
-        raise UpdateError(f"{update.device}: theta is not {count} float16 probabilities")
+        raise core.UpdateError(f"{update.device}: theta is not {count} float16 probabilities")
     return add_covered(state, so_far, update, neurons, {update.device: value})
 
 
-def fold_full_model(state: State, so_far: WeightedSums | None, update: DeviceUpdate) -> WeightedSums:
+def fold_full_model(state: State, so_far: WeightedSums | None, update: core.DeviceUpdate) -> WeightedSums:
     """Add an update with the whole model to the sums."""
     return fedavg.fold(state, so_far, replace(update, weight=update_weight(state, update)))
 
@@ -245,7 +240,11 @@ def _are_probabilities(values: np.ndarray) -> bool:
 
 
 def add_covered(
-    state: State, so_far: MaskedSums | None, update: DeviceUpdate, neurons: np.ndarray, told: Mapping[str, np.ndarray]
+    state: State,
+    so_far: MaskedSums | None,
+    update: core.DeviceUpdate,
+    neurons: np.ndarray,
+    told: Mapping[str, np.ndarray],
 ) -> MaskedSums:
     """Add a device's covered entries to the sums in place. `neurons` is the device's mask, (h,).
 
@@ -254,7 +253,7 @@ def add_covered(
     """
     sent = update.bundles.get("model", {})
     if odd := sorted(sent.keys() ^ state.model.keys()):
-        raise UpdateError(f"tensor names differ: {', '.join(odd[:5])}{' ...' if len(odd) > 5 else ''}")
+        raise core.UpdateError(f"tensor names differ: {', '.join(odd[:5])}{' ...' if len(odd) > 5 else ''}")
     marks = masks.covered_entries(state.plan, neurons)
     model, weight = masks.restore_masked_tensors(sent, marks), update_weight(state, update)
     tensors.require_addable(model, state.model)
@@ -264,7 +263,7 @@ def add_covered(
     return MaskedSums(total, exact_sums.add_arrays(so_far.cover, cover), {**so_far.published, **told})
 
 
-def step(state: State, total: MaskedSums | WeightedSums | None) -> State:
+def step(state: State, total: RoundSums | None) -> State:
     """Move each entry towards its mean over the devices that cover the entry (Eq. 4)."""
     if total is None or (isinstance(total, WeightedSums) and total.weight == 0):
         return state
@@ -314,8 +313,8 @@ METHOD = replace(
     send=send,
     common_task=False,
     work=work,
-    aggregation=Aggregation(fold, schema=update_schema),
+    aggregation=core.Aggregation(fold, schema=update_schema),
     step=step,
     explain=explain,
-    traits=replace(fedavg.METHOD.traits, per_device_data="what every device has published of its mask"),
+    traits=TRAITS,
 )

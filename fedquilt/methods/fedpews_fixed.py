@@ -22,19 +22,8 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta
 
+from fedquilt import core
 from fedquilt.arrays.exact_sums import WeightedSums
-from fedquilt.core import (
-    Aggregation,
-    ClientContext,
-    ClientResult,
-    DeviceUpdate,
-    DeviceView,
-    EvaluationSums,
-    Task,
-    TaskSpec,
-    Tensors,
-    derive_seed,
-)
 from fedquilt.methods import fedavg, fedpews
 from fedquilt.models import local_training
 from fedquilt.models.partial import masks
@@ -51,7 +40,7 @@ class Params(fedpews.WarmupParams):
 def part_index(state: fedpews.State, device: str) -> int:
     """Return the index of a device's part, from 0."""
     named, parts = list(state.params["devices"]), int(state.params["parts"])
-    return (named.index(device) if device in named else derive_seed("part", device)) % parts
+    return (named.index(device) if device in named else core.derive_seed("part", device)) % parts
 
 
 def device_mask(state: fedpews.State, device: str) -> np.ndarray:
@@ -59,18 +48,18 @@ def device_mask(state: fedpews.State, device: str) -> np.ndarray:
     return masks.mask_of_equal_part(state.plan, part_index(state, device), int(state.params["parts"]))
 
 
-def send(state: fedpews.State, device: DeviceView) -> TaskSpec:
+def send(state: fedpews.State, device: core.DeviceView) -> core.TaskSpec:
     """Return the task spec to train the device's part, or the whole network after the warm-up."""
     if not fedpews.is_warmup(state):
         return fedpews.full_task_spec(state)
     neurons = device_mask(state, device.device)
     sent = masks.select_covered(state.model, masks.covered_entries(state.plan, neurons))
     bundles = {"model": sent, "plan": {"json": masks.plan_to_array(state.plan)}}
-    order = local_training.training_task_spec(state, bundles, anchors=int(state.params["mu"] > 0))
+    order = local_training.training_task_spec(state, bundles, fedpews.PLAIN)
     return replace(order, params={**order.params, "masked": True, "part": part_index(state, device.device)})
 
 
-def work(task: Task, site: ClientContext) -> ClientResult:
+def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Train the received part. All other weights are 0 and stay 0."""
     if not task.params.get("masked"):
         return fedavg.work(task, site, fedpews.proximal_hooks(task))
@@ -79,21 +68,19 @@ def work(task: Task, site: ClientContext) -> ClientResult:
     return replace(answer, bundles={"model": masks.select_covered(answer.bundles["model"], marks)})
 
 
-def check(task: Task, site: ClientContext) -> EvaluationSums:
+def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     """Evaluate the device's part in the warm-up, and the whole network afterwards."""
     model = _load_part(task, site)[0] if task.params.get("masked") else site.load("model")
     return site.engine.evaluate(task.params["network"], model, site.held)
 
 
-def _load_part(task: Task, site: ClientContext) -> tuple[Tensors, Mapping[str, np.ndarray]]:
+def _load_part(task: core.Task, site: core.ClientContext) -> tuple[core.Tensors, Mapping[str, np.ndarray]]:
     plan = masks.plan_from_array(site.load("plan")["json"])
     marks = masks.covered_entries(plan, masks.mask_of_equal_part(plan, task.params["part"], task.params["parts"]))
     return masks.restore_masked_tensors(site.load("model"), marks), marks
 
 
-def fold(
-    state: fedpews.State, so_far: fedpews.MaskedSums | WeightedSums | None, update: DeviceUpdate
-) -> fedpews.MaskedSums | WeightedSums:
+def fold(state: fedpews.State, so_far: fedpews.RoundSums | None, update: core.DeviceUpdate) -> fedpews.RoundSums:
     """Add an update to the sums: the device's part in the warm-up, the whole model afterwards."""
     if not fedpews.is_warmup(state):
         assert not isinstance(so_far, fedpews.MaskedSums)
@@ -109,6 +96,6 @@ METHOD = replace(
     send=send,
     work=work,
     check=check,
-    aggregation=Aggregation(fold, schema=fedpews.update_schema),
-    traits=fedavg.METHOD.traits,  # devices publish no masks
+    aggregation=core.Aggregation(fold, schema=fedpews.update_schema),
+    traits=fedpews.PLAIN,  # devices publish no masks
 )

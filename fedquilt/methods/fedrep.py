@@ -17,28 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from msgspec import Meta
 
+from fedquilt import core
 from fedquilt.arrays import tensors
-from fedquilt.core import (
-    Artefact,
-    Bundle,
-    ClientContext,
-    ClientResult,
-    DeviceView,
-    EvaluationSums,
-    Fit,
-    Hooks,
-    JobError,
-    ModelError,
-    Step,
-    Task,
-    TaskSpec,
-    Tensors,
-)
 from fedquilt.methods import fedavg, fedlora
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
@@ -62,9 +47,6 @@ class State(NetworkState):
     backbone: dict[str, np.ndarray]  # frozen network around the adapters; {}: no adapters
 
 
-# -- sharing a part -------------------------------------------------------------------------------
-
-
 def split_state(begun: NetworkState, own: Collection[str]) -> State:
     """Return FedRep's state, in which the tensors named in `own` stay on the devices."""
     shared = {name: array for name, array in begun.model.items() if name not in own}
@@ -72,7 +54,7 @@ def split_state(begun: NetworkState, own: Collection[str]) -> State:
     return State(**vars(replace(begun, model=shared)), own=rest, backbone={})
 
 
-def send(state: State, device: DeviceView) -> TaskSpec:
+def send(state: State, device: core.DeviceView) -> core.TaskSpec:
     """Return the task spec to train the whole network. Only the shared part is sent in every round."""
     trained = {**state.own, **state.model}
     all_of_it = {**state.backbone, **trained}
@@ -86,47 +68,39 @@ def send(state: State, device: DeviceView) -> TaskSpec:
     return fedlora.with_adapted_layers(order, state.network) if state.backbone else order
 
 
-def load_device_network(site: ClientContext) -> dict[str, np.ndarray]:
+def load_device_network(site: core.ClientContext) -> dict[str, np.ndarray]:
     """Return the device's network: the received part and the device's own part."""
     own = site.load("own")
     tensors.require_matching(site.local, {name: own[name] for name in own if name in site.local})
     return {**own, **site.local, **site.load("model")}
 
 
-def split_result(answer: ClientResult, shared: Collection[str]) -> ClientResult:
+def split_result(answer: core.ClientResult, shared: Collection[str]) -> core.ClientResult:
     """Return the result with the tensors in `shared` to send and the others kept on the device."""
     model = answer.bundles["model"]
     sent = {name: model[name] for name in sorted(shared)}
     return replace(answer, bundles={"model": sent}, local={name: model[name] for name in model if name not in sent})
 
 
-def train_whole_network(task: Task, site: ClientContext) -> ClientResult:
+def train_whole_network(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Train all tensors together and send the shared part."""
     return split_result(local_training.train_from(task, site, load_device_network(site)), site.load("model"))
 
 
-def load_backbone_and_insertion(task: Task, site: ClientContext) -> tuple[Tensors, Any]:
-    """Load the frozen tensors and the hook that inserts adapters, or {} and None without adapters."""
-    if not task.params.get("rank"):
-        return {}, None
-    backbone = site.load("backbone")
-    return backbone, fedlora.make_adapter_hooks(task, {}).prepare
-
-
-def check(task: Task, site: ClientContext) -> EvaluationSums:
+def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     """Evaluate the device's network on the held-out examples."""
-    still, prepare = load_backbone_and_insertion(task, site)
+    still, hooks = fedlora.load_backbone(task, site, {})
     model = {**still, **load_device_network(site)}
-    return site.engine.evaluate(task.params["network"], model, site.held, hooks=Hooks(prepare=prepare))
+    return site.engine.evaluate(task.params["network"], model, site.held, hooks=core.Hooks(prepare=hooks.prepare))
 
 
-def personal(task: Task, site: ClientContext) -> Tensors:
+def personal(task: core.Task, site: core.ClientContext) -> core.Tensors:
     """Return the device's network, with adapters merged into its weights."""
-    still, _ = load_backbone_and_insertion(task, site)
-    return fedlora.merge_adapters(task.params, still, load_device_network(site)) if still else load_device_network(site)
+    still, mine = fedlora.load_backbone(task, site, {})[0], load_device_network(site)
+    return fedlora.merge_adapters(task.params, still, mine) if still else mine
 
 
-def result(state: State) -> Artefact:
+def result(state: State) -> core.Artefact:
     """Return the shared part in the first network. `meta["private"]` names the devices' own tensors."""
     model, private = {**state.own, **state.model}, sorted(state.own.keys() - state.model.keys())
     if state.backbone:
@@ -136,10 +110,7 @@ def result(state: State) -> Artefact:
     return local_training.weights_artefact(state.network, model, private=private)
 
 
-# -- the method -----------------------------------------------------------------------------------
-
-
-def init(bundle: Bundle, params: Params, seed: int) -> State:
+def init(bundle: core.Bundle, params: Params, seed: int) -> State:
     """Split the bundle's network into representation and head.
 
     Raises:
@@ -149,26 +120,24 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
     begun = fedavg.init(bundle, params, seed)
     if params.rank:
         if params.head is not None:
-            raise JobError("head and rank: with rank, each device keeps the last layer for itself; leave head out")
+            raise core.JobError("head and rank: with rank, each device keeps the last layer for itself; leave head out")
         both = replace(begun, model=fedlora.initial_shared_part(begun.model, params.rank, seed, begun.network))
         return replace(split_state(both, fedlora.head_names(begun.network)), backbone=begun.model)
-    found, last = (
-        begun.register.parameters_by_layer(),
-        begun.register.find_classifier() if params.head is None else None,
-    )
+    found = begun.register.parameters_by_layer()
+    last = begun.register.find_classifier() if params.head is None else None
     chosen = params.head if params.head is not None else (last,) if last else ()
     inside = {entry.module: entry.layer for entry in begun.register.tensors}
     chosen = tuple(inside.get(name, name) for name in chosen)  # a normalisation goes with its layer
     if params.head is None and last is None:
-        raise ModelError('this network has no last linear layer: name the layers that stay, as head = ["conv10"]')
+        raise core.ModelError('this network has no last linear layer: name the layers that stay, as head = ["conv10"]')
     if odd := sorted(set(chosen) - found.keys()):
-        raise ModelError(f"head: the network has no layer {odd[0]!r}; it has {', '.join(found)}")
+        raise core.ModelError(f"head: the network has no layer {odd[0]!r}; it has {', '.join(found)}")
     if chosen and found.keys() == set(chosen):
-        raise ModelError("head: these are all layers, nothing would be shared; the method 'local' does that")
+        raise core.ModelError("head: these are all layers, nothing would be shared; the method 'local' does that")
     return split_state(begun, {name for layer in chosen for name in found[layer]})
 
 
-def fedrep_task_spec(state: State, device: DeviceView) -> TaskSpec:
+def fedrep_task_spec(state: State, device: core.DeviceView) -> core.TaskSpec:
     """Return the task spec to train head and representation, with the cost of the head's epochs."""
     sent = send(state, device)
     if not state.own:
@@ -179,18 +148,18 @@ def fedrep_task_spec(state: State, device: DeviceView) -> TaskSpec:
     return replace(sent, work=sent.work.add(head))
 
 
-def work(task: Task, site: ClientContext) -> ClientResult:
+def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Train the head, then the representation, and send the representation (Algorithm 1)."""
     head, model, steps = set(site.load("own")), load_device_network(site), 0.0
     body = model.keys() - head
-    still, prepare = load_backbone_and_insertion(task, site)
+    still, adapters = fedlora.load_backbone(task, site, {})
     fit, epochs = local_training.fit_from_task(task), task.params["head_epochs"] if head else 0
     first = epochs / (epochs + fit.epochs)  # share of the work
 
     def train_tensors(
-        site: ClientContext, fit: Fit, names: Collection[str]
+        site: core.ClientContext, fit: core.Fit, names: Collection[str]
     ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-        hooks = Hooks(prepare=prepare, steps=(Step(rate=lambda name: float(name in names)),))
+        hooks = core.Hooks(prepare=adapters.prepare, steps=(core.Step(rate=lambda name: float(name in names)),))
         network, start = task.params["network"], {**still, **model}
         after, told = site.engine.train(network, start, site.train, fit, site.rng, hooks=hooks, progress=site.progress)
         return {name: after[name] for name in model}, told
@@ -202,7 +171,7 @@ def work(task: Task, site: ClientContext) -> ClientResult:
     at = replace(site, progress=lambda done: site.progress(first + (1 - first) * done))
     model, told = train_tensors(at, fit, body)
     return split_result(
-        ClientResult({"model": model}, float(len(site.train)), {**told, "steps": steps + told["steps"]}), body
+        core.ClientResult({"model": model}, float(len(site.train)), {**told, "steps": steps + told["steps"]}), body
     )
 
 

@@ -32,26 +32,8 @@ from typing import Annotated, Any, Final, Literal
 import numpy as np
 from msgspec import Meta
 
+from fedquilt import core
 from fedquilt.arrays import tensors
-from fedquilt.core import (
-    Aggregation,
-    Artefact,
-    Bundle,
-    Choice,
-    ClientContext,
-    ClientResult,
-    DeviceUpdate,
-    DeviceView,
-    EvaluationSums,
-    Hooks,
-    ModelError,
-    Step,
-    Task,
-    TaskSpec,
-    Tensors,
-    UpdateSchema,
-    derive_seed,
-)
 from fedquilt.formats import training_choices
 from fedquilt.methods import fedavg, fedlora
 from fedquilt.methods.robust import CollectedUpdates, collect_update
@@ -117,9 +99,9 @@ class Params:
     )
     most: Annotated[int, Meta(ge=1)] = 64  # changes of a round that are held at once
     tell_gates: bool = False  # report every gate, to two decimals
-    loss: Choice = ""
-    schedule: Choice = "constant"  # of all three rates
-    augment: tuple[Choice, ...] = ()
+    loss: core.Choice = ""
+    schedule: core.Choice = "constant"  # of all three rates
+    augment: tuple[core.Choice, ...] = ()
     accumulate: Annotated[int, Meta(ge=1)] = 1
     ema: Annotated[float, Meta(ge=0, lt=1)] = 0.0
 
@@ -141,24 +123,24 @@ class State(fedlora.State):
 # -- on the coordinator ---------------------------------------------------------------------------
 
 
-def init(bundle: Bundle, params: Params, seed: int) -> State:
+def init(bundle: core.Bundle, params: Params, seed: int) -> State:
     """Insert shared adapters into the bundle's network, which is the frozen backbone."""
     begun = fedavg.init(bundle, params, seed)
     model = fedlora.initial_shared_part(begun.model, params.rank, seed, begun.network)
     if params.head == "private":
         model = {name: array for name, array in model.items() if name not in begun.model}
-    table = {**begun.params, "optimizer": "adam", "own_seed": derive_seed(seed, "own")}
+    table = {**begun.params, "optimizer": "adam", "own_seed": core.derive_seed(seed, "own")}
     begun_with = vars(replace(begun, params=table, model=model))
     return State(**begun_with, backbone=begun.model, seed=seed)
 
 
-def send(state: State, device: DeviceView) -> TaskSpec:
+def send(state: State, device: core.DeviceView) -> core.TaskSpec:
     """Return FedLoRA's task spec with the names of the head's tensors."""
     sent = fedlora.send(state, device)
     return replace(sent, params={**sent.params, "head_names": fedlora.head_names(state.network)})
 
 
-def fold(state: State, so_far: CollectedUpdates | None, update: DeviceUpdate) -> CollectedUpdates:
+def fold(state: State, so_far: CollectedUpdates | None, update: core.DeviceUpdate) -> CollectedUpdates:
     """Collect an update's change of the shared part, for up to `most` devices in a round."""
     return collect_update(so_far, update, "delta", state.model, state.params["most"], state.seed)
 
@@ -181,7 +163,7 @@ def step(state: State, total: CollectedUpdates | None) -> State:
     return replace(state, model=tensors.cast_like(model, state.model), told=tuple(told))
 
 
-def aggregation_weights(deltas: Sequence[Tensors], rule: str) -> tuple[np.ndarray, bool]:
+def aggregation_weights(deltas: Sequence[core.Tensors], rule: str) -> tuple[np.ndarray, bool]:
     """Return the weights of the changes, (n,), and whether any change agrees with the mean.
 
     The weights of "aligned" (Eq. 10) fall short of a sum of 1 by less than EPS / LEAST.
@@ -202,7 +184,7 @@ def aggregation_weights(deltas: Sequence[Tensors], rule: str) -> tuple[np.ndarra
     return aligned / (aligned.sum() + EPS), True
 
 
-def _flatten(delta: Tensors, adapters_only: bool) -> np.ndarray:
+def _flatten(delta: core.Tensors, adapters_only: bool) -> np.ndarray:
     names = [name for name in sorted(delta) if not adapters_only or name.rpartition(".")[2] in lora.SHARED]
     return np.concatenate([delta[name].astype(np.float64).ravel() for name in names])
 
@@ -211,7 +193,7 @@ def _cosine(a: np.ndarray, b: np.ndarray) -> float:
     return float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b) + EPS))
 
 
-def result(state: State) -> Artefact:
+def result(state: State) -> core.Artefact:
     """Return the network with the shared adapters merged in. `meta["private"]` names devices' tensors."""
     spots = fedlora.adapted_layers(state.network)
     private = {f"{layer}.weight" for spot in spots for layer in spot.layers}  # a device's own branch adds to these
@@ -223,7 +205,7 @@ def result(state: State) -> Artefact:
 # -- on the device --------------------------------------------------------------------------------
 
 
-def work(task: Task, site: ClientContext) -> ClientResult:
+def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Train the shared part, the own branch and the gates (Eq. 5 to 8), and send the change (Eq. 9)."""
     backbone, received = site.load("backbone"), site.load("model")
     mine = load_own_branch(task, site, backbone)
@@ -238,7 +220,7 @@ def work(task: Task, site: ClientContext) -> ClientResult:
     )
 
 
-def check(task: Task, site: ClientContext) -> EvaluationSums:
+def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     """Evaluate the network with the shared part and the device's own branch."""
     backbone, received = site.load("backbone"), site.load("model")
     mine = _load_evaluation_branch(task, site, backbone)
@@ -246,7 +228,7 @@ def check(task: Task, site: ClientContext) -> EvaluationSums:
     return site.engine.evaluate(task.params["network"], {**backbone, **received, **mine}, site.held, hooks=adapted)
 
 
-def personal(task: Task, site: ClientContext) -> Tensors:
+def personal(task: core.Task, site: core.ClientContext) -> core.Tensors:
     """Return the device's network, with both branches merged into its weights."""
     backbone, received = site.load("backbone"), site.load("model")
     mine = _load_evaluation_branch(task, site, backbone)
@@ -254,7 +236,7 @@ def personal(task: Task, site: ClientContext) -> Tensors:
     return lora.merge_own_branch(whole, mine, layers_by_gate(task), fedlora.adapter_scale(task.params))
 
 
-def _load_evaluation_branch(task: Task, site: ClientContext, backbone: Tensors) -> Tensors:
+def _load_evaluation_branch(task: core.Task, site: core.ClientContext, backbone: core.Tensors) -> core.Tensors:
     """Return the device's branch and gates, with all gates shut if the device has never trained."""
     # A device that has never trained has a branch of noise, so its gates are shut.
     mine = load_own_branch(task, site, backbone)
@@ -268,7 +250,7 @@ def shut_gate(gate: np.ndarray) -> np.ndarray:
     return np.full_like(gate, SHUT)
 
 
-def load_own_branch(task: Task, site: ClientContext, backbone: Tensors) -> dict[str, np.ndarray]:
+def load_own_branch(task: core.Task, site: core.ClientContext, backbone: core.Tensors) -> dict[str, np.ndarray]:
     """Return the device's branch, gates and private head, as last stored or with their first values.
 
     Raises:
@@ -282,19 +264,19 @@ def load_own_branch(task: Task, site: ClientContext, backbone: Tensors) -> dict[
         return first
     shapes = {name: array.shape for name, array in first.items()}
     if {name: array.shape for name, array in site.local.items()} != shapes:
-        raise ModelError(
+        raise core.ModelError(
             f"{site.device} keeps a branch of another network, rank or choice of gates: give the job a new name"
         )
     return dict(site.local)
 
 
-def layers_by_gate(task: Task) -> tuple[lora.AdapterSite, ...]:
+def layers_by_gate(task: core.Task) -> tuple[lora.AdapterSite, ...]:
     """Return the adapted layers, grouped by gate."""
     spots = lora.sites_from_json(task.params["places"])
     return lora.split_by_layer(spots) if task.params["gates"] == "layer" else spots
 
 
-def make_branch_hooks(task: Task, received: Tensors, mine: Tensors) -> Hooks:
+def make_branch_hooks(task: core.Task, received: core.Tensors, mine: core.Tensors) -> core.Hooks:
     """Return hooks that insert both branches, with learning rates and the penalty of Eq. 5."""
     places, params = layers_by_gate(task), task.params
 
@@ -323,10 +305,10 @@ def make_branch_hooks(task: Task, received: Tensors, mine: Tensors) -> Hooks:
                 added = added + params["shared_decay"] / 2 * value.square().sum()
         return added
 
-    return Hooks(prepare=prepare, steps=(Step(rate=learning_rate_factor, penalty=penalty),))
+    return core.Hooks(prepare=prepare, steps=(core.Step(rate=learning_rate_factor, penalty=penalty),))
 
 
-def _gate_metrics(task: Task, held: Tensors) -> dict[str, float]:
+def _gate_metrics(task: core.Task, held: core.Tensors) -> dict[str, float]:
     """Return the openness of each gate, 0 to 1, as metrics "gate.00" and so on, if the job reports them."""
     if not task.params["tell_gates"]:
         return {}
@@ -343,7 +325,7 @@ METHOD = replace(
     send=send,
     work=work,
     check=check,
-    aggregation=Aggregation(fold, schema=lambda state: UpdateSchema({"delta": state.model})),
+    aggregation=core.Aggregation(fold, schema=lambda state: core.UpdateSchema({"delta": state.model})),
     step=step,
     result=result,
     explain=lambda state: state.told,

@@ -24,22 +24,8 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from fedquilt import core
 from fedquilt.arrays import tensors
-from fedquilt.core import (
-    Artefact,
-    Bundle,
-    ClientContext,
-    ClientResult,
-    DeviceView,
-    EvaluationSums,
-    Examples,
-    Hooks,
-    ModelError,
-    Step,
-    Task,
-    TaskSpec,
-    Tensors,
-)
 from fedquilt.costs import cost_model
 from fedquilt.formats import tensor_register
 from fedquilt.formats.tensor_register import BATCH_NORMS, TensorRegister
@@ -50,6 +36,9 @@ from fedquilt.models.partial import output_cache
 
 if TYPE_CHECKING:
     from fedquilt.models.partial.dual_copy import DualCopy
+
+
+TRAITS = replace(fedavg.METHOD.traits, frozen_weights="the choice of units that are on", model_copies=1)
 
 
 @dataclass(frozen=True)
@@ -82,7 +71,7 @@ class State(NetworkState):
     frozen: dict[str, np.ndarray]  # w_SK, whole
 
 
-def init(bundle: Bundle, params: Params, seed: int) -> State:
+def init(bundle: core.Bundle, params: Params, seed: int) -> State:
     """Split the bundle's network into a frozen copy and the trained tensors.
 
     Raises:
@@ -94,11 +83,13 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
     for part in trained:
         if not any(is_trained([part], name) for name in begun.model):
             known = ", ".join(sorted({name.split(".")[0] for name in begun.model}))
-            raise ModelError(f"trained = {part!r}: the network has no such module; it has {known} and their parts")
+            raise core.ModelError(f"trained = {part!r}: the network has no such module; it has {known} and their parts")
     require_separable(begun.register)
     model = tensors_to_send(begun, trained, params.bn)
     if not model:
-        raise ModelError(f"trained = {', '.join(trained)}: there is nothing to train in it with bn = {params.bn!r}")
+        raise core.ModelError(
+            f"trained = {', '.join(trained)}: there is nothing to train in it with bn = {params.bn!r}"
+        )
     settled = replace(begun, model=model, params={**begun.params, "trained": trained})
     return State(**vars(settled), frozen=begun.model)
 
@@ -112,12 +103,12 @@ def require_separable(register: TensorRegister) -> None:
     """Raise ModelError if a tensor is shared, or is a running statistic outside batch norm."""
     for entry in register.tensors:
         if entry.aliases:
-            raise ModelError(
+            raise core.ModelError(
                 f"the tensor {entry.name!r} is {entry.aliases[0]!r} as well: FedSQ trains one copy of a part of the "
                 "network, so give each module tensors of its own, or take another method"
             )
         if register.is_running_statistic(entry.name) and entry.type not in BATCH_NORMS:
-            raise ModelError(
+            raise core.ModelError(
                 f"the tensor {entry.name!r} is a statistic of {entry.type}, and FedSQ cannot take it apart: "
                 "take torch's own normalisation, or another method"
             )
@@ -130,14 +121,14 @@ def tensors_to_send(begun: NetworkState, trained: list[str], bn: str) -> dict[st
     return {name: begun.model[name] for name in kept}
 
 
-def send(state: State, device: DeviceView) -> TaskSpec:
+def send(state: State, device: core.DeviceView) -> core.TaskSpec:
     """Return the task spec to train the trained tensors of w_QK. The frozen w_SK is sent once.
 
     With a cache the frozen part runs only in a device's first round, once for each example. Without a cache w_SK runs
     in every epoch. The prediction ignores `cache_mb`, because only the device knows the size of its examples.
     """
     whole = replace(state, model=state.frozen)  # for the size in memory
-    order = local_training.training_task_spec(whole, {"model": state.model, "frozen": state.frozen}, anchors=1)
+    order = local_training.training_task_spec(whole, {"model": state.model, "frozen": state.frozen}, TRAITS)
     if not state.layers:
         return order
     tail = replace(whole, layers=cost_model.split_at_trained(state.layers, state.model)[1])
@@ -152,7 +143,7 @@ def send(state: State, device: DeviceView) -> TaskSpec:
     return replace(order, work=msgspec.structs.replace(work, peak_bytes=order.work.peak_bytes), check=check)
 
 
-def work(task: Task, site: ClientContext) -> ClientResult:
+def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Train w_QK under the gates of w_SK, with cached features and gates if they fit."""
     received, copies = site.load("model"), _Copies(task, site)
     examples, start, hooks, kept_bytes = copies.prepare_run(received, site.train, "train")
@@ -161,7 +152,7 @@ def work(task: Task, site: ClientContext) -> ClientResult:
     hooks = replace(
         hooks,
         correct=(lambda gradient, value, at: gradient + mu * (value - at["start"])) if mu else None,
-        steps=(Step(rate=lambda name: float(name in moved)),),
+        steps=(core.Step(rate=lambda name: float(name in moved)),),
     )
     given, metrics = site.engine.train(
         task.params["network"],
@@ -173,30 +164,30 @@ def work(task: Task, site: ClientContext) -> ClientResult:
         progress=site.progress,
     )
     model = {name: given.get(f"qk.{name}", array) for name, array in received.items()}
-    return ClientResult({"model": model}, float(len(site.train)), {**metrics, "cached_bytes": float(kept_bytes)})
+    return core.ClientResult({"model": model}, float(len(site.train)), {**metrics, "cached_bytes": float(kept_bytes)})
 
 
-def check(task: Task, site: ClientContext) -> EvaluationSums:
+def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     """Evaluate w_QK under the gates of w_SK on the held-out examples."""
     if not len(site.held):
-        return EvaluationSums(examples=0)
+        return core.EvaluationSums(examples=0)
     examples, start, hooks, _ = _Copies(task, site).prepare_run(site.load("model"), site.held, "held")
     return site.engine.evaluate(task.params["network"], start, examples, hooks=hooks)
 
 
-def result(state: State) -> Artefact:
+def result(state: State) -> core.Artefact:
     """Return both copies of the network or, with gates = "own", the trained network alone."""
     meta = {"network": tensor_register.without_register(state.network), "trained": state.params["trained"]}
     trained = {**state.frozen, **state.model}
     if state.params["gates"] == "own":
-        return Artefact("weights", meta, trained)
-    return Artefact("dualcopy", meta, {**trained, **{f"gates.{name}": state.frozen[name] for name in state.model}})
+        return core.Artefact("weights", meta, trained)
+    return core.Artefact("dualcopy", meta, {**trained, **{f"gates.{name}": state.frozen[name] for name in state.model}})
 
 
 class _Copies:
     """Both copies of a task's network on the device."""
 
-    def __init__(self, task: Task, site: ClientContext) -> None:
+    def __init__(self, task: core.Task, site: core.ClientContext) -> None:
         from fedquilt.models.partial import dual_copy  # torch
 
         self._task, self._site = task, site
@@ -206,20 +197,22 @@ class _Copies:
         )
         self._frozen = site.load("frozen")
 
-    def prepare_run(self, received: Tensors, examples: Examples, what: str) -> tuple[Examples, Tensors, Hooks, int]:
+    def prepare_run(
+        self, received: core.Tensors, examples: core.Examples, what: str
+    ) -> tuple[core.Examples, core.Tensors, core.Hooks, int]:
         """Return examples, tensors and hooks for the engine, and the bytes of cached features, 0 without a cache."""
         tensors.require_matching(received, {name: self._frozen[name] for name in received if name in self._frozen})
         own = {f"qk.{name}": received.get(name, self._frozen[name]) for name in self.dual.names}
         kept = None if self._task.params["cache"] == "off" else self._find_or_cache_rows(examples, what)
         if kept is None:
             start = {**own, **{f"frozen.{name}": self._frozen[name] for name in self.dual.frozen_names}}
-            return examples, start, Hooks(prepare=self.dual.build_copy_pair), 0
+            return examples, start, core.Hooks(prepare=self.dual.build_copy_pair), 0
         layout = kept.layout
         rows: Any = output_cache.CachedRows(self._site.cache / f"{what}.rows", kept)
-        hooks = Hooks(prepare=lambda model: self.dual.build_tail(model, layout), inputs=lambda x: x)
-        return Examples(rows, examples.y), own, hooks, kept.rows * layout.row_bytes
+        hooks = core.Hooks(prepare=lambda model: self.dual.build_tail(model, layout), inputs=lambda x: x)
+        return core.Examples(rows, examples.y), own, hooks, kept.rows * layout.row_bytes
 
-    def _find_or_cache_rows(self, examples: Examples, what: str) -> output_cache.CacheMetadata | None:
+    def _find_or_cache_rows(self, examples: core.Examples, what: str) -> output_cache.CacheMetadata | None:
         """Return the metadata of the cached rows, which are computed if missing, or None if they do not fit."""
         folder, params = self._site.cache, self._task.params
         key = self._make_cache_key(examples)
@@ -240,13 +233,13 @@ class _Copies:
 
         start = {f"frozen.{name}": self._frozen[name] for name in self.dual.all_names}
         try:
-            hooks = Hooks(prepare=lambda model: self.dual.build_observer(model, write_rows))
+            hooks = core.Hooks(prepare=lambda model: self.dual.build_observer(model, write_rows))
             self._site.engine.evaluate(params["network"], start, examples, hooks=hooks)
             return writer.finish(key)
         except output_cache.NoRoomError:
             return None
 
-    def _make_cache_key(self, examples: Examples) -> str:
+    def _make_cache_key(self, examples: core.Examples) -> str:
         settings = {name: self._task.params[name] for name in ("network", "trained", "gates", "pool", "cache")}
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
         for name in sorted(self._frozen):
@@ -268,5 +261,5 @@ METHOD = replace(
     work=work,
     check=check,
     result=result,
-    traits=replace(fedavg.METHOD.traits, frozen_weights="the choice of units that are on"),
+    traits=TRAITS,
 )

@@ -58,7 +58,7 @@ class OrderedDropoutHooks:
         """Insert hooks that set dropped units to 0 before each layer, and return the module."""
         from torch.nn.modules.batchnorm import _BatchNorm
 
-        from fedquilt.models.networks import register_trace
+        from fedquilt.models.networks import traces
 
         inner = dict(module.named_modules())
         for each in inner.values():
@@ -67,7 +67,7 @@ class OrderedDropoutHooks:
         for name, follow in self._plan.follows.items():
             path = name.rpartition(".")[0]
             if follow.into:  # of weights alone
-                for each in {each for _, each in register_trace.modules_sharing_weight(module, path)}:
+                for each in {each for _, each in traces.modules_sharing_weight(module, path)}:
                     each.register_forward_pre_hook(self._make_input_mask_pre_hook(follow.into, follow.repeat))
         return module
 

@@ -15,19 +15,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from fedquilt.core import (
-    Artefact,
-    Bundle,
-    ClientContext,
-    ClientResult,
-    DeviceView,
-    EvaluationSums,
-    Hooks,
-    ModelError,
-    Step,
-    Task,
-    TaskSpec,
-)
+from fedquilt import core
 from fedquilt.methods import fedavg, fedrep, ft_full
 from fedquilt.models import local_training
 
@@ -40,7 +28,7 @@ class Params(ft_full.Params):
     kept: Annotated[float, Meta(gt=0, le=1)] = 0.5  # share of an example's bytes in training that is held without them
 
 
-def init(bundle: Bundle, params: Params, seed: int) -> fedrep.State:
+def init(bundle: core.Bundle, params: Params, seed: int) -> fedrep.State:
     """Split the bundle's network into frozen first layers and trained last layers.
 
     Raises:
@@ -49,13 +37,13 @@ def init(bundle: Bundle, params: Params, seed: int) -> fedrep.State:
     begun = fedavg.init(bundle, params, seed)
     found, last = begun.register.parameters_by_layer(), begun.register.find_classifier()
     if last is None:
-        raise ModelError("this network has no last linear layer: there is no classifier to fine-tune")
+        raise core.ModelError("this network has no last linear layer: there is no classifier to fine-tune")
     order = [*(name for name in found if name != last), last]
     moved = {entry.name for entry in begun.register.tensors if entry.layer in order[-params.layers :]}
     return fedrep.split_state(begun, begun.model.keys() - moved)
 
 
-def send(state: fedrep.State, device: DeviceView) -> TaskSpec | None:
+def send(state: fedrep.State, device: core.DeviceView) -> core.TaskSpec | None:
     """Return the task spec to train the last layers, or None if the device lacks the memory."""
     light = replace(state, example_bytes=int(state.params["kept"] * state.example_bytes))
     whole = replace(light, model={**state.own, **state.model})
@@ -64,20 +52,22 @@ def send(state: fedrep.State, device: DeviceView) -> TaskSpec | None:
     return ft_full.limit_by_memory(order, light, device, ("torch", "numpy"), counted)
 
 
-def work(task: Task, site: ClientContext) -> ClientResult:
+def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Train the last layers in the frozen network."""
     model = site.load("model")
     start = {**site.load("own"), **model}
-    answer = local_training.train_from(task, site, start, Hooks(steps=(Step(rate=lambda name: float(name in model)),)))
+    answer = local_training.train_from(
+        task, site, start, core.Hooks(steps=(core.Step(rate=lambda name: float(name in model)),))
+    )
     return replace(answer, bundles={"model": {name: answer.bundles["model"][name] for name in model}})
 
 
-def check(task: Task, site: ClientContext) -> EvaluationSums:
+def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     """Evaluate the frozen network with the received last layers on the held-out examples."""
     return site.engine.evaluate(task.params["network"], {**site.load("own"), **site.load("model")}, site.held)
 
 
-def result(state: fedrep.State) -> Artefact:
+def result(state: fedrep.State) -> core.Artefact:
     """Return the whole network. Its frozen layers are the same on all devices."""
     return local_training.weights_artefact(state.network, {**state.own, **state.model})
 

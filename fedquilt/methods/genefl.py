@@ -32,32 +32,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import metrics
+from fedquilt import core, metrics
 from fedquilt.arrays import exact_sums, tensors
-from fedquilt.core import (
-    Aggregation,
-    Artefact,
-    Bundle,
-    ClientContext,
-    ClientResult,
-    DeviceUpdate,
-    DeviceView,
-    EvaluationSums,
-    Examples,
-    ModelError,
-    Task,
-    TaskSpec,
-    Tensors,
-    Traits,
-    UpdateError,
-)
-from fedquilt.costs import cost_model
 from fedquilt.formats import tensor_register
 from fedquilt.formats.tensor_register import ATTENTION, TensorRegister
 from fedquilt.methods import fedavg
@@ -67,6 +49,15 @@ from fedquilt.models.local_training import NetworkState
 Natural = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
 PREFIX = "layer."  # prefix of bundles: one for each layer, so that only changed layers are sent again
+
+
+TRAITS = core.Traits(
+    prediction_tasks=("classes",),  # L_t follows the devices' accuracy
+    exact_updates=True,  # fingerprints are directions of length 1
+    per_device_data="every fingerprint of the first round, and the sums of each cluster",
+    replaces_private_state=False,  # the own model is what a device trains for
+    model_copies=2,
+)
 
 
 @dataclass(frozen=True)
@@ -93,17 +84,11 @@ class Params(fedavg.Params):
 
 
 @dataclass(frozen=True)
-class State:
-    """Clusters of devices, and the layers that each cluster has received."""
+class State(NetworkState):
+    """The job's first weights as `model`, clusters of devices, and the layers that each cluster has received."""
 
-    params: dict[str, Any]
-    network: dict[str, Any]
-    flops: float
-    example_bytes: int
-    layers: tuple[cost_model.Layer, ...]  # empty: not in the bundle
     seed: int
-    first: dict[str, dict[str, np.ndarray]]  # layer -> its tensors at the job's start
-    statistics: dict[str, np.ndarray]  # tensors that belong to no layer, at the job's start
+    units: dict[str, tuple[str, ...]]  # layer -> names of its tensors
     phase: str = "fingerprint"  # then "collaborate"
     gathered: int = 0  # rounds that brought fingerprints
     fingerprints: dict[str, np.ndarray] = field(default_factory=dict)  # (d, p) of each device, until clustered
@@ -118,6 +103,17 @@ class State:
     waited: int = 0  # rounds since then
     best: float = 0.0
 
+    @property
+    def first(self) -> dict[str, dict[str, np.ndarray]]:
+        """Tensors of each layer at the job's start."""
+        return {layer: {name: self.model[name] for name in names} for layer, names in self.units.items()}
+
+    @property
+    def statistics(self) -> dict[str, np.ndarray]:
+        """Tensors that belong to no layer, at the job's start."""
+        known = {name for names in self.units.values() for name in names}
+        return {name: array for name, array in self.model.items() if name not in known}
+
 
 @dataclass(frozen=True)
 class GeneFLSums:
@@ -130,26 +126,14 @@ class GeneFLSums:
     held_examples: exact_sums.ExactScalar = exact_sums.ExactScalar()
 
 
-def init(bundle: Bundle, params: Params, seed: int) -> State:
+def init(bundle: core.Bundle, params: Params, seed: int) -> State:
     """Return the first state, in the fingerprint phase, with all layers but the head to share."""
     begun = fedavg.init(bundle, params, seed)
-    found = layer_units(begun.register)
-    first = {layer: {name: begun.model[name] for name in names} for layer, names in found.items()}
-    known = {name for names in found.values() for name in names}
+    units = layer_units(begun.register)
     last = None if params.share_head else begun.register.find_classifier()
-    shared = tuple(layer for layer in found if layer != last) or tuple(found)
-    return State(
-        params=begun.params,
-        network=begun.network,
-        flops=begun.flops,
-        example_bytes=begun.example_bytes,
-        layers=begun.layers,
-        seed=seed,
-        first=first,
-        statistics={name: array for name, array in begun.model.items() if name not in known},
-        size=min(params.first_layers or len(shared), len(shared)),
-        shared=shared,
-    )
+    shared = tuple(layer for layer in units if layer != last) or tuple(units)
+    size = min(params.first_layers or len(shared), len(shared))
+    return State(**vars(begun), seed=seed, units=units, size=size, shared=shared)
 
 
 def layer_units(register: TensorRegister) -> dict[str, tuple[str, ...]]:
@@ -167,21 +151,19 @@ def layer_units(register: TensorRegister) -> dict[str, tuple[str, ...]]:
     return {layer: tuple(sorted(names)) for layer, names in units.items()}
 
 
-def send(state: State, device: DeviceView) -> TaskSpec | None:
+def send(state: State, device: core.DeviceView) -> core.TaskSpec | None:
     """Return the task spec for a fingerprint (Eq. 11), or to train with the cluster's layers."""
     cluster = state.assigned.get(device.device)
     if cluster is None:
         if device.device in state.fingerprints:
             return None  # it waits for the others
         wanted = {key: state.params[key] for key in ("directions", "fingerprint_samples")}
-        return TaskSpec({**wanted, "ask": "fingerprint"}, {})
+        return core.TaskSpec({**wanted, "ask": "fingerprint"}, {})
     told, newcomer = state.clusters[cluster], len(device.rounds) < 2
     taken = state.genes[cluster] if newcomer else tuple(told)
     parts = {layer: told[layer] if layer in taken else held for layer, held in state.first.items()}
-    bundles: dict[str, Tensors] = {PREFIX + layer: part for layer, part in parts.items()}
-    model = {name: array for part in state.first.values() for name, array in part.items()} | state.statistics
-    plain = NetworkState(state.params, state.network, model, state.flops, state.example_bytes, layers=state.layers)
-    order = local_training.training_task_spec(plain, {**bundles, "statistics": state.statistics}, anchors=2)
+    bundles: dict[str, core.Tensors] = {PREFIX + layer: part for layer, part in parts.items()}
+    order = local_training.training_task_spec(state, {**bundles, "statistics": state.statistics}, TRAITS)
     bound = [] if newcomer else list(taken)
     asked = {"ask": "train", "all": list(parts), "bound": bound, "shared": list(state.shared), "layers": state.size}
     samples = state.params["fisher_samples"] if bound and state.params["elastic"] else 0
@@ -189,67 +171,60 @@ def send(state: State, device: DeviceView) -> TaskSpec | None:
     return replace(order, params={**order.params, **asked}, work=work)
 
 
-def work(task: Task, site: ClientContext) -> ClientResult:
-    """Return a fingerprint, or train the device's model (Eq. 4) and send its learnGene (Eq. 9)."""
-    if task.params["ask"] == "fingerprint":
-        some = _sample_examples(site, task.params["fingerprint_samples"])
-        found = subspaces.compute_subspace(some.x, task.params["directions"])
-        return ClientResult({"fingerprint": {"u": found}}, weight=float(len(site.train)), local=site.local)
+def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
+    """Return a fingerprint (Eq. 11), or train the device's model (Eq. 4 to 8) and send its learnGene (Eq. 9)."""
+    params = task.params
+    if params["ask"] == "fingerprint":
+        some = _sample_examples(site, params["fingerprint_samples"])
+        found = subspaces.compute_subspace(some.x, params["directions"])
+        return core.ClientResult({"fingerprint": {"u": found}}, weight=float(len(site.train)), local=site.local)
     received, parts = _load_received_layers(task, site)
     before = _load_previous_model(site, received)
-    bound = [name for layer in task.params["bound"] for name in parts[layer]]
-    elastic = {name: before[name] for name in bound}
-    if bound and task.params["elastic"]:
-        elastic = _compute_elastic_gene(task, site, before, received, bound)
-    strengths = learngene.layer_strengths(task.params["strength"], parts, received)
+    bound = [name for layer in params["bound"] for name in parts[layer]]
+    elastic = _find_elastic_gene(task, site, before, received, bound)
+    strengths = learngene.layer_strengths(params["strength"], parts, received)
     pulled = {name: strengths[name] for name in bound}
-    hooks = learngene.penalty_hooks(task.params["smooth"], task.params["elastic"], before, received, elastic, pulled)
-    answer = local_training.train_from(task, site, before, hooks)
+    penalty = learngene.penalty_hooks(params["smooth"], params["elastic"], before, received, elastic, pulled)
+    answer = local_training.train_from(task, site, before, penalty)
     model = answer.bundles["model"]
-    terms = {
+    shared = {layer: parts[layer] for layer in params["shared"]}
+    order, norm = params["gene_order"], params["gene_norm"]
+    gene = learngene.choose_learngene_layers(shared, model, before, count=params["layers"], order=order, norm=norm)
+    told = {
+        **answer.metrics,
         "smooth": sum(strengths[name] * learngene.squared_distance(model[name], received[name]) for name in bound),
         "elastic": sum(learngene.squared_distance(model[name], elastic[name]) for name in bound),
+        **_held_out_accuracy(task, site, model),
     }
-    held = site.engine.evaluate(task.params["network"], model, site.held)
-    rated = metrics.main_metric(held)
-    told = {}
-    if rated is not None:
-        told = {"held_correct": float(round(rated[1] * held.examples)), "held_examples": float(held.examples)}
-    gene = learngene.choose_learngene_layers(
-        {layer: parts[layer] for layer in task.params["shared"]},
-        model,
-        before,
-        task.params["layers"],
-        task.params["gene_order"],
-        task.params["gene_norm"],
-    )
     sent = {name: model[name] for layer in gene for name in parts[layer]}
-    return ClientResult({"gene": sent}, answer.weight, {**answer.metrics, **terms, **told}, local=model)
+    return core.ClientResult({"gene": sent}, answer.weight, told, local=model)
 
 
-def check(task: Task, site: ClientContext) -> EvaluationSums:
+def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     """Evaluate the device's model on the held-out examples, or nothing before the clustering."""
     if task.params["ask"] == "fingerprint":
-        return EvaluationSums(examples=0)
+        return core.EvaluationSums(examples=0)
     return site.engine.evaluate(
         task.params["network"], _load_previous_model(site, _load_received_layers(task, site)[0]), site.held
     )
 
 
-def personal(task: Task, site: ClientContext) -> Tensors:
+def personal(task: core.Task, site: core.ClientContext) -> core.Tensors:
     """Return the device's model.
 
     Raises:
         ModelError: If the device has not trained yet.
     """
     if not site.local:
-        raise ModelError(
+        raise core.ModelError(
             f"{site.device} has no model of its own of {task.job}: genefl gives a device one once it has taken part"
         )
     return site.local
 
 
-def _load_received_layers(task: Task, site: ClientContext) -> tuple[dict[str, np.ndarray], dict[str, tuple[str, ...]]]:
+def _load_received_layers(
+    task: core.Task, site: core.ClientContext
+) -> tuple[dict[str, np.ndarray], dict[str, tuple[str, ...]]]:
     """Return the received model, and the tensor names of each layer in it."""
     model, parts = dict(site.load("statistics")), {}
     for layer in task.params["all"]:
@@ -259,7 +234,7 @@ def _load_received_layers(task: Task, site: ClientContext) -> tuple[dict[str, np
     return model, parts
 
 
-def _load_previous_model(site: ClientContext, received: Tensors) -> Tensors:
+def _load_previous_model(site: core.ClientContext, received: core.Tensors) -> core.Tensors:
     """Return theta~: the device's stored model, or the received model before the first training."""
     if not site.local:
         return received
@@ -267,25 +242,35 @@ def _load_previous_model(site: ClientContext, received: Tensors) -> Tensors:
     return site.local
 
 
-def _sample_examples(site: ClientContext, most: int) -> Examples:
+def _sample_examples(site: core.ClientContext, most: int) -> core.Examples:
     rows = np.sort(site.rng.permutation(len(site.train))[:most])
-    return Examples(site.train.x[rows], site.train.y[rows])
+    return core.Examples(site.train.x[rows], site.train.y[rows])
 
 
-def _compute_elastic_gene(
-    task: Task, site: ClientContext, before: Tensors, received: Tensors, bound: list[str]
+def _find_elastic_gene(
+    task: core.Task, site: core.ClientContext, before: core.Tensors, received: core.Tensors, bound: list[str]
 ) -> dict[str, np.ndarray]:
-    # Eq. 6: the device's value where the scaled Fisher value is below gamma, otherwise the cluster's.
+    # Eq. 5 and 6: the device's value where the scaled Fisher value is below gamma, otherwise the cluster's.
+    if not (bound and task.params["elastic"]):
+        return {name: before[name] for name in bound}
     some = _sample_examples(site, task.params["fisher_samples"])
     found = site.engine.fisher(task.params["network"], before, some, each=task.params["fisher_group"])
     gamma = task.params["gamma"]
     return {name: np.where(learngene.scale_fisher(found[name]) < gamma, before[name], received[name]) for name in bound}
 
 
+def _held_out_accuracy(task: core.Task, site: core.ClientContext, model: core.Tensors) -> dict[str, float]:
+    held = site.engine.evaluate(task.params["network"], model, site.held)
+    rated = metrics.main_metric(held)
+    if rated is None:
+        return {}
+    return {"held_correct": float(round(rated[1] * held.examples)), "held_examples": float(held.examples)}
+
+
 # -- on the coordinator ---------------------------------------------------------------------------
 
 
-def fold(state: State, so_far: GeneFLSums | None, update: DeviceUpdate) -> GeneFLSums:
+def fold(state: State, so_far: GeneFLSums | None, update: core.DeviceUpdate) -> GeneFLSums:
     """Add a learnGene to the sums of its cluster, or store a fingerprint.
 
     Raises:
@@ -300,12 +285,12 @@ def fold(state: State, so_far: GeneFLSums | None, update: DeviceUpdate) -> GeneF
     gene, key = update.bundles.get("gene", {}), str(cluster)
     sent = [layer for layer in state.shared if not state.first[layer].keys().isdisjoint(gene)]
     if len(sent) != state.size:
-        raise UpdateError(f"{update.device} sent {len(sent)} layers, {state.size} are wanted")
+        raise core.UpdateError(f"{update.device} sent {len(sent)} layers, {state.size} are wanted")
     like = {name: array for layer in sent for name, array in state.first[layer].items()}
     tensors.require_addable(gene, like)
     correct, held = (update.metrics.get(name, 0.0) for name in ("held_correct", "held_examples"))
     if not 0 <= correct <= held < math.inf:
-        raise UpdateError(f"{update.device} says that {correct:g} of {held:g} held-out examples are right")
+        raise core.UpdateError(f"{update.device} says that {correct:g} of {held:g} held-out examples are right")
     values = {name: array.astype(np.float64) for name, array in gene.items()}  # of counters the mean too
     total, count = exact_sums.add_arrays(so_far.totals.get(key, {}), values), dict(so_far.counts.get(key, {}))
     for layer in sent:
@@ -398,20 +383,14 @@ def explain(state: State) -> list[str]:
     return told + [f"cluster {k}: {', '.join(gene)}" for k, gene in enumerate(state.genes) if gene]
 
 
-def result(state: State) -> Artefact:
+def result(state: State) -> core.Artefact:
     """Return each cluster's shared layers as tensors "0/conv1.weight" and so on, without a network."""
-    held = {
-        f"{k}/{name}": array
-        for k, told in enumerate(state.clusters)
-        for part in told.values()
-        for name, array in part.items()
-    }
+    held = {}
+    for k, cluster in enumerate(state.clusters):
+        held.update({f"{k}/{name}": array for part in cluster.values() for name, array in part.items()})
     genes = {str(k): list(gene) for k, gene in enumerate(state.genes)}
-    return Artefact(
-        "genes",
-        {"network": tensor_register.without_register(state.network), "genes": genes, "members": list(state.members)},
-        held,
-    )
+    meta = {"network": tensor_register.without_register(state.network), "genes": genes, "members": list(state.members)}
+    return core.Artefact("genes", meta, held)
 
 
 METHOD = replace(
@@ -424,15 +403,10 @@ METHOD = replace(
     common_task=False,
     work=work,
     check=check,
-    aggregation=Aggregation(fold),
+    aggregation=core.Aggregation(fold),
     step=step,
     result=result,
     explain=explain,
     personal=personal,
-    traits=Traits(
-        prediction_tasks=("classes",),  # L_t follows the devices' accuracy
-        exact_updates=True,  # fingerprints are directions of length 1
-        per_device_data="every fingerprint of the first round, and the sums of each cluster",
-        replaces_private_state=False,  # the own model is what a device trains for
-    ),
+    traits=TRAITS,
 )

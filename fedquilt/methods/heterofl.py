@@ -34,24 +34,8 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import metrics
+from fedquilt import core, metrics
 from fedquilt.arrays import tensors
-from fedquilt.core import (
-    Aggregation,
-    Bundle,
-    ClientContext,
-    ClientResult,
-    DeviceUpdate,
-    DeviceView,
-    EvaluationSums,
-    Hooks,
-    ModelError,
-    Task,
-    TaskSpec,
-    Tensors,
-    UpdateError,
-    UpdateSchema,
-)
 from fedquilt.methods import fedavg
 from fedquilt.methods._subnetworks import State, gather_statistics, make_statistics_round, make_subnetwork_state
 from fedquilt.models import local_training
@@ -81,7 +65,7 @@ class HeteroFLSums:
     widths: Mapping[str, WeightedEntrySums]
 
 
-def init(bundle: Bundle, params: Params, seed: int) -> State:
+def init(bundle: core.Bundle, params: Params, seed: int) -> State:
     """Return the first state, with the first batch norm statistics of each width.
 
     Raises:
@@ -93,12 +77,14 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
     if params.masked:
         last = begun.register.find_classifier()
         if last is None:
-            raise ModelError("this network has no last linear layer, whose rows are the classes: set masked = false")
+            raise core.ModelError(
+                "this network has no last linear layer, whose rows are the classes: set masked = false"
+            )
         begun.register.require_plain_weight(last)
     return begun
 
 
-def initial_width_state(bundle: Bundle, params: Any, seed: int) -> State:
+def initial_width_state(bundle: core.Bundle, params: Any, seed: int) -> State:
     """Return the first state of a method that sends parts at the rates in `params`."""
     plain = fedavg.init(bundle, params, seed)
     begun = State(**vars(plain), plan=masks.plan_from_bundle(bundle, plain.model), widths={}, settled=0)
@@ -134,7 +120,7 @@ def canonical_rate(widths: Collection[int], rates: Sequence[float], rate: float)
     return max(other for other in (*rates, 1.0) if unit_counts(other) == unit_counts(rate))
 
 
-def part_task_spec(state: NetworkState, at: Places, rate: float, own: Tensors | None = None) -> TaskSpec:
+def part_task_spec(state: NetworkState, at: Places, rate: float, own: core.Tensors | None = None) -> core.TaskSpec:
     """Return the task spec to train a part, with the part's own FLOPs, bytes and memory.
 
     Args:
@@ -150,7 +136,7 @@ def part_task_spec(state: NetworkState, at: Places, rate: float, own: Tensors | 
     return replace(found, params={**found.params, "rate": rate}, work=work)
 
 
-def device_rate(state: State, device: DeviceView) -> float:
+def device_rate(state: State, device: core.DeviceView) -> float:
     """Return the rate of a device's part by its memory tier, above 0 and at most 1."""
     rates = state.params["rates"]
     return canonical_rate(state.plan.widths.values(), rates, width_parts.select_by_tier(device.profile, rates))
@@ -164,7 +150,7 @@ def places_by_rate(state: State) -> dict[float, Places]:
     }
 
 
-def send(state: State, device: DeviceView) -> TaskSpec:
+def send(state: State, device: core.DeviceView) -> core.TaskSpec:
     """Return the task spec to train the leading channels that the device's memory tier allows."""
     rate = device_rate(state, device)
     found = with_training_round(
@@ -173,20 +159,20 @@ def send(state: State, device: DeviceView) -> TaskSpec:
     return replace(found, params={**found.params, "head": state.register.find_classifier()})
 
 
-def with_training_round(state: State, given: TaskSpec) -> TaskSpec:
+def with_training_round(state: State, given: core.TaskSpec) -> core.TaskSpec:
     """Return the task spec with the number of statistics rounds, which a schedule does not count."""
     return replace(given, params={**given.params, "settled": state.settled})
 
 
-def make_width_hooks(task: Task, site: ClientContext, *, scaled: bool = True) -> Hooks:
+def make_width_hooks(task: core.Task, site: core.ClientContext, *, scaled: bool = True) -> core.Hooks:
     """Return hooks that build the narrower network, or no hooks for the whole network."""
     if task.params["rate"] == 1:
-        return Hooks()
+        return core.Hooks()
     start = site.load("model")
-    return Hooks(prepare=lambda module: width_parts.shrink_module(module, start, scaled=scaled))
+    return core.Hooks(prepare=lambda module: width_parts.shrink_module(module, start, scaled=scaled))
 
 
-def work(task: Task, site: ClientContext) -> ClientResult:
+def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Train the device's part, without the classes it lacks, or gather batch norm statistics."""
     if "asked" in task.params:
         return gather_statistics(task, site)
@@ -197,12 +183,12 @@ def work(task: Task, site: ClientContext) -> ClientResult:
     held = np.isin(np.arange(classes), site.train.y)
     if not held.all():
         narrow = hooks.prepare or (lambda module: module)
-        hooks = Hooks(prepare=lambda module: width_parts.mask_classes(narrow(module), held))
+        hooks = core.Hooks(prepare=lambda module: width_parts.mask_classes(narrow(module), held))
     answer = fedavg.work(task, site, hooks)
     return replace(answer, bundles={**answer.bundles, "classes": {"held": held.astype(np.uint8)}})
 
 
-def check(task: Task, site: ClientContext) -> EvaluationSums:
+def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     """Evaluate the device's part on the held-out examples."""
     return site.engine.evaluate(
         task.params["network"], site.load("model"), site.held, hooks=make_width_hooks(task, site)
@@ -212,27 +198,27 @@ def check(task: Task, site: ClientContext) -> EvaluationSums:
 # -- back again -----------------------------------------------------------------------------------
 
 
-def require_sent_model(update: DeviceUpdate) -> Mapping[str, Any]:
+def require_sent_model(update: core.DeviceUpdate) -> Mapping[str, Any]:
     """Return the model in an update.
 
     Raises:
         UpdateError: If there is none.
     """
     if "model" not in update.bundles:
-        raise UpdateError(f"{update.device} sent no model")
+        raise core.UpdateError(f"{update.device} sent no model")
     return update.bundles["model"]
 
 
-def update_schema(state: State) -> UpdateSchema:
+def update_schema(state: State) -> core.UpdateSchema:
     """Return the schema of an update: a part of the model and, with `masked`, the device's classes."""
     if not state.params.get("masked"):
         return local_training.partial_model_schema(state)
     last = f"{state.register.find_classifier()}.weight"
     held = {"held": tensors.TensorSpec(state.model[last].shape[:1], np.dtype(np.uint8))}
-    return UpdateSchema({"model": state.model, "classes": held}, whole=False)
+    return core.UpdateSchema({"model": state.model, "classes": held}, whole=False)
 
 
-def fold(state: State, so_far: HeteroFLSums | None, update: DeviceUpdate) -> HeteroFLSums:
+def fold(state: State, so_far: HeteroFLSums | None, update: core.DeviceUpdate) -> HeteroFLSums:
     """Add a device's part to the sums, without classifier rows of classes that the device lacks."""
     sent = require_sent_model(update)
     rows = reported_classes(state, update) if state.params.get("masked") else None
@@ -242,7 +228,7 @@ def fold(state: State, so_far: HeteroFLSums | None, update: DeviceUpdate) -> Het
 def add_part(
     state: State,
     so_far: HeteroFLSums | None,
-    sent: Tensors,
+    sent: core.Tensors,
     parts: Mapping[float, Places],
     weight: float,
     rows: np.ndarray | None = None,
@@ -280,7 +266,7 @@ def add_part(
     return HeteroFLSums(whole, widths)
 
 
-def reported_classes(state: State, update: DeviceUpdate) -> np.ndarray:
+def reported_classes(state: State, update: core.DeviceUpdate) -> np.ndarray:
     """Return the numbers of the classes of which a device reports examples.
 
     Raises:
@@ -316,7 +302,7 @@ METHOD = replace(
     common_task=False,
     work=work,
     check=check,
-    aggregation=Aggregation(fold, accumulator=lambda state: HeteroFLSums, schema=update_schema),
+    aggregation=core.Aggregation(fold, accumulator=lambda state: HeteroFLSums, schema=update_schema),
     step=step,
     settle=make_statistics_round(places_by_rate, device_rate, scaled=True),
 )

@@ -9,21 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fedquilt import core
 from fedquilt.arrays import tensors
-from fedquilt.core import (
-    Aggregation,
-    Artefact,
-    Bundle,
-    ClientContext,
-    ClientResult,
-    DeviceUpdate,
-    EvaluationSums,
-    Task,
-    Tensors,
-    Traits,
-    UpdateError,
-    UpdateSchema,
-)
 from fedquilt.methods import fedavg
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
@@ -36,23 +23,23 @@ class State(NetworkState):
     rounds: int = 0  # rounds that had training
 
 
-def init(bundle: Bundle, params: Any, seed: int) -> State:
+def init(bundle: core.Bundle, params: Any, seed: int) -> State:
     """Return the first state, with the bundle's model."""
     return State(**vars(fedavg.init(bundle, params, seed)))
 
 
-def work(task: Task, site: ClientContext) -> ClientResult:
+def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Train the device's own model further. No tensors are sent."""
     answer = local_training.train_from(task, site, personal(task, site))
     return replace(answer, bundles={}, local=answer.bundles["model"])
 
 
-def check(task: Task, site: ClientContext) -> EvaluationSums:
+def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     """Evaluate the device's own model on the held-out examples."""
     return site.engine.evaluate(task.params["network"], personal(task, site), site.held)
 
 
-def personal(task: Task, site: ClientContext) -> Tensors:
+def personal(task: core.Task, site: core.ClientContext) -> core.Tensors:
     """Return the device's model, or the job's first model before training."""
     first = site.load("model")
     if site.local:
@@ -60,14 +47,16 @@ def personal(task: Task, site: ClientContext) -> Tensors:
     return site.local or first
 
 
-def fold(state: State, so_far: int | None, update: DeviceUpdate) -> int:
+def fold(state: State, so_far: int | None, update: core.DeviceUpdate) -> int:
     """Count an update.
 
     Raises:
         UpdateError: If the update contains tensors.
     """
     if update.bundles:
-        raise UpdateError(f"{update.device} sent {', '.join(sorted(update.bundles))}: with this method nothing travels")
+        raise core.UpdateError(
+            f"{update.device} sent {', '.join(sorted(update.bundles))}: with this method nothing travels"
+        )
     return (so_far or 0) + 1
 
 
@@ -76,7 +65,7 @@ def step(state: State, total: int | None) -> State:
     return replace(state, rounds=state.rounds + 1) if total else state
 
 
-def result(state: State) -> Artefact:
+def result(state: State) -> core.Artefact:
     """Return the job's first model. The devices' models never leave them."""
     return local_training.weights_artefact(state.network, state.model, private=sorted(state.model))
 
@@ -88,9 +77,9 @@ METHOD = replace(
     init=init,
     work=work,
     check=check,
-    aggregation=Aggregation(fold, schema=lambda state: UpdateSchema({})),
+    aggregation=core.Aggregation(fold, schema=lambda state: core.UpdateSchema({})),
     step=step,
     result=result,
     personal=personal,
-    traits=Traits(replaces_private_state=False),  # the own model is what a device trains for
+    traits=core.Traits(replaces_private_state=False),  # the own model is what a device trains for
 )

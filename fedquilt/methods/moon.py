@@ -25,6 +25,8 @@ from fedquilt.methods import fedavg
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
 
+TRAITS = replace(fedavg.METHOD.traits, forward_passes=2, model_copies=2)
+
 
 @dataclass(frozen=True)
 class Params(fedavg.Params):
@@ -51,9 +53,9 @@ class ContrastiveHooks:
         import torch
         from torch.nn import functional as F
 
-        from fedquilt.models.networks import register_trace
+        from fedquilt.models.networks import traces
 
-        places = register_trace.state_names_by_alias(module)
+        places = traces.state_names_by_alias(module)
         z, modes = self._seen, [(each, each.training) for each in module.modules()]
         likeness = []
         module.eval()  # the other two are only read: their statistics stay, and nothing is dropped
@@ -86,7 +88,8 @@ def init(bundle: Bundle, params: Params, seed: int) -> NetworkState:
 
 def send(state: NetworkState, device: DeviceView) -> TaskSpec:
     """Return the task spec to train, with two more forward passes if the device has a previous model."""
-    order = local_training.training_task_spec(state, {"model": state.model}, looks=2 if device.rounds else 0, anchors=2)
+    traits = TRAITS if device.rounds else replace(TRAITS, forward_passes=0)
+    order = local_training.training_task_spec(state, {"model": state.model}, traits)
     return replace(order, params={**order.params, "head": state.register.find_classifier()})
 
 
@@ -96,9 +99,7 @@ def work(task: Task, site: ClientContext) -> ClientResult:
     if site.local:
         contrast = ContrastiveHooks(task.params["mu"], task.params["temperature"], task.params["head"])
         hooks = Hooks(
-            prepare=contrast.prepare,
-            anchors={"previous": site.local},
-            steps=(Step(penalty=contrast.penalty),),
+            prepare=contrast.prepare, anchors={"previous": site.local}, steps=(Step(penalty=contrast.penalty),)
         )
     answer = fedavg.work(task, site, hooks)
     return replace(answer, local=answer.bundles["model"])
@@ -106,6 +107,7 @@ def work(task: Task, site: ClientContext) -> ClientResult:
 
 METHOD = replace(
     fedavg.METHOD,
+    traits=TRAITS,
     paper="arXiv 2103.16257",
     params=Params,
     engines=("torch",),

@@ -20,19 +20,12 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from fedquilt.core import (
-    ClientContext,
-    ClientResult,
-    DeviceView,
-    EvaluationSums,
-    Hooks,
-    Step,
-    Task,
-    TaskSpec,
-)
+from fedquilt.core import ClientContext, ClientResult, DeviceView, EvaluationSums, Hooks, Step, Task, TaskSpec
 from fedquilt.methods import fedavg
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
+
+TRAITS = replace(fedavg.METHOD.traits, training_passes=2, model_copies=2)
 
 
 @dataclass(frozen=True)
@@ -79,7 +72,7 @@ class MetaStep:
 
 def send(state: NetworkState, device: DeviceView) -> TaskSpec:
     """Return the task spec to train at twice FedAvg's cost, with one more copy of the model."""
-    return local_training.training_task_spec(state, {"model": state.model}, trainings=2, anchors=2)
+    return local_training.training_task_spec(state, {"model": state.model}, TRAITS)
 
 
 def work(task: Task, site: ClientContext) -> ClientResult:
@@ -100,11 +93,5 @@ def check(task: Task, site: ClientContext) -> EvaluationSums:
 
 
 METHOD = replace(
-    fedavg.METHOD,
-    paper="arXiv 2002.07948",
-    params=Params,
-    engines=("torch",),
-    send=send,
-    work=work,
-    check=check,
+    fedavg.METHOD, paper="arXiv 2002.07948", params=Params, engines=("torch",), send=send, work=work, check=check
 )

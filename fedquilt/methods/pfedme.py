@@ -23,20 +23,12 @@ from msgspec import Meta
 
 from fedquilt.arrays import tensors
 from fedquilt.arrays.exact_sums import WeightedSums
-from fedquilt.core import (
-    ClientContext,
-    ClientResult,
-    DeviceUpdate,
-    DeviceView,
-    Hooks,
-    Step,
-    Task,
-    TaskSpec,
-    Tensors,
-)
+from fedquilt.core import ClientContext, ClientResult, DeviceUpdate, DeviceView, Hooks, Step, Task, TaskSpec, Tensors
 from fedquilt.methods import ditto, fedavg
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
+
+TRAITS = replace(fedavg.METHOD.traits, training_passes="inner", model_copies=2)
 
 
 @dataclass(frozen=True)
@@ -93,7 +85,7 @@ class MoreauEnvelope:
 
 def send(state: NetworkState, device: DeviceView) -> TaskSpec:
     """Return the task spec for K steps on each mini-batch, with one more copy of the model."""
-    return local_training.training_task_spec(state, {"model": state.model}, trainings=state.params["inner"], anchors=2)
+    return local_training.training_task_spec(state, {"model": state.model}, TRAITS)
 
 
 def work(task: Task, site: ClientContext) -> ClientResult:
@@ -106,21 +98,13 @@ def work(task: Task, site: ClientContext) -> ClientResult:
 
 
 def validate_update(state: NetworkState, update: DeviceUpdate) -> None:
-    """Validate an update as in FedAvg, and its weight, which is 1 for every device.
-
-    Raises:
-        UpdateError: If the update is invalid or has another weight.
-    """
+    """Validate an update as in FedAvg, and its weight, which is 1 for every device."""
     local_training.require_unit_weight(update)
     fedavg.validate_update(state, update)
 
 
 def fold(state: NetworkState, so_far: WeightedSums | None, update: DeviceUpdate) -> WeightedSums:
-    """Add an update to the sums, with the same weight for every device.
-
-    Raises:
-        UpdateError: If the update is invalid, as in `validate_update`.
-    """
+    """Add an update to the sums, with the same weight for every device."""
     validate_update(state, update)
     return fedavg.fold(state, so_far, update)
 
@@ -137,6 +121,7 @@ def step(state: NetworkState, total: WeightedSums | None) -> NetworkState:
 
 METHOD = replace(
     fedavg.METHOD,
+    traits=TRAITS,
     paper="arXiv 2006.08848",
     params=Params,
     engines=("torch",),

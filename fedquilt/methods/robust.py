@@ -12,9 +12,10 @@ single updates if devices have different data.
 
 docs/security.md has measurements of which attacks each rule stops.
 
-These rules need all updates of a round at once: the coordinator holds up to `most` models in memory, and a block of
-65,536 values of each. Krum compares every two updates, n^2 / 2 passes over a model. With more devices, `most` of them
-count, drawn by the job's seed. Other methods that need all updates at once use the same function (`collect_update`).
+These rules need all updates of a round at once: the coordinator holds up to `most` models in memory, and reads them in
+blocks of 65,536 values, which take 8 bytes for each value of each update, about three times as much during sorting.
+Krum compares every two updates, n^2 / 2 passes over a model. With more devices, `most` of them count, drawn by the
+job's seed. Other methods that need all updates at once use the same function (`collect_update`).
 
 Deviations: models replace gradients, as usual with local epochs. f is a share of the received updates, rounded down,
 and the log reports an f of 0. Updates are not weighted by the examples that they claim. Counters and running statistics
@@ -25,9 +26,10 @@ A round with too few updates changes nothing, and the log reports it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import numpy as np
 from msgspec import Meta
@@ -35,9 +37,10 @@ from msgspec import Meta
 from fedquilt.arrays import tensors
 from fedquilt.core import Aggregation, Bundle, DeviceUpdate, Tensors, derive_seed
 from fedquilt.methods import fedavg
-from fedquilt.models import local_training, robust_aggregates
+from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
 
+BLOCK: Final = 1 << 16  # values of a tensor that are read from all updates at once
 ASSUMING = ("trimmed_mean", "krum", "multi_krum")  # rules that leave out as many updates as there may be attackers
 
 
@@ -70,9 +73,7 @@ class Params(fedavg.Params):
         return 1 + max((count for count in range(self.most) if not self._tolerates(count)), default=0)
 
     def _tolerates(self, updates: int) -> bool:
-        return robust_aggregates.tolerates_attackers(
-            self.rule, updates, assumed_attackers(self.attackers, updates), self.bucket
-        )
+        return tolerates_attackers(self.rule, updates, assumed_attackers(self.attackers, updates), self.bucket)
 
 
 @dataclass(frozen=True)
@@ -135,45 +136,164 @@ def step(state: State, total: CollectedUpdates | None) -> State:
     devices, rule, size = sorted(total.sent), state.params["rule"], state.params["bucket"]
     f = assumed_attackers(state.params["attackers"], len(devices))
     told = total.left_out_note("updates")
-    if not robust_aggregates.tolerates_attackers(rule, len(devices), f, size):
+    if not tolerates_attackers(rule, len(devices), f, size):
         few = f"{len(devices)} updates are too few for {rule} with {f} attackers: the round changed nothing"
         return replace(state, told=(*told, few))
     if rule in ASSUMING and state.params["attackers"] and not f:
         told.append(f"{len(devices)} updates are too few for an attacker among them: {rule} left none out")
     groups = None
     if size > 1:
-        groups = robust_aggregates.draw_buckets(
-            len(devices), size, tensors.seeded_rng(state.seed, "buckets", total.round)
-        )
+        groups = draw_buckets(len(devices), size, tensors.seeded_rng(state.seed, "buckets", total.round))
     updates = [total.sent[device] for device in devices]
-    rows, learned = robust_aggregates.UpdateRows(updates, groups), state.trained_names()
+    rows, learned = UpdateRows(updates, groups), state.trained_names()
     called = devices if groups is None else ["+".join(devices[index] for index in group) for group in groups]
     merged, sentence = _aggregate_by_rule(state, rows, learned, f, called)
     others = [name for name in state.model if name not in merged]
-    model = {**merged, **robust_aggregates.median(robust_aggregates.UpdateRows(updates), others)}
+    model = {**merged, **median(UpdateRows(updates), others)}
     return replace(state, model={name: model[name] for name in state.model}, told=(*told, *sentence))
 
 
 def _aggregate_by_rule(
-    state: State, rows: robust_aggregates.UpdateRows, names: list[str], f: int, called: list[str]
+    state: State, rows: UpdateRows, names: list[str], f: int, called: list[str]
 ) -> tuple[dict[str, np.ndarray], list[str]]:
     """Return the rule's aggregate, and at most one sentence on shortened changes or chosen updates."""
     rule, radius = state.params["rule"], state.params["radius"]
     if rule == "trimmed_mean":
-        return robust_aggregates.trimmed_mean(rows, names, f), []
+        return trimmed_mean(rows, names, f), []
     if rule == "median":
-        return robust_aggregates.median(rows, names), []
+        return median(rows, names), []
     if rule == "clipped":
-        lengths = robust_aggregates.difference_norms(rows, names, state.model)
+        lengths = difference_norms(rows, names, state.model)
         radius = radius or float(np.median(lengths))
         cut = int((lengths > radius).sum())
         sentence = f"{cut} of {len(rows)} changes were shortened to {radius:.3g}, the longest from {lengths.max():.3g}"
-        return robust_aggregates.clipped_mean(rows, names, state.model, lengths, radius), [sentence] * (cut > 0)
+        return clipped_mean(rows, names, state.model, lengths, radius), [sentence] * (cut > 0)
     count = 1 if rule == "krum" else len(rows) - f
-    best = sorted(np.argsort(robust_aggregates.krum_scores(rows, names, f), kind="stable")[:count].tolist())
-    return robust_aggregates.mean_of_chosen_rows(rows, names, best), [
-        f"{rule} took {', '.join(called[index] for index in best)}"
-    ]
+    best = sorted(np.argsort(krum_scores(rows, names, f), kind="stable")[:count].tolist())
+    return mean_of_chosen_rows(rows, names, best), [f"{rule} took {', '.join(called[index] for index in best)}"]
+
+
+# -- aggregates of the rules ----------------------------------------------------------------------
+
+
+class UpdateRows:
+    """Updates of a round, or means of groups of updates, read in blocks.
+
+    Args:
+        updates: Updates with the same names, shapes and types.
+        groups: Indices of the updates of each row, or None if each update is a row.
+    """
+
+    def __init__(self, updates: Sequence[Tensors], groups: Sequence[Sequence[int]] | None = None) -> None:
+        self.updates, self._groups = updates, groups
+
+    def __len__(self) -> int:
+        return len(self.updates if self._groups is None else self._groups)
+
+    def empty_arrays(self, names: Collection[str]) -> dict[str, np.ndarray]:
+        """Return an uninitialised array for each of the names."""
+        return {name: np.empty(self.updates[0][name].shape, self.updates[0][name].dtype) for name in names}
+
+    def iterate_blocks(self, name: str) -> Iterator[tuple[slice, np.ndarray]]:
+        """Yield the slice and the values, (rows, block) in float64, of each block of a flattened tensor."""
+        flat = [np.reshape(update[name], -1) for update in self.updates]
+        for start in range(0, flat[0].size, BLOCK):
+            part = slice(start, start + BLOCK)
+            block = np.stack([values[part] for values in flat]).astype(np.float64)
+            if self._groups is not None:
+                block = np.stack([block[list(group)].mean(axis=0) for group in self._groups])
+            yield part, block
+
+
+def trimmed_mean(rows: UpdateRows, names: Collection[str], cut: int) -> dict[str, np.ndarray]:
+    """Return the mean of every value without the `cut` largest and `cut` smallest.
+
+    The mean of integers is rounded down.
+
+    Args:
+        rows: More than 2 * cut rows.
+        names: Tensors to return.
+        cut: Values to leave out at either end.
+    """
+    found = rows.empty_arrays(names)
+    for name, array in found.items():
+        flat = array.reshape(-1)
+        for part, block in rows.iterate_blocks(name):
+            block.sort(axis=0)
+            flat[part] = block[cut : len(block) - cut].mean(axis=0)
+    return found
+
+
+def median(rows: UpdateRows, names: Collection[str]) -> dict[str, np.ndarray]:
+    """Return the median of every value."""
+    return trimmed_mean(rows, names, (len(rows) - 1) // 2)
+
+
+def mean_of_chosen_rows(rows: UpdateRows, names: Collection[str], chosen: Sequence[int]) -> dict[str, np.ndarray]:
+    """Return the mean of the chosen rows."""
+    found = rows.empty_arrays(names)
+    for name, array in found.items():
+        flat = array.reshape(-1)
+        for part, block in rows.iterate_blocks(name):
+            flat[part] = block[list(chosen)].mean(axis=0)
+    return found
+
+
+def krum_scores(rows: UpdateRows, names: Collection[str], f: int) -> np.ndarray:
+    """Return each row's sum of squared distances to its rows - f - 2 nearest neighbours, (rows,)."""
+    count = len(rows)
+    distances = np.zeros((count, count))
+    for name in names:
+        for _, block in rows.iterate_blocks(name):
+            for i in range(1, count):
+                distances[i, :i] += np.square(block[:i] - block[i]).sum(axis=1)
+    near: np.ndarray = np.sort(distances + distances.T, axis=1)[:, 1 : count - f - 1]  # the first is to itself
+    return near.sum(axis=1)
+
+
+def difference_norms(rows: UpdateRows, names: Collection[str], centre: Tensors) -> np.ndarray:
+    """Return the norm of each row's difference from `centre`, (rows,)."""
+    squares = np.zeros(len(rows))
+    for name in names:
+        middle = np.reshape(centre[name], -1)
+        for part, block in rows.iterate_blocks(name):
+            squares += np.square(block - middle[part]).sum(axis=1)
+    return np.sqrt(squares)
+
+
+def clipped_mean(
+    rows: UpdateRows, names: Collection[str], centre: Tensors, lengths: np.ndarray, radius: float
+) -> dict[str, np.ndarray]:
+    """Return centre + the mean of the rows' differences, each clipped to the norm `radius`.
+
+    Args:
+        rows: Models.
+        names: Tensors to return.
+        centre: Model to subtract.
+        lengths: Norms of the differences from `difference_norms`, (rows,).
+        radius: Largest norm.
+    """
+    shares = np.minimum(1.0, radius / np.maximum(lengths, np.finfo(np.float64).tiny))[:, None]
+    found = rows.empty_arrays(names)
+    for name, array in found.items():
+        flat, middle = array.reshape(-1), np.reshape(centre[name], -1)
+        for part, block in rows.iterate_blocks(name):
+            flat[part] = middle[part] + (shares * (block - middle[part])).mean(axis=0)
+    return found
+
+
+def draw_buckets(count: int, size: int, rng: np.random.Generator) -> list[list[int]]:
+    """Draw groups of `size` indices without replacement."""
+    order = rng.permutation(count).tolist()
+    return [sorted(order[start : start + size]) for start in range(0, count, size)]
+
+
+def tolerates_attackers(rule: str, count: int, f: int, size: int) -> bool:
+    """Return whether a rule bounds the effect of f arbitrary updates among `count`, averaged in groups of `size`.
+
+    Krum needs more than 2 f + 2 rows, all other rules more than 2 f.
+    """
+    return math.ceil(count / size) > 2 * f + (2 if rule in ("krum", "multi_krum") else 0)
 
 
 METHOD = replace(

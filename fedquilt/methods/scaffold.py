@@ -27,20 +27,9 @@ from typing import Annotated, Final
 import numpy as np
 from msgspec import Meta
 
+from fedquilt import core
 from fedquilt.arrays import exact_sums, tensors
 from fedquilt.arrays.exact_sums import WeightedSums
-from fedquilt.core import (
-    Aggregation,
-    Bundle,
-    ClientContext,
-    ClientResult,
-    DeviceUpdate,
-    DeviceView,
-    Hooks,
-    Task,
-    TaskSpec,
-    UpdateError,
-)
 from fedquilt.methods import fedavg
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
@@ -49,6 +38,9 @@ TOPK: Final = (
     "SCAFFOLD takes each device's mean gradient from how far its whole model moved, and this codec tells a few "
     "entries of it at a time: take 'int8', 'fp16' or 'raw', or another method"
 )
+
+
+TRAITS = replace(fedavg.METHOD.traits, refused_codecs={"topk": TOPK}, model_copies=2)
 
 
 @dataclass(frozen=True)
@@ -83,25 +75,25 @@ class ScaffoldSums(WeightedSums):
     new: int = 0  # devices that answered for the first time
 
 
-def init(bundle: Bundle, params: Params, seed: int) -> State:
+def init(bundle: core.Bundle, params: Params, seed: int) -> State:
     """Return the first state, with control variates of 0."""
     begun = fedavg.init(bundle, params, seed)
     control = {name: np.zeros_like(begun.model[name]) for name in begun.trained_names()}
     return State(**vars(begun), control=control, known=0)
 
 
-def send(state: State, device: DeviceView) -> TaskSpec:
+def send(state: State, device: core.DeviceView) -> core.TaskSpec:
     """Return the task spec to train with the server's control variate and one more copy in memory."""
-    return local_training.training_task_spec(state, {"model": state.model, "control": state.control}, anchors=2)
+    return local_training.training_task_spec(state, {"model": state.model, "control": state.control}, TRAITS)
 
 
-def work(task: Task, site: ClientContext) -> ClientResult:
+def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Train with each gradient corrected by c - c_i. The new c_i stays on the device (option II)."""
     received, control = site.load("model"), site.load("control")
     own = site.local or {name: np.zeros_like(array) for name, array in control.items()}
     tensors.require_matching(own, control)
     shift = {name: control[name] - own[name] for name in control}
-    correction = Hooks(correct=lambda gradient, value, at: gradient + at["shift"], anchors={"shift": shift})
+    correction = core.Hooks(correct=lambda gradient, value, at: gradient + at["shift"], anchors={"shift": shift})
     answer = local_training.train_from(task, site, received, correction)
     model, path = answer.bundles["model"], answer.metrics["steps"] * local_training.fit_from_task(task).lr
     kept = {name: (received[name] - model[name]) / np.float32(path) - shift[name] for name in control}
@@ -109,37 +101,25 @@ def work(task: Task, site: ClientContext) -> ClientResult:
 
 
 def validate_site_sums(state: State, total: ScaffoldSums, weight: float) -> None:
-    """Validate the sums of a site before they are merged.
-
-    Raises:
-        UpdateError: If the sums are invalid as in FedAvg, or if there are more new devices than devices.
-    """
+    """Validate the sums of a site before they are merged."""
     fedavg.validate_site_sums(state, total, weight)
     exact_sums.require_valid_sums(total.slopes, state.control, weight)
     if not 0 <= total.new <= weight:
-        raise UpdateError(f"{total.new} of {weight:g} devices are said to take part for the first time")
+        raise core.UpdateError(f"{total.new} of {weight:g} devices are said to take part for the first time")
 
 
-def validate_update(state: State, update: DeviceUpdate) -> None:
-    """Validate an update as in FedAvg, its steps, and whether the device is new.
-
-    Raises:
-        UpdateError: If the update is invalid, or lacks the metric "steps" or "new".
-    """
+def validate_update(state: State, update: core.DeviceUpdate) -> None:
+    """Validate an update as in FedAvg, its steps, and whether the device is new."""
     new = update.metrics.get("new")
     if new not in (0.0, 1.0):
-        raise UpdateError(f"{update.device} does not say whether it takes part for the first time (new = {new})")
+        raise core.UpdateError(f"{update.device} does not say whether it takes part for the first time (new = {new})")
     local_training.reported_steps(update)
     local_training.require_unit_weight(update)
     fedavg.validate_update(state, update)
 
 
-def fold(state: State, so_far: ScaffoldSums | None, update: DeviceUpdate) -> ScaffoldSums:
-    """Add an update's model to the sums in place, with its mean gradient (x - y) / (K eta_l).
-
-    Raises:
-        UpdateError: If the update is invalid, as in `validate_update`.
-    """
+def fold(state: State, so_far: ScaffoldSums | None, update: core.DeviceUpdate) -> ScaffoldSums:
+    """Add an update's model to the sums in place, with its mean gradient (x - y) / (K eta_l)."""
     validate_update(state, update)
     path = local_training.reported_steps(update) * local_training.learning_rate(state.params, update.round)
     so_far = so_far or ScaffoldSums()
@@ -177,13 +157,14 @@ def step(state: State, total: ScaffoldSums | None) -> State:
 
 METHOD = replace(
     fedavg.METHOD,
+    traits=TRAITS,
     paper="arXiv 1910.06378",
     params=Params,
     state=State,
     init=init,
     send=send,
     work=work,
-    aggregation=Aggregation(
+    aggregation=core.Aggregation(
         fold,
         accumulator=lambda state: ScaffoldSums,
         schema=local_training.full_model_schema,
@@ -191,5 +172,4 @@ METHOD = replace(
         check_sums=validate_site_sums,
     ),
     step=step,
-    traits=replace(fedavg.METHOD.traits, refused_codecs={"topk": TOPK}),
 )

@@ -40,7 +40,7 @@ from fedquilt.core import (
     UpdateError,
     shorten_error,
 )
-from fedquilt.data.readers import plugin as readers_plugin
+from fedquilt.data.readers import arrays as readers_plugin
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import devices as sensors
 from fedquilt.edge_agent import engines

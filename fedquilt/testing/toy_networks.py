@@ -34,7 +34,7 @@ from fedquilt.core import (
     Task,
     TaskSpec,
 )
-from fedquilt.data import images
+from fedquilt.data import inputs
 from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.formats import job_bundle
 from fedquilt.formats.tensor_register import Kind, register_from_kinds
@@ -172,7 +172,7 @@ def make_convolution(seed: int, before: int, after: int, pool: bool) -> Callable
         padded = np.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1)))
         windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(2, 3))
         maps = np.maximum(np.einsum("nchwij,kcij->nkhw", windows, kernel, optimize=True), 0)
-        return images.resize_maps(maps, maps.shape[2] // 2, maps.shape[3] // 2) if pool else maps
+        return inputs.resize_maps(maps, maps.shape[2] // 2, maps.shape[3] // 2) if pool else maps
 
     return run
 
@@ -278,9 +278,9 @@ def register_entry(network: Mapping[str, Any]) -> dict[str, Any]:
     """Return a network's register as bundle metadata, or {} for an `mlp`, whose table implies it."""
     if network.get("name") == "mlp":
         return {}
-    from fedquilt.models.networks import register_trace
+    from fedquilt.models.networks import traces
 
-    return {"register": register_trace.register_from_table(network)}
+    return {"register": traces.register_from_table(network)}
 
 
 def point_members(count: int = 3, examples: int = 16) -> list[DeviceData]:

@@ -23,16 +23,11 @@ _BITS = 24  # of a float's mantissa
 
 
 def can_initialise(network: Mapping[str, Any], weights: object) -> bool:
-    """Return whether this module supports the network: an `mlp` with random weights."""
     return network.get("name") == "mlp" and weights is None
 
 
 def initial_mlp_weights(network: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
-    """Return the float32 tensors "1.weight" (out, in), "1.bias" (out,) and so on of an mlp, as torch draws them.
-
-    Raises:
-        ModelError: If a setting is missing, unknown or not a whole number above 0.
-    """
+    """Return the float32 tensors "1.weight" (out, in), "1.bias" (out,) and so on of an mlp, as torch draws them."""
     source = np.random.MT19937()
     seeded: Any = np.random.RandomState(seed & 0xFFFFFFFF).get_state(legacy=False)  # seeded like `torch.manual_seed`
     source.state = seeded
@@ -63,13 +58,11 @@ def mlp_costs_by_layer(network: Mapping[str, Any]) -> list[Layer]:
 
 
 def layer_sizes(network: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """Return the size (outputs, inputs) of each layer by its path, first to last."""
     pairs = itertools.pairwise(_validated_layer_widths(network))
     return {f"{2 * index + 1}": (out, into) for index, (into, out) in enumerate(pairs)}
 
 
 def mlp_training_memory(network: Mapping[str, Any]) -> peak_memory.TrainingProperties:
-    """Return what `peak_memory.measure_training` measures of the network with torch, computed from its widths."""
     widths = _validated_layer_widths(network)
     sizes = [into * out for into, out in itertools.pairwise(widths)]
     return peak_memory.TrainingProperties(
@@ -90,11 +83,6 @@ def _draw_uniform_like_torch(source: np.random.MT19937, bound: float, count: int
 
 
 def _validated_layer_widths(network: Mapping[str, Any]) -> Sequence[int]:
-    """Return the widths of inputs, hidden layers and classes.
-
-    Raises:
-        ModelError: If a key is unknown, a width is not a positive integer, or the inputs do not have the job's shape.
-    """
     own = {key: value for key, value in network.items() if key not in ("name", "input", "register", "task")}
     hidden = own.pop("hidden", (64,))
     between = hidden if isinstance(hidden, list | tuple) else (hidden, None)

@@ -14,7 +14,7 @@ from torch import nn
 
 from fedquilt.core import ModelError, Tensors
 from fedquilt.core.errors import first_line
-from fedquilt.models.networks import register_trace, registry
+from fedquilt.models.networks import registry, traces
 
 OPSET = 17  # onnxruntime 1.19 and later: what JetPack 5 can install
 
@@ -30,9 +30,6 @@ def trace_to_onnx(
         name: Name of the module in errors.
         mend: Hint in the error if ONNX lacks an operation.
         plain: Whether the graph has the module's own tensors by their names, without constant folding.
-
-    Raises:
-        ModelError: If ONNX lacks an operation.
     """
     file = io.BytesIO()
     try:
@@ -61,14 +58,6 @@ def export_network(network: Mapping[str, Any], weights: Tensors, reading: Mappin
     """Return the network with its weights as ONNX: "x" (n, ...) float32 to "y" (n, classes).
 
     The file's metadata has the network's table under "network" and its reading settings under "reading".
-
-    Args:
-        network: Table of the network.
-        weights: All tensors of the network.
-        reading: Settings by which files became examples (`fedquilt.data.reading_settings`), or None.
-
-    Raises:
-        ModelError: If tensors are missing or unknown, or if ONNX lacks an operation.
     """
     model = registry.build_network(network)
     wanted = model.state_dict()
@@ -86,20 +75,10 @@ def export_network(network: Mapping[str, Any], weights: Tensors, reading: Mappin
 
 
 def export_without_weights(network: Mapping[str, Any], reading: Mapping[str, Any] | None = None) -> bytes:
-    """Return the network as ONNX without the values of its tensors, which `fedquilt.onnx.weights` adds.
-
-    Args:
-        network: Table of the network.
-        reading: Settings by which files became examples, or None.
-
-    Raises:
-        ModelError: If ONNX lacks an operation, or if the graph lacks a tensor of the network.
-    """
+    """Return the network as ONNX without the values of its tensors, which `fedquilt.onnx.weights` adds."""
     model = registry.load_network(network, seed=0)
     held = {
-        name: value.detach()
-        for name, value in register_trace.state_without_aliases(model).items()
-        if value.is_floating_point()
+        name: value.detach() for name, value in traces.state_without_aliases(model).items() if value.is_floating_point()
     }
     draws = torch.Generator().manual_seed(0)
     for value in held.values():  # no two alike: the exporter makes one of tensors that are equal

@@ -1,7 +1,7 @@
 """Construction of networks by name, with their weights and costs. torch is imported on demand.
 
 A network is a table, `{"name": "mlp", "inputs": 64, "hidden": [32], "classes": 10}`. Names are the functions of
-`fedquilt.models.networks.small_networks`, `sequence`, `vit`, `resnet20-cifar` (32, 44, 56),
+`fedquilt.models.networks.architectures`, `resnet20-cifar` (32, 44, 56),
 `torchvision/<architecture>`, `exits` around another network's table (`models.networks.stages`, what DepthFL ends
 with), an entry point of another package (`fedquilt.networks`), or `module:function` (`fedquilt.plugins`). The keys
 "input" (`fedquilt.data.inputs`), "register" (`fedquilt.formats.tensor_register`) and "task" (`fedquilt.metrics`)
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-SEQUENCE = ("conv1d", "gru", "transformer")
-SMALL = ("cnn", *SEQUENCE[:2], "lenet", "mlp", "plain", "residual", "rezero", "separable", SEQUENCE[2], "vit")
+SMALL = ("cnn", "conv1d", "gru", "lenet", "mlp", "plain", "residual", "rezero", "separable", "transformer", "vit")
 CIFAR_DEPTHS = (20, 32, 44, 56)
 OURS = (*SMALL, "exits", *(f"resnet{depth}-cifar" for depth in CIFAR_DEPTHS), "torchvision/<architecture>")
 
@@ -39,11 +38,7 @@ class NetworkCost(NamedTuple):
 
 
 def build_network(network: Mapping[str, Any]) -> nn.Module:
-    """Return a network with random weights, in training mode. Seed torch to repeat the weights.
-
-    Raises:
-        ModelError: If the name is unknown or not allowed on this device (`restrict_plugins`), or a setting is wrong.
-    """
+    """Return a network with random weights, in training mode. Seed torch to repeat the weights."""
     table = dict(network)
     name = str(table.pop("name", ""))
     for key in ("input", "register", "task"):
@@ -91,9 +86,6 @@ def load_network(network: Mapping[str, Any], weights: str | Path | None = None, 
             or a file: `.safetensors`, or a state dict of `torch.save` (`.pt`, `.pth`, `.th`), read without running its
             code.
         seed: Seed of random weights.
-
-    Raises:
-        ModelError: If the weights do not exist, or belong to another network.
     """
     import torch
 
@@ -112,7 +104,6 @@ def load_network(network: Mapping[str, Any], weights: str | Path | None = None, 
 
 
 def measure_cost(model: nn.Module, shape: tuple[int, ...]) -> NetworkCost:
-    """Count the FLOPs of one example of `shape` (without batch), and the parameters."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
@@ -160,11 +151,7 @@ def without_fused_attention() -> Iterator[None]:
 
 
 def input_shape(network: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the shape of one example, from the table's "input" or from its other settings.
-
-    Raises:
-        ModelError: If the table has neither.
-    """
+    """Return the shape of one example, from the table's "input" or from its other settings."""
     for table in (network.get("input", {}), network):
         if "channels" in table and "size" in table:
             return (int(table["channels"]), int(table["size"]), int(table["size"]))
@@ -186,11 +173,7 @@ def input_shape(network: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def required_plugins(network: Mapping[str, Any]) -> dict[str, str]:
-    """Return the plug-in modules of a network and of nested tables, with version and digest.
-
-    Raises:
-        ModelError: If the name of a network is unknown.
-    """
+    """Return the plug-in modules of a network and of nested tables, with version and digest."""
     found: dict[str, str] = {}
     for name in plugin_networks(network):
         found |= _call_with_model_errors(lambda name=name: plugins.required_modules("network", name, OURS))  # type: ignore[misc]
@@ -198,7 +181,6 @@ def required_plugins(network: Mapping[str, Any]) -> dict[str, str]:
 
 
 def plugin_networks(network: Mapping[str, Any]) -> list[str]:
-    """Return the names of plug-in networks in a table, including nested tables."""
     name = str(network.get("name", ""))
     within = [each for value in network.values() if isinstance(value, Mapping) for each in plugin_networks(value)]
     ours = not name or name in OURS or name.startswith("torchvision/")
@@ -218,14 +200,14 @@ def _find_factory(name: str) -> Callable[..., nn.Module]:
     own = _call_with_model_errors(lambda: plugins.load_plugin("network", name, OURS))
     if own is not None:
         return _wrap_plugin_factory(name, own)
-    from fedquilt.models.networks import sequence, small_networks, stages, vit
+    from fedquilt.models.networks import architectures, stages
 
     if name == "exits":
         return lambda of, looks, classes: stages.build_exits_network(build_network(of), looks, classes)
     if name in SMALL:
-        return getattr(vit if name == "vit" else sequence if name in SEQUENCE else small_networks, name)
+        return getattr(architectures, name)
     cifar = {f"resnet{depth}-cifar": depth for depth in CIFAR_DEPTHS}
-    return lambda classes=10: small_networks.CifarResNet(cifar[name], classes)
+    return lambda classes=10: architectures.CifarResNet(cifar[name], classes)
 
 
 def require_callable(name: str, factory: Any) -> None:
@@ -235,7 +217,6 @@ def require_callable(name: str, factory: Any) -> None:
 
 
 def describe_settings(network: Mapping[str, Any]) -> str:
-    """Return the settings of a network's table as in a job file, without its name and measured tables."""
     own = {key: value for key, value in network.items() if key not in ("name", "input", "register", "task")}
     return ", ".join(f"{key} = {value!r}" for key, value in own.items()) or "no settings"
 
@@ -293,7 +274,6 @@ def _load_weights_file(model: nn.Module, name: str, path: Path) -> None:
 
 
 def _read_state_dict(path: Path) -> dict[str, torch.Tensor]:
-    """Read the tensors of a .safetensors file or a plain torch state dict, or raise ModelError."""
     import torch
 
     if not path.is_file():

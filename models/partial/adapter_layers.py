@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fedquilt.core import ModelError
-from fedquilt.models.networks import register_trace
-from fedquilt.models.networks.vit import Attention
+from fedquilt.models.networks import traces
+from fedquilt.models.networks.architectures import Attention
 from fedquilt.models.partial.lora import GATE, OWN, SHARED, AdapterSite
 
 
@@ -48,11 +48,7 @@ class LoraLinear(nn.Module):  # type: ignore[misc]
 def insert_adapters(
     module: nn.Module, places: Sequence[AdapterSite], rank: int, scale: float, *, own: bool = False
 ) -> nn.Module:
-    """Replace attention and the layers of `places` by layers with zero adapters, in place, and return the network.
-
-    Raises:
-        ModelError: If a layer is not linear, or if its attention is of an unknown kind.
-    """
+    """Replace attention and the layers of `places` by layers with zero adapters, in place, and return the network."""
     for name, each in list(module.named_modules()):
         if isinstance(each, nn.MultiheadAttention):
             try:
@@ -81,16 +77,9 @@ def _add_gate(block: nn.Module, adapted: Iterable[LoraLinear]) -> None:
 
 
 def _replace_layers_sharing_weight(module: nn.Module, layer: str, made: LoraLinear) -> list[LoraLinear]:
-    """Replace a layer by `made`, and other layers with its weight by copies with their own bias.
-
-    Returns:
-        The new layers, `made` first.
-
-    Raises:
-        ModelError: If a module that is not linear shares the weight.
-    """
+    """Replace a layer by `made`, and other layers with its weight by copies with their own bias."""
     placed = {id(module.get_submodule(layer)): made}
-    for path, each in register_trace.modules_sharing_weight(module, layer):
+    for path, each in traces.modules_sharing_weight(module, layer):
         if not isinstance(each, nn.Linear):
             raise ModelError(
                 f"the tensor '{layer}.weight' is '{path}.weight' as well, and that is no linear layer's: an adapter "
@@ -103,7 +92,6 @@ def _replace_layers_sharing_weight(module: nn.Module, layer: str, made: LoraLine
 
 
 def _replace_module(module: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Replace a module by another one wherever the network has it."""
     for path in [path for path, each in module.named_modules(remove_duplicate=False) if each is old]:
         _set_module(module, path, new)
 

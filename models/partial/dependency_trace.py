@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from fedquilt.models.networks import register_trace, symbolic_trace
+from fedquilt.models.networks import traces
 from fedquilt.models.partial.masks import MaskPlan, TensorGroups
 
 # functions that keep neurons separate and map 0 to 0
@@ -37,23 +37,14 @@ Value = tuple[str, ...] | None
 
 
 def trace_mask_plan(model: nn.Module) -> MaskPlan:
-    """Trace a network, and return the neurons that may be masked and the tensors that depend on them.
-
-    Raises:
-        ModelError: If the forward pass cannot be traced.
-    """
-    graph = symbolic_trace.trace_network(model, "the network", "take a method that trains it whole").graph
+    graph = traces.trace_network(model, "the network", "take a method that trains it whole").graph
     return _DependencyReader(
-        dict(model.named_modules()),
-        register_trace.state_without_aliases(model),
-        register_trace.names_of_tensors(model),
+        dict(model.named_modules()), traces.state_without_aliases(model), traces.names_of_tensors(model)
     ).build_mask_plan(graph)
 
 
 @dataclass
 class _MaskedLayer:
-    """A module with tensors: the groups of its outputs and of its inputs."""
-
     out: tuple[str, ...]
     into: tuple[str, ...] = ()
 
@@ -185,7 +176,6 @@ class _DependencyReader:
         return getattr(self.modules[path], "weight", None) is self.held[name]
 
     def _scaled_operand(self, product: fx.Node) -> fx.Node | None:
-        """Return the tensor that a product scales by a number, or None if no operand is a number."""
         one = [isinstance(each, int | float) or self._is_scalar_tensor(each) for each in product.args]
         return (
             next((each for each, number in zip(product.args, one, strict=True) if not number), None)
@@ -194,7 +184,6 @@ class _DependencyReader:
         )
 
     def _is_scalar_tensor(self, value: Any) -> bool:
-        """Return whether a value is a tensor of the network without axes."""
         held = self.held.get(str(value.target)) if isinstance(value, fx.Node) and value.op == "get_attr" else None
         return held is not None and not held.ndim
 
@@ -217,7 +206,6 @@ class _DependencyReader:
         return {self._group_of(name) for name in self.pinned}
 
     def _pin_neurons(self, value: Value) -> None:
-        """Mark layers whose neurons cannot be masked, with the node that reads them."""
         for name in value or ():
             self.pinned.setdefault(name, self.node)
 
@@ -233,14 +221,12 @@ class _DependencyReader:
 
 
 def _node_name(node: fx.Node) -> str:
-    """Return the name of what a node calls or reads, or "output"."""
     if node.op in ("call_module", "call_method", "get_attr"):
         return f"{node.target}"
     return "output" if node.op == "output" else getattr(node.target, "__name__", str(node.target))
 
 
 def _is_reduction(node: fx.Node) -> bool:
-    """Return whether a node takes a mean or a maximum over axes."""
     method = node.op == "call_method" and node.target in ("mean", "amax")
     return method or (node.op == "call_function" and node.target in (torch.mean, torch.amax))
 

@@ -1,22 +1,11 @@
-"""Network in two copies: the frozen copy sets the gates, and the other copy is trained.
-
-DualCopy, as in FedSQ (arXiv 2604.02990, Definition 2 and section III-B): for every pointwise nonlinearity l after the
-first trained tensor, alpha_l = 1[z_l > 0] comes from the frozen structural copy (SK), and the trained quantitative copy
-(QK) has h_l = alpha_l * z_l instead of the nonlinearity. All operations before the first trained tensor are the same in
-both copies and run once.
-
-ReLU6 and leaky ReLU are piecewise linear with another cap or slope. These are kept, so that two equal copies compute
-the network itself. GELU, SiLU, Hardswish, ELU and Mish are replaced by the binary gate, as in the paper, which changes
-the function from the start. Sigmoid, tanh, softmax and PReLU are not gates and stay. A nonlinearity after the last
-layer with
-weights also stays: it is part of the head, which for new classes has no pre-trained values. Requires torch.
-"""
+"""Gates, pools and trained operations in a traced network. Requires torch."""
 
 from __future__ import annotations
 
 import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -25,19 +14,117 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from fedquilt.core import ModelError
-from fedquilt.models.networks import registry
+from fedquilt.models.networks import registry, traces
 from fedquilt.models.partial import output_cache
-from fedquilt.models.partial.gate_trace import (
-    gate_function,
-    is_max_pool,
-    is_trained,
-    make_out_of_place,
-    max_pool_settings,
-    nodes_depending_on_trained,
-    nodes_feeding_weights,
-    second_of_pair,
-    trace_network,
-)
+
+BINARY = (nn.GELU, nn.SiLU, nn.Hardswish, nn.ELU, nn.CELU, nn.SELU, nn.Mish)
+BINARY_CALLS = (F.gelu, F.silu, F.hardswish, F.elu, F.celu, F.selu, F.mish)
+
+
+RELU_CALLS = (F.relu, torch.relu, torch.relu_, F.relu_)
+
+
+def is_trained(trained: Sequence[str], name: str) -> bool:
+    return any(name == part or name.startswith(part + ".") for part in trained)
+
+
+@dataclass(frozen=True)
+class GateFunction:
+    """Piecewise linear gate: its slope when off, and its cap when on."""
+
+    slope: float = 0.0  # of what is off
+    cap: float | None = None  # of what is on; None: none
+
+
+def gate_function(traced: fx.GraphModule, node: fx.Node) -> GateFunction | None:
+    if node.op == "call_module":
+        module = traced.get_submodule(str(node.target))
+        if isinstance(module, nn.ReLU6):
+            return GateFunction(cap=6.0)
+        if isinstance(module, nn.LeakyReLU):
+            return GateFunction(slope=float(module.negative_slope))
+        return GateFunction() if isinstance(module, (nn.ReLU, *BINARY)) else None
+    if node.op == "call_method":
+        return GateFunction() if node.target in ("relu", "relu_") else None
+    if node.target is F.relu6:
+        return GateFunction(cap=6.0)
+    if node.target is F.leaky_relu:
+        return GateFunction(
+            slope=float(node.kwargs.get("negative_slope", node.args[1] if len(node.args) > 1 else 0.01))
+        )
+    return GateFunction() if node.op == "call_function" and node.target in (*RELU_CALLS, *BINARY_CALLS) else None
+
+
+def is_max_pool(traced: fx.GraphModule, node: fx.Node) -> bool:
+    return bool(max_pool_settings(traced, node))
+
+
+def max_pool_settings(traced: fx.GraphModule, node: fx.Node) -> dict[str, Any]:
+    if node.op == "call_module":
+        module = traced.get_submodule(str(node.target))
+        if not isinstance(module, nn.MaxPool2d):
+            return {}
+        fields = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
+        return {field: getattr(module, field) for field in fields}
+    if node.op == "call_function" and node.target in (F.max_pool2d, torch.max_pool2d):
+        given = dict(zip(("kernel_size", "stride", "padding", "dilation", "ceil_mode"), node.args[1:], strict=False))
+        return {**given, **{key: value for key, value in node.kwargs.items() if key != "return_indices"}}
+    return {}
+
+
+def second_of_pair(both: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return both[1]
+
+
+def make_out_of_place(node: fx.Node) -> fx.Node:
+    if node.kwargs.get("inplace"):
+        node.kwargs = {**node.kwargs, "inplace": False}
+    if node.op == "call_method" and node.target == "relu_":
+        node.target = "relu"
+    if node.op == "call_function" and node.target in (torch.relu_, F.relu_):
+        node.target = torch.relu
+    return node
+
+
+def nodes_depending_on_trained(traced: fx.GraphModule, trained: Sequence[str]) -> dict[fx.Node, None]:
+    late: dict[fx.Node, None] = {}
+    for node in traced.graph.nodes:
+        if node.op == "output":
+            continue
+        if any(source in late for source in node.all_input_nodes) or uses_tensors(traced, node, trained):
+            late[node] = None
+    return late
+
+
+def nodes_feeding_weights(traced: fx.GraphModule) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    for node in reversed(traced.graph.nodes):
+        if node in found or uses_tensors(traced, node, None):
+            found.update(node.all_input_nodes)
+    return found
+
+
+def uses_tensors(traced: fx.GraphModule, node: fx.Node, trained: Sequence[str] | None) -> bool:
+    """Return whether an operation uses a trained tensor or, with None, any tensor."""
+    if node.op == "get_attr":
+        names = [str(node.target)]
+    elif node.op == "call_module":
+        names = [f"{node.target}.{name}" for name in traced.get_submodule(str(node.target)).state_dict()]
+    else:
+        names = []
+    return any(trained is None or is_trained(trained, name) for name in names)
+
+
+def trace_network(model: nn.Module, name: str) -> fx.GraphModule:
+    """Trace a network with torch.fx, in evaluation mode."""
+    model.eval()  # in training mode some give more than scores
+    traced = traces.trace_network(model, f"network {name!r}", "take another method than FedSQ, which takes it apart")
+    traced.graph.eliminate_dead_code()
+    end = next(node for node in traced.graph.nodes if node.op == "output").args[0]
+    if not isinstance(end, fx.Node):
+        raise ModelError(f"network {name!r} gives more than scores: FedSQ requires one score per class")
+    return traced
+
 
 Gates = Literal["frozen", "own"]
 Norm = Literal["frozen_stats", "train"]
@@ -70,9 +157,6 @@ class DualCopy:
         gates: "frozen" for gates of the structural copy, "own" for the network's own nonlinearities.
         bn: Whether batch norm in the trained part keeps the pre-trained statistics or updates them.
         pool: Whether max pooling uses its own largest values or the structural copy's indices.
-
-    Raises:
-        ModelError: If the network cannot be traced, or if no tensor of it is trained.
     """
 
     def __init__(
@@ -121,7 +205,6 @@ class DualCopy:
         """And for scores."""
 
     def build_copy_pair(self, model: nn.Module) -> nn.Module:
-        """Return both copies as a module from examples to scores."""
         return CopyPair(
             NetworkPart(self._look, copy.deepcopy(model)), NetworkPart(self._tail, model), self._keep_statistics
         )
@@ -169,7 +252,6 @@ class DualCopy:
         return graph
 
     def _build_late_graph(self) -> fx.Graph:
-        """Return the graph from values at the boundary, pool indices and masks to the scores."""
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         for number, node in enumerate(self._entries):
             copies[node] = graph.placeholder(f"value_{number}")
@@ -283,8 +365,6 @@ class TrainedTail(_TrainedCopy):
 
 
 class GateObserver(nn.Module):  # type: ignore[misc]
-    """Structural copy that passes features and gates to a sink in evaluation mode."""
-
     def __init__(
         self, frozen: nn.Module, counts: tuple[int, int], sink: Callable[[output_cache.BatchOutputs], None]
     ) -> None:

@@ -38,9 +38,6 @@ def find_adapted_layers(register: TensorRegister) -> tuple[AdapterSite, ...]:
 
     In a transformer, these are each block's attention output projection and last linear layer (FedSDG, section 3.4). In
     a network without attention, every linear layer except the last is a block.
-
-    Raises:
-        ModelError: If there is nothing to adapt, or if the weight of a layer is computed from other tensors.
     """
     head = register.find_classifier()
     attentions = {entry.module for entry in register.tensors if entry.type == ATTENTION}
@@ -62,7 +59,6 @@ def find_adapted_layers(register: TensorRegister) -> tuple[AdapterSite, ...]:
 
 
 def split_by_layer(places: Sequence[AdapterSite]) -> tuple[AdapterSite, ...]:
-    """Return one site for each adapted layer, as a block by itself."""
     return tuple(AdapterSite(layer, (layer,)) for spot in places for layer in spot.layers)
 
 
@@ -93,7 +89,6 @@ def gate_openness(held: Tensors, places: Sequence[AdapterSite]) -> list[float]:
 def merge_shared(
     model: Tensors, adapters: Tensors, places: Sequence[AdapterSite], scale: float
 ) -> dict[str, np.ndarray]:
-    """Merge adapters into the weights: W + s (A B)^T for every adapted layer."""
     return _merge_adapter_products(model, adapters, places, SHARED, [scale] * len(places))
 
 

@@ -48,11 +48,7 @@ class MaskPlan:
 
 
 def plan_from_layers(layers: Mapping[str, tuple[int, int]]) -> MaskPlan:
-    """Return the plan of a chain of fully connected layers.
-
-    Args:
-        layers: Size (outputs, inputs) of each layer by its path, first to last. The last outputs are the scores.
-    """
+    """Return the plan of a chain of fully connected layers."""
     hidden = {path: out for path, (out, _) in list(layers.items())[:-1]}
     follows: dict[str, TensorGroups] = {}
     before: tuple[str, ...] = ()
@@ -91,11 +87,6 @@ def validate_plan(plan: MaskPlan, model: Tensors) -> None:
 
 
 def plan_from_bundle(bundle: Bundle, model: Tensors) -> MaskPlan:
-    """Return the plan that `fedquilt prepare` stored.
-
-    Raises:
-        ModelError: If there is no plan, or no hidden neuron that can be masked.
-    """
     if "masks" not in bundle.files:
         missing = "the bundle has no plan of the network's hidden neurons: run `fedquilt prepare` anew"
         raise ModelError(str(bundle.meta.get("untraced", missing)))
@@ -114,11 +105,6 @@ def plan_to_array(plan: MaskPlan) -> np.ndarray:
 
 
 def plan_from_array(given: np.ndarray) -> MaskPlan:
-    """Decode a plan from the bytes of its JSON.
-
-    Raises:
-        ModelError: If the bytes are not a plan.
-    """
     try:
         return msgspec.json.decode(given.tobytes(), type=MaskPlan)
     except UNDECODABLE as error:
@@ -136,7 +122,6 @@ def mask_of_equal_part(plan: MaskPlan, index: int, parts: int) -> np.ndarray:
 
 
 def split_by_group(plan: MaskPlan, neurons: np.ndarray) -> dict[str, np.ndarray]:
-    """Split a mask (h,) by group. Groups that cannot be masked are fully covered."""
     found, first = {name: np.ones(width, bool) for name, width in plan.pinned.items()}, 0
     for name, width in plan.widths.items():
         found[name] = neurons[first : first + width].astype(bool)
@@ -161,16 +146,11 @@ def covered_entries(plan: MaskPlan, neurons: np.ndarray) -> dict[str, np.ndarray
 
 
 def select_covered(model: Tensors, marks: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the covered entries (n,) of masked tensors, and other tensors whole."""
     return {name: array[marks[name]] if name in marks else array for name, array in model.items()}
 
 
 def restore_masked_tensors(sent: Tensors, marks: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the sent entries where the mask covers, and 0 elsewhere. Tensors without a mask stay as sent.
-
-    Raises:
-        UpdateError: If a tensor has another size than its mask.
-    """
+    """Return the sent entries where the mask covers, and 0 elsewhere. Tensors without a mask stay as sent."""
     found = {}
     for name, array in sent.items():
         mark = marks.get(name)
@@ -185,16 +165,10 @@ def restore_masked_tensors(sent: Tensors, marks: Mapping[str, np.ndarray]) -> di
 
 
 def pack_mask(neurons: np.ndarray) -> np.ndarray:
-    """Pack a mask (h,) into ceil(h / 8) bytes, uint8."""
     return np.packbits(neurons.astype(bool))
 
 
 def unpack_mask(bits: np.ndarray, count: int) -> np.ndarray:
-    """Unpack a mask (count,).
-
-    Raises:
-        UpdateError: If the number of bytes is wrong.
-    """
     if bits.dtype != np.uint8 or bits.shape != (-(-count // 8),):
         raise UpdateError(f"a mask of {count} neurons is {-(-count // 8)} bytes, here are {bits.dtype} {bits.shape}")
     return np.unpackbits(bits, count=count).astype(bool)

@@ -69,11 +69,6 @@ class NoRoomError(Exception): ...
 
 
 def row_layout(seen: BatchOutputs, *, half: bool) -> RowLayout:
-    """Return the layout of rows for batches like this.
-
-    Raises:
-        ModelError: If a value is not a tensor with the examples first.
-    """
     every = [*seen.values, *seen.indices, *seen.masks]
     count = {len(each) if hasattr(each, "shape") and len(each.shape) else 0 for each in every}
     if len(count) != 1 or not all(value.is_floating_point() for value in seen.values):
@@ -83,11 +78,7 @@ def row_layout(seen: BatchOutputs, *, half: bool) -> RowLayout:
 
 
 def pack_rows(seen: BatchOutputs, like: RowLayout) -> np.ndarray:
-    """Pack a batch as rows (n, row_bytes) uint8.
-
-    Raises:
-        ModelError: If a value is too large for 16 bits.
-    """
+    """Pack a batch as rows (n, row_bytes) uint8."""
     count = len((*seen.values, *seen.masks)[0])
     rows = np.zeros((count, like.row_bytes), np.uint8)
     at = 0
@@ -107,7 +98,6 @@ def pack_rows(seen: BatchOutputs, like: RowLayout) -> np.ndarray:
 
 
 def unpack_rows(rows: torch.Tensor, like: RowLayout) -> list[torch.Tensor]:
-    """Return values (float32), indices and masks (bool) from rows (n, row_bytes) uint8."""
     import torch
 
     count, at, found = len(rows), 0, []
@@ -158,15 +148,7 @@ class CachedRows:
 
 
 class RowWriter:
-    """Writer of `folder`/`name`.rows, which appears whole or not at all and replaces an older file.
-
-    Args:
-        folder: Folder of the file.
-        name: Name of the file without its suffix.
-        count: Number of rows to write.
-        half: Whether values are stored in 16 bits.
-        most_bytes: Size limit of the file. Some of the disk must also stay free.
-    """
+    """Writer of `folder`/`name`.rows, which appears whole or not at all and replaces an older file."""
 
     def __init__(self, folder: Path, name: str, count: int, *, half: bool, most_bytes: int) -> None:
         self._folder, self._name, self._count = folder, name, count
@@ -176,12 +158,6 @@ class RowWriter:
         self._sums: list[int] = []
 
     def write_batch(self, seen: BatchOutputs) -> None:
-        """Write the next batch.
-
-        Raises:
-            NoRoomError: If the rows exceed the limit or the free disk space.
-            ModelError: If the batch cannot be packed, as in `row_layout` and `pack_rows`.
-        """
         try:
             if self._layout is None:
                 self._layout = row_layout(seen, half=self._half)
@@ -196,11 +172,6 @@ class RowWriter:
             raise NoRoomError(str(error)) from None
 
     def finish(self, key: str) -> CacheMetadata:
-        """Complete the file, store its description beside the file, and return the description.
-
-        Raises:
-            NoRoomError: If the file cannot be stored.
-        """
         assert self._layout is not None
         kept = CacheMetadata(key, self._count, self._layout, np.array(self._sums, ">u4").tobytes().hex())
         try:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fedquilt.core import ModelError, Step
-from fedquilt.models.networks import register_trace
+from fedquilt.models.networks import traces
 from fedquilt.models.partial.masks import MaskPlan, TensorGroups
 
 SCORES = "mask_scores"
@@ -37,7 +37,6 @@ class MaskHooks:
         self._buffers: dict[str, torch.Tensor] = {}  # as they were before a step on the scores
 
     def training_steps(self, rate: float) -> tuple[Step, Step]:
-        """Return the steps on scores, at `rate` times the learning rate, and on weights."""
         scores = Step(
             rate=lambda name: rate if name == SCORES else 0.0,
             penalty=self._diversity_penalty if self._others is not None and self._diversity else None,
@@ -51,7 +50,6 @@ class MaskHooks:
         return scores, weights
 
     def prepare(self, module: Any) -> Any:
-        """Add mask scores and gates to the network, and return the network."""
         module.register_parameter(SCORES, nn.Parameter(torch.zeros(self._plan.neurons)))
         inner = dict(module.named_modules())
         for name, follow in self._plan.follows.items():
@@ -60,7 +58,7 @@ class MaskHooks:
                 continue
             if path not in inner:
                 raise ModelError(f"the plan of masks is another network's: this one has no layer {path!r}")
-            for each in {each for _, each in register_trace.modules_sharing_weight(module, path)}:
+            for each in {each for _, each in traces.modules_sharing_weight(module, path)}:
                 each.register_forward_pre_hook(self._make_input_mask_hook(follow))
         module.register_forward_pre_hook(self._sample_mask)
         return module

@@ -28,11 +28,7 @@ def select_by_tier(profile: Profile | None, values: Sequence[Any]) -> Any:
     return values[order.index(peak_memory.tier_from_profile(profile)) if profile is not None else 0]
 
 
-# -- by width -------------------------------------------------------------------------------------
-
-
 def leading_units(plan: MaskPlan, rate: float) -> dict[str, np.ndarray]:
-    """Return the first ceil(rate * width) units of each group."""
     return {name: np.arange(unit_count(width, rate)) for name, width in plan.widths.items()}
 
 
@@ -82,9 +78,6 @@ def cut_tensors(model: Tensors, at: Places) -> dict[str, np.ndarray]:
     }
 
 
-# -- back again -----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class WeightedEntrySums:
     """Sums of every entry over the devices that sent the entry: sum_k n_k x_k and sum_k n_k."""
@@ -96,11 +89,7 @@ class WeightedEntrySums:
 def add_entries(
     model: Tensors, so_far: WeightedEntrySums | None, sent: Tensors, at: Places, weight: float
 ) -> WeightedEntrySums:
-    """Add a device's sub-network to a round's sums, in place.
-
-    Raises:
-        UpdateError: If the tensors differ from those of `cut_tensors(model, at)` in name, shape or type, or overflow.
-    """
+    """Add a device's sub-network to a round's sums, in place."""
     tensors.require_addable(sent, cut_shapes(model, at))
     so_far = so_far or WeightedEntrySums()
     total, weights = dict(so_far.total), dict(so_far.weight)
@@ -127,11 +116,7 @@ def average_entries(model: Tensors, counted: WeightedEntrySums | None) -> dict[s
 
 
 def recognise_cut(model: Tensors, sent: Tensors, candidates: Sequence[Places]) -> Places:
-    """Return the candidate whose tensors have the names and shapes of `sent`.
-
-    Raises:
-        UpdateError: If there is no such candidate.
-    """
+    """Return the candidate whose tensors have the names and shapes of `sent`."""
     shapes = {name: array.shape for name, array in sent.items()}
     for at in candidates:
         if shapes == {name: _cut_shape(model[name], place) for name, place in at.items()}:
@@ -151,9 +136,6 @@ def _cut_shape(array: np.ndarray, place: tuple[np.ndarray | None, np.ndarray | N
     return (*along, *array.shape[len(along) :])
 
 
-# -- in torch -------------------------------------------------------------------------------------
-
-
 def shrink_module(module: Any, start: Tensors, *, scaled: bool) -> Any:
     """Replace tensors that are smaller in `start` by zeros of that shape, in place, and return the module.
 
@@ -161,9 +143,6 @@ def shrink_module(module: Any, start: Tensors, *, scaled: bool) -> Any:
         module: Whole network.
         start: Tensors of the sub-network.
         scaled: Whether to multiply a narrower layer's outputs by full width / own width (HeteroFL's Scaler).
-
-    Raises:
-        ModelError: If `start` is not a cut of this network, or if a layer cannot be cut.
     """
     import torch
     from torch import nn
@@ -187,12 +166,12 @@ def shrink_module(module: Any, start: Tensors, *, scaled: bool) -> Any:
             setattr(each, leaf, made.setdefault(id(own[leaf]), fresh))
         depthwise = _resize_layer(each, path)
         if scaled and not depthwise and weight is not None and weight.ndim > 1 and len(each.weight) < len(weight):
-            each.register_forward_hook(_OutputScaler(len(weight) / len(each.weight)))
+            factor = len(weight) / len(each.weight)
+            each.register_forward_hook(lambda layer, inputs, output, factor=factor: output * factor)
     return module
 
 
 def _resize_layer(layer: Any, path: str) -> bool:
-    """Set a layer's sizes to those of its weight, and return whether it is a depthwise convolution."""
     from torch import nn
 
     if isinstance(layer, nn.Linear):
@@ -281,13 +260,3 @@ def batch_norms_with_statistics(module: Any) -> dict[str, Any]:
 
     inner = module.named_modules()
     return {path: each for path, each in inner if isinstance(each, _BatchNorm) and each.running_mean is not None}
-
-
-class _OutputScaler:
-    """Forward hook that multiplies a layer's output by a factor."""
-
-    def __init__(self, factor: float) -> None:
-        self._factor = factor
-
-    def __call__(self, layer: Any, inputs: Any, output: Any) -> Any:
-        return output * self._factor

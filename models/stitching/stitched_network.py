@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from fedquilt.core import ModelError, Tensors
-from fedquilt.data import images, inputs
+from fedquilt.data import inputs
 
 Run = Callable[["Block", np.ndarray], np.ndarray]  # a block on its input, float32
 
@@ -85,7 +85,7 @@ def load_donor_pool(meta: Mapping[str, Any]) -> DonorPool:
     try:
         known = {name: meta[name] for name in ("input", "labels", "donors", "blocks")}
         found = msgspec.convert(known, DonorPool)
-        msgspec.convert(found.input, images.ImageInput if "channels" in found.input else inputs.ValueInput)
+        msgspec.convert(found.input, inputs.ImageInput if "channels" in found.input else inputs.ValueInput)
     except (KeyError, msgspec.ValidationError) as error:
         raise ModelError(
             f"the bundle holds no donor blocks ({error}): give the job [[donors]] and prepare it"
@@ -140,8 +140,8 @@ def apply_junction(maps: np.ndarray, junction: Tensors | None, block: Block) -> 
         return maps
     sizes = block.in_shape[1:]
     if enlarges_maps(maps.shape[1:], block.in_shape):
-        return images.resize_maps(_project_maps(maps, junction), *sizes)
-    return _project_maps(images.resize_maps(maps, *sizes), junction)
+        return inputs.resize_maps(_project_maps(maps, junction), *sizes)
+    return _project_maps(inputs.resize_maps(maps, *sizes), junction)
 
 
 def enlarges_maps(before: Sequence[int], after: Sequence[int]) -> bool:

@@ -8,7 +8,7 @@ import pytest
 
 from fedquilt.coordinator import settings
 from fedquilt.core import Encoding, SiteRight
-from fedquilt.data import images, inputs
+from fedquilt.data import inputs
 from fedquilt.data.spec import DataSpec
 from fedquilt.host import http_server
 from fedquilt.tools.artefacts import prepare
@@ -36,7 +36,7 @@ def section(heading: str) -> str:
         (settings.FleetSettings, "[fleet]", ""),
         (DataSpec, "[data]", ""),
         (prepare.DonorSettings, "[[donors]]", ""),
-        (images.ImageInput, "[model]", ""),
+        (inputs.ImageInput, "[model]", ""),
         (inputs.ValueInput, "[model]", ""),
     ],
 )
@@ -68,7 +68,7 @@ def test_no_key_is_told_that_is_not_there():
         settings.FleetSettings,
         DataSpec,
         prepare.DonorSettings,
-        images.ImageInput,
+        inputs.ImageInput,
     )
     known = {field.name for kind in kinds for field in msgspec.structs.fields(kind)}
     known |= {field.name for field in msgspec.structs.fields(settings.CoordinatorLimits)}

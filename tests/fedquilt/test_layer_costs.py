@@ -26,8 +26,8 @@ torch = pytest.importorskip("torch")
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from fedquilt.edge_agent.engines.torch.engine import TorchEngine  # noqa: E402
-from fedquilt.models.networks import layer_costs as traced  # noqa: E402
 from fedquilt.models.networks import registry  # noqa: E402
+from fedquilt.models.networks import traces as traced  # noqa: E402
 
 MLP: dict[str, Any] = {"name": "mlp", "inputs": 48, "hidden": [32, 16], "classes": 10}
 PLAIN: dict[str, Any] = {"name": "plain", "channels": 3, "width": 4, "classes": 10, "input": {"channels": 3, "size": 8}}

@@ -3,7 +3,9 @@
 from collections import OrderedDict
 from typing import Any
 
+import difficult_networks
 import pytest
+from torch import nn
 
 from fedquilt.core import ModelError
 from fedquilt.formats.tensor_register import (
@@ -13,18 +15,14 @@ from fedquilt.formats.tensor_register import (
     register_from_table,
     without_register,
 )
+from fedquilt.host import torchvision_compat
+from fedquilt.models.networks import registry, traces
 
 torch = pytest.importorskip("torch")
 
-import difficult_networks  # noqa: E402
-from torch import nn  # noqa: E402
-
-from fedquilt.host import torchvision_compat  # noqa: E402
-from fedquilt.models.networks import register_trace, registry  # noqa: E402
-
 
 def traced(network: dict[str, Any]) -> TensorRegister:
-    return register_trace.trace_register(registry.build_network(network), registry.input_shape(network))
+    return traces.trace_register(registry.build_network(network), registry.input_shape(network))
 
 
 def kinds(register: TensorRegister) -> dict[str, str]:
@@ -36,13 +34,13 @@ def kinds(register: TensorRegister) -> dict[str, str]:
 
 def test_batch_norm_couples_examples_unless_all_its_tensors_are_held_still():
     layers = {"a": nn.Conv1d(2, 2, 3), "b": nn.BatchNorm1d(2, track_running_stats=False), "c": nn.GroupNorm(1, 2)}
-    register = register_trace.trace_register(nn.Sequential(OrderedDict(layers)), (2, 8))
+    register = traces.trace_register(nn.Sequential(OrderedDict(layers)), (2, 8))
     names = {entry.name for entry in register.tensors}
     assert register.is_coupled(names)
     assert register.is_coupled(names, {"b.bias"})
     assert not register.is_coupled(names, {"a.weight", "c.weight"})
     assert not register.is_coupled({"a.weight", "c.weight"})
-    bare = register_trace.trace_register(nn.Sequential(nn.BatchNorm1d(2, affine=False)), (2, 8))
+    bare = traces.trace_register(nn.Sequential(nn.BatchNorm1d(2, affine=False)), (2, 8))
     assert bare.is_coupled({"0.running_mean"}, set())
 
 
@@ -60,7 +58,7 @@ def test_a_running_variance_is_paired_with_the_mean_of_its_module():
     named.register_buffer("running_mean", torch.zeros(2))
     named.register_buffer("running_var", torch.ones(2))
     named.forward = lambda x: x
-    register = register_trace.trace_register(nn.Sequential(nn.BatchNorm1d(2), named), (2, 8))
+    register = traces.trace_register(nn.Sequential(nn.BatchNorm1d(2), named), (2, 8))
     assert register.running_means_by_variance() == {"0.running_var": "0.running_mean"}
 
 
@@ -107,7 +105,7 @@ def test_tracing_leaves_the_network_as_it_was():
     torch.manual_seed(3)
     wanted = torch.rand(1)
     torch.manual_seed(3)
-    register_trace.trace_register(model, (6,))
+    traces.trace_register(model, (6,))
     assert torch.equal(torch.rand(1), wanted)
     assert model.training
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -120,7 +118,7 @@ def test_a_batch_norm_goes_with_the_layer_called_before_it_if_that_gives_as_many
     found = traced({"name": "plain", "channels": 1, "classes": 3, "width": 2, "input": {"channels": 1, "size": 8}})
     assert found.parameters_by_layer()["0.0"] == ("0.0.weight", "0.1.bias", "0.1.weight")
     assert found.find_entry("0.1.running_mean").layer == "0.0"
-    before = register_trace.trace_register(nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3), nn.BatchNorm1d(3)), (6,))
+    before = traces.trace_register(nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3), nn.BatchNorm1d(3)), (6,))
     assert before.parameters_by_layer() == {
         "0": ("0.bias", "0.weight"),
         "1": ("1.bias", "1.weight", "2.bias", "2.weight"),
@@ -139,7 +137,7 @@ def test_the_head_is_the_linear_layer_called_last():
             value = self.encoder[0](self.a_first(x))[:, None]
             return self.classifier(self.encoder[1](value, value, value)[0][:, 0])
 
-    register = register_trace.trace_register(Net(), (6,))
+    register = traces.trace_register(Net(), (6,))
     assert list(register.parameters_by_layer()) == [
         "a_first",
         "encoder.0",
@@ -161,14 +159,14 @@ def test_a_head_with_the_weights_of_another_layer_is_refused_by_name():
             return self.head(self.mix(self.embed(x.long()).mean(1)))
 
     with pytest.raises(ModelError, match=r"the last layer 'head' shares the tensor 'embed\.weight'"):
-        register_trace.trace_register(Net(), (3,)).find_classifier()
+        traces.trace_register(Net(), (3,)).find_classifier()
 
 
 @pytest.mark.parametrize("name", ["convnext_tiny", "squeezenet1_1", "mnasnet0_5"])
 def test_the_head_of_a_torchvision_classifier_is_the_layer_that_gives_its_classes(name):
     model = torchvision_compat.import_torchvision().models.get_model(name)
     heads = [path for path, each in model.named_modules() if isinstance(each, nn.Linear) and each.out_features == 1000]
-    assert [register_trace.trace_register(model, (3, 64, 64)).find_classifier()] == (heads or [None])
+    assert [traces.trace_register(model, (3, 64, 64)).find_classifier()] == (heads or [None])
 
 
 def test_a_residual_net_s_batch_norms_go_with_their_convolutions():
@@ -202,9 +200,7 @@ def test_numbers_in_names_are_compared_as_numbers():
 
 @pytest.mark.parametrize("normalised", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm])
 def test_tensors_that_a_weight_is_made_of_belong_to_its_layer(normalised):
-    register = register_trace.trace_register(
-        nn.Sequential(nn.Linear(4, 5), nn.ReLU(), normalised(nn.Linear(5, 3))), (4,)
-    )
+    register = traces.trace_register(nn.Sequential(nn.Linear(4, 5), nn.ReLU(), normalised(nn.Linear(5, 3))), (4,))
     made = [entry for entry in register.tensors if ".parametrizations." in entry.name]
     assert made
     assert {(entry.module, entry.layer, entry.name_in_module, entry.type, entry.normalises) for entry in made} == {
@@ -220,4 +216,4 @@ def test_tensors_that_a_weight_is_made_of_belong_to_its_layer(normalised):
 def test_buffers_outside_the_state_are_not_in_the_register():
     layer = nn.Linear(4, 3)
     layer.register_buffer("frequencies", torch.ones(4), persistent=False)
-    assert [entry.name for entry in register_trace.trace_register(layer, (4,)).tensors] == ["weight", "bias"]
+    assert [entry.name for entry in traces.trace_register(layer, (4,)).tensors] == ["weight", "bias"]

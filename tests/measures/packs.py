@@ -32,7 +32,7 @@ PACKS: Final[dict[str, tuple[str, ...]]] = {  # pack -> its folders and files, w
         "tools/experiments/baselines.py",
     ),
     "submodels": (
-        *(f"models/partial/{name}.py" for name in ("depth", "dual_copy", "gate_trace", "output_cache", "torch_masks")),
+        *(f"models/partial/{name}.py" for name in ("dual_copy", "output_cache", "torch_masks")),
         "models/partial/width.py",
         *(f"fedquilt/methods/{name}.py" for name in ("_subnetworks", "depthfl", "fedepth", "fedlps", "fedpews")),
         *(f"fedquilt/methods/{name}.py" for name in ("fedpews_fixed", "fedsq", "fjord", "heterofl")),
@@ -41,9 +41,7 @@ PACKS: Final[dict[str, tuple[str, ...]]] = {  # pack -> its folders and files, w
 CORE: Final = ("coordinator", "edge_agent", "fedquilt", "models", "profiles", "tools/simulation")
 PLUGINS: Final = (  # methods and networks, which other packages can add as well
     "fedquilt/methods",
-    "models/networks/sequence.py",
-    "models/networks/small_networks.py",
-    "models/networks/vit.py",
+    "models/networks/architectures.py",
 )
 
 

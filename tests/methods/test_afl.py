@@ -65,7 +65,7 @@ def test_one_round_equals_the_central_solution(donor, ridge):
 
 SPLITS = {
     "one device": [np.arange(len(POOLED))],
-    "one example each": [np.array([i]) for i in range(len(POOLED))],
+    "one example each at first": np.split(np.arange(len(POOLED)), [*range(1, 25), 100]),
     "by label": [np.flatnonzero(POOLED.y == label) for label in range(3)],
     "uneven": np.split(np.arange(len(POOLED)), [2, 5, 100]),
 }

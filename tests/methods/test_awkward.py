@@ -83,34 +83,34 @@ CASES = (
     Case("depthfl", rules.fedavg, {"exits": 1, "depths": ONE}),
     Case("fedepth", rules.fedavg, {"stages": 1, "groups": ONE}),
     Case("fedprox", rules.fedprox, {"mu": 0.5}),
-    Case("fedopt", rules.fedopt, {"server": "sgd", "server_lr": 1.0, "beta1": 0.9}, quick=ALL),
+    Case("fedopt", rules.fedopt, {"server": "sgd", "server_lr": 1.0, "beta1": 0.9}, quick=("maps",)),
     Case("fednova", rules.fednova),
-    Case("scaffold", rules.scaffold, quick=ALL),
-    Case("pfedme", rules.pfedme, {"pull": 5.0, "inner": 2, "outer_lr": 0.02}, quick=ALL),
+    Case("scaffold", rules.scaffold, quick=("tied", "moving_average")),
+    Case("pfedme", rules.pfedme, {"pull": 5.0, "inner": 2, "outer_lr": 0.02}, quick=("tied", "tokens")),
     Case("perfedavg", rules.perfedavg, {"alpha": 0.02}),
     Case("robust", rules.median, {"rule": "median", "attackers": 0.0}),
-    Case("fedbn", parts.apart(rules.norms), quick=ALL),
-    Case("fedrep", rules.fedrep, {"head_epochs": 1}, quick=ALL),
+    Case("fedbn", parts.apart(rules.norms), quick=("moving_average", "maps")),
+    Case("fedrep", rules.fedrep, {"head_epochs": 1}, quick=("tied", "tokens")),
     Case("local", parts.alone, quick=("tied",)),
     Case("ft_part", parts.ft_part, {"layers": 2}, quick=("tied", "moving_average")),
     Case("parfed", parts.apart(parts.parfed), {"layers": 1}, quick=("tied",)),
     Case("fedfina", parts.apart(parts.fedfina), {"layers": 2}, quick=("maps",)),
     Case("fedlg", parts.fedlg, {"layers": 1, "probe": 1}, ("tied",), rounds=3),
-    Case("fedlora", parts.fedlora, {**LORA, "optimizer": "sgd", "mu": 0.1}, ("tied", "shared"), ADAPTED),
+    Case("fedlora", parts.fedlora, {**LORA, "optimizer": "sgd", "mu": 0.1}, ("shared",), ADAPTED),
     Case("fedsdg", parts.fedsdg, {**LORA, **SDG}, ("tied",), ADAPTED, rounds=3, table={"cohort": {"size": 2}}),
-    Case("fedsq", parts.fedsq, {"weight_decay": 0.01}, ("root_parameter", "maps"), REFUSED["fedsq"]),
-    Case("genefl", parts.genefl, {"clusters": 2, "directions": 2, "first_layers": 1}, ("tied", "maps"), rounds=4),
-    Case("heterofl", widths.heterofl, {"rates": widths.BY_TIER, "clip": 0.5}, ("tied", "maps"), **BY_WIDTH),
-    Case("fjord", widths.fjord, {"rates": widths.BY_TIER}, ("tied", "maps"), **BY_WIDTH),
+    Case("fedsq", parts.fedsq, {"weight_decay": 0.01}, ("maps",), REFUSED["fedsq"]),
+    Case("genefl", parts.genefl, {"clusters": 2, "directions": 2, "first_layers": 1}, ("tied",), rounds=4),
+    Case("heterofl", widths.heterofl, {"rates": widths.BY_TIER, "clip": 0.5}, ("maps",), **BY_WIDTH),
+    Case("fjord", widths.fjord, {"rates": widths.BY_TIER}, ("tied",), **BY_WIDTH),
     Case(
         "fedlps",
         widths.fedlps,
         {"ratios": [1 - rate for rate in widths.BY_TIER], "encoder": 0.5},
-        quick=("root_parameter", "maps"),
+        quick=("maps",),
         refused=TRACED,
         table={"budgets": widths.BUDGETS, "meta": {"pretrained": True}},
     ),
-    Case("fedpews", widths.fedpews, {**PEWS, "first_score": 0.3}, ("tied", "maps"), TRACED, rounds=3),
+    Case("fedpews", widths.fedpews, {**PEWS, "first_score": 0.3}, ("tied",), TRACED, rounds=3),
     Case("fedpews_fixed", widths.fedpews_fixed, {**PEWS, "devices": widths.DEVICES}, ("maps",), TRACED, rounds=3),
 )
 
@@ -153,14 +153,12 @@ def test_ft_part_trains_a_batch_norm_without_parameters_with_the_layer_before_it
     assert {"norm.running_mean", "norm.running_var"} <= state.model.keys()
 
 
-# -- every method ---------------------------------------------------------------------------------
-
-QUICK = (("heterofl", "tokens"), ("fedlora", "maps"))
+QUICK = (("heterofl", "tokens"), ("fedlora", "maps"), ("fedsq", "tied"), ("depthfl", "shared"), ("genefl", "tied"))
 PREPARED = [
     pytest.param(
         name,
         network,
-        marks=() if network == "tied" or (name, network) in QUICK else pytest.mark.nightly,
+        marks=() if (name, network) in QUICK else pytest.mark.nightly,
         id=f"{name}-{network}",
     )
     for name in methods.builtin_names()

@@ -98,10 +98,7 @@ def test_each_fold_counts_with_the_strength_that_the_others_choose(batch):
 
 def test_no_prior_is_used_where_the_devices_classes_are_the_fleets_or_too_few_examples_tell():
     scores, y = skewed()
-    for labels, shares, count in (
-        (np.repeat([0, 1, 2], [70, 25, 5]), (0.7, 0.25, 0.05), 200),
-        (y, (), 4),
-    ):
+    for labels, shares, count in ((np.repeat([0, 1, 2], [70, 25, 5]), (0.7, 0.25, 0.05), 200), (y, (), 4)):
         found = objectives.evaluate_scores("classes", [(scores[:count], y[:count])], ClassPrior(labels, shares))
         assert found.strengths is not None
         assert found.strengths.choose_strength() == 0
@@ -174,7 +171,9 @@ STITCHED = {
 }
 
 
-@pytest.mark.parametrize("changes", [{}, {**STITCHED, "personal": {"prior": "auto"}}], ids=["fedavg", "fedstitch"])
+@pytest.mark.parametrize(
+    "changes", [{}, pytest.param(STITCHED, marks=pytest.mark.nightly)], ids=["fedavg", "fedstitch"]
+)
 def test_through_the_rounds_the_personal_score_is_beside_the_global_one_and_nothing_else_changes(tmp_path, changes):
     found = {}
     for prior in ("auto", "off"):

@@ -9,9 +9,10 @@ from fedavg_runs import numpy_one, play, same_bits, torch_one
 
 from fedquilt import methods
 from fedquilt.arrays import tensors
-from fedquilt.core import Bundle, DeviceUpdate, Examples, Fit, UpdateError
-from fedquilt.methods import fedavg, fednova, fedopt, scaffold
+from fedquilt.core import Bundle, DeviceUpdate, Examples, Fit, ModelError, UpdateError
+from fedquilt.methods import fedavg, fedbn, fednova, fedopt, moon, scaffold
 from fedquilt.models import local_training
+from fedquilt.models.local_training import NetworkState
 from fedquilt.testing.toy_networks import MLP, point_members, toy_bundle
 from fedquilt.tools.simulation import DeviceData
 
@@ -81,12 +82,6 @@ def test_moon_without_contrast_is_fedavg_bit_for_bit():
     assert not same_bits(some[2].model, plain[2].model)
 
 
-def test_fednova_with_equal_steps_is_fedavg():
-    ours, theirs = play("fednova", momentum=0.9), play("fedavg", momentum=0.9)
-    for name, array in theirs[-1].model.items():
-        np.testing.assert_allclose(ours[-1].model[name], array, atol=1e-6)
-
-
 def test_the_learning_rate_decays_by_round():
     params = {"lr": 0.1, "schedule": {"name": "step", "factor": 0.5}}
     assert [local_training.learning_rate(params, r) for r in range(3)] == [0.1, 0.05, 0.025]
@@ -112,31 +107,6 @@ def test_scaffold_reaches_the_least_of_two_quadratics_and_fedavg_does_not():
     assert ours[-1].model["x"][0] == pytest.approx(2.4, abs=1e-4)
     assert theirs[-1].model["x"][0] == pytest.approx(drifted, abs=1e-4)
     assert abs(drifted - 2.4) > 0.2
-
-
-def test_scaffold_survives_a_resume_at_every_round():
-    bundle, members = quadratics(*TWO)
-
-    def stored(state, total):
-        return scaffold.step(tensors.unpack_state(tensors.pack_state(state), scaffold.State), total)
-
-    whole = play("scaffold", Quadratics(), bundle, members, rounds=20, **QUADRATIC)
-    double = replace(scaffold.METHOD, step=stored)
-    again = play("scaffold", Quadratics(), bundle, members, rounds=20, method=double, **QUADRATIC)
-    assert [tensors.pack_state(state) for state in whole] == [tensors.pack_state(state) for state in again]
-    assert np.abs(whole[-1].control["x"]) < 1e-2 < np.abs(whole[1].control["x"])  # its mean gradient goes to zero
-
-
-def test_scaffold_without_its_devices_variates_does_not_get_there():
-    """What a lost c_i costs, which shows that the test above tests something."""
-    bundle, members = quadratics(*TWO)
-
-    def forgets(task, site):
-        return scaffold.work(task, replace(site, local={}))
-
-    double = replace(scaffold.METHOD, work=forgets)
-    *_, last = play("scaffold", Quadratics(), bundle, members, rounds=60, method=double, **QUADRATIC)
-    assert abs(last.model["x"][0] - 2.4) > 0.1
 
 
 def test_the_servers_variate_is_the_mean_of_all_devices_variates():
@@ -288,3 +258,98 @@ def test_an_update_that_does_not_say_its_steps_is_refused(name):
     if name == "scaffold":
         with pytest.raises(UpdateError, match="takes part for the first time"):
             method.aggregation.fold(state, None, update(state.model, steps=1.0))
+
+
+BN = {"name": "residual", "channels": 1, "classes": 3, "width": 2, "input": {"channels": 1, "size": 8}}
+
+
+def bn_start() -> dict[str, np.ndarray]:
+    torch = pytest.importorskip("torch")
+    from fedquilt.models.networks import registry
+
+    torch.manual_seed(0)
+    return {name: value.numpy().copy() for name, value in registry.build_network(BN).state_dict().items()}
+
+
+def begun() -> NetworkState:
+    return fedavg.init(toy_bundle(BN, bn_start()), fedavg.Params(), 0)
+
+
+def test_batch_norm_is_told_by_type_and_not_by_name():
+    """Every tensor of a BatchNorm2d and no other, though names here are `1`, `shortcut.1`, `bn1`."""
+    torch = pytest.importorskip("torch")
+    from fedquilt.models.networks import registry
+
+    model = registry.build_network(BN)
+    wanted = {
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if isinstance(module, torch.nn.BatchNorm2d)
+        for name in module.state_dict()
+    }
+    assert fedbn.private_names(begun()) == wanted
+    assert any("bn" not in name for name in wanted)
+
+
+def test_moons_contrast_is_what_it_is_on_paper():
+    """z = (1, 0) as the received model's, the previous one's is (0, 1): s = 1 and 0, and T = 1/2.
+
+    l_con = -log(e^2 / (e^2 + e^0)) = log(1 + e^-2), times mu = 3; the other way round log(1 + e^2).
+    """
+    torch_one()
+    torch = pytest.importorskip("torch")
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2))
+    same, swapped = torch.eye(2), torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+    contrast, x = moon.ContrastiveHooks(3.0, 0.5, "1"), torch.tensor([[1.0, 0.0], [2.0, 0.0]])
+    contrast.prepare(module)
+    with torch.no_grad():
+        module[0].weight.copy_(same)
+    anchors = [{**module.state_dict(), "0.weight": weight} for weight in (same, swapped)]
+    for (start, previous), wanted in (((0, 1), -2.0), ((1, 0), 2.0)):
+        scores = module(x)
+        at = {"start": anchors[start], "previous": anchors[previous]}
+        found = contrast.penalty(module, x, scores, at)
+        assert float(found.detach()) == pytest.approx(3 * np.log1p(np.exp(wanted)), rel=1e-6)
+    assert module.training
+
+
+def test_moons_other_models_only_look():
+    torch_one()
+    torch = pytest.importorskip("torch")
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 2))
+    module[0].eval()
+    contrast, x = moon.ContrastiveHooks(1.0, 0.5, "2"), torch.randn(4, 2)
+    contrast.prepare(module)
+    anchors = {key: {n: v.clone() for n, v in module.state_dict().items()} for key in ("start", "previous")}
+    contrast.penalty(module, x, module(x), anchors)
+    assert [int(held["1.num_batches_tracked"]) for held in anchors.values()] == [0, 0]
+    assert int(module[1].num_batches_tracked) == 1
+    assert [each.training for each in module] == [False, True, True]
+
+
+def test_moon_looks_at_other_models_with_tied_weights():
+    """Which have one name: the second layer has the other model's weights too. z and the two others lie at 90 degrees.
+
+    Both layers turn by a quarter with the received weights, which leaves half a turn; so z = (-1, 0), received.
+    """
+    torch = pytest.importorskip("torch")
+    quarter, none = torch.tensor([[0.0, -1.0], [1.0, 0.0]]), torch.eye(2)
+    body = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False))
+    body[1].weight = body[0].weight
+    module, x = torch.nn.Sequential(body, torch.nn.Linear(2, 2)), torch.tensor([[1.0, 0.0]])
+    with torch.no_grad():
+        body[0].weight.copy_(quarter)
+    contrast = moon.ContrastiveHooks(1.0, 0.5, "1")
+    contrast.prepare(module)
+    head = {"1.weight": torch.eye(2), "1.bias": torch.zeros(2)}
+    anchors = {"start": {"0.0.weight": quarter, **head}, "previous": {"0.0.weight": none, **head}}
+    found = float(contrast.penalty(module, x, module(x), anchors).detach())
+    assert found == pytest.approx(np.log1p(np.exp(-4)), rel=1e-5)  # likenesses 1 and -1, over T = 1/2
+
+
+def test_moon_says_so_where_there_is_no_linear_layer():
+    pytest.importorskip("torch")
+    table = {**BN, "name": "torchvision/squeezenet1_1", "input": {"channels": 3, "size": 32}}
+    table = {key: table[key] for key in ("name", "classes", "input")}
+    with pytest.raises(ModelError, match="last linear layer, and this network has none"):
+        moon.init(toy_bundle(table, {}), moon.Params(), 0)

@@ -1,7 +1,7 @@
 """FedSDG and FedLoRA: what is shared and what stays, what they are at zero, and the weights by hand."""
 
 import json
-from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,21 +9,17 @@ from fedsdg_runs import ENGINE, LAYERS, QUICK, WEIGHTS, Played, asked, began, bu
 
 from fedquilt import methods
 from fedquilt.arrays import tensors
-from fedquilt.core import DeviceView, JobError, ModelError
+from fedquilt.core import DeviceUpdate, DeviceView, Fit, JobError, ModelError, Traits
 from fedquilt.core.evaluation import compute_metrics
 from fedquilt.methods import fedsdg
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
 from fedquilt.models.partial import lora
-from fedquilt.testing.toy_networks import deliver_task, image_members
 
 torch_engine = pytest.importorskip("fedquilt.edge_agent.engines.torch.engine", reason="adapters are trained with torch")
 
 
 HEAD = {"head.weight", "head.bias"}
-
-
-# -- what travels ---------------------------------------------------------------------------------
 
 
 def test_only_the_change_of_the_shared_part_is_in_the_bytes_that_are_sent():
@@ -48,17 +44,6 @@ def test_only_the_change_of_the_shared_part_is_in_the_bytes_that_are_sent():
 
 
 @pytest.mark.parametrize("name", ["fedsdg", "fedlora"])
-def test_a_head_that_is_called_head_is_aggregated(name):
-    """A public implementation forgets it among the aggregated keys: it would stay as it began."""
-    played = Played(name, rounds=1)
-    found = played.method.result(played.states[-1]).tensors
-    for key in HEAD:
-        assert not np.array_equal(found[key], WEIGHTS[key])
-    sent = [answer.bundles.get("delta") or answer.bundles["model"] for _, answer in played.worked]
-    assert all(each.keys() >= HEAD for each in sent)
-
-
-@pytest.mark.parametrize("name", ["fedsdg", "fedlora"])
 def test_the_backbone_is_sent_once_and_never_changes(name):
     two = Played(name, rounds=2)
     first, again = (round.down_bytes for round in two.rounds)
@@ -77,7 +62,7 @@ def test_what_is_held_still_has_no_gradients_and_no_moments(name):
     assert order is not None
     backbone = {key: array for key, array in state.backbone.items() if key not in state.model}
     everything = NetworkState(state.params, state.network, {**backbone, **state.model}, 0.0, 0)
-    most = local_training.training_task_spec(everything, {}, anchors=int(name == "fedsdg")).work.peak_bytes
+    most = local_training.training_work(everything, Traits(model_copies=int(name == "fedsdg"))).peak_bytes
     assert order.work.peak_bytes == most - 3 * tensors.total_bytes([backbone])
 
 
@@ -95,16 +80,6 @@ def test_a_personal_method_on_adapters_sends_them_alone_and_leaves_the_backbone(
     assert found.tensors.keys() == WEIGHTS.keys()
     assert moved == {f"{layer}.weight" for layer in LAYERS} | (set() if name == "fedrep" else HEAD)
     assert found.meta.get("private", []) == (sorted(HEAD) if name == "fedrep" else [])
-
-
-@pytest.mark.parametrize("name", ["fedrep", "ditto"])
-def test_a_personal_method_on_adapters_is_evaluated_with_its_own_part(name):
-    """What a device has kept counts: with another head or other adapters of its own it scores otherwise."""
-    method, member = methods.load(name), image_members(1, 40)[0]
-    state = method.init(bundle(), method.params(**QUICK, lr=0.1), 0)
-    task, site = deliver_task(method, method.send(state, DeviceView(member.device, None)), member, ENGINE)
-    local = method.work(task, site).local
-    assert method.check(task, replace(site, local=local)).loss != method.check(task, site).loss
 
 
 def test_ditto_on_adapters_without_pull_trains_its_own_as_fedlora_does():
@@ -138,9 +113,6 @@ def test_gates_are_told_when_the_job_asks_for_it():
         assert all(0.4 < m < 0.6 and round(m, 2) == m for m in gates.values())
 
 
-# -- what it is with its knobs at zero ------------------------------------------------------------
-
-
 def test_with_all_gates_shut_it_is_fedlora():
     """m = 0, no penalties, the plain mean, devices with as many examples: the same shared part after two rounds."""
     shut = Played("fedsdg", gate=-100.0, sparsity=0.0, own_decay=0.0, aggregation="mean").states[-1]
@@ -150,36 +122,16 @@ def test_with_all_gates_shut_it_is_fedlora():
         np.testing.assert_allclose(shut.model[name], array, rtol=1e-4, atol=1e-6)
 
 
-def test_the_result_is_the_model_with_all_gates_shut():
-    """The job's plain network with the result's tensors has the loss of the adapted one at m = 0."""
-    played = Played("fedsdg", rounds=2, lr=0.02)
+def test_who_has_never_trained_is_evaluated_with_all_gates_shut():
+    played = Played("fedsdg", rounds=2, lr=0.02, preset="official")
     state = played.states[-1]
     found = played.method.result(state)
-    task, site = asked(state)
-    mine = {
-        name: np.full_like(array, -100) if name.endswith("gate") else array
-        for name, array in played.worked[-1][1].local.items()
-    }
-    whole = compute_metrics(ENGINE.evaluate(found.meta["network"], found.tensors, site.held))
-    shut = compute_metrics(fedsdg.check(task, replace(site, local=mine)))
-    assert shut["loss"] == pytest.approx(whole["loss"], rel=1e-4)
-    assert shut["accuracy"] == whole["accuracy"]
-
-
-@pytest.mark.parametrize("preset", ["paper", "official"])
-def test_who_has_never_trained_is_evaluated_with_all_gates_shut(preset):
-    played = Played("fedsdg", rounds=2, lr=0.02, preset=preset)
-    state = played.states[-1]
-    found = played.method.result(state)
-    told = [compute_metrics(fedsdg.check(*asked(state, None, device))) for device in (0, 1)]
-    for device, each in enumerate(told):
+    for device in (0, 1):
         _, site = asked(state, None, device)
+        each = compute_metrics(fedsdg.check(*asked(state, None, device)))
         whole = compute_metrics(ENGINE.evaluate(found.meta["network"], found.tensors, site.held))
         assert each["accuracy"] == whole["accuracy"]
         assert each["loss"] == pytest.approx(whole["loss"], rel=1e-5)
-
-
-# -- on the device --------------------------------------------------------------------------------
 
 
 def test_a_device_goes_on_with_its_own_branch_and_is_evaluated_with_it():
@@ -205,3 +157,111 @@ def test_a_branch_of_another_rank_is_refused():
     kept = dict(Played("fedsdg", rounds=1, devices=1).worked[0][1].local)
     with pytest.raises(ModelError, match="dev-0 keeps a branch of another network, rank or choice of gates"):
         fedsdg.work(*asked(began(rank=3), kept))
+
+
+torch_engine = pytest.importorskip("fedquilt.edge_agent.engines.torch.engine", reason="adapters are trained with torch")
+
+
+def changes(*rows: tuple[float, float]) -> list[dict[str, np.ndarray]]:
+    return [{"one.lora_a": np.array(row[:1], np.float32), "two.lora_b": np.array(row[1:], np.float32)} for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected", "agreed"),
+    [
+        ([(1, 0), (0, 1)], [0.5, 0.5], True),  # the mean is (0.5, 0.5), both cosines 0.7071
+        ([(1, 0), (1, 0), (-1, 0)], [0.5, 0.5, 0.0], True),  # cosines 1, 1, -1 with (1/3, 0)
+        ([(9, 0), (0, 3)], [0.75, 0.25], True),  # cosines 3/sqrt(10) and 1/sqrt(10) with (4.5, 1.5)
+        ([(1, 0), (0, 0)], [1.0, 0.0], True),  # of no length: no direction
+        ([(1, 0), (-1, 0)], [0.5, 0.5], False),  # the mean is 0: nothing agrees with it
+        ([(0, 0), (0, 0), (0, 0)], [1 / 3, 1 / 3, 1 / 3], False),
+        ([(3, 4)], [1.0], True),
+    ],
+)
+def test_a_change_counts_by_its_cosine_with_the_mean(rows, expected, agreed):
+    """Eq. 10 by hand, and its fall-backs."""
+    found, said = fedsdg.aggregation_weights(changes(*rows), "aligned")
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert said is agreed
+
+
+def test_the_official_rule_compares_with_the_others():
+    """(1,0), (1,0), (-1,0): cosines 0, 0 and -1 with the mean of the others, softmax at 0.05: 1/2, 1/2, e^-20 / 2.
+
+    The head does not count in it; a device alone counts fully.
+    """
+    rows = changes((1, 0), (1, 0), (-1, 0))
+    with_heads = [{**row, "head.weight": np.full(5, 100.0 * i, np.float32)} for i, row in enumerate(rows)]
+    for some in (rows, with_heads):
+        np.testing.assert_allclose(
+            fedsdg.aggregation_weights(some, "others")[0], [0.5, 0.5, np.exp(-20) / 2], atol=1e-9
+        )
+    assert fedsdg.aggregation_weights(rows[:1], "others")[0] == [1.0]
+
+
+def folded(state: Any, rows: dict[str, float], examples: float = 7.0) -> Any:
+    """The state after a round in which each device's change is this value everywhere."""
+    total = None
+    for device, value in rows.items():
+        delta = {name: np.full_like(array, value) for name, array in state.model.items()}
+        total = fedsdg.fold(state, total, DeviceUpdate(device, 0, examples, {}, {"delta": delta}))
+        examples += 100  # Eq. 10 does not look at it
+    return fedsdg.step(state, total)
+
+
+def test_a_round_moves_the_shared_part_by_the_weighted_changes():
+    """Changes 1, 3 and -1: the last is against the mean and left aside, (1 + 3) / 2 = 2 is added."""
+    state = began()
+    after = folded(state, {"a": 1.0, "b": 3.0, "c": -1.0})
+    for name, array in state.model.items():
+        np.testing.assert_allclose(after.model[name], array + 2, rtol=1e-5)
+    assert after.told == ("against the mean change, and so left aside: c",)
+    assert fedsdg.step(state, None) is state
+
+
+def test_changes_that_cancel_fall_back_to_the_plain_mean():
+    """1 and -1: nothing is added, and the round says why."""
+    state = began()
+    after = folded(state, {"a": 1.0, "b": -1.0})
+    assert all(np.array_equal(after.model[name], array) for name, array in state.model.items())
+    assert after.told == ("no change agreed with the mean change: the plain mean was taken",)
+
+
+def test_no_more_changes_are_held_than_asked_for_and_in_any_order():
+    """`most` = 2 of 4 devices: the same two whoever comes first."""
+    state = began(most=2)
+    rows = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}
+    one, two = folded(state, rows), folded(state, dict(reversed(rows.items())))
+    assert tensors.pack_state(one) == tensors.pack_state(two)
+    assert one.told == ("2 changes beyond the 2 held at once were left out",)
+
+
+def test_the_presets_are_the_papers_and_the_official_codes_values():
+    """What is given stands; all else is the preset's."""
+    paper, official = fedsdg.Params(), fedsdg.Params(preset="official", epochs=2)
+    assert (paper.gate, paper.gates, paper.lr_gates, paper.sparsity, paper.own_decay) == (
+        0.0,
+        "block",
+        0.01,
+        1e-3,
+        1e-4,
+    )
+    assert (official.gate, official.gates, official.lr_gates) == (-2.0, "layer", 0.1)
+    assert (official.sparsity, official.own_decay, official.shared_decay) == (0.01, 0.001, 1e-4)
+    assert (paper.aggregation, official.aggregation, official.batch) == ("aligned", "mean", 128)
+    assert (paper.epochs, official.epochs) == (1, 2)
+
+
+def test_the_official_preset_has_a_gate_for_every_layer():
+    played = Played("fedsdg", rounds=1, preset="official", tell_gates=True)
+    for _, answer in played.worked:
+        gates = [name for name in answer.local if name.endswith(".gate")]
+        assert sorted(gates) == sorted(f"{layer}.gate" for layer in LAYERS)
+        assert len([name for name in answer.metrics if name.startswith("gate.")]) == 4
+        assert 0.05 < answer.metrics["gate.00"] < 0.25  # sigmoid(-2) is 0.12
+
+
+def test_the_trainers_settings_are_the_methods():
+    task, _ = asked(began(preset="official", lr=0.004))
+
+    assert local_training.fit_from_task(task) == Fit(epochs=1, batch=16, lr=0.004, optimizer="adam", clip=1.0)

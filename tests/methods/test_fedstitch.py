@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,11 @@ from joint_runs import SMALL
 from searches import FULL, play, played
 
 from fedquilt.core import Aggregation, Bundle, DeviceUpdate, DeviceView, Examples, JobError, ModelError, UpdateError
-from fedquilt.data import images
+from fedquilt.data import inputs
 from fedquilt.methods.fedstitch import METHOD
 from fedquilt.models.stitching import stitched_network
-from fedquilt.models.stitching.device import scoring
 from fedquilt.models.stitching.search import steps
 from fedquilt.models.stitching.search.state import PAPER, SearchParams, SearchSettings
-from fedquilt.models.stitching.stitched_network import Block
 from fedquilt.testing.toy_networks import build_donors, deliver_task, image_members
 from fedquilt.tools.simulation import DeviceData
 
@@ -40,11 +39,9 @@ def test_a_search_ends_with_a_validated_network():
     [
         {},
         {"score_at": "input"},
-        {"mode": "paper"},
         {"head": "aligned"},
         {"random_features": 3},
-        {"max_upsampling": 1.0},
-        {"depth": 2},
+        {"max_upsampling": 1.0, "depth": 2},
         *(
             pytest.param(changes, marks=pytest.mark.nightly)
             for changes in (
@@ -52,6 +49,7 @@ def test_a_search_ends_with_a_validated_network():
                 {"maps": "position", "estimator": "biased"},
                 {"native_continuation": "exclude"},
                 {"order": "random", "space_margin": 0.0},
+                {"mode": "paper"},
             )
         ),
     ],
@@ -61,7 +59,7 @@ def test_every_path_the_search_emits_obeys_the_rules_and_runs(changes):
     _, runner = build_donors()
     last = play(**changes)[-1]
     blocks = last.stock.blocks
-    x = images.prepare_images(image_members()[0].train.x[:3], last.stock.input)
+    x = inputs.prepare_images(image_members()[0].train.x[:3], last.stock.input)
     assert last.phase == "done"
     assert last.finalists
     for finalist in last.finalists:
@@ -93,7 +91,7 @@ def evaluate(found: Any, devices: list[DeviceData]) -> float:
         assert entry["in_shape"] == list(stock.blocks[before].out_shape)
         assert entry["out_shape"] == list(stock.blocks[after].in_shape)
     network = stitched_network.from_artefact(found.meta, found.tensors)
-    x = images.prepare_images(np.concatenate([member.held.x for member in devices]), found.meta["input"])
+    x = inputs.prepare_images(np.concatenate([member.held.x for member in devices]), found.meta["input"])
     y = np.concatenate([member.held.y for member in devices])
     run = lambda block, maps: runner.run(Path(block.stages[0][0]), maps)  # noqa: E731
     scores = stitched_network.compute_label_scores(network, stock.blocks, run, x)
@@ -140,6 +138,19 @@ def test_a_search_whose_budget_runs_out_ends_no_stem():
 
 
 # -- what is refused ------------------------------------------------------------------------------
+@cache
+def first_answers() -> dict[str, tuple[Any, Any, DeviceUpdate]]:
+    """The state, the sums so far and the update of the first answer in each phase of one search."""
+    found: dict[str, tuple[Any, Any, DeviceUpdate]] = {}
+
+    def fold(state, total, update):
+        found.setdefault(state.phase, (state, total, update))
+        return METHOD.aggregation.fold(state, total, update)
+
+    played(replace(METHOD, aggregation=Aggregation(fold)))
+    return found
+
+
 @pytest.mark.parametrize(
     ("phase", "spoil", "why"),
     [
@@ -153,37 +164,14 @@ def test_a_search_whose_budget_runs_out_ends_no_stem():
         ("gather", lambda u: {"moments": {**u["moments"], "factor": u["moments"]["factor"] * np.nan}}, "finite|NaN"),
         ("validate", lambda u: {"counts": {**u["counts"], "right": u["counts"]["right"] + 99}}, "more right answers"),
         ("validate", lambda u: {"counts": {**u["counts"], "right": np.tril(u["counts"]["right"])}}, "do not fit"),
-        (
-            "validate",
-            lambda u: {"counts": {**u["counts"], "right": np.diag(u["counts"]["right"].diagonal())}},
-            "do not fit",
-        ),
-        (
-            "validate",
-            lambda u: {
-                "counts": {
-                    **u["counts"],
-                    "right": u["counts"]["right"] + 1 - np.eye(len(u["counts"]["right"]), dtype=int),
-                }
-            },
-            "do not fit|more right",
-        ),
         ("validate", lambda u: {"counts": {**u["counts"], "examples": u["counts"]["examples"] + 1}}, "that weighs"),
         ("validate", lambda u: {}, "no usable"),
     ],
 )
 def test_an_answer_that_is_not_what_was_asked_is_refused(phase, spoil, why):
-    caught = []
-
-    def fold(state, total, update):
-        if state.phase == phase and not caught:
-            with pytest.raises(UpdateError, match=why) as found:
-                METHOD.aggregation.fold(state, total, replace(update, bundles=spoil(update.bundles)))
-            caught.append(found)
-        return METHOD.aggregation.fold(state, total, update)
-
-    played(replace(METHOD, aggregation=Aggregation(fold)))
-    assert caught
+    state, total, update = first_answers()[phase]
+    with pytest.raises(UpdateError, match=why):
+        METHOD.aggregation.fold(state, total, replace(update, bundles=spoil(update.bundles)))
 
 
 def test_an_answer_to_another_step_of_the_search_is_refused():
@@ -254,17 +242,16 @@ def test_without_held_out_examples_the_criterion_decides_and_the_story_says_so()
 
 
 def test_paper_mode_is_the_papers_letter():
-    bundle, _ = build_donors()
-    params = METHOD.init(bundle, SearchParams(mode="paper"), 0).params
+    params = METHOD.init(build_donors()[0], SearchParams(mode="paper"), 0).params
     assert {name: getattr(params, name) for name in PAPER} == PAPER
-    junctions = play(mode="paper")[-1].junctions.values()
-    assert all(not junction["bias"].any() for junction in junctions)
 
 
+@pytest.mark.nightly
 def test_paper_mode_holds_five_rounds_for_each_vote_and_finishes_22_networks():
     """Though the first round brings all devices. Every block is voted on, at random paths, from starting blocks."""
     run = play(mode="paper")
     last = run[-1]
+    assert all(not junction["bias"].any() for junction in last.junctions.values())
     assert sum(state.phase == "score" for state in run) == 5 * last.expansions
     assert 22 <= len(last.finished) <= 24  # up to three come of the last vote
     assert len(last.finalists) == 22
@@ -274,12 +261,6 @@ def test_paper_mode_holds_five_rounds_for_each_vote_and_finishes_22_networks():
     assert any(name.endswith(".1") and own == name[:-1] + "0" for own, pool in pools for name in pool)
     explored = [line for state in run for line in METHOD.explain(state) if line.startswith("picked at random: ")]
     assert explored
-
-
-def test_exploration_fades_with_the_expansions():
-    assert steps.exploration_rate(FULL[0]) == pytest.approx(0.3)
-    assert steps.exploration_rate(replace(FULL[0], expansions=1)) == pytest.approx(0.27)
-    assert steps.exploration_rate(replace(FULL[0], expansions=99)) == 0.05
 
 
 def test_private_state_begins_anew_when_a_device_has_other_examples(tmp_path):
@@ -317,11 +298,3 @@ def test_progress_rises_and_can_cancel(tmp_path):
 
     with pytest.raises(InterruptedError):
         METHOD.work(task, replace(site, progress=cancel))
-
-
-def test_blocks_are_typed_all_the_way():
-    bundle, _ = build_donors()
-    order = METHOD.send(METHOD.init(bundle, SearchSettings(**SMALL), 3), DeviceView("dev-0", None))
-    ask = msgspec.convert(msgspec.json.decode(msgspec.json.encode(order.params)), scoring.ScoreRequest)
-    assert all(isinstance(block, Block) for block in ask.blocks.values())
-    assert ask.blocks["ash.1"].in_shape == (4, 8, 8)

@@ -18,7 +18,7 @@ from fedquilt.models.stitching.search.state import ScoredPath, SearchSettings
 from fedquilt.testing.toy_networks import build_donors, image_members
 
 
-@pytest.mark.parametrize("mode", ["default", "paper"])
+@pytest.mark.parametrize("mode", ["default", pytest.param("paper", marks=pytest.mark.nightly)])
 def test_the_fit_tells_what_its_junctions_leave_of_a_device_left_out(mode):
     fits = {}
 

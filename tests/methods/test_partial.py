@@ -72,9 +72,6 @@ def torch_one() -> Any:
     return module.TorchEngine(1 << 40, base_bytes=0)
 
 
-# -- how much travels -----------------------------------------------------------------------------
-
-
 def test_of_a_resnet18_the_papers_bytes_travel():
     bundle = toy_bundle(RESNET18, resnet18())
     fina, par = fedfina.init(bundle, fedfina.Params(), 0), parfed.init(bundle, parfed.Params(), 0)
@@ -114,30 +111,13 @@ def test_what_is_not_shared_never_travels_up_and_down_once_only(name):
     assert shared < len(tensors.encode_tensors(toy_bundle().load("model")))
 
 
-@pytest.mark.parametrize("name", ["fedrep", "parfed", "fedfina", "fedlg"])
-def test_a_networks_shared_part_and_the_rest_are_all_of_it(name):
-    run, answers = play(name, engine=torch_one())
-    shared = set(run[-1].model)
-    assert 0 < len(shared) < len(tensors_of())
-    for answer in answers[-2:]:
-        assert answer.bundles["model"].keys() == shared
-        assert answer.local.keys() == tensors_of().keys() - shared
-    first, second = (answer.local for answer in answers[-2:])
-    assert any(not np.array_equal(first[key], second[key]) for key in first)
-    assert methods.load(name).result(run[-1]).tensors.keys() == tensors_of().keys()
-
-
-@pytest.mark.parametrize("name", ["parfed", "fedfina", "fedlg"])
-def test_statistics_of_batch_norm_stay_on_the_device(name):
-    run, _ = play(name, engine=torch_one())
-    assert not any("running" in key or "num_batches" in key for key in run[-1].model)
-    averaged = play("fedrep", engine=torch_one())[0][-1].model
-    counters = {key: array for key, array in averaged.items() if "num_batches" in key}
-    assert counters
-    assert all(array.dtype == np.int64 for array in counters.values())
-
-
-# -- the identities -------------------------------------------------------------------------------
+def test_statistics_of_batch_norm_and_the_rest_stay_on_the_device():
+    for method in (parfed, fedfina):
+        state = method.init(toy_bundle(BN, tensors_of()), method.Params(layers=2), 0)
+        assert state.model
+        assert not any("running" in key or "num_batches" in key for key in state.model)
+        assert state.own.keys() == tensors_of().keys() - state.model.keys()
+        assert method.METHOD.result(state).tensors.keys() == tensors_of().keys()
 
 
 def test_parfed_that_keeps_nothing_is_fedavg():
@@ -161,9 +141,6 @@ def test_a_network_that_cannot_be_parted_is_refused():
     for method in (parfed, fedfina, fedlg):
         with pytest.raises(ModelError, match="no part of it to share"):
             method.init(bundle, method.Params(), 0)
-
-
-# -- FedLG ----------------------------------------------------------------------------------------
 
 
 def test_fedlg_measures_for_so_many_rounds_and_sends_no_weights_in_them():
@@ -212,9 +189,6 @@ def test_a_size_below_nothing_is_refused():
         fedlg.fold(state, None, DeviceUpdate("a", 0, 1.0, {}, {"sizes": sizes}))
 
 
-# -- FedLP ----------------------------------------------------------------------------------------
-
-
 def test_fedlp_averages_each_layer_over_those_who_sent_it():
     """Two devices send layer 1 (3 and 7 with weights 1 and 3: 6), one sends layer 3 (5); else it is as it was."""
     start = {f"{layer}.{kind}": np.zeros((1, 1), np.float32) for layer in (1, 3, 5) for kind in ("weight",)}
@@ -229,10 +203,10 @@ def test_fedlp_averages_each_layer_over_those_who_sent_it():
 
 
 def test_fedlp_leaves_layers_out_before_they_are_sent():
-    _, answers = play("fedlp", rounds=40)
+    _, answers = play("fedlp", rounds=20)
     kept = [len(answer.bundles["model"]) for answer in answers]
     assert set(kept) == {0, 2, 4}  # weight and bias go together
-    assert 0.4 < sum(kept) / (len(kept) * 4) < 0.6
+    assert 0.35 < sum(kept) / (len(kept) * 4) < 0.65
 
 
 def test_half_a_layer_is_refused():

@@ -57,15 +57,6 @@ def test_a_planted_attacker_is_dropped(rule, planted):
         assert "0-evil" not in after.told[0]
 
 
-@pytest.mark.parametrize("rule", ["krum", "multi_krum", "median", "trimmed_mean"])
-def test_two_attackers_who_agree_are_dropped_too(rule):
-    """Close to each other, so that each has a near neighbour: f = 2 of eight looks at four."""
-    state = begun(rule=rule, attackers=0.25)
-    points = {**HONEST, "y": (50.0, 50.0), "z": (50.0, 50.0)}
-    after = robust.step(state, folded(state, points))
-    assert np.all((after.model["x"] >= 0.9) & (after.model["x"] <= 1.2))
-
-
 def test_krum_takes_one_update_and_multi_krum_the_mean_of_all_but_f():
     """On a line at 0, 1, 3, 7 and 20 with f = 1, scores are 10, 5, 13, 52 and 458."""
     points = {"a": [0.0], "b": [1.0], "c": [3.0], "d": [7.0], "e": [20.0]}

@@ -112,9 +112,8 @@ def test_a_choice_that_does_not_fit_the_network_is_refused_as_the_job_is_prepare
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "odd_losses.py").write_text(
-        "def mean(scores, y): return scores.mean()\n"
-        "def nothing(scores, y): return scores.sum(dim=1) * float('nan')\n"
-        "def broken(scores, y): return scores.absent\n"
+        "def mean(scores, y): return scores.mean()\ndef nothing(scores, y): return scores.sum(dim=1) * "
+        "float('nan')\ndef broken(scores, y): return scores.absent\n"
     )
     monkeypatch.chdir(tmp_path)
     for params, message in (

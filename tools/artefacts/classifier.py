@@ -23,7 +23,7 @@ import psutil
 
 from fedquilt.core import DataError, ModelError, shorten_error
 from fedquilt.data import inputs, reading_settings
-from fedquilt.data.readers import audio, pixels, table, text
+from fedquilt.data.readers import audio, images, table, text
 from fedquilt.data.readers.base import number_labels
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent.engines import exported_model
@@ -126,7 +126,7 @@ class Classifier:
             return (".wav",)
         if self._reading.text is not None:
             return (".txt",)
-        return pixels.SUFFIXES if self.image_settings is not None else ()
+        return images.SUFFIXES if self.image_settings is not None else ()
 
     def read_example(self, source: Path | bytes) -> np.ndarray:
         """Return the example in a file, read as in training: an image, a recording or a text.
@@ -145,7 +145,7 @@ class Classifier:
             raise DataError(
                 "the network takes numbers, not images: give an .npy, .npz, .csv or .parquet file with them"
             )
-        return pixels.read_image(source, self._reading.size, self._reading.depth)
+        return images.read_image(source, self._reading.size, self._reading.depth)
 
     @property
     def takes_table_rows(self) -> bool:

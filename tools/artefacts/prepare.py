@@ -20,8 +20,8 @@ from fedquilt.coordinator.settings import NOT_NETWORK, JobSettings
 from fedquilt.coordinator.views import scores
 from fedquilt.core import Bundle, FedquiltError, JobError, ModelError, Name
 from fedquilt.costs import peak_memory
-from fedquilt.data import compatibility, examples, inputs, measured_settings, readers, reading_settings
-from fedquilt.data.images import ImageInput
+from fedquilt.data import compatibility, examples, inputs, readers, reading_settings
+from fedquilt.data.inputs import ImageInput
 from fedquilt.data.spec import DataSpec
 from fedquilt.formats import job_bundle, toml
 from fedquilt.models.networks import numpy_init, registry
@@ -76,7 +76,7 @@ def prepare_bundle(job: Mapping[str, Any], out: Path, say: Callable[[str], None]
     wanted = inputs.parse_input_table(given) if given else None
     if isinstance(wanted, inputs.ValueInput) and wanted.standardise:
         wanted = _measure_feature_scales(job)
-    for line in measured_settings.format_agent_settings(job.get("data") or {}):
+    for line in reading_settings.format_agent_settings(job.get("data") or {}):
         say(f"for [data] of each device's agent.toml:\n  {line}")
     if job.get("data"):
         meta["reading"] = reading_settings.reading_settings(DataSpec.parse(job["data"]))
@@ -180,7 +180,7 @@ def _prepare_model(
     registry.required_plugins(network)  # refuses an unknown name, also where torch is missing
     import torch
 
-    from fedquilt.models.networks import layer_costs, register_trace
+    from fedquilt.models.networks import traces
     from fedquilt.models.partial import dependency_trace
 
     if "weights_classes" in table:
@@ -191,7 +191,7 @@ def _prepare_model(
         model = registry.load_network(network, table.get("weights"), seed=int(table.get("seed", 0)))
     _require_trainable(model, str(network["name"]))
     flops = registry.measure_cost(model, registry.input_shape(network)).flops
-    state = {name: value.detach().numpy() for name, value in register_trace.state_without_aliases(model).items()}
+    state = {name: value.detach().numpy() for name, value in traces.state_without_aliases(model).items()}
     parts = {"model": tensors.encode_tensors(state)}
     facts: dict[str, Any] = {"network": network, "flops": flops}
     try:
@@ -201,11 +201,11 @@ def _prepare_model(
     trained, _ = peak_memory.measure_training(
         model, torch.zeros(2, *registry.input_shape(network))
     )  # last: it moves batch norm
-    register = register_trace.trace_register(model, registry.input_shape(network))
+    register = traces.trace_register(model, registry.input_shape(network))
     whole = register.is_coupled(state)
     each_bytes = peak_memory.least_bytes_per_example(trained) if whole else peak_memory.bytes_per_example(trained)
     facts |= {"example_bytes": each_bytes, "register": register}
-    facts["layers"] = layer_costs.trace_layer_costs(model, registry.input_shape(network))
+    facts["layers"] = traces.trace_layer_costs(model, registry.input_shape(network))
     facts |= {"pretrained": table.get("weights") is not None}
     if registry.plugin_networks(network):
         facts |= {"plugins": registry.required_plugins(network), "outputs": _count_validated_outputs(model, network)}

@@ -32,7 +32,7 @@ import psutil
 import torch
 from torch import nn
 
-from fedquilt import metrics
+from fedquilt import metrics, models
 from fedquilt.core import DataError, EvaluationSums, Examples, Fit, Hooks, ModelError, Tensors
 from fedquilt.core.errors import first_line
 from fedquilt.costs import peak_memory
@@ -40,7 +40,7 @@ from fedquilt.edge_agent.engines import failures, objectives, training
 from fedquilt.edge_agent.engines.torch import augmentation, recomputation, training_step
 from fedquilt.formats import training_choices
 from fedquilt.models import fisher
-from fedquilt.models.networks import register_trace, registry, tables
+from fedquilt.models.networks import registry, traces
 
 P = TypeVar("P")
 T = TypeVar("T")
@@ -60,7 +60,7 @@ BASE_BYTES = 230_000_000 if torch.version.cuda is None else 525_000_000
 # same process. These include the task's own kernels (GPU_KERNELS_BYTES).
 GPU_BYTES = (200 + 640) * 10**6
 # A training on a GPU for its libraries: convolutions of several widths, strides and kernels, forward and backward.
-WARM_UP, WARM_UP_EXAMPLES = tables.residual(3, 32, 10, mean=(0.5,), std=(0.25,)), 32
+WARM_UP, WARM_UP_EXAMPLES = models.residual(3, 32, 10, mean=(0.5,), std=(0.25,)), 32
 
 
 class TorchMemory:
@@ -260,7 +260,7 @@ class TorchEngine:
         model = model.to(
             self._device, memory_format=self._memory_format(model, half)
         )  # before the probe compiles its kernels
-        held = register_trace.state_without_aliases(model)
+        held = traces.state_without_aliases(model)
         start = {name: start[name] for name in start if name in held or name not in model.state_dict()}
         training.require_shapes(start, {name: tuple(value.shape) for name, value in held.items()})
         training_step.enable_gradients(model, hooks)
@@ -387,8 +387,7 @@ def _fast_half_type(device: torch.device) -> torch.dtype | None:
 
 def _arrays_from_model(model: nn.Module) -> dict[str, np.ndarray]:
     return {
-        name: value.detach().cpu().contiguous().numpy()
-        for name, value in register_trace.state_without_aliases(model).items()
+        name: value.detach().cpu().contiguous().numpy() for name, value in traces.state_without_aliases(model).items()
     }
 
 

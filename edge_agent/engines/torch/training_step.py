@@ -30,7 +30,7 @@ from fedquilt.core.errors import first_line
 from fedquilt.edge_agent.engines import training
 from fedquilt.edge_agent.engines.torch import recomputation
 from fedquilt.formats import toml, training_choices
-from fedquilt.models.networks import register_trace
+from fedquilt.models.networks import traces
 
 UNUSABLE = ("LBFGS", "SparseAdam")  # one evaluates the loss several times in a step, one needs sparse gradients
 FIRST_SCALE = 2.0**10  # of float16's loss: torch's 2**16 overflows in, and skips, the first steps of short tasks
@@ -255,7 +255,7 @@ def anchor_tensors(model: nn.Module, hooks: Hooks) -> Anchors:
     """Return the method's anchors and the "start" on the model's device, or {} if no hook uses them."""
     if not hooks.correct and not any(step.penalty for step in hooks.steps):
         return {}
-    held = register_trace.state_without_aliases(model)
+    held = traces.state_without_aliases(model)
     place = next(iter(held.values())).device
     training.require_anchors(hooks.anchors, {name: tuple(value.shape) for name, value in model.named_parameters()})
 

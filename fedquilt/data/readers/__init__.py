@@ -6,7 +6,7 @@ a device never loads the other devices' examples. No reader loads a pickle.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,8 @@ import msgspec
 import numpy as np
 
 from fedquilt.core import DataError
-from fedquilt.data.readers import audio, files, images, npz, pixels, plugin, table, text
+from fedquilt.data import inputs
+from fedquilt.data.readers import arrays, audio, base, images, table, text
 from fedquilt.data.readers.base import ExampleReader, convert_read_errors
 from fedquilt.data.readers.table import category_words
 from fedquilt.data.spec import SKLEARN, DataSpec
@@ -31,7 +32,7 @@ __all__ = [
 
 TABLES = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}  # by suffix
 OPENERS: dict[str, Callable[[Path, DataSpec], ExampleReader]] = {
-    "npz": npz.open_npz,
+    "npz": arrays.open_npz,
     "idx": images.open_idx,
     "folder": images.open_folder,
     "torchvision": images.open_torchvision,
@@ -57,9 +58,9 @@ def open_reader(spec: DataSpec) -> ExampleReader:
 
 def _open_stored(spec: DataSpec) -> ExampleReader:
     if spec.dataset.startswith(SKLEARN):
-        return plugin.open_sklearn_data(spec)
+        return arrays.open_sklearn_data(spec)
     if not spec.path:
-        return plugin.open_plugin_data(spec)
+        return arrays.open_plugin_data(spec)
     path = Path(spec.path)
     with convert_read_errors(path):  # in a folder closed to this user, no file can even be looked for
         kind = detect_format(path, spec)
@@ -79,29 +80,21 @@ def measure_image_depth(spec: DataSpec) -> int:
     """Return the bits of a grey level in a folder's training images, or 0 for 8-bit images.
 
     Other data have the depth 0.
-
-    Raises:
-        DataError: If the folder has no images, or an image cannot be decoded.
     """
-    return pixels.measure_grey_depth(_list_image_files(msgspec.structs.replace(spec, split="train")))
+    return images.measure_grey_depth(_list_image_files(msgspec.structs.replace(spec, split="train")))
 
 
 def require_supported_images(spec: DataSpec) -> None:
-    """Check the header of each image in a folder. Do nothing for other data.
-
-    Raises:
-        DataError: If an image is of a kind that cannot be read.
-    """
-    pixels.require_supported_files(_list_image_files(spec))
+    """Check the header of each image in a folder. Do nothing for other data."""
+    images.require_supported_files(_list_image_files(spec))
 
 
 def _list_image_files(spec: DataSpec) -> list[Path]:
-    """Return the images of a folder by class, or [] for other data or without Pillow."""
     path = Path(spec.path)
     with convert_read_errors(path):
-        if not pixels.has_pillow() or detect_format(path, spec) != "folder":
+        if not images.has_pillow() or detect_format(path, spec) != "folder":
             return []
-        return files.find_files_by_class(path, spec, pixels.SUFFIXES, "images")[0]
+        return base.find_files_by_class(path, spec, images.SUFFIXES, "images")[0]
 
 
 def detect_format(path: Path, spec: DataSpec) -> str:
@@ -116,3 +109,85 @@ def detect_format(path: Path, spec: DataSpec) -> str:
             return "idx"
         return next((TABLES[file.suffix] for file in table.find_split_tables(path, spec.split)), "folder")
     return TABLES.get(path.suffix.lower(), "idx" if images.IDX_IMAGES.match(path.name) else "npz")
+
+
+def open_sources(spec: DataSpec) -> ExampleReader:
+    if not spec.sources:
+        return _resize_images(open_reader(spec), spec)
+    found = []
+    for source in spec.sources:
+        given = {name: value for name, value in msgspec.structs.asdict(source).items() if name != "labels_from"}
+        one = DataSpec(split=spec.split, size=spec.size, depth=spec.depth, **given)
+        found.append(_resize_images(_offset_labels(open_reader(one), source.labels_from), one))
+    _require_consistent_labels(found, spec)
+    return _combine_readers(found, spec)
+
+
+def _offset_labels(reader: ExampleReader, first: int) -> ExampleReader:
+    return replace(reader, y=reader.y + first) if first else reader
+
+
+def _require_consistent_labels(found: Sequence[ExampleReader], spec: DataSpec) -> None:
+    for number, (source, reader) in enumerate(zip(spec.sources, found, strict=True)):
+        for other, earlier in zip(spec.sources[:number], found[:number], strict=True):
+            common = np.intersect1d(reader.y, earlier.y)
+            if len(common) and source.labels_from != other.labels_from:
+                raise DataError(
+                    f"{other.path} and {source.path}: class {common[0]} is in both, which do not number theirs alike: "
+                    "set labels_from apart by all classes of the first, or equal if the classes are the same"
+                )
+
+
+def _resize_images(reader: ExampleReader, spec: DataSpec) -> ExampleReader:
+    if not spec.size or reader.shape[:2] == (spec.size, spec.size):
+        return reader
+    if not inputs.is_image_shape(reader.shape):
+        raise DataError(f"{spec.source_name}: [data] size is for images, not for inputs of shape {reader.shape}")
+
+    return replace(
+        reader,
+        take=lambda rows: inputs.resize_images(reader.take(rows), spec.size),
+        shape=(spec.size, spec.size, *reader.shape[2:]),
+    )
+
+
+def _combine_readers(found: Sequence[ExampleReader], spec: DataSpec) -> ExampleReader:
+    """Return one reader of several: grey becomes colour if any has colour, and bytes become 0 to 1."""
+    shape, dtype = _common_shape(found, spec), _common_type(found, spec)
+    sizes = [len(reader.y) for reader in found]
+    starts, origin = np.cumsum([0, *sizes]), np.repeat(np.arange(len(found)), sizes)
+
+    def take(rows: np.ndarray) -> np.ndarray:
+        result = np.empty((len(rows), *shape), dtype)
+        for number, reader in enumerate(found):
+            mine = np.flatnonzero(origin[rows] == number)
+            if len(mine):
+                x = reader.take(rows[mine] - starts[number])
+                if x.ndim < result.ndim:
+                    x = x[..., None]
+                result[mine] = x if x.dtype.kind == dtype.kind else x / np.float32(np.iinfo(x.dtype).max)
+        return result
+
+    return ExampleReader(np.concatenate([reader.y for reader in found]), take, shape, dtype, origin)
+
+
+def _common_shape(found: Sequence[ExampleReader], spec: DataSpec) -> tuple[int, ...]:
+    shapes = {reader.shape for reader in found}
+    if len(shapes) == 1:
+        return shapes.pop()
+    if all(map(inputs.is_image_shape, shapes)) and len({shape[:2] for shape in shapes}) == 1:
+        height, width = found[0].shape[:2]
+        return (height, width, max(shape[2] if len(shape) == 3 else 1 for shape in shapes))
+    each = ", ".join(f"{source.path} {reader.shape}" for source, reader in zip(spec.sources, found, strict=True))
+    mend = "set [data] size" if all(map(inputs.is_image_shape, shapes)) else "they cannot be mixed"
+    raise DataError(f"sources of several shapes: {each}: {mend}")
+
+
+def _common_type(found: Sequence[ExampleReader], spec: DataSpec) -> np.dtype:
+    kinds = {reader.dtype for reader in found}
+    if len(kinds) == 1:
+        return kinds.pop()
+    if all(kind in (np.uint8, np.uint16) or kind.kind == "f" for kind in kinds):
+        return np.dtype(np.float32)
+    each = ", ".join(f"{source.path} {reader.dtype}" for source, reader in zip(spec.sources, found, strict=True))
+    raise DataError(f"sources of several types: {each}: save all as uint8, or as floats from 0 to 1")

@@ -1,4 +1,8 @@
-"""Recordings as log-mel spectrograms: WAV files in a folder per class, or listed in a table."""
+"""Log-mel spectrograms of recordings in numpy, equal on every device.
+
+The power spectrum of Hann-windowed frames is summed in triangular bands, evenly spaced on the mel scale (2595 log10(1 +
+f / 700)). The result is the natural logarithm of each band, with -23 for silence.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import contextlib
 import io
 import struct
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
@@ -13,10 +18,53 @@ from typing import BinaryIO, Final, NamedTuple
 import numpy as np
 
 from fedquilt.core import DataError
-from fedquilt.data.readers import columns, files, spectrogram, table
+from fedquilt.data.readers import base, table
 from fedquilt.data.readers.base import ExampleReader
-from fedquilt.data.readers.columns import TableChunk
+from fedquilt.data.readers.table import TableChunk
 from fedquilt.data.spec import Audio, DataSpec
+
+LEAST = 1e-10  # power of a band in silence
+
+
+def frame_layout(spec: Audio) -> tuple[int, int, int, int]:
+    """Return the samples of a recording, a frame and a hop, and the number of frames (at least 1)."""
+    samples, frame, hop = (
+        max(1, round(spec.rate * seconds)) for seconds in (spec.seconds, spec.frame_ms / 1000, spec.hop_ms / 1000)
+    )
+    samples = max(samples, frame)
+    return samples, frame, hop, 1 + (samples - frame) // hop
+
+
+@lru_cache(maxsize=8)
+def mel_filters(rate: int, points: int, mels: int) -> np.ndarray:
+    """Return the weights of each frequency in each band, (points // 2 + 1, mels) float64, read-only."""
+    ends = np.linspace(0, _mel_from_hz(rate / 2), mels + 2)
+    corners = 700 * (10 ** (ends / 2595) - 1)  # Hz
+    frequencies = np.arange(points // 2 + 1)[:, None] * rate / points
+    rising = (frequencies - corners[:-2]) / (corners[1:-1] - corners[:-2])
+    falling = (corners[2:] - frequencies) / (corners[2:] - corners[1:-1])
+    found = np.maximum(0, np.minimum(rising, falling))
+    found.flags.writeable = False
+    return found
+
+
+def _mel_from_hz(frequency: float) -> float:
+    return float(2595 * np.log10(1 + frequency / 700))
+
+
+def log_mel_spectrogram(sound: np.ndarray, spec: Audio) -> np.ndarray:
+    """Return the log-mel spectrogram (frames, mels) float32 of samples from -1 to 1.
+
+    Longer recordings are cut, and shorter ones are padded with silence.
+    """
+    samples, frame, hop, _ = frame_layout(spec)
+    held = np.zeros(samples)
+    held[: min(samples, len(sound))] = sound[:samples]
+    frames = np.lib.stride_tricks.sliding_window_view(held, frame)[::hop]  # (frames, frame)
+    points = 1 << (frame - 1).bit_length()
+    power = np.abs(np.fft.rfft(frames * np.hanning(frame + 1)[:-1], points)) ** 2 / points
+    return np.log(np.maximum(power @ mel_filters(spec.rate, points, spec.mels), LEAST)).astype(np.float32)
+
 
 PCM: Final = 1  # format of a WAV file
 EXTENSIBLE: Final = 0xFFFE  # names its format elsewhere, as programs write for 24 bits or several channels
@@ -25,8 +73,6 @@ FMT_MOST: Final = 40  # bytes of a format
 
 
 class _WavFormat(NamedTuple):
-    """Format of an open WAV file, whose stream is at the first sample."""
-
     stream: BinaryIO
     channels: int
     rate: int
@@ -35,13 +81,6 @@ class _WavFormat(NamedTuple):
 
 
 def open_recordings(path: Path, spec: DataSpec, *, labelled: bool = True) -> ExampleReader:
-    """Open recordings as spectrograms, float32 (n, frames, mels).
-
-    Headers are read now, and samples when rows are taken.
-
-    Raises:
-        DataError: If there is no recording, or a file is not a WAV file at the configured rate.
-    """
     audio = spec.audio or Audio()
     if path.is_dir() and not table.find_split_tables(path, spec.split):
         if spec.task != "classes":
@@ -49,13 +88,13 @@ def open_recordings(path: Path, spec: DataSpec, *, labelled: bool = True) -> Exa
                 f"{path}: in a folder by class each recording has a class: leave task = {spec.task!r} out, or give a "
                 "table"
             )
-        found, labels, owner = files.find_files_by_class(path, spec, (".wav",), "recordings")
+        found, labels, owner = base.find_files_by_class(path, spec, (".wav",), "recordings")
     else:
         found, labels, owner = _read_listing(table.find_table(path, spec), spec, labelled)
     for file in found:
         with _open_wav(file) as sound:
             _require_sample_rate(sound, file, audio)
-    shape = (spectrogram.frame_layout(audio)[3], audio.mels)
+    shape = (frame_layout(audio)[3], audio.mels)
 
     def take(rows: np.ndarray) -> np.ndarray:
         x = np.empty((len(rows), *shape), np.float32)
@@ -67,18 +106,11 @@ def open_recordings(path: Path, spec: DataSpec, *, labelled: bool = True) -> Exa
 
 
 def read_spectrogram(source: Path | bytes, audio: Audio) -> np.ndarray:
-    """Return the log-mel spectrogram (frames, mels) float32 of a WAV file, or of the file's bytes.
-
-    Raises:
-        DataError: If the file is no WAV file of integer samples at the wanted rate, or is cut short.
-    """
-    return spectrogram.log_mel_spectrogram(read_samples(source, audio), audio)
+    return log_mel_spectrogram(read_samples(source, audio), audio)
 
 
 def _read_listing(file: Path, spec: DataSpec, labelled: bool) -> tuple[list[Path], np.ndarray, np.ndarray | None]:
-    """Return the recordings that a table names, with their labels and owners."""
-
-    def listed_files(chunk: TableChunk, decoder: columns.ColumnDecoder, names: tuple[str, ...]) -> list[Path]:
+    def listed_files(chunk: TableChunk, decoder: table.ColumnDecoder, names: tuple[str, ...]) -> list[Path]:
         for place, name in zip(chunk.places, chunk.columns[names[0]], strict=True):
             if not (file.parent / str(name)).is_file():
                 raise DataError(
@@ -139,7 +171,6 @@ def _name_of(source: Path | bytes) -> str:
 
 
 def _require_sample_rate(sound: _WavFormat, source: Path | bytes, audio: Audio) -> None:
-    """Raise DataError if the recording's rate is not the one of [data.audio]."""
     if (rate := sound.rate) != audio.rate:
         name = source.name if isinstance(source, Path) else "old.wav"
         raise DataError(
@@ -149,12 +180,7 @@ def _require_sample_rate(sound: _WavFormat, source: Path | bytes, audio: Audio) 
 
 
 def read_samples(source: Path | bytes, audio: Audio) -> np.ndarray:
-    """Return samples (samples,) from -1 to 1, averaged over channels, at most as many as needed.
-
-    Raises:
-        DataError: If the file is no WAV file of integer samples, has another sample rate or is cut short.
-    """
-    wanted, file = spectrogram.frame_layout(audio)[0], _name_of(source)
+    wanted, file = frame_layout(audio)[0], _name_of(source)
     with _open_wav(source) as sound:
         _require_sample_rate(sound, source, audio)
         stream, channels, _, width, count = sound

@@ -7,7 +7,7 @@ import json
 import re
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import IO, Any, TypeAlias
 import numpy as np
 
 from fedquilt.core import DataError, TaskKind
+from fedquilt.data.spec import DataSpec
 
 Bytes: TypeAlias = "IO[bytes] | gzip.GzipFile"
 BLOCK_BYTES = 2**20
@@ -62,13 +63,7 @@ def read_rows(stream: Bytes, shape: tuple[int, ...], dtype: np.dtype[Any], rows:
 
 
 def describe_class_problem(y: np.ndarray, classes: int | None = None, *, is_table: bool = False) -> str:
-    """Return a problem of class numbers with its fix, or "" if all are from 0 to `classes` - 1.
-
-    Args:
-        y: Class of each example (n,), any integers.
-        classes: Number of classes of the network, or None if unknown.
-        is_table: Whether [data] labels can number the classes.
-    """
+    """Return a problem of class numbers with its fix, or "" if all are from 0 to `classes` - 1."""
     kinds = np.unique(y)
     if not len(kinds) or (kinds[0] >= 0 and (classes is None or kinds[-1] < classes)):
         return ""
@@ -91,9 +86,6 @@ def number_labels(y: np.ndarray, path: Path | str, names: Sequence[str]) -> np.n
     """Return the place of each label (n,), a number or a word, among the names of the classes.
 
     Whole numbers from 0 are places already if no name is a number.
-
-    Raises:
-        DataError: If a label is not among the names.
     """
     kinds, places = np.unique(y, return_inverse=True)
     known = {name: place for place, name in enumerate(names)}
@@ -131,10 +123,40 @@ def convert_labels(y: np.ndarray, path: Path | str, task: TaskKind = "classes") 
 
 @contextmanager
 def convert_read_errors(path: Path, *more: type[Exception]) -> Iterator[None]:
-    """Turn errors of a damaged or unreadable file into a DataError that names the file."""
     kinds: tuple[type[Exception], ...] = (*BROKEN, *more)
     try:
         yield
     except kinds as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or "it is cut short"
         raise DataError(f"cannot read {path}: {reason}") from None
+
+
+def find_files_by_class(
+    path: Path, spec: DataSpec, suffixes: Collection[str], what: str
+) -> tuple[list[Path], np.ndarray, np.ndarray | None]:
+    """Find the files of <path>/<split>/<class>/, and return them with their classes and users, each (n,).
+
+    The training split may also be in <path>/<class>/. With [data] column, each class has a folder for each user.
+    Classes are numbered by [data] labels, or by the sorted folder names of the training split.
+    """
+    root = path / spec.split if (path / spec.split).is_dir() else path
+    if root == path and spec.split != "train":
+        raise DataError(f"{path} has no folder {spec.split!r}: put its {what} in {path / spec.split}/<class>/")
+    numbered = spec.labels or tuple(list_subfolders(path / "train" if (path / "train").is_dir() else root))
+    if unknown := sorted(set(list_subfolders(root)) - set(numbered)):
+        raise DataError(f"{root}: class {unknown[0]!r} is not among those to train on: {', '.join(numbered)}")
+    files = [
+        (file, label)
+        for label, name in enumerate(numbered)
+        for file in sorted((root / name).glob("*/*" if spec.column else "*"))
+        if file.suffix.lower() in suffixes
+    ]
+    if not files:
+        place = f"{root}/<class>/" + (f"<{spec.column}>/" if spec.column else "")
+        raise DataError(f"{root} holds no {what}: put them in {place}, as {', '.join(sorted(suffixes))}")
+    owner = np.array([file.parent.name for file, _ in files]) if spec.column else None
+    return [file for file, _ in files], np.array([label for _, label in files], np.int64), owner
+
+
+def list_subfolders(path: Path) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))

@@ -1,27 +1,170 @@
-"""Image data sets: IDX files, folders by class, and torchvision's data sets."""
+"""Decoding of image files to arrays, shared by training, evaluation, release checks and serving.
+
+An 8-bit image becomes (h, w, 3) uint8. A grey image of more bits becomes (h, w) uint16, with its levels stretched
+from `[data] depth` bits to 16. EXIF orientation is applied and transparent pixels are laid on white.
+"""
 
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import inspect
+import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
+from fedquilt import extras
 from fedquilt.core import DataError
-from fedquilt.data import images
-from fedquilt.data.readers import files
-from fedquilt.data.readers import pixels as readers_pixels
+from fedquilt.data import inputs
+from fedquilt.data.readers import base
 from fedquilt.data.readers.base import BROKEN, Bytes, ExampleReader, convert_labels, convert_read_errors, read_rows
 from fedquilt.data.spec import DataSpec
 
-IDX_IMAGES = re.compile(r"(.*)images([-.])idx3-ubyte(\.gz)?$")
+SUFFIXES: Final = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+DEEP_MODES: Final = ("I", "I;16", "I;16B", "I;16L", "I;16N")  # Pillow's names of grey levels beyond 8 bits
+DEPTHS: Final = range(9, 17)
+PIXELS_MOST: Final = 16_000_000  # of an image that came over a network: 48 MB as colours
 
-# -- IDX, the format of MNIST ---------------------------------------------------------------------
+
+def has_pillow() -> bool:
+    return importlib.util.find_spec("PIL") is not None
+
+
+def import_pillow() -> Any:
+    try:
+        from PIL import Image
+
+        return Image
+    except ImportError:
+        command = extras.installation_command("images")
+        raise DataError(f"image files need Pillow, which is not installed: {command}") from None
+
+
+def read_image(source: Path | bytes, size: int = 0, depth: int = 0) -> np.ndarray:
+    """Return the pixels of an image, resized if `size` is given.
+
+    Args:
+        source: A file, or the bytes of a PNG, JPEG, WebP or TIFF file of at most PIXELS_MOST pixels.
+        size: Side of the result in pixels, or 0 to keep the image's own size.
+        depth: Bits of a grey level, 9 to 16, or 0 for 8-bit images.
+
+    Returns:
+        Pixels, (h, w, 3) uint8, or (h, w) uint16 with a depth.
+    """
+    Image = import_pillow()
+    name = f"the image {source}" if isinstance(source, Path) else "the image"
+    try:
+        with _open_image(Image, source) as image:
+            if isinstance(source, bytes) and image.width * image.height > PIXELS_MOST:
+                raise Image.DecompressionBombError
+            pixels = pixels_from_image(image, name, depth)
+    except DataError:
+        raise
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        most = f"more than {PIXELS_MOST / 1e6:.0f} million pixels: send a smaller image"
+        raise DataError(f"cannot read {name}: {most if isinstance(source, bytes) else error}") from None
+    except Image.UnidentifiedImageError as error:
+        why = "no PNG, JPEG, WebP or TIFF" if isinstance(source, bytes) else str(error)
+        raise DataError(f"cannot read {name}: {why}") from None
+    except Exception as error:  # Pillow raises OSError, SyntaxError, struct.error, ... by the kind of damage
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise DataError(f"cannot read {name}: {reason or type(error).__name__}") from None
+    return inputs.resize_images(pixels[None], size)[0] if size else pixels
+
+
+def pixels_from_image(image: Any, name: str, depth: int = 0, *, keep_grey: bool = False) -> np.ndarray:
+    """Return the pixels of an open Pillow image, turned upright and laid on white, as `read_image` does."""
+    from PIL import ImageOps
+
+    _require_supported_mode(image, name)
+    image = ImageOps.exif_transpose(image)
+    if image.mode in DEEP_MODES:
+        return _scale_grey_levels(np.asarray(image), name, depth)
+    if image.has_transparency_data:
+        colours = image.convert("RGBA")
+        image = import_pillow().alpha_composite(import_pillow().new("RGBA", image.size, "white"), colours)
+    if depth:
+        return np.asarray(image.convert("L"), np.uint16) * np.uint16(257)  # 255 becomes 65535
+    if keep_grey and image.mode == "L":
+        return np.asarray(image)
+    return np.asarray(image.convert("RGB"))
+
+
+def measure_sizes(files: Sequence[Path]) -> list[tuple[int, int]]:
+    found = []
+    for file in files:
+        with _open_file(file) as image:
+            found.append(image.size)
+    return found
+
+
+def require_supported_files(files: Sequence[Path]) -> None:
+    for file in files:
+        with _open_file(file) as image:
+            _require_supported_mode(image, f"the image {file}")
+
+
+def measure_grey_depth(files: Sequence[Path], sample: int = 64) -> int:
+    """Return the bit depth of grey images by their largest level, 9 to 16, or 0 if all have 8 bits.
+
+    A 12-bit camera saves PNG of 16 bits, of which it uses 12. At least `sample` evenly chosen images are decoded.
+    """
+    depth = 0
+    for file in files[:: max(1, len(files) // sample)]:
+        with _open_file(file) as image:
+            if image.mode in DEEP_MODES:
+                bits = int(np.asarray(image).max(initial=0)).bit_length()
+                depth = max(depth, DEPTHS[0], min(bits, DEPTHS[-1]))
+    return depth
+
+
+def _open_image(Image: Any, source: Path | bytes) -> Any:
+    if isinstance(source, Path):
+        return Image.open(source)
+    return Image.open(io.BytesIO(source), formats=("PNG", "JPEG", "WEBP", "TIFF"))
+
+
+@contextmanager
+def _open_file(file: Path) -> Iterator[Any]:
+    Image = import_pillow()
+    try:
+        with _open_image(Image, file) as image:
+            yield image
+    except (OSError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"cannot read the image {file}: {reason}; remove or replace the file") from None
+
+
+def _require_supported_mode(image: Any, name: str) -> None:
+    """Raise DataError for several TIFF pages, and for levels in floating point or of 32 bits."""
+    if image.format == "TIFF" and getattr(image, "n_frames", 1) > 1:
+        raise DataError(f"{name} has {image.n_frames} pages: save each page as a file")
+    if image.mode == "F":
+        raise DataError(f"{name} has levels in floating point: save it as PNG of 8 or 16 bits, or as an array in .npz")
+    if image.mode == "I" and image.format == "TIFF":
+        raise DataError(f"{name} has levels of 32 bits: save it with 8 or 16 bits a level")
+
+
+def _scale_grey_levels(levels: np.ndarray, name: str, depth: int) -> np.ndarray:
+    low, high = int(levels.min(initial=0)), int(levels.max(initial=0))
+    if low < 0 or high > 65535:
+        raise DataError(f"{name} has grey levels from {low} to {high}: save it with 8 or 16 bits a level")
+    needed = max(DEPTHS[0], high.bit_length())
+    if not depth:
+        raise DataError(f"{name} is grey with more than 8 bits: set [data] depth = {needed}, the bits that are used")
+    most = 2**depth - 1
+    if high > most:
+        raise DataError(f"{name} has a level of {high}, above the {most} of [data] depth = {depth}: set it to {needed}")
+    return np.rint(levels.astype(np.float32) * np.float32(65535 / most)).astype(np.uint16)
+
+
+IDX_IMAGES = re.compile(r"(.*)images([-.])idx3-ubyte(\.gz)?$")
 
 
 def open_idx(path: Path, spec: DataSpec) -> ExampleReader:
@@ -78,12 +221,9 @@ def _open_stream(path: Path) -> Bytes:
     return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
 
 
-# -- image files, torchvision ---------------------------------------------------------------------
-
-
 def open_folder(path: Path, spec: DataSpec) -> ExampleReader:
-    found, labels, owner = files.find_files_by_class(path, spec, readers_pixels.SUFFIXES, "images")
-    reader = _make_image_reader(labels, lambda row: readers_pixels.read_image(found[row], spec.size, spec.depth), path)
+    found, labels, owner = base.find_files_by_class(path, spec, SUFFIXES, "images")
+    reader = _make_image_reader(labels, lambda row: read_image(found[row], spec.size, spec.depth), path)
     return replace(reader, owner=owner)
 
 
@@ -109,16 +249,13 @@ def open_torchvision(path: Path, spec: DataSpec) -> ExampleReader:
         raise DataError(f"torchvision's {spec.dataset} does not list its labels: give it as a folder of images")
 
     def read_pixels(row: int) -> np.ndarray:
-        pixels = readers_pixels.pixels_from_image(
-            held[row][0], f"{spec.dataset}, image {row}", spec.depth, keep_grey=True
-        )
-        return images.resize_images(pixels[None], spec.size)[0] if spec.size else pixels
+        pixels = pixels_from_image(held[row][0], f"{spec.dataset}, image {row}", spec.depth, keep_grey=True)
+        return inputs.resize_images(pixels[None], spec.size)[0] if spec.size else pixels
 
     return _make_image_reader(convert_labels(np.asarray(labels), path), read_pixels, path)
 
 
 def _make_image_reader(y: np.ndarray, image: Callable[[int], np.ndarray], path: Path) -> ExampleReader:
-    """Return a reader that decodes images one by one. The first image gives the shape of all."""
     if not len(y):
         raise DataError(f"{path} holds no images of this split")
     first = image(0)
@@ -126,7 +263,6 @@ def _make_image_reader(y: np.ndarray, image: Callable[[int], np.ndarray], path: 
 
 
 def _stack_images(path: Path, image: Callable[[int], np.ndarray], rows: np.ndarray) -> np.ndarray:
-    """Return the images of these rows as one array (rows, h, w[, 3])."""
     first = image(int(rows[0])) if len(rows) else np.zeros((0, 0), np.uint8)
     result = np.empty((len(rows), *first.shape), first.dtype)
     for place, row in enumerate(rows):

@@ -1,13 +1,12 @@
-"""Tables of examples: CSV by the standard library, and Parquet by pyarrow.
-
-A row is one example, or one step of a window. A table is read once, in chunks, and stored as float32 numbers. Errors
-are raised on opening, with file, line and column.
-"""
+"""Columns of a table as numbers: numeric inputs, one-hot categories, and labels by task."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,11 +16,182 @@ import numpy as np
 from fedquilt import extras
 from fedquilt.core import DataError
 from fedquilt.core.errors import first_line
-from fedquilt.data.readers import columns
-from fedquilt.data.readers.base import ExampleReader
-from fedquilt.data.readers.columns import TableChunk
+from fedquilt.data.readers.base import NAMED_MOST, ExampleReader
 from fedquilt.data.spec import DataSpec, Windows
 from fedquilt.formats import toml
+
+MISSING = frozenset(("", "na", "n/a", "nan", "null", "none", "?"))  # in capital or small letters
+SEPARATORS = (";", "|", " ")  # between the labels of one example, in one column
+DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
+
+
+@dataclass(frozen=True)
+class TableChunk:
+    """Rows of a table by column, with each row's position in the file."""
+
+    columns: Mapping[str, Sequence[Any]]
+    places: Sequence[int]
+    unit: str = "line"  # unit of `places`
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+
+class ColumnDecoder:
+    """Converter of table chunks to arrays, by the [data] table."""
+
+    def __init__(self, file: Path, spec: DataSpec, y: Sequence[str]) -> None:
+        self._file, self._spec, self._y = file, spec, tuple(y)
+        if spec.task == "classes" and len(self._y) > 1:
+            raise DataError(
+                f"{file}: labels in {len(self._y)} columns are for task = 'regression' or 'labels'; a class is in one"
+            )
+        if spec.task == "labels" and len(self._y) == 1 and not spec.labels:
+            raise DataError(
+                f"{file}: name the columns of 0 and 1 in [data] y = [...], or in `labels` the words that column "
+                f"{self._y[0]!r} holds"
+            )
+
+    def feature_names(self, x: Sequence[str]) -> tuple[str, ...]:
+        found: list[str] = []
+        for name in x:
+            kinds = self._spec.categories.get(name)
+            found += [name] if kinds is None else [f"{name}={kind}" for kind in kinds]
+        return tuple(found)
+
+    def decode_inputs(self, chunk: TableChunk, x: Sequence[str]) -> np.ndarray:
+        parts = []
+        for name in x:
+            kinds = self._spec.categories.get(name)
+            if kinds is None:
+                parts.append(self.decode_numbers(chunk, name, self._fill_value(name))[:, None])
+            else:
+                parts.append(self._encode_one_hot(chunk, name, kinds))
+        return np.concatenate(parts, axis=1) if parts else np.zeros((len(chunk), 0), np.float32)
+
+    def decode_labels(self, chunk: TableChunk) -> np.ndarray:
+        if self._spec.task == "regression":
+            return np.stack([self.decode_numbers(chunk, name) for name in self._y], axis=1)
+        if self._spec.task == "labels":
+            return self._decode_multi_labels(chunk)
+        return self._decode_classes(chunk)
+
+    def decode_numbers(self, chunk: TableChunk, name: str, fill: float | None = None) -> np.ndarray:
+        """Return one column as (rows,) float32, with missing values replaced by `fill`."""
+        found = np.empty(len(chunk), np.float32)
+        for row, value in enumerate(chunk.columns[name]):
+            if is_missing(value):
+                if fill is None:
+                    hint = "give [data] fill a number, or leave such rows out"
+                    raise self._cell_error(chunk, row, name, f"the value is missing: {hint}")
+                found[row] = fill
+                continue
+            try:
+                found[row] = float(value)
+            except (TypeError, ValueError):
+                hint = self._number_hint(chunk, name, value)
+                raise self._cell_error(chunk, row, name, f"{_quote(value)} is not a number: {hint}") from None
+            if not np.isfinite(found[row]):
+                problem = f"{_quote(value)} is not a finite number in 32 bits: leave it out"
+                raise self._cell_error(chunk, row, name, problem)
+        return found
+
+    def _fill_value(self, name: str) -> float | None:
+        fill = self._spec.fill
+        return fill.get(name) if isinstance(fill, dict) else fill
+
+    def _number_hint(self, chunk: TableChunk, name: str, value: object) -> str:
+        if DECIMAL_COMMA.fullmatch(str(value)):
+            return f"write it with a point, {str(value).replace(',', '.')}"
+        if isinstance(name, str) and name in self._y:
+            return "with task = 'regression' labels are numbers"
+        kinds = sorted({str(value) for value in chunk.columns[name] if not is_missing(value)})
+        if len(kinds) > 20:
+            return "leave the column out of [data] x, or correct the value"
+        words = f"{toml.key_text(name)} = {json.dumps(kinds, ensure_ascii=False)}"
+        return f"correct it, or list the column's words: categories = {{ {words} }}"
+
+    def _encode_one_hot(self, chunk: TableChunk, name: str, kinds: Sequence[str]) -> np.ndarray:
+        places = {kind: place for place, kind in enumerate(kinds)}
+        found = np.zeros((len(chunk), len(kinds)), np.float32)
+        for row, value in enumerate(chunk.columns[name]):
+            if str(value) in places:
+                found[row, places[str(value)]] = 1
+            elif not (is_missing(value) and self._fill_value(name) is not None):  # filled: none of them
+                problem = f"{_quote(value)} is none of its categories ({', '.join(kinds)}): add it to [data] categories"
+                raise self._cell_error(chunk, row, name, problem)
+        return found
+
+    def _decode_classes(self, chunk: TableChunk) -> np.ndarray:
+        (name,) = self._y
+        known = {kind: place for place, kind in enumerate(self._spec.labels)}
+        found = np.empty(len(chunk), np.int64)
+        for row, value in enumerate(chunk.columns[name]):
+            said = class_word(value)
+            if known:
+                if said not in known:
+                    raise self._unknown_label_error(chunk, row, name, value)
+                found[row] = known[said]
+            elif said.isascii() and said.isdigit() and len(said) < 10:
+                found[row] = int(said)
+            else:
+                hint = self._label_hint(chunk, name)
+                raise self._cell_error(chunk, row, name, f"{_quote(value)} is not a class's number: {hint}")
+        return found
+
+    def _label_hint(self, chunk: TableChunk, name: str) -> str:
+        kinds = sorted({str(value) for value in chunk.columns[name]})
+        try:
+            kinds.sort(key=float)
+            are_classes = all(float(kind).is_integer() for kind in kinds)
+        except ValueError:
+            are_classes = True
+        if are_classes and len(kinds) <= NAMED_MOST:
+            return f"name the classes in order: set [data] labels = {json.dumps(kinds, ensure_ascii=False)}"
+        return "classes are whole numbers from 0; to predict numbers set task = 'regression'"
+
+    def _decode_multi_labels(self, chunk: TableChunk) -> np.ndarray:
+        if len(self._y) > 1:
+            found = np.stack([self.decode_numbers(chunk, name) for name in self._y], axis=1)
+            for row, column in np.argwhere((found != 0) & (found != 1)):
+                name = self._y[column]
+                problem = f"{_quote(chunk.columns[name][row])} is neither 0 nor 1: task = 'labels' requires these"
+                raise self._cell_error(chunk, int(row), name, problem)
+            return found.astype(np.uint8)
+        (name,) = self._y
+        known = {kind: place for place, kind in enumerate(self._spec.labels)}
+        held = np.zeros((len(chunk), len(known)), np.uint8)
+        for row, value in enumerate(chunk.columns[name]):
+            text = "" if value is None else str(value)
+            mark = next((each for each in SEPARATORS if each in text), ";")
+            for word in filter(None, map(str.strip, text.split(mark))):
+                if word not in known:
+                    raise self._unknown_label_error(chunk, row, name, word)
+                held[row, known[word]] = 1
+        return held
+
+    def _unknown_label_error(self, chunk: TableChunk, row: int, name: str, value: object) -> DataError:
+        known = ", ".join(self._spec.labels)
+        return self._cell_error(
+            chunk, row, name, f"{_quote(value)} is none of [data] labels ({known}): add or correct it"
+        )
+
+    def _cell_error(self, chunk: TableChunk, row: int, name: str, problem: str) -> DataError:
+        return DataError(f"{self._file}, {chunk.unit} {chunk.places[row]}, column {name!r}: {problem}")
+
+
+def class_word(value: Any) -> str:
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def is_missing(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and value.lower() in MISSING) or value != value
+
+
+def _quote(value: Any) -> str:
+    said = str(value)
+    return repr(said if len(said) <= 40 else said[:37] + "...")
+
 
 AT_ONCE = 4096  # rows of a chunk
 SUFFIXES = (".csv", ".tsv", ".parquet")
@@ -39,9 +209,6 @@ def open_table(path: Path, spec: DataSpec, *, labelled: bool = True) -> ExampleR
     """Open the rows of a table, or windows of them, with their labels.
 
     An unlabelled table gets zeros as labels.
-
-    Raises:
-        DataError: If a column is missing, a value cannot be read, or the table has no row.
     """
     file = find_table(path, spec)
     found = read_rows(
@@ -64,7 +231,7 @@ class TableRows(NamedTuple):
 def read_rows(
     file: Path,
     spec: DataSpec,
-    inputs: Callable[[TableChunk, columns.ColumnDecoder, tuple[str, ...]], Any],
+    inputs: Callable[[TableChunk, ColumnDecoder, tuple[str, ...]], Any],
     each: str,
     alone: str = "",
     *,
@@ -79,16 +246,13 @@ def read_rows(
         each: Noun for a row, for the error on a table without rows.
         alone: Verb phrase for the error on several input columns, or "" to permit several.
         labelled: Whether the table has label columns. Otherwise labels are zeros.
-
-    Raises:
-        DataError: If a column is missing, a value cannot be read, or the table has no row.
     """
     chunks = read_chunks(file)
     first = next(chunks)
     parts = column_roles(file, tuple(first.columns), spec, labelled=labelled)
     if alone and len(parts.x) != 1:
         raise DataError(f"{file}: columns {', '.join(parts.x)} could all {alone}, as [data] x = {parts.x[0]!r}")
-    decoder = columns.ColumnDecoder(file, spec, parts.y)
+    decoder = ColumnDecoder(file, spec, parts.y)
     x, y, owner = [], [], []
     for chunk in chain((first,), chunks):
         x.append(inputs(chunk, decoder, parts.x))
@@ -102,17 +266,12 @@ def read_rows(
 
 
 def category_words(path: Path, spec: DataSpec, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return the sorted distinct words of each column, without missing values.
-
-    Raises:
-        DataError: If a column is missing, or the table cannot be read.
-    """
     file = find_table(path, spec)
     found: dict[str, set[str]] = {name: set() for name in names}
     for chunk in read_chunks(file):
         require_columns(file, tuple(chunk.columns), "categories", names)
         for name, seen in found.items():
-            seen.update(str(value) for value in chunk.columns[name] if not columns.is_missing(value))
+            seen.update(str(value) for value in chunk.columns[name] if not is_missing(value))
     return {name: tuple(sorted(seen)) for name, seen in found.items()}
 
 
@@ -124,11 +283,7 @@ def find_split_tables(folder: Path, split: str) -> list[Path]:
 
 
 def find_table(path: Path, spec: DataSpec) -> Path:
-    """Return the table of the split: a file in a folder, or the path itself for the training split.
-
-    Raises:
-        DataError: If the split has no table, or several.
-    """
+    """Return the table of the split: a file in a folder, or the path itself for the training split."""
     if path.is_dir():
         found = find_split_tables(path, spec.split)
         if len(found) != 1:
@@ -152,9 +307,6 @@ def column_roles(file: Path, there: Sequence[str], spec: DataSpec, *, labelled: 
     """Return the input, label and owner columns.
 
     The default label column is "y", and the default inputs are all other columns.
-
-    Raises:
-        DataError: If a column does not exist, or is both input and label.
     """
     y = label_columns(spec)
     owner = spec.column
@@ -201,13 +353,6 @@ def _is_number(text: str) -> bool:
 
 
 def read_chunks(file: Path) -> Iterator[TableChunk]:
-    """Read a table in chunks: strings from CSV, typed values from Parquet.
-
-    At least one chunk is returned, which may be empty.
-
-    Raises:
-        DataError: If the file cannot be read or is malformed.
-    """
     return _read_parquet(file) if file.suffix.lower() == ".parquet" else _read_csv(file)
 
 

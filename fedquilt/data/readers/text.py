@@ -1,17 +1,92 @@
-"""Texts as token numbers: a table with a text column, or a folder of .txt files per class."""
+"""Token numbers of texts, by greedy longest match against a vocabulary, like BERT's WordPiece.
+
+A vocabulary has one token per line in UTF-8, numbered from 0. The first is `[PAD]`, and `[UNK]` is another. Tokens that
+continue a word begin with `##`: with `sens`, `##or` and `##s`, "Sensors" becomes these three. Texts are normalised to
+NFC and lower case, and split at white space and punctuation marks. A word that cannot be split into tokens is `[UNK]`
+(Wu et al. 2016, arXiv 1609.08144, and Devlin et al. 2019, arXiv 1810.04805).
+"""
 
 from __future__ import annotations
 
+import re
+import unicodedata
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from fedquilt.core import DataError
-from fedquilt.data.readers import columns, files, table
+from fedquilt.data.readers import base, table
 from fedquilt.data.readers.base import ExampleReader
-from fedquilt.data.readers.columns import TableChunk
+from fedquilt.data.readers.table import TableChunk
 from fedquilt.data.spec import DataSpec, Text
-from fedquilt.data.tokens import Tokenizer
+
+PAD, UNKNOWN, GOES_ON = "[PAD]", "[UNK]", "##"
+WORD = re.compile(r"\w+|[^\w\s]")
+LONGEST = 100  # letters of a word; a longer one is unknown
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    numbers: dict[str, int]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @classmethod
+    def load(cls, vocabulary: str | Sequence[str]) -> Tokenizer:
+        path = vocabulary if isinstance(vocabulary, str) else "the model's vocabulary"
+        lines = cls._read_lines(vocabulary) if isinstance(vocabulary, str) else list(vocabulary)
+        numbers: dict[str, int] = {}
+        for line, token in enumerate(lines, 1):
+            if not token or token in numbers:
+                what = f"{token!r} is there twice" if token else "no token"
+                raise DataError(f"{path}, line {line}: {what}: each line holds another token")
+            numbers[token] = line - 1
+        if not lines or lines[0] != PAD or UNKNOWN not in numbers:
+            raise DataError(f"{path} is no vocabulary: its first line is {PAD}, and another is {UNKNOWN}")
+        return cls(numbers)
+
+    @staticmethod
+    def _read_lines(path: str) -> list[str]:
+        try:
+            return Path(path).read_text(encoding="utf-8-sig").splitlines()
+        except OSError as error:
+            raise DataError(
+                f"cannot read the vocabulary {path}: {error.strerror}: set [data.text] vocabulary"
+            ) from None
+        except UnicodeDecodeError:
+            raise DataError(f"the vocabulary {path} is not text in UTF-8: save it as that") from None
+
+    def encode_words(self, text: str) -> Iterator[list[int]]:
+        for word in WORD.findall(unicodedata.normalize("NFC", text).lower()):
+            yield self._encode_longest_matches(word)
+
+    def encode(self, text: str, length: int) -> np.ndarray:
+        """Encode a text as (length,) int32, cut to `length` tokens or padded with 0."""
+        found = np.zeros(length, np.int32)
+        place = 0
+        for numbers in self.encode_words(text):
+            some = numbers[: length - place]
+            found[place : place + len(some)] = some
+            place += len(some)
+            if place == length:
+                break
+        return found
+
+    def _encode_longest_matches(self, word: str) -> list[int]:
+        found: list[int] = []
+        first = 0
+        while first < len(word) and len(word) <= LONGEST:
+            before = GOES_ON if first else ""
+            fits = (end for end in range(len(word), first, -1) if before + word[first:end] in self.numbers)
+            end = next(fits, 0)
+            if not end:
+                return [self.numbers[UNKNOWN]]
+            found.append(self.numbers[before + word[first:end]])
+            first = end
+        return found or [self.numbers[UNKNOWN]]
 
 
 def open_texts(path: Path, spec: DataSpec, *, labelled: bool = True) -> ExampleReader:
@@ -24,9 +99,7 @@ def open_texts(path: Path, spec: DataSpec, *, labelled: bool = True) -> ExampleR
 
 
 def _open_table(file: Path, spec: DataSpec, text: Text, tokenizer: Tokenizer, labelled: bool) -> ExampleReader:
-    """Return a reader of the tokens of a table's text column."""
-
-    def encode_chunk(chunk: TableChunk, decoder: columns.ColumnDecoder, names: tuple[str, ...]) -> np.ndarray:
+    def encode_chunk(chunk: TableChunk, decoder: table.ColumnDecoder, names: tuple[str, ...]) -> np.ndarray:
         return _encode_texts([str(each or "") for each in chunk.columns[names[0]]], text, tokenizer)
 
     found = table.read_rows(file, spec, encode_chunk, "a text", "be the text: name it", labelled=labelled)
@@ -41,7 +114,7 @@ def _open_folder(path: Path, spec: DataSpec, text: Text, tokenizer: Tokenizer) -
         raise DataError(
             f"{path}: a folder by class has a class for each text: leave task = {spec.task!r} out, or give a table"
         )
-    found, labels, owner = files.find_files_by_class(path, spec, (".txt",), "texts")
+    found, labels, owner = base.find_files_by_class(path, spec, (".txt",), "texts")
     values = _encode_texts([_read_text(file) for file in found], text, tokenizer)
     return ExampleReader(labels, values.__getitem__, values.shape[1:], values.dtype, owner=owner, tokens=len(tokenizer))
 
@@ -58,7 +131,6 @@ def read_tokens(source: Path | bytes, text: Text) -> np.ndarray:
 
 
 def _read_text(source: Path | bytes) -> str:
-    """Return the text of a UTF-8 file or of bytes. Raise DataError if it cannot be read."""
     if isinstance(source, bytes):
         try:
             return source.decode("utf-8-sig")

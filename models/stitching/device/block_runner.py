@@ -16,7 +16,7 @@ import numpy as np
 from fedquilt.arrays import tensors
 from fedquilt.core import ClientContext, Tensors
 from fedquilt.costs import peak_memory
-from fedquilt.data import images, inputs
+from fedquilt.data import inputs
 from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.device.activations import (
     ActivationCache,
@@ -217,7 +217,7 @@ class ResizedMaps:
         for start in range(some.start, some.stop, step):
             stop = min(start + step, some.stop)
             part = self._maps.read_channels(examples, slice(start, stop))
-            made[:, start - some.start : stop - some.start] = images.resize_maps(part, *self._sizes)
+            made[:, start - some.start : stop - some.start] = inputs.resize_maps(part, *self._sizes)
             del part
         return made
 

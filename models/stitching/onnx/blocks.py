@@ -24,7 +24,7 @@ from torch.fx.passes.shape_prop import ShapeProp
 
 from fedquilt.core import ModelError
 from fedquilt.core.errors import first_line
-from fedquilt.models.networks import onnx_file, registry, small_networks, symbolic_trace
+from fedquilt.models.networks import architectures, onnx_file, registry, traces
 from fedquilt.models.stitching.onnx import cut_points as where
 from fedquilt.models.stitching.onnx import memory, tiled_linear
 from fedquilt.onnx import graph_check
@@ -165,7 +165,7 @@ def _build_block_graph(model: onnx.ModelProto) -> BlockGraph:
 
 
 def _trace_with_shapes(model: nn.Module, donor: str, shape: tuple[int, ...]) -> fx.GraphModule:
-    traced = symbolic_trace.trace_network(model, f"donor {donor!r}", "take another donor").eval()
+    traced = traces.trace_network(model, f"donor {donor!r}", "take another donor").eval()
     try:
         with torch.no_grad():
             ShapeProp(traced).propagate(torch.zeros(2, *shape))
@@ -190,7 +190,7 @@ def _replace_indivisible_pools(traced: fx.GraphModule) -> None:
         before, after = where.value_shape(source)[2:], where.value_shape(node)[2:]
         if any(b % a for b, a in zip(before, after, strict=True)):
             name = f"{node.name}_as_product"
-            traced.add_submodule(name, small_networks.ProductPool(before, after))
+            traced.add_submodule(name, architectures.ProductPool(before, after))
             node.op, node.target, node.args, node.kwargs = "call_module", name, (source,), {}
     traced.recompile()
 

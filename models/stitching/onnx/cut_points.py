@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from fedquilt.core import ModelError
-from fedquilt.models.networks import small_networks
-from fedquilt.models.networks.vit import Attention
+from fedquilt.models.networks import architectures
+from fedquilt.models.networks.architectures import Attention
 
 MAPS = "square maps (n, c, h, h), or of maps (n, c, l) along time or of a transformer's tokens"
 FIRST, LAST = 1, 2  # axis of the channels of values with three axes
-POOLS = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AvgPool1d, nn.AvgPool2d, small_networks.ProductPool)
+POOLS = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AvgPool1d, nn.AvgPool2d, architectures.ProductPool)
 POOLING = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.avg_pool1d, F.avg_pool2d)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
 ATTENTION = (nn.MultiheadAttention, Attention)

@@ -21,7 +21,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from fedquilt.core import ModelError, Tensors
-from fedquilt.data import images
+from fedquilt.data import inputs
 from fedquilt.models.stitching.onnx import junction_folding, memory
 from fedquilt.models.stitching.stitched_network import Block, enlarges_maps, from_artefact, junction_name, path_prefixes
 from fedquilt.onnx import graph_check
@@ -155,10 +155,10 @@ class _GraphBuilder:
 
     def _add_resize(self, value: str, before: Sequence[int], after: Sequence[int], name: str) -> str:
         if len(before) == 3 and before[1] != after[1]:
-            rows = self.add_constant(f"{name}/rows", images.resize_matrix(before[1], after[1]))
+            rows = self.add_constant(f"{name}/rows", inputs.resize_matrix(before[1], after[1]))
             value = self.add_node("MatMul", [rows, value], f"{name}/resized_rows")
         if before[-1] != after[-1]:
-            columns = self.add_constant(f"{name}/columns", images.resize_matrix(before[-1], after[-1]).T)
+            columns = self.add_constant(f"{name}/columns", inputs.resize_matrix(before[-1], after[-1]).T)
             value = self.add_node("MatMul", [value, columns], f"{name}/resized")
         return value
 

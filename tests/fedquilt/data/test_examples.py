@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from example_files import needs_torchvision, rows_of
 
-from fedquilt.arrays import tensors
 from fedquilt.core import DataError, JobError
 from fedquilt.data import examples as data
 from fedquilt.data import partition, readers
@@ -214,7 +213,7 @@ def test_large_arrays_are_read_in_blocks(tmp_path):
 
 def test_a_share_is_read_without_the_rest(tmp_path):
     path = tmp_path / "large.npz"
-    np.savez_compressed(path, x=np.zeros((2000, 100_000), np.uint8), y=np.arange(2000) % 10)
+    np.savez_compressed(path, x=np.zeros((1000, 50_000), np.uint8), y=np.arange(1000) % 10)
     check = """
 import sys
 from fedquilt.arrays import tensors
@@ -227,8 +226,8 @@ def peak():
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
 
 before = peak()
-train, held = data.load_share(DataSpec(sys.argv[1], partition="iid", shares=100, share=5))
-assert train.x.nbytes + held.x.nbytes == 2_000_000
+train, held = data.load_share(DataSpec(sys.argv[1], partition="iid", shares=50, share=5))
+assert train.x.nbytes + held.x.nbytes == 1_000_000
 assert peak() - before < 20_000_000, peak() - before
 """
     done = subprocess.run([sys.executable, "-c", check, path], capture_output=True, text=True, check=False)
@@ -336,21 +335,6 @@ def test_mnist_reads_the_same_through_idx_and_torchvision():
     rows = partition.sample_rows(10000, 100, 0)
     assert np.array_equal(by_torchvision.x, by_idx.x[rows])
     assert np.array_equal(by_torchvision.y, by_idx.y[rows])
-
-
-@needs_real
-def test_cifar_is_shared_out_exactly():
-    path = REAL / "cifar10-10k.npz"
-    spec = DataSpec(str(path), partition="dirichlet", shares=20, seed=1)
-    y = readers.open_reader(spec).y
-    owned = shares(y, spec)
-    assert sorted(np.concatenate(owned).tolist()) == list(range(10000))
-    train, held = data.load_share(with_options(spec, share=3))
-    with np.load(path) as whole:
-        picked = tensors.seeded_rng("check").choice(len(train))
-        assert any(np.array_equal(train.x[picked], image) for image in whole["x_train"][owned[3]])
-    assert len(train) + len(held) == len(owned[3])
-    assert (train.x.dtype, train.x.shape[1:]) == (np.uint8, (32, 32, 3))
 
 
 def test_nothing_held_out_of_floats_is_no_error(tmp_path):

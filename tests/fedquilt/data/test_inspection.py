@@ -11,8 +11,8 @@ from example_files import needs_torchvision
 from fedquilt.core import DataError
 from fedquilt.data import examples
 from fedquilt.data.inspection import inspect_data
-from fedquilt.data.measured_settings import complete_data_table
-from fedquilt.data.readers import pixels
+from fedquilt.data.readers import images
+from fedquilt.data.reading_settings import complete_data_table
 from fedquilt.data.spec import DataSpec
 
 HEAD = "customer_id,email,country,empty,age,plan,income,stays"
@@ -236,7 +236,7 @@ def test_a_picture_whose_header_claims_too_many_pixels_is_refused(tmp_path):
     head[16:24] = struct.pack(">II", 20000, 20000)
     head[29:33] = struct.pack(">I", zlib.crc32(head[12:29]))
     (tmp_path / "a" / "1.png").write_bytes(head)
-    for look in (pixels.measure_sizes, pixels.require_supported_files, pixels.measure_grey_depth):
+    for look in (images.measure_sizes, images.require_supported_files, images.measure_grey_depth):
         with pytest.raises(DataError, match=r"cannot read the image .*1\.png: .*400000000 pixels"):
             look([tmp_path / "a" / "1.png"])
 

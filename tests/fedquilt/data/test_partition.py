@@ -1,11 +1,13 @@
-"""Shards, groups of classes and of sources, and balanced draws: who has what, and what is refused."""
+"""Shards, groups, balanced draws, and FedPeWS' synthetic sets: who has what, and what is refused."""
+
+import hashlib
 
 import msgspec
 import numpy as np
 import pytest
 
 from fedquilt.core import DataError, JobError
-from fedquilt.data import examples, partition
+from fedquilt.data import examples, partition, synthetic
 from fedquilt.data.spec import DataSpec
 
 TEN = np.repeat(np.arange(10), 30)  # 30 examples of each of ten classes
@@ -23,9 +25,6 @@ def test_a_tiny_alpha_leaves_each_class_to_one_device():
     assert sorted(np.concatenate(owned)) == list(range(300))
 
 
-# -- shards ---------------------------------------------------------------------------------------
-
-
 def test_shards_are_equal_and_of_few_classes():
     owned = partition.rows_of_shares(TEN, DataSpec("-", partition="shards", shares=10))
     assert [len(own) for own in owned] == [30] * 10
@@ -39,9 +38,6 @@ def test_more_shards_than_examples_are_refused():
         DataError, match=r"few\.npz: 175 devices need 350 shards .*, and there are 300 .* at most 150 devices"
     ):
         partition.rows_of_share(TEN, spec)
-
-
-# -- groups ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["iid", "dirichlet", "classes", "shards"])
@@ -77,9 +73,6 @@ def test_groups_that_do_not_fit_are_refused():
         partition.rows_of_share(TEN, DataSpec("d.npz", groups=KNOWN))
 
 
-# -- balanced draws -------------------------------------------------------------------------------
-
-
 def test_so_many_of_each_class_are_drawn():
     y = np.concatenate([TEN, [10, 10]])
     rows = partition.sample_rows_by_class(y, 4, seed=1)
@@ -99,8 +92,6 @@ def test_a_split_has_its_own_number_of_each_class(tmp_path):
     assert sizes == [30, 10, 300]
     assert len(examples.load_split(msgspec.structs.replace(spec, per_class=2))) == 20
 
-
-# -- the table ------------------------------------------------------------------------------------
 
 MIXED = [{"path": "a.npz", "labels_from": 0}, {"path": "b.npz", "labels_from": 10}]
 
@@ -128,3 +119,72 @@ MIXED = [{"path": "a.npz", "labels_from": 0}, {"path": "b.npz", "labels_from": 1
 def test_a_wrong_table_says_what_is_wrong(table, message):
     with pytest.raises(JobError, match=message):
         DataSpec.parse(table)
+
+
+LARGE = DataSpec(dataset="fedpews-32k")
+
+
+@pytest.mark.parametrize(("name", "count"), [("fedpews-32k", 32000), ("fedpews-3.2k", 3200)])
+def test_the_sets_are_as_large_as_they_are_called(name, count):
+    spec = DataSpec(dataset=name)
+    train, test = examples.load_split(spec), examples.load_split(msgspec.structs.replace(spec, split="test"))
+    assert (train.x.shape, train.x.dtype) == ((count, 5), np.float32)
+    assert np.bincount(train.y).tolist() == [count // 4] * 4
+    assert np.bincount(test.y).tolist() == [1600] * 4
+
+
+def test_clusters_lie_where_they_should_and_are_as_wide():
+    """Means within five standard errors of centre + offset; covariances within a tenth of A'A."""
+    plane = synthetic.draw_points("fedpews-32k", "train", 0).reshape(4, 4, 2000, 2)  # centre, offset, point
+    round_ = [[0.085, 0.075], [0.075, 0.085]]  # .25^2 + .15^2; 2 x .25 x .15
+    wanted = [[[0.0025, 0], [0, 0.2025]], round_, round_, [[0.0625, 0], [0, 0.0025]]]
+    for centre, (right, up) in enumerate([(-4, 4), (4, 4), (-4, -4), (4, -4)]):
+        for offset in range(4):
+            found, covariance = plane[centre, offset], np.array(wanted[centre])
+            errors = np.abs(found.mean(axis=0) - [right + offset, up - offset])
+            assert np.all(errors < 5 * np.sqrt(np.diag(covariance) / 2000))
+            scale = np.sqrt(np.outer(np.diag(covariance), np.diag(covariance)))
+            assert np.all(np.abs(np.cov(found.T) - covariance) < 0.1 * scale)
+
+
+def test_classes_interleave_within_a_side():
+    y = examples.open_split(LARGE).y.reshape(4, 4, 2000)
+    assert np.array_equal(y[:, :, 0], [[0, 1, 0, 1]] * 2 + [[2, 3, 2, 3]] * 2)
+    assert np.array_equal(y.min(axis=2), y.max(axis=2))
+
+
+def test_features_are_standardised_by_the_training_set():
+    train = examples.load_split(LARGE).x.astype(np.float64)
+    assert np.allclose(train.mean(axis=0), 0, atol=1e-5)
+    assert np.allclose(train.std(axis=0), 1, atol=1e-5)
+    test = examples.load_split(msgspec.structs.replace(LARGE, split="test")).x.astype(np.float64)
+    assert np.allclose(test.mean(axis=0), 0, atol=0.05)
+    assert not np.allclose(test.mean(axis=0), 0, atol=1e-6)
+    x, y = synthetic.draw_points("fedpews-32k", "train", 0).T
+    for column, raw in enumerate([x, y, x * x, y * y, x * y]):
+        assert np.allclose(train[:, column], (raw - raw.mean()) / raw.std(), atol=1e-5)
+
+
+def test_every_machine_draws_the_same():
+    drawn = synthetic.draw_points("fedpews-3.2k", "train", 0)
+    digits = np.rint(drawn * 1e5).astype("<i8").tobytes()
+    assert hashlib.sha256(digits).hexdigest()[:16] == "0e0bf965124502ff"
+    assert not np.array_equal(drawn, synthetic.draw_points("fedpews-3.2k", "train", 1))
+    assert not np.array_equal(drawn[:200], synthetic.draw_points("fedpews-3.2k", "test", 0)[:200])
+    assert not np.array_equal(drawn[:200], synthetic.draw_points("fedpews-32k", "train", 0)[:200])
+
+
+def test_each_device_makes_its_own_share():
+    """Two devices with a pair of classes each, as in the paper: what each makes is its part of the whole."""
+    spec = msgspec.structs.replace(LARGE, groups=((0, 1), (2, 3)), shares=2, held=0.0)
+    every = examples.load_split(LARGE)
+    for share in (0, 1):
+        train, held = examples.load_share(msgspec.structs.replace(spec, share=share))
+        assert len(held) == 0
+        assert np.array_equal(train.x, every.x[every.y // 2 == share])
+        assert np.array_equal(train.y, every.y[every.y // 2 == share])
+
+
+def test_there_are_two_splits():
+    with pytest.raises(DataError, match="fedpews-32k has the splits train and test, not 'validation'"):
+        examples.load_split(msgspec.structs.replace(LARGE, split="validation"))

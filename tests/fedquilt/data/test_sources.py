@@ -138,27 +138,3 @@ def test_sources_that_do_not_go_together_are_refused(tmp_path):
         examples.load_split(mixed((small, 0), (large, 1), size=2))
     with pytest.raises(DataError, match=r"no data at .*nowhere"):
         examples.load_split(mixed((small, 0), (str(tmp_path / "nowhere"), 2)))
-
-
-@pytest.mark.skipif(
-    not (REAL / "MNIST/raw").is_dir() or not (REAL / "cifar10-10k.npz").is_file(),
-    reason=f"no real data in {REAL}: set FEDQUILT_TEST_DATA to a folder with MNIST/raw and cifar10-10k.npz",
-)
-def test_cifar_and_mnist_are_mixed_as_in_the_paper():
-    spec = mixed(
-        (str(REAL / "cifar10-10k.npz"), 0),
-        (str(REAL / "MNIST"), 10),
-        size=32,
-        per_class={"train": 400, "test": 200},
-        groups="source",
-        shares=2,
-        held=0,
-    )
-    (colour, _), (digits, _) = examples.load_all_shares(spec)
-    assert np.bincount(colour.y).tolist() == [400] * 10
-    assert np.bincount(digits.y).tolist() == [0] * 10 + [400] * 10
-    assert colour.x.shape == digits.x.shape == (4000, 32, 32, 3)
-    assert np.array_equal(digits.x[..., 0], digits.x[..., 2])
-    assert not np.array_equal(colour.x[..., 0], colour.x[..., 2])
-    test = examples.load_split(msgspec.structs.replace(spec, split="test"))
-    assert np.bincount(test.y).tolist() == [200] * 20

@@ -11,7 +11,7 @@ from fedquilt.cli import main
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.views import scores
 from fedquilt.core import DataError, JobError
-from fedquilt.data import examples, measured_settings, readers
+from fedquilt.data import examples, readers, reading_settings
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import settings as agent
 from fedquilt.formats import toml
@@ -303,7 +303,7 @@ def test_the_bundle_and_a_job_in_python_have_the_words_too(tmp_path, capsys, mon
 
 def test_the_line_for_agent_toml_quotes_columns_and_words_as_toml_does():
     categories = {"Größe": ["S", 'the "L"'], "a.b; c": ["1\n2"], "plain-1": ["ä"]}
-    (line,) = measured_settings.format_agent_settings({"categories": categories})
+    (line,) = reading_settings.format_agent_settings({"categories": categories})
     assert toml.parse_toml(line, "agent.toml") == {"categories": categories}
 
 

@@ -38,12 +38,12 @@ def test_first_weights_are_torchs(network, seed):
 @pytest.mark.parametrize("network", NETWORKS, ids=lambda network: str(network.get("hidden")))
 def test_facts_are_what_torch_measures(network):
     torch = pytest.importorskip("torch")
-    from fedquilt.models.networks import register_trace
+    from fedquilt.models.networks import traces
     from fedquilt.models.partial import dependency_trace, masks
 
     model, shape = registry.load_network(network), registry.input_shape(network)
     assert numpy_init.forward_flops(network) == registry.measure_cost(model, shape).flops
-    assert numpy_init.mlp_register(network) == register_trace.trace_register(model, shape)
+    assert numpy_init.mlp_register(network) == traces.trace_register(model, shape)
     assert msgspec.json.encode(masks.plan_from_layers(numpy_init.layer_sizes(network))) == msgspec.json.encode(
         dependency_trace.trace_mask_plan(model)
     )

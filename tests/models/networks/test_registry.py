@@ -40,9 +40,8 @@ def test_a_network_whose_module_is_given_a_parameter_is_counted_and_asks_for_gra
 
 def test_lazy_modules_are_built_whole_with_weights_of_the_seed(tmp_path, monkeypatch):
     (tmp_path / "late.py").write_text(
-        "from torch import nn\n"
-        "def network(inputs, classes):\n"
-        "    return nn.Sequential(nn.LazyBatchNorm1d(), nn.LazyLinear(classes))\n"
+        "from torch import nn\ndef network(inputs, classes):\n    return nn.Sequential(nn.LazyBatchNorm1d(), "
+        "nn.LazyLinear(classes))\n"
     )
     monkeypatch.chdir(tmp_path)
     table = {"name": "late:network", "inputs": 3, "classes": 2}

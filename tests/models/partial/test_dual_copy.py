@@ -63,10 +63,13 @@ def seen_by(dual: DualCopy, network: dict[str, Any], model: Any, x: Any) -> Batc
     return caught[0]
 
 
-# -- identities -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("network", "trained", "size"), NETWORKS, ids=[n["name"] for n, _, _ in NETWORKS])
+@pytest.mark.parametrize(
+    ("network", "trained", "size"),
+    [
+        pytest.param(*row, id=row[0]["name"], marks=pytest.mark.nightly if "alexnet" in row[0]["name"] else ())
+        for row in NETWORKS
+    ],
+)
 def test_two_equal_copies_are_the_network_bit_for_bit(network, trained, size):
     model, x = built(network, size, spread=10.0)
     with torch.no_grad():
@@ -165,9 +168,6 @@ def test_gates_of_its_own_make_it_the_network_with_a_frozen_part():
         assert torch.equal(pair(x), model(x))
 
 
-# -- refusals -------------------------------------------------------------------------------------
-
-
 def test_a_network_that_branches_on_values_is_refused_by_name(monkeypatch):
     """It cannot be taken apart."""
 
@@ -187,9 +187,6 @@ def test_a_network_that_branches_on_values_is_refused_by_name(monkeypatch):
 def test_a_schedule_that_trains_nothing_is_refused():
     with pytest.raises(ModelError, match="uses no tensor of nowhere"):
         DualCopy(CNN, ["nowhere"])
-
-
-# -- rows -----------------------------------------------------------------------------------------
 
 
 def seen() -> BatchOutputs:

@@ -116,9 +116,6 @@ def test_a_plan_of_another_network_is_refused():
             masks.validate_plan(replace(PLAN, follows={**PLAN.follows, "a.bias": follow}), model)
 
 
-# -- of real networks -----------------------------------------------------------------------------
-
-
 def network(name: str) -> tuple[Any, Any, MaskPlan]:
     """torch, a network of the zoo in which every tensor is away from its beginnings, and its plan."""
     torch = pytest.importorskip("torch")
@@ -236,9 +233,6 @@ def test_units_that_a_weight_made_of_other_tensors_reads_stay_whole():
     assert (plan.widths, plan.follows, plan.whole) == ({}, {}, {"0": "2"})
 
 
-# -- gates ----------------------------------------------------------------------------------------
-
-
 def one_neuron() -> tuple[Any, Any, MaskPlan]:
     """1 input, 1 hidden neuron, 2 scores; all weights 1, no biases' effect."""
     torch = pytest.importorskip("torch")
@@ -253,41 +247,6 @@ def one_neuron() -> tuple[Any, Any, MaskPlan]:
             {"0": 1}, {}, {"0.weight": TensorGroups((1, 1), ("0",)), "2.weight": TensorGroups((1, 1), (), ("0",))}
         ),
     )
-
-
-def test_the_gradient_goes_through_the_draw_as_if_it_were_the_probability():
-    """f = 3 * 3 * m * x at x = 2: df/dm = 18, and by s 18 theta (1 - theta), whether m is drawn 0 or 1."""
-    torch, module, plan = one_neuron()
-    from fedquilt.models.partial.torch_masks import SCORES, MaskHooks
-
-    gates = MaskHooks(plan, None, 0.0, 0.0)
-    gates.prepare(module)
-    scores, x = getattr(module, SCORES), torch.full((1, 1), 2.0)
-    with torch.no_grad():
-        scores.fill_(0.5)
-    theta = 1 / (1 + np.exp(-0.5))
-    seen = set()
-    for _ in range(20):
-        gates.training_steps(1.0)[0].begin(module)
-        scores.grad = None
-        found = module(x)
-        found.sum().backward()
-        seen.add(float(found.detach()))
-        assert float(scores.grad) == pytest.approx(18 * theta * (1 - theta), rel=1e-5)
-    assert seen == {0.0, 18.0}
-
-
-def test_being_unlike_the_others_is_worth_lambda():
-    """theta = 1/2, others 0.2 and 0.9, lambda = 3: -3 (0.09 + 0.16)."""
-    torch = pytest.importorskip("torch")
-    from fedquilt.models.partial.torch_masks import MaskHooks
-
-    plan = MaskPlan({"0": 2}, {}, {})
-    gates = MaskHooks(plan, torch.tensor([0.2, 0.9]), 3.0, 0.0)
-    module = gates.prepare(torch.nn.Linear(1, 1))
-    penalty = gates.training_steps(1.0)[0].penalty
-    assert float(penalty(module, None, None, {}).detach()) == pytest.approx(-0.75)
-    assert MaskHooks(plan, None, 3.0, 0.0).training_steps(1.0)[0].penalty is None
 
 
 def test_a_step_on_scores_leaves_batch_norms_statistics():

@@ -9,7 +9,7 @@ from plain import budgeted
 from fedquilt.core import ModelError, UpdateError
 from fedquilt.formats.tensor_register import RegisterEntry, TensorRegister
 from fedquilt.models.networks import stages
-from fedquilt.models.partial import depth, masks, width
+from fedquilt.models.partial import masks, width
 from fedquilt.testing.toy_networks import MLP_MASKS
 
 FLATTENED = masks.MaskPlan(
@@ -138,13 +138,13 @@ RESIDUAL = {"name": "residual", "channels": 1, "classes": 3, "width": 2}
 VIT = {"name": "vit", "channels": 1, "size": 8, "classes": 3, "width": 8, "depth": 1, "heads": 2}
 
 
-def body_of(table: dict[str, Any], count: int) -> depth.StagedNetwork:
+def body_of(table: dict[str, Any], count: int) -> stages.StagedNetwork:
     """A network's body, for examples of 8 x 8 pixels."""
-    from fedquilt.models.networks import register_trace, registry
+    from fedquilt.models.networks import registry, traces
 
     channels = 3 if "cifar" in table["name"] else 1
-    return depth.split_stages(
-        tensors_of(table), count, register_trace.trace_register(registry.build_network(table), (channels, 8, 8))
+    return stages.split_stages(
+        tensors_of(table), count, traces.trace_register(registry.build_network(table), (channels, 8, 8))
     )
 
 
@@ -197,7 +197,7 @@ def test_a_network_of_one_layer_has_no_depth_to_cut():
     for kind, shape in (("Linear", (3, 4)), ("Conv2d", (3, 4, 1, 1))):
         row = RegisterEntry("0.weight", "parameter", "0", "0", kind, normalises=False, trained=True)
         with pytest.raises(ModelError, match="by depth"):
-            depth.split_stages({"0.weight": np.zeros(shape)}, 2, TensorRegister((row,)))
+            stages.split_stages({"0.weight": np.zeros(shape)}, 2, TensorRegister((row,)))
 
 
 @pytest.mark.parametrize("name", ["residual", "plain", "separable", "resnet20-cifar", "cnn"])
@@ -240,7 +240,7 @@ def test_an_order_of_calls_that_is_not_the_networks_is_found_out():
     rows = [
         RegisterEntry(name, "parameter", name[0], name[0], "Linear", normalises=False, trained=True) for name in model
     ]
-    body = depth.split_stages(model, 2, TensorRegister(tuple(rows), ("", "a", "b", "z")))
+    body = stages.split_stages(model, 2, TensorRegister(tuple(rows), ("", "a", "b", "z")))
     start = {name: model[name] for name in body.stages[0].names}
     part = stages.keep_first_stages(Odd(), start, (body.stages[1],), lambda told, scores: told[0], whole=False)
     with pytest.raises(ModelError, match="do not tell their order"):

@@ -10,7 +10,7 @@ import pytest
 from fedquilt.arrays import tensors
 from fedquilt.core import ClientContext, Examples
 from fedquilt.costs import peak_memory
-from fedquilt.data import images
+from fedquilt.data import inputs
 from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.device import block_runner
 from fedquilt.models.stitching.device.activations import FileStack, MemoryStack, SourceSlice
@@ -140,11 +140,11 @@ def test_maps_are_joined_and_resized_as_they_are_asked_for(size):
     np.testing.assert_allclose(
         source.read_examples(2, 5), stitched_network.apply_junction(X, junction, after)[2:5], rtol=1e-6
     )
-    explicit = np.einsum("kc,nchw->nkhw", junction["weights"], images.resize_maps(X, size, size))
+    explicit = np.einsum("kc,nchw->nkhw", junction["weights"], inputs.resize_maps(X, size, size))
     np.testing.assert_allclose(source.read_examples(0, 10), explicit + junction["bias"][:, None, None], atol=1e-5)
     assert np.array_equal(
         block_runner.resize_maps(MemoryStack.from_array(X), size, size).read_examples(1, 3),
-        images.resize_maps(X[1:3], size, size),
+        inputs.resize_maps(X[1:3], size, size),
     )
 
 
@@ -166,7 +166,7 @@ def test_stored_images_are_prepared_as_they_are_asked_for():
     wanted = {"channels": 3, "size": 6, "mean": (0.5,), "std": (0.2,)}
     source = block_runner.PreparedExamples(stored, wanted)
     assert source.shape == (5, 3, 6, 6)
-    assert np.array_equal(source.read_examples(1, 4), images.prepare_images(stored, wanted)[1:4])
+    assert np.array_equal(source.read_examples(1, 4), inputs.prepare_images(stored, wanted)[1:4])
 
 
 @pytest.mark.parametrize("size", [8, 32, 64])
@@ -191,7 +191,7 @@ def test_large_maps_are_resized_a_few_channels_at_a_time(tmp_path, size, monkeyp
     monkeypatch.setattr(block_runner, "STRIPE_BYTES", 32 << 10)
     for whole in (maps, MemoryStack.from_array(values)):
         source = block_runner.resize_maps(SourceSlice(whole, 1, 3), size, size)
-        assert np.array_equal(source.read_examples(0, 2), images.resize_maps(values[1:3], size, size))
+        assert np.array_equal(source.read_examples(0, 2), inputs.resize_maps(values[1:3], size, size))
         assert np.array_equal(source.read_channels(slice(1, 2), slice(5, 50)), source.read_examples(1, 2)[:, 5:50])
     source = block_runner.resize_maps(maps, size, size)
     tracemalloc.start()
@@ -210,5 +210,5 @@ def test_positions_of_series_are_sampled_and_resized_as_those_of_maps_of_one_row
     longer = block_runner.resize_maps(MemoryStack.from_array(series), 12)
     assert longer.shape == (10, 3, 12)
     np.testing.assert_allclose(
-        longer.read_examples(2, 5), images.resize_maps(series[2:5, :, None], 1, 12)[:, :, 0], atol=1e-6
+        longer.read_examples(2, 5), inputs.resize_maps(series[2:5, :, None], 1, 12)[:, :, 0], atol=1e-6
     )

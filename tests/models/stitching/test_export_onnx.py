@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fedquilt.core import ModelError
-from fedquilt.data import images
+from fedquilt.data import inputs
 from fedquilt.formats import job_bundle
 from fedquilt.models.stitching import stitched_network as stitch
 
@@ -109,7 +109,7 @@ def test_the_file_gives_what_the_agents_compute(tmp_path, taps, align, head):
     assert [(i.name, i.shape[1:]) for i in session.get_inputs()] == [("x", [1, 28, 28])]
     digits = np.load(DEMO / "digits.npz")["x_test"]
     for count in (1, 7):
-        x = images.prepare_images(digits[:count], STOCK.input)
+        x = inputs.prepare_images(digits[:count], STOCK.input)
         (scores,) = session.run(["scores"], {"x": x})
         wanted = by_the_agents(meta, arrays, x)
         largest = np.abs(wanted[np.isfinite(wanted)]).max()
@@ -222,7 +222,7 @@ def test_a_block_behind_a_folded_junction_keeps_its_own_weights(tmp_path, order)
     assert sum("folded" in tensor.name for tensor in model.graph.initializer) == 2
     assert not any("projected" in node.name for node in model.graph.node)
     session = ort.InferenceSession(str(tmp_path / "net.onnx"), providers=["CPUExecutionProvider"])
-    x = images.prepare_images(np.load(DEMO / "digits.npz")["x_test"][:3], STOCK.input)
+    x = inputs.prepare_images(np.load(DEMO / "digits.npz")["x_test"][:3], STOCK.input)
     wanted = by_the_agents(*made, x, stock, files)
     np.testing.assert_allclose(session.run(None, {"x": x})[0], wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
 
@@ -267,7 +267,7 @@ def test_a_class_that_nobody_has_never_wins(tmp_path):
     arrays |= {f"head.{part}": head[part] for part in PARTS}
     (tmp_path / "net.onnx").write_bytes(export_stitched(meta, arrays, STOCK.blocks, FILES))
     session = ort.InferenceSession(str(tmp_path / "net.onnx"), providers=["CPUExecutionProvider"])
-    x = images.prepare_images(np.load(DEMO / "digits.npz")["x_test"][:5], STOCK.input)
+    x = inputs.prepare_images(np.load(DEMO / "digits.npz")["x_test"][:5], STOCK.input)
     scores = session.run(None, {"x": x})[0]
     assert (scores[:, 3] == -np.inf).all()
     assert (np.isfinite(scores).sum(axis=1) == 9).all()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fedquilt.core import ModelError
-from fedquilt.data import images
+from fedquilt.data import inputs
 from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.algebra import joint_head, least_squares
 from fedquilt.models.stitching.stitched_network import Block
@@ -59,7 +59,7 @@ def test_a_junction_of_series_resizes_and_projects(wanted):
     resized = (
         series.reshape(2, 3, 4, 2).mean(axis=3)
         if wanted == 4
-        else images.resize_maps(series[:, :, None], 1, 12)[:, :, 0]
+        else inputs.resize_maps(series[:, :, None], 1, 12)[:, :, 0]
     )
     want = np.einsum("kc,ncl->nkl", junction["weights"], resized) + junction["bias"][:, None]
     np.testing.assert_allclose(made, want, atol=1e-5)
@@ -78,7 +78,7 @@ def test_a_fitted_junction_recovers_a_linear_map():
     maps = RNG.normal(size=(20, 3, 8, 8)).astype(np.float32)
     true = {"weights": RNG.normal(size=(5, 3)).astype(np.float32), "bias": np.arange(5, dtype=np.float32)}
     target = stitched_network.apply_junction(maps, true, B1)
-    rows = [each.transpose(0, 2, 3, 1).reshape(-1, each.shape[1]) for each in (images.resize_maps(maps, 4, 4), target)]
+    rows = [each.transpose(0, 2, 3, 1).reshape(-1, each.shape[1]) for each in (inputs.resize_maps(maps, 4, 4), target)]
     weights, bias = least_squares.RidgeFit(rows[0], ridge=1e-9).solve_weights(rows[1])
     assert np.allclose(weights, true["weights"], atol=1e-4)
     assert np.allclose(bias, true["bias"], atol=1e-4)
@@ -135,7 +135,7 @@ def made(ran: list[str]) -> stitched_network.Run:
         ran.append(block.id)
         channels, size = block.out_shape[0], block.out_shape[1]
         return np.resize(
-            images.resize_maps(maps, size, size).transpose(1, 0, 2, 3), (channels, len(maps), size, size)
+            inputs.resize_maps(maps, size, size).transpose(1, 0, 2, 3), (channels, len(maps), size, size)
         ).transpose(1, 0, 2, 3)
 
     return run

@@ -20,7 +20,7 @@ from fedquilt.arrays import tensors  # noqa: E402
 from fedquilt.coordinator import settings  # noqa: E402
 from fedquilt.core import DataError, ModelError  # noqa: E402
 from fedquilt.data import examples  # noqa: E402
-from fedquilt.data.measured_settings import complete_data_table  # noqa: E402
+from fedquilt.data.reading_settings import complete_data_table  # noqa: E402
 from fedquilt.data.spec import DataSpec  # noqa: E402
 from fedquilt.edge_agent.engines import exported_model as engines_exported_model  # noqa: E402
 from fedquilt.edge_agent.engines import training  # noqa: E402

@@ -54,7 +54,7 @@ def test_what_fedavg_uploads_is_its_gradient(attack) -> None:  # type: ignore[no
     import torch
     import torch.nn.functional as F
 
-    from fedquilt.data import images
+    from fedquilt.data import inputs
     from fedquilt.models.networks import registry
 
     start = attack.draw_weights(NETWORK, 0)
@@ -63,7 +63,7 @@ def test_what_fedavg_uploads_is_its_gradient(attack) -> None:  # type: ignore[no
     with torch.no_grad():
         for name, value in model.state_dict().items():
             value.copy_(torch.tensor(start[name]))
-    x = torch.from_numpy(images.prepare_images(one().x, TABLE))
+    x = torch.from_numpy(inputs.prepare_images(one().x, TABLE))
     F.cross_entropy(model(x), torch.tensor([1])).backward()
     assert found.keys() == start.keys()
     for name, value in model.named_parameters():
@@ -92,9 +92,9 @@ def test_a_method_that_uploads_no_layers_cannot_be_audited(attack) -> None:  # t
 def test_a_whole_gradient_gives_the_picture_away_and_a_single_layer_s_does_not(attack) -> None:  # type: ignore[no-untyped-def]
     """PSNR of the reconstruction: of 144 pixels the first layer's gradient has 104 values, the whole one 1023."""
     from fedquilt.arrays import tensors
-    from fedquilt.data import images
+    from fedquilt.data import inputs
 
-    start, truth = attack.draw_weights(NETWORK, 0), images.prepare_images(one().x, TABLE)[0]
+    start, truth = attack.draw_weights(NETWORK, 0), inputs.prepare_images(one().x, TABLE)[0]
     found = {}
     for name, row in (
         ("all", UploadVariant("x", "fedavg", {})),

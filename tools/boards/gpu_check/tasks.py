@@ -12,13 +12,14 @@ from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
+from fedquilt import models
 from fedquilt.arrays import tensors
 from fedquilt.core import Examples, ModelError, Task, Tensors, WorkEstimate
 from fedquilt.costs import peak_memory
 from fedquilt.edge_agent.task import memory_budget
 from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
 from fedquilt.edge_agent.task.worker import COMMAND, WATCH_S, ChildWorker
-from fedquilt.models.networks import registry, tables
+from fedquilt.models.networks import registry
 from fedquilt.tools.boards.gpu_check.report import Row
 
 ON_CPU: Final = ("env", "CUDA_VISIBLE_DEVICES=", *COMMAND)
@@ -58,7 +59,7 @@ RESNET: Final = {
     "classes": 10,
     "input": {"channels": 3, "size": 32, "mean": [0.5], "std": [0.25]},
 }
-SMALL: Final = tables.residual(3, 16, 10, width=16, mean=(0.5,), std=(0.25,))  # as a processor is slower
+SMALL: Final = models.residual(3, 16, 10, width=16, mean=(0.5,), std=(0.25,))  # as a processor is slower
 ON_GPU, WITHOUT_GPU = Workload(RESNET, 32, (32, 256), 128), Workload(SMALL, 16, (16, 64), 64)
 
 

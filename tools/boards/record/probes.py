@@ -88,7 +88,7 @@ def build_dense_probes(engine_name: str) -> list[TaskProbe]:
 
 
 def build_convolution_probes() -> list[TaskProbe]:
-    from fedquilt.models.networks import layer_costs as traced
+    from fedquilt.models.networks import traces as traced
 
     engine = make_engine("torch")
     found = []

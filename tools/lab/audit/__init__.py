@@ -25,7 +25,7 @@ from fedquilt.arrays import tensors
 from fedquilt.console import progress
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.core import ClientContext, ClientResult, DataError, Examples, JobError, Task, Tensors
-from fedquilt.data import images
+from fedquilt.data import inputs
 from fedquilt.formats import job_bundle
 from fedquilt.host import disk
 from fedquilt.models import subspaces
@@ -86,10 +86,10 @@ def extract_gradient(
     job = JobSettings(name="audit", method=row.method, rounds=3, params=params, fleet=ROOM)
     victim = DeviceData("victim", example, Examples(example.x[:0], example.y[:0]))
     double = replace(method, work=record_work)
-    from fedquilt.models.networks import register_trace  # needs torch, as the attack does
+    from fedquilt.models.networks import traces
 
     with ScratchFolder() as place:
-        register = register_trace.register_from_table(network)
+        register = traces.register_from_table(network)
         job_bundle.write_bundle(
             place, {"network": dict(network), "register": register}, {"model": tensors.encode_tensors(start)}
         )
@@ -141,7 +141,7 @@ def audit_methods(
     pictures: list[list[np.ndarray]] = []
     for index in range(min(count, len(drawn))):
         example = Examples(drawn.x[index : index + 1], drawn.y[index : index + 1])
-        truth = images.prepare_images(example.x, table)[0]
+        truth = inputs.prepare_images(example.x, table)[0]
         line = [truth]
         for place, row in enumerate(chosen):
             progress.LINE.set_part(row.label, index * len(chosen) + place, min(count, len(drawn)) * len(chosen))

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from fedquilt.arrays import tensors
 from fedquilt.core import Tensors
-from fedquilt.models.networks import register_trace, registry
+from fedquilt.models.networks import registry, traces
 
 STARTS = 2  # number of starts, of which the best counts, because the attacker sees the loss
 
@@ -28,9 +28,7 @@ def use_one_thread() -> None:
 
 def classifier_path(network: Mapping[str, Any]) -> str | None:
     """Return the path of a network's classifier, or None without one."""
-    return register_trace.trace_register(
-        registry.build_network(network), registry.input_shape(network)
-    ).find_classifier()
+    return traces.trace_register(registry.build_network(network), registry.input_shape(network)).find_classifier()
 
 
 def draw_weights(network: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:

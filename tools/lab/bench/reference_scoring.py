@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from fedquilt.core import Tensors
-from fedquilt.data import images
+from fedquilt.data import inputs
 from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.algebra import cka, least_squares
 from fedquilt.models.stitching.stitched_network import Block
@@ -47,7 +47,7 @@ def score_output(
     n = len(scored)
     junction = None
     if not stitched_network.is_continuation(path[-1], candidate):
-        x = images.resize_maps(here[n:], *candidate.in_shape[1:])
+        x = inputs.resize_maps(here[n:], *candidate.in_shape[1:])
         rows = [maps.transpose(0, 2, 3, 1).reshape(-1, maps.shape[1])[positions] for maps in (x, there[n:])]
         weights, bias = least_squares.RidgeFit(rows[0], ridge).solve_weights(rows[1])
         junction = {"weights": weights.astype(np.float32), "bias": bias.astype(np.float32)}

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from fedquilt.core import Bundle, ClientContext, DeviceView, Examples, Tensors
-from fedquilt.data import images
+from fedquilt.data import inputs
 from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
 from fedquilt.formats import job_bundle
 from fedquilt.methods.fedstitch import METHOD
@@ -108,7 +108,7 @@ def draw_examples(count: int) -> Examples:
     """Draw smooth random images, so that feature maps are not mere noise."""
     draws = np.random.default_rng(5)
     coarse = draws.uniform(0, 255, size=(count, 3, 5, 5)).astype(np.float32)
-    x = images.resize_maps(coarse, 32, 32).transpose(0, 2, 3, 1).astype(np.uint8)
+    x = inputs.resize_maps(coarse, 32, 32).transpose(0, 2, 3, 1).astype(np.uint8)
     return Examples(x, draws.integers(0, 10, size=count))
 
 
@@ -273,7 +273,7 @@ def measure_naive(each: ScoringRound, find: Callable[[str], Path], engine: OnnxE
 
     began = _read_clocks()
     rows = scoring.example_order(_initial_state(site.train))
-    scored, fitted = (images.prepare_images(site.train.x[rows[i : i + count]], ask.input) for i in (0, count))
+    scored, fitted = (inputs.prepare_images(site.train.x[rows[i : i + count]], ask.input) for i in (0, count))
     path = [ask.blocks[name] for name in ask.path]
     between = stitched_network.load_junctions(path, site.load)
     scores = []
@@ -291,7 +291,7 @@ def measure_forward_pass(
 
     "cold_s" includes the loading of graphs, "warm_s" does not.
     """
-    shown = images.prepare_images(draw_examples(2 * count).x, made.meta["input"])
+    shown = inputs.prepare_images(draw_examples(2 * count).x, made.meta["input"])
     cold, warm = np.zeros(2), np.zeros(2)
     for donor in made.meta["donors"].values():
         file = folder / "whole.onnx"

@@ -141,7 +141,7 @@ def make_pretrained_bundle(table: dict[str, Any], before: PretrainSettings | Non
 
 def pretrain_weights(job: Mapping[str, Any], wanted: PretrainSettings) -> Tensors:
     from fedquilt.edge_agent.engines.torch.engine import TorchEngine
-    from fedquilt.models.networks import register_trace, registry
+    from fedquilt.models.networks import registry, traces
 
     known = [field.name for field in dataclasses.fields(Fit)]
     for odd in wanted.fit.keys() - set(known):
@@ -163,7 +163,7 @@ def pretrain_weights(job: Mapping[str, Any], wanted: PretrainSettings) -> Tensor
     )[0]
     if not wanted.new_head:
         return found
-    register = register_trace.register_from_table(network)
+    register = traces.register_from_table(network)
     last = register.tensors_of_modules([register.find_classifier() or ""])
     return {name: value if name in last else found[name] for name, value in draw_weights(seed + 1000).items()}
 

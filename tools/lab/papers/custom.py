@@ -19,7 +19,7 @@ from fedquilt import methods
 from fedquilt.arrays import tensors
 from fedquilt.coordinator.settings import EvaluationSettings, JobSettings
 from fedquilt.core import EvaluationSums, Examples, Fit, Hooks, ModelError, Tensors, Trainer
-from fedquilt.data import images
+from fedquilt.data import inputs
 from fedquilt.edge_agent.settings import parse_size
 from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
 from fedquilt.formats import job_bundle
@@ -255,6 +255,6 @@ def restore_batchnorm(job: Mapping[str, Any], seen: Examples) -> Tensors:
 
     model = registry.load_network({"name": job["model"]["name"]}, job["model"]["weights"])
     if batchnorm.is_folded(model):
-        given = images.prepare_images(seen.x, msgspec.convert(job["input"], images.ImageInput))
+        given = inputs.prepare_images(seen.x, msgspec.convert(job["input"], inputs.ImageInput))
         batchnorm.set_statistics_from_inputs(model, torch.from_numpy(given))
     return {name: value.numpy() for name, value in model.state_dict().items()}

@@ -221,9 +221,9 @@ def write_workload(work: FederationWorkload, path: Path | str, folder: Path) -> 
     (folder / "spec.json").write_text(json.dumps({**table, "name": NAME, "job": job}))
     facts: dict[str, Any] = {"network": work.network}
     if work.network["name"] != "mlp":  # whose table implies its register
-        from fedquilt.models.networks import register_trace
+        from fedquilt.models.networks import traces
 
-        facts["register"] = register_trace.register_from_table(work.network)
+        facts["register"] = traces.register_from_table(work.network)
     job_bundle.write_bundle(folder / "bundle", facts, {"model": tensors.encode_tensors(start)})
 
 

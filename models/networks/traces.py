@@ -1,17 +1,116 @@
-"""Register of a network's tensors, traced with an example. Requires torch."""
+"""Traces of networks: operations by torch.fx, costs of layers, and the register of tensors. Requires torch."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
+from fedquilt.core import ModelError
+from fedquilt.core.errors import first_line
+from fedquilt.costs.cost_model import Layer
 from fedquilt.formats.tensor_register import ATTENTION, MADE_OF, Kind, RegisterEntry, TensorRegister
 from fedquilt.models.networks import registry
-from fedquilt.models.networks.vit import Attention
+from fedquilt.models.networks.architectures import Attention
+
+_TORCH = Path(torch.__file__).parent
+
+
+class _PathTracer(fx.Tracer):  # type: ignore[misc]
+    failed = ""
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except Exception:
+            self.failed = self.failed or self.path_of_module(m)
+            raise
+
+
+def trace_network(model: nn.Module, what: str, fix: str) -> fx.GraphModule:
+    """Trace a network with torch.fx, or raise ModelError with `what`, the untraceable place and `fix`."""
+    tracer = _PathTracer()
+    try:
+        graph = tracer.trace(model)
+    except Exception as error:  # whatever the network's own code makes of a symbolic value
+        module = model.get_submodule(tracer.failed)
+        named = f"module {tracer.failed!r}" if tracer.failed else "the network's own forward()"
+        reason = first_line(error)
+        raise ModelError(
+            f"{what} cannot be traced: {named} ({type(module).__name__}{_error_location(error)}) stops torch.fx: "
+            f"{reason}; rewrite that place without branches on values, or {fix}"
+        ) from None
+    return fx.GraphModule(model, graph)
+
+
+def _error_location(error: Exception) -> str:
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if _TORCH not in Path(each.filename).parents]
+    last = frames[-1]
+    return "" if Path(last.filename) == Path(__file__) else f", {Path(last.filename).name}, line {last.lineno}"
+
+
+def trace_layer_costs(model: nn.Module, shape: tuple[int, ...]) -> list[Layer]:
+    """Return the cost of each layer for one example of `shape`, in the order of first use.
+
+    In evaluation mode, as `calls.trace`, but with gradients: without them torch runs a transformer's layers by kernels
+    of their own, which training does not use.
+    """
+    counter = _OperationCounter(model)
+    was_training = model.training
+    place = next((value.device for value in model.parameters()), torch.device("cpu"))
+    try:
+        x = torch.zeros(1, *shape, device=place)
+        with torch.enable_grad(), counter:
+            model.eval()(x)
+    finally:
+        model.train(was_training)
+        counter.remove_hooks()
+    return [Layer(path, *numbers) for path, numbers in counter.found.items()]
+
+
+class _OperationCounter(TorchDispatchMode):  # type: ignore[misc]
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._own = {value.untyped_storage().data_ptr() for value in (*model.parameters(), *model.buffers())}
+        self._running = [""]
+        self.found: dict[str, list[Any]] = {}
+        self._watches = []
+        for path, each in model.named_modules():
+            self._watches.append(each.register_forward_pre_hook(lambda _, given, path=path: self._running.append(path)))
+            self._watches.append(each.register_forward_hook(lambda _, given, made: self._leave_module()))
+
+    def remove_hooks(self) -> None:
+        for watch in self._watches:
+            watch.remove()
+
+    def _leave_module(self) -> None:
+        self._running.pop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func.is_view:
+            return made
+        row = self.found.setdefault(self._running[-1], [0.0, 0.0, 0.0, 0])
+        given = [value for value in _tensors_in((args, kwargs)) if value.untyped_storage().data_ptr() not in self._own]
+        weighted = len(given) < len(_tensors_in((args, kwargs)))
+        count = flop_registry.get(func.overloadpacket)
+        if count is not None:
+            row[0 if weighted else 1] += float(count(*args, **(kwargs or {}), out_val=made))
+        row[2] += float(sum(value.nbytes for value in (*given, *_tensors_in(made))))
+        row[3] += 1
+        return made
+
+
+def _tensors_in(values: Any) -> list[torch.Tensor]:
+    return [each for each in torch.utils._pytree.tree_leaves(values) if isinstance(each, torch.Tensor)]
+
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
 
@@ -63,7 +162,6 @@ def state_names_by_alias(model: nn.Module) -> dict[str, str]:
 
 
 def modules_sharing_weight(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
-    """Return all modules with the weight of the module at `path`, itself included, once for each path."""
     weight = model.get_submodule(path).weight
     every = model.named_modules(remove_duplicate=False)
     return [(other, each) for other, each in every if getattr(each, "weight", None) is weight]
@@ -86,7 +184,6 @@ def _nearest_torch_type_name(module: nn.Module) -> str:
 
 
 def _layers_before_norms(modules: Mapping[str, nn.Module], calls: Sequence[str]) -> dict[str, str]:
-    """Return each batch normalisation's layer: the one called right before, if its channels fit."""
     found, before = {}, ""
     for path in calls:
         module = modules[path]
@@ -100,7 +197,6 @@ def _layers_before_norms(modules: Mapping[str, nn.Module], calls: Sequence[str])
 
 
 def _trace_calls(model: nn.Module, shape: tuple[int, ...]) -> list[str]:
-    """Return the paths of the modules in the order of their first call, in evaluation mode."""
     called: dict[str, None] = {}
 
     def record_call(path: str) -> Any:
@@ -120,7 +216,6 @@ def _trace_calls(model: nn.Module, shape: tuple[int, ...]) -> list[str]:
 
 
 def _names_trained_by_step(model: nn.Module, shape: tuple[int, ...]) -> set[str]:
-    """Return the names of the tensors that a training step changes or gives a gradient, on a copy of the network."""
     model = copy.deepcopy(model).train()
     before = {name: value.detach().clone() for name, value in state_without_aliases(model).items()}
     place = next((value.device for value in model.parameters()), torch.device("cpu"))
@@ -133,7 +228,3 @@ def _names_trained_by_step(model: nn.Module, shape: tuple[int, ...]) -> set[str]
     after = state_without_aliases(model)
     moved = {name for name, value in after.items() if value.grad is not None}
     return moved | {name for name, value in after.items() if not torch.equal(value.detach(), before[name])}
-
-
-def _tensors_in(told: Any) -> list[torch.Tensor]:
-    return [each for each in torch.utils._pytree.tree_leaves(told) if isinstance(each, torch.Tensor)]

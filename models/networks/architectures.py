@@ -1,12 +1,19 @@
-"""Small networks for edge devices, and the residual networks of CIFAR-10. Requires torch."""
+"""Small networks for edge devices, the residual networks of CIFAR-10, and networks of series, texts and image patches.
+
+Time series and spectrograms come as (n, steps, channels): a row of numbers for each step, as a table of readings has
+them. Text comes as (n, length) numbers of tokens, of which 0 is padding. Requires torch.
+"""
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from fedquilt.core import ModelError
 
 
 def mlp(inputs: int, classes: int, hidden: tuple[int, ...] = (64,)) -> nn.Module:
@@ -133,8 +140,6 @@ class Residual(nn.Module):  # type: ignore[misc]
 
 
 class ScaledResidual(nn.Module):  # type: ignore[misc]
-    """Residual block x + gain * f(x) with two linear layers as f and a learned gain, first 0."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.linear1 = nn.Linear(width, width)
@@ -200,3 +205,169 @@ def _separable_block(before: int, after: int, stride: int) -> nn.Module:
 
 def _pooled_head(width: int, classes: int) -> tuple[nn.Module, ...]:
     return nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, classes)
+
+
+class Attention(nn.Module):  # type: ignore[misc]
+    """Self-attention with the tensors of `torch.nn.MultiheadAttention`, batch first.
+
+    torch's own attention reads the weight of `out_proj` without a call, so that no adapter could be inserted. The two
+    attributes below keep `torch.nn.TransformerEncoder` from its fused kernel.
+    """
+
+    batch_first = True
+    _qkv_same_embed_dim = False
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        if width % heads:
+            raise ValueError(f"width {width} is not a multiple of heads {heads}")
+        self.heads, self.dropout = heads, 0.0
+        self.in_proj_weight = nn.Parameter(torch.empty(3 * width, width))
+        self.in_proj_bias = nn.Parameter(torch.zeros(3 * width))
+        self.out_proj = nn.Linear(width, width)
+        nn.init.xavier_uniform_(self.in_proj_weight)
+        nn.init.zeros_(self.out_proj.bias)
+
+    @classmethod
+    def from_torch(cls, other: nn.MultiheadAttention) -> Attention:
+        if other.in_proj_weight is None or other.bias_k is not None or other.add_zero_attn or not other.batch_first:
+            raise ValueError("only self-attention with one input projection, batch first, can be adapted")
+        made = cls(other.embed_dim, other.num_heads)
+        made.dropout = other.dropout
+        made.in_proj_weight, made.in_proj_bias = other.in_proj_weight, other.in_proj_bias
+        made.out_proj.weight, made.out_proj.bias = other.out_proj.weight, other.out_proj.bias
+        return made
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        *same: torch.Tensor,
+        need_weights: bool = False,
+        is_causal: bool = False,
+        **masks: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the self-attention of `x`, and None for the weights even with `need_weights`."""
+        # torch's layers pass the input again as key and value.
+        if any(each is not x for each in same) or is_causal or any(mask is not None for mask in masks.values()):
+            raise ModelError(
+                "only self-attention without a mask can be adapted: take another network, or another method"
+            )
+        n, patches, width = x.shape
+        both = F.linear(x, self.in_proj_weight, self.in_proj_bias)
+        q, k, v = both.view(n, patches, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        weights = torch.softmax(q @ k.transpose(-2, -1) / math.sqrt(width // self.heads), dim=-1)
+        mixed = F.dropout(weights, self.dropout, self.training) @ v  # (n, heads, patches, width / heads)
+        return self.out_proj(mixed.transpose(1, 2).reshape(n, patches, width)), None
+
+
+class TransformerBlock(nn.Module):  # type: ignore[misc]
+    def __init__(self, width: int, heads: int, hidden: int) -> None:
+        super().__init__()
+        self.norm1, self.attention = nn.LayerNorm(width), Attention(width, heads)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x))[0]
+        return x + self.mlp(self.norm2(x))
+
+
+class ViT(nn.Module):  # type: ignore[misc]
+    def __init__(
+        self, channels: int, size: int, classes: int, patch: int, width: int, depth: int, heads: int, hidden: int
+    ) -> None:
+        super().__init__()
+        if size % patch:
+            raise ValueError(f"size {size} is not a multiple of patch {patch}")
+        self.embed = nn.Conv2d(channels, width, patch, stride=patch)
+        self.place = nn.Parameter(0.02 * torch.randn(1, (size // patch) ** 2, width))
+        self.blocks = nn.Sequential(*(TransformerBlock(width, heads, hidden) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        patches = self.embed(x).flatten(2).transpose(1, 2) + self.place  # (n, patches, width)
+        return self.head(self.norm(self.blocks(patches)).mean(dim=1))
+
+
+def vit(
+    channels: int,
+    size: int,
+    classes: int,
+    patch: int = 4,
+    width: int = 64,
+    depth: int = 4,
+    heads: int = 4,
+    hidden: int = 0,
+) -> nn.Module:
+    """Build a vision transformer. `hidden` is the width between a block's two linear layers, or 0 for 2 * `width`.
+
+    ViT-Tiny/16 is patch 16, width 192, depth 12, heads 3, hidden 768.
+    """
+    return ViT(channels, size, classes, patch, width, depth, heads, hidden or 2 * width)
+
+
+class Conv1d(nn.Module):  # type: ignore[misc]
+    def __init__(self, channels: int, steps: int, classes: int, width: int, kernel: int) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        before = channels
+        for after in (width, 2 * width, 2 * width):
+            layers += [nn.Conv1d(before, after, kernel, padding=kernel // 2), nn.ReLU()]
+            if steps >= 4:
+                layers.append(nn.MaxPool1d(2))
+                steps //= 2
+            before = after
+        self.layers = nn.Sequential(*layers)
+        self.head = nn.Linear(before, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(x.transpose(1, 2)).mean(dim=2))
+
+
+def conv1d(channels: int, steps: int, classes: int, width: int = 16, kernel: int = 5) -> nn.Module:
+    if kernel % 2 == 0:
+        raise ValueError(f"kernel {kernel} is even: give an odd one")
+    return Conv1d(channels, steps, classes, width, kernel)
+
+
+class Gru(nn.Module):  # type: ignore[misc]
+    def __init__(self, channels: int, classes: int, width: int, layers: int) -> None:
+        super().__init__()
+        self.recurrent = nn.GRU(channels, width, layers, batch_first=True)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        states, _ = self.recurrent(x)  # (n, steps, width)
+        return self.head(states[:, -1])
+
+
+def gru(channels: int, steps: int, classes: int, width: int = 32, layers: int = 1) -> nn.Module:
+    if steps < 1:
+        raise ValueError(f"steps {steps}: 1 or more are wanted")
+    return Gru(channels, classes, width, layers)
+
+
+class Transformer(nn.Module):  # type: ignore[misc]
+    def __init__(self, vocabulary: int, length: int, classes: int, width: int, depth: int, heads: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.place = nn.Parameter(0.02 * torch.randn(1, length, width))
+        self.blocks = nn.Sequential(*(TransformerBlock(width, heads, 2 * width) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.long()  # engines hand over float32
+        said = (tokens != 0).to(self.place.dtype).unsqueeze(2)  # (n, length, 1)
+        values = (self.embed(tokens) + self.place) * said
+        found = self.norm(self.blocks(values)) * said
+        return self.head(found.sum(dim=1) / said.sum(dim=1).clamp(min=1.0))
+
+
+def transformer(
+    vocabulary: int, length: int, classes: int, width: int = 32, depth: int = 2, heads: int = 2
+) -> nn.Module:
+    if width % heads:
+        raise ValueError(f"width {width} is not a multiple of heads {heads}")
+    return Transformer(vocabulary, length, classes, width, depth, heads)
