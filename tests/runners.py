@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from fedquilt.host.disk import REAL
-from fedquilt.tools.operations.runner.http import RunnerServer
-from fedquilt.tools.operations.runner.models import ModelSwitcher
-from fedquilt.tools.operations.runner.service import ModelService
+from fedquilt.tools.operations.runner import RunnerServer
+from fedquilt.tools.operations.runner.service import ModelService, ModelSwitcher
 
 
 class Clock:

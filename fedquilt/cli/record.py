@@ -24,7 +24,7 @@ from fedquilt.cli.commands import option, verb
 def record(out: Path | None, minutes: float, root: Path, dry_run: bool, format: str) -> int:
     """Measure this device's speed and power at several clocks, and write its profile."""
     from fedquilt.console import progress
-    from fedquilt.tools.boards.record import profile_recording as tool
+    from fedquilt.tools.boards import record as tool
 
     with progress.show_progress(f"measuring for at most {minutes:g} min"):
         return tool.record_profile(

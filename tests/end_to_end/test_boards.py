@@ -28,8 +28,7 @@ from fedquilt.edge_agent import devices
 from fedquilt.edge_agent.clocks.client import HelperStatus
 from fedquilt.edge_agent.engines.numpy import engine
 from fedquilt.formats import job_bundle, toml
-from fedquilt.profiles.board_layouts import BOARDS
-from fedquilt.testing.boards import write_fake_board
+from fedquilt.testing.boards import BOARDS, write_fake_board
 from fedquilt.tools.broker import EmbeddedBroker
 from fedquilt.tools.simulation import agents
 

@@ -19,7 +19,7 @@ from fedquilt.coordinator.storage import backup
 from fedquilt.core import DeviceView, JobError
 from fedquilt.edge_agent.task.protocol import WorkResult
 from fedquilt.tools.artefacts.export import export_result
-from fedquilt.tools.operations.site.worker import HALTED
+from fedquilt.tools.operations.site import HALTED
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from fedquilt.tools.boards.doctor.checks import identity
-from fedquilt.tools.boards.doctor.checks.identity import Certificate
+from fedquilt.tools.boards.doctor import agent
+from fedquilt.tools.boards.doctor.agent import Certificate
 from fedquilt.tools.boards.doctor.findings import to_finding
-from fedquilt.tools.identity.authority import DAY_S, CertificateAuthority
-from fedquilt.tools.identity.certificate_parts import key_to_pem
+from fedquilt.tools.identity.authority import DAY_S, CertificateAuthority, key_to_pem
 
 
 def enrol(board: Any, name: str, begins_s: float) -> CertificateAuthority:
@@ -118,7 +117,7 @@ def test_a_certificate_that_has_ended_is_found(board: Any) -> None:
 def test_a_certificate_that_ends_soon_or_begins_later_is_found() -> None:
     """Renewal is due in the last third; in the last sixth it has failed. Before its beginning the clock is behind."""
     held = Certificate("a.crt", "a", 100 * DAY_S, 160 * DAY_S)
-    verdicts = [identity._check_validity(held, Path("agent.toml"), at * DAY_S) for at in (99, 101, 149, 151, 161)]
+    verdicts = [agent._check_validity(held, Path("agent.toml"), at * DAY_S) for at in (99, 101, 149, 151, 161)]
     told = [to_finding("FQ306", verdict) for verdict in verdicts if verdict is not None]
     assert [one.severity for one in told] == ["error", "ok", "ok", "warning", "error"]
     assert "it is behind" in told[0].sentence
@@ -146,7 +145,7 @@ def test_a_certificates_name_and_dates_are_read_without_a_library(board: Any) ->
     authority = enrol(board, "orin-07", board.clock_s - DAY_S)
     for file in (board.root / "etc/fedquilt/device.crt", authority.folder / "ca.crt"):
         known = x509.load_pem_x509_certificate(file.read_bytes())
-        own = identity.load_certificate(str(file))
+        own = agent.load_certificate(str(file))
         begins, ends = known.not_valid_before_utc.timestamp(), known.not_valid_after_utc.timestamp()
         assert (own.begins_s, own.ends_s) == (begins, ends)
         assert own.name == known.subject.rfc4514_string().removeprefix("CN=")
@@ -164,7 +163,7 @@ def test_two_names_in_one_part_of_a_certificates_subject_are_read(tmp_path: Path
     made = x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + datetime.timedelta(1))
     file = tmp_path / "a.crt"
     file.write_bytes(made.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
-    found = identity.load_certificate(str(file))
+    found = agent.load_certificate(str(file))
     assert (found.name, found.unit) == ("a", "lab")
 
 
@@ -176,4 +175,4 @@ def test_what_is_no_certificate_is_refused_in_one_way(board: Any, cut: int) -> N
     for data in (text, text[:40] + bytes(cut), bytes(cut)):
         file.write_bytes(data)
         with pytest.raises(OSError):
-            identity.load_certificate(str(file))
+            agent.load_certificate(str(file))

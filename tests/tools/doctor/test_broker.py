@@ -24,10 +24,9 @@ from fedquilt.coordinator.storage.store import Store
 from fedquilt.edge_agent.storage.agent_state import AgentState
 from fedquilt.security import authenticated_link
 from fedquilt.tools.boards import doctor
-from fedquilt.tools.boards.doctor import ExaminationTarget
-from fedquilt.tools.boards.doctor.checks import broker as checks_broker
-from fedquilt.tools.boards.doctor.checks import permissions
-from fedquilt.tools.boards.doctor.checks.permissions import ExaminationDeadline
+from fedquilt.tools.boards.doctor import ExaminationTarget, broker
+from fedquilt.tools.boards.doctor import broker as checks_broker
+from fedquilt.tools.boards.doctor.broker import ExaminationDeadline
 from fedquilt.tools.boards.doctor.findings import Finding, Numbered, to_finding
 from fedquilt.tools.identity.authority import DAY_S, clock_s
 from fedquilt.transport.mqtt.broker import Broker
@@ -266,9 +265,9 @@ def test_an_embedded_broker_of_this_machine_has_no_finding(board: Any, embedded_
 
 def test_an_open_broker_on_a_network_is_found() -> None:
     """The same seen from another machine is a warning; with users or certificates it is an error."""
-    seen = permissions.PermissionResult(arrived=True, other_arrived=True)
+    seen = broker.PermissionResult(arrived=True, other_arrived=True)
     told = [
-        told_by(permissions.judge_device(seen, Broker(host, 1883, user=user), "a"))
+        told_by(broker.judge_device(seen, Broker(host, 1883, user=user), "a"))
         for host, user in (("10.0.0.9", None), ("b", "u"))
     ]
     assert [bad(one) for one in told] == [[("FQ412", "warning")], [("FQ412", "error")]]

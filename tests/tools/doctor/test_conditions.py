@@ -15,9 +15,9 @@ from fedquilt.edge_agent.clocks.client import HelperStatus
 from fedquilt.testing import boards
 from fedquilt.tools.boards import doctor
 from fedquilt.tools.boards.doctor import machine_facts
-from fedquilt.tools.boards.doctor.checks.agent import Facts
-from fedquilt.tools.boards.doctor.checks.packages import InstalledPackages
+from fedquilt.tools.boards.doctor.agent import Facts
 from fedquilt.tools.boards.doctor.findings import Finding, run_checks
+from fedquilt.tools.boards.doctor.machine import InstalledPackages
 from fedquilt.tools.boards.doctor.machine_facts import MachineFacts
 
 OC = "sys/class/hwmon/hwmon9"

@@ -16,7 +16,7 @@ from fedquilt.coordinator.rounds.rollout import RolloutPlan, RolloutStarted
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import BlobRef
 from fedquilt.formats import job_bundle
-from fedquilt.tools.boards.doctor.checks import coordinator
+from fedquilt.tools.boards.doctor import coordinator
 from fedquilt.tools.boards.doctor.findings import Finding, to_finding
 
 ROOM = 10**11

@@ -12,7 +12,7 @@ from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.devices import linux
 from fedquilt.edge_agent.power.learned_model import LatestTask, LearnedModel, TaskSegment, learn_segment
 from fedquilt.edge_agent.storage.agent_state import AgentState
-from fedquilt.tools.boards.doctor.checks import power_mode
+from fedquilt.tools.boards.doctor import agent
 
 WORK = WorkEstimate(flops=5e12, read_bytes=1e10, workload="torch-conv")
 
@@ -42,7 +42,7 @@ def seconds(board: Any, name: str) -> float:
     """Seconds that the work takes at the fastest point of a mode, by the profile alone."""
     levers = controls.discover_controls(board.root)
     (mode,) = [each for each in levers.modes if each.name == name]
-    told_s = power_mode._estimate_shortest_duration_s(
+    told_s = agent._estimate_shortest_duration_s(
         profile(board), levers, mode, LearnedModel(), LatestTask(work=WORK, left_s=0.0)
     )
     assert told_s is not None

@@ -9,7 +9,7 @@ import pytest
 
 from fedquilt.core import JobError
 from fedquilt.edge_agent.task import sandbox
-from fedquilt.tools.boards.doctor.checks import version
+from fedquilt.tools.boards.doctor import version
 
 TELLS = """
 import json, sys

@@ -17,7 +17,7 @@ import command_lines
 from fedquilt.core import JobError
 from fedquilt.edge_agent import settings as agents
 from fedquilt.formats import toml
-from fedquilt.tools.boards.flash import bundle, coordinator
+from fedquilt.tools.boards.flash import bundle
 from fedquilt.tools.boards.flash.bundle import BoardFiles
 
 ENROL = '[enrol]\nurl = "https://hub.site:8884"\n'
@@ -149,7 +149,7 @@ def test_a_coordinators_units_say_what_its_settings_do(site: Path) -> None:
     assert (options["home"], options["broker"]) == (Path("/var/lib/fedquilt/runs"), "mqtts://broker.site:8883")
     assert (options["fleet"], options["ca"]) == ("site", Path("/etc/fedquilt/ca.crt"))
     assert options["key"] == Path("${CREDENTIALS_DIRECTORY}/coordinator.key")
-    assert b"LoadCredential=coordinator.key:/etc/fedquilt/coordinator.key" in units["fedquilt-serve.service"]
+    assert b"LoadCredential=bundle.key:/etc/fedquilt/coordinator.key" in units["fedquilt-serve.service"]
     options = command_lines.parsed([w for w in exec_line(units["fedquilt-enrol-serve.service"]) if w != "-v"])
     assert (options["hosts"], options["listen"]) == (("hub.site", "10.0.0.1"), "0.0.0.0:9000")
     assert options["ca"] == Path("/var/lib/fedquilt-ca")
@@ -176,11 +176,11 @@ def test_a_coordinators_settings_that_cannot_work_are_refused(site: Path) -> Non
             serving(site, text)
     (site / "bare.toml").write_text('[broker]\nurl = "mqtts://broker.site:8883"\nca = "none.crt"\n')
     with pytest.raises(JobError, match=r"none\.crt"):
-        coordinator.read_coordinator_files(site / "bare.toml")
+        bundle.read_coordinator_files(site / "bare.toml")
     for url in ("mqtts://broker.site:8883 --home /root", "mqtt://${HOME}"):
         (site / "bare.toml").write_text(f'[broker]\nurl = "{url}"\n')
         with pytest.raises(JobError, match=r"bare\.toml"):
-            coordinator.read_coordinator_files(site / "bare.toml")
+            bundle.read_coordinator_files(site / "bare.toml")
     with pytest.raises(JobError, match="systemd 247"):
         bundle.render_units(serving(site), systemd=245)
 

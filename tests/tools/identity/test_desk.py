@@ -16,7 +16,7 @@ from fedquilt.core import JobError, SiteRight
 from fedquilt.edge_agent.enrolment import create_signing_request
 from fedquilt.security.enrolment import SigningRequest
 from fedquilt.tools.identity.authority import DAY_S, CertificateAuthority
-from fedquilt.tools.identity.enrolment_service import EnrolmentService, make_enrolment_response
+from fedquilt.tools.identity.endpoint import EnrolmentService, make_enrolment_response
 from fedquilt.tools.identity.register import CertificateRegister, IssuedCertificate
 
 NOW_S = 1_800_000_000.0

@@ -28,9 +28,8 @@ from waiting import until
 
 from fedquilt.host.http_server import RequestRefusedError
 from fedquilt.tools.operations import runner
-from fedquilt.tools.operations.runner.http import BODIES_MOST, BODIES_SHARE
-from fedquilt.tools.operations.runner.models import ModelSwitcher
-from fedquilt.tools.operations.runner.service import BODY_MOST, ModelService
+from fedquilt.tools.operations.runner import BODIES_MOST, BODIES_SHARE
+from fedquilt.tools.operations.runner.service import BODY_MOST, ModelService, ModelSwitcher
 
 
 def member(name: str, data: bytes) -> bytes:

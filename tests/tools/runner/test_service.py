@@ -17,8 +17,7 @@ from runners import Clock, Running, digest, npy, npz
 
 from fedquilt.core import DataError, ModelError
 from fedquilt.tools.operations.runner import service as services
-from fedquilt.tools.operations.runner.models import ModelSwitcher
-from fedquilt.tools.operations.runner.service import ModelService
+from fedquilt.tools.operations.runner.service import ModelService, ModelSwitcher
 
 
 def test_served_json_says_what_the_contract_says(running: Running, models: Path) -> None:

@@ -20,7 +20,7 @@ from runners import Clock, Running, digest, npy
 
 from fedquilt.core import ModelError
 from fedquilt.host.disk import REAL
-from fedquilt.tools.operations.runner.models import AGAIN_S, ModelSwitcher
+from fedquilt.tools.operations.runner.service import AGAIN_S, ModelSwitcher
 
 
 def test_ten_thousand_requests_through_swaps_none_dropped_none_mixed(running: Running, models: Path) -> None:

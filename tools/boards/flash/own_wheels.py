@@ -50,8 +50,8 @@ NOT_ON_BOARDS: Final = (
     *("edge_agent/engines/batch_training.py", "edge_agent/engines/numpy/batch_engine.py"),
     *("edge_agent/engines/torch/batch_engine.py", "models/networks/onnx_file.py"),
     "models/partial/dependency_trace.py",
-    *("models/stitching/onnx/", "profiles/board_layouts.py", "profiles/fake_trees.py"),
-    *("tools/boards/doctor/checks/coordinator.py", "transport/memory_link.py", "transport/scheduler.py"),
+    "models/stitching/onnx/",
+    *("tools/boards/doctor/coordinator.py", "transport/memory_link.py", "transport/scheduler.py"),
 )
 SOURCE_TEXT: Final = 'text = "see package fedquilt"'  # of a number of a profile on boards
 _SOURCE_TEXT: Final = re.compile(rb'^text = ".*"$', re.MULTILINE)
@@ -59,11 +59,6 @@ STAMP: Final = (2020, 1, 1, 0, 0, 0)  # of every file
 
 
 def build_own_wheel(folder: Path, name: OwnWheel = "fedquilt-board") -> Path:
-    """Build a wheel of the running files, and return its path.
-
-    Raises:
-        StoreError: If the folder cannot be written.
-    """
     package, stem = Path(fedquilt.__file__).parent, f"{name.replace('-', '_')}-{fedquilt.__version__}"
     info = f"{stem}.dist-info"
     files = dict(_iterate_package_files(package) if name == "fedquilt" else _iterate_board_files(package))
@@ -154,8 +149,6 @@ def strip_prose(source: str) -> str:
 
 
 class _ProseRemover(ast.NodeTransformer):
-    """Removal of docstrings, of blocks for type checkers, and of annotations except those of classes' fields."""
-
     def generic_visit(self, node: ast.AST) -> ast.AST:
         if isinstance(node, ast.arg):
             node.annotation = None
@@ -201,7 +194,6 @@ class _ImportRemover(ast.NodeTransformer):
 
 
 def _find_used_names(tree: ast.AST) -> set[str]:
-    """Return the names that a module's code and the words of its strings use, as annotations may be strings."""
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     return names.union(*(re.findall(r"\w+", text) for text in texts))

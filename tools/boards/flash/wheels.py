@@ -118,7 +118,6 @@ def _read_constraints(constraint: Path | None) -> bytes:
 
 
 def format_lock(wheels: Sequence[Path]) -> str:
-    """Return a requirements file with hashes for `pip install --require-hashes`."""
     read = sorted((Wheel.from_file(path) for path in wheels), key=lambda wheel: wheel.name)
     return "".join(f"{wheel.name}=={wheel.version} --hash=sha256:{file_sha256(wheel.path)}\n" for wheel in read)
 
@@ -132,7 +131,6 @@ def file_sha256(path: Path) -> str:
 
 
 def _load_cached_wheels(folder: Path, asked: str) -> list[Path] | None:
-    """Return the cached wheels, or None if the request has changed or a wheel is missing or damaged."""
     try:
         kept = msgspec.json.decode((folder / "kept.json").read_bytes(), type=CachedWheels)
     except (OSError, *UNDECODABLE):
@@ -156,7 +154,6 @@ def _download_dependencies(
     index: str | None,
     constraint: Path | None,
 ) -> list[Path]:
-    """Download all wheels that the own wheel needs on the target. Return them without the own wheel."""
     own = Wheel.from_file(own_wheel).name
     root = f"{own}[{','.join(extras)}]" if extras else own
     with tempfile.TemporaryDirectory(dir=folder) as built:
@@ -167,7 +164,6 @@ def _download_dependencies(
 def _download_gpu_builds(
     root: str, own_wheel: Path, target: BundleTarget, folder: Path, index: str, constraint: Path | None
 ) -> list[str]:
-    """Download packages with GPU builds from `index`, and return requirements that pin them."""
     # PyPI has newer builds for another CUDA. A wheel compiled with NumPy 1 does not run with NumPy 2.
     from packaging.requirements import Requirement
 
@@ -200,7 +196,6 @@ def _download_until_complete(
     constraint: Path | None,
     more: list[str],
 ) -> list[Path]:
-    """Download wheels until no dependency is missing. Return copies in `folder`, without the own wheel."""
     for _ in range(ROUNDS_MOST):
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             _download_wheels(
@@ -239,7 +234,6 @@ def dependency_closure(root: str, wheels: Mapping[str, Wheel], target: BundleTar
 
 
 def _is_required_for_extra(one: Requirement, target: BundleTarget, extra: str) -> bool:
-    """Return whether a requirement applies on the target with this extra alone, or without any for ""."""
     if one.marker is None:
         return not extra
     environment = target.marker_environment()
@@ -272,16 +266,6 @@ def _run_pip_download(
     *,
     local: bool,
 ) -> str | None:
-    """Download wheels with pip. Return None, or the error.
-
-    Args:
-        what: requirements.
-        folder: gets the wheels.
-        target: kind of board.
-        constraint: pip's constraints file.
-        where: pip's options that name indexes.
-        local: take wheels with the board's own tag too, and rather than others of the same version.
-    """
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
     command += ["--only-binary", ":all:", "--implementation", "cp", "--python-version", target.python]
     for platform in ([target.local_platform] if local else []) + list(target.platforms):
