@@ -17,7 +17,6 @@ def told(site: Path, text: str, *given: object) -> BoardFiles:
 
 
 def serving(site: Path, text: str = "") -> CoordinatorFiles:
-    """A coordinator's settings, read."""
     files = 'ca = "ca.crt"\ncert = "orin-1.crt"\nkey = "orin-1.key"\n'
     (site / "coordinator.toml").write_text(f'fleet = "site"\n{URL}{files}{text}')
     return bundle.read_coordinator_files(site / "coordinator.toml")
@@ -27,7 +26,6 @@ def serving(site: Path, text: str = "") -> CoordinatorFiles:
 
 
 def exec_line(text: bytes) -> list[str]:
-    """The words of a unit's command behind the interpreter's."""
     (line,) = [line for line in text.decode().splitlines() if line.startswith("ExecStart=")]
     words = shlex.split(line)
     return words[words.index("fedquilt.cli") + 1 :]

@@ -63,8 +63,6 @@ class ExpectedProfile:
 
 
 class _FakeClockHelper:
-    """Status that a clock helper of a tree would answer; it sets nothing."""
-
     def __init__(self, tree: Path) -> None:
         self._tree = tree
 

@@ -25,8 +25,6 @@ FACTS = record.BoardFacts("NVIDIA Jetson Toy (rev. 2)", 8 << 30, "A fake board i
 
 
 class FakeBoard:
-    """A board that follows the model exactly, on a clock that its own work moves. Not held, it is at its lowest."""
-
     def __init__(self, *, meter: bool = True) -> None:
         self.now_s, self.meter, self.energy_j = 100.0, meter, 0.0
         self.held: OperatingPoint | None = None
@@ -76,7 +74,6 @@ POINTS = measurement.select_points(measurement.candidate_points(LISTS))
 
 
 def test_what_is_measured_is_what_the_board_does():
-    """Each point's speed, traffic and power to a part in a thousand; idle power of 1.5 W first; clocks given back."""
     board = FakeBoard()
     found = measurement.measure_points(board.rig(), POINTS, 120.0)
     assert found.idle_w == pytest.approx(1.5)
@@ -91,7 +88,6 @@ def test_what_is_measured_is_what_the_board_does():
 
 
 def test_the_profile_that_comes_out_holds_the_board_s_own_law_and_reads_back():
-    """The coefficients that the fake follows, measured by their sources, and the errors of the fit near nothing."""
     result = record.build_profile(measurement.measure_points(FakeBoard().rig(), POINTS, 120.0), FACTS, LISTS)
     board = profiles.parse_board_profile(record.format_board(result.board), "recorded")
     assert board == result.board
@@ -107,7 +103,6 @@ def test_the_profile_that_comes_out_holds_the_board_s_own_law_and_reads_back():
 
 
 def test_progress_is_shown_with_the_time_that_is_left():
-    """Before each point its number, its name and the most that is still to come; a default run ends within 10 min."""
     said: list[str] = []
     board = FakeBoard()
     measurement.measure_points(board.rig(), POINTS, 300.0, said.append)
@@ -118,7 +113,6 @@ def test_progress_is_shown_with_the_time_that_is_left():
 
 
 def test_how_far_to_trust_the_fit_is_said_by_points_left_out_of_it():
-    """The board's own law holds well; one odd point makes it bad; too few points cannot be cross-validated."""
     result = record.build_profile(measurement.measure_points(FakeBoard().rig(), POINTS, 120.0), FACTS, LISTS)
     assert record.describe_accuracy(result)[0].startswith(
         "time: the model holds well elsewhere, within 0.0 % at every point left out"
@@ -139,14 +133,12 @@ def test_how_far_to_trust_the_fit_is_said_by_points_left_out_of_it():
 
 
 def test_only_points_within_the_owners_mode_are_measured():
-    """A mode that caps the GPU: the profile still lists all its clocks."""
     clocks = [ClockState("gpu", "gpu", (1e8, 2e8, 3e8), 1e8, 2e8, 1e8, None, ceiling_hz=2e8)]
     assert record.permitted_settings(clocks) == {"gpu_hz": (1e8, 2e8)}
     assert record.common_settings(clocks) == {"gpu_hz": (1e8, 2e8, 3e8)}
 
 
 def test_time_is_bounded_and_what_was_left_out_is_said():
-    """In 4 s not all nine points have their 1.5 s; no more than one unit of work goes beyond."""
     board = FakeBoard()
     found = measurement.measure_points(board.rig(), POINTS, 4.0)
     assert board.now_s - 100.0 < 4.0 + 1e9 * TIME.compute_seconds(
@@ -159,7 +151,6 @@ def test_time_is_bounded_and_what_was_left_out_is_said():
 
 
 def test_a_point_too_slow_for_its_time_is_skipped():
-    """Units that take 5 s more there do not fit, three of them, into a share of 7 s; the other points are measured."""
     board = FakeBoard()
 
     def slow(point: OperatingPoint) -> None:
@@ -187,7 +178,6 @@ def test_clocks_are_given_back_whatever_happens(error):
 
 
 def test_a_point_that_the_board_refuses_is_skipped_with_its_reason():
-    """As when it is too hot there, or the helper lets go meanwhile; the rest goes on."""
     board = FakeBoard()
 
     def hot(point: OperatingPoint) -> None:
@@ -201,7 +191,6 @@ def test_a_point_that_the_board_refuses_is_skipped_with_its_reason():
 
 
 def test_without_a_clock_helper_the_one_point_is_as_the_board_is():
-    """No clocks, no model, and the profile is whole all the same."""
     found = measurement.measure_points(FakeBoard().rig(clocks=False), [], 20.0)
     result = record.build_profile(found, FACTS, {})
     (point,) = profiles.parse_board_profile(record.format_board(result.board), "recorded").operating_points()
@@ -213,7 +202,6 @@ def test_without_a_clock_helper_the_one_point_is_as_the_board_is():
 
 
 def test_without_a_meter_power_is_left_out_and_that_is_said():
-    """None, never 0; the model has times alone."""
     found = measurement.measure_points(FakeBoard(meter=False).rig(), POINTS, 120.0)
     result = record.build_profile(found, FACTS, LISTS)
     assert (found.idle_w, result.board.idle_w, result.errors.get("power")) == (None, None, None)
@@ -229,8 +217,6 @@ def test_a_recording_of_nothing_is_an_error_with_the_reasons():
 
 
 def test_what_the_helper_lists_is_shared_by_all_clocks_of_a_kind():
-    """Two clusters of cores at 1 and 2 and at 2 and 3 Hz can both be set to 2; the GPU has its own list."""
-
     def clock(name: str, kind: str, *listed: float) -> ClockState:
         return ClockState(name=name, kind=kind, listed_hz=listed, low_hz=None, high_hz=None, now_hz=None, governor=None)
 
@@ -244,7 +230,6 @@ def test_what_the_helper_lists_is_shared_by_all_clocks_of_a_kind():
 
 
 def test_results_are_told_to_programs_too(tmp_path):
-    """Errors by point and in all, and what was skipped."""
     result = record.build_profile(measurement.measure_points(FakeBoard().rig(), POINTS, 120.0), FACTS, LISTS)
     told = json.loads(json.dumps(record.make_json_report(result, tmp_path)))
     assert told["error"]["time"]["worst"] < 1e-6
@@ -253,7 +238,6 @@ def test_results_are_told_to_programs_too(tmp_path):
 
 
 def test_a_dry_run_measures_and_writes_nothing(tmp_path, monkeypatch, capsys):
-    """It says what it would measure: on a host without a helper, the one point."""
     monkeypatch.chdir(tmp_path)
     assert record.record_profile(None, 1.0, dry_run=True) == 0
     assert "as-is" in capsys.readouterr().out
@@ -261,7 +245,6 @@ def test_a_dry_run_measures_and_writes_nothing(tmp_path, monkeypatch, capsys):
 
 
 def test_a_board_is_looked_for_below_the_root_that_is_given(tmp_path):
-    """As in a container: where there is no proc, there is no board."""
     with pytest.raises(JobError, match="/proc/meminfo"):
         record.record_profile(None, 1.0, root=tmp_path, dry_run=True)
 
@@ -273,7 +256,6 @@ def test_what_cannot_be_done_is_said_before_minutes_are_spent(tmp_path):
 
 
 def test_the_units_of_work_are_float32_and_count_what_they_say():
-    """A convolution of 3 x 3 over 64 channels of 4 images of 56 x 56, twice: 2 * 2 * 4 * 64 * 64 * 9 * 3136 FLOP."""
     pytest.importorskip("onnxruntime")
     work = probes.build_workload()
     assert "convolutions" in work.name
@@ -288,7 +270,6 @@ LAUNCH = clock_model.InverseTimeLaw(1e-5, {"cpu_hz": 2e4})
 
 
 def test_a_workload_s_rates_are_told_apart_and_fitted_over_the_clocks():
-    """Probes of a board whose launches follow the processor alone: every rate comes back, at other points too."""
     board = FakeBoard()
     works = [
         WorkEstimate(flops=1e9, launches=10.0),

@@ -18,7 +18,6 @@ from fedquilt.tools.identity.authority import DAY_S, CertificateAuthority, key_t
 
 
 def enrol(board: Any, name: str, begins_s: float) -> CertificateAuthority:
-    """Give the board a certificate, as an authority would have signed it then."""
     authority = CertificateAuthority.create(board.root / "ca", "site", begins_s)
     key = ec.generate_private_key(ec.SECP256R1())
     with authority.register.transaction():
@@ -32,7 +31,6 @@ def enrol(board: Any, name: str, begins_s: float) -> CertificateAuthority:
 
 
 def test_settings_with_a_fault_are_one_finding_and_the_machine_is_still_examined(board: Any) -> None:
-    """The sentence is the one that the agent itself would end with."""
     board.table["budgit"] = "1GB"
     found = board.only("settings", "machine")
     assert (found.number, found.severity) == ("FQ301", "error")
@@ -58,7 +56,6 @@ def test_one_setting_at_fault_is_the_one_finding(board: Any, changes: dict[str, 
 
 
 def test_a_full_disk_and_one_too_small_for_the_cache_are_found(board: Any) -> None:
-    """50 MB is an error, 1 GB beside a cache of 2 GB a warning."""
     board.free = 50 * 10**6
     board.require("FQ303", "error")
     board.free = 10**9
@@ -66,7 +63,6 @@ def test_a_full_disk_and_one_too_small_for_the_cache_are_found(board: Any) -> No
 
 
 def test_what_the_cache_holds_already_counts(board: Any) -> None:
-    """A blob of a gigabyte (with holes) leaves the cache another to grow by."""
     blob = board.write("var/lib/fedquilt/blobs/ab/abcd", "")
     os.truncate(blob, 10**9)
     board.free = 11 * 10**8
@@ -75,7 +71,6 @@ def test_what_the_cache_holds_already_counts(board: Any) -> None:
 
 @pytest.mark.parametrize(("budget", "number", "severity"), [("9GB", "FQ310", "error"), ("7GB", "FQ310", "warning")])
 def test_a_budget_beyond_the_memory_is_found(board: Any, budget: str, number: str, severity: str) -> None:
-    """8 GB of memory, half of it left: what is left is a warning of its own."""
     board.table["budget"] = budget
     first, second = board.examine("machine")
     assert (first.number, first.severity) == (number, severity)
@@ -83,7 +78,6 @@ def test_a_budget_beyond_the_memory_is_found(board: Any, budget: str, number: st
 
 
 def test_a_unit_that_may_hold_less_than_the_budget_is_found(board: Any) -> None:
-    """The kernel would kill its tasks."""
     board.table["budget"] = "1GB"
     board.write("etc/systemd/system/fedquilt-agent.service", "[Service]\nDelegate=yes\nMemoryMax=512M")
     board.require("FQ314", "error", "537 MB")
@@ -97,25 +91,21 @@ def test_a_profile_that_nobody_knows_is_found(board: Any) -> None:
 
 
 def test_an_identity_that_is_well_is_no_finding(board: Any) -> None:
-    """The board's paths are found below its root."""
     enrol(board, "orin-07", board.clock_s - DAY_S)
     assert board.examine("machine") == []
 
 
 def test_a_certificate_of_another_device_is_found(board: Any) -> None:
-    """The broker would keep this one to the other's branch."""
     enrol(board, "orin-08", board.clock_s - DAY_S)
     board.require("FQ307", "error", "'orin-08'")
 
 
 def test_a_certificate_that_has_ended_is_found(board: Any) -> None:
-    """The fix is to enrol anew."""
     enrol(board, "orin-07", board.clock_s - 400 * DAY_S)
     board.require("FQ306", "error", fix="identity enrol")
 
 
 def test_a_certificate_that_ends_soon_or_begins_later_is_found() -> None:
-    """Renewal is due in the last third; in the last sixth it has failed. Before its beginning the clock is behind."""
     held = Certificate("a.crt", "a", 100 * DAY_S, 160 * DAY_S)
     verdicts = [agent._check_validity(held, Path("agent.toml"), at * DAY_S) for at in (99, 101, 149, 151, 161)]
     told = [to_finding("FQ306", verdict) for verdict in verdicts if verdict is not None]
@@ -131,7 +121,6 @@ def test_a_key_that_others_can_read_is_found(board: Any) -> None:
 
 
 def test_an_identity_that_was_never_got_is_found(board: Any) -> None:
-    """A board that enrols is told to."""
     enrol(board, "orin-07", board.clock_s - DAY_S)
     (board.root / "etc/fedquilt/device.crt").unlink()
     board.table["enrol"] = {"url": "https://coordinator:8884"}
@@ -139,7 +128,6 @@ def test_an_identity_that_was_never_got_is_found(board: Any) -> None:
 
 
 def test_a_certificates_name_and_dates_are_read_without_a_library(board: Any) -> None:
-    """As the cryptography library reads them; also one that is valid beyond 2050."""
     from cryptography import x509
 
     authority = enrol(board, "orin-07", board.clock_s - DAY_S)

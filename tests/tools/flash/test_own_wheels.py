@@ -55,14 +55,11 @@ ELSEWHERE = {  # commands of operators, which say on a board that they need the 
 
 
 @pytest.mark.parametrize("name", ["fedquilt", "fedquilt-board"])
-def test_an_own_wheel_is_whole_and_always_the_same(
-    tmp_path: Path, name: OwnWheel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It imports from where it is unpacked, with nothing compiled."""
-    monkeypatch.setattr(own_wheels, "strip_prose", own_wheels.strip_prose.__wrapped__)  # anew for each wheel
-    (tmp_path / "again").mkdir()
+def test_an_own_wheel_is_whole_and_always_the_same(tmp_path: Path, name: OwnWheel) -> None:
     path = own_wheels.build_own_wheel(tmp_path, name)
-    assert own_wheels.build_own_wheel(tmp_path / "again", name).read_bytes() == path.read_bytes()
+    (tmp_path / "again").mkdir()
+    again = own_wheels.build_own_wheel.__wrapped__(tmp_path / "again", name)
+    assert again.read_bytes() == path.read_bytes()
     read, info = Wheel.from_file(path), f"{name.replace('-', '_')}-{fedquilt.__version__}.dist-info"
     assert (read.name, read.version) == (name, fedquilt.__version__)
     assert any(line.startswith("msgspec") for line in read.requires)
@@ -87,19 +84,16 @@ def test_an_own_wheel_is_whole_and_always_the_same(
 
 @pytest.fixture(scope="module")
 def board_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel for boards."""
     return own_wheels.build_own_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 def modules(wheel: Path) -> dict[str, str]:
-    """Return the sources of a wheel's modules by name."""
     with zipfile.ZipFile(wheel) as archive:
         files = {file: archive.read(file).decode() for file in archive.namelist() if file.endswith(".py")}
     return {file[:-3].removesuffix("/__init__").replace("/", "."): source for file, source in files.items()}
 
 
 def imported(source: str) -> set[str]:
-    """Return the modules of fedquilt that a source imports anywhere, except for type checkers."""
     found: set[str] = set()
     waiting: list[ast.AST] = [ast.parse(source)]
     while waiting:
@@ -127,7 +121,6 @@ def parents(module: str) -> list[str]:
 
 
 def bound_names(source: str) -> set[str]:
-    """Return the names that a module defines or imports anywhere."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         match node:
@@ -141,7 +134,6 @@ def bound_names(source: str) -> set[str]:
 
 
 def test_names_that_modules_of_a_board_import_from_each_other_are_there(board_wheel: Path) -> None:
-    """A module keeps an import that it does not use itself."""
     there = modules(board_wheel)
     bound = {name: bound_names(source) for name, source in there.items() if name != "fedquilt"}
     for name, source in there.items():
@@ -152,7 +144,6 @@ def test_names_that_modules_of_a_board_import_from_each_other_are_there(board_wh
 
 
 def test_a_board_gets_what_it_runs_and_no_more(board_wheel: Path) -> None:
-    """Every import of its modules is there; no coordinator, simulation, bench, demo or dashboard is."""
     there = modules(board_wheel)
     there = {parent: "" for name in there for parent in parents(name)} | there
     missing = {name: imported(source) - there.keys() for name, source in there.items()}
@@ -169,14 +160,12 @@ def test_a_board_gets_what_it_runs_and_no_more(board_wheel: Path) -> None:
 
 
 def test_each_file_for_boards_exists() -> None:
-    """A file that was renamed leaves no name in the lists."""
     package = Path(fedquilt.__file__).parent
     for file in (*own_wheels.BOARD_FILES, *own_wheels.NOT_ON_BOARDS):
         assert (package / file).exists(), file
 
 
 def leaf_functions(source: str) -> dict[str, list[object]]:
-    """Return what the functions of a module run, by their names, without those that define others."""
     found: dict[str, list[object]] = {}
     waiting = [compile(source, "module", "exec", optimize=2)]
     while waiting:
@@ -192,7 +181,6 @@ def leaf_functions(source: str) -> dict[str, list[object]]:
 
 
 def test_functions_on_boards_are_those_of_the_clone(board_wheel: Path) -> None:
-    """The commands keep their docstrings, which are their help."""
     package, compared = Path(fedquilt.__file__).parents[1], 0
     for name, source in modules(board_wheel).items():
         path = package / name.replace(".", "/")
@@ -207,7 +195,6 @@ def test_functions_on_boards_are_those_of_the_clone(board_wheel: Path) -> None:
 
 
 def test_profiles_on_boards_have_the_numbers_of_the_clone(board_wheel: Path) -> None:
-    """Without the texts on where the numbers come from."""
     with zipfile.ZipFile(board_wheel) as archive:
         found = {
             Path(name).stem: profiles.parse_board_profile(archive.read(name).decode(), name)
@@ -243,13 +230,11 @@ def test_profiles_on_boards_have_the_numbers_of_the_clone(board_wheel: Path) -> 
     ],
 )
 def test_only_annotations_of_fields_stay(source: str, stripped: str) -> None:
-    """Those are read at run time. Imports for the others go, but not imports for their effect."""
     assert own_wheels.strip_prose(source).splitlines() == stripped.splitlines()
 
 
 @pytest.fixture(scope="module")
 def program(board_wheel: Path) -> Path:
-    """`fedquilt` of a fresh environment with the wheel for boards, and the other packages of this one."""
     folder = board_wheel.parent / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin/python"), "install", "--quiet", "--no-index"]
@@ -265,7 +250,6 @@ def run(program: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_board_has_the_commands_of_a_board(program: Path, tmp_path: Path) -> None:
-    """The others are not in its help, and what needs a coordinator says so."""
     shown = run(program, "--help").stdout.splitlines()
     assert [name for name in VERBS if any(line.startswith(f"  {name} ") for line in shown)] == VERBS
     there = {name for names in commands.SECTIONS.values() for name in names}
@@ -277,7 +261,6 @@ def test_a_board_has_the_commands_of_a_board(program: Path, tmp_path: Path) -> N
 
 
 def test_an_agent_of_a_board_is_examined_and_takes_part_in_rounds(program: Path, tmp_path: Path) -> None:
-    """Over a broker on loopback, with a coordinator of the whole package."""
     plan = make_job(tmp_path, start_devices=1)
     table = {**plan.make_agent_tables()[0], "home": str(tmp_path / "agent")}
     settings, log = tmp_path / "agent.toml", tmp_path / "agent.log"

@@ -30,7 +30,6 @@ from fedquilt.tools.boards.flash import bundle, image, install, wheels
 from fedquilt.tools.boards.flash.bundle import CoordinatorFiles
 from fedquilt.tools.boards.flash.install import InstallRefusedError
 from fedquilt.tools.boards.flash.own_wheels import OwnWheel
-from fedquilt.tools.boards.targets import BundleTarget
 
 Say = Callable[[str], None]
 
@@ -89,11 +88,7 @@ def flash_board(what: FlashContent, where: FlashDestination, say: Say = print) -
             if root is not None:
                 bundle.write_folder(files, scratch / TOP)
                 changes = install.install_bundle(scratch / TOP, root)
-                say(
-                    f"{changes} things {'would change' if where.dry_run else 'changed'}"
-                    if changes
-                    else "nothing to do: all is so already"
-                )
+                say(install.describe_changes(changes, where.dry_run))
                 if copied is not None and not where.dry_run:
                     copied.save_image()
             elif host is not None:
@@ -121,12 +116,39 @@ def _collect_bundle_files(
 def write_upgrade_bundle(
     what: FlashContent, out: Path, authority: Path, *, whole: bool = False, say: Say = print
 ) -> None:
+    """Write the bundle of an over-the-air upgrade, signed if the authority's key is here.
+
+    Without `whole`, the boards must have the dependencies already.
+    """
     target = targets.find_target(what.target, what.python)
-    extras = sorted({*what.extras, "identity"})
     progress.LINE.set_part("wheels, of which new ones are downloaded", 0, 2)
-    house, _ = wheels.collect_wheels(target, extras)
+    house, _ = wheels.collect_wheels(target, sorted({*what.extras, "identity"}))
     progress.LINE.set_part(f"packing {len(house)} wheels" if whole else "packing fedquilt's wheel", 1, 2)
-    sign_and_write_bundle(house, target, out, authority, whole=whole, say=say)
+    brought, left = (house, []) if whole else (house[:1], house[1:])
+    made = UpgradeManifest(
+        format=archive.FORMAT,
+        version=fedquilt.__version__,
+        machine=target.machine,
+        python=target.python,
+        wheels={path.name: wheels.file_sha256(path) for path in brought},
+        unpacked_bytes=sum(map(bundle.unpacked_bytes, brought)),
+        present={one.name: one.version for one in map(wheels.Wheel.from_file, left)},
+        made_s=int(time.time()),
+    )
+    sign = None
+    if (authority / "ca.key").is_file():
+        from fedquilt.tools.identity.authority import CertificateAuthority
+
+        signs = CertificateAuthority(authority)
+        sign, made = signs.sign_upgrade, msgspec.structs.replace(made, number=signs.next_upgrade_number(time.time()))
+    size = pack_bundle(made, house, out, sign)
+    signed = f"signed by the authority in {authority}" if sign else f"not signed: no authority in {authority}"
+    brings = f"{len(brought)} wheel{'s' * (len(brought) > 1)}"
+    kind = f"{target.machine}, Python {made.python}"
+    say(f"{out}: fedquilt {made.version} for {kind}; {brings}, {size / 1e6:.1f} MB, {signed}")
+    if left:
+        say(f"boards keep the other {len(left)} packages that they were flashed with (--whole brings them too)")
+    say(f"fedquilt rollout agent {out} --home HOME brings it to the fleet")
 
 
 def remove_installation(where: FlashDestination, *, purge: bool = False, say: Say = print) -> None:
@@ -204,17 +226,14 @@ class SshHost:
             folder = self._run_captured(f"sh -c {shlex.quote(UNPACK)}", stdin=file).strip().split("\n")[-1]
         if not re.fullmatch(r"/[A-Za-z0-9._/-]+", folder):
             raise LinkError(f"{self.name}: the bundle was not unpacked: {folder[:200]}")
-        self._run_script(root, f"{folder}/b/install.sh", arguments, then=f"rm -rf {folder}")
+        sudo = "" if root else "sudo "
+        command = f"{sudo}sh {folder}/b/install.sh {' '.join(arguments)}; code=$?; rm -rf {folder}; exit $code"
+        self._run_interactive(f"sh -c {shlex.quote(command)}")
 
     def uninstall(self, arguments: Sequence[str]) -> None:
         root = self._run_captured("id -u").strip() == "0"
         home = "/opt/fedquilt/current"
         self._run_interactive(f"{'' if root else 'sudo '}{home}/bin/python -B {home}/install.py {' '.join(arguments)}")
-
-    def _run_script(self, root: bool, script: str, arguments: Sequence[str], then: str) -> None:
-        sudo = "" if root else "sudo "
-        command = f"{sudo}sh {script} {' '.join(arguments)}; code=$?; {then}; exit $code"
-        self._run_interactive(f"sh -c {shlex.quote(command)}")
 
     def _run_interactive(self, command: str) -> None:
         done = subprocess.run(["ssh", "-t", self.name, command], check=False)
@@ -223,33 +242,13 @@ class SshHost:
 
     def _run_captured(self, command: str, stdin: IO[bytes] | int = subprocess.DEVNULL) -> str:
         try:
-            done = subprocess.run(
-                ["ssh", self.name, command],
-                stdin=stdin,
-                capture_output=True,
-                check=False,
-            )
+            done = subprocess.run(["ssh", self.name, command], stdin=stdin, capture_output=True, check=False)
         except FileNotFoundError:
             raise LinkError("there is no ssh program here: apt install openssh-client") from None
         if done.returncode:
             why = done.stderr.decode(errors="replace").strip().split("\n")[-1] or f"ssh ended with {done.returncode}"
             raise LinkError(f"{self.name}: {why}; does `ssh {self.name} true` work?")
         return done.stdout.decode(errors="replace")
-
-
-def build_manifest(house: Sequence[Path], target: BundleTarget, *, whole: bool) -> UpgradeManifest:
-    brought, left = (house, ()) if whole else (house[:1], house[1:])
-    known = [wheels.Wheel.from_file(path) for path in left]
-    return UpgradeManifest(
-        format=archive.FORMAT,
-        version=fedquilt.__version__,
-        machine=target.machine,
-        python=target.python,
-        wheels={path.name: wheels.file_sha256(path) for path in brought},
-        unpacked_bytes=sum(map(bundle.unpacked_bytes, brought)),
-        present={one.name: one.version for one in known},
-        made_s=int(time.time()),
-    )
 
 
 def pack_bundle(made: UpgradeManifest, house: Sequence[Path], out: Path, sign: Callable[[bytes], bytes] | None) -> int:
@@ -260,29 +259,3 @@ def pack_bundle(made: UpgradeManifest, house: Sequence[Path], out: Path, sign: C
     if sign is not None:
         files[archive.SIGNATURE] = sign(text)
     return bundle.write_archive(files, out, private=False)
-
-
-def sign_and_write_bundle(
-    house: Sequence[Path],
-    target: BundleTarget,
-    out: Path,
-    authority: Path,
-    *,
-    whole: bool = False,
-    say: Say = print,
-) -> None:
-    made = build_manifest(house, target, whole=whole)
-    sign = None
-    if (authority / "ca.key").is_file():
-        from fedquilt.tools.identity.authority import CertificateAuthority
-
-        signs = CertificateAuthority(authority)
-        sign, made = signs.sign_upgrade, msgspec.structs.replace(made, number=signs.next_upgrade_number(time.time()))
-    size = pack_bundle(made, house, out, sign)
-    signed = f"signed by the authority in {authority}" if sign else f"not signed: no authority in {authority}"
-    brings = f"{len(made.wheels)} wheel{'s' * (len(made.wheels) > 1)}"
-    kind = f"{target.machine}, Python {made.python}"
-    say(f"{out}: fedquilt {made.version} for {kind}; {brings}, {size / 1e6:.1f} MB, {signed}")
-    if made.present:
-        say(f"boards keep the other {len(made.present)} packages that they were flashed with (--whole brings them too)")
-    say(f"fedquilt rollout agent {out} --home HOME brings it to the fleet")

@@ -345,12 +345,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"fedquilt: {error.strerror}: {error.filename}", file=sys.stderr)
         return 6
-    print(
-        f"{changes} things {'would change' if options.dry_run else 'changed'}"
-        if changes
-        else "nothing to do: all is so already"
-    )
+    print(describe_changes(changes, options.dry_run))
     return 0
+
+
+def describe_changes(changes: int, dry_run: bool) -> str:
+    if not changes:
+        return "nothing to do: all is so already"
+    return f"{changes} things {'would change' if dry_run else 'changed'}"
 
 
 if __name__ == "__main__":

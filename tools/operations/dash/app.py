@@ -43,7 +43,17 @@ MOST_QUERY: Final = 2048
 ANSWERS: Final = 32  # answers that are kept for whoever asks the same, until something changes
 ANSWER_S: Final = 5.0
 
-Told = Callable[[Request], Awaitable[dict[str, Any]]]
+PageLoader = Callable[..., Awaitable[dict[str, Any]]]
+PAGES: Final[dict[str, PageLoader]] = {  # called with the watcher, the query and the path's parameter
+    "/api/fleet": pages.load_fleet_page,
+    "/api/boards/{name}": pages.load_device_page,
+    "/api/runs": pages.load_runs_page,
+    "/api/runs/{run}": pages.load_run_page,
+    "/api/runs/{run}/why": pages.load_round_page,
+    "/api/rollouts": pages.load_rollouts,
+    "/api/rollouts/{rollout}": pages.load_rollout,
+    "/api/log": pages.load_log_page,
+}
 
 
 class Dashboard:
@@ -62,45 +72,10 @@ class Dashboard:
         routes = [
             *(Route(path, self._serve_page) for path in shells),
             Route("/static/{digest}/{name}", self._serve_file),
-            Route(
-                "/api/fleet",
-                self._make_cached_json_handler(lambda r: pages.load_fleet_page(self._watch, _parse_query(r))),
-            ),
-            Route(
-                "/api/boards/{name}",
-                self._make_cached_json_handler(
-                    lambda r: pages.load_device_page(self._watch, _get_path_parameter(r, "name"), _parse_query(r))
-                ),
-            ),
-            Route(
-                "/api/runs",
-                self._make_cached_json_handler(lambda r: pages.load_runs_page(self._watch, _parse_query(r))),
-            ),
-            Route(
-                "/api/runs/{run}",
-                self._make_cached_json_handler(
-                    lambda r: pages.load_run_page(self._watch, _get_path_parameter(r, "run"))
-                ),
-            ),
-            Route(
-                "/api/runs/{run}/why",
-                self._make_cached_json_handler(
-                    lambda r: pages.load_round_page(self._watch, _get_path_parameter(r, "run"), _parse_query(r))
-                ),
-            ),
+            *(Route(path, self._make_cached_json_handler(load)) for path, load in PAGES.items()),
             Route("/api/runs/{run}/report", self._serve_report),
             Route("/api/runs/{run}/{what:str}", self._control_run, methods=["POST"]),
-            Route("/api/rollouts", self._make_cached_json_handler(lambda r: pages.load_rollouts(self._watch))),
-            Route(
-                "/api/rollouts/{rollout}",
-                self._make_cached_json_handler(
-                    lambda r: pages.load_rollout(self._watch, _get_path_parameter(r, "rollout"))
-                ),
-            ),
             Route("/api/rollouts/{rollout}/{what:str}", self._control_rollout, methods=["POST"]),
-            Route(
-                "/api/log", self._make_cached_json_handler(lambda r: pages.load_log_page(self._watch, _parse_query(r)))
-            ),
             Route("/api/events", self._serve_events),
             Route("/api/session", self._serve_session, methods=["GET", "POST"]),
         ]
@@ -131,12 +106,18 @@ class Dashboard:
 
     # -- values --
 
-    def _make_cached_json_handler(self, told: Told) -> Callable[[Request], Awaitable[Response]]:
+    def _make_cached_json_handler(self, load: PageLoader) -> Callable[[Request], Awaitable[Response]]:
         async def handle_request(request: Request) -> Response:
             key, stamp = f"{request.url.path}?{request.url.query}", dict(self._watch.changes)
             kept = self._answers.pop(key, None)
             if kept is None or kept[0] != stamp or time.monotonic() > kept[1] + ANSWER_S:
-                kept = (stamp, time.monotonic(), msgspec.json.encode(await told(request)))
+                kept = (
+                    stamp,
+                    time.monotonic(),
+                    msgspec.json.encode(
+                        await load(self._watch, dict(parse_qsl(request.url.query)), *request.path_params.values())
+                    ),
+                )
             while len(self._answers) >= ANSWERS:
                 del self._answers[next(iter(self._answers))]
             self._answers[key] = kept
@@ -270,10 +251,6 @@ async def _handle_fedquilt_error(request: Request, error: FedquiltError) -> Resp
 async def _handle_unexpected_error(request: Request, error: Exception) -> Response:
     log.error("no answer to %s: %r", request.url.path, error)
     return _make_problem_response(500, "an error of fedquilt's own; its log says more")
-
-
-def _parse_query(request: Request) -> dict[str, str]:
-    return dict(parse_qsl(request.url.query))
 
 
 def _get_path_parameter(request: Request, name: str) -> str:

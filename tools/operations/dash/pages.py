@@ -89,7 +89,7 @@ def _make_grid_cell(device: DeviceRow) -> list[Any]:
     return [device.board.device, device.state, share, device.board.refusal is not None]
 
 
-async def load_device_page(watch: HomeWatcher, name: str, query: Query) -> dict[str, Any]:
+async def load_device_page(watch: HomeWatcher, query: Query, name: str) -> dict[str, Any]:
     known = (await watch.load_fleet()).boards
     place = bisect.bisect_left(known, name, key=lambda each: each.board.device)
     found = known[place] if place < len(known) and known[place].board.device == name else None
@@ -149,7 +149,7 @@ async def load_runs_page(watch: HomeWatcher, query: Query) -> dict[str, Any]:
     return {"at": time.time(), "served": listed.served, "page": page, "pages": pages, "runs": told}
 
 
-async def load_run_page(watch: HomeWatcher, id: str) -> dict[str, Any]:
+async def load_run_page(watch: HomeWatcher, query: Query, id: str) -> dict[str, Any]:
     found = await watch.load_follower(id)
     listed = await watch.load_runs()
     boards = {each.board.device: each.board for each in (await watch.load_fleet()).boards}
@@ -184,7 +184,7 @@ def _make_commands(job: JobSettings, id: str, watch: HomeWatcher) -> dict[str, s
     return {"resume": f"fedquilt resume {id} {home}", "export": f"fedquilt model export {id} {home} --out FILE"}
 
 
-async def load_round_page(watch: HomeWatcher, id: str, query: Query) -> dict[str, Any]:
+async def load_round_page(watch: HomeWatcher, query: Query, id: str) -> dict[str, Any]:
     found = await watch.load_follower(id)
     first, last = found.first, found.last
     if first is None or last is None:
@@ -268,7 +268,7 @@ BOARDS: Final = 200  # of one rollout that are shown, those first that have not 
 LATEST: Final = 100  # rollouts of the list
 
 
-async def load_rollouts(watch: HomeWatcher) -> dict[str, Any]:
+async def load_rollouts(watch: HomeWatcher, query: Query) -> dict[str, Any]:
     def read() -> tuple[list[dict[str, Any]], dict[str, str]]:
         log = watch.open_rollout_log()
         around, latest = view.load_context(watch.home, log), log.readable_rollouts()[::-1][:LATEST]
@@ -281,7 +281,7 @@ async def load_rollouts(watch: HomeWatcher) -> dict[str, Any]:
     return {"at": time.time(), "served": watch.is_served, "rollouts": rows}
 
 
-async def load_rollout(watch: HomeWatcher, id: str) -> dict[str, Any]:
+async def load_rollout(watch: HomeWatcher, query: Query, id: str) -> dict[str, Any]:
     kept = await _find_rollout(watch, id)
 
     def read() -> tuple[Any, str]:
