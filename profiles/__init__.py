@@ -67,8 +67,6 @@ Sourced: TypeAlias = SourcedValue | ClockSteps
 
 
 class BoardClocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Settable clocks of a board, in hertz and in rising order."""
-
     cpu_hz: ClockSteps | None = None
     gpu_hz: ClockSteps | None = None
     emc_hz: ClockSteps | None = None  # memory controller
@@ -178,8 +176,6 @@ class ProfilePoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ThermalModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Thermal model of the hottest zone: T -> ambient + rise * P, with one time constant."""
-
     ambient_c: SourcedValue
     rise_c_per_w: SourcedValue
     time_s: SourcedValue
@@ -252,7 +248,6 @@ class BoardProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return tuple(found)
 
     def _make_completed_point(self, name: str, known: Mapping[str, float | None]) -> OperatingPoint:
-        """Return an operating point, with the numbers that are not known computed by the models."""
         numbers = {key: value for key, value in known.items() if value is not None}
         top = self.highest_clocks()
         if self.model is not None:
@@ -288,11 +283,6 @@ def board_names() -> list[str]:
 
 
 def load_board_profile(name: str) -> BoardProfile:
-    """Return the profile in `profiles/<name>.toml`.
-
-    Raises:
-        JobError: If there is no such file, or the file is invalid. The error names the place.
-    """
     if name not in board_names():
         listed = toml.describe_choices(name, board_names())
         raise JobError(f"board {name!r} is unknown{listed}, and auto for this host")
@@ -301,11 +291,7 @@ def load_board_profile(name: str) -> BoardProfile:
 
 
 def find_board_profile(given: str) -> BoardProfile:
-    """Return the profile in a file, or the included profile with this name.
-
-    Raises:
-        JobError: If there is neither, or the file cannot be read or is invalid.
-    """
+    """Return the profile in a file, or the included profile with this name."""
     path = Path(given)
     if not path.exists() and is_board_name(given):
         if given in board_names():
@@ -333,10 +319,6 @@ def parse_board_profile(text: str, where: str) -> BoardProfile:
     """Return the profile in TOML text.
 
     `where` names the text in errors.
-
-    Raises:
-        JobError: If the checksum in the last line is wrong, the text does not fit the schema, a number names an unknown
-            source, two points share a name, clocks do not rise, or the model uses a clock that [clocks] does not list.
     """
     body, mark, told = text.rpartition(_SUM)
     if mark and told.strip() != hashlib.sha256(body.encode()).hexdigest():

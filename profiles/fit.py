@@ -46,11 +46,7 @@ class RelativeErrors:
 
 
 def fit_time_law(seen: Sequence[MeasuredPoint], top: Mapping[str, float]) -> tuple[laws.InverseTimeLaw, RelativeErrors]:
-    """Fit the time law a + b / f_cpu + c / f_gpu + d / f_emc.
-
-    Raises:
-        ValueError: If there are no measurements, or one is not above 0.
-    """
+    """Fit the time law a + b / f_cpu + c / f_gpu + d / f_emc."""
     axes = _find_varying_axes(seen, top)
     x = _time_law_rows(seen, axes, top)  # (n, 1 + axes)
     found, errors = _fit_non_negative_with_errors(x, _target_values(seen))
@@ -62,11 +58,7 @@ def fit_time_law(seen: Sequence[MeasuredPoint], top: Mapping[str, float]) -> tup
 def fit_power_model(
     seen: Sequence[MeasuredPoint], top: Mapping[str, float], floor_w: float = 0.0
 ) -> tuple[laws.PowerModel, RelativeErrors]:
-    """Fit the power model base + sum of w * r^k, with k from `EXPONENTS` and `base` >= `floor_w`.
-
-    Raises:
-        ValueError: If there are no measurements, or one is not above 0.
-    """
+    """Fit the power model base + sum of w * r^k, with k from `EXPONENTS` and `base` >= `floor_w`."""
     axes = _find_varying_axes(seen, top)
     values = _target_values(seen)
     best: tuple[float, laws.PowerModel, RelativeErrors] | None = None
@@ -110,7 +102,6 @@ def select_points_to_measure(candidates: Sequence[laws.Clocks], count: int, top:
 
 
 def _find_varying_axes(seen: Sequence[MeasuredPoint], top: Mapping[str, float]) -> list[str]:
-    """Return the clock axes of the board that differ between points, or raise ValueError without points."""
     if not seen:
         raise ValueError("there is nothing to fit")
     return [
@@ -137,7 +128,6 @@ def _power_model_rows(
 def _fit_non_negative_with_errors(
     x: np.ndarray, y: np.ndarray, floor: float = 0.0
 ) -> tuple[list[float], RelativeErrors]:
-    """Return coefficients, with the relative error of each point with and without it in the fit."""
     found = _solve_non_negative(x, y, floor)
     left_out: list[float | None] = []
     for i in range(len(y)):
@@ -155,13 +145,6 @@ def fit_unit_costs(counts: Sequence[Sequence[float]], values: Sequence[float]) -
     """Return the non-negative cost per unit of each count that fits the values best.
 
     The fit minimises relative errors.
-
-    Args:
-        counts: The counts, one row for each value.
-        values: The measured values.
-
-    Raises:
-        ValueError: If a value is not above 0.
     """
     found = _solve_non_negative(np.array(counts, float), np.array(values, float), 0.0)
     return [float(value) for value in found]

@@ -23,12 +23,10 @@ TARGET, ELF = MACHINE.get(platform.machine(), ("", 0))
 
 
 def elf(machine: int, big: bool = False) -> bytes:
-    """As much of a program as says which machine it is for."""
     return b"\x7fELF\x02" + (b"\x02" if big else b"\x01") + bytes(12) + struct.pack(">H" if big else "<H", machine)
 
 
 def plant(root: Path, machine: int = AARCH64, python: str = "/usr/bin/python3.10") -> Path:
-    """A board's root: a shell and a Python."""
     for name in ("bin/sh", python.lstrip("/")):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(elf(machine))
@@ -44,7 +42,6 @@ def wheel(
     tag: str = "py3-none-any",
     files: Mapping[str, str] | None = None,
 ) -> Path:
-    """A wheel of one module, with the same bytes whenever it is made."""
     folder.mkdir(parents=True, exist_ok=True)
     info = f"{name}-{version}.dist-info"
     lines = [f"Requires-Dist: {each}\n" for each in requires] + [f"Provides-Extra: {each}\n" for each in extras]
@@ -62,7 +59,6 @@ def wheel(
 
 
 def required() -> list[str]:
-    """Names of the packages that fedquilt requires, directly and in its extras, as the checkout says now."""
     project = toml.read_toml(Path(__file__).parents[1] / "pyproject.toml")["project"]
     lines = [*project["dependencies"], *(each for lines in project["optional-dependencies"].values() for each in lines)]
     return sorted({re.split(r"[\[;><=]", line)[0].strip() for line in lines} - {"fedquilt"})
@@ -73,7 +69,6 @@ HERE = BundleTarget("here", "aarch64", PYTHON, 27, sys.executable)  # a board wh
 
 
 def snapshot(folder: Path) -> dict[str, bytes | str]:
-    """Everything in a folder."""
     return {
         str(path.relative_to(folder)): f"link to {path.readlink()}" if path.is_symlink() else path.read_bytes()
         for path in sorted(folder.rglob("*"))

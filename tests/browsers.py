@@ -56,7 +56,6 @@ class Browser:
         self._log.close()
 
     def call(self, method: str, session: str = "", **params: Any) -> dict[str, Any]:
-        """Carry out a method of the protocol."""
         self._number += 1
         number = self._number
         message = {"id": number, "method": method, "params": params, **({"sessionId": session} if session else {})}
@@ -69,13 +68,11 @@ class Browser:
             self._inbox.append(told)
 
     def events(self, session: str) -> list[dict[str, Any]]:
-        """What has happened in a tab since this was last asked; other tabs' events are dropped."""
         found = [each for each in self._inbox if each.get("sessionId") == session]
         self._inbox.clear()
         return found
 
     def close_tabs(self) -> None:
-        """Close every tab."""
         while self._targets:
             self.call("Target.closeTarget", targetId=self._targets.pop())
 
@@ -91,7 +88,6 @@ class Browser:
         return json.loads(message)
 
     def open(self, url: str, width: int = 1280, height: int = 800, *, dark: bool = False) -> Tab:
-        """A new tab that loads an address."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._targets.append(target)
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -107,18 +103,14 @@ class Browser:
 
 
 class Tab:
-    """One page in the browser."""
-
     def __init__(self, browser: Browser, session: str) -> None:
         self._browser, self._session = browser, session
         self.problems: list[str] = []  # what the page's console and its policy complain about
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """Carry out a method of the protocol in this tab."""
         return self._browser.call(method, self._session, **params)
 
     def value(self, code: str) -> Any:
-        """The value of an expression; a promise's is waited for."""
         told = self.call("Runtime.evaluate", expression=code, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in told, told
         for event in self._browser.events(self._session):
@@ -130,8 +122,6 @@ class Tab:
         return told["result"].get("value")
 
     def until(self, code: str) -> Any:
-        """The value of an expression, once it is true."""
-
         def told() -> str:
             return f"{self.problems}; {self.value('document.body && document.body.innerText.slice(0, 1000)')}"
 
@@ -139,9 +129,7 @@ class Tab:
 
     @property
     def text(self) -> str:
-        """The text that is shown."""
         return str(self.value("document.body.innerText"))
 
     def picture(self, path: Path) -> None:
-        """A picture of what is shown, as PNG."""
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))

@@ -10,8 +10,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedquilt.core import SiteRight
 from fedquilt.tools.identity import broker_config
-from fedquilt.tools.identity.authority import DAY_S, CertificateAuthority, clock_s
-from fedquilt.tools.identity.certificate_parts import key_to_pem
+from fedquilt.tools.identity.authority import DAY_S, CertificateAuthority, clock_s, key_to_pem
 from fedquilt.transport.mqtt.broker import Broker
 
 

@@ -48,12 +48,10 @@ from fedquilt.core import Update, Usage
 
 
 def names(count: int) -> list[str]:
-    """Names of boards."""
     return [f"board-{number:05d}" for number in range(count)]
 
 
 def answer(device: str, round: int, accuracy: float = 0.5) -> UpdateAccepted:
-    """An answer that took 10 s, 4 of them at its task, and 3 MB down and 1 MB up."""
     usage = Usage(wall_s=4.0, energy_j=6.0, energy_source="INA3221", down_bytes=3_000_000, up_bytes=1_000_000)
     update = Update(
         job="j",
@@ -70,10 +68,6 @@ def answer(device: str, round: int, accuracy: float = 0.5) -> UpdateAccepted:
 
 
 def facts(devices: list[str], rounds: int = 3, *, ended: bool = False) -> list[AnyEvent]:
-    """Rounds in which every fifth board is offline, half of the others are asked, and the last of these declines.
-
-    Without `ended` the last round runs, with one answer.
-    """
     offline = tuple(devices[::5])
     able = [device for device in devices if device not in offline]
     cohort = able[: max(2, len(able) // 2)]
@@ -93,7 +87,6 @@ def facts(devices: list[str], rounds: int = 3, *, ended: bool = False) -> list[A
 
 
 def add_run(home: Path, found: list[AnyEvent], name: str = "digits", status: str = "running") -> str:
-    """A run with these facts; its id."""
     with Store(home, durable=False) as store:
         run = store.add_job(settings.parse_job({"name": name, "method": "fedavg", "rounds": 9}), home)
         if status == "running":
@@ -107,7 +100,6 @@ def add_run(home: Path, found: list[AnyEvent], name: str = "digits", status: str
 
 
 def add_boards(home: Path, devices: list[str], run: str = "", **changes: dict[str, Any]) -> None:
-    """Boards, of which every fifth is offline and every seventh works; `changes`: of boards by name."""
     now = time.time()
     found = []
     for number, device in enumerate(devices):
@@ -170,19 +162,16 @@ class Dashboard:
 
     @property
     def said(self) -> str:
-        """What it has printed and logged."""
         return self._log.read_text(errors="replace")
 
     @property
     def token(self) -> str:
-        """The token as it was printed."""
         (found,) = re.findall(r"#token=(\S+)", self.said)
         return str(found)
 
     def ask(
         self, path: str, method: str = "GET", body: str | None = None, **headers: str
     ) -> tuple[int, http.client.HTTPMessage, bytes]:
-        """Status, headers and body of an answer."""
         link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=LIMIT_S)
         try:
             link.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
@@ -192,18 +181,15 @@ class Dashboard:
             link.close()
 
     def values(self, path: str) -> dict[str, Any]:
-        """Values of an answer without a problem."""
         status, _, body = self.ask(path)
         assert status == 200, body
         return dict(json.loads(body))
 
     def problem(self, path: str, **headers: str) -> tuple[int, str]:
-        """Status and sentence of an answer with a problem."""
         status, _, body = self.ask(path, **headers)
         return status, str(json.loads(body)["problem"])
 
     def until(self, path: str, condition: Any) -> dict[str, Any]:
-        """Values of an answer, once they fulfil a condition: what is told in the background takes a moment."""
         found: dict[str, Any] = {}
 
         def fulfilled() -> Any:
@@ -215,7 +201,6 @@ class Dashboard:
         return found
 
     def until_status(self, path: str, status: int) -> None:
-        """Ask until an answer has this status."""
         found: Any = None
 
         def has_it() -> bool:
@@ -226,20 +211,17 @@ class Dashboard:
         until(has_it, f"{path} answers {status}", LIMIT_S, told=lambda: str(found))
 
     def cookie(self, token: str) -> str:
-        """The cookie for a token."""
         body = json.dumps({"token": token})
         status, headers, told = self.ask("/api/session", "POST", body, Origin=self.url)
         assert status == 200, told
         return headers["set-cookie"]
 
     def act(self, run: str, what: str, **headers: str) -> tuple[int, dict[str, Any]]:
-        """Ask for something to be done with a run."""
         status, _, body = self.ask(f"/api/runs/{run}/{what}", "POST", **headers)
         return status, dict(json.loads(body))
 
 
 def add_rollout(home: Path, devices: list[str], name: str = "digits-20261123-041500-1a2b3c", bad: bool = False) -> str:
-    """A rollout to boards, of which the canary has committed it, or refused it so that it was aborted; its id."""
     canary, rest = devices[:2], devices[2:6]
     phase = "refused" if bad else "committed"
     why = "its accuracy is 3 points less than that of what runs now" if bad else ""

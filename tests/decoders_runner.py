@@ -12,8 +12,7 @@ from decoding import Decoder
 
 from fedquilt.core import UNDECODABLE, DataError
 from fedquilt.tools.operations.runner import drift
-from fedquilt.tools.operations.runner.models import ModelSwitcher
-from fedquilt.tools.operations.runner.service import ModelService
+from fedquilt.tools.operations.runner.service import ModelService, ModelSwitcher
 
 
 def every(folder: Path) -> dict[str, Decoder]:

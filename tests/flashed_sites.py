@@ -5,9 +5,8 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from fedquilt.tools.boards.flash import coordinator
-from fedquilt.tools.boards.flash.bundle import BoardFiles, read_board_files
-from fedquilt.tools.boards.flash.coordinator import CoordinatorFiles
+from fedquilt.tools.boards.flash import bundle
+from fedquilt.tools.boards.flash.bundle import BoardFiles, CoordinatorFiles, read_board_files
 
 URL = '[broker]\nurl = "mqtts://broker.site:8883"\n'
 
@@ -18,17 +17,15 @@ def told(site: Path, text: str, *given: object) -> BoardFiles:
 
 
 def serving(site: Path, text: str = "") -> CoordinatorFiles:
-    """A coordinator's settings, read."""
     files = 'ca = "ca.crt"\ncert = "orin-1.crt"\nkey = "orin-1.key"\n'
     (site / "coordinator.toml").write_text(f'fleet = "site"\n{URL}{files}{text}')
-    return coordinator.read_coordinator_files(site / "coordinator.toml")
+    return bundle.read_coordinator_files(site / "coordinator.toml")
 
 
 # -- a coordinator's machine ----------------------------------------------------------------------
 
 
 def exec_line(text: bytes) -> list[str]:
-    """The words of a unit's command behind the interpreter's."""
     (line,) = [line for line in text.decode().splitlines() if line.startswith("ExecStart=")]
     words = shlex.split(line)
     return words[words.index("fedquilt.cli") + 1 :]

@@ -21,7 +21,7 @@ CONTEXT.set_forkserver_preload(
         "fedquilt.cli",
         "fedquilt.coordinator.server",
         "fedquilt.edge_agent.agent",
-        "fedquilt.tools.boards.doctor.checks.agent",
+        "fedquilt.tools.boards.doctor.agent",
     ]
 )
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from fedquilt.cli import main
-from fedquilt.tools.boards.doctor.checks import coordinator
+from fedquilt.tools.boards.doctor import coordinator
 from fedquilt.tools.boards.doctor.findings import to_finding
 
 PAUSE_S: Final = 2.0  # at most; a coordinator that was killed is often back before the next command

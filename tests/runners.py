@@ -13,14 +13,11 @@ from typing import Any
 import numpy as np
 
 from fedquilt.host.disk import REAL
-from fedquilt.tools.operations.runner.http import RunnerServer
-from fedquilt.tools.operations.runner.models import ModelSwitcher
-from fedquilt.tools.operations.runner.service import ModelService
+from fedquilt.tools.operations.runner import RunnerServer
+from fedquilt.tools.operations.runner.service import ModelService, ModelSwitcher
 
 
 class Clock:
-    """Seconds that a test sets."""
-
     def __init__(self) -> None:
         self.now = 1e6
 
@@ -29,8 +26,6 @@ class Clock:
 
 
 class Client:
-    """Asks a runner over one connection."""
-
     def __init__(self, server: RunnerServer) -> None:
         self._connection = http.client.HTTPConnection(*server.address, timeout=60)
 
@@ -47,8 +42,6 @@ class Client:
 
 
 class Running:
-    """A runner in this process."""
-
     def __init__(self, models: Path, clock: Clock | None = None) -> None:
         self.models = ModelSwitcher(models)
         self.service = ModelService(self.models, models, size=100, **({"clock": clock} if clock else {}))
@@ -84,8 +77,6 @@ def npz(**arrays: np.ndarray) -> bytes:
 
 
 def png(width: int, height: int, rows: bytes | None = None) -> bytes:
-    """A grey PNG that says it has this size, whatever is in it."""
-
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 

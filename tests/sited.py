@@ -40,16 +40,12 @@ Seat = tuple[MemoryLink, Endpoint]
 
 
 class StalledWorker(InlineWorker):
-    """Never ends a task, while its agent answers everything else."""
-
     def start(self, order: WorkRequest, now_s: float) -> None:
         VirtualWorker.start(self, order, now_s)
 
 
 @dataclass
 class Federation:
-    """A coordinator above sites, or above boards alone."""
-
     plan: FleetPlan
     stack: contextlib.ExitStack
     broker: MemoryBroker = field(default_factory=lambda: MemoryBroker())
@@ -87,11 +83,9 @@ class Federation:
         self.seats.insert(0, (link, self.server))
 
     def copy(self) -> Path:
-        """A copy of the home of the coordinator above, as it is now."""
         return Path(shutil.copytree(self.home, self.plan.home / "copy"))
 
     def put_back(self, copy: Path) -> None:
-        """The coordinator above is killed, and started again in a copy of its home."""
         link, _ = self.seats.pop(0)
         self.broker.lose_client(link)
         self.store.close()
@@ -110,7 +104,6 @@ class Federation:
             self.states.append(payload)
 
     def boards(self, tables: Sequence[dict[str, Any]], fleet: str) -> None:
-        """Boards of one coordinator."""
         for table in tables:
             options = settings.parse_settings({**table, "fleet": fleet})
             board = create_device(options.board)
@@ -122,7 +115,6 @@ class Federation:
             self.seats.append((link, agent))
 
     def site(self, name: str, tables: Sequence[dict[str, Any]]) -> None:
-        """A site with its boards."""
         store = self._stores[name] = self.stack.enter_context(Store(self.plan.home / name, durable=False))
         assert store.acquire_lock()
         self.below[name] = []
@@ -138,7 +130,6 @@ class Federation:
         self.sites[name] = made
 
     def kill(self, name: str) -> None:
-        """A site's process is killed, and started again in the same home."""
         links = [link for link, _ in self.sites[name].list_endpoints()]
         for link in links:
             self.broker.lose_client(link)
@@ -147,23 +138,19 @@ class Federation:
         self._start(name)
 
     def cut(self, name: str) -> None:
-        """A site loses its connection to the coordinator above."""
         self.sites[name].up.disconnect()
 
     def join(self, name: str) -> None:
-        """It has it again, with a new session."""
         up = self.sites[name].up
         (place,) = [at for at, (link, _) in enumerate(self.seats) if link is up.inner]
         self.seats[place] = (up.reconnect(), self.seats[place][1])
 
     def leaves(self, device: str) -> None:
-        """A board dies for good."""
         (link,) = [link for link, seat in self.seats if isinstance(seat, Agent) and seat.device == device]
         self.seats = [(other, seat) for other, seat in self.seats if other is not link]
         self.broker.lose_client(link)
 
     def play(self, until: Callable[[], bool] = lambda: False) -> str:
-        """Run it to the end of its job; returns how that ended."""
         run_on_virtual_time(self.broker, lambda: self.seats, lambda: self.server.finished or until())
         return self.store.stored_status(self.run)
 
@@ -176,7 +163,6 @@ def federation(
     limits: CoordinatorLimits | None = None,
     stalled: Collection[str] = (),
 ) -> Iterator[Federation]:
-    """A coordinator with all boards of a plan, or with sites of so many each, and boards of its own for the rest."""
     with contextlib.ExitStack() as stack:
         made = Federation(plan, stack, id=id, limits=limits or CoordinatorLimits(), stalled=stalled)
         begin = 0
@@ -203,7 +189,6 @@ METHODS = {
 def plan(
     folder: Path, method: str = "fedavg", devices: int = 6, rounds: int = 3, flops: float = 1000, **table: Any
 ) -> FleetPlan:
-    """A job on the demo's digits."""
     first = tensors.encode_tensors(numpy_engine.init_tensors(NETWORK, seed=0))
     job_bundle.write_bundle(folder / "bundle", {"network": NETWORK, "flops": flops}, {"model": first})
     job = jobs.parse_job(
@@ -222,7 +207,6 @@ def plan(
 
 
 def states(folder: Path, method: str, split: tuple[int, ...], waits: int, **table: Any) -> list[bytes]:
-    """The states after every round, by sites of so many boards, or flat."""
     table = {"cohort": {"start_devices": waits}, **table}
     with federation(plan(folder, method, **table), split) as made:
         assert made.play() == "done", made.facts[-1]

@@ -19,7 +19,8 @@ import fedquilt
 from fedquilt.edge_agent.upgrade import archive
 from fedquilt.edge_agent.upgrade import launcher as upgrade_launcher
 from fedquilt.edge_agent.upgrade.archive import UpgradeManifest
-from fedquilt.tools.boards.flash import bundle, own_wheels, upgrade_bundle, wheels
+from fedquilt.tools.boards import flash
+from fedquilt.tools.boards.flash import bundle, own_wheels, wheels
 
 NEW = "9.9.9"
 LAUNCHER = Path(upgrade_launcher.__file__)
@@ -71,7 +72,7 @@ def pack(
         "unpacked_bytes": sum(map(bundle.unpacked_bytes, house)),
         "present": {"msgspec": metadata.version("msgspec")},  # the others are found in the same folder
     }
-    upgrade_bundle.pack_bundle(UpgradeManifest(**{**told, **changes}), house, out, sign)  # type: ignore[arg-type]
+    flash.pack_bundle(UpgradeManifest(**{**told, **changes}), house, out, sign)  # type: ignore[arg-type]
     return out
 
 

@@ -12,7 +12,7 @@ from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.updates import sites
 from fedquilt.edge_agent import settings
-from fedquilt.tools.operations.site.agent import SiteAgent
+from fedquilt.tools.operations.site import SiteAgent
 from fedquilt.transport.link import Endpoint
 from fedquilt.transport.memory_link import MemoryBroker, MemoryLink
 

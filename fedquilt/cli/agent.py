@@ -20,7 +20,7 @@ def agent(settings: Path, check: bool, format: str) -> None:
 
         return entry.run_agent(settings, json_logs=format == "json")
     from fedquilt.edge_agent.settings import apply_systemd_credentials, load_settings
-    from fedquilt.tools.boards.doctor.checks import version
+    from fedquilt.tools.boards.doctor import version
 
     logging.getLogger().setLevel(min(logging.INFO, logging.getLogger().level))
     return version.check_version(apply_systemd_credentials(load_settings(settings)), settings)

@@ -35,7 +35,7 @@ with contextlib.suppress(ModuleNotFoundError):  # the wheel for boards has neith
 @options.format_option
 def record(out: Path | None, minutes: float, root: Path, dry_run: bool, format: str) -> int:
     """Measure this device's speed and power at several clocks, and write its profile."""
-    from fedquilt.tools.boards.record import profile_recording as tool
+    from fedquilt.tools.boards import record as tool
 
     with progress.show_progress(f"measuring for at most {minutes:g} min"):
         say = progress.LINE.print_to_stdout

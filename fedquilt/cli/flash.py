@@ -137,12 +137,12 @@ def check_gpu(out: Path | None, minutes: float, format: str) -> int:
     import msgspec
 
     from fedquilt.host import disk
-    from fedquilt.tools.boards.gpu_check import check, report
+    from fedquilt.tools.boards import gpu_check
 
     with progress.show_progress("checking the GPU"):
-        found = check.GpuCheck().run(60 * minutes)
+        found = gpu_check.GpuCheck().run(60 * minutes)
     text = msgspec.json.format(msgspec.json.encode(found)).decode()
     if out is not None:
         disk.write_output(out, text + "\n")
-    print(text if format == "json" else "\n".join(report.format_report(found)))
-    return report.exit_code(found)
+    print(text if format == "json" else "\n".join(gpu_check.format_report(found)))
+    return gpu_check.exit_code(found)

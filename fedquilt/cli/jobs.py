@@ -219,7 +219,7 @@ def serve(
         )
         above = None
         if site is not None:
-            from fedquilt.tools.operations.site.agent import connect_site_agent
+            from fedquilt.tools.operations.site import connect_site_agent
 
             above = connect_site_agent(site, store)
             console.report(f"site {above.agent.device} of the coordinator at {above.agent.settings.broker.url}")

@@ -6,7 +6,7 @@ from pathlib import Path
 from fedquilt.edge_agent import settings
 from fedquilt.formats import toml
 from fedquilt.tools.boards import targets
-from fedquilt.tools.boards.flash import coordinator
+from fedquilt.tools.boards.flash import bundle
 
 PAGE = (Path(__file__).parents[2] / "docs" / "boards.md").read_text()
 
@@ -15,7 +15,7 @@ def test_its_settings_are_valid():
     agent, service = re.findall(r"```toml\n(.*?)```", PAGE, re.S)
     assert settings.parse_settings(toml.parse_toml(agent, "docs/boards.md")).device == "orin-07"
     known = toml.convert_table(
-        toml.parse_toml(service, "docs/boards.md"), coordinator.CoordinatorSettings, "a coordinator's settings"
+        toml.parse_toml(service, "docs/boards.md"), bundle.CoordinatorSettings, "a coordinator's settings"
     )
     assert known.enrol.hosts == ("hub.site",)
 

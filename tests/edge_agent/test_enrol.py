@@ -15,7 +15,7 @@ from fedquilt.edge_agent import enrolment, settings
 from fedquilt.edge_agent.enrolment import CertificateValidity, CredentialPaths, select_step
 from fedquilt.security.enrolment import SigningRequest, SigningResponse
 from fedquilt.tools.identity.authority import CertificateAuthority, clock_s
-from fedquilt.tools.identity.enrolment_service import EnrolmentService
+from fedquilt.tools.identity.endpoint import EnrolmentService
 
 
 def day(number: int) -> datetime.datetime:

@@ -33,7 +33,7 @@ from fedquilt.edge_agent.task.worker import ChildWorker
 from fedquilt.testing.boards import write_fake_board
 from fedquilt.tools.boards import doctor
 from fedquilt.tools.boards.doctor import machine_facts
-from fedquilt.tools.boards.doctor.checks.agent import Facts
+from fedquilt.tools.boards.doctor.agent import Facts
 from fedquilt.tools.boards.doctor.findings import Finding, run_checks
 from fedquilt.tools.boards.doctor.machine_facts import MachineFacts
 from fedquilt.transport.mqtt.broker import Broker

@@ -116,9 +116,8 @@ def enrolling(folder: Path, stack: ExitStack, connections: ConnectionLimiter) ->
 
 
 def runner(folder: Path, stack: ExitStack, connections: ConnectionLimiter) -> Listener:
-    from fedquilt.tools.operations.runner.http import RunnerServer
-    from fedquilt.tools.operations.runner.models import ModelSwitcher
-    from fedquilt.tools.operations.runner.service import ModelService
+    from fedquilt.tools.operations.runner import RunnerServer
+    from fedquilt.tools.operations.runner.service import ModelService, ModelSwitcher
 
     models = ModelSwitcher(classifiers.written(folder / "a" / "model.onnx"))
     server = RunnerServer(ModelService(models, None), "127.0.0.1", 0, connections=connections)

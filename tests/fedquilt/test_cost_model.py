@@ -8,7 +8,7 @@ from fedquilt import profiles
 from fedquilt.core import Cost, JobError, OperatingPoint, Rates, WorkEstimate
 from fedquilt.costs import cost_model
 from fedquilt.edge_agent.devices.simulated_device import SimulatedDevice, SimulationTraits
-from fedquilt.profiles import toml_writer
+from fedquilt.tools.boards import record
 
 POINT = OperatingPoint(
     name="p",
@@ -113,7 +113,7 @@ def test_a_profile_tells_the_times_of_each_workload_at_each_of_its_points():
     assert (top.flops_per_s, top.launch_s, top.task_s) == (200.0, 0.002, None)
     assert top.rates == {"torch-conv": Rates(flops_per_s=400.0, launch_s=0.002, task_s=0.25)}
     assert low.rates["torch-conv"] == Rates(flops_per_s=200.0, launch_s=0.004, task_s=0.5)
-    assert profiles.parse_board_profile(toml_writer.format_board(board), "again") == board
+    assert profiles.parse_board_profile(record.format_board(board), "again") == board
 
 
 def test_a_workload_names_only_clocks_that_the_board_lists():

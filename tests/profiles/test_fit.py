@@ -41,7 +41,6 @@ def test_a_noisy_time_is_recovered_about_as_well_as_the_fit_says():
 
 
 def test_coefficients_are_never_negative():
-    """Time that grows with a clock, as a lone outlier may say, is not believed."""
     backwards = [fit.MeasuredPoint({"cpu_hz": hz}, hz / 1e9) for hz in (1e9, 1.5e9, 2e9)]
     found, errors = fit.fit_time_law(backwards, TOP)
     assert found.cycles == {}
@@ -90,7 +89,6 @@ def test_a_measurement_that_is_not_above_0_is_named(value):
 
 
 def test_the_design_begins_with_the_fastest_and_the_middle_and_then_takes_corners():
-    """Each point once; the first five hold both ends of every clock, so that all coefficients can be told."""
     chosen = [GRID[place] for place in fit.select_points_to_measure(GRID, 6, TOP)]
     assert chosen[0] == GRID[0]
     assert chosen[1] == {"cpu_hz": 1.2e9, "gpu_hz": 0.8e9, "emc_hz": 1.2e9}

@@ -8,7 +8,6 @@ TOP = {"cpu_hz": 4.0, "gpu_hz": 10.0, "emc_hz": 8.0}
 
 
 def test_time_falls_with_each_clock():
-    """0.5 + 2/4 + 5/5 + 8/2 = 6 s; nothing known is None, not 0."""
     law = clock_model.InverseTimeLaw(0.5, {"cpu_hz": 2.0, "gpu_hz": 5.0, "emc_hz": 8.0})
     assert law.compute_seconds({"cpu_hz": 4.0, "gpu_hz": 5.0, "emc_hz": 2.0}, TOP) == pytest.approx(6.0)
     assert clock_model.InverseTimeLaw().compute_seconds({}, TOP) is None
@@ -20,7 +19,6 @@ def test_a_clock_that_is_not_said_is_the_highest():
 
 
 def test_power_bends_with_a_core_s_clock_and_not_with_the_memory_s():
-    """1 + 4 * (1/2)^3 + 8 * (1/4) = 3.5 W, at half the CPU's clock and a quarter of the memory's."""
     law = clock_model.PowerModel(1.0, {"cpu_hz": 4.0, "emc_hz": 8.0}, exponent=3.0)
     assert law.compute_watts({"cpu_hz": 2.0, "emc_hz": 2.0}, TOP) == pytest.approx(3.5)
     assert clock_model.PowerModel().compute_watts({}, TOP) is None

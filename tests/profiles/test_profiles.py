@@ -91,7 +91,6 @@ def test_what_nobody_measured_is_called_assumed(name):
 
 @pytest.mark.parametrize("name", sorted(CORES))
 def test_assumed_speeds_follow_from_the_rule_they_state(name):
-    """At the highest clocks 30 % of cores * 2 * gpu_hz and 60 % of 2 * emc_hz * bus width, to the digits given."""
     board = profiles.load_board_profile(name)
     top = board.highest_clocks()
     flop_s = board.model.time_law("flop").compute_seconds({}, top)
@@ -166,7 +165,6 @@ def clocks(mode: profiles.ProfilePoint) -> dict[str, float]:
 
 @pytest.mark.parametrize("name", GRIDDED)
 def test_more_clock_is_never_slower_and_never_draws_less(name):
-    """Over the whole grid; otherwise a governor would always pick it, on numbers nobody measured."""
     board = profiles.load_board_profile(name)
     modes = {mode.name for mode in board.points}
     grid = [point for point in board.operating_points() if point.name not in modes]
@@ -227,10 +225,6 @@ def test_numbers_travel_without_their_sources():
 
 
 def test_the_model_fills_in_what_a_mode_does_not_say_and_spans_the_grid():
-    """At cpu 2: 0.1 + 0.4/2 + 2/10 = 0.5 s a FLOP, the unsaid gpu at its highest; its own 3 W stay.
-
-    At cpu 4, gpu 10: 1 / (0.1 + 0.1 + 0.2) = 2.5 FLOP/s and 1 + 4 = 5 W; at cpu 1, gpu 5: 1/0.9 and 1 + 4/16.
-    """
     board = profiles.parse_board_profile(SMALL.replace("[[points]]", LAW + "[[points]]"), "small")
     mode, *grid = board.operating_points()
     assert (mode.flops_per_s, mode.busy_w, mode.gpu_hz) == (2.0, 3.0, None)
@@ -276,7 +270,6 @@ def test_provenance_is_that_of_the_least_sure_number():
     ],
 )
 def test_a_number_without_its_source_is_refused(old, new, message):
-    """As is anything else the schema does not know; the message names file and place."""
     with pytest.raises(JobError, match=rf"small\.toml.*{message}"):
         profiles.parse_board_profile(SMALL.replace(old, new), "small.toml")
 

@@ -5,13 +5,14 @@ import pytest
 
 from fedquilt import profiles
 from fedquilt.core import JobError
-from fedquilt.profiles import NumberSource, toml_writer
+from fedquilt.profiles import NumberSource
+from fedquilt.tools.boards import record
 
 
 @pytest.mark.parametrize("name", profiles.board_names())
 def test_every_profile_survives_being_written(name):
     board = profiles.load_board_profile(name)
-    assert profiles.parse_board_profile(toml_writer.format_board(board), "written") == board
+    assert profiles.parse_board_profile(record.format_board(board), "written") == board
 
 
 @pytest.mark.parametrize(
@@ -26,7 +27,7 @@ def test_any_text_survives(text):
     board = profiles.load_board_profile("x86-host")
     sources = {**board.sources, "a key": NumberSource("table", text)}
     board = msgspec.structs.replace(board, title=text[:50], sources=sources)
-    assert profiles.parse_board_profile(toml_writer.format_board(board), "written") == board
+    assert profiles.parse_board_profile(record.format_board(board), "written") == board
 
 
 def test_no_digit_is_lost():
@@ -36,11 +37,11 @@ def test_no_digit_is_lost():
         board.model, flop_s=profiles.SourcedValue(1.23456789012345e-13, "speed"), byte_s=odd
     )
     board = msgspec.structs.replace(board, model=model)
-    assert profiles.parse_board_profile(toml_writer.format_board(board), "written") == board
+    assert profiles.parse_board_profile(record.format_board(board), "written") == board
 
 
 def test_a_recorded_profile_that_is_damaged_is_refused(tmp_path):
-    text = toml_writer.format_board(profiles.load_board_profile("jetson-nano"))
+    text = record.format_board(profiles.load_board_profile("jetson-nano"))
     at = text.index("value = ") + len("value = ")
     damaged = text[:at] + chr(ord(text[at]) ^ 1) + text[at + 1 :]
     (tmp_path / "own.toml").write_text(damaged)

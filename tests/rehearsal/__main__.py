@@ -56,7 +56,6 @@ def main(words: Sequence[str]) -> int:
 
 
 def hindrance(out: Path) -> str:
-    """Return why no board can be rehearsed here, or "" if one can."""
     return host.HostMachine.detect(out).hindrance(host.base_root(out))
 
 

@@ -42,8 +42,6 @@ def boot_command(root: Path, tree: Path | None, name: str, groups: tuple[Path, .
 
 @dataclass
 class Container:
-    """One boot of a root file system. `log` is the file for console output."""
-
     root: Path
     tree: Path | None
     log: Path
@@ -53,11 +51,6 @@ class Container:
     leader: int = field(default=0, init=False)  # first process of the container, by this machine's number
 
     def boot(self) -> None:
-        """Boot the container and wait for systemd's basic.target.
-
-        Raises:
-            LinkError: If the container does not boot in time.
-        """
         with self.log.open("ab") as out:
             self.process = subprocess.Popen(
                 boot_command(self.root, self.tree, self.name, self.groups),
@@ -82,11 +75,6 @@ class Container:
         return ["nsenter", "--target", str(self.leader), "--all", "--wd=/", *command]
 
     def run(self, *command: str) -> str:
-        """Return the standard output of a command in the container.
-
-        Raises:
-            JobError: If the command failed.
-        """
         done = self._run_process(*command)
         if done.returncode:
             said = (done.stderr or done.stdout).strip().splitlines() or ["(it said nothing)"]
@@ -107,7 +95,6 @@ class Container:
             raise JobError(f"{command[0]} in {self.root} has not ended after {RUN_S:g} s") from None
 
     def error_of(self, *command: str) -> str | None:
-        """Return the error output of a command in the container, or None if the command succeeded."""
         done = self._run_process(*command)
         return (done.stderr.strip() or f"exit code {done.returncode}") if done.returncode else None
 
@@ -119,11 +106,6 @@ class Container:
         return self.run("journalctl", "--no-pager", "--boot", "--output=short-precise", *of)
 
     def kill_unit(self, number: signal.Signals, unit: str) -> int:
-        """Send a signal to a unit's main process. Return the process id inside the container.
-
-        Raises:
-            JobError: If the unit has no main process.
-        """
         pid = self.unit_properties(unit)["MainPID"]
         if pid == "0":
             raise JobError(f"{unit} has no process to be sent {number.name}")
@@ -143,7 +125,6 @@ class Container:
 
 
 def wait_until(reached: Callable[[], bool], limit_s: float, alive: Callable[[], bool] = lambda: True) -> bool:
-    """Return whether a condition became true within `limit_s`, while `alive` returned True."""
     end_s = time.monotonic() + limit_s
     while not reached():
         if time.monotonic() >= end_s or not alive():
@@ -157,7 +138,6 @@ def parse_properties(shown: str) -> dict[str, str]:
 
 
 def find_container_process(parent: int, proc: Path = Path("/proc")) -> int:
-    """Return the first child with a namespace of process ids of its own, or 0."""
     own = _pid_namespace(proc / str(parent))
     for folder in proc.glob("[0-9]*"):
         try:

@@ -28,7 +28,6 @@ OURS, BOARDS, HUB = "rehearsal", "boards", "hub"  # groups below it: of this pro
 
 
 def run_enclosed(words: Sequence[str]) -> int:
-    """Run a command in an enclosure and return the exit code. Signals reach the command as SIGTERM."""
     with (
         use_own_groups(),
         subprocess.Popen([*WORDS, *words], stdin=subprocess.DEVNULL, start_new_session=True) as process,
@@ -59,12 +58,6 @@ def run_enclosed(words: Sequence[str]) -> int:
 
 
 def find_own_groups(cgroup: str, mounted: Path = CGROUPS) -> list[Path]:
-    """Return the control group folders of a process that systemd uses.
-
-    Args:
-        cgroup: what /proc/PID/cgroup says.
-        mounted: where the hierarchies are.
-    """
     found = []
     for line in cgroup.splitlines():
         number, names, path = line.split(":", 2)
@@ -81,7 +74,6 @@ def find_own_groups(cgroup: str, mounted: Path = CGROUPS) -> list[Path]:
 
 @contextlib.contextmanager
 def use_own_groups() -> Iterator[None]:
-    """Move this process into new control groups, and remove them at the end."""
     before, name = find_own_groups(Path("/proc/self/cgroup").read_text()), f"{GROUP}{os.getpid()}"
     for group in before:
         for stale in group.glob(f"{GROUP}*"):

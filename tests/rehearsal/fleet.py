@@ -83,7 +83,6 @@ class LoopbackFleet:
         }
 
     def write_broker_config(self) -> list[str]:
-        """Write the broker's configuration for the current user. Return the command."""
         lines = (self.folder / "broker" / "fedquilt.conf").read_text().splitlines()
         # a broker started by root becomes the user "mosquitto", who may not read the folder
         lines += ["user root", f"persistence_location {(self.folder / 'broker').resolve()}/"]
@@ -126,7 +125,6 @@ def _is_listening(port: int) -> bool:
 
 
 def stop_process(process: subprocess.Popen[bytes], limit_s: float) -> int:
-    """Stop a process group with SIGTERM, then SIGKILL. Return the exit code."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -136,7 +134,6 @@ def stop_process(process: subprocess.Popen[bytes], limit_s: float) -> int:
 
 
 def last(log: Path) -> str:
-    """Return the last line of a log, or a note that there is none."""
     lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
     return shorten_error(lines[-1]) if lines else "(it said nothing)"
 
@@ -156,7 +153,6 @@ class ReceivedMessages:
         return self.presence.boot if self.presence is not None and self.presence.online else ""
 
     def with_message(self, message: Message, device: str) -> ReceivedMessages:
-        """Return the state after a message. Messages of other devices and invalid ones change nothing."""
         try:
             route = wire.parse_topic(message.topic)
             if route.device != device or route.direction != "up":
@@ -204,7 +200,6 @@ class DeviceListener:
     def wait_until(
         self, true: Callable[[ReceivedMessages], bool], limit_s: float, alive: Callable[[], bool] = lambda: True
     ) -> bool:
-        """Return whether a condition became true within `limit_s`, while `alive` returned True."""
         end_s = time.monotonic() + limit_s
         while not true(self.receive(0.2)):
             if time.monotonic() >= end_s or not alive():

@@ -51,7 +51,6 @@ class HostMachine:
         return cls(os.geteuid(), found, shutil.disk_usage(folder).free)
 
     def hindrance(self, root: Path) -> str:
-        """Return all that a rehearsal needs and this machine lacks, or "" if nothing is missing."""
         missing = []
         if self.user != 0:
             missing.append("root, as it makes a root file system and boots it: sudo make rehearsal")
@@ -65,7 +64,6 @@ class HostMachine:
 
 @contextlib.contextmanager
 def interrupt_on_signals() -> Iterator[None]:
-    """Treat SIGTERM and SIGHUP as KeyboardInterrupt in the body."""
     numbers = (signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
     try:
@@ -77,11 +75,6 @@ def interrupt_on_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def hold_lock(path: Path = LOCK) -> Iterator[None]:
-    """Hold the machine-wide lock of rehearsals in the body.
-
-    Raises:
-        JobError: If another rehearsal runs.
-    """
     with path.open("wb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -91,11 +84,6 @@ def hold_lock(path: Path = LOCK) -> Iterator[None]:
 
 
 def run_program(*words: str) -> str:
-    """Return the standard output of a program.
-
-    Raises:
-        JobError: If the program is missing or failed.
-    """
     try:
         done = subprocess.run(words, capture_output=True, text=True, check=False)
     except OSError as error:
@@ -117,12 +105,10 @@ def debian_architecture() -> str:
 
 
 def base_root(out: Path) -> Path:
-    """Return the folder of the root file system that rehearsals copy."""
     return out / f"{SUITE}-{os.uname().machine}"
 
 
 def debian_mirror(run: Callable[..., str] = run_program) -> str:
-    """Return the archive of Debian that apt uses here. Of another release it has the suite, too."""
     try:
         rows, why = [line.split("|") for line in run(*ARCHIVES).splitlines()], "apt knows no archive of Debian's here"
     except JobError as error:
@@ -134,11 +120,6 @@ def debian_mirror(run: Callable[..., str] = run_program) -> str:
 
 
 def create_root(root: Path, mirror: str, log: Path, packages: Sequence[str] = PACKAGES) -> None:
-    """Create a Debian of this machine's architecture in a folder, with debootstrap.
-
-    Raises:
-        JobError: If debootstrap failed.
-    """
     new = root.with_name(root.name + ".new")
     if new.exists():  # of one that was killed; its mounts went with it
         shutil.rmtree(new)

@@ -14,8 +14,7 @@ from fedquilt.edge_agent import devices
 from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.clocks.client import HelperStatus
 from fedquilt.edge_agent.clocks.helper import read_clock_state
-from fedquilt.profiles.board_layouts import BOARDS
-from fedquilt.profiles.fake_trees import write_fake_board
+from fedquilt.testing.boards import BOARDS, write_fake_board
 from fedquilt.wire import Telemetry
 
 Layout = tuple[str, int]  # board, JetPack
@@ -64,8 +63,6 @@ class ExpectedProfile:
 
 
 class _FakeClockHelper:
-    """Status that a clock helper of a tree would answer; it sets nothing."""
-
     def __init__(self, tree: Path) -> None:
         self._tree = tree
 

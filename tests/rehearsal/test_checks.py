@@ -18,7 +18,6 @@ Nov 22 08:40:00.109964 vm systemd[1]: fedquilt-agent.service: Scheduled restart 
 
 
 def test_a_check_that_fails_is_told_and_the_next_one_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """With the sentence of its error; the whole no longer holds."""
     checks = CheckLog()
     with checks("boots") as seen:
         seen += ["systemd 252", "running"]
@@ -43,7 +42,6 @@ def test_a_check_that_fails_is_told_and_the_next_one_runs(capsys: pytest.Capture
 
 
 def test_what_cannot_be_shown_here_fails_nothing_and_what_was_not_tried_does() -> None:
-    """Giving up must not pass for success, nor must no check at all."""
     checks = CheckLog()
     assert not checks.all_passed
     with checks("a limit"):
@@ -55,7 +53,6 @@ def test_what_cannot_be_shown_here_fails_nothing_and_what_was_not_tried_does() -
 
 
 def test_a_mistake_of_our_own_is_no_finding() -> None:
-    """An error without a name ends the rehearsal."""
     checks = CheckLog()
     with pytest.raises(ZeroDivisionError), checks("boots"):
         _ = 1 / 0

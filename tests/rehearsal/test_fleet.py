@@ -23,14 +23,12 @@ DATA = {"path": "/srv/x.npz", "share": 0, "shares": 1}
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> LoopbackFleet:
-    """One that is founded."""
     made = LoopbackFleet(tmp_path_factory.mktemp("site"), *sites.find_free_ports(2))
     made.issue_identities("board-1")
     return made
 
 
 def test_it_is_founded_by_commands_that_an_operator_types(site: LoopbackFleet) -> None:
-    """Authority, broker's files, coordinator's certificate, token; the log shows each."""
     typed = [line for line in site.log.read_text().splitlines() if line.startswith("$ ")]
     assert [" ".join(line.split()[2:4]) for line in typed] == [
         "identity init",
@@ -44,7 +42,6 @@ def test_it_is_founded_by_commands_that_an_operator_types(site: LoopbackFleet) -
 
 
 def test_the_boards_settings_are_what_flash_takes(site: LoopbackFleet) -> None:
-    """With the token, and none of them changed but for where files lie."""
     path = site.folder / "agent.toml"
     path.write_text(toml.format_toml(site.agent_table("board-1", "1GB", DATA)))
     board = bundle.read_board_files(path, token=site.folder / "board-1.token")
@@ -55,14 +52,12 @@ def test_the_boards_settings_are_what_flash_takes(site: LoopbackFleet) -> None:
 
 
 def test_the_coordinators_options_are_ones(site: LoopbackFleet) -> None:
-    """As `fedquilt run` reads them."""
     options = parsed(["run", "job.toml", *site.coordinator_options()])
     assert options["broker"] == site.url
     assert all((site.folder / path).is_file() for path in (options["ca"], options["cert"], options["key"]))
 
 
 def test_the_broker_has_the_written_configuration_and_listens_on_loopback_alone(site: LoopbackFleet) -> None:
-    """Nothing is left out of it."""
     program, option, path = site.write_broker_config()
     lines = Path(path).read_text().splitlines()
     written = (site.folder / "broker/fedquilt.conf").read_text().splitlines()
@@ -77,7 +72,6 @@ def test_a_command_that_fails_is_told_by_its_last_words(site: LoopbackFleet) -> 
 
 
 def test_a_server_is_waited_for_and_ended_with_all_it_has_started(tmp_path: Path) -> None:
-    """Its group gets the signal, so that its children go as well."""
     (port,) = sites.find_free_ports(1)
     code = (
         "import subprocess, socket, sys, time\n"
@@ -92,7 +86,6 @@ def test_a_server_is_waited_for_and_ended_with_all_it_has_started(tmp_path: Path
 
 
 def _ended(pid: int) -> bool:
-    """Gone, or only waiting to be noticed."""
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
@@ -111,7 +104,6 @@ def test_a_server_that_ends_is_told_by_its_last_words(tmp_path: Path) -> None:
 
 
 def test_free_ports_are_different_and_free() -> None:
-    """They can be listened on."""
     ports = sites.find_free_ports(3)
     assert len(set(ports)) == 3
     for port in ports:

@@ -17,13 +17,11 @@ ALL = dict.fromkeys(host.PROGRAMS, "/usr/bin/x")
 
 
 def test_a_machine_that_has_it_all_has_no_hindrance(tmp_path: Path) -> None:
-    """And disk is needed only while there is no root file system yet."""
     assert HostMachine(0, ALL, 10**10).hindrance(tmp_path / "none") == ""
     assert HostMachine(0, ALL, 0).hindrance(tmp_path) == ""
 
 
 def test_all_that_is_missing_is_told_with_its_mend(tmp_path: Path) -> None:
-    """One command installs the programs."""
     few = {name: path for name, path in ALL.items() if name not in ("systemd-nspawn", "mosquitto")}
     assert HostMachine(1000, few, 10**7).hindrance(tmp_path / "none") == (
         "a rehearsal needs root, as it makes a root file system and boots it: sudo make rehearsal; "
@@ -33,7 +31,6 @@ def test_all_that_is_missing_is_told_with_its_mend(tmp_path: Path) -> None:
 
 
 def test_this_machine_is_seen_as_it_is(tmp_path: Path) -> None:
-    """Also where the folder is yet to be made."""
     seen = HostMachine.detect(tmp_path / "not" / "yet")
     assert seen.free_bytes > 0
     assert set(seen.programs) <= set(host.PROGRAMS)
@@ -41,7 +38,6 @@ def test_this_machine_is_seen_as_it_is(tmp_path: Path) -> None:
 
 
 def test_only_one_runs_at_a_time(tmp_path: Path) -> None:
-    """They would remove each other's folders."""
     with (
         host.hold_lock(tmp_path / "lock"),
         pytest.raises(JobError, match="another rehearsal runs"),
@@ -65,7 +61,6 @@ MAIN = "http://near.example/debian/|bookworm|main|Debian|Debian"
 
 @pytest.mark.parametrize("main", [MAIN, MAIN.replace("bookworm", "sid")])
 def test_the_mirror_is_the_one_that_apt_has_for_the_suite(main: str) -> None:
-    """Not the one of security updates, nor somebody else's; another release's archive has the suite, too."""
     others = (
         "http://x.example/|bookworm|main|Somebody|Somebody",
         "http://s.example/debian-security/|bookworm-security|main|Debian|Debian-Security",
@@ -77,7 +72,6 @@ def test_the_mirror_is_the_one_that_apt_has_for_the_suite(main: str) -> None:
 
 
 def test_where_apt_knows_no_debian_one_has_to_be_named() -> None:
-    """Ubuntu, lists that were never fetched, or no apt at all."""
     with pytest.raises(JobError, match=r"no archive of Debian's here: name one with --mirror URL"):
         host.debian_mirror(lambda *words: "http://u.example/ubuntu/|noble|main|Ubuntu|Ubuntu\njunk\n")
     with pytest.raises(JobError, match=r"\(/no/such cannot be run: No such file.*\): name one with --mirror"):
@@ -99,7 +93,6 @@ mkdir -p "$root/bin" && echo "E: $SAYS" && exit $CODE
 
 
 def test_a_root_file_system_appears_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that failed is told by its last words and is no root; the next attempt begins anew."""
     (tmp_path / "programs").mkdir()
     (tmp_path / "programs/unshare").write_text(DEBOOTSTRAP)
     (tmp_path / "programs/unshare").chmod(0o755)

@@ -32,7 +32,6 @@ ORIN = ("jetson-orin-nx", 6)
 
 
 def test_all_boards_come_up_unless_some_are_named() -> None:
-    """A board without a JetPack is meant with each of its own."""
     assert sorted(rehearsal.select_layouts([])) == sorted(EVERY)
     assert rehearsal.select_layouts([])[0] == rehearsal.FIRST
     assert len(EVERY) >= 12
@@ -58,7 +57,6 @@ def test_a_board_that_is_unknown_ends_it_before_anything_is_made(
 
 @pytest.mark.parametrize("layout", EVERY)
 def test_a_board_is_laid_with_its_debugfs_shut_and_its_disk_in_the_root(tmp_path: Path, layout: layouts.Layout) -> None:
-    """And what is expected of its agent is the board's own: its name, its points, its power."""
     root = tmp_path / "root"
     (root / "etc").mkdir(parents=True)
     files = layouts.write_layout(layout, tmp_path / "tree", root)
@@ -89,7 +87,6 @@ def profile(wanted: layouts.ExpectedProfile, points: int | None = None) -> Profi
 
 
 def test_an_agent_that_knows_less_of_its_board_than_root_does_is_found_out(tmp_path: Path) -> None:
-    """Points that only root's files tell, another name, another reading, none."""
     layouts.write_layout(ORIN, tmp_path / "tree", tmp_path / "root")
     wanted = layouts.read_expected_profile(tmp_path / "tree")
     told = wire.Telemetry(power_w=wanted.power_w, temperature_c=wanted.temperature_c)
@@ -103,7 +100,6 @@ def test_an_agent_that_knows_less_of_its_board_than_root_does_is_found_out(tmp_p
 
 
 def test_clocks_that_are_not_put_back_are_seen(tmp_path: Path) -> None:
-    """Each file that the helper writes, but the rate of an unlocked memory clock."""
     layouts.write_layout(ORIN, tmp_path / "tree", tmp_path / "root")
     before = layouts.read_clock_files(tmp_path / "tree")
     assert any(name.endswith("policy0/scaling_max_freq") for name in before)
@@ -121,7 +117,6 @@ def said(leaf: str, message: wire.WireMessage, device: str = "b") -> Message:
 
 
 def test_a_start_of_the_agent_is_known_by_its_name() -> None:
-    """What an earlier start said of the board does not count for the next; others and garbage change nothing."""
     heard = ReceivedMessages()
     for message in (
         said("presence", wire.Presence(online=True, boot="one", seq=1)),
@@ -139,7 +134,6 @@ def test_a_start_of_the_agent_is_known_by_its_name() -> None:
 
 
 def test_a_listener_that_was_closed_hears_again_what_it_had_heard_and_more() -> None:
-    """Nobody steps its link in between, so it is a new one."""
     links: list[mock.Mock] = []
 
     def connect() -> mock.Mock:
@@ -161,7 +155,6 @@ def test_a_listener_that_was_closed_hears_again_what_it_had_heard_and_more() -> 
 
 
 def test_a_container_is_booted_as_its_command_says(tmp_path: Path) -> None:
-    """The board's files are there before systemd is; its groups are entered first."""
     words = container.boot_command(tmp_path / "root", tmp_path / "sys", "n", (tmp_path / "a b/cgroup.procs",))
     assert words[:2] == ["sh", "-c"]
     assert words[2] == f"echo 0 > '{tmp_path}/a b/cgroup.procs' || true\nexec \"$@\""
@@ -172,7 +165,6 @@ def test_a_container_is_booted_as_its_command_says(tmp_path: Path) -> None:
 def test_a_coordinators_machine_has_no_boards_files_and_groups_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two systems in the same control groups would end each other's services."""
     words = container.boot_command(tmp_path / "root", None, "n")
     assert not [word for word in words if word.startswith("--bind")]
     assert words[-1] == "exec /lib/systemd/systemd"
@@ -203,14 +195,12 @@ def test_a_coordinators_machine_has_no_boards_files_and_groups_of_its_own(
     ],
 )
 def test_what_an_operator_types_are_commands(words: tuple[str, ...]) -> None:
-    """A rollout's phases grow, as `fedquilt` wants them."""
     given = command_lines.parsed(list(words))
     if "--phases" in words:
         assert 0 < given["phases"][0] < given["phases"][1] <= 1
 
 
 def test_a_rehearsed_board_is_flashed_with_a_runner_and_a_hook(tmp_path: Path) -> None:
-    """Its settings are ones, and the folder is the one that is looked into."""
     models = {"serve": "127.0.0.1:8080", "hook": list(releases.HOOK)}
     (tmp_path / "agent.toml").write_text(toml.format_toml({"device": "d", "home": "h", "models": models}))
     assert bundle.read_board_files(tmp_path / "agent.toml").models == releases.MODELS
@@ -226,7 +216,6 @@ def test_a_units_properties_are_read() -> None:
 
 
 def test_the_first_process_with_numbers_of_its_own_is_found(tmp_path: Path) -> None:
-    """A child among the same numbers is none; a name with blanks and brackets is no obstacle."""
     for number, parent, space in ((7, 1, "a"), (8, 7, "a"), (9, 7, "b"), (10, 1, "b")):
         folder = tmp_path / str(number)
         (folder / "ns").mkdir(parents=True)
@@ -237,7 +226,6 @@ def test_the_first_process_with_numbers_of_its_own_is_found(tmp_path: Path) -> N
 
 
 def test_the_groups_that_systemd_uses_are_found(tmp_path: Path) -> None:
-    """Both hierarchies beside version 1, the one where there is no other."""
     for name in ("unified", "systemd", "memory"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "cgroup.procs").touch()
@@ -270,7 +258,6 @@ HANGS = textwrap.dedent(
 
 
 def sleeping(seconds: str) -> bool:
-    """Whether a `sleep` of so many seconds runs on this machine."""
     words = b"\0".join((b"sleep", seconds.encode(), b""))
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -282,7 +269,6 @@ def sleeping(seconds: str) -> bool:
 
 
 def inhabited(group: Path) -> bool:
-    """Whether a process is in a control group or below it."""
     try:
         return any(path.read_text() for path in group.rglob("cgroup.procs"))
     except OSError:  # the group is being removed
@@ -292,7 +278,6 @@ def inhabited(group: Path) -> bool:
 @needs_root
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_nothing_outlives_an_enclosure(tmp_path: Path, number: signal.Signals) -> None:
-    """Whatever ends it: the processes in it are gone, its mounts were never seen outside, and it may end in order."""
     seconds = f"{10_000 + os.getpid()}.{number.value}"
     code = "import sys; from tests.rehearsal import enclosure; sys.exit(enclosure.run_enclosed(sys.argv[1:]))"
     inside = [sys.executable, "-c", HANGS, str(tmp_path), seconds]

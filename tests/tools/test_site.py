@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from saved_homes import contents, saved
-from sited import METHODS, federation, plan, states
+from sited import federation, plan, states
 
 from fedquilt import methods
 from fedquilt.coordinator import settings
@@ -20,20 +20,10 @@ from fedquilt.coordinator.updates import sites
 from fedquilt.core import DeviceView, JobError
 from fedquilt.edge_agent.task.protocol import WorkResult
 from fedquilt.tools.artefacts.export import export_result
-from fedquilt.tools.operations.site.worker import HALTED
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_the_bits_are_those_of_one_coordinator_with_all_boards(tmp_path: Path, method: str) -> None:
-    """Sites of three and two boards, and a board of the coordinator's own, which is none of a site's."""
-    flat = states(tmp_path / "flat", method, (), waits=6)
-    sited = states(tmp_path / "sited", method, (3, 2), waits=3)
-    assert len(flat) == len(set(flat)) == 3
-    assert flat == sited
+from fedquilt.tools.operations.site import HALTED
 
 
 def test_a_site_whose_sum_is_of_another_count_is_refused_by_name(tmp_path: Path) -> None:
-    """One of two sites says that its boards have more examples than its sum has; the round goes on with the other."""
     table = {"cohort": {"start_devices": 2, "quorum": 0.5, "deadline_s": 60}}
     with federation(plan(tmp_path, rounds=1, **table), (3, 3)) as made:
         worker = made.sites["site-0"].agent.agent.duty._worker
@@ -54,7 +44,6 @@ def test_a_site_whose_sum_is_of_another_count_is_refused_by_name(tmp_path: Path)
 
 
 def test_a_site_that_is_cut_off_for_an_hour_costs_its_share_alone_and_joins_again(tmp_path: Path) -> None:
-    """The first of three sites loses the coordinator above; the others' rounds go on, and so does its own."""
     table = {"cohort": {"start_devices": 3, "quorum": 0.6, "deadline_s": 1500}}
     with federation(plan(tmp_path, rounds=8, flops=1e11, **table), (2, 2, 2)) as made:
         answered = lambda: [sorted(each) for each in made.answered.values()]  # noqa: E731
@@ -80,7 +69,6 @@ def reached(facts: list[AnyEvent], kind: type, count: int) -> bool:
 
 
 def test_a_site_that_is_killed_goes_on_with_its_round_and_gives_an_answer_again_that_was_lost(tmp_path: Path) -> None:
-    """Killed when one of its boards has answered, and again when its round is committed: the bits are the same."""
     flat = states(tmp_path / "flat", "scaffold", (), waits=6)
     with federation(plan(tmp_path / "sited", "scaffold", cohort={"start_devices": 2}), (3, 3)) as made:
         below = made.below["site-1"]
@@ -94,7 +82,6 @@ def test_a_site_that_is_killed_goes_on_with_its_round_and_gives_an_answer_again_
 
 
 def checked(folder: Path, split: tuple[int, ...], waits: int, codec: str) -> tuple[list[bytes], list[Any]]:
-    """States after every round, and the rounds' evaluations."""
     table = {"cohort": {"start_devices": waits}, "check": {"every": 1}, "wire": {"codec": codec}}
     with federation(plan(folder, **table), split) as made:
         assert made.play() == "done", made.facts[-1]
@@ -104,7 +91,6 @@ def checked(folder: Path, split: tuple[int, ...], waits: int, codec: str) -> tup
 
 @pytest.mark.parametrize("codec", ["raw", "int8"])
 def test_a_site_evaluates_and_its_boards_pack_what_they_send(tmp_path: Path, codec: str) -> None:
-    """As boards of one coordinator do: the closing evaluation too, which trains nobody."""
     states, flat = checked(tmp_path / "flat", (), 6, codec)
     assert len(flat) == 4
     assert all(each is not None and each.examples for each in flat)
@@ -121,7 +107,6 @@ def test_a_job_of_a_sites_own_is_refused_with_the_place_where_it_belongs() -> No
 
 
 def test_a_run_that_is_stopped_at_a_site_is_told_above_at_once_until_it_is_resumed_there(tmp_path: Path) -> None:
-    """The other site goes on meanwhile, and no deadline passes."""
     table = {"cohort": {"start_devices": 2, "quorum": 0.5, "deadline_s": 600}}
     with federation(plan(tmp_path, rounds=8, flops=1e10, **table), (3, 3)) as made:
         store = made._stores["site-0"]
@@ -140,7 +125,6 @@ def test_a_run_that_is_stopped_at_a_site_is_told_above_at_once_until_it_is_resum
 
 
 def test_what_a_sites_boards_fetched_and_sent_is_counted_above_too(tmp_path: Path) -> None:
-    """As one coordinator with all boards counts it, and the site's own way beside it."""
     with federation(plan(tmp_path / "flat", rounds=1), ()) as made:
         assert made.play() == "done"
         flat = [fact.update for fact in made.facts if isinstance(fact, UpdateAccepted)]
@@ -155,7 +139,6 @@ def test_what_a_sites_boards_fetched_and_sent_is_counted_above_too(tmp_path: Pat
 
 
 def test_a_backup_of_a_site_holds_the_bundles_of_its_runs(tmp_path: Path) -> None:
-    """The coordinator above sent them, so that no folder beside the home has them."""
     run = "sited-20260101-000000-abcdef"
     with federation(plan(tmp_path, rounds=1, cohort={"start_devices": 1}), (6,), run) as made:
         assert made.play() == "done"
@@ -170,7 +153,6 @@ def test_a_backup_of_a_site_holds_the_bundles_of_its_runs(tmp_path: Path) -> Non
 
 
 def test_a_site_exports_nothing_and_a_deleted_run_leaves_no_folder(tmp_path: Path) -> None:
-    """The result is at the coordinator above."""
     run = "sited-20260101-000000-abcdef"
     with federation(plan(tmp_path, rounds=1, cohort={"start_devices": 1}), (6,), run) as made:
         assert made.play() == "done"

@@ -19,7 +19,6 @@ ROUNDS = 5
 def test_a_coordinator_above_that_is_put_back_by_rounds_comes_to_the_same_states(
     tmp_path: Path, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its copy ends after round 0, where sites and boards have counted round 2: they work for rounds 1 and 2 again."""
     calm = states(tmp_path / "calm", method, (3, 2), waits=3, rounds=ROUNDS)
     table = {"rounds": ROUNDS, "cohort": {"start_devices": 3, "deadline_s": 60}}
     with federation(plan(tmp_path / "sited", method, **table), (3, 2)) as made:
@@ -35,7 +34,6 @@ def test_a_coordinator_above_that_is_put_back_by_rounds_comes_to_the_same_states
 
 
 def test_clocks_that_are_years_apart_change_no_bit(tmp_path: Path) -> None:
-    """Whoever looks at a clock reads another year: the coordinator above, its sites and the boards."""
     calm = states(tmp_path / "calm", "fedavg", (3, 2), waits=3)
     real, years = time.time, itertools.cycle([0.0, 9.0, -20.0, 30.0, -3.0])
     with mock.patch.object(time, "time", side_effect=lambda: real() + next(years) * 365 * 86400):
@@ -43,7 +41,6 @@ def test_clocks_that_are_years_apart_change_no_bit(tmp_path: Path) -> None:
 
 
 def test_a_board_that_leaves_does_not_have_the_site_begin_its_round_again(tmp_path: Path) -> None:
-    """It had the largest budget, so the site is of another tier, and its task is another one: of the same round."""
     fleet = {"devices": 6, "boards": ["jetson-nano"], "budgets": ["512MB", "8GB", "512MB"]}
     table = {"rounds": 2, "flops": 1e11, "fleet": fleet, "cohort": {"start_devices": 2, "deadline_s": 1500}}
     with federation(plan(tmp_path, **table), (3, 3)) as made:
@@ -61,10 +58,6 @@ def test_a_board_that_leaves_does_not_have_the_site_begin_its_round_again(tmp_pa
     [(0.0, True), (-9 * 365 * 86400.0, False), pytest.param(9 * 365 * 86400.0, False, marks=pytest.mark.nightly)],
 )
 def test_a_site_that_is_killed_keeps_what_is_left_of_its_deadline(tmp_path: Path, step_s: float, kept: bool) -> None:
-    """A board never ends its task, so its site waits for the deadline from above, unless its clock moved by years.
-
-    The site that has its whole deadline again, after such a step, is late for the coordinator above.
-    """
     table = {"rounds": 1, "flops": 3e10, "cohort": {"start_devices": 2, "quorum": 0.5, "deadline_s": 1500}}
     with federation(plan(tmp_path, **table), (3, 3), stalled={"jetson-nano-00"}) as made:
         steps = [0.0]

@@ -22,7 +22,6 @@ from fedquilt.tools.simulation.agents import FleetPlan
 
 @pytest.fixture
 def waited(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Everything is large; devices that have had to wait for their turn."""
     found: set[str] = set()
 
     def begin(queue: UploadQueue, now_s: float) -> list[str]:
@@ -40,7 +39,6 @@ def waited(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 def played(name: str, folder: Path, split: tuple[int, ...]) -> list[bytes]:
-    """States of a method's rounds by sites of so many of its four boards, or flat."""
     given = carried.plan(name, folder)
     cohort = CohortSettings(start_devices=len(split) or 4, min_devices=2, deadline_s=60)
     job = msgspec.structs.replace(given.job, cohort=cohort)
@@ -50,11 +48,13 @@ def played(name: str, folder: Path, split: tuple[int, ...]) -> list[bytes]:
         return made.states
 
 
-@pytest.mark.parametrize("name", ["fedavg", "scaffold", "afl", "fedstitch", "robust"])
+@pytest.mark.parametrize(
+    "name",
+    ["fedavg", "afl", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("scaffold", "fedstitch", "robust"))],
+)
 def test_sites_with_large_sums_wait_for_their_turn_and_come_to_the_bits_of_all_boards(
     tmp_path: Path, name: str, waited: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three sites, whose sums, states and updates are for the worker, and on the disk where they are mappings."""
     sited = played(name, tmp_path / "sited", (2, 1, 1))
     assert waited
     monkeypatch.undo()

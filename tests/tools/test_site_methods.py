@@ -22,7 +22,6 @@ QUICK = ("depthfl", "fedavg", "fedpews", "robust")
 
 
 def played(name: str, folder: Path, split: tuple[int, ...], **table: Any) -> tuple[list[bytes], list[RoundCommitted]]:
-    """States and ends of a method's rounds by sites of so many of its four boards, or flat."""
     given = plan(name, folder)
     cohort = CohortSettings(start_devices=len(split) + 4 - sum(split), min_devices=2, deadline_s=60)
     job = msgspec.structs.replace(given.job, cohort=cohort, **table)
@@ -38,7 +37,6 @@ def played(name: str, folder: Path, split: tuple[int, ...], **table: Any) -> tup
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.nightly) for name in methods.builtin_names()]
 )
 def test_the_bits_of_every_method_are_those_of_one_coordinator(name: str, tmp_path: Path) -> None:
-    """Sites of two boards and of one, and a board of the coordinator's own."""
     flat, _ = played(name, tmp_path / "flat", ())
     sited, _ = played(name, tmp_path / "sited", (2, 1))
     assert len(flat) == len(set(flat)) >= 2

@@ -18,11 +18,7 @@ UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 
 
 def parse_point(text: str) -> OperatingPoint:
-    """Parse an operating point, such as "MAXQ", "cpu=1.2GHz,gpu=850MHz" or "MAXQ,emc=1600M".
-
-    Raises:
-        JobError: If the text is invalid.
-    """
+    """Parse an operating point, such as "MAXQ", "cpu=1.2GHz,gpu=850MHz" or "MAXQ,emc=1600M"."""
     first, *rest = text.split(",")
     named = "=" not in first
     hz: dict[str, float] = {}
@@ -52,7 +48,6 @@ def read_status(root: Path) -> tuple[HelperStatus, bool]:
 
 
 def print_status(root: Path, format: str) -> int:
-    """Print the clocks of this machine, their settings and their holder. Return 0."""
     told, has_helper = read_status(root)
     if format == "json":
         print(msgspec.json.encode({"helper": has_helper, **msgspec.to_builtins(told)}).decode())
@@ -62,12 +57,7 @@ def print_status(root: Path, format: str) -> int:
 
 
 def pin_point(text: str, root: Path, *, dry_run: bool = False) -> int:
-    """Pin the clocks to a point until an interrupt, or with `dry_run` only print the settings. Return 0.
-
-    Raises:
-        JobError: If `text` is not a point.
-        ClockError: If the clock helper is missing, refuses the point or releases the clocks.
-    """
+    """Pin the clocks to a point until an interrupt, or with `dry_run` only print the settings. Return 0."""
     wanted = parse_point(text)
     if dry_run:
         found = controls.discover_controls(root)

@@ -13,8 +13,6 @@ from fedquilt.security import enrolment
 
 
 def enrol_device(settings: Path, *, waits: bool) -> int:
-    """Request a certificate for this device, or renew it."""
-
     def current_time() -> datetime.datetime:
         return datetime.datetime.now(datetime.timezone.utc)
 
@@ -28,7 +26,6 @@ def enrol_device(settings: Path, *, waits: bool) -> int:
 
 
 def request_certificate(settings: Path, csr: Path) -> int:
-    """Write a signing request of this device, with its key."""
     told = agent.load_settings(settings)
     key = device_enrolment.load_or_create_key(device_enrolment.paths_from_settings(told))
     enrolment.write_file_with_mode(csr, device_enrolment.create_signing_request(key, told.device).encode(), 0o644)
@@ -38,7 +35,6 @@ def request_certificate(settings: Path, csr: Path) -> int:
 
 
 def accept_certificate(settings: Path, certificate: Path) -> int:
-    """Install a signed certificate on this device."""
     told = agent.load_settings(settings)
     with disk.disk_errors(f"read {certificate}"):
         pem = certificate.read_bytes()

@@ -42,7 +42,6 @@ class BundleTarget:
         )
 
     def marker_environment(self) -> dict[str, str]:
-        """Return the environment for markers of requirements (PEP 508)."""
         return {
             "implementation_name": "cpython",
             "implementation_version": f"{self.python}.0",
@@ -77,11 +76,7 @@ OWN_PYTHON: Final = (
 
 
 def find_target(name: str, python: str | None = None) -> BundleTarget:
-    """Return a target by name, with its Python replaced by a version or path where given.
-
-    Raises:
-        JobError: If the target is unknown, or fedquilt does not support the version.
-    """
+    """Return a target by name, with its Python replaced by a version or path where given."""
     if name not in KNOWN:
         raise JobError(f"no target {name!r}: one of {', '.join(KNOWN)}")
     target = KNOWN[name]

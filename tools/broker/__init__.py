@@ -165,7 +165,6 @@ def format_password_line(user: str, password: str) -> str:
 
 
 def serve_foreground(host: str, port: int, password_file: str | Path | None = None) -> None:
-    """Run the broker until SIGINT or SIGTERM."""
     done = threading.Event()
     with EmbeddedBroker(host, port, password_file) as broker:
         signal.signal(signal.SIGTERM, lambda signum, frame: done.set())

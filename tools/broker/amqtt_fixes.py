@@ -26,8 +26,6 @@ REFUSED_LEVEL = b"\x20\x02\x00\x01"  # CONNACK of 3.1.1, "unacceptable protocol 
 
 
 class ReplayedStream(StreamReaderAdapter):  # type: ignore[misc]
-    """A stream with some bytes read ahead."""
-
     def __init__(self, head: bytes, reader: asyncio.StreamReader) -> None:
         super().__init__(reader)
         self._head = head

@@ -9,6 +9,7 @@ of the verification (chain, name, use) are always required.
 from __future__ import annotations
 
 import datetime
+import ipaddress
 import re
 import time
 from collections.abc import Sequence
@@ -19,14 +20,67 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import ExtendedKeyUsageOID
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedquilt.core import JobError, SiteRight, StoreError, WireError
 from fedquilt.edge_agent.upgrade import archive
 from fedquilt.host import disk
 from fedquilt.security import authenticated_link, enrolment, handshake
-from fedquilt.tools.identity import certificate_parts
 from fedquilt.tools.identity.register import CertificateRegister, IssuedCertificate, Kind, format_time
+
+
+def key_to_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    plain = serialization.NoEncryption()
+    return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
+
+
+def certificate_to_pem(cert: x509.Certificate) -> bytes:
+    return cert.public_bytes(serialization.Encoding.PEM)
+
+
+def subject_name(name: str, unit: str | None = None) -> x509.Name:
+    common = x509.NameAttribute(NameOID.COMMON_NAME, name)
+    return x509.Name([common] if unit is None else [x509.NameAttribute(NameOID.ORGANIZATIONAL_UNIT_NAME, unit), common])
+
+
+def to_datetime(at_s: float) -> datetime.datetime:
+    return datetime.datetime.fromtimestamp(int(at_s), datetime.timezone.utc)
+
+
+def key_usage(signs_certificates: bool = False) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def authority_key_id(cert: x509.Certificate) -> x509.AuthorityKeyIdentifier:
+    own = cert.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+    return x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(own)
+
+
+def crl_distribution_points(url: str) -> x509.CRLDistributionPoints:
+    name = x509.UniformResourceIdentifier(url)
+    return x509.CRLDistributionPoints([x509.DistributionPoint([name], None, None, None)])
+
+
+def to_general_name(host: str) -> x509.GeneralName:
+    """Return the name or IP address of a host as a certificate's general name."""
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        pass
+    if not re.match(r"(?!-)[A-Za-z0-9-]{1,63}(\.(?!-)[A-Za-z0-9-]{1,63})*\Z", host):
+        raise JobError(f"{host!r} is neither a host's name nor an IP address")
+    return x509.DNSName(host)
+
 
 DAY_S: Final = 86400.0
 EPOCH: Final = datetime.datetime(1970, 1, 1, tzinfo=datetime.timezone.utc)
@@ -45,11 +99,7 @@ _USE = {
 
 
 def parse_signing_request(pem: str, device: str) -> ec.EllipticCurvePublicKey:
-    """Return the public key of a device's signing request.
-
-    Raises:
-        JobError: If the request, its signature, key or name is invalid.
-    """
+    """Return the public key of a device's signing request."""
     try:
         csr = x509.load_pem_x509_csr(pem.encode())
         sound, key, name = csr.is_signature_valid, csr.public_key(), enrolment.common_name(csr)
@@ -65,11 +115,7 @@ def parse_signing_request(pem: str, device: str) -> ec.EllipticCurvePublicKey:
 
 
 class CertificateAuthority:
-    """Certificate authority in an existing folder (made by `create`).
-
-    Raises:
-        StoreError: If the folder does not contain an authority, or files are damaged.
-    """
+    """Certificate authority in an existing folder (made by `create`)."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -89,18 +135,7 @@ class CertificateAuthority:
 
     @classmethod
     def create(cls, folder: Path, name: str, now_s: float, crl_url: str | None = None) -> CertificateAuthority:
-        """Create an authority, with its key readable only by the current user.
-
-        Args:
-            folder: Folder of the authority.
-            name: Common name of the authority.
-            now_s: Current time.
-            crl_url: URL of the revocation list (for EMQX), which is part of each certificate.
-
-        Raises:
-            JobError: If an authority exists already, or the name or URL is invalid.
-            StoreError: If the folder cannot be written.
-        """
+        """Create an authority, with its key readable only by the current user."""
         if (folder / "ca.key").exists():
             raise JobError(f"{folder} holds an authority already: every certificate of the fleet hangs on it")
         if not 0 < len(name) <= 64 or not name.isprintable():
@@ -110,28 +145,25 @@ class CertificateAuthority:
         with disk.disk_errors(f"make {folder}"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder.chmod(0o700)
-        key, subject = ec.generate_private_key(ec.SECP256R1()), certificate_parts.subject_name(name)
+        key, subject = ec.generate_private_key(ec.SECP256R1()), subject_name(name)
         builder = (
             x509.CertificateBuilder(subject, subject, key.public_key(), x509.random_serial_number())
             .not_valid_before(EPOCH)
-            .not_valid_after(certificate_parts.to_datetime(now_s + AUTHORITY_DAYS * DAY_S))
+            .not_valid_after(to_datetime(now_s + AUTHORITY_DAYS * DAY_S))
             .add_extension(x509.BasicConstraints(True, 0), critical=True)
-            .add_extension(certificate_parts.key_usage(signs_certificates=True), critical=True)
+            .add_extension(key_usage(signs_certificates=True), critical=True)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         )
         if crl_url is not None:
-            builder = builder.add_extension(certificate_parts.crl_distribution_points(crl_url), critical=False)
-        enrolment.write_file_with_mode(
-            folder / "ca.crt", certificate_parts.certificate_to_pem(builder.sign(key, hashes.SHA256())), 0o644
-        )
-        enrolment.write_file_with_mode(folder / "ca.key", certificate_parts.key_to_pem(key), 0o600)
+            builder = builder.add_extension(crl_distribution_points(crl_url), critical=False)
+        enrolment.write_file_with_mode(folder / "ca.crt", certificate_to_pem(builder.sign(key, hashes.SHA256())), 0o644)
+        enrolment.write_file_with_mode(folder / "ca.key", key_to_pem(key), 0o600)
         made = cls(folder)
         made.write_crl(now_s)
         return made
 
     @property
     def crl_url(self) -> str | None:
-        """URL of the revocation list from the authority's certificate, or None."""
         try:
             points = self.cert.extensions.get_extension_for_class(x509.CRLDistributionPoints).value
         except x509.ExtensionNotFound:
@@ -141,11 +173,7 @@ class CertificateAuthority:
     # -- signing ----------------------------------------------------------------------------------
 
     def require_enrollable(self, device: str, key: ec.EllipticCurvePublicKey, now_s: float) -> None:
-        """Raise an error if a device may not have a certificate for a key.
-
-        Raises:
-            JobError: If the name belongs to a server or to a board of a site, or the key was revoked.
-        """
+        """Raise an error if a device may not have a certificate for a key."""
         known = self.register.list_certificates(device)
         if device in RESERVED or any(one.kind != "device" for one in known):
             raise JobError(
@@ -171,43 +199,37 @@ class CertificateAuthority:
         days: float | None = None,
         right: SiteRight | None = None,
     ) -> IssuedCertificate:
-        """Sign a certificate for a key and add it to the register, within `register.transaction`.
-
-        Raises:
-            JobError: If the name or a host is invalid.
-        """
+        """Sign a certificate for a key and add it to the register, within `register.transaction`."""
         if not _NAME.match(name):
             raise JobError(f"{name!r} is no name: up to 64 of a-z, 0-9, '.', '_' and '-', beginning with a-z or 0-9")
         checked_by_boards = kind in ("server", "coordinator")
-        begins = (
-            EPOCH if checked_by_boards else certificate_parts.to_datetime(now_s - DAY_S)
-        )  # a broker's clock may be somewhat behind
+        begins = EPOCH if checked_by_boards else to_datetime(now_s - DAY_S)  # a broker's clock may be somewhat behind
         ends = min(
-            certificate_parts.to_datetime(now_s + (DAYS[kind] if days is None else days) * DAY_S),
+            to_datetime(now_s + (DAYS[kind] if days is None else days) * DAY_S),
             self.cert.not_valid_after_utc,
         )
         builder = (
             x509.CertificateBuilder(
                 self.cert.subject,
-                certificate_parts.subject_name(name, authenticated_link.OBSERVER if kind == "observer" else None),
+                subject_name(name, authenticated_link.OBSERVER if kind == "observer" else None),
                 key,
                 x509.random_serial_number(),
             )
             .not_valid_before(begins)
             .not_valid_after(ends)
             .add_extension(x509.BasicConstraints(False, None), critical=True)
-            .add_extension(certificate_parts.key_usage(), critical=True)
+            .add_extension(key_usage(), critical=True)
             .add_extension(x509.ExtendedKeyUsage(_USE[kind]), critical=False)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
-            .add_extension(certificate_parts.authority_key_id(self.cert), critical=False)
+            .add_extension(authority_key_id(self.cert), critical=False)
         )
-        names = [certificate_parts.to_general_name(one) for one in hosts]
+        names = [to_general_name(one) for one in hosts]
         if right is not None:
             names.append(x509.UniformResourceIdentifier(handshake.uri_from_right(right)))
         if names:
             builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
         if self.crl_url is not None:
-            builder = builder.add_extension(certificate_parts.crl_distribution_points(self.crl_url), critical=False)
+            builder = builder.add_extension(crl_distribution_points(self.crl_url), critical=False)
         cert = builder.sign(self._key, hashes.SHA256())
         made = IssuedCertificate(
             serial=f"{cert.serial_number:x}",
@@ -217,7 +239,7 @@ class CertificateAuthority:
             issued_s=now_s,
             ends_s=ends.timestamp(),
             revoked_s=None,
-            pem=certificate_parts.certificate_to_pem(cert).decode(),
+            pem=certificate_to_pem(cert).decode(),
         )
         self.register.add_certificate(made)
         return made
@@ -226,9 +248,6 @@ class CertificateAuthority:
         """Reserve the number of the next signed upgrade, greater than all earlier numbers.
 
         The number is at least the seconds since 1970, so that it also grows in a folder restored from a backup.
-
-        Raises:
-            StoreError: If the folder cannot be read or written.
         """
         file = self.folder / "upgrades"
         with self.register.transaction():  # one at a time
@@ -240,7 +259,6 @@ class CertificateAuthority:
         return number
 
     def sign_upgrade(self, manifest: bytes) -> bytes:
-        """Return the signature (DER) of an upgrade's manifest."""
         return self._key.sign(archive.SIGNED + manifest, ec.ECDSA(hashes.SHA256()))
 
     def issue_with_new_key(
@@ -253,11 +271,7 @@ class CertificateAuthority:
         days: float | None = None,
         right: SiteRight | None = None,
     ) -> tuple[IssuedCertificate, bytes]:
-        """Return a new certificate and its new private key in PEM, for all kinds except devices.
-
-        Raises:
-            JobError: If the name or a host is invalid, the name is in use, or a site's boards belong to another.
-        """
+        """Return a new certificate and its new private key in PEM, for all kinds except devices."""
         key = ec.generate_private_key(ec.SECP256R1())
         with self.register.transaction():
             other = next((one.kind for one in self.register.list_certificates(name) if one.kind != kind), kind)
@@ -273,10 +287,9 @@ class CertificateAuthority:
             if right is not None:
                 self._require_free_boards(name, right, now_s)
             made = self.sign_certificate(name, kind, key.public_key(), now_s, hosts=hosts, days=days, right=right)
-            return made, certificate_parts.key_to_pem(key)
+            return made, key_to_pem(key)
 
     def _require_free_boards(self, name: str, right: SiteRight, now_s: float) -> None:
-        """Raise JobError if boards of a site are enrolled devices, or boards of another site."""
         known = (one for one in self.register.list_certificates() if one.revoked_s is None and one.ends_s > now_s)
         if (taken := next((one for one in known if right.authorizes(one.name)), None)) is not None:
             raise JobError(f"{name} cannot speak for {taken.name}, which is a {taken.kind} here: narrow --boards")
@@ -298,14 +311,6 @@ class CertificateAuthority:
     # -- revoking ---------------------------------------------------------------------------------
 
     def revoke_name(self, name: str, now_s: float) -> list[IssuedCertificate]:
-        """Revoke the valid certificates of a name, delete its tokens and write the revocation list.
-
-        Returns:
-            The revoked certificates.
-
-        Raises:
-            JobError: If the name never had a certificate or token.
-        """
         with self.register.transaction():
             known = self.register.list_certificates(name)
             cancelled = self.register.cancel_tokens(name)
@@ -325,10 +330,10 @@ class CertificateAuthority:
         builder = (
             x509.CertificateRevocationListBuilder()
             .issuer_name(self.cert.subject)
-            .last_update(certificate_parts.to_datetime(now_s - DAY_S))  # for a broker whose clock is somewhat behind
+            .last_update(to_datetime(now_s - DAY_S))  # for a broker whose clock is somewhat behind
             .next_update(self.cert.not_valid_after_utc)
             .add_extension(x509.CRLNumber(int(now_s * 1000)), critical=False)
-            .add_extension(certificate_parts.authority_key_id(self.cert), critical=False)
+            .add_extension(authority_key_id(self.cert), critical=False)
         )
         if self.crl_url is not None:  # EMQX uses only a revocation list whose address is in the certificate
             point = x509.IssuingDistributionPoint(
@@ -343,9 +348,7 @@ class CertificateAuthority:
             builder = builder.add_extension(point, critical=True)
         for one in self.register.list_certificates():
             if one.revoked_s is not None and one.ends_s > now_s:
-                entry = x509.RevokedCertificateBuilder(
-                    int(one.serial, 16), certificate_parts.to_datetime(one.revoked_s)
-                ).build()
+                entry = x509.RevokedCertificateBuilder(int(one.serial, 16), to_datetime(one.revoked_s)).build()
                 builder = builder.add_revoked_certificate(entry)
         path = self.folder / "crl.pem"
         pem = builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
@@ -354,7 +357,6 @@ class CertificateAuthority:
 
 
 def _read_site_right(pem: str) -> SiteRight:
-    """Return the site right in a certificate. Raise StoreError if it cannot be read."""
     names = x509.load_pem_x509_certificate(pem.encode()).extensions.get_extension_for_class(x509.SubjectAlternativeName)
     uris: list[str] = names.value.get_values_for_type(x509.UniformResourceIdentifier)
     try:

@@ -38,7 +38,6 @@ INSTALLED: dict[Broker, str] = {"mosquitto": "/etc/mosquitto/fedquilt", "emqx": 
 
 
 def mosquitto_config(host: str, port: int, folder: str) -> str:
-    """Return a mosquitto.conf. `folder` is the installation folder on the broker's machine."""
     return f"""# made by `fedquilt broker config mosquitto`
 listener {port}{"" if host == ANYWHERE else f" {host}"}
 cafile {folder}/ca.crt
@@ -159,13 +158,6 @@ def write_config(
 
     An existing certificate stays if it is valid for these hosts. `installed` is the folder's later path on the broker's
     machine.
-
-    Returns:
-        Lines on the written files and the next steps.
-
-    Raises:
-        JobError: If a host is invalid or none is given.
-        StoreError: If the folder cannot be written.
     """
     if not hosts:
         raise JobError("a broker's certificate says by which names it is reached: give --host NAME or ADDRESS")
@@ -227,7 +219,6 @@ def _is_certificate_current(authority: CertificateAuthority, out: Path, hosts: S
 
 
 def reload_advice() -> list[str]:
-    """Return instructions for loading a new revocation list into a broker."""
     return [
         "Mosquitto: copy crl.pem to its folder and `systemctl reload mosquitto`: new connections are refused at once;",
         "what is connected stays until it hangs up: `systemctl restart mosquitto` cuts it off now",

@@ -16,8 +16,7 @@ from fedquilt.host import disk, http_server
 from fedquilt.security import enrolment
 from fedquilt.tools.identity import broker_config
 from fedquilt.tools.identity.authority import RESERVED, CertificateAuthority, clock_s, describe_state
-from fedquilt.tools.identity.endpoint import EnrolmentServer, serve_until_signal
-from fedquilt.tools.identity.enrolment_service import EnrolmentService
+from fedquilt.tools.identity.endpoint import EnrolmentServer, EnrolmentService, serve_until_signal
 from fedquilt.tools.identity.register import TOKEN_S, Kind, format_time
 
 
@@ -69,7 +68,6 @@ def issue_and_write_certificate(
 
 
 def _parse_right(boards: Sequence[str], most: int) -> SiteRight:
-    """Return a site right, or raise JobError if a pattern or the number is not valid."""
     try:
         return msgspec.convert({"boards": boards, "most": most}, SiteRight)
     except msgspec.ValidationError as error:
@@ -107,7 +105,6 @@ def revoke_certificates(folder: Path, name: str) -> int:
 
 
 def create_token(folder: Path, pattern: str, out: Path | None) -> int:
-    """Create a one-time token. Print the token, or write a file that only its owner can read."""
     if pattern in RESERVED:
         raise JobError(f"no board can be named {pattern!r}: `fedquilt identity issue {pattern}` makes that certificate")
     now_s = clock_s()
@@ -124,7 +121,6 @@ def create_token(folder: Path, pattern: str, out: Path | None) -> int:
 
 
 def serve_enrolment(folder: Path, listen: str, hosts: Sequence[str], days: float | None) -> int:
-    """Serve enrolment requests until SIGTERM or SIGINT. Return 0."""
     names = tuple(hosts) or tuple(dict.fromkeys((socket.gethostname(), socket.getfqdn())))
     http_server.raise_descriptor_limit()
     host, port = open_metrics.parse_listen_address(listen)
@@ -134,7 +130,6 @@ def serve_enrolment(folder: Path, listen: str, hosts: Sequence[str], days: float
 
 
 def sign_request(folder: Path, csr: Path, device: str, out: Path | None, days: float | None) -> int:
-    """Sign a request from a file and write the certificate."""
     with disk.disk_errors(f"read {csr}"):
         data = csr.read_bytes()[: enrolment.MAX_BODY]
     issued = EnrolmentService(CertificateAuthority(folder), days).sign_request(data.decode("ascii", "replace"), device)

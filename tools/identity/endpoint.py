@@ -1,4 +1,4 @@
-"""HTTPS server for enrolment on the authority's machine.
+"""Enrolment and renewal of certificates, and the HTTPS server for them on the authority's machine.
 
 The server needs the authority's key, so it belongs on a machine that devices reach and the internet does not. The log
 contains who received a certificate or why not, and nothing else of a request.
@@ -6,6 +6,7 @@ contains who received a certificate or why not, and nothing else of a request.
 
 from __future__ import annotations
 
+import datetime
 import logging
 import signal
 import ssl
@@ -15,15 +16,117 @@ from typing import Final
 
 import msgspec
 from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
 
-from fedquilt.core import LinkError, WireError
+from fedquilt.core import FedquiltError, JobError, LinkError, WireError
 from fedquilt.host.http_server import ConnectionLimiter, ConnectionLimits, HttpExchange, HttpServer, RequestRefusedError
 from fedquilt.security import enrolment
-from fedquilt.security.enrolment import SigningRequest, SigningResponse
-from fedquilt.tools.identity.authority import DAY_S, CertificateAuthority, clock_s
-from fedquilt.tools.identity.enrolment_service import EnrolmentService, make_enrolment_response
+from fedquilt.security.enrolment import SigningRequest, SigningResponse, is_renewal_due, key_fingerprint
+from fedquilt.tools.identity.authority import DAY_S, CertificateAuthority, clock_s, parse_signing_request
+from fedquilt.tools.identity.register import IssuedCertificate, format_time
 
 log = logging.getLogger("fedquilt.enrol")
+
+
+class EnrolmentService:
+    def __init__(
+        self, authority: CertificateAuthority, days: float | None = None, clock: Callable[[], float] = clock_s
+    ) -> None:
+        self.authority, self._days, self._clock = authority, days, clock
+
+    def enrol_device(self, request: SigningRequest) -> IssuedCertificate:
+        now_s, register = self._clock(), self.authority.register
+        if request.token is None:
+            raise JobError("enrolling takes a token: ask the operator for one (`fedquilt identity token`)")
+        key = parse_signing_request(request.csr, request.device)
+        own = key_fingerprint(key)
+        with register.transaction():
+            token = register.redeem_token(request.token, request.device, own, now_s)
+            if isinstance(token, str):
+                raise JobError(token)
+            # only the holder of a token learns who has the name
+            self.authority.require_enrollable(request.device, key, now_s)
+            valid = _valid_certificates(register.list_certificates(request.device), now_s)
+            if token.used_s is not None and (again := [one for one in valid if one.key_id == own]):
+                return again[-1]  # the answer to the first time was lost
+            if token.used_s is not None:
+                raise JobError("the certificate of this token has ended: ask the operator for another token")
+            if not token.is_exact and any(one.key_id != own for one in valid):
+                raise JobError(
+                    f"{request.device} is enrolled with another key: if that board is gone, revoke it (`fedquilt "
+                    f"identity revoke {request.device}`) or give a token for this very id; if not, give this "
+                    "board another id"
+                )
+            return self._sign_and_revoke_others(request.device, key, now_s)
+
+    def renew_certificate(self, request: SigningRequest, serial: str | None) -> IssuedCertificate:
+        """Sign a certificate for the holder of certificate `serial`, or return that one if not yet due."""
+        now_s, register = self._clock(), self.authority.register
+        with register.transaction():
+            held = None if serial is None else register.find_by_serial(serial)
+            if held is None or held.kind != "device":
+                raise JobError("renewing takes the device's own certificate: enrol with a token instead")
+            if held.name != request.device:
+                raise JobError(f"{held.name} cannot renew the certificate of {request.device}")
+            if held.revoked_s is not None:
+                raise JobError(
+                    f"the certificate of {held.name} was revoked at {format_time(held.revoked_s)}: enrol it anew"
+                )
+            key = parse_signing_request(request.csr, request.device)
+            own = key_fingerprint(key)
+            if own != held.key_id:
+                raise JobError(f"{held.name} renews with the key it has: with a new key it enrols by a token")
+            self.authority.require_enrollable(held.name, key, now_s)
+            valid = [
+                one for one in _valid_certificates(register.list_certificates(held.name), now_s) if one.key_id == own
+            ]
+            if not valid:
+                raise JobError(f"the certificate of {held.name} expired at {format_time(held.ends_s)}: enrol it anew")
+            newest = valid[-1]
+            begins, ends = (datetime.datetime.fromtimestamp(s, datetime.timezone.utc) for s in newest[4:6])
+            if not is_renewal_due(begins, ends, datetime.datetime.fromtimestamp(now_s, datetime.timezone.utc)):
+                return newest
+            made = self.authority.sign_certificate(held.name, "device", key, now_s, days=self._days)
+        log.info("renewed %s, certificate until %s", made.name, format_time(made.ends_s))
+        return made
+
+    def _sign_and_revoke_others(self, device: str, key: ec.EllipticCurvePublicKey, now_s: float) -> IssuedCertificate:
+        others = [
+            one
+            for one in _valid_certificates(self.authority.register.list_certificates(device), now_s)
+            if one.key_id != key_fingerprint(key)
+        ]
+        for one in others:
+            self.authority.register.revoke_certificate(one.serial, now_s)
+        made = self.authority.sign_certificate(device, "device", key, now_s, days=self._days)
+        if others:
+            self.authority.write_crl(now_s)
+            log.warning("%s has a new key: its former certificate is revoked, give brokers the new crl.pem", device)
+        log.info("enrolled %s, certificate until %s", device, format_time(made.ends_s))
+        return made
+
+    def sign_request(self, csr: str, device: str) -> IssuedCertificate:
+        now_s, key = self._clock(), parse_signing_request(csr, device)
+        with self.authority.register.transaction():
+            self.authority.require_enrollable(device, key, now_s)
+            return self._sign_and_revoke_others(device, key, now_s)
+
+
+def make_enrolment_response(decide: Callable[[], IssuedCertificate], who: str) -> tuple[int, SigningResponse]:
+    """Return the HTTP status and body for the outcome of `decide`, and log a refusal."""
+    try:
+        return 200, SigningResponse(certificate=decide().pem)
+    except JobError as error:
+        log.warning("refused %s: %s", who, error)
+        return 403, SigningResponse(reason=str(error))
+    except FedquiltError as error:
+        log.error("%s got no certificate: %s", who, error)
+        return 500, SigningResponse(reason="the enrolment endpoint cannot write its register: see its log")
+
+
+def _valid_certificates(issued: list[IssuedCertificate], now_s: float) -> list[IssuedCertificate]:
+    return [one for one in issued if one.revoked_s is None and one.ends_s > now_s]
+
 
 LIMITS: Final = ConnectionLimits(connections=64, per_address=32)
 REQUEST_S: Final = 10.0  # for a request of at most 16 KiB and the answer
@@ -31,21 +134,6 @@ RENEW_S: Final = 30 * DAY_S  # of the endpoint's own certificate
 
 
 class EnrolmentServer:
-    """HTTPS server for enrolment and renewal at `host`:`port`.
-
-    Args:
-        authority: Authority that signs the certificates.
-        host: Address to listen on.
-        port: Port to listen on.
-        hosts: Names and addresses in the URLs that devices use.
-        days: Validity of the certificates.
-        clock: Function that returns the current time.
-        connections: Limits of the connections.
-
-    Raises:
-        LinkError: If the server cannot listen there.
-    """
-
     def __init__(
         self,
         authority: CertificateAuthority,
@@ -88,7 +176,6 @@ class EnrolmentServer:
         self._http.close()
 
     def _renew_certificate(self) -> None:
-        """Issue and load a new certificate and key of the endpoint itself."""
         authority = self._desk.authority
         issued, key = authority.issue_with_new_key(
             "enrolment", "server", self._clock(), hosts=self.hosts, days=3 * RENEW_S / DAY_S
@@ -99,7 +186,6 @@ class EnrolmentServer:
         self._context.load_cert_chain(authority.folder / "enrolment.crt", authority.folder / "enrolment.key")
 
     def _current_context(self) -> ssl.SSLContext:
-        """Return the TLS context, with a new certificate if the present one is due for renewal."""
         with self._lock:
             if not 0 <= self._clock() - self._certified_s < RENEW_S:
                 self._renew_certificate()
@@ -125,7 +211,6 @@ class EnrolmentServer:
                 raise RequestRefusedError(404, "there is nothing at this address")
 
     def _answer_enrolment(self, exchange: HttpExchange) -> None:
-        """Enrol a device or renew its certificate, and send the outcome as JSON."""
         try:
             request = enrolment.decode_message(exchange.read_body(enrolment.MAX_BODY), SigningRequest)
         except WireError as error:

@@ -35,8 +35,6 @@ PATTERN = re.compile(r"[a-z0-9*?][a-z0-9._*?-]{0,63}\Z")
 
 
 class IssuedCertificate(NamedTuple):
-    """A certificate in the register. Times are in seconds since 1970."""
-
     serial: str  # hex, lower case
     name: str
     kind: Kind
@@ -61,11 +59,7 @@ class EnrolmentToken(NamedTuple):
 
 
 class CertificateRegister:
-    """Register of an authority in a file that only its owner can read. Not thread-safe.
-
-    Raises:
-        StoreError: If the file cannot be opened or created.
-    """
+    """Register of an authority in a file that only its owner can read. Not thread-safe."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -85,11 +79,7 @@ class CertificateRegister:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Run the block as one transaction that excludes other processes.
-
-        Raises:
-            StoreError: If the disk fails, or another process locks the register for 10 s.
-        """
+        """Run the block as one transaction that excludes other processes."""
         try:
             self._db.execute("BEGIN IMMEDIATE")
             try:
@@ -107,7 +97,6 @@ class CertificateRegister:
         self._db.execute("INSERT INTO certificate VALUES (?,?,?,?,?,?,?,?)", issued)
 
     def list_certificates(self, name: str | None = None) -> list[IssuedCertificate]:
-        """Return the certificates of a name, or all certificates, oldest first."""
         where, values = ("", ()) if name is None else (" WHERE name = ?", (name,))
         rows = self._db.execute(f"SELECT * FROM certificate{where} ORDER BY issued_s, rowid", values)  # noqa: S608
         return [IssuedCertificate(*row) for row in rows]
@@ -122,11 +111,6 @@ class CertificateRegister:
     # -- tokens --
 
     def create_token(self, pattern: str, lasts_s: float, now_s: float) -> str:
-        """Create and return a token for one device whose id matches `pattern` (with `*` and `?`).
-
-        Raises:
-            JobError: If the pattern is invalid.
-        """
         if not PATTERN.match(pattern):
             raise JobError(f"{pattern!r} is no device id, nor a pattern of ids such as 'orin-*'")
         token = secrets.token_urlsafe(24)
@@ -140,7 +124,6 @@ class CertificateRegister:
         return [EnrolmentToken(*row) for row in rows]
 
     def is_redeemable(self, text: str, now_s: float) -> bool:
-        """Return whether a token exists that has neither been used nor expired."""
         values = (_hash_token(text), now_s)
         row = self._db.execute("SELECT 1 FROM token WHERE digest = ? AND used_s IS NULL AND ends_s > ?", values)
         return row.fetchone() is not None
@@ -169,7 +152,6 @@ class CertificateRegister:
         return token
 
     def cancel_tokens(self, device: str) -> int:
-        """Delete the tokens of a device. Return the number of deleted tokens."""
         return self._db.execute("DELETE FROM token WHERE pattern = ? OR device = ?", (device, device)).rowcount
 
 

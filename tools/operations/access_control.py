@@ -31,13 +31,7 @@ PROOF: Final = "x-fedquilt-proof"  # header of an action, whose value pages of o
 
 
 def refusal_reason(headers: Mapping[str, str], names: Collection[str] = (), *, acts: bool = False) -> str | None:
-    """Return why a request is refused for its host or origin, or None if it is permitted.
-
-    Args:
-        headers: Headers of the request, with lower-case names.
-        names: Permitted host names besides addresses and localhost.
-        acts: Whether the request changes something.
-    """
+    """Return why a request is refused for its host or origin, or None if it is permitted."""
     host = headers.get("host", "")
     if not _is_permitted_host(host, names):
         return f"this dashboard is not called {host[:100]!r}: use its address, or allow the name with --host"
@@ -54,7 +48,6 @@ def refusal_reason(headers: Mapping[str, str], names: Collection[str] = (), *, a
 
 
 def _is_permitted_host(host: str, names: Collection[str]) -> bool:
-    """Return whether a Host header is localhost, one of `names` in lower case, or any IP address."""
     # addresses are permitted, because no name server can redirect them
     name = host.lower()
     if not name.endswith("]"):
@@ -74,10 +67,6 @@ class AccessPolicy:
 
     The token arrives once, in the fragment of a page's address, which browsers do not send. In exchange the browser
     receives a cookie that scripts cannot read, and a proof for the header of actions.
-
-    Args:
-        token: Secret of this process, or "" to draw one.
-        port: Port of the dashboard, part of the cookie's name because cookies ignore ports.
     """
 
     def __init__(self, token: str = "", port: int = 0) -> None:
@@ -91,7 +80,6 @@ class AccessPolicy:
         return f"{self._cookie}={self._derive_secret('session')}; Path=/; HttpOnly; SameSite=Strict"
 
     def has_session(self, headers: Mapping[str, str]) -> bool:
-        """Return whether the headers have a cookie with the valid session secret."""
         try:
             found = SimpleCookie(headers.get("cookie", "")).get(self._cookie)
         except CookieError:
@@ -100,7 +88,6 @@ class AccessPolicy:
 
     @property
     def proof(self) -> str:
-        """Value of the header PROOF, sent to pages with the session cookie."""
         return self._derive_secret("proof")
 
     def permits_action(self, headers: Mapping[str, str]) -> bool:

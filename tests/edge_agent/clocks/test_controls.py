@@ -13,8 +13,7 @@ import pytest
 from fedquilt.core import ClockError, OperatingPoint
 from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.clocks.controls import ClockControl, ControlWrite
-from fedquilt.profiles.board_layouts import BOARDS
-from fedquilt.testing.boards import write_fake_board
+from fedquilt.testing.boards import BOARDS, write_fake_board
 
 
 def apply(writes: Iterable[ControlWrite]) -> None:

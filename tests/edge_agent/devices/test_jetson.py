@@ -16,8 +16,7 @@ from fedquilt.edge_agent.clocks.controls import read_mode_name
 from fedquilt.edge_agent.devices import jetson_meters, linux
 from fedquilt.edge_agent.devices.jetson_meters import Ina3221
 from fedquilt.edge_agent.devices.linux import LinuxDevice, detect
-from fedquilt.profiles.board_layouts import BOARDS
-from fedquilt.testing.boards import write_fake_board
+from fedquilt.testing.boards import BOARDS, write_fake_board
 
 EVERY = [(board, jetpack) for board, layout in BOARDS.items() for jetpack in layout.jetpacks]
 ORIN = "sys/bus/i2c/drivers/ina3221/1-0040/hwmon/hwmon1"

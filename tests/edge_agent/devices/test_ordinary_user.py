@@ -17,11 +17,10 @@ from fedquilt.edge_agent import devices
 from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.clocks.client import ClockClient, HelperStatus
 from fedquilt.edge_agent.devices.linux import LinuxDevice
-from fedquilt.profiles.board_layouts import BOARDS
-from fedquilt.testing.boards import write_fake_board
+from fedquilt.testing.boards import BOARDS, write_fake_board
 from fedquilt.tools.boards import doctor
 from fedquilt.tools.boards.doctor import machine_facts
-from fedquilt.tools.boards.doctor.checks.agent import Facts
+from fedquilt.tools.boards.doctor.agent import Facts
 from fedquilt.tools.boards.doctor.findings import run_checks
 
 EVERY = [(board, jetpack) for board, layout in BOARDS.items() for jetpack in layout.jetpacks]

@@ -22,7 +22,8 @@ from fedquilt.edge_agent.power import governor, learned_model
 from fedquilt.edge_agent.power.learned_model import LearnedModel
 from fedquilt.edge_agent.power.task_power import TaskPowerManager
 from fedquilt.profiles import BoardProfile
-from fedquilt.tools.boards.record import measurement, profile_recording
+from fedquilt.tools.boards import record
+from fedquilt.tools.boards.record import measurement
 
 NOISE: Final = 0.05  # of each time and power that is measured, log-normal
 SIZES_S: Final = (20.0, 60.0)  # of a task at the fastest point
@@ -96,8 +97,8 @@ def record_profile(law: Physics, engine: Engine, roll: random.Random) -> BoardPr
         )
         done.append(measurement.PointMeasurement(seen, 10, 1.0))
     recording = measurement.BoardMeasurements(law.idle_w, tuple(done), (), "a simulated meter", 1.0)
-    facts = profile_recording.BoardFacts("simulated", 8 << 30, "Simulated physics, not a board.")
-    return profile_recording.build_profile(recording, facts, law.clock_lists()).board
+    facts = record.BoardFacts("simulated", 8 << 30, "Simulated physics, not a board.")
+    return record.build_profile(recording, facts, law.clock_lists()).board
 
 
 class MeteredBoard:

@@ -8,8 +8,7 @@ import pytest
 from fedquilt.core import JobError
 from fedquilt.edge_agent import devices
 from fedquilt.edge_agent.clocks import controls
-from fedquilt.profiles.board_layouts import BOARDS
-from fedquilt.testing.boards import write_fake_board
+from fedquilt.testing.boards import BOARDS, write_fake_board
 
 EVERY = [(board, jetpack) for board, layout in BOARDS.items() for jetpack in layout.jetpacks]
 

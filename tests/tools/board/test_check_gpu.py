@@ -14,8 +14,8 @@ import pytest
 
 from fedquilt.cli import main
 from fedquilt.core import FedquiltError, Fit, Reading
-from fedquilt.tools.boards.gpu_check import check, rates, report, tasks
-from fedquilt.tools.boards.gpu_check.report import GpuReport, PartResult
+from fedquilt.tools.boards import gpu_check
+from fedquilt.tools.boards.gpu_check import GpuReport, PartResult, tasks
 
 ROW = {"work": "training, 32", "on": "CUDA", "budget": "plan", "ended": "ok", "plan_mb": 100.0, "ratio": 1.05}
 REPORT = GpuReport(
@@ -32,35 +32,31 @@ REPORT = GpuReport(
 
 
 def test_a_report_reads_back_and_its_tables_fit_80_columns() -> None:
-    """What is unknown is said to be."""
     assert msgspec.json.decode(msgspec.json.encode(REPORT), type=GpuReport) == REPORT
-    lines = report.format_report(REPORT)
+    lines = gpu_check.format_report(REPORT)
     assert max(map(len, lines)) <= 80
     assert "gpu    unknown" in lines
     assert "training, 32  CUDA  plan    ok         100   1.05" in lines
 
 
 def test_the_tables_of_the_page_on_boards_are_those_of_the_stored_report() -> None:
-    """A report as an owner sends it."""
     docs = Path(__file__).parents[3] / "docs"
     found = msgspec.json.decode((docs / "gpu-report.json").read_bytes(), type=GpuReport)
     told = (docs / "boards.md").read_text().partition("<!-- gpu-report.json -->\n\n```\n")[2].partition("\n```\n")[0]
-    assert told.splitlines() == report.format_report(found)
+    assert told.splitlines() == gpu_check.format_report(found)
     assert max(map(len, told.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(("verdict", "code"), [("ok", 0), ("skipped", 10), ("refused", 10), ("error", 11)])
 def test_the_exit_code_is_that_of_the_worst_part_as_doctors_is(verdict: Any, code: int) -> None:
-    """A part that could not run or has no verdict is a warning."""
     parts = {**REPORT.parts, "memory": PartResult(verdict=verdict, sentence="x")}
-    assert report.exit_code(msgspec.structs.replace(REPORT, parts=parts)) == code
+    assert gpu_check.exit_code(msgspec.structs.replace(REPORT, parts=parts)) == code
 
 
 # -- parts ----------------------------------------------------------------------------------------
 
 
 def test_the_difference_of_updates_is_relative_to_the_largest_change() -> None:
-    """The largest change is 4, the largest difference 1; counters do not count."""
     start = {"w": np.zeros(3), "n": np.array(0)}
     one = {"w": np.array([1.0, 2.0, 5.0]), "n": np.array(9)}
     other = {"w": np.array([1.0, 2.0, 4.0]), "n": np.array(7)}
@@ -69,54 +65,49 @@ def test_the_difference_of_updates_is_relative_to_the_largest_change() -> None:
 
 
 def test_rates_are_compared_in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both take turns to be first. The engine takes 2 s, the bare loop 1 s, and a slow pair changes no median."""
     now_s, order = [0.0], []
-    monkeypatch.setattr(rates.time, "perf_counter", lambda: now_s[0])
+    monkeypatch.setattr(tasks.time, "perf_counter", lambda: now_s[0])
 
     def take(name: str, seconds: float) -> None:
         slow = 10 if len(order) in (3, 4) else 1
         now_s[0] += seconds * slow
         order.append(name)
 
-    found = rates.compare_rates(("x", "", "steps/s"), 4, lambda: take("ours", 2.0), lambda: take("bare", 1.0), 3)
+    found = tasks.compare_rates(("x", "", "steps/s"), 4, lambda: take("ours", 2.0), lambda: take("bare", 1.0), 3)
     assert order == ["ours", "bare", "ours", "ours", "bare", "bare", "ours"]
     assert (found["ratio"], found["engine"], found["bare_loop"], found["on"]) == (0.5, 2.0, 4.0, "processor")
 
 
 def test_energy_is_the_meters_while_the_load_runs() -> None:
-    """A counter that gains 50 J each second, read in a thread. A meter without a value is left out."""
     began_s = time.monotonic()
     meters = {
         "m": lambda now_s: Reading(energy_j=50 * (now_s - began_s), energy_source="counter"),
         "none": lambda now_s: Reading(),
     }
-    found = check.measure_energy(meters, lambda: time.sleep(0.5))
+    found = gpu_check.measure_energy(meters, lambda: time.sleep(0.5))
     assert list(found) == ["m"]
     assert found["m"].energy_source == "counter, counter"
     assert found["m"].energy_j / found["m"].duration_s == pytest.approx(50, rel=1e-2)
 
 
 def test_a_part_that_breaks_or_is_skipped_has_a_verdict_with_its_reason() -> None:
-    """The others run all the same."""
-
-    def stop(error: Exception) -> check.Outcome:
+    def stop(error: Exception) -> gpu_check.Outcome:
         raise error
 
-    broken = check.judge_part(lambda: stop(RuntimeError("CUDA error: no kernel image is available")))
+    broken = gpu_check.judge_part(lambda: stop(RuntimeError("CUDA error: no kernel image is available")))
     assert (broken.verdict, "no kernel image" in broken.sentence) == ("error", True)
-    skipped = check.judge_part(lambda: stop(check.SkippedPartError("torch is not installed")))
+    skipped = gpu_check.judge_part(lambda: stop(gpu_check.SkippedPartError("torch is not installed")))
     assert skipped == PartResult(verdict="skipped", sentence="torch is not installed")
-    assert check.judge_part(lambda: stop(FedquiltError("a task failed"))).verdict == "error"
+    assert gpu_check.judge_part(lambda: stop(FedquiltError("a task failed"))).verdict == "error"
 
 
 @pytest.fixture
 def bench(tmp_path: Path) -> tasks.TaskBench:
     pytest.importorskip("torch")
-    return tasks.TaskBench(tmp_path, tasks.WITHOUT_GPU)
+    return tasks.TaskBench(tmp_path, tasks.WITHOUT_GPU._replace(batches=(16,)))
 
 
 def test_tasks_are_the_agents_and_the_one_above_the_memory_is_refused(bench: tasks.TaskBench) -> None:
-    """In its own process. Two runs are bit-identical, and the task after the refused one works."""
     with bench.worker() as worker:
         found = tasks.check_results(bench, worker, None)
     assert (found["steps"], found["to_repetition"]) == (4, 0.0)
@@ -124,9 +115,8 @@ def test_tasks_are_the_agents_and_the_one_above_the_memory_is_refused(bench: tas
 
 
 def test_peaks_are_measured_beside_the_engines_own_prediction(bench: tasks.TaskBench) -> None:
-    """Training and inference at two batch sizes, on a GPU also within the plan."""
     found = [row for row in tasks.measure_memory(bench) if row["budget"] == "ample"]
-    assert [row["work"] for row in found] == ["training, 16", "inference, 16", "training, 64", "inference, 64"]
+    assert [row["work"] for row in found] == ["training, 16", "inference, 16"]
     for row in found:
         assert row["ended"] == "ok"
         assert row["ratio"] == pytest.approx(row["peak_mb"] / row["plan_mb"])
@@ -136,50 +126,43 @@ def test_peaks_are_measured_beside_the_engines_own_prediction(bench: tasks.TaskB
 def test_a_board_without_torch_measures_the_memory_of_onnx_runtime(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As most boards are installed. Without any engine the part is skipped."""
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnx")
-    found = check.importlib.util.find_spec
-    monkeypatch.setattr(check.importlib.util, "find_spec", lambda name: None if name == "torch" else found(name))
-    rows = check.GpuCheck()._check_memory(tmp_path)[2]
+    found = gpu_check.importlib.util.find_spec
+    monkeypatch.setattr(gpu_check.importlib.util, "find_spec", lambda name: None if name == "torch" else found(name))
+    rows = gpu_check.GpuCheck()._check_memory(tmp_path)[2]
     assert [row["work"] for row in rows] == ["ONNX inference, 4", "ONNX inference, 64"]
-    with pytest.raises(check.SkippedPartError, match="neither torch nor onnxruntime"):
-        check.judge_memory([])
+    with pytest.raises(gpu_check.SkippedPartError, match="neither torch nor onnxruntime"):
+        gpu_check.judge_memory([])
 
 
 def test_the_bare_loop_does_the_same_work_as_the_engine() -> None:
-    """One mini-batch of all examples, twice: the same model to float tolerance."""
     torch = pytest.importorskip("torch")
     from fedquilt.edge_agent.engines.torch.engine import TorchEngine
 
     work, device = tasks.WITHOUT_GPU, "cuda" if torch.cuda.is_available() else "cpu"
     examples, start, fit = work.draw(16), work.start(), Fit(epochs=2, batch=16, lr=0.01)
     ours, _ = TorchEngine(1 << 40).train(work.network, start, examples, fit, np.random.default_rng(0))
-    bare = rates.train_bare(work.network, start, examples, fit, device)
+    bare = tasks.train_bare(work.network, start, examples, fit, device)
     assert tasks.largest_difference(ours, bare, start) < 1e-2
 
 
-def test_providers_are_counted_by_the_nodes_that_they_ran(tmp_path: Path) -> None:
-    """The processor takes all of the graph."""
-    pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnx")
-    graph = check.write_graph(tmp_path)
-    found = next(check.compare_devices(check.list_onnx_runs(graph, tmp_path)))
-    assert (found["device"], found["nodes"], found["difference"]) == ("CPUExecutionProvider", "6 of 6", 0.0)
-    assert rates.measure_onnx_rates(graph, (check.CHANNELS, check.PIXELS, check.PIXELS), 1, 0.01)["ratio"] > 0
-
-
-def test_onnx_runtime_has_as_many_threads_in_the_bare_loop_as_in_the_engine(
+def test_onnx_runtime_counts_nodes_and_has_as_many_threads_in_the_bare_loop_as_in_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One per core in both."""
     ort = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnx")
-    sessions, create = [], ort.InferenceSession
-    monkeypatch.setattr(
-        ort, "InferenceSession", lambda *given, **more: sessions.append(create(*given, **more)) or sessions[-1]
-    )
-    rates.measure_onnx_rates(check.write_graph(tmp_path), (check.CHANNELS, check.PIXELS, check.PIXELS), 1, 0.0)
+    graph, sessions, create = gpu_check.write_graph(tmp_path), [], ort.InferenceSession
+    found = next(gpu_check.compare_devices(gpu_check.list_onnx_runs(graph, tmp_path)))
+    assert (found["device"], found["nodes"], found["difference"]) == ("CPUExecutionProvider", "6 of 6", 0.0)
+
+    def record(*given: Any, **more: Any) -> Any:
+        sessions.append(create(*given, **more))
+        return sessions[-1]
+
+    monkeypatch.setattr(ort, "InferenceSession", record)
+    shape = (gpu_check.CHANNELS, gpu_check.PIXELS, gpu_check.PIXELS)
+    assert tasks.measure_onnx_rates(graph, shape, 1, 0.0)["ratio"] > 0
     assert [each.get_session_options().intra_op_num_threads for each in sessions] == [0, 0]
 
 
@@ -199,8 +182,7 @@ def test_onnx_runtime_has_as_many_threads_in_the_bare_loop_as_in_the_engine(
     ],
 )
 def test_peaks_on_a_gpu_are_judged_within_the_plan(changes: dict[str, Any], verdict: str, said: str) -> None:
-    """As cuDNN takes more where there is more."""
-    judged = check.judge_memory([{**ROW, "budget": "ample", "ratio": 2.7}, {**ROW, **changes}])
+    judged = gpu_check.judge_memory([{**ROW, "budget": "ample", "ratio": 2.7}, {**ROW, **changes}])
     assert (judged[0], said in judged[1]) == (verdict, True)
 
 
@@ -216,9 +198,8 @@ def test_peaks_on_a_gpu_are_judged_within_the_plan(changes: dict[str, Any], verd
     ],
 )
 def test_results_on_a_gpu_are_judged(changes: dict[str, Any], verdict: str, said: str) -> None:
-    """Against those of the CPU and of a second run."""
     row = {"on": "CUDA", "too_large": "memory", "next_task": "ok", "steps": 4, "to_cpu": 0.01, "to_repetition": 0.0}
-    judged = check.judge_results({**row, **changes}, "no GPU")
+    judged = gpu_check.judge_results({**row, **changes}, "no GPU")
     assert (judged[0], said in judged[1]) == (verdict, True)
 
 
@@ -227,9 +208,8 @@ def test_results_on_a_gpu_are_judged(changes: dict[str, Any], verdict: str, said
     [(0.0, 0.0, 0.95, "ok"), (0.0, 0.0, 0.8, "warning"), (0.5, 0.0, 0.95, "refused"), (0.0, 0.5, 0.95, "refused")],
 )
 def test_rates_on_a_busy_machine_get_no_verdict(cpu: float, gpu: float, ratio: float, verdict: str) -> None:
-    """Whether others use the processors or the GPU. The rates are reported all the same."""
     rows = [{"work": "training, 32", "ratio": ratio}]
-    judged = check.judge_rates(rows, cpu, gpu)
+    judged = gpu_check.judge_rates(rows, cpu, gpu)
     assert (judged[0], judged[2]) == (verdict, rows)
 
 
@@ -237,8 +217,6 @@ def test_rates_on_a_busy_machine_get_no_verdict(cpu: float, gpu: float, ratio: f
 
 
 class FakeCuda:
-    """As `torch.cuda` describes a GPU with memory of its own."""
-
     def get_device_properties(self, number: int) -> Any:
         return SimpleNamespace(
             name="NVIDIA H100", total_memory=80 << 30, is_integrated=0, major=9, minor=0, uuid="12-34"
@@ -246,8 +224,7 @@ class FakeCuda:
 
 
 @pytest.fixture
-def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> check.GpuCheck:
-    """A check of a machine whose torch and nvidia-smi see a GPU that is idle."""
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> gpu_check.GpuCheck:
     pytest.importorskip("torch")
 
     def run(command: tuple[str, ...], **more: Any) -> Any:
@@ -255,14 +232,13 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> check.GpuCheck:
         told = "580.65, 70.5, 700.00, [N/A], 7, 512, 1980, 2000, 2619, [Not Supported]\n"
         return SimpleNamespace(stdout="70.5\n" if command[2] == "--query-gpu=power.draw" else told)
 
-    monkeypatch.setattr(check, "_find_cuda", lambda: (FakeCuda(), ""))
-    monkeypatch.setattr(check.subprocess, "run", run)
-    return check.GpuCheck()
+    monkeypatch.setattr(gpu_check, "_find_cuda", lambda: (FakeCuda(), ""))
+    monkeypatch.setattr(gpu_check.subprocess, "run", run)
+    return gpu_check.GpuCheck()
 
 
-def test_what_a_gpu_tells_is_in_units_of_si_and_the_rest_is_left_out(fake_gpu: check.GpuCheck) -> None:
-    """nvidia-smi counts in W, MiB, MHz and per cent."""
-    found = check.query_nvidia_smi(FakeCuda())
+def test_what_a_gpu_tells_is_in_units_of_si_and_the_rest_is_left_out(fake_gpu: gpu_check.GpuCheck) -> None:
+    found = gpu_check.query_nvidia_smi(FakeCuda())
     assert found == {
         "driver": "580.65",
         "power_w": 70.5,
@@ -286,17 +262,16 @@ def test_what_a_gpu_tells_is_in_units_of_si_and_the_rest_is_left_out(fake_gpu: c
 
 
 def test_energy_of_a_gpu_is_known_whatever_the_rate_of_its_readings(
-    fake_gpu: check.GpuCheck, monkeypatch: pytest.MonkeyPatch
+    fake_gpu: gpu_check.GpuCheck, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Readings slow down under load, which the source tells. The power is the stand-in's 70.5 W in both."""
-    monkeypatch.setattr(check, "IDLE_S", 0.35)
-    monkeypatch.setattr(check, "LOAD_S", 0.1)
+    monkeypatch.setattr(gpu_check, "IDLE_S", 0.35)
+    monkeypatch.setattr(gpu_check, "LOAD_S", 0.1)
     monkeypatch.setattr(fake_gpu, "_device", SimpleNamespace(read_sensors=lambda now_s: Reading()))
 
     def load(*given: Any) -> None:
         time.sleep(0.7)
 
-    monkeypatch.setattr(check.engines, "create_engine", lambda name, budget: SimpleNamespace(train=load))
+    monkeypatch.setattr(gpu_check.engines, "create_engine", lambda name, budget: SimpleNamespace(train=load))
     verdict, sentence, rows = fake_gpu._measure_energy(Path())
     assert (verdict, "70.5 to 70.5 W" in sentence) == ("ok", True)
     assert [row["meter"].split(", ")[:2] for row in rows] == [["GPU", "nvidia-smi"]]
@@ -304,16 +279,14 @@ def test_energy_of_a_gpu_is_known_whatever_the_rate_of_its_readings(
 
 @pytest.mark.parametrize("odd", ["[N/A]", "[Not Supported]", "[Unknown Error]", "N/A", ""])
 def test_a_field_without_a_value_is_left_out(monkeypatch: pytest.MonkeyPatch, odd: str) -> None:
-    """As nvidia-smi writes it for a slice of a GPU, a Jetson or a fault. Some drivers write the unit all the same."""
     told = f"{odd}, {odd}, 700.00 W, {odd}, 0, 4, {odd}, 1980, 2619, 2619\n"
-    monkeypatch.setattr(check.subprocess, "run", lambda command, **more: SimpleNamespace(stdout=told))
-    found = check.query_nvidia_smi(None)
+    monkeypatch.setattr(gpu_check.subprocess, "run", lambda command, **more: SimpleNamespace(stdout=told))
+    found = gpu_check.query_nvidia_smi(None)
     assert found["power_limit_w"] == 700.0
     assert not {"driver", "power_w", "power_limit_default_w", "graphics_hz"} & found.keys()
 
 
 def test_a_field_that_a_driver_lacks_does_not_lose_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """nvidia-smi then answers no field, with exit code 2."""
     told = {"power.draw": "70.13", "memory.used": "1"}
 
     def run(command: tuple[str, ...], **more: Any) -> Any:
@@ -322,23 +295,20 @@ def test_a_field_that_a_driver_lacks_does_not_lose_the_others(monkeypatch: pytes
             raise subprocess.CalledProcessError(2, command, f'Field "{unknown[0]}" is not a valid field to query.')
         return SimpleNamespace(stdout=", ".join(told[name] for name in names) + "\n")
 
-    monkeypatch.setattr(check.subprocess, "run", run)
-    assert check.query_nvidia_smi(None) == {"power_w": 70.13, "used_bytes": 1 << 20}
+    monkeypatch.setattr(gpu_check.subprocess, "run", run)
+    assert gpu_check.query_nvidia_smi(None) == {"power_w": 70.13, "used_bytes": 1 << 20}
 
 
 def test_a_machine_without_nvidia_smi_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As most Jetsons, or a driver that does not answer."""
-
     def run(command: tuple[str, ...], **more: Any) -> Any:
         raise faults.pop()
 
     faults: list[Exception] = [FileNotFoundError("nvidia-smi"), subprocess.TimeoutExpired("nvidia-smi", 10)]
-    monkeypatch.setattr(check.subprocess, "run", run)
-    assert (check.query_nvidia_smi(None), check.query_nvidia_smi(None)) == ({}, {})
+    monkeypatch.setattr(gpu_check.subprocess, "run", run)
+    assert (gpu_check.query_nvidia_smi(None), gpu_check.query_nvidia_smi(None)) == ({}, {})
 
 
 def test_a_check_without_time_skips_every_part_and_writes_its_report(tmp_path: Path) -> None:
-    """Each says why, and the file reads back."""
     assert main(["board", "check-gpu", "--minutes", "1e-9", "--out", str(tmp_path / "report.json")]) == 10
     found = msgspec.json.decode((tmp_path / "report.json").read_bytes(), type=GpuReport)
     assert {part.verdict for part in found.parts.values()} == {"skipped"}

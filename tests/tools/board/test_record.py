@@ -11,8 +11,9 @@ import pytest
 from fedquilt import profiles
 from fedquilt.core import ClockError, JobError, OperatingPoint, Reading, StoreError, WorkEstimate
 from fedquilt.edge_agent.clocks.client import ClockState
-from fedquilt.profiles import clock_model, fit, toml_writer
-from fedquilt.tools.boards.record import measurement, probes, profile_recording, workloads
+from fedquilt.profiles import clock_model, fit
+from fedquilt.tools.boards import record
+from fedquilt.tools.boards.record import measurement, probes
 from fedquilt.tools.boards.record.measurement import MeasurementSetup
 
 LISTS = {"cpu_hz": (0.5e9, 1e9, 1.5e9, 2e9), "gpu_hz": (0.3e9, 0.8e9, 1.3e9)}
@@ -20,12 +21,10 @@ TOP = {"cpu_hz": 2e9, "gpu_hz": 1.3e9}
 TIME = clock_model.InverseTimeLaw(2e-12, {"cpu_hz": 2e-3, "gpu_hz": 6e-3})
 TRAFFIC = clock_model.InverseTimeLaw(1e-10, {"cpu_hz": 0.2})
 POWER = clock_model.PowerModel(3.0, {"cpu_hz": 2.0, "gpu_hz": 6.0}, exponent=2.0)
-FACTS = profile_recording.BoardFacts("NVIDIA Jetson Toy (rev. 2)", 8 << 30, "A fake board in a test.")
+FACTS = record.BoardFacts("NVIDIA Jetson Toy (rev. 2)", 8 << 30, "A fake board in a test.")
 
 
 class FakeBoard:
-    """A board that follows the model exactly, on a clock that its own work moves. Not held, it is at its lowest."""
-
     def __init__(self, *, meter: bool = True) -> None:
         self.now_s, self.meter, self.energy_j = 100.0, meter, 0.0
         self.held: OperatingPoint | None = None
@@ -65,7 +64,7 @@ class FakeBoard:
         self.releases += 1
 
     def rig(self, *, clocks: bool = True) -> MeasurementSetup:
-        work = workloads.TimedWorkload("fake work", 1e9, self.compute, 1e8, self.traffic)
+        work = probes.TimedWorkload("fake work", 1e9, self.compute, 1e8, self.traffic)
         return MeasurementSetup(
             work, self.read, self if clocks else None, lambda: self.now_s, lambda s: self.pass_s(s, 1.5)
         )
@@ -75,7 +74,6 @@ POINTS = measurement.select_points(measurement.candidate_points(LISTS))
 
 
 def test_what_is_measured_is_what_the_board_does():
-    """Each point's speed, traffic and power to a part in a thousand; idle power of 1.5 W first; clocks given back."""
     board = FakeBoard()
     found = measurement.measure_points(board.rig(), POINTS, 120.0)
     assert found.idle_w == pytest.approx(1.5)
@@ -90,9 +88,8 @@ def test_what_is_measured_is_what_the_board_does():
 
 
 def test_the_profile_that_comes_out_holds_the_board_s_own_law_and_reads_back():
-    """The coefficients that the fake follows, measured by their sources, and the errors of the fit near nothing."""
-    result = profile_recording.build_profile(measurement.measure_points(FakeBoard().rig(), POINTS, 120.0), FACTS, LISTS)
-    board = profiles.parse_board_profile(toml_writer.format_board(result.board), "recorded")
+    result = record.build_profile(measurement.measure_points(FakeBoard().rig(), POINTS, 120.0), FACTS, LISTS)
+    board = profiles.parse_board_profile(record.format_board(result.board), "recorded")
     assert board == result.board
     assert (board.board, board.title) == ("nvidia-jetson-toy-rev.-2", "NVIDIA Jetson Toy (rev. 2)")
     assert board.provenance() == "measured"
@@ -106,7 +103,6 @@ def test_the_profile_that_comes_out_holds_the_board_s_own_law_and_reads_back():
 
 
 def test_progress_is_shown_with_the_time_that_is_left():
-    """Before each point its number, its name and the most that is still to come; a default run ends within 10 min."""
     said: list[str] = []
     board = FakeBoard()
     measurement.measure_points(board.rig(), POINTS, 300.0, said.append)
@@ -117,9 +113,8 @@ def test_progress_is_shown_with_the_time_that_is_left():
 
 
 def test_how_far_to_trust_the_fit_is_said_by_points_left_out_of_it():
-    """The board's own law holds well; one odd point makes it bad; too few points cannot be cross-validated."""
-    result = profile_recording.build_profile(measurement.measure_points(FakeBoard().rig(), POINTS, 120.0), FACTS, LISTS)
-    assert profile_recording.describe_accuracy(result)[0].startswith(
+    result = record.build_profile(measurement.measure_points(FakeBoard().rig(), POINTS, 120.0), FACTS, LISTS)
+    assert record.describe_accuracy(result)[0].startswith(
         "time: the model holds well elsewhere, within 0.0 % at every point left out"
     )
     board = FakeBoard()
@@ -129,23 +124,21 @@ def test_how_far_to_trust_the_fit_is_said_by_points_left_out_of_it():
             board.pass_s(3 * 1e9 * TIME.compute_seconds(measurement.clocks_by_axis(point), TOP), 1.0)
 
     board.trouble = odd
-    off = profile_recording.build_profile(measurement.measure_points(board.rig(), POINTS, 120.0), FACTS, LISTS)
-    assert "time: the model holds badly elsewhere" in profile_recording.describe_accuracy(off)[0]
+    off = record.build_profile(measurement.measure_points(board.rig(), POINTS, 120.0), FACTS, LISTS)
+    assert "time: the model holds badly elsewhere" in record.describe_accuracy(off)[0]
     few = dataclasses.replace(result, errors={"time": fit.RelativeErrors((0.0,), (None,))})
-    assert profile_recording.describe_accuracy(few) == [
+    assert record.describe_accuracy(few) == [
         "time: not cross-validated, as too few points were measured: give it more --minutes"
     ]
 
 
 def test_only_points_within_the_owners_mode_are_measured():
-    """A mode that caps the GPU: the profile still lists all its clocks."""
     clocks = [ClockState("gpu", "gpu", (1e8, 2e8, 3e8), 1e8, 2e8, 1e8, None, ceiling_hz=2e8)]
-    assert profile_recording.permitted_settings(clocks) == {"gpu_hz": (1e8, 2e8)}
-    assert profile_recording.common_settings(clocks) == {"gpu_hz": (1e8, 2e8, 3e8)}
+    assert record.permitted_settings(clocks) == {"gpu_hz": (1e8, 2e8)}
+    assert record.common_settings(clocks) == {"gpu_hz": (1e8, 2e8, 3e8)}
 
 
 def test_time_is_bounded_and_what_was_left_out_is_said():
-    """In 4 s not all nine points have their 1.5 s; no more than one unit of work goes beyond."""
     board = FakeBoard()
     found = measurement.measure_points(board.rig(), POINTS, 4.0)
     assert board.now_s - 100.0 < 4.0 + 1e9 * TIME.compute_seconds(
@@ -158,7 +151,6 @@ def test_time_is_bounded_and_what_was_left_out_is_said():
 
 
 def test_a_point_too_slow_for_its_time_is_skipped():
-    """Units that take 5 s more there do not fit, three of them, into a share of 7 s; the other points are measured."""
     board = FakeBoard()
 
     def slow(point: OperatingPoint) -> None:
@@ -186,7 +178,6 @@ def test_clocks_are_given_back_whatever_happens(error):
 
 
 def test_a_point_that_the_board_refuses_is_skipped_with_its_reason():
-    """As when it is too hot there, or the helper lets go meanwhile; the rest goes on."""
     board = FakeBoard()
 
     def hot(point: OperatingPoint) -> None:
@@ -200,36 +191,32 @@ def test_a_point_that_the_board_refuses_is_skipped_with_its_reason():
 
 
 def test_without_a_clock_helper_the_one_point_is_as_the_board_is():
-    """No clocks, no model, and the profile is whole all the same."""
     found = measurement.measure_points(FakeBoard().rig(clocks=False), [], 20.0)
-    result = profile_recording.build_profile(found, FACTS, {})
-    (point,) = profiles.parse_board_profile(toml_writer.format_board(result.board), "recorded").operating_points()
+    result = record.build_profile(found, FACTS, {})
+    (point,) = profiles.parse_board_profile(record.format_board(result.board), "recorded").operating_points()
     assert (point.name, point.cpu_hz, result.board.model, result.errors) == ("as-is", None, None, {})
     assert point.flops_per_s == pytest.approx(
         1 / TIME.compute_seconds({a: v[0] for a, v in LISTS.items()}, TOP), rel=1e-3
     )
-    assert any("too few to fit" in line for line in profile_recording.format_fitted_profile(result))
+    assert any("too few to fit" in line for line in record.format_fitted_profile(result))
 
 
 def test_without_a_meter_power_is_left_out_and_that_is_said():
-    """None, never 0; the model has times alone."""
     found = measurement.measure_points(FakeBoard(meter=False).rig(), POINTS, 120.0)
-    result = profile_recording.build_profile(found, FACTS, LISTS)
+    result = record.build_profile(found, FACTS, LISTS)
     assert (found.idle_w, result.board.idle_w, result.errors.get("power")) == (None, None, None)
     assert all(point.busy_w is None and point.flops_per_s for point in result.board.operating_points())
     assert "power could not be measured" in result.board.sources["measured"].text
-    assert "no power meter: power is left out of the profile" in profile_recording.format_fitted_profile(result)
+    assert "no power meter: power is left out of the profile" in record.format_fitted_profile(result)
 
 
 def test_a_recording_of_nothing_is_an_error_with_the_reasons():
     found = measurement.measure_points(FakeBoard().rig(), POINTS, 0.1)
     with pytest.raises(ClockError, match=r"no time was left.*more --minutes"):
-        profile_recording.build_profile(found, FACTS, LISTS)
+        record.build_profile(found, FACTS, LISTS)
 
 
 def test_what_the_helper_lists_is_shared_by_all_clocks_of_a_kind():
-    """Two clusters of cores at 1 and 2 and at 2 and 3 Hz can both be set to 2; the GPU has its own list."""
-
     def clock(name: str, kind: str, *listed: float) -> ClockState:
         return ClockState(name=name, kind=kind, listed_hz=listed, low_hz=None, high_hz=None, now_hz=None, governor=None)
 
@@ -239,42 +226,38 @@ def test_what_the_helper_lists_is_shared_by_all_clocks_of_a_kind():
         clock("gpu", "gpu", 9, 7),
         clock("e", "emc"),
     ]
-    assert profile_recording.common_settings(clocks) == {"cpu_hz": (2.0,), "gpu_hz": (7.0, 9.0)}
+    assert record.common_settings(clocks) == {"cpu_hz": (2.0,), "gpu_hz": (7.0, 9.0)}
 
 
 def test_results_are_told_to_programs_too(tmp_path):
-    """Errors by point and in all, and what was skipped."""
-    result = profile_recording.build_profile(measurement.measure_points(FakeBoard().rig(), POINTS, 120.0), FACTS, LISTS)
-    told = json.loads(json.dumps(profile_recording.make_json_report(result, tmp_path)))
+    result = record.build_profile(measurement.measure_points(FakeBoard().rig(), POINTS, 120.0), FACTS, LISTS)
+    told = json.loads(json.dumps(record.make_json_report(result, tmp_path)))
     assert told["error"]["time"]["worst"] < 1e-6
     assert len(told["points"]) == len(POINTS)
     assert told["points"][0]["left_out"]["power"] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_a_dry_run_measures_and_writes_nothing(tmp_path, monkeypatch, capsys):
-    """It says what it would measure: on a host without a helper, the one point."""
     monkeypatch.chdir(tmp_path)
-    assert profile_recording.record_profile(None, 1.0, dry_run=True) == 0
+    assert record.record_profile(None, 1.0, dry_run=True) == 0
     assert "as-is" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_board_is_looked_for_below_the_root_that_is_given(tmp_path):
-    """As in a container: where there is no proc, there is no board."""
     with pytest.raises(JobError, match="/proc/meminfo"):
-        profile_recording.record_profile(None, 1.0, root=tmp_path, dry_run=True)
+        record.record_profile(None, 1.0, root=tmp_path, dry_run=True)
 
 
 def test_what_cannot_be_done_is_said_before_minutes_are_spent(tmp_path):
     (tmp_path / "no").write_text("a file is in the folder's place")
     with pytest.raises(StoreError, match=r"cannot write .*board\.toml: File exists"):
-        profile_recording.record_profile(tmp_path / "no" / "board.toml", 1.0)
+        record.record_profile(tmp_path / "no" / "board.toml", 1.0)
 
 
 def test_the_units_of_work_are_float32_and_count_what_they_say():
-    """A convolution of 3 x 3 over 64 channels of 4 images of 56 x 56, twice: 2 * 2 * 4 * 64 * 64 * 9 * 3136 FLOP."""
     pytest.importorskip("onnxruntime")
-    work = workloads.build_workload()
+    work = probes.build_workload()
     assert "convolutions" in work.name
     assert work.flops == 2 * 2 * 4 * 64 * 64 * 9 * 56 * 56
     (answer,) = work.compute()
@@ -287,7 +270,6 @@ LAUNCH = clock_model.InverseTimeLaw(1e-5, {"cpu_hz": 2e4})
 
 
 def test_a_workload_s_rates_are_told_apart_and_fitted_over_the_clocks():
-    """Probes of a board whose launches follow the processor alone: every rate comes back, at other points too."""
     board = FakeBoard()
     works = [
         WorkEstimate(flops=1e9, launches=10.0),
@@ -301,17 +283,17 @@ def test_a_workload_s_rates_are_told_apart_and_fitted_over_the_clocks():
         board.pass_s(work.flops * speed_s + work.launches * launch_s + 0.002, 3.0)
 
     some = {"torch-conv": [probes.TaskProbe(work, lambda work=work: run(work)) for work in works]}
-    recorded = profile_recording.build_profile(
+    recorded = record.build_profile(
         measurement.measure_points(dataclasses.replace(board.rig(), probes=some), POINTS, 240.0), FACTS, LISTS
     )
-    read = profiles.parse_board_profile(toml_writer.format_board(recorded.board), "recorded")
+    read = profiles.parse_board_profile(record.format_board(recorded.board), "recorded")
     times = read.workloads["torch-conv"]
     assert times.time_law("launch").cycles == pytest.approx(dict(LAUNCH.cycles), rel=1e-3)
     assert times.time_law("flop").cycles == pytest.approx(dict(TIME.cycles), rel=1e-3)
     assert times.time_law("task").fixed_s == pytest.approx(0.002, rel=1e-3)
     low = next(point for point in read.operating_points() if point.cpu_hz == LISTS["cpu_hz"][1])
     assert low.rates["torch-conv"].launch_s == pytest.approx(LAUNCH.compute_seconds({"cpu_hz": 1e9}, TOP), rel=1e-3)
-    assert "torch-conv at" in "\n".join(profile_recording.format_fitted_profile(recorded))
+    assert "torch-conv at" in "\n".join(record.format_fitted_profile(recorded))
 
 
 def test_a_board_without_clocks_has_the_rates_of_its_one_point_and_no_time_leaves_a_workload_out():
@@ -320,7 +302,7 @@ def test_a_board_without_clocks_has_the_rates_of_its_one_point_and_no_time_leave
     quick = [probes.TaskProbe(each, lambda each=each: board.pass_s(0.01 * (1 + each.launches), 3.0)) for each in works]
     slow = [probes.TaskProbe(WorkEstimate(flops=1e9), lambda: board.pass_s(50.0, 3.0))]
     rig = dataclasses.replace(board.rig(clocks=False), probes={"torch-dense": quick, "torch-conv": slow})
-    recorded = profile_recording.build_profile(measurement.measure_points(rig, POINTS, 60.0), FACTS, {})
+    recorded = record.build_profile(measurement.measure_points(rig, POINTS, 60.0), FACTS, {})
     assert list(recorded.board.workloads) == ["torch-dense"]
     [point] = recorded.board.operating_points()
     assert point.rates["torch-dense"].launch_s == pytest.approx(0.01)

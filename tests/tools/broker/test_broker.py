@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 
 def test_a_broker_open_to_the_network_needs_a_password_file() -> None:
-    """Only loopback is open to anybody, for nobody else is there."""
     for host in ("0.0.0.0", "192.168.1.5", "board.local"):
         with pytest.raises(JobError, match=f"a broker on {host} is open to the network, so it needs --password-file"):
             EmbeddedBroker(host)
@@ -31,7 +30,6 @@ def test_a_broker_open_to_the_network_needs_a_password_file() -> None:
 
 @pytest.mark.parametrize("text", ["", "me:plain-password\n", "me\n"])
 def test_a_password_file_without_hashes_is_refused(tmp_path: Path, text: str) -> None:
-    """And so is one that is not there; both say how to make a line."""
     file = tmp_path / "passwords"
     file.write_text(text)
     with pytest.raises(JobError, match=r"python -m fedquilt\.tools\.broker USER"):
@@ -56,7 +54,6 @@ def test_only_the_right_password_gets_in(tmp_path: Path, stage: Stage) -> None:
 
 @pytest.mark.parametrize(("user", "password"), [("", "x"), ("a b", "x"), ("a:b", "x"), ("me", "")])
 def test_a_user_or_password_that_no_file_could_hold_is_refused(user: str, password: str) -> None:
-    """Colons and white space separate; an empty password is none."""
     with pytest.raises(JobError):
         format_password_line(user, password)
 
@@ -67,7 +64,6 @@ def test_a_port_in_use_is_said(embedded_broker: EmbeddedBroker) -> None:
 
 
 def test_a_broker_that_does_not_begin_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for ever for a thread that Python's own locks hold up."""
     monkeypatch.setattr(broker, "START_S", 0.05)
     monkeypatch.setattr(EmbeddedBroker, "_run_event_loop", lambda self, make, ready, failures: None)
     with pytest.raises(LinkError, match=r"does not start within 0\.05 s: run the command again"):
@@ -75,7 +71,6 @@ def test_a_broker_that_does_not_begin_is_said(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_it_stops_with_clients_connected_and_starts_again(stage: Stage) -> None:
-    """Links notice, and come back to the same port."""
     broker = EmbeddedBroker().start()
     link = stage.join(broker.url, "agent")
     stage.until(lambda: link.connected)
@@ -90,7 +85,6 @@ def test_it_stops_with_clients_connected_and_starts_again(stage: Stage) -> None:
 def test_thirty_newcomers_at_once_each_hear_their_own_retained_message(
     embedded_broker: EmbeddedBroker, stage: Stage
 ) -> None:
-    """amqtt alone loses some of them, and sends them what is retained for others."""
     first = stage.join(embedded_broker.url, "first")
     for n in range(30):
         first.publish(f"dev/{n}/task", b"%d" % n, retain=True)
@@ -102,7 +96,6 @@ def test_thirty_newcomers_at_once_each_hear_their_own_retained_message(
 
 
 def test_the_command_listens_until_it_is_terminated(stage: Stage) -> None:
-    """It prints its URL, serves, and ends well."""
     command = [sys.executable, "-m", "fedquilt.cli", "broker", "--listen", "127.0.0.1:0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -29,20 +29,17 @@ SHOWN = "Number(document.body?.dataset.shown ?? 0) > 0"
 
 @pytest.fixture(scope="module")
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """One Chromium for all tests here."""
     with Browser(tmp_path_factory.mktemp("chromium")) as made:
         yield made
 
 
 @pytest.fixture
 def browser(chromium: Browser) -> Iterator[Browser]:
-    """Chromium, whose tabs are closed at the end."""
     yield chromium
     chromium.close_tabs()
 
 
 def planted(folder: Path) -> Path:
-    """Forty boards, and a run whose third round runs."""
     home, names = folder / "runs", dashes.names(40)
     run = dashes.add_run(home, dashes.facts(names))
     dashes.add_boards(home, names, run)
@@ -58,20 +55,17 @@ def home(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
-    """A dashboard of a home that does not change."""
     with Dashboard(planted(tmp_path_factory.mktemp("shown"))) as dash:
         yield dash
 
 
 def opened(browser: Browser, dash: Dashboard, path: str, size: tuple[int, int] = WIDE) -> Tab:
-    """A page that has shown its values."""
     tab = browser.open(f"{dash.url}{path}", *size)
     tab.until(SHOWN)
     return tab
 
 
 def fine(tab: Tab) -> bool:
-    """Whether nothing sticks out at the side; the console and the page's policy complain of nothing."""
     wide = tab.value("document.documentElement.scrollWidth <= innerWidth")
     assert tab.problems == []
     return bool(wide)
@@ -86,7 +80,6 @@ def fine(tab: Tab) -> bool:
     ],
 )
 def test_a_fleet_of_any_size_is_shown(browser: Browser, tmp_path: Path, count: int, size: tuple[int, int]) -> None:
-    """As a table and as a grid, a page at a time; a board is found by its name."""
     home, names = tmp_path / "runs", dashes.names(count)
     Store(home).close()
     dashes.add_boards(home, names)
@@ -110,7 +103,6 @@ def test_a_fleet_of_any_size_is_shown(browser: Browser, tmp_path: Path, count: i
     "path", ["/", "/?view=grid", "/boards/board-00001", "/runs", "/runs/digits", "/rollouts", "/log"]
 )
 def test_every_page_is_whole(browser: Browser, shown: Dashboard, path: str, size: tuple[int, int]) -> None:
-    """One heading, landmarks, named tables and fields, a place that speaks, and no complaint of the console."""
     tab = opened(browser, shown, path, size)
     tab.until("document.querySelector('#link').textContent === 'live'")
     assert fine(tab)
@@ -125,7 +117,6 @@ def test_every_page_is_whole(browser: Browser, shown: Dashboard, path: str, size
 
 
 def test_a_change_comes_to_the_screen_by_itself(browser: Browser, home: Path) -> None:
-    """What has the focus keeps it, and rows that are as they were stay."""
     with Dashboard(home) as dash:
         tab = opened(browser, dash, "/")
         tab.until("document.querySelector('#link').textContent === 'live'")
@@ -141,7 +132,6 @@ def test_a_change_comes_to_the_screen_by_itself(browser: Browser, home: Path) ->
 
 
 def test_from_the_page_alone_a_stranger_finds_why(browser: Browser, shown: Dashboard) -> None:
-    """From the fleet to the board, to the round, to the sentence."""
     tab = opened(browser, shown, "/boards/board-00005")
     tab.until("document.querySelectorAll('.turns tbody tr').length === 3")
     assert "offline" in tab.value("document.querySelector('.turns tbody tr').textContent")
@@ -157,7 +147,6 @@ def test_from_the_page_alone_a_stranger_finds_why(browser: Browser, shown: Dashb
 
 
 def test_markup_is_text(browser: Browser, home: Path) -> None:
-    """In labels, names of boards' kinds and reasons, on every page that shows them."""
     odd = {
         "labels": (MARKUP,),
         "board": MARKUP,
@@ -174,7 +163,6 @@ def test_markup_is_text(browser: Browser, home: Path) -> None:
 
 
 def test_a_run_is_stopped_by_whoever_opens_the_address_with_the_token(browser: Browser, home: Path) -> None:
-    """The token leaves the address at once, and scripts cannot read the cookie; without it there is only a sentence."""
     with Dashboard(home, "--actions") as dash:
         tab = opened(browser, dash, "/runs/digits")
         tab.until("document.querySelector('.buttons button')?.disabled")
@@ -193,7 +181,6 @@ def test_a_run_is_stopped_by_whoever_opens_the_address_with_the_token(browser: B
 def test_rollouts_show_who_has_them_and_why_some_have_not(
     browser: Browser, shown: Dashboard, size: tuple[int, int]
 ) -> None:
-    """The list leads to the aborted rollout, with the reasons and numbers that boards gave."""
     tab = opened(browser, shown, "/rollouts", size)
     assert "2 have it" in tab.value("document.querySelector('.rollouts tbody tr').textContent")
     assert "4 have said nothing" in tab.value("document.querySelector('.rollouts tbody tr').textContent")
@@ -214,7 +201,6 @@ def test_rollouts_show_who_has_them_and_why_some_have_not(
 
 
 def test_a_rollout_is_ended_by_whoever_opens_the_address_with_the_token(browser: Browser, home: Path) -> None:
-    """Without the token the page has only a sentence; with it, the request is stored for the coordinator."""
     with Store(home) as store:
         id = store.rollouts.find_rollout(ROLLED).state.id
     with Dashboard(home, "--actions") as dash:
@@ -231,7 +217,6 @@ def test_a_rollout_is_ended_by_whoever_opens_the_address_with_the_token(browser:
 
 
 def test_what_goes_away_while_it_is_watched_is_said(browser: Browser, home: Path) -> None:
-    """A run that is deleted, and the dashboard itself."""
     run = dashes.add_run(home, dashes.facts(dashes.names(5), ended=True), "leaves", "stopped")
     with Dashboard(home) as dash:
         tab = opened(browser, dash, f"/runs/{run}")
@@ -244,7 +229,6 @@ def test_what_goes_away_while_it_is_watched_is_said(browser: Browser, home: Path
 
 
 def test_the_keyboard_reaches_everything(browser: Browser, home: Path) -> None:
-    """The first stop skips to the content; what has the focus is seen."""
     with Dashboard(home) as dash:
         tab = opened(browser, dash, "/")
         seen = []
@@ -260,7 +244,6 @@ def test_the_keyboard_reaches_everything(browser: Browser, home: Path) -> None:
 
 
 def test_ages_count_every_second_and_show_seconds(browser: Browser, home: Path) -> None:
-    """Of a rollout that goes on, without any change from the server."""
     with Dashboard(home) as dash:
         tab = opened(browser, dash, "/rollouts")
         age = "document.querySelector('.rollouts tbody tr time').textContent"

@@ -19,7 +19,6 @@ DEVICES = dashes.names(10)
 
 
 def followed(home: Path, **options: int) -> RunFollower:
-    """The only run of a home."""
     with StoreReader(home) as store:
         found = RunFollower(store.all_jobs()[0], **options)  # type: ignore[arg-type]
         for dated in store.read_events(found.row.id):
@@ -29,7 +28,6 @@ def followed(home: Path, **options: int) -> RunFollower:
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A coordinator's folder with one run whose third round runs."""
     dashes.add_run(tmp_path, dashes.facts(DEVICES))
     return tmp_path
 
@@ -51,7 +49,6 @@ def test_the_evaluation_after_the_last_round_has_its_name(tmp_path: Path) -> Non
 
 
 def test_it_comes_to_what_the_views_say(home: Path) -> None:
-    """Reasons, bytes, joules and rounds are those that the views compute from all facts at once."""
     found = followed(home)
     plain = dashes.facts(DEVICES)
     assert found.parts == round_outcomes.outcomes_by_round(plain, JobConstants.from_job(found.row.job))
@@ -65,7 +62,6 @@ def test_it_comes_to_what_the_views_say(home: Path) -> None:
 
 
 def test_the_round_under_way_says_who_and_why_not(home: Path) -> None:
-    """Four of eight are asked, one of them has answered; two are offline."""
     now = followed(home).describe_current_round()
     assert (now["round"], now["asked"], now["answered"], now["selected"]) == (3, DEVICES[2:5], 1, 4)
     assert {each["code"]: each["count"] for each in now["counts"]} == {
@@ -78,7 +74,6 @@ def test_the_round_under_way_says_who_and_why_not(home: Path) -> None:
 
 
 def test_a_board_sees_where_its_time_went(home: Path) -> None:
-    """A round of 16 s is 4 s at the task, 6 s of fetching and sending, 3 to 1 as its bytes are, and 6 s of waiting."""
     turns = followed(home).list_device_rounds(DEVICES[1])
     assert [turn["round"] for turn in turns] == [3, 2, 1]
     parts = [turns[1][f"{name}_s"] for name in ("before", "down", "train", "up", "after")]
@@ -88,7 +83,6 @@ def test_a_board_sees_where_its_time_went(home: Path) -> None:
 
 
 def test_early_rounds_are_forgotten_and_can_be_asked_for(tmp_path: Path) -> None:
-    """A follower holds the latest rounds alone; an earlier one that is read anew from the log is the same."""
     facts = dashes.facts(DEVICES, 9)
     dashes.add_run(tmp_path, facts)
     found = followed(tmp_path, cells=0)
@@ -102,7 +96,6 @@ def test_early_rounds_are_forgotten_and_can_be_asked_for(tmp_path: Path) -> None
 
 
 def test_a_round_that_nobody_can_be_asked_in_says_whom_it_waits_for(tmp_path: Path) -> None:
-    """A round whose boards are all offline says that none is online, and of each that it is offline."""
     start, survey, *_ = dashes.facts(DEVICES)
     dashes.add_run(tmp_path, [start, type(survey)(0, (), {"offline": tuple(DEVICES)})])
     found = followed(tmp_path)
@@ -112,7 +105,6 @@ def test_a_round_that_nobody_can_be_asked_in_says_whom_it_waits_for(tmp_path: Pa
 
 
 def test_a_round_whose_boards_have_gone_offline_names_them_until_the_coordinator_knows_better(tmp_path: Path) -> None:
-    """Nobody has answered, and none could be asked now; boards that are online are at work."""
     start, survey, asked, *_ = dashes.facts(DEVICES)
     gone = type(survey)(0, (), {"offline": tuple(DEVICES)})
     dashes.add_run(tmp_path, [start, survey, asked, gone])

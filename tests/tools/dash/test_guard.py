@@ -12,7 +12,6 @@ from fedquilt.tools.operations.access_control import AccessPolicy
     "host", ["127.0.0.1:8080", "localhost:8080", "localhost", "[::1]:8080", "192.168.7.4:80", "10.0.0.1", "LOCALHOST:1"]
 )
 def test_addresses_and_localhost_are_ours(host: str) -> None:
-    """No name server can lead them elsewhere."""
     assert access_control.refusal_reason({"host": host}) is None
 
 
@@ -20,12 +19,10 @@ def test_addresses_and_localhost_are_ours(host: str) -> None:
     "host", ["", "evil.example", "evil.example:8080", "127.0.0.1.evil.example", "localhost.evil:1", "dash"]
 )
 def test_other_names_are_not(host: str) -> None:
-    """A page at such a name could be led to this machine by its name server."""
     assert "is not called" in (access_control.refusal_reason({"host": host}) or "")
 
 
 def test_a_name_that_was_allowed_is_ours() -> None:
-    """Names that were not allowed stay refused."""
     assert access_control.refusal_reason({"host": "dash.site:443"}, ["dash.site"]) is None
     assert access_control.refusal_reason({"host": "x.dash.site"}, ["dash.site"]) is not None
 
@@ -42,21 +39,18 @@ def test_a_name_that_was_allowed_is_ours() -> None:
     ],
 )
 def test_pages_of_other_sites_may_link_here_and_change_nothing(more: dict[str, str]) -> None:
-    """A browser sends these headers when somebody follows a link, and when a page of another site posts."""
     headers = {"host": "127.0.0.1:8080", "origin": "http://127.0.0.1:8080", **more}
     assert access_control.refusal_reason(headers) is None
     assert "somebody else" in (access_control.refusal_reason(headers, acts=True) or "")
 
 
 def test_who_wants_something_done_says_from_which_page() -> None:
-    """Every browser names the page; a request that does not is from no browser, and is refused."""
     headers = {"host": "127.0.0.1:8080"}
     assert access_control.refusal_reason(headers, acts=True) is not None
     assert access_control.refusal_reason({**headers, "origin": "http://127.0.0.1:8080"}, acts=True) is None
 
 
 def test_a_door_opens_for_its_token_and_its_cookie() -> None:
-    """A cookie of another start does not open it, and no part of the token is in what it gives out."""
     door, other = AccessPolicy(port=1), AccessPolicy(port=1)
     assert door.token != other.token
     assert door.accepts_token(door.token)
@@ -77,7 +71,6 @@ def test_a_door_opens_for_its_token_and_its_cookie() -> None:
 
 
 def test_no_page_runs_a_script_that_is_not_ours() -> None:
-    """The policy holds for scripts, styles, frames and forms."""
     for headers in (access_control.HEADERS, access_control.REPORT):
         policy = headers["content-security-policy"]
         assert policy.startswith("default-src 'none'")

@@ -24,8 +24,6 @@ Told = TypeVar("Told")
 
 
 def watched(home: Path, ask: Callable[[HomeWatcher], Awaitable[Told]]) -> Told:
-    """What is asked of a watch of a home; its own look for changes does not run."""
-
     async def asked() -> Told:
         made = HomeWatcher(home)
         try:
@@ -38,7 +36,6 @@ def watched(home: Path, ask: Callable[[HomeWatcher], Awaitable[Told]]) -> Told:
 
 
 def written(made: HomeWatcher, name: str = "runs") -> None:
-    """Let a watch know that somebody has written, as its look for changes does."""
     made.changes[name] += 1
 
 
@@ -46,7 +43,6 @@ def written(made: HomeWatcher, name: str = "runs") -> None:
 
 
 def test_only_the_ended_runs_that_were_asked_for_last_are_held_with_their_details(tmp_path: Path) -> None:
-    """A run that goes on is held besides them."""
     going = dashes.add_run(tmp_path, dashes.facts(DEVICES), "going")
     facts = dashes.facts(DEVICES, ended=True)
     ended = [dashes.add_run(tmp_path, facts, f"ended-{number}", "stopped") for number in range(HELD + 2)]
@@ -60,7 +56,6 @@ def test_only_the_ended_runs_that_were_asked_for_last_are_held_with_their_detail
 
 
 def test_the_summary_of_a_run_that_went_on_is_not_that_of_before(tmp_path: Path) -> None:
-    """The log is read again before the summary of a run that went on is told."""
     facts = dashes.facts(DEVICES, 4, ended=True)
     early = next(place for place, fact in enumerate(facts) if getattr(fact, "round", 0) == 2)
     run = dashes.add_run(tmp_path, facts[:early], status="stopped")
@@ -81,7 +76,6 @@ def test_the_summary_of_a_run_that_went_on_is_not_that_of_before(tmp_path: Path)
 
 
 def test_of_another_database_in_the_same_place_nothing_is_told_that_was_in_the_first(tmp_path: Path) -> None:
-    """A backup may take the place of a home."""
     home, other = tmp_path / "home", tmp_path / "other"
     before = dashes.add_run(home, dashes.facts(DEVICES), "before")
     after = dashes.add_run(other, dashes.facts(DEVICES, ended=True), "after")
@@ -101,7 +95,6 @@ def test_of_another_database_in_the_same_place_nothing_is_told_that_was_in_the_f
 def test_boards_are_read_again_after_a_while_though_nobody_has_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old_s: float, again: bool
 ) -> None:
-    """Readings of boards grow too old though nothing is written."""
     monkeypatch.setattr(home_watcher, "OLD_S", old_s)
     dashes.add_boards(tmp_path, DEVICES)
 
@@ -115,7 +108,6 @@ def test_boards_are_read_again_after_a_while_though_nobody_has_written(
 
 
 def follower(home: Path, facts: list[Any]) -> RunFollower:
-    """A run with these facts, all of them added."""
     run = dashes.add_run(home, facts)
     with Store(home) as store:
         found = RunFollower(store.find_job(run))
@@ -125,7 +117,6 @@ def follower(home: Path, facts: list[Any]) -> RunFollower:
 
 
 def test_an_update_that_is_refused_counts_as_one_that_was_declined(tmp_path: Path) -> None:
-    """Of the three, two declined their tasks and one sent what is not finite."""
     found = follower(tmp_path, [*dashes.facts(DEVICES), UpdateRejected(2, DEVICES[2], "a value is not finite")])
     assert found.make_summary()["declined"] == 3
 
@@ -133,7 +124,6 @@ def test_an_update_that_is_refused_counts_as_one_that_was_declined(tmp_path: Pat
 def test_plots_of_a_long_run_have_points_from_its_first_round_to_its_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of nine rounds every fourth where three points are drawn, and each one where there are points enough."""
     found = follower(tmp_path, dashes.facts(dashes.names(5), 9, ended=True))
     for drawn, numbers in ((3, [0, 4, 8]), (9, list(range(9)))):
         monkeypatch.setattr(run_follower, "DRAWN", drawn)
@@ -143,27 +133,29 @@ def test_plots_of_a_long_run_have_points_from_its_first_round_to_its_last(
 # -- pages --
 
 
-def test_a_page_before_the_first_is_the_first(tmp_path: Path) -> None:
-    """Page 0 shows what page 1 shows."""
-    dashes.add_boards(tmp_path, DEVICES)
-    told = watched(tmp_path, lambda made: pages.load_fleet_page(made, {"page": "0"}))
-    assert (told["page"], [each["device"] for each in told["boards"]]) == (1, DEVICES)
+@pytest.mark.parametrize(
+    ("page", "found", "first"), [(0, (1, 3, 100), 0), (1, (1, 3, 100), 0), (3, (3, 3, 50), 200), (99, (3, 3, 50), 200)]
+)
+def test_a_long_list_comes_page_by_page(tmp_path: Path, page: int, found: tuple[int, int, int], first: int) -> None:
+    devices = dashes.names(250)
+    dashes.add_boards(tmp_path, devices)
+    told = watched(tmp_path, lambda made: pages.load_fleet_page(made, {"page": str(page)}))
+    assert (told["page"], told["pages"], len(told["boards"])) == found
+    assert told["boards"][0]["device"] == devices[first]
 
 
 @pytest.mark.parametrize("name", ["aboard", "board-000000", "zeppelin"])
 def test_a_board_that_nobody_has_heard_of_is_no_other_board(tmp_path: Path, name: str) -> None:
-    """A name before, between or after those of known boards is refused."""
     dashes.add_boards(tmp_path, DEVICES)
     Store(tmp_path).close()
     with pytest.raises(pages.MissingDeviceError, match=name):
-        watched(tmp_path, lambda made: pages.load_device_page(made, name, {}))
+        watched(tmp_path, lambda made: pages.load_device_page(made, {}, name))
 
 
 def test_a_round_that_is_over_has_nobody_at_work(tmp_path: Path) -> None:
-    """Whoever is asked in the round under way is at work; in an earlier one, nobody is any more."""
     run = dashes.add_run(tmp_path, dashes.facts(DEVICES))
     told = [
-        watched(tmp_path, lambda made, query=query: pages.load_round_page(made, run, query))
+        watched(tmp_path, lambda made, query=query: pages.load_round_page(made, query, run))
         for query in ({}, {"round": "2"})
     ]
     assert [each["running"] for each in told] == [True, False]
@@ -171,7 +163,6 @@ def test_a_round_that_is_over_has_nobody_at_work(tmp_path: Path) -> None:
 
 
 def test_a_line_of_the_log_is_found_by_its_reasons(tmp_path: Path) -> None:
-    """Whatever stands below the line is searched as the line itself is."""
     facts = dashes.facts(DEVICES)
     last = facts.pop()
     assert isinstance(last, UpdateAccepted)
@@ -187,7 +178,6 @@ def test_a_line_of_the_log_is_found_by_its_reasons(tmp_path: Path) -> None:
 def test_an_answer_is_kept_until_something_changes_and_answers_that_are_kept_are_few(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who asks the same again has the same bytes, unless somebody has written."""
     pytest.importorskip("starlette", reason="starlette is not installed: pip install 'fedquilt[web]'")
     from fedquilt.tools.operations.dash import app
 
@@ -227,11 +217,10 @@ async def get(app: Any, path: str, query: str = "") -> bytes:
 
 
 def test_a_run_by_its_jobs_name_is_the_same_page_as_by_its_id(tmp_path: Path) -> None:
-    """Whether somebody works on it, and what the coordinator holds it for."""
     run = dashes.add_run(tmp_path, dashes.facts(DEVICES))
 
     async def asked(made: HomeWatcher) -> list[dict[str, Any]]:
-        return [await pages.load_run_page(made, name) for name in (run, "digits")]
+        return [await pages.load_run_page(made, {}, name) for name in (run, "digits")]
 
     with Store(tmp_path) as store:
         assert store.acquire_lock()

@@ -20,8 +20,6 @@ NOW_S = 1_795_000_000.0  # November 2026
 
 @dataclass
 class Board:
-    """An Orin Nano with JetPack 6 as `fedquilt board flash` leaves it, and the broker that its agent.toml names."""
-
     root: Path
     table: dict[str, Any] = field(default_factory=dict)
     clock_s: float = NOW_S
@@ -38,7 +36,6 @@ class Board:
         return path
 
     def package(self, name: str, version: str, *requires: str, **files: str) -> None:
-        """What pip leaves of a package, and files of it: `capi__x_so` is capi/x.so."""
         site = "usr/lib/python3/dist-packages"
         lines = "".join(f"Requires-Dist: {one}\n" for one in requires)
         self.write(
@@ -49,24 +46,20 @@ class Board:
             self.write(f"{site}/{name.replace('-gpu', '').replace('-', '_')}/{inside.replace('__', '/')}", text)
 
     def shipped(self) -> Path:
-        """Write agent.toml."""
         return self.write("etc/fedquilt/agent.toml", toml.format_toml(self.table))
 
     def examine(self, *names: str) -> list[Finding]:
-        """Findings of the groups named (all), without those that are ok."""
         wanted = ExaminationTarget(settings=self.shipped(), root=self.root)
         found = doctor.select_groups(wanted, clock_s=self.clock_s, free=lambda folder: self.free)
         chosen = {name: group for name, group in found.items() if not names or name in names}
         return [one for one in doctor.run_groups(chosen) if one.severity != "ok"]
 
     def only(self, *names: str) -> Finding:
-        """The one finding there is."""
         found = self.examine(*(names or ("machine",)))
         assert len(found) == 1, found
         return found[0]
 
     def require(self, number: str, severity: str | None = None, *said: str, fix: str = "") -> None:
-        """Check the one finding that there is: its number and severity, parts of its sentence, a pattern of its fix."""
         found = self.only()
         assert (found.number, found.severity) == (number, severity or found.severity)
         assert [part for part in said if part not in found.sentence] == []
@@ -75,7 +68,6 @@ class Board:
 
 @pytest.fixture
 def board(tmp_path: Path) -> Board:
-    """All is well, but that nobody listens at its broker's port."""
     made = Board(tmp_path / "root")
     boards.write_fake_board(made.root, "jetson-orin-nano", 6)
     made.write("usr/bin/python3.10", "")

@@ -11,15 +11,13 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from fedquilt.tools.boards.doctor.checks import identity
-from fedquilt.tools.boards.doctor.checks.identity import Certificate
+from fedquilt.tools.boards.doctor import agent
+from fedquilt.tools.boards.doctor.agent import Certificate
 from fedquilt.tools.boards.doctor.findings import to_finding
-from fedquilt.tools.identity.authority import DAY_S, CertificateAuthority
-from fedquilt.tools.identity.certificate_parts import key_to_pem
+from fedquilt.tools.identity.authority import DAY_S, CertificateAuthority, key_to_pem
 
 
 def enrol(board: Any, name: str, begins_s: float) -> CertificateAuthority:
-    """Give the board a certificate, as an authority would have signed it then."""
     authority = CertificateAuthority.create(board.root / "ca", "site", begins_s)
     key = ec.generate_private_key(ec.SECP256R1())
     with authority.register.transaction():
@@ -33,7 +31,6 @@ def enrol(board: Any, name: str, begins_s: float) -> CertificateAuthority:
 
 
 def test_settings_with_a_fault_are_one_finding_and_the_machine_is_still_examined(board: Any) -> None:
-    """The sentence is the one that the agent itself would end with."""
     board.table["budgit"] = "1GB"
     found = board.only("settings", "machine")
     assert (found.number, found.severity) == ("FQ301", "error")
@@ -59,7 +56,6 @@ def test_one_setting_at_fault_is_the_one_finding(board: Any, changes: dict[str, 
 
 
 def test_a_full_disk_and_one_too_small_for_the_cache_are_found(board: Any) -> None:
-    """50 MB is an error, 1 GB beside a cache of 2 GB a warning."""
     board.free = 50 * 10**6
     board.require("FQ303", "error")
     board.free = 10**9
@@ -67,7 +63,6 @@ def test_a_full_disk_and_one_too_small_for_the_cache_are_found(board: Any) -> No
 
 
 def test_what_the_cache_holds_already_counts(board: Any) -> None:
-    """A blob of a gigabyte (with holes) leaves the cache another to grow by."""
     blob = board.write("var/lib/fedquilt/blobs/ab/abcd", "")
     os.truncate(blob, 10**9)
     board.free = 11 * 10**8
@@ -76,7 +71,6 @@ def test_what_the_cache_holds_already_counts(board: Any) -> None:
 
 @pytest.mark.parametrize(("budget", "number", "severity"), [("9GB", "FQ310", "error"), ("7GB", "FQ310", "warning")])
 def test_a_budget_beyond_the_memory_is_found(board: Any, budget: str, number: str, severity: str) -> None:
-    """8 GB of memory, half of it left: what is left is a warning of its own."""
     board.table["budget"] = budget
     first, second = board.examine("machine")
     assert (first.number, first.severity) == (number, severity)
@@ -84,7 +78,6 @@ def test_a_budget_beyond_the_memory_is_found(board: Any, budget: str, number: st
 
 
 def test_a_unit_that_may_hold_less_than_the_budget_is_found(board: Any) -> None:
-    """The kernel would kill its tasks."""
     board.table["budget"] = "1GB"
     board.write("etc/systemd/system/fedquilt-agent.service", "[Service]\nDelegate=yes\nMemoryMax=512M")
     board.require("FQ314", "error", "537 MB")
@@ -98,27 +91,23 @@ def test_a_profile_that_nobody_knows_is_found(board: Any) -> None:
 
 
 def test_an_identity_that_is_well_is_no_finding(board: Any) -> None:
-    """The board's paths are found below its root."""
     enrol(board, "orin-07", board.clock_s - DAY_S)
     assert board.examine("machine") == []
 
 
 def test_a_certificate_of_another_device_is_found(board: Any) -> None:
-    """The broker would keep this one to the other's branch."""
     enrol(board, "orin-08", board.clock_s - DAY_S)
     board.require("FQ307", "error", "'orin-08'")
 
 
 def test_a_certificate_that_has_ended_is_found(board: Any) -> None:
-    """The fix is to enrol anew."""
     enrol(board, "orin-07", board.clock_s - 400 * DAY_S)
     board.require("FQ306", "error", fix="identity enrol")
 
 
 def test_a_certificate_that_ends_soon_or_begins_later_is_found() -> None:
-    """Renewal is due in the last third; in the last sixth it has failed. Before its beginning the clock is behind."""
     held = Certificate("a.crt", "a", 100 * DAY_S, 160 * DAY_S)
-    verdicts = [identity._check_validity(held, Path("agent.toml"), at * DAY_S) for at in (99, 101, 149, 151, 161)]
+    verdicts = [agent._check_validity(held, Path("agent.toml"), at * DAY_S) for at in (99, 101, 149, 151, 161)]
     told = [to_finding("FQ306", verdict) for verdict in verdicts if verdict is not None]
     assert [one.severity for one in told] == ["error", "ok", "ok", "warning", "error"]
     assert "it is behind" in told[0].sentence
@@ -132,7 +121,6 @@ def test_a_key_that_others_can_read_is_found(board: Any) -> None:
 
 
 def test_an_identity_that_was_never_got_is_found(board: Any) -> None:
-    """A board that enrols is told to."""
     enrol(board, "orin-07", board.clock_s - DAY_S)
     (board.root / "etc/fedquilt/device.crt").unlink()
     board.table["enrol"] = {"url": "https://coordinator:8884"}
@@ -140,13 +128,12 @@ def test_an_identity_that_was_never_got_is_found(board: Any) -> None:
 
 
 def test_a_certificates_name_and_dates_are_read_without_a_library(board: Any) -> None:
-    """As the cryptography library reads them; also one that is valid beyond 2050."""
     from cryptography import x509
 
     authority = enrol(board, "orin-07", board.clock_s - DAY_S)
     for file in (board.root / "etc/fedquilt/device.crt", authority.folder / "ca.crt"):
         known = x509.load_pem_x509_certificate(file.read_bytes())
-        own = identity.load_certificate(str(file))
+        own = agent.load_certificate(str(file))
         begins, ends = known.not_valid_before_utc.timestamp(), known.not_valid_after_utc.timestamp()
         assert (own.begins_s, own.ends_s) == (begins, ends)
         assert own.name == known.subject.rfc4514_string().removeprefix("CN=")
@@ -164,7 +151,7 @@ def test_two_names_in_one_part_of_a_certificates_subject_are_read(tmp_path: Path
     made = x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + datetime.timedelta(1))
     file = tmp_path / "a.crt"
     file.write_bytes(made.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
-    found = identity.load_certificate(str(file))
+    found = agent.load_certificate(str(file))
     assert (found.name, found.unit) == ("a", "lab")
 
 
@@ -176,4 +163,4 @@ def test_what_is_no_certificate_is_refused_in_one_way(board: Any, cut: int) -> N
     for data in (text, text[:40] + bytes(cut), bytes(cut)):
         file.write_bytes(data)
         with pytest.raises(OSError):
-            identity.load_certificate(str(file))
+            agent.load_certificate(str(file))

@@ -24,10 +24,9 @@ from fedquilt.coordinator.storage.store import Store
 from fedquilt.edge_agent.agent_state import AgentState
 from fedquilt.security import authenticated_link
 from fedquilt.tools.boards import doctor
-from fedquilt.tools.boards.doctor import ExaminationTarget
-from fedquilt.tools.boards.doctor.checks import broker as checks_broker
-from fedquilt.tools.boards.doctor.checks import permissions
-from fedquilt.tools.boards.doctor.checks.permissions import ExaminationDeadline
+from fedquilt.tools.boards.doctor import ExaminationTarget, broker
+from fedquilt.tools.boards.doctor import broker as checks_broker
+from fedquilt.tools.boards.doctor.broker import ExaminationDeadline
 from fedquilt.tools.boards.doctor.findings import Finding, Numbered, to_finding
 from fedquilt.tools.identity.authority import DAY_S, clock_s
 from fedquilt.transport.mqtt.broker import Broker
@@ -35,28 +34,23 @@ from fedquilt.transport.mqtt.link import MqttLink
 
 
 class Site(Certified):
-    """A fleet's own Mosquitto, as `fedquilt broker config` sets it up."""
-
     def __init__(self, folder: Path, start: Callable[..., Any]) -> None:
         super().__init__(folder)
         self.out, self.start = folder / "etc", start
         self.lines = self.configure_broker(self.out)
 
     def serve(self, **changed: str) -> str:
-        """Start it with some lines changed; its URL."""
         lines = [f"{key} {changed.get(key, value)}" for key, _, value in (line.partition(" ") for line in self.lines)]
         return self.start(*lines).url.replace("mqtt://", "mqtts://")
 
 
 @pytest.fixture
 def site(tmp_path: Path, mosquitto: Callable[..., Any]) -> Site:
-    """Not yet started."""
     return Site(tmp_path, mosquitto)
 
 
 @pytest.fixture
 def serving(tmp_path: Path) -> Iterator[Callable[[Broker], None]]:
-    """Starts a coordinator on a broker, in a thread of its own; it ends with the test."""
     over = threading.Event()
     threads = []
 
@@ -88,13 +82,11 @@ def serving(tmp_path: Path) -> Iterator[Callable[[Broker], None]]:
 
 
 def examined(folder: Path, **broker: Any) -> list[Finding]:
-    """All that is found about a broker without settings of an agent."""
     groups = doctor.select_groups(ExaminationTarget(broker=broker, root=folder))
     return doctor.run_groups({"broker": groups["broker"]}, limit_s=20.0)
 
 
 def asked(board: Any, **broker: Any) -> list[Finding]:
-    """All that is found about the device's broker, in the order of the numbers."""
     board.table |= {"broker": broker, "home": str(board.root / "var/lib/fedquilt")}
     groups = doctor.select_groups(ExaminationTarget(settings=board.shipped()))
     return doctor.run_groups({"broker": groups["broker"]}, limit_s=20.0)
@@ -116,7 +108,6 @@ def last(found: list[Finding]) -> Finding:
 
 
 def test_a_name_that_nobody_knows_is_found(board: Any) -> None:
-    """.invalid is reserved for names that do not exist (RFC 2606)."""
     found = last(asked(board, url="mqtt://broker.invalid"))
     assert (found.number, found.severity) == ("FQ401", "error")
     assert found.fix == "getent hosts broker.invalid"
@@ -139,7 +130,6 @@ def test_a_port_without_tls_is_found(board: Any, mosquitto: Callable[..., Any], 
 def test_a_brokers_certificate_of_another_authority_name_or_time_is_found(
     board: Any, site: Site, stranger: Any
 ) -> None:
-    """The broker's was made for the address, and is called by a name; this machine's clock may be what is wrong."""
     url, ca = site.serve(), str(site.ca)
     found = last(asked(board, url=url, ca=str(stranger.ca)))
     assert (found.number, found.severity) == ("FQ405", "error")
@@ -155,7 +145,6 @@ def test_a_brokers_certificate_of_another_authority_name_or_time_is_found(
 
 
 def test_a_brokers_certificate_that_ends_soon_is_found(authority: Any) -> None:
-    """The tests' own authority signs for a day. TLS alone is tried, against a server of three lines."""
     cert, key = authority.issue("soon", "127.0.0.1")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(cert, key)
@@ -178,7 +167,6 @@ def test_a_brokers_certificate_that_ends_soon_is_found(authority: Any) -> None:
 def test_a_wrong_password_is_found_and_not_shown(
     board: Any, mosquitto: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 11; the password is in no line of the JSON."""
     (tmp_path / "users").write_text("")
     url = mosquitto("allow_anonymous false", f"password_file {tmp_path / 'users'}").url
     board.write("etc/fedquilt/password", "correct horse").chmod(0o600)
@@ -200,7 +188,6 @@ def test_a_wrong_password_is_found_and_not_shown(
 def test_a_fleets_own_broker_with_its_coordinator_has_no_finding(
     board: Any, site: Site, serving: Callable[[Broker], None]
 ) -> None:
-    """The coordinator's answer to a device's question is the proof; nothing on another's branch passes."""
     url = site.serve()
     serving(Broker.from_url(url, **site.files("coordinator", "coordinator")))
     found = asked(board, url=url, **site.files("orin-07"))
@@ -211,14 +198,12 @@ def test_a_fleets_own_broker_with_its_coordinator_has_no_finding(
 
 
 def test_without_a_coordinator_the_brokers_word_has_to_do(board: Any, site: Site) -> None:
-    """And the finding says that it is no more than that."""
     found = asked(board, url=site.serve(), **site.files("orin-07"))
     assert bad(found) == []
     assert "while a coordinator is online" in found[-3].sentence
 
 
 def test_rules_that_shut_a_device_out_of_its_own_branch_are_found(board: Any, site: Site, tmp_path: Path) -> None:
-    """It may read but not write."""
     (tmp_path / "acl").write_text("pattern read fq/1/fleet/dev/%u/dn/#\n")
     found = asked(board, url=site.serve(acl_file=str(tmp_path / "acl")), **site.files("orin-07"))
     assert bad(found) == [("FQ411", "error")]
@@ -228,7 +213,6 @@ def test_rules_that_shut_a_device_out_of_its_own_branch_are_found(board: Any, si
 def test_rules_that_keep_a_devices_answers_from_it_are_found(
     board: Any, site: Site, serving: Callable[[Broker], None], tmp_path: Path
 ) -> None:
-    """It may write but not read; the SUBACK said yes."""
     rules = (site.out / "acl").read_text().replace("pattern read fq/1/fleet/dev/%u/dn/#", "")
     (tmp_path / "acl").write_text(rules)
     url = site.serve(acl_file=str(tmp_path / "acl"))
@@ -244,38 +228,33 @@ def test_rules_that_keep_a_devices_answers_from_it_are_found(
 def test_rules_that_let_a_device_into_anothers_branch_are_found(
     board: Any, site: Site, tmp_path: Path, rule: str, severity: str
 ) -> None:
-    """What arrives is proof; what is only acknowledged is a warning."""
     (tmp_path / "acl").write_text(f"user orin-07\n{rule}\npattern read fq/1/fleet/dev/%u/dn/#\n")
     found = asked(board, url=site.serve(acl_file=str(tmp_path / "acl")), **site.files("orin-07"))
     assert bad(found) == [("FQ412", severity)]
 
 
 def test_a_packet_limit_below_what_messages_need_is_found(board: Any, mosquitto: Callable[..., Any]) -> None:
-    """40 kB is little, 8 kB too little."""
     url = mosquitto("max_packet_size 40000").url
     assert bad(asked(board, url=url)) == [("FQ409", "warning")]
     assert bad(asked(board, url=mosquitto("max_packet_size 8000").url)) == [("FQ409", "error")]
 
 
 def test_an_embedded_broker_of_this_machine_has_no_finding(board: Any, embedded_broker: Any) -> None:
-    """It has no rules, and only this machine reaches it; MQTT 3.1.1 announces no limit."""
     found = asked(board, url=embedded_broker.url)
     assert bad(found) == []
     assert "3.1.1" in found[2].sentence
 
 
 def test_an_open_broker_on_a_network_is_found() -> None:
-    """The same seen from another machine is a warning; with users or certificates it is an error."""
-    seen = permissions.PermissionResult(arrived=True, other_arrived=True)
+    seen = broker.PermissionResult(arrived=True, other_arrived=True)
     told = [
-        told_by(permissions.judge_device(seen, Broker(host, 1883, user=user), "a"))
+        told_by(broker.judge_device(seen, Broker(host, 1883, user=user), "a"))
         for host, user in (("10.0.0.9", None), ("b", "u"))
     ]
     assert [bad(one) for one in told] == [[("FQ412", "warning")], [("FQ412", "error")]]
 
 
 def test_a_running_agent_is_not_disturbed(board: Any, mosquitto: Callable[..., Any]) -> None:
-    """While its home is held, nobody connects with its identity."""
     broker = mosquitto()
     lock = AgentState(board.root / "var/lib/fedquilt").lock_home()
     found = asked(board, url=broker.url)
@@ -288,7 +267,6 @@ def test_a_running_agent_is_not_disturbed(board: Any, mosquitto: Callable[..., A
 def test_a_certificate_that_the_broker_refuses_is_found_beside_a_running_agent(
     board: Any, site: Site, stranger: Any
 ) -> None:
-    """As a revoked one is; no message is sent, and the agent stays connected."""
     url = site.serve()
     lock = AgentState(board.root / "var/lib/fedquilt").lock_home()
     assert bad(asked(board, url=url, **site.files("orin-07"))) == []
@@ -300,7 +278,6 @@ def test_a_certificate_that_the_broker_refuses_is_found_beside_a_running_agent(
 
 
 def test_a_coordinators_rights_and_certificate_are_examined(site: Site, tmp_path: Path) -> None:
-    """As the coordinator's certificate has them, and as a device's has not; nothing renews one that ends soon."""
     url = site.serve()
     for name, kind, days, found in (
         ("coordinator", "coordinator", None, []),
@@ -313,7 +290,6 @@ def test_a_coordinators_rights_and_certificate_are_examined(site: Site, tmp_path
 def test_an_observer_examines_a_fleet_and_throws_nobody_off(
     site: Site, serving: Callable[[Broker], None], tmp_path: Path
 ) -> None:
-    """While the coordinator serves; rules that do not name it are found."""
     watcher = site.files("tower", "observer")
     site.lines = site.configure_broker(site.out)
     url = site.serve()
@@ -334,7 +310,6 @@ def test_an_observer_examines_a_fleet_and_throws_nobody_off(
 def test_a_device_whose_certificate_is_of_another_authority_is_refused_by_the_coordinator(
     board: Any, mosquitto: Callable[..., Any], site: Site, serving: Callable[[Broker], None], stranger: Any
 ) -> None:
-    """A broker that lets everybody in does not make a fleet of it."""
     crt, key = site.out / "broker.crt", site.out / "broker.key"
     url = mosquitto(f"certfile {crt}", f"keyfile {key}").url.replace("mqtt://", "mqtts://")
     serving(Broker.from_url(url, **site.files("coordinator", "coordinator")))
@@ -351,7 +326,6 @@ def test_a_fleet_without_certificates_on_a_network_is_told_that_it_is_unsigned()
 
 
 def test_a_group_that_hangs_or_breaks_is_a_finding_and_keeps_nobody_waiting() -> None:
-    """One waits for ever, one divides by zero after a finding, one is well."""
     never = threading.Event()
 
     def breaks() -> Iterator[Finding]:
@@ -373,7 +347,6 @@ def test_a_group_that_hangs_or_breaks_is_a_finding_and_keeps_nobody_waiting() ->
 def test_a_healthy_board_with_its_broker_leaves_by_0(
     board: Any, mosquitto: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command as it is typed: this machine's clock and disk, the board's files, a real broker."""
     board.table |= {"broker": {"url": mosquitto().url}, "cache": "1MB"}
     assert main(["doctor", str(board.shipped()), "--root", str(board.root)]) == 0
     lines = capsys.readouterr().out.splitlines()

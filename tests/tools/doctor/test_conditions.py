@@ -15,9 +15,9 @@ from fedquilt.edge_agent.clocks.client import HelperStatus
 from fedquilt.testing import boards
 from fedquilt.tools.boards import doctor
 from fedquilt.tools.boards.doctor import machine_facts
-from fedquilt.tools.boards.doctor.checks.agent import Facts
-from fedquilt.tools.boards.doctor.checks.packages import InstalledPackages
+from fedquilt.tools.boards.doctor.agent import Facts
 from fedquilt.tools.boards.doctor.findings import Finding, run_checks
+from fedquilt.tools.boards.doctor.machine import InstalledPackages
 from fedquilt.tools.boards.doctor.machine_facts import MachineFacts
 
 OC = "sys/class/hwmon/hwmon9"
@@ -28,14 +28,12 @@ def check(seen: MachineFacts, held: InstalledPackages = InstalledPackages()) -> 
 
 
 def pin(root: Path, top: bool = True) -> None:
-    """What jetson_clocks writes: the lower limit of every clock is the upper one."""
     for low, high in (("scaling_min_freq", "scaling_max_freq"), ("min_freq", "max_freq")):
         for place in root.glob("sys/devices/**/" + low):
             (place if top else place.with_name(high)).write_text((place.with_name(high) if top else place).read_text())
 
 
 def test_clocks_that_are_pinned_are_found(board: Any) -> None:
-    """At the top, as by jetson_clocks, or elsewhere; not where the clock helper holds them for a task."""
     pin(board.root)
     board.require("FQ161", "warning", "policy0 at 1510 MHz", fix="jetson_clocks --restore")
     seen = machine_facts.read_machine(board.root, board.clock_s, 0.0)
@@ -45,7 +43,6 @@ def test_clocks_that_are_pinned_are_found(board: Any) -> None:
 
 
 def test_one_clock_that_is_pinned_is_the_owners_choice(board: Any) -> None:
-    """A fixed GPU beside free cores is no jetson_clocks."""
     (gpu,) = board.root.glob("sys/class/devfreq/*.gpu")
     (gpu / "min_freq").write_text((gpu / "max_freq").read_text())
     assert board.examine("machine") == []
@@ -53,7 +50,6 @@ def test_one_clock_that_is_pinned_is_the_owners_choice(board: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["cpu-throttle-alert", "thermal-cpufreq-0", "thermal-devfreq-0"])
 def test_a_board_that_is_slowed_for_heat_is_found(board: Any, kind: str) -> None:
-    """By its cooling devices; a fan that turns is none."""
     for number, (name, state) in enumerate((("pwm-fan", 3), (kind, 0))):
         board.write(f"sys/class/thermal/cooling_device{number}/type", name)
         board.write(f"sys/class/thermal/cooling_device{number}/cur_state", state)
@@ -64,7 +60,6 @@ def test_a_board_that_is_slowed_for_heat_is_found(board: Any, kind: str) -> None
 
 
 def test_over_current_is_found_by_its_counters(board: Any) -> None:
-    """Jetson Linux has oc1 to oc3 below hwmon; all zero is well."""
     for number in (1, 2, 3):
         board.write(f"{OC}/oc{number}_event_cnt", 0)
     assert board.examine("machine") == []
@@ -73,7 +68,6 @@ def test_over_current_is_found_by_its_counters(board: Any) -> None:
 
 
 def test_a_gpu_that_is_gone_from_devfreq_is_found(board: Any) -> None:
-    """As after an upgrade of the kernel without its modules."""
     (gpu,) = board.root.glob("sys/class/devfreq/*.gpu")
     gpu.unlink()
     assert "FQ173" in [one.number for one in board.examine("machine")]
@@ -89,7 +83,6 @@ def test_a_gpu_that_is_gone_from_devfreq_is_found(board: Any) -> None:
     ],
 )
 def test_swap_on_a_card_is_found(board: Any, swaps: str, kind: str, found: str | None) -> None:
-    """A partition of it, or a file on its file system."""
     board.write("proc/swaps", f"Filename Type Size Used Priority\n{swaps}")
     board.write("proc/mounts", "/dev/mmcblk0p1 / ext4 rw 0 0\nproc /proc proc rw 0 0")
     board.write("sys/block/mmcblk0/device/type", kind)
@@ -99,7 +92,6 @@ def test_swap_on_a_card_is_found(board: Any, swaps: str, kind: str, found: str |
 
 @pytest.mark.parametrize("odd", ["", "   ", "none"], ids=repr)
 def test_swap_on_a_card_is_found_beside_lines_without_columns(board: Any, odd: str) -> None:
-    """A long list of mounts is read up to a limit, which may cut a line."""
     board.write("proc/swaps", f"Filename Type Size Used Priority\n{odd}\n/var/swap file 1000 0 -2\n{odd}")
     board.write("proc/mounts", f"{odd}\n/dev/mmcblk0p1 / ext4 rw 0 0\n{odd}")
     board.write("sys/block/mmcblk0/device/type", "SD")
@@ -112,7 +104,6 @@ def finds(root: Path) -> list[str]:
 
 
 def test_all_is_read_as_an_ordinary_user(user: User) -> None:
-    """The board's own user finds the same conditions as root."""
     root = user.folder / "board"
     boards.write_fake_board(root, "jetson-orin-nano", 6)
     user.shut(root / "sys/kernel/debug")
@@ -131,7 +122,6 @@ def test_all_is_read_as_an_ordinary_user(user: User) -> None:
     ("core", "numpy", "found"), [("core", "2.2.6", True), ("_core", "2.2.6", False), ("core", "1.26.4", False)]
 )
 def test_numpy_2_beside_a_torch_compiled_with_numpy_1_is_found(board: Any, core: str, numpy: str, found: bool) -> None:
-    """By the module that torch's library imports; as torch 2.8.0 for JetPack 6 meets PyPI's numpy."""
     board.package("numpy", numpy)
     (board.root / "usr/lib/python3/dist-packages/numpy-1.26.4.dist-info/METADATA").unlink()
     board.package("numpy", numpy)
@@ -142,7 +132,6 @@ def test_numpy_2_beside_a_torch_compiled_with_numpy_1_is_found(board: Any, core:
 
 
 def test_mends_of_a_flashed_board_ask_for_no_pip(board: Any) -> None:
-    """It has none: what is wrong with its packages is mended by flashing them."""
     (board.root / "opt/fedquilt/current").mkdir(parents=True)
     (board.root / "usr/lib/python3/dist-packages/onnxruntime/capi/libonnxruntime_providers_cuda.so").unlink()
     fix = board.only().fix or ""
@@ -155,7 +144,6 @@ def test_mends_of_a_flashed_board_ask_for_no_pip(board: Any) -> None:
 
 
 def test_a_board_with_numpys_engine_alone_is_told_how_it_gets_another(board: Any) -> None:
-    """By pip, or on a flashed board by flashing it; FQ311 where not even numpy is there."""
     site = board.root / "usr/lib/python3/dist-packages"
     for folder in [*site.glob("onnxruntime*"), *site.glob("torch*")]:
         shutil.rmtree(folder)
@@ -172,7 +160,6 @@ def test_a_board_with_numpys_engine_alone_is_told_how_it_gets_another(board: Any
 
 
 def test_a_board_without_a_profile_and_with_anothers_are_found(board: Any) -> None:
-    """FQ317 for settings that name the profile of another board; FQ316 for a module that no shipped profile lists."""
     board.table["profile"] = "jetson-tx2"
     board.require("FQ317", fix="jetson-orin-nano")
     del board.table["profile"]

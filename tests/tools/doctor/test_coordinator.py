@@ -16,7 +16,7 @@ from fedquilt.coordinator.rounds.rollout import RolloutPlan, RolloutStarted
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import BlobRef
 from fedquilt.formats import job_bundle
-from fedquilt.tools.boards.doctor.checks import coordinator
+from fedquilt.tools.boards.doctor import coordinator
 from fedquilt.tools.boards.doctor.findings import Finding, to_finding
 
 ROOM = 10**11
@@ -28,7 +28,6 @@ def free(folder: Path) -> int:
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A coordinator's folder, with one job that was stopped."""
     with Store(tmp_path / "runs") as store:
         store.set_status(add(store, tmp_path), "stopped")
     return tmp_path / "runs"
@@ -86,7 +85,6 @@ def test_a_damaged_database_is_found(home: Path, at: int) -> None:
 
 
 def test_a_job_of_another_version_is_found(home: Path) -> None:
-    """Its settings cannot be decoded any more, or what happened to it; the other is looked at all the same."""
     with Store(home) as store:
         add(store, home.parent)
         (first, *_) = store.readable_jobs()
@@ -99,7 +97,6 @@ def test_a_job_of_another_version_is_found(home: Path) -> None:
 
 
 def test_damaged_logs_are_told_from_those_of_another_version(home: Path) -> None:
-    """Of jobs and of rollouts: a copy mends them, another version does not."""
     with Store(home) as store:
         id = store.rollouts.add_rollout(RolloutPlan("settings", "s", settings={"budget": "1GB"}))
         store.rollouts.append_events([(id, RolloutStarted(1))])
@@ -120,7 +117,6 @@ def test_jobs_that_nobody_runs_are_found(home: Path, tmp_path: Path) -> None:
 
 
 def test_a_job_that_waits_for_devices_is_found_with_the_reason(home: Path, tmp_path: Path) -> None:
-    """Three are needed; one is offline, two can be asked. Once they were asked it waits no more."""
     with Store(home) as store:
         id = add(store, tmp_path, cohort={"min_devices": 3})
         store.set_status(id, "running")
@@ -138,7 +134,6 @@ def test_a_job_that_waits_for_devices_is_found_with_the_reason(home: Path, tmp_p
 
 
 def test_a_bundle_or_a_state_that_is_gone_is_found(home: Path, tmp_path: Path) -> None:
-    """Both are what a run cannot go on without."""
     with Store(home) as store:
         id = add(store, tmp_path)
         store.append_event(id, JobStarted(BlobRef(sha256="ab" * 32, size=1)))
@@ -152,7 +147,6 @@ def test_a_bundle_or_a_state_that_is_gone_is_found(home: Path, tmp_path: Path) -
 def test_the_command_says_the_worst_by_its_exit_code(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A folder that was never used is a warning: 10. Both kinds of settings at once: 2."""
     arguments = ["doctor", "--home", str(tmp_path / "none"), "--format", "json"]
     code = main(arguments)
     told = json.loads(capsys.readouterr().out)
@@ -164,7 +158,6 @@ def test_the_command_says_the_worst_by_its_exit_code(
 
 
 def test_what_is_wrong_is_told_with_its_mend(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line each, the fix below it, the sum at the end."""
     with Store(home) as store:
         add(store, tmp_path)
     main(["doctor", "--home", str(home)])

@@ -15,14 +15,11 @@ FOUND = [findings.Finding("FQ101", "ok", "well"), findings.Finding("FQ309", "err
 
 
 class Terminal(io.StringIO):
-    """Standard output that a person looks at."""
-
     def isatty(self) -> bool:
         return True
 
 
 def test_sentences_fit_a_terminals_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Below one another under the sentence's beginning; a fix stays in one line, which can be copied."""
     monkeypatch.setattr("sys.stdout", Terminal())
     monkeypatch.setenv("COLUMNS", "80")
     lines = findings.format_findings(FOUND)
@@ -35,5 +32,4 @@ def test_sentences_fit_a_terminals_80_columns(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_without_a_terminal_each_sentence_is_one_line() -> None:
-    """So that programs such as grep find it whole."""
     assert findings.format_findings(FOUND)[1] == f"error    FQ309  {LONG}"

@@ -15,11 +15,10 @@ import pytest
 from fedquilt.edge_agent.clocks.client import HelperResponse, HelperStatus
 from fedquilt.testing import boards
 from fedquilt.tools.boards import doctor
-from fedquilt.tools.boards.doctor import machine_facts
-from fedquilt.tools.boards.doctor.checks import machine
-from fedquilt.tools.boards.doctor.checks.agent import Facts
-from fedquilt.tools.boards.doctor.checks.packages import InstalledPackages
+from fedquilt.tools.boards.doctor import machine, machine_facts
+from fedquilt.tools.boards.doctor.agent import Facts
 from fedquilt.tools.boards.doctor.findings import Finding, run_checks
+from fedquilt.tools.boards.doctor.machine import InstalledPackages
 from fedquilt.tools.boards.doctor.machine_facts import MachineFacts
 
 
@@ -28,13 +27,11 @@ def check(seen: MachineFacts, versions: Mapping[str, str] = {}) -> list[Finding]
 
 
 def test_a_healthy_board_has_no_finding(board: Any) -> None:
-    """Machine, packages and agent; its broker has tests of its own."""
     assert board.examine("machine") == []
 
 
 @pytest.mark.parametrize(("name", "jetpack"), [("jetson-tx2", 4), ("jetson-agx-orin", 5), ("jetson-nano", 4)])
 def test_other_healthy_boards_have_none_either(tmp_path: Path, name: str, jetpack: int) -> None:
-    """With cgroup v1, and no wheels with the GPU for any Python that fedquilt runs on."""
     boards.write_fake_board(tmp_path, name, jetpack)
     seen = dataclasses.replace(machine_facts.read_machine(tmp_path, 1.8e9, 0.0), python=(3, 10))
     found = check(seen, {"onnxruntime": "1.23.2"})
@@ -102,13 +99,11 @@ def test_a_swap_that_is_full_is_found(board: Any) -> None:
 
 
 def test_a_32_bit_python_is_found() -> None:
-    """No wheels of onnxruntime or torch are made for it."""
     found = [one for one in check(MachineFacts(1.8e9, bits=32, memory_bytes=10**9)) if one.severity != "ok"]
     assert [one.number for one in found] == ["FQ102"]
 
 
 def test_a_unit_that_does_not_hand_its_memory_down_is_found(board: Any) -> None:
-    """Without Delegate= a task's process has no limit of its own; a drop-in mends it."""
     board.write("etc/systemd/system/fedquilt-agent.service", "[Service]\n# Delegate=memory\nMemoryMax=75%")
     board.require("FQ141", fix="fedquilt-agent.service.d/memory.conf")
     board.write("etc/systemd/system/fedquilt-agent.service.d/memory.conf", "[Service]\nDelegate=memory")
@@ -126,13 +121,11 @@ def test_a_unit_that_does_not_hand_its_memory_down_is_found(board: Any) -> None:
     ],
 )
 def test_rails_whose_total_cannot_be_right_are_found(board: Any, file: str, value: str, said: str) -> None:
-    """Negative, stuck at 0, silent, missing, less than its parts: a finding, and no power."""
     overwrite(board, f"sys/bus/i2c/drivers/ina3221/*/hwmon/hwmon*/{file}", value)
     board.require("FQ156", None, said, fix="wall")
 
 
 def test_a_supply_that_is_too_weak_is_found(tmp_path: Path) -> None:
-    """As the Raspberry Pi's firmware tells the kernel."""
     for name, text in (("name", "rpi_volt"), ("in0_lcrit_alarm", "1")):
         place = tmp_path / "sys/class/hwmon/hwmon0"
         place.mkdir(parents=True, exist_ok=True)
@@ -143,7 +136,6 @@ def test_a_supply_that_is_too_weak_is_found(tmp_path: Path) -> None:
 
 
 def test_a_clock_helper_is_asked_what_it_owes(tmp_path: Path) -> None:
-    """A live one with debts, one that is dead, and one that is well."""
     place = tmp_path / "s"
 
     def seen(helper: Any) -> list[Finding]:
@@ -186,6 +178,5 @@ def test_what_flash_and_the_authority_need_is_looked_for(there: bool, monkeypatc
 
 
 def test_sizes_are_read_as_systemd_writes_them() -> None:
-    """Powers of 1024; per cent and infinity are no sizes."""
     sizes = {"512": 512, "2K": 2048, "3M": 3 * 2**20, "75%": None, "infinity": None, "": None}
     assert {text: machine_facts.parse_systemd_size(text) for text in sizes} == sizes

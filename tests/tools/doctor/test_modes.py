@@ -12,7 +12,7 @@ from fedquilt.edge_agent.agent_state import AgentState
 from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.devices import linux
 from fedquilt.edge_agent.power.learned_model import LatestTask, LearnedModel, TaskSegment, learn_segment
-from fedquilt.tools.boards.doctor.checks import power_mode
+from fedquilt.tools.boards.doctor import agent
 
 WORK = WorkEstimate(flops=5e12, read_bytes=1e10, workload="torch-conv")
 
@@ -23,7 +23,6 @@ def in_mode(board: Any, name: str) -> None:
 
 
 def remembered(board: Any, left_s: float) -> None:
-    """The agent's record of a task that was as fast as the profile has it, and had so long."""
     point = next(each for each in profile(board).operating_points() if each.name == "7W")
     seen = TaskSegment(point, WORK, 2.0 * seconds(board, "7W"), None)
     learned = learn_segment(LearnedModel(), seen)
@@ -39,10 +38,9 @@ def profile(board: Any) -> profiles.BoardProfile:
 
 
 def seconds(board: Any, name: str) -> float:
-    """Seconds that the work takes at the fastest point of a mode, by the profile alone."""
     levers = controls.discover_controls(board.root)
     (mode,) = [each for each in levers.modes if each.name == name]
-    told_s = power_mode._estimate_shortest_duration_s(
+    told_s = agent._estimate_shortest_duration_s(
         profile(board), levers, mode, LearnedModel(), LatestTask(work=WORK, left_s=0.0)
     )
     assert told_s is not None
@@ -54,7 +52,6 @@ def findings(board: Any) -> list[tuple[str, str]]:
 
 
 def test_a_mode_that_is_too_slow_is_named_with_one_that_would_do(board: Any) -> None:
-    """By the board's own speed, half of what its profile says: the mode's clocks alone would not be too slow."""
     slow_s, fast_s = 2 * seconds(board, "7W"), 2 * seconds(board, "15W")
     assert fast_s < 30.0 < slow_s
     remembered(board, 30.0)
@@ -68,7 +65,6 @@ def test_a_mode_that_is_too_slow_is_named_with_one_that_would_do(board: Any) -> 
 
 
 def test_a_deadline_that_no_mode_meets_is_the_jobs(board: Any) -> None:
-    """Where the fastest mode is too slow as well, the fix is the job's deadline and no mode."""
     remembered(board, 5.0)
     in_mode(board, "7W")
     found = board.only()
@@ -78,7 +74,6 @@ def test_a_deadline_that_no_mode_meets_is_the_jobs(board: Any) -> None:
 
 @pytest.mark.parametrize("known", ["nothing", "no deadline", "damaged", "time enough"])
 def test_without_a_deadline_that_was_too_short_nothing_is_found(board: Any, known: str) -> None:
-    """A slow mode is the owner's choice."""
     in_mode(board, "7W")
     if known != "nothing":
         remembered(board, 100.0 if known == "time enough" else -1.0 if known == "no deadline" else 5.0)

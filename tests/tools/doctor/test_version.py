@@ -9,7 +9,7 @@ import pytest
 
 from fedquilt.core import JobError
 from fedquilt.edge_agent.task import sandbox
-from fedquilt.tools.boards.doctor.checks import version
+from fedquilt.tools.boards.doctor import version
 
 TELLS = """
 import json, sys
@@ -21,7 +21,6 @@ sys.stdin.read()
 
 
 def test_the_small_task_of_this_version_passes_confined_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The task's process may write below a scratch folder alone, which is deleted afterwards."""
     homes: list[Path] = []
     command = sandbox.task_command
 
@@ -49,7 +48,6 @@ def test_the_small_task_of_this_version_passes_confined_and_leaves_nothing(monke
 def test_a_task_process_that_does_not_hold_is_told_in_its_words(
     command: tuple[str, ...], limits: dict[str, float], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The order allows no plug-ins, and its data are drawn; a process that hangs or grows is ended."""
     monkeypatch.setattr(sandbox, "task_command", lambda home: command)
     for name, value in limits.items():
         monkeypatch.setattr(version, name, value)

@@ -13,8 +13,10 @@ from boards import ELF, INTERPRETER, JETSON, plant, required, wheel
 
 from fedquilt.tools.boards.flash import bundle, own_wheels
 from fedquilt.tools.boards.flash.install import RootFileSystem
+from fedquilt.tools.boards.flash.own_wheels import OwnWheel
 from fedquilt.tools.boards.targets import BundleTarget
 
+build = own_wheels.build_own_wheel
 SSH = """#!/bin/sh
 # a host that is here: options and the host's name first, then one command
 while [ "${1#-}" != "$1" ]; do shift; done
@@ -36,22 +38,27 @@ exec "$@" --root "$FAKE/board"
 
 
 @pytest.fixture(scope="session", autouse=True)
-def prose_stripped_once() -> Iterator[None]:
-    """Strip each module of its prose once for all wheels that tests build, which takes 3 s of a processor a wheel."""
+def own_wheels_built_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    built: dict[str, Path] = {}
+
+    @functools.wraps(build)
+    def copy_wheel(folder: Path, name: OwnWheel = "fedquilt-board") -> Path:
+        if name not in built:
+            built[name] = build(tmp_path_factory.mktemp("own"), name)
+        return Path(shutil.copy(built[name], folder))
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(own_wheels, "strip_prose", functools.cache(own_wheels.strip_prose))
+        patch.setattr(own_wheels, "build_own_wheel", copy_wheel)
         yield
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> RootFileSystem:
-    """A JetPack 6 root with nothing of fedquilt."""
     return RootFileSystem(plant(tmp_path / "root"), say=lambda line: None)
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., Path]:
-    """Writes bundles."""
     count = 0
 
     def make(
@@ -73,7 +80,6 @@ def make(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An index of tiny wheels, and what has been downloaded from it."""
     folder = tmp_path_factory.mktemp("shop")
     for name in required():
         wheel(folder / "index", name.replace("-", "_"), "99.0")
@@ -82,7 +88,6 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shop: Path) -> Path:
-    """A folder with agent.toml, an index of tiny wheels as all that pip knows, ssh, and a board."""
     (tmp_path / "agent.toml").write_text('device = "orin-1"\nhome = "x"\nbudget = "1GB"\n')
     (tmp_path / "there").mkdir()
     (tmp_path / "tmp").mkdir()
@@ -105,7 +110,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shop: Path) -> Path:
 
 @pytest.fixture
 def site(tmp_path: Path, authority) -> Path:
-    """An operator's folder: the broker's CA, a board's certificate and key, a password."""
     folder = tmp_path / "site"
     folder.mkdir()
     cert, key = authority.issue("orin-1")

@@ -17,14 +17,13 @@ import command_lines
 from fedquilt.core import JobError
 from fedquilt.edge_agent import settings as agents
 from fedquilt.formats import toml
-from fedquilt.tools.boards.flash import bundle, coordinator
+from fedquilt.tools.boards.flash import bundle
 from fedquilt.tools.boards.flash.bundle import BoardFiles
 
 ENROL = '[enrol]\nurl = "https://hub.site:8884"\n'
 
 
 def test_files_go_with_the_settings_that_name_them(site: Path) -> None:
-    """And on the board they have names of their own; the board's settings are read by its agent as meant."""
     made = told(site, f'budget = "1GB"\n{URL}ca = "ca.crt"\ncert = "orin-1.crt"\nkey = "orin-1.key"\n')
     assert set(made.files) == {"agent.toml", "ca.crt", "device.crt", "device.key"}
     assert made.files["device.key"] == (site / "orin-1.key").read_bytes()
@@ -42,7 +41,6 @@ def test_one_file_does_for_many_boards(site: Path) -> None:
 
 
 def test_everything_else_in_the_settings_stays(site: Path) -> None:
-    """Mixtures of data too, whose sources are tables in a list."""
     text = """budget = "512MB"
 [governor]
 policy = "max"
@@ -59,7 +57,6 @@ sources = [{ path = "/srv/a \\"b\\"", labels_from = 0 }, { path = "/srv/c", labe
 
 
 def test_a_board_that_enrols_makes_its_own_key(site: Path) -> None:
-    """It gets the authority, a token and the names of files that will be there."""
     (site / "token").write_text("one-time\n")
     made = told(
         site, f'{URL}ca = "ca.crt"\ncert = "not-made-yet.crt"\nkey = "not-made-yet.key"\n{ENROL}', None, site / "token"
@@ -72,14 +69,12 @@ def test_a_board_that_enrols_makes_its_own_key(site: Path) -> None:
 
 
 def test_a_board_may_bring_its_certificate_and_renew_it(site: Path) -> None:
-    """The way of a factory."""
     made = told(site, f'{URL}ca = "ca.crt"\ncert = "orin-1.crt"\nkey = "orin-1.key"\n{ENROL}')
     assert {"device.crt", "device.key"} <= set(made.files)
     assert made.enrols
 
 
 def test_a_password_is_a_secret_of_its_own(site: Path) -> None:
-    """For brokers that ask for one."""
     made = told(site, '[broker]\nurl = "mqtt://orin@broker.site"\npassword_file = "pw"\n')
     assert made.files["password"] == b"secret\n"
     assert b'password_file = "/etc/fedquilt/password"' in made.files["agent.toml"]
@@ -97,7 +92,6 @@ def test_a_profile_that_was_recorded_goes_along(site: Path) -> None:
 
 
 def test_a_profile_that_ships_is_named_and_not_copied(site: Path) -> None:
-    """The agent brings it along; one that does not ship is found out here."""
     made = told(site, 'profile = "jetson-orin-nano"\n')
     assert "profile.toml" not in made.files
     assert b'profile = "jetson-orin-nano"' in made.files["agent.toml"]
@@ -133,14 +127,12 @@ def test_a_token_needs_to_know_where_it_is_taken(site: Path) -> None:
 
 
 def test_another_file_is_no_token(site: Path) -> None:
-    """The board would find that out at its first boot, where nobody looks."""
     (site / "token").write_text('device = "orin-07"\n')
     with pytest.raises(JobError, match="holds no token: `fedquilt identity token"):
         told(site, f'{URL}ca = "ca.crt"\n{ENROL}', None, site / "token")
 
 
 def test_a_coordinators_units_say_what_its_settings_do(site: Path) -> None:
-    """Their commands are ones of fedquilt; the key is root's, and reaches the service as a credential."""
     made = serving(site, '[enrol]\nhosts = ["hub.site", "10.0.0.1"]\nport = 9000\n')
     units = bundle.render_units(made)
     assert {"fedquilt-serve.service", "fedquilt-enrol-serve.service", "fedquilt-setup.service"} <= set(units)
@@ -162,7 +154,6 @@ def test_a_coordinators_units_say_what_its_settings_do(site: Path) -> None:
 
 
 def test_a_coordinators_settings_that_cannot_work_are_refused(site: Path) -> None:
-    """With the file and the key that is wrong; its systemd has to know credentials."""
     for text, said in {
         '[enrol]\nhost = "hub"\n': r"coordinator\.toml.*host",
         '[enrol]\nhosts = ["hub; reboot"]\n': "is no name of a host",
@@ -176,17 +167,16 @@ def test_a_coordinators_settings_that_cannot_work_are_refused(site: Path) -> Non
             serving(site, text)
     (site / "bare.toml").write_text('[broker]\nurl = "mqtts://broker.site:8883"\nca = "none.crt"\n')
     with pytest.raises(JobError, match=r"none\.crt"):
-        coordinator.read_coordinator_files(site / "bare.toml")
+        bundle.read_coordinator_files(site / "bare.toml")
     for url in ("mqtts://broker.site:8883 --home /root", "mqtt://${HOME}"):
         (site / "bare.toml").write_text(f'[broker]\nurl = "{url}"\n')
         with pytest.raises(JobError, match=r"bare\.toml"):
-            coordinator.read_coordinator_files(site / "bare.toml")
+            bundle.read_coordinator_files(site / "bare.toml")
     with pytest.raises(JobError, match="systemd 247"):
         bundle.render_units(serving(site), systemd=245)
 
 
 def test_a_dashboard_is_a_unit_where_it_is_asked_for(site: Path) -> None:
-    """Its command is one of fedquilt's, on the home that the coordinator has, and its packages come along."""
     made = serving(site, '[dash]\nlisten = "0.0.0.0:8000"\nactions = true\nnames = ["hub.site", "hub"]\n')
     command = exec_line(bundle.render_units(made)["fedquilt-dash.service"])
     options = command_lines.parsed([word for word in command if word != "-v"])
@@ -210,7 +200,6 @@ def test_a_coordinators_bundle_holds_its_key_for_root_alone(site: Path, tmp_path
 
 
 def test_an_archive_is_the_same_for_the_same_board_and_its_readers_are_few(tmp_path: Path) -> None:
-    """Its secrets stay so when it is unpacked."""
     house = [wheel(tmp_path, "toy")]
     files = bundle.collect_files(
         BoardFiles("orin-1", {"agent.toml": b"", "device.key": b"k"}, None), JETSON, house, "toy==1.0\n"
@@ -230,7 +219,6 @@ def test_an_archive_is_the_same_for_the_same_board_and_its_readers_are_few(tmp_p
 
 
 def test_the_software_has_one_name_whatever_the_settings(tmp_path: Path) -> None:
-    """So that a new agent.toml does not unpack everything again. Other software has another name."""
     house = [wheel(tmp_path, "toy")]
 
     def id(board: BoardFiles, *more: Path) -> str:

@@ -22,7 +22,6 @@ def flash(*arguments: str) -> int:
 
 
 def test_a_mounted_root_twice(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The second time there is nothing to do."""
     assert flash("--rootfs", "board") == 0
     assert "write /etc/fedquilt/agent.toml" in capsys.readouterr().out
     before = snapshot(place / "board")
@@ -33,7 +32,6 @@ def test_a_mounted_root_twice(place: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_dry_run_into_a_root_leaves_it_empty(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And says so."""
     before = snapshot(place / "board")
     assert flash("--rootfs", "board", "--dry-run") == 0
     assert "would write /etc/fedquilt/agent.toml" in capsys.readouterr().out
@@ -43,7 +41,6 @@ def test_a_dry_run_into_a_root_leaves_it_empty(place: Path, capsys: pytest.Captu
 def test_a_board_that_enrols_is_not_flashed_without_a_word_when_its_token_is_missing(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It could not enrol at its first boot; one that has enrolled before needs none."""
     CertificateAuthority.create(place / "authority", "site", clock_s())
     enrols = '[broker]\nurl = "mqtts://hub"\nca = "authority/ca.crt"\n[enrol]\nurl = "https://hub:8884"\n'
     (place / "agent.toml").write_text(f'device = "orin-07"\nhome = "home"\n{enrols}')
@@ -55,7 +52,6 @@ def test_a_board_that_enrols_is_not_flashed_without_a_word_when_its_token_is_mis
 
 
 def test_a_running_board(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Copied over, installed as root, and nothing of the copy stays."""
     assert flash("--ssh", "me@orin") == 0
     assert (place / "board/etc/fedquilt/agent.toml").is_file()
     assert "write /etc/fedquilt/agent.toml" in capfd.readouterr().out
@@ -76,7 +72,6 @@ def test_a_dry_run_on_a_running_board_leaves_it_as_it_is(place: Path, capfd: pyt
 def test_a_running_board_of_another_kind_is_refused_before_anything_is_copied(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By what it says of itself."""
     (place / "there/uname").write_text("#!/bin/sh\necho riscv64\n")
     (place / "there/uname").chmod(0o755)
     assert flash("--ssh", "orin") == 2
@@ -117,7 +112,6 @@ def test_a_board_that_does_not_answer(place: Path, capsys: pytest.CaptureFixture
 def test_an_installation_that_fails_over_there_is_told_and_cleaned_up(
     place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The board's own words stand above ours."""
     (place / "board/bin/sh").unlink()
     (place / "board" / INTERPRETER.lstrip("/")).unlink()
     assert flash("--ssh", "orin") == 5
@@ -128,14 +122,12 @@ def test_an_installation_that_fails_over_there_is_told_and_cleaned_up(
 
 
 def test_a_host_that_is_an_option_is_none(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`--ssh=-oProxyCommand=...` would run a program here."""
     assert flash("--ssh=-oProxyCommand=touch x") == 5
     assert "is no host" in capsys.readouterr().err
     assert not (place / "hosts").exists()
 
 
 def test_an_archive_and_its_one_command(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command that is printed works where there is neither pip nor a network."""
     assert flash() == 0
     said = capsys.readouterr().out
     assert "tar -xf fedquilt-orin-1.tar && sudo sh fedquilt-orin-1/install.sh" in said
@@ -176,7 +168,6 @@ def test_taking_it_out_again(place: Path, capfd: pytest.CaptureFixture[str]) -> 
 
 
 def test_this_machines_own_root_is_no_target(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nor what is no folder, nor / by another name."""
     (place / "self").symlink_to("/")
     for name in ("/", "self", "/../"):
         assert flash("--rootfs", name) == 2

@@ -28,7 +28,6 @@ orin-2,,,hall-b window,me@orin-2
 
 @pytest.fixture
 def site(place: Path) -> Path:
-    """A place with a table of two boards, one of them reached by ssh, that enrol at an authority."""
     assert cli.main(["identity", "init", "--ca", str(place / "ca")]) == 0
     (place / "boards.csv").write_text(TABLE)
     (place / "agent.toml").write_text(
@@ -45,7 +44,6 @@ def flash(site: Path, *more: str) -> int:
 
 
 def test_each_board_gets_its_own_name_budget_and_token(site: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """One as an archive, one over ssh; the table at the end says where each was written and that it waits."""
     assert flash(site) == 0
     said = capfd.readouterr().out
     with tarfile.open(site / "fedquilt-boards/orin-1.tar") as archive:
@@ -68,7 +66,6 @@ def test_each_board_gets_its_own_name_budget_and_token(site: Path, capfd: pytest
 
 
 def test_a_run_that_broke_off_goes_on(site: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A board that does not answer stops no other; later only that one is flashed, with the token that it has."""
     (site / "down").touch()
     assert flash(site) == 2
     both = capfd.readouterr()
@@ -89,7 +86,6 @@ def test_a_run_that_broke_off_goes_on(site: Path, capfd: pytest.CaptureFixture[s
 
 
 def test_a_row_that_changed_is_done_again_and_no_other(site: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """So is one whose archive is gone."""
     assert flash(site) == 0
     (site / "boards.csv").write_text(TABLE.replace("1GB", "3GB"))
     capfd.readouterr()
@@ -113,7 +109,6 @@ def cancel(register: CertificateRegister, token: str) -> None:
 
 @pytest.mark.parametrize("spend", [redeem, cancel])
 def test_a_row_that_changed_gets_a_new_token_once_the_first_is_spent(site: Path, spend: Any) -> None:
-    """The new card makes a new key, and no token serves two keys."""
     (site / "boards.csv").write_text("name,budget\norin-1,1GB\n")
     assert flash(site) == 0
     file = site / "fedquilt-boards/orin-1.token"
@@ -132,7 +127,6 @@ def test_a_row_that_changed_gets_a_new_token_once_the_first_is_spent(site: Path,
 def test_a_watch_ends_with_the_enrolment_of_the_last_board(
     site: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, watch: tuple[str, ...]
 ) -> None:
-    """As the authority's register has it; without a watch the table is shown at once."""
     (site / "boards.csv").write_text(TABLE.splitlines()[0] + "\norin-1,,1GB,hall-a,\n")
 
     def enrols(seconds: float) -> None:
@@ -148,7 +142,6 @@ def test_a_watch_ends_with_the_enrolment_of_the_last_board(
 
 
 def test_a_dry_run_makes_no_token(site: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Nor a folder's contents."""
     assert flash(site, "--dry-run") == 0
     register = CertificateRegister(site / "ca/register.db")
     assert register.list_tokens() == []
@@ -186,7 +179,6 @@ def issued(at_s: float, ends_s: float = 1e9, revoked_s: float | None = None) -> 
 
 
 def test_enrolment_is_what_the_register_says() -> None:
-    """A certificate from before the token is another card's."""
     token = EnrolmentToken("a", 100.0, 1000.0, None, None, None)
     used = token._replace(used_s=200.0)
     waits = EnrolmentState("waits for its first boot, until 1970-01-01 00:16 UTC", waits=True)
@@ -199,7 +191,6 @@ def test_enrolment_is_what_the_register_says() -> None:
 
 
 def test_a_watch_tells_each_change_once_and_ends_when_all_are_there() -> None:
-    """First boot, then enrolment; a board that was never written is not waited for."""
     rows = [BoardRow("a", "jetpack6"), BoardRow("b", "jetpack6"), BoardRow("lost", "jetpack6")]
     waits, enrolled = EnrolmentState("waits", waits=True), EnrolmentState("enrolled")
     seen = iter([waits, waits, enrolled])
@@ -221,7 +212,6 @@ def test_a_watch_tells_each_change_once_and_ends_when_all_are_there() -> None:
 
 
 def test_states_join_table_and_register(site: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """What `--watch` and the table at the end show."""
     assert flash(site) == 0
     from fedquilt.tools.boards import flash as tool
 

@@ -26,13 +26,11 @@ pytestmark = pytest.mark.skipif(MKFS is None, reason="there is no mkfs.ext4 here
 
 
 def ext(folder: Path, to: Path, size: str = "48M") -> bytes:
-    """A file system with what is in a folder."""
     subprocess.run([str(MKFS), "-q", "-d", str(folder), "-b", "4096", str(to), size], check=True, capture_output=True)
     return to.read_bytes()
 
 
 def raspberry(root: bytes) -> bytes:
-    """As Raspberry Pi OS: an MBR, a FAT partition (0x0c) and behind it the root (0x83), by pi-gen's export-image."""
     boot, start = 4 << 20, 8 << 20
     rows = ((0x0C, boot, start - boot), (0x83, start, len(root)), (0, 0, 0), (0, 0, 0))
     table = b"".join(struct.pack("<B3xB3xII", 0, kind, at // SECTOR, size // SECTOR) for kind, at, size in rows)
@@ -40,7 +38,6 @@ def raspberry(root: bytes) -> bytes:
 
 
 def tegra(root: bytes, other: bytes) -> bytes:
-    """As jetson-disk-image-creator.sh writes it: a GPT whose first partition is APP; behind it a larger one of ext4."""
     begin, names = 2 << 20, (("APP", root), ("UDA", other))
     size = begin + len(root) + len(other) + (1 << 20)
     entries, at = b"", begin
@@ -52,7 +49,6 @@ def tegra(root: bytes, other: bytes) -> bytes:
     entries = entries.ljust(128 * 128, b"\0")
 
     def head(crc: int) -> bytes:
-        """The header, which has its own checksum and that of the entries (UEFI specification, 5.3.2)."""
         first = struct.pack("<8sIIII", b"EFI PART", 0x10000, 92, crc, 0)
         blocks = struct.pack("<QQQQ16s", 1, size // SECTOR - 1, 34, size // SECTOR - 34, b"\x01" * 16)
         return first + blocks + struct.pack("<QIII", 2, 128, 128, zlib.crc32(entries))
@@ -64,7 +60,6 @@ def tegra(root: bytes, other: bytes) -> bytes:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A root file system with an old folder of units, and /bin a link as on any newer system."""
     folder = tmp_path / "tree"
     (folder / "usr/bin").mkdir(parents=True)
     (folder / "bin").symlink_to("usr/bin")
@@ -79,14 +74,12 @@ def tree(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def base(tmp_path: Path, tree: Path) -> Path:
-    """A Raspberry Pi's image."""
     path = tmp_path / "raspios.img"
     path.write_bytes(raspberry(ext(tree, tmp_path / "root.ext4")))
     return path
 
 
 def inside(path: Path, tmp_path: Path) -> Path:
-    """What is in the image's root file system now."""
     part = image.find_root_partition(path)
     out = tmp_path / f"out-{path.stem}"
     out.mkdir()
@@ -107,7 +100,6 @@ def put(base: Path, out: Path, bundle: Path) -> list[str]:
 def test_a_raspberrys_image_gets_what_a_mounted_root_gets(
     base: Path, tree: Path, tmp_path: Path, make: Callable[..., Path]
 ) -> None:
-    """The same files with the same modes, nothing else changed; the image given stays as it was."""
     before = hashlib.sha256(base.read_bytes()).digest()
     bundle = make({"agent.toml": b'device = "orin-1"\n', "token": b"secret\n"}, HERE)
     said = put(base, tmp_path / "orin-1.img", bundle)
@@ -137,7 +129,6 @@ def test_a_raspberrys_image_gets_what_a_mounted_root_gets(
 
 
 def test_l4ts_partition_is_the_one_named_app(tree: Path, tmp_path: Path, make: Callable[..., Path]) -> None:
-    """Also where another one is larger; compressed by xz as well."""
     (tmp_path / "empty").mkdir()
     other = ext(tmp_path / "empty", tmp_path / "other.ext4", "64M")
     base = tmp_path / "sd-blob.img.xz"
@@ -149,7 +140,6 @@ def test_l4ts_partition_is_the_one_named_app(tree: Path, tmp_path: Path, make: C
 
 
 def test_an_image_that_is_one_file_system_is_taken(tree: Path, tmp_path: Path, make: Callable[..., Path]) -> None:
-    """As L4T's system.img.raw; its sparse form is told how to unpack."""
     ext(tree, tmp_path / "system.img.raw")
     assert "one file system" in put(tmp_path / "system.img.raw", tmp_path / "o.img", make(target=HERE))[-1]
     (tmp_path / "system.img").write_bytes(b"\x3a\xff\x26\xed" + bytes(4096))
@@ -158,7 +148,6 @@ def test_an_image_that_is_one_file_system_is_taken(tree: Path, tmp_path: Path, m
 
 
 def test_another_machine_and_another_python_are_refused(tree: Path, tmp_path: Path) -> None:
-    """With the Pythons that are there, as in a mounted root."""
     (tree / "usr/bin/python3.13").write_bytes((tree / "usr/bin/dash").read_bytes())
     ext(tree, tmp_path / "a.img")
     asked = {"interpreter": "/usr/bin/python3.11", "machine": "aarch64"}
@@ -171,7 +160,6 @@ def test_another_machine_and_another_python_are_refused(tree: Path, tmp_path: Pa
 
 
 def test_an_image_that_is_too_full_is_left_alone(tree: Path, tmp_path: Path, make: Callable[..., Path]) -> None:
-    """A failure leaves no half-written image behind."""
     (tree / "usr/full").write_bytes(os.urandom(7 << 20))
     ext(tree, tmp_path / "a.img", "12M")
     bundle = make(target=HERE)
@@ -189,7 +177,6 @@ def test_an_image_that_is_too_full_is_left_alone(tree: Path, tmp_path: Path, mak
 
 
 def test_a_second_flash_of_the_same_image_is_refused(base: Path, tmp_path: Path, make: Callable[..., Path]) -> None:
-    """Each board gets its own from the maker's: the identity of one is not another's."""
     bundle = make(target=HERE)
     put(base, tmp_path / "one.img", bundle)
     with pytest.raises(InstallRefusedError, match="has /opt/fedquilt already"):
@@ -201,7 +188,6 @@ def test_a_second_flash_of_the_same_image_is_refused(base: Path, tmp_path: Path,
     [(b"PK\3\4" + bytes(5000), "no root file system of type ext4 .*no partition table"), (b"", "no root file system")],
 )
 def test_what_is_no_image_is_told(tmp_path: Path, data: bytes, says: str) -> None:
-    """A zip file, an empty one; one that is missing or cut short."""
     (tmp_path / "x.img").write_bytes(data)
     with (
         pytest.raises(InstallRefusedError, match=f"x.img has {says}"),
@@ -222,7 +208,6 @@ def test_what_is_no_image_is_told(tmp_path: Path, data: bytes, says: str) -> Non
 
 
 def test_a_table_with_partitions_but_no_root_names_them(tmp_path: Path) -> None:
-    """NOOBS and cards with FAT alone."""
     (tmp_path / "a.img").write_bytes(raspberry(bytes(1 << 20)))
     with pytest.raises(InstallRefusedError, match=r"\(partition 1, partition 2\)"):
         image.find_root_partition(tmp_path / "a.img")

@@ -27,7 +27,6 @@ MINE = (
 
 
 def test_everything_lands_in_folders_of_its_own(root: RootFileSystem, make: Make) -> None:
-    """What was there before stays as it was."""
     (root.path / "etc").mkdir()
     (root.path / "etc/hostname").write_text("orin")
     before = snapshot(root.path)
@@ -50,7 +49,6 @@ def test_a_second_time_nothing_changes(root: RootFileSystem, make: Make) -> None
 
 
 def test_a_dry_run_says_what_would_be_written_and_writes_nothing(root: RootFileSystem, make: Make) -> None:
-    """As many things as a real one then changes."""
     said: list[str] = []
     before = snapshot(root.path)
     would = install_bundle(make(), RootFileSystem(root.path, dry_run=True, say=said.append))
@@ -61,7 +59,6 @@ def test_a_dry_run_says_what_would_be_written_and_writes_nothing(root: RootFileS
 
 
 def test_the_installed_python_finds_the_packages_and_no_others(tmp_path: Path, make: Make) -> None:
-    """With this interpreter as the board's, the environment made by hand is a real one."""
     root = RootFileSystem(plant(tmp_path / "board", python=sys.executable), say=lambda line: None)
     install_bundle(make(target=HERE), root)
     current = root.path / "opt/fedquilt/current"
@@ -75,7 +72,6 @@ def test_the_installed_python_finds_the_packages_and_no_others(tmp_path: Path, m
 
 
 def test_a_foreign_pythons_files_are_compiled_at_the_first_boot(root: RootFileSystem, make: Make) -> None:
-    """Here they cannot be, unless this is a Python 3.10 as well."""
     install_bundle(make(), root)
     assert (root.path / "opt/fedquilt/current/compiled").is_file() == (sys.version_info[:2] == (3, 10))
     assert (
@@ -87,7 +83,6 @@ def test_a_foreign_pythons_files_are_compiled_at_the_first_boot(root: RootFileSy
     ("number", "name"), [(X86_64, "x86_64"), (ARM, "armv7l"), (0xF3, r"machine 243 of elf\.h")], ids=str
 )
 def test_another_architecture_is_refused(tmp_path: Path, make: Make, number: int, name: str) -> None:
-    """A 32-bit Raspberry Pi OS too; nothing is written."""
     root = RootFileSystem(plant(tmp_path / "other", number), say=lambda line: None)
     before = snapshot(root.path)
     with pytest.raises(InstallRefusedError, match=f"is {name}, and this bundle for aarch64"):
@@ -133,7 +128,6 @@ def test_an_empty_folder_is_no_root(tmp_path: Path, make: Make) -> None:
 def test_a_bundle_that_is_damaged_unknown_or_too_large_is_refused_before_anything_is_written(
     root: RootFileSystem, make: Make, changed: str | dict[str, int], said: str
 ) -> None:
-    """A file has one byte more, or the manifest another line."""
     bundle = make()
     if isinstance(changed, str):
         data = (bundle / changed).read_bytes()
@@ -148,7 +142,6 @@ def test_a_bundle_that_is_damaged_unknown_or_too_large_is_refused_before_anythin
 
 
 def test_links_of_the_root_are_followed_within_it(tmp_path: Path, make: Make) -> None:
-    """A board's /opt may be a link to /data/opt: that is the board's /data, never this machine's."""
     root = RootFileSystem(plant(tmp_path / "root"), say=lambda line: None)
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -171,7 +164,6 @@ def test_links_in_circles_are_refused(tmp_path: Path, make: Make) -> None:
 
 
 def test_a_wheel_never_writes_beside_its_folder(root: RootFileSystem, make: Make, tmp_path: Path) -> None:
-    """A crooked archive is refused; what was unpacked of it is no installation."""
     crooked = wheel(tmp_path / "crooked", "crooked", files={"../../../../../etc/passwd": "root::0:0"})
     with pytest.raises(InstallRefusedError, match="would write to"):
         install_bundle(make(wheels=(crooked,)), root)
@@ -180,7 +172,6 @@ def test_a_wheel_never_writes_beside_its_folder(root: RootFileSystem, make: Make
 
 
 def test_a_wheels_data_folder_is_sorted(root: RootFileSystem, make: Make, tmp_path: Path) -> None:
-    """Libraries go to the packages (PEP 427); scripts and headers are not wanted."""
     odd = wheel(
         tmp_path / "odd",
         "odd",
@@ -193,7 +184,6 @@ def test_a_wheels_data_folder_is_sorted(root: RootFileSystem, make: Make, tmp_pa
 
 
 def test_new_packages_take_the_place_of_the_old(root: RootFileSystem, make: Make, tmp_path: Path) -> None:
-    """`current` moves over, and the old ones go."""
     install_bundle(make(), root)
     first = (root.path / "opt/fedquilt/current").readlink()
     install_bundle(make(wheels=(wheel(tmp_path / "newer", "toy", "2.0"),)), root)
@@ -204,7 +194,6 @@ def test_new_packages_take_the_place_of_the_old(root: RootFileSystem, make: Make
 
 
 def test_an_interrupted_installation_is_done_again(root: RootFileSystem, make: Make) -> None:
-    """What a power cut left of the packages' folder is no reason to stop, and not taken for whole."""
     bundle = make()
     id = json.loads((bundle / "bundle.json").read_text())["id"]
     (root.path / f"opt/fedquilt/{id}.new/lib").mkdir(parents=True)
@@ -213,7 +202,6 @@ def test_an_interrupted_installation_is_done_again(root: RootFileSystem, make: M
 
 
 def test_secrets_are_for_root_alone(root: RootFileSystem, make: Make) -> None:
-    """A key that stood open is closed, too."""
     bundle = make({"agent.toml": b"", "device.key": b"k", "device.crt": b"c", "password": b"p"})
     install_bundle(bundle, root)
 
@@ -237,7 +225,6 @@ def test_what_was_edited_on_the_board_is_kept_beside_the_new(root: RootFileSyste
 
 
 def test_a_used_token_is_not_brought_back(root: RootFileSystem, make: Make) -> None:
-    """A new one is: its operator wants the board to enrol again."""
     etc = root.path / "etc/fedquilt"
     install_bundle(make({"token": b"one"}), root)
     assert (etc / "token").read_bytes() == b"one"
@@ -249,7 +236,6 @@ def test_a_used_token_is_not_brought_back(root: RootFileSystem, make: Make) -> N
 
 
 def test_a_unit_that_is_no_more_wanted_goes(root: RootFileSystem, make: Make) -> None:
-    """A board that enrolled, and now has a certificate from elsewhere."""
     units = root.path / "etc/systemd/system"
     links = (
         units / "multi-user.target.wants/fedquilt-enrol.service",
@@ -284,7 +270,6 @@ def test_uninstalling_leaves_the_identity_and_purging_leaves_nothing(root: RootF
 
 
 def test_the_script_installs_into_a_root_from_what_is_in_the_bundle_alone(tmp_path: Path, make: Make) -> None:
-    """As typed on a machine that has no fedquilt: sh install.sh --root DIR."""
     root = plant(tmp_path / "board", python=sys.executable)
     script = make(target=HERE) / "install.sh"
     command = ["sh", str(script), "--root", str(root)]
@@ -331,7 +316,6 @@ def runs(current: Path, etc: Path, settings: bytes, home: Path, packages: str, r
 
 
 def test_an_ordinary_user_runs_what_was_installed(user: User, tmp_path: Path) -> None:
-    """Installed by a root whose umask shuts everything: the agent's user starts it, and may not read the key."""
     files = {"agent.toml": b'device = "d"\nhome = "/var/lib/fedquilt"\n', "device.key": b"k"}
     house = (own_wheels.build_own_wheel(tmp_path),)
     folder = tmp_path / "bundle"

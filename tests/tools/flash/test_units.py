@@ -23,13 +23,11 @@ def unit(board: BoardFiles, name: str = "fedquilt-agent.service") -> list[str]:
 
 
 def test_the_agents_memory_is_its_budget_and_what_the_daemon_takes() -> None:
-    """Without a budget, which is then half of the board's memory, three quarters."""
     assert f"MemoryMax={10**9 + bundle.DAEMON_BYTES}" in unit(BoardFiles("d", {}, 10**9))
     assert "MemoryMax=75%" in unit(BoardFiles("d", {}, None))
 
 
 def test_the_clock_helper_reads_the_owners_bounds() -> None:
-    """In agent.toml, which root alone may write."""
     (line,) = (
         each for each in unit(BoardFiles("d", {}, None), "fedquilt-clocks.service") if each.startswith("ExecStart=")
     )
@@ -37,7 +35,6 @@ def test_the_clock_helper_reads_the_owners_bounds() -> None:
 
 
 def test_secrets_reach_the_agent_as_credentials() -> None:
-    """None without one: systemd would look for it in vain."""
     keyed = unit(BoardFiles("d", {"device.key": b"", "password": b""}, None))
     assert "LoadCredential=device.key:/etc/fedquilt/device.key" in keyed
     assert "LoadCredential=password:/etc/fedquilt/password" in keyed
@@ -54,7 +51,6 @@ def test_secrets_reach_the_agent_as_credentials() -> None:
 
 
 def test_a_board_that_enrols_starts_its_agent_when_it_has() -> None:
-    """The unit for that is there for no other board; nowhere is a word left to fill in."""
     enrols, other = BoardFiles("d", {"token": b""}, None, enrols=True), BoardFiles("d", {}, None)
     assert "ConditionPathExists=/etc/fedquilt/device.crt" in unit(enrols)
     assert "LoadCredential=device.key:/etc/fedquilt/device.key" in unit(enrols)
@@ -75,7 +71,6 @@ def test_a_board_that_enrols_starts_its_agent_when_it_has() -> None:
 
 
 def test_a_model_runner_is_a_unit_where_the_settings_ask_for_it(site: Path) -> None:
-    """A user of its own answers with what lies in a folder that it and the agent may write; its packages come along."""
     made = told(site, f'{URL}ca = "ca.crt"\n[models]\nserve = "127.0.0.1:8090"\n')
     assert made.extras == ("identity", "images", "onnx")
     units = bundle.render_units(made)
@@ -95,7 +90,6 @@ def test_a_model_runner_is_a_unit_where_the_settings_ask_for_it(site: Path) -> N
 
 
 def test_the_agent_may_write_the_folder_of_models_that_its_owner_names(site: Path) -> None:
-    """It is made before the agent starts if it is not there; without one nothing more is writable."""
     units = bundle.render_units(told(site, f'{URL}[models]\nfolder = "/srv/models/"\n'))
     assert b"ReadWritePaths=-/srv/models\n" in units["fedquilt-agent.service"]
     setup = units["fedquilt-setup.service"].decode()
@@ -139,7 +133,6 @@ def test_a_coordinator_s_places_of_blobs_are_options_of_its_service(site: Path) 
 
 @pytest.mark.parametrize("role", ["agent", "runner", "coordinator"])
 def test_systemd_finds_nothing_wrong_with_the_units(tmp_path: Path, site: Path, role: str) -> None:
-    """Every directive is one, every value is understood; and no unit is more exposed than it says in docs/boards.md."""
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed: apt install systemd")
     folder = tmp_path / "etc/systemd/system"
@@ -188,7 +181,6 @@ def test_systemd_finds_nothing_wrong_with_the_units(tmp_path: Path, site: Path, 
 
 
 def test_an_older_systemd_gets_secrets_as_copies_of_the_users_own() -> None:
-    """LoadCredential= came with systemd 247; JetPack 5 has 245."""
     secret = BoardFiles("b", {"agent.toml": b"", "device.key": b"k", "password": b"p"}, 10**9)
     new, old = (bundle.render_units(secret, systemd)["fedquilt-agent.service"].decode() for systemd in (249, 245))
     assert "LoadCredential=device.key" in new

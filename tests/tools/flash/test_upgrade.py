@@ -39,7 +39,6 @@ needs_target = pytest.mark.skipif(not TARGET, reason=f"no target is a {platform.
 def test_a_bundle_is_fedquilt_alone_signed_where_the_authority_is(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The manifest names all other packages with their versions; the signature is of its bytes in the bundle."""
     CertificateAuthority.create(place / "fedquilt-ca", "site", time.time())
     assert flash() == 0
     said = capsys.readouterr().out
@@ -80,7 +79,6 @@ def test_a_whole_bundle_needs_nothing_of_the_board(place: Path, capsys: pytest.C
 
 
 def started(root: RootFileSystem) -> subprocess.CompletedProcess[str]:
-    """What the unit's command does in this root, with its paths moved there."""
     text = (root.path / "etc/systemd/system/fedquilt-agent.service").read_text()
     (line,) = [line for line in text.splitlines() if line.startswith("ExecStart=")]
     words = shlex.split(line.partition("=")[2])
@@ -89,7 +87,6 @@ def started(root: RootFileSystem) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_flashed_board_starts_what_was_flashed_or_what_came_over_the_air(tmp_path: Path, make: Make) -> None:
-    """The unit's own command starts it; flashing the board once more sets aside what came over the air."""
     root = RootFileSystem(plant(tmp_path / "root", python=sys.executable), say=lambda line: None)
 
     def flashed(name: str) -> Path:
@@ -116,7 +113,6 @@ def test_a_flashed_board_starts_what_was_flashed_or_what_came_over_the_air(tmp_p
 
 
 def test_the_unit_may_write_where_versions_lie(make: Make) -> None:
-    """Versions lie outside of the agent's home, in which tasks write and the agent does not start either."""
     board = bundle.BoardFiles("orin-1", {"agent.toml": b""}, None)
     text = bundle.render_units(board)["fedquilt-agent.service"].decode()
     assert "StateDirectory=fedquilt fedquilt-agent\n" in text

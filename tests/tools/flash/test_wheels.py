@@ -29,7 +29,6 @@ def known(*paths: Path) -> dict[str, Wheel]:
 
 
 def test_markers_are_the_boards_not_this_machines(tmp_path: Path) -> None:
-    """tomli is wanted on JetPack 6 whatever Python flashes it, and an x86-64 library on neither."""
     app = wheel(tmp_path, "app", "1.0", 'tomli; python_version < "3.11"', 'mkl; platform_machine == "x86_64"')
     tomli = wheel(tmp_path, "tomli")
     assert wheels.dependency_closure("app", known(app), JP6) == ({"app"}, ["tomli"])
@@ -39,7 +38,6 @@ def test_markers_are_the_boards_not_this_machines(tmp_path: Path) -> None:
 
 
 def test_extras_bring_what_they_need_and_nothing_else(tmp_path: Path) -> None:
-    """Also one that is asked for later, by another package, and one that names an extra of its own package."""
     app = wheel(tmp_path, "app", "1.0", 'web; extra == "site"', 'app[site]; extra == "all"', extras=("site", "all"))
     other = wheel(tmp_path, "other", "1.0", "app", "app[all]")
     web = wheel(tmp_path, "web")
@@ -50,7 +48,6 @@ def test_extras_bring_what_they_need_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_a_version_that_does_not_fit_counts_as_missing(tmp_path: Path) -> None:
-    """With the requirement as it stands, so that pip can look for both at once. Names are the same however written."""
     app = wheel(tmp_path, "app", "1.0", "My.Lib>=2,<3")
     assert wheels.dependency_closure("app", known(app, wheel(tmp_path, "my_lib", "1.9")), JP6) == (
         {"app"},
@@ -78,7 +75,6 @@ def test_what_is_no_wheel_is_named(tmp_path: Path) -> None:
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of wheels that is all pip knows of: every direct requirement of fedquilt's, for both JetPacks."""
     folder = tmp_path / "index"
     for name in required():
         wheel(folder, name.replace("-", "_"), "99.0")
@@ -100,7 +96,6 @@ def names(house: list[Path]) -> list[str]:
 
 
 def test_a_house_holds_what_the_target_can_load(index: Path, tmp_path: Path) -> None:
-    """numpy for JetPack 6's Python, machine and glibc; tomli as its Python is 3.10; no torch."""
     house, lock = wheels.collect_wheels(JP6, ["onnx"])
     assert house[0].name == f"fedquilt_board-{fedquilt.__version__}-py3-none-any.whl"
     assert "numpy-99.0-cp310-cp310-manylinux_2_28_aarch64.whl" in [path.name for path in house]
@@ -119,7 +114,6 @@ def names_at(house: list[Path], name: str) -> int:
 
 
 def test_every_board_gets_the_same_versions_without_a_network(index: Path, tmp_path: Path) -> None:
-    """Newer ones only once the cache was removed; a damaged one is fetched again."""
     first = wheels.collect_wheels(JP7, [])
     wheel(index, "paho_mqtt", "100.0")
     assert wheels.collect_wheels(JP7, []) == first
@@ -135,11 +129,10 @@ def test_every_board_gets_the_same_versions_without_a_network(index: Path, tmp_p
 
 
 def test_a_list_of_kept_wheels_that_was_cut_off_leads_to_a_new_download(index: Path, tmp_path: Path) -> None:
-    """As by a disk that was full. A shorter list would send a board fewer wheels than it needs."""
     first = wheels.collect_wheels(JP7, [])
     (kept,) = (tmp_path / "cache").rglob("kept.json")
     whole = kept.read_text()
-    for share in (0.0, 0.2, 0.5, 0.9):
+    for share in (0.0, 0.9):
         kept.write_text(whole[: int(len(whole) * share)])
         assert wheels.collect_wheels(JP7, []) == first
         assert kept.read_text() == whole
@@ -148,7 +141,6 @@ def test_a_list_of_kept_wheels_that_was_cut_off_leads_to_a_new_download(index: P
 def test_an_operator_may_say_which_versions_are_allowed(
     index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kept beside what boards without that constraint get, so that neither replaces the other's."""
     wheel(index, "paho_mqtt", "98.0")
     constraint = tmp_path / "only.txt"
     constraint.write_text("paho-mqtt==98.0\nnot-needed==1.0\n")
@@ -178,7 +170,6 @@ def test_a_constraint_that_cannot_be_met_or_read_is_told(
 
 
 def test_the_lock_is_one_that_pip_takes(index: Path, tmp_path: Path) -> None:
-    """Who prefers pip on the board can have it, hashes checked."""
     house, lock = wheels.collect_wheels(JP7, [])
     (tmp_path / "requirements.txt").write_text(lock)
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--require-hashes", "--only-binary", ":all:"]
@@ -204,7 +195,6 @@ def test_an_unknown_extra_is_refused_before_anything_is_fetched(
 
 
 def shelf(folder: Path) -> str:
-    """The address of a package index made of the wheels in a folder."""
     for path in list(folder.glob("*.whl")):
         place = folder / path.name.split("-")[0].replace("_", "-")
         place.mkdir(exist_ok=True)
@@ -220,7 +210,6 @@ LOCAL = "cp310-cp310-linux_aarch64"
 
 @pytest.fixture
 def nvidias(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """PyPI with newer builds than NVIDIA's index has of the same packages, and wheels there as NVIDIA tags them."""
     for name in ("torch", "torchvision"):
         wheel(index, name, "99.1", tag="cp310-cp310-manylinux_2_28_aarch64")
     wheel(index, "numpy", "1.26.4", tag="cp310-cp310-manylinux_2_17_aarch64")
@@ -238,7 +227,6 @@ def nvidias(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 def test_wheels_with_the_gpu_come_from_the_index_whatever_pypi_has(
     nvidias: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NVIDIA's tag is linux_aarch64, and its torch is older than PyPI's, which is for another CUDA. Locked by hash."""
     monkeypatch.setenv("PIP_EXTRA_INDEX_URL", shelf(nvidias))
     house, lock = wheels.collect_wheels(JP6, ["gpu", "train"])
     files = [path.name for path in house]
@@ -256,7 +244,6 @@ def test_wheels_with_the_gpu_come_from_the_index_whatever_pypi_has(
 def test_a_torch_compiled_with_numpy_1_gets_numpy_1(
     nvidias: Path, monkeypatch: pytest.MonkeyPatch, compiled: str, numpy: str
 ) -> None:
-    """As torch 2.8.0 for JetPack 6 was: beside NumPy 2 it cannot turn a tensor into an array."""
     wheel(nvidias, "torch", "2.8.0", tag=LOCAL, files={"torch/lib/libtorch_python.so": f"{compiled}._multiarray_umath"})
     monkeypatch.setenv("PIP_EXTRA_INDEX_URL", shelf(nvidias))
     house, _ = wheels.collect_wheels(JP6, ["train"])
@@ -266,7 +253,6 @@ def test_a_torch_compiled_with_numpy_1_gets_numpy_1(
 def test_the_target_with_the_gpu_knows_its_index(
     nvidias: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`jetpack6-gpu` takes NVIDIA's onnxruntime-gpu where jetpack6 takes PyPI's onnxruntime."""
     monkeypatch.setitem(targets.KNOWN, "jetpack6-gpu", replace(targets.KNOWN["jetpack6-gpu"], index=shelf(nvidias)))
     house, _ = wheels.collect_wheels(targets.find_target("jetpack6-gpu"), ["onnx"])
     assert f"onnxruntime_gpu-1.23.0-{LOCAL}.whl" in [path.name for path in house]
@@ -274,7 +260,6 @@ def test_the_target_with_the_gpu_knows_its_index(
 
 
 def test_a_wheel_of_that_tag_is_not_taken_from_pypi(nvidias: Path, index: Path, tmp_path: Path) -> None:
-    """There, `linux_aarch64` says nothing of the glibc that a wheel needs."""
     wheel(index, "paho_mqtt", "100.0", tag=LOCAL)
     shelf(index)
     house, _ = wheels.collect_wheels(JP6, [])
@@ -285,7 +270,6 @@ def test_a_wheel_of_that_tag_is_not_taken_from_pypi(nvidias: Path, index: Path, 
 
 
 def test_wheels_for_an_older_glibc_run_and_for_a_newer_do_not() -> None:
-    """PEP 600: JetPack 6 is Ubuntu 22.04, glibc 2.35."""
     assert JP6.platforms[0] == "manylinux_2_35_aarch64"
     assert {"manylinux_2_28_aarch64", "manylinux_2_17_aarch64", "manylinux2014_aarch64"} <= set(JP6.platforms)
     assert not [tag for tag in JP6.platforms if "2_36" in tag or "x86" in tag]

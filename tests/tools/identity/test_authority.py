@@ -22,7 +22,6 @@ NOW_S = 1_800_000_000.0
 
 @pytest.fixture
 def authority(tmp_path: Path) -> CertificateAuthority:
-    """A new authority."""
     return CertificateAuthority.create(tmp_path / "ca", "site", NOW_S)
 
 
@@ -31,7 +30,6 @@ def new_key() -> ec.EllipticCurvePrivateKey:
 
 
 def verify(authority: CertificateAuthority, cert: Path, purpose: str, at_s: float) -> subprocess.CompletedProcess[str]:
-    """What OpenSSL, which both brokers and boards use, says of a certificate at a moment."""
     program = shutil.which("openssl")
     if program is None:
         pytest.skip("the openssl program is not installed: apt install openssl")
@@ -45,7 +43,6 @@ def test_secrets_are_readable_by_their_owner_alone(authority: CertificateAuthori
 
 
 def test_an_authority_is_never_made_over_another(authority: CertificateAuthority) -> None:
-    """And what is opened is what was made."""
     with pytest.raises(JobError, match="holds an authority already"):
         CertificateAuthority.create(authority.folder, "other", NOW_S)
     assert CertificateAuthority(authority.folder).cert == authority.cert
@@ -71,7 +68,6 @@ def test_a_missing_damaged_or_mixed_up_authority_says_so(authority: CertificateA
 
 
 def test_a_server_is_trusted_by_a_clock_that_says_1970(authority: CertificateAuthority, tmp_path: Path) -> None:
-    """In full: OpenSSL checks the chain, the use and the dates, a day after the epoch as today."""
     issued, _ = authority.issue_with_new_key("broker", "server", NOW_S, hosts=["broker.site", "10.0.0.1"])
     (tmp_path / "broker.crt").write_text(issued.pem)
     for at_s in (DAY_S, NOW_S):
@@ -85,7 +81,6 @@ def test_a_server_is_trusted_by_a_clock_that_says_1970(authority: CertificateAut
 def test_a_devices_certificate_cannot_pose_as_a_server_nor_a_servers_as_a_device(
     authority: CertificateAuthority, tmp_path: Path
 ) -> None:
-    """Its use is in it: a stolen board cannot be the broker for others."""
     server, _ = authority.issue_with_new_key("broker", "server", NOW_S, hosts=["broker.site"])
     device = authority.sign_certificate("orin-7", "device", new_key().public_key(), NOW_S)
     for one, purpose, right in (
@@ -101,7 +96,6 @@ def test_a_devices_certificate_cannot_pose_as_a_server_nor_a_servers_as_a_device
 def test_a_devices_certificate_begins_a_day_before_and_never_outlives_the_authority(
     authority: CertificateAuthority,
 ) -> None:
-    """A broker's clock may be behind; a board whose clock is before the beginning knows that it is wrong."""
     issued = authority.sign_certificate("orin-7", "device", new_key().public_key(), NOW_S, days=99999)
     cert = x509.load_pem_x509_certificate(issued.pem.encode())
     assert cert.not_valid_before_utc.timestamp() == NOW_S - DAY_S
@@ -137,7 +131,6 @@ def test_requests_that_are_broken_for_others_or_of_other_kinds_are_refused(autho
 
 
 def test_a_name_is_a_devices_or_a_servers_never_both(authority: CertificateAuthority) -> None:
-    """Or a board could ask for the name that has the coordinator's rights."""
     authority.sign_certificate("orin-7", "device", new_key().public_key(), NOW_S)
     with pytest.raises(JobError, match="device's name"):
         authority.issue_with_new_key("orin-7", "observer", NOW_S)
@@ -156,7 +149,6 @@ def test_a_host_that_is_none_is_refused(authority: CertificateAuthority, host: s
 
 @pytest.mark.parametrize("url", [None, "http://site/crl.pem"])
 def test_revoking_lists_what_is_still_valid_and_forgets_tokens(tmp_path: Path, url: str | None) -> None:
-    """Expired certificates need no listing; a name that nobody knows is an error."""
     authority = CertificateAuthority.create(tmp_path / "ca", "site", NOW_S, url)
     old = authority.sign_certificate("orin-7", "device", new_key().public_key(), NOW_S - 400 * DAY_S)
     new = authority.sign_certificate("orin-7", "device", new_key().public_key(), NOW_S)
@@ -177,7 +169,6 @@ def test_revoking_lists_what_is_still_valid_and_forgets_tokens(tmp_path: Path, u
 
 
 def test_a_site_speaks_for_boards_that_are_nobody_elses(authority: CertificateAuthority) -> None:
-    """Neither for an enrolled device nor for a board of another site; the same site may get another right."""
     with authority.register.transaction():
         authority.sign_certificate("cam-1", "device", new_key().public_key(), NOW_S)
     with pytest.raises(JobError, match="plant cannot speak for cam-1, which is a device here"):

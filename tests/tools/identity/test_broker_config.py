@@ -20,8 +20,6 @@ from fedquilt.transport.mqtt.link import MqttLink
 
 
 class Site(Certified):
-    """An authority, a broker with the configuration as written, and certificates."""
-
     def __init__(self, folder: Path, start: Callable[..., Any], crl_url: str | None = None) -> None:
         super().__init__(folder, crl_url)
         self.out = folder / "etc"
@@ -37,15 +35,10 @@ class Site(Certified):
 
 @pytest.fixture
 def site(tmp_path: Path, mosquitto: Callable[..., Any]) -> Site:
-    """A site whose broker runs."""
     return Site(tmp_path, mosquitto)
 
 
 def refusal(broker: Broker, stage: Any) -> str:
-    """Why a broker lets nobody in, in the words that an agent's or a coordinator's log has.
-
-    Mosquitto hangs up right after TLS's alert, and a reset may overtake it: then the next attempt tells.
-    """
     for _ in range(20):
         link = stage.join(broker, "client")
         with pytest.raises(LinkError) as caught:
@@ -57,7 +50,6 @@ def refusal(broker: Broker, stage: Any) -> str:
 
 
 def test_a_device_reaches_its_own_branch_and_the_coordinator_the_fleets(site: Site, stage: Any) -> None:
-    """Another device's branch, another fleet, the coordinator's topics: refused, and the device says so."""
     root = "fq/1/fleet"
     coordinator = stage.join(site.broker("coordinator", kind="coordinator"), "coordinator", f"{root}/dev/+/up/#")
     one = stage.join(site.broker("dev-a"), "one", f"{root}/dev/dev-a/dn/#", f"{root}/coord/state")
@@ -87,7 +79,6 @@ def test_a_device_reaches_its_own_branch_and_the_coordinator_the_fleets(site: Si
 
 
 def test_an_observer_reads_what_is_said_but_no_blob_and_writes_nothing(site: Site, stage: Any) -> None:
-    """It throws nobody off, however many watch: the coordinator's certificate is no longer needed to look."""
     root = "fq/1/fleet"
     coordinator = stage.join(site.broker("coordinator", kind="coordinator"), "coordinator", f"{root}/dev/+/up/#")
     board = stage.join(site.broker("dev-a"), "board", f"{root}/dev/dev-a/dn/#")
@@ -115,7 +106,6 @@ def test_an_observer_reads_what_is_said_but_no_blob_and_writes_nothing(site: Sit
 def test_who_has_no_certificate_or_one_that_is_not_good_stays_out_and_is_told_why(
     site: Site, stage: Any, stranger: Any
 ) -> None:
-    """None, expired, a server's, a stranger's: each in a plain sentence that names the file."""
     none = Broker.from_url(site.url, ca=site.authority.folder / "ca.crt")
     assert "requires a certificate of ours" in refusal(none, stage)
     expired = refusal(site.broker("dev-a", days_ago=400), stage)
@@ -132,7 +122,6 @@ def test_who_has_no_certificate_or_one_that_is_not_good_stays_out_and_is_told_wh
 def test_a_revoked_device_is_refused_once_the_broker_has_the_list(
     tmp_path: Path, mosquitto: Callable[..., Any], stage: Any, crl_url: str | None
 ) -> None:
-    """After a reload for new connections, after a restart for all; others go on."""
     site = Site(tmp_path, mosquitto, crl_url)
     lost, kept = site.broker("dev-a"), site.broker("dev-b")
     first: MqttLink = stage.join(lost, "first")
@@ -151,7 +140,6 @@ def test_a_revoked_device_is_refused_once_the_broker_has_the_list(
 
 
 def test_a_device_cannot_take_over_anothers_session_by_its_client_id(site: Site, stage: Any) -> None:
-    """The broker knows clients by their certificates' names, whatever id they give."""
     mine = stage.join(site.broker("dev-a"), "fedquilt-fleet-dev-a")
     mine.wait_until_connected(LIMIT_S)
     thief = stage.join(site.broker("dev-b"), "fedquilt-fleet-dev-a")
@@ -163,14 +151,12 @@ def test_a_device_cannot_take_over_anothers_session_by_its_client_id(site: Site,
 
 
 def test_the_broker_announces_its_packet_limit(site: Site, stage: Any) -> None:
-    """So blobs are cut to fit; a chunk of 256 KiB does."""
     link = stage.join(site.broker("dev-a"), "one")
     link.wait_until_connected(LIMIT_S)
     assert 256 * 1024 < link.max_payload < broker_config.MAX_PACKET
 
 
 def test_writing_again_keeps_the_brokers_certificate_while_it_is_good(tmp_path: Path) -> None:
-    """Other hosts, a revoked one, or one in its last third: a new one is made. The key is 0600."""
     authority = CertificateAuthority.create(tmp_path / "ca", "site", 0.0)
     out = tmp_path / "out"
 
@@ -191,7 +177,6 @@ def test_writing_again_keeps_the_brokers_certificate_while_it_is_good(tmp_path: 
 
 @pytest.mark.parametrize("crl_url", [None, "http://site/crl.pem"])
 def test_emqx_gets_the_same_rights_and_limits_in_its_own_words(tmp_path: Path, crl_url: str | None) -> None:
-    """Denied unless allowed, by the certificate's name; without an address of the list it says what is missing."""
     authority = CertificateAuthority.create(tmp_path / "ca", "site", clock_s(), crl_url)
     authority.issue_with_new_key("tower", "observer", clock_s())
     said = broker_config.write_config(
@@ -216,7 +201,6 @@ def test_emqx_gets_the_same_rights_and_limits_in_its_own_words(tmp_path: Path, c
 
 
 def test_the_rules_that_the_pages_show_are_those_that_are_written() -> None:
-    """Whoever copies them from there gets no other rights."""
     shown = (Path(__file__).parents[3] / "docs/tutorials/fleet.md").read_text()
     written = broker_config.mosquitto_acl("fleet").split("\n", 1)[1]
     assert f"```\n{written}```\n" in shown

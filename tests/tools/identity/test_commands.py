@@ -53,7 +53,6 @@ def said(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where an operator is, with an authority."""
     monkeypatch.chdir(tmp_path)
     assert main(["identity", "init"]) == 0
     return tmp_path
@@ -69,7 +68,6 @@ def agent_toml(folder: Path, **more: Any) -> Path:
 
 
 def test_a_board_without_a_network_enrols_by_hand(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The request and the certificate are carried, the key is not; both sides show its fingerprint."""
     board = str(agent_toml(folder / "board"))
     asked = said(capsys, "identity", "request", board, "orin.csr")
     signed = said(capsys, "identity", "sign", "orin.csr", "--device", "orin-7")
@@ -82,7 +80,6 @@ def test_a_board_without_a_network_enrols_by_hand(folder: Path, capsys: pytest.C
 
 
 def test_a_port_that_there_is_not_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Mosquitto would not start with it, on another machine."""
     assert main(["broker", "config", "mosquitto", "--host", "h", "--out", "b", "--listen", "0.0.0.0:99999"]) == 2
     assert "'0.0.0.0:99999' is no address" in capsys.readouterr().err
     assert not (folder / "b").exists()
@@ -94,7 +91,6 @@ def test_no_token_is_made_for_the_coordinators_name(folder: Path, capsys: pytest
 
 
 def test_a_token_is_shown_once_or_written_for_its_owner_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On standard output there is nothing but the token, so that it can be piped."""
     assert main(["identity", "token", "orin-*"]) == 0
     shown = capsys.readouterr()
     assert re.fullmatch(r"[\w-]{32}\n", shown.out)
@@ -108,7 +104,6 @@ def test_a_token_is_shown_once_or_written_for_its_owner_alone(folder: Path, caps
 def test_revoking_says_how_brokers_hear_of_it_and_the_list_shows_it(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also for the coordinator's certificate; a device's is not issued but enrolled."""
     assert "coordinator.crt" in said(capsys, "identity", "issue", "coordinator", "--out", "own")
     assert Path("own/coordinator.key").stat().st_mode & 0o777 == 0o600
     assert "systemctl reload mosquitto" in said(capsys, "identity", "revoke", "coordinator")
@@ -129,8 +124,6 @@ def test_revoking_says_how_brokers_hear_of_it_and_the_list_shows_it(
 
 
 class Processes(list[subprocess.Popen[str]]):
-    """What was started, and is ended at the end."""
-
     def start(self, log: Path, *words: str) -> subprocess.Popen[str]:
         with log.open("w") as out:
             self.append(subprocess.Popen([sys.executable, "-m", "fedquilt.cli", *words], stdout=out, stderr=out))
@@ -139,7 +132,6 @@ class Processes(list[subprocess.Popen[str]]):
 
 @pytest.fixture
 def processes() -> Iterator[Processes]:
-    """Nobody outlives the test."""
     made = Processes()
     yield made
     for process in made:
@@ -148,7 +140,6 @@ def processes() -> Iterator[Processes]:
 
 
 def listening(process: subprocess.Popen[str]) -> int:
-    """The port in the endpoint's first line."""
     assert process.stdout is not None
     found = re.search(r"on port (\d+)", process.stdout.readline())
     assert found is not None
@@ -158,7 +149,6 @@ def listening(process: subprocess.Popen[str]) -> int:
 def test_an_operator_brings_up_a_fleet_that_only_its_boards_can_join(
     folder: Path, mosquitto: Callable[..., Any], processes: Processes, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Authority, broker, tokens, endpoint, boards, a job: each by its command, on a real Mosquitto."""
     etc = folder / "etc"
     said(capsys, "broker", "config", "mosquitto", "--host", "127.0.0.1", "--out", "etc", "--installed", str(etc))
     said(capsys, "identity", "issue", "coordinator", "--out", "own")

@@ -16,15 +16,13 @@ from fedquilt.core import JobError, SiteRight
 from fedquilt.edge_agent.enrolment import create_signing_request
 from fedquilt.security.enrolment import SigningRequest
 from fedquilt.tools.identity.authority import DAY_S, CertificateAuthority
-from fedquilt.tools.identity.enrolment_service import EnrolmentService, make_enrolment_response
+from fedquilt.tools.identity.endpoint import EnrolmentService, make_enrolment_response
 from fedquilt.tools.identity.register import CertificateRegister, IssuedCertificate
 
 NOW_S = 1_800_000_000.0
 
 
 class Office:
-    """A desk with a clock that is set by hand, and its tokens."""
-
     def __init__(self, folder: Path) -> None:
         self.now_s = NOW_S
         self.authority = CertificateAuthority.create(folder, "site", NOW_S)
@@ -43,7 +41,6 @@ class Office:
 
 @pytest.fixture
 def office(tmp_path: Path) -> Office:
-    """An authority's desk."""
     return Office(tmp_path / "ca")
 
 
@@ -52,7 +49,6 @@ def new_key() -> ec.EllipticCurvePrivateKey:
 
 
 def test_a_token_serves_one_board_once(office: Office) -> None:
-    """The certificate is for the board's id and key; a second board is refused, and nothing is signed for it."""
     token, key = office.token("orin-*"), new_key()
     made = office.enrol("orin-7", token, key)
     cert = x509.load_pem_x509_certificate(made.pem.encode())
@@ -65,7 +61,6 @@ def test_a_token_serves_one_board_once(office: Office) -> None:
 
 
 def test_a_board_that_lost_the_answer_gets_the_same_certificate_again(office: Office) -> None:
-    """Same token, same key: no second certificate is made."""
     token, key = office.token("orin-7"), new_key()
     assert office.enrol("orin-7", token, key) == office.enrol("orin-7", token, key)
     office.now_s += DAY_S
@@ -74,7 +69,6 @@ def test_a_board_that_lost_the_answer_gets_the_same_certificate_again(office: Of
 
 
 def test_tokens_that_are_unknown_late_missing_or_for_others_are_refused(office: Office) -> None:
-    """And stay as they were: a refusal uses no token up."""
     token = office.token("orin-?")
     for device, given, said in (
         ("orin-7", "guess", "not known"),
@@ -89,7 +83,6 @@ def test_tokens_that_are_unknown_late_missing_or_for_others_are_refused(office: 
 
 
 def test_without_a_token_nobody_learns_whose_a_name_is(office: Office) -> None:
-    """The name of a server, of a site's board, and of a device whose key was revoked are refused alike."""
     key = new_key()
     office.enrol("orin-7", office.token("orin-7"), key)
     office.authority.revoke_name("orin-7", NOW_S)
@@ -110,7 +103,6 @@ def test_without_a_token_nobody_learns_whose_a_name_is(office: Office) -> None:
 
 @pytest.mark.parametrize("pattern", ["", "Orin", "a b", "x" * 65, "../x", "[ab]"])
 def test_a_pattern_that_matches_no_id_makes_no_token(office: Office, pattern: str) -> None:
-    """The error shows what a pattern is."""
     with pytest.raises(JobError, match=r"orin-\*"):
         office.token(pattern)
 
@@ -126,7 +118,6 @@ def test_tokens_are_nowhere_on_disk(office: Office) -> None:
 
 
 def test_a_flashed_board_with_its_own_token_takes_its_name_back(office: Office) -> None:
-    """What the name had before is revoked; a token for many boards may not do that."""
     first = office.enrol("orin-7", office.token("orin-7"))
     with pytest.raises(JobError, match="enrolled with another key"):
         office.enrol("orin-7", office.token("orin-*"))
@@ -135,7 +126,6 @@ def test_a_flashed_board_with_its_own_token_takes_its_name_back(office: Office) 
 
 
 def test_renewal_takes_a_valid_certificate_and_is_only_done_when_due(office: Office) -> None:
-    """Before the last third the same one comes back; an answer that was lost comes again."""
     key = new_key()
     first = office.enrol("orin-7", office.token("orin-7"), key)
     request = SigningRequest("orin-7", create_signing_request(key, "orin-7"))
@@ -180,7 +170,6 @@ def test_renewal_is_refused_without_a_certificate_for_others_and_when_revoked(of
 
 
 def test_a_request_carried_by_hand_is_signed_for_the_device_that_the_operator_names(office: Office) -> None:
-    """Naming it stands for a token; another's request is refused."""
     csr = create_signing_request(new_key(), "orin-7")
     with pytest.raises(JobError, match="not for orin-8"):
         office.desk.sign_request(csr, "orin-8")
@@ -188,7 +177,6 @@ def test_a_request_carried_by_hand_is_signed_for_the_device_that_the_operator_na
 
 
 def test_the_log_says_who_and_why_and_no_secret(office: Office, caplog: pytest.LogCaptureFixture) -> None:
-    """A refusal is a sentence in the operator's log and in the board's answer."""
     token = office.token("orin-7")
     with caplog.at_level(logging.DEBUG):
         office.enrol("orin-7", token)
@@ -203,7 +191,6 @@ def test_the_log_says_who_and_why_and_no_secret(office: Office, caplog: pytest.L
 def test_a_register_that_cannot_be_read_is_answered_and_logged(
     office: Office, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also when a device renews."""
     key = new_key()
     held = office.enrol("orin-7", office.token("orin-7"), key)
     with sqlite3.connect(office.authority.folder / "register.db") as db:
@@ -226,7 +213,6 @@ with sqlite3.connect(sys.argv[1], isolation_level=None, timeout=0.1) as db:
 
 
 def test_a_register_opened_twice_in_a_process_is_still_locked_for_others(office: Office) -> None:
-    """Whoever closes a file ends all locks of its process on it, SQLite's too."""
     path = office.authority.folder / "register.db"
     with office.authority.register.transaction():
         CertificateRegister(path).close()

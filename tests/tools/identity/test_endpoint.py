@@ -24,8 +24,6 @@ from fedquilt.tools.identity.endpoint import EnrolmentServer
 
 
 class Site:
-    """An authority, its endpoint in a thread, and boards."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.ahead_s = 0.0  # of the endpoint's clock
@@ -62,7 +60,6 @@ class Site:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
-    """An endpoint on a free port."""
     made = Site(tmp_path)
     yield made
     made.close()
@@ -78,7 +75,6 @@ def serial(board: settings.AgentSettings) -> int:
 
 
 def test_a_board_enrols_once_renews_when_due_and_is_otherwise_left_alone(site: Site) -> None:
-    """The key is made on the board, mode 0600; the token is gone; a renewal keeps the key."""
     board = site.board("orin-7", site.token("orin-*"))
     files = edge_agent_enrolment.paths_from_settings(board)
     assert "orin-7 is enrolled, until" in edge_agent_enrolment.enrol(board, now())
@@ -96,7 +92,6 @@ def test_a_board_enrols_once_renews_when_due_and_is_otherwise_left_alone(site: S
 
 
 def test_a_board_whose_clock_says_1970_asks_and_the_endpoint_decides(site: Site) -> None:
-    """It cannot know whether its certificate is due; one that is not comes back as it is."""
     board = site.board("orin-7", site.token("orin-7"))
     epoch = datetime.datetime(1970, 1, 1, tzinfo=datetime.timezone.utc)
     edge_agent_enrolment.enrol(board, epoch)
@@ -109,7 +104,6 @@ def test_a_board_whose_clock_says_1970_asks_and_the_endpoint_decides(site: Site)
 
 
 def test_a_refusal_is_the_endpoints_sentence_and_the_token_stays(site: Site) -> None:
-    """Used, unknown, another's; the board that has a valid certificate keeps it."""
     token = site.token("orin-7")
     edge_agent_enrolment.enrol(site.board("orin-7", token), now())
     thief = site.board("orin-8", token)
@@ -121,7 +115,6 @@ def test_a_refusal_is_the_endpoints_sentence_and_the_token_stays(site: Site) -> 
 
 
 def test_a_revoked_board_is_told_so_when_it_renews(site: Site) -> None:
-    """Though the chain and the dates of its certificate are in order."""
     board = site.board("orin-7", site.token("orin-7"))
     edge_agent_enrolment.enrol(board, now())
     site.authority.revoke_name("orin-7", clock_s())
@@ -130,7 +123,6 @@ def test_a_revoked_board_is_told_so_when_it_renews(site: Site) -> None:
 
 
 def test_an_expired_certificate_is_refused_by_tls_and_the_board_says_what_to_do(site: Site) -> None:
-    """By its own clock it would be due only; the endpoint's OpenSSL knows better."""
     board = site.board("orin-7", site.token("orin-7"))
     edge_agent_enrolment.enrol(board, now())
     files = edge_agent_enrolment.paths_from_settings(board)
@@ -147,7 +139,6 @@ def test_an_expired_certificate_is_refused_by_tls_and_the_board_says_what_to_do(
 
 
 def test_an_endpoint_of_another_authority_or_name_gets_no_token(site: Site, tmp_path: Path) -> None:
-    """The board trusts what it was flashed with, and checks the name it calls."""
     (tmp_path / "elsewhere").mkdir()
     other = Site(tmp_path / "elsewhere")
     try:
@@ -165,13 +156,11 @@ def test_an_endpoint_of_another_authority_or_name_gets_no_token(site: Site, tmp_
     "url", ["https://a..b", "https://[::1", "https://a:x", "https://a:65536", "http://a", "https://"]
 )
 def test_an_address_that_is_none_is_named_before_anything_is_sent(site: Site, url: str) -> None:
-    """`wait` would repeat what can never succeed, or end in a traceback."""
     with pytest.raises(JobError, match="is no endpoint's address"):
         edge_agent_enrolment.enrol(site.board("orin-7", "token", url), now())
 
 
 def test_a_clock_that_is_far_ahead_is_named_as_what_is_wrong(site: Site) -> None:
-    """Here the endpoint's certificate was made by a clock far behind, which looks the same to the board."""
     board = site.board("orin-7", site.token("orin-7"))
     site.ahead_s = -400 * DAY_S
     ssl.get_server_certificate(("127.0.0.1", site.endpoint.port))  # after it, a new certificate is made
@@ -191,7 +180,6 @@ def ask(site: Site, method: str, path: str, body: bytes = b"", **headers: str) -
 
 
 def test_what_is_no_request_is_answered_and_never_ends_the_endpoint(site: Site) -> None:
-    """Wrong paths, no JSON, unknown keys, too many bytes; the list of what is revoked is public."""
     assert ask(site, "GET", "/")[0] == 404
     assert ask(site, "POST", "/v1/other", b"{}")[0] == 404
     assert ask(site, "PUT", enrolment.ENROL, b"{}")[0] == 404
@@ -207,7 +195,6 @@ def test_what_is_no_request_is_answered_and_never_ends_the_endpoint(site: Site) 
 
 
 def test_plain_http_and_garbage_are_dropped_quietly(site: Site, caplog: pytest.LogCaptureFixture) -> None:
-    """One line without a traceback."""
     with caplog.at_level(logging.DEBUG, "fedquilt.host.http_server"):
         with socket.create_connection(("127.0.0.1", site.endpoint.port)) as raw:
             raw.sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -221,7 +208,6 @@ def test_plain_http_and_garbage_are_dropped_quietly(site: Site, caplog: pytest.L
 def test_a_revocation_list_that_cannot_be_read_is_answered_and_logged(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A broker that fetches it would else see a closed connection, and the operator nothing."""
     (site.authority.folder / "crl.pem").unlink()
     status, body = ask(site, "GET", enrolment.CRL)
     assert status == 500
@@ -235,8 +221,6 @@ def test_a_port_in_use_says_so(site: Site) -> None:
 
 
 def test_the_endpoints_own_certificate_is_made_anew_while_it_runs(site: Site) -> None:
-    """Long before it ends; who connects next sees the new one."""
-
     def shown() -> bytes:
         return ssl.get_server_certificate(("127.0.0.1", site.endpoint.port)).encode()
 

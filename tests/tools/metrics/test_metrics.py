@@ -33,7 +33,6 @@ NAMES = re.compile(r"\b(?:fedquilt|process)_\w+")
 
 
 def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
-    """In every panel; each panel has its own number and place."""
     board = json.loads((tool.HERE / "grafana.json").read_text())
     expressions = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     assert len(expressions) > 15
@@ -45,7 +44,6 @@ def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
 
 
 def test_the_rules_ask_for_metrics_that_there_are() -> None:
-    """And name a command that says more."""
     text = (tool.HERE / "alerts.yml").read_text()
     asked = {name for line in text.splitlines() if "expr:" in line for name in NAMES.findall(line)}
     assert len(asked) > 6
@@ -62,7 +60,6 @@ def test_files_are_written_for_a_place(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed: apt install prometheus")
 def test_prometheus_takes_rules_and_configuration(tmp_path: Path) -> None:
-    """As its own tool says; and the alert of a board that is away goes off after its time, and no sooner."""
     tool.write_monitoring_files(tmp_path, "127.0.0.1:9464")
     (tmp_path / "test.yml").write_text(
         "rule_files: [alerts.yml]\nevaluation_interval: 1m\ntests:\n  - interval: 1m\n    input_series:\n"
@@ -86,7 +83,6 @@ def test_prometheus_takes_rules_and_configuration(tmp_path: Path) -> None:
 
 @contextmanager
 def prometheus(folder: Path) -> Iterator[str]:
-    """Run Prometheus with the configuration in a folder; gives its address."""
     log = folder / "prometheus.log"
     words = ("--config.file=prometheus.yml", "--storage.tsdb.path=data", "--web.listen-address=127.0.0.1:0")
     with log.open("w") as out, subprocess.Popen([str(PROMETHEUS), *words], cwd=folder, stderr=out) as process:
@@ -99,7 +95,6 @@ def prometheus(folder: Path) -> Iterator[str]:
 
 
 def asked(url: str) -> Any:
-    """What Prometheus answers; an expression that it refuses fails with its reason."""
     try:
         with urllib.request.urlopen(url, timeout=30) as answer:
             return json.load(answer)["data"]
@@ -109,7 +104,6 @@ def asked(url: str) -> Any:
 
 @pytest.mark.skipif(PROMETHEUS is None, reason="Prometheus is not installed: apt install prometheus")
 def test_prometheus_itself_reads_a_coordinator_and_answers_every_panel(tmp_path: Path) -> None:
-    """With the configuration that ships: boards are read from the metrics, rules run, panels' expressions are taken."""
     pytest.importorskip("prometheus_client", reason="metrics are an extra")
     boards = [(DeviceStatus("a", online=True), None), (DeviceStatus("b"), None)]
     counts = CoordinatorMetrics(lambda: boards)

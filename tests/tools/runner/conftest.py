@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def models(tmp_path: Path) -> Path:
-    """A board's folder: `a` is current; `b` answers the other way round."""
     place = tmp_path / "models"
     classifiers.written(place / "a" / "model.onnx")
     classifiers.written(place / "b" / "model.onnx", turned=True)

@@ -26,7 +26,6 @@ FEDQUILT = (sys.executable, "-m", "fedquilt.cli")
 
 @pytest.fixture
 def models(user: User) -> Path:
-    """A board's folder of models, that user's own."""
     place = user.own("models")
     for name, turned in (("a", False), ("b", True)):
         user.owns(classifiers.written(place / name / "model.onnx", turned=turned))
@@ -36,7 +35,6 @@ def models(user: User) -> Path:
 
 
 def test_it_serves_follows_and_ends_in_good_order(user: User, models: Path, tmp_path: Path) -> None:
-    """An answer, another model's after `current` has moved, served.json at the end, exit code 0."""
     log = tmp_path / "log"
     process = user.start(*FEDQUILT, "model", "serve", str(models), "--listen", "127.0.0.1:0", log=log)
     found = until(lambda: re.search(r"answers at http://127\.0\.0\.1:(\d+)/", log.read_text()), "its address")
@@ -58,8 +56,6 @@ def test_it_serves_follows_and_ends_in_good_order(user: User, models: Path, tmp_
 
 
 def test_what_cannot_be_served_says_why(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """A folder without a model, addresses that others reach or have."""
-
     def refused(*words: str) -> tuple[int, str]:
         return main(["model", "serve", *words]), capsys.readouterr().err
 

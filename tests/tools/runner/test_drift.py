@@ -20,20 +20,13 @@ from fedquilt.tools.operations.runner.drift import (
     find_bin,
 )
 
-SEEDS = range(20)
+SEEDS = range(6)
 EVERY = 25  # examples between two looks
 
 
 def scene(
     rng: np.random.Generator, count: int, *, brighter: float = 0.0, noise: float = 0.05, first: float = 0.5
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Images of two classes, dark and bright, with noise, and what a network that tells them apart answers.
-
-    Args:
-        brighter: added to all.
-        noise: its deviation.
-        first: share of the first class.
-    """
     dark = rng.random(count) < first
     level = np.where(dark, 0.35, 0.65) + rng.normal(0, 0.05, count) + brighter
     x = level[:, None, None, None] + rng.normal(0, noise, (count, 1, 8, 8))
@@ -47,8 +40,7 @@ def seen(drift: DriftCounts, x: np.ndarray, scores: np.ndarray) -> float | None:
     return drift.compute_score()
 
 
-def test_the_same_distribution_raises_no_alarm_over_20_seeds() -> None:
-    """Images that follow the reference are compared 100 times a seed: not one of the 2,000 looks shows any drift."""
+def test_the_same_distribution_raises_no_alarm_on_any_seed() -> None:
     alarms = looks = 0
     for seed in SEEDS:
         rng, drift = np.random.default_rng(seed), DriftCounts()
@@ -56,13 +48,12 @@ def test_the_same_distribution_raises_no_alarm_over_20_seeds() -> None:
             score = seen(drift, *scene(rng, EVERY))
             looks += score is not None
             alarms += bool(score)
-    assert looks == 2000
+    assert looks == 100 * len(SEEDS)
     assert alarms == 0
 
 
 @pytest.mark.parametrize("name", ["MNIST", "cifar10-10k.npz"])
 def test_real_images_raise_no_alarm_until_they_are_brighter(name: str) -> None:
-    """100 looks at shuffled images show no drift on any of 5 seeds; 500 images that are a tenth brighter do."""
     path = documents.data() / name
     if not path.exists():
         pytest.skip(f"no {path}: FEDQUILT_TEST_DATA names another folder")
@@ -72,11 +63,10 @@ def test_real_images_raise_no_alarm_until_they_are_brighter(name: str) -> None:
     means = np.stack([known[held.y[:2000] == label].mean(axis=0) for label in range(10)])
 
     def answered(chosen: np.ndarray, brighter: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
-        """Images, and the scores of the classifier by the nearest mean of a class."""
         made = (x[chosen] / 255 + brighter).astype(np.float32)
         return made, made.reshape(len(made), -1) @ (2 * means.T) - np.square(means).sum(axis=1)
 
-    for seed in range(5):
+    for seed in range(2):
         drift, order = DriftCounts(), np.random.default_rng(seed).permutation(len(x))
         scores = [seen(drift, *answered(each)) for each in np.split(order[: 122 * EVERY], 122)]
         assert [score for score in scores if score is not None] == [0.0] * 100
@@ -93,7 +83,6 @@ def test_real_images_raise_no_alarm_until_they_are_brighter(name: str) -> None:
     ids=["brightness", "noise", "class"],
 )
 def test_a_shift_is_seen_on_every_seed(shift: dict[str, float], least: float, by: tuple[str, ...]) -> None:
-    """After 500 images that are brighter, noisier or of other shares, drift is above what starts a job."""
     for seed in SEEDS:
         rng, drift = np.random.default_rng(seed), DriftCounts()
         for _ in range(40):
@@ -108,7 +97,6 @@ def test_a_shift_is_seen_on_every_seed(shift: dict[str, float], least: float, by
 
 
 def test_it_comes_back_to_0_when_the_inputs_do() -> None:
-    """Examples that lie far back weigh little."""
     rng, drift = np.random.default_rng(0), DriftCounts()
     seen(drift, *scene(rng, 1000))
     assert (seen(drift, *scene(rng, 500, brighter=0.2)) or 0) > 0.5
@@ -116,7 +104,6 @@ def test_it_comes_back_to_0_when_the_inputs_do() -> None:
 
 
 def test_pictures_that_resemble_the_one_before_raise_no_alarm() -> None:
-    """Brightness that wanders slowly, as of a camera: images in a row are not so many independent ones."""
     for seed in SEEDS:
         rng, drift, wander, alarms = np.random.default_rng(seed), DriftCounts(), 0.0, 0
         for _ in range(200):
@@ -131,7 +118,6 @@ def test_pictures_that_resemble_the_one_before_raise_no_alarm() -> None:
 
 
 def test_small_samples_need_larger_distances() -> None:
-    """Shares that differ alike are drift of about sqrt(0.3^2 / (8 ln 2)) in 10,000 examples, and chance in 40."""
     before, now = [100.0] * 10, [1.3, 0.7] * 5
     assert compute_excess_distance(before, [each * 4 for each in now], 1.0, 40) == 0.0
     assert compute_excess_distance(
@@ -141,7 +127,6 @@ def test_small_samples_need_larger_distances() -> None:
 
 
 def test_values_that_are_all_equal_are_left_by_any_other() -> None:
-    """Values that are exactly an edge have a bin of their own."""
     assert [find_bin((2.0,), value) for value in (1.0, 2.0, 3.0)] == [0, 1, 2]
     drift, scores = DriftCounts(size=100), np.tile([[0.0, 1.0]], (100, 1))
     assert seen(drift, np.ones((100, 1, 2, 2), np.float32), scores) is None
@@ -150,7 +135,6 @@ def test_values_that_are_all_equal_are_left_by_any_other() -> None:
 
 
 def test_a_reference_is_kept_as_counts_and_goes_on() -> None:
-    """A reference is the same after JSON; its limits and counts do not grow in number with the examples."""
     rng = np.random.default_rng(1)
     drift = DriftCounts()
     seen(drift, *scene(rng, 500))
@@ -165,7 +149,6 @@ def test_a_reference_is_kept_as_counts_and_goes_on() -> None:
 
 
 def test_rows_and_series_have_numbers_too() -> None:
-    """Each value of a short row, mean and deviation of a long one, channels of a series."""
     scores = np.zeros((3, 2))
     assert compute_features(np.zeros((3, 2)), scores)[0] == ("value 0", "value 1", "confidence", "entropy")
     assert compute_features(np.zeros((3, 64)), scores)[0] == ("mean", "deviation", "grain", "confidence", "entropy")
@@ -173,6 +156,5 @@ def test_rows_and_series_have_numbers_too() -> None:
 
 
 def test_the_chi_squared_quantile_is_that_of_tables() -> None:
-    """0.1 % of 9 degrees: 27.88; 5 % of 1: 3.84."""
     assert chi_squared_quantile(9, 0.001) == pytest.approx(27.88, rel=0.01)
     assert chi_squared_quantile(1, 0.05) == pytest.approx(3.84, rel=0.03)

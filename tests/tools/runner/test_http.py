@@ -28,9 +28,8 @@ from waiting import until
 
 from fedquilt.host.http_server import RequestRefusedError
 from fedquilt.tools.operations import runner
-from fedquilt.tools.operations.runner.http import BODIES_MOST, BODIES_SHARE
-from fedquilt.tools.operations.runner.models import ModelSwitcher
-from fedquilt.tools.operations.runner.service import BODY_MOST, ModelService
+from fedquilt.tools.operations.runner import BODIES_MOST, BODIES_SHARE
+from fedquilt.tools.operations.runner.service import BODY_MOST, ModelService, ModelSwitcher
 
 
 def member(name: str, data: bytes) -> bytes:
@@ -66,7 +65,6 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_body_is_refused_by_name(running: Running, name: str) -> None:
-    """400 with a sentence; the next request of the same connection is answered."""
     body, said = BAD[name]
     status, told = running.client.post(body)
     assert (status, said in told["error"]) == (400, True), told
@@ -76,7 +74,6 @@ def test_a_bad_body_is_refused_by_name(running: Running, name: str) -> None:
 
 
 def test_a_hundred_megabytes_are_refused_before_they_are_read(running: Running) -> None:
-    """Content-Length decides; the sender reads the reason, with and without "Expect: 100-continue"."""
     status, told = running.client.post(bytes(100 << 20))
     assert (status, "at most 16777216 are read" in told["error"]) == (413, True)
     status, told = running.connect().post(bytes(100 << 20), Expect="100-continue")
@@ -105,7 +102,6 @@ def test_a_hundred_megabytes_are_refused_before_they_are_read(running: Running) 
     ],
 )
 def test_what_is_no_request_is_refused(running: Running, request_: bytes, status: int) -> None:
-    """Whatever comes, the answer is JSON with a sentence."""
     with socket.create_connection(running.server.address, timeout=60) as line:
         line.sendall(request_)
         line.shutdown(socket.SHUT_WR)
@@ -117,7 +113,6 @@ def test_what_is_no_request_is_refused(running: Running, request_: bytes, status
 
 
 def test_a_body_that_is_refused_unread_is_not_taken_for_the_next_request(running: Running) -> None:
-    """A place that does not exist, and more bytes than all requests may hold: the same client goes on after both."""
     body = npy(classifiers.image(250))
     assert running.client.ask("POST", "/v1/else", body)[0] == 404
     assert running.client.post(body)[0] == 200
@@ -141,7 +136,6 @@ def test_bodies_of_all_addresses_together_are_limited(running: Running) -> None:
 def test_bodies_that_an_address_announces_and_does_not_finish_keep_nobody_else_out(
     running: Running, arrived: int
 ) -> None:
-    """Four connections of one address announce 16 MiB each, as much as all bodies together may have."""
     header = f"POST /v1/classify HTTP/1.1\r\nhost: localhost\r\ncontent-length: {BODY_MOST}\r\n\r\n".encode()
     with contextlib.ExitStack() as stack:
         for number in (1, 2, 3, 4):
@@ -161,7 +155,6 @@ def test_bodies_that_an_address_announces_and_does_not_finish_keep_nobody_else_o
 
 
 def test_a_request_that_has_begun_is_answered_before_the_runner_ends(models: Path, monkeypatch: Any) -> None:
-    """A runner that ends waits for the request under way, which here goes on only once that wait has begun."""
     service = ModelService(ModelSwitcher(models))
     begun, go_on, told = threading.Event(), threading.Event(), list[int]()
     network = service._models.now.network

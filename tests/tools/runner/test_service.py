@@ -17,12 +17,10 @@ from runners import Clock, Running, digest, npy, npz
 
 from fedquilt.core import DataError, ModelError
 from fedquilt.tools.operations.runner import service as services
-from fedquilt.tools.operations.runner.models import ModelSwitcher
-from fedquilt.tools.operations.runner.service import ModelService
+from fedquilt.tools.operations.runner.service import ModelService, ModelSwitcher
 
 
 def test_served_json_says_what_the_contract_says(running: Running, models: Path) -> None:
-    """The file has the keys that the agent reads, and is written every few seconds while requests come."""
     clock = Clock()
     running.service._clock = clock
     running.client.post(npy(classifiers.image(250)))
@@ -58,7 +56,6 @@ def test_a_network_that_cannot_answer_an_input_has_failed(
 
 
 def test_drift_is_told_and_outlives_a_new_start(running: Running, models: Path) -> None:
-    """The reference is on the disk: brighter images are drift for the next process too. No image is kept."""
     rng = np.random.default_rng(0)
 
     def ask(service: ModelService, low: int, high: int, count: int) -> None:
@@ -84,7 +81,6 @@ def test_drift_is_told_and_outlives_a_new_start(running: Running, models: Path) 
 
 
 def test_a_new_model_has_a_reference_of_its_own(running: Running, models: Path) -> None:
-    """Inputs are compared with the first ones of the same model, also where another was in use between."""
     for level in range(200):
         running.service.classify_bytes(npy(classifiers.image(level % 80)))
     assert running.service.make_status()["drift"] == 0.0
@@ -103,7 +99,6 @@ def test_a_new_model_has_a_reference_of_its_own(running: Running, models: Path) 
 
 
 def test_a_new_model_that_has_answered_nothing_has_nothing_of_the_old_one(running: Running, models: Path) -> None:
-    """Drift, accuracy and labels of the model before are not told as the new one's, by `health` or to the agent."""
     x = np.stack([classifiers.image(level % 80) for level in range(200)])
     running.client.post(npz(x=x, y=np.ones(200, int)))
     told = running.service.make_status()
@@ -119,7 +114,6 @@ def test_a_new_model_that_has_answered_nothing_has_nothing_of_the_old_one(runnin
 
 
 def test_what_is_told_of_a_model_was_counted_with_it(running: Running, models: Path) -> None:
-    """Between an exchange and the first answer nothing is known of the new one."""
     for _ in range(250):
         answer = running.service.classify_bytes(npy(classifiers.image(250)))
         running.service.record_label(answer["id"], answer["class"])
@@ -133,7 +127,6 @@ def test_what_is_told_of_a_model_was_counted_with_it(running: Running, models: P
 
 
 def test_labels_that_arrive_later_make_an_accuracy(running: Running) -> None:
-    """20 labels, a quarter of them wrong, by name and by number; each answer has one."""
     for number in range(20):
         _, told = running.client.post(npy(classifiers.image(250)))
         truth = "night" if number % 4 == 0 else 1
@@ -150,7 +143,6 @@ def test_labels_that_arrive_later_make_an_accuracy(running: Running) -> None:
 
 
 def test_a_label_is_one_of_the_model_that_answered(running: Running, models: Path) -> None:
-    """Also where the model in use has the same names in another order, or others."""
     first, second = running.service.classify_bytes(npz(x=np.stack([classifiers.image(250)] * 2)))["answers"]
     classifiers.written(models / "b" / "model.onnx", labels=("day", "dusk"))
     classifiers.lead(models, "b")
@@ -163,7 +155,6 @@ def test_a_label_is_one_of_the_model_that_answered(running: Running, models: Pat
 
 
 def test_references_whose_parts_do_not_fit_are_left_out(running: Running, models: Path) -> None:
-    """A reference with the bins of one number too few is made anew by the next answers."""
     x = np.stack([classifiers.image(level % 80) for level in range(100)])
     running.service.classify_bytes(npz(x=x))
     running.service.write_status()
@@ -179,7 +170,6 @@ def test_references_whose_parts_do_not_fit_are_left_out(running: Running, models
 
 
 def test_the_oldest_answers_wait_no_longer_for_their_labels(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four answers the latest three may be labelled."""
     monkeypatch.setattr(services, "AWAITED_MOST", 3)
     first, *others = running.service.classify_bytes(npz(x=np.stack([classifiers.image(250)] * 4)))["answers"]
     with pytest.raises(services.UnknownClassificationError, match="or more than 3 came after it"):
@@ -190,7 +180,6 @@ def test_the_oldest_answers_wait_no_longer_for_their_labels(running: Running, mo
 def test_references_of_the_latest_models_alone_are_kept(
     running: Running, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reference of a second model takes the place of the first one's where one may be kept."""
     monkeypatch.setattr(services, "REFERENCES_MOST", 1)
     for name in ("a", "b"):
         classifiers.lead(models, name)
@@ -202,7 +191,6 @@ def test_references_of_the_latest_models_alone_are_kept(
 
 
 def test_an_npz_is_answered_example_by_example(running: Running) -> None:
-    """Labels in the file count in the accuracy."""
     x = np.stack([classifiers.image(level) for level in (10, 250)] * 20)
     status, told = running.client.post(npz(x=x, y=np.array([0, 1] * 20)))
     assert status == 200

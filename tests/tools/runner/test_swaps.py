@@ -20,14 +20,10 @@ from runners import Clock, Running, digest, npy
 
 from fedquilt.core import ModelError
 from fedquilt.host.disk import REAL
-from fedquilt.tools.operations.runner.models import AGAIN_S, ModelSwitcher
+from fedquilt.tools.operations.runner.service import AGAIN_S, ModelSwitcher
 
 
 def test_ten_thousand_requests_through_swaps_none_dropped_none_mixed(running: Running, models: Path) -> None:
-    """Eight connections while `current` moves between two models that answer the other way round.
-
-    Every answer is the one that the model it names gives, and both have answered.
-    """
     bodies = [npy(classifiers.image(level)) for level in (10, 40, 220, 250)]
     right = {}
     for name, order in (("a", (0, 0, 1, 1)), ("b", (1, 1, 0, 0))):
@@ -78,7 +74,6 @@ def test_ten_thousand_requests_through_swaps_none_dropped_none_mixed(running: Ru
 
 
 def test_a_request_begun_with_the_old_model_ends_with_it(running: Running, models: Path) -> None:
-    """An answer that is under way while the model is exchanged names the model that it began with."""
     old, network = running.models.now, running.models.now.network
     begun, go_on, told = threading.Event(), threading.Event(), []
     scores = network.compute_scores
@@ -103,7 +98,6 @@ def test_a_request_begun_with_the_old_model_ends_with_it(running: Running, model
 
 @pytest.mark.parametrize("what", ["garbage", "labels", "nothing", "link"])
 def test_a_model_that_does_not_load_leaves_the_old_one(running: Running, models: Path, what: str) -> None:
-    """`health` says why the new model is not in use, until the next good one is taken up."""
     (models / "c").mkdir()
     if what == "garbage":
         (models / "c" / "model.onnx").write_bytes(b"no network" * 100)
@@ -127,7 +121,6 @@ def test_a_model_that_does_not_load_leaves_the_old_one(running: Running, models:
 
 
 def test_a_model_that_failed_is_tried_again_later(models: Path) -> None:
-    """A failed load is repeated after AGAIN_S, not at every look: loading costs memory and time."""
     clock = Clock()
     found = ModelSwitcher(models, clock=clock)
     (models / "c").mkdir()
@@ -144,8 +137,6 @@ def test_a_model_that_failed_is_tried_again_later(models: Path) -> None:
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sha256 of a file is read before the network, and would be that of another file."""
-
     def late(path: Path) -> str:
         os.utime(path, (0, 0))
         return "00"
@@ -156,7 +147,6 @@ def test_a_file_that_changes_while_it_is_read_is_refused(models: Path, monkeypat
 
 
 def test_a_file_and_a_models_folder_do_too(models: Path) -> None:
-    """A runner of a file takes up another one that replaces it."""
     path = models / "a" / "model.onnx"
     assert ModelSwitcher(path).now.sha256 == ModelSwitcher(models / "a").now.sha256 == digest(path)
     found = ModelSwitcher(path)

@@ -18,15 +18,14 @@ import msgspec
 from fedquilt.core import FedquiltError, JobError
 from fedquilt.edge_agent import settings as agents
 from fedquilt.edge_agent.settings import AgentSettings
-from fedquilt.tools.boards.doctor import findings, machine_facts
-from fedquilt.tools.boards.doctor.checks import agent, broker, machine, packages
-from fedquilt.tools.boards.doctor.checks.agent import Facts
-from fedquilt.tools.boards.doctor.checks.permissions import ExaminationDeadline
+from fedquilt.tools.boards.doctor import agent, broker, findings, machine, machine_facts
+from fedquilt.tools.boards.doctor.agent import Facts
+from fedquilt.tools.boards.doctor.broker import ExaminationDeadline
 from fedquilt.tools.boards.doctor.findings import EXIT, Check, Finding, Numbered, error, to_finding
 
 LIMIT_S: Final = 9.0
 SPARE_S: Final = 0.5  # for what a group still does after its last wait
-TABLE: Final[tuple[Check, ...]] = (*machine.MACHINE, *packages.PACKAGES, *agent.AGENT)
+TABLE: Final[tuple[Check, ...]] = (*machine.MACHINE, *machine.PACKAGES, *agent.AGENT)
 """All checks of a board's facts. The checks of connections and of a coordinator's folder are steps, not rows."""
 
 Group = Callable[[], Iterable[Finding]]
@@ -34,8 +33,6 @@ Group = Callable[[], Iterable[Finding]]
 
 @dataclass(frozen=True)
 class ExaminationTarget:
-    """Subject of an examination: a board's agent, a coordinator, or this machine alone."""
-
     settings: Path | None = None
     home: Path | None = None
     broker: Mapping[str, Any] | None = None  # an agent.toml's [broker] table
@@ -44,11 +41,6 @@ class ExaminationTarget:
 
 
 def print_findings(wanted: ExaminationTarget, format: str) -> int:
-    """Print the findings. Return the exit code: 0, 10 for warnings or 11 for errors.
-
-    Raises:
-        JobError: If agent settings and a coordinator's options are combined.
-    """
     found = run_groups(select_groups(wanted))
     if format == "json":
         print(msgspec.json.encode(findings.to_report(found)).decode())
@@ -64,17 +56,7 @@ def select_groups(
     free: machine_facts.Free = machine_facts.free_bytes,
     limit_s: float = LIMIT_S,
 ) -> dict[str, Group]:
-    """Return the groups of checks for a subject, by name.
-
-    Args:
-        wanted: The subject.
-        clock_s: Time in seconds since 1970, or None for this machine's clock.
-        free: Function that returns the free bytes of a folder's disk.
-        limit_s: Limit for the steps of a connection.
-
-    Raises:
-        JobError: If agent settings and a coordinator's options are combined.
-    """
+    """Return the groups of checks for a subject, by name."""
     if wanted.settings is not None and (wanted.home is not None or wanted.broker is not None):
         raise JobError("an agent.toml says which broker: leave --home and --broker out, which are a coordinator's")
     timer = ExaminationDeadline(time.monotonic() + limit_s - SPARE_S)
@@ -94,7 +76,7 @@ def select_groups(
         TABLE, Facts.read(wanted.root, now_s, settings, wanted.settings, free)
     )
     if wanted.home is not None:
-        from fedquilt.tools.boards.doctor.checks.coordinator import check_coordinator  # here: boards do not have it
+        from fedquilt.tools.boards.doctor.coordinator import check_coordinator  # here: boards do not have it
 
         made["coordinator"] = _group(check_coordinator, wanted.home, free)
     if wanted.broker is not None:

@@ -19,8 +19,6 @@ GROUPS: Final = ("doctor", "machine", "packages", "agent", "broker", "coordinato
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """Result of one check. `fix` is a command or instruction, or None without a problem."""
-
     number: str  # such as "FQ110", whose first digit is the group
     severity: Severity
     sentence: str  # what, and where
@@ -61,7 +59,6 @@ def to_finding(number: str, verdict: str | Problem, fix: str = "") -> Finding:
 
 
 def run_checks(checks: Iterable[Check], facts: object) -> Iterator[Finding]:
-    """Yield the findings of the checks that apply to the facts."""
     for check in checks:
         try:
             needed = [getattr(facts, name, None) for name in check.needs]
@@ -77,19 +74,12 @@ def worst_severity(found: Iterable[Finding]) -> Severity:
 
 
 def to_report(found: Sequence[Finding]) -> dict[str, Any]:
-    """Return the findings as the object for `--format json`, with the worst severity."""
     rows = [{**msgspec.to_builtins(one), "group": GROUPS[int(one.number[2])]} for one in found]
     return {"severity": worst_severity(found), "findings": rows}
 
 
 def format_findings(found: Sequence[Finding], wide: int | None = None) -> list[str]:
-    """Format the findings as lines of text, with fixes and a summary line.
-
-    Args:
-        found: Findings of all checks.
-        wide: Maximum columns of wrapped lines, or None for the width of the terminal. Fixes stay on one line for
-            copying.
-    """
+    """Format the findings as lines of text, with fixes and a summary line."""
     wide = table.line_width() if wide is None and sys.stdout.isatty() else wide
     told = []
     for one in found:

@@ -32,8 +32,6 @@ Free = Callable[[Path], int]  # folder -> bytes free on its disk
 
 
 class HelperFault(NamedTuple):
-    """Reason why the clock helper gives no status."""
-
     kind: Literal["not permitted", "no answer"]
     sentence: str
 
@@ -145,7 +143,6 @@ def _meminfo_bytes(meminfo: str, name: str) -> int | None:
 
 
 def _find_python_version(root: Path) -> tuple[int, int] | None:
-    """Return the newest Python of Fedquilt's environment, or else of the system, or None."""
     for places in ("opt/fedquilt/current/lib/python3.*", "usr/bin/python3.*"):
         found = [re.fullmatch(r"python3\.(\d+)", path.name) for path in sysfs.list_matches(root, places)]
         minors = [int(one[1]) for one in found if one is not None]
@@ -182,7 +179,6 @@ def _read_undervoltage_alarm(hwmon: Path) -> bool | None:
 
 
 def _read_helper_status(path: Path) -> HelperStatus | HelperFault | None:
-    """Return the clock helper's status, why it cannot be asked, or None if its socket is missing."""
     try:
         path.stat()
     except PermissionError:
@@ -203,7 +199,6 @@ def _read_helper_status(path: Path) -> HelperStatus | HelperFault | None:
 
 
 def _read_clock_limits(found: controls.ClockControls) -> dict[str, tuple[int, int]]:
-    """Return the limits in Hz of each CPU and GPU control with several frequencies, by name."""
     limits = {}
     for lever in (*found.controls_of_kind("cpu"), *found.controls_of_kind("gpu")):
         setting = lever.read_state()
@@ -213,7 +208,6 @@ def _read_clock_limits(found: controls.ClockControls) -> dict[str, tuple[int, in
 
 
 def _find_throttling_devices(thermal: Path) -> tuple[str, ...]:
-    """Return the types of the cooling devices that throttle now."""
     told = []
     for device in sysfs.list_matches(thermal, "cooling_device*"):
         kind = sysfs.read_line(device / "type") or ""
@@ -233,7 +227,6 @@ def _read_over_current_counts(hwmon: Path) -> dict[str, int]:
 
 
 def _find_swap_on_card(root: Path) -> str | None:
-    """Return the first swap area on an SD card, or None without one. An eMMC does not count."""
     # an eMMC has the same device names as an SD card, but its type is MMC
     for name, kind in _first_columns(root / "proc/swaps")[1:]:
         device = name if kind == "partition" else _find_mounted_device(root, name)

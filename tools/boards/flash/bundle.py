@@ -15,18 +15,22 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
 
 import fedquilt
 from fedquilt import open_metrics, profiles
+from fedquilt.coordinator.delivery.blob_server import BlobLocationSettings
 from fedquilt.core import JobError
+from fedquilt.core.messages import Name
 from fedquilt.edge_agent import settings as agents
 from fedquilt.edge_agent.upgrade import launcher
 from fedquilt.formats import toml
 from fedquilt.host import virtual_environment
 from fedquilt.host.disk import disk_errors
-from fedquilt.tools.boards.flash import coordinator, install, wheels
-from fedquilt.tools.boards.flash.coordinator import CoordinatorFiles
+from fedquilt.tools.boards.flash import install, wheels
 from fedquilt.tools.boards.targets import BundleTarget
 from fedquilt.transport.mqtt.broker import Broker
 
@@ -72,16 +76,6 @@ def read_board_files(
     """Read the settings of one board from an agent.toml and the files named there.
 
     With a `url` under [enrol], the board creates a missing certificate and key.
-
-    Args:
-        path: The agent.toml.
-        device: A name that replaces the file's, because one file can serve many boards.
-        token: File of a one-time enrolment token.
-        budget: A memory budget that replaces the file's, such as "1GB".
-        labels: Labels that replace the file's.
-
-    Raises:
-        JobError: If settings, a file or certificates are unusable, or a path would be missing on the board.
     """
     given = {"device": device, "budget": budget, "labels": None if labels is None else list(labels)}
     others = {key: value for key, value in given.items() if value is not None}
@@ -130,7 +124,6 @@ def read_board_files(
 
 
 def _resolve_model_folder(table: agents.ModelSettings) -> str | None:
-    """Return the board's model folder, by default MODELS with a runner, or None, or raise JobError."""
     if table.serve is not None:
         host, _ = open_metrics.parse_listen_address(table.serve)
         if host not in LOOPBACK or re.search(ODD, table.serve):
@@ -175,15 +168,10 @@ def _read_file(path: Path) -> bytes:
 
 
 def render_units(board: BoardFiles | CoordinatorFiles, systemd: int = 249) -> dict[str, bytes]:
-    """Render the systemd units of one board or coordinator for a version of systemd.
-
-    Raises:
-        JobError: If systemd is too old for a coordinator.
-    """
     if isinstance(board, CoordinatorFiles):
         left = {"fedquilt-enrol-serve": board.enrol, "fedquilt-dash": board.dash}
         others = (*OF_AGENT, *(name for name, words in left.items() if words is None))
-        return _render_templates_except(others, coordinator.template_values(board, systemd))
+        return _render_templates_except(others, template_values(board, systemd))
     others = (*OF_COORDINATOR, *["fedquilt-enrol"] * (not board.enrols), *[OF_RUNNER] * (board.serve is None))
     return _render_templates_except(others, _unit_template_values(board, systemd))
 
@@ -203,7 +191,6 @@ def _unit_template_values(board: BoardFiles, systemd: int) -> dict[str, str]:
 
 
 def _make_model_folder_lines(board: BoardFiles) -> dict[str, str]:
-    """Return the lines of systemd units for the model folder, by placeholder, empty without a folder."""
     # mode 3770: the runner's group may write, and only the owner of a file may remove that file
     if board.models is None:
         return {"WRITES": "", "FOLDER": "", "ABOVE": ""}
@@ -254,7 +241,6 @@ def collect_files(
     house: Sequence[Path],
     lock: str,
 ) -> dict[str, bytes | Path]:
-    """Collect the files of a bundle by name: their bytes, or the path of a file with the content."""
     digests = {path.name: wheels.file_sha256(path) for path in house}
     files: dict[str, bytes | Path] = {f"wheels/{path.name}": path for path in house}
     files |= {f"etc/{name}": data for name, data in board.files.items()}
@@ -295,11 +281,6 @@ def unpacked_bytes(path: Path) -> int:
 
 
 def write_folder(files: Mapping[str, bytes | Path], folder: Path) -> None:
-    """Write the files of a bundle as a folder. Only the current user may read the secrets.
-
-    Raises:
-        StoreError: If the folder cannot be written.
-    """
     with disk_errors(f"write {folder}"):
         for name, data in files.items():
             path = folder / name
@@ -312,17 +293,7 @@ def write_folder(files: Mapping[str, bytes | Path], folder: Path) -> None:
 
 
 def write_archive(files: Mapping[str, bytes | Path], path: Path, top: str = "", *, private: bool = True) -> int:
-    """Write files as a tar archive and return its size in bytes. Same files give same bytes.
-
-    Args:
-        files: Content of each file, or the path of a file with the content, by name.
-        path: Path of the archive.
-        top: Folder inside the archive for all files, or "" for none.
-        private: Whether only the current user may read the archive, which may contain a key or a token.
-
-    Raises:
-        StoreError: If the archive cannot be written.
-    """
+    """Write files as a tar archive and return its size in bytes. Same files give same bytes."""
     with disk_errors(f"write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_name(path.name + ".new")
@@ -341,3 +312,133 @@ def write_archive(files: Mapping[str, bytes | Path], path: Path, top: str = "", 
                         archive.addfile(entry, file)
         new.replace(path)
     return path.stat().st_size
+
+
+# -- coordinators ---------------------------------------------------------------------------------
+
+COORDINATOR_FILES: Final = {
+    "ca": "ca.crt",
+    "cert": "coordinator.crt",
+    "key": "coordinator.key",
+    "password_file": "password",
+}
+COORDINATOR_SECRETS: Final = ("coordinator.key", "password")
+OLDEST_SYSTEMD: Final = 247  # the first that hands a service its secrets
+_HOST: Final = re.compile(r"[A-Za-z0-9.:_-]{1,253}")
+
+
+class BrokerTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    url: str
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    password_file: str | None = None
+
+
+class EnrolTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    hosts: tuple[str, ...] = ()
+    port: Annotated[int, Meta(ge=1, le=65535)] = 8884
+
+
+class DashTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    listen: str = "127.0.0.1:8080"
+    actions: bool = False
+    names: tuple[str, ...] = ()
+
+
+class BlobsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    http: str | None = None
+    url: str | None = None
+
+
+class CoordinatorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    broker: BrokerTable
+    fleet: Name = "fleet"
+    metrics: str | None = None
+    blobs: BlobsTable = BlobsTable()
+    enrol: EnrolTable | None = None
+    dash: DashTable | None = None
+
+
+class CoordinatorFiles(msgspec.Struct, frozen=True):
+    files: dict[str, bytes]
+    serve: tuple[str, ...]
+    enrol: tuple[str, ...] | None  # None without enrolment
+    secrets: tuple[str, ...]
+    dash: tuple[str, ...] | None = None  # None without a dashboard
+    device: str = "coordinator"
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        asked = {
+            "identity": self.enrol is not None or "coordinator.crt" in self.files,
+            "metrics": "--metrics" in self.serve,
+            "web": self.dash is not None,
+        }
+        return tuple(name for name, wanted in asked.items() if wanted)
+
+
+def read_coordinator_files(path: Path) -> CoordinatorFiles:
+    with toml.prefix_errors(str(path)):
+        known = toml.convert_table(toml.read_toml(path), CoordinatorSettings, "a coordinator's settings")
+        given = {key: getattr(known.broker, key) for key in COORDINATOR_FILES if getattr(known.broker, key) is not None}
+        here: dict[str, Any] = {key: str(path.parent / value) for key, value in given.items()}
+        Broker.from_url(known.broker.url, **here)
+        blobs = {name: value for name in ("http", "url") if (value := getattr(known.blobs, name)) is not None}
+        for key, address in (("[broker] url", known.broker.url), *((f"[blobs] {name}", blobs[name]) for name in blobs)):
+            if odd := re.search(r"[\s%$\"'\\]", address):
+                raise JobError(f"{key}: {odd[0]!r} has no place in an address")
+        BlobLocationSettings(known.blobs.http, known.blobs.url)
+        if known.metrics is not None:
+            open_metrics.parse_listen_address(known.metrics)
+        if known.enrol is not None:
+            _check_hosts("[enrol] hosts", known.enrol.hosts)
+        if known.dash is not None:
+            host, _ = open_metrics.parse_listen_address(known.dash.listen)
+            _check_hosts("[dash] listen", [host])
+            _check_hosts("[dash] names", known.dash.names)
+    files = {COORDINATOR_FILES[key]: _read_file(Path(place)) for key, place in here.items()}
+    words = ["--broker", known.broker.url, "--fleet", known.fleet]
+    for key in given:
+        folder = "${CREDENTIALS_DIRECTORY}" if COORDINATOR_FILES[key] in COORDINATOR_SECRETS else ETC
+        words += [f"--{key.replace('_', '-')}", f"{folder}/{COORDINATOR_FILES[key]}"]
+    if known.metrics is not None:
+        words += ["--metrics", known.metrics]
+    words += [word for name, value in blobs.items() for word in (f"--blobs-{name}", value)]
+    files["coordinator.toml"] = path.read_bytes()  # for people: the units have all that it says
+    enrol = None if known.enrol is None else _enrol_arguments(known.enrol)
+    dash = None if known.dash is None else _dash_arguments(known.dash)
+    return CoordinatorFiles(
+        files, tuple(words), enrol, tuple(name for name in COORDINATOR_SECRETS if name in files), dash
+    )
+
+
+def _check_hosts(key: str, given: Sequence[str]) -> None:
+    if wrong := [host for host in given if not _HOST.fullmatch(host)]:
+        raise JobError(f"{key}: {wrong[0]!r} is no name of a host")
+
+
+def _dash_arguments(table: DashTable) -> tuple[str, ...]:
+    names = [word for name in table.names for word in ("--host", name)]
+    return ("--listen", table.listen, *["--actions"] * table.actions, *names)
+
+
+def _enrol_arguments(table: EnrolTable) -> tuple[str, ...]:
+    return ("--listen", f"0.0.0.0:{table.port}", *(word for host in table.hosts for word in ("--host", host)))
+
+
+def template_values(made: CoordinatorFiles, systemd: int) -> dict[str, str]:
+    if systemd < OLDEST_SYSTEMD:
+        raise JobError(f"a coordinator needs systemd {OLDEST_SYSTEMD} or later, and that target has {systemd}")
+    return {
+        "CONDITIONS": f"ConditionPathExists={ETC}/coordinator.crt" if "coordinator.crt" in made.files else "",
+        "ARGUMENTS": _join_arguments(made.serve),
+        "CREDENTIALS": "\n".join(f"LoadCredential={name}:{ETC}/{name}" for name in made.secrets),
+        "ENROL": _join_arguments(made.enrol or ()),
+        "DASH": _join_arguments(made.dash or ()),
+        **dict.fromkeys(("FOLDER", "ABOVE"), ""),
+    }
+
+
+def _join_arguments(given: Sequence[str]) -> str:
+    return "".join(f" {word}" for word in given)

@@ -80,8 +80,6 @@ class FlashRecord(msgspec.Struct, frozen=True):
 
 
 class EnrolmentState(NamedTuple):
-    """Enrolment of one board, as the authority's register has it."""
-
     text: str = "-"
     waits: bool = False  # for the first boot
     expired: bool = False
@@ -98,16 +96,6 @@ class FlashState(NamedTuple):
 
 
 def read_table(path: Path, target: str | None = None) -> list[BoardRow]:
-    """Read the boards of a CSV file with a header line.
-
-    Args:
-        path: The CSV file.
-        target: Target of the rows without one.
-
-    Raises:
-        JobError: If the file is unreadable or empty, or a line has an unknown column, a duplicate name or an invalid
-        value.
-    """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             found = list(csv.DictReader(file, skipinitialspace=True))
@@ -164,10 +152,6 @@ def flash_boards(
     """Flash every board without a valid record. Return the error of each failed board, by name.
 
     After a failure the next boards are flashed nevertheless.
-
-    Raises:
-        JobError: If the settings or the image are unusable for all boards.
-        StoreError: If the folder or the authority is unusable.
     """
     enrols = agents.load_settings(plan.what.settings).enrol.url is not None
     if enrols and not plan.dry_run and not (plan.authority / "ca.key").is_file():
@@ -243,7 +227,6 @@ def _hash_inputs(row: BoardRow, plan: FlashPlan) -> str:
 
 
 def find_record(row: BoardRow, plan: FlashPlan) -> FlashRecord | None:
-    """Return the record of a board that was flashed with the present inputs, or None."""
     try:
         note = msgspec.json.decode((plan.folder / f"{row.name}.json").read_bytes(), type=FlashRecord)
     except (OSError, msgspec.DecodeError):
@@ -256,7 +239,6 @@ def find_record(row: BoardRow, plan: FlashPlan) -> FlashRecord | None:
 
 
 def read_states(rows: Sequence[BoardRow], plan: FlashPlan, failed: Mapping[str, str]) -> list[FlashState]:
-    """Return the state of every board. `failed` maps names to errors."""
     path = plan.authority / "register.db"
     with closing(CertificateRegister(path)) if path.is_file() else nullcontext() as register:
         tokens = [] if register is None else register.list_tokens()
@@ -297,13 +279,7 @@ def format_states(states: Sequence[FlashState], wide: int | None = None) -> list
 def watch_boards(
     look: Callable[[], Sequence[FlashState]], wait: Callable[[float], None], say: Say
 ) -> Sequence[FlashState]:
-    """Print each change of state until no flashed board waits for its first boot. Return the states.
-
-    Args:
-        look: Function that returns the current states.
-        wait: Function that waits for some seconds.
-        say: Function that prints a line.
-    """
+    """Print each change of state until no flashed board waits for its first boot. Return the states."""
     before: dict[str, EnrolmentState] = {}
     while True:
         now = look()
@@ -317,17 +293,6 @@ def watch_boards(
 
 
 def flash_table(table: Path, target: str | None, plan: FlashPlan, *, watch: bool) -> None:
-    """Flash the boards of a table that are not done yet, and print the states of all.
-
-    Args:
-        table: CSV file of boards.
-        target: Target of rows without one.
-        plan: Settings, packages and output folder.
-        watch: Whether to wait until all boards are enrolled.
-
-    Raises:
-        JobError: If a board was not flashed, or the table is unusable.
-    """
     rows = read_table(table, target)
     failed = flash_boards(rows, plan)
     if plan.dry_run:

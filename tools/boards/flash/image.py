@@ -51,17 +51,7 @@ class Partition(NamedTuple):
 
 
 def find_root_partition(image: Path, *, called: Path | None = None) -> Partition:
-    """Return the ext partition named APP (L4T), or else the largest ext partition.
-
-    Args:
-        image: Disk image.
-        called: File named in errors, if `image` is a copy.
-
-    Raises:
-        InstallRefusedError: If the file is not a disk image or does not have such a partition.
-        JobError: If partx is not installed.
-        OSError: If the file cannot be read.
-    """
+    """Return the ext partition named APP (L4T), or else the largest ext partition."""
     name = called or image
     words = [_find_program("partx"), "--pairs", "--output", "NR,START,SECTORS,NAME", "-", str(image)]
     table = subprocess.run(words, capture_output=True, text=True, check=False).stdout  # "" without a partition table
@@ -88,12 +78,6 @@ def _is_ext(file: BinaryIO, offset: int) -> bool:
 
 
 class ExtFileSystem:
-    """An ext file system at an offset of an image, accessed by debugfs.
-
-    Raises:
-        JobError: If debugfs or e2fsck is not installed.
-    """
-
     def __init__(self, image: Path, offset: int) -> None:
         self._debugfs, self._e2fsck = _find_program("debugfs"), _find_program("e2fsck")
         self._at = f"{image}?offset={offset}"
@@ -129,11 +113,7 @@ class ExtFileSystem:
         self.run_query(f'dump "/{name}" "{to}"')
 
     def run_write_commands(self, commands: Sequence[str], script: Path) -> None:
-        """Run writing debugfs commands, then check the file system.
-
-        Raises:
-            InstallRefusedError: If a command failed or the file system is damaged afterwards.
-        """
+        """Run writing debugfs commands, then check the file system."""
         script.write_text("\n".join(commands) + "\n", encoding="utf-8")
         done = subprocess.run([self._debugfs, "-w", "-f", str(script), self._at], capture_output=True, check=False)
         told = [line for line in done.stderr.decode(errors="replace").splitlines() if not line.startswith("debugfs ")]
@@ -187,11 +167,7 @@ class DiskImage:
                 yield path
 
     def save_image(self) -> None:
-        """Copy the installed files into the image, and rename the copy to its final name.
-
-        Raises:
-            InstallRefusedError: If the image has too little free space, or debugfs failed.
-        """
+        """Copy the installed files into the image, and rename the copy to its final name."""
         commands, needed = self._build_write_commands()
         free = self._system.free_bytes()
         if free * (1 - SPARE) < needed:
@@ -205,7 +181,6 @@ class DiskImage:
         self._say(f"{self._out}: {self.partition} holds it; write it to a card as any image")
 
     def _build_write_commands(self) -> tuple[list[str], int]:
-        """Return the debugfs commands that write the staged files, and the bytes that these files need."""
         commands: list[str] = []
         needed, staged, there = 0, self.root.path, {"."}
         for folder, folders, names in os.walk(staged):
@@ -236,19 +211,7 @@ class DiskImage:
 
 @contextmanager
 def open_image_copy(base: Path, out: Path, interpreter: str, say: Callable[[str], None]) -> Iterator[DiskImage]:
-    """Yield a copy of a disk image to install into. The copy is removed unless saved.
-
-    Args:
-        base: Disk image, also compressed by xz.
-        out: File for the new image.
-        interpreter: Path of the board's Python, which is copied out of the image for the checks.
-        say: Function that prints a line.
-
-    Raises:
-        InstallRefusedError: If the file is not a disk image with a root file system.
-        JobError: If programs or the file are missing.
-        StoreError: If the copy cannot be written.
-    """
+    """Yield a copy of a disk image to install into. The copy is removed unless saved."""
     copy = out.with_name(out.name + ".part")
     try:
         copy_image(base, copy)
@@ -259,12 +222,7 @@ def open_image_copy(base: Path, out: Path, interpreter: str, say: Callable[[str]
 
 
 def copy_image(base: Path, to: Path) -> None:
-    """Copy a disk image as a sparse file, decompressing xz.
-
-    Raises:
-        JobError: If the image is missing or damaged.
-        StoreError: If the copy cannot be written.
-    """
+    """Copy a disk image as a sparse file, decompressing xz."""
     if not base.is_file():
         raise JobError(f"--image {base} is no file: a Raspberry Pi's or L4T's disk image is wanted, .img or .img.xz")
     with disk_errors(f"write {to}"), base.open("rb") as head:

@@ -63,11 +63,7 @@ class RootFileSystem:
         self.changes = 0
 
     def resolve(self, name: str | PurePosixPath, links: int = 20) -> Path:
-        """Return the real path of a name, with links resolved inside this root.
-
-        Raises:
-            InstallRefusedError: If the links form a cycle.
-        """
+        """Return the real path of a name, with links resolved inside this root."""
         done, waiting = self.path, list(PurePosixPath(name).parts)
         while waiting:
             part = waiting.pop(0)
@@ -85,7 +81,6 @@ class RootFileSystem:
         return done
 
     def path_for(self, name: str) -> Path:
-        """Return the path of a name, with links resolved except for the last part."""
         path = PurePosixPath(name)
         return self.resolve(path.parent) / path.name
 
@@ -118,7 +113,6 @@ class RootFileSystem:
         return True
 
     def create_symlink(self, name: str, to: str) -> bool:
-        """Create or replace a symlink. Return False if the same link existed already."""
         path = self.path_for(name)
         if path.is_symlink() and os.readlink(path) == to:
             return False
@@ -131,7 +125,6 @@ class RootFileSystem:
         return True
 
     def remove_path(self, name: str) -> bool:
-        """Remove a file or folder with its content. Return False if the path does not exist."""
         path = self.path_for(name)
         if not path.is_symlink() and not path.exists():
             return False
@@ -143,7 +136,6 @@ class RootFileSystem:
         return True
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """Return the content of a JSON file, or {} if the file is missing or invalid."""
         try:
             return json.loads(self.path_for(name).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -154,7 +146,6 @@ class RootFileSystem:
 
 
 def read_elf_machine(path: Path) -> str | None:
-    """Return the machine in a program's ELF header, or None if the file is not an ELF program."""
     try:
         with open(path, "rb") as file:
             head = file.read(20)
@@ -167,11 +158,6 @@ def read_elf_machine(path: Path) -> str | None:
 
 
 def check_compatibility(root: RootFileSystem, manifest: Mapping[str, Any]) -> None:
-    """Check that a bundle fits the machine and the Python of a root.
-
-    Raises:
-        InstallRefusedError: If the machine is another or the Python is missing.
-    """
     python, wanted = manifest["interpreter"], manifest["machine"]
     where = "this board" if root.path == Path("/") else str(root.path)
     shells = [root.resolve(name) for name in (python.lstrip("/"), "bin/sh", "usr/bin/env", "sbin/init")]
@@ -191,11 +177,6 @@ def check_compatibility(root: RootFileSystem, manifest: Mapping[str, Any]) -> No
 
 
 def read_manifest(bundle: Path) -> dict[str, Any]:
-    """Read the manifest of a bundle and verify the digest of every file.
-
-    Raises:
-        InstallRefusedError: If the folder is not a bundle of this format, or a file is damaged.
-    """
     try:
         manifest = json.loads((bundle / "bundle.json").read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
@@ -212,12 +193,7 @@ def read_manifest(bundle: Path) -> dict[str, Any]:
 
 
 def install_bundle(bundle: Path, root: RootFileSystem, *, start: bool = True) -> int:
-    """Install a bundle into a root. Return the number of changes.
-
-    Raises:
-        InstallRefusedError: If the bundle is damaged or incompatible, or space is too small. Nothing has changed then.
-        OSError: If a file cannot be written.
-    """
+    """Install a bundle into a root. Return the number of changes."""
     manifest = read_manifest(bundle)
     check_compatibility(root, manifest)
     mask = os.umask(0o022)  # an administrator's 077 would shut the new folders to the agent's user
@@ -247,7 +223,6 @@ def _install_and_start(bundle: Path, root: RootFileSystem, manifest: Mapping[str
 
 
 def _install_packages(bundle: Path, root: RootFileSystem, manifest: Mapping[str, Any]) -> None:
-    """Unpack the wheels unless they are there, point `current` to them, and remove other versions."""
     home = f"{OPT}/{manifest['id']}"
     if not (root.path_for(home) / "bundle.json").is_file():
         _require_free_space(root, manifest["unpacked_bytes"])
@@ -294,7 +269,6 @@ def _require_free_space(root: RootFileSystem, needed: int) -> None:
 
 
 def _install_settings(bundle: Path, root: RootFileSystem, manifest: Mapping[str, Any]) -> None:
-    """Write the settings and keep a file that was changed on the board as NAME.old. A token is written only once."""
     if not root.path_for(ETC).is_dir() and root.record_change(f"make /{ETC}"):
         root.path_for(ETC).mkdir(parents=True)
         root.path_for(ETC).chmod(0o755)
@@ -312,12 +286,7 @@ def _install_settings(bundle: Path, root: RootFileSystem, manifest: Mapping[str,
 
 
 def uninstall(root: RootFileSystem, *, purge: bool = False) -> int:
-    """Remove the installation from a root. Return the number of changes.
-
-    Args:
-        root: The root file system.
-        purge: Whether to remove settings, identity and state as well.
-    """
+    """Remove the installation from a root. Return the number of changes."""
     before = root.changes
     units = {path.name for path in root.path_for(UNITS).glob("fedquilt-*")} if root.path_for(UNITS).is_dir() else set()
     if root.path == Path("/") and units and not root.dry_run:
@@ -376,12 +345,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"fedquilt: {error.strerror}: {error.filename}", file=sys.stderr)
         return 6
-    print(
-        f"{changes} things {'would change' if options.dry_run else 'changed'}"
-        if changes
-        else "nothing to do: all is so already"
-    )
+    print(describe_changes(changes, options.dry_run))
     return 0
+
+
+def describe_changes(changes: int, dry_run: bool) -> str:
+    if not changes:
+        return "nothing to do: all is so already"
+    return f"{changes} things {'would change' if dry_run else 'changed'}"
 
 
 if __name__ == "__main__":

@@ -11,9 +11,8 @@ import hashlib
 import io
 import os
 import re
-import tokenize
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from importlib import metadata
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
@@ -27,7 +26,7 @@ OwnWheel: TypeAlias = Literal["fedquilt", "fedquilt-board"]
 
 # folders and files of the package on boards; `fedquilt --help` lists the verbs that are there
 BOARD_FILES: Final = (
-    *("__init__.py", "py.typed", "extras.py", "metrics.py", "open_metrics.py", "plugins.py", "systemd.py", "wire.py"),
+    *("__init__.py", "extras.py", "metrics.py", "open_metrics.py", "plugins.py", "systemd.py", "wire.py"),
     *(
         "arrays/",
         "blobs/",
@@ -60,21 +59,15 @@ NOT_ON_BOARDS: Final = (
     *("data/compatibility.py", "data/inspection.py", "formats/job_bundle.py"),
     *("edge_agent/engines/batch_training.py", "edge_agent/engines/torch/batch_engine.py"),
     *("models/networks/onnx_file.py", "models/partial/dependency_trace.py"),
-    *("models/stitching/onnx/", "profiles/board_layouts.py", "profiles/fake_trees.py"),
-    *("tools/boards/doctor/checks/coordinator.py", "transport/memory_link.py"),
+    "models/stitching/onnx/",
+    *("tools/boards/doctor/coordinator.py", "transport/memory_link.py"),
 )
 SOURCE_TEXT: Final = 'text = "see package fedquilt"'  # of a number of a profile on boards
 _SOURCE_TEXT: Final = re.compile(rb'^text = ".*"$', re.MULTILINE)
-POSTPONED: Final = "from __future__ import annotations"
 STAMP: Final = (2020, 1, 1, 0, 0, 0)  # of every file
 
 
 def build_own_wheel(folder: Path, name: OwnWheel = "fedquilt-board") -> Path:
-    """Build a wheel of the running files, and return its path.
-
-    Raises:
-        StoreError: If the folder cannot be written.
-    """
     package, stem = Path(fedquilt.__file__).parent, f"{name.replace('-', '_')}-{fedquilt.__version__}"
     info = f"{stem}.dist-info"
     files = dict(_iterate_package_files(package) if name == "fedquilt" else _iterate_board_files(package))
@@ -142,7 +135,10 @@ def _iterate_board_files(package: Path) -> Iterator[tuple[str, bytes]]:
             yield name, _SOURCE_TEXT.sub(SOURCE_TEXT.encode(), data)
             continue
         is_help = file.startswith("cli/")  # a verb's docstring is its help
-        yield name, data if is_help or not file.endswith(".py") else strip_prose(data.decode()).encode()
+        if not is_help and file.endswith(".py"):
+            data = strip_prose(data.decode()).encode()
+        if data:  # else a package with nothing but prose, which needs no file
+            yield name, data
 
 
 def _is_below(file: str, places: Sequence[str]) -> bool:
@@ -150,61 +146,70 @@ def _is_below(file: str, places: Sequence[str]) -> bool:
 
 
 def strip_prose(source: str) -> str:
-    """Return a module without docstrings, comments and annotations in functions. Each statement keeps its line.
-
-    A module without any annotation left does not import their postponed evaluation.
-    """
+    """Return the code of a module, without annotations that nothing reads and without imports for these."""
     tree = ast.parse(source)
-    lines = _cut_annotations(source.splitlines(), tree)
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        first = node.body[0] if node.body and ast.get_docstring(node, clean=False) is not None else None
-        if first is not None and not lines[first.lineno - 1][: first.col_offset].strip():
-            lines[first.lineno - 1 : first.end_lineno] = [""] * ((first.end_lineno or first.lineno) - first.lineno + 1)
-            if len(node.body) == 1 and not isinstance(node, ast.Module):
-                lines[first.lineno - 1] = " " * first.col_offset + "pass"
-    text = "\n".join(lines) + "\n"
-    lines = text.splitlines()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            lines[token.start[0] - 1] = lines[token.start[0] - 1][: token.start[1]].rstrip()
-    if POSTPONED in lines and not any(map(_is_annotated, ast.walk(ast.parse(text)))):
-        lines[lines.index(POSTPONED)] = ""
-    return "\n".join(lines) + "\n"
+    used = _find_used_names(tree)
+    tree = ast.fix_missing_locations(_ProseRemover().visit(tree))
+    remover = _ImportRemover(used - _find_used_names(tree), any(map(_is_annotated, ast.walk(tree))))
+    text = ast.unparse(remover.visit(tree))
+    if '"""' in text or "'''" in text:  # lines of a string may begin with spaces
+        return text
+    return re.sub("^(?: {4})+", lambda match: " " * (len(match[0]) // 4), text, flags=re.MULTILINE)
+
+
+class _ProseRemover(ast.NodeTransformer):
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        if isinstance(node, ast.arg):
+            node.annotation = None
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            node.returns = None
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            body = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
+            node.body = body or ([] if isinstance(node, ast.Module) else [ast.Pass()])
+        if not isinstance(node, ast.ClassDef):
+            return super().generic_visit(node)
+        fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
+        node.body = [each if each in fields else self.visit(each) for each in node.body]
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST | None:
+        return node if node.value is None else ast.Assign([node.target], self.visit(node.value))
+
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+        self.generic_visit(node)
+        return node.orelse if ast.unparse(node.test) == "TYPE_CHECKING" else node
+
+
+class _ImportRemover(ast.NodeTransformer):
+    """Removal of imports of some names.
+
+    Args:
+        unused: The names.
+        postponed: Whether annotations are left, whose evaluation is postponed.
+    """
+
+    def __init__(self, unused: Set[str], postponed: bool) -> None:
+        self._unused, self._postponed = unused, postponed
+
+    def visit_Import(self, node: ast.Import) -> ast.AST | None:
+        node.names = [each for each in node.names if (each.asname or each.name.split(".")[0]) not in self._unused]
+        return node if node.names else None
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST | None:
+        if node.module == "__future__":
+            return node if self._postponed else None
+        node.names = [each for each in node.names if (each.asname or each.name) not in self._unused]
+        return node if node.names else None
+
+
+def _find_used_names(tree: ast.AST) -> set[str]:
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return names.union(*(re.findall(r"\w+", text) for text in texts))
 
 
 def _is_annotated(node: ast.AST) -> bool:
     return isinstance(node, ast.AnnAssign) or any(getattr(node, key, None) for key in ("annotation", "returns"))
-
-
-def _cut_annotations(lines: Sequence[str], tree: ast.AST) -> list[str]:
-    left = [line.encode() for line in lines]  # positions in a tree count bytes
-    for line, start, end in sorted(_find_annotations(tree), reverse=True):
-        before, after = left[line - 1][:start].rstrip(), left[line - 1][end:]
-        while before.endswith(b"(") and after.lstrip().startswith(b")"):  # no part of the annotation in the tree
-            before, after = before[:-1].rstrip(), after.lstrip()[1:]
-        if before.endswith((b":", b"->")):  # or a parenthesis begins on an earlier line
-            left[line - 1] = before.rstrip(b"->: ") + after
-    return [line.decode() for line in left]
-
-
-def _find_annotations(node: ast.AST, *, in_function: bool = False) -> Iterator[tuple[int, int, int]]:
-    """Yield line, start and end of annotations in functions. Those of classes are read at run time."""
-    for child in ast.iter_child_nodes(node):
-        annotation: ast.expr | None = None
-        if isinstance(child, ast.arg):
-            annotation = child.annotation
-        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-            annotation = child.returns
-        elif isinstance(child, ast.AnnAssign) and in_function and child.value is not None and child.simple:
-            annotation = child.annotation
-        if annotation is not None and annotation.lineno == annotation.end_lineno:
-            yield annotation.lineno, annotation.col_offset, annotation.end_col_offset or 0
-        inside = not isinstance(child, ast.ClassDef) and (
-            in_function or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
-        )
-        yield from _find_annotations(child, in_function=inside)
 
 
 def _urlsafe_sha256(data: bytes) -> str:

@@ -95,17 +95,18 @@ def collect_wheels(
     with disk_errors(f"use {cache}", "free some space or name another folder with XDG_CACHE_HOME"):
         folder = cache / what
         folder.mkdir(parents=True, exist_ok=True)
-        own_wheel = own_wheels.build_own_wheel(folder, name)
-        question = (Wheel.from_file(own_wheel).requires, target, sorted(extras), index, allowed)
+        own = Wheel.from_file(own_wheels.build_own_wheel(folder, name))
+        question = (own.requires, target, sorted(extras), index, allowed)
         asked = hashlib.sha256(repr(question).encode()).hexdigest()
         found = _load_cached_wheels(folder, asked)
         if found is None:
-            found = _download_dependencies(own_wheel, target, extras, folder, index, constraint)
-            _save_cached_wheels(folder, found, asked)
+            found = WheelDownload(own, extras, target, folder, index, constraint).run()
+            kept = CachedWheels(asked=asked, sha256_by_name={path.name: file_sha256(path) for path in found})
+            (folder / "kept.json").write_bytes(msgspec.json.encode(kept))
         for other in folder.glob("*.whl"):
-            if other != own_wheel and other not in found:
+            if other != own.path and other not in found:
                 other.unlink()
-        return [own_wheel, *found], format_lock([own_wheel, *found])
+        return [own.path, *found], format_lock([own.path, *found])
 
 
 def _read_constraints(constraint: Path | None) -> bytes:
@@ -118,7 +119,6 @@ def _read_constraints(constraint: Path | None) -> bytes:
 
 
 def format_lock(wheels: Sequence[Path]) -> str:
-    """Return a requirements file with hashes for `pip install --require-hashes`."""
     read = sorted((Wheel.from_file(path) for path in wheels), key=lambda wheel: wheel.name)
     return "".join(f"{wheel.name}=={wheel.version} --hash=sha256:{file_sha256(wheel.path)}\n" for wheel in read)
 
@@ -132,7 +132,6 @@ def file_sha256(path: Path) -> str:
 
 
 def _load_cached_wheels(folder: Path, asked: str) -> list[Path] | None:
-    """Return the cached wheels, or None if the request has changed or a wheel is missing or damaged."""
     try:
         kept = msgspec.json.decode((folder / "kept.json").read_bytes(), type=CachedWheels)
     except (OSError, *UNDECODABLE):
@@ -143,76 +142,84 @@ def _load_cached_wheels(folder: Path, asked: str) -> list[Path] | None:
     return list(paths)
 
 
-def _save_cached_wheels(folder: Path, wheels: Sequence[Path], asked: str) -> None:
-    kept = CachedWheels(asked=asked, sha256_by_name={path.name: file_sha256(path) for path in wheels})
-    (folder / "kept.json").write_bytes(msgspec.json.encode(kept))
+@dataclass(frozen=True)
+class WheelDownload:
+    """Download of the wheels that the own wheel needs on a target.
 
+    Attributes:
+        own: Fedquilt's own wheel.
+        folder: Folder that gets the wheels.
+        index: Address of an index besides PyPI, or None.
+        constraint: File of allowed versions, or None.
+    """
 
-def _download_dependencies(
-    own_wheel: Path,
-    target: BundleTarget,
-    extras: Sequence[str],
-    folder: Path,
-    index: str | None,
-    constraint: Path | None,
-) -> list[Path]:
-    """Download all wheels that the own wheel needs on the target. Return them without the own wheel."""
-    own = Wheel.from_file(own_wheel).name
-    root = f"{own}[{','.join(extras)}]" if extras else own
-    with tempfile.TemporaryDirectory(dir=folder) as built:
-        more = [] if index is None else _download_gpu_builds(root, own_wheel, target, Path(built), index, constraint)
-        return _download_until_complete(root, own_wheel, target, folder, index, constraint, more)
+    own: Wheel
+    extras: Sequence[str]
+    target: BundleTarget
+    folder: Path
+    index: str | None
+    constraint: Path | None
 
+    def run(self) -> list[Path]:
+        """Download until no dependency is missing. Return the wheels without the own one."""
+        root = f"{self.own.name}[{','.join(self.extras)}]" if self.extras else self.own.name
+        with tempfile.TemporaryDirectory(dir=self.folder) as built:
+            more = [] if self.index is None else self._download_gpu_builds(root, Path(built), self.index)
+            for _ in range(ROUNDS_MOST):
+                with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
+                    self._download_all([f"{root} @ {self.own.path.resolve().as_uri()}", *more], Path(scratch))
+                    got = {wheel.name: wheel for wheel in map(Wheel.from_file, sorted(Path(scratch).glob("*.whl")))}
+                    needed, missing = dependency_closure(root, got, self.target)
+                    if not missing:
+                        kept = [got[name].path for name in sorted(needed - {self.own.name})]
+                        return [Path(shutil.copy(path, self.folder / path.name)) for path in kept]
+                    more += missing
+        raise JobError(f"wheels for {self.target.name} cannot be resolved: {', '.join(more)} asks for more each time")
 
-def _download_gpu_builds(
-    root: str, own_wheel: Path, target: BundleTarget, folder: Path, index: str, constraint: Path | None
-) -> list[str]:
-    """Download packages with GPU builds from `index`, and return requirements that pin them."""
-    # PyPI has newer builds for another CUDA. A wheel compiled with NumPy 1 does not run with NumPy 2.
-    from packaging.requirements import Requirement
+    def _download_gpu_builds(self, root: str, folder: Path, index: str) -> list[str]:
+        """Download packages with GPU builds from `index`, and return requirements that pin them."""
+        # PyPI has newer builds for another CUDA. A wheel compiled with NumPy 1 does not run with NumPy 2.
+        from packaging.requirements import Requirement
 
-    own = Wheel.from_file(own_wheel)
-    _, missing = dependency_closure(root, {own.name: own}, target)
-    alone = ["--no-deps", "--index-url", index]
-    for wanted in missing:
-        if Requirement(wanted).name in FOR_A_GPU:  # packages that this index lacks are resolved like all others
-            _run_pip_download([wanted], folder, target, constraint, alone, local=True)
-    pinned = []
-    for wheel in map(Wheel.from_file, sorted(folder.glob("*.whl"))):
-        pinned.append(f"{wheel.name} @ {wheel.path.resolve().as_uri()}")
-        if wheel.name == "torch" and not _is_built_for_numpy_2(wheel.path):
-            pinned.append("numpy<2")
-    return pinned
+        _, missing = dependency_closure(root, {self.own.name: self.own}, self.target)
+        for wanted in missing:
+            if Requirement(wanted).name in FOR_A_GPU:  # packages that this index lacks are resolved like all others
+                self._run_pip([wanted], folder, ["--no-deps", "--index-url", index])
+        pinned = []
+        for wheel in map(Wheel.from_file, sorted(folder.glob("*.whl"))):
+            pinned.append(f"{wheel.name} @ {wheel.path.resolve().as_uri()}")
+            if wheel.name == "torch" and not _is_built_for_numpy_2(wheel.path):
+                pinned.append("numpy<2")
+        return pinned
+
+    def _download_all(self, what: Sequence[str], folder: Path) -> None:
+        why = self._run_pip(what, folder, ["--extra-index-url", self.index] if self.index else [])
+        if why is not None:
+            raise JobError(
+                f"no wheels for {self.target.name} (Python {self.target.python}, {self.target.machine}): {why}; is "
+                "there a network, does this Python have pip, do these packages have wheels for that board "
+                "(PIP_EXTRA_INDEX_URL adds one)"
+                f"{f', does {self.constraint} allow versions that go together' if self.constraint else ''}?"
+            )
+
+    def _run_pip(self, what: Sequence[str], folder: Path, where: Sequence[str]) -> str | None:
+        """Download wheels with pip, by its options `where` for indexes. Return None, or the error."""
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
+        command += ["--only-binary", ":all:", "--implementation", "cp", "--python-version", self.target.python]
+        for platform in ([self.target.local_platform] if self.index else []) + list(self.target.platforms):
+            command += ["--platform", platform]
+        command += ["--constraint", str(self.constraint)] if self.constraint else []
+        done = subprocess.run([*command, *where, "--dest", str(folder), *what], capture_output=True, text=True)
+        if not done.returncode:
+            return None
+        told = [line.strip() for line in done.stderr.splitlines() if "error" in line.lower()]
+        return "; ".join(told[-2:]) or done.stderr.strip()[-300:] or "pip said nothing"
 
 
 def _is_built_for_numpy_2(torch: Path) -> bool:
     with zipfile.ZipFile(torch) as archive:
         names = [name for name in archive.namelist() if name.endswith("libtorch_python.so")]
         return not names or any(NUMPY_2 in archive.read(name) for name in names)
-
-
-def _download_until_complete(
-    root: str,
-    own_wheel: Path,
-    target: BundleTarget,
-    folder: Path,
-    index: str | None,
-    constraint: Path | None,
-    more: list[str],
-) -> list[Path]:
-    """Download wheels until no dependency is missing. Return copies in `folder`, without the own wheel."""
-    for _ in range(ROUNDS_MOST):
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            _download_wheels(
-                [f"{root} @ {own_wheel.resolve().as_uri()}", *more], Path(scratch), target, index, constraint
-            )
-            got = {wheel.name: wheel for wheel in map(Wheel.from_file, sorted(Path(scratch).glob("*.whl")))}
-            needed, missing = dependency_closure(root, got, target)
-            if not missing:
-                kept = [got[name].path for name in sorted(needed - {Wheel.from_file(own_wheel).name})]
-                return [Path(shutil.copy(path, folder / path.name)) for path in kept]
-            more += missing
-    raise JobError(f"wheels for {target.name} cannot be resolved: {', '.join(more)} asks for more each time")
 
 
 def dependency_closure(root: str, wheels: Mapping[str, Wheel], target: BundleTarget) -> tuple[set[str], list[str]]:
@@ -243,52 +250,5 @@ def _is_required_for_extra(one: Requirement, target: BundleTarget, extra: str) -
     if one.marker is None:
         return not extra
     environment = target.marker_environment()
-    if not extra:
-        return one.marker.evaluate({**environment, "extra": ""})
-    return one.marker.evaluate({**environment, "extra": extra}) and not one.marker.evaluate(
-        {**environment, "extra": ""}
-    )
-
-
-def _download_wheels(
-    what: Sequence[str], folder: Path, target: BundleTarget, index: str | None, constraint: Path | None
-) -> None:
-    besides = ["--extra-index-url", index] if index else []
-    why = _run_pip_download(what, folder, target, constraint, besides, local=index is not None)
-    if why is not None:
-        raise JobError(
-            f"no wheels for {target.name} (Python {target.python}, {target.machine}): {why}; is there a network, "
-            "does this Python have pip, do these packages have wheels for that board (PIP_EXTRA_INDEX_URL adds one)"
-            f"{f', does {constraint} allow versions that go together' if constraint else ''}?"
-        )
-
-
-def _run_pip_download(
-    what: Sequence[str],
-    folder: Path,
-    target: BundleTarget,
-    constraint: Path | None,
-    where: Sequence[str],
-    *,
-    local: bool,
-) -> str | None:
-    """Download wheels with pip. Return None, or the error.
-
-    Args:
-        what: requirements.
-        folder: gets the wheels.
-        target: kind of board.
-        constraint: pip's constraints file.
-        where: pip's options that name indexes.
-        local: take wheels with the board's own tag too, and rather than others of the same version.
-    """
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
-    command += ["--only-binary", ":all:", "--implementation", "cp", "--python-version", target.python]
-    for platform in ([target.local_platform] if local else []) + list(target.platforms):
-        command += ["--platform", platform]
-    command += ["--constraint", str(constraint)] if constraint else []
-    done = subprocess.run([*command, *where, "--dest", str(folder), *what], capture_output=True, text=True, check=False)
-    if not done.returncode:
-        return None
-    told = [line.strip() for line in done.stderr.splitlines() if "error" in line.lower()]
-    return "; ".join(told[-2:]) or done.stderr.strip()[-300:] or "pip said nothing"
+    without = one.marker.evaluate({**environment, "extra": ""})
+    return without if not extra else not without and one.marker.evaluate({**environment, "extra": extra})

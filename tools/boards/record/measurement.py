@@ -21,9 +21,8 @@ from fedquilt.edge_agent.clocks.client import ClockClient
 from fedquilt.edge_agent.power.task_power import EnergyAccount
 from fedquilt.profiles import MOST_POINTS, fit
 from fedquilt.profiles import clock_model as laws
-from fedquilt.tools.boards.record.probes import TaskProbe
+from fedquilt.tools.boards.record.probes import TaskProbe, TimedWorkload
 from fedquilt.tools.boards.record.probes import fit_rates as workload_rates
-from fedquilt.tools.boards.record.workloads import TimedWorkload
 
 log = logging.getLogger("fedquilt.record")
 
@@ -39,8 +38,6 @@ IDLE_STEP_S: Final = 0.5  # between its readings
 
 @dataclass(frozen=True)
 class MeasurementSetup:
-    """Workload, sensors, clocks and time functions of a measurement."""
-
     work: TimedWorkload
     read: Callable[[float], Reading]
     clocks: ClockClient | None  # None to keep the board's clocks
@@ -140,7 +137,6 @@ def _unpin_on_exit(clocks: ClockClient | None) -> Iterator[None]:
 
 
 def _measure_idle_power(rig: MeasurementSetup, seconds: float) -> tuple[float | None, str | None]:
-    """Return the mean power in W and its source, or None and None without a meter."""
     now_s = rig.now()
     ledger = EnergyAccount(now_s).with_reading(now_s, rig.read(now_s))
     if ledger.at_s is None:
@@ -187,7 +183,6 @@ def _measure_point(rig: MeasurementSetup, point: OperatingPoint, end_s: float) -
 
 
 def _measure_rates(rig: MeasurementSetup, probes: Sequence[TaskProbe], until_s: float, end_s: float) -> Rates | None:
-    """Return the rates fitted to the shortest time of each probe, or None if too few runs were possible."""
     times: list[list[float]] = [[] for _ in probes]
     try:
         while rig.now() < until_s or len(times[-1]) < LEAST_UNITS:
@@ -207,7 +202,6 @@ def _measure_rates(rig: MeasurementSetup, probes: Sequence[TaskProbe], until_s: 
 def _time_units(
     rig: MeasurementSetup, unit: Callable[[], object], until_s: float, end_s: float
 ) -> tuple[list[float], float | None]:
-    """Return the seconds of each unit and the mean power. A minimum of units runs even past `until_s`."""
     times: list[float] = []
     now_s = rig.now()
     ledger = EnergyAccount(now_s).with_reading(now_s, rig.read(now_s))

@@ -32,26 +32,12 @@ def serve_dashboard(
     say: Callable[[str], None] = print,
     connections: ConnectionLimiter | None = None,
 ) -> None:
-    """Serve the dashboard of a home until the process ends.
-
-    Args:
-        home: Folder of a coordinator, which need not run.
-        listen: HOST:PORT, with port 0 for any free port.
-        actions: Permit clients with the token to approve, stop and resume runs.
-        names: Permitted host names besides addresses and localhost.
-        say: Function that prints a line.
-        connections: Limits on the connections, or None for those of the home's limits.toml.
-
-    Raises:
-        JobError: If the address is invalid or in use, limits.toml is malformed, or starlette or uvicorn is not
-            installed.
-        StoreError: If the token cannot be written.
-    """
+    """Serve the dashboard of a home until the process ends."""
     raise_descriptor_limit()
     uvicorn: Any = extras.load_optional("uvicorn")
     extras.load_optional("starlette")
     from fedquilt.tools.operations.access_control import AccessPolicy
-    from fedquilt.tools.operations.dash import uvicorn_protocol
+    from fedquilt.tools.operations.dash import app
     from fedquilt.tools.operations.dash.app import Dashboard
     from fedquilt.tools.operations.dash.home_watcher import HomeWatcher
 
@@ -77,7 +63,7 @@ def serve_dashboard(
                 server_header=False,
                 proxy_headers=False,
                 ws="none",
-                http=uvicorn_protocol.make_limited_protocol(connections),
+                http=app.make_limited_protocol(connections),
                 timeout_graceful_shutdown=2,
             )
             server = uvicorn.Server(config)
@@ -86,7 +72,7 @@ def serve_dashboard(
             for each in (poll, reads):  # without them nothing is live: better an end than a page that stands still
                 each.add_done_callback(lambda task: setattr(server, "should_exit", True))
             closing = asyncio.create_task(_close_watch_on_exit(server, watch))
-            late = asyncio.create_task(uvicorn_protocol.close_late_connections(connections, server))
+            late = asyncio.create_task(app.close_late_connections(connections, server))
             try:
                 await server.serve([place])
             finally:
@@ -125,10 +111,5 @@ def _open_listening_socket(listen: str) -> socket.socket:
 
 
 def write_token(home: Path, token: str) -> None:
-    """Write the token into the home with permissions for this user only.
-
-    Raises:
-        StoreError: If the file cannot be written.
-    """
     with disk.disk_errors(f"write {home / TOKEN}"):
         disk.PRIVATE.write_atomically(home / TOKEN, f"{token}\n".encode(), durable=False)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
+import math
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import aclosing
@@ -11,6 +14,7 @@ from importlib import resources
 from typing import Any, Final
 from urllib.parse import parse_qsl
 
+import h11
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -18,14 +22,16 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from fedquilt import __version__
 from fedquilt.coordinator import run_control
 from fedquilt.coordinator.storage import store
 from fedquilt.core import FedquiltError, JobError, StoreError
+from fedquilt.host.http_server import Connection, ConnectionLimiter
 from fedquilt.tools.operations import access_control
 from fedquilt.tools.operations.access_control import AccessPolicy
-from fedquilt.tools.operations.dash import pages, rollouts
+from fedquilt.tools.operations.dash import pages
 from fedquilt.tools.operations.dash.home_watcher import HomeWatcher, MissingRunError
 from fedquilt.tools.operations.dash.reports import ReportBuilder
 
@@ -37,18 +43,20 @@ MOST_QUERY: Final = 2048
 ANSWERS: Final = 32  # answers that are kept for whoever asks the same, until something changes
 ANSWER_S: Final = 5.0
 
-Told = Callable[[Request], Awaitable[dict[str, Any]]]
+PageLoader = Callable[..., Awaitable[dict[str, Any]]]
+PAGES: Final[dict[str, PageLoader]] = {  # called with the watcher, the query and the path's parameter
+    "/api/fleet": pages.load_fleet_page,
+    "/api/boards/{name}": pages.load_device_page,
+    "/api/runs": pages.load_runs_page,
+    "/api/runs/{run}": pages.load_run_page,
+    "/api/runs/{run}/why": pages.load_round_page,
+    "/api/rollouts": pages.load_rollouts,
+    "/api/rollouts/{rollout}": pages.load_rollout,
+    "/api/log": pages.load_log_page,
+}
 
 
 class Dashboard:
-    """Web application of one dashboard.
-
-    Args:
-        watch: Watcher of the home.
-        door: Access policy for actions, or None to permit no actions.
-        names: Permitted host names besides addresses and localhost.
-    """
-
     def __init__(self, watch: HomeWatcher, door: AccessPolicy | None = None, names: Collection[str] = ()) -> None:
         self._watch, self._door, self._names = watch, door, names
         self._reports = ReportBuilder(watch.home)
@@ -64,45 +72,10 @@ class Dashboard:
         routes = [
             *(Route(path, self._serve_page) for path in shells),
             Route("/static/{digest}/{name}", self._serve_file),
-            Route(
-                "/api/fleet",
-                self._make_cached_json_handler(lambda r: pages.load_fleet_page(self._watch, _parse_query(r))),
-            ),
-            Route(
-                "/api/boards/{name}",
-                self._make_cached_json_handler(
-                    lambda r: pages.load_device_page(self._watch, _get_path_parameter(r, "name"), _parse_query(r))
-                ),
-            ),
-            Route(
-                "/api/runs",
-                self._make_cached_json_handler(lambda r: pages.load_runs_page(self._watch, _parse_query(r))),
-            ),
-            Route(
-                "/api/runs/{run}",
-                self._make_cached_json_handler(
-                    lambda r: pages.load_run_page(self._watch, _get_path_parameter(r, "run"))
-                ),
-            ),
-            Route(
-                "/api/runs/{run}/why",
-                self._make_cached_json_handler(
-                    lambda r: pages.load_round_page(self._watch, _get_path_parameter(r, "run"), _parse_query(r))
-                ),
-            ),
+            *(Route(path, self._make_cached_json_handler(load)) for path, load in PAGES.items()),
             Route("/api/runs/{run}/report", self._serve_report),
             Route("/api/runs/{run}/{what:str}", self._control_run, methods=["POST"]),
-            Route("/api/rollouts", self._make_cached_json_handler(lambda r: rollouts.load_rollouts(self._watch))),
-            Route(
-                "/api/rollouts/{rollout}",
-                self._make_cached_json_handler(
-                    lambda r: rollouts.load_rollout(self._watch, _get_path_parameter(r, "rollout"))
-                ),
-            ),
             Route("/api/rollouts/{rollout}/{what:str}", self._control_rollout, methods=["POST"]),
-            Route(
-                "/api/log", self._make_cached_json_handler(lambda r: pages.load_log_page(self._watch, _parse_query(r)))
-            ),
             Route("/api/events", self._serve_events),
             Route("/api/session", self._serve_session, methods=["GET", "POST"]),
         ]
@@ -133,12 +106,18 @@ class Dashboard:
 
     # -- values --
 
-    def _make_cached_json_handler(self, told: Told) -> Callable[[Request], Awaitable[Response]]:
+    def _make_cached_json_handler(self, load: PageLoader) -> Callable[[Request], Awaitable[Response]]:
         async def handle_request(request: Request) -> Response:
             key, stamp = f"{request.url.path}?{request.url.query}", dict(self._watch.changes)
             kept = self._answers.pop(key, None)
             if kept is None or kept[0] != stamp or time.monotonic() > kept[1] + ANSWER_S:
-                kept = (stamp, time.monotonic(), msgspec.json.encode(await told(request)))
+                kept = (
+                    stamp,
+                    time.monotonic(),
+                    msgspec.json.encode(
+                        await load(self._watch, dict(parse_qsl(request.url.query)), *request.path_params.values())
+                    ),
+                )
             while len(self._answers) >= ANSWERS:
                 del self._answers[next(iter(self._answers))]
             self._answers[key] = kept
@@ -188,9 +167,7 @@ class Dashboard:
 
     async def _control_rollout(self, request: Request) -> Response:
         what = await self._require_allowed_action(request, ("back",))
-        return _confirm_action(
-            what, await rollouts.request_revert(self._watch, _get_path_parameter(request, "rollout"))
-        )
+        return _confirm_action(what, await pages.request_revert(self._watch, _get_path_parameter(request, "rollout")))
 
     async def _require_allowed_action(self, request: Request, known: Collection[str]) -> str:
         await _read_body(request)
@@ -276,10 +253,6 @@ async def _handle_unexpected_error(request: Request, error: Exception) -> Respon
     return _make_problem_response(500, "an error of fedquilt's own; its log says more")
 
 
-def _parse_query(request: Request) -> dict[str, str]:
-    return dict(parse_qsl(request.url.query))
-
-
 def _get_path_parameter(request: Request, name: str) -> str:
     return str(request.path_params[name])
 
@@ -295,3 +268,63 @@ async def _read_body(request: Request) -> bytes:
 
 def _encode_event(changes: dict[str, int] | None) -> bytes:
     return b": still here\n\n" if changes is None else b"data: " + msgspec.json.encode(changes) + b"\n\n"
+
+
+CHECK_S = 0.5  # between checks of deadlines
+
+
+def make_limited_protocol(connections: ConnectionLimiter) -> Callable[..., asyncio.Protocol]:
+    class LimitedProtocol(H11Protocol):
+        entry: Connection | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            sock: socket.socket = transport.get_extra_info("socket")
+            address = str((transport.get_extra_info("peername") or ("",))[0])
+            self.entry = connections.add_connection(address, sock.fileno(), transport.abort)
+            if self.entry is None:
+                transport.write(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n\r\n")
+                transport.close()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            if self.entry is not None:
+                connections.remove_connection(self.entry)
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            if self.entry is not None:
+                super().data_received(data)
+
+        def handle_events(self) -> None:
+            super().handle_events()
+            self._restart_deadline()
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._restart_deadline()
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._restart_deadline()
+
+        def _restart_deadline(self) -> None:
+            if self.entry is None or self.cycle is None or self.cycle.response_complete:
+                return
+            if self.conn.their_state is not h11.SEND_BODY and not self.flow.write_paused:
+                connections.begin_request(self.entry, math.inf)  # changes are streamed for hours
+            elif self.entry.waits or self.entry.deadline_s == math.inf:
+                connections.begin_request(self.entry)
+
+        def on_response_complete(self) -> None:
+            if self.entry is not None:
+                connections.await_request(self.entry)
+            super().on_response_complete()
+
+    return LimitedProtocol
+
+
+async def close_late_connections(connections: ConnectionLimiter, server: Any) -> None:
+    """Close connections whose deadline has passed, until the server ends."""
+    while not server.should_exit:
+        connections.close_overdue()
+        await asyncio.sleep(CHECK_S)

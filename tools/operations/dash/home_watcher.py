@@ -99,7 +99,6 @@ class HomeWatcher:
         return (found, self._update_served()) if name == "runs" else found
 
     def _update_served(self) -> bool:
-        """Read and store whether a coordinator serves the home, False on errors, and return it."""
         try:
             self._served = self._get_current_reader().is_served()
         except StoreError:
@@ -123,7 +122,6 @@ class HomeWatcher:
                     yield None
 
     def close(self) -> None:
-        """End all loops and event streams."""
         self._closing = True
         self._wish.set()
         self._notify()
@@ -144,11 +142,6 @@ class HomeWatcher:
         return self._served
 
     async def load_fleet(self) -> FleetView:
-        """Return all devices, sorted by name.
-
-        Raises:
-            StoreError: If the device database cannot be read.
-        """
         async with self._get_lock("fleet"):
             change, now = self.changes["boards"], time.monotonic()
             if self._fleet is None or self._fleet.change != change or now > self._fleet.at + OLD_S:
@@ -158,15 +151,12 @@ class HomeWatcher:
             return self._fleet
 
     def _read_all_devices(self) -> tuple[list[devices.DeviceRow], dict[str, int], list[str]]:
-        """Return the devices, the number of devices in each state, and the first labels."""
         found = devices.load_devices(self.home)
         counts = Counter(name for each in found for name in devices.matching_states(each))
         labels = sorted({label for each in found for label in each.board.labels})[:KNOWN_LABELS]
         return found, {name: counts[name] for name in devices.STATES} | {"all": len(found)}, labels
 
     async def load_readings(self, device: str, begin: float, end: float) -> list[Any]:
-        """Return stored readings of a device between two wall-clock times in seconds."""
-
         def read() -> list[Any]:
             with device_status.TelemetryStore(self.home) as store:
                 return store.load_readings(device, begin, end)
@@ -176,11 +166,6 @@ class HomeWatcher:
     # -- runs --
 
     async def load_runs(self) -> RunList:
-        """Return the current list of runs.
-
-        Raises:
-            StoreError: If the list cannot be read.
-        """
         async with self._get_lock("runs"):
             change = self.changes["runs"]
             if self._runs is None or self._runs[0] != change:
@@ -200,11 +185,6 @@ class HomeWatcher:
         return self._get_current_reader().rollouts
 
     async def find_run(self, run: str) -> StoredJob:
-        """Return the stored job of a run, by its id or the name of its job.
-
-        Raises:
-            StoreError: If the run does not exist or cannot be read.
-        """
         rows = (await self.load_runs()).rows
         for row in reversed(rows):
             if isinstance(row, UnreadableRow) and run == row.id:
@@ -214,12 +194,7 @@ class HomeWatcher:
         raise MissingRunError(f"there is no run {run[:100]!r} in {self.home} any more, or never was")
 
     async def load_follower(self, run: str) -> RunFollower:
-        """Return the follower of a run after reading all its events.
-
-        Raises:
-            StoreError: If the run does not exist.
-            JobError: If the log is damaged, or of another version.
-        """
+        """Return the follower of a run after reading all its events."""
         row = await self.find_run(run)
         async with self._get_lock(row.id):
             until, problem = self._problems.get(row.id, (0.0, ""))
@@ -262,10 +237,6 @@ class HomeWatcher:
         """Return the follower of a run if its log has been read, or None and schedule the read.
 
         A change is announced when the log has been read.
-
-        Raises:
-            StoreError: If the run does not exist.
-            JobError: If the log cannot be read.
         """
         if run in self._followers or run in self._problems:
             return await self.load_follower(run)
@@ -297,7 +268,6 @@ class HomeWatcher:
             await self._wish.wait()
 
     async def _read_next_log(self) -> bool:
-        """Read the next requested log, or that of the newest unsummarised run. Return whether there was one."""
         if self._wanted:
             run = next(iter(self._wanted))
             with contextlib.suppress(FedquiltError):  # the next request for the log reports the error

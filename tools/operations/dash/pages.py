@@ -11,16 +11,21 @@ from typing import Any, Final
 
 import msgspec
 
+from fedquilt.coordinator import run_control
 from fedquilt.coordinator.rounds.events import ENDED
+from fedquilt.coordinator.rounds.rollout import StatusReported
 from fedquilt.coordinator.settings import JobSettings
+from fedquilt.coordinator.storage import store
+from fedquilt.coordinator.storage.rollout_log import StoredRollout
 from fedquilt.coordinator.storage.rows import UnreadableRow
 from fedquilt.coordinator.storage.store import StoredJob
 from fedquilt.coordinator.views import devices, round_outcomes
+from fedquilt.coordinator.views import rollouts as view
 from fedquilt.coordinator.views.devices import DeviceRow
 from fedquilt.core import FedquiltError, JobError
 from fedquilt.formats import labels
 from fedquilt.tools.operations.dash import run_follower
-from fedquilt.tools.operations.dash.home_watcher import HomeWatcher
+from fedquilt.tools.operations.dash.home_watcher import HomeWatcher, MissingRunError
 
 Query = Mapping[str, str]
 
@@ -43,12 +48,6 @@ _SORTS: Final[dict[str, Callable[[DeviceRow], tuple[Any, ...]] | None]] = {
 
 
 async def load_fleet_page(watch: HomeWatcher, query: Query) -> dict[str, Any]:
-    """Return one page of devices, filtered by state, labels and text, as table rows or grid cells.
-
-    Raises:
-        JobError: If a state, label or page is invalid.
-        StoreError: If the device database cannot be read.
-    """
     known = await watch.load_fleet()
     wanted, state, text = labels.split_words(query.get("label", "")), query.get("state") or None, query.get("text", "")
     labels.require_valid_selection(wanted)
@@ -90,14 +89,7 @@ def _make_grid_cell(device: DeviceRow) -> list[Any]:
     return [device.board.device, device.state, share, device.board.refusal is not None]
 
 
-async def load_device_page(watch: HomeWatcher, name: str, query: Query) -> dict[str, Any]:
-    """Return the status, readings and latest rounds of one device.
-
-    Raises:
-        MissingDeviceError: If the device is unknown.
-        JobError: If the time span is invalid.
-        StoreError: If the device database cannot be read.
-    """
+async def load_device_page(watch: HomeWatcher, query: Query, name: str) -> dict[str, Any]:
     known = (await watch.load_fleet()).boards
     place = bisect.bisect_left(known, name, key=lambda each: each.board.device)
     found = known[place] if place < len(known) and known[place].board.device == name else None
@@ -125,7 +117,6 @@ async def load_device_page(watch: HomeWatcher, name: str, query: Query) -> dict[
 
 
 async def _load_recent_runs(watch: HomeWatcher) -> tuple[list[run_follower.RunFollower], bool]:
-    """Return followers of unfinished runs and of the two latest ended runs, and whether a log is still being read."""
     # all unfinished runs and the two that ended last. Unreadable logs are left out
     try:
         rows = [row for row in (await watch.load_runs()).rows if isinstance(row, StoredJob)]
@@ -141,11 +132,6 @@ async def _load_recent_runs(watch: HomeWatcher) -> tuple[list[run_follower.RunFo
 
 
 async def load_runs_page(watch: HomeWatcher, query: Query) -> dict[str, Any]:
-    """Return one page of runs, the latest first, with the current round of unfinished runs.
-
-    Raises:
-        StoreError: If the list of runs cannot be read.
-    """
     listed = await watch.load_runs()
     shown, page, pages = _paginate(list(reversed(listed.rows)), _parse_integer(query, "page", 1), ROWS)
     told = []
@@ -163,13 +149,7 @@ async def load_runs_page(watch: HomeWatcher, query: Query) -> dict[str, Any]:
     return {"at": time.time(), "served": listed.served, "page": page, "pages": pages, "runs": told}
 
 
-async def load_run_page(watch: HomeWatcher, id: str) -> dict[str, Any]:
-    """Return the figures, the rounds and the current round of a run.
-
-    Raises:
-        StoreError: If the run does not exist.
-        JobError: If the log cannot be read.
-    """
+async def load_run_page(watch: HomeWatcher, query: Query, id: str) -> dict[str, Any]:
     found = await watch.load_follower(id)
     listed = await watch.load_runs()
     boards = {each.board.device: each.board for each in (await watch.load_fleet()).boards}
@@ -204,13 +184,7 @@ def _make_commands(job: JobSettings, id: str, watch: HomeWatcher) -> dict[str, s
     return {"resume": f"fedquilt resume {id} {home}", "export": f"fedquilt model export {id} {home} --out FILE"}
 
 
-async def load_round_page(watch: HomeWatcher, id: str, query: Query) -> dict[str, Any]:
-    """Return the outcomes of all devices in one round, with the reasons of those not selected.
-
-    Raises:
-        StoreError: If the run does not exist.
-        JobError: If the round does not exist, or the log cannot be read.
-    """
+async def load_round_page(watch: HomeWatcher, query: Query, id: str) -> dict[str, Any]:
     found = await watch.load_follower(id)
     first, last = found.first, found.last
     if first is None or last is None:
@@ -245,12 +219,6 @@ async def load_round_page(watch: HomeWatcher, id: str, query: Query) -> dict[str
 
 
 async def load_log_page(watch: HomeWatcher, query: Query) -> dict[str, Any]:
-    """Return the latest log lines of recent runs, filtered by run, device, kind and text.
-
-    Raises:
-        StoreError: If the run does not exist.
-        JobError: If the log cannot be read.
-    """
     wanted = query.get("run", "")
     followed, reading = ([await watch.load_follower(wanted)], False) if wanted else await _load_recent_runs(watch)
     device, kind, text = query.get("device", ""), query.get("kind", ""), query.get("text", "").casefold()
@@ -294,3 +262,70 @@ def _parse_integer(query: Query, name: str, default: int) -> int:
 
 
 class MissingDeviceError(JobError): ...
+
+
+BOARDS: Final = 200  # of one rollout that are shown, those first that have not committed it
+LATEST: Final = 100  # rollouts of the list
+
+
+async def load_rollouts(watch: HomeWatcher, query: Query) -> dict[str, Any]:
+    def read() -> tuple[list[dict[str, Any]], dict[str, str]]:
+        log = watch.open_rollout_log()
+        around, latest = view.load_context(watch.home, log), log.readable_rollouts()[::-1][:LATEST]
+        return [{**_format_row(kept), "waits": view.load_rollout_wait(kept, log, around)} for kept in latest], {
+            id: str(why) for id, why in log.read_errors().items()
+        }
+
+    rows, odd = await watch.run_in_reader_thread(read)
+    rows += [{"rollout": id, "problem": why} for id, why in odd.items()]
+    return {"at": time.time(), "served": watch.is_served, "rollouts": rows}
+
+
+async def load_rollout(watch: HomeWatcher, query: Query, id: str) -> dict[str, Any]:
+    kept = await _find_rollout(watch, id)
+
+    def read() -> tuple[Any, str]:
+        log = watch.open_rollout_log()
+        facts = log.read_events(id)
+        return facts, view.describe_rollout_wait(kept.state, facts, view.load_context(watch.home, log))
+
+    facts, waits = await watch.run_in_reader_thread(read)
+    told = view.summarise_rollout_and_devices(kept)
+    steps = [
+        {"at": at, "text": view.format_event(kept.state, fact)}
+        for _, at, fact in facts
+        if not isinstance(fact, StatusReported)
+    ]
+    boards = told.pop("boards")
+    return {
+        "at": time.time(),
+        "served": watch.is_served,
+        **told,
+        **_format_row(kept),
+        "boards": boards[:BOARDS],
+        "more": max(0, len(boards) - BOARDS),
+        "steps": steps,
+        "waits": waits,
+    }
+
+
+async def request_revert(watch: HomeWatcher, id: str) -> str:
+    """Request the end or the roll-back of a rollout, and return a sentence on the effect."""
+    kept = await _find_rollout(watch, id)
+
+    def store_request() -> str:
+        with store.Store(watch.home) as written:
+            return run_control.revert_rollout(written, kept.state.id)
+
+    return await watch.run_in_reader_thread(store_request)
+
+
+def _format_row(kept: StoredRollout) -> dict[str, Any]:
+    return {**view.summarise_rollout(kept), "now": view.format_step(kept.state)}
+
+
+async def _find_rollout(watch: HomeWatcher, id: str) -> StoredRollout:
+    for kept in await watch.run_in_reader_thread(lambda: watch.open_rollout_log().readable_rollouts()):
+        if kept.state.id == id:
+            return kept
+    raise MissingRunError(f"there is no rollout {id[:100]!r} in {watch.home}, or it cannot be read")

@@ -25,15 +25,6 @@ class ReportBuilder:
         self._pages: dict[tuple[str, str], bytes] = {}
 
     async def get_page(self, run: str, done: str) -> bytes:
-        """Return the report of a run, built if `done` has changed.
-
-        Args:
-            run: Id of the run.
-            done: Progress of the run, part of the cache key.
-
-        Raises:
-            JobError: If the report cannot be built in time.
-        """
         async with self._lock:
             if (run, done) not in self._pages:
                 made = await self._make_page(run)
@@ -43,7 +34,6 @@ class ReportBuilder:
             return self._pages[run, done]
 
     async def _make_page(self, run: str) -> bytes:
-        """Return a run's page, made by a process. Raise JobError if that fails or takes too long."""
         words = (sys.executable, "-m", "fedquilt.tools.operations.dash.reports", str(self._home), run)
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(*words, stdout=pipe, stderr=pipe, limit=MOST_BYTES)

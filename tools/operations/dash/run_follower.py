@@ -55,12 +55,7 @@ class RoundTimes:
 
 
 class RunFollower:
-    """State of one run after the events so far.
-
-    Args:
-        row: Stored job of the run.
-        cells: Limit on devices times rounds with stored details.
-    """
+    """State of one run after the events so far."""
 
     def __init__(self, row: StoredJob, cells: int = CELLS) -> None:
         self.row, self.seq, self.cells = row, 0, cells
@@ -84,11 +79,7 @@ class RunFollower:
         return self._parts.found
 
     def add_event(self, seq: int, at: float, fact: AnyEvent) -> None:
-        """Apply the next event of the run and add its log line.
-
-        Raises:
-            JobError: If the event cannot follow the earlier ones.
-        """
+        """Apply the next event of the run and add its log line."""
         before = self.summary
         self._parts.apply_event(fact, at)
         text, *more = event_messages.format_event(before, fact, self.summary)
@@ -129,7 +120,6 @@ class RunFollower:
     # -- what is shown --
 
     def make_round_rows(self) -> list[dict[str, Any]]:
-        """Return one row per round (`columns.ROUND`), thinned out evenly to at most DRAWN rows."""
         rows = columns.make_round_rows(self.summary)
         if len(rows) > DRAWN:
             rows = [rows[round(i * (len(rows) - 1) / (DRAWN - 1))] for i in range(DRAWN)]
@@ -157,12 +147,7 @@ class RunFollower:
     def describe_current_round(
         self, hold: str | None = None, boards: Mapping[str, DeviceStatus] = {}
     ) -> dict[str, Any]:
-        """Return phase, devices, counts and wait reason of the current round.
-
-        Args:
-            hold: Reason why the coordinator suspends the run, or None.
-            boards: Status of the devices by id.
-        """
+        """Return phase, devices, counts and wait reason of the current round."""
         state = self.state
         parts = self.parts.get(state.round, {})
         return {
@@ -179,7 +164,6 @@ class RunFollower:
         }
 
     def list_device_rounds(self, device: str) -> list[dict[str, Any]]:
-        """Return a device's outcome and time split in each stored round, the latest first."""
         found = []
         for number in sorted(self.parts, reverse=True):
             part = self.parts[number].get(device)

@@ -21,16 +21,6 @@ rule_files:
 
 
 def write_monitoring_files(folder: Path, target: str) -> list[Path]:
-    """Write the dashboard, the alert rules and a Prometheus configuration, and return their paths.
-
-    Args:
-        folder: Output folder, created if missing.
-        target: HOST:PORT of `fedquilt serve --metrics`.
-
-    Raises:
-        JobError: If the address is invalid.
-        StoreError: If the folder cannot be written.
-    """
     open_metrics.parse_listen_address(target)
     with disk.disk_errors(f"write {folder}"):
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,21 +1,35 @@
-"""Model runner on ONNX Runtime that loads new models while running and measures drift."""
+"""Model runner on ONNX Runtime that loads new models while running and measures drift.
+
+POST /v1/classify   bytes of an image, WAV file, text or .npy: one result. Bytes of an .npz or CSV: one per example
+POST /v1/label      {"id": ..., "label": name or number}: true label of a result
+GET  /v1/health     model, request counts, latency and drift
+
+All responses are JSON. Errors are {"error": a sentence}.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import ipaddress
+import logging
 import socket
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+import msgspec
 
 from fedquilt import open_metrics
-from fedquilt.core import JobError
+from fedquilt.core import UNDECODABLE, DataError, FedquiltError, JobError
 from fedquilt.host import http_server
-from fedquilt.tools.operations.runner.models import ModelSwitcher
-from fedquilt.tools.operations.runner.service import ModelService
+from fedquilt.host.http_server import ConnectionLimiter, ConnectionLimits, HttpExchange, HttpServer, RequestRefusedError
+from fedquilt.tools.operations import access_control
+from fedquilt.tools.operations.runner.service import BODY_MOST, ModelService, ModelSwitcher, UnknownClassificationError
 
 ENDING_S: Final = 5.0  # for which requests that have begun are waited for at the end
 LOOK_S: Final = 0.2  # between two looks for a new model
@@ -28,18 +42,6 @@ def serve_model(
     anywhere: bool = False,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Classify examples of HTTP requests until the process ends.
-
-    Args:
-        place: Model folder or file, as for `fedquilt.tools.operations.runner.models.resolve_model_file`.
-        listen: HOST:PORT of the HTTP server, with port 0 for any free port.
-        anywhere: Permit an address that other machines can reach.
-        say: Function that prints a line.
-
-    Raises:
-        ModelError: If the model is missing or unusable.
-        JobError: If the address is invalid, in use or reachable by others.
-    """
     http_server.raise_descriptor_limit()
     address = _require_permitted_address(listen, anywhere)
     models = ModelSwitcher(place)
@@ -56,7 +58,6 @@ def serve_model(
 
 
 def _require_permitted_address(listen: str, anywhere: bool) -> tuple[str, int]:
-    """Return host and port, or raise JobError if not a loopback address, unless `anywhere`."""
     host, port = open_metrics.parse_listen_address(listen)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
@@ -72,8 +73,7 @@ def _require_permitted_address(listen: str, anywhere: bool) -> tuple[str, int]:
 
 @contextlib.contextmanager
 def _serve_http(service: ModelService, address: tuple[str, int], anywhere: bool) -> Iterator[str]:
-    """Answer HTTP requests in threads while the body runs, and yield the URL."""
-    from fedquilt.tools.operations.runner.http import RunnerServer
+    from fedquilt.tools.operations.runner import RunnerServer
 
     try:
         server = RunnerServer(service, *address, anywhere=anywhere)
@@ -89,3 +89,132 @@ def _serve_http(service: ModelService, address: tuple[str, int], anywhere: bool)
         end_s = time.monotonic() + ENDING_S
         while server.busy and time.monotonic() < end_s:
             time.sleep(0.02)
+
+
+log = logging.getLogger("fedquilt.runner")
+
+BODIES_MOST: Final = 64 << 20  # bytes of all requests that are being read or wait
+BODIES_SHARE: Final = BODIES_MOST // 2  # bytes of them that one address may have
+SMALL_MOST: Final = 4096  # bytes of a label
+LIMITS: Final = ConnectionLimits(connections=64, per_address=64)  # on loopback, all clients have one address
+
+
+class _LabelRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    id: str
+    label: str | int
+
+
+class RunnerServer:
+    def __init__(
+        self,
+        service: ModelService,
+        host: str,
+        port: int,
+        *,
+        anywhere: bool = False,
+        connections: ConnectionLimiter | None = None,
+    ) -> None:
+        self._service, self._anywhere = service, anywhere
+        self.busy = 0  # requests that are being answered
+        self._bytes = Counter[str]()  # address -> bytes of its bodies that have arrived
+        self._lock = threading.Lock()
+        limits = ConnectionLimits(LIMITS.connections, LIMITS.connections // 2) if anywhere else LIMITS
+        connections = ConnectionLimiter(limits) if connections is None else connections
+        self._http = HttpServer(host, port, self._answer_request, connections=connections, error_body=_json_error_body)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self._http.address
+
+    @property
+    def url(self) -> str:
+        return self._http.url
+
+    def start(self) -> None:
+        self._http.start()
+
+    def close(self) -> None:
+        self._http.close()
+
+    @contextmanager
+    def _count_as_busy(self) -> Iterator[None]:
+        with self._lock:
+            self.busy += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.busy -= 1
+
+    @contextmanager
+    def reserve_body_memory(self, address: str) -> Iterator[Callable[[int], None]]:
+        """Yield a function that reserves memory for received bytes, until the end of the context."""
+        reserved = 0
+
+        def reserve(size: int) -> None:
+            nonlocal reserved
+            with self._lock:
+                if self._bytes[address] + size > BODIES_SHARE or self._bytes.total() + size > BODIES_MOST:
+                    raise RequestRefusedError(503, "too many requests wait: try again")
+                self._bytes[address] += size
+                reserved += size
+
+        try:
+            yield reserve
+        finally:
+            with self._lock:
+                self._bytes[address] -= reserved
+                if not self._bytes[address]:
+                    del self._bytes[address]
+
+    # -- requests --
+
+    def _answer_request(self, exchange: HttpExchange) -> None:
+        with self._count_as_busy():
+            try:
+                status, found = 200, self._compute_result(exchange)
+            except UnknownClassificationError as error:
+                status, found = 404, {"error": str(error)}
+            except DataError as error:
+                status, found = 400, {"error": str(error)}
+            except FedquiltError as error:
+                status, found = 500, {"error": str(error)}
+            except (RequestRefusedError, OSError):
+                raise
+            except Exception as error:
+                log.exception("no answer to a request")
+                status, found = 500, {"error": f"an error of fedquilt's own ({type(error).__name__}): see the log"}
+            headers = {"content-type": "application/json", "cache-control": "no-store"}
+            exchange.send_response(status, headers, msgspec.json.encode(found))
+
+    def _compute_result(self, exchange: HttpExchange) -> Any:
+        self._require_own_page(exchange)
+        match exchange.method, exchange.path:
+            case "POST", "/v1/classify":
+                with self.reserve_body_memory(exchange.connection.address) as reserve:
+                    return self._service.classify_bytes(exchange.read_body(BODY_MOST, reserve))
+            case "POST", "/v1/label":
+                try:
+                    label = msgspec.json.decode(exchange.read_body(SMALL_MOST), type=_LabelRequest)
+                except UNDECODABLE as error:
+                    raise RequestRefusedError(400, f'a label is {{"id": ..., "label": ...}}: {error}') from None
+                return {"right": self._service.record_label(label.id, label.label)}
+            case "GET" | "HEAD", "/v1/health":
+                return self._service.make_health()
+        raise RequestRefusedError(
+            404, f"there is no {exchange.method} {exchange.path[:100]!r}: use /v1/classify, /v1/label or /v1/health"
+        )
+
+    def _require_own_page(self, exchange: HttpExchange) -> None:
+        headers = exchange.headers
+        called = headers.get("host", "").rpartition(":")[0].lower()
+        by_browser = "origin" in headers or "sec-fetch-site" in headers
+        acts = exchange.method == "POST" and by_browser
+        if access_control.refusal_reason(headers, (called,) if self._anywhere else (), acts=acts) is not None:
+            raise RequestRefusedError(
+                403, "this comes from somebody else's page, or calls the runner by a name: use its address"
+            )
+
+
+def _json_error_body(sentence: str) -> tuple[str, bytes]:
+    return "application/json", msgspec.json.encode({"error": sentence})

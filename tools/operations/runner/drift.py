@@ -54,12 +54,6 @@ class ReferenceDistribution(msgspec.Struct, frozen=True, forbid_unknown_fields=T
 
 
 def compute_features(prepared: np.ndarray, scores: np.ndarray) -> tuple[tuple[str, ...], np.ndarray]:
-    """Return the names (k,) and the values (n, k) float64 of the features of n examples.
-
-    Args:
-        prepared: Network inputs (n, ...).
-        scores: Network outputs (n, labels).
-    """
     found: dict[str, np.ndarray] = {}
     x = prepared.astype(np.float64)
     if x.ndim == 4:  # images (n, channels, height, width)
@@ -87,13 +81,6 @@ def compute_features(prepared: np.ndarray, scores: np.ndarray) -> tuple[tuple[st
 
 
 def make_reference(names: Sequence[str], values: np.ndarray, classes: np.ndarray) -> ReferenceDistribution:
-    """Return the distribution of examples.
-
-    Args:
-        names: Names (k,) of the features.
-        values: Features (n, k) in the order of the examples.
-        classes: Predicted classes (n,).
-    """
     edges = tuple(
         tuple(float(edge) for edge in np.unique(np.quantile(column, np.arange(1, BINS) / BINS))) for column in values.T
     )

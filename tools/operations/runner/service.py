@@ -1,4 +1,4 @@
-"""Classification service with statistics on latency, drift and accuracy."""
+"""Classification with the current model, and statistics on latency, drift and accuracy."""
 
 from __future__ import annotations
 
@@ -16,13 +16,96 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import numpy as np
 
-from fedquilt.core import UNDECODABLE, DataError
+from fedquilt.core import UNDECODABLE, DataError, FedquiltError, ModelError
 from fedquilt.edge_agent.runner_status import LATEST
 from fedquilt.host.disk import PRIVATE, REAL
 from fedquilt.tools.artefacts import classifier
+from fedquilt.tools.artefacts.classifier import Classifier
 from fedquilt.tools.operations.runner import drift
 from fedquilt.tools.operations.runner.drift import DriftCounts, ReferenceDistribution
-from fedquilt.tools.operations.runner.models import ModelSwitcher, ServedModel
+
+AGAIN_S: Final = 30.0  # until a model that could not be loaded is tried again
+
+Key = tuple[str, int, int, int]
+
+
+class ServedModel(NamedTuple):
+    network: Classifier
+    sha256: str
+    key: Key
+
+
+def resolve_model_file(models: Path) -> Path:
+    """Return the ONNX file of a place, with links resolved."""
+    if models.is_dir():
+        current = models / "current"
+        inside = (current if current.is_symlink() or current.is_dir() else models) / "model.onnx"
+    else:
+        inside = models
+    found = inside.resolve()
+    if not found.is_file():
+        mend = (
+            "`fedquilt rollout model` puts one there, or name a folder that has one, or a file that `fedquilt model "
+            "export` wrote"
+        )
+        raise ModelError(f"there is no model {inside}: {mend}")
+    return found
+
+
+class ModelSwitcher:
+    """Current model of a place.
+
+    A request reads `now` once, so that its model stays loaded until the request is complete.
+    """
+
+    def __init__(self, place: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._place, self._clock = place, clock
+        self._failed: Key | None = None
+        self._failed_s = 0.0
+        self.trouble = ""  # why the model that is there is not the one in use; "": it is
+        self.now = self._load_and_try_model(resolve_model_file(place))
+
+    def reload_if_changed(self) -> bool:
+        """Load the model of the place if it has changed. Return whether a new model is in use.
+
+        If loading fails, the old model stays in use, and `trouble` states the reason.
+        """
+        try:
+            path = resolve_model_file(self._place)
+            key = _make_file_key(path)
+            if key == self.now.key:
+                self.trouble = ""
+                return False
+            if key == self._failed and self._clock() < self._failed_s + AGAIN_S:
+                return False
+            self._failed, self._failed_s = key, self._clock()
+            self.now = self._load_and_try_model(path)
+        except (FedquiltError, OSError) as error:
+            self.trouble = f"{error}; the one before answers meanwhile"
+            return False
+        self._failed, self.trouble = None, ""
+        return True
+
+    def _load_and_try_model(self, path: Path) -> ServedModel:
+        # the first run is the slowest, and shows whether the network is usable
+        try:
+            key, sha256 = _make_file_key(path), REAL.hash_file(path)
+        except OSError as error:
+            raise ModelError(f"cannot read {path}: {error.strerror}") from None
+        network = Classifier(path)
+        if (shape := network.input_shape) is not None:
+            network.compute_scores(
+                np.zeros((1, *shape), np.float32)
+            )  # the first answer takes longest, and shows what is wrong
+        if _make_file_key(path) != key:
+            raise ModelError(f"{path} was changed while it was read")
+        return ServedModel(network, sha256, key)
+
+
+def _make_file_key(path: Path) -> Key:
+    found = path.stat()
+    return str(path), found.st_ino, found.st_size, found.st_mtime_ns
+
 
 log = logging.getLogger("fedquilt.runner")
 
@@ -57,14 +140,7 @@ class UnknownClassificationError(DataError): ...
 
 
 class ModelService:
-    """Classification with the current model. Thread-safe, with one request at a time.
-
-    Args:
-        models: Current model.
-        home: Folder for SERVED and REFERENCES, or None to write no files.
-        size: Number of examples of a reference (`fedquilt.tools.operations.runner.drift`).
-        clock: Clock in seconds since 1970.
-    """
+    """Classification with the current model. Thread-safe, with one request at a time."""
 
     def __init__(
         self,
@@ -90,13 +166,7 @@ class ModelService:
     # -- requests --
 
     def classify_bytes(self, data: bytes) -> dict[str, Any]:
-        """Return the classification of the example in a file's bytes, or of all examples under "answers".
-
-        Raises:
-            DataError: If the bytes cannot be read, contain more than EXAMPLES_MOST examples, or do not fit the
-                network.
-            ModelError, MemoryBudgetError: If the network cannot be run.
-        """
+        """Return the classification of the example in a file's bytes, or of all examples under "answers"."""
         with self._count_refusals():
             if data.startswith(ZIP):
                 held = classifier.read_arrays(data, BODY_MOST)
@@ -153,12 +223,7 @@ class ModelService:
         return found
 
     def record_label(self, id: str, label: str | int) -> bool:
-        """Record the true label of a classification, a name or a number. Return whether they agree.
-
-        Raises:
-            UnknownClassificationError: If the classification is unknown, or already has a label.
-            DataError: If the label does not exist.
-        """
+        """Record the true label of a classification, a name or a number. Return whether they agree."""
         with self._work:
             if id not in self._awaited:
                 raise UnknownClassificationError(
@@ -181,7 +246,6 @@ class ModelService:
         return DriftCounts(self._references.get(loaded.sha256), self._size)
 
     def _follow_current_model(self) -> ServedModel:
-        """Return the current model, and restart the counts of drift and accuracy if the model is new."""
         # statistics of the previous model are reset when the model has changed
         loaded = self._models.now
         if loaded.sha256 != self._of:
@@ -192,7 +256,6 @@ class ModelService:
         return loaded
 
     def compute_accuracy(self) -> float | None:
-        """Return the share of correct classifications among recent labels, or None for too few labels."""
         return sum(self._right) / len(self._right) if len(self._right) >= LABELLED_LEAST else None
 
     def make_status(self) -> dict[str, Any]:
@@ -252,7 +315,6 @@ class ModelService:
             self._unwritable = said
 
     def _read_references(self) -> dict[str, ReferenceDistribution]:
-        """Return the stored reference distributions by model, or {} if missing or damaged."""
         if self._home is None:
             return {}
         try:

@@ -1,31 +1,186 @@
-"""Checks of an agent's home, data and memory budget."""
+"""Checks of an agent's credentials, certificate, power mode, home, data and memory budget."""
 
 from __future__ import annotations
 
 import os
+import ssl
 import time
+from _ssl import _test_decode_cert  # type: ignore[attr-defined]
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from fedquilt import profiles
 from fedquilt.core import FedquiltError
 from fedquilt.data.spec import DataSpec
-from fedquilt.edge_agent import devices
+from fedquilt.edge_agent import agent_state, devices
+from fedquilt.edge_agent.clocks import controls, owner_limits
 from fedquilt.edge_agent.clocks.client import HelperStatus
+from fedquilt.edge_agent.clocks.controls import ClockControls, PowerMode, is_same_mode
 from fedquilt.edge_agent.devices import linux
 from fedquilt.edge_agent.engines import NEEDS
+from fedquilt.edge_agent.power.learned_model import LatestTask, LearnedModel, estimate_points
 from fedquilt.edge_agent.settings import AgentSettings, parse_size
 from fedquilt.edge_agent.task import memory_budget
 from fedquilt.host import sysfs
+from fedquilt.security import enrolment
 from fedquilt.tools.boards.doctor import machine_facts
-from fedquilt.tools.boards.doctor.checks import identity, power_mode
-from fedquilt.tools.boards.doctor.checks.machine import FREE_MEMORY
-from fedquilt.tools.boards.doctor.checks.packages import InstalledPackages, onnx_installation_command, read_packages
 from fedquilt.tools.boards.doctor.findings import Check, Problem, Verdict, error
+from fedquilt.tools.boards.doctor.machine import (
+    FREE_MEMORY,
+    InstalledPackages,
+    onnx_installation_command,
+    read_packages,
+)
 from fedquilt.tools.boards.doctor.machine_facts import Free, HelperFault, MachineFacts, free_bytes, nearest_existing
+from fedquilt.transport.mqtt.broker import Broker
+
+PARTS: Final = ("ca", "cert", "key", "password_file")
+
+
+class Certificate(NamedTuple):
+    file: str
+    name: str | None  # the subject's common name
+    begins_s: float
+    ends_s: float
+    unit: str | None = None  # the subject's organisational unit
+
+
+def load_certificate(file: str) -> Certificate:
+    """Load the first certificate of a PEM file, with Python's own ssl alone, and without verification."""
+    told: dict[str, Any] = _test_decode_cert(file)  # boards may not have the cryptography library
+    subject: dict[str, str] = {}
+    for key, value in (each for names in told["subject"] for each in names):
+        subject.setdefault(key, value)
+    begins_s, ends_s = (ssl.cert_time_to_seconds(told[key]) for key in ("notBefore", "notAfter"))
+    return Certificate(file, subject.get("commonName"), begins_s, ends_s, subject.get("organizationalUnitName"))
+
+
+def _check_credentials(settings: AgentSettings, path: Path) -> Verdict:
+    try:
+        return f"[broker] can be used: {Broker.from_url(**msgspec.structs.asdict(settings.broker))}"
+    except FedquiltError as problem:
+        files = [Path(name) for part in PARTS if (name := getattr(settings.broker, part)) is not None]
+        if any(sysfs.is_forbidden(one) for one in files):
+            return error(str(problem), f"sudo fedquilt doctor {path}")
+        if settings.enrol.url is not None and not all(sysfs.is_visible(one) for one in files):
+            return error(str(problem), f"sudo fedquilt identity enrol {path}")
+        return error(str(problem), f"correct [broker] in {path}")
+
+
+def _check_secret_modes(settings: AgentSettings) -> Verdict:
+    for name in (settings.broker.key, settings.broker.password_file, settings.enrol.token):
+        try:
+            mode = os.stat(name).st_mode if name is not None else 0
+        except OSError:
+            continue
+        if mode & 0o077:
+            return Problem(f"{name} can be read by other users (mode {mode & 0o777:04o})", f"chmod 600 {name}")
+    return None
+
+
+def _check_validity(held: Certificate, path: Path, clock_s: float) -> Verdict:
+    certificate, ends, renew = (
+        f"certificate {held.file}",
+        format_day(held.ends_s),
+        f"sudo fedquilt identity enrol {path}",
+    )
+    if clock_s < held.begins_s:
+        return error(
+            f"{certificate} begins on {format_day(held.begins_s)}, and the clock says {format_day(clock_s)}: "
+            "it is behind",
+            "sudo timedatectl set-ntp true",
+        )
+    if clock_s >= held.ends_s:
+        return error(f"{certificate} ended on {ends}: the broker will refuse it", renew)
+    if clock_s >= held.ends_s - (held.ends_s - held.begins_s) * enrolment.DUE_SHARE / 2:
+        return Problem(f"{certificate} ends on {ends} and was not renewed in time", renew)
+    return f"{certificate} is valid until {ends}"
+
+
+def _check_certificate_name(held: Certificate, settings: AgentSettings) -> Verdict:
+    if held.name == settings.device:
+        return f"the certificate names {settings.device}"
+    return error(
+        f"certificate {held.file} is of {held.name!r}, and this device is {settings.device!r}: "
+        "the broker keeps it to the other's branch",
+        f"fedquilt identity token {settings.device} on the authority's machine, then enrol this board anew",
+    )
+
+
+def format_day(clock_s: float) -> str:
+    return time.strftime("%Y-%m-%d", time.gmtime(clock_s))
+
+
+IDENTITY: Final = (
+    Check("FQ304", ("settings", "path"), _check_credentials),
+    Check("FQ305", ("settings",), _check_secret_modes),
+    Check("FQ306", ("certificate", "path", "clock_s"), _check_validity),
+    Check("FQ307", ("certificate", "settings"), _check_certificate_name),
+)
+
+
+def check_deadlines(settings: AgentSettings, machine: MachineFacts) -> Verdict:
+    """Check that the power mode meets the latest deadlines, or return None without data.
+
+    A task's work and the time that it had are the agent's own record, beside what it has learned of its speed.
+    """
+    levers = controls.discover_controls(machine.root)
+    mode = next((each for each in levers.modes if is_same_mode(each.name, machine.mode)), None)
+    if not machine.tegra or settings.board != "auto" or mode is None:
+        return None
+    try:
+        board = (
+            linux.find_profile(machine.root)
+            if settings.profile is None
+            else profiles.find_board_profile(settings.profile)
+        )
+        known = agent_state.read_learned_costs(Path(settings.home))
+    except FedquiltError:  # the profile is FQ308's; of a home of another user nothing is known
+        return None
+    met = False
+    for workload, learned in known.items():
+        latest = learned.latest
+        takes_s = (
+            None
+            if board is None or latest is None
+            else _estimate_shortest_duration_s(board, levers, mode, learned, latest)
+        )
+        if board is None or latest is None or takes_s is None or latest.left_s <= 0:
+            continue
+        met = True
+        if takes_s > latest.left_s:
+            others = {
+                each: _estimate_shortest_duration_s(board, levers, each, learned, latest) for each in levers.modes
+            }
+            enough = {each: told_s for each, told_s in others.items() if told_s is not None and told_s <= latest.left_s}
+            return _describe_slow_mode(mode, workload, takes_s, latest.left_s, enough)
+    return f"power mode {mode.name} is fast enough for the latest deadlines" if met else None
+
+
+def _describe_slow_mode(
+    mode: PowerMode, workload: str, takes_s: float, left_s: float, enough: dict[PowerMode, float]
+) -> Problem:
+    said = (
+        f"in power mode {mode.name} the latest task ({workload}) takes {takes_s:.1f} s at the highest clocks that the "
+        f"mode permits, and had {left_s:.1f} s until its deadline"
+    )
+    if not enough:
+        return Problem(f"{said}; no mode is fast enough", "a longer deadline_s under [cohort] of the job")
+    least = max(enough, key=lambda each: enough[each])  # the slowest one that will do draws the least
+    return Problem(f"{said}; in {least.name} it takes {enough[least]:.1f} s", f"sudo nvpmodel -m {least.id}")
+
+
+def _estimate_shortest_duration_s(
+    board: profiles.BoardProfile, levers: ClockControls, mode: PowerMode, learned: LearnedModel, latest: LatestTask
+) -> float | None:
+    most = owner_limits.permitted_hz(levers, owner_limits.control_limits(levers, mode))
+    points = owner_limits.permitted_points(board.operating_points(), levers, mode, most)
+    told = [each.seconds for each in estimate_points(learned, points, latest.work) if each is not None]
+    return min(told, default=None)
+
 
 LEAST_BYTES: Final = 100 * 10**6  # of disk: less, and a task's blobs do not fit
 SYSTEM_SHARE: Final = 0.8  # of memory: a budget above it leaves the system too little
@@ -33,7 +188,6 @@ LEFT_SHARE: Final = 0.8  # of the budget: less than that left, and tasks will be
 
 
 def settings_under_root(settings: AgentSettings, path: Path, root: Path) -> AgentSettings:
-    """Return the settings with a mounted board's absolute paths moved under its root."""
     if root == machine_facts.ROOT or root.resolve() not in path.resolve().parents:
         return settings
     base = root.resolve()
@@ -44,7 +198,7 @@ def settings_under_root(settings: AgentSettings, path: Path, root: Path) -> Agen
         return str(base / name.lstrip("/"))
 
     broker = msgspec.structs.replace(
-        settings.broker, **{p: path_under_root(getattr(settings.broker, p)) for p in identity.PARTS}
+        settings.broker, **{p: path_under_root(getattr(settings.broker, p)) for p in PARTS}
     )
     table = dict(settings.data)
     if isinstance(table.get("path"), str):
@@ -60,8 +214,6 @@ def settings_under_root(settings: AgentSettings, path: Path, root: Path) -> Agen
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts of a machine and its agent, by the names in `Check.needs`."""
-
     machine: MachineFacts
     packages: InstalledPackages = InstalledPackages()
     settings: AgentSettings | None = None
@@ -82,17 +234,16 @@ class Facts:
         return self.machine.clock_s
 
     @property
-    def certificate(self) -> identity.Certificate | None:
+    def certificate(self) -> Certificate | None:
         """Return the device's certificate, or None if none is set or it cannot be read."""
         file = None if self.settings is None else self.settings.broker.cert
         try:
-            return None if file is None else identity.load_certificate(file)
+            return None if file is None else load_certificate(file)
         except OSError:  # FQ304 tells
             return None
 
     @property
     def memory_bytes(self) -> int | None:
-        """Return the memory that the settings simulate, or else that of the machine."""
         try:
             simulated = None if self.settings is None else simulated_memory_bytes(self.settings)
         except FedquiltError:  # FQ308 tells
@@ -106,11 +257,7 @@ class Facts:
 
 
 def simulated_memory_bytes(settings: AgentSettings) -> int | None:
-    """Return the memory of the simulated board, or None for the machine itself.
-
-    Raises:
-        FedquiltError: If the board or the profile is unknown or cannot be read.
-    """
+    """Return the memory of the simulated board, or None for the machine itself."""
     if settings.board != "auto":
         return devices.create_device(settings.board).memory_bytes
     if settings.profile is not None:
@@ -136,7 +283,6 @@ def check_home(settings: AgentSettings) -> Verdict:
 
 
 def check_free_space(settings: AgentSettings, free: Free) -> Verdict:
-    """Check that the agent's cache has room to grow to its configured size."""
     home = Path(settings.home)
     place = nearest_existing(home)
     left = free(place)
@@ -167,7 +313,6 @@ def _check_board_and_profile_exist(settings: AgentSettings, path: Path) -> Verdi
 
 
 def _check_shipped_profile(settings: AgentSettings, path: Path, machine: MachineFacts) -> Verdict:
-    """Check that a profile for this Jetson ships, unless the settings name a profile or a board."""
     if settings.board != "auto" or not machine.tegra or settings.profile is not None:
         return None
     if (fits := linux.find_profile(machine.root)) is not None:
@@ -248,7 +393,6 @@ def _check_engines_fit_budget(
 
 
 def _check_other_engines(budget_bytes: int, path: Path, packages: InstalledPackages, machine: MachineFacts) -> Verdict:
-    """Check that an engine other than numpy's is installed and fits the budget."""
     known = _installed_engines(packages)
     if [name for name in known if memory_budget.minimum_task_bytes(name, {}) < budget_bytes] != ["numpy"]:
         return None
@@ -268,7 +412,6 @@ def _check_available_memory(settings: AgentSettings, budget_bytes: int, machine:
 
 
 def _check_unit_limit(budget_bytes: int, machine: MachineFacts) -> Verdict:
-    """Check that the unit's MemoryMax covers the memory budget."""
     most = machine_facts.parse_systemd_size((machine.unit or {}).get("MemoryMax", ""))
     if most is None:
         return None
@@ -280,7 +423,6 @@ def _check_unit_limit(budget_bytes: int, machine: MachineFacts) -> Verdict:
 
 
 def _check_clock_helper(settings: AgentSettings, machine: MachineFacts) -> Verdict:
-    """Check that a clock helper runs if the agent's policy needs one."""
     policy, real = settings.governor.policy, machine.tegra and settings.board == "auto"
     if not real or policy == "board" or machine.helper is not None:
         return None
@@ -291,7 +433,7 @@ HOME: Final = Check("FQ302", ("settings",), check_home)
 AGENT: Final = (
     HOME,
     Check("FQ303", ("settings", "free"), check_free_space),
-    *identity.IDENTITY,
+    *IDENTITY,
     Check("FQ308", ("settings", "path"), _check_board_and_profile_exist),
     Check("FQ309", ("settings", "path"), check_examples),
     Check("FQ310", ("budget_bytes", "memory_bytes", "path"), _check_memory_budget),
@@ -307,5 +449,5 @@ AGENT: Final = (
     Check("FQ315", ("settings", "machine"), _check_clock_helper, "sudo systemctl enable --now fedquilt-clocks"),
     Check("FQ316", ("settings", "path", "machine"), _check_shipped_profile),
     Check("FQ317", ("settings", "path", "machine"), _check_profile_fits_board),
-    Check("FQ162", ("settings", "machine"), power_mode.check_deadlines),
+    Check("FQ162", ("settings", "machine"), check_deadlines),
 )

@@ -19,7 +19,7 @@ from fedquilt.edge_agent import devices
 from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.edge_agent.task import sandbox
-from fedquilt.tools.boards.doctor.checks import agent, identity
+from fedquilt.tools.boards.doctor import agent
 from fedquilt.tools.boards.doctor.findings import run_checks
 from fedquilt.tools.boards.doctor.machine_facts import MachineFacts
 from fedquilt.tools.simulation.task_process import TaskProcess
@@ -37,22 +37,14 @@ PARTS: Final = (
 
 
 def check_version(settings: AgentSettings, path: Path) -> None:
-    """Check that an agent of this version can run with these settings.
-
-    Args:
-        settings: Settings read from `path`.
-        path: Path of the agent.toml.
-
-    Raises:
-        FedquiltError: If a package, the home, credentials, sensors or a small task fail.
-    """
+    """Check that an agent of this version can run with these settings."""
     for part in PARTS:
         try:
             import_module(f"fedquilt.{part}")
         except ImportError as error:
             raise JobError(f"{part} of this version cannot be imported ({error}): a package is missing") from None
     facts = agent.Facts(MachineFacts(time.time()), settings=settings, path=path)
-    for found in run_checks((agent.HOME, *identity.IDENTITY), facts):
+    for found in run_checks((agent.HOME, *agent.IDENTITY), facts):
         if found.severity == "error":
             raise JobError(f"{found.sentence} (fix: {found.fix})")
     read_sensors(settings)
@@ -60,22 +52,12 @@ def check_version(settings: AgentSettings, path: Path) -> None:
 
 
 def read_sensors(settings: AgentSettings) -> None:
-    """Read the board's sensors once.
-
-    Raises:
-        FedquiltError: If the profile, meter or board is unusable.
-    """
     profile = None if settings.profile is None else profiles.find_board_profile(settings.profile)
     meter = None if settings.meter is None else devices.create_meter(settings.meter)
     devices.create_device(settings.board, profile=profile, meter=meter).read_sensors(time.monotonic())
 
 
 def train_small_task() -> None:
-    """Train a small network on synthetic data in a task process.
-
-    Raises:
-        JobError: If the task failed.
-    """
     method, model = methods.load("fedavg"), numpy_engine.init_tensors(NETWORK, seed=0)
     made = Bundle({"network": NETWORK}, {"model": BlobRef(sha256="0" * 64, size=0)}, lambda name: model)
     order = method.send(method.init(made, method.params(), 0), DeviceView("check", None))

@@ -2,36 +2,262 @@
 
 The checks end at the first error before the login. A running agent or coordinator keeps its connection: the broker
 would take a second client of the same name for it.
+
+Access rules are tested by publishing messages and receiving the responses. A device requests an unknown blob from the
+coordinator on its own branch. The response, that the blob is missing, arrives on the same branch and proves both
+directions. With message authentication the request is a handshake instead. Without a coordinator only the broker's
+result for the message is available (PUBACK of MQTT 5). Then the same message is published on the branch of a device
+that does not exist, where neither message nor response may pass.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import logging
+import secrets
 import socket
 import ssl
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from fedquilt.core import FedquiltError, JobError, LinkError
+from fedquilt import wire
+from fedquilt.core import FedquiltError, JobError, LinkError, WireError, WireMessage
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.security import authenticated_link, enrolment
 from fedquilt.security.authenticated_link import AuthenticatedDeviceLink
 from fedquilt.security.handshake import LinkIdentity
 from fedquilt.tools.boards.doctor import machine_facts
-from fedquilt.tools.boards.doctor.checks import permissions
-from fedquilt.tools.boards.doctor.checks.identity import format_day, load_certificate
-from fedquilt.tools.boards.doctor.checks.permissions import ExaminationDeadline
+from fedquilt.tools.boards.doctor.agent import format_day, load_certificate
 from fedquilt.tools.boards.doctor.findings import Numbered, Problem, error
+from fedquilt.transport.link import Message
 from fedquilt.transport.mqtt.broker import Broker
 from fedquilt.transport.mqtt.connection import unreachable_error
 from fedquilt.transport.mqtt.link import MqttLink
 from fedquilt.wire import MAX_CONTROL
+
+NOBODY: Final = "fedquilt-doctor"  # a device that does not exist
+GRACE_S: Final = 0.5  # for what may arrive after the broker's acknowledgement
+CHUNK: Final = 1024
+RULES: Final = "fedquilt broker config mosquitto ..., which writes the rules that are needed"
+
+
+@dataclass(frozen=True)
+class ExaminationDeadline:
+    until_s: float
+
+    def remaining_s(self, most_s: float) -> float:
+        """Return the seconds left for a check, between 0.05 and `most_s`."""
+        return max(min(most_s, self.until_s - time.monotonic()), 0.05)
+
+
+@dataclass(frozen=True)
+class PermissionResult:
+    level: int = 5  # of MQTT: only 5 says that it refuses
+    coordinator: bool | None = None  # online by its own word; None: nothing heard of it
+    refused: bool = False  # our message on our own branch
+    arrived: bool = False  # it, or its answer
+    other_refused: bool = False
+    other_arrived: bool = False  # anything on another device's branch
+    broke: bool = False  # the broker hung up meanwhile
+
+
+Question = tuple[str, WireMessage]  # leaf and message that a coordinator answers on the same device's branch
+
+
+def blob_question() -> Question:
+    return "blob/get", wire.ChunkRequest(sha256=secrets.token_hex(32), chunk=CHUNK)
+
+
+def try_device(
+    link: MqttLink, fleet: str, name: str, timer: ExaminationDeadline, question: Callable[[], Question] = blob_question
+) -> PermissionResult:
+    """Test the rights of a device. A signed coordinator answers only a handshake as `question`."""
+    topics = wire.Topics(fleet)
+    own, other = (topics.device_topic(one, "up", "") for one in (name, NOBODY))
+    heard: list[Message] = []
+    link.subscribe(topics.device_filters(name))
+    refused = _send_question(link, topics, name, timer, heard, question=question)
+    coordinator = _is_coordinator_online(heard, topics)
+
+    def is_answered() -> bool:
+        return any("/blob/" in one.topic or one.topic.endswith("/hello") for one in heard)
+
+    _receive_until(link, heard, is_answered, timer.remaining_s(ANSWER_S if coordinator else 0.0))
+    if not is_answered() and not coordinator:  # where a broker has no rules, we hear ourselves
+        link.subscribe([f"{own}#"])
+        refused |= _send_question(link, topics, name, timer, heard, is_answered, question)
+    arrived = is_answered()
+    strange: list[Message] = []
+    link.subscribe([f"{other}#", topics.device_topic(NOBODY, "dn", "#")])
+
+    def has_leaked() -> bool:
+        return any(f"/dev/{NOBODY}/" in one.topic for one in strange)
+
+    other_refused = _send_question(link, topics, NOBODY, timer, strange, has_leaked, question)
+    return PermissionResult(
+        level=link.level,
+        coordinator=coordinator,
+        refused=refused,
+        arrived=arrived,
+        other_refused=other_refused or not link.connected,
+        other_arrived=has_leaked(),
+        broke=not link.connected and not arrived,
+    )
+
+
+def try_coordinator(link: MqttLink, fleet: str, timer: ExaminationDeadline) -> PermissionResult:
+    topics = wire.Topics(fleet)
+    heard: list[Message] = []
+    link.subscribe(topics.coordinator_filters())
+    before = link.dropped
+    digest = secrets.token_hex(32)
+    link.publish(
+        topics.blob_topic(NOBODY, "dn", digest, "missing"),
+        wire.encode(wire.MissingBlob(sha256=digest, reason="a self-test of fedquilt doctor")),
+    )
+    _receive_until(link, heard, lambda: link.backlog == 0, timer.remaining_s(ANSWER_S))
+    refused = link.dropped > before
+    _receive_until(link, heard, lambda: bool(heard), timer.remaining_s(GRACE_S))
+    if not heard:
+        _send_question(link, topics, NOBODY, timer, heard, lambda: bool(heard))
+    return PermissionResult(level=link.level, refused=refused, arrived=bool(heard), broke=not link.connected)
+
+
+def try_observer(
+    link: MqttLink, fleet: str, name: str, timer: ExaminationDeadline
+) -> tuple[PermissionResult, set[str]]:
+    """Test the rights of an observer. Return the outcome and the senders of received messages."""
+    topics = wire.Topics(fleet)
+    heard: list[Message] = []
+    link.subscribe([f"{topics.root}/dev/+/up/+", topics.coord])
+    refused = _send_question(link, topics, name, timer, heard)
+    devices = {wire.device_from_topic(one.topic) for one in heard} - {""}
+    return PermissionResult(
+        level=link.level,
+        coordinator=_is_coordinator_online(heard, topics),
+        arrived=bool(heard),
+        refused=refused,
+        broke=not link.connected,
+    ), devices
+
+
+def judge_observer(seen: PermissionResult, devices: Collection[str], broker: Broker) -> str | Problem:
+    rules = (
+        "fedquilt broker config mosquitto --host BROKER --out FOLDER, where the authority is: its rules name "
+        "the observers with a certificate; then copy FOLDER to the broker and reload it"
+    )
+    if seen.level == 5 and not seen.refused and not seen.broke:
+        return error(f"the rules of {broker} do not name this observer, which may write as a device", rules)
+    if not seen.arrived:
+        said = f"{broker} shows an observer nothing: neither a device nor the coordinator has said anything"
+        return Problem(said, rules)
+    online = "online" if seen.coordinator else "offline"
+    said = f"an observer hears {len(devices)} device{'' if len(devices) == 1 else 's'}, and writes nothing"
+    return f"{said}; the coordinator is {online}"
+
+
+def judge_device(seen: PermissionResult, broker: Broker, name: str) -> Iterator[Numbered]:
+    branch = f"dev/{name}"
+    if seen.broke:
+        yield "FQ411", error(f"{broker} hung up while {branch} was tried: see the broker's log", RULES)
+        return
+    if seen.refused:
+        yield "FQ411", error(f"{broker} refuses what this device sends on its own branch, {branch}/up", RULES)
+    elif seen.arrived:
+        yield "FQ411", f"what this device sends on {branch} arrives, and so does the answer"
+    elif seen.coordinator:
+        yield (
+            "FQ411",
+            error(
+                f"a coordinator is online, but what it answers to this device does not arrive: {broker} does not "
+                f"let it read {branch}/dn, or drops what it sends on {branch}/up",
+                RULES,
+            ),
+        )
+    else:
+        word = "acknowledges" if seen.level == 5 else "takes, without a word whether it passes them on,"
+        yield (
+            "FQ411",
+            f"{broker} {word} messages on {branch}/up; whether answers arrive is seen while a coordinator is online",
+        )
+    yield "FQ412", _judge_other_branch(seen, broker)
+
+
+def _judge_other_branch(seen: PermissionResult, broker: Broker) -> str | Problem:
+    if seen.other_arrived:
+        said = f"{broker} lets this device reach another device's branch: what was sent on dev/{NOBODY} arrived"
+        if broker.tls or broker.user is not None:
+            return error(said, RULES)
+        if is_loopback(broker):
+            return f"{broker} has no rules for devices; only this machine reaches it"
+        return Problem(f"{said}; it has neither encryption nor users", RULES)
+    if seen.other_refused or seen.level < 5:
+        return f"nothing passes from this device to another's branch through {broker}"
+    return Problem(
+        f"{broker} acknowledges a message that this device sends on another's branch, dev/{NOBODY}; "
+        "whether it is passed on is not seen from here",
+        RULES,
+    )
+
+
+def judge_coordinator(seen: PermissionResult, broker: Broker) -> str | Problem:
+    if seen.broke or seen.refused:
+        return error(f"{broker} refuses what a coordinator sends to devices (dev/+/dn)", RULES)
+    if seen.arrived:
+        return f"{broker} lets a coordinator write to devices and hear them"
+    return f"{broker} lets a coordinator write to devices; none has said anything yet"
+
+
+def is_loopback(broker: Broker) -> bool:
+    try:
+        return ipaddress.ip_address(broker.host).is_loopback
+    except ValueError:
+        return broker.host == "localhost"
+
+
+# -- trying ---------------------------------------------------------------------------------------
+
+
+def _send_question(
+    link: MqttLink,
+    topics: wire.Topics,
+    name: str,
+    timer: ExaminationDeadline,
+    heard: list[Message],
+    enough: Callable[[], bool] = lambda: False,
+    question: Callable[[], Question] = blob_question,
+) -> bool:
+    before = link.dropped
+    leaf, message = question()
+    link.publish(topics.device_topic(name, "up", leaf), wire.encode(message))
+    _receive_until(link, heard, lambda: link.backlog == 0, timer.remaining_s(ANSWER_S))
+    _receive_until(link, heard, enough, timer.remaining_s(GRACE_S))
+    return link.dropped > before
+
+
+def _receive_until(link: MqttLink, heard: list[Message], enough: Callable[[], bool], limit_s: float) -> None:
+    until_s = time.monotonic() + limit_s
+    while not enough() and link.connected and (left_s := until_s - time.monotonic()) > 0:
+        link.wait(left_s)
+        heard += link.receive()
+
+
+def _is_coordinator_online(heard: list[Message], topics: wire.Topics) -> bool | None:
+    for one in reversed(heard):
+        if one.topic == topics.coord:
+            try:
+                return wire.decode(one.payload, wire.CoordState).online
+            except WireError:
+                return None
+    return None
+
 
 STEP_S: Final = 3.0  # for a port, and for TLS
 ALERT_S: Final = 0.5  # for a refusal of our certificate
@@ -61,17 +287,17 @@ def check_broker_for_device(settings: AgentSettings, clock_s: float, timer: Exam
     if machine_facts.is_locked(Path(settings.home)):
         yield "FQ411", f"{settings.device}'s agent runs here: its rights at {broker} are tried while it is stopped"
         return
-    with open_link(broker, f"{permissions.NOBODY}-{settings.device}", timer) as link:
+    with open_link(broker, f"{NOBODY}-{settings.device}", timer) as link:
         if isinstance(link, Problem):
             yield "FQ408", link
             return
         yield from check_packet_limit(broker, link)
         own, told = load_identity(broker)
-        question = permissions.blob_question
+        question = blob_question
         if own is not None:
             question = lambda: ("hello", authenticated_link.handshake_probe(own))  # noqa: E731
-        seen = permissions.try_device(link, settings.fleet, settings.device, timer, question)
-        yield from permissions.judge_device(seen, broker, settings.device)
+        seen = try_device(link, settings.fleet, settings.device, timer, question)
+        yield from judge_device(seen, broker, settings.device)
         if own is not None:
             told = check_handshake(link, own, settings.fleet, settings.device, seen.coordinator, timer)
         yield "FQ414", told
@@ -80,15 +306,7 @@ def check_broker_for_device(settings: AgentSettings, clock_s: float, timer: Exam
 def check_broker_for_coordinator(
     table: Mapping[str, Any], home: Path | None, fleet: str, clock_s: float, timer: ExaminationDeadline
 ) -> Iterator[Numbered]:
-    """Yield findings on the connection and access rules of a coordinator or an observer.
-
-    Args:
-        table: [broker] table.
-        home: Folder of the coordinator, if given.
-        fleet: Name of the fleet.
-        clock_s: Time of this machine, in seconds since 1970.
-        timer: End of the examination.
-    """
+    """Yield findings on the connection and access rules of a coordinator or an observer."""
     try:
         broker = Broker.from_url(**table)
     except FedquiltError as problem:
@@ -101,18 +319,18 @@ def check_broker_for_coordinator(
     if not watches and home is not None and machine_facts.is_locked(home):
         yield "FQ413", f"a coordinator serves {home}: its rights at {broker} are tried while it is stopped"
         return
-    with open_link(broker, f"{permissions.NOBODY}-{'observer' if watches else 'coordinator'}", timer) as link:
+    with open_link(broker, f"{NOBODY}-{'observer' if watches else 'coordinator'}", timer) as link:
         if isinstance(link, Problem):
             yield "FQ408", link
             return
         yield from check_packet_limit(broker, link)
         if watches:
-            seen, devices = permissions.try_observer(link, fleet, str(held and held.name), timer)
-            yield "FQ415", permissions.judge_observer(seen, devices, broker)
+            seen, devices = try_observer(link, fleet, str(held and held.name), timer)
+            yield "FQ415", judge_observer(seen, devices, broker)
             return
         own, told = load_identity(broker)
         yield "FQ414", told if own is None else check_coordinator_certificate(own, clock_s)
-        yield "FQ413", permissions.judge_coordinator(permissions.try_coordinator(link, fleet, timer), broker)
+        yield "FQ413", judge_coordinator(try_coordinator(link, fleet, timer), broker)
 
 
 # -- getting there --------------------------------------------------------------------------------
@@ -161,7 +379,6 @@ def _check_tls(broker: Broker, line: socket.socket, clock_s: float, timer: Exami
 
 
 def _receive_tls_alert(secure: ssl.SSLSocket, timer: ExaminationDeadline) -> ssl.SSLError | None:
-    """Return the broker's TLS alert against this side's certificate, or None if it sends none in time."""
     # TLS 1.3 checks the client's certificate after the handshake
     secure.settimeout(timer.remaining_s(ALERT_S))
     try:
@@ -186,7 +403,6 @@ def _explain_untrusted_certificate(broker: Broker, problem: ssl.SSLCertVerificat
 
 @contextmanager
 def open_link(broker: Broker, client: str, timer: ExaminationDeadline) -> Iterator[MqttLink | Problem]:
-    """Yield a connected link without a persistent session, or the problem."""
     log = logging.getLogger("fedquilt.transport.mqtt")
     level = log.level
     log.setLevel(logging.CRITICAL)  # what is refused here is a finding, no warning
@@ -212,7 +428,6 @@ def _login_fix(broker: Broker) -> str:
 
 
 def check_packet_limit(broker: Broker, link: MqttLink) -> Iterator[Numbered]:
-    """Yield findings on the login and the broker's packet limit."""
     yield "FQ408", f"{broker} lets us in, by MQTT {'5' if link.level == 5 else '3.1.1'}"
     most, raise_it = link.max_payload, "max_packet_size 1048576 in mosquitto.conf, or what your broker calls it"
     takes = f"{broker} takes no more than {most} bytes"
@@ -236,7 +451,7 @@ def load_identity(broker: Broker) -> tuple[LinkIdentity | None, str | Problem]:
         return None, error(str(problem), "add ca")
     if found is not None:
         return found, ""
-    if permissions.is_loopback(broker):
+    if is_loopback(broker):
         return None, f"{authenticated_link.UNSIGNED}; only this machine reaches {broker}"
     fix = "fedquilt identity gives both sides a certificate (docs/security.md)"
     return None, Problem(authenticated_link.UNSIGNED, fix)

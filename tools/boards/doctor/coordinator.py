@@ -60,7 +60,6 @@ def check_coordinator(home: Path, free: Free = free_bytes) -> Iterator[Numbered]
 
 
 def _unreadable_logs(store: Store) -> Iterator[tuple[str, bool]]:
-    """Yield errors of unreadable jobs and rollouts, with True for damaged ones."""
     for row in store.all_jobs():
         if isinstance(row, UnreadableRow):
             yield row.reason, row.damaged
@@ -85,7 +84,6 @@ def _check_free_space(place: Path, free: Free) -> str | Problem:
 
 
 def _check_database(database: Path) -> str | Problem:
-    """Run SQLite's quick check, for at most `CHECK_S` seconds."""
     until_s = time.monotonic() + CHECK_S
     fix = f"mv {database} {database}.damaged, or put back a copy of the whole folder"
     try:
@@ -103,7 +101,6 @@ def _check_database(database: Path) -> str | Problem:
 
 
 def _check_waiting_jobs(home: Path, store: Store) -> Iterator[Numbered]:
-    """Check unfinished jobs that make no progress, and the coordinator process."""
     open_ = [row for row in store.readable_jobs() if row.status in (*UNDER_WAY, "stopping")]
     names = ", ".join(row.id for row in open_[:SHOWN]) + (" ..." if len(open_) > SHOWN else "")
     if not store.is_served():
@@ -122,7 +119,6 @@ def _check_waiting_jobs(home: Path, store: Store) -> Iterator[Numbered]:
 
 
 def _check_stuck_job(row: StoredJob, store: Store) -> Problem | None:
-    """Return the problem of a job that waits for more eligible devices, or None if it has enough."""
     last, asked = None, 0
     with contextlib.suppress(JobError):  # of a log that cannot be read, which is a finding of its own
         for _, _, fact in store.read_events(row.id):
@@ -140,7 +136,6 @@ def _check_stuck_job(row: StoredJob, store: Store) -> Problem | None:
 
 
 def _check_blobs(store: Store) -> Iterator[Numbered]:
-    """Yield errors for missing bundles of unfinished jobs, and for missing or damaged states of runs."""
     for row in store.readable_jobs():
         if row.status in UNDER_WAY and not (row.bundle / "bundle.json").is_file():
             said = f"the bundle of {row.id} is gone: {row.bundle}"
@@ -155,7 +150,6 @@ def _check_blobs(store: Store) -> Iterator[Numbered]:
 
 
 def _is_blob_intact(path: Path, sha256: str) -> bool:
-    """Return whether a file has this sha256. Unlike the blob store, move nothing."""
     # unlike the blob store, this does not move a damaged blob
     try:
         return REAL.hash_file(path) == sha256

@@ -1,8 +1,8 @@
-"""Worker of a site's agent, which runs tasks as rounds of the site's coordinator.
+"""Site: an agent whose worker runs tasks as rounds of the site's coordinator.
 
-The agent of a site is an ordinary agent. Its worker stores each work request as a round of a job, with the method
-state of the parent. The outcome is a partial sum, or the updates of the devices. The event log contains everything,
-so a restarted site resumes its round and submits a lost update again.
+The worker stores each work request as a round of a job, with the method state of the parent. The outcome is a partial
+sum, or the updates of the devices. The event log contains everything, so a restarted site resumes its round and submits
+a lost update again.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any, Final, get_args
 import msgspec
 import numpy as np
 
-from fedquilt import methods
+from fedquilt import methods, wire
 from fedquilt.arrays import disk_arrays, tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds import decisions, events
-from fedquilt.coordinator.rounds.events import JobView
+from fedquilt.coordinator.rounds.events import AnyEvent, JobView
 from fedquilt.coordinator.rounds.selection import NOTHING
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import JobSettings
@@ -42,10 +42,16 @@ from fedquilt.core import (
     WorkEstimate,
     shorten_error,
 )
+from fedquilt.edge_agent.agent import Agent
+from fedquilt.edge_agent.settings import AgentSettings, load_settings
 from fedquilt.edge_agent.state_machine import Capabilities
 from fedquilt.edge_agent.task import protocol
 from fedquilt.edge_agent.task.protocol import Event, WorkRequest, WorkResult
 from fedquilt.formats import job_bundle
+from fedquilt.security.authenticated_link import AuthenticatedDeviceLink, load_identity
+from fedquilt.transport.link import Endpoint, Link
+from fedquilt.transport.mqtt.broker import Broker
+from fedquilt.transport.mqtt.link import MqttLink
 from fedquilt.wire import RefusalCode
 
 log = logging.getLogger("fedquilt.agent")
@@ -57,8 +63,6 @@ HALTED: Final = "stopped at the site by request: it takes no part until it is re
 
 
 class SiteDevice:
-    """Site as a `core.Device`, with the memory and energy of its devices."""
-
     board = "site"
     points: tuple[OperatingPoint, ...] = ()
     idle_w: float | None = None
@@ -120,14 +124,6 @@ class _SiteJobLog:
 
 
 class SiteWorker:
-    """Worker that runs tasks as rounds of a site's coordinator, and observer of that coordinator.
-
-    Args:
-        store: Store of the site's coordinator.
-        board: The site.
-        quorum: Share of the devices that is enough at the deadline.
-    """
-
     resident_bytes: int = 0
     server: Server  # set once it is made, with this worker's `observe`
 
@@ -239,7 +235,6 @@ class SiteWorker:
                 self._asked, self._outcome = True, WorkResult(code="failed", reason=HALTED)
 
     def _adopt_running_round(self, order: WorkRequest) -> bool:
-        """Adopt the running round if the order is for this round. Return whether the round was adopted."""
         job = self.server.find_job(order.task.job)
         if job is None or job.id in self._stopping or job.rounds.state is None or sites.STATE not in order.bundles:
             return False
@@ -251,11 +246,6 @@ class SiteWorker:
         return self._asked
 
     def _begin_round(self, order: WorkRequest) -> WorkResult | None:
-        """Start the ordered round and return None, or return its outcome if the round has ended already.
-
-        Raises:
-            FedquiltError: If a site cannot run the task.
-        """
         task, store, id = order.task, self._store, order.task.job
         if sites.STATE not in order.bundles or "job" not in task.params:
             raise JobError(
@@ -313,13 +303,11 @@ class SiteWorker:
         return found is not None and np.array_equal(found.inner, given.inner)
 
     def _read_state(self, ref: BlobRef) -> sites.SiteJobState | None:
-        """Read a site's state, with a large sum left on disk, or return None if the blob is missing or damaged."""
         # a large sum stays on disk. None if the blob is missing or damaged
         path, disk = self._store.depot.verified_path(ref.sha256), self._store.depot.disk
         return None if path is None else disk_arrays.read_state(path, sites.SiteJobState, disk, job_blobs.WHOLE_BYTES)
 
     def _make_site_job(self, table: Mapping[str, Any]) -> JobSettings:
-        """Return the site's own job, without the evaluations, limits and trigger of the parent's job."""
         told = settings.parse_job(table)
         spared = {name: getattr(told.cohort, name) for name in ("min_battery", "max_temperature_c", "max_examples")}
         return msgspec.structs.replace(
@@ -363,7 +351,6 @@ class SiteWorker:
         )
 
     def _yield_update_bundles(self, state: sites.SiteJobState, boards: Sequence[str]) -> Iterator[tuple[str, Tensors]]:
-        """Yield the partial sum of the devices or, without one, the bundles of their updates."""
         # the partial sum of the devices, or their updates
         if state.form:
             yield sites.SUM, sites.bundle_from_aggregate(state.total, state.form, boards)
@@ -392,3 +379,93 @@ def _write_bundle_if_changed(folder: Path, order: WorkRequest) -> None:
 def _describe_missing_devices(updates: Mapping[str, Update], refusals: Mapping[str, str]) -> str:
     refused = {device: reason for device, reason in refusals.items() if device not in updates}
     return f"refused there: {decisions.format_by_reason(refused)}"[:1000] if refused else ""
+
+
+MEANS_S: Final = 5.0  # between two looks at which boards there are
+BUSY_S: Final = 0.02  # between two looks at the link above while something is on its way
+IDLE_S: Final = 0.25
+
+
+class SiteAgent:
+    finished = False
+    server: Server
+
+    def __init__(
+        self, link: Link, options: AgentSettings, store: Store, boot: str | None = None, *, durable: bool = True
+    ) -> None:
+        board, self.link = SiteDevice(), link
+        self._worker = SiteWorker(store, board)
+        self.agent = Agent(link, options, board, self._worker, boot, durable=durable, clock=lambda: None)
+        self._lock = self.agent.local.lock_home()
+        self._means_s, self._there = -math.inf, False  # whether a board has been seen: without any, it is no device yet
+
+    def attach_server(self, server: Server) -> None:
+        self.server = self._worker.server = server
+
+    def observe(self, job: JobView, fact: AnyEvent) -> None:
+        self._worker.observe(job, fact)
+
+    def step(self, now_s: float) -> float:
+        """Handle messages of the parent coordinator, and publish changed capabilities.
+
+        Nothing is published before the site has a device.
+        """
+        if now_s >= self._means_s + (MEANS_S if self._there else IDLE_S):
+            self._means_s = now_s
+            means = self._worker.read_capabilities(self.agent.duty.state.means, now_s)
+            self._there = self._there or bool(means.engines)
+            if means != self.agent.duty.state.means:
+                self.agent.apply_capabilities(means)
+        if not self._there:
+            return now_s + IDLE_S
+        return min(self.agent.step(now_s), self._means_s + MEANS_S)
+
+    def make_endpoint(self, server: Server) -> Endpoint:
+        self.attach_server(server)
+        return _SiteEndpoint(server, self)
+
+    def fds(self) -> Sequence[int]:
+        return self.agent.fds()
+
+    @property
+    def has_pending_transfer(self) -> bool:
+        """Whether a task is being received or an update awaits its acknowledgement."""
+        state = self.agent.duty.state
+        return bool(state.outbox) or (state.open is not None and not state.open.working)
+
+    def announce_end(self) -> None:
+        self.agent.shut_down()
+        self._lock.release()
+
+
+class _SiteEndpoint:
+    def __init__(self, server: Server, site: SiteAgent) -> None:
+        self._server, self._site = server, site
+
+    @property
+    def finished(self) -> bool:
+        return self._server.finished
+
+    def step(self, now_s: float) -> float:
+        # the caller waits for the coordinator's link alone, so the agent's link is polled
+        server_s = self._server.step(now_s)
+        self._site.link.wait(0.0)
+        return min(server_s, self._site.step(now_s), now_s + (BUSY_S if self._site.has_pending_transfer else IDLE_S))
+
+    def fds(self) -> Sequence[int]:
+        return [*self._server.fds(), *self._site.fds()]
+
+
+def connect_site_agent(path: Path, store: Store) -> SiteAgent:
+    options = load_settings(path)
+    broker, boot = Broker.from_url(**msgspec.structs.asdict(options.broker)), os.urandom(8).hex()
+    presence = wire.Topics(options.fleet).device_topic(options.device, "up", "presence")
+    will = presence, wire.encode(wire.Presence(online=False, boot=boot))
+    plain = MqttLink(broker, f"fedquilt-{options.fleet}-{options.device}", will)
+    own = load_identity(broker)
+    return SiteAgent(
+        plain if own is None else AuthenticatedDeviceLink(plain, own, options.fleet, options.device),
+        options,
+        store,
+        boot,
+    )

@@ -1,1 +1,0 @@
-"""Sites: coordinators that are devices of a parent coordinator."""
