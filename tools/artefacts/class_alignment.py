@@ -45,11 +45,6 @@ def align_labels(
         classes: Number of classes of the donor.
         labels: Labels of the job.
         say: Function that prints the classes found by name, one line per label, for review.
-
-    Raises:
-        JobError: If the alignment is unknown, incomplete, or has names that match no class.
-        DataError: If the file of class names cannot be read.
-        ModelError: If a class does not exist, or is aligned with two labels.
     """
     if align == "names":
         found = _match_classes_by_name(labels, _read_class_names(names, classes))
@@ -79,12 +74,6 @@ def align_labels(
 
 
 def _read_class_names(source: str | None, classes: int) -> list[str]:
-    """Return the class names in a text file, one a line, or those of ImageNet for "imagenet".
-
-    Raises:
-        JobError: If `source` is None, or the number of names is not `classes`.
-        DataError: If the file cannot be read.
-    """
     if source is None:
         raise JobError("align goes by class names: say where these are with `classes`, a file or 'imagenet'")
     if source == "imagenet":

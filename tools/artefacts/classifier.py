@@ -41,14 +41,7 @@ class StoredExamples(NamedTuple):
 
 
 class Classifier:
-    """Network in an ONNX file, with its labels. Not thread-safe.
-
-    Args:
-        model: ONNX file. The weights may be in a separate file.
-
-    Raises:
-        ModelError: If the file was not written by `fedquilt model export`, or the network predicts no classes.
-    """
+    """Network in an ONNX file, with its labels. Not thread-safe."""
 
     def __init__(self, model: Path) -> None:
         self.model = self._file = model
@@ -79,20 +72,12 @@ class Classifier:
 
     @property
     def input_shape(self) -> tuple[int, ...] | None:
-        """Shape of one prepared example, or None if the graph does not declare the shape.
-
-        Raises:
-            ModelError, MemoryBudgetError: If the network cannot be loaded.
-        """
+        """Shape of one prepared example, or None if the graph does not declare the shape."""
         found = self._engine.input_shape(self._file)
         return None if found is None or None in found else tuple(size for size in found if size is not None)
 
     def prepare_inputs(self, x: np.ndarray) -> np.ndarray:
-        """Return float32 network inputs of stored examples, as in training.
-
-        Raises:
-            DataError: If examples have another shape or type, or are not finite.
-        """
+        """Return float32 network inputs of stored examples, as in training."""
         with np.errstate(over="ignore", invalid="ignore"):  # what is too large for float32 is found below
             made = self._about.prepare_inputs(inputs.fill_missing(x, self._reading.fill))
         if not np.isfinite(made).all():
@@ -101,12 +86,7 @@ class Classifier:
         return made
 
     def compute_scores(self, prepared: np.ndarray) -> np.ndarray:
-        """Return the outputs of the network, an array (n, labels) of float32.
-
-        Raises:
-            ModelError: If the network cannot take these inputs, or returns another number of scores.
-            MemoryBudgetError: If there is too little memory.
-        """
+        """Return the outputs of the network, an array (n, labels) of float32."""
         found = self._engine.run(self._file, prepared)
         if found.ndim != 2 or found.shape[1] != len(self.labels):
             made = f"{found.shape[1:]} numbers" if found.ndim != 2 else f"{found.shape[1]}"
@@ -129,14 +109,7 @@ class Classifier:
         return pixels.SUFFIXES if self.image_settings is not None else ()
 
     def read_example(self, source: Path | bytes) -> np.ndarray:
-        """Return the example in a file, read as in training: an image, a recording or a text.
-
-        Args:
-            source: A file, or the bytes of a file.
-
-        Raises:
-            DataError: If the file cannot be read, or the network takes neither images nor recordings nor texts.
-        """
+        """Return the example in a file, read as in training: an image, a recording or a text."""
         if self._reading.audio is not None:
             return audio.read_spectrogram(source, self._reading.audio)
         if self._reading.text is not None:
@@ -152,11 +125,7 @@ class Classifier:
         return bool(self._reading.x) and self._reading.audio is None and self._reading.text is None
 
     def read_rows(self, file: Path) -> StoredExamples:
-        """Return the examples in the rows of a table, with their labels if the table has them.
-
-        Raises:
-            DataError: If the table cannot be read, or a column is missing.
-        """
+        """Return the examples in the rows of a table, with their labels if the table has them."""
         spec = msgspec.structs.replace(self._reading, path=str(file))
         labelled = set(table.label_columns(spec)) <= set(table.read_column_names(file))
         opener = (
@@ -176,15 +145,7 @@ class Classifier:
         return (*filter(None, given[:1]), "x_test", "x"), (*filter(None, given[1:]), "y_test", "y")
 
     def examples_from_arrays(self, held: Mapping[str, np.ndarray], name: str = "the .npz") -> StoredExamples:
-        """Return the examples in the arrays of an .npz file.
-
-        Args:
-            held: Arrays by name: inputs and optional labels, under one of `array_names`.
-            name: Name of the file in errors.
-
-        Raises:
-            DataError: If there are no examples, or labels that do not fit them.
-        """
+        """Return the examples in the arrays of an .npz file."""
         x, y = (next((held[key] for key in names if key in held), None) for names in self.array_names)
         if x is None or not x.ndim or not len(x):
             raise DataError(
@@ -223,11 +184,7 @@ _PARSER: Final = threading.Lock()  # numpy reads a header by `ast`, which fails 
 
 
 def read_array(data: bytes, kinds: str = NUMBERS) -> np.ndarray:
-    """Return the array in the bytes of an .npy file.
-
-    Raises:
-        DataError: If the bytes are not an .npy file, have another kind of values than `kinds`, or not the stated size.
-    """
+    """Return the array in the bytes of an .npy file."""
     file = io.BytesIO(data)
     try:
         version = np.lib.format.read_magic(file)
@@ -245,15 +202,7 @@ def read_array(data: bytes, kinds: str = NUMBERS) -> np.ndarray:
 
 
 def read_arrays(data: bytes, most_bytes: int) -> dict[str, np.ndarray]:
-    """Return the arrays in the bytes of an .npz file, by name.
-
-    Args:
-        data: Bytes of the file.
-        most_bytes: Limit on the size of all arrays, unpacked.
-
-    Raises:
-        DataError: If the bytes are not an .npz file, exceed a limit, or contain an array of other values than numbers.
-    """
+    """Return the arrays in the bytes of an .npz file, by name."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as held:
             found = held.infolist()

@@ -48,12 +48,7 @@ def make_schedule(
     model: Tensors,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Search the modules to train by fine-tuning, and return them as the metadata "schedule" of a bundle.
-
-    Raises:
-        JobError: If a key is wrong.
-        DataError: If the calibration data cannot be read.
-    """
+    """Search the modules to train by fine-tuning, and return them as the metadata "schedule" of a bundle."""
     from fedquilt.edge_agent.engines.torch.engine import TorchEngine
 
     wanted = toml.convert_table(table, CalibrationData, "[schedule]")
@@ -79,10 +74,6 @@ def search_schedule(
     """Fine-tune the last block, then the last two, and so on. Return all candidates in order.
 
     The search ends after the first candidate that is not better than the previous one.
-
-    Raises:
-        JobError: If there is no validation share, there are no blocks, or a block is not in the network.
-        UpdateError: If fine-tuning diverges.
     """
     if not len(held):
         raise JobError("[schedule] held = 0 leaves nothing to validate on: take 0.2")
@@ -153,9 +144,6 @@ def load_with_new_head(network: Mapping[str, Any], weights: str, classes: int, s
 
     The weights are for `classes` classes. The last layer has the network's own number of classes and is drawn from
     `seed`.
-
-    Raises:
-        ModelError: If the weights do not exist, or not exactly one layer depends on the number of classes.
     """
     old = registry.load_network({**network, "classes": classes}, weights).state_dict()
     model = registry.load_network(network, seed=seed)

@@ -59,12 +59,6 @@ def prepare_bundle(job: Mapping[str, Any], out: Path, say: Callable[[str], None]
     "donors" and "blocks" (read by `fedquilt.models.stitching.stitched_network.stock`). A block's id is
     "<donor>.<index>". From `[data]`: metadata "reading" (`fedquilt.data.reading_settings`).
     From `[int8]`: files "<block>.int8.onnx" of the blocks that `fedquilt.tools.artefacts.quantization` accepts.
-
-    Raises:
-        JobError: If a key is missing or wrong.
-        DataError: If the images of `[int8]` cannot be read, or are too few.
-        ModelError: If a network or its weights cannot be loaded, or a donor cannot be divided.
-        StoreError: If the folder cannot be written.
     """
     meta: dict[str, Any] = {}
     files: dict[str, bytes] = {}
@@ -119,9 +113,6 @@ def prepare_and_check(job: JobSettings, out: Path, say: Callable[[str], None] = 
     """Write the bundle of a job, and check that the job can run with its parameters, network and data.
 
     A dry run carries out a few rounds of the method on synthetic examples (`dry_run`, `dry_run_donors`).
-
-    Raises:
-        FedquiltError: If `prepare_bundle` raises, or the method or the data does not fit the network.
     """
     made = prepare_bundle(msgspec.to_builtins(job), out, say)
     try:
@@ -171,7 +162,6 @@ def _is_here(spec: DataSpec) -> bool:
 def _prepare_model(
     table: Mapping[str, Any], wanted: ImageInput | inputs.ValueInput | None
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return the metadata and files of a bundle that follow from the [model] table."""
     network = {key: value for key, value in table.items() if key not in NOT_NETWORK}
     if wanted is not None:
         network["input"] = msgspec.to_builtins(wanted)
@@ -233,7 +223,6 @@ def _require_trainable(model: nn.Module, name: str) -> None:
 
 
 def _prepare_model_with_numpy(network: Mapping[str, Any], seed: int) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return what `_prepare_model` does, without torch, for a network that numpy can initialise."""
     model, plan = (
         numpy_init.initial_mlp_weights(network, seed),
         masks.plan_to_array(masks.plan_from_layers(numpy_init.layer_sizes(network))),
@@ -281,7 +270,6 @@ def _prepare_donors(
     say: Callable[[str], None],
     far: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Add the files of all donors' blocks to `files`, and return the bundle's metadata about the donors."""
     labels = [str(label) for label in job.get("labels") or ()]
     if wanted is None or not labels:
         raise JobError(
@@ -317,7 +305,6 @@ def _prepare_donor(
     files: dict[str, bytes],
     say: Callable[[str], None],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Add the files of a donor's blocks to `files`, and return the metadata of the donor and of its blocks."""
     from fedquilt.models.stitching.onnx import blocks  # torch and onnx
 
     if isinstance(wanted, ImageInput):

@@ -180,18 +180,7 @@ class QuantizationTrial:
     def quantize_blocks(
         self, out: Path, meta: Mapping[str, Any], files: Mapping[str, bytes], say: Callable[[str], None]
     ) -> dict[str, bytes]:
-        """Return the accepted 8-bit graphs of a bundle, by block.
-
-        Args:
-            out: Folder with room for a temporary copy of the bundle.
-            meta: Metadata of the bundle with float32 blocks.
-            files: Files of this bundle.
-            say: Function called with one line per donor.
-
-        Raises:
-            DataError: If the images do not fit the donors.
-            StoreError: If the folder cannot be written.
-        """
+        """Return the accepted 8-bit graphs of a bundle, by block."""
         with _open_temporary_folder(out) as folder:
             bench = _ScoringDevice(folder, self.examples, self.images)
             plain = job_bundle.write_bundle(folder, meta, files)
@@ -220,12 +209,7 @@ class QuantizationTrial:
 
 
 def make_trial(job: Mapping[str, Any]) -> QuantizationTrial:
-    """Return the quantisation trial for the [int8] table of a job.
-
-    Raises:
-        JobError: If a key is missing or wrong, there are no donors, or output scores are never computed.
-        DataError: If the images cannot be read, or are too few.
-    """
+    """Return the quantisation trial for the [int8] table of a job."""
     if not job.get("donors"):
         raise JobError("[int8] is for the blocks of [[donors]], and the job has none: leave it out")
     params, table = _parse_scoring_params(job), _parse_table(job["int8"])
@@ -266,7 +250,6 @@ def _parse_table(table: Mapping[str, Any]) -> DataSpec:
 
 
 def _load_shuffled_images(wanted: DataSpec) -> tuple[Examples, int]:
-    """Return three times as many shuffled images as the second value, at least 3 * MIN_IMAGES."""
     # a third for the value ranges, a third for the comparison, and a third for the junctions
     found = load_split(msgspec.structs.replace(wanted, limit=3 * IMAGES_MOST))
     images = len(found) // 3
@@ -312,7 +295,6 @@ class _ScoringDevice:
 def _quantize_suitable_blocks(
     bench: _ScoringDevice, plain: Bundle, params: SearchSettings
 ) -> dict[str, QuantizedBlock]:
-    """Return the 8-bit blocks by name, with the largest change of a score and the times of both variants."""
     stock, paths, n = stitched_network.load_donor_pool(plain.meta), bench.blob_paths(plain), bench.images
     run = bench.make_block_runner(paths, stock)
     graphs: dict[str, bytes] = {}
@@ -351,7 +333,6 @@ def _quantize_suitable_blocks(
 
 
 def _time_block(run: BlockRunner, block: Block, maps: ActivationSource, n: int) -> tuple[ActivationStack, float]:
-    """Return a block's outputs on the first `n` examples and the seconds they took, after one untimed call."""
     # the first call loads the graphs
     run.run_block(block, SourceSlice(maps, 0, 1))
     start = time.perf_counter()
@@ -362,7 +343,6 @@ def _time_block(run: BlockRunner, block: Block, maps: ActivationSource, n: int) 
 def _run_first_blocks(
     run: BlockRunner, stock: DonorPool, shown: ActivationSource
 ) -> list[tuple[Block, ActivationSource]]:
-    """Return the first blocks of each donor with their outputs."""
     found: list[tuple[Block, ActivationSource]] = []
     for donor in stock.donors.values():
         maps = shown
@@ -375,7 +355,6 @@ def _run_first_blocks(
 def _yield_calibration_inputs(
     own: ActivationSource, begun: Iterable[tuple[Block, ActivationSource]], block: Block, params: SearchSettings
 ) -> Iterator[np.ndarray]:
-    """Yield a block's inputs from its own donor, and from junctions to its input after other first blocks."""
     # from the block's own donor, and from junctions fitted to that donor
     yield from (part for _, part in block_runner.iterate_pieces(own))
     for before, maps in begun:
@@ -406,7 +385,6 @@ class QuantizationChoice(NamedTuple):
 def _score_original_and_quantized(
     bench: _ScoringDevice, plain: Bundle, quick: Bundle, params: SearchSettings
 ) -> Iterator[QuantizationChoice]:
-    """Yield the scores of offered blocks after short paths of each donor, in float32 and with 8-bit blocks."""
     before, after = (METHOD.init(made, params, 0) for made in (plain, quick))
     everywhere = replace(before.params, score_at="output", early=0, completion=False)
     member = bench.make_device()

@@ -27,18 +27,7 @@ class Prediction:
 
 
 def run_model(model: Path, source: Path) -> list[Prediction]:
-    """Return the predicted label of each example in a file or folder, read as in training.
-
-    Args:
-        model: ONNX file of the network.
-        source: A folder of images, recordings or texts, one such file, a table, or an .npz file. The true label of a
-            file is the name of its folder, if the network has a label of that name. An .npz file holds examples
-            (n, ...) under "x_test", "x" or the name that training had, and labels (n,) likewise if they are known.
-
-    Raises:
-        ModelError: If the file is not a network that `fedquilt model export` wrote.
-        DataError: If there are no examples, or an example cannot be read.
-    """
+    """Return the predicted label of each example in a file or folder, read as in training."""
     network = Classifier(model)
     labels = network.labels
     if source.suffix == ".npz":
@@ -81,7 +70,6 @@ Batch = tuple[list[str], list[str | None], np.ndarray]
 
 
 def _batches_from_npz(path: Path, network: Classifier) -> Iterator[Batch]:
-    """Yield batches of the examples in an .npz file, with names and true labels."""
     try:
         with np.load(path, allow_pickle=False) as file:
             held = {key: file[key] for names in network.array_names for key in names if key in file}
@@ -91,7 +79,6 @@ def _batches_from_npz(path: Path, network: Classifier) -> Iterator[Batch]:
 
 
 def _batches_of_examples(held: StoredExamples, network: Classifier) -> Iterator[Batch]:
-    """Yield batches of examples in memory, with names and true labels."""
     x, y, labels = held.x, held.y, network.labels
     for first in range(0, len(x), BATCH):
         part = x[first : first + BATCH]
@@ -101,7 +88,6 @@ def _batches_of_examples(held: StoredExamples, network: Classifier) -> Iterator[
 
 
 def _batches_from_files(source: Path, network: Classifier) -> Iterator[Batch]:
-    """Yield batches of the examples in a file or folder, with the labels that folders' names give."""
     labels, suffixes = network.labels, network.file_suffixes
     if not suffixes:
         raise DataError(

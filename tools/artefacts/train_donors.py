@@ -70,9 +70,6 @@ def train_donors(data: Path, out: Path, say: Callable[[str], None] = print) -> d
     """Train all donors of the demo's job, and return their accuracy on test images of their own digits.
 
     Writes `out`/weights/<name>.safetensors and the bundle `out`/bundle.
-
-    Raises:
-        DataError: If `data` does not contain MNIST.
     """
     job = settings.load_job(DEMO)
     train, test = _load_mnist(data, "train"), _load_mnist(data, "test")
@@ -155,13 +152,11 @@ def _scale_and_shift_randomly(
 def _select_digits(
     x: torch.Tensor, y: torch.Tensor, align: Sequence[Sequence[int]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the images of the digits that a donor is trained on, with the donor's numbers of their classes."""
     classes = torch.tensor([own[0] if own else -1 for own in align])[y]
     return x[classes >= 0], classes[classes >= 0]
 
 
 def _load_mnist(folder: Path, split: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return images (n, 1, 28, 28) in [0, 1] and classes, or raise DataError for another size."""
     found = load_split(DataSpec(path=str(folder), split=split))
     if found.x.shape[1:] != (28, 28):
         raise DataError(f"{folder} holds images of shape {found.x.shape[1:]}, MNIST's are 28 x 28")

@@ -70,18 +70,6 @@ def make_cases(
     """Return one case per seed and method, in the order of seeds.
 
     An interrupted comparison is thus complete for its first seeds.
-
-    Args:
-        job: Job with data and a fleet.
-        folder: Bundle of the job.
-        names: Methods, or () for the job's method and those of its [compare] tables.
-        seeds: Seeds of the runs.
-        rounds: Number of rounds, or None for the job's.
-        changes: Parameters by method, which override [params] and [compare.METHOD].
-
-    Raises:
-        JobError: If a method or parameter is unknown, there is no [data], or the bundle is missing or of another job.
-        DataError: If the data cannot be read, or does not fit the network.
     """
     made = job_bundle.load_bundle(folder)
     require_matching_bundle(job, made)
@@ -132,9 +120,6 @@ def parse_changes(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return parameters by method from texts such as "fedprox.mu=0.1".
 
     Values are TOML. A bare word is a string.
-
-    Raises:
-        JobError: If a text has another form.
     """
     found: dict[str, dict[str, Any]] = {}
     for text in texts:
@@ -163,14 +148,6 @@ def run_cases(
     abreast: bool = False,
 ) -> tuple[dict[ComparisonCase, SeedRun], list[str]]:
     """Run the cases that are not cached in `out`/runs.
-
-    Args:
-        todo: All cases.
-        out: Folder of the comparison.
-        player: Function that runs a case.
-        say: Function that prints a permanent line.
-        show: Function that prints a temporary progress line, with the finished part of all work.
-        abreast: Run one case per core, each in a process that imports `player` by name.
 
     Returns:
         The run of each case that succeeded, and a sentence for each failure.
@@ -246,10 +223,6 @@ def select_scores(runs: Sequence[SeedRun], compared: Iterable[str] = ()) -> tupl
 
     A test set cannot measure networks that differ by device. Such methods are compared on held-out shares, unless
     another method has no scores on them.
-
-    Args:
-        runs: Runs of some or all compared methods.
-        compared: All compared methods, if `runs` lacks some.
     """
     names = list(dict.fromkeys([*(run.method for run in runs), *compared]))
     personal = ", ".join(name for name in names if methods.load(name).personal is not None)

@@ -46,12 +46,7 @@ class EnergyFront:
 
 
 def compute_fronts(job: JobSettings, folder: Path) -> EnergyFront:
-    """Compute the energy plans of a job.
-
-    Raises:
-        JobError: If no plan is possible, or a simulated run of the job would be rejected.
-        DataError: If the data cannot be read.
-    """
+    """Compute the energy plans of a job."""
     asks, known = predict_work(job, folder)
     problem = deadline.energy_problem(job.cohort, known, asks)
     chosen = problem and deadline.plan_energy(job.cohort, *problem)
@@ -78,13 +73,7 @@ def compute_fronts(job: JobSettings, folder: Path) -> EnergyFront:
 def predict_work(
     job: JobSettings, folder: Path, make: Callable[[str], Device] | None = None
 ) -> tuple[dict[str, DeviceWorkload], dict[str, tuple[TaskDuration, ...]]]:
-    """Return the predicted work of each device, and predicted times of its last rounds.
-
-    Args:
-        job: Job with fleet and data.
-        folder: Bundle of the job.
-        make: Factory of a board by its name in [fleet], or None for boards that follow their profiles.
-    """
+    """Return the predicted work of each device, and predicted times of its last rounds."""
     method, fleet = methods.load(job.method), job.fleet
     state = create_initial_state(job, agents.FleetPlan(job, folder, Path()).validate_and_load_bundle(), method)
     engine = choose_job_engine(job, method)
@@ -112,7 +101,6 @@ def _fix_epochs(board: DeviceForecast, epochs: int) -> DeviceForecast:
 
 
 def _plan_for_deadline(own: Mapping[str, DeviceForecast], limit_s: float) -> EnergyPlan:
-    """Return the plan in which each device takes its cheapest choice in time, or else its fastest."""
     # each board takes its cheapest choice that meets the deadline, or else its fastest
     picked: dict[str, EpochChoice] = {}
     for device, board in own.items():
@@ -178,7 +166,6 @@ def format_fronts(found: EnergyFront, job: JobSettings) -> list[str]:
 
 
 def _describe_missed_bound(plan: EnergyPlan, cohort: CohortSettings) -> str:
-    """Return a line on the first bound in [cohort] that the plan exceeds, or "" if there is none."""
     for name, bound, reached in (
         ("joules_per_round", cohort.joules_per_round, plan.joules),
         ("deadline_s", cohort.deadline_s, plan.seconds),

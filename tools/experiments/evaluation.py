@@ -55,12 +55,7 @@ NOBODY = "evaluator"
 
 
 def load_test_set(job: JobSettings) -> Examples:
-    """Return the test examples of a job.
-
-    Raises:
-        JobError: If the job has no test set, or the table is wrong.
-        DataError: If the examples cannot be read.
-    """
+    """Return the test examples of a job."""
     with scores.name_test_table():
         return examples.load_split(DataSpec.parse(scores.make_test_table(job)))
 
@@ -69,12 +64,7 @@ def load_test_set(job: JobSettings) -> Examples:
 
 
 class Evaluator:
-    """Evaluator of one job's states on its test set.
-
-    Raises:
-        JobError: If no engine of the method is installed, or the bundle is missing.
-        DataError: If the test set cannot be read.
-    """
+    """Evaluator of one job's states on its test set."""
 
     def __init__(self, job: JobSettings, folder: Path, *, test: Examples | None = None) -> None:
         self.job, self.method, self._folder = job, methods.load(job.method), folder
@@ -95,14 +85,7 @@ class Evaluator:
     def score(
         self, state: Any, rounds: int, sha256: str = "", *, budget_bytes: int = BUDGET_BYTES
     ) -> EvaluationScore | None:
-        """Return the score of a state on the test set, or None if the method has nothing to evaluate yet.
-
-        Args:
-            state: Method state.
-            rounds: Number of rounds before the state.
-            sha256: Digest of the state.
-            budget_bytes: Memory budget of the evaluated device, which determines the size of sub-models.
-        """
+        """Return the score of a state on the test set, or None if the method has nothing to evaluate yet."""
         if self.method.check is None:
             return self._score_stitched(state, rounds, sha256)
         engine = self._get_engine(self.job.engine or _choose_engine(self.method))
@@ -136,7 +119,6 @@ class Evaluator:
         return self._engine
 
     def _score_stitched(self, state: Any, rounds: int, sha256: str) -> EvaluationScore | None:
-        """Return the test accuracy of the final stitched network, or None before the search is done."""
         from fedquilt.tools.experiments.baselines import BaselineSetup
 
         if not self.method.done(state):
@@ -176,10 +158,6 @@ def evaluate_run(
     """Score the latest stored state of a run unless it has a score, store the score, and return all scores.
 
     With `follow`, new states are scored until the run has ended.
-
-    Raises:
-        StoreError: If the run does not exist, or its last state is missing.
-        JobError, DataError: If the run cannot be evaluated.
     """
     row = store.find_job(run)
     found, states = scores.read_scores(store.home, row), _StateReader(store, row)

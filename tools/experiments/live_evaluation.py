@@ -26,13 +26,7 @@ class EvaluationResult:
 
 
 class LiveEvaluator:
-    """Evaluator of one run's global model on the test set and on held-out shares. Close after use.
-
-    Args:
-        job: The job.
-        folder: Bundle of the job.
-        test: Test set, or None for none.
-    """
+    """Evaluator of one run's global model on the test set and on held-out shares. Close after use."""
 
     def __init__(self, job: JobSettings, folder: Path, test: Examples | None) -> None:
         self.checks = methods.load(job.method).check is not None
@@ -47,16 +41,7 @@ class LiveEvaluator:
             self._evaluator.close()
 
     def evaluate(self, simulation: Simulation, hands: WorkBackend, *, shares: bool) -> EvaluationResult:
-        """Evaluate the current state of a simulation.
-
-        Args:
-            simulation: Simulation at the end of a round.
-            hands: Backend that runs the evaluation.
-            shares: Evaluate on the held-out shares of the devices too.
-
-        Raises:
-            FedquiltError: If an evaluation failed.
-        """
+        """Evaluate the current state of a simulation."""
         told = hands.evaluate(simulation) if self.checks and shares else {}
         total = evaluation.add_evaluations(told.values())
         if total is not None and simulation.running is not None and total.right_with_priors is not None:
@@ -66,7 +51,6 @@ class LiveEvaluator:
         return EvaluationResult(self._score_test_set(simulation, hands), held, {} if own is None else own.devices)
 
     def _score_test_set(self, simulation: Simulation, hands: WorkBackend) -> EvaluationScore | None:
-        """Return the score of the present state on the test set, or None without a test set."""
         if self._test is None:
             return None
         done, state = simulation.completed_rounds, simulation.state_digest

@@ -49,11 +49,7 @@ class MethodCard:
 
 
 def make_card(name: str, covering: Covering = lambda name: ()) -> MethodCard:
-    """Return the description of a method from its source file.
-
-    Raises:
-        JobError: If the method does not exist.
-    """
+    """Return the description of a method from its source file."""
     method = methods.load(name)
     title, _, about = (inspect.getdoc(methods.method_module(name)) or "").partition("\n")
     found = tuple(_list_parameters(method.params))
@@ -109,11 +105,7 @@ def format_index() -> list[str]:
 
 
 def write_pages(folder: Path, covering: Covering) -> list[Path]:
-    """Write a page for each method and an index, delete other pages, and return the paths.
-
-    Raises:
-        StoreError: If the folder cannot be written.
-    """
+    """Write a page for each method and an index, delete other pages, and return the paths."""
     with disk.disk_errors(f"write {folder}", "name another folder"):
         folder.mkdir(parents=True, exist_ok=True)
         common = make_card("fedavg").parameters
@@ -166,7 +158,6 @@ def _list_parameters(params: type) -> Iterable[MethodParameter]:
 
 
 def _read_field_comments(params: Any) -> dict[str, str]:
-    """Return the trailing comment of each field of a parameter class, by name."""
     found: dict[str, str] = {}
     current = None
     for token in tokenize.generate_tokens(io.StringIO(inspect.getsource(params)).readline):

@@ -22,16 +22,7 @@ class RunProcessError(FedquiltError): ...
 def run_in_processes(
     play: Callable[..., T], todo: Sequence[tuple[Any, ...]], workers: int | None = None
 ) -> Iterator[tuple[int, T]]:
-    """Yield the index and the result of each call as it finishes. An exception in one call stops all.
-
-    Args:
-        play: Module-level function, which each process imports.
-        todo: Arguments of each call.
-        workers: Number of processes, or None for one per available core.
-
-    Raises:
-        RunProcessError: If a process was killed.
-    """
+    """Yield the index and the result of each call as it finishes. An exception in one call stops all."""
     if not todo:
         return
     count = min(workers or len(os.sched_getaffinity(0)), len(todo))

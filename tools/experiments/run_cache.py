@@ -31,11 +31,7 @@ LIBRARIES: Final = ("numpy", "torch", "torchvision", "onnxruntime")  # whose ari
 
 
 class RunCache(Generic[T]):
-    """Cached runs of one type in `folder`/runs.
-
-    Raises:
-        StoreError: If the folder cannot be created.
-    """
+    """Cached runs of one type in `folder`/runs."""
 
     def __init__(self, folder: Path, kind: type[T]) -> None:
         self.folder, self._kind = folder / "runs", kind
@@ -70,11 +66,7 @@ class RunCache(Generic[T]):
 
 
 def make_key(*parts: bytes, bundle: Path, data: Iterable[Path]) -> str:
-    """Return a digest of the parts, the content of a bundle and of data files, and the code.
-
-    Raises:
-        StoreError: If a file of the bundle or of the data cannot be read.
-    """
+    """Return a digest of the parts, the content of a bundle and of data files, and the code."""
     made = bundles.load_bundle(bundle)
     index = msgspec.json.encode([made.meta, made.files], order="sorted")
     blobs = sorted({ref.sha256 for ref in made.files.values()})  # others in its folder are of bundles of before
@@ -93,9 +85,6 @@ def list_plugin_versions(job: bytes) -> bytes:
     """Return as JSON the version and content digest of each plug-in package of a job given as JSON.
 
     The result is empty without plug-ins.
-
-    Raises:
-        JobError: If a package is not installed.
     """
     table = msgspec.json.decode(job)
     found = methods.required_plugins(table["method"]) | registry.required_plugins(table.get("model") or {})
@@ -120,9 +109,6 @@ def compute_content_digest(path: Path) -> str:
     """Return a digest of a file, or of the names and content of all files in a folder.
 
     The digest is "" if the path does not exist.
-
-    Raises:
-        StoreError: If a file cannot be read.
     """
     try:
         if path.is_dir():
@@ -134,7 +120,6 @@ def compute_content_digest(path: Path) -> str:
 
 
 def _walk_files(folder: Path) -> Iterator[Path]:
-    """Yield the files below a folder, following links, with each folder visited once."""
     # follows links to folders, and visits each folder once
     seen: set[str] = set()
     for place, folders, names in os.walk(folder, followlinks=True):

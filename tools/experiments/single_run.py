@@ -96,9 +96,6 @@ def run_seed(
         first: Evaluate on the test set before the first round too.
         tested: Evaluate on the test set.
         look: Function called before the first round, after each round and at the end, which returns `SeedRun.figures`.
-
-    Raises:
-        FedquiltError: If the data or the bundle is wrong, or the run has failed.
     """
     members, test = load_devices(job, folder)
     members, test = pick(members), test if tested else None
@@ -162,10 +159,6 @@ def load_devices(job: JobSettings, folder: Path) -> tuple[list[DeviceData], Exam
     """Return the devices of a job with their examples, and the test set.
 
     The test set is None if the job has none and its [data] has no split "test".
-
-    Raises:
-        DataError: If the data cannot be read.
-        JobError: If a setting of the fleet or of the data is invalid.
     """
     agents = FleetPlan(job, folder, Path()).make_agent_tables()
     split = examples.load_all_shares(DataSpec.parse(agents[0]["data"]))

@@ -25,15 +25,7 @@ FILES: Final = {"joules": "energy", "seconds": "board-time", "real_seconds": "re
 def make_result(
     job: str, runs: Sequence[SeedRun], target: float | None, failed: Sequence[str] = (), note: str = ""
 ) -> dict[str, Any]:
-    """Return a comparison for JSON: its table and all runs.
-
-    Args:
-        job: Name of the job.
-        runs: Runs that succeeded.
-        target: Value of the main metric up to which costs are counted, or None. Accuracy is 0 to 1.
-        failed: A sentence for each failure.
-        note: Note of `comparison.select_scores`.
-    """
+    """Return a comparison for JSON: its table and all runs."""
     return {
         "job": job,
         "accuracy_on": "test set" if any(run.tested for run in runs) else "held-out shares",
@@ -203,12 +195,7 @@ def make_plots(runs: Sequence[SeedRun], target: float | None) -> dict[str, plots
 
 
 def make_cost_plots(by_name: Mapping[str, Sequence[SeedRun]], target: float | None = None) -> dict[str, plots.Plot]:
-    """Return plots of the main metric over rounds, bytes, joules, seconds and real seconds.
-
-    Args:
-        by_name: Runs of each line, which differ in their seeds.
-        target: Value of the metric at which a line is drawn, or None.
-    """
+    """Return plots of the main metric over rounds, bytes, joules, seconds and real seconds."""
     runs = [run for of in by_name.values() for run in of]
     metric = find_main_metric(runs)
     factor, most = metrics.display_factor(metric), 100.0 if metric.share else math.inf
@@ -279,9 +266,6 @@ def write_files(result: dict[str, Any], runs: Sequence[SeedRun], out: Path) -> l
     """Write compare.json, compare.html and the plots into `out`. Return their paths and any notes.
 
     An earlier table with runs or rounds that this one lacks is moved into a folder of its own.
-
-    Raises:
-        StoreError: If the files cannot be written.
     """
     moved = _archive_larger_table(runs, out)
     pictures = make_plots(runs, result["target"]) if result["table"] else {}
@@ -308,7 +292,6 @@ def write_files(result: dict[str, Any], runs: Sequence[SeedRun], out: Path) -> l
 
 
 def _archive_larger_table(runs: Sequence[SeedRun], out: Path) -> list[str]:
-    """Move an earlier table with more runs or rounds to its own folder. Return a message, or [] without one."""
     try:
         earlier = msgspec.json.decode((out / "compare.json").read_bytes(), type=_ComparisonHeader).runs
     except (FileNotFoundError, msgspec.DecodeError):  # none, or what no version of this command has written whole

@@ -56,20 +56,6 @@ def run_job(
     With [check] beside = true, the model is evaluated on all held-out shares after every `check.every` rounds. With
     any [check], and after the last round, the model is evaluated on the test set if the job has one. Scores are
     stored next to the log (`fedquilt.coordinator.views.scores`).
-
-    Args:
-        job: Job with data and a fleet.
-        folder: Bundle of the job.
-        home: Folder of the run.
-        workers: Number of worker processes, or None for one per core.
-        engine: "auto", "pool", "ray" or "ray://HOST:PORT".
-        mixed: Permit machines that differ in processor, GPU and libraries.
-        heard: Function called with each event of the run.
-        begun: Function called with the run id before the first round.
-        watch: Function called before the first round, after each round, and at the end.
-
-    Raises:
-        FedquiltError: If the job does not fit its bundle, data or fleet, or the run has failed.
     """
     made = FleetPlan(job, folder, home).validate_and_load_bundle()
     job_validation.create_initial_state(job, made)
@@ -107,18 +93,7 @@ def run_job(
 def run_and_print(
     plan: FleetPlan, *, workers: int | None, engine: str, mixed: bool, wordy: bool = False
 ) -> tuple[str, str]:
-    """Run the job of a plan, and print its rounds. Return the run id and its final status.
-
-    Args:
-        plan: Plan of the fleet.
-        workers: As in `run_job`.
-        engine: As in `run_job`.
-        mixed: As in `run_job`.
-        wordy: Print every event.
-
-    Raises:
-        FedquiltError: If `run_job` raises it and the run has neither failed nor been stopped.
-    """
+    """Run the job of a plan, and print its rounds. Return the run id and its final status."""
     job = msgspec.structs.replace(plan.job, fleet=msgspec.structs.replace(plan.job.fleet, devices=plan.size))
     seen: list[Simulation] = []
     runs: list[str] = []

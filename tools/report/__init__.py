@@ -17,11 +17,7 @@ from fedquilt.tools.report.run_data import RunData, load_run_data
 
 
 def write_run_page(store: Store, run: str, out: Path | None) -> Path:
-    """Write the page of a run and return its path. Print the candidates of a stitching job.
-
-    Raises:
-        StoreError: If the run does not exist, or the file cannot be written.
-    """
+    """Write the page of a run and return its path. Print the candidates of a stitching job."""
     found = load_run_data(store, run)
     file = out or Path(f"{found.row.id}.html")
     disk.write_output(file, render_run_page(found))

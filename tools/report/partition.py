@@ -43,12 +43,7 @@ class ClassCounts:
 
 
 def count_examples(job: JobSettings, devices: int | None = None) -> ClassCounts:
-    """Return the example counts of the devices of `fedquilt simulate`, by default as many as in the job.
-
-    Raises:
-        JobError: If the job has no [data], or a wrong one.
-        DataError: If the data cannot be read or divided as requested.
-    """
+    """Return the example counts of the devices of `fedquilt simulate`, by default as many as in the job."""
     tables = FleetPlan(job, Path(), Path(), devices).make_agent_tables()
     train, held = examples.count_labels(DataSpec.parse(tables[0]["data"]))
     kinds = train.shape[1]

@@ -84,16 +84,7 @@ class Plot:
 def plot_lines(
     found: Sequence[PlotLine], title: str, x: str, y: str, *, level: float | None = None, most: float = math.inf
 ) -> Plot:
-    """Return a plot of lines over common axes. Values that are not finite are left out.
-
-    Args:
-        found: The lines.
-        title: Title of the plot.
-        x: Label of the x axis, which starts at 0.
-        y: Label of the y axis.
-        level: Height of a dotted horizontal line, or None.
-        most: End of the y axis, unless a value is larger.
-    """
+    """Return a plot of lines over common axes. Values that are not finite are left out."""
     found = [_drop_infinite_points(line) for line in found]
     across = [value for line in found for value in line.x]
     up = [value for line in found for values in (line.y, line.low, line.high) for value in values]
@@ -130,14 +121,7 @@ def plot_bars(
     x: str,
     parts: Sequence[str] = ("",),
 ) -> Plot:
-    """Return a plot of horizontal bars, divided into parts and labelled with their sums.
-
-    Args:
-        found: The bars.
-        title: Title of the plot.
-        x: Label of the x axis.
-        parts: Names of the parts.
-    """
+    """Return a plot of horizontal bars, divided into parts and labelled with their sums."""
     sums = [sum(part or 0.0 for part in bar.parts) for bar in found]
     if not any(part is not None and math.isfinite(part) for bar in found for part in bar.parts):
         return make_empty_plot(title)
@@ -264,11 +248,7 @@ def draw_on_axes(plot: Plot, axes: Any = None) -> Any:
 
 
 def choose_plot(found: Mapping[str, Plot], x: str) -> Plot:
-    """Return the plot over `x`.
-
-    Raises:
-        JobError: If there are no plots, or none over `x`.
-    """
+    """Return the plot over `x`."""
     if not found:
         raise JobError("there are fewer than two evaluations to draw: set [check] every = 1")
     if x not in found:

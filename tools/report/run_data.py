@@ -32,11 +32,7 @@ class RunData:
 
 
 def load_run_data(store: Store, run: str) -> RunData:
-    """Return the data of a run's page, by its id or the name of its job.
-
-    Raises:
-        StoreError: If the run does not exist or cannot be read.
-    """
+    """Return the data of a run's page, by its id or the name of its job."""
     row = store.find_job(run)
     facts = tuple((at, fact) for _, at, fact in store.read_events(row.id))
     told = round_outcomes.RoundOutcomes(JobConstants.from_job(row.job))
@@ -60,7 +56,6 @@ def load_run_data(store: Store, run: str) -> RunData:
 
 
 def _draw_partition(row: StoredJob, devices: Set[str]) -> str:
-    """Return an SVG of the job's examples by device, or "" if the job's data does not give these devices."""
     # only for simulated devices: the coordinator never sees the data of real devices
     if not row.job.data or not devices:
         return ""

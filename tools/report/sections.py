@@ -196,7 +196,6 @@ def _make_accuracy_lines(found: RunData, places: Mapping[int, float]) -> list[pl
 
 
 def _summarise_held_out(found: RunData) -> tuple[list[str], HtmlTable | None]:
-    """Return a note and a table of the first two and last four evaluations, or [] and None without any."""
     if not found.held:
         return [], None
     rows = [
@@ -338,7 +337,6 @@ def _split_energy(of: CostLedger) -> tuple[float | None, float | None, float | N
 
 
 def _split_memory_mb(of: CostLedger) -> tuple[float | None, float | None]:
-    """Return the runtime's memory and the task's share of the peak in MB, or None for both if unknown."""
     if of.peak_bytes is None:
         return (None, None)
     base = min(of.base_bytes or 0, of.peak_bytes)
@@ -408,7 +406,6 @@ def format_job(job: Any) -> str:
 
 
 def _list_changed_fields(table: Any) -> dict[str, Any]:
-    """Return the fields of a struct that differ from their defaults, at all depths, without None."""
     found = {}
     for field in msgspec.structs.fields(table):
         value = getattr(table, field.name)
@@ -444,7 +441,6 @@ def _format_round_name(found: RunData, number: int) -> str:
 
 
 def _find_main_metric(found: RunData) -> metrics.Metric:
-    """Return the metric of the first score of a run, or accuracy without scores."""
     told = [*(score.metric for score in found.scores), *(score.metric for score in found.held)]
     return metrics.KNOWN[told[0] if told else "accuracy"]
 

@@ -66,11 +66,7 @@ class FleetPlan:
         return (self.home / "agents" / run / device).resolve()
 
     def make_agent_tables(self, run: str = "") -> list[dict[str, Any]]:
-        """Return the agent.toml tables of all devices. Boards and budgets are assigned in rotation.
-
-        Raises:
-            JobError: If the job has no [data].
-        """
+        """Return the agent.toml tables of all devices. Boards and budgets are assigned in rotation."""
         if not self.job.data:
             raise JobError("the job has no [data] table: add one with the data of the simulated devices")
         spec, allowed = self.job.fleet, self._list_allowed_plugins()
@@ -106,23 +102,14 @@ class FleetPlan:
         return sorted(set(found))
 
     def load_devices(self) -> tuple[list[DeviceData], Examples]:
-        """Return the examples of each device, and the common test set.
-
-        Raises:
-            DataError: If the data cannot be read.
-        """
+        """Return the examples of each device, and the common test set."""
         tables = self.make_agent_tables()
         shares = examples.load_all_shares(msgspec.convert(tables[0]["data"], DataSpec))
         found = [DeviceData(table["device"], *share) for table, share in zip(tables, shares, strict=True)]
         return found, examples.load_split(msgspec.convert({**self.job.data, "split": "test"}, DataSpec))
 
     def validate_and_load_bundle(self, make: Callable[[str], Device] = make_board) -> Bundle:
-        """Check the job, its fleet, data and boards before a run, and return the job's bundle.
-
-        Raises:
-            JobError, ModelError: If the bundle or a key of [data] or [fleet] is wrong.
-            DataError: If the data is missing, unreadable or too small, or does not fit the network.
-        """
+        """Check the job, its fleet, data and boards before a run, and return the job's bundle."""
         self.validate_fleet(make)
         made = load_bundle(self.bundle)
         require_matching_bundle(self.job, made)
@@ -148,10 +135,6 @@ class FleetPlan:
         """Queue the job, or resume its unfinished run, and return the id of the run.
 
         The first round waits for all selected devices of the fleet.
-
-        Raises:
-            JobError, ModelError, DataError: If `validate_and_load_bundle` raises, or the method cannot train the
-            network.
         """
         made = self.validate_and_load_bundle(make)
         there = self.job.fleet.count_selected_devices(self.job.cohort, self.size)
@@ -171,17 +154,7 @@ def run_fleet_on_broker(
     *,
     wordy: bool = False,
 ) -> tuple[str, str]:
-    """Run agents as processes and a coordinator here. Return the run id and its final status.
-
-    Args:
-        plan: Plan of the fleet.
-        broker: The [broker] table of the agents, or None to start an embedded broker.
-        wordy: Print every event.
-
-    Raises:
-        JobError: If all agents have ended, the broker table has a certificate, or the job has adversaries or
-            simulated links.
-    """
+    """Run agents as processes and a coordinator here. Return the run id and its final status."""
     require_no_adversaries(plan.job)
     if plan.job.fleet.links:
         raise JobError(
@@ -222,14 +195,6 @@ def run_fleet_virtually(
     """Run all agents and the coordinator on virtual time. Return the run id and the final status.
 
     Nothing is flushed to disk: files survive a killed process, but possibly not a power failure.
-
-    Args:
-        plan: Plan of the fleet.
-        wordy: Print every event.
-        make: Factory of a board, by its name.
-
-    Raises:
-        JobError: If the run waits for devices in vain, or the job has adversaries.
     """
     require_no_adversaries(plan.job)
     broker = MemoryBroker(plan.job.seed)
@@ -299,7 +264,6 @@ class _StallDetector:
 
 
 def _delete_run_files(plan: FleetPlan, run: str) -> None:
-    """Delete the blobs and work folders of a run that is over. Logs and private state stay."""
     for table in plan.make_agent_tables(run):
         for name in ("blobs", "task", "outbox", "scratch"):
             if (folder := Path(table["home"]) / name).is_dir():

@@ -197,7 +197,6 @@ class FleetDevice:
             self._finish_private_state(ack.accepted)
 
     def _finish_private_state(self, accepted: bool) -> None:
-        """Keep or delete the private state that waits for an answer, if any."""
         if not self.follows:
             return
         if accepted:

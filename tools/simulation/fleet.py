@@ -49,11 +49,7 @@ class EncodedTasks:
         self._last: tuple[Task, Task] | None = None  # as it was sent, and as it came
 
     def __call__(self, task: Task) -> Task:
-        """Return a task after encoding and decoding.
-
-        Raises:
-            WireError: If the task cannot be encoded.
-        """
+        """Return a task after encoding and decoding."""
         if self._last is not None:
             sent, came = self._last
             if all(map(operator.is_, _shared(task), _shared(sent))):
@@ -122,11 +118,7 @@ class SimulatedFleet:
     # -- who is there --
 
     def bring_online(self, names: Iterable[str]) -> None:
-        """Bring devices online at the current virtual time. Online devices are unchanged.
-
-        Raises:
-            JobError: If the fleet has no device of that name.
-        """
+        """Bring devices online at the current virtual time. Online devices are unchanged."""
         for name in names:
             if name not in self.specs:
                 raise JobError(f"the simulated fleet has no device {name!r}")
@@ -299,11 +291,7 @@ class SimulatedFleet:
         return wire.Presence(online=online, boot=intern(f"simulated-{self._boots[name]}"), seq=1 if online else 2)
 
     def find_bundle(self, name: str, ref: BlobRef) -> str:
-        """Return the path of a bundle that a task needs.
-
-        Raises:
-            StoreError: If the blob is missing.
-        """
+        """Return the path of a bundle that a task needs."""
         path = self._files.get(ref.sha256) or self.depot.verified_path(ref.sha256)
         if path is None:
             raise StoreError(f"bundle {name!r} has vanished from {self.depot.folder}: leave it alone")

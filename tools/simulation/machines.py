@@ -64,12 +64,7 @@ class MachineSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def describe_this_machine(modules: Collection[str] = (), threads: str | None = None) -> Machine:
-    """Return the properties of this machine.
-
-    Args:
-        modules: Top-level modules of plug-ins whose code is included.
-        threads: OMP_NUM_THREADS of the workers, or None for the value of this process.
-    """
+    """Return the properties of this machine."""
     versions = {"Python": platform.python_version()}
     for name in LIBRARIES:
         try:
@@ -93,17 +88,7 @@ def get_machine_name() -> str:
 
 
 def require_same_results(known: Mapping[str, Machine], named: str, machine: Machine, *, mixed: bool) -> None:
-    """Check that a machine gives bit-identical results to the machines of a run.
-
-    Args:
-        known: Machines of the run, by name. The first is compared.
-        named: Name of the new machine.
-        machine: The new machine.
-        mixed: Permit a different processor, GPU or library. Different code is never permitted.
-
-    Raises:
-        JobError: If the machines differ.
-    """
+    """Check that a machine gives bit-identical results to the machines of a run."""
     for other, first in list(known.items())[:1]:
         if code := first.describe_code_differences(machine):
             raise JobError(f"{named} has other code than {other}: {code}; install the same on both")
@@ -115,12 +100,7 @@ def require_same_results(known: Mapping[str, Machine], named: str, machine: Mach
 
 
 def record_machines(home: Path, run: str, found: Mapping[str, Machine], *, mixed: bool) -> None:
-    """Record the machines of a run, in addition to those recorded earlier.
-
-    Raises:
-        JobError: If the machines differ from those recorded earlier and `mixed` is false. Newer code is permitted.
-        StoreError: If the file cannot be written.
-    """
+    """Record the machines of a run, in addition to those recorded earlier."""
     path = home / "machines" / f"{run}.json"
     before = read_machines(home, run)
     known = {f"{other}, where {run} began": machine for other, machine in before.items()}
@@ -172,7 +152,6 @@ def _read_processor_model() -> str:
 
 
 def _read_gpu_models() -> tuple[str, ...]:
-    """Return the names of NVIDIA GPUs from /proc, or () if CUDA_VISIBLE_DEVICES hides all."""
     # read from /proc, because loading a GPU library is slow
     if os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1"):
         return ()

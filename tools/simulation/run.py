@@ -24,11 +24,7 @@ from fedquilt.tools.simulation.workers.backend import Carry, WorkBackend, make_l
 
 
 def run_rounds(simulations: Sequence[Simulation], carry: Carry) -> Iterator[Simulation]:
-    """Run simulations side by side, and yield each before its first round and after all rounds.
-
-    Raises:
-        FedquiltError: If `carry` raises it.
-    """
+    """Run simulations side by side, and yield each before its first round and after all rounds."""
     told = dict.fromkeys(range(len(simulations)), -1)
     while True:
         asked: list[tuple[Simulation, WorkRequest]] = []
@@ -55,11 +51,7 @@ def iterate_states(
     engine: Any = None,
     observe: Callable[[Simulation, WorkBackend], None] = lambda simulation, hands: None,
 ) -> Iterator[Any]:
-    """Run a job here, and yield the method state before the first round and after each round.
-
-    Raises:
-        JobError: If the run has failed.
-    """
+    """Run a job here, and yield the method state before the first round and after each round."""
     carry, held = make_local_backend(members, load=load, engine=engine)
     with ScratchFolder() as home:
         name = None if engine is None else engine.name
@@ -110,10 +102,6 @@ def simulate(
         observe: Function called before the first round, after each round, and at the end.
         home: Folder of the run, which resumes there after an interruption, or None for a temporary folder.
         away: Devices that are offline at first.
-
-    Raises:
-        JobError: If the run has failed, or machines differ.
-        PoolError: If a worker has ended, or no cluster is reachable.
     """
     began_s = time.perf_counter()
     with contextlib.ExitStack() as stack:

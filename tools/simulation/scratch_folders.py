@@ -38,7 +38,6 @@ class ScratchFolder:
 
 
 def _make_locked_folder() -> tuple[Path, int | None]:
-    """Return a new folder and its lock, or None as the lock if the file system has no locks."""
     # without a lock (None) no other process removes the folder
     while True:
         path = Path(tempfile.mkdtemp(prefix=PREFIX))
@@ -57,11 +56,7 @@ def _make_locked_folder() -> tuple[Path, int | None]:
 
 
 class SharedFolder:
-    """Named folder of several processes, removed when the last process leaves or ends.
-
-    Args:
-        name: Unique name that other users of the machine cannot guess.
-    """
+    """Named folder of several processes, removed when the last process leaves or ends."""
 
     def __init__(self, name: str) -> None:
         remove_stale_folders()
@@ -91,7 +86,6 @@ def remove_stale_folders() -> None:
 
 
 def _remove_unless_locked(folder: Path) -> None:
-    """Remove a folder of this user, or raise OSError if a process has locked the folder."""
     if folder.stat(follow_symlinks=False).st_uid != os.getuid():
         return
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

@@ -92,10 +92,6 @@ class Simulation:
         heard: Function called with each event of the run.
         make: Factory of a board, by its name.
         away: Devices that are offline at first (`SimulatedFleet.bring_online`).
-
-    Raises:
-        JobError: If no engine of the method is installed, or a budget or board does not exist.
-        StoreError: If the home cannot be written.
     """
 
     def __init__(
@@ -290,14 +286,7 @@ class Simulation:
         return [adversaries.add_honest_mean(order, honest) for order in orders]
 
     def make_evaluation_request(self, device: str) -> WorkRequest | None:
-        """Return a work request that evaluates the next model, or None if there is nothing to evaluate.
-
-        Args:
-            device: A device of the fleet, or NEWCOMER.
-
-        Raises:
-            JobError: If the method has no evaluation.
-        """
+        """Return a work request that evaluates the next model, or None if there is nothing to evaluate."""
         job = self.running
         assert job is not None
         if job.method.check is None:
@@ -388,11 +377,7 @@ def _make_round(
 
 
 def choose_job_engine(job: JobSettings, method: Method) -> str:
-    """Return the engine of the job, or the first installed engine of the method.
-
-    Raises:
-        JobError: If no such engine is installed.
-    """
+    """Return the engine of the job, or the first installed engine of the method."""
     there = engines.available_engines()
     for name in [job.engine] if job.engine else method.engines:
         if name in there:

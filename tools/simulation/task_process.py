@@ -28,18 +28,6 @@ class TaskProcess:
 
     Private state is passed from task to task. `outside_bytes` is the peak memory that the kernel reports after the
     last task, or 0 if the kernel reports none.
-
-    Args:
-        method: Name of the method.
-        engine: Name of the engine.
-        budget_bytes: Memory budget of the tasks.
-        data: The [data] table of the device.
-        find: Function that returns the file of a bundle.
-        folder: Parent of the process's private folders.
-        command: Command of the process.
-        plugins: Packages that tasks may use, or None for all installed ones.
-        most_s: Time limit of a task.
-        most_bytes: Limit of the process's resident memory.
     """
 
     def __init__(
@@ -74,11 +62,7 @@ class TaskProcess:
             self._child.kill()
 
     def run_task(self, order: TaskSpec, number: int) -> tuple[protocol.WorkResult, dict[str, Tensors]]:
-        """Run a task in the process. Return its result, and the tensors of its update.
-
-        Raises:
-            ModelError: If the task failed.
-        """
+        """Run a task in the process. Return its result, and the tensors of its update."""
         out = self._folder / sandbox.OUT / str(number)
         out.mkdir(parents=True)
 

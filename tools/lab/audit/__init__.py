@@ -68,11 +68,7 @@ def upload_variants(noise: float) -> list[UploadVariant]:
 def extract_gradient(
     row: UploadVariant, network: Mapping[str, Any], start: Tensors, example: Examples, engine: Any
 ) -> Tensors:
-    """Return the gradient that a device's upload after one step reveals, by tensor of the network.
-
-    Raises:
-        JobError: If the upload reveals no gradient.
-    """
+    """Return the gradient that a device's upload after one step reveals, by tensor of the network."""
     sent: list[Mapping[str, Tensors]] = []
     method = methods.load(row.method)
 
@@ -111,16 +107,7 @@ def audit_methods(
     count: int = 4,
     size: int = 0,
 ) -> dict[str, Any]:
-    """Attack `count` examples in each row. Return figures, and "pictures" (h, w, channels) from 0 to 1.
-
-    Args:
-        data: File or folder of images, as in [data] path of a job.
-        count: Number of examples to attack.
-        size: Side of the scaled images in pixels, or 0 to keep their size.
-
-    Raises:
-        DataError: If there are no images, or images are not square.
-    """
+    """Attack `count` examples in each row. Return figures, and "pictures" (h, w, channels) from 0 to 1."""
     from fedquilt.data import examples as shares
     from fedquilt.data.spec import DataSpec
     from fedquilt.edge_agent.engines.torch.engine import TorchEngine
@@ -202,11 +189,7 @@ def format_result(result: Mapping[str, Any]) -> list[str]:
 
 
 def audit_and_print(data: Path, out: Path, format: str, options: Mapping[str, Any]) -> int:
-    """Run the audit, write the images as SVG and print the result. Return 0.
-
-    Raises:
-        StoreError: If the SVG file cannot be written.
-    """
+    """Run the audit, write the images as SVG and print the result. Return 0."""
     result = audit_methods(data, **options)
     by_picture = zip(*(row["psnr_db"] for row in result["rows"].values()), strict=True)
     notes = [["", *(f"{decibels:.1f} dB" for decibels in row)] for row in by_picture]

@@ -55,17 +55,7 @@ def reconstruct_example(
     rng: np.random.Generator,
     steps: int,
 ) -> np.ndarray:
-    """Reconstruct x' in 0..1 that minimises the gradient distance |grad' - grad|^2 (Eq. 13).
-
-    Args:
-        network: its table.
-        start: tensors that the gradient was taken at.
-        gradient: of one example, by tensor.
-        label: of the example, which the attacker knows.
-        shape: of the example, (channels, h, w).
-        rng: draws the first guess.
-        steps: most steps of L-BFGS.
-    """
+    """Reconstruct x' in 0..1 that minimises the gradient distance |grad' - grad|^2 (Eq. 13)."""
     model = registry.build_network(network).double()
     with torch.no_grad():
         for name, value in model.state_dict().items():

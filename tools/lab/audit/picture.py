@@ -12,13 +12,7 @@ CELL, GAP, TOP = 112, 12, 40  # pixels
 
 
 def render_grid(titles: Sequence[str], rows: Sequence[Sequence[np.ndarray]], notes: Sequence[Sequence[str]]) -> str:
-    """Render images as a grid in a standalone SVG.
-
-    Args:
-        titles: Title of each column.
-        rows: Images (h, w), (h, w, 1) or (h, w, 3) from 0 to 1. Other values are clipped.
-        notes: Note of each image.
-    """
+    """Render images as a grid in a standalone SVG."""
     step = CELL + GAP
 
     def draw(axis: plots.Axis, tip: plots.Tip) -> None:

@@ -20,11 +20,6 @@ def run_and_print(what: str, format: str, given: Mapping[str, Any]) -> int:
     """Run one benchmark, and print each measurement and the result.
 
     Return 0, 1 if a figure missed its limit, or BUSY if other processes disturbed a benchmark of times.
-
-    Args:
-        what: Name of the benchmark's module.
-        format: "text" or "json".
-        given: Arguments of the benchmark's `measure`.
     """
     bench = importlib.import_module(f"fedquilt.tools.lab.bench.{what}")
     options = signature(bench.measure).parameters

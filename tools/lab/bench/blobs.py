@@ -59,14 +59,7 @@ RUNS: Final = {  # all runs are compared with the first, whose duration determin
 
 
 def measure(report: Callable[[str], None]) -> dict[str, Any]:
-    """Run all transfer methods, TURNS times.
-
-    Args:
-        report: Function called with the text of each measurement.
-
-    Raises:
-        JobError: If Mosquitto is not installed.
-    """
+    """Run all transfer methods, TURNS times."""
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         sha256 = BlobStore(home / "server").store_bytes(random.Random(0).randbytes(SIZE)).sha256
@@ -80,7 +73,6 @@ def measure(report: Callable[[str], None]) -> dict[str, Any]:
 
 
 def _measure_run(home: Path, sha256: str, run: TransferRun, dies_s: float | None) -> dict[str, Any]:
-    """Transfer the blob to all agents, and return times and memory. After `dies_s` TCP or the broker breaks."""
     port = find_free_port()
     url = f"mqtt://127.0.0.1:{port}"
     node = [sys.executable, "-m", "fedquilt.tools.lab.bench.transfer_nodes"]

@@ -78,18 +78,7 @@ class ResourceSample(NamedTuple):
 def measure(
     report: Callable[[str], None], agents: Sequence[int] = AGENTS, rounds: int = ROUNDS, after: int = 0
 ) -> dict[str, Any]:
-    """Run a job with each number of devices.
-
-    Args:
-        report: Function called with the text of each measurement.
-        agents: Numbers of devices.
-        rounds: Number of rounds. The first is not counted, because it includes connection and model transfer.
-        after: Rounds already in the event log at the start of an additional run of the first fleet.
-
-    Raises:
-        JobError: If Mosquitto is not installed, or the limit of open files is too low.
-        LinkError: If a process did not start, or a round took too long.
-    """
+    """Run a job with each number of devices."""
     _raise_file_limit(max(agents) + SPARE_FILES)
     fleets: dict[str, dict[str, Any]] = {}
     for count in agents:
@@ -311,7 +300,6 @@ def _sample_resources(
 
 
 def _measure_bare_loop_ms() -> np.ndarray:
-    """Return the processor and wall milliseconds (2,) of an update."""
     method, model = methods.load("fedavg"), _encode_model()
     message = wire.encode(_create_update("bench", 0, "board-00000", _blob_ref(model), _blob_ref(b"").sha256))
     with tempfile.TemporaryDirectory() as folder:
@@ -356,7 +344,6 @@ def _kill_processes_at_end() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 def _split_devices(count: int) -> list[tuple[int, int]]:
-    """Return the number of the first device and the number of devices, for each process."""
     each = -(-count // PROCESSES)
     return [(first, min(each, count - first)) for first in range(0, count, each)]
 

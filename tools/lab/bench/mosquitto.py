@@ -24,17 +24,7 @@ def find_free_port() -> int:
 
 
 def start_mosquitto(folder: Path, port: int, settings: str = "") -> subprocess.Popen[bytes]:
-    """Start Mosquitto on a port of this machine, and wait until it accepts connections.
-
-    Args:
-        folder: Folder for its mosquitto.conf.
-        port: TCP port.
-        settings: Further lines of mosquitto.conf.
-
-    Raises:
-        JobError: If Mosquitto is not installed.
-        LinkError: If it does not start, with the end of its log.
-    """
+    """Start Mosquitto on a port of this machine, and wait until it accepts connections."""
     program = shutil.which("mosquitto", path=os.environ.get("PATH", "") + ":/usr/sbin")
     if program is None:
         raise JobError("this bench needs Mosquitto: apt install mosquitto")

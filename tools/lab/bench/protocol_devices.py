@@ -40,13 +40,7 @@ PROFILE: Final[dict[str, Any]] = {
 
 
 class DeviceGroup:
-    """The light devices of one process.
-
-    Args:
-        url: URL of the broker.
-        first: Number of the first device.
-        count: Number of devices.
-    """
+    """The light devices of one process."""
 
     def __init__(self, url: str, first: int, count: int) -> None:
         self.broker, self.topics = Broker.from_url(url), wire.Topics(FLEET)
@@ -100,11 +94,7 @@ class LightDevice:
         return sock
 
     def read(self) -> None:
-        """Process received messages and write the answers.
-
-        Raises:
-            ConnectionError: If the broker closed the connection.
-        """
+        """Process received messages and write the answers."""
         self.client.loop_read()
         while self.client.socket() is not None and self.client.want_write():
             self.client.loop_write()

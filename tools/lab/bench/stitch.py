@@ -63,13 +63,7 @@ class ScoringRound:
 
 
 def measure(report: Callable[[str], None], size: int = SMALL, images: int = IMAGES) -> dict[str, Any]:
-    """Measure a device's rounds by each way of scoring, naive scoring, and the references.
-
-    Args:
-        report: Function called with the text of each measurement.
-        size: Size of the images in pixels.
-        images: Number of scored images, and of images for fits. Fewer images give smaller ratios to naive scoring.
-    """
+    """Measure a device's rounds by each way of scoring, naive scoring, and the references."""
     depths = DEPTHS if size <= SMALL else DEPTHS[1:2]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "donors"
@@ -247,7 +241,6 @@ def _delete_path_caches(cache: Path) -> None:
 def _time_scoring(
     each: ScoringRound, way: ScoreAt, engine: OnnxEngine, cache: Path, local: Tensors
 ) -> tuple[np.ndarray, np.ndarray, Tensors]:
-    """Return the processor and wall seconds of a scoring, the scores and the device's new local state."""
     site = replace(each.site, engine=engine, cache_at=cache, local=local)
     began = _read_clocks()
     answer = scoring.score_pool(replace(each.ask, score_at=way, early=0), site)
@@ -255,7 +248,6 @@ def _time_scoring(
 
 
 def _read_clocks() -> np.ndarray:
-    """Return the processor seconds of this process and wall seconds, as an array (2,)."""
     return np.array([time.process_time(), time.perf_counter()])
 
 

@@ -49,17 +49,8 @@ WITHOUT = "without it: the boards' network without the donor's blocks; gain: 95 
 def run_demo(out: Path, format: str = "text", wordy: bool = False, show: bool = False) -> int:
     """Run the federation, compare results, and write report, network and test digits into `out`.
 
-    Args:
-        out: Output folder, created if missing.
-        format: "text", or "json" for the result as one line.
-        wordy: Whether to print each round with its decisions.
-        show: Whether to open the report in a browser.
-
     Returns:
         0, or 8 if the run failed.
-
-    Raises:
-        KeyboardInterrupt: If SIGINT or SIGTERM arrives before the run is done.
     """
     began_s = time.monotonic()
     # a folder for each run: what boards have cached from an earlier one would change what is measured
@@ -204,6 +195,5 @@ def _format_points(interval: tuple[float, float]) -> str:
 
 
 def _format_energy_and_bytes(network: NetworkResult) -> tuple[str, str]:
-    """Return energy and transferred bytes as text, "-" if unknown."""
     energy = "-" if network.energy_j is None else costs.format_joules(network.energy_j)
     return energy, "-" if network.moved_bytes is None else units.format_bytes(network.moved_bytes)

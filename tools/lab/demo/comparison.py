@@ -93,16 +93,7 @@ def compare_networks(
     artefact: Artefact,
     far: Callable[[str], None],
 ) -> DemoComparison:
-    """Measure all baselines of the stitched network.
-
-    Args:
-        plan: Plan of the simulated fleet.
-        members: Devices with their examples.
-        test: Examples that no device has.
-        rounds: Number of rounds for FedAvg.
-        artefact: The stitched network.
-        far: Function called with a description when each part begins.
-    """
+    """Measure all baselines of the stitched network."""
     opened = job_bundle.load_bundle(plan.bundle)
     folder = plan.bundle / "blobs"
     engine: Any = engines.create_engine("onnx", BUDGET_BYTES)
@@ -163,11 +154,7 @@ def _paired_interval(correct: np.ndarray, other: np.ndarray) -> tuple[float, flo
 
 
 def train_from_scratch(job: JobSettings, rounds: int, size: int) -> NetworkResult:
-    """Train a network of about `size` weights with FedAvg, from random weights, on the same devices and examples.
-
-    Raises:
-        FedquiltError: If the run failed.
-    """
+    """Train a network of about `size` weights with FedAvg, from random weights, on the same devices and examples."""
     wanted = JobSettings(
         name="scratch",
         method="fedavg",

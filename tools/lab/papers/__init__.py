@@ -27,11 +27,7 @@ def load_tables() -> dict[str, GridTable]:
 
 
 def find_table(name: str, known: Mapping[str, GridTable]) -> GridTable:
-    """Return a paper's table by name, or the table in a file NAME.toml.
-
-    Raises:
-        JobError: If the table does not exist, or the file cannot be read or contains several tables.
-    """
+    """Return a paper's table by name, or the table in a file NAME.toml."""
     if name in known:
         return known[name]
     if not name.endswith(".toml"):
@@ -87,23 +83,7 @@ def run_table(
     out: Path = KEPT,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Run a table, and return its result with the description of the file under "about".
-
-    Args:
-        table: One of `load_tables`, or a table of the user.
-        seeds: Seeds, or None for those of the table.
-        rounds: Number of rounds of all runs, or None for the table's. Claims are judged only with None.
-        folder: Folder of data, if `GridTable.takes_data`.
-        columns: Names of the columns to run, or None for all.
-        rows: Names of the rows to run, or None for all. Claims about other rows are left out.
-        out: Cache folder of finished runs.
-        say: Function that prints progress lines.
-
-    Raises:
-        JobError: If a column or row is unknown or cannot be selected, the table takes no data, or a run has failed
-            that must not fail.
-        FedquiltError: If a bundle cannot be made.
-    """
+    """Run a table, and return its result with the description of the file under "about"."""
     if folder is not None and not table.takes_data:
         raise JobError(f"{table.name} makes its own data: leave --data out")
     there = table.grid.columns
@@ -133,11 +113,7 @@ def list_or_run_tables(
     kept: Path = KEPT,
     format: str,
 ) -> int:
-    """List the tables, or run one and print its result. Return 1 if a claim fails, otherwise 0.
-
-    Raises:
-        FedquiltError: If `find_table` or `run_table` raises.
-    """
+    """List the tables, or run one and print its result. Return 1 if a claim fails, otherwise 0."""
     known = load_tables()
     if name is None:
         every = make_catalogue(known)

@@ -67,9 +67,6 @@ def make_cells(
     """Return all runs of a table, and make their bundles in `out`.
 
     Runs are ordered by seed, so that an interrupted table is complete for its first seeds.
-
-    Raises:
-        FedquiltError: If a job of the table is wrong, or a bundle cannot be made.
     """
     found: list[tuple[str, str, dict[str, Any], PretrainSettings | None, GridRow, float | None]] = []
     for seed in seeds:
@@ -186,11 +183,7 @@ def _use_one_thread() -> None:
 
 
 def run_case(case: ComparisonCase, tell: comparison.Tell) -> SeedRun:
-    """Run one case, with the `play` function of its row or on single devices if the row requires it.
-
-    Raises:
-        FedquiltError: If the run has failed.
-    """
+    """Run one case, with the `play` function of its row or on single devices if the row requires it."""
     how, job, folder = msgspec.json.decode(case.how, type=ExecutionOptions), case.settings, Path(case.folder)
     if choose_job_engine(job, methods.load(job.method)) == "torch":
         _use_one_thread()
@@ -212,7 +205,6 @@ def run_with_options(
 
 
 def _run_single_devices(job: JobSettings, folder: Path, how: ExecutionOptions) -> SeedRun:
-    """Run `how.row.alone` devices, each by itself, and return the last run with figures averaged over all."""
     # each device alone; values are means, held-out accuracy by examples, and such devices send nothing
     members = how.select_devices(single_run.load_devices(job, folder)[0])
     names = cohort_selection.select_cohort(job.seed, 0, [each.device for each in members], how.row.alone)
@@ -264,17 +256,7 @@ def read_value(run: SeedRun, name: str, target: float | None = None) -> Any:
 def run_all_cases(
     todo: Sequence[ComparisonCase], out: Path, say: Callable[[str], None], *, may_fail: bool = False
 ) -> dict[ComparisonCase, SeedRun]:
-    """Run all cases in parallel, except those cached in `out`/runs.
-
-    Args:
-        todo: All cases.
-        out: Folder of the cache.
-        say: Function that prints progress lines and failures.
-        may_fail: Leave out runs that fail, unless all fail.
-
-    Raises:
-        JobError: If a run has failed. The other runs are cached.
-    """
+    """Run all cases in parallel, except those cached in `out`/runs."""
     found, failed = comparison.run_cases(todo, out, run_case, say, abreast=True)
     if failed and not (may_fail and found):
         raise JobError(f"{len(failed)} of {len(todo)} runs failed, the others are kept in {out / 'runs'}: {failed[0]}")

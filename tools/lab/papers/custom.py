@@ -157,10 +157,6 @@ def measure_schedule(given: JobSettings, folder: Path) -> dict[str, float]:
 
     The cost of a task on a simulated board depends on its work and the number of examples, never on values.
     Selection, declines and bytes are therefore as in a real run, while the weights stay unchanged.
-
-    Raises:
-        JobError: If the run has failed.
-        ModelError: If a board's profile has no power, so that its energy is unknown.
     """
     from fedquilt.edge_agent.engines.torch.engine import TorchEngine
 
@@ -207,9 +203,6 @@ def measure_peak_bytes(folder: Path, given: JobSettings, budget: str) -> int | N
 
     The device is alone in its job and has the first share of the examples. The result is None if it declines because
     the budget is too small.
-
-    Raises:
-        ModelError: If a task failed, or the kernel reports no peaks.
     """
     alone = msgspec.structs.replace(
         given,

@@ -139,28 +139,14 @@ class Grid(GridStruct, frozen=True):
         return list(dict.fromkeys([*(show.value for show in self.show), *(claim.value for claim in self.claims)]))
 
     def select_rows(self, rows: Sequence[str]) -> Grid:
-        """Return the grid with these rows and the claims about them.
-
-        Raises:
-            JobError: If a row does not exist.
-        """
+        """Return the grid with these rows and the claims about them."""
         _require_known("row", rows, self.rows)
         claims = tuple(claim for claim in self.claims if {claim.row, claim.over, claim.of} <= {"", *rows})
         kept = {name: row for name, row in self.rows.items() if name in rows}
         return msgspec.structs.replace(self, rows=kept, claims=claims)
 
     def make_job(self, points: Iterable[AxisPoint], row: GridRow, seed: int, rounds: int | None) -> dict[str, Any]:
-        """Return the job of one run as a table.
-
-        Args:
-            points: One point of each axis, applied in this order.
-            row: Row, applied after the points.
-            seed: Seed of the job and its data.
-            rounds: Number of rounds unless the row is `fixed`, or None for the grid's own.
-
-        Raises:
-            JobError: If the number of rounds is no whole number.
-        """
+        """Return the job of one run as a table."""
         found = self.job
         for point in points:
             found = merge_tables(found, point.job)
@@ -179,23 +165,11 @@ class GridTable:
 
     @property
     def grid(self) -> Grid:
-        """Parsed table, with the marks left in its paths.
-
-        Raises:
-            JobError: If a key is wrong.
-        """
+        """Parsed table, with the marks left in its paths."""
         return self._parse_grid(self.raw)
 
     def fill_marks(self, data: Path | None) -> Grid:
-        """Return the parsed table with the marks in its paths replaced.
-
-        Args:
-            data: Folder of `--data`, or None.
-
-        Raises:
-            JobError: If a key is wrong, or a mark is unknown.
-            DataError: If the files of a mark are missing, or there is no folder.
-        """
+        """Return the parsed table with the marks in its paths replaced."""
         with toml.prefix_errors(str(self.file)):
             return self._parse_grid(
                 _resolve_paths_and_marks(
@@ -263,11 +237,7 @@ def _require_known(what: str, wanted: Iterable[str], known: Iterable[str]) -> No
 
 
 def read_tables(file: Path) -> dict[str, GridTable]:
-    """Return the tables of a file by name.
-
-    Raises:
-        JobError: If the file cannot be read, is not TOML, or has a `like` without its table.
-    """
+    """Return the tables of a file by name."""
     with toml.prefix_errors(str(file)):
         common = _resolve_likes(toml.read_toml(file))
     several = common.pop("tables", None)
@@ -306,18 +276,7 @@ def _resolve_likes(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resolve_mark(table: str, mark: str, rest: str, data: Path | None) -> dict[str, str]:
-    """Return the keys that replace a mark in a path: "path", and further keys of the same table.
-
-    Args:
-        table: Name of the table in errors.
-        mark: Mark without "$".
-        rest: Part of the path after the mark.
-        data: Folder of `--data`, or None.
-
-    Raises:
-        JobError: If the mark is unknown.
-        DataError: If the files of the mark are missing, or there is no folder.
-    """
+    """Return the keys that replace a mark in a path: "path", and further keys of the same table."""
     if mark == "digits":
         return {"path": str(DIGITS)}
     wanted = {"mnist": "MNIST's files", "cifar": "CIFAR-10", "weights": "torchvision's weights in weights/"}
@@ -357,7 +316,6 @@ def find_weights(data: Path, architecture: str) -> dict[str, str]:
 
 
 def _resolve_paths_and_marks(value: Any, known: Any, folder: Path) -> Any:
-    """Return a value with its data marks replaced by `known`, and with other paths relative to the folder."""
     # other relative paths are resolved against the folder
     if isinstance(value, list):
         return [_resolve_paths_and_marks(each, known, folder) for each in value]

@@ -33,14 +33,6 @@ def make_result(
 ) -> dict[str, Any]:
     """Return the result of a table for JSON.
 
-    Args:
-        name: Name of the table.
-        grid: The table.
-        cells: Cells that were run.
-        runs: Run of each cell's case, without failed runs.
-        seeds: Seeds in the order of the values.
-        rounds: Requested number of rounds, or None for the grid's own. Claims are judged only with None.
-
     Returns:
         "columns" (column, row, then "values" per seed, "paper" and "runs"), "figures" (judged claims), "told"
         (reported
@@ -98,9 +90,6 @@ def compute_claim_values(claim: ClaimSpec, row: Mapping[str, Any], other: Mappin
     """Return a claim's value for each seed in one column, or [] if a run lacks the value.
 
     A target that was never reached counts as one round more than were run.
-
-    Raises:
-        JobError: If the value is compared with 0 as a percentage.
     """
 
     def get_values(row: Mapping[str, Any]) -> list[float | None]:
@@ -124,12 +113,6 @@ def judge_claim(
     values: Sequence[float], unit: str, *, at_least: float | None = None, at_most: float | None = None
 ) -> dict[str, Any]:
     """Judge a claim about the mean over seeds of a paired difference or a ratio.
-
-    Args:
-        values: One value per seed.
-        unit: Unit of the values.
-        at_least: Claimed lower limit of the mean, or None if `at_most` is claimed.
-        at_most: Claimed upper limit of the mean.
 
     Returns:
         "value", the mean, "low" and "high", its 95 % interval or None with one seed, "verdict" ("holds", "not shown",

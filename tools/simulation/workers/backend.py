@@ -30,15 +30,7 @@ Carry = Callable[[Sequence[tuple[Simulation, WorkRequest]]], Iterable[WorkResult
 
 
 class WorkBackend:
-    """Backend that runs the work requests of one simulation and evaluates its model.
-
-    Args:
-        carry: Function that runs work requests and yields one result each, in the same order.
-        held: Number of held-out examples of each device.
-        ahead: Prefetcher of work requests, or None.
-        ready: Function that waits until the workers are ready.
-        machines: Machines of the workers, by name.
-    """
+    """Backend that runs the work requests of one simulation and evaluates its model."""
 
     def __init__(
         self,
@@ -57,9 +49,6 @@ class WorkBackend:
         """Evaluate the model on the held-out examples of devices, by default of all that have any.
 
         Devices without anything to evaluate are missing in the result.
-
-        Raises:
-            JobError: If the evaluation on a device failed.
         """
         names = list(devices) or sorted(name for name in simulation.members if self._held.get(name))
         orders = [order for name in names if (order := simulation.make_evaluation_request(name)) is not None]
@@ -91,20 +80,6 @@ def open_pool_backend(
     """Start a pool and return its backend, and the number of held-out examples of each device.
 
     The pool ends with the context.
-
-    Args:
-        job: The job.
-        members: Devices with their examples, iterated once.
-        workers: Number of workers, or None for one per core of this machine or of the Ray cluster.
-        engine: "auto", "pool", "ray" or "ray://HOST:PORT" (`protocol.choose_engine`).
-        mixed: Permit nodes of a Ray cluster that differ in processor, GPU or libraries.
-        modules: Top-level modules of the job's plug-ins.
-        together: Train several devices in one graph.
-        test: Examples of `WorkBackend.evaluate_test_set`.
-
-    Raises:
-        JobError: If the engine is unknown, the number of workers is invalid, or the nodes differ.
-        PoolError: If a worker has ended, or no cluster is reachable.
     """
     nothing = () if test is None else (_test_set_device(test),)
     library, where = choose_job_engine(job, methods.load(job.method)), choose_engine(engine, os.environ)
@@ -132,15 +107,7 @@ def make_local_backend(
     together: bool = False,
     test: Examples | None = None,
 ) -> tuple[WorkBackend, dict[str, int]]:
-    """Return a backend in this process, and the number of held-out examples of each device.
-
-    Args:
-        members: Devices with their examples.
-        load: Function that loads a method by name.
-        engine: Engine for all devices, or None to make one per memory budget.
-        together: Train several devices in one graph.
-        test: Examples of `WorkBackend.evaluate_test_set`.
-    """
+    """Return a backend in this process, and the number of held-out examples of each device."""
     held = {member.device: member for member in members}
     count = {name: len(member.held) for name, member in held.items()}
     if test is not None:

@@ -18,12 +18,7 @@ Given = tuple[Any, Any]  # what a call gave, or raises, and where its generator 
 
 
 class RestartableClient(Generic[T]):
-    """Client function that can be restarted with the same random state.
-
-    Args:
-        site: Factory of the client context, given an engine. Called once.
-        work: The client function.
-    """
+    """Client function that can be restarted with the same random state."""
 
     def __init__(self, site: Callable[[Any], ClientContext], work: Callable[[ClientContext], T]) -> None:
         self._make, self._work = site, work
@@ -58,11 +53,7 @@ class ReplayEngine:
         return getattr(self._engine, name)
 
     def train(self, network: Any, start: Any, examples: Any, fit: Any, rng: Any, **options: Any) -> Any:
-        """Return the stored result of this call, or train alone if the call cannot be batched.
-
-        Raises:
-            BatchWait: If the call can be trained in a batch.
-        """
+        """Return the stored result of this call, or train alone if the call cannot be batched."""
         if self.next_call == len(self.given):
             call = self._engine.batchable_call(network, start, examples, fit, rng, **options)
             if call is not None:
@@ -80,10 +71,6 @@ class ReplayEngine:
 
 def run_together(functions: Sequence[Callable[[Any], T]], engine: Any) -> list[tuple[T | Exception, bool]]:
     """Call all functions with an engine, training in batches where possible.
-
-    Args:
-        functions: Client functions that take an engine.
-        engine: Engine. Without `train_together`, each function is called once, one after another.
 
     Returns:
         For each function its result or exception, and whether its training could be batched.

@@ -38,13 +38,7 @@ def make_engine(name: str, budget_bytes: int) -> Any:
 
 
 class WorkExecutor(main.TaskExecutor):
-    """Engines, methods and examples of many devices.
-
-    Args:
-        shares: Function that returns the training and held-out examples of a device.
-        load: Function that loads a method by name.
-        make: Factory of an engine, given its name and a budget in bytes.
-    """
+    """Engines, methods and examples of many devices."""
 
     def __init__(
         self,
@@ -113,10 +107,6 @@ def run_requests(
 ) -> list[tuple[WorkResult, bool]]:
     """Run work requests.
 
-    Args:
-        asked: Work requests, each with the executor of its device.
-        together: Train requests in one graph where the engine can (`edge_agent.engines.torch.batch_engine`).
-
     Returns:
         For each request its result, and whether its training could be batched. Failures are results, not exceptions.
     """
@@ -132,7 +122,6 @@ def run_requests(
 
 
 def _run_in_batch(asked: Sequence[tuple[main.TaskExecutor, WorkRequest]]) -> list[tuple[WorkResult, bool]]:
-    """Run requests as one batch. Return each result with an equal share of the time, and whether batched."""
     # measured time is divided evenly between the requests
     began_s, cpu_s = time.perf_counter(), time.process_time()
     bench, first = asked[0]

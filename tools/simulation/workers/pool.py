@@ -71,16 +71,7 @@ class SumReceiver(Protocol):
 
 
 class WorkerPool:
-    """Workers for one fleet, started and stopped by `with`.
-
-    Args:
-        workers: Workers that are not started yet.
-        members: Devices, iterated once. Their examples are written to a file.
-        together: Train work requests in one graph where the engine can.
-
-    Raises:
-        PoolError: If a worker has ended unexpectedly.
-    """
+    """Workers for one fleet, started and stopped by `with`."""
 
     def __init__(self, workers: WorkerGroup, members: Iterable[DeviceData], *, together: bool = False) -> None:
         self._workers, self._members, self._together = workers, members, together
@@ -169,7 +160,6 @@ class WorkerPool:
         return [len(part) for part in np.array_split(np.arange(count), math.ceil(count / TOGETHER))]
 
     def _run_packages(self, packages: Sequence[WorkAssignment]) -> Iterator[WorkerReply]:
-        """Assign packages to free workers, and yield the replies in the order of the packages."""
         # yields the replies in the order of the packages
         for wanted in packages:
             self._assign_packages(packages)
@@ -217,7 +207,6 @@ class WorkerPool:
         return package.sum or b""
 
     def _write_examples(self) -> dict[str, DeviceExamples]:
-        """Write the examples of all devices to one file, store held-out counts, and return the arrays' places."""
         shares: dict[str, DeviceExamples] = {}
         with (self.folder / "examples").open("wb") as file:
 

@@ -43,11 +43,6 @@ class ProcessWorkers:
     """Workers as processes that end with this process.
 
     All methods raise PoolError if a worker has ended unexpectedly.
-
-    Args:
-        engine: "torch", "numpy" or "onnx", imported before the first work request.
-        count: Number of workers.
-        modules: Top-level modules of plug-ins that the job needs.
     """
 
     def __init__(self, engine: str, count: int, modules: Collection[str] = ()) -> None:

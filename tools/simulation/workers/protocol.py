@@ -86,11 +86,7 @@ class WorkerGroup(Protocol):
     def send_setup(self, setup: PoolSetup) -> None: ...
 
     def wait_until_ready(self) -> None:
-        """Wait until the workers are ready.
-
-        Raises:
-            PoolError: If a worker has ended.
-        """
+        """Wait until the workers are ready."""
         ...
 
     @property
@@ -99,22 +95,11 @@ class WorkerGroup(Protocol):
         ...
 
     def send_work(self, worker: int, work: WorkBatch) -> None:
-        """Send a batch of work requests to a worker.
-
-        Raises:
-            PoolError: If a worker has ended.
-        """
+        """Send a batch of work requests to a worker."""
         ...
 
     def receive_replies(self, *, block: bool) -> Iterable[tuple[int, WorkerReply | WorkerSum | None]]:
-        """Return the replies and sums of workers. None marks a lost worker whose work must be repeated.
-
-        Args:
-            block: Wait until a worker has replied, was lost, or became ready.
-
-        Raises:
-            PoolError: If a worker has ended and cannot be replaced.
-        """
+        """Return the replies and sums of workers. None marks a lost worker whose work must be repeated."""
         ...
 
     def stop(self, *, now: bool) -> None:
@@ -126,9 +111,6 @@ def choose_engine(engine: str, environ: Mapping[str, str]) -> str:
     """Return "pool", "ray" or the address of a cluster for an engine name.
 
     "auto" is "ray" if RAY_ADDRESS is set, and "pool" otherwise.
-
-    Raises:
-        JobError: If the name is none of auto, pool, ray and ray://HOST:PORT.
     """
     if engine == "auto":
         return "ray" if environ.get("RAY_ADDRESS") else "pool"

@@ -43,13 +43,7 @@ class OutcomeSums:
         self._waiting: tuple[Method, list[DeviceUpdate]] | None = None  # what the next sum is of
 
     def prepare_sum(self, file: str, orders: Sequence[WorkRequest], outcomes: Sequence[WorkResult]) -> bool:
-        """Validate updates for the next `pack_sum`. Return whether they can be summed.
-
-        Args:
-            file: File of the method state, or "" to disable folding.
-            orders: Work requests of one round of a job.
-            outcomes: Results of these requests, with the bytes of their bundles.
-        """
+        """Validate updates for the next `pack_sum`. Return whether they can be summed."""
         self._waiting = None
         with contextlib.suppress(Exception):  # the coordinator folds the same updates and reports the error
             if not file:
@@ -121,12 +115,7 @@ def import_engine(engine: str) -> None:
 
 
 def serve_requests(orders: Connection, blobs: int) -> None:
-    """Run work requests from a pipe until the pipe is closed.
-
-    Args:
-        orders: Pipe for requests and replies.
-        blobs: Descriptor of a memory file, which receives the bytes of each reply and its sum.
-    """
+    """Run work requests from a pipe until the pipe is closed."""
     messages = _receive_messages(orders)
     if (first := next(messages, None)) is None:
         return

@@ -84,11 +84,7 @@ NAMES = {"W1": COMPUTE, "W2": OVERHEAD}
 
 
 def select_workloads(only: Sequence[str]) -> Sequence[FederationWorkload]:
-    """Return the workloads with these names (W1 is `compute`, W2 is `overhead`), or all of them.
-
-    Raises:
-        JobError: If a name is unknown.
-    """
+    """Return the workloads with these names (W1 is `compute`, W2 is `overhead`), or all of them."""
     for name in only:
         if name not in NAMES:
             raise JobError(f"bench sim has no workload {name!r} for --only: there are {', '.join(NAMES)}")
@@ -104,21 +100,7 @@ def measure(
     show: Callable[[str, float, float], None] = progress.LINE.show_status,
     report: Callable[[str], None] = progress.LINE.print_to_stdout,
 ) -> dict[str, Any]:
-    """Run all contestants on all workloads, in turn.
-
-    Args:
-        data: Folder of IDX images of 28x28, such as MNIST's `raw` folder.
-        beside: Names of other simulators among `environments.OTHERS`, which run once each.
-        only: Names of the workloads to run, or () for all.
-        repeats: Number of runs of fedquilt and of the plain loops.
-        processes: Number of workers, or None for one per available core.
-        show: Function called repeatedly with the name of the current run, the finished and the total number.
-        report: Function called with the text of each measurement.
-
-    Raises:
-        DataError: If the images are missing or too few.
-        JobError: If a simulator or a workload is unknown.
-    """
+    """Run all contestants on all workloads, in turn."""
     for name in beside:
         environments.find_simulator(name)
     workloads = select_workloads(only)
@@ -162,7 +144,6 @@ BARE = ("bare_1", "bare_n")
 
 
 def _prepare_contestants(beside: Sequence[str], processes: int) -> tuple[list[Contestant], dict[str, str]]:
-    """Return the contestants that can run, and for each other one the reason that it cannot."""
     bare = (sys.executable, str(HERE / "torch_loop.py"))
     ours = (sys.executable, str(HERE / "fedquilt_app.py"))
     found = [
@@ -184,11 +165,7 @@ def _prepare_contestants(beside: Sequence[str], processes: int) -> tuple[list[Co
 
 
 def write_workload(work: FederationWorkload, path: Path | str, folder: Path) -> None:
-    """Write the data, cohorts and first weights that contestants are given, and our bundle and job.
-
-    Raises:
-        DataError: If there are too few images, or images of another size.
-    """
+    """Write the data, cohorts and first weights that contestants are given, and our bundle and job."""
     table = {"path": str(path), "held": 0.0, "seed": SEED}
     train, test = (
         examples.load_split(msgspec.convert({**table, "split": split}, DataSpec)) for split in ("train", "test")
@@ -244,7 +221,6 @@ def _draw_weights(network: dict[str, Any]) -> dict[str, np.ndarray]:
 def _run_and_measure_contestant(
     each: Contestant, folder: Path, work: FederationWorkload, tell: Callable[[], None]
 ) -> dict[str, Any]:
-    """Run a contestant, and return its rate, times and peak memory, or raise FedquiltError if it fails."""
     env = {**os.environ, "BENCH_BEGAN": repr(time.time()), "PYTHONWARNINGS": "ignore"}
     with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as told:
         began_s = time.perf_counter()
@@ -289,7 +265,6 @@ def _child_processor_s() -> float:
 
 
 def _memory_bytes(pid: int) -> tuple[int, int]:
-    """Return RSS and PSS of a process and its children, in bytes."""
     rss = pss = 0
     try:
         root = psutil.Process(pid)

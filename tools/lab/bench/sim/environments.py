@@ -35,11 +35,7 @@ def cache_folder() -> Path:
 
 
 def find_simulator(name: str) -> OtherSimulator:
-    """Return a simulator by name.
-
-    Raises:
-        JobError: If the name is unknown.
-    """
+    """Return a simulator by name."""
     if name not in OTHERS:
         raise JobError(f"--with {name}: there are {', '.join(OTHERS)}")
     return OTHERS[name]
@@ -49,9 +45,6 @@ def prepare_environment(name: str) -> tuple[Path, str]:
     """Return a simulator's Python and version, and install the environment if missing.
 
     The environment gets the torch version of this Python.
-
-    Raises:
-        SimulatorMissingError: If the installation failed.
     """
     other = find_simulator(name)
     home = cache_folder() / name

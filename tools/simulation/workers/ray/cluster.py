@@ -51,16 +51,7 @@ def find_ray_address(environ: Mapping[str, str]) -> str | None:
 
 
 def connect_to_ray(engine: str, processors: int | None) -> RayConnection:
-    """Import Ray, and connect to a cluster unless this process is connected already.
-
-    Args:
-        engine: "ray" or an address.
-        processors: Number of processors of a Ray that is started here, or None for the cores of this process.
-
-    Raises:
-        JobError: If Ray is not installed.
-        PoolError: If no cluster is reachable, or its version differs.
-    """
+    """Import Ray, and connect to a cluster unless this process is connected already."""
     there = engine if engine != "ray" else find_ray_address(os.environ)
     how: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     if not there:

@@ -57,12 +57,6 @@ class NodeFiles:
     """Content-addressed files that the workers of a node share.
 
     Files in use are also linked into the worker's own folder.
-
-    Args:
-        folder: Folder that the workers of the node share.
-        own: Folder of this worker.
-        fetch: Function that returns the bytes of a reference.
-        most_bytes: Limit of the shared files' total size.
     """
 
     def __init__(self, folder: Path, own: Path, fetch: Fetch, most_bytes: int = MOST_BYTES) -> None:
@@ -71,11 +65,7 @@ class NodeFiles:
             each.mkdir(exist_ok=True)
 
     def ensure_file(self, sha256: str, reference: Any) -> str:
-        """Return the path of a file with this sha256, fetched from the object store if missing.
-
-        Raises:
-            StoreError: If the fetched bytes have another digest, or cannot be written.
-        """
+        """Return the path of a file with this sha256, fetched from the object store if missing."""
         path = self._own / sha256
         if not path.exists():
             try:
@@ -86,11 +76,7 @@ class NodeFiles:
         return str(path)
 
     def store_file(self, sha256: str, payload: bytes) -> None:
-        """Write a file for all workers of the node.
-
-        Raises:
-            StoreError: If the bytes have another digest.
-        """
+        """Write a file for all workers of the node."""
         if hashlib.sha256(payload).hexdigest() != sha256:
             raise StoreError(f"content {sha256[:12]} came damaged from the object store")
         part = self._own / "part"
@@ -118,11 +104,7 @@ class NodeFiles:
 
 
 class RayNode:
-    """Worker as a Ray actor. All methods take and return msgpack bytes.
-
-    Args:
-        asked: Encoded `WorkerSetup`.
-    """
+    """Worker as a Ray actor. All methods take and return msgpack bytes."""
 
     def __init__(self, asked: bytes) -> None:
         import ray
@@ -142,15 +124,7 @@ class RayNode:
         return msgspec.msgpack.encode(told)
 
     def begin(self, begin: bytes, pieces: Sequence[Any]) -> bytes:
-        """Receive the examples. Only the first worker of a node fetches them. Return empty bytes.
-
-        Args:
-            begin: Encoded `PoolSetup` with the sha256 of the examples instead of their file.
-            pieces: References to the parts of the examples.
-
-        Raises:
-            StoreError: If the received examples have another digest.
-        """
+        """Receive the examples. Only the first worker of a node fetches them. Return empty bytes."""
         setup = msgspec.msgpack.decode(begin, type=PoolSetup)
         path = self._common.path / "examples"
         with (self._common.path / "examples.lock").open("w") as lock:
@@ -161,15 +135,7 @@ class RayNode:
         return b""
 
     def answer(self, parcel: bytes, offered: Sequence[Any]) -> bytes:
-        """Run work requests and return an encoded `WorkerReply`.
-
-        Args:
-            parcel: Encoded `WorkBatch`.
-            offered: References to the contents of the batch.
-
-        Raises:
-            StoreError: If the disk of this node failed, which is not the fault of a device.
-        """
+        """Run work requests and return an encoded `WorkerReply`."""
         told = msgspec.msgpack.decode(parcel, type=WorkBatch)
         references = dict(zip(told.contents, offered, strict=True))
         caches = f"{self._common.path}/caches"

@@ -58,16 +58,7 @@ class RayWorkerHandle:
 
 
 class RayWorkers:
-    """Workers on a Ray cluster.
-
-    Args:
-        engine: "torch", "numpy" or "onnx".
-        address: "ray" for the cluster of this machine or a new one, or "ray://HOST:PORT" for the client server of a
-            cluster.
-        count: Number of workers, or None for one per processor of the cluster.
-        mixed: Permit nodes whose processor, GPU or libraries differ.
-        modules: Top-level modules of plug-ins that the job needs.
-    """
+    """Workers on a Ray cluster."""
 
     def __init__(
         self, engine: str, address: str, *, count: int | None, mixed: bool, modules: Collection[str] = ()
@@ -109,12 +100,7 @@ class RayWorkers:
         self._begin = msgspec.msgpack.encode(replace(setup, examples=REAL.hash_file(setup.examples)))
 
     def wait_until_ready(self) -> None:
-        """Wait until all workers are ready, or some are and PATIENCE_S has passed.
-
-        Raises:
-            JobError: If the code of a node differs, or its platform without `mixed`.
-            PoolError: If no worker becomes ready.
-        """
+        """Wait until all workers are ready, or some are and PATIENCE_S has passed."""
         began_s = time.monotonic()
         while any(each.state != "ready" for each in self._all.values()) or not self._all:
             for _ in self.receive_replies(block=True):
@@ -318,9 +304,6 @@ def write_outputs(orders: Sequence[WorkRequest], made: WorkerReply) -> WorkerRep
 
     Returns:
         Reply with the small blobs alone, as a worker of this machine returns it.
-
-    Raises:
-        StoreError: If a file cannot be written.
     """
     found = []
     for order, done in zip(orders, made.done, strict=True):
