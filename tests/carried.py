@@ -22,8 +22,8 @@ from fedquilt.formats import job_bundle
 from fedquilt.models.partial import masks
 from fedquilt.tools.lab import demo
 from fedquilt.tools.simulation import agents, run
+from fedquilt.tools.simulation.run import WorkBackend
 from fedquilt.tools.simulation.simulated_job import Simulation
-from fedquilt.tools.simulation.workers.backend import WorkBackend
 
 DIGITS = demo.HERE / "digits.npz"
 NETWORK = {"name": "mlp", "inputs": 64, "hidden": [6, 5], "classes": 10}

@@ -10,10 +10,9 @@ import psutil
 import pytest
 
 from fedquilt.tools.simulation import agents
-from fedquilt.tools.simulation.workers.backend import WorkBackend
-from fedquilt.tools.simulation.workers.pool import WorkerPool
-from fedquilt.tools.simulation.workers.protocol import WorkBatch
-from fedquilt.tools.simulation.workers.ray.workers import RayWorkers
+from fedquilt.tools.simulation.pool import WorkBatch, WorkerPool
+from fedquilt.tools.simulation.ray_workers import RayWorkers
+from fedquilt.tools.simulation.run import WorkBackend
 
 STORE_BYTES = 100 << 20
 

@@ -22,7 +22,7 @@ def test_donors_of_time_series_are_stitched_and_exported(tmp_path):
     pytest.importorskip("torch", reason="donors are trained and cut by torch")
     onnx_engine = pytest.importorskip("fedquilt.edge_agent.engines.onnx.engine")
     from fedquilt.models.stitching.onnx import export
-    from fedquilt.tools.artefacts.run_model import compute_accuracy, run_model
+    from fedquilt.tools.artefacts.classifier import compute_accuracy, run_model
 
     for name in ("timeseries", EXAMPLE.name):
         shutil.copytree(EXAMPLE.parent / name, tmp_path / name, ignore=shutil.ignore_patterns("data", "donors"))

@@ -28,7 +28,7 @@ PACKS: Final[dict[str, tuple[str, ...]]] = {  # pack -> its folders and files, w
         *(f"fedquilt/cli/{verb}.py" for verb in ("bench", "demo", "init", "lab", "reproduce")),
     ),
     "operations": ("tools/operations", "fedquilt/cli/dash.py"),
-    "ray": ("tools/simulation/workers/ray",),
+    "ray": ("tools/simulation/ray_workers.py",),
     "stitching": (
         "models/stitching",
         "fedquilt/methods/afl.py",

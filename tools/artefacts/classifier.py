@@ -7,13 +7,15 @@ and no file content is executed.
 from __future__ import annotations
 
 import io
+import json
 import math
 import shutil
 import tempfile
 import threading
 import weakref
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -21,11 +23,13 @@ import msgspec
 import numpy as np
 import psutil
 
+from fedquilt.console import table
 from fedquilt.core import DataError, ModelError, shorten_error
 from fedquilt.data import inputs, reading_settings
-from fedquilt.data.readers import audio, pixels, table, text
+from fedquilt.data.readers import audio, pixels, text
+from fedquilt.data.readers import table as table_reader
 from fedquilt.data.readers.base import number_labels
-from fedquilt.data.spec import DataSpec
+from fedquilt.data.spec import TABLES, DataSpec
 from fedquilt.edge_agent.engines import exported_model
 from fedquilt.edge_agent.engines.onnx.engine import OnnxEngine
 from fedquilt.onnx import weights
@@ -127,13 +131,13 @@ class Classifier:
     def read_rows(self, file: Path) -> StoredExamples:
         """Return the examples in the rows of a table, with their labels if the table has them."""
         spec = msgspec.structs.replace(self._reading, path=str(file))
-        labelled = set(table.label_columns(spec)) <= set(table.read_column_names(file))
+        labelled = set(table_reader.label_columns(spec)) <= set(table_reader.read_column_names(file))
         opener = (
             audio.open_recordings
             if spec.audio is not None
             else text.open_texts
             if spec.text is not None
-            else table.open_table
+            else table_reader.open_table
         )
         found = opener(file, spec, labelled=labelled)
         return StoredExamples(found.take(np.arange(len(found.y))), found.y if labelled else None)
@@ -215,3 +219,97 @@ def read_arrays(data: bytes, most_bytes: int) -> dict[str, np.ndarray]:
         raise
     except Exception as error:  # what zipfile and zlib raise has no common base
         raise DataError(f"cannot read the .npz: {shorten_error(str(error))}") from None
+
+
+BATCH = 64
+SCORE = "score: the network's output for the predicted label, not a probability"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    image: str  # its file, or its place in the .npz
+    label: str
+    score: float  # the network's output for that label, the largest of all; no probability: it may be above 1
+    truth: str | None  # the label it is known to have
+
+
+def run_model(model: Path, source: Path) -> list[Prediction]:
+    """Return the predicted label of each example in a file or folder, read as in training."""
+    network = Classifier(model)
+    labels = network.labels
+    if source.suffix == ".npz":
+        batches = _batches_from_npz(source, network)
+    elif source.suffix.lower() in TABLES:
+        batches = _batches_of_examples(network.read_rows(source), network)
+    else:
+        batches = _batches_from_files(source, network)
+    rows = []
+    for names, truths, x in batches:
+        scores = network.compute_scores(x)
+        rows += [
+            Prediction(name, labels[best], float(scores[i, best]), truth)
+            for i, (name, truth, best) in enumerate(zip(names, truths, scores.argmax(axis=1), strict=True))
+        ]
+    return rows
+
+
+def compute_accuracy(rows: Sequence[Prediction]) -> float | None:
+    """Return the share of correct predictions, or None if no true label is known."""
+    known = [row.label == row.truth for row in rows if row.truth is not None]
+    return sum(known) / len(known) if known else None
+
+
+def print_predictions(model: Path, source: Path, format: str) -> int:
+    """Print each example's predicted label, and the share of correct labels if any is known. Return 0."""
+    rows = run_model(model, source)
+    share, known = compute_accuracy(rows), sum(row.truth is not None for row in rows)
+    if format == "json":
+        print(json.dumps({"images": [asdict(row) for row in rows], "accuracy": share}, indent=1))
+        return 0
+    cells = [[row.image, row.label, f"{row.score:.3f}", *([row.truth or "-"] if known else [])] for row in rows]
+    right = [] if share is None else [f"{share:.1%} of {known} examples are classified correctly"]
+    head = ["example", "prediction", "score", *(["label"] if known else [])]
+    print("\n".join([*table.format_table([head, *cells], "<<><"), SCORE, *right]))
+    return 0
+
+
+Batch = tuple[list[str], list[str | None], np.ndarray]
+
+
+def _batches_from_npz(path: Path, network: Classifier) -> Iterator[Batch]:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            held = {key: file[key] for names in network.array_names for key in names if key in file}
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {path}: {error}") from None
+    yield from _batches_of_examples(network.examples_from_arrays(held, str(path)), network)
+
+
+def _batches_of_examples(held: StoredExamples, network: Classifier) -> Iterator[Batch]:
+    x, y, labels = held.x, held.y, network.labels
+    for first in range(0, len(x), BATCH):
+        part = x[first : first + BATCH]
+        names = [str(first + i) for i in range(len(part))]
+        truths = [None if y is None else labels[int(y[first + i])] for i in range(len(part))]
+        yield names, truths, network.prepare_inputs(part)
+
+
+def _batches_from_files(source: Path, network: Classifier) -> Iterator[Batch]:
+    labels, suffixes = network.labels, network.file_suffixes
+    if not suffixes:
+        raise DataError(
+            f"{source}: the network takes numbers: give an .npz file with them under 'x', or a table as in training"
+        )
+    if not source.exists():
+        raise DataError(f"{source} does not exist: name a folder or a file of {', '.join(suffixes)}")
+    paths = [source]
+    if source.is_dir():
+        paths = sorted(path for path in source.rglob("*") if path.suffix.lower() in suffixes)
+    if not paths:
+        raise DataError(f"{source} holds none of the files that the network takes: {', '.join(suffixes)}")
+    root = source if source.is_dir() else source.parent
+    for first in range(0, len(paths), BATCH):
+        part = paths[first : first + BATCH]
+        names = [str(path.relative_to(root)) for path in part]
+        truths = [path.parent.name if path.parent.name in labels else None for path in part]
+        yield names, truths, np.concatenate([network.prepare_inputs(network.read_example(path)[None]) for path in part])

@@ -59,8 +59,7 @@ from fedquilt.models.stitching.search.state import (
     resolve_settings,
 )
 from fedquilt.models.stitching.stitched_network import Block, DonorPool
-from fedquilt.tools.simulation import DeviceData
-from fedquilt.tools.simulation.workers import local_backend
+from fedquilt.tools.simulation import DeviceData, local_backend
 
 
 class _RangeReader(quantization.CalibrationDataReader):  # type: ignore[misc]

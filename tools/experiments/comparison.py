@@ -7,10 +7,15 @@ the weights of the bundle. Seconds and joules are those of the simulated boards.
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
+import os
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -23,8 +28,9 @@ from fedquilt.coordinator.views import event_messages, scores
 from fedquilt.core import FedquiltError, JobError
 from fedquilt.data import compatibility
 from fedquilt.data.spec import DataSpec
+from fedquilt.edge_agent.task import process
 from fedquilt.formats import job_bundle, toml
-from fedquilt.tools.experiments import parallel_runs, run_cache
+from fedquilt.tools.experiments import run_cache
 from fedquilt.tools.experiments.run_cache import RunCache
 from fedquilt.tools.experiments.single_run import FORMAT, SeedRun, run_seed
 
@@ -201,9 +207,7 @@ def _run_in_parallel(missing: Sequence[ComparisonCase], player: Player, show: Sh
         show(f"{done} of {len(missing)} runs are done, {elapsed} so far", done, len(missing))
 
     with progress.call_periodically(show_progress):
-        for index, run in parallel_runs.run_in_processes(
-            _run_case_or_describe_error, [(player, case) for case in missing]
-        ):
+        for index, run in run_in_processes(_run_case_or_describe_error, [(player, case) for case in missing]):
             done += 1
             yield missing[index], run
 
@@ -278,3 +282,55 @@ def compare_and_print(
     else:
         print("\n".join([*tables.format_table(result), *(f"failed: {each}" for each in failed), *files]))
     return 1 if failed else 0
+
+
+T = TypeVar("T")
+
+
+class RunProcessError(FedquiltError): ...
+
+
+def run_in_processes(
+    play: Callable[..., T], todo: Sequence[tuple[Any, ...]], workers: int | None = None
+) -> Iterator[tuple[int, T]]:
+    """Yield the index and the result of each call as it finishes. An exception in one call stops all."""
+    if not todo:
+        return
+    count = min(workers or len(os.sched_getaffinity(0)), len(todo))
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(count, context, _initialise_worker, (os.getpid(),)) as pool:
+        try:
+            waiting = {pool.submit(_run_call_until_terminated, play, given): index for index, given in enumerate(todo)}
+            for future in as_completed(waiting):
+                yield waiting[future], future.result()
+        except BrokenProcessPool:
+            raise RunProcessError(
+                f"a process that plays runs has ended, {count} at a time: most likely the kernel killed it for want of "
+                "memory, then allow this command fewer cores (taskset -c 0 fedquilt ...); what it said stands above"
+            ) from None
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for child in multiprocessing.active_children():
+                child.terminate()
+            raise
+
+
+def _initialise_worker(parent: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and ends this process
+    signal.signal(signal.SIGTERM, _raise_on_sigterm)
+    process.exit_with_parent(parent)
+
+
+class _TerminationExit(SystemExit): ...
+
+
+def _raise_on_sigterm(number: int, frame: object) -> None:
+    raise _TerminationExit(128 + number)  # by way of all that cleans up
+
+
+def _run_call_until_terminated(play: Callable[..., T], given: tuple[Any, ...]) -> T:
+    # a terminated process must not start the next call
+    try:
+        return play(*given)
+    except _TerminationExit:
+        os._exit(1)

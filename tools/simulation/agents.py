@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -36,7 +38,7 @@ from fedquilt.formats import toml, training_choices
 from fedquilt.formats.job_bundle import load_bundle
 from fedquilt.models.networks import registry
 from fedquilt.tools.broker import EmbeddedBroker
-from fedquilt.tools.simulation import DeviceData, child_processes
+from fedquilt.tools.simulation import DeviceData
 from fedquilt.transport.link import Endpoint
 from fedquilt.transport.memory_link import MemoryBroker, MemoryLink, run_on_virtual_time
 from fedquilt.transport.mqtt.broker import Broker
@@ -286,8 +288,8 @@ def start_agents(
         home = Path(table["home"])
         home.mkdir(parents=True, exist_ok=True)
         (home / "agent.toml").write_text(toml.format_toml({**table, "broker": dict(broker)}))
-        wanted[table["device"]] = child_processes.ChildCommand(["agent", str(home / "agent.toml")], home / "agent.log")
-    return child_processes.start_processes(wanted)
+        wanted[table["device"]] = ChildCommand(["agent", str(home / "agent.toml")], home / "agent.log")
+    return start_processes(wanted)
 
 
 class _ProcessMonitor:
@@ -312,4 +314,56 @@ class _ProcessMonitor:
 
     def _read_last_line(self, device: str) -> tuple[str, Path]:
         log = self._plan.get_agent_folder(self._run, device) / "agent.log"
-        return child_processes.read_last_line(log), log
+        return read_last_line(log), log
+
+
+ENDING_S: Final = 10.0  # for which a process that was told to stop is waited for
+RUN: Final = (
+    "import sys; from fedquilt.edge_agent.task.process import exit_with_parent; exit_with_parent(int(sys.argv[1])); "
+    "from fedquilt.cli import main; sys.exit(main(sys.argv[2:]))"
+)
+
+
+class ChildCommand(NamedTuple):
+    words: Sequence[str]  # after `fedquilt`
+    log: Path  # what it prints is added there
+    folder: Path | None = None  # it works in; None: this process's
+
+
+def start_process(command: ChildCommand) -> subprocess.Popen[bytes]:
+    """Start a command as a process in its own session.
+
+    The process ends with the calling thread and ignores Ctrl-C in the terminal.
+    """
+    with command.log.open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-c", RUN, str(os.getpid()), *command.words],
+            cwd=command.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+@contextlib.contextmanager
+def start_processes(wanted: Mapping[str, ChildCommand]) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    """Start processes by name in a context, and terminate them at its end."""
+    started: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        for name, command in wanted.items():
+            started[name] = start_process(command)
+        yield started
+    finally:
+        for process in started.values():
+            process.terminate()
+        for process in started.values():
+            try:
+                process.wait(timeout=ENDING_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def read_last_line(log: Path) -> str:
+    return (log.read_text(errors="replace").strip().splitlines() or ["(nothing)"])[-1]

@@ -42,8 +42,7 @@ from fedquilt.edge_agent.settings import parse_size
 from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
 from fedquilt.formats import job_bundle
 from fedquilt.tools.simulation import adversaries
-from fedquilt.tools.simulation.device import DeviceSpec
-from fedquilt.tools.simulation.fleet import SimulatedFleet
+from fedquilt.tools.simulation.fleet import DeviceSpec, SimulatedFleet
 
 NEWCOMER = "newcomer"  # a device that has taken part in nothing, and has room for everything
 ROOM_BYTES = 1 << 40

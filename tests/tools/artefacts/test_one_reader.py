@@ -28,8 +28,7 @@ from fedquilt.edge_agent.releases.check import main  # noqa: E402
 from fedquilt.edge_agent.releases.check.protocol import CheckRequest  # noqa: E402
 from fedquilt.models.networks import onnx_file  # noqa: E402
 from fedquilt.tools.artefacts import prepare  # noqa: E402
-from fedquilt.tools.artefacts.classifier import Classifier  # noqa: E402
-from fedquilt.tools.artefacts.run_model import run_model  # noqa: E402
+from fedquilt.tools.artefacts.classifier import Classifier, run_model  # noqa: E402
 from fedquilt.tools.operations.runner.models import ModelSwitcher  # noqa: E402
 from fedquilt.tools.operations.runner.service import ModelService  # noqa: E402
 

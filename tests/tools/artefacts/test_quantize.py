@@ -29,9 +29,9 @@ from fedquilt.models.stitching.search.state import SearchSettings
 from fedquilt.tools.artefacts.prepare import prepare_bundle
 from fedquilt.tools.artefacts.quantization import INT8_DELTA, QuantizationChoice, find_rejected
 from fedquilt.tools.simulation import DeviceData
+from fedquilt.tools.simulation.local_backend import make_task_and_context
 from fedquilt.tools.simulation.run import iterate_states
 from fedquilt.tools.simulation.simulated_job import ROOM
-from fedquilt.tools.simulation.workers.local_backend import make_task_and_context
 
 PLAIN = {"name": "plain", "channels": 1, "classes": 3}
 RESIDUAL = {"name": "residual", "channels": 1, "classes": 3}

@@ -17,7 +17,7 @@ import classifiers
 import made_graphs
 import onnx
 
-from fedquilt.tools.artefacts.run_model import Prediction, compute_accuracy, print_predictions, run_model
+from fedquilt.tools.artefacts.classifier import Prediction, compute_accuracy, print_predictions, run_model
 
 LEVELS = np.array([10, 30, 200, 250], np.uint8)  # brightness of four images
 

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from fedquilt.core import DataError, Examples, JobError
+from fedquilt.tools.lab import audit
 from fedquilt.tools.lab.audit import (
     UploadVariant,
     audit_methods,
     compare_fingerprints,
     extract_gradient,
-    picture,
     psnr,
     upload_variants,
 )
@@ -30,7 +30,7 @@ NETWORK = {"name": "lenet", **TABLE, "classes": 3, "width": 4, "input": TABLE}
 def attack():  # type: ignore[no-untyped-def]
     """The attack needs torch."""
     pytest.importorskip("torch")
-    from fedquilt.tools.lab.audit import gradient_attack as module
+    from fedquilt.tools.lab import audit as module
 
     module.use_one_thread()
     return module
@@ -163,7 +163,7 @@ def test_a_fingerprint_tells_of_as_many_examples_as_there_are() -> None:
 def test_a_sheet_holds_its_images_titles_and_notes() -> None:
     """Grey and colour, as pixels of their own; what is beyond 0..1 is cut off; a note stands under each."""
     grey, colour = np.linspace(-0.2, 1.2, 6).reshape(2, 3, 1), np.zeros((2, 3, 3))
-    sheet = picture.render_grid(["original", "FedAvg, noise 1"], [[grey, colour]], [["", "12.5 dB"]])
+    sheet = audit.render_grid(["original", "FedAvg, noise 1"], [[grey, colour]], [["", "12.5 dB"]])
     root = ElementTree.fromstring(sheet)
     images = list(root.iter("{http://www.w3.org/2000/svg}image"))
     assert len(images) == 2

@@ -11,7 +11,6 @@ import pytest
 
 from fedquilt.core import DataError, JobError
 from fedquilt.tools.lab.bench import sim
-from fedquilt.tools.lab.bench.sim import environments
 from fedquilt.tools.report.thresholds import format_figures
 
 TINY = replace(sim.OVERHEAD, clients=6, each=40, asked=4, rounds=8)
@@ -97,4 +96,4 @@ def test_a_simulator_that_cannot_be_installed_is_told_in_the_result(
     found, absent = sim._prepare_contestants(["pfl"], 2)
     assert [each.name for each in found] == ["ours", "ours_torch", "bare_n", "bare_1"]
     assert absent["pfl"].startswith("pfl-research cannot be installed here: ")
-    assert not (environments.cache_folder() / "pfl" / "ready").exists()
+    assert not (sim.cache_folder() / "pfl" / "ready").exists()

@@ -12,7 +12,7 @@ import pytest
 
 from fedquilt.cli import main
 from fedquilt.tools.lab import demo
-from fedquilt.tools.lab.demo.comparison import NetworkResult
+from fedquilt.tools.lab.demo import NetworkResult
 
 COMMAND = [sys.executable, "-m", "fedquilt.cli", "demo"]
 

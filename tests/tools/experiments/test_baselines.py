@@ -20,8 +20,8 @@ from fedquilt.models.stitching.search.state import ScoredPath, SearchState, reso
 from fedquilt.models.stitching.vote import Winner
 from fedquilt.testing.toy_networks import SMALL, build_donors, image_members, run_method, write_bundle
 from fedquilt.tools.experiments.baselines import BaselineSetup
+from fedquilt.tools.simulation.run import WorkBackend
 from fedquilt.tools.simulation.simulated_job import SimulatedRound, Simulation
-from fedquilt.tools.simulation.workers.backend import WorkBackend
 
 
 def bench(place: Path) -> BaselineSetup:

@@ -12,25 +12,25 @@ from pathlib import Path
 import pytest
 
 from fedquilt.core import FedquiltError
-from fedquilt.tools.experiments import parallel_runs
+from fedquilt.tools.experiments import comparison
 
 
 def test_each_result_comes_with_the_number_of_its_run() -> None:
     """In whatever order they are finished; nothing to do is nothing started."""
-    assert dict(parallel_runs.run_in_processes(operator.floordiv, [(9, 3), (8, 2)], workers=2)) == {0: 3, 1: 4}
-    assert list(parallel_runs.run_in_processes(operator.floordiv, [])) == []
+    assert dict(comparison.run_in_processes(operator.floordiv, [(9, 3), (8, 2)], workers=2)) == {0: 3, 1: 4}
+    assert list(comparison.run_in_processes(operator.floordiv, [])) == []
 
 
 def test_what_a_run_raises_is_raised_here() -> None:
     with pytest.raises(ZeroDivisionError):
-        dict(parallel_runs.run_in_processes(operator.floordiv, [(1, 0)]))
+        dict(comparison.run_in_processes(operator.floordiv, [(1, 0)]))
 
 
 RUNS = """
 import os, signal, sys, time
 from pathlib import Path
-from fedquilt.tools.experiments import parallel_runs
-from fedquilt.tools.simulation.scratch_folders import ScratchFolder
+from fedquilt.tools.experiments import comparison
+from fedquilt.tools.simulation.pool import ScratchFolder
 
 def play(number):
     with ScratchFolder():
@@ -39,7 +39,7 @@ def play(number):
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    list(parallel_runs.run_in_processes(play, [(0,), (1,)], workers=1))
+    list(comparison.run_in_processes(play, [(0,), (1,)], workers=1))
 """
 
 
@@ -58,4 +58,4 @@ def test_runs_that_are_ended_clean_up_and_begin_no_others(tmp_path: Path) -> Non
 def test_a_process_that_is_killed_is_told_in_a_sentence() -> None:
     """Not as a traceback: nobody can see in that what was killed, or what to do about it."""
     with pytest.raises(FedquiltError, match=r"has ended, 2 at a time: .* fewer cores"):
-        dict(parallel_runs.run_in_processes(os._exit, [(9,), (9,)], workers=2))
+        dict(comparison.run_in_processes(os._exit, [(9,), (9,)], workers=2))

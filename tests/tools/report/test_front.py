@@ -20,7 +20,7 @@ from fedquilt.models.stitching.search import pareto_front
 from fedquilt.testing.toy_networks import SMALL, build_donors, image_members, run_method
 from fedquilt.tools import report
 from fedquilt.tools.lab import demo
-from fedquilt.tools.report import candidate_costs
+from fedquilt.tools.report import run_data
 from fedquilt.tools.simulation import agents
 
 
@@ -117,7 +117,7 @@ def test_the_report_prints_and_draws_the_front(finished: Finished, capsys: pytes
     plan, run, folder = finished
     capsys.readouterr()
     with Store(plan.home) as store:
-        found = candidate_costs.load_candidates(store, run)
+        found = run_data.load_candidates(store, run)
         page = report.write_run_page(store, run, folder / "page.html").read_text()
     printed = capsys.readouterr().out
     assert "ms, jetson-nano" in printed
@@ -160,7 +160,7 @@ def test_a_narrow_terminal_shows_a_row_of_numbers_for_each_candidate(monkeypatch
     monkeypatch.setenv("COLUMNS", "80")
     fleet = {"devices": 2, "boards": ["jetson-tx2"]}
     found = candidates()
-    printed = candidate_costs.format_candidate_table(
+    printed = run_data.format_candidate_table(
         found, settings.parse_job({"name": "n", "method": "fedstitch", "rounds": 1, "fleet": fleet})
     )
     assert max(len(line) for line in printed[: len(found) + 1]) <= 80

@@ -22,7 +22,6 @@ from fedquilt.tools.artefacts import prepare
 from fedquilt.tools.lab import demo
 from fedquilt.tools.simulation import adversaries, agents, run
 from fedquilt.tools.simulation.simulated_job import Simulation
-from fedquilt.tools.simulation.workers import backend
 
 START = {"x": np.array([1.0, 2.0], np.float32), "gain": np.array(1.0, np.float32), "seen": np.array(3, np.int64)}
 LIARS = 2
@@ -176,7 +175,7 @@ def test_a_run_that_was_interrupted_in_a_round_ends_with_the_same_bits(
     """Killed when two honest boards have answered, a third and the adversaries not: these know what all three send."""
     wanted = make_job("fedavg", {"batch": 4}, rounds=2, fleet=lying("inner_product"))
     bundle = write_bundle(tmp_path / "bundle", toy_bundle())
-    carry, held = backend.make_local_backend(point_members(5), engine=NumpyEngine(1 << 40, base_bytes=0))
+    carry, held = run.make_local_backend(point_members(5), engine=NumpyEngine(1 << 40, base_bytes=0))
     note, answered = Simulation._record_event, []
 
     class Killed(Exception):

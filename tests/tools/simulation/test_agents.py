@@ -118,7 +118,7 @@ def test_processes_on_a_real_broker_end_with_the_same_bits_as_virtual_time(tmp_p
 def test_a_fleet_whose_agents_all_fail_says_what_one_of_them_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet.child_processes, "RUN", "raise SystemExit('the port is taken')")
+    monkeypatch.setattr(fleet, "RUN", "raise SystemExit('the port is taken')")
     with pytest.raises(JobError, match="every agent has ended; jetson-nano-00 said: the port is taken"):
         fleet.run_fleet_on_broker(plan(tmp_path), None)
 
@@ -127,10 +127,10 @@ def test_an_agent_that_is_killed_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Once, by name and with how it ended; the others go on, and the round closes with them."""
-    killed = fleet.child_processes.RUN.replace(
+    killed = fleet.RUN.replace(
         "import sys;", "import os, sys; 'jetson-tx2-01' in sys.argv[-1] and os.kill(os.getpid(), 9);"
     )
-    monkeypatch.setattr(fleet.child_processes, "RUN", killed)
+    monkeypatch.setattr(fleet, "RUN", killed)
     given = plan(tmp_path, cohort={"size": 2}, check={"every": 0})
     monkeypatch.setattr(
         fleet.FleetPlan, "queue_or_resume", lambda plan, store: store.add_job(plan.job, plan.bundle.resolve())

@@ -17,12 +17,10 @@ from fedquilt.coordinator import settings
 from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
 from fedquilt.formats import job_bundle
 from fedquilt.testing.toy_networks import point_members, toy_bundle
-from fedquilt.tools.simulation.run import run_rounds, simulate
+from fedquilt.tools.simulation.pool import PoolError, WorkBatch, WorkerPool
+from fedquilt.tools.simulation.processes import ProcessWorkers
+from fedquilt.tools.simulation.run import WorkBackend, run_rounds, simulate
 from fedquilt.tools.simulation.simulated_job import Simulation
-from fedquilt.tools.simulation.workers.backend import WorkBackend
-from fedquilt.tools.simulation.workers.pool import WorkerPool
-from fedquilt.tools.simulation.workers.processes import ProcessWorkers
-from fedquilt.tools.simulation.workers.protocol import PoolError, WorkBatch
 
 JOB: dict[str, Any] = {
     "name": "toy",

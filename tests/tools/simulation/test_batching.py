@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fedquilt.core import ClientContext, Examples
-from fedquilt.tools.simulation.workers.batching import RestartableClient, run_together
+from fedquilt.tools.simulation.local_backend import RestartableClient, run_together
 
 
 @dataclass

@@ -14,9 +14,8 @@ import pytest
 from carried import outcome, plan, simulated
 
 from fedquilt import methods
-from fedquilt.tools.simulation import agents
-from fedquilt.tools.simulation.workers import backend
-from fedquilt.tools.simulation.workers.backend import WorkBackend
+from fedquilt.tools.simulation import agents, run
+from fedquilt.tools.simulation.run import WorkBackend
 
 QUICK = ("fedavg", "scaffold", "ditto", "genefl", "fedpews", "depthfl", "fedstitch")  # methods of `make test`
 Pools = Callable[[str, int, agents.FleetPlan], WorkBackend]
@@ -30,7 +29,7 @@ def pools() -> Iterator[Pools]:
 
         def find(engine: str, workers: int, given: agents.FleetPlan) -> WorkBackend:
             if (engine, workers) not in made:
-                pool = backend.open_pool_backend(given.job, given.load_devices()[0], workers=workers)
+                pool = run.open_pool_backend(given.job, given.load_devices()[0], workers=workers)
                 made[engine, workers] = stack.enter_context(pool)[0]
             return made[engine, workers]
 
@@ -47,7 +46,7 @@ def test_cohorts_bytes_and_bits_are_equal_on_all_three_carriers(name: str, tmp_p
     linked = outcome(given.home, started)
     assert linked.ended == "done"
     assert len(linked.states) == 3
-    here, _ = backend.make_local_backend(given.load_devices()[0])
+    here, _ = run.make_local_backend(given.load_devices()[0])
     assert simulated(given, here, tmp_path / "here") == linked
     for workers in (1, 2):
         hands = pools(str(given.job.engine), workers, given)

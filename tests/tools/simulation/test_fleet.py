@@ -25,10 +25,9 @@ from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
 from fedquilt.edge_agent.task_runner import TaskRunner
 from fedquilt.testing.toy_networks import point_members
 from fedquilt.tools.simulation import run
+from fedquilt.tools.simulation.pool import PoolError, WorkerPool
+from fedquilt.tools.simulation.processes import ProcessWorkers
 from fedquilt.tools.simulation.simulated_job import SimulatedRound, Simulation
-from fedquilt.tools.simulation.workers.pool import WorkerPool
-from fedquilt.tools.simulation.workers.processes import ProcessWorkers
-from fedquilt.tools.simulation.workers.protocol import PoolError
 
 FAST, SLOW = "jetson-agx-orin", "jetson-nano"
 

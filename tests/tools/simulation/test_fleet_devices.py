@@ -14,9 +14,8 @@ from fedquilt.core import JobError
 from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine
 from fedquilt.formats import job_bundle
 from fedquilt.testing.toy_networks import point_members, toy_bundle
-from fedquilt.tools.simulation.run import run_rounds
+from fedquilt.tools.simulation.run import make_local_backend, run_rounds
 from fedquilt.tools.simulation.simulated_job import ROOM_BYTES, Simulation
-from fedquilt.tools.simulation.workers.backend import make_local_backend
 
 JOB = {"name": "toy", "engine": "numpy", "params": {"epochs": 1, "batch": 4, "lr": 0.1}}
 

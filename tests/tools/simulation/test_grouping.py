@@ -9,8 +9,7 @@ import plain
 import pytest
 
 from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
-from fedquilt.tools.simulation.workers.pool import WorkerPool
-from fedquilt.tools.simulation.workers.protocol import PoolSetup, WorkBatch, WorkerReply, WorkOutcome
+from fedquilt.tools.simulation.pool import PoolSetup, WorkBatch, WorkerPool, WorkerReply, WorkOutcome
 
 TASK = plain.task(engine="torch", deadline_s=0.0)
 

@@ -13,11 +13,9 @@ from fedquilt.coordinator import settings
 from fedquilt.core import JobError
 from fedquilt.formats import job_bundle
 from fedquilt.testing.toy_networks import point_members, toy_bundle
-from fedquilt.tools.simulation import machines
+from fedquilt.tools.simulation import machines, pool, ray_workers
 from fedquilt.tools.simulation.machines import Machine
 from fedquilt.tools.simulation.run import simulate
-from fedquilt.tools.simulation.workers import protocol
-from fedquilt.tools.simulation.workers.ray import cluster
 
 ONE = Machine("EPYC (x86_64)", ("A100",), "1", {"Python": "3.11.7", "numpy": "2.1.0"}, {"fedquilt": "0.1.0 (aa)"})
 
@@ -87,26 +85,26 @@ def test_a_simulated_run_in_a_home_keeps_this_machine(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("word", ["pool", "ray", "ray://head:10001", "ray://[::1]:10001"])
 def test_an_engine_is_taken_at_its_word(word: str) -> None:
-    assert protocol.choose_engine(word, {"RAY_ADDRESS": "10.0.0.1:6379"}) == word
+    assert pool.choose_engine(word, {"RAY_ADDRESS": "10.0.0.1:6379"}) == word
 
 
 def test_auto_is_a_pool_except_within_a_ray_cluster() -> None:
     """Ray's own launchers say so by RAY_ADDRESS."""
-    assert protocol.choose_engine("auto", {}) == "pool"
-    assert protocol.choose_engine("auto", {"RAY_ADDRESS": "10.0.0.1:6379"}) == "ray"
+    assert pool.choose_engine("auto", {}) == "pool"
+    assert pool.choose_engine("auto", {"RAY_ADDRESS": "10.0.0.1:6379"}) == "ray"
 
 
 @pytest.mark.parametrize("word", ["dask", "ray://", "ray://head", "ray://:10001", "ray://head:port", ""])
 def test_an_unknown_engine_is_refused_with_those_there_are(word: str) -> None:
     with pytest.raises(JobError, match="is none of auto, pool, ray and ray://HOST:PORT"):
-        protocol.choose_engine(word, {})
+        pool.choose_engine(word, {})
 
 
 def test_the_ray_of_this_machine_is_the_one_that_ray_start_has_noted(tmp_path: Path) -> None:
     """RAY_ADDRESS comes first; without either there is none."""
     given = {"RAY_TMPDIR": str(tmp_path)}
-    assert cluster.find_ray_address(given) is None
+    assert ray_workers.find_ray_address(given) is None
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray" / "ray_current_cluster").write_text("10.0.0.2:6379\n")
-    assert cluster.find_ray_address(given) == "10.0.0.2:6379"
-    assert cluster.find_ray_address({**given, "RAY_ADDRESS": "10.0.0.1:6379"}) == "10.0.0.1:6379"
+    assert ray_workers.find_ray_address(given) == "10.0.0.2:6379"
+    assert ray_workers.find_ray_address({**given, "RAY_ADDRESS": "10.0.0.1:6379"}) == "10.0.0.1:6379"

@@ -13,9 +13,8 @@ from fedquilt.coordinator.settings import AdversarySettings
 from fedquilt.core import BlobRef, StoreError
 from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
 from fedquilt.tools.simulation import adversaries
-from fedquilt.tools.simulation.workers.protocol import WorkerReply, WorkOutcome
-from fedquilt.tools.simulation.workers.ray.node import NodeFiles, unpack_request
-from fedquilt.tools.simulation.workers.ray.workers import pack_request, write_outputs
+from fedquilt.tools.simulation.pool import WorkerReply, WorkOutcome
+from fedquilt.tools.simulation.ray_workers import NodeFiles, pack_request, unpack_request, write_outputs
 
 LYING = AdversarySettings(share=0.2, attack="inner_product")
 

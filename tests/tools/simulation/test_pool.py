@@ -25,12 +25,10 @@ from fedquilt.formats import job_bundle
 from fedquilt.methods import fedavg
 from fedquilt.models import local_training
 from fedquilt.testing.toy_networks import point_members, toy_bundle
-from fedquilt.tools.simulation import DeviceData
-from fedquilt.tools.simulation.run import RunOutcomes, simulate
+from fedquilt.tools.simulation import DeviceData, processes
+from fedquilt.tools.simulation.pool import SINGLE
+from fedquilt.tools.simulation.run import RunOutcomes, WorkBackend, simulate
 from fedquilt.tools.simulation.simulated_job import Simulation
-from fedquilt.tools.simulation.workers import worker
-from fedquilt.tools.simulation.workers.backend import WorkBackend
-from fedquilt.tools.simulation.workers.protocol import SINGLE
 
 JOB = {
     "name": "toy",
@@ -163,7 +161,9 @@ def test_too_few_and_too_many_workers_are_refused(folder: Path, workers: int) ->
 @pytest.mark.parametrize("engine", ["numpy", "onnx", "torch"])
 def test_a_process_that_forks_the_workers_has_one_thread(engine: str) -> None:
     """What it imports before starts no other: a lock that such a one held would stay locked in every worker."""
-    code = "import os, sys; from fedquilt.tools.simulation.workers import worker; worker.import_engine(sys.argv[1]); "
+    code = (
+        "import os, sys; from fedquilt.tools.simulation.workers import worker; processes.import_engine(sys.argv[1]); "
+    )
     code += "print(len(os.listdir('/proc/self/task')))"
     told = subprocess.run(
         [sys.executable, "-c", code, engine], env={**os.environ, **SINGLE}, capture_output=True, text=True, check=True
@@ -177,4 +177,4 @@ def test_a_worker_ends_without_a_traceback_where_its_coordinator_ends_within_a_m
     sent.send_bytes(b"whole")
     os.write(sent.fileno(), struct.pack("!i", 100) + b"a beginning")
     sent.close()
-    assert list(worker._receive_messages(received)) == [b"whole"]
+    assert list(processes._receive_messages(received)) == [b"whole"]

@@ -14,11 +14,9 @@ from carried import Outcome, plan, simulated
 from ray_nodes import Nodes, Watched, cluster, hands
 
 from fedquilt.core import JobError
-from fedquilt.tools.simulation import agents
-from fedquilt.tools.simulation.workers import backend
-from fedquilt.tools.simulation.workers.pool import WorkerPool
-from fedquilt.tools.simulation.workers.protocol import PoolError
-from fedquilt.tools.simulation.workers.ray.workers import RayWorkers
+from fedquilt.tools.simulation import agents, run
+from fedquilt.tools.simulation.pool import PoolError, WorkerPool
+from fedquilt.tools.simulation.ray_workers import RayWorkers
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'fedquilt[ray]'")
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
@@ -43,7 +41,7 @@ def second(nodes: Nodes) -> Iterator[Any]:
 
 def here(given: agents.FleetPlan, tmp_path: Path) -> Outcome:
     """What the job comes to in this process."""
-    return simulated(given, backend.make_local_backend(given.load_devices()[0])[0], tmp_path / "here")
+    return simulated(given, run.make_local_backend(given.load_devices()[0])[0], tmp_path / "here")
 
 
 def test_a_worker_that_is_killed_amid_an_order_changes_no_bit(tmp_path: Path, nodes: Nodes, second: Any) -> None:

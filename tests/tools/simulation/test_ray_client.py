@@ -16,9 +16,9 @@ from carried import plan, simulated
 from ray_nodes import STORE_BYTES, hands
 
 from fedquilt.core import JobError
-from fedquilt.tools.simulation.workers import backend
-from fedquilt.tools.simulation.workers.protocol import PoolError
-from fedquilt.tools.simulation.workers.ray.workers import RayWorkers
+from fedquilt.tools.simulation import run
+from fedquilt.tools.simulation.pool import PoolError
+from fedquilt.tools.simulation.ray_workers import RayWorkers
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'fedquilt[ray]'")
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
@@ -69,7 +69,7 @@ def test_bits_by_a_client_server_are_those_of_one_process(name: str, tmp_path: P
     workers = RayWorkers(str(given.job.engine), address, count=2, mixed=False)
     with hands(workers, given) as made:
         there = simulated(given, made, tmp_path / "ray")
-    here = backend.make_local_backend(given.load_devices()[0])[0]
+    here = run.make_local_backend(given.load_devices()[0])[0]
     assert there == simulated(given, here, tmp_path / "here")
 
 

@@ -11,9 +11,8 @@ from carried import plan, simulated
 from ray_nodes import Watched, cluster, hands
 
 from fedquilt import methods
-from fedquilt.tools.simulation import agents
-from fedquilt.tools.simulation.workers import backend
-from fedquilt.tools.simulation.workers.backend import WorkBackend
+from fedquilt.tools.simulation import agents, run
+from fedquilt.tools.simulation.run import WorkBackend
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'fedquilt[ray]'")
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
@@ -49,7 +48,7 @@ def test_bits_on_two_ray_nodes_are_those_of_one_process(name: str, tmp_path: Pat
     given = plan(name, tmp_path)
     workers, made = carried(given)
     workers.nodes.clear()
-    here = backend.make_local_backend(given.load_devices()[0])[0]
+    here = run.make_local_backend(given.load_devices()[0])[0]
     assert simulated(given, made, tmp_path / "ray") == simulated(given, here, tmp_path / "here")
     assert len(workers.machines) == 2
     assert workers.nodes

@@ -19,9 +19,8 @@ from fedquilt.core import Aggregation, ClientContext, ClientResult, DeviceUpdate
 from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine
 from fedquilt.testing.toy_networks import make_job, point_members, run_method, toy_bundle, write_bundle
 from fedquilt.tools.simulation import run
+from fedquilt.tools.simulation.run import WorkBackend
 from fedquilt.tools.simulation.simulated_job import Simulation
-from fedquilt.tools.simulation.workers import backend
-from fedquilt.tools.simulation.workers.backend import WorkBackend
 
 SMALL = {"epochs": 2, "batch": 4, "lr": 0.1}
 
@@ -71,7 +70,7 @@ def test_what_is_done_between_two_rounds_is_no_part_of_their_seconds(
     now_s = 0.0
     monkeypatch.setattr(run.time, "perf_counter", lambda: now_s)
     simulation = begin(rounds=3)
-    hands, _ = backend.make_local_backend(point_members(5, 13), engine=engine)
+    hands, _ = run.make_local_backend(point_members(5, 13), engine=engine)
 
     def carry(asked: Any) -> Any:
         nonlocal now_s
@@ -93,7 +92,7 @@ def test_runs_abreast_are_what_each_is_alone(begin: Any, engine: NumpyEngine) ->
         {"params": {"lr": 0.05}, "rounds": 1},
         {"seed": 2, "rounds": 3, "cohort": {"size": 2}},
     ]
-    carry, _ = backend.make_local_backend(point_members(5, 13), engine=engine)
+    carry, _ = run.make_local_backend(point_members(5, 13), engine=engine)
     abreast = [begin("scaffold", **table) for table in tables]
     assert [len(each.rounds) for each in run.run_rounds(abreast, carry) if each.has_ended] == [1, 3, 3]
     assert [sum(len(round.devices) for round in each.rounds) for each in abreast] == [15, 5, 6]
@@ -140,7 +139,7 @@ def test_devices_of_one_name_in_two_runs_have_a_cache_each(begin: Any, engine: N
     """Which lives as long as the run."""
     seen: list[str] = []
     method = counting(seen)
-    carry, _ = backend.make_local_backend(point_members(5, 13), load=lambda name: method, engine=engine)
+    carry, _ = run.make_local_backend(point_members(5, 13), load=lambda name: method, engine=engine)
     for _ in run.run_rounds([begin(method=method, rounds=2, cohort={"size": 1}) for _ in range(2)], carry):
         pass
     assert sorted(seen) == sorted(
@@ -276,7 +275,7 @@ def test_an_update_is_folded_once_where_all_come_in_order(begin: Any, engine: Nu
         return method.aggregation.fold(state, so_far, update)
 
     simulation = begin(method=replace(method, aggregation=Aggregation(fold)), rounds=2)
-    carry, _ = backend.make_local_backend(point_members(5, 13), engine=engine)
+    carry, _ = run.make_local_backend(point_members(5, 13), engine=engine)
     for _ in run.run_rounds([simulation], carry):
         pass
     assert seen == [f"dev-{i}" for i in range(5)] * 2

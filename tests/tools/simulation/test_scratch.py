@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from fedquilt.tools.simulation.scratch_folders import ScratchFolder
+from fedquilt.tools.simulation.pool import ScratchFolder
 
 HOLDS = (
-    "from fedquilt.tools.simulation.scratch_folders import ScratchFolder; "
-    "s = ScratchFolder(); print(s.path, flush=True); input()"
+    "from fedquilt.tools.simulation.pool import ScratchFolder; s = ScratchFolder(); print(s.path, flush=True); input()"
 )
 
 

@@ -13,9 +13,9 @@ from fedquilt.coordinator.updates.aggregator import Aggregator
 from fedquilt.coordinator.updates.partial_aggregate import PartialAggregate
 from fedquilt.formats import job_bundle
 from fedquilt.testing.toy_networks import point_members, toy_bundle
+from fedquilt.tools.simulation.pool import WorkerPool
+from fedquilt.tools.simulation.processes import OutcomeSums
 from fedquilt.tools.simulation.run import simulate
-from fedquilt.tools.simulation.workers.pool import WorkerPool
-from fedquilt.tools.simulation.workers.worker import OutcomeSums
 
 JOB: dict[str, Any] = {
     "name": "toy",

@@ -28,7 +28,7 @@ import psutil
 
 from fedquilt.blobs.storage.store import BlobStore
 from fedquilt.edge_agent.task import memory_budget
-from fedquilt.tools.lab.bench.mosquitto import find_free_port, start_mosquitto
+from fedquilt.tools.lab.bench import find_free_port, start_mosquitto
 from fedquilt.tools.lab.bench.transfer_nodes import AGENTS, DOWN_S, SIZE
 from fedquilt.tools.report.thresholds import compare_at_least, compare_at_most, format_figures
 

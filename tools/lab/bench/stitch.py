@@ -2,7 +2,7 @@
 
 One device, 64 images, the five architectures of the FedStitch paper (arXiv 2409.07202, section 5.1) with random
 weights, one path up to depth 10 without native successors. Some rounds of a real search are scored in the three ways of
-this engine and by `fedquilt.tools.lab.bench.reference_scoring`. The benchmark fails if scores differ. Figures are
+this engine and by `fedquilt.tools.lab.bench.stitch`. The benchmark fails if scores differ. Figures are
 ratios of processor time and of wall time.
 """
 
@@ -26,7 +26,7 @@ from fedquilt.edge_agent.engines.onnx.engine import OnnxEngine
 from fedquilt.formats import job_bundle
 from fedquilt.methods.fedstitch import METHOD
 from fedquilt.models.stitching import stitched_network, vote
-from fedquilt.models.stitching.algebra import least_squares
+from fedquilt.models.stitching.algebra import cka, least_squares
 from fedquilt.models.stitching.device import block_runner, scoring
 from fedquilt.models.stitching.device.activations import SPARE
 from fedquilt.models.stitching.device.scoring import ScoreAt, ScoreRequest
@@ -35,10 +35,8 @@ from fedquilt.models.stitching.search import steps
 from fedquilt.models.stitching.search.state import ScoredPath, SearchSettings
 from fedquilt.models.stitching.stitched_network import Block
 from fedquilt.tools.artefacts.prepare import prepare_bundle
-from fedquilt.tools.lab.bench import reference_scoring
 from fedquilt.tools.report.thresholds import compare_at_least, compare_at_most, format_figures
-from fedquilt.tools.simulation import DeviceData
-from fedquilt.tools.simulation.workers import local_backend
+from fedquilt.tools.simulation import DeviceData, local_backend
 
 DONORS = ("alexnet", "densenet121", "mobilenet_v2", "resnet50", "vgg16")
 IMAGES = 64
@@ -272,7 +270,7 @@ def measure_naive(each: ScoringRound, find: Callable[[str], Path], engine: OnnxE
     for name in ask.pool:
         own = [ask.blocks[f"{ask.blocks[name].donor}.{i}"] for i in range(ask.blocks[name].index + 1)]
         positions = block_runner.draw_positions(count, own[-1].in_shape, ask.positions)
-        scores.append(reference_scoring.score_output(path, between, own, run, scored, fitted, positions, ask.ridge))
+        scores.append(score_output(path, between, own, run, scored, fitted, positions, ask.ridge))
     return _read_clocks() - began, np.array(scores)
 
 
@@ -361,3 +359,42 @@ def lines(result: dict[str, Any]) -> list[str]:
 
 def _print_progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+Run = Callable[[Block, np.ndarray], np.ndarray]
+
+
+def score_output(
+    path: Sequence[Block],
+    between: Sequence[Tensors | None],
+    own: Sequence[Block],
+    run: Run,
+    scored: np.ndarray,
+    fitted: np.ndarray,
+    positions: np.ndarray,
+    ridge: float,
+) -> float:
+    """Return the CKA of a candidate's outputs behind the path and in its donor.
+
+    Args:
+        path: Blocks selected so far.
+        between: Junction before each block, or None.
+        own: Blocks of the donor up to the candidate.
+        run: Function that runs a block's graph.
+        scored: Images (n, channels, size, size) to score.
+        fitted: The same number of images for the fit of the junction.
+        positions: Positions of the candidate's input maps on `fitted`, of n * h * w.
+        ridge: Strength of the junction's ridge penalty.
+    """
+    candidate = own[-1]
+    here = stitched_network.run_path(path, between, run, np.concatenate([scored, fitted]))
+    there = stitched_network.run_path(own[:-1], [None] * (len(own) - 1), run, np.concatenate([scored, fitted]))
+    n = len(scored)
+    junction = None
+    if not stitched_network.is_continuation(path[-1], candidate):
+        x = images.resize_maps(here[n:], *candidate.in_shape[1:])
+        rows = [maps.transpose(0, 2, 3, 1).reshape(-1, maps.shape[1])[positions] for maps in (x, there[n:])]
+        weights, bias = least_squares.RidgeFit(rows[0], ridge).solve_weights(rows[1])
+        junction = {"weights": weights.astype(np.float32), "bias": bias.astype(np.float32)}
+    output = run(candidate, stitched_network.apply_junction(here[:n], junction, candidate))
+    return cka.cka(cka.gram_matrix(output), cka.gram_matrix(run(candidate, there[:n]))).value

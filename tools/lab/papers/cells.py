@@ -24,7 +24,7 @@ from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
 from fedquilt.formats import toml
 from fedquilt.tools.artefacts import prepare
-from fedquilt.tools.experiments import comparison, parallel_runs, run_cache, single_run
+from fedquilt.tools.experiments import comparison, run_cache, single_run
 from fedquilt.tools.experiments.comparison import ComparisonCase
 from fedquilt.tools.experiments.single_run import SeedRun
 from fedquilt.tools.experiments.single_run import run_seed as play_job
@@ -121,7 +121,7 @@ def make_bundles(wanted: Sequence[tuple[Mapping[str, Any], PretrainSettings | No
         found.append(folder / "bundle")
         if not (folder / "bundle" / "bundle.json").exists():
             todo[folder] = (table, before, folder)
-    for _ in parallel_runs.run_in_processes(make_pretrained_bundle, list(todo.values())):
+    for _ in comparison.run_in_processes(make_pretrained_bundle, list(todo.values())):
         pass
     return found
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
@@ -23,16 +23,19 @@ from fedquilt.data import images
 from fedquilt.edge_agent.settings import parse_size
 from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
 from fedquilt.formats import job_bundle
-from fedquilt.tools.artefacts import batchnorm, prepare
+from fedquilt.tools.artefacts import prepare
 from fedquilt.tools.experiments import single_run
 from fedquilt.tools.experiments.evaluation import Evaluator
 from fedquilt.tools.experiments.single_run import SeedRun
 from fedquilt.tools.lab.papers.cells import ExecutionOptions, run_with_options
-from fedquilt.tools.simulation.run import iterate_states, run_rounds
-from fedquilt.tools.simulation.scratch_folders import ScratchFolder
+from fedquilt.tools.simulation.pool import ScratchFolder
+from fedquilt.tools.simulation.run import WorkBackend, iterate_states, run_rounds
 from fedquilt.tools.simulation.simulated_job import ROOM_BYTES, SimulatedRound, Simulation
 from fedquilt.tools.simulation.task_process import TaskProcess
-from fedquilt.tools.simulation.workers.backend import WorkBackend
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 BUDGETS: Final = ("1GB", "2GB", "4GB")  # of sub-models
 WHOLE: Final = ("fedavg", "fedepth")  # methods that send the whole network to every device
@@ -247,7 +250,48 @@ def restore_batchnorm(job: Mapping[str, Any], seen: Examples) -> Tensors:
     from fedquilt.models.networks import registry
 
     model = registry.load_network({"name": job["model"]["name"]}, job["model"]["weights"])
-    if batchnorm.is_folded(model):
+    if is_folded(model):
         given = images.prepare_images(seen.x, msgspec.convert(job["input"], images.ImageInput))
-        batchnorm.set_statistics_from_inputs(model, torch.from_numpy(given))
+        set_statistics_from_inputs(model, torch.from_numpy(given))
     return {name: value.numpy() for name, value in model.state_dict().items()}
+
+
+def is_folded(model: nn.Module) -> bool:
+    """Return whether all batch-norm layers of a model have mean 0 and variance 1."""
+    own = [each for each in model.modules() if _is_batch_norm(each)]
+    return bool(own) and all(not each.running_mean.any() and bool((each.running_var == 1).all()) for each in own)
+
+
+def set_statistics_from_inputs(model: nn.Module, x: torch.Tensor) -> None:
+    """Set the statistics of all batch-norm layers to those of the inputs `x`, in place.
+
+    The output in evaluation mode stays the same.
+    """
+    import torch
+
+    own = [each for each in model.modules() if _is_batch_norm(each)]
+    handles = [each.register_forward_pre_hook(_adopt_statistics) for each in own]
+    try:
+        with torch.no_grad():
+            model.eval()(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _is_batch_norm(layer: Any) -> bool:
+    from torch import nn
+
+    return isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.running_mean is not None and layer.affine
+
+
+def _adopt_statistics(layer: Any, inputs: tuple[Any, ...]) -> None:
+    # w (z - m) / sqrt(v + eps) + b must stay the same function of the input z when m and v become those of z
+    z = inputs[0]
+    axes = [axis for axis in range(z.ndim) if axis != 1]
+    mean, variance = z.mean(dim=axes), z.var(dim=axes, unbiased=False)
+    scale = layer.weight / (layer.running_var + layer.eps).sqrt()
+    layer.bias.copy_(layer.bias + scale * (mean - layer.running_mean))
+    layer.weight.copy_(scale * (variance + layer.eps).sqrt())
+    layer.running_mean.copy_(mean)
+    layer.running_var.copy_(variance)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fedquilt.tools.experiments import parallel_runs
+from fedquilt.tools.experiments import comparison
 
 
 @pytest.fixture
@@ -19,4 +19,4 @@ def runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> Iterator[tuple[int, Any]]:
         return ((index, play(*each)) for index, each in enumerate(todo))
 
-    monkeypatch.setattr(parallel_runs, "run_in_processes", run_here)
+    monkeypatch.setattr(comparison, "run_in_processes", run_here)

@@ -12,7 +12,6 @@ pytest.importorskip("torch", reason="a transformer is pre-trained and federated"
 
 from fedquilt.testing.toy_networks import write_images
 from fedquilt.tools.lab import papers
-from fedquilt.tools.lab.papers import results
 from fedquilt.tools.lab.papers.grid import merge_tables
 
 
@@ -41,7 +40,7 @@ def test_a_small_run_of_all_methods_tells_accuracy_bytes_and_gates(tmp_path: Pat
     least, most = told["fedsdg"]["least_gate"][0], told["fedsdg"]["most_gate"][0]
     assert 0 < least < most < 1
     assert told["fedlora"]["least_gate"] == [None]
-    text = results.format_result(table.grid, result)
+    text = papers.format_result(table.grid, result)
     assert any(line.startswith("fedsdg") and f"{least:.2f}" in line for line in text)
 
 
@@ -52,7 +51,7 @@ def test_claims_are_of_each_concentration_and_of_the_most_that_is_sent() -> None
         name: {"rounds": 1, "values": {"held": values, "sent": [105.0, 110.0, 115.0]}, "paper": {}}
         for name, values in {**held, "fedprox": held["fedlora"]}.items()
     }
-    found = results.judge_claims(papers.load_tables()["fedsdg"].grid, {"0.1": rows, "0.3": rows})
+    found = papers.judge_claims(papers.load_tables()["fedsdg"].grid, {"0.1": rows, "0.3": rows})
     assert {name: (told["value"], told["verdict"]) for name, (_, told) in found.items()} == {
         "over FedLoRA at 0.1": (10.0, "holds"),
         "over FedLoRA at 0.3": (10.0, "holds"),

@@ -10,7 +10,6 @@ import pytest
 pytest.importorskip("torch", reason="networks are pre-trained and federated")
 
 from fedquilt.tools.lab import papers
-from fedquilt.tools.lab.papers import results
 from fedquilt.tools.lab.papers.grid import merge_tables
 
 
@@ -32,5 +31,5 @@ def test_all_three_begin_with_the_same_pretrained_network_and_go_apart(tmp_path:
     assert result["figures"] == {}
     made = list((tmp_path / "starts").glob("*/bundle/bundle.json"))
     assert len(made) == 1
-    text = results.format_result(table.grid, result)
+    text = papers.format_result(table.grid, result)
     assert text[3].split() == ["0", "1", "2", "end"]  # of rounds that there were

@@ -13,7 +13,7 @@ from fedquilt.coordinator import settings
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.tools.experiments.comparison import ComparisonCase
 from fedquilt.tools.lab import papers
-from fedquilt.tools.lab.papers import cells, custom, results
+from fedquilt.tools.lab.papers import cells, custom
 from fedquilt.tools.lab.papers.cells import ExecutionOptions
 from fedquilt.tools.lab.papers.grid import GridRow
 from fedquilt.tools.simulation import agents
@@ -131,7 +131,7 @@ def test_claims_are_about_the_papers_schedule_and_the_devices_that_can_take_part
         name: {"rounds": 1, "values": {key: [values.get(name, {}).get(key)] * 2 for key in table.value_names}}
         for name in table.rows
     }
-    told = {name: figure for name, (_, figure) in results.judge_claims(table, {"": rows}).items()}
+    told = {name: figure for name, (_, figure) in papers.judge_claims(table, {"": rows}).items()}
     assert {name: (figure["value"], figure["reached"]) for name, figure in told.items()} == {
         "FedStitch over Local": (15.0, True),
         "FedStitch over MobileNetV2 FT-Full": (-5.0, False),

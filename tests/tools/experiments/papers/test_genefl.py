@@ -13,7 +13,7 @@ from fedquilt.models.networks import registry
 from fedquilt.testing.toy_networks import write_images
 from fedquilt.tools.experiments import single_run
 from fedquilt.tools.lab import papers
-from fedquilt.tools.lab.papers import cells, results
+from fedquilt.tools.lab.papers import cells
 from fedquilt.tools.lab.papers.grid import merge_tables
 
 pytest.importorskip("torch", reason="networks are built")
@@ -50,7 +50,7 @@ def test_claims_are_judged_by_their_intervals() -> None:
     """Ahead in the mean is not enough where seeds differ; Local is one of those to be ahead of."""
 
     def verdicts(*given: Any) -> list[str]:
-        found = results.judge_claims(papers.load_tables()["genefl"].grid, {"": rows(*given)})
+        found = papers.judge_claims(papers.load_tables()["genefl"].grid, {"": rows(*given)})
         return [told["verdict"] for _, told in found.values()]
 
     assert verdicts([0.95, 0.951, 0.952], [0.90, 0.901, 0.9021], [0.60, 0.61, 0.62]) == ["holds"] * 4
@@ -81,7 +81,7 @@ def test_newcomers_come_online_in_the_running_job(tmp_path: Path, monkeypatch: p
     grid = replace(table, raw=merge_tables(table.raw, over)).fill_marks(None)
     todo = cells.make_cells(grid, "genefl", [0], 2, [""], tmp_path)
     runs = {cell.case: cells.run_case(cell.case, lambda done: None) for cell in todo}
-    result = results.make_result("genefl", grid, todo, runs, [0], 2)
+    result = papers.make_result("genefl", grid, todo, runs, [0], 2)
     known, new = ("dev-00", "dev-01"), ("dev-02", "dev-03")
     assert dict(zip(["FedAvg", "Local", "scratch", "FedAvg again", "whole", "GENE-FL"], rounds, strict=True)) == {
         "FedAvg": [known] * 2,
@@ -97,4 +97,4 @@ def test_newcomers_come_online_in_the_running_job(tmp_path: Path, monkeypatch: p
     assert all(0 <= told[name]["mean"][0] <= 1 for name in ("FedAvg", "Local", "GENE-FL"))
     assert all(0 <= told[name]["newcomers"][0] <= 1 for name in ("GENE-FL", "scratch", "whole"))
     assert 0 < told["GENE-FL"]["begun_bytes"][0] < told["whole"]["begun_bytes"][0]
-    assert any(line.startswith("Local") for line in results.format_result(grid, result))
+    assert any(line.startswith("Local") for line in papers.format_result(grid, result))

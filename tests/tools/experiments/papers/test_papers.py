@@ -13,7 +13,7 @@ from fedquilt.cli import main
 from fedquilt.coordinator import settings
 from fedquilt.core import JobError, StoreError
 from fedquilt.tools.lab import papers
-from fedquilt.tools.lab.papers import cells, grid, results
+from fedquilt.tools.lab.papers import cells, grid
 
 DOCS = Path(__file__).parents[4] / "docs"
 OWN = """
@@ -236,7 +236,7 @@ def test_a_picture_is_drawn_and_a_result_is_not_lost(
     options["format"] = "text"
     for reached in (True, False):
         told(monkeypatch, reached)
-        monkeypatch.setattr(results, "draw_picture", lambda grid, result: f"<svg>{result['table']}</svg>")
+        monkeypatch.setattr(papers, "draw_picture", lambda grid, result: f"<svg>{result['table']}</svg>")
         place = tmp_path / "new" / "folder" / f"{reached}.svg"
         assert papers.list_or_run_tables("fedsdg", **options, out=None, picture=place) == (0 if reached else 1)
         assert place.read_text() == "<svg>t</svg>"

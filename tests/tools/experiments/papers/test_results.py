@@ -10,7 +10,6 @@ import pytest
 
 from fedquilt.core import JobError
 from fedquilt.tools.lab import papers
-from fedquilt.tools.lab.papers import results
 from fedquilt.tools.lab.papers.grid import ClaimSpec, Grid, GridColumn, GridRow
 
 PEWS: Grid = papers.load_tables()["fedpews-table2"].grid
@@ -32,7 +31,7 @@ def rows(base: list[int | None], pews: list[int | None], finals: list[float], ro
 
 def figures(*columns: Any) -> dict[str, Any]:
     """What the claims of FedPeWS's Table 2 come to in the column "32k-1.0"."""
-    return {name: told for name, (_, told) in results.judge_claims(PEWS, {"32k-1.0": rows(*columns)}).items()}
+    return {name: told for name, (_, told) in papers.judge_claims(PEWS, {"32k-1.0": rows(*columns)}).items()}
 
 
 def test_what_is_claimed_is_judged_by_its_interval() -> None:
@@ -44,7 +43,7 @@ def test_what_is_claimed_is_judged_by_its_interval() -> None:
     assert [each["verdict"] for each in later.values()] == ["not shown", "not shown"]
     never = figures([400, None], [400, 500], [0.998, 0.999])
     assert never["32k-1.0: rounds saved by PeWS"]["value"] == 0.5  # 501 for what was not reached
-    other = results.judge_claims(PEWS, {"3.2k-0.1": rows([400], [300], [0.9])})
+    other = papers.judge_claims(PEWS, {"3.2k-0.1": rows([400], [300], [0.9])})
     assert list(other) == ["3.2k-0.1: rounds saved by PeWS"]  # how high it ends is claimed of one column
 
 
@@ -63,7 +62,7 @@ def test_a_claim_may_be_of_every_row_of_a_ratio_and_of_the_worst_column() -> Non
         each = {"base": [0.1, 0.2], "good": list(values), "mute": [None, None]}
         return {name: {"rounds": 1, "values": {"test": known}, "paper": {}} for name, known in each.items()}
 
-    found = results.judge_claims(made, {"a": column(0.2, 0.3), "b": column(0.1, 0.6)})
+    found = papers.judge_claims(made, {"a": column(0.2, 0.3), "b": column(0.1, 0.6)})
     assert {name: told["value"] for name, (_, told) in found.items()} == {
         "good in a": 10.0,
         "good in b": 20.0,
@@ -81,9 +80,9 @@ def test_nothing_is_a_percentage_of_nothing() -> None:
         each = {"a": [5.0], "b": [b]}
         return {"": {name: {"rounds": 1, "values": {"up_bytes": known}, "paper": {}} for name, known in each.items()}}
 
-    assert list(results.judge_claims(grid, column(10.0))) == ["{share} of a"]
+    assert list(papers.judge_claims(grid, column(10.0))) == ["{share} of a"]
     with pytest.raises(JobError, match=r"of = 'b': its up_bytes is 0, and has no percentages: write over = 'b'"):
-        results.judge_claims(grid, column(0.0))
+        papers.judge_claims(grid, column(0.0))
 
 
 def test_the_text_has_the_papers_numbers_beside_ours() -> None:
@@ -95,7 +94,7 @@ def test_the_text_has_the_papers_numbers_beside_ours() -> None:
         "figures": {},
         "told": {},
     }
-    text = results.format_result(PEWS, result)
+    text = papers.format_result(PEWS, result)
     assert text[:3] == [
         "fedpews-table2: seeds 0, 1; the paper's in brackets",
         "",
@@ -119,7 +118,7 @@ def test_comparisons_without_a_claim_stand_below_the_table_and_above_the_verdict
     )
     values = {"base": [0.2, 0.2], "other": [0.1, 0.3]}
     rows = {name: {"rounds": 1, "values": {"test": each}, "paper": {}} for name, each in values.items()}
-    judged = results.judge_claims(made, {"": rows})
+    judged = papers.judge_claims(made, {"": rows})
     result = {
         "table": "made",
         "seeds": [0, 1],
@@ -127,7 +126,7 @@ def test_comparisons_without_a_claim_stand_below_the_table_and_above_the_verdict
         "figures": {name: told for name, (claim, told) in judged.items() if not claim.told},
         "told": {name: told for name, (claim, told) in judged.items() if claim.told},
     }
-    assert [" ".join(line.split()) for line in results.format_result(made, result)] == [
+    assert [" ".join(line.split()) for line in papers.format_result(made, result)] == [
         "made: seeds 0, 1",
         "",
         "1 rounds",
@@ -142,14 +141,14 @@ def test_comparisons_without_a_claim_stand_below_the_table_and_above_the_verdict
 
 def test_a_spread_is_that_of_several_seeds() -> None:
     """One seed alone has none; values of each seed are told as they are."""
-    assert results.format_spread([0.995], 100.0, 2, False) == "99.50"
-    assert results.format_spread([0.99, 0.98], 100.0, 2, False) == "98.50 ± 0.71"
-    assert results.format_spread([0.99, None], 100.0, 0, True) == "99, -"
-    assert results.format_spread([None], 1.0, 0, False) == ""
+    assert papers.format_spread([0.995], 100.0, 2, False) == "99.50"
+    assert papers.format_spread([0.99, 0.98], 100.0, 2, False) == "98.50 ± 0.71"
+    assert papers.format_spread([0.99, None], 100.0, 0, True) == "99, -"
+    assert papers.format_spread([None], 1.0, 0, False) == ""
 
 
 def test_a_claim_is_told_as_before() -> None:
-    told = results.judge_claim([1.0, 2.0], "points", at_least=0.0)
+    told = papers.judge_claim([1.0, 2.0], "points", at_least=0.0)
     assert msgspec.json.decode(msgspec.json.encode(told)) == told
 
 
@@ -159,7 +158,7 @@ def test_a_picture_has_a_dot_for_each_seed_of_each_row() -> None:
     made = Grid(about="x", rows={"a": GridRow(), "b": GridRow()}, show=shown)
     values = {"a": [0.25, 0.5], "b": [None, None]}
     rows = {name: {"rounds": 1, "values": {"test": each, "held": each}, "paper": {}} for name, each in values.items()}
-    drawn = results.draw_picture(made, {"table": "made", "columns": {"even": rows}})
+    drawn = papers.draw_picture(made, {"table": "made", "columns": {"even": rows}})
     words = [each.text for each in ElementTree.fromstring(drawn).iter("{http://www.w3.org/2000/svg}text")]
     assert "a, even" in words
     assert "b, even" not in words

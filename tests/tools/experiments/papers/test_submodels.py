@@ -12,7 +12,7 @@ pytest.importorskip("torch", reason="networks are trained")
 
 from fedquilt.testing.toy_networks import write_images
 from fedquilt.tools.lab import papers
-from fedquilt.tools.lab.papers import custom, results
+from fedquilt.tools.lab.papers import custom
 from fedquilt.tools.lab.papers.grid import merge_tables
 
 
@@ -45,5 +45,5 @@ def test_a_small_run_tells_the_whole_network_and_its_parts(tmp_path: Path) -> No
     told = [{values["test"][0], *(values[part][0] for part in custom.BUDGETS)} for values in rows.values()]
     assert any(len(each) > 2 for each in told)
     assert "FeDepth over FedAvg" in result["told"]
-    line = next(line for line in results.format_result(table.grid, result) if line.startswith("FeDepth"))
+    line = next(line for line in papers.format_result(table.grid, result) if line.startswith("FeDepth"))
     assert len(line.split()) == 2  # no parts

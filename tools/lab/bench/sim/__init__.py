@@ -22,8 +22,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -36,8 +37,69 @@ from fedquilt.core import DataError, FedquiltError, JobError
 from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
 from fedquilt.formats import job_bundle
-from fedquilt.tools.lab.bench.sim import environments
 from fedquilt.tools.report.thresholds import compare_at_least, compare_at_most, format_figures
+
+
+class OtherSimulator(NamedTuple):
+    """Package and script of another simulator."""
+
+    package: str
+    requirement: str
+    script: str
+    title: str
+
+
+OTHERS = {
+    "flower": OtherSimulator("flwr", "flwr[simulation]", "flower_app.py", "Flower"),
+    "pfl": OtherSimulator("pfl", "pfl[pytorch]", "pfl_app.py", "pfl-research"),
+}
+
+
+class SimulatorMissingError(FedquiltError): ...
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedquilt" / "bench"
+
+
+def find_simulator(name: str) -> OtherSimulator:
+    """Return a simulator by name."""
+    if name not in OTHERS:
+        raise JobError(f"--with {name}: there are {', '.join(OTHERS)}")
+    return OTHERS[name]
+
+
+def prepare_environment(name: str) -> tuple[Path, str]:
+    """Return a simulator's Python and version, and install the environment if missing.
+
+    The environment gets the torch version of this Python.
+    """
+    other = find_simulator(name)
+    home = cache_folder() / name
+    python = home / "bin" / "python"
+    ready = home / "ready"
+    if not ready.exists():
+        torch = metadata.version("torch").partition("+")[0]
+        _run_command([sys.executable, "-m", "venv", "--clear", "--without-pip", str(home)], other)
+        pip = [sys.executable, "-m", "pip", "--python", str(python)]
+        _run_command([*pip, "install", "--quiet", f"torch=={torch}", other.requirement], other)
+        ready.touch()
+    shown = [str(python), "-c", f"from importlib import metadata; print(metadata.version({other.package!r}))"]
+    return python, _run_command(shown, other).strip()
+
+
+def _run_command(command: list[str], other: OtherSimulator) -> str:
+    try:
+        found = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        raise SimulatorMissingError(f"{other.title}: {error}") from None
+    if found.returncode:
+        said = [line for line in (found.stderr or found.stdout).strip().splitlines() if "WARNING" not in line]
+        raise SimulatorMissingError(
+            f"{other.title} cannot be installed here: {said[-1] if said else 'pip said nothing'}"
+        )
+    return found.stdout
+
 
 HERE = Path(__file__).parent
 ORPHANS_S = 10.0  # longest wait for the processes that a contestant leaves
@@ -102,7 +164,7 @@ def measure(
 ) -> dict[str, Any]:
     """Run all contestants on all workloads, in turn."""
     for name in beside:
-        environments.find_simulator(name)
+        find_simulator(name)
     workloads = select_workloads(only)
     ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1)
     processes = processes or len(os.sched_getaffinity(0))
@@ -155,11 +217,11 @@ def _prepare_contestants(beside: Sequence[str], processes: int) -> tuple[list[Co
     absent = {}
     for name in beside:
         try:
-            python, version = environments.prepare_environment(name)
-        except environments.SimulatorMissingError as error:
+            python, version = prepare_environment(name)
+        except SimulatorMissingError as error:
             absent[name] = str(error)
             continue
-        other = environments.OTHERS[name]
+        other = OTHERS[name]
         found.append(Contestant(name, f"{other.title} {version}", (str(python), str(HERE / other.script)), processes))
     return found, absent
 

@@ -12,13 +12,15 @@ compared with the mean picture.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 import numpy as np
+import torch
+import torch.nn.functional as F
 
 from fedquilt import methods
 from fedquilt.arrays import tensors
@@ -29,10 +31,11 @@ from fedquilt.data import images
 from fedquilt.formats import job_bundle
 from fedquilt.host import disk
 from fedquilt.models import subspaces
-from fedquilt.tools.lab.audit import picture
+from fedquilt.models.networks import register_trace, registry
+from fedquilt.tools.report import plots
 from fedquilt.tools.simulation import DeviceData
+from fedquilt.tools.simulation.pool import ScratchFolder
 from fedquilt.tools.simulation.run import iterate_states
-from fedquilt.tools.simulation.scratch_folders import ScratchFolder
 from fedquilt.tools.simulation.simulated_job import ROOM, ROOM_BYTES
 
 STEPS_MOST: Final = 300  # of an attack
@@ -82,7 +85,6 @@ def extract_gradient(
     job = JobSettings(name="audit", method=row.method, rounds=3, params=params, fleet=ROOM)
     victim = DeviceData("victim", example, Examples(example.x[:0], example.y[:0]))
     double = replace(method, work=record_work)
-    from fedquilt.models.networks import register_trace  # needs torch, as the attack does
 
     with ScratchFolder() as place:
         register = register_trace.register_from_table(network)
@@ -111,7 +113,6 @@ def audit_methods(
     from fedquilt.data import examples as shares
     from fedquilt.data.spec import DataSpec
     from fedquilt.edge_agent.engines.torch.engine import TorchEngine
-    from fedquilt.tools.lab.audit import gradient_attack
 
     most = max(count, *SIZES)
     drawn = shares.load_split(DataSpec(path=str(data), limit=most, size=size, seed=SEED))
@@ -120,9 +121,9 @@ def audit_methods(
     channels, side = (1 if drawn.x.ndim == 3 else drawn.x.shape[3]), drawn.x.shape[1]
     table = {"channels": channels, "size": side}
     network = {"name": "lenet", **table, "classes": max(10, int(drawn.y.max()) + 1), "input": table}
-    start, head = gradient_attack.draw_weights(network, SEED), gradient_attack.classifier_path(network)
+    start, head = draw_weights(network, SEED), classifier_path(network)
     engine = TorchEngine(ROOM_BYTES)
-    gradient_attack.use_one_thread()
+    use_one_thread()
     chosen = upload_variants(NOISE)
     found: dict[str, Any] = {row.label: {"psnr_db": [], "values": 0, "label_read": []} for row in chosen}
     pictures: list[list[np.ndarray]] = []
@@ -137,11 +138,11 @@ def audit_methods(
             if row.noise:
                 gradient = {name: array + rng.normal(0, row.noise, array.shape) for name, array in gradient.items()}
             label = int(example.y[0])
-            guess = gradient_attack.reconstruct_example(network, start, gradient, label, truth.shape, rng, STEPS_MOST)
+            guess = reconstruct_example(network, start, gradient, label, truth.shape, rng, STEPS_MOST)
             account = found[row.label]
             account["psnr_db"].append(round(psnr(guess, truth), 2))
             account["values"] = sum(array.size for array in gradient.values())
-            account["label_read"].append(gradient_attack.infer_label(gradient, head) == label)
+            account["label_read"].append(infer_label(gradient, head) == label)
             line.append(guess)
         pictures.append([np.moveaxis(each, 0, -1) for each in line])
     return {
@@ -193,9 +194,112 @@ def audit_and_print(data: Path, out: Path, format: str, options: Mapping[str, An
     result = audit_methods(data, **options)
     by_picture = zip(*(row["psnr_db"] for row in result["rows"].values()), strict=True)
     notes = [["", *(f"{decibels:.1f} dB" for decibels in row)] for row in by_picture]
-    disk.write_output(out, picture.render_grid(["original", *result["rows"]], result.pop("pictures"), notes))
+    disk.write_output(out, render_grid(["original", *result["rows"]], result.pop("pictures"), notes))
     text = "\n".join([*format_result(result), f"{out}: the pictures"])
     progress.LINE.print_to_stdout(
         msgspec.json.format(msgspec.json.encode(result)).decode() if format == "json" else text
     )
     return 0
+
+
+STARTS = 2  # number of starts, of which the best counts, because the attacker sees the loss
+
+
+def use_one_thread() -> None:
+    # several threads are slower on such a small network
+    torch.set_num_threads(1)
+
+
+def classifier_path(network: Mapping[str, Any]) -> str | None:
+    """Return the path of a network's classifier, or None without one."""
+    return register_trace.trace_register(
+        registry.build_network(network), registry.input_shape(network)
+    ).find_classifier()
+
+
+def draw_weights(network: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
+    """Draw the network's tensors from U(-0.5, 0.5)."""
+    rng = tensors.seeded_rng("audit weights", seed)
+    held = registry.build_network(network).state_dict()
+    return {name: rng.uniform(-0.5, 0.5, tuple(value.shape)).astype(np.float32) for name, value in sorted(held.items())}
+
+
+def infer_label(gradient: Tensors, head: str | None) -> int | None:
+    """Infer the label of a single example from the head's bias gradient, or None without a head."""
+    bias = gradient.get(f"{head}.bias")
+    return None if bias is None else int(bias.argmin())
+
+
+def reconstruct_example(
+    network: Mapping[str, Any],
+    start: Tensors,
+    gradient: Tensors,
+    label: int,
+    shape: tuple[int, ...],
+    rng: np.random.Generator,
+    steps: int,
+) -> np.ndarray:
+    """Reconstruct x' in 0..1 that minimises the gradient distance |grad' - grad|^2 (Eq. 13)."""
+    model = registry.build_network(network).double()
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            value.copy_(torch.tensor(start[name]))
+    known = dict(model.named_parameters())
+    moved = [known[name] for name in gradient]
+    wanted = [torch.tensor(np.asarray(array, np.float64)) for array in gradient.values()]
+    whole = sum(float(each.square().sum()) for each in wanted) or 1.0
+    y = torch.tensor([label])
+    best, least = np.zeros(shape), np.inf
+    for _ in range(STARTS):
+        x = torch.tensor(rng.normal(0.0, 1.0, (1, *shape)), requires_grad=True)
+        search = torch.optim.LBFGS(
+            [x],
+            max_iter=steps,
+            history_size=50,
+            line_search_fn="strong_wolfe",
+            tolerance_grad=1e-14,
+            tolerance_change=1e-14,
+        )
+
+        def closure(x: torch.Tensor = x, search: torch.optim.LBFGS = search) -> torch.Tensor:
+            search.zero_grad()
+            found = torch.autograd.grad(F.cross_entropy(model(x), y), moved, create_graph=True)
+            away = sum(((a - b).square().sum() for a, b in zip(found, wanted, strict=True)), torch.zeros(())) / whole
+            away.backward(inputs=[x])
+            return away
+
+        search.step(closure)
+        left = float(closure().detach())
+        if left < least:
+            best, least = x.detach().numpy()[0].copy(), left
+    return np.clip(best, 0, 1).astype(np.float32)
+
+
+CELL, GAP, TOP = 112, 12, 40  # pixels
+
+
+def render_grid(titles: Sequence[str], rows: Sequence[Sequence[np.ndarray]], notes: Sequence[Sequence[str]]) -> str:
+    """Render images as a grid in a standalone SVG."""
+    step = CELL + GAP
+
+    def draw(axis: plots.Axis, tip: plots.Tip) -> None:
+        for column, title in enumerate(titles):
+            middle = GAP + step * column + CELL / 2
+            axis.text(middle, TOP - 4, _wrap_title(title), ha="center", va="bottom")
+            for number, (row, told) in enumerate(zip(rows, notes, strict=True)):
+                image, (x, y) = row[column], (GAP + step * column, TOP + (step + 14) * number)
+                values = (
+                    np.clip(image, 0, 1).reshape(image.shape[:2]) if image.shape[2:] != (3,) else np.clip(image, 0, 1)
+                )
+                place = (x, x + CELL, y + CELL, y)
+                drawn = axis.imshow(values, "gray", vmin=0, vmax=1, extent=place, interpolation="none", aspect="auto")
+                tip(drawn, f"{title} {told[column]}".strip())
+                axis.text(middle, y + CELL + 12, told[column], ha="center")
+
+    size = GAP + step * len(titles), TOP + (step + 14) * len(rows)
+    words = f"{len(rows)} images and what was reconstructed of them: {', '.join(titles)}"
+    return plots.add_background(plots.render_picture(plots.Picture(*size, words, draw)))
+
+
+def _wrap_title(title: str) -> str:
+    return title.replace(", ", "\n", 1) if ", " in title else title.replace(": ", "\n", 1)

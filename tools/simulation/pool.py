@@ -13,33 +13,219 @@ A work request has the same result wherever and however often it is run, so requ
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import math
 import operator
+import os
+import shutil
+import tempfile
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Protocol
 
+import msgspec
 import numpy as np
 
 from fedquilt import core
+from fedquilt.core import FedquiltError, JobError
 from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
+from fedquilt.host import threads
 from fedquilt.tools.simulation import DeviceData
-from fedquilt.tools.simulation.scratch_folders import ScratchFolder
-from fedquilt.tools.simulation.workers.protocol import (
-    ArrayLocation,
-    DeviceExamples,
-    PoolError,
-    PoolSetup,
-    WorkBatch,
-    WorkerGroup,
-    WorkerReply,
-    WorkerSum,
-)
+from fedquilt.tools.simulation.machines import Machine
+
+PREFIX: Final = "fedquilt-scratch-"
+
+
+class ScratchFolder:
+    """Empty temporary folder, removed on exit or by `cleanup`.
+
+    The process holds a lock on the folder, which ends with the process. Creating a folder also removes unlocked
+    folders of this user.
+    """
+
+    def __init__(self) -> None:
+        remove_stale_folders()
+        self.path, self._lock = _make_locked_folder()
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *error: object) -> None:
+        self.cleanup()
+
+    def cleanup(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _make_locked_folder() -> tuple[Path, int | None]:
+    # without a lock (None) no other process removes the folder
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=PREFIX))
+        try:
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:  # another process took it for one that was left behind
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:
+            os.close(lock)
+            return path, None
+        if path.exists():
+            return path, lock
+        os.close(lock)  # taken for one that was left behind all the same, before it was locked
+
+
+class SharedFolder:
+    """Named folder of several processes, removed when the last process leaves or ends."""
+
+    def __init__(self, name: str) -> None:
+        remove_stale_folders()
+        self.path = Path(tempfile.gettempdir()) / f"{PREFIX}{name}"
+        while True:
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+                fcntl.flock(self._lock, fcntl.LOCK_SH)
+                if self.path.exists():
+                    return
+                os.close(self._lock)  # the last one left it before it was locked
+
+    def release(self) -> None:
+        """Unlock the folder, and remove it unless another process uses it."""
+        os.close(self._lock)
+        with contextlib.suppress(OSError):
+            _remove_unless_locked(self.path)
+
+
+def remove_stale_folders() -> None:
+    with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
+        for entry in entries:
+            if entry.name.startswith(PREFIX):
+                with contextlib.suppress(OSError):
+                    _remove_unless_locked(Path(entry))
+
+
+def _remove_unless_locked(folder: Path) -> None:
+    if folder.stat(follow_symlinks=False).st_uid != os.getuid():
+        return
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(lock)
+
+
+# one thread a worker, so that sums have one order; no thread of a library is alive when the first one forks
+SINGLE: Final = {**threads.QUIET, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+# Keep freed arrays of some MB in the heap: returned to the kernel, their pages are cleared again at every step.
+KEPT: Final = {"MALLOC_MMAP_THRESHOLD_": str(4 << 20), "MALLOC_TRIM_THRESHOLD_": str(32 << 20)}
+SCHEME: Final = "ray://"
+
+
+class ArrayLocation(msgspec.Struct, frozen=True, array_like=True):
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class DeviceExamples(msgspec.Struct, frozen=True, array_like=True):
+    train: tuple[ArrayLocation, ArrayLocation]
+    held: tuple[ArrayLocation, ArrayLocation]
+
+
+class PoolSetup(msgspec.Struct, frozen=True):
+    examples: str  # the file
+    shares: dict[str, DeviceExamples]
+
+
+class WorkBatch(msgspec.Struct, frozen=True):
+    """Work requests for one worker, with a sha256 instead of each path for a worker of another machine."""
+
+    orders: tuple[WorkRequest, ...] = ()
+    together: bool = False
+    state: str = ""  # file of the round's state if the worker folds the updates, or ""
+    contents: tuple[str, ...] = ()  # files that the other machine can fetch, in the order of their references
+
+
+class WorkOutcome(msgspec.Struct, frozen=True, array_like=True):
+    """Result of a work request, and whether its training could be batched."""
+
+    outcome: WorkResult
+    joint: bool
+
+
+class WorkerReply(msgspec.Struct, frozen=True, array_like=True):
+    """Reply of a worker: results in the order of the requests, and whether a sum follows."""
+
+    done: list[WorkOutcome]
+    summed: bool = False
+    private: dict[str, bytes] = {}  # on the way from another machine: private state by sha256
+
+
+class WorkerSum(msgspec.Struct, frozen=True):
+    """Packed sum of a reply's updates, or b"" if the worker could not sum them."""
+
+    packed: bytes
+
+
+class PoolError(FedquiltError): ...
+
+
+class WorkerGroup(Protocol):
+    """Workers of one fleet. Each worker runs at most one batch at a time."""
+
+    def start(self, folder: Path) -> None:
+        """Start the workers with a temporary folder, which is removed after their end."""
+        ...
+
+    @property
+    def machines(self) -> Mapping[str, Machine]: ...
+
+    def send_setup(self, setup: PoolSetup) -> None: ...
+
+    def wait_until_ready(self) -> None:
+        """Wait until the workers are ready."""
+        ...
+
+    @property
+    def ready(self) -> Iterable[int]:
+        """Workers that can receive work, including busy ones."""
+        ...
+
+    def send_work(self, worker: int, work: WorkBatch) -> None:
+        """Send a batch of work requests to a worker."""
+        ...
+
+    def receive_replies(self, *, block: bool) -> Iterable[tuple[int, WorkerReply | WorkerSum | None]]:
+        """Return the replies and sums of workers. None marks a lost worker whose work must be repeated."""
+        ...
+
+    def stop(self, *, now: bool) -> None:
+        """Stop the workers, with `now` also during their work."""
+        ...
+
+
+def choose_engine(engine: str, environ: Mapping[str, str]) -> str:
+    """Return "pool", "ray" or the address of a cluster for an engine name.
+
+    "auto" is "ray" if RAY_ADDRESS is set, and "pool" otherwise.
+    """
+    if engine == "auto":
+        return "ray" if environ.get("RAY_ADDRESS") else "pool"
+    host, _, port = engine.removeprefix(SCHEME).rpartition(":")
+    if engine in ("pool", "ray") or (engine.startswith(SCHEME) and host and port.isdigit()):
+        return engine
+    raise JobError(f"engine {engine!r} is none of auto, pool, ray and {SCHEME}HOST:PORT")
+
 
 TOGETHER: Final = 32  # orders at most that go to a worker at once; more are hardly faster, and keep others waiting
 LOST: Final = 3  # workers lost with the same orders, after which these are taken for the cause
