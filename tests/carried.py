@@ -102,7 +102,7 @@ def plan(name: str, place: Path) -> agents.FleetPlan:
 def simulated(given: agents.FleetPlan, hands: WorkBackend, home: Path) -> Outcome:
     held = {member.device: len(member.held) for member in given.load_devices()[0]}
     with Simulation(given.job, given.bundle, held, home) as simulation:
-        for _ in run.run_rounds([simulation], hands):
+        for _ in run.run_rounds(simulation, hands):
             pass
         name = simulation.run
     return outcome(home, name)

@@ -55,7 +55,7 @@ class Fleet:
 
     def played(self, *args: Any, **options: Any) -> Simulation:
         simulation, hands = self.begin(*args, **options)
-        for _ in run.run_rounds([simulation], hands):
+        for _ in run.run_rounds(simulation, hands):
             pass
         return simulation
 

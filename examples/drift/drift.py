@@ -14,6 +14,7 @@ import http.client
 import io
 import json
 import os
+import re
 import socket
 import subprocess
 import sys

@@ -70,7 +70,7 @@ def simulated(given: agents.FleetPlan, home: Path, interrupted: bool = False) ->
     hands, _ = run.make_local_backend(devices)
     for last in (0, None) if interrupted else (None,):
         with Simulation(given.job, given.bundle, held, home) as simulation:
-            for number, _ in enumerate(run.run_rounds([simulation], hands)):
+            for number, _ in enumerate(run.run_rounds(simulation, hands)):
                 if number == last:
                     break
             name = simulation.run

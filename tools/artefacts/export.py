@@ -17,17 +17,7 @@ from fedquilt.console import units
 from fedquilt.coordinator.rounds.events import JobStarted, RoundCommitted
 from fedquilt.coordinator.storage.store import Store, StoredJob
 from fedquilt.coordinator.updates.tasks import make_task
-from fedquilt.core import (
-    Artefact,
-    BlobRef,
-    DeviceView,
-    JobError,
-    Method,
-    ModelError,
-    StoreError,
-    TaskSpec,
-    evaluation,
-)
+from fedquilt.core import Artefact, BlobRef, DeviceView, JobError, Method, ModelError, StoreError, TaskSpec, evaluation
 from fedquilt.formats import job_bundle, personal_models
 from fedquilt.onnx import graph_check, weights
 from fedquilt.onnx.graph_check import CheckedGraph

@@ -43,10 +43,7 @@ class CandidateResult(NamedTuple):
 
 
 def make_schedule(
-    table: Mapping[str, Any],
-    network: Mapping[str, Any],
-    model: Tensors,
-    say: Callable[[str], None],
+    table: Mapping[str, Any], network: Mapping[str, Any], model: Tensors, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Search the modules to train by fine-tuning, and return them as the metadata "schedule" of a bundle."""
     from fedquilt.edge_agent.engines.torch.engine import TorchEngine

@@ -29,16 +29,7 @@ from fedquilt.coordinator.settings import JobSettings
 from fedquilt.coordinator.storage.store import Store, StoredJob
 from fedquilt.coordinator.views import run_summary, scores
 from fedquilt.coordinator.views.scores import EvaluationScore, HeldOutScore, RunScores
-from fedquilt.core import (
-    BlobRef,
-    DeviceView,
-    EvaluationSums,
-    Examples,
-    Method,
-    Profile,
-    StoreError,
-    evaluation,
-)
+from fedquilt.core import BlobRef, DeviceView, EvaluationSums, Examples, Method, Profile, StoreError, evaluation
 from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import engines

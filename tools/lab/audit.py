@@ -103,12 +103,7 @@ def extract_gradient(
     raise JobError(f"{row.method} uploads no tensors of the network: there is no gradient to audit")
 
 
-def audit_methods(
-    data: Path,
-    *,
-    count: int = 4,
-    size: int = 0,
-) -> dict[str, Any]:
+def audit_methods(data: Path, *, count: int = 4, size: int = 0) -> dict[str, Any]:
     """Attack `count` examples in each row. Return figures, and "pictures" (h, w, channels) from 0 to 1."""
     from fedquilt.data import examples as shares
     from fedquilt.data.spec import DataSpec

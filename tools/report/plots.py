@@ -115,12 +115,7 @@ def plot_lines(
     return Plot(title, f"{title}; {y} over {x}; {', '.join(ends)}", draw, BODY, keys=_list_line_names(found))
 
 
-def plot_bars(
-    found: Sequence[PlotBar],
-    title: str,
-    x: str,
-    parts: Sequence[str] = ("",),
-) -> Plot:
+def plot_bars(found: Sequence[PlotBar], title: str, x: str, parts: Sequence[str] = ("",)) -> Plot:
     """Return a plot of horizontal bars, divided into parts and labelled with their sums."""
     sums = [sum(part or 0.0 for part in bar.parts) for bar in found]
     if not any(part is not None and math.isfinite(part) for bar in found for part in bar.parts):
@@ -257,10 +252,7 @@ def choose_plot(found: Mapping[str, Plot], x: str) -> Plot:
 
 
 def _line_style(number: int) -> dict[str, Any]:
-    return {
-        "color": COLOURS[number % len(COLOURS)],
-        "linestyle": DASHES[number // len(COLOURS) % len(DASHES)],
-    }
+    return {"color": COLOURS[number % len(COLOURS)], "linestyle": DASHES[number // len(COLOURS) % len(DASHES)]}
 
 
 @dataclass(frozen=True)
@@ -293,10 +285,7 @@ def _fill_with_picture(figure: Any, picture: Picture, tip: Tip) -> Any:
 def render_picture(picture: Picture) -> str:
     """Render a picture as an SVG element."""
     return _render_svg_element(
-        picture.width,
-        picture.height,
-        picture.summary,
-        lambda figure, tip: _fill_with_picture(figure, picture, tip),
+        picture.width, picture.height, picture.summary, lambda figure, tip: _fill_with_picture(figure, picture, tip)
     )
 
 

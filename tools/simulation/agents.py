@@ -104,22 +104,18 @@ class FleetPlan:
         return sorted(set(found))
 
     def load_devices(self) -> tuple[list[DeviceData], Examples]:
-        """Return the examples of each device, and the common test set."""
         tables = self.make_agent_tables()
         shares = examples.load_all_shares(msgspec.convert(tables[0]["data"], DataSpec))
         found = [DeviceData(table["device"], *share) for table, share in zip(tables, shares, strict=True)]
         return found, examples.load_split(msgspec.convert({**self.job.data, "split": "test"}, DataSpec))
 
     def validate_and_load_bundle(self, make: Callable[[str], Device] = make_board) -> Bundle:
-        """Check the job, its fleet, data and boards before a run, and return the job's bundle."""
         self.validate_fleet(make)
         made = load_bundle(self.bundle)
         require_matching_bundle(self.job, made)
         agents = self.make_agent_tables()
         spec = DataSpec.parse(agents[0]["data"])
-        examples.require_nonempty_shares(
-            compatibility.open_compatible_data(made.meta, spec), spec
-        )  # else every board would find out for itself
+        examples.require_nonempty_shares(compatibility.open_compatible_data(made.meta, spec), spec)
         return made
 
     def validate_fleet(self, make: Callable[[str], Device] = make_board) -> None:
@@ -150,12 +146,7 @@ class FleetPlan:
         return run
 
 
-def run_fleet_on_broker(
-    plan: FleetPlan,
-    broker: Mapping[str, Any] | None,
-    *,
-    wordy: bool = False,
-) -> tuple[str, str]:
+def run_fleet_on_broker(plan: FleetPlan, broker: Mapping[str, Any] | None, *, wordy: bool = False) -> tuple[str, str]:
     """Run agents as processes and a coordinator here. Return the run id and its final status."""
     require_no_adversaries(plan.job)
     if plan.job.fleet.links:
@@ -180,7 +171,7 @@ def run_fleet_on_broker(
         link = MqttLink(Broker.from_url(**broker), f"fedquilt-coordinator-{plan.fleet}")
         link.wait_until_connected(timeout_s=10.0)
         run_coordinator(
-            store, link, plan.fleet, console, only=run, watch=_ProcessMonitor(plan, run, agents, console.report)
+            store, link, plan.fleet, console, only=run, watch=_watch_agents(plan, run, agents, console.report)
         )
         ended = store.stored_status(run)
     if ended == "done":
@@ -189,10 +180,7 @@ def run_fleet_on_broker(
 
 
 def run_fleet_virtually(
-    plan: FleetPlan,
-    *,
-    wordy: bool = False,
-    make: Callable[[str], Device] = make_board,
+    plan: FleetPlan, *, wordy: bool = False, make: Callable[[str], Device] = make_board
 ) -> tuple[str, str]:
     """Run all agents and the coordinator on virtual time. Return the run id and the final status.
 
@@ -213,7 +201,7 @@ def run_fleet_virtually(
         sides: list[tuple[MemoryLink, Endpoint]] = [(link, server)]
         together = examples.SharedLoader()
         agents: list[Agent] = []
-        waiting = _StallDetector(run)
+        busy_s = 0.0
         shared = SharedBlobStore(plan.get_agent_folder(run, ".shared"))
         with plugins.search_current_folder():  # the code there is these boards', too
             for index, table in enumerate(plan.make_agent_tables(run)):
@@ -226,8 +214,16 @@ def run_fleet_virtually(
                 console.show_status(lambda: f"{len(agents)} of {plan.size} devices are made")
 
         def watch() -> None:
+            nonlocal busy_s
             console.refresh()
-            waiting.require_progress(server, broker.now_s)
+            job = server.find_job(run)
+            if job is None or job.rounds.asked or job.rounds.phase not in ("new", "selecting", "open"):
+                busy_s = broker.now_s
+            elif broker.now_s > busy_s + WAITS_S:  # devices on virtual time never join later
+                raise JobError(
+                    f"{run} has waited for boards since its round {job.rounds.round + 1}, and no others will come: "
+                    "see `fedquilt why`, and correct [cohort] (min_devices, min_battery, max_temperature_c) or [fleet]"
+                )
 
         with _suppress_agent_logs(wordy), contextlib.closing(console):
             run_on_virtual_time(broker, lambda: sides, lambda: server.finished, watch=watch)
@@ -249,31 +245,12 @@ def _suppress_agent_logs(wordy: bool) -> Iterator[None]:
         log.setLevel(before)
 
 
-class _StallDetector:
-    def __init__(self, run: str) -> None:
-        self._run, self._busy_s = run, 0.0
-
-    def require_progress(self, server: Server, now_s: float) -> None:
-        # devices on virtual time never join later, so a run without activity for WAITS_S cannot continue
-        job = server.find_job(self._run)
-        if job is None or job.rounds.asked or job.rounds.phase not in ("new", "selecting", "open"):
-            self._busy_s = now_s
-        elif now_s > self._busy_s + WAITS_S:
-            raise JobError(
-                f"{self._run} has waited for boards since its round {job.rounds.round + 1}, and no others will come: "
-                "see `fedquilt why`, and correct [cohort] (min_devices, min_battery, max_temperature_c) or [fleet]"
-            )
-
-
 def _delete_run_files(plan: FleetPlan, run: str) -> None:
     for table in plan.make_agent_tables(run):
         for name in ("blobs", "task", "outbox", "scratch"):
             if (folder := Path(table["home"]) / name).is_dir():
                 shutil.rmtree(folder, ignore_errors=True)
     shutil.rmtree(plan.get_agent_folder(run, ".shared"), ignore_errors=True)
-
-
-# -- processes ------------------------------------------------------------------------------------
 
 
 def start_agents(
@@ -292,29 +269,27 @@ def start_agents(
     return start_processes(wanted)
 
 
-class _ProcessMonitor:
-    def __init__(
-        self, plan: FleetPlan, run: str, agents: Mapping[str, subprocess.Popen[bytes]], say: Callable[[str], None]
-    ) -> None:
-        self._plan, self._run, self._agents, self._say = plan, run, agents, say
-        self._ended: set[str] = set()  # devices whose end is reported
+def _watch_agents(
+    plan: FleetPlan, run: str, agents: Mapping[str, subprocess.Popen[bytes]], say: Callable[[str], None]
+) -> Callable[[], None]:
+    ended: set[str] = set()  # devices whose end is reported
 
-    def __call__(self) -> None:
-        for device, process in sorted(self._agents.items()):
-            if device not in self._ended and (code := process.poll()) is not None:
-                self._ended.add(device)
+    def read_last_line(device: str) -> str:
+        log = plan.get_agent_folder(run, device) / "agent.log"
+        return f"{(log.read_text(errors='replace').strip().splitlines() or ['(nothing)'])[-1]} ({log})"
+
+    def watch() -> None:
+        for device, process in sorted(agents.items()):
+            if device not in ended and (code := process.poll()) is not None:
+                ended.add(device)
                 how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-                words, log = self._read_last_line(device)
-                left = len(self._agents) - len(self._ended)
-                self._say(f"the agent of {device} {how}; it said: {words} ({log}); {left} agents go on")
-        if len(self._ended) == len(self._agents):
-            device = sorted(self._agents)[0]
-            words, log = self._read_last_line(device)
-            raise JobError(f"every agent has ended; {device} said: {words} ({log})")
+                left = len(agents) - len(ended)
+                say(f"the agent of {device} {how}; it said: {read_last_line(device)}; {left} agents go on")
+        if len(ended) == len(agents):
+            first = sorted(agents)[0]
+            raise JobError(f"every agent has ended; {first} said: {read_last_line(first)}")
 
-    def _read_last_line(self, device: str) -> tuple[str, Path]:
-        log = self._plan.get_agent_folder(self._run, device) / "agent.log"
-        return read_last_line(log), log
+    return watch
 
 
 ENDING_S: Final = 10.0  # for which a process that was told to stop is waited for
@@ -363,7 +338,3 @@ def start_processes(wanted: Mapping[str, ChildCommand]) -> Iterator[dict[str, su
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-def read_last_line(log: Path) -> str:
-    return (log.read_text(errors="replace").strip().splitlines() or ["(nothing)"])[-1]

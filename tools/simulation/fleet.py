@@ -11,18 +11,28 @@ are counted as an agent counts them.
 
 from __future__ import annotations
 
+import heapq
 import math
+import operator
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from sys import intern
+from typing import Final
 
 from msgspec import structs
 
 from fedquilt import wire
-from fedquilt.blobs.storage.store import SMALL_BYTES
-from fedquilt.core import BlobRef, Device, Task, Update
+from fedquilt.blobs.storage.store import SMALL_BYTES, BlobStore
+from fedquilt.coordinator.delivery.executor import Heard
+from fedquilt.coordinator.fleet.broker_outage import BrokerOutage
+from fedquilt.coordinator.job_view import JobView
+from fedquilt.coordinator.rounds.message_handler import UpdateReceived
+from fedquilt.coordinator.updates.partial_aggregate import blob_hashes
+from fedquilt.core import BlobRef, Device, JobError, Profile, SiteRight, StoreError, Task, Update
 from fedquilt.costs.cost_model import LinkCost
 from fedquilt.edge_agent import events, messages
 from fedquilt.edge_agent.power.governor import GovernorPolicy
@@ -31,23 +41,6 @@ from fedquilt.edge_agent.task.outputs import PRIVATE
 from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
 from fedquilt.edge_agent.task.worker import VirtualWorker
 from fedquilt.edge_agent.task_runner import TaskRunner
-
-if TYPE_CHECKING:
-    from fedquilt.tools.simulation.fleet import SimulatedFleet
-import heapq
-import operator
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
-from sys import intern
-
-from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.coordinator.delivery.executor import Heard
-from fedquilt.coordinator.fleet.broker_outage import BrokerOutage
-from fedquilt.coordinator.job_view import JobView
-from fedquilt.coordinator.rounds.message_handler import UpdateReceived
-from fedquilt.coordinator.updates.partial_aggregate import blob_hashes
-from fedquilt.core import JobError, Profile, SiteRight, StoreError
 
 TELEMETRY_S: Final = 30.0  # between two readings that a board with sensors tells, as agents do by default
 UNANSWERED: Final = ".update"  # ending of the file with an update whose private state waits for its answer
@@ -77,7 +70,7 @@ class FleetDevice:
         self.name, self._fleet, self._spec = spec.device, fleet, spec
         self.board = spec.board()
         self.worker = VirtualWorker(self.board)
-        self.have = fleet.get_sent_blobs(spec.device)  # sha256 of what it was sent
+        self.have = fleet.sent_blobs.setdefault(spec.device, set())  # sha256 of what it was sent
         self._coming: deque[tuple[float, str]] = deque()  # when blobs will be here, and their sha256
         self._going: deque[tuple[float, Update]] = deque()  # when updates will be there
         self._folder = f"{fleet.folder}/private/"
@@ -96,7 +89,6 @@ class FleetDevice:
         self.tell_s = 0.0  # when its sensors are told next
 
     def _restore_outbox(self) -> dict[events.Key, events.OutboxUpdate]:
-        """Return the update of an interrupted run that is still unanswered, due at once, or {} without one."""
         # an interrupted run left an update with private state unanswered, so the update is offered again
         if self._following not in self._fleet.private:
             return {}
@@ -105,7 +97,6 @@ class FleetDevice:
         return {(update.job, update.round): events.OutboxUpdate(update, True, due_s=-math.inf)}
 
     def publish_telemetry(self, now_s: float) -> None:
-        """Publish the board's sensor readings, at most once per TELEMETRY_S."""
         if now_s < self.tell_s:
             return
         told = messages.telemetry_message(self.board.read_sensors(now_s))
@@ -117,7 +108,6 @@ class FleetDevice:
         self._fleet.queue_message(self.name, claim)
 
     def submit_update(self, update: Update, now_s: float) -> None:
-        """Queue an update as a message, at the end of its simulated upload if the link has a pace."""
         # published only when the simulated upload of the blobs has ended
         if update in [given for _, given in self._going]:
             return
@@ -181,7 +171,6 @@ class FleetDevice:
         )
 
     def store_outputs(self, outcome: WorkResult) -> WorkResult:
-        """Move the blobs of a result into the blob store, unnamed, and return the bare result."""
         self.discard_outputs()
         self._leaves = outcome.private is not None
         for ref in outcome.bundles.values():
@@ -190,7 +179,6 @@ class FleetDevice:
         return structs.replace(outcome, blobs={}) if outcome.blobs else outcome
 
     def discard_outputs(self) -> None:
-        """Delete the unnamed blobs that `store_outputs` has written."""
         while self._places:
             self._fleet.depot.discard_unnamed(*self._places.popitem())
 
@@ -245,7 +233,6 @@ class EncodedTasks:
         self._last: tuple[Task, Task] | None = None  # as it was sent, and as it came
 
     def __call__(self, task: Task) -> Task:
-        """Return a task after encoding and decoding."""
         if self._last is not None:
             sent, came = self._last
             if all(map(operator.is_, _shared(task), _shared(sent))):
@@ -301,7 +288,7 @@ class SimulatedFleet:
                 name = kept.removesuffix(FOLLOWING)
                 update = wire.decode((folder / "private" / f"{name}{UNANSWERED}").read_bytes(), Update)
                 self.unanswered[name, (update.job, update.round)] = update
-        self._held: dict[str, set[str]] = {}  # device -> sha256 of what it was sent, also while it is away
+        self.sent_blobs: dict[str, set[str]] = {}  # device -> sha256 of what it was sent, also while it is away
         self._wire = EncodedTasks()
         self._kinds: dict[
             tuple[object, int], tuple[Profile, bool]
@@ -311,10 +298,7 @@ class SimulatedFleet:
         self.bring_online(name for name in self.specs if name not in away)
         self.specs |= apart or {}
 
-    # -- who is there --
-
     def bring_online(self, names: Iterable[str]) -> None:
-        """Bring devices online at the current virtual time. Online devices are unchanged."""
         for name in names:
             if name not in self.specs:
                 raise JobError(f"the simulated fleet has no device {name!r}")
@@ -336,16 +320,10 @@ class SimulatedFleet:
                     self.unanswered.pop((name, key), None)
             self._heard.append((name, self._make_presence(name, online=False)))
 
-    # -- for whoever carries orders out --
-
     @property
     def waiting_requests(self) -> list[WorkRequest]:
         """Work requests of running tasks that need a result before virtual time can continue, by device."""
         return [order for name in sorted(self._waiting) if (order := self._waiting[name].worker.order) is not None]
-
-    @property
-    def has_waiting_requests(self) -> bool:
-        return bool(self._waiting)
 
     def find_running_task(self, device: str) -> Task | None:
         given = self._waiting.get(device)
@@ -379,11 +357,8 @@ class SimulatedFleet:
             self._get_or_create_device(device)
         return structs.replace(profile, device=device)
 
-    # -- the executor --
-
     def receive_inputs(self, now_s: float) -> Iterator[Heard]:
         """Yield the messages up to `now_s`, running the due devices as soon as no message is left."""
-        # devices process their due events here, between the messages
         self.now_s = now_s
         self._files.clear()
         while True:
@@ -478,8 +453,6 @@ class SimulatedFleet:
         # there is no connection
         ...
 
-    # -- within --
-
     def queue_message(self, device: str, message: wire.Claim | Update | wire.Telemetry) -> None:
         self._heard.append((device, message))
 
@@ -487,19 +460,11 @@ class SimulatedFleet:
         return wire.Presence(online=online, boot=intern(f"simulated-{self._boots[name]}"), seq=1 if online else 2)
 
     def find_bundle(self, name: str, ref: BlobRef) -> str:
-        """Return the path of a bundle that a task needs."""
         path = self._files.get(ref.sha256) or self.depot.verified_path(ref.sha256)
         if path is None:
             raise StoreError(f"bundle {name!r} has vanished from {self.depot.folder}: leave it alone")
         self._files[ref.sha256] = path
         return path
-
-    def get_output_path(self, device: str, ref: BlobRef) -> Path:
-        return Path(f"{self.out}/{device}.{ref.sha256}")
-
-    def get_sent_blobs(self, device: str) -> set[str]:
-        """Return the mutable set of sha256 digests that a device has received."""
-        return self._held.setdefault(device, set())
 
     def _get_or_create_device(self, name: str) -> FleetDevice:
         if name not in self._devices:

@@ -107,7 +107,7 @@ ENGINES = 8  # budgets that an engine is kept for
 
 
 def make_engine(name: str, budget_bytes: int) -> Any:
-    """Return an engine by name. The torch and numpy engines can train several devices in one pass."""
+    # the torch and numpy engines can train several devices in one pass
     if name == "torch":
         from fedquilt.edge_agent.engines.torch.batch_engine import BatchedTorchEngine
 
@@ -136,7 +136,6 @@ class WorkExecutor(main.TaskExecutor):
         return adversaries.corrupt_method(self._methods(order.task.method), order.data)
 
     def load_engine(self, name: str, budget_bytes: int) -> Any:
-        """Return the cached or a new engine. Beyond ENGINES engines, the oldest is closed."""
         # at most ENGINES engines are cached, and the oldest is closed
         key = (name, budget_bytes)
         if key not in self._engines:
@@ -146,7 +145,6 @@ class WorkExecutor(main.TaskExecutor):
         return self._engines[key]
 
     def load_examples(self, spec: Mapping[str, Any], run: str) -> tuple[Examples, Examples]:
-        """Return training and held-out examples of the device `spec["share"]`, or raise DataError."""
         try:
             return self._shares(spec["share"])
         except KeyError:
@@ -211,7 +209,14 @@ def _run_in_batch(asked: Sequence[tuple[main.TaskExecutor, WorkRequest]]) -> lis
         engine = bench.load_engine(first.task.engine, main.plan_limit_bytes(first))
     except Exception as error:
         return [(main.failure_outcome(error), False)] * len(asked)
-    given = run_together([_make_restartable_client(*each) for each in asked], engine)
+    clients = [
+        RestartableClient(
+            lambda engine, order=order, bench=bench: main.build_site(order, bench, engine=engine),
+            lambda site, order=order, bench=bench: main.run_method(order, bench.load_method(order), site),
+        )
+        for bench, order in asked
+    ]
+    given = run_together(clients, engine)
     wall_s = (time.perf_counter() - began_s) / len(asked)
     cpu_s = (time.process_time() - cpu_s) / len(asked)
     return [
@@ -223,13 +228,6 @@ def _run_in_batch(asked: Sequence[tuple[main.TaskExecutor, WorkRequest]]) -> lis
         )
         for value, joint in given
     ]
-
-
-def _make_restartable_client(bench: main.TaskExecutor, order: WorkRequest) -> RestartableClient[WorkResult]:
-    return RestartableClient(
-        lambda engine: main.build_site(order, bench, engine=engine),
-        lambda site: main.run_method(order, bench.load_method(order), site),
-    )
 
 
 def make_task_and_context(

@@ -47,16 +47,12 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def describe_platform_differences(self, other: Machine) -> str:
         """Return differences in processor, GPUs, threads and libraries in words, or "" for none."""
-        here, there = self._describe_platform(), other._describe_platform()
+        here, there = (
+            {"processor": each.processor, "GPU": ", ".join(each.gpus) or "none", "threads": each.threads or "any"}
+            | each.libraries
+            for each in (self, other)
+        )
         return _format_differences(there, here)
-
-    def _describe_platform(self) -> dict[str, str]:
-        return {
-            "processor": self.processor,
-            "GPU": ", ".join(self.gpus) or "none",
-            "threads": self.threads or "any",
-            **self.libraries,
-        }
 
 
 class MachineSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -21,22 +21,23 @@ import os
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 import numpy as np
 
-from fedquilt import core
-from fedquilt.core import FedquiltError, JobError
+from fedquilt.core import DataError, FedquiltError, JobError
 from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
 from fedquilt.host import threads
 from fedquilt.tools.simulation import DeviceData
 from fedquilt.tools.simulation.machines import Machine
+
+if TYPE_CHECKING:
+    from fedquilt.tools.simulation.simulated_job import Simulation
 
 PREFIX: Final = "fedquilt-scratch-"
 
@@ -183,27 +184,21 @@ class PoolError(FedquiltError): ...
 class WorkerGroup(Protocol):
     """Workers of one fleet. Each worker runs at most one batch at a time."""
 
-    def start(self, folder: Path) -> None:
-        """Start the workers with a temporary folder, which is removed after their end."""
-        ...
+    def start(self, folder: Path) -> None: ...
 
     @property
     def machines(self) -> Mapping[str, Machine]: ...
 
     def send_setup(self, setup: PoolSetup) -> None: ...
 
-    def wait_until_ready(self) -> None:
-        """Wait until the workers are ready."""
-        ...
+    def wait_until_ready(self) -> None: ...
 
     @property
     def ready(self) -> Iterable[int]:
         """Workers that can receive work, including busy ones."""
         ...
 
-    def send_work(self, worker: int, work: WorkBatch) -> None:
-        """Send a batch of work requests to a worker."""
-        ...
+    def send_work(self, worker: int, work: WorkBatch) -> None: ...
 
     def receive_replies(self, *, block: bool) -> Iterable[tuple[int, WorkerReply | WorkerSum | None]]:
         """Return the replies and sums of workers. None marks a lost worker whose work must be repeated."""
@@ -244,18 +239,6 @@ class WorkAssignment:
         return len(orders) == len(self.orders) and all(map(operator.is_, orders, self.orders))
 
 
-class SumReceiver(Protocol):
-    def find_state_file(self, orders: Sequence[WorkRequest]) -> str:
-        """Return the file of the method state to fold updates with, or "" to disable folding."""
-        ...
-
-    def receive_sum(
-        self, orders: Sequence[WorkRequest], outcomes: Sequence[WorkResult], packed: Callable[[], bytes]
-    ) -> None:
-        """Receive a function that returns the packed sum of updates. The results follow one by one."""
-        ...
-
-
 class WorkerPool:
     """Workers for one fleet, started and stopped by `with`."""
 
@@ -266,7 +249,7 @@ class WorkerPool:
         self._sizes: deque[int] = deque()  # of the packages that are announced and not complete
         self._begun: list[WorkRequest] = []  # orders of the first of them
         self._ahead: list[WorkAssignment] = []  # announced, and not asked for yet
-        self._sums: SumReceiver | None = None
+        self._sums: Simulation | None = None
         self.folder = Path()
         self.held: dict[str, int] = {}  # device -> how many held-out examples it has
 
@@ -281,9 +264,7 @@ class WorkerPool:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._stop_workers(now=kind is not None)
 
     def _stop_workers(self, *, now: bool) -> None:
@@ -312,7 +293,7 @@ class WorkerPool:
             self._collect_replies(block=False)
             self._assign_packages(self._ahead)
 
-    def set_sum_receiver(self, sums: SumReceiver) -> None:
+    def set_sum_receiver(self, sums: Simulation) -> None:
         """Let the workers fold updates, and deliver the partial sums to `sums`."""
         self._sums = sums
 
@@ -341,12 +322,11 @@ class WorkerPool:
 
     def _choose_package_sizes(self, count: int) -> list[int]:
         # equal sizes of at most TOGETHER, and 1 while batching is not known to work
-        if not self._joint:  # whether more go together is not known, or was not so when asked last
+        if not self._joint:
             return [1] * count
         return [len(part) for part in np.array_split(np.arange(count), math.ceil(count / TOGETHER))]
 
     def _run_packages(self, packages: Sequence[WorkAssignment]) -> Iterator[WorkerReply]:
-        # yields the replies in the order of the packages
         for wanted in packages:
             self._assign_packages(packages)
             while wanted.answer is None:
@@ -398,7 +378,7 @@ class WorkerPool:
 
             def write_array(array: np.ndarray) -> ArrayLocation:
                 if array.dtype.kind not in "uifb":
-                    raise core.DataError(f"examples of type {array.dtype}: expected numbers")
+                    raise DataError(f"examples of type {array.dtype}: expected numbers")
                 place = ArrayLocation(file.tell(), array.shape, array.dtype.str)
                 file.write(np.ascontiguousarray(array).data)
                 return place

@@ -177,6 +177,12 @@ class DetachedResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
     answer: WorkerReply
     blobs: list[list[tuple[str, int]]]  # sha256 and size of each outcome's
 
+    @staticmethod
+    def from_reply(answer: WorkerReply) -> DetachedResult:
+        bare = [WorkOutcome(structs.replace(each.outcome, blobs={}), each.joint) for each in answer.done]
+        sizes = [[(sha256, len(piece)) for sha256, piece in each.outcome.blobs.items()] for each in answer.done]
+        return DetachedResult(WorkerReply(bare, answer.summed), sizes)
+
     def read_from_file(self, file: int) -> WorkerReply:
         size = sum(size for blobs in self.blobs for _, size in blobs)
         if not size:
@@ -202,15 +208,6 @@ class SharedMemorySum(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 FROM: Final = msgspec.msgpack.Decoder(DetachedResult | SharedMemorySum)
-
-
-def detach_blobs(answer: WorkerReply) -> tuple[DetachedResult, list[bytes]]:
-    """Return a reply without its blobs, and the blobs in the order of the memory file."""
-    blobs = [each.outcome.blobs for each in answer.done]
-    bare = [WorkOutcome(structs.replace(each.outcome, blobs={}), each.joint) for each in answer.done]
-    sizes = [[(sha256, len(payload)) for sha256, payload in each.items()] for each in blobs]
-    pieces = [payload for each in blobs for payload in each.values()]
-    return DetachedResult(WorkerReply(bare, answer.summed), sizes), pieces
 
 
 class OutcomeSums:
@@ -265,7 +262,7 @@ class PoolWorker(WorkExecutor):
         self._files, self.sums = SharedTensors(), OutcomeSums()
 
     def run_batch(self, work: WorkBatch) -> WorkerReply:
-        """Run the work requests of a batch. If the reply promises a sum, `sums.pack_sum` returns it next."""
+        # if the reply promises a sum, `sums.pack_sum` returns it next
         done = [WorkOutcome(*each) for each in run_requests([(self, order) for order in work.orders], work.together)]
         return WorkerReply(done, self.sums.prepare_sum(work.state, work.orders, [each.outcome for each in done]))
 
@@ -273,17 +270,16 @@ class PoolWorker(WorkExecutor):
         return self._files(path, partial(tensors.read_tensors, sha256=sha256))
 
     def _load_device_examples(self, device: str) -> tuple[Examples, Examples]:
-        share = self._shares_at[device]
-        return self._read_examples(share.train), self._read_examples(share.held)
-
-    def _read_examples(self, places: tuple[ArrayLocation, ArrayLocation]) -> Examples:
         # read, not mapped: mapped pages would count as memory of this process
-        x, y = (self._read_array(place) for place in places)
-        return Examples(x, y)
+        train, held = (
+            Examples(self._read_array(x), self._read_array(y))
+            for x, y in (self._shares_at[device].train, self._shares_at[device].held)
+        )
+        return train, held
 
     def _read_array(self, place: ArrayLocation) -> np.ndarray:
         found = np.empty(place.shape, place.dtype)
-        if not found.nbytes:  # as of all who hold nothing out
+        if not found.nbytes:  # a memory view of nothing cannot be cast
             return found
         view, have = found.reshape(-1).view(np.uint8).data, 0
         while have < found.nbytes:
@@ -299,32 +295,32 @@ def import_engine(engine: str) -> None:
 
 def serve_requests(orders: Connection, blobs: int) -> None:
     """Run work requests from a pipe until the pipe is closed."""
-    messages = _receive_messages(orders)
+
+    def receive_messages() -> Iterator[bytes]:
+        with contextlib.suppress(EOFError, OSError):  # an OSError where the coordinator ends within a message
+            while True:
+                yield orders.recv_bytes()
+
+    messages = receive_messages()
     if (first := next(messages, None)) is None:
         return
     worker = PoolWorker(msgspec.msgpack.decode(first, type=PoolSetup))
     decoder, encoder = msgspec.msgpack.Decoder(WorkBatch), msgspec.msgpack.Encoder()
     for order in messages:
-        answer, pieces = detach_blobs(worker.run_batch(decoder.decode(order)))
-        place = 0
-        for piece in pieces:
-            write_fully(blobs, piece, place)
-            place += len(piece)
-        orders.send_bytes(encoder.encode(answer))
-        if answer.answer.summed:
+        answer, place = worker.run_batch(decoder.decode(order)), 0
+        for each in answer.done:
+            for piece in each.outcome.blobs.values():
+                write_fully(blobs, piece, place)
+                place += len(piece)
+        orders.send_bytes(encoder.encode(DetachedResult.from_reply(answer)))
+        if answer.summed:
             packed = worker.sums.pack_sum()
             write_fully(blobs, packed, place)
             orders.send_bytes(encoder.encode(SharedMemorySum(place, len(packed))))
 
 
-def _receive_messages(orders: Connection) -> Iterator[bytes]:
-    with contextlib.suppress(EOFError, OSError):  # an OSError where the coordinator ends within a message
-        while True:
-            yield orders.recv_bytes()
-
-
 def run_workers() -> None:
-    """Fork a worker for each pair of descriptors in the arguments, and serve until the sockets close."""
+    """Fork a worker for each pair of descriptors in the arguments, and serve until the pipes close."""
     exit_with_parent(int(sys.argv[1]))
     import_engine(sys.argv[2])
     pairs = [(int(pipe), int(blobs)) for pipe, _, blobs in (each.partition(":") for each in sys.argv[3:])]

@@ -56,7 +56,6 @@ QUIET: Final = {"RAY_USAGE_STATS_ENABLED": "0"}  # nothing is reported to Ray's 
 ALONE: Final = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_worker_niceness": "0"}
 
 VERSIONS: Final = re.compile(r"Ray: (\S+) Python: (\S+)")  # of the cluster and of this process, in Ray's complaint
-
 TOKEN: Final = {"RAY_AUTH_MODE": "token"}
 
 
@@ -99,8 +98,9 @@ def connect_to_ray(engine: str, processors: int | None) -> RayConnection:
         if ray.is_initialized():
             return RayConnection(ray, ours=False, own=False)
         try:
-            if there:
-                _require_listener(there)
+            host, colon, port = (there or "").removeprefix(SCHEME).rpartition(":")
+            if colon and port.isdigit():  # Ray itself waits for minutes for a cluster that is gone
+                socket.create_connection((host.strip("[]"), int(port)), KNOCK_S).close()
             if locked:
                 ray._raylet.Config.initialize("")  # the environment again, where Ray was imported before
             _init_ray(ray, there, how)
@@ -148,14 +148,6 @@ def _init_ray(ray: Any, there: str | None, how: Mapping[str, Any]) -> None:
             log.warning("the client server at %s had no process for this command, and is asked again: %s", there, error)
 
 
-def _require_listener(address: str) -> None:
-    # Ray itself waits for minutes for a cluster that is gone
-    host, colon, port = address.removeprefix(SCHEME).rpartition(":")
-    if colon and port.isdigit():
-        with socket.create_connection((host.strip("[]"), int(port)), KNOCK_S):
-            pass
-
-
 @contextlib.contextmanager
 def _set_environment(wanted: Mapping[str, str]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in wanted}
@@ -181,11 +173,8 @@ def _restore_sigterm_handler() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
-log = logging.getLogger("fedquilt.simulation")
-
 MOST_BYTES: Final = 1 << 30  # of a node's files beside the examples; those used longest ago go first
-Fetch = Callable[[Any], bytes]
-"""Bytes of a reference into the object store."""
+Fetch = Callable[[Any], bytes]  # bytes of a reference into the object store
 
 
 class WorkerSetup(msgspec.Struct, frozen=True):
@@ -230,7 +219,6 @@ class NodeFiles:
         return str(path)
 
     def store_file(self, sha256: str, payload: bytes) -> None:
-        """Write a file for all workers of the node."""
         if hashlib.sha256(payload).hexdigest() != sha256:
             raise StoreError(f"content {sha256[:12]} came damaged from the object store")
         part = self._own / "part"
@@ -278,7 +266,7 @@ class RayNode:
         return msgspec.msgpack.encode(told)
 
     def begin(self, begin: bytes, pieces: Sequence[Any]) -> bytes:
-        """Receive the examples. Only the first worker of a node fetches them. Return empty bytes."""
+        # only the first worker of a node fetches the examples
         setup = msgspec.msgpack.decode(begin, type=PoolSetup)
         path = self._common.path / "examples"
         with (self._common.path / "examples.lock").open("w") as lock:
@@ -332,8 +320,6 @@ class RayNode:
         os.replace(part, path)
 
 
-log = logging.getLogger("fedquilt.simulation")
-
 PIECE_BYTES: Final = 16 << 20  # of the examples' file at a time
 REFERENCES: Final = 8  # contents that stay in the object store: those of a round, mostly one to three
 LOOK_S: Final = 5.0  # between two looks at which nodes there are
@@ -377,8 +363,6 @@ class RayWorkers:
         self._looked_s = 0.0
         self.machines: dict[str, Machine] = {}
 
-    # -- what a pool calls --
-
     def start(self, folder: Path) -> None:
         self._ray, self._connected, self._own = connect_to_ray(self._address, self._count)
         nodes = self._list_nodes()
@@ -420,7 +404,7 @@ class RayWorkers:
         parcel = WorkBatch(tuple(sent), work.together, contents=tuple(files))
         given = self._all[worker]
         given.orders, given.held = orders, offered
-        self._record_call(worker, given.actor.answer.remote(msgspec.msgpack.encode(parcel), offered))
+        self._calls[given.actor.answer.remote(msgspec.msgpack.encode(parcel), offered)] = worker
 
     def receive_replies(self, *, block: bool) -> Iterator[tuple[int, WorkerReply | None]]:
         # lost workers are replaced while their node is alive
@@ -459,8 +443,6 @@ class RayWorkers:
         if self._connected:
             self._ray.shutdown()
 
-    # -- within --
-
     def _list_nodes(self) -> dict[str, int]:
         found = {}
         for node in self._ray.nodes():
@@ -494,11 +476,8 @@ class RayWorkers:
             runtime_env=None if self._own else {"env_vars": {**KEPT, **SINGLE}},
         ).remote(msgspec.msgpack.encode(asked))
         self._all[self._number] = RayWorkerHandle(actor, node)
-        self._record_call(self._number, actor.hello.remote())
+        self._calls[actor.hello.remote()] = self._number
         self._number += 1
-
-    def _record_call(self, worker: int, reference: Any) -> None:
-        self._calls[reference] = worker
 
     def _wait_for_calls(self, timeout_s: float) -> list[Any]:
         if not self._calls:
@@ -519,7 +498,7 @@ class RayWorkers:
         if not self._pieces:
             with open(self._examples, "rb") as file:
                 self._pieces = [self._ray.put(piece) for piece in iter(lambda: file.read(PIECE_BYTES), b"")]
-        self._record_call(number, hired.actor.begin.remote(self._begin, self._pieces))
+        self._calls[hired.actor.begin.remote(self._begin, self._pieces)] = number
 
     def _admit_machine(self, number: int, hired: RayWorkerHandle, answer: bytes) -> bool:
         named = self._names[hired.node]
@@ -594,11 +573,7 @@ def pack_request(order: WorkRequest) -> tuple[WorkRequest, dict[str, str]]:
 
 
 def write_outputs(orders: Sequence[WorkRequest], made: WorkerReply) -> WorkerReply:
-    """Write the outputs of a remote worker into the folders of the work requests.
-
-    Returns:
-        Reply with the small blobs alone, as a worker of this machine returns it.
-    """
+    """Write a remote worker's outputs into the folders of the work requests, and return the reply with small blobs."""
     found = []
     for order, done in zip(orders, made.done, strict=True):
         outcome, small = done.outcome, {}

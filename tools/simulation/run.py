@@ -24,10 +24,7 @@ from fedquilt.tools.simulation import DeviceData, local_backend, machines
 from fedquilt.tools.simulation.machines import Machine
 from fedquilt.tools.simulation.pool import ScratchFolder, WorkerGroup, WorkerPool, choose_engine
 from fedquilt.tools.simulation.processes import ProcessWorkers
-from fedquilt.tools.simulation.simulated_job import NEWCOMER, Prefetcher, SimulatedRound, Simulation, choose_job_engine
-
-Carry = Callable[[Sequence[tuple[Simulation, WorkRequest]]], Iterable[WorkResult]]
-"""Carries orders out, of one simulation or several: outcomes in the same order."""
+from fedquilt.tools.simulation.simulated_job import NEWCOMER, SimulatedRound, Simulation, choose_job_engine
 
 
 class WorkBackend:
@@ -37,14 +34,14 @@ class WorkBackend:
         self,
         carry: Callable[[Sequence[WorkRequest]], Iterable[WorkResult]],
         held: Mapping[str, int],
-        ahead: Prefetcher | None = None,
+        ahead: WorkerPool | None = None,
         ready: Callable[[], None] = lambda: None,
         machines: Mapping[str, Machine] = {},
     ) -> None:
         self._carry, self._held, self.ahead, self.ready, self.machines = carry, held, ahead, ready, machines
 
-    def __call__(self, asked: Sequence[tuple[Simulation, WorkRequest]]) -> Iterable[WorkResult]:
-        return self._carry([order for _, order in asked])
+    def __call__(self, orders: Sequence[WorkRequest]) -> Iterable[WorkResult]:
+        return self._carry(orders)
 
     def evaluate(self, simulation: Simulation, devices: Iterable[str] = ()) -> dict[str, EvaluationSums]:
         """Evaluate the model on the held-out examples of devices, by default of all that have any.
@@ -133,23 +130,22 @@ def _test_set_device(test: Examples) -> DeviceData:
     return DeviceData(NEWCOMER, Examples(test.x[:0], test.y[:0]), test)
 
 
-def run_rounds(simulations: Sequence[Simulation], carry: Carry) -> Iterator[Simulation]:
-    """Run simulations side by side, and yield each before its first round and after all rounds."""
-    told = dict.fromkeys(range(len(simulations)), -1)
+def run_rounds(
+    simulation: Simulation, run_requests: Callable[[Sequence[WorkRequest]], Iterable[WorkResult]]
+) -> Iterator[Simulation]:
+    """Run a simulation, and yield it before its first round, after each round, and at the end."""
+    told = -1
     while True:
-        asked: list[tuple[Simulation, WorkRequest]] = []
-        for index, each in enumerate(simulations):
-            orders = each.advance()
-            asked += [(each, order) for order in orders]
-            if each.running is not None and told[index] < len(each.rounds):
-                told[index] = len(each.rounds)
-                began_s = time.perf_counter()
-                yield each
-                each.exclude_time(time.perf_counter() - began_s)
-        if not asked:
+        orders = simulation.advance()
+        if simulation.running is not None and told < len(simulation.rounds):
+            told = len(simulation.rounds)
+            began_s = time.perf_counter()
+            yield simulation
+            simulation.exclude_time(time.perf_counter() - began_s)
+        if not orders:
             return
-        for (each, order), outcome in zip(asked, carry(asked), strict=True):
-            each.deliver_outcome(order.device, outcome)
+        for order, outcome in zip(orders, run_requests(orders), strict=True):
+            simulation.deliver_outcome(order.device, outcome)
 
 
 def iterate_states(
@@ -166,7 +162,7 @@ def iterate_states(
     with ScratchFolder() as home:
         name = None if engine is None else engine.name
         with Simulation(job, folder, held, home, load=load, engine=name) as simulation:
-            for each in run_rounds([simulation], carry):
+            for each in run_rounds(simulation, carry):
                 observe(each, carry)
                 yield each.state
             if simulation.status != "done":
@@ -221,14 +217,7 @@ def simulate(
         else:
             modules = required_packages(job, job_bundle.load_bundle(folder))
             pool = open_pool_backend(
-                job,
-                members,
-                workers=workers,
-                engine=engine,
-                mixed=mixed,
-                modules=modules,
-                together=together,
-                test=test,
+                job, members, workers=workers, engine=engine, mixed=mixed, modules=modules, together=together, test=test
             )
             carry, held = stack.enter_context(pool)
         simulation = stack.enter_context(Simulation(job, folder, held, place, heard=heard, away=away))
@@ -238,7 +227,7 @@ def simulate(
         simulation.exclude_time(time.perf_counter() - waited_s)
         machines.record_machines(place, simulation.run, carry.machines, mixed=mixed)
         start_s = time.perf_counter() - began_s
-        for each in run_rounds([simulation], carry):
+        for each in run_rounds(simulation, carry):
             observe(each, carry)
         if simulation.status != "done":
             raise JobError(f"{simulation.run} has {simulation.final_status}: {simulation.reason}")

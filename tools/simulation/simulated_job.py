@@ -1,8 +1,7 @@
 """Simulated job with the coordinator's own rounds and store and devices on virtual time.
 
 `coordinator.server` opens and commits the rounds with an event log, so deadlines, quorums, budgets, governors, codecs
-and limits are those of a real run, and an interrupted run resumes. `workers` runs the work of the devices, and `run`
-drives both.
+and limits are those of a real run, and an interrupted run resumes. `run` runs the work of the devices.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from fedquilt import methods
 from fedquilt.arrays import tensors
@@ -44,6 +43,9 @@ from fedquilt.formats import job_bundle
 from fedquilt.tools.simulation import adversaries
 from fedquilt.tools.simulation.fleet import DeviceSpec, SimulatedFleet
 
+if TYPE_CHECKING:
+    from fedquilt.tools.simulation.pool import WorkerPool
+
 NEWCOMER = "newcomer"  # a device that has taken part in nothing, and has room for everything
 ROOM_BYTES = 1 << 40
 ROOM = FleetSettings(budgets=("1TiB",))  # for runs in which no device may be short of memory
@@ -66,16 +68,6 @@ class SimulatedRound:
     devices_metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     cpu_s: float = 0.0  # of the devices' work, on this machine
     evaluation: EvaluationSums | None = None
-
-
-class Prefetcher(Protocol):
-    """Prefetcher that can start work requests before `Simulation.advance` returns them."""
-
-    def expect_requests(self, count: int) -> None: ...
-
-    def prefetch(self, order: WorkRequest) -> None: ...
-
-    def set_sum_receiver(self, sums: Simulation) -> None: ...
 
 
 class Simulation:
@@ -113,7 +105,7 @@ class Simulation:
         self.running: RunningJob | None = None
         self.refusals: dict[str, str] = {}  # device -> the last reason for which it did not take part
         self._answers: list[UpdateAccepted] = []
-        self._ahead: Prefetcher | None = None
+        self._ahead: WorkerPool | None = None
         self._busy_s = 0.0  # when somebody was last at the run, on virtual time
         self.adversaries = adversaries.choose_adversaries(job, members)
         self._overheard = adversaries.HonestUpdates()
@@ -187,13 +179,16 @@ class Simulation:
         """
         while not self.has_ended:
             due_s = self._server.step(self.now_s)
-            if self.fleet.has_waiting_requests:
+            if self.fleet.waiting_requests:
                 self._server.step(self.now_s)  # devices have said that they begin: it is heard while they are at work
             if orders := self._select_requests(self.fleet.waiting_requests):
                 return orders
             job = self._server.find_job(self.run)
             if job is None and not self.has_ended:
-                self._read_final_status()
+                # a run that could not be loaded has no observed events, only its log
+                self.status = self._store.stored_status(self.run)
+                ends = [fact for _, _, fact in self._store.read_events(self.run) if isinstance(fact, JobEnded)]
+                self.reason = ends[-1].reason if ends else ""
                 break
             at_work = job is not None and job.rounds.asked
             if due_s >= (POLL_S if at_work else self._busy_s + WAITS_S):
@@ -202,22 +197,14 @@ class Simulation:
             self.now_s = max(self.now_s, due_s)
         return []
 
-    def set_prefetcher(self, ahead: Prefetcher | None) -> None:
+    def set_prefetcher(self, ahead: WorkerPool | None) -> None:
         """Announce work requests to `ahead` as soon as devices start them.
 
         This is disabled with adversaries that observe honest updates.
         """
-        if (
-            ahead is not None and not self._adversaries_observe
-        ):  # adversaries who listen are asked after the others, otherwise
+        if ahead is not None and not self._adversaries_observe:
             self._ahead, self.fleet.begun = ahead, ahead.prefetch
             ahead.set_sum_receiver(self)
-
-    def _read_final_status(self) -> None:
-        # a run that could not be loaded has no observed events, only its log
-        self.status = self._store.stored_status(self.run)
-        ends = [fact for _, _, fact in self._store.read_events(self.run) if isinstance(fact, JobEnded)]
-        self.reason = ends[-1].reason if ends else ""
 
     def exclude_time(self, seconds: float) -> None:
         self._began_s += seconds
@@ -253,12 +240,10 @@ class Simulation:
     def _read_update(self, device: str, task: Task, outcome: WorkResult) -> DeviceUpdate:
         bundles: dict[str, Tensors] = {}
         for name, ref in outcome.bundles.items():
-            payload = outcome.blobs.get(ref.sha256)
-            bundles[name] = (
-                tensors.read_tensors(self.fleet.get_output_path(device, ref))
-                if payload is None
-                else tensors.decode_tensors(payload)
-            )
+            if (payload := outcome.blobs.get(ref.sha256)) is not None:
+                bundles[name] = tensors.decode_tensors(payload)
+            else:
+                bundles[name] = tensors.read_tensors(Path(f"{self.fleet.out}/{device}.{ref.sha256}"))
         return DeviceUpdate(device, task.round, outcome.weight, outcome.metrics, bundles)
 
     @property
@@ -268,7 +253,6 @@ class Simulation:
 
     def _select_requests(self, orders: list[WorkRequest]) -> list[WorkRequest]:
         """Return the requests to run now. Adversaries that observe run after honest devices and receive their mean."""
-        # observing adversaries work last, with the mean of the honest updates
         if not self._adversaries_observe:
             return orders
         first = [order for order in orders if order.device not in self.adversaries]

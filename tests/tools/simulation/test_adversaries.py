@@ -190,7 +190,7 @@ def test_a_run_that_was_interrupted_in_a_round_ends_with_the_same_bits(
 
     def played(name: str) -> Simulation:
         with Simulation(wanted, bundle, held, tmp_path / name, engine="numpy") as simulation:
-            list(run.run_rounds([simulation], carry))
+            list(run.run_rounds(simulation, carry))
             return simulation
 
     whole = played("whole")

@@ -183,6 +183,6 @@ def test_a_rounds_seconds_hold_its_asking_and_not_what_is_done_between_the_round
     with begun(folder, tmp_path / "home", rounds=2) as simulation, WorkerPool(Watched(1), MEMBERS) as pool:
         simulation.set_prefetcher(Slow())
         carry = WorkBackend(lambda orders: [done for _, done in pool.run_requests(orders)], {})
-        for _ in run_rounds([simulation], carry):
+        for _ in run_rounds(simulation, carry):
             now_s[0] += 100.0
         assert [each.wall_s for each in simulation.rounds] == [5.0, 5.0]

@@ -183,7 +183,7 @@ def test_a_run_that_is_interrupted_goes_on_to_the_same_bits(fleet: Fleet, name: 
     begun, hands = fleet.begin(name, rounds=3, home="again")
     count = 0
 
-    def breaks(asked: Sequence[tuple[Simulation, WorkRequest]]) -> Iterable[WorkResult]:
+    def breaks(asked: Sequence[WorkRequest]) -> Iterable[WorkResult]:
         nonlocal count
         for outcome in hands(asked):
             count += 1
@@ -192,7 +192,7 @@ def test_a_run_that_is_interrupted_goes_on_to_the_same_bits(fleet: Fleet, name: 
             yield outcome
 
     with pytest.raises(KeyboardInterrupt):
-        for _ in run.run_rounds([begun], breaks):
+        for _ in run.run_rounds(begun, breaks):
             pass
     begun._store.close()
     ended = fleet.played(name, rounds=3, home="again")
@@ -215,7 +215,7 @@ def test_what_devices_declined_before_an_interruption_is_told_after_it(fleet: Fl
     """They are not asked again in the rounds that follow, and would be missing in what is told of the run."""
     options: dict[str, Any] = {"rounds": 3, "fleet": {"budgets": ["512MB", "1MB"]}, "home": "again"}
     begun, hands = fleet.begin(**options)
-    for each in run.run_rounds([begun], hands):
+    for each in run.run_rounds(begun, hands):
         if len(each.rounds) == 1:
             break
     begun._store.close()
@@ -239,7 +239,7 @@ def test_a_kill_while_an_answer_is_noted_loses_no_home(fleet: Fleet, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
-            for _ in run.run_rounds([begun], hands):
+            for _ in run.run_rounds(begun, hands):
                 pass
     begun._store.close()
     ended = fleet.played("scaffold", rounds=2, home="again")

@@ -40,7 +40,7 @@ def played(
     given = settings.parse_job({**JOB, "method": method, **job})
     hands, held = make_local_backend(point_members(4, 13), engine=NumpyEngine(ROOM_BYTES, base_bytes=0))
     with Simulation(given, folder, held, folder.parent / "home", away=away) as simulation:
-        for each in run_rounds([simulation], hands):
+        for each in run_rounds(simulation, hands):
             act(each)
     return simulation
 
@@ -99,10 +99,10 @@ def test_a_run_that_everybody_has_left_stands_still_and_says_so(folder: Path) ->
     given = settings.parse_job({**JOB, "method": "fedavg", "rounds": 2})
     hands, held = make_local_backend(point_members(4, 13), engine=NumpyEngine(ROOM_BYTES, base_bytes=0))
     with Simulation(given, folder, held, folder.parent / "home", away=held) as simulation:
-        assert list(run_rounds([simulation], hands)) == []
+        assert list(run_rounds(simulation, hands)) == []
         assert (simulation.status, simulation.reason) == ("running", "no device is left that could go on with it")
         simulation.fleet.bring_online(["dev-1"])
-        assert [len(each.rounds) for each in run_rounds([simulation], hands)] == [0, 1, 2]
+        assert [len(each.rounds) for each in run_rounds(simulation, hands)] == [0, 1, 2]
         assert (simulation.status, simulation.reason) == ("done", "")
         with pytest.raises(JobError, match="no device 'dev-9'"):
             simulation.fleet.bring_online(["dev-9"])

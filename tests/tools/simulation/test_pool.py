@@ -161,9 +161,7 @@ def test_too_few_and_too_many_workers_are_refused(folder: Path, workers: int) ->
 @pytest.mark.parametrize("engine", ["numpy", "onnx", "torch"])
 def test_a_process_that_forks_the_workers_has_one_thread(engine: str) -> None:
     """What it imports before starts no other: a lock that such a one held would stay locked in every worker."""
-    code = (
-        "import os, sys; from fedquilt.tools.simulation.workers import worker; processes.import_engine(sys.argv[1]); "
-    )
+    code = "import os, sys; from fedquilt.tools.simulation import processes; processes.import_engine(sys.argv[1]); "
     code += "print(len(os.listdir('/proc/self/task')))"
     told = subprocess.run(
         [sys.executable, "-c", code, engine], env={**os.environ, **SINGLE}, capture_output=True, text=True, check=True

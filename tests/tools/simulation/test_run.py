@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -77,62 +75,9 @@ def test_what_is_done_between_two_rounds_is_no_part_of_their_seconds(
         now_s += 1.0
         return hands(asked)
 
-    for _ in run.run_rounds([simulation], carry):
+    for _ in run.run_rounds(simulation, carry):
         now_s += 3600.0
     assert [each.wall_s for each in simulation.rounds] == [1.0, 1.0, 1.0]
-
-
-# -- abreast --------------------------------------------------------------------------------------
-
-
-def test_runs_abreast_are_what_each_is_alone(begin: Any, engine: NumpyEngine) -> None:
-    """Of different seeds and lengths, one over before the others; each keeps to its own devices."""
-    tables: list[dict[str, Any]] = [
-        {"seed": 1, "rounds": 3},
-        {"params": {"lr": 0.05}, "rounds": 1},
-        {"seed": 2, "rounds": 3, "cohort": {"size": 2}},
-    ]
-    carry, _ = run.make_local_backend(point_members(5, 13), engine=engine)
-    abreast = [begin("scaffold", **table) for table in tables]
-    assert [len(each.rounds) for each in run.run_rounds(abreast, carry) if each.has_ended] == [1, 3, 3]
-    assert [sum(len(round.devices) for round in each.rounds) for each in abreast] == [15, 5, 6]
-    for together, table in zip(abreast, tables, strict=True):
-        alone = begin("scaffold", **table)
-        for _ in run.run_rounds([alone], carry):
-            pass
-        assert tensors.pack_state(alone.state) == tensors.pack_state(together.state)
-        assert [each.devices for each in alone.rounds] == [each.devices for each in together.rounds]
-
-
-def count_lines_of_rounds(states: Iterator[Any], rounds: int) -> int:
-    """The lines of Python that these rounds execute, each turn of a loop counted."""
-    lines = 0
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal lines
-        lines += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        for _ in range(rounds):
-            next(states)
-    finally:
-        sys.settrace(before)
-    return lines
-
-
-def test_a_round_costs_what_its_cohort_costs_whatever_the_fleet(tmp_path: Path, engine: NumpyEngine) -> None:
-    """From the selection to the commit: nothing is done device by device for those that are not selected."""
-    bundle, lines = write_bundle(tmp_path / "bundle", toy_bundle()), {}
-    for size in (200, 1500):
-        job = make_job("fedavg", SMALL, rounds=8, cohort={"size": 4})
-        states = run.iterate_states(job, bundle, point_members(size, 13), engine=engine)
-        for _ in range(3):  # which fill caches
-            next(states)
-        lines[size] = count_lines_of_rounds(states, 4)
-    assert lines[1500] < 1.02 * lines[200]
 
 
 def test_devices_of_one_name_in_two_runs_have_a_cache_each(begin: Any, engine: NumpyEngine) -> None:
@@ -140,8 +85,8 @@ def test_devices_of_one_name_in_two_runs_have_a_cache_each(begin: Any, engine: N
     seen: list[str] = []
     method = counting(seen)
     carry, _ = run.make_local_backend(point_members(5, 13), load=lambda name: method, engine=engine)
-    for _ in run.run_rounds([begin(method=method, rounds=2, cohort={"size": 1}) for _ in range(2)], carry):
-        pass
+    for _ in range(2):
+        list(run.run_rounds(begin(method=method, rounds=2, cohort={"size": 1}), carry))
     assert sorted(seen) == sorted(
         [f"{select_cohort(0, number, [f'dev-{i}' for i in range(5)], 1)[0]} 1" for number in (0, 1)] * 2
     )
@@ -276,6 +221,6 @@ def test_an_update_is_folded_once_where_all_come_in_order(begin: Any, engine: Nu
 
     simulation = begin(method=replace(method, aggregation=Aggregation(fold)), rounds=2)
     carry, _ = run.make_local_backend(point_members(5, 13), engine=engine)
-    for _ in run.run_rounds([simulation], carry):
+    for _ in run.run_rounds(simulation, carry):
         pass
     assert seen == [f"dev-{i}" for i in range(5)] * 2

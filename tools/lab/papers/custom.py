@@ -224,8 +224,8 @@ def measure_peak_bytes(folder: Path, given: JobSettings, budget: str) -> int | N
             Simulation(alone, folder, {member.device: 0}, scratch / "home", engine=engine) as simulation,
         ):
 
-            def run_requests(asked: Sequence[tuple[Simulation, WorkRequest]]) -> list[WorkResult]:
-                outcomes = [process.run_request(order) for _, order in asked]
+            def run_requests(orders: Sequence[WorkRequest]) -> list[WorkResult]:
+                outcomes = [process.run_request(order) for order in orders]
                 for outcome in outcomes:
                     if outcome.code != "ok":
                         raise ModelError(f"a task of {given.method} in {budget}: {outcome.reason}")
@@ -234,7 +234,7 @@ def measure_peak_bytes(folder: Path, given: JobSettings, budget: str) -> int | N
                     peaks.append(outcome.peak_bytes)
                 return outcomes
 
-            for each in run_rounds([simulation], run_requests):
+            for each in run_rounds(simulation, run_requests):
                 if "epochs" in given.params and each.rounds:
                     break
     return max(peaks, default=None)
