@@ -27,7 +27,10 @@ from fedquilt.arrays import tensors
 from fedquilt.console import progress
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.core import ClientContext, ClientResult, DataError, Examples, JobError, Task, Tensors
+from fedquilt.data import examples as shares
 from fedquilt.data import images
+from fedquilt.data.spec import DataSpec
+from fedquilt.edge_agent.engines.torch.engine import TorchEngine
 from fedquilt.formats import job_bundle
 from fedquilt.host import disk
 from fedquilt.models import subspaces
@@ -56,16 +59,14 @@ class UploadVariant:
     noise: float = 0.0  # deviation of the normal noise on every value of the gradient
 
 
-def upload_variants(noise: float) -> list[UploadVariant]:
-    """Return the methods and parameters to compare."""
-    return [
-        UploadVariant("FedAvg", "fedavg", {}),
-        UploadVariant(f"FedAvg, noise {noise:g}", "fedavg", {}, noise),
-        UploadVariant("ParFed, 1 layer kept", "parfed", {"layers": 1}),
-        UploadVariant("ParFed, 3 layers kept", "parfed", {"layers": 3}),
-        UploadVariant("GENE-FL, all layers", "genefl", {}),
-        UploadVariant("GENE-FL, 1 layer", "genefl", {"first_layers": 1}),
-    ]
+ROWS: Final = (
+    UploadVariant("FedAvg", "fedavg", {}),
+    UploadVariant(f"FedAvg, noise {NOISE:g}", "fedavg", {}, NOISE),
+    UploadVariant("ParFed, 1 layer kept", "parfed", {"layers": 1}),
+    UploadVariant("ParFed, 3 layers kept", "parfed", {"layers": 3}),
+    UploadVariant("GENE-FL, all layers", "genefl", {}),
+    UploadVariant("GENE-FL, 1 layer", "genefl", {"first_layers": 1}),
+)
 
 
 def extract_gradient(
@@ -105,29 +106,23 @@ def extract_gradient(
 
 def audit_methods(data: Path, *, count: int = 4, size: int = 0) -> dict[str, Any]:
     """Attack `count` examples in each row. Return figures, and "pictures" (h, w, channels) from 0 to 1."""
-    from fedquilt.data import examples as shares
-    from fedquilt.data.spec import DataSpec
-    from fedquilt.edge_agent.engines.torch.engine import TorchEngine
-
-    most = max(count, *SIZES)
-    drawn = shares.load_split(DataSpec(path=str(data), limit=most, size=size, seed=SEED))
+    drawn = shares.load_split(DataSpec(path=str(data), limit=max(count, *SIZES), size=size, seed=SEED))
     if drawn.x.ndim not in (3, 4) or drawn.x.shape[1] != drawn.x.shape[2]:
         raise DataError(f"{data}: examples of shape {drawn.x.shape[1:]}: square images are wanted, --size scales them")
     channels, side = (1 if drawn.x.ndim == 3 else drawn.x.shape[3]), drawn.x.shape[1]
     table = {"channels": channels, "size": side}
     network = {"name": "lenet", **table, "classes": max(10, int(drawn.y.max()) + 1), "input": table}
-    start, head = draw_weights(network, SEED), classifier_path(network)
+    start, head = draw_weights(network, SEED), register_trace.register_from_table(network).find_classifier()
     engine = TorchEngine(ROOM_BYTES)
-    use_one_thread()
-    chosen = upload_variants(NOISE)
-    found: dict[str, Any] = {row.label: {"psnr_db": [], "values": 0, "label_read": []} for row in chosen}
+    torch.set_num_threads(1)  # several threads are slower on such a small network
+    found: dict[str, Any] = {row.label: {"psnr_db": [], "values": 0, "label_read": []} for row in ROWS}
     pictures: list[list[np.ndarray]] = []
     for index in range(min(count, len(drawn))):
         example = Examples(drawn.x[index : index + 1], drawn.y[index : index + 1])
         truth = images.prepare_images(example.x, table)[0]
         line = [truth]
-        for place, row in enumerate(chosen):
-            progress.LINE.set_part(row.label, index * len(chosen) + place, min(count, len(drawn)) * len(chosen))
+        for place, row in enumerate(ROWS):
+            progress.LINE.set_part(row.label, index * len(ROWS) + place, min(count, len(drawn)) * len(ROWS))
             gradient = extract_gradient(row, network, start, example, engine)
             rng = tensors.seeded_rng("audit", SEED, index, row.label)
             if row.noise:
@@ -177,10 +172,7 @@ def format_result(result: Mapping[str, Any]) -> list[str]:
         read = f"label read off {sum(row['label_read'])} of {len(row['label_read'])}"
         found.append(f"  {label:24} {row['mean_db']:6.2f} dB ({each})   {row['values']} values, {read}")
     found.append("GENE-FL's fingerprint: cosine of its first vector and the mean picture")
-    told = [
-        f"{each['cosine']:.3f} of {each['examples']} example{'s' * (each['examples'] > 1)}"
-        for each in result["fingerprints"]
-    ]
+    told = [f"{each['cosine']:.3f} of {each['examples']}" for each in result["fingerprints"]]
     return [*found, f"  {', '.join(told)}"]
 
 
@@ -198,18 +190,6 @@ def audit_and_print(data: Path, out: Path, format: str, options: Mapping[str, An
 
 
 STARTS = 2  # number of starts, of which the best counts, because the attacker sees the loss
-
-
-def use_one_thread() -> None:
-    # several threads are slower on such a small network
-    torch.set_num_threads(1)
-
-
-def classifier_path(network: Mapping[str, Any]) -> str | None:
-    """Return the path of a network's classifier, or None without one."""
-    return register_trace.trace_register(
-        registry.build_network(network), registry.input_shape(network)
-    ).find_classifier()
 
 
 def draw_weights(network: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
@@ -280,7 +260,7 @@ def render_grid(titles: Sequence[str], rows: Sequence[Sequence[np.ndarray]], not
     def draw(axis: plots.Axis, tip: plots.Tip) -> None:
         for column, title in enumerate(titles):
             middle = GAP + step * column + CELL / 2
-            axis.text(middle, TOP - 4, _wrap_title(title), ha="center", va="bottom")
+            axis.text(middle, TOP - 4, title.replace(", ", "\n", 1), ha="center", va="bottom")
             for number, (row, told) in enumerate(zip(rows, notes, strict=True)):
                 image, (x, y) = row[column], (GAP + step * column, TOP + (step + 14) * number)
                 values = (
@@ -294,7 +274,3 @@ def render_grid(titles: Sequence[str], rows: Sequence[Sequence[np.ndarray]], not
     size = GAP + step * len(titles), TOP + (step + 14) * len(rows)
     words = f"{len(rows)} images and what was reconstructed of them: {', '.join(titles)}"
     return plots.add_background(plots.render_picture(plots.Picture(*size, words, draw)))
-
-
-def _wrap_title(title: str) -> str:
-    return title.replace(", ", "\n", 1) if ", " in title else title.replace(": ", "\n", 1)

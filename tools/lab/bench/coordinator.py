@@ -141,9 +141,6 @@ def _format_fleet(name: str, each: dict[str, Any]) -> str:
     )
 
 
-# -- one fleet ------------------------------------------------------------------------------------
-
-
 def _measure_fleet(count: int, rounds: int, after: int) -> dict[str, Any]:
     bare_ms = [_measure_bare_loop_ms()]
     with tempfile.TemporaryDirectory() as folder, _kill_processes_at_end() as running:
@@ -209,19 +206,14 @@ def _summarise_samples(samples: Sequence[ResourceSample], count: int, bare_ms: n
 def _queue_job(home: Path, count: int, after: int, rounds: int) -> str:
     made = _encode_model()
     job_bundle.write_bundle(home / "bundle", {"network": NETWORK, "flops": 1000}, {"model": made})
-    job = _create_job(count, after + rounds + 1)
+    cohort = {"deadline_s": LIMIT_S, "start_devices": count, "quorum": 1.0}
+    table = {"name": "bench", "method": "fedavg", "engine": "numpy", "rounds": after + rounds + 1, "cohort": cohort}
+    job = settings.parse_job(table)
     with Store(home / "runs") as store:
         run = store.add_job(job, home / "bundle")
         if after:
             _write_past_rounds(store, run, job, count, after)
     return run
-
-
-def _create_job(count: int, rounds: int) -> JobSettings:
-    cohort = {"deadline_s": LIMIT_S, "start_devices": count, "quorum": 1.0}
-    return settings.parse_job(
-        {"name": "bench", "method": "fedavg", "engine": "numpy", "rounds": rounds, "cohort": cohort}
-    )
 
 
 def _write_past_rounds(store: Store, run: str, job: JobSettings, count: int, rounds: int) -> None:
@@ -312,9 +304,6 @@ def _sample_resources(
     return ResourceSample(
         round, time.monotonic(), processor_s(serving), processor_s(broker), processor_s(*boards), resident_mb
     )
-
-
-# -- the bare loop --------------------------------------------------------------------------------
 
 
 def _measure_bare_loop_ms() -> np.ndarray:

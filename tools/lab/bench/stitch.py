@@ -76,7 +76,7 @@ def measure(report: Callable[[str], None], size: int = SMALL, images: int = IMAG
 
 def prepare_donors(folder: Path, size: int) -> Bundle:
     """Write a bundle with the paper's five networks, cut into blocks, with seeded random weights."""
-    _print_progress(f"preparing {', '.join(DONORS)} at {size} pixels")
+    print(f"preparing {', '.join(DONORS)} at {size} pixels", file=sys.stderr, flush=True)
     prepare_bundle(
         {
             "labels": [str(i) for i in range(10)],
@@ -144,7 +144,7 @@ def walk_path(
         assert order is not None
         task, site = deliver(order, number=len(rounds), local=local)
         rounds.append(ScoringRound(msgspec.convert(task.params, ScoreRequest), site))
-        _print_progress(f"path: {' > '.join(net.path)}")
+        print(f"path: {' > '.join(net.path)}", file=sys.stderr, flush=True)
         answer = METHOD.work(task, site)
         local = answer.local
         if len(net.path) == longest:
@@ -355,10 +355,6 @@ def lines(result: dict[str, Any]) -> list[str]:
         f"({plain_s['cold_s']:.2f} s)",
         *format_figures(result),
     ]
-
-
-def _print_progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 Run = Callable[[Block, np.ndarray], np.ndarray]

@@ -74,9 +74,6 @@ def _create_unreliable_send(loss: float, lost: list[int]) -> Callable[..., None]
     return send_unreliably
 
 
-# -- one process ----------------------------------------------------------------------------------
-
-
 def serve_blob(url: str, folder: str, sha256: str, transport: str, loss: str) -> None:
     """Print the port, serve the blob until SIGTERM, then print memory and processor time as JSON.
 

@@ -97,11 +97,6 @@ class DemoComparison:
         return max(self.donors, key=lambda donor: donor.head)  # chosen on the test digits, which favours the donor
 
 
-def count_parts(members: Sequence[DeviceData]) -> int:
-    """Return how many times `compare_networks` calls `far`."""
-    return len(members) + 2
-
-
 def compare_networks(
     plan: FleetPlan,
     members: Sequence[DeviceData],
@@ -199,10 +194,6 @@ def train_from_scratch(job: JobSettings, rounds: int, size: int) -> NetworkResul
     )
 
 
-def mean_accuracy_alone(devices: Sequence[DeviceAccuracy]) -> float:
-    return float(np.mean([device.alone for device in devices]))
-
-
 HERE = Path(__file__).parent
 STITCHED, ALONE = "stitched by all boards", "stitched by one (mean)"
 DEPTHS = "all depths: the donor with a new head on all its depths"
@@ -228,7 +219,7 @@ def run_demo(out: Path, format: str = "text", wordy: bool = False, show: bool = 
     if status != "done":
         return 8
     with Store(plan.home) as store, progress.show_progress("comparing"):
-        far = progress.count_parts(1 + count_parts(members))
+        far = progress.count_parts(3 + len(members))
         far("the boards' network")
         evaluation.evaluate_run(store, run)
         found = load_run_data(store, run)
@@ -243,7 +234,9 @@ def run_demo(out: Path, format: str = "text", wordy: bool = False, show: bool = 
     networks = _list_networks(stitched, others)
     np.savez_compressed(out / "held-out.npz", x=test.x, y=test.y)
     report = out / "report.html"
-    disk.write_output(report, render_run_page(found, make_donor_section(others)))
+    head, *rows = make_donor_table(others.donors)
+    section = PageSection(table=HtmlTable(head, rows), notes=[DEPTHS, WITHOUT])
+    disk.write_output(report, render_run_page(found, section))
     result = {
         "run": run,
         "accuracy": msgspec.to_builtins(networks),
@@ -301,7 +294,7 @@ def _list_networks(stitched: NetworkResult, others: DemoComparison) -> list[Netw
         stitched,
         *(NetworkResult(f"donor {donor.name} + new head", donor.head) for donor in others.donors),
         others.scratch,
-        NetworkResult(ALONE, mean_accuracy_alone(others.devices)),
+        NetworkResult(ALONE, float(np.mean([device.alone for device in others.devices]))),
     ]
 
 
@@ -318,7 +311,8 @@ def _format_results(networks: Sequence[NetworkResult], others: DemoComparison) -
     head = f"{'accuracy on the test digits':29} {'%':>6} {'energy':>8} {'sent':>8}"
     lines = [table.colour_text(head, "bold")]
     for network in networks:
-        energy, moved = _format_energy_and_bytes(network)
+        energy = "-" if network.energy_j is None else costs.format_joules(network.energy_j)
+        moved = "-" if network.moved_bytes is None else units.format_bytes(network.moved_bytes)
         lines.append(f"{network.name:29} {100 * network.accuracy:6.1f} {energy:>8} {moved:>8}")
     lead = f"Over {others.best_donor.name} + new head, the 95 % interval is {_format_points(others.lead)} points."
     lines += [*_wrap_text(format_verdict(networks)), *_wrap_text(lead)]
@@ -348,15 +342,5 @@ def make_donor_table(donors: Sequence[DonorContribution]) -> list[list[str]]:
     return [["donor", "trained on", "as it is, %", "all depths, %", "without it, %", "gain, points"], *rows]
 
 
-def make_donor_section(others: DemoComparison) -> PageSection:
-    head, *rows = make_donor_table(others.donors)
-    return PageSection(table=HtmlTable(head, rows), notes=[DEPTHS, WITHOUT])
-
-
 def _format_points(interval: tuple[float, float]) -> str:
     return f"[{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]"
-
-
-def _format_energy_and_bytes(network: NetworkResult) -> tuple[str, str]:
-    energy = "-" if network.energy_j is None else costs.format_joules(network.energy_j)
-    return energy, "-" if network.moved_bytes is None else units.format_bytes(network.moved_bytes)

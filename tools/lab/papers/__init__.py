@@ -45,38 +45,23 @@ def find_table(name: str, known: Mapping[str, GridTable]) -> GridTable:
     return next(iter(found.values()))
 
 
-def make_catalogue(known: Mapping[str, GridTable]) -> list[dict[str, Any]]:
-    return [
-        {"table": name, "about": table.grid.about.partition("\n")[0], "takes_data": table.takes_data}
-        for name, table in known.items()
-    ]
-
-
-def list_methods(table: GridTable) -> tuple[str, ...]:
-    found = table.grid
-    jobs = [found.make_job(points, row, 0, None) for points in found.columns.values() for row in found.rows.values()]
-    return tuple(dict.fromkeys(job["method"] for job in jobs))
-
-
 def find_tables_of_method(method: str) -> list[tuple[str, str]]:
     """Return the command and the page of each table with this method."""
     return [
         (f"fedquilt lab reproduce {name}" + " --data FOLDER" * table.takes_data, table.grid.page)
         for name, table in load_tables().items()
-        if method in list_methods(table)
+        if method in table.grid.methods
     ]
 
 
 def format_catalogue(rows: Sequence[dict[str, Any]]) -> list[str]:
     found: dict[str, list[str]] = {}
     for row in rows:
-        found.setdefault(row["about"], []).append(row["table"] + " (--data FOLDER)" * row["takes_data"])
-    wide = layout.line_width()
-    return [
-        line
-        for about, names in found.items()
-        for line in (*textwrap.wrap(about, wide, break_on_hyphens=False), *(f"  {name}" for name in names))
-    ]
+        found.setdefault(row["about"], []).append("  " + row["table"] + " (--data FOLDER)" * row["takes_data"])
+    lines = []
+    for about, names in found.items():
+        lines += [*textwrap.wrap(about, layout.line_width(), break_on_hyphens=False), *names]
+    return lines
 
 
 def run_table(
@@ -123,7 +108,10 @@ def list_or_run_tables(
     """List the tables, or run one and print its result. Return 1 if a claim fails, otherwise 0."""
     known = load_tables()
     if name is None:
-        every = make_catalogue(known)
+        every = [
+            {"table": each, "about": table.grid.about.partition("\n")[0], "takes_data": table.takes_data}
+            for each, table in known.items()
+        ]
         print(msgspec.json.encode(every).decode() if format == "json" else "\n".join(format_catalogue(every)))
         return 0
     table = find_table(name, known)

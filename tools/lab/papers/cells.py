@@ -94,9 +94,6 @@ def make_cells(
     return made
 
 
-# -- bundles --------------------------------------------------------------------------------------
-
-
 def make_bundles(wanted: Sequence[tuple[Mapping[str, Any], PretrainSettings | None]], out: Path) -> list[Path]:
     """Make the bundles of jobs, with pretraining if requested, and return their folders.
 
@@ -177,9 +174,6 @@ def _use_one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)  # one run per core
-
-
-# -- runs -----------------------------------------------------------------------------------------
 
 
 def run_case(case: ComparisonCase, tell: comparison.Tell) -> SeedRun:

@@ -18,7 +18,7 @@ import numpy as np
 from fedquilt import methods
 from fedquilt.arrays import tensors
 from fedquilt.coordinator.settings import EvaluationSettings, JobSettings
-from fedquilt.core import EvaluationSums, Examples, Fit, Hooks, ModelError, Tensors, Trainer
+from fedquilt.core import EvaluationSums, Examples, Hooks, ModelError, Tensors, Trainer
 from fedquilt.data import images
 from fedquilt.edge_agent.settings import parse_size
 from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
@@ -41,9 +41,6 @@ BUDGETS: Final = ("1GB", "2GB", "4GB")  # of sub-models
 WHOLE: Final = ("fedavg", "fedepth")  # methods that send the whole network to every device
 PAPER_EPOCHS: Final = 10  # in each round of FedStitch's paper
 PAPER_BATCH: Final = 128  # batch size for the memory of tasks, and hence for who takes part
-
-
-# -- observers ------------------------------------------------------------------------------------
 
 
 def observe_gates(folder: Path, how: ExecutionOptions, simulation: Simulation, hands: WorkBackend) -> dict[str, Any]:
@@ -104,9 +101,6 @@ def observe_newcomers(
 
 def _mean_accuracy(found: Iterable[Mapping[str, float]]) -> float:
     return statistics.fmean(each["held_correct"] / each["held_examples"] for each in found)
-
-
-# -- rows -----------------------------------------------------------------------------------------
 
 
 def train_from_scratch(job: JobSettings, folder: Path, how: ExecutionOptions) -> SeedRun:
@@ -184,15 +178,7 @@ class FrozenEngine:
     def __init__(self, engine: Trainer) -> None:
         self.name, self._engine = engine.name, engine
 
-    def train(
-        self,
-        network: Mapping[str, Any],
-        start: Tensors,
-        examples: Examples,
-        fit: Fit,
-        rng: np.random.Generator,
-        **_: Any,
-    ) -> tuple[Tensors, dict[str, float]]:
+    def train(self, network: Mapping[str, Any], start: Tensors, *_: Any, **__: Any) -> tuple[Tensors, dict[str, float]]:
         return dict(start), {"loss": 0.0, "steps": 0.0}
 
     def evaluate(
@@ -238,9 +224,6 @@ def measure_peak_bytes(folder: Path, given: JobSettings, budget: str) -> int | N
                 if "epochs" in given.params and each.rounds:
                     break
     return max(peaks, default=None)
-
-
-# -- weights --------------------------------------------------------------------------------------
 
 
 def restore_batchnorm(job: Mapping[str, Any], seen: Examples) -> Tensors:

@@ -30,8 +30,7 @@ VALUES: Final = ("rounds_to", *(name for name in EvaluationPoint.__struct_fields
 NETWORK: Final = ("model", "input", "labels", "donors", "schedule", "int8")  # keys of a job that make its bundle
 
 
-class GridStruct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base class of a grid's tables, which rejects unknown keys."""
+class GridStruct(msgspec.Struct, frozen=True, forbid_unknown_fields=True): ...
 
 
 class PretrainSettings(GridStruct, frozen=True):
@@ -131,6 +130,11 @@ class Grid(GridStruct, frozen=True):
         return [name for name in named if name]
 
     @property
+    def methods(self) -> set[str]:
+        jobs = [self.make_job(points, row, 0, None) for points in self.columns.values() for row in self.rows.values()]
+        return {job["method"] for job in jobs}
+
+    @property
     def needs_test_set(self) -> bool:
         return any(value.partition("@")[0] in ("test", "rounds_to") for value in self.value_names)
 
@@ -178,17 +182,13 @@ class GridTable:
             )
 
     @property
-    def is_of_paper(self) -> bool:
-        return self.file.parent == HERE
-
-    @property
     def takes_data(self) -> bool:
         return any(mark != "digits" for mark in _iterate_mark_names(self.raw))
 
     def _parse_grid(self, raw: Any) -> Grid:
         with toml.prefix_errors(f"{self.file}, table {self.name}"):
             found = toml.convert_table(raw, Grid, "the table")
-            if not self.is_of_paper:  # functions of a paper's table may define other values
+            if self.file.parent != HERE:  # functions of a paper's table may define other values
                 _require_known("value", {value.partition("@")[0] for value in found.value_names}, VALUES)
                 for function in found.function_names:
                     raise JobError(
@@ -198,7 +198,14 @@ class GridTable:
                 if "@" in value and not value.partition("@")[2].isdigit():
                     raise JobError(f"value {value!r}: a number of rounds is wanted after @")
             for name, row in found.rows.items():
-                _require_device_counts(name, row)
+                for key, count in (("alone", row.alone), ("away", row.away)):
+                    if count < 0:
+                        raise JobError(f"rows.{name}.{key} = {count}: write a number of devices, at least 0")
+                if row.members and not (len(row.members) == 2 and 0 <= row.members[0] < row.members[1]):
+                    raise JobError(
+                        f"rows.{name}.members = {list(row.members)}: write the first device and one past the last, as "
+                        "[0, 5]"
+                    )
             for name, points in found.columns.items():
                 if "rounds_to" in found.value_names and all(point.target is None for point in points):
                     place = f"column {name!r}" if name else "a table without axes"
@@ -219,16 +226,6 @@ def _get_rounds(job: Mapping[str, Any]) -> int:
     if not isinstance(count, int):
         raise JobError(f"job.rounds = {count!r}: write a whole number")
     return count
-
-
-def _require_device_counts(name: str, row: GridRow) -> None:
-    for key, count in (("alone", row.alone), ("away", row.away)):
-        if count < 0:
-            raise JobError(f"rows.{name}.{key} = {count}: write a number of devices, at least 0")
-    if row.members and not (len(row.members) == 2 and 0 <= row.members[0] < row.members[1]):
-        raise JobError(
-            f"rows.{name}.members = {list(row.members)}: write the first device and one past the last, as [0, 5]"
-        )
 
 
 def _require_known(what: str, wanted: Iterable[str], known: Iterable[str]) -> None:
@@ -272,9 +269,6 @@ def _resolve_likes(table: Mapping[str, Any]) -> dict[str, Any]:
     return {key: resolve(key) for key in found}
 
 
-# -- the folder of data ---------------------------------------------------------------------------
-
-
 def resolve_mark(table: str, mark: str, rest: str, data: Path | None) -> dict[str, str]:
     """Return the keys that replace a mark in a path: "path", and further keys of the same table."""
     if mark == "digits":
@@ -284,34 +278,23 @@ def resolve_mark(table: str, mark: str, rest: str, data: Path | None) -> dict[st
         raise JobError(f"{table}: ${mark} is unknown; there are: $digits, {', '.join(f'${each}' for each in wanted)}")
     if data is None:
         raise DataError(f"{table} needs --data: a folder with {wanted[mark]}")
-    return find_mnist(data) if mark == "mnist" else find_cifar(data) if mark == "cifar" else find_weights(data, rest)
-
-
-def find_mnist(data: Path) -> dict[str, str]:
-    """Return MNIST as keys of a [data] table, found in `data` or in torchvision's folder below it."""
-    nested = data / "MNIST" / "raw"
-    found = nested if nested.is_dir() else data
-    if not any(found.glob("*images?idx3-ubyte*")):
-        raise DataError(
-            f"there is no MNIST in {found}: train-images-idx3-ubyte, t10k-images-idx3-ubyte and their labels, "
-            "or the same with .gz, are wanted there or in MNIST/raw below it"
-        )
-    return {"path": str(found)}
-
-
-def find_cifar(data: Path) -> dict[str, str]:
-    """Return CIFAR-10 as keys of a [data] table, from a file cifar10*.npz or torchvision's folder."""
-    files = sorted(data.glob("cifar10*.npz"))
-    if not files and not (data / "cifar-10-batches-py").is_dir():
-        raise DataError(f"there is no CIFAR-10 in {data}: cifar10.npz, or torchvision's folder cifar-10-batches-py")
-    return {"path": str(files[0])} if files else {"path": str(data), "dataset": "CIFAR10"}
-
-
-def find_weights(data: Path, architecture: str) -> dict[str, str]:
-    """Return the file with a torchvision network's ImageNet weights under "path"."""
-    files = sorted((data / "weights").glob(f"{architecture}*.pt*"))
+    if mark == "mnist":
+        nested = data / "MNIST" / "raw"  # as torchvision has it
+        found = nested if nested.is_dir() else data
+        if not any(found.glob("*images?idx3-ubyte*")):
+            raise DataError(
+                f"there is no MNIST in {found}: train-images-idx3-ubyte, t10k-images-idx3-ubyte and their labels, "
+                "or the same with .gz, are wanted there or in MNIST/raw below it"
+            )
+        return {"path": str(found)}
+    if mark == "cifar":
+        files = sorted(data.glob("cifar10*.npz"))
+        if not files and not (data / "cifar-10-batches-py").is_dir():
+            raise DataError(f"there is no CIFAR-10 in {data}: cifar10.npz, or torchvision's folder cifar-10-batches-py")
+        return {"path": str(files[0])} if files else {"path": str(data), "dataset": "CIFAR10"}
+    files = sorted((data / "weights").glob(f"{rest}*.pt*"))
     if not files:
-        raise DataError(f"no {architecture}*.pt in {data / 'weights'}: put torchvision's weights there")
+        raise DataError(f"no {rest}*.pt in {data / 'weights'}: put torchvision's weights there")
     return {"path": str(files[0])}
 
 

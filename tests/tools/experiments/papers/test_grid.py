@@ -124,27 +124,27 @@ def test_mnist_is_found_where_its_files_or_torchvision_put_it(tmp_path: Path) ->
     with pytest.raises(DataError, match="t1 needs --data: a folder with MNIST's files"):
         grid.resolve_mark("t1", "mnist", "", None)
     with pytest.raises(DataError, match=r"there is no MNIST in .*train-images-idx3-ubyte, .*MNIST/raw below it"):
-        grid.find_mnist(tmp_path)
+        grid.resolve_mark("t", "mnist", "", tmp_path)
     (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(b"")
-    assert grid.find_mnist(tmp_path) == {"path": str(tmp_path)}
+    assert grid.resolve_mark("t", "mnist", "", tmp_path) == {"path": str(tmp_path)}
     raw = tmp_path / "MNIST" / "raw"
     raw.mkdir(parents=True)
     with pytest.raises(DataError, match=r"no MNIST in .*raw"):
-        grid.find_mnist(tmp_path)
+        grid.resolve_mark("t", "mnist", "", tmp_path)
     (raw / "t10k-images-idx3-ubyte").write_bytes(b"")
-    assert grid.find_mnist(tmp_path) == {"path": str(raw)}
+    assert grid.resolve_mark("t", "mnist", "", tmp_path) == {"path": str(raw)}
 
 
 def test_cifar_and_weights_are_found_or_what_is_wanted_is_said(tmp_path: Path) -> None:
     """CIFAR-10 as a file or as torchvision puts it."""
     with pytest.raises(DataError, match=r"there is no CIFAR-10 in .*: cifar10\.npz, or torchvision's folder"):
-        grid.find_cifar(tmp_path)
+        grid.resolve_mark("t", "cifar", "", tmp_path)
     (tmp_path / "cifar-10-batches-py").mkdir()
-    assert grid.find_cifar(tmp_path) == {"path": str(tmp_path), "dataset": "CIFAR10"}
+    assert grid.resolve_mark("t", "cifar", "", tmp_path) == {"path": str(tmp_path), "dataset": "CIFAR10"}
     (tmp_path / "cifar10.npz").write_bytes(b"")
-    assert grid.find_cifar(tmp_path) == {"path": str(tmp_path / "cifar10.npz")}
+    assert grid.resolve_mark("t", "cifar", "", tmp_path) == {"path": str(tmp_path / "cifar10.npz")}
     with pytest.raises(DataError, match=r"no resnet\*\.pt in .*weights"):
-        grid.find_weights(tmp_path, "resnet")
+        grid.resolve_mark("t", "weights", "resnet", tmp_path)
 
 
 def test_marks_and_paths_in_a_file_become_places(tmp_path: Path) -> None:
