@@ -181,8 +181,6 @@ def _number_classes(network: Mapping[str, Any] | None) -> tuple[str, ...]:
     return tuple(map(str, range(count))) if isinstance(count, int) and 0 < count <= CLASSES_MOST else ()
 
 
-# -- arrays ---------------------------------------------------------------------------------------
-
 NUMBERS: Final = "fiub"  # kinds of NumPy's types; labels may also be words, "U"
 _PARSER: Final = threading.Lock()  # numpy reads a header by `ast`, which fails in CPython 3.11 in two threads at once
 
@@ -238,7 +236,12 @@ def run_model(model: Path, source: Path) -> list[Prediction]:
     network = Classifier(model)
     labels = network.labels
     if source.suffix == ".npz":
-        batches = _batches_from_npz(source, network)
+        try:
+            with np.load(source, allow_pickle=False) as file:
+                held = {key: file[key] for names in network.array_names for key in names if key in file}
+        except (OSError, ValueError) as error:
+            raise DataError(f"cannot read {source}: {error}") from None
+        batches = _batches_of_examples(network.examples_from_arrays(held, str(source)), network)
     elif source.suffix.lower() in TABLES:
         batches = _batches_of_examples(network.read_rows(source), network)
     else:
@@ -274,15 +277,6 @@ def print_predictions(model: Path, source: Path, format: str) -> int:
 
 
 Batch = tuple[list[str], list[str | None], np.ndarray]
-
-
-def _batches_from_npz(path: Path, network: Classifier) -> Iterator[Batch]:
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            held = {key: file[key] for names in network.array_names for key in names if key in file}
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot read {path}: {error}") from None
-    yield from _batches_of_examples(network.examples_from_arrays(held, str(path)), network)
 
 
 def _batches_of_examples(held: StoredExamples, network: Classifier) -> Iterator[Batch]:

@@ -80,7 +80,7 @@ def search_schedule(
     tried: list[CandidateResult] = []
     for depth in range(1, len(parts) + 1):
         trained = tuple(part for block in parts[-depth:] for part in block)
-        hooks = Hooks(steps=(Step(rate=partial(_get_rate_factor, trained)),))
+        hooks = Hooks(steps=(Step(rate=partial(_is_inside, trained=trained)),))
         given, _ = engine.train(network, model, train, FIT, tensors.seeded_rng("schedule", wanted.seed), hooks=hooks)
         accuracy = evaluation.main_metric_value(engine.evaluate(network, given, held))
         tried.append(CandidateResult(trained, accuracy))
@@ -125,15 +125,8 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _get_rate_factor(trained: Sequence[str], name: str) -> float:
-    return float(_is_inside(name, trained))
-
-
 def _is_inside(name: str, trained: Sequence[str]) -> bool:
     return any(name == part or name.startswith(part + ".") for part in trained)
-
-
-# -- a new head -----------------------------------------------------------------------------------
 
 
 def load_with_new_head(network: Mapping[str, Any], weights: str, classes: int, seed: int) -> nn.Module:

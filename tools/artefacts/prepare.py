@@ -32,8 +32,6 @@ from fedquilt.tools.artefacts import dry_run, frozen_part
 if TYPE_CHECKING:
     from torch import nn
 
-    from fedquilt.tools.artefacts.quantization import QuantizationTrial
-
 Groups = tuple[tuple[int, ...], ...]  # for each label its classes
 Align = str | Groups | dict[str, tuple[int | str, ...]]
 
@@ -196,19 +194,31 @@ def prepare_bundle(job: Mapping[str, Any], out: Path, say: Callable[[str], None]
     """
     meta: dict[str, Any] = {}
     files: dict[str, bytes] = {}
-    far = _make_progress_reporter(job)
+    network = bool(job.get("model"))
+    far = progress.count_parts(
+        network + (network and bool(job.get("schedule"))) + len(job.get("donors") or ()) + bool(job.get("int8")) + 1
+    )
     if not job.get("model") and not job.get("donors"):
         raise JobError("the job has neither [model] nor [[donors]]: there is nothing to prepare")
     own = job["model"].get("input") if job.get("model") else None
     given = job.get("input") or (own if isinstance(own, Mapping) and own.get("standardise") else None)
     wanted = inputs.parse_input_table(given) if given else None
     if isinstance(wanted, inputs.ValueInput) and wanted.standardise:
-        wanted = _measure_feature_scales(job)
+        if not job.get("data"):
+            raise JobError(
+                "[input] standardise = true needs [data]: name a sample of the data here, or give mean and std"
+            )
+        found = examples.load_split(DataSpec.parse(job["data"]))
+        wanted = msgspec.structs.replace(inputs.measure_scales(found.x), standardise=True)
     for line in measured_settings.format_agent_settings(job.get("data") or {}):
         say(f"for [data] of each device's agent.toml:\n  {line}")
     if job.get("data"):
         meta["reading"] = reading_settings.reading_settings(DataSpec.parse(job["data"]))
-    trial = _make_trial(job) if job.get("int8") else None
+    trial = None
+    if job.get("int8"):
+        from fedquilt.tools.artefacts import quantization  # onnxruntime
+
+        trial = quantization.make_trial(job)
     if job.get("model"):
         far("the network")
         facts, parts = _prepare_model(job["model"], wanted)
@@ -228,19 +238,6 @@ def prepare_bundle(job: Mapping[str, Any], out: Path, say: Callable[[str], None]
             files[f"{name}.int8.onnx"] = graph
     far("the files")
     return job_bundle.write_bundle(out, meta, files)
-
-
-def _make_progress_reporter(job: Mapping[str, Any]) -> Callable[[str], None]:
-    network = bool(job.get("model"))
-    total = network + (network and bool(job.get("schedule"))) + len(job.get("donors") or ()) + bool(job.get("int8")) + 1
-    return progress.count_parts(total)
-
-
-def _measure_feature_scales(job: Mapping[str, Any]) -> inputs.ValueInput:
-    if not job.get("data"):
-        raise JobError("[input] standardise = true needs [data]: name a sample of the data here, or give mean and std")
-    found = examples.load_split(DataSpec.parse(job["data"]))
-    return msgspec.structs.replace(inputs.measure_scales(found.x), standardise=True)
 
 
 def prepare_and_check(job: JobSettings, out: Path, say: Callable[[str], None] = lambda line: None) -> Bundle:
@@ -389,12 +386,6 @@ def _count_validated_outputs(model: Any, network: Mapping[str, Any]) -> int:
             f"{network['classes']}: correct the network's last layer, or the table"
         )
     return int(scores.shape[1])
-
-
-def _make_trial(job: Mapping[str, Any]) -> QuantizationTrial:
-    from fedquilt.tools.artefacts import quantization  # onnxruntime
-
-    return quantization.make_trial(job)
 
 
 def _prepare_donors(

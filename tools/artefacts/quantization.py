@@ -20,7 +20,6 @@ would differ there. Tiles of a large layer stay float32.
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,12 +36,13 @@ from onnxruntime import quantization
 from onnxruntime.quantization.quant_utils import add_pre_process_metadata
 
 from fedquilt.arrays import tensors
-from fedquilt.core import Bundle, ClientContext, DataError, DeviceView, Examples, JobError, StoreError, Tensors
+from fedquilt.core import Bundle, ClientContext, DataError, DeviceView, Examples, JobError, Tensors
 from fedquilt.data.examples import load_split
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent.engines.onnx import session as onnx_session
 from fedquilt.edge_agent.engines.onnx.engine import OnnxEngine
 from fedquilt.formats import job_bundle, toml
+from fedquilt.host.disk import disk_errors
 from fedquilt.methods.fedstitch import METHOD
 from fedquilt.models.stitching import stitched_network, vote
 from fedquilt.models.stitching.algebra import cka, least_squares
@@ -180,7 +180,11 @@ class QuantizationTrial:
         self, out: Path, meta: Mapping[str, Any], files: Mapping[str, bytes], say: Callable[[str], None]
     ) -> dict[str, bytes]:
         """Return the accepted 8-bit graphs of a bundle, by block."""
-        with _open_temporary_folder(out) as folder:
+        with disk_errors(f"write the bundle {out}"):
+            out.mkdir(parents=True, exist_ok=True)
+            temporary = tempfile.TemporaryDirectory(prefix="int8-", dir=out)
+        with temporary as name:
+            folder = Path(name)
             bench = _ScoringDevice(folder, self.examples, self.images)
             plain = job_bundle.write_bundle(folder, meta, files)
             tried = _quantize_suitable_blocks(bench, plain, self.params)
@@ -211,54 +215,24 @@ def make_trial(job: Mapping[str, Any]) -> QuantizationTrial:
     """Return the quantisation trial for the [int8] table of a job."""
     if not job.get("donors"):
         raise JobError("[int8] is for the blocks of [[donors]], and the job has none: leave it out")
-    params, table = _parse_scoring_params(job), _parse_table(job["int8"])
-    return QuantizationTrial(params, *_load_shuffled_images(table))
-
-
-def make_int8_name(block: str) -> str:
-    return f"{block}.int8.onnx"
-
-
-@contextlib.contextmanager
-def _open_temporary_folder(out: Path) -> Iterator[Path]:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        folder = tempfile.TemporaryDirectory(prefix="int8-", dir=out)
-    except OSError as error:
-        raise StoreError(f"cannot write the bundle {out}: {error.strerror}") from None
-    with folder as name:
-        yield Path(name)
-
-
-# -- what is asked --------------------------------------------------------------------------------
-
-
-def _parse_scoring_params(job: Mapping[str, Any]) -> SearchSettings:
     params = resolve_settings(toml.convert_table(job.get("params") or {}, SearchParams, "[params]"))
     for name, value in (("score_at", "input"), ("expansions", 0)):
         if getattr(params, name) == value:
             raise JobError(f"[params] {name} = {value!r} scores no outputs: leave out [int8], which would do nothing")
-    return params
-
-
-def _parse_table(table: Mapping[str, Any]) -> DataSpec:
-    odd = [key for key in UNUSED if key in table]
-    if odd:
+    if odd := [key for key in UNUSED if key in job["int8"]]:
         raise JobError(f"[int8] {', '.join(odd)}: images are drawn from all of the split; leave it out")
-    return DataSpec.parse(table, "[int8]")
-
-
-def _load_shuffled_images(wanted: DataSpec) -> tuple[Examples, int]:
+    wanted = DataSpec.parse(job["int8"], "[int8]")
     # a third for the value ranges, a third for the comparison, and a third for the junctions
     found = load_split(msgspec.structs.replace(wanted, limit=3 * IMAGES_MOST))
     images = len(found) // 3
     if images < cka.MIN_IMAGES:
         raise DataError(f"{wanted.source_name} has {len(found)} images: [int8] takes {3 * cka.MIN_IMAGES} or more")
     order = tensors.seeded_rng("int8", wanted.seed).permutation(3 * images)
-    return Examples(found.x[order], found.y[order]), images
+    return QuantizationTrial(params, Examples(found.x[order], found.y[order]), images)
 
 
-# -- one block ------------------------------------------------------------------------------------
+def make_int8_name(block: str) -> str:
+    return f"{block}.int8.onnx"
 
 
 class _ScoringDevice:
@@ -370,9 +344,6 @@ def _yield_calibration_inputs(
         yield from (
             part for _, part in block_runner.iterate_pieces(block_runner.apply_junction_lazily(maps, junction, block))
         )
-
-
-# -- choices --------------------------------------------------------------------------------------
 
 
 class QuantizationChoice(NamedTuple):

@@ -61,9 +61,6 @@ Show = Callable[[str, float, float], None]
 Player = Callable[[ComparisonCase, Tell], SeedRun]
 
 
-# -- what is to be run ----------------------------------------------------------------------------
-
-
 def make_cases(
     job: JobSettings,
     folder: Path,
@@ -141,9 +138,6 @@ def parse_changes(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
     return found
 
 
-# -- all runs -------------------------------------------------------------------------------------
-
-
 def run_cases(
     todo: Sequence[ComparisonCase],
     out: Path,
@@ -158,7 +152,7 @@ def run_cases(
     Returns:
         The run of each case that succeeded, and a sentence for each failure.
     """
-    store = RunCache(out, SeedRun)
+    store = RunCache(out)
     keys = {case: case.cache_key for case in todo}  # of the data as they are before anything runs
     kept = {case: store.find(key) for case, key in keys.items()}
     found = {case: run for case, run in kept.items() if run is not None}
@@ -184,11 +178,9 @@ def run_cases(
     return {case: found[case] for case in todo if case in found}, failed
 
 
-Made = Iterator[tuple[ComparisonCase, SeedRun | str]]
-"""Each case with its run, or with the sentence that says why it failed."""
-
-
-def _run_sequentially(missing: Sequence[ComparisonCase], player: Player, show: Show) -> Made:
+def _run_sequentially(
+    missing: Sequence[ComparisonCase], player: Player, show: Show
+) -> Iterator[tuple[ComparisonCase, SeedRun | str]]:
     rounds = [case.settings.rounds for case in missing]
     for count, case in enumerate(missing):
 
@@ -199,7 +191,9 @@ def _run_sequentially(missing: Sequence[ComparisonCase], player: Player, show: S
         yield case, _run_case_or_describe_error(player, case, show_round)
 
 
-def _run_in_parallel(missing: Sequence[ComparisonCase], player: Player, show: Show) -> Made:
+def _run_in_parallel(
+    missing: Sequence[ComparisonCase], player: Player, show: Show
+) -> Iterator[tuple[ComparisonCase, SeedRun | str]]:
     began_s, done = time.monotonic(), 0
 
     def show_progress() -> None:
@@ -217,9 +211,6 @@ def _run_case_or_describe_error(player: Player, case: ComparisonCase, tell: Tell
         return player(case, tell or (lambda done: None))
     except FedquiltError as error:
         return str(error)
-
-
-# -- the command ----------------------------------------------------------------------------------
 
 
 def select_scores(runs: Sequence[SeedRun], compared: Iterable[str] = ()) -> tuple[list[SeedRun], str]:

@@ -45,16 +45,10 @@ LOOK_S = 1.0  # between looks at a store that has nothing new
 NOBODY = "evaluator"
 
 
-# -- what it is tested on -------------------------------------------------------------------------
-
-
 def load_test_set(job: JobSettings) -> Examples:
     """Return the test examples of a job."""
     with scores.name_test_table():
         return examples.load_split(DataSpec.parse(scores.make_test_table(job)))
-
-
-# -- one state ------------------------------------------------------------------------------------
 
 
 class Evaluator:
@@ -138,9 +132,6 @@ def _choose_engine(method: Method) -> str:
     return next((name for name in method.engines if name in there), method.engines[0])
 
 
-# -- a run ----------------------------------------------------------------------------------------
-
-
 def evaluate_run(
     store: Store,
     run: str,
@@ -172,22 +163,18 @@ def evaluate_run(
 class _StateReader:
     def __init__(self, store: Store, row: StoredJob) -> None:
         self.store, self._run, self._seen = store, row.id, 0
-        self._rounds = JobState(JobConstants.from_job(row.job))
+        self.rounds = JobState(JobConstants.from_job(row.job))
         self._latest: tuple[int, BlobRef] | None = None
-
-    @property
-    def evaluation_pending(self) -> bool:
-        return self._rounds.settling
 
     def read_latest(self) -> tuple[int, BlobRef] | None:
         """Read new events, and return the rounds behind the latest model state and its blob, or None."""
         # an evaluation-only round leaves the state unchanged
         for seq, _, fact in self.store.read_events(self._run, self._seen):
-            self._seen, self._rounds = seq, apply_event(self._rounds, fact, 0.0)
+            self._seen, self.rounds = seq, apply_event(self.rounds, fact, 0.0)
             if isinstance(fact, JobStarted):
                 self._latest = (0, fact.state)
             elif isinstance(fact, RoundCommitted) and (self._latest is None or fact.state != self._latest[1]):
-                self._latest = (self._rounds.completed_rounds, fact.state)
+                self._latest = (self.rounds.completed_rounds, fact.state)
         return self._latest
 
 
@@ -196,7 +183,7 @@ def _score_latest_if_new(
 ) -> EvaluationScore | None:
     # None also if the state was deleted because the next one was committed
     latest = states.read_latest()
-    if latest is None or latest[1].sha256 in known or (states.evaluation_pending and not ended):
+    if latest is None or latest[1].sha256 in known or (states.rounds.settling and not ended):
         return None
     done, ref = latest
     path = states.store.depot.blob_path(ref.sha256)
@@ -272,12 +259,10 @@ class LiveEvaluator:
             simulation.running.class_counts = evaluation.count_classes(total)
         own = run_summary.summarise_evaluation(total, told)
         held = None if own is None else HeldOutScore.from_summary(simulation.completed_rounds, own)
-        return EvaluationResult(self._score_test_set(simulation, hands), held, {} if own is None else own.devices)
-
-    def _score_test_set(self, simulation: Simulation, hands: WorkBackend) -> EvaluationScore | None:
-        if self._test is None:
-            return None
         done, state = simulation.completed_rounds, simulation.state_digest
+        test = None
         if self._evaluator is not None:
-            return self._evaluator.score(simulation.state, done, state)
-        return score_from_sums(hands.evaluate_test_set(simulation), done, state)
+            test = self._evaluator.score(simulation.state, done, state)
+        elif self._test is not None:
+            test = score_from_sums(hands.evaluate_test_set(simulation), done, state)
+        return EvaluationResult(test, held, {} if own is None else own.devices)

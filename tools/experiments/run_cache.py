@@ -6,14 +6,12 @@ Content is hashed, so data with other labels in a file of the same name and size
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from importlib import metadata
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final
 
 import msgspec
 
@@ -23,35 +21,31 @@ from fedquilt.core import StoreError
 from fedquilt.edge_agent import engines
 from fedquilt.formats import job_bundle as bundles
 from fedquilt.formats import training_choices
+from fedquilt.host.disk import REAL, disk_errors
 from fedquilt.models.networks import registry
+from fedquilt.tools.experiments.single_run import SeedRun
+from fedquilt.tools.simulation import machines
 
-T = TypeVar("T")
 SETTLED_S: Final = 2.0  # a file written within so many seconds may be written again without a change of its times
-LIBRARIES: Final = ("numpy", "torch", "torchvision", "onnxruntime")  # whose arithmetic a run's results come from
 
 
-class RunCache(Generic[T]):
-    """Cached runs of one type in `folder`/runs."""
+class RunCache:
+    """Cached runs in `folder`/runs."""
 
-    def __init__(self, folder: Path, kind: type[T]) -> None:
-        self.folder, self._kind = folder / "runs", kind
-        try:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "runs"
+        with disk_errors(f"write {self.folder}"):
             self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StoreError(f"cannot write {self.folder}: {error.strerror}") from None
 
-    def find(self, key: str) -> T | None:
+    def find(self, key: str) -> SeedRun | None:
         """Return a cached run, or None if it is missing or of another version."""
         try:
-            return msgspec.json.decode((self.folder / f"{key}.json").read_bytes(), type=self._kind)
+            return msgspec.json.decode((self.folder / f"{key}.json").read_bytes(), type=SeedRun)
         except (FileNotFoundError, msgspec.DecodeError):
             return None
 
-    def store(self, key: str, run: T) -> None:
-        """Write a finished run under its key, atomically."""
-        part = self.folder / f"{key}.part"
-        part.write_bytes(msgspec.json.format(msgspec.json.encode(run)))
-        os.replace(part, self.folder / f"{key}.json")
+    def store(self, key: str, run: SeedRun) -> None:
+        REAL.write_atomically(self.folder / f"{key}.json", msgspec.json.format(msgspec.json.encode(run)), durable=False)
 
     def describe_cache(self, found: int, keys: Collection[str]) -> list[str]:
         """Return messages with the numbers of cached runs and of files with different inputs."""
@@ -151,18 +145,7 @@ def _compute_file_digest(path: Path) -> str:
 _digests: dict[tuple[int, ...], str] = {}  # device, inode, size and times of a file -> its sha256, in this process
 
 
-@functools.lru_cache(maxsize=1)
 def compute_code_digest() -> str:
-    """Return a digest of the package's version and source files, and of the libraries' versions."""
-    root = Path(fedquilt.__file__).parent
-    sources = (path for path in _walk_files(root) if path.suffix in (".py", ".toml"))  # profiles are TOML
-    lines = sorted(f"{path.relative_to(root)}\0{_compute_file_digest(path)}" for path in sources)
-    lines += [fedquilt.__version__, *(f"{name} {_get_package_version(name)}" for name in LIBRARIES)]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def _get_package_version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "none"
+    """Return a digest of the package's source files and profiles, and of the libraries' versions."""
+    parts = [machines.compute_code_digest(), fedquilt.__version__, *map(str, machines.find_library_versions().items())]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()

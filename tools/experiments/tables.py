@@ -99,9 +99,6 @@ def _compute_deviation(values: Sequence[float | None]) -> float | None:
     return statistics.stdev(known) if len(known) > 1 and len(known) == len(values) else None
 
 
-# -- for people -----------------------------------------------------------------------------------
-
-
 def make_table_head(result: dict[str, Any]) -> list[str]:
     metric = metrics.KNOWN[result["metric"]]
     unit = " %" if metric.share else ""
@@ -172,9 +169,6 @@ def _format_cost(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
-# -- pictures -------------------------------------------------------------------------------------
-
-
 def make_plots(runs: Sequence[SeedRun], target: float | None) -> dict[str, plots.Plot]:
     """Return plots by file name: accuracy over each cost, and at the end.
 
@@ -185,7 +179,10 @@ def make_plots(runs: Sequence[SeedRun], target: float | None) -> dict[str, plots
     metric = find_main_metric(runs)
     factor, label = metrics.display_factor(metric), _axis_label(runs)
     ends = [
-        plots.DotRow(name, [factor * value for run in of if (value := _get_last_value(run)) is not None])
+        plots.DotRow(
+            name,
+            [factor * run.marks[-1].value for run in of if run.marks and run.marks[-1].value is not None],
+        )
         for name, of in by_method.items()
     ]
     most = 100.0 if metric.share else math.inf
@@ -232,10 +229,6 @@ def _axis_label(runs: Sequence[SeedRun]) -> str:
 
 def _format_heading(metric: metrics.Metric) -> str:
     return metric.title[0].upper() + metric.title[1:]
-
-
-def _get_last_value(run: SeedRun) -> float | None:
-    return run.marks[-1].value if run.marks else None
 
 
 def _make_mean_line(name: str, runs: Sequence[SeedRun], cost: str) -> plots.PlotLine | None:

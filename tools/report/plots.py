@@ -78,9 +78,6 @@ class Plot:
         return TITLE + LINE * len(_wrap_legend(self.keys)) + 6 + self.body + (BOTTOM if self.body else 0) + self.below
 
 
-# -- kinds of plots -------------------------------------------------------------------------------
-
-
 def plot_lines(
     found: Sequence[PlotLine], title: str, x: str, y: str, *, level: float | None = None, most: float = math.inf
 ) -> Plot:
@@ -112,7 +109,13 @@ def plot_lines(
         axis.set_ylabel(y)
 
     ends = [f"{line.name + ' ' if line.name else ''}ends at {format_number(line.y[-1])}" for line in found if line.y]
-    return Plot(title, f"{title}; {y} over {x}; {', '.join(ends)}", draw, BODY, keys=_list_line_names(found))
+    return Plot(
+        title,
+        f"{title}; {y} over {x}; {', '.join(ends)}",
+        draw,
+        BODY,
+        keys=tuple(line.name for line in found if line.name),
+    )
 
 
 def plot_bars(found: Sequence[PlotBar], title: str, x: str, parts: Sequence[str] = ("",)) -> Plot:
@@ -120,7 +123,10 @@ def plot_bars(found: Sequence[PlotBar], title: str, x: str, parts: Sequence[str]
     sums = [sum(part or 0.0 for part in bar.parts) for bar in found]
     if not any(part is not None and math.isfinite(part) for bar in found for part in bar.parts):
         return make_empty_plot(title)
-    told = [_format_total(bar, total) for bar, total in zip(found, sums, strict=True)]
+    told = [
+        "not known" if all(part is None for part in bar.parts) else format_number(total)
+        for bar, total in zip(found, sums, strict=True)
+    ]
 
     def draw(axis: Any, tip: Tip) -> None:
         for row, (bar, words) in enumerate(zip(found, told, strict=True)):
@@ -213,9 +219,6 @@ def make_empty_plot(title: str) -> Plot:
     return Plot(title, f"{title}: not known of this run", draw, 30.0)
 
 
-# -- rendering ------------------------------------------------------------------------------------
-
-
 def render_svg(*found: Plot) -> str:
     heights = [plot.height for plot in found]
 
@@ -301,13 +304,6 @@ def add_background(picture: str) -> str:
     return picture.replace(">", f">{style}", 1) + "\n"
 
 
-def make_figure(width: float, height: float) -> Any:
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it announces its font cache
-    from matplotlib.figure import Figure
-
-    return Figure((width / 72, height / 72), facecolor="none")
-
-
 def _render_svg_element(width: float, height: float, summary: str, draw: Callable[[Any, Tip], None]) -> str:
     file, tips = io.BytesIO(), dict[str, str]()
 
@@ -316,7 +312,9 @@ def _render_svg_element(width: float, height: float, summary: str, draw: Callabl
         tips[artist.get_gid()] = text
 
     with make_plot_style(summary):
-        canvas = make_figure(width, height)
+        from matplotlib.figure import Figure
+
+        canvas = Figure((width / 72, height / 72), facecolor="none")
         draw(canvas, tip)
         canvas.savefig(file, format="svg", metadata={"Date": None})
     text = file.getvalue().decode()
@@ -348,7 +346,7 @@ def make_plot_style(salt: str) -> Iterator[None]:
 
     The same `salt` and content give the same bytes of SVG.
     """
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it announces its font cache
     import matplotlib
 
     inked = {f"{name}.color": INK for name in ("text", "xtick", "ytick", "grid")}
@@ -382,9 +380,6 @@ def _draw_plot(figure: Any, plot: Plot, offset: float, height: float, tip: Tip) 
         (plot.left / WIDTH, down(top + plot.body), 1 - (plot.left + plot.right) / WIDTH, plot.body / height)
     )
     plot.draw(axis, tip)
-
-
-# -- pieces ---------------------------------------------------------------------------------------
 
 
 def choose_ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
@@ -421,16 +416,8 @@ def _label_rows(axis: Any, names: Sequence[str]) -> None:
     axis.grid(False, axis="y")
 
 
-def _format_total(bar: PlotBar, total: float) -> str:
-    return "not known" if all(part is None for part in bar.parts) else format_number(total)
-
-
 def _compute_label_width(rows: Sequence[PlotBar | DotRow]) -> float:
     return 18 + LETTER * max(len(_shorten_name(row.name)) for row in rows)
-
-
-def _list_line_names(found: Sequence[PlotLine]) -> tuple[str, ...]:
-    return tuple(line.name for line in found if line.name)
 
 
 def _drop_infinite_points(line: PlotLine) -> PlotLine:

@@ -37,12 +37,6 @@ def load_candidates(store: Store, run: str) -> Candidates:
     return found if all(each.get("flops") and each.get("accuracy") is not None for each in found) else ()
 
 
-def list_boards(job: JobSettings) -> list[str]:
-    named = (job.params.get("board"), *job.fleet.boards)
-    known = [str(name).partition(":")[0] for name in named if name]
-    return [name for name in dict.fromkeys(known) if name in profiles.board_names()]
-
-
 def make_candidate_section(found: Candidates, job: JobSettings) -> PageSection | None:
     if not found:
         return None
@@ -62,7 +56,8 @@ def make_candidate_section(found: Candidates, job: JobSettings) -> PageSection |
 def make_candidate_table(found: Candidates, job: JobSettings) -> tuple[list[str], list[list[str]]]:
     from fedquilt.models.stitching.search import pareto_front  # here, as it is in a pack
 
-    named = list_boards(job)
+    known = [str(name).partition(":")[0] for name in (job.params.get("board"), *job.fleet.boards) if name]
+    named = [name for name in dict.fromkeys(known) if name in profiles.board_names()]
     on_boards = [title for board in named for title in (f"ms, {board}", "mJ")]
     head = ["", "candidate", "kind", "accuracy", "interval", "front", "MFLOP", "MB", *on_boards]
     rows = []

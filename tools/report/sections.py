@@ -14,7 +14,6 @@ from fedquilt import metrics
 from fedquilt.console import units
 from fedquilt.coordinator.rounds.eligibility import REASONS
 from fedquilt.coordinator.rounds.events import (
-    AnyEvent,
     CohortSelected,
     EligibilityRecorded,
     RoundClosed,
@@ -30,7 +29,7 @@ from fedquilt.tools.report import plots
 from fedquilt.tools.report.page import HtmlTable, PageSection, render_plots
 from fedquilt.tools.report.run_data import RunData
 
-MOST_DEVICES, MOST_ROUNDS = 60, 120
+MATRIX_DEVICES, MATRIX_ROUNDS = 60, 120
 MEANINGS: Final = {
     "answered": "update received",
     "asked": "selected, no update in time",
@@ -54,16 +53,20 @@ class DeviceMatrix:
     notes: Sequence[str]
 
 
-def format_reason(part: DeviceOutcome) -> str:
-    return part.text if part.code == "declined" else MEANINGS.get(part.code, part.code)
-
-
 def make_device_matrix(parts: Mapping[int, Mapping[str, DeviceOutcome]], final: int | None) -> DeviceMatrix:
     """Return the outcomes of devices in the latest rounds. `final` is the number of the final evaluation."""
-    numbers = sorted(parts)[-MOST_ROUNDS:]
+    numbers = sorted(parts)[-MATRIX_ROUNDS:]
     known = sorted({name for number in numbers for name in parts[number]})
-    names = known[:MOST_DEVICES]
-    rows = [(name, [_make_cell(number, name, parts[number].get(name), final) for number in numbers]) for name in names]
+    names = known[:MATRIX_DEVICES]
+
+    def make_cell(number: int, name: str) -> tuple[str, str]:
+        part = parts[number].get(name)
+        if part is None:
+            return "", ""
+        place = event_messages.format_round_name(number, final)
+        return (part.code if part.code in COLOURED else "barred"), f"{place}, {name}: {part.text}"
+
+    rows = [(name, [make_cell(number, name) for number in numbers]) for name in names]
     seen = {code for _, cells in rows for code, _ in cells}
     step = max(1, -(-len(numbers) // 12), 2 if max(numbers, default=0) > 9 and len(numbers) > 1 else 1)
     heads = [
@@ -79,13 +82,6 @@ def make_device_matrix(parts: Mapping[int, Mapping[str, DeviceOutcome]], final: 
     return DeviceMatrix([(code, text) for code, text in COLOURED.items() if code in seen], heads, rows, notes)
 
 
-def _make_cell(number: int, name: str, part: DeviceOutcome | None, final: int | None) -> tuple[str, str]:
-    if part is None:
-        return "", ""
-    place = event_messages.format_round_name(number, final)
-    return (part.code if part.code in COLOURED else "barred"), f"{place}, {name}: {part.text}"
-
-
 T = TypeVar("T")
 
 MOST_DEVICES = 40  # bars in one plot
@@ -97,17 +93,12 @@ MOST_LINES = 1000  # of the log
 
 
 def make_tiles(found: RunData) -> list[tuple[str, str]]:
-    whole, tiles = found.summary.total, []
+    whole, tiles, title = found.summary.total, [], _find_main_metric(found).title
     if found.scores:
-        tiles.append(
-            (
-                _format_value(found.scores[-1].metric, found.scores[-1].value),
-                f"{_format_metric_title(found)} on the test set",
-            )
-        )
+        tiles.append((_format_value(found.scores[-1].metric, found.scores[-1].value), f"{title} on the test set"))
     if found.held:
         last = found.held[-1]
-        tiles.append((_format_value(last.metric, last.weighted), f"{_format_metric_title(found)} on held-out shares"))
+        tiles.append((_format_value(last.metric, last.weighted), f"{title} on held-out shares"))
         tiles.append((_format_value(last.metric, last.worst_decile), "worst tenth of the devices"))
     done = found.points[-1] if found.points else None
     tiles.append((str(done.rounds if done else 0), "rounds"))
@@ -130,7 +121,12 @@ def make_accuracy_section(found: RunData) -> PageSection:
     notes, table = _summarise_held_out(found)
     over = make_accuracy_plots(found)
     if not over:
-        return PageSection(_describe_scores(found), (), notes, table)
+        told = [
+            f"After {score.rounds} rounds: {_format_value(score.metric, score.value)} of {score.examples} examples of "
+            "the test set."
+            for score in found.scores
+        ]
+        return PageSection(told, (), notes, table)
     return PageSection((), (), notes, table, _render_switch(over))
 
 
@@ -229,15 +225,6 @@ def make_timeline_section(found: RunData) -> PageSection | None:
         title = f"Devices in {'the ' * (number == found.summary.final)}{name}"
         over[name] = plots.plot_bars(bars, title, f"{prefix}s, {clock}", ("before it was asked", *TIME_PARTS))
     return PageSection(["The fastest device comes first."], switch=_render_switch(over))
-
-
-def _describe_scores(found: RunData) -> list[str]:
-    return [
-        f"After {score.rounds} rounds: {_format_value(score.metric, score.value)} of {score.examples} "
-        "examples of the test "
-        "set."
-        for score in found.scores
-    ]
 
 
 def _make_accuracy_lines(found: RunData, places: Mapping[int, float]) -> list[plots.PlotLine]:
@@ -341,7 +328,7 @@ def make_device_section(found: RunData) -> PageSection | None:
         for name, of in known.items()
     ]
     head = ["device", "tasks", "refused", "s per task", "J", "J above idle", "peak memory", "down", "up"]
-    head += [f"last {_format_metric_title(found)}"] if own else []
+    head += [f"last {_find_main_metric(found).title}"] if own else []
     shown = dict(sorted(known.items(), key=lambda each: -(each[1].energy_j or 0.0))[:MOST_DEVICES])
     notes = [] if len(shown) == len(known) else [f"Drawn: {len(shown)} of {len(known)} devices."]
     figures = []
@@ -422,7 +409,7 @@ def make_bytes_section(found: RunData) -> PageSection | None:
 def make_reason_table(found: RunData) -> HtmlTable:
     """Return the most frequent reasons why devices contributed nothing, at most 20."""
     counted = Counter(
-        (name, format_reason(part))
+        (name, part.text if part.code == "declined" else MEANINGS.get(part.code, part.code))
         for devices in found.parts.values()
         for name, part in devices.items()
         if part.code not in ("answered", "drawn", "asked")
@@ -444,17 +431,12 @@ def format_log(found: RunData) -> LogText:
         first, *more = event_messages.format_event(before, fact, after)
         lines = [f"{at - found.facts[0][0]:9.1f} s  {first}", *(f"{'':13}{line}" for line in more)]
         whole += lines
-        if not isinstance(fact, EligibilityRecorded | CohortSelected) and _is_brief(fact):
+        if not isinstance(fact, EligibilityRecorded | CohortSelected | UpdateAccepted | RoundClosed):
             brief += lines
     cut = [f"... {len(whole) - MOST_LINES} more lines: fedquilt logs {found.row.id}"]
     detail = whole if len(whole) <= MOST_LINES else [*whole[:MOST_LINES], *cut]
     told = brief if len(brief) <= MOST_LINES else [*brief[:MOST_LINES], *cut]
     return LogText(told, detail, event_messages.format_energy_summary(after))
-
-
-def _is_brief(fact: AnyEvent) -> bool:
-    # single updates are left out of the brief log
-    return not isinstance(fact, UpdateAccepted | RoundClosed)
 
 
 def format_job(job: Any) -> str:
@@ -486,9 +468,6 @@ def _drop_none(value: Any) -> Any:
     return [_drop_none(each) for each in value] if isinstance(value, list) else value
 
 
-# -- figures --------------------------------------------------------------------------------------
-
-
 def _select_evenly_spaced(items: Sequence[T], most: int) -> list[T]:
     if len(items) <= most:
         return list(items)
@@ -506,10 +485,6 @@ def _find_main_metric(found: RunData) -> metrics.Metric:
 
 def _format_metric_heading(metric: metrics.Metric) -> str:
     return metric.title[0].upper() + metric.title[1:]
-
-
-def _format_metric_title(found: RunData) -> str:
-    return _find_main_metric(found).title
 
 
 def _format_value(metric: str, value: float) -> str:

@@ -146,13 +146,11 @@ class FleetDevice:
         self.have.discard(sha256)
         self._coming = deque(each for each in self._coming if each[1] != sha256)
 
-    def report_progress(self, task: Task, fraction: float, now_s: float) -> None:
-        # there are no observers
-        ...
+    def report_progress(self, task: Task, fraction: float, now_s: float) -> None: ...  # there are no observers
 
-    def store_learned_costs(self, learned: Mapping[str, LearnedModel]) -> None:
-        # a simulated board does not restart
-        ...
+    def store_learned_costs(
+        self, learned: Mapping[str, LearnedModel]
+    ) -> None: ...  # a simulated board does not restart
 
     def build_work_request(self, task: Task, budget_bytes: int, plan_bytes: int, *, spare: bool = False) -> WorkRequest:
         # a spare request is outside of the rounds, so its engine may plan with the whole budget
@@ -401,9 +399,9 @@ class SimulatedFleet:
         # all events are known in advance
         return ()
 
-    def set_backlog(self, updates: int, waiting_bytes: int, most_bytes: float) -> None:
-        # an update is on the coordinator's disk as soon as it is made
-        ...
+    def set_backlog(
+        self, updates: int, waiting_bytes: int, most_bytes: float
+    ) -> None: ...  # an update is on the coordinator's disk as soon as it is made
 
     def site_right(self, device: str) -> SiteRight | None:
         return None
@@ -411,9 +409,7 @@ class SimulatedFleet:
     def transfer_wait_s(self, device: str) -> float:
         return 0.0
 
-    def yield_transfer_turn(self, device: str, now_s: float) -> None:
-        # no device waits for a turn
-        ...
+    def yield_transfer_turn(self, device: str, now_s: float) -> None: ...  # no device waits for a turn
 
     def send_release(self, device: str, kind: wire.Kind, release: wire.DesiredRelease | None) -> None:
         raise JobError(
@@ -423,9 +419,7 @@ class SimulatedFleet:
     def keep_alive(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def slow_resends(self, device: str) -> None:
-        # no message is lost, so none is repeated
-        ...
+    def slow_resends(self, device: str) -> None: ...  # no message is lost, so none is repeated
 
     def fetch_blobs(self, device: str, refs: Iterable[BlobRef], *, in_turn: bool = False) -> None:
         # devices write into the coordinator's blob store, so all blobs are there already
@@ -441,17 +435,11 @@ class SimulatedFleet:
         given.apply_ack(ack)
         self._feed_event(given, events.UpdateAcked((ack.job, ack.round), ack.accepted, attempt=ack.attempt), self.now_s)
 
-    def set_epoch(self, epoch: int) -> None:
-        # simulated devices keep no epoch
-        ...
+    def set_epoch(self, epoch: int) -> None: ...  # simulated devices keep no epoch
 
-    def publish_state(self, job: JobView) -> None:
-        # there are no observers
-        ...
+    def publish_state(self, job: JobView) -> None: ...  # there are no observers
 
-    def close(self) -> None:
-        # there is no connection
-        ...
+    def close(self) -> None: ...  # there is no connection
 
     def queue_message(self, device: str, message: wire.Claim | Update | wire.Telemetry) -> None:
         self._heard.append((device, message))

@@ -5,6 +5,7 @@ The machines of a run are recorded in HOME/machines/RUN.json. A run resumes on d
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -61,22 +62,25 @@ class MachineSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def describe_this_machine(modules: Collection[str] = (), threads: str | None = None) -> Machine:
     """Return the properties of this machine."""
-    versions = {"Python": platform.python_version()}
-    for name in LIBRARIES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+    versions = {"Python": platform.python_version(), **find_library_versions()}
     return Machine(
         processor=_read_processor_model(),
         gpus=_read_gpu_models(),
         threads=os.environ.get("OMP_NUM_THREADS", "") if threads is None else threads,
         libraries=versions,
         code={
-            "fedquilt": f"{fedquilt.__version__} ({_compute_code_digest()[:8]})",
+            "fedquilt": f"{fedquilt.__version__} ({compute_code_digest()[:8]})",
             **{name: plugins.module_digest(name)[:8] for name in sorted(modules)},
         },
     )
+
+
+def find_library_versions() -> dict[str, str]:
+    versions = {}
+    for name in LIBRARIES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
 
 
 def get_machine_name() -> str:
@@ -159,12 +163,12 @@ def _read_gpu_models() -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=1)
-def _compute_code_digest() -> str:
+def compute_code_digest() -> str:
     # the digest is equal for a checkout with symbolic links and an installed package
     folder, digest, files = Path(fedquilt.__file__).parent, hashlib.sha256(), []
     for place, folders, names in os.walk(folder, followlinks=True):
         folders[:] = [each for each in folders if each != "__pycache__"]
-        files += [Path(place, each) for each in names if each.endswith(".py")]
+        files += [Path(place, each) for each in names if each.endswith((".py", ".toml"))]  # profiles are TOML
     for file in sorted(files):
         content = hashlib.sha256(file.read_bytes()).hexdigest()
         digest.update(f"{file.relative_to(folder).as_posix()}\0{content}\n".encode())

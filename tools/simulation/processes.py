@@ -295,13 +295,7 @@ def import_engine(engine: str) -> None:
 
 def serve_requests(orders: Connection, blobs: int) -> None:
     """Run work requests from a pipe until the pipe is closed."""
-
-    def receive_messages() -> Iterator[bytes]:
-        with contextlib.suppress(EOFError, OSError):  # an OSError where the coordinator ends within a message
-            while True:
-                yield orders.recv_bytes()
-
-    messages = receive_messages()
+    messages = receive_messages(orders)
     if (first := next(messages, None)) is None:
         return
     worker = PoolWorker(msgspec.msgpack.decode(first, type=PoolSetup))
@@ -317,6 +311,12 @@ def serve_requests(orders: Connection, blobs: int) -> None:
             packed = worker.sums.pack_sum()
             write_fully(blobs, packed, place)
             orders.send_bytes(encoder.encode(SharedMemorySum(place, len(packed))))
+
+
+def receive_messages(orders: Connection) -> Iterator[bytes]:
+    with contextlib.suppress(EOFError, OSError):  # an OSError where the coordinator ends within a message
+        while True:
+            yield orders.recv_bytes()
 
 
 def run_workers() -> None:

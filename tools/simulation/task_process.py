@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -55,9 +54,7 @@ class TaskProcess:
         self._child = ChildProcess(self._command, self._engine)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._child is not None:
             self._child.kill()
 
@@ -110,13 +107,9 @@ class TaskProcess:
         return outcome, {name: tensors.read_tensors(out / ref.sha256) for name, ref in outcome.bundles.items()}
 
     def run_request(self, order: protocol.WorkRequest) -> protocol.WorkResult:
-        assert self._child is not None
-        return self._send_and_await_result(
-            self._child, msgspec.json.encode(msgspec.structs.replace(order, data=self._data)) + b"\n"
-        )
-
-    def _send_and_await_result(self, child: ChildProcess, line: bytes) -> protocol.WorkResult:
-        child.send_line(line)
+        child = self._child
+        assert child is not None
+        child.send_line(msgspec.json.encode(msgspec.structs.replace(order, data=self._data)) + b"\n")
         end_s = time.monotonic() + self._most_s
         while True:
             for event in child.receive_events():

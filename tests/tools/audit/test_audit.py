@@ -113,7 +113,7 @@ def test_rows_are_methods_that_there_are() -> None:
     from fedquilt import methods
 
     told = ROWS
-    assert told[1].label == "FedAvg, noise 0.01"
+    assert told[1].label == "FedAvg, noise 0.001"
     for row in told:
         methods.load(row.method).params(**row.params)
 

@@ -175,4 +175,4 @@ def test_a_worker_ends_without_a_traceback_where_its_coordinator_ends_within_a_m
     sent.send_bytes(b"whole")
     os.write(sent.fileno(), struct.pack("!i", 100) + b"a beginning")
     sent.close()
-    assert list(processes._receive_messages(received)) == [b"whole"]
+    assert list(processes.receive_messages(received)) == [b"whole"]

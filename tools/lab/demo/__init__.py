@@ -1,7 +1,7 @@
 """Demo federation on handwritten digits, compared with its baselines (`fedquilt demo`).
 
 Six simulated boards hold uneven shares of the UCI optical digits. Each of three donors was trained on a few digits of
-MNIST only, by `fedquilt.tools.artefacts.train_donors`, so that their blocks do together what none of them does alone.
+MNIST only, by `tests/demo_donors.py`, so that their blocks do together what none of them does alone.
 The boards are simulated (times and joules follow their profiles), everything else is real: processes,
 memory budgets, broker, bytes, accuracy.
 """

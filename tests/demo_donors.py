@@ -1,6 +1,6 @@
 """Train the donors of the demo on MNIST.
 
-Usage: `python -m fedquilt.tools.artefacts.train_donors --data FOLDER --out FOLDER`. Needs torch, some minutes, and
+Usage: `python -m tests.demo_donors --data FOLDER --out FOLDER`. Needs torch, some minutes, and
 the four `*-ubyte` files of MNIST (fetched by torchvision.datasets.MNIST). On one machine the result is bit-identical:
 one thread, fixed seeds, deterministic algorithms.
 
@@ -29,7 +29,7 @@ from fedquilt.data.spec import DataSpec
 from fedquilt.models.networks import registry
 from fedquilt.tools.artefacts.prepare import prepare_bundle
 
-DEMO = Path(__file__).resolve().parents[1] / "lab" / "demo" / "job.toml"
+DEMO = Path(__file__).resolve().parents[1] / "tools" / "lab" / "demo" / "job.toml"
 EPOCHS = 2
 IMAGES = 6000  # of MNIST that a donor is trained on, at most
 BATCH = 128
