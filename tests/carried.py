@@ -44,8 +44,6 @@ SEARCH = {"rounds": 3, "subrounds": 1, "expansions": 2, "depth": 4, **dict.fromk
 
 
 class Outcome(NamedTuple):
-    """What a run's log says."""
-
     asked: list[tuple[int, tuple[str, ...]]]
     answered: list[tuple[int, str, int, int]]  # and its bytes down and up
     states: list[str]  # sha256 after each round
@@ -65,7 +63,6 @@ def outcome(home: Path, run: str) -> Outcome:
 
 
 def engine_of(name: str) -> str:
-    """The lightest that the method runs on, of those that are installed."""
     able = [engine for engine in ("numpy", "onnx", "torch") if engine in methods.load(name).engines]
     there = [engine for engine in able if engine in engines.available_engines()]
     if not there:
@@ -74,7 +71,6 @@ def engine_of(name: str) -> str:
 
 
 def plan(name: str, place: Path) -> agents.FleetPlan:
-    """A job of four devices of two kinds, two of them in each round."""
     method = methods.load(name)
     known = {field.name for field in fields(method.params)}
     stitches = "onnx" in method.engines

@@ -50,16 +50,12 @@ Verdict = Literal["same", "refused", "noted", "SILENT"]
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one flip."""
-
     verdict: Verdict
     file: str
     said: str = ""
 
 
 class Heard(logging.Handler):
-    """Everything that is logged as a warning or worse."""
-
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.lines: list[str] = []
@@ -70,7 +66,6 @@ class Heard(logging.Handler):
 
 @contextlib.contextmanager
 def hearing() -> Iterator[list[str]]:
-    """What fedquilt logs meanwhile; nothing of it is printed."""
     log, heard = logging.getLogger("fedquilt"), Heard()
     before = log.propagate
     log.addHandler(heard)
@@ -83,8 +78,6 @@ def hearing() -> Iterator[list[str]]:
 
 
 class Ground:
-    """Homes of every kind in both situations, to be copied, and what their runs come to."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._states: dict[str, list[str]] = {}
@@ -112,7 +105,6 @@ class Ground:
                 self._read[name] = self._told(whole)
 
     def play(self, seed: int) -> Result:
-        """Flip a bit that the seed draws, and see what comes of it."""
         roll = random.Random(seed)
         method, codec = roll.choice(KINDS)
         name = f"{method}-{codec}"
@@ -155,7 +147,6 @@ class Ground:
         return self._told(federation) == self._read[name], []
 
     def _told(self, federation: Federation) -> str:
-        """What a finished run's readers are told."""
         with Store(federation.folder / "coordinator") as store:
             row = store.find_job("sim")
             facts = [(at, fact) for _, at, fact in store.read_events(row.id)]
@@ -166,7 +157,6 @@ class Ground:
 
     @contextlib.contextmanager
     def _at(self, name: str) -> Iterator[Federation]:
-        """A copy of a situation, at the place where it was made: homes name it."""
         method, codec = name.rsplit("-", 1)[0].split("-")
         shutil.copytree(self.folder / name, self.folder / "live")
         try:
@@ -176,16 +166,6 @@ class Ground:
 
 
 def _flip(roll: random.Random, folder: Path, devices: bool) -> str:
-    """Flip one bit of one file below a folder, and give the file back its times of access and change.
-
-    Args:
-        roll: draws the file and the bit.
-        folder: of a federation.
-        devices: files of devices are drawn too, not only the coordinator's.
-
-    Returns:
-        The file below the folder, and the number of the bit.
-    """
     kept = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
     path = roll.choice([path for path in kept if path.suffix != ".npz" and (devices or not _device(folder, path))])
     before = path.stat()
@@ -205,7 +185,6 @@ def _device(folder: Path, path: Path) -> bool:
 
 @contextlib.contextmanager
 def ground() -> Iterator[Ground]:
-    """A ground in a folder of its own."""
     shared = Path("/dev/shm")  # thousands of fsyncs, of files nobody keeps
     folder = Path(tempfile.mkdtemp(prefix="fedquilt-flips-", dir=shared if shared.is_dir() else None))
     try:

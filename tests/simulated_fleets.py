@@ -23,8 +23,6 @@ HEAVY = 1e10  # FLOPs of an example: seconds on any board
 
 
 class Fleet:
-    """Runs of toy jobs in this process, each in a home of its own unless one is named."""
-
     def __init__(self, place: Path, stack: contextlib.ExitStack) -> None:
         self.place, self._stack = place, stack
         self.engine = NumpyEngine(1 << 40, base_bytes=0)

@@ -30,7 +30,6 @@ BY_DAY = ("timeseries", "regression", "multilabel")  # with torch and without; c
 
 
 def constant(train: Examples, test: Examples, task: str) -> float:
-    """The main metric of whoever predicts the same for every test example: the most frequent class, the mean."""
     if task == "classes":
         return float((test.y == np.bincount(train.y).argmax()).mean())
     if task == "regression":
@@ -39,7 +38,6 @@ def constant(train: Examples, test: Examples, task: str) -> float:
 
 
 def made(kind: str, folder: Path) -> tuple[JobSettings, Path]:
-    """The example's job and bundle, in a folder of its own."""
     shutil.copytree(EXAMPLES / kind, folder / kind, ignore=shutil.ignore_patterns("data", "vocabulary.txt"))
     runpy.run_path(str(folder / kind / "make.py"), run_name="__main__")
     job = settings.load_job(folder / kind / "job.toml")

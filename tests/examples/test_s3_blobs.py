@@ -61,8 +61,6 @@ def test_an_address_is_signed_as_by_aws_s_own_library(monkeypatch, method, url, 
 
 
 class _Module:
-    """Stands for the module `datetime`."""
-
     def __init__(self, kind: type[datetime.datetime]) -> None:
         self.datetime, self.timezone = kind, datetime.timezone
 
@@ -82,9 +80,6 @@ def test_keys_come_from_the_environment_and_are_shown_nowhere():
     bucket = Bucket.from_url("https://store.site/bucket", KEYS)
     assert "secret" not in repr(bucket)
     assert "Signature" not in repr(bucket.sign_source("GET", "x"))
-
-
-# -- the entry point --
 
 
 def test_the_package_is_found_by_its_entry_point(tmp_path, monkeypatch):
@@ -120,19 +115,13 @@ def test_a_coordinator_gives_boards_signed_addresses_of_the_backend(tmp_path):
     pair.close()
 
 
-# -- a store --
-
-
 @pytest.fixture(scope="module")
 def moto() -> Iterator[str]:
-    """Its origin."""
     with object_stores.moto() as origin:
         yield origin
 
 
 class Site:
-    """A pair with a bucket, which is reached through a relay."""
-
     def __init__(self, folder: Path, origin: str, listen: str | None = None) -> None:
         port = urlsplit(origin).port or 0
         self.relay = Relay(port)
@@ -159,7 +148,6 @@ def site(tmp_path: Path, moto: str) -> Iterator[Site]:
 
 
 def test_a_model_is_brought_to_the_store_once_and_fetched_there(site):
-    """The first board may have begun over the broker."""
     pair, ref = site.pair, site.pair.coordinator.depot.store_bytes(noise(12 * CHUNK))
     pair.boards["a"].transfers.request_blob("a", ref)
     pair.broker.chunks_most = 3  # it ends only if the rest comes from the store

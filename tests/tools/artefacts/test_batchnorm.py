@@ -18,7 +18,6 @@ def network() -> nn.Sequential:
 
 
 def test_evaluation_stays_and_training_begins_where_it_is() -> None:
-    """Before, training mode gave something else; a channel that is always the same does no harm."""
     model, x = network(), 3 + 2 * torch.randn(16, 1, 8, 8)
     with torch.no_grad():
         model[0].weight[2] = 0.0
@@ -36,7 +35,6 @@ def test_evaluation_stays_and_training_begins_where_it_is() -> None:
 
 
 def test_a_network_with_statistics_or_without_normalisation_is_not_folded() -> None:
-    """One forward pass in training mode gives it some."""
     model = network()
     model.train()(torch.randn(4, 1, 8, 8))
     assert not custom.is_folded(model)

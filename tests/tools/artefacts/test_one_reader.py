@@ -34,8 +34,6 @@ from fedquilt.tools.operations.runner.service import ModelService  # noqa: E402
 
 
 class Case(NamedTuple):
-    """Training data with the tables of a job, and files of the training data in their order."""
-
     job: dict[str, Any]
     files: list[Path]
     table: Path | None = None  # the file, if its rows are the examples
@@ -59,8 +57,6 @@ def image_case(folder: Path, save: Callable[[Path, int], Path], channels: int) -
 
 
 def saved(mode: str, suffix: str, **options: Any) -> Callable[[Path, int], Path]:
-    """A function that saves an image of noise in this Pillow mode."""
-
     def save(path: Path, seed: int) -> Path:
         file = path.with_suffix(suffix)
         if mode == "I;16":
@@ -74,7 +70,6 @@ def saved(mode: str, suffix: str, **options: Any) -> Callable[[Path, int], Path]
 
 
 def rotated(path: Path, seed: int) -> Path:
-    """A photograph that a camera saved on its side, with the EXIF tag that says so."""
     image = Image.fromarray(noise(seed, (20, 17, 3)).astype(np.uint8))
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -140,7 +135,6 @@ def table(folder: Path) -> Case:
 
 
 def arrays(folder: Path) -> Case:
-    """Numbers with a gap, under a name of their own, and words for labels."""
     folder.mkdir(parents=True)
     x = np.array([[1, 20], [np.nan, 40], [3, 10], [5, 70]], np.float32)
     np.savez(folder / "own.npz", features=x, kind=np.array(["oak", "ash", "ash", "oak"]))
@@ -174,7 +168,6 @@ CASES = {
 
 
 def exported_model(case: Case, folder: Path) -> tuple[Path, Mapping[str, Any]]:
-    """Export the prepared network with its first weights; returns the file and the [data] table."""
     job = {**case.job, "data": complete_data_table(case.job["data"])}
     made = prepare.prepare_bundle(job, folder / "bundle")
     weights = tensors.decode_tensors((folder / "bundle" / "blobs" / made.files["model"].sha256).read_bytes())

@@ -65,7 +65,6 @@ def test_a_misspelt_network_is_named_where_torch_is_missing(tmp_path: Path, monk
 
 
 def test_the_input_table_goes_with_the_model(tmp_path: Path) -> None:
-    """An agent needs it to turn stored images into what the network takes."""
     made = prepare_bundle({"model": RESIDUAL, "input": {"channels": 1, "size": 8, "mean": [0.5]}}, tmp_path)
     assert made.meta["network"]["input"] == {"channels": 1, "size": 8, "mean": [0.5], "std": [1.0]}
 
@@ -81,7 +80,6 @@ def test_the_input_table_goes_with_the_model(tmp_path: Path) -> None:
 def test_what_prepare_makes_of_a_job_is_that_jobs_bundle_and_no_others(
     tmp_path: Path, tables: dict[str, Any], edited: dict[str, Any]
 ) -> None:
-    """A bundle fits its job wherever the input table stands; `simulate`, `serve` and `compare` check alike."""
     made = prepare_bundle(tables, tmp_path)
     np.savez(tmp_path / "own.npz", x=np.zeros((6, 8, 8), np.uint8), y=np.arange(6) % 3)
     data = {"path": str(tmp_path / "own.npz")}
@@ -96,7 +94,6 @@ def test_what_prepare_makes_of_a_job_is_that_jobs_bundle_and_no_others(
 
 
 def test_another_input_table_than_the_bundles_is_refused(tmp_path: Path) -> None:
-    """The bundle's is what boards would use; a key that the job leaves out is the bundle's to say."""
     made = prepare_bundle({"model": RESIDUAL, "input": {"channels": 1, "size": 8, "mean": [0.5], "std": [1]}}, tmp_path)
     own = settings.parse_job({"name": "a", "method": "fedavg", "model": RESIDUAL, "input": {"channels": 1, "size": 8}})
     require_matching_bundle(own, made)
@@ -106,7 +103,6 @@ def test_another_input_table_than_the_bundles_is_refused(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("leaves_out", [(), ("donors",), ("donors", "input")])
 def test_labels_other_than_the_bundles_are_refused_by_name(tmp_path: Path, leaves_out: tuple[str, ...]) -> None:
-    """Votes and heads are for the bundle's labels, whether or not the job says which donors they are of."""
     table = job({"name": "p", "network": PLAIN})
     made = prepare_bundle(table, tmp_path)
     kept = {key: value for key, value in table.items() if key not in leaves_out}
@@ -129,7 +125,6 @@ def test_labels_other_than_the_bundles_are_refused_by_name(tmp_path: Path, leave
 def test_a_bundle_of_donors_is_a_stock_whose_blocks_run_where_they_lie(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tile_bytes: int
 ) -> None:
-    """Every donor's blocks, in order, from the bundle's own folder, give what the network gives; tiled or whole."""
     monkeypatch.setattr(blocks, "TILE_BYTES", tile_bytes)
     prepare_bundle(
         job({"name": "p", "network": PLAIN, "seed": 1}, {"name": "r", "network": RESIDUAL, "seed": 2}), tmp_path
@@ -186,7 +181,6 @@ def test_preparing_twice_gives_the_same_bytes(tmp_path: Path) -> None:
     ],
 )
 def test_donor_classes_are_aligned_with_labels_by_list_or_by_name(tmp_path: Path, align: Any, wanted: Any) -> None:
-    """Without an alignment the donor's own classes say nothing, and the bundle does not have the key."""
     donor = {"name": "p", "network": PLAIN, **({} if align is None else {"align": align})}
     assert prepare_bundle(job(donor), tmp_path).meta["donors"]["p"].get("align") == wanted
 
@@ -213,7 +207,6 @@ NAMES = "tabby, tabby cat\nhot-dog\nTiger_Cat\ncatamaran\nfire truck\nTrucks\ncr
     ],
 )
 def test_classes_are_aligned_by_their_names_or_by_a_table(tmp_path: Path, align: Any, wanted: Any) -> None:
-    """Whole words at the end of a name, in small letters and singular; what was found is told."""
     (tmp_path / "names.txt").write_text(NAMES)
     network = {"name": "plain", "channels": 1, "classes": 8}
     table = {**job({"name": "p", "network": network, "align": align}), "labels": ["cat", "dog", "truck"]}
@@ -251,7 +244,6 @@ def test_an_alignment_that_cannot_be_is_refused_by_name(tmp_path: Path, donor: d
 
 
 def test_a_users_own_network_is_a_donor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Donors travel as ONNX: no board needs its code."""
     (tmp_path / "own_donor_net.py").write_text(
         "from torch import nn\n"
         "def net():\n"
@@ -287,7 +279,6 @@ def test_a_users_own_network_is_a_donor(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_table_that_cannot_be_prepared_is_refused_before_anything_is_written(
     tmp_path: Path, table: dict, error: type, message: str
 ) -> None:
-    """The message names the table, the key or class, and what would do."""
     with pytest.raises(error, match=message):
         prepare_bundle(table, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -297,7 +288,6 @@ def test_a_table_that_cannot_be_prepared_is_refused_before_anything_is_written(
 def test_a_network_that_comes_frozen_is_refused(
     layers: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Engines go by what the method moves: they would train it, and whoever froze it would not know."""
     name = f"frozen{layers}"
     (tmp_path / f"{name}.py").write_text(
         "from torch import nn\n"
@@ -322,7 +312,6 @@ def test_a_network_of_another_type_than_float32_is_refused(tmp_path: Path, monke
 
 
 def test_a_folder_that_was_prepared_before_is_replaced(tmp_path: Path) -> None:
-    """Another job in the same folder: its index stands alone."""
     prepare_bundle(job({"name": "p", "network": PLAIN}), tmp_path)
     assert set(prepare_bundle({"model": PLAIN, "input": {"channels": 1, "size": 28}}, tmp_path).files) == {
         "model",
@@ -360,7 +349,6 @@ def test_random_weights_that_a_method_never_trains_are_named(tmp_path: Path, met
 
 
 def test_a_test_set_that_cannot_be_read_is_refused_with_its_table(tmp_path: Path) -> None:
-    """Arrays x and y of [test] belong to no split until they are named."""
     path, job = tmp_path / "own.npz", settings.JobSettings(name="j", method="fedavg", model=SERIES)
     np.savez(path, x=np.zeros((4, 2), np.float32), y=np.arange(4) % 2)
     with pytest.raises(DataError, match=r"own.npz holds x, y, not x_test: set \[test\] x") as refused:

@@ -28,7 +28,6 @@ NETWORK = {"name": "lenet", **TABLE, "classes": 3, "width": 4, "input": TABLE}
 
 @pytest.fixture(scope="module")
 def attack():  # type: ignore[no-untyped-def]
-    """The attack needs torch."""
     pytest.importorskip("torch")
     from fedquilt.tools.lab import audit as module
 
@@ -71,7 +70,6 @@ def test_what_fedavg_uploads_is_its_gradient(attack) -> None:  # type: ignore[no
 
 
 def test_genefl_uploads_a_layer_or_all_but_the_head_and_nothing_of_a_fingerprint(attack) -> None:  # type: ignore[no-untyped-def]
-    """The first round's fingerprint is no tensor of the network."""
     start = attack.draw_weights(NETWORK, 0)
     whole = extract_gradient(UploadVariant("x", "genefl", {}), NETWORK, start, one(), engine())
     assert {name.partition(".")[0] for name in whole} == {"0", "2", "4"}
@@ -109,7 +107,6 @@ def test_a_whole_gradient_gives_the_picture_away_and_a_single_layer_s_does_not(a
 
 
 def test_rows_are_methods_that_there_are() -> None:
-    """Each with parameters that it has; the noise is named."""
     from fedquilt import methods
 
     told = ROWS
@@ -121,7 +118,6 @@ def test_rows_are_methods_that_there_are() -> None:
 def test_the_command_writes_the_pictures_and_tells_every_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On two small pictures in an .npz, with few steps."""
     pytest.importorskip("torch")
     from fedquilt import cli
 
@@ -154,7 +150,6 @@ def test_psnr_by_hand() -> None:
 
 
 def test_a_fingerprint_tells_of_as_many_examples_as_there_are() -> None:
-    """One example is its own mean picture."""
     some = Examples(np.repeat(one().x, 20, axis=0), np.zeros(20, int))
     assert [each["examples"] for each in compare_fingerprints(some)] == [1, 16]
 

@@ -20,8 +20,6 @@ Times = namedtuple("Times", "user system idle iowait guest guest_nice")
 
 
 class Clocks:
-    """A machine of two cores, on which this process and its children use one second of processors in four."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = self.others_s = 0.0
         monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
@@ -45,7 +43,6 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
 
 
 def test_the_share_of_others_is_what_this_process_and_its_children_have_not_used(clocks: Clocks) -> None:
-    """Since the last look, of all processors."""
     meter = LoadMeter()
     clocks.run(10.0, others_s=4.0)
     assert meter.measure_share() == pytest.approx(0.2)
@@ -56,8 +53,6 @@ def test_the_share_of_others_is_what_this_process_and_its_children_have_not_used
 def run_bench(
     monkeypatch: pytest.MonkeyPatch, clocks: Clocks, others_s: tuple[float, ...], ratio: float, format: str = "text"
 ) -> int:
-    """Run a bench of measurements of ten seconds each, in which others use so many seconds of two processors."""
-
     def measure(report: Callable[[str], None]) -> dict[str, Any]:
         for number, seconds in enumerate(others_s):
             clocks.run(10.0, seconds)
@@ -88,7 +83,6 @@ def test_a_bench_on_an_idle_machine_is_judged(
 def test_one_disturbed_measurement_leaves_no_verdict(
     monkeypatch: pytest.MonkeyPatch, clocks: Clocks, capsys: Any, ratio: float
 ) -> None:
-    """Whatever its figures are: neither "ok" nor missed."""
     assert run_bench(monkeypatch, clocks, (0.0, 4.0, 0.0), ratio) == bench.BUSY == 12
     out, err = capsys.readouterr()
     assert out.splitlines()[3].startswith("?   ratio")
@@ -98,7 +92,6 @@ def test_one_disturbed_measurement_leaves_no_verdict(
 def test_the_json_of_a_disturbed_bench_has_no_verdict(
     monkeypatch: pytest.MonkeyPatch, clocks: Clocks, capsys: Any
 ) -> None:
-    """And nothing but JSON on standard output."""
     assert run_bench(monkeypatch, clocks, (4.0,), 1.5, "json") == bench.BUSY
     out, err = capsys.readouterr()
     found = json.loads(out)

@@ -68,7 +68,6 @@ def test_a_board_without_an_idle_power_has_no_joules_and_no_saving(fleet: dict[s
 
 
 def test_a_board_with_nothing_to_save_says_why(fleet: dict[str, energy.ScaledBoard]) -> None:
-    """One has no time, as every round waits for it; one is at its cheapest when it is fastest."""
     fleet["racer"] = board("fast 10 4,calm 5 3", WorkEstimate(flops=100.0))
     told = energy.replay_tasks(fleet)
     assert told["no_time_to_spare"] == ["slow"]
@@ -76,7 +75,6 @@ def test_a_board_with_nothing_to_save_says_why(fleet: dict[str, energy.ScaledBoa
 
 
 def test_a_laden_board_takes_scale_times_as_long_and_notes_what_ends(fleet: dict[str, energy.ScaledBoard]) -> None:
-    """Asked in advance it notes nothing."""
     quick, work = fleet["quick"], WorkEstimate(flops=100.0)
     assert quick.task_cost(work, Cost(duration_s=0.0)).duration_s == pytest.approx(10.0)
     assert len(quick.tasks) == 2
@@ -97,7 +95,6 @@ def test_a_federation_is_told_until_its_deadlines() -> None:
 
 
 def test_a_federation_under_a_policy_is_the_real_one(tmp_path: Path) -> None:
-    """Every board answers every round, at points of its profile, and a network comes of it."""
     small = {"expansions": 1, "depth": 3, "finalists": 1, "samples": 6, "fit_samples": 10}
     run = energy.run_federation("energy", tmp_path, {**energy.SEARCH, **small})
     assert run.path

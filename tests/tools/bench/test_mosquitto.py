@@ -13,6 +13,5 @@ from fedquilt.tools.lab import bench
 
 @pytest.mark.skipif(MOSQUITTO is None, reason="Mosquitto is not installed")
 def test_a_broker_that_does_not_start_is_named_with_its_own_words(tmp_path: Path) -> None:
-    """They are in the error, because the folder of a benchmark is deleted at its end."""
     with pytest.raises(LinkError, match=r"accepts no connections on port \d+ \(.*nonsense"):
         bench.start_mosquitto(tmp_path, bench.find_free_port(), "nonsense 1\n")

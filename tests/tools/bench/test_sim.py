@@ -34,7 +34,6 @@ def images(tmp_path: Path) -> Path:
 
 @pytest.mark.nightly
 def test_ours_and_the_bare_loop_take_the_same_steps(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They end as good as each other, far above chance; the figures are of this run."""
     pytest.importorskip("torch")
     said: dict[tuple[str, float, float], None] = {}
     rows: list[str] = []
@@ -72,7 +71,6 @@ def test_images_that_do_not_do_are_refused(images: Path) -> None:
 
 
 def test_one_workload_can_be_run_by_itself() -> None:
-    """By the names that the documentation calls them by; an unknown one lists them."""
     assert [work.name for work in sim.select_workloads(())] == ["compute", "overhead"]
     assert [work.name for work in sim.select_workloads(("W2",))] == ["overhead"]
     with pytest.raises(JobError, match="no workload 'w3' for --only: there are W1, W2"):
@@ -87,7 +85,6 @@ def test_a_simulator_that_nobody_knows_is_refused_before_anything_runs(images: P
 def test_a_simulator_that_cannot_be_installed_is_told_in_the_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With pip's last words: here an index that is an empty folder."""
     pytest.importorskip("torch")  # what the contestants' environments take it from
     (tmp_path / "index").mkdir()
     for name, value in (("PIP_NO_INDEX", "1"), ("PIP_FIND_LINKS", str(tmp_path / "index"))):

@@ -15,7 +15,6 @@ OWN = {"cold_s": np.array([9.0, 36.0]), "warm_s": np.array([5.0, 16.0])}
 
 
 def round_of(length: int, naive_s: float, own_s: float, stray: float = 0.0) -> ScoringComparison:
-    """A round whose ways all take `own_s` of the processor and twice that of the clock, the naive one three times."""
     ask: Any = Asked(tuple(f"a.{i}" for i in range(length)), ("b.1", "b.2"), 64)
     scores = np.array([0.25, 0.5])
     own, naive = np.array([own_s, 2 * own_s]), np.array([naive_s, 3 * naive_s])
@@ -24,15 +23,12 @@ def round_of(length: int, naive_s: float, own_s: float, stray: float = 0.0) -> S
 
 
 class Asked(msgspec.Struct):
-    """The fields of a `ScoreRequest` that are told."""
-
     path: tuple[str, ...]
     pool: tuple[str, ...]
     samples: int
 
 
 def test_the_rounds_compared_are_taken_together() -> None:
-    """The ratio is that of the sums, so that a short round weighs little."""
     found = stitch._build_result(64, WHOLE, OWN, [round_of(1, 90.0, 2.0), round_of(9, 10.0, 3.0)])
     assert found["figures"]["output_score_to_naive_by_cpu"]["value"] == 20.0
     assert found["figures"]["references_to_plain_forward_by_cpu"]["value"] == 1.25
@@ -44,7 +40,6 @@ def test_the_rounds_compared_are_taken_together() -> None:
 
 
 def test_scores_that_differ_are_no_speed_up() -> None:
-    """One stray score and the figure says that it is not reached."""
     same, other = round_of(1, 90.0, 2.0), round_of(5, 90.0, 2.0, stray=0.01)
     assert stitch._build_result(64, WHOLE, OWN, [same])["figures"]["difference_of_scores"]["reached"]
     assert not stitch._build_result(64, WHOLE, OWN, [same, other])["figures"]["difference_of_scores"]["reached"]

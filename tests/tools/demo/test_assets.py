@@ -67,7 +67,6 @@ def little_mnist(tmp_path: Path) -> Path:
 def test_training_the_donors_twice_gives_the_same_bytes(
     little_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights and bundle; what is written is what the demo's job names."""
     pytest.importorskip("torch", reason="training donors takes torch")
     from tests import demo_donors as command
     from tests.demo_donors import train_donors

@@ -25,7 +25,6 @@ from fedquilt.tools.simulation.simulated_job import SimulatedRound, Simulation
 
 
 def bench(place: Path) -> BaselineSetup:
-    """Three donors, written into a folder; tested on what the devices hold out."""
     bundle, runner = build_donors()
     write_bundle(place, bundle)
     train, held = (pooled([getattr(each, part) for each in image_members()]) for part in ("train", "held"))
@@ -33,8 +32,6 @@ def bench(place: Path) -> BaselineSetup:
 
 
 def path_method(path: Sequence[str]) -> Method:
-    """FedStitch without a search: it solves the junctions of one path, then its head."""
-
     def force_path(state: SearchState) -> SearchState:
         while state.phase == "score":
             assert state.current is not None
@@ -56,8 +53,6 @@ def path_method(path: Sequence[str]) -> Method:
 
 
 def forgetful(method: Method) -> Method:
-    """The method with a device's state and cache cleared before each task, but for the drawn images."""
-
     def work(task: Task, site: ClientContext) -> ClientResult:
         with tempfile.TemporaryDirectory() as cache:
             local = {name: array for name, array in site.local.items() if name == "drawn"}
@@ -70,11 +65,7 @@ def pooled(shares: list[Examples]) -> Examples:
     return Examples(np.concatenate([each.x for each in shares]), np.concatenate([each.y for each in shares]))
 
 
-# -- what runs take -------------------------------------------------------------------------------
-
-
 def test_bytes_are_those_of_what_is_sent_and_content_is_sent_once() -> None:
-    """One device, two rounds: a file named in both, a tensor that changes and one that does not."""
     bundle, runner = build_donors()
     blob = bundle.files["ash.0.onnx"]
     same, one, other = ({"w": np.full(4, value, np.float32)} for value in (0, 1, 2))
@@ -108,10 +99,6 @@ def test_bytes_are_those_of_what_is_sent_and_content_is_sent_once() -> None:
 
 
 def test_a_device_that_keeps_nothing_takes_longer_to_the_same_end() -> None:
-    """Its references are gone before every task: more runs of blocks in the search, every bit the same.
-
-    After the search every device runs all donors on all of its images, whatever it has kept.
-    """
     ends, searching, after = [], [], []
     for method in (METHOD, forgetful(METHOD)):
         bundle, runner = build_donors()
@@ -129,9 +116,6 @@ def test_a_device_that_keeps_nothing_takes_longer_to_the_same_end() -> None:
     assert after[1] == after[0]
 
 
-# -- donors ---------------------------------------------------------------------------------------
-
-
 def test_a_path_that_is_given_is_taken_with_junctions_where_blocks_are_strangers() -> None:
     """ash.0 > ash.1 > fir.1 > fir.2, although a search would be offered more: one junction, one head, no score."""
     bundle, runner = build_donors()
@@ -141,7 +125,6 @@ def test_a_path_that_is_given_is_taken_with_junctions_where_blocks_are_strangers
 
 
 def test_a_donors_new_head_is_that_of_a_job_in_which_devices_are_asked_one_by_one(tmp_path: Path) -> None:
-    """The devices' sums give what the pooled images give, however few are asked in a round."""
     made = bench(tmp_path)
     for each in made.evaluate_new_heads():
         led, one = path_method(made.stock.donors[each.name].blocks), {"size": 1}
@@ -152,7 +135,6 @@ def test_a_donors_new_head_is_that_of_a_job_in_which_devices_are_asked_one_by_on
 
 
 def test_donors_are_tested_as_they_are(tmp_path: Path) -> None:
-    """Those without aligned classes are left out; accuracy is that of the aligned arg-max."""
     made = bench(tmp_path)
     found = made.evaluate_unmodified()
     assert [each.name for each in found] == ["ash", "elm"]

@@ -45,7 +45,6 @@ JOB = settings.parse_job(TABLE)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The bundle."""
     first = tensors.encode_tensors(engine.init_tensors(NETWORK, seed=0))
     job_bundle.write_bundle(tmp_path / "job.bundle", {"network": NETWORK, "flops": 1200}, {"model": first})
     return tmp_path / "job.bundle"
@@ -71,11 +70,7 @@ def made(method: str, seed: int, *accuracies: float, **changes: Any) -> SeedRun:
     return SeedRun(method=method, seed=seed, params={}, devices=3, tested=100, marks=marks)
 
 
-# -- which runs -----------------------------------------------------------------------------------
-
-
 def test_there_is_a_run_for_each_seed_and_method(folder: Path) -> None:
-    """A seed draws the partition too; each has its own key; the shared parameters go to all, the own to one."""
     jobs = [case.settings for case in comparison.make_cases(JOB, folder, seeds=[1, 0])]
     assert [(job.seed, job.method) for job in jobs] == [(0, "fedavg"), (0, "fedprox"), (1, "fedavg"), (1, "fedprox")]
     assert [job.data["seed"] for job in jobs] == [0, 0, 1, 1]
@@ -86,7 +81,6 @@ def test_there_is_a_run_for_each_seed_and_method(folder: Path) -> None:
 
 
 def test_a_key_changes_with_what_the_run_depends_on_and_nothing_else(folder: Path, tmp_path: Path) -> None:
-    """The parameters, the rounds, limits, the bundle's content; not another method's table, or where the bundle is."""
     (case,) = comparison.make_cases(JOB, folder, ["fedavg"], [0])
     (other,) = comparison.make_cases(JOB, folder, ["fedavg"], [0], changes={"fedavg": {"lr": 0.3}})
     (longer,) = comparison.make_cases(JOB, folder, ["fedavg"], [0], rounds=3)
@@ -106,13 +100,11 @@ def test_a_key_changes_with_what_the_run_depends_on_and_nothing_else(folder: Pat
 
 
 def test_a_method_that_an_engine_cannot_run_gets_one_of_its_own(folder: Path) -> None:
-    """The job's numpy is not FedSQ's; FedProx keeps it."""
     (prox, sq) = comparison.make_cases(JOB, folder, ["fedprox", "fedsq"], [0])
     assert (prox.settings.engine, sq.settings.engine) == ("numpy", None)
 
 
 def test_another_methods_parameters_are_left_out_and_its_own_unknown_ones_refused(folder: Path) -> None:
-    """[params] of a FedProx job holds mu, which FedAvg does not have."""
     job = settings.parse_job({**TABLE, "method": "fedprox", "params": {"mu": 0.5, "lr": 0.1}, "compare": {}})
     assert comparison.merge_params(job, "fedavg", {}) == {"lr": 0.1}
     assert comparison.merge_params(job, "fedprox", {"mu": 0.7}) == {"mu": 0.7, "lr": 0.1}
@@ -137,7 +129,6 @@ def test_what_cannot_be_compared_is_refused_before_anything_runs(
 
 
 def test_parameters_of_the_command_line_are_toml_values() -> None:
-    """Numbers, booleans, lists, strings with and without quotes."""
     assert comparison.parse_changes(["fedprox.mu=0.1", "fedopt.optimizer=adam", 'fedopt.name="x y"', "a.b=[1, 2]"]) == {
         "fedprox": {"mu": 0.1},
         "fedopt": {"optimizer": "adam", "name": "x y"},
@@ -146,9 +137,6 @@ def test_parameters_of_the_command_line_are_toml_values() -> None:
     for odd in ("mu=0.1", "fedprox.mu", "fedprox.=1", ".mu=1", "fedprox.mu="):
         with pytest.raises(JobError, match="wanted METHOD"):
             comparison.parse_changes([odd])
-
-
-# -- resuming -------------------------------------------------------------------------------------
 
 
 def player(played: list[ComparisonCase]) -> Callable[[ComparisonCase, Callable[[int], None]], SeedRun]:
@@ -164,7 +152,6 @@ def player(played: list[ComparisonCase]) -> Callable[[ComparisonCase, Callable[[
 
 
 def test_a_finished_run_is_not_made_again(folder: Path, tmp_path: Path) -> None:
-    """The second time only what failed; a third seed adds its own runs; a damaged file is made anew."""
     todo = comparison.make_cases(JOB, folder, ["fedavg", "fedprox"], [0, 1])
     first: list[ComparisonCase] = []
     said: list[str] = []
@@ -187,7 +174,6 @@ def test_a_finished_run_is_not_made_again(folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_line_of_a_run_has_the_score_of_the_table(folder: Path, tmp_path: Path) -> None:
-    """On the test set, or on held-out shares where a compared method leaves each device its own network."""
     said: list[str] = []
     for others, told in (([], "90.0 %"), (["local"], "50.0 %")):
         todo = comparison.make_cases(JOB, folder, ["fedavg", *others], [0])
@@ -197,7 +183,6 @@ def test_the_line_of_a_run_has_the_score_of_the_table(folder: Path, tmp_path: Pa
 
 
 def test_runs_on_other_labels_are_made_anew(folder: Path, tmp_path: Path) -> None:
-    """The file's name and shape are the same, and what was learned from it is not; the user is told."""
     import numpy as np
 
     stored = dict(np.load(DIGITS))
@@ -218,7 +203,6 @@ def test_runs_on_other_labels_are_made_anew(folder: Path, tmp_path: Path) -> Non
 
 
 def test_a_compared_job_stops_early(folder: Path) -> None:
-    """Weights that hardly change: after the evaluation at the start two have no gain."""
     table = {**TABLE, "rounds": 9, "params": {"lr": 1e-9}, "stop": {"patience": 2}, "check": {"every": 1}}
     (case,) = comparison.make_cases(settings.parse_job(table), folder, ["fedavg"], [0])
     run = single_run.run_seed(case.settings, folder, lambda done: None)
@@ -238,9 +222,6 @@ def test_an_interrupted_comparison_keeps_what_was_finished(folder: Path, tmp_pat
     with pytest.raises(KeyboardInterrupt):
         comparison.run_cases(todo, tmp_path / "out", interrupted, lambda line: None)
     assert len(list((tmp_path / "out" / "runs").glob("*.json"))) == 1
-
-
-# -- the table ------------------------------------------------------------------------------------
 
 
 def test_the_table_has_means_and_deviations_over_seeds() -> None:
@@ -267,7 +248,6 @@ def test_costs_to_a_target_are_those_of_the_first_evaluation_that_reached_it() -
 
 
 def test_what_one_run_does_not_know_has_no_mean() -> None:
-    """A board without a profile has no joules; the mean of the others would be another fleet's."""
     runs = [made("fedavg", 0, 0.5), made("fedavg", 1, 0.5, energy_j=None)]
     (row,) = tables.make_rows(runs, None)
     assert row["in_all"]["energy_j"] is None
@@ -289,7 +269,6 @@ def test_on_held_out_shares_a_test_set_does_not_count() -> None:
 
 
 def test_a_method_without_scores_on_held_out_shares_keeps_the_test_set() -> None:
-    """The table has no empty cell for it, and the note says what is tested of the other methods."""
     blind = msgspec.structs.replace(made("afl", 0, 0.7), marks=(mark(1, 0.7, held=None),))
     runs, note = comparison.select_scores([blind, made("local", 0, 0.9)])
     assert [row["accuracy"] for row in tables.make_rows(runs, None)] == [0.7, 0.9]
@@ -297,7 +276,6 @@ def test_a_method_without_scores_on_held_out_shares_keeps_the_test_set() -> None
 
 
 def test_nothing_that_ended_is_a_table_of_nothing(tmp_path: Path) -> None:
-    """All runs failed: files are written all the same."""
     found = tables.make_result("j", [], None, ["fedavg, seed 0: no"])
     assert tables.format_table(found) == ["no run has come to an end"]
     tables.write_files(found, [], tmp_path)
@@ -306,7 +284,6 @@ def test_nothing_that_ended_is_a_table_of_nothing(tmp_path: Path) -> None:
 
 
 def test_a_smaller_table_does_not_replace_a_larger_one(tmp_path: Path) -> None:
-    """It is moved aside with its pictures, and that is said; one that holds all of it takes its place."""
     larger = [made("fedavg", 0, 0.5, 0.6), made("fedprox", 0, 0.5, 0.6)]
     tables.write_files(tables.make_result("j", larger, None), larger, tmp_path)
     kept = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -321,13 +298,9 @@ def test_a_smaller_table_does_not_replace_a_larger_one(tmp_path: Path) -> None:
     assert not (tmp_path / "earlier-3").exists()
 
 
-# -- the whole ------------------------------------------------------------------------------------
-
-
 def test_the_command_compares_on_a_real_fleet_and_goes_on_where_it_was(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two methods on the digits: both learn, the JSON is the table, plots are pictures; again runs nothing."""
     from fedquilt.formats import toml
 
     job = tmp_path / "job.toml"
@@ -363,7 +336,6 @@ def test_the_command_compares_on_a_real_fleet_and_goes_on_where_it_was(
 def test_a_method_with_a_network_for_each_device_moves_the_comparison_to_held_out_shares(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A test set measures what devices share. Local training shares nothing, and FedAvg alone is tested as before."""
     from fedquilt.formats import toml
 
     (tmp_path / "job.toml").write_text(toml.format_toml({**TABLE, "compare": {}, "rounds": 1}))
@@ -427,7 +399,6 @@ def test_a_comparison_that_is_killed_leaves_no_folders_behind(
 
 
 def test_data_without_a_test_split_is_compared_on_held_out_shares(folder: Path, tmp_path: Path) -> None:
-    """A [test] that cannot be read is an error all the same."""
     import numpy as np
 
     stored = np.load(DIGITS)

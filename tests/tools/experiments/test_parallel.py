@@ -16,7 +16,6 @@ from fedquilt.tools.experiments import comparison
 
 
 def test_each_result_comes_with_the_number_of_its_run() -> None:
-    """In whatever order they are finished; nothing to do is nothing started."""
     assert dict(comparison.run_in_processes(operator.floordiv, [(9, 3), (8, 2)], workers=2)) == {0: 3, 1: 4}
     assert list(comparison.run_in_processes(operator.floordiv, [])) == []
 
@@ -44,7 +43,6 @@ if __name__ == "__main__":
 
 
 def test_runs_that_are_ended_clean_up_and_begin_no_others(tmp_path: Path) -> None:
-    """The parent is told to end amid the first run, and ends the process that is at it."""
     (tmp_path / "runs.py").write_text(RUNS)
     (tmp_path / "temporary").mkdir()
     environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
@@ -56,6 +54,5 @@ def test_runs_that_are_ended_clean_up_and_begin_no_others(tmp_path: Path) -> Non
 
 
 def test_a_process_that_is_killed_is_told_in_a_sentence() -> None:
-    """Not as a traceback: nobody can see in that what was killed, or what to do about it."""
     with pytest.raises(FedquiltError, match=r"has ended, 2 at a time: .* fewer cores"):
         dict(comparison.run_in_processes(os._exit, [(9,), (9,)], workers=2))

@@ -15,7 +15,6 @@ from fedquilt.tools.experiments import run_cache
 
 
 def test_a_run_is_found_again_and_one_of_another_shape_is_not(tmp_path: Path) -> None:
-    """What an older version wrote counts as not there; no half-written file stays."""
     store = run_cache.RunCache(tmp_path, list[int])
     assert store.find("a") is None
     store.store("a", [1, 2])
@@ -25,7 +24,6 @@ def test_a_run_is_found_again_and_one_of_another_shape_is_not(tmp_path: Path) ->
 
 
 def test_a_key_changes_with_every_part_and_with_the_bundle(tmp_path: Path) -> None:
-    """Where one part ends and the next begins counts too."""
     job_bundle.write_bundle(tmp_path, {}, {})
     keys = [
         run_cache.make_key(*parts, bundle=tmp_path, data=()) for parts in ((b"ab", b"c"), (b"a", b"bc"), (b"ab", b"d"))
@@ -42,7 +40,6 @@ def test_a_key_changes_with_every_part_and_with_the_bundle(tmp_path: Path) -> No
 
 
 def test_a_bundle_that_is_gone_or_damaged_is_an_error_that_names_it(tmp_path: Path) -> None:
-    """By its folder, its index or the file that is missing."""
     with pytest.raises(JobError, match=r"no bundle in .*prepare"):
         run_cache.make_key(b"job", bundle=tmp_path, data=())
     job_bundle.write_bundle(tmp_path, {}, {"model": b"weights"})
@@ -55,7 +52,6 @@ def test_a_bundle_that_is_gone_or_damaged_is_an_error_that_names_it(tmp_path: Pa
 
 
 def test_a_key_changes_with_the_content_of_the_data_and_not_with_their_dates(tmp_path: Path) -> None:
-    """A file or a folder; other labels in a file of the same name, size and times are other data."""
     job_bundle.write_bundle(tmp_path, {}, {})
     (tmp_path / "data" / "deep").mkdir(parents=True)
     file = tmp_path / "data" / "deep" / "labels"
@@ -79,7 +75,6 @@ def test_a_key_changes_with_the_content_of_the_data_and_not_with_their_dates(tmp
 
 
 def test_a_settled_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large data would be read for every run of a comparison; a file that was just written is read again."""
     file = tmp_path / "data.npz"
     file.write_bytes(b"0123")
     monkeypatch.setattr(run_cache, "SETTLED_S", -1e9)
@@ -94,7 +89,6 @@ def test_a_settled_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_jobs_data_are_in_two_tables_and_in_each_of_several_sources() -> None:
-    """[data], its sources, and [test]; what is drawn by a seed has no file."""
     table = {
         "data": {"sources": [{"path": "/a", "labels_from": 0}, {"path": "/b", "labels_from": 5}]},
         "test": {"path": "/t"},
@@ -104,7 +98,6 @@ def test_a_jobs_data_are_in_two_tables_and_in_each_of_several_sources() -> None:
 
 
 def test_a_key_changes_with_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A changed source file of the package, in a linked folder too, another version, or another torch."""
     (tmp_path / "package").mkdir()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("")

@@ -50,8 +50,6 @@ VOID = {"meta", "br", "hr", "img", "link", "input"}
 
 
 class Page(HTMLParser):
-    """Checks that every element is closed in order; keeps what is shown and where it comes from."""
-
     def __init__(self, text: str) -> None:
         super().__init__()
         self.open: list[str] = []
@@ -126,7 +124,6 @@ def page_of(tmp_path: Path, facts: list[AnyEvent], **changes: object) -> tuple[s
 
 
 def test_the_page_is_well_formed_and_needs_nothing_but_itself(tmp_path: Path) -> None:
-    """Every element is closed; no script, no link, no picture, no font from elsewhere; each plot is proper XML."""
     text, page = page_of(tmp_path, FACTS)
     assert not page.tags & {"script", "link", "img", "iframe", "object"}
     assert [link for link in page.links if not link.startswith("#")] == []
@@ -141,7 +138,6 @@ def test_the_page_is_well_formed_and_needs_nothing_but_itself(tmp_path: Path) ->
 
 
 def test_the_page_can_be_read_aloud(tmp_path: Path) -> None:
-    """Each plot says in words what it shows; tables have headers of rows and columns; a main part, a language."""
     text, page = page_of(tmp_path, FACTS)
     labels = re.findall(r'<svg[^>]*role="img" aria-label="([^"]+)"', text)
     assert len(labels) == text.count("<svg")
@@ -158,7 +154,6 @@ def test_the_page_can_be_read_aloud(tmp_path: Path) -> None:
 
 
 def test_nothing_is_wider_than_the_page(tmp_path: Path) -> None:
-    """Pictures shrink, none grows; what may be wider scrolls; on a phone each row of a table is a card of its own."""
     text, _ = page_of(tmp_path, FACTS)
     assert all("max-width:100%" in head for head in re.findall(r"<svg[^>]*>", text))
     assert all(table == '<div class="wide"><table' for table in re.findall(r".{18}<table", text))
@@ -167,7 +162,6 @@ def test_nothing_is_wider_than_the_page(tmp_path: Path) -> None:
 
 
 def test_the_job_is_shown_as_the_file_that_it_could_be(tmp_path: Path) -> None:
-    """TOML that parses to the same job; what has its default is left out."""
     text, _ = page_of(tmp_path, FACTS, params={"lr": 0.5}, check={"every": 1}, labels=["<a>", "b"])
     shown = html.unescape(text[text.rindex("<pre>") + 5 : text.rindex("</pre>")])
     wanted = {"name": "leaves", "method": "fedavg", "rounds": 1, "params": {"lr": 0.5}, "check": {"every": 1}}
@@ -176,7 +170,6 @@ def test_the_job_is_shown_as_the_file_that_it_could_be(tmp_path: Path) -> None:
 
 
 def test_the_page_holds_the_runs_numbers(tmp_path: Path) -> None:
-    """The last accuracy, the joules of the one metered task, its memory, bytes, and whom it could not ask why."""
     _, page = page_of(tmp_path, FACTS)
     shown = " ".join(page.shown)
     for wanted in (
@@ -198,7 +191,6 @@ def test_the_page_holds_the_runs_numbers(tmp_path: Path) -> None:
 
 
 def test_one_of_the_costs_is_shown_and_a_switch_selects_another(tmp_path: Path) -> None:
-    """A radio button for each plot, in the order of the plots; style.css has a rule for each."""
     text, _ = page_of(tmp_path, FACTS)
     (switch,) = re.findall(r'<div class="switch">(?:(?!</div>).)*name="Accuracy".*?</div>', text, re.S)
     names = re.findall(r"<label[^>]*>([^<]*)</label>", switch)
@@ -211,7 +203,6 @@ def test_one_of_the_costs_is_shown_and_a_switch_selects_another(tmp_path: Path) 
 
 
 def test_the_confusion_matrix_counts_the_last_evaluation(tmp_path: Path) -> None:
-    """Seven of eight examples are right; each cell says so when pointed at."""
     text, _ = page_of(tmp_path, FACTS, labels=["cat", "dog"])
     assert "Confusion matrix: 7 of 8 examples are classified correctly" in text
     assert "cat, predicted dog: " in text
@@ -298,14 +289,12 @@ def test_where_the_time_went_adds_up(tmp_path: Path) -> None:
 
 
 def test_what_a_run_says_is_text_and_no_html(tmp_path: Path) -> None:
-    """A note of a method or a reason of a device comes from elsewhere."""
     text, page = page_of(tmp_path, FACTS)
     assert "one <b>bold</b> note" in "".join(page.shown)
     assert "<b>bold" not in text
 
 
 def test_a_run_that_has_not_begun_has_a_page(tmp_path: Path) -> None:
-    """It says what is not known, and is written all the same."""
     _, page = page_of(tmp_path, [])
     assert "Nothing yet." in "".join(page.shown)
 
@@ -327,7 +316,6 @@ def test_boards_without_meters_have_no_joules(tmp_path: Path) -> None:
 
 
 def test_a_large_fleet_is_drawn_in_part_and_told_in_whole(tmp_path: Path) -> None:
-    """A hundred devices and a hundred rounds: the pictures stay small, the table has every device."""
     facts: list[AnyEvent] = [JobStarted(BLOB)]
     for number in range(100):
         device = f"dev-{number:03d}"
@@ -361,7 +349,6 @@ def test_the_picture_of_who_took_part_has_a_square_for_each(tmp_path: Path) -> N
 def test_a_fleets_run_is_reported_with_its_partition_and_its_test_accuracy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the commands: a simulated fleet on the digits, evaluated, reported."""
     network = {"name": "mlp", "inputs": 64, "hidden": [8], "classes": 10}
     first = tensors.encode_tensors(engine.init_tensors(network, seed=0))
     job_bundle.write_bundle(tmp_path / "bundle", {"network": network, "flops": 1200}, {"model": first})
@@ -392,14 +379,12 @@ def test_a_fleets_run_is_reported_with_its_partition_and_its_test_accuracy(
 
 
 def test_one_evaluation_is_told_and_not_drawn(tmp_path: Path) -> None:
-    """A stitched network has an accuracy when it is there, and none before."""
     text, page = page_of(tmp_path, FACTS[:7], rounds=5)
     assert "Accuracy by round" not in text
     assert "25.0 %" in " ".join(page.shown)
 
 
 def test_the_partition_is_drawn_for_the_devices_that_took_part_and_for_no_others(tmp_path: Path) -> None:
-    """Two of a job for eight, when two were started; boards of one's own have data that nobody here knows."""
     changes: dict[str, Any] = {
         "data": {"path": str(DIGITS), "partition": "iid"},
         "fleet": {"devices": 8, "boards": ["jetson-nano"]},

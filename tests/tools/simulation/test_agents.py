@@ -62,14 +62,12 @@ def facts_of(given: fleet.FleetPlan, run: str) -> list[object]:
 
 
 def test_a_fleet_on_virtual_time_that_waits_for_boards_that_never_come_says_so(tmp_path: Path) -> None:
-    """Boards go on telling their sensors, so that virtual time would pass for ever."""
     given = plan(tmp_path, cohort={"min_devices": 5}, fleet={"devices": 2})
     with pytest.raises(JobError, match="has waited for boards since its round 1"):
         fleet.run_fleet_virtually(given)
 
 
 def test_a_job_asks_the_boards_that_it_selects_and_no_others(tmp_path: Path) -> None:
-    """The first round waits for these alone; a selection of none is refused before anything is queued."""
     fleet_of = {"devices": 3, "labels": ["site=lab", "site=hall window"]}
     given = plan(tmp_path, cohort={"select": ["site=lab", "!window"]}, fleet=fleet_of)
     run, ended = fleet.run_fleet_virtually(given)
@@ -84,7 +82,6 @@ def test_a_job_asks_the_boards_that_it_selects_and_no_others(tmp_path: Path) -> 
 
 
 def test_a_fleet_on_virtual_time_trains_and_reports_what_its_boards_would_take(tmp_path: Path) -> None:
-    """Times and joules come from the profiles, and say so."""
     given = plan(tmp_path)
     run, status = fleet.run_fleet_virtually(given)
     assert status == "done"
@@ -102,7 +99,6 @@ def test_a_fleet_on_virtual_time_trains_and_reports_what_its_boards_would_take(t
 
 
 def test_processes_on_a_real_broker_end_with_the_same_bits_as_virtual_time(tmp_path: Path) -> None:
-    """There is no second agent loop: where the arithmetic runs does not matter."""
     virtual, real = plan(tmp_path / "virtual"), plan(tmp_path / "real")
     one, _ = fleet.run_fleet_virtually(virtual)
     other, status = fleet.run_fleet_on_broker(real, None)
@@ -126,7 +122,6 @@ def test_a_fleet_whose_agents_all_fail_says_what_one_of_them_said(
 def test_an_agent_that_is_killed_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Once, by name and with how it ended; the others go on, and the round closes with them."""
     killed = fleet.RUN.replace(
         "import sys;", "import os, sys; 'jetson-tx2-01' in sys.argv[-1] and os.kill(os.getpid(), 9);"
     )
@@ -144,7 +139,6 @@ def test_an_agent_that_is_killed_is_told(
 
 
 def test_a_fleet_that_is_killed_goes_on_when_it_is_started_again_and_leaves_no_agents(tmp_path: Path) -> None:
-    """Its agents end with it, and another coordinator of its home would find nothing that holds it up."""
     job, given = tmp_path / "job.toml", plan(tmp_path, rounds=30, check={"every": 0})
     table = msgspec.to_builtins(given.job)
     job.write_text(
@@ -174,7 +168,6 @@ def test_a_fleet_that_is_killed_goes_on_when_it_is_started_again_and_leaves_no_a
 
 
 def children(pid: int) -> list[int]:
-    """The processes that a process has started, and what these have started."""
     found = [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return [*found, *(pid for each in found if alive(each) for pid in children(each))]
 
@@ -186,7 +179,6 @@ def children(pid: int) -> list[int]:
 def test_boards_and_budgets_that_there_are_not_leave_no_run_behind(
     tmp_path: Path, changes: dict[str, object], said: str
 ) -> None:
-    """On virtual time as with processes."""
     given = plan(tmp_path, fleet={"devices": 3, **changes})
     for run in (lambda: fleet.run_fleet_virtually(given), lambda: fleet.run_fleet_on_broker(given, None)):
         with pytest.raises(JobError, match=said):
@@ -196,7 +188,6 @@ def test_boards_and_budgets_that_there_are_not_leave_no_run_behind(
 
 
 def test_an_evaluation_costs_simulated_boards_a_forward_pass(tmp_path: Path) -> None:
-    """Beside what every task costs: no more than a third of an epoch, in which each example takes three such passes."""
     boards = {"devices": 3, "boards": ["jetson-nano", "jetson-tx2"], "policy": "max"}
     trained: list[list[float]] = []
     for epochs in (2, 4):
@@ -238,7 +229,6 @@ def test_data_that_cannot_be_is_told_before_anything_is_queued(tmp_path: Path, w
 def test_a_fleet_that_cannot_fill_its_rounds_leaves_no_run_behind(
     tmp_path: Path, changes: dict[str, object], said: str
 ) -> None:
-    """A device without an example, and more devices in a cohort than there are, are known beforehand."""
     given = plan(tmp_path, **changes)
     with pytest.raises((JobError, DataError), match=said):
         fleet.run_fleet_virtually(given)
@@ -247,7 +237,6 @@ def test_a_fleet_that_cannot_fill_its_rounds_leaves_no_run_behind(
 
 
 def test_a_fleet_in_a_folder_that_was_used_before_is_fresh(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What boards kept of another run would change what is measured: the same job takes the same bytes again."""
     given = plan(tmp_path)
     took = []
     for _ in range(2):
@@ -262,7 +251,6 @@ def test_a_fleet_in_a_folder_that_was_used_before_is_fresh(tmp_path: Path, caplo
 def test_boards_of_a_run_that_is_over_keep_what_is_theirs_and_no_blobs(
     tmp_path: Path, method: str, kept: set[str]
 ) -> None:
-    """Their private state may be wanted; what came over the network can come again."""
     given = plan(tmp_path, method=method)
     run, status = fleet.run_fleet_virtually(given)
     assert status == "done"
@@ -277,8 +265,6 @@ def test_boards_of_a_run_that_is_over_keep_what_is_theirs_and_no_blobs(
 def test_ctrl_c_on_virtual_time_says_how_to_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As it does with processes."""
-
     def interrupted(*given: object, **options: object) -> None:
         raise KeyboardInterrupt
 
@@ -334,7 +320,6 @@ def test_the_command_to_go_on_has_the_options_of_the_broker(
 
 
 def test_virtual_time_waits_for_no_disk_and_processes_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a simulated fleet's thousands of syncs none is worth its time; a store that is opened otherwise keeps them."""
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", synced.append)
     given = plan(tmp_path)
@@ -351,7 +336,6 @@ def test_virtual_time_waits_for_no_disk_and_processes_do(tmp_path: Path, monkeyp
 
 
 def test_a_fleets_data_is_read_once_for_all_its_boards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each by itself would read and share out all of it."""
     reads: list[object] = []
     read = examples.open_split
     monkeypatch.setattr(examples, "open_split", lambda spec: reads.append(spec) or read(spec))
@@ -363,7 +347,6 @@ def test_a_fleets_data_is_read_once_for_all_its_boards(tmp_path: Path, monkeypat
 def test_a_fleet_is_told_of_from_the_first_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Making thousands of boards and their first round take minutes, in which no fact comes."""
     given = plan(tmp_path)
     monkeypatch.setattr(ProgressLine, "is_live", property(lambda line: line._out is sys.stdout))
     monkeypatch.setattr(progress, "LIVE_S", -1.0)

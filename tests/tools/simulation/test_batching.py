@@ -20,8 +20,6 @@ class Call:
 
 
 class Doubling:
-    """Training doubles a number, and draws once; `batches` is what went together."""
-
     def __init__(self, alone: float | None = None) -> None:
         self.batches: list[list[float]] = []
         self.alone = alone
@@ -43,8 +41,6 @@ class Doubling:
 
 
 def half(value: float, times: int) -> Any:
-    """Trains so often, each time on what came before; tells its last value, and draws once more."""
-
     def run(engine: Any) -> tuple[float, int, str]:
         rng, now = np.random.default_rng(int(value)), value
         for _ in range(times):
@@ -55,7 +51,6 @@ def half(value: float, times: int) -> Any:
 
 
 def test_halves_that_train_are_trained_together() -> None:
-    """Once, twice and never: the second time two go together, no more."""
     engine = Doubling()
     found = run_together([half(1, 1), half(2, 2), half(3, 0), half(4, 2)], engine)
     assert engine.batches == [[1, 2, 4], [4, 8]]
@@ -64,7 +59,6 @@ def test_halves_that_train_are_trained_together() -> None:
 
 
 def test_a_half_draws_on_as_if_it_had_not_been_broken_off() -> None:
-    """What it draws after its trainings is what it draws with an engine that knows no others."""
     plain = Doubling()
     for times in range(3):
         ((found, _),) = run_together([half(5, times)], Doubling())
@@ -92,8 +86,6 @@ def test_what_a_training_raises_is_raised_in_its_half_alone() -> None:
 
 
 def test_an_engine_that_trains_nobody_together_is_used_as_it_is() -> None:
-    """Each half is called once, and one's error is not another's."""
-
     def bad(engine: Any) -> float:
         raise KeyError("x")
 
@@ -103,7 +95,6 @@ def test_an_engine_that_trains_nobody_together_is_used_as_it_is() -> None:
 
 
 def test_a_half_that_is_called_again_finds_its_site_as_it_was() -> None:
-    """Made once; its generator goes on from where it began, so that what is drawn before a training is drawn alike."""
     made: list[int] = []
     nothing = Examples(np.zeros((0, 1)), np.zeros(0, int))
 

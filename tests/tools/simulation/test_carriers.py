@@ -23,7 +23,6 @@ Pools = Callable[[str, int, agents.FleetPlan], WorkBackend]
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[Pools]:
-    """Workers by engine and number; all jobs here have the same devices with the same examples."""
     with contextlib.ExitStack() as stack:
         made: dict[tuple[str, int], WorkBackend] = {}
 
@@ -40,7 +39,6 @@ def pools() -> Iterator[Pools]:
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.nightly) for name in methods.builtin_names()]
 )
 def test_cohorts_bytes_and_bits_are_equal_on_all_three_carriers(name: str, tmp_path: Path, pools: Pools) -> None:
-    """Over the memory link, in this process, and by a pool of one worker and of two."""
     given = plan(name, tmp_path)
     started, _ = agents.run_fleet_virtually(given)
     linked = outcome(given.home, started)
@@ -55,7 +53,6 @@ def test_cohorts_bytes_and_bits_are_equal_on_all_three_carriers(name: str, tmp_p
 
 @pytest.mark.parametrize("codec", ["fp16", "int8", "topk"])
 def test_what_a_codec_makes_is_equal_too(codec: str, tmp_path: Path, pools: Pools) -> None:
-    """Codecs that keep privately what they left out included."""
     given = plan("fedavg", tmp_path)
     coded = msgspec.structs.replace(given.job, wire=msgspec.structs.replace(given.job.wire, codec=codec))
     given = agents.FleetPlan(coded, given.bundle, given.home)

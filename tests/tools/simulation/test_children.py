@@ -10,7 +10,6 @@ from fedquilt.tools.simulation.agents import ChildCommand
 
 
 def test_ctrl_c_in_the_terminal_of_a_command_reaches_it_alone(tmp_path: Path) -> None:
-    """It tells its processes to stop itself; a process in its group would be gone before."""
     with agents.start_processes(
         {"broker": ChildCommand(["broker", "--listen", "127.0.0.1:0"], tmp_path / "log")}
     ) as started:

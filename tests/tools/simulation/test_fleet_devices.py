@@ -22,7 +22,6 @@ JOB = {"name": "toy", "engine": "numpy", "params": {"epochs": 1, "batch": 4, "lr
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A prepared bundle of the toy network."""
     made = toy_bundle()
     job_bundle.write_bundle(tmp_path / "bundle", made.meta, {"model": tensors.encode_tensors(made.load("model"))})
     return tmp_path / "bundle"
@@ -36,7 +35,6 @@ def played(
     away: Collection[str] = (),
     **job: Any,
 ) -> Simulation:
-    """A run with four devices; `act` is called before the first round, after each, and at the end."""
     given = settings.parse_job({**JOB, "method": method, **job})
     hands, held = make_local_backend(point_members(4, 13), engine=NumpyEngine(ROOM_BYTES, base_bytes=0))
     with Simulation(given, folder, held, folder.parent / "home", away=away) as simulation:
@@ -46,8 +44,6 @@ def played(
 
 
 def test_devices_that_come_later_take_part_from_the_round_that_is_open_then(folder: Path) -> None:
-    """Two are there from the first; when two rounds are done the third round is open, and the others join it."""
-
     def act(simulation: Simulation) -> None:
         if len(simulation.rounds) == 2:
             simulation.fleet.bring_online(["dev-2", "dev-3"])
@@ -80,8 +76,6 @@ def test_a_device_that_is_switched_off_loses_its_task_and_keeps_its_private_stat
 
 
 def test_what_it_was_sent_is_still_there_when_a_device_comes_back(folder: Path) -> None:
-    """Local's model is the same in every round: it goes to each device once, whoever was away meanwhile."""
-
     def act(simulation: Simulation) -> None:
         if len(simulation.rounds) == 1:
             simulation.fleet.switch_off(["dev-3"])
@@ -95,7 +89,6 @@ def test_what_it_was_sent_is_still_there_when_a_device_comes_back(folder: Path) 
 
 
 def test_a_run_that_everybody_has_left_stands_still_and_says_so(folder: Path) -> None:
-    """Instead of waiting on virtual time for ever; it goes on when somebody comes."""
     given = settings.parse_job({**JOB, "method": "fedavg", "rounds": 2})
     hands, held = make_local_backend(point_members(4, 13), engine=NumpyEngine(ROOM_BYTES, base_bytes=0))
     with Simulation(given, folder, held, folder.parent / "home", away=held) as simulation:

@@ -17,7 +17,6 @@ from fedquilt.edge_agent.storage.agent_state import PRIVATE
 
 
 def refusing(number: int, device: str, seen: list[tuple[int, str, bool]]) -> Method:
-    """Method "local" with a private count of tasks on each device, and one update that the coordinator refuses."""
     method = methods.load("local")
 
     def work(task: Task, site: ClientContext) -> ClientResult:
@@ -56,7 +55,6 @@ def leaving(seen: list[list[str]], work: Callable[[Task, ClientContext], ClientR
 
 
 def test_a_file_in_a_tasks_cache_is_never_taken_for_private_state(fleet: Fleet) -> None:
-    """Also not by the very name of the file that private state is written to; the next task finds it in its cache."""
     seen: list[list[str]] = []
     there: list[bool] = []
 
@@ -71,7 +69,6 @@ def test_a_file_in_a_tasks_cache_is_never_taken_for_private_state(fleet: Fleet) 
 
 
 def test_a_device_whose_tasks_keep_nothing_has_no_folder_for_it(fleet: Fleet) -> None:
-    """A thousand empty folders are made in the time of as many small trainings."""
     ended = fleet.played(devices=2)
     assert ended.status == "done"
     assert not (ended.devices / "work").exists()

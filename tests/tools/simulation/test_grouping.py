@@ -15,8 +15,6 @@ TASK = plain.task(engine="torch", deadline_s=0.0)
 
 
 class Recorded:
-    """The only worker of a pool, played: notes how many orders it is given at once, and answers as the test says."""
-
     def __init__(self) -> None:
         self.ready = (0,)
         self.groups: list[int] = []
@@ -45,14 +43,11 @@ class Recorded:
 
 
 class Grouped:
-    """A pool of this worker."""
-
     def __init__(self) -> None:
         self.worker = Recorded()
         self.pool = WorkerPool(self.worker, [], together=True)
 
     def call(self, joint: Sequence[bool]) -> list[int]:
-        """The groups of one call; each order's answer is its own."""
         self.worker.groups, self.worker.joint = [], iter(joint)
         orders = [WorkRequest(TASK, f"dev-{index}", 0, {}, {}, None, "cache", "out") for index in range(len(joint))]
         assert [(order, outcome.reason) for order, outcome in self.pool.run_requests(orders)] == [
@@ -70,7 +65,6 @@ def test_orders_go_together_once_the_first_of_a_call_has_been_trained_with_other
 
 
 def test_orders_go_alone_again_after_a_call_whose_first_was_trained_alone() -> None:
-    """An evaluation between two rounds, say: the next call is not kept waiting for one worker."""
     made = Grouped()
     made.call([True, True])
     assert made.call([False, True, True]) == [3]

@@ -34,7 +34,6 @@ def changed(**given: object) -> Machine:
     ],
 )
 def test_a_machine_that_differs_is_refused_by_name_unless_machines_may_be_mixed(other: Machine, said: str) -> None:
-    """Processor, GPU, threads and libraries each change the last bits."""
     with pytest.raises(JobError, match=f"{said} results would have other last bits.*--mixed"):
         machines.require_same_results({"one": ONE}, "two", other, mixed=False)
     machines.require_same_results({"one": ONE}, "two", other, mixed=True)
@@ -42,7 +41,6 @@ def test_a_machine_that_differs_is_refused_by_name_unless_machines_may_be_mixed(
 
 @pytest.mark.parametrize("name", ["fedquilt", "mine"])
 def test_other_code_is_refused_even_where_machines_may_be_mixed(name: str) -> None:
-    """Of fedquilt itself, or of a plug-in that one of them lacks."""
     first = changed(code={**ONE.code, "mine": "bb"})
     other = changed(code={**first.code, name: "0.2.0 (cc)"})
     with pytest.raises(JobError, match=rf"two has other code than one: {name} 0.2.0 \(cc\), not .*install the same"):
@@ -50,7 +48,6 @@ def test_other_code_is_refused_even_where_machines_may_be_mixed(name: str) -> No
 
 
 def test_a_run_keeps_what_computed_it_and_goes_on_elsewhere_only_where_it_may(tmp_path: Path) -> None:
-    """A newer fedquilt may take it up; another numpy may with leave, and both are then on record."""
     machines.record_machines(tmp_path, "run", {"one": ONE}, mixed=False)
     machines.record_machines(tmp_path, "run", {"one": changed(code={"fedquilt": "0.2.0 (dd)"})}, mixed=False)
     other = changed(libraries={**ONE.libraries, "numpy": "1.26.4"})
@@ -69,7 +66,6 @@ def test_machines_of_one_kind_are_told_in_one_line() -> None:
 
 
 def test_a_simulated_run_in_a_home_keeps_this_machine(tmp_path: Path) -> None:
-    """By its name, with one thread, as its workers have."""
     made = toy_bundle()
     job_bundle.write_bundle(tmp_path / "bundle", made.meta, {"model": tensors.encode_tensors(made.load("model"))})
     job = settings.parse_job({"name": "toy", "method": "fedavg", "engine": "numpy", "rounds": 1})
@@ -80,16 +76,12 @@ def test_a_simulated_run_in_a_home_keeps_this_machine(tmp_path: Path) -> None:
     assert found[socket.gethostname()].libraries["numpy"]
 
 
-# -- which engine a word names --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("word", ["pool", "ray", "ray://head:10001", "ray://[::1]:10001"])
 def test_an_engine_is_taken_at_its_word(word: str) -> None:
     assert pool.choose_engine(word, {"RAY_ADDRESS": "10.0.0.1:6379"}) == word
 
 
 def test_auto_is_a_pool_except_within_a_ray_cluster() -> None:
-    """Ray's own launchers say so by RAY_ADDRESS."""
     assert pool.choose_engine("auto", {}) == "pool"
     assert pool.choose_engine("auto", {"RAY_ADDRESS": "10.0.0.1:6379"}) == "ray"
 
@@ -101,7 +93,6 @@ def test_an_unknown_engine_is_refused_with_those_there_are(word: str) -> None:
 
 
 def test_the_ray_of_this_machine_is_the_one_that_ray_start_has_noted(tmp_path: Path) -> None:
-    """RAY_ADDRESS comes first; without either there is none."""
     given = {"RAY_TMPDIR": str(tmp_path)}
     assert ray_workers.find_ray_address(given) is None
     (tmp_path / "ray").mkdir()

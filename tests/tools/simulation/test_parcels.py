@@ -49,7 +49,6 @@ def order(folder: Path, **changes: object) -> WorkRequest:
 
 
 def test_a_sent_order_names_no_path_of_this_machine_and_the_other_one_puts_its_own_in(tmp_path: Path) -> None:
-    """Bundle, private state and what adversaries overheard; everything else stays as it is."""
     given = order(tmp_path)
     sent, files = pack_request(given)
     assert str(tmp_path) not in repr(sent)
@@ -91,9 +90,6 @@ def test_what_a_node_made_lies_where_a_worker_of_this_machine_would_have_written
     assert (tmp_path / "dev-0.private.safetensors").read_bytes() == private
 
 
-# -- the files of a node --------------------------------------------------------------------------
-
-
 def files(node: Path, worker: str, store: dict[str, bytes], fetched: list[str], most_bytes: int = 1 << 20) -> NodeFiles:
     def fetch(reference: str) -> bytes:
         fetched.append(reference)
@@ -103,7 +99,6 @@ def files(node: Path, worker: str, store: dict[str, bytes], fetched: list[str], 
 
 
 def test_a_content_is_fetched_once_for_all_workers_of_a_node(tmp_path: Path) -> None:
-    """The second one finds the first one's, and each has it under a name of its own."""
     store, fetched = {"ref": b"weights"}, list[str]()
     one, two = (files(tmp_path, name, store, fetched) for name in ("one", "two"))
     first, second = (Path(each.ensure_file(sha256(b"weights"), "ref")) for each in (one, two))
@@ -113,7 +108,6 @@ def test_a_content_is_fetched_once_for_all_workers_of_a_node(tmp_path: Path) -> 
 
 
 def test_a_state_that_a_node_made_is_not_fetched_by_it(tmp_path: Path) -> None:
-    """It is there for whichever of its workers gets the device's next order."""
     fetched: list[str] = []
     one, two = (files(tmp_path, name, {}, fetched) for name in ("one", "two"))
     one.store_file(sha256(b"private"), b"private")

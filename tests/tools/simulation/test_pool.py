@@ -41,7 +41,6 @@ JOB = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A prepared bundle of the toy network."""
     made = toy_bundle()
     job_bundle.write_bundle(tmp_path / "bundle", made.meta, {"model": tensors.encode_tensors(made.load("model"))})
     return tmp_path / "bundle"
@@ -72,7 +71,6 @@ def test_devices_that_are_trained_in_one_graph_give_the_same_bits_on_any_number_
 
 
 def test_examples_that_are_made_as_they_are_asked_for_are_never_all_there(folder: Path) -> None:
-    """An iterator of members gives the same bits, and each one's examples go when the next is asked for."""
     given = point_members(5, 13)
     held: list[weakref.ref[np.ndarray]] = []
 
@@ -111,7 +109,6 @@ def test_seconds_are_the_slowest_boards_and_joules_are_everybodys(folder: Path) 
 
 
 def test_evaluations_beside_the_rounds_are_of_the_state_that_was_committed(folder: Path) -> None:
-    """Of everybody who holds examples out, and of a test set that nobody has; they cost the devices nothing."""
     members = point_members(4, 13)
     members[1] = DeviceData(members[1].device, members[1].train, Examples(members[1].held.x[:0], members[1].held.y[:0]))
     test = members[0].train
@@ -141,7 +138,6 @@ def test_evaluations_beside_the_rounds_are_of_the_state_that_was_committed(folde
 
 
 def test_a_device_whose_training_diverges_is_told_by_its_name_and_the_others_go_on(folder: Path) -> None:
-    """As on boards: its refusal is in the log, with the reason that its engine gives."""
     members = point_members(3, 13)
     bad = members[1].train
     members[1] = DeviceData(members[1].device, Examples(bad.x * np.float32(1e30), bad.y), members[1].held)
@@ -160,7 +156,6 @@ def test_too_few_and_too_many_workers_are_refused(folder: Path, workers: int) ->
 
 @pytest.mark.parametrize("engine", ["numpy", "onnx", "torch"])
 def test_a_process_that_forks_the_workers_has_one_thread(engine: str) -> None:
-    """What it imports before starts no other: a lock that such a one held would stay locked in every worker."""
     code = "import os, sys; from fedquilt.tools.simulation import processes; processes.import_engine(sys.argv[1]); "
     code += "print(len(os.listdir('/proc/self/task')))"
     told = subprocess.run(
@@ -170,7 +165,6 @@ def test_a_process_that_forks_the_workers_has_one_thread(engine: str) -> None:
 
 
 def test_a_worker_ends_without_a_traceback_where_its_coordinator_ends_within_a_message() -> None:
-    """The message before is received, and of the last one only a beginning."""
     received, sent = multiprocessing.Pipe(duplex=False)
     sent.send_bytes(b"whole")
     os.write(sent.fileno(), struct.pack("!i", 100) + b"a beginning")

@@ -26,26 +26,22 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
-    """A cluster of one node, to which tests add others."""
     with cluster() as made:
         yield made
 
 
 @pytest.fixture
 def second(nodes: Nodes) -> Iterator[Any]:
-    """A second node."""
     node = nodes.add("two")
     yield node
     nodes.kill(node)
 
 
 def here(given: agents.FleetPlan, tmp_path: Path) -> Outcome:
-    """What the job comes to in this process."""
     return simulated(given, run.make_local_backend(given.load_devices()[0])[0], tmp_path / "here")
 
 
 def test_a_worker_that_is_killed_amid_an_order_changes_no_bit(tmp_path: Path, nodes: Nodes, second: Any) -> None:
-    """Its order is given to another, and a new one is started on its node; private state lies with the run."""
     given = plan("scaffold", tmp_path)
     killed: list[int] = []
 
@@ -67,7 +63,6 @@ def test_a_worker_that_is_killed_amid_an_order_changes_no_bit(tmp_path: Path, no
 
 @pytest.mark.nightly
 def test_a_node_that_is_lost_amid_a_round_takes_nothing_with_it(tmp_path: Path, nodes: Nodes) -> None:
-    """The other one goes on, with the private state of all devices."""
     given = plan("scaffold", tmp_path)
     lost = nodes.add("three")
     gone: list[int] = []

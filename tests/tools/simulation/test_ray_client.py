@@ -48,7 +48,6 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def served(command: Sequence[str], env: Mapping[str, str], port: int) -> Iterator[str]:
-    """Address of the client server, while it runs."""
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         until_s = time.monotonic() + 120
@@ -64,7 +63,6 @@ def served(command: Sequence[str], env: Mapping[str, str], port: int) -> Iterato
 
 @pytest.mark.parametrize("name", ["fedavg", "scaffold"])
 def test_bits_by_a_client_server_are_those_of_one_process(name: str, tmp_path: Path, address: str) -> None:
-    """Of every state, with private state that follows its device."""
     given = plan(name, tmp_path)
     workers = RayWorkers(str(given.job.engine), address, count=2, mixed=False)
     with hands(workers, given) as made:
@@ -76,7 +74,6 @@ def test_bits_by_a_client_server_are_those_of_one_process(name: str, tmp_path: P
 def test_a_cluster_of_another_ray_is_refused_with_both_versions(
     tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here by a client that says it is another version, and whose first process did not start."""
     import ray
 
     theirs, init, asked = ray.__version__, ray.init, list[str]()
@@ -101,7 +98,6 @@ def test_a_cluster_of_another_ray_is_refused_with_both_versions(
 def test_a_client_server_that_never_starts_a_process_is_given_up(
     tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After three attempts, with its words."""
     import ray
 
     asked: list[object] = []
@@ -119,7 +115,6 @@ def test_a_client_server_that_never_starts_a_process_is_given_up(
 
 
 def test_more_workers_than_the_cluster_has_processors_are_refused_by_name(tmp_path: Path, address: str) -> None:
-    """The connection is closed: the next run can connect."""
     given = plan("fedavg", tmp_path)
     for _ in range(2):
         with (

@@ -23,7 +23,6 @@ Carried = Callable[[agents.FleetPlan], tuple[Watched, WorkBackend]]
 
 @pytest.fixture(scope="module")
 def carried() -> Iterator[Carried]:
-    """Workers by engine, on two nodes with a processor for each; all jobs here have the same devices and examples."""
     with cluster() as nodes, contextlib.ExitStack() as stack:
         nodes.add("two")
         made: dict[str, tuple[Watched, WorkBackend]] = {}
@@ -44,7 +43,6 @@ def carried() -> Iterator[Carried]:
     "name", [pytest.param(name, marks=() if name in SOME else pytest.mark.nightly) for name in methods.builtin_names()]
 )
 def test_bits_on_two_ray_nodes_are_those_of_one_process(name: str, tmp_path: Path, carried: Carried) -> None:
-    """Of every state; some methods in `make test`, all at night."""
     given = plan(name, tmp_path)
     workers, made = carried(given)
     workers.nodes.clear()

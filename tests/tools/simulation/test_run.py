@@ -30,7 +30,6 @@ def engine() -> NumpyEngine:
 
 @pytest.fixture
 def begin(tmp_path: Path, engine: NumpyEngine) -> Iterator[Any]:
-    """Opens simulations of five toy devices, each in a home of its own; `begin.hands` carries their orders out."""
     with contextlib.ExitStack() as stack:
         bundle = write_bundle(tmp_path / "bundle", toy_bundle())
         homes = (tmp_path / f"home-{i}" for i in range(100))
@@ -58,9 +57,6 @@ def counting(seen: list[str]) -> Method:
     return replace(method, work=work)
 
 
-# -- seconds --------------------------------------------------------------------------------------
-
-
 def test_what_is_done_between_two_rounds_is_no_part_of_their_seconds(
     begin: Any, engine: NumpyEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,7 +77,6 @@ def test_what_is_done_between_two_rounds_is_no_part_of_their_seconds(
 
 
 def test_devices_of_one_name_in_two_runs_have_a_cache_each(begin: Any, engine: NumpyEngine) -> None:
-    """Which lives as long as the run."""
     seen: list[str] = []
     method = counting(seen)
     carry, _ = run.make_local_backend(point_members(5, 13), load=lambda name: method, engine=engine)
@@ -92,11 +87,7 @@ def test_devices_of_one_name_in_two_runs_have_a_cache_each(begin: Any, engine: N
     )
 
 
-# -- who is asked, and what travels ---------------------------------------------------------------
-
-
 def test_the_cohort_is_the_coordinators(engine: NumpyEngine) -> None:
-    """Two of five devices in each round, drawn from the seed and the round; all of them get a turn."""
     rounds: list[tuple[str, ...]] = []
 
     def observe(simulation: Simulation, hands: WorkBackend) -> None:
@@ -118,7 +109,6 @@ def test_the_cohort_is_the_coordinators(engine: NumpyEngine) -> None:
 
 
 def test_bytes_are_those_of_contents_and_each_goes_to_a_device_once(engine: NumpyEngine) -> None:
-    """One model down and one up for each device; with "local" it goes down in the first round only."""
     size = len(tensors.encode_tensors(toy_bundle().load("model")))
     taken: list[tuple[int, int]] = []
 
@@ -133,7 +123,6 @@ def test_bytes_are_those_of_contents_and_each_goes_to_a_device_once(engine: Nump
 
 @pytest.mark.parametrize("codec", ["fp16", "int8"])
 def test_a_codec_makes_updates_smaller_and_the_model_another(codec: str, engine: NumpyEngine) -> None:
-    """Down all goes as ever."""
     taken: dict[str, tuple[int, int]] = {}
 
     def models(codec: str) -> list[bytes]:
@@ -156,7 +145,6 @@ def test_a_codec_makes_updates_smaller_and_the_model_another(codec: str, engine:
 
 
 def test_an_engine_that_is_given_stays_open_however_many_budgets_there_are(engine: NumpyEngine) -> None:
-    """Ten, where engines are kept for eight."""
     closed: list[str] = []
 
     class Lent(NumpyEngine):
@@ -170,12 +158,7 @@ def test_an_engine_that_is_given_stays_open_however_many_budgets_there_are(engin
     assert closed == []
 
 
-# -- what goes wrong ------------------------------------------------------------------------------
-
-
 def test_a_run_that_fails_says_why(engine: NumpyEngine) -> None:
-    """A client half that cannot work on any device ends the job after its attempts, with the first one's reason."""
-
     def work(task: Task, site: ClientContext) -> ClientResult:
         raise ValueError("the dog ate it")
 
@@ -187,8 +170,6 @@ def test_a_run_that_fails_says_why(engine: NumpyEngine) -> None:
 
 
 def test_a_run_that_cannot_be_taken_up_says_why_and_does_not_wait(engine: NumpyEngine) -> None:
-    """Boards with sensors go on telling them on virtual time: once a comparison waited for them for ever."""
-
     def init(bundle: Any, params: Any, seed: int) -> Any:
         raise JobError("the bundle is of another kind")
 
@@ -207,11 +188,7 @@ def test_an_engine_that_the_method_has_not_is_refused(tmp_path: Path) -> None:
         make_job("fedavg", SMALL, engine="onnx")
 
 
-# -- what it costs --------------------------------------------------------------------------------
-
-
 def test_an_update_is_folded_once_where_all_come_in_order(begin: Any, engine: NumpyEngine) -> None:
-    """Five devices, two rounds: what shows that an update can be folded is what the round is committed with."""
     method = methods.load("fedavg")
     seen: list[str] = []
 

@@ -20,7 +20,6 @@ HOLDS = (
 
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where temporary files go."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     yield tmp_path
@@ -28,8 +27,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_a_folder_goes_with_what_is_in_it_however_it_is_left(place: Path) -> None:
-    """Also by an error; cleaning up twice does no harm."""
-
     def interrupted() -> None:
         with ScratchFolder() as folder:
             (folder / "deep").mkdir()
@@ -45,7 +42,6 @@ def test_a_folder_goes_with_what_is_in_it_however_it_is_left(place: Path) -> Non
 
 
 def test_what_a_killed_process_left_goes_and_what_a_living_one_holds_stays(place: Path) -> None:
-    """Folders of other names, and files, are nobody's business here."""
     (place / "fedquilt-older").mkdir()
     (place / "fedquilt-scratch-file").write_text("")
     held: list[Path] = []
@@ -74,7 +70,6 @@ def test_what_a_killed_process_left_goes_and_what_a_living_one_holds_stays(place
 def test_a_folder_that_was_removed_before_it_could_be_locked_is_made_again(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process looked around between the two calls."""
     make = tempfile.mkdtemp
     first: list[str] = []
 
@@ -95,7 +90,6 @@ def test_a_folder_that_was_removed_before_it_could_be_locked_is_made_again(
 
 
 def test_a_folder_that_was_removed_before_it_could_be_opened_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two simulations that begin at once on one machine: each looks for what others have left behind."""
     make = tempfile.mkdtemp
     first: list[str] = []
 

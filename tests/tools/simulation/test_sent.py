@@ -16,7 +16,6 @@ TASK = plain.task(engine="numpy", deadline_s=1.0)
 
 
 def test_what_tasks_share_is_encoded_once_and_each_comes_as_it_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seed, tier and last round are a device's own; anything else that differs is encoded anew."""
     encoded, plainly = [], wire.encode
     monkeypatch.setattr(wire, "encode", lambda message: encoded.append(message) or plainly(message))
     given = [TASK, replace(TASK, seed=7, tier="small", counted=3), replace(TASK, seed=8), replace(TASK, attempt=1)]
@@ -28,7 +27,6 @@ def test_what_tasks_share_is_encoded_once_and_each_comes_as_it_was_sent(monkeypa
 
 
 def test_a_refusal_is_heard_while_others_are_at_work(fleet: Fleet) -> None:
-    """The log has it before any outcome is known: the board with too little memory is not waited for."""
     simulation, _ = fleet.begin(fleet={"budgets": ["512MB", "1MB"]})
     orders = simulation.advance()
     assert [order.device for order in orders] == ["dev-0", "dev-2"]

@@ -28,7 +28,6 @@ JOB: dict[str, Any] = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A prepared bundle of the toy network."""
     made = toy_bundle()
     job_bundle.write_bundle(tmp_path / "bundle", made.meta, {"model": tensors.encode_tensors(made.load("model"))})
     return tmp_path / "bundle"
@@ -36,7 +35,6 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
-    """Of how many devices sums have come, and how many updates the coordinator has folded itself."""
     found: dict[str, list[int]] = {"sums": [], "folded": []}
     apart, added = PartialAggregate.add_pending_sum, Aggregator._fold_update
 
@@ -59,7 +57,6 @@ def played(folder: Path, workers: int, **job: Any) -> tuple[bytes, list[Any]]:
 
 
 def test_the_coordinator_merges_sums_and_folds_nothing_itself(folder: Path, taken: dict[str, list[int]]) -> None:
-    """Each order goes alone in the first round, and all six at once after it; the bits are those of one by one."""
     on_a_pool = played(folder, 2)
     assert taken == {"sums": [1] * 6 + [6, 6], "folded": []}
     assert played(folder, 0) == on_a_pool
@@ -77,7 +74,6 @@ def test_no_sum_is_made_of_what_does_not_add_up_or_is_coded(
 def test_updates_of_a_sum_that_does_not_count_whole_are_folded_one_by_one(
     folder: Path, taken: dict[str, list[int]]
 ) -> None:
-    """Two boards of six are too late, and the sums of six hold their updates."""
     late = {
         "cohort": {"size": 4, "over_select": 0.5},
         "fleet": {
@@ -94,7 +90,6 @@ def test_updates_of_a_sum_that_does_not_count_whole_are_folded_one_by_one(
 def test_updates_whose_sum_does_not_come_to_be_are_folded_one_by_one(
     folder: Path, taken: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their outcomes have said that it follows, and were examined meanwhile."""
     monkeypatch.setattr(WorkerPool, "_wait_for_sum", lambda self, package: b"")
     on_a_pool = played(folder, 2)
     assert taken == {"sums": [1] * 6 + [6, 6], "folded": [1] * 18}
@@ -102,7 +97,6 @@ def test_updates_whose_sum_does_not_come_to_be_are_folded_one_by_one(
 
 
 def test_what_cannot_be_folded_gives_no_sum(tmp_path: Path) -> None:
-    """The coordinator comes upon it then, and says what it is."""
     sums = OutcomeSums()
     assert not sums.prepare_sum(str(tmp_path / "nothing"), [], [])
     assert sums.pack_sum() == b""

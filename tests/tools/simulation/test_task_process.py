@@ -21,7 +21,6 @@ MODEL = {
 
 
 def test_a_task_tells_its_peak_and_gives_what_it_would_send_or_says_why_not(tmp_path: Path) -> None:
-    """A round of FedAvg with numpy; then one with a network that its data does not fit."""
     draws = np.random.default_rng(0)
     np.savez(tmp_path / "own.npz", x_train=draws.random((20, 4), np.float32), y_train=np.arange(20) % 2)
     method = methods.load("fedavg")

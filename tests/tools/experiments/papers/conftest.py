@@ -12,8 +12,6 @@ from fedquilt.tools.experiments import comparison
 
 @pytest.fixture
 def runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the cells of a table in this process: another one takes longer to import torch than a cell takes."""
-
     def run_here(
         play: Callable[..., Any], todo: Sequence[tuple[Any, ...]], workers: int | None = None
     ) -> Iterator[tuple[int, Any]]:

@@ -11,7 +11,6 @@ from fedquilt.tools.lab.papers import cells
 
 
 def run(tests: Sequence[float | None], *, first: int = 1, **figures: float) -> SeedRun:
-    """A run with an evaluation on the test set after each round, from `first` on."""
     marks = [
         EvaluationPoint(
             rounds=rounds,
@@ -42,12 +41,10 @@ def run(tests: Sequence[float | None], *, first: int = 1, **figures: float) -> S
 def test_the_first_round_that_reaches_the_target_counts_from_one(
     tests: Sequence[float | None], target: float, rounds: int | None
 ) -> None:
-    """At the target is reached; a later fall changes nothing; None where it is never reached."""
     assert cells.read_value(run(tests), "rounds_to", target) == rounds
 
 
 def test_a_value_is_that_of_the_last_evaluation_or_of_the_one_that_is_named() -> None:
-    """What the table's own code found comes first; an evaluation that was not made has no value."""
     curve = run([0.1, 0.4, 0.7], first=0, share=25.0, up_bytes=7.0)
     assert [cells.read_value(curve, name) for name in ("test", "test@0", "test@1", "test@9")] == [0.7, 0.1, 0.4, None]
     assert (cells.read_value(curve, "up_bytes@1"), cells.read_value(curve, "up_bytes")) == (10, 7.0)

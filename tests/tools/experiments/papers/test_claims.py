@@ -24,7 +24,6 @@ def test_a_claim_holds_if_the_whole_interval_is_on_its_side() -> None:
 
 
 def test_one_seed_has_no_interval_and_shows_nothing() -> None:
-    """However far ahead it is."""
     alone = papers.judge_claim([50.0], "points", at_least=0.0)
     assert (alone["verdict"], alone["reached"], alone["low"]) == ("one seed: no interval", False, None)
     (line,) = papers.format_judged_claims({"figures": {"ahead": alone}})
@@ -39,6 +38,5 @@ def test_claims_are_told_with_their_intervals() -> None:
 
 
 def test_quantiles_are_students() -> None:
-    """As tables of the distribution have them, where they are reckoned too."""
     for freedom, right in ((1, 12.706), (2, 4.303), (10, 2.228), (11, 2.201), (20, 2.086), (60, 2.000)):
         assert tables.t_quantile(freedom) == pytest.approx(right, abs=1e-3)

@@ -15,7 +15,6 @@ pytest.importorskip("torch", reason="a network is trained")
 
 @pytest.mark.nightly
 def test_a_short_run_of_a_column_tells_a_curve_for_each_method(tmp_path: Path) -> None:
-    """One round of warm-up in two: it is not its base, masks save bytes, and one seed alone is as beside others."""
     table = papers.load_tables()["fedpews-table6"]
     faster = {"3.2k-0.1": {"shares": {"warmup": 0.5}, "job": {"params": {"batch": 20}}}}
     table = replace(table, raw=merge_tables(table.raw, {"axes": {"column": faster}}))

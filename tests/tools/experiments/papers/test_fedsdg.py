@@ -17,7 +17,6 @@ from fedquilt.tools.lab.papers.grid import merge_tables
 
 @pytest.mark.nightly
 def test_a_small_run_of_all_methods_tells_accuracy_bytes_and_gates(tmp_path: Path) -> None:
-    """Two devices, one round: only the shared part goes up, and four gates of each device are told."""
     data = {"path": str(write_images(tmp_path / "drawn.npz", 28))}
     table = papers.load_tables()["fedsdg"]
     over: dict[str, Any] = {

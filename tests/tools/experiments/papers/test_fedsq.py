@@ -15,7 +15,6 @@ from fedquilt.tools.lab.papers.grid import merge_tables
 
 @pytest.mark.nightly
 def test_all_three_begin_with_the_same_pretrained_network_and_go_apart(tmp_path: Path) -> None:
-    """Pre-trained on the digits that are federated then; one bundle, made once."""
     table = papers.load_tables()["fedsq"]
     over = {"pretrain": {"data": {"path": "$digits"}, "fit": {"epochs": 1}}}
     table = replace(table, raw=merge_tables(table.raw, over))

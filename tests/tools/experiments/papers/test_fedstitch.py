@@ -26,7 +26,6 @@ TRAINED = GridRow(play="run_with_costs", paper={"rounds": (1.0,)})
 
 
 def job(method: str, rounds: int, seed: int = 7, **changes: Any) -> JobSettings:
-    """A job as the table's are, on the demo's digits, for two devices."""
     table: dict[str, Any] = {
         "name": "reproduce",
         "method": method,
@@ -41,18 +40,15 @@ def job(method: str, rounds: int, seed: int = 7, **changes: Any) -> JobSettings:
 
 
 def how(row: GridRow) -> ExecutionOptions:
-    """What of a run of the table its job does not say."""
     return ExecutionOptions("", row, together=True, first=False, tested=True, device="")
 
 
 def bundle(given: JobSettings, place: Path) -> Path:
-    """A bundle with random weights."""
     cells.make_pretrained_bundle(msgspec.to_builtins(given), None, place)
     return place / "bundle"
 
 
 def test_training_tells_each_evaluation_and_what_the_papers_schedule_would_take(tmp_path: Path) -> None:
-    """Ten epochs in one round take about five times the time of one epoch in each of two; and the budget is kept to."""
     pytest.importorskip("torch", reason="a network is trained")
     given = job("ft_full", 2, model=CNN, params={"batch": 8}, check={"every": 1})
     folder = bundle(given, tmp_path)
@@ -74,7 +70,6 @@ def test_training_tells_each_evaluation_and_what_the_papers_schedule_would_take(
 
 
 def test_a_search_is_played_alone_and_its_memory_is_the_most_of_all_its_tasks(tmp_path: Path) -> None:
-    """The demo's donors; nothing is trained, so that one evaluation is all; each of two devices has a run."""
     pytest.importorskip("onnxruntime", reason="blocks are run")
     given = job("fedstitch", 40, 0, params=SEARCH, cohort={"size": 1, "deadline_s": 1e6})
     case = ComparisonCase(
@@ -92,10 +87,6 @@ def test_a_search_is_played_alone_and_its_memory_is_the_most_of_all_its_tasks(tm
 
 @pytest.mark.parametrize("method", ["fedavg", "heterofl", "fedepth"])
 def test_a_schedule_takes_what_training_takes(tmp_path: Path, method: str) -> None:
-    """Two of three devices in each of three rounds: seconds and joules are those of the run that really trains.
-
-    One device has no room for the whole network: methods that want that ask another one in its place.
-    """
     pytest.importorskip("torch", reason="a network is trained")
     given = job(
         method,
@@ -112,9 +103,6 @@ def test_a_schedule_takes_what_training_takes(tmp_path: Path, method: str) -> No
     assert last.rounds == 3
     assert found["planned_s"] == pytest.approx(last.seconds, rel=1e-9)
     assert found["planned_j"] == pytest.approx(last.energy_j, rel=1e-9)
-
-
-# -- what is made of runs -------------------------------------------------------------------------
 
 
 def test_claims_are_about_the_papers_schedule_and_the_devices_that_can_take_part() -> None:

@@ -47,8 +47,6 @@ def rows(ours: list[float], local: list[float], inherited: list[float], up: floa
 
 
 def test_claims_are_judged_by_their_intervals() -> None:
-    """Ahead in the mean is not enough where seeds differ; Local is one of those to be ahead of."""
-
     def verdicts(*given: Any) -> list[str]:
         found = papers.judge_claims(papers.load_tables()["genefl"].grid, {"": rows(*given)})
         return [told["verdict"] for _, told in found.values()]

@@ -32,13 +32,11 @@ short = { like = "pulled", fixed = true, job.rounds = 1 }
 
 
 def made(folder: Path, text: str = GRID) -> grid.GridTable:
-    """The one table of a file with this text."""
     (folder / "made.toml").write_text(text)
     return grid.read_tables(folder / "made.toml")["made"]
 
 
 def test_a_run_is_the_job_changed_by_its_axes_and_its_row(tmp_path: Path) -> None:
-    """Columns are all combinations; a share of the rounds follows them; a row may keep its rounds or have more."""
     found = made(tmp_path).fill_marks(None)
     assert list(found.columns) == ["low, iid", "high, iid"]
     points = found.columns["low, iid"]
@@ -53,7 +51,6 @@ def test_a_run_is_the_job_changed_by_its_axes_and_its_row(tmp_path: Path) -> Non
 
 
 def test_tables_of_one_file_share_what_stands_outside_of_them(tmp_path: Path) -> None:
-    """Each adds to it; one may begin with another."""
     (tmp_path / "two.toml").write_text(
         GRID + '[tables.first]\nseeds = [4]\n[tables.second]\nlike = "first"\njob.rounds = 3\nrows.pulled.more = 0\n'
     )
@@ -99,7 +96,6 @@ def test_tables_of_one_file_share_what_stands_outside_of_them(tmp_path: Path) ->
     ],
 )
 def test_a_wrong_file_is_told_with_its_place_and_the_mend(tmp_path: Path, wrong: str, said: str) -> None:
-    """Unknown keys, rows and columns that there are not, and tables that begin with each other."""
     with pytest.raises(JobError, match=said):
         _ = made(tmp_path, GRID + wrong).grid
 
@@ -111,13 +107,9 @@ def test_a_wrong_job_names_the_file_and_the_row(tmp_path: Path) -> None:
 
 
 def test_rounds_that_are_no_number_are_named(tmp_path: Path) -> None:
-    """Also where a share of them is a parameter."""
     table = made(tmp_path, GRID.replace("rounds = 10", "rounds = 'ten'"))
     with pytest.raises(JobError, match=r"job\.rounds = 'ten': write a whole number"):
         papers.run_table(table, out=tmp_path)
-
-
-# -- data -----------------------------------------------------------------------------------------
 
 
 def test_mnist_is_found_where_its_files_or_torchvision_put_it(tmp_path: Path) -> None:
@@ -148,7 +140,6 @@ def test_cifar_and_weights_are_found_or_what_is_wanted_is_said(tmp_path: Path) -
 
 
 def test_marks_and_paths_in_a_file_become_places(tmp_path: Path) -> None:
-    """A mark is replaced wherever it stands; another path is taken from the file's folder; an unknown mark is named."""
     (tmp_path / "cifar-10-batches-py").mkdir()
     table = made(tmp_path, GRID + "[rows.own]\njob.data.path = 'x.npz'\n[rows.big]\njob.data.path = '$cifar'")
     assert table.takes_data

@@ -16,7 +16,6 @@ PEWS: Grid = papers.load_tables()["fedpews-table2"].grid
 
 
 def rows(base: list[int | None], pews: list[int | None], finals: list[float], rounds: int = 500) -> dict[str, Any]:
-    """One column of FedPeWS's table with these rounds to the target."""
     return {
         name: {
             "rounds": rounds,
@@ -72,7 +71,6 @@ def test_a_claim_may_be_of_every_row_of_a_ratio_and_of_the_worst_column() -> Non
 
 
 def test_nothing_is_a_percentage_of_nothing() -> None:
-    """The error names the claim and the key that works; braces of other words in a name stay."""
     spec = ClaimSpec("{share} of {row}", "up_bytes", row="a", of="b", unit="%", at_most=90.0)
     grid = Grid(about="x", rows={"a": GridRow(), "b": GridRow()}, claims=(spec,))
 
@@ -86,7 +84,6 @@ def test_nothing_is_a_percentage_of_nothing() -> None:
 
 
 def test_the_text_has_the_papers_numbers_beside_ours() -> None:
-    """A dash for a seed that did not get there; no row of verdicts where nothing is claimed."""
     result = {
         "table": "fedpews-table2",
         "seeds": [0, 1],
@@ -140,7 +137,6 @@ def test_comparisons_without_a_claim_stand_below_the_table_and_above_the_verdict
 
 
 def test_a_spread_is_that_of_several_seeds() -> None:
-    """One seed alone has none; values of each seed are told as they are."""
     assert papers.format_spread([0.995], 100.0, 2, False) == "99.50"
     assert papers.format_spread([0.99, 0.98], 100.0, 2, False) == "98.50 ± 0.71"
     assert papers.format_spread([0.99, None], 100.0, 0, True) == "99, -"
@@ -153,7 +149,6 @@ def test_a_claim_is_told_as_before() -> None:
 
 
 def test_a_picture_has_a_dot_for_each_seed_of_each_row() -> None:
-    """A plot for each shown value, also of the same title; a row without values is in none."""
     shown = (GridColumn("test", "accuracy %", 100.0), GridColumn("held", "accuracy %"))
     made = Grid(about="x", rows={"a": GridRow(), "b": GridRow()}, show=shown)
     values = {"a": [0.25, 0.5], "b": [None, None]}

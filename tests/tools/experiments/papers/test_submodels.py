@@ -18,7 +18,6 @@ from fedquilt.tools.lab.papers.grid import merge_tables
 
 @pytest.mark.usefixtures("runs_here")
 def test_a_small_run_tells_the_whole_network_and_its_parts(tmp_path: Path) -> None:
-    """Four devices, one round, a narrow network: every row has its accuracies, and parts are other networks."""
     table = papers.load_tables()["submodels"]
     path = str(write_images(tmp_path / "drawn.npz", 14))
     before = {"data": {"path": path, "limit": 40}, "fit": {"epochs": 1, "batch": 16}}
