@@ -5,7 +5,9 @@ from __future__ import annotations
 import html
 import re
 import sys
+import tempfile
 from dataclasses import replace
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -123,8 +125,14 @@ def page_of(tmp_path: Path, facts: list[AnyEvent], **changes: object) -> tuple[s
     return text, Page(text)
 
 
-def test_the_page_is_well_formed_and_needs_nothing_but_itself(tmp_path: Path) -> None:
-    text, page = page_of(tmp_path, FACTS)
+@cache
+def usual_page() -> tuple[str, Page]:
+    with tempfile.TemporaryDirectory() as folder:
+        return page_of(Path(folder), FACTS)
+
+
+def test_the_page_is_well_formed_and_needs_nothing_but_itself() -> None:
+    text, page = usual_page()
     assert not page.tags & {"script", "link", "img", "iframe", "object"}
     assert [link for link in page.links if not link.startswith("#")] == []
     assert not re.search(r"url\((?!#)|@import| on\w+=", text)
@@ -137,8 +145,8 @@ def test_the_page_is_well_formed_and_needs_nothing_but_itself(tmp_path: Path) ->
     assert "prefers-color-scheme:dark" in text
 
 
-def test_the_page_can_be_read_aloud(tmp_path: Path) -> None:
-    text, page = page_of(tmp_path, FACTS)
+def test_the_page_can_be_read_aloud() -> None:
+    text, page = usual_page()
     labels = re.findall(r'<svg[^>]*role="img" aria-label="([^"]+)"', text)
     assert len(labels) == text.count("<svg")
     assert any(label.startswith("Accuracy by round; ") and "ends at 87.5" in label for label in labels)
@@ -153,8 +161,8 @@ def test_the_page_can_be_read_aloud(tmp_path: Path) -> None:
     assert len(ids) == len(set(ids))
 
 
-def test_nothing_is_wider_than_the_page(tmp_path: Path) -> None:
-    text, _ = page_of(tmp_path, FACTS)
+def test_nothing_is_wider_than_the_page() -> None:
+    text, _ = usual_page()
     assert all("max-width:100%" in head for head in re.findall(r"<svg[^>]*>", text))
     assert all(table == '<div class="wide"><table' for table in re.findall(r".{18}<table", text))
     assert ".plots>svg{flex:0 1 auto" in text
@@ -169,8 +177,8 @@ def test_the_job_is_shown_as_the_file_that_it_could_be(tmp_path: Path) -> None:
     assert settings.parse_job(tomllib.loads(shown)) == settings.parse_job({**wanted, "labels": ["<a>", "b"]})
 
 
-def test_the_page_holds_the_runs_numbers(tmp_path: Path) -> None:
-    _, page = page_of(tmp_path, FACTS)
+def test_the_page_holds_the_runs_numbers() -> None:
+    _, page = usual_page()
     shown = " ".join(page.shown)
     for wanted in (
         "87.5 %",  # after the last round
@@ -190,8 +198,8 @@ def test_the_page_holds_the_runs_numbers(tmp_path: Path) -> None:
         assert wanted in shown, wanted
 
 
-def test_one_of_the_costs_is_shown_and_a_switch_selects_another(tmp_path: Path) -> None:
-    text, _ = page_of(tmp_path, FACTS)
+def test_one_of_the_costs_is_shown_and_a_switch_selects_another() -> None:
+    text, _ = usual_page()
     (switch,) = re.findall(r'<div class="switch">(?:(?!</div>).)*name="Accuracy".*?</div>', text, re.S)
     names = re.findall(r"<label[^>]*>([^<]*)</label>", switch)
     assert names == ["rounds", "seconds", "board seconds", "bytes", "joules"]
@@ -208,9 +216,9 @@ def test_the_confusion_matrix_counts_the_last_evaluation(tmp_path: Path) -> None
     assert "cat, predicted dog: " in text
 
 
-def test_the_timeline_shows_what_each_device_did_in_a_round(tmp_path: Path) -> None:
+def test_the_timeline_shows_what_each_device_did_in_a_round() -> None:
     """2 s at the task, 1 s down, start and up, and 1 s of waiting for the end of the round."""
-    text, _ = page_of(tmp_path, FACTS)
+    text, _ = usual_page()
     labels = re.findall(r'aria-label="(Devices in [^"]*)"', text)
     assert labels == [
         "Devices in round 1; s, since the round began; a 4",
@@ -281,15 +289,15 @@ def test_virtual_time_and_predicted_energy_are_called_so(tmp_path: Path) -> None
     assert "coordinator" not in text[text.index("<dl") : text.index("What happened")]
 
 
-def test_where_the_time_went_adds_up(tmp_path: Path) -> None:
+def test_where_the_time_went_adds_up() -> None:
     """Both rounds: 2 s at the task, 1 s moving, 1 s waiting, of 4 s."""
-    _, page = page_of(tmp_path, FACTS)
+    _, page = usual_page()
     shown = " ".join(page.shown)
     assert "50 % at its task, 25 % fetching, starting and sending, 25 % waiting" in shown
 
 
-def test_what_a_run_says_is_text_and_no_html(tmp_path: Path) -> None:
-    text, page = page_of(tmp_path, FACTS)
+def test_what_a_run_says_is_text_and_no_html() -> None:
+    text, page = usual_page()
     assert "one <b>bold</b> note" in "".join(page.shown)
     assert "<b>bold" not in text
 

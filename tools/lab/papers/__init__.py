@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,6 +28,7 @@ from fedquilt.tools.report import plots
 KEPT: Final = Path("fedquilt-compare")
 
 
+@cache
 def load_tables() -> dict[str, GridTable]:
     return dict(
         sorted((name, table) for file in grids.HERE.glob("*.toml") for name, table in grids.read_tables(file).items())
