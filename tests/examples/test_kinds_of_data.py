@@ -45,10 +45,6 @@ def made(kind: str, folder: Path) -> tuple[JobSettings, Path]:
     return job, folder / "bundle"
 
 
-def test_every_example_is_here():
-    assert {path.parent.name for path in EXAMPLES.glob("*/job.toml")} >= set(KINDS)
-
-
 @pytest.mark.parametrize(
     "kind", [kind if kind in BY_DAY else pytest.param(kind, marks=pytest.mark.nightly) for kind in KINDS]
 )

@@ -1,7 +1,6 @@
 """Blobs by an S3-compatible store: a real one from a package, and signatures as AWS's own library makes them."""
 
 import datetime
-import email.utils
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -161,17 +160,6 @@ def test_a_model_is_brought_to_the_store_once_and_fetched_there(site):
     assert site.there(f"fleet/dn/{ref.sha256}")
 
 
-def test_a_model_that_the_store_may_have_dropped_since_is_brought_there_again(site):
-    pair, ref = site.pair, site.pair.coordinator.depot.store_bytes(noise(12 * CHUNK))
-    name, there = f"fleet/dn/{ref.sha256}", pair.places._backend._there
-    pair.boards["a"].transfers.request_blob("a", ref)
-    pair.play(lambda: ref.sha256 in there)
-    assert asked(site.direct.sign_url("DELETE", name), "DELETE")[0] == 204
-    there[ref.sha256] = time.monotonic()
-    pair.boards["b"].transfers.request_blob("b", ref)
-    pair.play(lambda: site.there(name))
-
-
 def test_an_update_goes_by_the_store_and_is_removed_there(site):
     pair, board = site.pair, site.pair.boards["a"]
     ref = board.depot.store_bytes(noise(12 * CHUNK, 3))
@@ -206,18 +194,6 @@ def test_a_store_that_is_gone_in_the_middle_leaves_the_rest_to_the_broker(site, 
     assert way == "up" or pair.broker.chunks < 12
 
 
-def test_with_a_server_too_a_store_that_is_gone_is_not_missed(tmp_path, moto):
-    site = Site(tmp_path, moto, "127.0.0.1:0")
-    board = site.pair.boards["a"]
-    ref = board.depot.store_bytes(noise(12 * CHUNK, 5))
-    site.relay.closed = True
-    site.pair.coordinator.transfers.request_blob("a", ref)
-    site.pair.play(lambda: bool(site.pair.coordinator.errors))
-    assert site.pair.coordinator.depot.load(ref.sha256) == noise(12 * CHUNK, 5)
-    assert site.pair.broker.chunks == 0
-    site.pair.close()
-
-
 def test_an_address_that_has_expired_is_refused_and_named_and_the_blob_comes_all_the_same(site, caplog):
     caplog.set_level(0, "fedquilt")
     pair, board = site.pair, site.pair.boards["a"]
@@ -249,13 +225,6 @@ def test_a_clock_that_is_years_off_signs_by_the_store_s(site, caplog):
     stamp = site.bucket.sign_url("GET", "x").partition("X-Amz-Date=")[2][:4]
     assert stamp == str(time.gmtime().tm_year)
     assert "clock" in caplog.text
-
-
-def test_a_date_that_is_none_changes_no_clock():
-    bucket = Bucket.from_url("https://store.site/bucket", KEYS)
-    assert bucket.set_clock("yesterday") == 0.0
-    assert bucket.set_clock(email.utils.formatdate(time.time() + 1e6)) > 9e5
-    assert bucket.offset_s > 9e5
 
 
 def test_a_store_that_refuses_rests(site, monkeypatch):

@@ -64,11 +64,6 @@ def test_a_misspelt_network_is_named_where_torch_is_missing(tmp_path: Path, monk
         prepare_bundle({"model": {"name": "mpl", "inputs": 4, "hidden": [3], "classes": 2}}, tmp_path)
 
 
-def test_the_input_table_goes_with_the_model(tmp_path: Path) -> None:
-    made = prepare_bundle({"model": RESIDUAL, "input": {"channels": 1, "size": 8, "mean": [0.5]}}, tmp_path)
-    assert made.meta["network"]["input"] == {"channels": 1, "size": 8, "mean": [0.5], "std": [1.0]}
-
-
 @pytest.mark.parametrize(
     ("tables", "edited"),
     [
@@ -309,14 +304,6 @@ def test_a_network_of_another_type_than_float32_is_refused(tmp_path: Path, monke
     table = {"model": {"name": "halved:net", "input": {"mean": [0.0] * 4}}}
     with pytest.raises(ModelError, match=r"network 'halved:net': parameter 'weight' is float16.*\.float\(\)"):
         prepare_bundle(table, tmp_path / "bundle")
-
-
-def test_a_folder_that_was_prepared_before_is_replaced(tmp_path: Path) -> None:
-    prepare_bundle(job({"name": "p", "network": PLAIN}), tmp_path)
-    assert set(prepare_bundle({"model": PLAIN, "input": {"channels": 1, "size": 28}}, tmp_path).files) == {
-        "model",
-        "masks",
-    }
 
 
 def _torch(x: np.ndarray) -> Any:

@@ -18,7 +18,6 @@ pytest.importorskip("torch", reason="preparing cuts torch networks")
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
-from fedquilt.coordinator import settings
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.edge_agent.engines.onnx.engine import OnnxEngine
 from fedquilt.methods.fedstitch import METHOD
@@ -266,9 +265,3 @@ def test_a_table_that_cannot_be_done_is_refused_before_donors_are_cut(
     with pytest.raises(error, match=message):
         prepare_bundle(table, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_images_are_found_from_where_the_job_file_is(tmp_path: Path) -> None:
-    text = 'name = "j"\nmethod = "fedstitch"\n[int8]\npath = "some.npz"\n'
-    (tmp_path / "job.toml").write_text(text)
-    assert settings.load_job(tmp_path / "job.toml").int8 == {"path": str(tmp_path / "some.npz")}

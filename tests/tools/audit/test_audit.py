@@ -14,7 +14,6 @@ import pytest
 from fedquilt.core import DataError, Examples, JobError
 from fedquilt.tools.lab import audit
 from fedquilt.tools.lab.audit import (
-    ROWS,
     UploadVariant,
     audit_methods,
     compare_fingerprints,
@@ -104,15 +103,6 @@ def test_a_whole_gradient_gives_the_picture_away_and_a_single_layer_s_does_not(a
         found[name] = psnr(guess, truth)
     assert found["all"] > 30
     assert found["one"] < found["all"] - 10
-
-
-def test_rows_are_methods_that_there_are() -> None:
-    from fedquilt import methods
-
-    told = ROWS
-    assert told[1].label == "FedAvg, noise 0.001"
-    for row in told:
-        methods.load(row.method).params(**row.params)
 
 
 def test_the_command_writes_the_pictures_and_tells_every_row(

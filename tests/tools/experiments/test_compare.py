@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 import shutil
 import signal
@@ -16,17 +17,18 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
+import fedquilt
 from fedquilt.arrays import tensors
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.settings import JobSettings
-from fedquilt.core import JobError, UpdateError
+from fedquilt.core import FedquiltError, JobError, StoreError, UpdateError
 from fedquilt.edge_agent.engines.numpy import engine
 from fedquilt.formats import job_bundle
-from fedquilt.tools.experiments import comparison, single_run, tables
+from fedquilt.tools.experiments import comparison, run_cache, single_run, tables
 from fedquilt.tools.experiments.comparison import ComparisonCase
 from fedquilt.tools.experiments.single_run import EvaluationPoint, SeedRun
-from fedquilt.tools.simulation import agents
+from fedquilt.tools.simulation import agents, machines
 
 DIGITS = Path(agents.__file__).parents[1] / "lab" / "demo" / "digits.npz"
 NETWORK = {"name": "mlp", "inputs": 64, "hidden": [8], "classes": 10}
@@ -182,26 +184,6 @@ def test_the_line_of_a_run_has_the_score_of_the_table(folder: Path, tmp_path: Pa
         said.clear()
 
 
-def test_runs_on_other_labels_are_made_anew(folder: Path, tmp_path: Path) -> None:
-    import numpy as np
-
-    stored = dict(np.load(DIGITS))
-    np.savez(tmp_path / "own.npz", **stored)
-    job = settings.parse_job({**TABLE, "data": {"path": str(tmp_path / "own.npz"), "partition": "iid"}, "rounds": 1})
-    todo = comparison.make_cases(job, folder, ["fedavg"], [0])
-
-    def play(case: ComparisonCase, tell: Callable[[int], None]) -> SeedRun:
-        return single_run.run_seed(case.settings, Path(case.folder), tell)
-
-    said: list[str] = []
-    before, _ = comparison.run_cases(todo, tmp_path / "out", play, said.append)
-    np.savez(tmp_path / "own.npz", **{**stored, "y_test": np.random.default_rng(0).permutation(stored["y_test"])})
-    said.clear()
-    after, _ = comparison.run_cases(todo, tmp_path / "out", play, said.append)
-    assert after[todo[0]].marks[-1].test != before[todo[0]].marks[-1].test
-    assert "1 other runs in" in said[0]
-
-
 def test_a_compared_job_stops_early(folder: Path) -> None:
     table = {**TABLE, "rounds": 9, "params": {"lr": 1e-9}, "stop": {"patience": 2}, "check": {"every": 1}}
     (case,) = comparison.make_cases(settings.parse_job(table), folder, ["fedavg"], [0])
@@ -353,51 +335,6 @@ def test_a_method_with_a_network_for_each_device_moves_the_comparison_to_held_ou
     assert alone["table"][0]["accuracy"] != alone["table"][0]["held"] == result["table"][0]["held"]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *(pytest.param(kind, marks=pytest.mark.nightly) for kind in (signal.SIGTERM, signal.SIGHUP)),
-        signal.SIGINT,
-        signal.SIGKILL,
-    ],
-)
-def test_a_comparison_that_is_killed_leaves_no_folders_behind(
-    folder: Path, tmp_path: Path, kind: signal.Signals
-) -> None:
-    """Before its first round, when all its folders are there; after kill -9 the next comparison removes them."""
-    from fedquilt.formats import toml
-
-    (tmp_path / "job.toml").write_text(toml.format_toml({**TABLE, "compare": {}, "rounds": 1}))
-    place = tmp_path / "temporary"
-    place.mkdir()
-    words = ["compare", str(tmp_path / "job.toml"), "--seeds", "0", "--workers", "1"]
-    words += ["--out", str(tmp_path / "out")]
-    killed = (
-        "import os, signal, sys; from fedquilt import cli; from fedquilt.tools.experiments import comparison\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # in a shell's background it is ignored
-        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # likewise under nohup
-        "finished = comparison.run_cases\n"
-        f"killed = lambda *shown: os.kill(os.getpid(), {int(kind)})\n"
-        "comparison.run_cases = lambda todo, out, player, say: finished(todo, out, player, say, killed)\n"
-        "sys.exit(cli.main(sys.argv[1:]))"
-    )
-
-    def run(*command: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "TMPDIR": str(place)}
-        return subprocess.run(
-            [sys.executable, *command, *words], env=environment, capture_output=True, text=True, check=False
-        )
-
-    ended = run("-c", killed)
-    assert ended.returncode == (130 if kind == signal.SIGINT else -kind)
-    assert "Traceback" not in ended.stderr
-    left = list(place.iterdir())
-    assert bool(left) == (kind == signal.SIGKILL)
-    if left:
-        assert run("-m", "fedquilt.cli").returncode == 0
-        assert list(place.iterdir()) == []
-
-
 def test_data_without_a_test_split_is_compared_on_held_out_shares(folder: Path, tmp_path: Path) -> None:
     import numpy as np
 
@@ -414,3 +351,158 @@ def test_data_without_a_test_split_is_compared_on_held_out_shares(folder: Path, 
     odd = msgspec.structs.replace(job, test={"path": str(tmp_path / "none.npz")})
     with pytest.raises(DataError, match=r"none\.npz"):
         single_run.run_seed(odd, folder, lambda done: None)
+
+
+def test_a_run_is_found_again_and_one_of_another_shape_is_not(tmp_path: Path) -> None:
+    store, run = run_cache.RunCache(tmp_path), made("fedavg", 0, 0.5)
+    assert store.find("a") is None
+    store.store("a", run)
+    assert run_cache.RunCache(tmp_path).find("a") == run
+    assert [path.name for path in store.folder.iterdir()] == ["a.json"]
+    (store.folder / "a.json").write_text("[1, 2]")
+    assert store.find("a") is None
+
+
+def test_a_key_changes_with_every_part_and_with_the_bundle(tmp_path: Path) -> None:
+    job_bundle.write_bundle(tmp_path, {}, {})
+    keys = [
+        run_cache.make_key(*parts, bundle=tmp_path, data=()) for parts in ((b"ab", b"c"), (b"a", b"bc"), (b"ab", b"d"))
+    ]
+    assert run_cache.make_key(b"ab", b"c", bundle=tmp_path, data=()) == keys[0]
+    job_bundle.write_bundle(tmp_path, {}, {"model": b"weights"})
+    (blob,) = (tmp_path / "blobs").iterdir()
+    for weights in (b"weights", b"Weights"):
+        blob.write_bytes(weights)
+        keys.append(run_cache.make_key(b"ab", b"c", bundle=tmp_path, data=()))
+    assert len(set(keys)) == 5
+    (tmp_path / "blobs" / ("0" * 64)).write_bytes(b"of a bundle that was here before")
+    assert run_cache.make_key(b"ab", b"c", bundle=tmp_path, data=()) == keys[-1]
+
+
+def test_a_bundle_that_is_gone_or_damaged_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=r"no bundle in .*prepare"):
+        run_cache.make_key(b"job", bundle=tmp_path, data=())
+    job_bundle.write_bundle(tmp_path, {}, {"model": b"weights"})
+    next((tmp_path / "blobs").iterdir()).unlink()
+    with pytest.raises(JobError, match=r"file 'model' .* is missing"):
+        run_cache.make_key(b"job", bundle=tmp_path, data=())
+    (tmp_path / "bundle.json").write_bytes(b"{")
+    with pytest.raises(JobError, match=r"bundle\.json is damaged"):
+        run_cache.make_key(b"job", bundle=tmp_path, data=())
+
+
+def test_a_key_changes_with_the_content_of_the_data_and_not_with_their_dates(tmp_path: Path) -> None:
+    job_bundle.write_bundle(tmp_path, {}, {})
+    (tmp_path / "data" / "deep").mkdir(parents=True)
+    file = tmp_path / "data" / "deep" / "labels"
+    file.write_bytes(b"0123")
+    os.utime(file, (1e9, 1e9))
+
+    def of(path: Path) -> str:
+        return run_cache.make_key(b"job", bundle=tmp_path, data=[path])
+
+    first, whole = of(file), of(tmp_path / "data")
+    os.utime(file, (2e9, 2e9))
+    assert (of(file), of(tmp_path / "data")) == (first, whole)
+    file.write_bytes(b"3210")
+    os.utime(file, (1e9, 1e9))
+    assert of(file) != first
+    assert of(tmp_path / "data") != whole
+    file.write_bytes(b"0123")
+    file.rename(tmp_path / "data" / "deep" / "others")
+    assert of(tmp_path / "data") != whole
+    assert of(tmp_path / "none") not in (first, whole)
+
+
+def test_a_settled_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "data.npz"
+    file.write_bytes(b"0123")
+    monkeypatch.setattr(run_cache, "SETTLED_S", -1e9)
+    first = run_cache.compute_content_digest(file)
+    opened: list[Path] = []
+    monkeypatch.setattr(Path, "open", lambda path, *mode: opened.append(path))
+    assert run_cache.compute_content_digest(file) == first
+    assert opened == []
+    monkeypatch.undo()
+    file.write_bytes(b"3210")
+    assert run_cache.compute_content_digest(file) != first
+
+
+def test_a_jobs_data_are_in_two_tables_and_in_each_of_several_sources() -> None:
+    table = {
+        "data": {"sources": [{"path": "/a", "labels_from": 0}, {"path": "/b", "labels_from": 5}]},
+        "test": {"path": "/t"},
+    }
+    assert run_cache.list_data_paths(msgspec.json.encode(table)) == [Path("/a"), Path("/b"), Path("/t")]
+    assert run_cache.list_data_paths(msgspec.json.encode({"data": {"dataset": "fedpews-32k"}})) == []
+
+
+def test_a_key_changes_with_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("")
+    (tmp_path / "package" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "loop.py").write_text("a = 1")
+    monkeypatch.setattr(fedquilt, "__file__", str(tmp_path / "package" / "__init__.py"))
+    code = run_cache.compute_code_digest
+    monkeypatch.setattr(machines, "compute_code_digest", machines.compute_code_digest.__wrapped__)
+    found = [code()]
+    assert code() == found[0]
+    (tmp_path / "elsewhere" / "loop.py").write_text("a = 2")
+    found.append(code())
+    monkeypatch.setattr(fedquilt, "__version__", "0.0.0")
+    found.append(code())
+    monkeypatch.setattr(machines.metadata, "version", lambda name: "9")
+    found.append(code())
+    assert len(set(found)) == 4
+    (tmp_path / "elsewhere" / "notes.txt").write_text("no code")
+    assert code() == found[-1]
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("")
+    with pytest.raises(StoreError, match=r"cannot write .*out/runs"):
+        run_cache.RunCache(tmp_path / "out")
+
+
+def test_each_result_comes_with_the_number_of_its_run() -> None:
+    assert dict(comparison.run_in_processes(operator.floordiv, [(9, 3), (8, 2)], workers=2)) == {0: 3, 1: 4}
+    assert list(comparison.run_in_processes(operator.floordiv, [])) == []
+
+
+def test_what_a_run_raises_is_raised_here() -> None:
+    with pytest.raises(ZeroDivisionError):
+        dict(comparison.run_in_processes(operator.floordiv, [(1, 0)]))
+
+
+RUNS = """
+import os, signal, sys, time
+from pathlib import Path
+from fedquilt.tools.experiments import comparison
+from fedquilt.tools.simulation.pool import ScratchFolder
+
+def play(number):
+    with ScratchFolder():
+        os.kill(os.getppid(), signal.SIGTERM)
+        signal.pause()
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    list(comparison.run_in_processes(play, [(0,), (1,)], workers=1))
+"""
+
+
+def test_runs_that_are_ended_clean_up_and_begin_no_others(tmp_path: Path) -> None:
+    (tmp_path / "runs.py").write_text(RUNS)
+    (tmp_path / "temporary").mkdir()
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
+    ended = subprocess.run(
+        [sys.executable, str(tmp_path / "runs.py")], env=environment, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode in (130, -signal.SIGINT)
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_a_process_that_is_killed_is_told_in_a_sentence() -> None:
+    with pytest.raises(FedquiltError, match=r"has ended, 2 at a time: .* fewer cores"):
+        dict(comparison.run_in_processes(os._exit, [(9,), (9,)], workers=2))

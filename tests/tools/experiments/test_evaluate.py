@@ -167,14 +167,6 @@ def test_the_test_set_is_the_jobs_own_or_the_data_s_test_split() -> None:
     assert scores.make_test_table(job) == {"path": "b.npz", "split": "val"}
 
 
-def test_a_test_set_beside_the_job_file_is_found_from_anywhere(tmp_path: Path) -> None:
-    write_test_set(tmp_path / "points.npz")
-    (tmp_path / "job.toml").write_text('name = "points"\nmethod = "fedavg"\n[test]\npath = "points.npz"\n')
-    job = settings.load_job(tmp_path / "job.toml")
-    assert scores.make_test_table(job)["path"] == str(tmp_path / "points.npz")
-    assert len(evaluation.load_test_set(job)) == 4
-
-
 def test_a_test_set_that_cannot_be_read_names_its_table(tmp_path: Path) -> None:
     np.savez(tmp_path / "own.npz", x=np.zeros((4, 2)), y=np.arange(4) % 2)
     job = settings.parse_job({**TABLE, "test": {"path": str(tmp_path / "own.npz")}})

@@ -14,7 +14,7 @@ import pytest
 from fedquilt import data
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
-from fedquilt.core import DataError, JobError
+from fedquilt.core import DataError
 from fedquilt.data.spec import DataSpec
 from fedquilt.tools.report import partition, plots
 from fedquilt.tools.report.partition import ClassCounts
@@ -147,17 +147,6 @@ def test_a_job_names_its_classes(tmp_path: Path) -> None:
     assert partition.count_examples(short).classes[:2] == ("0", "1")
 
 
-def test_paths_of_sources_are_taken_from_the_jobs_folder(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        np.savez(tmp_path / f"{name}.npz", x=np.zeros((8, 2)), y=np.arange(8) % 2)
-    listed = 'sources = [{ path = "a.npz", labels_from = 0 }, { path = "b.npz", labels_from = 2 }]'
-    file = job(tmp_path, 'partition = "iid"\ngroups = "source"\n', listed)
-    counts = partition.count_examples(settings.load_job(file))
-    assert ((counts.train + counts.held) > 0).tolist() == [[True, True, False, False]] * 2 + [
-        [False, False, True, True]
-    ] * 2
-
-
 @pytest.mark.parametrize(
     ("more", "code", "message"),
     [
@@ -176,13 +165,6 @@ def test_what_cannot_be_shared_out_ends_with_its_exit_code(
     """2 for the table, 3 for the data; one sentence."""
     assert main(["lab", "partition", str(job(tmp_path, more))]) == code
     assert message in capsys.readouterr().err
-
-
-def test_a_job_without_data_is_told(tmp_path: Path) -> None:
-    file = tmp_path / "job.toml"
-    file.write_text('name = "none"\nmethod = "fedavg"\n')
-    with pytest.raises(JobError, match=r"\[data\] table"):
-        partition.count_examples(settings.load_job(file))
 
 
 def test_labels_alone_are_read(tmp_path: Path) -> None:

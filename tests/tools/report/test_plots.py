@@ -150,20 +150,6 @@ def test_a_picture_takes_its_ink_from_the_page_and_tells_what_it_shows() -> None
     assert render_svg(plot) == drawn
 
 
-def test_a_picture_alone_is_a_file_with_a_background_of_its_own() -> None:
-    file = plots.render_file(plots.plot_lines([PlotLine("a", [0, 1], [0, 1])], "t", "x", "y"))
-    assert "prefers-color-scheme" in file
-    assert ElementTree.fromstring(file).tag == f"{SVG}svg"
-
-
-def test_plots_are_stacked_below_each_other() -> None:
-    found = [plots.plot_lines([PlotLine("a", [1], [2])], "one", "x", "y"), plots.make_empty_plot("two")]
-    root = ElementTree.fromstring(render_svg(*found))
-    assert float(root.get("height", "")) == pytest.approx(sum(plot.height for plot in found), abs=1)
-    places = {"".join(each.itertext()): float(each.get("y", "")) for each in root.iter(f"{SVG}text")}
-    assert places["one"] < found[0].height < places["two"]
-
-
 @pytest.mark.parametrize(
     ("low", "high", "expected"),
     [

@@ -161,14 +161,6 @@ def test_the_page_can_be_read_aloud() -> None:
     assert len(ids) == len(set(ids))
 
 
-def test_nothing_is_wider_than_the_page() -> None:
-    text, _ = usual_page()
-    assert all("max-width:100%" in head for head in re.findall(r"<svg[^>]*>", text))
-    assert all(table == '<div class="wide"><table' for table in re.findall(r".{18}<table", text))
-    assert ".plots>svg{flex:0 1 auto" in text
-    assert ".figures td::before{content:attr(data-head)" in text
-
-
 def test_the_job_is_shown_as_the_file_that_it_could_be(tmp_path: Path) -> None:
     text, _ = page_of(tmp_path, FACTS, params={"lr": 0.5}, check={"every": 1}, labels=["<a>", "b"])
     shown = html.unescape(text[text.rindex("<pre>") + 5 : text.rindex("</pre>")])
@@ -408,13 +400,3 @@ def test_the_partition_is_drawn_for_the_devices_that_took_part_and_for_no_others
     assert "jetson-nano-02" not in two
     assert "jetson-nano-07" in picture("jetson-nano-00", "jetson-nano-07")
     assert picture("kitchen", "cellar") == ""
-
-
-def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").write_text("")
-    with Store(tmp_path / "runs") as store:
-        run_of(store, FACTS)
-    home = ["--home", str(tmp_path / "runs")]
-    assert main(["report", "leaves", *home, "--out", str(tmp_path / "file" / "page.html")]) == 6
-    assert "cannot write" in capsys.readouterr().err
-    assert main(["report", "nothing", *home]) == 6

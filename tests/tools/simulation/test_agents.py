@@ -15,8 +15,6 @@ from waiting import LIMIT_S, alive, until
 
 from fedquilt.arrays import tensors
 from fedquilt.cli import main
-from fedquilt.console import progress
-from fedquilt.console.progress import ProgressLine
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds.events import RoundCommitted, UpdateAccepted
 from fedquilt.coordinator.storage.store import Store
@@ -27,7 +25,9 @@ from fedquilt.data import examples
 from fedquilt.edge_agent.engines.numpy import engine
 from fedquilt.formats import job_bundle, toml
 from fedquilt.tools.artefacts import export
+from fedquilt.tools.simulation import agents
 from fedquilt.tools.simulation import agents as fleet
+from fedquilt.tools.simulation.agents import ChildCommand
 from fedquilt.transport.mqtt.link import MqttLink
 
 DIGITS = Path(fleet.__file__).parents[1] / "lab" / "demo" / "digits.npz"
@@ -262,21 +262,6 @@ def test_boards_of_a_run_that_is_over_keep_what_is_theirs_and_no_blobs(
     )
 
 
-def test_ctrl_c_on_virtual_time_says_how_to_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(*given: object, **options: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(fleet, "run_fleet_virtually", interrupted)
-    job = tmp_path / "job.toml"
-    job.write_text('name = "a"\nmethod = "fedavg"\n')
-    (tmp_path / "job.bundle").mkdir()
-    (tmp_path / "job.bundle" / "bundle.json").write_text("{}")
-    assert main(["simulate", str(job), "--link", "memory", "--home", str(tmp_path / "runs")]) == 130
-    assert f"interrupted; `fedquilt simulate {job} --home {tmp_path / 'runs'}` continues it" in capsys.readouterr().out
-
-
 def test_the_command_that_an_interrupted_fleet_prints_resumes_the_same_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -344,16 +329,8 @@ def test_a_fleets_data_is_read_once_for_all_its_boards(tmp_path: Path, monkeypat
     assert len(reads) == 2  # once before anything is queued
 
 
-def test_a_fleet_is_told_of_from_the_first_second(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = plan(tmp_path)
-    monkeypatch.setattr(ProgressLine, "is_live", property(lambda line: line._out is sys.stdout))
-    monkeypatch.setattr(progress, "LIVE_S", -1.0)
-    fleet.run_fleet_virtually(given)
-    told = capsys.readouterr().out.splitlines()
-    assert "3 devices" in told[0]
-    assert any("2 of 3 devices are made" in line for line in told)
-    at_work = [place for place, line in enumerate(told) if "0 of 3 devices answered, 3 at work" in line]
-    committed = [place for place, line in enumerate(told) if "round 1 of 2: " in line]
-    assert at_work[0] < committed[0]
+def test_ctrl_c_in_the_terminal_of_a_command_reaches_it_alone(tmp_path: Path) -> None:
+    with agents.start_processes(
+        {"broker": ChildCommand(["broker", "--listen", "127.0.0.1:0"], tmp_path / "log")}
+    ) as started:
+        assert os.getpgid(started["broker"].pid) != os.getpgid(0)

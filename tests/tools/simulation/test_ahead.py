@@ -15,8 +15,7 @@ import pytest
 from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
 from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
-from fedquilt.formats import job_bundle
-from fedquilt.testing.toy_networks import point_members, toy_bundle
+from fedquilt.testing.toy_networks import point_members
 from fedquilt.tools.simulation.pool import PoolError, WorkBatch, WorkerPool
 from fedquilt.tools.simulation.processes import ProcessWorkers
 from fedquilt.tools.simulation.run import WorkBackend, run_rounds, simulate
@@ -30,13 +29,6 @@ JOB: dict[str, Any] = {
     "params": {"epochs": 1, "batch": 4, "lr": 0.1},
 }
 MEMBERS = point_members(5, 13)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    made = toy_bundle()
-    job_bundle.write_bundle(tmp_path / "bundle", made.meta, {"model": tensors.encode_tensors(made.load("model"))})
-    return tmp_path / "bundle"
 
 
 @contextmanager

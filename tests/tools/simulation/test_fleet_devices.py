@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from simulated_fleets import Fleet, facts
 
+from fedquilt import methods
 from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
-from fedquilt.core import JobError
+from fedquilt.coordinator.rounds.events import JobEnded, TaskDeclined, UpdateAccepted, UpdateRejected
+from fedquilt.core import Aggregation, ClientContext, ClientResult, JobError, Method, Task, UpdateError
 from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine
-from fedquilt.formats import job_bundle
-from fedquilt.testing.toy_networks import point_members, toy_bundle
+from fedquilt.edge_agent.storage.agent_state import PRIVATE
+from fedquilt.testing.toy_networks import point_members
 from fedquilt.tools.simulation.run import make_local_backend, run_rounds
 from fedquilt.tools.simulation.simulated_job import ROOM_BYTES, Simulation
 
 JOB = {"name": "toy", "engine": "numpy", "params": {"epochs": 1, "batch": 4, "lr": 0.1}}
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    made = toy_bundle()
-    job_bundle.write_bundle(tmp_path / "bundle", made.meta, {"model": tensors.encode_tensors(made.load("model"))})
-    return tmp_path / "bundle"
 
 
 def played(
@@ -99,3 +97,95 @@ def test_a_run_that_everybody_has_left_stands_still_and_says_so(folder: Path) ->
         assert (simulation.status, simulation.reason) == ("done", "")
         with pytest.raises(JobError, match="no device 'dev-9'"):
             simulation.fleet.bring_online(["dev-9"])
+
+
+def refusing(number: int, device: str, seen: list[tuple[int, str, bool]]) -> Method:
+    method = methods.load("local")
+
+    def work(task: Task, site: ClientContext) -> ClientResult:
+        before = float(site.local["tasks"][0]) if site.local else 0.0
+        seen.append((task.round, site.device, bool(site.local)))
+        return ClientResult({}, 1.0, {"tasks": before + 1}, {"tasks": np.array([before + 1])})
+
+    def fold(state: Any, total: Any, update: Any) -> Any:
+        from fedquilt.core import UpdateError
+
+        if (update.round, update.device) == (number, device):
+            raise UpdateError("not this one")
+        return method.aggregation.fold(state, total, update)
+
+    return replace(method, work=work, aggregation=Aggregation(fold))
+
+
+def test_private_state_counts_only_with_an_update_that_was_taken(fleet: Fleet) -> None:
+    """dev-1's second update is refused: at its third task it is where it was after its first."""
+    seen: list[tuple[int, str, bool]] = []
+    ended = fleet.played("local", devices=2, rounds=3, method=refusing(1, "dev-1", seen))
+    assert [(fact.round, fact.device) for fact in facts(ended, UpdateRejected)] == [(1, "dev-1")]
+    counted = {(f.round, f.update.device): f.update.metrics["tasks"] for f in facts(ended, UpdateAccepted)}
+    assert counted == {(0, "dev-0"): 1, (0, "dev-1"): 1, (1, "dev-0"): 2, (2, "dev-0"): 3, (2, "dev-1"): 2}
+
+
+def leaving(seen: list[list[str]], work: Callable[[Task, ClientContext], ClientResult]) -> Method:
+    """ "local" whose devices do this; notes which private tensors each task of dev-0 found."""
+
+    def noted(task: Task, site: ClientContext) -> ClientResult:
+        if site.device == "dev-0":
+            seen.append(sorted(site.local))
+        return work(task, site)
+
+    return replace(methods.load("local"), work=noted)
+
+
+def test_a_file_in_a_tasks_cache_is_never_taken_for_private_state(fleet: Fleet) -> None:
+    seen: list[list[str]] = []
+    there: list[bool] = []
+
+    def caches(task: Task, site: ClientContext) -> ClientResult:
+        there.append((site.cache / PRIVATE).exists())
+        (site.cache / PRIVATE).write_bytes(tensors.encode_tensors({"cached": np.ones(1)}))
+        return ClientResult({}, 1.0, {}, {})
+
+    fleet.played("local", devices=1, rounds=3, method=leaving(seen, caches))
+    assert seen == [[], [], []]
+    assert there == [False, True, True]
+
+
+def test_a_device_whose_tasks_keep_nothing_has_no_folder_for_it(fleet: Fleet) -> None:
+    ended = fleet.played(devices=2)
+    assert ended.status == "done"
+    assert not (ended.devices / "work").exists()
+
+
+def test_private_state_of_a_task_that_failed_is_not_taken_with_the_next_one(fleet: Fleet) -> None:
+    """dev-0's first task writes it and then tells a metric that is no number; its second leaves none."""
+    seen: list[list[str]] = []
+
+    def fails_once(task: Task, site: ClientContext) -> ClientResult:
+        if task.round == 0 and site.device == "dev-0":
+            return ClientResult({}, 1.0, {"loss": np.inf}, {"stale": np.ones(1)})
+        return ClientResult({}, 1.0, {}, {})
+
+    ended = fleet.played("local", devices=2, rounds=3, method=leaving(seen, fails_once))
+    assert [(fact.round, fact.device) for fact in facts(ended, TaskDeclined)] == [(0, "dev-0")]
+    assert seen == [[], [], []]
+
+
+def test_an_update_on_its_way_is_kept_though_an_equal_one_of_another_device_is_refused(fleet: Fleet) -> None:
+    """Both are one blob in the coordinator's store, which the refusal releases while dev-1's is under way."""
+    plain = methods.load("fedavg")
+
+    def fold(state: Any, total: Any, update: Any) -> Any:
+        if update.device == "dev-0":
+            raise UpdateError("not this one")
+        return plain.aggregation.fold(state, total, update)
+
+    def work(task: Task, site: ClientContext) -> ClientResult:
+        return ClientResult({"model": {name: array + 1 for name, array in site.load("model").items()}}, 1.0, {})
+
+    method = replace(plain, work=work, aggregation=Aggregation(fold))
+    links, cohort = {"links": ["10MB/s 1s", "300B/s"]}, {"quorum": 0.5, "deadline_s": 1000.0}
+    ended = fleet.played("fedavg", devices=2, rounds=1, method=method, fleet=links, cohort=cohort)
+    assert [fact.device for fact in facts(ended, UpdateRejected)] == ["dev-0"]
+    assert [fact.update.device for fact in facts(ended, UpdateAccepted)] == ["dev-1"]
+    assert [fact.status for fact in facts(ended, JobEnded)] == ["done"]

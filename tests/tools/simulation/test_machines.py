@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -15,6 +20,7 @@ from fedquilt.formats import job_bundle
 from fedquilt.testing.toy_networks import point_members, toy_bundle
 from fedquilt.tools.simulation import machines, pool, ray_workers
 from fedquilt.tools.simulation.machines import Machine
+from fedquilt.tools.simulation.pool import ScratchFolder
 from fedquilt.tools.simulation.run import simulate
 
 ONE = Machine("EPYC (x86_64)", ("A100",), "1", {"Python": "3.11.7", "numpy": "2.1.0"}, {"fedquilt": "0.1.0 (aa)"})
@@ -99,3 +105,96 @@ def test_the_ray_of_this_machine_is_the_one_that_ray_start_has_noted(tmp_path: P
     (tmp_path / "ray" / "ray_current_cluster").write_text("10.0.0.2:6379\n")
     assert ray_workers.find_ray_address(given) == "10.0.0.2:6379"
     assert ray_workers.find_ray_address({**given, "RAY_ADDRESS": "10.0.0.1:6379"}) == "10.0.0.1:6379"
+
+
+HOLDS = (
+    "from fedquilt.tools.simulation.pool import ScratchFolder; s = ScratchFolder(); print(s.path, flush=True); input()"
+)
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    yield tmp_path
+    tempfile.tempdir = None
+
+
+def test_a_folder_goes_with_what_is_in_it_however_it_is_left(place: Path) -> None:
+    def interrupted() -> None:
+        with ScratchFolder() as folder:
+            (folder / "deep").mkdir()
+            (folder / "deep" / "file").write_text("x")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    made = ScratchFolder()
+    made.cleanup()
+    made.cleanup()
+    assert list(place.iterdir()) == []
+
+
+def test_what_a_killed_process_left_goes_and_what_a_living_one_holds_stays(place: Path) -> None:
+    (place / "fedquilt-older").mkdir()
+    (place / "fedquilt-scratch-file").write_text("")
+    held: list[Path] = []
+    processes: list[subprocess.Popen[str]] = []
+    for _ in range(2):
+        process = subprocess.Popen(
+            [sys.executable, "-c", HOLDS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        held.append(Path(process.stdout.readline().strip()))
+        processes.append(process)
+    killed, living = processes
+    (held[0] / "file").write_text("left behind")
+    killed.kill()
+    killed.communicate()
+    with ScratchFolder() as own:
+        assert {path.name for path in place.iterdir()} == {
+            "fedquilt-older",
+            "fedquilt-scratch-file",
+            held[1].name,
+            own.name,
+        }
+    living.communicate("\n")
+
+
+def test_a_folder_that_was_removed_before_it_could_be_locked_is_made_again(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = tempfile.mkdtemp
+    first: list[str] = []
+
+    def seen(prefix: str) -> str:
+        found = make(prefix=prefix)
+        if not first:
+            first.append(found)
+            opened = os.open
+            monkeypatch.setattr(os, "open", lambda path, flags: (opened(path, flags), os.rmdir(path))[0])
+        else:
+            monkeypatch.undo()
+        return found
+
+    monkeypatch.setattr(tempfile, "mkdtemp", seen)
+    with ScratchFolder() as folder:
+        assert folder.exists()
+        assert str(folder) != first[0]
+
+
+def test_a_folder_that_was_removed_before_it_could_be_opened_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = tempfile.mkdtemp
+    first: list[str] = []
+
+    def taken(prefix: str) -> str:
+        found = make(prefix=prefix)
+        if not first:
+            first.append(found)
+            os.rmdir(found)
+        return found
+
+    monkeypatch.setattr(tempfile, "mkdtemp", taken)
+    with ScratchFolder() as folder:
+        assert folder.exists()
+        assert str(folder) != first[0]

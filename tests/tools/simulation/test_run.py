@@ -8,17 +8,36 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import plain
 import pytest
+from msgspec import structs
+from simulated_fleets import Fleet, facts
 
-from fedquilt import methods
+from fedquilt import methods, wire
 from fedquilt.arrays import tensors
 from fedquilt.coordinator.rounds.cohort_selection import select_cohort
-from fedquilt.core import Aggregation, ClientContext, ClientResult, DeviceUpdate, JobError, Method, Task
+from fedquilt.coordinator.rounds.events import TaskDeclined
+from fedquilt.core import (
+    Aggregation,
+    BlobRef,
+    Bundle,
+    ClientContext,
+    ClientResult,
+    DeviceUpdate,
+    DeviceView,
+    JobError,
+    Method,
+    ModelError,
+    Task,
+)
 from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine
 from fedquilt.testing.toy_networks import make_job, point_members, run_method, toy_bundle, write_bundle
 from fedquilt.tools.simulation import run
+from fedquilt.tools.simulation.fleet import EncodedTasks
 from fedquilt.tools.simulation.run import WorkBackend
 from fedquilt.tools.simulation.simulated_job import Simulation
+from fedquilt.tools.simulation.task_process import TaskProcess
 
 SMALL = {"epochs": 2, "batch": 4, "lr": 0.1}
 
@@ -201,3 +220,59 @@ def test_an_update_is_folded_once_where_all_come_in_order(begin: Any, engine: Nu
     for _ in run.run_rounds(simulation, carry):
         pass
     assert seen == [f"dev-{i}" for i in range(5)] * 2
+
+
+TASK = plain.task(engine="numpy", deadline_s=1.0)
+
+
+def test_what_tasks_share_is_encoded_once_and_each_comes_as_it_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded, plainly = [], wire.encode
+    monkeypatch.setattr(wire, "encode", lambda message: encoded.append(message) or plainly(message))
+    given = [
+        TASK,
+        structs.replace(TASK, seed=7, tier="small", counted=3),
+        structs.replace(TASK, seed=8),
+        structs.replace(TASK, attempt=1),
+    ]
+    come = EncodedTasks()
+    found = [come(task) for task in given]
+    assert encoded == [given[0], given[3]]
+    assert found == [wire.decode(plainly(task), Task) for task in given]
+    assert found[1].params is not TASK.params
+
+
+def test_a_refusal_is_heard_while_others_are_at_work(fleet: Fleet) -> None:
+    simulation, _ = fleet.begin(fleet={"budgets": ["512MB", "1MB"]})
+    orders = simulation.advance()
+    assert [order.device for order in orders] == ["dev-0", "dev-2"]
+    assert [fact.device for fact in facts(simulation, TaskDeclined)] == ["dev-1"]
+
+
+NETWORK = {"name": "mlp", "inputs": 4, "hidden": [3], "classes": 2}
+MODEL = {
+    "1.weight": np.arange(12, dtype=np.float32).reshape(3, 4) / 12,
+    "1.bias": np.zeros(3, np.float32),
+    "3.weight": np.arange(6, dtype=np.float32).reshape(2, 3) / 6,
+    "3.bias": np.zeros(2, np.float32),
+}
+
+
+def test_a_task_tells_its_peak_and_gives_what_it_would_send_or_says_why_not(tmp_path: Path) -> None:
+    draws = np.random.default_rng(0)
+    np.savez(tmp_path / "own.npz", x_train=draws.random((20, 4), np.float32), y_train=np.arange(20) % 2)
+    method = methods.load("fedavg")
+    made = Bundle({"network": NETWORK}, {"model": BlobRef(sha256="0" * 64, size=1)}, lambda name: MODEL)
+    order = method.send(method.init(made, method.params(), 0), DeviceView("alone", None))
+    assert order is not None
+    data = {"path": str(tmp_path / "own.npz")}
+    with TaskProcess("fedavg", "numpy", 1 << 30, data, Path, tmp_path) as process:
+        outcome, sent = process.run_task(order, 0)
+        assert outcome.weight == 16  # the others are held out
+        assert outcome.peak_bytes is not None
+        assert 10**7 < outcome.peak_bytes < 1 << 30
+        assert outcome.peak_bytes <= process.outside_bytes < 1.5 * outcome.peak_bytes  # a little later, so no less
+        assert sent["model"].keys() == MODEL.keys()
+        assert not np.array_equal(sent["model"]["1.weight"], MODEL["1.weight"])
+        order.params["network"]["inputs"] = 5  # type: ignore[index]
+        with pytest.raises(ModelError, match="a task of fedavg in 1074 MB: "):
+            process.run_task(order, 1)

@@ -12,7 +12,6 @@ from fedquilt import profiles
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.tools.experiments.comparison import ComparisonCase
-from fedquilt.tools.lab import papers
 from fedquilt.tools.lab.papers import cells, custom
 from fedquilt.tools.lab.papers.cells import ExecutionOptions
 from fedquilt.tools.lab.papers.grid import GridRow
@@ -103,36 +102,3 @@ def test_a_schedule_takes_what_training_takes(tmp_path: Path, method: str) -> No
     assert last.rounds == 3
     assert found["planned_s"] == pytest.approx(last.seconds, rel=1e-9)
     assert found["planned_j"] == pytest.approx(last.energy_j, rel=1e-9)
-
-
-def test_claims_are_about_the_papers_schedule_and_the_devices_that_can_take_part() -> None:
-    """24 s beside 3 s are 800 %; 700 MB beside 800 are no saving; a row without a schedule is not claimed about."""
-    table = papers.load_tables()["fedstitch"].grid
-    values = {
-        "FedStitch": {"planned_s": 3.0, "planned_j": 30.0, "peak_bytes": 8e8, "most_bytes": 8e8, "test": 0.65},
-        "MobileNetV2 FT-Full": {
-            "planned_s": 24.0, "planned_j": 400.0, "peak_bytes": 7e8, "most_bytes": 14e8, "test": 0.7
-        },
-        "Local": {"test": 0.5},
-    }  # fmt: skip
-    rows = {
-        name: {"rounds": 1, "values": {key: [values.get(name, {}).get(key)] * 2 for key in table.value_names}}
-        for name in table.rows
-    }
-    told = {name: figure for name, (_, figure) in papers.judge_claims(table, {"": rows}).items()}
-    assert {name: (figure["value"], figure["reached"]) for name, figure in told.items()} == {
-        "FedStitch over Local": (15.0, True),
-        "FedStitch over MobileNetV2 FT-Full": (-5.0, False),
-        "seconds of MobileNetV2 FT-Full's schedule": (800.0, True),
-        "joules of MobileNetV2 FT-Full's schedule": (1333.333, True),
-        "memory of MobileNetV2 FT-Full, mean of devices": (87.5, False),
-        "memory of MobileNetV2 FT-Full, largest of devices": (175.0, True),
-    }
-
-
-def test_each_table_has_the_papers_numbers_of_its_own_shares() -> None:
-    """FT-Full of MobileNetV2 on IID shares, and on Dirichlet ones."""
-    known = papers.load_tables()
-    row = "MobileNetV2 FT-Full"
-    told = {name: known[name].grid.rows[row].paper["test"] for name in ("fedstitch", "fedstitch-noniid")}
-    assert told == {"fedstitch": (76.87,), "fedstitch-noniid": (73.0,)}
