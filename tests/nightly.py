@@ -35,7 +35,7 @@ FLOODS: Final = ("15", "100", "1000")  # messages a second: not much more than a
 BENCHES: Final = tuple(name for name in bench.OPTIONS if name != "sim")  # `lab bench sim` needs data
 STORE: Final = ("tests/examples/test_s3_blobs.py", "tests/end_to_end/test_large_by_store.py")
 CONTAINERS: Final = "tests/examples/test_containers.py"
-RAY: Final = tuple(f"tests/tools/simulation/test_ray{name}.py" for name in ("", "_methods", "_client"))
+RAY: Final = ("tests/tools/simulation/test_ray.py", "tests/tools/simulation/test_ray_client.py")
 PYTHONS: Final = ("3.10", "3.12", "3.13")  # beside the one that `make test` runs on
 GRAPHS: Final = (  # tests of graphs that no board may run
     "tests/fedquilt/test_graph_check.py",
@@ -70,9 +70,6 @@ class Outcome:
     result: Result
     seconds: float
     last: str
-
-
-# -- what there is --------------------------------------------------------------------------------
 
 
 def stages(data: Path | None = None, *, python: str = sys.executable) -> list[Stage]:
@@ -162,11 +159,42 @@ def stages(data: Path | None = None, *, python: str = sys.executable) -> list[St
             ((*command, "lab", "bench", "sim", "--data", str(_images(data))),),
             given,
         ),
-        *(without_torch(version) for version in PYTHONS),
-        *(with_onnxruntime(version) for version in ONNXRUNTIMES),
-        with_a_store(),
-        with_ray(),
-        with_scikit_learn(),
+        *(
+            stage_apart(
+                f"python-{version}",
+                f"what needs no torch, on Python {version}",
+                (("-c", WITHOUT_TORCH), ("-m", "pytest")),
+                version=version,
+            )
+            for version in PYTHONS
+        ),
+        *(
+            stage_apart(
+                f"onnxruntime-{version}",
+                f"the check of graphs beside ONNX Runtime {version}",
+                (("-m", "pytest", *GRAPHS),),
+                (f"onnxruntime=={version}",),
+            )
+            for version in ONNXRUNTIMES
+        ),
+        stage_apart(
+            "s3",
+            "models and updates by an S3-compatible store, large ones in turn among kills",
+            (("-m", "pytest", *STORE, "-m", "nightly or not nightly"),),
+            ("moto[server]",),
+        ),
+        stage_apart(
+            "ray",
+            "each method on two Ray nodes: bits of one process; killed workers, lost nodes and nodes that differ",
+            (("-m", "pytest", *RAY, "-m", "nightly or not nightly"),),
+            ("ray[client]>=2.50,<3", "torch"),
+        ),
+        stage_apart(
+            "first-results",
+            "eight data sets with the defaults of `simulate`: six within 3 points of scikit-learn",
+            (("tests/first_results.py",),),
+            ("scikit-learn", "torch"),
+        ),
     ]
 
 
@@ -182,75 +210,16 @@ def _given(data: Path | None) -> Path | None:
     return place if data or place.is_dir() else None
 
 
-def without_torch(version: str, find: Callable[[str], str | None] | None = None) -> Stage:
-    """The tests that need no torch, on another Python in an environment of its own."""
-    return _apart(
-        f"python-{version}",
-        f"what needs no torch, on Python {version}",
-        (find or interpreter)(version),
-        version,
-        (),
-        (("-c", WITHOUT_TORCH), ("-m", "pytest")),
-    )
-
-
-def with_onnxruntime(version: str, find: Callable[[str], str | None] | None = None) -> Stage:
-    """The check of graphs, the engine behind it and a board's process, beside another version of ONNX Runtime."""
-    return _apart(
-        f"onnxruntime-{version}",
-        f"the check of graphs beside ONNX Runtime {version}",
-        (find or interpreter)(PYTHONS[0]),
-        PYTHONS[0],
-        (f"onnxruntime=={version}",),
-        (("-m", "pytest", *GRAPHS),),
-    )
-
-
-def with_a_store(find: Callable[[str], str | None] | None = None) -> Stage:
-    """Blobs by a server that speaks S3, which the other tests do without: its package takes 147 MB."""
-    return _apart(
-        "s3",
-        "models and updates by an S3-compatible store, large ones in turn among kills",
-        (find or interpreter)(PYTHONS[0]),
-        PYTHONS[0],
-        ("moto[server]",),
-        (("-m", "pytest", *STORE, "-m", "nightly or not nightly"),),
-    )
-
-
-def with_ray(find: Callable[[str], str | None] | None = None) -> Stage:
-    """Simulated fleets on nodes of Ray, which the other tests do without: with torch it is most of a gigabyte."""
-    return _apart(
-        "ray",
-        "each method on two Ray nodes: bits of one process; killed workers, lost nodes and nodes that differ",
-        (find or interpreter)(PYTHONS[0]),
-        PYTHONS[0],
-        ("ray[client]>=2.50,<3", "torch"),
-        (("-m", "pytest", *RAY, "-m", "nightly or not nightly"),),
-    )
-
-
-def with_scikit_learn(find: Callable[[str], str | None] | None = None) -> Stage:
-    """Accuracies of `fedquilt simulate DATA`, beside those of scikit-learn, which fedquilt does not need."""
-    return _apart(
-        "first-results",
-        "eight data sets with the defaults of `simulate`: six within 3 points of scikit-learn",
-        (find or interpreter)(PYTHONS[0]),
-        PYTHONS[0],
-        ("scikit-learn", "torch"),
-        (("tests/first_results.py",),),
-    )
-
-
-def _apart(
+def stage_apart(
     name: str,
     about: str,
-    found: str | None,
-    version: str,
-    packages: tuple[str, ...],
     commands: tuple[tuple[str, ...], ...],
+    packages: tuple[str, ...] = (),
+    version: str = PYTHONS[0],
+    find: Callable[[str], str | None] | None = None,
 ) -> Stage:
-    """A stage in an environment of its own, with these packages besides; `found`: a Python of this version."""
+    """A stage in an environment of its own, with these packages besides; `find` returns a Python of this version."""
+    found = (find or interpreter)(version)
     folder = ROOT / f".venv-nightly-{name.removeprefix('python-')}"
     own = str(folder / "bin" / "python")
     pip = (own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-e", ".[dev]", *packages)
@@ -294,9 +263,6 @@ def chosen(every: Sequence[Stage], only: Iterable[str], skip: Iterable[str]) -> 
         for stage in every
         if (not only or stage.name.startswith(tuple(only))) and not stage.name.startswith(tuple(skip) or ("\0",))
     ]
-
-
-# -- running --------------------------------------------------------------------------------------
 
 
 def play(stage: Stage, out: Path, say: Callable[[str], None] = print) -> Outcome:

@@ -109,7 +109,7 @@ def test_a_stage_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]
 
 def test_a_python_that_is_not_there_or_does_not_start_skips_its_stage(tmp_path: Path) -> None:
     """pyenv keeps commands for versions that are not chosen: they are found, and end with an error."""
-    assert "no Python 3.10 here" in nightly.without_torch("3.10", lambda version: None).hindrance
+    assert "no Python 3.10 here" in nightly.stage_apart("a", "b", (), find=lambda version: None).hindrance
     shims = tmp_path / "shims"
     shims.mkdir()
     (shims / "python3.10").write_text("#!/bin/sh\nexit 127\n")
@@ -125,12 +125,14 @@ def test_a_python_that_is_not_there_or_does_not_start_skips_its_stage(tmp_path: 
 
 def test_the_check_of_graphs_is_run_beside_the_versions_that_need_it() -> None:
     """In an environment of its own, with the version pinned; without its Python the stage is skipped and says so."""
-    _, pip, tests = nightly.with_onnxruntime("1.19.2", lambda version: sys.executable).commands
+    _, pip, tests = nightly.stage_apart(
+        "a", "b", (("-m", "pytest", *nightly.GRAPHS),), ("onnxruntime==1.19.2",), find=lambda version: sys.executable
+    ).commands
     assert pip[-1] == "onnxruntime==1.19.2"
     assert pip[0] == tests[0]
     assert all((ROOT / name).is_file() for name in tests[3:])
     assert "tests/edge_agent/task/test_hostile_graph.py" in tests
-    assert "no Python 3.10 here" in nightly.with_onnxruntime("1.19.2", lambda version: None).hindrance
+    assert "no Python 3.10 here" in nightly.stage_apart("a", "b", (), find=lambda version: None).hindrance
 
 
 def test_make_nightly_starts_where_the_checkout_is_not_on_the_path(tmp_path: Path) -> None:

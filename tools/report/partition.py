@@ -68,14 +68,14 @@ def print_counts(job: JobSettings, devices: int | None, out: Path | None, format
         disk.write_output(out, plots.add_background(plots.render_picture(draw_counts(counts, job.name))))
     if format == "json":
         domains = counts.domains or (None,) * len(counts.devices)
-        devices = [
+        rows = [
             {"device": name, "train": train, "held": held, "domain": domain}
             for name, train, held, domain in zip(
                 counts.devices, counts.train.tolist(), counts.held.tolist(), domains, strict=True
             )
         ]
-        table_of_counts = {"classes": list(counts.classes), "devices": devices}
-        progress.LINE.print_to_stdout(msgspec.json.encode(table_of_counts).decode())
+        result = {"classes": list(counts.classes), "devices": rows}
+        progress.LINE.print_to_stdout(msgspec.json.encode(result).decode())
     else:
         progress.LINE.print_to_stdout(*format_counts(counts), *([f"drawn in {out}"] if out is not None else []))
     return 0

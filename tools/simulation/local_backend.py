@@ -209,14 +209,14 @@ def _run_in_batch(asked: Sequence[tuple[main.TaskExecutor, WorkRequest]]) -> lis
         engine = bench.load_engine(first.task.engine, main.plan_limit_bytes(first))
     except Exception as error:
         return [(main.failure_outcome(error), False)] * len(asked)
-    clients = [
-        RestartableClient(
-            lambda engine, order=order, bench=bench: main.build_site(order, bench, engine=engine),
-            lambda site, order=order, bench=bench: main.run_method(order, bench.load_method(order), site),
+
+    def make_client(bench: main.TaskExecutor, order: WorkRequest) -> RestartableClient[WorkResult]:
+        return RestartableClient(
+            lambda engine: main.build_site(order, bench, engine=engine),
+            lambda site: main.run_method(order, bench.load_method(order), site),
         )
-        for bench, order in asked
-    ]
-    given = run_together(clients, engine)
+
+    given = run_together([make_client(*each) for each in asked], engine)
     wall_s = (time.perf_counter() - began_s) / len(asked)
     cpu_s = (time.process_time() - cpu_s) / len(asked)
     return [

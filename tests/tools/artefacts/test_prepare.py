@@ -25,7 +25,7 @@ from fedquilt.models.networks import registry
 from fedquilt.models.partial import masks
 from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.onnx import blocks
-from fedquilt.tools.artefacts.prepare import prepare_and_check, prepare_bundle
+from fedquilt.tools.artefacts.prepare import align_labels, prepare_and_check, prepare_bundle
 from fedquilt.tools.experiments import comparison
 
 PLAIN = {"name": "plain", "channels": 1, "classes": 3}
@@ -167,25 +167,15 @@ def test_preparing_twice_gives_the_same_bytes(tmp_path: Path) -> None:
     assert said[:2] == ["model plain: 135 kB", "donor r: 5 blocks, 307 kB"]
 
 
-@pytest.mark.parametrize(
-    ("align", "wanted"),
-    [
-        ("identity", [[0], [1], [2]]),
-        ([[2], [0, 1], []], [[2], [0, 1], []]),
-        (None, None),
-    ],
-)
-def test_donor_classes_are_aligned_with_labels_by_list_or_by_name(tmp_path: Path, align: Any, wanted: Any) -> None:
-    donor = {"name": "p", "network": PLAIN, **({} if align is None else {"align": align})}
-    assert prepare_bundle(job(donor), tmp_path).meta["donors"]["p"].get("align") == wanted
+def test_donor_classes_are_aligned_with_labels_by_list_or_by_name(tmp_path: Path) -> None:
+    for align, wanted in (("identity", [[0], [1], [2]]), ([[2], [0, 1], []], [[2], [0, 1], []])):
+        assert align_labels(align, None, 3, ["a", "b", "c"]) == wanted
+    assert "align" not in prepare_bundle(job({"name": "p", "network": PLAIN}), tmp_path).meta["donors"]["p"]
 
 
-def test_imagenet_is_aligned_with_cifar10_by_its_own_ids(tmp_path: Path) -> None:
-    """Ten labels; 118 dogs, one horse; no class counts twice (the loader would refuse it)."""
-    labels = [str(i) for i in range(10)]
-    donor = {"name": "s", "network": {"name": "torchvision/squeezenet1_1"}, "align": "imagenet-cifar10"}
-    made = prepare_bundle({"input": {"channels": 3, "size": 64}, "labels": labels, "donors": [donor]}, tmp_path)
-    groups = made.meta["donors"]["s"]["align"]
+def test_imagenet_is_aligned_with_cifar10_by_its_own_ids() -> None:
+    """Ten labels; 118 dogs, one horse; no class counts twice."""
+    groups = align_labels("imagenet-cifar10", None, 1000, [str(i) for i in range(10)])
     assert [len(group) for group in groups] == [2, 9, 59, 5, 3, 118, 3, 1, 11, 6]
     assert groups[7] == [339]
 
@@ -203,20 +193,15 @@ NAMES = "tabby, tabby cat\nhot-dog\nTiger_Cat\ncatamaran\nfire truck\nTrucks\ncr
 )
 def test_classes_are_aligned_by_their_names_or_by_a_table(tmp_path: Path, align: Any, wanted: Any) -> None:
     (tmp_path / "names.txt").write_text(NAMES)
-    network = {"name": "plain", "channels": 1, "classes": 8}
-    table = {**job({"name": "p", "network": network, "align": align}), "labels": ["cat", "dog", "truck"]}
     told: list[str] = []
-    table["donors"][0]["classes"] = "names.txt"
-    parsed = settings.make_paths_absolute(table, tmp_path)
-    made = prepare_bundle(parsed, tmp_path / "out", told.append)
-    assert made.meta["donors"]["p"]["align"] == wanted
-    assert ("donor p: cat: 0 tabby, tabby cat; 2 Tiger_Cat" in told) == (align == "names")
+    assert align_labels(align, str(tmp_path / "names.txt"), 8, ["cat", "dog", "truck"], told.append) == wanted
+    assert ("cat: 0 tabby, tabby cat; 2 Tiger_Cat" in told) == (align == "names")
 
 
 @pytest.mark.parametrize(
     ("donor", "message"),
     [
-        ({"align": "names"}, "donor 'p': align goes by class names: say where these are with `classes`"),
+        ({"align": "names"}, "align goes by class names: say where these are with `classes`"),
         ({"align": "names", "classes": "none.txt"}, "classes = .*none.txt.* cannot be read"),
         ({"align": "names", "classes": "imagenet"}, "'imagenet' holds 1000 names, and the donor has 8 classes"),
         ({"align": "names", "classes": "FILE"}, "no class has the name 'deer': give `align` as a table"),
@@ -230,12 +215,10 @@ def test_classes_are_aligned_by_their_names_or_by_a_table(tmp_path: Path, align:
 )  # fmt: skip
 def test_an_alignment_that_cannot_be_is_refused_by_name(tmp_path: Path, donor: dict[str, Any], message: str) -> None:
     (tmp_path / "names.txt").write_text(NAMES)
-    network = {"name": "plain", "channels": 1, "classes": 8}
-    donor = {"name": "p", "network": network, **donor}
-    if donor.get("classes") == "FILE":
-        donor["classes"] = str(tmp_path / "names.txt")
+    classes = donor.get("classes")
+    names = str(tmp_path / "names.txt") if classes == "FILE" else classes
     with pytest.raises(FedquiltError, match=message):
-        prepare_bundle({**job(donor), "labels": ["cat", "dog", "deer"]}, tmp_path / "out")
+        align_labels(donor["align"], names, 8, ["cat", "dog", "deer"])
 
 
 def test_a_users_own_network_is_a_donor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
