@@ -112,11 +112,7 @@ def stages(data: Path | None = None, *, python: str = sys.executable) -> list[St
             tuple((python, "tests/hostile_board.py", "--seconds", "60", "--rate", rate) for rate in FLOODS),
             without,
         ),
-        Stage(
-            "signed-bytes",
-            "what signatures add to the bytes of a fleet",
-            ((python, "tests/signed_bytes.py"),),
-        ),
+        Stage("signed-bytes", "what signatures add to the bytes of a fleet", ((python, "tests/signed_bytes.py"),)),
         Stage(
             "matrix",
             "the other tests marked nightly: each method with each network, graphs of pip packages",

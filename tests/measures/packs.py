@@ -23,10 +23,7 @@ PACKS: Final[dict[str, tuple[str, ...]]] = {  # pack -> its folders and files, w
         "tools/boards",
         *(f"fedquilt/cli/{verb}.py" for verb in ("board", "clocks", "doctor", "flash", "record")),
     ),
-    "lab": (
-        "tools/lab",
-        *(f"fedquilt/cli/{verb}.py" for verb in ("bench", "demo", "init", "lab", "reproduce")),
-    ),
+    "lab": ("tools/lab", *(f"fedquilt/cli/{verb}.py" for verb in ("bench", "demo", "init", "lab", "reproduce"))),
     "operations": ("tools/operations", "fedquilt/cli/dash.py"),
     "ray": ("tools/simulation/ray_workers.py",),
     "stitching": (

@@ -13,13 +13,7 @@ import pytest
 
 from fedquilt.core import DataError, Examples, JobError
 from fedquilt.tools.lab import audit
-from fedquilt.tools.lab.audit import (
-    UploadVariant,
-    audit_methods,
-    compare_fingerprints,
-    extract_gradient,
-    psnr,
-)
+from fedquilt.tools.lab.audit import UploadVariant, audit_methods, compare_fingerprints, extract_gradient, psnr
 
 TABLE = {"channels": 1, "size": 12}
 NETWORK = {"name": "lenet", **TABLE, "classes": 3, "width": 4, "input": TABLE}

@@ -54,10 +54,7 @@ def test_a_front_falls_from_its_shortest_plan_to_its_cheapest_which_is_chosen(
 def test_bounds_of_the_job_choose_among_the_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plans = told(job(tmp_path), capsys)["front"]
     middle = plans[len(plans) // 2]
-    for bound in (
-        f"deadline_s = {middle['seconds'] * 1.000001}",
-        f"joules_per_round = {middle['joules'] * 1.000001}",
-    ):
+    for bound in (f"deadline_s = {middle['seconds'] * 1.000001}", f"joules_per_round = {middle['joules'] * 1.000001}"):
         chosen = told(job(tmp_path, more=bound), capsys)["chosen"]
         assert chosen["joules"] <= middle["joules"] * 1.00001
         assert chosen["seconds"] <= middle["seconds"] * 1.00001

@@ -103,8 +103,7 @@ def test_without_the_quorum_the_deadline_ends_the_job_after_its_attempts(fleet: 
 def test_over_selected_devices_that_are_slow_are_sent_home(fleet: Fleet) -> None:
     slow_s = seconds_of(fleet, SLOW)
     ended = fleet.played(
-        cohort={"size": 2, "over_select": 0.5, "turns": 100.0},
-        fleet={"boards": [FAST, SLOW, FAST], "policy": "max"},
+        cohort={"size": 2, "over_select": 0.5, "turns": 100.0}, fleet={"boards": [FAST, SLOW, FAST], "policy": "max"}
     )
     assert [fact.devices for fact in facts(ended, CohortSelected)] == [("dev-0", "dev-1", "dev-2")] * 2
     assert answered(ended) == [(0, "dev-0"), (0, "dev-2"), (1, "dev-0"), (1, "dev-2")]

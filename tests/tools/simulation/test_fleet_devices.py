@@ -26,12 +26,7 @@ JOB = {"name": "toy", "engine": "numpy", "params": {"epochs": 1, "batch": 4, "lr
 
 
 def played(
-    folder: Path,
-    act: Callable[[Simulation], None],
-    *,
-    method: str = "fedavg",
-    away: Collection[str] = (),
-    **job: Any,
+    folder: Path, act: Callable[[Simulation], None], *, method: str = "fedavg", away: Collection[str] = (), **job: Any
 ) -> Simulation:
     given = settings.parse_job({**JOB, "method": method, **job})
     hands, held = make_local_backend(point_members(4, 13), engine=NumpyEngine(ROOM_BYTES, base_bytes=0))

@@ -178,12 +178,7 @@ def run(tests: Sequence[float | None], *, first: int = 1, **figures: float) -> S
 
 @pytest.mark.parametrize(
     ("tests", "target", "rounds"),
-    [
-        ([0.5, 0.99, 0.9, 1.0], 0.99, 2),
-        ([0.99], 0.99, 1),
-        ([0.989999, 0.5], 0.99, None),
-        ([None, 1.0], 0.99, 2),
-    ],
+    [([0.5, 0.99, 0.9, 1.0], 0.99, 2), ([0.99], 0.99, 1), ([0.989999, 0.5], 0.99, None), ([None, 1.0], 0.99, 2)],
 )
 def test_the_first_round_that_reaches_the_target_counts_from_one(
     tests: Sequence[float | None], target: float, rounds: int | None
