@@ -149,7 +149,6 @@ class Classifier:
         return (*filter(None, given[:1]), "x_test", "x"), (*filter(None, given[1:]), "y_test", "y")
 
     def examples_from_arrays(self, held: Mapping[str, np.ndarray], name: str = "the .npz") -> StoredExamples:
-        """Return the examples in the arrays of an .npz file."""
         x, y = (next((held[key] for key in names if key in held), None) for names in self.array_names)
         if x is None or not x.ndim or not len(x):
             raise DataError(
@@ -186,7 +185,6 @@ _PARSER: Final = threading.Lock()  # numpy reads a header by `ast`, which fails 
 
 
 def read_array(data: bytes, kinds: str = NUMBERS) -> np.ndarray:
-    """Return the array in the bytes of an .npy file."""
     file = io.BytesIO(data)
     try:
         version = np.lib.format.read_magic(file)

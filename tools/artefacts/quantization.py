@@ -63,8 +63,6 @@ from fedquilt.tools.simulation import DeviceData, local_backend
 
 
 class _RangeReader(quantization.CalibrationDataReader):  # type: ignore[misc]
-    """Input of a graph."""
-
     def __init__(self, name: str, parts: Iterator[np.ndarray]) -> None:
         self._parts = ({name: part} for part in parts)
 

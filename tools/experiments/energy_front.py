@@ -46,7 +46,6 @@ class EnergyFront:
 
 
 def compute_fronts(job: JobSettings, folder: Path) -> EnergyFront:
-    """Compute the energy plans of a job."""
     asks, known = predict_work(job, folder)
     problem = deadline.energy_problem(job.cohort, known, asks)
     chosen = problem and deadline.plan_energy(job.cohort, *problem)

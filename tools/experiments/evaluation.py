@@ -46,7 +46,6 @@ NOBODY = "evaluator"
 
 
 def load_test_set(job: JobSettings) -> Examples:
-    """Return the test examples of a job."""
     with scores.name_test_table():
         return examples.load_split(DataSpec.parse(scores.make_test_table(job)))
 
@@ -252,7 +251,6 @@ class LiveEvaluator:
             self._evaluator.close()
 
     def evaluate(self, simulation: Simulation, hands: WorkBackend, *, shares: bool) -> EvaluationResult:
-        """Evaluate the current state of a simulation."""
         told = hands.evaluate(simulation) if self.checks and shares else {}
         total = evaluation.add_evaluations(told.values())
         if total is not None and simulation.running is not None and total.right_with_priors is not None:

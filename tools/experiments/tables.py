@@ -186,7 +186,7 @@ def make_plots(runs: Sequence[SeedRun], target: float | None) -> dict[str, plots
         for name, of in by_method.items()
     ]
     most = 100.0 if metric.share else math.inf
-    title = f"{_format_heading(metric)} at the end, a dot for each seed"
+    title = f"{metric.title[0].upper()}{metric.title[1:]} at the end, a dot for each seed"
     found["accuracy-end.svg"] = plots.plot_dots(ends, title, label, most=most)
     return found
 
@@ -197,7 +197,7 @@ def make_cost_plots(by_name: Mapping[str, Sequence[SeedRun]], target: float | No
     metric = find_main_metric(runs)
     factor, most = metrics.display_factor(metric), 100.0 if metric.share else math.inf
     level = None if target is None else factor * target
-    heading, found = _format_heading(metric), {}
+    heading, found = metric.title[0].upper() + metric.title[1:], {}
     for cost, title, unit in (
         ("rounds", "by round", "rounds"),
         ("bytes", "by bytes", "B, down and up"),
@@ -225,10 +225,6 @@ def make_cost_plots(by_name: Mapping[str, Sequence[SeedRun]], target: float | No
 def _axis_label(runs: Sequence[SeedRun]) -> str:
     kind, metric = "test" if any(run.tested for run in runs) else "held-out", find_main_metric(runs)
     return f"{kind} {metric.title}{', %' * metric.share}"
-
-
-def _format_heading(metric: metrics.Metric) -> str:
-    return metric.title[0].upper() + metric.title[1:]
 
 
 def _make_mean_line(name: str, runs: Sequence[SeedRun], cost: str) -> plots.PlotLine | None:

@@ -246,7 +246,6 @@ def draw_on_axes(plot: Plot, axes: Any = None) -> Any:
 
 
 def choose_plot(found: Mapping[str, Plot], x: str) -> Plot:
-    """Return the plot over `x`."""
     if not found:
         raise JobError("there are fewer than two evaluations to draw: set [check] every = 1")
     if x not in found:
@@ -286,7 +285,6 @@ def _fill_with_picture(figure: Any, picture: Picture, tip: Tip) -> Any:
 
 
 def render_picture(picture: Picture) -> str:
-    """Render a picture as an SVG element."""
     return _render_svg_element(
         picture.width, picture.height, picture.summary, lambda figure, tip: _fill_with_picture(figure, picture, tip)
     )

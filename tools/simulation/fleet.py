@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from sys import intern
 from typing import Final
 
 from msgspec import structs
@@ -43,6 +42,7 @@ from fedquilt.edge_agent.task.worker import VirtualWorker
 from fedquilt.edge_agent.task_runner import TaskRunner
 
 TELEMETRY_S: Final = 30.0  # between two readings that a board with sensors tells, as agents do by default
+PRESENCE: Final = wire.Presence(online=True, boot="simulated-1", seq=1)
 UNANSWERED: Final = ".update"  # ending of the file with an update whose private state waits for its answer
 FOLLOWING: Final = ".next"  # ending of the file with that private state
 
@@ -70,7 +70,7 @@ class FleetDevice:
         self.name, self._fleet, self._spec = spec.device, fleet, spec
         self.board = spec.board()
         self.worker = VirtualWorker(self.board)
-        self.have = fleet.sent_blobs.setdefault(spec.device, set())  # sha256 of what it was sent
+        self.have = set[str]()  # sha256 of what it was sent
         self._coming: deque[tuple[float, str]] = deque()  # when blobs will be here, and their sha256
         self._going: deque[tuple[float, Update]] = deque()  # when updates will be there
         self._folder = f"{fleet.folder}/private/"
@@ -245,7 +245,7 @@ _shared = operator.attrgetter(*(name for name in Task.__struct_fields__ if name 
 
 
 class SimulatedFleet:
-    """Executor of simulated devices, which can be brought online and switched off.
+    """Executor of simulated devices, some of which may come online later.
 
     Args:
         depot: Blob store of the coordinator.
@@ -286,12 +286,10 @@ class SimulatedFleet:
                 name = kept.removesuffix(FOLLOWING)
                 update = wire.decode((folder / "private" / f"{name}{UNANSWERED}").read_bytes(), Update)
                 self.unanswered[name, (update.job, update.round)] = update
-        self.sent_blobs: dict[str, set[str]] = {}  # device -> sha256 of what it was sent, also while it is away
         self._wire = EncodedTasks()
         self._kinds: dict[
             tuple[object, int], tuple[Profile, bool]
         ] = {}  # profile by board and means, and if it has sensors
-        self._boots: dict[str, int] = {}  # device -> how often it has come online
         self._away = set(self.specs)
         self.bring_online(name for name in self.specs if name not in away)
         self.specs |= apart or {}
@@ -302,21 +300,7 @@ class SimulatedFleet:
                 raise JobError(f"the simulated fleet has no device {name!r}")
             if name in self._away:
                 self._away.remove(name)
-                self._boots[name] = self._boots.get(name, 0) + 1
-                self._heard += [(name, self._make_presence(name, online=True)), (name, self.profile(name))]
-
-    def switch_off(self, names: Iterable[str]) -> None:
-        """Switch devices off. Running tasks are lost, private state and blobs remain."""
-        for name in [name for name in names if name in self._boots and name not in self._away]:
-            self._away.add(name)
-            self._waiting.pop(name, None)
-            self._moved.pop(name, None)
-            if (gone := self._devices.pop(name, None)) is not None:
-                gone.duty.stop()
-                gone.discard_outputs()
-                for key in () if gone.follows else gone.duty.state.outbox:
-                    self.unanswered.pop((name, key), None)
-            self._heard.append((name, self._make_presence(name, online=False)))
+                self._heard += [(name, PRESENCE), (name, self.profile(name))]
 
     @property
     def waiting_requests(self) -> list[WorkRequest]:
@@ -443,9 +427,6 @@ class SimulatedFleet:
 
     def queue_message(self, device: str, message: wire.Claim | Update | wire.Telemetry) -> None:
         self._heard.append((device, message))
-
-    def _make_presence(self, name: str, online: bool) -> wire.Presence:
-        return wire.Presence(online=online, boot=intern(f"simulated-{self._boots[name]}"), seq=1 if online else 2)
 
     def find_bundle(self, name: str, ref: BlobRef) -> str:
         path = self._files.get(ref.sha256) or self.depot.verified_path(ref.sha256)

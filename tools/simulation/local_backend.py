@@ -164,16 +164,18 @@ class SingleEngineExecutor(WorkExecutor):
         return self._one
 
 
+FILES = 8  # those of a round, mostly one to three
+
+
 class SharedTensors:
     """Cache of the tensors of files that many devices read. The arrays are read-only."""
 
-    def __init__(self, most: int = 8) -> None:
-        self._most = most  # files: those of a round, mostly one to three
+    def __init__(self) -> None:
         self._held: dict[str, dict[str, np.ndarray]] = {}
 
     def __call__(self, path: str, read: Callable[[Path], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
         if path not in self._held:
-            while len(self._held) >= self._most:
+            while len(self._held) >= FILES:
                 del self._held[next(iter(self._held))]
             found = read(Path(path))
             for array in found.values():

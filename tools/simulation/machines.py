@@ -61,7 +61,6 @@ class MachineSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def describe_this_machine(modules: Collection[str] = (), threads: str | None = None) -> Machine:
-    """Return the properties of this machine."""
     versions = {"Python": platform.python_version(), **find_library_versions()}
     return Machine(
         processor=_read_processor_model(),

@@ -338,8 +338,6 @@ class RayWorkerHandle:
 
 
 class RayWorkers:
-    """Workers on a Ray cluster."""
-
     def __init__(
         self, engine: str, address: str, *, count: int | None, mixed: bool, modules: Collection[str] = ()
     ) -> None:

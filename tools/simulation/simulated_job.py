@@ -360,7 +360,6 @@ def _make_round(
 
 
 def choose_job_engine(job: JobSettings, method: Method) -> str:
-    """Return the engine of the job, or the first installed engine of the method."""
     there = engines.available_engines()
     for name in [job.engine] if job.engine else method.engines:
         if name in there:

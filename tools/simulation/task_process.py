@@ -59,7 +59,6 @@ class TaskProcess:
             self._child.kill()
 
     def run_task(self, order: TaskSpec, number: int) -> tuple[protocol.WorkResult, dict[str, Tensors]]:
-        """Run a task in the process. Return its result, and the tensors of its update."""
         out = self._folder / sandbox.OUT / str(number)
         out.mkdir(parents=True)
 

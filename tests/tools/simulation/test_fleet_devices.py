@@ -47,40 +47,6 @@ def test_devices_that_come_later_take_part_from_the_round_that_is_open_then(fold
     assert run.status == "done"
 
 
-def test_a_device_that_is_switched_off_loses_its_task_and_keeps_its_private_state(folder: Path) -> None:
-    """Its round closes without it after 5 s offline; back online it takes part with the model that it had."""
-    models: list[bytes] = []
-
-    def act(simulation: Simulation) -> None:
-        done = len(simulation.rounds)
-        if done == 1:
-            models.append((simulation.devices / "private/dev-3.safetensors").read_bytes())
-            simulation.fleet.switch_off(["dev-3"])
-        if done == 3:
-            models.append((simulation.devices / "private/dev-3.safetensors").read_bytes())
-            simulation.fleet.bring_online(["dev-3"])
-
-    run = played(folder, act, method="local", rounds=5, cohort={"quorum": 0.5, "deadline_s": 100.0})
-    some, everybody = ("dev-0", "dev-1", "dev-2"), ("dev-0", "dev-1", "dev-2", "dev-3")
-    assert [each.devices for each in run.rounds] == [everybody, some, some, everybody, everybody]
-    assert run.rounds[1].duration_s == pytest.approx(5.0)  # of which it could have come back
-    assert run.rounds[2].duration_s < 1.0  # and then not asked at all
-    assert models[0] == models[1]
-
-
-def test_what_it_was_sent_is_still_there_when_a_device_comes_back(folder: Path) -> None:
-    def act(simulation: Simulation) -> None:
-        if len(simulation.rounds) == 1:
-            simulation.fleet.switch_off(["dev-3"])
-        if len(simulation.rounds) == 2:
-            simulation.fleet.bring_online(["dev-3"])
-
-    run = played(folder, act, method="local", rounds=3, cohort={"quorum": 0.5, "deadline_s": 100.0})
-    assert run.rounds[0].down_bytes > 1000
-    assert run.rounds[2].devices == ("dev-0", "dev-1", "dev-2", "dev-3")
-    assert run.rounds[2].down_bytes == 0
-
-
 def test_a_run_that_everybody_has_left_stands_still_and_says_so(folder: Path) -> None:
     given = settings.parse_job({**JOB, "method": "fedavg", "rounds": 2})
     hands, held = make_local_backend(point_members(4, 13), engine=NumpyEngine(ROOM_BYTES, base_bytes=0))

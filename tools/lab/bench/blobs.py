@@ -40,8 +40,6 @@ Way = Literal["tcp", "http", "mqtt"]
 
 
 class TransferRun(NamedTuple):
-    """A transfer method and its faults."""
-
     way: Way
     loss: float = 0.0
     outage: bool = False  # of the broker, or of TCP's server

@@ -379,8 +379,6 @@ PROFILE: Final[dict[str, Any]] = {
 
 
 class DeviceGroup:
-    """The light devices of one process."""
-
     def __init__(self, url: str, first: int, count: int) -> None:
         self.broker, self.topics = Broker.from_url(url), wire.Topics(FLEET)
         self.boards = [LightDevice(self, number) for number in range(first, first + count)]
@@ -441,7 +439,6 @@ class LightDevice:
             raise ConnectionError(f"the broker has closed the connection of {self.device}")
 
     def repeat_requests(self, now_s: float) -> None:
-        """Repeat requests without an answer."""
         self._request_chunks(now_s)
         if self._update is not None and now_s >= self._offered_s + AGAIN_S:
             self._offer_update(self._update, now_s)

@@ -147,7 +147,6 @@ def summarise_run(run: PolicyRun) -> dict[str, Any]:
 
 
 def fastest_s(board: ScaledBoard, work: WorkEstimate) -> float:
-    """Return the seconds of the work at the fastest point."""
     times = [cost_model.work_seconds(work, point) for point in board.points]
     return min(time for time in times if time is not None)
 

@@ -66,7 +66,10 @@ def measure(report: Callable[[str], None], size: int = SMALL, images: int = IMAG
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "donors"
         made = prepare_donors(folder, size)
-        find = create_finder(folder, made)
+
+        def find(name: str) -> Path:
+            return folder / "blobs" / made.files[name].sha256
+
         rounds = walk_path(made, find, Path(scratch), max(depths), images)
         whole, own = measure_forward_pass(made, find, Path(scratch), images), measure_reference_costs(rounds[0])
         report(f"references {own['warm_s'][0]:.2f} s of the processor, a forward pass {whole['warm_s'][0]:.2f} s")
@@ -89,11 +92,6 @@ def prepare_donors(folder: Path, size: int) -> Bundle:
         folder,
     )
     return job_bundle.load_bundle(folder)
-
-
-def create_finder(folder: Path, made: Bundle) -> Callable[[str], Path]:
-    """Return a function that maps the name of a bundle's file to its path."""
-    return lambda name: folder / "blobs" / made.files[name].sha256
 
 
 def draw_examples(count: int) -> Examples:

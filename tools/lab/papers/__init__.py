@@ -48,7 +48,6 @@ def find_table(name: str, known: Mapping[str, GridTable]) -> GridTable:
 
 
 def find_tables_of_method(method: str) -> list[tuple[str, str]]:
-    """Return the command and the page of each table with this method."""
     return [
         (f"fedquilt lab reproduce {name}" + " --data FOLDER" * table.takes_data, table.grid.page)
         for name, table in load_tables().items()

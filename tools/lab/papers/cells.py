@@ -190,7 +190,6 @@ def run_case(case: ComparisonCase, tell: comparison.Tell) -> SeedRun:
 def run_with_options(
     job: JobSettings, folder: Path, how: ExecutionOptions, tell: comparison.Tell = lambda done: None, **changes: Any
 ) -> SeedRun:
-    """Run a job with the options of its cell. `changes` override arguments of `run_seed`."""
     options: dict[str, Any] = {"pick": how.select_devices, "away": how.row.away, "together": how.together}
     options |= {"first": how.first, "tested": how.tested}
     if how.observe:

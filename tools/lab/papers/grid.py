@@ -120,7 +120,6 @@ class Grid(GridStruct, frozen=True):
 
     @property
     def function_names(self) -> list[str]:
-        """Names of functions of `custom`."""
         befores = [
             self.pretrain,
             *(row.pretrain for row in self.rows.values()),
@@ -150,7 +149,6 @@ class Grid(GridStruct, frozen=True):
         return msgspec.structs.replace(self, rows=kept, claims=claims)
 
     def make_job(self, points: Iterable[AxisPoint], row: GridRow, seed: int, rounds: int | None) -> dict[str, Any]:
-        """Return the job of one run as a table."""
         found = self.job
         for point in points:
             found = merge_tables(found, point.job)
@@ -234,7 +232,6 @@ def _require_known(what: str, wanted: Iterable[str], known: Iterable[str]) -> No
 
 
 def read_tables(file: Path) -> dict[str, GridTable]:
-    """Return the tables of a file by name."""
     with toml.prefix_errors(str(file)):
         common = _resolve_likes(toml.read_toml(file))
     several = common.pop("tables", None)

@@ -63,7 +63,6 @@ def cache_folder() -> Path:
 
 
 def find_simulator(name: str) -> OtherSimulator:
-    """Return a simulator by name."""
     if name not in OTHERS:
         raise JobError(f"--with {name}: there are {', '.join(OTHERS)}")
     return OTHERS[name]
