@@ -251,4 +251,4 @@ def test_a_simulator_that_cannot_be_installed_is_told_in_the_result(
     found, absent = sim._prepare_contestants(["pfl"], 2)
     assert [each.name for each in found] == ["ours", "ours_torch", "bare_n", "bare_1"]
     assert absent["pfl"].startswith("pfl-research cannot be installed here: ")
-    assert not (sim.cache_folder() / "pfl" / "ready").exists()
+    assert not (tmp_path / "fedquilt" / "bench" / "pfl" / "ready").exists()

@@ -154,14 +154,15 @@ def _measure_fleet(count: int, rounds: int, after: int) -> dict[str, Any]:
         watch = MqttLink(Broker.from_url(url), "bench-watch")
         watch.wait_until_connected(timeout_s=10.0)
         watch.subscribe([wire.Topics(FLEET).round_topic(run)])
+        each = -(-count // PROCESSES)
         boards = [
-            subprocess.Popen([*BOARDS, url, str(first), str(size)], stdout=subprocess.PIPE)
-            for first, size in _split_devices(count)
+            subprocess.Popen([*BOARDS, url, str(first), str(min(each, count - first))], stdout=subprocess.PIPE)
+            for first in range(0, count, each)
         ]
         running += boards
-        for each in boards:
-            assert each.stdout is not None
-            if each.stdout.readline().strip() != b"ready":
+        for group in boards:
+            assert group.stdout is not None
+            if group.stdout.readline().strip() != b"ready":
                 raise LinkError("boards did not connect: see above")
         where = ["--broker", url, "--home", str(home / "runs"), "--fleet", FLEET]
         serving = subprocess.Popen([*SERVE, *where], stdout=subprocess.DEVNULL)
@@ -335,9 +336,6 @@ def _blob_ref(payload: bytes) -> BlobRef:
     return BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
 
 
-# -- processes ------------------------------------------------------------------------------------
-
-
 @contextmanager
 def _kill_processes_at_end() -> Iterator[list[subprocess.Popen[bytes]]]:
     started: list[subprocess.Popen[bytes]] = []
@@ -348,11 +346,6 @@ def _kill_processes_at_end() -> Iterator[list[subprocess.Popen[bytes]]]:
             process.kill()
         for process in started:
             process.communicate()
-
-
-def _split_devices(count: int) -> list[tuple[int, int]]:
-    each = -(-count // PROCESSES)
-    return [(first, min(each, count - first)) for first in range(0, count, each)]
 
 
 def _raise_file_limit(wanted: int) -> None:

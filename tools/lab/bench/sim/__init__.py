@@ -55,49 +55,30 @@ OTHERS = {
 }
 
 
-class SimulatorMissingError(FedquiltError): ...
-
-
-def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedquilt" / "bench"
-
-
-def find_simulator(name: str) -> OtherSimulator:
-    if name not in OTHERS:
-        raise JobError(f"--with {name}: there are {', '.join(OTHERS)}")
-    return OTHERS[name]
-
-
 def prepare_environment(name: str) -> tuple[Path, str]:
-    """Return a simulator's Python and version, and install the environment if missing.
-
-    The environment gets the torch version of this Python.
-    """
-    other = find_simulator(name)
-    home = cache_folder() / name
+    """Return a simulator's Python and version, and install the environment with the torch of this Python if missing."""
+    other = OTHERS[name]
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedquilt" / "bench" / name
     python = home / "bin" / "python"
-    ready = home / "ready"
-    if not ready.exists():
+
+    def run(*command: str) -> str:
+        try:
+            found = subprocess.run(command, capture_output=True, text=True)
+        except OSError as error:
+            raise JobError(f"{other.title}: {error}") from None
+        if found.returncode:
+            said = [line for line in (found.stderr or found.stdout).strip().splitlines() if "WARNING" not in line]
+            raise JobError(f"{other.title} cannot be installed here: {said[-1] if said else 'pip said nothing'}")
+        return found.stdout
+
+    if not (home / "ready").exists():
         torch = metadata.version("torch").partition("+")[0]
-        _run_command([sys.executable, "-m", "venv", "--clear", "--without-pip", str(home)], other)
-        pip = [sys.executable, "-m", "pip", "--python", str(python)]
-        _run_command([*pip, "install", "--quiet", f"torch=={torch}", other.requirement], other)
-        ready.touch()
-    shown = [str(python), "-c", f"from importlib import metadata; print(metadata.version({other.package!r}))"]
-    return python, _run_command(shown, other).strip()
-
-
-def _run_command(command: list[str], other: OtherSimulator) -> str:
-    try:
-        found = subprocess.run(command, capture_output=True, text=True)
-    except OSError as error:
-        raise SimulatorMissingError(f"{other.title}: {error}") from None
-    if found.returncode:
-        said = [line for line in (found.stderr or found.stdout).strip().splitlines() if "WARNING" not in line]
-        raise SimulatorMissingError(
-            f"{other.title} cannot be installed here: {said[-1] if said else 'pip said nothing'}"
-        )
-    return found.stdout
+        run(sys.executable, "-m", "venv", "--clear", "--without-pip", str(home))
+        pip = (sys.executable, "-m", "pip", "--python", str(python))
+        run(*pip, "install", "--quiet", f"torch=={torch}", other.requirement)
+        (home / "ready").touch()
+    shown = f"from importlib import metadata; print(metadata.version({other.package!r}))"
+    return python, run(str(python), "-c", shown).strip()
 
 
 HERE = Path(__file__).parent
@@ -163,7 +144,8 @@ def measure(
 ) -> dict[str, Any]:
     """Run all contestants on all workloads, in turn."""
     for name in beside:
-        find_simulator(name)
+        if name not in OTHERS:
+            raise JobError(f"--with {name}: there are {', '.join(OTHERS)}")
     workloads = select_workloads(only)
     ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1)
     processes = processes or len(os.sched_getaffinity(0))
@@ -217,7 +199,7 @@ def _prepare_contestants(beside: Sequence[str], processes: int) -> tuple[list[Co
     for name in beside:
         try:
             python, version = prepare_environment(name)
-        except SimulatorMissingError as error:
+        except JobError as error:
             absent[name] = str(error)
             continue
         other = OTHERS[name]
@@ -293,7 +275,9 @@ def _run_and_measure_contestant(
             now_rss, now_pss = _memory_bytes(process.pid)
             rss, pss = max(rss, now_rss), max(pss, now_pss)
             time.sleep(SAMPLE_S)
-        _wait_for_orphans()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            # Ray's daemons outlive their parents, and only who waits for them learns their processor time
+            psutil.wait_procs(psutil.Process().children(), timeout=ORPHANS_S)
         wall_s, cpu_s = time.perf_counter() - began_s, _child_processor_s() - spent_s
         said.seek(0), told.seek(0)
         last = [line for line in told.read().decode(errors="replace").splitlines() if line.startswith('{"start_s"')]
@@ -312,12 +296,6 @@ def _run_and_measure_contestant(
         "rss_mb": rss / 1e6,
         "pss_mb": pss / 1e6,
     }
-
-
-def _wait_for_orphans() -> None:
-    # Ray's daemons outlive their parents, and only who waits for them learns their processor time
-    with contextlib.suppress(psutil.NoSuchProcess):
-        psutil.wait_procs(psutil.Process().children(), timeout=ORPHANS_S)
 
 
 def _child_processor_s() -> float:
