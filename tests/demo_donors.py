@@ -67,10 +67,6 @@ AUGMENTATIONS: Mapping[str, Augmentation] = {
 
 
 def train_donors(data: Path, out: Path, say: Callable[[str], None] = print) -> dict[str, float]:
-    """Train all donors of the demo's job, and return their accuracy on test images of their own digits.
-
-    Writes `out`/weights/<name>.safetensors and the bundle `out`/bundle.
-    """
     job = settings.load_job(DEMO)
     train, test = _load_mnist(data, "train"), _load_mnist(data, "test")
     accuracies = {}

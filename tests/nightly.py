@@ -50,12 +50,6 @@ Result = Literal["passed", "FAILED", "skipped"]
 
 @dataclass(frozen=True)
 class Stage:
-    """Commands that are run one after the other from the checkout's root, until one fails.
-
-    Args:
-        hindrance: why it cannot run here, in a sentence; "" where it can.
-    """
-
     name: str
     about: str
     commands: tuple[tuple[str, ...], ...]
@@ -64,8 +58,6 @@ class Stage:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a stage; `last` is the last line that it printed, or why it was skipped."""
-
     stage: str
     result: Result
     seconds: float
@@ -73,12 +65,6 @@ class Outcome:
 
 
 def stages(data: Path | None = None, *, python: str = sys.executable) -> list[Stage]:
-    """Every stage, in the order in which they run.
-
-    Args:
-        data: a folder with MNIST's IDX files, for `lab bench sim`.
-        python: the interpreter of the checkout's own environment.
-    """
     command = (python, "-m", "fedquilt.cli")
     tests = (python, "-m", "pytest")
     found = shutil.which("mosquitto", path=os.environ.get("PATH", "") + ":/usr/sbin")
@@ -195,13 +181,11 @@ def stages(data: Path | None = None, *, python: str = sys.executable) -> list[St
 
 
 def _images(data: Path | None) -> Path | None:
-    """The folder with MNIST's files: the one that is given, or where it lies in a folder of several sets."""
     places = (data / "MNIST" / "raw", data / "MNIST") if data else ()
     return next((place for place in places if place.is_dir()), data)
 
 
 def _given(data: Path | None) -> Path | None:
-    """The folder of data: as it is given, else the one that tests take."""
     place = data or Path(os.environ.get("FEDQUILT_TEST_DATA", ROOT.parent / "shared" / "data"))
     return place if data or place.is_dir() else None
 
@@ -214,7 +198,6 @@ def stage_apart(
     version: str = PYTHONS[0],
     find: Callable[[str], str | None] | None = None,
 ) -> Stage:
-    """A stage in an environment of its own, with these packages besides; `find` returns a Python of this version."""
     found = (find or interpreter)(version)
     folder = ROOT / f".venv-nightly-{name.removeprefix('python-')}"
     own = str(folder / "bin" / "python")
@@ -228,7 +211,6 @@ def stage_apart(
 
 
 def interpreter(version: str, env: Mapping[str, str] = os.environ) -> str | None:
-    """A Python of this version that starts: the newest of pyenv's, else the command of that name."""
     own = Path(env.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
     numbered = [path for path in own.glob(f"{version}.*/bin/python") if path.parts[-3].split(".")[2].isdigit()]
     newest = sorted(numbered, key=lambda path: int(path.parts[-3].split(".")[2]), reverse=True)
@@ -237,7 +219,6 @@ def interpreter(version: str, env: Mapping[str, str] = os.environ) -> str | None
 
 
 def _starts(python: str) -> bool:
-    """Whether it runs: a shim of pyenv's is there for versions that are not chosen, and then refuses."""
     try:
         return subprocess.run([python, "-c", ""], capture_output=True).returncode == 0
     except OSError:
@@ -245,11 +226,6 @@ def _starts(python: str) -> bool:
 
 
 def chosen(every: Sequence[Stage], only: Iterable[str], skip: Iterable[str]) -> list[Stage]:
-    """The stages to run; a name stands for all that begin with it.
-
-    Raises:
-        ValueError: no stage begins so; says what there is.
-    """
     names = [stage.name for stage in every]
     for word in (*only, *skip):
         if not any(name.startswith(word) for name in names):
@@ -262,7 +238,6 @@ def chosen(every: Sequence[Stage], only: Iterable[str], skip: Iterable[str]) -> 
 
 
 def play(stage: Stage, out: Path, say: Callable[[str], None] = print) -> Outcome:
-    """Run a stage; what it prints is said and goes into `out`/NAME.log."""
     if stage.hindrance:
         return Outcome(stage.name, "skipped", 0.0, stage.hindrance)
     began_s, last = time.monotonic(), ""
@@ -283,7 +258,6 @@ def play(stage: Stage, out: Path, say: Callable[[str], None] = print) -> Outcome
 
 
 def _run(command: Sequence[str], write: Callable[[str], object], say: Callable[[str], None]) -> tuple[int, str]:
-    """(exit code, last line that is not empty) of a command, both of its outputs together."""
     last = ""
     with subprocess.Popen(
         command,
@@ -303,7 +277,6 @@ def _run(command: Sequence[str], write: Callable[[str], object], say: Callable[[
 
 
 def summary(outcomes: Sequence[Outcome]) -> list[str]:
-    """The table at the end."""
     width = max((len(each.stage) for each in outcomes), default=0)
     rows = [f"{each.stage:{width}}  {each.result:7}  {_time(each.seconds):>8}  {each.last}" for each in outcomes]
     counts = {kind: sum(each.result == kind for each in outcomes) for kind in ("passed", "FAILED", "skipped")}

@@ -209,21 +209,6 @@ def test_the_verb_tells_people_and_programs(store: Store, capsys: pytest.Capture
     assert main(["model", "evaluate", "nothing", *home]) == 6
 
 
-def test_a_run_of_a_fleet_is_scored_on_the_test_split_of_its_data(tmp_path: Path) -> None:
-    network = {"name": "mlp", "inputs": 64, "hidden": [16], "classes": 10}
-    from fedquilt.edge_agent.engines.numpy import engine
-
-    first = tensors.encode_tensors(engine.init_tensors(network, seed=0))
-    job_bundle.write_bundle(tmp_path / "bundle", {"network": network, "flops": 2176}, {"model": first})
-    table = {**TABLE, "params": {"lr": 0.2, "batch": 16}, "fleet": {"devices": 2}, "data": {"path": str(DIGITS)}}
-    plan = agents.FleetPlan(settings.parse_job(table), tmp_path / "bundle", tmp_path / "runs")
-    run, _ = agents.run_fleet_virtually(plan)
-    with Store(plan.home) as opened:
-        (score,) = evaluation.evaluate_run(opened, run).scores
-    assert score.rounds == 3
-    assert score.value > 0.5
-
-
 def test_a_method_of_sub_models_is_judged_by_the_whole_network(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     from fedquilt.models.networks import registry

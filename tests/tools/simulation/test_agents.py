@@ -31,6 +31,7 @@ from fedquilt.tools.simulation.agents import ChildCommand
 from fedquilt.transport.mqtt.link import MqttLink
 
 DIGITS = Path(fleet.__file__).parents[1] / "lab" / "demo" / "digits.npz"
+DATA = {"path": str(DIGITS), "partition": "dirichlet", "alpha": 1.0}
 NETWORK = {"name": "mlp", "inputs": 64, "hidden": [16], "classes": 10}
 
 
@@ -43,7 +44,7 @@ def plan(folder: Path, **changes: object) -> fleet.FleetPlan:
         "params": {"lr": 0.2, "batch": 16},
         "check": {"every": 2},
         "fleet": {"devices": 3, "boards": ["jetson-nano", "jetson-tx2"], "budgets": ["256MB", "512MB"]},
-        "data": {"path": str(DIGITS), "partition": "dirichlet", "alpha": 1.0},
+        "data": DATA,
         **changes,
     }
     first = tensors.encode_tensors(engine.init_tensors(NETWORK, seed=0))
@@ -139,7 +140,7 @@ def test_an_agent_that_is_killed_is_told(
 
 
 def test_a_fleet_that_is_killed_goes_on_when_it_is_started_again_and_leaves_no_agents(tmp_path: Path) -> None:
-    job, given = tmp_path / "job.toml", plan(tmp_path, rounds=30, check={"every": 0})
+    job, given = tmp_path / "job.toml", plan(tmp_path, rounds=9, check={"every": 0})
     table = msgspec.to_builtins(given.job)
     job.write_text(
         toml.format_toml({key: table[key] for key in ("name", "method", "rounds", "engine", "params", "fleet", "data")})
@@ -150,7 +151,7 @@ def test_a_fleet_that_is_killed_goes_on_when_it_is_started_again_and_leaves_no_a
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as first:
         assert first.stdout is not None
         try:
-            while "round 2 of 30: " not in first.stdout.readline():
+            while "round 2 of 9: " not in first.stdout.readline():
                 assert first.poll() is None
             agents = children(first.pid)
             assert len(agents) >= 3
@@ -163,8 +164,8 @@ def test_a_fleet_that_is_killed_goes_on_when_it_is_started_again_and_leaves_no_a
         (row,) = store.readable_jobs()
         assert row.status == "done"
         committed = [fact.round for _, _, fact in store.read_events(row.id) if isinstance(fact, RoundCommitted)]
-    assert committed == list(range(30))
-    assert "round 1 of 30: " not in again.stdout
+    assert committed == list(range(9))
+    assert "round 1 of 9: " not in again.stdout
 
 
 def children(pid: int) -> list[int]:
@@ -174,14 +175,21 @@ def children(pid: int) -> list[int]:
 
 @pytest.mark.parametrize(
     ("changes", "said"),
-    [({"boards": ["jetson-nanoo"]}, r"\[fleet\].*jetson-nanoo"), ({"budgets": ["128XB"]}, r"\[fleet\].*128XB")],
+    [
+        ({"fleet": {"devices": 3, "boards": ["jetson-nanoo"]}}, r"\[fleet\].*jetson-nanoo"),
+        ({"fleet": {"devices": 3, "budgets": ["128XB"]}}, r"\[fleet\].*128XB"),
+        ({"data": {}}, r"\[data\]"),
+        ({"data": {**DATA, "partition": "dirichelt"}}, "dirichelt"),
+        ({"data": {**DATA, "alpha": 0.0}}, "alpha"),
+        ({"data": {**DATA, "path": "/nowhere/digits.npz"}}, "/nowhere/digits.npz"),
+        ({"data": {**DATA, "partition": "iid", "limit": 2}}, "share 2 of 3 .* is empty, of 2 examples"),
+        ({"cohort": {"size": 4}}, r"\[cohort\] size is 4, and the fleet has 3 devices"),
+    ],
 )
-def test_boards_and_budgets_that_there_are_not_leave_no_run_behind(
-    tmp_path: Path, changes: dict[str, object], said: str
-) -> None:
-    given = plan(tmp_path, fleet={"devices": 3, **changes})
+def test_a_fleet_that_cannot_run_leaves_no_run_behind(tmp_path: Path, changes: dict[str, object], said: str) -> None:
+    given = plan(tmp_path, **changes)
     for run in (lambda: fleet.run_fleet_virtually(given), lambda: fleet.run_fleet_on_broker(given, None)):
-        with pytest.raises(JobError, match=said):
+        with pytest.raises((JobError, DataError), match=said):
             run()
     with Store(given.home) as store:
         assert store.readable_jobs() == []
@@ -203,37 +211,6 @@ def test_an_evaluation_costs_simulated_boards_a_forward_pass(tmp_path: Path) -> 
         epoch_j = (four_j - two_j) / 2
         task_j = two_j - 2 * epoch_j
         assert task_j < looked_j <= task_j + epoch_j / 3
-
-
-def test_a_fleet_needs_data(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match=r"\[data\]"):
-        fleet.run_fleet_virtually(plan(tmp_path, data={}))
-
-
-@pytest.mark.parametrize("wrong", [{"partition": "dirichelt"}, {"alpha": 0.0}, {"path": "/nowhere/digits.npz"}])
-def test_data_that_cannot_be_is_told_before_anything_is_queued(tmp_path: Path, wrong: dict[str, object]) -> None:
-    given = plan(tmp_path, data={"path": str(DIGITS), "partition": "dirichlet", "alpha": 1.0, **wrong})
-    with Store(given.home) as store:
-        with pytest.raises((JobError, DataError)):
-            given.queue_or_resume(store)
-        assert store.readable_jobs() == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"data": {"path": str(DIGITS), "partition": "iid", "limit": 2}}, "share 2 of 3 .* is empty, of 2 examples"),
-        ({"cohort": {"size": 4}}, r"\[cohort\] size is 4, and the fleet has 3 devices"),
-    ],
-)
-def test_a_fleet_that_cannot_fill_its_rounds_leaves_no_run_behind(
-    tmp_path: Path, changes: dict[str, object], said: str
-) -> None:
-    given = plan(tmp_path, **changes)
-    with pytest.raises((JobError, DataError), match=said):
-        fleet.run_fleet_virtually(given)
-    with Store(given.home) as store:
-        assert store.readable_jobs() == []
 
 
 def test_a_fleet_in_a_folder_that_was_used_before_is_fresh(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -286,22 +263,6 @@ def test_the_command_that_an_interrupted_fleet_prints_resumes_the_same_run(
     with Store(tmp_path / "my runs") as store:
         (row,) = store.readable_jobs()
     assert row.job.cohort.start_devices == 2
-
-
-@pytest.mark.parametrize(
-    "words", [[], ["--broker", "mqtts://lab", "--ca", "ca.pem", "--password-file", "key.txt", "--fleet", "own"]]
-)
-def test_the_command_to_go_on_has_the_options_of_the_broker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
-) -> None:
-    monkeypatch.setattr(fleet, "run_fleet_on_broker", lambda *given, **options: ("", "running"))
-    job = tmp_path / "job.toml"
-    job.write_text('name = "a"\nmethod = "fedavg"\n')
-    (tmp_path / "job.bundle").mkdir()
-    (tmp_path / "job.bundle" / "bundle.json").write_text("{}")
-    assert main(["simulate", str(job), "--link", "broker", *words]) == 130
-    again = " ".join(["fedquilt simulate", str(job), "--link broker", *words])
-    assert f"interrupted; `{again} --home fedquilt-runs` continues it" in capsys.readouterr().out
 
 
 def test_virtual_time_waits_for_no_disk_and_processes_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
