@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -252,11 +251,7 @@ def _make_mean_line(name: str, runs: Sequence[SeedRun], cost: str) -> plots.Plot
 
 
 def write_files(result: dict[str, Any], runs: Sequence[SeedRun], out: Path) -> list[str]:
-    """Write compare.json, compare.html and the plots into `out`. Return their paths and any notes.
-
-    An earlier table with runs or rounds that this one lacks is moved into a folder of its own.
-    """
-    moved = _archive_larger_table(runs, out)
+    """Write compare.json, compare.html and the plots into `out`, and return their paths."""
     pictures = make_plots(runs, result["target"]) if result["table"] else {}
     files = {"compare.json": msgspec.json.format(msgspec.json.encode(result)).decode() + "\n"}
     files |= {name: plots.render_file(plot) for name, plot in pictures.items()}
@@ -277,36 +272,7 @@ def write_files(result: dict[str, Any], runs: Sequence[SeedRun], out: Path) -> l
             (out / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise StoreError(f"cannot write into {out}: {error.strerror}") from None
-    return [*moved, *(str(out / name) for name in files)]
-
-
-def _archive_larger_table(runs: Sequence[SeedRun], out: Path) -> list[str]:
-    try:
-        earlier = msgspec.json.decode((out / "compare.json").read_bytes(), type=_ComparisonHeader).runs
-    except (FileNotFoundError, msgspec.DecodeError):  # none, or what no version of this command has written whole
-        return []
-    now = {(run.method, run.seed): _count_rounds(run) for run in runs}
-    lost = [run for run in earlier if now.get((run.method, run.seed), -1) < _count_rounds(run)]
-    if not lost:
-        return []
-    place = next(path for i in itertools.count(1) if not (path := out / f"earlier-{i}").exists())
-    try:
-        place.mkdir()
-        for path in [out / "compare.json", out / "compare.html", *sorted(out.glob("accuracy-*.svg"))]:
-            if path.exists():
-                path.rename(place / path.name)
-    except OSError as error:
-        raise StoreError(f"cannot move the table in {out} into {place}: {error.strerror}") from None
-    names = ", ".join(f"{run.method} with seed {run.seed}" for run in lost[:3]) + ", ..." * (len(lost) > 3)
-    return [f"the table that was here held more ({names}): it is in {place} now"]
-
-
-def _count_rounds(run: SeedRun) -> int:
-    return run.marks[-1].rounds if run.marks else 0
-
-
-class _ComparisonHeader(msgspec.Struct):
-    runs: list[SeedRun]
+    return [str(out / name) for name in files]
 
 
 T_95: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)  # of 1 to 10 degrees of freedom

@@ -265,21 +265,6 @@ def test_nothing_that_ended_is_a_table_of_nothing(tmp_path: Path) -> None:
     assert "fedavg, seed 0: no" in (tmp_path / "compare.html").read_text()
 
 
-def test_a_smaller_table_does_not_replace_a_larger_one(tmp_path: Path) -> None:
-    larger = [made("fedavg", 0, 0.5, 0.6), made("fedprox", 0, 0.5, 0.6)]
-    tables.write_files(tables.make_result("j", larger, None), larger, tmp_path)
-    kept = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    told = tables.write_files(tables.make_result("j", larger[:1], None), larger[:1], tmp_path)
-    assert "held more (fedprox with seed 0)" in told[0]
-    assert {path.name: path.read_bytes() for path in (tmp_path / "earlier-1").iterdir()} == kept
-    shorter = [made("fedavg", 0, 0.5)]
-    tables.write_files(tables.make_result("j", shorter, None), shorter, tmp_path)
-    assert (tmp_path / "earlier-2" / "compare.html").exists()
-    whole = [made("fedavg", 0, 0.5, 0.6), made("fedavg", 1, 0.5)]
-    assert tables.write_files(tables.make_result("j", whole, None), whole, tmp_path)[0].endswith("compare.json")
-    assert not (tmp_path / "earlier-3").exists()
-
-
 def test_the_command_compares_on_a_real_fleet_and_goes_on_where_it_was(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
