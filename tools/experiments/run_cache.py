@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
@@ -25,8 +24,6 @@ from fedquilt.host.disk import REAL, disk_errors
 from fedquilt.models.networks import registry
 from fedquilt.tools.experiments.single_run import SeedRun
 from fedquilt.tools.simulation import machines
-
-SETTLED_S: Final = 2.0  # a file written within so many seconds may be written again without a change of its times
 
 
 class RunCache:
@@ -106,9 +103,9 @@ def compute_content_digest(path: Path) -> str:
     """
     try:
         if path.is_dir():
-            lines = sorted(f"{each.relative_to(path)}\0{_compute_file_digest(each)}\n" for each in _walk_files(path))
+            lines = sorted(f"{each.relative_to(path)}\0{REAL.hash_file(each)}\n" for each in _walk_files(path))
             return hashlib.sha256("".join(lines).encode()).hexdigest()
-        return _compute_file_digest(path) if path.exists() else ""
+        return REAL.hash_file(path) if path.exists() else ""
     except OSError as error:
         raise StoreError(f"cannot read {error.filename or path}: {error.strerror}") from None
 
@@ -124,25 +121,6 @@ def _walk_files(folder: Path) -> Iterator[Path]:
         seen.add(real)
         folders.sort()
         yield from (path for name in names if (path := Path(place, name)).is_file())
-
-
-def _compute_file_digest(path: Path) -> str:
-    # digests are cached for files that were not written within the last SETTLED_S
-    found = path.stat()
-    stamp = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-    settled = time.time() > max(found.st_mtime, found.st_ctime) + SETTLED_S
-    if settled and stamp in _digests:
-        return _digests[stamp]
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    if settled:
-        _digests[stamp] = digest.hexdigest()
-    return digest.hexdigest()
-
-
-_digests: dict[tuple[int, ...], str] = {}  # device, inode, size and times of a file -> its sha256, in this process
 
 
 def compute_code_digest() -> str:

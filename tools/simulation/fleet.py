@@ -49,18 +49,10 @@ FOLLOWING: Final = ".next"  # ending of the file with that private state
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
-    """Configuration of a simulated device.
-
-    Args:
-        board: Factory of the board, called when the device is first needed.
-        data: Content of `WorkRequest.data` in the device's work requests, beside the name of its share.
-        link: Speed of the device's transfers.
-    """
-
     device: str
-    board: Callable[[], Device]
+    board: Callable[[], Device]  # called when the device is first needed
     means: events.Capabilities
-    data: Mapping[str, object] = field(default_factory=dict)
+    data: Mapping[str, object] = field(default_factory=dict)  # of its work requests, beside the name of its share
     rule: GovernorPolicy = GovernorPolicy()
     link: LinkCost = LinkCost()
 

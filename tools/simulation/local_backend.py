@@ -248,18 +248,7 @@ def make_task_and_context(
 ) -> tuple[Task, ClientContext]:
     """Return the task and the client context of a method's task spec for one device, without rounds.
 
-    Args:
-        method: Method of the task spec.
-        order: Task spec.
-        member: Device with its examples.
-        folder: Folder that receives the tensors as content-addressed files. Created if missing.
-        engine: Engine of the context.
-        actions: "work", "check" or both.
-        number: Number of the round.
-        seed: Seed of the task.
-        local: Private state, or None for none.
-        cache: Folder of the job's cache, or None for `folder`.
-        path: Function that finds blobs of the task spec, or None to search in `folder`.
+    Tensors are stored in `folder` by their content. `path` finds blobs of the task spec that are elsewhere.
     """
 
     def blob(value: Tensors | BlobRef) -> BlobRef:

@@ -399,20 +399,6 @@ def test_a_key_changes_with_the_content_of_the_data_and_not_with_their_dates(tmp
     assert of(tmp_path / "none") not in (first, whole)
 
 
-def test_a_settled_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "data.npz"
-    file.write_bytes(b"0123")
-    monkeypatch.setattr(run_cache, "SETTLED_S", -1e9)
-    first = run_cache.compute_content_digest(file)
-    opened: list[Path] = []
-    monkeypatch.setattr(Path, "open", lambda path, *mode: opened.append(path))
-    assert run_cache.compute_content_digest(file) == first
-    assert opened == []
-    monkeypatch.undo()
-    file.write_bytes(b"3210")
-    assert run_cache.compute_content_digest(file) != first
-
-
 def test_a_jobs_data_are_in_two_tables_and_in_each_of_several_sources() -> None:
     table = {
         "data": {"sources": [{"path": "/a", "labels_from": 0}, {"path": "/b", "labels_from": 5}]},

@@ -56,10 +56,8 @@ def test_devices_that_are_trained_in_one_graph_give_the_same_bits_on_any_number_
     """And those of the loop to float tolerance: devices with 9 to 17 examples, whose last batches differ."""
     pytest.importorskip("torch")
     members = [point_members(i + 1, 9 + 2 * i)[i] for i in range(5)]
-    one, two = (
-        play(folder, members, job={"method": "fedprox", "engine": "torch"}, workers=each, together=True)
-        for each in (1, 2)
-    )
+    job = {"method": "fedprox", "engine": "torch"}
+    one, two = (play(folder, members, job=job, workers=count, together=True) for count in (1, 2))
     assert bits(one) == bits(two)
     loop = play(folder, members, job={"method": "fedprox"})
     for name, value in loop.artefact.tensors.items():

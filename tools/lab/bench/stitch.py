@@ -368,17 +368,9 @@ def score_output(
     positions: np.ndarray,
     ridge: float,
 ) -> float:
-    """Return the CKA of a candidate's outputs behind the path and in its donor.
+    """Return the CKA of the outputs of `own`'s last block behind the path and in its donor.
 
-    Args:
-        path: Blocks selected so far.
-        between: Junction before each block, or None.
-        own: Blocks of the donor up to the candidate.
-        run: Function that runs a block's graph.
-        scored: Images (n, channels, size, size) to score.
-        fitted: The same number of images for the fit of the junction.
-        positions: Positions of the candidate's input maps on `fitted`, of n * h * w.
-        ridge: Strength of the junction's ridge penalty.
+    `positions` are those of its input maps on `fitted`, of n * h * w.
     """
     candidate = own[-1]
     here = stitched_network.run_path(path, between, run, np.concatenate([scored, fitted]))
