@@ -60,15 +60,9 @@ def align_labels(
 ) -> list[list[int]]:
     """Return for each label the numbers of the classes that have its meaning.
 
-    Args:
-        align: Class numbers of each label in order, a table of numbers and class names by label, a name in KNOWN, or
-            "names". With "names" a class belongs to a label if one of its names is the label or ends in the label as
-            separate words ("tiger cat" is a cat, "catamaran" is not), in singular or plural.
-        names: File with one class per line and commas between synonyms, "imagenet" for the list of torchvision, or
-            None if only numbers are given.
-        classes: Number of classes of the donor.
-        labels: Labels of the job.
-        say: Function that prints the classes found by name, one line per label, for review.
+    `names` is a file with one class per line and commas between synonyms, or "imagenet" for the list of torchvision.
+    With the alignment "names" a class belongs to a label if one of its names is the label or ends in the label as
+    separate words ("tiger cat" is a cat, "catamaran" is not), in singular or plural. `say` gets the classes found.
     """
     if align == "names":
         found = _match_classes_by_name(labels, _read_class_names(names, classes))

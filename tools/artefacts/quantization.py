@@ -1,21 +1,17 @@
 """Quantisation of donor blocks to 8 bits for scoring, where no choice of the search changes.
 
 ONNX Runtime quantizes weights per channel, and activations by their ranges on some images, fed both by the block's
-own donor and by junctions after the first blocks of the donors. (Ranges of the donor alone cut off what a junction
-produces, such as negative values after a ReLU: of the 28 candidates of mobilenet_v2 and squeezenet1_1 with ImageNet
-weights, at 64 pixels, all passed the first test below and 7 failed the second.) A block must pass two tests on other
-images:
+own donor and by junctions after the first blocks of the donors: ranges of the donor alone cut off what a junction
+produces, such as negative values after a ReLU. A block must pass two tests on other images:
 
 - the CKA of its output with the output of every block is within INT8_DELTA of the float32 block's, and
 - as a candidate after the first one and two blocks of each donor, its score is within INT8_DELTA, and the best K blocks
   are the same as with float32.
 
-Paths, reference outputs, junctions, heads and the final network are always float32. Whether 8 bits are faster depends
-on the processor, so the reported times apply to this machine.
-
+Paths, reference outputs, junctions, heads and the final network are always float32, and so are tiles of a large layer.
 Graphs contain integer operators (ONNX Runtime's QOperator format), so that integer execution does not depend on an
 engine's optimizations. Weights have 7 bits: with 8, processors without an integer dot product saturate, and scores
-would differ there. Tiles of a large layer stay float32.
+would differ there.
 """
 
 from __future__ import annotations

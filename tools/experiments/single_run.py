@@ -87,22 +87,10 @@ def run_seed(
 ) -> SeedRun:
     """Run a job with one seed, and evaluate its model outside of the rounds.
 
-    The model is evaluated every `check.every` rounds and after the last one, on all held-out shares and on the test
-    set.
-
-    Args:
-        job: Job with the method and the seed of the run.
-        folder: Bundle of the job.
-        tell: Function called with the number of finished rounds.
-        workers: Number of worker processes, 0 for this process, or None for one per core.
-        engine: "auto", "pool", "ray" or "ray://HOST:PORT".
-        mixed: Permit nodes of a Ray cluster that differ in processor, GPU and libraries.
-        pick: Function that selects the devices that take part.
-        away: Number of devices, the last ones, that are offline at first. `look` may bring them online.
-        together: Train the devices of small networks in one graph, equal to float tolerance.
-        first: Evaluate on the test set before the first round too.
-        tested: Evaluate on the test set.
-        look: Function called before the first round, after each round and at the end, which returns `SeedRun.figures`.
+    The model is evaluated every `check.every` rounds and after the last one, on all held-out shares and, with `tested`,
+    on the test set, with `first` also before the first round. The last `away` devices are offline at first. `look` is
+    called before the first round, after each round and at the end, may bring them online, and returns
+    `SeedRun.figures`.
     """
     members, test = load_devices(job, folder)
     members, test = pick(members), test if tested else None

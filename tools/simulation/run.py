@@ -201,8 +201,7 @@ def simulate(
         workers: Number of workers, 0 to run the work in this process, or None for one per core.
         engine: "auto", "pool", "ray" or "ray://HOST:PORT".
         mixed: Permit machines that differ in processor, GPU and libraries.
-        together: Train devices in one graph where the engine can. Faster for small networks, and equal to the loop to
-            float tolerance, not bit-identical.
+        together: Train devices in one graph where the engine can, equal to the loop to float tolerance.
         test: Examples of `WorkBackend.evaluate_test_set`.
         heard: Function called with each event of the run.
         observe: Function called before the first round, after each round, and at the end.

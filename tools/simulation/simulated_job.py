@@ -73,16 +73,9 @@ class SimulatedRound:
 class Simulation:
     """One job on one simulated fleet.
 
-    Args:
-        job: Job with its fleet.
-        folder: Folder of the bundle, as `fedquilt prepare` writes it.
-        members: Number of held-out examples by device. Boards and budgets are assigned in this order.
-        home: Home of the coordinator. An interrupted run resumes there, and `rounds` starts with its earlier rounds.
-        load: Function that loads a method by name.
-        engine: Engine of the devices, or None for the job's, or else the first installed one of the method.
-        heard: Function called with each event of the run.
-        make: Factory of a board, by its name.
-        away: Devices that are offline at first (`SimulatedFleet.bring_online`).
+    `members` has the number of held-out examples of each device. Boards and budgets are assigned in this order. An
+    interrupted run resumes in `home`, and `rounds` starts with its earlier rounds. Devices in `away` are offline at
+    first (`SimulatedFleet.bring_online`).
     """
 
     def __init__(

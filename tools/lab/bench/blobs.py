@@ -1,12 +1,8 @@
-"""Benchmark of blob transfers by HTTP and MQTT, with and without faults, against TCP.
+"""Benchmark of blob transfers by HTTP and MQTT, with and without faults, against TCP that hashes and stores the same.
 
-Beside TCP that hashes and stores the same bytes, by processes of the same kind that begin at the same moment; then all
-again with faults: 2 % of chunks are lost (over the broker) or end a connection (by HTTP and TCP), the broker is killed
-once. What goes through the broker is compared with TCP whose server is away for as long, and HTTP with TCP whose server
-is never away: neither needs the broker once it has begun. Both are also compared with TCP that nothing disturbs.
-
-A way's time ends when its last agent has the blob on its disk. The processes are in
-`fedquilt.tools.lab.bench.transfer_nodes`.
+With faults, 2 % of chunks are lost (MQTT) or end a connection (HTTP, TCP), and the broker is killed once. MQTT is then
+compared with TCP whose server is away for as long, and HTTP with TCP whose server is never away: HTTP does not need the
+broker once it has begun. A transfer ends when its last agent has the blob on its disk.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Benchmark of the governor's policies: energy of FedStitch rounds on simulated boards.
 
-The same tasks run twice:
-  - as a federation on virtual time, once for each policy, with the coordinator's predicted deadlines. All policies must
-    select the same blocks.
-  - in the paper's condition: each round lasts as long as under `max`. Energy counts until the end of the round, idle
-    power included, and is compared with the minimum over all points of the profile.
+The same tasks run twice: as a federation on virtual time, once for each policy, with the coordinator's deadlines, in
+which all policies must select the same blocks; and in the paper's condition, in which each round lasts as long as under
+`max`, and energy until its end is compared with the minimum over all points of the profile.
 
 Tasks are scaled by SCALE, because the demo's donors are small. The scale changes no ratio. Times and powers are those
 of the profiles. A board without a known idle power has no energy and is in no sum.

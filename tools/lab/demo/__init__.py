@@ -65,24 +65,15 @@ class DeviceAccuracy(msgspec.Struct, frozen=True):
 
 
 class DonorContribution(msgspec.Struct, frozen=True):
-    """What a donor knows and adds to the network. Accuracies are on the test digits.
-
-    Attributes:
-        labels: Labels that the donor was trained on.
-        unmodified: Accuracy as it is.
-        head: Accuracy with a new last layer.
-        depths: Accuracy with a new last layer on all its depths.
-        without: Accuracy of the network without the donor's blocks, or None if no block is left.
-        gain: 95 % interval of what the network gains by the donor, paired by test digits.
-    """
+    """What a donor knows and adds to the network. Accuracies are on the test digits."""
 
     name: str
-    labels: tuple[str, ...]
+    labels: tuple[str, ...]  # that the donor was trained on
     unmodified: float
-    head: float
-    depths: float
-    without: float | None
-    gain: tuple[float, float] | None
+    head: float  # with a new last layer
+    depths: float  # with a new last layer on all its depths
+    without: float | None  # of the network without the donor's blocks; None: no block is left
+    gain: tuple[float, float] | None  # 95 % interval of what the network gains by the donor, paired by test digits
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from fedquilt.console import table as layout
 from fedquilt.core import JobError
 from fedquilt.formats import toml
 from fedquilt.host import disk
+from fedquilt.tools.experiments import comparison
 from fedquilt.tools.experiments.comparison import ComparisonCase
 from fedquilt.tools.experiments.single_run import SeedRun
 from fedquilt.tools.experiments.tables import confidence_interval
@@ -88,7 +89,9 @@ def run_table(
     found = found.select_rows(rows) if rows else found
     chosen, wanted = tuple(seeds or found.seeds), [name for name in there if name in (columns or there)]
     todo = cells.make_cells(found, str(table.file), chosen, rounds, wanted, out)
-    runs = cells.run_all_cases([cell.case for cell in todo], out, say, may_fail=found.may_fail)
+    runs, failed = comparison.run_cases([cell.case for cell in todo], out, cells.run_case, say, abreast=True)
+    if failed and not (found.may_fail and runs):
+        raise JobError(f"{len(failed)} of {len(todo)} runs failed, the others are kept in {out / 'runs'}: {failed[0]}")
     with toml.prefix_errors(f"{table.file}, table {table.name}"):
         return {**make_result(table.name, found, todo, runs, chosen, rounds), "about": found.about}
 

@@ -244,13 +244,3 @@ def read_value(run: SeedRun, name: str, target: float | None = None) -> Any:
     key, _, at = name.partition("@")
     marks = [mark for mark in run.marks if not at or mark.rounds == int(at)]
     return getattr(marks[-1], key, None) if marks else None
-
-
-def run_all_cases(
-    todo: Sequence[ComparisonCase], out: Path, say: Callable[[str], None], *, may_fail: bool = False
-) -> dict[ComparisonCase, SeedRun]:
-    """Run all cases in parallel, except those cached in `out`/runs."""
-    found, failed = comparison.run_cases(todo, out, run_case, say, abreast=True)
-    if failed and not (may_fail and found):
-        raise JobError(f"{len(failed)} of {len(todo)} runs failed, the others are kept in {out / 'runs'}: {failed[0]}")
-    return found
