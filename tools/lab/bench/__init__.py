@@ -19,7 +19,7 @@ import psutil
 
 from fedquilt.console import progress
 from fedquilt.core import JobError, LinkError
-from fedquilt.tools.report.thresholds import MOST_OTHERS, LoadMeter
+from fedquilt.tools.report.thresholds import MOST_OTHERS, LoadMeter, format_figures
 
 BUSY: Final = 12  # exit code of a benchmark whose machine was busy
 
@@ -50,7 +50,7 @@ def run_and_print(what: str, format: str, given: Mapping[str, Any]) -> int:
     if format == "json":
         print(msgspec.json.format(msgspec.json.encode(result)).decode())
     else:
-        print("\n".join(bench.lines(result)))
+        print("\n".join(getattr(bench, "lines", format_figures)(result)))
     if busy:
         why = f"other processes used up to {others:.0%} of the processors during a measurement"
         progress.LINE.print_lines(f"not measured: {why}. Repeat the benchmark while they are stopped.")

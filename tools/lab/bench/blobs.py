@@ -141,7 +141,6 @@ def _build_result(ran: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         "chunk_loss": LOSS,
         "chunks_lost": sum(each["server"]["lost"] for each in runs),
         "errors": errors,
-        "beside_undisturbed_tcp": {name: round(speed_ratio(name), 2) for name in RUNS if name != "tcp"},
         "seconds": {name: [round(each["seconds"], 2) for each in several] for name, several in ran.items()},
         "processor_seconds": {name: [round(each["cpu_s"], 2) for each in several] for name, several in ran.items()},
         "agent_base_mb": round(max(agent["base"] for agent in agents) / 1e6, 1),
@@ -178,7 +177,5 @@ def lines(result: dict[str, Any]) -> list[str]:
             f"{' '.join(map(str, result['processor_seconds'][name]))} s"
             for name, took in result["seconds"].items()
         ),
-        "    beside TCP without faults: "
-        + ", ".join(f"{name.replace('_', ' ')} {share}" for name, share in result["beside_undisturbed_tcp"].items()),
         *(f"    failed: {error}" for error in result["errors"]),
     ]

@@ -8,19 +8,17 @@ blob.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
 import resource
 import selectors
 import shutil
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -53,11 +51,10 @@ from fedquilt.core import (
 from fedquilt.edge_agent.agent import REPUBLISH
 from fedquilt.edge_agent.engines.numpy import engine
 from fedquilt.formats import job_bundle
-from fedquilt.host.disk import REAL
 from fedquilt.profiles import load_board_profile
 from fedquilt.tools.identity import broker_config
 from fedquilt.tools.lab.bench import find_free_port, start_mosquitto
-from fedquilt.tools.report.thresholds import compare_at_most, format_figures
+from fedquilt.tools.report.thresholds import compare_at_most
 from fedquilt.transport.mqtt.broker import Broker
 from fedquilt.transport.mqtt.client import MqttClient, payload_limit
 from fedquilt.transport.mqtt.link import MqttLink
@@ -122,22 +119,11 @@ def measure(
     return result
 
 
-def lines(result: dict[str, Any]) -> list[str]:
-    told = []
-    if after := result.get("after"):
-        told.append(
-            f"the log of {after['rounds']} rounds is open after {after['opening_s']} s; read from its first fact, as "
-            f"without a snapshot, after {after['opening_without_snapshot_s']} s"
-        )
-    return [*told, *format_figures(result)]
-
-
 def _format_fleet(name: str, each: dict[str, Any]) -> str:
     return (
         f"{name} boards: {each['answer_ms']} ms of the coordinator's processor time an answer "
         f"({each['times_bare']['cpu']} times the bare loop's {each['bare_ms']} ms), {each['broker_ms']} of the broker, "
-        f"a round {each['round_s']} s (first {each['first_round_s']}), late rounds cost {each['late_over_early']} "
-        f"times early ones; {each['resident_mb']} MB resident"
+        f"a round {each['round_s']} s (first {each['first_round_s']}); {each['resident_mb']} MB resident"
     )
 
 
@@ -146,7 +132,7 @@ def _measure_fleet(count: int, rounds: int, after: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, _kill_processes_at_end() as running:
         home = Path(folder)
         run = _queue_job(home, count, after, rounds)
-        opening_s, whole_s = _measure_opening_s(home), _measure_opening_s(home, snapshots=False)
+        opening_s = _measure_opening_s(home)
         port = find_free_port()
         broker = start_mosquitto(home, port, BROKER_LIMITS)
         running.append(broker)
@@ -172,21 +158,12 @@ def _measure_fleet(count: int, rounds: int, after: int) -> dict[str, Any]:
             samples.append(_sample_resources(_wait_for_next_round(watch, samples[-1].round), serving, broker, boards))
         watch.close()
     bare_ms.append(_measure_bare_loop_ms())
-    return {
-        "opening_s": opening_s,
-        "opening_without_snapshot_s": whole_s,
-        **_summarise_samples(samples, count, np.mean(bare_ms, axis=0)),
-    }
+    return {"opening_s": opening_s, **_summarise_samples(samples, count, np.mean(bare_ms, axis=0))}
 
 
 def _summarise_samples(samples: Sequence[ResourceSample], count: int, bare_ms: np.ndarray) -> dict[str, Any]:
     counted = samples[1:]
     answers = count * (counted[-1].round - counted[0].round)
-    costs = [
-        (after.coordinator_s - before.coordinator_s) / (after.round - before.round)
-        for before, after in itertools.pairwise(counted)
-    ]
-    third = max(1, len(costs) // 3)
     answer_ms = 1000 * (counted[-1].coordinator_s - counted[0].coordinator_s) / answers
     ratios = np.array([answer_ms, 1000 * (counted[-1].at_s - counted[0].at_s) / answers]) / bare_ms
     return {
@@ -197,9 +174,7 @@ def _summarise_samples(samples: Sequence[ResourceSample], count: int, bare_ms: n
         "broker_ms": round(1000 * (counted[-1].broker_s - counted[0].broker_s) / answers, 3),
         "boards_ms": round(1000 * (counted[-1].boards_s - counted[0].boards_s) / answers, 3),
         "first_round_s": round(counted[0].at_s - samples[0].at_s, 2),
-        "first_answer_ms": round(1000 * counted[0].coordinator_s / count, 3),
         "round_s": round((counted[-1].at_s - counted[0].at_s) / (counted[-1].round - counted[0].round), 2),
-        "late_over_early": round(statistics.mean(costs[-third:]) / max(statistics.mean(costs[:third]), 1e-9), 2),
         "resident_mb": round(max(each.resident_mb for each in counted), 1),
     }
 
@@ -261,7 +236,7 @@ def _create_update(run: str, round: int, device: str, ref: BlobRef, state: str) 
     )
 
 
-def _measure_opening_s(home: Path, snapshots: bool = True) -> float:
+def _measure_opening_s(home: Path) -> float:
     code = (
         "import sys, time\n"
         "from pathlib import Path\n"
@@ -277,9 +252,6 @@ def _measure_opening_s(home: Path, snapshots: bool = True) -> float:
     )
     copied = home / "opened"
     shutil.copytree(home / "runs", copied)  # a run that is opened notes its first state
-    if not snapshots:
-        with closing(REAL.connect(copied / "fedquilt.db")) as db:
-            db.execute("delete from snapshots")
     told = subprocess.run([sys.executable, "-c", code, str(copied)], check=True, stdout=subprocess.PIPE).stdout
     shutil.rmtree(copied)
     return round(float(told), 3)

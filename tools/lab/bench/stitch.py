@@ -72,7 +72,7 @@ def measure(report: Callable[[str], None], size: int = SMALL, images: int = IMAG
 
         rounds = walk_path(made, find, Path(scratch), max(depths), images)
         whole, own = measure_forward_pass(made, find, Path(scratch), images), measure_reference_costs(rounds[0])
-        report(f"references {own['warm_s'][0]:.2f} s of the processor, a forward pass {whole['warm_s'][0]:.2f} s")
+        report(f"references {own[0]:.2f} s of the processor, a forward pass {whole[0]:.2f} s")
         compared = [compare_scoring(rounds[max(depth - 2, 0)], rounds[depth - 1], find, report) for depth in depths]
     return _build_result(size, whole, own, compared)
 
@@ -209,24 +209,19 @@ def compare_scoring(
     return ScoringComparison(each.ask, seconds, scores)
 
 
-def measure_reference_costs(first: ScoringRound) -> dict[str, np.ndarray]:
-    """Measure the extra processor and wall seconds (2,) of a round in which the donors are not cached.
-
-    "cold_s" includes the loading of graphs, "warm_s" does not.
-    """
+def measure_reference_costs(first: ScoringRound) -> np.ndarray:
+    """Measure the extra processor and wall seconds (2,) of a round in which the donors are loaded and not cached."""
     engine = OnnxEngine(BUDGET_BYTES)
     with tempfile.TemporaryDirectory() as folder:
-        caches = [Path(folder) / str(i) for i in range(1 + REPEATS)]
-        cold, *warm = (
-            _time_scoring(first, "hybrid", engine, cache, _initial_state(first.site.train)) for cache in caches
-        )
-        known = []
-        for cache, (_, _, local) in zip(caches[1:], warm, strict=True):
+        uncached, known = [], []
+        for number in range(1 + REPEATS):  # the first one loads the graphs
+            cache = Path(folder) / str(number)
+            took, _, local = _time_scoring(first, "hybrid", engine, cache, _initial_state(first.site.train))
+            uncached.append(took)
             _delete_path_caches(cache)
             known.append(_time_scoring(first, "hybrid", engine, cache, local)[0])
     engine.close()
-    least = np.min(known, axis=0)
-    return {"cold_s": cold[0] - least, "warm_s": np.min([each[0] for each in warm], axis=0) - least}
+    return np.min(uncached[1:], axis=0) - np.min(known[1:], axis=0)
 
 
 def _delete_path_caches(cache: Path) -> None:
@@ -272,15 +267,10 @@ def measure_naive(each: ScoringRound, find: Callable[[str], Path], engine: OnnxE
     return _read_clocks() - began, np.array(scores)
 
 
-def measure_forward_pass(
-    made: Bundle, find: Callable[[str], Path], folder: Path, count: int = IMAGES
-) -> dict[str, np.ndarray]:
-    """Measure the processor and wall seconds (2,) of all donors on twice the images.
-
-    "cold_s" includes the loading of graphs, "warm_s" does not.
-    """
+def measure_forward_pass(made: Bundle, find: Callable[[str], Path], folder: Path, count: int = IMAGES) -> np.ndarray:
+    """Measure the processor and wall seconds (2,) of all donors on twice the images, once their graphs are loaded."""
     shown = images.prepare_images(draw_examples(2 * count).x, made.meta["input"])
-    cold, warm = np.zeros(2), np.zeros(2)
+    total = np.zeros(2)
     for donor in made.meta["donors"].values():
         file = folder / "whole.onnx"
         stock, files = stitched_network.load_donor_pool(made.meta), {name: find(name) for name in made.files}
@@ -293,18 +283,18 @@ def measure_forward_pass(
             began = _read_clocks()
             engine.run(file, shown)
             seconds.append(_read_clocks() - began)
-        cold, warm = cold + seconds[0], warm + np.min(seconds[1:], axis=0)
+        total += np.min(seconds[1:], axis=0)
         engine.close()
-    return {"cold_s": cold, "warm_s": warm}
+    return total
 
 
 def _build_result(
-    size: int, whole: Mapping[str, np.ndarray], own: Mapping[str, np.ndarray], compared: Sequence[ScoringComparison]
+    size: int, whole: np.ndarray, own: np.ndarray, compared: Sequence[ScoringComparison]
 ) -> dict[str, Any]:
     limits = FASTER if size <= SMALL else FASTER_LARGE
     total = {way: np.sum([each.seconds[way] for each in compared], axis=0) for way in (*FASTER, "naive")}
     ratios = {f"{way}_score_to_naive": total["naive"] / total[way] for way in limits}
-    slower = own["warm_s"] / whole["warm_s"]
+    slower = own / whole
     strays = [float(np.abs(each.scores["output"] - each.scores["naive"]).max()) for each in compared]
     table = [
         {
@@ -319,8 +309,8 @@ def _build_result(
         "size": size,
         "images": compared[0].ask.samples,
         "rounds": table,
-        "plain_forward_s": {key: round(float(value[0]), 3) for key, value in whole.items()},
-        "references_s": {key: round(float(value[0]), 3) for key, value in own.items()},
+        "plain_forward_s": round(float(whole[0]), 3),
+        "references_s": round(float(own[0]), 3),
         "figures": {
             **{
                 f"{name}_by_{clock}": compare_at_least(float(each[at]), limit, "times faster")
@@ -343,14 +333,12 @@ def lines(result: dict[str, Any]) -> list[str]:
         + " ".join(f"{row[way]:9.3f}" for way in ("naive", "output", "hybrid", "input"))
         for row in result["rounds"]
     ]
-    plain_s, own_s = result["plain_forward_s"], result["references_s"]
     return [
         f"{result['size']} pixels, {result['images']} images, {', '.join(DONORS)} with random weights",
         head,
         *table,
-        f"    once, on {2 * result['images']} images: references and targets {own_s['warm_s']:.2f} s "
-        f"({own_s['cold_s']:.2f} s with loading); a plain forward pass {plain_s['warm_s']:.2f} s "
-        f"({plain_s['cold_s']:.2f} s)",
+        f"    once, on {2 * result['images']} images: references and targets {result['references_s']:.2f} s; "
+        f"a plain forward pass {result['plain_forward_s']:.2f} s",
         *format_figures(result),
     ]
 
