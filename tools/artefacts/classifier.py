@@ -1,4 +1,4 @@
-"""Classification with exported ONNX networks.
+"""Classification of files and arrays with exported ONNX networks.
 
 Files may come from untrusted sources: images are decoded up to a number of pixels, arrays up to their stated size,
 and no file content is executed.
@@ -37,6 +37,11 @@ from fedquilt.onnx import weights
 HEADER_MOST: Final = 10_000  # bytes of an array's header, which numpy reads with a parser of its own
 CLASSES_MOST: Final = 1_000_000
 ARRAYS_MOST: Final = 16  # in an .npz
+NUMBERS: Final = "fiub"  # kinds of NumPy's types; labels may also be words, "U"
+_PARSER: Final = threading.Lock()  # numpy reads a header by `ast`, which fails in CPython 3.11 in two threads at once
+BATCH = 64
+SCORE = "score: the network's output for the predicted label, not a probability"
+Batch = tuple[list[str], list[str | None], np.ndarray]
 
 
 class StoredExamples(NamedTuple):
@@ -180,10 +185,6 @@ def _number_classes(network: Mapping[str, Any] | None) -> tuple[str, ...]:
     return tuple(map(str, range(count))) if isinstance(count, int) and 0 < count <= CLASSES_MOST else ()
 
 
-NUMBERS: Final = "fiub"  # kinds of NumPy's types; labels may also be words, "U"
-_PARSER: Final = threading.Lock()  # numpy reads a header by `ast`, which fails in CPython 3.11 in two threads at once
-
-
 def read_array(data: bytes, kinds: str = NUMBERS) -> np.ndarray:
     file = io.BytesIO(data)
     try:
@@ -215,10 +216,6 @@ def read_arrays(data: bytes, most_bytes: int) -> dict[str, np.ndarray]:
         raise
     except Exception as error:  # what zipfile and zlib raise has no common base
         raise DataError(f"cannot read the .npz: {shorten_error(str(error))}") from None
-
-
-BATCH = 64
-SCORE = "score: the network's output for the predicted label, not a probability"
 
 
 @dataclass(frozen=True)
@@ -272,9 +269,6 @@ def print_predictions(model: Path, source: Path, format: str) -> int:
     head = ["example", "prediction", "score", *(["label"] if known else [])]
     print("\n".join([*table.format_table([head, *cells], "<<><"), SCORE, *right]))
     return 0
-
-
-Batch = tuple[list[str], list[str | None], np.ndarray]
 
 
 def _batches_of_examples(held: StoredExamples, network: Classifier) -> Iterator[Batch]:

@@ -1,4 +1,4 @@
-"""One run of a comparison: a method with one seed on a simulated fleet."""
+"""One job on a simulated fleet: a run of a comparison (`run_seed`), or one with a stored event log (`run_job`)."""
 
 from __future__ import annotations
 
@@ -226,6 +226,7 @@ def run_job(
 ) -> str:
     """Run a job to its end, or resume its unfinished run, and return the run id.
 
+    Devices are trained one by one, so each state is bit-identical to that of `fedquilt simulate` with the same job.
     With [check] beside = true, the model is evaluated on all held-out shares after every `check.every` rounds. With
     any [check], and after the last round, the model is evaluated on the test set if the job has one. Scores are
     stored next to the log (`fedquilt.coordinator.views.scores`).

@@ -47,6 +47,8 @@ SEED: Final = 0  # of the choice of images and of the attack
 RATE: Final = 1.0  # of the one step: its length is the gradient itself
 PLAIN: Final = {"epochs": 1, "batch": 1, "lr": RATE}
 SIZES: Final = (16, 64, 256)  # examples that a fingerprint is of
+STARTS = 2  # number of starts, of which the best counts, because the attacker sees the loss
+CELL, GAP, TOP = 112, 12, 40  # pixels
 
 
 @dataclass(frozen=True)
@@ -189,9 +191,6 @@ def audit_and_print(data: Path, out: Path, format: str, options: Mapping[str, An
     return 0
 
 
-STARTS = 2  # number of starts, of which the best counts, because the attacker sees the loss
-
-
 def draw_weights(network: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
     """Draw the network's tensors from U(-0.5, 0.5)."""
     rng = tensors.seeded_rng("audit weights", seed)
@@ -214,7 +213,10 @@ def reconstruct_example(
     rng: np.random.Generator,
     steps: int,
 ) -> np.ndarray:
-    """Reconstruct x' in 0..1 that minimises the gradient distance |grad' - grad|^2 (Eq. 13)."""
+    """Reconstruct x' in 0..1 that minimises the gradient distance |grad' - grad|^2 (Eq. 13).
+
+    iDLG's Algorithm 1 in float64, with a line search (strong Wolfe) that the paper lacks: it fails less often.
+    """
     model = registry.build_network(network).double()
     with torch.no_grad():
         for name, value in model.state_dict().items():
@@ -248,9 +250,6 @@ def reconstruct_example(
         if left < least:
             best, least = x.detach().numpy()[0].copy(), left
     return np.clip(best, 0, 1).astype(np.float32)
-
-
-CELL, GAP, TOP = 112, 12, 40  # pixels
 
 
 def render_grid(titles: Sequence[str], rows: Sequence[Sequence[np.ndarray]], notes: Sequence[Sequence[str]]) -> str:

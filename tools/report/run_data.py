@@ -1,4 +1,4 @@
-"""Data of a run's page, read from the coordinator's store."""
+"""Data of a run's page, read from the coordinator's store, and the candidates of a stitching job."""
 
 from __future__ import annotations
 

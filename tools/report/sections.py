@@ -43,6 +43,13 @@ COLOURED: Final = {
     "barred": "not eligible: offline, busy, hot, ...",
     "drawn": MEANINGS["drawn"],
 }
+T = TypeVar("T")
+MOST_DEVICES = 40  # bars in one plot
+MOST_ROUNDS = 40  # likewise
+MOST_CLASSES = 30  # of a confusion matrix
+TIME_PARTS = ("task", "down, start and up", "waiting")
+SWITCHED = 5  # rounds of which the timeline is drawn
+MOST_LINES = 1000  # of the log
 
 
 @dataclass(frozen=True)
@@ -80,16 +87,6 @@ def make_device_matrix(parts: Mapping[int, Mapping[str, DeviceOutcome]], final: 
     notes = [f"Over all rounds and devices: {told}."]
     notes += [f"{' and '.join(hidden)} are not shown.".capitalize()] if hidden else []
     return DeviceMatrix([(code, text) for code, text in COLOURED.items() if code in seen], heads, rows, notes)
-
-
-T = TypeVar("T")
-
-MOST_DEVICES = 40  # bars in one plot
-MOST_ROUNDS = 40  # likewise
-MOST_CLASSES = 30  # of a confusion matrix
-TIME_PARTS = ("task", "down, start and up", "waiting")
-SWITCHED = 5  # rounds of which the timeline is drawn
-MOST_LINES = 1000  # of the log
 
 
 def make_tiles(found: RunData) -> list[tuple[str, str]]:

@@ -45,6 +45,11 @@ from fedquilt.transport.mqtt.broker import Broker
 from fedquilt.transport.mqtt.link import MqttLink
 
 WAITS_S: Final = 3600.0  # of virtual time for which nobody is at a run
+ENDING_S: Final = 10.0  # for which a process that was told to stop is waited for
+RUN: Final = (
+    "import sys; from fedquilt.edge_agent.task.process import exit_with_parent; exit_with_parent(int(sys.argv[1])); "
+    "from fedquilt.cli import main; sys.exit(main(sys.argv[2:]))"
+)
 
 
 @dataclass(frozen=True)
@@ -290,13 +295,6 @@ def _watch_agents(
             raise JobError(f"every agent has ended; {first} said: {read_last_line(first)}")
 
     return watch
-
-
-ENDING_S: Final = 10.0  # for which a process that was told to stop is waited for
-RUN: Final = (
-    "import sys; from fedquilt.edge_agent.task.process import exit_with_parent; exit_with_parent(int(sys.argv[1])); "
-    "from fedquilt.cli import main; sys.exit(main(sys.argv[2:]))"
-)
 
 
 class ChildCommand(NamedTuple):

@@ -22,6 +22,8 @@ from fedquilt.tools.simulation import DeviceData, adversaries
 
 T = TypeVar("T")
 Given = tuple[Any, Any]  # what a call gave, or raises, and where its generator was after it
+ENGINES = 8  # budgets that an engine is kept for
+FILES = 8  # those of a round, mostly one to three
 
 
 class RestartableClient(Generic[T]):
@@ -79,6 +81,11 @@ class ReplayEngine:
 def run_together(functions: Sequence[Callable[[Any], T]], engine: Any) -> list[tuple[T | Exception, bool]]:
     """Call all functions with an engine, training in batches where possible.
 
+    A client function calls `site.engine.train`. Where the engine can train several devices at once, the call raises
+    `BatchWait`. When all functions wait or have ended, the waiting calls are trained together. Then each function is
+    called again from its beginning, and its earlier calls return their stored results. This is correct because a client
+    function depends on its Task and Site alone and draws from a keyed generator.
+
     Returns:
         For each function its result or exception, and whether its training could be batched.
     """
@@ -101,9 +108,6 @@ def run_together(functions: Sequence[Callable[[Any], T]], engine: Any) -> list[t
         for (index, call), reply in zip(calls.items(), replies, strict=True):
             joints[index].given.append((reply, call.rng.bit_generator.state))
     return [(value, bool(joints) and any(joints[index].given)) for index, value in enumerate(found)]
-
-
-ENGINES = 8  # budgets that an engine is kept for
 
 
 def make_engine(name: str, budget_bytes: int) -> Any:
@@ -162,9 +166,6 @@ class SingleEngineExecutor(WorkExecutor):
 
     def load_engine(self, name: str, budget_bytes: int) -> Any:
         return self._one
-
-
-FILES = 8  # those of a round, mostly one to three
 
 
 class SharedTensors:

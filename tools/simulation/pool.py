@@ -7,7 +7,9 @@ run is run alone, and the first reply of each call decides whether the next call
 Work requests can be announced as the devices of a round start them (`expect_requests`, `prefetch`), and idle workers
 start them at once. Results count only if exactly these requests are run later.
 
-A work request has the same result wherever and however often it is run, so requests of a lost worker go to another.
+`processes` starts workers on this machine, `ray_workers` on the nodes of a Ray cluster, and both run
+`processes.PoolWorker`. A work request has the same result wherever and however often it is run, so requests of a lost
+worker go to another.
 """
 
 from __future__ import annotations
@@ -40,6 +42,13 @@ if TYPE_CHECKING:
     from fedquilt.tools.simulation.simulated_job import Simulation
 
 PREFIX: Final = "fedquilt-scratch-"
+# one thread a worker, so that sums have one order; no thread of a library is alive when the first one forks
+SINGLE: Final = {**threads.QUIET, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+# Keep freed arrays of some MB in the heap: returned to the kernel, their pages are cleared again at every step.
+KEPT: Final = {"MALLOC_MMAP_THRESHOLD_": str(4 << 20), "MALLOC_TRIM_THRESHOLD_": str(32 << 20)}
+SCHEME: Final = "ray://"
+TOGETHER: Final = 32  # orders at most that go to a worker at once; more are hardly faster, and keep others waiting
+LOST: Final = 3  # workers lost with the same orders, after which these are taken for the cause
 
 
 class ScratchFolder:
@@ -123,13 +132,6 @@ def _remove_unless_locked(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
     finally:
         os.close(lock)
-
-
-# one thread a worker, so that sums have one order; no thread of a library is alive when the first one forks
-SINGLE: Final = {**threads.QUIET, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-# Keep freed arrays of some MB in the heap: returned to the kernel, their pages are cleared again at every step.
-KEPT: Final = {"MALLOC_MMAP_THRESHOLD_": str(4 << 20), "MALLOC_TRIM_THRESHOLD_": str(32 << 20)}
-SCHEME: Final = "ray://"
 
 
 class ArrayLocation(msgspec.Struct, frozen=True, array_like=True):
@@ -220,10 +222,6 @@ def choose_engine(engine: str, environ: Mapping[str, str]) -> str:
     if engine in ("pool", "ray") or (engine.startswith(SCHEME) and host and port.isdigit()):
         return engine
     raise JobError(f"engine {engine!r} is none of auto, pool, ray and {SCHEME}HOST:PORT")
-
-
-TOGETHER: Final = 32  # orders at most that go to a worker at once; more are hardly faster, and keep others waiting
-LOST: Final = 3  # workers lost with the same orders, after which these are taken for the cause
 
 
 @dataclass

@@ -57,6 +57,14 @@ ALONE: Final = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_worker_niceness":
 
 VERSIONS: Final = re.compile(r"Ray: (\S+) Python: (\S+)")  # of the cluster and of this process, in Ray's complaint
 TOKEN: Final = {"RAY_AUTH_MODE": "token"}
+MOST_BYTES: Final = 1 << 30  # of a node's files beside the examples; those used longest ago go first
+Fetch = Callable[[Any], bytes]  # bytes of a reference into the object store
+PIECE_BYTES: Final = 16 << 20  # of the examples' file at a time
+REFERENCES: Final = 8  # contents that stay in the object store: those of a round, mostly one to three
+LOOK_S: Final = 5.0  # between two looks at which nodes there are
+PATIENCE_S: Final = 60.0  # for workers that find no free processor, while others are ready
+FAILED: Final = 3  # workers of a node that never got ready, after which none is started there
+LEAVING_S: Final = 5.0
 
 
 class RayConnection(NamedTuple):
@@ -173,10 +181,6 @@ def _restore_sigterm_handler() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
-MOST_BYTES: Final = 1 << 30  # of a node's files beside the examples; those used longest ago go first
-Fetch = Callable[[Any], bytes]  # bytes of a reference into the object store
-
-
 class WorkerSetup(msgspec.Struct, frozen=True):
     engine: str
     modules: tuple[str, ...]  # of plug-ins, whose content it reports
@@ -246,7 +250,7 @@ class NodeFiles:
 
 
 class RayNode:
-    """Worker as a Ray actor. All methods take and return msgpack bytes."""
+    """Worker of a pool as an actor on a node of a Ray cluster. All methods take and return msgpack bytes."""
 
     def __init__(self, asked: bytes) -> None:
         import ray
@@ -318,14 +322,6 @@ class RayNode:
         if digest.hexdigest() != sha256:
             raise StoreError("the examples came damaged from the object store")
         os.replace(part, path)
-
-
-PIECE_BYTES: Final = 16 << 20  # of the examples' file at a time
-REFERENCES: Final = 8  # contents that stay in the object store: those of a round, mostly one to three
-LOOK_S: Final = 5.0  # between two looks at which nodes there are
-PATIENCE_S: Final = 60.0  # for workers that find no free processor, while others are ready
-FAILED: Final = 3  # workers of a node that never got ready, after which none is started there
-LEAVING_S: Final = 5.0
 
 
 @dataclass

@@ -1,4 +1,7 @@
-"""Loops that drive simulated jobs."""
+"""Simulated jobs: loops that drive them, and backends that run the work of their devices.
+
+Evaluations of the global model (`WorkBackend.evaluate`) happen outside of the rounds and cost the devices nothing.
+"""
 
 from __future__ import annotations
 

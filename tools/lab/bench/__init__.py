@@ -22,6 +22,7 @@ from fedquilt.core import JobError, LinkError
 from fedquilt.tools.report.thresholds import MOST_OTHERS, LoadMeter, format_figures
 
 BUSY: Final = 12  # exit code of a benchmark whose machine was busy
+START_S: Final = 10.0
 
 
 def run_and_print(what: str, format: str, given: Mapping[str, Any]) -> int:
@@ -56,9 +57,6 @@ def run_and_print(what: str, format: str, given: Mapping[str, Any]) -> int:
         progress.LINE.print_lines(f"not measured: {why}. Repeat the benchmark while they are stopped.")
         return BUSY
     return 0 if all(figure["reached"] for figure in result["figures"].values()) else 1
-
-
-START_S: Final = 10.0
 
 
 def find_free_port() -> int:

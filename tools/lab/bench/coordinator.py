@@ -77,6 +77,19 @@ MOST_MS, MOST_ROUND_S, MOST_MB, MOST_GROWTH = 1.5, 30.0, 200.0, 1.2
 MOST_OPENING_S: Final = 1.0
 MOST_TIMES: Final = {"cpu": 13.0, "wall": 25.0}  # of the bare loop, whose order of clocks is the same
 JUDGED: Final = 3000  # largest fleet whose rounds are judged by a limit
+FLEET: Final = "bench"
+EXAMPLES: Final = 32
+LOOK_S: Final = 1.0  # pause between looks for requests to repeat
+AGAIN_S: Final = 30.0  # time after which an update without an answer is offered again
+CHUNK: Final = chunks.chunk_size_for(payload_limit(5, None))
+PROFILE: Final[dict[str, Any]] = {
+    "board": "bench",
+    "memory_bytes": 4 << 30,
+    "budget_bytes": 1 << 30,
+    "engines": ("numpy",),
+    "versions": {"numpy": "2"},
+    "points": load_board_profile("jetson-orin-nano").operating_points(),  # 40 kB, as boards with a profile announce
+}
 
 
 class ResourceSample(NamedTuple):
@@ -326,21 +339,6 @@ def _raise_file_limit(wanted: int) -> None:
         if hard != resource.RLIM_INFINITY and hard < wanted:
             raise JobError(f"{wanted} connections need as many open files, and {hard} are allowed: raise `ulimit -n`")
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-FLEET: Final = "bench"
-EXAMPLES: Final = 32
-LOOK_S: Final = 1.0  # pause between looks for requests to repeat
-AGAIN_S: Final = 30.0  # time after which an update without an answer is offered again
-CHUNK: Final = chunks.chunk_size_for(payload_limit(5, None))
-PROFILE: Final[dict[str, Any]] = {
-    "board": "bench",
-    "memory_bytes": 4 << 30,
-    "budget_bytes": 1 << 30,
-    "engines": ("numpy",),
-    "versions": {"numpy": "2"},
-    "points": load_board_profile("jetson-orin-nano").operating_points(),  # 40 kB, as boards with a profile announce
-}
 
 
 class DeviceGroup:

@@ -2,7 +2,7 @@
 
 One device, 64 images, the five architectures of the FedStitch paper (arXiv 2409.07202, section 5.1) with random
 weights, one path up to depth 10 without native successors. Some rounds of a real search are scored in the three ways of
-this engine and by `fedquilt.tools.lab.bench.stitch`. The benchmark fails if scores differ. Figures are
+this engine and without its optimisations (`score_output`). The benchmark fails if scores differ. Figures are
 ratios of processor time and of wall time.
 """
 
@@ -50,6 +50,7 @@ FASTER: Mapping[ScoreAt, float] = {"output": 8.0, "hybrid": 20.0, "input": 40.0}
 FASTER_LARGE: Mapping[ScoreAt, float] = {"output": 20.0, "hybrid": 30.0, "input": 200.0}  # of images beyond SMALL
 SLOWER = 1.2  # times a plain forward pass, at most
 SAME = 1e-4  # scores of both procedures differ by no more
+Run = Callable[[Block, np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -343,9 +344,6 @@ def lines(result: dict[str, Any]) -> list[str]:
     ]
 
 
-Run = Callable[[Block, np.ndarray], np.ndarray]
-
-
 def score_output(
     path: Sequence[Block],
     between: Sequence[Tensors | None],
@@ -356,7 +354,7 @@ def score_output(
     positions: np.ndarray,
     ridge: float,
 ) -> float:
-    """Return the CKA of the outputs of `own`'s last block behind the path and in its donor.
+    """Return the CKA of the outputs of `own`'s last block behind the path and in its donor, all run from the images.
 
     `positions` are those of its input maps on `fitted`, of n * h * w.
     """

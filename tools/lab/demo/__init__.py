@@ -46,6 +46,10 @@ BUDGET_BYTES = 1 << 30  # of the evaluation, which runs here
 PIXELS: Final = 64  # of a digit, the inputs of FedAvg's network
 SCRATCH_NAME: Final = "FedAvg from scratch"
 SCRATCH_PARAMS: Final = {"lr": 0.2, "batch": 16}
+HERE = Path(__file__).parent
+STITCHED, ALONE = "stitched by all boards", "stitched by one (mean)"
+DEPTHS = "all depths: the donor with a new head on all its depths"
+WITHOUT = "without it: the boards' network without the donor's blocks; gain: 95 % interval"
 
 
 class NetworkResult(msgspec.Struct, frozen=True):
@@ -183,12 +187,6 @@ def train_from_scratch(job: JobSettings, rounds: int, size: int) -> NetworkResul
         last.energy_j,
         last.down_bytes + last.up_bytes,
     )
-
-
-HERE = Path(__file__).parent
-STITCHED, ALONE = "stitched by all boards", "stitched by one (mean)"
-DEPTHS = "all depths: the donor with a new head on all its depths"
-WITHOUT = "without it: the boards' network without the donor's blocks; gain: 95 % interval"
 
 
 def run_demo(out: Path, format: str = "text", wordy: bool = False, show: bool = False) -> int:

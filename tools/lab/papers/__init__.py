@@ -143,8 +143,7 @@ def make_result(
 
     Returns:
         "columns" (column, row, then "values" per seed, "paper" and "runs"), "figures" (judged claims), "told"
-        (reported
-        comparisons without a claim), "table" and "seeds".
+        (reported comparisons without a claim), "table" and "seeds".
     """
     found: dict[str, dict[str, Any]] = {}
     for cell in cells:
@@ -221,6 +220,9 @@ def judge_claim(
     values: Sequence[float], unit: str, *, at_least: float | None = None, at_most: float | None = None
 ) -> dict[str, Any]:
     """Judge a claim about the mean over seeds of a paired difference or a ratio.
+
+    A claim holds if the whole 95 % interval of the mean (Student's t) is on the claimed side, and is not shown if the
+    interval crosses the limit.
 
     Returns:
         "value", the mean, "low" and "high", its 95 % interval or None with one seed, "verdict" ("holds", "not shown",

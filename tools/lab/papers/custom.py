@@ -248,7 +248,8 @@ def is_folded(model: nn.Module) -> bool:
 def set_statistics_from_inputs(model: nn.Module, x: torch.Tensor) -> None:
     """Set the statistics of all batch-norm layers to those of the inputs `x`, in place.
 
-    The output in evaluation mode stays the same.
+    A network with folded batch normalisation has mean 0 and variance 1, and would normalise in training mode.
+    Statistics of some inputs, with a scale and shift that cancel them, leave the output unchanged.
     """
     import torch
 

@@ -39,6 +39,16 @@ from fedquilt.data.spec import DataSpec
 from fedquilt.formats import job_bundle
 from fedquilt.tools.report.thresholds import compare_at_least, compare_at_most, format_figures
 
+HERE = Path(__file__).parent
+ORPHANS_S = 10.0  # longest wait for the processes that a contestant leaves
+SAMPLE_S = 0.3  # between two looks at a contestant's memory, which cost it some time
+NAME = "client-{:04d}"
+SEED = 1
+SET_CHILD_SUBREAPER = 36  # of prctl(2): orphans of contestants become children of this process
+INPUT = {"channels": 1, "size": 28, "mean": [0.0], "std": [1.0]}
+OURS = ("ours", "ours_torch")
+BARE = ("bare_1", "bare_n")
+
 
 class OtherSimulator(NamedTuple):
     """Package and script of another simulator."""
@@ -81,14 +91,6 @@ def prepare_environment(name: str) -> tuple[Path, str]:
     return python, run(str(python), "-c", shown).strip()
 
 
-HERE = Path(__file__).parent
-ORPHANS_S = 10.0  # longest wait for the processes that a contestant leaves
-SAMPLE_S = 0.3  # between two looks at a contestant's memory, which cost it some time
-NAME = "client-{:04d}"
-SEED = 1
-SET_CHILD_SUBREAPER = 36  # of prctl(2): orphans of contestants become children of this process
-
-
 @dataclass(frozen=True)
 class FederationWorkload:
     """A federation that every contestant trains: sizes, rounds and network."""
@@ -102,7 +104,6 @@ class FederationWorkload:
     engine: str  # of our devices
 
 
-INPUT = {"channels": 1, "size": 28, "mean": [0.0], "std": [1.0]}
 COMPUTE = FederationWorkload(
     "compute", 100, 600, 10, 30, {"name": "cnn", "channels": 1, "size": 28, "classes": 10, "input": INPUT}, "torch"
 )
@@ -180,10 +181,6 @@ def measure(
             found["workloads"][work.name] = _summarise_runs(runs[work.name], contestants)
     found["figures"] = _build_figures(found)
     return found
-
-
-OURS = ("ours", "ours_torch")
-BARE = ("bare_1", "bare_n")
 
 
 def _prepare_contestants(beside: Sequence[str], processes: int) -> tuple[list[Contestant], dict[str, str]]:
