@@ -1,4 +1,4 @@
-"""One job on a simulated fleet: a run of a comparison (`run_seed`), or one with a stored event log (`run_job`)."""
+"""Run of one job on a simulated fleet, for a comparison (`run_seed`) or with a stored event log (`run_job`)."""
 
 from __future__ import annotations
 

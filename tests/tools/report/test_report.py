@@ -170,7 +170,8 @@ def test_the_job_is_shown_as_the_file_that_it_could_be(tmp_path: Path) -> None:
 
 
 def test_the_page_holds_the_runs_numbers() -> None:
-    _, page = usual_page()
+    text, page = usual_page()
+    assert {"a, idle: 4.5", "a, above idle: 8"} <= set(re.findall("<title>(.*?)<", text))
     shown = " ".join(page.shown)
     for wanted in (
         "87.5 %",  # after the last round
