@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 
@@ -258,20 +258,38 @@ def _delete_run_files(plan: FleetPlan, run: str) -> None:
     shutil.rmtree(plan.get_agent_folder(run, ".shared"), ignore_errors=True)
 
 
+@contextlib.contextmanager
 def start_agents(
     agents: Sequence[Mapping[str, Any]], broker: Mapping[str, Any]
-) -> contextlib.AbstractContextManager[dict[str, subprocess.Popen[bytes]]]:
-    """Write each agent.toml and start the agents. The context manager returns the processes by device.
+) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    """Write each agent.toml and start the agents in a context, and terminate them at its end.
 
-    The processes are terminated at the end of the context.
+    Each agent is a process in its own session, ends with the calling thread and ignores Ctrl-C in the terminal.
     """
-    wanted = {}
-    for table in agents:
-        home = Path(table["home"])
-        home.mkdir(parents=True, exist_ok=True)
-        (home / "agent.toml").write_text(toml.format_toml({**table, "broker": dict(broker)}))
-        wanted[table["device"]] = ChildCommand(["agent", str(home / "agent.toml")], home / "agent.log")
-    return start_processes(wanted)
+    started: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        for table in agents:
+            home = Path(table["home"])
+            home.mkdir(parents=True, exist_ok=True)
+            (home / "agent.toml").write_text(toml.format_toml({**table, "broker": dict(broker)}))
+            with (home / "agent.log").open("ab") as log:
+                started[table["device"]] = subprocess.Popen(
+                    [sys.executable, "-c", RUN, str(os.getpid()), "agent", str(home / "agent.toml")],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+        yield started
+    finally:
+        for process in started.values():
+            process.terminate()
+        for process in started.values():
+            try:
+                process.wait(timeout=ENDING_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def _watch_agents(
@@ -295,44 +313,3 @@ def _watch_agents(
             raise JobError(f"every agent has ended; {first} said: {read_last_line(first)}")
 
     return watch
-
-
-class ChildCommand(NamedTuple):
-    words: Sequence[str]  # after `fedquilt`
-    log: Path  # what it prints is added there
-    folder: Path | None = None  # it works in; None: this process's
-
-
-def start_process(command: ChildCommand) -> subprocess.Popen[bytes]:
-    """Start a command as a process in its own session.
-
-    The process ends with the calling thread and ignores Ctrl-C in the terminal.
-    """
-    with command.log.open("ab") as log:
-        return subprocess.Popen(
-            [sys.executable, "-c", RUN, str(os.getpid()), *command.words],
-            cwd=command.folder,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-
-
-@contextlib.contextmanager
-def start_processes(wanted: Mapping[str, ChildCommand]) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
-    """Start processes by name in a context, and terminate them at its end."""
-    started: dict[str, subprocess.Popen[bytes]] = {}
-    try:
-        for name, command in wanted.items():
-            started[name] = start_process(command)
-        yield started
-    finally:
-        for process in started.values():
-            process.terminate()
-        for process in started.values():
-            try:
-                process.wait(timeout=ENDING_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()

@@ -25,9 +25,7 @@ from fedquilt.data import examples
 from fedquilt.edge_agent.engines.numpy import engine
 from fedquilt.formats import job_bundle, toml
 from fedquilt.tools.artefacts import export
-from fedquilt.tools.simulation import agents
 from fedquilt.tools.simulation import agents as fleet
-from fedquilt.tools.simulation.agents import ChildCommand
 from fedquilt.transport.mqtt.link import MqttLink
 
 DIGITS = Path(fleet.__file__).parents[1] / "lab" / "demo" / "digits.npz"
@@ -291,7 +289,5 @@ def test_a_fleets_data_is_read_once_for_all_its_boards(tmp_path: Path, monkeypat
 
 
 def test_ctrl_c_in_the_terminal_of_a_command_reaches_it_alone(tmp_path: Path) -> None:
-    with agents.start_processes(
-        {"broker": ChildCommand(["broker", "--listen", "127.0.0.1:0"], tmp_path / "log")}
-    ) as started:
-        assert os.getpgid(started["broker"].pid) != os.getpgid(0)
+    with fleet.start_agents(plan(tmp_path).make_agent_tables()[:1], {"url": "mqtt://127.0.0.1:1"}) as started:
+        assert os.getpgid(started["jetson-nano-00"].pid) != os.getpgid(0)

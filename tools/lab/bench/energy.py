@@ -171,7 +171,7 @@ def replay_tasks(boards: Mapping[str, ScaledBoard]) -> dict[str, Any]:
     """
     known = {name: boards[name] for name in known_idle_w(boards)}
     rows: dict[str, dict[str, float]] = {name: dict.fromkeys((*POLICIES, "cheapest"), 0.0) for name in known}
-    late, hurried = dict.fromkeys(POLICIES, 0), dict.fromkeys(boards, True)
+    hurried = dict.fromkeys(boards, True)
     count = min(len(board.tasks) for board in boards.values())
     total_s = 0.0
     for index in range(count):
@@ -179,18 +179,15 @@ def replay_tasks(boards: Mapping[str, ScaledBoard]) -> dict[str, Any]:
         total_s += round_s
         for name, board in boards.items():
             work = board.tasks[index]
-            for policy in POLICIES:
-                point = (
-                    governor.choose_operating_point(GovernorPolicy(policy), board.points, work, round_s, board.idle_w)
-                    or board.points[0]
-                )
-                seconds = cost_model.work_seconds(work, point) or 0.0
-                late[policy] += seconds > round_s * (1 + 1e-9)
-                if name in known:
-                    rows[name][policy] += energy_until(board, point, work, round_s)
-            if name in known:
-                rows[name]["cheapest"] += minimum_energy(board, work, round_s)
             hurried[name] = hurried[name] and fastest_s(board, work) >= round_s
+            if name not in known:
+                continue
+            rows[name]["cheapest"] += minimum_energy(board, work, round_s)
+            for policy in POLICIES:
+                chosen = governor.choose_operating_point(
+                    GovernorPolicy(policy), board.points, work, round_s, board.idle_w
+                )
+                rows[name][policy] += energy_until(board, chosen or board.points[0], work, round_s)
     rows["fleet"] = {key: sum(row[key] for row in rows.values()) for key in (*POLICIES, "cheapest")}
     return {
         "rounds": count,
@@ -201,7 +198,6 @@ def replay_tasks(boards: Mapping[str, ScaledBoard]) -> dict[str, Any]:
             for name, row in rows.items()
         },
         "above_cheapest_percent": {n: round(100 * (row["energy"] / row["cheapest"] - 1), 2) for n, row in rows.items()},
-        "late": late,
         "no_time_to_spare": [name for name, always in hurried.items() if always],
     }
 
