@@ -145,18 +145,3 @@ def test_every_candidate_is_exported_as_a_file_that_is_as_right_as_the_devices_c
         main(["model", "export", run, "--candidate", "0", "--out", str(folder / "0.onnx"), "--home", str(plan.home)])
         != 0
     )
-
-
-def test_a_narrow_terminal_shows_a_row_of_numbers_for_each_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedquilt.coordinator import settings
-
-    monkeypatch.setenv("COLUMNS", "80")
-    fleet = {"devices": 2, "boards": ["jetson-tx2"]}
-    found = candidates()
-    printed = run_data.format_candidate_table(
-        found, settings.parse_job({"name": "n", "method": "fedstitch", "rounds": 1, "fleet": fleet})
-    )
-    assert max(len(line) for line in printed[: len(found) + 1]) <= 80
-    assert all(word in printed[0] for word in ("accuracy", "front", "MFLOP", "ms, jetson-tx2"))
-    assert len(printed) == 2 * len(found) + 2
-    assert not any(line.endswith("...") for line in printed)

@@ -318,40 +318,6 @@ def test_the_text_has_the_papers_numbers_beside_ours() -> None:
     assert " ".join(pews.split()) == "FedAvg+PeWS 301, 300 (301 ± 10.59) 98.50 ± 0.71 (99.66 ± 0.19)"
 
 
-def test_comparisons_without_a_claim_stand_below_the_table_and_above_the_verdicts() -> None:
-    """10 and 30 % beside 20 and 20 %: the mean difference is 0, and both intervals cross their limits."""
-    made = Grid(
-        about="x",
-        rows={"base": GridRow(), "other": GridRow()},
-        show=(GridColumn("test", "accuracy %", 100.0),),
-        claims=(
-            ClaimSpec("{row} over base", "test", over="base", scale=100.0, unit="points", told=True),
-            ClaimSpec("other is good", "test", row="other", scale=100.0, unit="%", at_least=5.0),
-        ),
-    )
-    values = {"base": [0.2, 0.2], "other": [0.1, 0.3]}
-    rows = {name: {"rounds": 1, "values": {"test": each}, "paper": {}} for name, each in values.items()}
-    judged = papers.judge_claims(made, {"": rows})
-    result = {
-        "table": "made",
-        "seeds": [0, 1],
-        "columns": {"": rows},
-        "figures": {name: told for name, (claim, told) in judged.items() if not claim.told},
-        "told": {name: told for name, (claim, told) in judged.items() if claim.told},
-    }
-    assert [" ".join(line.split()) for line in papers.format_result(made, result)] == [
-        "made: seeds 0, 1",
-        "",
-        "1 rounds",
-        "accuracy %",
-        "base 20.0 ± 0.0",
-        "other 20.0 ± 14.1",
-        "",
-        "other over base: +0.00 [-127.06, +127.06] points: not shown",
-        "NOT other is good 20.00 [-107.06, 147.06] %: not shown (claimed: above 5)",
-    ]
-
-
 def test_a_spread_is_that_of_several_seeds() -> None:
     assert papers.format_spread([0.995], 100.0, 2, False) == "99.50"
     assert papers.format_spread([0.99, 0.98], 100.0, 2, False) == "98.50 ± 0.71"
