@@ -22,8 +22,8 @@ from fedquilt.formats import job_bundle
 from fedquilt.models.partial import masks
 from fedquilt.tools.lab import demo
 from fedquilt.tools.simulation import agents, run
+from fedquilt.tools.simulation.run import WorkBackend
 from fedquilt.tools.simulation.simulated_job import Simulation
-from fedquilt.tools.simulation.workers.backend import WorkBackend
 
 DIGITS = demo.HERE / "digits.npz"
 NETWORK = {"name": "mlp", "inputs": 64, "hidden": [6, 5], "classes": 10}
@@ -44,8 +44,6 @@ SEARCH = {"rounds": 3, "subrounds": 1, "expansions": 2, "depth": 4, **dict.fromk
 
 
 class Outcome(NamedTuple):
-    """What a run's log says."""
-
     asked: list[tuple[int, tuple[str, ...]]]
     answered: list[tuple[int, str, int, int]]  # and its bytes down and up
     states: list[str]  # sha256 after each round
@@ -65,7 +63,6 @@ def outcome(home: Path, run: str) -> Outcome:
 
 
 def engine_of(name: str) -> str:
-    """The lightest that the method runs on, of those that are installed."""
     able = [engine for engine in ("numpy", "onnx", "torch") if engine in methods.load(name).engines]
     there = [engine for engine in able if engine in engines.available_engines()]
     if not there:
@@ -74,7 +71,6 @@ def engine_of(name: str) -> str:
 
 
 def plan(name: str, place: Path) -> agents.FleetPlan:
-    """A job of four devices of two kinds, two of them in each round."""
     method = methods.load(name)
     known = {field.name for field in fields(method.params)}
     stitches = "onnx" in method.engines
@@ -102,7 +98,7 @@ def plan(name: str, place: Path) -> agents.FleetPlan:
 def simulated(given: agents.FleetPlan, hands: WorkBackend, home: Path) -> Outcome:
     held = {member.device: len(member.held) for member in given.load_devices()[0]}
     with Simulation(given.job, given.bundle, held, home) as simulation:
-        for _ in run.run_rounds([simulation], hands):
+        for _ in run.run_rounds(simulation, hands):
             pass
         name = simulation.run
     return outcome(home, name)

@@ -30,7 +30,7 @@ from fedquilt.formats import job_bundle, toml
 from fedquilt.tools import simulation
 from fedquilt.tools.artefacts import prepare
 from fedquilt.tools.lab import demo
-from fedquilt.tools.simulation import child_processes
+from fedquilt.tools.simulation import agents
 from fedquilt.transport import link as links
 from fedquilt.transport.mqtt.broker import Broker
 from fedquilt.transport.mqtt.link import MqttLink
@@ -153,7 +153,7 @@ class Agents:
         command = (
             sys.executable,
             "-c",
-            child_processes.RUN,
+            agents.RUN,
             str(os.getpid()),
             "agent",
             str(self._user.folder / f"{name}.toml"),

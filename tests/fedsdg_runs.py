@@ -11,8 +11,8 @@ from fedquilt import methods
 from fedquilt.core import ClientContext, ClientResult, DeviceView, Task
 from fedquilt.methods import fedsdg
 from fedquilt.testing.toy_networks import deliver_task, image_members, run_method, toy_bundle, with_loaded_tensors
+from fedquilt.tools.simulation.run import WorkBackend
 from fedquilt.tools.simulation.simulated_job import SimulatedRound, Simulation
-from fedquilt.tools.simulation.workers.backend import WorkBackend
 
 torch_engine = pytest.importorskip("fedquilt.edge_agent.engines.torch.engine", reason="adapters are trained with torch")
 

@@ -166,16 +166,6 @@ class Ground:
 
 
 def _flip(roll: random.Random, folder: Path, devices: bool) -> str:
-    """Flip one bit of one file below a folder, and give the file back its times of access and change.
-
-    Args:
-        roll: draws the file and the bit.
-        folder: of a federation.
-        devices: files of devices are drawn too, not only the coordinator's.
-
-    Returns:
-        The file below the folder, and the number of the bit.
-    """
     kept = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
     path = roll.choice([path for path in kept if path.suffix != ".npz" and (devices or not _device(folder, path))])
     before = path.stat()

@@ -69,48 +69,35 @@ STITCHING = {  # over the demo's own job: a search of a few rounds
 
 
 class Values(msgspec.Struct, frozen=True):
-    """Sums over all numbers of a file, close to each other where two files are."""
-
     count: int
     magnitudes: float  # sum of |x|
     total: float
     waved: float  # sum of cos(index) * x: another order of the same numbers gives another one
 
     def near(self, other: Values) -> bool:
-        """Whether both may be the same run on two processors."""
         most = TOLERANCE * max(self.magnitudes, other.magnitudes, 1.0)
         pairs = zip(msgspec.structs.astuple(self)[1:], msgspec.structs.astuple(other)[1:], strict=True)
         return self.count == other.count and all(abs(a - b) <= most for a, b in pairs)
 
 
 class Content(msgspec.Struct, frozen=True):
-    """A state or an exported file."""
-
     sha256: str
     values: Values
 
 
 class Golden(msgspec.Struct, frozen=True):
-    """What a run did."""
-
     asked: list[list[str]]  # of each time that devices were asked; a closing evaluation too
     states: list[Content]  # the first, and that after each round
     exported: Content
 
 
 class File(msgspec.Struct, frozen=True):
-    """golden.json."""
-
     probes: dict[str, str]  # method -> the bits of what its arithmetic consists of
     written_on: str  # for the reader: processor and versions
     runs: dict[str, Golden]
 
 
-# -- one run --------------------------------------------------------------------------------------
-
-
 def play(method: str, folder: Path) -> Golden:
-    """Run a method on virtual time and export its result."""
     job, stock = _job(method, folder)
     plan = agents.FleetPlan(job, stock, folder / "runs")
     asked: list[list[str]] = []
@@ -150,7 +137,6 @@ def _job(method: str, folder: Path) -> tuple[settings.JobSettings, Path]:
 
 
 def content(payload: bytes, kind: str) -> Content:
-    """Digest and sums of a state's, a safetensors or an ONNX file's bytes."""
     numbers = np.concatenate([np.ravel(array).astype(np.float64) for array in _arrays(payload, kind)] or [np.zeros(0)])
     waves = np.cos(np.arange(len(numbers)))
     sums = (float(np.abs(numbers).sum()), float(numbers.sum()), float((waves * numbers).sum()))
@@ -169,14 +155,7 @@ def _arrays(payload: bytes, kind: str) -> Iterator[np.ndarray]:
         yield from (found[name] for name in sorted(found))
 
 
-# -- this machine ---------------------------------------------------------------------------------
-
-
 def probe(method: str = "") -> str:
-    """Return a hash of small products, solutions and exponentials here.
-
-    For FedStitch the processor is part of the hash, as libraries split large products by its caches and instructions.
-    """
     draws = np.random.default_rng(0)
     bits = hashlib.sha256(struct.pack("<q", int(draws.integers(2**62))))
     for rows, inner, columns in ((16, 64, 16), (16, 16, 10), (64, 16, 16), (7, 64, 16), (1, 64, 10)):
@@ -204,7 +183,6 @@ def _describe_processor() -> str:
 
 
 def _block() -> bytes:
-    """What the first block of the demo gives for fixed noise."""
     import onnxruntime
 
     stock = job_bundle.load_bundle(DEMO / "bundle")
@@ -220,11 +198,7 @@ def load() -> File:
     return msgspec.json.decode(FILE.read_bytes(), type=File)
 
 
-# -- comparing ------------------------------------------------------------------------------------
-
-
 def differences(kept: Golden, found: Golden, *, bits: bool) -> list[str]:
-    """What moved, in sentences; without `bits`, only what cannot come from another processor."""
     said = []
     if found.asked != kept.asked:
         pairs = zip(kept.asked, found.asked, strict=False)

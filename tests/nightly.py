@@ -35,7 +35,7 @@ FLOODS: Final = ("15", "100", "1000")  # messages a second: not much more than a
 BENCHES: Final = tuple(name for name in BENCH_OPTIONS if name != "sim")  # `lab bench sim` needs data
 STORE: Final = ("tests/examples/test_s3_blobs.py",)
 CONTAINERS: Final = "tests/examples/test_containers.py"
-RAY: Final = tuple(f"tests/tools/simulation/test_ray{name}.py" for name in ("", "_methods", "_client"))
+RAY: Final = ("tests/tools/simulation/test_ray.py", "tests/tools/simulation/test_ray_client.py")
 PYTHONS: Final = ("3.10", "3.12", "3.13")  # beside the one that `make test` runs on
 GRAPHS: Final = (  # tests of graphs that no board may run
     "tests/fedquilt/test_graph_check.py",

@@ -18,7 +18,6 @@ KEYS = {"AWS_ACCESS_KEY_ID": "AKIDEXAMPLE", "AWS_SECRET_ACCESS_KEY": "verysecret
 
 @contextmanager
 def moto() -> Iterator[str]:
-    """Origin of a store in this process; a test without its package is skipped."""
     server = pytest.importorskip("moto.server", reason="moto is not installed: pip install 'moto[server]'")
     made = server.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     made.start()
@@ -28,14 +27,12 @@ def moto() -> Iterator[str]:
 
 
 def bucket(origin: str) -> Bucket:
-    """A new bucket of a store."""
     found = Bucket.from_url(f"{origin}/bucket/models", KEYS)
     asked(found.sign_url("PUT", ""), "PUT")
     return found
 
 
 def asked(url: str, method: str) -> tuple[int, bytes]:
-    """Status and body of a store's answer."""
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=30)
     connection.request(method, f"{parts.path}?{parts.query}")

@@ -10,17 +10,14 @@ import psutil
 import pytest
 
 from fedquilt.tools.simulation import agents
-from fedquilt.tools.simulation.workers.backend import WorkBackend
-from fedquilt.tools.simulation.workers.pool import WorkerPool
-from fedquilt.tools.simulation.workers.protocol import WorkBatch
-from fedquilt.tools.simulation.workers.ray.workers import RayWorkers
+from fedquilt.tools.simulation.pool import WorkBatch, WorkerPool
+from fedquilt.tools.simulation.ray_workers import RayWorkers
+from fedquilt.tools.simulation.run import WorkBackend
 
 STORE_BYTES = 100 << 20
 
 
 class Nodes:
-    """Ray nodes of one cluster on this machine, with one processor each."""
-
     def __init__(self) -> None:
         from ray.cluster_utils import Cluster
 
@@ -29,15 +26,12 @@ class Nodes:
         self.address = str(self._cluster.address)
 
     def add(self, name: str, env: dict[str, str] | None = None) -> Any:
-        """Start a further node, with these variables in its environment."""
         return self._cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES, node_name=name, env_vars=env or {})
 
     def kill(self, node: Any) -> None:
-        """Kill all processes of a node, and forget it."""
         self._cluster.remove_node(node, allow_graceful=False)
 
     def workers(self, node: Any) -> list[psutil.Process]:
-        """Processes of our workers on a node."""
         raylet = node.all_processes["raylet"][0].process.pid
         return [each for each in psutil.Process(raylet).children() if each.name().startswith("ray::RayNode")]
 
@@ -51,18 +45,10 @@ class Nodes:
 
 @contextmanager
 def undisturbed(node: str, number: int) -> Iterator[None]:
-    """Nothing happens while orders are given."""
     yield
 
 
 class Watched(RayWorkers):
-    """Workers that note which node is given orders.
-
-    Args:
-        engine: of their devices.
-        amid: around each handing over of orders, with the node and how many there have been.
-    """
-
     def __init__(self, engine: str, amid: Callable[[str, int], AbstractContextManager[None]] = undisturbed) -> None:
         super().__init__(engine, "ray", count=None, mixed=False)
         self._amid = amid
@@ -85,7 +71,6 @@ def hands(workers: RayWorkers, given: agents.FleetPlan) -> Iterator[WorkBackend]
 
 @contextmanager
 def cluster() -> Iterator[Nodes]:
-    """A cluster of one node, which RAY_ADDRESS names meanwhile."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patched.setenv("RAY_worker_niceness", "0")  # at Ray's 15, workers hardly run on a busy machine

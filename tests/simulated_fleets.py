@@ -17,15 +17,12 @@ from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.testing.toy_networks import make_job, point_members, toy_bundle, write_bundle
 from fedquilt.tools.simulation import DeviceData, run
 from fedquilt.tools.simulation.simulated_job import Simulation
-from fedquilt.tools.simulation.workers import backend
 
 SMALL = {"epochs": 2, "batch": 4, "lr": 0.1}
 HEAVY = 1e10  # FLOPs of an example: seconds on any board
 
 
 class Fleet:
-    """Runs of toy jobs in this process, each in a home of its own unless one is named."""
-
     def __init__(self, place: Path, stack: contextlib.ExitStack) -> None:
         self.place, self._stack = place, stack
         self.engine = NumpyEngine(1 << 40, base_bytes=0)
@@ -42,13 +39,13 @@ class Fleet:
         members: Sequence[DeviceData] = (),
         make: Callable[[str], Any] = SimulatedDevice.from_name,
         **table: Any,
-    ) -> tuple[Simulation, backend.WorkBackend]:
+    ) -> tuple[Simulation, run.WorkBackend]:
         self._count += 1
         made = toy_bundle()
         bundle = write_bundle(self.place / f"bundle-{flops:g}", replace(made, meta={**made.meta, "flops": flops}))
         load = methods.load if method is None else lambda name: method
         given = list(members) or point_members(devices, 13)
-        hands, held = backend.make_local_backend(given, load=load, engine=self.engine)
+        hands, held = run.make_local_backend(given, load=load, engine=self.engine)
         wanted = make_job(name, table.pop("params", SMALL), **{"rounds": 2, **table})
         place = self.place / (home or f"home-{self._count}")
         simulation = Simulation(wanted, bundle, held, place, load=load, engine="numpy", make=make)
@@ -56,7 +53,7 @@ class Fleet:
 
     def played(self, *args: Any, **options: Any) -> Simulation:
         simulation, hands = self.begin(*args, **options)
-        for _ in run.run_rounds([simulation], hands):
+        for _ in run.run_rounds(simulation, hands):
             pass
         return simulation
 

@@ -75,13 +75,13 @@ def simulate(
         StoreError: If the home cannot be written.
     """
     from fedquilt.tools.artefacts import prepare
-    from fedquilt.tools.experiments import watched_run
-    from fedquilt.tools.simulation.scratch_folders import ScratchFolder
+    from fedquilt.tools.experiments import single_run
+    from fedquilt.tools.simulation.pool import ScratchFolder
 
     if not isinstance(job, Job):
         raise JobError(f"simulate takes a fq.Job, not {job!r}; of a job file: fq.simulate(fq.Job.read('job.toml'))")
     wanted = job.settings if seed is None else job.replace(seed=seed).settings
-    made = watched_run.add_evaluation(wanted) if evaluate else wanted
+    made = single_run.add_evaluation(wanted) if evaluate else wanted
     if not made.data:
         raise JobError("a simulated fleet needs the job's data, as in fq.Job(..., data=fq.Data('digits.npz'))")
     with contextlib.ExitStack() as stack:
@@ -90,7 +90,7 @@ def simulate(
         prepare.prepare_and_check(made, bundle)
         with contextlib.closing(make_display(progress)) as shown:
             watch = _RunReporter(made, place, on_round, shown.show)
-            id = watched_run.run_job(
+            id = single_run.run_job(
                 made,
                 bundle,
                 place,

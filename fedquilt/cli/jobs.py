@@ -153,9 +153,9 @@ def _run_job(
         if workers.is_given:
             if link != "memory":
                 raise JobError(f"--link {link} and --engine are two ways to reach the boards: leave one of them out")
-            from fedquilt.tools.experiments import watched_run
+            from fedquilt.tools.experiments import single_run
 
-            return watched_run.run_and_print(plan, wordy=wordy, **workers.to_keywords())
+            return single_run.run_and_print(plan, wordy=wordy, **workers.to_keywords())
         if link == "memory":
             return tool.run_fleet_virtually(plan, wordy=wordy)
     except KeyboardInterrupt:

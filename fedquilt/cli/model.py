@@ -58,7 +58,7 @@ def evaluate(run: str, follow: bool, home: Path, format: str) -> None:
 @options.format_option
 def run(network: Path, examples: Path, format: str) -> int:
     """Classify examples with an exported ONNX network."""
-    from fedquilt.tools.artefacts import run_model as tool
+    from fedquilt.tools.artefacts import classifier as tool
 
     return tool.print_predictions(network, examples, format)
 

@@ -39,11 +39,10 @@ from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.formats import job_bundle
 from fedquilt.formats.tensor_register import Kind, register_from_kinds
 from fedquilt.models.partial import masks
-from fedquilt.tools.simulation import DeviceData
+from fedquilt.tools.simulation import DeviceData, local_backend
 from fedquilt.tools.simulation import run as simulated
+from fedquilt.tools.simulation.run import WorkBackend
 from fedquilt.tools.simulation.simulated_job import Simulation
-from fedquilt.tools.simulation.workers import local_backend
-from fedquilt.tools.simulation.workers.backend import WorkBackend
 
 SMALL = {"subrounds": 1, "expansions": 8, "samples": 16, "fit_samples": 24, "k": 2, "depth": 5}
 

@@ -13,7 +13,6 @@ from fedquilt.formats import job_bundle
 from fedquilt.tools.artefacts import prepare
 from fedquilt.tools.simulation import agents, run
 from fedquilt.tools.simulation.simulated_job import Simulation
-from fedquilt.tools.simulation.workers import backend
 
 pytest.importorskip("torch")
 
@@ -68,10 +67,10 @@ def test_agents_and_a_resumed_run_give_the_bits_of_a_calm_one(tmp_path: Path, mo
 def simulated(given: agents.FleetPlan, home: Path, interrupted: bool = False) -> Outcome:
     devices, _ = given.load_devices()
     held = {member.device: len(member.held) for member in devices}
-    hands, _ = backend.make_local_backend(devices)
+    hands, _ = run.make_local_backend(devices)
     for last in (0, None) if interrupted else (None,):
         with Simulation(given.job, given.bundle, held, home) as simulation:
-            for number, _ in enumerate(run.run_rounds([simulation], hands)):
+            for number, _ in enumerate(run.run_rounds(simulation, hands)):
                 if number == last:
                     break
             name = simulation.run

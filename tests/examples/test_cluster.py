@@ -26,7 +26,6 @@ PROGRAMS = {
 
 
 def environment(folder: Path, programs: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a batch script of Slurm's, with these programs before all others."""
     (folder / "bin").mkdir()
     for name, body in programs.items():
         path = folder / "bin" / name
@@ -88,7 +87,6 @@ def test_slurms_warning_before_the_time_is_up_reaches_the_command(tmp_path):
 
 @pytest.fixture
 def job() -> dict[str, Any]:
-    """The RayJob of the manifests."""
     yaml = pytest.importorskip("yaml")
     found = {each["kind"]: each for each in yaml.safe_load_all((FOLDER / "kuberay.yaml").read_text())}
     assert found.keys() == {"PersistentVolumeClaim", "RayJob"}

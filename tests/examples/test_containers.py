@@ -71,16 +71,7 @@ def test_the_services_get_files_that_are_there_or_that_the_readme_makes():
     assert f"--installed {mounted['broker'][1][1]}" in made
 
 
-# -- with podman ----------------------------------------------------------------------------------
-
-
 class Podman:
-    """Podman with storage, mounts, processes and a network of its own: nothing of it outlives `end`.
-
-    Args:
-        folder: for its storage; short, as sockets are in it.
-    """
-
     def __init__(self, folder: Path) -> None:
         nofile, nproc = (resource.getrlimit(of)[1] for of in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
         tables = {
@@ -104,7 +95,6 @@ class Podman:
         self("ip", "link", "set", "lo", "up")
 
     def __call__(self, *words: str, cwd: Path | None = None) -> str:
-        """What a command in its namespaces prints; it has to end well."""
         done = self.try_(*words, cwd=cwd)
         assert done.returncode == 0, f"{' '.join(words[:4])}: {done.stdout[-1000:]} {done.stderr[-3000:]}"
         return done.stdout
@@ -116,14 +106,12 @@ class Podman:
         )
 
     def end(self) -> None:
-        """Remove its containers, and end what is left of it."""
         self.try_("podman", "rm", "--all", "--force", "--time", "5")
         self._holder.kill()
         self._holder.wait()
 
 
 def hindrance() -> str:
-    """Why no container runs here; "" where one may."""
     missing = [name for name in ("podman", "podman-compose", "unshare", "nsenter") if shutil.which(name) is None]
     if not Path("/usr/lib/podman/netavark").exists() or not Path("/usr/lib/podman/aardvark-dns").exists():
         missing += ["netavark", "aardvark-dns"]
@@ -140,7 +128,6 @@ def hindrance() -> str:
 
 @pytest.fixture(scope="module")
 def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Podman]:
-    """Podman that has the images of the base and of the broker, which no registry has to give."""
     if why := hindrance():
         pytest.skip(why)
     folder, archive = tmp_path_factory.mktemp("podman"), BASE
@@ -163,7 +150,6 @@ def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Podman]:
 
 
 def said(folder: Path) -> list[str]:
-    """The commands of the README, up to the one that starts the services."""
     (block,) = re.findall(r"```console\n(\$ pip wheel.*?)```", (folder / "README.md").read_text(), re.DOTALL)
     commands = [line.removeprefix("$ ") for line in block.splitlines()]
     assert commands.pop() == "podman-compose up -d"
@@ -219,7 +205,6 @@ def test_the_compose_file_serves_a_fleet_whose_board_is_a_container_too(podman, 
 
 
 def _board(podman: Podman, site: Path) -> None:
-    """A container with an agent that has enrolled, and a job for it."""
     token = podman(
         "podman", "exec", "fleet_enrolment_1", "fedquilt", "identity", "token", "boxed", "--ca", f"{HOME}/ca"
     )

@@ -30,7 +30,6 @@ BY_DAY = ("timeseries", "regression", "multilabel")  # with torch and without; c
 
 
 def constant(train: Examples, test: Examples, task: str) -> float:
-    """The main metric of whoever predicts the same for every test example: the most frequent class, the mean."""
     if task == "classes":
         return float((test.y == np.bincount(train.y).argmax()).mean())
     if task == "regression":
@@ -39,16 +38,11 @@ def constant(train: Examples, test: Examples, task: str) -> float:
 
 
 def made(kind: str, folder: Path) -> tuple[JobSettings, Path]:
-    """The example's job and bundle, in a folder of its own."""
     shutil.copytree(EXAMPLES / kind, folder / kind, ignore=shutil.ignore_patterns("data", "vocabulary.txt"))
     runpy.run_path(str(folder / kind / "make.py"), run_name="__main__")
     job = settings.load_job(folder / kind / "job.toml")
     prepare.prepare_bundle(msgspec.to_builtins(job), folder / "bundle")
     return job, folder / "bundle"
-
-
-def test_every_example_is_here():
-    assert {path.parent.name for path in EXAMPLES.glob("*/job.toml")} >= set(KINDS)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ LIMIT_S = 900.0
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder, with the digits in it."""
     pytest.importorskip("torch")
     shutil.copy(demo.HERE / "digits.npz", tmp_path)
     monkeypatch.chdir(tmp_path)

@@ -1,7 +1,6 @@
 """Blobs by an S3-compatible store: a real one from a package, and signatures as AWS's own library makes them."""
 
 import datetime
-import email.utils
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -61,8 +60,6 @@ def test_an_address_is_signed_as_by_aws_s_own_library(monkeypatch, method, url, 
 
 
 class _Module:
-    """Stands for the module `datetime`."""
-
     def __init__(self, kind: type[datetime.datetime]) -> None:
         self.datetime, self.timezone = kind, datetime.timezone
 
@@ -82,9 +79,6 @@ def test_keys_come_from_the_environment_and_are_shown_nowhere():
     bucket = Bucket.from_url("https://store.site/bucket", KEYS)
     assert "secret" not in repr(bucket)
     assert "Signature" not in repr(bucket.sign_source("GET", "x"))
-
-
-# -- the entry point --
 
 
 def test_the_package_is_found_by_its_entry_point(tmp_path, monkeypatch):
@@ -120,19 +114,13 @@ def test_a_coordinator_gives_boards_signed_addresses_of_the_backend(tmp_path):
     pair.close()
 
 
-# -- a store --
-
-
 @pytest.fixture(scope="module")
 def moto() -> Iterator[str]:
-    """Its origin."""
     with object_stores.moto() as origin:
         yield origin
 
 
 class Site:
-    """A pair with a bucket, which is reached through a relay."""
-
     def __init__(self, folder: Path, origin: str, listen: str | None = None) -> None:
         port = urlsplit(origin).port or 0
         self.relay = Relay(port)
@@ -159,7 +147,6 @@ def site(tmp_path: Path, moto: str) -> Iterator[Site]:
 
 
 def test_a_model_is_brought_to_the_store_once_and_fetched_there(site):
-    """The first board may have begun over the broker."""
     pair, ref = site.pair, site.pair.coordinator.depot.store_bytes(noise(12 * CHUNK))
     pair.boards["a"].transfers.request_blob("a", ref)
     pair.broker.chunks_most = 3  # it ends only if the rest comes from the store
@@ -171,17 +158,6 @@ def test_a_model_is_brought_to_the_store_once_and_fetched_there(site):
         assert board.errors == {(name, ref.sha256): None}
         assert board.depot.load(ref.sha256) == noise(12 * CHUNK)
     assert site.there(f"fleet/dn/{ref.sha256}")
-
-
-def test_a_model_that_the_store_may_have_dropped_since_is_brought_there_again(site):
-    pair, ref = site.pair, site.pair.coordinator.depot.store_bytes(noise(12 * CHUNK))
-    name, there = f"fleet/dn/{ref.sha256}", pair.places._backend._there
-    pair.boards["a"].transfers.request_blob("a", ref)
-    pair.play(lambda: ref.sha256 in there)
-    assert asked(site.direct.sign_url("DELETE", name), "DELETE")[0] == 204
-    there[ref.sha256] = time.monotonic()
-    pair.boards["b"].transfers.request_blob("b", ref)
-    pair.play(lambda: site.there(name))
 
 
 def test_an_update_goes_by_the_store_and_is_removed_there(site):
@@ -218,18 +194,6 @@ def test_a_store_that_is_gone_in_the_middle_leaves_the_rest_to_the_broker(site, 
     assert way == "up" or pair.broker.chunks < 12
 
 
-def test_with_a_server_too_a_store_that_is_gone_is_not_missed(tmp_path, moto):
-    site = Site(tmp_path, moto, "127.0.0.1:0")
-    board = site.pair.boards["a"]
-    ref = board.depot.store_bytes(noise(12 * CHUNK, 5))
-    site.relay.closed = True
-    site.pair.coordinator.transfers.request_blob("a", ref)
-    site.pair.play(lambda: bool(site.pair.coordinator.errors))
-    assert site.pair.coordinator.depot.load(ref.sha256) == noise(12 * CHUNK, 5)
-    assert site.pair.broker.chunks == 0
-    site.pair.close()
-
-
 def test_an_address_that_has_expired_is_refused_and_named_and_the_blob_comes_all_the_same(site, caplog):
     caplog.set_level(0, "fedquilt")
     pair, board = site.pair, site.pair.boards["a"]
@@ -261,13 +225,6 @@ def test_a_clock_that_is_years_off_signs_by_the_store_s(site, caplog):
     stamp = site.bucket.sign_url("GET", "x").partition("X-Amz-Date=")[2][:4]
     assert stamp == str(time.gmtime().tm_year)
     assert "clock" in caplog.text
-
-
-def test_a_date_that_is_none_changes_no_clock():
-    bucket = Bucket.from_url("https://store.site/bucket", KEYS)
-    assert bucket.set_clock("yesterday") == 0.0
-    assert bucket.set_clock(email.utils.formatdate(time.time() + 1e6)) > 9e5
-    assert bucket.offset_s > 9e5
 
 
 def test_a_store_that_refuses_rests(site, monkeypatch):

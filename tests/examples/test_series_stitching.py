@@ -4,6 +4,7 @@ import runpy
 import shutil
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -22,14 +23,17 @@ def test_donors_of_time_series_are_stitched_and_exported(tmp_path):
     pytest.importorskip("torch", reason="donors are trained and cut by torch")
     onnx_engine = pytest.importorskip("fedquilt.edge_agent.engines.onnx_engine")
     from fedquilt.models.stitching.onnx import export
-    from fedquilt.tools.artefacts.run_model import compute_accuracy, run_model
+    from fedquilt.tools.artefacts.classifier import compute_accuracy, run_model
 
     for name in ("timeseries", EXAMPLE.name):
         shutil.copytree(EXAMPLE.parent / name, tmp_path / name, ignore=shutil.ignore_patterns("data", "donors"))
     folder = tmp_path / EXAMPLE.name
-    runpy.run_path(str(folder / "make.py"), run_name="__main__")
+    make = folder / "make.py"
+    make.write_text(make.read_text().replace("EPOCHS = 30", "EPOCHS = 8"))
+    runpy.run_path(str(make), run_name="__main__")
     job = settings.load_job(folder / "job.toml")
-    made = prepare.prepare_and_check(job, tmp_path / "bundle")
+    job = msgspec.structs.replace(job, params={**job.params, "expansions": 1})
+    made = prepare.prepare_bundle(msgspec.to_builtins(job), tmp_path / "bundle")
     test = evaluation.load_test_set(job)
     engine = onnx_engine.OnnxEngine(1 << 30)
     members, _ = single_run.load_devices(job, tmp_path / "bundle")

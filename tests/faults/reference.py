@@ -42,7 +42,7 @@ from fedquilt.edge_agent.task.protocol import PRIVATE, WorkRequest, WorkResult
 from fedquilt.formats import job_bundle
 from fedquilt.testing import toy_networks
 from fedquilt.testing.toy_networks import Scenario, make_scene
-from fedquilt.tools.simulation.workers.local_backend import SingleEngineExecutor
+from fedquilt.tools.simulation.local_backend import SingleEngineExecutor
 from tests.faults.schedule import BitRot, FaultSchedule, HomeRestore
 
 BUDGET: Final = "2GB"

@@ -18,8 +18,7 @@ from fedquilt.costs.cost_model import Layer
 from fedquilt.methods import fedsq
 from fedquilt.models.networks import numpy_init
 from fedquilt.testing.toy_networks import register_entry
-from fedquilt.tools.simulation import DeviceData
-from fedquilt.tools.simulation.workers import local_backend
+from fedquilt.tools.simulation import DeviceData, local_backend
 
 torch = pytest.importorskip("torch")
 

@@ -28,14 +28,12 @@ MOST_LINES: Final = 600  # of a file
 
 
 def source_files(package: str, root: Path = ROOT) -> list[Path]:
-    """Return the Python files of a top-level package, without those that are linked into the package."""
     folder = root / package
     files = sorted(folder.rglob("*.py"))
     return [path for path in files if not any(up.is_symlink() for up in path.parents if up.is_relative_to(folder))]
 
 
 def count_all() -> dict[str, int]:
-    """Return each measured count by name."""
     counts: Counter[str] = Counter()
     classes: Counter[str] = Counter()
     for package in PACKAGES:
@@ -68,7 +66,6 @@ def count_all() -> dict[str, int]:
 
 
 def main() -> int:
-    """Print the counts beside the stored ones and return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--write", action="store_true", help="store the counts")
     given = parser.parse_args()

@@ -83,7 +83,6 @@ class TestFile:
 
 
 def own_expressions(node: ast.AST) -> Iterator[ast.expr]:
-    """Yield the expressions of a statement that run, without those of statements inside and of f-strings."""
     for field, value in ast.iter_fields(node):
         for child in value if isinstance(value, list) else [value]:
             inside = not isinstance(child, ast.stmt | ast.JoinedStr | ast.ExceptHandler | ast.match_case)
@@ -94,7 +93,6 @@ def own_expressions(node: ast.AST) -> Iterator[ast.expr]:
 
 
 def expression_changes(node: ast.AST) -> Iterator[tuple[str, ast.AST, ast.AST]]:
-    """Yield (kind, node, changed node) for one expression, or for the condition of one statement."""
     match node:
         case ast.Compare(left, [operator, *rest], comparators) if type(operator) in FLIPPED:
             yield "comparison", node, ast.Compare(left, [FLIPPED[type(operator)](), *rest], comparators)
@@ -113,7 +111,6 @@ def expression_changes(node: ast.AST) -> Iterator[tuple[str, ast.AST, ast.AST]]:
 
 
 def statement_changes(statement: ast.stmt) -> list[tuple[str, ast.AST, ast.AST]]:
-    """Return all changes of one statement, without those of statements inside."""
     found: list[tuple[str, ast.AST, ast.AST]] = []
     match statement:
         case ast.ClassDef():  # its own expressions are bases and options such as frozen=True
@@ -128,7 +125,6 @@ def statement_changes(statement: ast.stmt) -> list[tuple[str, ast.AST, ast.AST]]
 
 
 def make_mutant(path: str, source: bytes, statement: ast.stmt, change: tuple[str, ast.AST, ast.AST]) -> Mutant:
-    """Return the mutant of a module's source in which one node has changed."""
     kind, node, changed = change
     starts = [0]
     for line in source.splitlines(keepends=True):
@@ -142,7 +138,6 @@ def make_mutant(path: str, source: bytes, statement: ast.stmt, change: tuple[str
 
 
 def draw_mutants(root: Path, packages: Sequence[str], count: int, seed: int) -> list[Mutant]:
-    """Return mutants of statements at equal distances, in random order."""
     sites = []
     for path in (path for package in packages for path in source_files(package, root)):
         source = path.read_bytes()
@@ -164,14 +159,12 @@ def draw_mutants(root: Path, packages: Sequence[str], count: int, seed: int) -> 
 
 
 def make_clone(folder: str) -> Path:
-    """Clone HEAD for the tests and mutants of this thread."""
     own.clone = Path(tempfile.mkdtemp(dir=folder)).resolve()
     subprocess.run(["git", "clone", "--quiet", "--shared", str(ROOT), str(own.clone)], check=True)
     return own.clone
 
 
 def run_pytest(words: Sequence[str], limit_s: float, *wrapper: str) -> int | None:
-    """Run tests in this thread's clone and return the exit code, or None if they exceed the limit."""
     env = {**os.environ, "PYTHONPATH": str(own.clone), "PYTHONDONTWRITEBYTECODE": ""}
     command = [sys.executable, *wrapper, "-m", "pytest", "-p", "no:cacheprovider", *words]
     process = subprocess.Popen(
@@ -188,7 +181,6 @@ def run_pytest(words: Sequence[str], limit_s: float, *wrapper: str) -> int | Non
 
 
 def map_test_file(path: str, maps: Path) -> TestFile:
-    """Return the lines that a test file executes, from an earlier run if there was one."""
     stored = maps / f"{path.replace('/', '.')}.json"
     if stored.exists():
         return TestFile(**json.loads(stored.read_text(encoding="utf-8")))
@@ -211,7 +203,6 @@ def map_test_file(path: str, maps: Path) -> TestFile:
 
 
 def choose_tests(mutant: Mutant, tests: Sequence[TestFile], seconds: float) -> list[TestFile]:
-    """Return test files that execute the changed statement and take no longer together, but at least one if any."""
     changed, chosen = set(mutant.lines), list[TestFile]()
     covering = [test for test in tests if test.passed and not changed.isdisjoint(test.lines.get(mutant.path, ()))]
     for test in sorted(covering, key=lambda test: -len(test.lines[mutant.path]) / sum(map(len, test.lines.values()))):
@@ -221,7 +212,6 @@ def choose_tests(mutant: Mutant, tests: Sequence[TestFile], seconds: float) -> l
 
 
 def run_mutant(mutant: Mutant, tests: Sequence[TestFile], seconds: float, end_s: float) -> str:
-    """Return what became of a mutant: killed, timeout, survived, uncovered, or not run after `end_s`."""
     chosen, fate = choose_tests(mutant, tests, seconds), "not run"
     if time.monotonic() < end_s:
         path = own.clone / mutant.path
@@ -236,14 +226,12 @@ def run_mutant(mutant: Mutant, tests: Sequence[TestFile], seconds: float, end_s:
 
 
 def replace_module(path: Path, source: bytes) -> None:
-    """Write a module and delete its bytecode, which Python would use if size and second are the same."""
     path.write_bytes(source)
     for cached in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
         cached.unlink()
 
 
 def main() -> None:
-    """Make the map, run the mutants and print what became of them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--count", type=int, default=300, help="mutants to draw")
     parser.add_argument("--seed", type=int, default=0, help="seed of the drawing")
@@ -273,7 +261,6 @@ def main() -> None:
 
 
 def print_rates(mutants: Sequence[Mutant], fates: Sequence[str]) -> None:
-    """Print the survivors, and the kill rate of each package and of all."""
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     print("\nsurvivors:")
     for mutant, fate in sorted(zip(mutants, fates, strict=True), key=lambda pair: (pair[0].path, pair[0].line)):

@@ -22,7 +22,7 @@ PACKS: Final[dict[str, tuple[str, ...]]] = {  # pack -> its folders and files, w
     "boards": ("tools/boards", "fedquilt/cli/board.py", "fedquilt/cli/flash.py"),
     "lab": ("tools/lab", "fedquilt/cli/lab.py"),
     "operations": ("tools/operations", "fedquilt/cli/dash.py"),
-    "ray": ("tools/simulation/workers/ray",),
+    "ray": ("tools/simulation/ray_workers.py",),
     "stitching": (
         "models/stitching",
         "fedquilt/methods/afl.py",
@@ -57,7 +57,6 @@ def is_below(file: str, places: tuple[str, ...]) -> bool:
 
 
 def count_lines(places: tuple[str, ...], without: tuple[str, ...] = ()) -> Counter[str]:
-    """Return the lines of Python files by the place that they are in. Files behind links do not count."""
     counts: Counter[str] = Counter()
     for place in places:
         folder = ROOT / place
@@ -69,12 +68,10 @@ def count_lines(places: tuple[str, ...], without: tuple[str, ...] = ()) -> Count
 
 
 def count_core_lines() -> Counter[str]:
-    """Return the core's lines by folder, without packs and plug-ins."""
     return count_lines(CORE, (*(place for places in PACKS.values() for place in places), *PLUGINS))
 
 
 def copy_core(folder: Path) -> None:
-    """Copy the checkout into a folder, without packs."""
     skipped = shutil.ignore_patterns("__pycache__")
     for name in ("fedquilt", *LINKED, "tests", "examples", "pyproject.toml"):
         if (ROOT / name).is_dir():
@@ -86,7 +83,6 @@ def copy_core(folder: Path) -> None:
 
 
 def find_core_tests() -> list[str]:
-    """Return the test files of the core."""
     files = [path for place in CORE_TESTS for path in sorted((ROOT / place).rglob("test_*.py"))]
     around = {path.parent: path for path in (ROOT / "tests").rglob("conftest.py")}
     return [
@@ -99,7 +95,6 @@ def find_core_tests() -> list[str]:
 
 @cache
 def needs_packs(path: Path) -> bool:
-    """Return whether a module of the tests imports a pack, or imports another module of the tests that does."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     names = {each.name for node in ast.walk(tree) if isinstance(node, ast.Import) for each in node.names}
     for node in ast.walk(tree):
@@ -116,7 +111,6 @@ def needs_packs(path: Path) -> bool:
 
 
 def run_core_tests(tests: list[str]) -> int:
-    """Run test files in a copy of the checkout without packs, and return the exit code of pytest."""
     assert tests, "no test of the core is found: a conftest.py around them imports a pack"
     with tempfile.TemporaryDirectory() as folder:
         copy_core(Path(folder))
@@ -126,7 +120,6 @@ def run_core_tests(tests: list[str]) -> int:
 
 
 def main() -> int:
-    """Print the lines of the core and of each pack, or run the core's tests."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--test", action="store_true", help="run the core's tests without packs")
     if parser.parse_args().test:

@@ -48,7 +48,6 @@ RUN: Final = "run in the whole job"
 
 
 def record_calls(job: Path) -> list[Call]:
-    """Run a prepared job and return the calls of our functions and modules in the main thread."""
     import fedquilt.extras  # noqa: F401  (as every command does, but not its help)
     from fedquilt.cli import entry  # modules that are imported from here on are recorded
 
@@ -70,7 +69,6 @@ def record_calls(job: Path) -> list[Call]:
 
 
 def trace_job() -> list[Call]:
-    """Prepare and run the job in processes of their own, so that nothing is imported before."""
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "job.toml"
         job.write_text(JOB.format(root=ROOT), encoding="utf-8")
@@ -80,7 +78,6 @@ def trace_job() -> list[Call]:
 
 
 def select_path(calls: list[Call], first: Call, last: Call) -> list[str]:
-    """Return the modules from the second call of `first` to the next call of `last`."""
     starts = [index for index, call in enumerate(calls) if call == first]
     ends = [index for index, call in enumerate(calls) if call == last and starts[1:2] < [index]]
     if len(starts) != 2 or not ends:
@@ -89,14 +86,12 @@ def select_path(calls: list[Call], first: Call, last: Call) -> list[str]:
 
 
 def find_paths() -> dict[str, list[str]]:
-    """Return the modules of each segment and of the whole job, by name."""
     calls = trace_job()
     paths = {name: select_path(calls, *segment) for name, segment in SEGMENTS.items()}
     return {**paths, RUN: sorted({module for module, _ in calls})}
 
 
 def main() -> None:
-    """Print the paths and their lengths."""
     if jobs := sys.argv[1:]:
         calls = record_calls(Path(jobs[0]))
         Path(jobs[0]).with_name("calls.json").write_text(json.dumps(calls), encoding="utf-8")

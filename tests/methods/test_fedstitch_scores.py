@@ -17,7 +17,7 @@ from fedquilt.models.stitching.device import block_runner, scoring
 from fedquilt.models.stitching.search import steps
 from fedquilt.models.stitching.search.state import ScoredPath, SearchSettings
 from fedquilt.testing.toy_networks import build_donors, deliver_task, image_members
-from fedquilt.tools.lab.bench import reference_scoring
+from fedquilt.tools.lab.bench import stitch
 
 
 def score_answers(**changes: Any) -> tuple[SearchState, dict[str, np.ndarray], dict[str, float]]:
@@ -130,9 +130,7 @@ def test_the_naive_procedure_gives_the_same_scores(tmp_path):
     for name, score in zip(pool, scores[0]["score"], strict=True):
         own = [blocks[f"{blocks[name].donor}.{i}"] for i in range(blocks[name].index + 1)]
         positions = block_runner.draw_positions(16, blocks[name].in_shape, 40)
-        found = reference_scoring.score_output(
-            path, [None, junction], own, run, shown[:16], shown[16:], positions, 1e-4
-        )
+        found = stitch.score_output(path, [None, junction], own, run, shown[:16], shown[16:], positions, 1e-4)
         assert found == pytest.approx(score, abs=1e-5)
 
 

@@ -8,7 +8,6 @@ from flips import Ground, ground
 
 @pytest.fixture(scope="module")
 def homes() -> Iterator[Ground]:
-    """Homes of a federation in the middle of a round, and of one that has finished."""
     with ground() as made:
         yield made
 

@@ -10,7 +10,6 @@ from fedquilt.coordinator.rounds.events import JobEnded
 
 
 def put_back(federation: Federation, after: int, until: int) -> None:
-    """Copy the coordinator's home when a round is committed, and put the copy back after a later round."""
     home, copy = federation.folder / "coordinator", federation.folder / "copy"
     federation.run(committed(after))
     shutil.copytree(home, copy)
@@ -27,7 +26,6 @@ def ended(federation: Federation) -> str:
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """The states of undisturbed runs."""
     found = {}
     for method in ("fedavg", "scaffold", "local"):
         federation = Federation(tmp_path_factory.mktemp(method), method).make()
@@ -69,10 +67,6 @@ def test_private_state_of_the_round_before_is_still_there(tmp_path, calm):
 
 
 def test_an_update_of_a_later_round_than_the_homes_costs_nothing(tmp_path, calm):
-    """A copy that is two rounds older: what boards offer of a round that its log has not come to is refused.
-
-    Left without an answer, they would keep it and not work for the rounds before it.
-    """
     for method in ("scaffold", "local"):
         federation = Federation(tmp_path / method, method).make()
         put_back(federation, after=1, until=3)

@@ -1,4 +1,4 @@
-"""Classification with exported ONNX networks.
+"""Classification of files and arrays with exported ONNX networks.
 
 Files may come from untrusted sources: images are decoded up to a number of pixels, arrays up to their stated size,
 and no file content is executed.
@@ -7,13 +7,15 @@ and no file content is executed.
 from __future__ import annotations
 
 import io
+import json
 import math
 import shutil
 import tempfile
 import threading
 import weakref
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -21,11 +23,13 @@ import msgspec
 import numpy as np
 import psutil
 
+from fedquilt.console import table
 from fedquilt.core import DataError, ModelError, shorten_error
 from fedquilt.data import inputs, reading_settings
-from fedquilt.data.readers import audio, images, table, text
+from fedquilt.data.readers import audio, images, text
+from fedquilt.data.readers import table as table_reader
 from fedquilt.data.readers.base import number_labels
-from fedquilt.data.spec import DataSpec
+from fedquilt.data.spec import TABLES, DataSpec
 from fedquilt.edge_agent.engines import exported_model
 from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
 from fedquilt.onnx import weights
@@ -33,6 +37,11 @@ from fedquilt.onnx import weights
 HEADER_MOST: Final = 10_000  # bytes of an array's header, which numpy reads with a parser of its own
 CLASSES_MOST: Final = 1_000_000
 ARRAYS_MOST: Final = 16  # in an .npz
+NUMBERS: Final = "fiub"  # kinds of NumPy's types; labels may also be words, "U"
+_PARSER: Final = threading.Lock()  # numpy reads a header by `ast`, which fails in CPython 3.11 in two threads at once
+BATCH = 64
+SCORE = "score: the network's output for the predicted label, not a probability"
+Batch = tuple[list[str], list[str | None], np.ndarray]
 
 
 class StoredExamples(NamedTuple):
@@ -41,14 +50,7 @@ class StoredExamples(NamedTuple):
 
 
 class Classifier:
-    """Network in an ONNX file, with its labels. Not thread-safe.
-
-    Args:
-        model: ONNX file. The weights may be in a separate file.
-
-    Raises:
-        ModelError: If the file was not written by `fedquilt model export`, or the network predicts no classes.
-    """
+    """Network in an ONNX file, with its labels. Not thread-safe."""
 
     def __init__(self, model: Path) -> None:
         self.model = self._file = model
@@ -79,20 +81,12 @@ class Classifier:
 
     @property
     def input_shape(self) -> tuple[int, ...] | None:
-        """Shape of one prepared example, or None if the graph does not declare the shape.
-
-        Raises:
-            ModelError, MemoryBudgetError: If the network cannot be loaded.
-        """
+        """Shape of one prepared example, or None if the graph does not declare the shape."""
         found = self._engine.input_shape(self._file)
         return None if found is None or None in found else tuple(size for size in found if size is not None)
 
     def prepare_inputs(self, x: np.ndarray) -> np.ndarray:
-        """Return float32 network inputs of stored examples, as in training.
-
-        Raises:
-            DataError: If examples have another shape or type, or are not finite.
-        """
+        """Return float32 network inputs of stored examples, as in training."""
         with np.errstate(over="ignore", invalid="ignore"):  # what is too large for float32 is found below
             made = self._about.prepare_inputs(inputs.fill_missing(x, self._reading.fill))
         if not np.isfinite(made).all():
@@ -101,12 +95,7 @@ class Classifier:
         return made
 
     def compute_scores(self, prepared: np.ndarray) -> np.ndarray:
-        """Return the outputs of the network, an array (n, labels) of float32.
-
-        Raises:
-            ModelError: If the network cannot take these inputs, or returns another number of scores.
-            MemoryBudgetError: If there is too little memory.
-        """
+        """Return the outputs of the network, an array (n, labels) of float32."""
         found = self._engine.run(self._file, prepared)
         if found.ndim != 2 or found.shape[1] != len(self.labels):
             made = f"{found.shape[1:]} numbers" if found.ndim != 2 else f"{found.shape[1]}"
@@ -129,14 +118,7 @@ class Classifier:
         return images.SUFFIXES if self.image_settings is not None else ()
 
     def read_example(self, source: Path | bytes) -> np.ndarray:
-        """Return the example in a file, read as in training: an image, a recording or a text.
-
-        Args:
-            source: A file, or the bytes of a file.
-
-        Raises:
-            DataError: If the file cannot be read, or the network takes neither images nor recordings nor texts.
-        """
+        """Return the example in a file, read as in training: an image, a recording or a text."""
         if self._reading.audio is not None:
             return audio.read_spectrogram(source, self._reading.audio)
         if self._reading.text is not None:
@@ -152,19 +134,15 @@ class Classifier:
         return bool(self._reading.x) and self._reading.audio is None and self._reading.text is None
 
     def read_rows(self, file: Path) -> StoredExamples:
-        """Return the examples in the rows of a table, with their labels if the table has them.
-
-        Raises:
-            DataError: If the table cannot be read, or a column is missing.
-        """
+        """Return the examples in the rows of a table, with their labels if the table has them."""
         spec = msgspec.structs.replace(self._reading, path=str(file))
-        labelled = set(table.label_columns(spec)) <= set(table.read_column_names(file))
+        labelled = set(table_reader.label_columns(spec)) <= set(table_reader.read_column_names(file))
         opener = (
             audio.open_recordings
             if spec.audio is not None
             else text.open_texts
             if spec.text is not None
-            else table.open_table
+            else table_reader.open_table
         )
         found = opener(file, spec, labelled=labelled)
         return StoredExamples(found.take(np.arange(len(found.y))), found.y if labelled else None)
@@ -176,15 +154,6 @@ class Classifier:
         return (*filter(None, given[:1]), "x_test", "x"), (*filter(None, given[1:]), "y_test", "y")
 
     def examples_from_arrays(self, held: Mapping[str, np.ndarray], name: str = "the .npz") -> StoredExamples:
-        """Return the examples in the arrays of an .npz file.
-
-        Args:
-            held: Arrays by name: inputs and optional labels, under one of `array_names`.
-            name: Name of the file in errors.
-
-        Raises:
-            DataError: If there are no examples, or labels that do not fit them.
-        """
         x, y = (next((held[key] for key in names if key in held), None) for names in self.array_names)
         if x is None or not x.ndim or not len(x):
             raise DataError(
@@ -216,18 +185,7 @@ def _number_classes(network: Mapping[str, Any] | None) -> tuple[str, ...]:
     return tuple(map(str, range(count))) if isinstance(count, int) and 0 < count <= CLASSES_MOST else ()
 
 
-# -- arrays ---------------------------------------------------------------------------------------
-
-NUMBERS: Final = "fiub"  # kinds of NumPy's types; labels may also be words, "U"
-_PARSER: Final = threading.Lock()  # numpy reads a header by `ast`, which fails in CPython 3.11 in two threads at once
-
-
 def read_array(data: bytes, kinds: str = NUMBERS) -> np.ndarray:
-    """Return the array in the bytes of an .npy file.
-
-    Raises:
-        DataError: If the bytes are not an .npy file, have another kind of values than `kinds`, or not the stated size.
-    """
     file = io.BytesIO(data)
     try:
         version = np.lib.format.read_magic(file)
@@ -245,15 +203,7 @@ def read_array(data: bytes, kinds: str = NUMBERS) -> np.ndarray:
 
 
 def read_arrays(data: bytes, most_bytes: int) -> dict[str, np.ndarray]:
-    """Return the arrays in the bytes of an .npz file, by name.
-
-    Args:
-        data: Bytes of the file.
-        most_bytes: Limit on the size of all arrays, unpacked.
-
-    Raises:
-        DataError: If the bytes are not an .npz file, exceed a limit, or contain an array of other values than numbers.
-    """
+    """Return the arrays in the bytes of an .npz file, by name."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as held:
             found = held.infolist()
@@ -266,3 +216,86 @@ def read_arrays(data: bytes, most_bytes: int) -> dict[str, np.ndarray]:
         raise
     except Exception as error:  # what zipfile and zlib raise has no common base
         raise DataError(f"cannot read the .npz: {shorten_error(str(error))}") from None
+
+
+@dataclass(frozen=True)
+class Prediction:
+    image: str  # its file, or its place in the .npz
+    label: str
+    score: float  # the network's output for that label, the largest of all; no probability: it may be above 1
+    truth: str | None  # the label it is known to have
+
+
+def run_model(model: Path, source: Path) -> list[Prediction]:
+    """Return the predicted label of each example in a file or folder, read as in training."""
+    network = Classifier(model)
+    labels = network.labels
+    if source.suffix == ".npz":
+        try:
+            with np.load(source, allow_pickle=False) as file:
+                held = {key: file[key] for names in network.array_names for key in names if key in file}
+        except (OSError, ValueError) as error:
+            raise DataError(f"cannot read {source}: {error}") from None
+        batches = _batches_of_examples(network.examples_from_arrays(held, str(source)), network)
+    elif source.suffix.lower() in TABLES:
+        batches = _batches_of_examples(network.read_rows(source), network)
+    else:
+        batches = _batches_from_files(source, network)
+    rows = []
+    for names, truths, x in batches:
+        scores = network.compute_scores(x)
+        rows += [
+            Prediction(name, labels[best], float(scores[i, best]), truth)
+            for i, (name, truth, best) in enumerate(zip(names, truths, scores.argmax(axis=1), strict=True))
+        ]
+    return rows
+
+
+def compute_accuracy(rows: Sequence[Prediction]) -> float | None:
+    """Return the share of correct predictions, or None if no true label is known."""
+    known = [row.label == row.truth for row in rows if row.truth is not None]
+    return sum(known) / len(known) if known else None
+
+
+def print_predictions(model: Path, source: Path, format: str) -> int:
+    """Print each example's predicted label, and the share of correct labels if any is known. Return 0."""
+    rows = run_model(model, source)
+    share, known = compute_accuracy(rows), sum(row.truth is not None for row in rows)
+    if format == "json":
+        print(json.dumps({"images": [asdict(row) for row in rows], "accuracy": share}, indent=1))
+        return 0
+    cells = [[row.image, row.label, f"{row.score:.3f}", *([row.truth or "-"] if known else [])] for row in rows]
+    right = [] if share is None else [f"{share:.1%} of {known} examples are classified correctly"]
+    head = ["example", "prediction", "score", *(["label"] if known else [])]
+    print("\n".join([*table.format_table([head, *cells], "<<><"), SCORE, *right]))
+    return 0
+
+
+def _batches_of_examples(held: StoredExamples, network: Classifier) -> Iterator[Batch]:
+    x, y, labels = held.x, held.y, network.labels
+    for first in range(0, len(x), BATCH):
+        part = x[first : first + BATCH]
+        names = [str(first + i) for i in range(len(part))]
+        truths = [None if y is None else labels[int(y[first + i])] for i in range(len(part))]
+        yield names, truths, network.prepare_inputs(part)
+
+
+def _batches_from_files(source: Path, network: Classifier) -> Iterator[Batch]:
+    labels, suffixes = network.labels, network.file_suffixes
+    if not suffixes:
+        raise DataError(
+            f"{source}: the network takes numbers: give an .npz file with them under 'x', or a table as in training"
+        )
+    if not source.exists():
+        raise DataError(f"{source} does not exist: name a folder or a file of {', '.join(suffixes)}")
+    paths = [source]
+    if source.is_dir():
+        paths = sorted(path for path in source.rglob("*") if path.suffix.lower() in suffixes)
+    if not paths:
+        raise DataError(f"{source} holds none of the files that the network takes: {', '.join(suffixes)}")
+    root = source if source.is_dir() else source.parent
+    for first in range(0, len(paths), BATCH):
+        part = paths[first : first + BATCH]
+        names = [str(path.relative_to(root)) for path in part]
+        truths = [path.parent.name if path.parent.name in labels else None for path in part]
+        yield names, truths, np.concatenate([network.prepare_inputs(network.read_example(path)[None]) for path in part])

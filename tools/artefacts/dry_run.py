@@ -43,17 +43,7 @@ EXAMPLES: Final = 3  # of a device: with mini-batches of two the last has one
 
 
 def dry_run_job(job: JobSettings, made: Bundle, folder: Path, stored: np.ndarray | None = None) -> None:
-    """Run a few rounds of a job that trains a network on synthetic examples, and evaluate the result.
-
-    Args:
-        job: Job whose method and parameters are tried. Passes over examples and phases are shortened.
-        made: Bundle of the job.
-        folder: Folder of the bundle.
-        stored: Examples as the job's data has them, for its transforms, or None for synthetic ones.
-
-    Raises:
-        ModelError: If the method cannot train the network. Gives the reason.
-    """
+    """Run a few rounds of a job that trains a network on synthetic examples, and evaluate the result."""
     method = methods.load(job.method)
     engine = _make_engine(job, method)
     if engine is None or not made.meta.get("network"):
@@ -123,7 +113,6 @@ def convert_to_model_error(what: str, fix: str) -> Iterator[list[BaseException]]
 
 
 def _make_engine(job: JobSettings, method: Method) -> Any:
-    """Return an engine of the method that this machine has, with room for everything, or None."""
     with contextlib.suppress(ImportError):
         if "torch" in method.engines and job.engine != "numpy":
             from fedquilt.edge_agent.engines.torch.engine import TorchEngine
@@ -139,14 +128,7 @@ def _make_engine(job: JobSettings, method: Method) -> Any:
 def draw_examples(
     network: Mapping[str, Any], outputs: int, count: int = EXAMPLES, shape: tuple[int, ...] | None = None
 ) -> Examples:
-    """Return random examples of the shape and kind that a network takes.
-
-    Args:
-        network: Table of the network.
-        outputs: Number of labels, or of predicted values.
-        count: Number of examples.
-        shape: Shape of one example as the network takes it, or None to read it from the table.
-    """
+    """Return random examples of the shape and kind that a network takes."""
     rng, shape = np.random.default_rng(0), shape or registry.input_shape(network)
     table = network.get("input")
     x: np.ndarray
@@ -189,12 +171,6 @@ def wrap_to_record_errors(method: Method, seen: list[BaseException]) -> Method:
 
 
 def _require_exportable(method: Method, state: Any, network: Mapping[str, Any], held: Examples, engine: Any) -> None:
-    """Encode and decode a method's result as an export does, and evaluate it.
-
-    Raises:
-        UpdateError: If a tensor of the result is not finite.
-        ModelError: If the result does not fit its network.
-    """
     found = method.result(state)
     given = tensors.decode_tensors(tensors.encode_tensors(found.tensors))
     tensors.require_finite(given)
@@ -203,7 +179,6 @@ def _require_exportable(method: Method, state: Any, network: Mapping[str, Any], 
 
 
 def _error_text(error: BaseException) -> str:
-    """Return an error's text, with type, file and line if it is not fedquilt's own."""
     if isinstance(error, FedquiltError):
         return str(error)
     frame, (said, *_) = traceback.extract_tb(error.__traceback__)[-1], [*str(error).splitlines(), ""]

@@ -44,16 +44,7 @@ PROJECTED: Final = 32  # features of each tap: a head on all features of large d
 
 
 def dry_run_job(job: JobSettings, made: Bundle, folder: Path) -> None:
-    """Run a few rounds of a job that stitches donors on synthetic examples, and export the result.
-
-    Args:
-        job: Job whose method and parameters are tried. The search is shortened.
-        made: Bundle of the job.
-        folder: Folder of the bundle.
-
-    Raises:
-        ModelError: If the method cannot stitch the donors. Gives the reason.
-    """
+    """Run a few rounds of a job that stitches donors on synthetic examples, and export the result."""
     try:
         from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
     except ImportError:
@@ -108,7 +99,6 @@ def _require_donors_run(stock: DonorPool, x: np.ndarray, run: Callable[[str, np.
 
 
 def _build_joint_network(state: SearchState) -> StitchedNetwork:
-    """Return a network with several taps, or else a network that joins the taps of all heads."""
     heads = [each for each in state.candidates if each.head]
     joint = [each for each in heads if len(each.paths) > 1]
     if joint or not heads:

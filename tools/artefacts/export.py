@@ -17,17 +17,7 @@ from fedquilt.console import units
 from fedquilt.coordinator.rounds.events import JobStarted, RoundCommitted
 from fedquilt.coordinator.storage.store import Store, StoredJob
 from fedquilt.coordinator.updates.tasks import make_task
-from fedquilt.core import (
-    Artefact,
-    BlobRef,
-    DeviceView,
-    JobError,
-    Method,
-    ModelError,
-    StoreError,
-    TaskSpec,
-    evaluation,
-)
+from fedquilt.core import Artefact, BlobRef, DeviceView, JobError, Method, ModelError, StoreError, TaskSpec, evaluation
 from fedquilt.formats import job_bundle, personal_models
 from fedquilt.onnx import graph_check, weights
 from fedquilt.onnx.graph_check import CheckedGraph
@@ -37,10 +27,6 @@ def load_result(store: Store, run: str, *, best: bool = False, candidate: int | 
     """Return the result of a run after its last committed round, or after the round with the best evaluation.
 
     With `candidate`, return the candidate with this number instead of the chosen one.
-
-    Raises:
-        StoreError, JobError: As `load_state`.
-        JobError: If the run has no such candidate.
     """
     row = store.find_job(run)
     state, method = load_state(store, row, best=best), methods.load(row.job.method)
@@ -52,12 +38,7 @@ def load_result(store: Store, run: str, *, best: bool = False, candidate: int | 
 
 
 def load_state(store: Store, row: StoredJob, *, best: bool = False) -> Any:
-    """Return the method state of a run after its last committed round, or after the round with the best evaluation.
-
-    Raises:
-        StoreError: If the state is missing, or of another version.
-        JobError: If the run has no state yet, or no evaluation.
-    """
+    """Return the method state of a run after its last committed round, or after the round with the best evaluation."""
     latest, evaluated, _ = _find_states(store, row)
     ref = evaluated if best else latest
     if latest is None:
@@ -82,7 +63,6 @@ def load_state(store: Store, row: StoredJob, *, best: bool = False) -> Any:
 
 
 def _find_states(store: Store, row: StoredJob) -> tuple[BlobRef | None, BlobRef | None, int]:
-    """Return the latest state, the one with the best evaluation, and the number of rounds before the latter."""
     latest: BlobRef | None = None
     best, before, rounds = latest, 0, 0
     for _, _, fact in store.read_events(row.id):
@@ -100,18 +80,6 @@ def export_result(store: Store, run: str, out: Path, *, best: bool = False, cand
     A stitched network becomes one ONNX file. Trained weights become a safetensors file with the network's table in
     the header, or an ONNX file if `out` ends with .onnx. With `best` the result is that after the round with the best
     evaluation. The sentence states if the run has not ended.
-
-    Args:
-        store: Store of the run.
-        run: Id of the run.
-        out: File to write.
-        best: Whether to write the state with the best evaluation.
-        candidate: Number of another candidate to write, or None for the result.
-
-    Raises:
-        JobError: If `out` has a wrong suffix, or the run has no such candidate.
-        ModelError: If the result cannot be written as ONNX.
-        StoreError: If the file cannot be written.
     """
     found, row = load_result(store, run, best=best, candidate=candidate), store.find_job(run)
     endings = (".onnx",) if found.kind == "stitched" else (".onnx", ".safetensors")
@@ -139,11 +107,6 @@ def encode_for_devices(store: Store, run: str) -> tuple[bytes, str]:
 
     The bytes are an ONNX file, or `fedquilt.formats.personal_models` data if each device has a private part of the
     network.
-
-    Raises:
-        JobError: If the run is not done, or its method cannot assemble a network on a device.
-        ModelError: If the result cannot be written as ONNX, or devices would not load the file.
-        StoreError: If the run or its state is missing.
     """
     row = store.find_job(run)
     state, method = load_state(store, row), methods.load(row.job.method)
@@ -180,7 +143,6 @@ def encode_for_devices(store: Store, run: str) -> tuple[bytes, str]:
 
 
 def _add_unfilled_class_priors(graph: bytes) -> bytes:
-    """Return a graph that adds numbers to its scores, which each device fills in."""
     import onnx  # which a coordinator does not need
 
     model = onnx.load_from_string(graph)
@@ -203,16 +165,7 @@ def _last_class_shares(store: Store, row: StoredJob, method: Method) -> tuple[fl
 
 
 def require_loadable(payload: bytes | memoryview, what: str, input_shape: Sequence[int] | None = None) -> CheckedGraph:
-    """Check an ONNX file as a device does before loading, and return the checked graph.
-
-    Args:
-        payload: The file.
-        what: Name of the file in errors.
-        input_shape: Shape of one example that devices are to run it on, or None for the declared shape.
-
-    Raises:
-        ModelError: If a device would not load it, or it declares another shape or none.
-    """
+    """Check an ONNX file as a device does before loading, and return the checked graph."""
     try:
         found = graph_check.check_bytes(payload)
         found.require_batched_examples()
@@ -238,7 +191,6 @@ def require_loadable(payload: bytes | memoryview, what: str, input_shape: Sequen
 def _encode_shared_parts(
     row: StoredJob, method: Method, order: TaskSpec, graph: bytes, class_shares: tuple[float, ...] | None
 ) -> bytes:
-    """Return the bytes from which each device assembles its own network."""
     sent = {name: value for name, value in order.bundles.items() if not isinstance(value, BlobRef)}
     task = make_task(
         order,
@@ -257,7 +209,6 @@ def _encode_shared_parts(
 
 
 def _encode_result(found: Artefact, row: StoredJob, *, onnx: bool) -> tuple[bytes, str]:
-    """Return a result as the bytes of an ONNX file with `onnx`, else of safetensors, and a description."""
     if found.kind == "stitched":
         from fedquilt.models.stitching import display_names, stitched_network
         from fedquilt.models.stitching.onnx import export  # needs onnx, which a coordinator does not
@@ -290,13 +241,11 @@ def _encode_result(found: Artefact, row: StoredJob, *, onnx: bool) -> tuple[byte
 
 
 def _reading_settings(row: StoredJob) -> Mapping[str, Any]:
-    """Return the reading settings in a run's bundle."""
     found: Mapping[str, Any] = job_bundle.load_bundle(row.bundle).meta.get("reading", {})
     return found
 
 
 def _describe_unfinished(store: Store, row: StoredJob) -> str:
-    """Return the end of a sentence with status and rounds, or "" if the run is done."""
     if (status := store.current_status(row)) == "done":
         return ""
     rounds = sum(isinstance(fact, RoundCommitted) and not fact.settled for _, _, fact in store.read_events(row.id))

@@ -43,17 +43,9 @@ class CandidateResult(NamedTuple):
 
 
 def make_schedule(
-    table: Mapping[str, Any],
-    network: Mapping[str, Any],
-    model: Tensors,
-    say: Callable[[str], None],
+    table: Mapping[str, Any], network: Mapping[str, Any], model: Tensors, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Search the modules to train by fine-tuning, and return them as the metadata "schedule" of a bundle.
-
-    Raises:
-        JobError: If a key is wrong.
-        DataError: If the calibration data cannot be read.
-    """
+    """Search the modules to train by fine-tuning, and return them as the metadata "schedule" of a bundle."""
     from fedquilt.edge_agent.engines.torch.engine import TorchEngine
 
     wanted = toml.convert_table(table, CalibrationData, "[schedule]")
@@ -79,10 +71,6 @@ def search_schedule(
     """Fine-tune the last block, then the last two, and so on. Return all candidates in order.
 
     The search ends after the first candidate that is not better than the previous one.
-
-    Raises:
-        JobError: If there is no validation share, there are no blocks, or a block is not in the network.
-        UpdateError: If fine-tuning diverges.
     """
     if not len(held):
         raise JobError("[schedule] held = 0 leaves nothing to validate on: take 0.2")
@@ -92,7 +80,7 @@ def search_schedule(
     tried: list[CandidateResult] = []
     for depth in range(1, len(parts) + 1):
         trained = tuple(part for block in parts[-depth:] for part in block)
-        hooks = Hooks(steps=(Step(rate=partial(_get_rate_factor, trained)),))
+        hooks = Hooks(steps=(Step(rate=partial(_is_inside, trained=trained)),))
         given, _ = engine.train(network, model, train, FIT, tensors.seeded_rng("schedule", wanted.seed), hooks=hooks)
         accuracy = evaluation.main_metric_value(engine.evaluate(network, given, held))
         tried.append(CandidateResult(trained, accuracy))
@@ -137,15 +125,8 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _get_rate_factor(trained: Sequence[str], name: str) -> float:
-    return float(_is_inside(name, trained))
-
-
 def _is_inside(name: str, trained: Sequence[str]) -> bool:
     return any(name == part or name.startswith(part + ".") for part in trained)
-
-
-# -- a new head -----------------------------------------------------------------------------------
 
 
 def load_with_new_head(network: Mapping[str, Any], weights: str, classes: int, seed: int) -> nn.Module:
@@ -153,9 +134,6 @@ def load_with_new_head(network: Mapping[str, Any], weights: str, classes: int, s
 
     The weights are for `classes` classes. The last layer has the network's own number of classes and is drawn from
     `seed`.
-
-    Raises:
-        ModelError: If the weights do not exist, or not exactly one layer depends on the number of classes.
     """
     old = registry.load_network({**network, "classes": classes}, weights).state_dict()
     model = registry.load_network(network, seed=seed)

@@ -5,6 +5,7 @@ All steps that need torch happen here, once. Preparing the same job twice gives 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from fedquilt.console import progress, units
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.settings import NOT_NETWORK, JobSettings
 from fedquilt.coordinator.views import scores
-from fedquilt.core import Bundle, FedquiltError, JobError, ModelError, Name
+from fedquilt.core import Bundle, DataError, FedquiltError, JobError, ModelError, Name
 from fedquilt.costs import peak_memory
 from fedquilt.data import compatibility, examples, inputs, readers, reading_settings
 from fedquilt.data.inputs import ImageInput
@@ -26,12 +27,139 @@ from fedquilt.data.spec import DataSpec
 from fedquilt.formats import job_bundle, toml
 from fedquilt.models.networks import numpy_init, registry
 from fedquilt.models.partial import masks
-from fedquilt.tools.artefacts import class_alignment, dry_run, frozen_part
+from fedquilt.tools.artefacts import dry_run, frozen_part
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from fedquilt.tools.artefacts.quantization import QuantizationTrial
+Groups = tuple[tuple[int, ...], ...]  # for each label its classes
+Align = str | Groups | dict[str, tuple[int | str, ...]]
+
+# ImageNet-1K has no deer (hartebeest, impala and gazelle stand in) and one horse (sorrel)
+_IMAGENET_CIFAR10: Groups = (
+    (404, 895),  # airplane
+    (436, 468, 511, 609, 627, 656, 661, 751, 817),  # automobile
+    (*range(7, 25), *range(80, 101), *range(127, 147)),  # bird
+    tuple(range(281, 286)),  # cat
+    tuple(range(351, 354)),  # deer
+    tuple(range(151, 269)),  # dog
+    tuple(range(30, 33)),  # frog
+    (339,),  # horse
+    (403, 484, 510, 554, 625, 628, 724, 780, 814, 871, 914),  # ship
+    (555, 569, 675, 717, 864, 867),  # truck
+)
+
+KNOWN: Mapping[str, Callable[[int], Groups]] = {
+    "identity": lambda classes: tuple((i,) for i in range(classes)),  # class i means label i
+    "imagenet-cifar10": lambda classes: _IMAGENET_CIFAR10,
+}
+
+
+def align_labels(
+    align: Align, names: str | None, classes: int, labels: Sequence[str], say: Callable[[str], None] = lambda line: None
+) -> list[list[int]]:
+    """Return for each label the numbers of the classes that have its meaning.
+
+    `names` is a file with one class per line and commas between synonyms, or "imagenet" for the list of torchvision.
+    With the alignment "names" a class belongs to a label if one of its names is the label or ends in the label as
+    separate words ("tiger cat" is a cat, "catamaran" is not), in singular or plural. `say` gets the classes found.
+    """
+    if align == "names":
+        found = _match_classes_by_name(labels, _read_class_names(names, classes))
+    elif isinstance(align, str):
+        if align not in KNOWN:
+            known = ", ".join([*KNOWN, "names"])
+            raise JobError(f"align {align!r} is unknown; there are: {known}")
+        found = [list(group) for group in KNOWN[align](classes)]
+    elif isinstance(align, Mapping):
+        found = _match_classes_by_table(align, labels, names, classes)
+    else:
+        found = [list(group) for group in align]
+    if len(found) != len(labels):
+        raise JobError(f"align is for {len(found)} labels, the job has {len(labels)}")
+    given = [number for group in found for number in group]
+    odd = [number for number in given if not 0 <= number < classes or given.count(number) > 1]
+    if odd:
+        there = 0 <= odd[0] < classes
+        which = " and ".join(repr(label) for label, group in zip(labels, found, strict=True) if odd[0] in group)
+        why = f"is there twice, for {which}" if there else f"the donor does not have (it has {classes})"
+        raise ModelError(f"align names class {odd[0]}, which {why}: give `align` as a table that says what it means")
+    if align == "names":
+        told = _read_class_names(names, classes)
+        for label, group in zip(labels, found, strict=True):
+            say(f"{label}: {'; '.join(f'{number} {told[number]}' for number in group)}")
+    return found
+
+
+def _read_class_names(source: str | None, classes: int) -> list[str]:
+    if source is None:
+        raise JobError("align goes by class names: say where these are with `classes`, a file or 'imagenet'")
+    if source == "imagenet":
+        from torchvision.models import ResNet18_Weights
+
+        names = list(ResNet18_Weights.DEFAULT.meta["categories"])
+    else:
+        try:
+            names = Path(source).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"classes = {source!r} cannot be read: {error}: name a text file, or 'imagenet'") from None
+    while names and not names[-1].strip():
+        names.pop()
+    if len(names) != classes:
+        raise JobError(
+            f"classes = {source!r} holds {len(names)} names, and the donor has {classes} classes: one line for each, "
+            "in their order, and nothing else"
+        )
+    return [name.strip() for name in names]
+
+
+def _match_classes_by_name(labels: Sequence[str], names: Sequence[str]) -> list[list[int]]:
+    known = [[_normalise_words(synonym) for synonym in name.split(",")] for name in names]
+
+    def is_match(label: str, synonyms: Sequence[Sequence[str]]) -> bool:
+        wanted = _normalise_words(label)
+        return any(wanted and list(each[-len(wanted) :]) == wanted for each in synonyms)
+
+    found = [[number for number, each in enumerate(known) if is_match(label, each)] for label in labels]
+    without = [repr(label) for label, group in zip(labels, found, strict=True) if not group]
+    if without:
+        raise JobError(
+            f"align = 'names': no class has the name {', '.join(without)}: give `align` as a table, "
+            "{ label = [numbers or names of classes] }; a label may have none, []"
+        )
+    return found
+
+
+def _match_classes_by_table(
+    table: Mapping[str, Sequence[int | str]], labels: Sequence[str], names: str | None, classes: int
+) -> list[list[int]]:
+    missing = [repr(label) for label in labels if label not in table]
+    strange = [repr(label) for label in table if label not in labels]
+    if missing or strange:
+        parts = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has {', '.join(strange)}"] * bool(strange)
+        raise JobError(f"align {' and '.join(parts)}, and the job's labels are {', '.join(labels)}: one key for each")
+    by_name: dict[str, set[int]] = {}
+    if any(isinstance(each, str) for group in table.values() for each in group):
+        for number, name in enumerate(_read_class_names(names, classes)):
+            for synonym in name.split(","):
+                by_name.setdefault(" ".join(_normalise_words(synonym)), set()).add(number)
+
+    def find_class_number(label: str, given: int | str) -> int:
+        if isinstance(given, int):
+            return given
+        found = sorted(by_name.get(" ".join(_normalise_words(given)), ()))
+        if len(found) != 1:
+            which = f"is the name of classes {' and '.join(map(str, found))}" if found else "is no class's name"
+            raise JobError(f"align of {label!r}: {given!r} {which}: give the number of the class")
+        return found[0]
+
+    return [[find_class_number(label, given) for given in table[label]] for label in labels]
+
+
+def _normalise_words(text: str) -> list[str]:
+    # lower case, with the last word in singular
+    words = re.findall(r"[^\W_]+", text.lower())
+    return [*words[:-1], re.sub(r"(?<=[^s])s\Z", "", words[-1])] if words else []
 
 
 class DonorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -40,9 +168,7 @@ class DonorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weights: str | None = None  # a file, or a name of torchvision's ("DEFAULT"); none: random from `seed`
     seed: int = 0
     cuts: tuple[str, ...] = ()  # modules after which to cut; none: by rule
-    align: class_alignment.Align | None = (
-        None  # for each label the donor's classes that mean it: `class_alignment.align_labels`
-    )
+    align: Align | None = None  # for each label the donor's classes that mean it: `align_labels`
     classes: str | None = None  # with names in `align`: a file of the classes' names, one a line; or "imagenet"
 
 
@@ -59,28 +185,34 @@ def prepare_bundle(job: Mapping[str, Any], out: Path, say: Callable[[str], None]
     "donors" and "blocks" (read by `fedquilt.models.stitching.stitched_network.stock`). A block's id is
     "<donor>.<index>". From `[data]`: metadata "reading" (`fedquilt.data.reading_settings`).
     From `[int8]`: files "<block>.int8.onnx" of the blocks that `fedquilt.tools.artefacts.quantization` accepts.
-
-    Raises:
-        JobError: If a key is missing or wrong.
-        DataError: If the images of `[int8]` cannot be read, or are too few.
-        ModelError: If a network or its weights cannot be loaded, or a donor cannot be divided.
-        StoreError: If the folder cannot be written.
     """
     meta: dict[str, Any] = {}
     files: dict[str, bytes] = {}
-    far = _make_progress_reporter(job)
+    network = bool(job.get("model"))
+    far = progress.count_parts(
+        network + (network and bool(job.get("schedule"))) + len(job.get("donors") or ()) + bool(job.get("int8")) + 1
+    )
     if not job.get("model") and not job.get("donors"):
         raise JobError("the job has neither [model] nor [[donors]]: there is nothing to prepare")
     own = job["model"].get("input") if job.get("model") else None
     given = job.get("input") or (own if isinstance(own, Mapping) and own.get("standardise") else None)
     wanted = inputs.parse_input_table(given) if given else None
     if isinstance(wanted, inputs.ValueInput) and wanted.standardise:
-        wanted = _measure_feature_scales(job)
+        if not job.get("data"):
+            raise JobError(
+                "[input] standardise = true needs [data]: name a sample of the data here, or give mean and std"
+            )
+        found = examples.load_split(DataSpec.parse(job["data"]))
+        wanted = msgspec.structs.replace(inputs.measure_scales(found.x), standardise=True)
     for line in reading_settings.format_agent_settings(job.get("data") or {}):
         say(f"for [data] of each device's agent.toml:\n  {line}")
     if job.get("data"):
         meta["reading"] = reading_settings.reading_settings(DataSpec.parse(job["data"]))
-    trial = _make_trial(job) if job.get("int8") else None
+    trial = None
+    if job.get("int8"):
+        from fedquilt.tools.artefacts import quantization  # onnxruntime
+
+        trial = quantization.make_trial(job)
     if job.get("model"):
         far("the network")
         facts, parts = _prepare_model(job["model"], wanted)
@@ -102,26 +234,10 @@ def prepare_bundle(job: Mapping[str, Any], out: Path, say: Callable[[str], None]
     return job_bundle.write_bundle(out, meta, files)
 
 
-def _make_progress_reporter(job: Mapping[str, Any]) -> Callable[[str], None]:
-    network = bool(job.get("model"))
-    total = network + (network and bool(job.get("schedule"))) + len(job.get("donors") or ()) + bool(job.get("int8")) + 1
-    return progress.count_parts(total)
-
-
-def _measure_feature_scales(job: Mapping[str, Any]) -> inputs.ValueInput:
-    if not job.get("data"):
-        raise JobError("[input] standardise = true needs [data]: name a sample of the data here, or give mean and std")
-    found = examples.load_split(DataSpec.parse(job["data"]))
-    return msgspec.structs.replace(inputs.measure_scales(found.x), standardise=True)
-
-
 def prepare_and_check(job: JobSettings, out: Path, say: Callable[[str], None] = lambda line: None) -> Bundle:
     """Write the bundle of a job, and check that the job can run with its parameters, network and data.
 
     A dry run carries out a few rounds of the method on synthetic examples (`dry_run`, `dry_run_donors`).
-
-    Raises:
-        FedquiltError: If `prepare_bundle` raises, or the method or the data does not fit the network.
     """
     made = prepare_bundle(msgspec.to_builtins(job), out, say)
     try:
@@ -171,7 +287,6 @@ def _is_here(spec: DataSpec) -> bool:
 def _prepare_model(
     table: Mapping[str, Any], wanted: ImageInput | inputs.ValueInput | None
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return the metadata and files of a bundle that follow from the [model] table."""
     network = {key: value for key, value in table.items() if key not in NOT_NETWORK}
     if wanted is not None:
         network["input"] = msgspec.to_builtins(wanted)
@@ -233,7 +348,6 @@ def _require_trainable(model: nn.Module, name: str) -> None:
 
 
 def _prepare_model_with_numpy(network: Mapping[str, Any], seed: int) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return what `_prepare_model` does, without torch, for a network that numpy can initialise."""
     model, plan = (
         numpy_init.initial_mlp_weights(network, seed),
         masks.plan_to_array(masks.plan_from_layers(numpy_init.layer_sizes(network))),
@@ -268,12 +382,6 @@ def _count_validated_outputs(model: Any, network: Mapping[str, Any]) -> int:
     return int(scores.shape[1])
 
 
-def _make_trial(job: Mapping[str, Any]) -> QuantizationTrial:
-    from fedquilt.tools.artefacts import quantization  # onnxruntime
-
-    return quantization.make_trial(job)
-
-
 def _prepare_donors(
     job: Mapping[str, Any],
     wanted: ImageInput | inputs.ValueInput | None,
@@ -281,7 +389,6 @@ def _prepare_donors(
     say: Callable[[str], None],
     far: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Add the files of all donors' blocks to `files`, and return the bundle's metadata about the donors."""
     labels = [str(label) for label in job.get("labels") or ()]
     if wanted is None or not labels:
         raise JobError(
@@ -317,7 +424,6 @@ def _prepare_donor(
     files: dict[str, bytes],
     say: Callable[[str], None],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Add the files of a donor's blocks to `files`, and return the metadata of the donor and of its blocks."""
     from fedquilt.models.stitching.onnx import blocks  # torch and onnx
 
     if isinstance(wanted, ImageInput):
@@ -332,7 +438,7 @@ def _prepare_donor(
     if donor.align is not None:
         tell: Callable[[str], None] = lambda line: say(f"donor {donor.name}: {line}")  # noqa: E731
         try:
-            facts["align"] = class_alignment.align_labels(donor.align, donor.classes, classes, labels, tell)
+            facts["align"] = align_labels(donor.align, donor.classes, classes, labels, tell)
         except FedquiltError as error:
             raise type(error)(f"donor {donor.name!r}: {error}") from None
     table = {}

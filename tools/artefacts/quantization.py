@@ -1,26 +1,21 @@
 """Quantisation of donor blocks to 8 bits for scoring, where no choice of the search changes.
 
 ONNX Runtime quantizes weights per channel, and activations by their ranges on some images, fed both by the block's
-own donor and by junctions after the first blocks of the donors. (Ranges of the donor alone cut off what a junction
-produces, such as negative values after a ReLU: of the 28 candidates of mobilenet_v2 and squeezenet1_1 with ImageNet
-weights, at 64 pixels, all passed the first test below and 7 failed the second.) A block must pass two tests on other
-images:
+own donor and by junctions after the first blocks of the donors: ranges of the donor alone cut off what a junction
+produces, such as negative values after a ReLU. A block must pass two tests on other images:
 
 - the CKA of its output with the output of every block is within INT8_DELTA of the float32 block's, and
 - as a candidate after the first one and two blocks of each donor, its score is within INT8_DELTA, and the best K blocks
   are the same as with float32.
 
-Paths, reference outputs, junctions, heads and the final network are always float32. Whether 8 bits are faster depends
-on the processor, so the reported times apply to this machine.
-
+Paths, reference outputs, junctions, heads and the final network are always float32, and so are tiles of a large layer.
 Graphs contain integer operators (ONNX Runtime's QOperator format), so that integer execution does not depend on an
 engine's optimizations. Weights have 7 bits: with 8, processors without an integer dot product saturate, and scores
-would differ there. Tiles of a large layer stay float32.
+would differ there.
 """
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,12 +32,13 @@ from onnxruntime import quantization
 from onnxruntime.quantization.quant_utils import add_pre_process_metadata
 
 from fedquilt.arrays import tensors
-from fedquilt.core import Bundle, ClientContext, DataError, DeviceView, Examples, JobError, StoreError, Tensors
+from fedquilt.core import Bundle, ClientContext, DataError, DeviceView, Examples, JobError, Tensors
 from fedquilt.data.examples import load_split
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent.engines import execution_providers
 from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
 from fedquilt.formats import job_bundle, toml
+from fedquilt.host.disk import disk_errors
 from fedquilt.methods.fedstitch import METHOD
 from fedquilt.models.stitching import stitched_network, vote
 from fedquilt.models.stitching.algebra import cka, least_squares
@@ -59,13 +55,10 @@ from fedquilt.models.stitching.search.state import (
     resolve_settings,
 )
 from fedquilt.models.stitching.stitched_network import Block, DonorPool
-from fedquilt.tools.simulation import DeviceData
-from fedquilt.tools.simulation.workers import local_backend
+from fedquilt.tools.simulation import DeviceData, local_backend
 
 
 class _RangeReader(quantization.CalibrationDataReader):  # type: ignore[misc]
-    """Input of a graph."""
-
     def __init__(self, name: str, parts: Iterator[np.ndarray]) -> None:
         self._parts = ({name: part} for part in parts)
 
@@ -180,19 +173,12 @@ class QuantizationTrial:
     def quantize_blocks(
         self, out: Path, meta: Mapping[str, Any], files: Mapping[str, bytes], say: Callable[[str], None]
     ) -> dict[str, bytes]:
-        """Return the accepted 8-bit graphs of a bundle, by block.
-
-        Args:
-            out: Folder with room for a temporary copy of the bundle.
-            meta: Metadata of the bundle with float32 blocks.
-            files: Files of this bundle.
-            say: Function called with one line per donor.
-
-        Raises:
-            DataError: If the images do not fit the donors.
-            StoreError: If the folder cannot be written.
-        """
-        with _open_temporary_folder(out) as folder:
+        """Return the accepted 8-bit graphs of a bundle, by block."""
+        with disk_errors(f"write the bundle {out}"):
+            out.mkdir(parents=True, exist_ok=True)
+            temporary = tempfile.TemporaryDirectory(prefix="int8-", dir=out)
+        with temporary as name:
+            folder = Path(name)
             bench = _ScoringDevice(folder, self.examples, self.images)
             plain = job_bundle.write_bundle(folder, meta, files)
             tried = _quantize_suitable_blocks(bench, plain, self.params)
@@ -220,63 +206,27 @@ class QuantizationTrial:
 
 
 def make_trial(job: Mapping[str, Any]) -> QuantizationTrial:
-    """Return the quantisation trial for the [int8] table of a job.
-
-    Raises:
-        JobError: If a key is missing or wrong, there are no donors, or output scores are never computed.
-        DataError: If the images cannot be read, or are too few.
-    """
+    """Return the quantisation trial for the [int8] table of a job."""
     if not job.get("donors"):
         raise JobError("[int8] is for the blocks of [[donors]], and the job has none: leave it out")
-    params, table = _parse_scoring_params(job), _parse_table(job["int8"])
-    return QuantizationTrial(params, *_load_shuffled_images(table))
-
-
-def make_int8_name(block: str) -> str:
-    return f"{block}.int8.onnx"
-
-
-@contextlib.contextmanager
-def _open_temporary_folder(out: Path) -> Iterator[Path]:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        folder = tempfile.TemporaryDirectory(prefix="int8-", dir=out)
-    except OSError as error:
-        raise StoreError(f"cannot write the bundle {out}: {error.strerror}") from None
-    with folder as name:
-        yield Path(name)
-
-
-# -- what is asked --------------------------------------------------------------------------------
-
-
-def _parse_scoring_params(job: Mapping[str, Any]) -> SearchSettings:
     params = resolve_settings(toml.convert_table(job.get("params") or {}, SearchParams, "[params]"))
     for name, value in (("score_at", "input"), ("expansions", 0)):
         if getattr(params, name) == value:
             raise JobError(f"[params] {name} = {value!r} scores no outputs: leave out [int8], which would do nothing")
-    return params
-
-
-def _parse_table(table: Mapping[str, Any]) -> DataSpec:
-    odd = [key for key in UNUSED if key in table]
-    if odd:
+    if odd := [key for key in UNUSED if key in job["int8"]]:
         raise JobError(f"[int8] {', '.join(odd)}: images are drawn from all of the split; leave it out")
-    return DataSpec.parse(table, "[int8]")
-
-
-def _load_shuffled_images(wanted: DataSpec) -> tuple[Examples, int]:
-    """Return three times as many shuffled images as the second value, at least 3 * MIN_IMAGES."""
+    wanted = DataSpec.parse(job["int8"], "[int8]")
     # a third for the value ranges, a third for the comparison, and a third for the junctions
     found = load_split(msgspec.structs.replace(wanted, limit=3 * IMAGES_MOST))
     images = len(found) // 3
     if images < cka.MIN_IMAGES:
         raise DataError(f"{wanted.source_name} has {len(found)} images: [int8] takes {3 * cka.MIN_IMAGES} or more")
     order = tensors.seeded_rng("int8", wanted.seed).permutation(3 * images)
-    return Examples(found.x[order], found.y[order]), images
+    return QuantizationTrial(params, Examples(found.x[order], found.y[order]), images)
 
 
-# -- one block ------------------------------------------------------------------------------------
+def make_int8_name(block: str) -> str:
+    return f"{block}.int8.onnx"
 
 
 class _ScoringDevice:
@@ -312,7 +262,6 @@ class _ScoringDevice:
 def _quantize_suitable_blocks(
     bench: _ScoringDevice, plain: Bundle, params: SearchSettings
 ) -> dict[str, QuantizedBlock]:
-    """Return the 8-bit blocks by name, with the largest change of a score and the times of both variants."""
     stock, paths, n = stitched_network.load_donor_pool(plain.meta), bench.blob_paths(plain), bench.images
     run = bench.make_block_runner(paths, stock)
     graphs: dict[str, bytes] = {}
@@ -351,7 +300,6 @@ def _quantize_suitable_blocks(
 
 
 def _time_block(run: BlockRunner, block: Block, maps: ActivationSource, n: int) -> tuple[ActivationStack, float]:
-    """Return a block's outputs on the first `n` examples and the seconds they took, after one untimed call."""
     # the first call loads the graphs
     run.run_block(block, SourceSlice(maps, 0, 1))
     start = time.perf_counter()
@@ -362,7 +310,6 @@ def _time_block(run: BlockRunner, block: Block, maps: ActivationSource, n: int) 
 def _run_first_blocks(
     run: BlockRunner, stock: DonorPool, shown: ActivationSource
 ) -> list[tuple[Block, ActivationSource]]:
-    """Return the first blocks of each donor with their outputs."""
     found: list[tuple[Block, ActivationSource]] = []
     for donor in stock.donors.values():
         maps = shown
@@ -375,7 +322,6 @@ def _run_first_blocks(
 def _yield_calibration_inputs(
     own: ActivationSource, begun: Iterable[tuple[Block, ActivationSource]], block: Block, params: SearchSettings
 ) -> Iterator[np.ndarray]:
-    """Yield a block's inputs from its own donor, and from junctions to its input after other first blocks."""
     # from the block's own donor, and from junctions fitted to that donor
     yield from (part for _, part in block_runner.iterate_pieces(own))
     for before, maps in begun:
@@ -394,9 +340,6 @@ def _yield_calibration_inputs(
         )
 
 
-# -- choices --------------------------------------------------------------------------------------
-
-
 class QuantizationChoice(NamedTuple):
     pool: tuple[str, ...]
     plain: np.ndarray
@@ -406,7 +349,6 @@ class QuantizationChoice(NamedTuple):
 def _score_original_and_quantized(
     bench: _ScoringDevice, plain: Bundle, quick: Bundle, params: SearchSettings
 ) -> Iterator[QuantizationChoice]:
-    """Yield the scores of offered blocks after short paths of each donor, in float32 and with 8-bit blocks."""
     before, after = (METHOD.init(made, params, 0) for made in (plain, quick))
     everywhere = replace(before.params, score_at="output", early=0, completion=False)
     member = bench.make_device()

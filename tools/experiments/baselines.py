@@ -35,15 +35,7 @@ class BaselineResult:
 
 
 class BaselineSetup:
-    """Pooled examples and an engine on which baselines are computed.
-
-    Args:
-        bundle: Bundle of the job.
-        path: Function that returns the file of a graph.
-        engine: Engine that runs the graphs.
-        train: Pooled examples of all devices.
-        test: Examples of no device.
-    """
+    """Pooled examples and an engine on which baselines are computed."""
 
     def __init__(
         self, bundle: Bundle, path: Callable[[str], Path], engine: Runner, train: Examples, test: Examples
@@ -105,11 +97,7 @@ class BaselineSetup:
 def run_to_last_state(
     job: JobSettings, folder: Path, members: Iterable[DeviceData], method: Method, engine: Any
 ) -> Any:
-    """Run a search on devices with unlimited memory until its end, and return the last method state.
-
-    Raises:
-        JobError: If the run has failed.
-    """
+    """Run a search on devices with unlimited memory until its end, and return the last method state."""
     whole = msgspec.structs.replace(job, rounds=MOST_ROUNDS, fleet=ROOM)
     *_, last = iterate_states(whole, folder, members, load=lambda name: method, engine=engine)
     return last

@@ -7,10 +7,15 @@ the weights of the bundle. Seconds and joules are those of the simulated boards.
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
+import os
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -22,8 +27,9 @@ from fedquilt.coordinator.views import event_messages, scores
 from fedquilt.core import FedquiltError, JobError
 from fedquilt.data import compatibility
 from fedquilt.data.spec import DataSpec
+from fedquilt.edge_agent.task import process
 from fedquilt.formats import job_bundle, toml
-from fedquilt.tools.experiments import parallel_runs, run_cache
+from fedquilt.tools.experiments import run_cache
 from fedquilt.tools.experiments.run_cache import RunCache
 from fedquilt.tools.experiments.single_run import FORMAT, SeedRun, run_seed
 
@@ -54,9 +60,6 @@ Show = Callable[[str, float, float], None]
 Player = Callable[[ComparisonCase, Tell], SeedRun]
 
 
-# -- what is to be run ----------------------------------------------------------------------------
-
-
 def make_cases(
     job: JobSettings,
     folder: Path,
@@ -69,18 +72,6 @@ def make_cases(
     """Return one case per seed and method, in the order of seeds.
 
     An interrupted comparison is thus complete for its first seeds.
-
-    Args:
-        job: Job with data and a fleet.
-        folder: Bundle of the job.
-        names: Methods, or () for the job's method and those of its [compare] tables.
-        seeds: Seeds of the runs.
-        rounds: Number of rounds, or None for the job's.
-        changes: Parameters by method, which override [params] and [compare.METHOD].
-
-    Raises:
-        JobError: If a method or parameter is unknown, there is no [data], or the bundle is missing or of another job.
-        DataError: If the data cannot be read, or does not fit the network.
     """
     made = job_bundle.load_bundle(folder)
     require_matching_bundle(job, made)
@@ -131,9 +122,6 @@ def parse_changes(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return parameters by method from texts such as "fedprox.mu=0.1".
 
     Values are TOML. A bare word is a string.
-
-    Raises:
-        JobError: If a text has another form.
     """
     found: dict[str, dict[str, Any]] = {}
     for text in texts:
@@ -149,9 +137,6 @@ def parse_changes(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
     return found
 
 
-# -- all runs -------------------------------------------------------------------------------------
-
-
 def run_cases(
     todo: Sequence[ComparisonCase],
     out: Path,
@@ -163,18 +148,10 @@ def run_cases(
 ) -> tuple[dict[ComparisonCase, SeedRun], list[str]]:
     """Run the cases that are not cached in `out`/runs.
 
-    Args:
-        todo: All cases.
-        out: Folder of the comparison.
-        player: Function that runs a case.
-        say: Function that prints a permanent line.
-        show: Function that prints a temporary progress line, with the finished part of all work.
-        abreast: Run one case per core, each in a process that imports `player` by name.
-
     Returns:
         The run of each case that succeeded, and a sentence for each failure.
     """
-    store = RunCache(out, SeedRun)
+    store = RunCache(out)
     keys = {case: case.cache_key for case in todo}  # of the data as they are before anything runs
     kept = {case: store.find(key) for case, key in keys.items()}
     found = {case: run for case, run in kept.items() if run is not None}
@@ -200,11 +177,9 @@ def run_cases(
     return {case: found[case] for case in todo if case in found}, failed
 
 
-Made = Iterator[tuple[ComparisonCase, SeedRun | str]]
-"""Each case with its run, or with the sentence that says why it failed."""
-
-
-def _run_sequentially(missing: Sequence[ComparisonCase], player: Player, show: Show) -> Made:
+def _run_sequentially(
+    missing: Sequence[ComparisonCase], player: Player, show: Show
+) -> Iterator[tuple[ComparisonCase, SeedRun | str]]:
     rounds = [case.settings.rounds for case in missing]
     for count, case in enumerate(missing):
 
@@ -215,7 +190,9 @@ def _run_sequentially(missing: Sequence[ComparisonCase], player: Player, show: S
         yield case, _run_case_or_describe_error(player, case, show_round)
 
 
-def _run_in_parallel(missing: Sequence[ComparisonCase], player: Player, show: Show) -> Made:
+def _run_in_parallel(
+    missing: Sequence[ComparisonCase], player: Player, show: Show
+) -> Iterator[tuple[ComparisonCase, SeedRun | str]]:
     began_s, done = time.monotonic(), 0
 
     def show_progress() -> None:
@@ -223,9 +200,7 @@ def _run_in_parallel(missing: Sequence[ComparisonCase], player: Player, show: Sh
         show(f"{done} of {len(missing)} runs are done, {elapsed} so far", done, len(missing))
 
     with progress.call_periodically(show_progress):
-        for index, run in parallel_runs.run_in_processes(
-            _run_case_or_describe_error, [(player, case) for case in missing]
-        ):
+        for index, run in run_in_processes(_run_case_or_describe_error, [(player, case) for case in missing]):
             done += 1
             yield missing[index], run
 
@@ -237,18 +212,11 @@ def _run_case_or_describe_error(player: Player, case: ComparisonCase, tell: Tell
         return str(error)
 
 
-# -- the command ----------------------------------------------------------------------------------
-
-
 def select_scores(runs: Sequence[SeedRun], compared: Iterable[str] = ()) -> tuple[list[SeedRun], str]:
     """Return the runs with scores that all of them have, and a note where these are not on the test set alone.
 
     A test set cannot measure networks that differ by device. Such methods are compared on held-out shares, unless
     another method has no scores on them.
-
-    Args:
-        runs: Runs of some or all compared methods.
-        compared: All compared methods, if `runs` lacks some.
     """
     names = list(dict.fromkeys([*(run.method for run in runs), *compared]))
     personal = ", ".join(name for name in names if methods.load(name).personal is not None)
@@ -304,3 +272,55 @@ def compare_and_print(
     else:
         print("\n".join([*tables.format_table(result), *(f"failed: {each}" for each in failed), *files]))
     return 1 if failed else 0
+
+
+T = TypeVar("T")
+
+
+class RunProcessError(FedquiltError): ...
+
+
+def run_in_processes(
+    play: Callable[..., T], todo: Sequence[tuple[Any, ...]], workers: int | None = None
+) -> Iterator[tuple[int, T]]:
+    """Yield the index and the result of each call as it finishes. An exception in one call stops all."""
+    if not todo:
+        return
+    count = min(workers or len(os.sched_getaffinity(0)), len(todo))
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(count, context, _initialise_worker, (os.getpid(),)) as pool:
+        try:
+            waiting = {pool.submit(_run_call_until_terminated, play, given): index for index, given in enumerate(todo)}
+            for future in as_completed(waiting):
+                yield waiting[future], future.result()
+        except BrokenProcessPool:
+            raise RunProcessError(
+                f"a process that plays runs has ended, {count} at a time: most likely the kernel killed it for want of "
+                "memory, then allow this command fewer cores (taskset -c 0 fedquilt ...); what it said stands above"
+            ) from None
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for child in multiprocessing.active_children():
+                child.terminate()
+            raise
+
+
+def _initialise_worker(parent: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and ends this process
+    signal.signal(signal.SIGTERM, _raise_on_sigterm)
+    process.exit_with_parent(parent)
+
+
+class _TerminationExit(SystemExit): ...
+
+
+def _raise_on_sigterm(number: int, frame: object) -> None:
+    raise _TerminationExit(128 + number)  # by way of all that cleans up
+
+
+def _run_call_until_terminated(play: Callable[..., T], given: tuple[Any, ...]) -> T:
+    # a terminated process must not start the next call
+    try:
+        return play(*given)
+    except _TerminationExit:
+        os._exit(1)

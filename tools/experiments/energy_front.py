@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -18,7 +18,7 @@ from fedquilt.console import progress, table
 from fedquilt.coordinator.rounds import deadline, energy_scheduling
 from fedquilt.coordinator.rounds.deadline import RECENT, DeviceWorkload, TaskDuration
 from fedquilt.coordinator.rounds.energy_scheduling import DeviceForecast, EnergyPlan, EpochChoice
-from fedquilt.coordinator.settings import CohortSettings, JobSettings, create_initial_state
+from fedquilt.coordinator.settings import JobSettings, create_initial_state
 from fedquilt.coordinator.updates import tasks
 from fedquilt.core import Device, DeviceView, JobError
 from fedquilt.edge_agent import devices as boards
@@ -45,12 +45,6 @@ class EnergyFront:
 
 
 def compute_fronts(job: JobSettings, folder: Path) -> EnergyFront:
-    """Compute the energy plans of a job.
-
-    Raises:
-        JobError: If no plan is possible, or a simulated run of the job would be rejected.
-        DataError: If the data cannot be read.
-    """
     asks, known = predict_work(job, folder)
     problem = deadline.energy_problem(job.cohort, known, asks)
     chosen = problem and deadline.plan_energy(job.cohort, *problem)
@@ -60,7 +54,12 @@ def compute_fronts(job: JobSettings, folder: Path) -> EnergyFront:
             "name boards in [fleet] whose profiles have operating points with speed and busy_w"
         )
     own, passes = problem
-    alike = {device: _fix_epochs(board, asks[device].epochs or 1) for device, board in own.items()}
+    alike = {
+        device: board._replace(
+            choices=tuple(choice for choice in board.choices if choice.epochs == (asks[device].epochs or 1))
+        )
+        for device, board in own.items()
+    }
     kinds = {device: ask.profile.board for device, ask in asks.items() if ask.profile}
     limit_s = deadline.decide_by_prediction(job.cohort, known, asks).seconds
     return EnergyFront(
@@ -77,13 +76,7 @@ def compute_fronts(job: JobSettings, folder: Path) -> EnergyFront:
 def predict_work(
     job: JobSettings, folder: Path, make: Callable[[str], Device] | None = None
 ) -> tuple[dict[str, DeviceWorkload], dict[str, tuple[TaskDuration, ...]]]:
-    """Return the predicted work of each device, and predicted times of its last rounds.
-
-    Args:
-        job: Job with fleet and data.
-        folder: Bundle of the job.
-        make: Factory of a board by its name in [fleet], or None for boards that follow their profiles.
-    """
+    """Return the predicted work of each device, and predicted times of its last rounds."""
     method, fleet = methods.load(job.method), job.fleet
     state = create_initial_state(job, agents.FleetPlan(job, folder, Path()).validate_and_load_bundle(), method)
     engine = choose_job_engine(job, method)
@@ -108,12 +101,7 @@ def predict_work(
     return asks, known
 
 
-def _fix_epochs(board: DeviceForecast, epochs: int) -> DeviceForecast:
-    return board._replace(choices=tuple(choice for choice in board.choices if choice.epochs == epochs))
-
-
 def _plan_for_deadline(own: Mapping[str, DeviceForecast], limit_s: float) -> EnergyPlan:
-    """Return the plan in which each device takes its cheapest choice in time, or else its fastest."""
     # each board takes its cheapest choice that meets the deadline, or else its fastest
     picked: dict[str, EpochChoice] = {}
     for device, board in own.items():
@@ -124,30 +112,24 @@ def _plan_for_deadline(own: Mapping[str, DeviceForecast], limit_s: float) -> Ene
     return EnergyPlan(end_s, joules, {device: choice.epochs for device, choice in picked.items()})
 
 
-# -- for people and programs ----------------------------------------------------------------------
-
-
 def print_fronts(job: JobSettings, folder: Path, out: Path | None, format: str) -> int:
     """Print the energy plans of a job, and draw them into `out` if given. Return 0."""
     found = compute_fronts(job, folder)
     if out is not None:
         disk.write_output(out, plots.render_file(plot_fronts(found)))
     if format == "json":
-        progress.LINE.print_to_stdout(msgspec.json.encode(fronts_to_dict(found)).decode())
+        plans = {
+            "front": [each._asdict() for each in found.moved],
+            "front_even": [each._asdict() for each in found.even],
+            "chosen": found.chosen._asdict(),
+            "predicted": found.predicted and found.predicted._asdict(),
+            "boards": dict(found.kinds),
+            "idle_power_unknown": list(found.dark),
+        }
+        progress.LINE.print_to_stdout(msgspec.json.encode(plans).decode())
     else:
         progress.LINE.print_to_stdout(*format_fronts(found, job), *([f"drawn in {out}"] if out is not None else []))
     return 0
-
-
-def fronts_to_dict(found: EnergyFront) -> dict[str, Any]:
-    return {
-        "front": [each._asdict() for each in found.moved],
-        "front_even": [each._asdict() for each in found.even],
-        "chosen": found.chosen._asdict(),
-        "predicted": found.predicted and found.predicted._asdict(),
-        "boards": dict(found.kinds),
-        "idle_power_unknown": list(found.dark),
-    }
 
 
 def format_fronts(found: EnergyFront, job: JobSettings) -> list[str]:
@@ -167,26 +149,20 @@ def format_fronts(found: EnergyFront, job: JobSettings) -> list[str]:
     text = table.format_table(rows, "<>>~" if found.epochs else "<>>")
     told = [f"{len(found.kinds)} boards; joules of all of them until the end of the round, idle included", *text]
     told += [f"without the waiting of {each}, whose idle power nobody knows" for each in found.dark]
-    told.append(
-        f'chosen: by deadline = "energy" and its bounds in [cohort]{_describe_missed_bound(found.chosen, job.cohort)}'
-    )
+    told.append('chosen: by deadline = "energy" and its bounds in [cohort]')
+    for name, bound, reached in (
+        ("joules_per_round", job.cohort.joules_per_round, found.chosen.joules),
+        ("deadline_s", job.cohort.deadline_s, found.chosen.seconds),
+    ):
+        if bound is not None and reached > bound * (1 + 1e-9):
+            told.append(f"no plan keeps {name} = {plots.format_number(bound)}: chosen is the one that comes nearest")
+            break
     told += ['predicted: by deadline = "predicted"'] if found.predicted else []
     if found.epochs:
         told.append(f"even: the cheapest plan with {found.epochs} epochs on every board")
     else:
         told.append(f"{job.method}: every board trains as much as the job says; only a round's time is chosen")
     return told
-
-
-def _describe_missed_bound(plan: EnergyPlan, cohort: CohortSettings) -> str:
-    """Return a line on the first bound in [cohort] that the plan exceeds, or "" if there is none."""
-    for name, bound, reached in (
-        ("joules_per_round", cohort.joules_per_round, plan.joules),
-        ("deadline_s", cohort.deadline_s, plan.seconds),
-    ):
-        if bound is not None and reached > bound * (1 + 1e-9):
-            return f"\nno plan keeps {name} = {plots.format_number(bound)}: chosen is the one that comes nearest"
-    return ""
 
 
 def _format_epochs(found: EnergyFront, plan: EnergyPlan) -> str:
@@ -200,14 +176,14 @@ def _format_epochs(found: EnergyFront, plan: EnergyPlan) -> str:
 
 def plot_fronts(found: EnergyFront) -> plots.Plot:
     fronts = {"front": found.moved, "the same epochs on every board": found.even if found.epochs else ()}
-    drawn = [plots.PlotLine(name, *_split_coordinates(plans)) for name, plans in fronts.items() if plans]
+    drawn = [
+        plots.PlotLine(name, [plan.seconds for plan in plans], [plan.joules for plan in plans])
+        for name, plans in fronts.items()
+        if plans
+    ]
     drawn += [
         plots.PlotLine(name, [plan.seconds], [plan.joules])
         for name, plan in (("chosen", found.chosen), ("predicted", found.predicted))
         if plan is not None
     ]
     return plots.plot_lines(drawn, "Joules of a round by its time", "seconds", "joules")
-
-
-def _split_coordinates(plans: Sequence[EnergyPlan]) -> tuple[list[float], list[float]]:
-    return [plan.seconds for plan in plans], [plan.joules for plan in plans]

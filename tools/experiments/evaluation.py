@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,55 +27,31 @@ from fedquilt.console import table
 from fedquilt.coordinator.rounds.events import ENDED, JobConstants, JobStarted, JobState, RoundCommitted, apply_event
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.coordinator.storage.store import Store, StoredJob
-from fedquilt.coordinator.views import scores
-from fedquilt.coordinator.views.scores import EvaluationScore, RunScores
-from fedquilt.core import (
-    BlobRef,
-    DeviceView,
-    EvaluationSums,
-    Examples,
-    Method,
-    Profile,
-    StoreError,
-    evaluation,
-)
+from fedquilt.coordinator.views import run_summary, scores
+from fedquilt.coordinator.views.scores import EvaluationScore, HeldOutScore, RunScores
+from fedquilt.core import BlobRef, DeviceView, EvaluationSums, Examples, Method, Profile, StoreError, evaluation
 from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import engines
 from fedquilt.formats import job_bundle
 from fedquilt.tools.simulation import DeviceData
-from fedquilt.tools.simulation.scratch_folders import ScratchFolder
-from fedquilt.tools.simulation.workers.local_backend import make_task_and_context
+from fedquilt.tools.simulation.local_backend import make_task_and_context
+from fedquilt.tools.simulation.pool import ScratchFolder
+from fedquilt.tools.simulation.run import WorkBackend
+from fedquilt.tools.simulation.simulated_job import Simulation
 
 BUDGET_BYTES = 1 << 40  # nothing is refused here
 LOOK_S = 1.0  # between looks at a store that has nothing new
 NOBODY = "evaluator"
 
 
-# -- what it is tested on -------------------------------------------------------------------------
-
-
 def load_test_set(job: JobSettings) -> Examples:
-    """Return the test examples of a job.
-
-    Raises:
-        JobError: If the job has no test set, or the table is wrong.
-        DataError: If the examples cannot be read.
-    """
     with scores.name_test_table():
         return examples.load_split(DataSpec.parse(scores.make_test_table(job)))
 
 
-# -- one state ------------------------------------------------------------------------------------
-
-
 class Evaluator:
-    """Evaluator of one job's states on its test set.
-
-    Raises:
-        JobError: If no engine of the method is installed, or the bundle is missing.
-        DataError: If the test set cannot be read.
-    """
+    """Evaluator of one job's states on its test set."""
 
     def __init__(self, job: JobSettings, folder: Path, *, test: Examples | None = None) -> None:
         self.job, self.method, self._folder = job, methods.load(job.method), folder
@@ -95,14 +72,7 @@ class Evaluator:
     def score(
         self, state: Any, rounds: int, sha256: str = "", *, budget_bytes: int = BUDGET_BYTES
     ) -> EvaluationScore | None:
-        """Return the score of a state on the test set, or None if the method has nothing to evaluate yet.
-
-        Args:
-            state: Method state.
-            rounds: Number of rounds before the state.
-            sha256: Digest of the state.
-            budget_bytes: Memory budget of the evaluated device, which determines the size of sub-models.
-        """
+        """Return the score of a state on the test set, or None if the method has nothing to evaluate yet."""
         if self.method.check is None:
             return self._score_stitched(state, rounds, sha256)
         engine = self._get_engine(self.job.engine or _choose_engine(self.method))
@@ -136,7 +106,6 @@ class Evaluator:
         return self._engine
 
     def _score_stitched(self, state: Any, rounds: int, sha256: str) -> EvaluationScore | None:
-        """Return the test accuracy of the final stitched network, or None before the search is done."""
         from fedquilt.tools.experiments.baselines import BaselineSetup
 
         if not self.method.done(state):
@@ -162,9 +131,6 @@ def _choose_engine(method: Method) -> str:
     return next((name for name in method.engines if name in there), method.engines[0])
 
 
-# -- a run ----------------------------------------------------------------------------------------
-
-
 def evaluate_run(
     store: Store,
     run: str,
@@ -176,10 +142,6 @@ def evaluate_run(
     """Score the latest stored state of a run unless it has a score, store the score, and return all scores.
 
     With `follow`, new states are scored until the run has ended.
-
-    Raises:
-        StoreError: If the run does not exist, or its last state is missing.
-        JobError, DataError: If the run cannot be evaluated.
     """
     row = store.find_job(run)
     found, states = scores.read_scores(store.home, row), _StateReader(store, row)
@@ -200,22 +162,18 @@ def evaluate_run(
 class _StateReader:
     def __init__(self, store: Store, row: StoredJob) -> None:
         self.store, self._run, self._seen = store, row.id, 0
-        self._rounds = JobState(JobConstants.from_job(row.job))
+        self.rounds = JobState(JobConstants.from_job(row.job))
         self._latest: tuple[int, BlobRef] | None = None
-
-    @property
-    def evaluation_pending(self) -> bool:
-        return self._rounds.settling
 
     def read_latest(self) -> tuple[int, BlobRef] | None:
         """Read new events, and return the rounds behind the latest model state and its blob, or None."""
         # an evaluation-only round leaves the state unchanged
         for seq, _, fact in self.store.read_events(self._run, self._seen):
-            self._seen, self._rounds = seq, apply_event(self._rounds, fact, 0.0)
+            self._seen, self.rounds = seq, apply_event(self.rounds, fact, 0.0)
             if isinstance(fact, JobStarted):
                 self._latest = (0, fact.state)
             elif isinstance(fact, RoundCommitted) and (self._latest is None or fact.state != self._latest[1]):
-                self._latest = (self._rounds.completed_rounds, fact.state)
+                self._latest = (self.rounds.completed_rounds, fact.state)
         return self._latest
 
 
@@ -224,7 +182,7 @@ def _score_latest_if_new(
 ) -> EvaluationScore | None:
     # None also if the state was deleted because the next one was committed
     latest = states.read_latest()
-    if latest is None or latest[1].sha256 in known or (states.evaluation_pending and not ended):
+    if latest is None or latest[1].sha256 in known or (states.rounds.settling and not ended):
         return None
     done, ref = latest
     path = states.store.depot.blob_path(ref.sha256)
@@ -266,3 +224,43 @@ def scores_to_dict(found: RunScores) -> dict[str, Any]:
         row["confusion"] = evaluation.confusion_matrix(sums) if sums else None
         del row["evaluation"]
     return made
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """Results of one evaluation, None where examples are missing."""
+
+    test: EvaluationScore | None  # on the examples that no device has
+    held: HeldOutScore | None  # on the devices' held-out shares
+    devices: Mapping[str, float]  # device -> accuracy on its held-out share, 0..1
+
+
+class LiveEvaluator:
+    """Evaluator of one run's global model on the test set and on held-out shares. Close after use."""
+
+    def __init__(self, job: JobSettings, folder: Path, test: Examples | None) -> None:
+        self.checks = methods.load(job.method).check is not None
+        self._test = test
+        self._evaluator = None if test is None or self.checks else Evaluator(job, folder, test=test)
+
+    def __enter__(self) -> LiveEvaluator:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._evaluator is not None:
+            self._evaluator.close()
+
+    def evaluate(self, simulation: Simulation, hands: WorkBackend, *, shares: bool) -> EvaluationResult:
+        told = hands.evaluate(simulation) if self.checks and shares else {}
+        total = evaluation.add_evaluations(told.values())
+        if total is not None and simulation.running is not None and total.right_with_priors is not None:
+            simulation.running.class_counts = evaluation.count_classes(total)
+        own = run_summary.summarise_evaluation(total, told)
+        held = None if own is None else HeldOutScore.from_summary(simulation.completed_rounds, own)
+        done, state = simulation.completed_rounds, simulation.state_digest
+        test = None
+        if self._evaluator is not None:
+            test = self._evaluator.score(simulation.state, done, state)
+        elif self._test is not None:
+            test = score_from_sums(hands.evaluate_test_set(simulation), done, state)
+        return EvaluationResult(test, held, {} if own is None else own.devices)

@@ -49,11 +49,7 @@ class MethodCard:
 
 
 def make_card(name: str, covering: Covering = lambda name: ()) -> MethodCard:
-    """Return the description of a method from its source file.
-
-    Raises:
-        JobError: If the method does not exist.
-    """
+    """Return the description of a method from its source file."""
     method = methods.load(name)
     title, _, about = (inspect.getdoc(methods.method_module(name)) or "").partition("\n")
     found = tuple(_list_parameters(method.params))
@@ -94,26 +90,20 @@ def format_method_list(names: Iterable[str], outside: Sequence[plugins.Plugin] =
 
 
 def format_index() -> list[str]:
-    found = [
+    return [
         "# Methods",
         "",
         "Each page is written from the method's own file: its paper, what deviates from the paper, and",
-    ]
-    found += [
         "its parameters. [write-a-method.md](../write-a-method.md) says how to add one.",
         "",
         "| | |",
         "|---|---|",
+        *(f"| [{name}]({name}.md) | {make_card(name).title} |" for name in methods.builtin_names()),
     ]
-    return found + [f"| [{name}]({name}.md) | {make_card(name).title} |" for name in methods.builtin_names()]
 
 
 def write_pages(folder: Path, covering: Covering) -> list[Path]:
-    """Write a page for each method and an index, delete other pages, and return the paths.
-
-    Raises:
-        StoreError: If the folder cannot be written.
-    """
+    """Write a page for each method and an index, delete other pages, and return the paths."""
     with disk.disk_errors(f"write {folder}", "name another folder"):
         folder.mkdir(parents=True, exist_ok=True)
         common = make_card("fedavg").parameters
@@ -136,20 +126,13 @@ def write_or_print_pages(name: str | None, out: Path | None, format: str, coveri
     elif format == "json":
         cards = [make_card(each, covering) for each in ([name] if name else methods.builtin_names())]
         print(msgspec.json.encode(cards[0] if name else cards).decode())
+    elif name:
+        print("\n".join(table.format_markdown(format_card(make_card(name, covering)))))
     else:
         own = methods.builtin_names()
-        print(
-            "\n".join(
-                table.format_markdown(format_card(make_card(name, covering)))
-                if name
-                else [*format_method_list(own, plugins.usable_plugins("method", own))]
-            )
-        )
-        for said in () if name else plugins.name_conflicts("method", own):
+        print("\n".join(format_method_list(own, plugins.usable_plugins("method", own))))
+        for said in plugins.name_conflicts("method", own):
             print(said, file=sys.stderr)
-
-
-# -- parameters -----------------------------------------------------------------------------------
 
 
 def _list_parameters(params: type) -> Iterable[MethodParameter]:
@@ -166,7 +149,6 @@ def _list_parameters(params: type) -> Iterable[MethodParameter]:
 
 
 def _read_field_comments(params: Any) -> dict[str, str]:
-    """Return the trailing comment of each field of a parameter class, by name."""
     found: dict[str, str] = {}
     current = None
     for token in tokenize.generate_tokens(io.StringIO(inspect.getsource(params)).readline):

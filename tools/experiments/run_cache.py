@@ -6,14 +6,11 @@ Content is hashed, so data with other labels in a file of the same name and size
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
-import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from importlib import metadata
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -23,39 +20,29 @@ from fedquilt.core import StoreError
 from fedquilt.edge_agent import engines
 from fedquilt.formats import job_bundle as bundles
 from fedquilt.formats import training_choices
+from fedquilt.host.disk import REAL, disk_errors
 from fedquilt.models.networks import registry
-
-T = TypeVar("T")
-SETTLED_S: Final = 2.0  # a file written within so many seconds may be written again without a change of its times
-LIBRARIES: Final = ("numpy", "torch", "torchvision", "onnxruntime")  # whose arithmetic a run's results come from
+from fedquilt.tools.experiments.single_run import SeedRun
+from fedquilt.tools.simulation import machines
 
 
-class RunCache(Generic[T]):
-    """Cached runs of one type in `folder`/runs.
+class RunCache:
+    """Cached runs in `folder`/runs."""
 
-    Raises:
-        StoreError: If the folder cannot be created.
-    """
-
-    def __init__(self, folder: Path, kind: type[T]) -> None:
-        self.folder, self._kind = folder / "runs", kind
-        try:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "runs"
+        with disk_errors(f"write {self.folder}"):
             self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StoreError(f"cannot write {self.folder}: {error.strerror}") from None
 
-    def find(self, key: str) -> T | None:
+    def find(self, key: str) -> SeedRun | None:
         """Return a cached run, or None if it is missing or of another version."""
         try:
-            return msgspec.json.decode((self.folder / f"{key}.json").read_bytes(), type=self._kind)
+            return msgspec.json.decode((self.folder / f"{key}.json").read_bytes(), type=SeedRun)
         except (FileNotFoundError, msgspec.DecodeError):
             return None
 
-    def store(self, key: str, run: T) -> None:
-        """Write a finished run under its key, atomically."""
-        part = self.folder / f"{key}.part"
-        part.write_bytes(msgspec.json.format(msgspec.json.encode(run)))
-        os.replace(part, self.folder / f"{key}.json")
+    def store(self, key: str, run: SeedRun) -> None:
+        REAL.write_atomically(self.folder / f"{key}.json", msgspec.json.format(msgspec.json.encode(run)), durable=False)
 
     def describe_cache(self, found: int, keys: Collection[str]) -> list[str]:
         """Return messages with the numbers of cached runs and of files with different inputs."""
@@ -70,11 +57,7 @@ class RunCache(Generic[T]):
 
 
 def make_key(*parts: bytes, bundle: Path, data: Iterable[Path]) -> str:
-    """Return a digest of the parts, the content of a bundle and of data files, and the code.
-
-    Raises:
-        StoreError: If a file of the bundle or of the data cannot be read.
-    """
+    """Return a digest of the parts, the content of a bundle and of data files, and the code."""
     made = bundles.load_bundle(bundle)
     index = msgspec.json.encode([made.meta, made.files], order="sorted")
     blobs = sorted({ref.sha256 for ref in made.files.values()})  # others in its folder are of bundles of before
@@ -93,9 +76,6 @@ def list_plugin_versions(job: bytes) -> bytes:
     """Return as JSON the version and content digest of each plug-in package of a job given as JSON.
 
     The result is empty without plug-ins.
-
-    Raises:
-        JobError: If a package is not installed.
     """
     table = msgspec.json.decode(job)
     found = methods.required_plugins(table["method"]) | registry.required_plugins(table.get("model") or {})
@@ -120,21 +100,17 @@ def compute_content_digest(path: Path) -> str:
     """Return a digest of a file, or of the names and content of all files in a folder.
 
     The digest is "" if the path does not exist.
-
-    Raises:
-        StoreError: If a file cannot be read.
     """
     try:
         if path.is_dir():
-            lines = sorted(f"{each.relative_to(path)}\0{_compute_file_digest(each)}\n" for each in _walk_files(path))
+            lines = sorted(f"{each.relative_to(path)}\0{REAL.hash_file(each)}\n" for each in _walk_files(path))
             return hashlib.sha256("".join(lines).encode()).hexdigest()
-        return _compute_file_digest(path) if path.exists() else ""
+        return REAL.hash_file(path) if path.exists() else ""
     except OSError as error:
         raise StoreError(f"cannot read {error.filename or path}: {error.strerror}") from None
 
 
 def _walk_files(folder: Path) -> Iterator[Path]:
-    """Yield the files below a folder, following links, with each folder visited once."""
     # follows links to folders, and visits each folder once
     seen: set[str] = set()
     for place, folders, names in os.walk(folder, followlinks=True):
@@ -147,37 +123,7 @@ def _walk_files(folder: Path) -> Iterator[Path]:
         yield from (path for name in names if (path := Path(place, name)).is_file())
 
 
-def _compute_file_digest(path: Path) -> str:
-    # digests are cached for files that were not written within the last SETTLED_S
-    found = path.stat()
-    stamp = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-    settled = time.time() > max(found.st_mtime, found.st_ctime) + SETTLED_S
-    if settled and stamp in _digests:
-        return _digests[stamp]
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    if settled:
-        _digests[stamp] = digest.hexdigest()
-    return digest.hexdigest()
-
-
-_digests: dict[tuple[int, ...], str] = {}  # device, inode, size and times of a file -> its sha256, in this process
-
-
-@functools.lru_cache(maxsize=1)
 def compute_code_digest() -> str:
-    """Return a digest of the package's version and source files, and of the libraries' versions."""
-    root = Path(fedquilt.__file__).parent
-    sources = (path for path in _walk_files(root) if path.suffix in (".py", ".toml"))  # profiles are TOML
-    lines = sorted(f"{path.relative_to(root)}\0{_compute_file_digest(path)}" for path in sources)
-    lines += [fedquilt.__version__, *(f"{name} {_get_package_version(name)}" for name in LIBRARIES)]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def _get_package_version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "none"
+    """Return a digest of the package's source files and profiles, and of the libraries' versions."""
+    parts = [machines.compute_code_digest(), fedquilt.__version__, *map(str, machines.find_library_versions().items())]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -1,25 +1,32 @@
-"""One run of a comparison: a method with one seed on a simulated fleet."""
+"""Run of one job on a simulated fleet, for a comparison (`run_seed`) or with a stored event log (`run_job`)."""
 
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from fedquilt import methods
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.jobs.job import RunningJob
+from fedquilt.coordinator.rounds.events import AnyEvent
 from fedquilt.coordinator.settings import EvaluationSettings, JobSettings
-from fedquilt.core import DataError, Examples, JobError
+from fedquilt.coordinator.storage.store import Store
+from fedquilt.coordinator.views import scores
+from fedquilt.coordinator.views.terminal import VIRTUAL, Console
+from fedquilt.core import DataError, Examples, FedquiltError, JobError
 from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
 from fedquilt.tools.experiments import evaluation
-from fedquilt.tools.experiments.live_evaluation import EvaluationResult, LiveEvaluator
-from fedquilt.tools.simulation import DeviceData
+from fedquilt.tools.experiments.evaluation import EvaluationResult, LiveEvaluator
+from fedquilt.tools.simulation import DeviceData, machines
 from fedquilt.tools.simulation.agents import FleetPlan
-from fedquilt.tools.simulation.run import simulate
+from fedquilt.tools.simulation.run import WorkBackend, simulate
 from fedquilt.tools.simulation.simulated_job import SimulatedRound, Simulation
-from fedquilt.tools.simulation.workers.backend import WorkBackend
 
 FORMAT = 2  # of a finished run on disk
 Look = Callable[[Simulation, WorkBackend], Mapping[str, Any]]
@@ -80,25 +87,10 @@ def run_seed(
 ) -> SeedRun:
     """Run a job with one seed, and evaluate its model outside of the rounds.
 
-    The model is evaluated every `check.every` rounds and after the last one, on all held-out shares and on the test
-    set.
-
-    Args:
-        job: Job with the method and the seed of the run.
-        folder: Bundle of the job.
-        tell: Function called with the number of finished rounds.
-        workers: Number of worker processes, 0 for this process, or None for one per core.
-        engine: "auto", "pool", "ray" or "ray://HOST:PORT".
-        mixed: Permit nodes of a Ray cluster that differ in processor, GPU and libraries.
-        pick: Function that selects the devices that take part.
-        away: Number of devices, the last ones, that are offline at first. `look` may bring them online.
-        together: Train the devices of small networks in one graph, equal to float tolerance.
-        first: Evaluate on the test set before the first round too.
-        tested: Evaluate on the test set.
-        look: Function called before the first round, after each round and at the end, which returns `SeedRun.figures`.
-
-    Raises:
-        FedquiltError: If the data or the bundle is wrong, or the run has failed.
+    The model is evaluated every `check.every` rounds and after the last one, on all held-out shares and, with `tested`,
+    on the test set, with `first` also before the first round. The last `away` devices are offline at first. `look` is
+    called before the first round, after each round and at the end, may bring them online, and returns
+    `SeedRun.figures`.
     """
     members, test = load_devices(job, folder)
     members, test = pick(members), test if tested else None
@@ -162,10 +154,6 @@ def load_devices(job: JobSettings, folder: Path) -> tuple[list[DeviceData], Exam
     """Return the devices of a job with their examples, and the test set.
 
     The test set is None if the job has none and its [data] has no split "test".
-
-    Raises:
-        DataError: If the data cannot be read.
-        JobError: If a setting of the fleet or of the data is invalid.
     """
     agents = FleetPlan(job, folder, Path()).make_agent_tables()
     split = examples.load_all_shares(DataSpec.parse(agents[0]["data"]))
@@ -212,3 +200,115 @@ class _CostSoFar:
 
 def _add_known(total: float | None, value: float | None) -> float | None:
     return None if total is None or value is None else total + value
+
+
+Watch = Callable[[Simulation], None]
+
+
+def add_evaluation(job: JobSettings) -> JobSettings:
+    """Return the job with an evaluation outside of each round if the job has no [check]."""
+    if job.check.every or methods.load(job.method).check is None:
+        return job
+    return msgspec.structs.replace(job, check=EvaluationSettings(every=1, beside=True))
+
+
+def run_job(
+    job: JobSettings,
+    folder: Path,
+    home: Path,
+    *,
+    workers: int | None = 1,
+    engine: str = "pool",
+    mixed: bool = False,
+    heard: Callable[[RunningJob, AnyEvent], None] = lambda running, fact: None,
+    begun: Callable[[str], None] = lambda run: None,
+    watch: Watch = lambda simulation: None,
+) -> str:
+    """Run a job to its end, or resume its unfinished run, and return the run id.
+
+    Devices are trained one by one, so each state is bit-identical to that of `fedquilt simulate` with the same job.
+    With [check] beside = true, the model is evaluated on all held-out shares after every `check.every` rounds. With
+    any [check], and after the last round, the model is evaluated on the test set if the job has one. Scores are
+    stored next to the log (`fedquilt.coordinator.views.scores`).
+    """
+    made = FleetPlan(job, folder, home).validate_and_load_bundle()
+    settings.create_initial_state(job, made)
+    members, test = load_devices(job, folder)
+    ran: list[Simulation] = []
+    with LiveEvaluator(job, folder, test) as judge:
+
+        def observe(simulation: Simulation, hands: WorkBackend) -> None:
+            if not ran:
+                ran.append(simulation)
+                begun(simulation.run)
+            if is_evaluation_due(simulation, job.check.every):
+                _evaluate_and_store_once(
+                    home, simulation, lambda: judge.evaluate(simulation, hands, shares=job.check.beside)
+                )
+            watch(simulation)
+
+        simulate(
+            job,
+            folder,
+            members,
+            workers=workers,
+            engine=engine,
+            mixed=mixed,
+            test=test,
+            heard=heard,
+            observe=observe,
+            home=home,
+        )
+    for each in ran:
+        shutil.rmtree(each.devices, ignore_errors=True)
+    return ran[0].run
+
+
+def run_and_print(
+    plan: FleetPlan, *, workers: int | None, engine: str, mixed: bool, wordy: bool = False
+) -> tuple[str, str]:
+    """Run the job of a plan, and print its rounds. Return the run id and its final status."""
+    job = msgspec.structs.replace(plan.job, fleet=msgspec.structs.replace(plan.job.fleet, devices=plan.size))
+    seen: list[Simulation] = []
+    runs: list[str] = []
+    console = Console(wordy=wordy, clock=lambda: seen[-1].now_s if seen else 0.0, stamp=VIRTUAL.format)
+
+    def print_machines(run: str) -> None:
+        runs.append(run)
+        for line in machines.format_machines(machines.read_machines(plan.home, run)):
+            console.report(f"{run} on {line}")
+
+    try:
+        run = run_job(
+            job,
+            plan.bundle,
+            plan.home,
+            workers=workers,
+            engine=engine,
+            mixed=mixed,
+            heard=console.observe,
+            begun=print_machines,
+            watch=seen.append,
+        )
+    except FedquiltError:
+        with Store(plan.home, durable=False) as store:
+            ended = store.stored_status(runs[0]) if runs else "running"
+        if ended not in ("failed", "stopped"):
+            raise
+        return runs[0], ended
+    finally:
+        console.close()
+    return run, "done"
+
+
+def _evaluate_and_store_once(home: Path, simulation: Simulation, look: Callable[[], EvaluationResult]) -> None:
+    with Store(home, durable=False) as store:
+        row = store.find_job(simulation.run)
+    found = scores.read_scores(home, row)
+    if simulation.completed_rounds in {*(each.rounds for each in found.scores), *(each.rounds for each in found.held)}:
+        return
+    verdict = look()
+    test = (*found.scores, verdict.test) if verdict.test else found.scores
+    held = (*found.held, verdict.held) if verdict.held else found.held
+    devices = dict(verdict.devices) or found.devices
+    scores.write_scores(scores.scores_path(home, row.id), scores.RunScores(found.test, test, held, devices))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -25,15 +24,7 @@ FILES: Final = {"joules": "energy", "seconds": "board-time", "real_seconds": "re
 def make_result(
     job: str, runs: Sequence[SeedRun], target: float | None, failed: Sequence[str] = (), note: str = ""
 ) -> dict[str, Any]:
-    """Return a comparison for JSON: its table and all runs.
-
-    Args:
-        job: Name of the job.
-        runs: Runs that succeeded.
-        target: Value of the main metric up to which costs are counted, or None. Accuracy is 0 to 1.
-        failed: A sentence for each failure.
-        note: Note of `comparison.select_scores`.
-    """
+    """Return a comparison for JSON: its table and all runs."""
     return {
         "job": job,
         "accuracy_on": "test set" if any(run.tested for run in runs) else "held-out shares",
@@ -107,9 +98,6 @@ def _compute_deviation(values: Sequence[float | None]) -> float | None:
     return statistics.stdev(known) if len(known) > 1 and len(known) == len(values) else None
 
 
-# -- for people -----------------------------------------------------------------------------------
-
-
 def make_table_head(result: dict[str, Any]) -> list[str]:
     metric = metrics.KNOWN[result["metric"]]
     unit = " %" if metric.share else ""
@@ -180,9 +168,6 @@ def _format_cost(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
-# -- pictures -------------------------------------------------------------------------------------
-
-
 def make_plots(runs: Sequence[SeedRun], target: float | None) -> dict[str, plots.Plot]:
     """Return plots by file name: accuracy over each cost, and at the end.
 
@@ -193,27 +178,25 @@ def make_plots(runs: Sequence[SeedRun], target: float | None) -> dict[str, plots
     metric = find_main_metric(runs)
     factor, label = metrics.display_factor(metric), _axis_label(runs)
     ends = [
-        plots.DotRow(name, [factor * value for run in of if (value := _get_last_value(run)) is not None])
+        plots.DotRow(
+            name,
+            [factor * run.marks[-1].value for run in of if run.marks and run.marks[-1].value is not None],
+        )
         for name, of in by_method.items()
     ]
     most = 100.0 if metric.share else math.inf
-    title = f"{_format_heading(metric)} at the end, a dot for each seed"
+    title = f"{metric.title[0].upper()}{metric.title[1:]} at the end, a dot for each seed"
     found["accuracy-end.svg"] = plots.plot_dots(ends, title, label, most=most)
     return found
 
 
 def make_cost_plots(by_name: Mapping[str, Sequence[SeedRun]], target: float | None = None) -> dict[str, plots.Plot]:
-    """Return plots of the main metric over rounds, bytes, joules, seconds and real seconds.
-
-    Args:
-        by_name: Runs of each line, which differ in their seeds.
-        target: Value of the metric at which a line is drawn, or None.
-    """
+    """Return plots of the main metric over rounds, bytes, joules, seconds and real seconds."""
     runs = [run for of in by_name.values() for run in of]
     metric = find_main_metric(runs)
     factor, most = metrics.display_factor(metric), 100.0 if metric.share else math.inf
     level = None if target is None else factor * target
-    heading, found = _format_heading(metric), {}
+    heading, found = metric.title[0].upper() + metric.title[1:], {}
     for cost, title, unit in (
         ("rounds", "by round", "rounds"),
         ("bytes", "by bytes", "B, down and up"),
@@ -243,14 +226,6 @@ def _axis_label(runs: Sequence[SeedRun]) -> str:
     return f"{kind} {metric.title}{', %' * metric.share}"
 
 
-def _format_heading(metric: metrics.Metric) -> str:
-    return metric.title[0].upper() + metric.title[1:]
-
-
-def _get_last_value(run: SeedRun) -> float | None:
-    return run.marks[-1].value if run.marks else None
-
-
 def _make_mean_line(name: str, runs: Sequence[SeedRun], cost: str) -> plots.PlotLine | None:
     # None if a cost is unknown, and only at numbers of rounds that all seeds have
     by_rounds = [{mark.rounds: mark for mark in run.marks if mark.value is not None} for run in runs]
@@ -276,14 +251,7 @@ def _make_mean_line(name: str, runs: Sequence[SeedRun], cost: str) -> plots.Plot
 
 
 def write_files(result: dict[str, Any], runs: Sequence[SeedRun], out: Path) -> list[str]:
-    """Write compare.json, compare.html and the plots into `out`. Return their paths and any notes.
-
-    An earlier table with runs or rounds that this one lacks is moved into a folder of its own.
-
-    Raises:
-        StoreError: If the files cannot be written.
-    """
-    moved = _archive_larger_table(runs, out)
+    """Write compare.json, compare.html and the plots into `out`, and return their paths."""
     pictures = make_plots(runs, result["target"]) if result["table"] else {}
     files = {"compare.json": msgspec.json.format(msgspec.json.encode(result)).decode() + "\n"}
     files |= {name: plots.render_file(plot) for name, plot in pictures.items()}
@@ -304,37 +272,7 @@ def write_files(result: dict[str, Any], runs: Sequence[SeedRun], out: Path) -> l
             (out / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise StoreError(f"cannot write into {out}: {error.strerror}") from None
-    return [*moved, *(str(out / name) for name in files)]
-
-
-def _archive_larger_table(runs: Sequence[SeedRun], out: Path) -> list[str]:
-    """Move an earlier table with more runs or rounds to its own folder. Return a message, or [] without one."""
-    try:
-        earlier = msgspec.json.decode((out / "compare.json").read_bytes(), type=_ComparisonHeader).runs
-    except (FileNotFoundError, msgspec.DecodeError):  # none, or what no version of this command has written whole
-        return []
-    now = {(run.method, run.seed): _count_rounds(run) for run in runs}
-    lost = [run for run in earlier if now.get((run.method, run.seed), -1) < _count_rounds(run)]
-    if not lost:
-        return []
-    place = next(path for i in itertools.count(1) if not (path := out / f"earlier-{i}").exists())
-    try:
-        place.mkdir()
-        for path in [out / "compare.json", out / "compare.html", *sorted(out.glob("accuracy-*.svg"))]:
-            if path.exists():
-                path.rename(place / path.name)
-    except OSError as error:
-        raise StoreError(f"cannot move the table in {out} into {place}: {error.strerror}") from None
-    names = ", ".join(f"{run.method} with seed {run.seed}" for run in lost[:3]) + ", ..." * (len(lost) > 3)
-    return [f"the table that was here held more ({names}): it is in {place} now"]
-
-
-def _count_rounds(run: SeedRun) -> int:
-    return run.marks[-1].rounds if run.marks else 0
-
-
-class _ComparisonHeader(msgspec.Struct):
-    runs: list[SeedRun]
+    return [str(out / name) for name in files]
 
 
 T_95: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)  # of 1 to 10 degrees of freedom

@@ -81,12 +81,7 @@ class NewJob:
         return [*self.found.notes, f"{chosen}, {self.rounds} rounds, {self.devices} devices"]
 
     def write(self, *, force: bool = False) -> None:
-        """Write the job file, beside it the digits if these are the data.
-
-        Raises:
-            JobError: If the method begins with donors, and the data are no images.
-            StoreError: If the file exists with another content, or cannot be written.
-        """
+        """Write the job file, beside it the digits if these are the data."""
         path = self.found.data.get("path")
         if self.is_search and "channels" not in self.found.input:
             raise JobError(
@@ -183,11 +178,7 @@ def _require_same_or_absent(file: Path, payload: bytes) -> None:
 
 
 def inspect_source(source: str, label: str) -> DataInspection:
-    """Inspect a path, a name of a data set, or "digits".
-
-    Raises:
-        DataError: If the data cannot be read, or what is predicted is unknown.
-    """
+    """Inspect a path, a name of a data set, or "digits"."""
     return inspection.inspect_data(str(find_digits()) if source == DIGITS else source, label)
 
 

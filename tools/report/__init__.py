@@ -12,20 +12,16 @@ from pathlib import Path
 import fedquilt
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.host import disk
-from fedquilt.tools.report import candidate_costs, matrix, page, sections
+from fedquilt.tools.report import page, run_data, sections
 from fedquilt.tools.report.run_data import RunData, load_run_data
 
 
 def write_run_page(store: Store, run: str, out: Path | None) -> Path:
-    """Write the page of a run and return its path. Print the candidates of a stitching job.
-
-    Raises:
-        StoreError: If the run does not exist, or the file cannot be written.
-    """
+    """Write the page of a run and return its path. Print the candidates of a stitching job."""
     found = load_run_data(store, run)
     file = out or Path(f"{found.row.id}.html")
     disk.write_output(file, render_run_page(found))
-    for line in candidate_costs.format_candidate_table(found.candidates, found.row.job):
+    for line in run_data.format_candidate_table(found.candidates, found.row.job):
         print(line)
     return file
 
@@ -45,8 +41,8 @@ def render_run_page(found: RunData, donors: page.PageSection | None = None) -> s
         devices=sections.make_device_section(found),
         bytes=sections.make_bytes_section(found),
         donors=donors,
-        front=candidate_costs.make_candidate_section(found.candidates, row.job),
-        matrix=matrix.make_device_matrix(found.parts, found.summary.final) if found.parts else None,
+        front=run_data.make_candidate_section(found.candidates, row.job),
+        matrix=sections.make_device_matrix(found.parts, found.summary.final) if found.parts else None,
         reasons=sections.make_reason_table(found),
         partition=page.make_safe_markup(found.partition) if found.partition else None,
         log=sections.format_log(found),

@@ -6,7 +6,7 @@ The picture is one SVG element: a file by itself, or a part of an HTML page.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -43,12 +43,7 @@ class ClassCounts:
 
 
 def count_examples(job: JobSettings, devices: int | None = None) -> ClassCounts:
-    """Return the example counts of the devices of `fedquilt simulate`, by default as many as in the job.
-
-    Raises:
-        JobError: If the job has no [data], or a wrong one.
-        DataError: If the data cannot be read or divided as requested.
-    """
+    """Return the example counts of the devices of `fedquilt simulate`, by default as many as in the job."""
     tables = FleetPlan(job, Path(), Path(), devices).make_agent_tables()
     train, held = examples.count_labels(DataSpec.parse(tables[0]["data"]))
     kinds = train.shape[1]
@@ -57,14 +52,13 @@ def count_examples(job: JobSettings, devices: int | None = None) -> ClassCounts:
     classes = tuple(known) if len(known) >= kinds else tuple(map(str, range(kinds)))
     if spec.task != "classes":
         classes = ("all",)
-    domains = tuple(map(_describe_domain, tables)) if spec.domains else ()
-    return ClassCounts(tuple(table["device"] for table in tables), classes[:kinds], train, held, domains)
-
-
-def _describe_domain(table: Mapping[str, Any]) -> str:
-    spec = DataSpec.parse(table["data"])
-    values = spec.domains.values_of_share(spec.share) if spec.domains else {}
-    return ", ".join(f"{name} {value:g}" for name, value in values.items())
+    domains = []
+    for agent in tables:
+        each = DataSpec.parse(agent["data"])
+        if each.domains:
+            values = each.domains.values_of_share(each.share)
+            domains.append(", ".join(f"{name} {value:g}" for name, value in values.items()))
+    return ClassCounts(tuple(table["device"] for table in tables), classes[:kinds], train, held, tuple(domains))
 
 
 def print_counts(job: JobSettings, devices: int | None, out: Path | None, format: str) -> int:
@@ -73,17 +67,18 @@ def print_counts(job: JobSettings, devices: int | None, out: Path | None, format
     if out is not None:
         disk.write_output(out, plots.add_background(plots.render_picture(draw_counts(counts, job.name))))
     if format == "json":
-        progress.LINE.print_to_stdout(msgspec.json.encode(counts_to_dict(counts)).decode())
+        domains = counts.domains or (None,) * len(counts.devices)
+        rows = [
+            {"device": name, "train": train, "held": held, "domain": domain}
+            for name, train, held, domain in zip(
+                counts.devices, counts.train.tolist(), counts.held.tolist(), domains, strict=True
+            )
+        ]
+        result = {"classes": list(counts.classes), "devices": rows}
+        progress.LINE.print_to_stdout(msgspec.json.encode(result).decode())
     else:
         progress.LINE.print_to_stdout(*format_counts(counts), *([f"drawn in {out}"] if out is not None else []))
     return 0
-
-
-def counts_to_dict(counts: ClassCounts) -> dict[str, Any]:
-    domains = counts.domains or (None,) * len(counts.devices)
-    rows = zip(counts.devices, counts.train.tolist(), counts.held.tolist(), domains, strict=True)
-    names = "device", "train", "held", "domain"
-    return {"classes": list(counts.classes), "devices": [dict(zip(names, row, strict=True)) for row in rows]}
 
 
 def format_counts(counts: ClassCounts) -> list[str]:
@@ -107,9 +102,6 @@ def format_counts(counts: ClassCounts) -> list[str]:
         f"{len(counts.devices)} devices with {sizes.min()} to {sizes.max()} examples, {sizes.sum()} in all, of "
         f"{np.count_nonzero(every.sum(axis=0))} classes; {counts.held.sum()} are held out",
     ]
-
-
-# -- the picture ----------------------------------------------------------------------------------
 
 
 def draw_counts(counts: ClassCounts, title: str = "") -> plots.Picture:

@@ -78,22 +78,10 @@ class Plot:
         return TITLE + LINE * len(_wrap_legend(self.keys)) + 6 + self.body + (BOTTOM if self.body else 0) + self.below
 
 
-# -- kinds of plots -------------------------------------------------------------------------------
-
-
 def plot_lines(
     found: Sequence[PlotLine], title: str, x: str, y: str, *, level: float | None = None, most: float = math.inf
 ) -> Plot:
-    """Return a plot of lines over common axes. Values that are not finite are left out.
-
-    Args:
-        found: The lines.
-        title: Title of the plot.
-        x: Label of the x axis, which starts at 0.
-        y: Label of the y axis.
-        level: Height of a dotted horizontal line, or None.
-        most: End of the y axis, unless a value is larger.
-    """
+    """Return a plot of lines over common axes. Values that are not finite are left out."""
     found = [_drop_infinite_points(line) for line in found]
     across = [value for line in found for value in line.x]
     up = [value for line in found for values in (line.y, line.low, line.high) for value in values]
@@ -121,27 +109,24 @@ def plot_lines(
         axis.set_ylabel(y)
 
     ends = [f"{line.name + ' ' if line.name else ''}ends at {format_number(line.y[-1])}" for line in found if line.y]
-    return Plot(title, f"{title}; {y} over {x}; {', '.join(ends)}", draw, BODY, keys=_list_line_names(found))
+    return Plot(
+        title,
+        f"{title}; {y} over {x}; {', '.join(ends)}",
+        draw,
+        BODY,
+        keys=tuple(line.name for line in found if line.name),
+    )
 
 
-def plot_bars(
-    found: Sequence[PlotBar],
-    title: str,
-    x: str,
-    parts: Sequence[str] = ("",),
-) -> Plot:
-    """Return a plot of horizontal bars, divided into parts and labelled with their sums.
-
-    Args:
-        found: The bars.
-        title: Title of the plot.
-        x: Label of the x axis.
-        parts: Names of the parts.
-    """
+def plot_bars(found: Sequence[PlotBar], title: str, x: str, parts: Sequence[str] = ("",)) -> Plot:
+    """Return a plot of horizontal bars, divided into parts and labelled with their sums."""
     sums = [sum(part or 0.0 for part in bar.parts) for bar in found]
     if not any(part is not None and math.isfinite(part) for bar in found for part in bar.parts):
         return make_empty_plot(title)
-    told = [_format_total(bar, total) for bar, total in zip(found, sums, strict=True)]
+    told = [
+        "not known" if all(part is None for part in bar.parts) else format_number(total)
+        for bar, total in zip(found, sums, strict=True)
+    ]
 
     def draw(axis: Any, tip: Tip) -> None:
         for row, (bar, words) in enumerate(zip(found, told, strict=True)):
@@ -234,9 +219,6 @@ def make_empty_plot(title: str) -> Plot:
     return Plot(title, f"{title}: not known of this run", draw, 30.0)
 
 
-# -- rendering ------------------------------------------------------------------------------------
-
-
 def render_svg(*found: Plot) -> str:
     heights = [plot.height for plot in found]
 
@@ -264,11 +246,6 @@ def draw_on_axes(plot: Plot, axes: Any = None) -> Any:
 
 
 def choose_plot(found: Mapping[str, Plot], x: str) -> Plot:
-    """Return the plot over `x`.
-
-    Raises:
-        JobError: If there are no plots, or none over `x`.
-    """
     if not found:
         raise JobError("there are fewer than two evaluations to draw: set [check] every = 1")
     if x not in found:
@@ -277,10 +254,7 @@ def choose_plot(found: Mapping[str, Plot], x: str) -> Plot:
 
 
 def _line_style(number: int) -> dict[str, Any]:
-    return {
-        "color": COLOURS[number % len(COLOURS)],
-        "linestyle": DASHES[number // len(COLOURS) % len(DASHES)],
-    }
+    return {"color": COLOURS[number % len(COLOURS)], "linestyle": DASHES[number // len(COLOURS) % len(DASHES)]}
 
 
 @dataclass(frozen=True)
@@ -311,12 +285,8 @@ def _fill_with_picture(figure: Any, picture: Picture, tip: Tip) -> Any:
 
 
 def render_picture(picture: Picture) -> str:
-    """Render a picture as an SVG element."""
     return _render_svg_element(
-        picture.width,
-        picture.height,
-        picture.summary,
-        lambda figure, tip: _fill_with_picture(figure, picture, tip),
+        picture.width, picture.height, picture.summary, lambda figure, tip: _fill_with_picture(figure, picture, tip)
     )
 
 
@@ -332,13 +302,6 @@ def add_background(picture: str) -> str:
     return picture.replace(">", f">{style}", 1) + "\n"
 
 
-def make_figure(width: float, height: float) -> Any:
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it announces its font cache
-    from matplotlib.figure import Figure
-
-    return Figure((width / 72, height / 72), facecolor="none")
-
-
 def _render_svg_element(width: float, height: float, summary: str, draw: Callable[[Any, Tip], None]) -> str:
     file, tips = io.BytesIO(), dict[str, str]()
 
@@ -347,7 +310,9 @@ def _render_svg_element(width: float, height: float, summary: str, draw: Callabl
         tips[artist.get_gid()] = text
 
     with make_plot_style(summary):
-        canvas = make_figure(width, height)
+        from matplotlib.figure import Figure
+
+        canvas = Figure((width / 72, height / 72), facecolor="none")
         draw(canvas, tip)
         canvas.savefig(file, format="svg", metadata={"Date": None})
     text = file.getvalue().decode()
@@ -379,7 +344,7 @@ def make_plot_style(salt: str) -> Iterator[None]:
 
     The same `salt` and content give the same bytes of SVG.
     """
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it announces its font cache
     import matplotlib
 
     inked = {f"{name}.color": INK for name in ("text", "xtick", "ytick", "grid")}
@@ -413,9 +378,6 @@ def _draw_plot(figure: Any, plot: Plot, offset: float, height: float, tip: Tip) 
         (plot.left / WIDTH, down(top + plot.body), 1 - (plot.left + plot.right) / WIDTH, plot.body / height)
     )
     plot.draw(axis, tip)
-
-
-# -- pieces ---------------------------------------------------------------------------------------
 
 
 def choose_ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
@@ -452,16 +414,8 @@ def _label_rows(axis: Any, names: Sequence[str]) -> None:
     axis.grid(False, axis="y")
 
 
-def _format_total(bar: PlotBar, total: float) -> str:
-    return "not known" if all(part is None for part in bar.parts) else format_number(total)
-
-
 def _compute_label_width(rows: Sequence[PlotBar | DotRow]) -> float:
     return 18 + LETTER * max(len(_shorten_name(row.name)) for row in rows)
-
-
-def _list_line_names(found: Sequence[PlotLine]) -> tuple[str, ...]:
-    return tuple(line.name for line in found if line.name)
 
 
 def _drop_infinite_points(line: PlotLine) -> PlotLine:

@@ -5,29 +5,44 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
 from fedquilt import metrics
 from fedquilt.console import units
 from fedquilt.coordinator.rounds.events import (
-    AnyEvent,
     CohortSelected,
     EligibilityRecorded,
     RoundClosed,
     RoundCommitted,
     UpdateAccepted,
 )
+from fedquilt.coordinator.rounds.selection import REASONS
 from fedquilt.coordinator.views import event_messages, run_summary
+from fedquilt.coordinator.views.round_outcomes import DeviceOutcome
 from fedquilt.coordinator.views.run_summary import CostLedger, RunSummary
 from fedquilt.core import evaluation
-from fedquilt.tools.report import matrix, plots
+from fedquilt.tools.report import plots
 from fedquilt.tools.report.page import HtmlTable, PageSection, render_plots
 from fedquilt.tools.report.run_data import RunData
 
+MATRIX_DEVICES, MATRIX_ROUNDS = 60, 120
+MEANINGS: Final = {
+    "answered": "update received",
+    "asked": "selected, no update in time",
+    "declined": "declined",
+    "refused": "its update was refused",
+    "drawn": "eligible, not drawn",
+    **REASONS,
+}
+COLOURED: Final = {
+    **{code: MEANINGS[code] for code in ("answered", "asked", "declined", "refused")},
+    "barred": "not eligible: offline, busy, hot, ...",
+    "drawn": MEANINGS["drawn"],
+}
 T = TypeVar("T")
-
 MOST_DEVICES = 40  # bars in one plot
 MOST_ROUNDS = 40  # likewise
 MOST_CLASSES = 30  # of a confusion matrix
@@ -36,18 +51,50 @@ SWITCHED = 5  # rounds of which the timeline is drawn
 MOST_LINES = 1000  # of the log
 
 
+@dataclass(frozen=True)
+class DeviceMatrix:
+    keys: Sequence[tuple[str, str]]  # colours that occur, by their class, with their meaning
+    heads: Sequence[tuple[str, int]]  # a round's number, and how many columns it stands over
+    rows: Sequence[tuple[str, Sequence[tuple[str, str]]]]  # device, and class and tooltip of each round
+    notes: Sequence[str]
+
+
+def make_device_matrix(parts: Mapping[int, Mapping[str, DeviceOutcome]], final: int | None) -> DeviceMatrix:
+    """Return the outcomes of devices in the latest rounds. `final` is the number of the final evaluation."""
+    numbers = sorted(parts)[-MATRIX_ROUNDS:]
+    known = sorted({name for number in numbers for name in parts[number]})
+    names = known[:MATRIX_DEVICES]
+
+    def make_cell(number: int, name: str) -> tuple[str, str]:
+        part = parts[number].get(name)
+        if part is None:
+            return "", ""
+        place = event_messages.format_round_name(number, final)
+        return (part.code if part.code in COLOURED else "barred"), f"{place}, {name}: {part.text}"
+
+    rows = [(name, [make_cell(number, name) for number in numbers]) for name in names]
+    seen = {code for _, cells in rows for code, _ in cells}
+    step = max(1, -(-len(numbers) // 12), 2 if max(numbers, default=0) > 9 and len(numbers) > 1 else 1)
+    heads = [
+        ("final" if numbers[i] == final else str(numbers[i] + 1), len(numbers[i : i + step]))
+        for i in range(0, len(numbers), step)
+    ]
+    codes = Counter(part.code for devices in parts.values() for part in devices.values())
+    told = ", ".join(f"{MEANINGS.get(code, code)}: {count}" for code, count in codes.most_common())
+    hidden = [f"{len(known) - len(names)} more devices"] if len(known) > len(names) else []
+    hidden += [f"{len(parts) - len(numbers)} earlier rounds"] if len(parts) > len(numbers) else []
+    notes = [f"Over all rounds and devices: {told}."]
+    notes += [f"{' and '.join(hidden)} are not shown.".capitalize()] if hidden else []
+    return DeviceMatrix([(code, text) for code, text in COLOURED.items() if code in seen], heads, rows, notes)
+
+
 def make_tiles(found: RunData) -> list[tuple[str, str]]:
-    whole, tiles = found.summary.total, []
+    whole, tiles, title = found.summary.total, [], _find_main_metric(found).title
     if found.scores:
-        tiles.append(
-            (
-                _format_value(found.scores[-1].metric, found.scores[-1].value),
-                f"{_format_metric_title(found)} on the test set",
-            )
-        )
+        tiles.append((_format_value(found.scores[-1].metric, found.scores[-1].value), f"{title} on the test set"))
     if found.held:
         last = found.held[-1]
-        tiles.append((_format_value(last.metric, last.weighted), f"{_format_metric_title(found)} on held-out shares"))
+        tiles.append((_format_value(last.metric, last.weighted), f"{title} on held-out shares"))
         tiles.append((_format_value(last.metric, last.worst_decile), "worst tenth of the devices"))
     done = found.points[-1] if found.points else None
     tiles.append((str(done.rounds if done else 0), "rounds"))
@@ -70,7 +117,12 @@ def make_accuracy_section(found: RunData) -> PageSection:
     notes, table = _summarise_held_out(found)
     over = make_accuracy_plots(found)
     if not over:
-        return PageSection(_describe_scores(found), (), notes, table)
+        told = [
+            f"After {score.rounds} rounds: {_format_value(score.metric, score.value)} of {score.examples} examples of "
+            "the test set."
+            for score in found.scores
+        ]
+        return PageSection(told, (), notes, table)
     return PageSection((), (), notes, table, _render_switch(over))
 
 
@@ -171,15 +223,6 @@ def make_timeline_section(found: RunData) -> PageSection | None:
     return PageSection(["The fastest device comes first."], switch=_render_switch(over))
 
 
-def _describe_scores(found: RunData) -> list[str]:
-    return [
-        f"After {score.rounds} rounds: {_format_value(score.metric, score.value)} of {score.examples} "
-        "examples of the test "
-        "set."
-        for score in found.scores
-    ]
-
-
 def _make_accuracy_lines(found: RunData, places: Mapping[int, float]) -> list[plots.PlotLine]:
     kinds: dict[str, dict[int, float]] = {
         "test set": {score.rounds: score.value for score in found.scores},
@@ -195,7 +238,6 @@ def _make_accuracy_lines(found: RunData, places: Mapping[int, float]) -> list[pl
 
 
 def _summarise_held_out(found: RunData) -> tuple[list[str], HtmlTable | None]:
-    """Return a note and a table of the first two and last four evaluations, or [] and None without any."""
     if not found.held:
         return [], None
     rows = [
@@ -282,7 +324,7 @@ def make_device_section(found: RunData) -> PageSection | None:
         for name, of in known.items()
     ]
     head = ["device", "tasks", "refused", "s per task", "J", "J above idle", "peak memory", "down", "up"]
-    head += [f"last {_format_metric_title(found)}"] if own else []
+    head += [f"last {_find_main_metric(found).title}"] if own else []
     shown = dict(sorted(known.items(), key=lambda each: -(each[1].energy_j or 0.0))[:MOST_DEVICES])
     notes = [] if len(shown) == len(known) else [f"Drawn: {len(shown)} of {len(known)} devices."]
     figures = []
@@ -337,7 +379,6 @@ def _split_energy(of: CostLedger) -> tuple[float | None, float | None, float | N
 
 
 def _split_memory_mb(of: CostLedger) -> tuple[float | None, float | None]:
-    """Return the runtime's memory and the task's share of the peak in MB, or None for both if unknown."""
     if of.peak_bytes is None:
         return (None, None)
     base = min(of.base_bytes or 0, of.peak_bytes)
@@ -364,7 +405,7 @@ def make_bytes_section(found: RunData) -> PageSection | None:
 def make_reason_table(found: RunData) -> HtmlTable:
     """Return the most frequent reasons why devices contributed nothing, at most 20."""
     counted = Counter(
-        (name, matrix.format_reason(part))
+        (name, part.text if part.code == "declined" else MEANINGS.get(part.code, part.code))
         for devices in found.parts.values()
         for name, part in devices.items()
         if part.code not in ("answered", "drawn", "asked")
@@ -386,17 +427,12 @@ def format_log(found: RunData) -> LogText:
         first, *more = event_messages.format_event(before, fact, after)
         lines = [f"{at - found.facts[0][0]:9.1f} s  {first}", *(f"{'':13}{line}" for line in more)]
         whole += lines
-        if not isinstance(fact, EligibilityRecorded | CohortSelected) and _is_brief(fact):
+        if not isinstance(fact, EligibilityRecorded | CohortSelected | UpdateAccepted | RoundClosed):
             brief += lines
     cut = [f"... {len(whole) - MOST_LINES} more lines: fedquilt logs {found.row.id}"]
     detail = whole if len(whole) <= MOST_LINES else [*whole[:MOST_LINES], *cut]
     told = brief if len(brief) <= MOST_LINES else [*brief[:MOST_LINES], *cut]
     return LogText(told, detail, event_messages.format_energy_summary(after))
-
-
-def _is_brief(fact: AnyEvent) -> bool:
-    # single updates are left out of the brief log
-    return not isinstance(fact, UpdateAccepted | RoundClosed)
 
 
 def format_job(job: Any) -> str:
@@ -407,7 +443,6 @@ def format_job(job: Any) -> str:
 
 
 def _list_changed_fields(table: Any) -> dict[str, Any]:
-    """Return the fields of a struct that differ from their defaults, at all depths, without None."""
     found = {}
     for field in msgspec.structs.fields(table):
         value = getattr(table, field.name)
@@ -429,9 +464,6 @@ def _drop_none(value: Any) -> Any:
     return [_drop_none(each) for each in value] if isinstance(value, list) else value
 
 
-# -- figures --------------------------------------------------------------------------------------
-
-
 def _select_evenly_spaced(items: Sequence[T], most: int) -> list[T]:
     if len(items) <= most:
         return list(items)
@@ -443,17 +475,12 @@ def _format_round_name(found: RunData, number: int) -> str:
 
 
 def _find_main_metric(found: RunData) -> metrics.Metric:
-    """Return the metric of the first score of a run, or accuracy without scores."""
     told = [*(score.metric for score in found.scores), *(score.metric for score in found.held)]
     return metrics.KNOWN[told[0] if told else "accuracy"]
 
 
 def _format_metric_heading(metric: metrics.Metric) -> str:
     return metric.title[0].upper() + metric.title[1:]
-
-
-def _format_metric_title(found: RunData) -> str:
-    return _find_main_metric(found).title
 
 
 def _format_value(metric: str, value: float) -> str:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,13 +42,18 @@ from fedquilt.formats import toml, training_choices
 from fedquilt.formats.job_bundle import load_bundle
 from fedquilt.models.networks import registry
 from fedquilt.tools.broker import EmbeddedBroker
-from fedquilt.tools.simulation import DeviceData, child_processes
+from fedquilt.tools.simulation import DeviceData
 from fedquilt.transport.link import Endpoint
 from fedquilt.transport.memory_link import MemoryBroker, MemoryLink, run_on_virtual_time
 from fedquilt.transport.mqtt.broker import Broker
 from fedquilt.transport.mqtt.link import MqttLink
 
 WAITS_S: Final = 3600.0  # of virtual time for which nobody is at a run
+ENDING_S: Final = 10.0  # for which a process that was told to stop is waited for
+RUN: Final = (
+    "import sys; from fedquilt.edge_agent.task.process import exit_with_parent; exit_with_parent(int(sys.argv[1])); "
+    "from fedquilt.cli import main; sys.exit(main(sys.argv[2:]))"
+)
 
 
 @dataclass(frozen=True)
@@ -70,11 +77,7 @@ class FleetPlan:
         return (self.home / "agents" / run / device).resolve()
 
     def make_agent_tables(self, run: str = "") -> list[dict[str, Any]]:
-        """Return the agent.toml tables of all devices. Boards and budgets are assigned in rotation.
-
-        Raises:
-            JobError: If the job has no [data].
-        """
+        """Return the agent.toml tables of all devices. Boards and budgets are assigned in rotation."""
         if not self.job.data:
             raise JobError("the job has no [data] table: add one with the data of the simulated devices")
         spec, allowed = self.job.fleet, self._list_allowed_plugins()
@@ -110,31 +113,18 @@ class FleetPlan:
         return sorted(set(found))
 
     def load_devices(self) -> tuple[list[DeviceData], Examples]:
-        """Return the examples of each device, and the common test set.
-
-        Raises:
-            DataError: If the data cannot be read.
-        """
         tables = self.make_agent_tables()
         shares = examples.load_all_shares(msgspec.convert(tables[0]["data"], DataSpec))
         found = [DeviceData(table["device"], *share) for table, share in zip(tables, shares, strict=True)]
         return found, examples.load_split(msgspec.convert({**self.job.data, "split": "test"}, DataSpec))
 
     def validate_and_load_bundle(self, make: Callable[[str], Device] = make_board) -> Bundle:
-        """Check the job, its fleet, data and boards before a run, and return the job's bundle.
-
-        Raises:
-            JobError, ModelError: If the bundle or a key of [data] or [fleet] is wrong.
-            DataError: If the data is missing, unreadable or too small, or does not fit the network.
-        """
         self.validate_fleet(make)
         made = load_bundle(self.bundle)
         require_matching_bundle(self.job, made)
         agents = self.make_agent_tables()
         spec = DataSpec.parse(agents[0]["data"])
-        examples.require_nonempty_shares(
-            compatibility.open_compatible_data(made.meta, spec), spec
-        )  # else every board would find out for itself
+        examples.require_nonempty_shares(compatibility.open_compatible_data(made.meta, spec), spec)
         return made
 
     def validate_fleet(self, make: Callable[[str], Device] = make_board) -> None:
@@ -152,10 +142,6 @@ class FleetPlan:
         """Queue the job, or resume its unfinished run, and return the id of the run.
 
         The first round waits for all selected devices of the fleet.
-
-        Raises:
-            JobError, ModelError, DataError: If `validate_and_load_bundle` raises, or the method cannot train the
-            network.
         """
         made = self.validate_and_load_bundle(make)
         there = self.job.fleet.count_selected_devices(self.job.cohort, self.size)
@@ -169,23 +155,8 @@ class FleetPlan:
         return run
 
 
-def run_fleet_on_broker(
-    plan: FleetPlan,
-    broker: Mapping[str, Any] | None,
-    *,
-    wordy: bool = False,
-) -> tuple[str, str]:
-    """Run agents as processes and a coordinator here. Return the run id and its final status.
-
-    Args:
-        plan: Plan of the fleet.
-        broker: The [broker] table of the agents, or None to start an embedded broker.
-        wordy: Print every event.
-
-    Raises:
-        JobError: If all agents have ended, the broker table has a certificate, or the job has adversaries or
-            simulated links.
-    """
+def run_fleet_on_broker(plan: FleetPlan, broker: Mapping[str, Any] | None, *, wordy: bool = False) -> tuple[str, str]:
+    """Run agents as processes and a coordinator here. Return the run id and its final status."""
     require_no_adversaries(plan.job)
     if plan.job.fleet.links:
         raise JobError(
@@ -209,7 +180,7 @@ def run_fleet_on_broker(
         link = MqttLink(Broker.from_url(**broker), f"fedquilt-coordinator-{plan.fleet}")
         link.wait_until_connected(timeout_s=10.0)
         run_coordinator(
-            store, link, plan.fleet, console, only=run, watch=_ProcessMonitor(plan, run, agents, console.report)
+            store, link, plan.fleet, console, only=run, watch=_watch_agents(plan, run, agents, console.report)
         )
         ended = store.stored_status(run)
     if ended == "done":
@@ -218,22 +189,11 @@ def run_fleet_on_broker(
 
 
 def run_fleet_virtually(
-    plan: FleetPlan,
-    *,
-    wordy: bool = False,
-    make: Callable[[str], Device] = make_board,
+    plan: FleetPlan, *, wordy: bool = False, make: Callable[[str], Device] = make_board
 ) -> tuple[str, str]:
     """Run all agents and the coordinator on virtual time. Return the run id and the final status.
 
     Nothing is flushed to disk: files survive a killed process, but possibly not a power failure.
-
-    Args:
-        plan: Plan of the fleet.
-        wordy: Print every event.
-        make: Factory of a board, by its name.
-
-    Raises:
-        JobError: If the run waits for devices in vain, or the job has adversaries.
     """
     require_no_adversaries(plan.job)
     broker = MemoryBroker()
@@ -250,7 +210,7 @@ def run_fleet_virtually(
         sides: list[tuple[MemoryLink, Endpoint]] = [(link, server)]
         together = examples.SharedLoader()
         agents: list[Agent] = []
-        waiting = _StallDetector(run)
+        busy_s = 0.0
         shared = SharedBlobStore(plan.get_agent_folder(run, ".shared"))
         with plugins.search_current_folder():  # the code there is these boards', too
             for index, table in enumerate(plan.make_agent_tables(run)):
@@ -263,8 +223,16 @@ def run_fleet_virtually(
                 console.show_status(lambda: f"{len(agents)} of {plan.size} devices are made")
 
         def watch() -> None:
+            nonlocal busy_s
             console.refresh()
-            waiting.require_progress(server, broker.now_s)
+            job = server.find_job(run)
+            if job is None or job.rounds.asked or job.rounds.phase not in ("new", "selecting", "open"):
+                busy_s = broker.now_s
+            elif broker.now_s > busy_s + WAITS_S:  # devices on virtual time never join later
+                raise JobError(
+                    f"{run} has waited for boards since its round {job.rounds.round + 1}, and no others will come: "
+                    "see `fedquilt why`, and correct [cohort] (min_devices, min_battery, max_temperature_c) or [fleet]"
+                )
 
         with _suppress_agent_logs(wordy), contextlib.closing(console):
             run_on_virtual_time(broker, lambda: sides, lambda: server.finished, watch=watch)
@@ -286,24 +254,7 @@ def _suppress_agent_logs(wordy: bool) -> Iterator[None]:
         log.setLevel(before)
 
 
-class _StallDetector:
-    def __init__(self, run: str) -> None:
-        self._run, self._busy_s = run, 0.0
-
-    def require_progress(self, server: Server, now_s: float) -> None:
-        # devices on virtual time never join later, so a run without activity for WAITS_S cannot continue
-        job = server.find_job(self._run)
-        if job is None or job.rounds.asked or job.rounds.phase not in ("new", "selecting", "open"):
-            self._busy_s = now_s
-        elif now_s > self._busy_s + WAITS_S:
-            raise JobError(
-                f"{self._run} has waited for boards since its round {job.rounds.round + 1}, and no others will come: "
-                "see `fedquilt why`, and correct [cohort] (min_devices, min_battery, max_temperature_c) or [fleet]"
-            )
-
-
 def _delete_run_files(plan: FleetPlan, run: str) -> None:
-    """Delete the blobs and work folders of a run that is over. Logs and private state stay."""
     for table in plan.make_agent_tables(run):
         for name in ("blobs", "task", "outbox", "scratch"):
             if (folder := Path(table["home"]) / name).is_dir():
@@ -311,45 +262,58 @@ def _delete_run_files(plan: FleetPlan, run: str) -> None:
     shutil.rmtree(plan.get_agent_folder(run, ".shared"), ignore_errors=True)
 
 
-# -- processes ------------------------------------------------------------------------------------
-
-
+@contextlib.contextmanager
 def start_agents(
     agents: Sequence[Mapping[str, Any]], broker: Mapping[str, Any]
-) -> contextlib.AbstractContextManager[dict[str, subprocess.Popen[bytes]]]:
-    """Write each agent.toml and start the agents. The context manager returns the processes by device.
+) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    """Write each agent.toml and start the agents in a context, and terminate them at its end.
 
-    The processes are terminated at the end of the context.
+    Each agent is a process in its own session, ends with the calling thread and ignores Ctrl-C in the terminal.
     """
-    wanted = {}
-    for table in agents:
-        home = Path(table["home"])
-        home.mkdir(parents=True, exist_ok=True)
-        (home / "agent.toml").write_text(toml.format_toml({**table, "broker": dict(broker)}))
-        wanted[table["device"]] = child_processes.ChildCommand(["agent", str(home / "agent.toml")], home / "agent.log")
-    return child_processes.start_processes(wanted)
+    started: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        for table in agents:
+            home = Path(table["home"])
+            home.mkdir(parents=True, exist_ok=True)
+            (home / "agent.toml").write_text(toml.format_toml({**table, "broker": dict(broker)}))
+            with (home / "agent.log").open("ab") as log:
+                started[table["device"]] = subprocess.Popen(
+                    [sys.executable, "-c", RUN, str(os.getpid()), "agent", str(home / "agent.toml")],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+        yield started
+    finally:
+        for process in started.values():
+            process.terminate()
+        for process in started.values():
+            try:
+                process.wait(timeout=ENDING_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
-class _ProcessMonitor:
-    def __init__(
-        self, plan: FleetPlan, run: str, agents: Mapping[str, subprocess.Popen[bytes]], say: Callable[[str], None]
-    ) -> None:
-        self._plan, self._run, self._agents, self._say = plan, run, agents, say
-        self._ended: set[str] = set()  # devices whose end is reported
+def _watch_agents(
+    plan: FleetPlan, run: str, agents: Mapping[str, subprocess.Popen[bytes]], say: Callable[[str], None]
+) -> Callable[[], None]:
+    ended: set[str] = set()  # devices whose end is reported
 
-    def __call__(self) -> None:
-        for device, process in sorted(self._agents.items()):
-            if device not in self._ended and (code := process.poll()) is not None:
-                self._ended.add(device)
+    def read_last_line(device: str) -> str:
+        log = plan.get_agent_folder(run, device) / "agent.log"
+        return f"{(log.read_text(errors='replace').strip().splitlines() or ['(nothing)'])[-1]} ({log})"
+
+    def watch() -> None:
+        for device, process in sorted(agents.items()):
+            if device not in ended and (code := process.poll()) is not None:
+                ended.add(device)
                 how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-                words, log = self._read_last_line(device)
-                left = len(self._agents) - len(self._ended)
-                self._say(f"the agent of {device} {how}; it said: {words} ({log}); {left} agents go on")
-        if len(self._ended) == len(self._agents):
-            device = sorted(self._agents)[0]
-            words, log = self._read_last_line(device)
-            raise JobError(f"every agent has ended; {device} said: {words} ({log})")
+                left = len(agents) - len(ended)
+                say(f"the agent of {device} {how}; it said: {read_last_line(device)}; {left} agents go on")
+        if len(ended) == len(agents):
+            first = sorted(agents)[0]
+            raise JobError(f"every agent has ended; {first} said: {read_last_line(first)}")
 
-    def _read_last_line(self, device: str) -> tuple[str, Path]:
-        log = self._plan.get_agent_folder(self._run, device) / "agent.log"
-        return child_processes.read_last_line(log), log
+    return watch

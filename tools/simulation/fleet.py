@@ -18,23 +18,196 @@ import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
-from sys import intern
 from typing import Final
 
 from msgspec import structs
 
 from fedquilt import wire
-from fedquilt.blobs.store import BlobStore
+from fedquilt.blobs.store import SMALL_BYTES, BlobStore
 from fedquilt.coordinator.delivery.executor import Heard
 from fedquilt.coordinator.fleet.registry import BrokerOutage
 from fedquilt.coordinator.rounds.decisions import UpdateReceived
 from fedquilt.coordinator.rounds.events import JobView
 from fedquilt.coordinator.updates.aggregation import blob_hashes
-from fedquilt.core import BlobRef, JobError, Profile, SiteRight, StoreError, Task, Update
+from fedquilt.core import BlobRef, Device, JobError, Profile, SiteRight, StoreError, Task, Update
+from fedquilt.costs.cost_model import LinkCost
 from fedquilt.edge_agent import messages, state_machine
-from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
-from fedquilt.tools.simulation.device import FOLLOWING, UNANSWERED, DeviceSpec, FleetDevice
+from fedquilt.edge_agent.power.governor import GovernorPolicy
+from fedquilt.edge_agent.power.learned_model import LearnedModel
+from fedquilt.edge_agent.task.protocol import PRIVATE, WorkRequest, WorkResult
+from fedquilt.edge_agent.task.worker import VirtualWorker
+from fedquilt.edge_agent.task_runner import TaskRunner
+
+TELEMETRY_S: Final = 30.0  # between two readings that a board with sensors tells, as agents do by default
+PRESENCE: Final = wire.Presence(online=True, boot="simulated-1", seq=1)
+UNANSWERED: Final = ".update"  # ending of the file with an update whose private state waits for its answer
+FOLLOWING: Final = ".next"  # ending of the file with that private state
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSpec:
+    device: str
+    board: Callable[[], Device]  # called when the device is first needed
+    means: state_machine.Capabilities
+    data: Mapping[str, object] = field(default_factory=dict)  # of its work requests, beside the name of its share
+    rule: GovernorPolicy = GovernorPolicy()
+    link: LinkCost = LinkCost()
+
+
+class FleetDevice:
+    def __init__(self, fleet: SimulatedFleet, spec: DeviceSpec) -> None:
+        self.name, self._fleet, self._spec = spec.device, fleet, spec
+        self.board = spec.board()
+        self.worker = VirtualWorker(self.board)
+        self.have = set[str]()  # sha256 of what it was sent
+        self._coming: deque[tuple[float, str]] = deque()  # when blobs will be here, and their sha256
+        self._going: deque[tuple[float, Update]] = deque()  # when updates will be there
+        self._folder = f"{fleet.folder}/private/"
+        self._private = f"{self.name}.safetensors"
+        self._following = f"{self.name}{FOLLOWING}"  # what the update in the outbox leaves
+        self._unanswered = f"{self.name}{UNANSWERED}"
+        self._leaves = False  # whether the order in hand has left private state
+        outbox = self._restore_outbox()
+        self.follows = bool(outbox)
+        self.duty = TaskRunner(
+            spec.device, state_machine.DeviceState(spec.means, outbox=outbox), self.board, self.worker, spec.rule, self
+        )
+        self._places: dict[BlobRef, int] = {}  # positions of the running task's outputs in the pack file
+        self._prefix = f"{self.name}."  # of what its tasks write into the folder that all devices share
+        self.due_s = math.inf
+        self.tell_s = 0.0  # when its sensors are told next
+
+    def _restore_outbox(self) -> dict[state_machine.Key, state_machine.OutboxUpdate]:
+        # an interrupted run left an update with private state unanswered, so the update is offered again
+        if self._following not in self._fleet.private:
+            return {}
+        with open(f"{self._folder}{self._unanswered}", "rb") as file:
+            update = wire.decode(file.read(), Update)
+        return {(update.job, update.round): state_machine.OutboxUpdate(update, True, due_s=-math.inf)}
+
+    def publish_telemetry(self, now_s: float) -> None:
+        if now_s < self.tell_s:
+            return
+        told = messages.telemetry_message(self.board.read_sensors(now_s))
+        self.tell_s = math.inf if told is None else now_s + TELEMETRY_S
+        if told is not None:
+            self._fleet.queue_message(self.name, told)
+
+    def publish_claim(self, claim: wire.Claim) -> None:
+        self._fleet.queue_message(self.name, claim)
+
+    def submit_update(self, update: Update, now_s: float) -> None:
+        # published only when the simulated upload of the blobs has ended
+        if update in [given for _, given in self._going]:
+            return
+        due_s = self._compute_transfer_end_s(self._going, sum(ref.size for ref in update.bundles.values()), now_s)
+        if due_s > now_s:
+            self._going.append((due_s, update))
+        else:
+            self._fleet.queue_message(self.name, update)
+
+    def discard_update(self, update: Update) -> None:
+        self._fleet.unanswered.pop((self.name, (update.job, update.round)), None)
+        self._finish_private_state(accepted=False)
+
+    def fetch_blobs(self, refs: Sequence[BlobRef]) -> None:
+        # the download takes simulated time alone: the blobs are read in the coordinator's store
+        for ref in refs:
+            self._coming.append((self._compute_transfer_end_s(self._coming, ref.size, self._fleet.now_s), ref.sha256))
+
+    def deliver_due_transfers(self, now_s: float) -> None:
+        while self._coming and self._coming[0][0] <= now_s:
+            sha256 = self._coming.popleft()[1]
+            self.have.add(sha256)
+            self.duty.handle_event(state_machine.BlobFetched(sha256), now_s)
+        while self._going and self._going[0][0] <= now_s:
+            self._fleet.queue_message(self.name, self._going.popleft()[1])
+
+    def next_arrival_s(self) -> float:
+        coming_s = self._coming[0][0] if self._coming else math.inf
+        return min(coming_s, self._going[0][0]) if self._going else coming_s
+
+    def _compute_transfer_end_s(self, before: Sequence[tuple[float, object]], size: int, now_s: float) -> float:
+        # transfers of one direction run one after another
+        return max(now_s, before[-1][0] if before else now_s) + self._spec.link.transfer_seconds(size)
+
+    def cancel_fetch(self, sha256: str) -> None:
+        self.have.discard(sha256)
+        self._coming = deque(each for each in self._coming if each[1] != sha256)
+
+    def report_progress(self, task: Task, fraction: float, now_s: float) -> None: ...  # there are no observers
+
+    def store_learned_costs(
+        self, learned: Mapping[str, LearnedModel]
+    ) -> None: ...  # a simulated board does not restart
+
+    def build_work_request(self, task: Task, budget_bytes: int, plan_bytes: int, *, spare: bool = False) -> WorkRequest:
+        # a spare request is outside of the rounds, so its engine may plan with the whole budget
+        return WorkRequest(
+            task=task,
+            device=self.name,
+            budget_bytes=budget_bytes,
+            data={"share": self.name, **self._spec.data},
+            bundles={name: self._fleet.find_bundle(name, ref) for name, ref in task.bundles.items()},
+            private=f"{self._folder}{self._private}" if self._private in self._fleet.private else None,
+            cache=f"{self._fleet.folder}/caches/{self.name}",
+            out=self._fleet.out,
+            plan_bytes=None if spare else plan_bytes,
+            prefix=self._prefix,
+            whole_bytes=SMALL_BYTES,
+        )
+
+    def store_outputs(self, outcome: WorkResult) -> WorkResult:
+        self.discard_outputs()
+        self._leaves = outcome.private is not None
+        for ref in outcome.bundles.values():
+            if ref.sha256 in outcome.blobs and ref not in self._places:
+                self._places[ref] = self._fleet.depot.write_unnamed(ref, outcome.blobs[ref.sha256])
+        return structs.replace(outcome, blobs={}) if outcome.blobs else outcome
+
+    def discard_outputs(self) -> None:
+        while self._places:
+            self._fleet.depot.discard_unnamed(*self._places.popitem())
+
+    def commit_result(self, update: Update, blobs: Mapping[str, bytes], private: BlobRef | None) -> bool:
+        """Name the update's blobs and keep the update until its answer. Return whether a private state was stored."""
+        made = f"{self._fleet.out}/{self._prefix}"
+        for ref in update.bundles.values():
+            place = self._places.pop(ref, None)
+            if place is not None:
+                self._fleet.depot.name_blob(ref, place)
+            else:
+                self._fleet.depot.adopt_file(f"{made}{ref.sha256}", ref)
+        self._fleet.unanswered[self.name, (update.job, update.round)] = update
+        if not self._leaves:  # what a task before it may have written and then failed counts for nothing
+            return False
+        with open(f"{self._folder}{self._unanswered}", "wb") as file:
+            file.write(wire.encode(update))
+        os.replace(f"{made}{PRIVATE}", f"{self._folder}{self._following}")
+        self._fleet.private |= {self._unanswered, self._following}
+        self.follows = True
+        return True
+
+    def apply_ack(self, ack: wire.Ack) -> None:
+        """Apply the acknowledgement of an update. If accepted, the new private state replaces the old."""
+        self._fleet.unanswered.pop((self.name, (ack.job, ack.round)), None)
+        if (ack.job, ack.round) in self.duty.state.outbox:
+            self._finish_private_state(ack.accepted)
+
+    def _finish_private_state(self, accepted: bool) -> None:
+        if not self.follows:
+            return
+        if accepted:
+            os.replace(f"{self._folder}{self._following}", f"{self._folder}{self._private}")
+            self._fleet.private.add(self._private)
+        else:
+            os.unlink(f"{self._folder}{self._following}")
+        self._fleet.private -= {self._following, self._unanswered}
+        os.unlink(f"{self._folder}{self._unanswered}")  # last: with it, what follows is offered again after a kill
+        self.follows = False
+
 
 OWN: Final = ("seed", "tier", "counted")  # fields of a task that are of its device alone, and plain
 
@@ -49,11 +222,6 @@ class EncodedTasks:
         self._last: tuple[Task, Task] | None = None  # as it was sent, and as it came
 
     def __call__(self, task: Task) -> Task:
-        """Return a task after encoding and decoding.
-
-        Raises:
-            WireError: If the task cannot be encoded.
-        """
         if self._last is not None:
             sent, came = self._last
             if all(map(operator.is_, _shared(task), _shared(sent))):
@@ -68,7 +236,7 @@ _shared = operator.attrgetter(*(name for name in Task.__struct_fields__ if name 
 
 
 class SimulatedFleet:
-    """Executor of simulated devices, which can be brought online and switched off.
+    """Executor of simulated devices, some of which may come online later.
 
     Args:
         depot: Blob store of the coordinator.
@@ -109,55 +277,26 @@ class SimulatedFleet:
                 name = kept.removesuffix(FOLLOWING)
                 update = wire.decode((folder / "private" / f"{name}{UNANSWERED}").read_bytes(), Update)
                 self.unanswered[name, (update.job, update.round)] = update
-        self._held: dict[str, set[str]] = {}  # device -> sha256 of what it was sent, also while it is away
         self._wire = EncodedTasks()
         self._kinds: dict[
             tuple[object, int], tuple[Profile, bool]
         ] = {}  # profile by board and means, and if it has sensors
-        self._boots: dict[str, int] = {}  # device -> how often it has come online
         self._away = set(self.specs)
         self.bring_online(name for name in self.specs if name not in away)
         self.specs |= apart or {}
 
-    # -- who is there --
-
     def bring_online(self, names: Iterable[str]) -> None:
-        """Bring devices online at the current virtual time. Online devices are unchanged.
-
-        Raises:
-            JobError: If the fleet has no device of that name.
-        """
         for name in names:
             if name not in self.specs:
                 raise JobError(f"the simulated fleet has no device {name!r}")
             if name in self._away:
                 self._away.remove(name)
-                self._boots[name] = self._boots.get(name, 0) + 1
-                self._heard += [(name, self._make_presence(name, online=True)), (name, self.profile(name))]
-
-    def switch_off(self, names: Iterable[str]) -> None:
-        """Switch devices off. Running tasks are lost, private state and blobs remain."""
-        for name in [name for name in names if name in self._boots and name not in self._away]:
-            self._away.add(name)
-            self._waiting.pop(name, None)
-            self._moved.pop(name, None)
-            if (gone := self._devices.pop(name, None)) is not None:
-                gone.duty.stop()
-                gone.discard_outputs()
-                for key in () if gone.follows else gone.duty.state.outbox:
-                    self.unanswered.pop((name, key), None)
-            self._heard.append((name, self._make_presence(name, online=False)))
-
-    # -- for whoever carries orders out --
+                self._heard += [(name, PRESENCE), (name, self.profile(name))]
 
     @property
     def waiting_requests(self) -> list[WorkRequest]:
         """Work requests of running tasks that need a result before virtual time can continue, by device."""
         return [order for name in sorted(self._waiting) if (order := self._waiting[name].worker.order) is not None]
-
-    @property
-    def has_waiting_requests(self) -> bool:
-        return bool(self._waiting)
 
     def find_running_task(self, device: str) -> Task | None:
         given = self._waiting.get(device)
@@ -191,11 +330,8 @@ class SimulatedFleet:
             self._get_or_create_device(device)
         return structs.replace(profile, device=device)
 
-    # -- the executor --
-
     def receive_inputs(self, now_s: float) -> Iterator[Heard]:
         """Yield the messages up to `now_s`, running the due devices as soon as no message is left."""
-        # devices process their due events here, between the messages
         self.now_s = now_s
         self._files.clear()
         while True:
@@ -238,9 +374,9 @@ class SimulatedFleet:
         # all events are known in advance
         return ()
 
-    def set_backlog(self, updates: int, waiting_bytes: int, most_bytes: float) -> None:
-        # an update is on the coordinator's disk as soon as it is made
-        ...
+    def set_backlog(
+        self, updates: int, waiting_bytes: int, most_bytes: float
+    ) -> None: ...  # an update is on the coordinator's disk as soon as it is made
 
     def site_right(self, device: str) -> SiteRight | None:
         return None
@@ -248,9 +384,7 @@ class SimulatedFleet:
     def transfer_wait_s(self, device: str) -> float:
         return 0.0
 
-    def yield_transfer_turn(self, device: str, now_s: float) -> None:
-        # no device waits for a turn
-        ...
+    def yield_transfer_turn(self, device: str, now_s: float) -> None: ...  # no device waits for a turn
 
     def send_release(self, device: str, kind: wire.Kind, release: wire.DesiredRelease | None) -> None:
         raise JobError(
@@ -260,9 +394,7 @@ class SimulatedFleet:
     def keep_alive(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def slow_resends(self, device: str) -> None:
-        # no message is lost, so none is repeated
-        ...
+    def slow_resends(self, device: str) -> None: ...  # no message is lost, so none is repeated
 
     def fetch_blobs(self, device: str, refs: Iterable[BlobRef], *, in_turn: bool = False) -> None:
         # devices write into the coordinator's blob store, so all blobs are there already
@@ -280,44 +412,21 @@ class SimulatedFleet:
             given, state_machine.UpdateAcked((ack.job, ack.round), ack.accepted, attempt=ack.attempt), self.now_s
         )
 
-    def set_epoch(self, epoch: int) -> None:
-        # simulated devices keep no epoch
-        ...
+    def set_epoch(self, epoch: int) -> None: ...  # simulated devices keep no epoch
 
-    def publish_state(self, job: JobView) -> None:
-        # there are no observers
-        ...
+    def publish_state(self, job: JobView) -> None: ...  # there are no observers
 
-    def close(self) -> None:
-        # there is no connection
-        ...
-
-    # -- within --
+    def close(self) -> None: ...  # there is no connection
 
     def queue_message(self, device: str, message: wire.Claim | Update | wire.Telemetry) -> None:
         self._heard.append((device, message))
 
-    def _make_presence(self, name: str, online: bool) -> wire.Presence:
-        return wire.Presence(online=online, boot=intern(f"simulated-{self._boots[name]}"), seq=1 if online else 2)
-
     def find_bundle(self, name: str, ref: BlobRef) -> str:
-        """Return the path of a bundle that a task needs.
-
-        Raises:
-            StoreError: If the blob is missing.
-        """
         path = self._files.get(ref.sha256) or self.depot.verified_path(ref.sha256)
         if path is None:
             raise StoreError(f"bundle {name!r} has vanished from {self.depot.folder}: leave it alone")
         self._files[ref.sha256] = path
         return path
-
-    def get_output_path(self, device: str, ref: BlobRef) -> Path:
-        return Path(f"{self.out}/{device}.{ref.sha256}")
-
-    def get_sent_blobs(self, device: str) -> set[str]:
-        """Return the mutable set of sha256 digests that a device has received."""
-        return self._held.setdefault(device, set())
 
     def _get_or_create_device(self, name: str) -> FleetDevice:
         if name not in self._devices:

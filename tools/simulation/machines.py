@@ -5,6 +5,7 @@ The machines of a run are recorded in HOME/machines/RUN.json. A run resumes on d
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -47,16 +48,12 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def describe_platform_differences(self, other: Machine) -> str:
         """Return differences in processor, GPUs, threads and libraries in words, or "" for none."""
-        here, there = self._describe_platform(), other._describe_platform()
+        here, there = (
+            {"processor": each.processor, "GPU": ", ".join(each.gpus) or "none", "threads": each.threads or "any"}
+            | each.libraries
+            for each in (self, other)
+        )
         return _format_differences(there, here)
-
-    def _describe_platform(self) -> dict[str, str]:
-        return {
-            "processor": self.processor,
-            "GPU": ", ".join(self.gpus) or "none",
-            "threads": self.threads or "any",
-            **self.libraries,
-        }
 
 
 class MachineSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,28 +61,25 @@ class MachineSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def describe_this_machine(modules: Collection[str] = (), threads: str | None = None) -> Machine:
-    """Return the properties of this machine.
-
-    Args:
-        modules: Top-level modules of plug-ins whose code is included.
-        threads: OMP_NUM_THREADS of the workers, or None for the value of this process.
-    """
-    versions = {"Python": platform.python_version()}
-    for name in LIBRARIES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+    versions = {"Python": platform.python_version(), **find_library_versions()}
     return Machine(
         processor=_read_processor_model(),
         gpus=_read_gpu_models(),
         threads=os.environ.get("OMP_NUM_THREADS", "") if threads is None else threads,
         libraries=versions,
         code={
-            "fedquilt": f"{fedquilt.__version__} ({_compute_code_digest()[:8]})",
+            "fedquilt": f"{fedquilt.__version__} ({compute_code_digest()[:8]})",
             **{name: plugins.module_digest(name)[:8] for name in sorted(modules)},
         },
     )
+
+
+def find_library_versions() -> dict[str, str]:
+    versions = {}
+    for name in LIBRARIES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
 
 
 def get_machine_name() -> str:
@@ -93,17 +87,7 @@ def get_machine_name() -> str:
 
 
 def require_same_results(known: Mapping[str, Machine], named: str, machine: Machine, *, mixed: bool) -> None:
-    """Check that a machine gives bit-identical results to the machines of a run.
-
-    Args:
-        known: Machines of the run, by name. The first is compared.
-        named: Name of the new machine.
-        machine: The new machine.
-        mixed: Permit a different processor, GPU or library. Different code is never permitted.
-
-    Raises:
-        JobError: If the machines differ.
-    """
+    """Check that a machine gives bit-identical results to the machines of a run."""
     for other, first in list(known.items())[:1]:
         if code := first.describe_code_differences(machine):
             raise JobError(f"{named} has other code than {other}: {code}; install the same on both")
@@ -115,12 +99,7 @@ def require_same_results(known: Mapping[str, Machine], named: str, machine: Mach
 
 
 def record_machines(home: Path, run: str, found: Mapping[str, Machine], *, mixed: bool) -> None:
-    """Record the machines of a run, in addition to those recorded earlier.
-
-    Raises:
-        JobError: If the machines differ from those recorded earlier and `mixed` is false. Newer code is permitted.
-        StoreError: If the file cannot be written.
-    """
+    """Record the machines of a run, in addition to those recorded earlier."""
     path = home / "machines" / f"{run}.json"
     before = read_machines(home, run)
     known = {f"{other}, where {run} began": machine for other, machine in before.items()}
@@ -172,7 +151,6 @@ def _read_processor_model() -> str:
 
 
 def _read_gpu_models() -> tuple[str, ...]:
-    """Return the names of NVIDIA GPUs from /proc, or () if CUDA_VISIBLE_DEVICES hides all."""
     # read from /proc, because loading a GPU library is slow
     if os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1"):
         return ()
@@ -184,12 +162,12 @@ def _read_gpu_models() -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=1)
-def _compute_code_digest() -> str:
+def compute_code_digest() -> str:
     # the digest is equal for a checkout with symbolic links and an installed package
     folder, digest, files = Path(fedquilt.__file__).parent, hashlib.sha256(), []
     for place, folders, names in os.walk(folder, followlinks=True):
         folders[:] = [each for each in folders if each != "__pycache__"]
-        files += [Path(place, each) for each in names if each.endswith(".py")]
+        files += [Path(place, each) for each in names if each.endswith((".py", ".toml"))]  # profiles are TOML
     for file in sorted(files):
         content = hashlib.sha256(file.read_bytes()).hexdigest()
         digest.update(f"{file.relative_to(folder).as_posix()}\0{content}\n".encode())

@@ -1,8 +1,7 @@
 """Simulated job with the coordinator's own rounds and store and devices on virtual time.
 
 `coordinator.server` opens and commits the rounds with an event log, so deadlines, quorums, budgets, governors, codecs
-and limits are those of a real run, and an interrupted run resumes. `workers` runs the work of the devices, and `run`
-drives both.
+and limits are those of a real run, and an interrupted run resumes. `run` runs the work of the devices.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from fedquilt import methods
 from fedquilt.arrays import tensors
@@ -41,8 +40,10 @@ from fedquilt.edge_agent.settings import parse_size
 from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
 from fedquilt.formats import job_bundle
 from fedquilt.tools.simulation import adversaries
-from fedquilt.tools.simulation.device import DeviceSpec
-from fedquilt.tools.simulation.fleet import SimulatedFleet
+from fedquilt.tools.simulation.fleet import DeviceSpec, SimulatedFleet
+
+if TYPE_CHECKING:
+    from fedquilt.tools.simulation.pool import WorkerPool
 
 NEWCOMER = "newcomer"  # a device that has taken part in nothing, and has room for everything
 ROOM_BYTES = 1 << 40
@@ -68,33 +69,12 @@ class SimulatedRound:
     evaluation: EvaluationSums | None = None
 
 
-class Prefetcher(Protocol):
-    """Prefetcher that can start work requests before `Simulation.advance` returns them."""
-
-    def expect_requests(self, count: int) -> None: ...
-
-    def prefetch(self, order: WorkRequest) -> None: ...
-
-    def set_sum_receiver(self, sums: Simulation) -> None: ...
-
-
 class Simulation:
     """One job on one simulated fleet.
 
-    Args:
-        job: Job with its fleet.
-        folder: Folder of the bundle, as `fedquilt prepare` writes it.
-        members: Number of held-out examples by device. Boards and budgets are assigned in this order.
-        home: Home of the coordinator. An interrupted run resumes there, and `rounds` starts with its earlier rounds.
-        load: Function that loads a method by name.
-        engine: Engine of the devices, or None for the job's, or else the first installed one of the method.
-        heard: Function called with each event of the run.
-        make: Factory of a board, by its name.
-        away: Devices that are offline at first (`SimulatedFleet.bring_online`).
-
-    Raises:
-        JobError: If no engine of the method is installed, or a budget or board does not exist.
-        StoreError: If the home cannot be written.
+    `members` has the number of held-out examples of each device. Boards and budgets are assigned in this order. An
+    interrupted run resumes in `home`, and `rounds` starts with its earlier rounds. Devices in `away` are offline at
+    first (`SimulatedFleet.bring_online`).
     """
 
     def __init__(
@@ -117,7 +97,7 @@ class Simulation:
         self.running: RunningJob | None = None
         self.refusals: dict[str, str] = {}  # device -> the last reason for which it did not take part
         self._answers: list[UpdateAccepted] = []
-        self._ahead: Prefetcher | None = None
+        self._ahead: WorkerPool | None = None
         self._busy_s = 0.0  # when somebody was last at the run, on virtual time
         self.adversaries = adversaries.choose_adversaries(job, members)
         self._overheard = adversaries.HonestUpdates()
@@ -191,13 +171,16 @@ class Simulation:
         """
         while not self.has_ended:
             due_s = self._server.step(self.now_s)
-            if self.fleet.has_waiting_requests:
+            if self.fleet.waiting_requests:
                 self._server.step(self.now_s)  # devices have said that they begin: it is heard while they are at work
             if orders := self._select_requests(self.fleet.waiting_requests):
                 return orders
             job = self._server.find_job(self.run)
             if job is None and not self.has_ended:
-                self._read_final_status()
+                # a run that could not be loaded has no observed events, only its log
+                self.status = self._store.stored_status(self.run)
+                ends = [fact for _, _, fact in self._store.read_events(self.run) if isinstance(fact, JobEnded)]
+                self.reason = ends[-1].reason if ends else ""
                 break
             at_work = job is not None and job.rounds.asked
             if due_s >= (POLL_S if at_work else self._busy_s + WAITS_S):
@@ -206,22 +189,14 @@ class Simulation:
             self.now_s = max(self.now_s, due_s)
         return []
 
-    def set_prefetcher(self, ahead: Prefetcher | None) -> None:
+    def set_prefetcher(self, ahead: WorkerPool | None) -> None:
         """Announce work requests to `ahead` as soon as devices start them.
 
         This is disabled with adversaries that observe honest updates.
         """
-        if (
-            ahead is not None and not self._adversaries_observe
-        ):  # adversaries who listen are asked after the others, otherwise
+        if ahead is not None and not self._adversaries_observe:
             self._ahead, self.fleet.begun = ahead, ahead.prefetch
             ahead.set_sum_receiver(self)
-
-    def _read_final_status(self) -> None:
-        # a run that could not be loaded has no observed events, only its log
-        self.status = self._store.stored_status(self.run)
-        ends = [fact for _, _, fact in self._store.read_events(self.run) if isinstance(fact, JobEnded)]
-        self.reason = ends[-1].reason if ends else ""
 
     def exclude_time(self, seconds: float) -> None:
         self._began_s += seconds
@@ -257,12 +232,10 @@ class Simulation:
     def _read_update(self, device: str, task: Task, outcome: WorkResult) -> DeviceUpdate:
         bundles: dict[str, Tensors] = {}
         for name, ref in outcome.bundles.items():
-            payload = outcome.blobs.get(ref.sha256)
-            bundles[name] = (
-                tensors.read_tensors(self.fleet.get_output_path(device, ref))
-                if payload is None
-                else tensors.decode_tensors(payload)
-            )
+            if (payload := outcome.blobs.get(ref.sha256)) is not None:
+                bundles[name] = tensors.decode_tensors(payload)
+            else:
+                bundles[name] = tensors.read_tensors(Path(f"{self.fleet.out}/{device}.{ref.sha256}"))
         return DeviceUpdate(device, task.round, outcome.weight, outcome.metrics, bundles)
 
     @property
@@ -272,7 +245,6 @@ class Simulation:
 
     def _select_requests(self, orders: list[WorkRequest]) -> list[WorkRequest]:
         """Return the requests to run now. Adversaries that observe run after honest devices and receive their mean."""
-        # observing adversaries work last, with the mean of the honest updates
         if not self._adversaries_observe:
             return orders
         first = [order for order in orders if order.device not in self.adversaries]
@@ -289,14 +261,7 @@ class Simulation:
         return [adversaries.add_honest_mean(order, honest) for order in orders]
 
     def make_evaluation_request(self, device: str) -> WorkRequest | None:
-        """Return a work request that evaluates the next model, or None if there is nothing to evaluate.
-
-        Args:
-            device: A device of the fleet, or NEWCOMER.
-
-        Raises:
-            JobError: If the method has no evaluation.
-        """
+        """Return a work request that evaluates the next model, or None if there is nothing to evaluate."""
         job = self.running
         assert job is not None
         if job.method.check is None:
@@ -387,11 +352,6 @@ def _make_round(
 
 
 def choose_job_engine(job: JobSettings, method: Method) -> str:
-    """Return the engine of the job, or the first installed engine of the method.
-
-    Raises:
-        JobError: If no such engine is installed.
-    """
     there = engines.available_engines()
     for name in [job.engine] if job.engine else method.engines:
         if name in there:

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -28,18 +27,6 @@ class TaskProcess:
 
     Private state is passed from task to task. `outside_bytes` is the peak memory that the kernel reports after the
     last task, or 0 if the kernel reports none.
-
-    Args:
-        method: Name of the method.
-        engine: Name of the engine.
-        budget_bytes: Memory budget of the tasks.
-        data: The [data] table of the device.
-        find: Function that returns the file of a bundle.
-        folder: Parent of the process's private folders.
-        command: Command of the process.
-        plugins: Packages that tasks may use, or None for all installed ones.
-        most_s: Time limit of a task.
-        most_bytes: Limit of the process's resident memory.
     """
 
     def __init__(
@@ -67,18 +54,11 @@ class TaskProcess:
         self._child = ChildProcess(self._command, self._engine)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._child is not None:
             self._child.kill()
 
     def run_task(self, order: TaskSpec, number: int) -> tuple[protocol.WorkResult, dict[str, Tensors]]:
-        """Run a task in the process. Return its result, and the tensors of its update.
-
-        Raises:
-            ModelError: If the task failed.
-        """
         out = self._folder / sandbox.OUT / str(number)
         out.mkdir(parents=True)
 
@@ -126,13 +106,9 @@ class TaskProcess:
         return outcome, {name: tensors.read_tensors(out / ref.sha256) for name, ref in outcome.bundles.items()}
 
     def run_request(self, order: protocol.WorkRequest) -> protocol.WorkResult:
-        assert self._child is not None
-        return self._send_and_await_result(
-            self._child, msgspec.json.encode(msgspec.structs.replace(order, data=self._data)) + b"\n"
-        )
-
-    def _send_and_await_result(self, child: ChildProcess, line: bytes) -> protocol.WorkResult:
-        child.send_line(line)
+        child = self._child
+        assert child is not None
+        child.send_line(msgspec.json.encode(msgspec.structs.replace(order, data=self._data)) + b"\n")
         end_s = time.monotonic() + self._most_s
         while True:
             for event in child.receive_events():

@@ -35,7 +35,6 @@ def test_two_threads_never_read_a_header_at_once(monkeypatch: Any) -> None:
 
 
 def test_arrays_are_read_as_numpy_reads_them() -> None:
-    """Any order and size of numbers, and what an .npz of numpy holds."""
     for x in (
         np.arange(6.0).reshape(2, 3),
         np.asfortranarray(np.arange(6, dtype=np.int16).reshape(2, 3)),

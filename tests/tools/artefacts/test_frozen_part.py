@@ -25,8 +25,6 @@ NOTHING = Examples(np.zeros((4, 8, 8), np.uint8), np.zeros(4, int))
 
 
 class Oracle:
-    """An engine whose network is as good as told, by how many of its tensors were allowed to move."""
-
     def __init__(self, *accuracies: float) -> None:
         self.accuracies, self.moved, self.orders = list(accuracies), [], []
 
@@ -47,9 +45,6 @@ def searched(engine: Any, **changes: Any) -> list[frozen_part.CandidateResult]:
     )
 
 
-# -- the search -----------------------------------------------------------------------------------
-
-
 def test_it_stops_at_the_first_candidate_that_does_no_better() -> None:
     """0.5, 0.7, 0.7: the fourth, which would be best, is not tried. Every one begins anew, in the same order."""
     oracle = Oracle(0.5, 0.7, 0.7, 0.9)
@@ -65,14 +60,10 @@ def test_it_ends_with_the_whole_network() -> None:
 
 
 def test_what_cannot_be_searched_is_refused() -> None:
-    """No validation share, or a block of no tensors."""
     with pytest.raises(JobError, match="nothing to validate on"):
         searched(Oracle(), held=Examples(NOTHING.x[:0], NOTHING.y[:0]))
     with pytest.raises(JobError, match="'layer9' has no tensors"):
         searched(Oracle(), parts=(("layer9",),))
-
-
-# -- blocks ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -92,9 +83,6 @@ def test_blocks_are_the_papers_where_it_names_them(network: Any, first: list[str
     assert (found[0], found[-1], len(found)) == (first, last, count)
 
 
-# -- at prepare -----------------------------------------------------------------------------------
-
-
 def digits(path: Path, count: int = 60) -> str:
     draws = np.random.default_rng(0)
     y = draws.integers(0, 3, count)
@@ -106,7 +94,6 @@ def digits(path: Path, count: int = 60) -> str:
 
 
 def test_prepare_finds_the_schedule_of_a_real_network(tmp_path: Path) -> None:
-    """It is in the bundle, with what was tried; the same again gives the same."""
     table = {"path": digits(tmp_path / "d.npz")}
     made = [
         prepare_bundle(
@@ -123,9 +110,6 @@ def test_prepare_finds_the_schedule_of_a_real_network(tmp_path: Path) -> None:
 def test_a_wrong_key_of_the_table_is_refused(tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r"\[schedule\]: there is no key 'block'; did you mean 'blocks'\?"):
         prepare_bundle({"model": CNN, "schedule": {"path": "x", "block": 1}}, tmp_path)
-
-
-# -- a new head -----------------------------------------------------------------------------------
 
 
 def test_a_new_head_replaces_the_last_layer_alone(tmp_path: Path) -> None:
@@ -146,7 +130,6 @@ def test_a_new_head_replaces_the_last_layer_alone(tmp_path: Path) -> None:
 
 
 def test_weights_for_the_same_classes_leave_no_head_to_replace(tmp_path: Path) -> None:
-    """It would silently throw away, or keep, what was meant otherwise."""
     old = {name: value.numpy() for name, value in registry.load_network(CNN, seed=4).state_dict().items()}
     (tmp_path / "old.safetensors").write_bytes(tensors.encode_tensors(old))
     with pytest.raises(ModelError, match="0 layers differ"):

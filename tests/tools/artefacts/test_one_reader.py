@@ -12,30 +12,27 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from fedquilt.arrays import tensors
+from fedquilt.coordinator import settings
+from fedquilt.core import DataError, ModelError
+from fedquilt.data import examples
+from fedquilt.data.reading_settings import complete_data_table
+from fedquilt.data.spec import DataSpec
+from fedquilt.edge_agent.engines import exported_model as engines_exported_model
+from fedquilt.edge_agent.engines import training
+from fedquilt.edge_agent.releases import check_process
+from fedquilt.edge_agent.task.protocol import CheckRequest
+from fedquilt.models.networks import onnx_file
+from fedquilt.tools.artefacts import prepare
+from fedquilt.tools.artefacts.classifier import Classifier, run_model
+from fedquilt.tools.operations.runner.service import ModelService, ModelSwitcher
+
 pytest.importorskip("torch", reason="a network is exported by torch")
 pytest.importorskip("onnxruntime", reason="an exported network is run")
 Image = pytest.importorskip("PIL.Image", reason="images are decoded by Pillow")
 
-from fedquilt.arrays import tensors  # noqa: E402
-from fedquilt.coordinator import settings  # noqa: E402
-from fedquilt.core import DataError, ModelError  # noqa: E402
-from fedquilt.data import examples  # noqa: E402
-from fedquilt.data.reading_settings import complete_data_table  # noqa: E402
-from fedquilt.data.spec import DataSpec  # noqa: E402
-from fedquilt.edge_agent.engines import exported_model as engines_exported_model  # noqa: E402
-from fedquilt.edge_agent.engines import training  # noqa: E402
-from fedquilt.edge_agent.releases import check_process  # noqa: E402
-from fedquilt.edge_agent.task.protocol import CheckRequest  # noqa: E402
-from fedquilt.models.networks import onnx_file  # noqa: E402
-from fedquilt.tools.artefacts import prepare  # noqa: E402
-from fedquilt.tools.artefacts.classifier import Classifier  # noqa: E402
-from fedquilt.tools.artefacts.run_model import run_model  # noqa: E402
-from fedquilt.tools.operations.runner.service import ModelService, ModelSwitcher  # noqa: E402
-
 
 class Case(NamedTuple):
-    """Training data with the tables of a job, and files of the training data in their order."""
-
     job: dict[str, Any]
     files: list[Path]
     table: Path | None = None  # the file, if its rows are the examples
@@ -59,8 +56,6 @@ def image_case(folder: Path, save: Callable[[Path, int], Path], channels: int) -
 
 
 def saved(mode: str, suffix: str, **options: Any) -> Callable[[Path, int], Path]:
-    """A function that saves an image of noise in this Pillow mode."""
-
     def save(path: Path, seed: int) -> Path:
         file = path.with_suffix(suffix)
         if mode == "I;16":
@@ -74,7 +69,6 @@ def saved(mode: str, suffix: str, **options: Any) -> Callable[[Path, int], Path]
 
 
 def rotated(path: Path, seed: int) -> Path:
-    """A photograph that a camera saved on its side, with the EXIF tag that says so."""
     image = Image.fromarray(noise(seed, (20, 17, 3)).astype(np.uint8))
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -140,7 +134,6 @@ def table(folder: Path) -> Case:
 
 
 def arrays(folder: Path) -> Case:
-    """Numbers with a gap, under a name of their own, and words for labels."""
     folder.mkdir(parents=True)
     x = np.array([[1, 20], [np.nan, 40], [3, 10], [5, 70]], np.float32)
     np.savez(folder / "own.npz", features=x, kind=np.array(["oak", "ash", "ash", "oak"]))
@@ -174,7 +167,6 @@ CASES = {
 
 
 def exported_model(case: Case, folder: Path) -> tuple[Path, Mapping[str, Any]]:
-    """Export the prepared network with its first weights; returns the file and the [data] table."""
     job = {**case.job, "data": complete_data_table(case.job["data"])}
     made = prepare.prepare_bundle(job, folder / "bundle")
     weights = tensors.decode_tensors((folder / "bundle" / "blobs" / made.files["model"].sha256).read_bytes())

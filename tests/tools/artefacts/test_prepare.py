@@ -25,7 +25,7 @@ from fedquilt.models.networks import registry
 from fedquilt.models.partial import masks
 from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.onnx import blocks
-from fedquilt.tools.artefacts.prepare import prepare_and_check, prepare_bundle
+from fedquilt.tools.artefacts.prepare import align_labels, prepare_and_check, prepare_bundle
 from fedquilt.tools.experiments import comparison
 
 PLAIN = {"name": "plain", "channels": 1, "classes": 3}
@@ -64,12 +64,6 @@ def test_a_misspelt_network_is_named_where_torch_is_missing(tmp_path: Path, monk
         prepare_bundle({"model": {"name": "mpl", "inputs": 4, "hidden": [3], "classes": 2}}, tmp_path)
 
 
-def test_the_input_table_goes_with_the_model(tmp_path: Path) -> None:
-    """An agent needs it to turn stored images into what the network takes."""
-    made = prepare_bundle({"model": RESIDUAL, "input": {"channels": 1, "size": 8, "mean": [0.5]}}, tmp_path)
-    assert made.meta["network"]["input"] == {"channels": 1, "size": 8, "mean": [0.5], "std": [1.0]}
-
-
 @pytest.mark.parametrize(
     ("tables", "edited"),
     [
@@ -81,7 +75,6 @@ def test_the_input_table_goes_with_the_model(tmp_path: Path) -> None:
 def test_what_prepare_makes_of_a_job_is_that_jobs_bundle_and_no_others(
     tmp_path: Path, tables: dict[str, Any], edited: dict[str, Any]
 ) -> None:
-    """A bundle fits its job wherever the input table stands; `simulate`, `serve` and `compare` check alike."""
     made = prepare_bundle(tables, tmp_path)
     np.savez(tmp_path / "own.npz", x=np.zeros((6, 8, 8), np.uint8), y=np.arange(6) % 3)
     data = {"path": str(tmp_path / "own.npz")}
@@ -96,7 +89,6 @@ def test_what_prepare_makes_of_a_job_is_that_jobs_bundle_and_no_others(
 
 
 def test_another_input_table_than_the_bundles_is_refused(tmp_path: Path) -> None:
-    """The bundle's is what boards would use; a key that the job leaves out is the bundle's to say."""
     made = prepare_bundle({"model": RESIDUAL, "input": {"channels": 1, "size": 8, "mean": [0.5], "std": [1]}}, tmp_path)
     own = settings.parse_job({"name": "a", "method": "fedavg", "model": RESIDUAL, "input": {"channels": 1, "size": 8}})
     require_matching_bundle(own, made)
@@ -106,7 +98,6 @@ def test_another_input_table_than_the_bundles_is_refused(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("leaves_out", [(), ("donors",), ("donors", "input")])
 def test_labels_other_than_the_bundles_are_refused_by_name(tmp_path: Path, leaves_out: tuple[str, ...]) -> None:
-    """Votes and heads are for the bundle's labels, whether or not the job says which donors they are of."""
     table = job({"name": "p", "network": PLAIN})
     made = prepare_bundle(table, tmp_path)
     kept = {key: value for key, value in table.items() if key not in leaves_out}
@@ -129,7 +120,6 @@ def test_labels_other_than_the_bundles_are_refused_by_name(tmp_path: Path, leave
 def test_a_bundle_of_donors_is_a_stock_whose_blocks_run_where_they_lie(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tile_bytes: int
 ) -> None:
-    """Every donor's blocks, in order, from the bundle's own folder, give what the network gives; tiled or whole."""
     monkeypatch.setattr(blocks, "TILE_BYTES", tile_bytes)
     prepare_bundle(
         job({"name": "p", "network": PLAIN, "seed": 1}, {"name": "r", "network": RESIDUAL, "seed": 2}), tmp_path
@@ -177,26 +167,15 @@ def test_preparing_twice_gives_the_same_bytes(tmp_path: Path) -> None:
     assert said[:2] == ["model plain: 135 kB", "donor r: 5 blocks, 307 kB"]
 
 
-@pytest.mark.parametrize(
-    ("align", "wanted"),
-    [
-        ("identity", [[0], [1], [2]]),
-        ([[2], [0, 1], []], [[2], [0, 1], []]),
-        (None, None),
-    ],
-)
-def test_donor_classes_are_aligned_with_labels_by_list_or_by_name(tmp_path: Path, align: Any, wanted: Any) -> None:
-    """Without an alignment the donor's own classes say nothing, and the bundle does not have the key."""
-    donor = {"name": "p", "network": PLAIN, **({} if align is None else {"align": align})}
-    assert prepare_bundle(job(donor), tmp_path).meta["donors"]["p"].get("align") == wanted
+def test_donor_classes_are_aligned_with_labels_by_list_or_by_name(tmp_path: Path) -> None:
+    for align, wanted in (("identity", [[0], [1], [2]]), ([[2], [0, 1], []], [[2], [0, 1], []])):
+        assert align_labels(align, None, 3, ["a", "b", "c"]) == wanted
+    assert "align" not in prepare_bundle(job({"name": "p", "network": PLAIN}), tmp_path).meta["donors"]["p"]
 
 
-def test_imagenet_is_aligned_with_cifar10_by_its_own_ids(tmp_path: Path) -> None:
-    """Ten labels; 118 dogs, one horse; no class counts twice (the loader would refuse it)."""
-    labels = [str(i) for i in range(10)]
-    donor = {"name": "s", "network": {"name": "torchvision/squeezenet1_1"}, "align": "imagenet-cifar10"}
-    made = prepare_bundle({"input": {"channels": 3, "size": 64}, "labels": labels, "donors": [donor]}, tmp_path)
-    groups = made.meta["donors"]["s"]["align"]
+def test_imagenet_is_aligned_with_cifar10_by_its_own_ids() -> None:
+    """Ten labels; 118 dogs, one horse; no class counts twice."""
+    groups = align_labels("imagenet-cifar10", None, 1000, [str(i) for i in range(10)])
     assert [len(group) for group in groups] == [2, 9, 59, 5, 3, 118, 3, 1, 11, 6]
     assert groups[7] == [339]
 
@@ -213,22 +192,16 @@ NAMES = "tabby, tabby cat\nhot-dog\nTiger_Cat\ncatamaran\nfire truck\nTrucks\ncr
     ],
 )
 def test_classes_are_aligned_by_their_names_or_by_a_table(tmp_path: Path, align: Any, wanted: Any) -> None:
-    """Whole words at the end of a name, in small letters and singular; what was found is told."""
     (tmp_path / "names.txt").write_text(NAMES)
-    network = {"name": "plain", "channels": 1, "classes": 8}
-    table = {**job({"name": "p", "network": network, "align": align}), "labels": ["cat", "dog", "truck"]}
     told: list[str] = []
-    table["donors"][0]["classes"] = "names.txt"
-    parsed = settings.make_paths_absolute(table, tmp_path)
-    made = prepare_bundle(parsed, tmp_path / "out", told.append)
-    assert made.meta["donors"]["p"]["align"] == wanted
-    assert ("donor p: cat: 0 tabby, tabby cat; 2 Tiger_Cat" in told) == (align == "names")
+    assert align_labels(align, str(tmp_path / "names.txt"), 8, ["cat", "dog", "truck"], told.append) == wanted
+    assert ("cat: 0 tabby, tabby cat; 2 Tiger_Cat" in told) == (align == "names")
 
 
 @pytest.mark.parametrize(
     ("donor", "message"),
     [
-        ({"align": "names"}, "donor 'p': align goes by class names: say where these are with `classes`"),
+        ({"align": "names"}, "align goes by class names: say where these are with `classes`"),
         ({"align": "names", "classes": "none.txt"}, "classes = .*none.txt.* cannot be read"),
         ({"align": "names", "classes": "imagenet"}, "'imagenet' holds 1000 names, and the donor has 8 classes"),
         ({"align": "names", "classes": "FILE"}, "no class has the name 'deer': give `align` as a table"),
@@ -242,16 +215,13 @@ def test_classes_are_aligned_by_their_names_or_by_a_table(tmp_path: Path, align:
 )  # fmt: skip
 def test_an_alignment_that_cannot_be_is_refused_by_name(tmp_path: Path, donor: dict[str, Any], message: str) -> None:
     (tmp_path / "names.txt").write_text(NAMES)
-    network = {"name": "plain", "channels": 1, "classes": 8}
-    donor = {"name": "p", "network": network, **donor}
-    if donor.get("classes") == "FILE":
-        donor["classes"] = str(tmp_path / "names.txt")
+    classes = donor.get("classes")
+    names = str(tmp_path / "names.txt") if classes == "FILE" else classes
     with pytest.raises(FedquiltError, match=message):
-        prepare_bundle({**job(donor), "labels": ["cat", "dog", "deer"]}, tmp_path / "out")
+        align_labels(donor["align"], names, 8, ["cat", "dog", "deer"])
 
 
 def test_a_users_own_network_is_a_donor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Donors travel as ONNX: no board needs its code."""
     (tmp_path / "own_donor_net.py").write_text(
         "from torch import nn\n"
         "def net():\n"
@@ -287,7 +257,6 @@ def test_a_users_own_network_is_a_donor(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_table_that_cannot_be_prepared_is_refused_before_anything_is_written(
     tmp_path: Path, table: dict, error: type, message: str
 ) -> None:
-    """The message names the table, the key or class, and what would do."""
     with pytest.raises(error, match=message):
         prepare_bundle(table, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -297,7 +266,6 @@ def test_a_table_that_cannot_be_prepared_is_refused_before_anything_is_written(
 def test_a_network_that_comes_frozen_is_refused(
     layers: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Engines go by what the method moves: they would train it, and whoever froze it would not know."""
     name = f"frozen{layers}"
     (tmp_path / f"{name}.py").write_text(
         "from torch import nn\n"
@@ -319,15 +287,6 @@ def test_a_network_of_another_type_than_float32_is_refused(tmp_path: Path, monke
     table = {"model": {"name": "halved:net", "input": {"mean": [0.0] * 4}}}
     with pytest.raises(ModelError, match=r"network 'halved:net': parameter 'weight' is float16.*\.float\(\)"):
         prepare_bundle(table, tmp_path / "bundle")
-
-
-def test_a_folder_that_was_prepared_before_is_replaced(tmp_path: Path) -> None:
-    """Another job in the same folder: its index stands alone."""
-    prepare_bundle(job({"name": "p", "network": PLAIN}), tmp_path)
-    assert set(prepare_bundle({"model": PLAIN, "input": {"channels": 1, "size": 28}}, tmp_path).files) == {
-        "model",
-        "masks",
-    }
 
 
 def _torch(x: np.ndarray) -> Any:
@@ -360,7 +319,6 @@ def test_random_weights_that_a_method_never_trains_are_named(tmp_path: Path, met
 
 
 def test_a_test_set_that_cannot_be_read_is_refused_with_its_table(tmp_path: Path) -> None:
-    """Arrays x and y of [test] belong to no split until they are named."""
     path, job = tmp_path / "own.npz", settings.JobSettings(name="j", method="fedavg", model=SERIES)
     np.savez(path, x=np.zeros((4, 2), np.float32), y=np.arange(4) % 2)
     with pytest.raises(DataError, match=r"own.npz holds x, y, not x_test: set \[test\] x") as refused:

@@ -18,7 +18,6 @@ pytest.importorskip("torch", reason="preparing cuts torch networks")
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
-from fedquilt.coordinator import settings
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
 from fedquilt.methods.fedstitch import METHOD
@@ -29,9 +28,9 @@ from fedquilt.models.stitching.search.state import SearchSettings
 from fedquilt.tools.artefacts.prepare import prepare_bundle
 from fedquilt.tools.artefacts.quantization import INT8_DELTA, QuantizationChoice, find_rejected
 from fedquilt.tools.simulation import DeviceData
+from fedquilt.tools.simulation.local_backend import make_task_and_context
 from fedquilt.tools.simulation.run import iterate_states
 from fedquilt.tools.simulation.simulated_job import ROOM
-from fedquilt.tools.simulation.workers.local_backend import make_task_and_context
 
 PLAIN = {"name": "plain", "channels": 1, "classes": 3}
 RESIDUAL = {"name": "residual", "channels": 1, "classes": 3}
@@ -82,8 +81,6 @@ def in_int8(made: Bundle) -> set[str]:
 
 
 class Watched(OnnxEngine):
-    """Remembers which graphs have run."""
-
     def __init__(self) -> None:
         super().__init__(1 << 30)
         self.ran: set[str] = set()
@@ -94,7 +91,6 @@ class Watched(OnnxEngine):
 
 
 def scored(folder: Path, engine: OnnxEngine, length: int, cache: Path) -> tuple[Any, dict[str, Any], tuple[str, ...]]:
-    """A device's answer on pictures of its own after the beginning of donor "p", the order's files, and the pool."""
     made = job_bundle.load_bundle(folder)
     state = METHOD.init(made, SearchSettings(expansions=1, score_at="output", early=0, samples=20), 0)
     net = replace(steps.starting_networks(state.stock)[0], path=state.stock.donors["p"].blocks[:length])
@@ -123,7 +119,6 @@ def test_nothing_else_changes_in_the_bundle(both: tuple[Path, Path]) -> None:
 
 
 def test_preparing_twice_gives_the_same_bytes(both: tuple[Path, Path], images: str, tmp_path: Path) -> None:
-    """The same bundle.json; each donor's line says how many of its blocks were accepted."""
     said: list[str] = []
     prepare_bundle(job(images), tmp_path, said.append)
     assert (tmp_path / "bundle.json").read_bytes() == (both[1] / "bundle.json").read_bytes()
@@ -139,7 +134,6 @@ def test_preparing_twice_gives_the_same_bytes(both: tuple[Path, Path], images: s
 def test_accepted_blocks_score_and_are_chosen_as_in_float32(
     both: tuple[Path, Path], tmp_path: Path, length: int
 ) -> None:
-    """On pictures that preparing has not seen; what scores are compared with is the same to the bit."""
     plain, quick = ((*scored(folder, Watched(), length, tmp_path / folder.name),) for folder in both)
     pool = quick[2]
     taken = np.array([name in in_int8(job_bundle.load_bundle(both[1])) for name in pool])
@@ -173,7 +167,6 @@ def test_a_block_that_8_bits_destroy_stays_in_float32(images: str, tmp_path: Pat
 
 
 def test_tiles_stay_in_float32(images: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A terminating block of a convolution and its tiles, and one of tiles alone."""
     monkeypatch.setattr(blocks, "TILE_BYTES", 300)
     said: list[str] = []
     table = job(images)
@@ -185,7 +178,6 @@ def test_tiles_stay_in_float32(images: str, tmp_path: Path, monkeypatch: pytest.
 
 
 def test_only_tasks_that_score_outputs_get_and_run_8_bits(both: tuple[Path, Path], tmp_path: Path) -> None:
-    """A whole search; then its tasks by themselves: input scores, sums and validation hold no such graph."""
     made = job_bundle.load_bundle(both[1])
     quick = {made.files[f"{name}.int8.onnx"].sha256 for name in in_int8(made)}
     phases: dict[str, set[str]] = {}
@@ -228,9 +220,6 @@ def test_the_bundle_without_an_accepted_graph_is_refused(both: tuple[Path, Path]
         METHOD.init(replace(made, files=left), SearchSettings(), 0)
 
 
-# -- which are taken back -------------------------------------------------------------------------
-
-
 def choice(plain: list[float], quick: list[float]) -> QuantizationChoice:
     return QuantizationChoice(("a", "b", "c"), np.array(plain), np.array(quick))
 
@@ -242,21 +231,16 @@ def test_scores_that_change_too_much_or_not() -> None:
 
 
 def test_blocks_that_change_places_across_the_limit_are_taken_back() -> None:
-    """Of the best two b goes and c comes: both are taken back, a is not; among the best three nothing changes."""
     found = choice([0.9, 0.505, 0.5], [0.895, 0.5, 0.505])
     assert find_rejected([found], "abc", 2) == (set(), {"b", "c"})
     assert find_rejected([found], "abc", 3) == (set(), set())
 
 
 def test_what_is_taken_back_may_take_back_another() -> None:
-    """c comes where b was in the first choice, so both are back; in the second, c alone had kept a in its place."""
     first = choice([0.1, 0.505, 0.5], [0.1, 0.504, 0.508])
     second = choice([0.505, 0.2, 0.503], [0.501, 0.2, 0.5])
     assert find_rejected([second], "abc", 1) == (set(), set())
     assert find_rejected([first, second], "abc", 1) == (set(), {"a", "b", "c"})
-
-
-# -- what is asked --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -275,16 +259,9 @@ def test_what_is_taken_back_may_take_back_another() -> None:
 def test_a_table_that_cannot_be_done_is_refused_before_donors_are_cut(
     change: dict[str, Any], error: type, message: str, images: str, tmp_path: Path
 ) -> None:
-    """The message names the key and what would do."""
     table = {**job(images), **change}
     if table["int8"].get("path") == PATH:
         table["int8"] = {**table["int8"], "path": images}
     with pytest.raises(error, match=message):
         prepare_bundle(table, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_images_are_found_from_where_the_job_file_is(tmp_path: Path) -> None:
-    text = 'name = "j"\nmethod = "fedstitch"\n[int8]\npath = "some.npz"\n'
-    (tmp_path / "job.toml").write_text(text)
-    assert settings.load_job(tmp_path / "job.toml").int8 == {"path": str(tmp_path / "some.npz")}

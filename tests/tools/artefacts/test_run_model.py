@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import classifiers
+import made_graphs
 import numpy as np
+import onnx
 import pytest
 
 from fedquilt.core import DataError, ModelError
+from fedquilt.tools.artefacts.classifier import Prediction, compute_accuracy, print_predictions, run_model
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
-import classifiers
-import made_graphs
-import onnx
-
-from fedquilt.tools.artefacts.run_model import Prediction, compute_accuracy, print_predictions, run_model
 
 LEVELS = np.array([10, 30, 200, 250], np.uint8)  # brightness of four images
 
@@ -29,7 +28,6 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two images under the names of labels, one under another name; colour and grey, of several sizes."""
     image = pytest.importorskip("PIL.Image", reason="image files are written and read by Pillow")
     for name, level, size in (("day/a.png", 250, 9), ("night/b.PNG", 200, 3), ("found/c.png", 10, 4)):
         path = tmp_path / "images" / name
@@ -57,7 +55,6 @@ def test_a_folder_of_images_is_classified_and_its_subfolders_tell_the_truth(mode
 
 
 def test_a_network_in_two_files_is_run_as_one(model: Path, tmp_path: Path) -> None:
-    """The same answers, and the folder of the model stays as it is."""
     from fedquilt.tools.operations.runner.service import ModelSwitcher
 
     (tmp_path / "two").mkdir()
@@ -85,7 +82,6 @@ def test_an_npz_is_classified_in_order_and_in_batches(model: Path, tmp_path: Pat
 def test_a_label_may_score_minus_infinity_and_nothing_else_that_is_not_finite(
     model: Path, tmp_path: Path, night: float, said: str | None
 ) -> None:
-    """Such a label never wins: nobody had examples of it."""
     made = onnx.load(model)
     (bias,) = [tensor for tensor in made.graph.initializer if tensor.name == "b"]
     bias.raw_data = np.array([night, -0.5], np.float32).tobytes()
@@ -101,7 +97,6 @@ def test_a_label_may_score_minus_infinity_and_nothing_else_that_is_not_finite(
 def test_what_is_printed_tells_wrong_answers_and_the_share_of_right_ones(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """Text for people, JSON for programs."""
     source = npz(tmp_path / "a.npz", x=np.broadcast_to(LEVELS[:2, None, None], (2, 4, 4)), y=np.array([0, 1]))
     assert print_predictions(model, source, "text") == 0
     assert capsys.readouterr().out.splitlines() == [
@@ -118,7 +113,6 @@ def test_what_is_printed_tells_wrong_answers_and_the_share_of_right_ones(
 
 
 def test_a_trained_network_has_numbers_for_labels(tmp_path: Path) -> None:
-    """A trained network's table says how many classes it has; a network that predicts numbers is refused."""
     x = np.broadcast_to(LEVELS[:, None, None], (4, 4, 4))
     table = {"name": "cnn", "classes": 2, "input": {"channels": 1, "size": 4}}
     model = classifiers.written(tmp_path / "trained.onnx", facts={"network": json.dumps(table)})
@@ -132,7 +126,6 @@ def test_a_trained_network_has_numbers_for_labels(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_classified_says_why(model: Path, tmp_path: Path) -> None:
-    """Another network, no images, a damaged image, labels out of range, code in an .npz."""
     empty = tmp_path / "empty"
     empty.mkdir()
     good = npz(tmp_path / "good.npz", x=np.zeros((2, 4, 4), np.uint8))

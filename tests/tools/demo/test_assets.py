@@ -67,10 +67,9 @@ def little_mnist(tmp_path: Path) -> Path:
 def test_training_the_donors_twice_gives_the_same_bytes(
     little_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights and bundle; what is written is what the demo's job names."""
     pytest.importorskip("torch", reason="training donors takes torch")
-    from fedquilt.tools.artefacts import train_donors as command
-    from fedquilt.tools.artefacts.train_donors import train_donors
+    from tests import demo_donors as command
+    from tests.demo_donors import train_donors
 
     monkeypatch.setattr(command, "EPOCHS", 1)
     for out in ("one", "two"):
@@ -89,7 +88,7 @@ def test_training_the_donors_twice_gives_the_same_bytes(
 def test_each_donor_sees_the_images_its_own_way_and_none_leaves_the_range() -> None:
     """Same shape, values still 0 to 1, and changed."""
     torch = pytest.importorskip("torch", reason="augmentations are torch's")
-    from fedquilt.tools.artefacts.train_donors import AUGMENTATIONS
+    from tests.demo_donors import AUGMENTATIONS
 
     x = torch.zeros(4, 1, 28, 28)
     x[:, :, 6:22, 10:18] = 1.0
@@ -104,7 +103,7 @@ def test_each_donor_sees_the_images_its_own_way_and_none_leaves_the_range() -> N
 
 def test_a_folder_without_mnist_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="training donors takes torch")
-    from fedquilt.tools.artefacts.train_donors import train_donors
+    from tests.demo_donors import train_donors
 
     with pytest.raises(DataError, match=str(tmp_path)):
         train_donors(tmp_path, tmp_path / "out")

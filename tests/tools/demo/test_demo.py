@@ -12,14 +12,13 @@ import pytest
 
 from fedquilt.cli import main
 from fedquilt.tools.lab import demo
-from fedquilt.tools.lab.demo.comparison import NetworkResult
+from fedquilt.tools.lab.demo import NetworkResult
 
 COMMAND = [sys.executable, "-m", "fedquilt.cli", "demo"]
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
-    """The demo with its output piped: its folder, what it prints, and the modules that it imports."""
     out = tmp_path_factory.mktemp("demo")
     command = [sys.executable, "-X", "importtime", "-m", "fedquilt.cli", "demo", "--out", str(out)]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -27,7 +26,6 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
 
 
 def test_the_demo_prints_a_line_for_each_round_and_few_others_without_colours(told: tuple[Path, str, str]) -> None:
-    """Who takes part, how far it is, what came of it beside everything else, what it cost, and where it is."""
     out, shown, imported = told
     lines = shown.splitlines()
     rounds = [line for line in lines if re.match(r"\[ .*\] round \d+ of 60: [\d.]+ k?J predicted, ", line)]
@@ -57,7 +55,6 @@ def test_the_demo_prints_a_line_for_each_round_and_few_others_without_colours(to
 
 
 def test_the_page_is_that_of_the_run(told: tuple[Path, str, str]) -> None:
-    """With its test set and the job as TOML; no script."""
     page = (told[0] / "report.html").read_text(encoding="utf-8")
     assert "accuracy on the test set" in page
     assert "What each donor contributes" in page
@@ -68,7 +65,6 @@ def test_the_page_is_that_of_the_run(told: tuple[Path, str, str]) -> None:
 
 
 def test_what_the_demo_writes_classifies_as_it_says(told: tuple[Path, str, str]) -> None:
-    """In a process that has only ONNX Runtime's part of us."""
     out, shown, _ = told
     model = [str(out / "stitched.onnx"), str(out / "held-out.npz")]
     ran = subprocess.run([*COMMAND[:3], "model", "run", *model], capture_output=True, text=True, check=True)
@@ -79,7 +75,6 @@ def test_what_the_demo_writes_classifies_as_it_says(told: tuple[Path, str, str])
 
 @pytest.mark.nightly
 def test_the_demo_stitches_a_network_and_sets_it_beside_everything_it_has_to_beat(tmp_path: Path) -> None:
-    """As JSON, and on a terminal with -v, where every round is told with its reasons."""
     ran = subprocess.run(
         [*COMMAND, "-v", "--format", "json", "--out", str(tmp_path)], capture_output=True, text=True, check=True
     )

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from fedquilt.arrays import tensors
-from fedquilt.core import Aggregation, Bundle, ClientContext, ClientResult, DeviceView, Examples, Method, Task, TaskSpec
+from fedquilt.core import Bundle, Examples, Method
 from fedquilt.methods.fedstitch import METHOD, SearchParams
 from fedquilt.models import stitching
 from fedquilt.models.stitching.search import steps
@@ -20,12 +17,9 @@ from fedquilt.models.stitching.search.state import ScoredPath, SearchState, reso
 from fedquilt.models.stitching.vote import Winner
 from fedquilt.testing.toy_networks import SMALL, build_donors, image_members, run_method, write_bundle
 from fedquilt.tools.experiments.baselines import BaselineSetup
-from fedquilt.tools.simulation.simulated_job import SimulatedRound, Simulation
-from fedquilt.tools.simulation.workers.backend import WorkBackend
 
 
 def bench(place: Path) -> BaselineSetup:
-    """Three donors, written into a folder; tested on what the devices hold out."""
     bundle, runner = build_donors()
     write_bundle(place, bundle)
     train, held = (pooled([getattr(each, part) for each in image_members()]) for part in ("train", "held"))
@@ -33,8 +27,6 @@ def bench(place: Path) -> BaselineSetup:
 
 
 def path_method(path: Sequence[str]) -> Method:
-    """FedStitch without a search: it solves the junctions of one path, then its head."""
-
     def force_path(state: SearchState) -> SearchState:
         while state.phase == "score":
             assert state.current is not None
@@ -55,81 +47,8 @@ def path_method(path: Sequence[str]) -> Method:
     return replace(METHOD, init=init, step=lambda state, total: force_path(METHOD.step(state, total)))
 
 
-def forgetful(method: Method) -> Method:
-    """The method with a device's state and cache cleared before each task, but for the drawn images."""
-
-    def work(task: Task, site: ClientContext) -> ClientResult:
-        with tempfile.TemporaryDirectory() as cache:
-            local = {name: array for name, array in site.local.items() if name == "drawn"}
-            return method.work(task, replace(site, local=local, cache_at=Path(cache)))
-
-    return replace(method, work=work)
-
-
 def pooled(shares: list[Examples]) -> Examples:
     return Examples(np.concatenate([each.x for each in shares]), np.concatenate([each.y for each in shares]))
-
-
-# -- what runs take -------------------------------------------------------------------------------
-
-
-def test_bytes_are_those_of_what_is_sent_and_content_is_sent_once() -> None:
-    """One device, two rounds: a file named in both, a tensor that changes and one that does not."""
-    bundle, runner = build_donors()
-    blob = bundle.files["ash.0.onnx"]
-    same, one, other = ({"w": np.full(4, value, np.float32)} for value in (0, 1, 2))
-    answer = {"y": np.zeros(3)}
-    rounds: list[SimulatedRound] = []
-
-    def send(turn: int, device: DeviceView) -> TaskSpec:
-        return TaskSpec({}, {"ash.0.onnx": blob, "same": same, "changing": (one, other)[turn]})
-
-    def observe(simulation: Simulation, hands: WorkBackend) -> None:
-        rounds[:] = simulation.rounds
-
-    toy = replace(
-        METHOD,
-        state=int,
-        init=lambda bundle, params, seed: 0,
-        send=send,
-        work=lambda task, site: ClientResult({"answer": answer}, 1.0),
-        aggregation=Aggregation(lambda turn, total, update: update),
-        step=lambda turn, total: turn + 1,
-        done=lambda turn: turn == 2,
-        explain=lambda turn: (),
-    )
-    last = run_method("fedstitch", bundle, image_members(1), engine=runner, method=toy, observe=observe)[-1]
-    size = {
-        name: len(tensors.encode_tensors(value)) for name, value in (("same", same), ("one", one), ("other", other))
-    }
-    assert last == 2
-    assert [each.down_bytes for each in rounds] == [blob.size + size["same"] + size["one"], size["other"]]
-    assert [each.up_bytes for each in rounds] == [len(tensors.encode_tensors(answer))] * 2
-
-
-def test_a_device_that_keeps_nothing_takes_longer_to_the_same_end() -> None:
-    """Its references are gone before every task: more runs of blocks in the search, every bit the same.
-
-    After the search every device runs all donors on all of its images, whatever it has kept.
-    """
-    ends, searching, after = [], [], []
-    for method in (METHOD, forgetful(METHOD)):
-        bundle, runner = build_donors()
-        runs = {}
-
-        def observe(simulation: Simulation, hands: WorkBackend, runs: Any = runs, runner: Any = runner) -> None:
-            runs[simulation.state.phase] = sum(runner.runs.values())
-
-        told = {"engine": runner, "method": method, "observe": observe}
-        ends.append(run_method("fedstitch", bundle, image_members(), SMALL, **told, seed=3, rounds=1000)[-1])
-        searching.append(runs["gather"])
-        after.append(runs["done"] - runs["gather"])
-    assert tensors.pack_state(ends[0]) == tensors.pack_state(ends[1])
-    assert searching[1] > 1.5 * searching[0]
-    assert after[1] == after[0]
-
-
-# -- donors ---------------------------------------------------------------------------------------
 
 
 def test_a_path_that_is_given_is_taken_with_junctions_where_blocks_are_strangers() -> None:
@@ -141,7 +60,6 @@ def test_a_path_that_is_given_is_taken_with_junctions_where_blocks_are_strangers
 
 
 def test_a_donors_new_head_is_that_of_a_job_in_which_devices_are_asked_one_by_one(tmp_path: Path) -> None:
-    """The devices' sums give what the pooled images give, however few are asked in a round."""
     made = bench(tmp_path)
     for each in made.evaluate_new_heads():
         led, one = path_method(made.stock.donors[each.name].blocks), {"size": 1}
@@ -152,7 +70,6 @@ def test_a_donors_new_head_is_that_of_a_job_in_which_devices_are_asked_one_by_on
 
 
 def test_donors_are_tested_as_they_are(tmp_path: Path) -> None:
-    """Those without aligned classes are left out; accuracy is that of the aligned arg-max."""
     made = bench(tmp_path)
     found = made.evaluate_unmodified()
     assert [each.name for each in found] == ["ash", "elm"]

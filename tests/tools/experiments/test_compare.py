@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 import shutil
 import signal
@@ -16,17 +17,18 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
+import fedquilt
 from fedquilt.arrays import tensors
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.settings import JobSettings
-from fedquilt.core import JobError, UpdateError
+from fedquilt.core import FedquiltError, JobError, StoreError, UpdateError
 from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.formats import job_bundle
-from fedquilt.tools.experiments import comparison, single_run, tables
+from fedquilt.tools.experiments import comparison, run_cache, single_run, tables
 from fedquilt.tools.experiments.comparison import ComparisonCase
 from fedquilt.tools.experiments.single_run import EvaluationPoint, SeedRun
-from fedquilt.tools.simulation import agents
+from fedquilt.tools.simulation import agents, machines
 
 DIGITS = Path(agents.__file__).parents[1] / "lab" / "demo" / "digits.npz"
 NETWORK = {"name": "mlp", "inputs": 64, "hidden": [8], "classes": 10}
@@ -45,7 +47,6 @@ JOB = settings.parse_job(TABLE)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The bundle."""
     first = tensors.encode_tensors(numpy_engine.init_tensors(NETWORK, seed=0))
     job_bundle.write_bundle(tmp_path / "job.bundle", {"network": NETWORK, "flops": 1200}, {"model": first})
     return tmp_path / "job.bundle"
@@ -71,11 +72,7 @@ def made(method: str, seed: int, *accuracies: float, **changes: Any) -> SeedRun:
     return SeedRun(method=method, seed=seed, params={}, devices=3, tested=100, marks=marks)
 
 
-# -- which runs -----------------------------------------------------------------------------------
-
-
 def test_there_is_a_run_for_each_seed_and_method(folder: Path) -> None:
-    """A seed draws the partition too; each has its own key; the shared parameters go to all, the own to one."""
     jobs = [case.settings for case in comparison.make_cases(JOB, folder, seeds=[1, 0])]
     assert [(job.seed, job.method) for job in jobs] == [(0, "fedavg"), (0, "fedprox"), (1, "fedavg"), (1, "fedprox")]
     assert [job.data["seed"] for job in jobs] == [0, 0, 1, 1]
@@ -86,7 +83,6 @@ def test_there_is_a_run_for_each_seed_and_method(folder: Path) -> None:
 
 
 def test_a_key_changes_with_what_the_run_depends_on_and_nothing_else(folder: Path, tmp_path: Path) -> None:
-    """The parameters, the rounds, limits, the bundle's content; not another method's table, or where the bundle is."""
     (case,) = comparison.make_cases(JOB, folder, ["fedavg"], [0])
     (other,) = comparison.make_cases(JOB, folder, ["fedavg"], [0], changes={"fedavg": {"lr": 0.3}})
     (longer,) = comparison.make_cases(JOB, folder, ["fedavg"], [0], rounds=3)
@@ -106,13 +102,11 @@ def test_a_key_changes_with_what_the_run_depends_on_and_nothing_else(folder: Pat
 
 
 def test_a_method_that_an_engine_cannot_run_gets_one_of_its_own(folder: Path) -> None:
-    """The job's numpy is not FedSQ's; FedProx keeps it."""
     (prox, sq) = comparison.make_cases(JOB, folder, ["fedprox", "fedsq"], [0])
     assert (prox.settings.engine, sq.settings.engine) == ("numpy", None)
 
 
 def test_another_methods_parameters_are_left_out_and_its_own_unknown_ones_refused(folder: Path) -> None:
-    """[params] of a FedProx job holds mu, which FedAvg does not have."""
     job = settings.parse_job({**TABLE, "method": "fedprox", "params": {"mu": 0.5, "lr": 0.1}, "compare": {}})
     assert comparison.merge_params(job, "fedavg", {}) == {"lr": 0.1}
     assert comparison.merge_params(job, "fedprox", {"mu": 0.7}) == {"mu": 0.7, "lr": 0.1}
@@ -137,7 +131,6 @@ def test_what_cannot_be_compared_is_refused_before_anything_runs(
 
 
 def test_parameters_of_the_command_line_are_toml_values() -> None:
-    """Numbers, booleans, lists, strings with and without quotes."""
     assert comparison.parse_changes(["fedprox.mu=0.1", "fedopt.optimizer=adam", 'fedopt.name="x y"', "a.b=[1, 2]"]) == {
         "fedprox": {"mu": 0.1},
         "fedopt": {"optimizer": "adam", "name": "x y"},
@@ -146,9 +139,6 @@ def test_parameters_of_the_command_line_are_toml_values() -> None:
     for odd in ("mu=0.1", "fedprox.mu", "fedprox.=1", ".mu=1", "fedprox.mu="):
         with pytest.raises(JobError, match="wanted METHOD"):
             comparison.parse_changes([odd])
-
-
-# -- resuming -------------------------------------------------------------------------------------
 
 
 def player(played: list[ComparisonCase]) -> Callable[[ComparisonCase, Callable[[int], None]], SeedRun]:
@@ -164,7 +154,6 @@ def player(played: list[ComparisonCase]) -> Callable[[ComparisonCase, Callable[[
 
 
 def test_a_finished_run_is_not_made_again(folder: Path, tmp_path: Path) -> None:
-    """The second time only what failed; a third seed adds its own runs; a damaged file is made anew."""
     todo = comparison.make_cases(JOB, folder, ["fedavg", "fedprox"], [0, 1])
     first: list[ComparisonCase] = []
     said: list[str] = []
@@ -187,7 +176,6 @@ def test_a_finished_run_is_not_made_again(folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_line_of_a_run_has_the_score_of_the_table(folder: Path, tmp_path: Path) -> None:
-    """On the test set, or on held-out shares where a compared method leaves each device its own network."""
     said: list[str] = []
     for others, told in (([], "90.0 %"), (["local"], "50.0 %")):
         todo = comparison.make_cases(JOB, folder, ["fedavg", *others], [0])
@@ -196,29 +184,7 @@ def test_the_line_of_a_run_has_the_score_of_the_table(folder: Path, tmp_path: Pa
         said.clear()
 
 
-def test_runs_on_other_labels_are_made_anew(folder: Path, tmp_path: Path) -> None:
-    """The file's name and shape are the same, and what was learned from it is not; the user is told."""
-    import numpy as np
-
-    stored = dict(np.load(DIGITS))
-    np.savez(tmp_path / "own.npz", **stored)
-    job = settings.parse_job({**TABLE, "data": {"path": str(tmp_path / "own.npz"), "partition": "iid"}, "rounds": 1})
-    todo = comparison.make_cases(job, folder, ["fedavg"], [0])
-
-    def play(case: ComparisonCase, tell: Callable[[int], None]) -> SeedRun:
-        return single_run.run_seed(case.settings, Path(case.folder), tell)
-
-    said: list[str] = []
-    before, _ = comparison.run_cases(todo, tmp_path / "out", play, said.append)
-    np.savez(tmp_path / "own.npz", **{**stored, "y_test": np.random.default_rng(0).permutation(stored["y_test"])})
-    said.clear()
-    after, _ = comparison.run_cases(todo, tmp_path / "out", play, said.append)
-    assert after[todo[0]].marks[-1].test != before[todo[0]].marks[-1].test
-    assert "1 other runs in" in said[0]
-
-
 def test_a_compared_job_stops_early(folder: Path) -> None:
-    """Weights that hardly change: after the evaluation at the start two have no gain."""
     table = {**TABLE, "rounds": 9, "params": {"lr": 1e-9}, "stop": {"patience": 2}, "check": {"every": 1}}
     (case,) = comparison.make_cases(settings.parse_job(table), folder, ["fedavg"], [0])
     run = single_run.run_seed(case.settings, folder, lambda done: None)
@@ -238,9 +204,6 @@ def test_an_interrupted_comparison_keeps_what_was_finished(folder: Path, tmp_pat
     with pytest.raises(KeyboardInterrupt):
         comparison.run_cases(todo, tmp_path / "out", interrupted, lambda line: None)
     assert len(list((tmp_path / "out" / "runs").glob("*.json"))) == 1
-
-
-# -- the table ------------------------------------------------------------------------------------
 
 
 def test_the_table_has_means_and_deviations_over_seeds() -> None:
@@ -267,7 +230,6 @@ def test_costs_to_a_target_are_those_of_the_first_evaluation_that_reached_it() -
 
 
 def test_what_one_run_does_not_know_has_no_mean() -> None:
-    """A board without a profile has no joules; the mean of the others would be another fleet's."""
     runs = [made("fedavg", 0, 0.5), made("fedavg", 1, 0.5, energy_j=None)]
     (row,) = tables.make_rows(runs, None)
     assert row["in_all"]["energy_j"] is None
@@ -289,7 +251,6 @@ def test_on_held_out_shares_a_test_set_does_not_count() -> None:
 
 
 def test_a_method_without_scores_on_held_out_shares_keeps_the_test_set() -> None:
-    """The table has no empty cell for it, and the note says what is tested of the other methods."""
     blind = msgspec.structs.replace(made("afl", 0, 0.7), marks=(mark(1, 0.7, held=None),))
     runs, note = comparison.select_scores([blind, made("local", 0, 0.9)])
     assert [row["accuracy"] for row in tables.make_rows(runs, None)] == [0.7, 0.9]
@@ -297,7 +258,6 @@ def test_a_method_without_scores_on_held_out_shares_keeps_the_test_set() -> None
 
 
 def test_nothing_that_ended_is_a_table_of_nothing(tmp_path: Path) -> None:
-    """All runs failed: files are written all the same."""
     found = tables.make_result("j", [], None, ["fedavg, seed 0: no"])
     assert tables.format_table(found) == ["no run has come to an end"]
     tables.write_files(found, [], tmp_path)
@@ -305,29 +265,9 @@ def test_nothing_that_ended_is_a_table_of_nothing(tmp_path: Path) -> None:
     assert "fedavg, seed 0: no" in (tmp_path / "compare.html").read_text()
 
 
-def test_a_smaller_table_does_not_replace_a_larger_one(tmp_path: Path) -> None:
-    """It is moved aside with its pictures, and that is said; one that holds all of it takes its place."""
-    larger = [made("fedavg", 0, 0.5, 0.6), made("fedprox", 0, 0.5, 0.6)]
-    tables.write_files(tables.make_result("j", larger, None), larger, tmp_path)
-    kept = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    told = tables.write_files(tables.make_result("j", larger[:1], None), larger[:1], tmp_path)
-    assert "held more (fedprox with seed 0)" in told[0]
-    assert {path.name: path.read_bytes() for path in (tmp_path / "earlier-1").iterdir()} == kept
-    shorter = [made("fedavg", 0, 0.5)]
-    tables.write_files(tables.make_result("j", shorter, None), shorter, tmp_path)
-    assert (tmp_path / "earlier-2" / "compare.html").exists()
-    whole = [made("fedavg", 0, 0.5, 0.6), made("fedavg", 1, 0.5)]
-    assert tables.write_files(tables.make_result("j", whole, None), whole, tmp_path)[0].endswith("compare.json")
-    assert not (tmp_path / "earlier-3").exists()
-
-
-# -- the whole ------------------------------------------------------------------------------------
-
-
 def test_the_command_compares_on_a_real_fleet_and_goes_on_where_it_was(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two methods on the digits: both learn, the JSON is the table, plots are pictures; again runs nothing."""
     from fedquilt.formats import toml
 
     job = tmp_path / "job.toml"
@@ -363,7 +303,6 @@ def test_the_command_compares_on_a_real_fleet_and_goes_on_where_it_was(
 def test_a_method_with_a_network_for_each_device_moves_the_comparison_to_held_out_shares(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A test set measures what devices share. Local training shares nothing, and FedAvg alone is tested as before."""
     from fedquilt.formats import toml
 
     (tmp_path / "job.toml").write_text(toml.format_toml({**TABLE, "compare": {}, "rounds": 1}))
@@ -381,53 +320,7 @@ def test_a_method_with_a_network_for_each_device_moves_the_comparison_to_held_ou
     assert alone["table"][0]["accuracy"] != alone["table"][0]["held"] == result["table"][0]["held"]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *(pytest.param(kind, marks=pytest.mark.nightly) for kind in (signal.SIGTERM, signal.SIGHUP)),
-        signal.SIGINT,
-        signal.SIGKILL,
-    ],
-)
-def test_a_comparison_that_is_killed_leaves_no_folders_behind(
-    folder: Path, tmp_path: Path, kind: signal.Signals
-) -> None:
-    """Before its first round, when all its folders are there; after kill -9 the next comparison removes them."""
-    from fedquilt.formats import toml
-
-    (tmp_path / "job.toml").write_text(toml.format_toml({**TABLE, "compare": {}, "rounds": 1}))
-    place = tmp_path / "temporary"
-    place.mkdir()
-    words = ["compare", str(tmp_path / "job.toml"), "--seeds", "0", "--workers", "1"]
-    words += ["--out", str(tmp_path / "out")]
-    killed = (
-        "import os, signal, sys; from fedquilt import cli; from fedquilt.tools.experiments import comparison\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # in a shell's background it is ignored
-        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # likewise under nohup
-        "finished = comparison.run_cases\n"
-        f"killed = lambda *shown: os.kill(os.getpid(), {int(kind)})\n"
-        "comparison.run_cases = lambda todo, out, player, say: finished(todo, out, player, say, killed)\n"
-        "sys.exit(cli.main(sys.argv[1:]))"
-    )
-
-    def run(*command: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "TMPDIR": str(place)}
-        return subprocess.run(
-            [sys.executable, *command, *words], env=environment, capture_output=True, text=True, check=False
-        )
-
-    ended = run("-c", killed)
-    assert ended.returncode == (130 if kind == signal.SIGINT else -kind)
-    assert "Traceback" not in ended.stderr
-    left = list(place.iterdir())
-    assert bool(left) == (kind == signal.SIGKILL)
-    if left:
-        assert run("-m", "fedquilt.cli").returncode == 0
-        assert list(place.iterdir()) == []
-
-
 def test_data_without_a_test_split_is_compared_on_held_out_shares(folder: Path, tmp_path: Path) -> None:
-    """A [test] that cannot be read is an error all the same."""
     import numpy as np
 
     stored = np.load(DIGITS)
@@ -443,3 +336,144 @@ def test_data_without_a_test_split_is_compared_on_held_out_shares(folder: Path, 
     odd = msgspec.structs.replace(job, test={"path": str(tmp_path / "none.npz")})
     with pytest.raises(DataError, match=r"none\.npz"):
         single_run.run_seed(odd, folder, lambda done: None)
+
+
+def test_a_run_is_found_again_and_one_of_another_shape_is_not(tmp_path: Path) -> None:
+    store, run = run_cache.RunCache(tmp_path), made("fedavg", 0, 0.5)
+    assert store.find("a") is None
+    store.store("a", run)
+    assert run_cache.RunCache(tmp_path).find("a") == run
+    assert [path.name for path in store.folder.iterdir()] == ["a.json"]
+    (store.folder / "a.json").write_text("[1, 2]")
+    assert store.find("a") is None
+
+
+def test_a_key_changes_with_every_part_and_with_the_bundle(tmp_path: Path) -> None:
+    job_bundle.write_bundle(tmp_path, {}, {})
+    keys = [
+        run_cache.make_key(*parts, bundle=tmp_path, data=()) for parts in ((b"ab", b"c"), (b"a", b"bc"), (b"ab", b"d"))
+    ]
+    assert run_cache.make_key(b"ab", b"c", bundle=tmp_path, data=()) == keys[0]
+    job_bundle.write_bundle(tmp_path, {}, {"model": b"weights"})
+    (blob,) = (tmp_path / "blobs").iterdir()
+    for weights in (b"weights", b"Weights"):
+        blob.write_bytes(weights)
+        keys.append(run_cache.make_key(b"ab", b"c", bundle=tmp_path, data=()))
+    assert len(set(keys)) == 5
+    (tmp_path / "blobs" / ("0" * 64)).write_bytes(b"of a bundle that was here before")
+    assert run_cache.make_key(b"ab", b"c", bundle=tmp_path, data=()) == keys[-1]
+
+
+def test_a_bundle_that_is_gone_or_damaged_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=r"no bundle in .*prepare"):
+        run_cache.make_key(b"job", bundle=tmp_path, data=())
+    job_bundle.write_bundle(tmp_path, {}, {"model": b"weights"})
+    next((tmp_path / "blobs").iterdir()).unlink()
+    with pytest.raises(JobError, match=r"file 'model' .* is missing"):
+        run_cache.make_key(b"job", bundle=tmp_path, data=())
+    (tmp_path / "bundle.json").write_bytes(b"{")
+    with pytest.raises(JobError, match=r"bundle\.json is damaged"):
+        run_cache.make_key(b"job", bundle=tmp_path, data=())
+
+
+def test_a_key_changes_with_the_content_of_the_data_and_not_with_their_dates(tmp_path: Path) -> None:
+    job_bundle.write_bundle(tmp_path, {}, {})
+    (tmp_path / "data" / "deep").mkdir(parents=True)
+    file = tmp_path / "data" / "deep" / "labels"
+    file.write_bytes(b"0123")
+    os.utime(file, (1e9, 1e9))
+
+    def of(path: Path) -> str:
+        return run_cache.make_key(b"job", bundle=tmp_path, data=[path])
+
+    first, whole = of(file), of(tmp_path / "data")
+    os.utime(file, (2e9, 2e9))
+    assert (of(file), of(tmp_path / "data")) == (first, whole)
+    file.write_bytes(b"3210")
+    os.utime(file, (1e9, 1e9))
+    assert of(file) != first
+    assert of(tmp_path / "data") != whole
+    file.write_bytes(b"0123")
+    file.rename(tmp_path / "data" / "deep" / "others")
+    assert of(tmp_path / "data") != whole
+    assert of(tmp_path / "none") not in (first, whole)
+
+
+def test_a_jobs_data_are_in_two_tables_and_in_each_of_several_sources() -> None:
+    table = {
+        "data": {"sources": [{"path": "/a", "labels_from": 0}, {"path": "/b", "labels_from": 5}]},
+        "test": {"path": "/t"},
+    }
+    assert run_cache.list_data_paths(msgspec.json.encode(table)) == [Path("/a"), Path("/b"), Path("/t")]
+    assert run_cache.list_data_paths(msgspec.json.encode({"data": {"dataset": "fedpews-32k"}})) == []
+
+
+def test_a_key_changes_with_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("")
+    (tmp_path / "package" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "loop.py").write_text("a = 1")
+    monkeypatch.setattr(fedquilt, "__file__", str(tmp_path / "package" / "__init__.py"))
+    code = run_cache.compute_code_digest
+    monkeypatch.setattr(machines, "compute_code_digest", machines.compute_code_digest.__wrapped__)
+    found = [code()]
+    assert code() == found[0]
+    (tmp_path / "elsewhere" / "loop.py").write_text("a = 2")
+    found.append(code())
+    monkeypatch.setattr(fedquilt, "__version__", "0.0.0")
+    found.append(code())
+    monkeypatch.setattr(machines.metadata, "version", lambda name: "9")
+    found.append(code())
+    assert len(set(found)) == 4
+    (tmp_path / "elsewhere" / "notes.txt").write_text("no code")
+    assert code() == found[-1]
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("")
+    with pytest.raises(StoreError, match=r"cannot write .*out/runs"):
+        run_cache.RunCache(tmp_path / "out")
+
+
+def test_each_result_comes_with_the_number_of_its_run() -> None:
+    assert dict(comparison.run_in_processes(operator.floordiv, [(9, 3), (8, 2)], workers=2)) == {0: 3, 1: 4}
+    assert list(comparison.run_in_processes(operator.floordiv, [])) == []
+
+
+def test_what_a_run_raises_is_raised_here() -> None:
+    with pytest.raises(ZeroDivisionError):
+        dict(comparison.run_in_processes(operator.floordiv, [(1, 0)]))
+
+
+RUNS = """
+import os, signal, sys, time
+from pathlib import Path
+from fedquilt.tools.experiments import comparison
+from fedquilt.tools.simulation.pool import ScratchFolder
+
+def play(number):
+    with ScratchFolder():
+        os.kill(os.getppid(), signal.SIGTERM)
+        signal.pause()
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    list(comparison.run_in_processes(play, [(0,), (1,)], workers=1))
+"""
+
+
+def test_runs_that_are_ended_clean_up_and_begin_no_others(tmp_path: Path) -> None:
+    (tmp_path / "runs.py").write_text(RUNS)
+    (tmp_path / "temporary").mkdir()
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
+    ended = subprocess.run(
+        [sys.executable, str(tmp_path / "runs.py")], env=environment, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode in (130, -signal.SIGINT)
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_a_process_that_is_killed_is_told_in_a_sentence() -> None:
+    with pytest.raises(FedquiltError, match=r"has ended, 2 at a time: .* fewer cores"):
+        dict(comparison.run_in_processes(os._exit, [(9,), (9,)], workers=2))

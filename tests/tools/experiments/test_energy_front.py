@@ -41,7 +41,6 @@ def told(file: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
 def test_a_front_falls_from_its_shortest_plan_to_its_cheapest_which_is_chosen(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each plan does the work of three epochs on each board; one with the same epochs on all is no better."""
     found = told(job(tmp_path), capsys)
     plans, even = found["front"], found["front_even"]
     assert [each["seconds"] for each in plans] == sorted(each["seconds"] for each in plans)
@@ -53,20 +52,15 @@ def test_a_front_falls_from_its_shortest_plan_to_its_cheapest_which_is_chosen(
 
 
 def test_bounds_of_the_job_choose_among_the_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A round in the middle of the front, by its seconds and by its joules."""
     plans = told(job(tmp_path), capsys)["front"]
     middle = plans[len(plans) // 2]
-    for bound in (
-        f"deadline_s = {middle['seconds'] * 1.000001}",
-        f"joules_per_round = {middle['joules'] * 1.000001}",
-    ):
+    for bound in (f"deadline_s = {middle['seconds'] * 1.000001}", f"joules_per_round = {middle['joules'] * 1.000001}"):
         chosen = told(job(tmp_path, more=bound), capsys)["chosen"]
         assert chosen["joules"] <= middle["joules"] * 1.00001
         assert chosen["seconds"] <= middle["seconds"] * 1.00001
 
 
 def test_a_bound_that_no_plan_keeps_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The plan that comes nearest is chosen all the same; a bound that holds is not spoken of."""
     for bound in ("joules_per_round = 0.001", "deadline_s = 0.001"):
         assert main(["lab", "front", str(job(tmp_path, more=bound))]) == 0
         assert f"no plan keeps {bound}: chosen is the one that comes nearest" in capsys.readouterr().out
@@ -78,7 +72,6 @@ def test_a_bound_that_no_plan_keeps_is_named(tmp_path: Path, capsys: pytest.Capt
 def test_the_table_fits_80_columns_and_the_picture_has_what_is_in_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a method that has all boards train alike there are no epochs to be told."""
     pytest.importorskip("matplotlib")
     picture = tmp_path / "front.svg"
     assert main(["lab", "front", str(job(tmp_path)), "--out", str(picture)]) == 0
@@ -98,7 +91,6 @@ def test_the_table_fits_80_columns_and_the_picture_has_what_is_in_it(
 def test_boards_whose_idle_power_is_unknown_are_named_beside_the_joules(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Their waiting is in no sum: a reader has to know. Of boards that are all known nothing is said."""
     assert main(["lab", "front", str(job(tmp_path, boards='"jetson-nano", "jetson-xavier-nx"'))]) == 0
     assert "without the waiting of jetson-xavier-nx, whose idle power nobody knows" in capsys.readouterr().out
     assert told(job(tmp_path), capsys)["idle_power_unknown"] == []
@@ -107,7 +99,6 @@ def test_boards_whose_idle_power_is_unknown_are_named_beside_the_joules(
 def test_boards_without_known_joules_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A job's own profile may lack watts: there is no front then, and what there has to be is said."""
     made = job(tmp_path)
     bare = profiles.load_board_profile("jetson-nano")
     points = tuple(msgspec.structs.replace(point, busy_w=None) for point in bare.operating_points())

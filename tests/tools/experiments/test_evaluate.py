@@ -38,7 +38,6 @@ TABLE: dict[str, Any] = {"name": "points", "method": "fedavg", "rounds": 3, "eng
 
 
 def write_test_set(file: Path) -> None:
-    """Four points, three of which the network RIGHT knows, WRONG the other."""
     x = np.array([[1, 0], [0, 1], [2, 1], [3, 1]], np.float32)
     np.savez(file, x_test=x, y_test=np.array([0, 1, 0, 1]))
 
@@ -54,7 +53,6 @@ def store(tmp_path: Path) -> Any:
 
 
 def begun(store: Store, **changes: object) -> str:
-    """A run in the store without facts yet."""
     folder = store.home.parent
     table = {**TABLE, "test": {"path": str(folder / "points.npz")}, **changes}
     run = store.add_job(settings.parse_job(table), folder / "bundle")
@@ -70,7 +68,6 @@ def put(store: Store, run: str, model: dict[str, np.ndarray]) -> BlobRef:
 
 
 def log(store: Store, run: str, fact: AnyEvent) -> None:
-    """Write a fact, and before a round is committed those that have to come first."""
     if isinstance(fact, RoundCommitted):
         store.append_event(run, CohortSelected(fact.round, 0, ("a",)))
         store.append_event(run, RoundClosed(fact.round))
@@ -78,7 +75,6 @@ def log(store: Store, run: str, fact: AnyEvent) -> None:
 
 
 def test_the_last_state_is_scored_and_kept(store: Store) -> None:
-    """Three of four are right; a second look at the same store evaluates nothing again."""
     run = begun(store)
     store.append_event(run, JobStarted(put(store, run, WRONG)))
     log(store, run, RoundCommitted(0, put(store, run, RIGHT), False, {}))
@@ -99,7 +95,6 @@ def test_the_last_state_is_scored_and_kept(store: Store) -> None:
 
 
 def test_following_scores_every_state_that_is_there_when_it_is_looked_for(store: Store) -> None:
-    """One comes with each look; the one whose blob the coordinator has dropped by then is passed over."""
     run = begun(store)
     store.append_event(run, JobStarted(put(store, run, WRONG)))
     gone = put(store, run, {**RIGHT, "1.bias": np.ones(2, np.float32)})
@@ -122,7 +117,6 @@ def test_following_scores_every_state_that_is_there_when_it_is_looked_for(store:
 
 
 def test_a_state_that_is_the_same_as_before_is_not_evaluated_again(store: Store) -> None:
-    """A closing evaluation commits the state that there was; its rounds are those of the work."""
     run = begun(store)
     ref = put(store, run, RIGHT)
     for fact in (JobStarted(ref), RoundCommitted(0, ref, False, {}), RoundCommitted(1, ref, False, {})):
@@ -132,7 +126,6 @@ def test_a_state_that_is_the_same_as_before_is_not_evaluated_again(store: Store)
 
 
 def test_a_lost_state_of_an_ended_run_is_an_error(store: Store) -> None:
-    """There is nothing to wait for."""
     run = begun(store)
     store.append_event(run, JobStarted(BlobRef(sha256="a" * 64, size=1)))
     store.set_status(run, "done")
@@ -141,7 +134,6 @@ def test_a_lost_state_of_an_ended_run_is_an_error(store: Store) -> None:
 
 
 def test_scores_on_another_test_set_are_not_mixed_with_these(store: Store) -> None:
-    """What is on disk counts only for the test set that it was found on."""
     run = begun(store)
     store.append_event(run, JobStarted(put(store, run, RIGHT)))
     store.set_status(run, "done")
@@ -155,7 +147,6 @@ def test_scores_on_another_test_set_are_not_mixed_with_these(store: Store) -> No
 
 
 def test_a_run_without_a_test_set_has_no_scores(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its data name arrays of any split, and no [test] does. `fedquilt ls` lists it beside the others."""
     data = {"path": "own.npz", "x": "inputs", "y": "kinds"}
     run = store.add_job(settings.parse_job({**TABLE, "data": data}), store.home)
     assert scores.read_scores(store.home, store.find_job(run)) == scores.RunScores({})
@@ -167,7 +158,6 @@ def test_a_run_without_a_test_set_has_no_scores(store: Store, capsys: pytest.Cap
 
 
 def test_the_test_set_is_the_jobs_own_or_the_data_s_test_split() -> None:
-    """[test] alone where it says where from, else over [data]; a device's share is no part of it."""
     data = {"path": "a.npz", "partition": "iid", "held": 0.5, "share": 1, "shares": 2}
     job = settings.parse_job({**TABLE, "data": data})
     assert scores.make_test_table(job) == {"path": "a.npz", "partition": "iid", "split": "test"}
@@ -175,15 +165,6 @@ def test_the_test_set_is_the_jobs_own_or_the_data_s_test_split() -> None:
     assert scores.make_test_table(job)["limit"] == 5
     job = settings.parse_job({**TABLE, "data": data, "test": {"path": "b.npz", "split": "val"}})
     assert scores.make_test_table(job) == {"path": "b.npz", "split": "val"}
-
-
-def test_a_test_set_beside_the_job_file_is_found_from_anywhere(tmp_path: Path) -> None:
-    """Its path is taken from the job file's folder."""
-    write_test_set(tmp_path / "points.npz")
-    (tmp_path / "job.toml").write_text('name = "points"\nmethod = "fedavg"\n[test]\npath = "points.npz"\n')
-    job = settings.load_job(tmp_path / "job.toml")
-    assert scores.make_test_table(job)["path"] == str(tmp_path / "points.npz")
-    assert len(evaluation.load_test_set(job)) == 4
 
 
 def test_a_test_set_that_cannot_be_read_names_its_table(tmp_path: Path) -> None:
@@ -194,7 +175,6 @@ def test_a_test_set_that_cannot_be_read_names_its_table(tmp_path: Path) -> None:
 
 
 def test_arrays_that_are_named_for_training_are_no_test_set() -> None:
-    """[data] x = "pictures" would be what was trained on; nor is there one without any table."""
     job = settings.parse_job({**TABLE, "data": {"path": "a.npz", "x": "pictures", "y": "names"}})
     with pytest.raises(JobError, match=r"name that of \[test\] too"):
         scores.make_test_table(job)
@@ -203,7 +183,6 @@ def test_arrays_that_are_named_for_training_are_no_test_set() -> None:
 
 
 def test_a_test_set_can_be_given(tmp_path: Path, store: Store) -> None:
-    """As a comparison does, which has it; a model of the method's first state."""
     run = begun(store)
     row = store.find_job(run)
     method = methods.load("fedavg")
@@ -230,24 +209,7 @@ def test_the_verb_tells_people_and_programs(store: Store, capsys: pytest.Capture
     assert main(["model", "evaluate", "nothing", *home]) == 6
 
 
-def test_a_run_of_a_fleet_is_scored_on_the_test_split_of_its_data(tmp_path: Path) -> None:
-    """The digits: after three rounds it knows more than at first."""
-    network = {"name": "mlp", "inputs": 64, "hidden": [16], "classes": 10}
-    from fedquilt.edge_agent.engines import numpy_engine
-
-    first = tensors.encode_tensors(numpy_engine.init_tensors(network, seed=0))
-    job_bundle.write_bundle(tmp_path / "bundle", {"network": network, "flops": 2176}, {"model": first})
-    table = {**TABLE, "params": {"lr": 0.2, "batch": 16}, "fleet": {"devices": 2}, "data": {"path": str(DIGITS)}}
-    plan = agents.FleetPlan(settings.parse_job(table), tmp_path / "bundle", tmp_path / "runs")
-    run, _ = agents.run_fleet_virtually(plan)
-    with Store(plan.home) as opened:
-        (score,) = evaluation.evaluate_run(opened, run).scores
-    assert score.rounds == 3
-    assert score.value > 0.5
-
-
 def test_a_method_of_sub_models_is_judged_by_the_whole_network(tmp_path: Path) -> None:
-    """Two hidden neurons know three of the four points; one alone, which devices of unknown memory get, knows two."""
     pytest.importorskip("torch")
     from fedquilt.models.networks import registry
     from fedquilt.models.partial import masks
@@ -280,8 +242,6 @@ def test_a_method_of_sub_models_is_judged_by_the_whole_network(tmp_path: Path) -
 
 
 def test_fedsq_is_judged_with_the_gates_of_the_pre_trained_copy(tmp_path: Path) -> None:
-    """Both layers have changed their signs: gated by the pre-trained copy the scores are as they were, while the
-    weights alone would leave every hidden neuron off and give every point to the first class."""
     pytest.importorskip("torch")
     network = {"name": "mlp", "inputs": 2, "hidden": [2], "classes": 2}
     sides = {"1.weight": np.eye(2), "1.bias": np.zeros(2), "3.weight": np.eye(2), "3.bias": np.zeros(2)}

@@ -17,7 +17,6 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_a_parameter_has_its_range_default_and_what_its_line_says() -> None:
-    """Inherited ones come first; a comment of its own line is of no field."""
     found = {each.name: each for each in method_pages.make_card("fedprox").parameters}
     assert next(iter(found)) == "epochs"
     assert (found["epochs"].kind, found["epochs"].default) == ("integer >= 1", 1)
@@ -30,7 +29,6 @@ def test_a_parameter_has_its_range_default_and_what_its_line_says() -> None:
 
 
 def test_methods_are_listed_with_their_first_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every file of methods/ is there, and one named alone is told in full."""
     assert main(["methods"]) == 0
     shown = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
     assert [line.split()[0] for line in shown] == methods.builtin_names()
@@ -39,7 +37,6 @@ def test_methods_are_listed_with_their_first_sentence(capsys: pytest.CaptureFixt
 
 
 def test_a_card_names_the_tables_that_run_the_method() -> None:
-    """The command, and where the figures are; a method that no table runs has no such line."""
     lines = method_pages.format_card(method_pages.make_card("fedlora", papers.find_tables_of_method))
     assert any("`fedquilt lab reproduce fedsdg --data FOLDER`" in line for line in lines)
     assert any(

@@ -20,13 +20,12 @@ from fedquilt.models.stitching.search import pareto_front
 from fedquilt.testing.toy_networks import SMALL, build_donors, image_members, run_method
 from fedquilt.tools import report
 from fedquilt.tools.lab import demo
-from fedquilt.tools.report import candidate_costs
+from fedquilt.tools.report import run_data
 from fedquilt.tools.simulation import agents
 
 
 @cache
 def result(**params: Any) -> dict[str, Any]:
-    """What a search with these parameters comes to."""
     bundle, runner = build_donors()
     last = run_method("fedstitch", bundle, image_members(), {**SMALL, **params}, engine=runner, seed=3, rounds=1000)[-1]
     return dict(METHOD.result(last).meta)
@@ -37,7 +36,6 @@ def candidates(**params: Any) -> list[dict[str, Any]]:
 
 
 def test_every_candidate_has_its_costs_and_the_most_accurate_is_on_the_front() -> None:
-    """The cheapest is there too; several taps are joined in one candidate at least."""
     found = candidates()
     assert all(each["flops"] > 0 and each["weight_bytes"] > 0 and each["read_bytes"] > 0 for each in found)
     best = [each for each in found if each["front"]]
@@ -47,7 +45,6 @@ def test_every_candidate_has_its_costs_and_the_most_accurate_is_on_the_front() -
 
 
 def test_no_candidate_exceeds_a_budget() -> None:
-    """Half of the cost of the best network, in each unit; a budget that everything is within changes nothing."""
     free, board = candidates(), "jetson-tx2"
     assert candidates(budget_mflop=1e9) == free
 
@@ -91,7 +88,6 @@ class Finished(NamedTuple):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """A short run of the demo's job."""
     pytest.importorskip("onnxruntime")
     from fedquilt.coordinator import settings
 
@@ -113,11 +109,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 
 def test_the_report_prints_and_draws_the_front(finished: Finished, capsys: pytest.CaptureFixture[str]) -> None:
-    """A line for each candidate with the fleet's boards, and a plot with tooltips."""
     plan, run, folder = finished
     capsys.readouterr()
     with Store(plan.home) as store:
-        found = candidate_costs.load_candidates(store, run)
+        found = run_data.load_candidates(store, run)
         page = report.write_run_page(store, run, folder / "page.html").read_text()
     printed = capsys.readouterr().out
     assert "ms, jetson-nano" in printed
@@ -133,7 +128,6 @@ def test_the_report_prints_and_draws_the_front(finished: Finished, capsys: pytes
 
 
 def test_every_candidate_is_exported_as_a_file_that_is_as_right_as_the_devices_counted(finished: Finished) -> None:
-    """By the ONNX files alone, on the pooled held-out examples."""
     from fedquilt.tools.artefacts.classifier import Classifier
 
     plan, run, folder = finished
@@ -151,19 +145,3 @@ def test_every_candidate_is_exported_as_a_file_that_is_as_right_as_the_devices_c
         main(["model", "export", run, "--candidate", "0", "--out", str(folder / "0.onnx"), "--home", str(plan.home)])
         != 0
     )
-
-
-def test_a_narrow_terminal_shows_a_row_of_numbers_for_each_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names are longer than a line: they stand below, whole, and what is on the front is beside the accuracy."""
-    from fedquilt.coordinator import settings
-
-    monkeypatch.setenv("COLUMNS", "80")
-    fleet = {"devices": 2, "boards": ["jetson-tx2"]}
-    found = candidates()
-    printed = candidate_costs.format_candidate_table(
-        found, settings.parse_job({"name": "n", "method": "fedstitch", "rounds": 1, "fleet": fleet})
-    )
-    assert max(len(line) for line in printed[: len(found) + 1]) <= 80
-    assert all(word in printed[0] for word in ("accuracy", "front", "MFLOP", "ms, jetson-tx2"))
-    assert len(printed) == 2 * len(found) + 2
-    assert not any(line.endswith("...") for line in printed)

@@ -26,7 +26,6 @@ def tips(picture: str) -> list[str]:
 
 
 def shapes(picture: str, style: str) -> list[list[tuple[float, float]]]:
-    """The corners of each path whose style holds `style`."""
     paths = (path for path in ElementTree.fromstring(picture).iter(f"{SVG}path") if style in path.get("style", ""))
     return [
         [(float(x), float(y)) for x, y in re.findall(r"[ML] ([-\d.]+) ([-\d.]+)", path.get("d", ""))] for path in paths
@@ -50,7 +49,6 @@ def test_a_line_goes_through_its_points() -> None:
 
 
 def test_a_band_lies_around_its_line() -> None:
-    """From the lower edge to the upper one."""
     plot = plots.plot_lines([PlotLine("a", [0, 1], [50, 50], [40, 40], [60, 60])], "t", "x", "y", most=100.0)
     (band,) = shapes(render_svg(plot), f"fill: {FIRST}; opacity: 0.16")
     (line,) = shapes(render_svg(plot), f"stroke: {FIRST}; stroke-width: 1.8")
@@ -67,7 +65,6 @@ def test_values_that_are_no_numbers_are_left_out() -> None:
 
 
 def test_one_point_is_a_dot_and_no_line() -> None:
-    """With its numbers as a tooltip, and larger than a line's dots."""
     drawn = render_svg(plots.plot_lines([PlotLine("a", [3], [4])], "t", "x", "y"))
     assert shapes(drawn, "stroke-width: 1.8") == []
     assert tips(drawn) == ["a: 4 at 3"]
@@ -83,14 +80,12 @@ def test_nothing_to_show_says_so() -> None:
 
 
 def test_a_sum_of_zero_is_known() -> None:
-    """As the accuracy of devices that are always wrong."""
     drawn = render_svg(plots.plot_bars([PlotBar("a", [0.0]), PlotBar("b", [0.0])], "t", "%"))
     assert texts(drawn).count("0") >= 2
     assert "not known of this run" not in texts(drawn)
 
 
 def test_bars_are_as_long_as_their_parts_and_the_unknown_has_none() -> None:
-    """Three to one; a device without a meter has words in place of a bar."""
     drawn = render_svg(
         plots.plot_bars([PlotBar("a", [3.0, 1.0]), PlotBar("b", [None, None])], "t", "J", ("idle", "work"))
     )
@@ -121,7 +116,6 @@ def test_an_axis_of_per_cent_ends_at_100() -> None:
 
 
 def test_names_are_text_and_nothing_else() -> None:
-    """No markup, no formula, no style, no tooltip of another: names come from jobs and devices."""
     for name in (
         '"><script>alert(1)</script>',
         "$x^2$ $",
@@ -142,7 +136,6 @@ def test_names_are_text_and_nothing_else() -> None:
 
 
 def test_a_picture_takes_its_ink_from_the_page_and_tells_what_it_shows() -> None:
-    """No black or white of its own; a label for who cannot see it; nothing from elsewhere; equal bytes every time."""
     plot = plots.plot_lines([PlotLine("a", [0, 1], [0, 72.5])], "Accuracy", "rounds", "%")
     drawn = render_svg(plot)
     assert "currentColor" in drawn
@@ -157,20 +150,6 @@ def test_a_picture_takes_its_ink_from_the_page_and_tells_what_it_shows() -> None
     assert render_svg(plot) == drawn
 
 
-def test_a_picture_alone_is_a_file_with_a_background_of_its_own() -> None:
-    file = plots.render_file(plots.plot_lines([PlotLine("a", [0, 1], [0, 1])], "t", "x", "y"))
-    assert "prefers-color-scheme" in file
-    assert ElementTree.fromstring(file).tag == f"{SVG}svg"
-
-
-def test_plots_are_stacked_below_each_other() -> None:
-    found = [plots.plot_lines([PlotLine("a", [1], [2])], "one", "x", "y"), plots.make_empty_plot("two")]
-    root = ElementTree.fromstring(render_svg(*found))
-    assert float(root.get("height", "")) == pytest.approx(sum(plot.height for plot in found), abs=1)
-    places = {"".join(each.itertext()): float(each.get("y", "")) for each in root.iter(f"{SVG}text")}
-    assert places["one"] < found[0].height < places["two"]
-
-
 @pytest.mark.parametrize(
     ("low", "high", "expected"),
     [
@@ -183,7 +162,6 @@ def test_plots_are_stacked_below_each_other() -> None:
     ],
 )
 def test_ticks_are_round_and_enclose_the_values(low: float, high: float, expected: list[float]) -> None:
-    """A single value gets room on both sides."""
     assert plots.choose_ticks(low, high) == pytest.approx(expected)
 
 

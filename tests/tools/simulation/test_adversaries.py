@@ -22,7 +22,6 @@ from fedquilt.tools.artefacts import prepare
 from fedquilt.tools.lab import demo
 from fedquilt.tools.simulation import adversaries, agents, run
 from fedquilt.tools.simulation.simulated_job import Simulation
-from fedquilt.tools.simulation.workers import backend
 
 START = {"x": np.array([1.0, 2.0], np.float32), "gain": np.array(1.0, np.float32), "seen": np.array(3, np.int64)}
 LIARS = 2
@@ -52,7 +51,6 @@ def one_further(seen: dict[str, Mapping[str, np.ndarray]], labels: dict[str, np.
 
 
 def sent(**fleet: Any) -> tuple[dict[str, Mapping[str, np.ndarray]], frozenset[str], dict[str, np.ndarray]]:
-    """What five devices send in one round, which of them lie, and the labels that they learn from."""
     seen: dict[str, Mapping[str, np.ndarray]] = {}
     labels: dict[str, np.ndarray] = {}
     drawn: set[str] = set()
@@ -70,7 +68,6 @@ def sent(**fleet: Any) -> tuple[dict[str, Mapping[str, np.ndarray]], frozenset[s
 
 
 def changes(seen: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, list[float]]:
-    """Device -> what it adds to each of the three values."""
     return {
         device: [*(model["x"] - START["x"]).tolist(), float(model["gain"] - START["gain"])]
         for device, model in seen.items()
@@ -86,7 +83,6 @@ def test_without_adversaries_everybody_is_honest() -> None:
 
 @pytest.mark.parametrize(("attack", "times"), [("scaled", 10.0), ("sign_flip", -10.0)])
 def test_changes_are_scaled_or_turned_round(attack: str, times: float) -> None:
-    """Of two of five devices, values without axes too; their counters, and the others, stay as they are."""
     seen, drawn, _ = sent(**lying(attack))
     assert len(drawn) == LIARS
     for index, device in enumerate(DEVICES):
@@ -122,7 +118,6 @@ def test_inner_product_manipulation_sends_the_honest_mean_turned_round() -> None
 
 
 def test_who_lies_is_drawn_by_the_jobs_seed_alone() -> None:
-    """The same devices for every method and attack with a seed; a share is rounded up, so that it is never nobody."""
     drawn = {
         seed: adversaries.choose_adversaries(make_job("fedavg", seed=seed, fleet=lying("scaled")), DEVICES)
         for seed in range(20)
@@ -134,11 +129,7 @@ def test_who_lies_is_drawn_by_the_jobs_seed_alone() -> None:
     assert len(adversaries.choose_adversaries(make_job("fedavg", fleet=lying("scaled", share=0.01)), DEVICES)) == 1
 
 
-# -- through the rounds ---------------------------------------------------------------------------
-
-
 def digits(**table: Any) -> settings.JobSettings:
-    """Six boards that share the digits; a third lies."""
     return settings.parse_job(
         {
             "name": "lies",
@@ -156,7 +147,6 @@ def digits(**table: Any) -> settings.JobSettings:
 
 @pytest.mark.parametrize("attack", ["sign_flip", "label_flip", "inner_product"])
 def test_on_a_pool_the_states_are_the_same_to_the_bit(attack: str, tmp_path: Path) -> None:
-    """Two workers, and this process; the honest run's is another."""
     made = {}
     for name, fleet in (("lies", lying(attack, share=0.3)), ("honest", {})):
         wanted = digits(fleet=fleet)
@@ -173,10 +163,9 @@ def test_on_a_pool_the_states_are_the_same_to_the_bit(attack: str, tmp_path: Pat
 def test_a_run_that_was_interrupted_in_a_round_ends_with_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed when two honest boards have answered, a third and the adversaries not: these know what all three send."""
     wanted = make_job("fedavg", {"batch": 4}, rounds=2, fleet=lying("inner_product"))
     bundle = write_bundle(tmp_path / "bundle", toy_bundle())
-    carry, held = backend.make_local_backend(point_members(5), engine=NumpyEngine(1 << 40, base_bytes=0))
+    carry, held = run.make_local_backend(point_members(5), engine=NumpyEngine(1 << 40, base_bytes=0))
     note, answered = Simulation._record_event, []
 
     class Killed(Exception):
@@ -191,7 +180,7 @@ def test_a_run_that_was_interrupted_in_a_round_ends_with_the_same_bits(
 
     def played(name: str) -> Simulation:
         with Simulation(wanted, bundle, held, tmp_path / name, engine="numpy") as simulation:
-            list(run.run_rounds([simulation], carry))
+            list(run.run_rounds(simulation, carry))
             return simulation
 
     whole = played("whole")
@@ -205,11 +194,7 @@ def test_a_run_that_was_interrupted_in_a_round_ends_with_the_same_bits(
     assert [each.devices for each in again.rounds] == [each.devices for each in whole.rounds]
 
 
-# -- refusals -------------------------------------------------------------------------------------
-
-
 def test_inner_product_manipulation_wants_updates_as_they_are() -> None:
-    """What a codec leaves is not what the others send."""
     with pytest.raises(JobError, match="attack = 'inner_product' read what the other boards send"):
         digits(fleet=lying("inner_product"), wire={"codec": "int8"})
     assert digits(fleet=lying("scaled"), wire={"codec": "int8"}).fleet.adversaries is not None
@@ -222,7 +207,6 @@ def test_an_attack_that_there_is_not_is_named() -> None:
 
 @pytest.mark.parametrize("verb", [["run"], ["simulate", "--link", "embedded"], ["simulate"]])
 def test_no_agent_is_asked_to_lie(verb: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A job with adversaries is refused by name before anything is queued, also where agents are simulated ones."""
     wanted = digits(fleet=lying("scaled"))
     prepare.prepare_and_check(wanted, tmp_path / "job.bundle")
     table = (

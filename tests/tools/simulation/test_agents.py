@@ -15,8 +15,6 @@ from waiting import LIMIT_S, alive, until
 
 from fedquilt.arrays import tensors
 from fedquilt.cli import main
-from fedquilt.console import progress
-from fedquilt.console.progress import ProgressLine
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds.events import RoundCommitted, UpdateAccepted
 from fedquilt.coordinator.storage.store import Store
@@ -31,6 +29,7 @@ from fedquilt.tools.simulation import agents as fleet
 from fedquilt.transport.mqtt.link import MqttLink
 
 DIGITS = Path(fleet.__file__).parents[1] / "lab" / "demo" / "digits.npz"
+DATA = {"path": str(DIGITS), "partition": "dirichlet", "alpha": 1.0}
 NETWORK = {"name": "mlp", "inputs": 64, "hidden": [16], "classes": 10}
 
 
@@ -43,7 +42,7 @@ def plan(folder: Path, **changes: object) -> fleet.FleetPlan:
         "params": {"lr": 0.2, "batch": 16},
         "check": {"every": 2},
         "fleet": {"devices": 3, "boards": ["jetson-nano", "jetson-tx2"], "budgets": ["256MB", "512MB"]},
-        "data": {"path": str(DIGITS), "partition": "dirichlet", "alpha": 1.0},
+        "data": DATA,
         **changes,
     }
     first = tensors.encode_tensors(numpy_engine.init_tensors(NETWORK, seed=0))
@@ -62,14 +61,12 @@ def facts_of(given: fleet.FleetPlan, run: str) -> list[object]:
 
 
 def test_a_fleet_on_virtual_time_that_waits_for_boards_that_never_come_says_so(tmp_path: Path) -> None:
-    """Boards go on telling their sensors, so that virtual time would pass for ever."""
     given = plan(tmp_path, cohort={"min_devices": 5}, fleet={"devices": 2})
     with pytest.raises(JobError, match="has waited for boards since its round 1"):
         fleet.run_fleet_virtually(given)
 
 
 def test_a_job_asks_the_boards_that_it_selects_and_no_others(tmp_path: Path) -> None:
-    """The first round waits for these alone; a selection of none is refused before anything is queued."""
     fleet_of = {"devices": 3, "labels": ["site=lab", "site=hall window"]}
     given = plan(tmp_path, cohort={"select": ["site=lab", "!window"]}, fleet=fleet_of)
     run, ended = fleet.run_fleet_virtually(given)
@@ -84,7 +81,6 @@ def test_a_job_asks_the_boards_that_it_selects_and_no_others(tmp_path: Path) -> 
 
 
 def test_a_fleet_on_virtual_time_trains_and_reports_what_its_boards_would_take(tmp_path: Path) -> None:
-    """Times and joules come from the profiles, and say so."""
     given = plan(tmp_path)
     run, status = fleet.run_fleet_virtually(given)
     assert status == "done"
@@ -102,7 +98,6 @@ def test_a_fleet_on_virtual_time_trains_and_reports_what_its_boards_would_take(t
 
 
 def test_processes_on_a_real_broker_end_with_the_same_bits_as_virtual_time(tmp_path: Path) -> None:
-    """There is no second agent loop: where the arithmetic runs does not matter."""
     virtual, real = plan(tmp_path / "virtual"), plan(tmp_path / "real")
     one, _ = fleet.run_fleet_virtually(virtual)
     other, status = fleet.run_fleet_on_broker(real, None)
@@ -118,7 +113,7 @@ def test_processes_on_a_real_broker_end_with_the_same_bits_as_virtual_time(tmp_p
 def test_a_fleet_whose_agents_all_fail_says_what_one_of_them_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet.child_processes, "RUN", "raise SystemExit('the port is taken')")
+    monkeypatch.setattr(fleet, "RUN", "raise SystemExit('the port is taken')")
     with pytest.raises(JobError, match="every agent has ended; jetson-nano-00 said: the port is taken"):
         fleet.run_fleet_on_broker(plan(tmp_path), None)
 
@@ -126,11 +121,10 @@ def test_a_fleet_whose_agents_all_fail_says_what_one_of_them_said(
 def test_an_agent_that_is_killed_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Once, by name and with how it ended; the others go on, and the round closes with them."""
-    killed = fleet.child_processes.RUN.replace(
+    killed = fleet.RUN.replace(
         "import sys;", "import os, sys; 'jetson-tx2-01' in sys.argv[-1] and os.kill(os.getpid(), 9);"
     )
-    monkeypatch.setattr(fleet.child_processes, "RUN", killed)
+    monkeypatch.setattr(fleet, "RUN", killed)
     given = plan(tmp_path, cohort={"size": 2}, check={"every": 0})
     monkeypatch.setattr(
         fleet.FleetPlan, "queue_or_resume", lambda plan, store: store.add_job(plan.job, plan.bundle.resolve())
@@ -144,8 +138,7 @@ def test_an_agent_that_is_killed_is_told(
 
 
 def test_a_fleet_that_is_killed_goes_on_when_it_is_started_again_and_leaves_no_agents(tmp_path: Path) -> None:
-    """Its agents end with it, and another coordinator of its home would find nothing that holds it up."""
-    job, given = tmp_path / "job.toml", plan(tmp_path, rounds=30, check={"every": 0})
+    job, given = tmp_path / "job.toml", plan(tmp_path, rounds=9, check={"every": 0})
     table = msgspec.to_builtins(given.job)
     job.write_text(
         toml.format_toml({key: table[key] for key in ("name", "method", "rounds", "engine", "params", "fleet", "data")})
@@ -156,7 +149,7 @@ def test_a_fleet_that_is_killed_goes_on_when_it_is_started_again_and_leaves_no_a
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as first:
         assert first.stdout is not None
         try:
-            while "round 2 of 30: " not in first.stdout.readline():
+            while "round 2 of 9: " not in first.stdout.readline():
                 assert first.poll() is None
             agents = children(first.pid)
             assert len(agents) >= 3
@@ -169,34 +162,38 @@ def test_a_fleet_that_is_killed_goes_on_when_it_is_started_again_and_leaves_no_a
         (row,) = store.readable_jobs()
         assert row.status == "done"
         committed = [fact.round for _, _, fact in store.read_events(row.id) if isinstance(fact, RoundCommitted)]
-    assert committed == list(range(30))
-    assert "round 1 of 30: " not in again.stdout
+    assert committed == list(range(9))
+    assert "round 1 of 9: " not in again.stdout
 
 
 def children(pid: int) -> list[int]:
-    """The processes that a process has started, and what these have started."""
     found = [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return [*found, *(pid for each in found if alive(each) for pid in children(each))]
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
-    [({"boards": ["jetson-nanoo"]}, r"\[fleet\].*jetson-nanoo"), ({"budgets": ["128XB"]}, r"\[fleet\].*128XB")],
+    [
+        ({"fleet": {"devices": 3, "boards": ["jetson-nanoo"]}}, r"\[fleet\].*jetson-nanoo"),
+        ({"fleet": {"devices": 3, "budgets": ["128XB"]}}, r"\[fleet\].*128XB"),
+        ({"data": {}}, r"\[data\]"),
+        ({"data": {**DATA, "partition": "dirichelt"}}, "dirichelt"),
+        ({"data": {**DATA, "alpha": 0.0}}, "alpha"),
+        ({"data": {**DATA, "path": "/nowhere/digits.npz"}}, "/nowhere/digits.npz"),
+        ({"data": {**DATA, "partition": "iid", "limit": 2}}, "share 2 of 3 .* is empty, of 2 examples"),
+        ({"cohort": {"size": 4}}, r"\[cohort\] size is 4, and the fleet has 3 devices"),
+    ],
 )
-def test_boards_and_budgets_that_there_are_not_leave_no_run_behind(
-    tmp_path: Path, changes: dict[str, object], said: str
-) -> None:
-    """On virtual time as with processes."""
-    given = plan(tmp_path, fleet={"devices": 3, **changes})
+def test_a_fleet_that_cannot_run_leaves_no_run_behind(tmp_path: Path, changes: dict[str, object], said: str) -> None:
+    given = plan(tmp_path, **changes)
     for run in (lambda: fleet.run_fleet_virtually(given), lambda: fleet.run_fleet_on_broker(given, None)):
-        with pytest.raises(JobError, match=said):
+        with pytest.raises((JobError, DataError), match=said):
             run()
     with Store(given.home) as store:
         assert store.readable_jobs() == []
 
 
 def test_an_evaluation_costs_simulated_boards_a_forward_pass(tmp_path: Path) -> None:
-    """Beside what every task costs: no more than a third of an epoch, in which each example takes three such passes."""
     boards = {"devices": 3, "boards": ["jetson-nano", "jetson-tx2"], "policy": "max"}
     trained: list[list[float]] = []
     for epochs in (2, 4):
@@ -214,40 +211,7 @@ def test_an_evaluation_costs_simulated_boards_a_forward_pass(tmp_path: Path) -> 
         assert task_j < looked_j <= task_j + epoch_j / 3
 
 
-def test_a_fleet_needs_data(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match=r"\[data\]"):
-        fleet.run_fleet_virtually(plan(tmp_path, data={}))
-
-
-@pytest.mark.parametrize("wrong", [{"partition": "dirichelt"}, {"alpha": 0.0}, {"path": "/nowhere/digits.npz"}])
-def test_data_that_cannot_be_is_told_before_anything_is_queued(tmp_path: Path, wrong: dict[str, object]) -> None:
-    given = plan(tmp_path, data={"path": str(DIGITS), "partition": "dirichlet", "alpha": 1.0, **wrong})
-    with Store(given.home) as store:
-        with pytest.raises((JobError, DataError)):
-            given.queue_or_resume(store)
-        assert store.readable_jobs() == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"data": {"path": str(DIGITS), "partition": "iid", "limit": 2}}, "share 2 of 3 .* is empty, of 2 examples"),
-        ({"cohort": {"size": 4}}, r"\[cohort\] size is 4, and the fleet has 3 devices"),
-    ],
-)
-def test_a_fleet_that_cannot_fill_its_rounds_leaves_no_run_behind(
-    tmp_path: Path, changes: dict[str, object], said: str
-) -> None:
-    """A device without an example, and more devices in a cohort than there are, are known beforehand."""
-    given = plan(tmp_path, **changes)
-    with pytest.raises((JobError, DataError), match=said):
-        fleet.run_fleet_virtually(given)
-    with Store(given.home) as store:
-        assert store.readable_jobs() == []
-
-
 def test_a_fleet_in_a_folder_that_was_used_before_is_fresh(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What boards kept of another run would change what is measured: the same job takes the same bytes again."""
     given = plan(tmp_path)
     took = []
     for _ in range(2):
@@ -262,7 +226,6 @@ def test_a_fleet_in_a_folder_that_was_used_before_is_fresh(tmp_path: Path, caplo
 def test_boards_of_a_run_that_is_over_keep_what_is_theirs_and_no_blobs(
     tmp_path: Path, method: str, kept: set[str]
 ) -> None:
-    """Their private state may be wanted; what came over the network can come again."""
     given = plan(tmp_path, method=method)
     run, status = fleet.run_fleet_virtually(given)
     assert status == "done"
@@ -272,23 +235,6 @@ def test_boards_of_a_run_that_is_over_keep_what_is_theirs_and_no_blobs(
     assert next(table["home"] for table in given.make_agent_tables()) == str(
         given.get_agent_folder("", "jetson-nano-00")
     )
-
-
-def test_ctrl_c_on_virtual_time_says_how_to_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As it does with processes."""
-
-    def interrupted(*given: object, **options: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(fleet, "run_fleet_virtually", interrupted)
-    job = tmp_path / "job.toml"
-    job.write_text('name = "a"\nmethod = "fedavg"\n')
-    (tmp_path / "job.bundle").mkdir()
-    (tmp_path / "job.bundle" / "bundle.json").write_text("{}")
-    assert main(["simulate", str(job), "--link", "memory", "--home", str(tmp_path / "runs")]) == 130
-    assert f"interrupted; `fedquilt simulate {job} --home {tmp_path / 'runs'}` continues it" in capsys.readouterr().out
 
 
 def test_the_command_that_an_interrupted_fleet_prints_resumes_the_same_run(
@@ -317,24 +263,7 @@ def test_the_command_that_an_interrupted_fleet_prints_resumes_the_same_run(
     assert row.job.cohort.start_devices == 2
 
 
-@pytest.mark.parametrize(
-    "words", [[], ["--broker", "mqtts://lab", "--ca", "ca.pem", "--password-file", "key.txt", "--fleet", "own"]]
-)
-def test_the_command_to_go_on_has_the_options_of_the_broker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
-) -> None:
-    monkeypatch.setattr(fleet, "run_fleet_on_broker", lambda *given, **options: ("", "running"))
-    job = tmp_path / "job.toml"
-    job.write_text('name = "a"\nmethod = "fedavg"\n')
-    (tmp_path / "job.bundle").mkdir()
-    (tmp_path / "job.bundle" / "bundle.json").write_text("{}")
-    assert main(["simulate", str(job), "--link", "broker", *words]) == 130
-    again = " ".join(["fedquilt simulate", str(job), "--link broker", *words])
-    assert f"interrupted; `{again} --home fedquilt-runs` continues it" in capsys.readouterr().out
-
-
 def test_virtual_time_waits_for_no_disk_and_processes_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a simulated fleet's thousands of syncs none is worth its time; a store that is opened otherwise keeps them."""
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", synced.append)
     given = plan(tmp_path)
@@ -351,7 +280,6 @@ def test_virtual_time_waits_for_no_disk_and_processes_do(tmp_path: Path, monkeyp
 
 
 def test_a_fleets_data_is_read_once_for_all_its_boards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each by itself would read and share out all of it."""
     reads: list[object] = []
     read = examples.open_split
     monkeypatch.setattr(examples, "open_split", lambda spec: reads.append(spec) or read(spec))
@@ -360,17 +288,6 @@ def test_a_fleets_data_is_read_once_for_all_its_boards(tmp_path: Path, monkeypat
     assert len(reads) == 2  # once before anything is queued
 
 
-def test_a_fleet_is_told_of_from_the_first_second(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Making thousands of boards and their first round take minutes, in which no fact comes."""
-    given = plan(tmp_path)
-    monkeypatch.setattr(ProgressLine, "is_live", property(lambda line: line._out is sys.stdout))
-    monkeypatch.setattr(progress, "LIVE_S", -1.0)
-    fleet.run_fleet_virtually(given)
-    told = capsys.readouterr().out.splitlines()
-    assert "3 devices" in told[0]
-    assert any("2 of 3 devices are made" in line for line in told)
-    at_work = [place for place, line in enumerate(told) if "0 of 3 devices answered, 3 at work" in line]
-    committed = [place for place, line in enumerate(told) if "round 1 of 2: " in line]
-    assert at_work[0] < committed[0]
+def test_ctrl_c_in_the_terminal_of_a_command_reaches_it_alone(tmp_path: Path) -> None:
+    with fleet.start_agents(plan(tmp_path).make_agent_tables()[:1], {"url": "mqtt://127.0.0.1:1"}) as started:
+        assert os.getpgid(started["jetson-nano-00"].pid) != os.getpgid(0)

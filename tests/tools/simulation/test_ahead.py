@@ -15,14 +15,11 @@ import pytest
 from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
 from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
-from fedquilt.formats import job_bundle
-from fedquilt.testing.toy_networks import point_members, toy_bundle
-from fedquilt.tools.simulation.run import run_rounds, simulate
+from fedquilt.testing.toy_networks import point_members
+from fedquilt.tools.simulation.pool import PoolError, WorkBatch, WorkerPool
+from fedquilt.tools.simulation.processes import ProcessWorkers
+from fedquilt.tools.simulation.run import WorkBackend, run_rounds, simulate
 from fedquilt.tools.simulation.simulated_job import Simulation
-from fedquilt.tools.simulation.workers.backend import WorkBackend
-from fedquilt.tools.simulation.workers.pool import WorkerPool
-from fedquilt.tools.simulation.workers.processes import ProcessWorkers
-from fedquilt.tools.simulation.workers.protocol import PoolError, WorkBatch
 
 JOB: dict[str, Any] = {
     "name": "toy",
@@ -34,14 +31,6 @@ JOB: dict[str, Any] = {
 MEMBERS = point_members(5, 13)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A prepared bundle of the toy network."""
-    made = toy_bundle()
-    job_bundle.write_bundle(tmp_path / "bundle", made.meta, {"model": tensors.encode_tensors(made.load("model"))})
-    return tmp_path / "bundle"
-
-
 @contextmanager
 def begun(folder: Path, home: Path, **more: Any) -> Iterator[Simulation]:
     job, held = settings.parse_job({**JOB, **more}), {each.device: len(each.held) for each in MEMBERS}
@@ -50,8 +39,6 @@ def begun(folder: Path, home: Path, **more: Any) -> Iterator[Simulation]:
 
 
 class Heard:
-    """What a simulation announces."""
-
     def __init__(self) -> None:
         self.counts: list[int] = []
         self.orders: list[WorkRequest] = []
@@ -67,8 +54,6 @@ class Heard:
 
 
 class Watched(ProcessWorkers):
-    """Workers that note how many packages they are given."""
-
     def __init__(self, count: int) -> None:
         super().__init__("numpy", count)
         self.given = 0
@@ -83,7 +68,6 @@ def bundles(found: Iterator[tuple[WorkRequest, WorkResult]]) -> list[tuple[str, 
 
 
 def test_a_round_announces_exactly_the_orders_that_it_then_asks_for(folder: Path, tmp_path: Path) -> None:
-    """The same objects in the same order, after how many there will be."""
     heard = Heard()
     with begun(folder, tmp_path / "home", cohort={"size": 3}) as simulation:
         simulation.set_prefetcher(heard)
@@ -94,7 +78,6 @@ def test_a_round_announces_exactly_the_orders_that_it_then_asks_for(folder: Path
 
 
 def test_nothing_is_announced_where_adversaries_listen_to_the_others(folder: Path, tmp_path: Path) -> None:
-    """They are asked after the others, with more than their orders said when they began them."""
     heard = Heard()
     lies = {"adversaries": {"share": 0.4, "attack": "inner_product"}}
     with begun(folder, tmp_path / "home", fleet=lies) as simulation:
@@ -104,7 +87,6 @@ def test_nothing_is_announced_where_adversaries_listen_to_the_others(folder: Pat
 
 
 def test_workers_begin_announced_orders_which_are_not_sent_again(folder: Path, tmp_path: Path) -> None:
-    """Two workers have two of five before anybody asks; the outcomes are those without announcements."""
     with begun(folder, tmp_path / "home") as simulation, WorkerPool(workers := Watched(2), MEMBERS) as pool:
         orders = simulation.advance()
         plain = bundles(pool.run_requests(orders))
@@ -118,7 +100,6 @@ def test_workers_begin_announced_orders_which_are_not_sent_again(folder: Path, t
 
 
 def test_other_orders_than_were_announced_are_carried_out_as_if_nothing_had_been(folder: Path, tmp_path: Path) -> None:
-    """An evaluation in between leaves what is announced for later; an order that is missing costs its work alone."""
     with begun(folder, tmp_path / "home") as simulation, WorkerPool(Watched(2), MEMBERS) as pool:
         orders = simulation.advance()
         plain = bundles(pool.run_requests(orders))
@@ -135,7 +116,6 @@ def test_other_orders_than_were_announced_are_carried_out_as_if_nothing_had_been
 def test_a_worker_that_died_when_an_order_was_announced_is_told_when_it_is_asked_for(
     folder: Path, tmp_path: Path
 ) -> None:
-    """Announcing is no part of the job: its failure must not end up as the job's own."""
     with (
         begun(folder, tmp_path / "home") as simulation,
         WorkerPool(workers := ProcessWorkers("numpy", 1), MEMBERS) as pool,
@@ -154,8 +134,6 @@ def test_a_worker_that_died_when_an_order_was_announced_is_told_when_it_is_asked
 def test_a_run_on_a_pool_gives_the_bits_of_one_that_announces_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With evaluations between the rounds, when workers have begun the next one already."""
-
     def run() -> tuple[bytes, list[Any]]:
         tested: list[Any] = []
 
@@ -174,7 +152,6 @@ def test_a_run_on_a_pool_gives_the_bits_of_one_that_announces_nothing(
 def test_a_rounds_seconds_hold_its_asking_and_not_what_is_done_between_the_rounds(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a clock that only these move: a second for each device that is asked, a hundred for each observation."""
     now_s = [1000.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
 
@@ -185,6 +162,6 @@ def test_a_rounds_seconds_hold_its_asking_and_not_what_is_done_between_the_round
     with begun(folder, tmp_path / "home", rounds=2) as simulation, WorkerPool(Watched(1), MEMBERS) as pool:
         simulation.set_prefetcher(Slow())
         carry = WorkBackend(lambda orders: [done for _, done in pool.run_requests(orders)], {})
-        for _ in run_rounds([simulation], carry):
+        for _ in run_rounds(simulation, carry):
             now_s[0] += 100.0
         assert [each.wall_s for each in simulation.rounds] == [5.0, 5.0]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import plain
 import pytest
 
 from fedquilt.core import ClientContext, Examples
-from fedquilt.tools.simulation.workers.batching import RestartableClient, run_together
+from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
+from fedquilt.tools.simulation.local_backend import RestartableClient, run_together
+from fedquilt.tools.simulation.pool import PoolSetup, WorkBatch, WorkerPool, WorkerReply, WorkOutcome
 
 
 @dataclass
@@ -20,8 +24,6 @@ class Call:
 
 
 class Doubling:
-    """Training doubles a number, and draws once; `batches` is what went together."""
-
     def __init__(self, alone: float | None = None) -> None:
         self.batches: list[list[float]] = []
         self.alone = alone
@@ -43,8 +45,6 @@ class Doubling:
 
 
 def half(value: float, times: int) -> Any:
-    """Trains so often, each time on what came before; tells its last value, and draws once more."""
-
     def run(engine: Any) -> tuple[float, int, str]:
         rng, now = np.random.default_rng(int(value)), value
         for _ in range(times):
@@ -55,7 +55,6 @@ def half(value: float, times: int) -> Any:
 
 
 def test_halves_that_train_are_trained_together() -> None:
-    """Once, twice and never: the second time two go together, no more."""
     engine = Doubling()
     found = run_together([half(1, 1), half(2, 2), half(3, 0), half(4, 2)], engine)
     assert engine.batches == [[1, 2, 4], [4, 8]]
@@ -64,7 +63,6 @@ def test_halves_that_train_are_trained_together() -> None:
 
 
 def test_a_half_draws_on_as_if_it_had_not_been_broken_off() -> None:
-    """What it draws after its trainings is what it draws with an engine that knows no others."""
     plain = Doubling()
     for times in range(3):
         ((found, _),) = run_together([half(5, times)], Doubling())
@@ -92,8 +90,6 @@ def test_what_a_training_raises_is_raised_in_its_half_alone() -> None:
 
 
 def test_an_engine_that_trains_nobody_together_is_used_as_it_is() -> None:
-    """Each half is called once, and one's error is not another's."""
-
     def bad(engine: Any) -> float:
         raise KeyError("x")
 
@@ -103,7 +99,6 @@ def test_an_engine_that_trains_nobody_together_is_used_as_it_is() -> None:
 
 
 def test_a_half_that_is_called_again_finds_its_site_as_it_was() -> None:
-    """Made once; its generator goes on from where it began, so that what is drawn before a training is drawn alike."""
     made: list[int] = []
     nothing = Examples(np.zeros((0, 1)), np.zeros(0, int))
 
@@ -125,3 +120,64 @@ def test_a_half_that_is_called_again_finds_its_site_as_it_was() -> None:
     assert len(made) == 1
     assert len(drawn) == 2
     assert drawn[0] == drawn[1]
+
+
+TASK = plain.task(engine="torch", deadline_s=0.0)
+
+
+class Recorded:
+    def __init__(self) -> None:
+        self.ready = (0,)
+        self.groups: list[int] = []
+        self.joint: Iterator[bool] = iter(())  # of the answers to come
+        self.answers: list[WorkerReply] = []
+
+    def send_work(self, worker: int, work: WorkBatch) -> None:
+        assert work.together
+        self.groups.append(len(work.orders))
+        self.answers.append(
+            WorkerReply([WorkOutcome(WorkResult(reason=each.device), next(self.joint)) for each in work.orders])
+        )
+
+    def receive_replies(self, *, block: bool) -> list[tuple[int, WorkerReply | None]]:
+        found: list[tuple[int, WorkerReply | None]] = [(0, answer) for answer in self.answers]
+        self.answers = []
+        return found
+
+    def start(self, folder: Path) -> None: ...
+
+    def send_setup(self, setup: PoolSetup) -> None: ...
+
+    def wait_until_ready(self) -> None: ...
+
+    def stop(self, *, now: bool) -> None: ...
+
+
+class Grouped:
+    def __init__(self) -> None:
+        self.worker = Recorded()
+        self.pool = WorkerPool(self.worker, [], together=True)
+
+    def call(self, joint: Sequence[bool]) -> list[int]:
+        self.worker.groups, self.worker.joint = [], iter(joint)
+        orders = [WorkRequest(TASK, f"dev-{index}", 0, {}, {}, None, "cache", "out") for index in range(len(joint))]
+        assert [(order, outcome.reason) for order, outcome in self.pool.run_requests(orders)] == [
+            (order, order.device) for order in orders
+        ]
+        return self.worker.groups
+
+
+@pytest.mark.parametrize("count", [1, 32, 40])
+def test_orders_go_together_once_the_first_of_a_call_has_been_trained_with_others(count: int) -> None:
+    """In parts that are about equal and at most 32 long; whatever became of the later ones decides nothing."""
+    made = Grouped()
+    assert made.call([True] + [False] * 4) == [1] * 5  # nothing is known yet
+    assert made.call([True] + [False] * (count - 1)) == {1: [1], 32: [32], 40: [20, 20]}[count]
+
+
+def test_orders_go_alone_again_after_a_call_whose_first_was_trained_alone() -> None:
+    made = Grouped()
+    made.call([True, True])
+    assert made.call([False, True, True]) == [3]
+    assert made.call([True, True, True]) == [1, 1, 1]
+    assert made.call([True, True, True]) == [3]

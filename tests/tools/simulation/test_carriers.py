@@ -14,9 +14,8 @@ import pytest
 from carried import outcome, plan, simulated
 
 from fedquilt import methods
-from fedquilt.tools.simulation import agents
-from fedquilt.tools.simulation.workers import backend
-from fedquilt.tools.simulation.workers.backend import WorkBackend
+from fedquilt.tools.simulation import agents, run
+from fedquilt.tools.simulation.run import WorkBackend
 
 QUICK = ("fedavg", "scaffold", "ditto", "genefl", "fedpews", "depthfl", "fedstitch")  # methods of `make test`
 Pools = Callable[[str, int, agents.FleetPlan], WorkBackend]
@@ -24,13 +23,12 @@ Pools = Callable[[str, int, agents.FleetPlan], WorkBackend]
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[Pools]:
-    """Workers by engine and number; all jobs here have the same devices with the same examples."""
     with contextlib.ExitStack() as stack:
         made: dict[tuple[str, int], WorkBackend] = {}
 
         def find(engine: str, workers: int, given: agents.FleetPlan) -> WorkBackend:
             if (engine, workers) not in made:
-                pool = backend.open_pool_backend(given.job, given.load_devices()[0], workers=workers)
+                pool = run.open_pool_backend(given.job, given.load_devices()[0], workers=workers)
                 made[engine, workers] = stack.enter_context(pool)[0]
             return made[engine, workers]
 
@@ -41,13 +39,12 @@ def pools() -> Iterator[Pools]:
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.nightly) for name in methods.builtin_names()]
 )
 def test_cohorts_bytes_and_bits_are_equal_on_all_three_carriers(name: str, tmp_path: Path, pools: Pools) -> None:
-    """Over the memory link, in this process, and by a pool of one worker and of two."""
     given = plan(name, tmp_path)
     started, _ = agents.run_fleet_virtually(given)
     linked = outcome(given.home, started)
     assert linked.ended == "done"
     assert len(linked.states) == 3
-    here, _ = backend.make_local_backend(given.load_devices()[0])
+    here, _ = run.make_local_backend(given.load_devices()[0])
     assert simulated(given, here, tmp_path / "here") == linked
     for workers in (1, 2):
         hands = pools(str(given.job.engine), workers, given)
@@ -56,7 +53,6 @@ def test_cohorts_bytes_and_bits_are_equal_on_all_three_carriers(name: str, tmp_p
 
 @pytest.mark.parametrize("codec", ["fp16", "int8", "topk"])
 def test_what_a_codec_makes_is_equal_too(codec: str, tmp_path: Path, pools: Pools) -> None:
-    """Codecs that keep privately what they left out included."""
     given = plan("fedavg", tmp_path)
     coded = msgspec.structs.replace(given.job, wire=msgspec.structs.replace(given.job.wire, codec=codec))
     given = agents.FleetPlan(coded, given.bundle, given.home)

@@ -25,10 +25,9 @@ from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
 from fedquilt.edge_agent.task_runner import TaskRunner
 from fedquilt.testing.toy_networks import point_members
 from fedquilt.tools.simulation import run
+from fedquilt.tools.simulation.pool import PoolError, WorkerPool
+from fedquilt.tools.simulation.processes import ProcessWorkers
 from fedquilt.tools.simulation.simulated_job import SimulatedRound, Simulation
-from fedquilt.tools.simulation.workers.pool import WorkerPool
-from fedquilt.tools.simulation.workers.processes import ProcessWorkers
-from fedquilt.tools.simulation.workers.protocol import PoolError
 
 FAST, SLOW = "jetson-agx-orin", "jetson-nano"
 
@@ -37,11 +36,7 @@ def answered(simulation: Simulation) -> list[tuple[int, str]]:
     return sorted((fact.round, fact.update.device) for fact in facts(simulation, UpdateAccepted))
 
 
-# -- refusals -------------------------------------------------------------------------------------
-
-
 def test_a_device_without_the_memory_declines_and_the_others_go_on(fleet: Fleet) -> None:
-    """A budget below the bare engine's own: code memory, with figures, in the log."""
     ended = fleet.played(fleet={"budgets": ["512MB", "1MB"]})
     refusals = facts(ended, TaskDeclined)
     assert {(fact.device, fact.code) for fact in refusals} == {("dev-1", "budget")}
@@ -51,14 +46,10 @@ def test_a_device_without_the_memory_declines_and_the_others_go_on(fleet: Fleet)
 
 
 def test_a_fleet_that_cannot_make_its_quorum_fails_with_the_reasons(fleet: Fleet) -> None:
-    """Two wanted of two that are there, and one of them has no room."""
     ended = fleet.played(devices=2, cohort={"size": 2}, fleet={"budgets": ["512MB", "1MB"]})
     assert ended.status == "failed"
     assert ended.reason.startswith("the task does not fit the memory budget in round 1 on 1 of 2 devices (needs ")
     assert [fact.attempt for fact in facts(ended, CohortSelected)] == [0]
-
-
-# -- time -----------------------------------------------------------------------------------------
 
 
 def seconds_of(fleet: Fleet, board: str) -> float:
@@ -67,7 +58,6 @@ def seconds_of(fleet: Fleet, board: str) -> float:
 
 
 def test_a_deadline_closes_the_round_without_the_slow_board(fleet: Fleet) -> None:
-    """Two thirds suffice; the slow one's task is taken back, and its update is in no round."""
     fast_s, slow_s = seconds_of(fleet, FAST), seconds_of(fleet, SLOW)
     assert fast_s < slow_s / 4
     ended = fleet.played(
@@ -81,7 +71,6 @@ def test_a_deadline_closes_the_round_without_the_slow_board(fleet: Fleet) -> Non
 
 
 def test_a_device_is_called_on_only_when_something_is_due(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when its task was taken back: the moments at which that would have gone on mean nothing any more."""
     fast_s = seconds_of(fleet, FAST)
     early: list[tuple[str, float]] = []
     step = TaskRunner.step
@@ -102,7 +91,6 @@ def test_a_device_is_called_on_only_when_something_is_due(fleet: Fleet, monkeypa
 
 
 def test_without_the_quorum_the_deadline_ends_the_job_after_its_attempts(fleet: Fleet) -> None:
-    """All are wanted, and one is never in time."""
     fast_s = seconds_of(fleet, FAST)
     ended = fleet.played(
         cohort={"size": 3, "deadline_s": 2 * fast_s, "attempts": 2},
@@ -113,11 +101,9 @@ def test_without_the_quorum_the_deadline_ends_the_job_after_its_attempts(fleet: 
 
 
 def test_over_selected_devices_that_are_slow_are_sent_home(fleet: Fleet) -> None:
-    """Two of three wanted and all asked: the round closes with the two fast ones, long before the slow one is done."""
     slow_s = seconds_of(fleet, SLOW)
     ended = fleet.played(
-        cohort={"size": 2, "over_select": 0.5, "turns": 100.0},
-        fleet={"boards": [FAST, SLOW, FAST], "policy": "max"},
+        cohort={"size": 2, "over_select": 0.5, "turns": 100.0}, fleet={"boards": [FAST, SLOW, FAST], "policy": "max"}
     )
     assert [fact.devices for fact in facts(ended, CohortSelected)] == [("dev-0", "dev-1", "dev-2")] * 2
     assert answered(ended) == [(0, "dev-0"), (0, "dev-2"), (1, "dev-0"), (1, "dev-2")]
@@ -125,7 +111,6 @@ def test_over_selected_devices_that_are_slow_are_sent_home(fleet: Fleet) -> None
 
 
 def test_limits_of_the_job_end_it_between_rounds(fleet: Fleet) -> None:
-    """Joules of one round and a half: two rounds of five. Bytes and seconds count likewise."""
     boards = {"boards": ["jetson-tx2"]}
     one = fleet.played(rounds=1, fleet=boards)
     limits = {
@@ -140,7 +125,6 @@ def test_limits_of_the_job_end_it_between_rounds(fleet: Fleet) -> None:
 
 
 def test_boards_run_at_the_point_that_their_governor_chooses_and_tell_their_joules(fleet: Fleet) -> None:
-    """The slowest that meets the deadline, or the fastest; joules are by the board's profile, and say so."""
     told = {}
     for policy in ("paper", "max"):
         ended = fleet.played(devices=1, rounds=1, fleet={"boards": ["jetson-tx2"], "policy": policy})
@@ -149,9 +133,6 @@ def test_boards_run_at_the_point_that_their_governor_chooses_and_tell_their_joul
         assert "jetson-tx2" in told[policy].energy_source
     assert told["paper"].point != told["max"].point
     assert told["paper"].wall_s > told["max"].wall_s
-
-
-# -- what sensors tell ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -164,7 +145,6 @@ def test_boards_run_at_the_point_that_their_governor_chooses_and_tell_their_joul
 def test_a_board_that_is_spent_is_left_alone(
     fleet: Fleet, code: str, limit: dict[str, float], board: str, flops: float
 ) -> None:
-    """Some tasks empty it to a half, or heat it; the log says why it is passed over, and the other goes on alone."""
     ended = fleet.played(devices=2, rounds=12, cohort=limit, flops=flops, fleet={"boards": [board, SLOW]})
     assert (code, ("dev-0",)) in [item for fact in facts(ended, EligibilityRecorded) for item in fact.passed.items()]
     took_part = [number for number, device in answered(ended) if device == "dev-0"]
@@ -174,17 +154,13 @@ def test_a_board_that_is_spent_is_left_alone(
         assert took_part == list(range(len(took_part)))
 
 
-# -- interrupted ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["fedavg", "scaffold"])
 def test_a_run_that_is_interrupted_goes_on_to_the_same_bits(fleet: Fleet, name: str) -> None:
-    """By an error out of whoever carries orders out, in the middle of the second round; devices kept what they had."""
     whole = fleet.played(name, rounds=3)
     begun, hands = fleet.begin(name, rounds=3, home="again")
     count = 0
 
-    def breaks(asked: Sequence[tuple[Simulation, WorkRequest]]) -> Iterable[WorkResult]:
+    def breaks(asked: Sequence[WorkRequest]) -> Iterable[WorkResult]:
         nonlocal count
         for outcome in hands(asked):
             count += 1
@@ -193,7 +169,7 @@ def test_a_run_that_is_interrupted_goes_on_to_the_same_bits(fleet: Fleet, name: 
             yield outcome
 
     with pytest.raises(KeyboardInterrupt):
-        for _ in run.run_rounds([begun], breaks):
+        for _ in run.run_rounds(begun, breaks):
             pass
     begun._store.close()
     ended = fleet.played(name, rounds=3, home="again")
@@ -208,15 +184,13 @@ def test_a_run_that_is_interrupted_goes_on_to_the_same_bits(fleet: Fleet, name: 
 
 
 def told(round: SimulatedRound) -> dict[str, Any]:
-    """What a round came to, the seconds aside: those of an interrupted one are not known."""
     return {name: value for name, value in vars(round).items() if name not in ("wall_s", "duration_s", "cpu_s")}
 
 
 def test_what_devices_declined_before_an_interruption_is_told_after_it(fleet: Fleet) -> None:
-    """They are not asked again in the rounds that follow, and would be missing in what is told of the run."""
     options: dict[str, Any] = {"rounds": 3, "fleet": {"budgets": ["512MB", "1MB"]}, "home": "again"}
     begun, hands = fleet.begin(**options)
-    for each in run.run_rounds([begun], hands):
+    for each in run.run_rounds(begun, hands):
         if len(each.rounds) == 1:
             break
     begun._store.close()
@@ -227,7 +201,6 @@ def test_what_devices_declined_before_an_interruption_is_told_after_it(fleet: Fl
 
 
 def test_a_kill_while_an_answer_is_noted_loses_no_home(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the files that hold an update with private state: the next start reads them."""
     whole = fleet.played("scaffold", rounds=2)
     begun, hands = fleet.begin("scaffold", rounds=2, home="again")
 
@@ -240,7 +213,7 @@ def test_a_kill_while_an_answer_is_noted_loses_no_home(fleet: Fleet, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
-            for _ in run.run_rounds([begun], hands):
+            for _ in run.run_rounds(begun, hands):
                 pass
     begun._store.close()
     ended = fleet.played("scaffold", rounds=2, home="again")
@@ -248,14 +221,10 @@ def test_a_kill_while_an_answer_is_noted_loses_no_home(fleet: Fleet, monkeypatch
 
 
 def test_a_board_that_is_short_of_memory_does_not_hold_up_a_job_that_wants_it_to_be_there(fleet: Fleet) -> None:
-    """It is there, as `min_devices` asks, and declines; in the next round it is not taken for absent."""
     ended = fleet.played(
         devices=3, rounds=4, cohort={"size": 2, "min_devices": 3}, fleet={"budgets": ["512MB", "512MB", "1MB"]}
     )
     assert ended.status == "done"
-
-
-# -- the pool -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -274,7 +243,6 @@ def test_a_board_that_is_short_of_memory_does_not_hold_up_a_job_that_wants_it_to
 def test_a_worker_that_is_killed_is_told_with_the_mend_and_leaves_nothing_behind(
     monkeypatch: pytest.MonkeyPatch, workers: int, kills: list[int | None], said: str
 ) -> None:
-    """What the kernel counts as killed for want of memory, before and after, decides which is named."""
     counted = iter(kills)
     monkeypatch.setattr(memory_budget, "count_oom_kills", lambda: next(counted))
     with WorkerPool(processes := ProcessWorkers("numpy", workers), point_members(2, 13)) as pool:
@@ -294,7 +262,6 @@ def test_a_worker_that_is_killed_is_told_with_the_mend_and_leaves_nothing_behind
     ],
 )
 def test_what_a_worker_said_last_or_died_of_is_told(words: str, ends: signal.Signals, said: str) -> None:
-    """A library that got no memory says so; one that crashes says nothing of it."""
     with WorkerPool(processes := ProcessWorkers("numpy", 1), point_members(2, 13)) as pool:
         pool.wait_until_ready()
         (pool.folder / "said").write_text(words)

@@ -3,52 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from simulated_fleets import Fleet, facts
 
+from fedquilt import methods
 from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
-from fedquilt.core import JobError
+from fedquilt.coordinator.rounds.events import JobEnded, TaskDeclined, UpdateAccepted, UpdateRejected
+from fedquilt.core import Aggregation, ClientContext, ClientResult, JobError, Method, Task, UpdateError
+from fedquilt.edge_agent.agent_state import PRIVATE
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
-from fedquilt.formats import job_bundle
-from fedquilt.testing.toy_networks import point_members, toy_bundle
-from fedquilt.tools.simulation.run import run_rounds
+from fedquilt.testing.toy_networks import point_members
+from fedquilt.tools.simulation.run import make_local_backend, run_rounds
 from fedquilt.tools.simulation.simulated_job import ROOM_BYTES, Simulation
-from fedquilt.tools.simulation.workers.backend import make_local_backend
 
 JOB = {"name": "toy", "engine": "numpy", "params": {"epochs": 1, "batch": 4, "lr": 0.1}}
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A prepared bundle of the toy network."""
-    made = toy_bundle()
-    job_bundle.write_bundle(tmp_path / "bundle", made.meta, {"model": tensors.encode_tensors(made.load("model"))})
-    return tmp_path / "bundle"
-
-
 def played(
-    folder: Path,
-    act: Callable[[Simulation], None],
-    *,
-    method: str = "fedavg",
-    away: Collection[str] = (),
-    **job: Any,
+    folder: Path, act: Callable[[Simulation], None], *, method: str = "fedavg", away: Collection[str] = (), **job: Any
 ) -> Simulation:
-    """A run with four devices; `act` is called before the first round, after each, and at the end."""
     given = settings.parse_job({**JOB, "method": method, **job})
     hands, held = make_local_backend(point_members(4, 13), engine=NumpyEngine(ROOM_BYTES, base_bytes=0))
     with Simulation(given, folder, held, folder.parent / "home", away=away) as simulation:
-        for each in run_rounds([simulation], hands):
+        for each in run_rounds(simulation, hands):
             act(each)
     return simulation
 
 
 def test_devices_that_come_later_take_part_from_the_round_that_is_open_then(folder: Path) -> None:
-    """Two are there from the first; when two rounds are done the third round is open, and the others join it."""
-
     def act(simulation: Simulation) -> None:
         if len(simulation.rounds) == 2:
             simulation.fleet.bring_online(["dev-2", "dev-3"])
@@ -59,51 +47,106 @@ def test_devices_that_come_later_take_part_from_the_round_that_is_open_then(fold
     assert run.status == "done"
 
 
-def test_a_device_that_is_switched_off_loses_its_task_and_keeps_its_private_state(folder: Path) -> None:
-    """Its round closes without it after 5 s offline; back online it takes part with the model that it had."""
-    models: list[bytes] = []
-
-    def act(simulation: Simulation) -> None:
-        done = len(simulation.rounds)
-        if done == 1:
-            models.append((simulation.devices / "private/dev-3.safetensors").read_bytes())
-            simulation.fleet.switch_off(["dev-3"])
-        if done == 3:
-            models.append((simulation.devices / "private/dev-3.safetensors").read_bytes())
-            simulation.fleet.bring_online(["dev-3"])
-
-    run = played(folder, act, method="local", rounds=5, cohort={"quorum": 0.5, "deadline_s": 100.0})
-    some, everybody = ("dev-0", "dev-1", "dev-2"), ("dev-0", "dev-1", "dev-2", "dev-3")
-    assert [each.devices for each in run.rounds] == [everybody, some, some, everybody, everybody]
-    assert run.rounds[1].duration_s == pytest.approx(5.0)  # of which it could have come back
-    assert run.rounds[2].duration_s < 1.0  # and then not asked at all
-    assert models[0] == models[1]
-
-
-def test_what_it_was_sent_is_still_there_when_a_device_comes_back(folder: Path) -> None:
-    """Local's model is the same in every round: it goes to each device once, whoever was away meanwhile."""
-
-    def act(simulation: Simulation) -> None:
-        if len(simulation.rounds) == 1:
-            simulation.fleet.switch_off(["dev-3"])
-        if len(simulation.rounds) == 2:
-            simulation.fleet.bring_online(["dev-3"])
-
-    run = played(folder, act, method="local", rounds=3, cohort={"quorum": 0.5, "deadline_s": 100.0})
-    assert run.rounds[0].down_bytes > 1000
-    assert run.rounds[2].devices == ("dev-0", "dev-1", "dev-2", "dev-3")
-    assert run.rounds[2].down_bytes == 0
-
-
 def test_a_run_that_everybody_has_left_stands_still_and_says_so(folder: Path) -> None:
-    """Instead of waiting on virtual time for ever; it goes on when somebody comes."""
     given = settings.parse_job({**JOB, "method": "fedavg", "rounds": 2})
     hands, held = make_local_backend(point_members(4, 13), engine=NumpyEngine(ROOM_BYTES, base_bytes=0))
     with Simulation(given, folder, held, folder.parent / "home", away=held) as simulation:
-        assert list(run_rounds([simulation], hands)) == []
+        assert list(run_rounds(simulation, hands)) == []
         assert (simulation.status, simulation.reason) == ("running", "no device is left that could go on with it")
         simulation.fleet.bring_online(["dev-1"])
-        assert [len(each.rounds) for each in run_rounds([simulation], hands)] == [0, 1, 2]
+        assert [len(each.rounds) for each in run_rounds(simulation, hands)] == [0, 1, 2]
         assert (simulation.status, simulation.reason) == ("done", "")
         with pytest.raises(JobError, match="no device 'dev-9'"):
             simulation.fleet.bring_online(["dev-9"])
+
+
+def refusing(number: int, device: str, seen: list[tuple[int, str, bool]]) -> Method:
+    method = methods.load("local")
+
+    def work(task: Task, site: ClientContext) -> ClientResult:
+        before = float(site.local["tasks"][0]) if site.local else 0.0
+        seen.append((task.round, site.device, bool(site.local)))
+        return ClientResult({}, 1.0, {"tasks": before + 1}, {"tasks": np.array([before + 1])})
+
+    def fold(state: Any, total: Any, update: Any) -> Any:
+        from fedquilt.core import UpdateError
+
+        if (update.round, update.device) == (number, device):
+            raise UpdateError("not this one")
+        return method.aggregation.fold(state, total, update)
+
+    return replace(method, work=work, aggregation=Aggregation(fold))
+
+
+def test_private_state_counts_only_with_an_update_that_was_taken(fleet: Fleet) -> None:
+    """dev-1's second update is refused: at its third task it is where it was after its first."""
+    seen: list[tuple[int, str, bool]] = []
+    ended = fleet.played("local", devices=2, rounds=3, method=refusing(1, "dev-1", seen))
+    assert [(fact.round, fact.device) for fact in facts(ended, UpdateRejected)] == [(1, "dev-1")]
+    counted = {(f.round, f.update.device): f.update.metrics["tasks"] for f in facts(ended, UpdateAccepted)}
+    assert counted == {(0, "dev-0"): 1, (0, "dev-1"): 1, (1, "dev-0"): 2, (2, "dev-0"): 3, (2, "dev-1"): 2}
+
+
+def leaving(seen: list[list[str]], work: Callable[[Task, ClientContext], ClientResult]) -> Method:
+    """ "local" whose devices do this; notes which private tensors each task of dev-0 found."""
+
+    def noted(task: Task, site: ClientContext) -> ClientResult:
+        if site.device == "dev-0":
+            seen.append(sorted(site.local))
+        return work(task, site)
+
+    return replace(methods.load("local"), work=noted)
+
+
+def test_a_file_in_a_tasks_cache_is_never_taken_for_private_state(fleet: Fleet) -> None:
+    seen: list[list[str]] = []
+    there: list[bool] = []
+
+    def caches(task: Task, site: ClientContext) -> ClientResult:
+        there.append((site.cache / PRIVATE).exists())
+        (site.cache / PRIVATE).write_bytes(tensors.encode_tensors({"cached": np.ones(1)}))
+        return ClientResult({}, 1.0, {}, {})
+
+    fleet.played("local", devices=1, rounds=3, method=leaving(seen, caches))
+    assert seen == [[], [], []]
+    assert there == [False, True, True]
+
+
+def test_a_device_whose_tasks_keep_nothing_has_no_folder_for_it(fleet: Fleet) -> None:
+    ended = fleet.played(devices=2)
+    assert ended.status == "done"
+    assert not (ended.devices / "work").exists()
+
+
+def test_private_state_of_a_task_that_failed_is_not_taken_with_the_next_one(fleet: Fleet) -> None:
+    """dev-0's first task writes it and then tells a metric that is no number; its second leaves none."""
+    seen: list[list[str]] = []
+
+    def fails_once(task: Task, site: ClientContext) -> ClientResult:
+        if task.round == 0 and site.device == "dev-0":
+            return ClientResult({}, 1.0, {"loss": np.inf}, {"stale": np.ones(1)})
+        return ClientResult({}, 1.0, {}, {})
+
+    ended = fleet.played("local", devices=2, rounds=3, method=leaving(seen, fails_once))
+    assert [(fact.round, fact.device) for fact in facts(ended, TaskDeclined)] == [(0, "dev-0")]
+    assert seen == [[], [], []]
+
+
+def test_an_update_on_its_way_is_kept_though_an_equal_one_of_another_device_is_refused(fleet: Fleet) -> None:
+    """Both are one blob in the coordinator's store, which the refusal releases while dev-1's is under way."""
+    plain = methods.load("fedavg")
+
+    def fold(state: Any, total: Any, update: Any) -> Any:
+        if update.device == "dev-0":
+            raise UpdateError("not this one")
+        return plain.aggregation.fold(state, total, update)
+
+    def work(task: Task, site: ClientContext) -> ClientResult:
+        return ClientResult({"model": {name: array + 1 for name, array in site.load("model").items()}}, 1.0, {})
+
+    method = replace(plain, work=work, aggregation=Aggregation(fold))
+    links, cohort = {"links": ["10MB/s 1s", "300B/s"]}, {"quorum": 0.5, "deadline_s": 1000.0}
+    ended = fleet.played("fedavg", devices=2, rounds=1, method=method, fleet=links, cohort=cohort)
+    assert [fact.device for fact in facts(ended, UpdateRejected)] == ["dev-0"]
+    assert [fact.update.device for fact in facts(ended, UpdateAccepted)] == ["dev-1"]
+    assert [fact.status for fact in facts(ended, JobEnded)] == ["done"]

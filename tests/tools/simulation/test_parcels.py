@@ -13,9 +13,8 @@ from fedquilt.coordinator.settings import AdversarySettings
 from fedquilt.core import BlobRef, StoreError
 from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
 from fedquilt.tools.simulation import adversaries
-from fedquilt.tools.simulation.workers.protocol import WorkerReply, WorkOutcome
-from fedquilt.tools.simulation.workers.ray.node import NodeFiles, unpack_request
-from fedquilt.tools.simulation.workers.ray.workers import pack_request, write_outputs
+from fedquilt.tools.simulation.pool import WorkerReply, WorkOutcome
+from fedquilt.tools.simulation.ray_workers import NodeFiles, pack_request, unpack_request, write_outputs
 
 LYING = AdversarySettings(share=0.2, attack="inner_product")
 
@@ -50,7 +49,6 @@ def order(folder: Path, **changes: object) -> WorkRequest:
 
 
 def test_a_sent_order_names_no_path_of_this_machine_and_the_other_one_puts_its_own_in(tmp_path: Path) -> None:
-    """Bundle, private state and what adversaries overheard; everything else stays as it is."""
     given = order(tmp_path)
     sent, files = pack_request(given)
     assert str(tmp_path) not in repr(sent)
@@ -92,9 +90,6 @@ def test_what_a_node_made_lies_where_a_worker_of_this_machine_would_have_written
     assert (tmp_path / "dev-0.private.safetensors").read_bytes() == private
 
 
-# -- the files of a node --------------------------------------------------------------------------
-
-
 def files(node: Path, worker: str, store: dict[str, bytes], fetched: list[str], most_bytes: int = 1 << 20) -> NodeFiles:
     def fetch(reference: str) -> bytes:
         fetched.append(reference)
@@ -104,7 +99,6 @@ def files(node: Path, worker: str, store: dict[str, bytes], fetched: list[str], 
 
 
 def test_a_content_is_fetched_once_for_all_workers_of_a_node(tmp_path: Path) -> None:
-    """The second one finds the first one's, and each has it under a name of its own."""
     store, fetched = {"ref": b"weights"}, list[str]()
     one, two = (files(tmp_path, name, store, fetched) for name in ("one", "two"))
     first, second = (Path(each.ensure_file(sha256(b"weights"), "ref")) for each in (one, two))
@@ -114,7 +108,6 @@ def test_a_content_is_fetched_once_for_all_workers_of_a_node(tmp_path: Path) -> 
 
 
 def test_a_state_that_a_node_made_is_not_fetched_by_it(tmp_path: Path) -> None:
-    """It is there for whichever of its workers gets the device's next order."""
     fetched: list[str] = []
     one, two = (files(tmp_path, name, {}, fetched) for name in ("one", "two"))
     one.store_file(sha256(b"private"), b"private")

@@ -18,19 +18,19 @@ import pytest
 from fedquilt import profiles
 from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
+from fedquilt.coordinator.updates.aggregation import Aggregator, PartialAggregate
 from fedquilt.core import Examples, JobError
 from fedquilt.costs import cost_model
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.formats import job_bundle
 from fedquilt.methods import fedavg
 from fedquilt.models import local_training
-from fedquilt.testing.toy_networks import point_members, toy_bundle
-from fedquilt.tools.simulation import DeviceData
-from fedquilt.tools.simulation.run import RunOutcomes, simulate
+from fedquilt.testing.toy_networks import point_members
+from fedquilt.tools.simulation import DeviceData, processes
+from fedquilt.tools.simulation.pool import SINGLE, WorkerPool
+from fedquilt.tools.simulation.processes import OutcomeSums
+from fedquilt.tools.simulation.run import RunOutcomes, WorkBackend, simulate
 from fedquilt.tools.simulation.simulated_job import Simulation
-from fedquilt.tools.simulation.workers import worker
-from fedquilt.tools.simulation.workers.backend import WorkBackend
-from fedquilt.tools.simulation.workers.protocol import SINGLE
 
 JOB = {
     "name": "toy",
@@ -41,14 +41,6 @@ JOB = {
 }
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A prepared bundle of the toy network."""
-    made = toy_bundle()
-    job_bundle.write_bundle(tmp_path / "bundle", made.meta, {"model": tensors.encode_tensors(made.load("model"))})
-    return tmp_path / "bundle"
-
-
 def play(folder: Path, members: list[DeviceData] | None = None, *, job: Any = (), **options: Any) -> RunOutcomes:
     return simulate(settings.parse_job({**JOB, **dict(job)}), folder, members or point_members(5, 13), **options)
 
@@ -57,24 +49,21 @@ def bits(outcome: RunOutcomes) -> bytes:
     return tensors.encode_tensors(outcome.artefact.tensors)
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedprox"])
 def test_devices_that_are_trained_in_one_graph_give_the_same_bits_on_any_number_of_workers(
-    folder: Path, method: str
+    folder: Path,
 ) -> None:
     """And those of the loop to float tolerance: devices with 9 to 17 examples, whose last batches differ."""
     pytest.importorskip("torch")
     members = [point_members(i + 1, 9 + 2 * i)[i] for i in range(5)]
-    one, two = (
-        play(folder, members, job={"method": method, "engine": "torch"}, workers=each, together=True) for each in (1, 2)
-    )
+    job = {"method": "fedprox", "engine": "torch"}
+    one, two = (play(folder, members, job=job, workers=count, together=True) for count in (1, 2))
     assert bits(one) == bits(two)
-    loop = play(folder, members, job={"method": method})
+    loop = play(folder, members, job={"method": "fedprox"})
     for name, value in loop.artefact.tensors.items():
         np.testing.assert_allclose(one.artefact.tensors[name], value, rtol=1e-3, atol=1e-5)
 
 
 def test_examples_that_are_made_as_they_are_asked_for_are_never_all_there(folder: Path) -> None:
-    """An iterator of members gives the same bits, and each one's examples go when the next is asked for."""
     given = point_members(5, 13)
     held: list[weakref.ref[np.ndarray]] = []
 
@@ -113,7 +102,6 @@ def test_seconds_are_the_slowest_boards_and_joules_are_everybodys(folder: Path) 
 
 
 def test_evaluations_beside_the_rounds_are_of_the_state_that_was_committed(folder: Path) -> None:
-    """Of everybody who holds examples out, and of a test set that nobody has; they cost the devices nothing."""
     members = point_members(4, 13)
     members[1] = DeviceData(members[1].device, members[1].train, Examples(members[1].held.x[:0], members[1].held.y[:0]))
     test = members[0].train
@@ -143,7 +131,6 @@ def test_evaluations_beside_the_rounds_are_of_the_state_that_was_committed(folde
 
 
 def test_a_device_whose_training_diverges_is_told_by_its_name_and_the_others_go_on(folder: Path) -> None:
-    """As on boards: its refusal is in the log, with the reason that its engine gives."""
     members = point_members(3, 13)
     bad = members[1].train
     members[1] = DeviceData(members[1].device, Examples(bad.x * np.float32(1e30), bad.y), members[1].held)
@@ -162,8 +149,7 @@ def test_too_few_and_too_many_workers_are_refused(folder: Path, workers: int) ->
 
 @pytest.mark.parametrize("engine", ["numpy", "onnx", "torch"])
 def test_a_process_that_forks_the_workers_has_one_thread(engine: str) -> None:
-    """What it imports before starts no other: a lock that such a one held would stay locked in every worker."""
-    code = "import os, sys; from fedquilt.tools.simulation.workers import worker; worker.import_engine(sys.argv[1]); "
+    code = "import os, sys; from fedquilt.tools.simulation import processes; processes.import_engine(sys.argv[1]); "
     code += "print(len(os.listdir('/proc/self/task')))"
     told = subprocess.run(
         [sys.executable, "-c", code, engine], env={**os.environ, **SINGLE}, capture_output=True, text=True, check=True
@@ -172,9 +158,86 @@ def test_a_process_that_forks_the_workers_has_one_thread(engine: str) -> None:
 
 
 def test_a_worker_ends_without_a_traceback_where_its_coordinator_ends_within_a_message() -> None:
-    """The message before is received, and of the last one only a beginning."""
     received, sent = multiprocessing.Pipe(duplex=False)
     sent.send_bytes(b"whole")
     os.write(sent.fileno(), struct.pack("!i", 100) + b"a beginning")
     sent.close()
-    assert list(worker._receive_messages(received)) == [b"whole"]
+    assert list(processes.receive_messages(received)) == [b"whole"]
+
+
+SUMMED: dict[str, Any] = {
+    "name": "toy",
+    "method": "fedavg",
+    "engine": "numpy",
+    "rounds": 3,
+    "params": {"epochs": 1, "batch": 4, "lr": 0.1},
+}
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {"sums": [], "folded": []}
+    apart, added = PartialAggregate.add_pending_sum, Aggregator._fold_update
+
+    def put_apart(self: PartialAggregate, given: Any, total: Any) -> None:
+        found["sums"].append(len(given))
+        apart(self, given, total)
+
+    def one(self: Aggregator, given: Any) -> Any:
+        found["folded"].append(1)
+        return added(self, given)
+
+    monkeypatch.setattr(PartialAggregate, "add_pending_sum", put_apart)
+    monkeypatch.setattr(Aggregator, "_fold_update", one)
+    return found
+
+
+def played(folder: Path, workers: int, **job: Any) -> tuple[bytes, list[Any]]:
+    made = simulate(settings.parse_job({**SUMMED, **job}), folder, point_members(6, 13), workers=workers, together=True)
+    return tensors.encode_tensors(made.artefact.tensors), [each.devices for each in made.rounds]
+
+
+def test_the_coordinator_merges_sums_and_folds_nothing_itself(folder: Path, taken: dict[str, list[int]]) -> None:
+    on_a_pool = played(folder, 2)
+    assert taken == {"sums": [1] * 6 + [6, 6], "folded": []}
+    assert played(folder, 0) == on_a_pool
+    assert taken["folded"] == [1] * 18
+
+
+@pytest.mark.parametrize("job", [{"wire": {"codec": "int8"}}, {"method": "robust"}])
+def test_no_sum_is_made_of_what_does_not_add_up_or_is_coded(
+    folder: Path, taken: dict[str, list[int]], job: dict[str, Any]
+) -> None:
+    assert played(folder, 2, **job) == played(folder, 0, **job)
+    assert taken["sums"] == []
+
+
+def test_updates_of_a_sum_that_does_not_count_whole_are_folded_one_by_one(
+    folder: Path, taken: dict[str, list[int]]
+) -> None:
+    late = {
+        "cohort": {"size": 4, "over_select": 0.5},
+        "fleet": {
+            "boards": ["x86-host", "raspberry-pi-5", "jetson-nano", "jetson-tx2", "jetson-orin-nano", "jetson-orin-nx"]
+        },
+    }
+    on_a_pool = played(folder, 2, **late)
+    assert all(len(devices) == 4 for devices in on_a_pool[1])
+    assert 6 in taken["sums"]
+    assert taken["folded"]
+    assert played(folder, 0, **late) == on_a_pool
+
+
+def test_updates_whose_sum_does_not_come_to_be_are_folded_one_by_one(
+    folder: Path, taken: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WorkerPool, "_wait_for_sum", lambda self, package: b"")
+    on_a_pool = played(folder, 2)
+    assert taken == {"sums": [1] * 6 + [6, 6], "folded": [1] * 18}
+    assert played(folder, 0) == on_a_pool
+
+
+def test_what_cannot_be_folded_gives_no_sum(tmp_path: Path) -> None:
+    sums = OutcomeSums()
+    assert not sums.prepare_sum(str(tmp_path / "nothing"), [], [])
+    assert sums.pack_sum() == b""

@@ -14,11 +14,9 @@ from carried import Outcome, plan, simulated
 from ray_nodes import Nodes, Watched, cluster, hands
 
 from fedquilt.core import JobError
-from fedquilt.tools.simulation import agents
-from fedquilt.tools.simulation.workers import backend
-from fedquilt.tools.simulation.workers.pool import WorkerPool
-from fedquilt.tools.simulation.workers.protocol import PoolError
-from fedquilt.tools.simulation.workers.ray.workers import RayWorkers
+from fedquilt.tools.simulation import agents, run
+from fedquilt.tools.simulation.pool import PoolError, WorkerPool
+from fedquilt.tools.simulation.ray_workers import RayWorkers
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'fedquilt[ray]'")
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
@@ -28,26 +26,22 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
-    """A cluster of one node, to which tests add others."""
     with cluster() as made:
         yield made
 
 
 @pytest.fixture
 def second(nodes: Nodes) -> Iterator[Any]:
-    """A second node."""
     node = nodes.add("two")
     yield node
     nodes.kill(node)
 
 
 def here(given: agents.FleetPlan, tmp_path: Path) -> Outcome:
-    """What the job comes to in this process."""
-    return simulated(given, backend.make_local_backend(given.load_devices()[0])[0], tmp_path / "here")
+    return simulated(given, run.make_local_backend(given.load_devices()[0])[0], tmp_path / "here")
 
 
 def test_a_worker_that_is_killed_amid_an_order_changes_no_bit(tmp_path: Path, nodes: Nodes, second: Any) -> None:
-    """Its order is given to another, and a new one is started on its node; private state lies with the run."""
     given = plan("scaffold", tmp_path)
     killed: list[int] = []
 
@@ -69,7 +63,6 @@ def test_a_worker_that_is_killed_amid_an_order_changes_no_bit(tmp_path: Path, no
 
 @pytest.mark.nightly
 def test_a_node_that_is_lost_amid_a_round_takes_nothing_with_it(tmp_path: Path, nodes: Nodes) -> None:
-    """The other one goes on, with the private state of all devices."""
     given = plan("scaffold", tmp_path)
     lost = nodes.add("three")
     gone: list[int] = []

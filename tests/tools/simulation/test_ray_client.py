@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from carried import plan, simulated
-from ray_nodes import STORE_BYTES, hands
+from ray_nodes import STORE_BYTES, Watched, cluster, hands
 
+from fedquilt import methods
 from fedquilt.core import JobError
-from fedquilt.tools.simulation.workers import backend
-from fedquilt.tools.simulation.workers.protocol import PoolError
-from fedquilt.tools.simulation.workers.ray.workers import RayWorkers
+from fedquilt.tools.simulation import agents, run
+from fedquilt.tools.simulation.pool import PoolError
+from fedquilt.tools.simulation.ray_workers import RayWorkers
+from fedquilt.tools.simulation.run import WorkBackend
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'fedquilt[ray]'")
+
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
 
 
@@ -48,7 +52,6 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def served(command: Sequence[str], env: Mapping[str, str], port: int) -> Iterator[str]:
-    """Address of the client server, while it runs."""
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         until_s = time.monotonic() + 120
@@ -64,19 +67,17 @@ def served(command: Sequence[str], env: Mapping[str, str], port: int) -> Iterato
 
 @pytest.mark.parametrize("name", ["fedavg", "scaffold"])
 def test_bits_by_a_client_server_are_those_of_one_process(name: str, tmp_path: Path, address: str) -> None:
-    """Of every state, with private state that follows its device."""
     given = plan(name, tmp_path)
     workers = RayWorkers(str(given.job.engine), address, count=2, mixed=False)
     with hands(workers, given) as made:
         there = simulated(given, made, tmp_path / "ray")
-    here = backend.make_local_backend(given.load_devices()[0])[0]
+    here = run.make_local_backend(given.load_devices()[0])[0]
     assert there == simulated(given, here, tmp_path / "here")
 
 
 def test_a_cluster_of_another_ray_is_refused_with_both_versions(
     tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here by a client that says it is another version, and whose first process did not start."""
     import ray
 
     theirs, init, asked = ray.__version__, ray.init, list[str]()
@@ -101,7 +102,6 @@ def test_a_cluster_of_another_ray_is_refused_with_both_versions(
 def test_a_client_server_that_never_starts_a_process_is_given_up(
     tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After three attempts, with its words."""
     import ray
 
     asked: list[object] = []
@@ -119,7 +119,6 @@ def test_a_client_server_that_never_starts_a_process_is_given_up(
 
 
 def test_more_workers_than_the_cluster_has_processors_are_refused_by_name(tmp_path: Path, address: str) -> None:
-    """The connection is closed: the next run can connect."""
     given = plan("fedavg", tmp_path)
     for _ in range(2):
         with (
@@ -127,3 +126,38 @@ def test_more_workers_than_the_cluster_has_processors_are_refused_by_name(tmp_pa
             hands(RayWorkers(str(given.job.engine), address, count=3, mixed=False), given),
         ):
             pass
+
+
+SOME = ("fedavg", "fedpews", "fedrep", "scaffold")
+Carried = Callable[[agents.FleetPlan], tuple[Watched, WorkBackend]]
+
+
+@pytest.fixture(scope="module")
+def carried() -> Iterator[Carried]:
+    with cluster() as nodes, contextlib.ExitStack() as stack:
+        nodes.add("two")
+        made: dict[str, tuple[Watched, WorkBackend]] = {}
+
+        def find(given: agents.FleetPlan) -> tuple[Watched, WorkBackend]:
+            engine = str(given.job.engine)
+            if engine not in made:
+                stack.close()  # the processors are free for another engine's workers
+                made.clear()
+                workers = Watched(engine)
+                made[engine] = (workers, stack.enter_context(hands(workers, given)))
+            return made[engine]
+
+        yield find
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SOME else pytest.mark.nightly) for name in methods.builtin_names()]
+)
+def test_bits_on_two_ray_nodes_are_those_of_one_process(name: str, tmp_path: Path, carried: Carried) -> None:
+    given = plan(name, tmp_path)
+    workers, made = carried(given)
+    workers.nodes.clear()
+    here = run.make_local_backend(given.load_devices()[0])[0]
+    assert simulated(given, made, tmp_path / "ray") == simulated(given, here, tmp_path / "here")
+    assert len(workers.machines) == 2
+    assert workers.nodes

@@ -29,8 +29,6 @@ DEVICES = {"dev-0", "dev-1", "dev-2"}
 
 
 def broken(fail: Callable[[Task, ClientContext], Any], devices: set[str]) -> Method:
-    """Return FedAvg whose client half fails on these devices."""
-
     def work(task: Task, site: ClientContext) -> ClientResult:
         if site.device in devices:
             fail(task, site)
@@ -40,7 +38,6 @@ def broken(fail: Callable[[Task, ClientContext], Any], devices: set[str]) -> Met
 
 
 def diverge(task: Task, site: ClientContext) -> None:
-    """Train with a learning rate that no loss survives, until the engine refuses."""
     fedavg.METHOD.work(msgspec.structs.replace(task, params={**task.params, "lr": 1e9, "epochs": 20}), site)
 
 
@@ -79,7 +76,6 @@ def attempts(ended: Simulation) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("code", CAUSES)
 def test_what_fails_on_every_device_ends_the_job_in_one_attempt_with_cause_and_fix(fleet: Fleet, code: str) -> None:
-    """Each device is asked once."""
     fail, reason = CAUSES[code]
     ended = fleet.played(method=broken(fail, DEVICES))
     assert ended.status == "failed"
@@ -93,7 +89,6 @@ def test_what_fails_on_every_device_ends_the_job_in_one_attempt_with_cause_and_f
 
 @pytest.mark.parametrize("code", CAUSES)
 def test_what_fails_on_one_device_costs_the_others_no_attempt(fleet: Fleet, code: str) -> None:
-    """It is asked once in a round at the most."""
     ended = fleet.played(method=broken(CAUSES[code][0], {"dev-1"}))
     assert ended.status == "done"
     assert attempts(ended) == [(0, 0), (1, 0)]
@@ -103,7 +98,6 @@ def test_what_fails_on_one_device_costs_the_others_no_attempt(fleet: Fleet, code
 
 
 def test_a_passing_failure_is_tried_again(fleet: Fleet) -> None:
-    """An error of the file system that is gone at the second try."""
     left = dict.fromkeys(DEVICES, 1)
 
     def fail(task: Task, site: ClientContext) -> None:
@@ -119,8 +113,6 @@ def test_a_passing_failure_is_tried_again(fleet: Fleet) -> None:
 
 
 def test_an_update_with_nan_that_no_engine_noticed_is_diverged_too(fleet: Fleet) -> None:
-    """A method's own arithmetic may spoil what the engine has trained."""
-
     def work(task: Task, site: ClientContext) -> ClientResult:
         answer = fedavg.METHOD.work(task, site)
         spoiled = {name: array * np.float32(np.nan) for name, array in answer.bundles["model"].items()}
@@ -133,7 +125,6 @@ def test_an_update_with_nan_that_no_engine_noticed_is_diverged_too(fleet: Fleet)
 
 
 def test_a_loss_that_explodes_on_unscaled_features_names_them(fleet: Fleet) -> None:
-    """The most likely cause stands beside the learning rate."""
     given = point_members(2, 13)
     for member in given:
         member.train.x[:, 0] *= 1e4
@@ -145,7 +136,6 @@ def test_a_loss_that_explodes_on_unscaled_features_names_them(fleet: Fleet) -> N
 
 
 def test_a_loss_that_never_changes_is_noted_with_its_likely_cause(fleet: Fleet) -> None:
-    """Once, after five rounds; a training that learns has no such note."""
     params = {"lr": 1e-12, "epochs": 1, "batch": 4}
     still, learns = (fleet.played(rounds=7, params=given) for given in (params, {**params, "lr": 0.05}))
     notes = [(fact.round, note) for fact in facts(still, RoundCommitted) for note in fact.warnings]

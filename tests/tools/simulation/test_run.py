@@ -3,25 +3,41 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
+import numpy as np
+import plain
 import pytest
+from msgspec import structs
+from simulated_fleets import Fleet, facts
 
-from fedquilt import methods
+from fedquilt import methods, wire
 from fedquilt.arrays import tensors
+from fedquilt.coordinator.rounds.events import TaskDeclined
 from fedquilt.coordinator.rounds.selection import select_cohort
-from fedquilt.core import Aggregation, ClientContext, ClientResult, DeviceUpdate, JobError, Method, Task
+from fedquilt.core import (
+    Aggregation,
+    BlobRef,
+    Bundle,
+    ClientContext,
+    ClientResult,
+    DeviceUpdate,
+    DeviceView,
+    JobError,
+    Method,
+    ModelError,
+    Task,
+)
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.testing.toy_networks import make_job, point_members, run_method, toy_bundle, write_bundle
 from fedquilt.tools.simulation import run
+from fedquilt.tools.simulation.fleet import EncodedTasks
+from fedquilt.tools.simulation.run import WorkBackend
 from fedquilt.tools.simulation.simulated_job import Simulation
-from fedquilt.tools.simulation.workers import backend
-from fedquilt.tools.simulation.workers.backend import WorkBackend
+from fedquilt.tools.simulation.task_process import TaskProcess
 
 SMALL = {"epochs": 2, "batch": 4, "lr": 0.1}
 
@@ -33,7 +49,6 @@ def engine() -> NumpyEngine:
 
 @pytest.fixture
 def begin(tmp_path: Path, engine: NumpyEngine) -> Iterator[Any]:
-    """Opens simulations of five toy devices, each in a home of its own; `begin.hands` carries their orders out."""
     with contextlib.ExitStack() as stack:
         bundle = write_bundle(tmp_path / "bundle", toy_bundle())
         homes = (tmp_path / f"home-{i}" for i in range(100))
@@ -61,9 +76,6 @@ def counting(seen: list[str]) -> Method:
     return replace(method, work=work)
 
 
-# -- seconds --------------------------------------------------------------------------------------
-
-
 def test_what_is_done_between_two_rounds_is_no_part_of_their_seconds(
     begin: Any, engine: NumpyEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,88 +83,30 @@ def test_what_is_done_between_two_rounds_is_no_part_of_their_seconds(
     now_s = 0.0
     monkeypatch.setattr(run.time, "perf_counter", lambda: now_s)
     simulation = begin(rounds=3)
-    hands, _ = backend.make_local_backend(point_members(5, 13), engine=engine)
+    hands, _ = run.make_local_backend(point_members(5, 13), engine=engine)
 
     def carry(asked: Any) -> Any:
         nonlocal now_s
         now_s += 1.0
         return hands(asked)
 
-    for _ in run.run_rounds([simulation], carry):
+    for _ in run.run_rounds(simulation, carry):
         now_s += 3600.0
     assert [each.wall_s for each in simulation.rounds] == [1.0, 1.0, 1.0]
 
 
-# -- abreast --------------------------------------------------------------------------------------
-
-
-def test_runs_abreast_are_what_each_is_alone(begin: Any, engine: NumpyEngine) -> None:
-    """Of different seeds and lengths, one over before the others; each keeps to its own devices."""
-    tables: list[dict[str, Any]] = [
-        {"seed": 1, "rounds": 3},
-        {"params": {"lr": 0.05}, "rounds": 1},
-        {"seed": 2, "rounds": 3, "cohort": {"size": 2}},
-    ]
-    carry, _ = backend.make_local_backend(point_members(5, 13), engine=engine)
-    abreast = [begin("scaffold", **table) for table in tables]
-    assert [len(each.rounds) for each in run.run_rounds(abreast, carry) if each.has_ended] == [1, 3, 3]
-    assert [sum(len(round.devices) for round in each.rounds) for each in abreast] == [15, 5, 6]
-    for together, table in zip(abreast, tables, strict=True):
-        alone = begin("scaffold", **table)
-        for _ in run.run_rounds([alone], carry):
-            pass
-        assert tensors.pack_state(alone.state) == tensors.pack_state(together.state)
-        assert [each.devices for each in alone.rounds] == [each.devices for each in together.rounds]
-
-
-def count_lines_of_rounds(states: Iterator[Any], rounds: int) -> int:
-    """The lines of Python that these rounds execute, each turn of a loop counted."""
-    lines = 0
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal lines
-        lines += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        for _ in range(rounds):
-            next(states)
-    finally:
-        sys.settrace(before)
-    return lines
-
-
-def test_a_round_costs_what_its_cohort_costs_whatever_the_fleet(tmp_path: Path, engine: NumpyEngine) -> None:
-    """From the selection to the commit: nothing is done device by device for those that are not selected."""
-    bundle, lines = write_bundle(tmp_path / "bundle", toy_bundle()), {}
-    for size in (200, 1500):
-        job = make_job("fedavg", SMALL, rounds=8, cohort={"size": 4})
-        states = run.iterate_states(job, bundle, point_members(size, 13), engine=engine)
-        for _ in range(3):  # which fill caches
-            next(states)
-        lines[size] = count_lines_of_rounds(states, 4)
-    assert lines[1500] < 1.02 * lines[200]
-
-
 def test_devices_of_one_name_in_two_runs_have_a_cache_each(begin: Any, engine: NumpyEngine) -> None:
-    """Which lives as long as the run."""
     seen: list[str] = []
     method = counting(seen)
-    carry, _ = backend.make_local_backend(point_members(5, 13), load=lambda name: method, engine=engine)
-    for _ in run.run_rounds([begin(method=method, rounds=2, cohort={"size": 1}) for _ in range(2)], carry):
-        pass
+    carry, _ = run.make_local_backend(point_members(5, 13), load=lambda name: method, engine=engine)
+    for _ in range(2):
+        list(run.run_rounds(begin(method=method, rounds=2, cohort={"size": 1}), carry))
     assert sorted(seen) == sorted(
         [f"{select_cohort(0, number, [f'dev-{i}' for i in range(5)], 1)[0]} 1" for number in (0, 1)] * 2
     )
 
 
-# -- who is asked, and what travels ---------------------------------------------------------------
-
-
 def test_the_cohort_is_the_coordinators(engine: NumpyEngine) -> None:
-    """Two of five devices in each round, drawn from the seed and the round; all of them get a turn."""
     rounds: list[tuple[str, ...]] = []
 
     def observe(simulation: Simulation, hands: WorkBackend) -> None:
@@ -174,7 +128,6 @@ def test_the_cohort_is_the_coordinators(engine: NumpyEngine) -> None:
 
 
 def test_bytes_are_those_of_contents_and_each_goes_to_a_device_once(engine: NumpyEngine) -> None:
-    """One model down and one up for each device; with "local" it goes down in the first round only."""
     size = len(tensors.encode_tensors(toy_bundle().load("model")))
     taken: list[tuple[int, int]] = []
 
@@ -189,7 +142,6 @@ def test_bytes_are_those_of_contents_and_each_goes_to_a_device_once(engine: Nump
 
 @pytest.mark.parametrize("codec", ["fp16", "int8"])
 def test_a_codec_makes_updates_smaller_and_the_model_another(codec: str, engine: NumpyEngine) -> None:
-    """Down all goes as ever."""
     taken: dict[str, tuple[int, int]] = {}
 
     def models(codec: str) -> list[bytes]:
@@ -212,7 +164,6 @@ def test_a_codec_makes_updates_smaller_and_the_model_another(codec: str, engine:
 
 
 def test_an_engine_that_is_given_stays_open_however_many_budgets_there_are(engine: NumpyEngine) -> None:
-    """Ten, where engines are kept for eight."""
     closed: list[str] = []
 
     class Lent(NumpyEngine):
@@ -226,12 +177,7 @@ def test_an_engine_that_is_given_stays_open_however_many_budgets_there_are(engin
     assert closed == []
 
 
-# -- what goes wrong ------------------------------------------------------------------------------
-
-
 def test_a_run_that_fails_says_why(engine: NumpyEngine) -> None:
-    """A client half that cannot work on any device ends the job after its attempts, with the first one's reason."""
-
     def work(task: Task, site: ClientContext) -> ClientResult:
         raise ValueError("the dog ate it")
 
@@ -243,8 +189,6 @@ def test_a_run_that_fails_says_why(engine: NumpyEngine) -> None:
 
 
 def test_a_run_that_cannot_be_taken_up_says_why_and_does_not_wait(engine: NumpyEngine) -> None:
-    """Boards with sensors go on telling them on virtual time: once a comparison waited for them for ever."""
-
     def init(bundle: Any, params: Any, seed: int) -> Any:
         raise JobError("the bundle is of another kind")
 
@@ -263,11 +207,7 @@ def test_an_engine_that_the_method_has_not_is_refused(tmp_path: Path) -> None:
         make_job("fedavg", SMALL, engine="onnx")
 
 
-# -- what it costs --------------------------------------------------------------------------------
-
-
 def test_an_update_is_folded_once_where_all_come_in_order(begin: Any, engine: NumpyEngine) -> None:
-    """Five devices, two rounds: what shows that an update can be folded is what the round is committed with."""
     method = methods.load("fedavg")
     seen: list[str] = []
 
@@ -276,7 +216,63 @@ def test_an_update_is_folded_once_where_all_come_in_order(begin: Any, engine: Nu
         return method.aggregation.fold(state, so_far, update)
 
     simulation = begin(method=replace(method, aggregation=Aggregation(fold)), rounds=2)
-    carry, _ = backend.make_local_backend(point_members(5, 13), engine=engine)
-    for _ in run.run_rounds([simulation], carry):
+    carry, _ = run.make_local_backend(point_members(5, 13), engine=engine)
+    for _ in run.run_rounds(simulation, carry):
         pass
     assert seen == [f"dev-{i}" for i in range(5)] * 2
+
+
+TASK = plain.task(engine="numpy", deadline_s=1.0)
+
+
+def test_what_tasks_share_is_encoded_once_and_each_comes_as_it_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded, plainly = [], wire.encode
+    monkeypatch.setattr(wire, "encode", lambda message: encoded.append(message) or plainly(message))
+    given = [
+        TASK,
+        structs.replace(TASK, seed=7, tier="small", counted=3),
+        structs.replace(TASK, seed=8),
+        structs.replace(TASK, attempt=1),
+    ]
+    come = EncodedTasks()
+    found = [come(task) for task in given]
+    assert encoded == [given[0], given[3]]
+    assert found == [wire.decode(plainly(task), Task) for task in given]
+    assert found[1].params is not TASK.params
+
+
+def test_a_refusal_is_heard_while_others_are_at_work(fleet: Fleet) -> None:
+    simulation, _ = fleet.begin(fleet={"budgets": ["512MB", "1MB"]})
+    orders = simulation.advance()
+    assert [order.device for order in orders] == ["dev-0", "dev-2"]
+    assert [fact.device for fact in facts(simulation, TaskDeclined)] == ["dev-1"]
+
+
+NETWORK = {"name": "mlp", "inputs": 4, "hidden": [3], "classes": 2}
+MODEL = {
+    "1.weight": np.arange(12, dtype=np.float32).reshape(3, 4) / 12,
+    "1.bias": np.zeros(3, np.float32),
+    "3.weight": np.arange(6, dtype=np.float32).reshape(2, 3) / 6,
+    "3.bias": np.zeros(2, np.float32),
+}
+
+
+def test_a_task_tells_its_peak_and_gives_what_it_would_send_or_says_why_not(tmp_path: Path) -> None:
+    draws = np.random.default_rng(0)
+    np.savez(tmp_path / "own.npz", x_train=draws.random((20, 4), np.float32), y_train=np.arange(20) % 2)
+    method = methods.load("fedavg")
+    made = Bundle({"network": NETWORK}, {"model": BlobRef(sha256="0" * 64, size=1)}, lambda name: MODEL)
+    order = method.send(method.init(made, method.params(), 0), DeviceView("alone", None))
+    assert order is not None
+    data = {"path": str(tmp_path / "own.npz")}
+    with TaskProcess("fedavg", "numpy", 1 << 30, data, Path, tmp_path) as process:
+        outcome, sent = process.run_task(order, 0)
+        assert outcome.weight == 16  # the others are held out
+        assert outcome.peak_bytes is not None
+        assert 10**7 < outcome.peak_bytes < 1 << 30
+        assert outcome.peak_bytes <= process.outside_bytes < 1.5 * outcome.peak_bytes  # a little later, so no less
+        assert sent["model"].keys() == MODEL.keys()
+        assert not np.array_equal(sent["model"]["1.weight"], MODEL["1.weight"])
+        order.params["network"]["inputs"] = 5  # type: ignore[index]
+        with pytest.raises(ModelError, match="a task of fedavg in 1074 MB: "):
+            process.run_task(order, 1)

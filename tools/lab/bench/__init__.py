@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
+import shutil
+import socket
+import subprocess
+import time
 from collections.abc import Mapping
 from inspect import signature
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import psutil
 
 from fedquilt.console import progress
-from fedquilt.tools.report.thresholds import MOST_OTHERS, LoadMeter
+from fedquilt.core import JobError, LinkError
+from fedquilt.tools.report.thresholds import MOST_OTHERS, LoadMeter, format_figures
 
 BUSY: Final = 12  # exit code of a benchmark whose machine was busy
+START_S: Final = 10.0
 
 
 def run_and_print(what: str, format: str, given: Mapping[str, Any]) -> int:
     """Run one benchmark, and print each measurement and the result.
 
     Return 0, 1 if a figure missed its limit, or BUSY if other processes disturbed a benchmark of times.
-
-    Args:
-        what: Name of the benchmark's module.
-        format: "text" or "json".
-        given: Arguments of the benchmark's `measure`.
     """
     bench = importlib.import_module(f"fedquilt.tools.lab.bench.{what}")
     options = signature(bench.measure).parameters
@@ -47,9 +51,39 @@ def run_and_print(what: str, format: str, given: Mapping[str, Any]) -> int:
     if format == "json":
         print(msgspec.json.format(msgspec.json.encode(result)).decode())
     else:
-        print("\n".join(bench.lines(result)))
+        print("\n".join(getattr(bench, "lines", format_figures)(result)))
     if busy:
         why = f"other processes used up to {others:.0%} of the processors during a measurement"
         progress.LINE.print_lines(f"not measured: {why}. Repeat the benchmark while they are stopped.")
         return BUSY
     return 0 if all(figure["reached"] for figure in result["figures"].values()) else 1
+
+
+def find_free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start_mosquitto(folder: Path, port: int, settings: str = "") -> subprocess.Popen[bytes]:
+    """Start Mosquitto on a port of this machine, and wait until it accepts connections."""
+    program = shutil.which("mosquitto", path=os.environ.get("PATH", "") + ":/usr/sbin")
+    if program is None:
+        raise JobError("this bench needs Mosquitto: apt install mosquitto")
+    config = folder / "mosquitto.conf"
+    user = psutil.Process().username()  # a broker started by root would change to the user "mosquitto"
+    config.write_text(f"listener {port} 127.0.0.1\nallow_anonymous true\nset_tcp_nodelay true\nuser {user}\n{settings}")
+    file = folder / "mosquitto.log"
+    with file.open("wb") as log:
+        process = subprocess.Popen([program, "-c", str(config)], stdout=subprocess.DEVNULL, stderr=log)
+    limit_s = time.monotonic() + START_S
+    while process.poll() is None and time.monotonic() < limit_s:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return process
+        except OSError:
+            time.sleep(0.05)
+    process.kill()
+    process.wait()
+    said = " ".join(file.read_text(errors="replace").split())[-300:] or "no message"
+    raise LinkError(f"mosquitto accepts no connections on port {port} ({said}): start the bench again")

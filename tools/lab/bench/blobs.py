@@ -1,12 +1,8 @@
-"""Benchmark of blob transfers by HTTP and MQTT, with and without faults, against TCP.
+"""Benchmark of blob transfers by HTTP and MQTT, with and without faults, against TCP that hashes and stores the same.
 
-Beside TCP that hashes and stores the same bytes, by processes of the same kind that begin at the same moment; then all
-again with faults: 2 % of chunks are lost (over the broker) or end a connection (by HTTP and TCP), the broker is killed
-once. What goes through the broker is compared with TCP whose server is away for as long, and HTTP with TCP whose server
-is never away: neither needs the broker once it has begun. Both are also compared with TCP that nothing disturbs.
-
-A way's time ends when its last agent has the blob on its disk. The processes are in
-`fedquilt.tools.lab.bench.transfer_nodes`.
+With faults, 2 % of chunks are lost (MQTT) or end a connection (HTTP, TCP), and the broker is killed once. MQTT is then
+compared with TCP whose server is away for as long, and HTTP with TCP whose server is never away: HTTP does not need the
+broker once it has begun. A transfer ends when its last agent has the blob on its disk.
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ import psutil
 
 from fedquilt.blobs.store import BlobStore
 from fedquilt.edge_agent.task import memory_budget
-from fedquilt.tools.lab.bench.mosquitto import find_free_port, start_mosquitto
+from fedquilt.tools.lab.bench import find_free_port, start_mosquitto
 from fedquilt.tools.lab.bench.transfer_nodes import AGENTS, DOWN_S, SIZE
 from fedquilt.tools.report.thresholds import compare_at_least, compare_at_most, format_figures
 
@@ -40,8 +36,6 @@ Way = Literal["tcp", "http", "mqtt"]
 
 
 class TransferRun(NamedTuple):
-    """A transfer method and its faults."""
-
     way: Way
     loss: float = 0.0
     outage: bool = False  # of the broker, or of TCP's server
@@ -59,14 +53,7 @@ RUNS: Final = {  # all runs are compared with the first, whose duration determin
 
 
 def measure(report: Callable[[str], None]) -> dict[str, Any]:
-    """Run all transfer methods, TURNS times.
-
-    Args:
-        report: Function called with the text of each measurement.
-
-    Raises:
-        JobError: If Mosquitto is not installed.
-    """
+    """Run all transfer methods, TURNS times."""
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         sha256 = BlobStore(home / "server").store_bytes(random.Random(0).randbytes(SIZE)).sha256
@@ -80,7 +67,6 @@ def measure(report: Callable[[str], None]) -> dict[str, Any]:
 
 
 def _measure_run(home: Path, sha256: str, run: TransferRun, dies_s: float | None) -> dict[str, Any]:
-    """Transfer the blob to all agents, and return times and memory. After `dies_s` TCP or the broker breaks."""
     port = find_free_port()
     url = f"mqtt://127.0.0.1:{port}"
     node = [sys.executable, "-m", "fedquilt.tools.lab.bench.transfer_nodes"]
@@ -155,7 +141,6 @@ def _build_result(ran: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         "chunk_loss": LOSS,
         "chunks_lost": sum(each["server"]["lost"] for each in runs),
         "errors": errors,
-        "beside_undisturbed_tcp": {name: round(speed_ratio(name), 2) for name in RUNS if name != "tcp"},
         "seconds": {name: [round(each["seconds"], 2) for each in several] for name, several in ran.items()},
         "processor_seconds": {name: [round(each["cpu_s"], 2) for each in several] for name, several in ran.items()},
         "agent_base_mb": round(max(agent["base"] for agent in agents) / 1e6, 1),
@@ -192,7 +177,5 @@ def lines(result: dict[str, Any]) -> list[str]:
             f"{' '.join(map(str, result['processor_seconds'][name]))} s"
             for name, took in result["seconds"].items()
         ),
-        "    beside TCP without faults: "
-        + ", ".join(f"{name.replace('_', ' ')} {share}" for name, share in result["beside_undisturbed_tcp"].items()),
         *(f"    failed: {error}" for error in result["errors"]),
     ]

@@ -1,6 +1,6 @@
 """Benchmark of a coordinator: processor time of an update, and duration of a round.
 
-A real Mosquitto and a `fedquilt serve` run with many light devices (`protocol_devices`), which do not train. The
+A real Mosquitto and a `fedquilt serve` run with many light devices (`LightDevice`), which do not train. The
 baseline is a loop before and after each fleet that decodes the message of an update and hashes, folds and writes its
 blob.
 """
@@ -8,16 +8,17 @@ blob.
 from __future__ import annotations
 
 import hashlib
-import itertools
+import os
 import resource
+import selectors
 import shutil
-import statistics
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -26,21 +27,35 @@ import psutil
 
 from fedquilt import methods, wire
 from fedquilt.arrays import tensors
+from fedquilt.blobs import chunks
+from fedquilt.blobs.download import Download
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds import events
 from fedquilt.coordinator.rounds.events import JobConstants
 from fedquilt.coordinator.settings import JobSettings, create_initial_state
 from fedquilt.coordinator.storage.snapshots import Snapshot
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.core import BlobRef, DeviceUpdate, JobError, LinkError, Update, Usage
+from fedquilt.core import (
+    BlobRef,
+    DeviceUpdate,
+    FedquiltError,
+    JobError,
+    LinkError,
+    Profile,
+    Task,
+    Update,
+    Usage,
+    WireMessage,
+)
+from fedquilt.edge_agent.agent import REPUBLISH
 from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.formats import job_bundle
-from fedquilt.host.disk import REAL
+from fedquilt.profiles import load_board_profile
 from fedquilt.tools.identity import broker_config
-from fedquilt.tools.lab.bench.mosquitto import find_free_port, start_mosquitto
-from fedquilt.tools.lab.bench.protocol_devices import EXAMPLES, FLEET
-from fedquilt.tools.report.thresholds import compare_at_most, format_figures
+from fedquilt.tools.lab.bench import find_free_port, start_mosquitto
+from fedquilt.tools.report.thresholds import compare_at_most
 from fedquilt.transport.mqtt.broker import Broker
+from fedquilt.transport.mqtt.client import MqttClient, payload_limit
 from fedquilt.transport.mqtt.link import MqttLink
 
 AGENTS: Final = (200, 3000)
@@ -50,7 +65,7 @@ NETWORK: Final = {"name": "mlp", "inputs": 16, "hidden": [16], "classes": 10}
 LIMIT_S: Final = 600.0  # longest that a round may take
 BARE: Final = 2000  # answers of the bare loop
 SERVE: Final = (sys.executable, "-m", "fedquilt.cli", "serve")
-BOARDS: Final = (sys.executable, "-m", "fedquilt.tools.lab.bench.protocol_devices")
+BOARDS: Final = (sys.executable, "-m", "fedquilt.tools.lab.bench.coordinator")
 BROKER_LIMITS: Final = (  # as `fedquilt broker config` writes them
     f"max_inflight_messages {broker_config.MAX_INFLIGHT}\nmax_queued_messages {broker_config.MAX_QUEUED}\n"
     f"max_queued_bytes {broker_config.MAX_QUEUED_BYTES}\n"
@@ -61,6 +76,19 @@ MOST_MS, MOST_ROUND_S, MOST_MB, MOST_GROWTH = 1.5, 30.0, 200.0, 1.2
 MOST_OPENING_S: Final = 1.0
 MOST_TIMES: Final = {"cpu": 13.0, "wall": 25.0}  # of the bare loop, whose order of clocks is the same
 JUDGED: Final = 3000  # largest fleet whose rounds are judged by a limit
+FLEET: Final = "bench"
+EXAMPLES: Final = 32
+LOOK_S: Final = 1.0  # pause between looks for requests to repeat
+AGAIN_S: Final = 30.0  # time after which an update without an answer is offered again
+CHUNK: Final = chunks.chunk_size_for(payload_limit(5, None))
+PROFILE: Final[dict[str, Any]] = {
+    "board": "bench",
+    "memory_bytes": 4 << 30,
+    "budget_bytes": 1 << 30,
+    "engines": ("numpy",),
+    "versions": {"numpy": "2"},
+    "points": load_board_profile("jetson-orin-nano").operating_points(),  # 40 kB, as boards with a profile announce
+}
 
 
 class ResourceSample(NamedTuple):
@@ -77,18 +105,7 @@ class ResourceSample(NamedTuple):
 def measure(
     report: Callable[[str], None], agents: Sequence[int] = AGENTS, rounds: int = ROUNDS, after: int = 0
 ) -> dict[str, Any]:
-    """Run a job with each number of devices.
-
-    Args:
-        report: Function called with the text of each measurement.
-        agents: Numbers of devices.
-        rounds: Number of rounds. The first is not counted, because it includes connection and model transfer.
-        after: Rounds already in the event log at the start of an additional run of the first fleet.
-
-    Raises:
-        JobError: If Mosquitto is not installed, or the limit of open files is too low.
-        LinkError: If a process did not start, or a round took too long.
-    """
+    """Run a job with each number of devices."""
     _raise_file_limit(max(agents) + SPARE_FILES)
     fleets: dict[str, dict[str, Any]] = {}
     for count in agents:
@@ -114,26 +131,12 @@ def measure(
     return result
 
 
-def lines(result: dict[str, Any]) -> list[str]:
-    told = []
-    if after := result.get("after"):
-        told.append(
-            f"the log of {after['rounds']} rounds is open after {after['opening_s']} s; read from its first fact, as "
-            f"without a snapshot, after {after['opening_without_snapshot_s']} s"
-        )
-    return [*told, *format_figures(result)]
-
-
 def _format_fleet(name: str, each: dict[str, Any]) -> str:
     return (
         f"{name} boards: {each['answer_ms']} ms of the coordinator's processor time an answer "
         f"({each['times_bare']['cpu']} times the bare loop's {each['bare_ms']} ms), {each['broker_ms']} of the broker, "
-        f"a round {each['round_s']} s (first {each['first_round_s']}), late rounds cost {each['late_over_early']} "
-        f"times early ones; {each['resident_mb']} MB resident"
+        f"a round {each['round_s']} s (first {each['first_round_s']}); {each['resident_mb']} MB resident"
     )
-
-
-# -- one fleet ------------------------------------------------------------------------------------
 
 
 def _measure_fleet(count: int, rounds: int, after: int) -> dict[str, Any]:
@@ -141,7 +144,7 @@ def _measure_fleet(count: int, rounds: int, after: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, _kill_processes_at_end() as running:
         home = Path(folder)
         run = _queue_job(home, count, after, rounds)
-        opening_s, whole_s = _measure_opening_s(home), _measure_opening_s(home, snapshots=False)
+        opening_s = _measure_opening_s(home)
         port = find_free_port()
         broker = start_mosquitto(home, port, BROKER_LIMITS)
         running.append(broker)
@@ -149,14 +152,15 @@ def _measure_fleet(count: int, rounds: int, after: int) -> dict[str, Any]:
         watch = MqttLink(Broker.from_url(url), "bench-watch")
         watch.wait_until_connected(timeout_s=10.0)
         watch.subscribe([wire.Topics(FLEET).round_topic(run)])
+        each = -(-count // PROCESSES)
         boards = [
-            subprocess.Popen([*BOARDS, url, str(first), str(size)], stdout=subprocess.PIPE)
-            for first, size in _split_devices(count)
+            subprocess.Popen([*BOARDS, url, str(first), str(min(each, count - first))], stdout=subprocess.PIPE)
+            for first in range(0, count, each)
         ]
         running += boards
-        for each in boards:
-            assert each.stdout is not None
-            if each.stdout.readline().strip() != b"ready":
+        for group in boards:
+            assert group.stdout is not None
+            if group.stdout.readline().strip() != b"ready":
                 raise LinkError("boards did not connect: see above")
         where = ["--broker", url, "--home", str(home / "runs"), "--fleet", FLEET]
         serving = subprocess.Popen([*SERVE, *where], stdout=subprocess.DEVNULL)
@@ -166,21 +170,12 @@ def _measure_fleet(count: int, rounds: int, after: int) -> dict[str, Any]:
             samples.append(_sample_resources(_wait_for_next_round(watch, samples[-1].round), serving, broker, boards))
         watch.close()
     bare_ms.append(_measure_bare_loop_ms())
-    return {
-        "opening_s": opening_s,
-        "opening_without_snapshot_s": whole_s,
-        **_summarise_samples(samples, count, np.mean(bare_ms, axis=0)),
-    }
+    return {"opening_s": opening_s, **_summarise_samples(samples, count, np.mean(bare_ms, axis=0))}
 
 
 def _summarise_samples(samples: Sequence[ResourceSample], count: int, bare_ms: np.ndarray) -> dict[str, Any]:
     counted = samples[1:]
     answers = count * (counted[-1].round - counted[0].round)
-    costs = [
-        (after.coordinator_s - before.coordinator_s) / (after.round - before.round)
-        for before, after in itertools.pairwise(counted)
-    ]
-    third = max(1, len(costs) // 3)
     answer_ms = 1000 * (counted[-1].coordinator_s - counted[0].coordinator_s) / answers
     ratios = np.array([answer_ms, 1000 * (counted[-1].at_s - counted[0].at_s) / answers]) / bare_ms
     return {
@@ -191,9 +186,7 @@ def _summarise_samples(samples: Sequence[ResourceSample], count: int, bare_ms: n
         "broker_ms": round(1000 * (counted[-1].broker_s - counted[0].broker_s) / answers, 3),
         "boards_ms": round(1000 * (counted[-1].boards_s - counted[0].boards_s) / answers, 3),
         "first_round_s": round(counted[0].at_s - samples[0].at_s, 2),
-        "first_answer_ms": round(1000 * counted[0].coordinator_s / count, 3),
         "round_s": round((counted[-1].at_s - counted[0].at_s) / (counted[-1].round - counted[0].round), 2),
-        "late_over_early": round(statistics.mean(costs[-third:]) / max(statistics.mean(costs[:third]), 1e-9), 2),
         "resident_mb": round(max(each.resident_mb for each in counted), 1),
     }
 
@@ -201,19 +194,14 @@ def _summarise_samples(samples: Sequence[ResourceSample], count: int, bare_ms: n
 def _queue_job(home: Path, count: int, after: int, rounds: int) -> str:
     made = _encode_model()
     job_bundle.write_bundle(home / "bundle", {"network": NETWORK, "flops": 1000}, {"model": made})
-    job = _create_job(count, after + rounds + 1)
+    cohort = {"deadline_s": LIMIT_S, "start_devices": count, "quorum": 1.0}
+    table = {"name": "bench", "method": "fedavg", "engine": "numpy", "rounds": after + rounds + 1, "cohort": cohort}
+    job = settings.parse_job(table)
     with Store(home / "runs") as store:
         run = store.add_job(job, home / "bundle")
         if after:
             _write_past_rounds(store, run, job, count, after)
     return run
-
-
-def _create_job(count: int, rounds: int) -> JobSettings:
-    cohort = {"deadline_s": LIMIT_S, "start_devices": count, "quorum": 1.0}
-    return settings.parse_job(
-        {"name": "bench", "method": "fedavg", "engine": "numpy", "rounds": rounds, "cohort": cohort}
-    )
 
 
 def _write_past_rounds(store: Store, run: str, job: JobSettings, count: int, rounds: int) -> None:
@@ -260,7 +248,7 @@ def _create_update(run: str, round: int, device: str, ref: BlobRef, state: str) 
     )
 
 
-def _measure_opening_s(home: Path, snapshots: bool = True) -> float:
+def _measure_opening_s(home: Path) -> float:
     code = (
         "import sys, time\n"
         "from pathlib import Path\n"
@@ -276,9 +264,6 @@ def _measure_opening_s(home: Path, snapshots: bool = True) -> float:
     )
     copied = home / "opened"
     shutil.copytree(home / "runs", copied)  # a run that is opened notes its first state
-    if not snapshots:
-        with closing(REAL.connect(copied / "fedquilt.db")) as db:
-            db.execute("delete from snapshots")
     told = subprocess.run([sys.executable, "-c", code, str(copied)], check=True, stdout=subprocess.PIPE).stdout
     shutil.rmtree(copied)
     return round(float(told), 3)
@@ -306,11 +291,7 @@ def _sample_resources(
     )
 
 
-# -- the bare loop --------------------------------------------------------------------------------
-
-
 def _measure_bare_loop_ms() -> np.ndarray:
-    """Return the processor and wall milliseconds (2,) of an update."""
     method, model = methods.load("fedavg"), _encode_model()
     message = wire.encode(_create_update("bench", 0, "board-00000", _blob_ref(model), _blob_ref(b"").sha256))
     with tempfile.TemporaryDirectory() as folder:
@@ -339,9 +320,6 @@ def _blob_ref(payload: bytes) -> BlobRef:
     return BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
 
 
-# -- processes ------------------------------------------------------------------------------------
-
-
 @contextmanager
 def _kill_processes_at_end() -> Iterator[list[subprocess.Popen[bytes]]]:
     started: list[subprocess.Popen[bytes]] = []
@@ -354,15 +332,187 @@ def _kill_processes_at_end() -> Iterator[list[subprocess.Popen[bytes]]]:
             process.communicate()
 
 
-def _split_devices(count: int) -> list[tuple[int, int]]:
-    """Return the number of the first device and the number of devices, for each process."""
-    each = -(-count // PROCESSES)
-    return [(first, min(each, count - first)) for first in range(0, count, each)]
-
-
 def _raise_file_limit(wanted: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < wanted:
         if hard != resource.RLIM_INFINITY and hard < wanted:
             raise JobError(f"{wanted} connections need as many open files, and {hard} are allowed: raise `ulimit -n`")
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+class DeviceGroup:
+    def __init__(self, url: str, first: int, count: int) -> None:
+        self.broker, self.topics = Broker.from_url(url), wire.Topics(FLEET)
+        self.boards = [LightDevice(self, number) for number in range(first, first + count)]
+        self._ready = selectors.DefaultSelector()
+
+    def connect_all(self) -> None:
+        """Connect all devices, and wait until the broker confirms their presences and profiles."""
+        for board in self.boards:
+            self._ready.register(board.connect(), selectors.EVENT_READ, board)
+            self._process_messages(0.0)
+        while not all(board.is_known for board in self.boards):
+            self._process_messages(1.0)
+
+    def run_until_disconnected(self) -> None:
+        look_s = 0.0
+        while True:
+            self._process_messages(LOOK_S)
+            if (now_s := time.monotonic()) >= look_s:
+                look_s = now_s + LOOK_S
+                for board in self.boards:
+                    board.repeat_requests(now_s)
+
+    def _process_messages(self, timeout_s: float) -> None:
+        for key, _ in self._ready.select(timeout_s):
+            key.data.read()
+
+
+class LightDevice:
+    """A device that follows the protocol without training."""
+
+    def __init__(self, group: DeviceGroup, number: int) -> None:
+        self.group, self.number, self.device = group, number, f"board-{number:05d}"
+        self.is_known = False  # whether the broker has its presence and profile
+        self.client: MqttClient
+        self._profile_mid, self._publish_s, self._published = -1, 0.0, 0
+        self._task: Task | None = None
+        self._download: Download | None = None
+        self._update: Update | None = None  # not answered yet
+        self._model = b""  # of the latest update
+        self._offered_s = 0.0
+
+    def connect(self) -> socket.socket:
+        """Start to connect and return the socket. `read` completes the connection."""
+        broker, will = self.group.broker, wire.encode(wire.Presence(online=False, boot="bench"))
+        sock = socket.create_connection((broker.host, broker.port))
+        self.client = MqttClient(sock, 5, self.device, self._handle_message, self._handle_publish_ack)
+        self.client.on_connect = self._handle_connect
+        self.client.send_connect(broker, None, (self.group.topics.device_topic(self.device, "up", "presence"), will))
+        self.read()
+        return sock
+
+    def read(self) -> None:
+        """Process received messages and write the answers."""
+        self.client.loop_read()
+        while self.client.socket() is not None and self.client.want_write():
+            self.client.loop_write()
+        if self.client.socket() is None:
+            raise ConnectionError(f"the broker has closed the connection of {self.device}")
+
+    def repeat_requests(self, now_s: float) -> None:
+        self._request_chunks(now_s)
+        if self._update is not None and now_s >= self._offered_s + AGAIN_S:
+            self._offer_update(self._update, now_s)
+        if now_s >= self._publish_s:
+            self._publish_profile(now_s)
+        self.client.loop_misc()
+        while self.client.want_write():
+            self.client.loop_write()
+
+    # -- messages --
+
+    def _handle_connect(self, client: Any, userdata: Any, flags: Any, reason: Any, properties: Any) -> None:
+        self.client.subscribe_filters(self.group.topics.device_filters(self.device))
+        self._publish_profile(time.monotonic())
+
+    def _publish_profile(self, now_s: float) -> None:
+        self._publish("presence", wire.Presence(online=True, boot="bench"), retain=True)
+        self._profile_mid = self._publish("profile", Profile(device=self.device, **PROFILE), retain=True)
+        self._publish_s, self._published = now_s + REPUBLISH.delay_s(self._published), self._published + 1
+
+    def _handle_publish_ack(self, mid: int, code: int) -> None:
+        self.is_known = self.is_known or mid == self._profile_mid
+
+    def _handle_message(self, topic: str, payload: bytes, retained: bool) -> None:
+        route, now_s = wire.parse_topic(topic), time.monotonic()
+        match route.leaf:
+            case "coord" if wire.decode(payload, wire.CoordState).online:
+                self._published = 0
+                self._publish_profile(now_s)
+            case "presence":
+                self._publish("presence", wire.Presence(online=True, boot="bench"), retain=True)
+            case "task" if payload:
+                self._accept_task(wire.decode(payload, Task), now_s)
+            case "ack":
+                self._handle_ack(wire.decode(payload, wire.Ack))
+            case "get":
+                self._send_model(wire.decode(payload, wire.ChunkRequest))
+            case "chunk" if self._download is not None and self._download.ref.sha256 == route.sha256:
+                if self._download.handle_chunk(route.index, payload, now_s):
+                    self._download = None
+                    self._submit_update(payload, now_s)
+
+    def _accept_task(self, task: Task, now_s: float) -> None:
+        again = self._task is not None and (task.job, task.round) == (self._task.job, self._task.round)
+        self._task = task
+        self._publish("claim", wire.Claim(job=task.job, round=task.round, attempt=task.attempt, accepted=True))
+        if again and self._update is not None:
+            self._offer_update(self._update, now_s)
+        elif not again or self._download is None:
+            self._download = Download(task.bundles["model"], CHUNK, now_s)
+            self._request_chunks(now_s)
+
+    def _request_chunks(self, now_s: float) -> None:
+        for get in self._download.next_requests(now_s) if self._download is not None else ():
+            self._publish("blob/get", get)
+
+    def _submit_update(self, received: bytes, now_s: float) -> None:
+        task = self._task
+        assert task is not None
+        model = {
+            name: value + value.dtype.type(1e-6 * (self.number + 1))
+            for name, value in tensors.decode_tensors(received).items()
+        }
+        self._model = tensors.encode_tensors(model)
+        ref = BlobRef(sha256=hashlib.sha256(self._model).hexdigest(), size=len(self._model))
+        self._update = Update(
+            job=task.job,
+            round=task.round,
+            attempt=task.attempt,
+            device=self.device,
+            weight=float(EXAMPLES),
+            bundles={"model": ref},
+            metrics={"loss": 1.0, "steps": 10.0},
+            usage=Usage(wall_s=0.1, cpu_s=0.1, examples=EXAMPLES, up_bytes=ref.size),
+            layouts={"model": tensors.layout_from_tensors(model)},
+            state=task.state,
+            epoch=task.epoch,
+        )
+        self._offer_update(self._update, now_s)
+
+    def _offer_update(self, update: Update, now_s: float) -> None:
+        self._offered_s = now_s
+        self._publish("update", update)
+
+    def _send_model(self, get: wire.ChunkRequest) -> None:
+        if self._update is not None and get.sha256 == self._update.bundles["model"].sha256:
+            topic = self.group.topics.chunk_topic(self.device, "up", get.sha256, 0)
+            self.client.queue_message(topic, self._model, 0, False)
+
+    def _handle_ack(self, ack: wire.Ack) -> None:
+        if self._update is not None and (ack.job, ack.round) == (self._update.job, self._update.round):
+            if not ack.accepted:
+                print(f"the update of {self.device} is rejected: {ack.reason}", file=sys.stderr, flush=True)
+            self._update = None
+
+    def _publish(self, leaf: str, message: WireMessage, retain: bool = False) -> int:
+        topic = self.group.topics.device_topic(self.device, "up", leaf)
+        return self.client.queue_message(topic, wire.encode(message), 1, retain)
+
+
+def main(url: str, first: str, count: str) -> int:
+    """Run devices until the process is killed or the broker closes a connection. Print "ready" first."""
+    group = DeviceGroup(url, int(first), int(count))
+    try:
+        group.connect_all()
+        print("ready", flush=True)
+        group.run_until_disconnected()
+    except (FedquiltError, OSError) as error:
+        print(error, file=sys.stderr, flush=True)
+    return 1
+
+
+if __name__ == "__main__":
+    os.nice(1)  # the measured coordinator has priority
+    sys.exit(main(*sys.argv[1:]))

@@ -2,7 +2,7 @@
 
 One device, 64 images, the five architectures of the FedStitch paper (arXiv 2409.07202, section 5.1) with random
 weights, one path up to depth 10 without native successors. Some rounds of a real search are scored in the three ways of
-this engine and by `fedquilt.tools.lab.bench.reference_scoring`. The benchmark fails if scores differ. Figures are
+this engine and without its optimisations (`score_output`). The benchmark fails if scores differ. Figures are
 ratios of processor time and of wall time.
 """
 
@@ -26,7 +26,7 @@ from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
 from fedquilt.formats import job_bundle
 from fedquilt.methods.fedstitch import METHOD
 from fedquilt.models.stitching import stitched_network, vote
-from fedquilt.models.stitching.algebra import least_squares
+from fedquilt.models.stitching.algebra import cka, least_squares
 from fedquilt.models.stitching.device import block_runner, scoring
 from fedquilt.models.stitching.device.activations import SPARE
 from fedquilt.models.stitching.device.scoring import ScoreAt, ScoreRequest
@@ -35,10 +35,8 @@ from fedquilt.models.stitching.search import steps
 from fedquilt.models.stitching.search.state import ScoredPath, SearchSettings
 from fedquilt.models.stitching.stitched_network import Block
 from fedquilt.tools.artefacts.prepare import prepare_bundle
-from fedquilt.tools.lab.bench import reference_scoring
 from fedquilt.tools.report.thresholds import compare_at_least, compare_at_most, format_figures
-from fedquilt.tools.simulation import DeviceData
-from fedquilt.tools.simulation.workers import local_backend
+from fedquilt.tools.simulation import DeviceData, local_backend
 
 DONORS = ("alexnet", "densenet121", "mobilenet_v2", "resnet50", "vgg16")
 IMAGES = 64
@@ -47,11 +45,12 @@ CLOCKS = ("cpu", "wall")  # as `_read_clocks` returns them
 DEPTHS = (1, 5, 9)  # of paths
 SMALL = 64  # pixels
 REPEATS = 3  # of what is compared with a forward pass, and of that: the fastest counts
-BUDGET_BYTES = 4 << 30  # both sides have all the memory they want; `lab bench memory` is about budgets
+BUDGET_BYTES = 4 << 30  # both sides have all the memory they want
 FASTER: Mapping[ScoreAt, float] = {"output": 8.0, "hybrid": 20.0, "input": 40.0}  # times the naive procedure, at least
 FASTER_LARGE: Mapping[ScoreAt, float] = {"output": 20.0, "hybrid": 30.0, "input": 200.0}  # of images beyond SMALL
 SLOWER = 1.2  # times a plain forward pass, at most
 SAME = 1e-4  # scores of both procedures differ by no more
+Run = Callable[[Block, np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -63,28 +62,25 @@ class ScoringRound:
 
 
 def measure(report: Callable[[str], None], size: int = SMALL, images: int = IMAGES) -> dict[str, Any]:
-    """Measure a device's rounds by each way of scoring, naive scoring, and the references.
-
-    Args:
-        report: Function called with the text of each measurement.
-        size: Size of the images in pixels.
-        images: Number of scored images, and of images for fits. Fewer images give smaller ratios to naive scoring.
-    """
+    """Measure a device's rounds by each way of scoring, naive scoring, and the references."""
     depths = DEPTHS if size <= SMALL else DEPTHS[1:2]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "donors"
         made = prepare_donors(folder, size)
-        find = create_finder(folder, made)
+
+        def find(name: str) -> Path:
+            return folder / "blobs" / made.files[name].sha256
+
         rounds = walk_path(made, find, Path(scratch), max(depths), images)
         whole, own = measure_forward_pass(made, find, Path(scratch), images), measure_reference_costs(rounds[0])
-        report(f"references {own['warm_s'][0]:.2f} s of the processor, a forward pass {whole['warm_s'][0]:.2f} s")
+        report(f"references {own[0]:.2f} s of the processor, a forward pass {whole[0]:.2f} s")
         compared = [compare_scoring(rounds[max(depth - 2, 0)], rounds[depth - 1], find, report) for depth in depths]
     return _build_result(size, whole, own, compared)
 
 
 def prepare_donors(folder: Path, size: int) -> Bundle:
     """Write a bundle with the paper's five networks, cut into blocks, with seeded random weights."""
-    _print_progress(f"preparing {', '.join(DONORS)} at {size} pixels")
+    print(f"preparing {', '.join(DONORS)} at {size} pixels", file=sys.stderr, flush=True)
     prepare_bundle(
         {
             "labels": [str(i) for i in range(10)],
@@ -97,11 +93,6 @@ def prepare_donors(folder: Path, size: int) -> Bundle:
         folder,
     )
     return job_bundle.load_bundle(folder)
-
-
-def create_finder(folder: Path, made: Bundle) -> Callable[[str], Path]:
-    """Return a function that maps the name of a bundle's file to its path."""
-    return lambda name: folder / "blobs" / made.files[name].sha256
 
 
 def draw_examples(count: int) -> Examples:
@@ -152,7 +143,7 @@ def walk_path(
         assert order is not None
         task, site = deliver(order, number=len(rounds), local=local)
         rounds.append(ScoringRound(msgspec.convert(task.params, ScoreRequest), site))
-        _print_progress(f"path: {' > '.join(net.path)}")
+        print(f"path: {' > '.join(net.path)}", file=sys.stderr, flush=True)
         answer = METHOD.work(task, site)
         local = answer.local
         if len(net.path) == longest:
@@ -219,24 +210,19 @@ def compare_scoring(
     return ScoringComparison(each.ask, seconds, scores)
 
 
-def measure_reference_costs(first: ScoringRound) -> dict[str, np.ndarray]:
-    """Measure the extra processor and wall seconds (2,) of a round in which the donors are not cached.
-
-    "cold_s" includes the loading of graphs, "warm_s" does not.
-    """
+def measure_reference_costs(first: ScoringRound) -> np.ndarray:
+    """Measure the extra processor and wall seconds (2,) of a round in which the donors are loaded and not cached."""
     engine = OnnxEngine(BUDGET_BYTES)
     with tempfile.TemporaryDirectory() as folder:
-        caches = [Path(folder) / str(i) for i in range(1 + REPEATS)]
-        cold, *warm = (
-            _time_scoring(first, "hybrid", engine, cache, _initial_state(first.site.train)) for cache in caches
-        )
-        known = []
-        for cache, (_, _, local) in zip(caches[1:], warm, strict=True):
+        uncached, known = [], []
+        for number in range(1 + REPEATS):  # the first one loads the graphs
+            cache = Path(folder) / str(number)
+            took, _, local = _time_scoring(first, "hybrid", engine, cache, _initial_state(first.site.train))
+            uncached.append(took)
             _delete_path_caches(cache)
             known.append(_time_scoring(first, "hybrid", engine, cache, local)[0])
     engine.close()
-    least = np.min(known, axis=0)
-    return {"cold_s": cold[0] - least, "warm_s": np.min([each[0] for each in warm], axis=0) - least}
+    return np.min(uncached[1:], axis=0) - np.min(known[1:], axis=0)
 
 
 def _delete_path_caches(cache: Path) -> None:
@@ -247,7 +233,6 @@ def _delete_path_caches(cache: Path) -> None:
 def _time_scoring(
     each: ScoringRound, way: ScoreAt, engine: OnnxEngine, cache: Path, local: Tensors
 ) -> tuple[np.ndarray, np.ndarray, Tensors]:
-    """Return the processor and wall seconds of a scoring, the scores and the device's new local state."""
     site = replace(each.site, engine=engine, cache_at=cache, local=local)
     began = _read_clocks()
     answer = scoring.score_pool(replace(each.ask, score_at=way, early=0), site)
@@ -255,7 +240,6 @@ def _time_scoring(
 
 
 def _read_clocks() -> np.ndarray:
-    """Return the processor seconds of this process and wall seconds, as an array (2,)."""
     return np.array([time.process_time(), time.perf_counter()])
 
 
@@ -280,19 +264,14 @@ def measure_naive(each: ScoringRound, find: Callable[[str], Path], engine: OnnxE
     for name in ask.pool:
         own = [ask.blocks[f"{ask.blocks[name].donor}.{i}"] for i in range(ask.blocks[name].index + 1)]
         positions = block_runner.draw_positions(count, own[-1].in_shape, ask.positions)
-        scores.append(reference_scoring.score_output(path, between, own, run, scored, fitted, positions, ask.ridge))
+        scores.append(score_output(path, between, own, run, scored, fitted, positions, ask.ridge))
     return _read_clocks() - began, np.array(scores)
 
 
-def measure_forward_pass(
-    made: Bundle, find: Callable[[str], Path], folder: Path, count: int = IMAGES
-) -> dict[str, np.ndarray]:
-    """Measure the processor and wall seconds (2,) of all donors on twice the images.
-
-    "cold_s" includes the loading of graphs, "warm_s" does not.
-    """
+def measure_forward_pass(made: Bundle, find: Callable[[str], Path], folder: Path, count: int = IMAGES) -> np.ndarray:
+    """Measure the processor and wall seconds (2,) of all donors on twice the images, once their graphs are loaded."""
     shown = inputs.prepare_images(draw_examples(2 * count).x, made.meta["input"])
-    cold, warm = np.zeros(2), np.zeros(2)
+    total = np.zeros(2)
     for donor in made.meta["donors"].values():
         file = folder / "whole.onnx"
         stock, files = stitched_network.load_donor_pool(made.meta), {name: find(name) for name in made.files}
@@ -305,18 +284,18 @@ def measure_forward_pass(
             began = _read_clocks()
             engine.run(file, shown)
             seconds.append(_read_clocks() - began)
-        cold, warm = cold + seconds[0], warm + np.min(seconds[1:], axis=0)
+        total += np.min(seconds[1:], axis=0)
         engine.close()
-    return {"cold_s": cold, "warm_s": warm}
+    return total
 
 
 def _build_result(
-    size: int, whole: Mapping[str, np.ndarray], own: Mapping[str, np.ndarray], compared: Sequence[ScoringComparison]
+    size: int, whole: np.ndarray, own: np.ndarray, compared: Sequence[ScoringComparison]
 ) -> dict[str, Any]:
     limits = FASTER if size <= SMALL else FASTER_LARGE
     total = {way: np.sum([each.seconds[way] for each in compared], axis=0) for way in (*FASTER, "naive")}
     ratios = {f"{way}_score_to_naive": total["naive"] / total[way] for way in limits}
-    slower = own["warm_s"] / whole["warm_s"]
+    slower = own / whole
     strays = [float(np.abs(each.scores["output"] - each.scores["naive"]).max()) for each in compared]
     table = [
         {
@@ -331,8 +310,8 @@ def _build_result(
         "size": size,
         "images": compared[0].ask.samples,
         "rounds": table,
-        "plain_forward_s": {key: round(float(value[0]), 3) for key, value in whole.items()},
-        "references_s": {key: round(float(value[0]), 3) for key, value in own.items()},
+        "plain_forward_s": round(float(whole[0]), 3),
+        "references_s": round(float(own[0]), 3),
         "figures": {
             **{
                 f"{name}_by_{clock}": compare_at_least(float(each[at]), limit, "times faster")
@@ -355,17 +334,39 @@ def lines(result: dict[str, Any]) -> list[str]:
         + " ".join(f"{row[way]:9.3f}" for way in ("naive", "output", "hybrid", "input"))
         for row in result["rounds"]
     ]
-    plain_s, own_s = result["plain_forward_s"], result["references_s"]
     return [
         f"{result['size']} pixels, {result['images']} images, {', '.join(DONORS)} with random weights",
         head,
         *table,
-        f"    once, on {2 * result['images']} images: references and targets {own_s['warm_s']:.2f} s "
-        f"({own_s['cold_s']:.2f} s with loading); a plain forward pass {plain_s['warm_s']:.2f} s "
-        f"({plain_s['cold_s']:.2f} s)",
+        f"    once, on {2 * result['images']} images: references and targets {result['references_s']:.2f} s; "
+        f"a plain forward pass {result['plain_forward_s']:.2f} s",
         *format_figures(result),
     ]
 
 
-def _print_progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def score_output(
+    path: Sequence[Block],
+    between: Sequence[Tensors | None],
+    own: Sequence[Block],
+    run: Run,
+    scored: np.ndarray,
+    fitted: np.ndarray,
+    positions: np.ndarray,
+    ridge: float,
+) -> float:
+    """Return the CKA of the outputs of `own`'s last block behind the path and in its donor, all run from the images.
+
+    `positions` are those of its input maps on `fitted`, of n * h * w.
+    """
+    candidate = own[-1]
+    here = stitched_network.run_path(path, between, run, np.concatenate([scored, fitted]))
+    there = stitched_network.run_path(own[:-1], [None] * (len(own) - 1), run, np.concatenate([scored, fitted]))
+    n = len(scored)
+    junction = None
+    if not stitched_network.is_continuation(path[-1], candidate):
+        x = inputs.resize_maps(here[n:], *candidate.in_shape[1:])
+        rows = [maps.transpose(0, 2, 3, 1).reshape(-1, maps.shape[1])[positions] for maps in (x, there[n:])]
+        weights, bias = least_squares.RidgeFit(rows[0], ridge).solve_weights(rows[1])
+        junction = {"weights": weights.astype(np.float32), "bias": bias.astype(np.float32)}
+    output = run(candidate, stitched_network.apply_junction(here[:n], junction, candidate))
+    return cka.cka(cka.gram_matrix(output), cka.gram_matrix(run(candidate, there[:n]))).value

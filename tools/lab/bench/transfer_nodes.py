@@ -74,9 +74,6 @@ def _create_unreliable_send(loss: float, lost: list[int]) -> Callable[..., None]
     return send_unreliably
 
 
-# -- one process ----------------------------------------------------------------------------------
-
-
 def serve_blob(url: str, folder: str, sha256: str, transport: str, loss: str) -> None:
     """Print the port, serve the blob until SIGTERM, then print memory and processor time as JSON.
 
@@ -212,7 +209,6 @@ def _pull_tcp(port: int, folder: Path, sha256: str) -> None:
 
 
 def _wait_for_start() -> float:
-    """Print "ready", wait for a line on standard input, and return the processor seconds so far."""
     print("ready", flush=True)
     sys.stdin.readline()
     return time.process_time()
@@ -228,7 +224,6 @@ def _connect_and_measure_base(link: MqttLink, filters: Sequence[str]) -> int:
 
 
 def _process_messages(link: MqttLink, transfers: Transfers) -> float:
-    """Process received messages, and return the monotonic time at which the transfers are next due."""
     messages: list[Message] = link.receive()
     for message in messages:
         transfers.handle_message(wire.parse_topic(message.topic), message.payload, time.monotonic())

@@ -1,65 +1,199 @@
 """Demo federation on handwritten digits, compared with its baselines (`fedquilt demo`).
 
 Six simulated boards hold uneven shares of the UCI optical digits. Each of three donors was trained on a few digits of
-MNIST only, by `fedquilt.tools.artefacts.train_donors`, so that their blocks do together what none of them does alone.
+MNIST only, by `tests/demo_donors.py`, so that their blocks do together what none of them does alone.
 The boards are simulated (times and joules follow their profiles), everything else is real: processes,
 memory budgets, broker, bytes, accuracy.
 """
 
 from __future__ import annotations
 
+import tempfile
 import textwrap
 import time
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 
 from fedquilt.console import progress, table, units
 from fedquilt.coordinator import settings as jobs
+from fedquilt.coordinator.settings import CohortSettings, EvaluationSettings, JobSettings
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.views import run_summary
-from fedquilt.core import Examples
+from fedquilt.core import Artefact, Examples, FedquiltError
+from fedquilt.edge_agent import engines
 from fedquilt.formats import job_bundle
 from fedquilt.host import disk
-from fedquilt.models.stitching import display_names
-from fedquilt.tools.artefacts import export
-from fedquilt.tools.experiments import evaluation
-from fedquilt.tools.lab.demo.comparison import (
-    DemoComparison,
-    DonorContribution,
-    NetworkResult,
-    compare_networks,
-    count_parts,
-    mean_accuracy_alone,
-)
+from fedquilt.methods import fedstitch
+from fedquilt.models.stitching import display_names, stitched_network
+from fedquilt.models.stitching.stitched_network import DonorPool, StitchedNetwork
+from fedquilt.tools.artefacts import export, prepare
+from fedquilt.tools.experiments import evaluation, tables
+from fedquilt.tools.experiments.baselines import BaselineSetup, pool_examples, run_to_last_state
+from fedquilt.tools.experiments.single_run import run_seed
 from fedquilt.tools.report import render_run_page
 from fedquilt.tools.report.page import HtmlTable, PageSection
 from fedquilt.tools.report.run_data import load_run_data
 from fedquilt.tools.simulation import DeviceData, agents
+from fedquilt.tools.simulation.agents import FleetPlan
 
+BUDGET_BYTES = 1 << 30  # of the evaluation, which runs here
+PIXELS: Final = 64  # of a digit, the inputs of FedAvg's network
+SCRATCH_NAME: Final = "FedAvg from scratch"
+SCRATCH_PARAMS: Final = {"lr": 0.2, "batch": 16}
 HERE = Path(__file__).parent
 STITCHED, ALONE = "stitched by all boards", "stitched by one (mean)"
 DEPTHS = "all depths: the donor with a new head on all its depths"
 WITHOUT = "without it: the boards' network without the donor's blocks; gain: 95 % interval"
 
 
+class NetworkResult(msgspec.Struct, frozen=True):
+    name: str
+    accuracy: float  # 0..1, on the test digits
+    note: str = ""
+    energy_j: float | None = None  # None if nothing ran on the boards or energy was not measured
+    moved_bytes: int | None = None
+
+
+class DeviceAccuracy(msgspec.Struct, frozen=True):
+    """Accuracy of the network that one device stitches alone."""
+
+    name: str
+    examples: int  # with those that nothing is fitted to
+    alone: float  # on the test digits
+
+
+class DonorContribution(msgspec.Struct, frozen=True):
+    """What a donor knows and adds to the network. Accuracies are on the test digits."""
+
+    name: str
+    labels: tuple[str, ...]  # that the donor was trained on
+    unmodified: float
+    head: float  # with a new last layer
+    depths: float  # with a new last layer on all its depths
+    without: float | None  # of the network without the donor's blocks; None: no block is left
+    gain: tuple[float, float] | None  # 95 % interval of what the network gains by the donor, paired by test digits
+
+
+@dataclass(frozen=True)
+class DemoComparison:
+    donors: Sequence[DonorContribution]
+    lead: tuple[float, float]  # 95 % interval over `best_donor`, paired by test digits
+    devices: Sequence[DeviceAccuracy]
+    scratch: NetworkResult
+
+    @property
+    def best_donor(self) -> DonorContribution:
+        return max(self.donors, key=lambda donor: donor.head)  # chosen on the test digits, which favours the donor
+
+
+def compare_networks(
+    plan: FleetPlan,
+    members: Sequence[DeviceData],
+    test: Examples,
+    rounds: int,
+    artefact: Artefact,
+    far: Callable[[str], None],
+) -> DemoComparison:
+    """Measure all baselines of the stitched network."""
+    opened = job_bundle.load_bundle(plan.bundle)
+    folder = plan.bundle / "blobs"
+    engine: Any = engines.create_engine("onnx", BUDGET_BYTES)
+
+    setup = BaselineSetup(opened, lambda name: folder / opened.files[name].sha256, engine, pool_examples(members), test)
+    single = msgspec.structs.replace(plan.job, cohort=CohortSettings())
+    devices = []
+    for member in members:
+        far(f"{member.device} alone")
+        own = fedstitch.result(run_to_last_state(single, plan.bundle, [member], fedstitch.METHOD, engine))
+        devices.append(DeviceAccuracy(member.device, len(member.train) + len(member.held), setup.compute_accuracy(own)))
+    far("what each donor contributes")
+    network = stitched_network.from_artefact(artefact.meta, artefact.tensors)
+    correct = setup.mark_correct(network)
+    heads = setup.evaluate_new_heads()
+    donors = measure_contributions(setup, network, correct, {row.name: row.accuracy for row in heads})
+    best = max(heads, key=lambda row: row.accuracy)
+    far(f"{rounds} rounds of FedAvg")
+    scratch = train_from_scratch(plan.job, rounds, count_weights(network, setup.stock))
+    return DemoComparison(donors, _paired_interval(correct, best.correct), devices, scratch)
+
+
+def measure_contributions(
+    setup: BaselineSetup, network: StitchedNetwork, correct: np.ndarray, heads: Mapping[str, float]
+) -> list[DonorContribution]:
+    unmodified = {row.name: row.accuracy for row in setup.evaluate_unmodified()}
+    found = []
+    for name, donor in setup.stock.donors.items():
+        depths = tuple(donor.blocks[: index + 1] for index in range(len(donor.blocks) - 1))
+        labels = zip(setup.stock.labels, donor.align or (), strict=True)
+        left = tuple(path for path in network.taps if set(path).isdisjoint(donor.blocks))
+        others = setup.mark_correct(setup.fit_new_head(replace(network, taps=left))) if left else None
+        found.append(
+            DonorContribution(
+                name,
+                tuple(label for label, classes in labels if classes),
+                unmodified[name],
+                heads[name],
+                float(setup.mark_correct(setup.fit_new_head(StitchedNetwork(depths, {}))).mean()),
+                None if others is None else float(others.mean()),
+                None if others is None else _paired_interval(correct, others),
+            )
+        )
+    return found
+
+
+def count_weights(network: StitchedNetwork, stock: DonorPool) -> int:
+    """Return the number of weights of a stitched network. Blocks that several paths share count once."""
+    used = {block for path in network.taps for block in path}
+    own = (*network.junctions.values(), network.head or {})
+    return sum(stock.blocks[block].weight_bytes // 4 for block in used) + sum(
+        array.size for arrays in own for array in arrays.values()
+    )
+
+
+def _paired_interval(correct: np.ndarray, other: np.ndarray) -> tuple[float, float]:
+    return tables.confidence_interval((correct.astype(float) - other.astype(float)).tolist())
+
+
+def train_from_scratch(job: JobSettings, rounds: int, size: int) -> NetworkResult:
+    """Train a network of about `size` weights with FedAvg, from random weights, on the same devices and examples."""
+    wanted = JobSettings(
+        name="scratch",
+        method="fedavg",
+        rounds=rounds,
+        engine="numpy",
+        params=SCRATCH_PARAMS,
+        data=job.data,
+        fleet=job.fleet,
+        check=EvaluationSettings(every=0),
+    )
+    labels = len(job.labels)
+    hidden = max(1, round((size - labels) / (PIXELS + 1 + labels)))
+    with tempfile.TemporaryDirectory(prefix="fedquilt-") as place:
+        model = {"name": "mlp", "inputs": PIXELS, "hidden": [hidden], "classes": labels}
+        prepare.prepare_bundle({"model": model}, Path(place))
+        last = run_seed(wanted, Path(place), lambda done: None, 1).marks[-1]
+    if last.value is None:
+        raise FedquiltError("FedAvg from scratch has no accuracy on the test digits")
+    return NetworkResult(
+        SCRATCH_NAME,
+        last.value,
+        f"{hidden * (PIXELS + 1 + labels) + labels} weights, {rounds} rounds",
+        last.energy_j,
+        last.down_bytes + last.up_bytes,
+    )
+
+
 def run_demo(out: Path, format: str = "text", wordy: bool = False, show: bool = False) -> int:
     """Run the federation, compare results, and write report, network and test digits into `out`.
 
-    Args:
-        out: Output folder, created if missing.
-        format: "text", or "json" for the result as one line.
-        wordy: Whether to print each round with its decisions.
-        show: Whether to open the report in a browser.
-
     Returns:
         0, or 8 if the run failed.
-
-    Raises:
-        KeyboardInterrupt: If SIGINT or SIGTERM arrives before the run is done.
     """
     began_s = time.monotonic()
     # a folder for each run: what boards have cached from an earlier one would change what is measured
@@ -74,7 +208,7 @@ def run_demo(out: Path, format: str = "text", wordy: bool = False, show: bool = 
     if status != "done":
         return 8
     with Store(plan.home) as store, progress.show_progress("comparing"):
-        far = progress.count_parts(1 + count_parts(members))
+        far = progress.count_parts(3 + len(members))
         far("the boards' network")
         evaluation.evaluate_run(store, run)
         found = load_run_data(store, run)
@@ -89,7 +223,9 @@ def run_demo(out: Path, format: str = "text", wordy: bool = False, show: bool = 
     networks = _list_networks(stitched, others)
     np.savez_compressed(out / "held-out.npz", x=test.x, y=test.y)
     report = out / "report.html"
-    disk.write_output(report, render_run_page(found, make_donor_section(others)))
+    head, *rows = make_donor_table(others.donors)
+    section = PageSection(table=HtmlTable(head, rows), notes=[DEPTHS, WITHOUT])
+    disk.write_output(report, render_run_page(found, section))
     result = {
         "run": run,
         "accuracy": msgspec.to_builtins(networks),
@@ -147,7 +283,7 @@ def _list_networks(stitched: NetworkResult, others: DemoComparison) -> list[Netw
         stitched,
         *(NetworkResult(f"donor {donor.name} + new head", donor.head) for donor in others.donors),
         others.scratch,
-        NetworkResult(ALONE, mean_accuracy_alone(others.devices)),
+        NetworkResult(ALONE, float(np.mean([device.alone for device in others.devices]))),
     ]
 
 
@@ -164,7 +300,8 @@ def _format_results(networks: Sequence[NetworkResult], others: DemoComparison) -
     head = f"{'accuracy on the test digits':29} {'%':>6} {'energy':>8} {'sent':>8}"
     lines = [table.colour_text(head, "bold")]
     for network in networks:
-        energy, moved = _format_energy_and_bytes(network)
+        energy = "-" if network.energy_j is None else run_summary.format_joules(network.energy_j)
+        moved = "-" if network.moved_bytes is None else units.format_bytes(network.moved_bytes)
         lines.append(f"{network.name:29} {100 * network.accuracy:6.1f} {energy:>8} {moved:>8}")
     lead = f"Over {others.best_donor.name} + new head, the 95 % interval is {_format_points(others.lead)} points."
     lines += [*_wrap_text(format_verdict(networks)), *_wrap_text(lead)]
@@ -194,16 +331,5 @@ def make_donor_table(donors: Sequence[DonorContribution]) -> list[list[str]]:
     return [["donor", "trained on", "as it is, %", "all depths, %", "without it, %", "gain, points"], *rows]
 
 
-def make_donor_section(others: DemoComparison) -> PageSection:
-    head, *rows = make_donor_table(others.donors)
-    return PageSection(table=HtmlTable(head, rows), notes=[DEPTHS, WITHOUT])
-
-
 def _format_points(interval: tuple[float, float]) -> str:
     return f"[{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]"
-
-
-def _format_energy_and_bytes(network: NetworkResult) -> tuple[str, str]:
-    """Return energy and transferred bytes as text, "-" if unknown."""
-    energy = "-" if network.energy_j is None else run_summary.format_joules(network.energy_j)
-    return energy, "-" if network.moved_bytes is None else units.format_bytes(network.moved_bytes)

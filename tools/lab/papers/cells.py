@@ -24,7 +24,7 @@ from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
 from fedquilt.formats import toml
 from fedquilt.tools.artefacts import prepare
-from fedquilt.tools.experiments import comparison, parallel_runs, run_cache, single_run
+from fedquilt.tools.experiments import comparison, run_cache, single_run
 from fedquilt.tools.experiments.comparison import ComparisonCase
 from fedquilt.tools.experiments.single_run import SeedRun
 from fedquilt.tools.experiments.single_run import run_seed as play_job
@@ -67,9 +67,6 @@ def make_cells(
     """Return all runs of a table, and make their bundles in `out`.
 
     Runs are ordered by seed, so that an interrupted table is complete for its first seeds.
-
-    Raises:
-        FedquiltError: If a job of the table is wrong, or a bundle cannot be made.
     """
     found: list[tuple[str, str, dict[str, Any], PretrainSettings | None, GridRow, float | None]] = []
     for seed in seeds:
@@ -97,9 +94,6 @@ def make_cells(
     return made
 
 
-# -- bundles --------------------------------------------------------------------------------------
-
-
 def make_bundles(wanted: Sequence[tuple[Mapping[str, Any], PretrainSettings | None]], out: Path) -> list[Path]:
     """Make the bundles of jobs, with pretraining if requested, and return their folders.
 
@@ -124,7 +118,7 @@ def make_bundles(wanted: Sequence[tuple[Mapping[str, Any], PretrainSettings | No
         found.append(folder / "bundle")
         if not (folder / "bundle" / "bundle.json").exists():
             todo[folder] = (table, before, folder)
-    for _ in parallel_runs.run_in_processes(make_pretrained_bundle, list(todo.values())):
+    for _ in comparison.run_in_processes(make_pretrained_bundle, list(todo.values())):
         pass
     return found
 
@@ -182,15 +176,8 @@ def _use_one_thread() -> None:
     torch.set_num_threads(1)  # one run per core
 
 
-# -- runs -----------------------------------------------------------------------------------------
-
-
 def run_case(case: ComparisonCase, tell: comparison.Tell) -> SeedRun:
-    """Run one case, with the `play` function of its row or on single devices if the row requires it.
-
-    Raises:
-        FedquiltError: If the run has failed.
-    """
+    """Run one case, with the `play` function of its row or on single devices if the row requires it."""
     how, job, folder = msgspec.json.decode(case.how, type=ExecutionOptions), case.settings, Path(case.folder)
     if choose_job_engine(job, methods.load(job.method)) == "torch":
         _use_one_thread()
@@ -203,7 +190,6 @@ def run_case(case: ComparisonCase, tell: comparison.Tell) -> SeedRun:
 def run_with_options(
     job: JobSettings, folder: Path, how: ExecutionOptions, tell: comparison.Tell = lambda done: None, **changes: Any
 ) -> SeedRun:
-    """Run a job with the options of its cell. `changes` override arguments of `run_seed`."""
     options: dict[str, Any] = {"pick": how.select_devices, "away": how.row.away, "together": how.together}
     options |= {"first": how.first, "tested": how.tested}
     if how.observe:
@@ -212,7 +198,6 @@ def run_with_options(
 
 
 def _run_single_devices(job: JobSettings, folder: Path, how: ExecutionOptions) -> SeedRun:
-    """Run `how.row.alone` devices, each by itself, and return the last run with figures averaged over all."""
     # each device alone; values are means, held-out accuracy by examples, and such devices send nothing
     members = how.select_devices(single_run.load_devices(job, folder)[0])
     names = selection.select_cohort(job.seed, 0, [each.device for each in members], how.row.alone)
@@ -259,23 +244,3 @@ def read_value(run: SeedRun, name: str, target: float | None = None) -> Any:
     key, _, at = name.partition("@")
     marks = [mark for mark in run.marks if not at or mark.rounds == int(at)]
     return getattr(marks[-1], key, None) if marks else None
-
-
-def run_all_cases(
-    todo: Sequence[ComparisonCase], out: Path, say: Callable[[str], None], *, may_fail: bool = False
-) -> dict[ComparisonCase, SeedRun]:
-    """Run all cases in parallel, except those cached in `out`/runs.
-
-    Args:
-        todo: All cases.
-        out: Folder of the cache.
-        say: Function that prints progress lines and failures.
-        may_fail: Leave out runs that fail, unless all fail.
-
-    Raises:
-        JobError: If a run has failed. The other runs are cached.
-    """
-    found, failed = comparison.run_cases(todo, out, run_case, say, abreast=True)
-    if failed and not (may_fail and found):
-        raise JobError(f"{len(failed)} of {len(todo)} runs failed, the others are kept in {out / 'runs'}: {failed[0]}")
-    return found

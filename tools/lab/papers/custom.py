@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
@@ -18,29 +18,29 @@ import numpy as np
 from fedquilt import methods
 from fedquilt.arrays import tensors
 from fedquilt.coordinator.settings import EvaluationSettings, JobSettings
-from fedquilt.core import EvaluationSums, Examples, Fit, Hooks, ModelError, Tensors, Trainer
+from fedquilt.core import EvaluationSums, Examples, Hooks, ModelError, Tensors, Trainer
 from fedquilt.data import inputs
 from fedquilt.edge_agent.settings import parse_size
 from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
 from fedquilt.formats import job_bundle
-from fedquilt.tools.artefacts import batchnorm, prepare
+from fedquilt.tools.artefacts import prepare
 from fedquilt.tools.experiments import single_run
 from fedquilt.tools.experiments.evaluation import Evaluator
 from fedquilt.tools.experiments.single_run import SeedRun
 from fedquilt.tools.lab.papers.cells import ExecutionOptions, run_with_options
-from fedquilt.tools.simulation.run import iterate_states, run_rounds
-from fedquilt.tools.simulation.scratch_folders import ScratchFolder
+from fedquilt.tools.simulation.pool import ScratchFolder
+from fedquilt.tools.simulation.run import WorkBackend, iterate_states, run_rounds
 from fedquilt.tools.simulation.simulated_job import ROOM_BYTES, SimulatedRound, Simulation
 from fedquilt.tools.simulation.task_process import TaskProcess
-from fedquilt.tools.simulation.workers.backend import WorkBackend
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 BUDGETS: Final = ("1GB", "2GB", "4GB")  # of sub-models
 WHOLE: Final = ("fedavg", "fedepth")  # methods that send the whole network to every device
 PAPER_EPOCHS: Final = 10  # in each round of FedStitch's paper
 PAPER_BATCH: Final = 128  # batch size for the memory of tasks, and hence for who takes part
-
-
-# -- observers ------------------------------------------------------------------------------------
 
 
 def observe_gates(folder: Path, how: ExecutionOptions, simulation: Simulation, hands: WorkBackend) -> dict[str, Any]:
@@ -103,9 +103,6 @@ def _mean_accuracy(found: Iterable[Mapping[str, float]]) -> float:
     return statistics.fmean(each["held_correct"] / each["held_examples"] for each in found)
 
 
-# -- rows -----------------------------------------------------------------------------------------
-
-
 def train_from_scratch(job: JobSettings, folder: Path, how: ExecutionOptions) -> SeedRun:
     """Train new devices from the weights in the bundle, each alone."""
     run = run_with_options(job, folder, how)
@@ -157,10 +154,6 @@ def measure_schedule(given: JobSettings, folder: Path) -> dict[str, float]:
 
     The cost of a task on a simulated board depends on its work and the number of examples, never on values.
     Selection, declines and bytes are therefore as in a real run, while the weights stay unchanged.
-
-    Raises:
-        JobError: If the run has failed.
-        ModelError: If a board's profile has no power, so that its energy is unknown.
     """
     from fedquilt.edge_agent.engines.torch.engine import TorchEngine
 
@@ -185,15 +178,7 @@ class FrozenEngine:
     def __init__(self, engine: Trainer) -> None:
         self.name, self._engine = engine.name, engine
 
-    def train(
-        self,
-        network: Mapping[str, Any],
-        start: Tensors,
-        examples: Examples,
-        fit: Fit,
-        rng: np.random.Generator,
-        **_: Any,
-    ) -> tuple[Tensors, dict[str, float]]:
+    def train(self, network: Mapping[str, Any], start: Tensors, *_: Any, **__: Any) -> tuple[Tensors, dict[str, float]]:
         return dict(start), {"loss": 0.0, "steps": 0.0}
 
     def evaluate(
@@ -207,9 +192,6 @@ def measure_peak_bytes(folder: Path, given: JobSettings, budget: str) -> int | N
 
     The device is alone in its job and has the first share of the examples. The result is None if it declines because
     the budget is too small.
-
-    Raises:
-        ModelError: If a task failed, or the kernel reports no peaks.
     """
     alone = msgspec.structs.replace(
         given,
@@ -228,8 +210,8 @@ def measure_peak_bytes(folder: Path, given: JobSettings, budget: str) -> int | N
             Simulation(alone, folder, {member.device: 0}, scratch / "home", engine=engine) as simulation,
         ):
 
-            def run_requests(asked: Sequence[tuple[Simulation, WorkRequest]]) -> list[WorkResult]:
-                outcomes = [process.run_request(order) for _, order in asked]
+            def run_requests(orders: Sequence[WorkRequest]) -> list[WorkResult]:
+                outcomes = [process.run_request(order) for order in orders]
                 for outcome in outcomes:
                     if outcome.code != "ok":
                         raise ModelError(f"a task of {given.method} in {budget}: {outcome.reason}")
@@ -238,13 +220,10 @@ def measure_peak_bytes(folder: Path, given: JobSettings, budget: str) -> int | N
                     peaks.append(outcome.peak_bytes)
                 return outcomes
 
-            for each in run_rounds([simulation], run_requests):
+            for each in run_rounds(simulation, run_requests):
                 if "epochs" in given.params and each.rounds:
                     break
     return max(peaks, default=None)
-
-
-# -- weights --------------------------------------------------------------------------------------
 
 
 def restore_batchnorm(job: Mapping[str, Any], seen: Examples) -> Tensors:
@@ -254,7 +233,49 @@ def restore_batchnorm(job: Mapping[str, Any], seen: Examples) -> Tensors:
     from fedquilt.models.networks import registry
 
     model = registry.load_network({"name": job["model"]["name"]}, job["model"]["weights"])
-    if batchnorm.is_folded(model):
+    if is_folded(model):
         given = inputs.prepare_images(seen.x, msgspec.convert(job["input"], inputs.ImageInput))
-        batchnorm.set_statistics_from_inputs(model, torch.from_numpy(given))
+        set_statistics_from_inputs(model, torch.from_numpy(given))
     return {name: value.numpy() for name, value in model.state_dict().items()}
+
+
+def is_folded(model: nn.Module) -> bool:
+    """Return whether all batch-norm layers of a model have mean 0 and variance 1."""
+    own = [each for each in model.modules() if _is_batch_norm(each)]
+    return bool(own) and all(not each.running_mean.any() and bool((each.running_var == 1).all()) for each in own)
+
+
+def set_statistics_from_inputs(model: nn.Module, x: torch.Tensor) -> None:
+    """Set the statistics of all batch-norm layers to those of the inputs `x`, in place.
+
+    A network with folded batch normalisation has mean 0 and variance 1, and would normalise in training mode.
+    Statistics of some inputs, with a scale and shift that cancel them, leave the output unchanged.
+    """
+    import torch
+
+    own = [each for each in model.modules() if _is_batch_norm(each)]
+    handles = [each.register_forward_pre_hook(_adopt_statistics) for each in own]
+    try:
+        with torch.no_grad():
+            model.eval()(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _is_batch_norm(layer: Any) -> bool:
+    from torch import nn
+
+    return isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.running_mean is not None and layer.affine
+
+
+def _adopt_statistics(layer: Any, inputs: tuple[Any, ...]) -> None:
+    # w (z - m) / sqrt(v + eps) + b must stay the same function of the input z when m and v become those of z
+    z = inputs[0]
+    axes = [axis for axis in range(z.ndim) if axis != 1]
+    mean, variance = z.mean(dim=axes), z.var(dim=axes, unbiased=False)
+    scale = layer.weight / (layer.running_var + layer.eps).sqrt()
+    layer.bias.copy_(layer.bias + scale * (mean - layer.running_mean))
+    layer.weight.copy_(scale * (variance + layer.eps).sqrt())
+    layer.running_mean.copy_(mean)
+    layer.running_var.copy_(variance)

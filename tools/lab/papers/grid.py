@@ -30,8 +30,7 @@ VALUES: Final = ("rounds_to", *(name for name in EvaluationPoint.__struct_fields
 NETWORK: Final = ("model", "input", "labels", "donors", "schedule", "int8")  # keys of a job that make its bundle
 
 
-class GridStruct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base class of a grid's tables, which rejects unknown keys."""
+class GridStruct(msgspec.Struct, frozen=True, forbid_unknown_fields=True): ...
 
 
 class PretrainSettings(GridStruct, frozen=True):
@@ -121,7 +120,6 @@ class Grid(GridStruct, frozen=True):
 
     @property
     def function_names(self) -> list[str]:
-        """Names of functions of `custom`."""
         befores = [
             self.pretrain,
             *(row.pretrain for row in self.rows.values()),
@@ -129,6 +127,11 @@ class Grid(GridStruct, frozen=True):
         ]
         named = [self.observe, *(row.play for row in self.rows.values()), *(each.by for each in befores if each)]
         return [name for name in named if name]
+
+    @property
+    def methods(self) -> set[str]:
+        jobs = [self.make_job(points, row, 0, None) for points in self.columns.values() for row in self.rows.values()]
+        return {job["method"] for job in jobs}
 
     @property
     def needs_test_set(self) -> bool:
@@ -139,28 +142,13 @@ class Grid(GridStruct, frozen=True):
         return list(dict.fromkeys([*(show.value for show in self.show), *(claim.value for claim in self.claims)]))
 
     def select_rows(self, rows: Sequence[str]) -> Grid:
-        """Return the grid with these rows and the claims about them.
-
-        Raises:
-            JobError: If a row does not exist.
-        """
+        """Return the grid with these rows and the claims about them."""
         _require_known("row", rows, self.rows)
         claims = tuple(claim for claim in self.claims if {claim.row, claim.over, claim.of} <= {"", *rows})
         kept = {name: row for name, row in self.rows.items() if name in rows}
         return msgspec.structs.replace(self, rows=kept, claims=claims)
 
     def make_job(self, points: Iterable[AxisPoint], row: GridRow, seed: int, rounds: int | None) -> dict[str, Any]:
-        """Return the job of one run as a table.
-
-        Args:
-            points: One point of each axis, applied in this order.
-            row: Row, applied after the points.
-            seed: Seed of the job and its data.
-            rounds: Number of rounds unless the row is `fixed`, or None for the grid's own.
-
-        Raises:
-            JobError: If the number of rounds is no whole number.
-        """
         found = self.job
         for point in points:
             found = merge_tables(found, point.job)
@@ -179,23 +167,11 @@ class GridTable:
 
     @property
     def grid(self) -> Grid:
-        """Parsed table, with the marks left in its paths.
-
-        Raises:
-            JobError: If a key is wrong.
-        """
+        """Parsed table, with the marks left in its paths."""
         return self._parse_grid(self.raw)
 
     def fill_marks(self, data: Path | None) -> Grid:
-        """Return the parsed table with the marks in its paths replaced.
-
-        Args:
-            data: Folder of `--data`, or None.
-
-        Raises:
-            JobError: If a key is wrong, or a mark is unknown.
-            DataError: If the files of a mark are missing, or there is no folder.
-        """
+        """Return the parsed table with the marks in its paths replaced."""
         with toml.prefix_errors(str(self.file)):
             return self._parse_grid(
                 _resolve_paths_and_marks(
@@ -204,17 +180,13 @@ class GridTable:
             )
 
     @property
-    def is_of_paper(self) -> bool:
-        return self.file.parent == HERE
-
-    @property
     def takes_data(self) -> bool:
         return any(mark != "digits" for mark in _iterate_mark_names(self.raw))
 
     def _parse_grid(self, raw: Any) -> Grid:
         with toml.prefix_errors(f"{self.file}, table {self.name}"):
             found = toml.convert_table(raw, Grid, "the table")
-            if not self.is_of_paper:  # functions of a paper's table may define other values
+            if self.file.parent != HERE:  # functions of a paper's table may define other values
                 _require_known("value", {value.partition("@")[0] for value in found.value_names}, VALUES)
                 for function in found.function_names:
                     raise JobError(
@@ -224,7 +196,14 @@ class GridTable:
                 if "@" in value and not value.partition("@")[2].isdigit():
                     raise JobError(f"value {value!r}: a number of rounds is wanted after @")
             for name, row in found.rows.items():
-                _require_device_counts(name, row)
+                for key, count in (("alone", row.alone), ("away", row.away)):
+                    if count < 0:
+                        raise JobError(f"rows.{name}.{key} = {count}: write a number of devices, at least 0")
+                if row.members and not (len(row.members) == 2 and 0 <= row.members[0] < row.members[1]):
+                    raise JobError(
+                        f"rows.{name}.members = {list(row.members)}: write the first device and one past the last, as "
+                        "[0, 5]"
+                    )
             for name, points in found.columns.items():
                 if "rounds_to" in found.value_names and all(point.target is None for point in points):
                     place = f"column {name!r}" if name else "a table without axes"
@@ -247,27 +226,12 @@ def _get_rounds(job: Mapping[str, Any]) -> int:
     return count
 
 
-def _require_device_counts(name: str, row: GridRow) -> None:
-    for key, count in (("alone", row.alone), ("away", row.away)):
-        if count < 0:
-            raise JobError(f"rows.{name}.{key} = {count}: write a number of devices, at least 0")
-    if row.members and not (len(row.members) == 2 and 0 <= row.members[0] < row.members[1]):
-        raise JobError(
-            f"rows.{name}.members = {list(row.members)}: write the first device and one past the last, as [0, 5]"
-        )
-
-
 def _require_known(what: str, wanted: Iterable[str], known: Iterable[str]) -> None:
     for word in sorted(set(wanted) - set(known)):
         raise JobError(f"{what}: there is no {word!r}{toml.describe_choices(word, known)}")
 
 
 def read_tables(file: Path) -> dict[str, GridTable]:
-    """Return the tables of a file by name.
-
-    Raises:
-        JobError: If the file cannot be read, is not TOML, or has a `like` without its table.
-    """
     with toml.prefix_errors(str(file)):
         common = _resolve_likes(toml.read_toml(file))
     several = common.pop("tables", None)
@@ -302,22 +266,8 @@ def _resolve_likes(table: Mapping[str, Any]) -> dict[str, Any]:
     return {key: resolve(key) for key in found}
 
 
-# -- the folder of data ---------------------------------------------------------------------------
-
-
 def resolve_mark(table: str, mark: str, rest: str, data: Path | None) -> dict[str, str]:
-    """Return the keys that replace a mark in a path: "path", and further keys of the same table.
-
-    Args:
-        table: Name of the table in errors.
-        mark: Mark without "$".
-        rest: Part of the path after the mark.
-        data: Folder of `--data`, or None.
-
-    Raises:
-        JobError: If the mark is unknown.
-        DataError: If the files of the mark are missing, or there is no folder.
-    """
+    """Return the keys that replace a mark in a path: "path", and further keys of the same table."""
     if mark == "digits":
         return {"path": str(DIGITS)}
     wanted = {"mnist": "MNIST's files", "cifar": "CIFAR-10", "weights": "torchvision's weights in weights/"}
@@ -325,39 +275,27 @@ def resolve_mark(table: str, mark: str, rest: str, data: Path | None) -> dict[st
         raise JobError(f"{table}: ${mark} is unknown; there are: $digits, {', '.join(f'${each}' for each in wanted)}")
     if data is None:
         raise DataError(f"{table} needs --data: a folder with {wanted[mark]}")
-    return find_mnist(data) if mark == "mnist" else find_cifar(data) if mark == "cifar" else find_weights(data, rest)
-
-
-def find_mnist(data: Path) -> dict[str, str]:
-    """Return MNIST as keys of a [data] table, found in `data` or in torchvision's folder below it."""
-    nested = data / "MNIST" / "raw"
-    found = nested if nested.is_dir() else data
-    if not any(found.glob("*images?idx3-ubyte*")):
-        raise DataError(
-            f"there is no MNIST in {found}: train-images-idx3-ubyte, t10k-images-idx3-ubyte and their labels, "
-            "or the same with .gz, are wanted there or in MNIST/raw below it"
-        )
-    return {"path": str(found)}
-
-
-def find_cifar(data: Path) -> dict[str, str]:
-    """Return CIFAR-10 as keys of a [data] table, from a file cifar10*.npz or torchvision's folder."""
-    files = sorted(data.glob("cifar10*.npz"))
-    if not files and not (data / "cifar-10-batches-py").is_dir():
-        raise DataError(f"there is no CIFAR-10 in {data}: cifar10.npz, or torchvision's folder cifar-10-batches-py")
-    return {"path": str(files[0])} if files else {"path": str(data), "dataset": "CIFAR10"}
-
-
-def find_weights(data: Path, architecture: str) -> dict[str, str]:
-    """Return the file with a torchvision network's ImageNet weights under "path"."""
-    files = sorted((data / "weights").glob(f"{architecture}*.pt*"))
+    if mark == "mnist":
+        nested = data / "MNIST" / "raw"  # as torchvision has it
+        found = nested if nested.is_dir() else data
+        if not any(found.glob("*images?idx3-ubyte*")):
+            raise DataError(
+                f"there is no MNIST in {found}: train-images-idx3-ubyte, t10k-images-idx3-ubyte and their labels, "
+                "or the same with .gz, are wanted there or in MNIST/raw below it"
+            )
+        return {"path": str(found)}
+    if mark == "cifar":
+        files = sorted(data.glob("cifar10*.npz"))
+        if not files and not (data / "cifar-10-batches-py").is_dir():
+            raise DataError(f"there is no CIFAR-10 in {data}: cifar10.npz, or torchvision's folder cifar-10-batches-py")
+        return {"path": str(files[0])} if files else {"path": str(data), "dataset": "CIFAR10"}
+    files = sorted((data / "weights").glob(f"{rest}*.pt*"))
     if not files:
-        raise DataError(f"no {architecture}*.pt in {data / 'weights'}: put torchvision's weights there")
+        raise DataError(f"no {rest}*.pt in {data / 'weights'}: put torchvision's weights there")
     return {"path": str(files[0])}
 
 
 def _resolve_paths_and_marks(value: Any, known: Any, folder: Path) -> Any:
-    """Return a value with its data marks replaced by `known`, and with other paths relative to the folder."""
     # other relative paths are resolved against the folder
     if isinstance(value, list):
         return [_resolve_paths_and_marks(each, known, folder) for each in value]

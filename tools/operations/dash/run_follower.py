@@ -20,7 +20,7 @@ from fedquilt.coordinator.rounds.events import (
 from fedquilt.coordinator.storage.store import StoredJob
 from fedquilt.coordinator.views import event_messages, round_outcomes, run_summary, wait_reasons
 from fedquilt.coordinator.views.run_summary import RunSummary
-from fedquilt.tools.report import columns, matrix
+from fedquilt.tools.report import columns, sections
 
 LINES: Final = 1000  # of the log
 CELLS: Final = 40_000  # limit on devices times rounds in memory; earlier rounds are read again on request
@@ -206,7 +206,7 @@ class RunFollower:
 
 def count_outcomes(parts: Mapping[str, round_outcomes.DeviceOutcome], running: bool) -> list[dict[str, Any]]:
     codes = Counter(part.code for part in parts.values())
-    words = {**matrix.MEANINGS, "asked": "at work"} if running else matrix.MEANINGS
+    words = {**sections.MEANINGS, "asked": "at work"} if running else sections.MEANINGS
     return [{"code": code, "text": words.get(code, code), "count": count} for code, count in codes.most_common()]
 
 

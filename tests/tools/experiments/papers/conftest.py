@@ -7,16 +7,14 @@ from typing import Any
 
 import pytest
 
-from fedquilt.tools.experiments import parallel_runs
+from fedquilt.tools.experiments import comparison
 
 
 @pytest.fixture
 def runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the cells of a table in this process: another one takes longer to import torch than a cell takes."""
-
     def run_here(
         play: Callable[..., Any], todo: Sequence[tuple[Any, ...]], workers: int | None = None
     ) -> Iterator[tuple[int, Any]]:
         return ((index, play(*each)) for index, each in enumerate(todo))
 
-    monkeypatch.setattr(parallel_runs, "run_in_processes", run_here)
+    monkeypatch.setattr(comparison, "run_in_processes", run_here)

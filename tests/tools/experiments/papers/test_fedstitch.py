@@ -12,8 +12,7 @@ from fedquilt import profiles
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.tools.experiments.comparison import ComparisonCase
-from fedquilt.tools.lab import papers
-from fedquilt.tools.lab.papers import cells, custom, results
+from fedquilt.tools.lab.papers import cells, custom
 from fedquilt.tools.lab.papers.cells import ExecutionOptions
 from fedquilt.tools.lab.papers.grid import GridRow
 from fedquilt.tools.simulation import agents
@@ -26,7 +25,6 @@ TRAINED = GridRow(play="run_with_costs", paper={"rounds": (1.0,)})
 
 
 def job(method: str, rounds: int, seed: int = 7, **changes: Any) -> JobSettings:
-    """A job as the table's are, on the demo's digits, for two devices."""
     table: dict[str, Any] = {
         "name": "reproduce",
         "method": method,
@@ -41,18 +39,15 @@ def job(method: str, rounds: int, seed: int = 7, **changes: Any) -> JobSettings:
 
 
 def how(row: GridRow) -> ExecutionOptions:
-    """What of a run of the table its job does not say."""
     return ExecutionOptions("", row, together=True, first=False, tested=True, device="")
 
 
 def bundle(given: JobSettings, place: Path) -> Path:
-    """A bundle with random weights."""
     cells.make_pretrained_bundle(msgspec.to_builtins(given), None, place)
     return place / "bundle"
 
 
 def test_training_tells_each_evaluation_and_what_the_papers_schedule_would_take(tmp_path: Path) -> None:
-    """Ten epochs in one round take about five times the time of one epoch in each of two; and the budget is kept to."""
     pytest.importorskip("torch", reason="a network is trained")
     given = job("ft_full", 2, model=CNN, params={"batch": 8}, check={"every": 1})
     folder = bundle(given, tmp_path)
@@ -74,7 +69,6 @@ def test_training_tells_each_evaluation_and_what_the_papers_schedule_would_take(
 
 
 def test_a_search_is_played_alone_and_its_memory_is_the_most_of_all_its_tasks(tmp_path: Path) -> None:
-    """The demo's donors; nothing is trained, so that one evaluation is all; each of two devices has a run."""
     pytest.importorskip("onnxruntime", reason="blocks are run")
     given = job("fedstitch", 40, 0, params=SEARCH, cohort={"size": 1, "deadline_s": 1e6})
     case = ComparisonCase(
@@ -92,10 +86,6 @@ def test_a_search_is_played_alone_and_its_memory_is_the_most_of_all_its_tasks(tm
 
 @pytest.mark.parametrize("method", ["fedavg", "heterofl", "fedepth"])
 def test_a_schedule_takes_what_training_takes(tmp_path: Path, method: str) -> None:
-    """Two of three devices in each of three rounds: seconds and joules are those of the run that really trains.
-
-    One device has no room for the whole network: methods that want that ask another one in its place.
-    """
     pytest.importorskip("torch", reason="a network is trained")
     given = job(
         method,
@@ -112,39 +102,3 @@ def test_a_schedule_takes_what_training_takes(tmp_path: Path, method: str) -> No
     assert last.rounds == 3
     assert found["planned_s"] == pytest.approx(last.seconds, rel=1e-9)
     assert found["planned_j"] == pytest.approx(last.energy_j, rel=1e-9)
-
-
-# -- what is made of runs -------------------------------------------------------------------------
-
-
-def test_claims_are_about_the_papers_schedule_and_the_devices_that_can_take_part() -> None:
-    """24 s beside 3 s are 800 %; 700 MB beside 800 are no saving; a row without a schedule is not claimed about."""
-    table = papers.load_tables()["fedstitch"].grid
-    values = {
-        "FedStitch": {"planned_s": 3.0, "planned_j": 30.0, "peak_bytes": 8e8, "most_bytes": 8e8, "test": 0.65},
-        "MobileNetV2 FT-Full": {
-            "planned_s": 24.0, "planned_j": 400.0, "peak_bytes": 7e8, "most_bytes": 14e8, "test": 0.7
-        },
-        "Local": {"test": 0.5},
-    }  # fmt: skip
-    rows = {
-        name: {"rounds": 1, "values": {key: [values.get(name, {}).get(key)] * 2 for key in table.value_names}}
-        for name in table.rows
-    }
-    told = {name: figure for name, (_, figure) in results.judge_claims(table, {"": rows}).items()}
-    assert {name: (figure["value"], figure["reached"]) for name, figure in told.items()} == {
-        "FedStitch over Local": (15.0, True),
-        "FedStitch over MobileNetV2 FT-Full": (-5.0, False),
-        "seconds of MobileNetV2 FT-Full's schedule": (800.0, True),
-        "joules of MobileNetV2 FT-Full's schedule": (1333.333, True),
-        "memory of MobileNetV2 FT-Full, mean of devices": (87.5, False),
-        "memory of MobileNetV2 FT-Full, largest of devices": (175.0, True),
-    }
-
-
-def test_each_table_has_the_papers_numbers_of_its_own_shares() -> None:
-    """FT-Full of MobileNetV2 on IID shares, and on Dirichlet ones."""
-    known = papers.load_tables()
-    row = "MobileNetV2 FT-Full"
-    told = {name: known[name].grid.rows[row].paper["test"] for name in ("fedstitch", "fedstitch-noniid")}
-    assert told == {"fedstitch": (76.87,), "fedstitch-noniid": (73.0,)}

@@ -1,15 +1,21 @@
-"""Grids of jobs in TOML: what a table's jobs are, where its data lie, and what is said of a wrong file."""
+"""Grids of jobs: their files, the values of their runs, and claims about these."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from fedquilt.coordinator import settings
 from fedquilt.core import DataError, JobError
+from fedquilt.tools.experiments import tables
+from fedquilt.tools.experiments.single_run import EvaluationPoint, SeedRun
 from fedquilt.tools.lab import papers
-from fedquilt.tools.lab.papers import grid
+from fedquilt.tools.lab.papers import cells, grid
+from fedquilt.tools.lab.papers.grid import ClaimSpec, Grid, GridColumn, GridRow
 
 GRID = """
 about = "What it is."
@@ -32,13 +38,11 @@ short = { like = "pulled", fixed = true, job.rounds = 1 }
 
 
 def made(folder: Path, text: str = GRID) -> grid.GridTable:
-    """The one table of a file with this text."""
     (folder / "made.toml").write_text(text)
     return grid.read_tables(folder / "made.toml")["made"]
 
 
 def test_a_run_is_the_job_changed_by_its_axes_and_its_row(tmp_path: Path) -> None:
-    """Columns are all combinations; a share of the rounds follows them; a row may keep its rounds or have more."""
     found = made(tmp_path).fill_marks(None)
     assert list(found.columns) == ["low, iid", "high, iid"]
     points = found.columns["low, iid"]
@@ -53,7 +57,6 @@ def test_a_run_is_the_job_changed_by_its_axes_and_its_row(tmp_path: Path) -> Non
 
 
 def test_tables_of_one_file_share_what_stands_outside_of_them(tmp_path: Path) -> None:
-    """Each adds to it; one may begin with another."""
     (tmp_path / "two.toml").write_text(
         GRID + '[tables.first]\nseeds = [4]\n[tables.second]\nlike = "first"\njob.rounds = 3\nrows.pulled.more = 0\n'
     )
@@ -99,7 +102,6 @@ def test_tables_of_one_file_share_what_stands_outside_of_them(tmp_path: Path) ->
     ],
 )
 def test_a_wrong_file_is_told_with_its_place_and_the_mend(tmp_path: Path, wrong: str, said: str) -> None:
-    """Unknown keys, rows and columns that there are not, and tables that begin with each other."""
     with pytest.raises(JobError, match=said):
         _ = made(tmp_path, GRID + wrong).grid
 
@@ -111,44 +113,39 @@ def test_a_wrong_job_names_the_file_and_the_row(tmp_path: Path) -> None:
 
 
 def test_rounds_that_are_no_number_are_named(tmp_path: Path) -> None:
-    """Also where a share of them is a parameter."""
     table = made(tmp_path, GRID.replace("rounds = 10", "rounds = 'ten'"))
     with pytest.raises(JobError, match=r"job\.rounds = 'ten': write a whole number"):
         papers.run_table(table, out=tmp_path)
-
-
-# -- data -----------------------------------------------------------------------------------------
 
 
 def test_mnist_is_found_where_its_files_or_torchvision_put_it(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="t1 needs --data: a folder with MNIST's files"):
         grid.resolve_mark("t1", "mnist", "", None)
     with pytest.raises(DataError, match=r"there is no MNIST in .*train-images-idx3-ubyte, .*MNIST/raw below it"):
-        grid.find_mnist(tmp_path)
+        grid.resolve_mark("t", "mnist", "", tmp_path)
     (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(b"")
-    assert grid.find_mnist(tmp_path) == {"path": str(tmp_path)}
+    assert grid.resolve_mark("t", "mnist", "", tmp_path) == {"path": str(tmp_path)}
     raw = tmp_path / "MNIST" / "raw"
     raw.mkdir(parents=True)
     with pytest.raises(DataError, match=r"no MNIST in .*raw"):
-        grid.find_mnist(tmp_path)
+        grid.resolve_mark("t", "mnist", "", tmp_path)
     (raw / "t10k-images-idx3-ubyte").write_bytes(b"")
-    assert grid.find_mnist(tmp_path) == {"path": str(raw)}
+    assert grid.resolve_mark("t", "mnist", "", tmp_path) == {"path": str(raw)}
 
 
 def test_cifar_and_weights_are_found_or_what_is_wanted_is_said(tmp_path: Path) -> None:
     """CIFAR-10 as a file or as torchvision puts it."""
     with pytest.raises(DataError, match=r"there is no CIFAR-10 in .*: cifar10\.npz, or torchvision's folder"):
-        grid.find_cifar(tmp_path)
+        grid.resolve_mark("t", "cifar", "", tmp_path)
     (tmp_path / "cifar-10-batches-py").mkdir()
-    assert grid.find_cifar(tmp_path) == {"path": str(tmp_path), "dataset": "CIFAR10"}
+    assert grid.resolve_mark("t", "cifar", "", tmp_path) == {"path": str(tmp_path), "dataset": "CIFAR10"}
     (tmp_path / "cifar10.npz").write_bytes(b"")
-    assert grid.find_cifar(tmp_path) == {"path": str(tmp_path / "cifar10.npz")}
+    assert grid.resolve_mark("t", "cifar", "", tmp_path) == {"path": str(tmp_path / "cifar10.npz")}
     with pytest.raises(DataError, match=r"no resnet\*\.pt in .*weights"):
-        grid.find_weights(tmp_path, "resnet")
+        grid.resolve_mark("t", "weights", "resnet", tmp_path)
 
 
 def test_marks_and_paths_in_a_file_become_places(tmp_path: Path) -> None:
-    """A mark is replaced wherever it stands; another path is taken from the file's folder; an unknown mark is named."""
     (tmp_path / "cifar-10-batches-py").mkdir()
     table = made(tmp_path, GRID + "[rows.own]\njob.data.path = 'x.npz'\n[rows.big]\njob.data.path = '$cifar'")
     assert table.takes_data
@@ -158,3 +155,183 @@ def test_marks_and_paths_in_a_file_become_places(tmp_path: Path) -> None:
     assert rows["big"].job["data"] == {"path": str(tmp_path), "dataset": "CIFAR10"}
     with pytest.raises(JobError, match=r"\$mnits is unknown; there are: \$digits, \$mnist"):
         made(tmp_path, GRID.replace("$digits", "$mnits")).fill_marks(tmp_path)
+
+
+def run(tests: Sequence[float | None], *, first: int = 1, **figures: float) -> SeedRun:
+    marks = [
+        EvaluationPoint(
+            rounds=rounds,
+            test=test,
+            held=None,
+            mean=None,
+            worst_decile=None,
+            seconds=None,
+            real_s=0.0,
+            down_bytes=0,
+            up_bytes=10 * rounds,
+            energy_j=None,
+        )
+        for rounds, test in enumerate(tests, first)
+    ]
+    return SeedRun(method="fedavg", seed=0, params={}, devices=2, tested=4, marks=tuple(marks), figures=figures)
+
+
+@pytest.mark.parametrize(
+    ("tests", "target", "rounds"),
+    [([0.5, 0.99, 0.9, 1.0], 0.99, 2), ([0.99], 0.99, 1), ([0.989999, 0.5], 0.99, None), ([None, 1.0], 0.99, 2)],
+)
+def test_the_first_round_that_reaches_the_target_counts_from_one(
+    tests: Sequence[float | None], target: float, rounds: int | None
+) -> None:
+    assert cells.read_value(run(tests), "rounds_to", target) == rounds
+
+
+def test_a_value_is_that_of_the_last_evaluation_or_of_the_one_that_is_named() -> None:
+    curve = run([0.1, 0.4, 0.7], first=0, share=25.0, up_bytes=7.0)
+    assert [cells.read_value(curve, name) for name in ("test", "test@0", "test@1", "test@9")] == [0.7, 0.1, 0.4, None]
+    assert (cells.read_value(curve, "up_bytes@1"), cells.read_value(curve, "up_bytes")) == (10, 7.0)
+    assert (cells.read_value(curve, "share"), cells.read_value(curve, "unknown")) == (25.0, None)
+    assert cells.read_value(run([]), "test") is None
+
+
+def test_a_claim_holds_if_the_whole_interval_is_on_its_side() -> None:
+    """Of 1, 2 and 3 the mean is 2 and the interval, with 4.303 at 2 degrees of freedom, 2 -+ 2.48."""
+    low, high = tables.confidence_interval([1.0, 2.0, 3.0])
+    assert (low, high) == (pytest.approx(2 - 4.303 / 3**0.5), pytest.approx(2 + 4.303 / 3**0.5))
+    shown = papers.judge_claim([1.0, 2.0, 3.0], "points", at_least=0.0)
+    assert (shown["verdict"], shown["reached"]) == ("not shown", False)  # though every seed is ahead
+    assert (shown["value"], shown["low"], shown["high"]) == (2.0, -0.484, 4.484)
+    assert papers.judge_claim([1.9, 2.0, 2.1], "points", at_least=0.0)["verdict"] == "holds"
+    assert papers.judge_claim([1.9, 2.0, 2.1], "points", at_least=1.9)["verdict"] == "not shown"
+    assert papers.judge_claim([1.9, 2.0, 2.1], "points", at_least=2.5)["verdict"] == "against"
+    assert papers.judge_claim([1.9, 2.0, 2.1], "%", at_most=2.5)["verdict"] == "holds"
+    assert papers.judge_claim([1.9, 2.0, 2.1], "%", at_most=1.5)["verdict"] == "against"
+    assert papers.judge_claim([0.0, 0.0], "", at_least=0.0)["verdict"] == "not shown"
+
+
+def test_one_seed_has_no_interval_and_shows_nothing() -> None:
+    alone = papers.judge_claim([50.0], "points", at_least=0.0)
+    assert (alone["verdict"], alone["reached"], alone["low"]) == ("one seed: no interval", False, None)
+    (line,) = papers.format_judged_claims({"figures": {"ahead": alone}})
+    assert line.startswith("NOT ahead")
+    assert "+50.00 points, one seed: no interval" in line
+
+
+def test_claims_are_told_with_their_intervals() -> None:
+    figures = {"ahead": papers.judge_claim([1.9, 2.0, 2.1], "points", at_least=0.0)}
+    (ahead,) = papers.format_judged_claims({"figures": figures})
+    assert " ".join(ahead.split()) == "ok ahead +2.00 [+1.75, +2.25] points: holds (claimed: above 0)"
+
+
+def test_quantiles_are_students() -> None:
+    for freedom, right in ((1, 12.706), (2, 4.303), (10, 2.228), (11, 2.201), (20, 2.086), (60, 2.000)):
+        assert tables.t_quantile(freedom) == pytest.approx(right, abs=1e-3)
+
+
+PEWS: Grid = papers.load_tables()["fedpews-table2"].grid
+
+
+def rows(base: list[int | None], pews: list[int | None], finals: list[float], rounds: int = 500) -> dict[str, Any]:
+    return {
+        name: {
+            "rounds": rounds,
+            "target": 0.99,
+            "values": {"rounds_to": reached, "test": finals},
+            "paper": dict(PEWS.axes["column"]["3.2k-0.1"].paper[name]),
+            "runs": [],
+        }
+        for name, reached in (("FedAvg", base), ("FedAvg+PeWS", pews))
+    }
+
+
+def figures(*columns: Any) -> dict[str, Any]:
+    """What the claims of FedPeWS's Table 2 come to in the column "32k-1.0"."""
+    return {name: told for name, (_, told) in papers.judge_claims(PEWS, {"32k-1.0": rows(*columns)}).items()}
+
+
+def test_what_is_claimed_is_judged_by_its_interval() -> None:
+    """Earlier by some 30 rounds in each seed holds, in one of them later is not shown; never counts as a round more."""
+    good = figures([150, 141, 130], [120, 110, 101], [0.998, 0.9981, 0.9982])
+    assert [each["verdict"] for each in good.values()] == ["holds", "holds"]
+    assert good["32k-1.0: rounds saved by PeWS"]["value"] == 30
+    later = figures([150, 110, 130], [100, 120, 101], [0.998, 0.995, 0.998])
+    assert [each["verdict"] for each in later.values()] == ["not shown", "not shown"]
+    never = figures([400, None], [400, 500], [0.998, 0.999])
+    assert never["32k-1.0: rounds saved by PeWS"]["value"] == 0.5  # 501 for what was not reached
+    other = papers.judge_claims(PEWS, {"3.2k-0.1": rows([400], [300], [0.9])})
+    assert list(other) == ["3.2k-0.1: rounds saved by PeWS"]  # how high it ends is claimed of one column
+
+
+def test_a_claim_may_be_of_every_row_of_a_ratio_and_of_the_worst_column() -> None:
+    """A row that does not tell the value is left out; what is only told is judged by 0."""
+    made = Grid(
+        about="x",
+        rows={name: GridRow() for name in ("base", "good", "mute")},
+        claims=(
+            ClaimSpec("{row} in {column}", "test", over="base", scale=100.0, unit="points", told=True),
+            ClaimSpec("share", "test", row="good", of="base", worst=True, unit="%", at_most=250.0),
+        ),
+    )
+
+    def column(*values: float) -> dict[str, Any]:
+        each = {"base": [0.1, 0.2], "good": list(values), "mute": [None, None]}
+        return {name: {"rounds": 1, "values": {"test": known}, "paper": {}} for name, known in each.items()}
+
+    found = papers.judge_claims(made, {"a": column(0.2, 0.3), "b": column(0.1, 0.6)})
+    assert {name: told["value"] for name, (_, told) in found.items()} == {
+        "good in a": 10.0,
+        "good in b": 20.0,
+        "share": 250.0,
+    }
+    assert [told["at_least"] for claim, told in found.values() if claim.told] == [0.0, 0.0]
+
+
+def test_nothing_is_a_percentage_of_nothing() -> None:
+    spec = ClaimSpec("{share} of {row}", "up_bytes", row="a", of="b", unit="%", at_most=90.0)
+    grid = Grid(about="x", rows={"a": GridRow(), "b": GridRow()}, claims=(spec,))
+
+    def column(b: float) -> dict[str, Any]:
+        each = {"a": [5.0], "b": [b]}
+        return {"": {name: {"rounds": 1, "values": {"up_bytes": known}, "paper": {}} for name, known in each.items()}}
+
+    assert list(papers.judge_claims(grid, column(10.0))) == ["{share} of a"]
+    with pytest.raises(JobError, match=r"of = 'b': its up_bytes is 0, and has no percentages: write over = 'b'"):
+        papers.judge_claims(grid, column(0.0))
+
+
+def test_the_text_has_the_papers_numbers_beside_ours() -> None:
+    result = {
+        "table": "fedpews-table2",
+        "seeds": [0, 1],
+        "columns": {"3.2k-0.1": rows([None, 371], [301, 300], [0.99, 0.98])},
+        "figures": {},
+        "told": {},
+    }
+    text = papers.format_result(PEWS, result)
+    assert text[:3] == [
+        "fedpews-table2: seeds 0, 1; the paper's in brackets",
+        "",
+        "3.2k-0.1, eta_g 0.1, tau 0.1, target 99 %, 500 rounds",
+    ]
+    base, pews = text[4:]
+    assert " ".join(base.split()) == "FedAvg -, 371 (371) 98.50 ± 0.71 (97.33 ± 3.89)"
+    assert " ".join(pews.split()) == "FedAvg+PeWS 301, 300 (301 ± 10.59) 98.50 ± 0.71 (99.66 ± 0.19)"
+
+
+def test_a_spread_is_that_of_several_seeds() -> None:
+    assert papers.format_spread([0.995], 100.0, 2, False) == "99.50"
+    assert papers.format_spread([0.99, 0.98], 100.0, 2, False) == "98.50 ± 0.71"
+    assert papers.format_spread([0.99, None], 100.0, 0, True) == "99, -"
+    assert papers.format_spread([None], 1.0, 0, False) == ""
+
+
+def test_a_picture_has_a_dot_for_each_seed_of_each_row() -> None:
+    shown = (GridColumn("test", "accuracy %", 100.0), GridColumn("held", "accuracy %"))
+    made = Grid(about="x", rows={"a": GridRow(), "b": GridRow()}, show=shown)
+    values = {"a": [0.25, 0.5], "b": [None, None]}
+    rows = {name: {"rounds": 1, "values": {"test": each, "held": each}, "paper": {}} for name, each in values.items()}
+    drawn = papers.draw_picture(made, {"table": "made", "columns": {"even": rows}})
+    words = [each.text for each in ElementTree.fromstring(drawn).iter("{http://www.w3.org/2000/svg}text")]
+    assert "a, even" in words
+    assert "b, even" not in words
+    assert drawn.count("a, even: ") == 4

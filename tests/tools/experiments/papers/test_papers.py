@@ -13,7 +13,7 @@ from fedquilt.cli import main
 from fedquilt.coordinator import settings
 from fedquilt.core import JobError, StoreError
 from fedquilt.tools.lab import papers
-from fedquilt.tools.lab.papers import cells, grid, results
+from fedquilt.tools.lab.papers import cells, grid
 
 DOCS = Path(__file__).parents[4] / "docs"
 OWN = """
@@ -49,13 +49,11 @@ moves = {}
 
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
-    """A file with a small grid that numpy runs."""
     (tmp_path / "own.toml").write_text(OWN)
     return tmp_path / "own.toml"
 
 
 def test_the_papers_tables_are_right_and_each_of_their_jobs_is_too(tmp_path: Path) -> None:
-    """With a folder that has all data: no key is wrong, and what their code is asked for is there."""
     for name in ("cifar10.npz", "t10k-images-idx3-ubyte"):
         (tmp_path / name).write_bytes(b"")
     (tmp_path / "weights").mkdir()
@@ -71,9 +69,8 @@ def test_the_papers_tables_are_right_and_each_of_their_jobs_is_too(tmp_path: Pat
 
 
 def test_tables_cover_methods_that_there_are_and_their_pages_exist() -> None:
-    """Each table names some, and its page has the heading that it points to."""
     for table in papers.load_tables().values():
-        covered = papers.list_methods(table)
+        covered = table.grid.methods
         assert covered
         assert set(covered) <= set(methods.builtin_names())
         page, _, anchor = table.grid.page.partition("#")
@@ -82,7 +79,6 @@ def test_tables_cover_methods_that_there_are_and_their_pages_exist() -> None:
 
 
 def test_a_method_is_told_the_commands_of_the_tables_that_run_it() -> None:
-    """With the page of docs/ where the figures are; a table that needs no folder has none in its command."""
     assert papers.find_tables_of_method("fedlora") == [
         ("fedquilt lab reproduce fedsdg --data FOLDER", "training.md#fedsdg")
     ]
@@ -94,7 +90,6 @@ def test_a_method_is_told_the_commands_of_the_tables_that_run_it() -> None:
 
 
 def test_without_a_table_they_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    """For people, each paper once, and for programs; each says whether it takes data."""
     assert main(["lab", "reproduce"]) == 0
     shown = capsys.readouterr().out.splitlines()
     at = shown.index("  fedpews-table2")
@@ -127,7 +122,6 @@ def test_what_is_not_there_is_said_before_anything_is_run(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With the exit code of a wrong command line, or of data that are not there."""
     monkeypatch.chdir(tmp_path)
     assert main(["lab", "reproduce", *words]) == code
     assert said in " ".join(capsys.readouterr().err.split())
@@ -137,7 +131,6 @@ def test_what_is_not_there_is_said_before_anything_is_run(
 def test_a_grid_of_ones_own_is_run_shown_and_judged(
     own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its claims decide the exit code; runs that are kept are not made again, and results are the same."""
     words = ["lab", "reproduce", str(own), "--kept", str(tmp_path / "kept"), "--out", str(tmp_path / "result.json")]
     code = main(words)
     first = json.loads((tmp_path / "result.json").read_text())
@@ -173,7 +166,6 @@ def test_fewer_rounds_or_columns_are_run_and_nothing_is_claimed(own: Path, tmp_p
 
 @pytest.mark.usefixtures("runs_here")
 def test_chosen_rows_are_run_and_claims_that_compare_others_are_left_out(own: Path, tmp_path: Path) -> None:
-    """The claims of `own` compare both rows; with both chosen, none is left out."""
     table = grid.read_tables(own)["own"]
     result = papers.run_table(table, seeds=[1], columns=["none"], rows=["moves"], out=tmp_path / "kept")
     assert (list(result["columns"]["none"]), result["figures"], result["told"]) == (["moves"], {}, {})
@@ -182,7 +174,6 @@ def test_chosen_rows_are_run_and_claims_that_compare_others_are_left_out(own: Pa
 
 @pytest.mark.usefixtures("runs_here")
 def test_devices_that_train_alone_have_the_mean_of_the_worst_tenth(own: Path, tmp_path: Path) -> None:
-    """Of two devices the worse one; devices that there are not are named with their number."""
     own.write_text(OWN + "each = { alone = 2 }\nfar = { members = [2, 4] }\n")
     table = grid.read_tables(own)["own"]
     options: dict[str, Any] = {"seeds": [4], "columns": ["all"], "out": tmp_path / "kept"}
@@ -207,7 +198,6 @@ def test_a_run_that_fails_is_named_and_the_others_are_kept(own: Path, tmp_path: 
 def test_a_table_whose_runs_may_fail_has_no_value_for_those_that_did(
     own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The others have theirs; where all fail there is no table."""
     large = '[rows.large]\njob.fleet.budgets = ["1MB"]\n'
     own.write_text("may_fail = true\n" + OWN + large)
     table = grid.read_tables(own)["own"]
@@ -221,7 +211,6 @@ def test_a_table_whose_runs_may_fail_has_no_value_for_those_that_did(
 
 
 def told(monkeypatch: pytest.MonkeyPatch, reached: bool) -> None:
-    """Let every run of a table give this claim, and no runs."""
     claim = {"value": 1.0, "low": 0.5, "high": 1.5, "at_least": 2.0, "unit": "", "verdict": "against"}
     figures = {"rounds saved": {**claim, "reached": reached}}
     result = {"table": "t", "seeds": [0], "columns": {}, "figures": figures, "told": {}, "about": "What it is."}
@@ -231,12 +220,11 @@ def told(monkeypatch: pytest.MonkeyPatch, reached: bool) -> None:
 def test_a_picture_is_drawn_and_a_result_is_not_lost(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What took minutes is printed although a file cannot be written; the exit code tells a claim that failed."""
     options: dict[str, Any] = {"seeds": None, "rounds": None, "folder": None, "columns": None, "rows": None}
     options["format"] = "text"
     for reached in (True, False):
         told(monkeypatch, reached)
-        monkeypatch.setattr(results, "draw_picture", lambda grid, result: f"<svg>{result['table']}</svg>")
+        monkeypatch.setattr(papers, "draw_picture", lambda grid, result: f"<svg>{result['table']}</svg>")
         place = tmp_path / "new" / "folder" / f"{reached}.svg"
         assert papers.list_or_run_tables("fedsdg", **options, out=None, picture=place) == (0 if reached else 1)
         assert place.read_text() == "<svg>t</svg>"

@@ -22,8 +22,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -36,7 +37,6 @@ from fedquilt.core import DataError, FedquiltError, JobError
 from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
 from fedquilt.formats import job_bundle
-from fedquilt.tools.lab.bench.sim import environments
 from fedquilt.tools.report.thresholds import compare_at_least, compare_at_most, format_figures
 
 HERE = Path(__file__).parent
@@ -45,6 +45,50 @@ SAMPLE_S = 0.3  # between two looks at a contestant's memory, which cost it some
 NAME = "client-{:04d}"
 SEED = 1
 SET_CHILD_SUBREAPER = 36  # of prctl(2): orphans of contestants become children of this process
+INPUT = {"channels": 1, "size": 28, "mean": [0.0], "std": [1.0]}
+OURS = ("ours", "ours_torch")
+BARE = ("bare_1", "bare_n")
+
+
+class OtherSimulator(NamedTuple):
+    """Package and script of another simulator."""
+
+    package: str
+    requirement: str
+    script: str
+    title: str
+
+
+OTHERS = {
+    "flower": OtherSimulator("flwr", "flwr[simulation]", "flower_app.py", "Flower"),
+    "pfl": OtherSimulator("pfl", "pfl[pytorch]", "pfl_app.py", "pfl-research"),
+}
+
+
+def prepare_environment(name: str) -> tuple[Path, str]:
+    """Return a simulator's Python and version, and install the environment with the torch of this Python if missing."""
+    other = OTHERS[name]
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedquilt" / "bench" / name
+    python = home / "bin" / "python"
+
+    def run(*command: str) -> str:
+        try:
+            found = subprocess.run(command, capture_output=True, text=True)
+        except OSError as error:
+            raise JobError(f"{other.title}: {error}") from None
+        if found.returncode:
+            said = [line for line in (found.stderr or found.stdout).strip().splitlines() if "WARNING" not in line]
+            raise JobError(f"{other.title} cannot be installed here: {said[-1] if said else 'pip said nothing'}")
+        return found.stdout
+
+    if not (home / "ready").exists():
+        torch = metadata.version("torch").partition("+")[0]
+        run(sys.executable, "-m", "venv", "--clear", "--without-pip", str(home))
+        pip = (sys.executable, "-m", "pip", "--python", str(python))
+        run(*pip, "install", "--quiet", f"torch=={torch}", other.requirement)
+        (home / "ready").touch()
+    shown = f"from importlib import metadata; print(metadata.version({other.package!r}))"
+    return python, run(str(python), "-c", shown).strip()
 
 
 @dataclass(frozen=True)
@@ -60,7 +104,6 @@ class FederationWorkload:
     engine: str  # of our devices
 
 
-INPUT = {"channels": 1, "size": 28, "mean": [0.0], "std": [1.0]}
 COMPUTE = FederationWorkload(
     "compute", 100, 600, 10, 30, {"name": "cnn", "channels": 1, "size": 28, "classes": 10, "input": INPUT}, "torch"
 )
@@ -84,11 +127,7 @@ NAMES = {"W1": COMPUTE, "W2": OVERHEAD}
 
 
 def select_workloads(only: Sequence[str]) -> Sequence[FederationWorkload]:
-    """Return the workloads with these names (W1 is `compute`, W2 is `overhead`), or all of them.
-
-    Raises:
-        JobError: If a name is unknown.
-    """
+    """Return the workloads with these names (W1 is `compute`, W2 is `overhead`), or all of them."""
     for name in only:
         if name not in NAMES:
             raise JobError(f"bench sim has no workload {name!r} for --only: there are {', '.join(NAMES)}")
@@ -104,23 +143,10 @@ def measure(
     show: Callable[[str, float, float], None] = progress.LINE.show_status,
     report: Callable[[str], None] = progress.LINE.print_to_stdout,
 ) -> dict[str, Any]:
-    """Run all contestants on all workloads, in turn.
-
-    Args:
-        data: Folder of IDX images of 28x28, such as MNIST's `raw` folder.
-        beside: Names of other simulators among `environments.OTHERS`, which run once each.
-        only: Names of the workloads to run, or () for all.
-        repeats: Number of runs of fedquilt and of the plain loops.
-        processes: Number of workers, or None for one per available core.
-        show: Function called repeatedly with the name of the current run, the finished and the total number.
-        report: Function called with the text of each measurement.
-
-    Raises:
-        DataError: If the images are missing or too few.
-        JobError: If a simulator or a workload is unknown.
-    """
+    """Run all contestants on all workloads, in turn."""
     for name in beside:
-        environments.find_simulator(name)
+        if name not in OTHERS:
+            raise JobError(f"--with {name}: there are {', '.join(OTHERS)}")
     workloads = select_workloads(only)
     ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1)
     processes = processes or len(os.sched_getaffinity(0))
@@ -157,12 +183,7 @@ def measure(
     return found
 
 
-OURS = ("ours", "ours_torch")
-BARE = ("bare_1", "bare_n")
-
-
 def _prepare_contestants(beside: Sequence[str], processes: int) -> tuple[list[Contestant], dict[str, str]]:
-    """Return the contestants that can run, and for each other one the reason that it cannot."""
     bare = (sys.executable, str(HERE / "torch_loop.py"))
     ours = (sys.executable, str(HERE / "fedquilt_app.py"))
     found = [
@@ -174,21 +195,17 @@ def _prepare_contestants(beside: Sequence[str], processes: int) -> tuple[list[Co
     absent = {}
     for name in beside:
         try:
-            python, version = environments.prepare_environment(name)
-        except environments.SimulatorMissingError as error:
+            python, version = prepare_environment(name)
+        except JobError as error:
             absent[name] = str(error)
             continue
-        other = environments.OTHERS[name]
+        other = OTHERS[name]
         found.append(Contestant(name, f"{other.title} {version}", (str(python), str(HERE / other.script)), processes))
     return found, absent
 
 
 def write_workload(work: FederationWorkload, path: Path | str, folder: Path) -> None:
-    """Write the data, cohorts and first weights that contestants are given, and our bundle and job.
-
-    Raises:
-        DataError: If there are too few images, or images of another size.
-    """
+    """Write the data, cohorts and first weights that contestants are given, and our bundle and job."""
     table = {"path": str(path), "held": 0.0, "seed": SEED}
     train, test = (
         examples.load_split(msgspec.convert({**table, "split": split}, DataSpec)) for split in ("train", "test")
@@ -244,7 +261,6 @@ def _draw_weights(network: dict[str, Any]) -> dict[str, np.ndarray]:
 def _run_and_measure_contestant(
     each: Contestant, folder: Path, work: FederationWorkload, tell: Callable[[], None]
 ) -> dict[str, Any]:
-    """Run a contestant, and return its rate, times and peak memory, or raise FedquiltError if it fails."""
     env = {**os.environ, "BENCH_BEGAN": repr(time.time()), "PYTHONWARNINGS": "ignore"}
     with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as told:
         began_s = time.perf_counter()
@@ -256,7 +272,9 @@ def _run_and_measure_contestant(
             now_rss, now_pss = _memory_bytes(process.pid)
             rss, pss = max(rss, now_rss), max(pss, now_pss)
             time.sleep(SAMPLE_S)
-        _wait_for_orphans()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            # Ray's daemons outlive their parents, and only who waits for them learns their processor time
+            psutil.wait_procs(psutil.Process().children(), timeout=ORPHANS_S)
         wall_s, cpu_s = time.perf_counter() - began_s, _child_processor_s() - spent_s
         said.seek(0), told.seek(0)
         last = [line for line in told.read().decode(errors="replace").splitlines() if line.startswith('{"start_s"')]
@@ -277,19 +295,12 @@ def _run_and_measure_contestant(
     }
 
 
-def _wait_for_orphans() -> None:
-    # Ray's daemons outlive their parents, and only who waits for them learns their processor time
-    with contextlib.suppress(psutil.NoSuchProcess):
-        psutil.wait_procs(psutil.Process().children(), timeout=ORPHANS_S)
-
-
 def _child_processor_s() -> float:
     times = os.times()
     return times.children_user + times.children_system
 
 
 def _memory_bytes(pid: int) -> tuple[int, int]:
-    """Return RSS and PSS of a process and its children, in bytes."""
     rss = pss = 0
     try:
         root = psutil.Process(pid)

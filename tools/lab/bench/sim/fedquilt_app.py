@@ -17,9 +17,8 @@ from workload import print_result, processor_seconds
 from fedquilt.coordinator import settings
 from fedquilt.core import Examples, evaluation
 from fedquilt.tools.simulation import DeviceData
-from fedquilt.tools.simulation.run import simulate
+from fedquilt.tools.simulation.run import WorkBackend, simulate
 from fedquilt.tools.simulation.simulated_job import Simulation
-from fedquilt.tools.simulation.workers.backend import WorkBackend
 
 
 def read_members(folder: Path, spec: dict[str, Any]) -> Iterator[DeviceData]:

@@ -90,10 +90,7 @@ def run_rank() -> None:
     clock = RoundClock()
     FederatedAveraging().run(
         algorithm_params=NNAlgorithmParams(
-            central_num_iterations=rounds,
-            evaluation_frequency=rounds + 1,
-            train_cohort_size=cohort,
-            val_cohort_size=0,
+            central_num_iterations=rounds, evaluation_frequency=rounds + 1, train_cohort_size=cohort, val_cohort_size=0
         ),
         backend=SimulatedBackend(training_data=training, val_data=training),
         model=model,

@@ -21,7 +21,6 @@ class TrainingLoop:
         self.optimizer = torch.optim.SGD(self.parameters, lr=work.spec["lr"])
 
     def train(self, start: list[torch.Tensor], clients: Any, total: list[torch.Tensor]) -> None:
-        """Train each client from `start`, and add the trained parameters to `total`."""
         for client in clients:
             x, y = self.work.client(int(client))
             with torch.no_grad():

@@ -91,7 +91,6 @@ def seconds_since_start() -> float:
 
 
 def processor_seconds() -> float:
-    """Return the processor seconds of this process and its descendants."""
     import psutil  # the environments of other simulators may lack it
 
     me = psutil.Process()

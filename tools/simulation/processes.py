@@ -6,27 +6,38 @@ The first process imports the engine's library and forks the others, so all shar
 from __future__ import annotations
 
 import contextlib
+import gc
+import importlib
 import mmap
 import os
 import selectors
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial, reduce
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
+import numpy as np
 from msgspec import structs
 
-from fedquilt.core import JobError
+from fedquilt import methods
+from fedquilt.arrays import tensors
+from fedquilt.core import DeviceUpdate, Examples, JobError, Method
 from fedquilt.edge_agent.engines import failures
 from fedquilt.edge_agent.task import memory_budget
+from fedquilt.edge_agent.task.process import exit_with_parent
+from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
+from fedquilt.host.disk import write_fully
 from fedquilt.tools.simulation import machines
-from fedquilt.tools.simulation.workers.protocol import (
+from fedquilt.tools.simulation.local_backend import SharedTensors, WorkExecutor, make_engine, run_requests
+from fedquilt.tools.simulation.pool import (
     KEPT,
     SINGLE,
+    ArrayLocation,
     PoolError,
     PoolSetup,
     WorkBatch,
@@ -43,11 +54,6 @@ class ProcessWorkers:
     """Workers as processes that end with this process.
 
     All methods raise PoolError if a worker has ended unexpectedly.
-
-    Args:
-        engine: "torch", "numpy" or "onnx", imported before the first work request.
-        count: Number of workers.
-        modules: Top-level modules of plug-ins that the job needs.
     """
 
     def __init__(self, engine: str, count: int, modules: Collection[str] = ()) -> None:
@@ -68,7 +74,7 @@ class ProcessWorkers:
         self._pipes, ends = [ours for ours, _ in both], [theirs for _, theirs in both]
         self._blobs = [os.memfd_create("fedquilt-blobs") for _ in ends]
         pairs = [(end.fileno(), blobs) for end, blobs in zip(ends, self._blobs, strict=True)]
-        command = [sys.executable, "-m", "fedquilt.tools.simulation.workers.worker", str(os.getpid()), self._engine]
+        command = [sys.executable, "-m", "fedquilt.tools.simulation.processes", str(os.getpid()), self._engine]
         with self._said.open("wb") as said:
             self._process = subprocess.Popen(
                 [*command, *(f"{end}:{blobs}" for end, blobs in pairs)],
@@ -171,6 +177,12 @@ class DetachedResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
     answer: WorkerReply
     blobs: list[list[tuple[str, int]]]  # sha256 and size of each outcome's
 
+    @staticmethod
+    def from_reply(answer: WorkerReply) -> DetachedResult:
+        bare = [WorkOutcome(structs.replace(each.outcome, blobs={}), each.joint) for each in answer.done]
+        sizes = [[(sha256, len(piece)) for sha256, piece in each.outcome.blobs.items()] for each in answer.done]
+        return DetachedResult(WorkerReply(bare, answer.summed), sizes)
+
     def read_from_file(self, file: int) -> WorkerReply:
         size = sum(size for blobs in self.blobs for _, size in blobs)
         if not size:
@@ -198,10 +210,136 @@ class SharedMemorySum(msgspec.Struct, frozen=True, array_like=True, tag=True):
 FROM: Final = msgspec.msgpack.Decoder(DetachedResult | SharedMemorySum)
 
 
-def detach_blobs(answer: WorkerReply) -> tuple[DetachedResult, list[bytes]]:
-    """Return a reply without its blobs, and the blobs in the order of the memory file."""
-    blobs = [each.outcome.blobs for each in answer.done]
-    bare = [WorkOutcome(structs.replace(each.outcome, blobs={}), each.joint) for each in answer.done]
-    sizes = [[(sha256, len(payload)) for sha256, payload in each.items()] for each in blobs]
-    pieces = [payload for each in blobs for payload in each.values()]
-    return DetachedResult(WorkerReply(bare, answer.summed), sizes), pieces
+class OutcomeSums:
+    """Partial sums of updates, folded by the workers so that the coordinator merges few sums.
+
+    Only updates with mergeable accumulators (`Aggregation.accumulator`) are summed, because their sums are
+    bit-identical in any order and grouping. A sum counts only if the round counts exactly its updates
+    (`coordinator.updates.partial_aggregate`). Otherwise the updates are folded one by one.
+    """
+
+    def __init__(self) -> None:
+        self._state: tuple[str, Any] = ("", None)  # the last one, and its file
+        self._waiting: tuple[Method, list[DeviceUpdate]] | None = None  # what the next sum is of
+
+    def prepare_sum(self, file: str, orders: Sequence[WorkRequest], outcomes: Sequence[WorkResult]) -> bool:
+        """Validate updates for the next `pack_sum`. Return whether they can be summed."""
+        self._waiting = None
+        with contextlib.suppress(Exception):  # the coordinator folds the same updates and reports the error
+            if not file:
+                return False
+            method = methods.load(orders[0].task.method)
+            if self._state[0] != file:
+                self._state = file, tensors.unpack_state(Path(file).read_bytes(), method.state)
+            if method.aggregation.accumulator(self._state[1]) is None:
+                return False
+            done = zip(orders, outcomes, strict=True)
+            given = [_read_update(order, outcome) for order, outcome in done if outcome.code == "ok"]
+            for each in given:
+                method.aggregation.require_valid_update(self._state[1], each)
+            self._waiting = (method, given) if given else None
+        return self._waiting is not None
+
+    def pack_sum(self) -> bytes:
+        """Return the packed sum of the prepared updates, or b"" if they cannot be summed."""
+        waiting, self._waiting = self._waiting, None
+        with contextlib.suppress(Exception):  # the coordinator folds these updates one by one then
+            assert waiting is not None
+            method, given = waiting
+            return tensors.pack_state(reduce(partial(method.aggregation.fold, self._state[1]), given, None))
+        return b""
+
+
+def _read_update(order: WorkRequest, outcome: WorkResult) -> DeviceUpdate:
+    bundles = {name: tensors.decode_tensors(outcome.blobs[ref.sha256]) for name, ref in outcome.bundles.items()}
+    return DeviceUpdate(order.device, order.task.round, outcome.weight, outcome.metrics, bundles)
+
+
+class PoolWorker(WorkExecutor):
+    def __init__(self, setup: PoolSetup) -> None:
+        super().__init__(self._load_device_examples, make=make_engine)
+        self._shares_at, self._file = setup.shares, os.open(setup.examples, os.O_RDONLY)
+        self._files, self.sums = SharedTensors(), OutcomeSums()
+
+    def run_batch(self, work: WorkBatch) -> WorkerReply:
+        # if the reply promises a sum, `sums.pack_sum` returns it next
+        done = [WorkOutcome(*each) for each in run_requests([(self, order) for order in work.orders], work.together)]
+        return WorkerReply(done, self.sums.prepare_sum(work.state, work.orders, [each.outcome for each in done]))
+
+    def read_tensors(self, path: str, sha256: str) -> dict[str, np.ndarray]:
+        return self._files(path, partial(tensors.read_tensors, sha256=sha256))
+
+    def _load_device_examples(self, device: str) -> tuple[Examples, Examples]:
+        # read, not mapped: mapped pages would count as memory of this process
+        train, held = (
+            Examples(self._read_array(x), self._read_array(y))
+            for x, y in (self._shares_at[device].train, self._shares_at[device].held)
+        )
+        return train, held
+
+    def _read_array(self, place: ArrayLocation) -> np.ndarray:
+        found = np.empty(place.shape, place.dtype)
+        if not found.nbytes:  # a memory view of nothing cannot be cast
+            return found
+        view, have = found.reshape(-1).view(np.uint8).data, 0
+        while have < found.nbytes:
+            have += os.preadv(self._file, [view[have:]], place.offset + have)
+        return found
+
+
+def import_engine(engine: str) -> None:
+    module = {"torch": "torch.batch_engine", "numpy": "batch_training"}.get(engine, f"{engine}_engine")
+    importlib.import_module(f"fedquilt.edge_agent.engines.{module}")
+    gc.freeze()  # imported objects stay, so collections need not visit them
+
+
+def serve_requests(orders: Connection, blobs: int) -> None:
+    """Run work requests from a pipe until the pipe is closed."""
+    messages = receive_messages(orders)
+    if (first := next(messages, None)) is None:
+        return
+    worker = PoolWorker(msgspec.msgpack.decode(first, type=PoolSetup))
+    decoder, encoder = msgspec.msgpack.Decoder(WorkBatch), msgspec.msgpack.Encoder()
+    for order in messages:
+        answer, place = worker.run_batch(decoder.decode(order)), 0
+        for each in answer.done:
+            for piece in each.outcome.blobs.values():
+                write_fully(blobs, piece, place)
+                place += len(piece)
+        orders.send_bytes(encoder.encode(DetachedResult.from_reply(answer)))
+        if answer.summed:
+            packed = worker.sums.pack_sum()
+            write_fully(blobs, packed, place)
+            orders.send_bytes(encoder.encode(SharedMemorySum(place, len(packed))))
+
+
+def receive_messages(orders: Connection) -> Iterator[bytes]:
+    with contextlib.suppress(EOFError, OSError):  # an OSError where the coordinator ends within a message
+        while True:
+            yield orders.recv_bytes()
+
+
+def run_workers() -> None:
+    """Fork a worker for each PIPE:BLOBS in the arguments PARENT ENGINE PIPE:BLOBS..., and serve."""
+    exit_with_parent(int(sys.argv[1]))
+    import_engine(sys.argv[2])
+    pairs = [(int(pipe), int(blobs)) for pipe, _, blobs in (each.partition(":") for each in sys.argv[3:])]
+    mine, children = pairs[0], []
+    for pair in pairs[1:]:
+        if pid := os.fork():
+            children.append(pid)
+            continue
+        exit_with_parent(os.getppid())
+        mine, children = pair, []
+        break
+    for pair in pairs:
+        for number in pair if pair != mine else ():
+            os.close(number)
+    serve_requests(Connection(mine[0]), mine[1])
+    for pid in children:
+        os.waitpid(pid, 0)
+    os._exit(0)  # regular exit of torch takes a second, and all results are sent
+
+
+if __name__ == "__main__":
+    run_workers()

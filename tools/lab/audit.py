@@ -12,27 +12,33 @@ compared with the mean picture.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 import numpy as np
+import torch
+import torch.nn.functional as F
 
 from fedquilt import methods
 from fedquilt.arrays import tensors
 from fedquilt.console import progress
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.core import ClientContext, ClientResult, DataError, Examples, JobError, Task, Tensors
+from fedquilt.data import examples as shares
 from fedquilt.data import inputs
+from fedquilt.data.spec import DataSpec
+from fedquilt.edge_agent.engines.torch.engine import TorchEngine
 from fedquilt.formats import job_bundle
 from fedquilt.host import disk
 from fedquilt.models import subspaces
-from fedquilt.tools.lab.audit import picture
+from fedquilt.models.networks import registry, traces
+from fedquilt.tools.report import plots
 from fedquilt.tools.simulation import DeviceData
+from fedquilt.tools.simulation.pool import ScratchFolder
 from fedquilt.tools.simulation.run import iterate_states
-from fedquilt.tools.simulation.scratch_folders import ScratchFolder
 from fedquilt.tools.simulation.simulated_job import ROOM, ROOM_BYTES
 
 STEPS_MOST: Final = 300  # of an attack
@@ -41,6 +47,8 @@ SEED: Final = 0  # of the choice of images and of the attack
 RATE: Final = 1.0  # of the one step: its length is the gradient itself
 PLAIN: Final = {"epochs": 1, "batch": 1, "lr": RATE}
 SIZES: Final = (16, 64, 256)  # examples that a fingerprint is of
+STARTS = 2  # number of starts, of which the best counts, because the attacker sees the loss
+CELL, GAP, TOP = 112, 12, 40  # pixels
 
 
 @dataclass(frozen=True)
@@ -53,26 +61,20 @@ class UploadVariant:
     noise: float = 0.0  # deviation of the normal noise on every value of the gradient
 
 
-def upload_variants(noise: float) -> list[UploadVariant]:
-    """Return the methods and parameters to compare."""
-    return [
-        UploadVariant("FedAvg", "fedavg", {}),
-        UploadVariant(f"FedAvg, noise {noise:g}", "fedavg", {}, noise),
-        UploadVariant("ParFed, 1 layer kept", "parfed", {"layers": 1}),
-        UploadVariant("ParFed, 3 layers kept", "parfed", {"layers": 3}),
-        UploadVariant("GENE-FL, all layers", "genefl", {}),
-        UploadVariant("GENE-FL, 1 layer", "genefl", {"first_layers": 1}),
-    ]
+ROWS: Final = (
+    UploadVariant("FedAvg", "fedavg", {}),
+    UploadVariant(f"FedAvg, noise {NOISE:g}", "fedavg", {}, NOISE),
+    UploadVariant("ParFed, 1 layer kept", "parfed", {"layers": 1}),
+    UploadVariant("ParFed, 3 layers kept", "parfed", {"layers": 3}),
+    UploadVariant("GENE-FL, all layers", "genefl", {}),
+    UploadVariant("GENE-FL, 1 layer", "genefl", {"first_layers": 1}),
+)
 
 
 def extract_gradient(
     row: UploadVariant, network: Mapping[str, Any], start: Tensors, example: Examples, engine: Any
 ) -> Tensors:
-    """Return the gradient that a device's upload after one step reveals, by tensor of the network.
-
-    Raises:
-        JobError: If the upload reveals no gradient.
-    """
+    """Return the gradient that a device's upload after one step reveals, by tensor of the network."""
     sent: list[Mapping[str, Tensors]] = []
     method = methods.load(row.method)
 
@@ -86,7 +88,6 @@ def extract_gradient(
     job = JobSettings(name="audit", method=row.method, rounds=3, params=params, fleet=ROOM)
     victim = DeviceData("victim", example, Examples(example.x[:0], example.y[:0]))
     double = replace(method, work=record_work)
-    from fedquilt.models.networks import traces
 
     with ScratchFolder() as place:
         register = traces.register_from_table(network)
@@ -105,56 +106,35 @@ def extract_gradient(
     raise JobError(f"{row.method} uploads no tensors of the network: there is no gradient to audit")
 
 
-def audit_methods(
-    data: Path,
-    *,
-    count: int = 4,
-    size: int = 0,
-) -> dict[str, Any]:
-    """Attack `count` examples in each row. Return figures, and "pictures" (h, w, channels) from 0 to 1.
-
-    Args:
-        data: File or folder of images, as in [data] path of a job.
-        count: Number of examples to attack.
-        size: Side of the scaled images in pixels, or 0 to keep their size.
-
-    Raises:
-        DataError: If there are no images, or images are not square.
-    """
-    from fedquilt.data import examples as shares
-    from fedquilt.data.spec import DataSpec
-    from fedquilt.edge_agent.engines.torch.engine import TorchEngine
-    from fedquilt.tools.lab.audit import gradient_attack
-
-    most = max(count, *SIZES)
-    drawn = shares.load_split(DataSpec(path=str(data), limit=most, size=size, seed=SEED))
+def audit_methods(data: Path, *, count: int = 4, size: int = 0) -> dict[str, Any]:
+    """Attack `count` examples in each row. Return figures, and "pictures" (h, w, channels) from 0 to 1."""
+    drawn = shares.load_split(DataSpec(path=str(data), limit=max(count, *SIZES), size=size, seed=SEED))
     if drawn.x.ndim not in (3, 4) or drawn.x.shape[1] != drawn.x.shape[2]:
         raise DataError(f"{data}: examples of shape {drawn.x.shape[1:]}: square images are wanted, --size scales them")
     channels, side = (1 if drawn.x.ndim == 3 else drawn.x.shape[3]), drawn.x.shape[1]
     table = {"channels": channels, "size": side}
     network = {"name": "lenet", **table, "classes": max(10, int(drawn.y.max()) + 1), "input": table}
-    start, head = gradient_attack.draw_weights(network, SEED), gradient_attack.classifier_path(network)
+    start, head = draw_weights(network, SEED), traces.register_from_table(network).find_classifier()
     engine = TorchEngine(ROOM_BYTES)
-    gradient_attack.use_one_thread()
-    chosen = upload_variants(NOISE)
-    found: dict[str, Any] = {row.label: {"psnr_db": [], "values": 0, "label_read": []} for row in chosen}
+    torch.set_num_threads(1)  # several threads are slower on such a small network
+    found: dict[str, Any] = {row.label: {"psnr_db": [], "values": 0, "label_read": []} for row in ROWS}
     pictures: list[list[np.ndarray]] = []
     for index in range(min(count, len(drawn))):
         example = Examples(drawn.x[index : index + 1], drawn.y[index : index + 1])
         truth = inputs.prepare_images(example.x, table)[0]
         line = [truth]
-        for place, row in enumerate(chosen):
-            progress.LINE.set_part(row.label, index * len(chosen) + place, min(count, len(drawn)) * len(chosen))
+        for place, row in enumerate(ROWS):
+            progress.LINE.set_part(row.label, index * len(ROWS) + place, min(count, len(drawn)) * len(ROWS))
             gradient = extract_gradient(row, network, start, example, engine)
             rng = tensors.seeded_rng("audit", SEED, index, row.label)
             if row.noise:
                 gradient = {name: array + rng.normal(0, row.noise, array.shape) for name, array in gradient.items()}
             label = int(example.y[0])
-            guess = gradient_attack.reconstruct_example(network, start, gradient, label, truth.shape, rng, STEPS_MOST)
+            guess = reconstruct_example(network, start, gradient, label, truth.shape, rng, STEPS_MOST)
             account = found[row.label]
             account["psnr_db"].append(round(psnr(guess, truth), 2))
             account["values"] = sum(array.size for array in gradient.values())
-            account["label_read"].append(gradient_attack.infer_label(gradient, head) == label)
+            account["label_read"].append(infer_label(gradient, head) == label)
             line.append(guess)
         pictures.append([np.moveaxis(each, 0, -1) for each in line])
     return {
@@ -194,25 +174,102 @@ def format_result(result: Mapping[str, Any]) -> list[str]:
         read = f"label read off {sum(row['label_read'])} of {len(row['label_read'])}"
         found.append(f"  {label:24} {row['mean_db']:6.2f} dB ({each})   {row['values']} values, {read}")
     found.append("GENE-FL's fingerprint: cosine of its first vector and the mean picture")
-    told = [
-        f"{each['cosine']:.3f} of {each['examples']} example{'s' * (each['examples'] > 1)}"
-        for each in result["fingerprints"]
-    ]
+    told = [f"{each['cosine']:.3f} of {each['examples']}" for each in result["fingerprints"]]
     return [*found, f"  {', '.join(told)}"]
 
 
 def audit_and_print(data: Path, out: Path, format: str, options: Mapping[str, Any]) -> int:
-    """Run the audit, write the images as SVG and print the result. Return 0.
-
-    Raises:
-        StoreError: If the SVG file cannot be written.
-    """
+    """Run the audit, write the images as SVG and print the result. Return 0."""
     result = audit_methods(data, **options)
     by_picture = zip(*(row["psnr_db"] for row in result["rows"].values()), strict=True)
     notes = [["", *(f"{decibels:.1f} dB" for decibels in row)] for row in by_picture]
-    disk.write_output(out, picture.render_grid(["original", *result["rows"]], result.pop("pictures"), notes))
+    disk.write_output(out, render_grid(["original", *result["rows"]], result.pop("pictures"), notes))
     text = "\n".join([*format_result(result), f"{out}: the pictures"])
     progress.LINE.print_to_stdout(
         msgspec.json.format(msgspec.json.encode(result)).decode() if format == "json" else text
     )
     return 0
+
+
+def draw_weights(network: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
+    """Draw the network's tensors from U(-0.5, 0.5)."""
+    rng = tensors.seeded_rng("audit weights", seed)
+    held = registry.build_network(network).state_dict()
+    return {name: rng.uniform(-0.5, 0.5, tuple(value.shape)).astype(np.float32) for name, value in sorted(held.items())}
+
+
+def infer_label(gradient: Tensors, head: str | None) -> int | None:
+    """Infer the label of a single example from the head's bias gradient, or None without a head."""
+    bias = gradient.get(f"{head}.bias")
+    return None if bias is None else int(bias.argmin())
+
+
+def reconstruct_example(
+    network: Mapping[str, Any],
+    start: Tensors,
+    gradient: Tensors,
+    label: int,
+    shape: tuple[int, ...],
+    rng: np.random.Generator,
+    steps: int,
+) -> np.ndarray:
+    """Reconstruct x' in 0..1 that minimises the gradient distance |grad' - grad|^2 (Eq. 13).
+
+    iDLG's Algorithm 1 in float64, with a line search (strong Wolfe) that the paper lacks: it fails less often.
+    """
+    model = registry.build_network(network).double()
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            value.copy_(torch.tensor(start[name]))
+    known = dict(model.named_parameters())
+    moved = [known[name] for name in gradient]
+    wanted = [torch.tensor(np.asarray(array, np.float64)) for array in gradient.values()]
+    whole = sum(float(each.square().sum()) for each in wanted) or 1.0
+    y = torch.tensor([label])
+    best, least = np.zeros(shape), np.inf
+    for _ in range(STARTS):
+        x = torch.tensor(rng.normal(0.0, 1.0, (1, *shape)), requires_grad=True)
+        search = torch.optim.LBFGS(
+            [x],
+            max_iter=steps,
+            history_size=50,
+            line_search_fn="strong_wolfe",
+            tolerance_grad=1e-14,
+            tolerance_change=1e-14,
+        )
+
+        def closure(x: torch.Tensor = x, search: torch.optim.LBFGS = search) -> torch.Tensor:
+            search.zero_grad()
+            found = torch.autograd.grad(F.cross_entropy(model(x), y), moved, create_graph=True)
+            away = sum(((a - b).square().sum() for a, b in zip(found, wanted, strict=True)), torch.zeros(())) / whole
+            away.backward(inputs=[x])
+            return away
+
+        search.step(closure)
+        left = float(closure().detach())
+        if left < least:
+            best, least = x.detach().numpy()[0].copy(), left
+    return np.clip(best, 0, 1).astype(np.float32)
+
+
+def render_grid(titles: Sequence[str], rows: Sequence[Sequence[np.ndarray]], notes: Sequence[Sequence[str]]) -> str:
+    """Render images as a grid in a standalone SVG."""
+    step = CELL + GAP
+
+    def draw(axis: plots.Axis, tip: plots.Tip) -> None:
+        for column, title in enumerate(titles):
+            middle = GAP + step * column + CELL / 2
+            axis.text(middle, TOP - 4, title.replace(", ", "\n", 1), ha="center", va="bottom")
+            for number, (row, told) in enumerate(zip(rows, notes, strict=True)):
+                image, (x, y) = row[column], (GAP + step * column, TOP + (step + 14) * number)
+                values = (
+                    np.clip(image, 0, 1).reshape(image.shape[:2]) if image.shape[2:] != (3,) else np.clip(image, 0, 1)
+                )
+                place = (x, x + CELL, y + CELL, y)
+                drawn = axis.imshow(values, "gray", vmin=0, vmax=1, extent=place, interpolation="none", aspect="auto")
+                tip(drawn, f"{title} {told[column]}".strip())
+                axis.text(middle, y + CELL + 12, told[column], ha="center")
+
+    size = GAP + step * len(titles), TOP + (step + 14) * len(rows)
+    words = f"{len(rows)} images and what was reconstructed of them: {', '.join(titles)}"
+    return plots.add_background(plots.render_picture(plots.Picture(*size, words, draw)))

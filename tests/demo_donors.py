@@ -1,6 +1,6 @@
 """Train the donors of the demo on MNIST.
 
-Usage: `python -m fedquilt.tools.artefacts.train_donors --data FOLDER --out FOLDER`. Needs torch, some minutes, and
+Usage: `python -m tests.demo_donors --data FOLDER --out FOLDER`. Needs torch, some minutes, and
 the four `*-ubyte` files of MNIST (fetched by torchvision.datasets.MNIST). On one machine the result is bit-identical:
 one thread, fixed seeds, deterministic algorithms.
 
@@ -29,7 +29,7 @@ from fedquilt.data.spec import DataSpec
 from fedquilt.models.networks import registry
 from fedquilt.tools.artefacts.prepare import prepare_bundle
 
-DEMO = Path(__file__).resolve().parents[1] / "lab" / "demo" / "job.toml"
+DEMO = Path(__file__).resolve().parents[1] / "tools" / "lab" / "demo" / "job.toml"
 EPOCHS = 2
 IMAGES = 6000  # of MNIST that a donor is trained on, at most
 BATCH = 128
@@ -67,13 +67,6 @@ AUGMENTATIONS: Mapping[str, Augmentation] = {
 
 
 def train_donors(data: Path, out: Path, say: Callable[[str], None] = print) -> dict[str, float]:
-    """Train all donors of the demo's job, and return their accuracy on test images of their own digits.
-
-    Writes `out`/weights/<name>.safetensors and the bundle `out`/bundle.
-
-    Raises:
-        DataError: If `data` does not contain MNIST.
-    """
     job = settings.load_job(DEMO)
     train, test = _load_mnist(data, "train"), _load_mnist(data, "test")
     accuracies = {}
@@ -155,13 +148,11 @@ def _scale_and_shift_randomly(
 def _select_digits(
     x: torch.Tensor, y: torch.Tensor, align: Sequence[Sequence[int]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the images of the digits that a donor is trained on, with the donor's numbers of their classes."""
     classes = torch.tensor([own[0] if own else -1 for own in align])[y]
     return x[classes >= 0], classes[classes >= 0]
 
 
 def _load_mnist(folder: Path, split: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return images (n, 1, 28, 28) in [0, 1] and classes, or raise DataError for another size."""
     found = load_split(DataSpec(path=str(folder), split=split))
     if found.x.shape[1:] != (28, 28):
         raise DataError(f"{folder} holds images of shape {found.x.shape[1:]}, MNIST's are 28 x 28")

@@ -7,44 +7,320 @@ bytes (docs/decisions.md).
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
 import logging
+import os
+import re
 import secrets
+import shutil
+import signal
+import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
-from fedquilt.core import JobError
+from fedquilt import extras
+from fedquilt.core import JobError, StoreError
 from fedquilt.edge_agent.task.protocol import PRIVATE, WorkRequest
 from fedquilt.host.disk import REAL, disk_errors
-from fedquilt.tools.simulation import adversaries, machines
+from fedquilt.tools.simulation import adversaries, machines, processes
 from fedquilt.tools.simulation.machines import Machine
-from fedquilt.tools.simulation.workers.protocol import (
+from fedquilt.tools.simulation.pool import (
     KEPT,
+    SCHEME,
     SINGLE,
     PoolError,
     PoolSetup,
+    SharedFolder,
     WorkBatch,
     WorkerReply,
     WorkOutcome,
 )
-from fedquilt.tools.simulation.workers.ray import cluster
-from fedquilt.tools.simulation.workers.ray.node import RayNode, WorkerSetup
 
 log = logging.getLogger("fedquilt.simulation")
 
+STORE_BYTES: Final = 256 << 20  # of the object store of a Ray that is started here; what is more goes to its disk
+KNOCK_S: Final = 10.0
+ATTEMPTS: Final = 3  # at a client server
+QUIET: Final = {"RAY_USAGE_STATS_ENABLED": "0"}  # nothing is reported to Ray's makers
+# A Ray that listens on 127.0.0.1 alone, and whose workers have the priority of the command and not 15 steps less.
+ALONE: Final = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_worker_niceness": "0"}
+
+VERSIONS: Final = re.compile(r"Ray: (\S+) Python: (\S+)")  # of the cluster and of this process, in Ray's complaint
+TOKEN: Final = {"RAY_AUTH_MODE": "token"}
+MOST_BYTES: Final = 1 << 30  # of a node's files beside the examples; those used longest ago go first
+Fetch = Callable[[Any], bytes]  # bytes of a reference into the object store
 PIECE_BYTES: Final = 16 << 20  # of the examples' file at a time
 REFERENCES: Final = 8  # contents that stay in the object store: those of a round, mostly one to three
 LOOK_S: Final = 5.0  # between two looks at which nodes there are
 PATIENCE_S: Final = 60.0  # for workers that find no free processor, while others are ready
 FAILED: Final = 3  # workers of a node that never got ready, after which none is started there
 LEAVING_S: Final = 5.0
+
+
+class RayConnection(NamedTuple):
+    ray: Any  # the module
+    ours: bool  # whether it is to be closed at the end: the program was not connected before
+    own: bool  # whether this Ray was started for the run, with the workers' environment
+
+
+def find_ray_address(environ: Mapping[str, str]) -> str | None:
+    """Return the address of the Ray cluster that this machine is a node of, or None.
+
+    The address is RAY_ADDRESS, or the one that `ray start` has stored. Ray itself would also accept a cluster that
+    another program has started for its own use.
+    """
+    if address := environ.get("RAY_ADDRESS"):
+        return address
+    noted = Path(environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")  # noqa: S108
+    try:
+        return noted.read_text().strip() or None
+    except OSError:
+        return None
+
+
+def connect_to_ray(engine: str, processors: int | None) -> RayConnection:
+    """Import Ray, and connect to a cluster unless this process is connected already."""
+    there = engine if engine != "ray" else find_ray_address(os.environ)
+    how: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    if not there:
+        how |= {
+            "num_cpus": processors or len(os.sched_getaffinity(0)),
+            "include_dashboard": False,
+            "object_store_memory": STORE_BYTES,
+            "_node_ip_address": "127.0.0.1",
+        }
+    locked = engine.startswith(SCHEME) and "RAY_AUTH_MODE" not in os.environ and _has_token(os.environ)
+    kept = {**QUIET, **({} if there else {**SINGLE, **KEPT, **ALONE}), **(TOKEN if locked else {})}
+    with _set_environment(kept):
+        ray = extras.load_optional("ray")
+        if ray.is_initialized():
+            return RayConnection(ray, ours=False, own=False)
+        try:
+            host, colon, port = (there or "").removeprefix(SCHEME).rpartition(":")
+            if colon and port.isdigit():  # Ray itself waits for minutes for a cluster that is gone
+                socket.create_connection((host.strip("[]"), int(port)), KNOCK_S).close()
+            if locked:
+                ray._raylet.Config.initialize("")  # the environment again, where Ray was imported before
+            _init_ray(ray, there, how)
+        except (OSError, RuntimeError, ValueError, ImportError, ray.exceptions.RayError) as error:
+            raise PoolError(_format_connection_error(ray, there, " ".join(str(error).split()))) from None
+    return RayConnection(ray, ours=True, own=not there)
+
+
+def _has_token(environ: Mapping[str, str]) -> bool:
+    # a head node enables tokens if it finds one, but a client needs TOKEN to send it
+    path = environ.get("RAY_AUTH_TOKEN_PATH")
+    return (
+        bool(environ.get("RAY_AUTH_TOKEN")) or (Path(path) if path else Path.home() / ".ray" / "auth_token").is_file()
+    )
+
+
+def _format_connection_error(ray: Any, there: str | None, said: str) -> str:
+    if not there:
+        return f"Ray could not be started ({said[:300]}): `fedquilt simulate --engine pool` needs none"
+    told = VERSIONS.findall(said)
+    if len(told) == 2:
+        (theirs, their_python), (ours, our_python) = told
+        return (
+            f"the cluster at {there} runs Ray {theirs} on Python {their_python}, and this command Ray {ours} on Python "
+            f"{our_python}: they have to be the same. Install the cluster's here (pip install 'ray[client]=={theirs}', "
+            "on its Python), or this command's on all of its nodes"
+        )
+    return (
+        f"no Ray could be reached at {there} ({said[:300]}): it has to run the same versions of Ray and Python (here "
+        f"Ray {ray.__version__}), with the same token (~/.ray/auth_token); {SCHEME}HOST:PORT names a cluster's client "
+        "server, port 10001 unless told otherwise; `ray stop` forgets a Ray of this machine that is gone"
+    )
+
+
+def _init_ray(ray: Any, there: str | None, how: Mapping[str, Any]) -> None:
+    # the first process of a client server sometimes ends during its start, so the connection is tried again
+    for left in reversed(range(ATTEMPTS)):
+        try:
+            with _restore_sigterm_handler():
+                ray.init(address=there or "local", **how)
+            return
+        except ConnectionAbortedError as error:
+            if not left:
+                raise
+            log.warning("the client server at %s had no process for this command, and is asked again: %s", there, error)
+
+
+@contextlib.contextmanager
+def _set_environment(wanted: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _restore_sigterm_handler() -> Iterator[None]:
+    # ray.init replaces the handler
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # in another thread than the main one, where Ray handles none either
+            signal.signal(signal.SIGTERM, before)
+
+
+class WorkerSetup(msgspec.Struct, frozen=True):
+    engine: str
+    modules: tuple[str, ...]  # of plug-ins, whose content it reports
+    folder: str  # name of the folder that the workers of its node share
+
+
+def unpack_request(order: WorkRequest, find: Callable[[str], str], cache: str, out: str) -> WorkRequest:
+    """Return the work request with paths of this machine. `find` returns the path of a sha256."""
+    if (honest := adversaries.honest_file(order)) is not None:
+        order = adversaries.add_honest_mean(order, find(honest))
+    return replace(
+        order,
+        bundles={name: find(sha256) for name, sha256 in order.bundles.items()},
+        private=None if order.private is None else find(order.private),
+        cache=f"{cache}/{order.device}",
+        out=out,
+    )
+
+
+class NodeFiles:
+    """Content-addressed files that the workers of a node share.
+
+    Files in use are also linked into the worker's own folder.
+    """
+
+    def __init__(self, folder: Path, own: Path, fetch: Fetch, most_bytes: int = MOST_BYTES) -> None:
+        self._shared, self._own, self._fetch, self._most = folder / "files", own, fetch, most_bytes
+        for each in (self._shared, own):
+            each.mkdir(exist_ok=True)
+
+    def ensure_file(self, sha256: str, reference: Any) -> str:
+        """Return the path of a file with this sha256, fetched from the object store if missing."""
+        path = self._own / sha256
+        if not path.exists():
+            try:
+                os.link(self._shared / sha256, path)
+                os.utime(path)
+            except FileNotFoundError:
+                self.store_file(sha256, self._fetch(reference))
+        return str(path)
+
+    def store_file(self, sha256: str, payload: bytes) -> None:
+        if hashlib.sha256(payload).hexdigest() != sha256:
+            raise StoreError(f"content {sha256[:12]} came damaged from the object store")
+        part = self._own / "part"
+        part.write_bytes(payload)
+        os.replace(part, self._own / sha256)
+        with contextlib.suppress(FileExistsError):
+            os.link(self._own / sha256, self._shared / sha256)
+
+    def evict_files(self, used: Sequence[str]) -> None:
+        """Unlink this worker's files that are not in `used`, and the oldest shared files above the limit."""
+        for each in os.scandir(self._own):
+            if each.name not in used:
+                os.unlink(each.path)
+        found = []
+        for each in os.scandir(self._shared):
+            with contextlib.suppress(FileNotFoundError):  # another worker gave it up
+                found.append((each.stat().st_mtime, each.stat().st_size, each.path))
+        held = sum(size for _, size, _ in found)
+        for _, size, path in sorted(found):
+            if held <= self._most:
+                return
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            held -= size
+
+
+class RayNode:
+    """Worker of a pool as an actor on a node of a Ray cluster. All methods take and return msgpack bytes."""
+
+    def __init__(self, asked: bytes) -> None:
+        import ray
+
+        self._asked = msgspec.msgpack.decode(asked, type=WorkerSetup)
+        self._fetch: Fetch = ray.get
+        self._worker: processes.PoolWorker | None = None
+
+    def hello(self) -> bytes:
+        """Import the engine, and return the encoded `machines.Machine` of this node."""
+        told = machines.describe_this_machine(self._asked.modules)
+        processes.import_engine(self._asked.engine)
+        self._common = SharedFolder(self._asked.folder)
+        self._own = self._common.path / f"worker-{os.getpid()}"
+        self._out = self._common.path / f"made-{os.getpid()}"
+        self._files = NodeFiles(self._common.path, self._own, self._fetch)
+        return msgspec.msgpack.encode(told)
+
+    def begin(self, begin: bytes, pieces: Sequence[Any]) -> bytes:
+        # only the first worker of a node fetches the examples
+        setup = msgspec.msgpack.decode(begin, type=PoolSetup)
+        path = self._common.path / "examples"
+        with (self._common.path / "examples.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                self._fetch_examples(path, setup.examples, pieces)
+        self._worker = processes.PoolWorker(replace(setup, examples=str(path)))
+        return b""
+
+    def answer(self, parcel: bytes, offered: Sequence[Any]) -> bytes:
+        """Run work requests and return an encoded `WorkerReply`."""
+        told = msgspec.msgpack.decode(parcel, type=WorkBatch)
+        references = dict(zip(told.contents, offered, strict=True))
+        caches = f"{self._common.path}/caches"
+
+        def find(sha256: str) -> str:
+            return self._files.ensure_file(sha256, references[sha256])
+
+        orders = tuple(unpack_request(each, find, caches, str(self._out)) for each in told.orders)
+        assert self._worker is not None
+        reply = self._worker.run_batch(WorkBatch(orders, told.together))
+        for each in reply.done:
+            if each.outcome.code == "disk":
+                raise StoreError(each.outcome.reason)
+        private = {}
+        for order, each in zip(orders, reply.done, strict=True):
+            if (left := each.outcome.private) is not None:
+                payload = Path(f"{order.out}/{order.prefix}{PRIVATE}").read_bytes()
+                private[left.sha256] = payload
+                self._files.store_file(left.sha256, payload)
+        self._files.evict_files(told.contents)
+        shutil.rmtree(self._out, ignore_errors=True)
+        return msgspec.msgpack.encode(replace(reply, private=private))
+
+    def leave(self) -> bytes:
+        """Delete the files of this worker, and those of the node with its last worker. Return empty bytes."""
+        for each in (self._own, self._out):
+            shutil.rmtree(each, ignore_errors=True)
+        self._common.release()
+        return b""
+
+    def _fetch_examples(self, path: Path, sha256: str, pieces: Sequence[Any]) -> None:
+        digest, part = hashlib.sha256(), path.with_suffix(".part")
+        with part.open("wb") as file:
+            for each in pieces:
+                payload = self._fetch(each)
+                digest.update(payload)
+                file.write(payload)
+        if digest.hexdigest() != sha256:
+            raise StoreError("the examples came damaged from the object store")
+        os.replace(part, path)
 
 
 @dataclass
@@ -57,17 +333,6 @@ class RayWorkerHandle:
 
 
 class RayWorkers:
-    """Workers on a Ray cluster.
-
-    Args:
-        engine: "torch", "numpy" or "onnx".
-        address: "ray" for the cluster of this machine or a new one, or "ray://HOST:PORT" for the client server of a
-            cluster.
-        count: Number of workers, or None for one per processor of the cluster.
-        mixed: Permit nodes whose processor, GPU or libraries differ.
-        modules: Top-level modules of plug-ins that the job needs.
-    """
-
     def __init__(
         self, engine: str, address: str, *, count: int | None, mixed: bool, modules: Collection[str] = ()
     ) -> None:
@@ -91,10 +356,8 @@ class RayWorkers:
         self._looked_s = 0.0
         self.machines: dict[str, Machine] = {}
 
-    # -- what a pool calls --
-
     def start(self, folder: Path) -> None:
-        self._ray, self._connected, self._own = cluster.connect_to_ray(self._address, self._count)
+        self._ray, self._connected, self._own = connect_to_ray(self._address, self._count)
         nodes = self._list_nodes()
         there = sum(nodes.values())
         if self._count is not None and self._count > there:
@@ -108,12 +371,7 @@ class RayWorkers:
         self._begin = msgspec.msgpack.encode(replace(setup, examples=REAL.hash_file(setup.examples)))
 
     def wait_until_ready(self) -> None:
-        """Wait until all workers are ready, or some are and PATIENCE_S has passed.
-
-        Raises:
-            JobError: If the code of a node differs, or its platform without `mixed`.
-            PoolError: If no worker becomes ready.
-        """
+        """Wait until all workers are ready, or some are and PATIENCE_S has passed."""
         began_s = time.monotonic()
         while any(each.state != "ready" for each in self._all.values()) or not self._all:
             for _ in self.receive_replies(block=True):
@@ -139,7 +397,7 @@ class RayWorkers:
         parcel = WorkBatch(tuple(sent), work.together, contents=tuple(files))
         given = self._all[worker]
         given.orders, given.held = orders, offered
-        self._record_call(worker, given.actor.answer.remote(msgspec.msgpack.encode(parcel), offered))
+        self._calls[given.actor.answer.remote(msgspec.msgpack.encode(parcel), offered)] = worker
 
     def receive_replies(self, *, block: bool) -> Iterator[tuple[int, WorkerReply | None]]:
         # lost workers are replaced while their node is alive
@@ -178,8 +436,6 @@ class RayWorkers:
         if self._connected:
             self._ray.shutdown()
 
-    # -- within --
-
     def _list_nodes(self) -> dict[str, int]:
         found = {}
         for node in self._ray.nodes():
@@ -213,11 +469,8 @@ class RayWorkers:
             runtime_env=None if self._own else {"env_vars": {**KEPT, **SINGLE}},
         ).remote(msgspec.msgpack.encode(asked))
         self._all[self._number] = RayWorkerHandle(actor, node)
-        self._record_call(self._number, actor.hello.remote())
+        self._calls[actor.hello.remote()] = self._number
         self._number += 1
-
-    def _record_call(self, worker: int, reference: Any) -> None:
-        self._calls[reference] = worker
 
     def _wait_for_calls(self, timeout_s: float) -> list[Any]:
         if not self._calls:
@@ -238,7 +491,7 @@ class RayWorkers:
         if not self._pieces:
             with open(self._examples, "rb") as file:
                 self._pieces = [self._ray.put(piece) for piece in iter(lambda: file.read(PIECE_BYTES), b"")]
-        self._record_call(number, hired.actor.begin.remote(self._begin, self._pieces))
+        self._calls[hired.actor.begin.remote(self._begin, self._pieces)] = number
 
     def _admit_machine(self, number: int, hired: RayWorkerHandle, answer: bytes) -> bool:
         named = self._names[hired.node]
@@ -313,14 +566,7 @@ def pack_request(order: WorkRequest) -> tuple[WorkRequest, dict[str, str]]:
 
 
 def write_outputs(orders: Sequence[WorkRequest], made: WorkerReply) -> WorkerReply:
-    """Write the outputs of a remote worker into the folders of the work requests.
-
-    Returns:
-        Reply with the small blobs alone, as a worker of this machine returns it.
-
-    Raises:
-        StoreError: If a file cannot be written.
-    """
+    """Write a remote worker's outputs into the folders of the work requests, and return the reply with small blobs."""
     found = []
     for order, done in zip(orders, made.done, strict=True):
         outcome, small = done.outcome, {}

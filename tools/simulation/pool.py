@@ -7,42 +7,221 @@ run is run alone, and the first reply of each call decides whether the next call
 Work requests can be announced as the devices of a round start them (`expect_requests`, `prefetch`), and idle workers
 start them at once. Results count only if exactly these requests are run later.
 
-A work request has the same result wherever and however often it is run, so requests of a lost worker go to another.
+`processes` starts workers on this machine, `ray_workers` on the nodes of a Ray cluster, and both run
+`processes.PoolWorker`. A work request has the same result wherever and however often it is run, so requests of a lost
+worker go to another.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import math
 import operator
+import os
+import shutil
+import tempfile
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
+import msgspec
 import numpy as np
 
-from fedquilt import core
+from fedquilt.core import DataError, FedquiltError, JobError
 from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
+from fedquilt.host import process_resources
 from fedquilt.tools.simulation import DeviceData
-from fedquilt.tools.simulation.scratch_folders import ScratchFolder
-from fedquilt.tools.simulation.workers.protocol import (
-    ArrayLocation,
-    DeviceExamples,
-    PoolError,
-    PoolSetup,
-    WorkBatch,
-    WorkerGroup,
-    WorkerReply,
-    WorkerSum,
-)
+from fedquilt.tools.simulation.machines import Machine
 
+if TYPE_CHECKING:
+    from fedquilt.tools.simulation.simulated_job import Simulation
+
+PREFIX: Final = "fedquilt-scratch-"
+# one thread a worker, so that sums have one order; no thread of a library is alive when the first one forks
+SINGLE: Final = {**process_resources.QUIET, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+# Keep freed arrays of some MB in the heap: returned to the kernel, their pages are cleared again at every step.
+KEPT: Final = {"MALLOC_MMAP_THRESHOLD_": str(4 << 20), "MALLOC_TRIM_THRESHOLD_": str(32 << 20)}
+SCHEME: Final = "ray://"
 TOGETHER: Final = 32  # orders at most that go to a worker at once; more are hardly faster, and keep others waiting
 LOST: Final = 3  # workers lost with the same orders, after which these are taken for the cause
+
+
+class ScratchFolder:
+    """Empty temporary folder, removed on exit or by `cleanup`.
+
+    The process holds a lock on the folder, which ends with the process. Creating a folder also removes unlocked
+    folders of this user.
+    """
+
+    def __init__(self) -> None:
+        remove_stale_folders()
+        self.path, self._lock = _make_locked_folder()
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *error: object) -> None:
+        self.cleanup()
+
+    def cleanup(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _make_locked_folder() -> tuple[Path, int | None]:
+    # without a lock (None) no other process removes the folder
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=PREFIX))
+        try:
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:  # another process took it for one that was left behind
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:
+            os.close(lock)
+            return path, None
+        if path.exists():
+            return path, lock
+        os.close(lock)  # taken for one that was left behind all the same, before it was locked
+
+
+class SharedFolder:
+    """Named folder of several processes, removed when the last process leaves or ends."""
+
+    def __init__(self, name: str) -> None:
+        remove_stale_folders()
+        self.path = Path(tempfile.gettempdir()) / f"{PREFIX}{name}"
+        while True:
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+                fcntl.flock(self._lock, fcntl.LOCK_SH)
+                if self.path.exists():
+                    return
+                os.close(self._lock)  # the last one left it before it was locked
+
+    def release(self) -> None:
+        """Unlock the folder, and remove it unless another process uses it."""
+        os.close(self._lock)
+        with contextlib.suppress(OSError):
+            _remove_unless_locked(self.path)
+
+
+def remove_stale_folders() -> None:
+    with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
+        for entry in entries:
+            if entry.name.startswith(PREFIX):
+                with contextlib.suppress(OSError):
+                    _remove_unless_locked(Path(entry))
+
+
+def _remove_unless_locked(folder: Path) -> None:
+    if folder.stat(follow_symlinks=False).st_uid != os.getuid():
+        return
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(lock)
+
+
+class ArrayLocation(msgspec.Struct, frozen=True, array_like=True):
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class DeviceExamples(msgspec.Struct, frozen=True, array_like=True):
+    train: tuple[ArrayLocation, ArrayLocation]
+    held: tuple[ArrayLocation, ArrayLocation]
+
+
+class PoolSetup(msgspec.Struct, frozen=True):
+    examples: str  # the file
+    shares: dict[str, DeviceExamples]
+
+
+class WorkBatch(msgspec.Struct, frozen=True):
+    """Work requests for one worker, with a sha256 instead of each path for a worker of another machine."""
+
+    orders: tuple[WorkRequest, ...] = ()
+    together: bool = False
+    state: str = ""  # file of the round's state if the worker folds the updates, or ""
+    contents: tuple[str, ...] = ()  # files that the other machine can fetch, in the order of their references
+
+
+class WorkOutcome(msgspec.Struct, frozen=True, array_like=True):
+    """Result of a work request, and whether its training could be batched."""
+
+    outcome: WorkResult
+    joint: bool
+
+
+class WorkerReply(msgspec.Struct, frozen=True, array_like=True):
+    """Reply of a worker: results in the order of the requests, and whether a sum follows."""
+
+    done: list[WorkOutcome]
+    summed: bool = False
+    private: dict[str, bytes] = {}  # on the way from another machine: private state by sha256
+
+
+class WorkerSum(msgspec.Struct, frozen=True):
+    """Packed sum of a reply's updates, or b"" if the worker could not sum them."""
+
+    packed: bytes
+
+
+class PoolError(FedquiltError): ...
+
+
+class WorkerGroup(Protocol):
+    """Workers of one fleet. Each worker runs at most one batch at a time."""
+
+    def start(self, folder: Path) -> None: ...
+
+    @property
+    def machines(self) -> Mapping[str, Machine]: ...
+
+    def send_setup(self, setup: PoolSetup) -> None: ...
+
+    def wait_until_ready(self) -> None: ...
+
+    @property
+    def ready(self) -> Iterable[int]:
+        """Workers that can receive work, including busy ones."""
+        ...
+
+    def send_work(self, worker: int, work: WorkBatch) -> None: ...
+
+    def receive_replies(self, *, block: bool) -> Iterable[tuple[int, WorkerReply | WorkerSum | None]]:
+        """Return the replies and sums of workers. None marks a lost worker whose work must be repeated."""
+        ...
+
+    def stop(self, *, now: bool) -> None:
+        """Stop the workers, with `now` also during their work."""
+        ...
+
+
+def choose_engine(engine: str, environ: Mapping[str, str]) -> str:
+    """Return "pool", "ray" or the address of a cluster for an engine name.
+
+    "auto" is "ray" if RAY_ADDRESS is set, and "pool" otherwise.
+    """
+    if engine == "auto":
+        return "ray" if environ.get("RAY_ADDRESS") else "pool"
+    host, _, port = engine.removeprefix(SCHEME).rpartition(":")
+    if engine in ("pool", "ray") or (engine.startswith(SCHEME) and host and port.isdigit()):
+        return engine
+    raise JobError(f"engine {engine!r} is none of auto, pool, ray and {SCHEME}HOST:PORT")
 
 
 @dataclass
@@ -58,29 +237,8 @@ class WorkAssignment:
         return len(orders) == len(self.orders) and all(map(operator.is_, orders, self.orders))
 
 
-class SumReceiver(Protocol):
-    def find_state_file(self, orders: Sequence[WorkRequest]) -> str:
-        """Return the file of the method state to fold updates with, or "" to disable folding."""
-        ...
-
-    def receive_sum(
-        self, orders: Sequence[WorkRequest], outcomes: Sequence[WorkResult], packed: Callable[[], bytes]
-    ) -> None:
-        """Receive a function that returns the packed sum of updates. The results follow one by one."""
-        ...
-
-
 class WorkerPool:
-    """Workers for one fleet, started and stopped by `with`.
-
-    Args:
-        workers: Workers that are not started yet.
-        members: Devices, iterated once. Their examples are written to a file.
-        together: Train work requests in one graph where the engine can.
-
-    Raises:
-        PoolError: If a worker has ended unexpectedly.
-    """
+    """Workers for one fleet, started and stopped by `with`."""
 
     def __init__(self, workers: WorkerGroup, members: Iterable[DeviceData], *, together: bool = False) -> None:
         self._workers, self._members, self._together = workers, members, together
@@ -89,7 +247,7 @@ class WorkerPool:
         self._sizes: deque[int] = deque()  # of the packages that are announced and not complete
         self._begun: list[WorkRequest] = []  # orders of the first of them
         self._ahead: list[WorkAssignment] = []  # announced, and not asked for yet
-        self._sums: SumReceiver | None = None
+        self._sums: Simulation | None = None
         self.folder = Path()
         self.held: dict[str, int] = {}  # device -> how many held-out examples it has
 
@@ -104,9 +262,7 @@ class WorkerPool:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._stop_workers(now=kind is not None)
 
     def _stop_workers(self, *, now: bool) -> None:
@@ -135,7 +291,7 @@ class WorkerPool:
             self._collect_replies(block=False)
             self._assign_packages(self._ahead)
 
-    def set_sum_receiver(self, sums: SumReceiver) -> None:
+    def set_sum_receiver(self, sums: Simulation) -> None:
         """Let the workers fold updates, and deliver the partial sums to `sums`."""
         self._sums = sums
 
@@ -164,13 +320,11 @@ class WorkerPool:
 
     def _choose_package_sizes(self, count: int) -> list[int]:
         # equal sizes of at most TOGETHER, and 1 while batching is not known to work
-        if not self._joint:  # whether more go together is not known, or was not so when asked last
+        if not self._joint:
             return [1] * count
         return [len(part) for part in np.array_split(np.arange(count), math.ceil(count / TOGETHER))]
 
     def _run_packages(self, packages: Sequence[WorkAssignment]) -> Iterator[WorkerReply]:
-        """Assign packages to free workers, and yield the replies in the order of the packages."""
-        # yields the replies in the order of the packages
         for wanted in packages:
             self._assign_packages(packages)
             while wanted.answer is None:
@@ -217,13 +371,12 @@ class WorkerPool:
         return package.sum or b""
 
     def _write_examples(self) -> dict[str, DeviceExamples]:
-        """Write the examples of all devices to one file, store held-out counts, and return the arrays' places."""
         shares: dict[str, DeviceExamples] = {}
         with (self.folder / "examples").open("wb") as file:
 
             def write_array(array: np.ndarray) -> ArrayLocation:
                 if array.dtype.kind not in "uifb":
-                    raise core.DataError(f"examples of type {array.dtype}: expected numbers")
+                    raise DataError(f"examples of type {array.dtype}: expected numbers")
                 place = ArrayLocation(file.tell(), array.shape, array.dtype.str)
                 file.write(np.ascontiguousarray(array).data)
                 return place

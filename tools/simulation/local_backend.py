@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -19,13 +19,99 @@ from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.task import main
 from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
 from fedquilt.tools.simulation import DeviceData, adversaries
-from fedquilt.tools.simulation.workers import batching
 
+T = TypeVar("T")
+Given = tuple[Any, Any]  # what a call gave, or raises, and where its generator was after it
 ENGINES = 8  # budgets that an engine is kept for
+FILES = 8  # those of a round, mostly one to three
+
+
+class RestartableClient(Generic[T]):
+    """Client function that can be restarted with the same random state."""
+
+    def __init__(self, site: Callable[[Any], ClientContext], work: Callable[[ClientContext], T]) -> None:
+        self._make, self._work = site, work
+        self._site: ClientContext | None = None
+        self._begun: Any = None  # where its generator begins
+
+    def __call__(self, engine: Any) -> T:
+        if self._site is None:
+            self._site = self._make(engine)
+            self._begun = self._site.rng.bit_generator.state
+        else:
+            self._site.rng.bit_generator.state = self._begun
+        return self._work(self._site)
+
+
+class BatchWait(BaseException):
+    """Signal that a client function waits for a call that is trained in a batch."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+
+
+class ReplayEngine:
+    """Engine of one client function that replays the results of earlier training calls."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.given: list[Given | None] = []  # calls of `train` so far, None for a call that must run alone
+        self.next_call = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def train(self, network: Any, start: Any, examples: Any, fit: Any, rng: Any, **options: Any) -> Any:
+        """Return the stored result of this call, or train alone if the call cannot be batched."""
+        if self.next_call == len(self.given):
+            call = self._engine.batchable_call(network, start, examples, fit, rng, **options)
+            if call is not None:
+                raise BatchWait(call)
+            self.given.append(None)
+        before = self.given[self.next_call]
+        self.next_call += 1
+        if before is None:
+            return self._engine.train(network, start, examples, fit, rng, **options)
+        reply, rng.bit_generator.state = before
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+
+def run_together(functions: Sequence[Callable[[Any], T]], engine: Any) -> list[tuple[T | Exception, bool]]:
+    """Call all functions with an engine, training in batches where possible.
+
+    A client function calls `site.engine.train`. Where the engine can train several devices at once, the call raises
+    `BatchWait`. When all functions wait or have ended, the waiting calls are trained together. Then each function is
+    called again from its beginning, and its earlier calls return their stored results. This is correct because a client
+    function depends on its Task and Site alone and draws from a keyed generator.
+
+    Returns:
+        For each function its result or exception, and whether its training could be batched.
+    """
+    found: list[Any] = [None] * len(functions)
+    left = list(range(len(functions)))
+    joints = [ReplayEngine(engine) for _ in functions] if hasattr(engine, "train_together") else []
+    while left:
+        calls: dict[int, Any] = {}
+        for index in left:
+            try:
+                if joints:
+                    joints[index].next_call = 0
+                found[index] = functions[index](joints[index] if joints else engine)
+            except BatchWait as wait:
+                calls[index] = wait.call
+            except Exception as error:
+                found[index] = error
+        left = list(calls)
+        replies = engine.train_together(list(calls.values())) if calls else []
+        for (index, call), reply in zip(calls.items(), replies, strict=True):
+            joints[index].given.append((reply, call.rng.bit_generator.state))
+    return [(value, bool(joints) and any(joints[index].given)) for index, value in enumerate(found)]
 
 
 def make_engine(name: str, budget_bytes: int) -> Any:
-    """Return an engine by name. The torch and numpy engines can train several devices in one pass."""
+    # the torch and numpy engines can train several devices in one pass
     if name == "torch":
         from fedquilt.edge_agent.engines.torch.batch_engine import BatchedTorchEngine
 
@@ -38,13 +124,7 @@ def make_engine(name: str, budget_bytes: int) -> Any:
 
 
 class WorkExecutor(main.TaskExecutor):
-    """Engines, methods and examples of many devices.
-
-    Args:
-        shares: Function that returns the training and held-out examples of a device.
-        load: Function that loads a method by name.
-        make: Factory of an engine, given its name and a budget in bytes.
-    """
+    """Engines, methods and examples of many devices."""
 
     def __init__(
         self,
@@ -60,7 +140,6 @@ class WorkExecutor(main.TaskExecutor):
         return adversaries.corrupt_method(self._methods(order.task.method), order.data)
 
     def load_engine(self, name: str, budget_bytes: int) -> Any:
-        """Return the cached or a new engine. Beyond ENGINES engines, the oldest is closed."""
         # at most ENGINES engines are cached, and the oldest is closed
         key = (name, budget_bytes)
         if key not in self._engines:
@@ -70,7 +149,6 @@ class WorkExecutor(main.TaskExecutor):
         return self._engines[key]
 
     def load_examples(self, spec: Mapping[str, Any], run: str) -> tuple[Examples, Examples]:
-        """Return training and held-out examples of the device `spec["share"]`, or raise DataError."""
         try:
             return self._shares(spec["share"])
         except KeyError:
@@ -93,13 +171,12 @@ class SingleEngineExecutor(WorkExecutor):
 class SharedTensors:
     """Cache of the tensors of files that many devices read. The arrays are read-only."""
 
-    def __init__(self, most: int = 8) -> None:
-        self._most = most  # files: those of a round, mostly one to three
+    def __init__(self) -> None:
         self._held: dict[str, dict[str, np.ndarray]] = {}
 
     def __call__(self, path: str, read: Callable[[Path], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
         if path not in self._held:
-            while len(self._held) >= self._most:
+            while len(self._held) >= FILES:
                 del self._held[next(iter(self._held))]
             found = read(Path(path))
             for array in found.values():
@@ -112,10 +189,6 @@ def run_requests(
     asked: Sequence[tuple[main.TaskExecutor, WorkRequest]], together: bool = False
 ) -> list[tuple[WorkResult, bool]]:
     """Run work requests.
-
-    Args:
-        asked: Work requests, each with the executor of its device.
-        together: Train requests in one graph where the engine can (`edge_agent.engines.torch.batch_engine`).
 
     Returns:
         For each request its result, and whether its training could be batched. Failures are results, not exceptions.
@@ -132,7 +205,6 @@ def run_requests(
 
 
 def _run_in_batch(asked: Sequence[tuple[main.TaskExecutor, WorkRequest]]) -> list[tuple[WorkResult, bool]]:
-    """Run requests as one batch. Return each result with an equal share of the time, and whether batched."""
     # measured time is divided evenly between the requests
     began_s, cpu_s = time.perf_counter(), time.process_time()
     bench, first = asked[0]
@@ -140,7 +212,14 @@ def _run_in_batch(asked: Sequence[tuple[main.TaskExecutor, WorkRequest]]) -> lis
         engine = bench.load_engine(first.task.engine, main.plan_limit_bytes(first))
     except Exception as error:
         return [(main.failure_outcome(error), False)] * len(asked)
-    given = batching.run_together([_make_restartable_client(*each) for each in asked], engine)
+
+    def make_client(bench: main.TaskExecutor, order: WorkRequest) -> RestartableClient[WorkResult]:
+        return RestartableClient(
+            lambda engine: main.build_site(order, bench, engine=engine),
+            lambda site: main.run_method(order, bench.load_method(order), site),
+        )
+
+    given = run_together([make_client(*each) for each in asked], engine)
     wall_s = (time.perf_counter() - began_s) / len(asked)
     cpu_s = (time.process_time() - cpu_s) / len(asked)
     return [
@@ -152,13 +231,6 @@ def _run_in_batch(asked: Sequence[tuple[main.TaskExecutor, WorkRequest]]) -> lis
         )
         for value, joint in given
     ]
-
-
-def _make_restartable_client(bench: main.TaskExecutor, order: WorkRequest) -> batching.RestartableClient[WorkResult]:
-    return batching.RestartableClient(
-        lambda engine: main.build_site(order, bench, engine=engine),
-        lambda site: main.run_method(order, bench.load_method(order), site),
-    )
 
 
 def make_task_and_context(
@@ -177,18 +249,7 @@ def make_task_and_context(
 ) -> tuple[Task, ClientContext]:
     """Return the task and the client context of a method's task spec for one device, without rounds.
 
-    Args:
-        method: Method of the task spec.
-        order: Task spec.
-        member: Device with its examples.
-        folder: Folder that receives the tensors as content-addressed files. Created if missing.
-        engine: Engine of the context.
-        actions: "work", "check" or both.
-        number: Number of the round.
-        seed: Seed of the task.
-        local: Private state, or None for none.
-        cache: Folder of the job's cache, or None for `folder`.
-        path: Function that finds blobs of the task spec, or None to search in `folder`.
+    Tensors are stored in `folder` by their content. `path` finds blobs of the task spec that are elsewhere.
     """
 
     def blob(value: Tensors | BlobRef) -> BlobRef:

@@ -1,1 +1,0 @@
-"""Workers of a simulation: processes and their protocol."""

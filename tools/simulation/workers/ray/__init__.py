@@ -1,1 +1,0 @@
-"""Workers of a simulation on a Ray cluster."""
