@@ -80,12 +80,12 @@ from fedquilt.core import (
     TaskSpec,
     Traits,
 )
-from fedquilt.models.stitching import display_names, stitched_network
+from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.algebra import least_squares
 from fedquilt.models.stitching.algebra.class_moments import ExactMomentSums
 from fedquilt.models.stitching.algebra.least_squares import MergedMoments
-from fedquilt.models.stitching.device import junction_moments, scoring, taps
-from fedquilt.models.stitching.search import accumulators, candidates, pareto_front, ranking, steps, task_specs
+from fedquilt.models.stitching.device import moments, scoring
+from fedquilt.models.stitching.search import accumulators, candidates, ranking, steps, task_specs
 from fedquilt.models.stitching.search.accumulators import CorrectCounts, JunctionSums, Sum, VoteSums
 from fedquilt.models.stitching.search.state import Candidate, SearchParams, SearchState, resolve_settings
 
@@ -109,7 +109,7 @@ def init(bundle: Bundle, params: SearchParams, seed: int) -> SearchState:
         raise JobError("head = 'aligned', but no donor says which classes are which label: give a donor `align`")
     if settings.criterion != "cka" and settings.score_at == "input":
         raise JobError(f"criterion = '{settings.criterion}' judges outputs: let score_at be 'hybrid' or 'output'")
-    pareto_front.require_usable_budgets(settings)
+    candidates.require_usable_budgets(settings)
     state = steps.initial_state(settings, seed, stock, dict(bundle.files))
     candidates.require_networks_within_budget(state)
     if state.current is None and settings.expansions:
@@ -214,7 +214,7 @@ def _solve_junctions_and_grow(state: SearchState, sums: tuple[MergedMoments, ...
         notes.append(note)
     rows = sums[0].total.n
     told = (
-        f"{len(junctions)} junctions after {display_names.path_name(state.current.path)} solved from {rows:.0f} "
+        f"{len(junctions)} junctions after {stitched_network.path_name(state.current.path)} solved from {rows:.0f} "
         "positions"
     )
     return steps.grow_paths(replace(state, log=(told, *notes)), junctions, residuals)
@@ -294,13 +294,11 @@ def work(task: Task, site: ClientContext) -> ClientResult:
         case "score":
             return scoring.score_pool(msgspec.convert(task.params, scoring.ScoreRequest), site)
         case "fit":
-            return junction_moments.compute_junction_moments(
-                msgspec.convert(task.params, junction_moments.FitRequest), site
-            )
+            return moments.compute_junction_moments(msgspec.convert(task.params, moments.FitRequest), site)
         case "gather":
-            return taps.gather_moments(msgspec.convert(task.params, taps.GatherRequest), site)
+            return moments.gather_moments(msgspec.convert(task.params, moments.GatherRequest), site)
         case "validate":
-            return taps.count_correct(msgspec.convert(task.params, taps.CountRequest), site)
+            return moments.count_correct(msgspec.convert(task.params, moments.CountRequest), site)
         case phase:
             raise ModelError(f"this agent knows no phase {phase!r} of a stitching job: update it")
 
@@ -309,7 +307,7 @@ def check(task: Task, site: ClientContext) -> EvaluationSums:
     """Evaluate the chosen network on the held-out examples, or none before there is one."""
     if task.params["phase"] != "done":
         return EvaluationSums(examples=0)
-    return taps.evaluate_candidate(msgspec.convert(task.params, taps.CountRequest), site)
+    return moments.evaluate_candidate(msgspec.convert(task.params, moments.CountRequest), site)
 
 
 METHOD = Method(

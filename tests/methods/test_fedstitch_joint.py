@@ -154,14 +154,6 @@ def test_a_single_example_gives_a_head(same):
     assert (last.right == same).all()
 
 
-def test_heads_of_random_features_take_the_taps_themselves():
-    last = played(expansions=2, random_features=2)[-1]
-    for candidate in last.candidates:
-        channels = sum(last.stock.blocks[path[-1]].out_shape[0] for path in candidate.paths)
-        assert candidate.head["weights"].shape == (LABELS, channels)
-    assert last.right.max() > 0.7 * last.examples
-
-
 # -- candidates -----------------------------------------------------------------------------------
 
 
@@ -248,15 +240,6 @@ def test_there_are_always_joined_taps_with_and_without_a_stitched_one():
 SIGNS = np.arange(200) % LABELS
 
 
-def test_a_job_that_joins_nothing_has_each_finished_network_alone():
-    """join = false: what joining adds can be told from two runs."""
-    last = played(join=False)[-1]
-    assert sorted(each.paths[0] for each in last.candidates) == sorted(
-        {finalist.path[:-1] for finalist in last.finalists}
-    )
-    assert all(len(each.paths) == 1 for each in last.candidates)
-
-
 def test_a_job_that_is_cut_short_hands_out_what_it_can():
     run = played(cohort=3)
     gathering = next(state for state in run if state.phase == "gather" and state.heard)
@@ -283,13 +266,14 @@ def test_each_set_on_the_front_is_the_best_of_all_truncations_that_cost_no_more(
     z = ends(state, state.taps, [member.train for member in devices])
     y = np.concatenate([member.train.y for member in devices])
     given = joint_head.standardise_sums(class_moments.device_moments(z, y, LABELS).to_sums())
+    search = candidates._TruncationSearch(state, given)
     depths = [candidates.native_taps(state.stock, donor) for donor in state.stock.donors]
     every = []
     for counts in itertools.product(*(range(len(paths) + 1) for paths in depths)):
         paths = tuple(path for own, count in zip(depths, counts, strict=True) for path in own[:count])
         if len(paths) > 1:
-            columns = candidates.tap_layout(state).feature_columns([state.taps.index(path) for path in paths])
-            criterion = joint_head.best_penalty(given.restrict_to(columns)).criterion
+            taps = [state.taps.index(path) for path in paths]
+            criterion = joint_head.best_penalty(search.restrict_to(taps)).criterion
             every.append((criterion, candidates.candidate_price(state, Candidate("joined", paths, BLANK)), set(paths)))
     joined = [each for each in last.candidates if each.kind == "joined"]
     assert len(joined) > 3

@@ -54,14 +54,14 @@ def make_candidate_section(found: Candidates, job: JobSettings) -> PageSection |
 
 
 def make_candidate_table(found: Candidates, job: JobSettings) -> tuple[list[str], list[list[str]]]:
-    from fedquilt.models.stitching.search import pareto_front  # here, as it is in a pack
+    from fedquilt.models.stitching.search import candidates  # here, as it is in a pack
 
     named = list_boards(job)
     on_boards = [title for board in named for title in (f"ms, {board}", "mJ")]
     head = ["", "candidate", "kind", "accuracy", "interval", "front", "MFLOP", "MB", *on_boards]
     rows = []
     for number, each in enumerate(found, 1):
-        costs = [pareto_front.board_cost(each["flops"], each["read_bytes"], board) for board in named]
+        costs = [candidates.board_cost(each["flops"], each["read_bytes"], board) for board in named]
         took = [amount for ms, joules in costs for amount in (ms, None if joules is None else 1e3 * joules)]
         rows.append(
             [
@@ -118,9 +118,9 @@ def _plot_accuracy_by_cost(found: Candidates) -> plots.Plot:
 
 
 def _format_full_name(candidate: Mapping[str, Any]) -> str:
-    from fedquilt.models.stitching import display_names
+    from fedquilt.models.stitching import stitched_network
 
-    return display_names.network_name(candidate["taps"], candidate["kind"] != "aligned")
+    return stitched_network.network_name(candidate["taps"], candidate["kind"] != "aligned")
 
 
 def _format_short_name(candidate: Mapping[str, Any]) -> str:

@@ -15,16 +15,13 @@ help a classifier from others. `label_alignment` and `explained_variance` do, wi
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-Maps: TypeAlias = Literal["flatten", "gap", "position"]
 Estimator: TypeAlias = Literal["unbiased", "biased"]
 
-GRID = 2  # cells along each side of a map in mode "position"
 CHUNK = 4096  # features centred and multiplied at a time
 MIN_IMAGES = 4  # the unbiased estimator divides by n - 3
 STRENGTHS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # of the ridge, as multiples of the features' mean squared length
@@ -37,15 +34,9 @@ class CkaScore(NamedTuple):
     sound: bool
 
 
-def gram_matrix(activations: np.ndarray, maps: Maps = "flatten") -> np.ndarray:
-    """Return the Gram matrix of column-centred features, (n, n) float64.
-
-    For "position" the matrix is (n * GRID^2)^2. `activations` is (n, c, h, w), (n, c, l) or (n, features). `maps`
-    selects how
-    maps become rows: "flatten" makes each example one row of all its features, "gap" averages over positions first (c
-    features), "position" makes each cell of a GRID x GRID average (for a series, of GRID cells) a row of c features.
-    """
-    x = feature_rows(activations, maps)
+def gram_matrix(features: np.ndarray) -> np.ndarray:
+    """Return the Gram matrix (n, n), float64, of column-centred features (n, ...)."""
+    x = features.reshape(len(features), -1)
     return gram_from_columns(lambda first, last: x[:, first:last].copy(), *x.shape)
 
 
@@ -93,25 +84,6 @@ def cka(k: np.ndarray, l: np.ndarray, estimator: Estimator = "unbiased") -> CkaS
         return CkaScore(0.0, False)
     value = hsic(k, l, estimator) / (np.sqrt(kk) * np.sqrt(ll)) if kk != ll else hsic(k, l, estimator) / kk
     return CkaScore(float(np.clip(value, -1.0, 1.0)), True)
-
-
-def feature_rows(activations: np.ndarray, maps: Maps) -> np.ndarray:
-    """Convert activations to the matrix whose rows are compared, as in `gram_matrix`."""
-    if activations.ndim == 2 or maps == "flatten":
-        return activations.reshape(len(activations), -1)
-    if maps == "gap":
-        return activations.mean(axis=tuple(range(2, activations.ndim)), dtype=np.float64)
-    n, c, *sizes = activations.shape
-    cells = np.empty((n, GRID ** len(sizes), c))
-    for place, cell in enumerate(itertools.product(range(GRID), repeat=len(sizes))):
-        spans = tuple(_cell_span(each, size) for each, size in zip(cell, sizes, strict=True))
-        part = activations[(slice(None), slice(None), *spans)]
-        cells[:, place] = part.mean(axis=tuple(range(2, part.ndim)), dtype=np.float64)
-    return cells.reshape(-1, c)
-
-
-def _cell_span(cell: int, size: int) -> slice:
-    return slice(cell * size // GRID, -(-(cell + 1) * size // GRID))
 
 
 def _centre(k: np.ndarray) -> np.ndarray:

@@ -203,17 +203,3 @@ def export_head(head: Tensors) -> dict[str, np.ndarray]:
     never = bias <= np.float32(NEVER)
     weights[never], bias[never] = 0.0, -np.inf
     return {**head, "weights": weights, "bias": bias}
-
-
-# -- taps -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TapLayout:
-    """Places of the taps' features in z, from the `widths` of the taps in order."""
-
-    widths: tuple[int, ...]
-
-    def feature_columns(self, taps: Sequence[int]) -> np.ndarray:
-        starts = np.concatenate([[0], np.cumsum(self.widths)])
-        return np.concatenate([np.arange(starts[tap], starts[tap + 1]) for tap in taps])

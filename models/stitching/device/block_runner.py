@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
-from typing import Protocol
 
 import numpy as np
 
@@ -32,12 +31,6 @@ STRIPE_BYTES = 1 << 20  # maps resized at a time
 PIECE_BYTES = 2 << 20  # maps read at a time where no graph sets the batch size
 
 Between = Sequence[Tensors | None]
-
-
-class PathOutputs(Protocol):
-    def find(self, path: Sequence[Block]) -> ActivationStack | None: ...
-
-    def store(self, path: Sequence[Block], maps: ActivationStack) -> None: ...
 
 
 class BlockRunner:
@@ -100,7 +93,7 @@ class BlockRunner:
         return made
 
     def run_path(
-        self, path: Sequence[Block], between: Between, source: ActivationSource, known: PathOutputs
+        self, path: Sequence[Block], between: Between, source: ActivationSource, known: OutputCache
     ) -> ActivationStack:
         """Return the output of a path's last block, run from the longest cached prefix, and cache the new outputs."""
         begin, maps = len(path), known.find(path)

@@ -47,7 +47,6 @@ class ScoreRequest(StitchingRequest):
     criterion: Criterion  # of outputs
     completes: bool  # labels judge the output after the candidate's donor has run on to its terminating block
     estimator: cka.Estimator
-    maps: cka.Maps
     samples: int
     screen: int
     early: int  # images after which a hopeless candidate is dropped; 0: never
@@ -185,18 +184,17 @@ class _BlockScorer:
         return sorted(later, key=lambda each: each.index)
 
     def _score_against_labels(self, maps: ActivationSource, examples: int) -> cka.CkaScore:
-        parts = (
-            cka.feature_rows(part, "gap") for _, part in block_runner.iterate_pieces(SourceSlice(maps, 0, examples))
-        )
+        pieces = block_runner.iterate_pieces(SourceSlice(maps, 0, examples))
+        features = np.concatenate([stitched_network.global_average_pool(part) for _, part in pieces])
         judge = cka.label_alignment if self._ask.criterion == "labels" else cka.explained_variance
-        return judge(np.concatenate(list(parts)), self._site.train.y[self._rows[:examples]])
+        return judge(features, self._site.train.y[self._rows[:examples]])
 
     def _compare_with_cached_gram(self, here: np.ndarray, reference: str) -> cka.CkaScore:
         there = self.local[reference][: len(here), : len(here)]
         return cka.cka(here, there, self._ask.estimator)
 
     def _compute_gram(self, maps: ActivationStack, examples: int) -> np.ndarray:
-        return stack_gram(maps, examples, self._ask.maps).astype(np.float32)
+        return stack_gram(maps, examples).astype(np.float32)
 
     # -- cached results --
 
@@ -292,16 +290,10 @@ def share_count(score_at: ScoreAt) -> int:
     return 1 if score_at == "input" else 2
 
 
-def stack_gram(maps: ActivationStack, examples: int, how: cka.Maps) -> np.ndarray:
+def stack_gram(maps: ActivationStack, examples: int) -> np.ndarray:
     """Return the Gram matrix, float64, of the first `examples` examples, read in chunks."""
-    if how == "flatten" or len(maps.shape) == 2:
-        features = prod(maps.shape[1:])
-        return cka.gram_from_columns(lambda first, last: maps.read_features(first, last, examples), examples, features)
-    return cka.gram_matrix(
-        np.concatenate(
-            [cka.feature_rows(part, how) for _, part in block_runner.iterate_pieces(SourceSlice(maps, 0, examples))]
-        )
-    )
+    features = prod(maps.shape[1:])
+    return cka.gram_from_columns(lambda first, last: maps.read_features(first, last, examples), examples, features)
 
 
 def _gram_name(block: Block, offset: int = 0) -> str:

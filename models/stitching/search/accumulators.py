@@ -75,7 +75,7 @@ def validate_site_sums(state: SearchState, total: Sum, weight: float) -> None:
     """
     if isinstance(total, ExactMomentSums):
         return class_moments.validate_site_moments(
-            total, len(state.stock.labels), sum(candidates.tap_layout(state).widths), weight
+            total, len(state.stock.labels), sum(candidates.tap_widths(state)), weight
         )
     assert isinstance(total, CorrectCounts)
     if set(total.devices.values()) != {1}:
@@ -103,9 +103,7 @@ def validate_update(state: SearchState, update: DeviceUpdate) -> None:
         case "fit":
             _read_junction_moments(state, update)
         case "gather" if update.device not in state.heard:
-            class_moments.validate_update_moments(
-                update, len(state.stock.labels), sum(candidates.tap_layout(state).widths)
-            )
+            class_moments.validate_update_moments(update, len(state.stock.labels), sum(candidates.tap_widths(state)))
         case "validate" if update.device not in state.heard:
             _read_valid_counts(update, len(state.candidates))
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from math import sqrt
+from collections.abc import Callable, Iterable, Sequence
+from math import inf, sqrt
 from typing import Any
 
-from fedquilt.models.stitching import display_names, stitched_network
+from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.algebra import joint_head
-from fedquilt.models.stitching.search import candidates, pareto_front
+from fedquilt.models.stitching.search import candidates
 from fedquilt.models.stitching.search.state import Candidate, SearchState
 
 NORMAL_95 = 1.96  # standard errors of a 95 % interval
@@ -53,17 +53,36 @@ def choose_candidate(state: SearchState, among: Iterable[int] | None = None) -> 
     if not indices:
         return None
     if not state.examples:
-        found = state.candidates
-        return min(indices, key=lambda i: (candidates.candidate_criterion(found[i]), -(found[i].score or 0.0), i))
+        return min(indices, key=lambda i: _unvalidated_rank(state.candidates[i]))
     best = max(indices, key=lambda i: (count_correct(state, i), -i))
     lacking = {i: count_correct(state, best) - count_correct(state, i) for i in indices}
     return next(i for i in sorted(indices) if lacking[i] <= paired_error(state, i, best))
 
 
+def _unvalidated_rank(candidate: Candidate) -> tuple[float, float]:
+    return inf if candidate.criterion is None else candidate.criterion, -(candidate.score or 0.0)
+
+
 def candidates_on_front(state: SearchState) -> list[bool]:
     costs = [candidates.candidate_cost(state, each) for each in state.candidates]
     prices = [(own.flops, own.read_bytes, own.weight_bytes) for own in costs]
-    return pareto_front.pareto_front([heldout_accuracy(state, i) for i in range(len(costs))], prices)
+    return pareto_front([heldout_accuracy(state, i) for i in range(len(costs))], prices)
+
+
+def pareto_front(gain: Sequence[float | None], prices: Sequence[Sequence[float]]) -> list[bool]:
+    """Return whether each candidate is on the Pareto front of gain and prices.
+
+    Args:
+        gain: Gain of each candidate, more is better, or None for candidates that are never on the front.
+        prices: Prices of each candidate, less is better, the same number for all.
+    """
+
+    def dominates(one: int, other: int) -> bool:
+        ours, theirs = (-(gain[one] or 0.0), *prices[one]), (-(gain[other] or 0.0), *prices[other])
+        return ours != theirs and all(a <= b for a, b in zip(ours, theirs, strict=True))
+
+    known = [i for i, each in enumerate(gain) if each is not None]
+    return [i in known and not any(dominates(j, i) for j in known) for i in range(len(gain))]
 
 
 def accuracy_gains(state: SearchState) -> dict[str, float | None]:
@@ -138,7 +157,7 @@ def to_network(state: SearchState, candidate: Candidate) -> stitched_network.Sti
 
 
 def _format_costs(state: SearchState, candidate: Candidate) -> str:
-    amounts = pareto_front.measure_cost(state.params, candidates.candidate_cost(state, candidate))
+    amounts = candidates.measure_cost(state.params, candidates.candidate_cost(state, candidate))
     units = {"mflop": "MFLOP", "ms": "ms", "mb": "MB", "joules": "J"}
     told = "".join(f", {amount:.3g} {units[name]}" for name, amount in amounts.items() if amount is not None)
     return f"{told} on {state.params.board}" if state.params.board else told
@@ -169,7 +188,7 @@ def _summarise_candidate(state: SearchState, index: int) -> dict[str, Any]:
 
 
 def candidate_name(candidate: Candidate) -> str:
-    return display_names.network_name(candidate.paths, bool(candidate.head))
+    return stitched_network.network_name(candidate.paths, bool(candidate.head))
 
 
 def _format_accuracy(state: SearchState, index: int) -> str:

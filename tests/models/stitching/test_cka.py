@@ -99,25 +99,6 @@ def test_four_images_suffice_and_three_do_not():
         cka.cka(cka.gram_matrix(X), cka.gram_matrix(Y[:8]))
 
 
-def test_maps_become_rows_in_three_ways():
-    maps = RNG.normal(size=(5, 3, 4, 6)).astype(np.float32)
-    means = maps.mean(axis=(2, 3), dtype=np.float64)
-    cells = maps.reshape(5, 3, 2, 2, 2, 3).mean(axis=(3, 5), dtype=np.float64).transpose(0, 2, 3, 1).reshape(20, 3)
-    assert np.allclose(cka.gram_matrix(maps), cka.gram_matrix(maps.reshape(5, 72)))
-    assert np.allclose(cka.gram_matrix(maps, "gap"), cka.gram_matrix(means))
-    assert np.allclose(cka.gram_matrix(maps, "position"), cka.gram_matrix(cells))
-    assert cka.gram_matrix(maps, "position").shape == (20, 20)
-
-
-def test_maps_of_a_series_become_rows_in_three_ways():
-    """Each series is one row of c * l values, one row of c channel means, or two rows of the means of a half."""
-    maps = RNG.normal(size=(5, 3, 6)).astype(np.float32)
-    halves = maps.reshape(5, 3, 2, 3).mean(axis=3, dtype=np.float64).transpose(0, 2, 1).reshape(10, 3)
-    assert np.allclose(cka.gram_matrix(maps), cka.gram_matrix(maps.reshape(5, 18)))
-    assert np.allclose(cka.gram_matrix(maps, "gap"), cka.gram_matrix(maps.mean(axis=2, dtype=np.float64)))
-    assert np.allclose(cka.gram_matrix(maps, "position"), cka.gram_matrix(halves))
-
-
 def test_chunks_of_features_add_up():
     wide = RNG.normal(size=(6, cka.CHUNK + 100))
     centred = wide - wide.mean(axis=0)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fedquilt.models.stitching import display_names
+from fedquilt.models.stitching import stitched_network
 
 ACROSS = (*(f"a.{i}" for i in range(4)), "b.2", "b.3", "c.9")
 
@@ -26,8 +26,8 @@ ACROSS = (*(f"a.{i}" for i in range(4)), "b.2", "b.3", "c.9")
     ],
 )
 def test_a_network_is_named_by_its_taps(taps, headed, name):
-    assert display_names.network_name(taps, headed) == name
+    assert stitched_network.network_name(taps, headed) == name
 
 
 def test_a_path_of_two_neighbours_is_written_out():
-    assert display_names.path_name(("a.0", "a.1", "b.2", "b.3")) == "a.0 > a.1 > b.2 > b.3"
+    assert stitched_network.path_name(("a.0", "a.1", "b.2", "b.3")) == "a.0 > a.1 > b.2 > b.3"

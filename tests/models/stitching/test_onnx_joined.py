@@ -10,7 +10,7 @@ onnx = pytest.importorskip("onnx")
 
 from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 
-from fedquilt.models.stitching.onnx.fusion import fuse_operations  # noqa: E402
+from fedquilt.models.stitching.onnx.memory import fuse_operations  # noqa: E402
 
 GELU = (("Div", "v root", "c"), ("Erf", "c", "d"), ("Add", "d one", "e"), ("Mul", "v half", "f"), ("Mul", "f e", "g"))
 PARTS = [kind for kind, _, _ in GELU]

@@ -24,7 +24,7 @@ from fedquilt.edge_agent.task import memory_budget
 from fedquilt.methods.fedstitch import METHOD
 from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.search import candidates, steps
-from fedquilt.models.stitching.search.state import Finalist, ScoredPath, SearchSettings, SearchState
+from fedquilt.models.stitching.search.state import ScoredPath, SearchSettings, SearchState
 from fedquilt.models.stitching.vote import Winner
 from fedquilt.tools.lab.bench.stitch import IMAGES, create_finder, draw_examples, prepare_donors
 from fedquilt.tools.report.thresholds import compare_at_most, format_figures
@@ -77,7 +77,7 @@ def _iterate_search_states(made: Bundle) -> Iterator[tuple[str, SearchState]]:
         strange = [name for name in offered if not name.startswith("vgg16")][:: len(offered) // 3][:3]
         winners = tuple(Winner(name, 1.0, 1.0, 1) for name in strange)
         yield f"sums for {len(winners)} junctions after {path[-1]}", replace(here, phase="fit", winners=winners)
-    ended = replace(here, finalists=(Finalist((*path, "resnet50.5"), 1.0),))
+    ended = replace(here, finalists=(ScoredPath((*path, "resnet50.5"), (), 1.0),))
     gathering = candidates.end_search(ended)
     yield f"moments at {len(gathering.taps)} taps of all donors", gathering
 
