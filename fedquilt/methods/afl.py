@@ -129,11 +129,7 @@ def send(state: State, device: DeviceView) -> TaskSpec | None:
 
 
 def validate_site_sums(state: State, total: ExactMomentSums, weight: float) -> None:
-    """Validate the moments of a site before they are merged.
-
-    Raises:
-        UpdateError: If the moments do not match the update's weight.
-    """
+    """Validate the moments of a site before they are merged."""
     class_moments.validate_site_moments(total, len(state.stock.labels), _feature_width(state), weight, exact=True)
 
 
@@ -150,11 +146,7 @@ def validate_update(state: State, update: DeviceUpdate) -> None:
 
 
 def fold(state: State, so_far: ExactMomentSums | None, update: DeviceUpdate) -> ExactMomentSums:
-    """Add a device's moments in place, unless they were added in an earlier round.
-
-    Raises:
-        UpdateError: If the update is invalid, as in `validate_update`.
-    """
+    """Add a device's moments in place, unless they were added in an earlier round."""
     validate_update(state, update)
     so_far = so_far or ExactMomentSums()
     return so_far if update.device in state.heard else so_far.add_update(update)

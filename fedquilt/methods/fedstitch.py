@@ -21,8 +21,7 @@ Deviations, where the paper's procedure cannot run or measures something else:
 - Junctions are centred ridge regressions with bias, solved from sums over devices. Eq. 3 is singular with fewer rows
   than channels, and the paper does not say who has the data to solve it.
 - Votes decide only where a path leaves a donor, and for which block. The last donor's remaining blocks, which need no
-  junction, complete every path. Therefore whole donors are finished networks before the first vote, and a search that
-  ends early returns one of them instead of a stem.
+  junction, complete every path, so that a search that ends early returns a whole donor instead of a stem.
 - Picks, winners and finalists alternate among donors. By scores alone, a donor with one block left out would rank above
   every network stitched from several donors.
 - Outputs can also be scored by the labels at the end of the path (`criterion`).
@@ -42,9 +41,7 @@ Deviations, where the paper's procedure cannot run or measures something else:
 
 `mode = "paper"` removes these deviations where possible, and overrides other [params]. Remaining deviations:
 
-- Scores use other images than the junction's fit, because on the same images all wide blocks would score 1.
-- Eq. 3, whose inverse does not exist with fewer rows than channels, is solved for the least norm. The paper does not
-  say who solves Eq. 3, and its server has no data. Here the coordinator solves it from the sums of all selected
+- Scores use other images than the junction's fit, and Eq. 3 is solved for the least norm from the sums of all selected
   devices.
 - A donor's terminating block is offered only if its classes are aligned with the labels.
 - A path is expanded once. Taken literally, Algorithm 1 returns inside its loop, and its set of paths never shrinks.
@@ -284,12 +281,7 @@ def _union(some: tuple[str, ...], others: Iterable[str]) -> tuple[str, ...]:
 
 
 def work(task: Task, site: ClientContext) -> ClientResult:
-    """Run the task of one phase on a device, by forward passes only.
-
-    Raises:
-        ModelError: If this version of the agent does not support the phase.
-        DataError: If there are too few examples, or labels that the job lacks.
-    """
+    """Run the task of one phase on a device, by forward passes only."""
     match task.params["phase"]:
         case "score":
             return scoring.score_pool(msgspec.convert(task.params, scoring.ScoreRequest), site)

@@ -46,11 +46,6 @@ DONORS_BYTES: Final = 1 << 32  # budget of the engine that runs donors: half of 
 def dry_run_job(job: JobSettings, made: Bundle, folder: Path) -> None:
     """Run a few rounds of a job that stitches donors on synthetic examples, and export the result.
 
-    Args:
-        job: Job whose method and parameters are tried. The search is shortened.
-        made: Bundle of the job.
-        folder: Folder of the bundle.
-
     Raises:
         ModelError: If the method cannot stitch the donors. Gives the reason.
     """

@@ -64,8 +64,6 @@ from fedquilt.tools.simulation.workers import local_backend
 
 
 class _RangeReader(quantization.CalibrationDataReader):  # type: ignore[misc]
-    """Input of a graph."""
-
     def __init__(self, name: str, parts: Iterator[np.ndarray]) -> None:
         self._parts = ({name: part} for part in parts)
 
@@ -145,31 +143,6 @@ class QuantizedBlock:
 
 
 @dataclass(frozen=True)
-class QuantizationResult:
-    """Blocks of a donor by quantisation result, without its first block."""
-
-    accepted: Mapping[str, QuantizedBlock]
-    off: tuple[str, ...] = ()  # a CKA or a score changed by INT8_DELTA or more
-    choices: tuple[str, ...] = ()  # came among the best K, or left them
-    float_only: tuple[str, ...] = ()  # tiles, nothing that can be quantized, or more memory than in float32
-
-    def __str__(self) -> str:
-        blocks = len(self.accepted) + len(self.off) + len(self.choices) + len(self.float_only)
-        told = f"{len(self.accepted)} of {blocks} candidates in 8 bits"
-        for count, why in (
-            (self.off, "too far off"),
-            (self.choices, "changed a choice"),
-            (self.float_only, "float32 only"),
-        ):
-            told += f", {len(count)} {why}" if count else ""
-        if not self.accepted:
-            return told
-        delta = max(tried.delta for tried in self.accepted.values())
-        times = [sum(getattr(t, name) for t in self.accepted.values()) for name in ("seconds", "plain_seconds")]
-        return f"{told}; CKA changes by {delta:.4f} at most; {times[0] / times[1]:.2f} of the float32 time here"
-
-
-@dataclass(frozen=True)
 class QuantizationTrial:
     """Scoring parameters and shuffled images of a quantisation, three times `images` in number."""
 
@@ -180,17 +153,9 @@ class QuantizationTrial:
     def quantize_blocks(
         self, out: Path, meta: Mapping[str, Any], files: Mapping[str, bytes], say: Callable[[str], None]
     ) -> dict[str, bytes]:
-        """Return the accepted 8-bit graphs of a bundle, by block.
+        """Return the accepted 8-bit graphs of a bundle of float32 blocks, by block, and `say` a line for each donor.
 
-        Args:
-            out: Folder with room for a temporary copy of the bundle.
-            meta: Metadata of the bundle with float32 blocks.
-            files: Files of this bundle.
-            say: Function called with one line per donor.
-
-        Raises:
-            DataError: If the images do not fit the donors.
-            StoreError: If the folder cannot be written.
+        A temporary copy of the bundle is written in `out`.
         """
         with _open_temporary_folder(out) as folder:
             bench = _ScoringDevice(folder, self.examples, self.images)
@@ -209,27 +174,36 @@ class QuantizationTrial:
         taken = {name: one for name, one in close.items() if name not in off | moved}
         for donor, facts in meta["donors"].items():
             own = facts["blocks"][1:]
-            verdict = QuantizationResult(
-                {name: taken[name] for name in own if name in taken},
-                tuple(name for name in own if name in off or (name in tried and name not in close)),
-                tuple(name for name in own if name in moved),
-                tuple(name for name in own if name not in tried),
-            )
-            say(f"donor {donor}: {verdict}")
+            excluded = {
+                "too far off": [name for name in own if name in off or (name in tried and name not in close)],
+                "changed a choice": moved.intersection(own),
+                "float32 only": [name for name in own if name not in tried],
+            }
+            accepted = [taken[name] for name in own if name in taken]
+            say(f"donor {donor}: {_describe_result(accepted, {why: len(names) for why, names in excluded.items()})}")
         return {name: one.graph for name, one in taken.items()}
 
 
-def make_trial(job: Mapping[str, Any]) -> QuantizationTrial:
-    """Return the quantisation trial for the [int8] table of a job.
+def _describe_result(accepted: Sequence[QuantizedBlock], excluded: Mapping[str, int]) -> str:
+    told = f"{len(accepted)} of {len(accepted) + sum(excluded.values())} candidates in 8 bits"
+    told += "".join(f", {count} {why}" for why, count in excluded.items() if count)
+    if not accepted:
+        return told
+    delta = max(tried.delta for tried in accepted)
+    share = sum(tried.seconds for tried in accepted) / sum(tried.plain_seconds for tried in accepted)
+    return f"{told}; CKA changes by {delta:.4f} at most; {share:.2f} of the float32 time here"
 
-    Raises:
-        JobError: If a key is missing or wrong, there are no donors, or output scores are never computed.
-        DataError: If the images cannot be read, or are too few.
-    """
+
+def make_trial(job: Mapping[str, Any]) -> QuantizationTrial:
     if not job.get("donors"):
         raise JobError("[int8] is for the blocks of [[donors]], and the job has none: leave it out")
-    params, table = _parse_scoring_params(job), _parse_table(job["int8"])
-    return QuantizationTrial(params, *_load_shuffled_images(table))
+    params = resolve_settings(toml.convert_table(job.get("params") or {}, SearchParams, "[params]"))
+    for name, value in (("score_at", "input"), ("expansions", 0)):
+        if getattr(params, name) == value:
+            raise JobError(f"[params] {name} = {value!r} scores no outputs: leave out [int8], which would do nothing")
+    if odd := [key for key in UNUSED if key in job["int8"]]:
+        raise JobError(f"[int8] {', '.join(odd)}: images are drawn from all of the split; leave it out")
+    return QuantizationTrial(params, *_load_shuffled_images(DataSpec.parse(job["int8"], "[int8]")))
 
 
 def make_int8_name(block: str) -> str:
@@ -247,26 +221,7 @@ def _open_temporary_folder(out: Path) -> Iterator[Path]:
         yield Path(name)
 
 
-# -- what is asked --------------------------------------------------------------------------------
-
-
-def _parse_scoring_params(job: Mapping[str, Any]) -> SearchSettings:
-    params = resolve_settings(toml.convert_table(job.get("params") or {}, SearchParams, "[params]"))
-    for name, value in (("score_at", "input"), ("expansions", 0)):
-        if getattr(params, name) == value:
-            raise JobError(f"[params] {name} = {value!r} scores no outputs: leave out [int8], which would do nothing")
-    return params
-
-
-def _parse_table(table: Mapping[str, Any]) -> DataSpec:
-    odd = [key for key in UNUSED if key in table]
-    if odd:
-        raise JobError(f"[int8] {', '.join(odd)}: images are drawn from all of the split; leave it out")
-    return DataSpec.parse(table, "[int8]")
-
-
 def _load_shuffled_images(wanted: DataSpec) -> tuple[Examples, int]:
-    """Return three times as many shuffled images as the second value, at least 3 * MIN_IMAGES."""
     # a third for the value ranges, a third for the comparison, and a third for the junctions
     found = load_split(msgspec.structs.replace(wanted, limit=3 * IMAGES_MOST))
     images = len(found) // 3
@@ -351,7 +306,6 @@ def _quantize_suitable_blocks(
 
 
 def _time_block(run: BlockRunner, block: Block, maps: ActivationSource, n: int) -> tuple[ActivationStack, float]:
-    """Return a block's outputs on the first `n` examples and the seconds they took, after one untimed call."""
     # the first call loads the graphs
     run.run_block(block, SourceSlice(maps, 0, 1))
     start = time.perf_counter()
@@ -362,7 +316,6 @@ def _time_block(run: BlockRunner, block: Block, maps: ActivationSource, n: int) 
 def _run_first_blocks(
     run: BlockRunner, stock: DonorPool, shown: ActivationSource
 ) -> list[tuple[Block, ActivationSource]]:
-    """Return the first blocks of each donor with their outputs."""
     found: list[tuple[Block, ActivationSource]] = []
     for donor in stock.donors.values():
         maps = shown

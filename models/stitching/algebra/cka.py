@@ -1,13 +1,9 @@
 """Linear centred kernel alignment (CKA): similarity of two sets of activations on the same images.
 
 Source: Kornblith et al., Similarity of Neural Network Representations Revisited, ICML 2019, with which FedStitch (arXiv
-2409.07202) scores blocks. The FedStitch paper's Eq. 2 is garbled. The formula meant is HSIC(X, Y) = ||Yc' Xc||_F^2 with
-centred columns, which equals <Kc, Lc> on the centred Gram matrices.
-
-The Gram form is used throughout: n images take n x n numbers for any width of the layer, so that the Gram matrix of
-each donor block is computed once and cached. Features are read in chunks and centred before the product, and the
-products are
-summed in float64: centring the Gram matrix of float32 features with a large offset loses the signal.
+2409.07202) scores blocks. Its Eq. 2 is garbled: HSIC(X, Y) = ||Yc' Xc||_F^2 with centred columns is meant, which equals
+<Kc, Lc> on the centred Gram matrices. So n images take n x n numbers for any width of the layer. Features are centred
+before the product: centring the Gram matrix of float32 features with a large offset loses the signal.
 
 Similarity to the donor's own output is 1 for every unmodified donor at any depth, and does not separate blocks that
 help a classifier from others. `label_alignment` and `explained_variance` do, with the same few images.
@@ -35,7 +31,6 @@ class CkaScore(NamedTuple):
 
 
 def gram_matrix(features: np.ndarray) -> np.ndarray:
-    """Return the Gram matrix (n, n), float64, of column-centred features (n, ...)."""
     x = features.reshape(len(features), -1)
     return gram_from_columns(lambda first, last: x[:, first:last].copy(), *x.shape)
 
@@ -58,8 +53,7 @@ def hsic(k: np.ndarray, l: np.ndarray, estimator: Estimator = "unbiased") -> flo
     """Return the HSIC of two Gram matrices (n, n), up to a factor that depends on n only.
 
     "biased" is <HKH, HLH>. "unbiased" (Song et al., 2012) is the inner product of the U-centred matrices (Szekely and
-    Rizzo, 2014), so that HSIC(K, K) is never negative and |CKA| never exceeds 1. Neither changes if a constant is added
-    to the features.
+    Rizzo, 2014), so that HSIC(K, K) is never negative and |CKA| never exceeds 1.
     """
     centre = _u_centre if estimator == "unbiased" else _centre
     return float(np.vdot(centre(k), centre(l)))
@@ -69,11 +63,7 @@ def cka(k: np.ndarray, l: np.ndarray, estimator: Estimator = "unbiased") -> CkaS
     """Return the CKA of two Gram matrices of the same images, 1 for equal matrices.
 
     For independent noise the biased estimator gives 0.5 to 1 if features outnumber images, and the unbiased estimator
-    about
-    0. Features without variation score 0 and are flagged.
-
-    Raises:
-        ValueError: If the matrices differ in size, or if there are fewer than MIN_IMAGES images.
+    about 0. Features without variation score 0 and are flagged.
     """
     if k.shape != l.shape:
         raise ValueError(f"Gram matrices of shapes {k.shape} and {l.shape}: they must be of the same images")

@@ -35,14 +35,7 @@ class FitRequest(StitchingRequest):
 
 
 def compute_junction_moments(ask: FitRequest, site: ClientContext) -> ClientResult:
-    """Compute the moments from which the winners' junctions are solved.
-
-    Returns:
-        Result with bundles "moments.<i>", the tensors of `least_squares.RegressionMoments` for the i-th winner.
-
-    Raises:
-        DataError: If there are no examples.
-    """
+    """Return bundles "moments.<i>", from which the junction to the i-th winner is solved."""
     path = [ask.blocks[name] for name in ask.path]
     between = stitched_network.load_junctions(path, site.load)
     winners = [ask.blocks[name] for name in ask.winners]
@@ -56,7 +49,7 @@ def compute_junction_moments(ask: FitRequest, site: ClientContext) -> ClientResu
         sums: dict[str, least_squares.RegressionMoments] = {}
         for rows in example_batches(site, chosen):
             shown = block_runner.PreparedExamples(site.train.x[rows], ask.input)
-            x = run.run_path(path, between, shown, block_runner.OutputCache(run, rows, len(path)))
+            x = run.run_path(path, between, shown, rows)
             y: ActivationSource = shown
             for block in chain:
                 if block.id in wanted:
@@ -75,11 +68,7 @@ def compute_junction_moments(ask: FitRequest, site: ClientContext) -> ClientResu
 
 
 def example_batches(site: ClientContext, rows: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield the indices of a device's examples, WAVE at a time.
-
-    Raises:
-        DataError: If there are no examples.
-    """
+    """Yield the indices of a device's examples, WAVE at a time."""
     if not len(rows):
         raise DataError(f"{site.device} has no examples")
     for start in range(0, len(rows), WAVE):
@@ -87,11 +76,6 @@ def example_batches(site: ClientContext, rows: np.ndarray) -> Iterator[np.ndarra
 
 
 def require_labels(y: np.ndarray, labels: int, device: str) -> None:
-    """Raise an error if a label is outside the job's labels.
-
-    Raises:
-        DataError: If a label is out of range.
-    """
     if len(y) and (y.min() < 0 or y.max() >= labels):
         raise DataError(f"{device} has labels from {y.min()} to {y.max()}; the job's labels are 0 to {labels - 1}")
 
@@ -117,12 +101,7 @@ class CountRequest(StitchingRequest):
 def gather_moments(ask: GatherRequest, site: ClientContext) -> ClientResult:
     """Compute the moments of the device's own images, as many as requested or as memory allows.
 
-    Returns:
-        Result with bundle "moments", the tensors of a `class_moments.DeviceMoments`. Metric "short": 1 if memory
-        allowed fewer images than requested.
-
-    Raises:
-        DataError: If there are no examples, or labels that the job lacks.
+    Metric "short" is 1 if memory allowed fewer images than requested.
     """
     require_labels(site.train.y, ask.labels, site.device)
     local = scoring.load_private_state(site)
@@ -159,13 +138,7 @@ def count_correct(ask: CountRequest, site: ClientContext) -> ClientResult:
     """Count the correct predictions of each candidate on the device's held-out examples.
 
     At most as many held-out examples are counted as the device has examples, because that number bounds its weight.
-
-    Returns:
-        Result with bundle "counts", int64: "examples" (1,), the number of examples counted, and "right" (candidates,
-        candidates), the number that both of two candidates predict correctly.
-
-    Raises:
-        DataError: If there are labels that the job lacks.
+    "right" (candidates, candidates) is the number that both of two candidates predict correctly.
     """
     require_labels(site.held.y, ask.labels, site.device)
     rows = np.arange(len(site.held))
@@ -180,11 +153,6 @@ def count_correct(ask: CountRequest, site: ClientContext) -> ClientResult:
 
 
 def evaluate_candidate(ask: CountRequest, site: ClientContext) -> EvaluationSums:
-    """Evaluate the only candidate of a request on the device's held-out examples.
-
-    Raises:
-        DataError: If there are labels that the job lacks.
-    """
     require_labels(site.held.y, ask.labels, site.device)
     batches = ((scores, y) for (scores,), y in _score_candidates(ask, site, np.arange(len(site.held))))
     found: EvaluationSums = site.engine.evaluate_scores(batches, site.held.prior)
@@ -194,7 +162,6 @@ def evaluate_candidate(ask: CountRequest, site: ClientContext) -> EvaluationSums
 def _score_candidates(
     ask: CountRequest, site: ClientContext, rows: np.ndarray
 ) -> Iterator[tuple[list[np.ndarray], np.ndarray]]:
-    """Yield the class scores of each candidate, and the classes, for each batch of the held-out examples `rows`."""
     run = BlockRunner(site, ask.blocks.values(), len(rows) * _paths_flops(ask))
     for first in range(0, len(rows), WAVE):
         wave = rows[first : first + WAVE]

@@ -42,8 +42,6 @@ Kind = Literal["start", "middle", "end"]
 
 @dataclass(frozen=True)
 class DonorBlock:
-    """Block of a donor network. Shapes are without the batch, and FLOPs are per example."""
-
     donor: str
     index: int
     kind: Kind
@@ -54,7 +52,6 @@ class DonorBlock:
 
     @property
     def id(self) -> str:
-        """Name of the block in paths and bundles, "donor.index"."""
         return f"{self.donor}.{self.index}"
 
 
@@ -86,9 +83,6 @@ def split_donor(
         shape: Shape of one example: (channels, size, size) of an image, (steps, channels) of a time series.
         cuts: Names of modules to cut after, in order, or () for `cuts_by_rule`.
         architecture: Name of the network in torchvision, or "".
-
-    Raises:
-        ModelError: If the network cannot be traced or cut there.
     """
     model = model.eval()
     traced = _trace_with_shapes(model, donor, shape)
@@ -114,9 +108,6 @@ def export_block(block: DonorBlock) -> tuple[tuple[BlockGraph, ...], ...]:
 
     Most blocks are one stage of one graph. A linear layer of more than TILE_BYTES becomes a stage of tiles, if the
     graph can be cut around the layer. Each graph's metadata has "activation_bytes" and "weight_bytes" for the engine.
-
-    Raises:
-        ModelError: If ONNX or the devices (`fedquilt.onnx.graph_check`) do not support an operation.
     """
     made = tuple(
         tuple(_build_block_graph(model) for model in stage)
@@ -300,11 +291,7 @@ def list_operations(model: nn.Module, traced: fx.GraphModule) -> list[Operation]
 
 
 def cuts_after_modules(found: Sequence[Operation], donor: str, cuts: Sequence[str]) -> list[str]:
-    """Return the names of the last operations of the modules to cut after.
-
-    Raises:
-        ModelError: If a module is unknown or out of order, or if the network cannot be cut there.
-    """
+    """Return the names of the last operations of the modules to cut after."""
     ends: list[int] = []
     for cut in cuts:
         inside = [i for i, op in enumerate(found) if op.owner == cut or op.owner.startswith(cut + ".")]
@@ -323,11 +310,7 @@ def cuts_after_modules(found: Sequence[Operation], donor: str, cuts: Sequence[st
 
 
 def cuts_by_rule(model: nn.Module, found: Sequence[Operation], donor: str, architecture: str = "") -> list[str]:
-    """Return the cuts before every part with a convolution or attention, and before the classifier.
-
-    Raises:
-        ModelError: If the network has no such places.
-    """
+    """Return the cuts before every part with a convolution or attention, and before the classifier."""
     head = _find_cut_before_head(found, donor)
     parts = next((names for family, names in _PARTS.items() if architecture.startswith(family)), ())
     ends = cuts_after_modules(found, donor, parts) if parts else _cuts_before_convolutions(model, found)
@@ -363,13 +346,11 @@ def value_shape(node: object) -> tuple[int, ...]:
 
 
 def owner_module(node: fx.Node) -> str:
-    """Return the name of the innermost module of an operation, or "" for the network itself."""
     stack = node.meta.get("nn_module_stack") or {"": None}
     return str([*stack][-1])
 
 
 def _part_name(owner: str, trunk: str) -> str:
-    """Return the child of the trunk, or else of the network, that contains a module."""
     inside = not trunk or owner == trunk or owner.startswith(trunk + ".")
     depth = (trunk.count(".") + 2 if trunk else 1) if inside else 1
     return ".".join(owner.split(".")[:depth])

@@ -188,7 +188,6 @@ class _GraphBuilder:
         return self.add_node("Gemm", [joined, weights, bias], "head/scores", transB=1)
 
     def add_alignment(self, logits: str, groups: Sequence[Sequence[int]] | None) -> str:
-        """Add the score of each label: log-sum-exp of its classes' logits, or -inf without classes."""
         assert groups  # `require_label_scores`
         parts = []
         for label, group in enumerate(groups):
@@ -233,12 +232,7 @@ def _load_block_graphs(
 
 
 def load_graph(block: str, path: Path) -> onnx.ModelProto:
-    """Load a graph of a block with its weights.
-
-    Raises:
-        ModelError: If the file cannot be read, was not made by `fedquilt prepare`, or is refused by
-        `fedquilt.onnx.graph_check`.
-    """
+    """Load a graph of a block with its weights, if `fedquilt.onnx.graph_check` accepts it."""
     try:
         graph_check.check_file(path)
         model = onnx.load(path, load_external_data=False)
@@ -267,15 +261,9 @@ def _inline_external_data(tensor: onnx.TensorProto, folder: Path) -> None:
 
 
 def fold_projection(graph: onnx.GraphProto, weights: np.ndarray, bias: np.ndarray) -> onnx.GraphProto | None:
-    """Fold a projection into a graph, or return None if that is inexact or costs more.
+    """Fold a projection, weights (q, p) and bias (q,), into a graph of maps (n, q, ...), which then takes p channels.
 
-    Args:
-        graph: Graph with one input, maps (n, q, h, w) or (n, q, l).
-        weights: Weights of the projection, (q, p).
-        bias: Bias of the projection, (q,).
-
-    Returns:
-        Graph of the unprojected maps, with p channels.
+    Return None if that is inexact or costs more.
     """
     first = _find_only_reading_convolution(graph)
     if first is None:

@@ -51,10 +51,7 @@ def peak_buffer_bytes(
 ) -> int | None:
     """Return the peak bytes that the runtime holds for values, or None if a size is unknown.
 
-    Args:
-        graph: Graph with one input and one output.
-        sizes: Bytes of each value of one example.
-        planned: Shapes that the runtime knows before running, or None if all are known.
+    `sizes` are of the values of one example, and `planned` the shapes known before running, None if all are.
     """
     nodes = _NodeUses(graph)
     shapes: Mapping[str, object] = sizes if planned is None else planned
@@ -92,8 +89,6 @@ def peak_buffer_bytes(
 
 @dataclass(eq=False)
 class _ValueBuffer:
-    """Bytes that the runtime holds from one node to another."""
-
     size: int
     first: int
     shape: object  # None if the runtime learns the shape only while running
@@ -101,8 +96,6 @@ class _ValueBuffer:
 
 
 class _NodeUses:
-    """Operations of a graph after the runtime's fusions, with the first and last use of each value."""
-
     def __init__(self, graph: onnx.GraphProto) -> None:
         self.order = fuse_operations(graph)
         self.input, self.output = graph.input[0].name, graph.output[0].name
@@ -173,7 +166,6 @@ def _shapes_known_before_run(model: onnx.ModelProto) -> dict[str, Dims]:
 
 
 def _fold_and_infer_shapes(model: onnx.ModelProto) -> dict[str, tuple[int, Dims | None]]:
-    """Return type and dimensions of each value. Arithmetic on shapes in the model becomes constants."""
     while True:
         graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
         found = {
@@ -264,8 +256,6 @@ def fuse_operations(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
 
 
 class _FusionPass:
-    """Nodes of a graph, of which some make place for a joined one."""
-
     def __init__(self, graph: onnx.GraphProto) -> None:
         self._nodes = list(graph.node)
         self._output = graph.output[0].name

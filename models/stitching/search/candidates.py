@@ -52,7 +52,6 @@ FRONT = 12  # sets of taps that are validated at most, without those that contro
 
 
 def end_search(state: SearchState) -> SearchState:
-    """Return the state after the search, in phase "gather", "validate" or "done"."""
     if state.params.head == "aligned":
         found = aligned_candidates(state, state.finalists)
         return replace(state, phase="validate" if found else "done", candidates=found)
@@ -86,11 +85,6 @@ def choose_taps(state: SearchState) -> tuple[tuple[Path, ...], list[str]]:
 
 
 def require_networks_within_budget(state: SearchState) -> None:
-    """Raise an error if the job's budget excludes every tap.
-
-    Raises:
-        JobError: If so.
-    """
     limits, stock = budgets(state.params), state.stock
     taps = [path for donor in stock.donors for path in native_taps(stock, donor)]
     if any(_fits(state, [path]) for path in taps):
@@ -109,7 +103,6 @@ def native_taps(stock: DonorPool, donor: str) -> list[Path]:
 
 
 def relative_depth(stock: DonorPool, path: Path) -> float:
-    """Return the depth of a path's last block in its donor, 1 for the last before the classifier."""
     last = stock.blocks[path[-1]]
     return (last.index + 1) / (len(stock.donors[last.donor].blocks) - 1)
 
@@ -127,7 +120,6 @@ def is_native_path(stock: DonorPool, path: Path) -> bool:
 
 
 def aligned_candidates(state: SearchState, ends: Iterable[ScoredPath]) -> tuple[Candidate, ...]:
-    """Return finished networks with their terminating blocks as candidates, if they are within the budget."""
     found = [
         Candidate("aligned", (end.path,), score=end.score, residual=_worst_residual(end.residuals))
         for end in ends
@@ -153,7 +145,6 @@ def pack_sums(sums: ClassMoments, exact: bool = False) -> PackedSums:
 
 
 def unpack_sums(kept: PackedSums | None) -> ClassMoments | None:
-    """Return packed sums with the whole float64 scatter matrix, or None for None."""
     if kept is None:
         return None
     return ClassMoments(kept.counts, kept.totals, least_squares.unpack_symmetric(kept.half, kept.totals.shape[1]))
@@ -163,7 +154,6 @@ def unpack_sums(kept: PackedSums | None) -> ClassMoments | None:
 
 
 def solve_candidates(state: SearchState, sums: ClassMoments) -> tuple[Candidate, ...]:
-    """Solve the heads of all candidates within the budget, and return them with the cheapest first."""
     search = _TruncationSearch(state, joint_head.standardise_sums(sums))
     wanted = [*search.find_larger_sets(), *map(search.solve_single_tap, search.choose_single_taps())]
     found = {frozenset(each.taps): each for each in wanted}
@@ -328,8 +318,6 @@ def _worst_residual(residuals: Sequence[float | None]) -> float | None:
 
 @dataclass(frozen=True)
 class InferenceCost:
-    """FLOPs (a multiply-add is 2) and memory traffic of one example, and bytes of all weights."""
-
     flops: float
     read_bytes: float
     weight_bytes: float
@@ -359,11 +347,7 @@ def inference_cost(stock: DonorPool, paths: Sequence[Path], labels: int) -> Infe
 
 
 def board_cost(flops: float, read_bytes: float, board: str) -> tuple[float | None, float | None]:
-    """Return the milliseconds and joules of one example on a board, None where its speed or power is unknown.
-
-    Raises:
-        JobError: If there is no such profile.
-    """
+    """Return the milliseconds and joules of one example on a board, None where its speed or power is unknown."""
     points = profiles.load_board_profile(board).operating_points()
     work = WorkEstimate(flops=flops, read_bytes=read_bytes, tasks=0.0)
     seconds = cost_model.work_seconds(work, points[0]) if points else None
@@ -371,7 +355,6 @@ def board_cost(flops: float, read_bytes: float, board: str) -> tuple[float | Non
 
 
 def measure_cost(params: SearchParams, cost: InferenceCost) -> dict[str, float | None]:
-    """Return the amounts that budgets limit, those of time and energy only if the job names a board."""
     ms, joules = board_cost(cost.flops, cost.read_bytes, params.board) if params.board else (None, None)
     return {"mflop": cost.flops / 1e6, "ms": ms, "mb": cost.weight_bytes / 1e6, "joules": joules}
 
@@ -392,11 +375,7 @@ def ordering_cost(params: SearchParams, cost: InferenceCost) -> float:
 
 
 def require_usable_budgets(params: SearchParams) -> None:
-    """Raise an error if a budget needs a board, or a board whose speed or power is known.
-
-    Raises:
-        JobError: If so, or if there is no such profile.
-    """
+    """Raise JobError if a budget needs a board, or a board whose speed or power is known."""
     if not params.board and (named := budgets(params).keys() & {"ms", "joules"}):
         raise JobError(f"[params] budget_{min(named)} has no board: name a profile, as in board = 'jetson-tx2'")
     amounts = measure_cost(params, InferenceCost(1.0, 1.0, 1.0))

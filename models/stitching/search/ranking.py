@@ -15,17 +15,14 @@ NORMAL_95 = 1.96  # standard errors of a 95 % interval
 
 
 def count_correct(state: SearchState, index: int) -> int:
-    """Return the number of held-out examples that a candidate predicts correctly."""
     return int(state.right[index, index]) if state.examples else 0
 
 
 def heldout_accuracy(state: SearchState, index: int) -> float | None:
-    """Return a candidate's share of correct predictions on held-out examples, or None if there are none."""
     return count_correct(state, index) / state.examples if state.examples else None
 
 
 def accuracy_interval(right: int, examples: int) -> tuple[float, float]:
-    """Return the 95 % interval of an accuracy (E. B. Wilson, JASA 22, 1927), or (0, 1) without examples."""
     if not examples:
         return 0.0, 1.0
     share, odd = right / examples, NORMAL_95**2 / examples
@@ -44,10 +41,6 @@ def choose_candidate(state: SearchState, among: Iterable[int] | None = None) -> 
     """Return the index of the cheapest candidate within one paired standard error of the best, or None without any.
 
     Without held-out examples the least criterion of generalised cross-validation decides, then the score.
-
-    Args:
-        state: State with candidates, the cheapest first.
-        among: Indices of the candidates to choose from, or None for all.
     """
     indices = list(range(len(state.candidates)) if among is None else among)
     if not indices:
@@ -70,12 +63,7 @@ def candidates_on_front(state: SearchState) -> list[bool]:
 
 
 def pareto_front(gain: Sequence[float | None], prices: Sequence[Sequence[float]]) -> list[bool]:
-    """Return whether each candidate is on the Pareto front of gain and prices.
-
-    Args:
-        gain: Gain of each candidate, more is better, or None for candidates that are never on the front.
-        prices: Prices of each candidate, less is better, the same number for all.
-    """
+    """Return whether each candidate is on the Pareto front of most gain and least prices. Gain None never is."""
 
     def dominates(one: int, other: int) -> bool:
         ours, theirs = (-(gain[one] or 0.0), *prices[one]), (-(gain[other] or 0.0), *prices[other])
@@ -88,8 +76,7 @@ def pareto_front(gain: Sequence[float | None], prices: Sequence[Sequence[float]]
 def accuracy_gains(state: SearchState) -> dict[str, float | None]:
     """Return the gains in held-out accuracy by joining taps and by stitching, or None if unknown.
 
-    "joined" compares the best set of several taps with the best single tap. "stitched" compares the best network with a
-    stitched path with the best network without.
+    Compared are the best candidates with and without.
     """
     found: dict[str, float | None] = {}
     for name, (one, other) in _best_candidates_to_compare(state).items():
@@ -118,7 +105,6 @@ def _best_candidates_to_compare(state: SearchState) -> dict[str, tuple[int | Non
 
 
 def describe_validation(state: SearchState) -> list[str]:
-    """Return lines on accuracy and costs of each candidate, the cheapest first, and on the choice and its gain."""
     rows = list(enumerate(state.candidates, 1))
     front = candidates_on_front(state)
     lines = [

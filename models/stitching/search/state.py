@@ -52,8 +52,6 @@ class SearchParams:
 
 @dataclass(frozen=True)
 class SearchSettings(SearchParams):
-    """Hyper-parameters, and the settings that `mode` determines."""
-
     # the search
     close_early: bool = True  # a vote closes before the last sub-round once no new device turns up
     completion: bool = True  # the last donor's blocks complete a path, only junctions are voted on; False: all are
@@ -107,7 +105,6 @@ PAPER: Mapping[str, Any] = {
 
 
 def resolve_settings(params: SearchParams) -> SearchSettings:
-    """Return all settings of a search. The paper's mode overrides other parameters."""
     if isinstance(params, SearchSettings):
         return params
     return SearchSettings(**{**vars(params), **(PAPER if params.mode == "paper" else {})})

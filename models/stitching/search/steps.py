@@ -28,7 +28,6 @@ WANTED = 10  # distinct finalists; with fewer, or of one donor only, the log say
 
 
 def starting_networks(stock: DonorPool) -> tuple[ScoredPath, ...]:
-    """Return a partial network for each starting block, with all blocks of other kinds as its pool."""
     pool = tuple(sorted(name for name, block in stock.blocks.items() if block.kind != "start"))
     starts = sorted(name for name, block in stock.blocks.items() if block.kind == "start")
     return tuple(ScoredPath((name,), pool, 1.0) for name in starts)
@@ -48,7 +47,6 @@ def initial_state(params: SearchSettings, seed: int, stock: DonorPool, files: di
 
 
 def max_depth(params: SearchSettings) -> int:
-    """Return D_max, the largest number of blocks of a path."""
     assert params.depth is not None, "the state before the first vote knows it"
     return params.depth
 
@@ -174,11 +172,7 @@ def choose_finalists(state: SearchState, left: int) -> tuple[tuple[ScoredPath, .
     """Choose the finished networks to validate. Return them and log notes if they are few.
 
     Sets of donors alternate, each with its best network first: by scores alone a donor with a skipped block would rank
-    above every network stitched from several donors.
-
-    Args:
-        state: State after the search.
-        left: Number of partial networks that could still have been expanded.
+    above every network stitched from several donors. `left` partial networks could still have been expanded.
     """
     found, params = distinct_finalists(state), state.params
     sets = [{state.stock.blocks[name].donor for name in finalist.path[:-1]} for finalist in found]
@@ -201,13 +195,11 @@ def choose_finalists(state: SearchState, left: int) -> tuple[tuple[ScoredPath, .
 
 
 def exploration_rate(state: SearchState) -> float:
-    """Return the probability that a device explores in this expansion."""
     params = state.params
     return max(params.explore_floor, params.explore * params.explore_decay**state.expansions)
 
 
 def choice_seed(state: SearchState, device: str) -> int:
-    """Return the seed of a device's choice in this turn, known to device and coordinator."""
     return derive_seed("coin", state.seed, state.turn, device)
 
 
@@ -232,7 +224,6 @@ def add_ballots(state: SearchState, ballots: Mapping[str, Ballot]) -> SearchStat
 
 
 def close_vote(state: SearchState) -> SearchState:
-    """Close a vote: update device weights, select the K winners, and drop shallow blocks."""
     params, net = state.params, state.current
     assert net is not None
     rise = 1 + len(net.path) / max_depth(params)
@@ -265,12 +256,9 @@ def grow_paths(
     fitted: Mapping[str, dict[str, np.ndarray]],
     residuals: Mapping[str, float | None] = MappingProxyType({}),
 ) -> SearchState:
-    """Append the winners to the current path, as new partial or finished networks.
+    """Append the winners to the current path, as new partial or finished networks, with the `fitted` junctions by name.
 
-    Args:
-        state: State after a vote.
-        fitted: New junctions by their names.
-        residuals: Residuals of the junctions by the winner's block id.
+    `residuals` are of the junctions, by the winner's block id.
     """
     net, winners = state.current, state.winners
     assert net is not None
@@ -330,7 +318,6 @@ def _describe_vote(
     device_ranks: Mapping[str, float],
     device_weights: Mapping[str, float],
 ) -> list[str]:
-    """Return the log lines of a vote. `dropped_blocks` are ids."""
     assert state.current is not None
     total = sum(device_weights[device] for device in state.ballots)
     name = stitched_network.path_name(state.current.path)

@@ -38,19 +38,8 @@ def score_task_spec(state: SearchState, device: DeviceView) -> TaskSpec:
         **_shared_fields(state, blocks),
         path=net.path,
         pool=state.pool,
-        score_at=params.score_at,
-        criterion=params.criterion,
         completes=completes,
-        estimator=params.estimator,
-        samples=params.samples,
-        screen=params.screen,
-        early=params.early,
-        early_margin=params.early_margin,
-        positions=params.positions,
-        ridge=params.ridge,
-        bias=params.bias,
-        k=params.k,
-        spread=params.spread,
+        **{name: value for name, value in vars(params).items() if name in scoring.ScoreRequest.__dataclass_fields__},
         epsilon=steps.exploration_rate(state),
         coin=steps.choice_seed(state, device.device),
     )
@@ -102,7 +91,6 @@ def gather_task_spec(state: SearchState) -> TaskSpec:
 
 
 def moments_task_spec(ask: moments.GatherRequest, files: Mapping[str, BlobRef]) -> TaskSpec:
-    """Return the task spec to compute moments at taps of unmodified donors."""
     bundles = {
         name: files[name] for ids in stitched_network.path_prefixes(ask.paths) for name in ask.blocks[ids[-1]].files
     }
@@ -115,7 +103,6 @@ def _gather_work(ask: moments.GatherRequest) -> WorkEstimate:
 
 
 def minimum_moments_bytes(ask: moments.GatherRequest) -> int:
-    """Return the memory of moments of the fewest images that a device sends."""
     rows = moments.LEAST_ROWS if ask.samples is None else min(ask.samples, moments.LEAST_ROWS)
     return class_moments.factor_bytes(rows, sum(ask.widths))
 
@@ -171,7 +158,6 @@ def _blocks_not_run(state: SearchState) -> set[str]:
 
 
 def label_classes(state: SearchState, path: Sequence[str]) -> tuple[tuple[int, ...], ...] | None:
-    """Return the classes of each label in a path's terminating block, or None if not aligned."""
     return state.stock.donors[state.stock.blocks[path[-1]].donor].align
 
 
@@ -193,16 +179,11 @@ def _collect_path_and_donor_blocks(
 
 
 def blocks_work(runs: Iterable[tuple[Block, float]], matrices_bytes: int, examples: int = 0) -> WorkEstimate:
-    """Return the work of running blocks on a device's examples, with the matrices of a fit.
+    """Return the work of running blocks, each on a share of the task's `examples` (0: all), with the matrices of a fit.
 
     A launch is one run of a graph on RUN_AT_ONCE images. Traffic is the weights in each run, and for each image the
     maps that are alive at once, or the input and output if that is more. The peak is the largest memory of one block
     for one image, weights included. An engine with more memory runs more images at once, and keeps weights and maps.
-
-    Args:
-        runs: Blocks, each with the share of the task's examples that it runs on.
-        matrices_bytes: Memory of the fit.
-        examples: Most of the device's examples that the task uses, or 0 for all.
     """
     flops = maps = launches = weights = peak = 0.0
     for block, share in runs:
