@@ -14,10 +14,8 @@ from fedquilt.core import Aggregation, Bundle, DeviceUpdate, DeviceView, Example
 from fedquilt.data import images
 from fedquilt.methods.fedstitch import METHOD
 from fedquilt.models.stitching import stitched_network
-from fedquilt.models.stitching.device import scoring
 from fedquilt.models.stitching.search import steps
 from fedquilt.models.stitching.search.state import PAPER, SearchParams, SearchSettings
-from fedquilt.models.stitching.stitched_network import Block
 from fedquilt.testing.toy_networks import build_donors, deliver_task, image_members
 from fedquilt.tools.simulation import DeviceData
 
@@ -122,36 +120,35 @@ def test_a_search_whose_budget_runs_out_ends_no_stem():
 
 
 # -- what is refused ------------------------------------------------------------------------------
+def spoilt(bundle: str, **changes: Any) -> Any:
+    """What was sent, with changes of tensors of one bundle."""
+    return lambda sent: {
+        **sent,
+        bundle: {**sent[bundle], **{n: change(sent[bundle][n]) for n, change in changes.items()}},
+    }
+
+
+def nothing(sent: Any) -> Any:
+    return {}
+
+
 @pytest.mark.parametrize(
     ("phase", "spoil", "why"),
     [
-        ("score", lambda u: {"scores": {**u["scores"], "score": u["scores"]["score"] * np.nan}}, "not finite"),
-        ("score", lambda u: {"scores": {**u["scores"], "picks": u["scores"]["picks"][::-1].copy()}}, "do not follow"),
-        ("score", lambda u: {}, "no usable"),
-        ("fit", lambda u: {"moments.0": {**u["moments.0"], "xy": u["moments.0"]["xy"] * np.inf}}, "not finite"),
-        ("fit", lambda u: {n: {**m, "n": 2 * m["n"]} for n, m in u.items()}, "examples, in an update that weighs"),
-        ("gather", lambda u: {}, "missing"),
-        ("gather", lambda u: {"moments": {**u["moments"], "means": u["moments"]["means"] * 99}}, "semi-definite"),
-        ("gather", lambda u: {"moments": {**u["moments"], "factor": u["moments"]["factor"] * np.nan}}, "finite|NaN"),
-        ("validate", lambda u: {"counts": {**u["counts"], "right": u["counts"]["right"] + 99}}, "more right answers"),
-        ("validate", lambda u: {"counts": {**u["counts"], "right": np.tril(u["counts"]["right"])}}, "do not fit"),
-        (
-            "validate",
-            lambda u: {"counts": {**u["counts"], "right": np.diag(u["counts"]["right"].diagonal())}},
-            "do not fit",
-        ),
-        (
-            "validate",
-            lambda u: {
-                "counts": {
-                    **u["counts"],
-                    "right": u["counts"]["right"] + 1 - np.eye(len(u["counts"]["right"]), dtype=int),
-                }
-            },
-            "do not fit|more right",
-        ),
-        ("validate", lambda u: {"counts": {**u["counts"], "examples": u["counts"]["examples"] + 1}}, "that weighs"),
-        ("validate", lambda u: {}, "no usable"),
+        ("score", spoilt("scores", score=lambda a: a * np.nan), "not finite"),
+        ("score", spoilt("scores", picks=lambda a: a[::-1].copy()), "do not follow"),
+        ("score", nothing, "no usable"),
+        ("fit", spoilt("moments.0", xy=lambda a: a * np.inf), "not finite"),
+        ("fit", spoilt("moments.0", n=lambda a: 2 * a), "examples, in an update that weighs"),
+        ("gather", nothing, "missing"),
+        ("gather", spoilt("moments", means=lambda a: a * 99), "semi-definite"),
+        ("gather", spoilt("moments", factor=lambda a: a * np.nan), "finite|NaN"),
+        ("validate", spoilt("counts", right=lambda a: a + 99), "more right answers"),
+        ("validate", spoilt("counts", right=np.tril), "do not fit"),
+        ("validate", spoilt("counts", right=lambda a: np.diag(a.diagonal())), "do not fit"),
+        ("validate", spoilt("counts", right=lambda a: a + 1 - np.eye(len(a), dtype=int)), "do not fit|more right"),
+        ("validate", spoilt("counts", examples=lambda a: a + 1), "that weighs"),
+        ("validate", nothing, "no usable"),
     ],
 )
 def test_an_answer_that_is_not_what_was_asked_is_refused(phase, spoil, why):
@@ -258,37 +255,26 @@ def test_paper_mode_holds_five_rounds_for_each_vote_and_finishes_22_networks():
     assert explored
 
 
-def test_exploration_fades_with_the_expansions():
-    assert steps.exploration_rate(FULL[0]) == pytest.approx(0.3)
-    assert steps.exploration_rate(replace(FULL[0], expansions=1)) == pytest.approx(0.27)
-    assert steps.exploration_rate(replace(FULL[0], expansions=99)) == 0.05
+def first_task(folder: Path) -> Any:
+    bundle, runner = build_donors()
+    order = METHOD.send(METHOD.init(bundle, SearchSettings(**SMALL), 3), DeviceView("dev-0", None))
+    return deliver_task(METHOD, order, image_members(1)[0], runner, seed=3, cache=folder)
 
 
 def test_private_state_begins_anew_when_a_device_has_other_examples(tmp_path):
     """References on images that the device no longer has must not be used."""
-    bundle, runner = build_donors()
-    state = METHOD.init(bundle, SearchSettings(**SMALL), 3)
-    order = METHOD.send(state, DeviceView("dev-0", None))
-    assert order is not None
-    task, site = deliver_task(METHOD, order, image_members(1)[0], runner, seed=3, cache=tmp_path)
+    task, site = first_task(tmp_path)
     first = METHOD.work(task, site)
     fewer = Examples(site.train.x[:30], site.train.y[:30])
     second = METHOD.work(task, replace(site, train=fewer, local=first.local))
     assert second.local["drawn"][0] == 30
     assert not np.array_equal(second.local["gram.elm.0"], first.local["gram.elm.0"])
     with pytest.raises(ModelError, match="knows no phase"):
-        METHOD.work(replace_params(task, phase="dance"), site)
-
-
-def replace_params(task: Any, **changes: Any) -> Any:
-    return msgspec.structs.replace(task, params={**task.params, **changes})
+        METHOD.work(msgspec.structs.replace(task, params={**task.params, "phase": "dance"}), site)
 
 
 def test_progress_rises_and_can_cancel(tmp_path):
-    bundle, runner = build_donors()
-    order = METHOD.send(METHOD.init(bundle, SearchSettings(**SMALL), 3), DeviceView("dev-0", None))
-    assert order is not None
-    task, site = deliver_task(METHOD, order, image_members(1)[0], runner, seed=3, cache=tmp_path)
+    task, site = first_task(tmp_path)
     seen = []
     METHOD.work(task, replace(site, progress=seen.append))
     assert seen == sorted(seen)
@@ -299,11 +285,3 @@ def test_progress_rises_and_can_cancel(tmp_path):
 
     with pytest.raises(InterruptedError):
         METHOD.work(task, replace(site, progress=cancel))
-
-
-def test_blocks_are_typed_all_the_way():
-    bundle, _ = build_donors()
-    order = METHOD.send(METHOD.init(bundle, SearchSettings(**SMALL), 3), DeviceView("dev-0", None))
-    ask = msgspec.convert(msgspec.json.decode(msgspec.json.encode(order.params)), scoring.ScoreRequest)
-    assert all(isinstance(block, Block) for block in ask.blocks.values())
-    assert ask.blocks["ash.1"].in_shape == (4, 8, 8)

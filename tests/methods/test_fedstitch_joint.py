@@ -119,12 +119,6 @@ def test_a_job_without_a_search_joins_donors():
     assert any(line == "stitching: nothing to compare with" for line in METHOD.explain(last))
 
 
-def test_a_single_device_gets_a_head():
-    last = played(image_members(1), expansions=2)[-1]
-    assert METHOD.done(last)
-    assert last.examples == 15
-
-
 def test_a_class_that_nobody_has_is_named_and_never_wins():
     devices = []
     for member in image_members(4):

@@ -8,7 +8,7 @@ from joint_runs import FULL, SMALL, gathering, played
 
 from fedquilt.arrays import tensors
 from fedquilt.coordinator.updates import tasks
-from fedquilt.core import BlobRef, DeviceUpdate, DeviceView, Examples, UpdateError
+from fedquilt.core import DeviceUpdate, DeviceView, Examples, UpdateError
 from fedquilt.methods.fedstitch import METHOD, SearchState
 from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.algebra import class_moments
@@ -106,13 +106,6 @@ def test_a_device_sends_a_factor_and_no_matrix_of_features_by_features():
     assert sent["rows"][0] == 20
     assert sent["factor"].shape == (20 * 38 - 190,)
     assert sent["factor"].dtype == np.float32
-
-
-def test_a_task_brings_the_blocks_of_the_taps_and_no_others():
-    state, _, _ = gathering()
-    order = METHOD.send(state, DeviceView("dev-0", None))
-    sent = {name for name, value in order.bundles.items() if isinstance(value, BlobRef)}
-    assert sent == {f"{path[-1]}.onnx" for path in state.taps}
 
 
 def test_moments_of_other_taps_are_refused():
