@@ -36,7 +36,7 @@ from fedquilt import core
 from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.algebra import class_moments, joint_head, least_squares
 from fedquilt.models.stitching.algebra.class_moments import ClassMoments, ExactMomentSums
-from fedquilt.models.stitching.device import taps
+from fedquilt.models.stitching.device import moments
 from fedquilt.models.stitching.search import candidates, task_specs
 from fedquilt.models.stitching.search.state import PackedSums
 from fedquilt.models.stitching.stitched_network import DonorPool
@@ -98,7 +98,7 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec | None:
     """Return the task spec for a device's moments, or None if they were received or the job is done."""
     if done(state) or device.device in state.heard:
         return None
-    ask = taps.GatherRequest(
+    ask = moments.GatherRequest(
         turn=state.turn,
         input=state.stock.input,
         blocks={name: state.stock.blocks[name] for name in state.path},
@@ -106,8 +106,7 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec | None:
         widths=(_feature_width(state),),
         labels=len(state.stock.labels),
         samples=None,
-        projection_seed=_projection_seed(state),
-        relu=state.params.random_features > 0,
+        projection_seed=_projection_seed(state) if state.params.random_features else None,
         exact=True,
     )
     return task_specs.moments_task_spec(ask, state.files)
@@ -219,7 +218,7 @@ def _projection_seed(state: State) -> int:
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Return the moments of the pooled features at the donor's last block, and of the labels."""
-    return taps.gather_moments(msgspec.convert(task.params, taps.GatherRequest), site)
+    return moments.gather_moments(msgspec.convert(task.params, moments.GatherRequest), site)
 
 
 METHOD = core.Method(

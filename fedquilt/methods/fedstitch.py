@@ -21,8 +21,7 @@ Deviations, where the paper's procedure cannot run or measures something else:
 - Junctions are centred ridge regressions with bias, solved from sums over devices. Eq. 3 is singular with fewer rows
   than channels, and the paper does not say who has the data to solve it.
 - Votes decide only where a path leaves a donor, and for which block. The last donor's remaining blocks, which need no
-  junction, complete every path. Therefore whole donors are finished networks before the first vote, and a search that
-  ends early returns one of them instead of a stem.
+  junction, complete every path, so that a search that ends early returns a whole donor instead of a stem.
 - Picks, winners and finalists alternate among donors. By scores alone, a donor with one block left out would rank above
   every network stitched from several donors.
 - Outputs can also be scored by the labels at the end of the path (`criterion`).
@@ -42,9 +41,7 @@ Deviations, where the paper's procedure cannot run or measures something else:
 
 `mode = "paper"` removes these deviations where possible, and overrides other [params]. Remaining deviations:
 
-- Scores use other images than the junction's fit, because on the same images all wide blocks would score 1.
-- Eq. 3, whose inverse does not exist with fewer rows than channels, is solved for the least norm. The paper does not
-  say who solves Eq. 3, and its server has no data. Here the coordinator solves it from the sums of all selected
+- Scores use other images than the junction's fit, and Eq. 3 is solved for the least norm from the sums of all selected
   devices.
 - A donor's terminating block is offered only if its classes are aligned with the labels.
 - A path is expanded once. Taken literally, Algorithm 1 returns inside its loop, and its set of paths never shrinks.
@@ -80,12 +77,12 @@ from fedquilt.core import (
     TaskSpec,
     Traits,
 )
-from fedquilt.models.stitching import display_names, stitched_network
+from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.algebra import least_squares
 from fedquilt.models.stitching.algebra.class_moments import ExactMomentSums
 from fedquilt.models.stitching.algebra.least_squares import MergedMoments
-from fedquilt.models.stitching.device import junction_moments, scoring, taps
-from fedquilt.models.stitching.search import accumulators, candidates, pareto_front, ranking, steps, task_specs
+from fedquilt.models.stitching.device import moments, scoring
+from fedquilt.models.stitching.search import accumulators, candidates, ranking, steps, task_specs
 from fedquilt.models.stitching.search.accumulators import CorrectCounts, JunctionSums, Sum, VoteSums
 from fedquilt.models.stitching.search.state import Candidate, SearchParams, SearchState, resolve_settings
 
@@ -109,7 +106,7 @@ def init(bundle: Bundle, params: SearchParams, seed: int) -> SearchState:
         raise JobError("head = 'aligned', but no donor says which classes are which label: give a donor `align`")
     if settings.criterion != "cka" and settings.score_at == "input":
         raise JobError(f"criterion = '{settings.criterion}' judges outputs: let score_at be 'hybrid' or 'output'")
-    pareto_front.require_usable_budgets(settings)
+    candidates.require_usable_budgets(settings)
     state = steps.initial_state(settings, seed, stock, dict(bundle.files))
     candidates.require_networks_within_budget(state)
     if state.current is None and settings.expansions:
@@ -214,7 +211,7 @@ def _solve_junctions_and_grow(state: SearchState, sums: tuple[MergedMoments, ...
         notes.append(note)
     rows = sums[0].total.n
     told = (
-        f"{len(junctions)} junctions after {display_names.path_name(state.current.path)} solved from {rows:.0f} "
+        f"{len(junctions)} junctions after {stitched_network.path_name(state.current.path)} solved from {rows:.0f} "
         "positions"
     )
     return steps.grow_paths(replace(state, log=(told, *notes)), junctions, residuals)
@@ -284,23 +281,16 @@ def _union(some: tuple[str, ...], others: Iterable[str]) -> tuple[str, ...]:
 
 
 def work(task: Task, site: ClientContext) -> ClientResult:
-    """Run the task of one phase on a device, by forward passes only.
-
-    Raises:
-        ModelError: If this version of the agent does not support the phase.
-        DataError: If there are too few examples, or labels that the job lacks.
-    """
+    """Run the task of one phase on a device, by forward passes only."""
     match task.params["phase"]:
         case "score":
             return scoring.score_pool(msgspec.convert(task.params, scoring.ScoreRequest), site)
         case "fit":
-            return junction_moments.compute_junction_moments(
-                msgspec.convert(task.params, junction_moments.FitRequest), site
-            )
+            return moments.compute_junction_moments(msgspec.convert(task.params, moments.FitRequest), site)
         case "gather":
-            return taps.gather_moments(msgspec.convert(task.params, taps.GatherRequest), site)
+            return moments.gather_moments(msgspec.convert(task.params, moments.GatherRequest), site)
         case "validate":
-            return taps.count_correct(msgspec.convert(task.params, taps.CountRequest), site)
+            return moments.count_correct(msgspec.convert(task.params, moments.CountRequest), site)
         case phase:
             raise ModelError(f"this agent knows no phase {phase!r} of a stitching job: update it")
 
@@ -309,7 +299,7 @@ def check(task: Task, site: ClientContext) -> EvaluationSums:
     """Evaluate the chosen network on the held-out examples, or none before there is one."""
     if task.params["phase"] != "done":
         return EvaluationSums(examples=0)
-    return taps.evaluate_candidate(msgspec.convert(task.params, taps.CountRequest), site)
+    return moments.evaluate_candidate(msgspec.convert(task.params, moments.CountRequest), site)
 
 
 METHOD = Method(

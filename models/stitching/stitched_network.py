@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -48,7 +48,6 @@ class Block:
 
     @property
     def id(self) -> str:
-        """Name of the block in paths and bundles, "donor.index"."""
         return f"{self.donor}.{self.index}"
 
     @property
@@ -57,7 +56,6 @@ class Block:
 
     @property
     def scoring_variant(self) -> Block:
-        """Block for output scores, in 8 bits if the block has an accepted 8-bit graph."""
         return self if self.int8 is None else replace(self, stages=((self.int8,),), data=())
 
 
@@ -77,11 +75,7 @@ class DonorPool:
 
 
 def load_donor_pool(meta: Mapping[str, Any]) -> DonorPool:
-    """Read the donor pool from a bundle's meta.
-
-    Raises:
-        ModelError: If the bundle has no donor blocks, or if blocks and donors are inconsistent.
-    """
+    """Read the donor pool from a bundle's meta, or raise ModelError if there is none or a donor lacks blocks."""
     try:
         known = {name: meta[name] for name in ("input", "labels", "donors", "blocks")}
         found = msgspec.convert(known, DonorPool)
@@ -105,7 +99,6 @@ def load_donor_pool(meta: Mapping[str, Any]) -> DonorPool:
 
 
 def is_continuation(before: Block, after: Block) -> bool:
-    """Return whether `after` is the donor's own next block, which needs no junction."""
     return after.donor == before.donor and after.index == before.index + 1
 
 
@@ -114,7 +107,6 @@ def is_native_path(path: Sequence[Block]) -> bool:
 
 
 def can_connect(before: Block, after: Block, max_upsampling: float = 2.0) -> bool:
-    """Return whether a junction can connect two blocks, with enlargement up to `max_upsampling`."""
     if after.kind == "start" or len(before.out_shape) != len(after.in_shape) or len(after.in_shape) < 2:
         return False
     return all(
@@ -156,7 +148,6 @@ def _project_maps(maps: np.ndarray, junction: Tensors) -> np.ndarray:
 
 
 def load_junctions(path: Sequence[Block], load: Callable[[str], Tensors]) -> list[Tensors | None]:
-    """Load the junction before each block of a path, None where none is needed."""
     ids = [block.id for block in path]
     found: list[Tensors | None] = [None]
     for i in range(1, len(path)):
@@ -200,7 +191,6 @@ def align_logits(logits: np.ndarray, groups: Sequence[Sequence[int]]) -> np.ndar
 
 
 def random_projection(width: int, wanted: int, seed: int) -> np.ndarray:
-    """Return a Gaussian projection (width, wanted) that preserves lengths on average."""
     draw = np.random.Generator(np.random.PCG64(seed)).standard_normal((width, wanted))
     return draw / np.sqrt(wanted)
 
@@ -261,11 +251,7 @@ def to_artefact(network: StitchedNetwork, stock: DonorPool) -> tuple[dict[str, A
 
 
 def from_artefact(meta: Mapping[str, Any], arrays: Tensors) -> StitchedNetwork:
-    """Read a network from an artefact.
-
-    Raises:
-        ModelError: If the network has no taps, or no head or alignment to label scores.
-    """
+    """Read a network from an artefact."""
     parts = ("weights", "bias")
     network = StitchedNetwork(
         taps=tuple(tuple(tap) for tap in meta["taps"]),
@@ -280,11 +266,6 @@ def from_artefact(meta: Mapping[str, Any], arrays: Tensors) -> StitchedNetwork:
 
 
 def require_label_scores(network: StitchedNetwork) -> None:
-    """Raise an error unless a network's outputs are label scores.
-
-    Raises:
-        ModelError: If there are no taps, neither a head nor an alignment, or an alignment of several taps.
-    """
     if not network.taps or not all(network.taps):
         raise ModelError("the stitched network has no taps, or one without blocks: nothing to run")
     if network.head is None and not any(network.align or ()):
@@ -318,17 +299,7 @@ def run_taps(network: StitchedNetwork, blocks: Mapping[str, Block], run: Run, x:
 
 
 def compute_label_scores(network: StitchedNetwork, blocks: Mapping[str, Block], run: Run, x: np.ndarray) -> np.ndarray:
-    """Return the label scores (n, labels) of a finished network.
-
-    Args:
-        network: Network to run.
-        blocks: Blocks of the donor pool, by id.
-        run: Function that runs one block.
-        x: Prepared images (n, channels, size, size).
-
-    Raises:
-        ModelError: If the network's outputs are not label scores.
-    """
+    """Return the label scores (n, labels) of a finished network for prepared images (n, channels, size, size)."""
     require_label_scores(network)
     outputs = run_taps(network, blocks, run, x)
     if network.head is not None:
@@ -338,3 +309,45 @@ def compute_label_scores(network: StitchedNetwork, blocks: Mapping[str, Block], 
         return z @ network.head["weights"].T + network.head["bias"]
     assert network.align is not None
     return align_logits(outputs[0], network.align)
+
+
+# -- display names -----------------------------------------------------------------------------------
+
+
+def network_name(taps: Sequence[Sequence[str]], headed: bool) -> str:
+    """Return a network's name, for instance "head on a.0-3 + (a.0-2 > b.1)" with the taps a.0, a.1, a.2 and a.3.
+
+    Without a head the only path ends in a donor's classifier.
+    """
+    if not headed:
+        return path_name(taps[0])
+    parts = list[str]()
+    for stitched, group in itertools.groupby(map(tap_name, taps), key=lambda name: name.startswith("(")):
+        names = list(group)
+        parts += names if stitched else _abbreviate_donor_runs(names)
+    return f"head on {' + '.join(parts)}"
+
+
+def tap_name(ids: Sequence[str]) -> str:
+    """Return a tap's name: the last block of an unmodified donor, otherwise the path in brackets."""
+    donor, _, _ = ids[0].rpartition(".")
+    native = list(ids) == [f"{donor}.{index}" for index in range(len(ids))]
+    return ids[-1] if native else f"({path_name(ids)})"
+
+
+def path_name(ids: Sequence[str]) -> str:
+    return " > ".join(_abbreviate_donor_runs(ids))
+
+
+def _abbreviate_donor_runs(ids: Sequence[str]) -> Iterator[str]:
+    place = 0
+    while place < len(ids):
+        donor, _, first = ids[place].rpartition(".")
+        end = place + 1
+        while end < len(ids) and ids[end] == f"{donor}.{int(first) + end - place}":
+            end += 1
+        if end - place > 2:
+            yield f"{ids[place]}-{int(first) + end - place - 1}"
+        else:
+            yield from ids[place:end]
+        place = end

@@ -83,7 +83,6 @@ def _donor_names(pool: Sequence[str]) -> list[str]:
 
 
 def greedy_picks(score: np.ndarray, level: np.ndarray, pool: Sequence[str], k: int, spread: bool = False) -> list[int]:
-    """Return the K best positions in the pool. With `spread`, donors alternate."""
     ordered = rank_blocks(score, level, pool)
     return (alternate_kinds(ordered, _donor_names(pool)) if spread else ordered)[:k]
 
@@ -91,7 +90,6 @@ def greedy_picks(score: np.ndarray, level: np.ndarray, pool: Sequence[str], k: i
 def choose_picks(
     score: np.ndarray, level: np.ndarray, pool: Sequence[str], k: int, epsilon: float, seed: int, spread: bool = False
 ) -> tuple[list[int], bool]:
-    """Return a device's K picks and whether they are random, determined by the seed."""
     coin = tensors.seeded_rng("explore", seed)
     k = min(k, len(pool))
     if coin.random() < epsilon:
@@ -101,14 +99,6 @@ def choose_picks(
 
 def read_ballot(given: Tensors, pool: Sequence[str], k: int, epsilon: float, seed: int, spread: bool = False) -> Ballot:
     """Validate and read the ballot that a device sent.
-
-    Args:
-        given: Tensors of the device.
-        pool: Block ids to score.
-        k: Number of picks.
-        epsilon: Probability of exploring.
-        seed: Seed of the device's choice.
-        spread: Whether donors alternate in the picks.
 
     Raises:
         UpdateError: If a block has no score, a score is not in [-1, 1], or the picks do not follow from scores and
@@ -177,16 +167,8 @@ def update_weights(
 ) -> dict[str, float]:
     """Multiply weights by 1 + alpha where the rank reaches theta, else by 1 - beta, and normalise.
 
-    Args:
-        weights: Weight of every device seen, with sum 1.
-        ranks: Result of `cross_ranks`. With {} weights are only normalised.
-        theta: Rank in [0, 1], or "median" for the median of `ranks`.
-        alpha: Reward.
-        beta: Penalty.
-        normalise: Weights that are rescaled. "cohort": those of the devices in `ranks`, which together keep their
-        weight
-            (but for the limits WEIGHTS). "all", as in the paper: those of all devices, so that a selected device can
-            gain weight at the expense of others.
+    With `normalise` "cohort" the devices in `ranks` together keep their weight, but for the limits WEIGHTS. With "all",
+    as in the paper, a selected device can gain weight at the expense of others.
     """
     if not ranks:
         return _normalise_within_limits(weights)
@@ -198,7 +180,6 @@ def update_weights(
 
 
 def add_devices(weights: Mapping[str, float], devices: Sequence[str]) -> dict[str, float]:
-    """Return the weights with new devices at the mean weight, normalised."""
     new = [device for device in devices if device not in weights]
     mean = sum(weights.values()) / len(weights) if weights else 1.0
     return _normalise_within_limits({**weights, **dict.fromkeys(new, mean)})
@@ -267,7 +248,6 @@ def shallow_blocks(ballots: Mapping[str, Ballot], blocks: Sequence[Block], margi
 
 
 def _exceeds_margin(gap: np.ndarray, margin: float) -> bool:
-    """Return whether the mean gap exceeds `margin` standard errors, or True for 0, or False for one device."""
     if margin == 0:
         return True
     if len(gap) < 2:

@@ -181,31 +181,28 @@ def test_a_sum_of_a_site_is_refused_that_cannot_be_one():
         sound(state, total, n)
         with pytest.raises(UpdateError, match=f"of {n} examples, in an update that weighs 1$"):
             sound(state, total, 1.0)
-        with pytest.raises(UpdateError, match="of no devices"):
-            sound(state, replace(total, devices={}), n)
-        with pytest.raises(UpdateError, match="of no devices, or of one twice"):
-            sound(state, replace(total, devices={"a": 2}), n)
-    with pytest.raises(UpdateError, match="of other devices than are named beside them"):
-        sound(state, replace(held, devices={"a": 1, "b": 1}), n)
-    with pytest.raises(UpdateError, match="of other devices than are named beside them"):
-        sound(state, replace(held, sums=held.fold_parts_into_sums().sums), n)
-    with pytest.raises(UpdateError, match="positive semi-definite"):
-        sound(state, replace(held, parts={"a": {**part, "factor": part["factor"] / 10}}), n)
-    large = held.fold_parts_into_sums()
-    large.sums["second.0"].limbs[0][0, 1] += 2 * np.abs(large.sums["second.0"].rounded_value()).max()
-    with pytest.raises(UpdateError, match="a product of two features that is larger than their squares allow"):
-        sound(state, large, n)
-    negative = held.fold_parts_into_sums()
-    negative.sums["second.0"].limbs[0][0, 0] = -1.0
-    with pytest.raises(UpdateError, match="a negative square"):
-        sound(state, negative, n)
-    few = {name: each for name, each in negative.sums.items() if name != "totals"}
-    with pytest.raises(UpdateError, match="names of sums differ: totals"):
-        sound(state, replace(negative, sums=few), n)
-    odd = held.fold_parts_into_sums()
-    odd.sums["counts"].limbs[0][:2] += (0.5, -0.5)
-    with pytest.raises(UpdateError, match="negative, or not whole"):
-        sound(state, odd, n)
+
+    def summed(name: str, place: Any, values: Any) -> ExactMomentSums:
+        found = held.fold_parts_into_sums()
+        found.sums[name].limbs[0][place] += values
+        return found
+
+    largest = 3 * np.abs(held.fold_parts_into_sums().sums["second.0"].rounded_value()).max()
+    sums = held.fold_parts_into_sums().sums
+    few = {name: each for name, each in sums.items() if name != "totals"}
+    for total, why in (
+        (replace(held, devices={}), "of no devices"),
+        (replace(held, devices={"a": 2}), "of no devices, or of one twice"),
+        (replace(held, devices={"a": 1, "b": 1}), "of other devices than are named beside them"),
+        (replace(held, sums=sums), "of other devices than are named beside them"),
+        (replace(held, parts={"a": {**part, "factor": part["factor"] / 10}}), "positive semi-definite"),
+        (summed("second.0", (0, 1), largest), "a product of two features that is larger than their squares allow"),
+        (summed("second.0", (0, 0), -largest), "a negative square"),
+        (replace(held, parts={}, sums=few), "names of sums differ: totals"),
+        (summed("counts", slice(2), (0.5, -0.5)), "negative, or not whole"),
+    ):
+        with pytest.raises(UpdateError, match=why):
+            sound(state, total, n)
 
 
 def test_what_cannot_begin_or_be_folded_says_why():

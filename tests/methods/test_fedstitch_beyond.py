@@ -73,8 +73,7 @@ def test_the_result_names_the_worst_junction_of_each_network():
     [whole] = METHOD.result(replace(FULL[0], finalists=(finalist,))).meta["search"]
     assert whole["residual"] == 0.7  # it keeps its last block
     z, y = np.random.default_rng(0).normal(size=(60, 5)), np.arange(60) % 3
-    alone = replace(FULL[0].params, join=False)
-    gathered = replace(FULL[0], params=alone, finalists=(finalist,), taps=(finalist.path[:-1],))
+    gathered = replace(FULL[0], finalists=(finalist,), taps=(finalist.path[:-1],))
     [headed] = candidates.solve_candidates(gathered, class_moments.device_moments(z, y, 3).to_sums())
     assert (headed.kind, headed.residual) == ("stitched", 0.1)
 

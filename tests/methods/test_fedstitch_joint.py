@@ -254,16 +254,25 @@ def test_each_set_on_the_front_is_the_best_of_all_truncations_that_cost_no_more(
     z = ends(state, state.taps, [member.train for member in devices])
     y = np.concatenate([member.train.y for member in devices])
     given = joint_head.standardise_sums(class_moments.device_moments(z, y, LABELS).to_sums())
+    search = candidates._TruncationSearch(state, given)
     depths = [candidates.native_taps(state.stock, donor) for donor in state.stock.donors]
     every = []
     for counts in itertools.product(*(range(len(paths) + 1) for paths in depths)):
         paths = tuple(path for own, count in zip(depths, counts, strict=True) for path in own[:count])
         if len(paths) > 1:
-            columns = candidates.tap_layout(state).feature_columns([state.taps.index(path) for path in paths])
-            criterion = joint_head.best_penalty(given.restrict_to(columns)).criterion
+            taps = [state.taps.index(path) for path in paths]
+            criterion = joint_head.best_penalty(search.restrict_to(taps)).criterion
             every.append((criterion, candidates.candidate_price(state, Candidate("joined", paths, BLANK)), set(paths)))
     joined = [each for each in last.candidates if each.kind == "joined"]
     assert len(joined) > 3
     for each in joined:
         price = candidates.candidate_price(state, each)
         assert set(each.paths) == min(other for other in every if other[1] <= price)[2]
+
+
+@pytest.mark.parametrize(("widest", "most"), [(17, 14), (18, 18), (4096, 38)])
+def test_no_more_features_are_joined_than_the_widest(widest, most, monkeypatch):
+    """Of 38 features in 7 taps."""
+    monkeypatch.setattr(candidates, "WIDEST", widest)
+    joined = [each for each in played(expansions=0)[-1].candidates if each.kind == "joined"]
+    assert max(each.head["weights"].shape[1] for each in joined) == most

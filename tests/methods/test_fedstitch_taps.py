@@ -8,15 +8,15 @@ from joint_runs import FULL, SMALL, gathering, played
 
 from fedquilt.arrays import tensors
 from fedquilt.coordinator.updates import tasks
-from fedquilt.core import BlobRef, DeviceUpdate, DeviceView, Examples, UpdateError
+from fedquilt.core import DeviceUpdate, DeviceView, Examples, UpdateError
 from fedquilt.methods.fedstitch import METHOD, SearchState
 from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.algebra import class_moments
 from fedquilt.models.stitching.algebra.class_moments import ExactMomentSums
-from fedquilt.models.stitching.device import taps
+from fedquilt.models.stitching.device import moments
 from fedquilt.models.stitching.search import candidates
 from fedquilt.models.stitching.search.accumulators import CorrectCounts
-from fedquilt.models.stitching.search.state import Finalist, SearchSettings
+from fedquilt.models.stitching.search.state import ScoredPath, SearchSettings
 from fedquilt.testing.toy_networks import build_donors, deliver_task, image_members
 from fedquilt.tools.simulation import DeviceData
 
@@ -24,7 +24,7 @@ from fedquilt.tools.simulation import DeviceData
 def test_taps_step_down_shallow_first_and_say_so():
     stock = FULL[0].stock
     made = tuple(
-        Finalist((*path, "elm.2"), 1.0) for path in (("ash.0", "elm.1"), ("fir.0", "ash.1"), ("elm.0", "fir.1"))
+        ScoredPath((*path, "elm.2"), (), 1.0) for path in (("ash.0", "elm.1"), ("fir.0", "ash.1"), ("elm.0", "fir.1"))
     )
     state = replace(FULL[0], finalists=made)
 
@@ -58,11 +58,11 @@ def test_a_board_with_little_memory_gives_fewer_images():
     state, task, site = gathering()
     whole = METHOD.work(task, site)
     assert (whole.weight, whole.metrics["short"]) == (45.0, 0.0)
-    site.engine.room_bytes = taps.ROOM * class_moments.factor_bytes(40, sum(candidates.tap_layout(state).widths))
+    site.engine.room_bytes = moments.ROOM * class_moments.factor_bytes(40, sum(candidates.tap_widths(state)))
     tight = METHOD.work(task, site)
     assert (tight.weight, tight.metrics["short"]) == (40.0, 1.0)
     site.engine.room_bytes = 1
-    assert METHOD.work(task, site).weight == taps.LEAST_ROWS
+    assert METHOD.work(task, site).weight == moments.LEAST_ROWS
     total = METHOD.aggregation.fold(state, None, DeviceUpdate("dev-0", 0, tight.weight, tight.metrics, tight.bundles))
     after = METHOD.step(state, total)
     assert "1 of 1 devices: memory for some of the wanted images only" in after.log
@@ -71,13 +71,13 @@ def test_a_board_with_little_memory_gives_fewer_images():
 def test_the_orders_memory_counts_the_moments():
     _, task, _ = gathering()
     width = 38
-    assert task.work.peak_bytes >= class_moments.factor_bytes(taps.LEAST_ROWS, width)
+    assert task.work.peak_bytes >= class_moments.factor_bytes(moments.LEAST_ROWS, width)
     bundle, _ = build_donors()
     state = METHOD.init(bundle, SearchSettings(**{**SMALL, "expansions": 0}), 3)
     wide = replace(state.stock.blocks["ash.2"], out_shape=(1 << 20, 4, 4))
     state = replace(state, stock=replace(state.stock, blocks={**state.stock.blocks, "ash.2": wide}))
     order = METHOD.send(state, DeviceView("dev-0", None))
-    assert order.work.peak_bytes >= class_moments.factor_bytes(taps.LEAST_ROWS, 1 << 20)
+    assert order.work.peak_bytes >= class_moments.factor_bytes(moments.LEAST_ROWS, 1 << 20)
 
 
 def test_a_device_is_charged_for_the_images_that_it_gives():
@@ -106,13 +106,6 @@ def test_a_device_sends_a_factor_and_no_matrix_of_features_by_features():
     assert sent["rows"][0] == 20
     assert sent["factor"].shape == (20 * 38 - 190,)
     assert sent["factor"].dtype == np.float32
-
-
-def test_a_task_brings_the_blocks_of_the_taps_and_no_others():
-    state, _, _ = gathering()
-    order = METHOD.send(state, DeviceView("dev-0", None))
-    sent = {name for name, value in order.bundles.items() if isinstance(value, BlobRef)}
-    assert sent == {f"{path[-1]}.onnx" for path in state.taps}
 
 
 def test_moments_of_other_taps_are_refused():
@@ -153,7 +146,7 @@ def test_a_device_validates_on_no_more_examples_than_it_says_it_has(own, held, c
 def test_a_state_keeps_half_of_the_matrix_and_no_devices_moments():
     run = played(cohort=3)
     state = next(state for state in run if state.phase == "gather" and state.heard)
-    width = sum(candidates.tap_layout(state).widths)
+    width = sum(candidates.tap_widths(state))
     assert state.gathered.half.shape == (width * (width + 1) // 2,)
     assert state.gathered.half.dtype == np.float32
     assert all(state.gathered is None for state in run if state.phase in ("validate", "done"))

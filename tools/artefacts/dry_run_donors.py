@@ -37,14 +37,18 @@ SHORT_SEARCH: Final[Mapping[str, Any]] = {
     "finalists": 2,
     "head_samples": 4,
     "head_rounds": 1,
+    "features": 1,  # only the last tap of each donor: a head on all of large donors takes minutes to solve
 }
 SCORED: Final = 2 * cka.MIN_IMAGES  # examples of a device that scores blocks: junctions are fitted on half of them
 DONORS_BYTES: Final = 1 << 32  # budget of the engine that runs donors: half of it holds loaded blocks
-PROJECTED: Final = 32  # features of each tap: a head on all features of large donors takes minutes to solve
 
 
 def dry_run_job(job: JobSettings, made: Bundle, folder: Path) -> None:
-    """Run a few rounds of a job that stitches donors on synthetic examples, and export the result."""
+    """Run a few rounds of a job that stitches donors on synthetic examples, and export the result.
+
+    Raises:
+        ModelError: If the method cannot stitch the donors. Gives the reason.
+    """
     try:
         from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
     except ImportError:
@@ -59,7 +63,7 @@ def _dry_run_donors(job: JobSettings, made: Bundle, folder: Path, engine: Any) -
     if isinstance(given, SearchParams):
         given = resolve_settings(given)
     shorter = dry_run.shorten_params(given, SHORT_SEARCH)
-    shorter |= {n: v for n, v in {"completion": True, "random_features": PROJECTED}.items() if hasattr(given, n)}
+    shorter |= {"completion": True} if hasattr(given, "completion") else {}
     method = replace(whole, init=lambda bundle, params, seed: whole.init(bundle, replace(given, **shorter), seed))
     shape = stock.blocks[next(iter(stock.donors.values())).blocks[0]].in_shape
     held = dry_run.draw_examples({"input": stock.input}, len(stock.labels), SCORED, shape)

@@ -210,7 +210,7 @@ def _encode_shared_parts(
 
 def _encode_result(found: Artefact, row: StoredJob, *, onnx: bool) -> tuple[bytes, str]:
     if found.kind == "stitched":
-        from fedquilt.models.stitching import display_names, stitched_network
+        from fedquilt.models.stitching import stitched_network
         from fedquilt.models.stitching.onnx import export  # needs onnx, which a coordinator does not
 
         index = job_bundle.load_bundle(row.bundle, content=row.content)
@@ -222,7 +222,7 @@ def _encode_result(found: Artefact, row: StoredJob, *, onnx: bool) -> tuple[byte
             files,
             _reading_settings(row),
         )
-        what = display_names.network_name(found.meta["taps"], found.meta["head"] is not None)
+        what = stitched_network.network_name(found.meta["taps"], found.meta["head"] is not None)
         what = f"{what}, labels {', '.join(found.meta['labels'])}"
     elif onnx:
         if found.kind != "weights":

@@ -274,7 +274,7 @@ def _quantize_suitable_blocks(
         maps: ActivationSource = shown
         for block in (stock.blocks[name] for name in donor.blocks):
             outputs, plain_s = _time_block(run, block, maps, n)
-            grams[block.id] = scoring.stack_gram(outputs, n, params.maps)
+            grams[block.id] = scoring.stack_gram(outputs, n)
             graph = quantize_block(
                 block, paths, _yield_calibration_inputs(SourceSlice(maps, n, 2 * n), begun, block, params)
             )
@@ -284,7 +284,7 @@ def _quantize_suitable_blocks(
                 paths[path.name] = path
                 outputs8, quick_s = _time_block(run, replace(block, int8=path.name).scoring_variant, maps, n)
                 graphs[block.id], seconds[block.id] = graph, (quick_s, plain_s)
-                grams8[block.id] = scoring.stack_gram(outputs8, n, params.maps)
+                grams8[block.id] = scoring.stack_gram(outputs8, n)
             maps = run.run_block(block, maps, n, 2 * n, outputs)
 
     def compute_largest_change(name: str) -> float:

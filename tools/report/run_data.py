@@ -54,7 +54,7 @@ def make_candidate_section(found: Candidates, job: JobSettings) -> PageSection |
 
 
 def make_candidate_table(found: Candidates, job: JobSettings) -> tuple[list[str], list[list[str]]]:
-    from fedquilt.models.stitching.search import pareto_front  # here, as it is in a pack
+    from fedquilt.models.stitching.search import candidates
 
     known = [str(name).partition(":")[0] for name in (job.params.get("board"), *job.fleet.boards) if name]
     named = [name for name in dict.fromkeys(known) if name in profiles.board_names()]
@@ -62,7 +62,7 @@ def make_candidate_table(found: Candidates, job: JobSettings) -> tuple[list[str]
     head = ["", "candidate", "kind", "accuracy", "interval", "front", "MFLOP", "MB", *on_boards]
     rows = []
     for number, each in enumerate(found, 1):
-        costs = [pareto_front.board_cost(each["flops"], each["read_bytes"], board) for board in named]
+        costs = [candidates.board_cost(each["flops"], each["read_bytes"], board) for board in named]
         took = [amount for ms, joules in costs for amount in (ms, None if joules is None else 1e3 * joules)]
         rows.append(
             [
@@ -119,9 +119,9 @@ def _plot_accuracy_by_cost(found: Candidates) -> plots.Plot:
 
 
 def _format_full_name(candidate: Mapping[str, Any]) -> str:
-    from fedquilt.models.stitching import display_names
+    from fedquilt.models.stitching import stitched_network
 
-    return display_names.network_name(candidate["taps"], candidate["kind"] != "aligned")
+    return stitched_network.network_name(candidate["taps"], candidate["kind"] != "aligned")
 
 
 def _format_short_name(candidate: Mapping[str, Any]) -> str:

@@ -1,13 +1,9 @@
 """Linear centred kernel alignment (CKA): similarity of two sets of activations on the same images.
 
 Source: Kornblith et al., Similarity of Neural Network Representations Revisited, ICML 2019, with which FedStitch (arXiv
-2409.07202) scores blocks. The FedStitch paper's Eq. 2 is garbled. The formula meant is HSIC(X, Y) = ||Yc' Xc||_F^2 with
-centred columns, which equals <Kc, Lc> on the centred Gram matrices.
-
-The Gram form is used throughout: n images take n x n numbers for any width of the layer, so that the Gram matrix of
-each donor block is computed once and cached. Features are read in chunks and centred before the product, and the
-products are
-summed in float64: centring the Gram matrix of float32 features with a large offset loses the signal.
+2409.07202) scores blocks. Its Eq. 2 is garbled: HSIC(X, Y) = ||Yc' Xc||_F^2 with centred columns is meant, which equals
+<Kc, Lc> on the centred Gram matrices. So n images take n x n numbers for any width of the layer. Features are centred
+before the product: centring the Gram matrix of float32 features with a large offset loses the signal.
 
 Similarity to the donor's own output is 1 for every unmodified donor at any depth, and does not separate blocks that
 help a classifier from others. `label_alignment` and `explained_variance` do, with the same few images.
@@ -15,16 +11,13 @@ help a classifier from others. `label_alignment` and `explained_variance` do, wi
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-Maps: TypeAlias = Literal["flatten", "gap", "position"]
 Estimator: TypeAlias = Literal["unbiased", "biased"]
 
-GRID = 2  # cells along each side of a map in mode "position"
 CHUNK = 4096  # features centred and multiplied at a time
 MIN_IMAGES = 4  # the unbiased estimator divides by n - 3
 STRENGTHS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # of the ridge, as multiples of the features' mean squared length
@@ -37,15 +30,8 @@ class CkaScore(NamedTuple):
     sound: bool
 
 
-def gram_matrix(activations: np.ndarray, maps: Maps = "flatten") -> np.ndarray:
-    """Return the Gram matrix of column-centred features, (n, n) float64.
-
-    For "position" the matrix is (n * GRID^2)^2. `activations` is (n, c, h, w), (n, c, l) or (n, features). `maps`
-    selects how
-    maps become rows: "flatten" makes each example one row of all its features, "gap" averages over positions first (c
-    features), "position" makes each cell of a GRID x GRID average (for a series, of GRID cells) a row of c features.
-    """
-    x = feature_rows(activations, maps)
+def gram_matrix(features: np.ndarray) -> np.ndarray:
+    x = features.reshape(len(features), -1)
     return gram_from_columns(lambda first, last: x[:, first:last].copy(), *x.shape)
 
 
@@ -67,8 +53,7 @@ def hsic(k: np.ndarray, l: np.ndarray, estimator: Estimator = "unbiased") -> flo
     """Return the HSIC of two Gram matrices (n, n), up to a factor that depends on n only.
 
     "biased" is <HKH, HLH>. "unbiased" (Song et al., 2012) is the inner product of the U-centred matrices (Szekely and
-    Rizzo, 2014), so that HSIC(K, K) is never negative and |CKA| never exceeds 1. Neither changes if a constant is added
-    to the features.
+    Rizzo, 2014), so that HSIC(K, K) is never negative and |CKA| never exceeds 1.
     """
     centre = _u_centre if estimator == "unbiased" else _centre
     return float(np.vdot(centre(k), centre(l)))
@@ -78,11 +63,7 @@ def cka(k: np.ndarray, l: np.ndarray, estimator: Estimator = "unbiased") -> CkaS
     """Return the CKA of two Gram matrices of the same images, 1 for equal matrices.
 
     For independent noise the biased estimator gives 0.5 to 1 if features outnumber images, and the unbiased estimator
-    about
-    0. Features without variation score 0 and are flagged.
-
-    Raises:
-        ValueError: If the matrices differ in size, or if there are fewer than MIN_IMAGES images.
+    about 0. Features without variation score 0 and are flagged.
     """
     if k.shape != l.shape:
         raise ValueError(f"Gram matrices of shapes {k.shape} and {l.shape}: they must be of the same images")
@@ -93,25 +74,6 @@ def cka(k: np.ndarray, l: np.ndarray, estimator: Estimator = "unbiased") -> CkaS
         return CkaScore(0.0, False)
     value = hsic(k, l, estimator) / (np.sqrt(kk) * np.sqrt(ll)) if kk != ll else hsic(k, l, estimator) / kk
     return CkaScore(float(np.clip(value, -1.0, 1.0)), True)
-
-
-def feature_rows(activations: np.ndarray, maps: Maps) -> np.ndarray:
-    """Convert activations to the matrix whose rows are compared, as in `gram_matrix`."""
-    if activations.ndim == 2 or maps == "flatten":
-        return activations.reshape(len(activations), -1)
-    if maps == "gap":
-        return activations.mean(axis=tuple(range(2, activations.ndim)), dtype=np.float64)
-    n, c, *sizes = activations.shape
-    cells = np.empty((n, GRID ** len(sizes), c))
-    for place, cell in enumerate(itertools.product(range(GRID), repeat=len(sizes))):
-        spans = tuple(_cell_span(each, size) for each, size in zip(cell, sizes, strict=True))
-        part = activations[(slice(None), slice(None), *spans)]
-        cells[:, place] = part.mean(axis=tuple(range(2, part.ndim)), dtype=np.float64)
-    return cells.reshape(-1, c)
-
-
-def _cell_span(cell: int, size: int) -> slice:
-    return slice(cell * size // GRID, -(-(cell + 1) * size // GRID))
 
 
 def _centre(k: np.ndarray) -> np.ndarray:

@@ -85,12 +85,10 @@ class ClassMoments:
 
 
 def factor_bytes(rows: int, width: int) -> int:
-    """Return the memory of `device_moments` for `rows` examples of `width` features."""
     return 32 * rows * width
 
 
 def device_moments(z: np.ndarray, y: np.ndarray, labels: int) -> DeviceMoments:
-    """Compute a device's moments from features z (n, d) and classes y (n,), n >= 1."""
     z = z.astype(np.float64)
     counts = np.bincount(y, minlength=labels).astype(np.int64)
     means = np.zeros((labels, z.shape[1]))
@@ -119,13 +117,7 @@ def pack_moments(given: DeviceMoments, exact: bool = False) -> dict[str, np.ndar
 
 
 def read_sent_moments(given: Tensors, labels: int, width: int, exact: bool = False) -> DeviceMoments:
-    """Validate and unpack the moments that a device sent.
-
-    Args:
-        given: Tensors of the device.
-        labels: Number of labels of the job.
-        width: Number of features d.
-        exact: Whether the values are float64, as in `pack_moments`.
+    """Validate and unpack the moments that a device sent, with float64 values if `exact`.
 
     Raises:
         UpdateError: If tensors are missing or have wrong shapes, or if no examples can have such moments.
@@ -206,7 +198,6 @@ class ExactMomentSums:
     short: int = 0
 
     def add_update(self, update: DeviceUpdate) -> ExactMomentSums:
-        """Return the moments with those of a device's update. `self` must not be used afterwards."""
         given = {name: np.asarray(update.bundles["moments"][name]) for name in WANTED}
         return self.merge_with(
             ExactMomentSums(
@@ -232,12 +223,9 @@ class ExactMomentSums:
         return found.fold_parts_into_sums() if found.sums or held > sum_bytes(width) else found
 
     def total_sums(self, before: ClassMoments | None = None) -> ClassMoments:
-        """Return the sums of all devices, one at least, about the mean of all examples.
+        """Return the sums of these devices, one at least, and of those `before`, about the mean of all examples.
 
         The mean is subtracted at the end: second moments lose (mean / deviation)^2 of float64's 16 digits.
-
-        Args:
-            before: Sums of earlier devices to merge with, or None.
         """
         parts = [unpack_without_validation(part) for part in self.parts.values()]
         small = _add_counts_and_totals(dict(self.sums), parts)
@@ -270,29 +258,17 @@ class ExactMomentSums:
 
 
 def sum_bytes(width: int) -> int:
-    """Return the memory of the second moments' sums of `width` features."""
     return 6 * width * width
 
 
 def validate_update_moments(update: DeviceUpdate, labels: int, width: int, exact: bool = False) -> None:
-    """Validate the moments of one device before they are added.
-
-    Raises:
-        UpdateError: If the moments have the wrong form, or another number of examples than the update's weight.
-    """
+    """Validate the moments of one device before they are added."""
     part = read_sent_moments(update.bundles.get("moments", {}), labels, width, exact)
     least_squares.require_weight(part.n, update.weight)
 
 
 def validate_site_moments(total: ExactMomentSums, labels: int, width: int, weight: float, exact: bool = False) -> None:
     """Validate the moments of a site's devices before they are merged.
-
-    Args:
-        total: Moments that the site sent.
-        labels: Number of labels of the job.
-        width: Number of features d.
-        weight: Weight of the update.
-        exact: Whether the values are float64.
 
     Raises:
         UpdateError: If names, shapes, devices or numbers of examples are wrong, or if the values cannot be moments.
@@ -309,7 +285,6 @@ def validate_site_moments(total: ExactMomentSums, labels: int, width: int, weigh
 
 
 def _add_counts_and_totals(sums: dict[str, ExactSum], parts: Sequence[DeviceMoments]) -> dict[str, ExactSum]:
-    """Add counts and feature totals of devices to `sums`, in place, and return `sums`."""
     for part in parts:
         counts = part.counts.astype(np.float64)
         sums |= exact_sums.add_arrays(sums, {"counts": counts, "totals": counts[:, None] * part.means})

@@ -52,7 +52,6 @@ class StandardisedSums:
 
     @property
     def cross(self) -> np.ndarray:
-        """Covariance (d, labels) of standardised features and one-hot labels."""
         return np.asarray((self.means * self.shares[:, None]).T)
 
     def restrict_to(self, columns: np.ndarray) -> StandardisedSums:
@@ -112,16 +111,10 @@ def best_penalty(given: StandardisedSums, tried: Sequence[float] = STRENGTHS) ->
 
 
 def search_penalty(given: StandardisedSums, start: RidgePenalty, tried: Sequence[float] = STRENGTHS) -> RidgePenalty:
-    """Return a local optimum of the ridge penalty, downhill from `start`.
+    """Return a local optimum of the ridge penalty, downhill from `start`, one of `tried` (ascending).
 
     Each penalty is solved by Cholesky's factor, a small part of the time that the eigenvectors of `best_penalty` take.
-    This suits sets of many features with a good start. Stronger penalties are tried first, because more features need
-    them.
-
-    Args:
-        given: Sums of the set.
-        start: One of `tried`, with its criterion.
-        tried: Penalties, ascending.
+    Stronger penalties are tried first, because more features need them.
     """
     best, place = start, tried.index(start.ridge)
     for step in (1, -1):
@@ -192,28 +185,8 @@ def fit_discriminant(given: StandardisedSums, ridge: float) -> LinearHead:
 
 
 def export_head(head: Tensors) -> dict[str, np.ndarray]:
-    """Return a head in which a class with the bias NEVER scores -inf.
-
-    States contain NEVER instead, because their values must be finite.
-
-    Args:
-        head: "weights" (labels, d), "bias" (labels,), and other tensors, which are returned unchanged.
-    """
+    """Return a head in which a class with the bias NEVER scores -inf. States must be finite, and contain NEVER."""
     weights, bias = (head[part].astype(np.float32) for part in ("weights", "bias"))
     never = bias <= np.float32(NEVER)
     weights[never], bias[never] = 0.0, -np.inf
     return {**head, "weights": weights, "bias": bias}
-
-
-# -- taps -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TapLayout:
-    """Places of the taps' features in z, from the `widths` of the taps in order."""
-
-    widths: tuple[int, ...]
-
-    def feature_columns(self, taps: Sequence[int]) -> np.ndarray:
-        starts = np.concatenate([[0], np.cumsum(self.widths)])
-        return np.concatenate([np.arange(starts[tap], starts[tap + 1]) for tap in taps])

@@ -110,7 +110,6 @@ def solve_ridge(sums: RegressionMoments, ridge: float = RIDGE) -> tuple[np.ndarr
 
 
 def fit_bytes(channels: int, positions: int) -> int:
-    """Return the peak memory of a `RidgeFit` of `channels` channels on `positions` rows."""
     side = min(channels, positions)
     return 24 * side * side + 12 * positions * channels + 8 * BLOCK * (3 * positions + 2 * channels)
 
@@ -121,16 +120,11 @@ def moments_bytes(channels: int) -> int:
 
 
 class RidgeFit:
-    """Ridge regression on rows in memory, with one inverse for any number of targets.
+    """Ridge regression on rows (n, p) in memory, with one inverse for any number of targets.
 
     The cheaper of two equivalent forms is used: with fewer rows than channels the dual form inverts an n x n matrix
     instead of a p x p matrix. With ridge = 0 the pseudo-inverse comes from a singular value decomposition with a
-    cut-off at max(n, p) * eps.
-
-    Args:
-        x: Rows, (n, p).
-        ridge: Penalty relative to the mean variance of a channel.
-        centred: Whether to fit a bias.
+    cut-off at max(n, p) * eps. `centred` fits a bias.
     """
 
     def __init__(self, x: np.ndarray, ridge: float = RIDGE, centred: bool = True) -> None:
@@ -150,7 +144,6 @@ class RidgeFit:
             self._inverse = np.linalg.pinv(x, rcond=max(x.shape) * np.finfo(np.float64).eps)
 
     def solve_weights(self, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return W (q, p) and b (q,), float64, for targets y (n, q)."""
         mean = y.mean(axis=0, dtype=np.float64) * self._centred
         y = y - mean
         if self._x is None:
@@ -238,11 +231,7 @@ def pack_moments(sums: RegressionMoments, exact: bool) -> dict[str, np.ndarray]:
 
 
 def read_sent_moments(given: Tensors, p: int, q: int) -> RegressionMoments:
-    """Validate and unpack the moments that a device sent.
-
-    Raises:
-        UpdateError: If names, shapes or values cannot be moments of p and q channels.
-    """
+    """Validate and unpack the moments of p and q channels that a device sent."""
     shapes = {"n": (1,), "mean_x": (p,), "mean_y": (q,), "xx": (p * (p + 1) // 2,), "xy": (p, q), "yy": (1,)}
     if missing := sorted(shapes.keys() - given.keys()):
         raise UpdateError(f"moments: {', '.join(missing)} missing")
@@ -260,7 +249,6 @@ def read_sent_moments(given: Tensors, p: int, q: int) -> RegressionMoments:
 
 
 def require_tensors(given: Tensors, wanted: Mapping[str, TensorSpec]) -> None:
-    """Raise UpdateError unless moments that a device sent have these finite tensors."""
     try:
         tensors.require_addable(given, wanted)
     except UpdateError as error:
@@ -268,13 +256,11 @@ def require_tensors(given: Tensors, wanted: Mapping[str, TensorSpec]) -> None:
 
 
 def require_weight(rows: float, weight: float, positions: int = 1) -> None:
-    """Raise UpdateError unless the moments' rows equal the update's weight times `positions`."""
     if rows != positions * weight:
         raise UpdateError(f"moments: of {rows / positions:g} examples, in an update that weighs {weight:g}")
 
 
 def pack_upper(matrix: np.ndarray, kind: type) -> np.ndarray:
-    """Pack the rows of a matrix from the diagonal on into a vector of a type."""
     packed: np.ndarray = np.empty(packed_size(*matrix.shape), kind)
     for row, place in _packed_rows(*matrix.shape):
         packed[place] = matrix[row, row:]

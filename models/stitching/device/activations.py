@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 
@@ -33,50 +33,21 @@ READ_BYTES = 1 << 20
 SPARE = ".spare"  # suffix of files that may be deleted to make room for newer ones
 
 
-class ActivationSource(Protocol):
+class ActivationSource:
     """Examples in a fixed order, read a few at a time."""
 
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def example_bytes(self) -> int:
-        """Temporary memory in bytes for reading one example, without the example itself."""
-        ...
+    shape: tuple[int, ...]
+    example_bytes = 0  # temporary memory for reading one example, without the example itself
 
     def read_examples(self, first: int, last: int) -> np.ndarray:
-        """Return the examples [first, last), float32."""
-        ...
+        raise NotImplementedError
 
     def read_channels(self, examples: slice, some: slice) -> np.ndarray:
-        """Return some channels (axis 1) of some examples."""
-        ...
+        return self.read_examples(examples.start, examples.stop)[:, some]
 
 
-class ActivationStack(ActivationSource, Protocol):
-    """Examples that are written once, in order, and read any number of times.
-
-    Every method raises StoreError if the disk is full or fails.
-    """
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def read_features(self, first: int, last: int, examples: int) -> np.ndarray:
-        """Return features [first, last) of the first `examples` examples, as a new float32 array."""
-        ...
-
-    def append(self, values: np.ndarray) -> None:
-        """Append the next examples, (k, ...)."""
-        ...
-
-    def save(self, path: Path) -> None: ...
-
-
-class MemoryStack:
+class MemoryStack(ActivationSource):
     """Stack in memory, which keeps the appended arrays without a copy."""
-
-    example_bytes = 0
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape, self.nbytes = shape, 4 * prod(shape)
@@ -96,11 +67,7 @@ class MemoryStack:
             start += len(part)
         return found[0] if len(found) == 1 else np.concatenate(found)
 
-    def read_channels(self, examples: slice, some: slice) -> np.ndarray:
-        return self.read_examples(examples.start, examples.stop)[:, some]
-
     def read_features(self, first: int, last: int, examples: int) -> np.ndarray:
-        """Return flattened features [first, last) of the first `examples` examples."""
         found, start = [], 0
         for part in self._parts:
             if start < examples:
@@ -109,7 +76,6 @@ class MemoryStack:
         return np.concatenate(found)
 
     def append(self, values: np.ndarray) -> None:
-        """Append the next examples. The array must not change afterwards."""
         self._parts.append(values)
 
     def save(self, path: Path) -> None:
@@ -119,10 +85,8 @@ class MemoryStack:
         copy.save(path)
 
 
-class FileStack:
+class FileStack(ActivationSource):
     """Stack in a temporary file, deleted with the object unless saved."""
-
-    example_bytes = 0
 
     def __init__(self, shape: tuple[int, ...], folder: Path) -> None:
         self.shape, self.nbytes = shape, 4 * prod(shape)
@@ -210,14 +174,13 @@ class FileStack:
                     done += got
 
 
-class MappedSource:
-    """Examples of another source, passed through a function on reading.
+ActivationStack: TypeAlias = MemoryStack | FileStack  # written once, in order, and read any number of times
 
-    Args:
-        source: Examples to map.
-        function: Function from a batch of examples to a batch of results.
-        shape: Shape of one result, without the batch.
-        example_bytes: Temporary memory of the function for one example, in bytes.
+
+class MappedSource(ActivationSource):
+    """Examples of another source, passed through a function from batch to batch on reading.
+
+    `shape` and `example_bytes` are of one result and of the function's temporary memory for it.
     """
 
     def __init__(
@@ -234,11 +197,8 @@ class MappedSource:
     def read_examples(self, first: int, last: int) -> np.ndarray:
         return self._function(self._source.read_examples(first, last))
 
-    def read_channels(self, examples: slice, some: slice) -> np.ndarray:
-        return self.read_examples(examples.start, examples.stop)[:, some]
 
-
-class SourceSlice:
+class SourceSlice(ActivationSource):
     def __init__(self, source: ActivationSource, first: int, last: int) -> None:
         self._source, self._first = source, first
         self.shape = (last - first, *source.shape[1:])
@@ -252,14 +212,10 @@ class SourceSlice:
 
 
 class ActivationCache:
-    """Factory of stacks, in memory or in files, and a cache of stacks by name.
+    """Factory of stacks in memory or in files, and a cache by name of stacks, which can be deleted at any time.
 
-    A cached stack can be deleted at any time.
-
-    Args:
-        folder: Folder of this job. Files left by an interrupted task are removed.
-        memory_bytes: Limit of all living stacks in memory together.
-        kept_bytes: Limit of all spare stacks in the cache.
+    All living stacks in memory hold at most `memory_bytes`, and all spare ones on disk `kept_bytes`. Files that an
+    interrupted task left in `folder` are removed.
     """
 
     def __init__(self, folder: Path, memory_bytes: int, kept_bytes: int) -> None:
@@ -279,11 +235,7 @@ class ActivationCache:
         return stack
 
     def store(self, name: str, stack: ActivationStack, *, spare: bool) -> None:
-        """Store a stack for later tasks. A `spare` stack is stored only if there is room.
-
-        Raises:
-            StoreError: If the disk is full or fails, and the stack is not spare.
-        """
+        """Store a stack for later tasks. A `spare` stack is stored only if there is room."""
         if not spare:
             stack.save(self._folder / name)
             return
@@ -294,7 +246,6 @@ class ActivationCache:
             log.warning("%s is not kept: %s", self._folder / name, error)
 
     def find(self, name: str, shape: tuple[int, ...]) -> FileStack | None:
-        """Return the stack stored under a name, or None if there is none of that shape."""
         return FileStack.open(self._folder / name, shape) or FileStack.open(self._folder / (name + SPARE), shape)
 
     def _evict_entries_for(self, size: int) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
-from typing import Protocol
 
 import numpy as np
 
@@ -34,21 +33,11 @@ PIECE_BYTES = 2 << 20  # maps read at a time where no graph sets the batch size
 Between = Sequence[Tensors | None]
 
 
-class PathOutputs(Protocol):
-    def find(self, path: Sequence[Block]) -> ActivationStack | None: ...
-
-    def store(self, path: Sequence[Block], maps: ActivationStack) -> None: ...
-
-
 class BlockRunner:
     """Runner of one task's blocks, which reports progress and raises if the task is cancelled.
 
-    Args:
-        site: Engine, files and cache of the device.
-        blocks: All blocks that may run. They determine the memory left for stacks.
-        flops: Estimate for the whole task, for the reported progress.
-        beside_bytes: Memory that the task itself holds while blocks run.
-        matrices_bytes: Largest size passed to `reserve_memory`.
+    `blocks` determine the memory left for stacks, beside `beside_bytes` of the task's own and the largest size passed
+    to `reserve_memory`, `matrices_bytes`. `flops` is an estimate for the whole task.
     """
 
     def __init__(
@@ -100,23 +89,30 @@ class BlockRunner:
         return made
 
     def run_path(
-        self, path: Sequence[Block], between: Between, source: ActivationSource, known: PathOutputs
+        self, path: Sequence[Block], between: Between, source: ActivationSource, rows: np.ndarray
     ) -> ActivationStack:
-        """Return the output of a path's last block, run from the longest cached prefix, and cache the new outputs."""
-        begin, maps = len(path), known.find(path)
+        """Return the output of a path's last block on the images `rows`, from its longest prefix on the disk.
+
+        The output is stored there for later tasks.
+        """
+        begin, maps = len(path), self._find_output(path, rows)
         while maps is None and begin > 0:
             begin -= 1
-            maps = known.find(path[:begin]) if begin else None
+            maps = self._find_output(path[:begin], rows) if begin else None
+        if begin == len(path) and maps is not None:
+            return maps
         for i in range(begin, len(path)):
             maps = self.run_block(path[i], apply_junction_lazily(source if maps is None else maps, between[i], path[i]))
-            known.store(path[: i + 1], maps)
         assert maps is not None, "an empty path has no output"
+        self.shelf.store(cache_key(path, rows, "path"), maps, spare=True)
         return maps
+
+    def _find_output(self, path: Sequence[Block], rows: np.ndarray) -> ActivationStack | None:
+        return self.shelf.find(cache_key(path, rows, "path"), (len(rows), *path[-1].out_shape))
 
     def _iterate_stage_outputs(
         self, stage: Sequence[str], source: ActivationSource, first: int, last: int, flops: float
     ) -> Iterator[np.ndarray]:
-        """Yield a stage's outputs on examples [first, last) in batches, or at once if the stage has several graphs."""
         if len(stage) == 1:
             yield from self._iterate_graph_outputs(stage[0], source, first, last, flops)
             return
@@ -137,29 +133,7 @@ class BlockRunner:
             yield engine.run(path, source.read_examples(start, stop))
 
 
-class OutputCache:
-    """Outputs of paths on some of a device's images, cached on disk between tasks.
-
-    Args:
-        flow: Runner with the cache.
-        rows: Indices of the images, part of the cache key.
-        length: Length of the paths to store.
-    """
-
-    def __init__(self, flow: BlockRunner, rows: np.ndarray, length: int) -> None:
-        self._flow, self._rows, self._length = flow, rows, length
-
-    def find(self, path: Sequence[Block]) -> ActivationStack | None:
-        shape = (len(self._rows), *path[-1].out_shape)
-        return self._flow.shelf.find(cache_key(path, self._rows, "path"), shape)
-
-    def store(self, path: Sequence[Block], maps: ActivationStack) -> None:
-        """Cache the output of a path of the configured length. Outputs of other paths are not stored."""
-        if len(path) == self._length:
-            self._flow.shelf.store(cache_key(path, self._rows, "path"), maps, spare=True)
-
-
-class PreparedExamples:
+class PreparedExamples(ActivationSource):
     def __init__(self, x: np.ndarray, wanted: inputs.Table) -> None:
         self._x, self._wanted = x, wanted
         self.shape = (len(x), *inputs.network_input_shape(wanted, x.shape[1:]))
@@ -167,9 +141,6 @@ class PreparedExamples:
 
     def read_examples(self, first: int, last: int) -> np.ndarray:
         return inputs.prepare_inputs(self._x[first:last], self._wanted)
-
-    def read_channels(self, examples: slice, some: slice) -> np.ndarray:
-        return self.read_examples(examples.start, examples.stop)[:, some]
 
 
 def cache_key(path: Sequence[Block], rows: np.ndarray, what: str) -> str:
@@ -195,11 +166,10 @@ def apply_junction_lazily(maps: ActivationSource, junction: Tensors | None, bloc
 
 
 def resize_maps(maps: ActivationSource, *sizes: int) -> ActivationSource:
-    """Return maps that are resized on reading, or the same maps if they have these sizes."""
     return maps if maps.shape[2:] == sizes else ResizedMaps(maps, sizes)
 
 
-class ResizedMaps:
+class ResizedMaps(ActivationSource):
     """Maps resized on reading, a few channels at a time, to bound memory."""
 
     def __init__(self, maps: ActivationSource, sizes: tuple[int, ...]) -> None:

@@ -47,7 +47,6 @@ class ScoreRequest(StitchingRequest):
     criterion: Criterion  # of outputs
     completes: bool  # labels judge the output after the candidate's donor has run on to its terminating block
     estimator: cka.Estimator
-    maps: cka.Maps
     samples: int
     screen: int
     early: int  # images after which a hopeless candidate is dropped; 0: never
@@ -62,21 +61,14 @@ class ScoreRequest(StitchingRequest):
 
 
 def score_pool(ask: ScoreRequest, site: ClientContext) -> ClientResult:
-    """Score a pool of blocks as the next block of a path, and choose the device's picks.
+    """Score a pool of blocks as the next block of a path, and choose the device's picks (`vote.Ballot`).
 
     The input score compares the path's maps with the donor's own input to the candidate, without a junction and without
     running the candidate. The output score fits a junction on other images than are scored (on the same images every
     wide block interpolates and scores 1) and compares the candidate's output with its donor's, or with the labels. In
     mode "hybrid" the input score screens, and the best few blocks get the output score. A candidate may run in 8 bits
-    for its output score (`Block.scoring_variant`). Paths and references always run in float32.
-
-    Returns:
-        Result with bundle "scores", the tensors of a `vote.Ballot` in the order of the pool, and level 1 for blocks
-        whose output was scored on all images. Metrics: "turn", "score" (the best), "explored" and "doubtful" (number of
-        scores without any variation to compare).
-
-    Raises:
-        DataError: If there are too few examples.
+    for its output score (`Block.scoring_variant`). Paths and references always run in float32. Level 1 is of blocks
+    whose output was scored on all images. Metric "doubtful" counts scores without any variation to compare.
     """
     scorer = _BlockScorer(ask, site)
     found, level = scorer.score_candidate_inputs(), np.zeros(len(ask.pool), np.int64)
@@ -153,7 +145,6 @@ class _BlockScorer:
     def _score_early_and_full(
         self, block: Block, junction: Tensors | None, floor: float
     ) -> tuple[cka.CkaScore, cka.CkaScore | None]:
-        """Return a candidate's scores on the first and on all images, the latter None if the first is below `floor`."""
         if junction is None and stitched_network.is_native_path(self._path):
             exact = self.local[_label_score_name(block, self._ask.criterion)][0] if self._by_labels else 1.0
             own = cka.CkaScore(exact, True)  # CKA of equal matrices is 1
@@ -171,7 +162,6 @@ class _BlockScorer:
         return (early if first else full), full
 
     def _score_first_outputs(self, block: Block, outputs: ActivationStack, examples: int) -> cka.CkaScore:
-        """Return the score of the outputs against the donor's or, after its remaining blocks, the labels."""
         if not self._by_labels:
             return self._compare_with_cached_gram(self._compute_gram(outputs, examples), _gram_name(block))
         maps: ActivationSource = outputs
@@ -185,23 +175,21 @@ class _BlockScorer:
         return sorted(later, key=lambda each: each.index)
 
     def _score_against_labels(self, maps: ActivationSource, examples: int) -> cka.CkaScore:
-        parts = (
-            cka.feature_rows(part, "gap") for _, part in block_runner.iterate_pieces(SourceSlice(maps, 0, examples))
-        )
+        pieces = block_runner.iterate_pieces(SourceSlice(maps, 0, examples))
+        features = np.concatenate([stitched_network.global_average_pool(part) for _, part in pieces])
         judge = cka.label_alignment if self._ask.criterion == "labels" else cka.explained_variance
-        return judge(np.concatenate(list(parts)), self._site.train.y[self._rows[:examples]])
+        return judge(features, self._site.train.y[self._rows[:examples]])
 
     def _compare_with_cached_gram(self, here: np.ndarray, reference: str) -> cka.CkaScore:
         there = self.local[reference][: len(here), : len(here)]
         return cka.cka(here, there, self._ask.estimator)
 
     def _compute_gram(self, maps: ActivationStack, examples: int) -> np.ndarray:
-        return stack_gram(maps, examples, self._ask.maps).astype(np.float32)
+        return stack_gram(maps, examples).astype(np.float32)
 
     # -- cached results --
 
     def _cache_donor_references(self) -> None:
-        """Run the donors' uncached blocks, and cache Gram matrices, label scores and fit targets."""
         for chain, _ in donor_chains(self._ask.blocks, self._pool):
             if not self._fits:
                 chain = chain[:-1]  # input scores do not use the deepest candidate's output
@@ -241,12 +229,10 @@ class _BlockScorer:
 
     def _compute_path_output_once(self) -> ActivationStack:
         if self._maps is None:
-            kept = block_runner.OutputCache(self._flow, self._rows, len(self._path))
-            self._maps = self._flow.run_path(self._path, self._between, self._shown, kept)
+            self._maps = self._flow.run_path(self._path, self._between, self._shown, self._rows)
         return self._maps
 
     def _fit_junctions(self, blocks: Sequence[Block]) -> dict[str, tuple[ActivationStack, np.ndarray]]:
-        """Return weights and bias of a junction to each candidate, except the path's own next block."""
         found: dict[str, tuple[ActivationStack, np.ndarray]] = {}
         strange = [block for block in blocks if not stitched_network.is_continuation(self._path[-1], block)]
         for size in sorted({block.in_shape[1:] for block in strange}):
@@ -263,7 +249,6 @@ class _BlockScorer:
         return found
 
     def _solve_junction(self, fit: least_squares.RidgeFit, block: Block) -> tuple[ActivationStack, np.ndarray]:
-        """Solve a junction for a few channels at a time, and return its weights in the cache and its bias."""
         # Solved for a few of the block's channels at a time, to bound memory.
         target = self._find_target(self._ask.blocks[f"{block.donor}.{block.index - 1}"])
         assert target is not None
@@ -288,20 +273,12 @@ class _BlockScorer:
 
 
 def share_count(score_at: ScoreAt) -> int:
-    """Return the number of equal shares of the images: one is scored, another fits junctions."""
     return 1 if score_at == "input" else 2
 
 
-def stack_gram(maps: ActivationStack, examples: int, how: cka.Maps) -> np.ndarray:
-    """Return the Gram matrix, float64, of the first `examples` examples, read in chunks."""
-    if how == "flatten" or len(maps.shape) == 2:
-        features = prod(maps.shape[1:])
-        return cka.gram_from_columns(lambda first, last: maps.read_features(first, last, examples), examples, features)
-    return cka.gram_matrix(
-        np.concatenate(
-            [cka.feature_rows(part, how) for _, part in block_runner.iterate_pieces(SourceSlice(maps, 0, examples))]
-        )
-    )
+def stack_gram(maps: ActivationStack, examples: int) -> np.ndarray:
+    features = prod(maps.shape[1:])
+    return cka.gram_from_columns(lambda first, last: maps.read_features(first, last, examples), examples, features)
 
 
 def _gram_name(block: Block, offset: int = 0) -> str:

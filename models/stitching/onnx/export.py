@@ -22,7 +22,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from fedquilt.core import ModelError, Tensors
 from fedquilt.data import inputs
-from fedquilt.models.stitching.onnx import junction_folding, memory
+from fedquilt.models.stitching.onnx import memory
 from fedquilt.models.stitching.stitched_network import Block, enlarges_maps, from_artefact, junction_name, path_prefixes
 from fedquilt.onnx import graph_check
 
@@ -148,7 +148,7 @@ class _GraphBuilder:
             ), stage
         value = self._add_resize(value, before, after, name)
         weights, bias = _to_float32(junction["weights"]), _to_float32(junction["bias"])
-        folded = junction_folding.fold_projection(stage[0], weights, bias) if len(stage) == 1 else None
+        folded = fold_projection(stage[0], weights, bias) if len(stage) == 1 else None
         return (
             (self._add_projection(value, junction, len(before), name), stage) if folded is None else (value, [folded])
         )
@@ -188,7 +188,6 @@ class _GraphBuilder:
         return self.add_node("Gemm", [joined, weights, bias], "head/scores", transB=1)
 
     def add_alignment(self, logits: str, groups: Sequence[Sequence[int]] | None) -> str:
-        """Add the score of each label: log-sum-exp of its classes' logits, or -inf without classes."""
         assert groups  # `require_label_scores`
         parts = []
         for label, group in enumerate(groups):
@@ -233,12 +232,7 @@ def _load_block_graphs(
 
 
 def load_graph(block: str, path: Path) -> onnx.ModelProto:
-    """Load a graph of a block with its weights.
-
-    Raises:
-        ModelError: If the file cannot be read, was not made by `fedquilt prepare`, or is refused by
-        `fedquilt.onnx.graph_check`.
-    """
+    """Load a graph of a block with its weights, if `fedquilt.onnx.graph_check` accepts it."""
     try:
         graph_check.check_file(path)
         model = onnx.load(path, load_external_data=False)
@@ -261,3 +255,51 @@ def _inline_external_data(tensor: onnx.TensorProto, folder: Path) -> None:
         tensor.raw_data = data.read(int(where.get("length", "-1")))
     tensor.ClearField("external_data")
     tensor.data_location = TensorProto.DEFAULT
+
+
+# -- folding -----------------------------------------------------------------------------------------
+
+
+def fold_projection(graph: onnx.GraphProto, weights: np.ndarray, bias: np.ndarray) -> onnx.GraphProto | None:
+    """Fold a projection, weights (q, p) and bias (q,), into a graph of maps (n, q, ...), which then takes p channels.
+
+    Return None if that is inexact or costs more.
+    """
+    first = _find_only_reading_convolution(graph)
+    if first is None:
+        return None
+    kernel = numpy_helper.to_array(_find_tensor(graph, first.input[1]))  # (o, q, k, k) or (o, q, k)
+    attributes = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in first.attribute}
+    if any(attributes.get("pads", ())) or attributes.get("group", 1) != 1 or attributes.get("auto_pad"):
+        return None
+    (q, p), area = weights.shape, int(np.prod(attributes.get("strides", (1, 1))))
+    if kernel.size * p // q >= q * p * area + kernel.size:  # multiplications for each output position
+        return None
+    made = onnx.GraphProto()
+    made.CopyFrom(graph)
+    node = next(node for node in made.node if node.output[0] == first.output[0])
+    offset = kernel.sum(axis=tuple(range(2, kernel.ndim))) @ bias
+    if len(node.input) > 2:
+        offset = offset + numpy_helper.to_array(_find_tensor(graph, node.input[2]))
+    arrays = {"weight": np.einsum("oq...,qp->op...", kernel, weights), "bias": offset}
+    node.input[:] = [node.input[0], *(f"{node.output[0]}/folded_{name}" for name in arrays)]
+    for name, array in zip(node.input[1:], arrays.values(), strict=True):
+        made.initializer.append(numpy_helper.from_array(np.ascontiguousarray(array, np.float32), name))
+    used = {name for each in made.node for name in each.input}
+    idle = [tensor for tensor in made.initializer if tensor.name not in used]
+    for tensor in idle:
+        made.initializer.remove(tensor)
+    made.input[0].type.tensor_type.shape.dim[1].dim_value = p
+    return made
+
+
+def _find_only_reading_convolution(graph: onnx.GraphProto) -> onnx.NodeProto | None:
+    takers = [node for node in graph.node if graph.input[0].name in node.input]
+    known = {tensor.name for tensor in graph.initializer}
+    if len(takers) != 1 or takers[0].op_type != "Conv" or not {*takers[0].input[1:]} <= known:
+        return None
+    return takers[0]
+
+
+def _find_tensor(graph: onnx.GraphProto, name: str) -> onnx.TensorProto:
+    return next(tensor for tensor in graph.initializer if tensor.name == name)

@@ -62,20 +62,14 @@ MERGED: Final = (ExactMomentSums, CorrectCounts)  # other accumulators are kept 
 
 
 def accumulator_type(state: SearchState) -> type[Sum] | None:
-    """Return the type of the sums in the current phase, or None if devices are kept separately."""
     kind = SUMS.get(state.phase)
     return kind if kind in MERGED else None
 
 
 def validate_site_sums(state: SearchState, total: Sum, weight: float) -> None:
-    """Validate a site's moments or counts before they are merged.
-
-    Raises:
-        UpdateError: If the number of examples, the devices or the shapes are wrong.
-    """
     if isinstance(total, ExactMomentSums):
         return class_moments.validate_site_moments(
-            total, len(state.stock.labels), sum(candidates.tap_layout(state).widths), weight
+            total, len(state.stock.labels), sum(candidates.tap_widths(state)), weight
         )
     assert isinstance(total, CorrectCounts)
     if set(total.devices.values()) != {1}:
@@ -89,11 +83,6 @@ def validate_site_sums(state: SearchState, total: Sum, weight: float) -> None:
 
 
 def validate_update(state: SearchState, update: DeviceUpdate) -> None:
-    """Validate an update before it is added to the sums.
-
-    Raises:
-        UpdateError: If the update is of another step of the search, or has the wrong form.
-    """
     turn = update.metrics.get("turn")
     if turn != state.turn:
         raise UpdateError(f"answers turn {turn} of the search, which is at {state.turn}")
@@ -103,20 +92,15 @@ def validate_update(state: SearchState, update: DeviceUpdate) -> None:
         case "fit":
             _read_junction_moments(state, update)
         case "gather" if update.device not in state.heard:
-            class_moments.validate_update_moments(
-                update, len(state.stock.labels), sum(candidates.tap_layout(state).widths)
-            )
+            class_moments.validate_update_moments(update, len(state.stock.labels), sum(candidates.tap_widths(state)))
         case "validate" if update.device not in state.heard:
             _read_valid_counts(update, len(state.candidates))
 
 
 def fold_update(state: SearchState, so_far: Sum | None, update: DeviceUpdate) -> Sum:
-    """Add a device's update to the accumulator of the round.
+    """Add a device's update to the accumulator of the round, after validation.
 
     Moments and counts of a device that took part in this phase before are ignored.
-
-    Raises:
-        UpdateError: If the update is invalid, as in `validate_update`.
     """
     validate_update(state, update)
     so_far = SUMS[state.phase]() if so_far is None else so_far
@@ -157,7 +141,6 @@ def _read_junction_moments(state: SearchState, update: DeviceUpdate) -> list[lea
 
 
 def junction_shapes(state: SearchState) -> list[tuple[int, int, int]]:
-    """Return the input and output channels of each winner's junction, and its positions per example."""
     blocks = state.stock.blocks
     assert state.current is not None
     channels = blocks[state.current.path[-1]].out_shape[0]

@@ -17,18 +17,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import inf, isfinite
+from math import inf, isfinite, prod
 
 import numpy as np
 
-from fedquilt.core import JobError, derive_seed
-from fedquilt.models.stitching import display_names, stitched_network
+from fedquilt import profiles
+from fedquilt.core import JobError, WorkEstimate
+from fedquilt.costs import cost_model
+from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.algebra import joint_head, least_squares
 from fedquilt.models.stitching.algebra.class_moments import ClassMoments
-from fedquilt.models.stitching.algebra.joint_head import RidgePenalty, StandardisedSums, TapLayout
-from fedquilt.models.stitching.search import pareto_front
-from fedquilt.models.stitching.search.pareto_front import InferenceCost
-from fedquilt.models.stitching.search.state import Candidate, Finalist, PackedSums, SearchSettings, SearchState
+from fedquilt.models.stitching.algebra.joint_head import RidgePenalty, StandardisedSums
+from fedquilt.models.stitching.search.state import (
+    Candidate,
+    PackedSums,
+    ScoredPath,
+    SearchParams,
+    SearchState,
+)
 from fedquilt.models.stitching.stitched_network import DonorPool
 
 Path = tuple[str, ...]
@@ -46,7 +52,6 @@ FRONT = 12  # sets of taps that are validated at most, without those that contro
 
 
 def end_search(state: SearchState) -> SearchState:
-    """Return the state after the search, in phase "gather", "validate" or "done"."""
     if state.params.head == "aligned":
         found = aligned_candidates(state, state.finalists)
         return replace(state, phase="validate" if found else "done", candidates=found)
@@ -60,8 +65,6 @@ def choose_taps(state: SearchState) -> tuple[tuple[Path, ...], list[str]]:
     bodies = [
         path for path in dict.fromkeys(finalist.path[:-1] for finalist in state.finalists) if _fits(state, [path])
     ]
-    if not params.join:
-        return tuple(bodies), []
     prefixes = [[path for path in native_taps(stock, donor) if _fits(state, [path])] for donor in sorted(stock.donors)]
     own = [path for paths in prefixes for path in paths]
     made = [body for body in bodies if body not in own]
@@ -70,28 +73,23 @@ def choose_taps(state: SearchState) -> tuple[tuple[Path, ...], list[str]]:
     shallow = [path for path in down if relative_depth(stock, path) < SHALLOW]
     first = [*shallow, *made[KEPT:][::-1], *down[len(shallow) :], *made[:KEPT][::-1]]  # in the order of leaving out
     gone: list[Path] = []
-    while first and sum(tap_width(stock, params, path) for path in (*last, *first)) > params.features:
+    while first and sum(tap_width(stock, path) for path in (*last, *first)) > params.features:
         gone.append(first.pop(0))
     notes = []
     if gone:
         notes.append(
             f"not gathered, as all taps together would have more than {params.features} features: "
-            + ", ".join(map(display_names.tap_name, gone))
+            + ", ".join(map(stitched_network.tap_name, gone))
         )
     return tuple(path for path in (*own, *made) if path not in gone), notes
 
 
 def require_networks_within_budget(state: SearchState) -> None:
-    """Raise an error if the job's budget excludes every tap.
-
-    Raises:
-        JobError: If so.
-    """
-    limits, stock = pareto_front.budgets(state.params), state.stock
+    limits, stock = budgets(state.params), state.stock
     taps = [path for donor in stock.donors for path in native_taps(stock, donor)]
     if any(_fits(state, [path]) for path in taps):
         return
-    costs = [pareto_front.measure_cost(state.params, _inference_cost(state, [path])) for path in taps]
+    costs = [measure_cost(state.params, _inference_cost(state, [path])) for path in taps]
     least = {name: min(each[name] or 0.0 for each in costs) for name in limits}
     told = ", ".join(f"budget_{name} = {limit:g} (least {least[name]:.3g})" for name, limit in limits.items())
     raise JobError(f"[params] {told}: no donor has a block within the budget: raise it, or give a smaller donor")
@@ -105,30 +103,23 @@ def native_taps(stock: DonorPool, donor: str) -> list[Path]:
 
 
 def relative_depth(stock: DonorPool, path: Path) -> float:
-    """Return the depth of a path's last block in its donor, 1 for the last before the classifier."""
     last = stock.blocks[path[-1]]
     return (last.index + 1) / (len(stock.donors[last.donor].blocks) - 1)
 
 
-def tap_width(stock: DonorPool, params: SearchSettings, path: Path) -> int:
-    channels = stock.blocks[path[-1]].out_shape[0]
-    return min(channels, params.random_features or channels)
+def tap_width(stock: DonorPool, path: Path) -> int:
+    return stock.blocks[path[-1]].out_shape[0]
 
 
-def tap_layout(state: SearchState) -> TapLayout:
-    return TapLayout(tuple(tap_width(state.stock, state.params, path) for path in state.taps))
+def tap_widths(state: SearchState) -> tuple[int, ...]:
+    return tuple(tap_width(state.stock, path) for path in state.taps)
 
 
 def is_native_path(stock: DonorPool, path: Path) -> bool:
     return stitched_network.is_native_path([stock.blocks[name] for name in path])
 
 
-def projection_seed(state: SearchState) -> int:
-    return derive_seed("features", state.seed)
-
-
-def aligned_candidates(state: SearchState, ends: Iterable[Finalist]) -> tuple[Candidate, ...]:
-    """Return finished networks with their terminating blocks as candidates, if they are within the budget."""
+def aligned_candidates(state: SearchState, ends: Iterable[ScoredPath]) -> tuple[Candidate, ...]:
     found = [
         Candidate("aligned", (end.path,), score=end.score, residual=_worst_residual(end.residuals))
         for end in ends
@@ -138,7 +129,7 @@ def aligned_candidates(state: SearchState, ends: Iterable[Finalist]) -> tuple[Ca
 
 
 def _fits(state: SearchState, paths: Sequence[Path], headed: bool = True) -> bool:
-    return pareto_front.is_within_budget(state.params, _inference_cost(state, paths, headed))
+    return is_within_budget(state.params, _inference_cost(state, paths, headed))
 
 
 # -- what is gathered -----------------------------------------------------------------------------
@@ -154,7 +145,6 @@ def pack_sums(sums: ClassMoments, exact: bool = False) -> PackedSums:
 
 
 def unpack_sums(kept: PackedSums | None) -> ClassMoments | None:
-    """Return packed sums with the whole float64 scatter matrix, or None for None."""
     if kept is None:
         return None
     return ClassMoments(kept.counts, kept.totals, least_squares.unpack_symmetric(kept.half, kept.totals.shape[1]))
@@ -164,12 +154,8 @@ def unpack_sums(kept: PackedSums | None) -> ClassMoments | None:
 
 
 def solve_candidates(state: SearchState, sums: ClassMoments) -> tuple[Candidate, ...]:
-    """Solve the heads of all candidates within the budget, and return them with the cheapest first."""
     search = _TruncationSearch(state, joint_head.standardise_sums(sums))
-    wanted = [
-        *(search.find_larger_sets() if state.params.join else ()),
-        *map(search.solve_single_tap, _choose_single_taps(search)),
-    ]
+    wanted = [*search.find_larger_sets(), *map(search.solve_single_tap, search.choose_single_taps())]
     found = {frozenset(each.taps): each for each in wanted}
     return sort_by_cost(state, (_solve_candidate(search, each) for each in found.values()))
 
@@ -179,7 +165,7 @@ def sort_by_cost(state: SearchState, found: Iterable[Candidate]) -> tuple[Candid
 
 
 def candidate_price(state: SearchState, candidate: Candidate) -> float:
-    return pareto_front.ordering_cost(state.params, candidate_cost(state, candidate))
+    return ordering_cost(state.params, candidate_cost(state, candidate))
 
 
 def candidate_cost(state: SearchState, candidate: Candidate) -> InferenceCost:
@@ -187,7 +173,7 @@ def candidate_cost(state: SearchState, candidate: Candidate) -> InferenceCost:
 
 
 def _inference_cost(state: SearchState, paths: Sequence[Path], headed: bool = True) -> InferenceCost:
-    return pareto_front.inference_cost(state.stock, paths, len(state.stock.labels) if headed else 0)
+    return inference_cost(state.stock, paths, len(state.stock.labels) if headed else 0)
 
 
 @dataclass(frozen=True)
@@ -206,7 +192,8 @@ class _TruncationSearch:
     """
 
     def __init__(self, state: SearchState, given: StandardisedSums) -> None:
-        self.state, self.given, self.layout = state, given, tap_layout(state)
+        self.state, self.given = state, given
+        self._starts = np.cumsum([0, *tap_widths(state)])
         self.native = _native_taps_by_donor(state)
         self._single: dict[int, _TapSet] = {}
 
@@ -242,7 +229,7 @@ class _TruncationSearch:
         sets = [taps for taps in sets if self._is_allowed(taps)]
         if not sets:
             return []
-        given, ends = self.restrict_to(sets[-1]), [len(self.layout.feature_columns(taps)) for taps in sets]
+        given, ends = self.restrict_to(sets[-1]), [len(self._columns(taps)) for taps in sets]
         ridges = [ridge for ridge in COARSE if ridge >= base.penalty.ridge][: 2 if base.taps else None]
         criteria = [joint_head.prefix_gcv_criteria(given, ridge, ends) for ridge in ridges]
         found = [
@@ -254,18 +241,29 @@ class _TruncationSearch:
         return replace(found, penalty=joint_head.search_penalty(self.restrict_to(found.taps), found.penalty))
 
     def _is_allowed(self, taps: Sequence[int]) -> bool:
-        narrow = len(self.layout.feature_columns(taps)) <= WIDEST
+        narrow = len(self._columns(taps)) <= WIDEST
         return narrow and _fits(self.state, [self.state.taps[tap] for tap in taps])
 
     def restrict_to(self, taps: Sequence[int]) -> StandardisedSums:
-        return self.given.restrict_to(self.layout.feature_columns(taps))
+        return self.given.restrict_to(self._columns(taps))
+
+    def _columns(self, taps: Sequence[int]) -> np.ndarray:
+        return np.concatenate([np.arange(self._starts[tap], self._starts[tap + 1]) for tap in taps])
 
     def _ordering_cost(self, taps: Sequence[int]) -> float:
         cost = _inference_cost(self.state, [self.state.taps[tap] for tap in taps])
-        return pareto_front.ordering_cost(self.state.params, cost)
+        return ordering_cost(self.state.params, cost)
 
     def criterion_of_tap(self, tap: int) -> tuple[float, int]:
         return self.solve_single_tap(tap).penalty.criterion, tap
+
+    def choose_single_taps(self) -> list[int]:
+        """Return each donor's best and last tap, and the ends of stitched paths."""
+        native = {tap for own in self.native.values() for tap in own}
+        found = set(range(len(self.state.taps))) - native
+        for own in self.native.values():
+            found |= {own[-1], min(own, key=self.criterion_of_tap)}
+        return sorted(found)
 
 
 def thin_front(found: Iterable[_TapSet]) -> list[_TapSet]:
@@ -281,16 +279,6 @@ def _by_criterion(found: _TapSet) -> tuple[float, float, tuple[int, ...]]:
     return found.penalty.criterion, found.cost, found.taps
 
 
-def _choose_single_taps(search: _TruncationSearch) -> list[int]:
-    stock, taps = search.state.stock, search.state.taps
-    if not search.state.params.join:
-        return list(range(len(taps)))
-    found = {tap for tap, path in enumerate(taps) if not is_native_path(stock, path)}
-    for own in search.native.values():
-        found |= {own[-1], min(own, key=search.criterion_of_tap)}
-    return sorted(found)
-
-
 def _native_taps_by_donor(state: SearchState) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for tap, path in enumerate(state.taps):
@@ -304,15 +292,7 @@ def _solve_candidate(search: _TruncationSearch, found: _TapSet) -> Candidate:
     taps = sorted(found.taps)
     head = joint_head.fit_discriminant(search.restrict_to(taps), chosen.ridge)
     paths = tuple(state.taps[tap] for tap in taps)
-    parts, first = [], 0
-    for path in paths:
-        sent, channels = tap_width(state.stock, state.params, path), state.stock.blocks[path[-1]].out_shape[0]
-        part = head.weights[:, first : first + sent]
-        if sent < channels:
-            part = part @ stitched_network.random_projection(channels, sent, projection_seed(state)).T
-        parts.append(part)
-        first += sent
-    arrays = {"weights": np.hstack(parts).astype(np.float32), "bias": head.bias.astype(np.float32)}
+    arrays = {"weights": head.weights.astype(np.float32), "bias": head.bias.astype(np.float32)}
     ends = [finalist for finalist in state.finalists if finalist.path[:-1] in paths]
     one = ends[0] if len(paths) == 1 and ends else None
     native = all(is_native_path(state.stock, path) for path in paths)
@@ -333,6 +313,73 @@ def _worst_residual(residuals: Sequence[float | None]) -> float | None:
     return max((each for each in residuals if each is not None), default=None)
 
 
-def candidate_criterion(candidate: Candidate) -> float:
-    """Return a candidate's criterion, or infinity if there is none."""
-    return float("inf") if candidate.criterion is None else candidate.criterion
+# -- costs and budgets ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class InferenceCost:
+    flops: float
+    read_bytes: float
+    weight_bytes: float
+
+
+def inference_cost(stock: DonorPool, paths: Sequence[Path], labels: int) -> InferenceCost:
+    """Return the cost of parallel paths under a head with `labels` labels, or without a head for 0.
+
+    Common prefixes of paths run once. Traffic counts weights, and the inputs and outputs of blocks.
+    """
+    flops = weights = maps = 0.0
+    for ids in stitched_network.path_prefixes(paths):
+        block = stock.blocks[ids[-1]]
+        flops += block.flops
+        maps += 4.0 * (prod(block.in_shape) + prod(block.out_shape))
+        before = stock.blocks[ids[-2]] if len(ids) > 1 else None
+        if before is not None and not stitched_network.is_continuation(before, block):
+            size = before.out_shape[0] * block.in_shape[0]
+            flops += 2.0 * size * min(prod(before.out_shape[1:]), prod(block.in_shape[1:]))
+            weights += 4.0 * (size + block.in_shape[0])
+    weights += sum(stock.blocks[name].weight_bytes for name in {name for path in paths for name in path})
+    if labels:
+        width = sum(stock.blocks[path[-1]].out_shape[0] for path in paths)
+        flops += 2.0 * width * labels
+        weights += 4.0 * labels * (width + 1)
+    return InferenceCost(flops, maps + weights, weights)
+
+
+def board_cost(flops: float, read_bytes: float, board: str) -> tuple[float | None, float | None]:
+    """Return the milliseconds and joules of one example on a board, None where its speed or power is unknown."""
+    points = profiles.load_board_profile(board).operating_points()
+    work = WorkEstimate(flops=flops, read_bytes=read_bytes, tasks=0.0)
+    seconds = cost_model.work_seconds(work, points[0]) if points else None
+    return (None, None) if seconds is None else (1e3 * seconds, cost_model.work_joules(seconds, points[0]))
+
+
+def measure_cost(params: SearchParams, cost: InferenceCost) -> dict[str, float | None]:
+    ms, joules = board_cost(cost.flops, cost.read_bytes, params.board) if params.board else (None, None)
+    return {"mflop": cost.flops / 1e6, "ms": ms, "mb": cost.weight_bytes / 1e6, "joules": joules}
+
+
+def is_within_budget(params: SearchParams, cost: InferenceCost) -> bool:
+    amounts = measure_cost(params, cost)
+    return all((amounts[name] or 0.0) <= limit for name, limit in budgets(params).items())
+
+
+def budgets(params: SearchParams) -> dict[str, float]:
+    limits = {name: getattr(params, f"budget_{name}") for name in ("mflop", "ms", "mb", "joules")}
+    return {name: limit for name, limit in limits.items() if limit is not None}
+
+
+def ordering_cost(params: SearchParams, cost: InferenceCost) -> float:
+    """Return the amount that the first budget limits, or MFLOP without a budget."""
+    return measure_cost(params, cost)[next(iter(budgets(params)), "mflop")] or 0.0
+
+
+def require_usable_budgets(params: SearchParams) -> None:
+    """Raise JobError if a budget needs a board, or a board whose speed or power is known."""
+    if not params.board and (named := budgets(params).keys() & {"ms", "joules"}):
+        raise JobError(f"[params] budget_{min(named)} has no board: name a profile, as in board = 'jetson-tx2'")
+    amounts = measure_cost(params, InferenceCost(1.0, 1.0, 1.0))
+    for name in budgets(params):
+        if amounts[name] is None:
+            what = "speed" if name == "ms" else "speed and power"
+            raise JobError(f"[params] budget_{name}: the {what} of {params.board!r} is unknown: name another board")

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from math import sqrt
+from collections.abc import Callable, Iterable, Sequence
+from math import inf, sqrt
 from typing import Any
 
-from fedquilt.models.stitching import display_names, stitched_network
+from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.algebra import joint_head
-from fedquilt.models.stitching.search import candidates, pareto_front
+from fedquilt.models.stitching.search import candidates
 from fedquilt.models.stitching.search.state import Candidate, SearchState
 
 NORMAL_95 = 1.96  # standard errors of a 95 % interval
 
 
 def count_correct(state: SearchState, index: int) -> int:
-    """Return the number of held-out examples that a candidate predicts correctly."""
     return int(state.right[index, index]) if state.examples else 0
 
 
 def heldout_accuracy(state: SearchState, index: int) -> float | None:
-    """Return a candidate's share of correct predictions on held-out examples, or None if there are none."""
     return count_correct(state, index) / state.examples if state.examples else None
 
 
 def accuracy_interval(right: int, examples: int) -> tuple[float, float]:
-    """Return the 95 % interval of an accuracy (E. B. Wilson, JASA 22, 1927), or (0, 1) without examples."""
     if not examples:
         return 0.0, 1.0
     share, odd = right / examples, NORMAL_95**2 / examples
@@ -44,33 +41,42 @@ def choose_candidate(state: SearchState, among: Iterable[int] | None = None) -> 
     """Return the index of the cheapest candidate within one paired standard error of the best, or None without any.
 
     Without held-out examples the least criterion of generalised cross-validation decides, then the score.
-
-    Args:
-        state: State with candidates, the cheapest first.
-        among: Indices of the candidates to choose from, or None for all.
     """
     indices = list(range(len(state.candidates)) if among is None else among)
     if not indices:
         return None
     if not state.examples:
-        found = state.candidates
-        return min(indices, key=lambda i: (candidates.candidate_criterion(found[i]), -(found[i].score or 0.0), i))
+        return min(indices, key=lambda i: _unvalidated_rank(state.candidates[i]))
     best = max(indices, key=lambda i: (count_correct(state, i), -i))
     lacking = {i: count_correct(state, best) - count_correct(state, i) for i in indices}
     return next(i for i in sorted(indices) if lacking[i] <= paired_error(state, i, best))
 
 
+def _unvalidated_rank(candidate: Candidate) -> tuple[float, float]:
+    return inf if candidate.criterion is None else candidate.criterion, -(candidate.score or 0.0)
+
+
 def candidates_on_front(state: SearchState) -> list[bool]:
     costs = [candidates.candidate_cost(state, each) for each in state.candidates]
     prices = [(own.flops, own.read_bytes, own.weight_bytes) for own in costs]
-    return pareto_front.pareto_front([heldout_accuracy(state, i) for i in range(len(costs))], prices)
+    return pareto_front([heldout_accuracy(state, i) for i in range(len(costs))], prices)
+
+
+def pareto_front(gain: Sequence[float | None], prices: Sequence[Sequence[float]]) -> list[bool]:
+    """Return whether each candidate is on the Pareto front of most gain and least prices. Gain None never is."""
+
+    def dominates(one: int, other: int) -> bool:
+        ours, theirs = (-(gain[one] or 0.0), *prices[one]), (-(gain[other] or 0.0), *prices[other])
+        return ours != theirs and all(a <= b for a, b in zip(ours, theirs, strict=True))
+
+    known = [i for i, each in enumerate(gain) if each is not None]
+    return [i in known and not any(dominates(j, i) for j in known) for i in range(len(gain))]
 
 
 def accuracy_gains(state: SearchState) -> dict[str, float | None]:
     """Return the gains in held-out accuracy by joining taps and by stitching, or None if unknown.
 
-    "joined" compares the best set of several taps with the best single tap. "stitched" compares the best network with a
-    stitched path with the best network without.
+    Compared are the best candidates with and without.
     """
     found: dict[str, float | None] = {}
     for name, (one, other) in _best_candidates_to_compare(state).items():
@@ -99,7 +105,6 @@ def _best_candidates_to_compare(state: SearchState) -> dict[str, tuple[int | Non
 
 
 def describe_validation(state: SearchState) -> list[str]:
-    """Return lines on accuracy and costs of each candidate, the cheapest first, and on the choice and its gain."""
     rows = list(enumerate(state.candidates, 1))
     front = candidates_on_front(state)
     lines = [
@@ -138,7 +143,7 @@ def to_network(state: SearchState, candidate: Candidate) -> stitched_network.Sti
 
 
 def _format_costs(state: SearchState, candidate: Candidate) -> str:
-    amounts = pareto_front.measure_cost(state.params, candidates.candidate_cost(state, candidate))
+    amounts = candidates.measure_cost(state.params, candidates.candidate_cost(state, candidate))
     units = {"mflop": "MFLOP", "ms": "ms", "mb": "MB", "joules": "J"}
     told = "".join(f", {amount:.3g} {units[name]}" for name, amount in amounts.items() if amount is not None)
     return f"{told} on {state.params.board}" if state.params.board else told
@@ -169,7 +174,7 @@ def _summarise_candidate(state: SearchState, index: int) -> dict[str, Any]:
 
 
 def candidate_name(candidate: Candidate) -> str:
-    return display_names.network_name(candidate.paths, bool(candidate.head))
+    return stitched_network.network_name(candidate.paths, bool(candidate.head))
 
 
 def _format_accuracy(state: SearchState, index: int) -> str:

@@ -52,13 +52,10 @@ class SearchParams:
 
 @dataclass(frozen=True)
 class SearchSettings(SearchParams):
-    """Hyper-parameters, and the settings that `mode` determines."""
-
     # the search
     close_early: bool = True  # a vote closes before the last sub-round once no new device turns up
     completion: bool = True  # the last donor's blocks complete a path, only junctions are voted on; False: all are
     order: Literal["best", "random"] = "best"  # the partial network expanded next
-    native_continuation: Literal["allow", "exclude"] = "allow"  # treatment of a donor's own next block
     space_margin: Positive = 2.0  # standard errors beyond which a shallower block is dropped; 0: as in the paper
     # scores
     screen: Count = 8  # with "hybrid": number of blocks that are scored by their output
@@ -66,7 +63,6 @@ class SearchSettings(SearchParams):
     early_margin: Share = 0.2  # an output is hopeless this far below the K-th best
     positions: Annotated[int, Meta(ge=16)] = 1024  # positions of the maps on which the junction of a score is fitted
     estimator: cka.Estimator = "unbiased"
-    maps: cka.Maps = "flatten"
     # votes
     spread: bool = True  # picks and winners take the best block of each donor before the second of any
     theta: Share | Literal["median"] = "median"  # theta: rank (mean percentile of picks on others) that is rewarded
@@ -81,8 +77,6 @@ class SearchSettings(SearchParams):
     ridge: Positive = least_squares.RIDGE  # lambda of junctions, as a share of the mean variance; 0: least norm
     bias: bool = True  # False: junctions without bias and centring
     head: Literal["ridge", "aligned"] = "ridge"  # with "aligned" the donors' own classes
-    join: bool = True  # one head over several depths of all donors; False: a head for each finished network alone
-    random_features: Annotated[int, Meta(ge=0)] = 0  # random features that each tap is projected onto; 0: no projection
 
 
 PAPER: Mapping[str, Any] = {
@@ -93,7 +87,6 @@ PAPER: Mapping[str, Any] = {
     "k": 3,
     "completion": False,
     "order": "random",
-    "native_continuation": "allow",
     "space_margin": 0.0,
     "criterion": "cka",
     "samples": 64,
@@ -112,7 +105,6 @@ PAPER: Mapping[str, Any] = {
 
 
 def resolve_settings(params: SearchParams) -> SearchSettings:
-    """Return all settings of a search. The paper's mode overrides other parameters."""
     if isinstance(params, SearchSettings):
         return params
     return SearchSettings(**{**vars(params), **(PAPER if params.mode == "paper" else {})})
@@ -129,13 +121,6 @@ class ScoredPath:
     pool: tuple[str, ...]
     score: float
     residuals: tuple[float | None, ...] = ()  # of the junction before each further block; None: no junction, or unknown
-
-
-@dataclass(frozen=True)
-class Finalist:
-    path: tuple[str, ...]
-    score: float
-    residuals: tuple[float | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -194,7 +179,7 @@ class SearchState:
     heard: tuple[str, ...] = ()  # devices that answered in this phase, sorted; only in gather and validate
     taps: tuple[tuple[str, ...], ...] = ()  # paths whose pooled ends are gathered
     gathered: PackedSums | None = None  # moments of the devices heard so far
-    finalists: tuple[Finalist, ...] = ()
+    finalists: tuple[ScoredPath, ...] = ()
     candidates: tuple[Candidate, ...] = ()  # the cheapest first
     examples: int = 0  # held-out examples that the candidates were validated on
     right: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))

@@ -15,9 +15,9 @@ import numpy as np
 
 from fedquilt.arrays import tensors
 from fedquilt.core import BlobRef, derive_seed
-from fedquilt.models.stitching import display_names, stitched_network, vote
+from fedquilt.models.stitching import stitched_network, vote
 from fedquilt.models.stitching.search import candidates
-from fedquilt.models.stitching.search.state import Finalist, ScoredPath, SearchSettings, SearchState
+from fedquilt.models.stitching.search.state import ScoredPath, SearchSettings, SearchState
 from fedquilt.models.stitching.stitched_network import Block, DonorPool
 from fedquilt.models.stitching.vote import Ballot, Winner
 
@@ -28,7 +28,6 @@ WANTED = 10  # distinct finalists; with fewer, or of one donor only, the log say
 
 
 def starting_networks(stock: DonorPool) -> tuple[ScoredPath, ...]:
-    """Return a partial network for each starting block, with all blocks of other kinds as its pool."""
     pool = tuple(sorted(name for name, block in stock.blocks.items() if block.kind != "start"))
     starts = sorted(name for name, block in stock.blocks.items() if block.kind == "start")
     return tuple(ScoredPath((name,), pool, 1.0) for name in starts)
@@ -48,14 +47,8 @@ def initial_state(params: SearchSettings, seed: int, stock: DonorPool, files: di
 
 
 def max_depth(params: SearchSettings) -> int:
-    """Return D_max, the largest number of blocks of a path."""
     assert params.depth is not None, "the state before the first vote knows it"
     return params.depth
-
-
-def completes_paths(params: SearchSettings) -> bool:
-    """Return whether the last donor's remaining blocks complete every path."""
-    return params.completion and params.native_continuation == "allow"
 
 
 def eligible_blocks(
@@ -67,7 +60,7 @@ def eligible_blocks(
 
     No block is used twice, the block must accept the maps within the limit of upsampling, and the last place of a path
     is for terminating blocks. With aligned heads, a terminating block needs classes that are aligned with the labels.
-    Where donors complete paths (`completes_paths`), the rest of the block's donor must fit too, the donor's own next
+    Where donors complete paths (`completion`), the rest of the block's donor must fit too, the donor's own next
     block needs no vote, and terminating blocks are left out where a head replaces them.
     """
     last, most = stock.blocks[net.path[-1]], params.depth or len(stock.blocks)
@@ -79,14 +72,12 @@ def eligible_blocks(
             return False
         if name in net.path or (ends_only and block.kind != "end"):
             return False
-        if completes_paths(params) and not ends_only:
+        if params.completion and not ends_only:
             rest = stock.donors[block.donor].blocks[block.index :]
             if (block.kind == "end" and params.head == "ridge") or stitched_network.is_continuation(last, block):
                 return False
             if len(net.path) + len(rest) > most or not set(rest).isdisjoint(net.path):
                 return False
-        if params.native_continuation == "exclude" and stitched_network.is_continuation(last, block):
-            return False
         return stitched_network.can_connect(last, block, params.max_upsampling)
 
     return tuple(name for name in net.pool if can_follow(name))
@@ -97,7 +88,7 @@ def pick_network(state: SearchState, spent: bool = False) -> ScoredPath:
 
     The promise is the score times STEP for each tenth of a donor not yet run: by score alone short paths would always
     be first, and few would be finished. A block counts as its share of its own donor, so that donors cut into many
-    blocks are no slower. Skipped blocks count as not run. Where donors complete paths (`completes_paths`) nothing is
+    blocks are no slower. Skipped blocks count as not run. Where donors complete paths (`completion`) nothing is
     left to run, and the best score is first. Among equal scores (the donors' own prefixes all score 1) donors
     alternate, each first at its middle, then at its quarters, and so on. With `spent` the longest network is selected.
     """
@@ -113,13 +104,11 @@ def pick_network(state: SearchState, spent: bool = False) -> ScoredPath:
     def tie_rank(net: ScoredPath) -> tuple[float, ...]:
         last = blocks[net.path[-1]]
         return (
-            _bisection_rank(last.index, len(donors[last.donor].blocks) - 1)
-            if completes_paths(params)
-            else (-len(net.path),)
+            _bisection_rank(last.index, len(donors[last.donor].blocks) - 1) if params.completion else (-len(net.path),)
         )
 
     def promise(net: ScoredPath) -> float:
-        return net.score if completes_paths(params) else net.score * STEP ** (10 * remaining_share(net))
+        return net.score if params.completion else net.score * STEP ** (10 * remaining_share(net))
 
     if spent:
         return min(state.frontier, key=lambda net: (-len(net.path), -net.score, net.path))
@@ -170,24 +159,20 @@ def is_finished(state: SearchState, net: ScoredPath) -> bool:
     return state.stock.blocks[net.path[-1]].kind == "end"
 
 
-def distinct_finalists(state: SearchState) -> list[Finalist]:
+def distinct_finalists(state: SearchState) -> list[ScoredPath]:
     """Return the finished networks, best first. With a ridge head, variants of the last block count once."""
-    found: dict[tuple[str, ...], Finalist] = {}
+    found: dict[tuple[str, ...], ScoredPath] = {}
     for net in sorted(state.finished, key=lambda net: (-net.score, len(net.path), net.path)):
         same = net.path[:-1] if state.params.head == "ridge" else net.path  # a head replaces the last block
-        found.setdefault(same, Finalist(net.path, net.score, residuals=net.residuals))
+        found.setdefault(same, net)
     return list(found.values())
 
 
-def choose_finalists(state: SearchState, left: int) -> tuple[tuple[Finalist, ...], tuple[str, ...]]:
+def choose_finalists(state: SearchState, left: int) -> tuple[tuple[ScoredPath, ...], tuple[str, ...]]:
     """Choose the finished networks to validate. Return them and log notes if they are few.
 
     Sets of donors alternate, each with its best network first: by scores alone a donor with a skipped block would rank
-    above every network stitched from several donors.
-
-    Args:
-        state: State after the search.
-        left: Number of partial networks that could still have been expanded.
+    above every network stitched from several donors. `left` partial networks could still have been expanded.
     """
     found, params = distinct_finalists(state), state.params
     sets = [{state.stock.blocks[name].donor for name in finalist.path[:-1]} for finalist in found]
@@ -210,13 +195,11 @@ def choose_finalists(state: SearchState, left: int) -> tuple[tuple[Finalist, ...
 
 
 def exploration_rate(state: SearchState) -> float:
-    """Return the probability that a device explores in this expansion."""
     params = state.params
     return max(params.explore_floor, params.explore * params.explore_decay**state.expansions)
 
 
 def choice_seed(state: SearchState, device: str) -> int:
-    """Return the seed of a device's choice in this turn, known to device and coordinator."""
     return derive_seed("coin", state.seed, state.turn, device)
 
 
@@ -235,13 +218,12 @@ def add_ballots(state: SearchState, ballots: Mapping[str, Ballot]) -> SearchStat
         state, ballots=voted, weights=known, subround=state.subround + 1, saturated=state.saturated or not fresh
     )
     if not complete and state.subround < state.params.subrounds:
-        note = f"{display_names.path_name(net.path)}: {len(voted)} devices have scored {len(state.pool)} blocks"
+        note = f"{stitched_network.path_name(net.path)}: {len(voted)} devices have scored {len(state.pool)} blocks"
         return replace(state, log=(note,))
     return close_vote(state)
 
 
 def close_vote(state: SearchState) -> SearchState:
-    """Close a vote: update device weights, select the K winners, and drop shallow blocks."""
     params, net = state.params, state.current
     assert net is not None
     rise = 1 + len(net.path) / max_depth(params)
@@ -274,12 +256,9 @@ def grow_paths(
     fitted: Mapping[str, dict[str, np.ndarray]],
     residuals: Mapping[str, float | None] = MappingProxyType({}),
 ) -> SearchState:
-    """Append the winners to the current path, as new partial or finished networks.
+    """Append the winners to the current path, as new partial or finished networks, with the `fitted` junctions by name.
 
-    Args:
-        state: State after a vote.
-        fitted: New junctions by their names.
-        residuals: Residuals of the junctions by the winner's block id.
+    `residuals` are of the junctions, by the winner's block id.
     """
     net, winners = state.current, state.winners
     assert net is not None
@@ -295,7 +274,8 @@ def grow_paths(
         before_it = len(state.finished)
         state = _add_path_and_completions(state, child)
         notes += [
-            f"finished {display_names.path_name(each.path)}, score {score:.3f}" for each in state.finished[before_it:]
+            f"finished {stitched_network.path_name(each.path)}, score {score:.3f}"
+            for each in state.finished[before_it:]
         ]
     nets = [*state.frontier, *state.finished]
     return advance_search(
@@ -310,7 +290,7 @@ def _add_path_and_completions(state: SearchState, net: ScoredPath) -> SearchStat
     last, params = state.stock.blocks[net.path[-1]], state.params
     donor = state.stock.donors[last.donor]
     rest = donor.blocks[last.index + 1 :]
-    if not completes_paths(params) or len(net.path) + len(rest) > max_depth(params):
+    if not params.completion or len(net.path) + len(rest) > max_depth(params):
         return replace(state, frontier=(*state.frontier, net))
     made = [net]
     for name in rest:
@@ -325,7 +305,7 @@ def path_junction_names(path: tuple[str, ...]) -> list[str]:
 
 
 def _filter_used_junctions(
-    junctions: Mapping[str, dict[str, np.ndarray]], nets: Collection[ScoredPath | Finalist]
+    junctions: Mapping[str, dict[str, np.ndarray]], nets: Collection[ScoredPath]
 ) -> dict[str, dict[str, np.ndarray]]:
     wanted = {name for net in nets for name in path_junction_names(net.path)}
     return {name: junction for name, junction in junctions.items() if name in wanted}
@@ -338,22 +318,18 @@ def _describe_vote(
     device_ranks: Mapping[str, float],
     device_weights: Mapping[str, float],
 ) -> list[str]:
-    """Return the log lines of a vote. `dropped_blocks` are ids."""
     assert state.current is not None
     total = sum(device_weights[device] for device in state.ballots)
-    notes = [
-        f"{display_names.path_name(state.current.path)}: {len(state.ballots)} devices scored {len(state.pool)} blocks"
-    ]
+    name = stitched_network.path_name(state.current.path)
+    notes = [f"{name}: {len(state.ballots)} devices scored {len(state.pool)} blocks"]
     for winner in winners:
         notes.append(
             f"picked {winner.block}: score {winner.score:.3f}, {winner.voters} of {len(state.ballots)} devices, "
             f"{100 * winner.votes / total:.0f} % of the weight"
         )
     if device_ranks:
-        best, worst = (
-            max(device_ranks, key=lambda d: (device_ranks[d], d)),
-            min(device_ranks, key=lambda d: (device_ranks[d], d)),
-        )
+        ordered = sorted(device_ranks, key=lambda device: (device_ranks[device], device))
+        best, worst = ordered[-1], ordered[0]
         notes.append(
             f"others agree most with {best} (rank {device_ranks[best]:.2f}, weight now {device_weights[best]:.3f}), "
             f"least with {worst} (rank {device_ranks[worst]:.2f}, weight now {device_weights[worst]:.3f})"

@@ -17,7 +17,7 @@ from fedquilt.core import BlobRef, DeviceView, TaskSpec, Tensors, WorkEstimate
 from fedquilt.costs import peak_memory
 from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.algebra import class_moments, least_squares
-from fedquilt.models.stitching.device import junction_moments, scoring, taps
+from fedquilt.models.stitching.device import moments, scoring
 from fedquilt.models.stitching.search import candidates, steps
 from fedquilt.models.stitching.search.state import Candidate, SearchState
 from fedquilt.models.stitching.stitched_network import Block, DonorPool
@@ -28,7 +28,7 @@ RUN_AT_ONCE: Final = 16  # images that an engine runs at once, where memory allo
 def score_task_spec(state: SearchState, device: DeviceView) -> TaskSpec:
     params, net = state.params, state.current
     assert net is not None
-    completes = params.criterion != "cka" and steps.completes_paths(params)
+    completes = params.criterion != "cka" and params.completion
     blocks = _collect_path_and_donor_blocks(state.stock, net.path, state.pool)
     run = {name: [name] for name in state.pool}  # candidate -> blocks that run to score its output
     if completes:  # the labels judge the output at the end of the donor
@@ -38,20 +38,8 @@ def score_task_spec(state: SearchState, device: DeviceView) -> TaskSpec:
         **_shared_fields(state, blocks),
         path=net.path,
         pool=state.pool,
-        score_at=params.score_at,
-        criterion=params.criterion,
         completes=completes,
-        estimator=params.estimator,
-        maps=params.maps,
-        samples=params.samples,
-        screen=params.screen,
-        early=params.early,
-        early_margin=params.early_margin,
-        positions=params.positions,
-        ridge=params.ridge,
-        bias=params.bias,
-        k=params.k,
-        spread=params.spread,
+        **{name: value for name, value in vars(params).items() if name in scoring.ScoreRequest.__dataclass_fields__},
         epsilon=steps.exploration_rate(state),
         coin=steps.choice_seed(state, device.device),
     )
@@ -76,7 +64,7 @@ def fit_task_spec(state: SearchState) -> TaskSpec:
     assert net is not None
     wanted = steps.winners_needing_junction(state)
     blocks = _collect_path_and_donor_blocks(state.stock, net.path, wanted)
-    ask = junction_moments.FitRequest(
+    ask = moments.FitRequest(
         **_shared_fields(state, blocks),
         path=net.path,
         winners=wanted,
@@ -92,33 +80,30 @@ def fit_task_spec(state: SearchState) -> TaskSpec:
 def gather_task_spec(state: SearchState) -> TaskSpec:
     params = state.params
     blocks = {name: state.stock.blocks[name] for path in state.taps for name in path}
-    ask = taps.GatherRequest(
+    ask = moments.GatherRequest(
         **_shared_fields(state, blocks),
         paths=state.taps,
-        widths=candidates.tap_layout(state).widths,
+        widths=candidates.tap_widths(state),
         labels=len(state.stock.labels),
         samples=params.head_samples,
-        projection_seed=candidates.projection_seed(state),
     )
     return _task_spec(state, ask, state.taps, _gather_work(ask))
 
 
-def moments_task_spec(ask: taps.GatherRequest, files: Mapping[str, BlobRef]) -> TaskSpec:
-    """Return the task spec to compute moments at taps of unmodified donors."""
+def moments_task_spec(ask: moments.GatherRequest, files: Mapping[str, BlobRef]) -> TaskSpec:
     bundles = {
         name: files[name] for ids in stitched_network.path_prefixes(ask.paths) for name in ask.blocks[ids[-1]].files
     }
     return TaskSpec({"phase": "gather", **msgspec.to_builtins(ask)}, bundles, _gather_work(ask))
 
 
-def _gather_work(ask: taps.GatherRequest) -> WorkEstimate:
+def _gather_work(ask: moments.GatherRequest) -> WorkEstimate:
     runs = [(ask.blocks[ids[-1]], 1.0) for ids in stitched_network.path_prefixes(ask.paths)]
     return blocks_work(runs, minimum_moments_bytes(ask), ask.samples or 0)
 
 
-def minimum_moments_bytes(ask: taps.GatherRequest) -> int:
-    """Return the memory of moments of the fewest images that a device sends."""
-    rows = taps.LEAST_ROWS if ask.samples is None else min(ask.samples, taps.LEAST_ROWS)
+def minimum_moments_bytes(ask: moments.GatherRequest) -> int:
+    rows = moments.LEAST_ROWS if ask.samples is None else min(ask.samples, moments.LEAST_ROWS)
     return class_moments.factor_bytes(rows, sum(ask.widths))
 
 
@@ -127,7 +112,7 @@ def validation_task_spec(state: SearchState, among: Sequence[Candidate]) -> Task
         return None
     paths = tuple(dict.fromkeys(path for candidate in among for path in candidate.paths))
     blocks = {name: state.stock.blocks[name] for path in paths for name in path}
-    ask = taps.CountRequest(
+    ask = moments.CountRequest(
         **_shared_fields(state, blocks),
         paths=paths,
         candidates=tuple(tuple(paths.index(path) for path in each.paths) for each in among),
@@ -173,7 +158,6 @@ def _blocks_not_run(state: SearchState) -> set[str]:
 
 
 def label_classes(state: SearchState, path: Sequence[str]) -> tuple[tuple[int, ...], ...] | None:
-    """Return the classes of each label in a path's terminating block, or None if not aligned."""
     return state.stock.donors[state.stock.blocks[path[-1]].donor].align
 
 
@@ -195,16 +179,11 @@ def _collect_path_and_donor_blocks(
 
 
 def blocks_work(runs: Iterable[tuple[Block, float]], matrices_bytes: int, examples: int = 0) -> WorkEstimate:
-    """Return the work of running blocks on a device's examples, with the matrices of a fit.
+    """Return the work of running blocks, each on a share of the task's `examples` (0: all), with the matrices of a fit.
 
     A launch is one run of a graph on RUN_AT_ONCE images. Traffic is the weights in each run, and for each image the
     maps that are alive at once, or the input and output if that is more. The peak is the largest memory of one block
     for one image, weights included. An engine with more memory runs more images at once, and keeps weights and maps.
-
-    Args:
-        runs: Blocks, each with the share of the task's examples that it runs on.
-        matrices_bytes: Memory of the fit.
-        examples: Most of the device's examples that the task uses, or 0 for all.
     """
     flops = maps = launches = weights = peak = 0.0
     for block, share in runs:

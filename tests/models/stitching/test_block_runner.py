@@ -118,13 +118,11 @@ def test_a_path_begins_where_it_is_known_and_is_kept_for_later(tmp_path):
     path, rows = [block(i, (f"plus{i}",)) for i in range(3)], np.arange(10)
     for length, ran in ((2, ["plus0", "plus1"]), (3, ["plus2"]), (3, [])):
         run, runner, _ = flowing(tmp_path, 64)
-        found = run.run_path(
-            path[:length], [None] * length, MemoryStack.from_array(X), block_runner.OutputCache(run, rows, length)
-        )
+        found = run.run_path(path[:length], [None] * length, MemoryStack.from_array(X), rows)
         assert np.array_equal(found.read_examples(0, 10), X + 1 + 1 + (length == 3))
         assert [name for name, _ in runner.runs] == ran
     run, runner, _ = flowing(tmp_path, 64)
-    run.run_path(path, [None] * 3, MemoryStack.from_array(X), block_runner.OutputCache(run, rows[::-1].copy(), 3))
+    run.run_path(path, [None] * 3, MemoryStack.from_array(X), rows[::-1].copy())
     assert len(runner.runs) == 3
 
 

@@ -1,5 +1,7 @@
 """Blocks of many weights, cut into tiles of linear layers and into pieces of chains."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from block_graphs import graphs_of, run
@@ -8,10 +10,14 @@ torch = pytest.importorskip("torch", reason="blocks are cut from torch networks"
 onnx = pytest.importorskip("onnx")
 ort = pytest.importorskip("onnxruntime")
 
+from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 from torch import nn  # noqa: E402
 
-from fedquilt.models.networks import registry  # noqa: E402
-from fedquilt.models.stitching.onnx import blocks  # noqa: E402
+from fedquilt.models.stitching.onnx import (  # noqa: E402
+    blocks,
+    memory,
+    tiled_linear,
+)
 
 
 class Product(nn.Module):
@@ -107,14 +113,6 @@ def test_every_graph_says_what_it_takes(monkeypatch):
     ]
 
 
-def test_a_row_is_never_divided(monkeypatch):
-    monkeypatch.setattr(blocks, "TILE_BYTES", 4 * 5)
-    assert [[graph.weight_bytes for graph in stage] for stage in blocks.export_block(_end(nn.Linear(12, 2)))] == [
-        [0],
-        [52] * 2,
-    ]
-
-
 def test_layers_whose_biases_are_equal_are_told_apart(tmp_path, monkeypatch):
     monkeypatch.setattr(blocks, "TILE_BYTES", 4 * 26)
     large, small = nn.Linear(12, 4), nn.Linear(4, 4)
@@ -126,14 +124,6 @@ def test_layers_whose_biases_are_equal_are_told_apart(tmp_path, monkeypatch):
     x = np.ones((2, 3, 2, 2), np.float32)
     with torch.no_grad():
         np.testing.assert_allclose(run(made, x, tmp_path), end.module(torch.from_numpy(x)), rtol=1e-5, atol=1e-5)
-
-
-def test_alexnets_terminating_block_is_tiled_and_fits_where_its_layers_do_not():
-    made = blocks.export_block(
-        blocks.split_donor(registry.build_network({"name": "torchvision/alexnet"}), "a", (3, 64, 64))[-1]
-    )
-    assert [len(stage) for stage in made] == [1, 5, 1, 3, 1]
-    assert max(graph.weight_bytes for graph in graphs_of([made])) <= blocks.TILE_BYTES
 
 
 def _end(*layers: nn.Module) -> blocks.DonorBlock:
@@ -149,3 +139,61 @@ def _facts(graph: blocks.BlockGraph) -> tuple[list[int], list[int], int, int]:
     x, y = (value.type.tensor_type.shape.dim[1:] for value in (model.graph.input[0], model.graph.output[0]))
     said = {prop.key: int(prop.value) for prop in model.metadata_props}
     return [d.dim_value for d in x], [d.dim_value for d in y], said["activation_bytes"], said["weight_bytes"]
+
+
+# -- graphs that torch would not write ---------------------------------------------------------------
+
+
+def product(bias: tuple[int, ...] = (6,), **attributes: Any) -> onnx.ModelProto:
+    """One Gemm of (n, 4), or of the transpose of (4, 3), and weights 4 x 6, all ones."""
+    arrays = {"weights": np.ones((4, 6), np.float32), "bias": np.ones(bias, np.float32)}
+    x = [4, 3] if "transA" in attributes else ["n", 4]
+    graph = helper.make_graph(
+        [helper.make_node("Gemm", ["x", *arrays], ["y"], **attributes)],
+        "product",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, x)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 6])],
+        [numpy_helper.from_array(array, name) for name, array in arrays.items()],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+
+
+def test_rows_are_taken_from_weights_that_lie_either_way():
+    ((first, *others),) = tiled_linear.split_into_stages(product(), 4 * 10)
+    weights = {tensor.name: numpy_helper.to_array(tensor).shape for tensor in first.graph.initializer}
+    assert (weights, len(others)) == ({"weights": (2, 4), "bias": (2,)}, 2)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [product(alpha=2.0), product(beta=0.5), product(transA=1), product(bias=(1, 6)), product(bias=(1,))],
+    ids=["alpha", "beta", "transposed input", "bias as a row", "one bias for all"],
+)
+def test_a_product_that_is_no_linear_layer_stays_whole(model):
+    assert tiled_linear.split_into_stages(model, 4 * 10) == [[model]]
+
+
+def test_a_graph_with_branches_stays_whole():
+    branch = helper.make_graph(
+        [helper.make_node("Identity", ["x"], ["taken"])],
+        "branch",
+        [],
+        [helper.make_tensor_value_info("taken", TensorProto.FLOAT, ["n", 4])],
+    )
+    model = product()
+    model.graph.node[0].output[0] = "made"
+    always = numpy_helper.from_array(np.array(True), "always")
+    model.graph.initializer.append(always)
+    model.graph.node.append(helper.make_node("If", ["always"], ["kept"], then_branch=branch, else_branch=branch))
+    model.graph.node.append(helper.make_node("Concat", ["made", "kept"], ["y"], axis=1))
+    assert tiled_linear.split_into_stages(model, 4 * 10) == [[model]]
+
+
+def test_what_is_alive_is_not_told_where_a_shape_is_not_known():
+    model = product()
+    model.graph.node[0].output[0] = "made"
+    model.graph.node.append(helper.make_node("Other", ["made"], ["between"], domain="elsewhere"))
+    model.graph.node.append(helper.make_node("Relu", ["between"], ["y"]))
+    model.opset_import.append(helper.make_opsetid("elsewhere", 1))
+    assert memory.peak_activation_bytes(product()) == 4 * (4 + 6)
+    assert memory.peak_activation_bytes(model) is None

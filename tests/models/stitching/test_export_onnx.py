@@ -8,22 +8,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+from onnx import helper, numpy_helper
 
 from fedquilt.core import ModelError
 from fedquilt.data import inputs
+from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
 from fedquilt.formats import job_bundle
 from fedquilt.models.stitching import stitched_network as stitch
+from fedquilt.models.stitching.algebra import joint_head
+from fedquilt.models.stitching.onnx import memory
+from fedquilt.models.stitching.onnx.export import export_stitched
 
 PARTS = ("weights", "bias")
 onnx = pytest.importorskip("onnx")
 ort = pytest.importorskip("onnxruntime")
 
-from onnx import helper, numpy_helper  # noqa: E402
-
-from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine  # noqa: E402
-from fedquilt.models.stitching.algebra import joint_head  # noqa: E402
-from fedquilt.models.stitching.onnx import memory  # noqa: E402
-from fedquilt.models.stitching.onnx.export import export_stitched  # noqa: E402
 
 DEMO = Path(__file__).resolve().parents[3] / "tools" / "lab" / "demo"
 BUNDLE = job_bundle.load_bundle(DEMO / "bundle")
@@ -75,6 +74,25 @@ def by_the_agents(
     return stitch.compute_label_scores(stitch.from_artefact(meta, arrays), stock.blocks, run, x)
 
 
+def require_same_scores(
+    folder: Path, made: Any, x: np.ndarray, stock: stitch.DonorPool = STOCK, files: Mapping[str, Path] = FILES
+) -> onnx.ModelProto:
+    """The file of an artefact, whose scores are the agents'."""
+    payload = export_stitched(*made, stock.blocks, files)
+    (folder / "net.onnx").write_bytes(payload)
+    onnx.checker.check_model(str(folder / "net.onnx"), full_check=True)
+    session = ort.InferenceSession(payload, providers=["CPUExecutionProvider"])
+    assert [(i.name, i.shape[1:]) for i in session.get_inputs()] == [("x", list(x.shape[1:]))]
+    wanted = by_the_agents(*made, x, stock, files)
+    largest = np.abs(wanted[np.isfinite(wanted)]).max()
+    np.testing.assert_allclose(session.run(["scores"], {"x": x})[0], wanted, rtol=0, atol=1e-4 * largest)
+    return onnx.load_from_string(payload)
+
+
+def digits(count: int) -> np.ndarray:
+    return inputs.prepare_images(np.load(DEMO / "digits.npz")["x_test"][:count], STOCK.input)
+
+
 @pytest.mark.parametrize(
     ("taps", "align", "head"),
     [
@@ -101,19 +119,8 @@ def by_the_agents(
     ],
 )
 def test_the_file_gives_what_the_agents_compute(tmp_path, taps, align, head):
-    meta, arrays = artefact(taps, align, head)
-    file = tmp_path / "net.onnx"
-    file.write_bytes(export_stitched(meta, arrays, STOCK.blocks, FILES))
-    onnx.checker.check_model(str(file), full_check=True)
-    session = ort.InferenceSession(str(file), providers=["CPUExecutionProvider"])
-    assert [(i.name, i.shape[1:]) for i in session.get_inputs()] == [("x", [1, 28, 28])]
-    digits = np.load(DEMO / "digits.npz")["x_test"]
     for count in (1, 7):
-        x = inputs.prepare_images(digits[:count], STOCK.input)
-        (scores,) = session.run(["scores"], {"x": x})
-        wanted = by_the_agents(meta, arrays, x)
-        largest = np.abs(wanted[np.isfinite(wanted)]).max()
-        np.testing.assert_allclose(scores, wanted, rtol=0, atol=1e-4 * largest)
+        require_same_scores(tmp_path, artefact(taps, align, head), digits(count))
 
 
 def test_tiles_lie_side_by_side_in_the_file(tmp_path, monkeypatch):
@@ -138,39 +145,9 @@ def test_tiles_lie_side_by_side_in_the_file(tmp_path, monkeypatch):
     stock = stitch.load_donor_pool(made.meta)
     files = {name: tmp_path / "out" / "blobs" / ref.sha256 for name, ref in made.files.items()}
     assert [len(stage) for stage in stock.blocks["wide.2"].stages] == [1, 4, 1]
-    meta, arrays = artefact([["plain.0", "wide.1", "wide.2"]], [[0], [1], [2]], False, stock)
-    (tmp_path / "net.onnx").write_bytes(export_stitched(meta, arrays, stock.blocks, files))
-    onnx.checker.check_model(str(tmp_path / "net.onnx"), full_check=True)
-    session = ort.InferenceSession(str(tmp_path / "net.onnx"), providers=["CPUExecutionProvider"])
     x = np.random.default_rng(0).normal(size=(5, 1, 28, 28)).astype(np.float32)
-    wanted = by_the_agents(meta, arrays, x, stock, files)
-    np.testing.assert_allclose(session.run(["scores"], {"x": x})[0], wanted, atol=1e-4 * np.abs(wanted).max())
-
-
-def test_networks_of_time_series_are_exported(tmp_path):
-    pytest.importorskip("torch", reason="preparing cuts torch networks")
-    from fedquilt.tools.artefacts.prepare import prepare_bundle
-
-    table = {"name": "conv1d", "channels": 3, "steps": 24, "classes": 4}
-    donors = [
-        {"name": "wide", "network": {**table, "width": 8}},
-        {"name": "long", "network": {**table, "width": 6, "kernel": 9}},
-    ]
-    made = prepare_bundle(
-        {"input": {"mean": [1.0, 2.0, 3.0]}, "labels": list("abcd"), "donors": donors}, tmp_path / "out"
-    )
-    stock = stitch.load_donor_pool(made.meta)
-    files = {name: tmp_path / "out" / "blobs" / ref.sha256 for name, ref in made.files.items()}
-    taps = [["wide.0", "long.2"], ["wide.0", "wide.1"], ["long.0", "long.1", "wide.1", "long.2"]]
-    meta, arrays = artefact(taps, [[i] for i in range(4)], True, stock)
-    for part in PARTS:
-        arrays[f"head.{part}"] = arrays[f"head.{part}"][:4]
-    (tmp_path / "net.onnx").write_bytes(export_stitched(meta, arrays, stock.blocks, files))
-    onnx.checker.check_model(str(tmp_path / "net.onnx"), full_check=True)
-    session = ort.InferenceSession(str(tmp_path / "net.onnx"), providers=["CPUExecutionProvider"])
-    x = np.random.default_rng(0).normal(size=(5, 24, 3)).astype(np.float32)
-    wanted = by_the_agents(meta, arrays, x, stock, files)
-    np.testing.assert_allclose(session.run(["scores"], {"x": x})[0], wanted, atol=1e-4 * np.abs(wanted).max())
+    made = artefact([["plain.0", "wide.1", "wide.2"]], [[0], [1], [2]], False, stock)
+    require_same_scores(tmp_path, made, x, stock, files)
 
 
 def test_what_is_projected_is_the_smaller_map():
@@ -217,14 +194,9 @@ def test_a_block_behind_a_folded_junction_keeps_its_own_weights(tmp_path, order)
         blocks[name] = stitch.Block(donor, int(name[-1]), kind, stages, (), *shapes, 1, 4, 4, 4)
     stock = stitch.DonorPool(STOCK.input, STOCK.labels, {}, blocks)
     made = artefact([["many.0", "many.1"], ["few.0", "many.1"]][::order], None, True, stock)
-    (tmp_path / "net.onnx").write_bytes(export_stitched(*made, blocks, files))
-    model = onnx.load(tmp_path / "net.onnx")
+    model = require_same_scores(tmp_path, made, digits(3), stock, files)
     assert sum("folded" in tensor.name for tensor in model.graph.initializer) == 2
     assert not any("projected" in node.name for node in model.graph.node)
-    session = ort.InferenceSession(str(tmp_path / "net.onnx"), providers=["CPUExecutionProvider"])
-    x = inputs.prepare_images(np.load(DEMO / "digits.npz")["x_test"][:3], STOCK.input)
-    wanted = by_the_agents(*made, x, stock, files)
-    np.testing.assert_allclose(session.run(None, {"x": x})[0], wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
 
 
 def test_the_runtime_pools_a_tap_before_it_computes_the_next_and_memory_covers_that(tmp_path):
@@ -265,14 +237,12 @@ def test_a_class_that_nobody_has_never_wins(tmp_path):
     bias = np.where(np.arange(10) == 3, joint_head.NEVER, -1e6)
     head = joint_head.export_head({"weights": arrays["head.weights"], "bias": bias})
     arrays |= {f"head.{part}": head[part] for part in PARTS}
-    (tmp_path / "net.onnx").write_bytes(export_stitched(meta, arrays, STOCK.blocks, FILES))
+    require_same_scores(tmp_path, (meta, arrays), digits(5))
     session = ort.InferenceSession(str(tmp_path / "net.onnx"), providers=["CPUExecutionProvider"])
-    x = inputs.prepare_images(np.load(DEMO / "digits.npz")["x_test"][:5], STOCK.input)
-    scores = session.run(None, {"x": x})[0]
+    scores = session.run(None, {"x": digits(5)})[0]
     assert (scores[:, 3] == -np.inf).all()
     assert (np.isfinite(scores).sum(axis=1) == 9).all()
     assert (scores < 0).all()
-    np.testing.assert_array_equal(scores.argmax(axis=1), by_the_agents(meta, arrays, x).argmax(axis=1))
 
 
 def test_what_running_it_takes_is_in_the_file():
@@ -287,35 +257,28 @@ def test_what_running_it_takes_is_in_the_file():
     assert (model.ir_version, [opset.version for opset in model.opset_import]) == (8, [17])
 
 
-def test_the_same_network_is_the_same_file():
+def test_the_same_network_is_the_same_file_also_of_blocks_that_a_store_has_linked_in(tmp_path):
     """Equal bytes, so that its sha256 names it."""
-    assert export_stitched(*artefact([ACROSS], None, True), STOCK.blocks, FILES) == export_stitched(
-        *artefact([ACROSS], None, True), STOCK.blocks, FILES
-    )
-
-
-def test_blocks_that_a_store_has_linked_in_are_read(tmp_path):
-    for folder in ("bundle", "depot"):
-        (tmp_path / folder).mkdir()
+    linked = {name: tmp_path / path.name for name, path in FILES.items()}
     for path in FILES.values():
-        (tmp_path / "bundle" / path.name).write_bytes(path.read_bytes())
-        (tmp_path / "depot" / path.name).hardlink_to(tmp_path / "bundle" / path.name)
-    linked = {name: tmp_path / "depot" / path.name for name, path in FILES.items()}
+        (tmp_path / f"{path.name}.stored").write_bytes(path.read_bytes())
+        (tmp_path / path.name).hardlink_to(tmp_path / f"{path.name}.stored")
     assert export_stitched(*artefact([ACROSS], None, True), STOCK.blocks, linked) == export_stitched(
         *artefact([ACROSS], None, True), STOCK.blocks, FILES
     )
 
 
 def test_a_network_that_cannot_be_written_says_why(tmp_path):
-    with pytest.raises(ModelError, match="neither a head nor an alignment"):
-        export_stitched(*artefact([["plain.0"]], None, False), STOCK.blocks, FILES)
-    with pytest.raises(ModelError, match=r"no block 'plain\.0'"):
-        export_stitched(*artefact([["plain.0"]], None, True), STOCK.blocks, {})
-    with pytest.raises(ModelError, match=r"no block 'plain\.0'"):
-        export_stitched(*artefact([["plain.0"]], None, True), {}, FILES)
     (tmp_path / "noise").write_bytes(b"noise")
-    with pytest.raises(ModelError, match=r"block 'plain\.0' cannot be read from .*noise"):
-        export_stitched(*artefact([["plain.0"]], None, True), STOCK.blocks, {"plain.0.onnx": tmp_path / "noise"})
+    noise = {"plain.0.onnx": tmp_path / "noise"}
+    for head, blocks, files, why in (
+        (False, STOCK.blocks, FILES, "neither a head nor an alignment"),
+        (True, STOCK.blocks, {}, r"no block 'plain\.0'"),
+        (True, {}, FILES, r"no block 'plain\.0'"),
+        (True, STOCK.blocks, noise, r"block 'plain\.0' cannot be read from .*noise"),
+    ):
+        with pytest.raises(ModelError, match=why):
+            export_stitched(*artefact([["plain.0"]], None, head), blocks, files)
     location = "0" * 64
     large = onnx.load(FILES["residual.3.onnx"])
     onnx.save(large, tmp_path / "graph", save_as_external_data=True, location=location, size_threshold=0)

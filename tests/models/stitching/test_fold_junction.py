@@ -7,7 +7,7 @@ import onnxruntime
 import pytest
 from onnx import GraphProto, TensorProto, helper, numpy_helper
 
-from fedquilt.models.stitching.onnx import junction_folding
+from fedquilt.models.stitching.onnx import export
 
 DRAWS = np.random.default_rng(0)
 A, BIAS = DRAWS.normal(size=(5, 3)).astype(np.float32), DRAWS.normal(size=5).astype(np.float32)
@@ -44,7 +44,7 @@ def run(made: GraphProto, x: np.ndarray) -> np.ndarray:
 )
 def test_folded_equals_explicit(changes):
     explicit = graph(**changes)
-    folded = junction_folding.fold_projection(explicit, A, BIAS)
+    folded = export.fold_projection(explicit, A, BIAS)
     projected = np.einsum("qp,nphw->nqhw", A, X) + BIAS[:, None, None]
     np.testing.assert_allclose(run(folded, X), run(explicit, projected), atol=1e-5)
     assert {tensor.name for tensor in folded.initializer} == {"c/folded_weight", "c/folded_bias"}
@@ -62,7 +62,7 @@ def test_folded_equals_explicit(changes):
     ids=str,
 )
 def test_what_cannot_be_folded_is_left_alone(changes):
-    assert junction_folding.fold_projection(graph(**changes), A, BIAS) is None
+    assert export.fold_projection(graph(**changes), A, BIAS) is None
 
 
 def test_along_time_it_folds_as_well():
@@ -71,7 +71,7 @@ def test_along_time_it_folds_as_well():
     info = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", c, None]) for name, c in (("x", 5), ("y", 4))]
     tensors = [numpy_helper.from_array(w, "w"), numpy_helper.from_array(b, "b")]
     explicit, series = helper.make_graph(nodes, "g", info[:1], info[1:], tensors), X.reshape(2, 3, 36)
-    folded = junction_folding.fold_projection(explicit, A, BIAS)
+    folded = export.fold_projection(explicit, A, BIAS)
     assert folded is not None
     projected = np.einsum("qp,npl->nql", A, series) + BIAS[:, None]
     np.testing.assert_allclose(run(folded, series), run(explicit, projected), atol=1e-5)
@@ -80,5 +80,5 @@ def test_along_time_it_folds_as_well():
 def test_what_would_cost_more_is_left_alone():
     """From 50 channels to 5: behind the projection a convolution to 100 channels takes 5, folded it would take 50."""
     wide = DRAWS.normal(size=(5, 50)).astype(np.float32)
-    assert junction_folding.fold_projection(graph(outputs=100), wide, BIAS) is None
-    assert junction_folding.fold_projection(graph(outputs=4), wide, BIAS) is not None
+    assert export.fold_projection(graph(outputs=100), wide, BIAS) is None
+    assert export.fold_projection(graph(outputs=4), wide, BIAS) is not None

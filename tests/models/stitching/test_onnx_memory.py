@@ -1,5 +1,6 @@
 """Bytes that ONNX Runtime holds for a graph's values, against graphs small enough to count by hand."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,100 +11,92 @@ onnx = pytest.importorskip("onnx")
 from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 
 from fedquilt.models.stitching.onnx import memory  # noqa: E402
+from fedquilt.models.stitching.onnx.memory import fuse_operations  # noqa: E402
 
-KERNEL = numpy_helper.from_array(np.ones((2, 2, 1, 1), np.float32), "k")
 MAP = 4 * 2 * 8 * 8  # bytes of a value (1, 2, 8, 8); every value here has this size unless it says so
+KERNEL = np.ones((2, 2, 1, 1), np.float32)
 
 
-def held(*nodes: tuple[str, str, str], channels: int = 2) -> int | None:
-    """Bytes of a graph of nodes ("Conv", "x", "y"), whose input is "x" and output "y"."""
-    made = [
-        helper.make_node(kind, [*inputs.split(), *(["k"] if kind == "Conv" else [])], [output], **axis(kind))
-        for kind, inputs, output in nodes
-    ]
-    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 2, 8, 8]) for name in "xy")
-    y.type.tensor_type.shape.dim[1].dim_value = channels
-    graph = helper.make_graph(made, "g", [x], [y], [KERNEL])
+def peak(
+    nodes: Sequence[onnx.NodeProto],
+    constants: Mapping[str, Any],
+    x: Sequence[int] = (2, 8, 8),
+    y: Sequence[int] = (2, 8, 8),
+) -> int | None:
+    """Bytes of a graph from "x" to "y"; shapes are without the batch."""
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", *x])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", *y])],
+        [numpy_helper.from_array(np.asarray(value), name) for name, value in {"k": KERNEL, **constants}.items()],
+    )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
     onnx.checker.check_model(model, full_check=True)
     return memory.peak_activation_bytes(model)
 
 
-def axis(kind: str) -> dict[str, Any]:
-    return {"Concat": {"axis": 1}, "ReduceMax": {"axes": [1]}}.get(kind, {})
+def made(*nodes: tuple[str, str, str], **attributes: Mapping[str, Any]) -> list[onnx.NodeProto]:
+    """Nodes ("Conv", "x", "y"), with attributes by the names of their outputs."""
+    common = {"Concat": {"axis": 1}, "ReduceMax": {"axes": [1]}}
+    return [
+        helper.make_node(
+            kind, [*given.split(), *["k"][: kind == "Conv"]], [y], **attributes.get(y, common.get(kind, {}))
+        )
+        for kind, given, y in nodes
+    ]
 
 
-def test_an_activation_after_a_convolution_takes_nothing():
-    assert held(("Conv", "x", "a"), ("Relu", "a", "y")) == 2 * MAP
-    assert held(("Conv", "x", "a"), ("Relu", "a", "b"), ("Conv", "b", "y")) == 3 * MAP
+CONVOLVED, WIDE = ("Conv", "x", "a"), ("Concat", "x x x x", "w")
+LONG = (CONVOLVED, ("Conv", "a", "c"), ("Concat", "c c c c c c c c", "wide"), ("ReduceMax", "wide", "r"))
+BRANCHED = (CONVOLVED, ("Conv", "a", "b"), ("Concat", "b b b b b b b b", "wide"), ("ReduceMax", "wide", "r"))
 
 
-def test_an_activation_by_itself_writes_into_its_input_unless_that_is_still_used():
-    assert held(("Relu", "x", "y")) == 2 * MAP
-    assert held(("Conv", "x", "a"), ("Softmax", "a", "b"), ("Conv", "b", "y")) == 3 * MAP
-    assert held(("Conv", "x", "a"), ("Softmax", "a", "b"), ("Add", "a b", "c"), ("Conv", "c", "y")) == 4 * MAP
+@pytest.mark.parametrize(
+    ("nodes", "maps"),
+    [
+        # an activation after a convolution takes nothing
+        ([CONVOLVED, ("Relu", "a", "y")], 2),
+        ([CONVOLVED, ("Relu", "a", "b"), ("Conv", "b", "y")], 3),
+        # by itself it writes into its input unless that is still used
+        ([("Relu", "x", "y")], 2),
+        ([CONVOLVED, ("Softmax", "a", "b"), ("Conv", "b", "y")], 3),
+        ([CONVOLVED, ("Softmax", "a", "b"), ("Add", "a b", "c"), ("Conv", "c", "y")], 4),
+        *(([WIDE, (kind, "w", "b"), ("ReduceMax", "b", "y")], 1 + 4 + 0.5) for kind in ("Softmax", "Elu")),
+        # arithmetic never writes into its input
+        *(([WIDE, (kind, "w", "b"), ("ReduceMax", "b", "y")], 1 + 4 + 4) for kind in ("Neg", "Erf")),
+        ([WIDE, ("Add", "w w", "b"), ("ReduceMax", "b", "y")], 1 + 4 + 4),
+        # x * sigmoid(x) is one operation
+        ([CONVOLVED, ("Sigmoid", "a", "s"), ("Mul", "a s", "b"), ("Conv", "b", "y")], 3),
+        ([CONVOLVED, ("HardSwish", "a", "y")], 4),
+        # a buffer is held for a later value of its size: input, c, wide, r, and b in the buffer of a
+        ([*LONG, ("Concat", "c r", "y")], 1 + 1 + 8 + 0.5),
+        ([*LONG, ("Conv", "c", "b"), ("Concat", "b r", "y")], 1 + 1 + 1 + 8 + 0.5),
+        # of several free buffers the latest is taken
+        ([*BRANCHED, ("ReduceMax", "b", "d"), ("Conv", "x", "c"), ("Concat", "c r d", "y")], 1 + 1 + 8 + 0.5),
+    ],
+    ids=str,
+)
+def test_buffers_of_a_graph_are_those_of_the_runtime(nodes, maps):
+    last, given, _ = nodes[-1]
+    channels = {"ReduceMax": 1, "Concat": len(given.split()) + 1}.get(last, 2)  # of one value 2, of the others 1
+    assert peak(made(*nodes), {}, y=(channels, 8, 8)) == maps * MAP
 
 
-def test_arithmetic_never_writes_into_its_input():
-    wide = ("Concat", "x x x x", "w")
-    for kind, count in {"Softmax": 1 + 4 + 0.5, "Elu": 1 + 4 + 0.5, "Neg": 1 + 4 + 4, "Erf": 1 + 4 + 4}.items():
-        assert held(wide, (kind, "w", "b"), ("ReduceMax", "b", "y"), channels=1) == count * MAP, kind
-    assert held(wide, ("Add", "w w", "b"), ("ReduceMax", "b", "y"), channels=1) == (1 + 4 + 4) * MAP
-
-
-def test_x_times_its_sigmoid_is_one_operation():
-    swish = ("Sigmoid", "a", "s"), ("Mul", "a s", "b")
-    assert held(("Conv", "x", "a"), *swish, ("Conv", "b", "y")) == 3 * MAP
-
-
-def test_hard_swish_computes_its_gate_beside():
-    assert held(("Conv", "x", "a"), ("HardSwish", "a", "y")) == 4 * MAP
-
-
-def test_a_buffer_is_held_for_a_later_value_of_its_size():
-    nodes = (("Conv", "x", "a"), ("Conv", "a", "c"), ("Concat", "c c c c c c c c", "wide"), ("ReduceMax", "wide", "r"))
-    end = ("Concat", "c r", "y")
-    assert held(*nodes, end, channels=3) == (1 + 1 + 8 + 0.5) * MAP  # input, c, wide, r
-    later = ("Conv", "c", "b"), ("Concat", "b r", "y")  # b takes the buffer of a, which is held until then
-    assert held(*nodes, *later, channels=3) == (1 + 1 + 1 + 8 + 0.5) * MAP
-
-
-def test_of_several_free_buffers_the_latest_is_taken():
-    nodes = (
-        ("Conv", "x", "a"),
-        ("Conv", "a", "b"),
-        ("Concat", "b b b b b b b b", "wide"),
-        ("ReduceMax", "wide", "r"),
-        ("ReduceMax", "b", "d"),
-        ("Conv", "x", "c"),
-        ("Concat", "c r d", "y"),
-    )
-    assert held(*nodes, channels=4) == (1 + 1 + 8 + 0.5) * MAP  # input, b, wide, r
-
-
-def test_recurrent_layers_compute_all_gates_first():
+@pytest.mark.parametrize(("output", "held"), [("y", 5 * 2 + 5 * 3 + 3 * 5 * 3), ("last", 5 * 2 + 3)])
+def test_recurrent_layers_compute_all_gates_first(output, held):
     """A GRU of 5 steps, 2 inputs and 3 hidden: input (5 * 2), answers (5 * 3) and three gates of them."""
-    w, r = (np.ones((1, 9, width), np.float32) for width in (2, 3))
-    graph = helper.make_graph(
-        [helper.make_node("GRU", ["x", "w", "r"], ["y"], hidden_size=3)],
-        "g",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [5, 1, 2])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [5, 1, 1, 3])],
-        [numpy_helper.from_array(w, "w"), numpy_helper.from_array(r, "r")],
+    shape = {"y": [5, 1, 1, 3], "last": [1, 1, 3]}[output]
+    node = helper.make_node("GRU", ["x", "w", "r"], ["y"] if output == "y" else ["", "last"], hidden_size=3)
+    x, y = (
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, dims)
+        for name, dims in (("x", [5, 1, 2]), (output, shape))
     )
-    sizes = {"x": 4 * 5 * 2, "y": 4 * 5 * 3}
-    assert memory.peak_buffer_bytes(graph, sizes) == 4 * (5 * 2 + 5 * 3 + 3 * 5 * 3)
-
-
-def test_a_recurrent_layer_of_which_only_the_last_answer_is_used_is_counted():
-    graph = helper.make_graph(
-        [helper.make_node("GRU", ["x", "w", "r"], ["", "last"], hidden_size=3)],
-        "g",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [5, 1, 2])],
-        [helper.make_tensor_value_info("last", TensorProto.FLOAT, [1, 1, 3])],
-        [numpy_helper.from_array(np.ones((1, 9, width), np.float32), name) for name, width in (("w", 2), ("r", 3))],
-    )
-    assert memory.peak_buffer_bytes(graph, {"x": 4 * 5 * 2, "last": 4 * 3}) == 4 * (5 * 2 + 3)
+    weights = [
+        numpy_helper.from_array(np.ones((1, 9, width), np.float32), name) for name, width in (("w", 2), ("r", 3))
+    ]
+    graph = helper.make_graph([node], "g", [x], [y], weights)
+    assert memory.peak_buffer_bytes(graph, {"x": 4 * 5 * 2, output: 4 * int(np.prod(shape))}) == 4 * held
 
 
 def attention(way: str) -> int | None:
@@ -113,28 +106,18 @@ def attention(way: str) -> int | None:
         way: to the reshape's first size: "gather" takes it from x's shape; with "slice", a slice of that shape, and
             "slice and gather" the runtime cannot tell that it is n.
     """
-    numbers = {"zero": [0], "one": [1], "rows": [16, 4], "first": 0}
-    kept = [numpy_helper.from_array(np.array(value, np.int64), name) for name, value in numbers.items()]
-    kept.append(numpy_helper.from_array(np.array(2, np.float32), "two"))
-    nodes = [helper.make_node("Shape", ["x"], ["s"])]
+    nodes = [("Shape", "x", "s")]
     if "slice" in way:
-        nodes.append(helper.make_node("Slice", ["s", "zero", "one"], ["n" if way == "slice" else "cut"]))
+        nodes.append(("Slice", "s zero one", "n" if way == "slice" else "cut"))
     if "gather" in way:
-        nodes.append(helper.make_node("Gather", ["s" if way == "gather" else "cut", "first"], ["g"]))
-        nodes.append(helper.make_node("Unsqueeze", ["g", "zero"], ["n"]))
-    nodes.append(helper.make_node("Concat", ["n", "rows"], ["to"], axis=0))
-    nodes.append(helper.make_node("Reshape", ["x", "to"], ["v0"]))
-    for v, after, layer in (("v0", "v1", "0"), ("v1", "y", "1")):
-        k, products, halves, shares = (kind + layer for kind in ("k", "products", "halves", "shares"))
-        nodes.append(helper.make_node("Transpose", [v], [k], perm=[0, 2, 1]))
-        nodes.append(helper.make_node("MatMul", [v, k], [products]))
-        nodes.append(helper.make_node("Div", [products, "two"], [halves]))
-        nodes.append(helper.make_node("Softmax", [halves], [shares]))
-        nodes.append(helper.make_node("MatMul", [shares, v], [after]))
-    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 64])
-    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 16, 4])
-    graph = helper.make_graph(nodes, "g", [x], [y], kept)
-    return memory.peak_activation_bytes(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]))
+        nodes += [("Gather", "s first" if way == "gather" else "cut first", "g"), ("Unsqueeze", "g zero", "n")]
+    nodes += [("Concat", "n rows", "to"), ("Reshape", "x to", "v0")]
+    for v, after, i in (("v0", "v1", 0), ("v1", "y", 1)):
+        nodes += [("Transpose", v, f"t{i}"), ("MatMul", f"{v} t{i}", f"p{i}"), ("Div", f"p{i} two", f"h{i}")]
+        nodes += [("Softmax", f"h{i}", f"s{i}"), ("MatMul", f"s{i} {v}", after)]
+    turned = {"perm": [0, 2, 1]}
+    numbers = {"zero": [0], "one": [1], "rows": [16, 4], "first": 0, "two": np.float32(2)}
+    return peak(made(*nodes, to={"axis": 0}, t0=turned, t1=turned), numbers, (64,), (16, 4))
 
 
 def test_of_attention_only_one_square_is_held_where_the_runtime_knows_its_shape():
@@ -145,71 +128,104 @@ def test_of_attention_only_one_square_is_held_where_the_runtime_knows_its_shape(
 
 
 def test_a_buffer_is_held_only_for_a_value_of_the_very_same_shape():
-    nodes = [
-        helper.make_node("Conv", ["x", "k"], ["a"]),
-        helper.make_node("Transpose", ["a"], ["b"], perm=[0, 2, 3, 1]),
-        helper.make_node("Neg", ["b"], ["c"]),
-        helper.make_node("ReduceMax", ["c"], ["d"], axes=[1, 2, 3], keepdims=1),
-        helper.make_node("Conv", ["x", "k"], ["e"]),
-        helper.make_node("Add", ["e", "d"], ["y"]),
-    ]
-    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 2, 8, 8]) for name in "xy")
-    graph = helper.make_graph(nodes, "g", [x], [y], [KERNEL])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
-    assert memory.peak_activation_bytes(model) == 4 * MAP  # x, b and c beside a, which is held for e
+    nodes = [CONVOLVED, ("Transpose", "a", "b"), ("Neg", "b", "c"), ("ReduceMax", "c", "d"), ("Conv", "x", "e")]
+    attributes = {"b": {"perm": [0, 2, 3, 1]}, "d": {"axes": [1, 2, 3], "keepdims": 1}}
+    # x, b and c beside a, which is held for e
+    assert peak(made(*nodes, ("Add", "e d", "y"), **attributes), {}) == 4 * MAP
 
 
 @pytest.mark.parametrize(("half_first", "bias"), [(False, False), (True, False), (False, True), (True, True)])
 def test_x_times_its_error_function_is_one_operation(half_first, bias):
-    numbers = {"root": np.sqrt(2), "one": 1.0, "half": 0.5, "k8": np.ones(8)}
-    kept = [KERNEL, *(numpy_helper.from_array(np.array(value, np.float32), name) for name, value in numbers.items())]
-    nodes = [helper.make_node("Conv", ["x", "k"], ["a"])]
-    if bias:
-        nodes.append(helper.make_node("Add", ["a", "k8"], ["b"]))
     v = "b" if bias else "a"
-    nodes += [helper.make_node("Div", [v, "root"], ["c"]), helper.make_node("Erf", ["c"], ["d"])]
-    nodes.append(helper.make_node("Add", ["d", "one"], ["e"]))
-    if half_first:
-        nodes += [helper.make_node("Mul", [v, "half"], ["f"]), helper.make_node("Mul", ["f", "e"], ["g"])]
-    else:
-        nodes += [helper.make_node("Mul", [v, "e"], ["f"]), helper.make_node("Mul", ["f", "half"], ["g"])]
-    nodes.append(helper.make_node("Conv", ["g", "k"], ["y"]))
-    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 2, 8, 8]) for name in "xy")
-    graph = helper.make_graph(nodes, "g", [x], [y], kept)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
-    assert memory.peak_activation_bytes(model) == (4 if bias else 3) * MAP
+    halves = (
+        [("Mul", f"{v} half", "f"), ("Mul", "f e", "g")]
+        if half_first
+        else [("Mul", f"{v} e", "f"), ("Mul", "f half", "g")]
+    )
+    nodes = [
+        CONVOLVED,
+        *[("Add", "a k8", "b")][:bias],
+        ("Div", f"{v} root", "c"),
+        ("Erf", "c", "d"),
+        ("Add", "d one", "e"),
+    ]
+    numbers = {"root": np.sqrt(2), "one": 1.0, "half": 0.5, "k8": np.ones(8)}
+    constants = {name: np.float32(value) for name, value in numbers.items()}
+    assert peak(made(*nodes, *halves, ("Conv", "g", "y")), constants) == (4 if bias else 3) * MAP
 
 
 def test_shapes_that_depend_on_the_batch_are_inferred():
-    shape = helper.make_node("Shape", ["x"], ["s"], start=0, end=1)
-    rest = numpy_helper.from_array(np.array([128], np.int64), "rest")
-    whole = helper.make_node("Concat", ["s", "rest"], ["to"], axis=0)
-    nodes = [shape, whole, helper.make_node("Reshape", ["x", "to"], ["f"]), helper.make_node("Softmax", ["f"], ["y"])]
-    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 2, 8, 8])
-    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 128])
-    graph = helper.make_graph(nodes, "g", [x], [y], [rest])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
-    assert MAP * 2 <= (memory.peak_activation_bytes(model) or 0) <= MAP * 3 + 64
+    nodes = [("Shape", "x", "s"), ("Concat", "s rest", "to"), ("Reshape", "x to", "f"), ("Softmax", "f", "y")]
+    model = made(*nodes, s={"start": 0, "end": 1}, to={"axis": 0})
+    assert MAP * 2 <= (peak(model, {"rest": [128]}, y=(128,)) or 0) <= MAP * 3 + 64
 
 
 def test_padding_whose_widths_are_turned_is_inferred():
-    numbers = {"length": [2], "befores": [0, 0, 0, 0, 0, 1], "square": [4, 2], "flat": [-1]}
-    kept = [KERNEL, *(numpy_helper.from_array(np.array(value, np.int64), name) for name, value in numbers.items())]
+    none = {"value": numpy_helper.from_array(np.array([0], np.int64))}
     nodes = [
-        helper.make_node(
-            "ConstantOfShape", ["length"], ["none"], value=numpy_helper.from_array(np.array([0], np.int64))
-        ),
-        helper.make_node("Concat", ["none", "befores"], ["all"], axis=0),
-        helper.make_node("Reshape", ["all", "square"], ["pairs"]),
-        helper.make_node("Transpose", ["pairs"], ["turned"], perm=[1, 0]),
-        helper.make_node("Reshape", ["turned", "flat"], ["widths"]),
-        helper.make_node("Conv", ["x", "k"], ["a"]),
-        helper.make_node("Pad", ["a", "widths"], ["b"]),
-        helper.make_node("Conv", ["b", "k"], ["y"]),
+        ("ConstantOfShape", "length", "none"),
+        ("Concat", "none befores", "all"),
+        ("Reshape", "all square", "pairs"),
     ]
-    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 2, 8, 8])
-    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 2, 8, 9])
-    graph = helper.make_graph(nodes, "g", [x], [y], kept)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
-    wide = MAP * 9 // 8
-    assert 0 <= (memory.peak_activation_bytes(model) or 0) - (MAP + 2 * wide) <= 64
+    nodes += [("Transpose", "pairs", "turned"), ("Reshape", "turned flat", "widths"), CONVOLVED]
+    nodes += [("Pad", "a widths", "b"), ("Conv", "b", "y")]
+    numbers = {"length": [2], "befores": [0, 0, 0, 0, 0, 1], "square": [4, 2], "flat": [-1]}
+    model = made(*nodes, none=none, all={"axis": 0}, turned={"perm": [1, 0]})
+    assert 0 <= (peak(model, numbers, y=(2, 8, 9)) or 0) - (MAP + 2 * MAP * 9 // 8) <= 64
+
+
+# -- fused operations --------------------------------------------------------------------------------
+
+
+GELU = (("Div", "v root", "c"), ("Erf", "c", "d"), ("Add", "d one", "e"), ("Mul", "v half", "f"), ("Mul", "f e", "g"))
+PARTS = [kind for kind, _, _ in GELU]
+CONSTANTS = {"root": np.sqrt(2), "one": 1.0, "half": 0.5, "bias": np.ones(8), "wide": np.ones((8, 8))}
+
+
+def kinds(*nodes: tuple[str, str, str], output: str = "y", perm: Sequence[int] = (0, 2, 1)) -> list[str]:
+    """Operations that run for nodes ("Mul", "x half", "y"), in order; `perm`: the order of a Transpose."""
+    kept = [numpy_helper.from_array(np.array(value, np.float32), name) for name, value in CONSTANTS.items()]
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [2, 8, 8]) for name in ("x", output))
+    return [
+        node.op_type for node in fuse_operations(helper.make_graph(made(*nodes, a={"perm": perm}), "g", [x], [y], kept))
+    ]
+
+
+SUM = ("Add", "x bias", "v")
+GIVEN = ("Relu", "x", "v")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "wanted"),
+    [
+        # a scaled factor is part of its product unless it is used elsewhere
+        ([("Mul", "x half", "a"), ("MatMul", "a wide", "y")], ["MatMul"]),
+        ([("Mul", "x half", "a"), ("MatMul", "a wide", "b"), ("Add", "a b", "y")], ["Mul", "MatMul", "Add"]),
+        # a scale between two products belongs to the first
+        ([("MatMul", "x wide", "a"), ("Mul", "a half", "b"), ("MatMul", "b wide", "y")], ["MatMul", "MatMul"]),
+        # one number divided by values is no scale
+        ([("Div", "x half", "a"), ("MatMul", "a wide", "y")], ["MatMul"]),
+        ([("Div", "half x", "a"), ("MatMul", "a wide", "y")], ["Div", "MatMul"]),
+        ([("Gemm", "x wide", "a"), ("Relu", "a", "y")], ["Gemm"]),
+        # a GELU takes its bias in only where nothing else uses the sum
+        ([SUM, *GELU, ("Relu", "g", "y")], ["BiasGelu", "Relu"]),
+        ([SUM, *GELU, ("Add", "g v", "y")], ["Add", "Gelu", "Add"]),
+        # its parts stay where one of them is used elsewhere
+        ([GIVEN, *GELU, ("Add", "g g", "y")], ["Relu", "Gelu", "Add"]),
+        ([GIVEN, *GELU, ("Add", "g f", "y")], ["Relu", *PARTS, "Add"]),
+        ([GIVEN, *GELU, ("Add", "g c", "y")], ["Relu", *PARTS, "Add"]),
+    ],
+    ids=str,
+)
+def test_operations_that_the_runtime_joins(nodes, wanted):
+    assert kinds(*nodes) == wanted
+
+
+@pytest.mark.parametrize(("perm", "one"), [((0, 2, 1), True), ((1, 0, 2), False), ((2, 1, 0), False)])
+def test_only_a_factor_whose_last_two_dimensions_are_swapped_is_part_of_its_product(perm, one):
+    found = kinds(("Transpose", "x", "a"), ("MatMul", "x a", "y"), perm=perm)
+    assert found == (["MatMul"] if one else ["Transpose", "MatMul"])
+
+
+def test_what_the_graph_puts_out_is_not_joined_with_what_follows():
+    assert kinds(("Gemm", "x wide", "b"), ("Relu", "b", "c"), output="b") == ["Gemm", "Relu"]

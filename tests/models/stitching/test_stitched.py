@@ -8,7 +8,7 @@ import pytest
 from fedquilt.core import ModelError
 from fedquilt.data import inputs
 from fedquilt.models.stitching import stitched_network
-from fedquilt.models.stitching.algebra import joint_head, least_squares
+from fedquilt.models.stitching.algebra import joint_head
 from fedquilt.models.stitching.stitched_network import Block
 
 RNG = np.random.default_rng(0)
@@ -66,24 +66,6 @@ def test_a_junction_of_series_resizes_and_projects(wanted):
     np.testing.assert_allclose(stitched_network.global_average_pool(made), made.mean(axis=2), atol=1e-6)
 
 
-def test_series_go_to_series_only():
-    before, after = block("s", 1, (3, 8), (3, 8)), block("t", 1, (5, 16), (5, 16))
-    assert stitched_network.can_connect(before, after)
-    assert not stitched_network.can_connect(before, block("t", 1, (5, 17), (5, 17)))
-    assert not stitched_network.can_connect(before, B1)
-    assert not stitched_network.can_connect(B1, before)
-
-
-def test_a_fitted_junction_recovers_a_linear_map():
-    maps = RNG.normal(size=(20, 3, 8, 8)).astype(np.float32)
-    true = {"weights": RNG.normal(size=(5, 3)).astype(np.float32), "bias": np.arange(5, dtype=np.float32)}
-    target = stitched_network.apply_junction(maps, true, B1)
-    rows = [each.transpose(0, 2, 3, 1).reshape(-1, each.shape[1]) for each in (inputs.resize_maps(maps, 4, 4), target)]
-    weights, bias = least_squares.RidgeFit(rows[0], ridge=1e-9).solve_weights(rows[1])
-    assert np.allclose(weights, true["weights"], atol=1e-4)
-    assert np.allclose(bias, true["bias"], atol=1e-4)
-
-
 def test_every_prefix_has_junctions_of_its_own():
     asked = []
 
@@ -102,13 +84,6 @@ def test_alignment_is_logsumexp_within_a_group_and_argmax_over_groups():
     assert np.allclose(np.exp(scores), [[3.0, 4.0, 0.0]])
     assert scores.argmax() == 1
     assert stitched_network.align_logits(np.array([[1e4, 0.0]]), [(0,), (1,)]).tolist() == [[1e4, 0.0]]
-
-
-def test_random_features_keep_lengths_on_average():
-    draw = stitched_network.random_projection(50, 4000, seed=3)
-    z = RNG.normal(size=50)
-    assert np.linalg.norm(z @ draw) == pytest.approx(np.linalg.norm(z), rel=0.1)
-    assert np.array_equal(draw, stitched_network.random_projection(50, 4000, seed=3))
 
 
 HEAD = {"weights": RNG.normal(size=(2, 12)), "bias": RNG.normal(size=2)}
@@ -233,3 +208,35 @@ def test_a_bundle_that_contradicts_itself_is_refused(change, why):
     change(meta)
     with pytest.raises(ModelError, match=why):
         stitched_network.load_donor_pool(meta)
+
+
+# -- names -------------------------------------------------------------------------------------------
+
+
+ACROSS = (*(f"a.{i}" for i in range(4)), "b.2", "b.3", "c.9")
+
+
+@pytest.mark.parametrize(
+    ("taps", "headed", "name"),
+    [
+        ([["a.0"]], True, "head on a.0"),
+        ([["a.0", "a.1", "a.2"], ["b.0", "b.1"]], True, "head on a.2 + b.1"),
+        ([ACROSS, ["b.0"]], True, "head on (a.0-3 > b.2 > b.3 > c.9) + b.0"),
+        (
+            [["a.0"], ["a.0", "a.1"], ["a.0", "a.1", "a.2"], ["a.0", "b.3"], ["b.0"]],
+            True,
+            "head on a.0-2 + (a.0 > b.3) + b.0",
+        ),
+        ([["a.0", "a.2"]], True, "head on (a.0 > a.2)"),
+        ([["a.0", "a.2", "a.3", "a.4"]], True, "head on (a.0 > a.2-4)"),
+        ([["a.0", "a.1", "a.2"]], False, "a.0-2"),
+        ([["a.0", "b.1"]], False, "a.0 > b.1"),
+        ([["net.v2.9", "net.v2.10", "net.v2.11"]], False, "net.v2.9-11"),
+    ],
+)
+def test_a_network_is_named_by_its_taps(taps, headed, name):
+    assert stitched_network.network_name(taps, headed) == name
+
+
+def test_a_path_of_two_neighbours_is_written_out():
+    assert stitched_network.path_name(("a.0", "a.1", "b.2", "b.3")) == "a.0 > a.1 > b.2 > b.3"

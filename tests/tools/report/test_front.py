@@ -16,7 +16,7 @@ from fedquilt.cli import main
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import JobError
 from fedquilt.methods.fedstitch import METHOD, SearchParams
-from fedquilt.models.stitching.search import pareto_front
+from fedquilt.models.stitching.search.candidates import board_cost
 from fedquilt.testing.toy_networks import SMALL, build_donors, image_members, run_method
 from fedquilt.tools import report
 from fedquilt.tools.lab import demo
@@ -49,13 +49,13 @@ def test_no_candidate_exceeds_a_budget() -> None:
     assert candidates(budget_mflop=1e9) == free
 
     def ms(each: dict[str, Any]) -> float:
-        return pareto_front.board_cost(each["flops"], each["read_bytes"], board)[0] or 0.0
+        return board_cost(each["flops"], each["read_bytes"], board)[0] or 0.0
 
     amounts: dict[str, Callable[[dict[str, Any]], float]] = {
         "budget_mflop": lambda each: each["flops"] / 1e6,
         "budget_mb": lambda each: each["weight_bytes"] / 1e6,
         "budget_ms": ms,
-        "budget_joules": lambda each: pareto_front.board_cost(each["flops"], each["read_bytes"], board)[1] or 0.0,
+        "budget_joules": lambda each: board_cost(each["flops"], each["read_bytes"], board)[1] or 0.0,
     }
     for name, amount in amounts.items():
         limit = max(map(amount, free)) / 2

@@ -113,7 +113,6 @@ def walk_path(
     """
     params = SearchSettings(
         expansions=DEPTH,
-        native_continuation="exclude",
         depth=DEPTH,
         spread=False,
         samples=count,

@@ -30,7 +30,7 @@ from fedquilt.edge_agent import engines
 from fedquilt.formats import job_bundle
 from fedquilt.host import disk
 from fedquilt.methods import fedstitch
-from fedquilt.models.stitching import display_names, stitched_network
+from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.stitched_network import DonorPool, StitchedNetwork
 from fedquilt.tools.artefacts import export, prepare
 from fedquilt.tools.experiments import evaluation, tables
@@ -218,7 +218,7 @@ def run_demo(out: Path, format: str = "text", wordy: bool = False, show: bool = 
     whole = found.summary.total
     moved = whole.down_bytes + whole.up_bytes
     taps, headed = artefact.meta["taps"], artefact.meta["head"] is not None
-    name = display_names.network_name(taps, headed)  # as in the log of the search
+    name = stitched_network.network_name(taps, headed)  # as in the log of the search
     stitched = NetworkResult(STITCHED, found.scores[-1].value, name, whole.energy_j, moved)
     networks = _list_networks(stitched, others)
     np.savez_compressed(out / "held-out.npz", x=test.x, y=test.y)

@@ -10,14 +10,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedquilt.core import ClientContext, ClientResult, EvaluationSums
+from fedquilt.core import ClientContext, ClientResult, DataError, EvaluationSums, Tensors
 from fedquilt.models.stitching import stitched_network
-from fedquilt.models.stitching.algebra import class_moments
-from fedquilt.models.stitching.device import block_runner, junction_moments, scoring
+from fedquilt.models.stitching.algebra import class_moments, least_squares
+from fedquilt.models.stitching.device import block_runner, scoring
 from fedquilt.models.stitching.device.activations import ActivationSource
 from fedquilt.models.stitching.device.block_runner import BlockRunner
 from fedquilt.models.stitching.device.scoring import StitchingRequest
 
+WAVE = 128  # images that run through a path together
 LEAST_ROWS = 32  # fewest images for moments, however little memory there is
 ROOM = 4  # matrices of moments get a quarter of the engine's room
 
@@ -25,13 +26,67 @@ Path = tuple[str, ...]
 
 
 @dataclass(frozen=True)
+class FitRequest(StitchingRequest):
+    path: tuple[str, ...]
+    winners: tuple[str, ...]
+    samples: int
+    ridge: float
+    bias: bool
+
+
+def compute_junction_moments(ask: FitRequest, site: ClientContext) -> ClientResult:
+    """Return bundles "moments.<i>", from which the junction to the i-th winner is solved."""
+    path = [ask.blocks[name] for name in ask.path]
+    between = stitched_network.load_junctions(path, site.load)
+    winners = [ask.blocks[name] for name in ask.winners]
+    local, chains = scoring.load_private_state(site), list(scoring.donor_chains(ask.blocks, winners))
+    chosen = scoring.example_order(local)[: ask.samples]
+    flops = sum(block.flops for block in path) + sum(block.flops for chain, _ in chains for block in chain[:-1])
+    sums_bytes = least_squares.moments_bytes(path[-1].out_shape[0])
+    run = BlockRunner(site, ask.blocks.values(), len(chosen) * flops, matrices_bytes=sums_bytes)
+    found: dict[str, Tensors] = {}
+    for chain, wanted in chains:  # one donor at a time: a winner's sums of 2048 channels are 34 MB
+        sums: dict[str, least_squares.RegressionMoments] = {}
+        for rows in example_batches(site, chosen):
+            shown = block_runner.PreparedExamples(site.train.x[rows], ask.input)
+            x = run.run_path(path, between, shown, rows)
+            y: ActivationSource = shown
+            for block in chain:
+                if block.id in wanted:
+                    run.reserve_memory(sums_bytes)
+                    for start, part in block_runner.iterate_pieces(block_runner.resize_maps(x, *block.in_shape[1:])):
+                        aim = y.read_examples(start, start + len(part))
+                        sums[block.id] = least_squares.add_maps(sums.get(block.id), part, aim, ask.bias)
+                if block is not chain[-1]:
+                    y = run.run_block(block, y)
+        while sums:
+            name, each = sums.popitem()
+            found[name] = least_squares.pack_moments(each, exact=ask.ridge == 0)
+            del each
+    bundles = {f"moments.{i}": found[name] for i, name in enumerate(ask.winners)}
+    return ClientResult(bundles, float(len(chosen)), {"turn": float(ask.turn)}, local)
+
+
+def example_batches(site: ClientContext, rows: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield the indices of a device's examples, WAVE at a time."""
+    if not len(rows):
+        raise DataError(f"{site.device} has no examples")
+    for start in range(0, len(rows), WAVE):
+        yield rows[start : start + WAVE]
+
+
+def require_labels(y: np.ndarray, labels: int, device: str) -> None:
+    if len(y) and (y.min() < 0 or y.max() >= labels):
+        raise DataError(f"{device} has labels from {y.min()} to {y.max()}; the job's labels are 0 to {labels - 1}")
+
+
+@dataclass(frozen=True)
 class GatherRequest(StitchingRequest):
     paths: tuple[Path, ...]
-    widths: tuple[int, ...]  # features of each; a tap of another width is projected onto random features
+    widths: tuple[int, ...]  # features of each
     labels: int
     samples: int | None  # number of images; None: all
-    projection_seed: int
-    relu: bool = False  # project every tap, and pass the result through a ReLU
+    projection_seed: int | None = None  # of random features with a ReLU, onto which every tap is projected
     exact: bool = False  # send moments as float64
 
 
@@ -46,14 +101,9 @@ class CountRequest(StitchingRequest):
 def gather_moments(ask: GatherRequest, site: ClientContext) -> ClientResult:
     """Compute the moments of the device's own images, as many as requested or as memory allows.
 
-    Returns:
-        Result with bundle "moments", the tensors of a `class_moments.DeviceMoments`. Metric "short": 1 if memory
-        allowed fewer images than requested.
-
-    Raises:
-        DataError: If there are no examples, or labels that the job lacks.
+    Metric "short" is 1 if memory allowed fewer images than requested.
     """
-    junction_moments.require_labels(site.train.y, ask.labels, site.device)
+    require_labels(site.train.y, ask.labels, site.device)
     local = scoring.load_private_state(site)
     wanted = scoring.example_order(local)[: ask.samples]
     chosen = wanted[: _affordable_rows(site, sum(ask.widths))]
@@ -67,16 +117,15 @@ def gather_moments(ask: GatherRequest, site: ClientContext) -> ClientResult:
         matrices_bytes=factor_bytes,
     )
     first = 0
-    for rows in junction_moments.example_batches(site, chosen):
+    for rows in example_batches(site, chosen):
         last = first + len(rows)
         for tap, part in _run_and_pool_paths(
             run, ask, ask.paths, block_runner.PreparedExamples(site.train.x[rows], ask.input), site
         ):
             column = sum(ask.widths[:tap])
-            if ask.widths[tap] != part.shape[1] or ask.relu:
-                part = part @ stitched_network.random_projection(part.shape[1], ask.widths[tap], ask.projection_seed)
-            if ask.relu:
-                part = np.maximum(part, 0.0)
+            if ask.projection_seed is not None:
+                drawn = stitched_network.random_projection(part.shape[1], ask.widths[tap], ask.projection_seed)
+                part = np.maximum(part @ drawn, 0.0)
             z[first:last, column : column + ask.widths[tap]] = part
         first = last
     run.reserve_memory(factor_bytes)
@@ -89,15 +138,9 @@ def count_correct(ask: CountRequest, site: ClientContext) -> ClientResult:
     """Count the correct predictions of each candidate on the device's held-out examples.
 
     At most as many held-out examples are counted as the device has examples, because that number bounds its weight.
-
-    Returns:
-        Result with bundle "counts", int64: "examples" (1,), the number of examples counted, and "right" (candidates,
-        candidates), the number that both of two candidates predict correctly.
-
-    Raises:
-        DataError: If there are labels that the job lacks.
+    "right" (candidates, candidates) is the number that both of two candidates predict correctly.
     """
-    junction_moments.require_labels(site.held.y, ask.labels, site.device)
+    require_labels(site.held.y, ask.labels, site.device)
     rows = np.arange(len(site.held))
     if len(rows) > max(len(site.train), 1):
         rows = np.sort(site.rng.permutation(rows)[: max(len(site.train), 1)])
@@ -110,12 +153,7 @@ def count_correct(ask: CountRequest, site: ClientContext) -> ClientResult:
 
 
 def evaluate_candidate(ask: CountRequest, site: ClientContext) -> EvaluationSums:
-    """Evaluate the only candidate of a request on the device's held-out examples.
-
-    Raises:
-        DataError: If there are labels that the job lacks.
-    """
-    junction_moments.require_labels(site.held.y, ask.labels, site.device)
+    require_labels(site.held.y, ask.labels, site.device)
     batches = ((scores, y) for (scores,), y in _score_candidates(ask, site, np.arange(len(site.held))))
     found: EvaluationSums = site.engine.evaluate_scores(batches, site.held.prior)
     return found
@@ -124,10 +162,9 @@ def evaluate_candidate(ask: CountRequest, site: ClientContext) -> EvaluationSums
 def _score_candidates(
     ask: CountRequest, site: ClientContext, rows: np.ndarray
 ) -> Iterator[tuple[list[np.ndarray], np.ndarray]]:
-    """Yield the class scores of each candidate, and the classes, for each batch of the held-out examples `rows`."""
     run = BlockRunner(site, ask.blocks.values(), len(rows) * _paths_flops(ask))
-    for first in range(0, len(rows), junction_moments.WAVE):
-        wave = rows[first : first + junction_moments.WAVE]
+    for first in range(0, len(rows), WAVE):
+        wave = rows[first : first + WAVE]
         x, y = site.held.x[wave], site.held.y[wave]
         ends = dict(_run_and_pool_paths(run, ask, ask.paths, block_runner.PreparedExamples(x, ask.input), site))
         found = []
