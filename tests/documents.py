@@ -14,6 +14,8 @@ from pathlib import Path
 
 from waiting import until
 
+from fedquilt.coordinator.rounds import events
+
 ROOT = Path(__file__).parents[1]
 DIGITS = ROOT / "tools" / "lab" / "demo" / "digits.npz"
 _NUMBER = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)(?![\w.]*\w)")
@@ -136,3 +138,15 @@ class Shell:
 def data() -> Path:
     """Where real data and weights are, if they are anywhere."""
     return Path(os.environ.get("FEDQUILT_TEST_DATA", ROOT.parent / "shared" / "data"))
+
+
+def format_mermaid_diagram() -> str:
+    """The table of a job's events as the diagram of the page."""
+    arrows: dict[tuple[events.Phase, events.Phase], list[str]] = {}
+    for fact, moves in events.TRANSITIONS.items():
+        for before, afters in moves.items():
+            for after in afters:
+                arrows.setdefault((before, after), []).append(fact)
+    order = sorted(arrows, key=lambda pair: (events.PHASES.index(pair[0]), events.PHASES.index(pair[1])))
+    lines = [f"    {before} --> {after}: {', '.join(arrows[before, after])}" for before, after in order]
+    return "\n".join(["stateDiagram-v2", "    [*] --> new", *lines, "    done --> [*]"])

@@ -15,21 +15,18 @@ from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import TypeVar
 
-import msgspec
-
 from fedquilt import wire
 from fedquilt.coordinator.background_worker import BackgroundWorker, Then, run_and_capture
 from fedquilt.coordinator.delivery.executor import Executor
-from fedquilt.coordinator.device_columns import ELIGIBLE, CostColumn, DeviceSet
+from fedquilt.coordinator.device_columns import ELIGIBLE
 from fedquilt.coordinator.fleet import fair_share
 from fedquilt.coordinator.fleet.fair_share import DeviceLeases
 from fedquilt.coordinator.fleet.registry import DeviceRegistry
-from fedquilt.coordinator.jobs.job import RunningJob
+from fedquilt.coordinator.jobs.job import RunningJob, decide_next_event
 from fedquilt.coordinator.jobs.retention import GarbageCollector
 from fedquilt.coordinator.rounds import decisions, events
-from fedquilt.coordinator.rounds.deadline import DeviceWorkload
-from fedquilt.coordinator.rounds.events import AnyEvent, CohortSelected, JobView
-from fedquilt.coordinator.rounds.selection import BUSY, NOTHING, SHARE
+from fedquilt.coordinator.rounds.events import JobView
+from fedquilt.coordinator.rounds.selection import NOTHING
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.updates import job_blobs, validation
 from fedquilt.coordinator.updates.aggregation import blob_hashes, total_blob_bytes
@@ -216,58 +213,6 @@ class UpdatePipeline:
         except Exception as error:
             self._served.handle_failure(error, now_s)
             return None
-
-
-def decide_next_event(
-    job: RunningJob,
-    registry: DeviceRegistry,
-    at_work: Collection[str],
-    now_s: float,
-    busy: AbstractSet[str] = frozenset(),
-    most: float = math.inf,
-    lost_s: float = 0.0,
-    gone: AbstractSet[str] = frozenset(),
-) -> AnyEvent | None:
-    """Return the next event of a job, or None if nothing is due. Changes in eligibility precede a selection."""
-
-    def workload_of(device: str) -> DeviceWorkload:
-        return job.device_workload(device, registry.latest_profile(device))
-
-    labels = registry.eligibility(job.wants, now_s)
-    free = labels.devices_with(ELIGIBLE)
-    if short := decisions.devices_to_skip(job.rounds, free, workload_of, registry.agent_start_key):
-        labels, free = labels.with_values(short), free - short
-    taken = {device for device in busy if device in free}.difference(at_work)
-    state = decisions.delay_attempt(job.rounds, lost_s)
-    following = partial(decisions.decide_event, state, now_s, free | at_work, workload_of, taken, gone=gone)
-    fact = following(most)
-    if not isinstance(fact, CohortSelected) and (fact is not None or job.rounds.phase != "selecting"):
-        return fact
-    spared = _devices_over_share(job, fact, free - taken, most, following)
-    # a job that waits does not log each coming and going of other jobs
-    if taken and not isinstance(fact, CohortSelected):
-        taken = {device for device in taken if job.rounds.labels.get(device) == BUSY}
-    labels = labels.with_values({**dict.fromkeys(taken, BUSY), **dict.fromkeys(spared, SHARE)})
-    costs = registry.energy_costs(now_s) if job.job.cohort.prefer == "energy" else CostColumn()
-    noted = decisions.eligibility_event(job.rounds, labels, costs)
-    if noted is not None or not isinstance(fact, CohortSelected):
-        return noted or fact
-    coverage = job.describe_coverage(fact, registry.device_views(now_s), registry.kinds)
-    return msgspec.structs.replace(fact, coverage=coverage)
-
-
-def _devices_over_share(
-    job: RunningJob, fact: CohortSelected | None, free: DeviceSet, most: float, unlimited: Callable[[], AnyEvent | None]
-) -> set[str]:
-    """Return the eligible devices that only the submitter's share limit excludes from the cohort."""
-    if fact is None:
-        noted = {device for device in job.rounds.labels.devices_with(SHARE) if device in free}
-        if noted or most >= 1:
-            return noted
-    elif len(fact.devices) < most:
-        return set()
-    wider, asked = unlimited(), fact.devices if fact is not None else ()
-    return set(wider.devices).difference(asked) if isinstance(wider, CohortSelected) else set()
 
 
 START_S = 20.0  # after a job is taken up, until a device of its round that has not been heard of is not at work

@@ -7,18 +7,22 @@ functions of that state and of blobs on disk.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any, Final
+
+import msgspec
 
 from fedquilt import metrics
 from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.device_columns import NEVER
-from fedquilt.coordinator.rounds import events
+from fedquilt.coordinator.device_columns import ELIGIBLE, NEVER, CostColumn, DeviceSet
+from fedquilt.coordinator.fleet.registry import DeviceRegistry
+from fedquilt.coordinator.rounds import decisions, events
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload
 from fedquilt.coordinator.rounds.decisions import UpdateValidated, restart_event, to_process_clock
-from fedquilt.coordinator.rounds.selection import DeviceSnapshot, JobRequirements
+from fedquilt.coordinator.rounds.selection import BUSY, SHARE, DeviceSnapshot, JobRequirements
 from fedquilt.coordinator.settings import require_matching_bundle, required_packages
 from fedquilt.coordinator.storage.store import Store, StoredJob
 from fedquilt.coordinator.updates import job_blobs, tasks, validation
@@ -331,9 +335,7 @@ class RunningJob:
             validation.require_finite_state(state, tuple(sorted(rounds.answered)))
         spent, finished, updates = rounds.spent, self.method.done(state), rounds.answered.values()
         caveat = events.describe_unmetered_tasks(self.job.stop, spent) if spent.metered or not rounds.round else None
-        short = (
-            None if finished else events.describe_early_end(self.method, self.job.method, self.job.rounds, rounds.round)
-        )
+        short = None if finished else describe_early_end(self.method, self.job.method, self.job.rounds, rounds.round)
         means, evaluation = average_metrics(updates), aggregate_evaluations(updates)
         best = rounds.best_after(evaluation) if evaluation is not None else None
         if "work" in rounds.task_actions and not rounds.settling and "loss" in means:
@@ -419,3 +421,66 @@ class RunningJob:
         self._encoded[id(value)] = known  # as the latest
         self._sent.add(known[1].sha256)
         return known[1]
+
+
+def describe_early_end(method: Method, name: str, rounds: int, round: int) -> str | None:
+    """Return a sentence on a job that ends before its method has finished, or None."""
+    if method.done is Method.done or round + 1 < rounds:
+        return None
+    return f"the job's {rounds} rounds are over before {name} has ended: the result is what it has so far; raise rounds"
+
+
+def decide_next_event(
+    job: RunningJob,
+    registry: DeviceRegistry,
+    at_work: Collection[str],
+    now_s: float,
+    busy: AbstractSet[str] = frozenset(),
+    most: float = math.inf,
+    lost_s: float = 0.0,
+    gone: AbstractSet[str] = frozenset(),
+) -> events.AnyEvent | None:
+    """Return the next event of a job, or None if nothing is due. Changes in eligibility precede a selection."""
+
+    def workload_of(device: str) -> DeviceWorkload:
+        return job.device_workload(device, registry.latest_profile(device))
+
+    labels = registry.eligibility(job.wants, now_s)
+    free = labels.devices_with(ELIGIBLE)
+    if short := decisions.devices_to_skip(job.rounds, free, workload_of, registry.agent_start_key):
+        labels, free = labels.with_values(short), free - short
+    taken = {device for device in busy if device in free}.difference(at_work)
+    state = decisions.delay_attempt(job.rounds, lost_s)
+    following = partial(decisions.decide_event, state, now_s, free | at_work, workload_of, taken, gone=gone)
+    fact = following(most)
+    if not isinstance(fact, events.CohortSelected) and (fact is not None or job.rounds.phase != "selecting"):
+        return fact
+    spared = _devices_over_share(job, fact, free - taken, most, following)
+    # a job that waits does not log each coming and going of other jobs
+    if taken and not isinstance(fact, events.CohortSelected):
+        taken = {device for device in taken if job.rounds.labels.get(device) == BUSY}
+    labels = labels.with_values({**dict.fromkeys(taken, BUSY), **dict.fromkeys(spared, SHARE)})
+    costs = registry.energy_costs(now_s) if job.job.cohort.prefer == "energy" else CostColumn()
+    noted = decisions.eligibility_event(job.rounds, labels, costs)
+    if noted is not None or not isinstance(fact, events.CohortSelected):
+        return noted or fact
+    coverage = job.describe_coverage(fact, registry.device_views(now_s), registry.kinds)
+    return msgspec.structs.replace(fact, coverage=coverage)
+
+
+def _devices_over_share(
+    job: RunningJob,
+    fact: events.CohortSelected | None,
+    free: DeviceSet,
+    most: float,
+    unlimited: Callable[[], events.AnyEvent | None],
+) -> set[str]:
+    """Return the eligible devices that only the submitter's share limit excludes from the cohort."""
+    if fact is None:
+        noted = {device for device in job.rounds.labels.devices_with(SHARE) if device in free}
+        if noted or most >= 1:
+            return noted
+    elif len(fact.devices) < most:
+        return set()
+    wider, asked = unlimited(), fact.devices if fact is not None else ()
+    return set(wider.devices).difference(asked) if isinstance(wider, events.CohortSelected) else set()

@@ -5,8 +5,7 @@ that replaying the log after a crash gives the same state. `TRANSITIONS` lists t
 other event, and an event of another round than the running one, is refused.
 
 Limits of a job ([stop]) are compared with the totals and evaluations of the log between rounds. So a job can exceed a
-limit by one round, and its result is that of a whole round. Joules do not include tasks without a meter: a job with
-`max_joules` on devices without meters continues, and reports after each round how many tasks were not counted.
+limit by one round. Joules do not include tasks without a meter, whose number the job reports after each round.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from fedquilt.coordinator.rounds import deadline
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload, MemoryShortage
 from fedquilt.coordinator.rounds.selection import BUSY, NOTHING, REFUSALS, SHARE, UNKNOWN, UPDATE, LastingDecline
 from fedquilt.coordinator.settings import CohortSettings, JobLimits, JobSettings
-from fedquilt.core import Action, BlobRef, EvaluationSums, FedquiltError, JobError, Method, Update, evaluation
+from fedquilt.core import Action, BlobRef, EvaluationSums, FedquiltError, JobError, Update, evaluation
 
 ROUNDING: Final = 1e-9  # by which a gain may be below `min_gain`
 
@@ -111,13 +110,6 @@ def _unmetered_suffix(spent: ResourceUsage) -> str:
     return f", without {spent.unmetered} task{'s' * (spent.unmetered > 1)} on boards that have no meter"
 
 
-def describe_early_end(method: Method, name: str, rounds: int, round: int) -> str | None:
-    """Return a sentence on a job that ends before its method has finished, or None."""
-    if method.done is Method.done or round + 1 < rounds:
-        return None
-    return f"the job's {rounds} rounds are over before {name} has ended: the result is what it has so far; raise rounds"
-
-
 class JobConstants(msgspec.Struct, frozen=True):
     seed: int
     rounds: int
@@ -142,11 +134,7 @@ _STAYS: Final[Mapping[Phase, tuple[Phase, ...]]] = {"open": ("open",)}
 _ARRIVES: Final[Mapping[Phase, tuple[Phase, ...]]] = {**_STAYS, "stopped": ("stopped",), "failed": ("failed",)}
 TRANSITIONS: Final[Mapping[str, Mapping[Phase, tuple[Phase, ...]]]] = {
     "NoteRecorded": {"new": ("new",), "stopped": ("stopped",), "failed": ("failed",)},  # of a run that waits to begin
-    "JobStarted": {
-        "new": ("selecting",),
-        "stopped": ("stopped",),
-        "failed": ("failed",),
-    },  # stopped before it had begun
+    "JobStarted": {"new": ("selecting",), "stopped": ("stopped",), "failed": ("failed",)},
     "EligibilityRecorded": {"selecting": ("selecting",), "open": ("open",)},
     "CohortSelected": {"selecting": ("open",), "open": ("open",)},
     "TaskDeclined": _ARRIVES,
@@ -170,22 +158,6 @@ TRANSITIONS: Final[Mapping[str, Mapping[Phase, tuple[Phase, ...]]]] = {
     "JobResumed": {"failed": ("selecting", "open"), "stopped": ("selecting", "open")},
 }
 """Name of a fact's class -> phase before it -> phases that it may lead to."""
-
-
-def next_phases(fact: str, phase: Phase) -> tuple[Phase, ...]:
-    """Return the phases that an event may lead to from `phase`, or () if it is not allowed there."""
-    return TRANSITIONS[fact].get(phase, ())
-
-
-def format_mermaid_diagram() -> str:
-    arrows: dict[tuple[Phase, Phase], list[str]] = {}
-    for fact, moves in TRANSITIONS.items():
-        for before, afters in moves.items():
-            for after in afters:
-                arrows.setdefault((before, after), []).append(fact)
-    order = sorted(arrows, key=lambda pair: (PHASES.index(pair[0]), PHASES.index(pair[1])))
-    lines = [f"    {before} --> {after}: {', '.join(arrows[before, after])}" for before, after in order]
-    return "\n".join(["stateDiagram-v2", "    [*] --> new", *lines, "    done --> [*]"])
 
 
 class Event(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True): ...
@@ -459,7 +431,7 @@ class JobState(msgspec.Struct, frozen=True):
 
 def apply_event(state: JobState, fact: AnyEvent, now_s: float) -> JobState:
     kind, of = type(fact).__name__, getattr(fact, "round", state.round)
-    to = next_phases(kind, state.phase)
+    to = TRANSITIONS[kind].get(state.phase, ())
     if of != state.round:
         raise JobError(
             f"{kind} of round {of + 1} in the log of a job whose running round is {state.round + 1}{_NOT_OURS}"

@@ -34,7 +34,6 @@ from fedquilt.coordinator.settings import CoordinatorLimits
 from fedquilt.coordinator.storage.store import AWAY_S, InactiveRunError, Store, StoredJob
 from fedquilt.coordinator.updates import sites
 from fedquilt.coordinator.views import event_messages, round_outcomes, run_summary, wait_reasons
-from fedquilt.coordinator.views import event_messages as sentences
 from fedquilt.coordinator.views import rollouts as rollout_view
 from fedquilt.coordinator.views.run_summary import RoundSummary, RunSummary
 from fedquilt.core import JobError
@@ -469,7 +468,7 @@ class JsonConsole(Console):
         device = getattr(fact, "device", None) or getattr(update, "device", None)
         ids = log_ids(run=job.id, round=getattr(fact, "round", None), device=device, fact=type(fact).__name__)
         level = logging.ERROR if getattr(fact, "status", "") == "failed" else logging.INFO
-        log.log(level, "%s", "; ".join(sentences.format_single_event(fact)), extra=ids)
+        log.log(level, "%s", "; ".join(event_messages.format_single_event(fact)), extra=ids)
 
     def report(self, first: str, *more: str) -> None:
         log.info("%s", "; ".join((first, *more)))

@@ -532,7 +532,9 @@ def test_a_task_has_the_planned_epochs_also_after_a_restart(tmp_path, method, un
 
 
 def test_the_log_tells_the_planned_epochs():
-    told = event_messages._describe_event(CohortSelected(3, 0, ("a", "b"), deadline_s=42.0, epochs={"b": 8, "a": 1}))
+    told = event_messages.format_single_event(
+        CohortSelected(3, 0, ("a", "b"), deadline_s=42.0, epochs={"b": 8, "a": 1})
+    )
     assert told == [
         "round 4: cohort a, b; deadline 42 s, chosen for it",
         "round 4: epochs, as planned for energy: a 1, b 8",

@@ -18,6 +18,7 @@ from saved_homes import saved
 from fedquilt import methods
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
+from fedquilt.coordinator.jobs.job import describe_early_end
 from fedquilt.coordinator.jobs.retention import GarbageCollector
 from fedquilt.coordinator.rounds.decisions import decide_event
 from fedquilt.coordinator.rounds.events import (
@@ -27,7 +28,6 @@ from fedquilt.coordinator.rounds.events import (
     ResourceUsage,
     RoundCommitted,
     apply_event,
-    describe_early_end,
     describe_reached_limit,
     describe_unmetered_tasks,
 )

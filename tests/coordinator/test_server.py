@@ -359,6 +359,15 @@ def test_a_coded_update_that_cannot_be_decoded_is_refused_with_its_reason(coded,
     assert coded.told(RoundCommitted) == [] or ended_at(coded) == pytest.approx([3, 3])
 
 
+def test_a_blob_that_the_round_has_not_sent_is_no_base_of_an_update(coded):
+    hand = coded.hand("a")
+    coded.play()
+    other = coded.store.depot.store_bytes(tensors.encode_tensors({name: each + 1 for name, each in MODEL.items()}))
+    by_int8(hand, 1.0, bases={"model": other.sha256})
+    coded.play()
+    assert "which this round has not sent" in coded.told(UpdateRejected)[0].reason
+
+
 def test_a_device_of_an_older_version_is_not_asked_and_the_log_says_why(coded):
     old, new = coded.hand("old", codecs=("raw",)), coded.hand("new")
     coded.play()

@@ -4,7 +4,6 @@ import ast
 import re
 
 import documents
-from fedquilt.coordinator.rounds import events
 from fedquilt.formats import toml
 
 PAGE = "docs/architecture.md"
@@ -19,7 +18,7 @@ def test_a_newcomer_reads_it_in_ten_minutes():
 
 def test_the_diagram_of_a_job_is_the_tables():
     (found,) = documents.blocks(PAGE, "mermaid")
-    assert found.strip() == events.format_mermaid_diagram()
+    assert found.strip() == documents.format_mermaid_diagram()
 
 
 def test_the_layers_are_the_contracts():

@@ -10,7 +10,6 @@ import pytest
 
 import documents
 import fedquilt
-from fedquilt.coordinator.rounds import events
 
 ATTRIBUTES = r"<(?:script|link|img|iframe|source)\b[^>]*?\b(?:src|href)=[\"']?((?:https?:)?//[^\"' >]+)"
 
@@ -60,7 +59,7 @@ def test_the_reference_describes_every_public_name(site):
 def test_the_phases_of_a_job_are_a_table(site):
     text = (site / "architecture.html").read_text()
     assert "stateDiagram" not in text
-    for line in events.format_mermaid_diagram().splitlines():
+    for line in documents.format_mermaid_diagram().splitlines():
         if found := re.match(r" +(\w+) --> (\w+): (.*)", line):
             assert f"<td>{found[1]}</td>\n<td>{found[3]}</td>\n<td>{found[2]}</td>" in text
 
