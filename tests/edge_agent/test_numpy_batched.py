@@ -87,3 +87,16 @@ def test_one_whose_labels_do_not_fit_says_so_alone() -> None:
     found = engine.train_together([engine.batchable_call(*each) for each in given])  # type: ignore[misc]
     assert isinstance(found[1], DataError)
     assert_same([found[0], found[2]], [engine.train(*arguments(seed, 40, fit)) for seed in (0, 2)])
+
+
+def test_a_pass_that_fails_leaves_the_loop_the_generators_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, fit = BatchedNumpyEngine(AMPLE), Fit(epochs=1, batch=16, lr=0.1)
+
+    def fail(calls: Any) -> Any:
+        for call in calls:
+            call.rng.random()
+        raise MemoryError
+
+    monkeypatch.setattr(engine, "_train_batch", fail)
+    found = engine.train_together([engine.batchable_call(*arguments(seed, 40, fit)) for seed in (0, 2)])  # type: ignore[misc]
+    assert_same(found, [engine.train(*arguments(seed, 40, fit)) for seed in (0, 2)])

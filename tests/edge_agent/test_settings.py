@@ -221,6 +221,6 @@ def test_two_files_of_one_name_are_refused(credentials: Path) -> None:
 
 
 def test_without_a_folder_of_systemd_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CREDENTIALS_DIRECTORY")
+    monkeypatch.delenv("CREDENTIALS_DIRECTORY", raising=False)
     before = broker_settings(key="/etc/fedquilt/device.key")
     assert settings.apply_systemd_credentials(before) is before
