@@ -1,4 +1,4 @@
-"""Jobs as Python values, with the tables, keys, defaults and checks of a job file, and methods from parts."""
+"""Jobs as Python values with the keys and checks of a job file, and methods made of parts."""
 
 from __future__ import annotations
 

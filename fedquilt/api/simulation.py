@@ -1,4 +1,4 @@
-"""Simulation of jobs on a simulated fleet by the coordinator's code (`fedquilt.simulate`), and its live progress."""
+"""Simulation of jobs by the coordinator's code (`fedquilt.simulate`), with live progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `fedquilt` command. `entry` runs a command line, `commands.SECTIONS` lists the files of the verbs."""
+"""The `fedquilt` command. `commands.SECTIONS` lists the files of the verbs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Toy donors with numpy functions as blocks, toy networks, devices with examples for both, and scenarios of checks.
+"""Toy donors, toy networks, devices with examples for both, and scenarios of conformance checks.
 
 In a scenario, a method that trains gets a small network and devices with points. A method that runs blocks gets toy
 donors. A method that depends on a device's memory is run a second time, on a network of three stages and devices of
