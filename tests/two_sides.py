@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fedquilt import wire
+from fedquilt.blobs import chunks
 from fedquilt.blobs.direct_transfers import TransferBackend
 from fedquilt.blobs.store import BlobStore
 from fedquilt.blobs.transfers import Transfers
@@ -24,6 +25,11 @@ def noise(size: int, seed: int = 0) -> bytes:
 
 def ref_of(payload: bytes) -> BlobRef:
     return BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
+
+
+def cut(payload: bytes, chunk: int) -> wire.BlobManifest:
+    builder = chunks.ManifestBuilder(ref_of(payload), chunk, lambda offset, size: payload[offset : offset + size])
+    return builder.hash_chunks()
 
 
 class Side:

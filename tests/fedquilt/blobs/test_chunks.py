@@ -1,24 +1,12 @@
 import hashlib
 
 import pytest
+from two_sides import KIB, cut, ref_of
 
 from fedquilt import blobs, wire
 from fedquilt.blobs.chunks import DamagedBlobError
 from fedquilt.blobs.upload import OutgoingChunk, OutgoingChunkQueue
 from fedquilt.core import BlobRef, LinkError
-
-KIB = 1024
-
-
-def ref_of(payload: bytes) -> BlobRef:
-    return BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
-
-
-def cut(payload: bytes, chunk: int) -> wire.BlobManifest:
-    return blobs.chunks.ManifestBuilder(
-        ref_of(payload), chunk, lambda offset, size: payload[offset : offset + size]
-    ).hash_chunks()
-
 
 BLOB = b"".join(hashlib.sha256(bytes([number])).digest() * 64 for number in range(20))  # 40 KiB
 

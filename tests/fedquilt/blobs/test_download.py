@@ -3,6 +3,7 @@ import math
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from two_sides import KIB, cut, ref_of
 
 from fedquilt import wire
 from fedquilt.blobs import chunks
@@ -10,19 +11,6 @@ from fedquilt.blobs.download import Download
 from fedquilt.core import BlobRef
 
 FUZZ = settings(max_examples=60, deadline=None, derandomize=True, database=None)
-KIB = 1024
-
-
-def ref_of(payload: bytes) -> BlobRef:
-    return BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
-
-
-def cut(payload: bytes, chunk: int) -> wire.BlobManifest:
-    return chunks.ManifestBuilder(
-        ref_of(payload), chunk, lambda offset, size: payload[offset : offset + size]
-    ).hash_chunks()
-
-
 CHUNK = 2 * KIB
 BLOB = b"".join(hashlib.sha256(bytes([number])).digest() * 64 for number in range(20))  # 20 chunks, no two alike
 MANIFEST = cut(BLOB, CHUNK)
