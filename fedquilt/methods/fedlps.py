@@ -25,7 +25,7 @@ import numpy as np
 from msgspec import Meta
 
 from fedquilt import core
-from fedquilt.methods import _subnetworks, fedavg, heterofl
+from fedquilt.methods import _subnetworks, fedavg, fjord, heterofl
 from fedquilt.methods.heterofl import HeteroFLSums
 from fedquilt.models import local_training
 from fedquilt.models.partial import masks, width
@@ -131,12 +131,6 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     return replace(answer, bundles={"model": moved})
 
 
-def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
-    """Evaluate the device's part on the held-out examples."""
-    hooks = heterofl.make_width_hooks(task, site, scaled=False)
-    return site.engine.evaluate(task.params["network"], site.load("model"), site.held, hooks=hooks)
-
-
 def fold(state: State, so_far: HeteroFLSums | None, update: core.DeviceUpdate) -> HeteroFLSums:
     """Add a device's predictor entries to the sums of its ratio."""
     sent, held = heterofl.require_sent_model(update), encoder_names(state)
@@ -155,7 +149,7 @@ METHOD = replace(
     init=init,
     send=send,
     work=work,
-    check=check,
+    check=fjord.check,
     aggregation=replace(heterofl.METHOD.aggregation, fold=fold, schema=local_training.partial_model_schema),
     settle=_subnetworks.make_statistics_round(places_by_share, device_share, scaled=False, still=encoder_names),
 )

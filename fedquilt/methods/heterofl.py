@@ -288,9 +288,6 @@ def step(state: State, total: HeteroFLSums | None) -> State:
     )
 
 
-# -- statistics before an evaluation --------------------------------------------------------------
-
-
 METHOD = replace(
     fedavg.METHOD,
     paper="arXiv 2010.01264",

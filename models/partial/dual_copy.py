@@ -385,6 +385,3 @@ def _build_pruned_module(model: nn.Module, graph: fx.Graph) -> fx.GraphModule:
     made.delete_all_unused_submodules()
     made.recompile()
     return made
-
-
-# -- taking apart ---------------------------------------------------------------------------------

@@ -1,21 +1,55 @@
 """FedPeWS and FedPeWS-Fixed: what they are without masks, what masks change, and what stays on the device."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from fedavg_runs import numpy_one, torch_one
-from fedpews_runs import PLAN, H, begun, play
+from fedavg_runs import SMALL, numpy_one, torch_one
 
+from fedquilt import methods
 from fedquilt.arrays import tensors
 from fedquilt.arrays.exact_sums import WeightedSums
-from fedquilt.core import DeviceUpdate, DeviceView, ModelError, UpdateError
+from fedquilt.core import Bundle, DeviceUpdate, DeviceView, ModelError, UpdateError
 from fedquilt.core.evaluation import compute_metrics
 from fedquilt.methods import fedpews, fedpews_fixed
 from fedquilt.models.partial import masks
-from fedquilt.testing.toy_networks import MLP, point_members, toy_bundle
+from fedquilt.testing.toy_networks import MLP, MLP_MASKS, point_members, toy_bundle
+from fedquilt.testing.toy_networks import run_method as run
+from fedquilt.tools.simulation import DeviceData
+
+PLAN = MLP_MASKS
+H = 5
+
+
+def play(name: str, engine: Any = None, members: list[DeviceData] | None = None, **params: Any) -> list[Any]:
+    """The states of three rounds on toy devices."""
+    return play_on(toy_bundle(), name, engine, members, **params)
+
+
+def play_on(
+    bundle: Bundle, name: str, engine: Any = None, members: list[DeviceData] | None = None, **params: Any
+) -> list[Any]:
+    """Likewise of another network."""
+    method, work = methods.load(name), params.pop("work", None)
+    return run(
+        name,
+        bundle,
+        members or point_members(),
+        {**SMALL, **params},
+        engine=engine or torch_one(),
+        method=replace(method, work=work) if work else None,
+        rounds=3,
+    )
+
+
+def begun(name: str = "fedpews", **params: Any) -> Any:
+    method = methods.load(name)
+    return method.init(toy_bundle(), method.params(**params), 0)
+
 
 ALL_ONES = {"warmup": 3, "first_score": 100.0, "diversity": 0.0}  # theta is 1 and stays it: its slope is 0
 

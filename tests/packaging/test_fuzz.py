@@ -44,7 +44,7 @@ OWN = {  # modules that read only what the same machine's owner or the same proc
     "fedquilt/data/readers/base.py": "examples of the board's owner",
     "fedquilt/data/readers/audio.py": "likewise",
     "fedquilt/data/readers/images.py": "likewise",
-    "fedquilt/data/readers/npz.py": "likewise",
+    "fedquilt/data/readers/arrays.py": "likewise",
 }
 
 
