@@ -8,6 +8,7 @@ import sys
 import msgspec
 import pytest
 from children import Place, carried_out, child, pid_of
+from waiting import until
 
 from fedquilt.edge_agent.task.worker import TaskWorker
 
@@ -65,12 +66,7 @@ def test_an_idle_child_that_writes_lines_without_end_is_killed(place: Place) -> 
     )
     with child(script(endless)) as worker:
         carried_out(worker, place.order())
-        for _ in range(100):
-            if not worker.fds():
-                break
-            select.select(worker.fds(), [], [], 1.0)
-            worker.poll_events(0.0)
-        assert not worker.fds()
+        until(lambda: worker.poll_events(0.0) == [] and not worker.fds(), "the end of the child")
 
 
 def test_a_child_that_ends_by_itself_is_quoted(place: Place) -> None:
