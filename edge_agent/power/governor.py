@@ -45,7 +45,7 @@ import msgspec
 from msgspec import Meta
 
 from fedquilt.core import OperatingPoint, WorkEstimate
-from fedquilt.core.messages import cache_last_call
+from fedquilt.core.last_call_cache import cache_last_call
 from fedquilt.edge_agent.power.learned_model import LearnedModel, TaskSegment, estimate_points, learn_segment
 
 STEP_S: Final = 3.0  # shortest interval between changes of clocks: each takes time, and its effect has to be seen first

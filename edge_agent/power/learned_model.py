@@ -32,7 +32,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from fedquilt.core import Amount, Count, Label, OperatingPoint, WireMessage, WorkEstimate
-from fedquilt.core.messages import cache_last_call
+from fedquilt.core.last_call_cache import cache_last_call
 from fedquilt.costs import cost_model
 
 AXES: Final = ("cpu_hz", "gpu_hz", "emc_hz")

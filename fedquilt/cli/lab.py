@@ -193,6 +193,7 @@ BENCH_OPTIONS: Final = {  # bench -> its options, which are arguments of its `me
     "blobs": (),
     "energy": (),
     "stitch": ("size", "images"),
+    "memory": ("size",),
     "coordinator": ("agents", "rounds", "after"),
     "sim": ("data", "with", "only"),
 }
@@ -200,7 +201,7 @@ BENCH_OPTIONS: Final = {  # bench -> its options, which are arguments of its `me
 
 @lab.command()
 @argument("what", f"One of {', '.join(BENCH_OPTIONS)}.", type=options.WordChoice(tuple(BENCH_OPTIONS)), metavar="WHAT")
-@option("--size", type=options.POSITIVE, help="For stitch: size of images in pixels (default: 64).")
+@option("--size", type=options.POSITIVE, help="For stitch (default: 64) and memory (224): size of images in pixels.")
 @option("--images", type=options.POSITIVE, help="For stitch: images that are scored (default: 64).")
 @option("--agents", type=options.POSITIVE, many=True, help="For coordinator: numbers of boards (default: 200 3000).")
 @option("--rounds", type=options.POSITIVE, help="For coordinator: rounds (default: 6).")

@@ -24,11 +24,8 @@ from fedquilt.core.errors import StoreError as StoreError
 from fedquilt.core.errors import UpdateError as UpdateError
 from fedquilt.core.errors import WireError as WireError
 from fedquilt.core.errors import shorten_error as shorten_error
-from fedquilt.core.messages import ATTEMPTS_MOST as ATTEMPTS_MOST
 from fedquilt.core.messages import CODECS as CODECS
 from fedquilt.core.messages import DETAILED as DETAILED
-from fedquilt.core.messages import REFETCH as REFETCH
-from fedquilt.core.messages import RESEND as RESEND
 from fedquilt.core.messages import UNDECODABLE as UNDECODABLE
 from fedquilt.core.messages import Action as Action
 from fedquilt.core.messages import Amount as Amount
@@ -49,7 +46,6 @@ from fedquilt.core.messages import Name as Name
 from fedquilt.core.messages import OperatingPoint as OperatingPoint
 from fedquilt.core.messages import Profile as Profile
 from fedquilt.core.messages import Rates as Rates
-from fedquilt.core.messages import Retry as Retry
 from fedquilt.core.messages import Seconds as Seconds
 from fedquilt.core.messages import Sentence as Sentence
 from fedquilt.core.messages import SiteRight as SiteRight
@@ -86,3 +82,7 @@ from fedquilt.core.method import UpdateSchema as UpdateSchema
 from fedquilt.core.method import derive_seed as derive_seed
 from fedquilt.core.method import seed_deriver as seed_deriver
 from fedquilt.core.method import tensor_shapes as tensor_shapes
+from fedquilt.core.retry import ATTEMPTS_MOST as ATTEMPTS_MOST
+from fedquilt.core.retry import REFETCH as REFETCH
+from fedquilt.core.retry import RESEND as RESEND
+from fedquilt.core.retry import Retry as Retry

@@ -1,13 +1,14 @@
-"""Messages between coordinator and devices, with types and bounds checked at decoding, and their repetition."""
+"""Messages between coordinator and devices, with types and bounds checked at decoding."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from functools import wraps
-from typing import Annotated, Any, Final, Literal, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Collection, Iterable
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
+
+from fedquilt.core.last_call_cache import cache_last_call
 
 Name = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}\Z")]
 """A job, fleet or device id: safe in a topic, a file name and a log line."""
@@ -31,31 +32,6 @@ Amount = Annotated[float, Meta(ge=0.0, le=1e24)]
 Metrics = Annotated[dict[Label, float], Meta(max_length=1000)]
 Layout = Annotated[dict[Label, Label], Meta(max_length=20_000)]
 """Tensor -> its type and shape, "f4:64,3,7,7": `fedquilt.arrays.tensors.layout`."""
-
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def cache_last_call(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a pure function so that equal arguments in a row are computed once.
-
-    The devices of a cohort often need the same result, one after another. In contrast to `functools.lru_cache`,
-    arguments need not be hashable. Callers must not change arguments or results.
-    """
-    known: tuple[tuple[object, ...], dict[str, object], T] | None = None
-
-    @wraps(function)
-    def call(*args: P.args, **named: P.kwargs) -> T:
-        nonlocal known
-        before = known  # as another thread may set it meanwhile
-        if before is not None and before[0] == args and before[1] == named:
-            return before[2]
-        result = function(*args, **named)
-        known = args, named, result
-        return result
-
-    return call
 
 
 class WireMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -419,38 +395,3 @@ def has_site_bundles(names: Collection[str]) -> bool:
 
 def _matches_pattern(name: str, pattern: str) -> bool:
     return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
-
-
-# -- repetition -----------------------------------------------------------------------------------
-
-ATTEMPTS_MOST: Final = 64  # more are not counted: every delay is at its longest by then
-
-
-class Retry(NamedTuple):
-    """Delays that grow from one attempt to the next.
-
-    Attributes:
-        first_s: The delay after the first attempt, in seconds.
-        most_s: The longest delay, in seconds.
-        factor: The growth from one delay to the next.
-        jitter: The largest share by which a random number shortens a delay, so that many devices do not try at once.
-    """
-
-    first_s: float
-    most_s: float
-    factor: float = 2.0
-    jitter: float = 0.0
-
-    def delay_s(self, attempts: int, draw: float = 0.0) -> float:
-        """Return the seconds until the next attempt.
-
-        Args:
-            attempts: The number of attempts before the latest one, 0 for the first delay.
-            draw: A random number from 0 to 1.
-        """
-        longest_s = self.first_s * self.factor ** min(attempts, ATTEMPTS_MOST)
-        return min(longest_s, self.most_s) * (1.0 - self.jitter * draw)
-
-
-RESEND: Final = Retry(5.0, 60.0)  # a message that the peer has not answered
-REFETCH: Final = Retry(2.0, 60.0)  # a blob that could not be fetched

@@ -1,7 +1,7 @@
 """A pure function's latest result stands for equal arguments alone."""
 
 from fedquilt.core import WorkEstimate
-from fedquilt.core.messages import cache_last_call
+from fedquilt.core.last_call_cache import cache_last_call
 
 
 def test_equal_arguments_are_computed_once_and_others_anew():
