@@ -33,6 +33,8 @@ Deviations, where the paper's procedure cannot run or measures something else:
   log reports the gains of joining and of stitching. With `expansions = 0`, the default, nothing is stitched, and the
   job takes few rounds.
 - No candidate exceeds the job's budget of MFLOP, MB, milliseconds or joules for an example.
+- Cascades are candidates too: an example leaves with a cheap candidate's answer if its two best scores differ by more
+  than a threshold, and else takes the remaining blocks of a larger candidate. Budgets compare the mean cost.
 - A device that explores is judged by its greedy picks. Its second vote on a network replaces its first.
 - The search-space optimizer drops a block only if the gap of the scores exceeds the spread between devices.
 - The network is chosen on the devices' held-out examples, never on a test set: the cheapest one within one paired
@@ -82,7 +84,7 @@ from fedquilt.models.stitching.algebra import least_squares
 from fedquilt.models.stitching.algebra.class_moments import ExactMomentSums
 from fedquilt.models.stitching.algebra.least_squares import MergedMoments
 from fedquilt.models.stitching.device import moments, scoring
-from fedquilt.models.stitching.search import accumulators, candidates, ranking, steps, task_specs
+from fedquilt.models.stitching.search import accumulators, candidates, cascades, ranking, steps, task_specs
 from fedquilt.models.stitching.search.accumulators import CorrectCounts, JunctionSums, Sum, VoteSums
 from fedquilt.models.stitching.search.state import Candidate, SearchParams, SearchState, resolve_settings
 
@@ -178,7 +180,9 @@ def result(state: SearchState, candidate: int | None = None) -> Artefact:
         ModelError: If no moments were gathered and no network is finished.
     """
     if state.phase == "gather" and state.gathered is not None:
-        state = replace(state, candidates=_solve_candidates(state))
+        state = cascades.close_validation(replace(state, candidates=_solve_candidates(state)))
+    if state.phase == "validate":
+        state = cascades.close_validation(state)
     if not state.candidates:
         ends = state.finalists or steps.distinct_finalists(state)
         state = replace(state, candidates=candidates.aligned_candidates(state, ends))
@@ -237,9 +241,12 @@ def _add_class_moments(state: SearchState, total: ExactMomentSums) -> SearchStat
 
 def _add_correct_counts(state: SearchState, total: CorrectCounts) -> SearchState:
     counts = exact_sums.rounded_values(total.sums)
-    right, examples = counts["right"].astype(np.int64), state.examples + int(counts["examples"][0])
-    note = f"{len(right)} candidates on {examples} held-out examples of {len(state.heard)} devices"
-    return replace(state, right=state.right + right if state.right.size else right, examples=examples, log=(note,))
+    examples = state.examples + int(counts["examples"][0])
+    sums = {name: counts[name].astype(np.int64) for name in ("right", "by_margin", "in_bin")}
+    if state.right.size:
+        sums = {name: getattr(state, name) + each for name, each in sums.items()}
+    note = f"{len(state.candidates)} candidates on {examples} held-out examples of {len(state.heard)} devices"
+    return replace(state, **sums, examples=examples, log=(note,))
 
 
 def _is_phase_complete(state: SearchState, seen_before: tuple[str, ...]) -> bool:
@@ -257,6 +264,7 @@ def _is_phase_complete(state: SearchState, seen_before: tuple[str, ...]) -> bool
 def _close_gather_or_validation(state: SearchState) -> SearchState:
     """Solve the candidates after the moments are gathered, or choose the best one after the validation."""
     if state.phase == "validate":
+        state = cascades.close_validation(state)
         return replace(state, phase="done", log=tuple(ranking.describe_validation(state)))
     assert state.gathered is not None
     found, counts = _solve_candidates(state), state.gathered.counts

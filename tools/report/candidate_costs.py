@@ -58,7 +58,7 @@ def make_candidate_table(found: Candidates, job: JobSettings) -> tuple[list[str]
 
     named = list_boards(job)
     on_boards = [title for board in named for title in (f"ms, {board}", "mJ")]
-    head = ["", "candidate", "kind", "accuracy", "interval", "front", "MFLOP", "MB", *on_boards]
+    head = ["", "candidate", "kind", "accuracy", "interval", "front", "MFLOP", "at worst", "MB", *on_boards]
     rows = []
     for number, each in enumerate(found, 1):
         costs = [candidates.board_cost(each["flops"], each["read_bytes"], board) for board in named]
@@ -72,6 +72,7 @@ def make_candidate_table(found: Candidates, job: JobSettings) -> tuple[list[str]
                 "-".join(f"{100 * end:.1f}" for end in each["interval"]),
                 "chosen" if each["chosen"] else "front" if each["front"] else "",
                 f"{each['flops'] / 1e6:.3g}",
+                f"{each['worst_flops'] / 1e6:.3g}",
                 f"{each['weight_bytes'] / 1e6:.3g}",
                 *("" if amount is None else f"{amount:.3g}" for amount in took),
             ]
@@ -120,7 +121,8 @@ def _plot_accuracy_by_cost(found: Candidates) -> plots.Plot:
 def _format_full_name(candidate: Mapping[str, Any]) -> str:
     from fedquilt.models.stitching import stitched_network
 
-    return stitched_network.network_name(candidate["taps"], candidate["kind"] != "aligned")
+    early = candidate["early"] or {"taps": ()}
+    return stitched_network.network_name(candidate["taps"], candidate["kind"] != "aligned", early["taps"])
 
 
 def _format_short_name(candidate: Mapping[str, Any]) -> str:

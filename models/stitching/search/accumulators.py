@@ -21,7 +21,8 @@ from fedquilt.models.stitching import vote
 from fedquilt.models.stitching.algebra import class_moments, least_squares
 from fedquilt.models.stitching.algebra.class_moments import ExactMomentSums
 from fedquilt.models.stitching.algebra.least_squares import MergedMoments
-from fedquilt.models.stitching.search import candidates, steps
+from fedquilt.models.stitching.device.moments import MARGINS
+from fedquilt.models.stitching.search import candidates, cascades, steps
 from fedquilt.models.stitching.search.state import SearchState
 from fedquilt.models.stitching.vote import Ballot
 
@@ -42,7 +43,7 @@ class JunctionSums:
 
 @dataclass(frozen=True)
 class CorrectCounts:
-    sums: Mapping[str, ExactSum] = field(default_factory=dict)  # "examples" (1,), "right" (candidates, candidates)
+    sums: Mapping[str, ExactSum] = field(default_factory=dict)  # as `moments.count_correct`
     devices: Mapping[str, int] = field(default_factory=dict)  # device -> 1
 
 
@@ -74,7 +75,7 @@ def validate_site_sums(state: SearchState, total: Sum, weight: float) -> None:
     assert isinstance(total, CorrectCounts)
     if set(total.devices.values()) != {1}:
         raise UpdateError("counts: of no devices, or of one twice")
-    shapes = _count_shapes(len(state.candidates))
+    shapes = _count_shapes(state)
     exact_sums.require_valid_sums(total.sums, {name: np.zeros(shape) for name, shape in shapes.items()}, weight)
     found = {name: array.astype(np.int64) for name, array in exact_sums.rounded_values(total.sums).items()}
     if any((each.rounded_value() != found[name]).any() for name, each in total.sums.items()):
@@ -94,7 +95,7 @@ def validate_update(state: SearchState, update: DeviceUpdate) -> None:
         case "gather" if update.device not in state.heard:
             class_moments.validate_update_moments(update, len(state.stock.labels), sum(candidates.tap_widths(state)))
         case "validate" if update.device not in state.heard:
-            _read_valid_counts(update, len(state.candidates))
+            _read_valid_counts(update, state)
 
 
 def fold_update(state: SearchState, so_far: Sum | None, update: DeviceUpdate) -> Sum:
@@ -117,7 +118,7 @@ def fold_update(state: SearchState, so_far: Sum | None, update: DeviceUpdate) ->
             return so_far if update.device in state.heard else so_far.add_update(update)
     if update.device in state.heard:
         return so_far
-    counts = {name: each.astype(np.float64) for name, each in _read_valid_counts(update, len(state.candidates)).items()}
+    counts = {name: each.astype(np.float64) for name, each in _read_valid_counts(update, state).items()}
     return CorrectCounts(exact_sums.add_arrays(so_far.sums, counts), {**so_far.devices, update.device: 1})
 
 
@@ -148,13 +149,14 @@ def junction_shapes(state: SearchState) -> list[tuple[int, int, int]]:
     return [(channels, shape[0], prod(shape[1:])) for shape in shapes]
 
 
-def _count_shapes(nets: int) -> dict[str, tuple[int, ...]]:
-    return {"examples": (1,), "right": (nets, nets)}
+def _count_shapes(state: SearchState) -> dict[str, tuple[int, ...]]:
+    nets, bins = len(state.candidates), (len(cascades.early_candidates(state)), len(MARGINS) + 1)
+    return {"examples": (1,), "right": (nets, nets), "by_margin": (*bins, nets, nets), "in_bin": bins}
 
 
-def _read_valid_counts(update: DeviceUpdate, nets: int) -> dict[str, np.ndarray]:
+def _read_valid_counts(update: DeviceUpdate, state: SearchState) -> dict[str, np.ndarray]:
     given = update.bundles.get("counts", {})
-    shapes, kind = _count_shapes(nets), np.dtype(np.int64)
+    shapes, kind = _count_shapes(state), np.dtype(np.int64)
     if missing := sorted(shapes.keys() - given.keys()):
         raise UpdateError(f"counts: no usable {', '.join(missing)}")
     counts = {name: given[name] for name in shapes}
@@ -175,5 +177,10 @@ def _validate_counts(counts: Mapping[str, np.ndarray], weight: float) -> None:
     least = own + own[:, None] - counts["examples"][0]
     if (right != right.T).any() or (right > np.minimum(own, own[:, None])).any() or (right < least).any():
         raise UpdateError("counts: right answers of two candidates that do not fit those of each")
+    by_margin, in_bin = counts["by_margin"], counts["in_bin"]
+    if (in_bin < 0).any() or (by_margin < 0).any() or (by_margin > in_bin[..., None, None]).any():
+        raise UpdateError("counts: right answers by margin that no examples have")
+    if (in_bin.sum(axis=1) != counts["examples"][0]).any() or (by_margin.sum(axis=1) != right).any():
+        raise UpdateError("counts: bins of margins that do not add up to all examples")
     if (said := counts["examples"][0]) != weight:  # the weight is the only count that the coordinator can verify
         raise UpdateError(f"counts: of {said} examples, in an update that weighs {weight:g}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from math import inf, sqrt
 from typing import Any
 
@@ -88,7 +89,7 @@ def accuracy_gains(state: SearchState) -> dict[str, float | None]:
 
 
 def _best_candidates_to_compare(state: SearchState) -> dict[str, tuple[int | None, int | None]]:
-    known = [i for i, each in enumerate(state.candidates) if each.kind != "aligned"]
+    known = [i for i, each in enumerate(state.candidates) if each.kind not in ("aligned", "cascade")]
 
     def best_of(wanted: Callable[[Candidate], bool], does: bool) -> int | None:
         found = [i for i in known if wanted(state.candidates[i]) == does]
@@ -137,16 +138,20 @@ def to_network(state: SearchState, candidate: Candidate) -> stitched_network.Sti
     if not candidate.head:
         donor = state.stock.donors[state.stock.blocks[candidate.paths[0][-1]].donor]
         return stitched_network.StitchedNetwork(candidate.paths, state.junctions, align=donor.align)
-    return stitched_network.StitchedNetwork(
-        candidate.paths, state.junctions, head=joint_head.export_head(candidate.head)
-    )
+    early = candidate.early and replace(candidate.early, head=joint_head.export_head(candidate.early.head))
+    head = joint_head.export_head(candidate.head)
+    return stitched_network.StitchedNetwork(candidate.paths, state.junctions, head=head, early=early)
 
 
 def _format_costs(state: SearchState, candidate: Candidate) -> str:
     amounts = candidates.measure_cost(state.params, candidates.candidate_cost(state, candidate))
     units = {"mflop": "MFLOP", "ms": "ms", "mb": "MB", "joules": "J"}
     told = "".join(f", {amount:.3g} {units[name]}" for name, amount in amounts.items() if amount is not None)
-    return f"{told} on {state.params.board}" if state.params.board else told
+    told += f" on {state.params.board}" if state.params.board else ""
+    if candidate.early is None:
+        return told
+    worst = candidates.worst_cost(state, candidate).flops / 1e6
+    return f"{told}, {worst:.3g} MFLOP at worst, {100 * candidate.early.share:.0f} % leave early"
 
 
 def summarise_all(state: SearchState) -> list[dict[str, Any]]:
@@ -156,7 +161,7 @@ def summarise_all(state: SearchState) -> list[dict[str, Any]]:
 
 def _summarise_candidate(state: SearchState, index: int) -> dict[str, Any]:
     candidate, share = state.candidates[index], heldout_accuracy(state, index)
-    own = candidates.candidate_cost(state, candidate)
+    own, early = candidates.candidate_cost(state, candidate), candidate.early
     return {
         "kind": candidate.kind,
         "taps": [list(path) for path in candidate.paths],
@@ -170,11 +175,14 @@ def _summarise_candidate(state: SearchState, index: int) -> dict[str, Any]:
         "flops": own.flops,
         "read_bytes": own.read_bytes,
         "weight_bytes": own.weight_bytes,
+        "worst_flops": candidates.worst_cost(state, candidate).flops,
+        "early": None if early is None else {"taps": [list(path) for path in early.taps], "share": early.share},
     }
 
 
 def candidate_name(candidate: Candidate) -> str:
-    return stitched_network.network_name(candidate.paths, bool(candidate.head))
+    early = candidate.early.taps if candidate.early else ()
+    return stitched_network.network_name(candidate.paths, bool(candidate.head), early)
 
 
 def _format_accuracy(state: SearchState, index: int) -> str:
