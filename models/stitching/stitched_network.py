@@ -374,6 +374,11 @@ def network_name(taps: Sequence[Sequence[str]], headed: bool, early: Sequence[Se
     return f"head on {' + '.join(parts)}"
 
 
+def artefact_name(meta: Mapping[str, Any]) -> str:
+    early = meta["early"] or {"taps": ()}
+    return network_name(meta["taps"], meta["head"] is not None, early["taps"])
+
+
 def tap_name(ids: Sequence[str]) -> str:
     """Return a tap's name: the last block of an unmodified donor, otherwise the path in brackets."""
     donor, _, _ = ids[0].rpartition(".")

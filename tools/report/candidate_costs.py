@@ -46,7 +46,8 @@ def make_candidate_section(found: Candidates, job: JobSettings) -> PageSection |
         "beats: none is as accurate and as cheap, and better in one of the two. "
         "`fedquilt model export RUN --candidate N` writes any candidate. "
         'A "joined" candidate has one head on several taps, a "donor" a new head on one tap of an unmodified donor, a '
-        '"stitched" one a new head on one stitched path, and an "aligned" one its last donor\'s own classes.'
+        '"stitched" one a new head on one stitched path, and an "aligned" one its last donor\'s own classes. Of a '
+        '"cascade" the mean cost is given, and MFLOP at worst in brackets.'
     )
     return PageSection(
         (), render_plots(_plot_accuracy_by_cost(found)), [note], HtmlTable(*make_candidate_table(found, job))
@@ -58,7 +59,7 @@ def make_candidate_table(found: Candidates, job: JobSettings) -> tuple[list[str]
 
     named = list_boards(job)
     on_boards = [title for board in named for title in (f"ms, {board}", "mJ")]
-    head = ["", "candidate", "kind", "accuracy", "interval", "front", "MFLOP", "at worst", "MB", *on_boards]
+    head = ["", "candidate", "kind", "accuracy", "interval", "front", "MFLOP", "MB", *on_boards]
     rows = []
     for number, each in enumerate(found, 1):
         costs = [candidates.board_cost(each["flops"], each["read_bytes"], board) for board in named]
@@ -71,8 +72,7 @@ def make_candidate_table(found: Candidates, job: JobSettings) -> tuple[list[str]
                 f"{100 * each['accuracy']:.1f} %",
                 "-".join(f"{100 * end:.1f}" for end in each["interval"]),
                 "chosen" if each["chosen"] else "front" if each["front"] else "",
-                f"{each['flops'] / 1e6:.3g}",
-                f"{each['worst_flops'] / 1e6:.3g}",
+                f"{each['flops'] / 1e6:.3g}" + (f" ({each['worst_flops'] / 1e6:.3g})" if each["early"] else ""),
                 f"{each['weight_bytes'] / 1e6:.3g}",
                 *("" if amount is None else f"{amount:.3g}" for amount in took),
             ]

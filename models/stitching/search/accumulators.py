@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -84,41 +84,45 @@ def validate_site_sums(state: SearchState, total: Sum, weight: float) -> None:
 
 
 def validate_update(state: SearchState, update: DeviceUpdate) -> None:
+    _read_update(state, update)
+
+
+def _read_update(state: SearchState, update: DeviceUpdate) -> Any:
+    """Validate and unpack what a device sent in this phase, or return None if it took part in the phase before."""
     turn = update.metrics.get("turn")
     if turn != state.turn:
         raise UpdateError(f"answers turn {turn} of the search, which is at {state.turn}")
     match state.phase:
         case "score":
-            _read_ballot(state, update)
+            return _read_ballot(state, update)
         case "fit":
-            _read_junction_moments(state, update)
-        case "gather" if update.device not in state.heard:
+            return _read_junction_moments(state, update)
+        case "gather" | "validate" if update.device in state.heard:
+            return None
+        case "gather":
             class_moments.validate_update_moments(update, len(state.stock.labels), sum(candidates.tap_widths(state)))
-        case "validate" if update.device not in state.heard:
-            _read_valid_counts(update, state)
+            return update
+        case "validate":
+            return _read_valid_counts(update, state)
 
 
 def fold_update(state: SearchState, so_far: Sum | None, update: DeviceUpdate) -> Sum:
-    """Add a device's update to the accumulator of the round, after validation.
-
-    Moments and counts of a device that took part in this phase before are ignored.
-    """
-    validate_update(state, update)
+    """Add a device's update to the accumulator of the round, after validation."""
+    new = _read_update(state, update)
     so_far = SUMS[state.phase]() if so_far is None else so_far
     match so_far:
+        case _ if new is None:
+            return so_far
         case VoteSums():
-            return VoteSums({**so_far.ballots, update.device: _read_ballot(state, update)})
+            return VoteSums({**so_far.ballots, update.device: new})
         case JunctionSums():
-            new = _read_junction_moments(state, update)
             groups = min(GROUPS_BYTES // sum(each.nbytes for each in new), GROUPS_MOST)
             pairs = zip(so_far.moments or (None,) * len(new), new, strict=True)
             gathered = tuple(least_squares.add_device_moments(*pair, groups) for pair in pairs)
             return JunctionSums(gathered, tuple(sorted({*so_far.devices, update.device})))
         case ExactMomentSums():
-            return so_far if update.device in state.heard else so_far.add_update(update)
-    if update.device in state.heard:
-        return so_far
-    counts = {name: each.astype(np.float64) for name, each in _read_valid_counts(update, state).items()}
+            return so_far.add_update(update)
+    counts = {name: each.astype(np.float64) for name, each in new.items()}
     return CorrectCounts(exact_sums.add_arrays(so_far.sums, counts), {**so_far.devices, update.device: 1})
 
 

@@ -79,13 +79,12 @@ def accuracy_gains(state: SearchState) -> dict[str, float | None]:
 
     Compared are the best candidates with and without.
     """
-    found: dict[str, float | None] = {}
-    for name, (one, other) in _best_candidates_to_compare(state).items():
-        if one is None or other is None or not state.examples:
-            found[name] = None
-        else:
-            found[name] = (count_correct(state, one) - count_correct(state, other)) / state.examples
-    return found
+    pairs = _best_candidates_to_compare(state).items()
+    return {name: None if None in pair or not state.examples else _gain(state, *pair) for name, pair in pairs}
+
+
+def _gain(state: SearchState, one: Any, other: Any) -> float:
+    return (count_correct(state, one) - count_correct(state, other)) / state.examples
 
 
 def _best_candidates_to_compare(state: SearchState) -> dict[str, tuple[int | None, int | None]]:
@@ -124,7 +123,7 @@ def describe_validation(state: SearchState) -> list[str]:
         if one is None or other is None:
             lines.append(f"{doing}: nothing to compare with")
             continue
-        by = 100 * (count_correct(state, one) - count_correct(state, other)) / state.examples
+        by = 100 * _gain(state, one, other)
         noise = 100 * paired_error(state, one, other) / state.examples
         verdict = f"adds {by:.1f} points" if by > 0 else f"does not pay: {by:.1f} points"
         where = f"on {state.examples} held-out examples (standard error {noise:.1f})"
