@@ -41,8 +41,9 @@ def test_shares_and_right_answers_are_those_of_the_held_out_examples():
         both = (right[i] & right[j]).sum()
         if other.early is None or other.early.taps == one.early.taps:
             assert LAST.right[i, j] == both
-        else:  # unknown, and the most possible
-            assert LAST.right[i, j] == min(right[i].sum(), right[j].sum())
+        else:  # estimated
+            assert LAST.right[i, j] == pytest.approx(both, abs=0.02 * len(Y))
+            assert LAST.right[i, j] <= min(right[i].sum(), right[j].sum())
     for i, each in CASCADES:
         leave = stitched_network.score_margins(scores(LAST, i, early=True)) >= each.early.margin
         assert each.early.share == leave.mean()

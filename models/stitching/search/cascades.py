@@ -87,7 +87,7 @@ def _choose_cascades(state: SearchState) -> list[_Cascade]:
         candidate = _to_candidate(state, each)
         fits = candidates.is_within_budget(state.params, candidates.candidate_cost(state, candidate))
         if fits and candidate.early and 0 < candidate.early.share < 1:
-            found.append((_right_answers(state, each, each), candidates.candidate_price(state, candidate), each))
+            found.append((_right_with_cascade(state, each, each), candidates.candidate_price(state, candidate), each))
     plain = [
         (int(state.right[i, i]), candidates.candidate_price(state, each)) for i, each in enumerate(state.candidates)
     ]
@@ -112,18 +112,32 @@ def _extend_right_answers(state: SearchState, chosen: Sequence[_Cascade]) -> np.
     """Return the numbers of examples that both of two candidates answer rightly, with the cascades as the last."""
     if not state.right.size:
         return state.right
-    nets, bins = len(state.candidates), np.arange(len(MARGINS) + 1)
+    nets = len(state.candidates)
     found = np.pad(state.right, (0, len(chosen)))
     for i, one in enumerate(chosen, nets):
-        found[i, :nets] = found[:nets, i] = state.by_margin[one.place, bins, one.answering_candidates()].sum(axis=0)
+        found[i, :nets] = found[:nets, i] = _right_with_candidates(state, one)
         for j, other in enumerate(chosen, nets):
-            found[i, j] = _right_answers(state, one, other)
+            found[i, j] = _right_with_cascade(state, one, other)
     return found
 
 
-def _right_answers(state: SearchState, one: _Cascade, other: _Cascade) -> int:
-    """Return how many examples two cascades answer rightly, the most possible where their early candidates differ."""
-    if one.place != other.place:
-        return min(_right_answers(state, one, one), _right_answers(state, other, other))
+def _right_with_candidates(state: SearchState, cascade: _Cascade) -> np.ndarray:
     bins = np.arange(len(MARGINS) + 1)
-    return int(state.by_margin[one.place, bins, one.answering_candidates(), other.answering_candidates()].sum())
+    return np.asarray(state.by_margin[cascade.place, bins, cascade.answering_candidates()].sum(axis=0))
+
+
+def _right_with_cascade(state: SearchState, one: _Cascade, other: _Cascade) -> int:
+    """Return how many examples two cascades answer rightly.
+
+    Where their early candidates differ this is estimated, as if they were independent given the larger late answer.
+    """
+    if one.place == other.place:
+        bins = np.arange(len(MARGINS) + 1)
+        return int(state.by_margin[one.place, bins, one.answering_candidates(), other.answering_candidates()].sum())
+    late = max(one.late, other.late)
+    right = int(state.right[late, late])
+    both = [float(_right_with_candidates(state, each)[late]) for each in (one, other)]
+    own = [_right_with_cascade(state, each, each) for each in (one, other)]
+    rest = [total - known for total, known in zip(own, both, strict=True)]
+    found = both[0] * both[1] / max(right, 1) + rest[0] * rest[1] / max(state.examples - right, 1)
+    return min(round(found), *own)
