@@ -84,7 +84,7 @@ def export_stitched(
         "stitched",
         [info("x", TensorProto.FLOAT, [count, *blocks[order[0][-1]].in_shape])],
         [info("scores", TensorProto.FLOAT, [count, len(meta["labels"])])],
-        made.initializers,
+        [tensor for tensor in made.initializers if tensor.name not in made.late_weights],
     )
     model = helper.make_model(
         whole, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION, producer_name="fedquilt"
@@ -132,6 +132,7 @@ class _GraphBuilder:
     def __init__(self) -> None:
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: list[onnx.TensorProto] = []
+        self.late_weights: set[str] = set()  # names of initializers that a branch holds
         self._known: dict[str, bytes] = {}  # digests of blocks' weights by their name in the file
 
     def add_node(self, kind: str, inputs: Iterable[str], output: str, **attributes: Any) -> str:
@@ -150,11 +151,14 @@ class _GraphBuilder:
         self.nodes.append(helper.make_node("TopK", [early, two], ["early/best", "early/places"], name="early/best"))
         apart = self.add_node("MatMul", ["early/best", signs], "early/margin")
         leaves = self.add_node("GreaterOrEqual", [apart, least], "early/leaves")
+        read, read_late = ({name for node in some for name in node.input} for some in (self.nodes, nodes))
+        self.late_weights = read_late - read  # within their branch, where the runtime packs them
+        weights = [tensor for tensor in self.initializers if tensor.name in self.late_weights]
         branches = []
-        for value, name, inner in ((early, "early", ()), (late, "late", nodes)):
+        for value, name, inner, held in ((early, "early", (), ()), (late, "late", nodes, weights)):
             info = helper.make_tensor_value_info(f"{name}/answer", TensorProto.FLOAT, None)
             inner = [*inner, helper.make_node("Identity", [value], [f"{name}/answer"])]
-            branches.append(helper.make_graph(inner, name, [], [info]))
+            branches.append(helper.make_graph(inner, name, [], [info], held))
         return self.add_node("If", [leaves], "answer", then_branch=branches[0], else_branch=branches[1])
 
     def add_constant(self, name: str, array: np.ndarray) -> str:
