@@ -242,11 +242,11 @@ def _add_class_moments(state: SearchState, total: ExactMomentSums) -> SearchStat
 def _add_correct_counts(state: SearchState, total: CorrectCounts) -> SearchState:
     counts = exact_sums.rounded_values(total.sums)
     examples = state.examples + int(counts["examples"][0])
-    sums = {name: counts[name].astype(np.int64) for name in ("right", "by_margin", "in_bin")}
+    right, by_margin, in_bin = (counts[name].astype(np.int64) for name in ("right", "by_margin", "in_bin"))
     if state.right.size:
-        sums = {name: getattr(state, name) + each for name, each in sums.items()}
+        right, by_margin, in_bin = state.right + right, state.by_margin + by_margin, state.in_bin + in_bin
     note = f"{len(state.candidates)} candidates on {examples} held-out examples of {len(state.heard)} devices"
-    return replace(state, **sums, examples=examples, log=(note,))
+    return replace(state, right=right, by_margin=by_margin, in_bin=in_bin, examples=examples, log=(note,))
 
 
 def _is_phase_complete(state: SearchState, seen_before: tuple[str, ...]) -> bool:

@@ -67,13 +67,12 @@ def close_validation(state: SearchState) -> SearchState:
         if candidates.is_within_budget(state.params, candidates.candidate_cost(state, each))
     ]
     kept.sort(key=lambda i: candidates.sort_key(state, every[i]))
-    empty = SearchState.__dataclass_fields__
     return replace(
         state,
         candidates=tuple(every[i] for i in kept),
         right=right[np.ix_(kept, kept)] if right.size else right,
-        by_margin=empty["by_margin"].default_factory(),  # type: ignore[misc]
-        in_bin=empty["in_bin"].default_factory(),  # type: ignore[misc]
+        by_margin=state.by_margin[:0],
+        in_bin=state.in_bin[:0],
     )
 
 

@@ -143,7 +143,7 @@ def build_scoring_probes() -> list[TaskProbe]:
 
         def run(block: Any = block, x: Any = x, count: int = count) -> None:
             flow: Any = block_runner.BlockRunner(site, [block], block.flops)  # type: ignore[arg-type]
-            scoring.stack_gram(flow.run_block(block, x), count, "flatten")
+            scoring.stack_gram(flow.run_block(block, x), count)
 
         found.append(TaskProbe(task_specs.blocks_work([(block, 1.0)], 0).total_for_examples(count), run))
         run()  # sessions are kept from task to task
