@@ -39,7 +39,6 @@ Deviations, where the paper's procedure cannot run or measures something else:
 - The search-space optimizer drops a block only if the gap of the scores exceeds the spread between devices.
 - The network is chosen on the devices' held-out examples, never on a test set: the cheapest one within one paired
   standard error of the most accurate one.
-- Not in the paper: the log reports a junction's error on devices that the junction was not solved from.
 
 `mode = "paper"` removes these deviations where possible, and overrides other [params]. Remaining deviations:
 
@@ -82,7 +81,7 @@ from fedquilt.core import (
 from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.algebra import least_squares
 from fedquilt.models.stitching.algebra.class_moments import ExactMomentSums
-from fedquilt.models.stitching.algebra.least_squares import MergedMoments
+from fedquilt.models.stitching.algebra.least_squares import RegressionMoments
 from fedquilt.models.stitching.device import moments, scoring
 from fedquilt.models.stitching.search import accumulators, candidates, cascades, ranking, steps, task_specs
 from fedquilt.models.stitching.search.accumulators import CorrectCounts, JunctionSums, Sum, VoteSums
@@ -201,34 +200,18 @@ def result(state: SearchState, candidate: int | None = None) -> Artefact:
     return Artefact("stitched", {**meta, "search": told, "gains": ranking.accuracy_gains(state)}, arrays)
 
 
-def _solve_junctions_and_grow(state: SearchState, sums: tuple[MergedMoments, ...]) -> SearchState:
-    """Solve the junctions of the vote's winners, log residuals and add the new paths."""
+def _solve_junctions_and_grow(state: SearchState, sums: tuple[RegressionMoments, ...]) -> SearchState:
     assert state.current is not None
-    junctions, residuals, notes = {}, {}, []
+    junctions = {}
     for name, each in zip(steps.winners_needing_junction(state), sums, strict=True):
-        weights, bias = least_squares.solve_ridge(each.total, state.params.ridge)
+        weights, bias = least_squares.solve_ridge(each, state.params.ridge)
         junctions[stitched_network.junction_name((*state.current.path, name))] = {
             "weights": weights.astype(np.float32),
             "bias": bias.astype(np.float32),
         }
-        residuals[name], note = _junction_residual(name, each, state.params.ridge)
-        notes.append(note)
-    rows = sums[0].total.n
-    told = (
-        f"{len(junctions)} junctions after {stitched_network.path_name(state.current.path)} solved from {rows:.0f} "
-        "positions"
-    )
-    return steps.grow_paths(replace(state, log=(told, *notes)), junctions, residuals)
-
-
-def _junction_residual(block: str, sums: MergedMoments, ridge: float) -> tuple[float | None, str]:
-    """Return a junction's leave-one-group-out residual variance, or None, and a log sentence."""
-    left, variances = least_squares.leave_one_out_residuals(sums.groups, ridge), [group.yy for group in sums.groups]
-    if not left or not any(variances):
-        return None, f"to {block}: what it leaves of a device that it was not solved from is not known"
-    mean = float(np.average(left, weights=variances))
-    told = f"{100 * mean:.1f} % of the variance, {100 * max(left):.1f} % at worst"
-    return mean, f"to {block}: solved without a device, it leaves {told}"
+    path = stitched_network.path_name(state.current.path)
+    told = f"{len(junctions)} junctions after {path} solved from {sums[0].n:.0f} positions"
+    return steps.grow_paths(replace(state, log=(told,)), junctions)
 
 
 def _add_class_moments(state: SearchState, total: ExactMomentSums) -> SearchState:
@@ -334,6 +317,6 @@ METHOD = Method(
         prediction_tasks=("classes",),  # donors are classifiers
         equal_classes=True,  # heads are linear discriminants with equal priors
         exact_updates=True,  # linear systems are solved from the moments, and votes are counted
-        per_device_data="every device's ballot, and sums and moments of devices apart from each other, up to a bound",
+        per_device_data="every device's ballot, and moments of devices apart from each other, up to a bound",
     ),
 )

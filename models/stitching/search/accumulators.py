@@ -1,8 +1,8 @@
 """Accumulators of a stitching job's updates, for each phase of the job.
 
 Moments of features (gather) and counts of correct predictions (validate) add up in any order and grouping, so that a
-site sends one sum for its devices. Ballots (score) are counted by device. Sums for junctions (fit) are kept separately,
-because a junction is evaluated on devices whose sums it was not solved from. Requires numpy only.
+site sends one sum for its devices. Ballots (score) are counted by device. Sums for junctions (fit) are merged in
+the order of devices. Requires numpy only.
 """
 
 from __future__ import annotations
@@ -20,14 +20,11 @@ from fedquilt.core import DeviceUpdate, UpdateError
 from fedquilt.models.stitching import vote
 from fedquilt.models.stitching.algebra import class_moments, least_squares
 from fedquilt.models.stitching.algebra.class_moments import ExactMomentSums
-from fedquilt.models.stitching.algebra.least_squares import MergedMoments
+from fedquilt.models.stitching.algebra.least_squares import RegressionMoments
 from fedquilt.models.stitching.device.moments import MARGINS
 from fedquilt.models.stitching.search import candidates, cascades, steps
 from fedquilt.models.stitching.search.state import SearchState
 from fedquilt.models.stitching.vote import Ballot
-
-GROUPS_BYTES = 256 << 20  # sums of single devices held for residuals; beyond it, devices' sums are merged in groups
-GROUPS_MOST = 256  # limit for the same reason: a junction is solved once without each group
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ class VoteSums:
 
 @dataclass(frozen=True)
 class JunctionSums:
-    moments: tuple[MergedMoments, ...] = ()  # the sums for each junction
+    moments: tuple[RegressionMoments, ...] = ()  # the sums for each junction
     devices: tuple[str, ...] = ()  # whose they are, sorted
 
 
@@ -116,9 +113,8 @@ def fold_update(state: SearchState, so_far: Sum | None, update: DeviceUpdate) ->
         case VoteSums():
             return VoteSums({**so_far.ballots, update.device: new})
         case JunctionSums():
-            groups = min(GROUPS_BYTES // sum(each.nbytes for each in new), GROUPS_MOST)
-            pairs = zip(so_far.moments or (None,) * len(new), new, strict=True)
-            gathered = tuple(least_squares.add_device_moments(*pair, groups) for pair in pairs)
+            pairs = zip(so_far.moments, new, strict=True) if so_far.moments else ((each,) for each in new)
+            gathered = tuple(least_squares.merge_moments(pair) for pair in pairs)
             return JunctionSums(gathered, tuple(sorted({*so_far.devices, update.device})))
         case ExactMomentSums():
             return so_far.add_update(update)
@@ -137,7 +133,7 @@ def _read_ballot(state: SearchState, update: DeviceUpdate) -> Ballot:
     )
 
 
-def _read_junction_moments(state: SearchState, update: DeviceUpdate) -> list[least_squares.RegressionMoments]:
+def _read_junction_moments(state: SearchState, update: DeviceUpdate) -> list[RegressionMoments]:
     found = []
     for i, (p, q, positions) in enumerate(junction_shapes(state)):
         found.append(least_squares.read_sent_moments(update.bundles.get(f"moments.{i}", {}), p, q))

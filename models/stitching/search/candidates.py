@@ -128,9 +128,7 @@ def is_native_path(stock: DonorPool, path: Path) -> bool:
 
 def aligned_candidates(state: SearchState, ends: Iterable[ScoredPath]) -> tuple[Candidate, ...]:
     found = [
-        Candidate("aligned", (end.path,), score=end.score, residual=_worst_residual(end.residuals))
-        for end in ends
-        if _fits(state, [end.path], headed=False)
+        Candidate("aligned", (end.path,), score=end.score) for end in ends if _fits(state, [end.path], headed=False)
     ]
     return sort_by_cost(state, found)
 
@@ -340,14 +338,7 @@ def _solve_candidate(search: _TruncationSearch, found: _TapSet) -> Candidate:
         chosen.ridge,
         chosen.criterion if isfinite(chosen.criterion) else None,
         score=one.score if one else None,
-        residual=_worst_residual(
-            [each for finalist in ends for each in finalist.residuals[:-1]]
-        ),  # a head replaces the last
     )
-
-
-def _worst_residual(residuals: Sequence[float | None]) -> float | None:
-    return max((each for each in residuals if each is not None), default=None)
 
 
 # -- costs and budgets ------------------------------------------------------------------------------

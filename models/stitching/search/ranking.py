@@ -170,7 +170,6 @@ def _summarise_candidate(state: SearchState, index: int) -> dict[str, Any]:
         "criterion": candidate.criterion,
         "ridge": candidate.ridge,
         "score": candidate.score,
-        "residual": candidate.residual,
         "flops": own.flops,
         "read_bytes": own.read_bytes,
         "weight_bytes": own.weight_bytes,

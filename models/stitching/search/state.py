@@ -120,7 +120,6 @@ class ScoredPath:
     path: tuple[str, ...]
     pool: tuple[str, ...]
     score: float
-    residuals: tuple[float | None, ...] = ()  # of the junction before each further block; None: no junction, or unknown
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,6 @@ class Candidate:
         ridge: Penalty of the head, selected by generalised cross-validation.
         criterion: Generalised cross-validation criterion of the head, less is better, or None with too few examples.
         score: Product of the blocks' scores of a finished network.
-        residual: Worst known residual of its junctions.
         early: Cheaper candidate of a "cascade", whose other attributes are those of the larger one.
     """
 
@@ -146,7 +144,6 @@ class Candidate:
     ridge: float | None = None
     criterion: float | None = None
     score: float | None = None
-    residual: float | None = None
     early: EarlyExit | None = None
 
 
