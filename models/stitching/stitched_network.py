@@ -75,7 +75,7 @@ class DonorPool:
 
 
 def load_donor_pool(meta: Mapping[str, Any]) -> DonorPool:
-    """Read the donor pool from a bundle's meta, or raise ModelError if there is none or a donor lacks blocks."""
+    """Read the donor pool from a bundle's meta. ModelError says which blocks are missing."""
     try:
         known = {name: meta[name] for name in ("input", "labels", "donors", "blocks")}
         found = msgspec.convert(known, DonorPool)

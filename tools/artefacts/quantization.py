@@ -153,7 +153,7 @@ class QuantizationTrial:
     def quantize_blocks(
         self, out: Path, meta: Mapping[str, Any], files: Mapping[str, bytes], say: Callable[[str], None]
     ) -> dict[str, bytes]:
-        """Return the accepted 8-bit graphs of a bundle of float32 blocks, by block, and `say` a line for each donor.
+        """Return the accepted 8-bit graphs by block, and `say` a line for each donor of the bundle.
 
         A temporary copy of the bundle is written in `out`.
         """

@@ -113,7 +113,7 @@ def _add_paths(
     blocks: Mapping[str, Block],
     files: Mapping[str, Path],
 ) -> None:
-    """Add the last block of each path after those before it, whose `values` are known, and its value."""
+    """Add the last block of each path, and its value to `values`."""
     for ids in order:
         place = len(values) - 1
         stages = [[model.graph for model in stage] for stage in _load_block_graphs(ids[-1], blocks, files)]

@@ -85,7 +85,7 @@ def validate_update(state: SearchState, update: DeviceUpdate) -> None:
 
 
 def _read_update(state: SearchState, update: DeviceUpdate) -> Any:
-    """Validate and unpack what a device sent in this phase, or return None if it took part in the phase before."""
+    """Validate and unpack an update, or return None if the device took part in this phase before."""
     turn = update.metrics.get("turn")
     if turn != state.turn:
         raise UpdateError(f"answers turn {turn} of the search, which is at {state.turn}")

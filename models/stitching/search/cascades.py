@@ -1,8 +1,8 @@
-"""Cascades: a cheap candidate answers where it is sure, and elsewhere a larger one that contains its blocks.
+"""Cascades of a cheap candidate and a larger one that contains its blocks.
 
-Devices count the right answers of all pairs of candidates for each bin of an early candidate's margin, the difference
-of its two best scores. These sums are small, add up exactly, and determine for each threshold between two bins how many
-examples leave early and how many answers are right. Test data is not used.
+An example leaves early if the margin between the two best scores of the cheap candidate reaches a threshold. Devices
+count the right answers of all pairs of candidates for each bin of an early candidate's margin. These sums are small and
+exact, and determine for each threshold between two bins the shares of early and of right answers. Test data is not used.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Cascade:
 
 
 def early_candidates(state: SearchState) -> tuple[int, ...]:
-    """Return the candidates whose margins are counted: the best ones at their cost that a larger one contains."""
+    """Return the candidates whose margins are counted, the best at their costs within larger candidates."""
     found, best = [], inf
     earlier = {early for early, _ in _nested_pairs(state)}
     for i, each in enumerate(state.candidates):

@@ -184,7 +184,7 @@ def _collect_path_and_donor_blocks(
 
 
 def blocks_work(runs: Iterable[tuple[Block, float]], matrices_bytes: int, examples: int = 0) -> WorkEstimate:
-    """Return the work of running blocks, each on a share of the task's `examples` (0: all), with the matrices of a fit.
+    """Return the work of running blocks, each on a share of the task's `examples`, of which 0 means all.
 
     A launch is one run of a graph on RUN_AT_ONCE images. Traffic is the weights in each run, and for each image the
     maps that are alive at once, or the input and output if that is more. The peak is the largest memory of one block
