@@ -2,7 +2,7 @@
 
 An example leaves early if the margin between the two best scores of the cheap candidate reaches a threshold. Devices
 count the right answers of all pairs of candidates for each bin of an early candidate's margin. These sums are small and
-exact, and determine for each threshold between two bins the shares of early and of right answers. Test data is not used.
+exact, and determine for each threshold between two bins the shares of early and of right answers. Test data is unused.
 """
 
 from __future__ import annotations
