@@ -12,6 +12,7 @@ from fedquilt.core import DeviceUpdate, DeviceView, Examples, UpdateError
 from fedquilt.data import images
 from fedquilt.methods.fedstitch import METHOD, SearchState
 from fedquilt.models.stitching import stitched_network
+from fedquilt.models.stitching.device.moments import MARGINS, margin_bins
 from fedquilt.models.stitching.search import candidates, cascades
 from fedquilt.testing.toy_networks import build_donors, deliver_task, image_members
 
@@ -73,9 +74,41 @@ def test_budgets_limit_the_mean_cost():
     worst = [candidates.worst_cost(last, each).flops / 1e6 for each in last.candidates]
     assert max(costs) <= limit < max(worst) <= candidates.LATE * limit
     assert {each.kind for each, most in zip(last.candidates, worst, strict=True) if most > limit} == {"cascade"}
+    for donor in last.stock.donors:
+        taps = [
+            path for path in candidates.native_taps(last.stock, donor) if cost_alone(last, path).flops <= 1e6 * limit
+        ]
+        assert (taps[-1],) in [each.paths for each in last.candidates]
     weights = max(candidates.worst_cost(last, each).weight_bytes for each in last.candidates) / 1e6
     light = played(expansions=0, budget_mflop=limit, budget_mb=0.9 * weights)[-1]
     assert max(candidates.worst_cost(light, each).weight_bytes for each in light.candidates) <= 0.9e6 * weights
+    smallest = played(expansions=0, budget_mb=0.0003, rounds=1)[0]  # nothing is gathered that could be no part of any
+    assert max(cost_alone(smallest, path).weight_bytes for path in smallest.taps) <= 300
+
+
+def cost_alone(state: SearchState, path: tuple[str, ...]) -> candidates.InferenceCost:
+    return candidates.inference_cost(state.stock, [path], 3)
+
+
+def test_an_example_leaves_from_the_threshold_on():
+    """By hand: the early candidate is right for 5 of 6 in the bin above the edge, the late one for 7 of 8 below it."""
+    state = next(state for state in JOINED if state.phase == "validate")
+    early = cascades.early_candidates(state)[0]
+    nets, late, edge = len(state.candidates), len(state.candidates) - 1, 4
+    by_margin, in_bin = np.zeros((1, len(MARGINS) + 1, nets, nets), np.int64), np.zeros((1, len(MARGINS) + 1), np.int64)
+    in_bin[0, edge : edge + 2] = 8, 6
+    by_margin[0, edge, late, late], by_margin[0, edge, early, early] = 7, 1
+    by_margin[0, edge + 1, late, late], by_margin[0, edge + 1, early, early] = 2, 5
+    state = replace(state, by_margin=by_margin, in_bin=in_bin, examples=14)
+    cascade = cascades._Cascade(0, early, late, edge)
+    assert cascades._right_with_cascade(state, cascade, cascade) == 7 + 5
+    exit = cascades._to_candidate(state, cascade).early
+    assert (exit.margin, exit.share) == (MARGINS[edge], 6 / 14)
+    scores = np.array([[MARGINS[edge], 0.0], [MARGINS[edge] - 1e-9, 0.0]])
+    margins = stitched_network.score_margins(scores)
+    assert margin_bins(margins).tolist() == [edge + 1, edge]
+    late_scores = np.array([[-1.0, -2.0]] * 2)
+    assert (stitched_network.choose_early_scores(scores, late_scores, exit.margin)[:, 1] == [0.0, -2.0]).all()
 
 
 def test_a_job_cut_short_or_without_held_out_examples_has_no_candidate_beyond_its_budget():
@@ -109,6 +142,7 @@ def test_the_devices_evaluate_the_cascade_that_was_chosen():
         (lambda a: {**a, "in_bin": -a["in_bin"]}, "from 0 to"),
         (lambda a: {**a, "by_margin": a["by_margin"] + 99}, "that no examples have"),
         (lambda a: {**a, "by_margin": 0 * a["by_margin"]}, "do not add up"),
+        (lambda a: {"examples": a["examples"], **{n: 0 * each for n, each in a.items() if n != "examples"}}, "add up"),
         (lambda a: {**a, "by_margin": a["by_margin"][:, 1:]}, "shape"),
         (lambda a: {name: each for name, each in a.items() if name != "in_bin"}, "no usable in_bin"),
     ],

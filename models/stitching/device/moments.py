@@ -156,12 +156,16 @@ def count_correct(ask: CountRequest, site: ClientContext) -> ClientResult:
         correct = np.array([each.argmax(axis=1) == y for each in scores], np.int64)
         right += correct @ correct.T
         for place, early in enumerate(ask.early):
-            found = np.searchsorted(MARGINS, stitched_network.score_margins(scores[early]), side="right")
+            found = margin_bins(stitched_network.score_margins(scores[early]))
             in_bin[place] += np.bincount(found, minlength=bins)
             for each in np.unique(found):
                 by_margin[place, each] += correct[:, found == each] @ correct[:, found == each].T
     counts = {"examples": np.array([len(rows)], np.int64), "right": right, "by_margin": by_margin, "in_bin": in_bin}
     return ClientResult({"counts": counts}, float(len(rows)), {"turn": float(ask.turn)}, site.local)
+
+
+def margin_bins(margins: np.ndarray) -> np.ndarray:
+    return np.searchsorted(MARGINS, margins, side="right")
 
 
 def evaluate_candidate(ask: CountRequest, site: ClientContext) -> EvaluationSums:
