@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,3 +42,14 @@ def run_graph(made: blocks.BlockGraph, x: np.ndarray, folder: Path) -> np.ndarra
     options.log_severity_level = 3
     session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     return session.run(None, {"x": x})[0]
+
+
+def require_same_outputs(parts: Iterable[Any], donor: torch.nn.Module, shape: Sequence[int], folder: Path) -> None:
+    """Exported parts, run in order, give what the network gives, to 1e-4 of the largest output."""
+    x = np.random.default_rng(0).normal(size=(3, *shape)).astype(np.float32)
+    with torch.no_grad():
+        wanted = donor(torch.from_numpy(x)).numpy()
+    for part in parts:
+        x = run(part, x, folder)
+    assert np.abs(wanted).max() > 0.01
+    np.testing.assert_allclose(x, wanted, atol=1e-4 * np.abs(wanted).max(), rtol=0)

@@ -256,7 +256,7 @@ class Run:
         """Return the networks that a stitching job could have resulted in, the cheapest first.
 
         Each has its "accuracy" on held-out examples with a 95 % "interval", its costs, and whether it is on the "front"
-        of accuracy and costs.
+        of accuracy and costs. Costs of a cascade are means. "worst_flops" and the share of its "early" exit are beside.
 
         Returns:
             The candidates, or [] for other jobs.

@@ -33,11 +33,12 @@ Deviations, where the paper's procedure cannot run or measures something else:
   log reports the gains of joining and of stitching. With `expansions = 0`, the default, nothing is stitched, and the
   job takes few rounds.
 - No candidate exceeds the job's budget of MFLOP, MB, milliseconds or joules for an example.
+- Cascades are candidates too: an example leaves with a cheap candidate's answer if its two best scores differ by more
+  than a threshold, and else takes the remaining blocks of a larger candidate. Budgets compare the mean cost.
 - A device that explores is judged by its greedy picks. Its second vote on a network replaces its first.
 - The search-space optimizer drops a block only if the gap of the scores exceeds the spread between devices.
 - The network is chosen on the devices' held-out examples, never on a test set: the cheapest one within one paired
   standard error of the most accurate one.
-- Not in the paper: the log reports a junction's error on devices that the junction was not solved from.
 
 `mode = "paper"` removes these deviations where possible, and overrides other [params]. Remaining deviations:
 
@@ -80,9 +81,9 @@ from fedquilt.core import (
 from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.algebra import least_squares
 from fedquilt.models.stitching.algebra.class_moments import ExactMomentSums
-from fedquilt.models.stitching.algebra.least_squares import MergedMoments
+from fedquilt.models.stitching.algebra.least_squares import RegressionMoments
 from fedquilt.models.stitching.device import moments, scoring
-from fedquilt.models.stitching.search import accumulators, candidates, ranking, steps, task_specs
+from fedquilt.models.stitching.search import accumulators, candidates, cascades, ranking, steps, task_specs
 from fedquilt.models.stitching.search.accumulators import CorrectCounts, JunctionSums, Sum, VoteSums
 from fedquilt.models.stitching.search.state import Candidate, SearchParams, SearchState, resolve_settings
 
@@ -178,7 +179,9 @@ def result(state: SearchState, candidate: int | None = None) -> Artefact:
         ModelError: If no moments were gathered and no network is finished.
     """
     if state.phase == "gather" and state.gathered is not None:
-        state = replace(state, candidates=_solve_candidates(state))
+        state = cascades.close_validation(replace(state, candidates=_solve_candidates(state)))
+    if state.phase == "validate":
+        state = cascades.close_validation(state)
     if not state.candidates:
         ends = state.finalists or steps.distinct_finalists(state)
         state = replace(state, candidates=candidates.aligned_candidates(state, ends))
@@ -197,34 +200,18 @@ def result(state: SearchState, candidate: int | None = None) -> Artefact:
     return Artefact("stitched", {**meta, "search": told, "gains": ranking.accuracy_gains(state)}, arrays)
 
 
-def _solve_junctions_and_grow(state: SearchState, sums: tuple[MergedMoments, ...]) -> SearchState:
-    """Solve the junctions of the vote's winners, log residuals and add the new paths."""
+def _solve_junctions_and_grow(state: SearchState, sums: tuple[RegressionMoments, ...]) -> SearchState:
     assert state.current is not None
-    junctions, residuals, notes = {}, {}, []
+    junctions = {}
     for name, each in zip(steps.winners_needing_junction(state), sums, strict=True):
-        weights, bias = least_squares.solve_ridge(each.total, state.params.ridge)
+        weights, bias = least_squares.solve_ridge(each, state.params.ridge)
         junctions[stitched_network.junction_name((*state.current.path, name))] = {
             "weights": weights.astype(np.float32),
             "bias": bias.astype(np.float32),
         }
-        residuals[name], note = _junction_residual(name, each, state.params.ridge)
-        notes.append(note)
-    rows = sums[0].total.n
-    told = (
-        f"{len(junctions)} junctions after {stitched_network.path_name(state.current.path)} solved from {rows:.0f} "
-        "positions"
-    )
-    return steps.grow_paths(replace(state, log=(told, *notes)), junctions, residuals)
-
-
-def _junction_residual(block: str, sums: MergedMoments, ridge: float) -> tuple[float | None, str]:
-    """Return a junction's leave-one-group-out residual variance, or None, and a log sentence."""
-    left, variances = least_squares.leave_one_out_residuals(sums.groups, ridge), [group.yy for group in sums.groups]
-    if not left or not any(variances):
-        return None, f"to {block}: what it leaves of a device that it was not solved from is not known"
-    mean = float(np.average(left, weights=variances))
-    told = f"{100 * mean:.1f} % of the variance, {100 * max(left):.1f} % at worst"
-    return mean, f"to {block}: solved without a device, it leaves {told}"
+    path = stitched_network.path_name(state.current.path)
+    told = f"{len(junctions)} junctions after {path} solved from {sums[0].n:.0f} positions"
+    return steps.grow_paths(replace(state, log=(told,)), junctions)
 
 
 def _add_class_moments(state: SearchState, total: ExactMomentSums) -> SearchState:
@@ -237,9 +224,12 @@ def _add_class_moments(state: SearchState, total: ExactMomentSums) -> SearchStat
 
 def _add_correct_counts(state: SearchState, total: CorrectCounts) -> SearchState:
     counts = exact_sums.rounded_values(total.sums)
-    right, examples = counts["right"].astype(np.int64), state.examples + int(counts["examples"][0])
-    note = f"{len(right)} candidates on {examples} held-out examples of {len(state.heard)} devices"
-    return replace(state, right=state.right + right if state.right.size else right, examples=examples, log=(note,))
+    examples = state.examples + int(counts["examples"][0])
+    right, by_margin, in_bin = (counts[name].astype(np.int64) for name in ("right", "by_margin", "in_bin"))
+    if state.right.size:
+        right, by_margin, in_bin = state.right + right, state.by_margin + by_margin, state.in_bin + in_bin
+    note = f"{len(state.candidates)} candidates on {examples} held-out examples of {len(state.heard)} devices"
+    return replace(state, right=right, by_margin=by_margin, in_bin=in_bin, examples=examples, log=(note,))
 
 
 def _is_phase_complete(state: SearchState, seen_before: tuple[str, ...]) -> bool:
@@ -257,6 +247,7 @@ def _is_phase_complete(state: SearchState, seen_before: tuple[str, ...]) -> bool
 def _close_gather_or_validation(state: SearchState) -> SearchState:
     """Solve the candidates after the moments are gathered, or choose the best one after the validation."""
     if state.phase == "validate":
+        state = cascades.close_validation(state)
         return replace(state, phase="done", log=tuple(ranking.describe_validation(state)))
     assert state.gathered is not None
     found, counts = _solve_candidates(state), state.gathered.counts
@@ -326,6 +317,6 @@ METHOD = Method(
         prediction_tasks=("classes",),  # donors are classifiers
         equal_classes=True,  # heads are linear discriminants with equal priors
         exact_updates=True,  # linear systems are solved from the moments, and votes are counted
-        per_device_data="every device's ballot, and sums and moments of devices apart from each other, up to a bound",
+        per_device_data="every device's ballot, and moments of devices apart from each other, up to a bound",
     ),
 )

@@ -75,7 +75,7 @@ class DonorPool:
 
 
 def load_donor_pool(meta: Mapping[str, Any]) -> DonorPool:
-    """Read the donor pool from a bundle's meta, or raise ModelError if there is none or a donor lacks blocks."""
+    """Read the donor pool from a bundle's meta. ModelError says which blocks are missing."""
     try:
         known = {name: meta[name] for name in ("input", "labels", "donors", "blocks")}
         found = msgspec.convert(known, DonorPool)
@@ -199,6 +199,19 @@ def random_projection(width: int, wanted: int, seed: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
+class EarlyExit:
+    """Cheaper network of a cascade, whose paths are beginnings of the larger network's paths.
+
+    An example leaves with its scores if the two best differ by `margin` or more, as `share` of held-out examples do.
+    """
+
+    taps: tuple[tuple[str, ...], ...]
+    head: dict[str, np.ndarray]
+    margin: float
+    share: float
+
+
+@dataclass(frozen=True)
 class StitchedNetwork:
     """Finished network: parallel paths, and a head or an alignment to label scores.
 
@@ -211,12 +224,14 @@ class StitchedNetwork:
             {"hidden": (m, d)} the maps are first multiplied by the matrix and passed through a ReLU, and weights are
             (labels, m). None if the only tap is a donor's own classifier, whose classes `align` maps to labels.
         align: Classes of each label, or None with a head.
+        early: Cheaper network that answers first in a cascade.
     """
 
     taps: tuple[tuple[str, ...], ...]
     junctions: Mapping[str, Tensors]
     head: Tensors | None = None
     align: tuple[tuple[int, ...], ...] | None = None
+    early: EarlyExit | None = None
 
 
 def to_artefact(network: StitchedNetwork, stock: DonorPool) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -224,7 +239,7 @@ def to_artefact(network: StitchedNetwork, stock: DonorPool) -> tuple[dict[str, A
 
     Unused junctions are left out. Meta: "taps", "junctions" {name: {"in_shape", "out_shape", and the names of the
     tensors "weights" and "bias"}}, "head" {tensor names of "weights", "bias" and, if any, "hidden"} or None, "align",
-    "labels" and "input".
+    "early" (an `EarlyExit` with tensor names) or None, "labels" and "input".
     """
     arrays: dict[str, np.ndarray] = {}
     junctions: dict[str, dict[str, Any]] = {}
@@ -239,11 +254,17 @@ def to_artefact(network: StitchedNetwork, stock: DonorPool) -> tuple[dict[str, A
     if network.head is not None:
         head = {part: f"head.{part}" for part in network.head}
         arrays |= {head[part]: network.head[part] for part in head}
+    early = None
+    if network.early is not None:
+        names = {part: f"early.{part}" for part in network.early.head}
+        arrays |= {names[part]: network.early.head[part] for part in names}
+        early = {**vars(network.early), "head": names}
     meta = {
         "taps": network.taps,
         "junctions": junctions,
         "head": head,
         "align": network.align,
+        "early": early,
         "labels": stock.labels,
         "input": stock.input,
     }
@@ -252,7 +273,10 @@ def to_artefact(network: StitchedNetwork, stock: DonorPool) -> tuple[dict[str, A
 
 def from_artefact(meta: Mapping[str, Any], arrays: Tensors) -> StitchedNetwork:
     """Read a network from an artefact."""
-    parts = ("weights", "bias")
+    parts, early = ("weights", "bias"), meta.get("early")
+    if early is not None:
+        head = {part: arrays[name] for part, name in early["head"].items()}
+        early = EarlyExit(tuple(tuple(tap) for tap in early["taps"]), head, early["margin"], early["share"])
     network = StitchedNetwork(
         taps=tuple(tuple(tap) for tap in meta["taps"]),
         junctions={
@@ -260,6 +284,7 @@ def from_artefact(meta: Mapping[str, Any], arrays: Tensors) -> StitchedNetwork:
         },
         head=None if meta["head"] is None else {part: arrays[name] for part, name in meta["head"].items()},
         align=None if meta["align"] is None else tuple(tuple(group) for group in meta["align"]),
+        early=early,
     )
     require_label_scores(network)
     return network
@@ -270,6 +295,8 @@ def require_label_scores(network: StitchedNetwork) -> None:
         raise ModelError("the stitched network has no taps, or one without blocks: nothing to run")
     if network.head is None and not any(network.align or ()):
         raise ModelError("the stitched network has neither a head nor an alignment, so its outputs have no labels")
+    if network.early and not set(path_prefixes(network.early.taps)) <= set(path_prefixes(network.taps)):
+        raise ModelError("the cascade's first network is no part of its second one: nothing would be computed once")
     if network.head is None and len(network.taps) > 1:
         raise ModelError(f"the stitched network joins {len(network.taps)} taps without a head: only a head joins taps")
 
@@ -298,9 +325,26 @@ def run_taps(network: StitchedNetwork, blocks: Mapping[str, Block], run: Run, x:
     return [made[tap] for tap in network.taps]
 
 
+def choose_early_scores(early: np.ndarray, late: np.ndarray, margin: float) -> np.ndarray:
+    """Return a cascade's scores (n, labels): the early ones where their two best differ by `margin` or more."""
+    return np.where(score_margins(early)[:, None] >= margin, early, late)
+
+
+def score_margins(scores: np.ndarray) -> np.ndarray:
+    """Return the difference (n,) of the two best scores of each example, infinite for one label."""
+    if scores.shape[1] < 2:
+        return np.full(len(scores), np.inf)
+    best = np.partition(scores, -2, axis=1)
+    return np.asarray(best[:, -1] - best[:, -2])
+
+
 def compute_label_scores(network: StitchedNetwork, blocks: Mapping[str, Block], run: Run, x: np.ndarray) -> np.ndarray:
     """Return the label scores (n, labels) of a finished network for prepared images (n, channels, size, size)."""
     require_label_scores(network)
+    if network.early is not None:
+        first = replace(network, taps=network.early.taps, head=network.early.head, early=None)
+        second = compute_label_scores(replace(network, early=None), blocks, run, x)
+        return choose_early_scores(compute_label_scores(first, blocks, run, x), second, network.early.margin)
     outputs = run_taps(network, blocks, run, x)
     if network.head is not None:
         z = np.concatenate([global_average_pool(each) for each in outputs], axis=1)
@@ -314,11 +358,13 @@ def compute_label_scores(network: StitchedNetwork, blocks: Mapping[str, Block], 
 # -- display names -----------------------------------------------------------------------------------
 
 
-def network_name(taps: Sequence[Sequence[str]], headed: bool) -> str:
+def network_name(taps: Sequence[Sequence[str]], headed: bool, early: Sequence[Sequence[str]] = ()) -> str:
     """Return a network's name, for instance "head on a.0-3 + (a.0-2 > b.1)" with the taps a.0, a.1, a.2 and a.3.
 
-    Without a head the only path ends in a donor's classifier.
+    Without a head the only path ends in a donor's classifier. A cascade has `early` taps.
     """
+    if early:
+        return f"{network_name(early, headed)}, then {network_name(taps, headed)}"
     if not headed:
         return path_name(taps[0])
     parts = list[str]()
@@ -326,6 +372,11 @@ def network_name(taps: Sequence[Sequence[str]], headed: bool) -> str:
         names = list(group)
         parts += names if stitched else _abbreviate_donor_runs(names)
     return f"head on {' + '.join(parts)}"
+
+
+def artefact_name(meta: Mapping[str, Any]) -> str:
+    early = meta["early"] or {"taps": ()}
+    return network_name(meta["taps"], meta["head"] is not None, early["taps"])
 
 
 def tap_name(ids: Sequence[str]) -> str:

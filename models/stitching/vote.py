@@ -4,17 +4,9 @@ Source: FedStitch (arXiv 2409.07202), sections 4.2 and 4.3, Algorithm 1 lines 14
 aggregator" is here an epsilon-greedy choice on the devices and multiplicative weights. The paper publishes neither
 constants nor a definition of the rank.
 
-Deviations:
-
-- A device that explored is judged by its greedy picks. Otherwise exploration is punished as if its data were skewed.
-- A device is rewarded if its rank reaches the median of the devices judged with it. A fixed threshold is below or above
-  nearly all ranks, so that no weight moves relative to another.
-- The devices of one vote keep their total weight. Otherwise selection would count as merit.
-- Picks can be spread over donors.
-- With fewer than three other devices a device is not judged.
-- Picks are recomputed from the scores and the task's seed, so that a device cannot vote against its own scores.
-
-Requires numpy only.
+Deviations beside those in `fedquilt.methods.fedstitch`: picks can be spread over donors, with fewer than three other
+devices a device is not judged, and picks are recomputed from the scores and the task's seed, so that a device cannot
+vote against its own scores. Requires numpy only.
 """
 
 from __future__ import annotations

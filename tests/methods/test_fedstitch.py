@@ -160,7 +160,7 @@ def nothing(sent: Any) -> Any:
         ("validate", spoilt("counts", right=np.tril), "do not fit"),
         ("validate", spoilt("counts", right=lambda a: np.diag(a.diagonal())), "do not fit"),
         ("validate", spoilt("counts", right=lambda a: a + 1 - np.eye(len(a), dtype=int)), "do not fit|more right"),
-        ("validate", spoilt("counts", examples=lambda a: a + 1), "that weighs"),
+        ("validate", spoilt("counts", examples=lambda a: a + 1), "add up to all examples"),
         ("validate", nothing, "no usable"),
     ],
 )

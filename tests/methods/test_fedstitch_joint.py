@@ -43,9 +43,9 @@ def test_every_head_is_that_of_the_pooled_images_of_all_devices(cohort):
     devices = image_members(8)
     last = played(devices, cohort=cohort)[-1]
     y = np.concatenate([member.train.y for member in devices])
-    kinds = {candidate.kind for candidate in last.candidates}
-    assert kinds == {"joined", "donor", "stitched"}
-    for candidate in last.candidates:
+    heads = [candidate for candidate in last.candidates if candidate.early is None]
+    assert {candidate.kind for candidate in heads} == {"joined", "donor", "stitched"}
+    for candidate in heads:
         z = ends(last, candidate.paths, [member.train for member in devices])
         central = joint_head.standardise_sums(class_moments.device_moments(z, y, LABELS).to_sums())
         assert joint_head.best_penalty(central).ridge == candidate.ridge

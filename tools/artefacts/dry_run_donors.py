@@ -19,8 +19,8 @@ from fedquilt.formats import job_bundle
 from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.algebra import cka
 from fedquilt.models.stitching.search import ranking
-from fedquilt.models.stitching.search.state import Candidate, SearchParams, SearchState, resolve_settings
-from fedquilt.models.stitching.stitched_network import DonorPool, StitchedNetwork
+from fedquilt.models.stitching.search.state import SearchParams, SearchState, resolve_settings
+from fedquilt.models.stitching.stitched_network import DonorPool
 from fedquilt.tools.artefacts import dry_run
 from fedquilt.tools.simulation import DeviceData
 
@@ -78,9 +78,8 @@ def _dry_run_donors(job: JobSettings, made: Bundle, folder: Path, engine: Any) -
         found = method.result(last)
         _export_and_run_stitched(found.meta, found.tensors, stock, graphs, held)
         if isinstance(last, SearchState):  # AFL searches no candidates
-            _export_and_run_stitched(
-                *stitched_network.to_artefact(_build_joint_network(last), stock), stock, graphs, held
-            )
+            widest = ranking.to_network(last, max(last.candidates, key=lambda each: len(each.paths)))
+            _export_and_run_stitched(*stitched_network.to_artefact(widest, stock), stock, graphs, held)
 
 
 def _require_donors_run(stock: DonorPool, x: np.ndarray, run: Callable[[str, np.ndarray], np.ndarray]) -> None:
@@ -100,16 +99,6 @@ def _require_donors_run(stock: DonorPool, x: np.ndarray, run: Callable[[str, np.
                 if not np.isfinite(found).all():
                     raise ModelError(f"{what} returns numbers that are not finite: check the donor's weights")
             maps = found
-
-
-def _build_joint_network(state: SearchState) -> StitchedNetwork:
-    heads = [each for each in state.candidates if each.head]
-    joint = [each for each in heads if len(each.paths) > 1]
-    if joint or not heads:
-        return ranking.to_network(state, (joint or state.candidates)[-1])
-    weights, bias = (np.concatenate([each.head[part] for each in heads], axis=-1) for part in ("weights", "bias"))
-    head = {"weights": weights, "bias": bias.reshape(len(heads), -1).mean(axis=0)}
-    return ranking.to_network(state, Candidate("joined", tuple(path for each in heads for path in each.paths), head))
 
 
 def _export_and_run_stitched(

@@ -222,8 +222,7 @@ def _encode_result(found: Artefact, row: StoredJob, *, onnx: bool) -> tuple[byte
             files,
             _reading_settings(row),
         )
-        what = stitched_network.network_name(found.meta["taps"], found.meta["head"] is not None)
-        what = f"{what}, labels {', '.join(found.meta['labels'])}"
+        what = f"{stitched_network.artefact_name(found.meta)}, labels {', '.join(found.meta['labels'])}"
     elif onnx:
         if found.kind != "weights":
             raise ModelError(

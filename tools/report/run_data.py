@@ -46,7 +46,8 @@ def make_candidate_section(found: Candidates, job: JobSettings) -> PageSection |
         "beats: none is as accurate and as cheap, and better in one of the two. "
         "`fedquilt model export RUN --candidate N` writes any candidate. "
         'A "joined" candidate has one head on several taps, a "donor" a new head on one tap of an unmodified donor, a '
-        '"stitched" one a new head on one stitched path, and an "aligned" one its last donor\'s own classes.'
+        '"stitched" one a new head on one stitched path, and an "aligned" one its last donor\'s own classes. Of a '
+        '"cascade" the mean cost is given, and MFLOP at worst in brackets.'
     )
     return PageSection(
         (), render_plots(_plot_accuracy_by_cost(found)), [note], HtmlTable(*make_candidate_table(found, job))
@@ -72,7 +73,7 @@ def make_candidate_table(found: Candidates, job: JobSettings) -> tuple[list[str]
                 f"{100 * each['accuracy']:.1f} %",
                 "-".join(f"{100 * end:.1f}" for end in each["interval"]),
                 "chosen" if each["chosen"] else "front" if each["front"] else "",
-                f"{each['flops'] / 1e6:.3g}",
+                f"{each['flops'] / 1e6:.3g}" + (f" ({each['worst_flops'] / 1e6:.3g})" if each["early"] else ""),
                 f"{each['weight_bytes'] / 1e6:.3g}",
                 *("" if amount is None else f"{amount:.3g}" for amount in took),
             ]
@@ -121,7 +122,8 @@ def _plot_accuracy_by_cost(found: Candidates) -> plots.Plot:
 def _format_full_name(candidate: Mapping[str, Any]) -> str:
     from fedquilt.models.stitching import stitched_network
 
-    return stitched_network.network_name(candidate["taps"], candidate["kind"] != "aligned")
+    early = candidate["early"] or {"taps": ()}
+    return stitched_network.network_name(candidate["taps"], candidate["kind"] != "aligned", early["taps"])
 
 
 def _format_short_name(candidate: Mapping[str, Any]) -> str:

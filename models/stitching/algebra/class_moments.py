@@ -223,7 +223,7 @@ class ExactMomentSums:
         return found.fold_parts_into_sums() if found.sums or held > sum_bytes(width) else found
 
     def total_sums(self, before: ClassMoments | None = None) -> ClassMoments:
-        """Return the sums of these devices, one at least, and of those `before`, about the mean of all examples.
+        """Return the sums of all devices, with those of earlier devices `before`.
 
         The mean is subtracted at the end: second moments lose (mean / deviation)^2 of float64's 16 digits.
         """

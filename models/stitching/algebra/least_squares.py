@@ -5,11 +5,10 @@ the centred second moments of its rows. These merge exactly (Chan et al., 1979),
 equals the fit on the pooled rows of all devices. FedStitch (arXiv 2409.07202) does not say who fits its Eq. 3, whose
 matrix is singular whenever there are fewer rows than channels.
 
-The moments also give the error of a solution on other rows: `leave_one_out_residuals` solves from all devices but one
-and measures the error on that device, without another task. Requires numpy only.
+Requires numpy only.
 
-Privacy: the moments of one device with fewer rows than channels nearly reveal the span of its activations. A few are
-held separately during a round, and deleted afterwards. Only sums over several devices should be stored.
+Privacy: the moments of one device with fewer rows than channels nearly reveal the span of its activations. Only
+sums over several devices should be stored.
 """
 
 from __future__ import annotations
@@ -153,61 +152,6 @@ class RidgeFit:
         else:
             found = self._x.T @ (self._inverse @ y)
         return found.T, mean - found.T @ self._mean
-
-
-# -- errors on other rows -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class MergedMoments:
-    total: RegressionMoments
-    groups: tuple[RegressionMoments, ...]  # empty if too large to be held separately
-
-
-def add_device_moments(so_far: MergedMoments | None, new: RegressionMoments, most: int) -> MergedMoments:
-    """Add a device's moments as a new group, or to the smallest group if there are `most` groups.
-
-    The total is bit-identical to merging all devices in this order. With `most` below 2 there are no groups.
-    """
-    if so_far is None:
-        return MergedMoments(new, (new,) if most > 1 else ())
-    groups = list(so_far.groups)
-    if len(groups) < most and groups:
-        groups.append(new)
-    elif groups:
-        smallest = min(range(len(groups)), key=lambda i: groups[i].n)
-        groups[smallest] = merge_moments([groups[smallest], new])
-    return MergedMoments(merge_moments([so_far.total, new]), tuple(groups))
-
-
-def unexplained_variance(w: np.ndarray, b: np.ndarray, sums: RegressionMoments) -> float:
-    """Return the share of y's variance that W x + b does not explain on the rows of `sums`: 1 - R^2.
-
-    0 is a perfect fit and 1 is as good as the rows' own mean of y. A fit from other rows may be worse than 1. Uncentred
-    moments have zero means, and need b = 0. The share is 1 if y does not vary.
-    """
-    offset = sums.mean_y - w @ sums.mean_x - b
-    explained = 2 * np.einsum("qp,pq->", w, sums.xy) - np.einsum("qp,qp->", w @ sums.xx, w)
-    left = sums.yy - explained + sums.n * (offset @ offset)
-    return max(float(left) / sums.yy, 0.0) if sums.yy > 0 else 1.0
-
-
-def leave_one_out_residuals(parts: Sequence[RegressionMoments], ridge: float = RIDGE) -> list[float]:
-    """Return the `unexplained_variance` of each part for the solution from the remaining parts.
-
-    A single part gives []. Parts are merged by recursive halving: n parts take n log n merges, and log n sums are held
-    at a time.
-    """
-
-    def residuals_without(others: list[RegressionMoments], some: Sequence[RegressionMoments]) -> list[float]:
-        if len(some) == 1:
-            return [unexplained_variance(*solve_ridge(others[0], ridge), some[0])]
-        one, other = some[: len(some) // 2], some[len(some) // 2 :]
-        return residuals_without([merge_moments([*others, *other])], one) + residuals_without(
-            [merge_moments([*others, *one])], other
-        )
-
-    return residuals_without([], parts) if len(parts) > 1 else []
 
 
 # -- on the wire ----------------------------------------------------------------------------------

@@ -22,6 +22,8 @@ WAVE = 128  # images that run through a path together
 LEAST_ROWS = 32  # fewest images for moments, however little memory there is
 ROOM = 4  # matrices of moments get a quarter of the engine's room
 
+MARGINS = tuple(2.0 ** (step / 2) for step in range(-6, 11))  # lower edges of the bins of margins after the first
+
 Path = tuple[str, ...]
 
 
@@ -96,6 +98,8 @@ class CountRequest(StitchingRequest):
     candidates: tuple[tuple[int, ...], ...]  # indices of each candidate's paths
     align: tuple[tuple[tuple[int, ...], ...] | None, ...]  # classes of each label; None: it has a head
     labels: int
+    early: tuple[int, ...] = ()  # candidates whose margins are counted
+    margin: float | None = None  # with which an example leaves a cascade of two candidates
 
 
 def gather_moments(ask: GatherRequest, site: ClientContext) -> ClientResult:
@@ -138,23 +142,39 @@ def count_correct(ask: CountRequest, site: ClientContext) -> ClientResult:
     """Count the correct predictions of each candidate on the device's held-out examples.
 
     At most as many held-out examples are counted as the device has examples, because that number bounds its weight.
-    "right" (candidates, candidates) is the number that both of two candidates predict correctly.
+    "right" (candidates, candidates) is the number that both of two candidates predict correctly, and "by_margin" the
+    same for the examples in each bin of an early candidate's margins, which are "in_bin".
     """
     require_labels(site.held.y, ask.labels, site.device)
     rows = np.arange(len(site.held))
     if len(rows) > max(len(site.train), 1):
         rows = np.sort(site.rng.permutation(rows)[: max(len(site.train), 1)])
-    right = np.zeros((len(ask.candidates), len(ask.candidates)), np.int64)
+    nets, bins = len(ask.candidates), len(MARGINS) + 1
+    right = np.zeros((nets, nets), np.int64)
+    by_margin, in_bin = (np.zeros((len(ask.early), bins, *sizes), np.int64) for sizes in ((nets, nets), ()))
     for scores, y in _score_candidates(ask, site, rows):
         correct = np.array([each.argmax(axis=1) == y for each in scores], np.int64)
         right += correct @ correct.T
-    counts = {"examples": np.array([len(rows)], np.int64), "right": right}
+        for place, early in enumerate(ask.early):
+            found = margin_bins(stitched_network.score_margins(scores[early]))
+            in_bin[place] += np.bincount(found, minlength=bins)
+            for each in np.unique(found):
+                by_margin[place, each] += correct[:, found == each] @ correct[:, found == each].T
+    counts = {"examples": np.array([len(rows)], np.int64), "right": right, "by_margin": by_margin, "in_bin": in_bin}
     return ClientResult({"counts": counts}, float(len(rows)), {"turn": float(ask.turn)}, site.local)
+
+
+def margin_bins(margins: np.ndarray) -> np.ndarray:
+    return np.searchsorted(MARGINS, margins, side="right")
 
 
 def evaluate_candidate(ask: CountRequest, site: ClientContext) -> EvaluationSums:
     require_labels(site.held.y, ask.labels, site.device)
-    batches = ((scores, y) for (scores,), y in _score_candidates(ask, site, np.arange(len(site.held))))
+    margin = -np.inf if ask.margin is None else ask.margin
+    batches = (
+        (stitched_network.choose_early_scores(scores[0], scores[-1], margin), y)
+        for scores, y in _score_candidates(ask, site, np.arange(len(site.held)))
+    )
     found: EvaluationSums = site.engine.evaluate_scores(batches, site.held.prior)
     return found
 

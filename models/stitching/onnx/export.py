@@ -5,7 +5,8 @@ Output "scores": (n, labels), of which the largest is the prediction. Paths are 
 weights of a block in several paths, are stored once. A junction (`fedquilt.models.stitching.stitched_network`) consists
 of two constant products that resize and a 1x1 convolution, in the same order as on the agents. The taps are pooled,
 concatenated and passed to one linear layer. The file's metadata has the labels, the parameters for preparing examples
-and the paths, as JSON under "labels", "input", "reading" and "taps". Requires onnx.
+and the paths, as JSON under "labels", "input", "reading" and "taps". A cascade takes one example at a time, and an `If`
+holds the blocks that only some examples need. Requires onnx.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ from onnx import TensorProto, helper, numpy_helper
 from fedquilt.core import ModelError, Tensors
 from fedquilt.data import inputs
 from fedquilt.models.stitching.onnx import memory
-from fedquilt.models.stitching.stitched_network import Block, enlarges_maps, from_artefact, junction_name, path_prefixes
+from fedquilt.models.stitching.stitched_network import (
+    Block,
+    StitchedNetwork,
+    enlarges_maps,
+    from_artefact,
+    junction_name,
+    path_prefixes,
+)
 from fedquilt.onnx import graph_check
 
 OPSET = 17  # of the blocks' graphs
@@ -51,29 +59,32 @@ def export_stitched(
         ModelError: If a block's file is missing or unusable, if there are no label scores, or if the file exceeds 2 GB.
     """
     network = from_artefact(meta, arrays)
-    made, order = _GraphBuilder(), path_prefixes(network.taps)
+    made, early = _GraphBuilder(), network.early
+    first = path_prefixes(early.taps) if early is not None else []
+    order = list(dict.fromkeys([*first, *path_prefixes(network.taps)]))
     values: dict[tuple[str, ...], str] = {(): "x"}
-    for place, ids in enumerate(order):
-        stages = [[model.graph for model in stage] for stage in _load_block_graphs(ids[-1], blocks, files)]
-        value, junction = values[ids[:-1]], network.junctions.get(junction_name(ids))
-        if junction is not None:
-            before, after = blocks[ids[-2]].out_shape, blocks[ids[-1]].in_shape
-            value, stages[0] = made.add_junction(value, junction, (before, after), stages[0], f"junction{place}")
-        for i, stage in enumerate(stages):
-            value = made.add_stage(value, stage, f"block{place}/{i}/", f"{ids[-1]}/{i}/")
-        values[ids] = value
+    if early is not None:
+        _add_paths(made, network, first, values, blocks, files)
+        ends = [(values[tap], blocks[tap[-1]].out_shape) for tap in early.taps]
+        first_scores, first_nodes = made.add_head(ends, early.head, "early"), made.take_nodes()
+    _add_paths(made, network, order[len(first) :], values, blocks, files)
     ends = [(values[tap], blocks[tap[-1]].out_shape) for tap in network.taps]
     scores = (
         made.add_head(ends, network.head) if network.head is not None else made.add_alignment(ends[0][0], network.align)
     )
+    if early is not None:
+        later_nodes = made.take_nodes()
+        made.nodes += first_nodes
+        scores = made.add_choice(first_scores, scores, later_nodes, early.margin)
     made.add_node("Identity", [scores], "scores")
     info = helper.make_tensor_value_info
+    count = "n" if early is None else 1  # each example takes its own branch
     whole = helper.make_graph(
         made.nodes,
         "stitched",
-        [info("x", TensorProto.FLOAT, ["n", *blocks[order[0][-1]].in_shape])],
-        [info("scores", TensorProto.FLOAT, ["n", len(meta["labels"])])],
-        made.initializers,
+        [info("x", TensorProto.FLOAT, [count, *blocks[order[0][-1]].in_shape])],
+        [info("scores", TensorProto.FLOAT, [count, len(meta["labels"])])],
+        [tensor for tensor in made.initializers if tensor.name not in made.late_weights],
     )
     model = helper.make_model(
         whole, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION, producer_name="fedquilt"
@@ -87,10 +98,32 @@ def export_stitched(
     }
     if model.ByteSize() > LARGEST_BYTES:
         raise ModelError(f"the network takes {model.ByteSize() / 1e9:.1f} GB, one ONNX file holds 2 GB at most")
-    if (alive := memory.peak_activation_bytes(model)) is not None:  # else engines run one example at a time
+    alive = None if early is not None else memory.peak_activation_bytes(model)
+    if alive is not None:  # else engines run one example at a time
         facts["activation_bytes"] = str(alive)
     helper.set_model_props(model, facts)
     return model.SerializeToString(deterministic=True)
+
+
+def _add_paths(
+    made: _GraphBuilder,
+    network: StitchedNetwork,
+    order: Sequence[tuple[str, ...]],
+    values: dict[tuple[str, ...], str],
+    blocks: Mapping[str, Block],
+    files: Mapping[str, Path],
+) -> None:
+    """Add the last block of each path, and its value to `values`."""
+    for ids in order:
+        place = len(values) - 1
+        stages = [[model.graph for model in stage] for stage in _load_block_graphs(ids[-1], blocks, files)]
+        value, junction = values[ids[:-1]], network.junctions.get(junction_name(ids))
+        if junction is not None:
+            before, after = blocks[ids[-2]].out_shape, blocks[ids[-1]].in_shape
+            value, stages[0] = made.add_junction(value, junction, (before, after), stages[0], f"junction{place}")
+        for i, stage in enumerate(stages):
+            value = made.add_stage(value, stage, f"block{place}/{i}/", f"{ids[-1]}/{i}/")
+        values[ids] = value
 
 
 class _GraphBuilder:
@@ -99,11 +132,34 @@ class _GraphBuilder:
     def __init__(self) -> None:
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: list[onnx.TensorProto] = []
+        self.late_weights: set[str] = set()  # names of initializers that a branch holds
         self._known: dict[str, bytes] = {}  # digests of blocks' weights by their name in the file
 
     def add_node(self, kind: str, inputs: Iterable[str], output: str, **attributes: Any) -> str:
         self.nodes.append(helper.make_node(kind, list(inputs), [output], name=output, **attributes))
         return output
+
+    def take_nodes(self) -> list[onnx.NodeProto]:
+        nodes, self.nodes = self.nodes, []
+        return nodes
+
+    def add_choice(self, early: str, late: str, nodes: Sequence[onnx.NodeProto], margin: float) -> str:
+        """Add the choice of the early scores, or else of the late ones, whose nodes run only then."""
+        two = self.add_constant("early/two", np.array([2], np.int64))
+        signs = self.add_constant("early/signs", np.array([[1.0], [-1.0]], np.float32))
+        least = self.add_constant("early/least", np.array([[margin]], np.float32))
+        self.nodes.append(helper.make_node("TopK", [early, two], ["early/best", "early/places"], name="early/best"))
+        apart = self.add_node("MatMul", ["early/best", signs], "early/margin")
+        leaves = self.add_node("GreaterOrEqual", [apart, least], "early/leaves")
+        read, read_late = ({name for node in some for name in node.input} for some in (self.nodes, nodes))
+        self.late_weights = read_late - read  # within their branch, where the runtime packs them
+        weights = [tensor for tensor in self.initializers if tensor.name in self.late_weights]
+        branches = []
+        for value, name, inner, held in ((early, "early", (), ()), (late, "late", nodes, weights)):
+            info = helper.make_tensor_value_info(f"{name}/answer", TensorProto.FLOAT, None)
+            inner = [*inner, helper.make_node("Identity", [value], [f"{name}/answer"])]
+            branches.append(helper.make_graph(inner, name, [], [info], held))
+        return self.add_node("If", [leaves], "answer", then_branch=branches[0], else_branch=branches[1])
 
     def add_constant(self, name: str, array: np.ndarray) -> str:
         self.initializers.append(numpy_helper.from_array(np.ascontiguousarray(array), name))
@@ -168,24 +224,24 @@ class _GraphBuilder:
         bias = self.add_constant(f"{name}/bias", _to_float32(junction["bias"]))
         return self.add_node("Conv", [value, weights, bias], f"{name}/projected")
 
-    def add_head(self, taps: Sequence[tuple[str, Sequence[int]]], head: Tensors) -> str:
+    def add_head(self, taps: Sequence[tuple[str, Sequence[int]]], head: Tensors, place: str = "head") -> str:
         """Add the head: pooled and joined taps, a hidden ReLU layer if `head` has one, and a linear layer."""
         features = [""] * len(taps)
         # ONNX Runtime computes the last of a node's inputs in the file first. In this order the first tap is pooled,
         # and its maps are freed, before the second is computed.
         for i, (value, shape) in reversed([*enumerate(taps)]):
-            name = f"head/{i}"
+            name = f"{place}/{i}"
             pooled = self.add_node("GlobalAveragePool", [value], f"{name}/pooled") if len(shape) > 1 else value
             features[i] = self.add_node("Flatten", [pooled], f"{name}/features", axis=1)
-        joined = self.add_node("Concat", features, "head/features", axis=1) if len(features) > 1 else features[0]
+        joined = self.add_node("Concat", features, f"{place}/features", axis=1) if len(features) > 1 else features[0]
         if "hidden" in head:
-            hidden = self.add_constant("head/hidden", _to_float32(head["hidden"]))
+            hidden = self.add_constant(f"{place}/hidden", _to_float32(head["hidden"]))
             joined = self.add_node(
-                "Relu", [self.add_node("Gemm", [joined, hidden], "head/drawn", transB=1)], "head/rectified"
+                "Relu", [self.add_node("Gemm", [joined, hidden], f"{place}/drawn", transB=1)], f"{place}/rectified"
             )
-        weights = self.add_constant("head/weights", _to_float32(head["weights"]))
-        bias = self.add_constant("head/bias", _to_float32(head["bias"]))
-        return self.add_node("Gemm", [joined, weights, bias], "head/scores", transB=1)
+        weights = self.add_constant(f"{place}/weights", _to_float32(head["weights"]))
+        bias = self.add_constant(f"{place}/bias", _to_float32(head["bias"]))
+        return self.add_node("Gemm", [joined, weights, bias], f"{place}/scores", transB=1)
 
     def add_alignment(self, logits: str, groups: Sequence[Sequence[int]] | None) -> str:
         assert groups  # `require_label_scores`

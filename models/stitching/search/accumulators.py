@@ -1,8 +1,8 @@
 """Accumulators of a stitching job's updates, for each phase of the job.
 
 Moments of features (gather) and counts of correct predictions (validate) add up in any order and grouping, so that a
-site sends one sum for its devices. Ballots (score) are counted by device. Sums for junctions (fit) are kept separately,
-because a junction is evaluated on devices whose sums it was not solved from. Requires numpy only.
+site sends one sum for its devices. Ballots (score) are counted by device. Sums for junctions (fit) are merged in
+the order of devices. Requires numpy only.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -20,13 +20,11 @@ from fedquilt.core import DeviceUpdate, UpdateError
 from fedquilt.models.stitching import vote
 from fedquilt.models.stitching.algebra import class_moments, least_squares
 from fedquilt.models.stitching.algebra.class_moments import ExactMomentSums
-from fedquilt.models.stitching.algebra.least_squares import MergedMoments
-from fedquilt.models.stitching.search import candidates, steps
+from fedquilt.models.stitching.algebra.least_squares import RegressionMoments
+from fedquilt.models.stitching.device.moments import MARGINS
+from fedquilt.models.stitching.search import candidates, cascades, steps
 from fedquilt.models.stitching.search.state import SearchState
 from fedquilt.models.stitching.vote import Ballot
-
-GROUPS_BYTES = 256 << 20  # sums of single devices held for residuals; beyond it, devices' sums are merged in groups
-GROUPS_MOST = 256  # limit for the same reason: a junction is solved once without each group
 
 
 @dataclass(frozen=True)
@@ -36,13 +34,13 @@ class VoteSums:
 
 @dataclass(frozen=True)
 class JunctionSums:
-    moments: tuple[MergedMoments, ...] = ()  # the sums for each junction
+    moments: tuple[RegressionMoments, ...] = ()  # the sums for each junction
     devices: tuple[str, ...] = ()  # whose they are, sorted
 
 
 @dataclass(frozen=True)
 class CorrectCounts:
-    sums: Mapping[str, ExactSum] = field(default_factory=dict)  # "examples" (1,), "right" (candidates, candidates)
+    sums: Mapping[str, ExactSum] = field(default_factory=dict)  # as `moments.count_correct`
     devices: Mapping[str, int] = field(default_factory=dict)  # device -> 1
 
 
@@ -74,7 +72,7 @@ def validate_site_sums(state: SearchState, total: Sum, weight: float) -> None:
     assert isinstance(total, CorrectCounts)
     if set(total.devices.values()) != {1}:
         raise UpdateError("counts: of no devices, or of one twice")
-    shapes = _count_shapes(len(state.candidates))
+    shapes = _count_shapes(state)
     exact_sums.require_valid_sums(total.sums, {name: np.zeros(shape) for name, shape in shapes.items()}, weight)
     found = {name: array.astype(np.int64) for name, array in exact_sums.rounded_values(total.sums).items()}
     if any((each.rounded_value() != found[name]).any() for name, each in total.sums.items()):
@@ -83,41 +81,44 @@ def validate_site_sums(state: SearchState, total: Sum, weight: float) -> None:
 
 
 def validate_update(state: SearchState, update: DeviceUpdate) -> None:
+    _read_update(state, update)
+
+
+def _read_update(state: SearchState, update: DeviceUpdate) -> Any:
+    """Validate and unpack an update, or return None if the device took part in this phase before."""
     turn = update.metrics.get("turn")
     if turn != state.turn:
         raise UpdateError(f"answers turn {turn} of the search, which is at {state.turn}")
     match state.phase:
         case "score":
-            _read_ballot(state, update)
+            return _read_ballot(state, update)
         case "fit":
-            _read_junction_moments(state, update)
-        case "gather" if update.device not in state.heard:
+            return _read_junction_moments(state, update)
+        case "gather" | "validate" if update.device in state.heard:
+            return None
+        case "gather":
             class_moments.validate_update_moments(update, len(state.stock.labels), sum(candidates.tap_widths(state)))
-        case "validate" if update.device not in state.heard:
-            _read_valid_counts(update, len(state.candidates))
+            return update
+        case "validate":
+            return _read_valid_counts(update, state)
 
 
 def fold_update(state: SearchState, so_far: Sum | None, update: DeviceUpdate) -> Sum:
-    """Add a device's update to the accumulator of the round, after validation.
-
-    Moments and counts of a device that took part in this phase before are ignored.
-    """
-    validate_update(state, update)
+    """Add a device's update to the accumulator of the round, after validation."""
+    new = _read_update(state, update)
     so_far = SUMS[state.phase]() if so_far is None else so_far
     match so_far:
+        case _ if new is None:
+            return so_far
         case VoteSums():
-            return VoteSums({**so_far.ballots, update.device: _read_ballot(state, update)})
+            return VoteSums({**so_far.ballots, update.device: new})
         case JunctionSums():
-            new = _read_junction_moments(state, update)
-            groups = min(GROUPS_BYTES // sum(each.nbytes for each in new), GROUPS_MOST)
-            pairs = zip(so_far.moments or (None,) * len(new), new, strict=True)
-            gathered = tuple(least_squares.add_device_moments(*pair, groups) for pair in pairs)
+            pairs = zip(so_far.moments, new, strict=True) if so_far.moments else ((each,) for each in new)
+            gathered = tuple(least_squares.merge_moments(pair) for pair in pairs)
             return JunctionSums(gathered, tuple(sorted({*so_far.devices, update.device})))
         case ExactMomentSums():
-            return so_far if update.device in state.heard else so_far.add_update(update)
-    if update.device in state.heard:
-        return so_far
-    counts = {name: each.astype(np.float64) for name, each in _read_valid_counts(update, len(state.candidates)).items()}
+            return so_far.add_update(update)
+    counts = {name: each.astype(np.float64) for name, each in new.items()}
     return CorrectCounts(exact_sums.add_arrays(so_far.sums, counts), {**so_far.devices, update.device: 1})
 
 
@@ -132,7 +133,7 @@ def _read_ballot(state: SearchState, update: DeviceUpdate) -> Ballot:
     )
 
 
-def _read_junction_moments(state: SearchState, update: DeviceUpdate) -> list[least_squares.RegressionMoments]:
+def _read_junction_moments(state: SearchState, update: DeviceUpdate) -> list[RegressionMoments]:
     found = []
     for i, (p, q, positions) in enumerate(junction_shapes(state)):
         found.append(least_squares.read_sent_moments(update.bundles.get(f"moments.{i}", {}), p, q))
@@ -148,13 +149,14 @@ def junction_shapes(state: SearchState) -> list[tuple[int, int, int]]:
     return [(channels, shape[0], prod(shape[1:])) for shape in shapes]
 
 
-def _count_shapes(nets: int) -> dict[str, tuple[int, ...]]:
-    return {"examples": (1,), "right": (nets, nets)}
+def _count_shapes(state: SearchState) -> dict[str, tuple[int, ...]]:
+    nets, bins = len(state.candidates), (len(cascades.early_candidates(state)), len(MARGINS) + 1)
+    return {"examples": (1,), "right": (nets, nets), "by_margin": (*bins, nets, nets), "in_bin": bins}
 
 
-def _read_valid_counts(update: DeviceUpdate, nets: int) -> dict[str, np.ndarray]:
+def _read_valid_counts(update: DeviceUpdate, state: SearchState) -> dict[str, np.ndarray]:
     given = update.bundles.get("counts", {})
-    shapes, kind = _count_shapes(nets), np.dtype(np.int64)
+    shapes, kind = _count_shapes(state), np.dtype(np.int64)
     if missing := sorted(shapes.keys() - given.keys()):
         raise UpdateError(f"counts: no usable {', '.join(missing)}")
     counts = {name: given[name] for name in shapes}
@@ -175,5 +177,10 @@ def _validate_counts(counts: Mapping[str, np.ndarray], weight: float) -> None:
     least = own + own[:, None] - counts["examples"][0]
     if (right != right.T).any() or (right > np.minimum(own, own[:, None])).any() or (right < least).any():
         raise UpdateError("counts: right answers of two candidates that do not fit those of each")
+    by_margin, in_bin = counts["by_margin"], counts["in_bin"]
+    if (in_bin < 0).any() or (by_margin < 0).any() or (by_margin > in_bin[..., None, None]).any():
+        raise UpdateError("counts: right answers by margin that no examples have")
+    if (in_bin.sum(axis=1) != counts["examples"][0]).any() or (by_margin.sum(axis=1) != right).any():
+        raise UpdateError("counts: bins of margins that do not add up to all examples")
     if (said := counts["examples"][0]) != weight:  # the weight is the only count that the coordinator can verify
         raise UpdateError(f"counts: of {said} examples, in an update that weighs {weight:g}")

@@ -45,6 +45,8 @@ WIDEST = 4096  # features that are joined at most: the time that solving takes g
 COARSE = joint_head.STRENGTHS[9:18:4]  # ridges of sets that are compared; wider sets need stronger ones
 BASES = 6  # sets on the front that are extended, the best first
 CHEAPER = 0.85  # cost of a set on the front as a share of the next better one's, at most
+LATE = 3.0  # most cost of a cascade's second network, as a multiple of a budget
+LATES = 3  # sets of taps beyond a budget that are validated for cascades, the best
 FRONT = 12  # sets of taps that are validated at most, without those that controls need
 
 
@@ -63,9 +65,14 @@ def choose_taps(state: SearchState) -> tuple[tuple[Path, ...], list[str]]:
     """Return the taps to gather, at most `SearchParams.features` wide in total, and log sentences."""
     params, stock = state.params, state.stock
     bodies = [
-        path for path in dict.fromkeys(finalist.path[:-1] for finalist in state.finalists) if _fits(state, [path])
+        path
+        for path in dict.fromkeys(finalist.path[:-1] for finalist in state.finalists)
+        if _fits(state, [path], factor=LATE)
     ]
-    prefixes = [[path for path in native_taps(stock, donor) if _fits(state, [path])] for donor in sorted(stock.donors)]
+    prefixes = [
+        [path for path in native_taps(stock, donor) if _fits(state, [path], factor=LATE)]
+        for donor in sorted(stock.donors)
+    ]
     own = [path for paths in prefixes for path in paths]
     made = [body for body in bodies if body not in own]
     last = [paths[-1] for paths in prefixes if paths]
@@ -121,15 +128,13 @@ def is_native_path(stock: DonorPool, path: Path) -> bool:
 
 def aligned_candidates(state: SearchState, ends: Iterable[ScoredPath]) -> tuple[Candidate, ...]:
     found = [
-        Candidate("aligned", (end.path,), score=end.score, residual=_worst_residual(end.residuals))
-        for end in ends
-        if _fits(state, [end.path], headed=False)
+        Candidate("aligned", (end.path,), score=end.score) for end in ends if _fits(state, [end.path], headed=False)
     ]
     return sort_by_cost(state, found)
 
 
-def _fits(state: SearchState, paths: Sequence[Path], headed: bool = True) -> bool:
-    return is_within_budget(state.params, _inference_cost(state, paths, headed))
+def _fits(state: SearchState, paths: Sequence[Path], headed: bool = True, factor: float = 1.0) -> bool:
+    return is_within_budget(state.params, _inference_cost(state, paths, headed), factor)
 
 
 # -- what is gathered -----------------------------------------------------------------------------
@@ -156,12 +161,19 @@ def unpack_sums(kept: PackedSums | None) -> ClassMoments | None:
 def solve_candidates(state: SearchState, sums: ClassMoments) -> tuple[Candidate, ...]:
     search = _TruncationSearch(state, joint_head.standardise_sums(sums))
     wanted = [*search.find_larger_sets(), *map(search.solve_single_tap, search.choose_single_taps())]
+    if budgets(state.params):
+        search.factor = LATE
+        wanted += [each for each in search.find_larger_sets() if not search.is_within_budget(each.taps)][:LATES]
     found = {frozenset(each.taps): each for each in wanted}
     return sort_by_cost(state, (_solve_candidate(search, each) for each in found.values()))
 
 
 def sort_by_cost(state: SearchState, found: Iterable[Candidate]) -> tuple[Candidate, ...]:
-    return tuple(sorted(found, key=lambda each: (candidate_price(state, each), len(each.paths), each.paths)))
+    return tuple(sorted(found, key=lambda each: sort_key(state, each)))
+
+
+def sort_key(state: SearchState, candidate: Candidate) -> tuple[float, int, tuple[Path, ...]]:
+    return candidate_price(state, candidate), len(candidate.paths), candidate.paths
 
 
 def candidate_price(state: SearchState, candidate: Candidate) -> float:
@@ -169,7 +181,26 @@ def candidate_price(state: SearchState, candidate: Candidate) -> float:
 
 
 def candidate_cost(state: SearchState, candidate: Candidate) -> InferenceCost:
-    return _inference_cost(state, candidate.paths, bool(candidate.head))
+    """Return the cost of an example, for a cascade the mean over held-out examples."""
+    worst = worst_cost(state, candidate)
+    if candidate.early is None:
+        return worst
+    first, share = _inference_cost(state, candidate.early.taps), candidate.early.share
+    return InferenceCost(
+        share * first.flops + (1 - share) * worst.flops,
+        share * first.read_bytes + (1 - share) * worst.read_bytes,
+        worst.weight_bytes,
+    )
+
+
+def worst_cost(state: SearchState, candidate: Candidate) -> InferenceCost:
+    """Return the cost of an example that leaves a cascade last, or of any other candidate."""
+    whole = _inference_cost(state, candidate.paths, bool(candidate.head))
+    if candidate.early is None:
+        return whole
+    first = candidate.early.head["weights"]
+    head_bytes = 4.0 * (first.size + len(first))
+    return InferenceCost(whole.flops + 2.0 * first.size, whole.read_bytes + head_bytes, whole.weight_bytes + head_bytes)
 
 
 def _inference_cost(state: SearchState, paths: Sequence[Path], headed: bool = True) -> InferenceCost:
@@ -195,6 +226,7 @@ class _TruncationSearch:
         self.state, self.given = state, given
         self._starts = np.cumsum([0, *tap_widths(state)])
         self.native = _native_taps_by_donor(state)
+        self.factor = 1.0  # of the budgets
         self._single: dict[int, _TapSet] = {}
 
     def solve_single_tap(self, tap: int) -> _TapSet:
@@ -241,8 +273,10 @@ class _TruncationSearch:
         return replace(found, penalty=joint_head.search_penalty(self.restrict_to(found.taps), found.penalty))
 
     def _is_allowed(self, taps: Sequence[int]) -> bool:
-        narrow = len(self._columns(taps)) <= WIDEST
-        return narrow and _fits(self.state, [self.state.taps[tap] for tap in taps])
+        return len(self._columns(taps)) <= WIDEST and self.is_within_budget(taps, self.factor)
+
+    def is_within_budget(self, taps: Sequence[int], factor: float = 1.0) -> bool:
+        return _fits(self.state, [self.state.taps[tap] for tap in taps], factor=factor)
 
     def restrict_to(self, taps: Sequence[int]) -> StandardisedSums:
         return self.given.restrict_to(self._columns(taps))
@@ -260,9 +294,10 @@ class _TruncationSearch:
     def choose_single_taps(self) -> list[int]:
         """Return each donor's best and last tap, and the ends of stitched paths."""
         native = {tap for own in self.native.values() for tap in own}
-        found = set(range(len(self.state.taps))) - native
-        for own in self.native.values():
-            found |= {own[-1], min(own, key=self.criterion_of_tap)}
+        found = {tap for tap in range(len(self.state.taps)) if tap not in native and self.is_within_budget([tap])}
+        for taps in self.native.values():
+            if own := [tap for tap in taps if self.is_within_budget([tap])]:
+                found |= {own[-1], min(own, key=self.criterion_of_tap)}
         return sorted(found)
 
 
@@ -303,14 +338,7 @@ def _solve_candidate(search: _TruncationSearch, found: _TapSet) -> Candidate:
         chosen.ridge,
         chosen.criterion if isfinite(chosen.criterion) else None,
         score=one.score if one else None,
-        residual=_worst_residual(
-            [each for finalist in ends for each in finalist.residuals[:-1]]
-        ),  # a head replaces the last
     )
-
-
-def _worst_residual(residuals: Sequence[float | None]) -> float | None:
-    return max((each for each in residuals if each is not None), default=None)
 
 
 # -- costs and budgets ------------------------------------------------------------------------------
@@ -359,9 +387,11 @@ def measure_cost(params: SearchParams, cost: InferenceCost) -> dict[str, float |
     return {"mflop": cost.flops / 1e6, "ms": ms, "mb": cost.weight_bytes / 1e6, "joules": joules}
 
 
-def is_within_budget(params: SearchParams, cost: InferenceCost) -> bool:
+def is_within_budget(params: SearchParams, cost: InferenceCost, factor: float = 1.0) -> bool:
+    """Return whether no amount exceeds its limit, times `factor` for all that a cascade spends on some examples."""
     amounts = measure_cost(params, cost)
-    return all((amounts[name] or 0.0) <= limit for name, limit in budgets(params).items())
+    limits = {name: limit * (1.0 if name == "mb" else factor) for name, limit in budgets(params).items()}
+    return all((amounts[name] or 0.0) <= limit for name, limit in limits.items())
 
 
 def budgets(params: SearchParams) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from math import inf, sqrt
 from typing import Any
 
@@ -78,17 +79,16 @@ def accuracy_gains(state: SearchState) -> dict[str, float | None]:
 
     Compared are the best candidates with and without.
     """
-    found: dict[str, float | None] = {}
-    for name, (one, other) in _best_candidates_to_compare(state).items():
-        if one is None or other is None or not state.examples:
-            found[name] = None
-        else:
-            found[name] = (count_correct(state, one) - count_correct(state, other)) / state.examples
-    return found
+    pairs = _best_candidates_to_compare(state).items()
+    return {name: None if None in pair or not state.examples else _gain(state, *pair) for name, pair in pairs}
+
+
+def _gain(state: SearchState, one: Any, other: Any) -> float:
+    return (count_correct(state, one) - count_correct(state, other)) / state.examples
 
 
 def _best_candidates_to_compare(state: SearchState) -> dict[str, tuple[int | None, int | None]]:
-    known = [i for i, each in enumerate(state.candidates) if each.kind != "aligned"]
+    known = [i for i, each in enumerate(state.candidates) if each.kind not in ("aligned", "cascade")]
 
     def best_of(wanted: Callable[[Candidate], bool], does: bool) -> int | None:
         found = [i for i in known if wanted(state.candidates[i]) == does]
@@ -123,7 +123,7 @@ def describe_validation(state: SearchState) -> list[str]:
         if one is None or other is None:
             lines.append(f"{doing}: nothing to compare with")
             continue
-        by = 100 * (count_correct(state, one) - count_correct(state, other)) / state.examples
+        by = 100 * _gain(state, one, other)
         noise = 100 * paired_error(state, one, other) / state.examples
         verdict = f"adds {by:.1f} points" if by > 0 else f"does not pay: {by:.1f} points"
         where = f"on {state.examples} held-out examples (standard error {noise:.1f})"
@@ -137,16 +137,20 @@ def to_network(state: SearchState, candidate: Candidate) -> stitched_network.Sti
     if not candidate.head:
         donor = state.stock.donors[state.stock.blocks[candidate.paths[0][-1]].donor]
         return stitched_network.StitchedNetwork(candidate.paths, state.junctions, align=donor.align)
-    return stitched_network.StitchedNetwork(
-        candidate.paths, state.junctions, head=joint_head.export_head(candidate.head)
-    )
+    early = candidate.early and replace(candidate.early, head=joint_head.export_head(candidate.early.head))
+    head = joint_head.export_head(candidate.head)
+    return stitched_network.StitchedNetwork(candidate.paths, state.junctions, head=head, early=early)
 
 
 def _format_costs(state: SearchState, candidate: Candidate) -> str:
     amounts = candidates.measure_cost(state.params, candidates.candidate_cost(state, candidate))
     units = {"mflop": "MFLOP", "ms": "ms", "mb": "MB", "joules": "J"}
     told = "".join(f", {amount:.3g} {units[name]}" for name, amount in amounts.items() if amount is not None)
-    return f"{told} on {state.params.board}" if state.params.board else told
+    told += f" on {state.params.board}" if state.params.board else ""
+    if candidate.early is None:
+        return told
+    worst = candidates.worst_cost(state, candidate).flops / 1e6
+    return f"{told}, {worst:.3g} MFLOP at worst, {100 * candidate.early.share:.0f} % leave early"
 
 
 def summarise_all(state: SearchState) -> list[dict[str, Any]]:
@@ -156,7 +160,7 @@ def summarise_all(state: SearchState) -> list[dict[str, Any]]:
 
 def _summarise_candidate(state: SearchState, index: int) -> dict[str, Any]:
     candidate, share = state.candidates[index], heldout_accuracy(state, index)
-    own = candidates.candidate_cost(state, candidate)
+    own, early = candidates.candidate_cost(state, candidate), candidate.early
     return {
         "kind": candidate.kind,
         "taps": [list(path) for path in candidate.paths],
@@ -166,15 +170,17 @@ def _summarise_candidate(state: SearchState, index: int) -> dict[str, Any]:
         "criterion": candidate.criterion,
         "ridge": candidate.ridge,
         "score": candidate.score,
-        "residual": candidate.residual,
         "flops": own.flops,
         "read_bytes": own.read_bytes,
         "weight_bytes": own.weight_bytes,
+        "worst_flops": candidates.worst_cost(state, candidate).flops,
+        "early": None if early is None else {"taps": [list(path) for path in early.taps], "share": early.share},
     }
 
 
 def candidate_name(candidate: Candidate) -> str:
-    return stitched_network.network_name(candidate.paths, bool(candidate.head))
+    early = candidate.early.taps if candidate.early else ()
+    return stitched_network.network_name(candidate.paths, bool(candidate.head), early)
 
 
 def _format_accuracy(state: SearchState, index: int) -> str:

@@ -15,7 +15,7 @@ from msgspec import Meta
 from fedquilt.core import BlobRef
 from fedquilt.models.stitching.algebra import cka, least_squares
 from fedquilt.models.stitching.device import scoring
-from fedquilt.models.stitching.stitched_network import DonorPool
+from fedquilt.models.stitching.stitched_network import DonorPool, EarlyExit
 from fedquilt.models.stitching.vote import Ballot, Winner
 
 Count = Annotated[int, Meta(ge=1)]
@@ -120,7 +120,6 @@ class ScoredPath:
     path: tuple[str, ...]
     pool: tuple[str, ...]
     score: float
-    residuals: tuple[float | None, ...] = ()  # of the junction before each further block; None: no junction, or unknown
 
 
 @dataclass(frozen=True)
@@ -136,16 +135,16 @@ class Candidate:
         ridge: Penalty of the head, selected by generalised cross-validation.
         criterion: Generalised cross-validation criterion of the head, less is better, or None with too few examples.
         score: Product of the blocks' scores of a finished network.
-        residual: Worst known residual of its junctions.
+        early: Cheaper candidate of a "cascade", whose other attributes are those of the larger one.
     """
 
-    kind: Literal["joined", "donor", "stitched", "aligned"]
+    kind: Literal["joined", "donor", "stitched", "aligned", "cascade"]
     paths: tuple[tuple[str, ...], ...]
     head: dict[str, np.ndarray] = field(default_factory=dict)
     ridge: float | None = None
     criterion: float | None = None
     score: float | None = None
-    residual: float | None = None
+    early: EarlyExit | None = None
 
 
 @dataclass(frozen=True)
@@ -184,4 +183,7 @@ class SearchState:
     examples: int = 0  # held-out examples that the candidates were validated on
     right: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))
     """(candidates, candidates) numbers of held-out examples that both of two candidates predict correctly."""
+    by_margin: np.ndarray = field(default_factory=lambda: np.zeros((0, 0, 0, 0), np.int64))
+    """(early candidates, margin bins, candidates, candidates): the same for the examples in each bin, in "validate"."""
+    in_bin: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))  # (early, bins) held-out examples
     log: tuple[str, ...] = ()  # the last step in sentences

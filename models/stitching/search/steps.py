@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from types import MappingProxyType
 
 import numpy as np
 
@@ -251,26 +250,18 @@ def winners_needing_junction(state: SearchState) -> tuple[str, ...]:
     return tuple(name for name in voted if not stitched_network.is_continuation(last, state.stock.blocks[name]))
 
 
-def grow_paths(
-    state: SearchState,
-    fitted: Mapping[str, dict[str, np.ndarray]],
-    residuals: Mapping[str, float | None] = MappingProxyType({}),
-) -> SearchState:
-    """Append the winners to the current path, as new partial or finished networks, with the `fitted` junctions by name.
-
-    `residuals` are of the junctions, by the winner's block id.
-    """
+def grow_paths(state: SearchState, fitted: Mapping[str, dict[str, np.ndarray]]) -> SearchState:
+    """Append the winners to the current path, as new partial or finished networks, with the `fitted` junctions."""
     net, winners = state.current, state.winners
     assert net is not None
     kept = tuple(name for name in net.pool if name not in state.dropped)
     state = replace(state, winners=(), dropped=())
     notes: list[str] = []
     for winner in winners:
-        left = residuals.get(winner.block)
         before = net.score if state.params.criterion == "cka" else 1.0  # labels judge the whole path already
         score = before * max(winner.score, 0.0)
         pool = tuple(name for name in kept if name != winner.block)
-        child = ScoredPath((*net.path, winner.block), pool, score, (*net.residuals, left))
+        child = ScoredPath((*net.path, winner.block), pool, score)
         before_it = len(state.finished)
         state = _add_path_and_completions(state, child)
         notes += [
@@ -295,7 +286,7 @@ def _add_path_and_completions(state: SearchState, net: ScoredPath) -> SearchStat
     made = [net]
     for name in rest:
         pool = tuple(other for other in made[-1].pool if other != name)
-        made.append(ScoredPath((*made[-1].path, name), pool, net.score, (*made[-1].residuals, None)))
+        made.append(ScoredPath((*made[-1].path, name), pool, net.score))
     ended = (made.pop(),) if params.head == "ridge" or donor.align is not None else (made.pop(),)[:0]
     return replace(state, frontier=(*state.frontier, *made), finished=(*state.finished, *ended))
 

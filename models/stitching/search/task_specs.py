@@ -18,7 +18,7 @@ from fedquilt.costs import peak_memory
 from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.algebra import class_moments, least_squares
 from fedquilt.models.stitching.device import moments, scoring
-from fedquilt.models.stitching.search import candidates, steps
+from fedquilt.models.stitching.search import candidates, cascades, steps
 from fedquilt.models.stitching.search.state import Candidate, SearchState
 from fedquilt.models.stitching.stitched_network import Block, DonorPool
 
@@ -110,6 +110,9 @@ def minimum_moments_bytes(ask: moments.GatherRequest) -> int:
 def validation_task_spec(state: SearchState, among: Sequence[Candidate]) -> TaskSpec | None:
     if not among:
         return None
+    margin = None
+    if exit := among[0].early:
+        among, margin = (Candidate("joined", exit.taps, exit.head), replace(among[0], early=None)), exit.margin
     paths = tuple(dict.fromkeys(path for candidate in among for path in candidate.paths))
     blocks = {name: state.stock.blocks[name] for path in paths for name in path}
     ask = moments.CountRequest(
@@ -118,6 +121,8 @@ def validation_task_spec(state: SearchState, among: Sequence[Candidate]) -> Task
         candidates=tuple(tuple(paths.index(path) for path in each.paths) for each in among),
         align=tuple(None if each.head else label_classes(state, each.paths[0]) for each in among),
         labels=len(state.stock.labels),
+        early=cascades.early_candidates(state) if state.phase == "validate" else (),
+        margin=margin,
     )
     order = _task_spec(
         state, ask, paths, blocks_work([(blocks[ids[-1]], 1.0) for ids in stitched_network.path_prefixes(paths)], 0)
@@ -179,7 +184,7 @@ def _collect_path_and_donor_blocks(
 
 
 def blocks_work(runs: Iterable[tuple[Block, float]], matrices_bytes: int, examples: int = 0) -> WorkEstimate:
-    """Return the work of running blocks, each on a share of the task's `examples` (0: all), with the matrices of a fit.
+    """Return the work of running blocks, each on a share of the task's `examples`, of which 0 means all.
 
     A launch is one run of a graph on RUN_AT_ONCE images. Traffic is the weights in each run, and for each image the
     maps that are alive at once, or the input and output if that is more. The peak is the largest memory of one block

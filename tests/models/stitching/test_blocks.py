@@ -2,9 +2,8 @@
 
 import hashlib
 
-import numpy as np
 import pytest
-from block_graphs import graphs_of, only, run
+from block_graphs import graphs_of, only, require_same_outputs
 
 from fedquilt.core import ModelError
 
@@ -44,19 +43,11 @@ def test_running_the_blocks_in_order_is_running_the_network(name, size, count, t
     assert [part.kind for part in parts] == ["start"] + ["middle"] * (count - 2) + ["end"]
     assert all(len(part.out_shape) == 3 for part in parts[:-1])
     assert [part.in_shape for part in parts[1:]] == [part.out_shape for part in parts[:-1]]
-    x = np.random.default_rng(0).normal(size=(3, 3, size, size)).astype(np.float32)
-    with torch.no_grad():
-        wanted = donor(torch.from_numpy(x)).numpy()
-    tiles = {}
-    for part in parts:
-        made = blocks.export_block(part)
-        tiles[part.index] = max(len(stage) for stage in made)
-        x = run(made, x, tmp_path)
-        assert x.shape[1:] == part.out_shape
+    made = [blocks.export_block(part) for part in parts]
+    require_same_outputs(made, donor, (3, size, size), tmp_path)
+    tiles = {part.index: max(len(stage) for stage in stages) for part, stages in zip(parts, made, strict=True)}
     wide = {"torchvision/alexnet": 2, "torchvision/vgg16": 4}  # 13 and 4 rows to a tile
     assert tiles == {part.index: 1 for part in parts} | ({count - 1: wide[name]} if name in wide else {})
-    assert np.abs(wanted).max() > 0.01
-    np.testing.assert_allclose(x, wanted, atol=1e-4 * np.abs(wanted).max(), rtol=0)
 
 
 def _convnext() -> nn.Module:
@@ -81,12 +72,7 @@ def test_networks_of_attention_and_layer_norm_are_cut_into_graphs_that_boards_ru
     donor = _lively(make())
     parts = blocks.split_donor(donor, "donor", (3, size, size))
     assert len(parts) == count
-    x = np.random.default_rng(0).normal(size=(3, 3, size, size)).astype(np.float32)
-    with torch.no_grad():
-        wanted = donor(torch.from_numpy(x)).numpy()
-    for part in parts:
-        x = run(blocks.export_block(part), x, tmp_path)
-    np.testing.assert_allclose(x, wanted, atol=1e-4 * np.abs(wanted).max(), rtol=0)
+    require_same_outputs(map(blocks.export_block, parts), donor, (3, size, size), tmp_path)
 
 
 def test_costs_of_a_block_are_those_of_its_operations():
@@ -101,12 +87,7 @@ def test_a_users_own_network_is_cut_after_the_modules_named(tmp_path):
     donor = _lively(registry.build_network({"name": "resnet20-cifar"}))
     parts = blocks.split_donor(donor, "own", (3, 32, 32), cuts=["layer1.0", "layer2"])
     assert [part.out_shape for part in parts] == [(16, 32, 32), (32, 16, 16), (10,)]
-    x = torch.randn(2, 3, 32, 32)
-    y = x.numpy()
-    for part in parts:
-        y = run(blocks.export_block(part), y, tmp_path)
-    with torch.no_grad():
-        np.testing.assert_allclose(y, donor(x), atol=1e-3)
+    require_same_outputs(map(blocks.export_block, parts), donor, (3, 32, 32), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -127,13 +108,7 @@ def test_a_network_of_time_series_is_cut_between_its_convolutions(tmp_path):
     donor = _lively(registry.build_network({"name": "conv1d", "channels": 3, "steps": 20, "classes": 4}))
     parts = blocks.split_donor(donor, "donor", (20, 3))
     assert [part.in_shape for part in parts] == [(20, 3), (16, 10), (32, 5), (32, 2)]
-    x = np.random.default_rng(0).normal(size=(3, 20, 3)).astype(np.float32)
-    with torch.no_grad():
-        wanted = donor(torch.from_numpy(x)).numpy()
-    for part in parts:
-        x = run(blocks.export_block(part), x, tmp_path)
-        assert x.shape[1:] == part.out_shape
-    np.testing.assert_allclose(x, wanted, atol=1e-4 * np.abs(wanted).max())
+    require_same_outputs(map(blocks.export_block, parts), donor, (20, 3), tmp_path)
     with pytest.raises(ModelError, match=r"no module 'layers\.9'"):
         blocks.split_donor(donor, "donor", (20, 3), cuts=["layers.9"])
     with pytest.raises(ModelError, match="does not take time series of 20 x 4"):
@@ -269,16 +244,6 @@ def test_a_transformer_splits_before_each_of_its_layers(tmp_path):
     products = 2 * tokens * width * (4 * width + 2 * tokens) + 4 * tokens * width * 64
     assert len(each) == 1
     assert each.pop() == pytest.approx(products, rel=0.02)
-    x = torch.randn(2, *shape)
-    with torch.no_grad():
-        wanted = model(x)
-        value = x
-        for part in parts:
-            value = part.module(value)
-    torch.testing.assert_close(value, wanted)
-    made = blocks.export_block(parts[1])
-    assert made[0][0].activation_bytes > 4 * 2 * width * tokens
-    maps = np.random.default_rng(0).normal(size=(3, width, tokens)).astype(np.float32)
-    with torch.no_grad():
-        alone = parts[1].module(torch.from_numpy(maps)).numpy()
-    np.testing.assert_allclose(run(made, maps, tmp_path), alone, atol=1e-4, rtol=1e-4)
+    made = [blocks.export_block(part) for part in parts]
+    require_same_outputs(made, model, shape, tmp_path)
+    assert made[1][0][0].activation_bytes > 4 * 2 * width * tokens

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from block_graphs import graphs_of, run
+from block_graphs import graphs_of, require_same_outputs
 
 torch = pytest.importorskip("torch", reason="blocks are cut from torch networks")
 onnx = pytest.importorskip("onnx")
@@ -66,11 +66,7 @@ def test_a_large_linear_layer_becomes_tiles_that_hold_no_more_than_allowed(layer
     for stage in made:
         rows = [_facts(graph)[1][0] for graph in stage]
         assert max(rows) - min(rows) <= 1
-    x = np.random.default_rng(0).normal(size=(5, *end.in_shape)).astype(np.float32)
-    with torch.no_grad():
-        wanted = end.module(torch.from_numpy(x)).numpy()
-    assert end.out_shape == wanted.shape[1:]
-    np.testing.assert_allclose(run(made, x, tmp_path), wanted, rtol=1e-5, atol=1e-5)
+    require_same_outputs([made], end.module, end.in_shape, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -84,9 +80,7 @@ def test_a_layer_around_which_the_graph_cannot_be_cut_stays_in_it(layers, tmp_pa
     made = blocks.export_block(end)
     assert [len(stage) for stage in made] == [1] * len(made)
     assert max(graph.weight_bytes for graph in graphs_of([made])) > 4 * 27
-    x = np.random.default_rng(0).normal(size=(5, *end.in_shape)).astype(np.float32)
-    with torch.no_grad():
-        np.testing.assert_allclose(run(made, x, tmp_path), end.module(torch.from_numpy(x)), rtol=1e-5, atol=1e-5)
+    require_same_outputs([made], end.module, end.in_shape, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -97,9 +91,7 @@ def test_a_chain_of_layers_is_cut_where_one_value_goes_on(most, held, tmp_path, 
     end = _end(*(Around() for _ in range(3)))
     made = blocks.export_block(end)
     assert [[graph.weight_bytes for graph in stage] for stage in made] == [[4 * each] for each in held]
-    x = np.random.default_rng(0).normal(size=(5, *end.in_shape)).astype(np.float32)
-    with torch.no_grad():
-        np.testing.assert_allclose(run(made, x, tmp_path), end.module(torch.from_numpy(x)), rtol=1e-5, atol=1e-5)
+    require_same_outputs([made], end.module, end.in_shape, tmp_path)
 
 
 def test_every_graph_says_what_it_takes(monkeypatch):
@@ -121,9 +113,7 @@ def test_layers_whose_biases_are_equal_are_told_apart(tmp_path, monkeypatch):
     end = _end(large, nn.ReLU(), small)
     made = blocks.export_block(end)
     assert [[graph.weight_bytes for graph in stage] for stage in made] == [[0], [104, 104], [80]]
-    x = np.ones((2, 3, 2, 2), np.float32)
-    with torch.no_grad():
-        np.testing.assert_allclose(run(made, x, tmp_path), end.module(torch.from_numpy(x)), rtol=1e-5, atol=1e-5)
+    require_same_outputs([made], end.module, end.in_shape, tmp_path)
 
 
 def _end(*layers: nn.Module) -> blocks.DonorBlock:

@@ -123,6 +123,41 @@ def test_the_file_gives_what_the_agents_compute(tmp_path, taps, align, head):
         require_same_scores(tmp_path, artefact(taps, align, head), digits(count))
 
 
+@pytest.mark.parametrize("leave", [9, 5, 0])
+def test_a_cascade_gives_what_the_agents_compute_and_runs_the_rest_for_some_examples_only(tmp_path, leave):
+    meta, arrays = artefact(JOINED, None, True)
+    draw = np.random.default_rng(5)
+    taps = [JOINED[0], JOINED[3]]  # plain.2 and plain.3 are behind both
+    width = sum(STOCK.blocks[tap[-1]].out_shape[0] for tap in taps)
+    head = {"early.weights": draw.normal(size=(10, width)), "early.bias": draw.normal(size=10)}
+    names = {"weights": "early.weights", "bias": "early.bias"}
+    x = digits(9)
+    first = {**meta, "taps": taps, "head": names, "early": None}
+    margins = np.sort(stitch.score_margins(by_the_agents(first, arrays | head, x)))
+    margin = float(np.append(margins, 1e9)[9 - leave]) - 1e-3
+    meta["early"] = {"taps": taps, "head": names, "margin": margin, "share": 0.5}
+    payload = export_stitched(meta, arrays | head, STOCK.blocks, FILES)
+    (tmp_path / "net.onnx").write_bytes(payload)
+    onnx.checker.check_model(str(tmp_path / "net.onnx"), full_check=True)
+    wanted = by_the_agents(meta, arrays | head, x)
+    scores = OnnxEngine(2**30).run(tmp_path / "net.onnx", x)  # the graph check of boards, one example at a time
+    np.testing.assert_allclose(scores, wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
+    nodes = onnx.load_from_string(payload).graph.node
+    [choice] = [node for node in nodes if node.op_type == "If"]
+    branches = {attribute.name: [node.name for node in attribute.g.node] for attribute in choice.attribute}
+    first = {node.name for node in nodes}
+    assert len(branches["then_branch"]) == 1
+    assert any(name.startswith("block") for name in branches["else_branch"])
+    assert not first & set(branches["else_branch"])  # nothing is computed twice
+
+
+def test_a_cascade_whose_first_network_is_no_part_of_its_second_is_refused():
+    meta, arrays = artefact([["plain.0"]], None, True)
+    meta["early"] = {"taps": [["residual.0"]], "head": meta["head"], "margin": 1.0, "share": 0.5}
+    with pytest.raises(ModelError, match="no part of its second"):
+        export_stitched(meta, arrays, STOCK.blocks, FILES)
+
+
 def test_tiles_lie_side_by_side_in_the_file(tmp_path, monkeypatch):
     pytest.importorskip("torch", reason="preparing cuts torch networks")
     from fedquilt.models.stitching.onnx import blocks

@@ -94,51 +94,6 @@ def test_rows_are_added_in_place_as_if_merged(centred, monkeypatch):
         assert np.allclose(one, other, rtol=1e-12)
 
 
-def explicit(w: np.ndarray, b: np.ndarray, x: np.ndarray, y: np.ndarray, centred: bool) -> float:
-    """1 - R^2 from the rows themselves."""
-    return float(((y - x @ w.T - b) ** 2).sum() / ((y - y.mean(axis=0) * centred) ** 2).sum())
-
-
-@pytest.mark.parametrize("ridge", [1e-4, 0.0])
-@pytest.mark.parametrize("centred", [True, False])
-@pytest.mark.parametrize("x", [X, DEFICIENT], ids=["full rank", "rank deficient"])
-def test_what_a_solution_leaves_is_known_from_sums_alone(x, centred, ridge):
-    """Other rows, other means: 1 - R^2 of a device that was left out equals the one computed on its rows."""
-    parts = [p.add_rows(None, x[share], Y[share], centred) for share in SHARES]
-    found = p.leave_one_out_residuals(parts, ridge)
-    for i, share in enumerate(SHARES):
-        rest = np.concatenate([x[other] for other in SHARES if other is not share])
-        targets = np.concatenate([Y[other] for other in SHARES if other is not share])
-        w, b = p.solve_ridge(p.add_rows(None, rest, targets, centred), ridge)
-        assert found[i] == pytest.approx(explicit(w, b, x[share], Y[share], centred), abs=1e-8)
-
-
-def test_a_bias_that_is_off_is_counted():
-    """y = x on -1 and 1, predicted as x + 1: two errors of 1 on a variance of 2."""
-    x = np.array([[-1.0], [1.0]])
-    assert p.unexplained_variance(np.eye(1), np.ones(1), p.add_rows(None, x, x)) == pytest.approx(1.0)
-    assert p.unexplained_variance(np.eye(1), np.zeros(1), p.add_rows(None, x, x)) == 0.0
-    assert (
-        p.unexplained_variance(np.eye(1), np.zeros(1), p.add_rows(None, x, np.ones((2, 1)))) == 1.0
-    )  # y does not vary
-
-
-def test_gathered_groups_are_few_and_their_total_is_the_merged_one():
-    parts = [p.add_rows(None, X[i : i + 18 + i], Y[i : i + 18 + i]) for i in range(5)]
-    for most, groups in ((9, 5), (3, 3), (1, 0), (0, 0)):
-        gathered, total = None, parts[0]
-        for i, part in enumerate(parts):
-            gathered = p.add_device_moments(gathered, part, most)
-            total = p.merge_moments([total, part]) if i else part
-        assert len(gathered.groups) == groups
-        assert np.array_equal(gathered.total.xx, total.xx)
-        assert gathered.total.yy == total.yy
-        if groups:
-            sizes = {5: [18, 19, 20, 21, 22], 3: [18 + 21, 19 + 22, 20]}  # the smallest group takes the next one in
-            assert [group.n for group in gathered.groups] == sizes[groups]
-            assert np.allclose(p.merge_moments(gathered.groups).xx, total.xx, rtol=1e-12)
-
-
 def test_a_merge_is_symmetric_and_changes_none_of_its_parts():
     draws = np.random.default_rng(2)
     parts = [p.add_rows(None, draws.normal(size=(50, 150)) + i, draws.normal(size=(50, 3))) for i in range(3)]

@@ -39,7 +39,10 @@ def measure(size: int = 224) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "donors"
         made = prepare_donors(folder, size)
-        find = lambda name: folder / "blobs" / made.files[name].sha256
+
+        def find(name: str) -> Path:
+            return folder / "blobs" / made.files[name].sha256
+
         shown = draw_examples(2 * IMAGES)
         np.savez(Path(scratch) / "images.npz", x_train=shown.x, y_train=shown.y)
         runs = {

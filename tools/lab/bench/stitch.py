@@ -113,6 +113,7 @@ def walk_path(
     """
     params = SearchSettings(
         expansions=DEPTH,
+        completion=False,
         depth=DEPTH,
         spread=False,
         samples=count,
@@ -137,7 +138,9 @@ def walk_path(
     local: Tensors = _initial_state(shown)
     rounds: list[ScoringRound] = []
     while True:
-        state = replace(state, current=net, pool=steps.eligible_blocks(net, state.stock, params))
+        eligible = [blocks[name] for name in steps.eligible_blocks(net, state.stock, params)]
+        pool = [block.id for block in eligible if not stitched_network.is_continuation(blocks[net.path[-1]], block)]
+        state = replace(state, current=net, pool=tuple(pool))
         order = METHOD.send(state, DeviceView("bench", None, tuple(range(len(rounds)))))
         assert order is not None
         task, site = deliver(order, number=len(rounds), local=local)

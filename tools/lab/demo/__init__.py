@@ -217,8 +217,7 @@ def run_demo(out: Path, format: str = "text", wordy: bool = False, show: bool = 
         written = export.export_result(store, run, out / "stitched.onnx")
     whole = found.summary.total
     moved = whole.down_bytes + whole.up_bytes
-    taps, headed = artefact.meta["taps"], artefact.meta["head"] is not None
-    name = stitched_network.network_name(taps, headed)  # as in the log of the search
+    name = stitched_network.artefact_name(artefact.meta)  # as in the log of the search
     stitched = NetworkResult(STITCHED, found.scores[-1].value, name, whole.energy_j, moved)
     networks = _list_networks(stitched, others)
     np.savez_compressed(out / "held-out.npz", x=test.x, y=test.y)
