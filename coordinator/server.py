@@ -154,7 +154,10 @@ class JobLoader:
         return over
 
     def suspend_job(self, job: StoredJob | RunningJob, error: UnreadableError, now_s: float) -> None:
-        """Suspend a job after a failed read. After the last retry, discard a blob that can be made anew or end it."""
+        """Suspend a job after a failed read.
+
+        After the last retry, a blob that can be made anew is discarded. Otherwise the job ends.
+        """
         ids, holds, now = log_ids(run=job.id), self._desk.store.holds, self._to_wall_clock(now_s)
         hold = count_failure(holds.latest_suspension(job.id), error.what, str(error), now, counts=not error.lasts)
         if hold is not None:

@@ -1,4 +1,4 @@
-"""Messages of an agent about its device, whose capabilities follow from settings and installed packages."""
+"""Messages of an agent about its device, and the device's capabilities."""
 
 from __future__ import annotations
 

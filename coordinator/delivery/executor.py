@@ -139,7 +139,10 @@ Heard: TypeAlias = Said | decisions.DeviceChange | decisions.UpdateReceived | No
 
 
 class Executor(Protocol):
-    """Connection to devices. No method waits. `receive_inputs` is called when `send_pending` says, or earlier."""
+    """Connection to devices, whose methods do not wait.
+
+    `send_pending` returns the time of the next call of `receive_inputs`.
+    """
 
     def fds(self) -> Sequence[int]:
         """Return file descriptors that become readable if `receive_inputs` is due before its time."""
@@ -162,7 +165,10 @@ class Executor(Protocol):
         """Return the site right in a device's certificate, or None without a certificate or right."""
 
     def fetch_blobs(self, device: str, refs: Iterable[BlobRef], *, in_turn: bool = False) -> None:
-        """Fetch blobs, `in_turn` after others, and cancel other transfers of the device. `UpdateReceived` follows."""
+        """Fetch blobs of a device and cancel its other transfers.
+
+        `UpdateReceived` follows. With `in_turn` the blobs of other devices come first.
+        """
 
     def set_backlog(self, updates: int, waiting_bytes: int, most_bytes: float) -> None:
         """Limit further transfers: at most `most_bytes`, but at least two updates, wait or are in transfer."""

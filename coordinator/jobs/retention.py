@@ -96,7 +96,10 @@ def find_run(store: Store, run: str) -> StoredJob | UnreadableRow:
 
 
 def select_expired_runs(store: Store, now: float, keep: int | None, older_s: float | None) -> list[str]:
-    """Return the ids of ended runs, oldest first, but the `keep` latest and those that ended within `older_s`."""
+    """Return the ids of ended runs to delete, oldest first.
+
+    The `keep` latest runs and those that ended within `older_s` stay.
+    """
     ended = [row for row in store.all_jobs() if row.status in ENDED]
     if keep is not None:
         ended = ended[: max(0, len(ended) - keep)]

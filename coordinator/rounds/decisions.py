@@ -414,7 +414,7 @@ UNFINISHED = ("queued", "running", "stopping", "stopped", "damaged")
 
 
 class DeviceChange(msgspec.Struct, frozen=True):
-    """Change of what is known of a device. A device that came online or did not claim its task may lack the task."""
+    """Change of a device's status, after which the device may lack its task."""
 
     device: str
     kind: Literal["online", "silent", "returned", "removed", "flooding"]

@@ -231,7 +231,7 @@ BaseTensors = Callable[[str], Tensors | None]
 
 
 class Aggregator:
-    """Aggregation of one running round, from the state at its start, for the part of the method whose tasks it sends.
+    """Aggregation of one running round, from the state at its start.
 
     With `large`, from the first large update on, exact partial aggregates stay on disk.
     """

@@ -210,7 +210,7 @@ def site_aggregate_type(of: Aggregation, state: Any) -> type | None:
 
 
 def adapt_for_sites(method: Method, job: JobSettings, files: Mapping[str, BlobRef]) -> Method:
-    """Return the method for a coordinator with sites among its devices, whose tasks name files of the bundle."""
+    """Return the method for a coordinator with sites among its devices."""
     params = {"job": msgspec.to_builtins(job)}
     settle = method.settle
     if settle is not None:

@@ -439,7 +439,7 @@ def _report_stored_wait(console: Console, store: Store, job: events.JobView, row
 
 @contextmanager
 def catch_stop_signals() -> Iterator[Callable[[], bool]]:
-    """Catch SIGINT, SIGTERM and SIGHUP as requests to stop, which the function tells. A second one interrupts."""
+    """Catch SIGINT, SIGTERM and SIGHUP, and return a function that reports them. A second signal interrupts."""
     asked = threading.Event()
 
     def request_stop(signum: int, frame: object) -> None:

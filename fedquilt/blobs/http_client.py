@@ -242,7 +242,7 @@ def _require_range(source: BlobLocation, answer: http.client.HTTPResponse, due: 
 
 
 def read_pieces(file: Any, size: int, take: Callable[[memoryview], None]) -> None:
-    """Read from a socket's buffered file and pass large pieces on, also those that arrived before an OSError."""
+    """Read from a socket's buffered file and pass on large pieces, before an OSError too."""
     buffer, pace = memoryview(bytearray(min(PIECE, size))), MinimumThroughput()
     filled = 0
     try:

@@ -40,7 +40,7 @@ class PackEntry(NamedTuple):
 
 
 class PackFile:
-    """One file of blobs. A place is the offset of a blob. With `checks` a blob is hashed when it is loaded."""
+    """File of many blobs, each at its offset. With `checks` a blob is hashed at loading."""
 
     def __init__(self, path: str, disk: Disk, checks: bool = False) -> None:
         self._path, self._disk, self._checks, self._end = path, disk, checks, 0

@@ -309,7 +309,10 @@ class BlobStore:
                 self._freeing.unlink(path)
 
     def remove_all_but(self, only: set[str]) -> None:
-        """Remove all other blobs unless pinned. Parts, damaged and temporary files go a day after their last write."""
+        """Remove all other blobs unless pinned.
+
+        Parts, damaged and temporary files are removed a day after their last write.
+        """
         with self._doing("collect garbage"):
             for sha256 in () if self._pack is None else set(self._pack.blob_names()) - only:
                 with self._pin_lock:
@@ -353,7 +356,7 @@ class BlobStore:
             self.disk.write_at(self._part_path(sha256), payload, offset)
 
     def finish_part(self, ref: BlobRef, digest: str | None = None) -> None:
-        """Turn a complete part, whose sha256 may be known, into the blob, or raise DamagedBlobError."""
+        """Rename a complete part to its blob, or raise DamagedBlobError."""
         part = self._part_path(ref.sha256)
         with self._doing(f"complete blob {ref.sha256[:12]}"):
             if self._sync_and_hash(part, digest) != ref:

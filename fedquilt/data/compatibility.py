@@ -80,7 +80,7 @@ def _require_label_variety(reader: ExampleReader, spec: DataSpec) -> None:
 def _describe_shape_problem(
     meta: Mapping[str, Any], network: Mapping[str, Any], name: str, reader: ExampleReader
 ) -> str:
-    """Return how the shape of examples differs from what the network takes, or "" if they fit."""
+    """Return the difference between shapes of examples and of the network's input, or ""."""
     shape, kind, wanted = reader.shape, network.get("name"), network.get("input") or meta.get("input") or {}
     have = f"examples of shape {shape}{_format_features(reader)}"
     if "channels" in wanted:

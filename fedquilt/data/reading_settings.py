@@ -1,4 +1,4 @@
-"""Settings by which files become training examples: what is measured on the training data, and what is stored.
+"""Settings for reading examples, measured on the training data and stored.
 
 Category words and the depth of grey images are measured once, when the job is read, and stored in the job, so that the
 bundle, all devices and the test set use the same settings. The bundle and an exported model store the `[data]` keys on

@@ -44,7 +44,7 @@ class SessionGrant(msgspec.Struct, frozen=True):
 
 
 class LinkIdentity:
-    """Certificate and key of this side, and the authority for the peer's certificate. Changed files are read again."""
+    """Certificate and key of this side, and the peer's authority. Changed files are read again."""
 
     def __init__(self, broker: Broker) -> None:
         if broker.ca is None or broker.cert is None or broker.key is None:

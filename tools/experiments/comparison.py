@@ -213,7 +213,7 @@ def _run_case_or_describe_error(player: Player, case: ComparisonCase, tell: Tell
 
 
 def select_scores(runs: Sequence[SeedRun], compared: Iterable[str] = ()) -> tuple[list[SeedRun], str]:
-    """Return the runs with scores that all of them have, and a note where these are not on the test set alone.
+    """Return the runs with their common scores, and a note on scores not of the test set.
 
     A test set cannot measure networks that differ by device. Such methods are compared on held-out shares, unless
     another method has no scores on them.

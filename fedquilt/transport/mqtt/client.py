@@ -117,7 +117,10 @@ class MqttClient(paho.Client):
         return MQTTErrorCode.MQTT_ERR_SUCCESS
 
     def loop_write(self) -> MQTTErrorCode:
-        """Write what the network accepts. Paho's keep-alive does not detect a broker that sends and never reads."""
+        """Write the bytes that the network accepts.
+
+        Paho's keep-alive does not detect a broker that sends and never reads.
+        """
         while self._output and self._sock is not None:
             try:
                 size = self._sock.send(self._output[:AT_ONCE])

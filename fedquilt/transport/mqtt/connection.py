@@ -151,7 +151,7 @@ def unreachable_error(broker: Broker, error: Exception) -> BrokerError:
 
 
 def tls_error(broker: Broker, said: str) -> BrokerError:
-    """Return the error for a TLS failure. TLS 1.3 checks the client's certificate after the handshake, by an alert."""
+    """Return the error for a TLS failure, which TLS 1.3 may send after the handshake."""
     if "wrong version number" in said or "record layer failure" in said:
         return BrokerError(f"{broker} does not speak TLS there: use its TLS port (mostly 8883), or mqtt://", True)
     if "alert" not in said:

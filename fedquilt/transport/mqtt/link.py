@@ -457,7 +457,7 @@ class SendQueue:
         self.backlog -= message.size
 
     def handle_disconnect(self, breaks: int = BREAKS, *, innocent: bool = False) -> QueuedMessage | None:
-        """Requeue reliable messages. Return one that was alone in flight at `breaks` breaks, which is dropped."""
+        """Requeue reliable messages, and return the dropped one, alone in flight at `breaks` breaks."""
         suspects = [message for message in self._under_way.values() if message.reliable]
         for message in suspects:
             message.breaks += not innocent
