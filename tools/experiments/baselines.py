@@ -62,7 +62,7 @@ class BaselineSetup:
         return np.asarray(self._run_in_batches(self.test, scores).argmax(axis=1) == self.test.y)
 
     def fit_new_head(self, network: StitchedNetwork) -> StitchedNetwork:
-        """Return a network with a new head on its taps, solved by FedStitch from the pooled examples."""
+        """Return a network with one new head on its taps, solved by FedStitch from the pooled examples."""
 
         def features(x: np.ndarray) -> np.ndarray:
             outputs = stitched_network.run_taps(network, self.stock.blocks, self._run_block, x)
@@ -73,7 +73,7 @@ class BaselineSetup:
         )
         given = joint_head.standardise_sums(own.to_sums())
         head = joint_head.fit_discriminant(given, joint_head.best_penalty(given).ridge)
-        return replace(network, head={"weights": head.weights, "bias": head.bias})
+        return replace(network, head={"weights": head.weights, "bias": head.bias}, early=None)
 
     def evaluate_unmodified(self) -> list[BaselineResult]:
         """Evaluate all unmodified donors whose classes are aligned with the labels."""
