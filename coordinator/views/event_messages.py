@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from fedquilt import metrics
 from fedquilt.console import table, units
-from fedquilt.coordinator.rounds import decisions, events, selection
+from fedquilt.coordinator.rounds import events, failed_rounds, selection
 from fedquilt.coordinator.storage.rows import UnreadableRow
 from fedquilt.coordinator.storage.store import UNAPPROVED, Store, StoredJob
 from fedquilt.coordinator.views import run_summary, scores, wait_reasons
@@ -38,7 +38,7 @@ def format_status(summary: RunSummary, state: events.JobState) -> list[str]:
     taken = [f"{run_summary.format_joules(spent.joules)}{summary.total.energy_word}"] if spent.metered else []
     devices = [f"{len(state.answered)} of {cohort} devices answered" if cohort else "no device selected yet"]
     devices += [f"{len(state.asked)} at work"] if state.asked else []
-    devices += [f"declined: {decisions.format_by_reason(state.declined, 3)}"] if state.declined else []
+    devices += [f"declined: {failed_rounds.format_by_reason(state.declined, 3)}"] if state.declined else []
     return [what, ", ".join([*taken, f"{units.format_bytes(spent.bytes)} so far"]), ", ".join(devices)]
 
 

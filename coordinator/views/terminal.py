@@ -26,7 +26,7 @@ from fedquilt.coordinator.delivery.monitoring_executor import DeviceStatusTracke
 from fedquilt.coordinator.fleet.device_status import DeviceStatus
 from fedquilt.coordinator.jobs.job import RunningJob
 from fedquilt.coordinator.metrics_exporter import CoordinatorMetrics
-from fedquilt.coordinator.rounds import decisions, events, selection
+from fedquilt.coordinator.rounds import events, failed_rounds, selection
 from fedquilt.coordinator.rounds import rollout as rounds_rollout
 from fedquilt.coordinator.rounds.rollout import Rollout
 from fedquilt.coordinator.server import Server
@@ -196,7 +196,7 @@ class Console:
 
     def _print_declines(self) -> None:
         for (run, round), reasons in self._declines.items():
-            self._report_for(run, f"round {round + 1}: {decisions.format_by_reason(reasons)}")
+            self._report_for(run, f"round {round + 1}: {failed_rounds.format_by_reason(reasons)}")
         self._declines.clear()
 
     def _report_for(self, run: str, first: str, *more: str) -> None:
@@ -439,7 +439,7 @@ def _report_stored_wait(console: Console, store: Store, job: events.JobView, row
 
 @contextmanager
 def catch_stop_signals() -> Iterator[Callable[[], bool]]:
-    """Catch SIGINT, SIGTERM and SIGHUP, and return a function that reports them. A second signal interrupts."""
+    """Catch SIGINT, SIGTERM and SIGHUP as requests to stop."""
     asked = threading.Event()
 
     def request_stop(signum: int, frame: object) -> None:

@@ -53,7 +53,7 @@ def test_the_boards_settings_are_what_flash_takes(site: LoopbackFleet) -> None:
 
 def test_the_coordinators_options_are_ones(site: LoopbackFleet) -> None:
     options = parsed(["run", "job.toml", *site.coordinator_options()])
-    assert options["broker"] == site.url
+    assert options["url"] == site.url
     assert all((site.folder / path).is_file() for path in (options["ca"], options["cert"], options["key"]))
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from fedquilt import methods, wire
 from fedquilt.arrays import disk_arrays, tensors
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.rounds import decisions, events
+from fedquilt.coordinator.rounds import events, failed_rounds
 from fedquilt.coordinator.rounds.events import AnyEvent, JobView
 from fedquilt.coordinator.rounds.selection import NOTHING
 from fedquilt.coordinator.server import Server
@@ -378,7 +378,7 @@ def _write_bundle_if_changed(folder: Path, order: WorkRequest) -> None:
 
 def _describe_missing_devices(updates: Mapping[str, Update], refusals: Mapping[str, str]) -> str:
     refused = {device: reason for device, reason in refusals.items() if device not in updates}
-    return f"refused there: {decisions.format_by_reason(refused)}"[:1000] if refused else ""
+    return f"refused there: {failed_rounds.format_by_reason(refused)}"[:1000] if refused else ""
 
 
 MEANS_S: Final = 5.0  # between two looks at which boards there are

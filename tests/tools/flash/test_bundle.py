@@ -138,7 +138,7 @@ def test_a_coordinators_units_say_what_its_settings_do(site: Path) -> None:
     assert {"fedquilt-serve.service", "fedquilt-enrol-serve.service", "fedquilt-setup.service"} <= set(units)
     assert not [name for name in units if name.startswith(("fedquilt-agent", "fedquilt-clocks", "fedquilt-enrol."))]
     options = command_lines.parsed([word for word in exec_line(units["fedquilt-serve.service"]) if word != "-v"])
-    assert (options["home"], options["broker"]) == (Path("/var/lib/fedquilt/runs"), "mqtts://broker.site:8883")
+    assert (options["home"], options["url"]) == (Path("/var/lib/fedquilt/runs"), "mqtts://broker.site:8883")
     assert (options["fleet"], options["ca"]) == ("site", Path("/etc/fedquilt/ca.crt"))
     assert options["key"] == Path("${CREDENTIALS_DIRECTORY}/coordinator.key")
     assert b"LoadCredential=coordinator.key:/etc/fedquilt/coordinator.key" in units["fedquilt-serve.service"]
