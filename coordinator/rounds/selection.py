@@ -83,7 +83,10 @@ class JobRequirements(NamedTuple):
 
 
 def ineligibility_code(seen: DeviceSnapshot, wants: JobRequirements) -> str | None:
-    """Return the code of the first reason why a device cannot be selected, or None."""
+    """Return the code of the first reason why a device cannot be selected, or None.
+
+    Other jobs are not considered. Without telemetry, battery, temperature and disk are not checked.
+    """
     profile, told, cohort = seen.profile, seen.telemetry, wants.cohort
     if not seen.online:
         return "silent" if seen.silent else "offline"

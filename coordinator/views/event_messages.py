@@ -275,7 +275,9 @@ def summarise_run(row: StoredJob | UnreadableRow, store: Store, own: Mapping[str
     taken = CostLedger() if summary is None else summary.total
     held = None if summary is None else summary.last_scores
     tested = scores.read_scores(store.home, row).scores if isinstance(row, StoredJob) else ()
-    value = format_metric(tested[-1].metric, tested[-1].value) if tested else format_score(held)
+    value = format_metric(tested[-1].metric, tested[-1].value) if tested else ""
+    if held is not None and not tested:
+        value = format_metric(held.metric, held.weighted)
     return {
         "run": row.id,
         "status": store.current_status(row) if isinstance(row, StoredJob) else row.status,

@@ -104,8 +104,7 @@ class State(NetworkState):
     best: float = 0.0
 
     @property
-    def first(self) -> dict[str, dict[str, np.ndarray]]:
-        """Tensors of each layer at the job's start."""
+    def initial_layers(self) -> dict[str, dict[str, np.ndarray]]:
         return {layer: {name: self.model[name] for name in names} for layer, names in self.units.items()}
 
     @property
@@ -161,7 +160,7 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec | None:
         return core.TaskSpec({**wanted, "ask": "fingerprint"}, {})
     told, newcomer = state.clusters[cluster], len(device.rounds) < 2
     taken = state.genes[cluster] if newcomer else tuple(told)
-    parts = {layer: told[layer] if layer in taken else held for layer, held in state.first.items()}
+    parts = {layer: told[layer] if layer in taken else held for layer, held in state.initial_layers.items()}
     bundles: dict[str, core.Tensors] = {PREFIX + layer: part for layer, part in parts.items()}
     order = local_training.training_task_spec(state, {**bundles, "statistics": state.statistics}, TRAITS)
     bound = [] if newcomer else list(taken)
@@ -194,7 +193,7 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
         **answer.metrics,
         "smooth": sum(strengths[name] * learngene.squared_distance(model[name], received[name]) for name in bound),
         "elastic": sum(learngene.squared_distance(model[name], elastic[name]) for name in bound),
-        **_held_out_accuracy(task, site, model),
+        **_count_held_correct(task, site, model),
     }
     sent = {name: model[name] for layer in gene for name in parts[layer]}
     return core.ClientResult({"gene": sent}, answer.weight, told, local=model)
@@ -259,7 +258,7 @@ def _find_elastic_gene(
     return {name: np.where(learngene.scale_fisher(found[name]) < gamma, before[name], received[name]) for name in bound}
 
 
-def _held_out_accuracy(task: core.Task, site: core.ClientContext, model: core.Tensors) -> dict[str, float]:
+def _count_held_correct(task: core.Task, site: core.ClientContext, model: core.Tensors) -> dict[str, float]:
     held = site.engine.evaluate(task.params["network"], model, site.held)
     rated = metrics.main_metric(held)
     if rated is None:
@@ -283,10 +282,10 @@ def fold(state: State, so_far: GeneFLSums | None, update: core.DeviceUpdate) -> 
         found = subspaces.validate_fingerprint(told, update.device, state.params["directions"], known)
         return replace(so_far, fingerprints={**so_far.fingerprints, update.device: found})
     gene, key = update.bundles.get("gene", {}), str(cluster)
-    sent = [layer for layer in state.shared if not state.first[layer].keys().isdisjoint(gene)]
+    sent = [layer for layer in state.shared if not state.initial_layers[layer].keys().isdisjoint(gene)]
     if len(sent) != state.size:
         raise core.UpdateError(f"{update.device} sent {len(sent)} layers, {state.size} are wanted")
-    like = {name: array for layer in sent for name, array in state.first[layer].items()}
+    like = {name: array for layer in sent for name, array in state.initial_layers[layer].items()}
     tensors.require_addable(gene, like)
     correct, held = (update.metrics.get(name, 0.0) for name in ("held_correct", "held_examples"))
     if not 0 <= correct <= held < math.inf:
@@ -350,7 +349,7 @@ def _average_layers_by_cluster(state: State, total: GeneFLSums) -> State:
     for key, counts in total.counts.items():
         k, sums = int(key), total.totals[key]
         new = {
-            layer: {name: sums[name].mean(count).astype(old.dtype) for name, old in state.first[layer].items()}
+            layer: {name: sums[name].mean(count).astype(old.dtype) for name, old in state.initial_layers[layer].items()}
             for layer, count in counts.items()
         }
         clusters[k] = {**clusters[k], **new}

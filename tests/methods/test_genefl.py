@@ -140,7 +140,7 @@ def one_cluster(size: int = 1) -> Any:
 
 
 def gave(state: Any, device: str, layer: str, value: float) -> DeviceUpdate:
-    part = {name: np.full_like(array, value) for name, array in state.first[layer].items()}
+    part = {name: np.full_like(array, value) for name, array in state.initial_layers[layer].items()}
     return DeviceUpdate(device, 3, 10.0, {"held_correct": 5.0, "held_examples": 10.0}, {"gene": part})
 
 
@@ -162,9 +162,9 @@ def test_a_layer_is_the_mean_of_those_of_the_cluster_who_sent_it():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda state: {"gene": {**state.first["1"], **state.first["3"]}}, "sent 2 layers, 1"),
-        (lambda state: {"gene": state.first["5"]}, "sent 0 layers"),
-        (lambda state: {"gene": {"1.weight": state.first["1"]["1.weight"]}}, "names differ"),
+        (lambda state: {"gene": {**state.initial_layers["1"], **state.initial_layers["3"]}}, "sent 2 layers, 1"),
+        (lambda state: {"gene": state.initial_layers["5"]}, "sent 0 layers"),
+        (lambda state: {"gene": {"1.weight": state.initial_layers["1"]["1.weight"]}}, "names differ"),
         (lambda state: {"fingerprint": {"u": np.zeros((6, 5), np.float32)}}, "sent 0 layers"),
     ],
 )
@@ -233,8 +233,8 @@ def test_a_device_that_turns_up_in_the_middle_inherits_the_nearest_cluster_s_lea
     task, site, answer = ask(state, newcomer, (4,))
     (gene,) = state.genes[cluster]
     assert task.params["bound"] == [], "it is held by nothing in its first round"
-    for layer in state.first:
-        wanted = state.clusters[cluster][layer] if layer == gene else state.first[layer]
+    for layer in state.initial_layers:
+        wanted = state.clusters[cluster][layer] if layer == gene else state.initial_layers[layer]
         for name, array in site.load(f"layer.{layer}").items():
             np.testing.assert_array_equal(array, wanted[name])
     state = take(state, newcomer, 5, answer)

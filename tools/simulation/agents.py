@@ -180,7 +180,7 @@ def run_fleet_on_broker(plan: FleetPlan, broker: Mapping[str, Any] | None, *, wo
         link = MqttLink(Broker.from_url(**broker), f"fedquilt-coordinator-{plan.fleet}")
         link.wait_until_connected(timeout_s=10.0)
         run_coordinator(
-            store, link, plan.fleet, console, only=run, watch=_watch_agents(plan, run, agents, console.report)
+            store, link, plan.fleet, console, only=run, watch=_make_agent_watcher(plan, run, agents, console.report)
         )
         ended = store.stored_status(run)
     if ended == "done":
@@ -296,7 +296,7 @@ def start_agents(
                 process.wait()
 
 
-def _watch_agents(
+def _make_agent_watcher(
     plan: FleetPlan, run: str, agents: Mapping[str, subprocess.Popen[bytes]], say: Callable[[str], None]
 ) -> Callable[[], None]:
     ended: set[str] = set()  # devices whose end is reported

@@ -172,7 +172,7 @@ class _ProseRemover(ast.NodeTransformer):
         node.body = [each if each in fields else self.visit(each) for each in node.body]
         return node
 
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST | None:
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
         return node if node.value is None else ast.Assign([node.target], self.visit(node.value))
 
     def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:

@@ -167,7 +167,8 @@ class WheelDownload:
             more = [] if self.index is None else self._download_gpu_builds(root, Path(built), self.index)
             for _ in range(ROUNDS_MOST):
                 with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
-                    self._download_all([f"{root} @ {self.own.path.resolve().as_uri()}", *more], Path(scratch))
+                    own = f"{root} @ {self.own.path.resolve().as_uri()}"
+                    self._download_with_dependencies([own, *more], Path(scratch))
                     got = {wheel.name: wheel for wheel in map(Wheel.from_file, sorted(Path(scratch).glob("*.whl")))}
                     needed, missing = dependency_closure(root, got, self.target)
                     if not missing:
@@ -192,8 +193,8 @@ class WheelDownload:
                 pinned.append("numpy<2")
         return pinned
 
-    def _download_all(self, what: Sequence[str], folder: Path) -> None:
-        why = self._run_pip(what, folder, ["--extra-index-url", self.index] if self.index else [])
+    def _download_with_dependencies(self, requirements: Sequence[str], folder: Path) -> None:
+        why = self._run_pip(requirements, folder, ["--extra-index-url", self.index] if self.index else [])
         if why is not None:
             raise JobError(
                 f"no wheels for {self.target.name} (Python {self.target.python}, {self.target.machine}): {why}; is "
@@ -202,14 +203,16 @@ class WheelDownload:
                 f"{f', does {self.constraint} allow versions that go together' if self.constraint else ''}?"
             )
 
-    def _run_pip(self, what: Sequence[str], folder: Path, where: Sequence[str]) -> str | None:
-        """Download wheels with pip, by its options `where` for indexes. Return None, or the error."""
+    def _run_pip(self, requirements: Sequence[str], folder: Path, index_options: Sequence[str]) -> str | None:
+        """Download wheels with pip. Return None, or the error."""
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
         command += ["--only-binary", ":all:", "--implementation", "cp", "--python-version", self.target.python]
         for platform in ([self.target.local_platform] if self.index else []) + list(self.target.platforms):
             command += ["--platform", platform]
         command += ["--constraint", str(self.constraint)] if self.constraint else []
-        done = subprocess.run([*command, *where, "--dest", str(folder), *what], capture_output=True, text=True)
+        done = subprocess.run(
+            [*command, *index_options, "--dest", str(folder), *requirements], capture_output=True, text=True
+        )
         if not done.returncode:
             return None
         told = [line.strip() for line in done.stderr.splitlines() if "error" in line.lower()]

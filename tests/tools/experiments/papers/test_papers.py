@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,7 @@ def test_a_grid_of_ones_own_is_run_shown_and_judged(
     code = main(words)
     first = json.loads((tmp_path / "result.json").read_text())
     shown = capsys.readouterr()
-    assert "run 8 of 8: none moves, seed 5, accuracy " in shown.err
+    assert re.search(r"run 8 of 8: .*, seed 5, accuracy ", shown.err)  # two processes end in any order
     assert code == (0 if all(claim["reached"] for claim in first["figures"].values()) else 1)
     assert set(first["figures"]) == {"moves at all", "moves at none", "bytes"}
     assert (first["figures"]["bytes"]["value"], first["figures"]["bytes"]["verdict"]) == (100.0, "holds")
