@@ -93,7 +93,7 @@ def make_task(
 
 
 def predict_work(order: TaskSpec, actions: Sequence[Action], engine: str, held: float = HELD) -> WorkEstimate:
-    """Predict the work of an order's actions, for the engine that carries them out."""
+    """Predict the work of the given actions of a task spec, labelled with the engine that runs them."""
     work = order.work if "work" in actions else predict_evaluation_work(order, held)
     if "work" in actions and order.held_out:
         work = _scale_to_held_out(work, work, held)

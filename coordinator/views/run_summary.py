@@ -222,7 +222,7 @@ class DeviceScore(NamedTuple):
 
 
 class RunSummary(msgspec.Struct, frozen=True):
-    """Immutable summary of a run after some of its events, in memory for all rounds and devices but not for each pair.
+    """Immutable summary of a run up to one of its events: totals by round and by device, not by both.
 
     The running round and its devices are not yet in `earlier` and `devices`: see `committed_rounds`, `round_costs` and
     `device_costs`.

@@ -178,7 +178,10 @@ def _finite_or_none(value: float | None) -> float | None:
 
 
 def _interval_energy(before: Reading, after: Reading, dt_s: float) -> tuple[float, float, float, float, bool] | None:
-    """Return energy, error bound, both powers and whether counted, or None without a value of one meter in both."""
+    """Return the energy between two readings, its error bound, the power at each, and whether a counter measured it.
+
+    None if they are of different meters, or do not both have a counter or a power.
+    """
     if None not in (before.energy_source, after.energy_source) and before.energy_source != after.energy_source:
         return None
     counters = _finite_or_none(before.energy_j), _finite_or_none(after.energy_j)

@@ -216,7 +216,10 @@ def advance(state: ReleaseState, event: Event, now_s: float) -> Step:
 
 
 def _handle_release(state: ReleaseState, event: ReleaseReceived, now_s: float) -> Step:
-    """Start a later release, or store it as next during a swap or soak. Answer an old serial with the progress."""
+    """Start a release with a higher serial, or keep it as next while another is swapped, soaking or rolled back.
+
+    For a serial that is not higher, publish the progress again.
+    """
     release, noted = event.release, state.noted
     if noted is None:
         return _start_or_end_release(state, release, now_s)

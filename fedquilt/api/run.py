@@ -340,7 +340,10 @@ class RoundReader:
         self._summary: RunSummary | None = None
 
     def read_new_rows(self, *, ended: bool) -> list[dict[str, Any]]:
-        """Return the rows finished since the last call. With `ended`, all remaining rows are finished."""
+        """Return the rows completed since the last call.
+
+        Unless `ended`, the last row is held back if its check may follow.
+        """
         with open_store(self._home, durable=False) as store:
             row = store.find_job(self._id)
             summary = self._summary or RunSummary.from_job(row.job)

@@ -356,7 +356,7 @@ class BlobStore:
             self.disk.write_at(self._part_path(sha256), payload, offset)
 
     def finish_part(self, ref: BlobRef, digest: str | None = None) -> None:
-        """Rename a complete part to its blob, or raise DamagedBlobError."""
+        """Rename a complete `.part` file to its blob, or delete it and raise DamagedBlobError."""
         part = self._part_path(ref.sha256)
         with self._doing(f"complete blob {ref.sha256[:12]}"):
             if self._sync_and_hash(part, digest) != ref:

@@ -130,7 +130,7 @@ class ProgressLine:
             self._out.flush()
 
     def print_to_stdout(self, *lines: str) -> None:
-        """Print permanent lines to standard output, which may be the same terminal."""
+        """Print permanent lines to standard output. Live lines, maybe on the same terminal, are removed first."""
         with _LOCK:
             _wipe_lines()
             for line in lines:

@@ -29,7 +29,7 @@ class DeviceView:
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """Task for one device in one round. A bundle is tensors or the reference of a stored blob."""
+    """Task for one device in one round. Each bundle is a mapping of tensors or a reference to a stored blob."""
 
     params: Mapping[str, Any]
     bundles: Mapping[str, Tensors | BlobRef]
@@ -406,7 +406,7 @@ class Runner(Engine, Protocol):
     def evaluate_scores(
         self, batches: Iterable[tuple[np.ndarray, np.ndarray]], prior: ClassPrior | None = None
     ) -> EvaluationSums:
-        """Return the sums over batches of class scores, (n, classes), and classes, which the caller computes."""
+        """Evaluate (scores, labels) batches that the caller has computed: arrays (n, classes) and (n,)."""
         ...
 
 

@@ -1,9 +1,10 @@
 """Synthetic-32K and Synthetic-3.2K of FedPeWS (arXiv 2410.03042, section 5.1).
 
-Sixteen Gaussian clusters in the plane, four centres with four offsets each. Two classes alternate on each side. The
-paper gives neither centres nor covariances, so they are taken from its first author's public code. Classes are numbered
-so that `groups = [[0, 1], [2, 3]]` gives each of two devices a hard task. The paper's "even and odd classes" must mean
-this, because by our numbers these groups would be trivial.
+Sixteen Gaussian clusters in the plane: four centres with four offsets each. Classes 0 and 1 alternate along the offsets
+of the two upper centres, classes 2 and 3 along those of the lower ones. The paper gives neither centres nor
+covariances, so they are taken from its first author's public code. With `groups = [[0, 1], [2, 3]]` each of two devices
+has a hard task. The paper splits by "even and odd classes" and so must number classes otherwise: with our numbers, each
+device would have one upper and one lower class, a trivial task.
 
 Only sums, products, square roots and normal draws of PCG64 are used, and means are exact sums, so that every machine
 generates equal data. A device generates the whole set (2 MB) and selects its share, because the features are

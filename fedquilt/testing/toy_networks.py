@@ -120,7 +120,7 @@ def run_method(
 def deliver_task(
     method: Method, order: TaskSpec | None, member: DeviceData, engine: Any, **options: Any
 ) -> tuple[Task, ClientContext]:
-    """Return task and site of a task on a device, with tensors in memory and without graphs."""
+    """Return the task and the client context of a task spec, with its tensors in memory and without ONNX graphs."""
     assert order is not None
     with tempfile.TemporaryDirectory() as place:
         told = {"path": lambda ref: Path(ref.sha256), **options}

@@ -42,7 +42,7 @@ class Link(Protocol):
     def unsubscribe(self, filters: Sequence[str]) -> None: ...
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
-        """Queue a message or raise LinkError. `reliable` is QoS 1: a broker may drop it when its queue is full."""
+        """Queue a message or raise LinkError. `reliable` means QoS 1: a broker with a full queue may still drop it."""
 
     def receive(self) -> list[Message]: ...
 

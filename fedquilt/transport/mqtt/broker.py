@@ -48,7 +48,11 @@ class Broker:
         password_file: str | Path | None = None,
         keepalive_s: int = 60,
     ) -> Broker:
-        """Return a broker from a URL `mqtt[s]://[user@]host[:port]` and files, or raise JobError if one is invalid."""
+        """Return the broker at a URL `mqtt[s]://[user@]host[:port]`, with the given files.
+
+        Raises:
+            JobError: If the URL is malformed, a file cannot be used, or the options do not fit together.
+        """
         parts = _split_url(url)
         broker = cls(
             host=parts.hostname or "",

@@ -61,14 +61,15 @@ class ScoreRequest(StitchingRequest):
 
 
 def score_pool(ask: ScoreRequest, site: ClientContext) -> ClientResult:
-    """Score a pool of blocks as the next block of a path, and choose the device's picks (`vote.Ballot`).
+    """Score each block of a pool as the next block of a path, and choose the blocks that the device votes for.
 
-    The input score compares the path's maps with the donor's own input to the candidate, without a junction and without
-    running the candidate. The output score fits a junction on other images than are scored (on the same images every
-    wide block interpolates and scores 1) and compares the candidate's output with its donor's, or with the labels. In
-    mode "hybrid" the input score screens, and the best few blocks get the output score. A candidate may run in 8 bits
-    for its output score (`Block.scoring_variant`). Paths and references always run in float32. Level 1 is of blocks
-    whose output was scored on all images. Metric "doubtful" counts scores without any variation to compare.
+    The result has the arrays of `vote.Ballot`. The input score compares the path's maps with the donor's own input to
+    the candidate, without a junction and without running the candidate. The output score fits a junction on other
+    images than are scored (on the same images every wide block interpolates and scores 1) and compares the candidate's
+    output with its donor's, or with the labels. In mode "hybrid" the input score screens, and the best few blocks get
+    the output score. A candidate may run in 8 bits for its output score (`Block.scoring_variant`). Paths and references
+    always run in float32. Blocks whose output was scored on all images have level 1, all others level 0. Metric
+    "doubtful" counts the scores that say nothing, because one of the compared arrays does not vary.
     """
     scorer = _BlockScorer(ask, site)
     found, level = scorer.score_candidate_inputs(), np.zeros(len(ask.pool), np.int64)
@@ -127,7 +128,7 @@ class _BlockScorer:
         return [self._compare_with_cached_gram(here, _gram_name(block, -1)) for block in self._pool]
 
     def score_early_and_full(self, candidates: Iterable[int]) -> Iterator[tuple[cka.CkaScore, cka.CkaScore | None]]:
-        """Yield the scores of each candidate on the first and on all images, the latter None if stopped early."""
+        """Yield each candidate's score on its first images and on all. The second is None after an early stop."""
         blocks = [self._pool[j] for j in candidates]
         junctions = self._fit_junctions(blocks)
         best: list[float] = []

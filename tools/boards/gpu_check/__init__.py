@@ -111,7 +111,7 @@ DeviceRun = tuple[np.ndarray, str, str]  # output, share of the nodes, and why t
 
 
 class SkippedPartError(FedquiltError):
-    """Reason why a part cannot run here."""
+    """Error in a part of the GPU check that cannot run on this machine. The part is reported as skipped."""
 
 
 class GpuCheck:
