@@ -24,8 +24,8 @@ DEVICES = 3
 IMPATIENT = """
 import sys
 from fedquilt import cli
-from fedquilt.coordinator.fleet import silent_devices
-silent_devices.QUIET_S, silent_devices.AGAIN_S = 3.0, 1.0  # instead of a minute
+from fedquilt.coordinator.fleet import registry
+registry.QUIET_S, registry.AGAIN_S = 3.0, 1.0  # instead of a minute
 sys.exit(cli.main())
 """
 
