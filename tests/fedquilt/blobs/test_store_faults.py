@@ -14,7 +14,7 @@ from forks import CONTEXT
 
 from fedquilt.blobs.store import BlobStore
 from fedquilt.core import BlobRef, StoreError
-from fedquilt.host.disk import Disk
+from fedquilt.host.disk import REAL, Disk
 from tests.faults.disk import SimDisk, SimulatedFileSystem
 from tests.faults.promises import DurableDisk, lost_blobs
 
@@ -145,3 +145,14 @@ def test_a_blob_counts_as_stored_only_once_its_name_is_synced(tmp_path):
     assert lost_blobs(DurableDisk(platter), "/home/blobs", [ref.sha256]) == [ref.sha256]
     assert depot.has_blob(ref)
     assert lost_blobs(DurableDisk(platter), "/home/blobs", [ref.sha256]) == []
+
+
+def test_a_copy_that_cannot_be_begun_leaves_no_file_open(tmp_path):
+    given, taken = tmp_path / "given", tmp_path / "taken"
+    given.write_bytes(b"x")
+    taken.write_bytes(b"")
+    before = os.listdir("/proc/self/fd")
+    for _ in range(3):
+        with pytest.raises(FileExistsError):
+            REAL.copy_untrusted(given, taken, 1)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
