@@ -156,3 +156,18 @@ def test_a_copy_that_cannot_be_begun_leaves_no_file_open(tmp_path):
         with pytest.raises(FileExistsError):
             REAL.copy_untrusted(given, taken, 1)
     assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_no_access_to_a_disk_leaves_a_file_open(tmp_path):
+    path = tmp_path / "file"
+    before = os.listdir("/proc/self/fd")
+    REAL.write(path, b"abc")
+    REAL.write_at(path, b"d", 1)
+    REAL.resize(path, 5)
+    REAL.sync(path)
+    REAL.read_into(path, bytearray(3), 0)
+    assert REAL.data_ranges(path)
+    assert not REAL.is_locked(path)
+    with pytest.raises(FileExistsError):
+        REAL.write(path, b"x", new=True)
+    assert (path.read_bytes(), len(os.listdir("/proc/self/fd"))) == (b"adc\0\0", len(before))
