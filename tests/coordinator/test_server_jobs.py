@@ -342,3 +342,19 @@ def test_a_first_state_that_another_job_releases_meanwhile_is_kept(tmp_path):
     a.answer(ones())
     stage.play()
     assert stage.store.stored_status(id) == "done"
+
+
+def test_work_that_comes_while_its_job_is_stopped_is_kept_for_when_it_goes_on(stage):
+    _, b = half_answered(stage)
+    stage.store.set_status(stage.job, "stopping")
+    stage.play()
+    update = b.answer(ones())
+    stage.server.finished = False
+    stage.play()
+    assert b.acks == []
+    stage.store.set_status(stage.job, "running")
+    stage.restart()
+    stage.play()
+    b.say("update", update)
+    stage.play()
+    assert stage.store.stored_status(stage.job) == "done"
