@@ -350,7 +350,7 @@ def make_paths_absolute(table: Mapping[str, Any], folder: Path) -> dict[str, Any
     return result
 
 
-FILE: Final = "limits.toml"
+LIMITS_FILE: Final = "limits.toml"
 
 
 class SubmitterLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -386,7 +386,7 @@ class CoordinatorLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 def load_limits(home: Path) -> CoordinatorLimits:
     """Return the limits of a home's limits.toml, or the defaults without the file."""
-    path = home / FILE
+    path = home / LIMITS_FILE
     if not path.exists():
         return CoordinatorLimits()
     with toml.prefix_errors(str(path)):

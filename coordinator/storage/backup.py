@@ -64,7 +64,7 @@ def write_backup(store: Store, file: Path) -> BackupSummary:
         archive = _BackupArchive(raw)
         boards = _lock_home_and_list_agent_files(store)
         blobs = _add_database_and_blobs(store, archive, Path(f"{file}.part.db"))
-        limits = [path for path in (store.home / settings.FILE,) if path.is_file()]
+        limits = [path for path in (store.home / settings.LIMITS_FILE,) if path.is_file()]
         of_runs = [path for name in ("evaluations", "machines") for path in sorted((store.home / name).glob("*.json"))]
         bundles = _list_regular_files(store.home / "sites" / row.id for row in store.all_jobs())
         for path in [*limits, *boards, *of_runs, *bundles]:

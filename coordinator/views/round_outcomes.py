@@ -50,7 +50,7 @@ def warn_of_weights(store: Store, job: JobSettings, facts: Iterable[events.AnyEv
     device.
     """
     bounded = job.cohort.max_examples is not None or job.method == "robust"
-    if bounded or not (store.was_authenticated() or (store.home / settings.FILE).exists()):
+    if bounded or not (store.was_authenticated() or (store.home / settings.LIMITS_FILE).exists()):
         return None
     devices, by_examples = set[str](), False
     for fact in facts:

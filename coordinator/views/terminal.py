@@ -8,7 +8,6 @@ import logging
 import math
 import signal
 import sys
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
@@ -440,16 +439,20 @@ def _report_stored_wait(console: Console, store: Store, job: events.JobView, row
 @contextmanager
 def catch_stop_signals() -> Iterator[Callable[[], bool]]:
     """Catch SIGINT, SIGTERM and SIGHUP as requests to stop."""
-    asked = threading.Event()
+    asked = False  # no `threading.Event`, whose lock a second signal within the handler would await for ever
 
     def request_stop(signum: int, frame: object) -> None:
-        if asked.is_set():
+        nonlocal asked
+        if asked:
             raise KeyboardInterrupt
-        asked.set()
+        asked = True
+
+    def is_asked() -> bool:
+        return asked
 
     before = {number: signal.signal(number, request_stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
-        yield asked.is_set
+        yield is_asked
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -34,9 +34,8 @@ class RestoreJournal(WireMessage, frozen=True):
     boot: str | None  # another boot of the board resets clocks; only a mode survives it
     settings: BoardControlState
     put: str | None = None  # mode that a hold has set; None: the owner's own
-    mark: str | None = (
-        None  # `power_modes.status_fingerprint` as of then: another one means that the owner has set a mode since
-    )
+    # `controls.status_fingerprint` as of then: another one means that the owner has set a mode since
+    mark: str | None = None
 
 
 class ClockPin:

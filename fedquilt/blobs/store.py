@@ -456,17 +456,24 @@ class BackgroundDeleter:
             self._disk.unlink(path)
         finally:
             if file is not None:
-                threading.Thread(target=self._close, args=(file,), name="freeing", daemon=True).start()
+                self._close_in_background(file)
 
     def _open_if_large(self, path: str) -> int | None:
-        found = self._disk.stat(path)
-        if found is None or found.size < LARGE_BYTES or not self._free.acquire(blocking=False):
-            return None
+        with suppress(OSError):
+            found = self._disk.stat(path)
+            if found is None or found.size < LARGE_BYTES or not self._free.acquire(blocking=False):
+                return None
+            try:
+                return self._disk.open_for_reading(path)
+            except OSError:  # it is gone, or too many files are open
+                self._free.release()
+        return None
+
+    def _close_in_background(self, file: int) -> None:
         try:
-            return self._disk.open_for_reading(path)
-        except OSError:  # it is gone, or too many files are open
-            self._free.release()
-            return None
+            threading.Thread(target=self._close, args=(file,), name="freeing", daemon=True).start()
+        except RuntimeError:  # the system has no thread left
+            self._close(file)
 
     def _close(self, file: int) -> None:
         os.close(file)

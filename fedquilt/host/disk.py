@@ -311,9 +311,12 @@ class Disk:
     def copy_untrusted(self, source: Place, target: Place, most_bytes: int) -> str:
         """Copy a plain file that another process may change to a new file, and return the copy's sha256."""
         file = _open_nonblocking(os.fspath(source), os.O_RDONLY | os.O_NOFOLLOW)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        copied = open_descriptor(target, flags, self._file_mode)
-        with builtins.open(file, "rb", buffering=0) as given, builtins.open(copied, "wb") as copy:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        with (
+            builtins.open(file, "rb", buffering=0) as given,
+            OpenedDescriptor(target, flags, self._file_mode) as copied,
+            builtins.open(copied, "wb", closefd=False) as copy,
+        ):
             if not stat.S_ISREG(os.fstat(file).st_mode):
                 raise OSError(errno.EINVAL, "it is not a plain file", str(source))
             if os.fstat(file).st_size > most_bytes:

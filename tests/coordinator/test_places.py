@@ -359,3 +359,25 @@ def test_transfers_that_find_no_thread_free_wait_their_turn(monkeypatch):
         begun[number]()
         found += ways.take_results()
     assert found == ends
+
+
+def test_a_board_that_puts_for_too_long_makes_way_for_one_that_waits(tmp_path, monkeypatch):
+    pair = Pair(tmp_path, "x", "y", "z")
+    refs = {
+        name: board.depot.store_bytes(noise(MB, number)) for number, (name, board) in enumerate(pair.boards.items())
+    }
+    coordinator = pair.coordinator.transfers
+    for name, ref in refs.items():
+        coordinator.request_blob(name, ref, in_turn=True)
+        if name != "z":
+            monkeypatch.setattr(pair.boards[name].transfers._streaming, "queue_upload", lambda key, ref, place: None)
+    pulls = coordinator._pulls
+    pair.play(lambda: sum(pull.held for pull in pulls.values()) == 2)
+    coordinator.yield_turn("x", pair.broker.now_s)
+    pair.play(lambda: not pulls["x", refs["x"].sha256].held)
+    assert coordinator.queue
+    coordinator.yield_turn("x", pair.broker.now_s)
+    assert not coordinator.queue.is_sending("x")
+    pair.play(lambda: bool(pair.coordinator.errors))
+    assert pair.coordinator.errors == {("z", refs["z"].sha256): None}
+    pair.close()

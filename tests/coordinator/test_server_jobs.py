@@ -325,3 +325,36 @@ def test_a_job_that_ends_before_it_is_taken_up_is_published_as_any_that_ends(tmp
     late.subscribe([topic])
     stage.play()
     assert list(late.receive()) == []
+
+
+def test_a_first_state_that_another_job_releases_meanwhile_is_kept(tmp_path):
+    worker = SlowWorker(at_once=True, large_bytes=SMALL_BYTES)
+    stage = Stage(tmp_path, worker=worker)
+    stage.store.set_status(stage.job, "done")
+    id, a = large(stage), stage.hand("a")
+    stage.play()
+    worker.go_on()
+    stage.server._desk.garbage.add_candidates({path.name for path in stage.store.depot.folder.iterdir()}, soon=True)
+    stage.server._desk.collect_garbage()
+    stage.play()
+    (started,) = [fact for fact in facts(stage, id) if isinstance(fact, JobStarted)]
+    assert stage.store.depot.has_blob(started.state)
+    a.answer(ones())
+    stage.play()
+    assert stage.store.stored_status(id) == "done"
+
+
+def test_work_that_comes_while_its_job_is_stopped_is_kept_for_when_it_goes_on(stage):
+    _, b = half_answered(stage)
+    stage.store.set_status(stage.job, "stopping")
+    stage.play()
+    update = b.answer(ones())
+    stage.server.finished = False
+    stage.play()
+    assert b.acks == []
+    stage.store.set_status(stage.job, "running")
+    stage.restart()
+    stage.play()
+    b.say("update", update)
+    stage.play()
+    assert stage.store.stored_status(stage.job) == "done"

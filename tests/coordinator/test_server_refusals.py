@@ -11,6 +11,7 @@ from evaluations import of_classes
 from fedquilt import methods, wire
 from fedquilt.arrays import tensors
 from fedquilt.coordinator.delivery import rate_limiter
+from fedquilt.coordinator.device_columns import ELIGIBLE
 from fedquilt.coordinator.rounds import decisions
 from fedquilt.coordinator.rounds.events import (
     CohortSelected,
@@ -252,3 +253,21 @@ def test_garbage_floods_no_log(tmp_path, caplog):
     told = [record.message for record in caplog.records if "dropped" in record.message]
     assert len(told) == 4
     assert told[-1].startswith("dropped 197 more messages under fq/1/f/dev/a/up; the last: ")
+
+
+def test_a_board_that_is_removed_is_not_asked_before_its_next_message(tmp_path):
+    stage = Stage(tmp_path)
+    a, _ = stage.hand("a"), stage.hand("b")
+    stage.play()
+    wants, registry = stage.server._jobs[stage.job].job.wants, stage.server.registry
+
+    def able() -> set[str]:
+        return set(registry.eligibility(wants, stage.broker.now_s).devices_with(ELIGIBLE))
+
+    assert able() == {"a", "b"}
+    stage.server._handle_input(decisions.DeviceChange("a", "removed"), stage.broker.now_s)
+    assert able() == {"b"}
+    a.say("presence", wire.Presence(online=True, boot="2"), retain=True)
+    a.say("profile", a.profile, retain=True)
+    stage.play(2.0)
+    assert able() == {"a", "b"}

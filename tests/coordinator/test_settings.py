@@ -125,7 +125,7 @@ def test_without_a_file_the_defaults_hold(tmp_path):
 
 def test_what_the_file_says_holds(tmp_path):
     text = 'running = 3\n[submitter]\nrunning = 2\nshare = 0.5\n[retention]\nkeep = 10\nolder_than = "2d"\n'
-    (tmp_path / settings.FILE).write_text(text)
+    (tmp_path / settings.LIMITS_FILE).write_text(text)
     found = settings.load_limits(tmp_path)
     assert found == CoordinatorLimits(3, SubmitterLimits(2, 0.5), RetentionSettings(10, "2d"))
     assert found.retention.older_than_s == 2 * 86400.0
@@ -148,10 +148,10 @@ def test_what_the_file_says_holds(tmp_path):
     ],
 )
 def test_what_is_wrong_is_named_with_its_file(tmp_path, text, said):
-    (tmp_path / settings.FILE).write_text(text)
+    (tmp_path / settings.LIMITS_FILE).write_text(text)
     with pytest.raises(JobError, match=said) as raised:
         settings.load_limits(tmp_path)
-    assert settings.FILE in str(raised.value)
+    assert settings.LIMITS_FILE in str(raised.value)
 
 
 def test_a_run_that_is_resumed_while_retention_looks_is_kept(tmp_path, monkeypatch):

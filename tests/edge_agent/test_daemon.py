@@ -21,6 +21,7 @@ from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.daemon import run_agent
 from fedquilt.edge_agent.devices.simulated_device import SimulatedDevice
 from fedquilt.edge_agent.settings import AgentSettings, parse_settings
+from fedquilt.edge_agent.task import sandbox
 from fedquilt.edge_agent.task.worker import InlineWorker
 from fedquilt.edge_agent.upgrade.remote_settings import FILE, StoredSettings
 from fedquilt.tools.broker import EmbeddedBroker
@@ -44,6 +45,28 @@ def test_a_recorded_profile_that_cannot_be_used_is_named(tmp_path: Path, text: s
         path.write_text(text)
     with pytest.raises(JobError, match=said):
         run_agent(AgentSettings(device="d", home=str(tmp_path), profile=str(path)))
+
+
+def test_tasks_and_checks_run_confined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = []
+
+    class Worker:
+        def __init__(self, warm_s: float, command: tuple[str, ...], *more: object) -> None:
+            commands.append(command)
+            if len(commands) == 2:
+                raise JobError("it has both")
+
+    monkeypatch.setattr(daemon, "ChildWorker", Worker)
+    monkeypatch.setattr(sandbox, "protect_memory", lambda: None)
+    before = os.umask(0o022)
+    try:
+        with pytest.raises(JobError, match="it has both"):
+            run_agent(AgentSettings(device="d", home=str(tmp_path), board="jetson-nano"))
+    finally:
+        os.umask(before)
+    folders = (tmp_path / "task", tmp_path / sandbox.CHECK)
+    programs = (sandbox.TASK_PROGRAM, sandbox.CHECK_PROGRAM)
+    assert commands == [sandbox.task_command(*each) for each in zip(folders, programs, strict=True)]
 
 
 def test_a_daemon_introduces_itself_and_on_sigterm_says_goodbye(

@@ -81,7 +81,7 @@ def test_a_killed_site_and_a_dead_board_change_no_bit_beside_the_boards_in_one_p
     (tmp_path / "plant.toml").write_text(toml.format_toml(site))
     home.mkdir()
     right = {"boards": members, "most": len(members)}
-    (home / settings.FILE).write_text(toml.format_toml({"sites": {"plant": right}}))
+    (home / settings.LIMITS_FILE).write_text(toml.format_toml({"sites": {"plant": right}}))
     serve = ("serve", "--home", str(home_below), "--broker", below.url, "--fleet", "plant")
     serve = (*serve, "--site", str(tmp_path / "plant.toml"))
     processes.start("site", tmp_path / "site.log", *serve)

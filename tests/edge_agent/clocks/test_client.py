@@ -306,3 +306,15 @@ def test_a_dry_hold_says_what_it_would_write_and_needs_no_helper(tmp_path: Path,
     assert controls.discover_controls(tmp_path).read_state(None) == before
     assert cli.main(["board", "clocks", "hold", "MAXQ", *where]) == 8
     assert "start one with `sudo fedquilt board clocks serve`" in capsys.readouterr().err
+
+
+def test_a_helper_that_says_nothing_is_waited_for_a_short_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(client, "ANSWER_S", 0.1)
+    fake = Fake(tmp_path / "s", b'{"po')
+    clocks = ClockClient.connect(tmp_path / "s")
+    assert clocks is not None
+    began_s = time.monotonic()
+    with pytest.raises(ClockError, match="does not answer: timed out"):
+        clocks.pin(SLOW)
+    assert time.monotonic() < began_s + 5
+    fake.close()

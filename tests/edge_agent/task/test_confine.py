@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import socket
 import struct
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from children import FOOT, HEAD, Place, carried_out, child
+from msgspec.structs import replace
 
 from fedquilt.edge_agent import messages
 from fedquilt.edge_agent.devices.simulated_device import SimulatedDevice
 from fedquilt.edge_agent.state_machine import Capabilities
 from fedquilt.edge_agent.task import sandbox
+from fedquilt.edge_agent.task.worker import COMMAND
 
 PROGRAM = """
 import ctypes, json, os, pathlib, socket, sys
@@ -64,6 +68,51 @@ def test_a_confined_process_reaches_no_network_and_changes_nothing_outside_its_f
     assert tuple(done) == sandbox.available_restrictions()
     assert outside == "as it was"
     assert set(refused) >= set(FILES if "files" in done else []) | set(NETWORK if "network" in done else [])
+
+
+NOSY = """
+import socket
+def work(task, site):
+    done = []
+    for name, what in {
+        "network": lambda: socket.create_connection(("127.0.0.1", task.params["port"])),
+        "files": lambda: open(task.params["outside"], "w").write("changed"),
+        "nothing": lambda: open(task.params["inside"], "w").write("changed"),
+    }.items():
+        try:
+            what()
+            done.append(name)
+        except OSError:
+            pass
+    return ClientResult({"w": {"w": np.ones(1)}}, 1.0, {name: 1.0 for name in done})
+"""
+
+
+@pytest.mark.skipif(not sandbox.available_restrictions(), reason="this kernel has neither Landlock nor seccomp")
+def test_a_task_of_an_agent_that_connects_and_writes_is_refused_both(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the process that the agent starts, by the command that it uses; without it the task does as it likes."""
+    (place.folder / "nosy.py").write_text(HEAD + NOSY + FOOT)
+    monkeypatch.setenv("PYTHONPATH", str(place.folder))
+    elsewhere = place.folder / "outside"  # beside the private folders, and below the folder for temporary files
+    done = {}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        for name, command in {"as it is": sandbox.task_command(place.folder), "unconfined": COMMAND}.items():
+            elsewhere.write_text("as it was")
+            order = replace(place.order("nosy:METHOD"), plugins=("nosy:METHOD",))
+            told = {"port": server.getsockname()[1], "outside": str(elsewhere), "inside": f"{order.out}/own"}
+            order.task.params.update(told)
+            with child(command) as worker:
+                outcome = carried_out(worker, order)
+            assert outcome.code == "ok", outcome.reason
+            done[name] = set(outcome.metrics), elsewhere.read_text()
+    given_up = set(sandbox.available_restrictions())
+    assert done["as it is"] == (
+        {"network", "files", "nothing"} - given_up,
+        "as it was" if "files" in given_up else "changed",
+    )
+    assert done["unconfined"] == ({"network", "files", "nothing"}, "changed")
 
 
 def test_where_the_kernel_has_neither_a_task_runs_without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

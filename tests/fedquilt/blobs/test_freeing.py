@@ -65,3 +65,13 @@ def test_leftovers_are_freed_there_too(tmp_path, held):
     depot.remove_all_but(set())
     assert not depot.has_blob(ref)
     until(lambda: held.closed, "a close")
+
+
+def test_without_a_free_thread_a_large_blob_is_freed_at_once(tmp_path, held, monkeypatch):
+    depot = BlobStore(tmp_path)
+    ref = depot.store_bytes(bytes(1000))
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: (_ for _ in ()).throw(RuntimeError("no thread")))
+    depot.remove_blob(ref.sha256)
+    open_files = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    assert not any(each.startswith(str(tmp_path)) for each in open_files)
+    assert not list(tmp_path.iterdir())

@@ -14,7 +14,7 @@ from forks import CONTEXT
 
 from fedquilt.blobs.store import BlobStore
 from fedquilt.core import BlobRef, StoreError
-from fedquilt.host.disk import Disk
+from fedquilt.host.disk import REAL, Disk
 from tests.faults.disk import SimDisk, SimulatedFileSystem
 from tests.faults.promises import DurableDisk, lost_blobs
 
@@ -145,3 +145,29 @@ def test_a_blob_counts_as_stored_only_once_its_name_is_synced(tmp_path):
     assert lost_blobs(DurableDisk(platter), "/home/blobs", [ref.sha256]) == [ref.sha256]
     assert depot.has_blob(ref)
     assert lost_blobs(DurableDisk(platter), "/home/blobs", [ref.sha256]) == []
+
+
+def test_a_copy_that_cannot_be_begun_leaves_no_file_open(tmp_path):
+    given, taken = tmp_path / "given", tmp_path / "taken"
+    given.write_bytes(b"x")
+    taken.write_bytes(b"")
+    before = os.listdir("/proc/self/fd")
+    for _ in range(3):
+        with pytest.raises(FileExistsError):
+            REAL.copy_untrusted(given, taken, 1)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_no_access_to_a_disk_leaves_a_file_open(tmp_path):
+    path = tmp_path / "file"
+    before = os.listdir("/proc/self/fd")
+    REAL.write(path, b"abc")
+    REAL.write_at(path, b"d", 1)
+    REAL.resize(path, 5)
+    REAL.sync(path)
+    REAL.read_into(path, bytearray(3), 0)
+    assert REAL.data_ranges(path)
+    assert not REAL.is_locked(path)
+    with pytest.raises(FileExistsError):
+        REAL.write(path, b"x", new=True)
+    assert (path.read_bytes(), len(os.listdir("/proc/self/fd"))) == (b"adc\0\0", len(before))
