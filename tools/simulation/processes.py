@@ -215,7 +215,7 @@ class OutcomeSums:
 
     Only updates with mergeable accumulators (`Aggregation.accumulator`) are summed, because their sums are
     bit-identical in any order and grouping. A sum counts only if the round counts exactly its updates
-    (`coordinator.updates.partial_aggregate`). Otherwise the updates are folded one by one.
+    (`coordinator.updates.aggregation.PartialAggregate`). Otherwise the updates are folded one by one.
     """
 
     def __init__(self) -> None:
