@@ -41,6 +41,15 @@ def here(given: agents.FleetPlan, tmp_path: Path) -> Outcome:
     return simulated(given, run.make_local_backend(given.load_devices()[0])[0], tmp_path / "here")
 
 
+@pytest.mark.parametrize("name", ["fedavg", "fedpews", "fedrep"])
+def test_bits_on_two_nodes_are_those_of_one_process(name: str, tmp_path: Path, nodes: Nodes, second: Any) -> None:
+    """Of every state, with numpy and with torch."""
+    given = plan(name, tmp_path)
+    with hands(watched := Watched(str(given.job.engine)), given) as made:
+        assert simulated(given, made, tmp_path / "ray") == here(given, tmp_path)
+    assert (len(watched.machines), bool(watched.nodes)) == (2, True)
+
+
 def test_a_worker_that_is_killed_amid_an_order_changes_no_bit(tmp_path: Path, nodes: Nodes, second: Any) -> None:
     given = plan("scaffold", tmp_path)
     killed: list[int] = []
