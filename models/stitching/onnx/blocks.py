@@ -3,7 +3,8 @@
 The network is traced (torch.fx) into a list of operations, and a block is the operations between two cuts, so that the
 blocks in order compute the network. Average pool and flatten belong to the terminating block. Every other block takes
 maps to maps, and any block may follow any other (FedStitch, arXiv 2409.07202, section 4.1). For torchvision's alexnet,
-densenet121, mobilenet_v2, resnet50 and vgg16 `cuts_by_rule` gives the paper's 6, 6, 20, 6 and 14 blocks.
+densenet121, mobilenet_v2, resnet50 and vgg16 the rule of `fedquilt.models.stitching.onnx.cut_points` gives the paper's
+6, 6, 20, 6 and 14 blocks.
 """
 
 from __future__ import annotations
