@@ -93,5 +93,12 @@ def check(task: Task, site: ClientContext) -> EvaluationSums:
 
 
 METHOD = replace(
-    fedavg.METHOD, paper="arXiv 2002.07948", params=Params, engines=("torch",), send=send, work=work, check=check
+    fedavg.METHOD,
+    traits=TRAITS,
+    paper="arXiv 2002.07948",
+    params=Params,
+    engines=("torch",),
+    send=send,
+    work=work,
+    check=check,
 )

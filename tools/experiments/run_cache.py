@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -24,6 +25,9 @@ from fedquilt.host.disk import REAL, disk_errors
 from fedquilt.models.networks import registry
 from fedquilt.tools.experiments.single_run import SeedRun
 from fedquilt.tools.simulation import machines
+
+SETTLED_S: Final = 2.0  # after a change, before a file's times are trusted to show another one
+_digests: dict[tuple[int, ...], str] = {}  # of settled files, since each run of a comparison asks for the same data
 
 
 class RunCache:
@@ -103,11 +107,21 @@ def compute_content_digest(path: Path) -> str:
     """
     try:
         if path.is_dir():
-            lines = sorted(f"{each.relative_to(path)}\0{REAL.hash_file(each)}\n" for each in _walk_files(path))
+            lines = sorted(f"{each.relative_to(path)}\0{_hash_file(each)}\n" for each in _walk_files(path))
             return hashlib.sha256("".join(lines).encode()).hexdigest()
-        return REAL.hash_file(path) if path.exists() else ""
+        return _hash_file(path) if path.exists() else ""
     except OSError as error:
         raise StoreError(f"cannot read {error.filename or path}: {error.strerror}") from None
+
+
+def _hash_file(path: Path) -> str:
+    found = path.stat()
+    if time.time() <= max(found.st_mtime, found.st_ctime) + SETTLED_S:
+        return REAL.hash_file(path)
+    stamp = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    if stamp not in _digests:
+        _digests[stamp] = REAL.hash_file(path)
+    return _digests[stamp]
 
 
 def _walk_files(folder: Path) -> Iterator[Path]:

@@ -399,6 +399,21 @@ def test_a_key_changes_with_the_content_of_the_data_and_not_with_their_dates(tmp
     assert of(tmp_path / "none") not in (first, whole)
 
 
+def test_a_settled_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run of a comparison asks for the same data; a file that was just written is read again."""
+    file = tmp_path / "data.npz"
+    file.write_bytes(b"0123")
+    read: list[Path] = []
+    whole = run_cache.REAL.hash_file
+    monkeypatch.setattr(type(run_cache.REAL), "hash_file", lambda disk, path: read.append(path) or whole(path))
+    fresh = {run_cache.compute_content_digest(file) for _ in range(2)}
+    monkeypatch.setattr(run_cache, "SETTLED_S", -1e9)
+    settled = {run_cache.compute_content_digest(file) for _ in range(2)}
+    assert (fresh == settled, len(settled), len(read)) == (True, 1, 3)
+    file.write_bytes(b"3210")
+    assert run_cache.compute_content_digest(file) not in settled
+
+
 def test_a_jobs_data_are_in_two_tables_and_in_each_of_several_sources() -> None:
     table = {
         "data": {"sources": [{"path": "/a", "labels_from": 0}, {"path": "/b", "labels_from": 5}]},

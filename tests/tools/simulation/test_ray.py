@@ -13,6 +13,7 @@ import pytest
 from carried import Outcome, plan, simulated
 from ray_nodes import Nodes, Watched, cluster, hands
 
+from fedquilt import methods
 from fedquilt.core import JobError
 from fedquilt.tools.simulation import agents, run
 from fedquilt.tools.simulation.pool import PoolError, WorkerPool
@@ -22,6 +23,7 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'fedquilt[r
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
 
 ROOT = Path(__file__).parents[3]
+SOME = ("fedavg", "fedpews", "fedrep", "scaffold")
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +41,17 @@ def second(nodes: Nodes) -> Iterator[Any]:
 
 def here(given: agents.FleetPlan, tmp_path: Path) -> Outcome:
     return simulated(given, run.make_local_backend(given.load_devices()[0])[0], tmp_path / "here")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SOME else pytest.mark.nightly) for name in methods.builtin_names()]
+)
+def test_bits_on_two_nodes_are_those_of_one_process(name: str, tmp_path: Path, nodes: Nodes, second: Any) -> None:
+    """Not after tests of Ray's client: in a process that was its client, actors are lost."""
+    given = plan(name, tmp_path)
+    with hands(watched := Watched(str(given.job.engine)), given) as made:
+        assert simulated(given, made, tmp_path / "ray") == here(given, tmp_path)
+    assert (len(watched.machines), bool(watched.nodes)) == (2, True)
 
 
 def test_a_worker_that_is_killed_amid_an_order_changes_no_bit(tmp_path: Path, nodes: Nodes, second: Any) -> None:

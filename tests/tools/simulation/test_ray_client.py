@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from carried import plan, simulated
-from ray_nodes import STORE_BYTES, Watched, cluster, hands
+from ray_nodes import STORE_BYTES, hands
 
-from fedquilt import methods
 from fedquilt.core import JobError
-from fedquilt.tools.simulation import agents, run
+from fedquilt.tools.simulation import run
 from fedquilt.tools.simulation.pool import PoolError
 from fedquilt.tools.simulation.ray_workers import RayWorkers
-from fedquilt.tools.simulation.run import WorkBackend
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'fedquilt[ray]'")
 
@@ -126,38 +123,3 @@ def test_more_workers_than_the_cluster_has_processors_are_refused_by_name(tmp_pa
             hands(RayWorkers(str(given.job.engine), address, count=3, mixed=False), given),
         ):
             pass
-
-
-SOME = ("fedavg", "fedpews", "fedrep", "scaffold")
-Carried = Callable[[agents.FleetPlan], tuple[Watched, WorkBackend]]
-
-
-@pytest.fixture(scope="module")
-def carried() -> Iterator[Carried]:
-    with cluster() as nodes, contextlib.ExitStack() as stack:
-        nodes.add("two")
-        made: dict[str, tuple[Watched, WorkBackend]] = {}
-
-        def find(given: agents.FleetPlan) -> tuple[Watched, WorkBackend]:
-            engine = str(given.job.engine)
-            if engine not in made:
-                stack.close()  # the processors are free for another engine's workers
-                made.clear()
-                workers = Watched(engine)
-                made[engine] = (workers, stack.enter_context(hands(workers, given)))
-            return made[engine]
-
-        yield find
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in SOME else pytest.mark.nightly) for name in methods.builtin_names()]
-)
-def test_bits_on_two_ray_nodes_are_those_of_one_process(name: str, tmp_path: Path, carried: Carried) -> None:
-    given = plan(name, tmp_path)
-    workers, made = carried(given)
-    workers.nodes.clear()
-    here = run.make_local_backend(given.load_devices()[0])[0]
-    assert simulated(given, made, tmp_path / "ray") == simulated(given, here, tmp_path / "here")
-    assert len(workers.machines) == 2
-    assert workers.nodes

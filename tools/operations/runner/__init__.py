@@ -73,8 +73,6 @@ def _require_permitted_address(listen: str, anywhere: bool) -> tuple[str, int]:
 
 @contextlib.contextmanager
 def _serve_http(service: ModelService, address: tuple[str, int], anywhere: bool) -> Iterator[str]:
-    from fedquilt.tools.operations.runner import RunnerServer
-
     try:
         server = RunnerServer(service, *address, anywhere=anywhere)
     except OSError as error:
