@@ -86,6 +86,17 @@ def test_budgets_limit_the_mean_cost():
     assert max(cost_alone(smallest, path).weight_bytes for path in smallest.taps) <= 300
 
 
+def test_taps_within_a_budget_come_before_those_of_cascades():
+    limit = 0.002
+    for features in (40, 24, 12):  # the shallow taps within the budget would be left out first
+        run = played(expansions=0, budget_mflop=limit, features=features)
+        assert any(each.early is None for each in run[-1].candidates)
+        state = next(state for state in run if state.phase == "validate")
+        found = [candidates.candidate_price(state, state.candidates[i]) for i in cascades.early_candidates(state)]
+        assert found
+        assert max(found) <= limit  # no margins are counted that no cascade can use
+
+
 def cost_alone(state: SearchState, path: tuple[str, ...]) -> candidates.InferenceCost:
     return candidates.inference_cost(state.stock, [path], 3)
 
