@@ -246,7 +246,7 @@ class OnnxEngine:
         )
         held = int(LOADED * weights if roomy else weights) + peak_memory.SESSION_BYTES
         shape = checked.inputs[0].shape
-        single = bool(shape) and shape[0] == 1
+        single = bool(shape and shape[0] == 1)
         return MemoryPlan(roomy, held, each if each is None else each * (WIDER if roomy else 1), single)
 
     def _create_session(self, graph: Path, *, roomy: bool) -> Any:
