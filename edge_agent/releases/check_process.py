@@ -58,7 +58,7 @@ from fedquilt.edge_agent.task.protocol import (
 from fedquilt.formats import personal_models
 from fedquilt.host.disk import disk_errors
 from fedquilt.onnx import weights
-from fedquilt.onnx.graph_check import Shape, format_shape
+from fedquilt.onnx.graph_check import Shape, check_file, format_shape
 
 AT_ONCE: Final = 64  # examples prepared at once: limits the memory of their float32 copies
 WARM: Final = 3  # answers before the ones that are timed
@@ -323,8 +323,11 @@ def _build_tensorrt_engine(order: CheckRequest, model: LoadedModel, one: np.ndar
         f"--saveEngine={part}",
     ]
     name, shape = model.engine.input_name(model.path), "x".join(map(str, one.shape[1:]))
-    sizes = (("min", 1), ("opt", 1), ("max", TENSORRT_BATCH))
-    command += [f"--{which}Shapes={name}:{size}x{shape}" for which, size in sizes]
+    declared = check_file(model.path).inputs[0].shape
+    if not declared or None in declared:  # trtexec refuses shapes for a graph that declares them all
+        most = 1 if declared and declared[0] == 1 else TENSORRT_BATCH
+        sizes = (("min", 1), ("opt", 1), ("max", most))
+        command += [f"--{which}Shapes={name}:{size}x{shape}" for which, size in sizes]
     try:
         done = subprocess.run(
             command,

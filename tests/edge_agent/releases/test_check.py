@@ -295,6 +295,9 @@ def test_an_engine_is_built_beside_the_model(laid: Laid, tmp_path: Path) -> None
     assert f"--onnx={model}" in built
     assert "--minShapes=x:1x1x8x8 --optShapes=x:1x1x8x8 --maxShapes=x:16x1x8x8" in built
     assert sorted(path.name for path in Path(model).parent.iterdir()) == ["model.engine", "model.onnx"]
+    alone = laid("alone", network(count=1))  # as a cascade
+    assert check_process.run_check(order(alone, trtexec=trtexec(tmp_path, body))).code == "ok"
+    assert "Shapes" not in Path(alone).with_name("model.engine").read_text()
 
 
 @pytest.mark.parametrize(
