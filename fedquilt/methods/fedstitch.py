@@ -32,7 +32,7 @@ Deviations, where the paper's procedure cannot run or measures something else:
   Fed3R, arXiv 2406.01116). Every donor with a new head and every finished network alone are candidates too, and the
   log reports the gains of joining and of stitching. With `expansions = 0`, the default, nothing is stitched, and the
   job takes few rounds.
-- No candidate exceeds the job's budget of MFLOP, MB, milliseconds or joules for an example.
+- No candidate exceeds the job's budget of MFLOP, MB, milliseconds or joules for an example, and no cascade on average.
 - Cascades are candidates too: the answer of a cheap candidate counts if its best score exceeds the second best by at
   least a threshold. Other examples take the remaining blocks of a larger candidate. Budgets compare the mean cost.
 - A device that explores is judged by its greedy picks. Its second vote on a network replaces its first.
