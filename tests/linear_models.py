@@ -38,7 +38,13 @@ def centres() -> tuple[np.ndarray, np.ndarray]:
 
 
 def network(
-    *, turned: int = 0, size: int = 8, labels: tuple[str, ...] = LABELS, gain: float = 1.0, facts: bool = True
+    *,
+    turned: int = 0,
+    size: int = 8,
+    labels: tuple[str, ...] = LABELS,
+    gain: float = 1.0,
+    facts: bool = True,
+    count: str | int = "n",
 ) -> bytes:
     """The classifier's ONNX file.
 
@@ -48,6 +54,7 @@ def network(
         labels: of its classes, which are the first ones of the digits.
         gain: of its scores: another file with the same answers.
         facts: the file says its labels and its input.
+        count: of the examples that it takes at once.
     """
     from onnx import TensorProto, helper, numpy_helper
 
@@ -66,8 +73,8 @@ def network(
             helper.make_node("Gemm", ["flat", "w", "b"], ["scores"]),
         ],
         "net",
-        [value("x", TensorProto.FLOAT, ["n", 1, size, size])],
-        [value("scores", TensorProto.FLOAT, ["n", len(labels)])],
+        [value("x", TensorProto.FLOAT, [count, 1, size, size])],
+        [value("scores", TensorProto.FLOAT, [count, len(labels)])],
         [numpy_helper.from_array(weights, "w"), numpy_helper.from_array(biases, "b"), *cut, axes],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)

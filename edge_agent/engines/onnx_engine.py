@@ -68,6 +68,7 @@ class MemoryPlan(NamedTuple):
     roomy: bool
     held_bytes: int  # by the session, between runs
     example_bytes: int | None  # memory of one example's activations; None: not in the graph
+    single: bool  # the graph takes one example at a time
 
 
 class LoadedGraph(NamedTuple):
@@ -164,7 +165,7 @@ class OnnxEngine:
         """Return how many examples to run at once, 1 to LARGEST_BATCH, or 1 if their memory is unknown."""
         if self._micro_batch is not None:
             return self._micro_batch
-        if plan.example_bytes is None:
+        if plan.example_bytes is None or plan.single:
             return 1
         each = max(plan.example_bytes + example_bytes, 1)
         free = self._room_bytes - around_bytes
@@ -244,7 +245,9 @@ class OnnxEngine:
             and WIDER * COMMON_BATCH * (each or 0) <= free / 2
         )
         held = int(LOADED * weights if roomy else weights) + peak_memory.SESSION_BYTES
-        return MemoryPlan(roomy, held, each if each is None else each * (WIDER if roomy else 1))
+        shape = checked.inputs[0].shape
+        single = bool(shape and shape[0] == 1)
+        return MemoryPlan(roomy, held, each if each is None else each * (WIDER if roomy else 1), single)
 
     def _create_session(self, graph: Path, *, roomy: bool) -> Any:
         options = ort.SessionOptions()

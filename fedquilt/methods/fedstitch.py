@@ -32,9 +32,9 @@ Deviations, where the paper's procedure cannot run or measures something else:
   Fed3R, arXiv 2406.01116). Every donor with a new head and every finished network alone are candidates too, and the
   log reports the gains of joining and of stitching. With `expansions = 0`, the default, nothing is stitched, and the
   job takes few rounds.
-- No candidate exceeds the job's budget of MFLOP, MB, milliseconds or joules for an example.
-- Cascades are candidates too: an example leaves with a cheap candidate's answer if its two best scores differ by more
-  than a threshold, and else takes the remaining blocks of a larger candidate. Budgets compare the mean cost.
+- No candidate exceeds the job's budget of MFLOP, MB, milliseconds or joules for an example, and no cascade on average.
+- Cascades are candidates too: the answer of a cheap candidate counts if its best score exceeds the second best by at
+  least a threshold. Other examples take the remaining blocks of a larger candidate. Budgets compare the mean cost.
 - A device that explores is judged by its greedy picks. Its second vote on a network replaces its first.
 - The search-space optimizer drops a block only if the gap of the scores exceeds the spread between devices.
 - The network is chosen on the devices' held-out examples, never on a test set: the cheapest one within one paired

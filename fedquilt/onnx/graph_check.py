@@ -17,6 +17,7 @@ import mmap
 import re
 import stat
 import struct
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -194,7 +195,7 @@ class _GraphCheck:
         said = metadata.get("activation_bytes")
         if said is not None and not re.fullmatch(r"[0-9]{1,15}", said):
             raise ModelError(f"its metadata say activation_bytes = {said[:40]!r}, and a number of bytes is expected")
-        weight_bytes, inputs, outputs = self.check_graph(graphs[0], 0)
+        weight_bytes, inputs, outputs = self.check_graph(graphs[0], 0, ChainMap())
         opsets = [self._read_opset(piece) for piece in _bytes_fields(found, "opset_import", LIST_MOST)]
         domains = [domain[:80] for domain, _ in opsets]
         if "" not in domains or len(set(domains)) != len(domains):
@@ -220,11 +221,14 @@ class _GraphCheck:
         found = self.reader.read_message(data, OPSET, "an operator set")
         return _normalise_domain(decode_text(found.get("domain"), NAME_MOST, "a domain")), _int_field(found, "version")
 
-    def check_graph(self, data: memoryview, depth: int) -> tuple[int, tuple[GraphValue, ...], tuple[GraphValue, ...]]:
+    def check_graph(
+        self, data: memoryview, depth: int, outer: ChainMap[str, list[float]]
+    ) -> tuple[int, tuple[GraphValue, ...], tuple[GraphValue, ...]]:
+        """Check a graph, which may name the constants of the graphs around it."""
         if depth > DEPTH_MOST:
             raise ModelError(f"graphs lie within graphs {depth} deep, {DEPTH_MOST} are permitted")
         found = self._read_message(data, GRAPH, "the graph")
-        weight_bytes, weights, known = 0, set(), {}
+        weight_bytes, weights, known = 0, set(), outer.new_child()
         for piece in _bytes_fields(found, "initializer"):
             name, nbytes, numbers = self.check_tensor(piece)
             weight_bytes += nbytes
@@ -240,7 +244,7 @@ class _GraphCheck:
         inputs = tuple(value for value in values["input"] if value.name not in weights)
         return weight_bytes, inputs, tuple(values["output"])
 
-    def check_node(self, data: memoryview, known: dict[str, list[float]], depth: int) -> int:
+    def check_node(self, data: memoryview, known: ChainMap[str, list[float]], depth: int) -> int:
         """Check a node, add a constant's values to `known`, and return the weight bytes of its graphs."""
         self.nodes += 1
         if self.nodes > NODES_MOST:
@@ -258,7 +262,7 @@ class _GraphCheck:
         outputs = [decode_text([piece], NAME_MOST, "a name") for piece in _bytes_fields(found, "output", LIST_MOST)]
         weight_bytes, constant = 0, None
         for piece in _bytes_fields(found, "attribute", LIST_MOST):
-            nbytes, values = self._check_attribute(piece, kind, depth)
+            nbytes, values = self._check_attribute(piece, kind, known, depth)
             weight_bytes += nbytes
             constant = values if values is not None else constant
         if kind == "Constant" and outputs and constant is not None:
@@ -266,7 +270,9 @@ class _GraphCheck:
         _require_bounded_sizes(kind, inputs, known)
         return weight_bytes
 
-    def _check_attribute(self, data: memoryview, kind: str, depth: int) -> tuple[int, list[float] | None]:
+    def _check_attribute(
+        self, data: memoryview, kind: str, known: ChainMap[str, list[float]], depth: int
+    ) -> tuple[int, list[float] | None]:
         """Check an attribute, and return the weight bytes in it and its values if they may be sizes."""
         found = self._read_message(data, ATTRIBUTE, f"an attribute of {kind}")
         name = decode_text(found.get("name"), NAME_MOST, "a name")
@@ -283,7 +289,7 @@ class _GraphCheck:
             _, _, values = self.check_tensor(piece)
         for piece in _bytes_fields(found, "g"):
             _require(kind == "If", f"{kind} holds a graph, which only If may")
-            weight_bytes += self.check_graph(piece, depth + 1)[0]
+            weight_bytes += self.check_graph(piece, depth + 1, known)[0]
         return weight_bytes, values
 
     def check_tensor(self, data: memoryview) -> tuple[str, int, list[float] | None]:

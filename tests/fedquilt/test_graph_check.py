@@ -125,6 +125,13 @@ HOSTILE: dict[str, tuple[Callable[[], Any], str]] = {
     "a sequence": (lambda: with_input(helper.make_tensor_sequence_value_info("x", 1, [4])), "has sequence_type"),
     "no examples": (lambda: with_input(made_graphs.value("x", ())), "single number"),
     "a bomb": (lambda: model(node("ConstantOfShape", "s"), tensors=(constant("s", 1 << 20, 1 << 20),)), "1.1e+12"),
+    "a bomb in a branch, of a size from outside": (
+        lambda: model(
+            node("If", "c", then_branch=subgraph(node("ConstantOfShape", "s")), else_branch=subgraph(node("Identity"))),
+            tensors=(constant("s", 1 << 20, 1 << 20),),
+        ),
+        "1.1e+12",
+    ),
     "a bomb by Expand": (lambda: model(node("Expand", "x", "s"), tensors=(constant("s", 1 << 40, 4),)), "Expand"),
     "a bomb by Tile": (lambda: model(node("Tile", "x", "s"), tensors=(constant("s", 1 << 40, 1),)), "Tile"),
     "a bomb by Constant": (

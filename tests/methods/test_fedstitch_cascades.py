@@ -86,6 +86,17 @@ def test_budgets_limit_the_mean_cost():
     assert max(cost_alone(smallest, path).weight_bytes for path in smallest.taps) <= 300
 
 
+def test_taps_within_a_budget_come_before_those_of_cascades():
+    limit = 0.002
+    for features in (40, 24, 12):  # the shallow taps within the budget would be left out first
+        run = played(expansions=0, budget_mflop=limit, features=features)
+        assert any(each.early is None for each in run[-1].candidates)
+        state = next(state for state in run if state.phase == "validate")
+        found = [candidates.candidate_price(state, state.candidates[i]) for i in cascades.early_candidates(state)]
+        assert found
+        assert max(found) <= limit  # no margins are counted that no cascade can use
+
+
 def cost_alone(state: SearchState, path: tuple[str, ...]) -> candidates.InferenceCost:
     return candidates.inference_cost(state.stock, [path], 3)
 
@@ -140,7 +151,8 @@ def test_the_devices_evaluate_the_cascade_that_was_chosen():
     [
         (lambda a: {**a, "in_bin": a["in_bin"] + 1}, "do not add up"),
         (lambda a: {**a, "in_bin": -a["in_bin"]}, "from 0 to"),
-        (lambda a: {**a, "by_margin": a["by_margin"] + 99}, "that no examples have"),
+        (lambda a: {**a, "by_margin": a["by_margin"] + 99}, "by margin: more right answers than examples"),
+        (lambda a: share_no_examples(a), "by margin: right answers of two candidates that do not fit"),
         (lambda a: {**a, "by_margin": 0 * a["by_margin"]}, "do not add up"),
         (lambda a: {"examples": a["examples"], **{n: 0 * each for n, each in a.items() if n != "examples"}}, "add up"),
         (lambda a: {**a, "by_margin": a["by_margin"][:, 1:]}, "shape"),
@@ -156,6 +168,15 @@ def test_counts_by_margin_that_cannot_be_are_refused(spoil, why):
     METHOD.aggregation.check_update(state, update)
     with pytest.raises(UpdateError, match=why):
         METHOD.aggregation.check_update(state, replace(update, bundles={"counts": spoil(answer.bundles["counts"])}))
+
+
+def share_no_examples(counts: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return counts that fit in total only: in the first bin all pairs of candidates are right, and no candidate is."""
+    alone, one_right = np.eye(len(counts["right"]), dtype=np.int64), np.ones_like(counts["right"])
+    in_bin, by_margin = np.zeros_like(counts["in_bin"]), np.zeros_like(counts["by_margin"])
+    in_bin[:, 0], in_bin[:, 1] = 8, counts["examples"] - 8
+    by_margin[:, 0], by_margin[:, 1] = one_right - alone, 6 * one_right + alone
+    return {**counts, "right": 7 * one_right, "by_margin": by_margin, "in_bin": in_bin}
 
 
 def test_margins_are_between_the_two_best_scores():

@@ -46,8 +46,10 @@ def make_candidate_section(found: Candidates, job: JobSettings) -> PageSection |
         "beats: none is as accurate and as cheap, and better in one of the two. "
         "`fedquilt model export RUN --candidate N` writes any candidate. "
         'A "joined" candidate has one head on several taps, a "donor" a new head on one tap of an unmodified donor, a '
-        '"stitched" one a new head on one stitched path, and an "aligned" one its last donor\'s own classes. Of a '
-        '"cascade" the mean cost is given, and MFLOP at worst in brackets.'
+        '"stitched" one a new head on one stitched path, and an "aligned" one its last donor\'s own classes. A '
+        '"cascade" runs its larger network only for examples to which its cheap one has no clear answer: its '
+        "costs are means, with MFLOP at worst in brackets, and its accuracy is slightly too high, because the same "
+        "examples determine what is clear."
     )
     return PageSection(
         (), render_plots(_plot_accuracy_by_cost(found)), [note], HtmlTable(*make_candidate_table(found, job))
@@ -60,7 +62,8 @@ def make_candidate_table(found: Candidates, job: JobSettings) -> tuple[list[str]
     known = [str(name).partition(":")[0] for name in (job.params.get("board"), *job.fleet.boards) if name]
     named = [name for name in dict.fromkeys(known) if name in profiles.board_names()]
     on_boards = [title for board in named for title in (f"ms, {board}", "mJ")]
-    head = ["", "candidate", "kind", "accuracy", "interval", "front", "MFLOP", "MB", *on_boards]
+    mflop = "MFLOP (at worst)" if any(each["early"] for each in found) else "MFLOP"
+    head = ["", "candidate", "kind", "accuracy", "interval", "front", mflop, "MB", *on_boards]
     rows = []
     for number, each in enumerate(found, 1):
         costs = [candidates.board_cost(each["flops"], each["read_bytes"], board) for board in named]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -72,23 +73,21 @@ def export_stitched(
     scores = (
         made.add_head(ends, network.head) if network.head is not None else made.add_alignment(ends[0][0], network.align)
     )
-    if early is not None:
+    shapes = blocks[order[0][-1]].in_shape, (len(meta["labels"]),)
+    if early is None:
+        made.add_node("Identity", [scores], "scores")
+        model = made.make_model("n", *shapes)
+        alive = memory.peak_activation_bytes(model)
+    else:
         later_nodes = made.take_nodes()
-        made.nodes += first_nodes
-        scores = made.add_choice(first_scores, scores, later_nodes, early.margin)
-    made.add_node("Identity", [scores], "scores")
-    info = helper.make_tensor_value_info
-    count = "n" if early is None else 1  # each example takes its own branch
-    whole = helper.make_graph(
-        made.nodes,
-        "stitched",
-        [info("x", TensorProto.FLOAT, [count, *blocks[order[0][-1]].in_shape])],
-        [info("scores", TensorProto.FLOAT, [count, len(meta["labels"])])],
-        [tensor for tensor in made.initializers if tensor.name not in made.late_weights],
-    )
-    model = helper.make_model(
-        whole, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION, producer_name="fedquilt"
-    )
+        made.nodes += [*first_nodes, *later_nodes, helper.make_node("Max", [first_scores, scores], ["scores"])]
+        alive = memory.peak_activation_bytes(made.make_model("n", *shapes))  # of all blocks, without branches
+        if alive is not None:  # while the branch runs, the runtime holds all that it reads
+            read = {name for node in later_nodes for name in node.input}
+            alive += sum(4 * prod(blocks[ids[-1]].out_shape) for ids in first if values[ids] in read)
+        made.nodes = first_nodes
+        made.add_node("Identity", [made.add_choice(first_scores, scores, later_nodes, early.margin)], "scores")
+        model = made.make_model(1, *shapes)  # each example takes its own branch
     facts = {
         "labels": json.dumps(list(meta["labels"])),
         "input": json.dumps(dict(meta["input"])),
@@ -98,7 +97,6 @@ def export_stitched(
     }
     if model.ByteSize() > LARGEST_BYTES:
         raise ModelError(f"the network takes {model.ByteSize() / 1e9:.1f} GB, one ONNX file holds 2 GB at most")
-    alive = None if early is not None else memory.peak_activation_bytes(model)
     if alive is not None:  # else engines run one example at a time
         facts["activation_bytes"] = str(alive)
     helper.set_model_props(model, facts)
@@ -160,6 +158,19 @@ class _GraphBuilder:
             inner = [*inner, helper.make_node("Identity", [value], [f"{name}/answer"])]
             branches.append(helper.make_graph(inner, name, [], [info], held))
         return self.add_node("If", [leaves], "answer", then_branch=branches[0], else_branch=branches[1])
+
+    def make_model(self, count: str | int, in_shape: Sequence[int], out_shape: Sequence[int]) -> onnx.ModelProto:
+        """Return the model of all nodes, for `count` examples."""
+        info = helper.make_tensor_value_info
+        whole = helper.make_graph(
+            self.nodes,
+            "stitched",
+            [info("x", TensorProto.FLOAT, [count, *in_shape])],
+            [info("scores", TensorProto.FLOAT, [count, *out_shape])],
+            [tensor for tensor in self.initializers if tensor.name not in self.late_weights],
+        )
+        opsets = [helper.make_opsetid("", OPSET)]
+        return helper.make_model(whole, opset_imports=opsets, ir_version=IR_VERSION, producer_name="fedquilt")
 
     def add_constant(self, name: str, array: np.ndarray) -> str:
         self.initializers.append(numpy_helper.from_array(np.ascontiguousarray(array), name))

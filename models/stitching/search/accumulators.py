@@ -169,18 +169,26 @@ def _read_valid_counts(update: DeviceUpdate, state: SearchState) -> dict[str, np
 
 
 def _validate_counts(counts: Mapping[str, np.ndarray], weight: float) -> None:
-    right, own = counts["right"], counts["right"].diagonal()
-    if (right < 0).any():
-        raise UpdateError("counts: negative numbers of right answers")
-    if (right > counts["examples"][0]).any():
-        raise UpdateError("counts: more right answers than examples")
-    least = own + own[:, None] - counts["examples"][0]
-    if (right != right.T).any() or (right > np.minimum(own, own[:, None])).any() or (right < least).any():
-        raise UpdateError("counts: right answers of two candidates that do not fit those of each")
-    by_margin, in_bin = counts["by_margin"], counts["in_bin"]
-    if (in_bin < 0).any() or (by_margin < 0).any() or (by_margin > in_bin[..., None, None]).any():
-        raise UpdateError("counts: right answers by margin that no examples have")
-    if (in_bin.sum(axis=1) != counts["examples"][0]).any() or (by_margin.sum(axis=1) != right).any():
+    right, by_margin, in_bin, said = (counts[name] for name in ("right", "by_margin", "in_bin", "examples"))
+    _require_counts_of_examples(right, said[0], "counts")
+    _require_counts_of_examples(by_margin, in_bin[..., None, None], "counts by margin")
+    if (in_bin.sum(axis=1) != said[0]).any() or (by_margin.sum(axis=1) != right).any():
         raise UpdateError("counts: bins of margins that do not add up to all examples")
-    if (said := counts["examples"][0]) != weight:  # the weight is the only count that the coordinator can verify
-        raise UpdateError(f"counts: of {said} examples, in an update that weighs {weight:g}")
+    if said[0] != weight:  # the weight is the only count that the coordinator can verify
+        raise UpdateError(f"counts: of {said[0]} examples, in an update that weighs {weight:g}")
+
+
+def _require_counts_of_examples(right: np.ndarray, examples: Any, what: str) -> None:
+    """Raise UpdateError unless `examples` can be answered such that `right` (..., candidates, candidates) are counted.
+
+    Accuracies and standard errors of cascades are computed from parts of these counts.
+    """
+    if (right < 0).any() or np.any(examples < 0):
+        raise UpdateError(f"{what}: negative numbers of right answers")
+    if (right > examples).any():
+        raise UpdateError(f"{what}: more right answers than examples")
+    own = right.diagonal(axis1=-2, axis2=-1)
+    one, other = own[..., :, None], own[..., None, :]
+    fits = (right <= np.minimum(one, other)) & (right >= one + other - examples)
+    if not fits.all() or (right != right.swapaxes(-2, -1)).any():
+        raise UpdateError(f"{what}: right answers of two candidates that do not fit those of each")

@@ -62,7 +62,10 @@ def end_search(state: SearchState) -> SearchState:
 
 
 def choose_taps(state: SearchState) -> tuple[tuple[Path, ...], list[str]]:
-    """Return the taps to gather, at most `SearchParams.features` wide in total, and log sentences."""
+    """Return the taps to gather, at most `SearchParams.features` wide in total, and log sentences.
+
+    Taps beyond a budget, of which only cascades are made, are left out first.
+    """
     params, stock = state.params, state.stock
     bodies = [
         path
@@ -75,10 +78,12 @@ def choose_taps(state: SearchState) -> tuple[tuple[Path, ...], list[str]]:
     ]
     own = [path for paths in prefixes for path in paths]
     made = [body for body in bodies if body not in own]
-    last = [paths[-1] for paths in prefixes if paths]
+    within = {path for path in (*own, *made) if _fits(state, [path])}
+    last = [max(paths, key=lambda path: (path in within, len(path))) for paths in prefixes if within & {*paths}]
     down = sorted((path for path in own if path not in last), key=lambda path: (relative_depth(stock, path), path))
     shallow = [path for path in down if relative_depth(stock, path) < SHALLOW]
     first = [*shallow, *made[KEPT:][::-1], *down[len(shallow) :], *made[:KEPT][::-1]]  # in the order of leaving out
+    first.sort(key=lambda path: path in within)
     gone: list[Path] = []
     while first and sum(tap_width(stock, path) for path in (*last, *first)) > params.features:
         gone.append(first.pop(0))

@@ -38,7 +38,7 @@ class _Cascade:
 
 
 def early_candidates(state: SearchState) -> tuple[int, ...]:
-    """Return the candidates whose margins are counted, the best at their costs within larger candidates."""
+    """Return the candidates whose margins are counted, the best at their costs within the budget and larger ones."""
     found, best = [], inf
     earlier = {early for early, _ in _nested_pairs(state)}
     for i, each in enumerate(state.candidates):
@@ -53,7 +53,15 @@ def _nested_pairs(state: SearchState) -> list[tuple[int, int]]:
     heads = [i for i, each in enumerate(state.candidates) if each.head]
     parts = {i: set(stitched_network.path_prefixes(state.candidates[i].paths)) for i in heads}
     prices = {i: candidates.candidate_price(state, state.candidates[i]) for i in heads}
-    return [(i, j) for i in heads for j in heads if parts[i] < parts[j] and prices[i] <= FIRST * prices[j]]
+    first = [i for i in heads if _is_within_budget(state, state.candidates[i])]
+    return [(i, j) for i in first for j in heads if parts[i] < parts[j] and prices[i] <= FIRST * prices[j]]
+
+
+def _is_within_budget(state: SearchState, candidate: Candidate) -> bool:
+    """Return whether the mean cost is within the budget, and the cost at worst within a multiple of it."""
+    mean, worst = candidates.candidate_cost(state, candidate), candidates.worst_cost(state, candidate)
+    within = candidates.is_within_budget
+    return within(state.params, mean) and within(state.params, worst, candidates.LATE)
 
 
 def close_validation(state: SearchState) -> SearchState:
@@ -61,11 +69,7 @@ def close_validation(state: SearchState) -> SearchState:
     chosen = _choose_cascades(state) if state.examples else []
     made = [_to_candidate(state, each) for each in chosen]
     every, right = [*state.candidates, *made], _extend_right_answers(state, chosen)
-    kept = [
-        i
-        for i, each in enumerate(every)
-        if candidates.is_within_budget(state.params, candidates.candidate_cost(state, each))
-    ]
+    kept = [i for i, each in enumerate(every) if _is_within_budget(state, each)]
     kept.sort(key=lambda i: candidates.sort_key(state, every[i]))
     return replace(
         state,
@@ -84,8 +88,7 @@ def _choose_cascades(state: SearchState) -> list[_Cascade]:
     found = []
     for each in tried:
         candidate = _to_candidate(state, each)
-        fits = candidates.is_within_budget(state.params, candidates.candidate_cost(state, candidate))
-        if fits and candidate.early and 0 < candidate.early.share < 1:
+        if candidate.early and 0 < candidate.early.share < 1 and _is_within_budget(state, candidate):
             found.append((_right_with_cascade(state, each, each), candidates.candidate_price(state, candidate), each))
     plain = [
         (int(state.right[i, i]), candidates.candidate_price(state, each)) for i, each in enumerate(state.candidates)

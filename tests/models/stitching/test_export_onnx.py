@@ -18,6 +18,7 @@ from fedquilt.models.stitching import stitched_network as stitch
 from fedquilt.models.stitching.algebra import joint_head
 from fedquilt.models.stitching.onnx import memory
 from fedquilt.models.stitching.onnx.export import export_stitched
+from fedquilt.onnx import graph_check
 
 PARTS = ("weights", "bias")
 onnx = pytest.importorskip("onnx")
@@ -143,6 +144,10 @@ def test_a_cascade_gives_what_the_agents_compute_and_runs_the_rest_for_some_exam
     scores = OnnxEngine(2**30).run(tmp_path / "net.onnx", x)  # the graph check of boards, one example at a time
     np.testing.assert_allclose(scores, wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
     nodes = onnx.load_from_string(payload).graph.node
+    whole = export_stitched(*artefact(JOINED, None, True), STOCK.blocks, FILES)
+    held, alone = (graph_check.check_bytes(each).activation_bytes for each in (payload, whole))
+    shared = 4 * sum(np.prod(STOCK.blocks[tap[-1]].out_shape) for tap in taps)  # the second network reads both
+    assert held >= alone + shared
     [choice] = [node for node in nodes if node.op_type == "If"]
     branches = {attribute.name: [node.name for node in attribute.g.node] for attribute in choice.attribute}
     first = {node.name for node in nodes}
