@@ -3,6 +3,7 @@
 import os
 import socket
 import ssl
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -342,3 +343,12 @@ def test_a_board_that_holds_all_its_connections_leaves_the_others_theirs(site):
     until(lambda: not len(site.server._connections), "the places are free again")
     with asking(site, tokens[0], large[0].sha256) as sock:
         assert sock.recv(12) == b"TTP/1.1 200 "
+
+
+def test_a_connection_for_which_the_system_has_no_thread_is_closed_and_the_next_one_served(site, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", lambda thread: (_ for _ in ()).throw(RuntimeError("no thread")))
+        with socket.create_connection(("127.0.0.1", site.server.port), timeout=30) as sock:
+            assert sock.recv(1) == b""
+    assert len(site.server._connections) == 0
+    assert site.get() == (200, PAYLOAD)

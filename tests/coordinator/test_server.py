@@ -12,12 +12,14 @@ from by_hand import MODEL, Hand, Stage, ones
 
 from fedquilt import wire
 from fedquilt.arrays import tensors
+from fedquilt.coordinator.jobs import retention
 from fedquilt.coordinator.jobs.job import RunningJob
 from fedquilt.coordinator.rounds.events import (
     CohortSelected,
     EligibilityRecorded,
     JobEnded,
     RoundCommitted,
+    TaskDeclined,
     UpdateAccepted,
     UpdateRejected,
 )
@@ -376,3 +378,61 @@ def test_a_device_of_an_older_version_is_not_asked_and_the_log_says_why(coded):
     assert old.tasks == []
     np.testing.assert_allclose(ended_at(coded), [2, 2], rtol=1e-6)
     assert "[wire]" in round_outcomes.load_outcomes(coded.store, coded.job).found[0]["old"].text
+
+
+def test_a_device_that_is_asked_again_at_the_deadline_works_on(tmp_path):
+    """Its task is replaced and never emptied in between, which would end its work: a slow one would never answer."""
+    stage = Stage(tmp_path, cohort={"deadline_s": 30.0, "attempts": 3})
+    slow = stage.hand("slow")
+    stage.play(62.0)
+    assert [fact.attempt for fact in stage.told(CohortSelected)] == [0, 1, 2]
+    attempts = [task.attempt if task else None for task in slow.tasks]
+    assert list(dict.fromkeys(attempts)) == [0, 1, 2]
+    slow.answer(ones())
+    stage.play()
+    assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
+    assert slow.tasks[-1] is None
+
+
+def test_a_task_that_somebody_emptied_at_the_broker_is_sent_again_at_once(stage):
+    a, b = stage.hand("a"), stage.hand("b")
+    stage.play()
+    a.say("claim", wire.Claim(job=a.tasks[-1].job, round=0, attempt=0, accepted=False, code="cleared"))
+    sent = len(a.tasks)
+    stage.play(0.5)
+    assert [task is not None for task in a.tasks[sent:]] == [True]
+    assert stage.told(TaskDeclined) == []
+    for hand in (a, b):
+        hand.answer(ones())
+    stage.play()
+    assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
+
+
+def test_blobs_of_past_rounds_are_let_go(tmp_path):
+    stage = Stage(tmp_path, rounds=2)
+    a = stage.hand("a")
+    for factor in (1.0, 2.0):
+        stage.play()
+        a.answer(ones(factor))
+        stage.play()
+    assert stage.server.finished
+    kept = {path.name for path in (tmp_path / "home" / "blobs").iterdir() if len(path.name) == 64}
+    assert kept == {
+        stage.told(RoundCommitted)[-1].state.sha256,
+        *(p.name for p in (tmp_path / "bundle/blobs").iterdir()),
+    }
+
+
+def test_blobs_that_a_large_round_replaces_are_looked_up_together_and_go_by_its_end(coded, monkeypatch):
+    monkeypatch.setattr(retention, "TOGETHER", 1.5)
+    hands = [coded.hand(name) for name in "abc"]
+    coded.play()
+    sent = []
+    for hand, value in zip(hands[:2], (1.0, 3.0), strict=True):
+        sent.append(by_int8(hand, value).bundles["model"].sha256)
+        coded.play()
+    assert [coded.store.depot.blob_path(sha256) is None for sha256 in sent] == [True, False]
+    sent.append(by_int8(hands[2], 5.0).bundles["model"].sha256)
+    coded.play()
+    assert coded.told(RoundCommitted)
+    assert [coded.store.depot.blob_path(sha256) for sha256 in sent] == [None, None, None]

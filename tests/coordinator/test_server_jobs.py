@@ -325,3 +325,19 @@ def test_a_job_that_ends_before_it_is_taken_up_is_published_as_any_that_ends(tmp
     late.subscribe([topic])
     stage.play()
     assert list(late.receive()) == []
+
+
+def test_work_that_comes_while_its_job_is_stopped_is_kept_for_when_it_goes_on(stage):
+    _, b = half_answered(stage)
+    stage.store.set_status(stage.job, "stopping")
+    stage.play()
+    update = b.answer(ones())
+    stage.server.finished = False
+    stage.play()
+    assert b.acks == []
+    stage.store.set_status(stage.job, "running")
+    stage.restart()
+    stage.play()
+    b.say("update", update)
+    stage.play()
+    assert stage.store.stored_status(stage.job) == "done"

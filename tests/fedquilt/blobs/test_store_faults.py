@@ -145,3 +145,11 @@ def test_a_blob_counts_as_stored_only_once_its_name_is_synced(tmp_path):
     assert lost_blobs(DurableDisk(platter), "/home/blobs", [ref.sha256]) == [ref.sha256]
     assert depot.has_blob(ref)
     assert lost_blobs(DurableDisk(platter), "/home/blobs", [ref.sha256]) == []
+
+
+def test_a_blob_is_stored_over_a_damaged_one(tmp_path):
+    payload = b"x" * 100
+    ref = BlobStore(tmp_path).store_bytes(payload)
+    (tmp_path / ref.sha256).write_bytes(b"y" * 100)
+    assert BlobStore(tmp_path).store_bytes(payload) == ref
+    assert BlobStore(tmp_path).load(ref.sha256) == payload
