@@ -422,31 +422,3 @@ def test_a_removal_of_nobody_is_refused(fleet, capsys, words, told):
     assert told in stage.said(capsys, *words, code=2)
     stage.play()
     assert stage.known() == ["a", "b"]
-
-
-def test_a_board_is_removed_by_request_until_its_next_message(watched):
-    watched.say("a", wire.Presence(online=True, boot="1"), Telemetry(power_w=1.0))
-    watched.wait(LATER_S)
-    with TelemetryStore(watched.home, writes=True) as store:
-        store.request_removal(["a"])
-    watched.wait(1.0)
-    assert (watched.noted.take_removed_devices(), watched.noted.take_removed_devices()) == (["a"], [])
-    with TelemetryStore(watched.home) as store:
-        assert store.load_statuses() == []
-        assert store.load_readings("a", watched.now - 100, watched.now) == []
-    watched.say("a", wire.Presence(online=True, boot="1"))
-    watched.wait(SOON_S)
-    assert watched.stored().online
-
-
-def test_it_is_read_while_it_is_written(watched):
-    watched.say("a", PROFILE)
-    watched.wait(SOON_S)
-    with TelemetryStore(watched.home) as reader:
-        writer = sqlite3.connect(watched.home / device_status.NAME, isolation_level=None)
-        writer.execute("begin immediate")
-        writer.execute("delete from boards")
-        assert [each.device for each in reader.load_statuses()] == ["a"]
-        writer.execute("commit")
-        writer.close()
-        assert reader.load_statuses() == []

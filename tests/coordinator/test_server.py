@@ -12,7 +12,6 @@ from by_hand import MODEL, Hand, Stage, ones
 
 from fedquilt import wire
 from fedquilt.arrays import tensors
-from fedquilt.coordinator.jobs import retention
 from fedquilt.coordinator.jobs.job import RunningJob
 from fedquilt.coordinator.rounds.events import (
     CohortSelected,
@@ -406,33 +405,3 @@ def test_a_task_that_somebody_emptied_at_the_broker_is_sent_again_at_once(stage)
         hand.answer(ones())
     stage.play()
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
-
-
-def test_blobs_of_past_rounds_are_let_go(tmp_path):
-    stage = Stage(tmp_path, rounds=2)
-    a = stage.hand("a")
-    for factor in (1.0, 2.0):
-        stage.play()
-        a.answer(ones(factor))
-        stage.play()
-    assert stage.server.finished
-    kept = {path.name for path in (tmp_path / "home" / "blobs").iterdir() if len(path.name) == 64}
-    assert kept == {
-        stage.told(RoundCommitted)[-1].state.sha256,
-        *(p.name for p in (tmp_path / "bundle/blobs").iterdir()),
-    }
-
-
-def test_blobs_that_a_large_round_replaces_are_looked_up_together_and_go_by_its_end(coded, monkeypatch):
-    monkeypatch.setattr(retention, "TOGETHER", 1.5)
-    hands = [coded.hand(name) for name in "abc"]
-    coded.play()
-    sent = []
-    for hand, value in zip(hands[:2], (1.0, 3.0), strict=True):
-        sent.append(by_int8(hand, value).bundles["model"].sha256)
-        coded.play()
-    assert [coded.store.depot.blob_path(sha256) is None for sha256 in sent] == [True, False]
-    sent.append(by_int8(hands[2], 5.0).bundles["model"].sha256)
-    coded.play()
-    assert coded.told(RoundCommitted)
-    assert [coded.store.depot.blob_path(sha256) for sha256 in sent] == [None, None, None]

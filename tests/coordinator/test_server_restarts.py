@@ -13,13 +13,11 @@ from fedquilt.coordinator.fleet.registry import RETURN_S
 from fedquilt.coordinator.jobs.job import RunningJob
 from fedquilt.coordinator.rounds.events import (
     CohortSelected,
-    DeadlineExtended,
     JobEnded,
     RoundCommitted,
     RoundRetried,
     UpdateAccepted,
 )
-from fedquilt.coordinator.views import event_messages
 from fedquilt.host.disk import Disk
 from fedquilt.models.local_training import NetworkState
 from fedquilt.transport.memory_link import MemoryBroker
@@ -153,33 +151,6 @@ def test_devices_that_answer_are_waited_for_though_a_restart_sets_the_clock(tmp_
         b.answer(ones(3.0))
         stage.play()
         assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a", "b"]
-
-
-def test_a_predicted_deadline_outlives_the_coordinator(tmp_path):
-    stage = Stage(tmp_path, rounds=2, cohort={"deadline_s": 600.0, "deadline": "predicted"})
-    a = stage.hand("a")
-    stage.play(20.0)
-    a.answer(ones())
-    stage.play()
-    first, second = stage.told(CohortSelected)
-    assert (first.deadline_s, second.deadline_s) == (None, pytest.approx(1.5 * stage.told(UpdateAccepted)[0].took_s))
-    assert second.deadline_s == pytest.approx(30.0, abs=2.0)
-    assert "deadline 30 s, chosen for it" in event_messages.format_single_event(second)[0]
-    task = a.tasks[-1]
-    assert task.deadline_s == pytest.approx(second.deadline_s, abs=0.1)
-    before = stage.server.find_job(stage.job).rounds
-    stage.restart()
-    stage.play()
-    after = stage.server.find_job(stage.job).rounds
-    assert (after.deadline_s, after.took, after.work) == (before.deadline_s, before.took, before.work)
-    stage.play(60.0)
-    assert len(stage.told(DeadlineExtended)) == 1
-    stage.restart()
-    stage.play()
-    assert stage.server.find_job(stage.job).rounds.extended
-    a.answer(ones())
-    stage.play()
-    assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
 
 
 def test_a_run_leaves_alone_what_an_interrupted_one_still_needs(tmp_path):
