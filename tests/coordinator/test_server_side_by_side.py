@@ -196,24 +196,3 @@ def test_a_later_epoch_is_that_of_all_jobs(two_jobs):
     b.answer(ones())
     stage.play()
     assert stage.store.stored_status(first) == "done"
-
-
-def test_one_job_is_stopped_while_the_other_runs(two_jobs):
-    stage, first, second, a, b = two_jobs
-    stage.play()
-    stage.store.set_status(first, "stopping")
-    stage.play()
-    assert stage.store.stored_status(first) == "stopped"
-    assert [hand.tasks[-1].job for hand in (a, b)] == [second, second]
-    stage.store.set_status(first, "running")
-    stage.play()
-    assert [hand.tasks[-1].job for hand in (a, b)] == [second, second]
-    a.answer(ones())
-    stage.play()
-    assert [hand.tasks[-1].job for hand in (a, b)] == [first, second]
-    b.answer(ones())
-    stage.play()
-    a.answer(ones())
-    b.answer(ones())
-    stage.play()
-    assert [stage.store.stored_status(id) for id in (first, second)] == ["done", "done"]
