@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from rolled import MODEL, OTHER, Ground, good
+from rolled import MODEL, OTHER, TOPICS, Ground, good
 
 from fedquilt import wire
 from fedquilt.coordinator import run_control
@@ -393,3 +393,18 @@ def test_who_was_not_offered_it_says_nothing_of_it(ground):
         other.transfers.step(ground.broker.now_s)
     assert not other.depot.has_blob(release.blob)
     assert list(ground.state(id).heard) == [canary]
+
+
+def test_without_a_retained_message_a_board_gets_it_all_the_same(ground):
+    """A broker may lose the messages that it retains, and a signed message is valid in one session alone."""
+    boards = ground.fleet(4)
+    ground.play(1.0)
+    boards[0].go()
+    ground.play(30.0)
+    ground.deploy(patience_s=30.0)
+    ground.play(60.0)
+    ground.link.publish(TOPICS.device_topic("b-000", "dn", "model"), b"", retain=True)
+    ground.play(1.0)
+    boards[0].come()
+    ground.play(20.0)
+    assert len(ground.having()) == 4

@@ -150,17 +150,23 @@ def test_nothing_passes_before_anybody_has_answered():
     assert find_blocking_devices(now, fleet, 1e9) == ("b-000",)
 
 
-@pytest.mark.parametrize("failure", ["refused", "returned"])
-def test_more_failures_than_allowed_abort_it(failure):
+@pytest.mark.parametrize(("failure", "passed"), [("refused", 0), ("returned", 0), ("refused", 20)])
+def test_more_failures_than_allowed_abort_it(failure, passed):
+    """In the canary, and after a good one: at once, not when all boards of the step have answered."""
     devices = names(400)
-    now = state(ReleaseOffered(0, tuple(devices[:20])), canary=0.05, abort_above=0.1)
+    canary = tuple(devices[380:]) if passed else tuple(devices[:20])
+    now = state(ReleaseOffered(0, canary), canary=0.05, abort_above=0.1)
+    if passed:
+        reports = [StatusReported(device, 7, "committed") for device in canary]
+        for fact in (*reports, PhasePassed(0), ReleaseOffered(1, tuple(devices[:100]))):
+            now = apply_rollout_event(now, fact)
     for device in devices[:2]:
         now = apply_rollout_event(now, StatusReported(device, 7, failure, "worse"))
     assert decide_rollout_event(now, there(devices), 0.0, 8) is None
     fact = decide_rollout_event(
         apply_rollout_event(now, StatusReported(devices[2], 7, failure, "worse")), there(devices), 0.0, 8
     )
-    assert fact == RolloutReverted(8, f"3 of 3 boards failed, more than 10 % (b-000 {failure}: worse)")
+    assert fact == RolloutReverted(8, f"3 of {passed + 3} boards failed, more than 10 % (b-000 {failure}: worse)")
 
 
 def test_at_the_end_of_a_step_only_those_that_answered_count():

@@ -533,3 +533,10 @@ def test_a_method_that_does_not_say_what_a_round_takes_has_rounds_that_take_the_
     state = after(begun(deadline_s=600.0, deadline="predicted"), CohortSelected(0, 0, ("a",)))
     state = after(state, UpdateAccepted(0, update("a"), 40.0), RoundClosed(0), committed(0))
     assert decide_event(state, 0.0, {"a"}) == CohortSelected(1, 0, ("a",), {}, 60.0)
+
+
+def test_when_everybody_has_declined_a_prediction_changes_nothing():
+    state = after(paced(), CohortSelected(1, 0, ("a", "b"), {}, 45.0), now_s=60.0)
+    state = after(state, TaskDeclined(1, "a", "memory", "too big"), TaskDeclined(1, "b", "memory", "too big"))
+    assert next_decision_s(state) == 70.0
+    assert decide_event(state, 70.0, {"a", "b"}) == RoundRetried(1, 1)

@@ -18,6 +18,7 @@ from fedquilt.coordinator.rounds.events import (
     EligibilityRecorded,
     JobEnded,
     RoundCommitted,
+    TaskDeclined,
     UpdateAccepted,
     UpdateRejected,
 )
@@ -376,3 +377,31 @@ def test_a_device_of_an_older_version_is_not_asked_and_the_log_says_why(coded):
     assert old.tasks == []
     np.testing.assert_allclose(ended_at(coded), [2, 2], rtol=1e-6)
     assert "[wire]" in round_outcomes.load_outcomes(coded.store, coded.job).found[0]["old"].text
+
+
+def test_a_device_that_is_asked_again_at_the_deadline_works_on(tmp_path):
+    """Its task is replaced and never emptied in between, which would end its work: a slow one would never answer."""
+    stage = Stage(tmp_path, cohort={"deadline_s": 30.0, "attempts": 3})
+    slow = stage.hand("slow")
+    stage.play(62.0)
+    assert [fact.attempt for fact in stage.told(CohortSelected)] == [0, 1, 2]
+    attempts = [task.attempt if task else None for task in slow.tasks]
+    assert list(dict.fromkeys(attempts)) == [0, 1, 2]
+    slow.answer(ones())
+    stage.play()
+    assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
+    assert slow.tasks[-1] is None
+
+
+def test_a_task_that_somebody_emptied_at_the_broker_is_sent_again_at_once(stage):
+    a, b = stage.hand("a"), stage.hand("b")
+    stage.play()
+    a.say("claim", wire.Claim(job=a.tasks[-1].job, round=0, attempt=0, accepted=False, code="cleared"))
+    sent = len(a.tasks)
+    stage.play(0.5)
+    assert [task is not None for task in a.tasks[sent:]] == [True]
+    assert stage.told(TaskDeclined) == []
+    for hand in (a, b):
+        hand.answer(ones())
+    stage.play()
+    assert [fact.status for fact in stage.told(JobEnded)] == ["done"]

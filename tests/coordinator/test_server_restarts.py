@@ -8,6 +8,7 @@ from by_hand import TABLE, Stage, ones
 from fedquilt import methods, wire
 from fedquilt.arrays import tensors
 from fedquilt.cli import main
+from fedquilt.coordinator import settings
 from fedquilt.coordinator.fleet.registry import RETURN_S
 from fedquilt.coordinator.jobs.job import RunningJob
 from fedquilt.coordinator.rounds.events import (
@@ -150,3 +151,32 @@ def test_devices_that_answer_are_waited_for_though_a_restart_sets_the_clock(tmp_
         b.answer(ones(3.0))
         stage.play()
         assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a", "b"]
+
+
+def test_a_run_leaves_alone_what_an_interrupted_one_still_needs(tmp_path):
+    stage = Stage(tmp_path)
+    a, _ = stage.hand("a"), stage.hand("b")
+    stage.play()
+    a.answer(ones(3.0))
+    stage.play()
+    stage.store.set_status(stage.job, "stopping")
+    stage.play()
+    first, needed = stage.job, stage.store.referenced_blobs()
+    assert len(needed) == 2
+
+    stage.job = stage.store.add_job(settings.parse_job(TABLE), tmp_path / "bundle")
+    stage.restart()
+    stage.play()
+    for hand in stage.hands:
+        hand.answer(ones())
+    stage.play()
+    assert [fact.status for fact in stage.told(JobEnded)] == ["stopped", "done"]
+    assert all(stage.store.depot.blob_path(sha256) for sha256 in needed)
+
+    stage.job = first
+    stage.store.set_status(first, "running")
+    stage.restart()
+    stage.play()
+    stage.hands[1].answer(ones(5.0))
+    stage.play()
+    assert stage.store.stored_status(first) == "done"

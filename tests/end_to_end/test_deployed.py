@@ -86,7 +86,7 @@ def fleet(tmp_path: Path, mosquitto: Callable[..., Any], processes: Processes, u
 
 
 def test_a_better_model_is_kept_and_taken_back_and_a_worse_one_refused(fleet: Fleet) -> None:
-    """Models are measured on the board's own held-out digits; the hook runs after each exchange."""
+    """Measured on the board's own held-out digits, within a budget set from afar; a hook runs after each exchange."""
     good, better, bad = network(turned=3), network(), network(turned=10, gain=2)
     fleet.deploy("good", good)
     fleet.until("committed", "good")
@@ -105,6 +105,10 @@ def test_a_better_model_is_kept_and_taken_back_and_a_worse_one_refused(fleet: Fl
     assert "points, at least -0.5 are wanted" in refused.reason
     assert fleet.current() == good
     assert len((fleet.user.home / "hooked").read_text().splitlines()) == 3
+    fleet.command("rollout", "settings", "budget=20MB", "--soak", "1s")  # agent.toml has more, which would be enough
+    fleet.until("committed")
+    fleet.deploy("last", better)
+    assert "the budget is 20 MB" in fleet.until("refused").reason
 
 
 def test_an_agent_that_is_killed_in_each_phase_goes_on_by_itself(fleet: Fleet) -> None:

@@ -10,6 +10,7 @@ from fedavg_runs import numpy_one, play, same_bits, torch_one
 from fedquilt import methods
 from fedquilt.arrays import tensors
 from fedquilt.core import Bundle, DeviceUpdate, Examples, Fit, ModelError, UpdateError
+from fedquilt.core.evaluation import compute_metrics
 from fedquilt.methods import fedavg, fedbn, fednova, fedopt, moon, scaffold
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
@@ -271,6 +272,16 @@ def bn_start() -> dict[str, np.ndarray]:
     return {name: value.numpy().copy() for name, value in registry.build_network(BN).state_dict().items()}
 
 
+def pictures(count: int = 2) -> list[DeviceData]:
+    """Each device's pictures have a brightness of their own."""
+    found = []
+    for i in range(count):
+        x = (np.random.default_rng(i).integers(0, 50, (12, 8, 8)) + 100 * i).astype(np.uint8)
+        y = np.arange(12) % 3
+        found.append(DeviceData(f"dev-{i}", Examples(x, y), Examples(x[:6], y[:6])))
+    return found
+
+
 def begun() -> NetworkState:
     return fedavg.init(toy_bundle(BN, bn_start()), fedavg.Params(), 0)
 
@@ -353,3 +364,29 @@ def test_moon_says_so_where_there_is_no_linear_layer():
     table = {key: table[key] for key in ("name", "classes", "input")}
     with pytest.raises(ModelError, match="last linear layer, and this network has none"):
         moon.init(toy_bundle(table, {}), moon.Params(), 0)
+
+
+def test_batch_norm_stays_on_the_device_and_is_used_there():
+    kept = {}
+    checked = []
+
+    def work(task, site):
+        answer = fedbn.work(task, site)
+        assert answer.bundles["model"].keys().isdisjoint(answer.local)
+        with_own = compute_metrics(fedbn.check(task, replace(site, local=answer.local)))
+        with_first = compute_metrics(fedbn.check(task, replace(site, local={})))
+        checked.append(abs(with_own["loss"] - with_first["loss"]))
+        kept[site.device] = answer.local
+        return answer
+
+    double = replace(fedbn.METHOD, work=work)
+    run = play("fedbn", torch_one(), toy_bundle(BN, bn_start()), pictures(), rounds=2, method=double)
+    assert kept["dev-0"].keys() == kept["dev-1"].keys() == fedbn.private_names(begun())
+    means = [kept[device]["0.1.running_mean"] for device in ("dev-0", "dev-1")]
+    assert np.abs(means[0] - means[1]).max() > 1e-3
+    assert min(checked) > 0
+    assert run[-1].model.keys() == bn_start().keys() - kept["dev-0"].keys()
+    assert same_bits(run[-1].norm, run[0].norm)
+    found = fedbn.result(run[-1])
+    assert found.tensors.keys() == bn_start().keys()
+    assert found.meta["private"] == sorted(kept["dev-0"])

@@ -265,3 +265,30 @@ def test_a_private_model_of_another_network_is_refused(name):
     if name != "pfedme":  # its own model counts in evaluation only
         with pytest.raises(UpdateError):
             method.work(task, odd)
+
+
+def test_fedrep_moves_the_head_first_and_then_what_it_stands_on():
+    task, site = one(fedrep.METHOD, numpy_one(), head_epochs=3)
+    answer = fedrep.work(task, site)
+    first = fedrep.load_device_network(site)
+    assert answer.local.keys() == {"3.weight", "3.bias"}
+    assert answer.bundles["model"].keys() == {"1.weight", "1.bias"}
+    assert answer.metrics["steps"] == (3 + 2) * 4  # 13 examples in fours
+    held = {}
+
+    def seen(network, start, *rest, **options):
+        held.setdefault("starts", []).append(start)
+        return site.engine.train(network, start, *rest, **options)
+
+    class Watched:
+        train = staticmethod(seen)
+
+    fedrep.work(task, replace(site, engine=Watched(), rng=tensors.seeded_rng(task.seed)))
+    begun, between = held["starts"]
+    assert tensors.encode_tensors(begun) == tensors.encode_tensors(first)
+    for name in ("1.weight", "1.bias"):
+        assert np.array_equal(between[name], first[name])
+        assert not np.array_equal(answer.bundles["model"][name], first[name])
+    for name in ("3.weight", "3.bias"):
+        assert not np.array_equal(between[name], first[name])
+        assert np.array_equal(between[name], answer.local[name])

@@ -48,10 +48,7 @@ def played(name: str, folder: Path, split: tuple[int, ...]) -> list[bytes]:
         return made.states
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["fedavg", "afl", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("scaffold", "fedstitch", "robust"))],
-)
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "afl", "fedstitch", "robust"])
 def test_sites_with_large_sums_wait_for_their_turn_and_come_to_the_bits_of_all_boards(
     tmp_path: Path, name: str, waited: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -202,3 +202,13 @@ def test_a_meter_that_fails_or_says_nonsense_is_passed_over(
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == isinstance(said, Exception)
     assert all("Plug" in line and "no such plug" in line for line in told)
+
+
+def test_a_meter_of_a_rail_is_never_taken_for_the_board(tree: Tree):
+    """It stands among the rails; the processor's counter covers more."""
+    tree.rapl("0", "package-0", 0, 10**9)
+    rail = Plug(Power(3.0, "usb port 2"))
+    rail.covers = "rail"
+    reading = LinuxDevice(tree.root, own=rail).read_sensors(0.0)
+    assert (reading.power_w, reading.energy_j, reading.energy_source) == (None, 0.0, "rapl")
+    assert reading.rails_w == {"usb port 2": 3.0}

@@ -142,11 +142,11 @@ def test_a_run_without_a_coordinator_is_not_followed_for_ever(job, tmp_path, mon
     with pytest.raises(KeyboardInterrupt):
         fq.simulate(job, home=tmp_path, on_round=break_off)
     run, rows, slept = fq.Run.open(tmp_path, "job"), list[Mapping[str, Any]](), list[float]()
-    monkeypatch.setattr(runs.time, "sleep", slept.append)
+    clock = [0.0]  # instead of the module `time`, which threads of other tests share
+    monkeypatch.setattr(runs, "time", types.SimpleNamespace(sleep=slept.append, monotonic=lambda: clock[0]))
     with pytest.raises(JobError, match=r"no coordinator serves .*: `fedquilt\.simulate`, or .* with this job and home"):
         rows.extend(run.follow())
     assert (rows, slept) == ([*run.rounds()], [])
-    clock = [0.0]
     serving = Store(tmp_path)
     assert serving.acquire_lock()
 
@@ -155,7 +155,6 @@ def test_a_run_without_a_coordinator_is_not_followed_for_ever(job, tmp_path, mon
         clock[0] += 4.0
         serving.close()
 
-    monkeypatch.setattr(runs.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(runs.time, "sleep", advance)
     with pytest.raises(JobError, match="no coordinator serves"):
         list(run.follow())

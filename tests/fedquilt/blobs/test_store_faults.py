@@ -171,3 +171,11 @@ def test_no_access_to_a_disk_leaves_a_file_open(tmp_path):
     with pytest.raises(FileExistsError):
         REAL.write(path, b"x", new=True)
     assert (path.read_bytes(), len(os.listdir("/proc/self/fd"))) == (b"adc\0\0", len(before))
+
+
+def test_a_blob_is_stored_over_a_damaged_one(tmp_path):
+    payload = b"x" * 100
+    ref = BlobStore(tmp_path).store_bytes(payload)
+    (tmp_path / ref.sha256).write_bytes(b"y" * 100)
+    assert BlobStore(tmp_path).store_bytes(payload) == ref
+    assert BlobStore(tmp_path).load(ref.sha256) == payload
