@@ -181,7 +181,7 @@ class RateLimitedLink(LinkWrapper):
         self._link.unsubscribe([*self._device_filters(list(self._known)), self._presence_filter])
 
     def _update_subscriptions(self) -> None:
-        """Unblock devices whose time is over. While subscribed by name, listen for new devices at intervals."""
+        """Unblock devices after their time, and listen for new devices at intervals."""
         back = [device for device, until_s in self._aside.items() if self.now_s >= until_s]
         for device in back:
             del self._aside[device]

@@ -178,7 +178,7 @@ def _finite_or_none(value: float | None) -> float | None:
 
 
 def _interval_energy(before: Reading, after: Reading, dt_s: float) -> tuple[float, float, float, float, bool] | None:
-    """Return the energy between two readings, its error bound, the power at each, and whether a counter measured it.
+    """Return energy between two readings, error bound, both powers, and whether a counter measured.
 
     None if they are of different meters, or do not both have a counter or a power.
     """

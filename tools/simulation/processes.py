@@ -320,7 +320,7 @@ def receive_messages(orders: Connection) -> Iterator[bytes]:
 
 
 def run_workers() -> None:
-    """Serve requests in one process for each pair of file descriptors in the arguments PARENT ENGINE PIPE:BLOBS..."""
+    """Serve requests in one process for each PIPE:BLOBS after the arguments PARENT and ENGINE."""
     exit_with_parent(int(sys.argv[1]))
     import_engine(sys.argv[2])
     pairs = [(int(pipe), int(blobs)) for pipe, _, blobs in (each.partition(":") for each in sys.argv[3:])]

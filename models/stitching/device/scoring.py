@@ -61,7 +61,7 @@ class ScoreRequest(StitchingRequest):
 
 
 def score_pool(ask: ScoreRequest, site: ClientContext) -> ClientResult:
-    """Score each block of a pool as the next block of a path, and choose the blocks that the device votes for.
+    """Score each block of a pool as the next block of a path, and choose the device's votes.
 
     The result has the arrays of `vote.Ballot`. The input score compares the path's maps with the donor's own input to
     the candidate, without a junction and without running the candidate. The output score fits a junction on other

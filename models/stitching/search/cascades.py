@@ -38,7 +38,7 @@ class _Cascade:
 
 
 def early_candidates(state: SearchState) -> tuple[int, ...]:
-    """Return the candidates whose margins are counted, the best at their costs within the budget and larger ones."""
+    """Return the candidates whose margins are counted: the best at their costs within the budget."""
     found, best = [], inf
     earlier = {early for early, _ in _nested_pairs(state)}
     for i, each in enumerate(state.candidates):
