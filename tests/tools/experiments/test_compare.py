@@ -423,6 +423,14 @@ def test_a_jobs_data_are_in_two_tables_and_in_each_of_several_sources() -> None:
     assert run_cache.list_data_paths(msgspec.json.encode({"data": {"dataset": "fedpews-32k"}})) == []
 
 
+@pytest.mark.parametrize("dataset", ["fedpews-32k", "fedpews-3.2k", "sklearn/iris"])
+def test_a_built_in_data_set_is_no_plugin_and_another_unknown_one_is_refused(dataset: str) -> None:
+    table = {"method": "fedavg", "data": {"dataset": dataset}, "test": {"dataset": dataset, "split": "test"}}
+    assert run_cache.list_plugin_versions(msgspec.json.encode(table)) == b""
+    with pytest.raises(JobError, match="data set 'none' is unknown"):
+        run_cache.list_plugin_versions(msgspec.json.encode({**table, "data": {"dataset": "none"}}))
+
+
 def test_a_key_changes_with_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "elsewhere").mkdir()
