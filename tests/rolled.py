@@ -39,8 +39,10 @@ class Board:
         judge: Judge,
         labels: tuple[str, ...] = (),
         versions: Mapping[str, str] = {},
+        engines: tuple[str, ...] = ("numpy", "onnx"),
     ) -> None:
         self.name, self.broker, self.judge, self.labels, self.versions = name, broker, judge, labels, dict(versions)
+        self.engines = engines
         self.depot = BlobStore(folder, durable=False)
         self.serial, self.runs, self.before = 0, "", ""  # of the last release, blobs
         self.had: set[str] = set()  # blobs that it has ever run
@@ -65,7 +67,7 @@ class Board:
             board="hand",
             memory_bytes=1 << 30,
             budget_bytes=1 << 29,
-            engines=("numpy",),
+            engines=self.engines,
             versions=self.versions,
             labels=self.labels,
         )

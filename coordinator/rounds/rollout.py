@@ -66,6 +66,7 @@ FAILED: Final = frozenset({"refused", "returned"})
 SWAPPED: Final = frozenset({"checking", "soaking"})  # a board that falls silent in these may have failed by the release
 MEASURED: Final = frozenset({"accuracy", "accuracy_before", "latency_s", "energy_j", "peak_bytes"})  # and kept
 UNABLE: Final = "no launcher started the agent"
+NO_RUNTIME: Final = "no ONNX Runtime, which checks models: install the extra `onnx` there"
 LONGEST_S: Final = 86400.0  # a board that is there and waits, checks or soaks for longer holds nobody up any more
 
 
@@ -279,6 +280,8 @@ def incompatibility_reason(plan: RolloutPlan, profile: Profile) -> str:
     """Return why a device cannot run the release of a plan, or "" if the device can."""
     if plan.kind == "agent":
         return UNABLE if UPGRADES in profile.versions else ""
+    if plan.kind == "model" and "onnx" not in profile.engines:
+        return NO_RUNTIME
     return "" if plan.versions is None else file_format.explain_unsupported(plan.versions, profile.versions)
 
 

@@ -178,7 +178,7 @@ def reproduce(
         table,
         seeds=list(seeds) or None,
         rounds=rounds,
-        folder=data,
+        folder=None if data is None else data.absolute(),  # other relative paths are of the table's folder
         columns=list(columns) or None,
         rows=list(rows) or None,
         out=out,

@@ -23,6 +23,11 @@ HOW = ("task", "target", "labels", "categories", "fill", "column", "audio", "tex
 """Keys on how a file is read rather than where it is: a [test] with a path of its own takes those of [data]."""
 
 
+def is_builtin_dataset(name: str) -> bool:
+    """Return whether a `dataset` without a path is fedquilt's own or scikit-learn's, and not of a plug-in."""
+    return name in SYNTHETIC or name.startswith(SKLEARN)
+
+
 class Audio(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rate: Positive = 16000  # samples per second that every recording has to have
     seconds: Above0 = 1.0  # longer recordings are cut, shorter ones end in silence

@@ -109,7 +109,7 @@ def test_an_upgrade_of_boards_that_all_cannot_be_upgraded_ends_and_names_them(gr
 def test_a_model_goes_to_no_device_whose_runtime_is_too_old_for_it(ground):
     old = ground.fleet(1, versions={"onnxruntime": "1.19.2"})
     ground.fleet(1, versions={"onnxruntime-gpu": "1.32.0"})
-    ground.fleet(1)  # what a device without ONNX Runtime says, its own check decides
+    ground.fleet(1)  # of a version that it does not tell
     id = ground.deploy(versions=(25, 10), canary=0.5, phases=(1.0,))
     ground.play(30.0)
     assert not any(board.releases for board in old)
@@ -124,6 +124,40 @@ def test_a_model_goes_to_no_device_whose_runtime_is_too_old_for_it(ground):
     ground.fleet(1, versions={"onnxruntime": "1.20.1"})
     ground.play(10.0)
     assert ground.state(id).count_outcomes() == {"committed": 2}
+
+
+@pytest.mark.parametrize("versions", [None, (17, 8)])
+def test_a_model_goes_to_no_device_without_a_runtime(ground, versions):
+    bare = ground.fleet(1, judge=lambda device, release: "refused", engines=("numpy", "torch"))
+    ground.fleet(2)
+    id = ground.deploy(versions=versions, canary=0.5, phases=(1.0,))
+    ground.play(30.0)
+    assert not any(board.releases for board in bare)
+    state = ground.state(id)
+    assert view.format_event(state, told(ground, RolloutStarted)[0]) == (
+        "begun: model digits; left out: b-000 (no ONNX Runtime, which checks models: install the extra `onnx` there)"
+    )
+    assert (state.status, state.count_outcomes()) == ("done", {"committed": 2})
+    bare[0].go()
+    bare[0].engines, bare[0].judge = ("numpy", "onnx"), good
+    bare[0].come()
+    ground.play(10.0)
+    assert ground.state(id).count_outcomes() == {"committed": 3}
+
+
+def test_a_model_that_only_devices_without_a_runtime_could_get_ends_its_rollout(ground):
+    ground.fleet(2, engines=("numpy",))
+    id = ground.deploy()
+    ground.play(10.0)
+    assert ground.state(id).status == "aborted"
+    assert "no selected device can take the release: b-000 and 1 more (no ONNX Runtime" in ground.state(id).reason
+
+
+def test_settings_go_to_devices_without_a_runtime(ground):
+    ground.fleet(1, engines=("numpy",))
+    id = ground.deploy(kind="settings", name="", blob=None, settings={"budget": "1GB"})
+    ground.play(10.0)
+    assert list(ground.state(id).offered) == ["b-000"]
 
 
 def test_a_model_that_no_device_can_load_ends_its_rollout_before_it_is_sent(ground):

@@ -16,6 +16,8 @@ from fedquilt.coordinator.rounds.rollout import RolloutPlan
 from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.settings import AgentSettings
 
+pytest.importorskip("onnxruntime", reason="boards without it get no models")
+
 COUNT = 60
 
 

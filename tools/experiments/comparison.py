@@ -266,11 +266,14 @@ def compare_and_print(
     found, failed = run_cases(todo, out, run_case, progress.LINE.print_lines)
     runs, note = select_scores(list(found.values()))
     result = tables.make_result(job.name, runs, target, failed, note)
-    files = tables.write_files(result, runs, out)
+    files, problem = tables.write_files(result, runs, out)
+    unmade = [problem] if problem else []
     if format == "json":
         print(msgspec.json.format(msgspec.json.encode(result)).decode())
+        progress.LINE.print_lines(*unmade)
     else:
-        print("\n".join([*tables.format_table(result), *(f"failed: {each}" for each in failed), *files]))
+        failures = [f"failed: {each}" for each in failed]
+        print("\n".join([*tables.format_table(result), *failures, *files, *unmade]))
     return 1 if failed else 0
 
 

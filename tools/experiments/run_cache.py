@@ -18,6 +18,7 @@ import msgspec
 import fedquilt
 from fedquilt import methods, plugins
 from fedquilt.core import StoreError
+from fedquilt.data.spec import is_builtin_dataset
 from fedquilt.edge_agent import engines
 from fedquilt.formats import job_bundle as bundles
 from fedquilt.formats import training_choices
@@ -84,7 +85,7 @@ def list_plugin_versions(job: bytes) -> bytes:
     table = msgspec.json.decode(job)
     found = methods.required_plugins(table["method"]) | registry.required_plugins(table.get("model") or {})
     for data in (table.get("data") or {}, table.get("test") or {}):
-        if data.get("dataset") and not data.get("path"):
+        if data.get("dataset") and not data.get("path") and not is_builtin_dataset(data["dataset"]):
             found |= plugins.required_modules("data", data["dataset"])
     if table.get("engine"):
         found |= plugins.required_modules("engine", table["engine"], tuple(engines.NEEDS))

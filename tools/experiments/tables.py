@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from fedquilt import metrics
+from fedquilt import extras, metrics
 from fedquilt.console import table, units
 from fedquilt.core import StoreError
 from fedquilt.tools.experiments.single_run import EvaluationPoint, SeedRun
@@ -250,11 +250,28 @@ def _make_mean_line(name: str, runs: Sequence[SeedRun], cost: str) -> plots.Plot
     return plots.PlotLine(name, x, y, low if banded else (), high if banded else ()) if x else None
 
 
-def write_files(result: dict[str, Any], runs: Sequence[SeedRun], out: Path) -> list[str]:
-    """Write compare.json, compare.html and the plots into `out`, and return their paths."""
+def write_files(result: dict[str, Any], runs: Sequence[SeedRun], out: Path) -> tuple[list[str], str]:
+    """Write compare.json and, with the extra `report`, the plots and compare.html into `out`.
+
+    Returns:
+        The paths of the files, and why there is no report, or "".
+    """
+    files, problem = {"compare.json": msgspec.json.format(msgspec.json.encode(result)).decode() + "\n"}, ""
+    try:
+        files |= _make_report(result, runs)
+    except ModuleNotFoundError as error:
+        problem = f"no report: {extras.missing_message(error.name or '')}"
+    try:
+        for name, text in files.items():
+            (out / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StoreError(f"cannot write into {out}: {error.strerror}") from None
+    return [str(out / name) for name in files], problem
+
+
+def _make_report(result: dict[str, Any], runs: Sequence[SeedRun]) -> dict[str, str]:
     pictures = make_plots(runs, result["target"]) if result["table"] else {}
-    files = {"compare.json": msgspec.json.format(msgspec.json.encode(result)).decode() + "\n"}
-    files |= {name: plots.render_file(plot) for name, plot in pictures.items()}
+    files = {name: plots.render_file(plot) for name, plot in pictures.items()}
     params = [f"{run.method}: {msgspec.json.encode(run.params).decode()}" for run in runs]
     files["compare.html"] = page.render_page(
         "compare.html",
@@ -267,12 +284,7 @@ def write_files(result: dict[str, Any], runs: Sequence[SeedRun], out: Path) -> l
         params=list(dict.fromkeys(params)),
         failed=result["failed"],
     )
-    try:
-        for name, text in files.items():
-            (out / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise StoreError(f"cannot write into {out}: {error.strerror}") from None
-    return [str(out / name) for name in files]
+    return files
 
 
 T_95: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)  # of 1 to 10 degrees of freedom

@@ -28,6 +28,7 @@ from fedquilt.formats import job_bundle
 from fedquilt.tools.experiments import comparison, run_cache, single_run, tables
 from fedquilt.tools.experiments.comparison import ComparisonCase
 from fedquilt.tools.experiments.single_run import EvaluationPoint, SeedRun
+from fedquilt.tools.report import page
 from fedquilt.tools.simulation import agents, machines
 
 DIGITS = Path(agents.__file__).parents[1] / "lab" / "demo" / "digits.npz"
@@ -265,6 +266,27 @@ def test_nothing_that_ended_is_a_table_of_nothing(tmp_path: Path) -> None:
     assert "fedavg, seed 0: no" in (tmp_path / "compare.html").read_text()
 
 
+@pytest.mark.parametrize("package", ["matplotlib", "jinja2"])
+def test_without_the_packages_of_a_report_the_table_is_printed_all_the_same(
+    package: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    monkeypatch.setattr(comparison, "run_seed", lambda job, *_, **options: made(job.method, job.seed, 0.5, 0.75))
+    monkeypatch.setitem(sys.modules, package, None)
+    page._make_template_environment.cache_clear()  # which a test before may have filled
+    options: dict[str, Any] = {"names": ["fedavg"], "seeds": [0]}
+    assert comparison.compare_and_print(JOB, folder, out, **options) == 0
+    shown = capsys.readouterr().out
+    assert "75.00" in shown
+    said = f"no report: this needs {package}, which is not installed: pip install 'fedquilt[report]'"
+    assert shown.splitlines()[-1] == said
+    assert [each.name for each in out.iterdir() if each.is_file()] == ["compare.json"]
+    assert comparison.compare_and_print(JOB, folder, out, **options, format="json") == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out) == json.loads((out / "compare.json").read_text())
+    assert said in told.err
+
+
 def test_the_command_compares_on_a_real_fleet_and_goes_on_where_it_was(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -421,6 +443,14 @@ def test_a_jobs_data_are_in_two_tables_and_in_each_of_several_sources() -> None:
     }
     assert run_cache.list_data_paths(msgspec.json.encode(table)) == [Path("/a"), Path("/b"), Path("/t")]
     assert run_cache.list_data_paths(msgspec.json.encode({"data": {"dataset": "fedpews-32k"}})) == []
+
+
+@pytest.mark.parametrize("dataset", ["fedpews-32k", "fedpews-3.2k", "sklearn/iris"])
+def test_a_built_in_data_set_is_no_plugin_and_another_unknown_one_is_refused(dataset: str) -> None:
+    table = {"method": "fedavg", "data": {"dataset": dataset}, "test": {"dataset": dataset, "split": "test"}}
+    assert run_cache.list_plugin_versions(msgspec.json.encode(table)) == b""
+    with pytest.raises(JobError, match="data set 'none' is unknown"):
+        run_cache.list_plugin_versions(msgspec.json.encode({**table, "data": {"dataset": "none"}}))
 
 
 def test_a_key_changes_with_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,6 +129,23 @@ def test_what_is_not_there_is_said_before_anything_is_run(
     assert not (tmp_path / papers.KEPT).exists()
 
 
+def test_a_relative_folder_of_data_is_one_of_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "fake").mkdir()
+    (tmp_path / "fake" / "train-images-idx3-ubyte").write_bytes(b"")
+    monkeypatch.chdir(tmp_path)
+    asked: list[str] = []
+
+    def fill(table: grid.GridTable, *, folder: Path, **options: Any) -> None:
+        asked.append(table.fill_marks(folder).job["data"]["path"])
+        raise JobError("that is all")
+
+    monkeypatch.setattr(papers, "run_table", fill)
+    assert main(["lab", "reproduce", "codecs", "--data", "fake"]) == 2
+    assert asked == [str(tmp_path / "fake")], capsys.readouterr().err
+
+
 def test_a_grid_of_ones_own_is_run_shown_and_judged(
     own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
