@@ -52,6 +52,28 @@ class Fleet:
         self.link.publish(TOPICS.coord, wire.encode(wire.CoordState(online=True, epoch=self.epoch)), retain=True)
         self.heard["coordinator"] = []
 
+    def reconnect(self, link: AuthenticatedFleetLink) -> None:
+        """Connect a coordinator again that has lost its connection."""
+        self.broker.lose_client(self.raw)
+        self.raw, self.link = self.broker.connect(), link
+        self.raw.session = link.session + 1
+        link._link = self.raw
+        link.subscribe(TOPICS.coordinator_filters())
+        link.publish(TOPICS.coord, wire.encode(wire.CoordState(online=True, epoch=self.epoch)), retain=True)
+
+    def displace(self) -> None:
+        """Let a coordinator of another home, with the same certificate and number of its start, serve for a while."""
+        first = self.link
+        self.broker.lose_client(self.raw)
+        self.epoch -= 1
+        self.coordinate()
+        for name, board in self.boards.items():
+            board.publish(up(name, "telemetry"), CLAIM)
+        self.run(6.0)
+        assert first._keys.keys() == self.link._keys.keys()
+        self.reconnect(first)
+        self.heard = {name: [] for name in self.heard}
+
     def join(self, name: str, identity: LinkIdentity | None = None) -> AuthenticatedDeviceLink:
         self.identities.setdefault(name, identity or LinkIdentity(self.site.broker(name)))
         self.boards[name] = AuthenticatedDeviceLink(self.broker.connect(), self.identities[name], "f", name, self.clock)

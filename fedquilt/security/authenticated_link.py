@@ -63,9 +63,10 @@ class AuthenticatedLink(LinkWrapper):
     def max_payload(self) -> int:
         return self._link.max_payload - ENVELOPE_BYTES
 
-    def _send_hello(self, device: str, direction: wire.Direction, hello: wire.Hello) -> None:
+    def _send_hello(self, device: str, direction: wire.Direction, hello: wire.Hello, *, reliable: bool = True) -> None:
+        topic = self._topics.device_topic(device, direction, "hello")
         try:
-            self._link.publish(self._topics.device_topic(device, direction, "hello"), wire.encode(hello))
+            self._link.publish(topic, wire.encode(hello), reliable=reliable)
         except LinkError as error:
             log.error("cannot shake hands: %s", error)
 
@@ -260,7 +261,12 @@ RATE: Final = 5.0  # and a second for good, so that a flood takes about a hundre
 
 
 class AuthenticatedFleetLink(AuthenticatedLink):
-    """Coordinator's side of authenticated links to all devices."""
+    """Coordinator's side of authenticated links to all devices.
+
+    While the connection to the broker was lost, another coordinator may have given the devices sessions. So a session
+    of an earlier connection is doubtful: a device is asked for another one if it uses another session, or if it does
+    not use this one within ASK_S and there is something to send.
+    """
 
     def __init__(
         self, link: Link, identity: LinkIdentity, fleet: str, clock: Callable[[], float] = time.monotonic
@@ -269,6 +275,9 @@ class AuthenticatedFleetLink(AuthenticatedLink):
         self._warn_before_expiry()
         self._epoch = 0  # as the coordinator has announced it
         self._keys: dict[str, Session] = {}  # by device
+        self._made: dict[str, int] = {}  # device -> connection in which its session was made
+        self._used: dict[str, int] = {}  # device -> connection in which it used its session last
+        self._connection, self._connected_s = link.session, -math.inf  # the present one, and since when
         self._rights: dict[str, SiteRight] = {}  # of sites, by their certificates
         self._boots: dict[str, str] = {}  # device -> the start of its agent that is online
         self._attempts: OrderedDict[str, Handshake] = OrderedDict()  # by device, the oldest first
@@ -278,11 +287,13 @@ class AuthenticatedFleetLink(AuthenticatedLink):
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
         """Publish a message, signed for its device. Without a session, only an empty message is sent."""
+        self._look_at_connection()
         route = wire.parse_topic(topic)
         if route.direction == "dn" and route.leaf != "chunk":
             session = self._current_session(route.device)
             if session is not None:
                 payload = make_signed_payload(session, topic, payload)
+                self._request_handshake_if_unanswered(route.device)
             elif payload:
                 return
         elif route.leaf == "coord":
@@ -290,6 +301,7 @@ class AuthenticatedFleetLink(AuthenticatedLink):
         self._link.publish(topic, payload, retain=retain, reliable=reliable)
 
     def receive(self) -> list[Message]:
+        self._look_at_connection()
         taken = []
         for message in self._link.receive():
             try:
@@ -332,6 +344,8 @@ class AuthenticatedFleetLink(AuthenticatedLink):
         if route.leaf == "presence" and not is_signed(message.payload):
             return self._accept_last_will(route.device, message)
         said = verify_message(self._current_session(route.device), route, message)
+        if not message.retained:
+            self._used[route.device] = self._connection
         if route.leaf == "presence":
             self._boots[route.device] = wire.decode(said.payload, wire.Presence).boot
         return said
@@ -349,12 +363,23 @@ class AuthenticatedFleetLink(AuthenticatedLink):
             raise UnsignedMessageError
         return message if told.boot == self._boots.get(device) else None
 
+    def _look_at_connection(self) -> None:
+        if self._connection != self._link.session:
+            self._connection, self._connected_s = self._link.session, self._clock()
+
     def _request_handshake(self, device: str) -> None:
-        # Only without a session: each new session makes messages under way in the latest session late.
-        if self._current_session(device) is None and _admit_unless_too_early(
-            self._asked_s, device, self._clock(), ASK_S
-        ):
-            self._send_hello(device, "dn", wire.Hello())
+        # Only without a session of this connection: each new one makes messages under way in the latest one late.
+        if self._current_session(device) is None or self._made.get(device) != self._connection:
+            self._ask_to_begin(device)
+
+    def _request_handshake_if_unanswered(self, device: str) -> None:
+        waited = self._clock() >= self._connected_s + ASK_S
+        if waited and self._used.get(device) != self._connection:
+            self._ask_to_begin(device, reliable=False)  # a broker would keep it for a device that is offline
+
+    def _ask_to_begin(self, device: str, *, reliable: bool = True) -> None:
+        if _admit_unless_too_early(self._asked_s, device, self._clock(), ASK_S):
+            self._send_hello(device, "dn", wire.Hello(), reliable=reliable)
 
     def _handle_hello(self, device: str, hello: wire.Hello) -> None:
         attempt = self._attempts.get(device)
@@ -406,6 +431,7 @@ class AuthenticatedFleetLink(AuthenticatedLink):
         session.ends_s = self._clock() + 2 * RENEW_S  # a board renews it in time, if its certificate is still good
         self._remember_former_session(device, self._keys.get(device))
         self._keys[device] = session
+        self._made[device] = self._used[device] = self._connection
         log.info("signed: %s has proved that it is; session %s", device, session.name)
 
 
