@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import platform
+import re
 import sys
 import tempfile
 import zipfile
@@ -34,9 +35,8 @@ def wheel(folder: Path, version: str = NEW, changes: Mapping[str, Callable[[str]
         for name in source.namelist():
             text = source.read(name)
             if name == "fedquilt/__init__.py":
-                text = text.replace(
-                    f'__version__ = "{fedquilt.__version__}"'.encode(), f'__version__ = "{version}"'.encode()
-                )
+                text, count = re.subn(rb"__version__ = .*", f'__version__ = "{version}"'.encode(), text)
+                assert count == 1, f"{name} states no version"
             if name in changes:
                 changed = changes[name](text.decode())
                 assert changed != text.decode(), f"{name} has nothing to change"
