@@ -39,7 +39,7 @@ from fedquilt.host.http_server import (
 )
 from fedquilt.security.handshake import LinkIdentity, common_name_of_peer
 
-log = logging.getLogger("fedquilt.coordinator.blobs")
+log = logging.getLogger("fedquilt.coordinator.blob_server")
 
 PER_BOARD: Final = 8  # connections: a board has two transfers at once, and lost connections stay for a while
 LEAST_BYTES_PER_S: Final = 1000.0  # pace by which the time for a transfer grows with its size

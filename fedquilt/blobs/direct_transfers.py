@@ -38,7 +38,7 @@ from fedquilt.security.handshake import LinkIdentity
 if TYPE_CHECKING:
     from fedquilt.blobs.http_client import HttpClient
 
-log = logging.getLogger("fedquilt.blobs.carriers")
+log = logging.getLogger("fedquilt.blobs.direct_transfers")
 
 JOBS_MOST: Final = 2  # at once, on a board
 QUIET_S: Final = 30.0  # longest pause of a device's upload, before its chunks are asked for over the link

@@ -24,7 +24,7 @@ from fedquilt.host.http_server import split_http_url
 from fedquilt.security.handshake import COORDINATOR, LinkIdentity, common_name_of_peer
 from fedquilt.transport.mqtt.broker import describe_exception
 
-log = logging.getLogger("fedquilt.blobs.http")
+log = logging.getLogger("fedquilt.blobs.http_client")
 
 PIECE: Final = 256 * 1024  # bytes read at once, and written
 TLS_PIECE: Final = 16 * 1024  # bytes sent at once under TLS: each within STALL_S

@@ -22,7 +22,7 @@ from fedquilt.blobs.store import BlobStore
 from fedquilt.core import BlobRef, FedquiltError, StoreError, WireMessage, shorten_error
 from fedquilt.transport.link import Link
 
-log = logging.getLogger("fedquilt.blobs.sending")
+log = logging.getLogger("fedquilt.blobs.upload")
 
 _CUT_MOST: Final = 4096  # blobs of which it is remembered that they have been cut
 _SENT_MOST: Final = 4096  # chunks of which it is remembered that they have been sent

@@ -31,7 +31,7 @@ Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 Amount = Annotated[float, Meta(ge=0.0, le=1e24)]
 Metrics = Annotated[dict[Label, float], Meta(max_length=1000)]
 Layout = Annotated[dict[Label, Label], Meta(max_length=20_000)]
-"""Tensor -> its type and shape, "f4:64,3,7,7": `fedquilt.arrays.tensors.layout`."""
+"""Tensor -> its type and shape, "f4:64,3,7,7": `fedquilt.arrays.tensors.layout_from_tensors`."""
 
 
 class WireMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -478,9 +478,20 @@ def _open_folder_with_rights(path: Place, above: int | None = None) -> int:
 
 
 def write_output(file: Path, text: str) -> None:
+    """Write a whole file, or leave an earlier one as it was."""
     make_output_folder(file)
+    target = file.resolve()
     with disk_errors(f"write {file}", "free some space or name another file"):
-        file.write_text(text, encoding="utf-8")
+        if target.exists() and not target.is_file():  # such as /dev/stdout
+            target.write_text(text, encoding="utf-8")
+            return
+        part = target.with_name(f"{target.name}.part")
+        try:
+            part.write_text(text, encoding="utf-8")
+            part.replace(target)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
 
 
 def make_output_folder(file: Path) -> None:

@@ -1,5 +1,7 @@
 """Arrays on the disk: read when they are used, and refused by name when they are not what they were."""
 
+import errno
+import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,8 +9,8 @@ import pytest
 
 from fedquilt.arrays import disk_arrays, exact_sums, tensors
 from fedquilt.arrays.disk_arrays import DiskArray, LazyTensors, ScratchFile, checksum
-from fedquilt.core import StoreError
-from fedquilt.host.disk import REAL
+from fedquilt.core import DiskFullError, StoreError
+from fedquilt.host.disk import REAL, write_output
 
 ONES = np.ones((3, 5), np.float32)
 
@@ -145,3 +147,20 @@ def test_a_part_of_a_state_that_holds_arrays_alone_is_no_mapping_of_arrays(tmp_p
         found = disk_arrays.read_state(tmp_path / "state", Searching, lazy_bytes=1)
         assert np.array_equal(found.gathered.half, ONES)
         assert isinstance(found.model, LazyTensors) == (model is not None)
+
+
+def test_an_output_that_does_not_fit_leaves_the_earlier_one(tmp_path, monkeypatch):
+    page = tmp_path / "page.html"
+    page.write_text("old")
+
+    def fill(path, text, **_):
+        path.write_bytes(text.encode()[:2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(page), "write_text", fill)
+        with pytest.raises(DiskFullError, match=r"page\.html"):
+            write_output(page, "new")
+    assert {each.name: each.read_text() for each in tmp_path.iterdir()} == {"page.html": "old"}
+    write_output(page, "new")
+    assert page.read_text() == "new"

@@ -178,11 +178,11 @@ def prepare_bundle(job: Mapping[str, Any], out: Path, say: Callable[[str], None]
     From `[model]`: the files "model" and "masks" (`models.partial.masks`), or metadata "untraced" with the reason why
     the network cannot be masked. Metadata "network", "flops" and "example_bytes" of one example, "register"
     (`fedquilt.formats.tensor_register`), "layers", and "pretrained". For plug-in networks also "plugins"
-    (`fedquilt.plugins.needs`) and "outputs". With `weights_classes`, the number of classes of the weights, the last
-    layer is replaced.
+    (`fedquilt.plugins.required_modules`) and "outputs". With `weights_classes`, the number of classes of the weights,
+    the last layer is replaced.
     From `[schedule]`: metadata "schedule" (`fedquilt.tools.artefacts.frozen_part`).
     From `[input]`, `labels` and `[[donors]]`: files "<block>.onnx" and "<block>.data", and metadata "input", "labels",
-    "donors" and "blocks" (read by `fedquilt.models.stitching.stitched_network.stock`). A block's id is
+    "donors" and "blocks" (read by `fedquilt.models.stitching.stitched_network.load_donor_pool`). A block's id is
     "<donor>.<index>". From `[data]`: metadata "reading" (`fedquilt.data.reading_settings`).
     From `[int8]`: files "<block>.int8.onnx" of the blocks that `fedquilt.tools.artefacts.quantization` accepts.
     """

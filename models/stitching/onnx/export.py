@@ -1,6 +1,6 @@
 """Export of a stitched network as one ONNX file.
 
-Input "x": prepared examples (n, ...) float32 (`fedquilt.data.inputs.prepare`), images as (n, channels, size, size).
+Input "x": prepared examples (n, ...) float32 (`data.inputs.prepare_inputs`), images as (n, channels, size, size).
 Output "scores": (n, labels), of which the largest is the prediction. Paths are parallel. Their common prefixes, and the
 weights of a block in several paths, are stored once. A junction (`fedquilt.models.stitching.stitched_network`) consists
 of two constant products that resize and a 1x1 convolution, in the same order as on the agents. The taps are pooled,
