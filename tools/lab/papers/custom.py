@@ -87,7 +87,7 @@ def observe_newcomers(
     if left == 1:  # newcomers train from this state
         state = simulation.state
         genes = [state.genes[state.assigned[name]] for name in new]
-        begun = [tensors.total_bytes([state.first[layer] for layer in gene]) for gene in genes]
+        begun = [tensors.total_bytes([state.initial_layers[layer] for layer in gene]) for gene in genes]
         return {"begun_bytes": statistics.fmean(begun), "genes": {str(k): list(g) for k, g in enumerate(state.genes)}}
     if not simulation.is_finished:
         return {}
