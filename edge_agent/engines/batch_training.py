@@ -16,7 +16,7 @@ import numpy as np
 
 from fedquilt import metrics
 from fedquilt.core import Examples, Fit, Hooks, ModelError, Step, Tensors, UpdateError
-from fedquilt.edge_agent.engines import numpy_engine, objectives, training
+from fedquilt.edge_agent.engines import evaluation_sums, numpy_engine, training
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine, NumpyOptimizer
 from fedquilt.formats import training_choices
 
@@ -105,7 +105,7 @@ class BatchedNumpyEngine(BatchTrainer, NumpyEngine):
         mlp, fit = numpy_engine.parse_network(first.network), first.fit
         for call in calls:
             training.require_shapes(call.start, mlp.shapes)
-            objectives.require_targets(call.examples, mlp.classes, mlp.task)
+            evaluation_sums.require_targets(call.examples, mlp.classes, mlp.task)
         accounts = [training.TrainingProgress(count, fit, call.progress) for call in calls]
         model = {name: np.array([call.start[name] for call in calls], np.float32) for name in mlp.shapes}
         descent, failed = NumpyOptimizer(mlp, model, fit, first.hooks), dict[int, Exception]()
@@ -146,7 +146,7 @@ def _losses_and_gradient(
         raise ModelError(f"examples hold {ready.shape[2]} values each")
     values = numpy_engine.forward(model, ready)
     scores = values.pop()
-    each, back = objectives.losses_and_gradients(metrics.task_from_network(network), scores.reshape(len(x), -1), y)
+    each, back = evaluation_sums.losses_and_gradients(metrics.task_from_network(network), scores.reshape(len(x), -1), y)
     numpy_engine.backward(model, values, back.reshape(scores.shape), count, gradient)
     return np.asarray(each.reshape(len(calls), -1).sum(axis=1).astype(np.float64) / count)
 

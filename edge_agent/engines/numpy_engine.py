@@ -2,7 +2,7 @@
 
 The network table is `{"name": "mlp", "inputs": d, "hidden": [h, ...], "classes": k}`, with an optional "input" table
 for images. Tensors are named as in torch's `Sequential(Flatten, Linear, ReLU, ..., Linear)`: "1.weight" (h, d),
-"1.bias" (h,), "3.weight" and so on. Losses are in `objectives`. Steps equal those of `torch.optim.SGD` and `Adam`.
+"1.bias" (h,), "3.weight" and so on. Losses are in `evaluation_sums`. Steps equal those of `torch.optim.SGD` and `Adam`.
 Equal input and an equal generator give bit-identical results.
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 from fedquilt import extras, metrics
 from fedquilt.arrays import tensors
 from fedquilt.core import DataError, EvaluationSums, Examples, Fit, Hooks, JobError, ModelError, TaskKind, Tensors
-from fedquilt.edge_agent.engines import objectives, training
+from fedquilt.edge_agent.engines import evaluation_sums, training
 from fedquilt.formats import toml, training_choices
 
 BASE_BYTES = 44_000_000  # resident with numpy and this package, and a share read (x86-64, numpy 2.4)
@@ -82,7 +82,7 @@ class NumpyEngine:
         if odd := training_choices.describe_torch_choices(vars(fit)):
             raise JobError(f"the numpy engine cannot train with {odd}: {extras.installation_command('train')}")
         mlp, model = _load_network(network, start)
-        objectives.require_targets(examples, mlp.classes, mlp.task)
+        evaluation_sums.require_targets(examples, mlp.classes, mlp.task)
         steps = training.TrainingProgress(len(examples), fit, progress)
         descent = NumpyOptimizer(mlp, model, fit, hooks)
         at_once = self._micro_batch_size(mlp, fit.batch, copies=4 + len(hooks.anchors))
@@ -99,14 +99,14 @@ class NumpyEngine:
     ) -> EvaluationSums:
         _require_supported_hooks(hooks)
         mlp, model = _load_network(network, model)
-        objectives.require_targets(examples, mlp.classes, mlp.task)
+        evaluation_sums.require_targets(examples, mlp.classes, mlp.task)
         parts = training.mini_batches(
             np.arange(len(examples)), self._micro_batch_size(mlp, EVALUATED_AT_ONCE, copies=1)
         )
         batches = (
             (forward(model, _prepare_inputs(network, examples.x[rows], hooks))[-1], examples.y[rows]) for rows in parts
         )
-        return objectives.evaluate_scores(mlp.task, batches, examples.prior).sums()
+        return evaluation_sums.evaluate_scores(mlp.task, batches, examples.prior).sums()
 
     @np.errstate(invalid="ignore", over="ignore")
     def fisher(
@@ -115,7 +115,7 @@ class NumpyEngine:
         _require_supported_hooks(hooks)
         training.require_examples(examples, each)
         mlp, held = _load_network(network, model)
-        objectives.require_targets(examples, mlp.classes, mlp.task)
+        evaluation_sums.require_targets(examples, mlp.classes, mlp.task)
         at_once = self._micro_batch_size(mlp, each, copies=4)
         total = {name: np.zeros_like(array) for name, array in held.items()}
         groups = list(training.mini_batches(np.arange(len(examples)), each))
@@ -250,7 +250,7 @@ def _loss_and_gradient(
     loss, gradient = 0.0, dict[str, np.ndarray]()
     for rows in training.micro_batches(batch, at_once):
         values = forward(model, _prepare_inputs(network, examples.x[rows], hooks))
-        losses, back = objectives.losses_and_gradients(
+        losses, back = evaluation_sums.losses_and_gradients(
             metrics.task_from_network(network), values.pop(), examples.y[rows]
         )
         loss += float(losses.sum()) / len(batch)

@@ -33,7 +33,7 @@ import onnxruntime as ort
 
 from fedquilt.core import ClassPrior, DataError, EvaluationSums, MemoryBudgetError, ModelError, shorten_error
 from fedquilt.costs import peak_memory
-from fedquilt.edge_agent.engines import execution_providers, objectives
+from fedquilt.edge_agent.engines import evaluation_sums, execution_providers
 from fedquilt.edge_agent.engines.execution_providers import ExecutionProviders
 from fedquilt.host import process_resources
 from fedquilt.onnx.graph_check import CheckedGraph, Shape
@@ -135,7 +135,7 @@ class OnnxEngine:
     def evaluate_scores(
         self, batches: Iterable[tuple[np.ndarray, np.ndarray]], prior: ClassPrior | None = None
     ) -> EvaluationSums:
-        return objectives.evaluate_scores("classes", batches, prior).sums()
+        return evaluation_sums.evaluate_scores("classes", batches, prior).sums()
 
     def run_together(self, graph: Path, x: np.ndarray) -> np.ndarray | None:
         """Return the output for all examples in one batch, or None if the graph takes only one example at a time."""

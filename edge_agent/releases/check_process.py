@@ -38,7 +38,7 @@ from fedquilt.core import (
 from fedquilt.data import examples, reading_settings
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import engines
-from fedquilt.edge_agent.engines import exported_model, objectives
+from fedquilt.edge_agent.engines import evaluation_sums, exported_model
 from fedquilt.edge_agent.engines.exported_model import ExportedModel
 from fedquilt.edge_agent.task import main as task
 from fedquilt.edge_agent.task import main as task_process
@@ -185,7 +185,7 @@ def _require_matching_data(model: LoadedModel, held: Examples, order: CheckReque
     if model.about.task not in (None, spec.task):
         raise ModelError(f"it predicts {model.about.task}, and the data here are for {spec.task}")
     outputs = model.compute_scores(held.x[:1]).shape[1]
-    objectives.require_targets(held, outputs, spec.task)
+    evaluation_sums.require_targets(held, outputs, spec.task)
 
 
 def _format_labels(labels: tuple[str, ...]) -> str:
@@ -204,12 +204,12 @@ def _measure_accuracy(model: LoadedModel, held: Examples, notes: list[str]) -> d
 
 def _evaluate_scores(
     model: LoadedModel, held: Examples, prior: ClassPrior | None = None
-) -> objectives.EvaluationAccumulator:
+) -> evaluation_sums.EvaluationAccumulator:
     batches = (
         (model.compute_scores(held.x[first : first + AT_ONCE]), held.y[first : first + AT_ONCE])
         for first in range(0, len(held), AT_ONCE)
     )
-    return objectives.evaluate_scores(model.about.task or "classes", batches, prior)
+    return evaluation_sums.evaluate_scores(model.about.task or "classes", batches, prior)
 
 
 def _measure_accuracy_before(

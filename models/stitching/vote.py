@@ -32,9 +32,8 @@ RELATIVE = 1e-9  # sums of votes that differ by a smaller share of the total are
 class Ballot:
     """One device's scores of a pool of b blocks.
 
-    With scoring in two stages, `level` is 1 for blocks that reached the second stage. Scores of different levels are
-    never
-    compared: level 1 ranks above level 0.
+    With scoring in two stages, `level` is 1 for blocks that reached the second stage, which rank above the others.
+    Scores of different levels are not compared.
     """
 
     screen: np.ndarray  # (b,) float64: score of the first stage, which every block has

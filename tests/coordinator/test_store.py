@@ -437,7 +437,7 @@ def test_what_another_process_has_written_between_two_facts_of_this_one_is_neede
 
 
 def append_and_fail_logs(made: Run) -> None:
-    """A fact whose transaction is taken back."""
+    """Append an event in a transaction that is rolled back."""
     with made.store.open_transaction():
         made.store._rows.append_events(
             [(made.id, 1.0, encode_lossless(made.id, UpdateAccepted(3, of(made.id, "b", 3))))]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fedquilt.core import EvaluationSums, TaskKind, Update, UpdateError, Usage, evaluation
-from fedquilt.edge_agent.engines import objectives
+from fedquilt.edge_agent.engines import evaluation_sums
 from fedquilt.metrics import MAIN
 from fedquilt.wire import MAX_CONTROL
 
@@ -22,10 +22,10 @@ Data = tuple[np.ndarray, np.ndarray]  # scores and targets
 
 def evaluated(task: TaskKind, data: Data, rows: Any = slice(None), batch: int = 7) -> EvaluationSums:
     """Sums of one device."""
-    found, (scores, y) = objectives.EvaluationAccumulator(task), (each[rows] for each in data)
+    found, (scores, y) = evaluation_sums.EvaluationAccumulator(task), (each[rows] for each in data)
     for start in range(0, len(y), batch):
         part = slice(start, start + batch)
-        loss = objectives.losses_and_gradients(task, scores[part], y[part])[0].sum()
+        loss = evaluation_sums.losses_and_gradients(task, scores[part], y[part])[0].sum()
         found.add_batch(scores[part], y[part], float(loss))
     return found.sums()
 
@@ -167,7 +167,7 @@ def test_metrics_of_labels_are_those_of_their_definitions():
         "label_accuracy": float((found == true).mean()),
         "exact_match": float((found == true).all(axis=1).mean()),
         **expected_rates(found, true),
-        "loss": float(objectives.losses_and_gradients("labels", scores.astype(np.float64), y)[0].mean()),
+        "loss": float(evaluation_sums.losses_and_gradients("labels", scores.astype(np.float64), y)[0].mean()),
     }
     auc, error = told.pop("auc"), told.pop("auc_error")
     assert told == pytest.approx(wanted, rel=1e-5)

@@ -22,7 +22,7 @@ from fedquilt.coordinator.views import event_messages, run_summary
 from fedquilt.core import ClassPrior, EvaluationSums, JobError, Update, Usage, evaluation
 from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
-from fedquilt.edge_agent.engines import numpy_engine, objectives
+from fedquilt.edge_agent.engines import evaluation_sums, numpy_engine
 from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
 from fedquilt.edge_agent.releases import check_process
 from fedquilt.edge_agent.task.protocol import CheckRequest, SplitModelFiles
@@ -59,12 +59,12 @@ def reference_right(scores: np.ndarray, y: np.ndarray, ratios: np.ndarray) -> in
     for fold in range(5):
         others = [i for i in range(len(y)) if i % 5 != fold]
         best, most = 0.0, 0
-        for strength in objectives.STRENGTHS:
+        for strength in evaluation_sums.STRENGTHS:
             plain = [scores[i].argmax() == y[i] for i in others]
             moved = [(scores[i] + strength * ratios).argmax() == y[i] for i in others]
             gain = sum(moved) - sum(plain)
             changed = sum(a != b for a, b in zip(plain, moved, strict=True))
-            if gain > most and gain > objectives.LEAST_GAIN * changed**0.5:
+            if gain > most and gain > evaluation_sums.LEAST_GAIN * changed**0.5:
                 best, most = strength, gain
         right += sum((scores[i] + best * ratios).argmax() == y[i] for i in range(fold, len(y), 5))
     return right
@@ -76,10 +76,10 @@ def test_log_ratios_are_smoothed_counts_over_the_fleets_shares_by_hand():
     G is 2 * 60 ln 1.5 = 48.7. That of a tenth of the labels does not exceed 2 + 3 * 2.
     """
     shares = (0.5, 0.25, 0.25)
-    found = objectives.compute_log_ratios(ClassPrior(np.repeat([0, 1], [60, 20]), shares), 3)
+    found = evaluation_sums.compute_log_ratios(ClassPrior(np.repeat([0, 1], [60, 20]), shares), 3)
     assert found == pytest.approx(np.log([61.5 / 41.5, 20.75 / 20.75, 0.75 / 20.75]), abs=1e-12)
     for labels in (np.repeat([0, 1], [6, 2]), np.repeat([0, 1, 2], [50, 25, 25]), np.array([], np.uint8)):
-        assert objectives.compute_log_ratios(ClassPrior(labels, shares), 3).tolist() == [0, 0, 0]
+        assert evaluation_sums.compute_log_ratios(ClassPrior(labels, shares), 3).tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("batch", [1, 7, 200])
@@ -87,8 +87,8 @@ def test_each_fold_counts_with_the_strength_that_the_others_choose(batch):
     scores, y = skewed()
     prior = ClassPrior(y, ())
     batches = ((scores[i : i + batch], y[i : i + batch]) for i in range(0, len(y), batch))
-    found = objectives.evaluate_scores("classes", batches, prior)
-    wanted = reference_right(scores, y, objectives.compute_log_ratios(prior, 3))
+    found = evaluation_sums.evaluate_scores("classes", batches, prior)
+    wanted = reference_right(scores, y, evaluation_sums.compute_log_ratios(prior, 3))
     plain = int((scores.argmax(axis=1) == y).sum())
     assert found.sums().right_with_priors == wanted > plain
     assert evaluation.main_metric_value(found.sums()) == plain / len(y)
@@ -99,7 +99,7 @@ def test_each_fold_counts_with_the_strength_that_the_others_choose(batch):
 def test_no_prior_is_used_where_the_devices_classes_are_the_fleets_or_too_few_examples_tell():
     scores, y = skewed()
     for labels, shares, count in ((np.repeat([0, 1, 2], [70, 25, 5]), (0.7, 0.25, 0.05), 200), (y, (), 4)):
-        found = objectives.evaluate_scores("classes", [(scores[:count], y[:count])], ClassPrior(labels, shares))
+        found = evaluation_sums.evaluate_scores("classes", [(scores[:count], y[:count])], ClassPrior(labels, shares))
         assert found.strengths is not None
         assert found.strengths.choose_strength() == 0
         assert found.sums().right_with_priors == (scores[:count].argmax(axis=1) == y[:count]).sum()
@@ -241,10 +241,10 @@ def test_a_model_on_a_board_adds_the_boards_own_class_priors(tmp_path):
         plain, own = runner.run(tmp_path / "global.onnx", x), runner.run(model, x)
         runner.close()
         prior = ClassPrior(train.y, task.class_shares)
-        strengths = objectives.evaluate_scores("classes", [(plain, held.y)], prior).strengths
+        strengths = evaluation_sums.evaluate_scores("classes", [(plain, held.y)], prior).strengths
         assert strengths is not None
         strength = strengths.choose_strength()
-        ratios = objectives.compute_log_ratios(prior, 10)
+        ratios = evaluation_sums.compute_log_ratios(prior, 10)
         assert own - plain == pytest.approx(np.tile(strength * ratios, (len(x), 1)), abs=1e-4)
         assert (strength > 0) is helps
         assert found.metrics["accuracy"] == (own.argmax(axis=1) == held.y).mean()

@@ -14,7 +14,7 @@ from fedquilt import extras, metrics
 from fedquilt.console import table, units
 from fedquilt.core import StoreError
 from fedquilt.tools.experiments.single_run import EvaluationPoint, SeedRun
-from fedquilt.tools.report import page, plots
+from fedquilt.tools.report import plots, rendering
 
 COSTS: Final = ("rounds", "bytes", "energy_j", "seconds", "real_s")
 NAMES: Final = {"energy_j": "joules", "real_s": "real_seconds"}
@@ -273,14 +273,14 @@ def _make_report(result: dict[str, Any], runs: Sequence[SeedRun]) -> dict[str, s
     pictures = make_plots(runs, result["target"]) if result["table"] else {}
     files = {name: plots.render_file(plot) for name, plot in pictures.items()}
     params = [f"{run.method}: {msgspec.json.encode(run.params).decode()}" for run in runs]
-    files["compare.html"] = page.render_page(
+    files["compare.html"] = rendering.render_page(
         "compare.html",
         job=result["job"],
         metric=metrics.KNOWN[result["metric"]].title,
         accuracy_on=result["accuracy_on"],
-        table=page.HtmlTable(make_table_head(result), format_table_cells(result)),
+        table=rendering.HtmlTable(make_table_head(result), format_table_cells(result)),
         notes=make_table_notes(result),
-        plots=page.render_plots(*pictures.values()),
+        plots=rendering.render_plots(*pictures.values()),
         params=list(dict.fromkeys(params)),
         failed=result["failed"],
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 import fedquilt
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.host import disk
-from fedquilt.tools.report import page, run_data, sections
+from fedquilt.tools.report import rendering, run_data, sections
 from fedquilt.tools.report.run_data import RunData, load_run_data
 
 
@@ -26,9 +26,9 @@ def write_run_page(store: Store, run: str, out: Path | None) -> Path:
     return file
 
 
-def render_run_page(found: RunData, donors: page.PageSection | None = None) -> str:
+def render_run_page(found: RunData, donors: rendering.PageSection | None = None) -> str:
     row = found.row
-    return page.render_page(
+    return rendering.render_page(
         "run.html",
         row=row,
         began=time.strftime("%Y-%m-%d %H:%M", time.localtime(row.created)),
@@ -44,7 +44,7 @@ def render_run_page(found: RunData, donors: page.PageSection | None = None) -> s
         front=run_data.make_candidate_section(found.candidates, row.job),
         matrix=sections.make_device_matrix(found.parts, found.summary.final) if found.parts else None,
         reasons=sections.make_reason_table(found),
-        partition=page.make_safe_markup(found.partition) if found.partition else None,
+        partition=rendering.make_safe_markup(found.partition) if found.partition else None,
         log=sections.format_log(found),
         job=sections.format_job(row.job),
     )

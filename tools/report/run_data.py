@@ -17,7 +17,7 @@ from fedquilt.coordinator.views.run_summary import ProgressPoint, RunSummary, pr
 from fedquilt.coordinator.views.scores import EvaluationScore, HeldOutScore, read_scores
 from fedquilt.core import FedquiltError
 from fedquilt.tools.report import plots
-from fedquilt.tools.report.page import HtmlTable, PageSection, render_plots
+from fedquilt.tools.report.rendering import HtmlTable, PageSection, render_plots
 
 Candidates = Sequence[Mapping[str, Any]]
 

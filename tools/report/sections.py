@@ -25,7 +25,7 @@ from fedquilt.coordinator.views.round_outcomes import DeviceOutcome
 from fedquilt.coordinator.views.run_summary import CostLedger, RunSummary
 from fedquilt.core import evaluation
 from fedquilt.tools.report import plots
-from fedquilt.tools.report.page import HtmlTable, PageSection, render_plots
+from fedquilt.tools.report.rendering import HtmlTable, PageSection, render_plots
 from fedquilt.tools.report.run_data import RunData
 
 MATRIX_DEVICES, MATRIX_ROUNDS = 60, 120

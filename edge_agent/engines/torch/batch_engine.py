@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from fedquilt import metrics
-from fedquilt.edge_agent.engines import objectives, training
+from fedquilt.edge_agent.engines import evaluation_sums, training
 from fedquilt.edge_agent.engines.batch_training import BatchTrainer, TrainCall, Trained
 from fedquilt.edge_agent.engines.torch import training_step
 from fedquilt.edge_agent.engines.torch.engine import TorchEngine
@@ -199,7 +199,7 @@ class _DeviceBatch:
             if scores.ndim != 3:
                 raise RuntimeError("the network does not give one number per class or output")
             for call in self._calls:
-                objectives.require_targets(call.examples, scores.shape[2], self._task)
+                evaluation_sums.require_targets(call.examples, scores.shape[2], self._task)
             self._begun = True
         return scores
 

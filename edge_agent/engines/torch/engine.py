@@ -36,7 +36,7 @@ from fedquilt import metrics, models
 from fedquilt.core import DataError, EvaluationSums, Examples, Fit, Hooks, ModelError, Tensors
 from fedquilt.core.errors import first_line
 from fedquilt.costs import peak_memory
-from fedquilt.edge_agent.engines import failures, objectives, training
+from fedquilt.edge_agent.engines import evaluation_sums, failures, training
 from fedquilt.edge_agent.engines.torch import augmentation, recomputation, training_step
 from fedquilt.formats import training_choices
 from fedquilt.models import fisher
@@ -211,7 +211,7 @@ class TorchEngine:
         task = metrics.task_from_network(network)
         if not len(examples):
             return EvaluationSums(examples=0, task=task)
-        found = objectives.EvaluationAccumulator(task, examples.prior)
+        found = evaluation_sums.EvaluationAccumulator(task, examples.prior)
         with deterministic_torch(0):
             module, trained, _ = self._build_model(network, model, examples, hooks)
             module.eval()
@@ -265,7 +265,7 @@ class TorchEngine:
         training.require_shapes(start, {name: tuple(value.shape) for name, value in held.items()})
         training_step.enable_gradients(model, hooks)
         trained, outputs = self._probe_network(model, network, examples, hooks)
-        objectives.require_targets(examples, outputs, metrics.task_from_network(network))
+        evaluation_sums.require_targets(examples, outputs, metrics.task_from_network(network))
         with torch.no_grad():  # after the probe, which changes the statistics of batch normalisation
             for name, value in held.items():
                 value.copy_(torch.tensor(start[name]))
@@ -366,7 +366,7 @@ def _record_steps(told: list[tuple[list[torch.Tensor], int]], steps: training.Tr
 
 
 def _record_scores(
-    told: list[tuple[np.ndarray, torch.Tensor, torch.Tensor]], found: objectives.EvaluationAccumulator
+    told: list[tuple[np.ndarray, torch.Tensor, torch.Tensor]], found: evaluation_sums.EvaluationAccumulator
 ) -> None:
     for y, scores, loss in told:
         found.add_batch(scores.cpu().numpy(), y, float(loss))

@@ -272,7 +272,7 @@ def build_anchors(start: Mapping[str, torch.Tensor], anchors: Mapping[str, Tenso
 
 
 def targets_tensor(task: TaskKind, y: np.ndarray) -> torch.Tensor:
-    """Return targets of `objectives` in the type of the task's loss: int64 (n,), or float32 (n, outputs)."""
+    """Return targets of `evaluation_sums` in the type of the task's loss: int64 (n,), or float32 (n, outputs)."""
     return torch.from_numpy(y.astype(np.int64 if task == "classes" else np.float32))
 
 

@@ -28,7 +28,7 @@ from fedquilt.formats import job_bundle
 from fedquilt.tools.experiments import comparison, run_cache, single_run, tables
 from fedquilt.tools.experiments.comparison import ComparisonCase
 from fedquilt.tools.experiments.single_run import EvaluationPoint, SeedRun
-from fedquilt.tools.report import page
+from fedquilt.tools.report import rendering
 from fedquilt.tools.simulation import agents, machines
 
 DIGITS = Path(agents.__file__).parents[1] / "lab" / "demo" / "digits.npz"
@@ -273,7 +273,7 @@ def test_without_the_packages_of_a_report_the_table_is_printed_all_the_same(
     out = tmp_path / "out"
     monkeypatch.setattr(comparison, "run_seed", lambda job, *_, **options: made(job.method, job.seed, 0.5, 0.75))
     monkeypatch.setitem(sys.modules, package, None)
-    page._make_template_environment.cache_clear()  # which a test before may have filled
+    rendering._make_template_environment.cache_clear()  # which a test before may have filled
     options: dict[str, Any] = {"names": ["fedavg"], "seeds": [0]}
     assert comparison.compare_and_print(JOB, folder, out, **options) == 0
     shown = capsys.readouterr().out

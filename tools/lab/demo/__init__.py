@@ -37,7 +37,7 @@ from fedquilt.tools.experiments import evaluation, tables
 from fedquilt.tools.experiments.baselines import BaselineSetup, pool_examples, run_to_last_state
 from fedquilt.tools.experiments.single_run import run_seed
 from fedquilt.tools.report import render_run_page
-from fedquilt.tools.report.page import HtmlTable, PageSection
+from fedquilt.tools.report.rendering import HtmlTable, PageSection
 from fedquilt.tools.report.run_data import load_run_data
 from fedquilt.tools.simulation import DeviceData, agents
 from fedquilt.tools.simulation.agents import FleetPlan

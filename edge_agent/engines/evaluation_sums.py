@@ -1,4 +1,4 @@
-"""Objectives of each kind of task: valid targets, losses and evaluation sums. Imports numpy only.
+"""Valid targets, losses and evaluation sums of each kind of task, and class priors. Imports numpy only.
 
 | task | targets `y` | loss of an example |
 |---|---|---|

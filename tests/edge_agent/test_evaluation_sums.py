@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from fedquilt.core import DataError, Examples, Fit, TaskKind, UpdateError, evaluation
+from fedquilt.edge_agent.engines import evaluation_sums
 from fedquilt.edge_agent.engines import numpy_engine as numpy_engine
-from fedquilt.edge_agent.engines import objectives
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 
 AMPLE = 1 << 40
@@ -33,9 +33,9 @@ def drawn(task: TaskKind, seed: int, count: int = 30) -> Examples:
 
 def test_the_errors_of_a_regression_are_those_computed_by_hand() -> None:
     """Errors 1, -1, 0 and 2 of four numbers: mean square 6/4; R² is the mean of 1 - 1/2 and 1 - 5/2."""
-    found = objectives.EvaluationAccumulator("regression")
+    found = evaluation_sums.EvaluationAccumulator("regression")
     scores, y = np.array([[2.0, 1.0], [3.0, 4.0]]), np.array([[1.0, 2.0], [3.0, 2.0]], np.float32)
-    losses, gradient = objectives.losses_and_gradients("regression", scores, y)
+    losses, gradient = evaluation_sums.losses_and_gradients("regression", scores, y)
     assert losses.tolist() == [1.0, 2.0]
     assert gradient.tolist() == [[1.0, -1.0], [0.0, 2.0]]
     found.add_batch(scores, y, float(losses.sum()))
@@ -45,17 +45,17 @@ def test_the_errors_of_a_regression_are_those_computed_by_hand() -> None:
 
 def test_what_never_varies_has_no_share_explained() -> None:
     for y, wanted in ([[5.0, 1.0], [5.0, 2.0]], 1.0), ([[5.0, 1.0], [5.0, 1.0]], None):
-        found = objectives.EvaluationAccumulator("regression")
+        found = evaluation_sums.EvaluationAccumulator("regression")
         found.add_batch(np.array([[0.0, 1.0], [0.0, 2.0]]), np.array(y, np.float32), 1.0)
         assert evaluation.compute_metrics(found.sums()).get("r2") == wanted
 
 
 def test_the_metrics_of_several_labels_are_those_computed_by_hand() -> None:
     """Label 0 is right in all, label 1 in one of two; label 2 is nobody's and counts in no F1."""
-    found = objectives.EvaluationAccumulator("labels")
+    found = evaluation_sums.EvaluationAccumulator("labels")
     scores = np.array([[1.0, 1.0, -1.0], [-1.0, 1.0, -1.0]])
     y = np.array([[1, 1, 0], [0, 0, 0]], np.uint8)
-    losses, gradient = objectives.losses_and_gradients("labels", scores, y)
+    losses, gradient = evaluation_sums.losses_and_gradients("labels", scores, y)
     small, large = math.log(1 + math.exp(-1)), math.log(1 + math.exp(1))
     assert losses.tolist() == pytest.approx([small, (2 * small + large) / 3])
     share = 1 / (1 + math.exp(-1))
@@ -69,7 +69,7 @@ def test_the_metrics_of_several_labels_are_those_computed_by_hand() -> None:
 
 def test_large_scores_overflow_nothing() -> None:
     with np.errstate(over="raise", invalid="raise"):
-        losses, gradient = objectives.losses_and_gradients(
+        losses, gradient = evaluation_sums.losses_and_gradients(
             "labels", np.array([[1e4, -1e4]]), np.array([[0, 1]], np.uint8)
         )
     assert losses.tolist() == [1e4]
@@ -77,7 +77,7 @@ def test_large_scores_overflow_nothing() -> None:
 
 
 def test_a_loss_that_is_not_finite_is_refused_and_no_examples_tell_nothing() -> None:
-    found = objectives.EvaluationAccumulator("regression")
+    found = evaluation_sums.EvaluationAccumulator("regression")
     assert evaluation.compute_metrics(found.sums()) == {}
     found.add_batch(np.array([[math.nan]]), np.zeros((1, 1), np.float32), math.nan)
     with pytest.raises(UpdateError, match="1 held-out examples is nan: it is of no use"):
