@@ -56,7 +56,7 @@ class RolloutRunner:
         self._every_s, self._tell = poll_s, tell
         self._states: dict[str, Rollout] = {}  # in the order in which they were queued
         self._owners: dict[tuple[wire.Kind, str], str] = {}  # kind and device -> the rollout that offered to it last
-        self._told: list[tuple[str, wire.ReleaseStatus]] = []  # and not written yet
+        self._unwritten: list[tuple[str, wire.ReleaseStatus]] = []
         self._told_s: dict[str, float] = {}  # device -> when it was offered something, or told something new
         # next time, times; None: it was reported
         self._sent: dict[tuple[wire.Kind, str], tuple[float, int | None]] = {}
@@ -67,7 +67,7 @@ class RolloutRunner:
         self._arrived = True  # whether a board has come, or a rollout ended, since the finished ones were looked at
 
     def receive_report(self, device: str, message: wire.ReleaseStatus) -> None:
-        self._told.append((device, message))
+        self._unwritten.append((device, message))
 
     def resend_releases(self, device: str, now_s: float) -> None:
         """Send a device its latest release of each kind again, settled or not."""
@@ -89,10 +89,10 @@ class RolloutRunner:
         if polled:
             self._poll_s = now_s
             self._load_rollouts_and_requests(now_s)
-        if heard := self._told:
-            self._told = []
-            self._record_reports(heard, now_s)
-        if polled or heard:
+        if unwritten := self._unwritten:
+            self._unwritten = []
+            self._record_reports(unwritten, now_s)
+        if polled or unwritten:
             self._record_due_events(now_s)
         if now_s >= self._resend_s:
             self._resend_due_releases(now_s)
@@ -124,11 +124,11 @@ class RolloutRunner:
             self._record_events([(state.id, RolloutReverted(self._store.rollouts.next_serial(), reason))], now_s)
         self._store.rollouts.request_revert(state.id, False)
 
-    def _record_reports(self, heard: Iterable[tuple[str, wire.ReleaseStatus]], now_s: float) -> None:
+    def _record_reports(self, unwritten: Iterable[tuple[str, wire.ReleaseStatus]], now_s: float) -> None:
         """Record new device reports as events, at most FACTS_MOST for each rollout and device."""
         latest: dict[tuple[str, str], Rollout] = {}
         facts: list[tuple[str, AnyRolloutEvent]] = []
-        for device, message in heard:
+        for device, message in unwritten:
             id = self._owners.get((message.kind, device))
             if id is None:
                 continue

@@ -219,7 +219,7 @@ class Server:
         self._every_s, self._poll_s, self._tidy_s = poll_s, -math.inf, -math.inf
         self._gave_way_s: dict[str, float] = {}  # job -> when it last gave way to another
         self._rollouts = RolloutRunner(executor, store, self.registry, poll_s, tell) if only is None else None
-        self._told: dict[str, tuple[object, float]] = {}  # job -> phase, round and attempt published last, and when
+        self._published: dict[str, tuple[object, float]] = {}  # job -> phase, round and attempt, and time
         self._left: set[str] = set()  # runs already reported as not taken up here
         self._unentitled: set[str] = set()  # devices already reported as sites without a right
 
@@ -294,11 +294,11 @@ class Server:
         news, again_s = self._desk.news, math.inf
         for id, job in list(news.items()):
             mark = job.rounds.phase, job.rounds.round, job.rounds.attempt
-            before, told_s = self._told.get(id, (None, -math.inf))
-            if mark == before and now_s < told_s + TELL_S:
-                again_s = min(again_s, told_s + TELL_S)
+            before, published_s = self._published.get(id, (None, -math.inf))
+            if mark == before and now_s < published_s + TELL_S:
+                again_s = min(again_s, published_s + TELL_S)
                 continue
-            self._told[id] = mark, now_s
+            self._published[id] = mark, now_s
             self._executor.publish_state(job)
             del news[id]
         return again_s
@@ -509,5 +509,5 @@ class Server:
             self._desk.garbage.add_candidates(serving.blobs_in_use() - serving.job.required_blobs())
         self._store.set_status(serving.id, status, unless="stopping" if status == "queued" else "")
         del self._jobs[serving.id]
-        self._told.pop(serving.id, None)
+        self._published.pop(serving.id, None)
         self._desk.loans.forget_job(serving.id, now_s)

@@ -47,9 +47,7 @@ from fedquilt.wire import Claim
 
 LEFT = 0.1  # share of its deadline that an attempt has at the least, once another process takes it up
 UNKNOWN = 0.01  # share of it that counts at a restart where the wall clock does not show how long it took
-LATE = (
-    1.05  # times the deadline that a site's round waits at the most; its task has a ninth more (tools/operations/site)
-)
+LATE = 1.05  # times the deadline, at which a site's round ends. Its task has a ninth more (tools/operations/site.py).
 DECLINED_S = 10.0  # wait for other devices after all those present have declined
 
 

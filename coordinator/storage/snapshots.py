@@ -68,7 +68,7 @@ class SnapshotStore:
     ) -> None:
         self._db, self._look, self._home, self._writing, self._every = db, look, home, writing, every
         self._facts: dict[str, int] = {}  # job -> number of facts in its latest snapshot
-        self._told: set[str] = set()  # jobs whose unusable snapshot was logged
+        self._logged: set[str] = set()  # jobs whose unusable snapshot was logged
 
     def read_log(self, job: str) -> IndexedLog | None:
         """Return a job's log up to its valid snapshot, or None."""
@@ -92,8 +92,8 @@ class SnapshotStore:
         return None
 
     def _warn_of_unusable_snapshot(self, job: str, why: str) -> None:
-        if job not in self._told:
-            self._told.add(job)
+        if job not in self._logged:
+            self._logged.add(job)
             said = "the snapshot of %s in %s is not used, and its log is read from the first event: %s"
             logger.warning(said, job, self._home, why, extra=log_ids(run=job))
 

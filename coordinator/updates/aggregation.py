@@ -89,13 +89,13 @@ def average_metrics(updates: Collection[Update]) -> dict[str, float]:
     A metric is left out if at most half of the devices report it, if all weights are 0, or if its average is not
     finite. See `explain_missing_metrics`.
     """
-    told: dict[str, list[tuple[float, float]]] = {}
+    reported: dict[str, list[tuple[float, float]]] = {}
     for update in sorted(updates, key=lambda update: update.device):
         for name, value in update.metrics.items():
-            told.setdefault(name, []).append((update.weight, value))
+            reported.setdefault(name, []).append((update.weight, value))
     result = {
         name: _weighted_mean(pairs)
-        for name, pairs in told.items()
+        for name, pairs in reported.items()
         if 2 * len(pairs) > len(updates) and any(weight for weight, _ in pairs)
     }
     return {name: value for name, value in result.items() if math.isfinite(value)}
@@ -106,12 +106,12 @@ def explain_missing_metrics(updates: Collection[Update], found: Mapping[str, flo
     names = Counter(name for update in updates for name in update.metrics)
     lost = {name for name, count in names.items() if 2 * count > len(updates)} - found.keys()
     huge = {name for update in updates if update.weight for name in update.metrics} & lost
-    said = []
+    notes = []
     if alone := sorted(lost - huge):
-        said.append(f"no mean of {', '.join(alone)}: every update counts as 0 examples")
+        notes.append(f"no mean of {', '.join(alone)}: every update counts as 0 examples")
     if huge:
-        said.append(f"no value of {', '.join(sorted(huge))}: what the devices report adds up beyond any number")
-    return said
+        notes.append(f"no value of {', '.join(sorted(huge))}: what the devices report adds up beyond any number")
+    return notes
 
 
 def _weighted_mean(pairs: Sequence[tuple[float, float]]) -> float:
@@ -140,7 +140,7 @@ def explain_unchanged_loss(losses: Mapping[int, float], lr: object) -> str | Non
     return f"the loss has stayed at {found[-1]:.4g} for {UNCHANGED_ROUNDS} rounds: {cause}"
 
 
-Told = tuple[float, Mapping[str, float], Mapping[str, BlobRef]]  # weight, metrics and bundles: the inputs of a fold
+FoldInputs = tuple[float, Mapping[str, float], Mapping[str, BlobRef]]  # weight, metrics and bundles
 
 
 class PartialAggregate:
@@ -149,59 +149,60 @@ class PartialAggregate:
         self.reset()
 
     def reset(self) -> None:
-        self._told: dict[str, Told] = {}  # by device, in the order in which they were folded
+        self._folded: dict[str, FoldInputs] = {}  # by device, in the order in which they were folded
         self.total: Any = None  # aggregate of these updates, or None without updates
-        self._apart: list[tuple[dict[str, Told], Callable[[], Any]]] = []  # further aggregates, each with its inputs
+        self._pending: list[tuple[dict[str, FoldInputs], Callable[[], Any]]] = []  # sums of workers
 
     def can_fold_now(self, device: str, answered: Mapping[str, Update], asked: Iterable[str]) -> bool:
         """Return whether a device's update can be folded on arrival."""
         if self._any_order:
             return not self._contains_device(device)
-        return len(self._told) == len(answered) and self.can_fold_in_order(device) and device == min(asked, default="")
+        is_next = self.can_fold_in_order(device) and device == min(asked, default="")
+        return is_next and len(self._folded) == len(answered)
 
     def can_fold_in_order(self, device: str) -> bool:
-        return not self._contains_device(device) if self._any_order else device > next(reversed(self._told), "")
+        return not self._contains_device(device) if self._any_order else device > next(reversed(self._folded), "")
 
-    def include_update(self, device: str, told: Told, total: Any) -> None:
-        self._told[device], self.total = told, total
+    def include_update(self, device: str, inputs: FoldInputs, total: Any) -> None:
+        self._folded[device], self.total = inputs, total
 
-    def add_pending_sum(self, given: Mapping[str, Told], total: Callable[[], Any]) -> None:
+    def add_pending_sum(self, given: Mapping[str, FoldInputs], total: Callable[[], Any]) -> None:
         """Add a sum that a worker of the simulation computes. If `total` returns None, updates are folded singly."""
-        self._apart.append((dict(given), total))
+        self._pending.append((dict(given), total))
 
     def merge_pending_sums(self, updates: Mapping[str, Update]) -> None:
         """Merge the pending sums whose updates all count unchanged, and drop the rest."""
-        for given, waits in self._apart:
+        for given, compute_sum in self._pending:
             counts = all(device in updates and fold_inputs(updates[device]) == each for device, each in given.items())
-            if counts and (total := waits()) is not None:
+            if counts and (total := compute_sum()) is not None:
                 self.total = total if self.total is None else exact_sums.merge_accumulators(self.total, total)
-                self._told |= given
-        self._apart = []
+                self._folded |= given
+        self._pending = []
 
     def contains_update(self, update: Update) -> bool:
         """Return whether exactly this update is folded, or in a pending sum."""
-        device, is_told = update.device, fold_inputs(update)
-        return self._told.get(device) == is_told or any(each.get(device) == is_told for each, _ in self._apart)
+        device, inputs = update.device, fold_inputs(update)
+        return self._folded.get(device) == inputs or any(each.get(device) == inputs for each, _ in self._pending)
 
     def _contains_device(self, device: str) -> bool:
-        return device in self._told or any(device in each for each, _ in self._apart)
+        return device in self._folded or any(device in each for each, _ in self._pending)
 
     def __len__(self) -> int:
-        return len(self._told)
+        return len(self._folded)
 
     def consists_of(self, updates: Mapping[str, Update]) -> bool:
         return len(updates) == len(self) and all(self.contains_update(update) for update in updates.values())
 
     def is_part_of(self, updates: Mapping[str, Update]) -> bool:
         """Return whether the aggregate contains only these updates, in order if the order matters."""
-        in_order = self._any_order or sorted(updates)[: len(self._told)] == list(self._told)
-        return in_order and all(device in updates and self.contains_update(updates[device]) for device in self._told)
+        in_order = self._any_order or sorted(updates)[: len(self._folded)] == list(self._folded)
+        return in_order and all(device in updates and self.contains_update(updates[device]) for device in self._folded)
 
     def remaining_devices(self, updates: Mapping[str, Update]) -> list[str]:
         """Return the devices left to fold, sorted. Reset the aggregate first if it contains any other update."""
         if not self.is_part_of(updates):
             self.reset()
-        return [device for device in sorted(updates) if device not in self._told]
+        return [device for device in sorted(updates) if device not in self._folded]
 
 
 def foldable_updates(rounds: JobState, any_order: bool) -> dict[str, Update]:
@@ -212,7 +213,7 @@ def foldable_updates(rounds: JobState, any_order: bool) -> dict[str, Update]:
     return {device: update for device, update in rounds.answered.items() if device < first}
 
 
-def fold_inputs(update: Update) -> Told:
+def fold_inputs(update: Update) -> FoldInputs:
     return update.weight, update.metrics, update.bundles
 
 
@@ -303,7 +304,7 @@ class Aggregator:
         return self._depot.verified_path(rounds.state.sha256)
 
     def fold_aggregate_early(
-        self, rounds: JobState, round: int, given: Mapping[str, Told], packed: Callable[[], bytes]
+        self, rounds: JobState, round: int, given: Mapping[str, FoldInputs], packed: Callable[[], bytes]
     ) -> None:
         """Accept a packed partial aggregate of updates, if all of them are expected.
 
