@@ -179,9 +179,9 @@ def result(state: SearchState, candidate: int | None = None) -> Artefact:
         ModelError: If no moments were gathered and no network is finished.
     """
     if state.phase == "gather" and state.gathered is not None:
-        state = cascades.close_validation(replace(state, candidates=_solve_candidates(state)))
+        state = cascades.finish_candidates(replace(state, candidates=_solve_candidates(state)))
     if state.phase == "validate":
-        state = cascades.close_validation(state)
+        state = cascades.finish_candidates(state)
     if not state.candidates:
         ends = state.finalists or steps.distinct_finalists(state)
         state = replace(state, candidates=candidates.aligned_candidates(state, ends))
@@ -247,7 +247,7 @@ def _is_phase_complete(state: SearchState, seen_before: tuple[str, ...]) -> bool
 def _close_gather_or_validation(state: SearchState) -> SearchState:
     """Solve the candidates after the moments are gathered, or choose the best one after the validation."""
     if state.phase == "validate":
-        state = cascades.close_validation(state)
+        state = cascades.finish_candidates(state)
         return replace(state, phase="done", log=tuple(ranking.describe_validation(state)))
     assert state.gathered is not None
     found, counts = _solve_candidates(state), state.gathered.counts

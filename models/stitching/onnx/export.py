@@ -65,10 +65,10 @@ def export_stitched(
     order = list(dict.fromkeys([*first, *path_prefixes(network.taps)]))
     values: dict[tuple[str, ...], str] = {(): "x"}
     if early is not None:
-        _add_paths(made, network, first, values, blocks, files)
+        _add_prefix_blocks(made, network, first, values, blocks, files)
         ends = [(values[tap], blocks[tap[-1]].out_shape) for tap in early.taps]
         first_scores, first_nodes = made.add_head(ends, early.head, "early"), made.take_nodes()
-    _add_paths(made, network, order[len(first) :], values, blocks, files)
+    _add_prefix_blocks(made, network, order[len(first) :], values, blocks, files)
     ends = [(values[tap], blocks[tap[-1]].out_shape) for tap in network.taps]
     scores = (
         made.add_head(ends, network.head) if network.head is not None else made.add_alignment(ends[0][0], network.align)
@@ -103,7 +103,7 @@ def export_stitched(
     return model.SerializeToString(deterministic=True)
 
 
-def _add_paths(
+def _add_prefix_blocks(
     made: _GraphBuilder,
     network: StitchedNetwork,
     order: Sequence[tuple[str, ...]],
@@ -111,7 +111,7 @@ def _add_paths(
     blocks: Mapping[str, Block],
     files: Mapping[str, Path],
 ) -> None:
-    """Add the last block of each path, and its value to `values`."""
+    """Add the last block of each prefix after its junction, and its value to `values`."""
     for ids in order:
         place = len(values) - 1
         stages = [[model.graph for model in stage] for stage in _load_block_graphs(ids[-1], blocks, files)]

@@ -297,7 +297,7 @@ class _TruncationSearch:
         return self.solve_single_tap(tap).penalty.criterion, tap
 
     def choose_single_taps(self) -> list[int]:
-        """Return each donor's best and last tap, and the ends of stitched paths."""
+        """Return each donor's best and last tap within the budget, and the ends of stitched paths."""
         native = {tap for own in self.native.values() for tap in own}
         found = {tap for tap in range(len(self.state.taps)) if tap not in native and self.is_within_budget([tap])}
         for taps in self.native.values():

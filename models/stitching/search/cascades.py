@@ -40,7 +40,7 @@ class _Cascade:
 def early_candidates(state: SearchState) -> tuple[int, ...]:
     """Return the candidates whose margins are counted: the best at their costs within the budget."""
     found, best = [], inf
-    earlier = {early for early, _ in _nested_pairs(state)}
+    earlier = {early for early, _ in _cascade_pairs(state)}
     for i, each in enumerate(state.candidates):
         criterion = inf if each.criterion is None else each.criterion
         if criterion < best:
@@ -49,7 +49,7 @@ def early_candidates(state: SearchState) -> tuple[int, ...]:
     return tuple(found[-EARLY_MOST:])
 
 
-def _nested_pairs(state: SearchState) -> list[tuple[int, int]]:
+def _cascade_pairs(state: SearchState) -> list[tuple[int, int]]:
     heads = [i for i, each in enumerate(state.candidates) if each.head]
     parts = {i: set(stitched_network.path_prefixes(state.candidates[i].paths)) for i in heads}
     prices = {i: candidates.candidate_price(state, state.candidates[i]) for i in heads}
@@ -64,8 +64,8 @@ def _is_within_budget(state: SearchState, candidate: Candidate) -> bool:
     return within(state.params, mean) and within(state.params, worst, candidates.LATE)
 
 
-def close_validation(state: SearchState) -> SearchState:
-    """Add the best cascades to the candidates, and remove all that exceed the budget."""
+def finish_candidates(state: SearchState) -> SearchState:
+    """Add the best cascades, remove candidates beyond the budget, and sort the rest by cost."""
     chosen = _choose_cascades(state) if state.examples else []
     made = [_to_candidate(state, each) for each in chosen]
     every, right = [*state.candidates, *made], _extend_right_answers(state, chosen)
@@ -83,7 +83,7 @@ def close_validation(state: SearchState) -> SearchState:
 def _choose_cascades(state: SearchState) -> list[_Cascade]:
     """Return cascades that are more accurate than anything cheaper, the best first, spaced by CHEAPER."""
     places = {early: place for place, early in enumerate(early_candidates(state))}
-    pairs = [(places[early], early, late) for early, late in _nested_pairs(state) if early in places]
+    pairs = [(places[early], early, late) for early, late in _cascade_pairs(state) if early in places]
     tried = [_Cascade(*pair, edge) for pair in pairs for edge in range(len(MARGINS))]
     found = []
     for each in tried:

@@ -47,13 +47,13 @@ def choose_candidate(state: SearchState, among: Iterable[int] | None = None) -> 
     if not indices:
         return None
     if not state.examples:
-        return min(indices, key=lambda i: _unvalidated_rank(state.candidates[i]))
+        return min(indices, key=lambda i: _sort_key_without_examples(state.candidates[i]))
     best = max(indices, key=lambda i: (count_correct(state, i), -i))
     lacking = {i: count_correct(state, best) - count_correct(state, i) for i in indices}
     return next(i for i in sorted(indices) if lacking[i] <= paired_error(state, i, best))
 
 
-def _unvalidated_rank(candidate: Candidate) -> tuple[float, float]:
+def _sort_key_without_examples(candidate: Candidate) -> tuple[float, float]:
     return inf if candidate.criterion is None else candidate.criterion, -(candidate.score or 0.0)
 
 
