@@ -50,9 +50,9 @@ def count_all() -> dict[str, int]:
                     counts[f"odd docstrings in {package}"] += plain_english.score(kinds) >= 2
                 elif what == "name":
                     counts["names that are a lone participle or adverb"] += 1
-            for node in ast.walk(ast.parse(source)):
-                if isinstance(node, ast.ClassDef):
-                    classes[node.name.lstrip("_")] += 1
+            tree = ast.parse(source)
+            counts["variables that are a lone participle, adverb or pronoun"] += len(plain_english.odd_variables(tree))
+            classes.update(node.name.lstrip("_") for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
         for folder, files in folders.items():
             plugins = folder.relative_to(ROOT).as_posix() in PLUGIN_FOLDERS
             counts[f"folders of more than {MOST_FILES} files"] += files > MOST_FILES and not plugins
