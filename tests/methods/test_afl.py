@@ -165,7 +165,7 @@ def test_a_class_that_nobody_has_is_never_predicted():
         for each in image_members()
     ]
     *_, last = played(some, ridge=1e-3)
-    assert any("nobody has examples of b" in line for line in METHOD.explain(last))
+    assert any("no device has examples of b" in line for line in METHOD.explain(last))
     scores = -1e4 * features(POOLED.x) @ np.abs(last.head["weights"].T) + last.head["bias"]
     assert (scores.argmin(axis=1) == 1).all()
     assert np.isneginf(METHOD.result(last).tensors["head.bias"]).tolist() == [False, True, False]

@@ -109,7 +109,7 @@ def test_devices_of_a_mixed_fleet_are_sent_parts_of_another_size():
         ("fedavg", {"optimizer": "rmsprop"}, r"optimizer = "),
         ("scaffold", {"momentum": 0.9}, "SCAFFOLD requires sgd and no momentum"),
         ("scaffold", {"optimizer": "adam"}, "SCAFFOLD requires sgd and no momentum"),
-        ("fednova", {"optimizer": "adam"}, "not how far adam does"),
+        ("fednova", {"optimizer": "adam"}, "FedNova has a_i for sgd only"),
         ("fedopt", {"server": "lamb"}, r"server = "),
         ("fedopt", {"tau": 0.0}, r"tau = "),
         ("moon", {"temperature": 0.0}, r"temperature = "),

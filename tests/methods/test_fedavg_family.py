@@ -362,7 +362,7 @@ def test_moon_says_so_where_there_is_no_linear_layer():
     pytest.importorskip("torch")
     table = {**BN, "name": "torchvision/squeezenet1_1", "input": {"channels": 3, "size": 32}}
     table = {key: table[key] for key in ("name", "classes", "input")}
-    with pytest.raises(ModelError, match="last linear layer, and this network has none"):
+    with pytest.raises(ModelError, match="has no last linear layer: MOON compares"):
         moon.init(toy_bundle(table, {}), moon.Params(), 0)
 
 

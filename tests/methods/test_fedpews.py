@@ -210,7 +210,7 @@ def test_when_the_warm_up_is_over_nothing_of_masks_is_left():
         ({"theta": np.full(4, 0.5, np.float16)}, "not 5 float16 probabilities"),
         ({"bits": np.zeros(2, np.uint8)}, "a mask of 5 neurons is 1 bytes"),
         ({"bits": np.full(1, 255, np.uint8)}, "its mask covers 30 entries"),
-        ({"more": np.zeros(1)}, "told .* of its mask"),
+        ({"more": np.zeros(1)}, "published .* of its mask"),
     ],
 )
 def test_a_mask_that_is_none_is_refused(change, message):
@@ -224,7 +224,7 @@ def test_a_mask_that_is_none_is_refused(change, message):
 def test_an_update_of_another_phase_is_refused():
     state = begun(warmup=1)
     whole = DeviceUpdate("a", 0, 1.0, {}, {"model": state.model})
-    with pytest.raises(UpdateError, match="told \\[\\] of its mask"):
+    with pytest.raises(UpdateError, match="published \\[\\] of its mask"):
         fedpews.fold(state, None, whole)
     masked = told("a", [1, 1, 0, 0, 0], 3.0)
     after = fedpews.step(state, fedpews.fold(state, None, masked))

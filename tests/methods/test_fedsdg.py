@@ -283,7 +283,7 @@ def test_a_round_moves_the_shared_part_by_the_weighted_changes():
     after = folded(state, {"a": 1.0, "b": 3.0, "c": -1.0})
     for name, array in state.model.items():
         np.testing.assert_allclose(after.model[name], array + 2, rtol=1e-5)
-    assert after.told == ("against the mean change, and so left aside: c",)
+    assert after.told == ("excluded because their change opposes the mean change: c",)
     assert fedsdg.step(state, None) is state
 
 

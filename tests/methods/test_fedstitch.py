@@ -273,7 +273,7 @@ def test_private_state_begins_anew_when_a_device_has_other_examples(tmp_path):
     second = METHOD.work(task, replace(site, train=fewer, local=first.local))
     assert second.local["drawn"][0] == 30
     assert not np.array_equal(second.local["gram.elm.0"], first.local["gram.elm.0"])
-    with pytest.raises(ModelError, match="knows no phase"):
+    with pytest.raises(ModelError, match="does not support phase"):
         METHOD.work(msgspec.structs.replace(task, params={**task.params, "phase": "dance"}), site)
 
 

@@ -185,7 +185,7 @@ def test_a_size_below_nothing_is_refused():
     """It would make its layer everybody's first."""
     state = fedlg.init(toy_bundle(), fedlg.Params(), 0)
     sizes = {name: np.array([-1.0]) for name in state.candidates}
-    with pytest.raises(UpdateError, match="smaller than nothing"):
+    with pytest.raises(UpdateError, match="reports a negative gradient size"):
         fedlg.fold(state, None, DeviceUpdate("a", 0, 1.0, {}, {"sizes": sizes}))
 
 

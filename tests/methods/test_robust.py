@@ -171,9 +171,9 @@ def test_the_log_says_where_a_share_of_attackers_is_nobody():
 def test_only_so_many_updates_are_held_whatever_the_order_they_come_in():
     state = begun(rule="median", most=3)
     total, other = folded(state, HONEST), folded(state, dict(reversed(HONEST.items())))
-    assert len(total.sent) == 3
+    assert len(total.updates) == 3
     assert total.left_out == 3
-    assert total.sent.keys() == other.sent.keys() != {"a", "b", "c"}
+    assert total.updates.keys() == other.updates.keys() != {"a", "b", "c"}
     assert robust.step(state, total).told[0] == "3 updates beyond the 3 held at once were left out"
 
 
