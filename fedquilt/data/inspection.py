@@ -262,7 +262,7 @@ def inspect_table(path: Path, label: str, notes: list[str]) -> dict[str, Any]:
     if word_columns:
         notes.append(
             "categories, an input for each word: "
-            + _shorten([f"{column.name} ({len(column.labels)})" for column in word_columns])
+            + _shorten([f"{column.name} ({len(column.distinct_words)})" for column in word_columns])
         )
     if unusable_columns:
         notes.append(f"left out: {_join_reasons(unusable_columns)}")
@@ -297,10 +297,10 @@ def _label_settings(file: Path, column: Column) -> dict[str, Any]:
     if values is None:
         if column.has_decimal_commas:
             raise DataError(f"{location} {COMMA_PROBLEM}")
-        return {"labels": require_classes(list(column.labels), column.rows, location)}
+        return {"labels": require_classes(list(column.distinct_words), column.rows, location)}
     if not (np.isfinite(values).all() and are_classes(np.unique(values), len(values))):
         return choose_settings(values, location)
-    labels = sorted(column.labels, key=lambda label: (float(label), label))
+    labels = sorted(column.distinct_words, key=lambda label: (float(label), label))
     if len(labels) > MAX_CATEGORIES or labels == [str(class_) for class_ in range(len(labels))]:
         return {}
     for label, next_label in itertools.pairwise(labels):

@@ -13,12 +13,12 @@ from fedquilt.edge_agent.settings import parse_size
 from fedquilt.methods import fedavg, scaffold
 from fedquilt.testing import conformance
 from fedquilt.testing.toy_networks import (
-    MIXED,
+    MIXED_SUFFIX,
     NETWORKS,
     CheckSkipped,
     depends_on_memory,
     device_profile,
-    make_scene,
+    make_scenario,
     toy_bundle,
 )
 
@@ -39,9 +39,12 @@ BEGIN_OTHERWISE = {"afl", "fedstitch", "depthfl", "fedepth"}  # with donors, or 
 WEIGHTED = ("fedavg", "fedprox", "fednova", "fedopt", "fedbn", "moon", "fedrep", "ditto", "pfedme", "perfedavg")
 SUMS_OF_NOTHING: dict[str, Any] = {**dict.fromkeys(WEIGHTED, WeightedSums), "scaffold": scaffold.ScaffoldSums}
 
-NAMES = [*methods.builtin_names(), *(f"{name}{MIXED}" for name in methods.builtin_names() if depends_on_memory(name))]
+NAMES = [
+    *methods.builtin_names(),
+    *(f"{name}{MIXED_SUFFIX}" for name in methods.builtin_names() if depends_on_memory(name)),
+]
 GROWS = conformance.accumulator_does_not_grow
-INHERIT = {name for name in NAMES if name != "fedavg" and not name.endswith(MIXED)} & {
+INHERIT = {name for name in NAMES if name != "fedavg" and not name.endswith(MIXED_SUFFIX)} & {
     name for name in methods.builtin_names() if methods.load(name).aggregation is fedavg.METHOD.aggregation
 }
 
@@ -92,7 +95,7 @@ def test_a_run_on_any_network_goes_on_from_the_store(name, network):
 def test_devices_of_a_mixed_fleet_are_sent_parts_of_another_size():
     pytest.importorskip("torch")
     for name in ("heterofl", "fjord", "fedlps", "depthfl"):
-        here = make_scene(f"{name}{MIXED}")
+        here = make_scenario(f"{name}{MIXED_SUFFIX}")
         state = here.method.init(here.bundle, here.params, 0)
         orders = [
             here.method.send(state, DeviceView("a", device_profile(parse_size(budget)))) for budget in here.budgets
