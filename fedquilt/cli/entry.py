@@ -19,7 +19,7 @@ COMPLETION_VARIABLE = "_FEDQUILT_COMPLETE"  # click's variable: a shell that ask
 
 VERBOSE: Final = ("-v", "--verbose")
 ENDING_SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP)
-# imported when an agent uses them: by tasks, by errors, and urllib.request by paho for web sockets behind a proxy
+# Imported on first use: by tasks and errors, and urllib.request by paho for web sockets behind a proxy.
 DEFERRED_IMPORTS: Final = ("json", "shutil", "subprocess", "tempfile", "traceback", "urllib.request")
 
 
@@ -38,17 +38,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, value in process_resources.QUIET.items():
         os.environ.setdefault(name, value)  # before a verb imports numpy
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="replace")  # a terminal without some letter gets "?", not a traceback
+        sys.stdout.reconfigure(errors="replace")  # a letter that the terminal lacks becomes "?"
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
         _require_unicode(arguments)
         with _raise_on_signals():
-            match [argument_ for argument_ in arguments if argument_ not in VERBOSE]:
+            match [word for word in arguments if word not in VERBOSE]:
                 case ["agent", file] if not file.startswith("-") and COMPLETION_VARIABLE not in os.environ:
                     run_agent(Path(file), verbose=len(arguments) > 3)
                     return 0
             return _run_command(arguments)
-    except SystemExit:  # first, as the next line imports fedquilt's errors, which --help does without
+    except SystemExit:  # before the next line, which imports fedquilt's errors: --help needs none
         raise
     except fedquilt.FedquiltError as error:
         print(f"fedquilt: {error}", file=sys.stderr)
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return fedquilt.MemoryBudgetError.exit_code
-    except TerminatedError as ended:  # in good order by now; whoever sent the signal sees that it was followed
+    except TerminatedError as ended:  # the sender of the signal sees that this process ended by it
         sys.stdout.flush()
         os.kill(os.getpid(), ended.number)
         return 128 + ended.number
@@ -97,7 +97,9 @@ def run_agent(settings: Path, *, verbose: bool = False, json_logs: bool = False)
 
     logging.basicConfig(format=logs.PLAIN, stream=sys.stderr)
     root = logging.getLogger()
-    root.setLevel(logging.DEBUG if verbose else min(logging.INFO, root.level))  # a log that tells when all is well
+    root.setLevel(
+        logging.DEBUG if verbose else min(logging.INFO, root.level)
+    )  # INFO at least, so that the log shows normal operation
     agent_settings = settings_files.apply_systemd_credentials(settings_files.load_settings(settings))
     if json_logs:
         logs.use_json_logs(device=agent_settings.device)
@@ -118,7 +120,7 @@ def _require_unicode(arguments: Sequence[str]) -> None:
 
 
 def _run_command(arguments: list[str]) -> int:
-    import click  # here, as an agent does without
+    import click  # imported here, because an agent does not use click
 
     from fedquilt.cli.commands import explain_usage_error, root_command
 
@@ -146,12 +148,11 @@ def _raise_on_signals() -> Iterator[None]:
     def raise_terminated(number: int, frame: object) -> None:
         raise TerminatedError(number)
 
-    if threading.current_thread() is not threading.main_thread():  # only the main one may say so
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can set handlers
         yield
         return
-    default_signals = [
-        number for number in ENDING_SIGNALS if signal.getsignal(number) is signal.SIG_DFL
-    ]  # nohup ignores SIGHUP
+    # Signals with another handler stay: nohup ignores SIGHUP.
+    default_signals = [number for number in ENDING_SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
     for number in default_signals:
         signal.signal(number, raise_terminated)
     try:

@@ -43,25 +43,25 @@ def run(job: Path, home: Path, blobs: options.BlobOptions, broker: options.Broke
     from fedquilt.coordinator.storage.store import ARMED, Store
     from fedquilt.formats import job_bundle as bundles
 
-    settings_ = home_access.load_job(job)
-    settings.require_no_adversaries(settings_)
-    folder = prepare_if_changed(job, settings_)
+    job_settings = home_access.load_job(job)
+    settings.require_no_adversaries(job_settings)
+    folder = prepare_if_changed(job, job_settings)
     bundle = bundles.load_bundle(folder)
     with Store(home) as store:
-        id = store.find_unfinished(settings_, folder.resolve())
+        id = store.find_unfinished(job_settings, folder.resolve())
         if id is not None and store.stored_status(id) == ARMED:
             print(f"{id} is armed already (`fedquilt stop {id}` ends that)")
             return 0
-        if id is None or settings_.trigger is not None:
-            settings.require_matching_bundle(settings_, bundle)
-            settings.create_initial_state(settings_, bundle)
-        if settings_.trigger is not None:
-            id = store.add_job(settings_, folder.resolve())
+        if id is None or job_settings.trigger is not None:
+            settings.require_matching_bundle(job_settings, bundle)
+            settings.create_initial_state(job_settings, bundle)
+        if job_settings.trigger is not None:
+            id = store.add_job(job_settings, folder.resolve())
             print(f"{id} is armed: `fedquilt serve --home {home}` starts runs of it; `fedquilt stop {id}` ends that")
             return 0
 
         def submit() -> str:
-            id, exists = store.find_or_add_job(settings_, folder.resolve())
+            id, exists = store.find_or_add_job(job_settings, folder.resolve())
             if exists:
                 print(f"continuing {id}, which is unfinished (`fedquilt prune {id}` deletes it, for a new one)")
                 store.set_status(id, "running")
@@ -142,12 +142,12 @@ def _run_job(
     from fedquilt.formats import toml
     from fedquilt.tools.simulation import agents as tool
 
-    settings_ = home_access.load_job(job)
+    job_settings = home_access.load_job(job)
     folder = home_access.bundle_folder(job)
-    plan = tool.FleetPlan(job=settings_, bundle=folder, home=home, devices=devices, fleet=broker.fleet)
+    plan = tool.FleetPlan(job=job_settings, bundle=folder, home=home, devices=devices, fleet=broker.fleet)
     with toml.prefix_errors(str(job)):
         plan.validate_fleet()
-    prepare_if_changed(job, settings_)
+    prepare_if_changed(job, job_settings)
     verbose = verbosity() > 0
     try:
         if workers.is_given:

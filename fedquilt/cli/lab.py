@@ -232,17 +232,19 @@ BENCH_OPTIONS: Final = {  # bench -> its options, which are arguments of its `me
 )
 @option("--only", variadic=True, metavar="NAME", help="For sim: workloads, W1 or W2 (default: both).")
 @options.format_option
-def bench(what: str, format: str, **arguments: Any) -> int:
+def bench(name: str, format: str, **arguments: Any) -> int:
     """Measure fedquilt on this machine."""
     from fedquilt.tools.lab import bench as tool
 
-    arguments = {name: value for name, value in arguments.items() if value not in (None, ())}
-    for name in arguments:
-        if name not in BENCH_OPTIONS[what]:
-            benches = " and ".join(f"`lab bench {bench_}`" for bench_ in BENCH_OPTIONS if name in BENCH_OPTIONS[bench_])
-            raise JobError(f"--{name} is an option of {benches}: leave it out here")
-    if what == "sim" and "data" not in arguments:
+    arguments = {option_name: value for option_name, value in arguments.items() if value not in (None, ())}
+    for option_name in arguments:
+        if option_name not in BENCH_OPTIONS[name]:
+            benches = " and ".join(
+                f"`lab bench {other}`" for other in BENCH_OPTIONS if option_name in BENCH_OPTIONS[other]
+            )
+            raise JobError(f"--{option_name} is an option of {benches}: leave it out here")
+    if name == "sim" and "data" not in arguments:
         raise JobError("bench sim needs --data: a folder of IDX images of 28x28, such as MNIST's raw folder")
     if "with" in arguments:
         arguments["beside"] = arguments.pop("with")
-    return tool.run_and_print(what, format, arguments)
+    return tool.run_and_print(name, format, arguments)

@@ -24,7 +24,7 @@ FLEET: Final = "fleet"
 BROKER: Final = "mqtt://127.0.0.1:1883"
 
 
-# -- kinds of words -------------------------------------------------------------------------------
+# -- value types ----------------------------------------------------------------------------------
 
 
 class ParsedType(click.ParamType):  # type: ignore[type-arg, unused-ignore]
@@ -48,7 +48,7 @@ class FilePath(click.Path):
 
 
 class WordChoice(click.Choice):  # type: ignore[type-arg, unused-ignore]
-    """Choice of words, with the nearest one in the error for an unknown word."""
+    """Choice of words. The error for an unknown word names the nearest choice."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         choices = [str(choice) for choice in self.choices]
@@ -103,7 +103,7 @@ TIME: Final = ParsedType("time", units.parse_seconds)
 INTEGER: Final = ParsedType("n", lambda text: _parse_number(text, int))
 
 
-# -- what a shell completes -----------------------------------------------------------------------
+# -- shell completion -----------------------------------------------------------------------------
 
 
 def complete_runs(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
@@ -203,7 +203,7 @@ class BrokerOptions:
 
     @property
     def arguments(self) -> list[str]:
-        """Words of the command line that give these options, without those that are the defaults."""
+        """Command-line words of these options, without default values."""
         arguments = [] if self.url in (None, BROKER) else ["--broker", str(self.url)]
         for name, path in self.files.items():
             arguments += [f"--{name.replace('_', '-')}", str(path)]

@@ -72,8 +72,8 @@ def _require_label_variety(reader: ExampleReader, spec: DataSpec) -> None:
     label = ", ".join(f"{value:g}" for value in np.ravel(reader.y[0]))
     label_name = f"class {label}" if spec.task == "classes" else f"label {label}"
     raise DataError(
-        f"{spec.source_name}: all {len(reader.y)} training examples have {label_name}: there is nothing to learn, and "
-        "whatever says so each time scores as if it had learnt; name data with other labels too"
+        f"{spec.source_name}: all {len(reader.y)} training examples have {label_name}: there is nothing to learn, "
+        "name data with other labels too"
     )
 
 

@@ -31,10 +31,10 @@ def load_all_shares(spec: DataSpec) -> list[tuple[Examples, Examples]]:
 
 def _load_shares(spec: DataSpec, shares: Sequence[int]) -> list[tuple[Examples, Examples]]:
     reader = open_split(spec)
-    selected_rows = _select_rows(reader, spec)
-    parts = _split_shares(reader, selected_rows, spec, shares)
-    _require_nonempty(parts, len(selected_rows), spec, shares)
-    return _read_parts(reader, selected_rows, parts, spec, shares)
+    rows = _select_rows(reader, spec)
+    parts = _split_shares(reader, rows, spec, shares)
+    _require_nonempty(parts, len(rows), spec, shares)
+    return _read_parts(reader, rows, parts, spec, shares)
 
 
 class SharedLoader:
@@ -51,16 +51,16 @@ class SharedLoader:
 
     def load_share(self, spec: DataSpec) -> tuple[Examples, Examples]:
         """Load one device's training and held-out examples."""
-        unshared_spec = msgspec.structs.replace(spec, share=0)
-        key = msgspec.json.encode(unshared_spec)
+        fleet_spec = msgspec.structs.replace(spec, share=0)
+        key = msgspec.json.encode(fleet_spec)
         if key not in self._shares:
             try:
-                reader = open_split(unshared_spec)
-                selected_rows = _select_rows(reader, unshared_spec)
-                parts = _split_shares(reader, selected_rows, unshared_spec, range(spec.shares))
+                reader = open_split(fleet_spec)
+                rows = _select_rows(reader, fleet_spec)
+                parts = _split_shares(reader, rows, fleet_spec, range(spec.shares))
                 self._shares[key] = (
-                    _read_parts(reader, selected_rows, parts, unshared_spec, range(spec.shares)),
-                    len(selected_rows),
+                    _read_parts(reader, rows, parts, fleet_spec, range(spec.shares)),
+                    len(rows),
                 )
             except DataError:
                 self._shares[key] = None
@@ -85,11 +85,11 @@ def count_labels(spec: DataSpec) -> tuple[np.ndarray, np.ndarray]:
     import numpy as np
 
     reader = open_split(spec)
-    selected_rows = _select_rows(reader, spec)
-    y = _class_labels(reader, selected_rows, spec)
+    rows = _select_rows(reader, spec)
+    y = _class_labels(reader, rows, spec)
     class_count = int(y.max()) + 1 if len(y) else 0
-    parts = _split_shares(reader, selected_rows, spec, range(spec.shares))
-    _require_nonempty(parts, len(selected_rows), spec, range(spec.shares))
+    parts = _split_shares(reader, rows, spec, range(spec.shares))
+    _require_nonempty(parts, len(rows), spec, range(spec.shares))
     train, held_out = (
         np.stack([np.bincount(y[part[index]], minlength=class_count) for part in parts]).astype(np.int64)
         for index in (0, 1)
@@ -98,10 +98,8 @@ def count_labels(spec: DataSpec) -> tuple[np.ndarray, np.ndarray]:
 
 
 def require_nonempty_shares(reader: ExampleReader, spec: DataSpec) -> None:
-    selected_rows = _select_rows(reader, spec)
-    _require_nonempty(
-        _split_shares(reader, selected_rows, spec, range(spec.shares)), len(selected_rows), spec, range(spec.shares)
-    )
+    rows = _select_rows(reader, spec)
+    _require_nonempty(_split_shares(reader, rows, spec, range(spec.shares)), len(rows), spec, range(spec.shares))
 
 
 def open_split(spec: DataSpec) -> ExampleReader:
@@ -119,15 +117,15 @@ def open_split(spec: DataSpec) -> ExampleReader:
 
 
 def _split_shares(
-    reader: ExampleReader, selected_rows: np.ndarray, spec: DataSpec, shares: Sequence[int]
+    reader: ExampleReader, rows: np.ndarray, spec: DataSpec, shares: Sequence[int]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    # Indices into `selected_rows`, ascending. A share may be empty.
+    # Indices into `rows`, ascending. A share may be empty.
     from fedquilt.data import partition
 
-    y = _class_labels(reader, selected_rows, spec)
+    y = _class_labels(reader, rows, spec)
     splits = []
-    owner = None if reader.owner is None else reader.owner[selected_rows]
-    origin = None if reader.origin is None else reader.origin[selected_rows]
+    owner = None if reader.owner is None else reader.owner[rows]
+    origin = None if reader.origin is None else reader.origin[rows]
     rows_by_share = partition.rows_of_shares(y, spec, origin, shares, owner)
     for share, share_rows in zip(shares, rows_by_share, strict=True):
         if not len(share_rows):
@@ -164,7 +162,7 @@ def _select_rows(reader: ExampleReader, spec: DataSpec) -> np.ndarray:
 
 def _read_parts(
     reader: ExampleReader,
-    selected_rows: np.ndarray,
+    rows: np.ndarray,
     parts: Sequence[tuple[np.ndarray, np.ndarray]],
     spec: DataSpec,
     shares: Sequence[int],
@@ -173,7 +171,7 @@ def _read_parts(
     import numpy as np
 
     flat = [part for pair in parts for part in pair]
-    examples = _read_examples(reader, selected_rows[np.concatenate(flat)], spec)
+    examples = _read_examples(reader, rows[np.concatenate(flat)], spec)
     ends = np.cumsum([len(part) for part in flat])
     cut = [
         Examples(examples.x[end - len(part) : end], examples.y[end - len(part) : end])

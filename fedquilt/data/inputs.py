@@ -71,15 +71,13 @@ def resize_maps(maps: np.ndarray, *sizes: int) -> np.ndarray:
 def resize_images(x: np.ndarray, size: int) -> np.ndarray:
     """Resize stored images (n, h, w[, c]) to (n, size, size[, c]) of the same type."""
     result = np.empty((len(x), size, size, *x.shape[3:]), x.dtype)
-    images_per_block = max(1, BLOCK_PIXELS // max(1, x.shape[1] * x.shape[2]))
-    for start in range(0, len(x), images_per_block):
-        part = x[start : start + images_per_block]
+    step = max(1, BLOCK_PIXELS // max(1, x.shape[1] * x.shape[2]))
+    for start in range(0, len(x), step):
+        part = x[start : start + step]
         for channel in np.ndindex(x.shape[3:]):  # channel by channel, because float32 copies of photographs are large
             scaled = resize_maps(part[(..., *channel)][:, None].astype(np.float32), size, size)[:, 0]
             # Averages of levels stay within the range of the type.
-            result[(slice(start, start + images_per_block), ..., *channel)] = (
-                scaled if x.dtype.kind == "f" else np.rint(scaled)
-            )
+            result[(slice(start, start + step), ..., *channel)] = scaled if x.dtype.kind == "f" else np.rint(scaled)
     return result
 
 
@@ -121,15 +119,13 @@ def change_images(
         brightness: Factor.
         noise: Standard deviation as a share of the largest level, which is 1 for floats.
     """
-    result, images_per_block = np.empty_like(x), max(1, BLOCK_PIXELS // prod(x.shape[1:3]))
+    result, step = np.empty_like(x), max(1, BLOCK_PIXELS // prod(x.shape[1:3]))
     highest = np.iinfo(x.dtype).max if x.dtype.kind == "u" else 1.0
-    for start in range(0, len(x), images_per_block):
-        levels = rotate_images(x[start : start + images_per_block].astype(np.float64), rotation) * brightness
+    for start in range(0, len(x), step):
+        levels = rotate_images(x[start : start + step].astype(np.float64), rotation) * brightness
         if noise:
             levels += noise * highest * rng.standard_normal(levels.shape)
-        result[start : start + images_per_block] = (
-            np.clip(np.rint(levels), 0, highest) if x.dtype.kind == "u" else levels
-        )
+        result[start : start + step] = np.clip(np.rint(levels), 0, highest) if x.dtype.kind == "u" else levels
     return result
 
 
@@ -205,10 +201,10 @@ def describe_unequal_scales(x: np.ndarray, names: Sequence[str] = ()) -> str:
     if not std.any() or std.max() <= MAX_SCALE_RATIO * std[std > 0].min():
         return ""
     ends = [int(np.argmax(std)), int(np.argmin(np.where(std > 0, std, np.inf)))]
-    wide, narrow = (
+    large, small = (
         f"{names[index]!r} by {std[index]:.3g}" if names else f"number {index} by {std[index]:.3g}" for index in ends
     )
-    return f"features differ in scale by a factor of {std[ends[0]] / std[ends[1]]:.0f} ({wide}, {narrow})"
+    return f"features differ in scale by a factor of {std[ends[0]] / std[ends[1]]:.0f} ({large}, {small})"
 
 
 def fill_missing(x: np.ndarray, fill: object) -> np.ndarray:

@@ -122,21 +122,18 @@ def _fill_gaps(reader: ExampleReader, data: dict[str, Any], source: str, notes: 
     """Add a fill to [data] if arrays of numbers have gaps."""
     if reader.dtype.kind != "f" or reader.features:
         return
-    count, values_per_example = len(reader.y), max(1, math.prod(reader.shape))
-    block_examples = max(1, BLOCK_NUMBERS // values_per_example)
+    count, size = len(reader.y), max(1, math.prod(reader.shape))
+    step = max(1, BLOCK_NUMBERS // size)
     gaps = sum(
-        int(np.isnan(reader.take(np.arange(start, min(start + block_examples, count)))).sum())
-        for start in range(0, count, block_examples)
+        int(np.isnan(reader.take(np.arange(start, min(start + step, count)))).sum()) for start in range(0, count, step)
     )
     if not gaps:
         return
-    x = reader.take(_choose_rows(reader, block_examples))
+    x = reader.take(_choose_rows(reader, step))
     if np.isnan(x).all():
         raise DataError(f"{source}: the inputs are NaN in all of {len(x)} examples: save the numbers, or other arrays")
     data["fill"] = float(f"{np.nanmedian(x):.6g}")
-    notes.append(
-        f"missing: {gaps} of {count * values_per_example} numbers, filled with the median of all, {data['fill']:g}"
-    )
+    notes.append(f"missing: {gaps} of {count * size} numbers, filled with the median of all, {data['fill']:g}")
 
 
 def _choose_rows(reader: ExampleReader, max_rows: int) -> np.ndarray:
@@ -248,15 +245,13 @@ def inspect_table(path: Path, label: str, notes: list[str]) -> dict[str, Any]:
     label = label or _require_default_label(file, list(columns))
     table.require_columns(file, tuple(columns), "y", [label])
     settings = _label_settings(file, columns.pop(label))
-    unusable_columns = {
-        name: problem for name, column in columns.items() if (problem := column.describe_unusable_values())
-    }
-    usable_columns = [column for name, column in columns.items() if name not in unusable_columns]
-    if not usable_columns:
-        problem = _join_reasons(unusable_columns) or f"it has {label} only, add others"
+    left_out = {name: problem for name, column in columns.items() if (problem := column.describe_unusable_values())}
+    used_columns = [column for name, column in columns.items() if name not in left_out]
+    if not used_columns:
+        problem = _join_reasons(left_out) or f"it has {label} only, add others"
         raise DataError(f"{file} has no column that is an input: {problem}")
-    number_columns = [column for column in usable_columns if column.numbers is not None]
-    word_columns = [column for column in usable_columns if column.numbers is None]
+    number_columns = [column for column in used_columns if column.numbers is not None]
+    word_columns = [column for column in used_columns if column.numbers is None]
     if number_columns:
         notes.append(f"numbers: {_shorten([column.name for column in number_columns])}")
     if word_columns:
@@ -264,16 +259,16 @@ def inspect_table(path: Path, label: str, notes: list[str]) -> dict[str, Any]:
             "categories, an input for each word: "
             + _shorten([f"{column.name} ({len(column.distinct_words)})" for column in word_columns])
         )
-    if unusable_columns:
-        notes.append(f"left out: {_join_reasons(unusable_columns)}")
-    for column in usable_columns:
+    if left_out:
+        notes.append(f"left out: {_join_reasons(left_out)}")
+    for column in used_columns:
         if column.missing:
             treatment = "no category" if column in word_columns else f"filled with the median {column.fill:g}"
             notes.append(f"missing: {column.name} in {column.missing} of {column.rows} rows, {treatment}")
-    fill = {column.name: column.fill for column in usable_columns if column.missing}
+    fill = {column.name: column.fill for column in used_columns if column.missing}
     return {
         "y": label,
-        "x": [column.name for column in usable_columns],
+        "x": [column.name for column in used_columns],
         **settings,
         **({"categories": {column.name: AUTO for column in word_columns}} if word_columns else {}),
         **({"fill": fill} if fill else {}),
@@ -336,14 +331,14 @@ def choose_settings(y: np.ndarray, location: str) -> dict[str, Any]:
         raise DataError(f"{location}: labels have shape {y.shape}: save one label, or a row of them, for each example")
     if y.ndim == 2:
         return _choose_row_settings(y, location)
-    distinct_labels = np.unique(y)
+    kinds = np.unique(y)
     if y.dtype.kind in "USb":
-        return {"labels": require_classes([str(label) for label in distinct_labels], len(y), location)}
-    if not are_classes(distinct_labels, len(y)):
+        return {"labels": require_classes([str(label) for label in kinds], len(y), location)}
+    if not are_classes(kinds, len(y)):
         return _regression_settings(y.reshape(-1, 1))
-    if y.dtype.kind != "f" and list(distinct_labels) == list(range(len(distinct_labels))):
+    if y.dtype.kind != "f" and list(kinds) == list(range(len(kinds))):
         return {}
-    return {"labels": [str(label) for label in distinct_labels]}
+    return {"labels": [str(label) for label in kinds]}
 
 
 def _choose_row_settings(y: np.ndarray, location: str) -> dict[str, Any]:
@@ -364,13 +359,12 @@ def require_classes(labels: Sequence[str], count: int, location: str) -> list[st
     return sorted(labels)
 
 
-def are_classes(distinct_numbers: np.ndarray, count: int) -> bool:
+def are_classes(kinds: np.ndarray, count: int) -> bool:
     """Return whether different numbers are classes of `count` examples, rather than numbers to predict."""
-    if not len(distinct_numbers) or (distinct_numbers != np.rint(distinct_numbers)).any():
+    if not len(kinds) or (kinds != np.rint(kinds)).any():
         return False
-    return len(distinct_numbers) <= MAX_DISTINCT_CLASSES or (
-        list(distinct_numbers) == list(range(len(distinct_numbers)))
-        and MAX_DISTINCT_CLASSES * len(distinct_numbers) <= count
+    return len(kinds) <= MAX_DISTINCT_CLASSES or (
+        list(kinds) == list(range(len(kinds))) and MAX_DISTINCT_CLASSES * len(kinds) <= count
     )
 
 

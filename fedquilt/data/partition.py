@@ -31,7 +31,7 @@ def rows_of_shares(
     y: np.ndarray,
     spec: DataSpec,
     origin: np.ndarray | None = None,
-    selected_shares: Sequence[int] | None = None,
+    selected: Sequence[int] | None = None,
     owner: np.ndarray | None = None,
 ) -> list[np.ndarray]:
     """Return the rows of each selected share, ascending.
@@ -42,13 +42,11 @@ def rows_of_shares(
         y: Labels (n,).
         spec: Partition and number of shares.
         origin: Source of each row (n,), required only for groups of sources.
-        selected_shares: Selected shares, from 0, or None for all.
+        selected: Selected shares, from 0, or None for all.
         owner: User of each row, (n,) strings, required only with `partition = "column"`.
     """
     if spec.partition == "column":
-        return _group_rows(
-            _assign_users(owner, spec), range(spec.shares) if selected_shares is None else selected_shares
-        )
+        return _group_rows(_assign_users(owner, spec), range(spec.shares) if selected is None else selected)
     owners: dict[str, Callable[[np.ndarray, DataSpec], np.ndarray]] = {
         "iid": _assign_iid,
         "dirichlet": _assign_dirichlet,
@@ -56,10 +54,10 @@ def rows_of_shares(
         "shards": _assign_shards,
         "quantity": _assign_quantity,
     }
-    selected_shares = range(spec.shares) if selected_shares is None else selected_shares
+    selected = range(spec.shares) if selected is None else selected
     rows_by_share: dict[int, np.ndarray] = {}
     for number, (members, team) in enumerate(_split_groups(y, spec, origin)):
-        team_shares = [share for share in selected_shares if share in team]
+        team_shares = [share for share in selected if share in team]
         if not team_shares:
             continue
         if spec.partition == "all":
@@ -69,7 +67,7 @@ def rows_of_shares(
         owner = owners[spec.partition](y[members], msgspec.structs.replace(spec, share=0, shares=len(team), seed=seed))
         rows = _group_rows(owner, [share - team.start for share in team_shares])
         rows_by_share |= {share: members[share_rows] for share, share_rows in zip(team_shares, rows, strict=True)}
-    return [rows_by_share[share] for share in selected_shares]
+    return [rows_by_share[share] for share in selected]
 
 
 def _group_rows(owner: np.ndarray, shares: Sequence[int]) -> list[np.ndarray]:

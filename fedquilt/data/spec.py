@@ -67,7 +67,7 @@ class Domains(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def values_of_share(self, share: int) -> dict[str, float]:
         table = msgspec.structs.asdict(self)
-        return {name: each[share % len(each)] for name, each in table.items()}
+        return {name: share_values[share % len(share_values)] for name, share_values in table.items()}
 
 
 class ExampleSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -79,19 +79,20 @@ def make_statistics_round(
         return [name for pair in mean_by_variance.items() for name in pair[::-1] if name not in frozen]
 
     def send(state: State, device: core.DeviceView) -> core.TaskSpec:
-        device_rate, rates, bundles, work = rate_of(state, device), [], {}, core.WorkEstimate()
+        device_rate, work = rate_of(state, device), core.WorkEstimate()
+        rates: list[float] = []
+        bundles: dict[str, core.Tensors] = {}
         for rate, places in parts(state).items():
             subnetwork_state = make_subnetwork_state(state, places, state.widths.get(f"{rate:g}"))
             estimate = local_training.evaluation_work(subnetwork_state)
-            peak = max(
-                local_training.training_work(subnetwork_state, moved={}).peak_bytes,
-                2 * tensors.total_bytes([state.model]),
-            )  # the network is built whole, as for training
-            if rate > device_rate and not _fits_device(device, msgspec.structs.replace(estimate, peak_bytes=peak)):
+            building_bytes = 2 * tensors.total_bytes([state.model])  # the network is built whole, as for training
+            training_bytes = local_training.training_work(subnetwork_state, moved={}).peak_bytes
+            estimate = msgspec.structs.replace(estimate, peak_bytes=max(training_bytes, building_bytes))
+            if rate > device_rate and not _fits_device(device, estimate):
                 continue
             rates.append(rate)
             bundles[f"part.{rate:g}"] = subnetwork_state.model
-            work = work.add(msgspec.structs.replace(estimate, peak_bytes=peak))
+            work = work.add(estimate)
         table = {
             "network": tensor_register.without_register(state.network),
             "asked": rates,

@@ -67,13 +67,11 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     if pull:
         pull_to_received = lambda gradient, value, anchors: gradient + pull * (value - anchors["received"])  # noqa: E731
         hooks = replace(hooks, correct=pull_to_received, anchors={"received": start})
-    personal_site = replace(site, rng=batch_rng, progress=lambda fraction: site.progress(0.5 + fraction / 2))
-    personal_result = local_training.train_from(
-        task, personal_site, {**frozen, **load_personal_model(site, received)}, hooks
-    )
+    own_site = replace(site, rng=batch_rng, progress=lambda fraction: site.progress(0.5 + fraction / 2))
+    own_result = local_training.train_from(task, own_site, {**frozen, **load_personal_model(site, received)}, hooks)
     model = {name: global_result.bundles["model"][name] for name in received}
-    local = {name: personal_result.bundles["model"][name] for name in received}
-    metrics = {**global_result.metrics, "own_loss": personal_result.metrics["loss"]}
+    local = {name: own_result.bundles["model"][name] for name in received}
+    metrics = {**global_result.metrics, "own_loss": own_result.metrics["loss"]}
     return replace(global_result, bundles={"model": model}, local=local, metrics=metrics)
 
 

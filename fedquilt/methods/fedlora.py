@@ -112,7 +112,7 @@ def adapter_scale(params: Mapping[str, Any]) -> float:
 
 def make_adapter_hooks(task: core.Task, trained: core.Tensors) -> core.Hooks:
     """Return hooks that insert the adapters, train the tensors in `trained` and freeze all others."""
-    adapter_sites, rank, mu = (
+    sites, rank, mu = (
         lora.sites_from_json(task.params["places"]),
         task.params["rank"],
         task.params.get("mu", 0.0),
@@ -121,12 +121,10 @@ def make_adapter_hooks(task: core.Task, trained: core.Tensors) -> core.Hooks:
     def prepare(module: Any) -> Any:
         from fedquilt.models.partial import adapter_layers
 
-        return adapter_layers.insert_adapters(module, adapter_sites, rank, adapter_scale(task.params))
+        return adapter_layers.insert_adapters(module, sites, rank, adapter_scale(task.params))
 
-    proximal_term = (lambda gradient, value, anchors: gradient + mu * (value - anchors["start"])) if mu else None
-    return core.Hooks(
-        prepare=prepare, correct=proximal_term, steps=(core.Step(rate=lambda name: float(name in trained)),)
-    )
+    pull = (lambda gradient, value, anchors: gradient + mu * (value - anchors["start"])) if mu else None
+    return core.Hooks(prepare=prepare, correct=pull, steps=(core.Step(rate=lambda name: float(name in trained)),))
 
 
 def load_backbone(task: core.Task, site: core.ClientContext, trained: core.Tensors) -> tuple[core.Tensors, core.Hooks]:

@@ -69,12 +69,12 @@ def fold(state: NetworkState, accumulator: FedLPSums | None, update: core.Device
         raise core.UpdateError(f"{update.device} sent no model, not even an empty one")
     model = update.bundles["model"]
     received_names = {name for names in layer_units(state) if not model.keys().isdisjoint(names) for name in names}
-    received_state = replace(state, model={name: state.model[name] for name in sorted(received_names)})
+    partial_state = replace(state, model={name: state.model[name] for name in sorted(received_names)})
     accumulator = accumulator or FedLPSums()
-    sums = fedavg.fold(received_state, accumulator, update)
+    sums = fedavg.fold(partial_state, accumulator, update)
     tensor_weights = {
         name: accumulator.tensor_weights.get(name, exact_sums.ExactScalar()).add_numbers(update.weight)
-        for name in received_state.model
+        for name in partial_state.model
     }
     return FedLPSums(sums.total, sums.weights, {**accumulator.tensor_weights, **tensor_weights})
 

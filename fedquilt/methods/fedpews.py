@@ -260,10 +260,8 @@ def add_covered(
         UpdateError: If the entries are not those that the mask covers, or are not finite.
     """
     covered = update.bundles.get("model", {})
-    if mismatched := sorted(covered.keys() ^ state.model.keys()):
-        raise core.UpdateError(
-            f"tensor names differ: {', '.join(mismatched[:5])}{' ...' if len(mismatched) > 5 else ''}"
-        )
+    if odd_names := sorted(covered.keys() ^ state.model.keys()):
+        raise core.UpdateError(f"tensor names differ: {', '.join(odd_names[:5])}{' ...' if len(odd_names) > 5 else ''}")
     covered_masks = masks.covered_entries(state.plan, neurons)
     model, weight = masks.restore_masked_tensors(covered, covered_masks), update_weight(state, update)
     tensors.require_addable(model, state.model)

@@ -39,8 +39,8 @@ class Params(fedpews.WarmupParams):
 
 def part_index(state: fedpews.State, device: str) -> int:
     """Return the index of a device's part, from 0."""
-    listed_devices, parts = list(state.params["devices"]), int(state.params["parts"])
-    return (listed_devices.index(device) if device in listed_devices else core.derive_seed("part", device)) % parts
+    listed, parts = list(state.params["devices"]), int(state.params["parts"])
+    return (listed.index(device) if device in listed else core.derive_seed("part", device)) % parts
 
 
 def device_mask(state: fedpews.State, device: str) -> np.ndarray:
@@ -63,11 +63,9 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Train the received part. All other weights are 0 and stay 0."""
     if not task.params.get("masked"):
         return fedavg.work(task, site, fedpews.proximal_hooks(task))
-    part, covered_masks = _load_part(task, site)
+    part, cover = _load_part(task, site)
     client_result = local_training.train_from(task, site, part, fedpews.proximal_hooks(task))
-    return replace(
-        client_result, bundles={"model": masks.select_covered(client_result.bundles["model"], covered_masks)}
-    )
+    return replace(client_result, bundles={"model": masks.select_covered(client_result.bundles["model"], cover)})
 
 
 def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
@@ -78,10 +76,8 @@ def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
 
 def _load_part(task: core.Task, site: core.ClientContext) -> tuple[core.Tensors, Mapping[str, np.ndarray]]:
     plan = masks.plan_from_array(site.load("plan")["json"])
-    covered_masks = masks.covered_entries(
-        plan, masks.mask_of_equal_part(plan, task.params["part"], task.params["parts"])
-    )
-    return masks.restore_masked_tensors(site.load("model"), covered_masks), covered_masks
+    cover = masks.covered_entries(plan, masks.mask_of_equal_part(plan, task.params["part"], task.params["parts"]))
+    return masks.restore_masked_tensors(site.load("model"), cover), cover
 
 
 def fold(state: fedpews.State, accumulator: fedpews.RoundSums | None, update: core.DeviceUpdate) -> fedpews.RoundSums:

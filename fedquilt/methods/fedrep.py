@@ -173,10 +173,10 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
         return {name: trained[name] for name in model}, metrics
 
     if epochs:
-        phase_site = replace(site, progress=lambda done: site.progress(head_share * done))
+        phase_site = replace(site, progress=lambda fraction: site.progress(head_share * fraction))
         model, metrics = train_tensors(phase_site, replace(fit, epochs=epochs), head)
         steps = metrics["steps"]
-    phase_site = replace(site, progress=lambda done: site.progress(head_share + (1 - head_share) * done))
+    phase_site = replace(site, progress=lambda fraction: site.progress(head_share + (1 - head_share) * fraction))
     model, metrics = train_tensors(phase_site, fit, body)
     return split_result(
         core.ClientResult({"model": model}, float(len(site.train)), {**metrics, "steps": steps + metrics["steps"]}),

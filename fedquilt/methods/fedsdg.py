@@ -210,46 +210,44 @@ def result(state: State) -> core.Artefact:
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Train the shared part, the own branch and the gates (Eq. 5 to 8), and send the change (Eq. 9)."""
     backbone, received = site.load("backbone"), site.load("model")
-    own_branch = load_own_branch(task, site, backbone)
+    branch = load_own_branch(task, site, backbone)
     client_result = local_training.train_from(
-        task, site, {**backbone, **received, **own_branch}, make_branch_hooks(task, received, own_branch)
+        task, site, {**backbone, **received, **branch}, make_branch_hooks(task, received, branch)
     )
     model = client_result.bundles["model"]
     delta = {name: model[name] - received[name] for name in received}
-    new_branch = {name: model[name] for name in own_branch}
+    trained = {name: model[name] for name in branch}
     return replace(
         client_result,
         bundles={"delta": delta},
-        metrics={**client_result.metrics, **_gate_metrics(task, new_branch)},
-        local=new_branch,
+        metrics={**client_result.metrics, **_gate_metrics(task, trained)},
+        local=trained,
     )
 
 
 def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     """Evaluate the network with the shared part and the device's own branch."""
     backbone, received = site.load("backbone"), site.load("model")
-    own_branch = _load_evaluation_branch(task, site, backbone)
-    hooks = make_branch_hooks(task, received, own_branch)
-    return site.engine.evaluate(task.params["network"], {**backbone, **received, **own_branch}, site.held, hooks=hooks)
+    branch = _load_evaluation_branch(task, site, backbone)
+    hooks = make_branch_hooks(task, received, branch)
+    return site.engine.evaluate(task.params["network"], {**backbone, **received, **branch}, site.held, hooks=hooks)
 
 
 def personal(task: core.Task, site: core.ClientContext) -> core.Tensors:
     """Return the device's network, with both branches merged into its weights."""
     backbone, received = site.load("backbone"), site.load("model")
-    own_branch = _load_evaluation_branch(task, site, backbone)
-    shared_model = fedlora.merge_adapters(task.params, backbone, {**received, **own_branch})
-    return lora.merge_own_branch(shared_model, own_branch, layers_by_gate(task), fedlora.adapter_scale(task.params))
+    branch = _load_evaluation_branch(task, site, backbone)
+    shared_model = fedlora.merge_adapters(task.params, backbone, {**received, **branch})
+    return lora.merge_own_branch(shared_model, branch, layers_by_gate(task), fedlora.adapter_scale(task.params))
 
 
 def _load_evaluation_branch(task: core.Task, site: core.ClientContext, backbone: core.Tensors) -> core.Tensors:
     """Return the device's branch and gates, with all gates shut if the device has never trained."""
     # The branch of a device that has never trained is noise.
-    own_branch = load_own_branch(task, site, backbone)
+    branch = load_own_branch(task, site, backbone)
     if site.local:
-        return own_branch
-    return {
-        name: shut_gate(array) if name.rpartition(".")[2] == lora.GATE else array for name, array in own_branch.items()
-    }
+        return branch
+    return {name: shut_gate(array) if name.rpartition(".")[2] == lora.GATE else array for name, array in branch.items()}
 
 
 def shut_gate(gate: np.ndarray) -> np.ndarray:
@@ -264,14 +262,12 @@ def load_own_branch(task: core.Task, site: core.ClientContext, backbone: core.Te
         ModelError: If the stored values are of another network, rank or choice of gates.
     """
     rng = tensors.seeded_rng(task.params["own_seed"], site.device)
-    initial_branch = lora.initial_own_branch(
-        backbone, layers_by_gate(task), task.params["rank"], rng, task.params["gate"]
-    )
+    branch = lora.initial_own_branch(backbone, layers_by_gate(task), task.params["rank"], rng, task.params["gate"])
     if task.params["head"] == "private":
-        initial_branch.update({name: backbone[name] for name in task.params["head_names"]})
+        branch.update({name: backbone[name] for name in task.params["head_names"]})
     if not site.local:
-        return initial_branch
-    shapes = {name: array.shape for name, array in initial_branch.items()}
+        return branch
+    shapes = {name: array.shape for name, array in branch.items()}
     if {name: array.shape for name, array in site.local.items()} != shapes:
         raise core.ModelError(
             f"{site.device} keeps a branch of another network, rank or choice of gates: give the job a new name"
@@ -285,16 +281,14 @@ def layers_by_gate(task: core.Task) -> tuple[lora.AdapterSite, ...]:
     return lora.split_by_layer(adapter_sites) if task.params["gates"] == "layer" else adapter_sites
 
 
-def make_branch_hooks(task: core.Task, received: core.Tensors, own_branch: core.Tensors) -> core.Hooks:
+def make_branch_hooks(task: core.Task, received: core.Tensors, branch: core.Tensors) -> core.Hooks:
     """Return hooks that insert both branches, with learning rates and the penalty of Eq. 5."""
-    adapter_sites, params = layers_by_gate(task), task.params
+    sites, params = layers_by_gate(task), task.params
 
     def prepare(module: Any) -> Any:
         from fedquilt.models.partial import adapter_layers
 
-        return adapter_layers.insert_adapters(
-            module, adapter_sites, params["rank"], fedlora.adapter_scale(params), own=True
-        )
+        return adapter_layers.insert_adapters(module, sites, params["rank"], fedlora.adapter_scale(params), own=True)
 
     def learning_rate_factor(name: str) -> float:
         suffix = name.rpartition(".")[2]
@@ -302,7 +296,7 @@ def make_branch_hooks(task: core.Task, received: core.Tensors, own_branch: core.
             return float(params["lr_gates"] / params["lr"])
         if suffix in lora.OWN:
             return float(params["lr_own"] / params["lr"])
-        return float(name in received or name in own_branch)  # a private head learns at the shared rate
+        return float(name in received or name in branch)  # a private head learns at the shared rate
 
     def penalty(module: Any, x: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
         total = 0.0 * scores.sum()
@@ -319,11 +313,11 @@ def make_branch_hooks(task: core.Task, received: core.Tensors, own_branch: core.
     return core.Hooks(prepare=prepare, steps=(core.Step(rate=learning_rate_factor, penalty=penalty),))
 
 
-def _gate_metrics(task: core.Task, own_branch: core.Tensors) -> dict[str, float]:
+def _gate_metrics(task: core.Task, branch: core.Tensors) -> dict[str, float]:
     """Return the openness of each gate, 0 to 1, as metrics "gate.00" and so on, if the job reports them."""
     if not task.params["tell_gates"]:
         return {}
-    openness = lora.gate_openness(own_branch, layers_by_gate(task))
+    openness = lora.gate_openness(branch, layers_by_gate(task))
     return {f"gate.{index:02}": round(m, 2) for index, m in enumerate(openness)}
 
 

@@ -249,13 +249,15 @@ def add_part(
         UpdateError: If the tensors fit none of the parts, or are not finite.
     """
     part_places = width_parts.recognise_cut(state.model, part, list(parts.values()))
-    key, row_places = next(f"{rate:g}" for rate, places in parts.items() if places is part_places), dict(part_places)
+    key = next(f"{rate:g}" for rate, places in parts.items() if places is part_places)
+    row_places = dict(part_places)
     tensors.require_finite(part)
     if rows is not None:
         head = state.register.find_classifier()
         for name in (f"{head}.weight", f"{head}.bias"):
             if name in row_places:
-                row_places[name], part = (rows, row_places[name][1]), {**part, name: part[name][rows]}
+                row_places[name] = (rows, row_places[name][1])
+                part = {**part, name: part[name][rows]}
     statistics = {name: part[name] for name in state.widths.get(key, {}) if name in part}
     entry_places = {name: axes for name, axes in row_places.items() if name not in statistics}
     widths = dict(accumulator.widths) if accumulator else {}

@@ -316,7 +316,7 @@ TRAINING = {"epochs": 2, "batch": 8, "lr": 0.1}
 AMPLE_BYTES = 1 << 40
 MIXED_SUFFIX = "-mixed"  # suffix of a method's name: run on a fleet of several tiers
 BUDGETS = ("512MB", "2GB", "8GB")
-IMAGE_INPUT = {"channels": 1, "size": 8}
+IMAGES = {"channels": 1, "size": 8}
 NETWORKS: dict[str, dict[str, Any]] = {
     "mlp": {"name": "mlp", "inputs": 64, "hidden": [5, 4], "classes": 3},
     "batch norm": {
@@ -324,7 +324,7 @@ NETWORKS: dict[str, dict[str, Any]] = {
         "channels": 1,
         "classes": 3,
         "width": 4,
-        "input": IMAGE_INPUT,
+        "input": IMAGES,
     },  # counters: int64 ()
     "no axes": {"name": "rezero", "inputs": 64, "classes": 3, "width": 6, "blocks": 2},  # parameters of shape ()
     "gru": {"name": "gru", "channels": 8, "steps": 8, "classes": 3, "width": 4},  # several tensors for each layer

@@ -61,7 +61,7 @@ INHERIT = {name for name in NAMES if name != "fedavg" and not name.endswith(MIXE
 def test_a_method_keeps_to(check, name):
     """Each check on each method; what a round adds up may grow by what FOR_EACH_BYTES says."""
     try:
-        check(name, **({"each_bytes": FOR_EACH_BYTES.get(name, 0)} if check is GROWS else {}))
+        check(name, **({"bytes_per_device": FOR_EACH_BYTES.get(name, 0)} if check is GROWS else {}))
     except CheckSkipped as reason:
         pytest.skip(str(reason))
 

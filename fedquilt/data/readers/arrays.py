@@ -97,11 +97,9 @@ def _choose_array_name(path: Path, spec: DataSpec, letter: str, array_names: Seq
     configured_name = spec.x if letter == "x" else spec.y
     if not isinstance(configured_name, str):
         raise DataError(f"{path}: [data] {letter} is the name of one array of an .npz, not a list")
-    candidates = (
-        [configured_name]
-        if configured_name
-        else [f"{letter}_{spec.split}", *([letter] if spec.split == "train" else [])]
-    )
+    candidates = [configured_name] if configured_name else [f"{letter}_{spec.split}"]
+    if not configured_name and spec.split == "train":
+        candidates.append(letter)
     for name in candidates:
         if name in array_names:
             return name
@@ -114,9 +112,8 @@ def _read_npy_header(
     stream: Bytes, path: Path, name: str, kinds: str = "uifb"
 ) -> tuple[tuple[int, ...], np.dtype[Any]]:
     version = np.lib.format.read_magic(stream)
-    read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(
-        version
-    )
+    header_readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    read_header = header_readers.get(version)
     if read_header is None:
         raise DataError(f"{path}: {name} is in .npy version {version}; save it as a plain array of numbers")
     shape, fortran, dtype = read_header(stream)
@@ -182,11 +179,8 @@ def load_sklearn_data(spec: DataSpec) -> tuple[np.ndarray, np.ndarray]:
         raise DataError(
             f"{spec.dataset} needs scikit-learn, which is not installed: pip install scikit-learn"
         ) from None
-    available_names = [
-        name.removeprefix("load_")
-        for name in dir(datasets)
-        if name.startswith("load_") and name not in EXCLUDED_LOADERS
-    ]
+    loaders = [name for name in dir(datasets) if name.startswith("load_") and name not in EXCLUDED_LOADERS]
+    available_names = [name.removeprefix("load_") for name in loaders]
     name = spec.dataset.removeprefix(SKLEARN)
     if name not in available_names:
         raise DataError(f"scikit-learn has no data set {name!r}{toml.describe_choices(name, available_names)}")

@@ -70,8 +70,8 @@ def read_image(source: Path | bytes, size: int = 0, depth: int = 0) -> np.ndarra
         size_problem = f"more than {MAX_PIXELS / 1e6:.0f} million pixels: send a smaller image"
         raise DataError(f"cannot read {name}: {size_problem if isinstance(source, bytes) else error}") from None
     except Image.UnidentifiedImageError as error:
-        why = "no PNG, JPEG, WebP or TIFF" if isinstance(source, bytes) else str(error)
-        raise DataError(f"cannot read {name}: {why}") from None
+        problem = "no PNG, JPEG, WebP or TIFF" if isinstance(source, bytes) else str(error)
+        raise DataError(f"cannot read {name}: {problem}") from None
     except Exception as error:  # Pillow raises OSError, SyntaxError, struct.error, ... by the kind of damage
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise DataError(f"cannot read {name}: {reason or type(error).__name__}") from None

@@ -211,12 +211,17 @@ def open_table(path: Path, spec: DataSpec, *, labelled: bool = True) -> ExampleR
     An unlabelled table gets zeros as labels.
     """
     file = find_table(path, spec)
-    found = read_rows(
+    table_rows = read_rows(
         file, spec, lambda chunk, decoder, names: decoder.decode_inputs(chunk, names), "an example", labelled=labelled
     )
-    values = np.concatenate(found.x)
+    values = np.concatenate(table_rows.x)
     reader = ExampleReader(
-        found.y, values.__getitem__, values.shape[1:], values.dtype, owner=found.owner, features=found.features
+        table_rows.y,
+        values.__getitem__,
+        values.shape[1:],
+        values.dtype,
+        owner=table_rows.owner,
+        features=table_rows.features,
     )
     return reader if spec.windows is None else _cut_windows(file, spec, spec.windows, reader)
 
