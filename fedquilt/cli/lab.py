@@ -110,7 +110,7 @@ def conformance(name: str) -> int:
     """Check that a method, or all plug-ins of a package, follow fedquilt's rules."""
     from fedquilt.testing import conformance as tool
 
-    if not verbosity():  # a check that fails is told in its line
+    if not verbosity():  # the line of a check reports its failure
         logging.getLogger("fedquilt").setLevel(logging.CRITICAL)
     failed = 0
     with progress.show_progress(f"checking {name}"):
@@ -193,7 +193,7 @@ def reproduce(
     )
 
 
-BENCH_OPTIONS: Final = {  # bench -> its options, which are arguments of its `measure`
+BENCH_OPTIONS: Final = {  # bench -> options, which are arguments of the bench's `measure`
     "idle": (),
     "blobs": (),
     "energy": (),

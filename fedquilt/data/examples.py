@@ -207,6 +207,7 @@ def _read_examples(reader: ExampleReader, rows: np.ndarray, spec: DataSpec) -> E
             first_bad_row, verb = rows[bad_rows].min(), "hold" if len(bad_rows) > 1 else "holds"
             raise DataError(
                 f"{spec.source_name}: {len(bad_rows)} of {len(rows)} examples {verb} NaN or infinity, the first is "
-                f"example {first_bad_row}: correct the file, leave such examples out, or set [data] fill for NaN"
+                f"example {first_bad_row}: correct the file, leave such examples out, "
+                "or set [data] fill to a number for NaN"
             )
     return Examples(x, reader.y[rows])

@@ -102,9 +102,7 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     audio: Audio | None = None
     text: Text | None = None
     windows: Windows | None = None
-    dataset: str = (
-        ""  # torchvision: name of its class, "CIFAR10"; without a path "sklearn/iris", a plug-in's or SYNTHETIC
-    )
+    dataset: str = ""  # torchvision: class, as "CIFAR10"; without a path "sklearn/iris", a plug-in's or SYNTHETIC
     download: bool = False  # torchvision: download the data set if it is missing
     sources: tuple[ExampleSource, ...] = ()  # a mixture, in this order
     size: Natural = 0  # scale images to size x size; 0: unchanged, all alike

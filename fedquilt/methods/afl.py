@@ -49,9 +49,7 @@ class Params:
     donor: str = ""  # donor of the job; "": the first
     ridge: Annotated[float, Meta(ge=0)] = 0.0  # lambda, as a share of the features' mean square; 0: the paper's result
     gcv: bool = False  # standardise, add a bias, and choose the ridge by generalised cross-validation
-    random_features: Annotated[int, Meta(ge=0)] = (
-        0  # number of random ReLU features that replace the network's; 0: none
-    )
+    random_features: Annotated[int, Meta(ge=0)] = 0  # random ReLU features that replace the network's; 0: none
     rounds: Annotated[int, Meta(ge=1)] = 1  # rounds in which devices send moments, each device once
 
 

@@ -49,8 +49,8 @@ class Params(fedavg.Params):
 class StageGroup:
     """Stages that are trained together."""
 
-    names: tuple[str, ...]  # of its own tensors
-    end: int  # stage behind it; of the network's last group: the number of stages
+    names: tuple[str, ...]  # of the group's tensors
+    end: int  # index of the next stage, or the number of stages for the last group
 
 
 def init(bundle: core.Bundle, params: Params, seed: int) -> NetworkState:

@@ -133,7 +133,7 @@ def load_backbone(task: core.Task, site: core.ClientContext, trained: core.Tenso
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
-    """Train the adapters and the head in the frozen backbone, and return those alone."""
+    """Train the adapters and the head in the frozen backbone, and return only adapters and head."""
     backbone, received = site.load("backbone"), site.load("model")
     client_result = local_training.train_from(task, site, {**backbone, **received}, make_adapter_hooks(task, received))
     model = client_result.bundles["model"]

@@ -85,9 +85,8 @@ class MaskedSums:
     """Sums of a warm-up round: weighted covered entries, and the weights that cover them."""
 
     total: Mapping[str, exact_sums.ExactSum]  # sum_i n_i x_i m_i; counters: the largest
-    cover: Mapping[
-        str, exact_sums.ExactSum
-    ]  # sum_i n_i m_i, in the tensor's shape; one entry where everything is covered
+    # sum_i n_i m_i in the tensor's shape, or a single entry if the masks cover the whole tensor.
+    cover: Mapping[str, exact_sums.ExactSum]
     published: Mapping[str, np.ndarray]
 
 

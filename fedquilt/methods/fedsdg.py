@@ -94,9 +94,7 @@ class Params:
     own_decay: Annotated[float, Meta(ge=0)] | None = None  # lambda_2: 0.0001; official 0.001
     shared_decay: Annotated[float, Meta(ge=0)] | None = None  # weight decay of the shared part: 0; official 0.0001
     head: Literal["shared", "private"] = "shared"
-    aggregation: Literal["aligned", "others", "mean"] | None = (
-        None  # aligned: Eq. 10; others: by the mean of the other devices
-    )
+    aggregation: Literal["aligned", "others", "mean"] | None = None
     most: Annotated[int, Meta(ge=1)] = 64  # changes of a round in memory at once
     tell_gates: bool = False  # report every gate, to two decimals
     loss: core.Choice = ""
@@ -196,9 +194,8 @@ def _cosine(a: np.ndarray, b: np.ndarray) -> float:
 def result(state: State) -> core.Artefact:
     """Return the network with the shared adapters merged in. `meta["private"]` names devices' tensors."""
     adapter_sites = fedlora.adapted_layers(state.network)
-    private = {
-        f"{layer}.weight" for site in adapter_sites for layer in site.layers
-    }  # a device's own branch adds to these
+    # A device's own branch changes the weights of all adapted layers.
+    private = {f"{layer}.weight" for site in adapter_sites for layer in site.layers}
     if state.params["head"] == "private":
         private.update(fedlora.head_names(state.network))
     return local_training.weights_artefact(state.network, fedlora.merged_model(state), private=sorted(private))

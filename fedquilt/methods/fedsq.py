@@ -49,14 +49,12 @@ class Params(fedavg.Params):
     lr: Annotated[float, Meta(gt=0)] = 0.01
     weight_decay: Annotated[float, Meta(ge=0)] = 1e-4
     trained: tuple[str, ...] = ()  # sigma: modules that are trained; (): the schedule of `prepare`, else all
-    bn: Literal["frozen_stats", "train"] = (
-        "frozen_stats"  # in the trained part; frozen_stats trains gamma and beta only
-    )
+    bn: Literal["frozen_stats", "train"] = "frozen_stats"  # batch norm; frozen_stats trains gamma and beta only
     pool: Literal["own", "sk"] = "own"  # whether max pooling, too, follows w_SK
     gates: Literal["frozen", "own"] = "frozen"  # own: no gates; FedAvg on the trained part
     mu: Annotated[float, Meta(ge=0)] = 0.0  # mu of FedProx's term; 0: without
     cache: Literal["float32", "float16", "off"] = "float32"  # precision of cached features
-    cache_mb: Annotated[int, Meta(ge=0)] = 1024  # most that a device keeps of one job, its own examples and held-out
+    cache_mb: Annotated[int, Meta(ge=0)] = 1024  # largest cache of a job on a device, held-out examples included
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -142,7 +140,7 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec:
     tail_state = replace(full_state, layers=cost_model.split_at_trained(state.layers, state.model)[1])
     cached, is_first_round = state.params["cache"] != "off", not device.rounds
     tail_task_spec = local_training.training_task_spec(tail_state, {}, moved=state.model)
-    frozen_work = local_training.evaluation_work(full_state)  # w_SK, and what lies before its trained part
+    frozen_work = local_training.evaluation_work(full_state)  # a forward pass of w_SK
     epochs = 1 if cached else int(state.params["epochs"])
     work, check = tail_task_spec.work, tail_task_spec.check or frozen_work
     if is_first_round or not cached:

@@ -80,7 +80,7 @@ class Params(fedavg.Params):
     first_layers: Natural = 0  # L_t at the beginning; 0: all, which reveal nearly as much as a whole model
     min_layers: Natural = 0  # L_t at the end; 0: a fifth of all
     shrink_every: Positive = 5  # rounds before L_t may shrink again
-    tolerance: Annotated[float, Meta(ge=0, le=1)] = 0.005  # how far accuracy may be below its best for L_t to shrink
+    tolerance: Annotated[float, Meta(ge=0, le=1)] = 0.005  # accuracy below the best at which L_t still shrinks
 
 
 @dataclass(frozen=True)
@@ -337,7 +337,9 @@ def step(state: State, total: GeneFLSums | None) -> State:
 
 def _cluster_fingerprints(state: State, total: GeneFLSums) -> State:
     shapes = [array.shape for array in (*state.fingerprints.values(), *total.fingerprints.values())]
-    usual_shape = max(sorted(set(shapes)), key=shapes.count)  # devices of one round were not compared with each other
+    usual_shape = max(
+        sorted(set(shapes)), key=shapes.count
+    )  # fingerprints of one round were not validated against each other
     fingerprints = {
         k: v for k, v in sorted({**state.fingerprints, **total.fingerprints}.items()) if v.shape == usual_shape
     }

@@ -175,7 +175,7 @@ def make_width_hooks(task: core.Task, site: core.ClientContext, *, scaled: bool 
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
-    """Train the device's part, without the classes it lacks, or gather batch norm statistics."""
+    """Train the device's part, without the classes that the device lacks, or gather batch norm statistics."""
     if "asked" in task.params:
         return gather_statistics(task, site)
     hooks = make_width_hooks(task, site)

@@ -21,15 +21,8 @@ from fedquilt.formats.tensor_register import ATTENTION, CONVOLUTIONS, MADE_OF
 from fedquilt.methods import fedavg, fedrep
 from fedquilt.models.local_training import NetworkState
 
-MATRIX_MODULES = (
-    "Linear",
-    "Embedding",
-    "Bilinear",
-    "GRU",
-    "LSTM",
-    "RNN",
-    ATTENTION,
-)  # modules whose weights are matrices
+# Modules whose weights are matrices.
+MATRIX_MODULES = ("Linear", "Embedding", "Bilinear", "GRU", "LSTM", "RNN", ATTENTION)
 
 
 @dataclass(frozen=True)

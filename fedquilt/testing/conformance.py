@@ -74,9 +74,8 @@ def run_is_reproducible(name: str) -> None:
     A round must change the state.
     """
     scenario, run, _, _ = record_run(name)
-    reversed_scenario = replace(
-        scenario, budgets=scenario.budgets[::-1]
-    )  # budgets follow the order of devices, so each device keeps its budget
+    # Budgets follow the order of devices, so each device keeps its budget.
+    reversed_scenario = replace(scenario, budgets=scenario.budgets[::-1])
     assert packed_states(reversed_scenario.run_rounds(devices=scenario.devices[::-1])) == packed_states(run)
     assert len(set(packed_states(run))) == len(run) > 1
 
