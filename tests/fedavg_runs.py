@@ -11,7 +11,7 @@ import pytest
 from fedquilt.arrays import tensors
 from fedquilt.core import Bundle, Method
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
-from fedquilt.testing.toy_networks import point_members, toy_bundle
+from fedquilt.testing.toy_networks import point_devices, toy_bundle
 from fedquilt.testing.toy_networks import run_method as run
 from fedquilt.tools.simulation import DeviceData
 
@@ -41,7 +41,7 @@ def play(
     return run(
         name,
         bundle or toy_bundle(),
-        devices or point_members(),
+        devices or point_devices(),
         {**SMALL, **params},
         engine=engine or numpy_one(),
         method=method,

@@ -11,10 +11,10 @@ from fedquilt.methods.fedstitch import METHOD, SearchState
 from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.search.state import PAPER, SearchSettings
 from fedquilt.testing import toy_networks
-from fedquilt.testing.toy_networks import FakeRunner, build_donors, deliver_task, image_members, run_method
+from fedquilt.testing.toy_networks import FakeRunner, build_donors, deliver_task, image_devices, run_method
 from fedquilt.tools.simulation import DeviceData
 
-SMALL = {**toy_networks.SMALL, "screen": 3}
+SMALL = {**toy_networks.SMALL_SEARCH, "screen": 3}
 
 
 def played(
@@ -30,7 +30,7 @@ def played(
     return run_method(
         "fedstitch",
         bundle,
-        image_members(8) if devices is None else devices,
+        image_devices(8) if devices is None else devices,
         engine=runner or own,
         method=with_settings(method, {**SMALL, **changes}),
         seed=3,
@@ -59,5 +59,5 @@ def gathering(**changes: Any) -> tuple[SearchState, Any, Any]:
     state = METHOD.init(bundle, SearchSettings(**{**SMALL, "expansions": 0, **changes}), 3)
     return (
         state,
-        *deliver_task(METHOD, METHOD.send(state, DeviceView("dev-0", None)), image_members(1)[0], runner, seed=3),
+        *deliver_task(METHOD, METHOD.send(state, DeviceView("dev-0", None)), image_devices(1)[0], runner, seed=3),
     )

@@ -8,7 +8,7 @@ from joint_runs import SMALL, with_settings
 
 from fedquilt.core import Method
 from fedquilt.methods.fedstitch import METHOD, SearchState
-from fedquilt.testing.toy_networks import FakeRunner, build_donors, image_members
+from fedquilt.testing.toy_networks import FakeRunner, build_donors, image_devices
 from fedquilt.testing.toy_networks import run_method as run_of
 from fedquilt.tools.simulation import DeviceData
 
@@ -32,7 +32,7 @@ def played(
     return run_of(
         "fedstitch",
         bundle,
-        image_members() if devices is None else devices,
+        image_devices() if devices is None else devices,
         engine=runner or own,
         method=with_settings(method, {**SMALL, **changes}),
         seed=seed,

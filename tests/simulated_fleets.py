@@ -14,7 +14,7 @@ from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import Method
 from fedquilt.edge_agent.devices.simulated_device import SimulatedDevice
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
-from fedquilt.testing.toy_networks import make_job, point_members, toy_bundle, write_bundle
+from fedquilt.testing.toy_networks import make_job, point_devices, toy_bundle, write_bundle
 from fedquilt.tools.simulation import DeviceData, run
 from fedquilt.tools.simulation.simulated_job import Simulation
 
@@ -44,7 +44,7 @@ class Fleet:
         made = toy_bundle()
         bundle = write_bundle(self.place / f"bundle-{flops:g}", replace(made, meta={**made.meta, "flops": flops}))
         load = methods.load if method is None else lambda name: method
-        given = list(members) or point_members(devices, 13)
+        given = list(members) or point_devices(devices, 13)
         hands, held = run.make_local_backend(given, load=load, engine=self.engine)
         wanted = make_job(name, table.pop("params", SMALL), **{"rounds": 2, **table})
         place = self.place / (home or f"home-{self._count}")

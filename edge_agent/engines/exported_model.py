@@ -77,7 +77,7 @@ def _require_input(table: Any, name: str) -> None:
 
 
 def _require_reading_settings(settings: Mapping[str, Any]) -> None:
-    if odd := sorted(settings.keys() - reading_settings.SETTINGS):
+    if odd := sorted(settings.keys() - reading_settings.READING_KEYS):
         raise _metadata_error("reading", f"unknown key {odd[0]!r}")
     try:
         reading_settings.spec_with_settings(settings, {"path": "."})

@@ -44,14 +44,19 @@ class Comparison:
     @property
     def labels(self) -> list[str]:
         """Label of each job: the method, with the settings that differ if methods are repeated."""
-        written = [_flatten_table(job.to_table()) for job in self.jobs]
+        flat_tables = [_flatten_table(job.to_table()) for job in self.jobs]
         methods = [job.method for job in self.jobs]
         if len(set(methods)) == len(methods):
             return methods
-        differs = {key for each in written for key in each if len({repr(other.get(key)) for other in written}) > 1}
+        differing_keys = {
+            key
+            for flat_table in flat_tables
+            for key in flat_table
+            if len({repr(flat_table_.get(key)) for flat_table_ in flat_tables}) > 1
+        }
         names = []
-        for table, method in zip(written, methods, strict=True):
-            parts = [f"{key}={table[key]}" for key in sorted(differs - {"method"}) if key in table]
+        for table, method in zip(flat_tables, methods, strict=True):
+            parts = [f"{key}={table[key]}" for key in sorted(differing_keys - {"method"}) if key in table]
             names.append(" ".join([method, *parts]))
         return names
 
@@ -76,20 +81,20 @@ class Comparison:
         if target is not None and not (isinstance(target, numbers.Real) and math.isfinite(target)):
             raise JobError(f"target = {target!r}: wanted a number, as in table(target=0.9)")
         rows = []
-        for name, of in zip(self.labels, self.runs, strict=True):
-            made = [run for run in of if run.marks]
-            row = tables.make_row(name, made, target)
+        for name, job_runs in zip(self.labels, self.runs, strict=True):
+            evaluated_runs = [run for run in job_runs if run.marks]
+            row = tables.make_row(name, evaluated_runs, target)
             costs = row["in_all"] if target is None else row["to_target"]
             rows.append(
                 {
                     "job": name,
-                    "seeds": len(made),
+                    "seeds": len(evaluated_runs),
                     "accuracy": row["accuracy"],
                     "sd": row["sd"],
                     "best": row["best"],
                     "held_accuracy": row["held"],
                     "worst_decile": row["worst_decile"],
-                    **self._difference_to_first(made),
+                    **self._difference_to_first(evaluated_runs),
                     **({} if target is None else {"reached": row["reached"]}),
                     "rounds": costs["rounds"],
                     "bytes": costs["bytes"],
@@ -102,21 +107,21 @@ class Comparison:
 
     @property
     def _main_metric(self) -> metrics.Metric:
-        return tables.find_main_metric([run for of in self.runs for run in of])
+        return tables.find_main_metric([run for job_runs in self.runs for run in job_runs])
 
     def curves(self) -> Table:
         """Return one row per evaluation: job, seed, rounds, metrics and cumulative costs.
 
         Metrics are accuracy (or the main metric), held_accuracy and worst_decile. Unknown values are None.
         """
-        found = [
-            {"job": name, "seed": run.seed, **_mark_columns(mark)}
-            for name, of in zip(self.labels, self.runs, strict=True)
-            for run in of
-            for mark in run.marks
+        rows = [
+            {"job": name, "seed": run.seed, **_evaluation_columns(evaluation)}
+            for name, job_runs in zip(self.labels, self.runs, strict=True)
+            for run in job_runs
+            for evaluation in run.marks
         ]
-        keys = list(found[0]) if found else ["job", "seed"]
-        return Table(metrics.rename_columns(self._main_metric, {key: [row[key] for row in found] for key in keys}))
+        keys = list(rows[0]) if rows else ["job", "seed"]
+        return Table(metrics.rename_columns(self._main_metric, {key: [row[key] for row in rows] for key in keys}))
 
     @extras.report_missing_extras()
     def plot(self, x: str = "rounds", axes: Any = None) -> Axes:
@@ -134,7 +139,7 @@ class Comparison:
         """
         from fedquilt.tools.report import plots
 
-        runs = {label: of for label, of in zip(self.labels, self.runs, strict=True) if of}
+        runs = {label: job_runs for label, job_runs in zip(self.labels, self.runs, strict=True) if job_runs}
         return plots.draw_on_axes(plots.choose_plot(tables.make_cost_plots(runs), x), axes)
 
     def to_pandas(self) -> pd.DataFrame:
@@ -146,17 +151,19 @@ class Comparison:
         return self.curves().to_pandas()
 
     def __repr__(self) -> str:
-        return "\n".join([repr(self.table()), *filter(None, [self.note]), *(f"failed: {each}" for each in self.failed)])
+        return "\n".join(
+            [repr(self.table()), *filter(None, [self.note]), *(f"failed: {failure}" for failure in self.failed)]
+        )
 
     def _repr_html_(self) -> str:
         return self.table()._repr_html_()
 
-    def _difference_to_first(self, made: Sequence[SeedRun]) -> dict[str, float | None]:
+    def _difference_to_first(self, runs: Sequence[SeedRun]) -> dict[str, float | None]:
         # The difference to the first job at the same seeds. One seed has no interval.
-        first = {run.seed: _final_value(run) for run in self.runs[0]}
-        pairs = [(_final_value(run), first.get(run.seed)) for run in made]
-        values = [own - other for own, other in pairs if own is not None and other is not None]
-        if not values or made == list(self.runs[0]):
+        baselines = {run.seed: _final_value(run) for run in self.runs[0]}
+        pairs = [(_final_value(run), baselines.get(run.seed)) for run in runs]
+        values = [value - baseline for value, baseline in pairs if value is not None and baseline is not None]
+        if not values or runs == list(self.runs[0]):
             return {"difference": None, "low": None, "high": None}
         low, high = confidence_interval(values) if len(values) > 1 else (None, None)
         return {"difference": sum(values) / len(values), "low": low, "high": high}
@@ -197,55 +204,58 @@ def compare(
         ModelError: If the network cannot be loaded or trained.
         StoreError: If `out` cannot be written.
     """
-    chosen = sorted(set(seeds)) if isinstance(seeds, Iterable) else []
-    if isinstance(jobs, Job | str) or not jobs or not chosen or not all(isinstance(each, Job) for each in jobs):
+    sorted_seeds = sorted(set(seeds)) if isinstance(seeds, Iterable) else []
+    if isinstance(jobs, Job | str) or not jobs or not sorted_seeds or not all(isinstance(job, Job) for job in jobs):
         raise JobError("compare takes a list of jobs and seeds, as in fq.compare([job, other], seeds=range(3))")
-    first = next((job for place, job in enumerate(jobs) if job in jobs[:place]), None)
-    if first is not None:
-        raise JobError(f"the same job ({first.method}) is in the list twice: leave one of them out")
-    todo = {index: _prepare_cases(job, Path(out), chosen) for index, job in enumerate(jobs)}
-    order = [todo[index][place] for place in range(len(chosen)) for index in todo]  # seed by seed: whole rows first
-    with contextlib.closing(make_display(progress)) as shown:
+    repeated_job = next((job for position, job in enumerate(jobs) if job in jobs[:position]), None)
+    if repeated_job is not None:
+        raise JobError(f"the same job ({repeated_job.method}) is in the list twice: leave one of them out")
+    cases_by_job = {index: _prepare_cases(job, Path(out), sorted_seeds) for index, job in enumerate(jobs)}
+    # All jobs with the first seed, then all with the second, so that a stopped comparison has complete seeds.
+    cases = [cases_by_job[index][position] for position in range(len(sorted_seeds)) for index in cases_by_job]
+    with contextlib.closing(make_display(progress)) as display:
 
-        def play_case(case: runs.ComparisonCase, tell: runs.Tell) -> SeedRun:
-            return run_seed(case.settings, Path(case.folder), tell, workers, engine=engine, mixed=mixed)
+        def play_case(case: runs.ComparisonCase, report: runs.Tell) -> SeedRun:
+            return run_seed(case.settings, Path(case.folder), report, workers, engine=engine, mixed=mixed)
 
-        found, failed = runs.run_cases(order, Path(out), play_case, shown.show, shown.show)
-    selected, note = runs.select_scores(list(found.values()))
-    found = dict(zip(found, selected, strict=True))
-    done = tuple(tuple(found[case] for case in todo[index] if case in found) for index in todo)
-    return Comparison(tuple(jobs), done, tuple(failed), note)
+        completed, failed = runs.run_cases(cases, Path(out), play_case, display.show, display.show)
+    selected, note = runs.select_scores(list(completed.values()))
+    completed = dict(zip(completed, selected, strict=True))
+    runs_by_job = tuple(
+        tuple(completed[case] for case in cases_by_job[index] if case in completed) for index in cases_by_job
+    )
+    return Comparison(tuple(jobs), runs_by_job, tuple(failed), note)
 
 
 def _prepare_cases(job: Job, out: Path, seeds: Sequence[int]) -> list[runs.ComparisonCase]:
     from fedquilt.tools.artefacts import prepare
 
-    wanted = job.settings
-    folder = out / "bundles" / bundle_folder_name(wanted)
-    prepare.prepare_and_check(wanted, folder)
-    return runs.make_cases(wanted, folder, [job.method], seeds)
+    settings = job.settings
+    folder = out / "bundles" / bundle_folder_name(settings)
+    prepare.prepare_and_check(settings, folder)
+    return runs.make_cases(settings, folder, [job.method], seeds)
 
 
 def _final_value(run: SeedRun) -> float | None:
     return run.marks[-1].value if run.marks else None
 
 
-def _mark_columns(mark: EvaluationPoint) -> dict[str, Any]:
+def _evaluation_columns(evaluation: EvaluationPoint) -> dict[str, Any]:
     return {
-        "rounds": mark.rounds,
-        "accuracy": mark.value,
-        "held_accuracy": mark.held,
-        "worst_decile": mark.worst_decile,
-        "seconds": mark.seconds,
-        "real_seconds": mark.real_s,
-        "down_bytes": mark.down_bytes,
-        "up_bytes": mark.up_bytes,
-        "joules": mark.energy_j,
+        "rounds": evaluation.rounds,
+        "accuracy": evaluation.value,
+        "held_accuracy": evaluation.held,
+        "worst_decile": evaluation.worst_decile,
+        "seconds": evaluation.seconds,
+        "real_seconds": evaluation.real_s,
+        "down_bytes": evaluation.down_bytes,
+        "up_bytes": evaluation.up_bytes,
+        "joules": evaluation.energy_j,
     }
 
 
-def _flatten_table(table: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _flatten_table(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
     for key, value in table.items():
-        found |= _flatten_table(value, f"{before}{key}.") if isinstance(value, Mapping) else {f"{before}{key}": value}
-    return found
+        flat |= _flatten_table(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat

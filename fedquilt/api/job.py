@@ -32,20 +32,22 @@ class ValidatedMeta(type):
     """Metaclass of the public classes for job tables, which checks keys and values."""
 
     table: type[msgspec.Struct]
-    where: str
+    table_name: str
 
-    def __call__(cls, *given: Any, **keys: Any) -> Any:
+    def __call__(cls, *positional: Any, **keys: Any) -> Any:
         names = cls.table.__struct_fields__
-        if len(given) > len(names):
-            raise JobError(f"{cls.where}: {len(given)} values, and there are {len(names)} keys: {', '.join(names)}")
-        placed = dict(zip(names, given, strict=False))
-        for key in (key for key in placed if key in keys):
-            both = f"{placed[key]!r} by its place and {keys[key]!r} by its name"
-            raise JobError(f"{cls.where}: {key} is given twice: {both}")
-        return toml.convert_table(_to_plain({**placed, **keys}), cls.table, cls.where)
+        if len(positional) > len(names):
+            raise JobError(
+                f"{cls.table_name}: {len(positional)} values, and there are {len(names)} keys: {', '.join(names)}"
+            )
+        positional_keys = dict(zip(names, positional, strict=False))
+        for key in (key for key in positional_keys if key in keys):
+            conflict = f"{positional_keys[key]!r} by its place and {keys[key]!r} by its name"
+            raise JobError(f"{cls.table_name}: {key} is given twice: {conflict}")
+        return toml.convert_table(_to_plain({**positional_keys, **keys}), cls.table, cls.table_name)
 
-    def __instancecheck__(cls, other: object) -> bool:
-        return isinstance(other, cls.table)
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, cls.table)
 
     @property
     def __signature__(cls) -> inspect.Signature:
@@ -63,7 +65,7 @@ else:
             JobError: If a key is unknown or a value does not fit.
         """
 
-        table, where = DataSpec, "[data]"
+        table, table_name = DataSpec, "[data]"
 
     class Cohort(metaclass=ValidatedMeta):
         """Selection of devices for a round, and closing of the round: the [cohort] table.
@@ -72,7 +74,7 @@ else:
             JobError: If a key is unknown or a value does not fit.
         """
 
-        table, where = jobs.CohortSettings, "[cohort]"
+        table, table_name = jobs.CohortSettings, "[cohort]"
 
     class Fleet(metaclass=ValidatedMeta):
         """Simulated devices with their boards and memory budgets: the [fleet] table.
@@ -81,21 +83,21 @@ else:
             JobError: If a key is unknown or a value does not fit.
         """
 
-        table, where = jobs.FleetSettings, "[fleet]"
+        table, table_name = jobs.FleetSettings, "[fleet]"
 
 
 def _wrap_init_with_checks(init: Callable[P, T]) -> Callable[P, T]:
     @wraps(init)
-    def checked_init(*given: P.args, **keys: P.kwargs) -> T:
-        known = [each.name for each in dataclasses.fields(Job)]
+    def checked_init(*positional: P.args, **keys: P.kwargs) -> T:
+        job_keys = [field_.name for field_ in dataclasses.fields(Job)]
         for key in keys:
-            if key not in known:
-                raise JobError(f"a job has no key {key!r}{toml.describe_choices(key, known)}")
+            if key not in job_keys:
+                raise JobError(f"a job has no key {key!r}{toml.describe_choices(key, job_keys)}")
         if "method" not in keys:
             raise JobError(
                 "a job names its method, as in fq.Job(method='fedavg'): " + ", ".join(methods.builtin_names())
             )
-        return init(*given, **{**keys, "method": importable_name(keys["method"])})  # type: ignore[arg-type]
+        return init(*positional, **{**keys, "method": importable_name(keys["method"])})  # type: ignore[arg-type]
 
     return checked_init
 
@@ -111,12 +113,12 @@ class Job:
         JobError: If a key, method or parameter is unknown, or a value does not fit.
     """
 
-    method: str  # an object or module of a method is taken too, and named as other processes import it
+    method: str  # name, module or object of a method; stored as an importable name
     name: str = "job"  # part of every seed drawn, and of a run's id
-    params: Mapping[str, Any] = field(default_factory=dict)  # the method's own
+    params: Mapping[str, Any] = field(default_factory=dict)  # parameters of the method
     rounds: int = 10
     seed: int = 0
-    model: Mapping[str, Any] = field(default_factory=dict)  # made by fedquilt.models
+    model: Mapping[str, Any] = field(default_factory=dict)  # network, as in [model]
     data: DataSpec | Mapping[str, Any] = field(default_factory=dict)
     test: DataSpec | Mapping[str, Any] = field(default_factory=dict)
     cohort: jobs.CohortSettings = jobs.CohortSettings()
@@ -125,7 +127,7 @@ class Job:
     stop: jobs.JobLimits | Mapping[str, Any] = jobs.JobLimits()
     check: jobs.EvaluationSettings | Mapping[str, Any] = jobs.EvaluationSettings()
     personal: jobs.PersonalSettings | Mapping[str, Any] = jobs.PersonalSettings()
-    trigger: jobs.DriftTrigger | Mapping[str, Any] | None = None  # of `fedquilt run` alone
+    trigger: jobs.DriftTrigger | Mapping[str, Any] | None = None  # for `fedquilt run` only
     engine: str | None = None
     priority: float = 1.0
     compare: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -136,19 +138,19 @@ class Job:
     int8: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        given = {each.name: _to_plain(getattr(self, each.name)) for each in dataclasses.fields(self)}
-        made = jobs.parse_job(jobs.complete_table(given, Path.cwd()))
-        if made.data:
-            DataSpec.parse(made.data)
-        if {"path", "sources"} & made.test.keys():
-            DataSpec.parse(made.test, "[test]")
-        for each in dataclasses.fields(self):
-            object.__setattr__(self, each.name, getattr(made, each.name))
+        table = {field_.name: _to_plain(getattr(self, field_.name)) for field_ in dataclasses.fields(self)}
+        settings = jobs.parse_job(jobs.complete_table(table, Path.cwd()))
+        if settings.data:
+            DataSpec.parse(settings.data)
+        if {"path", "sources"} & settings.test.keys():
+            DataSpec.parse(settings.test, "[test]")
+        for field_ in dataclasses.fields(self):
+            object.__setattr__(self, field_.name, getattr(settings, field_.name))
 
     @property
     def settings(self) -> jobs.JobSettings:
         """Settings of the job in the coordinator's type."""
-        return jobs.JobSettings(**{each.name: getattr(self, each.name) for each in dataclasses.fields(self)})
+        return jobs.JobSettings(**{field_.name: getattr(self, field_.name) for field_ in dataclasses.fields(self)})
 
     def to_table(self) -> dict[str, Any]:
         """Return the job as a table of a job file, without keys at their defaults."""
@@ -170,13 +172,13 @@ class Job:
         Raises:
             JobError: If a key, method or parameter is unknown, or a value does not fit.
         """
-        now = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        current = {field_.name: getattr(self, field_.name) for field_ in dataclasses.fields(self)}
         if "method" in changes:
             changes["method"] = importable_name(changes["method"])
         if "method" in changes and "params" not in changes:
-            known = {each.name for each in dataclasses.fields(methods.load(changes["method"]).params)}
-            changes["params"] = {key: value for key, value in self.params.items() if key in known}
-        return Job(**{**now, **changes})
+            method_params = {field_.name for field_ in dataclasses.fields(methods.load(changes["method"]).params)}
+            changes["params"] = {key: value for key, value in self.params.items() if key in method_params}
+        return Job(**{**current, **changes})
 
     @extras.report_missing_extras()
     def plot_fleet(self) -> Axes:
@@ -239,19 +241,21 @@ if not TYPE_CHECKING:
 def _to_plain(value: Any) -> Any:
     # Fields with their default values are left out.
     if isinstance(value, msgspec.Struct):
-        fields = {each.name: (each, getattr(value, each.name)) for each in msgspec.structs.fields(value)}
+        fields = {item.name: (item, getattr(value, item.name)) for item in msgspec.structs.fields(value)}
         return {
-            name: _to_plain(now) for name, (each, now) in fields.items() if each.required or now != _field_default(each)
+            name: _to_plain(current)
+            for name, (item, current) in fields.items()
+            if item.required or current != _field_default(item)
         }
     if isinstance(value, Mapping):
-        return {str(key): _to_plain(each) for key, each in value.items() if each is not None}
+        return {str(key): _to_plain(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple | range):
-        return [_to_plain(each) for each in value]
+        return [_to_plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value
 
 
-def _field_default(of: msgspec.structs.FieldInfo) -> Any:
-    return of.default if of.default_factory is msgspec.NODEFAULT else of.default_factory()
+def _field_default(field_: msgspec.structs.FieldInfo) -> Any:
+    return field_.default if field_.default_factory is msgspec.NODEFAULT else field_.default_factory()
 
 
 # -- methods --------------------------------------------------------------------------------------
@@ -272,31 +276,31 @@ def method(base: Method | ModuleType, **parts: Any) -> Method:
     Raises:
         JobError: If `base` is not a method, a field is unknown, or a type is not a frozen dataclass.
     """
-    made = getattr(base, "METHOD", base)
-    if not isinstance(made, Method):
+    method_ = getattr(base, "METHOD", base)
+    if not isinstance(method_, Method):
         raise JobError(
-            f"{getattr(base, '__name__', base)!r} is no method: give a Method, or a module such as fq.fedavg"
+            f"{getattr(base, '__name__', base)!r} is not a method: give a Method, or a module such as fq.fedavg"
         )
-    known = [each.name for each in dataclasses.fields(Method)]
+    field_names = [field_.name for field_ in dataclasses.fields(Method)]
     for name in parts:
-        if name not in known:
-            raise JobError(f"a method has no part {name!r}{toml.describe_choices(name, known)}")
+        if name not in field_names:
+            raise JobError(f"a method has no part {name!r}{toml.describe_choices(name, field_names)}")
     for name in ("params", "state"):
         if name in parts and not _is_frozen_dataclass(parts[name]):
             raise JobError(
                 f"{name} = {parts[name]!r}: a frozen dataclass is wanted, @dataclass(frozen=True) above its class"
             )
-    return dataclasses.replace(made, **parts)
+    return dataclasses.replace(method_, **parts)
 
 
-def importable_name(given: object) -> object:
+def importable_name(value: object) -> object:
     """Return the name under which another process can import a method object.
 
     A built-in method has a short name such as "fedavg", any other "module:NAME". Jobs are written into logs and
     bundles, so other processes import the method by this name.
 
     Args:
-        given: A method, a module with METHOD, or any other value.
+        value: A method, a module with METHOD, or any other value.
 
     Returns:
         The name. A value that is not a method is returned unchanged.
@@ -304,24 +308,26 @@ def importable_name(given: object) -> object:
     Raises:
         JobError: If no importable module contains the method.
     """
-    found = getattr(given, "METHOD", given) if isinstance(given, ModuleType) else given
-    if not isinstance(found, Method):
-        return given
-    places = [
+    candidate = getattr(value, "METHOD", value) if isinstance(value, ModuleType) else value
+    if not isinstance(candidate, Method):
+        return value
+    locations = [
         (module.__name__, name)
         for module in list(sys.modules.values())
         if isinstance(module, ModuleType) and getattr(module, "__spec__", None) is not None
-        for name, value in list(vars(module).items())
-        if value is found and module.__name__ != "__main__"
+        for name, member in list(vars(module).items())
+        if member is candidate and module.__name__ != "__main__"
     ]
-    if not places:
+    if not locations:
         raise JobError(
             "method: the object is in no module that the simulation's processes could import, as one of a notebook or "
             "of the script that runs is: put it into a file, mine.py, as METHOD = ..., and give mine.METHOD"
         )
-    ours = "fedquilt.methods."
-    home, name = min(places, key=lambda place: (not place[0].startswith(ours), place))
-    return home.removeprefix(ours) if home.startswith(ours) and name == "METHOD" else f"{home}:{name}"
+    builtin_prefix = "fedquilt.methods."
+    module_name, name = min(locations, key=lambda location: (not location[0].startswith(builtin_prefix), location))
+    if module_name.startswith(builtin_prefix) and name == "METHOD":
+        return module_name.removeprefix(builtin_prefix)
+    return f"{module_name}:{name}"
 
 
 def _is_frozen_dataclass(kind: object) -> bool:

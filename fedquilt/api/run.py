@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 POLL_S: Final = 0.5
-SHOWN: Final = 40  # most rows printed in full; of more, the first and the last
+MAX_PRINTED_ROWS: Final = 40  # longer tables show their first and last rows
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class Table:
 
     def _format_rows(self) -> list[list[str]]:
         body = [[_format_cell(value) for value in row.values()] for row in self]
-        if len(body) > SHOWN:
-            body = [*body[: SHOWN // 2], ["..."] * len(self.columns), *body[-SHOWN // 2 :]]
+        if len(body) > MAX_PRINTED_ROWS:
+            body = [*body[: MAX_PRINTED_ROWS // 2], ["..."] * len(self.columns), *body[-MAX_PRINTED_ROWS // 2 :]]
         return [list(self.columns), *body]
 
 
@@ -122,7 +122,7 @@ class Run:
             StoreError: If there is no such home or run.
         """
         if not (Path(home) / "fedquilt.db").is_file():
-            raise StoreError(f"no runs in {home}: give the home of a coordinator, where fedquilt.db lies")
+            raise StoreError(f"no runs in {home}: give the home of a coordinator, which contains fedquilt.db")
         with open_store(Path(home)) as store:
             return cls(Path(home), store.find_job(id).id)
 
@@ -166,9 +166,9 @@ class Run:
                 served_s = time.monotonic() if store.is_served() else served_s
                 row = store.find_job(self.id)  # read before the rounds, so that no last round is missed
                 resume = store.describe_resume(row)
-            ended = row.status in ENDED
-            yield from reader.read_new_rows(ended=ended)
-            if ended:
+            has_ended = row.status in ENDED
+            yield from reader.read_new_rows(has_ended=has_ended)
+            if has_ended:
                 return
             if time.monotonic() >= served_s + AWAY_S:
                 raise InactiveRunError(f"no coordinator serves {self.home}: {resume}")
@@ -202,13 +202,13 @@ class Run:
 
     def log(self) -> list[str]:
         """Return the events of the run as sentences, oldest first, followed by the total cost."""
-        said = list[str]()
+        sentences = list[str]()
         with self._open_store() as store:
             summary = RunSummary.from_job(store.find_job(self.id).job)
-            for _, at_s, fact in store.read_events(self.id):
-                summary = summary.with_event(fact, at_s)
-                said += event_messages.format_single_event(fact, is_of_final_evaluation(summary.state, fact))
-        return said + event_messages.format_energy_summary(summary)
+            for _, at_s, event in store.read_events(self.id):
+                summary = summary.with_event(event, at_s)
+                sentences += event_messages.format_single_event(event, is_of_final_evaluation(summary.state, event))
+        return sentences + event_messages.format_energy_summary(summary)
 
     def weights(self, *, best: bool = False) -> dict[str, np.ndarray]:
         """Return the tensors of the last committed state, by name.
@@ -256,7 +256,7 @@ class Run:
         """Return the networks that a stitching job could have resulted in, the cheapest first.
 
         Each has its "accuracy" on held-out examples with a 95 % "interval", its costs, and whether it is on the "front"
-        of accuracy and costs. Costs of a cascade are means. "worst_flops" and the share of its "early" exit are beside.
+        of accuracy and costs. Costs of a cascade are means, and "worst_flops" and the share of "early" exits are added.
 
         Returns:
             The candidates, or [] for other jobs.
@@ -286,8 +286,8 @@ class Run:
         from fedquilt.tools.report import plots, run_data, sections
 
         with self._open_store() as store:
-            found = sections.make_accuracy_plots(run_data.load_run_data(store, self.id))
-        return plots.draw_on_axes(plots.choose_plot(found, x), axes)
+            accuracy_plots = sections.make_accuracy_plots(run_data.load_run_data(store, self.id))
+        return plots.draw_on_axes(plots.choose_plot(accuracy_plots, x), axes)
 
     @extras.report_missing_extras()
     def report(self, path: str | Path) -> Path:
@@ -316,9 +316,9 @@ class Run:
 
     def __repr__(self) -> str:
         table, metric = self.rounds(), columns.find_main_metric(self._read_row().job)
-        known = [value for value in table[metric.name] if value is not None]
-        reached = f", {metric.title} {metrics.format_value(metric, known[-1], 1)}" if known else ""
-        return f"<Run {self.id}: {self.status}, {len(table)} rounds{reached}>"
+        values = [value for value in table[metric.name] if value is not None]
+        latest = f", {metric.title} {metrics.format_value(metric, values[-1], 1)}" if values else ""
+        return f"<Run {self.id}: {self.status}, {len(table)} rounds{latest}>"
 
     def _open_store(self) -> Store:
         return open_store(self.home, durable=False)
@@ -336,25 +336,25 @@ class RoundReader:
 
     def __init__(self, home: Path, id: str) -> None:
         self._home, self._id = home, id
-        self._seen, self._returned = 0, 0  # events, and rounds
+        self._last_event, self._returned_rows = 0, 0  # events, and rounds
         self._summary: RunSummary | None = None
 
-    def read_new_rows(self, *, ended: bool) -> list[dict[str, Any]]:
+    def read_new_rows(self, *, has_ended: bool) -> list[dict[str, Any]]:
         """Return the rows completed since the last call.
 
-        Unless `ended`, the last row is held back if its check may follow.
+        Unless `has_ended`, the last row is left out if its evaluation may follow.
         """
         with open_store(self._home, durable=False) as store:
             row = store.find_job(self._id)
             summary = self._summary or RunSummary.from_job(row.job)
-            for number, at_s, fact in store.read_events(self._id, after=self._seen):
-                self._seen, summary = number, summary.with_event(fact, at_s)
+            for number, at_s, event in store.read_events(self._id, after=self._last_event):
+                self._last_event, summary = number, summary.with_event(event, at_s)
             self._summary = summary
             rows = columns.make_scored_rows(summary, row.job, scores.read_scores(self._home, row))
         checked_later = row.job.check.every and not row.job.check.beside
-        new = (rows if ended or not checked_later else rows[:-1])[self._returned :]
-        self._returned += len(new)
-        return new
+        new_rows = (rows if has_ended or not checked_later else rows[:-1])[self._returned_rows :]
+        self._returned_rows += len(new_rows)
+        return new_rows
 
 
 def _format_cell(value: Any) -> str:

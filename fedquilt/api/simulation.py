@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PREPARED: Final = ("model", "schedule", "input", "data", "labels", "donors", "int8")
+BUNDLE_SETTINGS: Final = ("model", "schedule", "input", "data", "labels", "donors", "int8")
 
 
 @extras.report_missing_extras()
@@ -80,28 +80,28 @@ def simulate(
 
     if not isinstance(job, Job):
         raise JobError(f"simulate takes a fq.Job, not {job!r}; of a job file: fq.simulate(fq.Job.read('job.toml'))")
-    wanted = job.settings if seed is None else job.replace(seed=seed).settings
-    made = single_run.add_evaluation(wanted) if evaluate else wanted
-    if not made.data:
+    job_settings = job.settings if seed is None else job.replace(seed=seed).settings
+    run_settings = single_run.add_evaluation(job_settings) if evaluate else job_settings
+    if not run_settings.data:
         raise JobError("a simulated fleet needs the job's data, as in fq.Job(..., data=fq.Data('digits.npz'))")
     with contextlib.ExitStack() as stack:
-        place = Path(home) if home is not None else stack.enter_context(ScratchFolder())
-        bundle = place / "bundles" / bundle_folder_name(made)
-        prepare.prepare_and_check(made, bundle)
-        with contextlib.closing(make_display(progress)) as shown:
-            watch = _RunReporter(made, place, on_round, shown.show)
+        folder = Path(home) if home is not None else stack.enter_context(ScratchFolder())
+        bundle = folder / "bundles" / bundle_folder_name(run_settings)
+        prepare.prepare_and_check(run_settings, bundle)
+        with contextlib.closing(make_display(progress)) as display:
+            reporter = _RunReporter(run_settings, folder, on_round, display.show)
             id = single_run.run_job(
-                made,
+                run_settings,
                 bundle,
-                place,
+                folder,
                 workers=workers,
                 engine=engine,
                 mixed=mixed,
-                begun=watch.begin,
-                watch=watch,
+                begun=reporter.begin,
+                watch=reporter,
             )
-            watch.report_rounds(ended=True)
-        run = Run(place, id)
+            reporter.report_rounds(has_ended=True)
+        run = Run(folder, id)
         if home is None:
             weakref.finalize(run, stack.pop_all().close)  # a temporary home lasts as long as its run
     return run
@@ -109,7 +109,7 @@ def simulate(
 
 def bundle_folder_name(job: settings.JobSettings) -> str:
     """Return the folder name of a job's bundle, with a hash of the settings that affect the bundle."""
-    parts = {name: getattr(job, name) for name in PREPARED}
+    parts = {name: getattr(job, name) for name in BUNDLE_SETTINGS}
     return f"{job.name}-{hashlib.sha256(msgspec.json.encode(parts, order='sorted')).hexdigest()[:12]}"
 
 
@@ -125,20 +125,20 @@ class _RunReporter:
     ) -> None:
         self._job, self._home, self._on_round, self._show = job, home, on_round, show
         self._reader: RoundReader | None = None
-        self._metric, self._reached = columns.find_main_metric(job), ""
+        self._metric, self._latest_score = columns.find_main_metric(job), ""
 
     def begin(self, run: str) -> None:
         self._reader = RoundReader(self._home, run)
 
     def __call__(self, simulation: Simulation) -> None:
-        self.report_rounds(ended=False)
-        done, rounds = simulation.completed_rounds, self._job.rounds
-        self._show(f"{simulation.run}: round {done} of {rounds}{self._reached}", done, rounds)
+        self.report_rounds(has_ended=False)
+        completed, rounds = simulation.completed_rounds, self._job.rounds
+        self._show(f"{simulation.run}: round {completed} of {rounds}{self._latest_score}", completed, rounds)
 
-    def report_rounds(self, *, ended: bool) -> None:
-        for row in self._reader.read_new_rows(ended=ended) if self._reader is not None else ():
+    def report_rounds(self, *, has_ended: bool) -> None:
+        for row in self._reader.read_new_rows(has_ended=has_ended) if self._reader is not None else ():
             if row[self._metric.name] is not None:
-                self._reached = (
+                self._latest_score = (
                     f", {self._metric.title} {metrics.format_value(self._metric, row[self._metric.name], 1)}"
                 )
             try:
@@ -152,9 +152,9 @@ class _RunReporter:
 
 
 class Display:
-    """Progress that is not shown, and the base of those that are: each line replaces the one before."""
+    """Base class of progress displays, which shows nothing. Each new line replaces the previous line."""
 
-    def show(self, line: str, done: float | None = None, total: float | None = None) -> None: ...
+    def show(self, line: str, completed: float | None = None, total: float | None = None) -> None: ...
 
     def close(self) -> None: ...
 
@@ -163,16 +163,16 @@ class TerminalDisplay(Display):
     """Display on standard error: rewritten on a terminal, printed at intervals elsewhere."""
 
     def __init__(self) -> None:
-        self._last = ""
+        self._last_line = ""
 
-    def show(self, line: str, done: float | None = None, total: float | None = None) -> None:
-        self._last = line
-        console.LINE.show_status(line, done, total)
+    def show(self, line: str, completed: float | None = None, total: float | None = None) -> None:
+        self._last_line = line
+        console.LINE.show_status(line, completed, total)
 
     def close(self) -> None:
         console.LINE.end_operation()
-        if self._last:
-            console.LINE.print_lines(self._last)
+        if self._last_line:
+            console.LINE.print_lines(self._last_line)
 
 
 class NotebookDisplay(Display):
@@ -182,28 +182,28 @@ class NotebookDisplay(Display):
         self._ipython = ipython
         self._handle: Any = None
 
-    def show(self, line: str, done: float | None = None, total: float | None = None) -> None:
+    def show(self, line: str, completed: float | None = None, total: float | None = None) -> None:
         if total:
-            line = f"{line} {console.format_bar((done or 0.0) / total)}"
-        shown = self._ipython.HTML(f"<pre>{escape(line)}</pre>")
+            line = f"{line} {console.format_bar((completed or 0.0) / total)}"
+        html = self._ipython.HTML(f"<pre>{escape(line)}</pre>")
         if self._handle is None:
-            self._handle = self._ipython.display(shown, display_id=True)
+            self._handle = self._ipython.display(html, display_id=True)
         else:
-            self._handle.update(shown)
+            self._handle.update(html)
 
 
-def make_display(wanted: bool | None) -> Display:
+def make_display(progress: bool | None) -> Display:
     """Return the display for this environment.
 
     With True, lines are printed even if standard error is not a terminal. With False, nothing is shown.
     """
-    if wanted is False:
+    if progress is False:
         return Display()
     if _is_notebook():
         from IPython import display as ipython
 
         return NotebookDisplay(ipython)
-    return TerminalDisplay() if wanted or sys.stderr.isatty() else Display()
+    return TerminalDisplay() if progress or sys.stderr.isatty() else Display()
 
 
 def _is_notebook() -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    if sys.version_info < (3, 10):  # noqa: UP036  # a checkout, as pip installs fedquilt for no older one
+    if sys.version_info < (3, 10):  # noqa: UP036  # possible in a checkout, which pip did not install
         sys.exit(f"Python {sys.version.split()[0]} is too old for fedquilt: start it with Python 3.10 or newer")
     try:
         from fedquilt.cli import entry

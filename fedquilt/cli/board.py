@@ -38,8 +38,8 @@ def record(out: Path | None, minutes: float, root: Path, dry_run: bool, format: 
     from fedquilt.tools.boards import record as tool
 
     with progress.show_progress(f"measuring for at most {minutes:g} min"):
-        say = progress.LINE.print_to_stdout
-        return tool.record_profile(out, minutes, root=root, dry_run=dry_run, format=format, say=say)
+        report = progress.LINE.print_to_stdout
+        return tool.record_profile(out, minutes, root=root, dry_run=dry_run, format=format, say=report)
 
 
 root_option: Final = option(
@@ -71,8 +71,8 @@ def serve(settings: Path | None, root: Path) -> None:
     max_w = None if limits is None else limits.governor.max_w
     watts = None
     if limits is not None and max_w is not None:
-        named = limits.profile
-        board = linux.find_profile(root) if named is None else profiles.find_board_profile(named)
+        profile_name = limits.profile
+        board = linux.find_profile(root) if profile_name is None else profiles.find_board_profile(profile_name)
         watts = None if board is None else linux.create_power_lookup(board, root)
     helper.run_helper(root, max_w=max_w, watts=watts)
 
@@ -112,11 +112,11 @@ def doctor(settings: Path | None, home: Path | None, root: Path, broker: options
 
     if broker.url is None and broker.files:
         raise JobError("--ca, --cert, --key and --password-file go with --broker URL")
-    wanted = tool.ExaminationTarget(
+    target = tool.ExaminationTarget(
         settings=settings,
         home=home,
         broker=None if broker.url is None else broker.to_table(),
         fleet=broker.fleet,
         root=root,
     )
-    return tool.print_findings(wanted, format)
+    return tool.print_findings(target, format)

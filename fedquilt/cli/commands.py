@@ -25,7 +25,7 @@ SECTIONS: Final = {
     "Experiments": {"compare": "jobs", "methods": "jobs", "lab": "lab"},
     "Boards and their identities": {"agent": "agent", "board": "board", "broker": "jobs", "identity": "identity"},
 }
-FILES: Final = {verb: file for verbs in SECTIONS.values() for verb, file in verbs.items()}
+VERB_FILES: Final = {verb: file for verbs in SECTIONS.values() for verb, file in verbs.items()}
 
 EPILOG: Final = """\b
 exit codes: 0 done; 1 an error of fedquilt's own; 2 the job file, a setting or
@@ -44,10 +44,10 @@ class Option(click.Option):
 
     Args:
         group: Heading in --help.
-        many: Whether the option takes all words up to the next option, separated by spaces or commas. The function then
-            gets a tuple.
-        commas: With `many`, whether commas separate words.
-        none: With `many`, whether zero words are allowed. The function then gets one empty string.
+        variadic: Whether the option takes all words up to the next option, separated by spaces or commas. The function
+            then gets a tuple.
+        commas: With `variadic`, whether commas separate words.
+        allow_empty: With `variadic`, whether zero words are allowed. The function then gets one empty string.
     """
 
     def __init__(
@@ -55,22 +55,22 @@ class Option(click.Option):
         param_decls: Sequence[str],
         *,
         group: str = "Options",
-        many: bool = False,
+        variadic: bool = False,
         commas: bool = True,
-        none: bool = False,
+        allow_empty: bool = False,
         **attributes: Any,
     ) -> None:
-        super().__init__(param_decls, multiple=many or attributes.pop("multiple", False), **attributes)
-        self.group, self.many, self.commas, self.none = group, many, commas, none
+        super().__init__(param_decls, multiple=variadic or attributes.pop("multiple", False), **attributes)
+        self.group, self.variadic, self.commas, self.allow_empty = group, variadic, commas, allow_empty
 
-    def split_words(self, given: Sequence[str]) -> list[str]:
+    def split_words(self, words: Sequence[str]) -> list[str]:
         if not self.commas:
-            return list(given)
-        return [word for each in given for word in ([part for part in each.split(",") if part] or [each])]
+            return list(words)
+        return [part for word in words for part in ([part for part in word.split(",") if part] or [word])]
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         record = super().get_help_record(ctx)
-        return (record[0] + "...", record[1]) if record and self.many else record
+        return (record[0] + "...", record[1]) if record and self.variadic else record
 
 
 class Argument(click.Argument):
@@ -80,7 +80,7 @@ class Argument(click.Argument):
 
 
 class _BaseCommand(click.Command):
-    """Help in groups, `-h`, options of many words, and -v after a verb as before it."""
+    """Command with grouped help, `-h`, variadic options, and -v before or after the verb."""
 
     def __init__(self, *args: Any, **attributes: Any) -> None:
         attributes["context_settings"] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -91,13 +91,15 @@ class _BaseCommand(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
-        for one in self.get_params(ctx):
-            if isinstance(one, Argument):
-                record: tuple[str, str] | None = (one.human_readable_name, one.text) if one.text else None
+        for parameter in self.get_params(ctx):
+            if isinstance(parameter, Argument):
+                record: tuple[str, str] | None = (
+                    (parameter.human_readable_name, parameter.text) if parameter.text else None
+                )
             else:
-                record = one.get_help_record(ctx)
+                record = parameter.get_help_record(ctx)
             if record is not None:
-                heading = "Arguments" if isinstance(one, Argument) else getattr(one, "group", "Options")
+                heading = "Arguments" if isinstance(parameter, Argument) else getattr(parameter, "group", "Options")
                 groups.setdefault(heading, []).append(record)
         for heading, rows in groups.items():
             with formatter.section(heading):
@@ -108,28 +110,31 @@ class _BaseCommand(click.Command):
         ...
 
     def _repeat_option_names(self, args: Sequence[str]) -> list[str]:
-        many = {name: one for one in self.params if isinstance(one, Option) and one.many for name in one.opts}
-        left = list(args)
-        spread: list[str] = []
-        while left:
-            word = left.pop(0)
-            if word == "--":
-                return [*spread, word, *left]
-            name, equals, value = word.partition("=")
-            if name in many and equals:
-                for each in many[name].split_words([value]):
-                    spread += [name, each]
+        # click expects the option's name before each of its values.
+        parameters = [parameter for parameter in self.params if isinstance(parameter, Option) and parameter.variadic]
+        variadic_options = {name: parameter for parameter in parameters for name in parameter.opts}
+        remaining = list(args)
+        expanded: list[str] = []
+        while remaining:
+            argument = remaining.pop(0)
+            if argument == "--":
+                return [*expanded, argument, *remaining]
+            name, equals, text = argument.partition("=")
+            if name in variadic_options and equals:
+                for value in variadic_options[name].split_words([text]):
+                    expanded += [name, value]
                 continue
-            if word not in many:
-                spread.append(word)
+            if argument not in variadic_options:
+                expanded.append(argument)
                 continue
-            words = list(takewhile(lambda each: not each.startswith("-") or _NEGATIVE.match(each), left))
-            del left[: len(words)]
-            for each in many[word].split_words(words) or ([""] if many[word].none else []):
-                spread += [word, each]
-            if not words and not many[word].none:
-                spread.append(word)  # click reports the missing word
-        return spread
+            allow_empty = variadic_options[argument].allow_empty
+            words = list(takewhile(lambda word: not word.startswith("-") or _NEGATIVE.match(word), remaining))
+            del remaining[: len(words)]
+            for value in variadic_options[argument].split_words(words) or ([""] if allow_empty else []):
+                expanded += [argument, value]
+            if not words and not allow_empty:
+                expanded.append(argument)  # click reports the missing word
+        return expanded
 
 
 class Command(_BaseCommand):
@@ -139,7 +144,7 @@ class Command(_BaseCommand):
 
 
 class CommandGroup(_BaseCommand, click.Group):
-    """Verb with verbs of its own. Unknown ones raise an error with the nearest name."""
+    """Group of verbs. An unknown verb raises an error with the nearest name."""
 
     command_class = Command
 
@@ -156,11 +161,11 @@ class CommandGroup(_BaseCommand, click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        known = self.list_commands(ctx)
-        if args and args[0] not in known and not args[0].startswith("-") and not ctx.resilient_parsing:
+        names = self.list_commands(ctx)
+        if args and args[0] not in names and not args[0].startswith("-") and not ctx.resilient_parsing:
             from fedquilt.formats import toml
 
-            ctx.fail(f"there is no verb {args[0]!r}{toml.suggest_nearest(args[0], known)}")
+            ctx.fail(f"there is no verb {args[0]!r}{toml.suggest_nearest(args[0], names)}")
         return super().resolve_command(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -174,14 +179,14 @@ class CommandGroup(_BaseCommand, click.Group):
         return {"Verbs": self.list_commands(ctx)}
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        wide = max(map(len, self.list_commands(ctx)))
+        width = max(map(len, self.list_commands(ctx)))
         for heading, names in self.sections(ctx).items():
             with formatter.section(heading):
-                formatter.write_dl([(name.ljust(wide), self._short_help(ctx, name)) for name in names])
+                formatter.write_dl([(name.ljust(width), self._short_help(ctx, name)) for name in names])
 
     def _short_help(self, ctx: click.Context, name: str) -> str:
-        found = self.get_command(ctx, name)
-        return found.get_short_help_str(400) if found is not None else ""
+        command = self.get_command(ctx, name)
+        return command.get_short_help_str(400) if command is not None else ""
 
 
 class RootCommand(CommandGroup):
@@ -193,27 +198,27 @@ class RootCommand(CommandGroup):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] in FILES and args[0] not in self.list_commands(ctx):
+        if args and args[0] in VERB_FILES and args[0] not in self.list_commands(ctx):
             ctx.fail(f"the verb {args[0]!r} is not installed: install the package fedquilt, which has all verbs")
         return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in self.list_commands(ctx):
             return None
-        found: click.Command = getattr(importlib.import_module(f"fedquilt.cli.{FILES[name]}"), name)
-        return found
+        command: click.Command = getattr(importlib.import_module(f"fedquilt.cli.{VERB_FILES[name]}"), name)
+        return command
 
     def sections(self, ctx: click.Context) -> Mapping[str, Sequence[str]]:
-        there = os.listdir(os.path.dirname(__file__))
-        found = {
-            heading: [verb for verb, file in verbs.items() if f"{file}.py" in there]
+        files = os.listdir(os.path.dirname(__file__))
+        installed = {
+            heading: [verb for verb, file in verbs.items() if f"{file}.py" in files]
             for heading, verbs in SECTIONS.items()
         }
-        return {heading: verbs for heading, verbs in found.items() if verbs}
+        return {heading: verbs for heading, verbs in installed.items() if verbs}
 
     def _short_help(self, ctx: click.Context, name: str) -> str:
-        # from the text of the verb's file: imports of all verbs would take twice the time of everything else
-        with open(f"{os.path.dirname(__file__)}/{FILES[name]}.py", encoding="utf-8") as file:
+        # Read from the source, because importing the files of all verbs would triple the time of --help.
+        with open(f"{os.path.dirname(__file__)}/{VERB_FILES[name]}.py", encoding="utf-8") as file:
             docstring = file.read().partition(f"\ndef {name}(")[2].split('"""')[1]
         return click.Command(name, help=docstring).get_short_help_str(400)
 
@@ -241,14 +246,16 @@ def verbosity() -> int:
 
 
 def explain_usage_error(error: click.UsageError) -> str:
-    said, context = error.format_message(), error.ctx
+    message, context = error.format_message(), error.ctx
     if isinstance(error, click.NoSuchOption) and context is not None:
         from fedquilt.formats import toml
 
-        known = [name for one in context.command.get_params(context) for name in one.opts if name != "--help"]
-        said = f"no such option: {error.option_name}{toml.suggest_nearest(error.option_name, known)}"
-    said = said[:1].lower() + said[1:].rstrip(".")
-    return f"{said} (`{context.command_path} --help`)" if context is not None else said
+        names = [
+            name for parameter in context.command.get_params(context) for name in parameter.opts if name != "--help"
+        ]
+        message = f"no such option: {error.option_name}{toml.suggest_nearest(error.option_name, names)}"
+    message = message[:1].lower() + message[1:].rstrip(".")
+    return f"{message} (`{context.command_path} --help`)" if context is not None else message
 
 
 def _verbose_option() -> Option:
@@ -258,7 +265,7 @@ def _verbose_option() -> Option:
 
 def _raise_verbosity(context: click.Context, parameter: click.Parameter, count: int) -> None:
     if count:
-        import logging  # here, as `fedquilt --help` does not log
+        import logging  # imported here, because `fedquilt --help` does not log
 
         root = context.find_root()
         root.obj = (root.obj or 0) + count

@@ -27,7 +27,7 @@ def dash(context: click.Context, home: Path, listen: str, actions: bool, names: 
         home.resolve(),
         listen,
         actions=actions,
-        names=[each.lower() for each in names],
+        names=[name.lower() for name in names],
         say=lambda line: print(line, flush=True),
     )
 

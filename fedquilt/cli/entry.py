@@ -15,12 +15,12 @@ from typing import Final
 import fedquilt
 from fedquilt.host import process_resources
 
-COMPLETE = "_FEDQUILT_COMPLETE"  # click's variable: a shell that asks for completions sets it
+COMPLETION_VARIABLE = "_FEDQUILT_COMPLETE"  # click's variable: a shell that asks for completions sets it
 
 VERBOSE: Final = ("-v", "--verbose")
-ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
-# imported when an agent uses them: by tasks, by errors, and urllib.request by paho for web sockets behind a proxy
-DEFERRED: Final = ("json", "shutil", "subprocess", "tempfile", "traceback", "urllib.request")
+ENDING_SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP)
+# Imported on first use: by tasks and errors, and urllib.request by paho for web sockets behind a proxy.
+DEFERRED_IMPORTS: Final = ("json", "shutil", "subprocess", "tempfile", "traceback", "urllib.request")
 
 
 class TerminatedError(KeyboardInterrupt):
@@ -38,17 +38,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, value in process_resources.QUIET.items():
         os.environ.setdefault(name, value)  # before a verb imports numpy
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="replace")  # a terminal without some letter gets "?", not a traceback
-    words = sys.argv[1:] if argv is None else list(argv)
+        sys.stdout.reconfigure(errors="replace")  # a letter that the terminal lacks becomes "?"
+    arguments = sys.argv[1:] if argv is None else list(argv)
     try:
-        _require_unicode(words)
+        _require_unicode(arguments)
         with _raise_on_signals():
-            match [word for word in words if word not in VERBOSE]:
-                case ["agent", file] if not file.startswith("-") and COMPLETE not in os.environ:
-                    run_agent(Path(file), verbose=len(words) > 3)
+            match [word for word in arguments if word not in VERBOSE]:
+                case ["agent", file] if not file.startswith("-") and COMPLETION_VARIABLE not in os.environ:
+                    run_agent(Path(file), verbose=len(arguments) > 3)
                     return 0
-            return _run_command(words)
-    except SystemExit:  # first, as the next line imports fedquilt's errors, which --help does without
+            return _run_command(arguments)
+    except SystemExit:  # before the next line, which imports fedquilt's errors: --help needs none
         raise
     except fedquilt.FedquiltError as error:
         print(f"fedquilt: {error}", file=sys.stderr)
@@ -62,19 +62,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
-        where = f": {error.filename}" if error.filename else ""
+        location = f": {error.filename}" if error.filename else ""
         from fedquilt.host import disk
 
         fix = f"; {disk.describe_fix(error)}" if error.filename else ""
-        print(f"fedquilt: {error.strerror}{where}{fix}", file=sys.stderr)
+        print(f"fedquilt: {error.strerror}{location}{fix}", file=sys.stderr)
         return fedquilt.StoreError.exit_code
     except MemoryError as error:
-        told = f": {error}" if str(error) else ""
+        detail = f": {error}" if str(error) else ""
         print(
-            f"fedquilt: this machine's memory is not enough{told}: use a smaller network or less data", file=sys.stderr
+            f"fedquilt: this machine's memory is not enough{detail}: use a smaller network or less data",
+            file=sys.stderr,
         )
         return fedquilt.MemoryBudgetError.exit_code
-    except TerminatedError as ended:  # in good order by now; whoever sent the signal sees that it was followed
+    except TerminatedError as ended:  # the sender of the signal sees that this process ended by it
         sys.stdout.flush()
         os.kill(os.getpid(), ended.number)
         return 128 + ended.number
@@ -89,22 +90,24 @@ def run_agent(settings: Path, *, verbose: bool = False, json_logs: bool = False)
 
     from fedquilt.host import logs, process_resources
 
-    for name in DEFERRED:
+    for name in DEFERRED_IMPORTS:
         process_resources.import_on_use(name)
     from fedquilt.edge_agent import daemon
-    from fedquilt.edge_agent import settings as files
+    from fedquilt.edge_agent import settings as settings_files
 
     logging.basicConfig(format=logs.PLAIN, stream=sys.stderr)
     root = logging.getLogger()
-    root.setLevel(logging.DEBUG if verbose else min(logging.INFO, root.level))  # a log that tells when all is well
-    found = files.apply_systemd_credentials(files.load_settings(settings))
+    root.setLevel(
+        logging.DEBUG if verbose else min(logging.INFO, root.level)
+    )  # INFO at least, so that the log shows normal operation
+    agent_settings = settings_files.apply_systemd_credentials(settings_files.load_settings(settings))
     if json_logs:
-        logs.use_json_logs(device=found.device)
-    daemon.run_agent(found)
+        logs.use_json_logs(device=agent_settings.device)
+    daemon.run_agent(agent_settings)
 
 
-def _require_unicode(words: Sequence[str]) -> None:
-    texts = list(words)
+def _require_unicode(arguments: Sequence[str]) -> None:
+    texts = list(arguments)
     with contextlib.suppress(FileNotFoundError):  # the folder was deleted
         texts.append(os.getcwd())
     for text in texts:
@@ -116,17 +119,17 @@ def _require_unicode(words: Sequence[str]) -> None:
             ) from None
 
 
-def _run_command(words: list[str]) -> int:
-    import click  # here, as an agent does without
+def _run_command(arguments: list[str]) -> int:
+    import click  # imported here, because an agent does not use click
 
     from fedquilt.cli.commands import explain_usage_error, root_command
 
-    if instruction := os.environ.get(COMPLETE):
+    if instruction := os.environ.get(COMPLETION_VARIABLE):
         from click.shell_completion import shell_complete
 
-        return shell_complete(root_command, {}, "fedquilt", COMPLETE, instruction)
+        return shell_complete(root_command, {}, "fedquilt", COMPLETION_VARIABLE, instruction)
     try:
-        with root_command.make_context("fedquilt", words) as context:
+        with root_command.make_context("fedquilt", arguments) as context:
             code = int(root_command.invoke(context) or 0)
             sys.stdout.flush()
             return code
@@ -145,14 +148,15 @@ def _raise_on_signals() -> Iterator[None]:
     def raise_terminated(number: int, frame: object) -> None:
         raise TerminatedError(number)
 
-    if threading.current_thread() is not threading.main_thread():  # only the main one may say so
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can set handlers
         yield
         return
-    ours = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]  # nohup ignores SIGHUP
-    for number in ours:
+    # Signals with another handler stay: nohup ignores SIGHUP.
+    default_signals = [number for number in ENDING_SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
+    for number in default_signals:
         signal.signal(number, raise_terminated)
     try:
         yield
     finally:
-        for number in ours:
+        for number in default_signals:
             signal.signal(number, signal.SIG_DFL)

@@ -10,8 +10,8 @@ from fedquilt.cli.commands import argument, option, verb
 from fedquilt.console import progress
 from fedquilt.core import JobError
 
-WHERE: Final = "Destination, one of these (default: an archive)"
-MANY: Final = "Many boards"
+DESTINATION_GROUP: Final = "Destination, one of these (default: an archive)"
+FLEET_GROUP: Final = "Many boards"
 
 
 rootfs_option: Final = option(
@@ -19,9 +19,9 @@ rootfs_option: Final = option(
     type=options.FOLDER,
     metavar="DIR",
     help="A mounted root file system, or L4T's rootfs before flashing.",
-    group=WHERE,
+    group=DESTINATION_GROUP,
 )
-ssh_option: Final = option("--ssh", metavar="USER@HOST", help="A running board.", group=WHERE)
+ssh_option: Final = option("--ssh", metavar="USER@HOST", help="A running board.", group=DESTINATION_GROUP)
 dry_run_option: Final = option("--dry-run", is_flag=True, help="Say what would be written, and write nothing there.")
 
 
@@ -45,7 +45,7 @@ dry_run_option: Final = option("--dry-run", is_flag=True, help="Say what would b
     type=options.PATH,
     metavar="FILE",
     help="Disk image to copy and install into, .img or .img.xz.",
-    group=WHERE,
+    group=DESTINATION_GROUP,
 )
 @ssh_option
 @option(
@@ -64,10 +64,10 @@ dry_run_option: Final = option("--dry-run", is_flag=True, help="Say what would b
     type=options.PATH,
     metavar="FILE",
     help="Table (CSV) of boards: name,target,budget,labels,address; each gets a token of its own.",
-    group=MANY,
+    group=FLEET_GROUP,
 )
 @options.authority_option
-@option("--watch", is_flag=True, help="Show first boots and enrolments until every board is there.", group=MANY)
+@option("--watch", is_flag=True, help="Show first boots and enrolments until every board is there.", group=FLEET_GROUP)
 def flash(
     settings: Path,
     target: str | None,
@@ -95,7 +95,7 @@ def flash(
         raise JobError("--role coordinator goes with none of --boards, --token and --device")
     if target is None and boards is None:
         raise JobError("board flash needs a --target; docs/boards.md lists them")
-    what = tool.FlashContent(
+    content = tool.FlashContent(
         target=target or "",
         settings=settings,
         device=device,
@@ -105,13 +105,13 @@ def flash(
         role=role,
     )
     if boards is None:
-        where = tool.FlashDestination(rootfs=rootfs, image=image, out=out, ssh=ssh, dry_run=dry_run)
+        destination = tool.FlashDestination(rootfs=rootfs, image=image, out=out, ssh=ssh, dry_run=dry_run)
         with progress.show_progress(f"flashing {device or settings}"):
-            tool.flash_board(what, where, progress.LINE.print_to_stdout)
+            tool.flash_board(content, destination, progress.LINE.print_to_stdout)
         return
     from fedquilt.tools.boards.flash import fleet
 
-    plan = fleet.FlashPlan(what, image, out or Path("fedquilt-boards"), ca, dry_run=dry_run)
+    plan = fleet.FlashPlan(content, image, out or Path("fedquilt-boards"), ca, dry_run=dry_run)
     fleet.flash_table(boards, target, plan, watch=watch)
 
 
@@ -140,9 +140,9 @@ def check_gpu(out: Path | None, minutes: float, format: str) -> int:
     from fedquilt.tools.boards import gpu_check
 
     with progress.show_progress("checking the GPU"):
-        found = gpu_check.GpuCheck().run(60 * minutes)
-    text = msgspec.json.format(msgspec.json.encode(found)).decode()
+        report = gpu_check.GpuCheck().run(60 * minutes)
+    text = msgspec.json.format(msgspec.json.encode(report)).decode()
     if out is not None:
         disk.write_output(out, text + "\n")
-    print(text if format == "json" else "\n".join(gpu_check.format_report(found)))
-    return gpu_check.exit_code(found)
+    print(text if format == "json" else "\n".join(gpu_check.format_report(report)))
+    return gpu_check.exit_code(report)

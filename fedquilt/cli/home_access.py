@@ -24,8 +24,8 @@ def open_existing_home(home: Path) -> Store:
 
 def require_home(home: Path) -> None:
     with disk.disk_errors(f"look into {home}"):
-        found = disk.REAL.stat(home / "fedquilt.db")
-    if found is None or found.is_dir:
+        entry = disk.REAL.stat(home / "fedquilt.db")
+    if entry is None or entry.is_dir:
         raise StoreError(no_runs_message(home))
 
 

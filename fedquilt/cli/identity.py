@@ -11,7 +11,7 @@ from fedquilt.cli.commands import argument, option, verb_group
 
 settings_argument: Final = argument("settings", "The board's agent.toml.", type=options.PATH)
 days_option: Final = option(
-    "--days", type=options.ABOVE_0, metavar="N", help="Days for which certificates are valid (default: 365)."
+    "--days", type=options.POSITIVE_NUMBER, metavar="N", help="Days for which certificates are valid (default: 365)."
 )
 
 
@@ -43,7 +43,7 @@ def init(crl_url: str | None, ca: Path) -> int:
 @option("--out", type=options.FOLDER, default=Path(), help="Folder to write into.")
 @option(
     "--days",
-    type=options.ABOVE_0,
+    type=options.POSITIVE_NUMBER,
     metavar="N",
     help="Days for which the certificate is valid (default: 730; an observer's or a site's 365).",
 )

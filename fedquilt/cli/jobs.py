@@ -43,26 +43,26 @@ def run(job: Path, home: Path, blobs: options.BlobOptions, broker: options.Broke
     from fedquilt.coordinator.storage.store import ARMED, Store
     from fedquilt.formats import job_bundle as bundles
 
-    read = home_access.load_job(job)
-    settings.require_no_adversaries(read)
-    folder = prepare_if_changed(job, read)
-    made = bundles.load_bundle(folder)
+    job_settings = home_access.load_job(job)
+    settings.require_no_adversaries(job_settings)
+    folder = prepare_if_changed(job, job_settings)
+    bundle = bundles.load_bundle(folder)
     with Store(home) as store:
-        id = store.find_unfinished(read, folder.resolve())
+        id = store.find_unfinished(job_settings, folder.resolve())
         if id is not None and store.stored_status(id) == ARMED:
             print(f"{id} is armed already (`fedquilt stop {id}` ends that)")
             return 0
-        if id is None or read.trigger is not None:
-            settings.require_matching_bundle(read, made)
-            settings.create_initial_state(read, made)
-        if read.trigger is not None:
-            id = store.add_job(read, folder.resolve())
+        if id is None or job_settings.trigger is not None:
+            settings.require_matching_bundle(job_settings, bundle)
+            settings.create_initial_state(job_settings, bundle)
+        if job_settings.trigger is not None:
+            id = store.add_job(job_settings, folder.resolve())
             print(f"{id} is armed: `fedquilt serve --home {home}` starts runs of it; `fedquilt stop {id}` ends that")
             return 0
 
         def submit() -> str:
-            id, found = store.find_or_add_job(read, folder.resolve())
-            if found:
+            id, exists = store.find_or_add_job(job_settings, folder.resolve())
+            if exists:
                 print(f"continuing {id}, which is unfinished (`fedquilt prune {id}` deletes it, for a new one)")
                 store.set_status(id, "running")
             return id
@@ -120,15 +120,15 @@ def simulate(
     else:
         from fedquilt.tools.lab import new_job
 
-        found = new_job.inspect_source(source, label)
-        count = devices or new_job.choose_devices(found)
-        write_job(new_job.NewJob(job, found, "fedavg", count, new_job.ROUNDS), force=force)
+        inspection = new_job.inspect_source(source, label)
+        count = devices or new_job.choose_devices(inspection)
+        write_job(new_job.NewJob(job, inspection, "fedavg", count, new_job.ROUNDS), force=force)
     run, status = _run_job(job, devices, link, home, workers, broker)
-    chosen = [*(["--devices", str(devices)] if devices else []), *(["--link", link] if link != "memory" else [])]
-    again = shlex.join(["fedquilt", "simulate", str(job), *chosen, *broker.arguments, *workers.arguments])
+    arguments = [*(["--devices", str(devices)] if devices else []), *(["--link", link] if link != "memory" else [])]
+    resume_command = shlex.join(["fedquilt", "simulate", str(job), *arguments, *broker.arguments, *workers.arguments])
     if status == "done" and not is_job:
         _write_report(home, run, job.with_suffix(".html"))
-    return report_end(home, run, status, again)
+    return report_end(home, run, status, resume_command)
 
 
 def _run_job(
@@ -142,25 +142,25 @@ def _run_job(
     from fedquilt.formats import toml
     from fedquilt.tools.simulation import agents as tool
 
-    read = home_access.load_job(job)
+    job_settings = home_access.load_job(job)
     folder = home_access.bundle_folder(job)
-    plan = tool.FleetPlan(job=read, bundle=folder, home=home, devices=devices, fleet=broker.fleet)
+    plan = tool.FleetPlan(job=job_settings, bundle=folder, home=home, devices=devices, fleet=broker.fleet)
     with toml.prefix_errors(str(job)):
         plan.validate_fleet()
-    prepare_if_changed(job, read)
-    wordy = verbosity() > 0
+    prepare_if_changed(job, job_settings)
+    verbose = verbosity() > 0
     try:
         if workers.is_given:
             if link != "memory":
                 raise JobError(f"--link {link} and --engine are two ways to reach the boards: leave one of them out")
             from fedquilt.tools.experiments import single_run
 
-            return single_run.run_and_print(plan, wordy=wordy, **workers.to_keywords())
+            return single_run.run_and_print(plan, wordy=verbose, **workers.to_keywords())
         if link == "memory":
-            return tool.run_fleet_virtually(plan, wordy=wordy)
+            return tool.run_fleet_virtually(plan, wordy=verbose)
     except KeyboardInterrupt:
         return "", "running"
-    return tool.run_fleet_on_broker(plan, broker.to_table() if link == "broker" else None, wordy=wordy)
+    return tool.run_fleet_on_broker(plan, broker.to_table() if link == "broker" else None, wordy=verbose)
 
 
 def _write_report(home: Path, run: str, file: Path) -> None:
@@ -202,12 +202,12 @@ def serve(
     from fedquilt.coordinator.views.terminal import Console, JsonConsole, run_coordinator
     from fedquilt.host import logs
 
-    where = blobs.to_locations(broker.ca)
+    locations = blobs.to_locations(broker.ca)
     with Store(home) as store:
         home = home.resolve()
         if not store.acquire_lock():
             raise JobError(f"another coordinator serves {home} already")
-        limited = settings.load_limits(home)
+        limits = settings.load_limits(home)
         console = Console(wordy=verbosity() > 0, named=True)
         if format == "json":
             logs.use_json_logs()
@@ -217,12 +217,14 @@ def serve(
             f"serving {home} on {broker.url}; submit with `fedquilt run JOB --home {home}`, "
             f"watch with `fedquilt logs RUN --follow --home {home}`"
         )
-        above = None
+        site_agent = None
         if site is not None:
             from fedquilt.tools.operations.site import connect_site_agent
 
-            above = connect_site_agent(site, store)
-            console.report(f"site {above.agent.device} of the coordinator at {above.agent.settings.broker.url}")
+            site_agent = connect_site_agent(site, store)
+            console.report(
+                f"site {site_agent.agent.device} of the coordinator at {site_agent.agent.settings.broker.url}"
+            )
         run_coordinator(
             store,
             link,
@@ -230,9 +232,9 @@ def serve(
             console,
             identity=identity,
             metrics=metrics,
-            limits=limited,
-            where=where,
-            site=above,
+            limits=limits,
+            where=locations,
+            site=site_agent,
         )
 
 
@@ -268,18 +270,22 @@ def resume(run: str, home: Path, blobs: options.BlobOptions, broker: options.Bro
 @options.job_argument
 @option(
     "--methods",
-    many=True,
+    variadic=True,
     metavar="METHOD",
     help="Methods to compare (default: the job's own and those of its [compare] tables).",
     shell_complete=options.complete_methods,
 )
-@option("--seeds", type=options.WHOLE, many=True, default=(0, 1, 2), help="Seeds; every method is run once with each.")
+@option(
+    "--seeds", type=options.INTEGER, variadic=True, default=(0, 1, 2), help="Seeds; every method is run once with each."
+)
 @option("--rounds", type=options.POSITIVE, help="Number of rounds of every run (default: the job's).")
-@option("--target", type=options.ABOVE_0, metavar="A", help="Count costs up to this accuracy, 0 to 1, or this RMSE.")
+@option(
+    "--target", type=options.POSITIVE_NUMBER, metavar="A", help="Count costs up to this accuracy, 0 to 1, or this RMSE."
+)
 @option(
     "--set",
     "changes",
-    many=True,
+    variadic=True,
     commas=False,
     metavar="METHOD.PARAM=VALUE",
     help="Parameters of methods; they override those in [compare.METHOD].",
@@ -392,11 +398,11 @@ def prepare_bundle(path: Path, job: JobSettings) -> Path:
 
     folder = home_access.bundle_folder(path)
     with toml.prefix_errors(str(path)), progress.show_progress(f"preparing {folder}"):
-        given = job_bundle.stamp_inputs(path, msgspec.to_builtins(job))
-        made = prepare.prepare_and_check(job, folder, progress.LINE.print_to_stdout)
-        job_bundle.record_inputs(given, folder)
-    size = sum(ref.size for ref in made.files.values())
-    print(f"{folder}: {len(made.files)} files, {units.format_bytes(size)}", flush=True)
+        stamped_inputs = job_bundle.stamp_inputs(path, msgspec.to_builtins(job))
+        bundle = prepare.prepare_and_check(job, folder, progress.LINE.print_to_stdout)
+        job_bundle.record_inputs(stamped_inputs, folder)
+    size = sum(ref.size for ref in bundle.files.values())
+    print(f"{folder}: {len(bundle.files)} files, {units.format_bytes(size)}", flush=True)
     return folder
 
 
@@ -404,11 +410,11 @@ EXIT_CODES: Final = {"done": 0, "failed": 8, "stopped": 9}
 
 
 def create_coordinator_link(
-    broker: options.BrokerOptions, say: Callable[[str], None]
+    broker: options.BrokerOptions, report: Callable[[str], None]
 ) -> tuple[MqttLink, LinkIdentity | None]:
     """Return the unconnected MQTT link of the coordinator, and the identity for signing or None.
 
-    Unsigned messages are reported through `say`.
+    Unsigned messages are reported through `report`.
     """
     from fedquilt import wire
     from fedquilt.security import authenticated_link
@@ -419,7 +425,7 @@ def create_coordinator_link(
     address = Address.from_url(**broker.to_table())
     identity = authenticated_link.load_identity(address)
     if identity is None:
-        say(authenticated_link.UNSIGNED)
+        report(authenticated_link.UNSIGNED)
     return MqttLink(address, f"fedquilt-coordinator-{broker.fleet}", will), identity
 
 
@@ -434,17 +440,17 @@ def run_to_end(
     from fedquilt.coordinator import settings
     from fedquilt.coordinator.views import terminal
 
-    where, limited = blobs.to_locations(broker.ca), settings.load_limits(home)
-    here = store.acquire_lock()
-    if here:
+    locations, limits = blobs.to_locations(broker.ca), settings.load_limits(home)
+    is_local = store.acquire_lock()
+    if is_local:
         console = terminal.Console(wordy=verbosity() > 0)
         link, identity = create_coordinator_link(broker, console.report)
     id = submit()
     home_access.print_rows("text", [], [f"{id}; from elsewhere: `fedquilt logs {id} --follow --home {home.resolve()}`"])
-    if here:
+    if is_local:
         link.wait_until_connected(timeout_s=5.0)
         terminal.run_coordinator(
-            store, link, broker.fleet, console, only=id, identity=identity, limits=limited, where=where
+            store, link, broker.fleet, console, only=id, identity=identity, limits=limits, where=locations
         )
     else:
         if blobs.given_options:
@@ -456,11 +462,13 @@ def run_to_end(
     return report_end(home, id, store.stored_status(id), f"fedquilt resume {id}")
 
 
-def report_end(home: Path, id: str, status: str, again: str) -> int:
-    """Print the next step after a run, and return the exit code. `again` is the resuming command."""
-    told = f"interrupted; `{again} --home {shlex.quote(str(home))}` continues it" if status == "running" else ""
+def report_end(home: Path, id: str, status: str, resume_command: str) -> int:
+    """Print the next step after a run, and return the exit code. `resume_command` is the resuming command."""
+    next_step = (
+        f"interrupted; `{resume_command} --home {shlex.quote(str(home))}` continues it" if status == "running" else ""
+    )
     if status == "done" and id:
-        given = "" if home == options.HOME else f" --home {home}"
-        told = f"`fedquilt model export {id}{given} --out FILE` writes the result"
-    home_access.print_rows("text", [], [told] if told else [])
+        home_argument = "" if home == options.HOME else f" --home {home}"
+        next_step = f"`fedquilt model export {id}{home_argument} --out FILE` writes the result"
+    home_access.print_rows("text", [], [next_step] if next_step else [])
     return EXIT_CODES.get(status, 130)

@@ -62,11 +62,11 @@ def init(
     if out.exists() and not force:
         raise StoreError(f"{out} exists already: --force overwrites it, --out names another file")
     method = method or str(_ask("method (`fedquilt methods` lists them)", "fedavg"))
-    usual = new_job.choose_rounds(method)
-    found = new_job.inspect_source(data or _ask(f"data: a path, or {new_job.DIGITS}", new_job.DIGITS), label)
-    devices = devices or int(_ask("devices", new_job.choose_devices(found), options.POSITIVE))
-    rounds = rounds or int(_ask("rounds", usual, options.POSITIVE))
-    jobs.write_job(new_job.NewJob(out, found, method, devices, rounds), force=force)
+    default_rounds = new_job.choose_rounds(method)
+    inspection = new_job.inspect_source(data or _ask(f"data: a path, or {new_job.DIGITS}", new_job.DIGITS), label)
+    devices = devices or int(_ask("devices", new_job.choose_devices(inspection), options.POSITIVE))
+    rounds = rounds or int(_ask("rounds", default_rounds, options.POSITIVE))
+    jobs.write_job(new_job.NewJob(out, inspection, method, devices, rounds), force=force)
     print(f"next: `fedquilt simulate {out}`")
 
 
@@ -110,12 +110,12 @@ def conformance(name: str) -> int:
     """Check that a method, or all plug-ins of a package, follow fedquilt's rules."""
     from fedquilt.testing import conformance as tool
 
-    if not verbosity():  # a check that fails is told in its line
+    if not verbosity():  # the line of a check reports its failure
         logging.getLogger("fedquilt").setLevel(logging.CRITICAL)
     failed = 0
     with progress.show_progress(f"checking {name}"):
-        for good, line in tool.check_package(name):
-            failed += not good
+        for passed, line in tool.check_package(name):
+            failed += not passed
             progress.LINE.print_to_stdout(line)
     print(f"{failed} failed" if failed else "it conforms")
     return 8 if failed else 0
@@ -144,12 +144,17 @@ def audit(data: Path, images: int, size: int | None, out: Path, format: str) -> 
 @lab.command()
 @argument("table", "A paper's table, or FILE.toml with a grid of your own.", required=False)
 @option("--data", type=options.FOLDER, metavar="FOLDER", help="Folder with the real data that some tables need.")
-@option("--seeds", type=options.WHOLE, many=True, help="Seeds; every job is run once with each (default: the table's).")
+@option(
+    "--seeds",
+    type=options.INTEGER,
+    variadic=True,
+    help="Seeds; every job is run once with each (default: the table's).",
+)
 @option(
     "--rounds", type=options.POSITIVE, help="Number of rounds in place of the table's; claims are then not checked."
 )
-@option("--columns", many=True, metavar="NAME", help="Run only these columns of the table.")
-@option("--rows", many=True, metavar="NAME", help="Run only these rows; claims that compare others are left out.")
+@option("--columns", variadic=True, metavar="NAME", help="Run only these columns of the table.")
+@option("--rows", variadic=True, metavar="NAME", help="Run only these rows; claims that compare others are left out.")
 @option("--out", type=options.PATH, metavar="FILE", help="File for the result as JSON, with every curve.")
 @option("--picture", type=options.PATH, metavar="FILE.svg", help="File for a picture: a dot for each seed.")
 @option(
@@ -188,7 +193,7 @@ def reproduce(
     )
 
 
-BENCH_OPTIONS: Final = {  # bench -> its options, which are arguments of its `measure`
+BENCH_OPTIONS: Final = {  # bench -> options, which are arguments of the bench's `measure`
     "idle": (),
     "blobs": (),
     "energy": (),
@@ -200,10 +205,12 @@ BENCH_OPTIONS: Final = {  # bench -> its options, which are arguments of its `me
 
 
 @lab.command()
-@argument("what", f"One of {', '.join(BENCH_OPTIONS)}.", type=options.WordChoice(tuple(BENCH_OPTIONS)), metavar="WHAT")
+@argument("name", f"One of {', '.join(BENCH_OPTIONS)}.", type=options.WordChoice(tuple(BENCH_OPTIONS)), metavar="WHAT")
 @option("--size", type=options.POSITIVE, help="For stitch (default: 64) and memory (224): size of images in pixels.")
 @option("--images", type=options.POSITIVE, help="For stitch: images that are scored (default: 64).")
-@option("--agents", type=options.POSITIVE, many=True, help="For coordinator: numbers of boards (default: 200 3000).")
+@option(
+    "--agents", type=options.POSITIVE, variadic=True, help="For coordinator: numbers of boards (default: 200 3000)."
+)
 @option("--rounds", type=options.POSITIVE, help="For coordinator: rounds (default: 6).")
 @option(
     "--after",
@@ -219,23 +226,25 @@ BENCH_OPTIONS: Final = {  # bench -> its options, which are arguments of its `me
 )
 @option(
     "--with",
-    many=True,
+    variadic=True,
     metavar="NAME",
     help="For sim: simulators to compare with, flower or pfl; they are installed into a cache folder.",
 )
-@option("--only", many=True, metavar="NAME", help="For sim: workloads, W1 or W2 (default: both).")
+@option("--only", variadic=True, metavar="NAME", help="For sim: workloads, W1 or W2 (default: both).")
 @options.format_option
-def bench(what: str, format: str, **given: Any) -> int:
+def bench(name: str, format: str, **arguments: Any) -> int:
     """Measure fedquilt on this machine."""
     from fedquilt.tools.lab import bench as tool
 
-    given = {name: value for name, value in given.items() if value not in (None, ())}
-    for name in given:
-        if name not in BENCH_OPTIONS[what]:
-            where = " and ".join(f"`lab bench {each}`" for each in BENCH_OPTIONS if name in BENCH_OPTIONS[each])
-            raise JobError(f"--{name} is an option of {where}: leave it out here")
-    if what == "sim" and "data" not in given:
+    arguments = {option_name: value for option_name, value in arguments.items() if value not in (None, ())}
+    for option_name in arguments:
+        if option_name not in BENCH_OPTIONS[name]:
+            benches = " and ".join(
+                f"`lab bench {other}`" for other in BENCH_OPTIONS if option_name in BENCH_OPTIONS[other]
+            )
+            raise JobError(f"--{option_name} is an option of {benches}: leave it out here")
+    if name == "sim" and "data" not in arguments:
         raise JobError("bench sim needs --data: a folder of IDX images of 28x28, such as MNIST's raw folder")
-    if "with" in given:
-        given["beside"] = given.pop("with")
-    return tool.run_and_print(what, format, given)
+    if "with" in arguments:
+        arguments["beside"] = arguments.pop("with")
+    return tool.run_and_print(name, format, arguments)

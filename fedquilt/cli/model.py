@@ -41,15 +41,15 @@ def evaluate(run: str, follow: bool, home: Path, format: str) -> None:
     def print_score(score: scores.EvaluationScore) -> None:
         progress.LINE.print_to_stdout(*evaluator.format_score(score, matrix=not follow))
 
-    shown = print_score if follow and format == "text" else lambda score: None
+    report = print_score if follow and format == "text" else lambda score: None
     with home_access.open_existing_home(home) as store, progress.show_progress(f"evaluating {run}"):
-        found = evaluator.evaluate_run(store, run, follow=follow, say=shown)
+        evaluation = evaluator.evaluate_run(store, run, follow=follow, say=report)
     if format == "text" and not follow:
-        if not found.scores:
+        if not evaluation.scores:
             return print(f"{run} has no model to evaluate yet")
-        print_score(found.scores[-1])
+        print_score(evaluation.scores[-1])
     if format == "json":
-        home_access.print_rows(format, evaluator.scores_to_dict(found), [])
+        home_access.print_rows(format, evaluator.scores_to_dict(evaluation), [])
 
 
 @model.command()

@@ -24,7 +24,7 @@ FLEET: Final = "fleet"
 BROKER: Final = "mqtt://127.0.0.1:1883"
 
 
-# -- kinds of words -------------------------------------------------------------------------------
+# -- value types ----------------------------------------------------------------------------------
 
 
 class ParsedType(click.ParamType):  # type: ignore[type-arg, unused-ignore]
@@ -48,12 +48,12 @@ class FilePath(click.Path):
 
 
 class WordChoice(click.Choice):  # type: ignore[type-arg, unused-ignore]
-    """Choice of words, with the nearest one in the error for an unknown word."""
+    """Choice of words. The error for an unknown word names the nearest choice."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        known = [str(each) for each in self.choices]
-        if value not in known:
-            self.fail(f"{value!r} is unknown{toml.describe_choices(str(value), known)}", param, ctx)
+        choices = [str(choice) for choice in self.choices]
+        if value not in choices:
+            self.fail(f"{value!r} is unknown{toml.describe_choices(str(value), choices)}", param, ctx)
         return value
 
 
@@ -71,16 +71,16 @@ def _parse_new_job(text: str) -> Path:
     return path
 
 
-def _parse_count(text: str, least: int = 0) -> int:
+def _parse_count(text: str, minimum: int = 0) -> int:
     value: int = _parse_number(text, int)
-    if value < least:
-        raise ValueError(f"{value} is less than {least}")
+    if value < minimum:
+        raise ValueError(f"{value} is less than {minimum}")
     return value
 
 
-def _parse_above_0(text: str, most: float = float("inf"), problem: str = "is not above 0") -> float:
+def _parse_above_0(text: str, limit: float = float("inf"), problem: str = "is not above 0") -> float:
     value: float = _parse_number(text, float)
-    if not 0 < value < most:
+    if not 0 < value < limit:
         raise ValueError(f"{text} {problem}")
     return value
 
@@ -94,16 +94,16 @@ def _parse_name(text: str) -> str:
 PATH: Final = FilePath()
 FOLDER: Final = FilePath(file_okay=False)
 NEW_JOB: Final = ParsedType("path", _parse_new_job)
-POSITIVE: Final = ParsedType("n", lambda text: _parse_count(text, least=1))
-ABOVE_0: Final = ParsedType("x", _parse_above_0)
+POSITIVE: Final = ParsedType("n", lambda text: _parse_count(text, minimum=1))
+POSITIVE_NUMBER: Final = ParsedType("x", _parse_above_0)
 SECONDS: Final = ParsedType("s", lambda text: _parse_above_0(text, 1e9, "is no time in seconds"))
 NAME: Final = ParsedType("name", _parse_name)
 COUNT: Final = ParsedType("n", _parse_count)
 TIME: Final = ParsedType("time", units.parse_seconds)
-WHOLE: Final = ParsedType("n", lambda text: _parse_number(text, int))
+INTEGER: Final = ParsedType("n", lambda text: _parse_number(text, int))
 
 
-# -- what a shell completes -----------------------------------------------------------------------
+# -- shell completion -----------------------------------------------------------------------------
 
 
 def complete_runs(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
@@ -116,16 +116,16 @@ def complete_runs(context: click.Context, parameter: click.Parameter, incomplete
         from fedquilt.coordinator.storage.store import open_store
 
         with open_store(home) as store:
-            found = [row.id for row in reversed(store.all_jobs())]
+            ids = [row.id for row in reversed(store.all_jobs())]
     except (FedquiltError, OSError):
         return []
-    return [each for each in found if each.startswith(incomplete)]
+    return [id_ for id_ in ids if id_.startswith(incomplete)]
 
 
 def complete_methods(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    from fedquilt import methods as known
+    from fedquilt import methods as methods_
 
-    return [each for each in [*known.builtin_names(), *known.plugin_names()] if each.startswith(incomplete)]
+    return [name for name in [*methods_.builtin_names(), *methods_.plugin_names()] if name.startswith(incomplete)]
 
 
 # -- options --------------------------------------------------------------------------------------
@@ -146,8 +146,8 @@ python_option: Final = option(
 )
 extras_option: Final = option(
     "--extras",
-    many=True,
-    none=True,
+    variadic=True,
+    allow_empty=True,
     default=("onnx",),
     metavar="EXTRA",
     help="Extras of fedquilt to install, such as onnx or train; without a word, none.",
@@ -161,7 +161,7 @@ job_argument: Final = argument("job", "The job file, TOML.", type=PATH)
 
 def label_option(name: str) -> Callable[[F], F]:
     return option(
-        "--label", name, many=True, metavar="WORD", help="Only boards with this label or group; !WORD: without it."
+        "--label", name, variadic=True, metavar="WORD", help="Only boards with this label or group; !WORD: without it."
     )
 
 
@@ -174,11 +174,11 @@ def group_options(name: str, kind: type, *added: Callable[[Any], Any]) -> Callab
         added: Decorators of the options.
     """
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def wrapper(**given: Any) -> Any:
-            values = {each.name: given.pop(each.name) for each in fields(kind)}
-            return function(**{name: kind(**values)}, **given)
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(command)
+        def wrapper(**arguments: Any) -> Any:
+            values = {field_.name: arguments.pop(field_.name) for field_ in fields(kind)}
+            return command(**{name: kind(**values)}, **arguments)
 
         for add in reversed(added):
             wrapper = add(wrapper)
@@ -198,16 +198,16 @@ class BrokerOptions:
 
     @property
     def files(self) -> dict[str, Path]:
-        named = {"ca": self.ca, "cert": self.cert, "key": self.key, "password_file": self.password_file}
-        return {name: path for name, path in named.items() if path is not None}
+        paths = {"ca": self.ca, "cert": self.cert, "key": self.key, "password_file": self.password_file}
+        return {name: path for name, path in paths.items() if path is not None}
 
     @property
     def arguments(self) -> list[str]:
-        """Words of the command line that give these options, without those that are the defaults."""
-        words = [] if self.url in (None, BROKER) else ["--broker", str(self.url)]
+        """Command-line words of these options, without default values."""
+        arguments = [] if self.url in (None, BROKER) else ["--broker", str(self.url)]
         for name, path in self.files.items():
-            words += [f"--{name.replace('_', '-')}", str(path)]
-        return words + ([] if self.fleet == FLEET else ["--fleet", self.fleet])
+            arguments += [f"--{name.replace('_', '-')}", str(path)]
+        return arguments + ([] if self.fleet == FLEET else ["--fleet", self.fleet])
 
     def to_table(self) -> dict[str, Any]:
         return {"url": self.url, **{name: str(path.resolve()) for name, path in self.files.items()}}
@@ -287,8 +287,8 @@ class BlobOptions:
 
     @property
     def given_options(self) -> list[str]:
-        found = [each.name for each in fields(self) if getattr(self, each.name) is not None]
-        return [f"--{name.replace('_', '-')}" for name in found]
+        names = [field_.name for field_ in fields(self) if getattr(self, field_.name) is not None]
+        return [f"--{name.replace('_', '-')}" for name in names]
 
     def to_locations(self, ca: Path | None) -> BlobLocationSettings:
         """Return the blob locations for a coordinator. `ca` is the certificate authority of the backend.
@@ -326,7 +326,7 @@ blob_options: Final = group_options(
 )
 
 
-def require_exclusive(**given: Any) -> None:
-    named = [f"--{name.replace('_', '-')}" for name, value in given.items() if value]
-    if len(named) > 1:
-        raise click.UsageError(f"{named[0]} and {named[1]}: one of them, not both", click.get_current_context())
+def require_exclusive(**options_: Any) -> None:
+    names = [f"--{name.replace('_', '-')}" for name, value in options_.items() if value]
+    if len(names) > 1:
+        raise click.UsageError(f"{names[0]} and {names[1]}: one of them, not both", click.get_current_context())

@@ -38,26 +38,28 @@ def format_page() -> str:
     for heading, names in SECTIONS.items():
         parts.append(f"## {heading}\n")
         for name in names:
-            found = root_command.get_command(context, name)
-            assert found is not None
-            parts += _command_section(found, click.Context(found, info_name=name, parent=context))
+            command = root_command.get_command(context, name)
+            assert command is not None
+            parts += _command_section(command, click.Context(command, info_name=name, parent=context))
     codes = EPILOG.removeprefix("\b\n").replace("\n", " ").removeprefix("exit codes: ")
     return "\n".join([*parts, "## Exit codes\n", "| code | |", "|---|---|", *_exit_code_rows(codes)]) + "\n"
 
 
 def _exit_code_rows(text: str) -> Iterator[str]:
-    for each in text.replace("warnings, 11", "warnings; 11 doctor has").split("; "):
-        code, what = each.split(" ", 1)
-        yield f"| {code} | {what} |"
+    for entry in text.replace("warnings, 11", "warnings; 11 doctor has").split("; "):
+        code, meaning = entry.split(" ", 1)
+        yield f"| {code} | {meaning} |"
 
 
 def _command_section(command: click.Command, context: click.Context, level: int = 3) -> Iterator[str]:
-    words = [one.make_metavar(context) for one in command.params if isinstance(one, Argument)]
-    usage = " ".join([context.command_path, "[OPTIONS]", *words, *(["VERB ..."] * isinstance(command, click.Group))])
+    arguments = [parameter.make_metavar(context) for parameter in command.params if isinstance(parameter, Argument)]
+    usage = " ".join(
+        [context.command_path, "[OPTIONS]", *arguments, *(["VERB ..."] * isinstance(command, click.Group))]
+    )
     yield f"{'#' * level} `{context.command_path}`\n"
     yield f"{' '.join(inspect.cleandoc(command.help or '').split())}\n"
     yield f"`{usage}`\n"
-    rows = [row for one in command.params if (row := _parameter_row(one)) is not None]
+    rows = [row for parameter in command.params if (row := _parameter_row(parameter)) is not None]
     if rows:
         yield "| | |\n|---|---|\n" + "\n".join(rows) + "\n"
     if isinstance(command, click.Group):
@@ -67,23 +69,24 @@ def _command_section(command: click.Command, context: click.Context, level: int 
             yield from _command_section(inner, click.Context(inner, info_name=name, parent=context), level + 1)
 
 
-def _parameter_row(one: click.Parameter) -> str | None:
-    if isinstance(one, Argument):
-        return f"| `{one.human_readable_name}` | {_escape_cell(one.text)} |"
-    if not isinstance(one, Option) or one.hidden or one.name == "verbose":
+def _parameter_row(parameter: click.Parameter) -> str | None:
+    if isinstance(parameter, Argument):
+        return f"| `{parameter.human_readable_name}` | {_escape_cell(parameter.text)} |"
+    if not isinstance(parameter, Option) or parameter.hidden or parameter.name == "verbose":
         return None
-    default = one.default if one.show_default is True else None
-    words = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
-    about = f"{one.help} Default: `{words}`." if default is not None else str(one.help)
-    return f"| `{_escape_cell(' '.join([', '.join(one.opts), *_value_placeholder(one)]))}` | {_escape_cell(about)} |"
+    default = parameter.default if parameter.show_default is True else None
+    default_text = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
+    description = f"{parameter.help} Default: `{default_text}`." if default is not None else str(parameter.help)
+    usage = " ".join([", ".join(parameter.opts), *_value_placeholder(parameter)])
+    return f"| `{_escape_cell(usage)}` | {_escape_cell(description)} |"
 
 
-def _value_placeholder(one: Option) -> list[str]:
-    if one.is_flag or one.count:
+def _value_placeholder(option_: Option) -> list[str]:
+    if option_.is_flag or option_.count:
         return []
-    choices = getattr(one.type, "choices", None)
-    word = one.metavar or ("|".join(choices) if choices else one.type.name.upper())
-    return [word + ("..." if one.many else "")]
+    choices = getattr(option_.type, "choices", None)
+    placeholder = option_.metavar or ("|".join(choices) if choices else option_.type.name.upper())
+    return [placeholder + ("..." if option_.variadic else "")]
 
 
 def _escape_cell(text: str) -> str:

@@ -20,29 +20,29 @@ if TYPE_CHECKING:
     from fedquilt.coordinator.storage.store import Store
 
 
-CHECKS: Final = "Limits of each board's check of a model"
+CHECK_GROUP: Final = "Limits of each board's check of a model"
 KINDS: Final = ("model", "agent", "settings")
-NUMBERS: Final = ("max_w", "telemetry_s")
+NUMERIC_SETTINGS: Final = ("max_w", "telemetry_s")
 
 
-def parse_settings(words: tuple[str, ...]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
+def parse_settings(assignments: tuple[str, ...]) -> dict[str, Any]:
+    settings_: dict[str, Any] = {}
+    for assignment in assignments:
+        key, equals, value = assignment.partition("=")
         if not equals or not key:
-            raise JobError(f"{word!r} is no setting: write budget=1GB labels=+canary, before the options")
-        if key in found:
+            raise JobError(f"{assignment!r} is no setting: write budget=1GB labels=+canary, before the options")
+        if key in settings_:
             raise JobError(f"{key} is set twice")
         if key == "labels":
-            found[key] = [*filter(None, value.split(","))]
-        elif key in NUMBERS:
+            settings_[key] = [*filter(None, value.split(","))]
+        elif key in NUMERIC_SETTINGS:
             try:
-                found[key] = float(value)
+                settings_[key] = float(value)
             except ValueError:
-                raise JobError(f"{word!r}: {key} is a number") from None
+                raise JobError(f"{assignment!r}: {key} is a number") from None
         else:
-            found[key] = value
-    return found
+            settings_[key] = value
+    return settings_
 
 
 def parse_share(text: str) -> float:
@@ -72,13 +72,13 @@ def parse_size(text: str) -> int:
 SHARE = options.ParsedType("share", parse_share)
 POINTS = options.ParsedType("points", parse_points)
 SIZE = options.ParsedType("size", parse_size)
-WHEN: Final = "When"
+TIME_GROUP: Final = "When"
 PHASES: Final = (
     options.label_option("select"),
     option(
         "--phases",
         type=SHARE,
-        many=True,
+        variadic=True,
         default=("5%", "25%", "100%"),
         help="Cumulative shares of boards, one for each phase; the first is the canary.",
     ),
@@ -96,7 +96,7 @@ TIMES: Final = (
         type=options.TIME,
         default="60s",
         help="Time without failures before a board commits the release.",
-        group=WHEN,
+        group=TIME_GROUP,
     ),
     option(
         "--window",
@@ -104,9 +104,9 @@ TIMES: Final = (
         show_default=False,
         metavar="HH:MM-HH:MM",
         help="Only within this time of the boards' day: 02:00-05:00.",
-        group=WHEN,
+        group=TIME_GROUP,
     ),
-    option("--force", is_flag=True, help="Replace the running version also during a task.", group=WHEN),
+    option("--force", is_flag=True, help="Replace the running version also during a task.", group=TIME_GROUP),
 )
 
 
@@ -120,7 +120,7 @@ class RolloutOptions:
     window: str
     force: bool
 
-    def make_plan(self, kind: wire.Kind, name: str, **more: Any) -> RolloutPlan:
+    def make_plan(self, kind: wire.Kind, name: str, **plan_fields: Any) -> RolloutPlan:
         from fedquilt.coordinator.rounds.rollout import RolloutPlan
 
         plan = RolloutPlan(
@@ -134,18 +134,18 @@ class RolloutOptions:
             soak_s=self.soak,
             window=self.window,
             force=self.force,
-            **more,
+            **plan_fields,
         )
         plan.require_valid()
         return plan
 
 
-def rollout_options(*more: Callable[[Any], Any]) -> Callable[[Callable[..., Any]], Any]:
+def rollout_options(*extra_options: Callable[[Any], Any]) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator that adds the options of a rollout. The command gets their values as one argument, `phased`.
 
-    Options in `more` are listed between phases and times, and the command gets them by name.
+    Options in `extra_options` are listed between phases and times, and the command gets them by name.
     """
-    return options.group_options("phased", RolloutOptions, *PHASES, *more, *TIMES)
+    return options.group_options("phased", RolloutOptions, *PHASES, *extra_options, *TIMES)
 
 
 @verb_group()
@@ -154,17 +154,24 @@ def rollout() -> None:
 
 
 @rollout.command()
-@argument("what", "A run's id, a job's name for its latest run, or a FILE.onnx.", shell_complete=options.complete_runs)
-@option("--input-shape", type=options.POSITIVE, many=True, help="Shape of one example of FILE.onnx: 3,224,224.")
+@argument(
+    "source",
+    "A run's id, a job's name for its latest run, or a FILE.onnx.",
+    metavar="WHAT",
+    shell_complete=options.complete_runs,
+)
+@option("--input-shape", type=options.POSITIVE, variadic=True, help="Shape of one example of FILE.onnx: 3,224,224.")
 @rollout_options(
-    option("--min-gain", type=POINTS, metavar="POINTS", help="Least gain in accuracy: -0.5pt.", group=CHECKS),
-    option("--max-latency", type=options.TIME, help="Most time of an answer: 40ms.", group=CHECKS),
-    option("--max-energy", type=options.ABOVE_0, metavar="J", help="Most joules of an answer.", group=CHECKS),
-    option("--max-peak", type=SIZE, help="Most memory of the check: 500MB.", group=CHECKS),
+    option("--min-gain", type=POINTS, metavar="POINTS", help="Least gain in accuracy: -0.5pt.", group=CHECK_GROUP),
+    option("--max-latency", type=options.TIME, help="Most time of an answer: 40ms.", group=CHECK_GROUP),
+    option(
+        "--max-energy", type=options.POSITIVE_NUMBER, metavar="J", help="Most joules of an answer.", group=CHECK_GROUP
+    ),
+    option("--max-peak", type=SIZE, help="Most memory of the check: 500MB.", group=CHECK_GROUP),
 )
 @options.home_option
 def model(
-    what: str,
+    source: str,
     input_shape: tuple[int, ...],
     phased: RolloutOptions,
     min_gain: float | None,
@@ -188,17 +195,17 @@ def model(
             max_peak_bytes=max_peak,
         )
         plan = phased.make_plan("model", "", limits=limits)
-        if what.endswith(".onnx"):
-            file, shape = Path(what), input_shape or None
+        if source.endswith(".onnx"):
+            file, shape = Path(source), input_shape or None
             payload = b"".join(weights.read_with_external_data(file))
-            found = export.require_loadable(payload, file.name, shape)
-            plan = replace(plan, name=file.stem[:200], input_shape=shape, versions=found.versions)
+            metadata = export.require_loadable(payload, file.name, shape)
+            plan = replace(plan, name=file.stem[:200], input_shape=shape, versions=metadata.versions)
             submit_rollout(store, plan, payload, file.name, home)
             return
         if input_shape:
             raise click.UsageError("--input-shape goes with a FILE.onnx", click.get_current_context())
-        payload, said = export.encode_for_devices(store, what)
-        submit_rollout(store, replace(plan, name=store.find_job(what).id), payload, said, home)
+        payload, description = export.encode_for_devices(store, source)
+        submit_rollout(store, replace(plan, name=store.find_job(source).id), payload, description, home)
 
 
 @rollout.command()
@@ -213,20 +220,22 @@ def agent(bundle: Path, phased: RolloutOptions, home: Path) -> None:
     with home_access.open_existing_home(home) as store:
         with archive.open_bundle(bundle) as opened:
             opened.verify_wheels()
-            told, signed = opened.manifest, opened.signature is not None
+            manifest, is_signed = opened.manifest, opened.signature is not None
         try:
             payload = bundle.read_bytes()
         except OSError as error:
             raise StoreError(f"cannot read {bundle}: {error.strerror}") from None
-        if not signed:
+        if not is_signed:
             print("not signed: only boards whose agent.toml says unsigned = true under [upgrade] take it")
-        what = f"fedquilt {told.version} for {told.machine}, Python {told.python}, {len(payload) / 1e6:.1f} MB"
-        submit_rollout(store, phased.make_plan("agent", told.version), payload, what, home)
+        description = (
+            f"fedquilt {manifest.version} for {manifest.machine}, Python {manifest.python}, {len(payload) / 1e6:.1f} MB"
+        )
+        submit_rollout(store, phased.make_plan("agent", manifest.version), payload, description, home)
 
 
 @rollout.command()
 @argument(
-    "words",
+    "assignments",
     "All that is set: budget=1GB, labels=+canary,-old, policy=energy, max_w=10, telemetry_s=60; else agent.toml holds.",
     nargs=-1,
     required=True,
@@ -234,15 +243,19 @@ def agent(bundle: Path, phased: RolloutOptions, home: Path) -> None:
 )
 @rollout_options()
 @options.home_option
-def settings(words: tuple[str, ...], phased: RolloutOptions, home: Path) -> None:
+def settings(assignments: tuple[str, ...], phased: RolloutOptions, home: Path) -> None:
     """Set budget, labels, power and telemetry of devices, within their agent.toml."""
     from fedquilt.edge_agent.upgrade import remote_settings
 
     with home_access.open_existing_home(home) as store:
-        given = parse_settings(words)
-        remote_settings.parse_remote_settings(given)
+        remote_table = parse_settings(assignments)
+        remote_settings.parse_remote_settings(remote_table)
         submit_rollout(
-            store, phased.make_plan("settings", " ".join(words), settings=given), None, " ".join(words), home
+            store,
+            phased.make_plan("settings", " ".join(assignments), settings=remote_table),
+            None,
+            " ".join(assignments),
+            home,
         )
 
 
@@ -257,9 +270,9 @@ def build(file: Path, target: str, extras: tuple[str, ...], python: str | None, 
     """Build a signed bundle of this agent version for `rollout agent`."""
     from fedquilt.tools.boards import flash as tool
 
-    what = tool.FlashContent(target=target, extras=tuple(filter(None, extras)), python=python)
+    content = tool.FlashContent(target=target, extras=tuple(filter(None, extras)), python=python)
     with progress.show_progress(f"collecting what {file} takes"):
-        tool.write_upgrade_bundle(what, file, ca, whole=whole, say=progress.LINE.print_to_stdout)
+        tool.write_upgrade_bundle(content, file, ca, whole=whole, say=progress.LINE.print_to_stdout)
 
 
 @rollout.command()
@@ -271,52 +284,53 @@ def status(id: str | None, home: Path, format: str) -> None:
     from fedquilt.coordinator.views import rollouts as view
 
     with home_access.open_existing_home(home) as store:
-        around = view.load_context(home, store.rollouts)
+        context = view.load_context(home, store.rollouts)
         if id is None:
-            known = store.rollouts.readable_rollouts()
-            odd = {each: str(why) for each, why in store.rollouts.read_errors().items()}
-            none = f"no rollouts in {home}: `fedquilt rollout model RUN --home {home}` begins one"
-            held = {each.state.id: view.load_rollout_wait(each, store.rollouts, around) for each in known}
-            rows = [{**view.summarise_rollout(each), "waits": held[each.state.id]} for each in known]
-            rows += [{"rollout": each, "problem": why} for each, why in odd.items()]
-            told = [f"{each} waits for {said}" for each, said in held.items() if said]
-            home_access.print_rows(
-                format, rows, [*(view.format_rollouts(known, around.now) if known else [none]), *told, *odd.values()]
-            )
+            readable = store.rollouts.readable_rollouts()
+            problems = {rollout_id: str(error) for rollout_id, error in store.rollouts.read_errors().items()}
+            waits = {row.state.id: view.load_rollout_wait(row, store.rollouts, context) for row in readable}
+            rows = [{**view.summarise_rollout(row), "waits": waits[row.state.id]} for row in readable]
+            rows += [{"rollout": rollout_id, "problem": problem} for rollout_id, problem in problems.items()]
+            lines = [f"no rollouts in {home}: `fedquilt rollout model RUN --home {home}` begins one"]
+            if readable:
+                lines = view.format_rollouts(readable, context.now)
+            notes = [f"{rollout_id} waits for {reason}" for rollout_id, reason in waits.items() if reason]
+            home_access.print_rows(format, rows, [*lines, *notes, *problems.values()])
             return
-        kept = store.rollouts.find_rollout(id)
-        facts = store.rollouts.read_events(kept.state.id)
-        shown = {
-            **view.summarise_rollout_and_devices(kept),
-            "waits": view.describe_rollout_wait(kept.state, facts, around),
+        row = store.rollouts.find_rollout(id)
+        events = store.rollouts.read_events(row.state.id)
+        details = {
+            **view.summarise_rollout_and_devices(row),
+            "waits": view.describe_rollout_wait(row.state, events, context),
         }
-        home_access.print_rows(format, shown, view.format_rollout(kept, facts, around))
+        home_access.print_rows(format, details, view.format_rollout(row, events, context))
 
 
 @rollout.command()
-@argument("what", f"A rollout's id, or {', '.join(KINDS)} for the latest of that kind.")
+@argument("rollout_id", f"A rollout's id, or {', '.join(KINDS)} for the latest of that kind.", metavar="WHAT")
 @options.home_option
-def back(what: str, home: Path) -> None:
+def back(rollout_id: str, home: Path) -> None:
     """Take a rollout back, or end it early, so that devices return to their former release."""
     from fedquilt.coordinator import run_control
 
     with home_access.open_existing_home(home) as store:
-        if what in KINDS:
-            of_kind = [one.state.id for one in store.rollouts.readable_rollouts() if one.state.plan.kind == what]
-            if not of_kind:
-                raise JobError(f"no rollout of kind {what!r} in {store.home}: there is nothing to take back")
-            what = of_kind[-1]
-        print(run_control.revert_rollout(store, what))
+        if rollout_id in KINDS:
+            kind = rollout_id
+            ids_of_kind = [row.state.id for row in store.rollouts.readable_rollouts() if row.state.plan.kind == kind]
+            if not ids_of_kind:
+                raise JobError(f"no rollout of kind {kind!r} in {store.home}: there is nothing to take back")
+            rollout_id = ids_of_kind[-1]
+        print(run_control.revert_rollout(store, rollout_id))
 
 
-def submit_rollout(store: Store, plan: RolloutPlan, payload: bytes | None, what: str, home: Path) -> None:
+def submit_rollout(store: Store, plan: RolloutPlan, payload: bytes | None, description: str, home: Path) -> None:
     from fedquilt.coordinator import run_control
     from fedquilt.coordinator.views import rollouts as view
 
     id = run_control.queue_rollout(store, plan, payload)
-    print(f"{id}: {what}; `fedquilt rollout status {id} --home {home}` shows how far it is")
-    around = view.load_context(home, store.rollouts)
-    if said := view.describe_unmatched_labels(plan, around):
-        print(f"it waits for {said}")
-    if not around.served:
+    print(f"{id}: {description}; `fedquilt rollout status {id} --home {home}` shows how far it is")
+    context = view.load_context(home, store.rollouts)
+    if wait_reason := view.describe_unmatched_labels(plan, context):
+        print(f"it waits for {wait_reason}")
+    if not context.served:
         print(f"no coordinator serves {home}: `fedquilt serve --home {home}` carries it out")

@@ -29,11 +29,11 @@ def ls(home: Path, format: str) -> None:
     from fedquilt.security import authenticated_link
 
     with home_access.open_existing_home(home) as store:
-        own = retention.exclusive_bytes(store)
-        rows = [event_messages.summarise_run(row, store, own) for row in store.all_jobs()]
-        told = [authenticated_link.UNSIGNED] if store.was_authenticated() is False else []
+        exclusive = retention.exclusive_bytes(store)
+        rows = [event_messages.summarise_run(row, store, exclusive) for row in store.all_jobs()]
+        notes = [authenticated_link.UNSIGNED] if store.was_authenticated() is False else []
     home_access.print_rows(
-        format, rows, [*(event_messages.format_runs(rows) or [home_access.no_runs_message(home)]), *told]
+        format, rows, [*(event_messages.format_runs(rows) or [home_access.no_runs_message(home)]), *notes]
     )
 
 
@@ -52,7 +52,7 @@ def logs(run: str, follow: bool, home: Path, format: str) -> None:
 
 @verb()
 @options.run_argument
-@argument("number", "Show this round only, counted from 1.", type=options.WHOLE, metavar="[ROUND]", required=False)
+@argument("number", "Show this round only, counted from 1.", type=options.INTEGER, metavar="[ROUND]", required=False)
 @option("--device", type=options.NAME, metavar="D", help="Show this device only.")
 @options.home_option
 @options.format_option
@@ -62,20 +62,20 @@ def why(run: str, number: int | None, device: str | None, home: Path, format: st
     from fedquilt.coordinator.views import round_outcomes as reasons
 
     with home_access.open_existing_home(home) as store:
-        parts, row = reasons.load_outcomes(store, run), store.find_job(run)
-        held_up = wait_reasons.describe_wait(row, store)
-        warning = reasons.warn_of_weights(store, row.job, (fact for _, _, fact in store.read_events(row.id)))
-    whole = number is None and device is None
-    told = [f"{row.id} waits for {held_up}"] if held_up and whole else []
-    told += [warning] if warning and whole else []
-    if whole and (best := parts.summary.state.best) is not None:
-        told.append(f"best evaluation: {best.describe()}, {best.without_gain} later without a gain")
-    if whole and parts.summary.state.phase == row.status == "failed":
-        told += event_messages.format_end("failed", parts.summary.state.reason)
+        outcomes, row = reasons.load_outcomes(store, run), store.find_job(run)
+        wait_reason = wait_reasons.describe_wait(row, store)
+        warning = reasons.warn_of_weights(store, row.job, (event for _, _, event in store.read_events(row.id)))
+    is_unfiltered = number is None and device is None
+    notes = [f"{row.id} waits for {wait_reason}"] if wait_reason and is_unfiltered else []
+    notes += [warning] if warning and is_unfiltered else []
+    if is_unfiltered and (best := outcomes.summary.state.best) is not None:
+        notes.append(f"best evaluation: {best.describe()}, {best.without_gain} later without a gain")
+    if is_unfiltered and outcomes.summary.state.phase == row.status == "failed":
+        notes += event_messages.format_end("failed", outcomes.summary.state.reason)
     home_access.print_rows(
         format,
-        reasons.filter_outcomes(parts.found, number, device),
-        [*reasons.format_outcomes(parts, number, device), *told],
+        reasons.filter_outcomes(outcomes.found, number, device),
+        [*reasons.format_outcomes(outcomes, number, device), *notes],
     )
 
 
@@ -116,11 +116,11 @@ def prune(
     """
     from fedquilt.coordinator.jobs import retention
 
-    ends = keep is not None or older_than is not None
-    if runs and ends:
+    is_by_age = keep is not None or older_than is not None
+    if runs and is_by_age:
         raise click.UsageError("name runs, or give --keep and --older-than: one of them", click.get_current_context())
     with home_access.open_existing_home(home) as store:
-        ids = retention.select_expired_runs(store, time.time(), keep, older_than) if ends else []
+        ids = retention.select_expired_runs(store, time.time(), keep, older_than) if is_by_age else []
         if runs:
             ids = list(dict.fromkeys(retention.find_run(store, run).id for run in runs))
             store.require_inactive(ids)
@@ -130,10 +130,10 @@ def prune(
             return 0
         if ids and not _confirm(f"delete {len(ids)} runs for good?", yes):
             return 130
-        found = retention.remove_runs(store, ids)
-    freed = f"{units.format_bytes(found.bytes)} freed"
-    later = "; blobs go when the coordinator of this home takes up its next job" if found.blobs_left else ""
-    print(f"deleted {len(ids)} runs: {freed}{later}")
+        removed = retention.remove_runs(store, ids)
+    freed = f"{units.format_bytes(removed.bytes)} freed"
+    remaining = "; blobs go when the coordinator of this home takes up its next job" if removed.blobs_left else ""
+    print(f"deleted {len(ids)} runs: {freed}{remaining}")
     return 0
 
 
@@ -170,9 +170,9 @@ def restore(file: Path, home: Path) -> None:
     from fedquilt.coordinator.storage import backup as tool
 
     with progress.show_progress(f"restoring {home}"):
-        found = tool.restore_backup(file, home)
+        restored = tool.restore_backup(file, home)
     print(
-        f"{home}: {found.runs} runs, {units.format_bytes(found.bytes)}; `fedquilt serve --home {home}` goes "
+        f"{home}: {restored.runs} runs, {units.format_bytes(restored.bytes)}; `fedquilt serve --home {home}` goes "
         "on with them"
     )
 
@@ -218,25 +218,25 @@ def devices(
         raise JobError("--force has a meaning only with --remove")
 
     def read_devices() -> list[DeviceRow]:
-        known = view.load_devices(home)
-        if odd := set(names) - {each.board.device for each in known}:
-            raise JobError(f"no coordinator of {home} has heard of a board {min(odd)!r}")
-        found = view.filter_devices(known, label, state)
-        return [each for each in found if not names or each.board.device in names]
+        all_rows = view.load_devices(home)
+        if unknown := set(names) - {row.board.device for row in all_rows}:
+            raise JobError(f"no coordinator of {home} has heard of a board {min(unknown)!r}")
+        rows = view.filter_devices(all_rows, label, state)
+        return [row for row in rows if not names or row.board.device in names]
 
-    def print_devices(found: list[DeviceRow]) -> None:
+    def print_devices(rows: list[DeviceRow]) -> None:
         now = time.time()
-        told = (
+        lines = (
             []
             if format == "json"
-            else view.format_devices(found, now, served=is_served(home), away=view.describe_outage(home, now))
+            else view.format_devices(rows, now, served=is_served(home), away=view.describe_outage(home, now))
         )
         if watch and format == "text" and sys.stdout.isatty():
-            most = shutil.get_terminal_size().lines - 2
-            hidden = ["... and more: --label, --state or a NAME shows fewer"] if len(told) > most else []
+            max_lines = shutil.get_terminal_size().lines - 2
+            hidden = ["... and more: --label, --state or a NAME shows fewer"] if len(lines) > max_lines else []
             print("\x1b[H\x1b[2J", end="")
-            told = [*told[: most - len(hidden)], *hidden]
-        home_access.print_rows(format, [each.to_dict() for each in found], told)
+            lines = [*lines[: max_lines - len(hidden)], *hidden]
+        home_access.print_rows(format, [row.to_dict() for row in rows], lines)
         sys.stdout.flush()
 
     if not watch:

@@ -15,8 +15,8 @@ from fedquilt.data.readers import ExampleReader
 from fedquilt.data.readers.base import describe_class_problem
 from fedquilt.data.spec import DataSpec
 
-SAMPLED = 10_000  # rows by which the scales of features are compared
-MEND = "give the job data that fit, or another network and a new bundle"
+SCALE_SAMPLE_ROWS = 10_000  # rows by which the scales of features are compared
+CHOICE_HINT = "give the job data that fit, or another network and a new bundle"
 
 
 def open_compatible_data(meta: Mapping[str, Any], spec: DataSpec) -> ExampleReader:
@@ -48,32 +48,32 @@ def open_compatible_data(meta: Mapping[str, Any], spec: DataSpec) -> ExampleRead
         else:
             _require_label_width(reader, spec, outputs, name)
     if problem := _describe_shape_problem(meta, network, name, reader):
-        raise DataError(f"{spec.source_name}: {problem}; {MEND}")
+        raise DataError(f"{spec.source_name}: {problem}; {CHOICE_HINT}")
     return reader
 
 
 def data_warnings(meta: Mapping[str, Any], reader: ExampleReader, spec: DataSpec) -> list[str]:
     """Return warnings, each with its fix, on data that would probably train badly."""
-    found = []
+    warnings = []
     if spec.task == "classes" and not spec.sources and len(reader.y) and reader.y.min() == 1:
         problem = describe_class_problem(reader.y, int(reader.y.max()), is_table=bool(reader.features))
-        found.append(f"{spec.source_name}: no example has class 0; {problem}")
+        warnings.append(f"{spec.source_name}: no example has class 0; {problem}")
     network: Mapping[str, Any] = meta.get("network", {})
     if len(reader.shape) == 1 and not (network.get("input") or meta.get("input")):
-        rows = np.linspace(0, len(reader.y) - 1, min(len(reader.y), SAMPLED)).astype(np.int64)
-        if told := inputs.describe_unequal_scales(reader.take(rows), reader.features):
-            found.append(f"{spec.source_name}: {told}: set [input] standardise = true, and prepare anew")
-    return found
+        rows = np.linspace(0, len(reader.y) - 1, min(len(reader.y), SCALE_SAMPLE_ROWS)).astype(np.int64)
+        if scale_problem := inputs.describe_unequal_scales(reader.take(rows), reader.features):
+            warnings.append(f"{spec.source_name}: {scale_problem}: set [input] standardise = true, and prepare anew")
+    return warnings
 
 
 def _require_label_variety(reader: ExampleReader, spec: DataSpec) -> None:
     if spec.split != "train" or len(reader.y) < 2 or (reader.y != reader.y[0]).any():
         return
     label = ", ".join(f"{value:g}" for value in np.ravel(reader.y[0]))
-    what = f"class {label}" if spec.task == "classes" else f"label {label}"
+    label_name = f"class {label}" if spec.task == "classes" else f"label {label}"
     raise DataError(
-        f"{spec.source_name}: all {len(reader.y)} training examples have {what}: there is nothing to learn, and "
-        "whatever says so each time scores as if it had learnt; name data with other labels too"
+        f"{spec.source_name}: all {len(reader.y)} training examples have {label_name}: there is nothing to learn, "
+        "name data with other labels too"
     )
 
 
@@ -81,50 +81,50 @@ def _describe_shape_problem(
     meta: Mapping[str, Any], network: Mapping[str, Any], name: str, reader: ExampleReader
 ) -> str:
     """Return the difference between shapes of examples and of the network's input, or ""."""
-    shape, kind, wanted = reader.shape, network.get("name"), network.get("input") or meta.get("input") or {}
-    have = f"examples of shape {shape}{_format_features(reader)}"
-    if "channels" in wanted:
+    shape, kind, input_table = reader.shape, network.get("name"), network.get("input") or meta.get("input") or {}
+    actual = f"examples of shape {shape}{_format_features(reader)}"
+    if "channels" in input_table:
         if inputs.is_image_shape(shape):
             return ""
-        need = "(height, width) or (height, width, 1 or 3) are wanted"
-        return f"examples have shape {shape}, and the job's input are images: {need}"
-    features = max((len(wanted.get(key, ())) for key in ("mean", "std")), default=0)
+        expected = "(height, width) or (height, width, 1 or 3) are wanted"
+        return f"examples have shape {shape}, and the job's input are images: {expected}"
+    features = max((len(input_table.get(key, ())) for key in ("mean", "std")), default=0)
     if features > 1 and shape[-1:] != (features,):
-        return f"{have}, and the job's [input] standardises {features} features"
+        return f"{actual}, and the job's [input] standardises {features} features"
     if "donors" in meta:
-        donor, facts = next(iter(meta["donors"].items()))
-        taken = tuple(meta["blocks"][facts["blocks"][0]]["in_shape"])
-        return f"{have}, donor {donor!r} takes {taken}" if shape != taken else ""
+        donor, donor_table = next(iter(meta["donors"].items()))
+        donor_shape = tuple(meta["blocks"][donor_table["blocks"][0]]["in_shape"])
+        return f"{actual}, donor {donor!r} takes {donor_shape}" if shape != donor_shape else ""
     if kind in ("mlp", "rezero") and (size := math.prod(shape)) != network["inputs"]:
-        each = f"hold {size} values each{_format_features(reader)}"
-        return f"examples of shape {shape} {each}, {name} takes {network['inputs']}"
+        values = f"hold {size} values each{_format_features(reader)}"
+        return f"examples of shape {shape} {values}, {name} takes {network['inputs']}"
     if kind in ("conv1d", "gru") and shape != (network["steps"], network["channels"]):
-        return f"{have}, {name} takes {network['steps']} steps of {network['channels']} channels"
+        return f"{actual}, {name} takes {network['steps']} steps of {network['channels']} channels"
     if kind == "transformer" and shape != (network["length"],):
-        return f"{have}, {name} takes {network['length']} tokens"
+        return f"{actual}, {name} takes {network['length']} tokens"
     if kind == "transformer" and reader.tokens > network["vocabulary"]:
         return f"the vocabulary has {reader.tokens} tokens, {name} knows {network['vocabulary']}"
     return ""
 
 
-def _format_features(reader: ExampleReader, most: int = 8) -> str:
+def _format_features(reader: ExampleReader, limit: int = 8) -> str:
     if not reader.features:
         return ""
-    more = f" and {len(reader.features) - most} more" if len(reader.features) > most else ""
-    return f" ({', '.join(reader.features[:most])}{more})"
+    rest = f" and {len(reader.features) - limit} more" if len(reader.features) > limit else ""
+    return f" ({', '.join(reader.features[:limit])}{rest})"
 
 
 def _require_label_width(reader: ExampleReader, spec: DataSpec, outputs: int, name: str) -> None:
     if reader.y.shape[1] != outputs:
-        what = "numbers" if spec.task == "regression" else "labels"
+        noun = "numbers" if spec.task == "regression" else "labels"
         raise DataError(
-            f"{spec.source_name}: each example has {reader.y.shape[1]} {what}, {name} predicts {outputs}; {MEND}"
+            f"{spec.source_name}: each example has {reader.y.shape[1]} {noun}, {name} predicts {outputs}; {CHOICE_HINT}"
         )
 
 
-def _require_label_range(reader: ExampleReader, spec: DataSpec, classes: int, who: str) -> None:
+def _require_label_range(reader: ExampleReader, spec: DataSpec, classes: int, expectation: str) -> None:
     if problem := describe_class_problem(reader.y, classes, is_table=bool(reader.features)):
         raise DataError(
-            f"{spec.source_name}: labels run from {reader.y.min()} to {reader.y.max()}, {who} {classes} classes "
-            f"(0 to {classes - 1}); {problem}"
+            f"{spec.source_name}: labels run from {reader.y.min()} to {reader.y.max()}, {expectation} "
+            f"{classes} classes (0 to {classes - 1}); {problem}"
         )

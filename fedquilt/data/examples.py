@@ -31,10 +31,10 @@ def load_all_shares(spec: DataSpec) -> list[tuple[Examples, Examples]]:
 
 def _load_shares(spec: DataSpec, shares: Sequence[int]) -> list[tuple[Examples, Examples]]:
     reader = open_split(spec)
-    used = _select_rows(reader, spec)
-    parts = _split_shares(reader, used, spec, shares)
-    _require_nonempty(parts, len(used), spec, shares)
-    return _read_parts(reader, used, parts, spec, shares)
+    rows = _select_rows(reader, spec)
+    parts = _split_shares(reader, rows, spec, shares)
+    _require_nonempty(parts, len(rows), spec, shares)
+    return _read_parts(reader, rows, parts, spec, shares)
 
 
 class SharedLoader:
@@ -45,24 +45,29 @@ class SharedLoader:
     """
 
     def __init__(self) -> None:
-        self._shares: dict[bytes, tuple[list[tuple[Examples, Examples]], int] | None] = {}  # and how many there are
+        self._shares: dict[
+            bytes, tuple[list[tuple[Examples, Examples]], int] | None
+        ] = {}  # with the number of examples
 
     def load_share(self, spec: DataSpec) -> tuple[Examples, Examples]:
         """Load one device's training and held-out examples."""
-        whole = msgspec.structs.replace(spec, share=0)
-        key = msgspec.json.encode(whole)
+        fleet_spec = msgspec.structs.replace(spec, share=0)
+        key = msgspec.json.encode(fleet_spec)
         if key not in self._shares:
             try:
-                reader = open_split(whole)
-                used = _select_rows(reader, whole)
-                parts = _split_shares(reader, used, whole, range(spec.shares))
-                self._shares[key] = _read_parts(reader, used, parts, whole, range(spec.shares)), len(used)
+                reader = open_split(fleet_spec)
+                rows = _select_rows(reader, fleet_spec)
+                parts = _split_shares(reader, rows, fleet_spec, range(spec.shares))
+                self._shares[key] = (
+                    _read_parts(reader, rows, parts, fleet_spec, range(spec.shares)),
+                    len(rows),
+                )
             except DataError:
                 self._shares[key] = None
-        known = self._shares[key]
-        if known is None or spec.share >= len(known[0]):
+        cached = self._shares[key]
+        if cached is None or spec.share >= len(cached[0]):
             return load_share(spec)
-        loaded, count = known
+        loaded, count = cached
         _require_nonempty([loaded[spec.share]], count, spec, [spec.share])
         return loaded[spec.share]
 
@@ -80,20 +85,21 @@ def count_labels(spec: DataSpec) -> tuple[np.ndarray, np.ndarray]:
     import numpy as np
 
     reader = open_split(spec)
-    used = _select_rows(reader, spec)
-    y = _class_labels(reader, used, spec)
-    kinds = int(y.max()) + 1 if len(y) else 0
-    parts = _split_shares(reader, used, spec, range(spec.shares))
-    _require_nonempty(parts, len(used), spec, range(spec.shares))
-    train, held = (
-        np.stack([np.bincount(y[part[which]], minlength=kinds) for part in parts]).astype(np.int64) for which in (0, 1)
+    rows = _select_rows(reader, spec)
+    y = _class_labels(reader, rows, spec)
+    class_count = int(y.max()) + 1 if len(y) else 0
+    parts = _split_shares(reader, rows, spec, range(spec.shares))
+    _require_nonempty(parts, len(rows), spec, range(spec.shares))
+    train, held_out = (
+        np.stack([np.bincount(y[part[index]], minlength=class_count) for part in parts]).astype(np.int64)
+        for index in (0, 1)
     )
-    return train, held
+    return train, held_out
 
 
 def require_nonempty_shares(reader: ExampleReader, spec: DataSpec) -> None:
-    used = _select_rows(reader, spec)
-    _require_nonempty(_split_shares(reader, used, spec, range(spec.shares)), len(used), spec, range(spec.shares))
+    rows = _select_rows(reader, spec)
+    _require_nonempty(_split_shares(reader, rows, spec, range(spec.shares)), len(rows), spec, range(spec.shares))
 
 
 def open_split(spec: DataSpec) -> ExampleReader:
@@ -111,34 +117,34 @@ def open_split(spec: DataSpec) -> ExampleReader:
 
 
 def _split_shares(
-    reader: ExampleReader, used: np.ndarray, spec: DataSpec, shares: Sequence[int]
+    reader: ExampleReader, rows: np.ndarray, spec: DataSpec, shares: Sequence[int]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    # Indices into `used`, ascending. A share may be empty.
+    # Indices into `rows`, ascending. A share may be empty.
     from fedquilt.data import partition
 
-    y = _class_labels(reader, used, spec)
-    found = []
-    owner = None if reader.owner is None else reader.owner[used]
-    origin = None if reader.origin is None else reader.origin[used]
-    owned = partition.rows_of_shares(y, spec, origin, shares, owner)
-    for share, own in zip(shares, owned, strict=True):
-        if not len(own):
-            found.append((own, own))
+    y = _class_labels(reader, rows, spec)
+    splits = []
+    owner = None if reader.owner is None else reader.owner[rows]
+    origin = None if reader.origin is None else reader.origin[rows]
+    rows_by_share = partition.rows_of_shares(y, spec, origin, shares, owner)
+    for share, share_rows in zip(shares, rows_by_share, strict=True):
+        if not len(share_rows):
+            splits.append((share_rows, share_rows))
             continue
-        train, held = partition.split_held_out(y[own], msgspec.structs.replace(spec, share=share))
-        found.append((own[train], own[held]))
-    return found
+        train, held_out = partition.split_held_out(y[share_rows], msgspec.structs.replace(spec, share=share))
+        splits.append((share_rows[train], share_rows[held_out]))
+    return splits
 
 
-def _class_labels(reader: ExampleReader, used: np.ndarray, spec: DataSpec) -> np.ndarray:
+def _class_labels(reader: ExampleReader, rows: np.ndarray, spec: DataSpec) -> np.ndarray:
     import numpy as np
 
-    return reader.y[used] if spec.task == "classes" else np.zeros(len(used), np.int64)
+    return reader.y[rows] if spec.task == "classes" else np.zeros(len(rows), np.int64)
 
 
 def _require_nonempty(parts: Sequence[tuple[Sized, Sized]], count: int, spec: DataSpec, shares: Sequence[int]) -> None:
-    for share, (train, held) in zip(shares, parts, strict=True):
-        if not len(train) + len(held):
+    for share, (train, held_out) in zip(shares, parts, strict=True):
+        if not len(train) + len(held_out):
             raise DataError(
                 f"{spec.source_name}: share {share} of {spec.shares} ({spec.partition!r}) is empty, of {count} "
                 "examples: have fewer shares, or more examples in each"
@@ -148,15 +154,15 @@ def _require_nonempty(parts: Sequence[tuple[Sized, Sized]], count: int, spec: Da
 def _select_rows(reader: ExampleReader, spec: DataSpec) -> np.ndarray:
     from fedquilt.data import partition
 
-    each = spec.per_class.get(spec.split, 0) if isinstance(spec.per_class, dict) else spec.per_class
-    if each:
-        return partition.sample_rows_by_class(reader.y, each, spec.seed)
+    rows_per_class = spec.per_class.get(spec.split, 0) if isinstance(spec.per_class, dict) else spec.per_class
+    if rows_per_class:
+        return partition.sample_rows_by_class(reader.y, rows_per_class, spec.seed)
     return partition.sample_rows(len(reader.y), spec.limit, spec.seed)
 
 
 def _read_parts(
     reader: ExampleReader,
-    used: np.ndarray,
+    rows: np.ndarray,
     parts: Sequence[tuple[np.ndarray, np.ndarray]],
     spec: DataSpec,
     shares: Sequence[int],
@@ -165,28 +171,28 @@ def _read_parts(
     import numpy as np
 
     flat = [part for pair in parts for part in pair]
-    every = _read_examples(reader, used[np.concatenate(flat)], spec)
+    examples = _read_examples(reader, rows[np.concatenate(flat)], spec)
     ends = np.cumsum([len(part) for part in flat])
     cut = [
-        Examples(every.x[end - len(part) : end], every.y[end - len(part) : end])
+        Examples(examples.x[end - len(part) : end], examples.y[end - len(part) : end])
         for part, end in zip(flat, ends, strict=True)
     ]
     pairs = zip(shares, cut[::2], cut[1::2], strict=True)
     return [
-        (_apply_domain(train, spec, share, "train"), _apply_domain(held, spec, share, "held"))
-        for share, train, held in pairs
+        (_apply_domain(train, spec, share, "train"), _apply_domain(held_out, spec, share, "held"))
+        for share, train, held_out in pairs
     ]
 
 
-def _apply_domain(given: Examples, spec: DataSpec, share: int, part: str) -> Examples:
+def _apply_domain(examples: Examples, spec: DataSpec, share: int, part: str) -> Examples:
     # The noise depends on the seed and the share alone, so a device and a simulation have the same images.
     from fedquilt.arrays import tensors
     from fedquilt.data import inputs
 
     if spec.domains is None:
-        return given
+        return examples
     rng = tensors.seeded_rng("domain", spec.seed, share, part)
-    return Examples(inputs.change_images(given.x, rng, **spec.domains.values_of_share(share)), given.y)
+    return Examples(inputs.change_images(examples.x, rng, **spec.domains.values_of_share(share)), examples.y)
 
 
 def _read_examples(reader: ExampleReader, rows: np.ndarray, spec: DataSpec) -> Examples:
@@ -196,11 +202,12 @@ def _read_examples(reader: ExampleReader, rows: np.ndarray, spec: DataSpec) -> E
 
     x = inputs.fill_missing(reader.take(rows), spec.fill)
     if x.dtype.kind == "f":
-        odd = np.flatnonzero(~np.isfinite(x).all(axis=tuple(range(1, x.ndim))))
-        if len(odd):
-            first, hold = rows[odd].min(), "hold" if len(odd) > 1 else "holds"
+        bad_rows = np.flatnonzero(~np.isfinite(x).all(axis=tuple(range(1, x.ndim))))
+        if len(bad_rows):
+            first_bad_row, verb = rows[bad_rows].min(), "hold" if len(bad_rows) > 1 else "holds"
             raise DataError(
-                f"{spec.source_name}: {len(odd)} of {len(rows)} examples {hold} NaN or infinity, the first is example "
-                f"{first}: correct the file, leave such examples out, or set [data] fill to a number for NaN"
+                f"{spec.source_name}: {len(bad_rows)} of {len(rows)} examples {verb} NaN or infinity, the first is "
+                f"example {first_bad_row}: correct the file, leave such examples out, "
+                "or set [data] fill to a number for NaN"
             )
     return Examples(x, reader.y[rows])

@@ -18,16 +18,16 @@ from msgspec import Meta
 from fedquilt.core import DataError, JobError
 from fedquilt.formats import toml
 
-SIZE_MOST: Final = 16384  # pixels of a side: no board could hold more
-AT_ONCE_PIXELS: Final = 2**18  # resized or changed at once, so that copies of floats stay small
-GRID: Final = 2.0**24  # coordinates are rounded to its inverse: the last bit of a sine depends on the machine
+MAX_SIDE_PIXELS: Final = 16384  # larger images fit in no board's memory
+BLOCK_PIXELS: Final = 2**18  # resized or changed at once, so that copies of floats stay small
+COORDINATE_GRID: Final = 2.0**24  # coordinates are rounded to 1 / this: the last bit of a sine depends on the machine
 
 
 class ImageInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Image input of a network: (channels, size, size) float32, scaled to 0..1, then (x - mean) / std."""
 
     channels: Annotated[int, Meta(ge=1)]
-    size: Annotated[int, Meta(ge=1, le=SIZE_MOST)]
+    size: Annotated[int, Meta(ge=1, le=MAX_SIDE_PIXELS)]
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
 
@@ -37,23 +37,23 @@ def is_image_shape(shape: tuple[int, ...]) -> bool:
 
 
 @lru_cache(maxsize=256)
-def resize_matrix(size: int, wanted: int) -> np.ndarray:
+def resize_matrix(size: int, new_size: int) -> np.ndarray:
     """Return the read-only float32 matrix (wanted, size) that resizes one axis.
 
     Shrinking averages adaptively. Growing interpolates bilinearly with half-pixel centres.
     """
-    matrix = np.zeros((wanted, size))
-    if wanted <= size:
-        for row in range(wanted):
-            first, last = row * size // wanted, -(-(row + 1) * size // wanted)
-            matrix[row, first:last] = 1.0 / (last - first)
+    matrix = np.zeros((new_size, size))
+    if new_size <= size:
+        for row in range(new_size):
+            start, end = row * size // new_size, -(-(row + 1) * size // new_size)
+            matrix[row, start:end] = 1.0 / (end - start)
     else:
-        centres = np.clip((np.arange(wanted) + 0.5) * size / wanted - 0.5, 0, size - 1)
-        below = np.floor(centres).astype(int)
-        above = np.minimum(below + 1, size - 1)
-        rows = np.arange(wanted)
-        np.add.at(matrix, (rows, below), 1 - (centres - below))
-        np.add.at(matrix, (rows, above), centres - below)
+        centres = np.clip((np.arange(new_size) + 0.5) * size / new_size - 0.5, 0, size - 1)
+        lower = np.floor(centres).astype(int)
+        upper = np.minimum(lower + 1, size - 1)
+        rows = np.arange(new_size)
+        np.add.at(matrix, (rows, lower), 1 - (centres - lower))
+        np.add.at(matrix, (rows, upper), centres - lower)
     result = matrix.astype(np.float32)
     result.flags.writeable = False
     return result
@@ -71,22 +71,22 @@ def resize_maps(maps: np.ndarray, *sizes: int) -> np.ndarray:
 def resize_images(x: np.ndarray, size: int) -> np.ndarray:
     """Resize stored images (n, h, w[, c]) to (n, size, size[, c]) of the same type."""
     result = np.empty((len(x), size, size, *x.shape[3:]), x.dtype)
-    at_once = max(1, AT_ONCE_PIXELS // max(1, x.shape[1] * x.shape[2]))
-    for first in range(0, len(x), at_once):
-        part = x[first : first + at_once]
-        for channel in np.ndindex(x.shape[3:]):  # one at a time: float32 copies of large photographs are large
+    step = max(1, BLOCK_PIXELS // max(1, x.shape[1] * x.shape[2]))
+    for start in range(0, len(x), step):
+        part = x[start : start + step]
+        for channel in np.ndindex(x.shape[3:]):  # channel by channel, because float32 copies of photographs are large
             scaled = resize_maps(part[(..., *channel)][:, None].astype(np.float32), size, size)[:, 0]
-            # means of levels never leave the levels' range
-            result[(slice(first, first + at_once), ..., *channel)] = scaled if x.dtype.kind == "f" else np.rint(scaled)
+            # Averages of levels stay within the range of the type.
+            result[(slice(start, start + step), ..., *channel)] = scaled if x.dtype.kind == "f" else np.rint(scaled)
     return result
 
 
-def prepare_images(x: np.ndarray, wanted: ImageInput | Mapping[str, Any]) -> np.ndarray:
+def prepare_images(x: np.ndarray, image_input: ImageInput | Mapping[str, Any]) -> np.ndarray:
     """Convert stored images to standardised network inputs, (n, channels, size, size) float32.
 
     Grey becomes colour by repetition, and colour becomes grey by the BT.601 luma weights.
     """
-    spec = wanted if isinstance(wanted, ImageInput) else msgspec.convert(wanted, ImageInput)
+    spec = image_input if isinstance(image_input, ImageInput) else msgspec.convert(image_input, ImageInput)
     if x.ndim == 3:
         x = x[..., None]
     if x.ndim != 4 or x.shape[3] not in (1, 3):
@@ -119,13 +119,13 @@ def change_images(
         brightness: Factor.
         noise: Standard deviation as a share of the largest level, which is 1 for floats.
     """
-    result, at_once = np.empty_like(x), max(1, AT_ONCE_PIXELS // prod(x.shape[1:3]))
+    result, step = np.empty_like(x), max(1, BLOCK_PIXELS // prod(x.shape[1:3]))
     highest = np.iinfo(x.dtype).max if x.dtype.kind == "u" else 1.0
-    for first in range(0, len(x), at_once):
-        levels = rotate_images(x[first : first + at_once].astype(np.float64), rotation) * brightness
+    for start in range(0, len(x), step):
+        levels = rotate_images(x[start : start + step].astype(np.float64), rotation) * brightness
         if noise:
             levels += noise * highest * rng.standard_normal(levels.shape)
-        result[first : first + at_once] = np.clip(np.rint(levels), 0, highest) if x.dtype.kind == "u" else levels
+        result[start : start + step] = np.clip(np.rint(levels), 0, highest) if x.dtype.kind == "u" else levels
     return result
 
 
@@ -136,20 +136,20 @@ def rotate_images(x: np.ndarray, degrees: float) -> np.ndarray:
     height, width = x.shape[1:3]
     sine, cosine = sin(radians(degrees)), cos(radians(degrees))
     down, right = np.mgrid[:height, :width] - np.array([(height - 1) / 2, (width - 1) / 2])[:, None, None]
-    # the place in the image that each pixel (h, w) is taken from
-    row = np.rint((sine * right + cosine * down + (height - 1) / 2) * GRID) / GRID
-    column = np.rint((cosine * right - sine * down + (width - 1) / 2) * GRID) / GRID
+    # Source coordinates of each pixel (h, w).
+    row = np.rint((sine * right + cosine * down + (height - 1) / 2) * COORDINATE_GRID) / COORDINATE_GRID
+    column = np.rint((cosine * right - sine * down + (width - 1) / 2) * COORDINATE_GRID) / COORDINATE_GRID
     result = np.zeros_like(x)
     for i in (np.floor(row).astype(int), np.floor(row).astype(int) + 1):
         for j in (np.floor(column).astype(int), np.floor(column).astype(int) + 1):
-            inside = (i >= 0) & (i < height) & (j >= 0) & (j < width)
-            weight = inside * (1 - abs(row - i)) * (1 - abs(column - j))  # (h, w)
-            taken = x[:, np.clip(i, 0, height - 1), np.clip(j, 0, width - 1)]
-            result += weight.reshape(weight.shape + (1,) * (x.ndim - 3)) * taken
+            is_inside = (i >= 0) & (i < height) & (j >= 0) & (j < width)
+            weight = is_inside * (1 - abs(row - i)) * (1 - abs(column - j))  # (h, w)
+            source_pixels = x[:, np.clip(i, 0, height - 1), np.clip(j, 0, width - 1)]
+            result += weight.reshape(weight.shape + (1,) * (x.ndim - 3)) * source_pixels
     return result
 
 
-SCALES_MOST = 100.0  # factor between the standard deviations of two features
+MAX_SCALE_RATIO = 100.0  # factor between the standard deviations of two features
 
 Table: TypeAlias = dict[str, int | bool | tuple[float, ...]]
 """An `[input]` table that `parse` takes, as a bundle holds it."""
@@ -165,22 +165,22 @@ class ValueInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def parse_input_table(table: Mapping[str, Any]) -> ImageInput | ValueInput:
     if "channels" in table or "size" in table:
-        found: ImageInput | ValueInput = toml.convert_table(table, ImageInput, "[input]")
-        assert isinstance(found, ImageInput)
-        lengths = (1, found.channels)
+        input_spec: ImageInput | ValueInput = toml.convert_table(table, ImageInput, "[input]")
+        assert isinstance(input_spec, ImageInput)
+        lengths = (1, input_spec.channels)
     else:
-        found = toml.convert_table(table, ValueInput, "[input]")
-        assert isinstance(found, ValueInput)
-        if found.standardise and ("mean" in table or "std" in table):
+        input_spec = toml.convert_table(table, ValueInput, "[input]")
+        assert isinstance(input_spec, ValueInput)
+        if input_spec.standardise and ("mean" in table or "std" in table):
             raise JobError("[input] standardise computes mean and std: leave these two out, or standardise")
-        lengths = (1, max(len(found.mean), len(found.std), 1))
+        lengths = (1, max(len(input_spec.mean), len(input_spec.std), 1))
     for key in ("mean", "std"):
-        given = getattr(found, key)
-        if len(given) not in lengths:
-            raise JobError(f"[input] {key} has {len(given)} values: give 1 or {lengths[1]}")
-    if min(found.std) <= 0:
-        raise JobError(f"[input] std = {min(found.std):g}: each standard deviation has to be above 0")
-    return found
+        values = getattr(input_spec, key)
+        if len(values) not in lengths:
+            raise JobError(f"[input] {key} has {len(values)} values: give 1 or {lengths[1]}")
+    if min(input_spec.std) <= 0:
+        raise JobError(f"[input] std = {min(input_spec.std):g}: each standard deviation has to be above 0")
+    return input_spec
 
 
 def measure_scales(x: np.ndarray) -> ValueInput:
@@ -198,10 +198,12 @@ def describe_unequal_scales(x: np.ndarray, names: Sequence[str] = ()) -> str:
     if x.dtype.kind not in "fiu" or x.ndim != 2 or not x.size:
         return ""
     std = x.astype(np.float64).std(axis=0)
-    if not std.any() or std.max() <= SCALES_MOST * std[std > 0].min():
+    if not std.any() or std.max() <= MAX_SCALE_RATIO * std[std > 0].min():
         return ""
     ends = [int(np.argmax(std)), int(np.argmin(np.where(std > 0, std, np.inf)))]
-    large, small = (f"{names[at]!r} by {std[at]:.3g}" if names else f"number {at} by {std[at]:.3g}" for at in ends)
+    large, small = (
+        f"{names[index]!r} by {std[index]:.3g}" if names else f"number {index} by {std[index]:.3g}" for index in ends
+    )
     return f"features differ in scale by a factor of {std[ends[0]] / std[ends[1]]:.0f} ({large}, {small})"
 
 
@@ -210,17 +212,17 @@ def fill_missing(x: np.ndarray, fill: object) -> np.ndarray:
     return np.where(np.isnan(x), x.dtype.type(fill), x) if isinstance(fill, float) and x.dtype.kind == "f" else x
 
 
-def network_input_shape(wanted: Mapping[str, Any], stored: tuple[int, ...]) -> tuple[int, ...]:
-    if "channels" in wanted:
-        return (int(wanted["channels"]), int(wanted["size"]), int(wanted["size"]))
+def network_input_shape(input_table: Mapping[str, Any], stored: tuple[int, ...]) -> tuple[int, ...]:
+    if "channels" in input_table:
+        return (int(input_table["channels"]), int(input_table["size"]), int(input_table["size"]))
     return stored
 
 
-def prepare_inputs(x: np.ndarray, wanted: Mapping[str, Any]) -> np.ndarray:
+def prepare_inputs(x: np.ndarray, input_table: Mapping[str, Any]) -> np.ndarray:
     """Convert stored examples (n, ...) to float32 network inputs."""
-    if "channels" in wanted:
-        return prepare_images(x, wanted)
-    spec = msgspec.convert(wanted, ValueInput)
+    if "channels" in input_table:
+        return prepare_images(x, input_table)
+    spec = msgspec.convert(input_table, ValueInput)
     if x.dtype.kind not in "fiub":
         raise DataError(f"examples of type {x.dtype}: expected numbers")
     mean, std = np.array(spec.mean, np.float32), np.array(spec.std, np.float32)

@@ -21,19 +21,19 @@ from fedquilt.core import DataError
 from fedquilt.data import examples, inputs, readers, reading_settings
 from fedquilt.data.readers import ExampleReader, arrays, base, images, table
 from fedquilt.data.readers.table import DECIMAL_COMMA, class_word, is_missing
-from fedquilt.data.reading_settings import MOST
+from fedquilt.data.reading_settings import MAX_CATEGORIES
 from fedquilt.data.spec import AUTO, SKLEARN, DataSpec
 from fedquilt.formats import toml
 
-TORCHVISION: Final = "torchvision/"  # before the name of a data set of torchvision's
-SAMPLE: Final = 256  # images of which colours and scales are measured
-AT_ONCE: Final = 2**26  # numbers of an array that are looked through at once
-SIDE: Final = 32  # pixels to which large images, and those of several sizes, are scaled
+TORCHVISION: Final = "torchvision/"  # prefix of torchvision's data sets
+SAMPLE_IMAGES: Final = 256  # images of which colours and scales are measured
+BLOCK_NUMBERS: Final = 2**26  # numbers of an array that are read at once
+TARGET_SIDE: Final = 32  # pixels to which large images, and those of several sizes, are scaled
 
 
 @dataclass(frozen=True)
 class DataInspection:
-    """What a data set holds, with the settings that read it."""
+    """Content of a data set, with the [data] and [input] tables that read it."""
 
     data: dict[str, Any]
     input: dict[str, Any]
@@ -70,11 +70,11 @@ def inspect_data(source: str, label: str = "") -> DataInspection:
             "add examples with others, or name another --label"
         )
     _fill_gaps(reader, data, source, notes)
-    given = _inspect_inputs(reader, data, notes)
+    input_table = _inspect_inputs(reader, data, notes)
     notes.append(describe_labels(reader.y, data))
     outputs = reader.y.shape[1] if reader.y.ndim > 1 else max(2, len(data.get("labels", ())) or int(reader.y.max()) + 1)
     return DataInspection(
-        data, given, reader.shape, outputs, len(reader.y), (f"{source}: {len(reader.y)} examples", *notes)
+        data, input_table, reader.shape, outputs, len(reader.y), (f"{source}: {len(reader.y)} examples", *notes)
     )
 
 
@@ -98,8 +98,8 @@ def _locate_data(source: str) -> dict[str, Any]:
 
 def _name_arrays(path: Path, label: str) -> dict[str, Any]:
     """Return the [data] keys of an .npz file. `x` is left out if several arrays could be the inputs."""
-    others = [name for name in arrays.list_arrays(path) if name != label]
-    return {"y": label, **({"x": others[0]} if len(others) == 1 else {})}
+    input_arrays = [name for name in arrays.list_arrays(path) if name != label]
+    return {"y": label, **({"x": input_arrays[0]} if len(input_arrays) == 1 else {})}
 
 
 def _inspect_folder(path: Path, notes: list[str]) -> dict[str, Any]:
@@ -111,8 +111,8 @@ def _inspect_folder(path: Path, notes: list[str]) -> dict[str, Any]:
         sizes += images.measure_sizes(base.find_files_by_class(path, spec, images.SUFFIXES, "images")[0])
     sides = sorted(map(min, sizes))
     low, high = sides[0], max(map(max, sizes))
-    if low != high or high > 2 * SIDE:
-        table["size"] = min(SIDE, sides[(len(sides) - 1) // 2])
+    if low != high or high > 2 * TARGET_SIDE:
+        table["size"] = min(TARGET_SIDE, sides[(len(sides) - 1) // 2])
         span = f"{low} pixels" if low == high else f"{low} to {high} pixels a side"
         notes.append(f"images of {span} are scaled to {table['size']} x {table['size']}")
     return table
@@ -122,10 +122,10 @@ def _fill_gaps(reader: ExampleReader, data: dict[str, Any], source: str, notes: 
     """Add a fill to [data] if arrays of numbers have gaps."""
     if reader.dtype.kind != "f" or reader.features:
         return
-    count, each = len(reader.y), max(1, math.prod(reader.shape))
-    step = max(1, AT_ONCE // each)
+    count, size = len(reader.y), max(1, math.prod(reader.shape))
+    step = max(1, BLOCK_NUMBERS // size)
     gaps = sum(
-        int(np.isnan(reader.take(np.arange(first, min(first + step, count)))).sum()) for first in range(0, count, step)
+        int(np.isnan(reader.take(np.arange(start, min(start + step, count)))).sum()) for start in range(0, count, step)
     )
     if not gaps:
         return
@@ -133,11 +133,11 @@ def _fill_gaps(reader: ExampleReader, data: dict[str, Any], source: str, notes: 
     if np.isnan(x).all():
         raise DataError(f"{source}: the inputs are NaN in all of {len(x)} examples: save the numbers, or other arrays")
     data["fill"] = float(f"{np.nanmedian(x):.6g}")
-    notes.append(f"missing: {gaps} of {count * each} numbers, filled with the median of all, {data['fill']:g}")
+    notes.append(f"missing: {gaps} of {count * size} numbers, filled with the median of all, {data['fill']:g}")
 
 
-def _choose_rows(reader: ExampleReader, most: int) -> np.ndarray:
-    return np.unique(np.linspace(0, len(reader.y) - 1, min(len(reader.y), most)).astype(np.int64))
+def _choose_rows(reader: ExampleReader, max_rows: int) -> np.ndarray:
+    return np.unique(np.linspace(0, len(reader.y) - 1, min(len(reader.y), max_rows)).astype(np.int64))
 
 
 def _inspect_inputs(reader: ExampleReader, data: dict[str, Any], notes: list[str]) -> dict[str, Any]:
@@ -146,10 +146,10 @@ def _inspect_inputs(reader: ExampleReader, data: dict[str, Any], notes: list[str
             notes.append(f"{reader.shape[0]} numbers each")
         notes.append("numbers are standardised: mean 0, standard deviation 1")
         return {"standardise": True}
-    x = inputs.fill_missing(reader.take(_choose_rows(reader, SAMPLE)), data.get("fill"))
+    x = inputs.fill_missing(reader.take(_choose_rows(reader, SAMPLE_IMAGES)), data.get("fill"))
     grey = x.ndim == 3 or x.shape[3] == 1 or bool((x == x[..., :1]).all())
     high = max(reader.shape[:2])
-    side = high if high <= 2 * SIDE else SIDE
+    side = high if high <= 2 * TARGET_SIDE else TARGET_SIDE
     table: dict[str, Any] = {"channels": 1 if grey else 3, "size": side}
     maps = inputs.prepare_images(x, table).transpose(0, 2, 3, 1)
     scales = inputs.measure_scales(maps)
@@ -167,34 +167,34 @@ def _is_image(reader: ExampleReader) -> bool:
     return len(shape) == 2 and (reader.dtype.kind == "u" or shape[0] == shape[1])
 
 
-COMMA: Final = "holds numbers with a comma: write them with a point"
-NUMBERED: Final = re.compile(r"(?i:(?:^|[_ .-])(?:id|uuid|guid|index|row|nr|key)$|^unnamed)|[a-z]I[dD]$")
-PERSONAL: Final = re.compile(
+COMMA_PROBLEM: Final = "holds numbers with a comma: write them with a point"
+ID_COLUMN: Final = re.compile(r"(?i:(?:^|[_ .-])(?:id|uuid|guid|index|row|nr|key)$|^unnamed)|[a-z]I[dD]$")
+PERSONAL_COLUMN: Final = re.compile(
     r"(?i)(?:^|[_ .-])(?:e-?mail|phone|mobile|address|ssn|passport|iban|(?:first|last|family|full|user)[_ -]?name)s?$"
 )
 
 
-WITH_COMMA: Final = re.compile(r"[+-]?\d+(?:[.,]\d+)?")
+NUMBER_WITH_SEPARATOR: Final = re.compile(r"[+-]?\d+(?:[.,]\d+)?")
 
 
 class Column:
-    """Values of a column: numbers while all are numbers, and its different words up to a limit."""
+    """Statistics of a table column: its numbers, if all values are numbers, and up to MAX_CATEGORIES + 1 words."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.rows = self.missing = 0
-        self.words: set[str] = set()
+        self.distinct_words: set[str] = set()
         self._parts: list[np.ndarray] | None = []
 
     def add_values(self, values: Sequence[Any]) -> None:
-        present = [value for value in values if not is_missing(value)]
+        present_values = [value for value in values if not is_missing(value)]
         self.rows += len(values)
-        self.missing += len(values) - len(present)
-        if len(self.words) <= MOST:
-            self.words.update(map(class_word, present))
+        self.missing += len(values) - len(present_values)
+        if len(self.distinct_words) <= MAX_CATEGORIES:
+            self.distinct_words.update(map(class_word, present_values))
         if self._parts is not None:
             try:
-                self._parts.append(np.array([float(value) for value in present]))
+                self._parts.append(np.array([float(value) for value in present_values]))
             except (TypeError, ValueError):
                 self._parts = None
 
@@ -204,81 +204,83 @@ class Column:
 
     @property
     def fill(self) -> float:
-        """Value for missing ones: the median, or 0 for words, which sets no category."""
+        """Replacement for missing values: the median of numbers, or 0 for words."""
         return 0.0 if (values := self.numbers) is None else float(f"{np.median(values):.6g}")
 
     @property
     def has_decimal_commas(self) -> bool:
-        words = self.words
-        return any(map(DECIMAL_COMMA.fullmatch, words)) and all(map(WITH_COMMA.fullmatch, words))
+        words = self.distinct_words
+        return any(map(DECIMAL_COMMA.fullmatch, words)) and all(map(NUMBER_WITH_SEPARATOR.fullmatch, words))
 
     def describe_unusable_values(self) -> str:
-        present = self.rows - self.missing
-        if not present:
+        present_count = self.rows - self.missing
+        if not present_count:
             return "is empty"
-        if len(self.words) == 1 and not self.missing:
+        if len(self.distinct_words) == 1 and not self.missing:
             return "holds one value"
-        if PERSONAL.search(self.name):
+        if PERSONAL_COLUMN.search(self.name):
             return "looks like data on persons"
         values = self.numbers
         if values is None:
             if self.has_decimal_commas:
-                return COMMA
-            if len(self.words) > min(MOST, max(2, present // 2)):
+                return COMMA_PROBLEM
+            if len(self.distinct_words) > min(MAX_CATEGORIES, max(2, present_count // 2)):
                 return "looks like ids, names, dates or texts"
             return ""
         if len(np.unique(values)) < len(values) or (values != np.rint(values)).any():
             return ""
-        return "looks like ids" if NUMBERED.search(self.name) or (present > 2 and (np.diff(values) == 1).all()) else ""
+        is_count = present_count > 2 and (np.diff(values) == 1).all()
+        return "looks like ids" if is_count or ID_COLUMN.search(self.name) else ""
 
 
 def inspect_table(path: Path, label: str, notes: list[str]) -> dict[str, Any]:
     """Return the [data] keys that read a table, and append notes."""
     file = table.find_table(path, DataSpec(path=str(path)))
-    found: dict[str, Column] = {}
+    columns: dict[str, Column] = {}
     for chunk in table.read_chunks(file):
         for name, values in chunk.columns.items():
-            found.setdefault(name, Column(name)).add_values(values)
-    if not any(column.rows for column in found.values()):
+            columns.setdefault(name, Column(name)).add_values(values)
+    if not any(column.rows for column in columns.values()):
         raise DataError(f"{file} has a head and no rows: write a line for each example")
-    label = label or _require_default_label(file, list(found))
-    table.require_columns(file, tuple(found), "y", [label])
-    settings = _label_settings(file, found.pop(label))
-    left = {name: why for name, column in found.items() if (why := column.describe_unusable_values())}
-    used = [column for name, column in found.items() if name not in left]
-    if not used:
-        raise DataError(
-            f"{file} has no column that is an input: {_join_reasons(left) or f'it has {label} only, add others'}"
-        )
-    numeric = [column for column in used if column.numbers is not None]
-    worded = [column for column in used if column.numbers is None]
-    if numeric:
-        notes.append(f"numbers: {_shorten([column.name for column in numeric])}")
-    if worded:
+    label = label or _require_default_label(file, list(columns))
+    table.require_columns(file, tuple(columns), "y", [label])
+    settings = _label_settings(file, columns.pop(label))
+    left_out = {name: problem for name, column in columns.items() if (problem := column.describe_unusable_values())}
+    used_columns = [column for name, column in columns.items() if name not in left_out]
+    if not used_columns:
+        problem = _join_reasons(left_out) or f"it has {label} only, add others"
+        raise DataError(f"{file} has no column that is an input: {problem}")
+    number_columns = [column for column in used_columns if column.numbers is not None]
+    word_columns = [column for column in used_columns if column.numbers is None]
+    if number_columns:
+        notes.append(f"numbers: {_shorten([column.name for column in number_columns])}")
+    if word_columns:
         notes.append(
             "categories, an input for each word: "
-            + _shorten([f"{column.name} ({len(column.words)})" for column in worded])
+            + _shorten([f"{column.name} ({len(column.distinct_words)})" for column in word_columns])
         )
-    if left:
-        notes.append(f"left out: {_join_reasons(left)}")
-    for column in used:
+    if left_out:
+        notes.append(f"left out: {_join_reasons(left_out)}")
+    for column in used_columns:
         if column.missing:
-            how = "no category" if column in worded else f"filled with the median {column.fill:g}"
-            notes.append(f"missing: {column.name} in {column.missing} of {column.rows} rows, {how}")
-    fill = {column.name: column.fill for column in used if column.missing}
+            treatment = "no category" if column in word_columns else f"filled with the median {column.fill:g}"
+            notes.append(f"missing: {column.name} in {column.missing} of {column.rows} rows, {treatment}")
+    fill = {column.name: column.fill for column in used_columns if column.missing}
     return {
         "y": label,
-        "x": [column.name for column in used],
+        "x": [column.name for column in used_columns],
         **settings,
-        **({"categories": {column.name: AUTO for column in worded}} if worded else {}),
+        **({"categories": {column.name: AUTO for column in word_columns}} if word_columns else {}),
         **({"fill": fill} if fill else {}),
     }
 
 
-def _require_default_label(file: Path, there: Sequence[str]) -> str:
-    if "y" in there:
+def _require_default_label(file: Path, column_names: Sequence[str]) -> str:
+    if "y" in column_names:
         return "y"
-    raise DataError(f"{file}: name the column to predict, as --label {there[-1]}: it has {_shorten(there)}")
+    raise DataError(
+        f"{file}: name the column to predict, as --label {column_names[-1]}: it has {_shorten(column_names)}"
+    )
 
 
 def _label_settings(file: Path, column: Column) -> dict[str, Any]:
@@ -286,80 +288,84 @@ def _label_settings(file: Path, column: Column) -> dict[str, Any]:
         raise DataError(
             f"{file}: column {column.name!r} is missing in {column.missing} of {column.rows} rows: leave these rows out"
         )
-    values, where = column.numbers, f"{file}, column {column.name!r}"
+    values, location = column.numbers, f"{file}, column {column.name!r}"
     if values is None:
         if column.has_decimal_commas:
-            raise DataError(f"{where} {COMMA}")
-        return {"labels": require_classes(list(column.words), column.rows, where)}
+            raise DataError(f"{location} {COMMA_PROBLEM}")
+        return {"labels": require_classes(list(column.distinct_words), column.rows, location)}
     if not (np.isfinite(values).all() and are_classes(np.unique(values), len(values))):
-        return choose_settings(values, where)
-    words = sorted(column.words, key=lambda word: (float(word), word))
-    if len(words) > MOST or words == [str(place) for place in range(len(words))]:  # more words than that are not kept
+        return choose_settings(values, location)
+    labels = sorted(column.distinct_words, key=lambda label: (float(label), label))
+    if len(labels) > MAX_CATEGORIES or labels == [str(class_) for class_ in range(len(labels))]:
         return {}
-    for word, other in itertools.pairwise(words):
-        if float(word) == float(other):
-            is_equal = Decimal(word) == Decimal(other)
+    for label, next_label in itertools.pairwise(labels):
+        if float(label) == float(next_label):
+            is_equal = Decimal(label) == Decimal(next_label)
             fix = "write each class in one way" if is_equal else "write large classes as words"
-            raise DataError(f"{where}: {word} and {other} are the same {'' if is_equal else '64-bit '}number: {fix}")
-    return {"labels": words}
+            raise DataError(
+                f"{location}: {label} and {next_label} are the same {'' if is_equal else '64-bit '}number: {fix}"
+            )
+    return {"labels": labels}
 
 
-def _shorten(names: Sequence[str], most: int = 8) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+def _shorten(names: Sequence[str], limit: int = 8) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
-def _join_reasons(left: dict[str, str]) -> str:
-    return _shorten([f"{toml.key_text(name)} ({why})" for name, why in left.items()])
+def _join_reasons(problems: dict[str, str]) -> str:
+    return _shorten([f"{toml.key_text(name)} ({problem})" for name, problem in problems.items()])
 
 
-FEW: Final = 20  # different whole numbers that are classes in any case
-LISTED: Final = 10  # classes whose examples are listed
-UNEQUAL: Final = 10.0  # the largest class by the smallest from which a note warns
+MAX_DISTINCT_CLASSES: Final = 20  # different whole numbers that are classes in any case
+MAX_LISTED_CLASSES: Final = 10  # classes whose examples are listed
+MAX_CLASS_RATIO: Final = 10.0  # ratio of the largest to the smallest class that adds a warning
 
 
-def choose_settings(y: np.ndarray, where: str) -> dict[str, Any]:
+def choose_settings(y: np.ndarray, location: str) -> dict[str, Any]:
     """Return the [data] keys `task`, `labels` and `target` that fit stored labels."""
     if not y.size:
-        raise DataError(f"{where} has no labels (shape {y.shape}): add an example with a label")
+        raise DataError(f"{location} has no labels (shape {y.shape}): add an example with a label")
     if y.dtype.kind == "f" and (gaps := len(y) - int(np.isfinite(y.reshape(len(y), -1)).all(axis=1).sum())):
-        raise DataError(f"{where}: {gaps} of {len(y)} labels are NaN or infinity: leave these examples out")
+        raise DataError(f"{location}: {gaps} of {len(y)} labels are NaN or infinity: leave these examples out")
     if y.ndim > 2:
-        raise DataError(f"{where}: labels have shape {y.shape}: save one label, or a row of them, for each example")
+        raise DataError(f"{location}: labels have shape {y.shape}: save one label, or a row of them, for each example")
     if y.ndim == 2:
-        return _choose_row_settings(y, where)
+        return _choose_row_settings(y, location)
     kinds = np.unique(y)
     if y.dtype.kind in "USb":
-        return {"labels": require_classes([str(kind) for kind in kinds], len(y), where)}
+        return {"labels": require_classes([str(label) for label in kinds], len(y), location)}
     if not are_classes(kinds, len(y)):
         return _regression_settings(y.reshape(-1, 1))
     if y.dtype.kind != "f" and list(kinds) == list(range(len(kinds))):
         return {}
-    return {"labels": [str(kind) for kind in kinds]}
+    return {"labels": [str(label) for label in kinds]}
 
 
-def _choose_row_settings(y: np.ndarray, where: str) -> dict[str, Any]:
-    said = f"{where}: labels have shape {y.shape}"
+def _choose_row_settings(y: np.ndarray, location: str) -> dict[str, Any]:
+    label_shape = f"{location}: labels have shape {y.shape}"
     if y.dtype.kind in "US" or (y.shape[1] == 1 and are_classes(np.unique(y), len(y))):
         fix = "y.reshape(-1)" if y.shape[1] == 1 else "one column of them"
-        raise DataError(f"{said}, and classes are one label for each example: save {fix}")
+        raise DataError(f"{label_shape}, and classes are one label for each example: save {fix}")
     if y.shape[1] == 1 or not np.isin(y, (0, 1)).all():
         return _regression_settings(y)
     if (y.sum(axis=1) == 1).all():
-        raise DataError(f"{said} with exactly one 1 in each row, which are classes: save y.argmax(axis=1)")
+        raise DataError(f"{label_shape} with exactly one 1 in each row, which are classes: save y.argmax(axis=1)")
     return {"task": "labels"}
 
 
-def require_classes(words: Sequence[str], count: int, where: str) -> list[str]:
-    if len(words) > min(MOST, max(2, count // 2)):
-        raise DataError(f"{where}: {len(words)} different labels in {count} examples are no classes: name another")
-    return sorted(words)
+def require_classes(labels: Sequence[str], count: int, location: str) -> list[str]:
+    if len(labels) > min(MAX_CATEGORIES, max(2, count // 2)):
+        raise DataError(f"{location}: {len(labels)} different labels in {count} examples are no classes: name another")
+    return sorted(labels)
 
 
 def are_classes(kinds: np.ndarray, count: int) -> bool:
     """Return whether different numbers are classes of `count` examples, rather than numbers to predict."""
     if not len(kinds) or (kinds != np.rint(kinds)).any():
         return False
-    return len(kinds) <= FEW or (list(kinds) == list(range(len(kinds))) and FEW * len(kinds) <= count)
+    return len(kinds) <= MAX_DISTINCT_CLASSES or (
+        list(kinds) == list(range(len(kinds))) and MAX_DISTINCT_CLASSES * len(kinds) <= count
+    )
 
 
 def _regression_settings(y: np.ndarray) -> dict[str, Any]:
@@ -381,10 +387,14 @@ def describe_labels(y: np.ndarray, data: Mapping[str, Any]) -> str:
         return f"predicted: {y.shape[1]} labels that apply or not"
     counts = np.bincount(y)
     names: Sequence[str] = data.get("labels") or [str(kind) for kind in range(len(counts))]
-    there = counts[counts > 0]
-    if len(names) <= LISTED:
-        said = ", ".join(f"{name} {count}" for name, count in zip(names, counts, strict=False))
+    nonzero_counts = counts[counts > 0]
+    if len(names) <= MAX_LISTED_CLASSES:
+        counts_by_name = ", ".join(f"{name} {count}" for name, count in zip(names, counts, strict=False))
     else:
-        said = f"{there.min()} to {there.max()} examples each"
-    unequal = "; unequal, so read the balanced accuracy too" if there.max() >= UNEQUAL * there.min() else ""
-    return f"predicted: {len(names)} classes ({said}){unequal}"
+        counts_by_name = f"{nonzero_counts.min()} to {nonzero_counts.max()} examples each"
+    unequal = (
+        "; unequal, so read the balanced accuracy too"
+        if nonzero_counts.max() >= MAX_CLASS_RATIO * nonzero_counts.min()
+        else ""
+    )
+    return f"predicted: {len(names)} classes ({counts_by_name}){unequal}"

@@ -18,9 +18,9 @@ from fedquilt.arrays import tensors
 from fedquilt.core import DataError, derive_seed
 from fedquilt.data.spec import DataSpec
 
-DRAWS = 1000  # attempts at a Dirichlet partition before its minimum size counts as out of reach
+MAX_DIRICHLET_DRAWS = 1000  # attempts at a Dirichlet partition before its minimum size counts as out of reach
 
-SHARDS = 2  # for each device with partition = "shards" (McMahan et al. 2017, section 3)
+SHARDS_PER_DEVICE = 2  # for each device with partition = "shards" (McMahan et al. 2017, section 3)
 
 
 def rows_of_share(y: np.ndarray, spec: DataSpec, origin: np.ndarray | None = None) -> np.ndarray:
@@ -31,7 +31,7 @@ def rows_of_shares(
     y: np.ndarray,
     spec: DataSpec,
     origin: np.ndarray | None = None,
-    wanted: Sequence[int] | None = None,
+    selected: Sequence[int] | None = None,
     owner: np.ndarray | None = None,
 ) -> list[np.ndarray]:
     """Return the rows of each selected share, ascending.
@@ -41,12 +41,12 @@ def rows_of_shares(
     Args:
         y: Labels (n,).
         spec: Partition and number of shares.
-        origin: Source of each row (n,), needed only for groups of sources.
-        wanted: Selected shares, from 0, or None for all.
-        owner: User of each row, (n,) words, needed only with `partition = "column"`.
+        origin: Source of each row (n,), required only for groups of sources.
+        selected: Selected shares, from 0, or None for all.
+        owner: User of each row, (n,) strings, required only with `partition = "column"`.
     """
     if spec.partition == "column":
-        return _group_rows(_assign_users(owner, spec), range(spec.shares) if wanted is None else wanted)
+        return _group_rows(_assign_users(owner, spec), range(spec.shares) if selected is None else selected)
     owners: dict[str, Callable[[np.ndarray, DataSpec], np.ndarray]] = {
         "iid": _assign_iid,
         "dirichlet": _assign_dirichlet,
@@ -54,27 +54,27 @@ def rows_of_shares(
         "shards": _assign_shards,
         "quantity": _assign_quantity,
     }
-    wanted = range(spec.shares) if wanted is None else wanted
-    found: dict[int, np.ndarray] = {}
+    selected = range(spec.shares) if selected is None else selected
+    rows_by_share: dict[int, np.ndarray] = {}
     for number, (members, team) in enumerate(_split_groups(y, spec, origin)):
-        mine = [share for share in wanted if share in team]
-        if not mine:
+        team_shares = [share for share in selected if share in team]
+        if not team_shares:
             continue
         if spec.partition == "all":
-            found |= dict.fromkeys(mine, members)
+            rows_by_share |= dict.fromkeys(team_shares, members)
             continue
         seed = derive_seed("group", spec.seed, number) if spec.groups else spec.seed
         owner = owners[spec.partition](y[members], msgspec.structs.replace(spec, share=0, shares=len(team), seed=seed))
-        rows = _group_rows(owner, [share - team.start for share in mine])
-        found |= {share: members[own] for share, own in zip(mine, rows, strict=True)}
-    return [found[share] for share in wanted]
+        rows = _group_rows(owner, [share - team.start for share in team_shares])
+        rows_by_share |= {share: members[share_rows] for share, share_rows in zip(team_shares, rows, strict=True)}
+    return [rows_by_share[share] for share in selected]
 
 
-def _group_rows(owner: np.ndarray, wanted: Sequence[int]) -> list[np.ndarray]:
+def _group_rows(owner: np.ndarray, shares: Sequence[int]) -> list[np.ndarray]:
     # One sort: a fleet may have many more shares than classes.
-    order = np.argsort(owner, kind="stable")
-    first, last = (np.searchsorted(owner, wanted, side, sorter=order) for side in ("left", "right"))
-    return [order[start:end] for start, end in zip(first, last, strict=True)]
+    sorted_rows = np.argsort(owner, kind="stable")
+    starts, ends = (np.searchsorted(owner, shares, side, sorter=sorted_rows) for side in ("left", "right"))
+    return [sorted_rows[start:end] for start, end in zip(starts, ends, strict=True)]
 
 
 def split_held_out(y: np.ndarray, spec: DataSpec) -> tuple[np.ndarray, np.ndarray]:
@@ -83,19 +83,19 @@ def split_held_out(y: np.ndarray, spec: DataSpec) -> tuple[np.ndarray, np.ndarra
     Of n rows, round(held * n) are held out, but at least one and at most n - 1 if held and n - 1 are above 0. Each
     class contributes its proportion, rounded by largest remainder.
     """
-    wanted = round(spec.held * len(y))
+    held_out_count = round(spec.held * len(y))
     if spec.held > 0 and len(y) > 1:
-        wanted = min(max(wanted, 1), len(y) - 1)
+        held_out_count = min(max(held_out_count, 1), len(y) - 1)
     rng = tensors.seeded_rng("held", spec.seed, spec.share)
     members = _shuffle_by_class(y, rng)
-    due = np.array([wanted * len(rows) / max(1, len(y)) for rows in members])
-    given = np.floor(due).astype(int)
-    largest = np.argsort(given - due, kind="stable")[: wanted - int(given.sum())]
-    given[largest] += 1
-    held = np.zeros(len(y), bool)
-    for member, count in zip(members, given, strict=True):
-        held[member[:count]] = True
-    return np.flatnonzero(~held), np.flatnonzero(held)
+    exact_counts = np.array([held_out_count * len(rows) / max(1, len(y)) for rows in members])
+    held_out_counts = np.floor(exact_counts).astype(int)
+    largest = np.argsort(held_out_counts - exact_counts, kind="stable")[: held_out_count - int(held_out_counts.sum())]
+    held_out_counts[largest] += 1
+    is_held_out = np.zeros(len(y), bool)
+    for member, count in zip(members, held_out_counts, strict=True):
+        is_held_out[member[:count]] = True
+    return np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
 
 
 def sample_rows(count: int, limit: int, seed: int) -> np.ndarray:
@@ -105,9 +105,9 @@ def sample_rows(count: int, limit: int, seed: int) -> np.ndarray:
     return np.sort(_random_order(count, tensors.seeded_rng("limit", seed))[:limit])
 
 
-def sample_rows_by_class(y: np.ndarray, each: int, seed: int) -> np.ndarray:
+def sample_rows_by_class(y: np.ndarray, rows_per_class: int, seed: int) -> np.ndarray:
     members = _shuffle_by_class(y, tensors.seeded_rng("per class", seed))
-    return np.sort(np.concatenate([member[:each] for member in members])) if members else np.arange(0)
+    return np.sort(np.concatenate([member[:rows_per_class] for member in members])) if members else np.arange(0)
 
 
 def _split_groups(y: np.ndarray, spec: DataSpec, origin: np.ndarray | None) -> list[tuple[np.ndarray, range]]:
@@ -115,10 +115,10 @@ def _split_groups(y: np.ndarray, spec: DataSpec, origin: np.ndarray | None) -> l
         return [(np.arange(len(y)), range(spec.shares))]
     if spec.groups == "source":
         number = np.zeros(len(y), int) if origin is None else origin
-        count, what = len(spec.sources), "sources"
+        count, noun = len(spec.sources), "sources"
     else:
         of_class = {kind: number for number, group in enumerate(spec.groups) for kind in group}
-        count, what = len(spec.groups), "groups"
+        count, noun = len(spec.groups), "groups"
         if missing := [int(kind) for kind in np.unique(y) if kind not in of_class]:
             raise DataError(
                 f"{spec.source_name}: class {missing[0]} is in none of [data] groups: list it in one of them"
@@ -126,7 +126,7 @@ def _split_groups(y: np.ndarray, spec: DataSpec, origin: np.ndarray | None) -> l
         number = np.array([of_class[int(kind)] for kind in y], int)
     if count > spec.shares:
         raise DataError(
-            f"{spec.source_name}: {count} {what} among {spec.shares} shares: have a device or more for each"
+            f"{spec.source_name}: {count} {noun} among {spec.shares} shares: have a device or more for each"
         )
     teams = np.array_split(np.arange(spec.shares), count)
     return [
@@ -149,7 +149,9 @@ def _assign_users(owner: np.ndarray | None, spec: DataSpec) -> np.ndarray:
             f"{spec.source_name}: column {spec.column!r} names {len(users)} users, and there are {spec.shares} "
             "devices: have fewer devices (shares), as each has one user or more"
         )
-    device = {user: share for share, some in enumerate(np.array_split(users, spec.shares)) for user in some}
+    device = {
+        user: share for share, device_users in enumerate(np.array_split(users, spec.shares)) for user in device_users
+    }
     return np.array([device[user] for user in owner], int)
 
 
@@ -163,19 +165,19 @@ def _assign_dirichlet(y: np.ndarray, spec: DataSpec) -> np.ndarray:
     rng = tensors.seeded_rng("dirichlet", spec.seed)
     members = _shuffle_by_class(y, rng)
     owner = np.zeros(len(y), int)
-    for _ in range(DRAWS):
+    for _ in range(MAX_DIRICHLET_DRAWS):
         for member in members:
-            drawn = rng.standard_gamma(spec.alpha, spec.shares)
-            total = float(drawn.sum())
-            # a tiny alpha can draw nothing but zeros: then one device has the class, as alpha towards 0 has it
-            proportions = drawn / total if total > 0 else np.eye(spec.shares)[rng.integers(spec.shares)]
+            gammas = rng.standard_gamma(spec.alpha, spec.shares)
+            total = float(gammas.sum())
+            # A tiny alpha can draw only zeros. Then one device gets the class, as in the limit of alpha = 0.
+            proportions = gammas / total if total > 0 else np.eye(spec.shares)[rng.integers(spec.shares)]
             ends = np.rint(np.cumsum(proportions)[:-1] * len(member)).astype(int)
             owner[member] = np.searchsorted(ends, np.arange(len(member)), side="right")
         if np.bincount(owner, minlength=spec.shares).min() >= spec.min_size:
             return owner
     raise DataError(
-        f"{spec.source_name}: none of {DRAWS} Dirichlet({spec.alpha}) partitions gives each of {spec.shares} devices "
-        f"{spec.min_size} examples: raise alpha, or lower shares or min_size"
+        f"{spec.source_name}: none of {MAX_DIRICHLET_DRAWS} Dirichlet({spec.alpha}) partitions gives each of "
+        f"{spec.shares} devices {spec.min_size} examples: raise alpha, or lower shares or min_size"
     )
 
 
@@ -185,8 +187,8 @@ def _assign_quantity(y: np.ndarray, spec: DataSpec) -> np.ndarray:
     rng = tensors.seeded_rng("quantity", spec.seed)
     logs = -np.log(1.0 - rng.random(spec.shares)) / spec.alpha
     weights = np.exp(logs - logs.max())  # the largest is 1, however small alpha is
-    spare, whole = len(y) - spec.shares * spec.min_size, np.cumsum(weights)
-    ends = np.rint(whole / whole[-1] * spare).astype(int) + spec.min_size * np.arange(1, spec.shares + 1)
+    spare_rows, cumulative = len(y) - spec.shares * spec.min_size, np.cumsum(weights)
+    ends = np.rint(cumulative / cumulative[-1] * spare_rows).astype(int) + spec.min_size * np.arange(1, spec.shares + 1)
     owner = np.zeros(len(y), int)
     owner[_random_order(len(y), rng)] = np.searchsorted(ends[:-1], np.arange(len(y)), side="right")
     return owner
@@ -209,43 +211,45 @@ def _assign_classes(y: np.ndarray, spec: DataSpec) -> np.ndarray:
             f"{spec.source_name}: {len(members)} classes cannot go to {spec.shares} devices with {spec.classes} "
             f"classes each: set classes from {-(-len(members) // spec.shares)} to {len(members)}"
         )
-    having: list[list[int]] = [[] for _ in members]
+    shares_by_class: list[list[int]] = [[] for _ in members]
     for share in range(spec.shares):
-        # the classes with fewest devices so far, ties by lot: all differ, and in the end none is left out
-        taken = np.lexsort((rng.random(len(having)), np.array([len(shares) for shares in having])))[: spec.classes]
-        for kind in taken:
-            having[kind].append(share)
+        # Classes with the fewest devices so far come first, in random order, so that every class is assigned.
+        chosen_classes = np.lexsort(
+            (rng.random(len(shares_by_class)), np.array([len(shares) for shares in shares_by_class]))
+        )[: spec.classes]
+        for class_ in chosen_classes:
+            shares_by_class[class_].append(share)
     owner = np.zeros(len(y), int)
-    for member, shares in zip(members, having, strict=True):
+    for member, shares in zip(members, shares_by_class, strict=True):
         owner[member] = _deal_evenly(np.arange(len(member)), shares, len(member))
     return owner
 
 
 def _assign_shards(y: np.ndarray, spec: DataSpec) -> np.ndarray:
     """Sort rows by class, cut them into shards, and assign shards (McMahan et al. 2017, section 3)."""
-    count = spec.shares * SHARDS
+    count = spec.shares * SHARDS_PER_DEVICE
     if count > len(y):
         raise DataError(
             f"{spec.source_name}: {spec.shares} devices need {count} shards of at least one example, and there are "
-            f"{len(y)} examples: simulate at most {len(y) // SHARDS} devices"
+            f"{len(y)} examples: simulate at most {len(y) // SHARDS_PER_DEVICE} devices"
         )
     rng = tensors.seeded_rng("shards", spec.seed)
-    in_order = np.concatenate(_shuffle_by_class(y, rng))
+    sorted_rows = np.concatenate(_shuffle_by_class(y, rng))
     owner = np.zeros(len(y), int)
-    for place, shard in zip(_random_order(count, rng), np.array_split(in_order, count), strict=True):
-        owner[shard] = place // SHARDS
+    for position, shard in zip(_random_order(count, rng), np.array_split(sorted_rows, count), strict=True):
+        owner[shard] = position // SHARDS_PER_DEVICE
     return owner
 
 
-def _deal_evenly(order: np.ndarray, shares: range | list[int], count: int) -> np.ndarray:
+def _deal_evenly(rows: np.ndarray, shares: range | list[int], count: int) -> np.ndarray:
     owner = np.zeros(count, int)
-    for share, part in zip(shares, np.array_split(order, len(shares)), strict=True):
+    for share, part in zip(shares, np.array_split(rows, len(shares)), strict=True):
         owner[part] = share
     return owner
 
 
 def _shuffle_by_class(y: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
-    return [(found := np.flatnonzero(y == kind))[_random_order(len(found), rng)] for kind in np.unique(y)]
+    return [(class_rows := np.flatnonzero(y == kind))[_random_order(len(class_rows), rng)] for kind in np.unique(y)]
 
 
 def _random_order(count: int, rng: np.random.Generator) -> np.ndarray:

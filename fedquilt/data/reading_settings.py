@@ -19,7 +19,7 @@ from fedquilt.core import DataError, JobError
 from fedquilt.data.spec import AUTO, HOW, TABLES, DataSpec
 from fedquilt.formats import toml
 
-MOST: Final = 256  # words of a column; one with more holds names or texts rather than categories
+MAX_CATEGORIES: Final = 256  # words of a column; columns with more words contain names or texts
 
 
 def complete_data_table(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,19 +30,23 @@ def complete_data_table(table: Mapping[str, Any]) -> dict[str, Any]:
 def format_agent_settings(table: Mapping[str, Any]) -> list[str]:
     lines = []
     if categories := table.get("categories"):
-        each = (
-            f"{toml.key_text(column)} = {json.dumps(list(words), ensure_ascii=False)}"
-            for column, words in categories.items()
+        category_lists = (
+            f"{toml.key_text(column)} = {json.dumps(list(categories_), ensure_ascii=False)}"
+            for column, categories_ in categories.items()
         )
-        lines.append(f"categories = {{ {', '.join(each)} }}")
+        lines.append(f"categories = {{ {', '.join(category_lists)} }}")
     if depth := table.get("depth"):
         lines.append(f"depth = {depth}")
     return lines
 
 
 def _add_category_words(table: Mapping[str, Any]) -> dict[str, Any]:
-    given = table.get("categories")
-    columns = [column for column, words in given.items() if words == AUTO] if isinstance(given, Mapping) else []
+    categories = table.get("categories")
+    columns = (
+        [column for column, categories_ in categories.items() if categories_ == AUTO]
+        if isinstance(categories, Mapping)
+        else []
+    )
     if not columns:
         return dict(table)
     from fedquilt.data import readers
@@ -50,15 +54,23 @@ def _add_category_words(table: Mapping[str, Any]) -> dict[str, Any]:
     spec = DataSpec.parse({**table, "categories": {}})
     if not spec.path:
         raise JobError(f'[data] categories = "{AUTO}" is for a table at a path, not for {spec.source_name}')
-    found = readers.category_words(Path(spec.path), msgspec.structs.replace(spec, split="train"), columns)
-    for column, words in found.items():
-        if not words or len(words) > MOST:
-            what = f"has {len(words)} different words" if words else "has no word"
+    categories_by_column = readers.category_words(
+        Path(spec.path), msgspec.structs.replace(spec, split="train"), columns
+    )
+    for column, categories_ in categories_by_column.items():
+        if not categories_ or len(categories_) > MAX_CATEGORIES:
+            problem = f"has {len(categories_)} different words" if categories_ else "has no word"
             raise DataError(
-                f"{spec.source_name}: column {column!r} {what}, which makes no category: leave it out of [data] x"
+                f"{spec.source_name}: column {column!r} {problem}, which makes no category: leave it out of [data] x"
             )
-    assert isinstance(given, Mapping)
-    return {**table, "categories": {**given, **{column: list(words) for column, words in found.items()}}}
+    assert isinstance(categories, Mapping)
+    return {
+        **table,
+        "categories": {
+            **categories,
+            **{column: list(categories_) for column, categories_ in categories_by_column.items()},
+        },
+    }
 
 
 def _add_image_depth(table: dict[str, Any]) -> dict[str, Any]:
@@ -71,20 +83,20 @@ def _add_image_depth(table: dict[str, Any]) -> dict[str, Any]:
     return {**table, "depth": depth} if depth else table
 
 
-SETTINGS: Final = frozenset(HOW) - {"column"} | {"x", "y"}
+READING_KEYS: Final = frozenset(HOW) - {"column"} | {"x", "y"}
 
 
 def reading_settings(spec: DataSpec) -> dict[str, Any]:
     """Return the settings of a [data] table that decide how files become examples, as plain values."""
     plain = msgspec.to_builtins(spec)
-    found = {key: plain[key] for key in SETTINGS if getattr(spec, key) != getattr(DataSpec(path="."), key)}
+    settings = {key: plain[key] for key in READING_KEYS if getattr(spec, key) != getattr(DataSpec(path="."), key)}
     if spec.text is not None and Path(str(spec.text.vocabulary)).is_file():
         from fedquilt.data.readers.text import Tokenizer
 
-        found["text"] = {**found["text"], "vocabulary": list(Tokenizer.load(spec.text.vocabulary).numbers)}
+        settings["text"] = {**settings["text"], "vocabulary": list(Tokenizer.load(spec.text.vocabulary).numbers)}
     if spec.audio is None and spec.text is None and (columns := _input_columns(spec)):
-        found["x"] = list(columns)
-    return found
+        settings["x"] = list(columns)
+    return settings
 
 
 def spec_with_settings(settings: Mapping[str, Any], table: Mapping[str, Any]) -> DataSpec:

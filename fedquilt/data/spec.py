@@ -16,11 +16,11 @@ Natural = Annotated[int, Meta(ge=0)]
 Above0 = Annotated[float, Meta(gt=0)]
 TABLES = (".csv", ".tsv", ".parquet")
 Columns = str | tuple[str, ...]
-AUTO: Final = "auto"  # in place of a column's words: the words in the data (fedquilt.data.reading_settings)
-SKLEARN: Final = "sklearn/"  # before the name of a data set that scikit-learn brings: "sklearn/iris"
-SYNTHETIC: Final = ("fedpews-32k", "fedpews-3.2k")  # data sets that are drawn by the seed (fedquilt.data.synthetic)
+AUTO: Final = "auto"  # stands for all words of a column in the training data (fedquilt.data.reading_settings)
+SKLEARN: Final = "sklearn/"  # prefix of scikit-learn's data sets: "sklearn/iris"
+SYNTHETIC: Final = ("fedpews-32k", "fedpews-3.2k")  # generated data sets (fedquilt.data.synthetic)
 HOW = ("task", "target", "labels", "categories", "fill", "column", "audio", "text", "windows", "size", "depth")
-"""Keys on how a file is read rather than where it is: a [test] with a path of its own takes those of [data]."""
+"""Keys on how a file is read. A [test] table with its own path inherits these keys from [data]."""
 
 
 def is_builtin_dataset(name: str) -> bool:
@@ -29,11 +29,11 @@ def is_builtin_dataset(name: str) -> bool:
 
 
 class Audio(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    rate: Positive = 16000  # samples per second that every recording has to have
+    rate: Positive = 16000  # samples per second of every recording
     seconds: Above0 = 1.0  # longer recordings are cut, shorter ones end in silence
     mels: Positive = 40  # frequency bands
     frame_ms: Above0 = 25.0  # length of the sound in one frame
-    hop_ms: Above0 = 10.0  # from one frame to the next
+    hop_ms: Above0 = 10.0  # time between the starts of two frames
 
 
 class Text(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,7 +49,7 @@ class Windows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Scale of the numbers to predict: a network learns (y - mean) / std, one of each for every number."""
+    """Scale of the numbers to predict: a network learns (y - mean) / std, with a mean and std for each number."""
 
     mean: tuple[float, ...]
     std: tuple[Above0, ...]
@@ -66,13 +66,13 @@ class Domains(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Factor."""
 
     def values_of_share(self, share: int) -> dict[str, float]:
-        values = msgspec.structs.asdict(self)
-        return {name: each[share % len(each)] for name, each in values.items()}
+        table = msgspec.structs.asdict(self)
+        return {name: share_values[share % len(share_values)] for name, share_values in table.items()}
 
 
 class ExampleSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: str
-    labels_from: Natural  # its class 0 is this class of the whole; sources with the same number share their classes
+    labels_from: Natural  # class of the whole data set that the source calls class 0; sources may share classes
     x: str = ""
     y: str = ""
     dataset: str = ""
@@ -90,29 +90,31 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     split: str = "train"
     x: Columns = ""  # npz: name of the array of inputs; default x_<split>, else x. Tables: columns; default all others
     y: Columns = ""  # npz: name of the array of labels; default y_<split>, else y. Tables: columns; default "y"
-    task: TaskKind = "classes"  # kind of label: a class, real numbers, or several labels that apply or not
-    target: Target | None = None  # regression: scale of the labels; None: as they are
+    task: TaskKind = "classes"  # kind of label: a class, real numbers, or several labels of 0 or 1
+    target: Target | None = None  # regression: scale of the labels; None: unscaled
     labels: tuple[str, ...] = ()  # names of classes or labels, in order; of an .npz: values of y, or names of 0, 1, ...
     categories: dict[str, tuple[str, ...] | Literal["auto"]] = {}
     """Tables: column of words -> the words, each an input of 0 or 1; in a job "auto" for those of the training data."""
-    fill: float | dict[str, float] | None = None  # for missing numbers, or by column; None: they are an error
+    fill: float | dict[str, float] | None = (
+        None  # for missing numbers, or by column; None: missing numbers are an error
+    )
     column: str = ""  # tables: user of each example; npz: the array of users; folders by class: a name for their users
     audio: Audio | None = None
     text: Text | None = None
     windows: Windows | None = None
-    dataset: str = (
-        ""  # torchvision: name of its class, "CIFAR10"; without a path "sklearn/iris", a plug-in's or SYNTHETIC
-    )
-    download: bool = False  # torchvision: fetch it if it is not there
+    dataset: str = ""  # torchvision: class, as "CIFAR10"; without a path "sklearn/iris", a plug-in's or SYNTHETIC
+    download: bool = False  # torchvision: download the data set if it is missing
     sources: tuple[ExampleSource, ...] = ()  # a mixture, in this order
     size: Natural = 0  # scale images to size x size; 0: unchanged, all alike
     depth: Annotated[int, Meta(ge=0, le=16)] = 0  # bits of a grey level in image files, 9 to 16; 0: 8-bit images
     limit: Natural = 0  # number of examples to use, drawn by the seed; 0: all
-    per_class: Natural | dict[str, Natural] = 0  # instead, largest number for each class; or by split
-    held: Annotated[float, Meta(ge=0, lt=1)] = 0.2  # share of the device's own that is held out
+    per_class: Natural | dict[str, Natural] = (
+        0  # largest number of examples of each class, instead of `limit`; or by split
+    )
+    held: Annotated[float, Meta(ge=0, lt=1)] = 0.2  # fraction of the device's examples that is held out
     groups: Literal["source"] | tuple[tuple[Natural, ...], ...] = ()
-    """Classes, or sources, that no two devices of different groups have in common: devices are split among the
-    groups in blocks as even as can be, and `partition` is then among the devices of each group."""
+    """Groups of classes, or one group for each source. Devices are split into blocks of nearly equal size, one block
+    for each group, and `partition` applies within a group."""
     partition: Literal["all", "iid", "dirichlet", "classes", "shards", "quantity", "column"] = "all"
     share: Natural = 0  # of this device, from 0
     shares: Positive = 1
@@ -124,16 +126,16 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: Natural = 0
 
     def __post_init__(self) -> None:
-        given = [name for name in ("path", "sources") if getattr(self, name)]
-        if not given and self.dataset:
-            given = ["dataset"]
-        if len(given) != 1:
-            raise ValueError(f"one of path, sources and dataset is wanted, not {' and '.join(given) or 'none'}")
+        sources = [name for name in ("path", "sources") if getattr(self, name)]
+        if not sources and self.dataset:
+            sources = ["dataset"]
+        if len(sources) != 1:
+            raise ValueError(f"one of path, sources and dataset is wanted, not {' and '.join(sources) or 'none'}")
         for name in ("x", "y", "dataset", "download", "column"):
-            if given == ["dataset"] and name == "dataset":
+            if sources == ["dataset"] and name == "dataset":
                 continue
-            if given != ["path"] and getattr(self, name) not in ("", False):
-                raise ValueError(f"{name} goes with path{', or into each source' * (given == ['sources'])}")
+            if sources != ["path"] and getattr(self, name) not in ("", False):
+                raise ValueError(f"{name} goes with path{', or into each source' * (sources == ['sources'])}")
         if self.share >= self.shares:
             raise ValueError(f"share {self.share} of {self.shares}: shares are counted from 0 to {self.shares - 1}")
         if 0 < self.depth < 9:
@@ -146,15 +148,15 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if len(self.sources) < 2:
                 raise ValueError('groups = "source" needs two sources or more')
         elif self.groups:
-            named = [kind for group in self.groups for kind in group]
-            if not all(self.groups) or len(set(named)) < len(named):
+            listed_classes = [kind for group in self.groups for kind in group]
+            if not all(self.groups) or len(set(listed_classes)) < len(listed_classes):
                 raise ValueError("groups: give each group one class or more, and no class in two groups")
 
         if self.target is not None and self.task != "regression":
             raise ValueError('target scales numbers to predict: it goes with task = "regression"')
         self._require_unique_names()
         self._require_classes()
-        if sum(each is not None for each in (self.audio, self.text, self.windows)) > 1:
+        if sum(option is not None for option in (self.audio, self.text, self.windows)) > 1:
             raise ValueError("audio, text and windows: one of them, as an example is one of these")
         if self.domains is not None and (self.audio or self.text or self.windows or self.is_synthetic):
             raise ValueError("domains changes images: leave it out")
@@ -164,10 +166,10 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def _require_unique_names(self) -> None:
         # A repeated column or word would be an input or class that counts twice or never.
         lists = {"x": self.x, "y": self.y, "labels": self.labels}
-        lists |= {f"categories.{column}": words for column, words in self.categories.items()}
+        lists |= {f"categories.{column}": categories_ for column, categories_ in self.categories.items()}
         for key, names in lists.items():
-            if not isinstance(names, str) and (twice := [name for name in names if names.count(name) > 1]):
-                raise ValueError(f"{key}: {twice[0]!r} is named twice; name it once")
+            if not isinstance(names, str) and (repeated := [name for name in names if names.count(name) > 1]):
+                raise ValueError(f"{key}: {repeated[0]!r} is named twice; name it once")
 
     def _require_classes(self) -> None:
         if self.task == "classes":
@@ -194,12 +196,12 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     @classmethod
-    def parse(cls, table: Mapping[str, Any], where: str = "[data]") -> DataSpec:
-        spec = toml.convert_table(table, cls, where)
-        for column, words in spec.categories.items():
-            if words == AUTO:
+    def parse(cls, table: Mapping[str, Any], location: str = "[data]") -> DataSpec:
+        spec = toml.convert_table(table, cls, location)
+        for column, categories_ in spec.categories.items():
+            if categories_ == AUTO:
                 raise JobError(
-                    f'{where} categories.{column} = "{AUTO}" is for the [data] of a job: list the words here, which '
+                    f'{location} categories.{column} = "{AUTO}" is for the [data] of a job: list the words here, which '
                     "`fedquilt prepare` prints, so that all devices number them alike"
                 )
         return spec

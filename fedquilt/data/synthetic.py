@@ -40,38 +40,40 @@ CENTRES = (
     Centre(4.0, -4.0, ((0.25, 0.0), (0.0, 0.05))),
 )
 OFFSETS = ((0.0, 0.0), (1.0, -1.0), (2.0, -2.0), (3.0, -3.0))
-TRAIN = {"fedpews-32k": 2000, "fedpews-3.2k": 200}  # points of each cluster
-TEST = 400  # likewise, of either
+TRAIN_POINTS = {"fedpews-32k": 2000, "fedpews-3.2k": 200}  # points of each cluster
+TEST_POINTS = 400  # points of each cluster in the test split
 
 
 def open_synthetic(spec: DataSpec) -> ExampleReader:
-    sizes = {"train": TRAIN[spec.dataset], "test": TEST}
+    sizes = {"train": TRAIN_POINTS[spec.dataset], "test": TEST_POINTS}
     if spec.split not in sizes:
         raise DataError(f"{spec.dataset} has the splits train and test, not {spec.split!r}")
-    y = np.repeat([_class_of_cluster(*place) for place in _list_clusters()], sizes[spec.split])
+    y = np.repeat([_class_of_cluster(*cluster) for cluster in _list_clusters()], sizes[spec.split])
 
     def take(rows: np.ndarray) -> np.ndarray:
-        trained = _expand_features(draw_points(spec.dataset, "train", spec.seed))
-        wanted = trained if spec.split == "train" else _expand_features(draw_points(spec.dataset, "test", spec.seed))
-        mean = np.array([math.fsum(column) for column in trained.T]) / len(trained)
-        spread = np.sqrt(np.array([math.fsum(column) for column in ((trained - mean) ** 2).T]) / len(trained))
-        return ((wanted[rows] - mean) / spread).astype(np.float32)
+        train_points = _expand_features(draw_points(spec.dataset, "train", spec.seed))
+        points = (
+            train_points if spec.split == "train" else _expand_features(draw_points(spec.dataset, "test", spec.seed))
+        )
+        mean = np.array([math.fsum(column) for column in train_points.T]) / len(train_points)
+        spread = np.sqrt(np.array([math.fsum(column) for column in ((train_points - mean) ** 2).T]) / len(train_points))
+        return ((points[rows] - mean) / spread).astype(np.float32)
 
     return ExampleReader(y.astype(np.int64), take, (5,), np.dtype(np.float32))
 
 
 def draw_points(name: str, split: str, seed: int) -> np.ndarray:
     """Draw the points of all clusters in the plane, (n, 2) float64, by centre and then by offset."""
-    count = TRAIN[name] if split == "train" else TEST
-    drawn = []
+    count = TRAIN_POINTS[name] if split == "train" else TEST_POINTS
+    points = []
     for centre, offset in _list_clusters():
         z = tensors.seeded_rng(name, seed, split, centre, offset).standard_normal((count, 2))
-        at, ((a, b), (c, d)), (right, up) = CENTRES[centre], CENTRES[centre].a, OFFSETS[offset]
-        # written out: a matrix product's last bit depends on the processor
-        x = z[:, 0] * a + z[:, 1] * c + (at.x + right)
-        y = z[:, 0] * b + z[:, 1] * d + (at.y + up)
-        drawn.append(np.stack([x, y], axis=1))
-    return np.concatenate(drawn)
+        cluster_centre, ((a, b), (c, d)), (shift_x, shift_y) = CENTRES[centre], CENTRES[centre].a, OFFSETS[offset]
+        # Not a matrix product, whose last bit depends on the processor.
+        x = z[:, 0] * a + z[:, 1] * c + (cluster_centre.x + shift_x)
+        y = z[:, 0] * b + z[:, 1] * d + (cluster_centre.y + shift_y)
+        points.append(np.stack([x, y], axis=1))
+    return np.concatenate(points)
 
 
 def _list_clusters() -> list[tuple[int, int]]:

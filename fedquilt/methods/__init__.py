@@ -53,8 +53,8 @@ def load(name: str) -> Method:
     Raises:
         JobError: If there is no such method, if its import fails, or if it is not a `Method`.
     """
-    own = builtin_names()
-    plugin = plugins.find_plugin("method", name, own)
+    builtin = builtin_names()
+    plugin = plugins.find_plugin("method", name, builtin)
     if plugin is None:
         method = importlib.import_module(f"fedquilt.methods.{name}").METHOD
         assert isinstance(method, Method)
@@ -62,10 +62,10 @@ def load(name: str) -> Method:
     method = plugins.import_plugin(plugin)
     if not isinstance(method, Method):
         raise plugins.wrong_kind_error(plugin, "a fedquilt.core.Method", method)
-    for part in ("params", "state"):
-        kind = getattr(method, part)
-        if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+    for field_name in ("params", "state"):
+        field_type = getattr(method, field_name)
+        if not (isinstance(field_type, type) and dataclasses.is_dataclass(field_type)):
             raise JobError(
-                f"{plugin}: its `{part}` is {kind!r}, and a frozen dataclass is wanted: correct {plugin.target}"
+                f"{plugin}: `{field_name}` is {field_type!r}, not a frozen dataclass: correct {plugin.target}"
             )
     return method

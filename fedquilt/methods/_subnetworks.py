@@ -34,17 +34,19 @@ class State(NetworkState):
     settled: int  # rounds so far that gathered statistics: counted in a task's round, not in the learning rate
 
 
-def make_subnetwork_state(state: NetworkState, at: Places, own: core.Tensors | None = None) -> NetworkState:
-    """Return the state of a sub-network, with its cost. Tensors in `own` replace those cut out."""
-    sub = {**width.cut_tensors(state.model, at), **(own or {})}
-    flops, activations = cost_model.part_shares(state.costs_by_layer(), state.model, sub)
+def make_subnetwork_state(
+    state: NetworkState, places: Places, replacements: core.Tensors | None = None
+) -> NetworkState:
+    """Return the state of a sub-network, with its cost. Tensors in `replacements` replace those cut out."""
+    subnetwork = {**width.cut_tensors(state.model, places), **(replacements or {})}
+    flops_share, activation_share = cost_model.part_shares(state.costs_by_layer(), state.model, subnetwork)
     return NetworkState(
         state.params,
         state.network,
-        sub,
-        state.flops * flops,
-        math.ceil(state.example_bytes * activations),
-        layers=cost_model.scale_layers(state.layers, state.model, sub),
+        subnetwork,
+        state.flops * flops_share,
+        math.ceil(state.example_bytes * activation_share),
+        layers=cost_model.scale_layers(state.layers, state.model, subnetwork),
     )
 
 
@@ -61,7 +63,7 @@ def make_statistics_round(
     rate_of: Callable[[Any, core.DeviceView], float],
     *,
     scaled: bool,
-    still: Callable[[Any], Collection[str]] = lambda state: (),
+    frozen_names: Callable[[Any], Collection[str]] = lambda state: (),
 ) -> core.EvaluationRound:
     """Return the evaluation round that gathers batch norm statistics of each sub-network.
 
@@ -69,77 +71,84 @@ def make_statistics_round(
         parts: Function from the state to the places of each sub-network, by rate.
         rate_of: Function from the state and a device to the rate of its sub-network.
         scaled: Whether training multiplies the outputs of narrower layers by 1 / rate.
-        still: Function from the state to the tensors that are never trained, whose statistics stay.
+        frozen_names: Function from the state to the tensors that are never trained, whose statistics stay.
     """
 
     def statistic_names(state: State) -> list[str]:
-        held, means = still(state), state.register.running_means_by_variance()
-        return [name for pair in means.items() for name in pair[::-1] if name not in held]
+        frozen, mean_by_variance = frozen_names(state), state.register.running_means_by_variance()
+        return [name for pair in mean_by_variance.items() for name in pair[::-1] if name not in frozen]
 
     def send(state: State, device: core.DeviceView) -> core.TaskSpec:
-        own, asked, bundles, work = rate_of(state, device), [], {}, core.WorkEstimate()
-        for rate, at in parts(state).items():
-            light = make_subnetwork_state(state, at, state.widths.get(f"{rate:g}"))
-            found = local_training.evaluation_work(light)
-            peak = max(
-                local_training.training_work(light, moved={}).peak_bytes, 2 * tensors.total_bytes([state.model])
-            )  # it is built whole, as for training
-            if rate > own and not _fits_device(device, msgspec.structs.replace(found, peak_bytes=peak)):
+        device_rate, work = rate_of(state, device), core.WorkEstimate()
+        rates: list[float] = []
+        bundles: dict[str, core.Tensors] = {}
+        for rate, places in parts(state).items():
+            subnetwork_state = make_subnetwork_state(state, places, state.widths.get(f"{rate:g}"))
+            estimate = local_training.evaluation_work(subnetwork_state)
+            building_bytes = 2 * tensors.total_bytes([state.model])  # the network is built whole, as for training
+            training_bytes = local_training.training_work(subnetwork_state, moved={}).peak_bytes
+            estimate = msgspec.structs.replace(estimate, peak_bytes=max(training_bytes, building_bytes))
+            if rate > device_rate and not _fits_device(device, estimate):
                 continue
-            asked.append(rate)
-            bundles[f"part.{rate:g}"] = light.model
-            work = work.add(msgspec.structs.replace(found, peak_bytes=peak))
+            rates.append(rate)
+            bundles[f"part.{rate:g}"] = subnetwork_state.model
+            work = work.add(estimate)
         table = {
             "network": tensor_register.without_register(state.network),
-            "asked": asked,
+            "asked": rates,
             "scaled": scaled,
-            "still": sorted(still(state)),
+            "still": sorted(frozen_names(state)),
         }
         return core.TaskSpec(table, bundles, work)
 
     def update_schema(state: State) -> core.UpdateSchema:
-        found = {}
-        for rate, at in parts(state).items():
-            found[f"statistics.{rate:g}"] = width.cut_shapes(
-                state.model, {name: at[name] for name in statistic_names(state)}
+        shapes = {}
+        for rate, places in parts(state).items():
+            shapes[f"statistics.{rate:g}"] = width.cut_shapes(
+                state.model, {name: places[name] for name in statistic_names(state)}
             )
-        return core.UpdateSchema(found, whole=False)
+        return core.UpdateSchema(shapes, whole=False)
 
-    def fold(state: State, so_far: BatchNormSums | None, update: core.DeviceUpdate) -> BatchNormSums:
-        so_far = so_far or BatchNormSums()
-        total, weight = dict(so_far.total), dict(so_far.weight)
-        places = {f"{rate:g}": at for rate, at in parts(state).items()}
-        if not update.bundles or update.bundles.keys() - {f"statistics.{key}" for key in places}:
-            told = ", ".join(sorted(update.bundles)) or "nothing"
-            raise core.UpdateError(f"{update.device} sent {told}, wanted are batch normalisation's statistics by width")
-        found = {}
-        for bundle, sent in update.bundles.items():
+    def fold(state: State, accumulator: BatchNormSums | None, update: core.DeviceUpdate) -> BatchNormSums:
+        accumulator = accumulator or BatchNormSums()
+        total, weight = dict(accumulator.total), dict(accumulator.weight)
+        places_by_key = {f"{rate:g}": part for rate, part in parts(state).items()}
+        if not update.bundles or update.bundles.keys() - {f"statistics.{key}" for key in places_by_key}:
+            bundle_names = ", ".join(sorted(update.bundles)) or "nothing"
+            raise core.UpdateError(f"{update.device} sent {bundle_names}: batch norm statistics by width are expected")
+        moments_by_key = {}
+        for bundle, statistics in update.bundles.items():
             key = bundle.removeprefix("statistics.")
-            shapes = width.cut_shapes(state.model, {name: places[key][name] for name in statistic_names(state)})
-            tensors.require_addable(sent, shapes)
-            found[key] = _convert_variances_to_moments(sent, state.register.running_means_by_variance(), update.device)
-        for key, moments in found.items():
+            shapes = width.cut_shapes(state.model, {name: places_by_key[key][name] for name in statistic_names(state)})
+            tensors.require_addable(statistics, shapes)
+            moments_by_key[key] = _convert_variances_to_moments(
+                statistics, state.register.running_means_by_variance(), update.device
+            )
+        for key, moments in moments_by_key.items():
             total[key] = exact_sums.add_arrays(total.get(key, {}), moments, update.weight)
             weight[key] = weight.get(key, exact_sums.ExactScalar()).add_numbers(update.weight)
         return BatchNormSums(total, weight)
 
     def step(state: State, total: BatchNormSums | None) -> State:
-        after = replace(state, settled=state.settled + 1)
+        new_state = replace(state, settled=state.settled + 1)
         for key, totals in total.total.items() if total else ():
             weight = float(total.weight[key])  # type: ignore[union-attr]
             if not weight:
                 continue
-            found, sums, means = {}, exact_sums.rounded_values(totals), state.register.running_means_by_variance()
+            sums, mean_by_variance = exact_sums.rounded_values(totals), state.register.running_means_by_variance()
+            statistics = {}
             for name, array in sums.items():
                 value = array / weight
-                if name in means:
-                    value = np.maximum(value - np.square(sums[means[name]] / weight), 0.0)
-                found[name] = value.astype(state.model[name].dtype)
+                if name in mean_by_variance:
+                    value = np.maximum(value - np.square(sums[mean_by_variance[name]] / weight), 0.0)
+                statistics[name] = value.astype(state.model[name].dtype)
             if key in state.widths:
-                after = replace(after, widths={**after.widths, key: {**after.widths[key], **found}})
+                new_state = replace(
+                    new_state, widths={**new_state.widths, key: {**new_state.widths[key], **statistics}}
+                )
             else:
-                after = replace(after, model={**after.model, **found})
-        return after
+                new_state = replace(new_state, model={**new_state.model, **statistics})
+        return new_state
 
     sums = core.Aggregation(fold, accumulator=lambda state: BatchNormSums, schema=update_schema)
     return core.EvaluationRound(lambda state: bool(statistic_names(state)), send, sums, step)
@@ -149,17 +158,19 @@ def _fits_device(device: core.DeviceView, work: core.WorkEstimate) -> bool:
     return device.profile is not None and peak_memory.fits_budget(device.profile.budget_bytes, ("torch",), work)
 
 
-def _convert_variances_to_moments(sent: core.Tensors, means: Mapping[str, str], device: str) -> dict[str, np.ndarray]:
+def _convert_variances_to_moments(
+    statistics: core.Tensors, mean_by_variance: Mapping[str, str], device: str
+) -> dict[str, np.ndarray]:
     """Return statistics with raw second moments for variances, or raise UpdateError for a negative variance."""
-    found = {}
-    for name, array in sent.items():
+    moments = {}
+    for name, array in statistics.items():
         value = array.astype(np.float64)
-        if name in means:
+        if name in mean_by_variance:
             if (value < 0).any():
                 raise core.UpdateError(f"{device} sent {name!r} with values below 0: it is a variance")
-            value = value + np.square(sent[means[name]].astype(np.float64))
-        found[name] = np.asarray(value)
-    return found
+            value = value + np.square(statistics[mean_by_variance[name]].astype(np.float64))
+        moments[name] = np.asarray(value)
+    return moments
 
 
 def gather_statistics(task: core.Task, site: core.ClientContext) -> core.ClientResult:
@@ -167,15 +178,18 @@ def gather_statistics(task: core.Task, site: core.ClientContext) -> core.ClientR
     order, bundles = site.rng.permutation(len(site.train)), {}
     shuffled = core.Examples(site.train.x[order], site.train.y[order])
     for index, rate in enumerate(task.params["asked"]):
-        start, seen = site.load(f"part.{rate:g}"), width.BatchNormMoments(set(task.params["still"]))
+        start, recorder = site.load(f"part.{rate:g}"), width.BatchNormMoments(set(task.params["still"]))
 
         def prepare(
-            module: Any, start: core.Tensors = start, rate: float = rate, seen: width.BatchNormMoments = seen
+            module: Any,
+            start: core.Tensors = start,
+            rate: float = rate,
+            own_recorder: width.BatchNormMoments = recorder,
         ) -> Any:
             narrow = module if rate == 1 else width.shrink_module(module, start, scaled=task.params["scaled"])
-            return seen.add_recording_hooks(narrow)
+            return own_recorder.add_recording_hooks(narrow)
 
         site.engine.evaluate(task.params["network"], start, shuffled, hooks=core.Hooks(prepare=prepare))
-        bundles[f"statistics.{rate:g}"] = seen.statistics()
+        bundles[f"statistics.{rate:g}"] = recorder.statistics()
         site.progress((index + 1) / len(task.params["asked"]))
     return core.ClientResult(bundles, weight=float(len(site.train)), local=site.local)

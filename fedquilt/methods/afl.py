@@ -46,13 +46,11 @@ from fedquilt.models.stitching.stitched_network import DonorPool
 class Params:
     """Hyper-parameters of the analytic head."""
 
-    donor: str = ""  # which of the job's donors; "": the first
+    donor: str = ""  # donor of the job; "": the first
     ridge: Annotated[float, Meta(ge=0)] = 0.0  # lambda, as a share of the features' mean square; 0: the paper's result
     gcv: bool = False  # standardise, add a bias, and choose the ridge by generalised cross-validation
-    random_features: Annotated[int, Meta(ge=0)] = (
-        0  # number of random ReLU features that replace the network's; 0: none
-    )
-    rounds: Annotated[int, Meta(ge=1)] = 1  # in which devices are heard, each once
+    random_features: Annotated[int, Meta(ge=0)] = 0  # random ReLU features that replace the network's; 0: none
+    rounds: Annotated[int, Meta(ge=1)] = 1  # rounds in which devices send moments, each device once
 
 
 @dataclass(frozen=True)
@@ -64,8 +62,8 @@ class State:
     stock: DonorPool
     files: dict[str, core.BlobRef]
     path: tuple[str, ...]  # of the donor, up to the last block before its classifier
-    turn: int = 0  # rounds in which somebody was heard
-    heard: tuple[str, ...] = ()  # devices, sorted
+    turn: int = 0  # rounds with updates
+    heard: tuple[str, ...] = ()  # devices that have sent their moments, sorted
     gathered: PackedSums | None = None  # None before the first update and after the head is solved
     head: dict[str, np.ndarray] = field(default_factory=dict)  # empty until solved
     log: tuple[str, ...] = ()
@@ -78,27 +76,27 @@ def init(bundle: core.Bundle, params: Params, seed: int) -> State:
         ModelError: If the bundle has no donor blocks.
         JobError: If the donor is unknown, or if both `ridge` and `gcv` are set.
     """
-    stock = stitched_network.load_donor_pool(bundle.meta)
-    donor = params.donor or next(iter(stock.donors))
-    if donor not in stock.donors:
+    pool = stitched_network.load_donor_pool(bundle.meta)
+    donor = params.donor or next(iter(pool.donors))
+    if donor not in pool.donors:
         raise core.JobError(
-            f"[params] donor: the bundle has no donor {donor!r}; it has {', '.join(sorted(stock.donors))}"
+            f"[params] donor: the bundle has no donor {donor!r}; it has {', '.join(sorted(pool.donors))}"
         )
     if params.gcv and params.ridge:
         raise core.JobError(
             f"[params] ridge = {params.ridge:g}: gcv = true chooses the ridge; leave out one of the two"
         )
-    path = stock.donors[donor].blocks[:-1]
-    if missing := [name for block in path for name in stock.blocks[block].files if name not in bundle.files]:
+    path = pool.donors[donor].blocks[:-1]
+    if missing := [name for block in path for name in pool.blocks[block].files if name not in bundle.files]:
         raise core.ModelError(f"the bundle lacks {', '.join(missing[:3])}: prepare it anew")
-    return State(params, seed, stock, dict(bundle.files), path)
+    return State(params, seed, pool, dict(bundle.files), path)
 
 
 def send(state: State, device: core.DeviceView) -> core.TaskSpec | None:
     """Return the task spec for a device's moments, or None if they were received or the job is done."""
     if done(state) or device.device in state.heard:
         return None
-    ask = moments.GatherRequest(
+    request = moments.GatherRequest(
         turn=state.turn,
         input=state.stock.input,
         blocks={name: state.stock.blocks[name] for name in state.path},
@@ -109,7 +107,7 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec | None:
         projection_seed=_projection_seed(state) if state.params.random_features else None,
         exact=True,
     )
-    return task_specs.moments_task_spec(ask, state.files)
+    return task_specs.moments_task_spec(request, state.files)
 
 
 def validate_site_sums(state: State, total: ExactMomentSums, weight: float) -> None:
@@ -125,11 +123,11 @@ def validate_update(state: State, update: core.DeviceUpdate) -> None:
         class_moments.validate_update_moments(update, len(state.stock.labels), _feature_width(state), exact=True)
 
 
-def fold(state: State, so_far: ExactMomentSums | None, update: core.DeviceUpdate) -> ExactMomentSums:
+def fold(state: State, accumulator: ExactMomentSums | None, update: core.DeviceUpdate) -> ExactMomentSums:
     """Add a device's moments in place, unless they were added in an earlier round."""
     validate_update(state, update)
-    so_far = so_far or ExactMomentSums()
-    return so_far if update.device in state.heard else so_far.add_update(update)
+    accumulator = accumulator or ExactMomentSums()
+    return accumulator if update.device in state.heard else accumulator.add_update(update)
 
 
 def step(state: State, total: ExactMomentSums | None) -> State:
@@ -173,11 +171,11 @@ def solve_head(params: Params, sums: ClassMoments) -> dict[str, np.ndarray]:
     "weights" is (labels, d) and "bias" (labels,). The bias of a class without examples is `joint_head.NEVER`.
     """
     if params.gcv:
-        given = joint_head.standardise_sums(sums)
-        inner = given.correlation.copy()
-        inner[np.diag_indices(len(inner))] += joint_head.best_penalty(given).ridge
-        weights = np.linalg.solve(inner, given.cross).T * given.inverse
-        bias = given.shares - weights @ given.mean
+        standardised = joint_head.standardise_sums(sums)
+        penalised = standardised.correlation.copy()
+        penalised[np.diag_indices(len(penalised))] += joint_head.best_penalty(standardised).ridge
+        weights = np.linalg.solve(penalised, standardised.cross).T * standardised.inverse
+        bias = standardised.shares - weights @ standardised.mean
     else:
         zero, labels = np.zeros_like(sums.mean), len(sums.counts)
         xx = sums.scatter + sums.n * np.outer(sums.mean, sums.mean)
@@ -203,8 +201,8 @@ def _set_final_head(state: State) -> State:
     assert state.gathered is not None
     notes = [f"the head of {state.path[0].rpartition('.')[0]} solved from {state.gathered.counts.sum():.0f} examples"]
     pairs = zip(state.stock.labels, state.gathered.counts, strict=True)
-    if nobodys := [label for label, count in pairs if not count]:
-        notes.append(f"nobody has examples of {', '.join(nobodys)}: never predicted")
+    if labels_without_examples := [label for label, count in pairs if not count]:
+        notes.append(f"no device has examples of {', '.join(labels_without_examples)}: never predicted")
     return replace(state, head=_solve_head_tensors(state), gathered=None, log=(*state.log, *notes))
 
 

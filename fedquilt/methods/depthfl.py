@@ -51,15 +51,15 @@ class Params(fedavg.Params):
 
 def init(bundle: core.Bundle, params: Params, seed: int) -> NetworkState:
     """Return the first state, with a random linear classifier after each stage but the last."""
-    begun = fedavg.init(bundle, params, seed)
-    found = stages.split_stages(begun.model, params.exits, begun.register)
+    initial = fedavg.init(bundle, params, seed)
+    network = stages.split_stages(initial.model, params.exits, initial.register)
     rng = tensors.seeded_rng(seed, "depthfl", "exits")
-    model = dict(begun.model)
-    for index, stage in enumerate(found.stages[1:]):  # exit i classifies the input of stage i + 1
+    model = dict(initial.model)
+    for index, stage in enumerate(network.stages[1:]):  # exit i classifies the input of stage i + 1
         bound = stage.width**-0.5
-        model[f"exit.{index}.weight"] = rng.uniform(-bound, bound, (found.classes, stage.width)).astype(np.float32)
-        model[f"exit.{index}.bias"] = np.zeros(found.classes, np.float32)
-    return replace(begun, model=model)
+        model[f"exit.{index}.weight"] = rng.uniform(-bound, bound, (network.classes, stage.width)).astype(np.float32)
+        model[f"exit.{index}.bias"] = np.zeros(network.classes, np.float32)
+    return replace(initial, model=model)
 
 
 def body(state: NetworkState) -> stages.StagedNetwork:
@@ -69,10 +69,10 @@ def body(state: NetworkState) -> stages.StagedNetwork:
 
 def leading_stage_places(state: NetworkState, depth: int) -> Places:
     """Return the places of the tensors of the first `depth` stages and of their exits."""
-    found = body(state)
-    names = [name for stage in found.stages[:depth] for name in stage.names]
-    names += [f"exit.{i}.{leaf}" for i in range(min(depth, len(found.stages) - 1)) for leaf in ("weight", "bias")]
-    if depth >= len(found.stages):
+    network = body(state)
+    names = [name for stage in network.stages[:depth] for name in stage.names]
+    names += [f"exit.{i}.{suffix}" for i in range(min(depth, len(network.stages) - 1)) for suffix in ("weight", "bias")]
+    if depth >= len(network.stages):
         names += [name for name in state.model if not name.startswith("exit.") and name not in names]
     return dict.fromkeys(sorted(names), (None, None))
 
@@ -85,20 +85,20 @@ def exit_inputs(body: stages.StagedNetwork) -> list[list[Any]]:
 def send(state: NetworkState, device: core.DeviceView) -> core.TaskSpec:
     """Return the task spec to train the first stages that the device's memory tier allows."""
     depth = by_width.select_by_tier(device.profile, state.params["depths"])
-    order = heterofl.part_task_spec(state, leading_stage_places(state, depth), 1.0)
-    found = body(state)
-    looks = exit_inputs(found)[:depth]
-    params = {**order.params, "looks": looks, "classes": found.classes, "whole": depth >= len(found.stages)}
-    return replace(order, params=params)
+    task_spec = heterofl.part_task_spec(state, leading_stage_places(state, depth), 1.0)
+    network = body(state)
+    inputs = exit_inputs(network)[:depth]
+    params = {**task_spec.params, "looks": inputs, "classes": network.classes, "whole": depth >= len(network.stages)}
+    return replace(task_spec, params=params)
 
 
 @dataclass
 class Exits:
     """Exits of a sub-network, with their scores on the latest mini-batch."""
 
-    looks: tuple[stages.Stage, ...]
+    inputs: tuple[stages.Stage, ...]
     classes: int
-    whole: bool
+    has_all_stages: bool
     strength: float = 0.0  # c(t)
     scores: list[Any] = field(default_factory=list)
 
@@ -106,49 +106,53 @@ class Exits:
         """Return the hook that adds the exits to the plain network, whose tensors `start` contains."""
 
         def add_exits(module: Any) -> Any:
-            plain = module.state_dict().keys()
-            own = {name: array for name, array in start.items() if name in plain}
+            plain_names = module.state_dict().keys()
+            initial = {name: array for name, array in start.items() if name in plain_names}
             module = stages.keep_first_stages(
-                module, own, self.looks, lambda told, last: self._combine_scores(module, told, last), whole=self.whole
+                module,
+                initial,
+                self.inputs,
+                lambda stage_inputs, final_scores: self._combine_scores(module, stage_inputs, final_scores),
+                whole=self.has_all_stages,
             )
-            return stages.add_exits(module, self.looks, self.classes)
+            return stages.add_exits(module, self.inputs, self.classes)
 
         return add_exits
 
-    def _combine_scores(self, module: Any, told: list[Any], last: Any) -> Any:
+    def _combine_scores(self, module: Any, stage_inputs: list[Any], final_scores: Any) -> Any:
         """Return the mean of the exits' scores, and keep the scores."""
         import torch
 
-        self.scores = [linear(x) for linear, x in zip(module.exit, told, strict=True)]
-        self.scores += [] if last is None else [last]
+        self.scores = [linear(x) for linear, x in zip(module.exit, stage_inputs, strict=True)]
+        self.scores += [] if final_scores is None else [final_scores]
         return torch.stack(self.scores).mean(dim=0) if len(self.scores) > 1 else self.scores[0]
 
     def divergence(self, module: Any, x: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
         """Return c(t)/(d - 1) * sum_i sum_{j != i} KL(p_j || p_i)."""
         import torch
 
-        said = [torch.log_softmax(each, dim=1) for each in self.scores]
+        log_probabilities = [torch.log_softmax(exit_scores, dim=1) for exit_scores in self.scores]
         total = scores.new_zeros(())
-        for i, mine in enumerate(said):
-            for j, other in enumerate(said):
+        for i, log_p_i in enumerate(log_probabilities):
+            for j, log_p_j in enumerate(log_probabilities):
                 if i != j:
-                    still = other.detach()
-                    total = total + (still.exp() * (still - mine)).sum(dim=1).mean()
-        return self.strength / max(len(said) - 1, 1) * total
+                    target = log_p_j.detach()
+                    total = total + (target.exp() * (target - log_p_i)).sum(dim=1).mean()
+        return self.strength / max(len(log_probabilities) - 1, 1) * total
 
 
 def exits_from_task(task: core.Task) -> Exits:
     """Return the exits of a task, with the strength c(t) of the KL terms in its round."""
-    looks = tuple(stages.Stage(str(entrance), int(width), ()) for entrance, width in task.params["looks"])
+    inputs = tuple(stages.Stage(str(entrance), int(width), ()) for entrance, width in task.params["looks"])
     ramp = task.params["ramp"]
     strength = math.exp(-5 * (1 - min(task.round, ramp) / ramp) ** 2)
-    return Exits(looks, task.params["classes"], task.params["whole"], strength)
+    return Exits(inputs, task.params["classes"], task.params["whole"], strength)
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Train all exits of the sub-network together, or as FedAvg if there is one exit."""
     exits = exits_from_task(task)
-    if not exits.looks:
+    if not exits.inputs:
         return fedavg.work(task, site)
     steps = (core.Step(exits=lambda: exits.scores, penalty=exits.divergence),)
     return fedavg.work(task, site, core.Hooks(prepare=exits.make_prepare_hook(site.load("model")), steps=steps))
@@ -157,16 +161,16 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
 def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     """Evaluate the device's sub-network on the held-out examples."""
     exits, model = exits_from_task(task), site.load("model")
-    hooks = core.Hooks(prepare=exits.make_prepare_hook(model)) if exits.looks else core.Hooks()
+    hooks = core.Hooks(prepare=exits.make_prepare_hook(model)) if exits.inputs else core.Hooks()
     return site.engine.evaluate(task.params["network"], model, site.held, hooks=hooks)
 
 
-def fold(state: NetworkState, so_far: WeightedEntrySums | None, update: core.DeviceUpdate) -> WeightedEntrySums:
+def fold(state: NetworkState, accumulator: WeightedEntrySums | None, update: core.DeviceUpdate) -> WeightedEntrySums:
     """Add an update to the sums, entry by entry. The tensors present identify the depth."""
-    sent = heterofl.require_sent_model(update)
+    model = heterofl.require_sent_model(update)
     cuts = [leading_stage_places(state, depth) for depth in sorted(set(state.params["depths"]))]
     return by_width.add_entries(
-        state.model, so_far, sent, by_width.recognise_cut(state.model, sent, cuts), update.weight
+        state.model, accumulator, model, by_width.recognise_cut(state.model, model, cuts), update.weight
     )
 
 
@@ -177,10 +181,10 @@ def step(state: NetworkState, total: WeightedEntrySums | None) -> NetworkState:
 
 def result(state: NetworkState) -> core.Artefact:
     """Return the network with its classifiers, or the plain network if there is one exit."""
-    found, table = body(state), tensor_register.without_register(state.network)
-    if len(found.stages) > 1:
+    network, table = body(state), tensor_register.without_register(state.network)
+    if len(network.stages) > 1:
         inputs = {"input": table["input"]} if "input" in table else {}
-        table = {"name": "exits", "of": table, "looks": exit_inputs(found), "classes": found.classes, **inputs}
+        table = {"name": "exits", "of": table, "looks": exit_inputs(network), "classes": network.classes, **inputs}
     return core.Artefact("weights", {"network": table}, local_training.with_aliases(state.network, state.model))
 
 

@@ -32,9 +32,9 @@ TRAITS = replace(fedavg.METHOD.traits, training_passes=2, model_copies=2)
 class Params(fedavg.Params):
     """FedAvg's parameters, the regularisation of the personal model, and optional adapters."""
 
-    pull: Annotated[float, Meta(ge=0)] = 1.0  # lambda: pull of the own model to the received one; 0: trains alone
-    rank: Annotated[int, Meta(ge=0)] = 0  # r of low-rank adapters, which alone are trained; 0: the whole network
-    alpha: Annotated[float, Meta(gt=0)] = 16.0  # adapters count alpha / r
+    pull: Annotated[float, Meta(ge=0)] = 1.0  # lambda: pull of the personal model to the received model
+    rank: Annotated[int, Meta(ge=0)] = 0  # r of the low-rank adapters that are trained; 0: the whole network
+    alpha: Annotated[float, Meta(gt=0)] = 16.0  # factor of the adapters: alpha / r
 
 
 def init(bundle: core.Bundle, params: Params, seed: int) -> fedlora.State:
@@ -48,28 +48,31 @@ def send(state: fedlora.State, device: core.DeviceView) -> core.TaskSpec:
     """Return the task spec to train two models, with twice FedAvg's cost."""
     if not state.backbone:
         return local_training.training_task_spec(state, {"model": state.model}, TRAITS)
-    whole = fedlora.make_adapted_state(state)
+    full_state = fedlora.make_adapted_state(state)
     bundles = {"model": state.model, "backbone": state.backbone}
     return fedlora.with_adapted_layers(
-        local_training.training_task_spec(whole, bundles, TRAITS, moved=state.model), state.network
+        local_training.training_task_spec(full_state, bundles, TRAITS, moved=state.model), state.network
     )
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Train the global model and the personal model v_k on the same mini-batches (Algorithm 1)."""
     received, pull = site.load("model"), task.params["pull"]
-    still, hooks = fedlora.load_backbone(task, site, received)
-    start = {**still, **received}
-    again = copy.deepcopy(site.rng)  # the same mini-batches a second time
-    answer = local_training.train_from(task, replace(site, progress=lambda done: site.progress(done / 2)), start, hooks)
+    frozen, hooks = fedlora.load_backbone(task, site, received)
+    start = {**frozen, **received}
+    batch_rng = copy.deepcopy(site.rng)  # the same mini-batches a second time
+    global_result = local_training.train_from(
+        task, replace(site, progress=lambda fraction: site.progress(fraction / 2)), start, hooks
+    )
     if pull:
-        correct = lambda gradient, value, at: gradient + pull * (value - at["received"])  # noqa: E731
-        hooks = replace(hooks, correct=correct, anchors={"received": start})
-    second = replace(site, rng=again, progress=lambda done: site.progress(0.5 + done / 2))
-    mine = local_training.train_from(task, second, {**still, **load_personal_model(site, received)}, hooks)
-    model, local = ({name: each.bundles["model"][name] for name in received} for each in (answer, mine))
-    told = {**answer.metrics, "own_loss": mine.metrics["loss"]}
-    return replace(answer, bundles={"model": model}, local=local, metrics=told)
+        pull_to_received = lambda gradient, value, anchors: gradient + pull * (value - anchors["received"])  # noqa: E731
+        hooks = replace(hooks, correct=pull_to_received, anchors={"received": start})
+    own_site = replace(site, rng=batch_rng, progress=lambda fraction: site.progress(0.5 + fraction / 2))
+    own_result = local_training.train_from(task, own_site, {**frozen, **load_personal_model(site, received)}, hooks)
+    model = {name: global_result.bundles["model"][name] for name in received}
+    local = {name: own_result.bundles["model"][name] for name in received}
+    metrics = {**global_result.metrics, "own_loss": own_result.metrics["loss"]}
+    return replace(global_result, bundles={"model": model}, local=local, metrics=metrics)
 
 
 def load_personal_model(site: core.ClientContext, received: core.Tensors) -> core.Tensors:
@@ -82,16 +85,16 @@ def load_personal_model(site: core.ClientContext, received: core.Tensors) -> cor
 def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     """Evaluate the personal model on the held-out examples."""
     received = site.load("model")
-    still, hooks = fedlora.load_backbone(task, site, received)
-    model = {**still, **load_personal_model(site, received)}
+    frozen, hooks = fedlora.load_backbone(task, site, received)
+    model = {**frozen, **load_personal_model(site, received)}
     return site.engine.evaluate(task.params["network"], model, site.held, hooks=hooks)
 
 
 def personal(task: core.Task, site: core.ClientContext) -> core.Tensors:
     """Return the personal model, with adapters merged into its weights."""
     received = site.load("model")
-    still, mine = fedlora.load_backbone(task, site, received)[0], load_personal_model(site, received)
-    return fedlora.merge_adapters(task.params, still, mine) if still else mine
+    frozen, personal_model = fedlora.load_backbone(task, site, received)[0], load_personal_model(site, received)
+    return fedlora.merge_adapters(task.params, frozen, personal_model) if frozen else personal_model
 
 
 def result(state: Any) -> core.Artefact:

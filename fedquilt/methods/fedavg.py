@@ -23,7 +23,7 @@ from fedquilt.formats import training_choices
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
 
-Batch: TypeAlias = Annotated[int, Meta(ge=1, le=10**9)]  # a greater one is a slip: no device has so many examples
+Batch: TypeAlias = Annotated[int, Meta(ge=1, le=10**9)]  # a larger value is a typing error
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class Params:
     epochs: Annotated[int, Meta(ge=1)] = 1  # E: passes over the device's own examples in a round
     batch: Batch = 32  # B: mini-batch size; a device with fewer examples takes all of them in one step
     lr: Annotated[float, Meta(gt=0)] = 0.05  # eta: learning rate
-    optimizer: core.Choice = "sgd"  # begun anew in every round
-    momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # of sgd, and of optimizers of torch that have it
+    optimizer: core.Choice = "sgd"  # starts anew in every round
+    momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # of sgd, and of torch's optimizers with momentum
     nesterov: bool = False
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
     clip: Annotated[float, Meta(ge=0)] = 0.0  # largest gradient norm; 0: no clipping
-    mixed: bool = False  # 16-bit arithmetic where a device's GPU has it; weights and what travels stay 32-bit
-    loss: core.Choice = ""  # a name or a table (docs/training.md); not given: of the network's task
+    mixed: bool = False  # 16-bit arithmetic on GPUs that support it; weights and sent tensors stay 32-bit
+    loss: core.Choice = ""  # name or table (docs/training.md); "": default of the network's task
     schedule: core.Choice = "constant"  # of the learning rate over the job
     augment: tuple[core.Choice, ...] = ()  # random changes of training examples, in order
     accumulate: Annotated[int, Meta(ge=1)] = 1  # parts of a mini-batch whose gradients are added up, to save memory
@@ -50,12 +50,12 @@ class Params:
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov = true requires a momentum above 0")
 
-    def require_plain_steps(self, why: str) -> None:
+    def require_plain_steps(self, reason: str) -> None:
         """Raise ValueError if the learning rate changes within a round, or an average of the weights is sent."""
         if training_choices.parse_schedule(self.schedule).over == "steps":
-            raise ValueError(f'schedule over "steps": {why}; take over = "rounds"')
+            raise ValueError(f'schedule over "steps": {reason}; take over = "rounds"')
         if self.ema:
-            raise ValueError(f"ema = {self.ema:g}: {why}; take ema = 0")
+            raise ValueError(f"ema = {self.ema:g}: {reason}; take ema = 0")
 
 
 def init(bundle: core.Bundle, params: Any, seed: int) -> NetworkState:
@@ -81,7 +81,7 @@ def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
 def validate_site_sums(state: NetworkState, total: WeightedSums, weight: float) -> None:
     """Validate the sums of a site before they are merged."""
     if total.weight != weight:
-        raise core.UpdateError(f"the sum is of {total.weight:g} examples, in an update that weighs {weight:g}")
+        raise core.UpdateError(f"the site's sum has the weight {total.weight:g}, and its update the weight {weight:g}")
     exact_sums.require_valid_sums(total.total, state.model, weight)
 
 
@@ -90,13 +90,13 @@ def validate_update(state: NetworkState, update: core.DeviceUpdate) -> None:
     tensors.require_addable(update.bundles.get("model", {}), state.model)
 
 
-def fold(state: NetworkState, so_far: WeightedSums | None, update: core.DeviceUpdate) -> WeightedSums:
+def fold(state: NetworkState, accumulator: WeightedSums | None, update: core.DeviceUpdate) -> WeightedSums:
     """Add an update to the sums in place, weighted by its examples."""
     validate_update(state, update)
-    so_far = so_far or WeightedSums()
+    accumulator = accumulator or WeightedSums()
     return WeightedSums(
-        exact_sums.add_arrays(so_far.total, update.bundles["model"], update.weight),
-        so_far.weights.add_numbers(update.weight),
+        exact_sums.add_arrays(accumulator.total, update.bundles["model"], update.weight),
+        accumulator.weights.add_numbers(update.weight),
     )
 
 

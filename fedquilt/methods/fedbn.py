@@ -34,19 +34,19 @@ class State(NetworkState):
 def private_names(state: NetworkState) -> set[str]:
     """Return the names of running statistics and of normalisations' tensors, which stay private."""
     register = state.register
-    running = [entry for entry in register.tensors if register.is_running_statistic(entry.name)]
-    return {entry.name for entry in running} | register.tensors_of_modules(
-        {each.module for each in running if each.normalises}
+    running_statistics = [statistic for statistic in register.tensors if register.is_running_statistic(statistic.name)]
+    return {statistic.name for statistic in running_statistics} | register.tensors_of_modules(
+        {entry.module for entry in running_statistics if entry.normalises}
     )
 
 
 def init(bundle: core.Bundle, params: Any, seed: int) -> State:
     """Split the bundle's model into shared tensors and batch norm."""
-    begun = fedavg.init(bundle, params, seed)
-    own = private_names(begun)
-    shared = {name: array for name, array in begun.model.items() if name not in own}
-    norm = {name: begun.model[name] for name in begun.model if name in own}
-    return State(**vars(replace(begun, model=shared)), norm=norm)
+    initial = fedavg.init(bundle, params, seed)
+    device_names = private_names(initial)
+    shared = {name: array for name, array in initial.model.items() if name not in device_names}
+    norm = {name: initial.model[name] for name in initial.model if name in device_names}
+    return State(**vars(replace(initial, model=shared)), norm=norm)
 
 
 def send(state: State, device: core.DeviceView) -> core.TaskSpec:
@@ -56,10 +56,10 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec:
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Train the whole network. Batch norm tensors stay on the device."""
-    answer = local_training.train_from(task, site, personal(task, site))
-    model, own = answer.bundles["model"], site.load("norm").keys()
-    shared = {name: array for name, array in model.items() if name not in own}
-    return replace(answer, bundles={"model": shared}, local={name: model[name] for name in own})
+    client_result = local_training.train_from(task, site, personal(task, site))
+    model, device_names = client_result.bundles["model"], site.load("norm").keys()
+    shared = {name: array for name, array in model.items() if name not in device_names}
+    return replace(client_result, bundles={"model": shared}, local={name: model[name] for name in device_names})
 
 
 def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:

@@ -49,20 +49,20 @@ class Params(fedavg.Params):
 class StageGroup:
     """Stages that are trained together."""
 
-    names: tuple[str, ...]  # of its own tensors
-    end: int  # stage behind it; of the network's last group: the number of stages
+    names: tuple[str, ...]  # of the group's tensors
+    end: int  # index of the next stage, or the number of stages for the last group
 
 
 def init(bundle: core.Bundle, params: Params, seed: int) -> NetworkState:
     """Return the first state, with a random link before each stage but the first."""
-    begun = fedavg.init(bundle, params, seed)
-    found = stages.split_stages(begun.model, params.stages, begun.register)
+    initial = fedavg.init(bundle, params, seed)
+    body = stages.split_stages(initial.model, params.stages, initial.register)
     rng = tensors.seeded_rng(seed, "fedepth", "links")
-    model = dict(begun.model)
-    for index, stage in enumerate(found.stages[1:], start=1):
+    model = dict(initial.model)
+    for index, stage in enumerate(body.stages[1:], start=1):
         bound = stage.width**-0.5
-        model[link_name(index)] = rng.uniform(-bound, bound, (found.features, stage.width)).astype(np.float32)
-    return replace(begun, model=model)
+        model[link_name(index)] = rng.uniform(-bound, bound, (body.features, stage.width)).astype(np.float32)
+    return replace(initial, model=model)
 
 
 def link_name(end: int) -> str:
@@ -77,10 +77,10 @@ def plain_network(state: NetworkState) -> dict[str, np.ndarray]:
 
 def split_into_groups(body: StagedNetwork, count: int) -> list[StageGroup]:
     """Split the stages into at most `count` groups of nearly equal size."""
-    found = []
-    for part in np.array_split(np.arange(len(body.stages)), min(count, len(body.stages))):
-        found.append(StageGroup(tuple(name for i in part for name in body.stages[i].names), int(part[-1]) + 1))
-    return found
+    groups = []
+    for indices in np.array_split(np.arange(len(body.stages)), min(count, len(body.stages))):
+        groups.append(StageGroup(tuple(name for i in indices for name in body.stages[i].names), int(indices[-1]) + 1))
+    return groups
 
 
 def places_for_groups(state: NetworkState, body: StagedNetwork, count: int) -> Places:
@@ -93,58 +93,68 @@ def send(state: NetworkState, device: core.DeviceView) -> core.TaskSpec:
     """Return the task spec to train as many groups of blocks as the device's memory tier requires."""
     count = by_width.select_by_tier(device.profile, state.params["groups"])
     body = stages.split_stages(state.model, state.params["stages"], state.register)
-    found, at = split_into_groups(body, count), places_for_groups(state, body, count)
-    sub = by_width.cut_tensors(state.model, at)
-    order = local_training.training_task_spec(state, {"model": sub})
-    ends = [[group.end, body.stages[group.end].entrance, body.stages[group.end].width] for group in found[:-1]]
-    table = {"groups": [list(group.names) for group in found], "ends": ends, "head": body.head}
-    order = replace(order, params={**order.params, **table})
+    groups, places = split_into_groups(body, count), places_for_groups(state, body, count)
+    subnetwork = by_width.cut_tensors(state.model, places)
+    task_spec = local_training.training_task_spec(state, {"model": subnetwork})
+    ends = [[group.end, body.stages[group.end].entrance, body.stages[group.end].width] for group in groups[:-1]]
+    group_params = {"groups": [list(group.names) for group in groups], "ends": ends, "head": body.head}
+    task_spec = replace(task_spec, params={**task_spec.params, **group_params})
     if not ends:
-        return order
-    return replace(order, work=local_training.groups_work(state, plain_network(state), [each.names for each in found]))
+        return task_spec
+    return replace(
+        task_spec,
+        work=local_training.groups_work(state, plain_network(state), [trained_group.names for trained_group in groups]),
+    )
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Train the groups in turn, each with a link to the classifier and earlier groups frozen."""
-    parts, ends, model = task.params["groups"], task.params["ends"], site.load("model")
-    if len(parts) == 1:
+    groups, ends, model = task.params["groups"], task.params["ends"], site.load("model")
+    if len(groups) == 1:
         return fedavg.work(task, site)
-    head, steps, told = task.params["head"], 0.0, {}
-    before: set[str] = set()
-    for index, names in enumerate(parts):
-        before |= set(names)
-        start, moved = dict(model), {*names, f"{head}.weight", f"{head}.bias"}
+    head, steps, metrics = task.params["head"], 0.0, {}
+    seen_names: set[str] = set()
+    for index, names in enumerate(groups):
+        seen_names |= set(names)
+        start, trained_names = dict(model), {*names, f"{head}.weight", f"{head}.bias"}
         prepare = None
         if index < len(ends):
             end, entrance, width = ends[index]
-            start = {name: model[name] for name in model if name in before or name.rpartition(".")[0] == head}
+            start = {name: model[name] for name in model if name in seen_names or name.rpartition(".")[0] == head}
             prepare = make_link_hook(stages.Stage(entrance, width, ()), dict(start), int(end), head)
-            start[link_name(end)], moved = model[link_name(end)], moved | {link_name(end)}
+            start[link_name(end)], trained_names = model[link_name(end)], trained_names | {link_name(end)}
         else:
             start = {name: array for name, array in model.items() if not name.startswith("link.")}
-        hooks = core.Hooks(prepare=prepare, steps=(core.Step(rate=lambda name, moved=moved: float(name in moved)),))  # type: ignore[misc]
-        done = index / len(parts)
-        at = replace(site, progress=lambda share, done=done: site.progress(done + share / len(parts)))  # type: ignore[misc]
-        answer = local_training.train_from(task, at, start, hooks)
-        model = {**model, **answer.bundles["model"]}
-        told, steps = dict(answer.metrics), steps + answer.metrics["steps"]
-    return core.ClientResult({"model": model}, float(len(site.train)), {**told, "steps": steps})
+        client_result = _train_group(task, site, start, trained_names, prepare, index)
+        model = {**model, **client_result.bundles["model"]}
+        metrics, steps = dict(client_result.metrics), steps + client_result.metrics["steps"]
+    return core.ClientResult({"model": model}, float(len(site.train)), {**metrics, "steps": steps})
 
 
-def make_link_hook(behind: stages.Stage, start: Mapping[str, np.ndarray], end: int, head: str) -> Any:
+def _train_group(
+    task: core.Task, site: core.ClientContext, start: core.Tensors, names: set[str], prepare: Any, index: int
+) -> core.ClientResult:
+    """Train the tensors in `names` of group `index`, with the group's part of the progress."""
+    count = len(task.params["groups"])
+    hooks = core.Hooks(prepare=prepare, steps=(core.Step(rate=lambda name: float(name in names)),))
+    group_site = replace(site, progress=lambda share: site.progress(index / count + share / count))
+    return local_training.train_from(task, group_site, start, hooks)
+
+
+def make_link_hook(next_stage: stages.Stage, start: Mapping[str, np.ndarray], end: int, head: str) -> Any:
     """Return the hook that ends the network before a stage, with a link to the classifier."""
 
     def prepare(module: Any) -> Any:
         from torch import nn
 
-        last = module.get_submodule(head)
+        classifier = module.get_submodule(head)
 
-        def apply_link(told: list[Any], scores: Any) -> Any:
-            return last(getattr(module.link, f"s{end}")(told[0]))
+        def apply_link(stage_inputs: list[Any], scores: Any) -> Any:
+            return classifier(getattr(module.link, f"s{end}")(stage_inputs[0]))
 
-        wide = last.in_features
-        module = stages.keep_first_stages(module, start, (behind,), apply_link, whole=False)
-        module.add_module("link", nn.ModuleDict({f"s{end}": nn.Linear(behind.width, wide, bias=False)}))
+        features = classifier.in_features
+        module = stages.keep_first_stages(module, start, (next_stage,), apply_link, whole=False)
+        module.add_module("link", nn.ModuleDict({f"s{end}": nn.Linear(next_stage.width, features, bias=False)}))
         return module
 
     return prepare
@@ -156,13 +166,13 @@ def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     return site.engine.evaluate(task.params["network"], model, site.held)
 
 
-def fold(state: NetworkState, so_far: WeightedEntrySums | None, update: core.DeviceUpdate) -> WeightedEntrySums:
+def fold(state: NetworkState, accumulator: WeightedEntrySums | None, update: core.DeviceUpdate) -> WeightedEntrySums:
     """Add an update to the sums, entry by entry. The links present identify the number of groups."""
-    sent = heterofl.require_sent_model(update)
+    model = heterofl.require_sent_model(update)
     body = stages.split_stages(state.model, state.params["stages"], state.register)
     cuts = [places_for_groups(state, body, count) for count in sorted(set(state.params["groups"]))]
     return by_width.add_entries(
-        state.model, so_far, sent, by_width.recognise_cut(state.model, sent, cuts), update.weight
+        state.model, accumulator, model, by_width.recognise_cut(state.model, model, cuts), update.weight
     )
 
 

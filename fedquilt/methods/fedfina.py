@@ -28,9 +28,9 @@ class Params(fedavg.Params):
 
 def init(bundle: Bundle, params: Params, seed: int) -> fedrep.State:
     """Share the last convolutions of the bundle's model."""
-    begun = fedavg.init(bundle, params, seed)
-    own = parfed.last_weights(begun, params.layers)
-    return fedrep.split_state(begun, begun.model.keys() - own)
+    initial = fedavg.init(bundle, params, seed)
+    shared_names = parfed.last_weights(initial, params.layers)
+    return fedrep.split_state(initial, initial.model.keys() - shared_names)
 
 
 METHOD = replace(parfed.METHOD, paper="as in arXiv 2504.14628", params=Params, init=init)

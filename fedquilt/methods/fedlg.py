@@ -55,33 +55,35 @@ class State(fedrep.State):
 
 def init(bundle: core.Bundle, params: Params, seed: int) -> State:
     """Return the first state, with no shared tensors and every convolution as a candidate."""
-    begun = fedavg.init(bundle, params, seed)
-    names = tuple(parfed.convolution_weights(begun))
-    parts = fedrep.split_state(begun, begun.model.keys())
-    return State(**vars(parts), candidates=names, sizes=dict.fromkeys(names, 0.0))
+    initial = fedavg.init(bundle, params, seed)
+    names = tuple(parfed.convolution_weights(initial))
+    split = fedrep.split_state(initial, initial.model.keys())
+    return State(**vars(split), candidates=names, sizes=dict.fromkeys(names, 0.0))
 
 
 def send(state: State, device: core.DeviceView) -> core.TaskSpec:
     """Return the task spec to train, with one more pass for the gradients while probing."""
-    sent = fedrep.send(state, device)
-    work = sent.work
+    task_spec = fedrep.send(state, device)
+    work = task_spec.work
     if not state.shared:  # one more pass, forward and back, for the gradients of the trained network
-        again = replace(state.plain_state_with({**state.own, **state.model}), params={**state.params, "epochs": 1})
-        work = work.add(local_training.training_work(again))
-    params = {**sent.params, "candidates": list(state.candidates), "shared": list(state.shared)}
-    return replace(sent, params=params, work=work)
+        one_epoch = replace(state.plain_state_with({**state.own, **state.model}), params={**state.params, "epochs": 1})
+        work = work.add(local_training.training_work(one_epoch))
+    params = {**task_spec.params, "candidates": list(state.candidates), "shared": list(state.shared)}
+    return replace(task_spec, params=params, work=work)
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Train the device's network. Return gradient sizes while probing, afterwards the learnGene."""
-    answer = fedrep.split_result(
+    client_result = fedrep.split_result(
         local_training.train_from(task, site, fedrep.load_device_network(site)), task.params["shared"]
     )
     if task.params["shared"]:
-        return answer
-    squares = site.engine.fisher(task.params["network"], answer.local, site.train, each=task.params["batch"])
+        return client_result
+    squares = site.engine.fisher(task.params["network"], client_result.local, site.train, each=task.params["batch"])
     sizes = {name: np.sqrt(np.mean(squares[name], dtype=np.float64)) for name in task.params["candidates"]}
-    return replace(answer, bundles={"sizes": {name: np.array([size], np.float64) for name, size in sizes.items()}})
+    return replace(
+        client_result, bundles={"sizes": {name: np.array([size], np.float64) for name, size in sizes.items()}}
+    )
 
 
 def update_schema(state: State) -> core.UpdateSchema:
@@ -91,17 +93,17 @@ def update_schema(state: State) -> core.UpdateSchema:
     return core.UpdateSchema({"sizes": {name: np.zeros(1) for name in state.candidates}})
 
 
-def fold(state: State, so_far: WeightedSums | None, update: core.DeviceUpdate) -> WeightedSums:
+def fold(state: State, accumulator: WeightedSums | None, update: core.DeviceUpdate) -> WeightedSums:
     """Add an update to the sums: the learnGene or, while probing, the gradient sizes."""
     if state.shared:
-        like = {name: state.own[name] for name in state.shared}
-        return fedavg.fold(replace(state, model=like), so_far, update)
+        reference = {name: state.own[name] for name in state.shared}
+        return fedavg.fold(replace(state, model=reference), accumulator, update)
     sizes = update.bundles.get("sizes", {})
-    like = {name: np.zeros(1) for name in state.candidates}
-    tensors.require_matching(sizes, like)
+    reference = {name: np.zeros(1) for name in state.candidates}
+    tensors.require_matching(sizes, reference)
     if any((size < 0).any() for size in sizes.values()):
-        raise core.UpdateError(f"{update.device} says that a gradient is smaller than nothing")
-    return fedavg.fold(replace(state, model=like), so_far, replace(update, bundles={"model": sizes}))
+        raise core.UpdateError(f"{update.device} reports a negative gradient size")
+    return fedavg.fold(replace(state, model=reference), accumulator, replace(update, bundles={"model": sizes}))
 
 
 def step(state: State, total: WeightedSums | None) -> State:
@@ -109,13 +111,13 @@ def step(state: State, total: WeightedSums | None) -> State:
     if total is None or total.weight == 0:
         return state
     if state.shared:
-        like: Mapping[str, np.ndarray] = {name: state.own[name] for name in state.shared}
-        return replace(state, model=tensors.cast_like(total.mean(), like))
+        shared_tensors: Mapping[str, np.ndarray] = {name: state.own[name] for name in state.shared}
+        return replace(state, model=tensors.cast_like(total.mean(), shared_tensors))
     mean = total.mean()
     sizes = {name: size + float(mean[name][0]) for name, size in state.sizes.items()}
-    least = sorted(sizes, key=lambda name: (sizes[name], name))[: state.params["layers"]]
-    chosen = tuple(sorted(least)) if state.probed + 1 >= state.params["probe"] else ()
-    return replace(state, sizes=sizes, probed=state.probed + 1, shared=chosen)
+    smallest = sorted(sizes, key=lambda name: (sizes[name], name))[: state.params["layers"]]
+    shared = tuple(sorted(smallest)) if state.probed + 1 >= state.params["probe"] else ()
+    return replace(state, sizes=sizes, probed=state.probed + 1, shared=shared)
 
 
 def explain(state: State) -> list[str]:

@@ -38,7 +38,7 @@ class Params(fedavg.Params):
     optimizer: core.Choice = "adam"
     clip: Annotated[float, Meta(ge=0)] = 1.0  # largest gradient norm, over all that is trained; 0: no clipping
     rank: Annotated[int, Meta(ge=1)] = 8  # r
-    alpha: Annotated[float, Meta(gt=0)] = 16.0  # adapters count alpha / r
+    alpha: Annotated[float, Meta(gt=0)] = 16.0  # factor of the adapters: alpha / r
     mu: Annotated[float, Meta(ge=0)] = 0.0  # pull towards the received values; above 0: FedProx
 
 
@@ -51,9 +51,9 @@ class State(NetworkState):
 
 def init(bundle: core.Bundle, params: Any, seed: int) -> State:
     """Return the first state: new adapters in the bundle's network, which is the frozen backbone."""
-    begun = fedavg.init(bundle, params, seed)
-    model = initial_shared_part(begun.model, params.rank, seed, begun.network)
-    return State(**vars(replace(begun, model=model)), backbone=begun.model)
+    initial = fedavg.init(bundle, params, seed)
+    model = initial_shared_part(initial.model, params.rank, seed, initial.network)
+    return State(**vars(replace(initial, model=model)), backbone=initial.model)
 
 
 def initial_shared_part(
@@ -78,10 +78,10 @@ def head_names(network: Mapping[str, Any]) -> tuple[str, ...]:
         ModelError: If the last layer of the network is not linear.
     """
     register = tensor_register.register_from_table(network)
-    last = register.find_classifier()
-    if last is None:
-        raise core.ModelError("this network has no last linear layer for classes, which LoRA trains too")
-    return register.parameters_by_layer()[last]
+    head = register.find_classifier()
+    if head is None:
+        raise core.ModelError("this network has no last linear layer for classes: LoRA also trains that layer")
+    return register.parameters_by_layer()[head]
 
 
 def send(state: State, device: core.DeviceView) -> core.TaskSpec:
@@ -93,16 +93,16 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec:
     )
 
 
-def with_adapted_layers(order: core.TaskSpec, network: Mapping[str, Any]) -> core.TaskSpec:
+def with_adapted_layers(task_spec: core.TaskSpec, network: Mapping[str, Any]) -> core.TaskSpec:
     """Return the task spec with the names of the adapted layers in its parameters."""
-    return replace(order, params={**order.params, "places": adapted_layers(network)})
+    return replace(task_spec, params={**task_spec.params, "places": adapted_layers(network)})
 
 
 def make_adapted_state(state: State) -> NetworkState:
     """Return a plain state of the backbone with its adapters, for size and cost."""
-    whole = state.plain_state_with({**state.backbone, **state.model})
+    full_state = state.plain_state_with({**state.backbone, **state.model})
     added = {name: array for name, array in state.model.items() if name not in state.backbone}
-    return replace(whole, layers=cost_model.add_adapter_layers(state.layers, state.backbone, added))
+    return replace(full_state, layers=cost_model.add_adapter_layers(state.layers, state.backbone, added))
 
 
 def adapter_scale(params: Mapping[str, Any]) -> float:
@@ -110,37 +110,41 @@ def adapter_scale(params: Mapping[str, Any]) -> float:
     return float(params["alpha"] / params["rank"])
 
 
-def make_adapter_hooks(task: core.Task, moved: core.Tensors) -> core.Hooks:
-    """Return hooks that insert the adapters, train the tensors in `moved` and freeze all others."""
-    places, rank, mu = lora.sites_from_json(task.params["places"]), task.params["rank"], task.params.get("mu", 0.0)
+def make_adapter_hooks(task: core.Task, trained: core.Tensors) -> core.Hooks:
+    """Return hooks that insert the adapters, train the tensors in `trained` and freeze all others."""
+    sites, rank, mu = (
+        lora.sites_from_json(task.params["places"]),
+        task.params["rank"],
+        task.params.get("mu", 0.0),
+    )
 
     def prepare(module: Any) -> Any:
         from fedquilt.models.partial import adapter_layers
 
-        return adapter_layers.insert_adapters(module, places, rank, adapter_scale(task.params))
+        return adapter_layers.insert_adapters(module, sites, rank, adapter_scale(task.params))
 
-    pull = (lambda gradient, value, at: gradient + mu * (value - at["start"])) if mu else None
-    return core.Hooks(prepare=prepare, correct=pull, steps=(core.Step(rate=lambda name: float(name in moved)),))
+    pull = (lambda gradient, value, anchors: gradient + mu * (value - anchors["start"])) if mu else None
+    return core.Hooks(prepare=prepare, correct=pull, steps=(core.Step(rate=lambda name: float(name in trained)),))
 
 
-def load_backbone(task: core.Task, site: core.ClientContext, moved: core.Tensors) -> tuple[core.Tensors, core.Hooks]:
+def load_backbone(task: core.Task, site: core.ClientContext, trained: core.Tensors) -> tuple[core.Tensors, core.Hooks]:
     """Load the frozen tensors and the hooks of the adapters, or {} and no hooks if the job has no adapters."""
-    return (site.load("backbone"), make_adapter_hooks(task, moved)) if task.params.get("rank") else ({}, core.Hooks())
+    return (site.load("backbone"), make_adapter_hooks(task, trained)) if task.params.get("rank") else ({}, core.Hooks())
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
-    """Train the adapters and the head in the frozen backbone, and return those alone."""
+    """Train the adapters and the head in the frozen backbone, and return only adapters and head."""
     backbone, received = site.load("backbone"), site.load("model")
-    answer = local_training.train_from(task, site, {**backbone, **received}, make_adapter_hooks(task, received))
-    model = answer.bundles["model"]
-    return replace(answer, bundles={"model": {name: model[name] for name in received}})
+    client_result = local_training.train_from(task, site, {**backbone, **received}, make_adapter_hooks(task, received))
+    model = client_result.bundles["model"]
+    return replace(client_result, bundles={"model": {name: model[name] for name in received}})
 
 
 def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     """Evaluate the backbone with the received adapters and head on the held-out examples."""
     backbone, received = site.load("backbone"), site.load("model")
-    adapted = make_adapter_hooks(task, received)
-    return site.engine.evaluate(task.params["network"], {**backbone, **received}, site.held, hooks=adapted)
+    adapter_hooks = make_adapter_hooks(task, received)
+    return site.engine.evaluate(task.params["network"], {**backbone, **received}, site.held, hooks=adapter_hooks)
 
 
 def result(state: State) -> core.Artefact:
@@ -153,10 +157,10 @@ def merged_model(state: State) -> dict[str, np.ndarray]:
     return merge_adapters({**state.params, "places": adapted_layers(state.network)}, state.backbone, state.model)
 
 
-def merge_adapters(params: Mapping[str, Any], backbone: core.Tensors, moved: core.Tensors) -> dict[str, np.ndarray]:
-    """Return the backbone with the adapters in `moved` merged and other moved tensors replaced."""
-    whole = {**backbone, **{name: moved[name] for name in moved if name in backbone}}
-    return lora.merge_shared(whole, moved, lora.sites_from_json(params["places"]), adapter_scale(params))
+def merge_adapters(params: Mapping[str, Any], backbone: core.Tensors, trained: core.Tensors) -> dict[str, np.ndarray]:
+    """Return the backbone with the adapters in `trained` merged and other trained tensors replaced."""
+    model = {**backbone, **{name: trained[name] for name in trained if name in backbone}}
+    return lora.merge_shared(model, trained, lora.sites_from_json(params["places"]), adapter_scale(params))
 
 
 METHOD = replace(

@@ -38,44 +38,45 @@ class Params(fedavg.Params):
 class FedLPSums(WeightedSums):
     """Sums of a round: sum_k n_k * w_k of the layers received, and sum_k n_k of each tensor."""
 
-    senders: Mapping[str, exact_sums.ExactScalar] = field(default_factory=dict)
+    tensor_weights: Mapping[str, exact_sums.ExactScalar] = field(default_factory=dict)
 
 
 def layer_units(state: NetworkState) -> list[tuple[str, ...]]:
     """Return the names of the tensors of each layer, including its normalisation's statistics."""
-    found = {layer: set(names) for layer, names in state.register.parameters_by_layer().items()}
+    names_by_layer = {layer: set(names) for layer, names in state.register.parameters_by_layer().items()}
     for entry in state.register.tensors:
-        found.setdefault(entry.layer, set()).add(entry.name)
-    return [tuple(sorted(names)) for names in found.values()]
+        names_by_layer.setdefault(entry.layer, set()).add(entry.name)
+    return [tuple(sorted(names)) for names in names_by_layer.values()]
 
 
 def send(state: NetworkState, device: core.DeviceView) -> core.TaskSpec:
     """Return FedAvg's task spec, with the layers that a device sends or drops."""
-    order = fedavg.send(state, device)
-    return replace(order, params={**order.params, "units": layer_units(state)})
+    task_spec = fedavg.send(state, device)
+    return replace(task_spec, params={**task_spec.params, "units": layer_units(state)})
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Train as in FedAvg, and return each layer with probability `keep`."""
-    answer = fedavg.work(task, site)
-    model = answer.bundles["model"]
-    kept = [names for names in task.params["units"] if site.rng.random() < task.params["keep"]]
-    return replace(answer, bundles={"model": {name: model[name] for names in kept for name in names}})
+    client_result = fedavg.work(task, site)
+    model = client_result.bundles["model"]
+    kept_layers = [names for names in task.params["units"] if site.rng.random() < task.params["keep"]]
+    return replace(client_result, bundles={"model": {name: model[name] for names in kept_layers for name in names}})
 
 
-def fold(state: NetworkState, so_far: FedLPSums | None, update: core.DeviceUpdate) -> FedLPSums:
+def fold(state: NetworkState, accumulator: FedLPSums | None, update: core.DeviceUpdate) -> FedLPSums:
     """Add the layers in an update to their sums."""
     if "model" not in update.bundles:
         raise core.UpdateError(f"{update.device} sent no model, not even an empty one")
     model = update.bundles["model"]
-    came = {name for names in layer_units(state) if not model.keys().isdisjoint(names) for name in names}
-    like = replace(state, model={name: state.model[name] for name in sorted(came)})
-    so_far = so_far or FedLPSums()
-    one = fedavg.fold(like, so_far, update)
-    senders = {
-        name: so_far.senders.get(name, exact_sums.ExactScalar()).add_numbers(update.weight) for name in like.model
+    received_names = {name for names in layer_units(state) if not model.keys().isdisjoint(names) for name in names}
+    partial_state = replace(state, model={name: state.model[name] for name in sorted(received_names)})
+    accumulator = accumulator or FedLPSums()
+    sums = fedavg.fold(partial_state, accumulator, update)
+    tensor_weights = {
+        name: accumulator.tensor_weights.get(name, exact_sums.ExactScalar()).add_numbers(update.weight)
+        for name in partial_state.model
     }
-    return FedLPSums(one.total, one.weights, {**so_far.senders, **senders})
+    return FedLPSums(sums.total, sums.weights, {**accumulator.tensor_weights, **tensor_weights})
 
 
 def step(state: NetworkState, total: FedLPSums | None) -> NetworkState:
@@ -83,7 +84,7 @@ def step(state: NetworkState, total: FedLPSums | None) -> NetworkState:
     if total is None:
         return state
     mean: dict[str, np.ndarray] = {}
-    for name, weight in total.senders.items():
+    for name, weight in total.tensor_weights.items():
         if float(weight):
             mean[name] = total.total[name].mean(float(weight))
     return replace(state, model={**state.model, **tensors.cast_like(mean, state.model)})

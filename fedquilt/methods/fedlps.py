@@ -62,22 +62,24 @@ def init(bundle: core.Bundle, params: Params, seed: int) -> State:
     """
     if params.encoder and not bundle.meta.get("pretrained", True):
         raise core.JobError(
-            "the encoder is held still, and this network's weights are random: give [model] weights = a file of a "
-            "pre-trained network's, or train all of it with encoder = 0"
+            "the frozen encoder would have random weights: give [model] weights = a file of a pre-trained network's, "
+            "or train the whole network with encoder = 0"
         )
     plain = fedavg.init(bundle, params, seed)
-    begun = _subnetworks.State(**vars(plain), plan=masks.plan_from_bundle(bundle, plain.model), widths={}, settled=0)
-    last = begun.register.find_classifier()
-    order = [name for name in begun.register.parameters_by_layer() if name != last]
-    if params.encoder and not order:
-        raise core.ModelError("this network has one layer: there is no encoder to hold still, set encoder = 0")
-    encoder = tuple(order[: int(params.encoder * (len(order) + 1))])
-    whole = {group for layer in encoder for group in begun.plan.follows.get(f"{layer}.weight", NOWHERE).out}
-    kept = {}
-    for left in remaining_shares(vars(params)):
-        chosen = width.strongest_units(begun.plan, begun.model, left)
-        kept[f"{left:g}"] = {group: units for group, units in chosen.items() if group not in whole}
-    state = State(**vars(begun), encoder=encoder, kept=kept)
+    initial = _subnetworks.State(**vars(plain), plan=masks.plan_from_bundle(bundle, plain.model), widths={}, settled=0)
+    head = initial.register.find_classifier()
+    layers = [name for name in initial.register.parameters_by_layer() if name != head]
+    if params.encoder and not layers:
+        raise core.ModelError("this network has one layer, and no encoder to freeze: set encoder = 0")
+    encoder = tuple(layers[: int(params.encoder * (len(layers) + 1))])
+    unpruned_groups = {group for layer in encoder for group in initial.plan.follows.get(f"{layer}.weight", NOWHERE).out}
+    units_by_share = {}
+    for share in remaining_shares(vars(params)):
+        units_by_group = width.strongest_units(initial.plan, initial.model, share)
+        units_by_share[f"{share:g}"] = {
+            group: indices for group, indices in units_by_group.items() if group not in unpruned_groups
+        }
+    state = State(**vars(initial), encoder=encoder, kept=units_by_share)
     return replace(state, widths=heterofl.initial_statistics(state, places_by_share(state)))
 
 
@@ -93,16 +95,19 @@ def encoder_names(state: State) -> set[str]:
 
 def places_by_share(state: State) -> dict[float, Places]:
     """Return the places of each part that can be sent, by the share of channels in the part."""
-    shares = sorted({canonical_share(state, left) for left in remaining_shares(state.params)})
+    shares = sorted({canonical_share(state, share) for share in remaining_shares(state.params)})
     return {
-        left: width.unit_indices_by_tensor(state.plan, state.model, state.kept.get(f"{left:g}", {})) for left in shares
+        share: width.unit_indices_by_tensor(state.plan, state.model, state.kept.get(f"{share:g}", {}))
+        for share in shares
     }
 
 
-def canonical_share(state: State, left: float) -> float:
-    """Return the largest share that leaves as many channels of the predictor as `left`."""
+def canonical_share(state: State, share: float) -> float:
+    """Return the largest share that leaves as many channels of the predictor as `share`."""
     pruned = next(iter(state.kept.values()))
-    return heterofl.canonical_rate([state.plan.widths[group] for group in pruned], remaining_shares(state.params), left)
+    return heterofl.canonical_rate(
+        [state.plan.widths[group] for group in pruned], remaining_shares(state.params), share
+    )
 
 
 def device_share(state: State, device: core.DeviceView) -> float:
@@ -112,33 +117,33 @@ def device_share(state: State, device: core.DeviceView) -> float:
 
 def send(state: State, device: core.DeviceView) -> core.TaskSpec:
     """Return the task spec to train the device's part with the encoder frozen."""
-    left = device_share(state, device)
-    order = heterofl.with_training_round(
-        state, heterofl.part_task_spec(state, places_by_share(state)[left], left, state.widths.get(f"{left:g}"))
+    share = device_share(state, device)
+    task_spec = heterofl.with_training_round(
+        state, heterofl.part_task_spec(state, places_by_share(state)[share], share, state.widths.get(f"{share:g}"))
     )
-    return replace(order, params={**order.params, "still": sorted(encoder_names(state))})
+    return replace(task_spec, params={**task_spec.params, "still": sorted(encoder_names(state))})
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Train the predictor's part, or gather batch norm statistics if the task requests them."""
     if "asked" in task.params:
         return _subnetworks.gather_statistics(task, site)
-    hooks, held = heterofl.make_width_hooks(task, site, scaled=False), set(task.params["still"])
-    if held:
-        hooks = core.Hooks(prepare=hooks.prepare, steps=(core.Step(rate=lambda name: float(name not in held)),))
-    answer = fedavg.work(task, site, hooks)
-    moved = {name: array for name, array in answer.bundles["model"].items() if name not in held}
-    return replace(answer, bundles={"model": moved})
+    hooks, frozen = heterofl.make_width_hooks(task, site, scaled=False), set(task.params["still"])
+    if frozen:
+        hooks = core.Hooks(prepare=hooks.prepare, steps=(core.Step(rate=lambda name: float(name not in frozen)),))
+    client_result = fedavg.work(task, site, hooks)
+    trained = {name: array for name, array in client_result.bundles["model"].items() if name not in frozen}
+    return replace(client_result, bundles={"model": trained})
 
 
-def fold(state: State, so_far: HeteroFLSums | None, update: core.DeviceUpdate) -> HeteroFLSums:
+def fold(state: State, accumulator: HeteroFLSums | None, update: core.DeviceUpdate) -> HeteroFLSums:
     """Add a device's predictor entries to the sums of its ratio."""
-    sent, held = heterofl.require_sent_model(update), encoder_names(state)
-    moved = {
-        left: {name: place for name, place in at.items() if name not in held}
-        for left, at in places_by_share(state).items()
+    model, frozen = heterofl.require_sent_model(update), encoder_names(state)
+    trained_places = {
+        share: {name: axes for name, axes in places.items() if name not in frozen}
+        for share, places in places_by_share(state).items()
     }
-    return heterofl.add_part(state, so_far, sent, moved, update.weight)
+    return heterofl.add_part(state, accumulator, model, trained_places, update.weight)
 
 
 METHOD = replace(
@@ -151,5 +156,5 @@ METHOD = replace(
     work=work,
     check=fjord.check,
     aggregation=replace(heterofl.METHOD.aggregation, fold=fold, schema=local_training.partial_model_schema),
-    settle=_subnetworks.make_statistics_round(places_by_share, device_share, scaled=False, still=encoder_names),
+    settle=_subnetworks.make_statistics_round(places_by_share, device_share, scaled=False, frozen_names=encoder_names),
 )

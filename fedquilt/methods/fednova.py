@@ -35,17 +35,17 @@ class Params(fedavg.Params):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_plain_steps("FedNova reckons how far equal steps go")
+        self.require_plain_steps("FedNova requires local steps of equal length")
         if self.optimizer != "sgd":
-            raise ValueError("FedNova knows how far sgd goes in a number of steps, not how far adam does")
+            raise ValueError(f"optimizer = {self.optimizer!r}: FedNova has a_i for sgd only; take 'sgd'")
 
 
 @dataclass(frozen=True)
 class FedNovaSums(WeightedSums):
     """Sums of a round: n_i y_i / a_i of trained tensors, n_i y_i of statistics, and the divisors."""
 
-    inverse: exact_sums.ExactScalar = exact_sums.ExactScalar()  # sum_i n_i / a_i
-    lengths: exact_sums.ExactScalar = exact_sums.ExactScalar()  # sum_i n_i a_i
+    inverse_steps: exact_sums.ExactScalar = exact_sums.ExactScalar()  # sum_i n_i / a_i
+    weighted_steps: exact_sums.ExactScalar = exact_sums.ExactScalar()  # sum_i n_i a_i
 
 
 def effective_steps(steps: float, params: Mapping[str, Any]) -> float:
@@ -60,22 +60,25 @@ def effective_steps(steps: float, params: Mapping[str, Any]) -> float:
 def validate_site_sums(state: NetworkState, total: FedNovaSums, weight: float) -> None:
     """Validate the sums of a site before they are merged."""
     fedavg.validate_site_sums(state, total, weight)
-    if weight and not (0 < float(total.inverse) <= weight <= float(total.lengths)):
-        raise UpdateError("the sums of 1 / a_i and of a_i are none of devices that took a step or more each")
+    if weight and not (0 < float(total.inverse_steps) <= weight <= float(total.weighted_steps)):
+        raise UpdateError("the sums of 1 / a_i and of a_i are impossible for devices with at least one step each")
 
 
-def fold(state: NetworkState, so_far: FedNovaSums | None, update: DeviceUpdate) -> FedNovaSums:
+def fold(state: NetworkState, accumulator: FedNovaSums | None, update: DeviceUpdate) -> FedNovaSums:
     """Add an update to the sums, with trained tensors divided by a_i."""
     weight, a = update.weight, effective_steps(local_training.reported_steps(update), state.params)
-    model, learned = update.bundles.get("model", {}), set(state.trained_names())
+    model, trained_names = update.bundles.get("model", {}), set(state.trained_names())
     tensors.require_addable(model, state.model)
-    so_far = so_far or FedNovaSums()
+    accumulator = accumulator or FedNovaSums()
     total = {
-        name: exact_sums.add_to_sum(so_far.total.get(name), array, weight / a if name in learned else weight)
+        name: exact_sums.add_to_sum(accumulator.total.get(name), array, weight / a if name in trained_names else weight)
         for name, array in model.items()
     }
-    inverse, lengths = so_far.inverse.add_numbers(weight / a), so_far.lengths.add_numbers(weight * a)
-    return FedNovaSums(total, so_far.weights.add_numbers(weight), inverse, lengths)
+    inverse_steps, weighted_steps = (
+        accumulator.inverse_steps.add_numbers(weight / a),
+        accumulator.weighted_steps.add_numbers(weight * a),
+    )
+    return FedNovaSums(total, accumulator.weights.add_numbers(weight), inverse_steps, weighted_steps)
 
 
 def step(state: NetworkState, total: FedNovaSums | None) -> NetworkState:
@@ -83,10 +86,10 @@ def step(state: NetworkState, total: FedNovaSums | None) -> NetworkState:
     if total is None or total.weight == 0:
         return state
     model = total.mean()
-    effective = float(total.lengths) / total.weight
+    effective = float(total.weighted_steps) / total.weight
     for name in state.trained_names():
-        kept = 1 - effective * float(total.inverse) / total.weight
-        model[name] = kept * state.model[name].astype(np.float64) + effective * model[name]
+        model_share = 1 - effective * float(total.inverse_steps) / total.weight
+        model[name] = model_share * state.model[name].astype(np.float64) + effective * model[name]
     return replace(state, model=tensors.cast_like(model, state.model))
 
 

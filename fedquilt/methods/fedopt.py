@@ -52,11 +52,11 @@ class State(NetworkState):
 
 def init(bundle: Bundle, params: Params, seed: int) -> State:
     """Return the first state, with first moments of 0 and second moments of tau^2."""
-    begun = fedavg.init(bundle, params, seed)
-    names = begun.trained_names()
-    first = {name: np.zeros_like(begun.model[name]) for name in names}
-    second = {name: np.full_like(begun.model[name], params.tau**2) for name in names}
-    return State(**vars(begun), first=first, second={} if params.server == "sgd" else second)
+    initial = fedavg.init(bundle, params, seed)
+    names = initial.trained_names()
+    first = {name: np.zeros_like(initial.model[name]) for name in names}
+    second = {name: np.full_like(initial.model[name], params.tau**2) for name in names}
+    return State(**vars(initial), first=first, second={} if params.server == "sgd" else second)
 
 
 def step(state: State, total: WeightedSums | None) -> State:
@@ -71,7 +71,7 @@ def step(state: State, total: WeightedSums | None) -> State:
         change = model[name] - x
         if params["server"] == "sgd":
             first[name] = beta1 * moment + change
-            # x + eta m, written so that eta = 1 and beta1 = 0 leave the mean as it is, to the last bit
+            # x + eta m, in a form that equals the mean bit for bit if eta = 1 and beta1 = 0
             model[name] = (1 - eta) * x + eta * (model[name] + beta1 * moment)
         else:
             first[name] = beta1 * moment + (1 - beta1) * change

@@ -49,7 +49,7 @@ class WarmupParams(fedavg.Params):
     warmup: Annotated[int, Meta(ge=0)] = 25  # W: rounds with masks; the paper's tau is W over all rounds. 0: none
     server_lr: Annotated[float, Meta(gt=0, le=2)] = 1.0  # eta_g: 1 takes the devices' mean
     mu: Annotated[float, Meta(ge=0)] = 0.0  # mu of FedProx; 0: FedAvg
-    weigh: Literal["examples", "devices"] = "examples"  # weight of a device; the paper's count alike
+    weigh: Literal["examples", "devices"] = "examples"  # weight of a device; in the paper all devices weigh the same
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,9 @@ class State(NetworkState):
     """Global model, dependencies between its neurons, and the masks that devices have published."""
 
     plan: MaskPlan
-    round: int  # rounds answered so far
+    round: int  # rounds with updates so far
     reached: float  # share of the model's entries that some mask covered in the last warm-up round
-    published: dict[str, np.ndarray]  # by device, (h,) float16 or (ceil(h/8),) uint8: its last one
+    published: dict[str, np.ndarray]  # latest mask of each device, (h,) float16 or (ceil(h/8),) uint8
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,8 @@ class MaskedSums:
     """Sums of a warm-up round: weighted covered entries, and the weights that cover them."""
 
     total: Mapping[str, exact_sums.ExactSum]  # sum_i n_i x_i m_i; counters: the largest
-    cover: Mapping[
-        str, exact_sums.ExactSum
-    ]  # sum_i n_i m_i, in the tensor's shape; one entry where everything is covered
+    # sum_i n_i m_i in the tensor's shape, or a single entry if the masks cover the whole tensor.
+    cover: Mapping[str, exact_sums.ExactSum]
     published: Mapping[str, np.ndarray]
 
 
@@ -100,14 +99,14 @@ def init(bundle: core.Bundle, params: WarmupParams, seed: int) -> State:
     Raises:
         ModelError: If `warmup` is not 0 and there is no plan or nothing to mask.
     """
-    begun = fedavg.init(bundle, params, seed)
+    initial = fedavg.init(bundle, params, seed)
     plan = MaskPlan({}, {}, {})
     if params.warmup:
         try:
-            plan = masks.plan_from_bundle(bundle, begun.model)
+            plan = masks.plan_from_bundle(bundle, initial.model)
         except core.ModelError as error:
             raise core.ModelError(f"{error}; or set warmup = 0, which needs no masks") from None
-    return State(**vars(begun), plan=plan, round=0, reached=0.0, published={})
+    return State(**vars(initial), plan=plan, round=0, reached=0.0, published={})
 
 
 def is_warmup(state: State) -> bool:
@@ -119,12 +118,12 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec:
     """Return the task spec to train under masks, or the whole network after the warm-up."""
     if not is_warmup(state):
         return full_task_spec(state)
-    others = _mean_mask_of_others(state, device.device)
+    others_mean = _mean_mask_of_others(state, device.device)
     bundles = {"model": state.model, "plan": {"json": masks.plan_to_array(state.plan)}}
-    if others is not None:
-        bundles["others"] = {"theta": others}
-    order = local_training.training_task_spec(state, bundles, TRAITS)
-    return replace(order, params={**order.params, "masked": True, "alone": others is None})
+    if others_mean is not None:
+        bundles["others"] = {"theta": others_mean}
+    task_spec = local_training.training_task_spec(state, bundles, TRAITS)
+    return replace(task_spec, params={**task_spec.params, "masked": True, "alone": others_mean is None})
 
 
 def full_task_spec(state: State) -> core.TaskSpec:
@@ -136,13 +135,13 @@ def _mean_mask_of_others(state: State, device: str) -> np.ndarray | None:
     """Return theta_{g without i} (0.5 in the first round), or None if no other device published a mask."""
     if not state.published:
         return np.full(state.plan.neurons, 0.5, np.float32)
-    given = [value for name, value in sorted(state.published.items()) if name != device]
-    if not given:
+    published_masks = [mask for name, mask in sorted(state.published.items()) if name != device]
+    if not published_masks:
         return None
     total = np.zeros(state.plan.neurons)
-    for value in given:
-        total += value if value.dtype.kind == "f" else masks.unpack_mask(value, state.plan.neurons)
-    return (total / len(given)).astype(np.float32)
+    for mask in published_masks:
+        total += mask if mask.dtype.kind == "f" else masks.unpack_mask(mask, state.plan.neurons)
+    return (total / len(published_masks)).astype(np.float32)
 
 
 # -- on the device --------------------------------------------------------------------------------
@@ -151,7 +150,11 @@ def _mean_mask_of_others(state: State, device: str) -> np.ndarray | None:
 def proximal_hooks(task: core.Task) -> core.Hooks:
     """Return hooks that add FedProx's proximal term, or no hooks if mu is 0."""
     mu = task.params["mu"]
-    return core.Hooks(correct=lambda gradient, value, at: gradient + mu * (value - at["start"])) if mu else core.Hooks()
+    return (
+        core.Hooks(correct=lambda gradient, value, anchors: gradient + mu * (value - anchors["start"]))
+        if mu
+        else core.Hooks()
+    )
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
@@ -163,26 +166,28 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     from fedquilt.models.partial.torch_masks import SCORES, MaskHooks
 
     plan, received = masks.plan_from_array(site.load("plan")["json"]), site.load("model")
-    others = None if task.params["alone"] else torch.from_numpy(site.load("others")["theta"])
-    gates = MaskHooks(plan, others, task.params["diversity"], task.params["mu"])
+    others_mean = None if task.params["alone"] else torch.from_numpy(site.load("others")["theta"])
+    mask_hooks = MaskHooks(plan, others_mean, task.params["diversity"], task.params["mu"])
     hooks = core.Hooks(
-        prepare=gates.prepare,
-        steps=gates.training_steps(task.params["mask_lr"] / local_training.fit_from_task(task).lr),
+        prepare=mask_hooks.prepare,
+        steps=mask_hooks.training_steps(task.params["mask_lr"] / local_training.fit_from_task(task).lr),
     )
-    first = np.full(plan.neurons, task.params["first_score"], np.float32)
-    answer = local_training.train_from(task, site, {**received, SCORES: site.local.get("scores", first)}, hooks)
-    model = dict(answer.bundles["model"])
+    initial_scores = np.full(plan.neurons, task.params["first_score"], np.float32)
+    client_result = local_training.train_from(
+        task, site, {**received, SCORES: site.local.get("scores", initial_scores)}, hooks
+    )
+    model = dict(client_result.bundles["model"])
     scores = model.pop(SCORES)
     theta = (1 / (1 + np.exp(-scores.astype(np.float64)))).astype(np.float32)
     neurons = site.rng.random(plan.neurons) < theta
-    told = {"bits": masks.pack_mask(neurons)}
+    published_mask = {"bits": masks.pack_mask(neurons)}
     if task.params["publish"] == "theta":
-        told["theta"] = theta.astype(np.float16)
-    sent = masks.select_covered(model, masks.covered_entries(plan, neurons))
+        published_mask["theta"] = theta.astype(np.float16)
+    covered = masks.select_covered(model, masks.covered_entries(plan, neurons))
     return replace(
-        answer,
-        bundles={"model": sent, "mask": told},
-        metrics={**answer.metrics, "used": float(neurons.mean()), "theta": float(theta.mean())},
+        client_result,
+        bundles={"model": covered, "mask": published_mask},
+        metrics={**client_result.metrics, "used": float(neurons.mean()), "theta": float(theta.mean())},
         local={"scores": scores},
     )
 
@@ -205,34 +210,36 @@ def update_schema(state: State) -> core.UpdateSchema:
     return core.UpdateSchema({"model": state.model, "mask": {**mask, **theta}}, whole=False)
 
 
-def fold(state: State, so_far: RoundSums | None, update: core.DeviceUpdate) -> RoundSums:
+def fold(state: State, accumulator: RoundSums | None, update: core.DeviceUpdate) -> RoundSums:
     """Add an update to the sums: covered entries in the warm-up, the whole model afterwards.
 
     Raises:
         UpdateError: If a warm-up update has no mask, or a mask of the wrong size or values.
     """
     if not is_warmup(state):
-        assert not isinstance(so_far, MaskedSums)
-        return fold_full_model(state, so_far, update)
-    assert not isinstance(so_far, WeightedSums)
-    told, wanted = update.bundles.get("mask", {}), {"bits", "theta"}
+        assert not isinstance(accumulator, MaskedSums)
+        return fold_full_model(state, accumulator, update)
+    assert not isinstance(accumulator, WeightedSums)
+    mask, expected_names = update.bundles.get("mask", {}), {"bits", "theta"}
     if state.params["publish"] == "bits":
-        wanted = {"bits"}
-    if told.keys() != wanted:
+        expected_names = {"bits"}
+    if mask.keys() != expected_names:
         raise core.UpdateError(
-            f"{update.device} told {sorted(told)} of its mask, this warm-up expects {sorted(wanted)}"
+            f"{update.device} published {sorted(mask)} of its mask, and this warm-up expects {sorted(expected_names)}"
         )
     count = state.plan.neurons
-    neurons = masks.unpack_mask(told["bits"], count)
-    value = told.get("theta", told["bits"])
-    if "theta" in told and not (value.dtype == np.float16 and value.shape == (count,) and _are_probabilities(value)):
+    neurons = masks.unpack_mask(mask["bits"], count)
+    published = mask.get("theta", mask["bits"])
+    if "theta" in mask and not (
+        published.dtype == np.float16 and published.shape == (count,) and _are_probabilities(published)
+    ):
         raise core.UpdateError(f"{update.device}: theta is not {count} float16 probabilities")
-    return add_covered(state, so_far, update, neurons, {update.device: value})
+    return add_covered(state, accumulator, update, neurons, {update.device: published})
 
 
-def fold_full_model(state: State, so_far: WeightedSums | None, update: core.DeviceUpdate) -> WeightedSums:
+def fold_full_model(state: State, accumulator: WeightedSums | None, update: core.DeviceUpdate) -> WeightedSums:
     """Add an update with the whole model to the sums."""
-    return fedavg.fold(state, so_far, replace(update, weight=update_weight(state, update)))
+    return fedavg.fold(state, accumulator, replace(update, weight=update_weight(state, update)))
 
 
 def _are_probabilities(values: np.ndarray) -> bool:
@@ -241,26 +248,28 @@ def _are_probabilities(values: np.ndarray) -> bool:
 
 def add_covered(
     state: State,
-    so_far: MaskedSums | None,
+    accumulator: MaskedSums | None,
     update: core.DeviceUpdate,
     neurons: np.ndarray,
-    told: Mapping[str, np.ndarray],
+    published: Mapping[str, np.ndarray],
 ) -> MaskedSums:
     """Add a device's covered entries to the sums in place. `neurons` is the device's mask, (h,).
 
     Raises:
         UpdateError: If the entries are not those that the mask covers, or are not finite.
     """
-    sent = update.bundles.get("model", {})
-    if odd := sorted(sent.keys() ^ state.model.keys()):
-        raise core.UpdateError(f"tensor names differ: {', '.join(odd[:5])}{' ...' if len(odd) > 5 else ''}")
-    marks = masks.covered_entries(state.plan, neurons)
-    model, weight = masks.restore_masked_tensors(sent, marks), update_weight(state, update)
+    covered = update.bundles.get("model", {})
+    if odd_names := sorted(covered.keys() ^ state.model.keys()):
+        raise core.UpdateError(f"tensor names differ: {', '.join(odd_names[:5])}{' ...' if len(odd_names) > 5 else ''}")
+    covered_masks = masks.covered_entries(state.plan, neurons)
+    model, weight = masks.restore_masked_tensors(covered, covered_masks), update_weight(state, update)
     tensors.require_addable(model, state.model)
-    cover = {k: marks[k] * weight if k in marks else np.full((1,) * v.ndim, weight) for k, v in model.items()}
-    so_far = so_far or MaskedSums({}, {}, {})
-    total = exact_sums.add_arrays(so_far.total, model, weight)
-    return MaskedSums(total, exact_sums.add_arrays(so_far.cover, cover), {**so_far.published, **told})
+    cover = {
+        k: covered_masks[k] * weight if k in covered_masks else np.full((1,) * v.ndim, weight) for k, v in model.items()
+    }
+    accumulator = accumulator or MaskedSums({}, {}, {})
+    total = exact_sums.add_arrays(accumulator.total, model, weight)
+    return MaskedSums(total, exact_sums.add_arrays(accumulator.cover, cover), {**accumulator.published, **published})
 
 
 def step(state: State, total: RoundSums | None) -> State:
@@ -269,38 +278,38 @@ def step(state: State, total: RoundSums | None) -> State:
         return state
     rate = state.params["server_lr"]
     if isinstance(total, WeightedSums):
-        found = {name: _step_towards(state.model[name], array, rate) for name, array in total.mean().items()}
-        return replace(state, model=tensors.cast_like(found, state.model), round=state.round + 1, published={})
-    found, reached, entries = {}, 0, 0
-    for name, before in state.model.items():
-        cover, given = total.cover[name].rounded_value(), total.total[name].rounded_value()
-        if before.dtype.kind in "iu":
-            found[name] = given
+        model = {name: _step_towards(state.model[name], array, rate) for name, array in total.mean().items()}
+        return replace(state, model=tensors.cast_like(model, state.model), round=state.round + 1, published={})
+    model, covered_entries, entries = {}, 0, 0
+    for name, old in state.model.items():
+        coverage, entry_sums = total.cover[name].rounded_value(), total.total[name].rounded_value()
+        if old.dtype.kind in "iu":
+            model[name] = entry_sums
             continue
-        some = np.broadcast_to(cover > 0, before.shape)
-        mean = np.divide(given, cover, out=before.astype(np.float64), where=some)
-        found[name] = np.where(some, _step_towards(before, mean, rate), before)
-        reached, entries = reached + int(some.sum()), entries + before.size
+        is_covered = np.broadcast_to(coverage > 0, old.shape)
+        mean = np.divide(entry_sums, coverage, out=old.astype(np.float64), where=is_covered)
+        model[name] = np.where(is_covered, _step_towards(old, mean, rate), old)
+        covered_entries, entries = covered_entries + int(is_covered.sum()), entries + old.size
     return replace(
         state,
-        model=tensors.cast_like(found, state.model),
+        model=tensors.cast_like(model, state.model),
         round=state.round + 1,
-        reached=reached / entries,
+        reached=covered_entries / entries,
         published={**state.published, **total.published} if total.published else {},
     )
 
 
-def _step_towards(before: np.ndarray, mean: np.ndarray, rate: float) -> np.ndarray:
+def _step_towards(old: np.ndarray, mean: np.ndarray, rate: float) -> np.ndarray:
     # With rate = 1 this form equals the mean to the last bit.
-    return mean if mean.dtype.kind in "iu" else (1 - rate) * before.astype(np.float64) + rate * mean
+    return mean if mean.dtype.kind in "iu" else (1 - rate) * old.astype(np.float64) + rate * mean
 
 
 def explain(state: State) -> list[str]:
     """Return a sentence with the share of the network that the latest masks covered."""
     if not state.round or state.round > int(state.params["warmup"]):
         return []
-    of = f"warm-up round {state.round} of {state.params['warmup']}"
-    return [f"{of}: the devices' masks together covered {100 * state.reached:.0f} % of the network"]
+    round_name = f"warm-up round {state.round} of {state.params['warmup']}"
+    return [f"{round_name}: the devices' masks together covered {100 * state.reached:.0f} % of the network"]
 
 
 METHOD = replace(

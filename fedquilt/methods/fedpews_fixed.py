@@ -39,8 +39,8 @@ class Params(fedpews.WarmupParams):
 
 def part_index(state: fedpews.State, device: str) -> int:
     """Return the index of a device's part, from 0."""
-    named, parts = list(state.params["devices"]), int(state.params["parts"])
-    return (named.index(device) if device in named else core.derive_seed("part", device)) % parts
+    listed, parts = list(state.params["devices"]), int(state.params["parts"])
+    return (listed.index(device) if device in listed else core.derive_seed("part", device)) % parts
 
 
 def device_mask(state: fedpews.State, device: str) -> np.ndarray:
@@ -53,19 +53,19 @@ def send(state: fedpews.State, device: core.DeviceView) -> core.TaskSpec:
     if not fedpews.is_warmup(state):
         return fedpews.full_task_spec(state)
     neurons = device_mask(state, device.device)
-    sent = masks.select_covered(state.model, masks.covered_entries(state.plan, neurons))
-    bundles = {"model": sent, "plan": {"json": masks.plan_to_array(state.plan)}}
-    order = local_training.training_task_spec(state, bundles, fedpews.PLAIN)
-    return replace(order, params={**order.params, "masked": True, "part": part_index(state, device.device)})
+    covered = masks.select_covered(state.model, masks.covered_entries(state.plan, neurons))
+    bundles = {"model": covered, "plan": {"json": masks.plan_to_array(state.plan)}}
+    task_spec = local_training.training_task_spec(state, bundles, fedpews.PLAIN)
+    return replace(task_spec, params={**task_spec.params, "masked": True, "part": part_index(state, device.device)})
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Train the received part. All other weights are 0 and stay 0."""
     if not task.params.get("masked"):
         return fedavg.work(task, site, fedpews.proximal_hooks(task))
-    part, marks = _load_part(task, site)
-    answer = local_training.train_from(task, site, part, fedpews.proximal_hooks(task))
-    return replace(answer, bundles={"model": masks.select_covered(answer.bundles["model"], marks)})
+    part, cover = _load_part(task, site)
+    client_result = local_training.train_from(task, site, part, fedpews.proximal_hooks(task))
+    return replace(client_result, bundles={"model": masks.select_covered(client_result.bundles["model"], cover)})
 
 
 def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
@@ -76,17 +76,17 @@ def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
 
 def _load_part(task: core.Task, site: core.ClientContext) -> tuple[core.Tensors, Mapping[str, np.ndarray]]:
     plan = masks.plan_from_array(site.load("plan")["json"])
-    marks = masks.covered_entries(plan, masks.mask_of_equal_part(plan, task.params["part"], task.params["parts"]))
-    return masks.restore_masked_tensors(site.load("model"), marks), marks
+    cover = masks.covered_entries(plan, masks.mask_of_equal_part(plan, task.params["part"], task.params["parts"]))
+    return masks.restore_masked_tensors(site.load("model"), cover), cover
 
 
-def fold(state: fedpews.State, so_far: fedpews.RoundSums | None, update: core.DeviceUpdate) -> fedpews.RoundSums:
+def fold(state: fedpews.State, accumulator: fedpews.RoundSums | None, update: core.DeviceUpdate) -> fedpews.RoundSums:
     """Add an update to the sums: the device's part in the warm-up, the whole model afterwards."""
     if not fedpews.is_warmup(state):
-        assert not isinstance(so_far, fedpews.MaskedSums)
-        return fedpews.fold_full_model(state, so_far, update)
-    assert not isinstance(so_far, WeightedSums)
-    return fedpews.add_covered(state, so_far, update, device_mask(state, update.device), {})
+        assert not isinstance(accumulator, fedpews.MaskedSums)
+        return fedpews.fold_full_model(state, accumulator, update)
+    assert not isinstance(accumulator, WeightedSums)
+    return fedpews.add_covered(state, accumulator, update, device_mask(state, update.device), {})
 
 
 METHOD = replace(

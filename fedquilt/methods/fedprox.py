@@ -26,8 +26,8 @@ class Params(fedavg.Params):
 def work(task: Task, site: ClientContext) -> ClientResult:
     """Train with the gradient of the proximal term, mu * (w - w_t), added (Eq. 2)."""
     mu = task.params["mu"]
-    pull = Hooks(correct=lambda gradient, value, at: gradient + mu * (value - at["start"]))
-    return fedavg.work(task, site, pull)
+    proximal_hooks = Hooks(correct=lambda gradient, value, anchors: gradient + mu * (value - anchors["start"]))
+    return fedavg.work(task, site, proximal_hooks)
 
 
 TRAITS = replace(fedavg.METHOD.traits, unequal_epochs=True)

@@ -35,7 +35,7 @@ class Params(fedavg.Params):
 
     head_epochs: Annotated[int, Meta(ge=0)] = 10  # tau: passes over the examples that train the head alone
     rank: Annotated[int, Meta(ge=0)] = 0  # r of low-rank adapters as the representation; 0: the network's own layers
-    alpha: Annotated[float, Meta(gt=0)] = 16.0  # adapters count alpha / r
+    alpha: Annotated[float, Meta(gt=0)] = 16.0  # factor of the adapters: alpha / r
     head: tuple[str, ...] | None = None  # layers that stay on the device; not given: the classifier; []: FedAvg
 
 
@@ -47,39 +47,45 @@ class State(NetworkState):
     backbone: dict[str, np.ndarray]  # frozen network around the adapters; {}: no adapters
 
 
-def split_state(begun: NetworkState, own: Collection[str]) -> State:
-    """Return FedRep's state, in which the tensors named in `own` stay on the devices."""
-    shared = {name: array for name, array in begun.model.items() if name not in own}
-    rest = {name: array for name, array in begun.model.items() if name in own}
-    return State(**vars(replace(begun, model=shared)), own=rest, backbone={})
+def split_state(initial: NetworkState, private_names: Collection[str]) -> State:
+    """Return FedRep's state, in which the tensors named in `private_names` stay on the devices."""
+    shared = {name: array for name, array in initial.model.items() if name not in private_names}
+    private = {name: array for name, array in initial.model.items() if name in private_names}
+    return State(**vars(replace(initial, model=shared)), own=private, backbone={})
 
 
 def send(state: State, device: core.DeviceView) -> core.TaskSpec:
     """Return the task spec to train the whole network. Only the shared part is sent in every round."""
     trained = {**state.own, **state.model}
-    all_of_it = {**state.backbone, **trained}
-    plain = state.plain_state_with(all_of_it)
+    full_model = {**state.backbone, **trained}
+    cost_state = state.plain_state_with(full_model)
     if state.backbone:
-        plain = fedlora.make_adapted_state(
+        cost_state = fedlora.make_adapted_state(
             fedlora.State(**vars(state.plain_state_with(trained)), backbone=state.backbone)
         )
-    still = {"backbone": state.backbone} if state.backbone else {}
-    order = local_training.training_task_spec(plain, {"model": state.model, "own": state.own, **still}, moved=trained)
-    return fedlora.with_adapted_layers(order, state.network) if state.backbone else order
+    frozen = {"backbone": state.backbone} if state.backbone else {}
+    task_spec = local_training.training_task_spec(
+        cost_state, {"model": state.model, "own": state.own, **frozen}, moved=trained
+    )
+    return fedlora.with_adapted_layers(task_spec, state.network) if state.backbone else task_spec
 
 
 def load_device_network(site: core.ClientContext) -> dict[str, np.ndarray]:
     """Return the device's network: the received part and the device's own part."""
-    own = site.load("own")
-    tensors.require_matching(site.local, {name: own[name] for name in own if name in site.local})
-    return {**own, **site.local, **site.load("model")}
+    initial_own = site.load("own")
+    tensors.require_matching(site.local, {name: initial_own[name] for name in initial_own if name in site.local})
+    return {**initial_own, **site.local, **site.load("model")}
 
 
-def split_result(answer: core.ClientResult, shared: Collection[str]) -> core.ClientResult:
+def split_result(client_result: core.ClientResult, shared: Collection[str]) -> core.ClientResult:
     """Return the result with the tensors in `shared` to send and the others kept on the device."""
-    model = answer.bundles["model"]
-    sent = {name: model[name] for name in sorted(shared)}
-    return replace(answer, bundles={"model": sent}, local={name: model[name] for name in model if name not in sent})
+    model = client_result.bundles["model"]
+    shared_tensors = {name: model[name] for name in sorted(shared)}
+    return replace(
+        client_result,
+        bundles={"model": shared_tensors},
+        local={name: model[name] for name in model if name not in shared_tensors},
+    )
 
 
 def train_whole_network(task: core.Task, site: core.ClientContext) -> core.ClientResult:
@@ -89,15 +95,15 @@ def train_whole_network(task: core.Task, site: core.ClientContext) -> core.Clien
 
 def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     """Evaluate the device's network on the held-out examples."""
-    still, hooks = fedlora.load_backbone(task, site, {})
-    model = {**still, **load_device_network(site)}
+    frozen, hooks = fedlora.load_backbone(task, site, {})
+    model = {**frozen, **load_device_network(site)}
     return site.engine.evaluate(task.params["network"], model, site.held, hooks=core.Hooks(prepare=hooks.prepare))
 
 
 def personal(task: core.Task, site: core.ClientContext) -> core.Tensors:
     """Return the device's network, with adapters merged into its weights."""
-    still, mine = fedlora.load_backbone(task, site, {})[0], load_device_network(site)
-    return fedlora.merge_adapters(task.params, still, mine) if still else mine
+    frozen, device_network = fedlora.load_backbone(task, site, {})[0], load_device_network(site)
+    return fedlora.merge_adapters(task.params, frozen, device_network) if frozen else device_network
 
 
 def result(state: State) -> core.Artefact:
@@ -117,61 +123,64 @@ def init(bundle: core.Bundle, params: Params, seed: int) -> State:
         JobError: If `head` and `rank` are both given.
         ModelError: If there is no last linear layer, a layer is unknown, or nothing is left to share.
     """
-    begun = fedavg.init(bundle, params, seed)
+    initial = fedavg.init(bundle, params, seed)
     if params.rank:
         if params.head is not None:
-            raise core.JobError("head and rank: with rank, each device keeps the last layer for itself; leave head out")
-        both = replace(begun, model=fedlora.initial_shared_part(begun.model, params.rank, seed, begun.network))
-        return replace(split_state(both, fedlora.head_names(begun.network)), backbone=begun.model)
-    found = begun.register.parameters_by_layer()
-    last = begun.register.find_classifier() if params.head is None else None
-    chosen = params.head if params.head is not None else (last,) if last else ()
-    inside = {entry.module: entry.layer for entry in begun.register.tensors}
-    chosen = tuple(inside.get(name, name) for name in chosen)  # a normalisation goes with its layer
-    if params.head is None and last is None:
+            raise core.JobError("head and rank: with rank, the last layer stays on each device; leave head out")
+        adapted = replace(initial, model=fedlora.initial_shared_part(initial.model, params.rank, seed, initial.network))
+        return replace(split_state(adapted, fedlora.head_names(initial.network)), backbone=initial.model)
+    layers = initial.register.parameters_by_layer()
+    classifier = initial.register.find_classifier() if params.head is None else None
+    head = params.head if params.head is not None else (classifier,) if classifier else ()
+    layer_by_module = {entry.module: entry.layer for entry in initial.register.tensors}
+    head = tuple(layer_by_module.get(name, name) for name in head)  # a normalisation goes with its layer
+    if params.head is None and classifier is None:
         raise core.ModelError('this network has no last linear layer: name the layers that stay, as head = ["conv10"]')
-    if odd := sorted(set(chosen) - found.keys()):
-        raise core.ModelError(f"head: the network has no layer {odd[0]!r}; it has {', '.join(found)}")
-    if chosen and found.keys() == set(chosen):
+    if unknown := sorted(set(head) - layers.keys()):
+        raise core.ModelError(f"head: the network has no layer {unknown[0]!r}; it has {', '.join(layers)}")
+    if head and layers.keys() == set(head):
         raise core.ModelError("head: these are all layers, nothing would be shared; the method 'local' does that")
-    return split_state(begun, {name for layer in chosen for name in found[layer]})
+    return split_state(initial, {name for layer in head for name in layers[layer]})
 
 
 def fedrep_task_spec(state: State, device: core.DeviceView) -> core.TaskSpec:
     """Return the task spec to train head and representation, with the cost of the head's epochs."""
-    sent = send(state, device)
+    task_spec = send(state, device)
     if not state.own:
-        return sent
-    all_of_it = state.plain_state_with({**state.backbone, **state.own, **state.model})
-    light = replace(all_of_it, params={**state.params, "epochs": state.params["head_epochs"]})
-    head = local_training.training_work(light, moved=state.own)
-    return replace(sent, work=sent.work.add(head))
+        return task_spec
+    full_state = state.plain_state_with({**state.backbone, **state.own, **state.model})
+    head_state = replace(full_state, params={**state.params, "epochs": state.params["head_epochs"]})
+    head_work = local_training.training_work(head_state, moved=state.own)
+    return replace(task_spec, work=task_spec.work.add(head_work))
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Train the head, then the representation, and send the representation (Algorithm 1)."""
     head, model, steps = set(site.load("own")), load_device_network(site), 0.0
     body = model.keys() - head
-    still, adapters = fedlora.load_backbone(task, site, {})
+    frozen, adapters = fedlora.load_backbone(task, site, {})
     fit, epochs = local_training.fit_from_task(task), task.params["head_epochs"] if head else 0
-    first = epochs / (epochs + fit.epochs)  # share of the work
+    head_share = epochs / (epochs + fit.epochs)  # share of the work
 
     def train_tensors(
         site: core.ClientContext, fit: core.Fit, names: Collection[str]
     ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
         hooks = core.Hooks(prepare=adapters.prepare, steps=(core.Step(rate=lambda name: float(name in names)),))
-        network, start = task.params["network"], {**still, **model}
-        after, told = site.engine.train(network, start, site.train, fit, site.rng, hooks=hooks, progress=site.progress)
-        return {name: after[name] for name in model}, told
+        network, start = task.params["network"], {**frozen, **model}
+        trained, metrics = site.engine.train(
+            network, start, site.train, fit, site.rng, hooks=hooks, progress=site.progress
+        )
+        return {name: trained[name] for name in model}, metrics
 
     if epochs:
-        at = replace(site, progress=lambda done: site.progress(first * done))
-        model, told = train_tensors(at, replace(fit, epochs=epochs), head)
-        steps = told["steps"]
-    at = replace(site, progress=lambda done: site.progress(first + (1 - first) * done))
-    model, told = train_tensors(at, fit, body)
+        phase_site = replace(site, progress=lambda fraction: site.progress(head_share * fraction))
+        model, metrics = train_tensors(phase_site, replace(fit, epochs=epochs), head)
+        steps = metrics["steps"]
+    phase_site = replace(site, progress=lambda fraction: site.progress(head_share + (1 - head_share) * fraction))
+    model, metrics = train_tensors(phase_site, fit, body)
     return split_result(
-        core.ClientResult({"model": model}, float(len(site.train)), {**told, "steps": steps + told["steps"]}), body
+        core.ClientResult({"model": model}, float(len(site.train)), {**metrics, "steps": steps + metrics["steps"]}),
+        body,
     )
 
 

@@ -41,8 +41,8 @@ from fedquilt.models import local_training
 from fedquilt.models.partial import lora
 
 EPS = 1e-8
-LEAST = 1e-6  # sum of alignments below which no change agrees with the mean
-SHUT = -100.0  # a of a shut gate: m is 0 in 32 bits
+MIN_ALIGNMENT = 1e-6  # sum of alignments below which no change agrees with the mean
+SHUT_GATE = -100.0  # a of a shut gate: m is 0 in 32 bits
 TEMPERATURE = 0.05  # of "others"
 
 PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -87,17 +87,15 @@ class Params:
     lr_gates: Annotated[float, Meta(gt=0)] | None = None  # eta_m: 0.01; official 0.1
     clip: Annotated[float, Meta(ge=0)] = 1.0  # largest gradient norm, over all that is trained; 0: no clipping
     rank: Annotated[int, Meta(ge=1)] = 8  # r
-    alpha: Annotated[float, Meta(gt=0)] = 16.0  # adapters count alpha / r
+    alpha: Annotated[float, Meta(gt=0)] = 16.0  # factor of the adapters: alpha / r
     gate: float | None = None  # a at first: 0, hence m = 0.5; official -2; -100 shuts them: FedLoRA
     gates: Literal["block", "layer"] | None = None  # unit that has a gate of its own: block; official layer
     sparsity: Annotated[float, Meta(ge=0)] | None = None  # lambda_1: 0.001; official 0.01
     own_decay: Annotated[float, Meta(ge=0)] | None = None  # lambda_2: 0.0001; official 0.001
     shared_decay: Annotated[float, Meta(ge=0)] | None = None  # weight decay of the shared part: 0; official 0.0001
     head: Literal["shared", "private"] = "shared"
-    aggregation: Literal["aligned", "others", "mean"] | None = (
-        None  # aligned: Eq. 10; others: by the mean of the other devices
-    )
-    most: Annotated[int, Meta(ge=1)] = 64  # changes of a round that are held at once
+    aggregation: Literal["aligned", "others", "mean"] | None = None
+    most: Annotated[int, Meta(ge=1)] = 64  # changes of a round in memory at once
     tell_gates: bool = False  # report every gate, to two decimals
     loss: core.Choice = ""
     schedule: core.Choice = "constant"  # of all three rates
@@ -125,62 +123,62 @@ class State(fedlora.State):
 
 def init(bundle: core.Bundle, params: Params, seed: int) -> State:
     """Insert shared adapters into the bundle's network, which is the frozen backbone."""
-    begun = fedavg.init(bundle, params, seed)
-    model = fedlora.initial_shared_part(begun.model, params.rank, seed, begun.network)
+    initial = fedavg.init(bundle, params, seed)
+    model = fedlora.initial_shared_part(initial.model, params.rank, seed, initial.network)
     if params.head == "private":
-        model = {name: array for name, array in model.items() if name not in begun.model}
-    table = {**begun.params, "optimizer": "adam", "own_seed": core.derive_seed(seed, "own")}
-    begun_with = vars(replace(begun, params=table, model=model))
-    return State(**begun_with, backbone=begun.model, seed=seed)
+        model = {name: array for name, array in model.items() if name not in initial.model}
+    params_with_seed = {**initial.params, "optimizer": "adam", "own_seed": core.derive_seed(seed, "own")}
+    fields = vars(replace(initial, params=params_with_seed, model=model))
+    return State(**fields, backbone=initial.model, seed=seed)
 
 
 def send(state: State, device: core.DeviceView) -> core.TaskSpec:
     """Return FedLoRA's task spec with the names of the head's tensors."""
-    sent = fedlora.send(state, device)
-    return replace(sent, params={**sent.params, "head_names": fedlora.head_names(state.network)})
+    task_spec = fedlora.send(state, device)
+    return replace(task_spec, params={**task_spec.params, "head_names": fedlora.head_names(state.network)})
 
 
-def fold(state: State, so_far: CollectedUpdates | None, update: core.DeviceUpdate) -> CollectedUpdates:
+def fold(state: State, collected: CollectedUpdates | None, update: core.DeviceUpdate) -> CollectedUpdates:
     """Collect an update's change of the shared part, for up to `most` devices in a round."""
-    return collect_update(so_far, update, "delta", state.model, state.params["most"], state.seed)
+    return collect_update(collected, update, "delta", state.model, state.params["most"], state.seed)
 
 
 def step(state: State, total: CollectedUpdates | None) -> State:
     """Add the changes to the shared part, weighted by their alignment (Eq. 10 and 11)."""
     if total is None:
         return state
-    devices = sorted(total.sent)
-    shares, agreed = aggregation_weights([total.sent[device] for device in devices], state.params["aggregation"])
+    devices = sorted(total.updates)
+    shares, any_agreed = aggregation_weights([total.updates[device] for device in devices], state.params["aggregation"])
     model = {
-        name: array + sum(share * total.sent[device][name] for share, device in zip(shares, devices, strict=True))
+        name: array + sum(share * total.updates[device][name] for share, device in zip(shares, devices, strict=True))
         for name, array in state.model.items()
     }
-    told = total.left_out_note("changes")
-    if not agreed:
-        told.append("no change agreed with the mean change: the plain mean was taken")
-    elif apart := [device for device, share in zip(devices, shares, strict=True) if share == 0]:
-        told.append(f"against the mean change, and so left aside: {', '.join(apart)}")
-    return replace(state, model=tensors.cast_like(model, state.model), told=tuple(told))
+    notes = total.left_out_note("changes")
+    if not any_agreed:
+        notes.append("no change agreed with the mean change: the plain mean was taken")
+    elif excluded_devices := [device for device, share in zip(devices, shares, strict=True) if share == 0]:
+        notes.append(f"excluded because their change opposes the mean change: {', '.join(excluded_devices)}")
+    return replace(state, model=tensors.cast_like(model, state.model), told=tuple(notes))
 
 
 def aggregation_weights(deltas: Sequence[core.Tensors], rule: str) -> tuple[np.ndarray, bool]:
     """Return the weights of the changes, (n,), and whether any change agrees with the mean.
 
-    The weights of "aligned" (Eq. 10) fall short of a sum of 1 by less than EPS / LEAST.
+    The weights of "aligned" (Eq. 10) fall short of a sum of 1 by less than EPS / MIN_ALIGNMENT.
     """
     count = len(deltas)
-    alike = np.full(count, 1.0 / count)
+    equal_weights = np.full(count, 1.0 / count)
     if rule == "mean" or (rule == "others" and count == 1):
-        return alike, True
+        return equal_weights, True
     rows = np.stack([_flatten(delta, adapters_only=rule == "others") for delta in deltas])  # (n, values)
     total = rows.sum(axis=0)
     if rule == "others":
         cosines = np.array([_cosine(row, (total - row) / (count - 1)) for row in rows])
-        grown = np.exp((cosines - cosines.max()) / TEMPERATURE)
-        return grown / grown.sum(), True
+        exponentials = np.exp((cosines - cosines.max()) / TEMPERATURE)
+        return exponentials / exponentials.sum(), True
     aligned = np.array([max(0.0, _cosine(row, total / count)) for row in rows])
-    if aligned.sum() < LEAST:
-        return alike, False
+    if aligned.sum() < MIN_ALIGNMENT:
+        return equal_weights, False
     return aligned / (aligned.sum() + EPS), True
 
 
@@ -195,8 +193,9 @@ def _cosine(a: np.ndarray, b: np.ndarray) -> float:
 
 def result(state: State) -> core.Artefact:
     """Return the network with the shared adapters merged in. `meta["private"]` names devices' tensors."""
-    spots = fedlora.adapted_layers(state.network)
-    private = {f"{layer}.weight" for spot in spots for layer in spot.layers}  # a device's own branch adds to these
+    adapter_sites = fedlora.adapted_layers(state.network)
+    # A device's own branch changes the weights of all adapted layers.
+    private = {f"{layer}.weight" for site in adapter_sites for layer in site.layers}
     if state.params["head"] == "private":
         private.update(fedlora.head_names(state.network))
     return local_training.weights_artefact(state.network, fedlora.merged_model(state), private=sorted(private))
@@ -208,46 +207,49 @@ def result(state: State) -> core.Artefact:
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Train the shared part, the own branch and the gates (Eq. 5 to 8), and send the change (Eq. 9)."""
     backbone, received = site.load("backbone"), site.load("model")
-    mine = load_own_branch(task, site, backbone)
-    answer = local_training.train_from(
-        task, site, {**backbone, **received, **mine}, make_branch_hooks(task, received, mine)
+    branch = load_own_branch(task, site, backbone)
+    client_result = local_training.train_from(
+        task, site, {**backbone, **received, **branch}, make_branch_hooks(task, received, branch)
     )
-    model = answer.bundles["model"]
+    model = client_result.bundles["model"]
     delta = {name: model[name] - received[name] for name in received}
-    kept = {name: model[name] for name in mine}
+    trained = {name: model[name] for name in branch}
     return replace(
-        answer, bundles={"delta": delta}, metrics={**answer.metrics, **_gate_metrics(task, kept)}, local=kept
+        client_result,
+        bundles={"delta": delta},
+        metrics={**client_result.metrics, **_gate_metrics(task, trained)},
+        local=trained,
     )
 
 
 def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     """Evaluate the network with the shared part and the device's own branch."""
     backbone, received = site.load("backbone"), site.load("model")
-    mine = _load_evaluation_branch(task, site, backbone)
-    adapted = make_branch_hooks(task, received, mine)
-    return site.engine.evaluate(task.params["network"], {**backbone, **received, **mine}, site.held, hooks=adapted)
+    branch = _load_evaluation_branch(task, site, backbone)
+    hooks = make_branch_hooks(task, received, branch)
+    return site.engine.evaluate(task.params["network"], {**backbone, **received, **branch}, site.held, hooks=hooks)
 
 
 def personal(task: core.Task, site: core.ClientContext) -> core.Tensors:
     """Return the device's network, with both branches merged into its weights."""
     backbone, received = site.load("backbone"), site.load("model")
-    mine = _load_evaluation_branch(task, site, backbone)
-    whole = fedlora.merge_adapters(task.params, backbone, {**received, **mine})
-    return lora.merge_own_branch(whole, mine, layers_by_gate(task), fedlora.adapter_scale(task.params))
+    branch = _load_evaluation_branch(task, site, backbone)
+    shared_model = fedlora.merge_adapters(task.params, backbone, {**received, **branch})
+    return lora.merge_own_branch(shared_model, branch, layers_by_gate(task), fedlora.adapter_scale(task.params))
 
 
 def _load_evaluation_branch(task: core.Task, site: core.ClientContext, backbone: core.Tensors) -> core.Tensors:
     """Return the device's branch and gates, with all gates shut if the device has never trained."""
-    # A device that has never trained has a branch of noise, so its gates are shut.
-    mine = load_own_branch(task, site, backbone)
+    # The branch of a device that has never trained is noise.
+    branch = load_own_branch(task, site, backbone)
     if site.local:
-        return mine
-    return {name: shut_gate(array) if name.rpartition(".")[2] == lora.GATE else array for name, array in mine.items()}
+        return branch
+    return {name: shut_gate(array) if name.rpartition(".")[2] == lora.GATE else array for name, array in branch.items()}
 
 
 def shut_gate(gate: np.ndarray) -> np.ndarray:
     """Return the value of a shut gate, which removes the own branch."""
-    return np.full_like(gate, SHUT)
+    return np.full_like(gate, SHUT_GATE)
 
 
 def load_own_branch(task: core.Task, site: core.ClientContext, backbone: core.Tensors) -> dict[str, np.ndarray]:
@@ -257,12 +259,12 @@ def load_own_branch(task: core.Task, site: core.ClientContext, backbone: core.Te
         ModelError: If the stored values are of another network, rank or choice of gates.
     """
     rng = tensors.seeded_rng(task.params["own_seed"], site.device)
-    first = lora.initial_own_branch(backbone, layers_by_gate(task), task.params["rank"], rng, task.params["gate"])
+    branch = lora.initial_own_branch(backbone, layers_by_gate(task), task.params["rank"], rng, task.params["gate"])
     if task.params["head"] == "private":
-        first.update({name: backbone[name] for name in task.params["head_names"]})
+        branch.update({name: backbone[name] for name in task.params["head_names"]})
     if not site.local:
-        return first
-    shapes = {name: array.shape for name, array in first.items()}
+        return branch
+    shapes = {name: array.shape for name, array in branch.items()}
     if {name: array.shape for name, array in site.local.items()} != shapes:
         raise core.ModelError(
             f"{site.device} keeps a branch of another network, rank or choice of gates: give the job a new name"
@@ -272,48 +274,48 @@ def load_own_branch(task: core.Task, site: core.ClientContext, backbone: core.Te
 
 def layers_by_gate(task: core.Task) -> tuple[lora.AdapterSite, ...]:
     """Return the adapted layers, grouped by gate."""
-    spots = lora.sites_from_json(task.params["places"])
-    return lora.split_by_layer(spots) if task.params["gates"] == "layer" else spots
+    adapter_sites = lora.sites_from_json(task.params["places"])
+    return lora.split_by_layer(adapter_sites) if task.params["gates"] == "layer" else adapter_sites
 
 
-def make_branch_hooks(task: core.Task, received: core.Tensors, mine: core.Tensors) -> core.Hooks:
+def make_branch_hooks(task: core.Task, received: core.Tensors, branch: core.Tensors) -> core.Hooks:
     """Return hooks that insert both branches, with learning rates and the penalty of Eq. 5."""
-    places, params = layers_by_gate(task), task.params
+    sites, params = layers_by_gate(task), task.params
 
     def prepare(module: Any) -> Any:
         from fedquilt.models.partial import adapter_layers
 
-        return adapter_layers.insert_adapters(module, places, params["rank"], fedlora.adapter_scale(params), own=True)
+        return adapter_layers.insert_adapters(module, sites, params["rank"], fedlora.adapter_scale(params), own=True)
 
     def learning_rate_factor(name: str) -> float:
-        leaf = name.rpartition(".")[2]
-        if leaf == lora.GATE:
+        suffix = name.rpartition(".")[2]
+        if suffix == lora.GATE:
             return float(params["lr_gates"] / params["lr"])
-        if leaf in lora.OWN:
+        if suffix in lora.OWN:
             return float(params["lr_own"] / params["lr"])
-        return float(name in received or name in mine)  # a private head learns at the shared rate
+        return float(name in received or name in branch)  # a private head learns at the shared rate
 
     def penalty(module: Any, x: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
-        added = 0.0 * scores.sum()
+        total = 0.0 * scores.sum()
         for name, value in module.named_parameters():
-            leaf = name.rpartition(".")[2]
-            if leaf == lora.GATE and params["sparsity"]:
-                added = added + params["sparsity"] * value.sigmoid()
-            elif leaf in lora.OWN and params["own_decay"]:
-                added = added + params["own_decay"] * value.square().sum()
+            suffix = name.rpartition(".")[2]
+            if suffix == lora.GATE and params["sparsity"]:
+                total = total + params["sparsity"] * value.sigmoid()
+            elif suffix in lora.OWN and params["own_decay"]:
+                total = total + params["own_decay"] * value.square().sum()
             elif name in received and params["shared_decay"]:
-                added = added + params["shared_decay"] / 2 * value.square().sum()
-        return added
+                total = total + params["shared_decay"] / 2 * value.square().sum()
+        return total
 
     return core.Hooks(prepare=prepare, steps=(core.Step(rate=learning_rate_factor, penalty=penalty),))
 
 
-def _gate_metrics(task: core.Task, held: core.Tensors) -> dict[str, float]:
+def _gate_metrics(task: core.Task, branch: core.Tensors) -> dict[str, float]:
     """Return the openness of each gate, 0 to 1, as metrics "gate.00" and so on, if the job reports them."""
     if not task.params["tell_gates"]:
         return {}
-    opened = lora.gate_openness(held, layers_by_gate(task))
-    return {f"gate.{index:02}": round(m, 2) for index, m in enumerate(opened)}
+    openness = lora.gate_openness(branch, layers_by_gate(task))
+    return {f"gate.{index:02}": round(m, 2) for index, m in enumerate(openness)}
 
 
 METHOD = replace(

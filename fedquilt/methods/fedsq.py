@@ -49,14 +49,12 @@ class Params(fedavg.Params):
     lr: Annotated[float, Meta(gt=0)] = 0.01
     weight_decay: Annotated[float, Meta(ge=0)] = 1e-4
     trained: tuple[str, ...] = ()  # sigma: modules that are trained; (): the schedule of `prepare`, else all
-    bn: Literal["frozen_stats", "train"] = (
-        "frozen_stats"  # in the trained part; frozen_stats trains gamma and beta only
-    )
+    bn: Literal["frozen_stats", "train"] = "frozen_stats"  # batch norm; frozen_stats trains gamma and beta only
     pool: Literal["own", "sk"] = "own"  # whether max pooling, too, follows w_SK
     gates: Literal["frozen", "own"] = "frozen"  # own: no gates; FedAvg on the trained part
     mu: Annotated[float, Meta(ge=0)] = 0.0  # mu of FedProx's term; 0: without
     cache: Literal["float32", "float16", "off"] = "float32"  # precision of cached features
-    cache_mb: Annotated[int, Meta(ge=0)] = 1024  # most that a device keeps of one job, its own examples and held-out
+    cache_mb: Annotated[int, Meta(ge=0)] = 1024  # largest cache of a job on a device, held-out examples included
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,26 +75,28 @@ def init(bundle: core.Bundle, params: Params, seed: int) -> State:
     Raises:
         ModelError: If `trained` names an unknown module or leaves nothing to train, or if the network is not separable.
     """
-    begun = fedavg.init(bundle, params, seed)
+    initial = fedavg.init(bundle, params, seed)
     schedule = bundle.meta.get("schedule") or {}
-    trained = list(params.trained or schedule.get("trained") or sorted({name.split(".")[0] for name in begun.model}))
-    for part in trained:
-        if not any(is_trained([part], name) for name in begun.model):
-            known = ", ".join(sorted({name.split(".")[0] for name in begun.model}))
-            raise core.ModelError(f"trained = {part!r}: the network has no such module; it has {known} and their parts")
-    require_separable(begun.register)
-    model = tensors_to_send(begun, trained, params.bn)
+    trained = list(params.trained or schedule.get("trained") or sorted({name.split(".")[0] for name in initial.model}))
+    for module in trained:
+        if not any(is_trained([module], name) for name in initial.model):
+            module_names = ", ".join(sorted({name.split(".")[0] for name in initial.model}))
+            raise core.ModelError(
+                f"trained = {module!r}: the network has no such module; it has {module_names} and their parts"
+            )
+    require_separable(initial.register)
+    model = tensors_to_send(initial, trained, params.bn)
     if not model:
         raise core.ModelError(
             f"trained = {', '.join(trained)}: there is nothing to train in it with bn = {params.bn!r}"
         )
-    settled = replace(begun, model=model, params={**begun.params, "trained": trained})
-    return State(**vars(settled), frozen=begun.model)
+    trained_state = replace(initial, model=model, params={**initial.params, "trained": trained})
+    return State(**vars(trained_state), frozen=initial.model)
 
 
 def is_trained(trained: list[str], name: str) -> bool:
     """Return whether a tensor is listed in `trained`, or belongs to a module listed there."""
-    return any(name == part or name.startswith(part + ".") for part in trained)
+    return any(name == module or name.startswith(module + ".") for module in trained)
 
 
 def require_separable(register: TensorRegister) -> None:
@@ -114,11 +114,15 @@ def require_separable(register: TensorRegister) -> None:
             )
 
 
-def tensors_to_send(begun: NetworkState, trained: list[str], bn: str) -> dict[str, np.ndarray]:
+def tensors_to_send(initial: NetworkState, trained: list[str], bn: str) -> dict[str, np.ndarray]:
     """Return the trained modules' tensors, with batch norm statistics only if bn is "train"."""
-    entries = [entry for entry in begun.register.tensors if is_trained(trained, entry.name)]
-    kept = [each.name for each in entries if bn == "train" or each.kind == "parameter" or not each.normalises]
-    return {name: begun.model[name] for name in kept}
+    entries = [entry for entry in initial.register.tensors if is_trained(trained, entry.name)]
+    names = [
+        trained_entry.name
+        for trained_entry in entries
+        if bn == "train" or trained_entry.kind == "parameter" or not trained_entry.normalises
+    ]
+    return {name: initial.model[name] for name in names}
 
 
 def send(state: State, device: core.DeviceView) -> core.TaskSpec:
@@ -127,34 +131,38 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec:
     With a cache the frozen part runs only in a device's first round, once for each example. Without a cache w_SK runs
     in every epoch. The prediction ignores `cache_mb`, because only the device knows the size of its examples.
     """
-    whole = replace(state, model=state.frozen)  # for the size in memory
-    order = local_training.training_task_spec(whole, {"model": state.model, "frozen": state.frozen}, TRAITS)
+    full_state = replace(state, model=state.frozen)  # for the size in memory
+    full_task_spec = local_training.training_task_spec(
+        full_state, {"model": state.model, "frozen": state.frozen}, TRAITS
+    )
     if not state.layers:
-        return order
-    tail = replace(whole, layers=cost_model.split_at_trained(state.layers, state.model)[1])
-    cached, new = state.params["cache"] != "off", not device.rounds
-    each = local_training.training_task_spec(tail, {}, moved=state.model)
-    frozen = local_training.evaluation_work(whole)  # w_SK, and what lies before its trained part
+        return full_task_spec
+    tail_state = replace(full_state, layers=cost_model.split_at_trained(state.layers, state.model)[1])
+    cached, is_first_round = state.params["cache"] != "off", not device.rounds
+    tail_task_spec = local_training.training_task_spec(tail_state, {}, moved=state.model)
+    frozen_work = local_training.evaluation_work(full_state)  # a forward pass of w_SK
     epochs = 1 if cached else int(state.params["epochs"])
-    work, check = each.work, each.check or frozen
-    if new or not cached:
-        work = work.add(cost_model.repeat_work(frozen, epochs))
-        check = check.add(frozen)
-    return replace(order, work=msgspec.structs.replace(work, peak_bytes=order.work.peak_bytes), check=check)
+    work, check = tail_task_spec.work, tail_task_spec.check or frozen_work
+    if is_first_round or not cached:
+        work = work.add(cost_model.repeat_work(frozen_work, epochs))
+        check = check.add(frozen_work)
+    return replace(
+        full_task_spec, work=msgspec.structs.replace(work, peak_bytes=full_task_spec.work.peak_bytes), check=check
+    )
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Train w_QK under the gates of w_SK, with cached features and gates if they fit."""
     received, copies = site.load("model"), _Copies(task, site)
-    examples, start, hooks, kept_bytes = copies.prepare_run(received, site.train, "train")
-    moved = {f"qk.{name}" for name in copies.dual.trained}
+    examples, start, hooks, cached_bytes = copies.prepare_run(received, site.train, "train")
+    trained_names = {f"qk.{name}" for name in copies.dual.trained}
     mu = task.params["mu"]
     hooks = replace(
         hooks,
-        correct=(lambda gradient, value, at: gradient + mu * (value - at["start"])) if mu else None,
-        steps=(core.Step(rate=lambda name: float(name in moved)),),
+        correct=(lambda gradient, value, anchors: gradient + mu * (value - anchors["start"])) if mu else None,
+        steps=(core.Step(rate=lambda name: float(name in trained_names)),),
     )
-    given, metrics = site.engine.train(
+    trained, metrics = site.engine.train(
         task.params["network"],
         start,
         examples,
@@ -163,8 +171,8 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
         hooks=hooks,
         progress=site.progress,
     )
-    model = {name: given.get(f"qk.{name}", array) for name, array in received.items()}
-    return core.ClientResult({"model": model}, float(len(site.train)), {**metrics, "cached_bytes": float(kept_bytes)})
+    model = {name: trained.get(f"qk.{name}", array) for name, array in received.items()}
+    return core.ClientResult({"model": model}, float(len(site.train)), {**metrics, "cached_bytes": float(cached_bytes)})
 
 
 def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
@@ -198,37 +206,37 @@ class _Copies:
         self._frozen = site.load("frozen")
 
     def prepare_run(
-        self, received: core.Tensors, examples: core.Examples, what: str
+        self, received: core.Tensors, examples: core.Examples, split: str
     ) -> tuple[core.Examples, core.Tensors, core.Hooks, int]:
         """Return examples, tensors and hooks for the engine, and the bytes of cached features, 0 without a cache."""
         tensors.require_matching(received, {name: self._frozen[name] for name in received if name in self._frozen})
-        own = {f"qk.{name}": received.get(name, self._frozen[name]) for name in self.dual.names}
-        kept = None if self._task.params["cache"] == "off" else self._find_or_cache_rows(examples, what)
-        if kept is None:
-            start = {**own, **{f"frozen.{name}": self._frozen[name] for name in self.dual.frozen_names}}
+        quantitative = {f"qk.{name}": received.get(name, self._frozen[name]) for name in self.dual.names}
+        metadata = None if self._task.params["cache"] == "off" else self._find_or_cache_rows(examples, split)
+        if metadata is None:
+            start = {**quantitative, **{f"frozen.{name}": self._frozen[name] for name in self.dual.frozen_names}}
             return examples, start, core.Hooks(prepare=self.dual.build_copy_pair), 0
-        layout = kept.layout
-        rows: Any = output_cache.CachedRows(self._site.cache / f"{what}.rows", kept)
+        layout = metadata.layout
+        rows: Any = output_cache.CachedRows(self._site.cache / f"{split}.rows", metadata)
         hooks = core.Hooks(prepare=lambda model: self.dual.build_tail(model, layout), inputs=lambda x: x)
-        return core.Examples(rows, examples.y), own, hooks, kept.rows * layout.row_bytes
+        return core.Examples(rows, examples.y), quantitative, hooks, metadata.rows * layout.row_bytes
 
-    def _find_or_cache_rows(self, examples: core.Examples, what: str) -> output_cache.CacheMetadata | None:
+    def _find_or_cache_rows(self, examples: core.Examples, split: str) -> output_cache.CacheMetadata | None:
         """Return the metadata of the cached rows, which are computed if missing, or None if they do not fit."""
         folder, params = self._site.cache, self._task.params
         key = self._make_cache_key(examples)
-        if (found := output_cache.find_complete_rows(folder, what, key, len(examples))) is not None:
-            return found
-        others = sum(path.stat().st_size for path in folder.glob("*.rows") if path.stem != what)
+        if (metadata := output_cache.find_complete_rows(folder, split, key, len(examples))) is not None:
+            return metadata
+        other_bytes = sum(path.stat().st_size for path in folder.glob("*.rows") if path.stem != split)
         writer = output_cache.RowWriter(
             folder,
-            what,
+            split,
             len(examples),
             half=params["cache"] == "float16",
-            most_bytes=params["cache_mb"] * 10**6 - others,
+            most_bytes=params["cache_mb"] * 10**6 - other_bytes,
         )
 
-        def write_rows(seen: output_cache.BatchOutputs) -> None:
-            writer.write_batch(seen)
+        def write_rows(outputs: output_cache.BatchOutputs) -> None:
+            writer.write_batch(outputs)
             self._site.progress(0.0)
 
         start = {f"frozen.{name}": self._frozen[name] for name in self.dual.all_names}

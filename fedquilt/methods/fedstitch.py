@@ -98,17 +98,17 @@ def init(bundle: Bundle, params: SearchParams, seed: int) -> SearchState:
         JobError: If the parameters do not fit the donors.
     """
     settings = resolve_settings(params)
-    stock = stitched_network.load_donor_pool(bundle.meta)
-    wanted = [name for block in stock.blocks.values() for name in (*block.files, *block.scoring_variant.files)]
-    missing = [name for name in wanted if name not in bundle.files]
+    pool = stitched_network.load_donor_pool(bundle.meta)
+    required_files = [name for block in pool.blocks.values() for name in (*block.files, *block.scoring_variant.files)]
+    missing = [name for name in required_files if name not in bundle.files]
     if missing:
         raise ModelError(f"the bundle lacks {', '.join(missing[:3])}: prepare it anew")
-    if settings.head == "aligned" and not any(donor.align for donor in stock.donors.values()):
-        raise JobError("head = 'aligned', but no donor says which classes are which label: give a donor `align`")
+    if settings.head == "aligned" and not any(donor.align for donor in pool.donors.values()):
+        raise JobError("head = 'aligned', but no donor maps its classes to labels: give a donor `align`")
     if settings.criterion != "cka" and settings.score_at == "input":
         raise JobError(f"criterion = '{settings.criterion}' judges outputs: let score_at be 'hybrid' or 'output'")
     candidates.require_usable_budgets(settings)
-    state = steps.initial_state(settings, seed, stock, dict(bundle.files))
+    state = steps.initial_state(settings, seed, pool, dict(bundle.files))
     candidates.require_networks_within_budget(state)
     if state.current is None and settings.expansions:
         raise ModelError("no block may follow any starting block: raise max_upsampling, or take other donors")
@@ -123,14 +123,12 @@ def send(state: SearchState, device: DeviceView) -> TaskSpec | None:
         case "fit":
             return task_specs.fit_task_spec(state)
         case "done":
-            chosen = ranking.choose_candidate(state)
+            index = ranking.choose_candidate(state)
             return (
-                None
-                if chosen is None
-                else task_specs.validation_task_spec(state, state.candidates[chosen : chosen + 1])
+                None if index is None else task_specs.validation_task_spec(state, state.candidates[index : index + 1])
             )
     if device.device in state.heard:
-        return None  # the coordinator asks another device instead
+        return None  # the coordinator selects another device instead
     if state.phase == "gather":
         return task_specs.gather_task_spec(state)
     return task_specs.validation_task_spec(state, state.candidates)
@@ -141,26 +139,26 @@ def step(state: SearchState, total: Sum | None) -> SearchState:
     if total is None or (isinstance(total, ExactMomentSums | CorrectCounts) and not total.devices):
         if state.phase == "score" and state.ballots:
             return replace(steps.close_vote(state), turn=state.turn + 1)
-        if state.phase in ("gather", "validate") and state.heard:  # no device is left to ask
+        if state.phase in ("gather", "validate") and state.heard:  # every reachable device has contributed
             return replace(_close_gather_or_validation(state), turn=state.turn + 1)
         return replace(state, log=())
     devices = total.ballots if isinstance(total, VoteSums) else total.devices
-    known = state.seen
-    state = replace(state, seen=_union(known, devices))
+    seen_before = state.seen
+    state = replace(state, seen=_union(seen_before, devices))
     match total:
         case VoteSums():
-            after = steps.add_ballots(state, total.ballots)
+            new_state = steps.add_ballots(state, total.ballots)
         case JunctionSums():
-            after = _solve_junctions_and_grow(state, total.moments)
+            new_state = _solve_junctions_and_grow(state, total.moments)
         case _:
             state = replace(state, heard=_union(state.heard, devices), subround=state.subround + 1)
-            after = (
+            new_state = (
                 _add_class_moments(state, total)
                 if isinstance(total, ExactMomentSums)
                 else _add_correct_counts(state, total)
             )
-            after = _close_gather_or_validation(after) if _is_phase_complete(state, known) else after
-    return replace(after, turn=state.turn + 1)
+            new_state = _close_gather_or_validation(new_state) if _is_phase_complete(state, seen_before) else new_state
+    return replace(new_state, turn=state.turn + 1)
 
 
 def result(state: SearchState, candidate: int | None = None) -> Artefact:
@@ -183,8 +181,8 @@ def result(state: SearchState, candidate: int | None = None) -> Artefact:
     if state.phase == "validate":
         state = cascades.finish_candidates(state)
     if not state.candidates:
-        ends = state.finalists or steps.distinct_finalists(state)
-        state = replace(state, candidates=candidates.aligned_candidates(state, ends))
+        finalists = state.finalists or steps.distinct_finalists(state)
+        state = replace(state, candidates=candidates.aligned_candidates(state, finalists))
     index = ranking.choose_candidate(state)
     if index is None:
         raise ModelError(
@@ -196,22 +194,22 @@ def result(state: SearchState, candidate: int | None = None) -> Artefact:
             raise JobError(f"candidate {candidate} does not exist: the run has candidates 1 to {len(state.candidates)}")
         index = candidate - 1
     meta, arrays = stitched_network.to_artefact(ranking.to_network(state, state.candidates[index]), state.stock)
-    told = ranking.summarise_all(state)
-    return Artefact("stitched", {**meta, "search": told, "gains": ranking.accuracy_gains(state)}, arrays)
+    summary = ranking.summarise_all(state)
+    return Artefact("stitched", {**meta, "search": summary, "gains": ranking.accuracy_gains(state)}, arrays)
 
 
 def _solve_junctions_and_grow(state: SearchState, sums: tuple[RegressionMoments, ...]) -> SearchState:
     assert state.current is not None
     junctions = {}
-    for name, each in zip(steps.winners_needing_junction(state), sums, strict=True):
-        weights, bias = least_squares.solve_ridge(each, state.params.ridge)
+    for name, junction_moments in zip(steps.winners_needing_junction(state), sums, strict=True):
+        weights, bias = least_squares.solve_ridge(junction_moments, state.params.ridge)
         junctions[stitched_network.junction_name((*state.current.path, name))] = {
             "weights": weights.astype(np.float32),
             "bias": bias.astype(np.float32),
         }
     path = stitched_network.path_name(state.current.path)
-    told = f"{len(junctions)} junctions after {path} solved from {sums[0].n:.0f} positions"
-    return steps.grow_paths(replace(state, log=(told,)), junctions)
+    note = f"{len(junctions)} junctions after {path} solved from {sums[0].n:.0f} positions"
+    return steps.grow_paths(replace(state, log=(note,)), junctions)
 
 
 def _add_class_moments(state: SearchState, total: ExactMomentSums) -> SearchState:
@@ -225,11 +223,11 @@ def _add_class_moments(state: SearchState, total: ExactMomentSums) -> SearchStat
 def _add_correct_counts(state: SearchState, total: CorrectCounts) -> SearchState:
     counts = exact_sums.rounded_values(total.sums)
     examples = state.examples + int(counts["examples"][0])
-    right, by_margin, in_bin = (counts[name].astype(np.int64) for name in ("right", "by_margin", "in_bin"))
+    correct, by_margin, in_bin = (counts[name].astype(np.int64) for name in ("right", "by_margin", "in_bin"))
     if state.right.size:
-        right, by_margin, in_bin = state.right + right, state.by_margin + by_margin, state.in_bin + in_bin
+        correct, by_margin, in_bin = state.right + correct, state.by_margin + by_margin, state.in_bin + in_bin
     note = f"{len(state.candidates)} candidates on {examples} held-out examples of {len(state.heard)} devices"
-    return replace(state, right=right, by_margin=by_margin, in_bin=in_bin, examples=examples, log=(note,))
+    return replace(state, right=correct, by_margin=by_margin, in_bin=in_bin, examples=examples, log=(note,))
 
 
 def _is_phase_complete(state: SearchState, seen_before: tuple[str, ...]) -> bool:
@@ -250,11 +248,11 @@ def _close_gather_or_validation(state: SearchState) -> SearchState:
         state = cascades.finish_candidates(state)
         return replace(state, phase="done", log=tuple(ranking.describe_validation(state)))
     assert state.gathered is not None
-    found, counts = _solve_candidates(state), state.gathered.counts
-    notes = [f"{len(found)} candidates solved from {counts.sum():.0f} images of {len(state.heard)} devices"]
-    if nobodys := [label for label, count in zip(state.stock.labels, counts, strict=True) if not count]:
-        notes.append(f"nobody has examples of {', '.join(nobodys)}: no candidate ever says so")
-    state = replace(state, phase="validate", candidates=found, gathered=None, heard=(), subround=0)
+    solved, counts = _solve_candidates(state), state.gathered.counts
+    notes = [f"{len(solved)} candidates solved from {counts.sum():.0f} images of {len(state.heard)} devices"]
+    if labels_without_examples := [label for label, count in zip(state.stock.labels, counts, strict=True) if not count]:
+        notes.append(f"no device has examples of {', '.join(labels_without_examples)}: never predicted")
+    state = replace(state, phase="validate", candidates=solved, gathered=None, heard=(), subround=0)
     return replace(state, log=(*state.log, *notes))
 
 
@@ -264,8 +262,8 @@ def _solve_candidates(state: SearchState) -> tuple[Candidate, ...]:
     return candidates.solve_candidates(state, sums)
 
 
-def _union(some: tuple[str, ...], others: Iterable[str]) -> tuple[str, ...]:
-    return tuple(sorted({*some, *others}))
+def _union(devices: tuple[str, ...], new_devices: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted({*devices, *new_devices}))
 
 
 # -- client ---------------------------------------------------------------------------------------
@@ -283,7 +281,7 @@ def work(task: Task, site: ClientContext) -> ClientResult:
         case "validate":
             return moments.count_correct(msgspec.convert(task.params, moments.CountRequest), site)
         case phase:
-            raise ModelError(f"this agent knows no phase {phase!r} of a stitching job: update it")
+            raise ModelError(f"this agent does not support phase {phase!r} of a stitching job: update the agent")
 
 
 def check(task: Task, site: ClientContext) -> EvaluationSums:

@@ -46,9 +46,9 @@ class OrderedDropoutHooks:
         rng: Generator of the widths.
     """
 
-    def __init__(self, plan: MaskPlan, most: float, widths: tuple[float, ...], rng: np.random.Generator) -> None:
-        self._plan, self._most, self._widths, self._rng = plan, most, widths, rng
-        self.width = most  # of the current step
+    def __init__(self, plan: MaskPlan, max_width: float, widths: tuple[float, ...], rng: np.random.Generator) -> None:
+        self._plan, self._max_width, self._widths, self._rng = plan, max_width, widths, rng
+        self.width = max_width  # of the current step
 
     def draw_width(self, module: Any) -> None:
         """Draw the width p of the next step."""
@@ -60,34 +60,36 @@ class OrderedDropoutHooks:
 
         from fedquilt.models.networks import traces
 
-        inner = dict(module.named_modules())
-        for each in inner.values():
-            if isinstance(each, _BatchNorm):
-                each.register_forward_pre_hook(self._make_statistics_hook(each.momentum))
-        for name, follow in self._plan.follows.items():
+        submodules = dict(module.named_modules())
+        for layer in submodules.values():
+            if isinstance(layer, _BatchNorm):
+                layer.register_forward_pre_hook(self._make_statistics_hook(layer.momentum))
+        for name, dependency in self._plan.follows.items():
             path = name.rpartition(".")[0]
-            if follow.into:  # of weights alone
-                for each in {each for _, each in traces.modules_sharing_weight(module, path)}:
-                    each.register_forward_pre_hook(self._make_input_mask_pre_hook(follow.into, follow.repeat))
+            if dependency.into:  # of weights alone
+                for layer in {layer for _, layer in traces.modules_sharing_weight(module, path)}:
+                    layer.register_forward_pre_hook(self._make_input_mask_pre_hook(dependency.into, dependency.repeat))
         return module
 
     def unit_mask(self, groups: tuple[str, ...], repeat: int) -> np.ndarray:
         """Return a float32 mask of a layer's inputs: 1 for units in use, 0 for dropped units."""
         parts = []
         for name in groups:
-            full = self._plan.widths.get(name)
-            held = self._plan.pinned[name] if full is None else width.unit_count(full, self._most)
-            used = held if full is None else width.unit_count(full, self.width)
-            parts.append(np.arange(held) < used)
+            full_count = self._plan.widths.get(name)
+            unit_count = (
+                self._plan.pinned[name] if full_count is None else width.unit_count(full_count, self._max_width)
+            )
+            used_count = unit_count if full_count is None else width.unit_count(full_count, self.width)
+            parts.append(np.arange(unit_count) < used_count)
         return np.repeat(np.concatenate(parts), repeat).astype(np.float32)
 
     def _make_statistics_hook(self, momentum: float | None) -> Any:
         """Return a hook that lets batch norm change its running statistics only at the largest width."""
         # Only steps at p_max change running statistics. A larger momentum compensates for the skipped steps.
-        fresh = momentum if momentum is None else 1 - (1 - momentum) ** len(self._widths)
+        adjusted_momentum = momentum if momentum is None else 1 - (1 - momentum) ** len(self._widths)
 
         def hook(layer: Any, inputs: tuple[Any, ...]) -> None:
-            layer.momentum = fresh if self.width == self._most else 0.0
+            layer.momentum = adjusted_momentum if self.width == self._max_width else 0.0
 
         return hook
 
@@ -95,35 +97,35 @@ class OrderedDropoutHooks:
         """Return a hook that sets dropped units in a layer's input to 0 in training, below the largest width."""
 
         def hook(layer: Any, inputs: tuple[Any, ...]) -> Any:
-            if self.width == self._most or not layer.training:
+            if self.width == self._max_width or not layer.training:
                 return None
-            heard = inputs[0]
-            mark = heard.new_tensor(self.unit_mask(groups, repeat))
+            layer_input = inputs[0]
+            mask = layer_input.new_tensor(self.unit_mask(groups, repeat))
             if layer.weight.ndim > 2:
-                mark = mark.reshape(-1, *(1,) * (layer.weight.ndim - 2))
-            return (heard * mark, *inputs[1:])
+                mask = mask.reshape(-1, *(1,) * (layer.weight.ndim - 2))
+            return (layer_input * mask, *inputs[1:])
 
         return hook
 
 
 def send(state: _subnetworks.State, device: DeviceView) -> TaskSpec:
     """Return the task spec to train at the device's p_max, with the dependencies between units."""
-    order = heterofl.send(state, device)
-    return replace(order, bundles={**order.bundles, "plan": {"json": masks.plan_to_array(state.plan)}})
+    task_spec = heterofl.send(state, device)
+    return replace(task_spec, bundles={**task_spec.bundles, "plan": {"json": masks.plan_to_array(state.plan)}})
 
 
 def work(task: Task, site: ClientContext) -> ClientResult:
     """Train with a random width per mini-batch, or gather statistics if the task requests them."""
     if "asked" in task.params:
         return _subnetworks.gather_statistics(task, site)
-    most, hooks = task.params["rate"], heterofl.make_width_hooks(task, site, scaled=False)
-    widths = tuple(rate for rate in sorted(set(task.params["rates"])) if rate <= most)
+    max_width, hooks = task.params["rate"], heterofl.make_width_hooks(task, site, scaled=False)
+    widths = tuple(rate for rate in sorted(set(task.params["rates"])) if rate <= max_width)
     if len(widths) > 1:
         plan = masks.plan_from_array(site.load("plan")["json"])
-        ordered = OrderedDropoutHooks(plan, most, widths, tensors.seeded_rng(task.seed, "widths"))
-        narrow = hooks.prepare or (lambda module: module)
+        dropout = OrderedDropoutHooks(plan, max_width, widths, tensors.seeded_rng(task.seed, "widths"))
+        shrink = hooks.prepare or (lambda module: module)
         hooks = Hooks(
-            prepare=lambda module: ordered.insert_gates(narrow(module)), steps=(Step(begin=ordered.draw_width),)
+            prepare=lambda module: dropout.insert_gates(shrink(module)), steps=(Step(begin=dropout.draw_width),)
         )
     return fedavg.work(task, site, hooks)
 

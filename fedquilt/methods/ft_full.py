@@ -28,28 +28,30 @@ from fedquilt.models.local_training import NetworkState
 class Params(fedavg.Params):
     """FedAvg's parameters, and the number of examples that must fit in memory."""
 
-    at_once: Annotated[int, Meta(ge=1)] | None = None  # examples that memory has to hold at once; none: `batch`
+    at_once: Annotated[int, Meta(ge=1)] | None = None  # examples that must fit in memory at once; None: `batch`
 
 
 def limit_by_memory(
-    order: TaskSpec, state: NetworkState, device: DeviceView, engines: tuple[str, ...], counted: int
+    task_spec: TaskSpec, state: NetworkState, device: DeviceView, engines: tuple[str, ...], predicted_examples: int
 ) -> TaskSpec | None:
     """Return the task spec with memory for `at_once` examples, or None if the device has less.
 
     Args:
-        order: Task spec with FedAvg's prediction.
+        task_spec: Task spec with FedAvg's prediction.
         state: State with the parameters and the bytes of an example.
         device: Device with its memory budget, if reported.
         engines: Engines that can run the task. Their own memory counts too.
-        counted: Number of examples in FedAvg's prediction.
+        predicted_examples: Number of examples in FedAvg's prediction.
     """
-    more = max(0, (state.params["at_once"] or state.params["batch"]) - counted)
-    work = msgspec.structs.replace(order.work, peak_bytes=order.work.peak_bytes + more * state.example_bytes)
+    extra_examples = max(0, (state.params["at_once"] or state.params["batch"]) - predicted_examples)
+    work = msgspec.structs.replace(
+        task_spec.work, peak_bytes=task_spec.work.peak_bytes + extra_examples * state.example_bytes
+    )
     profile = device.profile
-    known = [name for name in engines if profile and name in profile.engines]
-    if profile and not peak_memory.fits_budget(profile.budget_bytes, known, work):
+    usable_engines = [name for name in engines if profile and name in profile.engines]
+    if profile and not peak_memory.fits_budget(profile.budget_bytes, usable_engines, work):
         return None
-    return replace(order, work=work)
+    return replace(task_spec, work=work)
 
 
 def send(state: NetworkState, device: DeviceView) -> TaskSpec | None:

@@ -25,7 +25,7 @@ class Params(ft_full.Params):
     """FT-Full's parameters, and the layers that are trained."""
 
     layers: Annotated[int, Meta(ge=1)] = 1  # last layers that are trained, the head first
-    kept: Annotated[float, Meta(gt=0, le=1)] = 0.5  # share of an example's bytes in training that is held without them
+    kept: Annotated[float, Meta(gt=0, le=1)] = 0.5  # share of an example's training memory with frozen layers
 
 
 def init(bundle: core.Bundle, params: Params, seed: int) -> fedrep.State:
@@ -34,32 +34,36 @@ def init(bundle: core.Bundle, params: Params, seed: int) -> fedrep.State:
     Raises:
         ModelError: If the network has no last linear layer.
     """
-    begun = fedavg.init(bundle, params, seed)
-    found, last = begun.register.parameters_by_layer(), begun.register.find_classifier()
-    if last is None:
+    initial = fedavg.init(bundle, params, seed)
+    layers, head = initial.register.parameters_by_layer(), initial.register.find_classifier()
+    if head is None:
         raise core.ModelError("this network has no last linear layer: there is no classifier to fine-tune")
-    order = [*(name for name in found if name != last), last]
-    moved = {entry.name for entry in begun.register.tensors if entry.layer in order[-params.layers :]}
-    return fedrep.split_state(begun, begun.model.keys() - moved)
+    ordered_layers = [*(name for name in layers if name != head), head]
+    trained_names = {
+        entry.name for entry in initial.register.tensors if entry.layer in ordered_layers[-params.layers :]
+    }
+    return fedrep.split_state(initial, initial.model.keys() - trained_names)
 
 
 def send(state: fedrep.State, device: core.DeviceView) -> core.TaskSpec | None:
     """Return the task spec to train the last layers, or None if the device lacks the memory."""
-    light = replace(state, example_bytes=int(state.params["kept"] * state.example_bytes))
-    whole = replace(light, model={**state.own, **state.model})
-    order = local_training.training_task_spec(whole, {"model": state.model, "own": state.own}, moved=state.model)
-    counted = local_training.minimum_batch(whole, state.model)
-    return ft_full.limit_by_memory(order, light, device, ("torch", "numpy"), counted)
+    reduced_state = replace(state, example_bytes=int(state.params["kept"] * state.example_bytes))
+    full_state = replace(reduced_state, model={**state.own, **state.model})
+    task_spec = local_training.training_task_spec(
+        full_state, {"model": state.model, "own": state.own}, moved=state.model
+    )
+    predicted_examples = local_training.minimum_batch(full_state, state.model)
+    return ft_full.limit_by_memory(task_spec, reduced_state, device, ("torch", "numpy"), predicted_examples)
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Train the last layers in the frozen network."""
     model = site.load("model")
     start = {**site.load("own"), **model}
-    answer = local_training.train_from(
+    client_result = local_training.train_from(
         task, site, start, core.Hooks(steps=(core.Step(rate=lambda name: float(name in model)),))
     )
-    return replace(answer, bundles={"model": {name: answer.bundles["model"][name] for name in model}})
+    return replace(client_result, bundles={"model": {name: client_result.bundles["model"][name] for name in model}})
 
 
 def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:

@@ -55,7 +55,7 @@ TRAITS = core.Traits(
     prediction_tasks=("classes",),  # L_t follows the devices' accuracy
     exact_updates=True,  # fingerprints are directions of length 1
     per_device_data="every fingerprint of the first round, and the sums of each cluster",
-    replaces_private_state=False,  # the own model is what a device trains for
+    replaces_private_state=False,  # a device's own model is the purpose of the training
     model_copies=2,
 )
 
@@ -80,7 +80,7 @@ class Params(fedavg.Params):
     first_layers: Natural = 0  # L_t at the beginning; 0: all, which reveal nearly as much as a whole model
     min_layers: Natural = 0  # L_t at the end; 0: a fifth of all
     shrink_every: Positive = 5  # rounds before L_t may shrink again
-    tolerance: Annotated[float, Meta(ge=0, le=1)] = 0.005  # how far accuracy may be below its best for L_t to shrink
+    tolerance: Annotated[float, Meta(ge=0, le=1)] = 0.005  # accuracy below the best at which L_t still shrinks
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ class State(NetworkState):
     @property
     def statistics(self) -> dict[str, np.ndarray]:
         """Tensors that belong to no layer, at the job's start."""
-        known = {name for names in self.units.values() for name in names}
-        return {name: array for name, array in self.model.items() if name not in known}
+        layer_names = {name for names in self.units.values() for name in names}
+        return {name: array for name, array in self.model.items() if name not in layer_names}
 
 
 @dataclass(frozen=True)
@@ -127,12 +127,12 @@ class GeneFLSums:
 
 def init(bundle: core.Bundle, params: Params, seed: int) -> State:
     """Return the first state, in the fingerprint phase, with all layers but the head to share."""
-    begun = fedavg.init(bundle, params, seed)
-    units = layer_units(begun.register)
-    last = None if params.share_head else begun.register.find_classifier()
-    shared = tuple(layer for layer in units if layer != last) or tuple(units)
+    initial = fedavg.init(bundle, params, seed)
+    units = layer_units(initial.register)
+    head = None if params.share_head else initial.register.find_classifier()
+    shared = tuple(layer for layer in units if layer != head) or tuple(units)
     size = min(params.first_layers or len(shared), len(shared))
-    return State(**vars(begun), seed=seed, units=units, size=size, shared=shared)
+    return State(**vars(initial), seed=seed, units=units, size=size, shared=shared)
 
 
 def layer_units(register: TensorRegister) -> dict[str, tuple[str, ...]]:
@@ -140,13 +140,15 @@ def layer_units(register: TensorRegister) -> dict[str, tuple[str, ...]]:
 
     A gain of one number would otherwise always have one of the smallest scores, and would be the last layer shared.
     """
-    found = register.parameters_by_layer()
-    units = {layer: list(names) for layer, names in found.items()}
-    for layer in found:
-        inner = [each for each in found if each != layer and (not layer or each.startswith(f"{layer}."))]
-        attention = any(each.module == layer and each.type == ATTENTION for each in register.tensors)
-        if inner and not attention:
-            units[inner[0]] += units.pop(layer)
+    parameters = register.parameters_by_layer()
+    units = {layer: list(names) for layer, names in parameters.items()}
+    for layer in parameters:
+        inner_layers = [
+            entry for entry in parameters if entry != layer and (not layer or entry.startswith(f"{layer}."))
+        ]
+        is_attention = any(entry.module == layer and entry.type == ATTENTION for entry in register.tensors)
+        if inner_layers and not is_attention:
+            units[inner_layers[0]] += units.pop(layer)
     return {layer: tuple(sorted(names)) for layer, names in units.items()}
 
 
@@ -155,48 +157,59 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec | None:
     cluster = state.assigned.get(device.device)
     if cluster is None:
         if device.device in state.fingerprints:
-            return None  # it waits for the others
-        wanted = {key: state.params[key] for key in ("directions", "fingerprint_samples")}
-        return core.TaskSpec({**wanted, "ask": "fingerprint"}, {})
-    told, newcomer = state.clusters[cluster], len(device.rounds) < 2
-    taken = state.genes[cluster] if newcomer else tuple(told)
-    parts = {layer: told[layer] if layer in taken else held for layer, held in state.initial_layers.items()}
-    bundles: dict[str, core.Tensors] = {PREFIX + layer: part for layer, part in parts.items()}
-    order = local_training.training_task_spec(state, {**bundles, "statistics": state.statistics}, TRAITS)
-    bound = [] if newcomer else list(taken)
-    asked = {"ask": "train", "all": list(parts), "bound": bound, "shared": list(state.shared), "layers": state.size}
+            return None  # the device has no cluster yet
+        fingerprint_params = {key: state.params[key] for key in ("directions", "fingerprint_samples")}
+        return core.TaskSpec({**fingerprint_params, "ask": "fingerprint"}, {})
+    cluster_layers, is_newcomer = state.clusters[cluster], len(device.rounds) < 2
+    received_layers = state.genes[cluster] if is_newcomer else tuple(cluster_layers)
+    sent_layers = {
+        layer: cluster_layers[layer] if layer in received_layers else initial
+        for layer, initial in state.initial_layers.items()
+    }
+    bundles: dict[str, core.Tensors] = {PREFIX + layer: part for layer, part in sent_layers.items()}
+    task_spec = local_training.training_task_spec(state, {**bundles, "statistics": state.statistics}, TRAITS)
+    bound = [] if is_newcomer else list(received_layers)
+    training_params = {
+        "ask": "train",
+        "all": list(sent_layers),
+        "bound": bound,
+        "shared": list(state.shared),
+        "layers": state.size,
+    }
     samples = state.params["fisher_samples"] if bound and state.params["elastic"] else 0
-    work = msgspec.structs.replace(order.work, flops=order.work.flops + 3 * state.flops * samples)
-    return replace(order, params={**order.params, **asked}, work=work)
+    work = msgspec.structs.replace(task_spec.work, flops=task_spec.work.flops + 3 * state.flops * samples)
+    return replace(task_spec, params={**task_spec.params, **training_params}, work=work)
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Return a fingerprint (Eq. 11), or train the device's model (Eq. 4 to 8) and send its learnGene (Eq. 9)."""
     params = task.params
     if params["ask"] == "fingerprint":
-        some = _sample_examples(site, params["fingerprint_samples"])
-        found = subspaces.compute_subspace(some.x, params["directions"])
-        return core.ClientResult({"fingerprint": {"u": found}}, weight=float(len(site.train)), local=site.local)
+        examples = _sample_examples(site, params["fingerprint_samples"])
+        subspace = subspaces.compute_subspace(examples.x, params["directions"])
+        return core.ClientResult({"fingerprint": {"u": subspace}}, weight=float(len(site.train)), local=site.local)
     received, parts = _load_received_layers(task, site)
-    before = _load_previous_model(site, received)
-    bound = [name for layer in params["bound"] for name in parts[layer]]
-    elastic = _find_elastic_gene(task, site, before, received, bound)
+    previous = _load_previous_model(site, received)
+    bound_names = [name for layer in params["bound"] for name in parts[layer]]
+    elastic = _find_elastic_gene(task, site, previous, received, bound_names)
     strengths = learngene.layer_strengths(params["strength"], parts, received)
-    pulled = {name: strengths[name] for name in bound}
-    penalty = learngene.penalty_hooks(params["smooth"], params["elastic"], before, received, elastic, pulled)
-    answer = local_training.train_from(task, site, before, penalty)
-    model = answer.bundles["model"]
+    pulled = {name: strengths[name] for name in bound_names}
+    penalty = learngene.penalty_hooks(params["smooth"], params["elastic"], previous, received, elastic, pulled)
+    client_result = local_training.train_from(task, site, previous, penalty)
+    model = client_result.bundles["model"]
     shared = {layer: parts[layer] for layer in params["shared"]}
     order, norm = params["gene_order"], params["gene_norm"]
-    gene = learngene.choose_learngene_layers(shared, model, before, count=params["layers"], order=order, norm=norm)
-    told = {
-        **answer.metrics,
-        "smooth": sum(strengths[name] * learngene.squared_distance(model[name], received[name]) for name in bound),
-        "elastic": sum(learngene.squared_distance(model[name], elastic[name]) for name in bound),
+    gene = learngene.choose_learngene_layers(shared, model, previous, count=params["layers"], order=order, norm=norm)
+    metrics = {
+        **client_result.metrics,
+        "smooth": sum(
+            strengths[name] * learngene.squared_distance(model[name], received[name]) for name in bound_names
+        ),
+        "elastic": sum(learngene.squared_distance(model[name], elastic[name]) for name in bound_names),
         **_count_held_correct(task, site, model),
     }
-    sent = {name: model[name] for layer in gene for name in parts[layer]}
-    return core.ClientResult({"gene": sent}, answer.weight, told, local=model)
+    gene_tensors = {name: model[name] for layer in gene for name in parts[layer]}
+    return core.ClientResult({"gene": gene_tensors}, client_result.weight, metrics, local=model)
 
 
 def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
@@ -216,7 +229,7 @@ def personal(task: core.Task, site: core.ClientContext) -> core.Tensors:
     """
     if not site.local:
         raise core.ModelError(
-            f"{site.device} has no model of its own of {task.job}: genefl gives a device one once it has taken part"
+            f"{site.device} has no model of its own of {task.job}: genefl gives a device one when it takes part"
         )
     return site.local
 
@@ -241,65 +254,73 @@ def _load_previous_model(site: core.ClientContext, received: core.Tensors) -> co
     return site.local
 
 
-def _sample_examples(site: core.ClientContext, most: int) -> core.Examples:
-    rows = np.sort(site.rng.permutation(len(site.train))[:most])
+def _sample_examples(site: core.ClientContext, max_count: int) -> core.Examples:
+    rows = np.sort(site.rng.permutation(len(site.train))[:max_count])
     return core.Examples(site.train.x[rows], site.train.y[rows])
 
 
 def _find_elastic_gene(
-    task: core.Task, site: core.ClientContext, before: core.Tensors, received: core.Tensors, bound: list[str]
+    task: core.Task, site: core.ClientContext, previous: core.Tensors, received: core.Tensors, bound_names: list[str]
 ) -> dict[str, np.ndarray]:
     # Eq. 5 and 6: the device's value where the scaled Fisher value is below gamma, otherwise the cluster's.
-    if not (bound and task.params["elastic"]):
-        return {name: before[name] for name in bound}
-    some = _sample_examples(site, task.params["fisher_samples"])
-    found = site.engine.fisher(task.params["network"], before, some, each=task.params["fisher_group"])
+    if not (bound_names and task.params["elastic"]):
+        return {name: previous[name] for name in bound_names}
+    examples = _sample_examples(site, task.params["fisher_samples"])
+    fisher = site.engine.fisher(task.params["network"], previous, examples, each=task.params["fisher_group"])
     gamma = task.params["gamma"]
-    return {name: np.where(learngene.scale_fisher(found[name]) < gamma, before[name], received[name]) for name in bound}
+    return {
+        name: np.where(learngene.scale_fisher(fisher[name]) < gamma, previous[name], received[name])
+        for name in bound_names
+    }
 
 
 def _count_held_correct(task: core.Task, site: core.ClientContext, model: core.Tensors) -> dict[str, float]:
-    held = site.engine.evaluate(task.params["network"], model, site.held)
-    rated = metrics.main_metric(held)
-    if rated is None:
+    evaluation = site.engine.evaluate(task.params["network"], model, site.held)
+    metric = metrics.main_metric(evaluation)
+    if metric is None:
         return {}
-    return {"held_correct": float(round(rated[1] * held.examples)), "held_examples": float(held.examples)}
+    return {"held_correct": float(round(metric[1] * evaluation.examples)), "held_examples": float(evaluation.examples)}
 
 
 # -- on the coordinator ---------------------------------------------------------------------------
 
 
-def fold(state: State, so_far: GeneFLSums | None, update: core.DeviceUpdate) -> GeneFLSums:
+def fold(state: State, accumulator: GeneFLSums | None, update: core.DeviceUpdate) -> GeneFLSums:
     """Add a learnGene to the sums of its cluster, or store a fingerprint.
 
     Raises:
         UpdateError: If the update has a wrong number of layers, wrong tensors or an impossible accuracy.
     """
-    so_far = so_far or GeneFLSums({}, {}, {})
+    accumulator = accumulator or GeneFLSums({}, {}, {})
     cluster = state.assigned.get(update.device)
     if cluster is None:
-        told, known = update.bundles.get("fingerprint", {}), (*state.centres, *state.fingerprints.values())
-        found = subspaces.validate_fingerprint(told, update.device, state.params["directions"], known)
-        return replace(so_far, fingerprints={**so_far.fingerprints, update.device: found})
+        bundle, other_fingerprints = (
+            update.bundles.get("fingerprint", {}),
+            (*state.centres, *state.fingerprints.values()),
+        )
+        fingerprint = subspaces.validate_fingerprint(
+            bundle, update.device, state.params["directions"], other_fingerprints
+        )
+        return replace(accumulator, fingerprints={**accumulator.fingerprints, update.device: fingerprint})
     gene, key = update.bundles.get("gene", {}), str(cluster)
-    sent = [layer for layer in state.shared if not state.initial_layers[layer].keys().isdisjoint(gene)]
-    if len(sent) != state.size:
-        raise core.UpdateError(f"{update.device} sent {len(sent)} layers, {state.size} are wanted")
-    like = {name: array for layer in sent for name, array in state.initial_layers[layer].items()}
-    tensors.require_addable(gene, like)
-    correct, held = (update.metrics.get(name, 0.0) for name in ("held_correct", "held_examples"))
-    if not 0 <= correct <= held < math.inf:
-        raise core.UpdateError(f"{update.device} says that {correct:g} of {held:g} held-out examples are right")
-    values = {name: array.astype(np.float64) for name, array in gene.items()}  # of counters the mean too
-    total, count = exact_sums.add_arrays(so_far.totals.get(key, {}), values), dict(so_far.counts.get(key, {}))
-    for layer in sent:
+    layers = [layer for layer in state.shared if not state.initial_layers[layer].keys().isdisjoint(gene)]
+    if len(layers) != state.size:
+        raise core.UpdateError(f"{update.device} sent {len(layers)} layers: {state.size} are expected")
+    reference = {name: array for layer in layers for name, array in state.initial_layers[layer].items()}
+    tensors.require_addable(gene, reference)
+    correct, examples = (update.metrics.get(name, 0.0) for name in ("held_correct", "held_examples"))
+    if not 0 <= correct <= examples < math.inf:
+        raise core.UpdateError(f"{update.device} reports {correct:g} of {examples:g} held-out examples as correct")
+    values = {name: array.astype(np.float64) for name, array in gene.items()}  # counters are averaged too
+    total, count = exact_sums.add_arrays(accumulator.totals.get(key, {}), values), dict(accumulator.counts.get(key, {}))
+    for layer in layers:
         count[layer] = count.get(layer, 0) + 1
     return replace(
-        so_far,
-        totals={**so_far.totals, key: total},
-        counts={**so_far.counts, key: count},
-        held_correct=so_far.held_correct.add_numbers(correct),
-        held_examples=so_far.held_examples.add_numbers(held),
+        accumulator,
+        totals={**accumulator.totals, key: total},
+        counts={**accumulator.counts, key: count},
+        held_correct=accumulator.held_correct.add_numbers(correct),
+        held_examples=accumulator.held_examples.add_numbers(examples),
     )
 
 
@@ -316,30 +337,34 @@ def step(state: State, total: GeneFLSums | None) -> State:
 
 def _cluster_fingerprints(state: State, total: GeneFLSums) -> State:
     shapes = [array.shape for array in (*state.fingerprints.values(), *total.fingerprints.values())]
-    usual = max(sorted(set(shapes)), key=shapes.count)  # devices of one round were not compared with each other
-    found = {k: v for k, v in sorted({**state.fingerprints, **total.fingerprints}.items()) if v.shape == usual}
-    state = replace(state, fingerprints=found, gathered=state.gathered + 1)
+    usual_shape = max(
+        sorted(set(shapes)), key=shapes.count
+    )  # fingerprints of one round were not validated against each other
+    fingerprints = {
+        k: v for k, v in sorted({**state.fingerprints, **total.fingerprints}.items()) if v.shape == usual_shape
+    }
+    state = replace(state, fingerprints=fingerprints, gathered=state.gathered + 1)
     if state.gathered < state.params["gather"]:
         return state
     rng = tensors.seeded_rng("genefl clusters", state.seed)
-    owner, centres = subspaces.cluster_points(np.stack(list(found.values())), state.params["clusters"], rng)
+    cluster_of, centres = subspaces.cluster_points(np.stack(list(fingerprints.values())), state.params["clusters"], rng)
     return replace(
         state,
         phase="collaborate",
         fingerprints={},
         centres=tuple(centres),
-        members=tuple(int((owner == k).sum()) for k in range(len(centres))),
-        assigned={device: int(k) for device, k in zip(found, owner, strict=True)},
+        members=tuple(int((cluster_of == k).sum()) for k in range(len(centres))),
+        assigned={device: int(k) for device, k in zip(fingerprints, cluster_of, strict=True)},
         clusters=({},) * len(centres),
         genes=((),) * len(centres),
     )
 
 
-def _assign_to_clusters(state: State, found: Mapping[str, np.ndarray]) -> State:
+def _assign_to_clusters(state: State, fingerprints: Mapping[str, np.ndarray]) -> State:
     # Eq. 12. The centre of a cluster is the mean of all its members.
     centres, members, assigned = list(state.centres), list(state.members), dict(state.assigned)
-    for device in sorted(found):
-        assigned[device] = subspaces.assign_to_nearest(found[device], centres, members)
+    for device in sorted(fingerprints):
+        assigned[device] = subspaces.assign_to_nearest(fingerprints[device], centres, members)
     return replace(state, centres=tuple(centres), members=tuple(members), assigned=assigned)
 
 
@@ -348,28 +373,33 @@ def _average_layers_by_cluster(state: State, total: GeneFLSums) -> State:
     clusters, genes = list(state.clusters), list(state.genes)
     for key, counts in total.counts.items():
         k, sums = int(key), total.totals[key]
-        new = {
-            layer: {name: sums[name].mean(count).astype(old.dtype) for name, old in state.initial_layers[layer].items()}
+        layers = {
+            layer: {
+                name: sums[name].mean(count).astype(initial.dtype)
+                for name, initial in state.initial_layers[layer].items()
+            }
             for layer, count in counts.items()
         }
-        clusters[k] = {**clusters[k], **new}
-        most = sorted(counts, key=lambda layer: (-counts[layer], state.shared.index(layer)))
-        genes[k] = tuple(most[: state.size])
+        clusters[k] = {**clusters[k], **layers}
+        ordered_layers = sorted(counts, key=lambda layer: (-counts[layer], state.shared.index(layer)))
+        genes[k] = tuple(ordered_layers[: state.size])
     return replace(state, clusters=tuple(clusters), genes=tuple(genes))
 
 
 def _shrink_gene_if_accurate(state: State, total: GeneFLSums) -> State:
     """Every `shrink_every` rounds, decrease L_t by one unless the accuracy has fallen."""
     if not total.counts:
-        return state  # nobody trained
-    held = float(total.held_examples)
-    recent = (*state.recent, float(total.held_correct) / held) if held else state.recent
+        return state  # no device trained
+    examples = float(total.held_examples)
+    recent = (*state.recent, float(total.held_correct) / examples) if examples else state.recent
     state = replace(state, recent=recent, waited=state.waited + 1)
     if state.waited < state.params["shrink_every"]:
         return state
-    mean = sum(recent) / len(recent) if recent else state.best  # nobody has held-out examples: only time counts
-    least = min(state.params["min_layers"] or math.ceil(len(state.shared) / 5), len(state.shared))
-    size = max(state.size - 1, min(least, state.size)) if mean >= state.best - state.params["tolerance"] else state.size
+    mean = sum(recent) / len(recent) if recent else state.best  # without held-out examples only time counts
+    min_size = min(state.params["min_layers"] or math.ceil(len(state.shared) / 5), len(state.shared))
+    size = (
+        max(state.size - 1, min(min_size, state.size)) if mean >= state.best - state.params["tolerance"] else state.size
+    )
     return replace(state, size=size, best=max(mean, state.best), recent=(), waited=0)
 
 
@@ -378,18 +408,18 @@ def explain(state: State) -> list[str]:
     if state.phase == "fingerprint":
         return [f"{len(state.fingerprints)} fingerprints so far"] if state.fingerprints else []
     sizes = f"{len(state.members)} clusters of {', '.join(map(str, state.members))} devices"
-    told = [f"{sizes}; {state.size} of {len(state.shared)} layers are sent"]
-    return told + [f"cluster {k}: {', '.join(gene)}" for k, gene in enumerate(state.genes) if gene]
+    sentences = [f"{sizes}; {state.size} of {len(state.shared)} layers are sent"]
+    return sentences + [f"cluster {k}: {', '.join(gene)}" for k, gene in enumerate(state.genes) if gene]
 
 
 def result(state: State) -> core.Artefact:
     """Return each cluster's shared layers as tensors "0/conv1.weight" and so on, without a network."""
-    held = {}
+    layer_tensors = {}
     for k, cluster in enumerate(state.clusters):
-        held.update({f"{k}/{name}": array for part in cluster.values() for name, array in part.items()})
+        layer_tensors.update({f"{k}/{name}": array for part in cluster.values() for name, array in part.items()})
     genes = {str(k): list(gene) for k, gene in enumerate(state.genes)}
     meta = {"network": tensor_register.without_register(state.network), "genes": genes, "members": list(state.members)}
-    return core.Artefact("genes", meta, held)
+    return core.Artefact("genes", meta, layer_tensors)
 
 
 METHOD = replace(

@@ -61,7 +61,7 @@ class Params(fedavg.Params):
 class HeteroFLSums:
     """Sums of a round: shared entries, and batch norm statistics of each narrower part."""
 
-    whole: WeightedEntrySums
+    entries: WeightedEntrySums
     widths: Mapping[str, WeightedEntrySums]
 
 
@@ -73,32 +73,32 @@ def init(bundle: core.Bundle, params: Params, seed: int) -> State:
     """
     if metrics.task_from_network(bundle.meta["network"]) != "classes":
         params = replace(params, masked=False)  # there are no classes that a device could lack
-    begun = initial_width_state(bundle, params, seed)
+    initial = initial_width_state(bundle, params, seed)
     if params.masked:
-        last = begun.register.find_classifier()
-        if last is None:
+        head = initial.register.find_classifier()
+        if head is None:
             raise core.ModelError(
                 "this network has no last linear layer, whose rows are the classes: set masked = false"
             )
-        begun.register.require_plain_weight(last)
-    return begun
+        initial.register.require_plain_weight(head)
+    return initial
 
 
 def initial_width_state(bundle: core.Bundle, params: Any, seed: int) -> State:
     """Return the first state of a method that sends parts at the rates in `params`."""
     plain = fedavg.init(bundle, params, seed)
-    begun = State(**vars(plain), plan=masks.plan_from_bundle(bundle, plain.model), widths={}, settled=0)
+    initial = State(**vars(plain), plan=masks.plan_from_bundle(bundle, plain.model), widths={}, settled=0)
     return replace(
-        begun, widths=initial_statistics(begun, {rate: leading_places(begun, rate) for rate in params.rates})
+        initial, widths=initial_statistics(initial, {rate: leading_places(initial, rate) for rate in params.rates})
     )
 
 
 def initial_statistics(state: State, parts: Mapping[float, Places]) -> dict[str, dict[str, np.ndarray]]:
     """Return the first batch norm statistics of each narrower part, cut from the network's own."""
-    names = [each.name for each in state.register.tensors if each.normalises and each.kind != "parameter"]
+    names = [entry.name for entry in state.register.tensors if entry.normalises and entry.kind != "parameter"]
     return {
-        f"{rate:g}": width_parts.cut_tensors(state.model, {name: at[name] for name in names})
-        for rate, at in sorted(parts.items())
+        f"{rate:g}": width_parts.cut_tensors(state.model, {name: places[name] for name in names})
+        for rate, places in sorted(parts.items())
         if rate < 1
     }
 
@@ -115,25 +115,27 @@ def canonical_rate(widths: Collection[int], rates: Sequence[float], rate: float)
     """Return the largest rate that leaves as many units in each group as `rate`."""
 
     def unit_counts(rate: float) -> list[int]:
-        return [width_parts.unit_count(each, rate) for each in widths]
+        return [width_parts.unit_count(width, rate) for width in widths]
 
-    return max(other for other in (*rates, 1.0) if unit_counts(other) == unit_counts(rate))
+    return max(candidate for candidate in (*rates, 1.0) if unit_counts(candidate) == unit_counts(rate))
 
 
-def part_task_spec(state: NetworkState, at: Places, rate: float, own: core.Tensors | None = None) -> core.TaskSpec:
+def part_task_spec(
+    state: NetworkState, places: Places, rate: float, replacements: core.Tensors | None = None
+) -> core.TaskSpec:
     """Return the task spec to train a part, with the part's own FLOPs, bytes and memory.
 
     Args:
         state: State of the whole network.
-        at: Places of the part's entries.
+        places: Places of the part's entries.
         rate: Width of the part, above 0 and at most 1.
-        own: Tensors that replace the network's, or None.
+        replacements: Tensors that replace the network's, or None.
     """
-    light = make_subnetwork_state(state, at, own)
-    found = local_training.training_task_spec(light, {"model": light.model})
-    built = tensors.total_bytes([state.model])  # the network is built whole before it is cut
-    work = msgspec.structs.replace(found.work, peak_bytes=max(found.work.peak_bytes, 2 * built))
-    return replace(found, params={**found.params, "rate": rate}, work=work)
+    part_state = make_subnetwork_state(state, places, replacements)
+    task_spec = local_training.training_task_spec(part_state, {"model": part_state.model})
+    network_bytes = tensors.total_bytes([state.model])  # the network is built whole before it is cut
+    work = msgspec.structs.replace(task_spec.work, peak_bytes=max(task_spec.work.peak_bytes, 2 * network_bytes))
+    return replace(task_spec, params={**task_spec.params, "rate": rate}, work=work)
 
 
 def device_rate(state: State, device: core.DeviceView) -> float:
@@ -153,15 +155,15 @@ def places_by_rate(state: State) -> dict[float, Places]:
 def send(state: State, device: core.DeviceView) -> core.TaskSpec:
     """Return the task spec to train the leading channels that the device's memory tier allows."""
     rate = device_rate(state, device)
-    found = with_training_round(
+    task_spec = with_training_round(
         state, part_task_spec(state, leading_places(state, rate), rate, state.widths.get(f"{rate:g}"))
     )
-    return replace(found, params={**found.params, "head": state.register.find_classifier()})
+    return replace(task_spec, params={**task_spec.params, "head": state.register.find_classifier()})
 
 
-def with_training_round(state: State, given: core.TaskSpec) -> core.TaskSpec:
+def with_training_round(state: State, task_spec: core.TaskSpec) -> core.TaskSpec:
     """Return the task spec with the number of statistics rounds, which a schedule does not count."""
-    return replace(given, params={**given.params, "settled": state.settled})
+    return replace(task_spec, params={**task_spec.params, "settled": state.settled})
 
 
 def make_width_hooks(task: core.Task, site: core.ClientContext, *, scaled: bool = True) -> core.Hooks:
@@ -173,19 +175,19 @@ def make_width_hooks(task: core.Task, site: core.ClientContext, *, scaled: bool 
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
-    """Train the device's part, without the classes it lacks, or gather batch norm statistics."""
+    """Train the device's part, without the classes that the device lacks, or gather batch norm statistics."""
     if "asked" in task.params:
         return gather_statistics(task, site)
     hooks = make_width_hooks(task, site)
     if not task.params["masked"]:
         return fedavg.work(task, site, hooks)
     classes = len(site.load("model")[f"{task.params['head']}.weight"])
-    held = np.isin(np.arange(classes), site.train.y)
-    if not held.all():
-        narrow = hooks.prepare or (lambda module: module)
-        hooks = core.Hooks(prepare=lambda module: width_parts.mask_classes(narrow(module), held))
-    answer = fedavg.work(task, site, hooks)
-    return replace(answer, bundles={**answer.bundles, "classes": {"held": held.astype(np.uint8)}})
+    has_examples = np.isin(np.arange(classes), site.train.y)
+    if not has_examples.all():
+        shrink = hooks.prepare or (lambda module: module)
+        hooks = core.Hooks(prepare=lambda module: width_parts.mask_classes(shrink(module), has_examples))
+    client_result = fedavg.work(task, site, hooks)
+    return replace(client_result, bundles={**client_result.bundles, "classes": {"held": has_examples.astype(np.uint8)}})
 
 
 def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
@@ -195,7 +197,7 @@ def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     )
 
 
-# -- back again -----------------------------------------------------------------------------------
+# -- aggregation ----------------------------------------------------------------------------------
 
 
 def require_sent_model(update: core.DeviceUpdate) -> Mapping[str, Any]:
@@ -213,22 +215,22 @@ def update_schema(state: State) -> core.UpdateSchema:
     """Return the schema of an update: a part of the model and, with `masked`, the device's classes."""
     if not state.params.get("masked"):
         return local_training.partial_model_schema(state)
-    last = f"{state.register.find_classifier()}.weight"
-    held = {"held": tensors.TensorSpec(state.model[last].shape[:1], np.dtype(np.uint8))}
-    return core.UpdateSchema({"model": state.model, "classes": held}, whole=False)
+    head_weight = f"{state.register.find_classifier()}.weight"
+    class_spec = {"held": tensors.TensorSpec(state.model[head_weight].shape[:1], np.dtype(np.uint8))}
+    return core.UpdateSchema({"model": state.model, "classes": class_spec}, whole=False)
 
 
-def fold(state: State, so_far: HeteroFLSums | None, update: core.DeviceUpdate) -> HeteroFLSums:
+def fold(state: State, accumulator: HeteroFLSums | None, update: core.DeviceUpdate) -> HeteroFLSums:
     """Add a device's part to the sums, without classifier rows of classes that the device lacks."""
-    sent = require_sent_model(update)
+    model = require_sent_model(update)
     rows = reported_classes(state, update) if state.params.get("masked") else None
-    return add_part(state, so_far, sent, places_by_rate(state), update.weight, rows)
+    return add_part(state, accumulator, model, places_by_rate(state), update.weight, rows)
 
 
 def add_part(
     state: State,
-    so_far: HeteroFLSums | None,
-    sent: core.Tensors,
+    accumulator: HeteroFLSums | None,
+    part: core.Tensors,
     parts: Mapping[float, Places],
     weight: float,
     rows: np.ndarray | None = None,
@@ -237,8 +239,8 @@ def add_part(
 
     Args:
         state: State of the whole network, with each part's statistics.
-        so_far: Sums of the round, or None before the first update.
-        sent: Tensors of the update.
+        accumulator: Sums of the round, or None before the first update.
+        part: Tensors of the update.
         parts: Places that may have been sent, by rate.
         weight: Weight of the device in the mean.
         rows: Rows of the classifier that count, or None for all.
@@ -246,24 +248,30 @@ def add_part(
     Raises:
         UpdateError: If the tensors fit none of the parts, or are not finite.
     """
-    found = width_parts.recognise_cut(state.model, sent, list(parts.values()))
-    key, at = next(f"{rate:g}" for rate, each in parts.items() if each is found), dict(found)
-    tensors.require_finite(sent)
+    part_places = width_parts.recognise_cut(state.model, part, list(parts.values()))
+    key = next(f"{rate:g}" for rate, places in parts.items() if places is part_places)
+    row_places = dict(part_places)
+    tensors.require_finite(part)
     if rows is not None:
-        last = state.register.find_classifier()
-        for name in (f"{last}.weight", f"{last}.bias"):
-            if name in at:
-                at[name], sent = (rows, at[name][1]), {**sent, name: sent[name][rows]}
-    own = {name: sent[name] for name in state.widths.get(key, {}) if name in sent}
-    rest = {name: place for name, place in at.items() if name not in own}
-    widths = dict(so_far.widths) if so_far else {}
-    if own:
-        everywhere = dict.fromkeys(own, (None, None))
-        widths[key] = width_parts.add_entries(state.widths[key], widths.get(key), own, everywhere, weight)
-    whole = width_parts.add_entries(
-        state.model, so_far.whole if so_far else None, {name: sent[name] for name in rest}, rest, weight
+        head = state.register.find_classifier()
+        for name in (f"{head}.weight", f"{head}.bias"):
+            if name in row_places:
+                row_places[name] = (rows, row_places[name][1])
+                part = {**part, name: part[name][rows]}
+    statistics = {name: part[name] for name in state.widths.get(key, {}) if name in part}
+    entry_places = {name: axes for name, axes in row_places.items() if name not in statistics}
+    widths = dict(accumulator.widths) if accumulator else {}
+    if statistics:
+        whole_tensors = dict.fromkeys(statistics, (None, None))
+        widths[key] = width_parts.add_entries(state.widths[key], widths.get(key), statistics, whole_tensors, weight)
+    entries = width_parts.add_entries(
+        state.model,
+        accumulator.entries if accumulator else None,
+        {name: part[name] for name in entry_places},
+        entry_places,
+        weight,
     )
-    return HeteroFLSums(whole, widths)
+    return HeteroFLSums(entries, widths)
 
 
 def reported_classes(state: State, update: core.DeviceUpdate) -> np.ndarray:
@@ -272,19 +280,19 @@ def reported_classes(state: State, update: core.DeviceUpdate) -> np.ndarray:
     Raises:
         UpdateError: If the update does not report its classes.
     """
-    last = f"{state.register.find_classifier()}.weight"
-    told = update.bundles.get("classes", {})
-    tensors.require_addable(told, {"held": np.zeros(len(state.model[last]), np.uint8)})
-    return np.flatnonzero(told["held"])
+    head_weight = f"{state.register.find_classifier()}.weight"
+    classes = update.bundles.get("classes", {})
+    tensors.require_addable(classes, {"held": np.zeros(len(state.model[head_weight]), np.uint8)})
+    return np.flatnonzero(classes["held"])
 
 
 def step(state: State, total: HeteroFLSums | None) -> State:
     """Average each entry over the devices that sent it (Eq. 2-5), and each width's statistics."""
     if total is None:
         return state
-    widths = {key: width_parts.average_entries(state.widths[key], counted) for key, counted in total.widths.items()}
+    widths = {key: width_parts.average_entries(state.widths[key], sums) for key, sums in total.widths.items()}
     return replace(
-        state, model=width_parts.average_entries(state.model, total.whole), widths={**state.widths, **widths}
+        state, model=width_parts.average_entries(state.model, total.entries), widths={**state.widths, **widths}
     )
 
 

@@ -30,8 +30,8 @@ def init(bundle: core.Bundle, params: Any, seed: int) -> State:
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Train the device's own model further. No tensors are sent."""
-    answer = local_training.train_from(task, site, personal(task, site))
-    return replace(answer, bundles={}, local=answer.bundles["model"])
+    client_result = local_training.train_from(task, site, personal(task, site))
+    return replace(client_result, bundles={}, local=client_result.bundles["model"])
 
 
 def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
@@ -41,13 +41,13 @@ def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
 
 def personal(task: core.Task, site: core.ClientContext) -> core.Tensors:
     """Return the device's model, or the job's first model before training."""
-    first = site.load("model")
+    initial_model = site.load("model")
     if site.local:
-        tensors.require_matching(site.local, first)
-    return site.local or first
+        tensors.require_matching(site.local, initial_model)
+    return site.local or initial_model
 
 
-def fold(state: State, so_far: int | None, update: core.DeviceUpdate) -> int:
+def fold(state: State, accumulator: int | None, update: core.DeviceUpdate) -> int:
     """Count an update.
 
     Raises:
@@ -55,9 +55,9 @@ def fold(state: State, so_far: int | None, update: core.DeviceUpdate) -> int:
     """
     if update.bundles:
         raise core.UpdateError(
-            f"{update.device} sent {', '.join(sorted(update.bundles))}: with this method nothing travels"
+            f"{update.device} sent {', '.join(sorted(update.bundles))}: this method sends no tensors"
         )
-    return (so_far or 0) + 1
+    return (accumulator or 0) + 1
 
 
 def step(state: State, total: int | None) -> State:
@@ -81,5 +81,5 @@ METHOD = replace(
     step=step,
     result=result,
     personal=personal,
-    traits=core.Traits(replaces_private_state=False),  # the own model is what a device trains for
+    traits=core.Traits(replaces_private_state=False),  # a device's own model is the purpose of the training
 )

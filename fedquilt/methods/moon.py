@@ -41,7 +41,7 @@ class ContrastiveHooks:
 
     def __init__(self, mu: float, temperature: float, head: str) -> None:
         self._mu, self._temperature, self._head = mu, temperature, head
-        self._seen: Any = None  # (n, features) that entered the last linear layer in the last forward pass
+        self._representation: Any = None  # (n, features) that entered the last linear layer in the last forward pass
 
     def prepare(self, module: Any) -> Any:
         """Add a hook that records the classifier's input, and return the module."""
@@ -55,23 +55,23 @@ class ContrastiveHooks:
 
         from fedquilt.models.networks import traces
 
-        places = traces.state_names_by_alias(module)
-        z, modes = self._seen, [(each, each.training) for each in module.modules()]
-        likeness = []
-        module.eval()  # the other two are only read: their statistics stay, and nothing is dropped
+        names_by_alias = traces.state_names_by_alias(module)
+        z, training_modes = self._representation, [(submodule, submodule.training) for submodule in module.modules()]
+        other_z = []
+        module.eval()  # the two anchor models are not trained: no statistics change, and no dropout
         with torch.no_grad():
             for anchor in ("start", "previous"):
-                other = {place: anchors[anchor][name] for place, name in places.items()}
-                torch.func.functional_call(module, other, (x,), tie_weights=False)
-                likeness.append(self._seen)
-        for each, mode in modes:
-            each.training = mode
-        both = torch.stack([F.cosine_similarity(z, other, dim=1) for other in likeness], dim=1)  # (n, 2)
-        first = torch.zeros(len(z), dtype=torch.int64, device=z.device)
-        return self._mu * F.cross_entropy(both / self._temperature, first)
+                anchor_tensors = {place: anchors[anchor][name] for place, name in names_by_alias.items()}
+                torch.func.functional_call(module, anchor_tensors, (x,), tie_weights=False)
+                other_z.append(self._representation)
+        for submodule, mode in training_modes:
+            submodule.training = mode
+        similarities = torch.stack([F.cosine_similarity(z, anchor_z, dim=1) for anchor_z in other_z], dim=1)  # (n, 2)
+        targets = torch.zeros(len(z), dtype=torch.int64, device=z.device)
+        return self._mu * F.cross_entropy(similarities / self._temperature, targets)
 
     def _record_input(self, module: Any, inputs: tuple[Any, ...]) -> None:
-        self._seen = inputs[0]
+        self._representation = inputs[0]
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> NetworkState:
@@ -80,29 +80,29 @@ def init(bundle: Bundle, params: Params, seed: int) -> NetworkState:
     Raises:
         ModelError: If the network has no last linear layer.
     """
-    begun = fedavg.init(bundle, params, seed)
-    if begun.register.find_classifier() is None:
-        raise ModelError("MOON compares what enters the last linear layer, and this network has none")
-    return begun
+    initial = fedavg.init(bundle, params, seed)
+    if initial.register.find_classifier() is None:
+        raise ModelError("this network has no last linear layer: MOON compares the inputs of that layer")
+    return initial
 
 
 def send(state: NetworkState, device: DeviceView) -> TaskSpec:
     """Return the task spec to train, with two more forward passes if the device has a previous model."""
     traits = TRAITS if device.rounds else replace(TRAITS, forward_passes=0)
-    order = local_training.training_task_spec(state, {"model": state.model}, traits)
-    return replace(order, params={**order.params, "head": state.register.find_classifier()})
+    task_spec = local_training.training_task_spec(state, {"model": state.model}, traits)
+    return replace(task_spec, params={**task_spec.params, "head": state.register.find_classifier()})
 
 
 def work(task: Task, site: ClientContext) -> ClientResult:
     """Train with the contrastive loss if there is a previous model, and keep the new model."""
     hooks = Hooks()
     if site.local:
-        contrast = ContrastiveHooks(task.params["mu"], task.params["temperature"], task.params["head"])
+        contrastive = ContrastiveHooks(task.params["mu"], task.params["temperature"], task.params["head"])
         hooks = Hooks(
-            prepare=contrast.prepare, anchors={"previous": site.local}, steps=(Step(penalty=contrast.penalty),)
+            prepare=contrastive.prepare, anchors={"previous": site.local}, steps=(Step(penalty=contrastive.penalty),)
         )
-    answer = fedavg.work(task, site, hooks)
-    return replace(answer, local=answer.bundles["model"])
+    client_result = fedavg.work(task, site, hooks)
+    return replace(client_result, local=client_result.bundles["model"])
 
 
 METHOD = replace(

@@ -21,7 +21,8 @@ from fedquilt.formats.tensor_register import ATTENTION, CONVOLUTIONS, MADE_OF
 from fedquilt.methods import fedavg, fedrep
 from fedquilt.models.local_training import NetworkState
 
-MATRICES = ("Linear", "Embedding", "Bilinear", "GRU", "LSTM", "RNN", ATTENTION)  # modules whose weights are matrices
+# Modules whose weights are matrices.
+MATRIX_MODULES = ("Linear", "Embedding", "Bilinear", "GRU", "LSTM", "RNN", ATTENTION)
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Params(fedavg.Params):
     layers: Annotated[int, Meta(ge=0)] = 4  # convolutions that stay on the device; 0 shares all learned tensors
 
 
-def convolution_weights(begun: NetworkState) -> list[str]:
+def convolution_weights(initial: NetworkState) -> list[str]:
     """Return the weight names of convolutions larger than 1x1 or, without any, of linear layers.
 
     Matrices of attention and recurrent layers count as weights of linear layers.
@@ -39,28 +40,34 @@ def convolution_weights(begun: NetworkState) -> list[str]:
     Raises:
         ModelError: If there are neither, or only the head's.
     """
-    register, model = begun.register, begun.model
-    names = register.sort_by_call_order(begun.trained_names())
+    register, model = initial.register, initial.model
+    trained_names = register.sort_by_call_order(initial.trained_names())
     types = {entry.name: "" if MADE_OF in entry.name else entry.type for entry in register.tensors}
-    found = [name for name in names if types[name] in CONVOLUTIONS and max(model[name].shape[2:], default=0) > 1]
-    if not found:
-        last = register.parameters_by_layer().get(register.find_classifier() or "", ())
-        found = [name for name in names if types[name] in MATRICES and model[name].ndim == 2 and name not in last]
-    if not found:
+    weight_names = [
+        name for name in trained_names if types[name] in CONVOLUTIONS and max(model[name].shape[2:], default=0) > 1
+    ]
+    if not weight_names:
+        head_names = register.parameters_by_layer().get(register.find_classifier() or "", ())
+        weight_names = [
+            name
+            for name in trained_names
+            if types[name] in MATRIX_MODULES and model[name].ndim == 2 and name not in head_names
+        ]
+    if not weight_names:
         raise ModelError("this network has no convolutions and one linear layer: there is no part of it to share")
-    return found
+    return weight_names
 
 
-def last_weights(begun: NetworkState, count: int) -> set[str]:
+def last_weights(initial: NetworkState, count: int) -> set[str]:
     """Return the last `count` names of `convolution_weights`."""
-    return set(convolution_weights(begun)[-count:]) if count else set()
+    return set(convolution_weights(initial)[-count:]) if count else set()
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> fedrep.State:
     """Split the bundle's network: the last convolutions and all statistics stay on the devices."""
-    begun = fedavg.init(bundle, params, seed)
-    shared = set(begun.trained_names()) - last_weights(begun, params.layers)
-    return fedrep.split_state(begun, begun.model.keys() - shared)
+    initial = fedavg.init(bundle, params, seed)
+    shared = set(initial.trained_names()) - last_weights(initial, params.layers)
+    return fedrep.split_state(initial, initial.model.keys() - shared)
 
 
 METHOD = replace(

@@ -37,9 +37,9 @@ class Params(fedavg.Params):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_plain_steps("Per-FedAvg takes a step back by its length")
+        self.require_plain_steps("Per-FedAvg reverses a step by its length")
         if self.optimizer != "sgd" or self.momentum or self.clip:
-            raise ValueError("a step is taken back and another taken: Per-FedAvg requires sgd, no momentum and no clip")
+            raise ValueError("Per-FedAvg reverses its first step: it requires sgd, no momentum and no clip")
 
 
 class MetaStep:
@@ -50,24 +50,24 @@ class MetaStep:
     """
 
     def __init__(self, alpha: float, beta: float) -> None:
-        self._beta, self._ahead = beta, False
+        self._beta, self._is_second_step = beta, False
         self.steps = (
             Step(rate=lambda name: alpha / beta, begin=self._begin_first_step),
             Step(begin=self._begin_second_step),
         )
 
-    def correct(self, gradient: Any, value: Any, at: Mapping[str, Any]) -> Any:
+    def correct(self, gradient: Any, value: Any, anchors: Mapping[str, Any]) -> Any:
         """Return the gradient of the current step. The second step includes the way back to w."""
-        if self._ahead:
-            return gradient + (value - at["w"]) / self._beta
-        at["w"].copy_(value)
+        if self._is_second_step:
+            return gradient + (value - anchors["w"]) / self._beta
+        anchors["w"].copy_(value)
         return gradient
 
     def _begin_first_step(self, module: Any) -> None:
-        self._ahead = False
+        self._is_second_step = False
 
     def _begin_second_step(self, module: Any) -> None:
-        self._ahead = True
+        self._is_second_step = True
 
 
 def send(state: NetworkState, device: DeviceView) -> TaskSpec:
@@ -79,8 +79,10 @@ def work(task: Task, site: ClientContext) -> ClientResult:
     """Take both steps on every mini-batch, or train as in FedAvg if alpha is 0."""
     if not task.params["alpha"]:
         return fedavg.work(task, site)
-    received, ahead = site.load("model"), MetaStep(task.params["alpha"], local_training.fit_from_task(task).lr)
-    return local_training.train_from(task, site, received, Hooks(ahead.correct, {"w": received}, steps=ahead.steps))
+    received, meta_step = site.load("model"), MetaStep(task.params["alpha"], local_training.fit_from_task(task).lr)
+    return local_training.train_from(
+        task, site, received, Hooks(meta_step.correct, {"w": received}, steps=meta_step.steps)
+    )
 
 
 def check(task: Task, site: ClientContext) -> EvaluationSums:

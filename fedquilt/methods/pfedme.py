@@ -42,11 +42,11 @@ class Params(fedavg.Params):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_plain_steps("pFedMe moves w by steps of theta of one length")
+        self.require_plain_steps("pFedMe requires steps of theta of equal length")
         if self.optimizer != "sgd" or self.momentum:
             raise ValueError("theta is found by plain gradient steps: pFedMe requires sgd and no momentum")
         if self.lr * self.pull >= 2 or self.outer_lr * self.pull >= 2:
-            raise ValueError("lr and outer_lr times pull have to be below 2: theta or w would swing ever further")
+            raise ValueError("lr and outer_lr times pull have to be below 2: otherwise theta or w diverges")
 
 
 class MoreauEnvelope:
@@ -76,9 +76,9 @@ class MoreauEnvelope:
 
     def final_anchor(self, theta: Tensors) -> dict[str, np.ndarray]:
         """Return w after its last step towards `theta`. Tensors without a w are those of `theta`."""
-        moved = {name: value.cpu().numpy() for name, value in self._w.items()}
+        w = {name: value.cpu().numpy() for name, value in self._w.items()}
         return {
-            name: (moved[name] - self._rate * (moved[name] - array)).astype(array.dtype) if name in moved else array
+            name: (w[name] - self._rate * (w[name] - array)).astype(array.dtype) if name in w else array
             for name, array in theta.items()
         }
 
@@ -92,9 +92,11 @@ def work(task: Task, site: ClientContext) -> ClientResult:
     """Train theta and w together, return w and keep theta on the device."""
     received = site.load("model")
     envelope = MoreauEnvelope(task.params["pull"], task.params["inner"], task.params["outer_lr"])
-    answer = local_training.train_from(task, site, received, Hooks(steps=envelope.steps, anchors={"w": received}))
-    theta = answer.bundles["model"]
-    return replace(answer, bundles={"model": envelope.final_anchor(theta)}, weight=1.0, local=theta)
+    client_result = local_training.train_from(
+        task, site, received, Hooks(steps=envelope.steps, anchors={"w": received})
+    )
+    theta = client_result.bundles["model"]
+    return replace(client_result, bundles={"model": envelope.final_anchor(theta)}, weight=1.0, local=theta)
 
 
 def validate_update(state: NetworkState, update: DeviceUpdate) -> None:
@@ -103,10 +105,10 @@ def validate_update(state: NetworkState, update: DeviceUpdate) -> None:
     fedavg.validate_update(state, update)
 
 
-def fold(state: NetworkState, so_far: WeightedSums | None, update: DeviceUpdate) -> WeightedSums:
+def fold(state: NetworkState, accumulator: WeightedSums | None, update: DeviceUpdate) -> WeightedSums:
     """Add an update to the sums, with the same weight for every device."""
     validate_update(state, update)
-    return fedavg.fold(state, so_far, update)
+    return fedavg.fold(state, accumulator, update)
 
 
 def step(state: NetworkState, total: WeightedSums | None) -> NetworkState:

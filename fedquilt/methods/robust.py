@@ -40,8 +40,12 @@ from fedquilt.methods import fedavg
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
 
-BLOCK: Final = 1 << 16  # values of a tensor that are read from all updates at once
-ASSUMING = ("trimmed_mean", "krum", "multi_krum")  # rules that leave out as many updates as there may be attackers
+BLOCK_VALUES: Final = 1 << 16  # values of a tensor that are read from all updates at once
+RULES_WITH_ATTACKERS = (
+    "trimmed_mean",
+    "krum",
+    "multi_krum",
+)  # rules that leave out as many updates as there may be attackers
 
 
 def assumed_attackers(share: float, updates: int) -> int:
@@ -57,7 +61,7 @@ class Params(fedavg.Params):
     attackers: Annotated[float, Meta(ge=0, lt=0.5)] = 0.2  # f / n: share of a round's updates that may be arbitrary
     bucket: Annotated[int, Meta(ge=1)] = 1  # s: updates that are averaged at random before the rule; 1: no buckets
     radius: Annotated[float, Meta(ge=0)] = 0.0  # of "clipped": largest norm of a change; 0: the round's median norm
-    most: Annotated[int, Meta(ge=1)] = 32  # updates of a round that are held at once, each as large as the model
+    most: Annotated[int, Meta(ge=1)] = 32  # updates of a round in memory at once, each as large as the model
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -88,34 +92,36 @@ class State(NetworkState):
 class CollectedUpdates:
     """Updates of a round by device, and the number of updates that were left out."""
 
-    sent: Mapping[str, Mapping[str, np.ndarray]]
+    updates: Mapping[str, Mapping[str, np.ndarray]]
     left_out: int = 0
     round: int = 0
 
-    def left_out_note(self, what: str) -> list[str]:
+    def left_out_note(self, noun: str) -> list[str]:
         """Return one sentence if any updates were left out, otherwise none."""
-        return [f"{self.left_out} {what} beyond the {len(self.sent)} held at once were left out"] * bool(self.left_out)
+        if not self.left_out:
+            return []
+        return [f"{self.left_out} {noun} beyond the {len(self.updates)} held at once were left out"]
 
 
 def collect_update(
-    so_far: CollectedUpdates | None, update: DeviceUpdate, name: str, like: Tensors, most: int, seed: int
+    collected: CollectedUpdates | None, update: DeviceUpdate, name: str, reference: Tensors, max_updates: int, seed: int
 ) -> CollectedUpdates:
-    """Add an update's bundle. Beyond `most` updates, a draw by `seed` decides which stay.
+    """Add an update's bundle. Beyond `max_updates` updates, a draw by `seed` decides which stay.
 
     The draw does not depend on the order of arrival.
 
     Raises:
-        UpdateError: If a tensor's name, shape or type differs from `like`, or a number is out of range.
+        UpdateError: If a tensor's name, shape or type differs from `reference`, or a number is out of range.
     """
-    sent = update.bundles.get(name, {})
-    tensors.require_addable(sent, like)
-    held = {**(so_far.sent if so_far else {}), update.device: sent}
-    left_out = so_far.left_out if so_far else 0
-    if len(held) <= most:
-        return CollectedUpdates(held, left_out, update.round)
-    last = max(sorted(held), key=lambda device: derive_seed(seed, "held", update.round, device))
+    new_bundle = update.bundles.get(name, {})
+    tensors.require_addable(new_bundle, reference)
+    updates = {**(collected.updates if collected else {}), update.device: new_bundle}
+    left_out = collected.left_out if collected else 0
+    if len(updates) <= max_updates:
+        return CollectedUpdates(updates, left_out, update.round)
+    dropped_device = max(sorted(updates), key=lambda device: derive_seed(seed, "held", update.round, device))
     return CollectedUpdates(
-        {device: each for device, each in held.items() if device != last}, left_out + 1, update.round
+        {device: bundle for device, bundle in updates.items() if device != dropped_device}, left_out + 1, update.round
     )
 
 
@@ -124,37 +130,37 @@ def init(bundle: Bundle, params: Any, seed: int) -> State:
     return State(**vars(fedavg.init(bundle, params, seed)), seed=seed)
 
 
-def fold(state: State, so_far: CollectedUpdates | None, update: DeviceUpdate) -> CollectedUpdates:
+def fold(state: State, collected: CollectedUpdates | None, update: DeviceUpdate) -> CollectedUpdates:
     """Collect an update, for up to `most` devices in a round."""
-    return collect_update(so_far, update, "model", state.model, state.params["most"], state.seed)
+    return collect_update(collected, update, "model", state.model, state.params["most"], state.seed)
 
 
 def step(state: State, total: CollectedUpdates | None) -> State:
     """Replace the model by the rule's aggregate, or keep it if the updates are too few for the rule."""
     if total is None:
         return state
-    devices, rule, size = sorted(total.sent), state.params["rule"], state.params["bucket"]
+    devices, rule, size = sorted(total.updates), state.params["rule"], state.params["bucket"]
     f = assumed_attackers(state.params["attackers"], len(devices))
-    told = total.left_out_note("updates")
+    notes = total.left_out_note("updates")
     if not tolerates_attackers(rule, len(devices), f, size):
-        few = f"{len(devices)} updates are too few for {rule} with {f} attackers: the round changed nothing"
-        return replace(state, told=(*told, few))
-    if rule in ASSUMING and state.params["attackers"] and not f:
-        told.append(f"{len(devices)} updates are too few for an attacker among them: {rule} left none out")
+        too_few = f"{len(devices)} updates are too few for {rule} with {f} attackers: the round changed nothing"
+        return replace(state, told=(*notes, too_few))
+    if rule in RULES_WITH_ATTACKERS and state.params["attackers"] and not f:
+        notes.append(f"{len(devices)} updates are too few for an attacker among them: {rule} left none out")
     groups = None
     if size > 1:
         groups = draw_buckets(len(devices), size, tensors.seeded_rng(state.seed, "buckets", total.round))
-    updates = [total.sent[device] for device in devices]
-    rows, learned = UpdateRows(updates, groups), state.trained_names()
-    called = devices if groups is None else ["+".join(devices[index] for index in group) for group in groups]
-    merged, sentence = _aggregate_by_rule(state, rows, learned, f, called)
-    others = [name for name in state.model if name not in merged]
-    model = {**merged, **median(UpdateRows(updates), others)}
-    return replace(state, model={name: model[name] for name in state.model}, told=(*told, *sentence))
+    updates = [total.updates[device] for device in devices]
+    rows, trained_names = UpdateRows(updates, groups), state.trained_names()
+    row_names = devices if groups is None else ["+".join(devices[index] for index in group) for group in groups]
+    merged, sentence = _aggregate_by_rule(state, rows, trained_names, f, row_names)
+    other_names = [name for name in state.model if name not in merged]
+    model = {**merged, **median(UpdateRows(updates), other_names)}
+    return replace(state, model={name: model[name] for name in state.model}, told=(*notes, *sentence))
 
 
 def _aggregate_by_rule(
-    state: State, rows: UpdateRows, names: list[str], f: int, called: list[str]
+    state: State, rows: UpdateRows, names: list[str], f: int, row_names: list[str]
 ) -> tuple[dict[str, np.ndarray], list[str]]:
     """Return the rule's aggregate, and at most one sentence on shortened changes or chosen updates."""
     rule, radius = state.params["rule"], state.params["radius"]
@@ -165,12 +171,13 @@ def _aggregate_by_rule(
     if rule == "clipped":
         lengths = difference_norms(rows, names, state.model)
         radius = radius or float(np.median(lengths))
-        cut = int((lengths > radius).sum())
-        sentence = f"{cut} of {len(rows)} changes were shortened to {radius:.3g}, the longest from {lengths.max():.3g}"
-        return clipped_mean(rows, names, state.model, lengths, radius), [sentence] * (cut > 0)
+        clipped_count = int((lengths > radius).sum())
+        changes = f"{clipped_count} of {len(rows)} changes"
+        note = f"{changes} were shortened to {radius:.3g}, the longest from {lengths.max():.3g}"
+        return clipped_mean(rows, names, state.model, lengths, radius), [note] if clipped_count else []
     count = 1 if rule == "krum" else len(rows) - f
     best = sorted(np.argsort(krum_scores(rows, names, f), kind="stable")[:count].tolist())
-    return mean_of_chosen_rows(rows, names, best), [f"{rule} took {', '.join(called[index] for index in best)}"]
+    return mean_of_rows(rows, names, best), [f"{rule} took {', '.join(row_names[index] for index in best)}"]
 
 
 # -- aggregates of the rules ----------------------------------------------------------------------
@@ -197,8 +204,8 @@ class UpdateRows:
     def iterate_blocks(self, name: str) -> Iterator[tuple[slice, np.ndarray]]:
         """Yield the slice and the values, (rows, block) in float64, of each block of a flattened tensor."""
         flat = [np.reshape(update[name], -1) for update in self.updates]
-        for start in range(0, flat[0].size, BLOCK):
-            part = slice(start, start + BLOCK)
+        for start in range(0, flat[0].size, BLOCK_VALUES):
+            part = slice(start, start + BLOCK_VALUES)
             block = np.stack([values[part] for values in flat]).astype(np.float64)
             if self._groups is not None:
                 block = np.stack([block[list(group)].mean(axis=0) for group in self._groups])
@@ -215,13 +222,13 @@ def trimmed_mean(rows: UpdateRows, names: Collection[str], cut: int) -> dict[str
         names: Tensors to return.
         cut: Values to leave out at either end.
     """
-    found = rows.empty_arrays(names)
-    for name, array in found.items():
+    means = rows.empty_arrays(names)
+    for name, array in means.items():
         flat = array.reshape(-1)
         for part, block in rows.iterate_blocks(name):
             block.sort(axis=0)
             flat[part] = block[cut : len(block) - cut].mean(axis=0)
-    return found
+    return means
 
 
 def median(rows: UpdateRows, names: Collection[str]) -> dict[str, np.ndarray]:
@@ -229,14 +236,14 @@ def median(rows: UpdateRows, names: Collection[str]) -> dict[str, np.ndarray]:
     return trimmed_mean(rows, names, (len(rows) - 1) // 2)
 
 
-def mean_of_chosen_rows(rows: UpdateRows, names: Collection[str], chosen: Sequence[int]) -> dict[str, np.ndarray]:
+def mean_of_rows(rows: UpdateRows, names: Collection[str], row_indices: Sequence[int]) -> dict[str, np.ndarray]:
     """Return the mean of the chosen rows."""
-    found = rows.empty_arrays(names)
-    for name, array in found.items():
+    means = rows.empty_arrays(names)
+    for name, array in means.items():
         flat = array.reshape(-1)
         for part, block in rows.iterate_blocks(name):
-            flat[part] = block[list(chosen)].mean(axis=0)
-    return found
+            flat[part] = block[list(row_indices)].mean(axis=0)
+    return means
 
 
 def krum_scores(rows: UpdateRows, names: Collection[str], f: int) -> np.ndarray:
@@ -274,18 +281,18 @@ def clipped_mean(
         radius: Largest norm.
     """
     shares = np.minimum(1.0, radius / np.maximum(lengths, np.finfo(np.float64).tiny))[:, None]
-    found = rows.empty_arrays(names)
-    for name, array in found.items():
+    means = rows.empty_arrays(names)
+    for name, array in means.items():
         flat, middle = array.reshape(-1), np.reshape(centre[name], -1)
         for part, block in rows.iterate_blocks(name):
             flat[part] = middle[part] + (shares * (block - middle[part])).mean(axis=0)
-    return found
+    return means
 
 
 def draw_buckets(count: int, size: int, rng: np.random.Generator) -> list[list[int]]:
     """Draw groups of `size` indices without replacement."""
-    order = rng.permutation(count).tolist()
-    return [sorted(order[start : start + size]) for start in range(0, count, size)]
+    shuffled = rng.permutation(count).tolist()
+    return [sorted(shuffled[start : start + size]) for start in range(0, count, size)]
 
 
 def tolerates_attackers(rule: str, count: int, f: int, size: int) -> bool:

@@ -35,8 +35,8 @@ from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
 
 TOPK: Final = (
-    "SCAFFOLD takes each device's mean gradient from how far its whole model moved, and this codec tells a few "
-    "entries of it at a time: take 'int8', 'fp16' or 'raw', or another method"
+    "SCAFFOLD computes each device's mean gradient from the change of its whole model, and this codec sends a few "
+    "entries at a time: take 'int8', 'fp16' or 'raw', or another method"
 )
 
 
@@ -52,7 +52,7 @@ class Params(fedavg.Params):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_plain_steps("SCAFFOLD divides how far a device went by K eta_l")
+        self.require_plain_steps("SCAFFOLD divides a device's change by K eta_l")
         if self.optimizer != "sgd" or self.momentum:
             raise ValueError(
                 "control variates are differences of plain gradients: SCAFFOLD requires sgd and no momentum"
@@ -72,14 +72,14 @@ class ScaffoldSums(WeightedSums):
     """Sums of a round: models, and sum_i (x - y_i) / (K_i eta_l) with the number of devices."""
 
     slopes: dict[str, exact_sums.ExactSum] = field(default_factory=dict)
-    new: int = 0  # devices that answered for the first time
+    new_devices: int = 0  # devices that take part for the first time
 
 
 def init(bundle: core.Bundle, params: Params, seed: int) -> State:
     """Return the first state, with control variates of 0."""
-    begun = fedavg.init(bundle, params, seed)
-    control = {name: np.zeros_like(begun.model[name]) for name in begun.trained_names()}
-    return State(**vars(begun), control=control, known=0)
+    initial = fedavg.init(bundle, params, seed)
+    control = {name: np.zeros_like(initial.model[name]) for name in initial.trained_names()}
+    return State(**vars(initial), control=control, known=0)
 
 
 def send(state: State, device: core.DeviceView) -> core.TaskSpec:
@@ -90,69 +90,85 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec:
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Train with each gradient corrected by c - c_i. The new c_i stays on the device (option II)."""
     received, control = site.load("model"), site.load("control")
-    own = site.local or {name: np.zeros_like(array) for name, array in control.items()}
-    tensors.require_matching(own, control)
-    shift = {name: control[name] - own[name] for name in control}
-    correction = core.Hooks(correct=lambda gradient, value, at: gradient + at["shift"], anchors={"shift": shift})
-    answer = local_training.train_from(task, site, received, correction)
-    model, path = answer.bundles["model"], answer.metrics["steps"] * local_training.fit_from_task(task).lr
-    kept = {name: (received[name] - model[name]) / np.float32(path) - shift[name] for name in control}
-    return replace(answer, weight=1.0, metrics={**answer.metrics, "new": float(not site.local)}, local=kept)
+    device_control = site.local or {name: np.zeros_like(array) for name, array in control.items()}
+    tensors.require_matching(device_control, control)
+    shift = {name: control[name] - device_control[name] for name in control}
+    correction = core.Hooks(
+        correct=lambda gradient, value, anchors: gradient + anchors["shift"], anchors={"shift": shift}
+    )
+    client_result = local_training.train_from(task, site, received, correction)
+    model, k_eta = (
+        client_result.bundles["model"],
+        client_result.metrics["steps"] * local_training.fit_from_task(task).lr,
+    )
+    new_control = {name: (received[name] - model[name]) / np.float32(k_eta) - shift[name] for name in control}
+    return replace(
+        client_result, weight=1.0, metrics={**client_result.metrics, "new": float(not site.local)}, local=new_control
+    )
 
 
 def validate_site_sums(state: State, total: ScaffoldSums, weight: float) -> None:
     """Validate the sums of a site before they are merged."""
     fedavg.validate_site_sums(state, total, weight)
     exact_sums.require_valid_sums(total.slopes, state.control, weight)
-    if not 0 <= total.new <= weight:
-        raise core.UpdateError(f"{total.new} of {weight:g} devices are said to take part for the first time")
+    if not 0 <= total.new_devices <= weight:
+        raise core.UpdateError(f"{total.new_devices} of {weight:g} devices are reported as new")
 
 
 def validate_update(state: State, update: core.DeviceUpdate) -> None:
     """Validate an update as in FedAvg, its steps, and whether the device is new."""
-    new = update.metrics.get("new")
-    if new not in (0.0, 1.0):
-        raise core.UpdateError(f"{update.device} does not say whether it takes part for the first time (new = {new})")
+    is_new = update.metrics.get("new")
+    if is_new not in (0.0, 1.0):
+        raise core.UpdateError(
+            f"{update.device} does not say whether it takes part for the first time (new = {is_new})"
+        )
     local_training.reported_steps(update)
     local_training.require_unit_weight(update)
     fedavg.validate_update(state, update)
 
 
-def fold(state: State, so_far: ScaffoldSums | None, update: core.DeviceUpdate) -> ScaffoldSums:
+def fold(state: State, accumulator: ScaffoldSums | None, update: core.DeviceUpdate) -> ScaffoldSums:
     """Add an update's model to the sums in place, with its mean gradient (x - y) / (K eta_l)."""
     validate_update(state, update)
-    path = local_training.reported_steps(update) * local_training.learning_rate(state.params, update.round)
-    so_far = so_far or ScaffoldSums()
-    total, slopes = dict(so_far.total), dict(so_far.slopes)
-    for name, given in update.bundles["model"].items():  # one at a time: a large update is on the disk
-        total[name] = exact_sums.add_to_sum(total.get(name), given)
+    k_eta = local_training.reported_steps(update) * local_training.learning_rate(state.params, update.round)
+    accumulator = accumulator or ScaffoldSums()
+    total, slopes = dict(accumulator.total), dict(accumulator.slopes)
+    for name, tensor in update.bundles["model"].items():  # tensor by tensor, because a large update is on the disk
+        total[name] = exact_sums.add_to_sum(total.get(name), tensor)
         if name in state.control:
             slopes[name] = exact_sums.add_to_sum(
-                slopes.get(name), (state.model[name].astype(np.float64) - given) / path
+                slopes.get(name), (state.model[name].astype(np.float64) - tensor) / k_eta
             )
-    return ScaffoldSums(total, so_far.weights.add_numbers(1.0), slopes, so_far.new + int(update.metrics["new"]))
+    return ScaffoldSums(
+        total, accumulator.weights.add_numbers(1.0), slopes, accumulator.new_devices + int(update.metrics["new"])
+    )
 
 
 def step(state: State, total: ScaffoldSums | None) -> State:
     """Average the models and update the server's control variate c (Algorithm 1)."""
     if total is None or total.weight == 0:
         return state
-    # devices that kept their c_i are not new to a coordinator that has forgotten them
-    known = max(state.known + total.new, math.ceil(total.weight))
-    before, after = max(state.known, state.params["devices"]), max(known, state.params["devices"])
-    weight, rate, like = total.weight, state.params["server_lr"], tensors.tensor_shapes(state.model)
+    # A restored coordinator may have lost devices that still have their c_i, and report that they are not new.
+    device_count = max(state.known + total.new_devices, math.ceil(total.weight))
+    devices_before, devices_after = (
+        max(state.known, state.params["devices"]),
+        max(device_count, state.params["devices"]),
+    )
+    weight, server_lr, shapes = total.weight, state.params["server_lr"], tensors.tensor_shapes(state.model)
     model, control = {}, {}
     for name in state.control:
-        old = state.control[name].astype(np.float64)
-        # the mean of all c_i: those of the round have moved by their slope less c
-        moved = (before * old + total.slopes.pop(name).rounded_value() - weight * old) / after
-        control[name] = np.asarray(moved).astype(like[name].dtype)
+        old_control = state.control[name].astype(np.float64)
+        # The mean of all c_i, in which each c_i of the round has changed by its slope minus c.
+        new_control = (
+            devices_before * old_control + total.slopes.pop(name).rounded_value() - weight * old_control
+        ) / devices_after
+        control[name] = np.asarray(new_control).astype(shapes[name].dtype)
     for name in state.model:
         mean = total.total.pop(name).mean(weight)
         if name in control:
-            mean = (1 - rate) * state.model[name] + rate * mean
-        model[name] = np.asarray(mean).astype(like[name].dtype)
-    return replace(state, model=model, control=control, known=known)
+            mean = (1 - server_lr) * state.model[name] + server_lr * mean
+        model[name] = np.asarray(mean).astype(shapes[name].dtype)
+    return replace(state, model=model, control=control, known=device_count)
 
 
 METHOD = replace(

@@ -16,13 +16,13 @@ from pathlib import Path
 
 from fedquilt.core import JobError
 
-KERNEL = {
+KERNEL_RELEASES = {
     4: "R32 (release), REVISION: 7.4",
     5: "R35 (release), REVISION: 4.1",
     6: "R36 (release), REVISION: 4.3",
     7: "R38 (release), REVISION: 2.0",
 }
-SOURCE = "SOURCE"  # file in the tree's root: where its layout comes from
+SOURCE = "SOURCE"  # file in the root that names the source of the layout
 
 
 def write_fake_board(root: Path, board: str, jetpack: int) -> None:
@@ -38,7 +38,7 @@ def write_fake_board(root: Path, board: str, jetpack: int) -> None:
     """
     layout = BOARDS.get(board)
     if layout is None or jetpack not in layout.jetpacks:
-        runs = ", ".join(f"{name} {'/'.join(map(str, one.jetpacks))}" for name, one in BOARDS.items())
+        runs = ", ".join(f"{name} {'/'.join(map(str, board_layout.jetpacks))}" for name, board_layout in BOARDS.items())
         raise JobError(f"there is no fake {board!r} with JetPack {jetpack}; there are: {runs}")
     _write_identity(root, layout, jetpack)
     _write_processors(root, layout)
@@ -52,21 +52,21 @@ def write_fake_board(root: Path, board: str, jetpack: int) -> None:
         _link_relative(root / "sys/class/hwmon/hwmon9", root / "sys/bus/i2c/drivers/ina2xx/2-0044/hwmon/hwmon9")
     (root / SOURCE).write_text(f"{layout.source}\nReadings are made up unless the source has them.\n")
     for number, zone in enumerate(layout.zones):
-        celsius = 100 if zone == "PMIC-Die" else 40 + number / 2  # that one always says 100
+        celsius = 100 if zone == "PMIC-Die" else 40 + number / 2  # PMIC-Die always reads 100
         _write_files(root, f"sys/class/thermal/thermal_zone{number}", {"type": zone, "temp": int(1000 * celsius)})
     _write_power_modes(root, layout, jetpack)
     (root / "sys/kernel/debug").chmod(0o700)  # the kernel's default, which only root may read
 
 
 def _write_files(root: Path, folder: str, files: Mapping[str, object]) -> None:
-    place = root / folder
-    place.mkdir(parents=True, exist_ok=True)
+    directory = root / folder
+    directory.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
-        (place / name).write_text(f"{text}\n")
+        (directory / name).write_text(f"{text}\n")
 
 
 def _link_relative(link: Path, target: Path) -> None:
-    # relative, so that the tree can be moved
+    # Relative links permit moving the tree.
     link.parent.mkdir(parents=True, exist_ok=True)
     link.symlink_to(os.path.relpath(target, link.parent))
 
@@ -81,12 +81,14 @@ def _write_identity(root: Path, layout: BoardLayout, jetpack: int) -> None:
     _link_relative(root / "proc/device-tree", tree)
     (tree / "model").write_bytes(layout.model.encode() + b"\0")
     (tree / "compatible").write_bytes(b"".join(name.encode() + b"\0" for name in layout.compatible))
-    _write_files(root, "etc", {"nv_tegra_release": f"# {KERNEL[jetpack]}, GCID: 0, BOARD: t186ref, EABI: aarch64"})
+    _write_files(
+        root, "etc", {"nv_tegra_release": f"# {KERNEL_RELEASES[jetpack]}, GCID: 0, BOARD: t186ref, EABI: aarch64"}
+    )
     total = layout.memory_kib
     _write_files(
         root, "proc", {"meminfo": f"MemTotal: {total} kB\nMemFree: {total // 3} kB\nMemAvailable: {total // 2} kB"}
     )
-    if jetpack >= 5:  # pressure is told from Linux 4.20
+    if jetpack >= 5:  # Linux 4.20 and later have pressure files
         pressure = "some avg10=0.00 avg60=0.00 avg300=0.00 total=0\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=0"
         _write_files(root, "proc/pressure", {"memory": pressure})
     if jetpack >= 6:  # Ubuntu 22.04 has cgroup v2 alone
@@ -98,12 +100,12 @@ def _write_identity(root: Path, layout: BoardLayout, jetpack: int) -> None:
 
 def _write_processors(root: Path, layout: BoardLayout) -> None:
     system = "sys/devices/system/cpu"
-    listed = " ".join(str(round(khz)) for khz in layout.cpu_khz)
+    frequencies = " ".join(str(round(khz)) for khz in layout.cpu_khz)
     low, high = round(min(layout.cpu_khz)), round(max(layout.cpu_khz))
     for cores in layout.policies:
         policy = f"{system}/cpufreq/policy{cores[0]}"
         files = {
-            "scaling_available_frequencies": listed,
+            "scaling_available_frequencies": frequencies,
             "scaling_min_freq": low,
             "scaling_max_freq": high,
             "scaling_cur_freq": low,
@@ -121,8 +123,8 @@ def _write_processors(root: Path, layout: BoardLayout) -> None:
 
 
 def _write_gpu(root: Path, layout: BoardLayout, jetpack: int) -> None:
-    device, _, inside = layout.gpu[jetpack].partition("/devfreq/")
-    name = inside or device.rsplit("/", 1)[-1]
+    device, _, devfreq_name = layout.gpu[jetpack].partition("/devfreq/")
+    name = devfreq_name or device.rsplit("/", 1)[-1]
     node = name.partition(".")[2] or name
     _write_devfreq(root, device, name, node, layout.gpu_mhz, "nvhost_podgov")
     _write_files(root, f"sys/devices/{device}", {"load": 0})
@@ -131,24 +133,24 @@ def _write_gpu(root: Path, layout: BoardLayout, jetpack: int) -> None:
 
 
 def _write_devfreq(root: Path, device: str, name: str, node: str, mhz: Sequence[float], governor: str) -> None:
-    place = f"sys/devices/{device}/devfreq/{name}"
+    directory = f"sys/devices/{device}/devfreq/{name}"
     files = {
-        "available_frequencies": " ".join(str(_to_hz(one)) for one in mhz),
+        "available_frequencies": " ".join(str(_to_hz(frequency_mhz)) for frequency_mhz in mhz),
         "min_freq": _to_hz(min(mhz)),
         "max_freq": _to_hz(max(mhz)),
         "cur_freq": _to_hz(min(mhz)),
         "governor": governor,
         "available_governors": f"{governor} userspace powersave performance simple_ondemand",
     }
-    _write_files(root, place, files)
-    _link_relative(root / place / "device", root / "sys/devices" / device)
+    _write_files(root, directory, files)
+    _link_relative(root / directory / "device", root / "sys/devices" / device)
     (root / f"sys/devices/{device}/of_node").mkdir(exist_ok=True)
     (root / f"sys/devices/{device}/of_node/name").write_bytes(node.encode() + b"\0")
-    _link_relative(root / "sys/class/devfreq" / name, root / place)
+    _link_relative(root / "sys/class/devfreq" / name, root / directory)
 
 
 def _write_memory_clock(root: Path, layout: BoardLayout, jetpack: int) -> None:
-    # nvpmodel writes the cap, 0 for none, and only root reads debugfs on a board
+    # nvpmodel writes the cap, 0 for none. On a board only root can read debugfs.
     if jetpack >= 7:
         _write_devfreq(root, "platform/bwmgr", "bwmgr", "bwmgr", (204, layout.emc_mhz), "userspace")
         (root / "sys/kernel/debug").mkdir(parents=True, exist_ok=True)
@@ -183,29 +185,29 @@ def _write_hwmon_monitor(root: Path, address: str, number: int, rails: Sequence[
         files |= {f"in{channel}_label": label, f"in{channel}_input": mv, f"in{channel}_enable": 1}
         files |= {f"curr{channel}_input": ma, f"in{channel + 3}_input": ma // 200}  # 4 to 6: the shunts' own voltages
     files |= {"in7_label": "sum of shunt voltages", "in7_input": sum(rail[2] for rail in rails) // 200}
-    place = f"sys/bus/i2c/drivers/ina3221/{address}/hwmon/hwmon{number + 1}"
-    _write_files(root, place, files)
-    _link_relative(root / f"sys/class/hwmon/hwmon{number + 1}", root / place)
+    directory = f"sys/bus/i2c/drivers/ina3221/{address}/hwmon/hwmon{number + 1}"
+    _write_files(root, directory, files)
+    _link_relative(root / f"sys/class/hwmon/hwmon{number + 1}", root / directory)
 
 
 def _write_power_modes(root: Path, layout: BoardLayout, jetpack: int) -> None:
     cores = [core for policy in layout.policies for core in policy]
-    device, _, inside = layout.gpu[jetpack].partition("/devfreq/")
-    gpu = f"sys/devices/{device}/devfreq/{inside or device.rsplit('/', 1)[-1]}"
+    device, _, devfreq_name = layout.gpu[jetpack].partition("/devfreq/")
+    gpu = f"sys/devices/{device}/devfreq/{devfreq_name or device.rsplit('/', 1)[-1]}"
     cap = "nvpmodel_clk_cap/emc" if jetpack >= 6 else "nvpmodel_emc_cap/emc_iso_cap"
     emc = "class/devfreq/bwmgr/max_freq" if jetpack >= 7 else f"kernel/{cap}"
     text = ["< PARAM TYPE=FILE NAME=CPU_ONLINE >"]
     text += [f"CORE_{core} /sys/devices/system/cpu/cpu{core}/online" for core in sorted(cores)]
     for policy in layout.policies:
-        place = f"/sys/devices/system/cpu/cpu{policy[0]}/cpufreq/scaling"
-        text += ["", f"< PARAM TYPE=CLOCK NAME=CPU_{policy[0]} >", f"FREQ_TABLE {place}_available_frequencies"]
-        text += [f"MAX_FREQ {place}_max_freq", f"MIN_FREQ {place}_min_freq"]
+        prefix = f"/sys/devices/system/cpu/cpu{policy[0]}/cpufreq/scaling"
+        text += ["", f"< PARAM TYPE=CLOCK NAME=CPU_{policy[0]} >", f"FREQ_TABLE {prefix}_available_frequencies"]
+        text += [f"MAX_FREQ {prefix}_max_freq", f"MIN_FREQ {prefix}_min_freq"]
     text += ["", "< PARAM TYPE=CLOCK NAME=GPU >", f"FREQ_TABLE /{gpu}/available_frequencies"]
     text += [f"MAX_FREQ /{gpu}/max_freq", f"MIN_FREQ /{gpu}/min_freq"]
     text += ["", "< PARAM TYPE=CLOCK NAME=EMC >", f"MAX_FREQ /sys/{emc}"]
     for number, mode in enumerate(layout.modes):
         text += ["", f"< POWER_MODEL ID={number} NAME={mode.name} >"]
-        text += [f"CPU_ONLINE CORE_{core} {int(place < mode.cores)}" for place, core in enumerate(cores)]
+        text += [f"CPU_ONLINE CORE_{core} {int(position < mode.cores)}" for position, core in enumerate(cores)]
         khz = mode.cpu if mode.cpu == UNCAPPED else round(mode.cpu * 1000)
         text += [f"CPU_{policy[0]} MAX_FREQ {khz}" for policy in layout.policies]
         text += [f"GPU MAX_FREQ {_to_hz(mode.gpu)}", f"EMC MAX_FREQ {0 if mode.emc == UNCAPPED else _to_hz(mode.emc)}"]
@@ -221,8 +223,8 @@ XAVIER_ZONES = ("CPU-therm", "GPU-therm", "AUX-therm", "AO-therm", "PMIC-Die", "
 ORIN_ZONES = ("cpu-thermal", "gpu-thermal", "cv0-thermal", "soc0-thermal", "soc1-thermal", "soc2-thermal", "tj-thermal")
 
 
-def frequency_steps(first: float, last: float, by: float, *more: float) -> tuple[float, ...]:
-    return (*(first + by * k for k in range(round((last - first) / by) + 1)), *more)
+def frequency_steps(start: float, end: float, step: float, *extra: float) -> tuple[float, ...]:
+    return (*(start + step * k for k in range(round((end - start) / step) + 1)), *extra)
 
 
 @dataclass(frozen=True)
@@ -259,9 +261,9 @@ class BoardLayout:
 
 XAVIER_CPU = frequency_steps(115200, 1881600, 76800, 1907200)
 ORIN_GPU = {5: "17000000.ga10b", 6: "platform/bus@0/17000000.gpu"}
-THREE = (("VDD_IN", 5000, 1200), ("VDD_CPU_GPU_CV", 5000, 400), ("VDD_SOC", 5000, 300))
+THREE_RAILS = (("VDD_IN", 5000, 1200), ("VDD_CPU_GPU_CV", 5000, 400), ("VDD_SOC", 5000, 300))
 
-ORIN = "NVIDIA, Jetson Linux R35, R36 guide for Orin: rails at 0x40"
+ORIN_SOURCE = "NVIDIA, Jetson Linux R35, R36 guide for Orin: rails at 0x40"
 
 ORIN_NANO = BoardLayout(
     model="NVIDIA Jetson Orin Nano Developer Kit",
@@ -273,13 +275,13 @@ ORIN_NANO = BoardLayout(
     gpu=ORIN_GPU,
     gpu_mhz=(306, 408, 510, 612, 624.75),
     emc_mhz=2133,
-    rails={"1-0040": THREE},
+    rails={"1-0040": THREE_RAILS},
     zones=ORIN_ZONES,
-    source=f"{ORIN}; nvpmodel_p3767_0003.conf (LineageOS, device concord)",
+    source=f"{ORIN_SOURCE}; nvpmodel_p3767_0003.conf (LineageOS, device concord)",
     modes=(NvpmodelMode("15W", 6, emc=2133), NvpmodelMode("7W", 4, 960, 408, 2133)),
 )
 
-AGX_ORIN = f"{ORIN}, 0x41, VDDQ_VDD2_1V8AO included in VIN_SYS_5V0"
+AGX_ORIN_SOURCE = f"{ORIN_SOURCE}, 0x41, VDDQ_VDD2_1V8AO included in VIN_SYS_5V0"
 
 BOARDS: dict[str, BoardLayout] = {
     "jetson-nano": BoardLayout(
@@ -341,7 +343,7 @@ BOARDS: dict[str, BoardLayout] = {
         gpu={4: "17000000.gv11b", 5: "17000000.gv11b"},
         gpu_mhz=(114.75, 204, 306, 408, 510, 599.25, *frequency_steps(701.25, 1109.25, 51)),
         emc_mhz=1866,
-        rails={"7-0040": THREE},
+        rails={"7-0040": THREE_RAILS},
         zones=XAVIER_ZONES,
         source="NVIDIA, Jetson Linux R32.7, R35 guide for Xavier: rails at 0x40; "
         "nvpmodel_t194_p3668.conf (LineageOS, device galen)",
@@ -408,7 +410,7 @@ BOARDS: dict[str, BoardLayout] = {
         cpu_khz=frequency_steps(115200, 1958400, 76800, 1984000),
         gpu_mhz=frequency_steps(306, 918, 102),
         emc_mhz=3199,
-        source=f"{ORIN}; nvpmodel_p3767_0000.conf (LineageOS, concord)",
+        source=f"{ORIN_SOURCE}; nvpmodel_p3767_0000.conf (LineageOS, concord)",
         modes=(
             NvpmodelMode("MAXN", 8),
             NvpmodelMode("10W", 4, 1190.4, 612, 2133),
@@ -429,7 +431,7 @@ BOARDS: dict[str, BoardLayout] = {
             "1-0040": (("VDD_GPU_SOC", 19000, 160), ("VDD_CPU_CV", 19000, 20), ("VIN_SYS_5V0", 5000, 700)),
             "1-0041": (("NC", 0, 0), ("VDDQ_VDD2_1V8AO", 5000, 100), ("NC", 0, 0)),
         },
-        source=f"{AGX_ORIN}; nvpmodel_p3701_0000.conf (LineageOS, device concord)",
+        source=f"{AGX_ORIN_SOURCE}; nvpmodel_p3701_0000.conf (LineageOS, device concord)",
         modes=(
             NvpmodelMode("MAXN", 12),
             NvpmodelMode("MODE_15W", 4, 1113.6, 408, 2133),
@@ -446,7 +448,7 @@ BOARDS |= {  # modules of the same families
         model="NVIDIA Jetson Orin Nano Developer Kit",
         compatible=("nvidia,p3768-0000+p3767-0004", "nvidia,p3767-0004", "nvidia,tegra234"),
         memory_kib=3900928,
-        source=f"{ORIN}; nvpmodel_p3767_0004.conf (LineageOS, concord)",
+        source=f"{ORIN_SOURCE}; nvpmodel_p3767_0004.conf (LineageOS, concord)",
         modes=(
             NvpmodelMode("10W", 6),
             NvpmodelMode("7W_AI", 4, 806.4, 408, 2133),
@@ -459,7 +461,7 @@ BOARDS |= {  # modules of the same families
         memory_kib=7801856,
         policies=((0, 1, 2, 3), (4, 5)),
         gpu_mhz=frequency_steps(306, 714, 102, 765),
-        source=f"{ORIN}; nvpmodel_p3767_0001.conf (LineageOS, concord)",
+        source=f"{ORIN_SOURCE}; nvpmodel_p3767_0001.conf (LineageOS, concord)",
         modes=(
             NvpmodelMode("MAXN", 6),
             NvpmodelMode("10W", 4, 1190.4, 612, 2133),
@@ -490,7 +492,7 @@ BOARDS |= {  # modules of the same families
         memory_kib=31268864,
         policies=((0, 1, 2, 3), (4, 5, 6, 7)),
         gpu_mhz=frequency_steps(306, 918, 102, 930),
-        source=f"{AGX_ORIN}; nvpmodel_p3701_0004.conf (LineageOS, device concord); GPU top: not checked",
+        source=f"{AGX_ORIN_SOURCE}; nvpmodel_p3701_0004.conf (LineageOS, device concord); GPU top: not checked",
         modes=(
             NvpmodelMode("MAXN", 8),
             NvpmodelMode("MODE_15W", 4, 1113.6, 408, 2133),
@@ -505,7 +507,7 @@ BOARDS |= {  # modules of the same families
         jetpacks=(6,),
         cpu_khz=frequency_steps(115200, 1958400, 76800, 2000000),
         gpu_mhz=frequency_steps(306, 1122, 102, 1200),
-        source=f"{AGX_ORIN}; tops of CPU and GPU not checked; its nvpmodel.conf was not seen",
+        source=f"{AGX_ORIN_SOURCE}; tops of CPU and GPU not checked; its nvpmodel.conf was not seen",
         modes=(NvpmodelMode("MAXN", 12),),
         default=0,
     ),

@@ -46,18 +46,18 @@ from fedquilt.edge_agent import devices as sensors
 from fedquilt.edge_agent import engines
 from fedquilt.models.networks import registry
 from fedquilt.testing.toy_networks import (
-    MIXED,
+    MIXED_SUFFIX,
     NETWORKS,
     CheckSkipped,
-    Folded,
+    FoldInputs,
     as_images,
     depends_on_memory,
     device_profile,
-    image_members,
-    make_scene,
+    image_devices,
+    make_scenario,
     make_torch_engine,
     packed_states,
-    point_members,
+    point_devices,
     prepare_bundle,
     record_run,
     run_method,
@@ -65,7 +65,7 @@ from fedquilt.testing.toy_networks import (
     with_targets,
 )
 
-# -- the same again -------------------------------------------------------------------------------
+# -- reproducibility ------------------------------------------------------------------------------
 
 
 def run_is_reproducible(name: str) -> None:
@@ -73,39 +73,40 @@ def run_is_reproducible(name: str) -> None:
 
     A round must change the state.
     """
-    here, run, _, _ = record_run(name)
-    turned = replace(here, budgets=here.budgets[::-1])  # taken in turn: each device keeps its own
-    assert packed_states(turned.run_rounds(devices=here.devices[::-1])) == packed_states(run)
+    scenario, run, _, _ = record_run(name)
+    # Budgets follow the order of devices, so each device keeps its budget.
+    reversed_scenario = replace(scenario, budgets=scenario.budgets[::-1])
+    assert packed_states(reversed_scenario.run_rounds(devices=scenario.devices[::-1])) == packed_states(run)
     assert len(set(packed_states(run))) == len(run) > 1
 
 
 def run_resumes_from_any_round(name: str) -> None:
     """Assert that packing and unpacking the state before each step does not change the run."""
-    here, run, _, _ = record_run(name)
+    scenario, run, _, _ = record_run(name)
 
     def step(state: Any, total: Any) -> Any:
-        return here.method.step(tensors.unpack_state(tensors.pack_state(state), here.method.state), total)
+        return scenario.method.step(tensors.unpack_state(tensors.pack_state(state), scenario.method.state), total)
 
-    assert packed_states(here.run_rounds(method=replace(here.method, step=step))) == packed_states(run)
+    assert packed_states(scenario.run_rounds(method=replace(scenario.method, step=step))) == packed_states(run)
 
 
 def state_survives_packing(name: str) -> None:
     """Assert that each packed and unpacked state is bit-identical, with equal `done` and `explain`."""
-    here, run, _, _ = record_run(name)
+    scenario, run, _, _ = record_run(name)
     for state in run:
-        again: Any = tensors.unpack_state(tensors.pack_state(state), here.method.state)
-        assert tensors.pack_state(again) == tensors.pack_state(state)
-        assert here.method.done(again) == here.method.done(state)
-        assert here.method.explain(again) == here.method.explain(state)
+        unpacked: Any = tensors.unpack_state(tensors.pack_state(state), scenario.method.state)
+        assert tensors.pack_state(unpacked) == tensors.pack_state(state)
+        assert scenario.method.done(unpacked) == scenario.method.done(state)
+        assert scenario.method.explain(unpacked) == scenario.method.explain(state)
 
 
 def fold_and_step_keep_state(name: str) -> None:
     """Assert that `fold` and `step` do not modify the state that they receive."""
-    here, run, folded, _ = record_run(name)
-    before = packed_states(run)
-    for state, update in folded[:4]:
-        here.method.step(state, here.method.aggregation.fold(state, None, update))
-    assert packed_states(run) == before
+    scenario, run, fold_inputs, _ = record_run(name)
+    packed_before = packed_states(run)
+    for state, update in fold_inputs[:4]:
+        scenario.method.step(state, scenario.method.aggregation.fold(state, None, update))
+    assert packed_states(run) == packed_before
 
 
 def common_task_is_the_same_for_all_devices(name: str) -> None:
@@ -114,19 +115,21 @@ def common_task_is_the_same_for_all_devices(name: str) -> None:
     Raises:
         CheckSkipped: If the method sends tasks made for each device.
     """
-    here, run, _, _ = record_run(name)
-    if not here.method.common_task:
+    scenario, run, _, _ = record_run(name)
+    if not scenario.method.common_task:
         raise CheckSkipped("its tasks are made for each device")
-    small = DeviceView("b", device_profile(1), (0,))
+    small_device = DeviceView("b", device_profile(1), (0,))
     for state in run:
-        first, other = here.method.send(state, DeviceView("a", None)), here.method.send(state, small)
-        assert first is not None
-        assert other is not None
-        assert (other.params, other.work, other.check) == (first.params, first.work, first.check)
-        require_identical(dict(other.bundles), dict(first.bundles), "bundles")
+        task_spec = scenario.method.send(state, DeviceView("a", None))
+        other_task_spec = scenario.method.send(state, small_device)
+        assert task_spec is not None
+        assert other_task_spec is not None
+        assert other_task_spec.params == task_spec.params
+        assert (other_task_spec.work, other_task_spec.check) == (task_spec.work, task_spec.check)
+        require_identical(dict(other_task_spec.bundles), dict(task_spec.bundles), "bundles")
 
 
-# -- on other networks ----------------------------------------------------------------------------
+# -- other networks -------------------------------------------------------------------------------
 
 
 def run_works_on_network(name: str, network: str, unfit: bool | None = None) -> None:
@@ -157,49 +160,55 @@ def _require_run_on_network(
     unfit: bool | None,
     network: Mapping[str, Any],
 ) -> None:
-    given, refused = training_params(method.params), ""
+    params, init_error = training_params(method.params), ""
     task = metrics.task_from_network(network)
-    there: list[Any] = []
+    stored_states: list[Any] = []
 
     def step_through_store(state: Any, total: Any) -> Any:
-        after = method.step(state, total)
-        ref = store.depot.store_bytes(tensors.pack_state(after))
+        new_state = method.step(state, total)
+        ref = store.depot.store_bytes(tensors.pack_state(new_state))
         path = store.depot.blob_path(ref.sha256)
         assert path is not None
-        there.append(tensors.unpack_state(path.read_bytes(), method.state))
-        require_identical(there[-1], after)
-        return there[-1]
+        stored_states.append(tensors.unpack_state(path.read_bytes(), method.state))
+        require_identical(stored_states[-1], new_state)
+        return stored_states[-1]
 
-    double = replace(method, step=step_through_store)
-    devices = [replace(each, train=as_images(each.train), held=as_images(each.held)) for each in point_members()]
+    storing_method = replace(method, step=step_through_store)
+    devices = [
+        replace(device, train=as_images(device.train), held=as_images(device.held)) for device in point_devices()
+    ]
     devices = [
         replace(each, train=with_targets(each.train, task), held=with_targets(each.held, task)) for each in devices
     ]
     if task not in method.traits.prediction_tasks:
-        told = ""
+        message = ""
         try:
-            run_method(name, bundle, devices, given, engine=None, method=method, seed=3, rounds=3)
+            run_method(name, bundle, devices, params, engine=None, method=method, seed=3, rounds=3)
         except JobError as error:
-            told = str(error)
-        assert f"task = {task!r}" in told, told or f"a run with task = {task!r} begins, which is none of the method's"
+            message = str(error)
+        assert f"task = {task!r}" in message, (
+            message or f"a run with task = {task!r} begins, which is none of the method's"
+        )
         return
     try:
-        method.init(bundle, method.params(**given), 3)
+        method.init(bundle, method.params(**params), 3)
     except ModelError as error:
-        refused = str(error)
+        init_error = str(error)
     if unfit is not None:
-        assert bool(refused) == unfit, refused or "the method was expected to refuse this network"
-    if refused:
+        assert bool(init_error) == unfit, init_error or "the method was expected to refuse this network"
+    if init_error:
         return
-    first, *_, last = run_method(name, bundle, devices, given, engine=engine, method=double, seed=3, rounds=3)
-    assert len(there) == 3
-    require_identical(tensors.unpack_state(tensors.pack_state(first), method.state), first)
-    assert tensors.pack_state(last) != tensors.pack_state(first)
-    for array in method.result(last).tensors.values():
+    first_state, *_, last_state = run_method(
+        name, bundle, devices, params, engine=engine, method=storing_method, seed=3, rounds=3
+    )
+    assert len(stored_states) == 3
+    require_identical(tensors.unpack_state(tensors.pack_state(first_state), method.state), first_state)
+    assert tensors.pack_state(last_state) != tensors.pack_state(first_state)
+    for array in method.result(last_state).tensors.values():
         assert isinstance(array, np.ndarray)
 
 
-# -- by 16 bits -----------------------------------------------------------------------------------
+# -- codecs ---------------------------------------------------------------------------------------
 
 
 def updates_work_in_16_bits(name: str) -> None:
@@ -207,39 +216,43 @@ def updates_work_in_16_bits(name: str) -> None:
 
     Jobs of an exact method must be refused with this codec.
     """
-    here, _, folded, _ = record_run(name)
-    if here.method.traits.exact_updates:
-        refused = ""
+    scenario, _, fold_inputs, _ = record_run(name)
+    if scenario.method.traits.exact_updates:
+        error_message = ""
         try:
-            settings.parse_job({"name": "j", "method": here.name, "wire": {"codec": "fp16"}})
+            settings.parse_job({"name": "j", "method": scenario.name, "wire": {"codec": "fp16"}})
         except JobError as error:
-            refused = str(error)
-        assert "may not be rounded" in refused, "its jobs take a codec that rounds"
+            error_message = str(error)
+        assert "may not be rounded" in error_message, "its jobs take a codec that rounds"
         return
-    seen: Folded = {}
+    received_updates: FoldInputs = {}
 
-    def fold(state: Any, so_far: Any, update: DeviceUpdate) -> Any:
-        seen[update.round, update.device] = (state, update)
-        return here.method.aggregation.fold(state, so_far, update)
+    def fold(state: Any, accumulator: Any, update: DeviceUpdate) -> Any:
+        received_updates[update.round, update.device] = (state, update)
+        return scenario.method.aggregation.fold(state, accumulator, update)
 
-    coded = here.run_rounds(
-        method=replace(here.method, aggregation=Aggregation(fold)), rounds=2, wire={"codec": "fp16"}
+    states = scenario.run_rounds(
+        method=replace(scenario.method, aggregation=Aggregation(fold)), rounds=2, wire={"codec": "fp16"}
     )
-    assert len(coded) == 3
-    first = [update for _, update in folded if update.round == 0]
-    assert {update.device for update in first} == {device for round, device in seen if round == 0} != set()
-    for raw in first:
-        _, update = seen[0, raw.device]
+    assert len(states) == 3
+    first_updates = [update for _, update in fold_inputs if update.round == 0]
+    assert (
+        {update.device for update in first_updates}
+        == {device for round, device in received_updates if round == 0}
+        != set()
+    )
+    for raw in first_updates:
+        _, update = received_updates[0, raw.device]
         assert update.bundles.keys() == raw.bundles.keys()
-        for what, bundle in raw.bundles.items():
-            assert update.bundles[what].keys() == bundle.keys()
+        for bundle_name, bundle in raw.bundles.items():
+            assert update.bundles[bundle_name].keys() == bundle.keys()
             for tensor, array in bundle.items():
-                given = update.bundles[what][tensor]
-                assert given.dtype == array.dtype
-                np.testing.assert_allclose(given, array, rtol=1e-3, atol=1e-4)
+                received = update.bundles[bundle_name][tensor]
+                assert received.dtype == array.dtype
+                np.testing.assert_allclose(received, array, rtol=1e-3, atol=1e-4)
 
 
-# -- what may not be folded -----------------------------------------------------------------------
+# -- aggregation ----------------------------------------------------------------------------------
 
 
 def invalid_updates_are_rejected(name: str) -> None:
@@ -248,25 +261,25 @@ def invalid_updates_are_rejected(name: str) -> None:
     Invalid are NaN, infinity, another dtype, too large values, missing tensors or bundles, and other shapes. An
     additional tensor may also be ignored.
     """
-    here, _, folded, _ = record_run(name)
-    refused = 0
-    phases = {getattr(state, "phase", ""): (state, update) for state, update in folded if update.bundles}
+    scenario, _, fold_inputs, _ = record_run(name)
+    rejected_count = 0
+    phases = {getattr(state, "phase", ""): (state, update) for state, update in fold_inputs if update.bundles}
     for state, update in phases.values():
-        sum_of_one = here.method.aggregation.fold(state, None, update)
-        good = tensors.pack_state(sum_of_one)
-        for what, bad in corrupted_updates(update):
+        sum_of_one = scenario.method.aggregation.fold(state, None, update)
+        expected_sum = tensors.pack_state(sum_of_one)
+        for description, bad_update in corrupted_updates(update):
             try:
-                total = here.method.aggregation.fold(state, None, bad)
+                total = scenario.method.aggregation.fold(state, None, bad_update)
             except UpdateError:
-                refused += 1
+                rejected_count += 1
             else:
-                assert "stranger" in what, f"folded, though {what}"
-                assert tensors.pack_state(total) == good, what
+                assert "stranger" in description, f"folded, though {description}"
+                assert tensors.pack_state(total) == expected_sum, description
                 continue
             with contextlib.suppress(UpdateError):
-                here.method.aggregation.fold(state, sum_of_one, replace(bad, device="zz-another"))
-            assert tensors.pack_state(sum_of_one) == good, f"a refused update is in the sum: {what}"
-    assert refused >= 6 or not phases  # a method that sends no tensors has none to refuse
+                scenario.method.aggregation.fold(state, sum_of_one, replace(bad_update, device="zz-another"))
+            assert tensors.pack_state(sum_of_one) == expected_sum, f"a refused update is in the sum: {description}"
+    assert rejected_count >= 6 or not phases  # a method that sends no tensors has none to refuse
 
 
 def accumulators_merge_in_any_order(name: str) -> None:
@@ -275,108 +288,116 @@ def accumulators_merge_in_any_order(name: str) -> None:
     Raises:
         CheckSkipped: If the accumulators of the method depend on the order of devices.
     """
-    here, _, folded, _ = record_run(name)
-    aggregation, added = here.method.aggregation, 0
+    scenario, _, fold_inputs, _ = record_run(name)
+    aggregation, checked_rounds = scenario.method.aggregation, 0
 
     def total(updates: Sequence[DeviceUpdate]) -> Any:
-        return reduce(lambda so_far, update: aggregation.fold(state, so_far, update), updates, None)
+        return reduce(lambda accumulator, update: aggregation.fold(state, accumulator, update), updates, None)
 
-    for number in sorted({update.round for _, update in folded}):
-        state = next(state for state, update in folded if update.round == number)
-        updates = [update for _, update in folded if update.round == number]
+    for round_ in sorted({update.round for _, update in fold_inputs}):
+        state = next(state for state, update in fold_inputs if update.round == round_)
+        updates = [update for _, update in fold_inputs if update.round == round_]
         if (kind := aggregation.accumulator(state)) is None:
             continue
-        added += 1
-        wanted = tensors.pack_state(here.method.step(state, total(updates)))
-        assert tensors.pack_state(here.method.step(state, total(updates[::-1]))) == wanted, "another order, other bits"
-        one, *others = (tensors.pack_state(total(some)) for some in (updates[1::2], updates[::2]) if some)
-        merged: Any = tensors.unpack_state(one, kind)
-        for other in others:
-            merged = exact_sums.merge_accumulators(merged, tensors.unpack_state(other, kind))
-        assert tensors.pack_state(here.method.step(state, merged)) == wanted, "other groups, other bits"
-    if not added:
+        checked_rounds += 1
+        expected = tensors.pack_state(scenario.method.step(state, total(updates)))
+        assert tensors.pack_state(scenario.method.step(state, total(updates[::-1]))) == expected, (
+            "another order, other bits"
+        )
+        first_sum, *other_sums = (tensors.pack_state(total(part)) for part in (updates[1::2], updates[::2]) if part)
+        merged: Any = tensors.unpack_state(first_sum, kind)
+        for packed_sum in other_sums:
+            merged = exact_sums.merge_accumulators(merged, tensors.unpack_state(packed_sum, kind))
+        assert tensors.pack_state(scenario.method.step(state, merged)) == expected, "other groups, other bits"
+    if not checked_rounds:
         raise CheckSkipped("its sums are made in sorted order of devices, and are not merged")
 
 
 def state_on_disk_gives_same_result(name: str) -> None:
     """Assert that states and sums on the disk give bit-identical results."""
-    here, _, folded, _ = record_run(name)
-    aggregation = here.method.aggregation
+    scenario, _, fold_inputs, _ = record_run(name)
+    aggregation = scenario.method.aggregation
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "state")
-        for number in sorted({update.round for _, update in folded}):
-            state = next(state for state, update in folded if update.round == number)
-            updates = [update for _, update in folded if update.round == number]
+        for round_ in sorted({update.round for _, update in fold_inputs}):
+            state = next(state for state, update in fold_inputs if update.round == round_)
+            updates = [update for _, update in fold_inputs if update.round == round_]
             disk_arrays.write_safetensors(path, *tensors.split_state(state))
-            apart = disk_arrays.read_state(path, type(state), lazy_bytes=1)
-            here.method.send(apart, DeviceView("a", None))
-            with exact_sums.sums_on_disk(ScratchFile(folder, least=1) if aggregation.accumulator(apart) else None):
-                total = reduce(lambda so_far, update: aggregation.fold(apart, so_far, update), updates, None)
-                found = here.method.step(apart, total)
-            wanted = reduce(lambda so_far, update: aggregation.fold(state, so_far, update), updates, None)
-            assert tensors.pack_state(found) == tensors.pack_state(here.method.step(state, wanted)), f"round {number}"
+            disk_state = disk_arrays.read_state(path, type(state), lazy_bytes=1)
+            scenario.method.send(disk_state, DeviceView("a", None))
+            with exact_sums.sums_on_disk(ScratchFile(folder, least=1) if aggregation.accumulator(disk_state) else None):
+                total = reduce(
+                    lambda accumulator, update: aggregation.fold(disk_state, accumulator, update), updates, None
+                )
+                disk_result = scenario.method.step(disk_state, total)
+            expected_total = reduce(
+                lambda accumulator, update: aggregation.fold(state, accumulator, update), updates, None
+            )
+            assert tensors.pack_state(disk_result) == tensors.pack_state(scenario.method.step(state, expected_total)), (
+                f"round {round_}"
+            )
 
 
-def accumulator_does_not_grow(name: str, each_bytes: int = 0) -> None:
+def accumulator_does_not_grow(name: str, bytes_per_device: int = 0) -> None:
     """Assert that the accumulators of three and of twelve devices have arrays of equal size.
 
     Args:
         name: The name of the method.
-        each_bytes: The bytes that the method must keep for each device.
+        bytes_per_device: The bytes that the method must keep for each device.
 
     Raises:
-        CheckSkipped: If the method declares data for each device (`Traits.per_device_data`) and `each_bytes` is 0.
+        CheckSkipped: If the method declares `Traits.per_device_data`, and `bytes_per_device` is 0.
     """
-    here = make_scene(name)
-    if here.method.traits.per_device_data and not each_bytes:
-        raise CheckSkipped(f"by its own account a round keeps {here.method.traits.per_device_data}")
-    arrays, beside = [], []
+    scenario = make_scenario(name)
+    if scenario.method.traits.per_device_data and not bytes_per_device:
+        raise CheckSkipped(f"by its own account a round keeps {scenario.method.traits.per_device_data}")
+    array_bytes, overhead = [], []
     for count in (3, 12):
-        devices = (image_members if "onnx" in here.method.engines else point_members)(count)
-        most: dict[str, tuple[int, int]] = {}
+        devices = (image_devices if "onnx" in scenario.method.engines else point_devices)(count)
+        largest_sizes: dict[str, tuple[int, int]] = {}
 
-        def step(state: Any, total: Any, most: dict[str, tuple[int, int]] = most) -> Any:
+        def step(state: Any, total: Any, sizes: dict[str, tuple[int, int]] = largest_sizes) -> Any:
             payload = tensors.pack_state(total)
             size = tensors.total_bytes([tensors.decode_tensors(payload)])
-            most["arrays"] = max(most.get("arrays", (0, 0)), (size, len(payload)))
-            return here.method.step(state, total)
+            sizes["arrays"] = max(sizes.get("arrays", (0, 0)), (size, len(payload)))
+            return scenario.method.step(state, total)
 
-        here.run_rounds(method=replace(here.method, step=step), devices=devices)
-        size, whole = most["arrays"]
-        arrays.append(size)
-        beside.append(whole - size)
-    assert arrays[1] <= arrays[0] + 9 * each_bytes
-    assert beside[1] <= beside[0] + 9 * max(each_bytes, 40)
+        scenario.run_rounds(method=replace(scenario.method, step=step), devices=devices)
+        size, packed_size = largest_sizes["arrays"]
+        array_bytes.append(size)
+        overhead.append(packed_size - size)
+    assert array_bytes[1] <= array_bytes[0] + 9 * bytes_per_device
+    assert overhead[1] <= overhead[0] + 9 * max(bytes_per_device, 40)
 
 
-# -- what stays -----------------------------------------------------------------------------------
+# -- client half ----------------------------------------------------------------------------------
 
 
 def update_contains_no_private_state(name: str) -> None:
     """Assert that no array of a device's private state is contained in the device's update."""
-    _, _, _, worked = record_run(name)
-    for site, answer in worked:
-        sent = b"".join(tensors.encode_tensors(bundle) for bundle in answer.bundles.values())
-        for kept, array in site.local.items():
+    _, _, _, runs = record_run(name)
+    for site, client_result in runs:
+        sent_bytes = b"".join(tensors.encode_tensors(bundle) for bundle in client_result.bundles.values())
+        for tensor_name, array in site.local.items():
             if array.size > 2 and len(np.unique(array)) > 1:  # zeros are found anywhere
-                assert array.tobytes() not in sent, f"{name} sends {kept}"
-        assert answer.bundles.keys().isdisjoint({"local", "private"})
+                assert array.tobytes() not in sent_bytes, f"{name} sends {tensor_name}"
+        assert client_result.bundles.keys().isdisjoint({"local", "private"})
 
 
 def client_half_keeps_inputs(name: str) -> None:
     """Assert that `work` does not modify the private state or the examples of a device."""
-    here = make_scene(name)
+    scenario = make_scenario(name)
 
     def work(task: Any, site: ClientContext) -> ClientResult:
-        before = tensors.encode_tensors(site.local), site.train.x.tobytes(), site.train.y.tobytes()
-        answer = here.method.work(task, site)
-        assert (tensors.encode_tensors(site.local), site.train.x.tobytes(), site.train.y.tobytes()) == before
-        return answer
+        inputs_before = tensors.encode_tensors(site.local), site.train.x.tobytes(), site.train.y.tobytes()
+        client_result = scenario.method.work(task, site)
+        assert (tensors.encode_tensors(site.local), site.train.x.tobytes(), site.train.y.tobytes()) == inputs_before
+        return client_result
 
-    here.run_rounds(method=replace(here.method, work=work), rounds=2)
+    scenario.run_rounds(method=replace(scenario.method, work=work), rounds=2)
 
 
-# -- all of them ----------------------------------------------------------------------------------
+# -- all checks -----------------------------------------------------------------------------------
 
 CHECKS: Final[tuple[Callable[[str], None], ...]] = (
     run_is_reproducible,
@@ -392,7 +413,7 @@ CHECKS: Final[tuple[Callable[[str], None], ...]] = (
     update_contains_no_private_state,
     client_half_keeps_inputs,
 )
-"""What is checked of a method by its name; one that goes by memory is checked again with MIXED behind it."""
+"""Checks of a method by its name. A method that depends on memory is checked again with MIXED_SUFFIX appended."""
 
 
 def run_checks(name: str) -> Iterator[tuple[str, str, str]]:
@@ -402,28 +423,30 @@ def run_checks(name: str) -> Iterator[tuple[str, str, str]]:
         JobError: If the method does not exist or cannot be imported.
     """
     methods.load(name)
-    kinds = [name, *([f"{name}{MIXED}"] if depends_on_memory(name) else [])]
-    todo: list[tuple[str, Callable[[], None]]] = []
-    for kind in kinds:
-        on = " (mixed fleet)" if kind != name else ""
-        todo += [(f"{_check_title(check)}{on}", partial(check, kind)) for check in CHECKS]
-    on_any = run_works_on_network
-    todo += [(f"{_check_title(on_any)} ({network})", partial(on_any, name, network)) for network in NETWORKS]
-    for number, (words, check) in enumerate(todo):
-        progress.LINE.set_part(f"{name}: {words}", number, len(todo))
+    scenario_names = [name, *([f"{name}{MIXED_SUFFIX}"] if depends_on_memory(name) else [])]
+    checks: list[tuple[str, Callable[[], None]]] = []
+    for scenario_name in scenario_names:
+        suffix = " (mixed fleet)" if scenario_name != name else ""
+        checks += [(f"{_check_title(check)}{suffix}", partial(check, scenario_name)) for check in CHECKS]
+    network_check = run_works_on_network
+    checks += [
+        (f"{_check_title(network_check)} ({network})", partial(network_check, name, network)) for network in NETWORKS
+    ]
+    for number, (title, check) in enumerate(checks):
+        progress.LINE.set_part(f"{name}: {title}", number, len(checks))
         try:
             check()
         except CheckSkipped as reason:
-            yield words, "skipped", str(reason)
+            yield title, "skipped", str(reason)
         except AssertionError as error:
-            yield words, "failed", _describe_assertion(error)
+            yield title, "failed", _describe_assertion(error)
         except FedquiltError as error:
-            yield words, "failed", f"{type(error).__name__}: {error}"
-        except Exception as error:  # code from outside may raise anything
+            yield title, "failed", f"{type(error).__name__}: {error}"
+        except Exception as error:  # a plug-in may raise anything
             frame = traceback.extract_tb(error.__traceback__)[-1]
-            yield words, "failed", f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"
+            yield title, "failed", f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"
         else:
-            yield words, "passed", ""
+            yield title, "passed", ""
 
 
 def _check_title(check: Callable[..., None]) -> str:
@@ -433,8 +456,8 @@ def _check_title(check: Callable[..., None]) -> str:
 def _describe_assertion(error: AssertionError) -> str:
     """Return the message of an assertion, or its line, with file and line number."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    said = shorten_error(str(error))
-    return f"{said or frame.line} ({Path(frame.filename).name}, line {frame.lineno})"
+    message = shorten_error(str(error))
+    return f"{message or frame.line} ({Path(frame.filename).name}, line {frame.lineno})"
 
 
 # -- corrupted updates ----------------------------------------------------------------------------
@@ -444,22 +467,22 @@ def corrupted_updates(update: DeviceUpdate) -> Iterator[tuple[str, DeviceUpdate]
     """Yield copies of an update with one error each, and a description of the error."""
 
     def replace_tensor(bundle: str, name: str, array: np.ndarray | None) -> DeviceUpdate:
-        held = {**update.bundles[bundle], name: array}
-        kept = {key: value for key, value in held.items() if value is not None}
-        return replace(update, bundles={**update.bundles, bundle: kept})
+        changed = {**update.bundles[bundle], name: array}
+        remaining = {key: value for key, value in changed.items() if value is not None}
+        return replace(update, bundles={**update.bundles, bundle: remaining})
 
-    for bundle, held in update.bundles.items():
-        for name, array in held.items():
+    for bundle, bundle_tensors in update.bundles.items():
+        for name, array in bundle_tensors.items():
             if array.dtype.kind == "f" and array.size:
                 yield f"{bundle}/{name} is NaN", replace_tensor(bundle, name, _with_first_value(array, np.nan))
                 yield f"{bundle}/{name} is infinite", replace_tensor(bundle, name, _with_first_value(array, np.inf))
-            for odd, other in invalid_arrays(array):
-                yield f"{bundle}/{name} {odd}", replace_tensor(bundle, name, other)
+            for problem, invalid_array in invalid_arrays(array):
+                yield f"{bundle}/{name} {problem}", replace_tensor(bundle, name, invalid_array)
             yield f"{bundle}/{name} is missing", replace_tensor(bundle, name, None)
             yield f"{bundle}/{name} is longer", replace_tensor(bundle, name, _repeat_array(array))
         yield f"{bundle} has a stranger", replace_tensor(bundle, "stranger", np.zeros(1, np.float32))
-        without = {key: value for key, value in update.bundles.items() if key != bundle}
-        yield f"{bundle} is absent", replace(update, bundles=without)
+        other_bundles = {key: value for key, value in update.bundles.items() if key != bundle}
+        yield f"{bundle} is absent", replace(update, bundles=other_bundles)
 
 
 def invalid_arrays(array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
@@ -486,24 +509,26 @@ def _repeat_array(array: np.ndarray) -> np.ndarray:
     return np.concatenate([array.reshape(1, -1), array.reshape(1, -1)], axis=1).reshape(-1)
 
 
-def require_identical(found: Any, wanted: Any, at: str = "state") -> None:
+def require_identical(actual: Any, expected: Any, location: str = "state") -> None:
     """Assert that two values are equal, and all arrays equal in dtype, shape and bits."""
-    assert not isinstance(wanted, np.generic), f"{at}: arithmetic has made a scalar of an array"
-    assert isinstance(found, np.ndarray) == isinstance(wanted, np.ndarray), at
-    if isinstance(wanted, np.ndarray):
-        assert (found.dtype, found.shape, found.tobytes()) == (wanted.dtype, wanted.shape, wanted.tobytes()), at
-    elif is_dataclass(wanted):
-        assert type(found) is type(wanted), at
-        for field in fields(wanted):
-            require_identical(getattr(found, field.name), getattr(wanted, field.name), f"{at}.{field.name}")
-    elif isinstance(wanted, dict):
-        assert list(found) == list(wanted), at
-        for key in wanted:
-            require_identical(found[key], wanted[key], f"{at}[{key!r}]")
-    elif isinstance(wanted, tuple):
-        assert len(found) == len(wanted), at
-        for index, each in enumerate(wanted):
-            require_identical(found[index], each, f"{at}[{index}]")
+    assert not isinstance(expected, np.generic), f"{location}: arithmetic has made a scalar of an array"
+    assert isinstance(actual, np.ndarray) == isinstance(expected, np.ndarray), location
+    if isinstance(expected, np.ndarray):
+        assert (actual.dtype, actual.shape, actual.tobytes()) == (expected.dtype, expected.shape, expected.tobytes()), (
+            location
+        )
+    elif is_dataclass(expected):
+        assert type(actual) is type(expected), location
+        for field in fields(expected):
+            require_identical(getattr(actual, field.name), getattr(expected, field.name), f"{location}.{field.name}")
+    elif isinstance(expected, dict):
+        assert list(actual) == list(expected), location
+        for key in expected:
+            require_identical(actual[key], expected[key], f"{location}[{key!r}]")
+    elif isinstance(expected, tuple):
+        assert len(actual) == len(expected), location
+        for index, item in enumerate(expected):
+            require_identical(actual[index], item, f"{location}[{index}]")
 
 
 # -- packages -------------------------------------------------------------------------------------
@@ -520,14 +545,14 @@ def check_package(name: str) -> Iterator[tuple[bool, str]]:
     Raises:
         JobError: If there is no such method or package.
     """
-    given = plugins.package_plugins(name)
-    if not given:
+    package_plugins = plugins.package_plugins(name)
+    if not package_plugins:
         yield from _check_method(name)
         return
-    ours = {"method": methods.builtin_names(), "network": registry.OURS, "engine": tuple(engines.NEEDS)}
-    for plugin in given:
+    builtin_names = {"method": methods.builtin_names(), "network": registry.OURS, "engine": tuple(engines.NEEDS)}
+    for plugin in package_plugins:
         try:
-            plugins.find_plugin(plugin.kind, plugin.name, ours.get(plugin.kind, ()))
+            plugins.find_plugin(plugin.kind, plugin.name, builtin_names.get(plugin.kind, ()))
         except JobError as error:
             yield False, f"failed   {error}"
             continue
@@ -539,13 +564,13 @@ def check_package(name: str) -> Iterator[tuple[bool, str]]:
 
 def _check_method(name: str) -> Iterator[tuple[bool, str]]:
     yield True, f"method {name}:"
-    for words, how, why in run_checks(name):
-        yield how != "failed", f"  {how:8} {words}" + (f": {why}" if why else "")
+    for title, outcome, reason in run_checks(name):
+        yield outcome != "failed", f"  {outcome:8} {title}" + (f": {reason}" if reason else "")
 
 
 def _check_plugin(plugin: plugins.Plugin) -> tuple[bool, str]:
     """Import and try a plug-in. Return whether it works, and a line that states this."""
-    tries: dict[str, Callable[[], object]] = {
+    trials: dict[str, Callable[[], object]] = {
         "network": lambda: registry.require_callable(plugin.name, plugins.import_plugin(plugin)),
         "data": lambda: [
             readers_plugin.open_plugin_data(DataSpec(dataset=plugin.name, split=split)) for split in ("train", "test")
@@ -554,9 +579,9 @@ def _check_plugin(plugin: plugins.Plugin) -> tuple[bool, str]:
         "engine": lambda: engines.create_engine(plugin.name, BUDGET_BYTES).close(),
     }
     try:
-        tries[plugin.kind]()
+        trials[plugin.kind]()
     except FedquiltError as error:
         return False, f"failed   {error}"
-    except Exception as error:  # code from outside may raise anything
+    except Exception as error:  # a plug-in may raise anything
         return False, f"failed   {plugin}: {type(error).__name__}: {error}"
     return True, f"passed   {plugin} is one"

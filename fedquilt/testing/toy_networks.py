@@ -44,7 +44,7 @@ from fedquilt.tools.simulation import run as simulated
 from fedquilt.tools.simulation.run import WorkBackend
 from fedquilt.tools.simulation.simulated_job import Simulation
 
-SMALL = {"subrounds": 1, "expansions": 8, "samples": 16, "fit_samples": 24, "k": 2, "depth": 5}
+SMALL_SEARCH = {"subrounds": 1, "expansions": 8, "samples": 16, "fit_samples": 24, "k": 2, "depth": 5}
 
 
 # -- runs -----------------------------------------------------------------------------------------
@@ -60,17 +60,17 @@ def bundle_files(parts: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, Blo
     return {name: blob_ref(tensors.encode_tensors(part)) for name, part in parts.items()}
 
 
-def write_bundle(place: Path, made: Bundle) -> Path:
+def write_bundle(folder: Path, bundle: Bundle) -> Path:
     """Write a bundle to a folder as `fedquilt prepare` does, and return the folder.
 
     The file of a toy graph contains the graph's name, any other file its tensors.
     """
     contents = {
-        name: name.encode() if name.endswith(".onnx") else tensors.encode_tensors(made.load(name))
-        for name in made.files
+        name: name.encode() if name.endswith(".onnx") else tensors.encode_tensors(bundle.load(name))
+        for name in bundle.files
     }
-    job_bundle.write_bundle(place, made.meta, contents)
-    return place
+    job_bundle.write_bundle(folder, bundle.meta, contents)
+    return folder
 
 
 def make_job(method: str, params: Mapping[str, Any] = {}, **table: Any) -> JobSettings:
@@ -80,8 +80,8 @@ def make_job(method: str, params: Mapping[str, Any] = {}, **table: Any) -> JobSe
 
 def run_method(
     name: str,
-    made: Bundle,
-    members: Iterable[DeviceData],
+    bundle: Bundle,
+    devices: Iterable[DeviceData],
     params: Mapping[str, Any] = {},
     *,
     engine: Any,
@@ -93,8 +93,8 @@ def run_method(
 
     Args:
         name: The name of the method.
-        made: The bundle.
-        members: The devices with their examples.
+        bundle: The bundle.
+        devices: The devices with their examples.
         params: The parameters of the method.
         engine: The engine shared by all devices.
         method: A replacement of the method, or None to use the method of this name.
@@ -104,12 +104,12 @@ def run_method(
     Raises:
         JobError: If the run fails.
     """
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as folder:
         return list(
             simulated.iterate_states(
                 make_job(name, params, **table),
-                write_bundle(Path(place), made),
-                members,
+                write_bundle(Path(folder), bundle),
+                devices,
                 load=methods.load if method is None else lambda name: method,
                 engine=engine,
                 observe=observe,
@@ -118,20 +118,22 @@ def run_method(
 
 
 def deliver_task(
-    method: Method, order: TaskSpec | None, member: DeviceData, engine: Any, **options: Any
+    method: Method, task_spec: TaskSpec | None, member: DeviceData, engine: Any, **options: Any
 ) -> tuple[Task, ClientContext]:
     """Return the task and the client context of a task spec, with its tensors in memory and without ONNX graphs."""
-    assert order is not None
-    with tempfile.TemporaryDirectory() as place:
-        told = {"path": lambda ref: Path(ref.sha256), **options}
-        task, site = local_backend.make_task_and_context(method, order, member, Path(place), engine=engine, **told)
+    assert task_spec is not None
+    with tempfile.TemporaryDirectory() as folder:
+        default_options = {"path": lambda ref: Path(ref.sha256), **options}
+        task, site = local_backend.make_task_and_context(
+            method, task_spec, member, Path(folder), engine=engine, **default_options
+        )
         return task, with_loaded_tensors(task, site)
 
 
 def with_loaded_tensors(task: Task, site: ClientContext) -> ClientContext:
     """Return a copy of a site with all tensors in memory, which outlive their files."""
-    held = {name: site.load(name) for name in task.bundles if not name.endswith(".onnx")}
-    return replace(site, load=lambda name: dict(held[name]))
+    loaded = {name: site.load(name) for name in task.bundles if not name.endswith(".onnx")}
+    return replace(site, load=lambda name: dict(loaded[name]))
 
 
 # -- donors ---------------------------------------------------------------------------------------
@@ -163,9 +165,9 @@ class FakeRunner:
     def close(self) -> None: ...
 
 
-def make_convolution(seed: int, before: int, after: int, pool: bool) -> Callable[[np.ndarray], np.ndarray]:
+def make_convolution(seed: int, in_channels: int, out_channels: int, pool: bool) -> Callable[[np.ndarray], np.ndarray]:
     """Return a random 3x3 convolution with ReLU, which halves the image size with `pool`."""
-    kernel = np.random.default_rng(seed).normal(size=(after, before, 3, 3)) / np.sqrt(9 * before)
+    kernel = np.random.default_rng(seed).normal(size=(out_channels, in_channels, 3, 3)) / np.sqrt(9 * in_channels)
 
     def run(x: np.ndarray) -> np.ndarray:
         padded = np.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1)))
@@ -228,17 +230,17 @@ def build_donors() -> tuple[Bundle, FakeRunner]:
     return Bundle(meta, {name: blob_ref(name.encode()) for name in graphs}, lambda name: {}), FakeRunner(graphs)
 
 
-def image_members(count: int = 4, examples: int = 60) -> list[DeviceData]:
+def image_devices(count: int = 4, examples: int = 60) -> list[DeviceData]:
     """Return devices with noisy images of three templates, in a different mixture on each."""
     draws = np.random.default_rng(7)
     templates = draws.uniform(0, 255, size=(3, 8, 8))
-    found = []
+    devices = []
     for i in range(count):
         y = draws.choice(3, size=examples, p=np.roll([0.6, 0.3, 0.1], i))
         x = np.clip(templates[y] + draws.normal(0, 60, size=(examples, 8, 8)), 0, 255).astype(np.uint8)
         cut = 3 * examples // 4
-        found.append(DeviceData(f"dev-{i}", Examples(x[:cut], y[:cut]), Examples(x[cut:], y[cut:])))
-    return found
+        devices.append(DeviceData(f"dev-{i}", Examples(x[:cut], y[:cut]), Examples(x[cut:], y[cut:])))
+    return devices
 
 
 # -- networks -------------------------------------------------------------------------------------
@@ -282,28 +284,28 @@ def register_entry(network: Mapping[str, Any]) -> dict[str, Any]:
     return {"register": traces.register_from_table(network)}
 
 
-def point_members(count: int = 3, examples: int = 16) -> list[DeviceData]:
+def point_devices(count: int = 3, examples: int = 16) -> list[DeviceData]:
     """Return devices with points of three classes, in a different mixture on each."""
-    found = []
+    devices = []
     for i in range(count):
         draws = np.random.default_rng(i)
         x = draws.normal(size=(examples + 8, 6)).astype(np.float32)
         y = draws.choice(3, size=examples + 8, p=np.roll([0.8, 0.1, 0.1], i))
         x[np.arange(len(y)), y] += 2
-        found.append(DeviceData(f"dev-{i}", Examples(x[8:], y[8:]), Examples(x[:8], y[:8])))
-    return found
+        devices.append(DeviceData(f"dev-{i}", Examples(x[8:], y[8:]), Examples(x[:8], y[:8])))
+    return devices
 
 
 def write_images(path: Path, size: int) -> Path:
     """Write an .npz of noisy images of ten templates, 80 for training and 80 for tests."""
     draws = np.random.default_rng(0)
     templates = draws.uniform(0, 255, size=(10, size, size))
-    found: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
     for split in ("train", "test"):
         y = draws.integers(0, 10, 80)
         noisy = templates[y] + draws.normal(0, 40, size=(80, size, size))
-        found |= {f"x_{split}": np.clip(noisy, 0, 255).astype(np.uint8), f"y_{split}": y}
-    np.savez(path, **found)
+        arrays |= {f"x_{split}": np.clip(noisy, 0, 255).astype(np.uint8), f"y_{split}": y}
+    np.savez(path, **arrays)
     return path
 
 
@@ -311,10 +313,10 @@ def write_images(path: Path, size: int) -> Path:
 
 ROUNDS = 4
 TRAINING = {"epochs": 2, "batch": 8, "lr": 0.1}
-AMPLE = 1 << 40
-MIXED = "-mixed"  # suffix of a method's name: run on a fleet of several tiers
+AMPLE_BYTES = 1 << 40
+MIXED_SUFFIX = "-mixed"  # suffix of a method's name: run on a fleet of several tiers
 BUDGETS = ("512MB", "2GB", "8GB")
-PICTURES = {"channels": 1, "size": 8}
+IMAGES = {"channels": 1, "size": 8}
 NETWORKS: dict[str, dict[str, Any]] = {
     "mlp": {"name": "mlp", "inputs": 64, "hidden": [5, 4], "classes": 3},
     "batch norm": {
@@ -322,7 +324,7 @@ NETWORKS: dict[str, dict[str, Any]] = {
         "channels": 1,
         "classes": 3,
         "width": 4,
-        "input": PICTURES,
+        "input": IMAGES,
     },  # counters: int64 ()
     "no axes": {"name": "rezero", "inputs": 64, "classes": 3, "width": 6, "blocks": 2},  # parameters of shape ()
     "gru": {"name": "gru", "channels": 8, "steps": 8, "classes": 3, "width": 4},  # several tensors for each layer
@@ -351,13 +353,13 @@ def make_torch_engine() -> Any:
         from fedquilt.edge_agent.engines.torch.engine import TorchEngine
     except ImportError as error:
         raise CheckSkipped(f"this needs torch: {error}") from None
-    return TorchEngine(AMPLE, base_bytes=0)
+    return TorchEngine(AMPLE_BYTES, base_bytes=0)
 
 
 def training_params(params: type) -> dict[str, Any]:
     """Return the entries of TRAINING that are parameters of a method."""
-    there = {field.name for field in fields(params)}
-    return {key: value for key, value in TRAINING.items() if key in there}
+    names = {field.name for field in fields(params)}
+    return {key: value for key, value in TRAINING.items() if key in names}
 
 
 @dataclass(frozen=True)
@@ -369,14 +371,14 @@ class Scenario:
     bundle: Bundle
     engine: Any
     devices: list[DeviceData]
-    given: Mapping[str, Any]
+    params_table: Mapping[str, Any]
     rounds: int
     budgets: tuple[str, ...] = BUDGETS[:1]  # of the devices, in turn
 
     @property
     def params(self) -> Any:
         """Parameters of the method for this scene."""
-        return self.method.params(**self.given)
+        return self.method.params(**self.params_table)
 
     def run_rounds(
         self, *, method: Method | None = None, devices: list[DeviceData] | None = None, rounds: int = 0, **table: Any
@@ -386,7 +388,7 @@ class Scenario:
             self.name,
             self.bundle,
             self.devices if devices is None else devices,
-            self.given,
+            self.params_table,
             engine=self.engine,
             method=method or self.method,
             seed=3,
@@ -396,25 +398,25 @@ class Scenario:
         )
 
 
-def make_scene(name: str) -> Scenario:
+def make_scenario(name: str) -> Scenario:
     """Return the smallest scenario for a method. The suffix MIXED selects a mixed fleet.
 
     Raises:
         JobError: If there is no such method.
         CheckSkipped: If the method requires torch and torch is not installed.
     """
-    plain = name.removesuffix(MIXED)
+    plain = name.removesuffix(MIXED_SUFFIX)
     method = methods.load(plain)
     if "onnx" in method.engines:
         bundle, runner = build_donors()
-        there = {field.name for field in fields(method.params)}
-        small = {key: value for key, value in SMALL.items() if key in there}
-        return Scenario(plain, method, bundle, runner, image_members(), small, rounds=1000)  # ends by itself
-    runs_on = numpy_engine.NumpyEngine(AMPLE, base_bytes=0) if "numpy" in method.engines else make_torch_engine()
+        names = {field.name for field in fields(method.params)}
+        search_params = {key: value for key, value in SMALL_SEARCH.items() if key in names}
+        return Scenario(plain, method, bundle, runner, image_devices(), search_params, rounds=1000)  # ends by itself
+    engine = numpy_engine.NumpyEngine(AMPLE_BYTES, base_bytes=0) if "numpy" in method.engines else make_torch_engine()
     params = training_params(method.params)
-    if name.endswith(MIXED):
-        return Scenario(plain, method, deep_bundle(), runs_on, point_members(), params, ROUNDS, BUDGETS)
-    return Scenario(plain, method, toy_bundle(), runs_on, point_members(), params, ROUNDS)
+    if name.endswith(MIXED_SUFFIX):
+        return Scenario(plain, method, deep_bundle(), engine, point_devices(), params, ROUNDS, BUDGETS)
+    return Scenario(plain, method, toy_bundle(), engine, point_devices(), params, ROUNDS)
 
 
 def device_profile(budget_bytes: int) -> Profile:
@@ -435,9 +437,9 @@ def deep_bundle() -> Bundle:
     return toy_bundle(network, model, dependency_trace.trace_mask_plan(module))
 
 
-# (round, device) -> the state that an update was folded into, and the update: it is folded when it arrives, by
-# itself, so that it can be refused, and again when its round is committed
-Folded = dict[tuple[int, str], tuple[Any, DeviceUpdate]]
+# (round, device) -> state and update of the last fold. An update is folded alone on arrival, which validates it,
+# and again when its round is committed.
+FoldInputs = dict[tuple[int, str], tuple[Any, DeviceUpdate]]
 
 
 @cache
@@ -450,21 +452,21 @@ def record_run(
         The scenario, the states, each update with the state into which it was folded, and the site and answer of each
         task.
     """
-    folded: Folded = {}
-    worked: list[tuple[ClientContext, ClientResult]] = []
-    here = make_scene(name)
+    fold_inputs: FoldInputs = {}
+    task_runs: list[tuple[ClientContext, ClientResult]] = []
+    scenario = make_scenario(name)
 
-    def fold(state: Any, so_far: Any, update: DeviceUpdate) -> Any:
-        folded[update.round, update.device] = (state, update)
-        return here.method.aggregation.fold(state, so_far, update)
+    def fold(state: Any, accumulator: Any, update: DeviceUpdate) -> Any:
+        fold_inputs[update.round, update.device] = (state, update)
+        return scenario.method.aggregation.fold(state, accumulator, update)
 
     def work(task: Any, site: ClientContext) -> ClientResult:
-        answer = here.method.work(task, site)
-        worked.append((with_loaded_tensors(task, site), answer))
-        return answer
+        client_result = scenario.method.work(task, site)
+        task_runs.append((with_loaded_tensors(task, site), client_result))
+        return client_result
 
-    states = here.run_rounds(method=replace(here.method, aggregation=Aggregation(fold), work=work))
-    return here, states, [folded[key] for key in sorted(folded)], worked
+    states = scenario.run_rounds(method=replace(scenario.method, aggregation=Aggregation(fold), work=work))
+    return scenario, states, [fold_inputs[key] for key in sorted(fold_inputs)], task_runs
 
 
 def packed_states(run: list[Any]) -> list[bytes]:
@@ -477,7 +479,7 @@ def prepare_bundle(network: dict[str, Any], folder: Path) -> Bundle:
     from fedquilt.tools.artefacts import prepare
 
     bundle = prepare.prepare_bundle({key: value for key, value in job.items() if value}, folder / "bundle")
-    return replace(bundle, meta={**bundle.meta, "pretrained": True})  # some methods hold still what is not
+    return replace(bundle, meta={**bundle.meta, "pretrained": True})  # some methods freeze pre-trained weights only
 
 
 def with_targets(examples: Examples, task: str) -> Examples:

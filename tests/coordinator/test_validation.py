@@ -300,7 +300,9 @@ def update_manifest(given: dict[str, Any], **changes: Any) -> Update:
 def test_what_a_methods_devices_send_fits_what_it_expects(name):
     try:
         _, _, folded, _ = toy_networks.record_run(name)
-        mixed = toy_networks.record_run(name + toy_networks.MIXED)[2] if toy_networks.depends_on_memory(name) else []
+        mixed = (
+            toy_networks.record_run(name + toy_networks.MIXED_SUFFIX)[2] if toy_networks.depends_on_memory(name) else []
+        )
     except toy_networks.CheckSkipped as skipped:
         pytest.skip(str(skipped))
     method, known = methods.load(name), 0

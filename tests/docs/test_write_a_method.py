@@ -16,7 +16,7 @@ from fedquilt.core import Method
 from fedquilt.edge_agent import devices, settings
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.formats import toml
-from fedquilt.testing.toy_networks import point_members, run_method, toy_bundle
+from fedquilt.testing.toy_networks import point_devices, run_method, toy_bundle
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -46,7 +46,7 @@ def test_fedprox_from_the_page_is_about_25_lines_and_ours_to_the_bit(prox, folde
     assert len([line for line in code.splitlines() if line.strip()]) <= 25
     runs = [
         run_method(
-            "fedprox", toy_bundle(), point_members(), {"mu": 0.5, "lr": 0.1}, engine=NumpyEngine(1 << 40), method=method
+            "fedprox", toy_bundle(), point_devices(), {"mu": 0.5, "lr": 0.1}, engine=NumpyEngine(1 << 40), method=method
         )
         for method in (prox, methods.load("fedprox"))
     ]

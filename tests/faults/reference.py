@@ -41,7 +41,7 @@ from fedquilt.edge_agent.task import main
 from fedquilt.edge_agent.task.protocol import PRIVATE, WorkRequest, WorkResult
 from fedquilt.formats import job_bundle
 from fedquilt.testing import toy_networks
-from fedquilt.testing.toy_networks import Scenario, make_scene
+from fedquilt.testing.toy_networks import Scenario, make_scenario
 from fedquilt.tools.simulation.local_backend import SingleEngineExecutor
 from tests.faults.schedule import BitRot, FaultSchedule, HomeRestore
 
@@ -169,7 +169,7 @@ class ReferenceRun:
                 "rounds": plan.rounds,
                 "engine": self.engine,
                 "seed": 3,
-                "params": dict(shop.scene.given),
+                "params": dict(shop.scene.params_table),
                 "cohort": {
                     "size": plan.size,
                     "min_devices": 0 if plan.size else plan.devices,
@@ -275,8 +275,9 @@ class ReferenceRun:
 
 def _make_scene(name: str) -> Scenario:
     # One epoch of two batches. The models of FedAvg and Ditto consist of several chunks.
-    found = make_scene(name)
-    found = replace(found, given={key: 1 if key == "epochs" else value for key, value in found.given.items()})
+    found = make_scenario(name)
+    params_table = {key: 1 if key == "epochs" else value for key, value in found.params_table.items()}
+    found = replace(found, params_table=params_table)
     if name not in ("fedavg", "ditto"):
         return found
     network = {"name": "mlp", "inputs": 6, "hidden": [40], "classes": 3}

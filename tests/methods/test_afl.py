@@ -13,10 +13,10 @@ from fedquilt.methods.afl import METHOD, Params, State
 from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.algebra import class_moments, joint_head
 from fedquilt.models.stitching.algebra.class_moments import ExactMomentSums
-from fedquilt.testing.toy_networks import build_donors, image_members, run_method
+from fedquilt.testing.toy_networks import build_donors, image_devices, run_method
 from fedquilt.tools.simulation import DeviceData
 
-POOLED = Examples(*(np.concatenate([getattr(each.train, part) for each in image_members()]) for part in ("x", "y")))
+POOLED = Examples(*(np.concatenate([getattr(each.train, part) for each in image_devices()]) for part in ("x", "y")))
 PATHS = {"ash": ("ash.0", "ash.1", "ash.2"), "elm": ("elm.0", "elm.1")}
 
 
@@ -24,7 +24,7 @@ def played(
     devices: list[DeviceData] | None = None, *, rounds: int = 100, cohort: int = 0, **params: Any
 ) -> list[State]:
     bundle, runner = build_donors()
-    members_ = image_members() if devices is None else devices
+    members_ = image_devices() if devices is None else devices
     table = {"cohort": {"size": cohort}}
     return run_method("afl", bundle, members_, params, engine=runner, method=METHOD, seed=3, rounds=rounds, **table)
 
@@ -96,7 +96,7 @@ def test_the_split_and_the_order_of_devices_do_not_matter(name, params):
 def test_the_papers_aggregation_gives_the_same():
     *_, last = played()
     gamma, solved, inner = 1.0, [], []
-    for each in image_members():
+    for each in image_devices():
         z = features(each.train.x)
         inner.append(z.T @ z + gamma * np.eye(z.shape[1]))
         solved.append(np.linalg.solve(inner[-1], z.T @ np.eye(3)[each.train.y]))
@@ -149,7 +149,7 @@ def test_rounds_hear_each_device_once():
     bundle, runner = build_donors()
     table = {"cohort": {"size": 1}, "rounds": 100}
     run = run_method(
-        "afl", bundle, image_members(), {"ridge": 1e-3, "rounds": 9}, engine=runner, method=METHOD, seed=3, **table
+        "afl", bundle, image_devices(), {"ridge": 1e-3, "rounds": 9}, engine=runner, method=METHOD, seed=3, **table
     )
     assert METHOD.done(run[-1])
     assert len(run[-1].heard) == 4
@@ -162,10 +162,10 @@ def test_rounds_hear_each_device_once():
 def test_a_class_that_nobody_has_is_never_predicted():
     some = [
         replace(each, train=Examples(each.train.x[each.train.y != 1], each.train.y[each.train.y != 1]))
-        for each in image_members()
+        for each in image_devices()
     ]
     *_, last = played(some, ridge=1e-3)
-    assert any("nobody has examples of b" in line for line in METHOD.explain(last))
+    assert any("no device has examples of b" in line for line in METHOD.explain(last))
     scores = -1e4 * features(POOLED.x) @ np.abs(last.head["weights"].T) + last.head["bias"]
     assert (scores.argmin(axis=1) == 1).all()
     assert np.isneginf(METHOD.result(last).tensors["head.bias"]).tolist() == [False, True, False]

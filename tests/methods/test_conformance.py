@@ -13,12 +13,12 @@ from fedquilt.edge_agent.settings import parse_size
 from fedquilt.methods import fedavg, scaffold
 from fedquilt.testing import conformance
 from fedquilt.testing.toy_networks import (
-    MIXED,
+    MIXED_SUFFIX,
     NETWORKS,
     CheckSkipped,
     depends_on_memory,
     device_profile,
-    make_scene,
+    make_scenario,
     toy_bundle,
 )
 
@@ -39,9 +39,12 @@ BEGIN_OTHERWISE = {"afl", "fedstitch", "depthfl", "fedepth"}  # with donors, or 
 WEIGHTED = ("fedavg", "fedprox", "fednova", "fedopt", "fedbn", "moon", "fedrep", "ditto", "pfedme", "perfedavg")
 SUMS_OF_NOTHING: dict[str, Any] = {**dict.fromkeys(WEIGHTED, WeightedSums), "scaffold": scaffold.ScaffoldSums}
 
-NAMES = [*methods.builtin_names(), *(f"{name}{MIXED}" for name in methods.builtin_names() if depends_on_memory(name))]
+NAMES = [
+    *methods.builtin_names(),
+    *(f"{name}{MIXED_SUFFIX}" for name in methods.builtin_names() if depends_on_memory(name)),
+]
 GROWS = conformance.accumulator_does_not_grow
-INHERIT = {name for name in NAMES if name != "fedavg" and not name.endswith(MIXED)} & {
+INHERIT = {name for name in NAMES if name != "fedavg" and not name.endswith(MIXED_SUFFIX)} & {
     name for name in methods.builtin_names() if methods.load(name).aggregation is fedavg.METHOD.aggregation
 }
 
@@ -58,7 +61,7 @@ INHERIT = {name for name in NAMES if name != "fedavg" and not name.endswith(MIXE
 def test_a_method_keeps_to(check, name):
     """Each check on each method; what a round adds up may grow by what FOR_EACH_BYTES says."""
     try:
-        check(name, **({"each_bytes": FOR_EACH_BYTES.get(name, 0)} if check is GROWS else {}))
+        check(name, **({"bytes_per_device": FOR_EACH_BYTES.get(name, 0)} if check is GROWS else {}))
     except CheckSkipped as reason:
         pytest.skip(str(reason))
 
@@ -92,7 +95,7 @@ def test_a_run_on_any_network_goes_on_from_the_store(name, network):
 def test_devices_of_a_mixed_fleet_are_sent_parts_of_another_size():
     pytest.importorskip("torch")
     for name in ("heterofl", "fjord", "fedlps", "depthfl"):
-        here = make_scene(f"{name}{MIXED}")
+        here = make_scenario(f"{name}{MIXED_SUFFIX}")
         state = here.method.init(here.bundle, here.params, 0)
         orders = [
             here.method.send(state, DeviceView("a", device_profile(parse_size(budget)))) for budget in here.budgets
@@ -109,7 +112,7 @@ def test_devices_of_a_mixed_fleet_are_sent_parts_of_another_size():
         ("fedavg", {"optimizer": "rmsprop"}, r"optimizer = "),
         ("scaffold", {"momentum": 0.9}, "SCAFFOLD requires sgd and no momentum"),
         ("scaffold", {"optimizer": "adam"}, "SCAFFOLD requires sgd and no momentum"),
-        ("fednova", {"optimizer": "adam"}, "not how far adam does"),
+        ("fednova", {"optimizer": "adam"}, "FedNova has a_i for sgd only"),
         ("fedopt", {"server": "lamb"}, r"server = "),
         ("fedopt", {"tau": 0.0}, r"tau = "),
         ("moon", {"temperature": 0.0}, r"temperature = "),

@@ -14,7 +14,7 @@ from fedquilt.core.evaluation import compute_metrics
 from fedquilt.methods import fedavg, fedbn, fednova, fedopt, moon, scaffold
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
-from fedquilt.testing.toy_networks import MLP, point_members, toy_bundle
+from fedquilt.testing.toy_networks import MLP, point_devices, toy_bundle
 from fedquilt.tools.simulation import DeviceData
 
 
@@ -58,7 +58,7 @@ def update(model: Mapping[str, np.ndarray], weight: float = 1.0, device: str = "
     ],
 )
 def test_with_its_knobs_at_zero_a_method_is_fedavg_bit_for_bit(name, params, fit):
-    members = point_members(3, examples=13)
+    members = point_devices(3, examples=13)
     ours, theirs = play(name, devices=members, **params, **fit), play("fedavg", devices=members, **fit)
     assert [tensors.encode_tensors(state.model) for state in ours] == [
         tensors.encode_tensors(state.model) for state in theirs
@@ -362,7 +362,7 @@ def test_moon_says_so_where_there_is_no_linear_layer():
     pytest.importorskip("torch")
     table = {**BN, "name": "torchvision/squeezenet1_1", "input": {"channels": 3, "size": 32}}
     table = {key: table[key] for key in ("name", "classes", "input")}
-    with pytest.raises(ModelError, match="last linear layer, and this network has none"):
+    with pytest.raises(ModelError, match="has no last linear layer: MOON compares"):
         moon.init(toy_bundle(table, {}), moon.Params(), 0)
 
 

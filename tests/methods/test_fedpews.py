@@ -17,7 +17,7 @@ from fedquilt.core import Bundle, DeviceUpdate, DeviceView, ModelError, UpdateEr
 from fedquilt.core.evaluation import compute_metrics
 from fedquilt.methods import fedpews, fedpews_fixed
 from fedquilt.models.partial import masks
-from fedquilt.testing.toy_networks import MLP, MLP_MASKS, point_members, toy_bundle
+from fedquilt.testing.toy_networks import MLP, MLP_MASKS, point_devices, toy_bundle
 from fedquilt.testing.toy_networks import run_method as run
 from fedquilt.tools.simulation import DeviceData
 
@@ -38,7 +38,7 @@ def play_on(
     return run(
         name,
         bundle,
-        members or point_members(),
+        members or point_devices(),
         {**SMALL, **params},
         engine=engine or torch_one(),
         method=replace(method, work=work) if work else None,
@@ -78,7 +78,7 @@ def told(device: str, mask: list[int], value: float, weight: float = 1.0, theta:
 
 @pytest.mark.parametrize(("mu", "base"), [(0.0, "fedavg"), (0.3, "fedprox")])
 def test_with_all_ones_masks_it_is_its_base_bit_for_bit(mu, base):
-    devices = point_members(3, examples=13)
+    devices = point_devices(3, examples=13)
     ours = play("fedpews", members=devices, mu=mu, **ALL_ONES)
     theirs = play(base, torch_one(), devices, **({"mu": mu} if mu else {}))
     assert models(ours) == models(theirs)
@@ -113,7 +113,7 @@ def test_fixed_with_one_part_is_its_base_bit_for_bit(engine, fit, base):
 
 
 def test_micro_batches_take_the_same_steps():
-    params = {"members": point_members(1), "warmup": 3, "mu": 0.3, "diversity": 0.5}
+    params = {"members": point_devices(1), "warmup": 3, "mu": 0.3, "diversity": 0.5}
     ours, theirs = play("fedpews", torch_one(1), **params), play("fedpews", **params)
     for name, array in theirs[-1].model.items():
         np.testing.assert_allclose(ours[-1].model[name], array, atol=1e-5)
@@ -210,7 +210,7 @@ def test_when_the_warm_up_is_over_nothing_of_masks_is_left():
         ({"theta": np.full(4, 0.5, np.float16)}, "not 5 float16 probabilities"),
         ({"bits": np.zeros(2, np.uint8)}, "a mask of 5 neurons is 1 bytes"),
         ({"bits": np.full(1, 255, np.uint8)}, "its mask covers 30 entries"),
-        ({"more": np.zeros(1)}, "told .* of its mask"),
+        ({"more": np.zeros(1)}, "published .* of its mask"),
     ],
 )
 def test_a_mask_that_is_none_is_refused(change, message):
@@ -224,7 +224,7 @@ def test_a_mask_that_is_none_is_refused(change, message):
 def test_an_update_of_another_phase_is_refused():
     state = begun(warmup=1)
     whole = DeviceUpdate("a", 0, 1.0, {}, {"model": state.model})
-    with pytest.raises(UpdateError, match="told \\[\\] of its mask"):
+    with pytest.raises(UpdateError, match="published \\[\\] of its mask"):
         fedpews.fold(state, None, whole)
     masked = told("a", [1, 1, 0, 0, 0], 3.0)
     after = fedpews.step(state, fedpews.fold(state, None, masked))
@@ -300,7 +300,7 @@ def test_the_mask_learning_rate_does_not_decay():
             return dict(start), {"loss": 0.0, "steps": 1.0}
 
     pytest.importorskip("torch")
-    play("fedpews", Listens(), point_members(1), warmup=3, schedule={"name": "step", "factor": 0.5})
+    play("fedpews", Listens(), point_devices(1), warmup=3, schedule={"name": "step", "factor": 0.5})
     np.testing.assert_allclose(rates, [[0.1, 0, 0, 0.1 * 0.5**r] for r in range(3)])
 
 
@@ -344,7 +344,7 @@ def test_of_a_fixed_part_only_its_entries_travel_both_ways():
         sent.append(tensors.total_bytes(answer.bundles.values()))
         return answer
 
-    play("fedpews_fixed", numpy_one(), point_members(1), devices=["dev-0"], warmup=2, work=work)
+    play("fedpews_fixed", numpy_one(), point_devices(1), devices=["dev-0"], warmup=2, work=work)
     assert sent == [4 * 23, 4 * 23, 4 * 53]
 
 
@@ -355,9 +355,9 @@ def test_a_device_is_judged_by_what_it_has():
         checked.append(compute_metrics(fedpews_fixed.check(task, site))["accuracy"])
         return fedpews_fixed.work(task, site)
 
-    run = play("fedpews_fixed", numpy_one(), point_members(1), devices=["dev-0"], warmup=2, work=work)
+    run = play("fedpews_fixed", numpy_one(), point_devices(1), devices=["dev-0"], warmup=2, work=work)
     mark = masks.covered_entries(PLAN, np.array([1, 1, 0, 0, 0], bool))
-    held = point_members(1)[0].held
+    held = point_devices(1)[0].held
     own = [{n: a * mark[n] if n in mark else a for n, a in state.model.items()} for state in run[:2]]
     wanted = [compute_metrics(numpy_one().evaluate(MLP, model, held))["accuracy"] for model in [*own, run[2].model]]
     assert checked == wanted

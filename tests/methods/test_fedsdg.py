@@ -18,7 +18,7 @@ from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
 from fedquilt.models.networks import registry
 from fedquilt.models.partial import lora
-from fedquilt.testing.toy_networks import deliver_task, image_members, run_method, toy_bundle, with_loaded_tensors
+from fedquilt.testing.toy_networks import deliver_task, image_devices, run_method, toy_bundle, with_loaded_tensors
 from fedquilt.tools.simulation.run import WorkBackend
 from fedquilt.tools.simulation.simulated_job import SimulatedRound, Simulation
 
@@ -64,7 +64,7 @@ class Played:
         self.states = run_method(
             name,
             bundle(),
-            image_members(devices, 40),
+            image_devices(devices, 40),
             {**QUICK, **params},
             engine=ENGINE,
             method=replace(self.method, work=work),
@@ -75,7 +75,7 @@ class Played:
 
 def asked(state: Any, local: Any = None, device: int = 0) -> tuple[Task, ClientContext]:
     """What one device gets now, with what it has kept."""
-    member = image_members(4, 40)[device]
+    member = image_devices(4, 40)[device]
     method = methods.load("fedsdg")
     return deliver_task(method, method.send(state, DeviceView(member.device, None)), member, ENGINE, local=local)
 
@@ -283,7 +283,7 @@ def test_a_round_moves_the_shared_part_by_the_weighted_changes():
     after = folded(state, {"a": 1.0, "b": 3.0, "c": -1.0})
     for name, array in state.model.items():
         np.testing.assert_allclose(after.model[name], array + 2, rtol=1e-5)
-    assert after.told == ("against the mean change, and so left aside: c",)
+    assert after.told == ("excluded because their change opposes the mean change: c",)
     assert fedsdg.step(state, None) is state
 
 

@@ -17,7 +17,7 @@ from fedquilt.methods.fedstitch import METHOD
 from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.search import steps
 from fedquilt.models.stitching.search.state import PAPER, SearchParams, SearchSettings
-from fedquilt.testing.toy_networks import build_donors, deliver_task, image_members
+from fedquilt.testing.toy_networks import build_donors, deliver_task, image_devices
 from fedquilt.tools.simulation import DeviceData
 
 
@@ -49,7 +49,7 @@ def test_every_path_the_search_emits_obeys_the_rules_and_runs(changes):
     _, runner = build_donors()
     last = play(**changes)[-1]
     blocks = last.stock.blocks
-    x = inputs.prepare_images(image_members()[0].train.x[:3], last.stock.input)
+    x = inputs.prepare_images(image_devices()[0].train.x[:3], last.stock.input)
     assert last.phase == "done"
     assert last.finalists
     for finalist in last.finalists:
@@ -92,7 +92,7 @@ def test_the_artefact_does_what_was_validated(changes):
     told = METHOD.result(last).meta["search"]
     for number in range(1, len(told) + 1):
         found = METHOD.candidate(last, number)
-        assert evaluate(found, image_members()) == pytest.approx(told[number - 1]["accuracy"], abs=1e-12)
+        assert evaluate(found, image_devices()) == pytest.approx(told[number - 1]["accuracy"], abs=1e-12)
     for number in (0, len(told) + 1):
         with pytest.raises(JobError, match=f"candidate {number} does not exist: the run has candidates 1 to"):
             METHOD.candidate(last, number)
@@ -179,12 +179,12 @@ def test_an_answer_to_another_step_of_the_search_is_refused():
 
 def test_a_device_with_too_few_examples_says_so():
     with pytest.raises(JobError, match="needs at least 8"):
-        play(image_members(1, examples=8))
+        play(image_devices(1, examples=8))
 
 
 def test_labels_outside_the_jobs_are_refused():
     """A label that the job does not have would be counted as another's."""
-    devices = image_members(1)
+    devices = image_devices(1)
     devices = [replace(devices[0], train=Examples(devices[0].train.x, devices[0].train.y + 1))]
     with pytest.raises(JobError, match="labels from 1 to 3"):
         play(devices)
@@ -217,7 +217,7 @@ def test_votes_close_early_once_all_devices_are_known_to_have_voted():
 
 
 def test_a_device_that_joins_in_the_middle_takes_part():
-    devices = image_members(5)
+    devices = image_devices(5)
     early = play(devices[:4])[4]
     resumed = replace(METHOD, init=lambda bundle, params, seed: early)
     last = played(resumed, devices)[-1]
@@ -227,7 +227,7 @@ def test_a_device_that_joins_in_the_middle_takes_part():
 
 
 def test_without_held_out_examples_the_criterion_decides_and_the_story_says_so():
-    devices = [replace(member, held=Examples(member.held.x[:0], member.held.y[:0])) for member in image_members()]
+    devices = [replace(member, held=Examples(member.held.x[:0], member.held.y[:0])) for member in image_devices()]
     last = play(devices)[-1]
     found = METHOD.result(last)
     assert all(each["accuracy"] is None for each in found.meta["search"])
@@ -262,7 +262,7 @@ def test_paper_mode_holds_five_rounds_for_each_vote_and_finishes_22_networks():
 def first_task(folder: Path) -> Any:
     bundle, runner = build_donors()
     order = METHOD.send(METHOD.init(bundle, SearchSettings(**SMALL), 3), DeviceView("dev-0", None))
-    return deliver_task(METHOD, order, image_members(1)[0], runner, seed=3, cache=folder)
+    return deliver_task(METHOD, order, image_devices(1)[0], runner, seed=3, cache=folder)
 
 
 def test_private_state_begins_anew_when_a_device_has_other_examples(tmp_path):
@@ -273,7 +273,7 @@ def test_private_state_begins_anew_when_a_device_has_other_examples(tmp_path):
     second = METHOD.work(task, replace(site, train=fewer, local=first.local))
     assert second.local["drawn"][0] == 30
     assert not np.array_equal(second.local["gram.elm.0"], first.local["gram.elm.0"])
-    with pytest.raises(ModelError, match="knows no phase"):
+    with pytest.raises(ModelError, match="does not support phase"):
         METHOD.work(msgspec.structs.replace(task, params={**task.params, "phase": "dance"}), site)
 
 

@@ -14,12 +14,12 @@ from fedquilt.methods.fedstitch import METHOD, SearchState
 from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.device.moments import MARGINS, margin_bins
 from fedquilt.models.stitching.search import candidates, cascades
-from fedquilt.testing.toy_networks import build_donors, deliver_task, image_members
+from fedquilt.testing.toy_networks import build_donors, deliver_task, image_devices
 
 JOINED = played(expansions=0)
 LAST = JOINED[-1]
 CASCADES = [(i, each) for i, each in enumerate(LAST.candidates) if each.early is not None]
-HELD = [member.held for member in image_members(8)]
+HELD = [member.held for member in image_devices(8)]
 Y = np.concatenate([share.y for share in HELD])
 
 
@@ -128,7 +128,7 @@ def test_a_job_cut_short_or_without_held_out_examples_has_no_candidate_beyond_it
     for state in (run[1], next(each for each in run if each.phase == "validate" and each.heard)):
         told = METHOD.result(state).meta["search"]
         assert max(each["flops"] for each in told) <= 1e6 * limit
-    devices = [replace(each, held=Examples(each.held.x[:0], each.held.y[:0])) for each in image_members(4)]
+    devices = [replace(each, held=Examples(each.held.x[:0], each.held.y[:0])) for each in image_devices(4)]
     bare = played(devices, expansions=0, budget_mflop=limit)[-1]
     assert all(each.early is None for each in bare.candidates)
     assert max(candidates.candidate_cost(bare, each).flops for each in bare.candidates) <= 1e6 * limit
@@ -140,7 +140,7 @@ def test_the_devices_evaluate_the_cascade_that_was_chosen():
     runner = build_donors()[1]
     runner.evaluate_scores = lambda batches, prior: sum((scores.argmax(axis=1) == y).sum() for scores, y in batches)
     right = 0
-    for member in image_members(8):
+    for member in image_devices(8):
         order = METHOD.send(state, DeviceView(member.device, None))
         right += METHOD.check(*deliver_task(METHOD, order, member, runner, seed=3))
     assert right == LAST.right[i, i]
@@ -163,7 +163,7 @@ def test_counts_by_margin_that_cannot_be_are_refused(spoil, why):
     state = next(state for state in JOINED if state.phase == "validate")
     assert cascades.early_candidates(state)
     order = METHOD.send(state, DeviceView("dev-0", None))
-    answer = METHOD.work(*deliver_task(METHOD, order, image_members(1)[0], build_donors()[1], seed=3))
+    answer = METHOD.work(*deliver_task(METHOD, order, image_devices(1)[0], build_donors()[1], seed=3))
     update = DeviceUpdate("dev-0", 0, answer.weight, answer.metrics, answer.bundles)
     METHOD.aggregation.check_update(state, update)
     with pytest.raises(UpdateError, match=why):

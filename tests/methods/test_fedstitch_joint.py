@@ -17,7 +17,7 @@ from fedquilt.models.stitching.algebra import class_moments, joint_head
 from fedquilt.models.stitching.algebra.class_moments import ExactMomentSums
 from fedquilt.models.stitching.search import candidates, ranking
 from fedquilt.models.stitching.search.state import Candidate
-from fedquilt.testing.toy_networks import build_donors, image_members
+from fedquilt.testing.toy_networks import build_donors, image_devices
 from fedquilt.tools.simulation import DeviceData
 
 LABELS = 3
@@ -40,7 +40,7 @@ def ends(state: SearchState, paths: Any, shares: list[Examples]) -> np.ndarray:
 
 @pytest.mark.parametrize("cohort", [0, 3])
 def test_every_head_is_that_of_the_pooled_images_of_all_devices(cohort):
-    devices = image_members(8)
+    devices = image_devices(8)
     last = played(devices, cohort=cohort)[-1]
     y = np.concatenate([member.train.y for member in devices])
     heads = [candidate for candidate in last.candidates if candidate.early is None]
@@ -65,7 +65,7 @@ def test_every_device_is_heard_once_in_each_phase_and_no_round_is_wasted():
         return METHOD.aggregation.fold(state, total, update)
 
     run = played(cohort=3, method=replace(METHOD, aggregation=Aggregation(fold)))
-    names = sorted(member.device for member in image_members(8))
+    names = sorted(member.device for member in image_devices(8))
     heard = {phase: sorted(device for device, _ in turns) for phase, turns in answered.items()}
     assert heard == {"gather": names, "validate": names}
     assert [state.phase for state in run].count("gather") == 3
@@ -118,14 +118,14 @@ def test_a_job_without_a_search_joins_donors():
 
 def test_a_class_that_nobody_has_is_named_and_never_wins():
     devices = []
-    for member in image_members(4):
+    for member in image_devices(4):
         shares = [Examples(share.x[share.y != 2], share.y[share.y != 2]) for share in (member.train, member.held)]
         devices.append(DeviceData(member.device, *shares))
     run = played(devices, expansions=2)
-    assert any("nobody has examples of c: no candidate ever says so" in state.log for state in run)
+    assert any("no device has examples of c: never predicted" in state.log for state in run)
     for candidate in run[-1].candidates:
         assert not candidate.head["weights"][2].any()
-        z = ends(run[-1], candidate.paths, [member.held for member in image_members(4)])
+        z = ends(run[-1], candidate.paths, [member.held for member in image_devices(4)])
         scores = 1e6 * z @ candidate.head["weights"].T + candidate.head["bias"]
         assert (scores.argmax(axis=1) != 2).all()
     found = METHOD.result(run[-1])
@@ -135,7 +135,7 @@ def test_a_class_that_nobody_has_is_named_and_never_wins():
 
 @pytest.mark.parametrize("same", [True, False])
 def test_a_single_example_gives_a_head(same):
-    member = image_members(1)[0]
+    member = image_devices(1)[0]
     own = Examples(member.train.x[:1], member.train.y[:1])
     kin = (member.held.y == own.y[0]) == same
     last = played([DeviceData(member.device, own, Examples(member.held.x[kin], member.held.y[kin]))], expansions=0)[-1]
@@ -250,7 +250,7 @@ def test_each_set_on_the_front_is_the_best_of_all_truncations_that_cost_no_more(
         return METHOD.step(state, total)
 
     last = played(expansions=0, method=replace(METHOD, step=step))[-1]
-    state, devices = solved[0], image_members(8)
+    state, devices = solved[0], image_devices(8)
     z = ends(state, state.taps, [member.train for member in devices])
     y = np.concatenate([member.train.y for member in devices])
     given = joint_head.standardise_sums(class_moments.device_moments(z, y, LABELS).to_sums())

@@ -16,7 +16,7 @@ from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.device import block_runner, scoring
 from fedquilt.models.stitching.search import steps
 from fedquilt.models.stitching.search.state import ScoredPath, SearchSettings
-from fedquilt.testing.toy_networks import build_donors, deliver_task, image_members
+from fedquilt.testing.toy_networks import build_donors, deliver_task, image_devices
 from fedquilt.tools.lab.bench import stitch
 
 
@@ -34,7 +34,7 @@ def score_answers(**changes: Any) -> tuple[SearchState, dict[str, np.ndarray], d
             lambda state, total, update: seen.append(update) or METHOD.aggregation.fold(state, total, update)
         ),
     )
-    played(spy, image_members(1), rounds=1)
+    played(spy, image_devices(1), rounds=1)
     return state, dict(seen[0].bundles["scores"]), dict(seen[0].metrics)
 
 
@@ -64,7 +64,7 @@ def test_hybrid_scores_the_best_few_by_their_output_and_ranks_them_first():
 def test_references_are_computed_once_per_device():
     bundle, runner = build_donors()
     changes = {"score_at": "input", "subrounds": 3}
-    devices = image_members(1)
+    devices = image_devices(1)
     played(METHOD, devices, runner=runner, rounds=1, seed=0, **changes)
     first = dict(runner.runs)
     assert max(first.values()) == 1
@@ -90,7 +90,7 @@ def score_twice(folder: Path, **changes: Any) -> tuple[list[dict[str, np.ndarray
     def again() -> None:
         nonlocal local
         runner.runs = dict.fromkeys(runner.graphs, 0)
-        task, site = deliver_task(METHOD, order, image_members(1)[0], runner, seed=3, local=local, cache=folder)
+        task, site = deliver_task(METHOD, order, image_devices(1)[0], runner, seed=3, local=local, cache=folder)
         answer = METHOD.work(task, site)
         local = answer.local
         scores.append(dict(answer.bundles["scores"]))
@@ -109,7 +109,7 @@ def test_the_naive_procedure_gives_the_same_scores(tmp_path):
     weights = np.random.default_rng(2).normal(size=(5, 4)).astype(np.float32)
     junction = {"weights": weights, "bias": np.zeros(5, np.float32)}
     scores, _, _ = score_twice(tmp_path, score_at="output", positions=40)
-    member = image_members(1)[0]
+    member = image_devices(1)[0]
     order = METHOD.send(state, DeviceView("dev-0", None))
     assert order is not None
     _, site = deliver_task(METHOD, order, member, runner, seed=3, cache=tmp_path)

@@ -17,7 +17,7 @@ from fedquilt.models.stitching.device import moments
 from fedquilt.models.stitching.search import candidates, cascades
 from fedquilt.models.stitching.search.accumulators import CorrectCounts
 from fedquilt.models.stitching.search.state import ScoredPath, SearchSettings
-from fedquilt.testing.toy_networks import build_donors, deliver_task, image_members
+from fedquilt.testing.toy_networks import build_donors, deliver_task, image_devices
 from fedquilt.tools.simulation import DeviceData
 
 
@@ -48,7 +48,7 @@ def test_taps_step_down_shallow_first_and_say_so():
 
 def test_a_path_runs_once_for_all_that_begin_with_it():
     _, runner = build_donors()
-    played(image_members(1), runner=runner, expansions=0, rounds=1)
+    played(image_devices(1), runner=runner, expansions=0, rounds=1)
     assert {name: runs for name, runs in runner.runs.items() if runs} == {
         f"{donor}.{i}.onnx": 1 for donor, depth in (("ash", 3), ("elm", 2), ("fir", 2)) for i in range(depth)
     }

@@ -13,7 +13,7 @@ from fedquilt.core.evaluation import compute_metrics
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.methods import genefl
 from fedquilt.models import learngene
-from fedquilt.testing.toy_networks import deliver_task, point_members, toy_bundle, with_loaded_tensors
+from fedquilt.testing.toy_networks import deliver_task, point_devices, toy_bundle, with_loaded_tensors
 from fedquilt.testing.toy_networks import run_method as run_of
 from fedquilt.tools.simulation import DeviceData
 
@@ -39,7 +39,7 @@ def play(devices: list[DeviceData] | None = None, rounds: int = 4, **params: Any
 
     wanted = {"batch": 8, "lr": 0.1, **params}
     double = replace(genefl.METHOD, work=work)
-    members = devices or point_members(4, 24)
+    members = devices or point_devices(4, 24)
     run = run_of("genefl", bundle(), members, wanted, engine=ENGINE, method=double, seed=1, rounds=rounds)
     return run, worked
 
@@ -162,7 +162,7 @@ def test_a_layer_is_the_mean_of_those_of_the_cluster_who_sent_it():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda state: {"gene": {**state.initial_layers["1"], **state.initial_layers["3"]}}, "sent 2 layers, 1"),
+        (lambda state: {"gene": {**state.initial_layers["1"], **state.initial_layers["3"]}}, "sent 2 layers: 1"),
         (lambda state: {"gene": state.initial_layers["5"]}, "sent 0 layers"),
         (lambda state: {"gene": {"1.weight": state.initial_layers["1"]["1.weight"]}}, "names differ"),
         (lambda state: {"fingerprint": {"u": np.zeros((6, 5), np.float32)}}, "sent 0 layers"),
@@ -222,7 +222,7 @@ def take(state: Any, member: DeviceData, number: int, answer: ClientResult) -> A
 
 def test_a_device_that_turns_up_in_the_middle_inherits_the_nearest_cluster_s_learngene():
     run, _ = play(rounds=4, clusters=2, first_layers=1)
-    newcomer = DeviceData("late", *(vars(point_members(4, 24)[2])[key] for key in ("train", "held")))
+    newcomer = DeviceData("late", *(vars(point_devices(4, 24)[2])[key] for key in ("train", "held")))
     state = run[-1]
     _, _, answer = ask(state, newcomer, ())
     assert answer.bundles.keys() == {"fingerprint"}
@@ -244,7 +244,7 @@ def test_a_device_that_turns_up_in_the_middle_inherits_the_nearest_cluster_s_lea
 
 def test_fingerprints_can_be_gathered_for_several_rounds():
     cohort, params = {"size": 2}, {"gather": 3}
-    run = run_of("genefl", bundle(), point_members(4), params, engine=ENGINE, seed=1, rounds=3, cohort=cohort)
+    run = run_of("genefl", bundle(), point_devices(4), params, engine=ENGINE, seed=1, rounds=3, cohort=cohort)
     assert [state.phase for state in run[:3]] == ["fingerprint"] * 3
     known = run[2].fingerprints
     assert genefl.METHOD.send(run[2], DeviceView(next(iter(known)), None, (0,))) is None
@@ -264,11 +264,11 @@ def test_a_device_evaluates_its_own_model_and_nothing_before_it_has_one():
 def test_private_state_of_another_network_is_refused():
     run, _ = play(rounds=1)
     with pytest.raises(UpdateError, match="names differ"):
-        ask(run[-1], point_members(4, 24)[0], (0,), {"x": np.zeros(2)})
+        ask(run[-1], point_devices(4, 24)[0], (0,), {"x": np.zeros(2)})
 
 
 def test_without_held_out_examples_nobody_tells_an_accuracy():
-    alone = [DeviceData(m.device, m.train, Examples(m.held.x[:0], m.held.y[:0])) for m in point_members(3)]
+    alone = [DeviceData(m.device, m.train, Examples(m.held.x[:0], m.held.y[:0])) for m in point_devices(3)]
     run, worked = play(alone, rounds=3, shrink_every=1)
     assert all("held_examples" not in answer.metrics for _, _, answer in worked)
     assert run[-1].size == 1

@@ -14,7 +14,7 @@ from fedquilt.arrays import tensors
 from fedquilt.core import ClientContext, ClientResult, DeviceUpdate, DeviceView, Examples, ModelError, Task, UpdateError
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.methods import fedavg, fedfina, fedlg, fedlp, fedrep, parfed
-from fedquilt.testing.toy_networks import deliver_task, point_members, toy_bundle
+from fedquilt.testing.toy_networks import deliver_task, point_devices, toy_bundle
 from fedquilt.testing.toy_networks import run_method as run_of
 from fedquilt.tools.simulation import DeviceData
 
@@ -61,7 +61,7 @@ def play(name: str, rounds: int = 3, *, engine: Any = None, **params: Any) -> tu
         answers.append(method.work(task, site))
         return answers[-1]
 
-    bundle, members = (toy_bundle(BN, tensors_of()), pictures()) if engine else (toy_bundle(), point_members(3))
+    bundle, members = (toy_bundle(BN, tensors_of()), pictures()) if engine else (toy_bundle(), point_devices(3))
     engine = engine or NumpyEngine(1 << 40, base_bytes=0)
     double = replace(method, work=work)
     return run_of(name, bundle, members, {**SMALL, **params}, engine=engine, method=double, rounds=rounds), answers
@@ -104,7 +104,7 @@ def test_what_is_not_shared_never_travels_up_and_down_once_only(name):
         taken[:] = [(round.down_bytes, round.up_bytes) for round in simulation.rounds]
 
     engine = NumpyEngine(1 << 40, base_bytes=0)
-    *_, state = run_of(name, toy_bundle(), point_members(1), SMALL, engine=engine, observe=observe, rounds=4)
+    *_, state = run_of(name, toy_bundle(), point_devices(1), SMALL, engine=engine, observe=observe, rounds=4)
     shared = len(tensors.encode_tensors(state.model)) if name != "local" else 0
     assert taken[3] == (shared, shared)
     assert taken[0][0] > shared
@@ -162,7 +162,7 @@ def test_a_gradients_size_is_its_root_mean_square():
     state = fedlg.init(toy_bundle(), fedlg.Params(**SMALL), 0)
     engine = NumpyEngine(1 << 40, base_bytes=0)
     order = fedlg.send(state, DeviceView("dev-0", None))
-    task, site = deliver_task(fedlg.METHOD, order, point_members(1)[0], engine)
+    task, site = deliver_task(fedlg.METHOD, order, point_devices(1)[0], engine)
     answer = fedlg.work(task, site)
     squares = engine.fisher(task.params["network"], answer.local, site.train, each=4)
     assert answer.bundles["sizes"]["1.weight"][0] == pytest.approx(np.sqrt(squares["1.weight"].mean()), rel=1e-6)
@@ -173,7 +173,7 @@ def test_what_a_device_has_trained_is_not_lost_when_sharing_begins():
     own = answers[0].local
     order = fedlg.send(run[1], DeviceView("dev-0", None, (0,)))
     engine = NumpyEngine(1 << 40, base_bytes=0)
-    _, site = deliver_task(fedlg.METHOD, order, point_members(1)[0], engine, number=1, local=own)
+    _, site = deliver_task(fedlg.METHOD, order, point_devices(1)[0], engine, number=1, local=own)
     assert tensors.encode_tensors(fedrep.load_device_network(site)) == tensors.encode_tensors(own)
     late = replace(site, local={})
     assert tensors.encode_tensors(fedrep.load_device_network(late)) == tensors.encode_tensors(
@@ -185,7 +185,7 @@ def test_a_size_below_nothing_is_refused():
     """It would make its layer everybody's first."""
     state = fedlg.init(toy_bundle(), fedlg.Params(), 0)
     sizes = {name: np.array([-1.0]) for name in state.candidates}
-    with pytest.raises(UpdateError, match="smaller than nothing"):
+    with pytest.raises(UpdateError, match="reports a negative gradient size"):
         fedlg.fold(state, None, DeviceUpdate("a", 0, 1.0, {}, {"sizes": sizes}))
 
 

@@ -22,7 +22,7 @@ from fedquilt.core import (
 )
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.methods import ditto, fedavg, fedrep, local, perfedavg, pfedme
-from fedquilt.testing.toy_networks import deliver_task, point_members, run_method, toy_bundle
+from fedquilt.testing.toy_networks import deliver_task, point_devices, run_method, toy_bundle
 
 SMALL = {"epochs": 2, "batch": 4, "lr": 0.1}
 BN = {"name": "residual", "channels": 1, "classes": 3, "width": 2, "input": {"channels": 1, "size": 8}}
@@ -52,7 +52,7 @@ class Played:
         self.states = run_method(
             name,
             toy_bundle(),
-            point_members(3, 13),
+            point_devices(3, 13),
             {**SMALL, **params},
             engine=engine or numpy_one(),
             method=replace(method, work=work),
@@ -72,7 +72,7 @@ class Played:
 def one(method: Method, engine: Any, **params: Any) -> tuple[Task, ClientContext]:
     """The first round's task of one device."""
     state = method.init(toy_bundle(), method.params(**{**SMALL, **params}), 0)
-    return deliver_task(method, method.send(state, DeviceView("dev-0", None)), point_members(1, 13)[0], engine)
+    return deliver_task(method, method.send(state, DeviceView("dev-0", None)), point_devices(1, 13)[0], engine)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from fedquilt import methods
 from fedquilt.arrays import tensors
 from fedquilt.core import ClientContext, DeviceView, ModelError, Task
 from fedquilt.core.evaluation import compute_metrics
-from fedquilt.testing.toy_networks import deliver_task, image_members, run_method, toy_bundle
+from fedquilt.testing.toy_networks import deliver_task, image_devices, run_method, toy_bundle
 
 torch = pytest.importorskip("torch", reason="networks with batch normalisation and attention are torch's")
 from fedquilt.edge_agent.engines.torch.engine import TorchEngine  # noqa: E402
@@ -43,7 +43,7 @@ class Played:
 
     def __init__(self, name: str, network: dict[str, Any], params: dict[str, Any]) -> None:
         self.method, self.engine = methods.load(name), TorchEngine(1 << 40, base_bytes=0)
-        self.members, self.kept = image_members(2, 24), {}
+        self.members, self.kept = image_devices(2, 24), {}
 
         def work(task: Task, site: ClientContext) -> Any:
             answer = self.method.work(task, site)

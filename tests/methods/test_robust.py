@@ -13,7 +13,7 @@ from fedquilt.core import DeviceUpdate, JobError
 from fedquilt.core.evaluation import compute_metrics
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.methods import robust
-from fedquilt.testing.toy_networks import point_members, run_method, toy_bundle
+from fedquilt.testing.toy_networks import point_devices, run_method, toy_bundle
 
 RULES = ("trimmed_mean", "median", "krum", "multi_krum", "clipped")
 
@@ -114,7 +114,7 @@ def test_with_nobody_to_leave_out_it_is_the_mean(params):
     def model(name, **more):
         engine, cohort = NumpyEngine(1 << 40, base_bytes=0), {"min_devices": 3}
         *_, last = run_method(
-            name, toy_bundle(), point_members(3), {**small, **more}, engine=engine, rounds=3, cohort=cohort
+            name, toy_bundle(), point_devices(3), {**small, **more}, engine=engine, rounds=3, cohort=cohort
         )
         return last.model
 
@@ -125,7 +125,7 @@ def test_with_nobody_to_leave_out_it_is_the_mean(params):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_fleet_with_an_attacker_in_every_round_learns_all_the_same(rule):
-    devices, engine = point_members(7, 40), NumpyEngine(1 << 40, base_bytes=0)
+    devices, engine = point_devices(7, 40), NumpyEngine(1 << 40, base_bytes=0)
     fleet = {"adversaries": {"share": 0.14, "attack": "sign_flip", "factor": 100.0}}
 
     def loss(name, rounds, **params):
@@ -171,9 +171,9 @@ def test_the_log_says_where_a_share_of_attackers_is_nobody():
 def test_only_so_many_updates_are_held_whatever_the_order_they_come_in():
     state = begun(rule="median", most=3)
     total, other = folded(state, HONEST), folded(state, dict(reversed(HONEST.items())))
-    assert len(total.sent) == 3
+    assert len(total.updates) == 3
     assert total.left_out == 3
-    assert total.sent.keys() == other.sent.keys() != {"a", "b", "c"}
+    assert total.updates.keys() == other.updates.keys() != {"a", "b", "c"}
     assert robust.step(state, total).told[0] == "3 updates beyond the 3 held at once were left out"
 
 

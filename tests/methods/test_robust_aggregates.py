@@ -35,8 +35,8 @@ def everything(updates: Sequence[dict[str, np.ndarray]], f: int) -> dict[str, di
     return {
         "trimmed_mean": robust.trimmed_mean(rows, NAMES, f),
         "median": robust.median(rows, NAMES),
-        "krum": robust.mean_of_chosen_rows(rows, NAMES, best[:1]),
-        "multi_krum": robust.mean_of_chosen_rows(rows, NAMES, best[: len(rows) - f]),
+        "krum": robust.mean_of_rows(rows, NAMES, best[:1]),
+        "multi_krum": robust.mean_of_rows(rows, NAMES, best[: len(rows) - f]),
         "clipped": robust.clipped_mean(rows, NAMES, centre, lengths, float(np.median(lengths))),
     }
 
@@ -44,10 +44,10 @@ def everything(updates: Sequence[dict[str, np.ndarray]], f: int) -> dict[str, di
 RULES = tuple(everything(drawn(5), 1))
 
 
-@pytest.fixture(autouse=True, params=[robust.BLOCK, 4], ids=["one block", "blocks of 4 values"])
+@pytest.fixture(autouse=True, params=[robust.BLOCK_VALUES, 4], ids=["one block", "blocks of 4 values"])
 def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors in one block each, and cut into several."""
-    monkeypatch.setattr(robust, "BLOCK", request.param)
+    monkeypatch.setattr(robust, "BLOCK_VALUES", request.param)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 8])
@@ -129,7 +129,7 @@ def test_beyond_the_breakdown_point_attackers_who_agree_win(rule):
 
 
 def test_a_rule_holds_one_block_of_every_update_and_no_more(monkeypatch):
-    monkeypatch.setattr(robust, "BLOCK", 1 << 14)
+    monkeypatch.setattr(robust, "BLOCK_VALUES", 1 << 14)
     updates = [{"w": np.full(1 << 20, index, np.float32)} for index in range(8)]
     rows, centre = UpdateRows(updates), {"w": np.zeros(1 << 20, np.float32)}
     block, result = 8 * (1 << 14) * 8, 4 << 20

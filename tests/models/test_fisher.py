@@ -7,13 +7,13 @@ import pytest
 
 from fedquilt.core import DataError, Examples, JobError
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine, init_tensors
-from fedquilt.testing.toy_networks import MLP, point_members
+from fedquilt.testing.toy_networks import MLP, point_devices
 
 AMPLE = 1 << 40
 
 
 def examples(count: int = 7) -> Examples:
-    some = point_members(1)[0].train
+    some = point_devices(1)[0].train
     return Examples(some.x[:count], some.y[:count])
 
 

@@ -41,7 +41,7 @@ OPENERS: dict[str, Callable[[Path, DataSpec], ExampleReader]] = {
     "audio": audio.open_recordings,
     "text": text.open_texts,
 }
-BY_CLASS = ("idx", "folder", "torchvision")  # kinds with classes only
+CLASS_FORMATS = ("idx", "folder", "torchvision")  # kinds with classes only
 
 
 def open_reader(spec: DataSpec) -> ExampleReader:
@@ -62,7 +62,7 @@ def _open_stored(spec: DataSpec) -> ExampleReader:
     if not spec.path:
         return arrays.open_plugin_data(spec)
     path = Path(spec.path)
-    with convert_read_errors(path):  # in a folder closed to this user, no file can even be looked for
+    with convert_read_errors(path):  # a folder without permission to read raises here
         kind = detect_format(path, spec)
         if kind != "torchvision" and not path.exists():
             fix = toml.suggest_file(path) or (
@@ -71,7 +71,7 @@ def _open_stored(spec: DataSpec) -> ExampleReader:
             raise DataError(f"no data at {path}{fix}")
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise DataError(f"{path} is a device or a pipe, which has no end: set [data] path to a file or a folder")
-        if kind in BY_CLASS and spec.task != "classes":
+        if kind in CLASS_FORMATS and spec.task != "classes":
             raise DataError(f"{path}: {kind} has a class for each example: leave task = {spec.task!r} out")
         return OPENERS[kind](path, spec)
 
@@ -114,27 +114,27 @@ def detect_format(path: Path, spec: DataSpec) -> str:
 def open_sources(spec: DataSpec) -> ExampleReader:
     if not spec.sources:
         return _resize_images(open_reader(spec), spec)
-    found = []
+    readers = []
     for source in spec.sources:
-        given = {name: value for name, value in msgspec.structs.asdict(source).items() if name != "labels_from"}
-        one = DataSpec(split=spec.split, size=spec.size, depth=spec.depth, **given)
-        found.append(_resize_images(_offset_labels(open_reader(one), source.labels_from), one))
-    _require_consistent_labels(found, spec)
-    return _combine_readers(found, spec)
+        source_keys = {name: value for name, value in msgspec.structs.asdict(source).items() if name != "labels_from"}
+        source_spec = DataSpec(split=spec.split, size=spec.size, depth=spec.depth, **source_keys)
+        readers.append(_resize_images(_offset_labels(open_reader(source_spec), source.labels_from), source_spec))
+    _require_consistent_labels(readers, spec)
+    return _combine_readers(readers, spec)
 
 
-def _offset_labels(reader: ExampleReader, first: int) -> ExampleReader:
-    return replace(reader, y=reader.y + first) if first else reader
+def _offset_labels(reader: ExampleReader, first_label: int) -> ExampleReader:
+    return replace(reader, y=reader.y + first_label) if first_label else reader
 
 
-def _require_consistent_labels(found: Sequence[ExampleReader], spec: DataSpec) -> None:
-    for number, (source, reader) in enumerate(zip(spec.sources, found, strict=True)):
-        for other, earlier in zip(spec.sources[:number], found[:number], strict=True):
-            common = np.intersect1d(reader.y, earlier.y)
-            if len(common) and source.labels_from != other.labels_from:
+def _require_consistent_labels(readers: Sequence[ExampleReader], spec: DataSpec) -> None:
+    for number, (source, reader) in enumerate(zip(spec.sources, readers, strict=True)):
+        for earlier_source, earlier_reader in zip(spec.sources[:number], readers[:number], strict=True):
+            common = np.intersect1d(reader.y, earlier_reader.y)
+            if len(common) and source.labels_from != earlier_source.labels_from:
                 raise DataError(
-                    f"{other.path} and {source.path}: class {common[0]} is in both, which do not number theirs alike: "
-                    "set labels_from apart by all classes of the first, or equal if the classes are the same"
+                    f"{earlier_source.path} and {source.path}: class {common[0]} is in both, which do not number "
+                    "theirs alike: set labels_from apart by all classes of the first, or equal for the same classes"
                 )
 
 
@@ -151,43 +151,47 @@ def _resize_images(reader: ExampleReader, spec: DataSpec) -> ExampleReader:
     )
 
 
-def _combine_readers(found: Sequence[ExampleReader], spec: DataSpec) -> ExampleReader:
+def _combine_readers(readers: Sequence[ExampleReader], spec: DataSpec) -> ExampleReader:
     """Return one reader of several: grey becomes colour if any has colour, and bytes become 0 to 1."""
-    shape, dtype = _common_shape(found, spec), _common_type(found, spec)
-    sizes = [len(reader.y) for reader in found]
-    starts, origin = np.cumsum([0, *sizes]), np.repeat(np.arange(len(found)), sizes)
+    shape, dtype = _common_shape(readers, spec), _common_type(readers, spec)
+    sizes = [len(reader.y) for reader in readers]
+    starts, origin = np.cumsum([0, *sizes]), np.repeat(np.arange(len(readers)), sizes)
 
     def take(rows: np.ndarray) -> np.ndarray:
         result = np.empty((len(rows), *shape), dtype)
-        for number, reader in enumerate(found):
-            mine = np.flatnonzero(origin[rows] == number)
-            if len(mine):
-                x = reader.take(rows[mine] - starts[number])
+        for number, reader in enumerate(readers):
+            positions = np.flatnonzero(origin[rows] == number)
+            if len(positions):
+                x = reader.take(rows[positions] - starts[number])
                 if x.ndim < result.ndim:
                     x = x[..., None]
-                result[mine] = x if x.dtype.kind == dtype.kind else x / np.float32(np.iinfo(x.dtype).max)
+                result[positions] = x if x.dtype.kind == dtype.kind else x / np.float32(np.iinfo(x.dtype).max)
         return result
 
-    return ExampleReader(np.concatenate([reader.y for reader in found]), take, shape, dtype, origin)
+    return ExampleReader(np.concatenate([reader.y for reader in readers]), take, shape, dtype, origin)
 
 
-def _common_shape(found: Sequence[ExampleReader], spec: DataSpec) -> tuple[int, ...]:
-    shapes = {reader.shape for reader in found}
+def _common_shape(readers: Sequence[ExampleReader], spec: DataSpec) -> tuple[int, ...]:
+    shapes = {reader.shape for reader in readers}
     if len(shapes) == 1:
         return shapes.pop()
     if all(map(inputs.is_image_shape, shapes)) and len({shape[:2] for shape in shapes}) == 1:
-        height, width = found[0].shape[:2]
+        height, width = readers[0].shape[:2]
         return (height, width, max(shape[2] if len(shape) == 3 else 1 for shape in shapes))
-    each = ", ".join(f"{source.path} {reader.shape}" for source, reader in zip(spec.sources, found, strict=True))
-    mend = "set [data] size" if all(map(inputs.is_image_shape, shapes)) else "they cannot be mixed"
-    raise DataError(f"sources of several shapes: {each}: {mend}")
+    source_shapes = ", ".join(
+        f"{source.path} {reader.shape}" for source, reader in zip(spec.sources, readers, strict=True)
+    )
+    fix = "set [data] size" if all(map(inputs.is_image_shape, shapes)) else "they cannot be mixed"
+    raise DataError(f"sources of several shapes: {source_shapes}: {fix}")
 
 
-def _common_type(found: Sequence[ExampleReader], spec: DataSpec) -> np.dtype:
-    kinds = {reader.dtype for reader in found}
+def _common_type(readers: Sequence[ExampleReader], spec: DataSpec) -> np.dtype:
+    kinds = {reader.dtype for reader in readers}
     if len(kinds) == 1:
         return kinds.pop()
     if all(kind in (np.uint8, np.uint16) or kind.kind == "f" for kind in kinds):
         return np.dtype(np.float32)
-    each = ", ".join(f"{source.path} {reader.dtype}" for source, reader in zip(spec.sources, found, strict=True))
-    raise DataError(f"sources of several types: {each}: save all as uint8, or as floats from 0 to 1")
+    source_types = ", ".join(
+        f"{source.path} {reader.dtype}" for source, reader in zip(spec.sources, readers, strict=True)
+    )
+    raise DataError(f"sources of several types: {source_types}: save all as uint8, or as floats from 0 to 1")

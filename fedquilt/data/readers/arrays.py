@@ -23,7 +23,7 @@ from fedquilt.data.readers.base import (
 from fedquilt.data.spec import SKLEARN, DataSpec
 from fedquilt.formats import toml
 
-OTHERS = "save it again with numpy.savez, or name a CSV, Parquet or IDX file, or a folder of images by class"
+FORMAT_HINT = "save it again with numpy.savez, or name a CSV, Parquet or IDX file, or a folder of images by class"
 
 
 def open_npz(path: Path, spec: DataSpec) -> ExampleReader:
@@ -65,7 +65,7 @@ def _open_archive(path: Path) -> Iterator[zipfile.ZipFile]:
         try:
             archive = zipfile.ZipFile(path)
         except zipfile.BadZipFile:
-            raise DataError(f"cannot read {path}, which is no .npz file: {OTHERS}") from None
+            raise DataError(f"cannot read {path}, which is no .npz file: {FORMAT_HINT}") from None
         with archive:
             if "[Content_Types].xml" in archive.namelist():
                 raise DataError(f"{path} is a workbook of Excel: save the sheet as CSV (UTF-8)")
@@ -81,7 +81,9 @@ def _read_owner_column(
 ) -> np.ndarray | None:
     if not spec.column:
         return None
-    name = next((each for each in (f"{spec.column}_{spec.split}", spec.column) if each in array_names), "")
+    name = next(
+        (candidate for candidate in (f"{spec.column}_{spec.split}", spec.column) if candidate in array_names), ""
+    )
     if not name:
         raise DataError(f"{path} holds {', '.join(array_names)}, not {spec.column}: set [data] column to one of these")
     with archive.open(f"{name}.npy") as stream:
@@ -92,15 +94,17 @@ def _read_owner_column(
 
 
 def _choose_array_name(path: Path, spec: DataSpec, letter: str, array_names: Sequence[str]) -> str:
-    given = spec.x if letter == "x" else spec.y
-    if not isinstance(given, str):
+    configured_name = spec.x if letter == "x" else spec.y
+    if not isinstance(configured_name, str):
         raise DataError(f"{path}: [data] {letter} is the name of one array of an .npz, not a list")
-    tried = [given] if given else [f"{letter}_{spec.split}", *([letter] if spec.split == "train" else [])]
-    for name in tried:
+    candidates = [configured_name] if configured_name else [f"{letter}_{spec.split}"]
+    if not configured_name and spec.split == "train":
+        candidates.append(letter)
+    for name in candidates:
         if name in array_names:
             return name
     raise DataError(
-        f"{path} holds {', '.join(array_names) or 'no arrays'}, not {' or '.join(tried)}: set [data] {letter}"
+        f"{path} holds {', '.join(array_names) or 'no arrays'}, not {' or '.join(candidates)}: set [data] {letter}"
     )
 
 
@@ -108,14 +112,15 @@ def _read_npy_header(
     stream: Bytes, path: Path, name: str, kinds: str = "uifb"
 ) -> tuple[tuple[int, ...], np.dtype[Any]]:
     version = np.lib.format.read_magic(stream)
-    read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
-    if read is None:
+    header_readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    read_header = header_readers.get(version)
+    if read_header is None:
         raise DataError(f"{path}: {name} is in .npy version {version}; save it as a plain array of numbers")
-    shape, fortran, dtype = read(stream)
+    shape, fortran, dtype = read_header(stream)
     if dtype.kind not in kinds:
-        held = "Python objects" if dtype.hasobject else f"values of type {dtype}"
-        mend = "with all examples of one shape, save np.stack(...)" if dtype.hasobject else "save them as numbers"
-        raise DataError(f"{path}: {name} holds {held}, and numbers are wanted: {mend}")
+        content = "Python objects" if dtype.hasobject else f"values of type {dtype}"
+        fix = "with all examples of one shape, save np.stack(...)" if dtype.hasobject else "save them as numbers"
+        raise DataError(f"{path}: {name} holds {content}, and numbers are wanted: {fix}")
     if not shape:
         raise DataError(f"{path}: {name} is a single number, and an array with a row for each example is wanted")
     if fortran:
@@ -123,7 +128,13 @@ def _read_npy_header(
     return shape, dtype
 
 
-NO_SETS: Final = ("load_files", "load_sample_image", "load_sample_images", "load_svmlight_file", "load_svmlight_files")
+EXCLUDED_LOADERS: Final = (
+    "load_files",
+    "load_sample_image",
+    "load_sample_images",
+    "load_svmlight_file",
+    "load_svmlight_files",
+)
 
 
 def open_plugin_data(spec: DataSpec) -> ExampleReader:
@@ -135,18 +146,18 @@ def open_plugin_data(spec: DataSpec) -> ExampleReader:
     try:
         plugin = plugins.find_plugin("data", spec.dataset)
         assert plugin is not None  # fedquilt's own data sets are read by `format`, and have no names
-        made = plugins.import_plugin(plugin)
-        if not callable(made):
-            raise plugins.wrong_kind_error(plugin, "a function from a DataSpec to inputs and labels", made)
+        load_data = plugins.import_plugin(plugin)
+        if not callable(load_data):
+            raise plugins.wrong_kind_error(plugin, "a function from a DataSpec to inputs and labels", load_data)
     except JobError as error:
         raise DataError(str(error)) from None
     try:
-        found = made(spec)
+        data = load_data(spec)
     except DataError:
         raise
     except Exception as error:  # code from outside may raise anything
         raise DataError(f"{plugin} fails on split {spec.split!r}: {type(error).__name__}: {error}") from None
-    x, y = _require_arrays(plugin, found)
+    x, y = _require_arrays(plugin, data)
     return ExampleReader(convert_labels(y, str(plugin), spec.task), lambda rows: x[rows], x.shape[1:], x.dtype)
 
 
@@ -168,22 +179,21 @@ def load_sklearn_data(spec: DataSpec) -> tuple[np.ndarray, np.ndarray]:
         raise DataError(
             f"{spec.dataset} needs scikit-learn, which is not installed: pip install scikit-learn"
         ) from None
-    there = [name.removeprefix("load_") for name in dir(datasets) if name.startswith("load_") and name not in NO_SETS]
+    loaders = [name for name in dir(datasets) if name.startswith("load_") and name not in EXCLUDED_LOADERS]
+    available_names = [name.removeprefix("load_") for name in loaders]
     name = spec.dataset.removeprefix(SKLEARN)
-    if name not in there:
-        raise DataError(f"scikit-learn has no data set {name!r}{toml.describe_choices(name, there)}")
+    if name not in available_names:
+        raise DataError(f"scikit-learn has no data set {name!r}{toml.describe_choices(name, available_names)}")
     if spec.split != "train":
         raise DataError(f"{spec.dataset} has no split {spec.split!r}, only 'train': set [test] path to other examples")
     x, y = getattr(datasets, f"load_{name}")(return_X_y=True)
     return x, y
 
 
-def _require_arrays(plugin: plugins.Plugin, found: Any) -> tuple[np.ndarray, np.ndarray]:
-    pair = (found.x, found.y) if isinstance(found, Examples) else found
-    if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(each, np.ndarray) for each in pair)):
-        raise DataError(
-            f"{plugin} returns a {type(found).__name__}, and inputs and labels are wanted, two numpy arrays"
-        )
+def _require_arrays(plugin: plugins.Plugin, data: Any) -> tuple[np.ndarray, np.ndarray]:
+    pair = (data.x, data.y) if isinstance(data, Examples) else data
+    if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(array, np.ndarray) for array in pair)):
+        raise DataError(f"{plugin} returns a {type(data).__name__}, and inputs and labels are wanted, two numpy arrays")
     x, y = pair
     if x.ndim < 2 or x.dtype.kind not in "uif" or len(x) != len(y):
         raise DataError(

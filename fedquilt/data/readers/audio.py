@@ -23,7 +23,7 @@ from fedquilt.data.readers.base import ExampleReader
 from fedquilt.data.readers.table import TableChunk
 from fedquilt.data.spec import Audio, DataSpec
 
-LEAST = 1e-10  # power of a band in silence
+SILENCE_POWER = 1e-10  # power of a band in silence
 
 
 def frame_layout(spec: Audio) -> tuple[int, int, int, int]:
@@ -43,9 +43,9 @@ def mel_filters(rate: int, points: int, mels: int) -> np.ndarray:
     frequencies = np.arange(points // 2 + 1)[:, None] * rate / points
     rising = (frequencies - corners[:-2]) / (corners[1:-1] - corners[:-2])
     falling = (corners[2:] - frequencies) / (corners[2:] - corners[1:-1])
-    found = np.maximum(0, np.minimum(rising, falling))
-    found.flags.writeable = False
-    return found
+    weights = np.maximum(0, np.minimum(rising, falling))
+    weights.flags.writeable = False
+    return weights
 
 
 def _mel_from_hz(frequency: float) -> float:
@@ -58,18 +58,18 @@ def log_mel_spectrogram(sound: np.ndarray, spec: Audio) -> np.ndarray:
     Longer recordings are cut, and shorter ones are padded with silence.
     """
     samples, frame, hop, _ = frame_layout(spec)
-    held = np.zeros(samples)
-    held[: min(samples, len(sound))] = sound[:samples]
-    frames = np.lib.stride_tricks.sliding_window_view(held, frame)[::hop]  # (frames, frame)
+    padded = np.zeros(samples)
+    padded[: min(samples, len(sound))] = sound[:samples]
+    frames = np.lib.stride_tricks.sliding_window_view(padded, frame)[::hop]  # (frames, frame)
     points = 1 << (frame - 1).bit_length()
     power = np.abs(np.fft.rfft(frames * np.hanning(frame + 1)[:-1], points)) ** 2 / points
-    return np.log(np.maximum(power @ mel_filters(spec.rate, points, spec.mels), LEAST)).astype(np.float32)
+    return np.log(np.maximum(power @ mel_filters(spec.rate, points, spec.mels), SILENCE_POWER)).astype(np.float32)
 
 
 PCM: Final = 1  # format of a WAV file
-EXTENSIBLE: Final = 0xFFFE  # names its format elsewhere, as programs write for 24 bits or several channels
-SUBFORMAT: Final = bytes.fromhex("000000001000800000aa00389b71")  # behind the number of the format that it names
-FMT_MOST: Final = 40  # bytes of a format
+EXTENSIBLE: Final = 0xFFFE  # the format is in the extension, as for 24 bits or several channels
+SUBFORMAT: Final = bytes.fromhex("000000001000800000aa00389b71")  # end of the extension, after the number of the format
+MAX_FORMAT_BYTES: Final = 40  # of a format chunk
 
 
 class _WavFormat(NamedTuple):
@@ -88,18 +88,18 @@ def open_recordings(path: Path, spec: DataSpec, *, labelled: bool = True) -> Exa
                 f"{path}: in a folder by class each recording has a class: leave task = {spec.task!r} out, or give a "
                 "table"
             )
-        found, labels, owner = base.find_files_by_class(path, spec, (".wav",), "recordings")
+        files, labels, owner = base.find_files_by_class(path, spec, (".wav",), "recordings")
     else:
-        found, labels, owner = _read_listing(table.find_table(path, spec), spec, labelled)
-    for file in found:
+        files, labels, owner = _read_listing(table.find_table(path, spec), spec, labelled)
+    for file in files:
         with _open_wav(file) as sound:
             _require_sample_rate(sound, file, audio)
     shape = (frame_layout(audio)[3], audio.mels)
 
     def take(rows: np.ndarray) -> np.ndarray:
         x = np.empty((len(rows), *shape), np.float32)
-        for place, row in enumerate(rows):
-            x[place] = read_spectrogram(found[row], audio)
+        for index, row in enumerate(rows):
+            x[index] = read_spectrogram(files[row], audio)
         return x
 
     return ExampleReader(labels, take, shape, np.dtype(np.float32), owner=owner)
@@ -111,18 +111,16 @@ def read_spectrogram(source: Path | bytes, audio: Audio) -> np.ndarray:
 
 def _read_listing(file: Path, spec: DataSpec, labelled: bool) -> tuple[list[Path], np.ndarray, np.ndarray | None]:
     def listed_files(chunk: TableChunk, decoder: table.ColumnDecoder, names: tuple[str, ...]) -> list[Path]:
-        for place, name in zip(chunk.places, chunk.columns[names[0]], strict=True):
+        for position, name in zip(chunk.positions, chunk.columns[names[0]], strict=True):
             if not (file.parent / str(name)).is_file():
                 raise DataError(
-                    f"{file}, {chunk.unit} {place}, column {names[0]!r}: no file {str(name)!r} beside the table: "
+                    f"{file}, {chunk.unit} {position}, column {names[0]!r}: no file {str(name)!r} beside the table: "
                     "names are relative to its folder"
                 )
         return [file.parent / str(name) for name in chunk.columns[names[0]]]
 
-    found = table.read_rows(
-        file, spec, listed_files, "a recording", "name the recordings: say which", labelled=labelled
-    )
-    return list(chain.from_iterable(found.x)), found.y, found.owner
+    rows = table.read_rows(file, spec, listed_files, "a recording", "name the recordings: say which", labelled=labelled)
+    return list(chain.from_iterable(rows.x)), rows.y, rows.owner
 
 
 @contextlib.contextmanager
@@ -139,8 +137,8 @@ def _open_wav(source: Path | bytes) -> Iterator[_WavFormat]:
         except OSError as error:
             raise DataError(f"cannot read {file}: {error.strerror}") from None
         except (ValueError, struct.error) as error:
-            why = "it is cut short" if isinstance(error, struct.error) else error
-            raise DataError(f"{file} is no WAV file of plain samples ({why}): save it as PCM") from None
+            reason = "it is cut short" if isinstance(error, struct.error) else error
+            raise DataError(f"{file} is no WAV file of plain samples ({reason}): save it as PCM") from None
         yield sound
 
 
@@ -155,7 +153,7 @@ def _read_wav_head(stream: BinaryIO) -> _WavFormat:
             break
         end = stream.tell() + size + size % 2
         if name == b"fmt ":
-            fmt = stream.read(min(size, FMT_MOST))
+            fmt = stream.read(min(size, MAX_FORMAT_BYTES))
         stream.seek(end)
     tag, channels, rate, _, _, bits = struct.unpack_from("<HHIIHH", fmt)
     if tag == EXTENSIBLE and fmt[26:] == SUBFORMAT:
@@ -180,19 +178,19 @@ def _require_sample_rate(sound: _WavFormat, source: Path | bytes, audio: Audio) 
 
 
 def read_samples(source: Path | bytes, audio: Audio) -> np.ndarray:
-    wanted, file = frame_layout(audio)[0], _name_of(source)
+    max_samples, file = frame_layout(audio)[0], _name_of(source)
     with _open_wav(source) as sound:
         _require_sample_rate(sound, source, audio)
         stream, channels, _, width, count = sound
         try:
-            raw = stream.read(min(wanted, count) * width * channels)
+            raw = stream.read(min(max_samples, count) * width * channels)
         except OSError as error:
             raise DataError(f"cannot read {file}: {error.strerror}") from None
-    if len(raw) < min(wanted, count) * width * channels:
+    if len(raw) < min(max_samples, count) * width * channels:
         raise DataError(f"{file} is cut short: its head announces {count} samples: record or copy it anew")
     if width == 1:
         values = np.frombuffer(raw, np.uint8).astype(np.float64) / 128 - 1
-    elif width == 3:  # the three bytes of a sample become the upper ones of four
+    elif width == 3:  # the three bytes of a sample become the upper three of four
         padded = np.zeros((len(raw) // 3, 4), np.uint8)
         padded[:, 1:] = np.frombuffer(raw, np.uint8).reshape(-1, 3)
         values = padded.reshape(-1).view("<i4") / 2.0**31

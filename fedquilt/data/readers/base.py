@@ -20,9 +20,9 @@ from fedquilt.data.spec import DataSpec
 
 Bytes: TypeAlias = "IO[bytes] | gzip.GzipFile"
 BLOCK_BYTES = 2**20
-WHOLE = re.compile(r"-?\d+")
-NAMED_MOST = 50  # classes that an error lists
-BROKEN = (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error)  # raised by damaged files
+WHOLE_NUMBER = re.compile(r"-?\d+")
+MAX_NAMED_CLASSES = 50  # classes that an error lists
+READ_ERRORS = (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error)  # raised by damaged files
 
 
 @dataclass(frozen=True)
@@ -47,18 +47,18 @@ def read_rows(stream: Bytes, shape: tuple[int, ...], dtype: np.dtype[Any], rows:
 
     The array is read to its end, block by block.
     """
-    each = int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize
+    row_bytes = int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize
     result = np.empty((len(rows), *shape[1:]), dtype)
-    places = np.argsort(rows, kind="stable")
-    rows = rows[places]
-    step = max(1, BLOCK_BYTES // max(1, each))
-    for first in range(0, shape[0], step):
-        count = min(step, shape[0] - first)
-        block = stream.read(count * each)
-        if len(block) < count * each:
-            raise EOFError(f"cut short in row {first + len(block) // max(1, each)} of {shape[0]}")
-        low, high = np.searchsorted(rows, (first, first + count))
-        result[places[low:high]] = np.frombuffer(block, dtype).reshape(count, *shape[1:])[rows[low:high] - first]
+    order = np.argsort(rows, kind="stable")
+    rows = rows[order]
+    block_rows = max(1, BLOCK_BYTES // max(1, row_bytes))
+    for start in range(0, shape[0], block_rows):
+        count = min(block_rows, shape[0] - start)
+        block = stream.read(count * row_bytes)
+        if len(block) < count * row_bytes:
+            raise EOFError(f"cut short in row {start + len(block) // max(1, row_bytes)} of {shape[0]}")
+        low, high = np.searchsorted(rows, (start, start + count))
+        result[order[low:high]] = np.frombuffer(block, dtype).reshape(count, *shape[1:])[rows[low:high] - start]
     return result
 
 
@@ -77,7 +77,7 @@ def describe_class_problem(y: np.ndarray, classes: int | None = None, *, is_tabl
     else:
         problem = "the labels have gaps" if low >= 0 else "there are labels below 0"
         fix = f"number the {count} classes from 0 to {count - 1}"
-    if is_table and count <= NAMED_MOST:
+    if is_table and count <= MAX_NAMED_CLASSES:
         fix = f"set [data] labels = {json.dumps([str(kind) for kind in kinds])}, or {fix}"
     return f"{problem}: {fix}"
 
@@ -87,43 +87,45 @@ def number_labels(y: np.ndarray, path: Path | str, names: Sequence[str]) -> np.n
 
     Whole numbers from 0 are places already if no name is a number.
     """
-    kinds, places = np.unique(y, return_inverse=True)
-    known = {name: place for place, name in enumerate(names)}
-    if y.dtype.kind in "ui" and not any(map(WHOLE.fullmatch, names)):
-        known = {str(place): place for place in range(len(names))}
-    if odd := [str(kind) for kind in kinds if str(kind) not in known]:
-        raise DataError(f"{path}: label {odd[0]!r} is none of [data] labels ({', '.join(names)}): add or correct it")
-    return np.array([known[str(kind)] for kind in kinds], np.int64)[places]
+    kinds, kind_indices = np.unique(y, return_inverse=True)
+    index_by_name = {name: class_index for class_index, name in enumerate(names)}
+    if y.dtype.kind in "ui" and not any(map(WHOLE_NUMBER.fullmatch, names)):
+        index_by_name = {str(class_index): class_index for class_index in range(len(names))}
+    if unknown := [str(kind) for kind in kinds if str(kind) not in index_by_name]:
+        raise DataError(
+            f"{path}: label {unknown[0]!r} is none of [data] labels ({', '.join(names)}): add or correct it"
+        )
+    return np.array([index_by_name[str(kind)] for kind in kinds], np.int64)[kind_indices]
 
 
 def convert_labels(y: np.ndarray, path: Path | str, task: TaskKind = "classes") -> np.ndarray:
     """Return labels as int64 classes (n,), or as uint8 labels or float32 targets (n, outputs), or raise DataError."""
-    said = f"{path}: labels of type {y.dtype}, shape {y.shape}"
+    description = f"{path}: labels of type {y.dtype}, shape {y.shape}"
     if task == "classes":
         if y.ndim != 1 or y.dtype.kind not in "ui" or (len(y) and y.min() < 0):
-            mend = "for numbers to predict set [data] task = 'regression'" if y.dtype.kind == "f" else ""
+            fix = "for numbers to predict set [data] task = 'regression'" if y.dtype.kind == "f" else ""
             if y.ndim == 1 and y.dtype.kind == "i":
-                mend = describe_class_problem(y)
-            if y.ndim == 1 and y.dtype.kind == "U" and len(kinds := np.unique(y)) <= NAMED_MOST:
-                mend = f"set [data] labels = {json.dumps(kinds.tolist(), ensure_ascii=False)}"
-            raise DataError(f"{said}: each example needs one whole number from 0{f' ({mend})' if mend else ''}")
+                fix = describe_class_problem(y)
+            if y.ndim == 1 and y.dtype.kind == "U" and len(kinds := np.unique(y)) <= MAX_NAMED_CLASSES:
+                fix = f"set [data] labels = {json.dumps(kinds.tolist(), ensure_ascii=False)}"
+            raise DataError(f"{description}: each example needs one whole number from 0{f' ({fix})' if fix else ''}")
         return y.astype(np.int64)
     if y.ndim not in (1, 2) or (not len(y[:1].reshape(-1)) and len(y)):
-        raise DataError(f"{said}: with task = {task!r} a number or a row of numbers for each example is wanted")
-    wide = y.reshape(len(y), -1)
+        raise DataError(f"{description}: with task = {task!r} a number or a row of numbers for each example is wanted")
+    matrix = y.reshape(len(y), -1)
     if task == "labels":
-        if odd := [str(value) for value in np.unique(wide) if value not in (0, 1)]:
-            raise DataError(f"{said}: with task = 'labels' each is 0 or 1, and there is {odd[0]}")
-        return wide.astype(np.uint8)
-    found = wide.astype(np.float32)
-    if len(odd_rows := np.flatnonzero(~np.isfinite(found).all(axis=1))):
-        raise DataError(f"{path}: the label of example {odd_rows[0]} is NaN or infinity: leave such examples out")
-    return found
+        if invalid := [str(value) for value in np.unique(matrix) if value not in (0, 1)]:
+            raise DataError(f"{description}: with task = 'labels' each is 0 or 1, and there is {invalid[0]}")
+        return matrix.astype(np.uint8)
+    targets = matrix.astype(np.float32)
+    if len(invalid_rows := np.flatnonzero(~np.isfinite(targets).all(axis=1))):
+        raise DataError(f"{path}: the label of example {invalid_rows[0]} is NaN or infinity: leave such examples out")
+    return targets
 
 
 @contextmanager
-def convert_read_errors(path: Path, *more: type[Exception]) -> Iterator[None]:
-    kinds: tuple[type[Exception], ...] = (*BROKEN, *more)
+def convert_read_errors(path: Path, *extra_errors: type[Exception]) -> Iterator[None]:
+    kinds: tuple[type[Exception], ...] = (*READ_ERRORS, *extra_errors)
     try:
         yield
     except kinds as error:
@@ -132,7 +134,7 @@ def convert_read_errors(path: Path, *more: type[Exception]) -> Iterator[None]:
 
 
 def find_files_by_class(
-    path: Path, spec: DataSpec, suffixes: Collection[str], what: str
+    path: Path, spec: DataSpec, suffixes: Collection[str], noun: str
 ) -> tuple[list[Path], np.ndarray, np.ndarray | None]:
     """Find the files of <path>/<split>/<class>/, and return them with their classes and users, each (n,).
 
@@ -141,19 +143,19 @@ def find_files_by_class(
     """
     root = path / spec.split if (path / spec.split).is_dir() else path
     if root == path and spec.split != "train":
-        raise DataError(f"{path} has no folder {spec.split!r}: put its {what} in {path / spec.split}/<class>/")
-    numbered = spec.labels or tuple(list_subfolders(path / "train" if (path / "train").is_dir() else root))
-    if unknown := sorted(set(list_subfolders(root)) - set(numbered)):
-        raise DataError(f"{root}: class {unknown[0]!r} is not among those to train on: {', '.join(numbered)}")
+        raise DataError(f"{path} has no folder {spec.split!r}: put its {noun} in {path / spec.split}/<class>/")
+    class_names = spec.labels or tuple(list_subfolders(path / "train" if (path / "train").is_dir() else root))
+    if unknown := sorted(set(list_subfolders(root)) - set(class_names)):
+        raise DataError(f"{root}: class {unknown[0]!r} is not among those to train on: {', '.join(class_names)}")
     files = [
         (file, label)
-        for label, name in enumerate(numbered)
+        for label, name in enumerate(class_names)
         for file in sorted((root / name).glob("*/*" if spec.column else "*"))
         if file.suffix.lower() in suffixes
     ]
     if not files:
-        place = f"{root}/<class>/" + (f"<{spec.column}>/" if spec.column else "")
-        raise DataError(f"{root} holds no {what}: put them in {place}, as {', '.join(sorted(suffixes))}")
+        expected_path = f"{root}/<class>/" + (f"<{spec.column}>/" if spec.column else "")
+        raise DataError(f"{root} holds no {noun}: put them in {expected_path}, as {', '.join(sorted(suffixes))}")
     owner = np.array([file.parent.name for file, _ in files]) if spec.column else None
     return [file for file, _ in files], np.array([label for _, label in files], np.int64), owner
 

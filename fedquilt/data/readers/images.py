@@ -23,13 +23,13 @@ from fedquilt import extras
 from fedquilt.core import DataError
 from fedquilt.data import inputs
 from fedquilt.data.readers import base
-from fedquilt.data.readers.base import BROKEN, Bytes, ExampleReader, convert_labels, convert_read_errors, read_rows
+from fedquilt.data.readers.base import READ_ERRORS, Bytes, ExampleReader, convert_labels, convert_read_errors, read_rows
 from fedquilt.data.spec import DataSpec
 
 SUFFIXES: Final = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 DEEP_MODES: Final = ("I", "I;16", "I;16B", "I;16L", "I;16N")  # Pillow's names of grey levels beyond 8 bits
 DEPTHS: Final = range(9, 17)
-PIXELS_MOST: Final = 16_000_000  # of an image that came over a network: 48 MB as colours
+MAX_PIXELS: Final = 16_000_000  # of an image received over a network: 48 MB as RGB
 
 
 def has_pillow() -> bool:
@@ -50,7 +50,7 @@ def read_image(source: Path | bytes, size: int = 0, depth: int = 0) -> np.ndarra
     """Return the pixels of an image, resized if `size` is given.
 
     Args:
-        source: A file, or the bytes of a PNG, JPEG, WebP or TIFF file of at most PIXELS_MOST pixels.
+        source: A file, or the bytes of a PNG, JPEG, WebP or TIFF file of at most MAX_PIXELS pixels.
         size: Side of the result in pixels, or 0 to keep the image's own size.
         depth: Bits of a grey level, 9 to 16, or 0 for 8-bit images.
 
@@ -61,17 +61,17 @@ def read_image(source: Path | bytes, size: int = 0, depth: int = 0) -> np.ndarra
     name = f"the image {source}" if isinstance(source, Path) else "the image"
     try:
         with _open_image(Image, source) as image:
-            if isinstance(source, bytes) and image.width * image.height > PIXELS_MOST:
+            if isinstance(source, bytes) and image.width * image.height > MAX_PIXELS:
                 raise Image.DecompressionBombError
             pixels = pixels_from_image(image, name, depth)
     except DataError:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        most = f"more than {PIXELS_MOST / 1e6:.0f} million pixels: send a smaller image"
-        raise DataError(f"cannot read {name}: {most if isinstance(source, bytes) else error}") from None
+        size_problem = f"more than {MAX_PIXELS / 1e6:.0f} million pixels: send a smaller image"
+        raise DataError(f"cannot read {name}: {size_problem if isinstance(source, bytes) else error}") from None
     except Image.UnidentifiedImageError as error:
-        why = "no PNG, JPEG, WebP or TIFF" if isinstance(source, bytes) else str(error)
-        raise DataError(f"cannot read {name}: {why}") from None
+        problem = "no PNG, JPEG, WebP or TIFF" if isinstance(source, bytes) else str(error)
+        raise DataError(f"cannot read {name}: {problem}") from None
     except Exception as error:  # Pillow raises OSError, SyntaxError, struct.error, ... by the kind of damage
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise DataError(f"cannot read {name}: {reason or type(error).__name__}") from None
@@ -97,11 +97,11 @@ def pixels_from_image(image: Any, name: str, depth: int = 0, *, keep_grey: bool 
 
 
 def measure_sizes(files: Sequence[Path]) -> list[tuple[int, int]]:
-    found = []
+    sizes = []
     for file in files:
         with _open_file(file) as image:
-            found.append(image.size)
-    return found
+            sizes.append(image.size)
+    return sizes
 
 
 def require_supported_files(files: Sequence[Path]) -> None:
@@ -155,13 +155,17 @@ def _scale_grey_levels(levels: np.ndarray, name: str, depth: int) -> np.ndarray:
     low, high = int(levels.min(initial=0)), int(levels.max(initial=0))
     if low < 0 or high > 65535:
         raise DataError(f"{name} has grey levels from {low} to {high}: save it with 8 or 16 bits a level")
-    needed = max(DEPTHS[0], high.bit_length())
+    needed_depth = max(DEPTHS[0], high.bit_length())
     if not depth:
-        raise DataError(f"{name} is grey with more than 8 bits: set [data] depth = {needed}, the bits that are used")
-    most = 2**depth - 1
-    if high > most:
-        raise DataError(f"{name} has a level of {high}, above the {most} of [data] depth = {depth}: set it to {needed}")
-    return np.rint(levels.astype(np.float32) * np.float32(65535 / most)).astype(np.uint16)
+        raise DataError(
+            f"{name} is grey with more than 8 bits: set [data] depth = {needed_depth}, the bits that are used"
+        )
+    max_level = 2**depth - 1
+    if high > max_level:
+        raise DataError(
+            f"{name} has a level of {high}, above the {max_level} of [data] depth = {depth}: set it to {needed_depth}"
+        )
+    return np.rint(levels.astype(np.float32) * np.float32(65535 / max_level)).astype(np.uint16)
 
 
 IDX_IMAGES = re.compile(r"(.*)images([-.])idx3-ubyte(\.gz)?$")
@@ -169,31 +173,31 @@ IDX_IMAGES = re.compile(r"(.*)images([-.])idx3-ubyte(\.gz)?$")
 
 def open_idx(path: Path, spec: DataSpec) -> ExampleReader:
     if path.is_dir():
-        wanted = ("t10k", "test") if spec.split == "test" else (spec.split,)
-        found = [file for file in find_idx_images(path) if any(part in file.name for part in wanted)]
-        if len(found) != 1:
-            have = ", ".join(file.name for file in find_idx_images(path)) or "none"
-            raise DataError(f"{path}: one IDX file of images for split {spec.split!r} is wanted; it has {have}")
-        path = found[0]
+        name_parts = ("t10k", "test") if spec.split == "test" else (spec.split,)
+        images_paths = [file for file in find_idx_images(path) if any(part in file.name for part in name_parts)]
+        if len(images_paths) != 1:
+            available = ", ".join(file.name for file in find_idx_images(path)) or "none"
+            raise DataError(f"{path}: one IDX file of images for split {spec.split!r} is wanted; it has {available}")
+        path = images_paths[0]
     match = IDX_IMAGES.match(path.name)
     if match is None:
         raise DataError(f"{path}: an IDX file of images is named like train-images-idx3-ubyte, or so with .gz")
-    beside = path.with_name(f"{match[1]}labels{match[2]}idx1-ubyte{match[3] or ''}")
-    if not beside.is_file():
-        raise DataError(f"{path} has no labels: {beside.name} is not beside it")
-    with convert_read_errors(beside), _open_stream(beside) as stream:
-        (count,) = _read_idx_header(stream, beside, 1)
+    labels_path = path.with_name(f"{match[1]}labels{match[2]}idx1-ubyte{match[3] or ''}")
+    if not labels_path.is_file():
+        raise DataError(f"{path} has no labels: {labels_path.name} is not beside it")
+    with convert_read_errors(labels_path), _open_stream(labels_path) as stream:
+        (count,) = _read_idx_header(stream, labels_path, 1)
         labels = read_rows(stream, (count,), np.dtype(np.uint8), np.arange(count))
     with convert_read_errors(path), _open_stream(path) as stream:
         shape = _read_idx_header(stream, path, 3)
     if shape[0] != count:
-        raise DataError(f"{path} holds {shape[0]} images, {beside.name} {count} labels: they do not match")
+        raise DataError(f"{path} holds {shape[0]} images, {labels_path.name} {count} labels: they do not match")
 
     def take(rows: np.ndarray) -> np.ndarray:
         with convert_read_errors(path), _open_stream(path) as stream:
             return read_rows(stream, _read_idx_header(stream, path, 3), np.dtype(np.uint8), rows)
 
-    return ExampleReader(convert_labels(labels, beside), take, shape[1:], np.dtype(np.uint8))
+    return ExampleReader(convert_labels(labels, labels_path), take, shape[1:], np.dtype(np.uint8))
 
 
 def find_idx_images(path: Path) -> list[Path]:
@@ -201,12 +205,12 @@ def find_idx_images(path: Path) -> list[Path]:
 
     Of a file that exists in both forms, only one is returned.
     """
-    found: dict[str, Path] = {}
+    files_by_name: dict[str, Path] = {}
     for folder in (path, path / "raw"):
         for file in sorted(folder.glob("*")) if folder.is_dir() else ():
             if IDX_IMAGES.match(file.name):
-                found.setdefault(file.name.removesuffix(".gz"), file)
-    return list(found.values())
+                files_by_name.setdefault(file.name.removesuffix(".gz"), file)
+    return list(files_by_name.values())
 
 
 def _read_idx_header(stream: Bytes, path: Path, dimensions: int) -> tuple[int, ...]:
@@ -222,8 +226,8 @@ def _open_stream(path: Path) -> Bytes:
 
 
 def open_folder(path: Path, spec: DataSpec) -> ExampleReader:
-    found, labels, owner = base.find_files_by_class(path, spec, SUFFIXES, "images")
-    reader = _make_image_reader(labels, lambda row: read_image(found[row], spec.size, spec.depth), path)
+    files, labels, owner = base.find_files_by_class(path, spec, SUFFIXES, "images")
+    reader = _make_image_reader(labels, lambda row: read_image(files[row], spec.size, spec.depth), path)
     return replace(reader, owner=owner)
 
 
@@ -233,41 +237,41 @@ def open_torchvision(path: Path, spec: DataSpec) -> ExampleReader:
     import_torchvision()
     from torchvision import datasets
 
-    kind = getattr(datasets, spec.dataset, None)
-    if not isinstance(kind, type):
+    dataset_class = getattr(datasets, spec.dataset, None)
+    if not isinstance(dataset_class, type):
         raise DataError(f"torchvision has no data set {spec.dataset!r}: set [data] dataset, to MNIST or CIFAR10, say")
-    taken = inspect.signature(kind).parameters
-    options: dict[str, Any] = {"train": spec.split == "train"} if "train" in taken else {"split": spec.split}
-    if "download" in taken:
+    parameters = inspect.signature(dataset_class).parameters
+    options: dict[str, Any] = {"train": spec.split == "train"} if "train" in parameters else {"split": spec.split}
+    if "download" in parameters:
         options["download"] = spec.download
     try:
-        held = kind(str(path), **options)
-    except (RuntimeError, *BROKEN) as error:
+        dataset = dataset_class(str(path), **options)
+    except (RuntimeError, *READ_ERRORS) as error:
         raise DataError(f"{spec.dataset} in {path}: {error}; or set [data] download = true") from None
-    labels = next((getattr(held, name) for name in ("targets", "labels", "_labels") if hasattr(held, name)), None)
+    labels = next((getattr(dataset, name) for name in ("targets", "labels", "_labels") if hasattr(dataset, name)), None)
     if labels is None:
         raise DataError(f"torchvision's {spec.dataset} does not list its labels: give it as a folder of images")
 
     def read_pixels(row: int) -> np.ndarray:
-        pixels = pixels_from_image(held[row][0], f"{spec.dataset}, image {row}", spec.depth, keep_grey=True)
+        pixels = pixels_from_image(dataset[row][0], f"{spec.dataset}, image {row}", spec.depth, keep_grey=True)
         return inputs.resize_images(pixels[None], spec.size)[0] if spec.size else pixels
 
     return _make_image_reader(convert_labels(np.asarray(labels), path), read_pixels, path)
 
 
-def _make_image_reader(y: np.ndarray, image: Callable[[int], np.ndarray], path: Path) -> ExampleReader:
+def _make_image_reader(y: np.ndarray, read_pixels: Callable[[int], np.ndarray], path: Path) -> ExampleReader:
     if not len(y):
         raise DataError(f"{path} holds no images of this split")
-    first = image(0)
-    return ExampleReader(y, lambda rows: _stack_images(path, image, rows), first.shape, first.dtype)
+    first_image = read_pixels(0)
+    return ExampleReader(y, lambda rows: _stack_images(path, read_pixels, rows), first_image.shape, first_image.dtype)
 
 
-def _stack_images(path: Path, image: Callable[[int], np.ndarray], rows: np.ndarray) -> np.ndarray:
-    first = image(int(rows[0])) if len(rows) else np.zeros((0, 0), np.uint8)
-    result = np.empty((len(rows), *first.shape), first.dtype)
-    for place, row in enumerate(rows):
-        pixels = image(int(row))
-        if pixels.shape != first.shape:
-            raise DataError(f"{path}: images of {pixels.shape[:2]} and {first.shape[:2]} pixels: set [data] size")
-        result[place] = pixels
+def _stack_images(path: Path, read_pixels: Callable[[int], np.ndarray], rows: np.ndarray) -> np.ndarray:
+    first_image = read_pixels(int(rows[0])) if len(rows) else np.zeros((0, 0), np.uint8)
+    result = np.empty((len(rows), *first_image.shape), first_image.dtype)
+    for index, row in enumerate(rows):
+        pixels = read_pixels(int(row))
+        if pixels.shape != first_image.shape:
+            raise DataError(f"{path}: images of {pixels.shape[:2]} and {first_image.shape[:2]} pixels: set [data] size")
+        result[index] = pixels
     return result

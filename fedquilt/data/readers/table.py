@@ -16,7 +16,7 @@ import numpy as np
 from fedquilt import extras
 from fedquilt.core import DataError
 from fedquilt.core.errors import first_line
-from fedquilt.data.readers.base import NAMED_MOST, ExampleReader
+from fedquilt.data.readers.base import MAX_NAMED_CLASSES, ExampleReader
 from fedquilt.data.spec import DataSpec, Windows
 from fedquilt.formats import toml
 
@@ -30,11 +30,11 @@ class TableChunk:
     """Rows of a table by column, with each row's position in the file."""
 
     columns: Mapping[str, Sequence[Any]]
-    places: Sequence[int]
+    positions: Sequence[int]
     unit: str = "line"  # unit of `places`
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.positions)
 
 
 class ColumnDecoder:
@@ -53,11 +53,11 @@ class ColumnDecoder:
             )
 
     def feature_names(self, x: Sequence[str]) -> tuple[str, ...]:
-        found: list[str] = []
+        names: list[str] = []
         for name in x:
             kinds = self._spec.categories.get(name)
-            found += [name] if kinds is None else [f"{name}={kind}" for kind in kinds]
-        return tuple(found)
+            names += [name] if kinds is None else [f"{name}={kind}" for kind in kinds]
+        return tuple(names)
 
     def decode_inputs(self, chunk: TableChunk, x: Sequence[str]) -> np.ndarray:
         parts = []
@@ -78,23 +78,23 @@ class ColumnDecoder:
 
     def decode_numbers(self, chunk: TableChunk, name: str, fill: float | None = None) -> np.ndarray:
         """Return one column as (rows,) float32, with missing values replaced by `fill`."""
-        found = np.empty(len(chunk), np.float32)
+        numbers = np.empty(len(chunk), np.float32)
         for row, value in enumerate(chunk.columns[name]):
             if is_missing(value):
                 if fill is None:
                     hint = "give [data] fill a number, or leave such rows out"
                     raise self._cell_error(chunk, row, name, f"the value is missing: {hint}")
-                found[row] = fill
+                numbers[row] = fill
                 continue
             try:
-                found[row] = float(value)
+                numbers[row] = float(value)
             except (TypeError, ValueError):
                 hint = self._number_hint(chunk, name, value)
                 raise self._cell_error(chunk, row, name, f"{_quote(value)} is not a number: {hint}") from None
-            if not np.isfinite(found[row]):
+            if not np.isfinite(numbers[row]):
                 problem = f"{_quote(value)} is not a finite number in 32 bits: leave it out"
                 raise self._cell_error(chunk, row, name, problem)
-        return found
+        return numbers
 
     def _fill_value(self, name: str) -> float | None:
         fill = self._spec.fill
@@ -108,36 +108,36 @@ class ColumnDecoder:
         kinds = sorted({str(value) for value in chunk.columns[name] if not is_missing(value)})
         if len(kinds) > 20:
             return "leave the column out of [data] x, or correct the value"
-        words = f"{toml.key_text(name)} = {json.dumps(kinds, ensure_ascii=False)}"
-        return f"correct it, or list the column's words: categories = {{ {words} }}"
+        entry = f"{toml.key_text(name)} = {json.dumps(kinds, ensure_ascii=False)}"
+        return f"correct it, or list the column's words: categories = {{ {entry} }}"
 
     def _encode_one_hot(self, chunk: TableChunk, name: str, kinds: Sequence[str]) -> np.ndarray:
-        places = {kind: place for place, kind in enumerate(kinds)}
-        found = np.zeros((len(chunk), len(kinds)), np.float32)
+        column_by_kind = {kind: column for column, kind in enumerate(kinds)}
+        one_hot = np.zeros((len(chunk), len(kinds)), np.float32)
         for row, value in enumerate(chunk.columns[name]):
-            if str(value) in places:
-                found[row, places[str(value)]] = 1
+            if str(value) in column_by_kind:
+                one_hot[row, column_by_kind[str(value)]] = 1
             elif not (is_missing(value) and self._fill_value(name) is not None):  # filled: none of them
                 problem = f"{_quote(value)} is none of its categories ({', '.join(kinds)}): add it to [data] categories"
                 raise self._cell_error(chunk, row, name, problem)
-        return found
+        return one_hot
 
     def _decode_classes(self, chunk: TableChunk) -> np.ndarray:
         (name,) = self._y
-        known = {kind: place for place, kind in enumerate(self._spec.labels)}
-        found = np.empty(len(chunk), np.int64)
+        class_by_name = {kind: class_index for class_index, kind in enumerate(self._spec.labels)}
+        classes = np.empty(len(chunk), np.int64)
         for row, value in enumerate(chunk.columns[name]):
-            said = class_word(value)
-            if known:
-                if said not in known:
+            word = class_word(value)
+            if class_by_name:
+                if word not in class_by_name:
                     raise self._unknown_label_error(chunk, row, name, value)
-                found[row] = known[said]
-            elif said.isascii() and said.isdigit() and len(said) < 10:
-                found[row] = int(said)
+                classes[row] = class_by_name[word]
+            elif word.isascii() and word.isdigit() and len(word) < 10:
+                classes[row] = int(word)
             else:
                 hint = self._label_hint(chunk, name)
                 raise self._cell_error(chunk, row, name, f"{_quote(value)} is not a class's number: {hint}")
-        return found
+        return classes
 
     def _label_hint(self, chunk: TableChunk, name: str) -> str:
         kinds = sorted({str(value) for value in chunk.columns[name]})
@@ -146,38 +146,38 @@ class ColumnDecoder:
             are_classes = all(float(kind).is_integer() for kind in kinds)
         except ValueError:
             are_classes = True
-        if are_classes and len(kinds) <= NAMED_MOST:
+        if are_classes and len(kinds) <= MAX_NAMED_CLASSES:
             return f"name the classes in order: set [data] labels = {json.dumps(kinds, ensure_ascii=False)}"
         return "classes are whole numbers from 0; to predict numbers set task = 'regression'"
 
     def _decode_multi_labels(self, chunk: TableChunk) -> np.ndarray:
         if len(self._y) > 1:
-            found = np.stack([self.decode_numbers(chunk, name) for name in self._y], axis=1)
-            for row, column in np.argwhere((found != 0) & (found != 1)):
+            flags = np.stack([self.decode_numbers(chunk, name) for name in self._y], axis=1)
+            for row, column in np.argwhere((flags != 0) & (flags != 1)):
                 name = self._y[column]
                 problem = f"{_quote(chunk.columns[name][row])} is neither 0 nor 1: task = 'labels' requires these"
                 raise self._cell_error(chunk, int(row), name, problem)
-            return found.astype(np.uint8)
+            return flags.astype(np.uint8)
         (name,) = self._y
-        known = {kind: place for place, kind in enumerate(self._spec.labels)}
-        held = np.zeros((len(chunk), len(known)), np.uint8)
+        column_by_label = {kind: column_index for column_index, kind in enumerate(self._spec.labels)}
+        labels = np.zeros((len(chunk), len(column_by_label)), np.uint8)
         for row, value in enumerate(chunk.columns[name]):
             text = "" if value is None else str(value)
-            mark = next((each for each in SEPARATORS if each in text), ";")
-            for word in filter(None, map(str.strip, text.split(mark))):
-                if word not in known:
-                    raise self._unknown_label_error(chunk, row, name, word)
-                held[row, known[word]] = 1
-        return held
+            separator = next((candidate for candidate in SEPARATORS if candidate in text), ";")
+            for label in filter(None, map(str.strip, text.split(separator))):
+                if label not in column_by_label:
+                    raise self._unknown_label_error(chunk, row, name, label)
+                labels[row, column_by_label[label]] = 1
+        return labels
 
     def _unknown_label_error(self, chunk: TableChunk, row: int, name: str, value: object) -> DataError:
-        known = ", ".join(self._spec.labels)
+        names = ", ".join(self._spec.labels)
         return self._cell_error(
-            chunk, row, name, f"{_quote(value)} is none of [data] labels ({known}): add or correct it"
+            chunk, row, name, f"{_quote(value)} is none of [data] labels ({names}): add or correct it"
         )
 
     def _cell_error(self, chunk: TableChunk, row: int, name: str, problem: str) -> DataError:
-        return DataError(f"{self._file}, {chunk.unit} {chunk.places[row]}, column {name!r}: {problem}")
+        return DataError(f"{self._file}, {chunk.unit} {chunk.positions[row]}, column {name!r}: {problem}")
 
 
 def class_word(value: Any) -> str:
@@ -189,11 +189,11 @@ def is_missing(value: Any) -> bool:
 
 
 def _quote(value: Any) -> str:
-    said = str(value)
-    return repr(said if len(said) <= 40 else said[:37] + "...")
+    text = str(value)
+    return repr(text if len(text) <= 40 else text[:37] + "...")
 
 
-AT_ONCE = 4096  # rows of a chunk
+CHUNK_ROWS = 4096  # rows of a chunk
 SUFFIXES = (".csv", ".tsv", ".parquet")
 ARCHIVE = b"PK\x03\x04"  # first bytes of a .zip and an .xlsx
 AS_CSV = "save the sheet as CSV (UTF-8)"
@@ -211,14 +211,19 @@ def open_table(path: Path, spec: DataSpec, *, labelled: bool = True) -> ExampleR
     An unlabelled table gets zeros as labels.
     """
     file = find_table(path, spec)
-    found = read_rows(
+    table_rows = read_rows(
         file, spec, lambda chunk, decoder, names: decoder.decode_inputs(chunk, names), "an example", labelled=labelled
     )
-    values = np.concatenate(found.x)
-    rows = ExampleReader(
-        found.y, values.__getitem__, values.shape[1:], values.dtype, owner=found.owner, features=found.features
+    values = np.concatenate(table_rows.x)
+    reader = ExampleReader(
+        table_rows.y,
+        values.__getitem__,
+        values.shape[1:],
+        values.dtype,
+        owner=table_rows.owner,
+        features=table_rows.features,
     )
-    return rows if spec.windows is None else _cut_windows(file, spec, spec.windows, rows)
+    return reader if spec.windows is None else _cut_windows(file, spec, spec.windows, reader)
 
 
 class TableRows(NamedTuple):
@@ -231,9 +236,9 @@ class TableRows(NamedTuple):
 def read_rows(
     file: Path,
     spec: DataSpec,
-    inputs: Callable[[TableChunk, ColumnDecoder, tuple[str, ...]], Any],
-    each: str,
-    alone: str = "",
+    decode_inputs: Callable[[TableChunk, ColumnDecoder, tuple[str, ...]], Any],
+    row_noun: str,
+    role_hint: str = "",
     *,
     labelled: bool = True,
 ) -> TableRows:
@@ -242,40 +247,40 @@ def read_rows(
     Args:
         file: The table.
         spec: Columns and task.
-        inputs: Function from a chunk, the decoder and the input columns to the chunk's inputs.
-        each: Noun for a row, for the error on a table without rows.
-        alone: Verb phrase for the error on several input columns, or "" to permit several.
+        decode_inputs: Function from a chunk, the decoder and the input columns to the chunk's inputs.
+        row_noun: Noun for a row, for the error on a table without rows.
+        role_hint: Verb phrase for the error on several input columns, or "" to permit several.
         labelled: Whether the table has label columns. Otherwise labels are zeros.
     """
     chunks = read_chunks(file)
-    first = next(chunks)
-    parts = column_roles(file, tuple(first.columns), spec, labelled=labelled)
-    if alone and len(parts.x) != 1:
-        raise DataError(f"{file}: columns {', '.join(parts.x)} could all {alone}, as [data] x = {parts.x[0]!r}")
-    decoder = ColumnDecoder(file, spec, parts.y)
+    first_chunk = next(chunks)
+    roles = column_roles(file, tuple(first_chunk.columns), spec, labelled=labelled)
+    if role_hint and len(roles.x) != 1:
+        raise DataError(f"{file}: columns {', '.join(roles.x)} could all {role_hint}, as [data] x = {roles.x[0]!r}")
+    decoder = ColumnDecoder(file, spec, roles.y)
     x, y, owner = [], [], []
-    for chunk in chain((first,), chunks):
-        x.append(inputs(chunk, decoder, parts.x))
+    for chunk in chain((first_chunk,), chunks):
+        x.append(decode_inputs(chunk, decoder, roles.x))
         y.append(decoder.decode_labels(chunk) if labelled else np.zeros(len(chunk), np.int64))
-        if parts.owner:
-            owner.append(np.array([str(value) for value in chunk.columns[parts.owner]]))
+        if roles.owner:
+            owner.append(np.array([str(value) for value in chunk.columns[roles.owner]]))
     labels = np.concatenate(y)
     if not len(labels):
-        raise DataError(f"{file} has a head and no rows: {each} in each row is wanted")
-    return TableRows(x, labels, np.concatenate(owner) if owner else None, decoder.feature_names(parts.x))
+        raise DataError(f"{file} has a head and no rows: {row_noun} in each row is wanted")
+    return TableRows(x, labels, np.concatenate(owner) if owner else None, decoder.feature_names(roles.x))
 
 
 def category_words(path: Path, spec: DataSpec, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
     file = find_table(path, spec)
-    found: dict[str, set[str]] = {name: set() for name in names}
+    words_by_column: dict[str, set[str]] = {name: set() for name in names}
     for chunk in read_chunks(file):
         require_columns(file, tuple(chunk.columns), "categories", names)
-        for name, seen in found.items():
-            seen.update(str(value) for value in chunk.columns[name] if not is_missing(value))
-    return {name: tuple(sorted(seen)) for name, seen in found.items()}
+        for name, words in words_by_column.items():
+            words.update(str(value) for value in chunk.columns[name] if not is_missing(value))
+    return {name: tuple(sorted(words)) for name, words in words_by_column.items()}
 
 
-# -- which file, which columns --------------------------------------------------------------------
+# -- files and columns ------------------------------------------------------------------------------
 
 
 def find_split_tables(folder: Path, split: str) -> list[Path]:
@@ -285,12 +290,12 @@ def find_split_tables(folder: Path, split: str) -> list[Path]:
 def find_table(path: Path, spec: DataSpec) -> Path:
     """Return the table of the split: a file in a folder, or the path itself for the training split."""
     if path.is_dir():
-        found = find_split_tables(path, spec.split)
-        if len(found) != 1:
+        tables = find_split_tables(path, spec.split)
+        if len(tables) != 1:
             raise DataError(
-                f"{path} has {len(found) or 'no'} tables of split {spec.split!r}: name one {spec.split}.csv"
+                f"{path} has {len(tables) or 'no'} tables of split {spec.split!r}: name one {spec.split}.csv"
             )
-        return found[0]
+        return tables[0]
     if spec.split != "train":
         raise DataError(
             f"{path} is one table, of the training split: put {spec.split}.csv beside a train.csv and set path to "
@@ -303,40 +308,42 @@ def read_column_names(file: Path) -> tuple[str, ...]:
     return tuple(next(read_chunks(file)).columns)
 
 
-def column_roles(file: Path, there: Sequence[str], spec: DataSpec, *, labelled: bool = True) -> InputColumns:
+def column_roles(file: Path, column_names: Sequence[str], spec: DataSpec, *, labelled: bool = True) -> InputColumns:
     """Return the input, label and owner columns.
 
     The default label column is "y", and the default inputs are all other columns.
     """
     y = label_columns(spec)
     owner = spec.column
-    given = (spec.x,) if isinstance(spec.x, str) else spec.x
-    x = tuple(name for name in given if name) or tuple(name for name in there if name not in (*y, owner))
+    configured = (spec.x,) if isinstance(spec.x, str) else spec.x
+    x = tuple(name for name in configured if name) or tuple(name for name in column_names if name not in (*y, owner))
     for key, names in (
         ("y", y if labelled else ()),
         ("x", x),
         ("column", (owner,) if owner else ()),
         ("categories", spec.categories),
     ):
-        require_columns(file, there, key, names)
+        require_columns(file, column_names, key, names)
     if not x:
         raise DataError(f"{file} has no column beside {', '.join(y)}: inputs are wanted too")
-    if both := [name for name in x if name in y]:
-        raise DataError(f"{file}: column {both[0]!r} is input and label at once: name it in [data] x or y, not in both")
+    if conflicting := [name for name in x if name in y]:
+        raise DataError(
+            f"{file}: column {conflicting[0]!r} is input and label at once: name it in [data] x or y, not in both"
+        )
     return InputColumns(x, y, owner)
 
 
 def label_columns(spec: DataSpec) -> tuple[str, ...]:
-    given = (spec.y,) if isinstance(spec.y, str) else spec.y
-    return tuple(name for name in given if name) or ("y",)
+    configured = (spec.y,) if isinstance(spec.y, str) else spec.y
+    return tuple(name for name in configured if name) or ("y",)
 
 
-def require_columns(file: Path, there: Sequence[str], key: str, names: Iterable[str]) -> None:
-    if missing := [name for name in names if name not in there]:
-        hint = toml.describe_choices(missing[0], there, "it has")
-        if missing[0] == "y" and key == "y" and there and not hint.startswith("; did"):
-            hint += f": name the column of labels, as [data] y = {there[-1]!r}"
-        if any(map(_is_number, there)):
+def require_columns(file: Path, column_names: Sequence[str], key: str, names: Iterable[str]) -> None:
+    if missing := [name for name in names if name not in column_names]:
+        hint = toml.describe_choices(missing[0], column_names, "it has")
+        if missing[0] == "y" and key == "y" and column_names and not hint.startswith("; did"):
+            hint += f": name the column of labels, as [data] y = {column_names[-1]!r}"
+        if any(map(_is_number, column_names)):
             hint += ". If the first line is an example, write a line with the names of the columns before it"
         raise DataError(f"{file} has no column {missing[0]!r} ([data] {key}){hint}")
 
@@ -358,7 +365,7 @@ def read_chunks(file: Path) -> Iterator[TableChunk]:
 
 def _read_csv(file: Path) -> Iterator[TableChunk]:
     # The delimiter is a semicolon or a tab if the header has no comma. A byte order mark is skipped.
-    begun = [0]  # line at which the last whole row ended
+    last_line = [0]  # line at which the last complete row ended, updated by `_chunk_rows`
     try:
         with file.open(encoding="utf-8-sig", newline="") as stream:
             head_line = stream.readline()
@@ -366,30 +373,32 @@ def _read_csv(file: Path) -> Iterator[TableChunk]:
                 raise DataError(f"{file} is empty: a first line with the columns' names is wanted")
             if "\0" in head_line:
                 raise DataError(f"{file} is not text in UTF-8{encoding_hint(file)}")
-            delimiter = next((mark for mark in (",", ";", "\t") if mark in head_line), ",")
+            delimiter = next((candidate for candidate in (",", ";", "\t") if candidate in head_line), ",")
             stream.seek(0)
             rows = csv.reader(stream, delimiter=delimiter, strict=True)
             head = [name.strip() for name in next(rows)]
             if len(set(head)) < len(head):
-                twice = next(name for name in head if head.count(name) > 1)
-                raise DataError(f"{file}, line 1: two columns are called {twice!r}: give each its own name")
-            yield from _chunk_rows(file, head, rows, begun)
+                repeated = next(name for name in head if head.count(name) > 1)
+                raise DataError(f"{file}, line 1: two columns are called {repeated!r}: give each its own name")
+            yield from _chunk_rows(file, head, rows, last_line)
     except UnicodeDecodeError:
         raise DataError(f"{file} is not text in UTF-8{encoding_hint(file)}") from None
     except csv.Error as error:
-        raise DataError(f"{file}, line {begun[0] + 1}: {error}: correct this line's quotes or separators") from None
+        raise DataError(f"{file}, line {last_line[0] + 1}: {error}: correct this line's quotes or separators") from None
     except OSError as error:
         raise DataError(f"cannot read {file}: {error.strerror}{toml.suggest_file(file)}") from None
 
 
-def _chunk_rows(file: Path, head: Sequence[str], rows: Iterator[list[str]], ended: list[int]) -> Iterator[TableChunk]:
+def _chunk_rows(
+    file: Path, head: Sequence[str], rows: Iterator[list[str]], last_line: list[int]
+) -> Iterator[TableChunk]:
     # `ended[0]` is set to the line at which the last complete row ended.
     lines: list[int] = []
-    held: list[list[str]] = []
-    told = False
-    ended[0] = rows.line_num  # type: ignore[attr-defined]
+    chunk_rows: list[list[str]] = []
+    has_yielded = False
+    last_line[0] = rows.line_num  # type: ignore[attr-defined]
     for row in rows:
-        line = ended[0] = rows.line_num  # type: ignore[attr-defined]
+        line = last_line[0] = rows.line_num  # type: ignore[attr-defined]
         if not row:
             continue  # an empty line
         if len(row) != len(head):
@@ -397,18 +406,18 @@ def _chunk_rows(file: Path, head: Sequence[str], rows: Iterator[list[str]], ende
                 f"{file}, line {line}: {len(row)} values, and the head names {len(head)} columns: correct the line"
             )
         lines.append(line)
-        held.append(row)
-        if len(held) == AT_ONCE:
-            yield _chunk_from_rows(head, held, lines)
-            lines, held, told = [], [], True
-    if held or not told:
-        yield _chunk_from_rows(head, held, lines)
+        chunk_rows.append(row)
+        if len(chunk_rows) == CHUNK_ROWS:
+            yield _chunk_from_rows(head, chunk_rows, lines)
+            lines, chunk_rows, has_yielded = [], [], True
+    if chunk_rows or not has_yielded:
+        yield _chunk_from_rows(head, chunk_rows, lines)
 
 
 def _chunk_from_rows(head: Sequence[str], rows: Sequence[Sequence[str]], lines: Sequence[int]) -> TableChunk:
     values = list(zip(*rows, strict=True)) if rows else [() for _ in head]
     return TableChunk(
-        {name: [each.strip() for each in column] for name, column in zip(head, values, strict=True)}, lines
+        {name: [cell.strip() for cell in column] for name, column in zip(head, values, strict=True)}, lines
     )
 
 
@@ -417,10 +426,10 @@ def encoding_hint(file: Path) -> str:
         start = stream.read(4)
     if start == ARCHIVE:
         return f" but an archive, perhaps a workbook of Excel: {AS_CSV}"
-    wide = start[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in start
-    name = "UTF-16" if wide else "LATIN1"
-    seems = " but, it seems, in UTF-16" if wide else " (perhaps Latin-1)"
-    return f"{seems}: save it as UTF-8, as `iconv -f {name} -t UTF-8 {file.name} > new{file.suffix}` does"
+    is_utf16 = start[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in start
+    name = "UTF-16" if is_utf16 else "LATIN1"
+    guess = " but, it seems, in UTF-16" if is_utf16 else " (perhaps Latin-1)"
+    return f"{guess}: save it as UTF-8, as `iconv -f {name} -t UTF-8 {file.name} > new{file.suffix}` does"
 
 
 def _read_parquet(file: Path) -> Iterator[TableChunk]:
@@ -431,11 +440,11 @@ def _read_parquet(file: Path) -> Iterator[TableChunk]:
         raise DataError(f"{file}: Parquet files need pyarrow, which is not installed: {command}") from None
     try:
         with parquet.ParquetFile(file) as opened:
-            names, at = opened.schema_arrow.names, 1
+            names, position = opened.schema_arrow.names, 1
             yield TableChunk({name: [] for name in names}, [])
-            for batch in opened.iter_batches(AT_ONCE):
-                yield TableChunk(batch.to_pydict(), range(at, at + len(batch)), "row")
-                at += len(batch)
+            for batch in opened.iter_batches(CHUNK_ROWS):
+                yield TableChunk(batch.to_pydict(), range(position, position + len(batch)), "row")
+                position += len(batch)
     except (ArrowException, OSError, ValueError) as error:
         raise DataError(f"cannot read {file}: {first_line(error)}: write the file again, or as CSV") from None
 
@@ -454,22 +463,24 @@ def _cut_windows(file: Path, spec: DataSpec, windows: Windows, rows: ExampleRead
     changes = [0] if rows.owner is None else [0, *(np.flatnonzero(rows.owner[1:] != rows.owner[:-1]) + 1)]
     starts = np.concatenate(
         [
-            np.arange(first, last - windows.steps + 1, stride)
-            for first, last in zip(changes, [*changes[1:], count], strict=True)
+            np.arange(start, end - windows.steps + 1, stride)
+            for start, end in zip(changes, [*changes[1:], count], strict=True)
         ]
     ).astype(np.int64)
     if not len(starts):
         raise DataError(f"{file}: no {windows.steps} rows in a row, of {count}: lower [data.windows] steps")
-    places = starts[:, None] + np.arange(windows.steps)  # (n, steps)
-    within = rows.y[places]
+    row_indices = starts[:, None] + np.arange(windows.steps)  # (n, steps)
+    labels_by_window = rows.y[row_indices]
     if spec.task == "classes":
         kinds = int(rows.y.max()) + 1
-        y = np.array([np.bincount(each, minlength=kinds).argmax() for each in within], np.int64)
+        y = np.array(
+            [np.bincount(window_labels, minlength=kinds).argmax() for window_labels in labels_by_window], np.int64
+        )
     else:
-        y = within[:, -1] if spec.task == "regression" else within.max(axis=1)
+        y = labels_by_window[:, -1] if spec.task == "regression" else labels_by_window.max(axis=1)
     return ExampleReader(
         y,
-        lambda wanted: rows.take(places[wanted]),
+        lambda selected: rows.take(row_indices[selected]),
         (windows.steps, *rows.shape),
         rows.dtype,
         owner=None if rows.owner is None else rows.owner[starts],

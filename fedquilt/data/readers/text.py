@@ -22,9 +22,9 @@ from fedquilt.data.readers.base import ExampleReader
 from fedquilt.data.readers.table import TableChunk
 from fedquilt.data.spec import DataSpec, Text
 
-PAD, UNKNOWN, GOES_ON = "[PAD]", "[UNK]", "##"
+PAD, UNKNOWN, CONTINUATION = "[PAD]", "[UNK]", "##"
 WORD = re.compile(r"\w+|[^\w\s]")
-LONGEST = 100  # letters of a word; a longer one is unknown
+MAX_WORD_LETTERS = 100  # longer words are encoded as unknown
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Tokenizer:
         numbers: dict[str, int] = {}
         for line, token in enumerate(lines, 1):
             if not token or token in numbers:
-                what = f"{token!r} is there twice" if token else "no token"
-                raise DataError(f"{path}, line {line}: {what}: each line holds another token")
+                problem = f"{token!r} is there twice" if token else "no token"
+                raise DataError(f"{path}, line {line}: {problem}: each line holds another token")
             numbers[token] = line - 1
         if not lines or lines[0] != PAD or UNKNOWN not in numbers:
             raise DataError(f"{path} is no vocabulary: its first line is {PAD}, and another is {UNKNOWN}")
@@ -65,28 +65,28 @@ class Tokenizer:
 
     def encode(self, text: str, length: int) -> np.ndarray:
         """Encode a text as (length,) int32, cut to `length` tokens or padded with 0."""
-        found = np.zeros(length, np.int32)
-        place = 0
+        encoded = np.zeros(length, np.int32)
+        position = 0
         for numbers in self.encode_words(text):
-            some = numbers[: length - place]
-            found[place : place + len(some)] = some
-            place += len(some)
-            if place == length:
+            fitting = numbers[: length - position]
+            encoded[position : position + len(fitting)] = fitting
+            position += len(fitting)
+            if position == length:
                 break
-        return found
+        return encoded
 
     def _encode_longest_matches(self, word: str) -> list[int]:
-        found: list[int] = []
-        first = 0
-        while first < len(word) and len(word) <= LONGEST:
-            before = GOES_ON if first else ""
-            fits = (end for end in range(len(word), first, -1) if before + word[first:end] in self.numbers)
-            end = next(fits, 0)
+        encoded: list[int] = []
+        start = 0
+        while start < len(word) and len(word) <= MAX_WORD_LETTERS:
+            prefix = CONTINUATION if start else ""
+            ends = (end for end in range(len(word), start, -1) if prefix + word[start:end] in self.numbers)
+            end = next(ends, 0)
             if not end:
                 return [self.numbers[UNKNOWN]]
-            found.append(self.numbers[before + word[first:end]])
-            first = end
-        return found or [self.numbers[UNKNOWN]]
+            encoded.append(self.numbers[prefix + word[start:end]])
+            start = end
+        return encoded or [self.numbers[UNKNOWN]]
 
 
 def open_texts(path: Path, spec: DataSpec, *, labelled: bool = True) -> ExampleReader:
@@ -100,12 +100,12 @@ def open_texts(path: Path, spec: DataSpec, *, labelled: bool = True) -> ExampleR
 
 def _open_table(file: Path, spec: DataSpec, text: Text, tokenizer: Tokenizer, labelled: bool) -> ExampleReader:
     def encode_chunk(chunk: TableChunk, decoder: table.ColumnDecoder, names: tuple[str, ...]) -> np.ndarray:
-        return _encode_texts([str(each or "") for each in chunk.columns[names[0]]], text, tokenizer)
+        return _encode_texts([str(cell or "") for cell in chunk.columns[names[0]]], text, tokenizer)
 
-    found = table.read_rows(file, spec, encode_chunk, "a text", "be the text: name it", labelled=labelled)
-    values = np.concatenate(found.x)
+    rows = table.read_rows(file, spec, encode_chunk, "a text", "be the text: name it", labelled=labelled)
+    values = np.concatenate(rows.x)
     return ExampleReader(
-        found.y, values.__getitem__, values.shape[1:], values.dtype, owner=found.owner, tokens=len(tokenizer)
+        rows.y, values.__getitem__, values.shape[1:], values.dtype, owner=rows.owner, tokens=len(tokenizer)
     )
 
 
@@ -114,16 +114,16 @@ def _open_folder(path: Path, spec: DataSpec, text: Text, tokenizer: Tokenizer) -
         raise DataError(
             f"{path}: a folder by class has a class for each text: leave task = {spec.task!r} out, or give a table"
         )
-    found, labels, owner = base.find_files_by_class(path, spec, (".txt",), "texts")
-    values = _encode_texts([_read_text(file) for file in found], text, tokenizer)
+    files, labels, owner = base.find_files_by_class(path, spec, (".txt",), "texts")
+    values = _encode_texts([_read_text(file) for file in files], text, tokenizer)
     return ExampleReader(labels, values.__getitem__, values.shape[1:], values.dtype, owner=owner, tokens=len(tokenizer))
 
 
 def _encode_texts(texts: list[str], text: Text, tokenizer: Tokenizer) -> np.ndarray:
-    found = np.zeros((len(texts), text.length), np.int32)
-    for row, each in enumerate(texts):
-        found[row] = tokenizer.encode(each, text.length)
-    return found
+    encoded = np.zeros((len(texts), text.length), np.int32)
+    for row, text_ in enumerate(texts):
+        encoded[row] = tokenizer.encode(text_, text.length)
+    return encoded
 
 
 def read_tokens(source: Path | bytes, text: Text) -> np.ndarray:

@@ -50,7 +50,7 @@ def test_a_wrong_part_is_named(parts, said):
 
 
 def test_a_base_has_to_be_a_method():
-    with pytest.raises(fq.JobError, match=r"'fedquilt.models' is no method"):
+    with pytest.raises(fq.JobError, match=r"'fedquilt.models' is not a method"):
         fq.method(fq.models)
 
 

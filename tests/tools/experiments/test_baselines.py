@@ -15,14 +15,14 @@ from fedquilt.models import stitching
 from fedquilt.models.stitching.search import steps
 from fedquilt.models.stitching.search.state import ScoredPath, SearchState, resolve_settings
 from fedquilt.models.stitching.vote import Winner
-from fedquilt.testing.toy_networks import SMALL, build_donors, image_members, run_method, write_bundle
+from fedquilt.testing.toy_networks import SMALL_SEARCH, build_donors, image_devices, run_method, write_bundle
 from fedquilt.tools.experiments.baselines import BaselineSetup
 
 
 def bench(place: Path) -> BaselineSetup:
     bundle, runner = build_donors()
     write_bundle(place, bundle)
-    train, held = (pooled([getattr(each, part) for each in image_members()]) for part in ("train", "held"))
+    train, held = (pooled([getattr(each, part) for each in image_devices()]) for part in ("train", "held"))
     return BaselineSetup(bundle, Path, runner, train, held)
 
 
@@ -52,8 +52,8 @@ def pooled(shares: list[Examples]) -> Examples:
 def test_a_path_that_is_given_is_taken_with_junctions_where_blocks_are_strangers() -> None:
     """ash.0 > ash.1 > fir.1 > fir.2, although a search would be offered more: one junction, one head, no score."""
     bundle, runner = build_donors()
-    led, params = path_method(["ash.0", "ash.1", "fir.1", "fir.2"]), {**SMALL, "depth": 5}
-    run = run_method("fedstitch", bundle, image_members(), params, engine=runner, method=led, rounds=1000)
+    led, params = path_method(["ash.0", "ash.1", "fir.1", "fir.2"]), {**SMALL_SEARCH, "depth": 5}
+    run = run_method("fedstitch", bundle, image_devices(), params, engine=runner, method=led, rounds=1000)
     assert [state.phase for state in run] == ["fit", "gather", "validate", "done"]
 
 
@@ -62,7 +62,14 @@ def test_a_donors_new_head_is_that_of_a_job_in_which_devices_are_asked_one_by_on
     for each in made.evaluate_new_heads():
         led, one = path_method(made.stock.donors[each.name].blocks), {"size": 1}
         run = run_method(
-            "fedstitch", made.bundle, image_members(), SMALL, engine=made.engine, method=led, cohort=one, rounds=99
+            "fedstitch",
+            made.bundle,
+            image_devices(),
+            SMALL_SEARCH,
+            engine=made.engine,
+            method=led,
+            cohort=one,
+            rounds=99,
         )
         alone = (made.stock.donors[each.name].blocks[:-1],)
         number = next(i for i, candidate in enumerate(run[-1].candidates, 1) if candidate.paths == alone)

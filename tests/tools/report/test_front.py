@@ -17,7 +17,7 @@ from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import JobError
 from fedquilt.methods.fedstitch import METHOD, SearchParams
 from fedquilt.models.stitching.search.candidates import board_cost
-from fedquilt.testing.toy_networks import SMALL, build_donors, image_members, run_method
+from fedquilt.testing.toy_networks import SMALL_SEARCH, build_donors, image_devices, run_method
 from fedquilt.tools import report
 from fedquilt.tools.lab import demo
 from fedquilt.tools.report import run_data
@@ -27,7 +27,9 @@ from fedquilt.tools.simulation import agents
 @cache
 def result(**params: Any) -> dict[str, Any]:
     bundle, runner = build_donors()
-    last = run_method("fedstitch", bundle, image_members(), {**SMALL, **params}, engine=runner, seed=3, rounds=1000)[-1]
+    last = run_method(
+        "fedstitch", bundle, image_devices(), {**SMALL_SEARCH, **params}, engine=runner, seed=3, rounds=1000
+    )[-1]
     return dict(METHOD.result(last).meta)
 
 

@@ -17,7 +17,7 @@ from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds.events import UpdateAccepted
 from fedquilt.core import Aggregation, ClientContext, ClientResult, DeviceUpdate, Examples, JobError, Method, Task
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
-from fedquilt.testing.toy_networks import make_job, point_members, run_method, toy_bundle, write_bundle
+from fedquilt.testing.toy_networks import make_job, point_devices, run_method, toy_bundle, write_bundle
 from fedquilt.tools.artefacts import prepare
 from fedquilt.tools.lab import demo
 from fedquilt.tools.simulation import adversaries, agents, run
@@ -57,7 +57,7 @@ def sent(**fleet: Any) -> tuple[dict[str, Mapping[str, np.ndarray]], frozenset[s
     run_method(
         "fedavg",
         toy_bundle({"name": "x", "classes": 3}, START, kinds={"seen": "counter"}),
-        point_members(5),
+        point_devices(5),
         engine=NumpyEngine(1 << 40, base_bytes=0),
         method=one_further(seen, labels),
         observe=lambda simulation, hands: drawn.update(simulation.adversaries),
@@ -165,7 +165,7 @@ def test_a_run_that_was_interrupted_in_a_round_ends_with_the_same_bits(
 ) -> None:
     wanted = make_job("fedavg", {"batch": 4}, rounds=2, fleet=lying("inner_product"))
     bundle = write_bundle(tmp_path / "bundle", toy_bundle())
-    carry, held = run.make_local_backend(point_members(5), engine=NumpyEngine(1 << 40, base_bytes=0))
+    carry, held = run.make_local_backend(point_devices(5), engine=NumpyEngine(1 << 40, base_bytes=0))
     note, answered = Simulation._record_event, []
 
     class Killed(Exception):

@@ -15,7 +15,7 @@ import pytest
 from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
 from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
-from fedquilt.testing.toy_networks import point_members
+from fedquilt.testing.toy_networks import point_devices
 from fedquilt.tools.simulation.pool import PoolError, WorkBatch, WorkerPool
 from fedquilt.tools.simulation.processes import ProcessWorkers
 from fedquilt.tools.simulation.run import WorkBackend, run_rounds, simulate
@@ -28,7 +28,7 @@ JOB: dict[str, Any] = {
     "rounds": 3,
     "params": {"epochs": 1, "batch": 4, "lr": 0.1},
 }
-MEMBERS = point_members(5, 13)
+MEMBERS = point_devices(5, 13)
 
 
 @contextmanager

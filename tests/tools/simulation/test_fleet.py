@@ -23,7 +23,7 @@ from fedquilt.coordinator.rounds.events import (
 from fedquilt.edge_agent.task import memory_budget
 from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
 from fedquilt.edge_agent.task_runner import TaskRunner
-from fedquilt.testing.toy_networks import point_members
+from fedquilt.testing.toy_networks import point_devices
 from fedquilt.tools.simulation import run
 from fedquilt.tools.simulation.pool import PoolError, WorkerPool
 from fedquilt.tools.simulation.processes import ProcessWorkers
@@ -245,7 +245,7 @@ def test_a_worker_that_is_killed_is_told_with_the_mend_and_leaves_nothing_behind
 ) -> None:
     counted = iter(kills)
     monkeypatch.setattr(memory_budget, "count_oom_kills", lambda: next(counted))
-    with WorkerPool(processes := ProcessWorkers("numpy", workers), point_members(2, 13)) as pool:
+    with WorkerPool(processes := ProcessWorkers("numpy", workers), point_devices(2, 13)) as pool:
         pool.wait_until_ready()
         assert (pool.folder / "examples").exists()
         os.kill(processes.pid, signal.SIGKILL)
@@ -262,7 +262,7 @@ def test_a_worker_that_is_killed_is_told_with_the_mend_and_leaves_nothing_behind
     ],
 )
 def test_what_a_worker_said_last_or_died_of_is_told(words: str, ends: signal.Signals, said: str) -> None:
-    with WorkerPool(processes := ProcessWorkers("numpy", 1), point_members(2, 13)) as pool:
+    with WorkerPool(processes := ProcessWorkers("numpy", 1), point_devices(2, 13)) as pool:
         pool.wait_until_ready()
         (pool.folder / "said").write_text(words)
         os.kill(processes.pid, ends)
@@ -272,7 +272,7 @@ def test_what_a_worker_said_last_or_died_of_is_told(words: str, ends: signal.Sig
 
 def test_an_engine_that_cannot_be_imported_is_told_with_the_last_words() -> None:
     with (
-        WorkerPool(ProcessWorkers("abacus", 1), point_members(2, 13)) as pool,
+        WorkerPool(ProcessWorkers("abacus", 1), point_devices(2, 13)) as pool,
         pytest.raises(PoolError, match=r"engines\.abacus"),
     ):
         pool.wait_until_ready()

@@ -18,7 +18,7 @@ from fedquilt.coordinator.rounds.events import JobEnded, TaskDeclined, UpdateAcc
 from fedquilt.core import Aggregation, ClientContext, ClientResult, JobError, Method, Task, UpdateError
 from fedquilt.edge_agent.agent_state import PRIVATE
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
-from fedquilt.testing.toy_networks import point_members
+from fedquilt.testing.toy_networks import point_devices
 from fedquilt.tools.simulation.run import make_local_backend, run_rounds
 from fedquilt.tools.simulation.simulated_job import ROOM_BYTES, Simulation
 
@@ -29,7 +29,7 @@ def played(
     folder: Path, act: Callable[[Simulation], None], *, method: str = "fedavg", away: Collection[str] = (), **job: Any
 ) -> Simulation:
     given = settings.parse_job({**JOB, "method": method, **job})
-    hands, held = make_local_backend(point_members(4, 13), engine=NumpyEngine(ROOM_BYTES, base_bytes=0))
+    hands, held = make_local_backend(point_devices(4, 13), engine=NumpyEngine(ROOM_BYTES, base_bytes=0))
     with Simulation(given, folder, held, folder.parent / "home", away=away) as simulation:
         for each in run_rounds(simulation, hands):
             act(each)
@@ -49,7 +49,7 @@ def test_devices_that_come_later_take_part_from_the_round_that_is_open_then(fold
 
 def test_a_run_that_everybody_has_left_stands_still_and_says_so(folder: Path) -> None:
     given = settings.parse_job({**JOB, "method": "fedavg", "rounds": 2})
-    hands, held = make_local_backend(point_members(4, 13), engine=NumpyEngine(ROOM_BYTES, base_bytes=0))
+    hands, held = make_local_backend(point_devices(4, 13), engine=NumpyEngine(ROOM_BYTES, base_bytes=0))
     with Simulation(given, folder, held, folder.parent / "home", away=held) as simulation:
         assert list(run_rounds(simulation, hands)) == []
         assert (simulation.status, simulation.reason) == ("running", "no device is left that could go on with it")

@@ -17,7 +17,7 @@ from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
 from fedquilt.core import JobError
 from fedquilt.formats import job_bundle
-from fedquilt.testing.toy_networks import point_members, toy_bundle
+from fedquilt.testing.toy_networks import point_devices, toy_bundle
 from fedquilt.tools.simulation import machines, pool, ray_workers
 from fedquilt.tools.simulation.machines import Machine
 from fedquilt.tools.simulation.pool import ScratchFolder
@@ -75,7 +75,7 @@ def test_a_simulated_run_in_a_home_keeps_this_machine(tmp_path: Path) -> None:
     made = toy_bundle()
     job_bundle.write_bundle(tmp_path / "bundle", made.meta, {"model": tensors.encode_tensors(made.load("model"))})
     job = settings.parse_job({"name": "toy", "method": "fedavg", "engine": "numpy", "rounds": 1})
-    simulate(job, tmp_path / "bundle", point_members(2, 13), home=tmp_path / "home")
+    simulate(job, tmp_path / "bundle", point_devices(2, 13), home=tmp_path / "home")
     (path,) = (tmp_path / "home" / "machines").iterdir()
     found = machines.read_machines(tmp_path / "home", path.stem)
     assert found == {socket.gethostname(): machines.describe_this_machine(threads="1")}

@@ -25,7 +25,7 @@ from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.formats import job_bundle
 from fedquilt.methods import fedavg
 from fedquilt.models import local_training
-from fedquilt.testing.toy_networks import point_members
+from fedquilt.testing.toy_networks import point_devices
 from fedquilt.tools.simulation import DeviceData, processes
 from fedquilt.tools.simulation.pool import SINGLE, WorkerPool
 from fedquilt.tools.simulation.processes import OutcomeSums
@@ -42,7 +42,7 @@ JOB = {
 
 
 def play(folder: Path, members: list[DeviceData] | None = None, *, job: Any = (), **options: Any) -> RunOutcomes:
-    return simulate(settings.parse_job({**JOB, **dict(job)}), folder, members or point_members(5, 13), **options)
+    return simulate(settings.parse_job({**JOB, **dict(job)}), folder, members or point_devices(5, 13), **options)
 
 
 def bits(outcome: RunOutcomes) -> bytes:
@@ -54,7 +54,7 @@ def test_devices_that_are_trained_in_one_graph_give_the_same_bits_on_any_number_
 ) -> None:
     """And those of the loop to float tolerance: devices with 9 to 17 examples, whose last batches differ."""
     pytest.importorskip("torch")
-    members = [point_members(i + 1, 9 + 2 * i)[i] for i in range(5)]
+    members = [point_devices(i + 1, 9 + 2 * i)[i] for i in range(5)]
     job = {"method": "fedprox", "engine": "torch"}
     one, two = (play(folder, members, job=job, workers=count, together=True) for count in (1, 2))
     assert bits(one) == bits(two)
@@ -64,7 +64,7 @@ def test_devices_that_are_trained_in_one_graph_give_the_same_bits_on_any_number_
 
 
 def test_examples_that_are_made_as_they_are_asked_for_are_never_all_there(folder: Path) -> None:
-    given = point_members(5, 13)
+    given = point_devices(5, 13)
     held: list[weakref.ref[np.ndarray]] = []
 
     def one_by_one() -> Iterator[DeviceData]:
@@ -102,7 +102,7 @@ def test_seconds_are_the_slowest_boards_and_joules_are_everybodys(folder: Path) 
 
 
 def test_evaluations_beside_the_rounds_are_of_the_state_that_was_committed(folder: Path) -> None:
-    members = point_members(4, 13)
+    members = point_devices(4, 13)
     members[1] = DeviceData(members[1].device, members[1].train, Examples(members[1].held.x[:0], members[1].held.y[:0]))
     test = members[0].train
     told: list[tuple[int, Any, dict[str, Any], Any]] = []
@@ -131,7 +131,7 @@ def test_evaluations_beside_the_rounds_are_of_the_state_that_was_committed(folde
 
 
 def test_a_device_whose_training_diverges_is_told_by_its_name_and_the_others_go_on(folder: Path) -> None:
-    members = point_members(3, 13)
+    members = point_devices(3, 13)
     bad = members[1].train
     members[1] = DeviceData(members[1].device, Examples(bad.x * np.float32(1e30), bad.y), members[1].held)
     seen: dict[str, str] = {}
@@ -193,7 +193,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
 
 
 def played(folder: Path, workers: int, **job: Any) -> tuple[bytes, list[Any]]:
-    made = simulate(settings.parse_job({**SUMMED, **job}), folder, point_members(6, 13), workers=workers, together=True)
+    made = simulate(settings.parse_job({**SUMMED, **job}), folder, point_devices(6, 13), workers=workers, together=True)
     return tensors.encode_tensors(made.artefact.tensors), [each.devices for each in made.rounds]
 
 

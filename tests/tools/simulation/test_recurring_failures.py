@@ -22,7 +22,7 @@ from fedquilt.coordinator.rounds.events import (
 )
 from fedquilt.core import ClientContext, ClientResult, DataError, DiskFullError, Method, ModelError, Task
 from fedquilt.methods import fedavg
-from fedquilt.testing.toy_networks import point_members
+from fedquilt.testing.toy_networks import point_devices
 from fedquilt.tools.simulation.simulated_job import Simulation
 
 DEVICES = {"dev-0", "dev-1", "dev-2"}
@@ -125,7 +125,7 @@ def test_an_update_with_nan_that_no_engine_noticed_is_diverged_too(fleet: Fleet)
 
 
 def test_a_loss_that_explodes_on_unscaled_features_names_them(fleet: Fleet) -> None:
-    given = point_members(2, 13)
+    given = point_devices(2, 13)
     for member in given:
         member.train.x[:, 0] *= 1e4
     ended = fleet.played(members=given)

@@ -32,7 +32,7 @@ from fedquilt.core import (
     Task,
 )
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
-from fedquilt.testing.toy_networks import make_job, point_members, run_method, toy_bundle, write_bundle
+from fedquilt.testing.toy_networks import make_job, point_devices, run_method, toy_bundle, write_bundle
 from fedquilt.tools.simulation import run
 from fedquilt.tools.simulation.fleet import EncodedTasks
 from fedquilt.tools.simulation.run import WorkBackend
@@ -56,7 +56,7 @@ def begin(tmp_path: Path, engine: NumpyEngine) -> Iterator[Any]:
         def make(name: str = "fedavg", method: Method | None = None, **table: Any) -> Simulation:
             wanted = make_job(name, {**SMALL, **table.pop("params", {})}, **table)
             load = methods.load if method is None else lambda name: method
-            held = {member.device: len(member.held) for member in point_members(5, 13)}
+            held = {member.device: len(member.held) for member in point_devices(5, 13)}
             return stack.enter_context(Simulation(wanted, bundle, held, next(homes), load=load, engine="numpy"))
 
         yield make
@@ -83,7 +83,7 @@ def test_what_is_done_between_two_rounds_is_no_part_of_their_seconds(
     now_s = 0.0
     monkeypatch.setattr(run.time, "perf_counter", lambda: now_s)
     simulation = begin(rounds=3)
-    hands, _ = run.make_local_backend(point_members(5, 13), engine=engine)
+    hands, _ = run.make_local_backend(point_devices(5, 13), engine=engine)
 
     def carry(asked: Any) -> Any:
         nonlocal now_s
@@ -98,7 +98,7 @@ def test_what_is_done_between_two_rounds_is_no_part_of_their_seconds(
 def test_devices_of_one_name_in_two_runs_have_a_cache_each(begin: Any, engine: NumpyEngine) -> None:
     seen: list[str] = []
     method = counting(seen)
-    carry, _ = run.make_local_backend(point_members(5, 13), load=lambda name: method, engine=engine)
+    carry, _ = run.make_local_backend(point_devices(5, 13), load=lambda name: method, engine=engine)
     for _ in range(2):
         list(run.run_rounds(begin(method=method, rounds=2, cohort={"size": 1}), carry))
     assert sorted(seen) == sorted(
@@ -115,7 +115,7 @@ def test_the_cohort_is_the_coordinators(engine: NumpyEngine) -> None:
     run_method(
         "fedavg",
         toy_bundle(),
-        point_members(5),
+        point_devices(5),
         SMALL,
         engine=engine,
         observe=observe,
@@ -134,9 +134,9 @@ def test_bytes_are_those_of_contents_and_each_goes_to_a_device_once(engine: Nump
     def observe(simulation: Simulation, hands: WorkBackend) -> None:
         taken[:] = [(each.down_bytes, each.up_bytes) for each in simulation.rounds]
 
-    run_method("fedavg", toy_bundle(), point_members(3), SMALL, engine=engine, observe=observe, rounds=2)
+    run_method("fedavg", toy_bundle(), point_devices(3), SMALL, engine=engine, observe=observe, rounds=2)
     assert taken == [(3 * size, 3 * size)] * 2
-    run_method("local", toy_bundle(), point_members(3), SMALL, engine=engine, observe=observe, rounds=2)
+    run_method("local", toy_bundle(), point_devices(3), SMALL, engine=engine, observe=observe, rounds=2)
     assert taken == [(3 * size, 0), (0, 0)]
 
 
@@ -151,7 +151,7 @@ def test_a_codec_makes_updates_smaller_and_the_model_another(codec: str, engine:
 
         wire = {"codec": codec}
         run = run_method(
-            "fedavg", toy_bundle(), point_members(3), SMALL, engine=engine, observe=observe, rounds=2, wire=wire
+            "fedavg", toy_bundle(), point_devices(3), SMALL, engine=engine, observe=observe, rounds=2, wire=wire
         )
         return [tensors.encode_tensors(state.model) for state in run]
 
@@ -172,7 +172,7 @@ def test_an_engine_that_is_given_stays_open_however_many_budgets_there_are(engin
 
     budgets = {"budgets": [f"{100 + each}MB" for each in range(10)]}
     run_method(
-        "fedavg", toy_bundle(), point_members(10), SMALL, engine=Lent(1 << 40, base_bytes=0), rounds=1, fleet=budgets
+        "fedavg", toy_bundle(), point_devices(10), SMALL, engine=Lent(1 << 40, base_bytes=0), rounds=1, fleet=budgets
     )
     assert closed == []
 
@@ -185,7 +185,7 @@ def test_a_run_that_fails_says_why(engine: NumpyEngine) -> None:
     with pytest.raises(
         JobError, match=r"the method's code failed in round 1 on 2 of 2 devices .ValueError: the dog ate it"
     ):
-        run_method("fedavg", toy_bundle(), point_members(2), SMALL, engine=engine, method=broken, rounds=1)
+        run_method("fedavg", toy_bundle(), point_devices(2), SMALL, engine=engine, method=broken, rounds=1)
 
 
 def test_a_run_that_cannot_be_taken_up_says_why_and_does_not_wait(engine: NumpyEngine) -> None:
@@ -194,12 +194,12 @@ def test_a_run_that_cannot_be_taken_up_says_why_and_does_not_wait(engine: NumpyE
 
     broken = replace(methods.load("fedavg"), init=init)
     with pytest.raises(JobError, match=r"has failed: the bundle is of another kind"):
-        run_method("fedavg", toy_bundle(), point_members(2), SMALL, engine=engine, method=broken, rounds=1)
+        run_method("fedavg", toy_bundle(), point_devices(2), SMALL, engine=engine, method=broken, rounds=1)
 
 
 def test_a_run_that_waits_for_devices_that_never_come_ends(engine: NumpyEngine) -> None:
     with pytest.raises(JobError, match=r"has stopped: no device is left that could go on with it"):
-        run_method("fedavg", toy_bundle(), point_members(2), SMALL, engine=engine, rounds=1, cohort={"min_devices": 3})
+        run_method("fedavg", toy_bundle(), point_devices(2), SMALL, engine=engine, rounds=1, cohort={"min_devices": 3})
 
 
 def test_an_engine_that_the_method_has_not_is_refused(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_an_update_is_folded_once_where_all_come_in_order(begin: Any, engine: Nu
         return method.aggregation.fold(state, so_far, update)
 
     simulation = begin(method=replace(method, aggregation=Aggregation(fold)), rounds=2)
-    carry, _ = run.make_local_backend(point_members(5, 13), engine=engine)
+    carry, _ = run.make_local_backend(point_devices(5, 13), engine=engine)
     for _ in run.run_rounds(simulation, carry):
         pass
     assert seen == [f"dev-{i}" for i in range(5)] * 2
