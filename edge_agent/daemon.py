@@ -47,7 +47,7 @@ def run_agent(settings: AgentSettings) -> None:
     board, boot = devices.create_device(settings.board, profile=profile, meter=meter), os.urandom(8).hex()
     presence = wire.Topics(settings.fleet).device_topic(settings.device, "up", "presence")
     sandbox.protect_memory()
-    before = os.umask(0o077)  # models, updates and private state are nobody else's on this board
+    previous_handlers = os.umask(0o077)  # models, updates and private state are nobody else's on this board
     lock = AgentState(Path(settings.home)).lock_home()
     with contextlib.suppress(PermissionError):  # also of a home that its owner has made
         os.chmod(settings.home, 0o700)
@@ -64,22 +64,31 @@ def run_agent(settings: AgentSettings) -> None:
     check_home = home / sandbox.CHECK
     checks = ChildWorker(0.0, sandbox.task_command(check_home, sandbox.CHECK_PROGRAM), cage, check_home)
     stopped: list[int] = []
-    central = SettingsKind(settings, board.memory_bytes, Path(settings.home), lambda given: agent.apply_settings(given))
+    central = SettingsKind(
+        settings, board.memory_bytes, Path(settings.home), lambda agent_settings: agent.apply_settings(agent_settings)
+    )
     deployed = models.ModelReleases(
         settings,
         board,
         checks,
         lambda: agent.settings.task_budget_bytes(board.memory_bytes),
-        kept=lambda job: agent.local.latest_private_state(job),
+        private_state=lambda job: agent.storage.latest_private_state(job),
     )
     kinds: dict[str, ReleaseKind] = {
         "model": deployed,
         "agent": AgentKind(read_launch_info(), settings, lambda: link.connected, lambda: stopped.append(0)),
         "settings": central,
     }
-    carriers = TransferBackend(own, broker.ca)
+    transfer_backends = TransferBackend(own, broker.ca)
     agent = Agent(
-        link, central.effective_settings(), board, worker, boot, kinds=kinds, runner=deployed.runner, carriers=carriers
+        link,
+        central.effective_settings(),
+        board,
+        worker,
+        boot,
+        kinds=kinds,
+        runner=deployed.runner,
+        transfer_backends=transfer_backends,
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda signum, frame: stopped.append(signum))
@@ -94,7 +103,7 @@ def run_agent(settings: AgentSettings) -> None:
         systemd.send_notification("STOPPING=1")
         agent.shut_down()
         lock.release()
-        os.umask(before)
+        os.umask(previous_handlers)
 
 
 def _serve_metrics(agent: Agent) -> AbstractContextManager[object]:
@@ -118,12 +127,12 @@ def collect_metrics(agent: Agent) -> Iterator[MetricFamily]:
     """Yield the agent's current metrics and latest sensor readings. Safe from other threads."""
     from fedquilt.open_metrics import MetricFamily
 
-    state, told = agent.duty.state, agent.told
+    state, told = agent.task_runner.state, agent.last_telemetry
     values: list[tuple[str, str, float | None]] = [
         ("connected", "Whether the broker is reached.", float(agent.is_connected)),
-        ("working", "Whether it has a task.", float(state.open is not None)),
+        ("working", "Whether it has a task.", float(state.open_task is not None)),
         ("outbox", "Updates that wait for the coordinator's answer.", float(len(state.outbox))),
-        ("budget_bytes", "Memory that a task may take.", float(state.means.budget_bytes)),
+        ("budget_bytes", "Memory that a task may take.", float(state.capabilities.budget_bytes)),
     ]
     values += [(name, about, getattr(told, key, None)) for key, (name, about) in _SENSORS.items()]
     for name, about, value in values:

@@ -38,7 +38,7 @@ def test_killed_at_any_point_it_delivers_the_same_update_once(
     np.testing.assert_array_equal(site.fetch(site.all("update")[-1])["w"], MODEL["w"] + 1)
     site.ack()
     assert site.outbox == []
-    state = site.agent.local.find_private_state("j-1", 0)
+    state = site.agent.storage.find_private_state("j-1", 0)
     assert state.path is not None
     assert tensors.read_tensors(Path(state.path))["c"] == 1.0
 
@@ -145,7 +145,7 @@ def _flip(path: Path, at: int = -1) -> None:
 
 def test_an_update_whose_blobs_the_disk_lost_is_worked_for_again(site: Site) -> None:
     until_offered(site)
-    site.agent.local.depot.remove_blob(site.all("update")[-1].bundles["model"].sha256)
+    site.agent.storage.blob_store.remove_blob(site.all("update")[-1].bundles["model"].sha256)
     site.run(10.0)
     assert site.outbox == []
     site.ask()
@@ -161,7 +161,7 @@ class Silent(Disk):
 
 def test_an_update_is_offered_later_while_the_disk_does_not_say_whether_it_is_there(site: Site) -> None:
     until_offered(site)
-    offers, depot = len(site.all("update")), site.agent.local.depot
+    offers, depot = len(site.all("update")), site.agent.storage.blob_store
     depot.disk = Silent()
     site.run(12.0)
     assert len(site.all("update")) == offers

@@ -51,7 +51,7 @@ class Board:
     def settings(self) -> object:
         """How the board is set; the memory's rate is the board's own while its lock is open."""
         found = controls.discover_controls(self.root).read_state(None)
-        return [msgspec.structs.replace(one, rate=one.rate if one.lock else None) for one in found.levers]
+        return [msgspec.structs.replace(one, rate=one.rate if one.lock else None) for one in found.controls]
 
     def read(self, path: str) -> str:
         return (self.root / path).read_text().strip()
@@ -222,7 +222,7 @@ def test_what_is_owed_is_remembered_through_another_hold(board: Board):
     keep = putting(lambda path, value: board.read(f"{GPU}/max_freq") if broken[0] and path.name == "max_freq" else None)
     clamp = board.clamp()
     clamp.pin(SLOW)
-    clamp._put = keep
+    clamp._write_file = keep
     assert clamp.restore()
     broken[0] = False
     clamp.pin(SLOW)

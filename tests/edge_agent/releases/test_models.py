@@ -117,9 +117,9 @@ def test_joules_of_an_answer_are_the_boards_while_answers_were_timed(place: Plac
     """5 W, as the meter says, for ten answers in two seconds; what comes before and after does not count."""
     begun(place)
     (order,) = place.checks.orders
-    assert Path(order.before).read_bytes() == network(gain=1)
+    assert Path(order.current_model).read_bytes() == network(gain=1)
     assert Path(order.model).read_bytes() == network(gain=2)
-    assert order.timed_s > 1  # as there is a meter
+    assert order.timing_s > 1  # as there is a meter
     for event, passed_s in (
         (None, 7.0),
         (ProgressReport(0.5), 0.0),
@@ -146,8 +146,8 @@ def test_the_shape_of_a_release_is_the_one_that_its_check_runs(place: Place) -> 
 
 def test_a_check_whose_process_somebody_killed_is_reported(place: Place) -> None:
     begun(place)
-    place.checks.events = [WorkResult(code="failed", reason="killed by somebody", killed=True)]
-    assert place.models.poll_check() == CheckResult("its check failed: killed by somebody", {}, killed=True)
+    place.checks.events = [WorkResult(code="failed", reason="killed by somebody", killed_externally=True)]
+    assert place.models.poll_check() == CheckResult("its check failed: killed by somebody", {}, killed_externally=True)
 
 
 def test_a_check_that_never_ends_is_ended(place: Place) -> None:

@@ -108,7 +108,7 @@ def test_why_the_launcher_returned_is_told(board: Board, bundle: Callable[..., P
 
 def test_a_version_that_could_not_be_tried_is_given_up(board: Board, bundle: Callable[..., Path]) -> None:
     new = board.take(bundle())
-    board.start("", unable="choice.json cannot be written (No space left on device), so it could not be tried")
+    board.start("", fallback_reason="choice.json cannot be written (No space left on device), so it could not be tried")
     assert board.kind.current_sha256() == ""
     assert "No space left" in board.kind.unhealthy_reason()
     board.kind.discard_unused()
@@ -226,7 +226,7 @@ def order(board: Board, file: Path) -> environment_build.BuildRequest:
     packages = tuple(path for path in sys.path if path.endswith("site-packages"))
     sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
     return environment_build.BuildRequest(
-        str(file), sha256, str(board.versions), ("agent",), packages, None, unsigned=True, newest=0, parent=0
+        str(file), sha256, str(board.versions), ("agent",), packages, None, unsigned=True, highest_number=0, parent=0
     )
 
 
@@ -323,7 +323,7 @@ def test_a_check_that_somebody_kills_can_be_made_again(board: Board, bundle: Cal
     process.wait()
     refused = board.kind.poll_check()
     assert refused is not None
-    assert ("SIGKILL" in refused.refused, refused.killed) == (True, True)
+    assert ("SIGKILL" in refused.refused, refused.killed_externally) == (True, True)
     assert board.verdict(file) == CheckResult("", {})
 
 

@@ -123,7 +123,7 @@ def test_a_certificate_of_another_version_is_named(tmp_path: Path) -> None:
 
 def test_what_the_launcher_says_may_be_damaged() -> None:
     for said in ("", "{}", "\udcff", "[" * 100_000):
-        assert read_launch_info({launcher.LAUNCHED: said}) is None
+        assert read_launch_info({launcher.LAUNCH_INFO_VARIABLE: said}) is None
 
 
 def test_a_fleet_without_an_authority_has_to_ask_for_it(tmp_path: Path, bundle: Callable[..., Path]) -> None:
