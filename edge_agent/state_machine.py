@@ -55,16 +55,16 @@ class BlobFetched(msgspec.Struct, frozen=True):
 
 class TaskCompleted(msgspec.Struct, frozen=True):
     update: Update
-    has_private_state: bool  # the result includes private state
-    learned_model: LearnedModel = LearnedModel()  # of its workload, this task included
-    planned_bytes: int | None = None  # peak that its engine predicted, beside the bare process
+    has_private_state: bool
+    learned_model: LearnedModel = LearnedModel()  # of the task's workload, with this task
+    planned_bytes: int | None = None  # peak predicted by the engine, without the bare process
 
 
 class TaskFailed(msgspec.Struct, frozen=True):
     code: RefusalCode
     reason: str
-    ran_out_of_memory: bool = False  # memory ran out during the work
-    killed_externally: bool = False  # its process was killed from outside: the next attempt may succeed
+    ran_out_of_memory: bool = False
+    killed_externally: bool = False  # the next attempt may succeed
 
 
 class UpdateAcked(msgspec.Struct, frozen=True):
@@ -72,8 +72,8 @@ class UpdateAcked(msgspec.Struct, frozen=True):
 
     key: Key
     accepted: bool
-    epoch: int = 0  # start of the coordinator that answered
-    attempt: int = 0  # at the round, of the update that it answered
+    epoch: int = 0  # epoch of the coordinator that answered
+    attempt: int = 0  # attempt of the acknowledged update
 
 
 class TimerFired(msgspec.Struct, frozen=True): ...
@@ -136,7 +136,7 @@ Action = PublishClaim | FetchBlobs | CancelFetch | StartTask | StopTask | SendUp
 
 class CountedRound(msgspec.Struct, frozen=True):
     round: int
-    epoch: int = 0  # start of the coordinator that said so
+    epoch: int = 0  # epoch of the coordinator that counted the round
 
 
 class Capabilities(msgspec.Struct, frozen=True):
@@ -146,33 +146,31 @@ class Capabilities(msgspec.Struct, frozen=True):
     engines: tuple[str, ...]
     methods: tuple[str, ...]
     codecs: tuple[str, ...] = CODECS
-    plugins: Mapping[str, str] = field(
-        default_factory=dict
-    )  # of other packages: `fedquilt.plugins.plugin_fingerprints`
-    sandbox_restrictions: tuple[str, ...] | None = None  # by `task.sandbox`, or None without a process
-    labels: tuple[str, ...] = ()  # labels given by the owner: `fedquilt.formats.labels`
-    boards: int = 0  # of a site
-    runs_on: Mapping[str, str] = field(default_factory=dict)  # engine that may use a GPU -> what its latest task used
+    plugins: Mapping[str, str] = field(default_factory=dict)  # from `fedquilt.plugins.plugin_fingerprints`
+    sandbox_restrictions: tuple[str, ...] | None = None  # from `task.sandbox`, or None without a process
+    labels: tuple[str, ...] = ()  # set by the owner (`fedquilt.formats.labels`)
+    boards: int = 0  # number of a site's devices
+    runs_on: Mapping[str, str] = field(default_factory=dict)  # engine that may use a GPU -> provider of its latest task
 
 
 class OpenTask(msgspec.Struct, frozen=True):
     task: Task
     missing_blobs: frozenset[BlobRef]
-    due_s: float = math.inf  # its deadline by this device's own clock, set when it first arrived
+    due_s: float = math.inf  # deadline by this device's clock, set when the task first arrived
     is_running: bool = False
     down_bytes: int = 0  # size of the fetched blobs
-    retry_blobs: frozenset[BlobRef] = frozenset()  # part of `missing` that failed, to be fetched again at `again_s`
+    retry_blobs: frozenset[BlobRef] = frozenset()  # failed part of `missing_blobs`, fetched again at `retry_s`
     retry_s: float = math.inf
-    fetch_failures: int = 0  # to fetch a blob, since one last arrived
-    kill_count: int = 0  # times its process was killed from outside
+    fetch_failures: int = 0  # since the latest fetched blob
+    kill_count: int = 0  # kills of its process from outside
 
 
 class OutboxUpdate(msgspec.Struct, frozen=True):
     update: Update
     has_private_state: bool
     resend_s: float
-    send_count: int = 0  # in this session with the coordinator
-    first_sent_s: float | None = None  # when it was first offered; None: before this process began
+    send_count: int = 0  # submissions in this session
+    first_sent_s: float | None = None  # None before this process started
 
 
 class DeviceState(msgspec.Struct, frozen=True):
@@ -180,16 +178,13 @@ class DeviceState(msgspec.Struct, frozen=True):
     open_task: OpenTask | None = None
     outbox: Mapping[Key, OutboxUpdate] = field(default_factory=dict)
     counted_rounds: Mapping[str, CountedRound] = field(default_factory=dict)  # by job
-    last_decline: Claim | None = None  # latest refusal, repeated with its task
-    base_bytes: Mapping[str, int] = field(default_factory=dict)  # engine -> resident with nothing but it
-    learned_models: Mapping[str, LearnedModel] = field(default_factory=dict)  # by `workload_key`, the latest last
-    upload_times_s: Mapping[str, tuple[float, ...]] = field(
-        default_factory=dict
-    )  # by job: latest seconds from offer to answer
-    memory_margins: Mapping[tuple[str, str], MemoryMargin] = field(
-        default_factory=dict
-    )  # (method, engine) -> what was seen
-    is_paused: bool = False  # whether no task is begun now
+    last_decline: Claim | None = None  # repeated if its task arrives again
+    base_bytes: Mapping[str, int] = field(default_factory=dict)  # engine -> resident size without work
+    learned_models: Mapping[str, LearnedModel] = field(default_factory=dict)  # by `workload_key`, the latest is last
+    # By job: seconds from submission to acknowledgement of the latest updates.
+    upload_times_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    memory_margins: Mapping[tuple[str, str], MemoryMargin] = field(default_factory=dict)  # by method and engine
+    is_paused: bool = False  # no task is started now
 
 
 def workload_key(task: Task) -> str:
@@ -197,11 +192,11 @@ def workload_key(task: Task) -> str:
 
 
 MAX_JOBS: Final = 64
-MAX_WORKLOADS: Final = 16  # that something was learned of
-MAX_UPLOAD_TIMES: Final = 3  # answered updates of a job: their median leaves out one that met an outage
-MAX_RESERVED_FRACTION: Final = 0.5  # most of the time left that is kept for the update's way
+MAX_WORKLOADS: Final = 16  # workloads with learned models
+MAX_UPLOAD_TIMES: Final = 3  # per job: the median of three ignores one outage
+MAX_RESERVED_FRACTION: Final = 0.5  # limit of the time reserved for the upload, as a share of the remaining time
 COUNTED_REASON: Final = "counted already: this is an old message, or the coordinator's log is an older copy"
-MAX_KILLS: Final = 2  # most restarts of a task whose process was killed from outside
+MAX_KILLS: Final = 2  # limit of restarts of a task whose process was killed from outside
 
 Step = tuple[DeviceState, tuple[Action, ...]]
 
@@ -255,9 +250,9 @@ def _handle_task(state: DeviceState, event: TaskReceived, now_s: float, reading:
     counted_round = state.counted_rounds.get(task.job)
     if counted_round is not None and task.round <= counted_round.round and task.epoch <= counted_round.epoch:
         claim = replace(_acceptance_claim(state, task), accepted=False, code="counted", reason=COUNTED_REASON)
-        return state, (PublishClaim(claim),)  # the coordinator ignores it, if this was an old message
+        return state, (PublishClaim(claim),)  # the coordinator ignores this claim if the message was old
     if open_task is not None and open_task.task.job == task.job and _task_order(open_task.task) > _task_order(task):
-        return state, ()  # superseded by the task in hand before it arrived
+        return state, ()  # the open task is newer
     if open_task is not None and _is_same_work(open_task.task, task):
         due_s = (
             open_task.due_s if task == open_task.task else now_s + task.deadline_s
@@ -268,9 +263,7 @@ def _handle_task(state: DeviceState, event: TaskReceived, now_s: float, reading:
     told = _acceptance_claim(state, task)
     if state.last_decline is not None and told == replace(state.last_decline, accepted=True, code="ok", reason=""):
         return state, (PublishClaim(state.last_decline),)
-    stale_entry = state.outbox.get(
-        key
-    )  # computed from another state: by this device, for a copy of the coordinator's log
+    stale_entry = state.outbox.get(key)  # computed from the state of another copy of the coordinator's log
     if stale_entry is not None:
         state = replace(state, outbox={other: entry for other, entry in state.outbox.items() if other != key})
     refusal = decline_reason(state, task, reading)
@@ -377,7 +370,7 @@ def upload_reserve_s(state: DeviceState, now_s: float) -> float:
         return 0.0
     fetch_s = now_s - (open_task.due_s - open_task.task.deadline_s) if open_task.down_bytes else 0.0
     upload_times_s = state.upload_times_s.get(open_task.task.job)
-    import statistics  # here: it takes 0.3 MB, and an idle agent sends nothing
+    import statistics  # imported here to save 0.3 MB in an idle agent
 
     return min(
         statistics.median(upload_times_s) if upload_times_s else fetch_s,
@@ -385,7 +378,7 @@ def upload_reserve_s(state: DeviceState, now_s: float) -> float:
     )
 
 
-# -- it goes on -----------------------------------------------------------------------------------
+# -- progress of a task ---------------------------------------------------------------------------
 
 
 def _handle_fetched(state: DeviceState, event: BlobFetched, now_s: float) -> Step:
@@ -454,14 +447,14 @@ def _handle_ack(state: DeviceState, event: UpdateAcked, now_s: float) -> Step:
     job, round = event.key
     entry = state.outbox.get(event.key)
     if entry is not None and event.epoch < entry.update.epoch:
-        return state, ()  # of an earlier coordinator, to an earlier update of this round
+        return state, ()  # from an earlier coordinator, for an earlier update of this round
     if entry is not None and not event.accepted and event.attempt != entry.update.attempt:
-        return state, ()  # it was asked for again since, and may be counted by what was offered then
+        return state, ()  # the round was requested again, and its new update may be counted
     counted_rounds = dict(state.counted_rounds)
     update_epoch = event.epoch if entry is None else entry.update.epoch
     if event.accepted:
-        previous = counted_rounds.pop(job, CountedRound(-1))  # popped, so that the latest job is last
-        # an earlier round counts instead if a coordinator from an older copy asked for it, not if it answers late
+        previous = counted_rounds.pop(job, CountedRound(-1))  # removed and inserted again, so that the latest job is last
+        # An earlier round replaces the later if a restored coordinator requested that round, but not on a late answer.
         was_repeated = event.epoch > previous.epoch and (round == previous.round or update_epoch > previous.epoch)
         supersedes = round > previous.round or was_repeated
         counted_rounds[job] = CountedRound(round, event.epoch) if supersedes else previous
@@ -480,7 +473,7 @@ def _handle_ack(state: DeviceState, event: UpdateAcked, now_s: float) -> Step:
         and open_task.task.round <= counted_round.round
         and open_task.task.epoch <= counted_round.epoch
     ):
-        return _without_task(state), _stop_actions(state)  # counted while it was worked on again
+        return _without_task(state), _stop_actions(state)  # the round was counted while its task ran again
     return _start_if_ready(state)
 
 

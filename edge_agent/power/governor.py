@@ -103,7 +103,7 @@ def forecast_points(
 
 @cache_last_call
 def choose_operating_point(
-    governor_policy: GovernorPolicy,
+    governor: GovernorPolicy,
     points: Sequence[OperatingPoint],
     work: WorkEstimate,
     time_left_s: float,
@@ -115,23 +115,23 @@ def choose_operating_point(
     Return None to leave the clocks to the board: by policy, without a predicted
     duration or, for "energy", without a known power.
     """
-    forecasts = forecast_points(governor_policy.points_within_max_w(points), work, learned_model)
-    if governor_policy.max_w is not None:
+    forecasts = forecast_points(governor.points_within_max_w(points), work, learned_model)
+    if governor.max_w is not None:
         forecasts = [
-            forecast for forecast in forecasts if forecast.watts is not None and forecast.watts <= governor_policy.max_w
+            forecast for forecast in forecasts if forecast.watts is not None and forecast.watts <= governor.max_w
         ]
-    if governor_policy.policy == "board" or not forecasts:
+    if governor.policy == "board" or not forecasts:
         return None
-    if governor_policy.policy == "max":
+    if governor.policy == "max":
         return _fastest_point(forecasts)
-    if governor_policy.policy == "energy" and all(forecast.watts is None for forecast in forecasts):
+    if governor.policy == "energy" and all(forecast.watts is None for forecast in forecasts):
         return None
     in_time = [
         forecast
         for forecast in forecasts
         if max(forecast.seconds * (1 + MARGIN), forecast.max_duration_s) <= time_left_s
     ]
-    if governor_policy.policy == "paper" and in_time:
+    if governor.policy == "paper" and in_time:
         return in_time[-1].point
     priced = [forecast for forecast in in_time if forecast.watts is not None]
     if not priced:
@@ -155,7 +155,7 @@ def choose_operating_point(
 
 
 def choose_faster_point(
-    governor_policy: GovernorPolicy,
+    governor: GovernorPolicy,
     points: Sequence[OperatingPoint],
     segment: TaskSegment,
     remaining_work: WorkEstimate,
@@ -167,11 +167,7 @@ def choose_faster_point(
 
     The present segment counts at once, even if it is unlike all earlier tasks: the task may be of a new kind.
     """
-    if (
-        governor_policy.policy not in ("energy", "paper")
-        or segment.work.tasks < MIN_FRACTION_DONE
-        or segment.seconds <= 0
-    ):
+    if governor.policy not in ("energy", "paper") or segment.work.tasks < MIN_FRACTION_DONE or segment.seconds <= 0:
         return None
     remaining_s = segment.seconds / segment.work.tasks * remaining_work.tasks
     if remaining_s <= time_left_s:
@@ -184,7 +180,7 @@ def choose_faster_point(
         for forecast in forecasts
         if forecast.seconds < remaining_s or _has_higher_clocks(forecast.point, segment.point)
     ]
-    return choose_operating_point(governor_policy, faster_points, remaining_work, time_left_s, idle_w, updated_model)
+    return choose_operating_point(governor, faster_points, remaining_work, time_left_s, idle_w, updated_model)
 
 
 def _fastest_point(forecasts: Sequence[PointForecast]) -> OperatingPoint:

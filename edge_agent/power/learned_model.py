@@ -36,24 +36,17 @@ from fedquilt.core.last_call_cache import cache_last_call
 from fedquilt.costs import cost_model
 
 AXES: Final = ("cpu_hz", "gpu_hz", "emc_hz")
-TIME_PRIOR_SPREADS: Final = (0.6, 0.4, 0.4, 0.4, 0.1)  # prior spread of each weight: profile, cpu, gpu, emc, constant
-POWER_PRIOR_SPREADS: Final = (
-    0.3,
-    0.1,
-    0.1,
-    0.1,
-    0.1,
-    0.1,
-    0.1,
-)  # profile, cpu^3, gpu^3, speed * (cpu^2, gpu^2, 1), constant
+TIME_SPREADS: Final = (0.6, 0.4, 0.4, 0.4, 0.1)  # prior spread of each weight: profile, cpu, gpu, emc, constant
+# Of profile, cpu^3, gpu^3, speed * (cpu^2, gpu^2, 1), constant.
+POWER_SPREADS: Final = (0.3, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1)
 NOISE: Final = 0.05  # relative error of one measurement
-DECAY: Final = 0.98  # weight of a task after the next one: about fifty count
-EXACT_TOLERANCE: Final = 1e-6  # a profile that is so near leaves nothing to learn: simulated boards without noise
-MIN_OUTLIER_ERROR: Final = 0.5  # least relative error at which a measurement is taken for another regime ...
-OUTLIER_SPREADS: Final = 4.0  # ... and this many times the spread that was expected
-MIN_MEASUREMENTS: Final = 4  # measurements before which nothing is unlike all before, and the scale is still looked for
-MAX_RATIO: Final = 1000.0  # beyond this factor from the profile, either way, the cause is not the clocks
-MAX_SWEEPS: Final = 100  # most rounds of the solver, which stops earlier
+DECAY: Final = 0.98  # factor on older measurements for each new task, so that about fifty tasks count
+EXACT_TOLERANCE: Final = 1e-6  # relative error of an exact profile, as of simulated boards without noise
+MIN_OUTLIER_ERROR: Final = 0.5  # smallest relative error of an outlier
+OUTLIER_SPREADS: Final = 4.0  # smallest error of an outlier in expected spreads
+MIN_MEASUREMENTS: Final = 4  # with fewer, an outlier changes the scale of the law
+MAX_RATIO: Final = 1000.0  # limit of the ratio, because clocks explain no larger one
+MAX_SWEEPS: Final = 100  # limit of the solver's iterations
 SOLVER_TOLERANCE: Final = 1e-6  # change of a weight at which the solver stops
 
 Numbers = Annotated[tuple[float, ...], Meta(max_length=64)]
@@ -62,13 +55,13 @@ Numbers = Annotated[tuple[float, ...], Meta(max_length=64)]
 class CostLaw(WireMessage, frozen=True):
     """Measurements of one quantity, as the normal equations of its weights."""
 
-    reference_point: OperatingPoint  # point of the first measurement: the columns' unit
-    reference_clocks: dict[Label, Amount]  # highest clocks of the board then, by axis
+    reference_point: OperatingPoint  # point of the first measurement, the unit of the columns
+    reference_clocks: dict[Label, Amount]  # highest clocks of the board at the first measurement, by axis
     ratio: Amount  # measured there, over the profile's
-    information: Numbers  # information, n * n, without the prior
-    right_hand_sides: Numbers  # right-hand sides, n
+    information: Numbers  # matrix of the normal equations, n * n, without the prior
+    targets: Numbers  # right-hand sides of the normal equations, n
     count: Count
-    is_outlier_pending: bool = False  # the latest measurement was unlike all before, and was left out
+    is_outlier_pending: bool = False  # the latest measurement was an outlier and was left out
 
 
 class LatestTask(WireMessage, frozen=True):
@@ -81,25 +74,21 @@ class LearnedModel(WireMessage, frozen=True):
 
     time: CostLaw | None = None
     power: CostLaw | None = None
-    latest: LatestTask | None = None  # for who examines the board: nothing is chosen by it
+    latest: LatestTask | None = None  # for `fedquilt doctor`, not used to choose points
 
     @property
     def is_valid(self) -> bool:
-        laws = ((self.time, len(TIME_PRIOR_SPREADS)), (self.power, len(POWER_PRIOR_SPREADS)))
-        return all(
-            law is None or (len(law.information), len(law.right_hand_sides)) == (size * size, size)
-            for law, size in laws
-        )
+        laws = ((self.time, len(TIME_SPREADS)), (self.power, len(POWER_SPREADS)))
+        return all(law is None or (len(law.information), len(law.targets)) == (size * size, size) for law, size in laws)
 
 
 class TaskSegment(NamedTuple):
     point: OperatingPoint
-    work: WorkEstimate  # done in the stretch
+    work: WorkEstimate  # done in the segment
     seconds: float
-    watts: float | None  # mean of the whole board; None: no meter, or none that can be trusted
-    highest_clocks: Mapping[str, float] = MappingProxyType(
-        {}
-    )  # highest clocks of the board, by axis; those of `point` if missing
+    watts: float | None  # mean power of the board, or None without a reliable meter
+    # Highest clocks of the board by axis. Missing axes have the clock of `point`.
+    highest_clocks: Mapping[str, float] = MappingProxyType({})
 
 
 class CostEstimate(NamedTuple):
@@ -114,10 +103,8 @@ class CostEstimate(NamedTuple):
 def estimate_points(
     learned_model: LearnedModel, points: Sequence[OperatingPoint], work: WorkEstimate
 ) -> list[CostEstimate | None]:
-    seconds_at, power = (
-        _time_predictor(_fit_law(learned_model.time, TIME_PRIOR_SPREADS), work),
-        _fit_law(learned_model.power, POWER_PRIOR_SPREADS),
-    )
+    seconds_at = _time_predictor(_fit_law(learned_model.time, TIME_SPREADS), work)
+    power = _fit_law(learned_model.power, POWER_SPREADS)
     reference_s = None if power is None else seconds_at(power.law.reference_point)[0]
     estimates: list[CostEstimate | None] = []
     for point in points:
@@ -145,7 +132,7 @@ def learn_segment(learned_model: LearnedModel, segment: TaskSegment, *, at_once:
     point, watts = segment.point, segment.watts
     time = _add_measurement(
         learned_model.time,
-        TIME_PRIOR_SPREADS,
+        TIME_SPREADS,
         segment,
         (profile_s, segment.seconds),
         at_once,
@@ -154,13 +141,13 @@ def learn_segment(learned_model: LearnedModel, segment: TaskSegment, *, at_once:
     is_reset = learned_model.time is not None and time is not None and time.count < learned_model.time.count
     power = None if is_reset else learned_model.power
     if watts is not None and 0 < watts < math.inf and point.busy_w and not (time and time.is_outlier_pending):
-        seconds_at = _time_predictor(_fit_law(time, TIME_PRIOR_SPREADS), segment.work)
+        seconds_at = _time_predictor(_fit_law(time, TIME_SPREADS), segment.work)
         point_s = seconds_at(point)[0]
 
         def power_columns(law: CostLaw) -> list[float]:
             return _power_columns(law, point, point_s, seconds_at(law.reference_point)[0])
 
-        power = _add_measurement(power, POWER_PRIOR_SPREADS, segment, (point.busy_w, watts), at_once, power_columns)
+        power = _add_measurement(power, POWER_SPREADS, segment, (point.busy_w, watts), at_once, power_columns)
     return LearnedModel(time=time, power=power, latest=learned_model.latest)
 
 
@@ -178,10 +165,7 @@ def _time_columns(law: CostLaw, work: WorkEstimate) -> Callable[[OperatingPoint]
         point_s = cost_model.work_seconds(work, point)
         if point_s is None:
             return None
-        clocks = [
-            unit_s / relative_clock if relative_clock else 0.0
-            for relative_clock in _relative_clocks(unit_clocks, point, AXES)
-        ]
+        clocks = [unit_s / ratio if ratio else 0.0 for ratio in _relative_clocks(unit_clocks, point, AXES)]
         return [law.ratio * point_s, *clocks, unit_s]
 
     return columns_at
@@ -192,10 +176,8 @@ def _power_columns(
 ) -> list[float]:
     speed = reference_s / point_s if point_s and reference_s else 1.0
     unit_w = law.ratio * (law.reference_point.busy_w or 0.0)
-    clocks, reference_clocks = (
-        _relative_clocks(law.reference_clocks, point, AXES),
-        _relative_clocks(law.reference_clocks, law.reference_point, AXES),
-    )
+    clocks = _relative_clocks(law.reference_clocks, point, AXES)
+    reference_clocks = _relative_clocks(law.reference_clocks, law.reference_point, AXES)
     cubes = [unit_w * clock**3 for clock in clocks[:2]]
     active_terms = [
         unit_w * speed * reference_clock * clock**2
@@ -257,15 +239,13 @@ def _fit_law(law: CostLaw | None, spreads: Sequence[float]) -> _LawFit | None:
     n = len(spreads)
     prior = [1 / spread**2 for spread in spreads]
     matrix = [[law.information[n * i + j] + (prior[i] if i == j else 0.0) for j in range(n)] for i in range(n)]
-    right_hand_sides = [
-        right_hand_side + (prior[0] if i == 0 else 0.0) for i, right_hand_side in enumerate(law.right_hand_sides)
-    ]
+    targets = [target + (prior[0] if i == 0 else 0.0) for i, target in enumerate(law.targets)]
     covariance = _invert_positive_definite(matrix)
-    weights = [max(0.0, sum(map(mul, row, right_hand_sides))) for row in covariance]
+    weights = [max(0.0, sum(map(mul, row, targets))) for row in covariance]
     for _ in range(MAX_SWEEPS):
         max_change = 0.0
         for i, row in enumerate(matrix):
-            better = max(0.0, weights[i] + (right_hand_sides[i] - sum(map(mul, row, weights))) / row[i])
+            better = max(0.0, weights[i] + (targets[i] - sum(map(mul, row, weights))) / row[i])
             max_change, weights[i] = max(max_change, abs(better - weights[i])), better
         if max_change < SOLVER_TOLERANCE:
             break
@@ -318,32 +298,23 @@ def _add_measurement(
             reference_clocks=reference_clocks,
             ratio=ratio,
             information=(0.0,) * (n * n),
-            right_hand_sides=(0.0,) * n,
+            targets=(0.0,) * n,
             count=0,
         )
     row = columns(law)
     if row is None:
         return law
-    relative_row = [x / measured for x in row]
-    task_fraction = min(segment.work.tasks, 1.0)  # stretches of one task have one error in common
+    scaled_row = [x / measured for x in row]
+    task_fraction = min(segment.work.tasks, 1.0)  # segments of one task share one error
     weight, decay = task_fraction / NOISE**2, 1 - (1 - DECAY) * task_fraction
     information = tuple(
-        decay * law.information[n * i + j] + weight * relative_row[i] * relative_row[j]
-        for i in range(n)
-        for j in range(n)
+        decay * law.information[n * i + j] + weight * scaled_row[i] * scaled_row[j] for i in range(n) for j in range(n)
     )
-    right_hand_sides = tuple(
-        decay * right_hand_side + weight * x
-        for right_hand_side, x in zip(law.right_hand_sides, relative_row, strict=True)
-    )
-    return replace(
-        law, information=information, right_hand_sides=right_hand_sides, count=law.count + 1, is_outlier_pending=False
-    )
+    targets = tuple(decay * target + weight * x for target, x in zip(law.targets, scaled_row, strict=True))
+    return replace(law, information=information, targets=targets, count=law.count + 1, is_outlier_pending=False)
 
 
 def _scale_law(law: CostLaw, factor: float) -> CostLaw:
-    information, right_hand_sides = (
-        tuple(value * factor**2 for value in law.information),
-        tuple(value * factor for value in law.right_hand_sides),
-    )
-    return replace(law, ratio=law.ratio * factor, information=information, right_hand_sides=right_hand_sides)
+    information = tuple(value * factor**2 for value in law.information)
+    targets = tuple(value * factor for value in law.targets)
+    return replace(law, ratio=law.ratio * factor, information=information, targets=targets)

@@ -44,37 +44,35 @@ from fedquilt.edge_agent.power.learned_model import LatestTask, LearnedModel, Ta
 
 SAMPLE_S = 0.1  # interval between sensor readings while a task runs
 MAX_READING_GAP_S = 5.0  # longest gap between readings of a task, after which its energy is unknown
-FROZEN_S, FROZEN_FACTOR = (
-    10.0,
-    20.0,
-)  # a frozen meter: longer than this at one value, and so many times longer than before
-NEVER_CHANGED_S = 60.0  # likewise of a meter that has never moved, as a coarse one on an idle board
-UNPINNED_NAME = "let go"  # suffix of a point's name: from there on the board's clocks were its own
-MAX_POWER_GAP_S = 1.0  # powers further apart leave the time between them unknown
+FROZEN_S = 10.0  # a frozen meter repeats one value for longer than this,
+FROZEN_FACTOR = 20.0  # and for this many times as long as before
+NEVER_CHANGED_S = (
+    60.0  # the same limit for a meter whose value has never changed, as with a coarse meter on an idle board
+)
+UNPINNED_NAME = "let go"  # name of a segment at the board's own clocks
+MAX_POWER_GAP_S = 1.0  # longest interval between two powers of which the energy is known
 
 
 class EnergyAccount(msgspec.Struct, frozen=True):
     started_s: float
-    last_reading_s: float | None = None  # of the last usable reading
+    last_reading_s: float | None = None  # time of the last usable reading
     last_reading: Reading = Reading()
-    first_reading_s: float = 0.0  # of the first
+    first_reading_s: float = 0.0  # time of the first usable reading
     interval_count: int = 0
-    energy_j: float = 0.0  # from the first to the last
+    energy_j: float = 0.0  # from the first to the last reading
     error_j: float = 0.0
     max_increment_j: float = 0.0  # largest gain of a counter in one interval
     first_w: float | None = None  # power assumed before the first reading
     last_w: float | None = None  # power assumed after the last reading
-    has_counter: bool = False  # some of it is from a counter
-    max_plausible_w: float = MAX_PLAUSIBLE_W  # no more is believed
+    has_counter: bool = False  # a counter measured part of the energy
+    max_w: float = MAX_PLAUSIBLE_W  # readings above are ignored
     longest_gap_s: float = 0.0  # longest time between two usable readings
-    unchanged_since_s: float = 0.0  # time since which the meter tells the same value
-    longest_unchanged_s: float = 0.0  # longest time for which it has told one value and then another
+    unchanged_since_s: float = 0.0  # time of the latest change of the meter's value
+    longest_unchanged_s: float = 0.0  # longest interval between two changes
 
     def with_reading(self, now_s: float, reading: Reading) -> EnergyAccount:
         """Return the sums with one more reading. An unusable reading changes nothing."""
-        if not _is_usable(reading, self.max_plausible_w) or (
-            self.last_reading_s is not None and now_s <= self.last_reading_s
-        ):
+        if not _is_usable(reading, self.max_w) or (self.last_reading_s is not None and now_s <= self.last_reading_s):
             return self
         if self.last_reading_s is None:
             power = _finite_or_none(reading.power_w)
@@ -89,10 +87,13 @@ class EnergyAccount(msgspec.Struct, frozen=True):
             )
             return replace(initial, longest_gap_s=max(self.longest_gap_s, now_s - self.started_s))
         interval = _interval_energy(self.last_reading, reading, now_s - self.last_reading_s)
-        if interval is None or interval[0] > self.max_plausible_w * (now_s - self.last_reading_s):
+        if interval is None or interval[0] > self.max_w * (now_s - self.last_reading_s):
             return self  # the counter fell or jumped, or only one of both has it: wait for one that fits
         energy, error, first_w, last_w, from_counter = interval
         has_changed = _meter_value(reading) != _meter_value(self.last_reading)
+        longest_unchanged_s = self.longest_unchanged_s
+        if has_changed:
+            longest_unchanged_s = max(longest_unchanged_s, now_s - self.unchanged_since_s)
         return replace(
             self,
             last_reading_s=now_s,
@@ -106,16 +107,12 @@ class EnergyAccount(msgspec.Struct, frozen=True):
             has_counter=self.has_counter or from_counter,
             longest_gap_s=max(self.longest_gap_s, now_s - self.last_reading_s),
             unchanged_since_s=now_s if has_changed else self.unchanged_since_s,
-            longest_unchanged_s=max(self.longest_unchanged_s, now_s - self.unchanged_since_s)
-            if has_changed
-            else self.longest_unchanged_s,
+            longest_unchanged_s=longest_unchanged_s,
         )
 
     def next_segment(self, now_s: float) -> EnergyAccount:
         """Start a new segment now, with the last reading of this segment if it is recent."""
-        account = EnergyAccount(
-            now_s, max_plausible_w=self.max_plausible_w, longest_unchanged_s=self.longest_unchanged_s
-        )
+        account = EnergyAccount(now_s, max_w=self.max_w, longest_unchanged_s=self.longest_unchanged_s)
         if self.last_reading_s is None or self.last_reading_s < now_s:
             return account
         return replace(account.with_reading(now_s, self.last_reading), unchanged_since_s=self.unchanged_since_s)
@@ -126,9 +123,8 @@ class EnergyAccount(msgspec.Struct, frozen=True):
         idle_j = None if idle_w is None else idle_w * duration_s
         if self.last_reading_s is None or self.first_w is None or self.last_w is None or self._has_meter_failed(now_s):
             return Cost(duration_s=duration_s, idle_j=idle_j, point=point)
-        unwatched_j = self.first_w * max(self.first_reading_s - self.started_s, 0.0) + self.last_w * max(
-            now_s - self.last_reading_s, 0.0
-        )
+        before_j = self.first_w * max(self.first_reading_s - self.started_s, 0.0)
+        unwatched_j = before_j + self.last_w * max(now_s - self.last_reading_s, 0.0)
         return Cost(
             duration_s=duration_s,
             energy_j=self.energy_j + unwatched_j,
@@ -185,11 +181,11 @@ def _has_point_changed(cost: Cost, previous: Cost | None) -> bool:
     return previous is None or cost.point != previous.point
 
 
-def _is_usable(reading: Reading, max_plausible_w: float) -> bool:
+def _is_usable(reading: Reading, max_w: float) -> bool:
     if reading.power_w is None and reading.energy_j is None:  # as of every board without a meter
         return False
     power_w = _finite_or_none(reading.power_w)
-    if power_w is not None and not 0 <= power_w <= max_plausible_w:
+    if power_w is not None and not 0 <= power_w <= max_w:
         return False
     return _finite_or_none(reading.energy_j) is not None or power_w is not None
 
@@ -226,9 +222,11 @@ def _interval_energy(
 
 log = logging.getLogger(__name__)
 
-MAX_RELATIVE_ERROR: Final = 0.25  # error of a stretch's joules, relative, above which its power teaches nothing
-PLAUSIBLE_POWER_FACTOR: Final = 4.0  # times the most that the profile knows of, above which a meter is not believed
-PINNED_SAMPLE_S: Final = 1.0  # shortest interval of reading a held board, which may release clocks without keepalive
+MAX_RELATIVE_ERROR: Final = 0.25  # limit for learning the power of a segment
+PLAUSIBLE_POWER_FACTOR: Final = 4.0  # limit of plausible readings, times the highest power in the profile
+PINNED_SAMPLE_S: Final = (
+    1.0  # longest interval between readings with pinned clocks, because each reading sends a keepalive
+)
 
 
 class TaskCost(NamedTuple):
@@ -243,20 +241,20 @@ class TaskPowerManager:
         self._reset()
 
     def _reset(self) -> None:
-        self._account: EnergyAccount | None = None  # of the stretch in hand; None: no task
-        self._pinned_account: EnergyAccount | None = None  # since the point is held; None: none is
+        self._account: EnergyAccount | None = None  # of the present segment, or None without a task
+        self._pinned_account: EnergyAccount | None = None  # since the clocks were pinned, or None
         self._sample_interval_s = self._next_sample_s = math.inf
         self._work = WorkEstimate()
         self._started_s = self._segment_started_s = self._point_changed_s = 0.0
-        self._accounted_s = 0.0  # part of the time since the beginning that is in `_costs`
-        self._fraction_done = self._fraction_accounted = 0.0  # shares of the work: done, and done before this stretch
+        self._accounted_s = 0.0  # part of the task's time that is in `_costs`
+        self._fraction_done = self._fraction_accounted = 0.0  # shares of the work
         self._time_left_s, self._learned_model = math.inf, LearnedModel()
-        self._highest_clocks: Mapping[str, float] = {}  # highest clocks of the board when the point in hand was held
+        self._highest_clocks: Mapping[str, float] = {}  # of the board when the clocks were pinned
         self._pinned_point: OperatingPoint | None = None
-        self._was_refused = False  # the board did not take the latest point
+        self._was_refused = False  # the board refused the latest point
         self._point_name: str | None = None
         self._costs: list[Cost] = []
-        self._pinned_s = 0.0  # sum over finished stretches with a held point
+        self._pinned_s = 0.0  # sum over finished segments with pinned clocks
 
     # -- a task --
 
@@ -264,9 +262,7 @@ class TaskPowerManager:
         """Start measuring a task before its process starts. Loading runs at the board's own clocks."""
         self.stop()
         reading = self._board.read_sensors(now_s)
-        self._account = EnergyAccount(now_s, max_plausible_w=_max_plausible_w(self._board.points)).with_reading(
-            now_s, reading
-        )
+        self._account = EnergyAccount(now_s, max_w=_max_plausible_w(self._board.points)).with_reading(now_s, reading)
         self._started_s = self._segment_started_s = now_s
         self._sample_interval_s = SAMPLE_S if self._account.last_reading_s is not None else math.inf
         self._next_sample_s = now_s + self._sample_interval_s
@@ -331,7 +327,7 @@ class TaskPowerManager:
         if pinned_point is not None:
             self._call_board(self._board.unpin_clocks)
 
-    # -- stretches --
+    # -- segments --
 
     def _close_segment(self, fraction_done: float, now_s: float, duration_s: float) -> None:
         assert self._account is not None
@@ -346,11 +342,8 @@ class TaskPowerManager:
             if self._board.holds:  # after a loss of control, the clocks of the segment are unknown
                 self._learned_model = learn_segment(self._learned_model, segment)
         self._account = self._account.next_segment(now_s)
-        self._fraction_accounted, self._segment_started_s, self._accounted_s = (
-            fraction_done,
-            now_s,
-            self._accounted_s + duration_s,
-        )
+        self._fraction_accounted, self._segment_started_s = fraction_done, now_s
+        self._accounted_s += duration_s
 
     def _current_segment(self, share: float, power_w: float | None, now_s: float) -> TaskSegment:
         assert self._pinned_point is not None
@@ -363,16 +356,10 @@ class TaskPowerManager:
             return (
                 predicted.energy_j / predicted.duration_s if predicted.energy_j and predicted.duration_s > 0 else None
             )
-        pinned_cost = (
-            Cost(duration_s=0.0) if self._pinned_account is None else self._pinned_account.cost_until(now_s, None)
-        )
-        if (
-            not pinned_cost.energy_j
-            or pinned_cost.energy_error_j is None
-            or pinned_cost.energy_error_j > MAX_RELATIVE_ERROR * pinned_cost.energy_j
-        ):
+        cost = Cost(duration_s=0.0) if self._pinned_account is None else self._pinned_account.cost_until(now_s, None)
+        if not cost.energy_j or cost.energy_error_j is None or cost.energy_error_j > MAX_RELATIVE_ERROR * cost.energy_j:
             return None
-        return pinned_cost.energy_j / pinned_cost.duration_s
+        return cost.energy_j / cost.duration_s
 
     def _close_if_unpinned(self, now_s: float, duration_s: float) -> None:
         if self._pinned_point is not None and not self._board.holds:
@@ -398,7 +385,7 @@ class TaskPowerManager:
         board = self._board
         if board.points and not self.governor_policy.points_within_max_w(board.points):
             log.warning(
-                "the clocks are left to the board: no operating point is known to draw %g W or less (max_w)",
+                "no operating point is known to draw %g W or less (max_w): using the device's default clocks",
                 self.governor_policy.max_w,
             )
         point = governor.choose_operating_point(
@@ -430,7 +417,7 @@ class TaskPowerManager:
         except ClockError as error:
             if str(error) != self._last_warning:
                 self._last_warning = str(error)
-                log.warning("the clocks are left to the board: %s", error)
+                log.warning("clock control failed, using the device's default clocks: %s", error)
             return None
 
 

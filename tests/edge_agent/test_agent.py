@@ -90,7 +90,7 @@ def test_a_task_whose_process_somebody_killed_is_carried_out_all_the_same(site: 
     site.run()
     first, second = site.bench.orders
     assert first.task == second.task
-    assert not any(Path(second.out).iterdir())
+    assert not any(Path(second.output_folder).iterdir())
     site.bench.finish()
     site.run()
     assert len(site.all("update")) == 1

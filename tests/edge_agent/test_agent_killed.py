@@ -31,7 +31,7 @@ def test_killed_at_any_point_it_delivers_the_same_update_once(
     stage(site)
     site.start()
     if again:
-        assert site.bench.orders[-1].private is None
+        assert site.bench.orders[-1].private_state is None
         site.bench.finish(private=1.0)
         site.run()
     assert len(site.bench.orders) == int(again)
@@ -59,7 +59,7 @@ def test_the_next_round_begins_from_the_private_state_that_counted(site: Site) -
     assert len(site.bench.orders) == 1
     site.ack(0, accepted=True)
     second = site.bench.orders[-1]
-    assert second.private is not None
+    assert second.private_state is not None
     assert tensors.read_tensors(Path(second.private))["c"] == 1.0
     site.bench.finish(private=2.0)
     site.run()
@@ -115,7 +115,7 @@ def test_a_model_is_hashed_once_when_its_task_is_taken(
     (blob,) = first.bundles.values()
     assert len(site.bench.orders) == 2
     assert digests.count(blob.sha256) == hashed
-    assert site.bench.orders[-1].checked is not bool(hashed)
+    assert site.bench.orders[-1].verify_bundles is not bool(hashed)
 
 
 def test_a_task_that_finds_its_model_damaged_is_refused_and_has_it_fetched_the_next_time(site: Site) -> None:

@@ -63,12 +63,12 @@ def test_what_cannot_be_done_here_is_refused_with_what_could(
     found = refusal(task(**changes), reading)
     assert found.code == code
     assert [part for part in said if part not in found.reason] == []
-    assert after(TaskReceived(task()))[0].open is not None  # a board that cannot tell its memory is believed
+    assert after(TaskReceived(task()))[0].open_task is not None  # a board that cannot tell its memory is believed
 
 
 def test_the_engines_own_size_counts_against_the_budget() -> None:
     room = MEANS.budget_bytes - ASSUMED_BASE_BYTES["numpy"]
-    assert after(TaskReceived(task(work=WorkEstimate(peak_bytes=room))))[0].open is not None
+    assert after(TaskReceived(task(work=WorkEstimate(peak_bytes=room))))[0].open_task is not None
     assert refusal(task(work=WorkEstimate(peak_bytes=room + 1))).code == "budget"
 
 

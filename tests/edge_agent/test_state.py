@@ -389,7 +389,7 @@ def test_damaged_lessons_are_learned_anew(
 def test_lessons_of_a_law_of_other_sizes_are_left_out(tmp_path: Path) -> None:
     known = KNOWN["torch fedavg"]
     assert known.time is not None
-    small = msgspec.structs.replace(known, time=msgspec.structs.replace(known.time, right_hand_sides=(1.0,)))
+    small = msgspec.structs.replace(known, time=msgspec.structs.replace(known.time, targets=(1.0,)))
     AgentState(tmp_path).store_learned_costs({**KNOWN, "onnx fedstitch": small})
     assert AgentState(tmp_path).load_learned_costs() == KNOWN
 

@@ -248,7 +248,7 @@ def test_only_root_the_helpers_own_user_and_the_group_may_speak(place: Place):
     assert clockd.may_connect((1, 54321, 777), 777)
     assert not clockd.may_connect((1, 54321, 778), 777)
     assert not clockd.may_connect((1, 54321, 778), None)
-    helper = place.helper(peer=lambda line: (1, 54321, 778))
+    helper = place.helper(read_peer=lambda line: (1, 54321, 778))
     stranger = Talk(helper, place)
     helper.step(0.0)
     assert b"user 54321 may not set clocks here" in stranger.socket.recv(4096)

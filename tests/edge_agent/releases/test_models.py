@@ -35,7 +35,7 @@ def test_a_model_whose_release_json_is_damaged_is_known_by_its_file(place: Place
     second, blob = place.release(2)
     started.stage(second, blob)
     started.start_check(second)
-    assert place.checks.orders[0].before == str(place.folder / short(first) / "model.onnx")
+    assert place.checks.orders[0].current_model == str(place.folder / short(first) / "model.onnx")
     (place.folder / "current/model.onnx").write_bytes(b"another")
     assert ModelReleases(place.settings, place.board, place.checks).current_sha256() == ""
 
@@ -155,7 +155,7 @@ def test_a_check_that_never_ends_is_ended(place: Place) -> None:
     place.now_s += 10_000.0
     verdict = place.models.poll_check()
     assert verdict is not None
-    assert verdict.refused == "its check did not come to an end: it was ended"
+    assert verdict.refusal_reason == "its check did not come to an end: it was ended"
 
 
 # -- the runner -----------------------------------------------------------------------------------

@@ -114,7 +114,7 @@ class Board:
         if (told := state_machine.release_status_message(state, self.running)) is not None:
             self.told.append(wire.decode(wire.encode(told), wire.ReleaseStatus))
         for action in actions:
-            wish, before = state.record.release, state.record.before
+            wish, before = state.record.release, state.record.previous_sha256
             match action:
                 case "check":
                     self.checked = wish.blob.sha256

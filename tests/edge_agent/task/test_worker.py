@@ -82,7 +82,7 @@ def test_what_a_codec_leaves_out_comes_back_with_the_next_task(place: Place) -> 
         plain = carried_out(worker, before := place.order())
         first = carried_out(worker, one := place.order(wire=Encoding(codec="int8")))
         second = carried_out(
-            worker, two := place.order(wire=Encoding(codec="int8"), private=str(Path(one.out) / PRIVATE_FILE))
+            worker, two := place.order(wire=Encoding(codec="int8"), private=str(Path(one.output_folder) / PRIVATE_FILE))
         )
     moved = tensors.read_tensors(Path(before.out) / plain.bundles["model"].sha256)
     told = {name: np.zeros(array.shape) for name, array in MODEL.items()}
