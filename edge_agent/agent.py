@@ -38,7 +38,9 @@ log = logging.getLogger("fedquilt.agent")
 
 PROGRESS_S: Final = 2.0  # shortest interval between progress messages
 DISK_FULL_TELEMETRY_S: Final = 10.0  # longest interval between telemetry messages while the disk is full
-MAX_DISK_FULL_S: Final = 60.0  # a disk counts as full for so long: free bytes do not show every quota
+MAX_DISK_FULL_S: Final = (
+    60.0  # longest time for which a disk counts as full, because free bytes do not show every quota
+)
 REPUBLISH: Final = Retry(5.0, 600.0)  # presence and profile: a broker may lose retained messages that it acknowledged
 
 
@@ -83,7 +85,7 @@ class Agent:
         self.malformed_messages = MalformedMessages()
         self._link, self._board, self._worker = link, board, worker
         self._boot = boot or os.urandom(8).hex()
-        self._presence_count = 0  # number of presence messages sent
+        self._presence_count = 0  # number of published presence messages
         self._session = 0
         self._topics = wire.Topics(settings.fleet)
         blob_store = self.storage.blob_store
@@ -112,18 +114,14 @@ class Agent:
             shortage := memory_budget.describe_engine_shortage(capabilities.budget_bytes, capabilities.engines)
         ):
             log.warning("%s: %s", self.device, shortage)
-        self._republish_s, self._republish_count = (
-            math.inf,
-            0,
-        )  # next time of presence and profile, times in this session
+        self._republish_s = math.inf  # next time of presence and profile
+        self._republish_count = 0  # in this session
         self._published_capabilities, self.last_telemetry = capabilities, None  # `told`: the last telemetry
         self._unsupported_reason = kinds["agent"].unsupported_reason() if "agent" in kinds else ""
         self._profile = messages.profile_message(self.device, board, capabilities, self._unsupported_reason)
         self._progress_s = self._telemetry_s = -math.inf
-        self._free_bytes_at_failure: int | None = (
-            None  # disk space that was free when a task last failed for want of more
-        )
-        self._disk_full_s: float | None = None  # when that was reported
+        self._free_bytes_at_failure: int | None = None  # free bytes when the disk was last too full for a task
+        self._disk_full_s: float | None = None  # time of the first telemetry about the full disk
 
     @property
     def is_connected(self) -> bool:
@@ -147,7 +145,7 @@ class Agent:
         if now_s >= self._republish_s:
             self._publish_presence_and_profile(now_s)
         self._publish_readings(now_s)
-        due_s = self._transfers.step(now_s)  # again: for blobs requested meanwhile
+        due_s = self._transfers.step(now_s)  # a second time, for blobs requested meanwhile
         return min(due_s, self.task_runner.next_step_s(now_s), release_s, self._telemetry_due_s(), self._republish_s)
 
     def apply_settings(self, settings: AgentSettings) -> None:
@@ -160,7 +158,7 @@ class Agent:
         self._profile = messages.profile_message(
             self.device, self._board, self._published_capabilities, self._unsupported_reason
         )
-        if self._link.connected:  # else it is told with the next session
+        if self._link.connected:  # else published with the next session
             self.publish_message("profile", self._profile, retain=True)
 
     def shut_down(self) -> None:
@@ -226,18 +224,16 @@ class Agent:
             return
         state, actions = state_machine.advance(self.task_runner.state, ack, now_s)
         if key in state.outbox:
-            return  # an old answer, to another update of this round
+            return  # the ack belongs to an earlier update of this round
         try:
             self.storage.record_ack(key, accepted, state.counted_rounds)
             self.task_runner.state = state
             self._delete_unneeded(entry.update.bundles.values())
         except StoreError as error:
-            log.error("the answer to %s, round %d, cannot be noted: %s", key[0], key[1] + 1, error)
+            log.error("the ack of %s, round %d, cannot be recorded: %s", key[0], key[1] + 1, error)
             if accepted:
                 return
-            self.task_runner.state = (
-                state  # what is left of a refused update on the disk may be too little to offer it again
-            )
+            self.task_runner.state = state  # an update that is partly deleted cannot be submitted again
         if not accepted:
             ids = log_ids(run=key[0], round=key[1])
             log.warning("the update of %s, round %d, was refused: %s", key[0], key[1] + 1, reason, extra=ids)
@@ -253,14 +249,14 @@ class Agent:
         entries = self.task_runner.state.outbox.values()
         return any(ref.sha256 == sha256 for entry in entries for ref in entry.update.bundles.values())
 
-    # -- what the duty asks for --
+    # -- services of the task runner --
 
     def publish_claim(self, claim: wire.Claim) -> None:
         ids, number = log_ids(run=claim.job, round=claim.round), claim.round + 1
         if claim.code == "cleared":
             log.info("%s, round %d, given up: %s", claim.job, number, claim.reason, extra=ids)
         elif not claim.accepted:
-            self.storage.blob_store.forget_verifications()  # as it may be what the disk has made of a blob
+            self.storage.blob_store.forget_verifications()  # the task may have failed because of a damaged blob
             log.warning("%s, round %d, refused (%s): %s", claim.job, number, claim.code, claim.reason, extra=ids)
         self.publish_message("claim", claim)
         if claim.code == "full":
@@ -308,9 +304,8 @@ class Agent:
 
     def build_work_request(self, task: Task, budget_bytes: int, plan_bytes: int) -> WorkRequest:
         blob_store, paths = self.storage.blob_store, {}
-        verify_in_task = (
-            self.storage.durable and task.engine in READ_BY_TASK
-        )  # else here, and a large model takes seconds to hash
+        # The task hashes the blobs that it reads, because hashing a large model here would block the agent for seconds.
+        verify_in_task = self.storage.durable and task.engine in READ_BY_TASK
         for name, ref in task.bundles.items():
             path = blob_store.verified_path(ref.sha256, compared=verify_in_task)
             if path is None:
@@ -364,7 +359,7 @@ class Agent:
         if not has_all_blobs:
             rejection = UpdateAcked((update.job, update.round), False, update.epoch, update.attempt)
             return self._apply_ack(rejection, "its blobs are gone from this disk, or damaged", now_s)
-        if self._link.connected:  # else it is offered with the next session
+        if self._link.connected:  # else submitted with the next session
             self.publish_message("update", update)
 
     def _needed_blobs(self) -> set[str]:
@@ -404,9 +399,8 @@ class Agent:
             self._is_disk_full(now_s),
         )
         capabilities = self.task_runner.state.capabilities
-        if (
-            self._board.points != self._profile.points or capabilities != self._published_capabilities
-        ):  # another power mode, or no GPU any more
+        # The power mode or the execution provider has changed.
+        if self._board.points != self._profile.points or capabilities != self._published_capabilities:
             self._published_capabilities = capabilities
             self._profile = messages.profile_message(
                 self.device, self._board, self._published_capabilities, self._unsupported_reason
@@ -439,4 +433,4 @@ class Agent:
         try:
             self._link.publish(topic, wire.encode(message), retain=retain, reliable=reliable)
         except (LinkError, WireError) as error:
-            log.error("cannot tell the coordinator: %s", error)
+            log.error("message to the coordinator cannot be published: %s", error)

@@ -85,7 +85,7 @@ class AgentState:
         if durable:
             self._make_folders()
         self._current_cache: Path | None = None  # folder of the latest `cache_folder`
-        self._in_memory_updates: set[Key] = set()  # results that are in memory only
+        self._in_memory_updates: set[Key] = set()  # not written to the disk
         self._job_records = JobRecords(self.home, disk, durable=durable)
         self._existing_folder = self.home if shared is None else shared.depot.folder  # a folder that exists
         blobs = self.home / "blobs"
@@ -165,9 +165,8 @@ class AgentState:
         if not self.durable:
             self._remove_quietly(self._output_folder)
             return self._output_folder
-        with disk_errors(
-            f"empty {self._output_folder}"
-        ):  # a process that waits for the next task may write this very folder
+        # An idle task process may still write this folder.
+        with disk_errors(f"empty {self._output_folder}"):
             self._disk.clear_folder(self._output_folder)
         return self._output_folder
 
@@ -278,7 +277,7 @@ class AgentState:
     def _entry_folder(self, key: Key) -> str:
         return f"{self._outbox_folder}/{key[0]}@{key[1]}"
 
-    # -- what the board has learned --
+    # -- learned costs --
 
     def load_learned_costs(self) -> dict[str, LearnedModel]:
         return read_learned_costs(self.home, self._disk) if self.durable else {}
@@ -290,7 +289,7 @@ class AgentState:
                 stored = LearnedCosts(workloads={workload[:200]: model for workload, model in learned_models.items()})
                 self._disk.write_atomically(self.home / LEARNED_FILE, wire.encode(stored), durable=False)
 
-    # -- small files of others --
+    # -- files of other modules --
 
     def write_file(self, name: str, payload: bytes) -> None:
         file = self.home / name
@@ -303,7 +302,7 @@ class AgentState:
         with disk_errors(f"read {file}"):
             return self._disk.read(file) if self._disk.is_file(file) else None
 
-    # -- room --
+    # -- disk space --
 
     def require_room(self, size: int) -> None:
         with disk_errors(f"write to {self.home}"):
@@ -409,15 +408,15 @@ _PRIVATE_FILE_NAME: Final = re.compile(r"([a-z0-9][a-z0-9._-]*)@(\d{1,16})\.([0-
 class PrivateState(NamedTuple):
     path: str | None = None
     sha256: str = ""
-    lost_reason: str = ""  # there was one, and it cannot be used
-    unknown_reason: str = ""  # there may have been one: nothing is known here of a round that was counted
+    lost_reason: str = ""  # why existing state is unusable
+    unknown_reason: str = ""  # why the device cannot know whether state exists
 
 
 class JobRecord(WireMessage, frozen=True):
-    round: Count  # the last one that was counted
-    epoch: Count  # start of the coordinator that said so
-    private: AnyDigest = ""  # private state after that round; "": it has none
-    private_round: Count = 0  # the round that has left it
+    round: Count  # last counted round
+    epoch: Count  # epoch of the coordinator that counted the round
+    private: AnyDigest = ""  # sha256 of the private state after that round, or ""
+    private_round: Count = 0  # round that left the private state
 
 
 class JobRecordFile(WireMessage, frozen=True):
@@ -426,7 +425,7 @@ class JobRecordFile(WireMessage, frozen=True):
 
 class StoredPrivateState(NamedTuple):
     job: str
-    round: int  # that left it
+    round: int  # round that left the state
     sha256: str
 
     @property
@@ -453,15 +452,15 @@ class JobRecords:
         """Return the private state from which a task of a job starts.
 
         Returns:
-            The state. If a state existed and is unusable, `lost` holds the reason. If nothing is known about a counted
-            round, `forgotten` does.
+            The state. `lost_reason` is set if the stored state is unusable, `unknown_reason` if the counted round is
+            unknown here.
         """
         entry = self._jobs.get(job)
         if entry is None:
             if counted_round is None or not self._durable:  # on virtual time, not all is written down
                 return PrivateState()
             return PrivateState(
-                unknown_reason=f"this device knows nothing of round {counted_round + 1} of {job}, which has been counted"
+                unknown_reason=f"the counted round {counted_round + 1} of {job} is unknown on this device"
             )
         if not entry.private:
             return PrivateState()
@@ -475,8 +474,9 @@ class JobRecords:
                 str(self._folder / stored_by_round[wanted_round].file_name), stored_by_round[wanted_round].sha256
             )
         position = "before its first round" if counted_round is None else f"after round {counted_round + 1}"
+        stored_round = entry.private_round + 1
         return PrivateState(
-            lost_reason=f"the private state of {job} {position} is not here, only that of round {entry.private_round + 1}"
+            lost_reason=f"the private state of {job} {position} is not here, only that of round {stored_round}"
         )
 
     def latest_private_state(self, job: str) -> PrivateState:
@@ -503,7 +503,7 @@ class JobRecords:
                 if (
                     stored.job,
                     stored.round,
-                ) == key:  # of a coordinator that has been replaced by an older copy of itself
+                ) == key:  # left for a coordinator that an older copy has replaced
                     self._disk.unlink(f"{self._folder}/{stored.file_name}")
             self._disk.replace(
                 private_file[0], f"{self._folder}/{StoredPrivateState(job, round, private_file[1]).file_name}"
@@ -540,7 +540,7 @@ class JobRecords:
         if (entry := self._jobs.get(key[0])) is not None:
             self._jobs[key[0]] = msgspec.structs.replace(entry, round=key[1])
 
-    # -- within --
+    # -- internals --
 
     def _read_records(self) -> dict[str, JobRecord]:
         try:

@@ -60,9 +60,8 @@ class CertificateValidity(NamedTuple):
 class EnrolmentRefusedError(JobError): ...
 
 
-Post = Callable[
-    [str, CredentialPaths, str, SigningRequest, bool], SigningResponse
-]  # url, files, path, request, with our certificate
+# Arguments: URL, credentials, path, request, and whether to send this device's certificate.
+Post = Callable[[str, CredentialPaths, str, SigningRequest, bool], SigningResponse]
 
 
 def select_step(validity: CertificateValidity | None, has_token: bool, time: datetime.datetime) -> Step | None:

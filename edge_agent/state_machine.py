@@ -254,22 +254,24 @@ def _handle_task(state: DeviceState, event: TaskReceived, now_s: float, reading:
     if open_task is not None and open_task.task.job == task.job and _task_order(open_task.task) > _task_order(task):
         return state, ()  # the open task is newer
     if open_task is not None and _is_same_work(open_task.task, task):
-        due_s = (
-            open_task.due_s if task == open_task.task else now_s + task.deadline_s
-        )  # an old message carries an old deadline
+        # A repeated message has the deadline of the first.
+        due_s = open_task.due_s if task == open_task.task else now_s + task.deadline_s
         return replace(state, open_task=replace(open_task, task=task, due_s=due_s)), (
             PublishClaim(_acceptance_claim(state, task)),
         )
-    told = _acceptance_claim(state, task)
-    if state.last_decline is not None and told == replace(state.last_decline, accepted=True, code="ok", reason=""):
+    acceptance = _acceptance_claim(state, task)
+    if state.last_decline is not None and acceptance == replace(
+        state.last_decline, accepted=True, code="ok", reason=""
+    ):
         return state, (PublishClaim(state.last_decline),)
     stale_entry = state.outbox.get(key)  # computed from the state of another copy of the coordinator's log
     if stale_entry is not None:
         state = replace(state, outbox={other: entry for other, entry in state.outbox.items() if other != key})
     refusal = decline_reason(state, task, reading)
-    next_state, actions = (
-        _decline_task(state, task, *refusal) if refusal is not None else _accept_task(state, event, now_s)
-    )
+    if refusal is None:
+        next_state, actions = _accept_task(state, event, now_s)
+    else:
+        next_state, actions = _decline_task(state, task, *refusal)
     return next_state, actions if stale_entry is None else (DeleteUpdate(stale_entry.update), *actions)
 
 
@@ -414,17 +416,16 @@ def _handle_completion(state: DeviceState, event: TaskCompleted, now_s: float) -
         engine = state.open_task.task.engine
         bases[engine] = min(update.usage.base_bytes, bases.get(engine, update.usage.base_bytes))
     store_actions: tuple[Action, ...] = ()
-    if state.open_task is not None and event.learned_model != state.learned_models.get(
-        workload := workload_key(state.open_task.task), LearnedModel()
-    ):
+    workload = "" if state.open_task is None else workload_key(state.open_task.task)
+    if state.open_task is not None and event.learned_model != state.learned_models.get(workload, LearnedModel()):
         other_models = {name: model for name, model in state.learned_models.items() if name != workload}
         learned_models = dict([*other_models.items(), (workload, event.learned_model)][-MAX_WORKLOADS:])
-        state, store_actions = replace(state, learned_models=learned_models), (StoreLearnedCosts(learned_models),)
+        state = replace(state, learned_models=learned_models)
+        store_actions = (StoreLearnedCosts(learned_models),)
     peak = update.usage.peak_bytes
     if state.open_task is not None and event.planned_bytes is not None and peak is not None:
-        base = memory_budget.engine_base_bytes(
-            state.open_task.task.engine, bases
-        )  # of a bare process: this one may have been warm
+        # The present process may have been warm, so the base is that of a bare process.
+        base = memory_budget.engine_base_bytes(state.open_task.task.engine, bases)
         margin = _memory_margin(state, state.open_task.task).with_peak(peak - base, event.planned_bytes)
         state = _with_memory_margin(state, state.open_task.task, margin)
     entry = _with_submission_counted(OutboxUpdate(update, event.has_private_state, now_s, first_sent_s=now_s), now_s)
@@ -453,7 +454,8 @@ def _handle_ack(state: DeviceState, event: UpdateAcked, now_s: float) -> Step:
     counted_rounds = dict(state.counted_rounds)
     update_epoch = event.epoch if entry is None else entry.update.epoch
     if event.accepted:
-        previous = counted_rounds.pop(job, CountedRound(-1))  # removed and inserted again, so that the latest job is last
+        # Removed and inserted again, so that the latest job is last.
+        previous = counted_rounds.pop(job, CountedRound(-1))
         # An earlier round replaces the later if a restored coordinator requested that round, but not on a late answer.
         was_repeated = event.epoch > previous.epoch and (round == previous.round or update_epoch > previous.epoch)
         supersedes = round > previous.round or was_repeated

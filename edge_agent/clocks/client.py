@@ -59,13 +59,12 @@ class HelperStatus(WireMessage, frozen=True):
     mode: Label | None = None  # nvpmodel's, as the owner has set it
     modes: tuple[Label, ...] = ()
     temperature_c: float | None = None  # hottest zone
-    max_temperature_c: float | None = None  # limit above which nothing is held
-    max_w: float | None = None  # watts above which no point is held
+    max_temperature_c: float | None = None  # limit above which nothing is pinned
+    max_w: float | None = None  # limit of power above which no point is pinned
     holder: Sentence | None = None  # description of the holder
     point: OperatingPoint | None = None
-    unrestored_settings: tuple[
-        Sentence, ...
-    ] = ()  # settings of the board that could not be restored; the helper tries again
+    # Settings of the board that the helper could not restore yet.
+    unrestored_settings: tuple[Sentence, ...] = ()
 
 
 class HelperResponse(WireMessage, frozen=True):

@@ -27,14 +27,14 @@ log = logging.getLogger("fedquilt.clocks")
 
 NVPMODEL: Final = "usr/sbin/nvpmodel"
 NVPMODEL_S: Final = 5.0
-COOLING_MARGIN_C: Final = 5.0  # clocks held before overheating are held again only this far below the limit
+COOLING_MARGIN_C: Final = 5.0  # after overheating, clocks are pinned again only this far below the limit
 
 
 class RestoreJournal(WireMessage, frozen=True):
-    boot: str | None  # another boot of the board resets clocks; only a mode survives it
+    boot: str | None  # a reboot resets clocks, and only the mode survives
     settings: BoardControlState
-    pinned_mode: str | None = None  # mode that a hold has set; None: the owner's own
-    # `controls.status_fingerprint` as of then: another one means that the owner has set a mode since
+    pinned_mode: str | None = None  # power mode set by pinning, or None in the owner's mode
+    # A later `controls.status_fingerprint` that differs means that the owner has set another mode.
     mode_fingerprint: str | None = None
 
 
@@ -62,15 +62,15 @@ class ClockPin:
         write_file: Callable[[Path, str], None] = lambda path, value: _write_value(path, value),
         nvpmodel: Callable[..., str | None] | None = None,
     ) -> None:
-        self.point: OperatingPoint | None = None  # held now
+        self.point: OperatingPoint | None = None
         self.max_temperature_c, self.max_w = max_temperature_c, max_w
         self._power_of_point = power_of_point or (lambda point: point.busy_w)
         self.root, self._write_file = root, write_file
         self._nvpmodel = nvpmodel or self._run_nvpmodel
-        self._pinned_mode: str | None = None  # mode that a hold has set; None: the owner's own
-        self._mode_fingerprint: str | None = None  # of nvpmodel's status when it was last looked at
+        self._pinned_mode: str | None = None  # power mode set by pinning, or None in the owner's mode
+        self._mode_fingerprint: str | None = None  # of nvpmodel's status at the latest check
         self._journal = state / "clocks.json"
-        self._saved: BoardControlState | None = None  # settings before; None: nothing was changed
+        self._saved: BoardControlState | None = None  # settings before pinning, or None if nothing was changed
         self._is_cooling = False
         try:
             state.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -167,7 +167,7 @@ class ClockPin:
             clock_controls, clock_controls.find_mode(owner), {state.name: state.high for state in settings.controls}
         )
 
-    # -- how ----------------------------------------------------------------------------------
+    # -- steps --------------------------------------------------------------------------------
 
     def _check_and_pin(self, point: OperatingPoint) -> OperatingPoint:
         self._adopt_owner_mode()
@@ -207,9 +207,8 @@ class ClockPin:
         if failures:
             raise ClockError("; ".join(failures))
         reported_point = _point_with_reported_clocks(point, clock_controls)
-        owner_limits.require_within_limits(
-            clock_controls, reported_point, limits, owner
-        )  # a memory clock may have rounded up
+        # A memory clock may have been rounded up.
+        owner_limits.require_within_limits(clock_controls, reported_point, limits, owner)
         self.point = reported_point
         return reported_point
 

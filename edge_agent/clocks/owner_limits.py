@@ -24,9 +24,8 @@ from fedquilt.edge_agent.clocks.controls import (
     normalize_mode_name,
 )
 
-ControlLimits = Mapping[
-    str, int
-]  # name of a lever -> highest value, in its own unit; a lever without bound is left out
+# Name of a control -> highest value in the unit of the control. Unlimited controls are left out.
+ControlLimits = Mapping[str, int]
 AXIS_OF_KIND: tuple[tuple[Kind, str], ...] = (("cpu", "cpu_hz"), ("gpu", "gpu_hz"), ("emc", "emc_hz"))
 
 
@@ -154,9 +153,8 @@ def state_after_mode_change(
 def _control_after_mode_change(state: ControlState, control: ClockControl | None, limit: int | None) -> ControlState:
     if control is None or not control.listed_values or state.high is None:
         return state
-    is_emc_cap = (
-        control.kind == "emc" and control.low is None
-    )  # nvpmodel's own cap of the memory clock, where 0 means none
+    # In nvpmodel's cap of the memory clock, 0 means no cap.
+    is_emc_cap = control.kind == "emc" and control.low is None
     high = limit if limit is not None else 0 if is_emc_cap else control.listed_values[-1]
     low, rate = (None if value is None else min(value, high or value) for value in (state.low, state.rate))
     return replace(state, high=high, low=low, rate=rate)

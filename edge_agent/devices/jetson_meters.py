@@ -39,9 +39,8 @@ WINDOW: Final = 50  # readings
 @dataclass(frozen=True)
 class RailRoles:
     name_prefixes: tuple[str, ...]  # beginnings of module or board names after "nvidia," in the device tree
-    total_rails: tuple[
-        str, ...
-    ]  # rails whose sum is the total: one, where a rail measures the board's or module's input
+    # Rails whose sum is the total power, a single one if a rail measures the input of the board or module.
+    total_rails: tuple[str, ...]
     containing_rails: Mapping[str, str] = field(default_factory=dict)  # part -> rail that its power is included in
 
     def parts_of(self, rail: str) -> list[str]:

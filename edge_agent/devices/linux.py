@@ -106,10 +106,8 @@ class LinuxDevice:
         self.adjustable, self.holds = clocks is not None, False
         self.mode: str | None = None  # nvpmodel's
         self._all_points: tuple[OperatingPoint, ...] = ()  # in the board's widest mode
-        self._mode_checked_s, self._mode_fingerprint = (
-            0.0,
-            controls.status_fingerprint(root),
-        )  # of the latest look at the mode
+        self._mode_checked_s = 0.0
+        self._mode_fingerprint = controls.status_fingerprint(root)
         self.idle_w: float | None = None
         self.provenance = "sysfs"
         self._status = None if clocks is None else _request_status(clocks)

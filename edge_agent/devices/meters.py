@@ -50,9 +50,9 @@ class WidestRangeMeter:
     def __init__(self, meters: Iterable[Meter], clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._meters = sorted(meters, key=lambda meter: COVERAGE_ORDER[meter.covers])
-        self._last_value_s: dict[int, float] = {}  # place in the list -> time of its last value
-        self._failed: set[int] = set()  # places of meters whose failure has been reported
-        self._slow: set[int] = set()  # places of meters whose slowness has been
+        self._last_value_s: dict[int, float] = {}  # index of a meter -> time of its last value
+        self._failed: set[int] = set()  # indices of meters with a reported failure
+        self._slow: set[int] = set()  # indices of meters with a reported slow read
 
     def read(self, now_s: float) -> Power:
         """Return the power of the widest meter that responds, with the rails of all meters.
@@ -177,10 +177,8 @@ def _battery_power_w(battery: Path) -> float | None:
     return None if volts is None or amperes is None else abs(volts * amperes) / 1e12
 
 
-WHOLE_MACHINE_METERS = (
-    "power_meter",
-    "macsmc_hwmon Total System Power",
-)  # ACPI's meter, and Apple's: of the whole machine
+# Sensors of the whole machine: of ACPI and of Apple.
+WHOLE_MACHINE_METERS = ("power_meter", "macsmc_hwmon Total System Power")
 SENSOR_PATTERNS = ("power*_average", "power*_input", "energy*_input")
 
 

@@ -71,9 +71,8 @@ def _require_network(network: Mapping[str, Any]) -> None:
 def _require_input(table: Any, name: str) -> None:
     try:
         settings = toml.convert_table(table, dict[str, Any], "[input]")
-        inputs.parse_input_table(
-            {key: value for key, value in settings.items() if key != "standardise"}
-        )  # it has been done
+        # The exported graph contains the standardisation.
+        inputs.parse_input_table({key: value for key, value in settings.items() if key != "standardise"})
     except JobError as error:
         raise _metadata_error(name, error) from None
 

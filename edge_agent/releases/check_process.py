@@ -3,7 +3,7 @@
     python -m fedquilt.edge_agent.releases.check_process PARENT
 
 The process reads `CheckRequest`s as JSON lines from stdin, like a task's process. The process may be killed at any
-moment. Its output is in the request's folder `out` and counts once the agent has copied it from there.
+moment. Its output is in the request's `output_folder` and counts once the agent has copied it from there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Releases of all kinds on one device, as decided by the state machine.
 
-    <home>/releases/<kind>.json     `Noted`: the requested release and its progress
+    <home>/releases/<kind>.json     `ReleaseRecord`: the requested release and its progress
 
 Releases of several kinds proceed side by side, but only one is checked at a time. No task starts during a check.
 """
@@ -49,7 +49,7 @@ class ReleaseManager:
         self._published: dict[str, ReleaseStatus] = {}
         self._has_started = self._is_task_paused = self._was_task_running = False
 
-    # -- what the agent asks --
+    # -- calls of the agent --
 
     def handle_message(self, leaf: str, payload: bytes, now_s: float) -> bool:
         if leaf not in KINDS:
@@ -209,9 +209,9 @@ class ReleaseManager:
             try:
                 self._storage.write_file(_record_name(name), wire.encode(state.record))
             except FedquiltError as error:
-                if state.record.step == "swapping":  # nothing is exchanged unless the note is on disk
+                if state.record.step == "swapping":  # nothing is activated unless the record is on disk
                     return self._handle_event(name, state_machine.ActionFailed(str(error)), now_s)
-                log.error("the release %s of kind %s cannot be noted: %s", state.record.release.name, name, error)
+                log.error("the release %s of kind %s cannot be recorded: %s", state.record.release.name, name, error)
         self._states[name] = state
         self._publish_progress(name)
         if self._is_task_paused and not self.is_checking:
@@ -276,7 +276,7 @@ class ReleaseManager:
         try:
             return None if payload is None else wire.decode(payload, state_machine.ReleaseRecord)
         except WireError as error:
-            log.warning("what was noted of releases of kind %s is damaged (%s): it is forgotten", name, error)
+            log.warning("record of releases of kind %s is damaged (%s): ignored", name, error)
             return None
 
     def _publish_progress(self, name: str) -> None:

@@ -389,9 +389,8 @@ class ModelReleases(ReleaseKind):
             is_late = self._clock() > self._activated_s + RUNNER_RELOAD_S
             return "the model runner has not taken it up: it answers with another model" if is_late else ""
         first_status = self._first_status
-        if (
-            first_status is None or status.served < first_status.served or status.failed < first_status.failed
-        ):  # the runner has started anew
+        # Smaller counts mean that the runner was restarted.
+        if first_status is None or status.served < first_status.served or status.failed < first_status.failed:
             self._first_status = first_status = status if first_status is None else RunnerStatus(model=status.model)
         failures, answers = (
             status.failed - first_status.failed,

@@ -55,13 +55,13 @@ _PHASE_OF_STAGE: Final[dict[str, Any]] = {
 
 
 class ReleaseRecord(WireMessage, frozen=True, omit_defaults=True):
-    release: DesiredRelease  # the latest one
+    release: DesiredRelease  # the latest release
     step: Literal["wanted", "swapping", "soaking", "committed", "refused", "returning", "returned"] = "wanted"
     reason: Sentence = ""
     metrics: Metrics = msgspec.field(default_factory=dict)
     next_release: DesiredRelease | None = None  # a release that arrived while `release` soaks
     replaced_sha256: AnyDigest = ""  # release in use (sha256) when the swap is about to be made
-    rollout: Label = ""  # rollout that brought the release in use; "": none that could be taken back
+    rollout: Label = ""  # rollout that installed the release in use, or "" if that cannot be rolled back
     name: Label = ""  # name of the release in use
     previous_sha256: AnyDigest = ""  # release (sha256) that ran before the one in use
     previous_name: Label = ""
@@ -71,9 +71,9 @@ class ReleaseState(msgspec.Struct, frozen=True):
     record: ReleaseRecord | None = None
     stage: Literal["gate", "fetching", "fetched", "checking", "checked", "undone"] = "gate"  # stage within the step
     waiting_for: str = ""  # condition that the release waits for
-    next_poll_s: float = math.inf  # when to look again
+    next_poll_s: float = math.inf  # time of the next poll
     soak_end_s: float = math.inf  # end of the soak
-    failures: int = 0  # to fetch the blob, then kills of the check's process
+    failures: int = 0  # failed fetches of the blob, then kills of the check's process
 
 
 # -- events and actions ---------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class StatusPolled(msgspec.Struct, frozen=True):
     reading: Reading = Reading()
     local_time: time.struct_time | None = None
     is_settled: bool = True  # no hook runs
-    unhealthy_reason: str = ""  # verdict on the release in use: asked while it soaks, and after a return
+    unhealthy_reason: str = ""  # of the release in use, polled while it soaks and after a roll-back
 
 
 Event = (
@@ -173,7 +173,7 @@ def release_status_message(state: ReleaseState, current_sha256: str) -> ReleaseS
     )
 
 
-# -- what follows ---------------------------------------------------------------------------------
+# -- transitions ----------------------------------------------------------------------------------
 
 
 def advance(state: ReleaseState, event: Event, now_s: float) -> Step:
@@ -212,7 +212,7 @@ def advance(state: ReleaseState, event: Event, now_s: float) -> Step:
                 return _end_release(state, "refused", "there is nothing before it to return to", now_s)
             return replace(state, stage="undone", next_poll_s=now_s), ()
         case DeviceIdle() if record.step == "wanted" and state.stage != "fetching" and state.waiting_for:
-            return replace(state, next_poll_s=now_s), ()  # at the next look another task may run
+            return replace(state, next_poll_s=now_s), ()  # before another task starts
         case StatusPolled() if now_s >= state.next_poll_s:
             return _handle_poll(state, record, event, now_s)
         case _:
@@ -364,7 +364,7 @@ def _end_release(
     return ReleaseState(record=record, next_poll_s=math.inf if record.next_release is None else now_s), ("delete",)
 
 
-# -- when it is time to look ----------------------------------------------------------------------
+# -- polls ----------------------------------------------------------------------------------------
 
 
 def _handle_poll(state: ReleaseState, record: ReleaseRecord, status: StatusPolled, now_s: float) -> Step:

@@ -22,11 +22,11 @@ from fedquilt.host.process_resources import PROC
 from fedquilt.host.process_resources import resident_bytes as resident_bytes
 from fedquilt.wire import RefusalCode
 
-NEW_RATIO_WEIGHT: Final = 0.3  # weight of the newest ratio in the average of true over predicted peaks
+NEW_RATIO_WEIGHT: Final = 0.3  # weight of the newest ratio in the average of measured over predicted peaks
 MIN_RATIO, MAX_RATIO = 0.8, 2.0  # limits of that average: one odd task changes little
 MAX_MATCHING_RATIO: Final = 1.05  # up to this ratio a peak counts as predicted, and the full budget is planned with
-STEP_FACTOR: Final = 1.25  # factor of a margin level, by which the planned budget is smaller
-MAX_FAILURES: Final = 12  # most levels after failures: 1.25 ** 12 = 15 times the prediction
+STEP_FACTOR: Final = 1.25  # factor by which each step reduces the planned budget
+MAX_FAILURES: Final = 12  # limit of counted failures: 1.25 ** 12 = 15 times the prediction
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class MemoryMargin:
     micro-batches decides the last bits of a result and must not follow each measurement.
     """
 
-    ratio: float = 1.0  # true over predicted peak, averaged
-    failures: int = 0  # tasks that ran out of memory: one step down for each, until the agent restarts
+    ratio: float = 1.0  # average of measured over predicted peaks
+    failures: int = 0  # tasks that ran out of memory since the agent started: one step down for each
 
     def with_peak(self, peak_bytes: int, planned_bytes: int) -> MemoryMargin:
         if planned_bytes <= 0:
@@ -98,7 +98,8 @@ def memory_shortage(
     if required_bytes <= budget_bytes and (available_bytes is None or required_bytes <= available_bytes):
         return None
     correction = "" if factor == 1.0 else f" ({factor:.2f} times what was predicted, as such tasks have shown here)"
-    breakdown = f"{format_megabytes(base_bytes)} for the {engine} engine, {format_megabytes(work_bytes)} for the work{correction}"
+    engine_size, work_size = format_megabytes(base_bytes), format_megabytes(work_bytes)
+    breakdown = f"{engine_size} for the {engine} engine, {work_size} for the work{correction}"
     requirement = f"needs {format_megabytes(required_bytes)} ({breakdown})"
     if required_bytes > budget_bytes:
         return "budget", f"{requirement}, the budget here is {format_megabytes(budget_bytes)}"
@@ -113,7 +114,7 @@ def format_megabytes(size: int) -> str:
     return f"{size / 1e6:.0f} MB"
 
 
-# -- while it runs --------------------------------------------------------------------------------
+# -- during a task --------------------------------------------------------------------------------
 
 
 def count_oom_kills(proc: Path = PROC) -> int | None:
@@ -199,7 +200,7 @@ class MemoryLimit:
         return None
 
 
-# -- what it took ---------------------------------------------------------------------------------
+# -- after a task ---------------------------------------------------------------------------------
 
 
 def reset_peak(pid: int, proc: Path = PROC) -> bool:

@@ -25,8 +25,8 @@ from fedquilt.host.process_resources import PROC
 
 log = logging.getLogger("fedquilt.agent")
 
-MAX_LINE_BYTES: Final = 4 << 20  # of one answer; a thousand metrics of a task are some 100 kB
-MAX_INVALID_LINES: Final = 100  # lines that are no answer, of one process
+MAX_LINE_BYTES: Final = 4 << 20  # of one event: a thousand metrics of a task are some 100 kB
+MAX_INVALID_LINES: Final = 100  # limit of undecodable lines of one process
 TAIL_BYTES: Final = 4096  # of the child's last output
 EXTERNAL_SIGNALS: Final = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
@@ -102,7 +102,7 @@ class ChildProcess:
         self.is_garbled = self.is_garbled or len(self._partial_line) > MAX_LINE_BYTES
         events: list[Event] = []
         for line in lines:
-            if self.is_garbled:  # millions of lines may follow, and the agent has other work
+            if self.is_garbled:  # millions of lines may follow and would block the agent
                 break
             try:
                 events.append(_decoder.decode(line))
@@ -191,7 +191,7 @@ class ChildProcess:
         while self._unsent:
             try:
                 written = self._input.write(self._unsent[:65536])
-            except BrokenPipeError:  # it is dead, which its obituary will explain
+            except BrokenPipeError:  # `explain_end` reports why the process has ended
                 self._unsent = b""
                 return
             if written is None:  # the pipe is full
@@ -200,7 +200,7 @@ class ChildProcess:
 
 
 def _read_available(pipe: IO[bytes] | None) -> tuple[IO[bytes] | None, bytes]:
-    """Read without blocking, up to about LINE_MOST_BYTES. Return the pipe, or None at its end, and the bytes."""
+    """Read without blocking, up to about MAX_LINE_BYTES. Return the pipe, or None at its end, and the bytes."""
     parts: list[bytes] = []
     while pipe is not None and sum(map(len, parts)) <= MAX_LINE_BYTES:
         part = pipe.read(65536)
@@ -225,7 +225,8 @@ def _processes_in_group(leader: int) -> Iterator[int]:
 def serve_requests(request_type: type[R], handle_request: Callable[[R, Callable[[Event], None]], WorkResult]) -> None:
     """Answer the requests on standard input, one after another, until the input or the parent process ends.
 
-    The parent's id is the last argument of this process. `handle_request` gets a request and a function that sends an event.
+    The parent's id is the last argument of this process. `handle_request` gets a request and a function that sends an
+    event.
     """
     exit_with_parent(int(sys.argv[-1]))
     with contextlib.suppress(OSError):  # short of memory, the kernel should take this process and not another

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     Shares = tuple[Examples, Examples]  # for training, and held out
 
 CHECK_S: Final = 0.2  # interval between checks of the child's resident size
-PROGRESS_S: Final = 1.0  # on virtual time, progress is reported after this,
-PROGRESS_FRACTION: Final = 0.02  # or after this share of the work if that is longer
+PROGRESS_S: Final = 1.0  # interval of progress reports on virtual time,
+PROGRESS_FRACTION: Final = 0.02  # or this share of the task's duration if longer
 COMMAND: Final = (sys.executable, "-m", "fedquilt.edge_agent.task.main")
 
 
@@ -74,22 +74,19 @@ class VirtualWorker:
 
     def __init__(self, board: Device) -> None:
         self._board = board
-        self.pending_request: WorkRequest | None = None  # begun, its outcome not known yet
+        self.pending_request: WorkRequest | None = None  # started, without an outcome yet
         self._outcome: WorkResult | None = None
-        self._reported_loaded = False  # whether that event has been returned
+        self._reported_loaded = False  # whether `DataLoaded` was returned
         self._work = WorkEstimate()
-        self._fraction_done, self._updated_s, self._total_s = (
-            0.0,
-            0.0,
-            0.0,
-        )  # share done, by when, and duration of the whole
+        self._fraction_done = self._updated_s = 0.0  # fraction at the time `_updated_s`
+        self._total_s = 0.0  # duration of the whole task
         self._next_report_s = 0.0  # time of the next progress event
 
     def start(self, request: WorkRequest, now_s: float) -> None:
         self.pending_request = request
 
     def set_outcome(self, outcome: WorkResult, now_s: float) -> None:
-        assert self.pending_request is not None, "no order waits for an outcome"
+        assert self.pending_request is not None, "no request is pending"
         self._work, self._outcome, self.pending_request = (
             self.pending_request.task.work.total_for_examples(outcome.examples),
             outcome,
@@ -145,7 +142,7 @@ class InlineWorker(VirtualWorker):
     def __init__(self, board: Device, load: Callable[[DataSpec], Shares] | None = None) -> None:
         super().__init__(board)
         self._load = load
-        self._executor: Any = None  # fedquilt.edge_agent.task.main.TaskExecutor, made with the first order
+        self._executor: Any = None  # fedquilt.edge_agent.task.main.TaskExecutor, created with the first request
 
     def start(self, request: WorkRequest, now_s: float) -> None:
         from fedquilt.edge_agent.task import main
@@ -169,8 +166,8 @@ class ChildWorker:
         self._memory_limit = memory_limit or memory_budget.MemoryLimit()
         self._child: ChildProcess | None = None
         self._request: ProcessRequest | None = None
-        self._idle_since_s = math.inf  # time since which it has been idle
-        self._start_failure: WorkResult | None = None  # of an order that could not even begin
+        self._idle_since_s = math.inf  # start of the idle time
+        self._start_failure: WorkResult | None = None  # of a request that could not be sent
 
     @property
     def resident_bytes(self) -> int:
@@ -182,7 +179,7 @@ class ChildWorker:
         try:
             if self._child is None:
                 self._memory_limit.create_group()
-                self._empty_temporary()  # of a child that an agent which was killed has left
+                self._empty_temporary()  # left by the child of a killed agent
                 self._child = ChildProcess(
                     self._command, request.engine, count_task_oom_kills=self._memory_limit.count_oom_kills
                 )
@@ -208,14 +205,14 @@ class ChildWorker:
         is_unusable = False
         for event in self._child.receive_events():
             if self._request is None:
-                continue  # it has answered already
+                continue  # the result has arrived already
             if isinstance(event, WorkResult):
                 event = _require_small_result(event, self._request.budget_bytes)
             events.append(event)
             if isinstance(event, WorkResult):
                 self._request, self._idle_since_s = None, now_s
                 has_gpu_failed = event.code == "failed" and failures.is_gpu_failure_text(event.reason)
-                is_unusable = has_gpu_failed or self._child.has_other_processes()  # for every later order too
+                is_unusable = has_gpu_failed or self._child.has_other_processes()  # affects all later requests
         if (
             self._request is not None
             and (failure := self._detect_process_failure(self._child, self._request)) is not None

@@ -44,9 +44,8 @@ class UpgradeManifest(msgspec.Struct, frozen=True, omit_defaults=True):
     python: Annotated[str, Meta(pattern=r"^3\.\d{1,3}\Z")]
     wheels: dict[Wheel, Digest]
     unpacked_bytes: Annotated[int, Meta(ge=0, le=MAX_UNPACKED_BYTES)]
-    present: dict[Label, Label] = msgspec.field(
-        default_factory=dict
-    )  # packages left out -> version that has to be there
+    # Packages left out -> version that has to be there.
+    present: dict[Label, Label] = msgspec.field(default_factory=dict)
     made_s: Count = 0  # seconds since 1970
     number: Count = 0  # of the authority's signature, which grows with each; 0: unsigned
 

@@ -12,7 +12,7 @@ contains the remote upgrades:
 If FOLDER is empty or unusable, the launcher starts the version that it was installed with ("flashed"). The launcher
 becomes the agent by exec, so that the service manager watches the same process.
 
-A version on trial gets `STARTS_MOST` starts, and in each of them `ONLINE_S` seconds to reach its broker: an alarm that
+A version on trial gets `MAX_STARTS` starts, and in each of them `ONLINE_S` seconds to reach its broker: an alarm that
 survives the exec ends the process unless the agent cancels it. After that, the launcher chooses the previous version.
 """
 

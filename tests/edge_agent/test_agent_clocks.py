@@ -155,7 +155,9 @@ def test_clocks_that_cannot_be_set_are_left_to_the_board(site: Site, caplog: pyt
         site.run()
         site.ack(round)
     assert [update.usage.point for update in site.all("update")] == [None, None]
-    assert [record.message for record in caplog.records] == ["clock control failed, using the device's default clocks: " + site.board.stuck]
+    assert [record.message for record in caplog.records] == [
+        "clock control failed, using the device's default clocks: " + site.board.stuck
+    ]
     site.board.stuck = ""
     working(site, round=2)
     assert site.board.clocks == ["slow"]

@@ -196,7 +196,7 @@ def test_the_private_state_is_that_of_the_round_that_the_coordinator_counted_las
             found = now.find_private_state("j-1", last)
             assert found.path is None
             assert "only that of round 5" in found.lost_reason
-    assert "nothing of round 3 of j-2" in local.find_private_state("j-2", 2).unknown_reason
+    assert "the counted round 3 of j-2 is unknown" in local.find_private_state("j-2", 2).unknown_reason
     assert local.find_private_state("j-2", None) == PrivateState()
 
 

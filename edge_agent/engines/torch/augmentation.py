@@ -76,10 +76,8 @@ class Augmentation:
     def _transform(self, example: np.ndarray, part: Part, position: int) -> np.ndarray:
         seed = np.random.SeedSequence((self._seed, part.number, position)).generate_state(1, np.uint64)[0]
         torch.default_generator.manual_seed(int(seed))
-        is_image = example.dtype.kind == "u" and example.ndim in (
-            2,
-            3,
-        )  # (h, w) or (h, w, c), and transforms take (c, h, w)
+        # (h, w) or (h, w, c), and transforms take (c, h, w).
+        is_image = example.dtype.kind == "u" and example.ndim in (2, 3)
         value = torch.from_numpy(np.array(example))
         if is_image:
             value = value[None] if example.ndim == 2 else value.permute(2, 0, 1)

@@ -69,9 +69,8 @@ class BatchedTorchEngine(BatchTrainer, TorchEngine):
             model = registry.build_network(network).to(self._device)
             has_plain_modules = all(type(module) in PLAIN for module in model.modules())
             has_hooks = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-            has_plain_parameters = (
-                0 < len(list(model.parameters())) == len(model.state_dict())
-            )  # and no parameter is used in two places
+            # All state is in parameters, and no parameter is used in two places.
+            has_plain_parameters = 0 < len(list(model.parameters())) == len(model.state_dict())
             self._plain[table] = model if has_plain_modules and has_plain_parameters and not has_hooks else None
         return self._plain[table]
 
@@ -108,9 +107,8 @@ class _DeviceBatch:
             training.require_shapes(call.start, shapes)
             training.require_anchors(call.hooks.anchors, shapes)
         self._names = list(shapes)
-        self._values = [
-            self._stack_parameters([call.start[name] for call in calls]) for name in self._names
-        ]  # (devices, ...)
+        # Each has the shape (devices, ...).
+        self._values = [self._stack_parameters([call.start[name] for call in calls]) for name in self._names]
         self._anchors = [self._device_anchors(index) for index in range(len(calls))]
         self._optimizer = training_step.OptimizerStep({self._fit.lr: self._values}, self._fit)
         self._failed: dict[int, Exception] = {}

@@ -261,9 +261,8 @@ class TorchEngine:
     ) -> tuple[nn.Module, peak_memory.TrainingProperties, int]:
         model = registry.build_network(network)
         model = hooks.prepare(model) if hooks.prepare else model
-        model = model.to(
-            self._device, memory_format=self._memory_format(model, half)
-        )  # before the probe compiles its kernels
+        # The format must be set before the probe compiles kernels.
+        model = model.to(self._device, memory_format=self._memory_format(model, half))
         model_state = traces.state_without_aliases(model)
         start = {name: start[name] for name in start if name in model_state or name not in model.state_dict()}
         training.require_shapes(start, {name: tuple(value.shape) for name, value in model_state.items()})
@@ -279,10 +278,11 @@ class TorchEngine:
         convolutions = [
             convolution for convolution in model.modules() if isinstance(convolution, nn.Conv2d | nn.ConvTranspose2d)
         ]
+        # In partial networks the weights of other parts are None.
         are_small = all(
             convolution.weight is None or convolution.weight.numel() < MAX_CHANNELS_LAST_WEIGHTS
             for convolution in convolutions
-        )  # None in other parts
+        )
         are_ungrouped = all(convolution.groups == 1 for convolution in convolutions)
         use_channels_last = half is not None or (self._device.type == "cpu" and are_small and are_ungrouped)
         return torch.channels_last if use_channels_last else torch.contiguous_format
