@@ -353,7 +353,7 @@ class Agent:
         try:
             has_all_blobs = all(self.storage.blob_store.is_intact(ref) for ref in update.bundles.values())
         except StoreError as error:
-            text = "%s, round %d: the update is offered later: %s"
+            text = "%s, round %d: the update is submitted later: %s"
             log.warning(text, update.job, update.round + 1, error, extra=log_ids(run=update.job))
             return
         if not has_all_blobs:

@@ -192,9 +192,9 @@ class AgentState:
         self._current_cache = folder
         return folder
 
-    def find_private_state(self, job: str, counted: int | None) -> PrivateState:
+    def find_private_state(self, job: str, counted_round: int | None) -> PrivateState:
         with disk_errors(f"read {self._private_folder}"):
-            return self._job_records.find_private_state(job, counted)
+            return self._job_records.find_private_state(job, counted_round)
 
     def latest_private_state(self, job: str) -> PrivateState:
         with disk_errors(f"read {self._private_folder}"):

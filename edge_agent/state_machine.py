@@ -203,8 +203,8 @@ Step = tuple[DeviceState, tuple[Action, ...]]
 
 def next_due_s(state: DeviceState) -> float:
     """Return the time at which `advance` may act without an event, or infinity."""
-    again_s = state.open_task.retry_s if state.open_task else math.inf
-    return min([again_s, *(offer.resend_s for offer in state.outbox.values())]) if state.outbox else again_s
+    retry_s = state.open_task.retry_s if state.open_task else math.inf
+    return min([retry_s, *(entry.resend_s for entry in state.outbox.values())]) if state.outbox else retry_s
 
 
 def advance(state: DeviceState, event: Event, now_s: float, reading: Reading = Reading()) -> Step:
@@ -266,7 +266,9 @@ def _handle_task(state: DeviceState, event: TaskReceived, now_s: float, reading:
         return state, (PublishClaim(state.last_decline),)
     stale_entry = state.outbox.get(key)  # computed from the state of another copy of the coordinator's log
     if stale_entry is not None:
-        state = replace(state, outbox={other: entry for other, entry in state.outbox.items() if other != key})
+        state = replace(
+            state, outbox={other_key: entry for other_key, entry in state.outbox.items() if other_key != key}
+        )
     refusal = decline_reason(state, task, reading)
     if refusal is None:
         next_state, actions = _accept_task(state, event, now_s)
@@ -391,13 +393,13 @@ def _handle_fetched(state: DeviceState, event: BlobFetched, now_s: float) -> Ste
     if event.error is None:
         updated = replace(open_task, missing_blobs=open_task.missing_blobs.difference(refs), fetch_failures=0)
         return _start_if_ready(replace(state, open_task=updated))
-    later = replace(
+    retrying = replace(
         open_task,
         retry_blobs=open_task.retry_blobs.union(refs),
         retry_s=min(open_task.retry_s, now_s + REFETCH.delay_s(open_task.fetch_failures)),
         fetch_failures=open_task.fetch_failures + 1,
     )
-    return replace(state, open_task=later), ()
+    return replace(state, open_task=retrying), ()
 
 
 def _start_if_ready(state: DeviceState) -> Step:

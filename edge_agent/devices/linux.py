@@ -118,13 +118,13 @@ class LinuxDevice:
         self._root, self._clocks = root, clocks
         self.points: tuple[OperatingPoint, ...] = self._read_permitted_points()
         self._batteries = Batteries(root / "sys/class/power_supply")
-        meters = (
+        meter_choices = (
             custom_meter,
             self._batteries,
             meter or Hwmon(root / "sys/class/hwmon"),
             Rapl(root / "sys/class/powercap"),
         )
-        self._meter = WidestRangeMeter(each for each in meters if each is not None)
+        self._meter = WidestRangeMeter(candidate for candidate in meter_choices if candidate is not None)
         self._sensors = [
             *sysfs.thermal_zone_files(root / "sys/class/thermal"),
             *_processor_sensors(root / "sys/class/hwmon"),

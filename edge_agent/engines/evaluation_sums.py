@@ -139,7 +139,7 @@ class EvaluationAccumulator:
     """Sums of an evaluation, added batch by batch."""
 
     def __init__(self, task: TaskKind, prior: ClassPrior | None = None) -> None:
-        self._task, self._examples, self._whole, self._prior = task, 0, 0, prior
+        self._task, self._examples, self._all_correct, self._prior = task, 0, 0, prior
         self.strengths: StrengthChoice | None = None  # once examples were added, with a prior
         self._losses: list[float] = []
 
@@ -189,7 +189,7 @@ class EvaluationAccumulator:
 
     def _add_labels(self, scores: np.ndarray, y: np.ndarray) -> None:
         predicted = scores > 0
-        self._whole += int((predicted == y).all(axis=1).sum())
+        self._all_correct += int((predicted == y).all(axis=1).sum())
         for index, outcomes in enumerate((predicted & y, predicted & ~y, ~predicted & y)):
             self._counts[index::3] += outcomes.sum(axis=0)
         if self._bins:
@@ -226,7 +226,7 @@ class EvaluationAccumulator:
             outputs=self._outputs,
             loss=evaluation.exact_sum(self._losses),
             counts=evaluation.pack_counts(self._counts.tolist()),
-            whole=self._whole,
+            whole=self._all_correct,
             scores=evaluation.pack_counts(self._scores.tolist()),
             absolute=self._absolute,
             squares=tuple(self._squares) if regression else (),

@@ -94,10 +94,12 @@ def _metadata_error(name: str, reason: object = None) -> ModelError:
 
 
 def require_shape(inputs: np.ndarray, expected_shape: Shape) -> None:
-    given = inputs.shape[1:]
-    if not graph_check.fits_shape(given, expected_shape):
+    actual_shape = inputs.shape[1:]
+    if not graph_check.fits_shape(actual_shape, expected_shape):
         expected_text = graph_check.format_shape(expected_shape)
-        raise DataError(f"the network takes inputs of shape {expected_text}, and the data here are of shape {given}")
+        raise DataError(
+            f"the network takes inputs of shape {expected_text}, and the data here are of shape {actual_shape}"
+        )
 
 
 def require_scores(scores: np.ndarray) -> None:

@@ -86,8 +86,8 @@ class NumpyEngine:
         steps = training.TrainingProgress(len(examples), fit, progress)
         optimizer = NumpyOptimizer(mlp, model, fit, hooks)
         micro_batch_size = self._micro_batch_size(mlp, fit.batch, copies=4 + len(hooks.anchors))
-        for order in training.draw_orders(len(examples), fit.epochs, rng):
-            for batch in training.mini_batches(order, fit.batch):
+        for epoch_order in training.draw_orders(len(examples), fit.epochs, rng):
+            for batch in training.mini_batches(epoch_order, fit.batch):
                 loss, gradient = _loss_and_gradient(network, model, examples, batch, micro_batch_size, hooks)
                 steps.add_step(loss, len(batch))
                 optimizer.step(gradient)

@@ -180,10 +180,10 @@ class OnnxEngine:
         leaves too little for what is not `in_use` of `size`. Micro-batches do not change.
         """
         session_bytes = sum(loaded.plan.session_bytes for loaded in self._graphs.values())
-        for other in [path for path in self._graphs if path != needed_graph]:
+        for unused_graph in [path for path in self._graphs if path != needed_graph]:
             if session_bytes + size <= self._room_bytes:
                 break
-            session_bytes -= self._graphs.pop(other).plan.session_bytes
+            session_bytes -= self._graphs.pop(unused_graph).plan.session_bytes
         if self._room_bytes < TRIMMED_BELOW_BYTES or (
             session_bytes + size > SESSION_SHARE * self._room_bytes and not self._fits_beside_all(size - in_use)
         ):

@@ -67,7 +67,7 @@ def parse_choice(text: str) -> VersionChoice | None:
         return None
     texts = (choice.flashed, choice.boot, choice.returned)
     numbers = (choice.starts, choice.began_s)
-    if not all(isinstance(word, str) for word in texts):
+    if not all(isinstance(item, str) for item in texts):
         return None
     if not all(isinstance(number, int | float) and 0 <= number <= MAX_NUMBER for number in numbers):
         return None

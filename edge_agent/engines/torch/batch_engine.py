@@ -157,11 +157,11 @@ class _DeviceBatch:
         if min(counts) < longest:  # padded rows count for nothing
             mask = torch.arange(longest)[None, :] < torch.tensor(counts)[:, None]
             losses = torch.where(mask.to(self._device), losses, losses.new_zeros(()))
-        means = losses.sum(dim=1) / torch.tensor(counts, device=self._device)  # (devices,)
-        gradients = torch.autograd.grad(means.sum(), self._values)
+        mean_losses = losses.sum(dim=1) / torch.tensor(counts, device=self._device)  # (devices,)
+        gradients = torch.autograd.grad(mean_losses.sum(), self._values)
         with torch.no_grad():
             self._apply_gradients(self._clip_gradients(self._correct_gradients(list(gradients))))
-        self._record_losses(means.detach().tolist(), counts)
+        self._record_losses(mean_losses.detach().tolist(), counts)
 
     def _record_losses(self, losses: Sequence[float], counts: Sequence[int]) -> None:
         for index, (account, loss, count) in enumerate(zip(self._accounts, losses, counts, strict=True)):

@@ -110,7 +110,9 @@ class TorchEngine:
     name = "torch"
     gpu: TorchMemory | None = None  # of this process, once an engine has found a GPU
 
-    def __init__(self, budget_bytes: int, *, base_bytes: int = BASE_BYTES, half: torch.dtype | None = None) -> None:
+    def __init__(
+        self, budget_bytes: int, *, base_bytes: int = BASE_BYTES, half_dtype: torch.dtype | None = None
+    ) -> None:
         self.planned_bytes: int | None = None
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         on_gpu = self._device.type == "cuda"
@@ -121,7 +123,7 @@ class TorchEngine:
         base_bytes += GPU_BYTES if on_gpu else 0
         self._room_bytes = int((budget_bytes - base_bytes) / peak_memory.MARGIN) - peak_memory.FIRST_USE_BYTES["torch"]
         self._first_use_bytes = peak_memory.FIRST_USE_BYTES["torch"] + (peak_memory.GPU_KERNELS_BYTES if on_gpu else 0)
-        self._half = half or _fast_half_type(self._device)
+        self._half_dtype = half_dtype or _fast_half_type(self._device)
         # a process limited to some cores must not start a thread for each of the board's
         torch.set_num_threads(min(torch.get_num_threads(), len(os.sched_getaffinity(0))))
         if on_gpu and TorchEngine.gpu is None:
@@ -154,10 +156,10 @@ class TorchEngine:
         steps = training.TrainingProgress(len(examples), fit, progress)
         schedule = training_choices.parse_schedule(fit.schedule)
         epoch_orders = training.draw_orders(len(examples), fit.epochs, rng)
-        half = self._half if fit.mixed else None
+        half_dtype = self._half_dtype if fit.mixed else None
         seed = int(rng.integers(2**53))
         with deterministic_torch(seed):
-            model, properties, outputs = self._build_model(network, start, examples, hooks, half)
+            model, properties, outputs = self._build_model(network, start, examples, hooks, half_dtype)
             model.train()
             training_step.freeze_statistics(model, hooks)
             recomputation.handle_single_values(model)
@@ -183,7 +185,7 @@ class TorchEngine:
             loss = training_step.TrainingLoss(fit.loss, metrics.task_from_network(network), outputs, self._device)
             average = training_step.WeightAverage(model, fit.ema)
             steppers = [
-                training_step.Stepper(model, step, fit, hooks, anchors, half, loss.total) for step in hooks.steps
+                training_step.Stepper(model, step, fit, hooks, anchors, half_dtype, loss.total) for step in hooks.steps
             ]
             unread_losses: list[tuple[list[torch.Tensor], int]] = []  # losses of steps that are not read yet
             batches = [batch for epoch_order in epoch_orders for batch in training.mini_batches(epoch_order, fit.batch)]
@@ -257,12 +259,12 @@ class TorchEngine:
         start: Tensors,
         examples: Examples,
         hooks: Hooks,
-        half: torch.dtype | None = None,
+        half_dtype: torch.dtype | None = None,
     ) -> tuple[nn.Module, peak_memory.TrainingProperties, int]:
         model = registry.build_network(network)
         model = hooks.prepare(model) if hooks.prepare else model
         # The format must be set before the probe compiles kernels.
-        model = model.to(self._device, memory_format=self._memory_format(model, half))
+        model = model.to(self._device, memory_format=self._memory_format(model, half_dtype))
         model_state = traces.state_without_aliases(model)
         start = {name: start[name] for name in start if name in model_state or name not in model.state_dict()}
         training.require_shapes(start, {name: tuple(value.shape) for name, value in model_state.items()})
@@ -274,7 +276,7 @@ class TorchEngine:
                 value.copy_(torch.tensor(start[name]))
         return model, properties, outputs
 
-    def _memory_format(self, model: nn.Module, half: torch.dtype | None) -> torch.memory_format:
+    def _memory_format(self, model: nn.Module, half_dtype: torch.dtype | None) -> torch.memory_format:
         convolutions = [
             convolution for convolution in model.modules() if isinstance(convolution, nn.Conv2d | nn.ConvTranspose2d)
         ]
@@ -284,7 +286,7 @@ class TorchEngine:
             for convolution in convolutions
         )
         are_ungrouped = all(convolution.groups == 1 for convolution in convolutions)
-        use_channels_last = half is not None or (self._device.type == "cpu" and are_small and are_ungrouped)
+        use_channels_last = half_dtype is not None or (self._device.type == "cpu" and are_small and are_ungrouped)
         return torch.channels_last if use_channels_last else torch.contiguous_format
 
     def _probe_network(

@@ -186,5 +186,5 @@ def _random_state() -> list[torch.Tensor]:
     return [torch.get_rng_state(), *cuda]
 
 
-def _reject_backward(kept: None) -> torch.Tensor:
+def _reject_backward(placeholder: None) -> torch.Tensor:
     raise AssertionError("the graph of a repeated forward pass has no backward pass")

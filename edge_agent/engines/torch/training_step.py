@@ -114,7 +114,7 @@ def make_optimizer(groups: Mapping[float, Sequence[torch.Tensor]], fit: Fit) -> 
     accepted = inspect.signature(optimizer_class).parameters
     if unknown := sorted(set(arguments) - accepted.keys()):
         choices = toml.describe_choices(
-            unknown[0], [each for each in accepted if each not in ("params", "lr")], "it takes"
+            unknown[0], [argument for argument in accepted if argument not in ("params", "lr")], "it takes"
         )
         raise JobError(f"[params] optimizer {name!r}: there is no key {unknown[0]!r}{choices}")
     fit_arguments = {key: getattr(fit, key) for key in ("weight_decay", "momentum", "nesterov")}
@@ -147,10 +147,10 @@ class Stepper:
         fit: Fit,
         hooks: Hooks,
         anchors: Anchors,
-        half: torch.dtype | None,
+        half_dtype: torch.dtype | None,
         total: Callable[[torch.Tensor, Any], torch.Tensor],
     ) -> None:
-        self._model, self._step, self._fit, self._half, self._total = model, step, fit, half, total
+        self._model, self._step, self._fit, self._half, self._total = model, step, fit, half_dtype, total
         self._correct, self._anchors, self._is_only_step = hooks.correct, anchors, len(hooks.steps) == 1
         rates = {name: step.rate(name) for name, _ in model.named_parameters()}
         self._trained = {name: value for name, value in model.named_parameters() if rates[name] > 0}
@@ -165,8 +165,8 @@ class Stepper:
         self._optimizer = make_optimizer({fit.lr * rate: parameters for rate, parameters in groups.items()}, fit)
         self._rates = [group["lr"] for group in self._optimizer.param_groups]
         device_type = next(iter(self._trained.values())).device.type
-        self._scaler = torch.amp.GradScaler(device_type, init_scale=FIRST_SCALE, enabled=half is torch.float16)
-        self._autocast = torch.autocast(device_type, dtype=half) if half else contextlib.nullcontext()
+        self._scaler = torch.amp.GradScaler(device_type, init_scale=FIRST_SCALE, enabled=half_dtype is torch.float16)
+        self._autocast = torch.autocast(device_type, dtype=half_dtype) if half_dtype else contextlib.nullcontext()
         self._enable_gradients()
 
     def step(
