@@ -60,12 +60,12 @@ def test_the_next_round_begins_from_the_private_state_that_counted(site: Site) -
     site.ack(0, accepted=True)
     second = site.bench.orders[-1]
     assert second.private_state is not None
-    assert tensors.read_tensors(Path(second.private))["c"] == 1.0
+    assert tensors.read_tensors(Path(second.private_state))["c"] == 1.0
     site.bench.finish(private=2.0)
     site.run()
     site.ack(1, accepted=False)
     site.ask(2, counted=0)
-    third = site.bench.orders[-1].private
+    third = site.bench.orders[-1].private_state
     assert third is not None
     assert tensors.read_tensors(Path(third))["c"] == 1.0
 

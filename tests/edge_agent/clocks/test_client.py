@@ -273,9 +273,9 @@ def test_the_helper_keeps_the_bounds_in_the_boards_settings(tmp_path: Path, monk
     assert bounds() == bounds(settings("")) == plain
     monkeypatch.setattr(linux, "create_power_lookup", lambda profile, root: profile.board)
     named = settings('profile = "jetson-orin-nx"\n[governor]\nmax_w = 15')
-    assert bounds(named) == {**plain, "max_w": 15.0, "watts": "jetson-orin-nx"}
+    assert bounds(named) == {**plain, "max_w": 15.0, "power_of_point": "jetson-orin-nx"}
     shutil.copyfile(Path(profiles.__file__).with_name("jetson-tx2.toml"), tmp_path / "own.toml")
-    assert bounds(settings('profile = "own.toml"\n[governor]\nmax_w = 7'))["watts"] == "jetson-tx2"
+    assert bounds(settings('profile = "own.toml"\n[governor]\nmax_w = 7'))["power_of_point"] == "jetson-tx2"
 
 
 def test_hold_holds_until_it_is_interrupted(

@@ -84,18 +84,18 @@ def test_what_a_codec_leaves_out_comes_back_with_the_next_task(place: Place) -> 
         second = carried_out(
             worker, two := place.order(wire=Encoding(codec="int8"), private=str(Path(one.output_folder) / PRIVATE_FILE))
         )
-    moved = tensors.read_tensors(Path(before.out) / plain.bundles["model"].sha256)
+    moved = tensors.read_tensors(Path(before.output_folder) / plain.bundles["model"].sha256)
     told = {name: np.zeros(array.shape) for name, array in MODEL.items()}
     for order, outcome in ((one, first), (two, second)):
         sent = tensors.read_tensors(Path(order.output_folder) / outcome.bundles["model"].sha256)
         assert {name: array.nbytes for name, array in sent.items()} == SENT_INT8
         for name, array in compression.decode_bundle(order.task.wire, sent, MODEL).items():
             told[name] += array
-    left = tensors.read_tensors(Path(two.out) / PRIVATE_FILE)
+    left = tensors.read_tensors(Path(two.output_folder) / PRIVATE_FILE)
     for name, array in moved.items():
         np.testing.assert_allclose(told[name] + left.get(f"unsent/model/{name}", 0), 2 * array, atol=1e-7)
     assert first.bundles != second.bundles
-    assert not (Path(before.out) / PRIVATE_FILE).exists()
+    assert not (Path(before.output_folder) / PRIVATE_FILE).exists()
 
 
 def test_a_check_alone_weighs_by_the_examples_it_was_made_on(place: Place) -> None:
